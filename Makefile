@@ -1,0 +1,30 @@
+# Every target is one line that a person could type. `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help gpu-report test lint clean
+
+PROFILE ?=
+BUDGET ?=
+PRICE ?=
+ONLY ?=
+SKIP ?=
+RESUME ?=
+OUT ?=
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@echo
+	@echo "gpu-report takes PROFILE=quick|standard|full BUDGET=15m PRICE=0.40 ONLY=a,b SKIP=a,b RESUME=1 OUT=dir"
+
+gpu-report: ## Prove and time the kernels on this machine; the report lands in artifacts/runner/<commit>/
+	@bash scripts/runner_oneshot.sh $(OUT) $(if $(PROFILE),--profile $(PROFILE)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(PRICE),--price $(PRICE)) $(if $(ONLY),--only $(ONLY)) $(if $(SKIP),--skip $(SKIP)) $(if $(RESUME),--resume)
+
+test: ## Set up .venv and run every test that needs no GPU (kernels in Triton's interpreter)
+	@bash scripts/run_tests.sh
+
+lint: ## Check style with ruff
+	@.venv/bin/ruff check nsa bench scripts
+
+clean: ## Remove caches and the environments that the two commands made; reports stay
+	rm -rf .venv .deps .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
