@@ -1,0 +1,172 @@
+"""Generate text from a saved showcase model: prefill the prompt once, then decode from the cache.
+
+    python -m nsa.generate showcase.pt --prompt "ROMEO:" --max_new_tokens 200
+    python -m nsa.generate showcase.pt --temperature 0.8 --top_k 40 --seed 1
+
+Without --temperature the most likely byte is taken each time. Text goes to stdout, the rates to
+stderr. Exit code: 0, or 2 for a usage error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.model import NSALanguageModel
+
+FORMAT = "nsa-lm/1"
+
+
+def save_checkpoint(path: str | Path, model: NSALanguageModel) -> None:
+    """Write the model's configuration and weights: plain numbers and tensors, no pickled code."""
+    torch.save(
+        {
+            "format": FORMAT,
+            "config": dataclasses.asdict(model.config),
+            "vocab_size": model.vocab_size,
+            "n_layers": model.n_layers,
+            "state": {k: v.detach().cpu() for k, v in model.state_dict().items()},
+        },
+        path,
+    )
+
+
+def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> NSALanguageModel:
+    """Rebuild the model of `save_checkpoint`. Loads data only (weights_only), never code.
+
+    Raises ValueError when the file is not such a checkpoint or holds other weights than its
+    configuration describes.
+    """
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as e:  # torch raises several types for a foreign file; the text says which
+        raise ValueError(f"checkpoint {path} cannot be read: {e}") from e
+    found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
+    if found != FORMAT:
+        raise ValueError(f"checkpoint {path} must have format {FORMAT!r}, got {found!r}")
+    model = NSALanguageModel(
+        NSAConfig(**saved["config"]), vocab_size=saved["vocab_size"], n_layers=saved["n_layers"]
+    )
+    try:
+        model.load_state_dict(saved["state"])
+    except RuntimeError as e:
+        raise ValueError(f"checkpoint {path} does not fit its own configuration: {e}") from e
+    return model.to(device).eval()
+
+
+@dataclass(frozen=True)
+class Generated:
+    """tokens: int64 [B, prompt + new]; rates in tokens per second over the whole batch."""
+
+    tokens: Tensor
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float | None
+
+
+def pick(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> Tensor:
+    """One token per row of logits [B, vocab]: the best one (temperature 0) or a sample. [B, 1]."""
+    logits = logits.float().cpu()  # one generator, the same draws on every device
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k is not None:
+        floor = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < floor, float("-inf"))
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+
+
+@torch.inference_mode()
+def generate(
+    model: NSALanguageModel,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Generated:
+    """Continue `prompt` (int64 [B, S], S >= 1) by max_new_tokens tokens.
+
+    temperature 0 is greedy; otherwise logits are divided by it, cut to the top_k best and sampled
+    with `seed`, so the same call gives the same text. Raises ValueError for an empty prompt or a
+    setting out of range.
+    """
+    if prompt.ndim != 2 or prompt.shape[1] < 1:
+        raise ValueError(f"prompt must be [B, S] with S >= 1, got {list(prompt.shape)}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be 0 or larger, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1 or None, got {top_k}")
+
+    def clock() -> float:
+        if prompt.is_cuda:
+            torch.cuda.synchronize(prompt.device)
+        return time.perf_counter()
+
+    generator = torch.Generator().manual_seed(seed)
+    start = clock()
+    logits, caches = model.prefill(prompt)
+    tokens = [prompt, pick(logits[:, -1], temperature, top_k, generator).to(prompt.device)]
+    prefilled = clock()
+    for _ in range(max_new_tokens - 1):
+        logits = model.step(tokens[-1], caches)
+        tokens.append(pick(logits[:, -1], temperature, top_k, generator).to(prompt.device))
+    decoded = clock()
+    batch, steps = prompt.shape[0], max_new_tokens - 1
+    return Generated(
+        tokens=torch.cat(tokens, dim=1),
+        prefill_tokens_per_s=prompt.numel() / (prefilled - start),
+        decode_tokens_per_s=batch * steps / (decoded - prefilled) if steps else None,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", help="file written by scripts/train_showcase.py --save")
+    parser.add_argument("--prompt", default="ROMEO:\n", help="text to continue (UTF-8 bytes)")
+    parser.add_argument("--max_new_tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the best byte")
+    parser.add_argument("--top_k", type=int, default=None, help="sample among the k best only")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    try:
+        model = load_checkpoint(args.checkpoint, args.device)
+        prompt = torch.tensor([list(args.prompt.encode())], dtype=torch.long, device=args.device)
+        result = generate(
+            model,
+            prompt.view(1, -1),
+            args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            seed=args.seed,
+        )
+    except (OSError, ValueError) as e:
+        parser.error(str(e))
+    print(bytes(result.tokens[0].tolist()).decode("utf-8", errors="replace"))
+    rate = result.decode_tokens_per_s
+    print(
+        f"prefill {result.prefill_tokens_per_s:.0f} tokens/s"
+        + (f", decode {rate:.1f} tokens/s" if rate else ""),
+        file=sys.stderr,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

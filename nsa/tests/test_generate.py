@@ -1,0 +1,121 @@
+"""Does cached generation equal the full forward pass, and is it deterministic and safe to load?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa import generate as gen
+from nsa.config import NSAConfig
+from nsa.model import NSALanguageModel
+
+# Blocks small enough that 40 tokens cross every edge: compression, selection and the window.
+CONFIG = NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=12)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return NSALanguageModel(CONFIG, vocab_size=256, n_layers=2).eval()
+
+
+@torch.no_grad()
+def greedy_by_full_forward(model, tokens, n):
+    for _ in range(n):
+        tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return tokens
+
+
+@pytest.mark.parametrize("prompt_len", [1, 7, 8, 13])
+def test_greedy_generation_equals_full_forward(model, prompt_len):
+    prompt = torch.randint(0, 256, (2, prompt_len), generator=torch.Generator().manual_seed(1))
+    out = gen.generate(model, prompt, 27)
+    assert torch.equal(out.tokens, greedy_by_full_forward(model, prompt, 27))
+    assert out.prefill_tokens_per_s > 0 and out.decode_tokens_per_s > 0
+
+
+def test_sampling_is_fixed_by_the_seed(model):
+    prompt = torch.zeros(1, 5, dtype=torch.long)
+
+    def sample(seed):
+        return gen.generate(model, prompt, 20, temperature=1.0, seed=seed).tokens.tolist()
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_top_1_is_greedy_and_top_k_stays_among_the_best():
+    logits = torch.randn(400, 50, generator=torch.Generator().manual_seed(0))
+    g = torch.Generator().manual_seed(0)
+    best = logits.argmax(-1, keepdim=True)
+    assert torch.equal(gen.pick(logits, 0.0, None, g), best)
+    assert torch.equal(gen.pick(logits, 5.0, 1, g), best)
+    drawn = gen.pick(logits, 5.0, 3, g)
+    assert (logits.topk(3).indices == drawn).any(-1).all()
+    assert not torch.equal(drawn, best)
+
+
+def test_temperature_sharpens():
+    logits = torch.tensor([[1.0, 0.0]]).expand(4000, 2)
+    g = torch.Generator().manual_seed(0)
+    for temperature in (0.5, 2.0):
+        share = (gen.pick(logits, temperature, None, g) == 0).float().mean().item()
+        expected = torch.tensor([1.0, 0.0]).div(temperature).softmax(-1)[0].item()
+        assert share == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 1, "temperature": -1.0}, "temperature"),
+        ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature"),
+        ({"max_new_tokens": 1, "top_k": 0}, "top_k"),
+    ],
+)
+def test_bad_settings_are_named(model, kwargs, name):
+    with pytest.raises(ValueError, match=name):
+        gen.generate(model, torch.zeros(1, 4, dtype=torch.long), **kwargs)
+
+
+def test_empty_prompt_is_refused(model):
+    with pytest.raises(ValueError, match="prompt"):
+        gen.generate(model, torch.zeros(1, 0, dtype=torch.long), 1)
+
+
+def test_command_line_generates_from_a_saved_model(model, tmp_path, capsys):
+    path = tmp_path / "m.pt"
+    gen.save_checkpoint(path, model)
+    options = ["--prompt", "KING", "--max_new_tokens", "9", "--device", "cpu"]
+    assert gen.main([str(path), *options]) == 0
+    out, err = capsys.readouterr()
+    prompt = torch.tensor([list(b"KING")])
+    expected = bytes(greedy_by_full_forward(model, prompt, 9)[0].tolist())
+    assert out == expected.decode("utf-8", errors="replace") + "\n"
+    assert "tokens/s" in err
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("code ran",))
+
+
+@pytest.mark.parametrize("content", [b"not a checkpoint", {"format": "other"}, Evil()])
+def test_foreign_file_is_refused_without_running_it(content, tmp_path, capsys):
+    path = tmp_path / "m.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match="checkpoint"):
+        gen.load_checkpoint(path)
+    assert "code ran" not in capsys.readouterr().out
+
+
+def test_weights_of_another_shape_are_refused(model, tmp_path):
+    path = tmp_path / "m.pt"
+    gen.save_checkpoint(path, model)
+    saved = torch.load(path, weights_only=True)
+    saved["n_layers"] = 3
+    torch.save(saved, path)
+    with pytest.raises(ValueError, match="configuration"):
+        gen.load_checkpoint(path)

@@ -1,0 +1,97 @@
+"""Does a small NSA language model train: falling loss, live gradients, same seed same run?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nsa.flags import Flags
+from nsa.generate import load_checkpoint, save_checkpoint
+from nsa.model import NSALanguageModel
+from scripts import train_showcase as ts
+
+CPU = torch.device("cpu")
+TINY = replace(ts.PRESETS["cpu"], steps=12, seq=96, batch=2, val_windows=2)
+
+
+@pytest.fixture(scope="module")
+def text():
+    train, held_out = ts.load_corpus()
+    return train[:20_000], held_out[:5_000]
+
+
+@pytest.fixture(scope="module")
+def run(text):
+    return ts.train(TINY, *text, CPU, seed=3, log_every=4)
+
+
+def test_train_smoke_loss_falls_and_held_out_loss_follows(run):
+    losses = [row["loss"] for row in run.rows]
+    assert [row["step"] for row in run.rows] == list(range(TINY.steps))
+    assert all(math.isfinite(x) for x in losses + run.grad_norms)
+    assert 5.0 < losses[0] < 6.5, "an untrained model must be near ln 256"
+    assert losses[-1] < losses[0] - 1.0
+    assert abs(run.rows[-1]["val_loss"] - losses[-1]) < 0.7
+
+
+def gradients(model, batch):
+    model.zero_grad()
+    ts.next_byte_loss(model, batch).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_live(grads):
+    for name, grad in grads.items():
+        assert grad is not None, f"{name} got no gradient"
+        assert torch.isfinite(grad).all(), f"{name} has a gradient that is not finite"
+        assert grad.abs().max() > 0, f"{name} has a zero gradient"
+
+
+def test_train_gradient_reaches_every_parameter(text):
+    torch.manual_seed(0)
+    model = NSALanguageModel(TINY.config, vocab_size=ts.VOCAB, n_layers=2)
+    assert_live(gradients(model, ts.windows(text[0], torch.tensor([0, 700]), TINY.seq)))
+
+
+def test_train_same_seed_gives_the_same_run(text, run):
+    again = ts.train(TINY, *text, CPU, seed=3, log_every=4)
+    assert [r["loss"] for r in again.rows] == [r["loss"] for r in run.rows]
+    other = ts.train(replace(TINY, steps=2), *text, CPU, seed=4)
+    assert other.rows[0]["loss"] != run.rows[0]["loss"]
+
+
+def test_train_checkpoint_round_trip(run, text, tmp_path):
+    save_checkpoint(tmp_path / "model.pt", run.model)
+    loaded = load_checkpoint(tmp_path / "model.pt")
+    assert loaded.config == run.model.config
+    tokens = text[1][None, :77]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens), run.model.eval()(tokens))
+
+
+def test_trained_model_does_not_see_the_future(run, text):
+    probe, selftest = ts.probe_model(run.model, TINY, text[1], CPU)
+    assert not probe.leaks and not probe.blind, probe
+    assert selftest.leaks
+
+
+def test_untrained_model_fails_the_fall_check(text):
+    still = ts.train(replace(TINY, steps=3, lr=0.0), *text, CPU, seed=3)
+    probe = ts.Probe(0.0, 1.0, 1e-3, (3,))
+    checks = ts.check_results(still, probe, replace(probe, max_before=1.0))
+    assert [name for name, passed, _ in checks if not passed] == ["loss_fell"]
+
+
+def gpu_flags() -> Flags:
+    return Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
+
+
+@pytest.fixture
+def cuda():
+    if not torch.cuda.is_available():
+        wanted = Flags.from_env().test_train
+        (pytest.fail if wanted else pytest.skip)("no CUDA device")
+    return torch.device("cuda")

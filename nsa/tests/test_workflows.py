@@ -1,0 +1,208 @@
+"""Do the workflows parse, and do the commands, files, targets and stages that they name exist?"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts import modal_bench
+from scripts.modal_bench import pr_body
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def load(name: str) -> dict:
+    return yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
+
+
+def steps(workflow: dict) -> list[dict]:
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+def commands(workflow: dict) -> list[str]:
+    return [line.strip() for s in steps(workflow) for line in s.get("run", "").splitlines()]
+
+
+def test_the_three_workflows_are_there():
+    assert [p.name for p in WORKFLOWS] == ["ci.yml", "gpu-benchmark.yml", "triton-gpu-smoke.yml"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
+def test_workflow_has_the_shape_that_github_needs(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert set(workflow) >= {"name", True, "permissions", "jobs"}  # YAML 1.1 reads `on` as True
+    for job in workflow["jobs"].values():
+        assert job["runs-on"] and job["timeout-minutes"] > 0
+    for step in steps(workflow):
+        assert ("run" in step) != ("uses" in step), step
+        if "uses" in step:
+            assert re.fullmatch(r"[\w.-]+/[\w.-]+@(v\d+|[0-9a-f]{40})", step["uses"])
+        # An input or a branch name pasted into a script would be run by the shell.
+        assert "${{" not in step.get("run", ""), step
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
+def test_named_files_and_make_targets_exist(path):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = 0
+    for command in commands(yaml.safe_load(path.read_text())):
+        words = shlex.split(command)
+        if words[:1] == ["make"]:
+            assert words[1] in targets, command
+            named += 1
+        for word in re.findall(r"(?:nsa|scripts|bench|configs)/[\w./-]+", command):
+            assert (ROOT / word).is_file(), f"{path.name}: {command}"
+            named += 1
+    assert named
+
+
+def test_smoke_lane_names_stages_of_the_runner():
+    from scripts.oneshot.stages import STAGES
+
+    (line,) = [c for c in commands(load("triton-gpu-smoke.yml")) if c.startswith("make gpu-report")]
+    only = re.search(r"ONLY=(\S+)", line)[1].split(",")
+    ids = {stage.id for stage in STAGES}
+    assert set(only) <= ids
+    assert {"triton_fwd", "triton_bwd"} <= set(only)
+
+
+def test_smoke_runs_weekly_on_a100_and_h100_and_guards_sm89():
+    workflow = load("triton-gpu-smoke.yml")
+    minute, hour, day, month, weekday = workflow[True]["schedule"][0]["cron"].split()
+    assert (day, month) == ("*", "*") and weekday.isdigit()
+    assert "workflow_dispatch" in workflow[True]
+    assert workflow["jobs"]["parity"]["strategy"]["matrix"]["gpu"] == ["a100", "h100"]
+    guard = workflow["jobs"]["sm89-policy"]
+    assert "sm89" in guard["runs-on"]
+    env = guard["steps"][-1]["env"]
+    assert env["NSA_USE_TRITON_SEL"] == "1" and "NSA_TRITON_SEL_FORCE" not in env
+
+
+def test_gpu_benchmark_is_on_demand_only_and_opens_a_pull_request():
+    workflow = load("gpu-benchmark.yml")
+    assert workflow["name"] == "GPU Benchmark" and list(workflow[True]) == ["workflow_dispatch"]
+    assert any("gh pr create" in c and "pr_body.md" in c for c in commands(workflow))
+
+
+def test_benchmark_command_line_and_choices_are_those_of_the_script():
+    workflow = load("gpu-benchmark.yml")
+    (line,) = [c for c in commands(workflow) if c.startswith("python scripts/modal_bench.py")]
+    profiles = workflow[True]["workflow_dispatch"]["inputs"]["profile"]["options"]
+    for profile in profiles:
+        words = shlex.split(line.replace("$PROFILE", profile).replace("$GPU", "H100"))
+        args = modal_bench.build_parser().parse_args(words[2:])
+        assert args.profile == profile and args.config.name == "base.yaml"
+
+
+# ---- scripts/modal_bench.py ----------------------------------------------------------------------
+
+
+def cell(length: int, case: str, low: float, status: str = "VALID") -> dict:
+    timed = {"speedup": low + 0.05, "speedup_ci95": [low, low + 0.1]}
+    blank = {"speedup": None, "speedup_ci95": None}
+    row = {"bench": "sel_triton", "case": case, "L": length, "status": status}
+    return row | (timed if status == "VALID" else blank)
+
+
+def bundle(recommend: dict | None) -> dict:
+    return {
+        "run_id": "20251121T013455Z-7f3a",
+        "profile": "standard",
+        "git": {"short": "8ac3f21", "dirty": False},
+        "device": {"name": "NVIDIA H100 80GB HBM3", "sm": "9.0", "driver": "570.86"},
+        "verdict": {"status": "PASS", "one_line": "41/41 parity checks | benches VALID 3/4"},
+        "recommend": recommend,
+        "bench": [
+            cell(1024, "sel/L=1024/few", 1.5),
+            cell(512, "sel/L=512/few", 1.4),
+            cell(512, "sel/L=512/many", 1.25),
+            cell(128, "sel/L=128/many", 0.0, "UNSTABLE"),
+            {"bench": "decode", "case": "decode/S=4096", "L": 9, "status": "VALID"},
+        ],
+    }
+
+
+GOLDEN = """\
+## Set `sel_triton_min_L` = 512 on NVIDIA H100 80GB HBM3
+
+Evidence: lower CI >= 1.2 at L>=512 in few,many.
+
+| | |
+|---|---|
+| verdict | PASS - 41/41 parity checks \\| benches VALID 3/4 |
+| commit | 8ac3f21 |
+| device | NVIDIA H100 80GB HBM3, SM 9.0, driver 570.86 |
+| profile | standard, run 20251121T013455Z-7f3a |
+
+Worst valid cell per selected length (speedup over packed SDPA, 95 % interval):
+
+| L | valid cells | speedup | case |
+|---|---|---|---|
+| 128 | 0/1 | - | no valid cell |
+| 512 | 2/2 | 1.30x [1.25, 1.35] | sel/L=512/many |
+| 1024 | 1/1 | 1.55x [1.50, 1.60] | sel/L=1024/few |
+
+The threshold is the smallest tested length from which on every cell's lower bound is at least 1.2x.
+Repeat it with `make gpu-report PROFILE=standard` on such a GPU.
+"""
+
+
+def test_pull_request_body_is_the_golden_one():
+    evidence = {"sel_triton_min_L": 512, "confidence": "lower CI >= 1.2 at L>=512 in few,many"}
+    assert pr_body(bundle(evidence)) == GOLDEN
+
+
+@pytest.mark.parametrize(
+    ("recommend", "why"),
+    [
+        ({"sel_triton_min_L": None, "blocking_case": "sel/L=1024/many"}, "sel/L=1024/many"),
+        (None, "no selection bench ran"),
+    ],
+)
+def test_pull_request_body_without_a_threshold_proposes_none(recommend, why):
+    text = pr_body(bundle(recommend))
+    assert text.startswith("## Keep Triton selection disabled") and f"Deciding cell: {why}." in text
+    assert "Set `sel_triton_min_L`" not in text
+
+
+FAKE_RUNNER = """
+import json, pathlib, sys
+out, profile = pathlib.Path(sys.argv[1]), sys.argv[3]
+assert sys.argv[2] == "--profile"
+for name, text in (("8ac3f21", profile), ("8ac3f21/prev/old", "wrong")):
+    (out / name).mkdir(parents=True)
+    (out / name / "bundle.json").write_text(json.dumps(BUNDLE | {"profile": text}))
+sys.exit(5)
+"""
+
+
+def test_run_report_returns_the_bundle_and_the_runners_exit_code(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "fake_runner.py"
+    recommend = {"sel_triton_min_L": 512, "confidence": "measured"}
+    script.write_text(FAKE_RUNNER.replace("BUNDLE", repr(bundle(recommend))))
+    monkeypatch.setattr(modal_bench, "RUNNER", (sys.executable, str(script)))
+    out = tmp_path / "out"
+    assert modal_bench.main(["--local", "--profile", "quick", "--out", str(out)]) == 5
+    assert json.loads((out / "8ac3f21" / "bundle.json").read_text())["profile"] == "quick"
+    assert (out / "8ac3f21.tgz").is_file()
+    assert "| profile | quick," in (out / "pr_body.md").read_text()
+
+
+def test_a_runner_that_leaves_no_bundle_is_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(modal_bench, "RUNNER", (sys.executable, "-c", "raise SystemExit(3)"))
+    assert modal_bench.main(["--local", "--out", str(tmp_path)]) == 4
+    assert "exit code: 3" in capsys.readouterr().err
+    assert not (tmp_path / "pr_body.md").exists()
+
+
+def test_without_modal_the_remote_form_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "modal", None)
+    with pytest.raises(SystemExit, match="pip install modal"):
+        modal_bench.main(["--gpu", "H100", "--out", str(tmp_path)])

@@ -1,0 +1,203 @@
+"""Run the GPU report on a rented Modal GPU, bring the bundle home and propose `sel_triton_min_L`.
+
+The remote machine runs the same `scripts/runner_oneshot.sh` as any box; nothing here measures.
+
+    python scripts/modal_bench.py --gpu H100 --profile standard --out artifacts/modal
+    python scripts/modal_bench.py --local --profile quick        # the same function on this machine
+    python scripts/modal_bench.py --body-from artifacts/runner/<commit> --config configs/base.yaml
+
+Needs `pip install modal` and a Modal token for the first form only. Writes `<out>/<name>.tgz`, the
+unpacked bundle, `pr_body.md` and, with --config, the proposed edit of that file. Exit code: the
+runner's own (0 all required stages passed), 2 for a usage error, 4 when no bundle came back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+REMOTE_ROOT = "/repo"
+RUNNER = ("bash", "scripts/runner_oneshot.sh")
+NOT_COPIED = [".venv*", ".deps", "artifacts", "**/__pycache__", ".pytest_cache", ".ruff_cache"]
+
+
+def run_report(root: Path, profile: str) -> dict[str, Any]:
+    """Run the runner in `root` and return {"exit_code", "name", "archive"}.
+
+    archive is the bundle folder as a .tgz (bytes), or None with "name" None when the runner left no
+    bundle.json behind; the runner's own exit code is kept either way.
+    """
+    with tempfile.TemporaryDirectory() as out:
+        code = subprocess.run([*RUNNER, out, "--profile", profile], cwd=root).returncode
+        bundles = [p for p in Path(out).rglob("bundle.json") if "prev" not in p.parts]
+        if not bundles:
+            return {"exit_code": code, "name": None, "archive": None}
+        folder = max(bundles, key=lambda p: p.stat().st_mtime).parent
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+            tar.add(folder, arcname=folder.name)
+        return {"exit_code": code, "name": folder.name, "archive": buffer.getvalue()}
+
+
+def run_on_modal(gpu: str, profile: str, timeout_s: int) -> dict[str, Any]:
+    """`run_report` on a Modal machine with the given GPU ("A100-80GB", "H100", "L4", ...)."""
+    try:
+        import modal
+    except ImportError as e:
+        raise SystemExit(f"modal is not installed ({e}): pip install modal, or use --local") from e
+    app, remote = build_app(modal, gpu, timeout_s)
+    with modal.enable_output(), app.run():
+        return remote.remote(profile)
+
+
+def build_app(modal: Any, gpu: str, timeout_s: int) -> tuple[Any, Any]:
+    """The Modal app and its one function; needs the package but no account."""
+    image = (
+        modal.Image.debian_slim()
+        .apt_install("git", "make", "gcc", "libc6-dev")  # Triton compiles its launcher with gcc
+        .pip_install_from_requirements(str(ROOT / "requirements.txt"))
+        .add_local_dir(ROOT, REMOTE_ROOT, ignore=NOT_COPIED)
+    )
+    app = modal.App("nsa-gpu-benchmark")
+
+    # serialized: the function travels by value, so it does not matter how this file was started.
+    @app.function(gpu=gpu, image=image, timeout=timeout_s, serialized=True)
+    def remote(profile: str) -> dict[str, Any]:
+        import sys
+        from pathlib import Path
+
+        sys.path.insert(0, REMOTE_ROOT)
+        from scripts.modal_bench import run_report
+
+        return run_report(Path(REMOTE_ROOT), profile)
+
+    return app, remote
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _evidence(bench: list[dict[str, Any]]) -> list[str]:
+    """One table line per selection length: how many cells are valid, and the worst of them."""
+    by_length: dict[int, list[dict[str, Any]]] = {}
+    for row in bench:
+        if str(row.get("bench", "")).startswith("sel") and isinstance(row.get("L"), int):
+            by_length.setdefault(row["L"], []).append(row)
+    lines = []
+    for length, rows in sorted(by_length.items()):
+        timed = [r for r in rows if r.get("status") == "VALID" and r.get("speedup_ci95")]
+        if timed:
+            worst = min(timed, key=lambda r: r["speedup_ci95"][0])
+            low, high = worst["speedup_ci95"]
+            text = f"{worst['speedup']:.2f}x [{low:.2f}, {high:.2f}] | {_cell(worst['case'])}"
+        else:
+            text = "- | no valid cell"
+        lines.append(f"| {length} | {len(timed)}/{len(rows)} | {text} |")
+    return lines
+
+
+def pr_body(bundle: dict[str, Any]) -> str:
+    """The pull-request text for one bundle (the contents of its bundle.json).
+
+    Proposes a threshold only where the bundle's own recommendation names one; otherwise it says
+    that Triton selection stays disabled and which cell decided it.
+    """
+    device, git, verdict = bundle["device"], bundle["git"], bundle["verdict"]
+    recommend = bundle.get("recommend") or {}
+    min_l = recommend.get("sel_triton_min_L")
+    if min_l is None:
+        head = "Keep Triton selection disabled"
+        why = f"Deciding cell: {recommend.get('blocking_case') or 'no selection bench ran'}."
+    else:
+        head = f"Set `sel_triton_min_L` = {min_l}"
+        why = f"Evidence: {recommend.get('confidence') or 'see the table'}."
+    lines = [
+        f"## {head} on {device['name']}",
+        "",
+        why,
+        "",
+        "| | |",
+        "|---|---|",
+        f"| verdict | {_cell(verdict['status'])} - {_cell(verdict.get('one_line', ''))} |",
+        f"| commit | {git['short']}{' (dirty)' if git.get('dirty') else ''} |",
+        f"| device | {_cell(device['name'])}, SM {device.get('sm', '?')}, "
+        f"driver {device.get('driver', '?')} |",
+        f"| profile | {bundle.get('profile', '?')}, run {bundle.get('run_id', '?')} |",
+        "",
+    ]
+    table = _evidence(bundle.get("bench") or [])
+    if table:
+        lines += [
+            "Worst valid cell per selected length (speedup over packed SDPA, 95 % interval):",
+            "",
+            "| L | valid cells | speedup | case |",
+            "|---|---|---|---|",
+            *table,
+            "",
+        ]
+    lines += [
+        "The threshold is the smallest tested length from which on every cell's lower bound is at "
+        "least 1.2x.",
+        "Repeat it with `make gpu-report PROFILE=standard` on such a GPU.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def load_bundle(folder: Path) -> dict[str, Any]:
+    path = folder / "bundle.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise SystemExit(f"no readable bundle.json in {folder}: {e}") from e
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpu", default="H100", help="Modal GPU name (default H100)")
+    parser.add_argument("--profile", default="standard", choices=["quick", "standard", "full"])
+    parser.add_argument("--timeout", type=int, default=3600, help="seconds for the remote run")
+    parser.add_argument("--out", type=Path, default=ROOT / "artifacts" / "modal")
+    parser.add_argument("--local", action="store_true", help="run here instead of on Modal")
+    parser.add_argument("--body-from", type=Path, help="only write pr_body.md from this bundle")
+    parser.add_argument("--config", type=Path, help="edit this YAML file to the proposal")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.body_from:
+        folder, code = args.body_from, 0
+    else:
+        if args.local:
+            result = run_report(ROOT, args.profile)
+        else:
+            result = run_on_modal(args.gpu, args.profile, args.timeout)
+        code = result["exit_code"]
+        if result["archive"] is None:
+            print(f"the runner left no bundle (its exit code: {code})", file=sys.stderr)
+            return 4
+        (args.out / f"{result['name']}.tgz").write_bytes(result["archive"])
+        with tarfile.open(fileobj=io.BytesIO(result["archive"])) as tar:
+            tar.extractall(args.out, filter="data")
+        folder = args.out / result["name"]
+    bundle = load_bundle(folder)
+    (args.out / "pr_body.md").write_text(pr_body(bundle))
+    print(args.out / "pr_body.md")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,444 @@
+"""Train a small byte-level language model with NSA in every layer, and check how it learned.
+
+    python scripts/train_showcase.py                      # tiny on CPU, small on a GPU
+    python scripts/train_showcase.py --steps 20 --device cuda
+    python scripts/train_showcase.py --save showcase.pt   # then: python -m nsa.generate showcase.pt
+
+The text ships with the package (nsa/data). A loss that falls proves little, because a model that
+sees the future falls fastest, so three facts stand beside it: the held-out loss next to the cross
+entropy of byte unigram and bigram models, a causality probe on the trained model (other tokens
+after t must change no output up to t), and the same probe on a copy with a planted leak, which it
+must find.
+
+Writes train.csv (step,loss,val_loss,lr,tokens_per_s) and train.jsonl into --out. Exit code: 0 all
+checks hold, 1 the loss is not finite or did not fall or the probe found a leak, 2 a usage error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.records import emit
+from nsa import launches
+from nsa.config import NSAConfig
+from nsa.generate import save_checkpoint
+from nsa.model import NSALanguageModel
+
+CSV_FIELDS = ("step", "loss", "val_loss", "lr", "tokens_per_s")
+VOCAB = 256
+MIN_FALL_NATS = 0.1  # random bytes start at ln 256 = 5.5; twenty steps already fall by more than 1
+CORPUS = Path(__file__).resolve().parent.parent / "nsa" / "data" / "shakespeare.txt"
+
+
+@dataclass(frozen=True)
+class Preset:
+    config: NSAConfig
+    layers: int
+    steps: int
+    seq: int
+    batch: int
+    lr: float
+    val_windows: int
+
+
+PRESETS = {
+    # One CPU core, well under a minute; the blocks shrink with the sequence so that selection still
+    # has more candidates than it may take.
+    "cpu": Preset(
+        NSAConfig(dim=64, heads=4, groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=4, w=32),
+        layers=2, steps=60, seq=128, batch=4, lr=6e-3, val_windows=8,
+    ),
+    # The paper's block sizes; 2048 tokens are 32 selection blocks for 16 choices.
+    "cuda": Preset(
+        NSAConfig(dim=512, heads=8, groups=2, d_k=64, d_v=64),
+        layers=4, steps=300, seq=2048, batch=8, lr=1e-3, val_windows=16,
+    ),
+}  # fmt: skip
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def load_corpus(path: Path = CORPUS) -> tuple[Tensor, Tensor]:
+    """The text as bytes: (train, held out), int64 [n], split 90 / 10 in reading order."""
+    text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+    cut = len(text) * 9 // 10
+    return text[:cut], text[cut:]
+
+
+def windows(text: Tensor, starts: Tensor, seq: int) -> Tensor:
+    """Windows of seq + 1 bytes at the given starts: int64 [len(starts), seq + 1]."""
+    return text[starts[:, None] + torch.arange(seq + 1)]
+
+
+def ngram_cross_entropy(train: Tensor, held_out: Tensor, order: int) -> float:
+    """Nats per byte of `held_out` under a byte n-gram model counted on `train` (add-one smoothing).
+
+    order 1: each byte alone; order 2: each byte given the one before it.
+    """
+    if order not in (1, 2):
+        raise ValueError(f"order must be 1 or 2, got {order}")
+
+    def cells(text: Tensor) -> Tensor:
+        return text[1:] if order == 1 else text[:-1] * VOCAB + text[1:]
+
+    counts = torch.bincount(cells(train), minlength=VOCAB**order).double() + 1.0
+    log_p = (counts / counts.view(-1, VOCAB).sum(-1).repeat_interleave(VOCAB)).log()
+    return -log_p[cells(held_out)].mean().item()
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The largest change of a logit at or before the edited position, and after it."""
+
+    max_before: float
+    min_after: float
+    tolerance: float
+    positions: tuple[int, ...]
+
+    @property
+    def leaks(self) -> bool:
+        return not self.max_before <= self.tolerance  # NaN is a leak too
+
+    @property
+    def blind(self) -> bool:
+        """The edits changed nothing at all, so the probe could not have seen a leak."""
+        return not self.min_after > self.tolerance
+
+
+@torch.no_grad()
+def causality_probe(
+    logits_of: Callable[[Tensor], Tensor], tokens: Tensor, positions: list[int], tolerance: float
+) -> Probe:
+    """Replace every token after t and compare the logits: none at or before t may move.
+
+    logits_of: tokens [1, S] -> logits [1, S, vocab]. Each t gets its own edit of all later tokens;
+    every edited byte differs from the original one.
+    """
+    base = logits_of(tokens).float()
+    generator = torch.Generator().manual_seed(0)
+    before, after = [], []
+    for t in positions:
+        shift = torch.randint(1, VOCAB, (1, tokens.shape[1] - t - 1), generator=generator)
+        edited = tokens.clone()
+        edited[:, t + 1 :] = (edited[:, t + 1 :] + shift.to(tokens.device)) % VOCAB
+        moved = (logits_of(edited).float() - base).abs().amax(dim=(0, 2))  # [S]
+        before.append(moved[: t + 1].max())
+        after.append(moved[t + 1 :].max())
+    # Tensor reductions carry NaN on; Python's min and max drop it.
+    worst, least = torch.stack(before).max().item(), torch.stack(after).min().item()
+    return Probe(worst, least, tolerance, tuple(positions))
+
+
+def planted_leak(logits_of: Callable[[Tensor], Tensor], size: float) -> Callable[[Tensor], Tensor]:
+    """The same model, but the logit of the token that comes next is raised by `size`."""
+
+    def leaky(tokens: Tensor) -> Tensor:
+        nxt = F.one_hot(tokens.roll(-1, dims=1), VOCAB)
+        nxt[:, -1] = 0
+        return logits_of(tokens) + size * nxt
+
+    return leaky
+
+
+def probe_positions(seq: int, config: NSAConfig) -> list[int]:
+    """Positions around the edges where leaks live: block ends, the window's end, odd places."""
+    edges = {0, config.l - 2, config.l - 1, config.l, config.l_sel - 1, config.l_sel, config.w}
+    edges |= {seq // 2, seq // 2 + config.d - 1, seq - 2}
+    return sorted(t for t in edges if 0 <= t <= seq - 2)
+
+
+def gate_statistics(model: NSALanguageModel, tokens: Tensor) -> list[dict[str, float]]:
+    """Per layer: mean and spread of the three gates over tokens and heads, {branch_stat: value}."""
+    seen: list[Tensor] = []
+    hooks = [
+        block.attention.gate.register_forward_hook(lambda _m, _i, out: seen.append(out.detach()))
+        for block in model.blocks
+    ]
+    try:
+        with torch.no_grad():
+            model(tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    rows = []
+    for gates in seen:  # [B, S, HQ, 3]
+        flat = gates.float().reshape(-1, 3)
+        row = {}
+        for i, branch in enumerate(("cmp", "sel", "win")):
+            row[f"{branch}_mean"] = flat[:, i].mean().item()
+            row[f"{branch}_std"] = flat[:, i].std().item()
+        rows.append(row)
+    return rows
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What one training run left: a row per step, the model, and its rates."""
+
+    model: NSALanguageModel
+    rows: list[dict[str, float | int | None]]
+    grad_norms: list[float]
+    first_step_s: float
+    steps_per_s: float | None
+    tokens_per_s: float | None
+    launches: dict[str, int]
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over the first tenth (at most 20 steps), then a cosine down to a tenth of it."""
+    warm = max(1, min(20, steps // 10))
+    if step < warm:
+        return peak * (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+def autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """bf16 on a GPU, nothing on CPU."""
+    return torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
+
+
+def next_byte_loss(model: NSALanguageModel, batch: Tensor) -> Tensor:
+    """Mean cross entropy in nats per byte; batch int64 [B, S + 1]."""
+    with autocast(batch.device):
+        logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+@torch.no_grad()
+def held_out_loss(model: NSALanguageModel, batches: list[Tensor]) -> float:
+    model.eval()
+    loss = torch.stack([next_byte_loss(model, b) for b in batches]).mean().item()
+    model.train()
+    return loss
+
+
+def train(
+    preset: Preset, train_text: Tensor, val_text: Tensor, device: torch.device, seed: int,
+    log_every: int = 10, progress: Callable[[int, str], None] = lambda _done, _text: None,
+) -> Run:  # fmt: skip
+    """Train for preset.steps steps; losses stay on the device between two log points."""
+    torch.manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
+    model = NSALanguageModel(preset.config, vocab_size=VOCAB, n_layers=preset.layers).to(device)
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    plain = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=preset.lr, betas=(0.9, 0.95),
+    )  # fmt: skip
+    span = len(val_text) - preset.seq - 1
+    starts = torch.arange(preset.val_windows) * (span // max(1, preset.val_windows - 1))
+    val = windows(val_text, starts.clamp(max=span), preset.seq).to(device).split(preset.batch)
+
+    rows: list[dict[str, float | int | None]] = []
+    norms: list[float] = []
+    pending: list[tuple[int, float, Tensor, Tensor]] = []
+    first_step_s, timed_steps, timed_s = 0.0, 0, 0.0
+    model.train()
+    with launches.recording() as launched:
+        started = time.perf_counter()
+        for step in range(preset.steps):
+            lr = learning_rate(step, preset.steps, preset.lr)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            picks = torch.randint(0, len(train_text) - preset.seq, (preset.batch,), generator=draw)
+            batch = windows(train_text, picks, preset.seq).to(device, non_blocking=True)
+            loss = next_byte_loss(model, batch)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            pending.append((step, lr, loss.detach(), norm.detach()))
+
+            last = step == preset.steps - 1
+            if step and not last and (step + 1) % log_every:
+                continue
+            losses = torch.stack([torch.stack(p[2:]) for p in pending]).tolist()  # waits
+            elapsed = time.perf_counter() - started
+            if step == 0:
+                first_step_s = elapsed  # compiles the kernels: not part of the rate
+                rate = None
+            else:
+                timed_steps += len(pending)
+                timed_s += elapsed
+                rate = len(pending) * preset.batch * preset.seq / elapsed
+            for (index, at, *_), (value, norm_value) in zip(pending, losses, strict=True):
+                rows.append(
+                    {"step": index, "loss": value, "val_loss": None, "lr": at, "tokens_per_s": rate}
+                )
+                norms.append(norm_value)
+            pending.clear()
+            if last or (step + 1) % (5 * log_every) == 0:
+                rows[-1]["val_loss"] = held_out_loss(model, list(val))
+            progress(step + 1, f"step {step + 1}/{preset.steps} loss {rows[-1]['loss']:.3f}")
+            started = time.perf_counter()
+    steps_per_s = timed_steps / timed_s if timed_s else None
+    return Run(
+        model, rows, norms, first_step_s, steps_per_s,
+        steps_per_s and steps_per_s * preset.batch * preset.seq, dict(launched),
+    )  # fmt: skip
+
+
+def write_curve(rows: list[dict], grad_norms: list[float], out: Path) -> tuple[Path, Path]:
+    """train.csv (empty cell for a value not measured or not finite) and train.jsonl with norms."""
+    clean = [
+        {k: v if isinstance(v, int) or (v is not None and math.isfinite(v)) else None
+         for k, v in row.items()}
+        for row in rows
+    ]  # fmt: skip
+    with (out / "train.csv").open("w", newline="") as f:
+        writer = csv.DictWriter(f, CSV_FIELDS)
+        writer.writeheader()
+        writer.writerows(clean)
+    with (out / "train.jsonl").open("w") as f:
+        for row, norm in zip(clean, grad_norms, strict=True):
+            grad_norm = norm if math.isfinite(norm) else None
+            f.write(json.dumps({**row, "grad_norm": grad_norm}, allow_nan=False) + "\n")
+    return out / "train.csv", out / "train.jsonl"
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def check_results(run: Run, probe: Probe, selftest: Probe) -> list[tuple[str, bool, str]]:
+    """(check, passed, what was seen) for everything that decides the exit code."""
+    first, last = run.rows[0]["loss"], run.rows[-1]["loss"]
+    values = [r["loss"] for r in run.rows] + run.grad_norms
+    values += [r["val_loss"] for r in run.rows if r["val_loss"] is not None]
+    finite = sum(math.isfinite(v) for v in values)
+    return [
+        ("finite", finite == len(values), f"{finite} of {len(values)} losses and norms are finite"),
+        ("loss_fell", last < first - MIN_FALL_NATS, f"{first:.3f} -> {last:.3f} nats per byte"),
+        (
+            "probe_finds_planted_leak",
+            selftest.leaks and not probe.blind,
+            f"planted leak moved a logit by {selftest.max_before:.3g}, an allowed edit by "
+            f"{probe.min_after:.3g}, tolerance {probe.tolerance:.3g}",
+        ),
+        (
+            "no_leak",
+            not probe.leaks,
+            f"later tokens moved an earlier logit by {probe.max_before:.3g}, "
+            f"tolerance {probe.tolerance:.3g}, positions {list(probe.positions)}",
+        ),
+    ]
+
+
+def probe_model(
+    model: NSALanguageModel, preset: Preset, text: Tensor, device: torch.device
+) -> tuple[Probe, Probe]:
+    """The causality probe on the trained model and on its copy with a planted leak."""
+    # An odd length: no multiple of any block. Rounding may differ between two runs in bf16.
+    seq = preset.seq - 7
+    tokens = text[None, :seq].to(device)
+    positions = probe_positions(seq, preset.config)
+
+    def logits_of(x: Tensor) -> Tensor:
+        with autocast(device):
+            return model(x)
+
+    model.eval()
+    scale = logits_of(tokens).float().abs().max().item()
+    tolerance = (1e-2 if device.type == "cuda" else 1e-5) * scale
+    probe = causality_probe(logits_of, tokens, positions, tolerance)
+    leaky = planted_leak(logits_of, 3 * tolerance)
+    return probe, causality_probe(leaky, tokens, positions, tolerance)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, help="default: 60 on CPU, 300 on a GPU")
+    parser.add_argument("--seq", type=int, help="tokens per sequence (128 on CPU, 2048 on a GPU)")
+    parser.add_argument("--batch", type=int, help="sequences per step (4 on CPU, 8 on a GPU)")
+    parser.add_argument("--lr", type=float, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("artifacts/showcase"), metavar="DIR")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="save the trained model here")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    if device.type not in PRESETS:
+        parser.error(f"--device must be cpu or cuda, got {args.device!r}")
+    given = {k: getattr(args, k) for k in ("steps", "seq", "batch", "lr") if getattr(args, k)}
+    preset = replace(PRESETS[device.type], **given)
+    shortest = 2 * preset.config.l_sel
+    if preset.steps < 1 or preset.batch < 1 or preset.seq < shortest:
+        parser.error(f"--steps and --batch must be at least 1, --seq at least {shortest}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    train_text, val_text = load_corpus()
+
+    def progress(done: int, text: str) -> None:
+        print(text, flush=True)
+        emit("progress", {"done": done, "total": preset.steps, "text": text})
+
+    run = train(preset, train_text, val_text, device, args.seed, progress=progress)
+    for path in write_curve(run.rows, run.grad_norms, args.out):
+        emit("artifact", {"path": str(path)})
+    if args.save:
+        save_checkpoint(args.save, run.model)
+    probe, selftest = probe_model(run.model, preset, val_text, device)
+
+    params = sum(p.numel() for p in run.model.parameters())
+    metrics: list[tuple[str, float | None, str]] = [
+        ("loss_first", run.rows[0]["loss"], "nats/byte"),
+        ("loss_last", run.rows[-1]["loss"], "nats/byte"),
+        ("val_loss", run.rows[-1]["val_loss"], "nats/byte"),
+        ("unigram_cross_entropy", ngram_cross_entropy(train_text, val_text, 1), "nats/byte"),
+        ("bigram_cross_entropy", ngram_cross_entropy(train_text, val_text, 2), "nats/byte"),
+        ("steps_per_s", run.steps_per_s, "1/s"),
+        ("tokens_per_s", run.tokens_per_s, "1/s"),
+        ("first_step_s", run.first_step_s, "s"),
+        ("parameters", params, "1"),
+        ("leak_max_logit_change", probe.max_before, "logit"),
+    ]
+    if device.type == "cuda":
+        metrics.append(("peak_vram_mib", torch.cuda.max_memory_allocated() / 2**20, "MiB"))
+    sample = val_text[None, : preset.seq].to(device)
+    for layer, row in enumerate(gate_statistics(run.model, sample)):
+        metrics += [(f"gate/layer{layer}/{name}", value, "1") for name, value in row.items()]
+    metrics += [(f"launches/{name}", n, "1") for name, n in sorted(run.launches.items())]
+    for name, value, unit in metrics:
+        value = value if value is not None and math.isfinite(value) else None
+        emit("metric", {"name": name, "value": value, "unit": unit})
+        print(f"{name:32} {'-' if value is None else f'{value:.6g}'} {unit}")
+
+    checks = check_results(run, probe, selftest)
+    for name, passed, seen in checks:
+        print(f"{'ok  ' if passed else 'FAIL'} {name}: {seen}")
+        row = {"nodeid": f"train_showcase::{name}", "outcome": "passed" if passed else "failed"}
+        emit("test", {**row, "duration_s": 0.0, "reason": None if passed else seen})
+    return 0 if all(passed for _, passed, _ in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
