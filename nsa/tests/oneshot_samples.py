@@ -1,0 +1,548 @@
+"""Hand-made bundles for the tests of the runner and of the report: `write_sample(folder, name)`.
+
+all_pass   a standard run on a GPU where everything was right
+gpu_fail   one wrong backward case, one invalid bench, FA-2 skipped, capped power, dirty tree
+cpu        the CPU profile
+crash      the machine died in the middle of triton_bwd: half a last line in the journal, no run_end
+no_gpu     NVIDIA hardware whose driver does not answer: doctor blocks, every GPU stage NOT_RUN
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from scripts.oneshot.journal import dumps, write_json
+from scripts.oneshot.model import RunRecord
+from scripts.oneshot.rows import parse_row
+
+SAMPLES = ("all_pass", "gpu_fail", "cpu", "crash", "no_gpu")
+
+_PLAN = (
+    ("env", "Environment", "box"),
+    ("routing", "Routing: flags and ladder", "box"),
+    ("sanity", "GPU sanity", "parity"),
+    ("triton_fwd", "Triton selection forward", "parity"),
+    ("triton_bwd", "Triton selection backward", "parity"),
+    ("health", "Box health", "box"),
+    ("sel_bench", "Selection bench", "bench"),
+    ("decode_bench", "Decode bench", "bench"),
+    ("fa2_probe", "FlashAttention-2 probe", "box"),
+    ("train_showcase", "Training showcase", "train"),
+)
+
+
+def parity_row(case: str, **changes: Any) -> dict[str, Any]:
+    """A parity row that passes, with `changes`."""
+    return {
+        "kind": "parity",
+        "case": case,
+        "op": "sel_fwd",
+        "dtype": "bf16",
+        "path_requested": "triton",
+        "path_taken": "triton_dense_group",
+        "launches": {"_sel_attn_fwd_dense_group_kernel": 1},
+        "fallback_reason": None,
+        "mae": 2.1e-4,
+        "max_abs": 3.9e-3,
+        "ref_same_dtype_max_abs": 3.1e-3,
+        "worst_row": 2.4e-3,
+        "limit_mae": 1e-3,
+        "limit_max_abs": 6.2e-3,
+        "margin": 0.63,
+        "seed": 0,
+        "status": "PASS",
+        "why": [],
+        **changes,
+    }
+
+
+def bench_row(case: str, median_us: float, speedup: float | None, **changes: Any) -> dict[str, Any]:
+    """A valid bench row, with `changes`."""
+    base = median_us * speedup if speedup else None
+    return {
+        "kind": "bench",
+        "bench": "sel",
+        "case": case,
+        "candidate": "triton",
+        "baseline": "sdpa",
+        "cache": "cold",
+        "timer": "cuda_event",
+        "n": 60,
+        "pairs": 30,
+        "order": "ABBA",
+        "median_us": median_us,
+        "p20_us": median_us * 0.99,
+        "p80_us": median_us * 1.01,
+        "p95_us": median_us * 1.03,
+        "min_us": median_us * 0.98,
+        "ci95_us": [median_us * 0.995, median_us * 1.005],
+        "base_median_us": base,
+        "wall_us": median_us + 6,
+        "speedup": speedup,
+        "speedup_ci95": [speedup * 0.98, speedup * 1.02] if speedup else None,
+        "launch_bound": False,
+        "bytes": 8_388_608,
+        "flops": 1e9,
+        "gbs": 712.0,
+        "tflops": 88.0,
+        "peak_frac": 0.71,
+        "sm_mhz": [2520, 2565],
+        "reasons": ["SwPowerCap"],
+        "stop": "noise",
+        "status": "VALID",
+        "why": [],
+        "path_requested": "triton",
+        "path_taken": "triton_varlen",
+        "parity": {"mae": 2e-4, "max_abs": 3e-3, "status": "PASS"},
+        **changes,
+    }
+
+
+def test_row(nodeid: str, outcome: str = "passed", reason: str | None = None) -> dict[str, Any]:
+    return {
+        "kind": "test",
+        "nodeid": nodeid,
+        "outcome": outcome,
+        "duration_s": 0.4,
+        "reason": reason,
+    }
+
+
+test_row.__test__ = False
+
+
+class _Writer:
+    """Collects events with a fixed clock, so that a golden report made of them stays the same."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.events, self.seconds = folder, [], 0.0
+
+    def add(self, ev: str, step_s: float = 0.2, **fields: Any) -> None:
+        self.seconds = round(self.seconds + step_s, 3)
+        minutes, seconds = divmod(self.seconds, 60)
+        stamp = f"2026-11-21T10:{int(minutes):02d}:{seconds:06.3f}Z"
+        seq = len(self.events) + 1
+        self.events.append({"seq": seq, "t": stamp, "m": self.seconds, "ev": ev, **fields})
+
+    def log(self, stage: str, text: str) -> str:
+        path = self.folder / "logs" / f"{stage}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return f"logs/{stage}.log"
+
+    def stage(
+        self,
+        stage: str,
+        rows: tuple[dict, ...] = (),
+        *,
+        status: str = "PASS",
+        wall_s: float = 9.5,
+        log: str = "done\n",
+        **result: Any,
+    ) -> None:
+        path = self.log(stage, log)
+        title, group = next((t, g) for i, t, g in _PLAN if i == stage)
+        argv = ["{python}", "-m", f"stage_{stage}"]
+        start = round(self.seconds + 0.2, 3)
+        self.add("stage_start", stage=stage, attempt=1, log=path)
+        checked = [parse_row(dumps(row)) for row in rows]
+        for row in checked:
+            self.add("row", 0.01, stage=stage, row=row)
+        counts = {name: 0 for name in ("passed", "failed", "skipped", "error")}
+        for row in checked:
+            if row["kind"] == "test":
+                counts[row["outcome"]] += 1
+        rc = {"PASS": 0, "FAIL": 1, "SKIPPED": 3}.get(status)
+        data = {
+            "id": stage,
+            "status": status,
+            "title": title,
+            "group": group,
+            "rc": rc,
+            "wall_s": wall_s,
+            "timeout_s": 120.0,
+            "log": path,
+            "argv": argv,
+            "counts": counts,
+            "required": stage != "fa2_probe",
+            "attempt": 1,
+            "start_s": start,
+            "env": {"NSA_SEL_TRITON_MIN_L": "1"} if stage.startswith("triton") else {},
+            **result,
+        }
+        self.add("stage_end", wall_s, stage=stage, result=data)
+
+
+def _start(w: _Writer, **changes: Any) -> None:
+    python = {"version": "3.11.9", "torch": "2.11.0+cu130", "cuda": "13.0", "triton": "3.6.0"}
+    facts = {
+        "run_id": "20261121T100000Z-7f3a",
+        "profile": "standard",
+        "scope": "gpu",
+        "argv": ["--profile", "standard"],
+        "started": "2026-11-21T10:00:00.000Z",
+        "git": {
+            "commit": "8ac3f21" + "0" * 33,
+            "short": "8ac3f21",
+            "branch": "main",
+            "dirty": False,
+            "diff_sha256": None,
+            "diffstat": None,
+            "untracked": 0,
+            "remote": "example.org/o/nsa",
+            "source": "git",
+        },
+        "device": {
+            "name": "NVIDIA H200",
+            "sm": "9.0",
+            "mem_mib": 143771,
+            "driver": "580.95",
+            "power_limit_w": 700.0,
+            "power_default_w": 700.0,
+            "pcie": "gen5 x16",
+            "ecc": "on",
+            "mig": False,
+            "shared": False,
+            "l2_mib": 50,
+            "count": 1,
+        },
+        "env": {
+            "python": python,
+            "system": {"os": "Ubuntu 24.04", "cpu": "x86 16 cores"},
+            "packages": {"numpy": "2.3.1", "flash-attn": "not installed"},
+            "variables": {"NSA_USE_TRITON_SEL": "1"},
+            "nvidia_smi": {"text": "NVIDIA-SMI 580.95  Driver Version: 580.95\n"},
+        },
+        "env_fingerprint": "ab" * 32,
+        "doctor": [
+            {"name": "driver", "level": "OK", "text": "driver 580.95, CUDA 13.0", "fix": None},
+            {"name": "disk", "level": "OK", "text": "212 GiB free", "fix": None},
+        ],
+        "plan": [
+            {
+                "id": i,
+                "title": t,
+                "group": g,
+                "required": i != "fa2_probe",
+                "timeout_s": 120.0,
+                "argv": ["{python}", "-m", f"stage_{i}"],
+            }
+            for i, t, g in _PLAN
+        ],
+        **changes,
+    }
+    w.add("run_start", 0.0, **facts)
+
+
+def _parity_cases(op: str, n: int) -> tuple[dict, ...]:
+    rows: list[dict] = []
+    for i in range(n):
+        length = 64 << (i % 4)
+        rows.append(test_row(f"nsa/tests/test_{op}.py::test_case[L{length}-{i}]"))
+        rows.append(parity_row(f"{op}/dense/L={length}/D=64/bf16/{i}", op=op, seed=i))
+    return tuple(rows)
+
+
+def _sel_rows() -> tuple[dict, ...]:
+    return tuple(
+        bench_row(
+            f"sel/{mode}/L={length}/{dist}",
+            6.0 + length / 20,
+            speedup,
+            mode=mode,
+            N=256,
+            H=8,
+            D=64,
+            Dv=64,
+            L=length,
+            dist=dist,
+            nspans=8,
+            streams=1,
+        )
+        for mode, dist in (("dense", "few"), ("varlen", "many"), ("varlen", "mixed"))
+        for length, speedup in ((128, 1.1), (512, 1.31), (1024, 1.62))
+    )
+
+
+def _recommend(min_l: int | None) -> dict[str, Any]:
+    return {
+        "kind": "recommend",
+        "sel_triton_min_L": min_l,
+        "blocking_case": None,
+        "confidence": "lower bound of the speedup >= 1.2 at L >= 512 in few, many, mixed",
+    }
+
+
+_HEALTH = {
+    "kind": "health",
+    "copy_gbs": 4010.0,
+    "copy_frac": 0.83,
+    "gemm_bf16_tflops": 730.0,
+    "gemm_frac": 0.74,
+    "aa_noise_floor": 0.012,
+    "throttled": False,
+    "launch_us": 2.4,
+    "h2d_gbs": 54.0,
+    "status": "OK",
+    "why": [],
+}
+
+
+def _decode_rows() -> tuple[dict, ...]:
+    return tuple(
+        bench_row(
+            f"decode/S={s}",
+            180.0 + s / 40,
+            None,
+            bench="decode",
+            S=s,
+            ms_total=0.2,
+            ms_cmp=0.05,
+            ms_sel=0.08,
+            ms_win=0.06,
+            reads_actual=s // 4,
+            reads_expected=s // 4,
+        )
+        for s in (512, 1024, 2048, 4096)
+    )
+
+
+_TRAIN = (
+    {"kind": "metric", "name": "loss_first", "value": 4.17, "unit": "nats"},
+    {"kind": "metric", "name": "loss_last", "value": 2.31, "unit": "nats"},
+    {"kind": "metric", "name": "steps_per_s", "value": 41.0, "unit": "1/s"},
+)
+
+_TRACE = """test_sel_bwd.py::test_case[varlen-L256] FAILED
+Traceback (most recent call last):
+  File "nsa/tests/helpers.py", line 88, in assert_matches
+AssertionError: dK max-abs 0.31 is over 2x the same-dtype error 0.004
+"""
+
+
+def _all_pass(w: _Writer) -> None:
+    _start(w)
+    w.stage("env", wall_s=1.2)
+    w.stage("routing", ({"kind": "metric", "name": "flags", "value": 24, "unit": ""},), wall_s=2.0)
+    w.stage(
+        "sanity",
+        (parity_row("sanity/matmul", path_requested="torch", path_taken="torch", launches={}),),
+    )
+    w.stage("triton_fwd", _parity_cases("sel_fwd", 12), wall_s=38.2, first_call_ms=5210.0)
+    w.stage("triton_bwd", _parity_cases("sel_bwd", 6), wall_s=41.0, peak_vram_mib=1810.0)
+    w.stage("health", (_HEALTH,), wall_s=14.0)
+    w.stage("sel_bench", (*_sel_rows(), _recommend(512)), wall_s=52.0)
+    w.stage("decode_bench", _decode_rows(), wall_s=20.0)
+    w.stage(
+        "fa2_probe", (parity_row("fa2/probe", path_requested="fa2", path_taken="fa2", launches={}),)
+    )
+    w.stage("train_showcase", _TRAIN, wall_s=30.0)
+    w.add("run_end", ended_by="normal", complete=True)
+
+
+def _gpu_fail(w: _Writer) -> None:
+    _start(
+        w,
+        profile="quick",
+        argv=["--profile", "quick"],
+        price_per_hour=0.4,
+        git={
+            "commit": "c01d9ee" + "0" * 33,
+            "short": "c01d9ee",
+            "branch": "fix",
+            "dirty": True,
+            "diff_sha256": "cd" * 32,
+            "diffstat": "2 files changed, 9 insertions(+)",
+            "untracked": 1,
+            "remote": None,
+            "source": "git",
+        },
+        device={
+            "name": "NVIDIA GeForce RTX 4090",
+            "sm": "8.9",
+            "mem_mib": 24564,
+            "driver": "570.86",
+            "power_limit_w": 300.0,
+            "power_default_w": 450.0,
+            "pcie": "gen4 x4 (max x16)",
+            "ecc": "n/a",
+            "mig": False,
+            "shared": True,
+            "l2_mib": 72,
+            "count": 1,
+        },
+        doctor=[
+            {
+                "name": "power",
+                "level": "WARN",
+                "text": "power limit 300 W of 450 W",
+                "fix": "times are those of a capped card; ask the host for the full limit",
+            }
+        ],
+    )
+    w.stage("env", wall_s=1.0)
+    w.stage("routing", ({"kind": "metric", "name": "flags", "value": 24, "unit": ""},))
+    w.stage(
+        "sanity",
+        (parity_row("sanity/matmul", path_requested="torch", path_taken="torch", launches={}),),
+    )
+    w.stage("triton_fwd", _parity_cases("sel_fwd", 6), wall_s=31.0)
+    bad = parity_row(
+        "sel_bwd/varlen/L=256/many",
+        op="sel_bwd",
+        mae=0.012,
+        max_abs=0.31,
+        limit_max_abs=0.008,
+        margin=38.0,
+        status="FAIL",
+        path_taken="triton_varlen",
+        why=["max_abs 0.31 over 0.008"],
+    )
+    node = "nsa/tests/test_triton_sel_backward_gpu.py::test_varlen[L256]"
+    w.stage(
+        "triton_bwd",
+        (
+            *_parity_cases("sel_bwd", 3),
+            bad,
+            test_row(node, "failed", "dK max-abs 0.31"),
+            test_row(
+                "nsa/tests/test_sel_cuda_gpu.py::test_ext", "skipped", "no CUDA extension is built"
+            ),
+        ),
+        status="FAIL",
+        kind="PARITY",
+        log=_TRACE,
+        reason="1 of 4 parity cases wrong, first sel_bwd/varlen/L=256/many: max_abs 0.31",
+    )
+    w.stage(
+        "health",
+        (
+            {
+                **_HEALTH,
+                "copy_frac": 0.58,
+                "status": "WARN",
+                "why": ["copy reaches 58 % of the bus peak"],
+            },
+        ),
+    )
+    unproven = bench_row(
+        "sel/varlen/L=256/many",
+        19.0,
+        1.4,
+        L=256,
+        dist="many",
+        mode="varlen",
+        parity={"mae": None, "max_abs": None, "status": "FAIL"},
+    )
+    unstable = bench_row(
+        "sel/dense/L=64/few",
+        6.0,
+        1.02,
+        status="UNSTABLE",
+        mode="dense",
+        why=["IQR 7 % of the median"],
+    )
+    w.stage(
+        "sel_bench",
+        (*_sel_rows(), unproven, unstable),
+        status="FAIL",
+        kind="INVALID",
+        reason="1 of 11 bench cases invalid, first sel/varlen/L=256/many: "
+        "no passed parity check of this case",
+    )
+    w.stage(
+        "decode_bench",
+        status="TIMEOUT",
+        kind=None,
+        wall_s=120.0,
+        signal="SIGABRT",
+        reason="over its limit of 120 s",
+        log="warm up\n" * 30,
+    )
+    w.stage(
+        "fa2_probe",
+        (
+            {
+                "kind": "note",
+                "level": "info",
+                "text": "flash-attn is not installed: no wheel for torch 2.11",
+            },
+        ),
+        status="SKIPPED",
+        reason="flash-attn is not installed: no wheel for torch 2.11",
+    )
+    w.stage("train_showcase", _TRAIN)
+    w.add("run_end", ended_by="normal", complete=True)
+
+
+def _cpu(w: _Writer) -> None:
+    _start(
+        w,
+        profile="cpu",
+        scope="cpu",
+        argv=[],
+        device={"name": None, "reason": "no NVIDIA hardware"},
+        plan=[
+            {"id": i, "title": t, "group": g, "required": True, "timeout_s": 90.0, "argv": []}
+            for i, t, g in _PLAN
+            if i in ("env", "triton_fwd", "decode_bench", "train_showcase")
+        ],
+    )
+    w.stage("env", wall_s=0.9)
+    w.stage("triton_fwd", _parity_cases("sel_fwd", 4), wall_s=60.0)
+    w.stage("decode_bench", _decode_rows(), wall_s=12.0)
+    w.stage("train_showcase", _TRAIN, wall_s=15.0)
+    w.add("run_end", ended_by="normal", complete=True)
+
+
+def _crash(w: _Writer) -> None:
+    _start(w)
+    w.stage("env", wall_s=1.0)
+    w.stage(
+        "sanity",
+        (parity_row("sanity/matmul", path_requested="torch", path_taken="torch", launches={}),),
+    )
+    w.stage("triton_fwd", _parity_cases("sel_fwd", 5), wall_s=31.0)
+    w.add("stage_start", stage="triton_bwd", attempt=1, log=w.log("triton_bwd", "collecting\n"))
+    for row in _parity_cases("sel_bwd", 2):
+        w.add("row", stage="triton_bwd", row=row)
+
+
+def _no_gpu(w: _Writer) -> None:
+    cause = "nvidia-smi did not answer within 10 s"
+    _start(
+        w,
+        device={"name": None, "reason": cause},
+        doctor=[
+            {
+                "name": "driver",
+                "level": "BLOCK",
+                "text": cause,
+                "fix": "restart the box; if it stays, take another one",
+            }
+        ],
+    )
+    w.stage("env", wall_s=11.0)
+    for stage, _title, _group in _PLAN[1:]:
+        w.stage(stage, status="NOT_RUN", reason=f"doctor: {cause}", wall_s=0.0)
+    w.add("run_end", ended_by="normal", complete=True)
+
+
+def write_sample(folder: Path, name: str) -> dict[str, Any]:
+    """Write the sample bundle `name` into `folder`; returns the object of its bundle.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = _Writer(folder)
+    {"all_pass": _all_pass, "gpu_fail": _gpu_fail, "cpu": _cpu, "crash": _crash, "no_gpu": _no_gpu}[
+        name
+    ](writer)
+    lines = "".join(dumps(event) + "\n" for event in writer.events)
+    if name == "crash":
+        lines += lines.splitlines()[-1][:40]
+    (folder / "events.jsonl").write_text(lines, encoding="utf-8")
+    record = RunRecord.replay(writer.events)
+    bundle = record.to_bundle()
+    write_json(folder / "bundle.json", bundle)
+    write_json(folder / "env.json", record.env)
+    (folder / "env.txt").write_text("torch 2.11.0+cu130\n", encoding="utf-8")
+    return bundle

@@ -1,0 +1,44 @@
+"""Verbs of the report runner.
+
+    python -m scripts.oneshot doctor                      what this box lacks, one fix each
+    python -m scripts.oneshot run [out_dir] --profile standard
+    python -m scripts.oneshot render BUNDLE               report.md again, from events.jsonl alone
+    python -m scripts.oneshot compare A B                 two bundles (folders or .tgz)
+    python -m scripts.oneshot verify BUNDLE               check sums, rules and secrets of a bundle
+    python -m scripts.oneshot attach [out_dir]            follow a running or detached run
+
+Exit codes of `run`: 0 all required stages passed; 1 a check failed; 2 usage; 3 not run (no GPU,
+unsuitable host, nothing executed); 4 infrastructure (timeout, crash, out of memory, no space);
+5 only invalid or unstable results; 6 redaction failed, nothing packed; 75 another run holds the GPU
+or the folder; 129/130/143 stopped by a signal after saving what was there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+# Each verb's module has main(argv: list[str]) -> int.
+VERBS = {
+    "doctor": "scripts.oneshot.doctor",
+    "run": "scripts.oneshot.runner",
+    "render": "scripts.oneshot.report",
+    "compare": "scripts.oneshot.compare",
+    "verify": "scripts.oneshot.verify",
+    "attach": "scripts.oneshot.attach",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0 if argv else 2
+    if argv[0] not in VERBS:
+        print(f"unknown verb {argv[0]!r}; one of: {', '.join(VERBS)}", file=sys.stderr)
+        return 2
+    return importlib.import_module(VERBS[argv[0]]).main(argv[1:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

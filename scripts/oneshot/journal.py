@@ -1,0 +1,144 @@
+"""Writing so that the disk is valid at every second: a journal, and replacing files as a whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+BALLAST_BYTES = 256 * 1024
+# Dropped in this order when the disk is full: bulky, and nothing else is computed from them.
+DROPPED_FIRST = ("bench/samples.jsonl", "telemetry.csv", "logs")
+
+
+def utc_now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text` as a whole: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8", errors="replace", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, allow_nan=False, ensure_ascii=False, indent=1) + "\n")
+
+
+class Ballast:
+    """A file that is given up when the disk is full, so that the verdict still fits."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / ".ballast"
+        with suppress(OSError):
+            self.path.write_bytes(b"\0" * BALLAST_BYTES)
+
+    def release(self) -> bool:
+        """Free what can be freed next; False when nothing is left to give up."""
+        if self.path.exists():
+            with suppress(OSError):
+                self.path.unlink()
+                return True
+        for name in DROPPED_FIRST:
+            target = self.folder / name
+            files = sorted(target.rglob("*")) if target.is_dir() else [target]
+            freed = False
+            for file in files:
+                if file.is_file() and file.stat().st_size:
+                    with suppress(OSError):
+                        file.unlink()
+                        freed = True
+            if freed:
+                return True
+        return False
+
+    def guarded(self, write: Callable[[], None]) -> bool:
+        """Run `write`; on a full disk free something and try again. False when it did not fit."""
+        while True:
+            try:
+                write()
+                return True
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.release():
+                    return False
+
+    def drop(self) -> None:
+        with suppress(OSError):
+            self.path.unlink()
+
+
+class Journal:
+    """events.jsonl: one event per line, appended and flushed; fsynced at the edges of a stage."""
+
+    def __init__(self, path: Path, clean: Callable[[Any], Any] | None = None) -> None:
+        self.path = path
+        self.started = time.monotonic()
+        self.lost = 0  # events that did not fit on the disk
+        self._clean = clean or (lambda value: value)
+        self._seq = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def append(self, ev: str, *, sync: bool = True, **fields: Any) -> dict[str, Any]:
+        """Write one event and return it as it was written. A full disk loses it, never raises."""
+        self._seq += 1
+        elapsed = round(time.monotonic() - self.started, 3)
+        event = self._clean({"seq": self._seq, "t": utc_now(), "m": elapsed, "ev": ev, **fields})
+        line = dumps(event)
+        data = (line + "\n").encode("utf-8", "replace")
+        end = os.fstat(self._fd).st_size
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+            if sync:
+                os.fsync(self._fd)
+        except OSError:
+            self.lost += 1
+            with suppress(OSError):
+                os.ftruncate(self._fd, end)  # no half line in the middle of the journal
+        return json.loads(line)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            os.fsync(self._fd)
+            os.close(self._fd)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The whole events of a journal. A half last line, as a power cut leaves it, is dropped."""
+    events = []
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return events
+    for line in data.split(b"\n"):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "ev" in event:
+            events.append(event)
+    return events

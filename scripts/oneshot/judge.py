@@ -1,0 +1,225 @@
+"""From evidence to words: the status of one stage and the verdict over the whole run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from scripts.oneshot.rows import is_number, test_counts
+
+if TYPE_CHECKING:
+    from scripts.oneshot.model import RunRecord, Stage, StageResult
+
+EXIT_OK, EXIT_FAIL, EXIT_USAGE, EXIT_NOT_RUN, EXIT_INFRA = 0, 1, 2, 3, 4
+EXIT_INVALID, EXIT_REDACTION, EXIT_LOCKED = 5, 6, 75
+EXIT_BY_SIGNAL = {"sighup": 129, "sigint": 130, "sigterm": 143}
+
+
+class Status(str, Enum):
+    """How a stage ended. Only PASS says that something ran and was right."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    SKIPPED = "SKIPPED"
+    NOT_RUN = "NOT_RUN"
+    TIMEOUT = "TIMEOUT"
+    CRASH = "CRASH"
+    INFRA = "INFRA"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Judgement:
+    status: Status
+    reason: str | None = None
+    kind: str | None = None
+
+
+def judge(
+    stage: Stage,
+    rc: int | None,
+    rows: list[dict[str, Any]],
+    *,
+    unreadable: int = 0,
+    missing_outputs: tuple[str, ...] = (),
+    traceback: str | None = None,
+) -> Judgement:
+    """Status of a stage whose child ended by itself with exit code `rc`.
+
+    Timeouts, signals and failed starts are judged by the supervisor, before this. `unreadable`
+    counts lines of the result channel that were no rows; `traceback` is the last line of an
+    uncaught error.
+    """
+    counts = test_counts(rows)
+    bad_tests = [r for r in rows if r["kind"] == "test" and r["outcome"] in ("failed", "error")]
+    parity = [r for r in rows if r["kind"] == "parity"]
+    bad_parity = [r for r in parity if r["status"] != "PASS"]
+    bench = [r for r in rows if r["kind"] == "bench"]
+    by = {
+        s: [r for r in bench if r["status"] == s]
+        for s in ("VALID", "UNSTABLE", "INVALID", "FAILED")
+    }
+    note = next((r.get("text") for r in reversed(rows) if r["kind"] == "note"), None)
+
+    if bad_parity:
+        first = bad_parity[0]
+        why = "; ".join(first["why"]) or "over its limit"
+        text = (
+            f"{len(bad_parity)} of {len(parity)} parity cases wrong, first {first['case']}: {why}"
+        )
+        return Judgement(Status.FAIL, text, "PARITY")
+    if bad_tests:
+        text = f"{len(bad_tests)} of {sum(counts.values())} tests failed, first "
+        text += bad_tests[0]["nodeid"]
+        return Judgement(Status.FAIL, text, "ASSERT")
+    if by["FAILED"]:
+        first = by["FAILED"][0]
+        text = f"{len(by['FAILED'])} of {len(bench)} bench cases failed, first {first['case']}: "
+        return Judgement(Status.FAIL, text + "; ".join(first["why"]), "BENCH")
+
+    runs_pytest = "pytest" in stage.argv
+    if runs_pytest and rc == 5:
+        return Judgement(Status.NOT_RUN, "no test was collected")
+    if rc == 3 and not runs_pytest:
+        if note:
+            return Judgement(Status.SKIPPED, str(note))
+        return Judgement(Status.NOT_RUN, "the stage says that nothing could be run")
+    if rc != 0:
+        if runs_pytest and rc in (2, 3, 4):
+            words = {2: "interrupted or not collected", 3: "internal error", 4: "usage error"}
+            return Judgement(Status.CRASH, f"pytest: {words[rc]}; {traceback or 'see the log'}")
+        if traceback:
+            return Judgement(Status.CRASH, traceback)
+        if rc == 1:
+            return Judgement(Status.FAIL, "exit code 1 and no row that says why", "ASSERT")
+        text = "usage error, exit code 2" if rc == 2 else f"exit code {rc}"
+        return Judgement(Status.CRASH, text)
+
+    if (runs_pytest or stage.proof == "tests") and counts["passed"] == 0:
+        if counts["skipped"]:
+            reasons = {
+                str(r.get("reason")) for r in rows if r["kind"] == "test" and r.get("reason")
+            }
+            text = "; ".join(sorted(reasons)[:3])
+            return Judgement(Status.NOT_RUN, f"all {counts['skipped']} tests skipped: {text}")
+        return Judgement(Status.NOT_RUN, "exit code 0, but no test ran")
+    if stage.proof == "parity" and not parity:
+        return Judgement(Status.NOT_RUN, "exit code 0, but no parity case was recorded")
+    if stage.proof == "bench" and not (by["VALID"] or by["UNSTABLE"] or by["INVALID"]):
+        skipped = next((r for r in bench if r["status"] == "SKIPPED"), None)
+        if skipped:
+            return Judgement(Status.SKIPPED, "; ".join(skipped["why"]))
+        return Judgement(Status.NOT_RUN, "exit code 0, but no bench case ran")
+    kinds = ("metric", "health", "recommend", "parity", "bench")
+    if stage.proof == "row" and not any(r["kind"] in kinds for r in rows):
+        return Judgement(Status.NOT_RUN, "exit code 0, but no result was sent")
+    if missing_outputs:
+        return Judgement(
+            Status.NOT_RUN, f"exit code 0, but not written: {', '.join(missing_outputs)}"
+        )
+    if unreadable:
+        text = f"{unreadable} lines of the result channel were unreadable; results may be missing"
+        return Judgement(Status.INFRA, text, "CHANNEL")
+    if by["INVALID"]:
+        first = by["INVALID"][0]
+        text = f"{len(by['INVALID'])} of {len(bench)} bench cases invalid, first {first['case']}: "
+        return Judgement(Status.FAIL, text + "; ".join(first["why"]), "INVALID")
+    if stage.proof == "bench" and not by["VALID"]:
+        text = f"all {len(by['UNSTABLE'])} bench cases unstable"
+        return Judgement(Status.FAIL, text, "UNSTABLE")
+    return Judgement(Status.PASS)
+
+
+def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
+    """Status, exit code and the one line of the whole run."""
+    tests = record.rows_of("test")
+    parity = record.rows_of("parity")
+    bench = record.rows_of("bench")
+    passed = sum(t["outcome"] == "passed" for t in tests)
+    failed = sum(t["outcome"] in ("failed", "error") for t in tests)
+    skipped = sum(t["outcome"] == "skipped" for t in tests)
+    parity_pass = sum(p["status"] == "PASS" for p in parity)
+    bench_valid = sum(b["status"] == "VALID" for b in bench)
+    bench_total = sum(b["status"] != "SKIPPED" for b in bench)
+
+    soft = ("INVALID", "UNSTABLE")
+    wrong = [s for s in stages if s.status is Status.FAIL and s.kind not in soft]
+    shaky = [s for s in stages if s.status is Status.FAIL and s.kind in soft]
+    broken = [
+        s
+        for s in stages
+        if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA) and s.kind != "BUDGET"
+    ]
+    absent = [
+        s
+        for s in stages
+        if (s.required and s.status in (Status.SKIPPED, Status.NOT_RUN)) or s.kind == "BUDGET"
+    ]
+    passes = [s for s in stages if s.status is Status.PASS]
+    proven = passed + parity_pass + bench_valid
+
+    if record.redaction.get("gate") == "failed":
+        status, code = "FAIL", EXIT_REDACTION
+    elif record.ended_by in EXIT_BY_SIGNAL:
+        status, code = "STOPPED", EXIT_BY_SIGNAL[record.ended_by]
+    elif wrong or failed or parity_pass < len(parity):
+        status, code = "FAIL", EXIT_FAIL
+    elif broken or record.ended_by == "crash":
+        status, code = "BROKEN", EXIT_INFRA
+    elif absent or not passes or not proven:
+        status, code = "NOT_RUN", EXIT_NOT_RUN
+    elif shaky:
+        status, code = "INVALID", EXIT_INVALID
+    else:
+        status, code = "PASS", EXIT_OK
+
+    parts = []
+    if record.scope == "cpu":
+        parts.append("CPU profile, says nothing about any GPU")
+    parts.append(f"{passed}/{passed + failed} tests" + (f" ({skipped} skipped)" if skipped else ""))
+    parts.append(f"parity {parity_pass}/{len(parity)}")
+    if bench:
+        parts.append(f"benches VALID {bench_valid}/{bench_total}")
+    for title, group in (
+        ("wrong", wrong),
+        ("broken", broken),
+        ("not run", absent),
+        ("invalid or unstable", shaky),
+    ):
+        if group:
+            parts.append(f"{title}: {', '.join(s.id for s in group)}")
+    if record.partial:
+        parts.append(f"partial run ({record.partial})")
+    device = record.device.get("name") if record.scope == "gpu" else None
+    if device:
+        cap, full = record.device.get("power_limit_w"), record.device.get("power_default_w")
+        capped = is_number(cap) and is_number(full) and cap < full
+        parts.append(f"{device} (capped {cap:g}/{full:g} W)" if capped else str(device))
+    versions = record.env.get("python", {}) if isinstance(record.env, dict) else {}
+    names = [f"{n} {versions[n]}" for n in ("torch", "triton") if versions.get(n)]
+    if names:
+        parts.append(" ".join(names))
+    if record.git.get("short"):
+        parts.append(
+            f"commit {record.git['short']}" + (" DIRTY" if record.git.get("dirty") else "")
+        )
+    if is_number(record.monotonic_s):
+        minutes, seconds = divmod(round(record.monotonic_s), 60)
+        parts.append(f"{minutes} m {seconds:02d} s" if minutes else f"{seconds} s")
+    return {
+        "status": status,
+        "exit_code": code,
+        "one_line": f"{status} - " + "; ".join(parts),
+        "executed_tests": passed + failed,
+        "passed": passed,
+        "failed": failed,
+        "skipped": skipped,
+        "parity_pass": parity_pass,
+        "parity_total": len(parity),
+        "bench_valid": bench_valid,
+        "bench_total": bench_total,
+        "not_run": sum(s.status is Status.NOT_RUN for s in stages),
+    }

@@ -1,0 +1,284 @@
+"""What a run is: stages, their results, and the record that becomes bundle.json.
+
+`events.jsonl` is the source of truth. `RunRecord.apply(event)` is its only reader, and the running
+supervisor goes through the same function, so `bundle.json` after a crash is what replaying the
+journal gives. The shape of `bundle.json` (schema `nsa.gpu-report/1`), `RunRecord.to_bundle()`:
+
+    schema, run_id, profile, scope ("gpu" | "cpu"), argv, started, ended, monotonic_s, complete
+    ended_by     normal | sigint | sigterm | budget | crash
+    partial      why this is not the whole profile (--only, --skip), or null
+    git          commit, short, branch, dirty, diff_sha256, diffstat, untracked, remote, source
+    device       name, sm, mem_mib, driver, power_limit_w, power_default_w, pcie, ecc, mig, ...
+    env          {section: {key: value}}; a probe that failed is the text "<probe failed: ...>"
+    env_fingerprint, price_per_hour, doctor [{name, level OK|WARN|BLOCK, text, fix}]
+    verdict      status PASS|FAIL|NOT_RUN|BROKEN|INVALID|STOPPED, exit_code, one_line,
+                 executed_tests, passed, failed, skipped, parity_pass, parity_total,
+                 bench_valid, bench_total, not_run
+    stages       one object per planned stage in plan order, see StageResult
+    tests, parity, bench, metrics, notes, artifacts
+                 the rows as the stages sent them (bench/records.py), each with "stage"
+    health, recommend          the latest row of that kind, or null
+    resumed      {run_id: [stage ids]} taken over from an earlier run
+    redaction    {rules_version, replacements, gate "clean"|"pending"|"failed"}
+    files        [{path, bytes, sha256}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from scripts.oneshot import judge
+from scripts.oneshot.judge import Status
+from scripts.oneshot.rows import is_number, test_counts
+
+SCHEMA = "nsa.gpu-report/1"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One child process of the run.
+
+    In `argv`, "{python}" stands for the chosen interpreter and "{out}" for the bundle folder.
+    `proof` names the evidence without which the stage cannot PASS: "tests" (a passed test),
+    "parity" (a passed parity row), "bench" (a valid bench row), "row" (any metric, health,
+    recommend, parity or bench row) or "output" (every file of `outputs` was written).
+    """
+
+    id: str
+    title: str
+    argv: tuple[str, ...]
+    proof: str
+    timeout_s: float
+    estimate_s: float = 30.0
+    required: bool = True
+    gpu: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
+    log: str = ""
+    after: str | None = None  # id of a stage that must PASS first
+    group: str = "other"  # parity | bench | train | box; the report groups its tables by it
+
+    def __post_init__(self) -> None:
+        if not self.id or not all(c.isalnum() or c == "_" for c in self.id):
+            raise ValueError(f"Stage.id must be letters, digits and _, got {self.id!r}")
+        if self.proof not in ("tests", "parity", "bench", "row", "output"):
+            raise ValueError(f"Stage.proof of {self.id} is unknown: {self.proof!r}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"Stage.timeout_s of {self.id} must be > 0, got {self.timeout_s}")
+
+    @property
+    def log_path(self) -> str:
+        return self.log or f"logs/{self.id}.log"
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """How one stage ended. Anything but PASS needs a reason."""
+
+    id: str
+    status: Status
+    reason: str | None = None
+    kind: str | None = None
+    title: str = ""
+    rc: int | None = None
+    signal: str | None = None
+    wall_s: float = 0.0
+    timeout_s: float = 0.0
+    required: bool = True
+    attempt: int = 1
+    started: str | None = None
+    start_s: float | None = None  # seconds since the run began
+    log: str | None = None
+    argv: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    first_call_ms: float | None = None
+    peak_vram_mib: float | None = None
+    flaky: bool = False
+    resumed_from: str | None = None
+    group: str = "other"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "status", Status(self.status))
+        if self.status is not Status.PASS and not self.reason:
+            raise ValueError(f"stage {self.id} is {self.status} and gives no reason")
+
+    def to_json(self) -> dict[str, Any]:
+        out = asdict(self)
+        out["status"] = self.status.value
+        out["argv"] = list(self.argv)
+        return out
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StageResult:
+        known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        known["argv"] = tuple(known.get("argv") or ())
+        return cls(**known)
+
+
+@dataclass
+class RunRecord:
+    """Everything known about one run so far. Built only by `apply`, in journal order."""
+
+    run_id: str = ""
+    profile: str = ""
+    scope: str = "gpu"
+    argv: list[str] = field(default_factory=list)
+    started: str | None = None
+    ended: str | None = None
+    monotonic_s: float | None = None
+    complete: bool = False
+    ended_by: str = "crash"
+    partial: str | None = None  # why the plan is not the whole profile (--only, --skip)
+    git: dict[str, Any] = field(default_factory=dict)
+    device: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, Any] = field(default_factory=dict)
+    env_fingerprint: str | None = None
+    doctor: list[dict[str, Any]] = field(default_factory=list)
+    plan: list[dict[str, Any]] = field(default_factory=list)
+    results: dict[str, StageResult] = field(default_factory=dict)
+    running: dict[str, Any] | None = None
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by stage id
+    run_notes: list[dict[str, Any]] = field(default_factory=list)
+    health: dict[str, Any] | None = None
+    recommend: dict[str, Any] | None = None
+    price_per_hour: float | None = None
+    redaction: dict[str, Any] = field(default_factory=lambda: {"gate": "pending"})
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Take one journal event in. Unknown events and keys are ignored."""
+        kind = event.get("ev")
+        if is_number(event.get("m")):
+            self.monotonic_s = event["m"]
+        if kind in ("run_start", "facts"):
+            names = (
+                "run_id",
+                "profile",
+                "scope",
+                "argv",
+                "git",
+                "device",
+                "env",
+                "env_fingerprint",
+                "doctor",
+                "plan",
+                "price_per_hour",
+                "partial",
+                "started",
+            )
+            for name in names:
+                if name in event:
+                    setattr(self, name, event[name])
+        elif kind == "stage_start":
+            self.running = dict(event)
+            self.rows[event["stage"]] = []  # a second attempt speaks for the stage alone
+        elif kind == "row":
+            row = event["row"]
+            if row["kind"] == "health":
+                self.health = {k: v for k, v in row.items() if k != "kind"}
+            elif row["kind"] == "recommend":
+                self.recommend = {k: v for k, v in row.items() if k != "kind"}
+            self.rows.setdefault(event["stage"], []).append(row)
+        elif kind == "stage_end":
+            result = StageResult.from_json(event["result"])
+            self.results[result.id] = result
+            self.running = None
+        elif kind == "note":
+            self.run_notes.append(
+                {"level": event.get("level", "info"), "text": event.get("text", ""), "stage": None}
+            )
+        elif kind == "redaction":
+            self.redaction = dict(event["summary"])
+        elif kind == "run_end":
+            self.ended = event.get("t")
+            self.ended_by = event.get("ended_by", "normal")
+            self.complete = bool(event.get("complete"))
+
+    @classmethod
+    def replay(cls, events: Iterable[Mapping[str, Any]]) -> RunRecord:
+        record = cls()
+        for event in events:
+            record.apply(event)
+        return record
+
+    def stage_results(self) -> list[StageResult]:
+        """One result per planned stage: a stage the run died in is a CRASH, a later one NOT_RUN."""
+        out = []
+        for planned in self.plan:
+            done = self.results.get(planned["id"])
+            if done is None:
+                common = {
+                    "id": planned["id"],
+                    "title": planned.get("title", ""),
+                    "required": planned.get("required", True),
+                    "timeout_s": planned.get("timeout_s", 0.0),
+                    "group": planned.get("group", "other"),
+                    "argv": tuple(planned.get("argv", ())),
+                }
+                if self.running and self.running["stage"] == planned["id"]:
+                    done = StageResult(
+                        status=Status.CRASH,
+                        reason="the run ended while this stage was running",
+                        started=self.running.get("t"),
+                        start_s=self.running.get("m"),
+                        log=self.running.get("log"),
+                        counts=test_counts(self.rows.get(planned["id"], [])),
+                        **common,
+                    )
+                else:
+                    reason = "the run ended before this stage"
+                    done = StageResult(status=Status.NOT_RUN, reason=reason, **common)
+            out.append(done)
+        return out
+
+    def rows_of(self, *kinds: str) -> list[dict[str, Any]]:
+        """Every row of these kinds in plan order, each with its stage."""
+        return [
+            {**{k: v for k, v in row.items() if k != "kind"}, "stage": stage}
+            for stage, rows in self.rows.items()
+            for row in rows
+            if row["kind"] in kinds
+        ]
+
+    def to_bundle(self) -> dict[str, Any]:
+        """The object of bundle.json; see the module's docstring."""
+        stages = self.stage_results()
+        resumed: dict[str, list[str]] = {}
+        for stage in stages:
+            if stage.resumed_from:
+                resumed.setdefault(stage.resumed_from, []).append(stage.id)
+        notes = [*self.run_notes, *self.rows_of("note")]
+        return {
+            "schema": SCHEMA,
+            "run_id": self.run_id,
+            "profile": self.profile,
+            "scope": self.scope,
+            "argv": self.argv,
+            "started": self.started,
+            "ended": self.ended,
+            "monotonic_s": self.monotonic_s,
+            "complete": self.complete,
+            "ended_by": self.ended_by,
+            "partial": self.partial,
+            "price_per_hour": self.price_per_hour,
+            "git": self.git,
+            "device": self.device,
+            "env": self.env,
+            "env_fingerprint": self.env_fingerprint,
+            "doctor": self.doctor,
+            "verdict": judge.verdict(self, stages),
+            "health": self.health,
+            "recommend": self.recommend,
+            "stages": [s.to_json() for s in stages],
+            "tests": self.rows_of("test"),
+            "parity": self.rows_of("parity"),
+            "bench": self.rows_of("bench"),
+            "metrics": self.rows_of("metric"),
+            "notes": notes,
+            "artifacts": self.rows_of("artifact"),
+            "resumed": resumed,
+            "redaction": self.redaction,
+            "files": [],
+        }

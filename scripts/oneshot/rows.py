@@ -1,0 +1,175 @@
+"""The rows a stage may send, and what a row must show before it is believed.
+
+A child writes one JSON object per line to the pipe NSA_RESULT_FD. `parse_row` holds each row to its
+own evidence: here a row can lose its PASS or its numbers, never win them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+ROW_KINDS = (
+    "test",
+    "parity",
+    "bench",
+    "note",
+    "metric",
+    "health",
+    "artifact",
+    "progress",
+    "recommend",
+)
+
+
+class RowError(ValueError):
+    """A line on the result channel that is no row."""
+
+
+_NONFINITE = object()
+
+
+def parse_row(line: bytes | str) -> dict[str, Any]:
+    """One line of the result channel as a row; RowError when it is anything else."""
+    try:
+        row = json.loads(line, parse_constant=lambda _name: _NONFINITE)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"not JSON: {error}") from None
+    if not isinstance(row, dict) or row.get("kind") not in ROW_KINDS:
+        raise RowError("not an object with a known kind")
+    lost: list[str] = []
+    row = _finite(row, "", lost)
+    if row["kind"] == "test" and (
+        not isinstance(row.get("nodeid"), str)
+        or row.get("outcome") not in ("passed", "failed", "skipped", "error")
+    ):
+        raise RowError("a test row needs nodeid and outcome passed|failed|skipped|error")
+    if row["kind"] == "parity":
+        return _check_parity(row, lost)
+    if row["kind"] == "bench":
+        return _check_bench(row, lost)
+    return row
+
+
+def _finite(value: Any, path: str, lost: list[str]) -> Any:
+    """`value` with every NaN and infinity as None; their paths are appended to `lost`."""
+    if value is _NONFINITE or (isinstance(value, float) and not math.isfinite(value)):
+        lost.append(path)
+        return None
+    if isinstance(value, dict):
+        return {str(k): _finite(v, f"{path}.{k}".lstrip("."), lost) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v, f"{path}[{i}]", lost) for i, v in enumerate(value)]
+    return value
+
+
+def path_agrees(requested: str | None, taken: str | None) -> bool:
+    """True when `taken` is the requested route or a named variant of it (triton, triton_dense)."""
+    if not requested or not taken:
+        return False
+    return taken == requested or taken.startswith((requested + "_", requested + "/"))
+
+
+def _launched(row: Mapping[str, Any]) -> bool:
+    launches = row.get("launches")
+    return (
+        isinstance(launches, dict) and sum(v for v in launches.values() if isinstance(v, int)) > 0
+    )
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _whys(row: Mapping[str, Any]) -> list[str]:
+    why = row.get("why")
+    return [str(w) for w in why] if isinstance(why, list) else [str(why)] if why else []
+
+
+def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
+    """A parity row held to its own evidence: it may lose its PASS here, never win one."""
+    why = _whys(row)
+    status = row.get("status")
+    if not isinstance(row.get("case"), str) or status not in ("PASS", "FAIL", "INVALID"):
+        raise RowError("a parity row needs case and status PASS|FAIL|INVALID")
+    if status == "PASS":
+        for name in ("mae", "max_abs"):
+            if not is_number(row.get(name)):
+                status, why = "FAIL", [*why, f"{name} is missing or not finite"]
+            elif is_number(row.get(f"limit_{name}")) and row[name] > row[f"limit_{name}"]:
+                over = f"{name} {row[name]:g} is over its limit {row['limit_' + name]:g}"
+                status, why = "FAIL", [*why, over]
+        if lost and status == "PASS":
+            status, why = "FAIL", [*why, f"not finite: {', '.join(lost)}"]
+    requested, taken = row.get("path_requested"), row.get("path_taken")
+    if not path_agrees(requested, taken):
+        status, why = "INVALID", [*why, f"asked for {requested}, ran {taken}"]
+    elif str(requested).startswith("triton") and not _launched(row):
+        status, why = "INVALID", [*why, "no launch of the named kernel was counted"]
+    return {**row, "status": status, "why": why}
+
+
+_BENCH_NUMBERS = (
+    "median_us",
+    "p20_us",
+    "p80_us",
+    "p95_us",
+    "min_us",
+    "ci95_us",
+    "base_median_us",
+    "wall_us",
+    "speedup",
+    "speedup_ci95",
+    "gbs",
+    "tflops",
+    "peak_frac",
+)
+
+
+def _check_bench(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
+    """A bench row without parity or on the wrong path keeps its case and loses its numbers."""
+    why = _whys(row)
+    status = row.get("status")
+    if not isinstance(row.get("case"), str) or status not in (
+        "VALID",
+        "UNSTABLE",
+        "INVALID",
+        "SKIPPED",
+        "FAILED",
+    ):
+        raise RowError("a bench row needs case and status VALID|UNSTABLE|INVALID|SKIPPED|FAILED")
+    if status in ("VALID", "UNSTABLE"):
+        parity = row.get("parity")
+        if not isinstance(parity, dict) or parity.get("status") != "PASS":
+            status, why = "INVALID", [*why, "no passed parity check of this case"]
+        elif row.get("path_requested") and not path_agrees(
+            row["path_requested"], row.get("path_taken")
+        ):
+            asked = f"asked for {row['path_requested']}, ran {row.get('path_taken')}"
+            status, why = "INVALID", [*why, asked]
+        elif not is_number(row.get("median_us")):
+            status, why = "INVALID", [*why, "no finite median"]
+        if status == "INVALID":
+            row = {**row, **{name: None for name in _BENCH_NUMBERS if name in row}}
+    if lost:
+        why = [*why, f"not finite: {', '.join(lost)}"]
+    if status != "VALID" and not why:
+        why = [str(row.get("reason") or "no reason was given")]
+    return {**row, "status": status, "why": why}
+
+
+EMPTY_COUNTS = {"passed": 0, "failed": 0, "skipped": 0, "error": 0}
+
+
+def test_counts(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How many test rows ended which way."""
+    counts = dict(EMPTY_COUNTS)
+    for row in rows:
+        if row["kind"] == "test":
+            counts[row["outcome"]] += 1
+    return counts
+
+
+test_counts.__test__ = False  # not a test, whatever its name says to pytest
