@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -23,10 +24,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).resolve().parent.parent
 REMOTE_ROOT = "/repo"
 RUNNER = ("bash", "scripts/runner_oneshot.sh")
-NOT_COPIED = [".venv*", ".deps", "artifacts", "**/__pycache__", ".pytest_cache", ".ruff_cache"]
+NOT_COPIED = [".venv*", ".deps", "artifacts/*/**", "**/__pycache__", ".pytest_cache", ".ruff_cache"]
 
 
 def run_report(root: Path, profile: str) -> dict[str, Any]:
@@ -127,7 +130,7 @@ def pr_body(bundle: dict[str, Any]) -> str:
         "",
         "| | |",
         "|---|---|",
-        f"| verdict | {_cell(verdict['status'])} - {_cell(verdict.get('one_line', ''))} |",
+        f"| verdict | {_cell(verdict['one_line'])} |",
         f"| commit | {git['short']}{' (dirty)' if git.get('dirty') else ''} |",
         f"| device | {_cell(device['name'])}, SM {device.get('sm', '?')}, "
         f"driver {device.get('driver', '?')} |",
@@ -153,6 +156,29 @@ def pr_body(bundle: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def propose_config(text: str, device: str, min_l: int) -> str:
+    """configs/base.yaml with `runtime.devices.<device>.sel_triton_min_L` set; comments stay.
+
+    Raises ValueError when the file has no `runtime.devices` in the layout that it ships with.
+    """
+    expected = yaml.safe_load(text)
+    try:
+        devices = expected["runtime"]["devices"] or {}
+        devices[device] = {**(devices.get(device) or {}), "sel_triton_min_L": min_l}
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"the configuration has no mapping runtime.devices: {e!r}") from e
+    expected["runtime"]["devices"] = devices
+    # The whole block is written anew: devices is the last and only generated part of the file.
+    block = yaml.safe_dump({"devices": devices}, sort_keys=True, width=1000)
+    block = "".join(f"  {line}\n" for line in block.splitlines())
+    edited = re.sub(r"^  devices:.*\n(?:(?:    .*|[ \t]*)\n)*", lambda _: block, text, flags=re.M)
+    if yaml.safe_load(edited) != expected:
+        raise ValueError(
+            "the configuration's runtime.devices is not in the layout that it ships with"
+        )
+    return edited
+
+
 def load_bundle(folder: Path) -> dict[str, Any]:
     path = folder / "bundle.json"
     try:
@@ -171,7 +197,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=ROOT / "artifacts" / "modal")
     parser.add_argument("--local", action="store_true", help="run here instead of on Modal")
     parser.add_argument("--body-from", type=Path, help="only write pr_body.md from this bundle")
-    parser.add_argument("--config", type=Path, help="edit this YAML file to the proposal")
+    parser.add_argument("--config", type=Path, help="set the proposed threshold in this YAML")
     return parser
 
 
@@ -196,6 +222,11 @@ def main(argv: list[str] | None = None) -> int:
     bundle = load_bundle(folder)
     (args.out / "pr_body.md").write_text(pr_body(bundle))
     print(args.out / "pr_body.md")
+    min_l = (bundle.get("recommend") or {}).get("sel_triton_min_L")
+    if args.config and min_l is not None:
+        text = args.config.read_text()
+        args.config.write_text(propose_config(text, bundle["device"]["name"], min_l))
+        print(args.config)
     return code
 
 

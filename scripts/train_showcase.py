@@ -207,7 +207,7 @@ class Run:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over the first tenth (at most 20 steps), then a cosine down to a tenth of it."""
+    """Linear warm-up over a tenth of the steps (at most 20), then a cosine down to peak / 10."""
     warm = max(1, min(20, steps // 10))
     if step < warm:
         return peak * (step + 1) / warm

@@ -117,7 +117,7 @@ def bundle(recommend: dict | None) -> dict:
         "profile": "standard",
         "git": {"short": "8ac3f21", "dirty": False},
         "device": {"name": "NVIDIA H100 80GB HBM3", "sm": "9.0", "driver": "570.86"},
-        "verdict": {"status": "PASS", "one_line": "41/41 parity checks | benches VALID 3/4"},
+        "verdict": {"status": "PASS", "one_line": "PASS - parity 41/41 | benches VALID 3/4"},
         "recommend": recommend,
         "bench": [
             cell(1024, "sel/L=1024/few", 1.5),
@@ -136,7 +136,7 @@ Evidence: lower CI >= 1.2 at L>=512 in few,many.
 
 | | |
 |---|---|
-| verdict | PASS - 41/41 parity checks \\| benches VALID 3/4 |
+| verdict | PASS - parity 41/41 \\| benches VALID 3/4 |
 | commit | 8ac3f21 |
 | device | NVIDIA H100 80GB HBM3, SM 9.0, driver 570.86 |
 | profile | standard, run 20251121T013455Z-7f3a |
@@ -206,3 +206,39 @@ def test_without_modal_the_remote_form_says_what_to_install(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "modal", None)
     with pytest.raises(SystemExit, match="pip install modal"):
         modal_bench.main(["--gpu", "H100", "--out", str(tmp_path)])
+
+
+def test_proposal_edits_only_the_device_entry_and_flags_read_it(tmp_path):
+    from nsa.flags import Flags
+
+    shipped = (ROOT / "configs" / "base.yaml").read_text()
+    once = modal_bench.propose_config(shipped, "NVIDIA H100 80GB HBM3", 512)
+    twice = modal_bench.propose_config(once, "NVIDIA GeForce: RTX #4090", 2048)
+    again = modal_bench.propose_config(twice, "NVIDIA H100 80GB HBM3", 1024)
+    comments = [line for line in shipped.splitlines() if line.lstrip().startswith("#")]
+    assert [line for line in again.splitlines() if line.lstrip().startswith("#")] == comments
+    path = tmp_path / "base.yaml"
+    path.write_text(again)
+
+    def min_l(device):
+        return Flags.from_env({}, config_path=path, device_name=device).sel_triton_min_L
+
+    assert min_l("NVIDIA H100 80GB HBM3") == 1024
+    assert min_l("NVIDIA GeForce: RTX #4090") == 2048
+    assert min_l("another card") == Flags.from_env({}).sel_triton_min_L == 4096
+
+
+def test_proposal_refuses_a_configuration_without_devices():
+    with pytest.raises(ValueError, match="runtime.devices"):
+        modal_bench.propose_config("runtime:\n  use_triton_sel: false\n", "card", 512)
+
+
+def test_config_is_left_alone_without_a_threshold(tmp_path):
+    config, folder = tmp_path / "base.yaml", tmp_path / "8ac3f21"
+    config.write_text((ROOT / "configs" / "base.yaml").read_text())
+    folder.mkdir()
+    for recommend, edited in ((None, False), ({"sel_triton_min_L": 512}, True)):
+        (folder / "bundle.json").write_text(json.dumps(bundle(recommend)))
+        argv = ["--body-from", str(folder), "--out", str(tmp_path), "--config", str(config)]
+        assert modal_bench.main(argv) == 0
+        assert ("NVIDIA H100" in config.read_text()) is edited
