@@ -1,0 +1,295 @@
+"""Every NSA_* environment variable: its type, default and meaning, read here and nowhere else.
+
+Precedence of a value: argument (`Flags(...)` passed to a function) > environment >
+configs/base.yaml `runtime` (the entry of this device first) > default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONFIG_PATH = Path(__file__).resolve().parent.parent / "configs" / "base.yaml"
+
+# Set by the report runner for its own child processes; not settings of the library.
+RUNNER_VARIABLES = ("NSA_RESULT_FD", "NSA_OUT_DIR")
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off", ""})
+
+
+def _parse_bool(text: str) -> bool:
+    word = text.strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError("one of 1/true/yes/on or 0/false/no/off")
+
+
+def _parse_count(text: str) -> int:
+    if not re.fullmatch(r"\s*\d+\s*", text, re.ASCII):
+        raise ValueError("an integer of 0 or more")
+    return int(text)
+
+
+def _parse_tile(text: str) -> int | None:
+    if text.strip().lower() in ("", "auto", "none"):
+        return None
+    value = _parse_count(text)
+    if value < 16 or value & (value - 1):
+        raise ValueError("'auto' or a power of two of at least 16")
+    return value
+
+
+def _parse_limit(text: str) -> int | None:
+    return None if text.strip().lower() in ("", "none") else _parse_count(text)
+
+
+def _flag(env: str, parse: Any, default: Any, doc: str, *, alias: str | None = None) -> Any:
+    return field(
+        default=default, metadata={"env": env, "parse": parse, "doc": doc, "alias": alias}
+    )
+
+
+@dataclass(frozen=True)
+class Flags:
+    """One immutable set of settings; a field is its variable in lower case without NSA_ (but min_L).
+
+    `Flags()` holds the defaults, `Flags.from_env()` what this process was started with.
+    Raises TypeError or ValueError that names the field for a value of the wrong kind.
+    """
+
+    use_triton_sel: bool = _flag(
+        "NSA_USE_TRITON_SEL", _parse_bool, False, "Triton kernels on (selection and its neighbours)"
+    )
+    triton_sel_force: bool = _flag(
+        "NSA_TRITON_SEL_FORCE", _parse_bool, False, "override the SM 8.9 policy; experiments only"
+    )
+    sel_triton_allow_grad: bool = _flag(
+        "NSA_SEL_TRITON_ALLOW_GRAD", _parse_bool, False, "allow the Triton backward"
+    )
+    sel_triton_min_L: int = _flag(
+        "NSA_SEL_TRITON_MIN_L", _parse_count, 4096,
+        "least total selected length of a row for Triton instead of packed SDPA",
+    )  # fmt: skip
+    sel_triton_group: bool = _flag(
+        "NSA_SEL_TRITON_GROUP", _parse_bool, False,
+        "group-centric kernels: one program serves all heads of a KV group",
+    )  # fmt: skip
+    sel_triton_block_d: int | None = _flag(
+        "NSA_SEL_TRITON_BLOCK_D", _parse_tile, None, "tile over Dk, or auto"
+    )
+    sel_triton_block_l: int | None = _flag(
+        "NSA_SEL_TRITON_BLOCK_L", _parse_tile, None, "tile over keys, or auto"
+    )
+    sel_triton_block_dv: int | None = _flag(
+        "NSA_SEL_TRITON_BLOCK_DV", _parse_tile, None, "tile over Dv, or auto"
+    )
+    use_sel_pack: bool = _flag(
+        "NSA_USE_SEL_PACK", _parse_bool, True, "packed SDPA is the selection fallback"
+    )
+    force_parity: bool = _flag(
+        "NSA_FORCE_PARITY", _parse_bool, False, "reference path only: no Triton, no FA-2, no SDPA"
+    )
+    use_fa2: bool = _flag(
+        "NSA_USE_FA2", _parse_bool, False, "FA-2 for the sliding and compressed branches"
+    )
+    fa2_min_len_win: int = _flag(
+        "NSA_FA2_MIN_LEN_WIN", _parse_count, 16, "shorter sliding key lengths do not use FA-2"
+    )
+    fa2_min_len_cmp: int = _flag(
+        "NSA_FA2_MIN_LEN_CMP", _parse_count, 16, "shorter compressed key lengths do not use FA-2"
+    )
+    fa2_force_varlen: bool = _flag(
+        "NSA_FA2_FORCE_VARLEN", _parse_bool, False, "always the varlen FA-2 path (debug)"
+    )
+    fa2_force_dense: bool = _flag(
+        "NSA_FA2_FORCE_DENSE", _parse_bool, False, "always the dense FA-2 path (debug)"
+    )
+    debug_timing: bool = _flag(
+        "NSA_DEBUG_TIMING", _parse_bool, False, "log bucket and packing times and path decisions"
+    )
+    debug_shapes: bool = _flag("NSA_DEBUG_SHAPES", _parse_bool, False, "log shapes and strides")
+    debug_compare: bool = _flag(
+        "NSA_DEBUG_COMPARE", _parse_bool, False, "log the error against the reference (slow)"
+    )
+    debug_log: bool = _flag(
+        "NSA_DEBUG_LOG", _parse_bool, False, "log sel.triton.* and fa2.*", alias="NSA_DEBUG_TRITON"
+    )
+    log_limit: int | None = _flag(
+        "NSA_LOG_LIMIT", _parse_limit, None, "cap on repeats of a log tag, or none"
+    )
+    test_triton_sel: bool = _flag(
+        "NSA_TEST_TRITON_SEL", _parse_bool, False, "Triton GPU tests must run: a skip is a failure"
+    )
+    test_fa2: bool = _flag(
+        "NSA_TEST_FA2", _parse_bool, False, "FA-2 GPU tests must run: a skip is a failure"
+    )
+    test_train: bool = _flag(
+        "NSA_TEST_TRAIN", _parse_bool, False, "training GPU tests must run: a skip is a failure"
+    )
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for f in flag_fields():
+            value = getattr(self, f.name)
+            try:
+                parsed = f.metadata["parse"](_as_text(value))
+            except ValueError as e:
+                raise ValueError(f"Flags.{f.name} must be {e}, got {value!r}") from None
+            if type(parsed) is not type(value):
+                raise TypeError(
+                    f"Flags.{f.name} must be {type(parsed).__name__}, got {value!r}"
+                )
+        if self.fa2_force_varlen and self.fa2_force_dense:
+            raise ValueError("NSA_FA2_FORCE_VARLEN and NSA_FA2_FORCE_DENSE exclude each other")
+
+    @classmethod
+    def from_env(
+        cls,
+        mapping: Mapping[str, str] | None = None,
+        *,
+        config_path: str | Path | None = None,
+        device_name: str | None = None,
+    ) -> Flags:
+        """Read settings from `mapping` (default os.environ) over the YAML file's `runtime`.
+
+        device_name selects the entry of `runtime.devices`; an absent file means no entries.
+        Raises ValueError that names the variable or key for a malformed or contradictory value.
+        Warns once per unknown NSA_* name, with the nearest known one.
+        """
+        env = os.environ if mapping is None else mapping
+        _warn_unknown(env)
+        values, sources = _runtime_values(Path(config_path or CONFIG_PATH), device_name)
+        for f in flag_fields():
+            seen: dict[str, Any] = {}
+            for name in filter(None, (f.metadata["env"], f.metadata["alias"])):
+                text = env.get(name)
+                if text is None:
+                    continue
+                try:
+                    seen[name] = f.metadata["parse"](text)
+                except ValueError as e:
+                    raise ValueError(f"{name} must be {e}, got {text!r}") from None
+            if seen:  # a flag and its alias: either one suffices
+                values[f.name] = any(seen.values()) if len(seen) > 1 else next(iter(seen.values()))
+                sources[f.name] = "env " + "+".join(seen)
+        return cls(**values, sources=sources)
+
+    def effective(self) -> list[dict[str, Any]]:
+        """One {name, value, source} per variable, aliases included, for the report."""
+        rows = []
+        for f in flag_fields():
+            value = getattr(self, f.name)
+            source = self.sources.get(f.name) or ("default" if value == f.default else "argument")
+            for name in filter(None, (f.metadata["env"], f.metadata["alias"])):
+                rows.append({"name": name, "value": value, "source": source})
+        return rows
+
+
+def flag_fields() -> tuple[dataclasses.Field, ...]:
+    """The dataclass fields that are flags; field.metadata holds env, alias and doc."""
+    return tuple(f for f in dataclasses.fields(Flags) if "env" in f.metadata)
+
+
+def known_names() -> tuple[str, ...]:
+    """Every NSA_* name that means something, the runner's internal ones included."""
+    names = [n for f in flag_fields() for n in (f.metadata["env"], f.metadata["alias"]) if n]
+    return (*names, *RUNNER_VARIABLES)
+
+
+def unknown_names(mapping: Mapping[str, str] | None = None) -> list[tuple[str, str | None]]:
+    """(unknown NSA_* variable, nearest known name or None) for each one set in `mapping`."""
+    env = os.environ if mapping is None else mapping
+    known = known_names()
+    return [
+        (name, next(iter(difflib.get_close_matches(name, known, n=1)), None))
+        for name in sorted(env)
+        if name.startswith("NSA_") and name not in known
+    ]
+
+
+_warned: set[str] = set()
+
+
+def _warn_unknown(env: Mapping[str, str]) -> None:
+    for name, near in unknown_names(env):
+        if name not in _warned:
+            _warned.add(name)
+            hint = f"; did you mean {near}?" if near else ""
+            warnings.warn(f"unknown environment variable {name}{hint}", stacklevel=4)
+
+
+def _as_text(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _runtime_values(
+    path: Path, device_name: str | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values and sources from the file's `runtime` section: common keys, then the device's."""
+    if not path.is_file():
+        return {}, {}
+    import yaml  # only here: importing nsa needs the standard library alone
+
+    try:
+        document = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as e:
+        raise ValueError(f"{path.name} is not valid YAML: {e}") from e
+    runtime = document.get("runtime") or {} if isinstance(document, dict) else None
+    if not isinstance(runtime, dict):
+        raise ValueError(f"{path.name}: runtime must be a mapping, got {type(runtime).__name__}")
+    devices = runtime.get("devices") or {}
+    if not isinstance(devices, dict):
+        raise ValueError(f"{path.name}: runtime.devices must be a mapping of device names")
+    fields = {f.name.lower(): f for f in flag_fields()}
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    sections = [("runtime", {k: v for k, v in runtime.items() if k != "devices"})]
+    if device_name is not None and device_name in devices:
+        sections.append((f"runtime.devices.{device_name}", devices[device_name] or {}))
+    for where, section in sections:
+        for key, raw in section.items():
+            f = fields.get(str(key).lower())
+            if f is None:
+                near = difflib.get_close_matches(str(key).lower(), fields, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"{path.name}: {where}.{key} is not a setting{hint}")
+            try:
+                values[f.name] = f.metadata["parse"](_as_text(raw))
+            except ValueError as e:
+                raise ValueError(f"{path.name}: {where}.{key} must be {e}, got {raw!r}") from None
+            sources[f.name] = f"{path.name} {where}"
+    return values, sources
+
+
+_cache: dict[str | None, Flags] = {}
+_lock = threading.Lock()
+
+
+def get_flags(device_name: str | None = None) -> Flags:
+    """The flags of this process, read once per device name (see clear_flags_cache)."""
+    with _lock:
+        if device_name not in _cache:
+            _cache[device_name] = Flags.from_env(device_name=device_name)
+        return _cache[device_name]
+
+
+def clear_flags_cache() -> None:
+    """Forget cached flags, so that the next get_flags() reads the environment again."""
+    with _lock:
+        _cache.clear()
+
+
+def effective(device_name: str | None = None) -> list[dict[str, Any]]:
+    """One {name, value, source} per variable for this process and device."""
+    return get_flags(device_name).effective()
