@@ -62,7 +62,7 @@ def _flag(env: str, parse: Any, default: Any, doc: str, *, alias: str | None = N
 
 @dataclass(frozen=True)
 class Flags:
-    """One immutable set of settings; a field is its variable in lower case without NSA_ (but min_L).
+    """One immutable set of settings; a field is its variable in lower case without NSA_.
 
     `Flags()` holds the defaults, `Flags.from_env()` what this process was started with.
     Raises TypeError or ValueError that names the field for a value of the wrong kind.

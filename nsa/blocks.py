@@ -1,0 +1,62 @@
+"""Block arithmetic: which tokens a compressed key or a selection block covers, and how many exist.
+
+Counts take an int or an integer tensor and return the same kind.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nsa.config import check_blocks
+
+Count = TypeVar("Count", int, Tensor)
+
+
+def num_compressed(S: Count, l: int, d: int) -> Count:
+    """Compressed keys of S tokens: 0 if S < l, else (S - l) // d + 1 (Eq. 7, no padding)."""
+    if isinstance(S, Tensor):
+        return torch.where(S < l, torch.zeros_like(S), (S - l) // d + 1)
+    return 0 if S < l else (S - l) // d + 1
+
+
+def visible_compressed(t: Count, l: int, d: int) -> Count:
+    """Compressed keys whose last token is at or before position t."""
+    return num_compressed(t + 1, l, d)
+
+
+def num_sel_blocks(S: Count, l_sel: int) -> Count:
+    """Selection blocks that start before S, the last one possibly partial."""
+    return -(-S // l_sel)
+
+
+def overlap_matrix(
+    n_cmp: int, n_blocks: int, l: int, d: int, l_sel: int, *,
+    dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+) -> Tensor:  # fmt: skip
+    """[n_cmp, n_blocks]: share of compressed block i's l tokens that lie in selection block j."""
+    check_blocks(l, d, l_sel)
+    start = torch.arange(n_cmp, device=device)[:, None] * d
+    block = torch.arange(n_blocks, device=device)[None, :] * l_sel
+    tokens = torch.minimum(start + l, block + l_sel) - torch.maximum(start, block)
+    return tokens.clamp(min=0).to(dtype) / l
+
+
+def cu_seqlens_compressed(cu_seqlens: Tensor, l: int, d: int) -> Tensor:
+    """Offsets of each sequence's compressed keys in the packed [N_total, G, D]; int32 [nseq + 1]."""
+    counts = num_compressed(cu_seqlens[1:] - cu_seqlens[:-1], l, d)
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def reads(S: int, *, l: int, d: int, l_sel: int, n_sel: int, w: int) -> int:
+    """Keys that one decode step at context length S (this token included) must read per group.
+
+    num_compressed(S) + tokens of the selected blocks + min(w, S). The block of the newest token is
+    always selected and may be partial; every other block is whole.
+    """
+    blocks = num_sel_blocks(S, l_sel)
+    missing = blocks * l_sel - S  # tokens the last block still lacks
+    selected = min(n_sel, blocks) * l_sel - missing if S else 0
+    return num_compressed(S, l, d) + selected + min(w, S)
