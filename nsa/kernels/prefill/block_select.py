@@ -1,0 +1,265 @@
+"""Block scores and top-n selection (Eq. 9 and 10) in two kernels over slabs of queries.
+
+The score kernel recomputes the compressed probabilities from the kept log-sum-exp, pools them to
+selection blocks with a small matrix product and sums them over the heads of a group. The top-n
+kernel bisects the bit pattern of a row's scores for the n-th largest. Scores exist for one slab of
+queries at a time (at most SLAB_BYTES), so memory does not grow with S^2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa import launches
+from nsa.kernels.prefill.span_common import (
+    arch_of,
+    dot_precision,
+    sequence_bounds,
+    span_hi,
+    split_dim,
+)
+
+SLAB_BYTES = 128 << 20
+
+
+@triton.jit
+def _pool_tile(
+    q, q2, lse2, pool, carry, k_base, score_ptrs, n0, hi, k_len, offs_d, offs_d2, stride_kn,
+    scale_log2,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
+    NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of compressed keys to NB block scores; what spills further is carried on."""
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    row = offs_n.to(tl.int64)
+    k_ptrs = k_base + row[:, None] * stride_kn + offs_d[None, :]
+    if MASKED:
+        k = tl.load(k_ptrs, mask=(offs_n < k_len)[:, None] & (offs_d < D)[None, :], other=0.0)
+    else:
+        if BLOCK_D > D:
+            k = tl.load(k_ptrs, mask=(offs_d < D)[None, :], other=0.0)
+        else:
+            k = tl.load(k_ptrs)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if BLOCK_D2 > 0:
+        k2 = tl.load(
+            k_base + row[:, None] * stride_kn + offs_d2[None, :],
+            mask=(offs_n < k_len)[:, None] & (offs_d2 < D)[None, :],
+            other=0.0,
+        )
+        s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+    # 2^10: fp16 then keeps 11 bits of every probability down to 6e-8, which ranks blocks reliably.
+    p = tl.math.exp2(s * scale_log2 + (10.0 - lse2)[:, None])
+    if MASKED:
+        p = tl.where(offs_n[None, :] < hi[:, None], p, 0.0)
+    pooled = tl.dot(p.to(pool.dtype), pool, input_precision=PRECISION)
+    pooled = tl.sum(tl.reshape(pooled, [BLOCK_Q, HEADS, 2 * NB]), 1)
+    halves = tl.reshape(pooled, [BLOCK_Q, 2, NB])
+    upper = tl.arange(0, 2)[None, :, None] == 1
+    tl.store(score_ptrs + n0 // BLOCK_N * NB, carry + tl.sum(tl.where(upper, 0.0, halves), 1))
+    return tl.sum(tl.where(upper, halves, 0.0), 1)
+
+
+@triton.jit
+def _block_score_kernel(
+    Q, K, LSE, SCORES, CU_Q, CU_K, SQ, SK, G, H, slab_begin, slab_len, n_ld, l, d, l_sel,
+    scale_log2,
+    D: tl.constexpr, VARLEN: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
+    POOL_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """SCORES [B * G, slab_len, n_ld] fp32, up to a constant factor that does not change ranks."""
+    BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
+    batch = tl.program_id(1) // G
+    group = tl.program_id(1) % G
+    q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
+    q0 = slab_begin + (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
+    if q0 >= q_len:
+        return
+    rows = tl.arange(0, BLOCK_M)
+    t = q0 + rows // HEADS
+    head = rows % HEADS
+    row_live = (t < q_len) & (head < H)
+    row_index = (q_begin + t) * (G * H) + group * H + head
+    offs_d = tl.arange(0, BLOCK_D)
+    q = tl.load(
+        Q + row_index[:, None] * D + offs_d[None, :],
+        mask=row_live[:, None] & (offs_d < D)[None, :],
+        other=0.0,
+    )
+    if BLOCK_D2 > 0:
+        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
+        q2 = tl.load(
+            Q + row_index[:, None] * D + offs_d2[None, :],
+            mask=row_live[:, None] & (offs_d2 < D)[None, :],
+            other=0.0,
+        )
+    else:
+        offs_d2 = offs_d
+        q2 = q
+    lse = tl.load(LSE + row_index, mask=row_live, other=float("-inf"))
+    # Padding heads and rows that see no compressed key contribute nothing.
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    hi = tl.minimum(span_hi(t, l, d, 0), k_len)
+    t_last = tl.minimum(q0 + BLOCK_Q, q_len) - 1
+    hi_first = tl.minimum(span_hi(q0, l, d, 0), k_len)
+    hi_last = tl.minimum(span_hi(t_last, l, d, 0), k_len)
+    full_end = hi_first // BLOCK_N * BLOCK_N
+    # Tokens of overlap between key i and block j of a tile (Eq. 9), the same for every tile.
+    key_begin = tl.arange(0, BLOCK_N) * d
+    block_begin = tl.arange(0, 2 * NB) * l_sel
+    overlap = tl.minimum((key_begin + l)[:, None], (block_begin + l_sel)[None, :]) - tl.maximum(
+        key_begin[:, None], block_begin[None, :]
+    )
+    pool = tl.maximum(overlap, 0).to(POOL_DTYPE)
+
+    offs_q = tl.arange(0, BLOCK_Q)
+    slab_row = tl.program_id(1).to(tl.int64) * slab_len + (q0 - slab_begin) + offs_q
+    score_ptrs = SCORES + slab_row[:, None] * n_ld + tl.arange(0, NB)[None, :]
+    stride_kn = G * D
+    k_base = K + (k_begin * G + group) * D
+    carry = tl.zeros([BLOCK_Q, NB], tl.float32)
+    for n0 in tl.range(0, full_end, BLOCK_N):
+        carry = _pool_tile(
+            q, q2, lse2, pool, carry, k_base, score_ptrs, n0, hi, k_len, offs_d, offs_d2,
+            stride_kn, scale_log2, D, BLOCK_Q, HEADS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, False,
+            PRECISION,
+        )  # fmt: skip
+    for n0 in tl.range(full_end, hi_last, BLOCK_N):
+        carry = _pool_tile(
+            q, q2, lse2, pool, carry, k_base, score_ptrs, n0, hi, k_len, offs_d, offs_d2,
+            stride_kn, scale_log2, D, BLOCK_Q, HEADS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, True,
+            PRECISION,
+        )  # fmt: skip
+    tl.store(score_ptrs + (hi_last + BLOCK_N - 1) // BLOCK_N * NB, carry)
+
+
+@triton.jit
+def _block_topn_kernel(
+    SCORES, OUT, CU_Q, CU_K, SQ, SK, G, slab_begin, slab_len, n_ld, l, d, l_sel,
+    VARLEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, NB: tl.constexpr,
+    BLOCKS: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
+    N_LOCAL: tl.constexpr,
+):  # fmt: skip
+    """The n best blocks of one query and group, ascending; ties go to the lower index."""
+    batch = tl.program_id(1) // G
+    group = tl.program_id(1) % G
+    q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
+    t = slab_begin + tl.program_id(0)
+    if t >= q_len:
+        return
+    # What the score kernel wrote for the tile that holds t: whole key tiles and one carry.
+    t_last = tl.minimum(t // BLOCK_Q * BLOCK_Q + BLOCK_Q, q_len) - 1
+    hi_last = tl.minimum(span_hi(t_last, l, d, 0), k_len)
+    n_written = (hi_last + BLOCK_N - 1) // BLOCK_N * NB + NB
+    block = tl.arange(0, BLOCKS)
+    row = tl.program_id(1).to(tl.int64) * slab_len + tl.program_id(0)
+    own = t // l_sel
+    age = own - block
+    score = tl.load(SCORES + row * n_ld + block, mask=(block < n_written) & (age >= 0), other=0.0)
+    # Own block first, then those before it, then the initial ones: the order a small n keeps.
+    score = tl.where(block < N_INIT, 1.0e30, score)
+    score = tl.where(age < N_LOCAL, 2.0e30 - age.to(tl.float32) * 1.0e28, score)
+    # Non-negative floats order like their bit patterns; -1 marks blocks that start after t.
+    key = tl.where(age >= 0, score.to(tl.int32, bitcast=True), -1)
+    # Invariant: count(key >= low) >= n, count(key >= high) < n. Done at one value, or at n exactly.
+    low = 0
+    high = tl.where(own + 1 > N_SEL, tl.max(key, 0) + 1, 0)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        count = tl.sum((key >= middle).to(tl.int32), 0)
+        low = tl.where(count >= N_SEL, middle, low)
+        high = tl.where(count > N_SEL, high, middle)
+    above = key >= high
+    equal = (key >= low) & (key < high)
+    room = N_SEL - tl.sum(above.to(tl.int32), 0)
+    equal_rank = tl.cumsum(equal.to(tl.int32), 0)
+    keep = (above | (equal & (equal_rank <= room))).to(tl.int32)
+    slot = tl.cumsum(keep, 0) - keep
+    out = OUT + ((q_begin + t) * G + group) * N_SEL
+    tl.store(out + slot, block, mask=keep > 0)
+    pad = tl.arange(0, N_PAD)
+    tl.store(
+        out + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL)
+    )
+
+
+def score_tiles(arch: int, d: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(rows, BLOCK_N, num_warps, num_stages) of the score kernel."""
+    if arch == 0:
+        return 32, 16, 4, 1
+    if itemsize == 4:
+        return 64, 32, 4, 1
+    # H200, 64k, HQ64 G4 D128 bf16: 5.7 ms with 128 rows, 6.2 with 64 rows on 4 warps.
+    return (128, 64, 8, 2) if arch in (80, 90, 100, 103) and d <= 128 else (64, 64, 4, 2)
+
+
+def why_not_block_select(l: int, d: int, l_sel: int) -> str | None:
+    """The pooling in the kernel needs d | l_sel, l_sel/d a power of two, and l <= 8 * l_sel."""
+    if l_sel % d or (l_sel // d) & (l_sel // d - 1):
+        return f"l_sel / d must be a power of two, got l_sel={l_sel}, d={d}"
+    if l > 8 * l_sel:
+        return f"l must not exceed 8 * l_sel, got l={l}, l_sel={l_sel}"
+    return None
+
+
+def block_select(
+    q: torch.Tensor, k_cmp: torch.Tensor, lse: torch.Tensor, *, l: int, d: int, l_sel: int,
+    n_sel: int, n_init: int, n_local: int, softmax_scale: float,
+    cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None, max_q: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """block_indices int32 [B, S, G, n_sel] (packed: [T, G, n_sel]), ascending, padded with -1.
+
+    lse: natural-log normaliser of compressed attention, fp32 [.., HQ], -inf where nothing is seen.
+    """
+    reason = why_not_block_select(l, d, l_sel)
+    if reason:
+        raise NotImplementedError(reason)
+    varlen = cu_q is not None
+    hq, dim = q.shape[-2:]
+    groups = k_cmp.shape[-2]
+    heads = hq // groups
+    if varlen:
+        batch, sq, sk = cu_q.numel() - 1, max_q, 0
+    else:
+        batch, sq, sk = q.shape[0], q.shape[1], k_cmp.shape[1]
+    out = torch.empty(*q.shape[:-2], groups, n_sel, dtype=torch.int32, device=q.device)
+    if out.numel() == 0:
+        return out
+    arch = arch_of(q.device)
+    rows, block_n, warps, stages = score_tiles(arch, dim, q.element_size())
+    heads_padded = triton.next_power_of_2(heads)
+    block_q = max(rows // heads_padded, 1)
+    ratio = l_sel // d
+    block_n = max(block_n, 8 * ratio)
+    nb = block_n // ratio
+    n_blocks = triton.cdiv(sq, l_sel)
+    blocks = max(triton.next_power_of_2(n_blocks), 32)
+    n_ld = (triton.cdiv(n_blocks, nb) + 1) * nb
+    slab = max(SLAB_BYTES // (4 * n_ld * batch * groups) // block_q, 1) * block_q
+    slab = min(slab, triton.cdiv(sq, block_q) * block_q)
+    scores = torch.empty(batch * groups * slab * n_ld, dtype=torch.float32, device=q.device)
+    d1, d2 = split_dim(dim)
+    cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
+    for begin in range(0, sq, slab):
+        queries = min(slab, sq - begin)
+        _block_score_kernel[(triton.cdiv(queries, block_q), batch * groups)](
+            q, k_cmp, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, begin, slab, n_ld,
+            l, d, l_sel, softmax_scale * 1.4426950408889634,
+            D=dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded, BLOCK_N=block_n, NB=nb,
+            BLOCK_D=d1, BLOCK_D2=d2,
+            POOL_DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16,
+            PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        launches.bump("_block_score_kernel")
+        _block_topn_kernel[(queries, batch * groups)](
+            scores, out, cu_q_arg, cu_k_arg, sq, sk, groups, begin, slab, n_ld, l, d, l_sel,
+            VARLEN=varlen, BLOCK_Q=block_q, BLOCK_N=block_n, NB=nb, BLOCKS=blocks, N_SEL=n_sel,
+            N_PAD=triton.next_power_of_2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
+            num_warps=max(1, min(blocks // 1024, 16)), num_stages=1,
+        )  # fmt: skip
+        launches.bump("_block_topn_kernel")
+    return out

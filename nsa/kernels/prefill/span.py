@@ -1,0 +1,137 @@
+"""Compressed and sliding attention and block selection as torch custom operators with autograd.
+
+Custom operators (rather than a bare autograd.Function) let torch.compile and activation
+checkpointing treat each as one opaque node with known output shapes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nsa.kernels.prefill.span_common import COMPRESSED, SLIDING, Span
+
+
+@torch.library.custom_op("nsa::span_attention", mutates_args=())
+def _span_attention(
+    q: Tensor, k: Tensor, v: Tensor, mode: int, a: int, b: int, softmax_scale: float,
+    cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from nsa.kernels.prefill.span_fwd import span_attention_fwd
+
+    return span_attention_fwd(q, k, v, Span(mode, a, b), softmax_scale, cu_q, cu_k, max_q)
+
+
+@_span_attention.register_fake
+def _(q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k):
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("nsa::span_attention_bwd", mutates_args=())
+def _span_attention_bwd(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mode: int, a: int,
+    b: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from nsa.kernels.prefill.span_bwd import span_attention_bwd
+
+    return span_attention_bwd(
+        grad_out.contiguous(), q, k, v, out, lse, Span(mode, a, b), softmax_scale, cu_q, cu_k,
+        max_q, max_k,
+    )  # fmt: skip
+
+
+@_span_attention_bwd.register_fake
+def _(grad_out, q, k, v, out, lse, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
+    ctx.scalars = (mode, a, b, softmax_scale)
+    ctx.maxima = (max_q, max_k)
+
+
+def _backward(ctx, grad_out, grad_lse):
+    # lse only serves block selection, which is not differentiable: grad_lse is not used.
+    q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+    dq, dk, dv = torch.ops.nsa.span_attention_bwd(
+        grad_out, q, k, v, out, lse, *ctx.scalars, cu_q, cu_k, *ctx.maxima
+    )
+    return dq, dk, dv, None, None, None, None, None, None, None, None
+
+
+_span_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("nsa::block_select", mutates_args=())
+def _block_select(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int, n_init: int,
+    n_local: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int,
+) -> Tensor:  # fmt: skip
+    from nsa.kernels.prefill.block_select import block_select
+
+    return block_select(
+        q, k_cmp, lse, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local,
+        softmax_scale=softmax_scale, cu_q=cu_q, cu_k=cu_k, max_q=max_q,
+    )  # fmt: skip
+
+
+@_block_select.register_fake
+def _(q, k_cmp, lse, l, d, l_sel, n_sel, n_init, n_local, softmax_scale, cu_q, cu_k, max_q):
+    return q.new_empty(*q.shape[:-2], k_cmp.shape[-2], n_sel, dtype=torch.int32)
+
+
+def _scale(q: Tensor, softmax_scale: float | None) -> float:
+    return 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+
+
+def compressed_attention_triton(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, l: int, d: int, softmax_scale: float | None = None,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cmp: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention over the compressed keys that query t may see (arXiv 2502.11089, Eq. 7 and 8).
+
+    q [B, S, HQ, Dk], k_cmp [B, N, G, Dk], v_cmp [B, N, G, Dv]; packed: q [T, HQ, Dk], k_cmp
+    [N_total, G, Dk] with int32 cu_seqlens (tokens), cu_seqlens_cmp (compressed keys), max_seqlen.
+    Returns out (zeros where no key is visible) and natural-log lse fp32 [.., HQ] (-inf there).
+    fp16, bf16 or fp32. Gradients flow through out to q, k_cmp, v_cmp; lse carries none.
+    """
+    max_k = k_cmp.shape[1] if cu_seqlens is None else max(0, ((max_seqlen or 0) - l) // d + 1)
+    return _span_attention(
+        q.contiguous(), k_cmp.contiguous(), v_cmp.contiguous(), COMPRESSED, l, d,
+        _scale(q, softmax_scale), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, max_k,
+    )  # fmt: skip
+
+
+def sliding_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int, softmax_scale: float | None = None,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention over keys max(0, t + 1 - window) .. t; layouts and returns as for compressed."""
+    return _span_attention(
+        q.contiguous(), k.contiguous(), v.contiguous(), SLIDING, window, 1,
+        _scale(q, softmax_scale), cu_seqlens, cu_seqlens, max_seqlen or 0, max_seqlen or k.shape[1],
+    )  # fmt: skip
+
+
+def select_blocks_triton(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, *, l: int, d: int, l_sel: int, n_sel: int,
+    n_init: int = 1, n_local: int = 2, softmax_scale: float | None = None,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cmp: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Top-n selection blocks per query and group (Eq. 9 to 11), int32 [.., G, n_sel], -1 padded.
+
+    lse is what compressed_attention_triton returned for the same q and k_cmp. Ascending indices;
+    the own block, the n_local - 1 before it and the first n_init are always chosen.
+    """
+    return _block_select(
+        q.detach().contiguous(), k_cmp.detach().contiguous(), lse, l, d, l_sel, n_sel, n_init,
+        n_local, _scale(q, softmax_scale), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0,
+    )  # fmt: skip

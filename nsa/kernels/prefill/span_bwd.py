@@ -1,0 +1,427 @@
+"""Backward of compressed and sliding attention: delta, then dQ by rows, then dK and dV by key tiles.
+
+No atomics: a key tile's queries may be split over programs, each writing its own fp32 partial that
+a fixed-order sum joins, so gradients are bitwise repeatable.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa import launches
+from nsa.kernels.prefill.span_common import (
+    COMPRESSED,
+    SLIDING,
+    Span,
+    arch_of,
+    dot_precision,
+    pad_dim,
+    sequence_bounds,
+    span_hi,
+    span_lo,
+    split_dim,
+)
+
+
+@triton.jit
+def _attn_bwd_delta_kernel(
+    O, DO, DELTA, n_rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """delta = rowsum(dO * O): what the softmax backward subtracts from dP."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_DV)
+    mask = (rows < n_rows)[:, None] & (cols < DV)[None, :]
+    o = tl.load(O + rows[:, None] * DV + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    do = tl.load(DO + rows[:, None] * DV + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(DELTA + rows, tl.sum(o * do, 1), mask=rows < n_rows)
+
+
+@triton.jit
+def _span_dq_step(
+    dq, dq2, q, q2, do, lse2, delta, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len, offs_d, offs_d2,
+    offs_dv, stride_kn, stride_vn, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D2: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    row = offs_n.to(tl.int64)
+    live = (offs_n < k_len)[:, None]
+    k = tl.load(k_ptrs + row[:, None] * stride_kn, mask=live & (offs_d < D)[None, :], other=0.0)
+    v = tl.load(v_ptrs + row[:, None] * stride_vn, mask=live & (offs_dv < DV)[None, :], other=0.0)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if BLOCK_D2 > 0:
+        k2 = tl.load(
+            k2_ptrs + row[:, None] * stride_kn, mask=live & (offs_d2 < D)[None, :], other=0.0
+        )
+        s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+    p = tl.math.exp2(s * scale_log2 - lse2[:, None])
+    if MASKED:
+        p = tl.where((offs_n[None, :] >= lo[:, None]) & (offs_n[None, :] < hi[:, None]), p, 0.0)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    ds = (p * (dp - delta[:, None])).to(k.dtype)
+    dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    if BLOCK_D2 > 0:
+        dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
+    return dq, dq2
+
+
+@triton.jit
+def _span_bwd_dq_kernel(
+    Q, K, V, DO, LSE, DELTA, DQ, CU_Q, CU_K, SQ, SK, G, H, span_a, span_b, scale, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
+    batch = tl.program_id(1) // G
+    group = tl.program_id(1) % G
+    q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
+    q0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
+    if q0 >= q_len:
+        return
+    rows = tl.arange(0, BLOCK_M)
+    t = q0 + rows // HEADS
+    head = rows % HEADS
+    row_live = (t < q_len) & (head < H)
+    row_index = (q_begin + t) * (G * H) + group * H + head
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    live_d = row_live[:, None] & (offs_d < D)[None, :]
+    q = tl.load(Q + row_index[:, None] * D + offs_d[None, :], mask=live_d, other=0.0)
+    do = tl.load(
+        DO + row_index[:, None] * DV + offs_dv[None, :],
+        mask=row_live[:, None] & (offs_dv < DV)[None, :],
+        other=0.0,
+    )
+    lse = tl.load(LSE + row_index, mask=row_live, other=float("inf"))
+    # Rows without keys: p = exp2(-inf) = 0 everywhere.
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    delta = tl.load(DELTA + row_index, mask=row_live, other=0.0)
+    stride_kn = G * D
+    stride_vn = G * DV
+    k_base = K + (k_begin * G + group) * D
+    v_ptrs = V + (k_begin * G + group) * DV + offs_dv[None, :]
+    k_ptrs = k_base + offs_d[None, :]
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if BLOCK_D2 > 0:
+        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
+        live_d2 = row_live[:, None] & (offs_d2 < D)[None, :]
+        q2 = tl.load(Q + row_index[:, None] * D + offs_d2[None, :], mask=live_d2, other=0.0)
+        k2_ptrs = k_base + offs_d2[None, :]
+        dq2 = tl.zeros([BLOCK_M, BLOCK_D2], tl.float32)
+    else:
+        offs_d2 = offs_d
+        q2 = q
+        k2_ptrs = k_ptrs
+        dq2 = delta
+
+    lo = span_lo(t, span_a, MODE)
+    hi = tl.minimum(span_hi(t, span_a, span_b, MODE), k_len)
+    t_last = tl.minimum(q0 + BLOCK_Q, q_len) - 1
+    hi_first = tl.minimum(span_hi(q0, span_a, span_b, MODE), k_len)
+    hi_last = tl.minimum(span_hi(t_last, span_a, span_b, MODE), k_len)
+    begin = span_lo(q0, span_a, MODE) // BLOCK_N * BLOCK_N
+    full_begin = (span_lo(t_last, span_a, MODE) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full_begin)
+    for n0 in tl.range(full_begin, full_end, BLOCK_N):
+        dq, dq2 = _span_dq_step(
+            dq, dq2, q, q2, do, lse2, delta, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len, offs_d,
+            offs_d2, offs_dv, stride_kn, stride_vn, scale_log2, D, DV, BLOCK_N, BLOCK_D2,
+            False, PRECISION,
+        )  # fmt: skip
+    if MODE == 1:
+        for n0 in tl.range(begin, tl.minimum(full_begin, hi_last), BLOCK_N):
+            dq, dq2 = _span_dq_step(
+                dq, dq2, q, q2, do, lse2, delta, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len,
+                offs_d, offs_d2, offs_dv, stride_kn, stride_vn, scale_log2, D, DV, BLOCK_N,
+                BLOCK_D2, True, PRECISION,
+            )  # fmt: skip
+    for n0 in tl.range(full_end, hi_last, BLOCK_N):
+        dq, dq2 = _span_dq_step(
+            dq, dq2, q, q2, do, lse2, delta, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len, offs_d,
+            offs_d2, offs_dv, stride_kn, stride_vn, scale_log2, D, DV, BLOCK_N, BLOCK_D2,
+            True, PRECISION,
+        )  # fmt: skip
+    tl.store(
+        DQ + row_index[:, None] * D + offs_d[None, :],
+        (dq * scale).to(DQ.dtype.element_ty),
+        mask=live_d,
+    )
+    if BLOCK_D2 > 0:
+        tl.store(
+            DQ + row_index[:, None] * D + offs_d2[None, :],
+            (dq2 * scale).to(DQ.dtype.element_ty),
+            mask=live_d2,
+        )
+
+
+@triton.jit
+def _span_dkdv_step(
+    dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, m0, offs_n, q_len, k_len, H,
+    stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of (query, head) rows against a tile of keys, all transposed: keys are rows."""
+    rows = tl.arange(0, BLOCK_Q * HEADS)
+    t = m0 + rows // HEADS
+    head = rows % HEADS
+    live = (t < q_len) & (head < H)
+    t64 = t.to(tl.int64)
+    q = tl.load(
+        q_base + t64[:, None] * stride_q + head[:, None] * D + offs_d[None, :],
+        mask=live[:, None] & (offs_d < D)[None, :],
+        other=0.0,
+    )
+    do = tl.load(
+        do_base + t64[:, None] * stride_do + head[:, None] * DV + offs_dv[None, :],
+        mask=live[:, None] & (offs_dv < DV)[None, :],
+        other=0.0,
+    )
+    lse = tl.load(lse_base + t64 * stride_row + head, mask=live, other=float("inf"))
+    delta = tl.load(delta_base + t64 * stride_row + head, mask=live, other=0.0)
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    if BLOCK_D2 > 0:
+        q2 = tl.load(
+            q_base + t64[:, None] * stride_q + head[:, None] * D + offs_d2[None, :],
+            mask=live[:, None] & (offs_d2 < D)[None, :],
+            other=0.0,
+        )
+        s = tl.dot(k2, tl.trans(q2), s, input_precision=PRECISION)
+    p = tl.math.exp2(s * scale_log2 - lse2[None, :])
+    if MASKED:
+        lo = span_lo(t, span_a, MODE)
+        hi = tl.minimum(span_hi(t, span_a, span_b, MODE), k_len)
+        p = tl.where((offs_n[:, None] >= lo[None, :]) & (offs_n[:, None] < hi[None, :]), p, 0.0)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    ds = (p * (dp - delta[None, :])).to(q.dtype)
+    dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    if BLOCK_D2 > 0:
+        dk2 = tl.dot(ds, q2, dk2, input_precision=PRECISION)
+    return dk, dk2, dv
+
+
+@triton.jit
+def _span_bwd_dkdv_kernel(
+    Q, K, V, DO, LSE, DELTA, DK, DV_OUT, CU_Q, CU_K, SQ, SK, G, H, k_rows, span_a, span_b, scale,
+    scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK, dV of one key tile of one group over one split of the queries that see it.
+
+    DK, DV_OUT are [n_splits, k_rows, G, D]: fp32 partials, or the gradients themselves when
+    there is one split.
+    """
+    batch = tl.program_id(1) // G
+    group = tl.program_id(1) % G
+    split = tl.program_id(2)
+    n_splits = tl.num_programs(2)
+    q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
+    n0 = tl.program_id(0) * BLOCK_N
+    if n0 >= k_len:
+        return
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    k_row = (k_begin + offs_n) * G + group
+    live_n = (offs_n < k_len)[:, None]
+    k = tl.load(
+        K + k_row[:, None] * D + offs_d[None, :], mask=live_n & (offs_d < D)[None, :], other=0.0
+    )
+    v = tl.load(
+        V + k_row[:, None] * DV + offs_dv[None, :],
+        mask=live_n & (offs_dv < DV)[None, :],
+        other=0.0,
+    )
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    if BLOCK_D2 > 0:
+        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
+        k2 = tl.load(
+            K + k_row[:, None] * D + offs_d2[None, :],
+            mask=live_n & (offs_d2 < D)[None, :],
+            other=0.0,
+        )
+        dk2 = tl.zeros([BLOCK_N, BLOCK_D2], tl.float32)
+    else:
+        offs_d2 = offs_d
+        k2 = k
+        dk2 = offs_n
+
+    # Queries that see any key of the tile, and those that see all of it.
+    n_last = tl.minimum(n0 + BLOCK_N, k_len) - 1
+    if MODE == 0:
+        any_begin = n0 * span_b + span_a - 1
+        all_begin = n_last * span_b + span_a - 1
+        any_end = q_len
+        all_end = q_len
+    else:
+        any_begin = n0
+        all_begin = n_last
+        any_end = tl.minimum(n_last + span_a, q_len)
+        all_end = tl.minimum(n0 + span_a, q_len)
+    begin = any_begin // BLOCK_Q * BLOCK_Q
+    # This split's share, in whole query tiles.
+    tiles = (tl.maximum(any_end - begin, 0) + BLOCK_Q - 1) // BLOCK_Q
+    share = (tiles + n_splits - 1) // n_splits
+    m_begin = begin + split * share * BLOCK_Q
+    m_end = tl.minimum(m_begin + share * BLOCK_Q, any_end)
+    full_begin = (all_begin + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q
+    full_end = all_end // BLOCK_Q * BLOCK_Q
+    full_begin = tl.minimum(tl.maximum(full_begin, m_begin), m_end)
+    full_end = tl.minimum(tl.maximum(full_end, full_begin), m_end)
+
+    stride_row = G * H
+    stride_q = stride_row * D
+    stride_do = stride_row * DV
+    first_row = q_begin * stride_row + group * H
+    q_base = Q + first_row * D
+    do_base = DO + first_row * DV
+    lse_base = LSE + first_row
+    delta_base = DELTA + first_row
+    for m0 in tl.range(m_begin, full_begin, BLOCK_Q):
+        dk, dk2, dv = _span_dkdv_step(
+            dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, m0, offs_n, q_len,
+            k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2, offs_dv,
+            scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, True, PRECISION,
+        )  # fmt: skip
+    for m0 in tl.range(full_begin, full_end, BLOCK_Q):
+        dk, dk2, dv = _span_dkdv_step(
+            dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, m0, offs_n, q_len,
+            k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2, offs_dv,
+            scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, False, PRECISION,
+        )  # fmt: skip
+    for m0 in tl.range(full_end, m_end, BLOCK_Q):
+        dk, dk2, dv = _span_dkdv_step(
+            dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, m0, offs_n, q_len,
+            k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2, offs_dv,
+            scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, True, PRECISION,
+        )  # fmt: skip
+
+    out_row = (split.to(tl.int64) * k_rows + k_begin + offs_n) * G + group
+    dk = dk * scale
+    tl.store(
+        DK + out_row[:, None] * D + offs_d[None, :],
+        dk.to(DK.dtype.element_ty),
+        mask=live_n & (offs_d < D)[None, :],
+    )
+    if BLOCK_D2 > 0:
+        dk2 = dk2 * scale
+        tl.store(
+            DK + out_row[:, None] * D + offs_d2[None, :],
+            dk2.to(DK.dtype.element_ty),
+            mask=live_n & (offs_d2 < D)[None, :],
+        )
+    tl.store(
+        DV_OUT + out_row[:, None] * DV + offs_dv[None, :],
+        dv.to(DV_OUT.dtype.element_ty),
+        mask=live_n & (offs_dv < DV)[None, :],
+    )
+
+
+def dq_tiles(arch: int, d: int, dv: int, itemsize: int, mode: int) -> tuple[int, int, int, int]:
+    """(rows, BLOCK_N, num_warps, num_stages) of the dQ kernel."""
+    if arch == 0:
+        return 32, 16, 4, 1
+    if itemsize == 4:
+        return 64, 32, 4, 1
+    wide = max(d, dv) > 128
+    if arch not in (80, 90, 100, 103):
+        return (64, 32, 4, 1) if wide else (64, 32, 4, 2)
+    if wide:
+        return 64, 64, 8, 1
+    return (64, 64, 4, 2) if mode == SLIDING else (128, 64, 8, 2)
+
+
+def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int, mode: int) -> tuple[int, int, int, int]:
+    """(rows, BLOCK_N, num_warps, num_stages) of the dK/dV kernel: keys stay, rows stream."""
+    if arch == 0:
+        return 32, 16, 4, 1
+    if itemsize == 4:
+        return 32, 64, 8, 1
+    wide = max(d, dv) > 128
+    if arch not in (80, 90, 100, 103):
+        return (32, 64, 8, 1) if wide else (32, 64, 4, 2)
+    if wide:
+        return 32, 64, 8, 2
+    return (64, 64, 4, 2) if mode == SLIDING else (64, 128, 8, 2)
+
+
+def attention_delta(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
+    """rowsum(dO * O) over the head dimension, fp32, shape of the lse."""
+    delta = torch.empty(out.shape[:-1], dtype=torch.float32, device=out.device)
+    n_rows = delta.numel()
+    if n_rows:
+        dv = out.shape[-1]
+        _attn_bwd_delta_kernel[(triton.cdiv(n_rows, 32),)](
+            out, grad_out, delta, n_rows, DV=dv, BLOCK_DV=pad_dim(dv), BLOCK_M=32
+        )
+        launches.bump("_attn_bwd_delta_kernel")
+    return delta
+
+
+def span_attention_bwd(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None = None,
+    cu_k: torch.Tensor | None = None, max_q: int | None = None, max_k: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dk, dv with the shapes and dtypes of q, k, v. All inputs contiguous."""
+    varlen = cu_q is not None
+    hq, dim = q.shape[-2:]
+    groups, dv_dim = v.shape[-2:]
+    heads = hq // groups
+    if varlen:
+        batch, sq, sk = cu_q.numel() - 1, max_q, max_k
+    else:
+        batch, sq, sk = q.shape[0], q.shape[1], k.shape[1]
+    k_rows = k.numel() // max(groups * dim, 1)
+    dq = torch.empty_like(q)
+    if q.numel() == 0 or k_rows == 0:
+        return dq.zero_(), torch.zeros_like(k), torch.zeros_like(v)
+    delta = attention_delta(out, grad_out)
+    arch = arch_of(q.device)
+    heads_padded = triton.next_power_of_2(heads)
+    d1, d2 = split_dim(dim)
+    scale_log2 = softmax_scale * 1.4426950408889634
+    cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
+    common = dict(
+        D=dim, DV=dv_dim, MODE=span.mode, VARLEN=varlen, HEADS=heads_padded, BLOCK_D=d1,
+        BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim), PRECISION=dot_precision(q.dtype),
+    )  # fmt: skip
+
+    rows, block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size(), span.mode)
+    block_q = max(rows // heads_padded, 1)
+    _span_bwd_dq_kernel[(triton.cdiv(sq, block_q), batch * groups)](
+        q, k, v, grad_out, lse, delta, dq, cu_q_arg, cu_k_arg, sq, sk, groups, heads, span.a,
+        span.b, softmax_scale, scale_log2, BLOCK_Q=block_q, BLOCK_N=block_n, num_warps=warps,
+        num_stages=stages, **common,
+    )  # fmt: skip
+    launches.bump("_span_bwd_dq_kernel")
+
+    rows, block_n, warps, stages = dkdv_tiles(arch, dim, dv_dim, q.element_size(), span.mode)
+    block_q = max(rows // heads_padded, 1)
+    tiles = triton.cdiv(sk, block_n)
+    # Compressed keys are few and seen by thousands of queries: split the queries until the grid
+    # fills the chip about eight times (causal work per tile is uneven).
+    splits = 1
+    if span.mode == COMPRESSED and q.device.type == "cuda":
+        wanted = 8 * torch.cuda.get_device_properties(q.device).multi_processor_count
+        splits = max(1, min(triton.cdiv(wanted, tiles * batch * groups), triton.cdiv(sq, 256), 64))
+    partial_dtype = q.dtype if splits == 1 else torch.float32
+    dk = torch.empty((splits, *k.shape), dtype=partial_dtype, device=k.device)
+    dv = torch.empty((splits, *v.shape), dtype=partial_dtype, device=v.device)
+    _span_bwd_dkdv_kernel[(tiles, batch * groups, splits)](
+        q, k, v, grad_out, lse, delta, dk, dv, cu_q_arg, cu_k_arg, sq, sk, groups, heads, k_rows,
+        span.a, span.b, softmax_scale, scale_log2, BLOCK_Q=block_q, BLOCK_N=block_n,
+        num_warps=warps, num_stages=stages, **common,
+    )  # fmt: skip
+    launches.bump("_span_bwd_dkdv_kernel")
+    if splits == 1:
+        return dq, dk[0], dv[0]
+    return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)

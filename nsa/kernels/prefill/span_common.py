@@ -1,0 +1,89 @@
+"""Key spans: compressed and sliding attention both let query t see one contiguous run of keys.
+
+Compressed (Eq. 7 with causal masking): keys [0, visible(t)), visible(t) = (t + 1 - l) // d + 1 once
+t + 1 >= l. Sliding: keys [t + 1 - w, t + 1). Both bounds never fall as t grows, so a tile of
+queries has a masked head, an unmasked middle and a masked tail, and so does a tile of keys.
+
+Rows of a tile are (query, head) pairs of one KV group, heads fastest: K and V are loaded once for
+all heads, and a row block of Q is contiguous in the [B, S, HQ, D] layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+COMPRESSED = 0
+SLIDING = 1
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which keys a query sees. mode COMPRESSED uses (a=l, b=d); SLIDING uses a=window, b unused."""
+
+    mode: int
+    a: int
+    b: int = 1
+
+
+@triton.jit
+def span_lo(t, a, MODE: tl.constexpr):
+    """First visible key of query t."""
+    if MODE == 0:
+        return t * 0
+    else:
+        return tl.maximum(t + 1 - a, 0)
+
+
+@triton.jit
+def span_hi(t, a, b, MODE: tl.constexpr):
+    """One past the last visible key of query t."""
+    if MODE == 0:
+        return tl.where(t + 1 >= a, (t + 1 - a) // b + 1, 0)
+    else:
+        return t + 1
+
+
+@triton.jit
+def sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN: tl.constexpr):
+    """First row and length of a sequence in Q and in K: packed (cu_seqlens) or one batch entry."""
+    if VARLEN:
+        q_begin = tl.load(CU_Q + batch).to(tl.int64)
+        q_len = (tl.load(CU_Q + batch + 1) - q_begin).to(tl.int32)
+        k_begin = tl.load(CU_K + batch).to(tl.int64)
+        k_len = (tl.load(CU_K + batch + 1) - k_begin).to(tl.int32)
+    else:
+        q_begin = batch.to(tl.int64) * SQ
+        q_len = SQ
+        k_begin = batch.to(tl.int64) * SK
+        k_len = SK
+    return q_begin, q_len, k_begin, k_len
+
+
+def split_dim(dim: int) -> tuple[int, int]:
+    """A head size as two powers of two: 192 is 128 + 64, so nothing is padded to 256."""
+    first = 1 << (dim.bit_length() - 1)
+    first = max(first, 16)
+    rest = max(dim - first, 0)
+    second = 0 if rest == 0 else max(triton.next_power_of_2(rest), 16)
+    return first, second
+
+
+def pad_dim(dim: int) -> int:
+    return max(triton.next_power_of_2(dim), 16)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """fp32 inputs are asked for because of their precision: no TF32."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def arch_of(device: torch.device) -> int:
+    """Compute capability as an integer (90 for sm_90); the interpreter gets 90's tiles, smaller."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
