@@ -45,7 +45,7 @@ def overlap_matrix(
 
 
 def cu_seqlens_compressed(cu_seqlens: Tensor, l: int, d: int) -> Tensor:
-    """Offsets of each sequence's compressed keys in the packed [N_total, G, D]; int32 [nseq + 1]."""
+    """Offsets of each sequence's compressed keys, packed [N_total, G, D]; int32 [nseq + 1]."""
     counts = num_compressed(cu_seqlens[1:] - cu_seqlens[:-1], l, d)
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 

@@ -242,7 +242,7 @@ def select_blocks(
 
 
 def blocks_to_ranges(block_indices: Tensor, l_sel: int, q_start: int = 0) -> Tensor:
-    """[B, S, G, n] block indices -> ranges [B, S, G, n, 2]: cut at t, merged, padded with (0, 0)."""
+    """Block indices [B, S, G, n] -> ranges [B, S, G, n, 2]: cut at t, merged, (0, 0) padded."""
     B, S, G, n = block_indices.shape
     result = torch.zeros(B, S, G, n, 2, dtype=torch.int32)
     for b in range(B):
@@ -284,7 +284,7 @@ def rotary(x: Tensor, base: float, start: int = 0) -> Tensor:
 
 
 def gated_sum(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
-    """Eq. 5: sum of the branch outputs, each times its gate. gates [B, S, HQ, 3] (cmp, sel, win)."""
+    """Eq. 5: branch outputs times their gates. gates [B, S, HQ, 3] in order (cmp, sel, win)."""
     gates = gates.double()
     return gates[..., 0:1] * cmp + gates[..., 1:2] * sel + gates[..., 2:3] * win
 

@@ -1,0 +1,104 @@
+"""NSAConfig: the sizes of one NSA layer, in the paper's symbols, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class NSAConfig:
+    """Sizes of an NSA layer (arXiv 2502.11089, section 3; the defaults are the paper's).
+
+    dim: model width. heads: query heads HQ. groups: KV groups G, a divisor of heads.
+    d_k, d_v: head dimensions of q/k and of v. l, d: compression block length and stride.
+    l_sel: selection block length. n_sel: blocks per query, forced ones included.
+    n_init, n_local: forced blocks at the start and around the query (its own block and those
+    before it). w: sliding window. rope_base: rotary base. phi: "mlp" or "mean" compression.
+    Raises ValueError or TypeError that names the field.
+    """
+
+    dim: int
+    heads: int
+    groups: int
+    d_k: int
+    d_v: int
+    l: int = 32
+    d: int = 16
+    l_sel: int = 64
+    n_sel: int = 16
+    n_init: int = 1
+    n_local: int = 2
+    w: int = 512
+    rope_base: float = 10000.0
+    phi: str = "mlp"
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name in ("rope_base", "phi"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{f.name} must be an integer, got {value!r}")
+            least = 0 if f.name == "n_init" else 1
+            if value < least:
+                raise ValueError(f"{f.name} must be at least {least}, got {value}")
+        if self.heads % self.groups:
+            raise ValueError(
+                f"groups must divide heads, got heads={self.heads} groups={self.groups}"
+            )
+        if self.d_k % 2:
+            raise ValueError(f"d_k must be even for the rotary embedding, got {self.d_k}")
+        if not isinstance(self.rope_base, (int, float)) or not 1 < self.rope_base < float("inf"):
+            raise ValueError(f"rope_base must be a finite number above 1, got {self.rope_base!r}")
+        if self.phi not in ("mlp", "mean"):
+            raise ValueError(f"phi must be 'mlp' or 'mean', got {self.phi!r}")
+        check_blocks(self.l, self.d, self.l_sel)
+
+    @property
+    def heads_per_group(self) -> int:
+        """h: query heads that share one KV group."""
+        return self.heads // self.groups
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> NSAConfig:
+        """Read the `model` and `nsa` sections of a YAML file such as configs/base.yaml.
+
+        Raises ValueError that names an unknown key or a missing section.
+        """
+        import yaml
+
+        document = yaml.safe_load(Path(path).read_text())
+        if not isinstance(document, dict):
+            raise ValueError(f"{path} must hold a mapping with sections model and nsa")
+        names = [f.name for f in dataclasses.fields(cls)]
+        values: dict[str, Any] = {}
+        for section in ("model", "nsa"):
+            entries = document.get(section)
+            if not isinstance(entries, dict):
+                raise ValueError(f"{path}: section {section} must be a mapping, got {entries!r}")
+            for key, value in entries.items():
+                if key not in names:
+                    near = difflib.get_close_matches(str(key), names, n=1)
+                    hint = f"; did you mean {near[0]}?" if near else ""
+                    raise ValueError(f"{path}: {section}.{key} is not a setting{hint}")
+                values[key] = value
+        missing = [
+            f.name for f in dataclasses.fields(cls)
+            if f.default is dataclasses.MISSING and f.name not in values
+        ]  # fmt: skip
+        if missing:
+            raise ValueError(f"{path}: missing {', '.join(missing)}")
+        return cls(**values)
+
+
+def check_blocks(l: int, d: int, l_sel: int) -> None:
+    """Raise ValueError unless d divides l and l_sel (the paper's condition on block sizes)."""
+    for name, value in (("l", l), ("d", d), ("l_sel", l_sel)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if l % d or l_sel % d:
+        raise ValueError(f"d must divide l and l_sel, got l={l} d={d} l_sel={l_sel}")
