@@ -1,7 +1,10 @@
-"""Backward of compressed and sliding attention: delta, then dQ by rows, then dK and dV by key tiles.
+"""Backward of compressed and sliding attention: delta, dQ by rows, then dK and dV by key tiles.
 
 No atomics: a key tile's queries may be split over programs, each writing its own fp32 partial that
 a fixed-order sum joins, so gradients are bitwise repeatable.
+
+With GATED the branch's output was multiplied by a gate per (token, head) afterwards: the kernels
+take the gradient of the gated sum and scale rows themselves, so gate * dO is never written.
 """
 
 from __future__ import annotations
@@ -40,10 +43,10 @@ def _attn_bwd_delta_kernel(
 
 @triton.jit
 def _span_dq_step(
-    dq, dq2, q, q2, do, lse2, delta, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len, offs_d, offs_d2,
-    offs_dv, stride_kn, stride_vn, scale_log2,
+    dq, dq2, q, q2, do, lse2, delta, gate, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len, offs_d,
+    offs_d2, offs_dv, stride_kn, stride_vn, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D2: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     offs_n = n0 + tl.arange(0, BLOCK_N)
     row = offs_n.to(tl.int64)
@@ -60,6 +63,8 @@ def _span_dq_step(
     if MASKED:
         p = tl.where((offs_n[None, :] >= lo[:, None]) & (offs_n[None, :] < hi[:, None]), p, 0.0)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    if GATED:
+        dp *= gate[:, None]
     ds = (p * (dp - delta[:, None])).to(k.dtype)
     dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     if BLOCK_D2 > 0:
@@ -69,10 +74,12 @@ def _span_dq_step(
 
 @triton.jit
 def _span_bwd_dq_kernel(
-    Q, K, V, DO, LSE, DELTA, DQ, CU_Q, CU_K, SQ, SK, G, H, span_a, span_b, scale, scale_log2,
+    Q, K, V, DO, LSE, DELTA, GATES, DQ, CU_Q, CU_K, SQ, SK, G, H, span_a, span_b, scale,
+    scale_log2,
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, GATED: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
     batch = tl.program_id(1) // G
@@ -99,6 +106,10 @@ def _span_bwd_dq_kernel(
     # Rows without keys: p = exp2(-inf) = 0 everywhere.
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     delta = tl.load(DELTA + row_index, mask=row_live, other=0.0)
+    if GATED:
+        gate = tl.load(GATES + row_index * 3, mask=row_live, other=0.0).to(tl.float32)
+    else:
+        gate = delta
     stride_kn = G * D
     stride_vn = G * DV
     k_base = K + (k_begin * G + group) * D
@@ -127,42 +138,43 @@ def _span_bwd_dq_kernel(
     full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full_begin)
     for n0 in tl.range(full_begin, full_end, BLOCK_N):
         dq, dq2 = _span_dq_step(
-            dq, dq2, q, q2, do, lse2, delta, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len, offs_d,
-            offs_d2, offs_dv, stride_kn, stride_vn, scale_log2, D, DV, BLOCK_N, BLOCK_D2,
-            False, PRECISION,
+            dq, dq2, q, q2, do, lse2, delta, gate, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len,
+            offs_d, offs_d2, offs_dv, stride_kn, stride_vn, scale_log2, D, DV, BLOCK_N, BLOCK_D2,
+            GATED, False, PRECISION,
         )  # fmt: skip
     if MODE == 1:
         for n0 in tl.range(begin, tl.minimum(full_begin, hi_last), BLOCK_N):
             dq, dq2 = _span_dq_step(
-                dq, dq2, q, q2, do, lse2, delta, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len,
+                dq, dq2, q, q2, do, lse2, delta, gate, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len,
                 offs_d, offs_d2, offs_dv, stride_kn, stride_vn, scale_log2, D, DV, BLOCK_N,
-                BLOCK_D2, True, PRECISION,
+                BLOCK_D2, GATED, True, PRECISION,
             )  # fmt: skip
     for n0 in tl.range(full_end, hi_last, BLOCK_N):
         dq, dq2 = _span_dq_step(
-            dq, dq2, q, q2, do, lse2, delta, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len, offs_d,
-            offs_d2, offs_dv, stride_kn, stride_vn, scale_log2, D, DV, BLOCK_N, BLOCK_D2,
-            True, PRECISION,
+            dq, dq2, q, q2, do, lse2, delta, gate, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len,
+            offs_d, offs_d2, offs_dv, stride_kn, stride_vn, scale_log2, D, DV, BLOCK_N, BLOCK_D2,
+            GATED, True, PRECISION,
         )  # fmt: skip
-    tl.store(
-        DQ + row_index[:, None] * D + offs_d[None, :],
-        (dq * scale).to(DQ.dtype.element_ty),
-        mask=live_d,
-    )
+    dq_ptrs = DQ + row_index[:, None] * D + offs_d[None, :]
+    dq *= scale
+    if ACCUMULATE:
+        dq += tl.load(dq_ptrs, mask=live_d, other=0.0).to(tl.float32)
+    tl.store(dq_ptrs, dq.to(DQ.dtype.element_ty), mask=live_d)
     if BLOCK_D2 > 0:
-        tl.store(
-            DQ + row_index[:, None] * D + offs_d2[None, :],
-            (dq2 * scale).to(DQ.dtype.element_ty),
-            mask=live_d2,
-        )
+        dq2_ptrs = DQ + row_index[:, None] * D + offs_d2[None, :]
+        dq2 *= scale
+        if ACCUMULATE:
+            dq2 += tl.load(dq2_ptrs, mask=live_d2, other=0.0).to(tl.float32)
+        tl.store(dq2_ptrs, dq2.to(DQ.dtype.element_ty), mask=live_d2)
 
 
 @triton.jit
 def _span_dkdv_step(
-    dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, m0, offs_n, q_len, k_len, H,
-    stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2,
+    dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, gate_base, m0, offs_n, q_len,
+    k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, BLOCK_Q: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_D2: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of (query, head) rows against a tile of keys, all transposed: keys are rows."""
     rows = tl.arange(0, BLOCK_Q * HEADS)
@@ -196,8 +208,14 @@ def _span_dkdv_step(
         lo = span_lo(t, span_a, MODE)
         hi = tl.minimum(span_hi(t, span_a, span_b, MODE), k_len)
         p = tl.where((offs_n[:, None] >= lo[None, :]) & (offs_n[:, None] < hi[None, :]), p, 0.0)
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    if GATED:
+        gate = tl.load(gate_base + (t64 * stride_row + head) * 3, mask=live, other=0.0)
+        gate = gate.to(tl.float32)[None, :]
+        dv = tl.dot((p * gate).to(do.dtype), do, dv, input_precision=PRECISION)
+        dp *= gate
+    else:
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     ds = (p * (dp - delta[None, :])).to(q.dtype)
     dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     if BLOCK_D2 > 0:
@@ -207,11 +225,11 @@ def _span_dkdv_step(
 
 @triton.jit
 def _span_bwd_dkdv_kernel(
-    Q, K, V, DO, LSE, DELTA, DK, DV_OUT, CU_Q, CU_K, SQ, SK, G, H, k_rows, span_a, span_b, scale,
-    scale_log2,
+    Q, K, V, DO, LSE, DELTA, GATES, DK, DV_OUT, CU_Q, CU_K, SQ, SK, G, H, k_rows, span_a, span_b,
+    scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK, dV of one key tile of one group over one split of the queries that see it.
 
@@ -285,23 +303,24 @@ def _span_bwd_dkdv_kernel(
     do_base = DO + first_row * DV
     lse_base = LSE + first_row
     delta_base = DELTA + first_row
+    gate_base = GATES + first_row * 3
     for m0 in tl.range(m_begin, full_begin, BLOCK_Q):
         dk, dk2, dv = _span_dkdv_step(
-            dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, m0, offs_n, q_len,
-            k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2, offs_dv,
-            scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, True, PRECISION,
+            dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, gate_base, m0, offs_n,
+            q_len, k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2,
+            offs_dv, scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, GATED, True, PRECISION,
         )  # fmt: skip
     for m0 in tl.range(full_begin, full_end, BLOCK_Q):
         dk, dk2, dv = _span_dkdv_step(
-            dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, m0, offs_n, q_len,
-            k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2, offs_dv,
-            scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, False, PRECISION,
+            dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, gate_base, m0, offs_n,
+            q_len, k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2,
+            offs_dv, scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, GATED, False, PRECISION,
         )  # fmt: skip
     for m0 in tl.range(full_end, m_end, BLOCK_Q):
         dk, dk2, dv = _span_dkdv_step(
-            dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, m0, offs_n, q_len,
-            k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2, offs_dv,
-            scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, True, PRECISION,
+            dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, gate_base, m0, offs_n,
+            q_len, k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2,
+            offs_dv, scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, GATED, True, PRECISION,
         )  # fmt: skip
 
     out_row = (split.to(tl.int64) * k_rows + k_begin + offs_n) * G + group
@@ -370,8 +389,14 @@ def span_attention_bwd(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None = None,
     cu_k: torch.Tensor | None = None, max_q: int | None = None, max_k: int | None = None,
+    delta: torch.Tensor | None = None, gates: torch.Tensor | None = None, branch: int = 0,
+    dq: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv with the shapes and dtypes of q, k, v. All inputs contiguous."""
+    """dq, dk, dv with the shapes and dtypes of q, k, v. All inputs contiguous.
+
+    With gates [.., HQ, 3]: grad_out is that of the gated sum, gates[.., branch] is this branch's
+    gate, and delta must be given. With dq given, this branch's dq is added to it in place.
+    """
     varlen = cu_q is not None
     hq, dim = q.shape[-2:]
     groups, dv_dim = v.shape[-2:]
@@ -381,10 +406,16 @@ def span_attention_bwd(
     else:
         batch, sq, sk = q.shape[0], q.shape[1], k.shape[1]
     k_rows = k.numel() // max(groups * dim, 1)
-    dq = torch.empty_like(q)
+    accumulate = dq is not None
     if q.numel() == 0 or k_rows == 0:
-        return dq.zero_(), torch.zeros_like(k), torch.zeros_like(v)
-    delta = attention_delta(out, grad_out)
+        dq = dq if accumulate else torch.zeros_like(q)
+        return dq, torch.zeros_like(k), torch.zeros_like(v)
+    if not accumulate:
+        dq = torch.empty_like(q)
+    if delta is None:
+        delta = attention_delta(out, grad_out)
+    # A pointer to this branch's column: kernels step over rows of three.
+    gate_arg = lse if gates is None else gates.view(-1)[branch:]
     arch = arch_of(q.device)
     heads_padded = triton.next_power_of_2(heads)
     d1, d2 = split_dim(dim)
@@ -392,15 +423,16 @@ def span_attention_bwd(
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
     common = dict(
         D=dim, DV=dv_dim, MODE=span.mode, VARLEN=varlen, HEADS=heads_padded, BLOCK_D=d1,
-        BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim), PRECISION=dot_precision(q.dtype),
+        BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim), GATED=gates is not None,
+        PRECISION=dot_precision(q.dtype),
     )  # fmt: skip
 
     rows, block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size(), span.mode)
     block_q = max(rows // heads_padded, 1)
     _span_bwd_dq_kernel[(triton.cdiv(sq, block_q), batch * groups)](
-        q, k, v, grad_out, lse, delta, dq, cu_q_arg, cu_k_arg, sq, sk, groups, heads, span.a,
-        span.b, softmax_scale, scale_log2, BLOCK_Q=block_q, BLOCK_N=block_n, num_warps=warps,
-        num_stages=stages, **common,
+        q, k, v, grad_out, lse, delta, gate_arg, dq, cu_q_arg, cu_k_arg, sq, sk, groups, heads,
+        span.a, span.b, softmax_scale, scale_log2, BLOCK_Q=block_q, BLOCK_N=block_n,
+        ACCUMULATE=accumulate, num_warps=warps, num_stages=stages, **common,
     )  # fmt: skip
     launches.bump("_span_bwd_dq_kernel")
 
@@ -417,9 +449,9 @@ def span_attention_bwd(
     dk = torch.empty((splits, *k.shape), dtype=partial_dtype, device=k.device)
     dv = torch.empty((splits, *v.shape), dtype=partial_dtype, device=v.device)
     _span_bwd_dkdv_kernel[(tiles, batch * groups, splits)](
-        q, k, v, grad_out, lse, delta, dk, dv, cu_q_arg, cu_k_arg, sq, sk, groups, heads, k_rows,
-        span.a, span.b, softmax_scale, scale_log2, BLOCK_Q=block_q, BLOCK_N=block_n,
-        num_warps=warps, num_stages=stages, **common,
+        q, k, v, grad_out, lse, delta, gate_arg, dk, dv, cu_q_arg, cu_k_arg, sq, sk, groups,
+        heads, k_rows, span.a, span.b, softmax_scale, scale_log2, BLOCK_Q=block_q,
+        BLOCK_N=block_n, num_warps=warps, num_stages=stages, **common,
     )  # fmt: skip
     launches.bump("_span_bwd_dkdv_kernel")
     if splits == 1:
