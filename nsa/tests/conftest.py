@@ -1,0 +1,114 @@
+"""Fixtures and hooks for every test: devices, fresh flags, poisoned memory, one record per test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bench.records import emit
+from nsa import log
+from nsa.flags import Flags, clear_flags_cache
+
+# NSA_TEST_<group>=1 means that the group's tests must run here, so a skip is a failure.
+_GROUP_OF_FILE = {
+    "test_triton_sel_parity_gpu.py": "test_triton_sel",
+    "test_triton_sel_backward_gpu.py": "test_triton_sel",
+    "test_fa2_gpu_varlen.py": "test_fa2",
+    "test_backward_varlen.py": "test_train",
+    "test_gradcheck_varlen.py": "test_train",
+    "test_train_smoke.py": "test_train",
+}
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+@pytest.fixture
+def kernel_device() -> str:
+    """Where Triton kernels run here: "cuda", or "cpu" under TRITON_INTERPRET=1; else skip."""
+    if _interpreting():
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    pytest.skip("no CUDA device and TRITON_INTERPRET is not 1")
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The CUDA device; skip where there is none."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def fresh_flags() -> Iterator[None]:
+    """Flags are read anew in every test, and again after it."""
+    clear_flags_cache()
+    log.reset()
+    yield
+    clear_flags_cache()
+    log.reset()
+
+
+def _poisoned(make):
+    def poisoned(*args, **kwargs):
+        tensor = make(*args, **kwargs)
+        if tensor.device.type != "meta" and tensor.layout is torch.strided:
+            with torch.no_grad():
+                if tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
+                elif tensor.dtype in (torch.int32, torch.int64):
+                    tensor.fill_(-(2**30))
+        return tensor
+
+    return poisoned
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised memory holds NaN (integers: far off), so a value nobody wrote shows."""
+    for owner, names in ((torch, ("empty", "empty_like")), (torch.Tensor, ("new_empty",))):
+        for name in names:
+            monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+def _must_run(nodeid: str) -> bool:
+    name = nodeid.split("::")[0].rsplit("/", 1)[-1]
+    group = _GROUP_OF_FILE.get(name)
+    return group is not None and getattr(Flags.from_env(), group)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and _must_run(item.nodeid):
+        report.outcome = "failed"
+        report.longrepr = f"NSA_TEST_* says this must run, but it was skipped: {_reason(report)}"
+    return report
+
+
+def _reason(report: pytest.TestReport) -> str:
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    return str(report.longrepr or "")[-2000:]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """One "test" record per test, from the process that reports (never from an xdist worker)."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        return
+    if report.when == "call" or report.outcome != "passed":
+        if report.when == "teardown" and report.outcome == "skipped":
+            return
+        outcome = report.outcome
+        if outcome == "failed" and report.when != "call":
+            outcome = "error"
+        emit("test", {
+            "nodeid": report.nodeid, "outcome": outcome, "duration_s": round(report.duration, 4),
+            "reason": "" if outcome == "passed" else _reason(report),
+        })  # fmt: skip
