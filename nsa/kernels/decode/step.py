@@ -1,0 +1,129 @@
+"""The decode step as one function: allocation, split choice and the four launches."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa import launches
+from nsa.kernels.decode import kernels
+from nsa.kernels.prefill.span_common import dot_precision, pad_dim, split_dim
+
+
+@functools.cache
+def _sm_count(index: int | None) -> int:
+    if index is None:
+        return 8
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def why_not_decode(l: int, d: int, l_sel: int) -> str | None:
+    """Why these block sizes have no decode kernel, None when they have."""
+    ratio = l_sel // d if d else 0
+    if d < 1 or l_sel % d or ratio & (ratio - 1) or ratio > 16:
+        return f"l_sel / d must be a power of two up to 16, got l_sel={l_sel}, d={d}"
+    if l - d > l_sel:
+        return f"l - d must not exceed l_sel, got l={l}, d={d}, l_sel={l_sel}"
+    return None
+
+
+def nsa_decode_triton(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
+    v_win: Tensor, gates: Tensor, lens: Tensor, *, l: int, d: int, l_sel: int, n_sel: int,
+    n_init: int, n_local: int, window: int, max_len: int, softmax_scale: float | None = None,
+    block_table: Tensor | None = None, window_ring: bool = False, return_indices: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of T new tokens per sequence over its caches; out [B, T, HQ, Dv].
+
+    q [B, T, HQ, Dk] with T * (HQ / G) <= 128; k_cmp [B, N_max, G, Dk], v_cmp [B, N_max, G, Dv];
+    k_sel, v_sel [B, capacity, G, *], or pages [P, page, G, *] with block_table int32 [B, n];
+    k_win, v_win likewise, or a ring of `capacity` >= window + T - 1 rows when window_ring.
+    gates [B, T, HQ, 3]; lens int32 [B] on the device, the length including the T new tokens, whose
+    keys are in the caches already. max_len bounds every length the call (or a graph captured from
+    it) will see. Nothing synchronises with the host; rows beyond a length are never read.
+    """
+    batch, tokens, hq, dim = q.shape
+    groups, dv = v_sel.shape[-2:]
+    heads = hq // groups
+    reason = why_not_decode(l, d, l_sel)
+    if reason:
+        raise NotImplementedError(reason)
+    if tokens * heads > 128:
+        raise NotImplementedError(f"q: T * heads per group must be <= 128, got {tokens * heads}")
+    device = q.device
+    scale_log2 = (softmax_scale or 1.0 / math.sqrt(dim)) * 1.4426950408889634
+    d1, d2 = split_dim(dim)
+    block_dv = pad_dim(dv)
+    ratio = l_sel // d
+    interpret = device.type != "cuda"
+    fp32 = q.dtype == torch.float32
+    block_n = max(16 if interpret else (32 if fp32 else 64), (2 if interpret else 8) * ratio)
+    nb = block_n // ratio
+    rows = max(triton.next_power_of_2(tokens * heads), 16)
+    heads_padded = max(triton.next_power_of_2(heads), 16)
+    n_cmp = max((max_len - l) // d + 1, 0) if max_len >= l else 0
+    n_tiles = max(triton.cdiv(n_cmp, block_n), 1)
+    programs = batch * groups
+    target = 2 * _sm_count(device.index)
+    # Enough splits to fill the chip twice at the longest length, but no more than there are tiles.
+    splits_win = max(1, min(triton.cdiv(window + tokens - 1, block_n), target // (2 * programs), 8))
+    splits_cmp = max(1, min(n_tiles, target // programs, 64))
+    splits_all = splits_cmp + splits_win
+    splits_sel = max(1, min(n_sel, target // (programs * tokens), 8))
+    share = triton.cdiv(n_sel, splits_sel)
+    splits_sel = triton.cdiv(n_sel, share)
+
+    empty = functools.partial(torch.empty, dtype=torch.float32, device=device)
+    scan_o = empty(programs * splits_all * rows * dv)
+    scan_m, scan_l = empty(programs * splits_all * rows), empty(programs * splits_all * rows)
+    pooled = empty(programs * rows * n_tiles * nb)
+    spill, tile_max = empty(programs * rows * n_tiles), empty(programs * rows * n_tiles)
+    n_blocks = triton.cdiv(max_len, l_sel)
+    scratch = empty(programs * tokens * (n_tiles + 1) * nb)
+    indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=device)
+    parts = programs * tokens * splits_sel * heads_padded
+    sel_o, sel_m, sel_l = empty(parts * dv), empty(parts), empty(parts)
+    out = torch.empty(batch, tokens, hq, dv, dtype=q.dtype, device=device)
+
+    page = 0 if block_table is None else k_sel.shape[1]
+    table = lens if block_table is None else block_table
+    table_len = 0 if block_table is None else block_table.shape[1]
+    precision = dot_precision(q.dtype)
+    dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv, PRECISION=precision)
+    kernels._decode_scan_kernel[(splits_all, programs)](
+        q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
+        tile_max, table_len, k_cmp.shape[1], k_win.shape[1], groups, heads, tokens, splits_cmp,
+        splits_all, n_tiles, l, d, l_sel, window, scale_log2, ROWS=rows, BLOCK_N=block_n, NB=nb,
+        PAGE=0 if window_ring else page, RING=window_ring,
+        POOL_DTYPE=tl.float32 if fp32 else tl.float16, num_warps=4, num_stages=2, **dims,
+    )  # fmt: skip
+    launches.bump("_decode_scan_kernel")
+    blocks = max(triton.next_power_of_2(n_blocks), 32)
+    kernels._decode_topn_kernel[(programs, tokens)](
+        lens, scan_m, scan_l, pooled, spill, tile_max, scratch, indices, groups, heads, tokens,
+        splits_cmp, splits_all, n_tiles, l, d, l_sel, ROWS=rows, HEADS=heads_padded,
+        SPLITS=triton.next_power_of_2(splits_cmp), BLOCK_N=block_n, NB=nb,
+        CHUNK=2 if interpret else 16, BLOCKS=blocks, N_SEL=n_sel,
+        N_PAD=triton.next_power_of_2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
+        num_warps=4 if blocks <= 4096 else 8, num_stages=1,
+    )  # fmt: skip
+    launches.bump("_decode_topn_kernel")
+    kernels._decode_selected_kernel[(splits_sel, programs, tokens)](
+        q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, table_len, k_sel.shape[1],
+        groups, heads, tokens, splits_sel, share, l_sel, scale_log2, HEADS=heads_padded,
+        BLOCK_N=min(block_n, max(triton.next_power_of_2(l_sel), 16)), N_SEL=n_sel, PAGE=page,
+        num_warps=4, num_stages=2, **dims,
+    )  # fmt: skip
+    launches.bump("_decode_selected_kernel")
+    kernels._decode_merge_kernel[(programs, tokens * heads)](
+        scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens,
+        splits_cmp, splits_all, splits_sel, DV=dv, ROWS=rows, HEADS=heads_padded,
+        BLOCK_DV=block_dv, num_warps=1 if block_dv <= 128 else 2,
+    )  # fmt: skip
+    launches.bump("_decode_merge_kernel")
+    return (out, indices) if return_indices else out
