@@ -26,6 +26,7 @@ class Branch(str, enum.Enum):
     SELECTED = "selected"
     COMPRESSED = "compressed"
     SLIDING = "sliding"
+    BLOCKS = "blocks"  # the choice of blocks, which has no gradient
 
 
 class Route(str, enum.Enum):
@@ -40,6 +41,7 @@ LADDER: dict[Branch, tuple[Route, ...]] = {
     Branch.SELECTED: (Route.TRITON, Route.SDPA, Route.REFERENCE),
     Branch.COMPRESSED: (Route.FA2, Route.TRITON, Route.SDPA, Route.REFERENCE),
     Branch.SLIDING: (Route.FA2, Route.TRITON, Route.SDPA, Route.REFERENCE),
+    Branch.BLOCKS: (Route.TRITON, Route.REFERENCE),
 }
 
 REASONS: dict[str, str] = {
@@ -160,7 +162,7 @@ def _reasons(route: Route, r: Request, flags: Flags, named: bool) -> Iterator[st
         return
     if r.branch is Branch.SELECTED and r.key_len < flags.sel_triton_min_L:
         yield "below_min_L"
-    if r.needs_grad and not flags.sel_triton_allow_grad:
+    if r.needs_grad and r.branch is not Branch.BLOCKS and not flags.sel_triton_allow_grad:
         yield "needs_grad"
 
 
@@ -328,7 +330,11 @@ def guarded(
         except Exception as error:
             if decision.requested is not None or route is Route.REFERENCE or must_raise(error):
                 raise
-            reason = error.reason if isinstance(error, RouteUnavailable) else "launch_error"
+            reason = "launch_error"
+            if isinstance(error, RouteUnavailable):
+                reason = error.reason
+            elif isinstance(error, NotImplementedError):
+                reason = "unsupported"
             rejected.append((route, reason))
             _log_fallback(request, route, reason, flags, error)
             continue
@@ -341,7 +347,9 @@ def guarded(
     raise AssertionError("the reference route always ends the ladder")
 
 
-_LOG_PREFIX = {Branch.SELECTED: "sel", Branch.COMPRESSED: "cmp", Branch.SLIDING: "win"}
+_LOG_PREFIX = {
+    Branch.SELECTED: "sel", Branch.COMPRESSED: "cmp", Branch.SLIDING: "win", Branch.BLOCKS: "blocks"
+}  # fmt: skip
 
 
 def _log_fallback(

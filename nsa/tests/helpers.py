@@ -271,6 +271,9 @@ def measure_parity(
     if not path_agrees(path_requested, path_taken):
         status = "INVALID"
         why.append(f"asked for {path_requested}, ran {path_taken} ({fallback_reason})")
+    elif str(path_requested).startswith("triton") and not sum((launches or {}).values()):
+        status = "INVALID"
+        why.append("no kernel launch was counted")
     missing = [k for k in expect_kernels if not (launches or {}).get(k)]
     if missing:
         status = "INVALID"

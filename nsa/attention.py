@@ -1,0 +1,329 @@
+"""Public functions, flash-attn layout: nsa_attention and its branches, checked and dispatched.
+
+Dense: q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv]; query head j reads group j // (HQ // G).
+Packed: q [T, HQ, Dk] with cu_seqlens int32 [nseq + 1] (0 first, T last, not decreasing); k and v
+without the batch dimension too. softmax_scale is 1/sqrt(Dk) unless given.
+
+backend: None or "auto" follows flags and policy and falls back; "triton", "fa2", "sdpa" and
+"reference" run exactly that or raise nsa.RouteUnavailable with the reason. flags: an nsa.Flags
+instead of this process's environment.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa import dispatch, select
+from nsa.blocks import num_compressed
+from nsa.config import check_blocks
+from nsa.dispatch import Branch, Route
+from nsa.flags import Flags
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _check_int(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_tensors(
+    q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, kv: str = ""
+) -> None:
+    """Raise TypeError or ValueError that names the tensor unless shapes and dtypes agree."""
+    k_name, v_name = f"k{kv}", f"v{kv}"
+    named = [("q", q), (k_name, k)] + ([(v_name, v)] if v is not None else [])
+    ndim, lead = (4, "[B, S, H, D]") if cu_seqlens is None else (3, "[T, H, D]")
+    for name, x in named:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.ndim != ndim:
+            raise ValueError(f"{name} must be {lead}, got shape {list(x.shape)}")
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+    if ndim == 4 and k.shape[0] != q.shape[0]:
+        raise ValueError(f"{k_name} must have q's batch {q.shape[0]}, got {list(k.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"{k_name} must have q's Dk={q.shape[-1]}, got {list(k.shape)}")
+    if v is not None and v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"{v_name} must be {k_name} but for Dv: {list(k.shape[:-1])} + [Dv], got "
+            f"{list(v.shape)}"
+        )
+    HQ, G = q.shape[-2], k.shape[-2]
+    if G == 0 or HQ % G:
+        raise ValueError(f"q must have a multiple of {k_name}'s G={G} heads, got HQ={HQ}")
+    if q.shape[-1] == 0 or (v is not None and v.shape[-1] == 0):
+        raise ValueError("head dimensions must be at least 1")
+
+
+def _check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, tokens: int) -> int | None:
+    """max_seqlen of the packed call. Values are checked on CPU only: on a GPU that would wait."""
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError("max_seqlen needs cu_seqlens")
+        return None
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+        kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
+        raise TypeError(f"cu_seqlens must be an int32 tensor, got {kind}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must be [nseq + 1], got shape {list(cu_seqlens.shape)}")
+    if cu_seqlens.is_cuda and max_seqlen is not None:
+        return int(max_seqlen)
+    ends = cu_seqlens.tolist()
+    lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0:
+        raise ValueError(f"cu_seqlens must rise from 0 to T={tokens}, got {ends}")
+    if max_seqlen is not None and max_seqlen < max(lengths):
+        raise ValueError(f"max_seqlen must be at least {max(lengths)}, got {max_seqlen}")
+    return max(lengths)
+
+
+def _scale(softmax_scale: float | None, q: Tensor) -> float:
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(q.shape[-1])
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale must be a number, got {softmax_scale!r}")
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    return float(softmax_scale)
+
+
+def _check_start(q_start: int, cu_seqlens: Tensor | None) -> None:
+    _check_int("q_start", q_start, 0)
+    if q_start and cu_seqlens is not None:
+        raise ValueError(f"q_start must be 0 with cu_seqlens, got {q_start}")
+
+
+def _check_compressed_count(
+    k_cmp: Tensor, q: Tensor, l: int, d: int, q_start: int, cu_seqlens: Tensor | None
+) -> None:
+    """k_cmp must hold every compressed key that the last query may see."""
+    if cu_seqlens is None:
+        need, where = num_compressed(q_start + q.shape[1], l, d), "q_start + S tokens"
+    elif cu_seqlens.is_cuda:
+        return
+    else:
+        need = int(num_compressed(cu_seqlens[1:] - cu_seqlens[:-1], l, d).sum())
+        where = "the packed sequences"
+    have = k_cmp.shape[-3]
+    if have < need or (cu_seqlens is not None and have != need):
+        raise ValueError(f"k_cmp must have {need} compressed keys for {where}, got {have}")
+
+
+# ---- branches ------------------------------------------------------------------------------------
+
+
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, l: int = 32, d: int = 16, q_start: int = 0,
+    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention over compressed keys whose block ends at or before the query (Eq. 7 and 8).
+
+    k_cmp [B, Nc, G, Dk], v_cmp [B, Nc, G, Dv] (see nsa/compress.py); packed ones follow the
+    sequences. Query s stands at position q_start + s. Returns out [B, S, HQ, Dv] and natural-log
+    lse fp32 [B, S, HQ]; a query that sees no key has 0 and -inf.
+    """
+    _check_tensors(q, k_cmp, v_cmp, cu_seqlens, "_cmp")
+    check_blocks(l, d, d)
+    _check_start(q_start, cu_seqlens)
+    max_seqlen = _check_packed(cu_seqlens, max_seqlen, q.shape[0])
+    _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
+    flags = dispatch.resolve_flags(flags, q)
+    args = dict(
+        q=q, k=k_cmp, v=v_cmp, l=l, d=d, q_start=q_start, softmax_scale=_scale(softmax_scale, q),
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+    )  # fmt: skip
+    longest = max_seqlen if cu_seqlens is not None else q_start + q.shape[1]
+    key_len = min(num_compressed(longest, l, d), k_cmp.shape[-3])
+    return dispatch.run(Branch.COMPRESSED, args, flags, backend, key_len=key_len)[0]
+
+
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None = None, *, l: int = 32, d: int = 16,
+    l_sel: int = 64, n_sel: int = 16, n_init: int = 1, n_local: int = 2, q_start: int = 0,
+    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+) -> Tensor:  # fmt: skip
+    """The n_sel blocks of l_sel tokens that each query and group attends (Eq. 9 to 12).
+
+    Returns int32 [B, S, G, n_sel], ascending, -1 at the end. Block j covers [j*l_sel, (j+1)*l_sel)
+    cut after the query. The query's block, the n_local - 1 before it and the n_init first are
+    always chosen, in this order if n_sel is smaller; ties go to the lower index. lse: what
+    compressed_attention returned for the same q and k_cmp, which saves a pass. No gradient.
+    """
+    _check_tensors(q, k_cmp, None, cu_seqlens, "_cmp")
+    check_blocks(l, d, l_sel)
+    _check_int("n_sel", n_sel, 1)
+    _check_int("n_init", n_init, 0)
+    _check_int("n_local", n_local, 1)
+    _check_start(q_start, cu_seqlens)
+    max_seqlen = _check_packed(cu_seqlens, max_seqlen, q.shape[0])
+    _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
+    if lse is not None and lse.shape != q.shape[:-1]:
+        raise ValueError(f"lse must be {list(q.shape[:-1])}, got {list(lse.shape)}")
+    flags = dispatch.resolve_flags(flags, q)
+    args = dict(
+        q=q.detach(), k=k_cmp.detach(), v=k_cmp.detach(), lse=None if lse is None else lse.detach(),
+        l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, q_start=q_start,
+        softmax_scale=_scale(softmax_scale, q), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+    )  # fmt: skip
+    return dispatch.run(Branch.BLOCKS, args, flags, backend, key_len=k_cmp.shape[-3])[0]
+
+
+def selection_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
+    ranges: Tensor | None = None, block_size: int = 64, q_start: int = 0,
+    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention over exactly the selected tokens of each query and group. [B, S, HQ, Dv].
+
+    Name the tokens by block_indices int [B, S, G, n] (block j is [j*block_size, (j+1)*block_size)
+    cut after query t = q_start + s, -1 none) or by ranges int [B, S, G, n, 2] of [start, end),
+    which are cut to the keys, but not after the query: the caller answers for causality there.
+    Overlaps count once; an empty row gives 0 and zero gradients.
+    """
+    _check_tensors(q, k, v, cu_seqlens)
+    _check_start(q_start, cu_seqlens)
+    _check_int("block_size", block_size, 1)
+    max_seqlen = _check_packed(cu_seqlens, max_seqlen, q.shape[0])
+    if (block_indices is None) == (ranges is None):
+        raise ValueError("give either block_indices or ranges")
+    rows = [*q.shape[:-2], k.shape[-2]]
+    name, given = ("ranges", ranges) if block_indices is None else ("block_indices", block_indices)
+    tail = [2] if block_indices is None else []
+    if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
+        kind = getattr(given, "dtype", type(given).__name__)
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {kind}")
+    if given.ndim != len(rows) + 1 + len(tail) or [*given.shape[: len(rows)]] != rows or (
+        tail and given.shape[-1] != 2
+    ):
+        raise ValueError(f"{name} must be {[*rows, 'n', *tail]}, got {list(given.shape)}")
+    if given.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {given.device}")
+    flags = dispatch.resolve_flags(flags, q)
+    if ranges is not None:
+        limit: Tensor | int = k.shape[-3]
+        if cu_seqlens is not None:
+            lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+            limit = lengths.repeat_interleave(lengths, output_size=q.shape[0])[:, None]
+        ranges = select.clean_ranges(ranges, limit)
+        wants_length = flags.use_triton_sel and q.is_cuda and ranges.numel()
+        key_len = int(select.range_lengths(ranges).max()) if wants_length else 0
+    else:
+        # An upper bound: the true length would need the indices' values, a device wait.
+        key_len = min(block_indices.shape[-1] * block_size, k.shape[-3])
+        block_indices = block_indices.to(torch.int32)
+    args = dict(
+        q=q, k=k, v=v, block_indices=block_indices, ranges=ranges, block_size=block_size,
+        q_start=q_start, softmax_scale=_scale(softmax_scale, q), cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+    )  # fmt: skip
+    return dispatch.run(Branch.SELECTED, args, flags, backend, key_len=key_len)[0]
+
+
+def sliding_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int = 512, q_start: int | None = None,
+    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention over keys max(0, t + 1 - window) .. t. [B, S, HQ, Dv].
+
+    Query s stands at key position t = q_start + s, by default such that the last query stands at
+    the last key.
+    """
+    _check_tensors(q, k, v, cu_seqlens)
+    _check_int("window", window, 1)
+    max_seqlen = _check_packed(cu_seqlens, max_seqlen, q.shape[0])
+    if q_start is None:
+        q_start = 0 if cu_seqlens is not None else k.shape[1] - q.shape[1]
+    _check_start(q_start, cu_seqlens)
+    S, N = q.shape[-3], k.shape[-3]
+    if cu_seqlens is None and q_start + S > N or cu_seqlens is not None and S != N:
+        raise ValueError(f"k must reach the last query at {q_start + S - 1}, got {N} keys")
+    flags = dispatch.resolve_flags(flags, q)
+    args = dict(
+        q=q, k=k, v=v, window=window, q_start=q_start, softmax_scale=_scale(softmax_scale, q),
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+    )  # fmt: skip
+    key_len = min(window, N if max_seqlen is None else max_seqlen)
+    return dispatch.run(Branch.SLIDING, args, flags, backend, key_len=key_len)[0]
+
+
+def gated_sum(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
+    """Eq. 5 in plain PyTorch, summed in fp32: gates [.., HQ, 3] in the order cmp, sel, win."""
+    wide = torch.promote_types(cmp.dtype, torch.float32)
+    total = gates[..., 0:1].to(wide) * cmp
+    total = total + gates[..., 1:2].to(wide) * sel
+    return (total + gates[..., 2:3].to(wide) * win).to(cmp.dtype)
+
+
+def nsa_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
+    v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
+    n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
+    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    return_aux: bool = False,
+) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
+    """Native Sparse Attention: compressed, selected and sliding attention, gated (Eq. 5).
+
+    q [B, S, HQ, Dk]; k_cmp, v_cmp already compressed [B, Nc, G, D]; k_sel, v_sel [B, N, G, D] and
+    k_win, v_win, each branch with its own projection; gates [B, S, HQ, 3] (cmp, sel, win), after
+    the sigmoid. Decoding: q_start is the position of the first query; k_win may then hold only the
+    last keys. Returns out [B, S, HQ, Dv]; with return_aux also {"block_indices", "lse", "routes":
+    {branch: route really taken}}. Raises ValueError or TypeError that names the argument.
+    """
+    if not isinstance(gates, Tensor) or gates.shape != (*q.shape[:-1], 3):
+        got = list(gates.shape) if isinstance(gates, Tensor) else type(gates).__name__
+        raise ValueError(f"gates must be {[*q.shape[:-1], 3]}, got {got}")
+    _check_tensors(q, k_sel, v_sel, cu_seqlens, "_sel")
+    if k_sel.shape[-3] < q_start + q.shape[-3]:
+        raise ValueError(
+            f"k_sel must hold keys up to {q_start + q.shape[-3] - 1}, got {k_sel.shape[-3]}"
+        )
+    for name, x in (("k_sel", k_sel), ("k_win", k_win)):
+        if x.shape[-2] != k_cmp.shape[-2]:
+            raise ValueError(f"{name} must have k_cmp's G={k_cmp.shape[-2]}, got {list(x.shape)}")
+    for name, x in (("v_sel", v_sel), ("v_win", v_win)):
+        if x.shape[-1] != v_cmp.shape[-1]:
+            raise ValueError(f"{name} must have v_cmp's Dv={v_cmp.shape[-1]}, got {list(x.shape)}")
+    flags = dispatch.resolve_flags(flags, q)
+    route = dispatch.parse_backend(backend)
+    common: dict[str, Any] = dict(
+        softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, flags=flags
+    )
+    # SDPA and FA-2 have no way to choose blocks; their named routes use plain PyTorch for it.
+    choice = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
+    with dispatch.trace() as taken:
+        cmp, lse = compressed_attention(
+            q, k_cmp, v_cmp, l=l, d=d, q_start=q_start, backend=backend, **common
+        )
+        block_indices = select_blocks(
+            q, k_cmp, lse, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local,
+            q_start=q_start, backend=choice, **common,
+        )  # fmt: skip
+        sel = selection_attention(
+            q, k_sel, v_sel, block_indices, block_size=l_sel, q_start=q_start, backend=backend,
+            **common,
+        )  # fmt: skip
+        win = sliding_attention(q, k_win, v_win, window=window, backend=backend, **common)
+    out = gated_sum(gates, cmp, sel, win)
+    if not return_aux:
+        return out
+    routes = {decision.branch.value: decision.route.value for decision in taken}
+    return out, {"block_indices": block_indices, "lse": lse, "routes": routes}

@@ -1,0 +1,78 @@
+"""phi of Eq. 7: one key (or value) per block of l tokens, every d tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsa.blocks import num_compressed
+from nsa.config import check_blocks
+
+
+def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The l tokens of every whole block: x [B, S, G, D] -> [B, Nc, l, G, D].
+
+    With cu_seqlens (int32 [nseq + 1]), x is packed [T, G, D] -> [N_total, l, G, D] and no block
+    spans two sequences.
+    """
+    check_blocks(l, d, d)
+    if cu_seqlens is None:
+        B, S, G, D = x.shape
+        if S < l:
+            return x.new_zeros(B, 0, l, G, D)
+        return x.unfold(1, l, d).permute(0, 1, 4, 2, 3)
+    counts = num_compressed(cu_seqlens[1:] - cu_seqlens[:-1], l, d).long()
+    before = F.pad(counts.cumsum(0), (1, 0))[:-1]
+    block = torch.arange(int(counts.sum()), device=x.device)
+    start = block - before.repeat_interleave(counts)
+    start = start * d + cu_seqlens[:-1].long().repeat_interleave(counts)
+    return x[start[:, None] + torch.arange(l, device=x.device)]
+
+
+def mean_pool(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The declared simple baseline for phi: [B, S, G, D] -> [B, Nc, G, D] (packed: see
+    block_windows). Averages in fp32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return block_windows(x, l, d, cu_seqlens).to(wide).mean(-3).to(x.dtype)
+
+
+class MeanCompression(nn.Module):
+    """Mean pooling as a module without parameters."""
+
+    def __init__(self, l: int, d: int) -> None:
+        super().__init__()
+        self.l, self.d = l, d
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        return mean_pool(x, self.l, self.d, cu_seqlens)
+
+
+class MLPCompression(nn.Module):
+    """phi(x) = W2 silu(W1 [x_0 + p_0, ..., x_{l-1} + p_{l-1}] + b1) + b2, shared by the groups.
+
+    p is the learnable intra-block position encoding [l, D]. [B, S, G, D] -> [B, Nc, G, D].
+    """
+
+    def __init__(self, dim: int, l: int, d: int, hidden: int | None = None) -> None:
+        super().__init__()
+        check_blocks(l, d, d)
+        self.l, self.d = l, d
+        self.position = nn.Parameter(torch.randn(l, dim) * 0.02)
+        self.inner = nn.Linear(l * dim, hidden or dim)
+        self.outer = nn.Linear(hidden or dim, dim)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        blocks = block_windows(x, self.l, self.d, cu_seqlens)  # [.., Nc, l, G, D]
+        blocks = blocks + self.position[:, None, :].to(x.dtype)
+        flat = blocks.transpose(-3, -2).flatten(-2)  # [.., Nc, G, l * D]
+        return self.outer(F.silu(self.inner(flat)))
+
+
+def make_compression(kind: str, dim: int, l: int, d: int) -> nn.Module:
+    """phi by name: "mlp" or "mean"."""
+    if kind == "mlp":
+        return MLPCompression(dim, l, d)
+    if kind == "mean":
+        return MeanCompression(l, d)
+    raise ValueError(f"phi must be 'mlp' or 'mean', got {kind!r}")

@@ -1,0 +1,237 @@
+"""What each route calls for each branch: RUNGS[branch][route](args, flags).
+
+Arguments come checked from nsa/attention.py. Packed sequences (args["cu_seqlens"]) go to kernels
+as they are; the PyTorch rungs take them one by one. Kernels are imported here and nowhere earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa import reference, select
+from nsa.blocks import cu_seqlens_compressed, num_compressed
+from nsa.dispatch import Branch, Route, RouteUnavailable
+from nsa.flags import Flags
+
+Args = dict[str, Any]
+
+
+def _only(args: Args, *names: str) -> Args:
+    return {name: args[name] for name in names}
+
+
+def _each_sequence(args: Args, run: Callable[[Args], Any]) -> Any:
+    """run() on each packed sequence as a batch of one; results concatenated as packed again."""
+    cu = args["cu_seqlens"]
+    if cu is None:
+        return run(args)
+    ends = cu.tolist()
+    at_k = 0
+    parts = []
+    for first, last in zip(ends, ends[1:], strict=False):
+        one = dict(args, cu_seqlens=None, q_start=0)
+        n_k = last - first
+        if "l" in args:
+            n_k = num_compressed(last - first, args["l"], args["d"])
+        for name in ("q", "block_indices", "ranges", "lse"):
+            if one.get(name) is not None:
+                one[name] = one[name][first:last][None]
+        for name in ("k", "v"):
+            one[name] = one[name][at_k : at_k + n_k][None]
+        at_k += n_k
+        parts.append(run(one))
+    if isinstance(parts[0], tuple):
+        return tuple(torch.cat([p[i][0] for p in parts]) for i in range(len(parts[0])))
+    return torch.cat([p[0] for p in parts])
+
+
+def _from_zero(args: Args, route: Route) -> None:
+    """Prefill kernels count queries from 0 and as many keys as queries."""
+    if args["q_start"] != 0 or ("l" not in args and args["q"].shape[-3] != args["k"].shape[-3]):
+        raise RouteUnavailable(
+            route, "unsupported", f"queries start at {args['q_start']}, prefill kernels at 0"
+        )
+
+
+def _packed(args: Args) -> Args:
+    return _only(args, "softmax_scale", "cu_seqlens", "max_seqlen")
+
+
+def _packed_compressed(args: Args) -> Args:
+    cu = args["cu_seqlens"]
+    cu_cmp = None if cu is None else cu_seqlens_compressed(cu, args["l"], args["d"])
+    return {**_packed(args), "cu_seqlens_cmp": cu_cmp, **_only(args, "l", "d")}
+
+
+def _ranges(args: Args) -> Tensor:
+    """The rows' clean ranges, whichever way the caller named the keys."""
+    if args["ranges"] is not None:
+        return args["ranges"]
+    S = args["q"].shape[1]
+    t = torch.arange(args["q_start"], args["q_start"] + S, device=args["q"].device)
+    ranges = select.blocks_to_ranges(args["block_indices"], args["block_size"], t)
+    return select.clean_ranges(ranges, args["k"].shape[1])
+
+
+# ---- selected ------------------------------------------------------------------------------------
+
+
+def _selected_reference(args: Args, flags: Flags) -> Tensor:
+    return _each_sequence(
+        args,
+        lambda a: reference.selection_attention(
+            a["q"], a["k"], a["v"], _ranges(a), softmax_scale=a["softmax_scale"]
+        ),
+    )
+
+
+def _selected_sdpa(args: Args, flags: Flags) -> Tensor:
+    from nsa.kernels.sdpa import selection_sdpa
+
+    return _each_sequence(
+        args,
+        lambda a: selection_sdpa(
+            a["q"], a["k"], a["v"], _ranges(a), softmax_scale=a["softmax_scale"]
+        ),
+    )
+
+
+def _selected_triton(args: Args, flags: Flags) -> Tensor:
+    if args["block_indices"] is not None:
+        from nsa.kernels.prefill import selection_blocks_triton
+
+        _from_zero(args, Route.TRITON)
+        return selection_blocks_triton(
+            args["q"], args["k"], args["v"], args["block_indices"],
+            block_size=args["block_size"], **_packed(args),
+        )  # fmt: skip
+    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
+
+    def one(a: Args) -> Tensor:
+        G = a["k"].shape[2]
+        out = selection_ranges_triton(
+            a["q"].unflatten(2, (G, a["q"].shape[2] // G)), a["k"].transpose(1, 2),
+            a["v"].transpose(1, 2), a["ranges"], softmax_scale=a["softmax_scale"], flags=flags,
+        )  # fmt: skip
+        return out.flatten(2, 3)
+
+    return _each_sequence(args, one)
+
+
+# ---- compressed ----------------------------------------------------------------------------------
+
+
+def _compressed(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Args], Any]:
+    return lambda a: run(
+        a["q"], a["k"], a["v"], **_only(a, "l", "d", "softmax_scale", "q_start")
+    )
+
+
+def _compressed_reference(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
+    return _each_sequence(args, _compressed(reference.compressed_attention))
+
+
+def _compressed_sdpa(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
+    from nsa.kernels.sdpa import compressed_sdpa
+
+    return _each_sequence(args, _compressed(compressed_sdpa))
+
+
+def _compressed_fa2(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
+    from nsa.kernels.fa2 import compressed_fa2
+
+    return _each_sequence(args, _compressed(compressed_fa2))
+
+
+def _compressed_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
+    from nsa.kernels.prefill import compressed_attention_triton
+
+    _from_zero(args, Route.TRITON)
+    return compressed_attention_triton(
+        args["q"], args["k"], args["v"], **_packed_compressed(args)
+    )
+
+
+# ---- sliding -------------------------------------------------------------------------------------
+
+
+def _sliding(run: Callable[..., Tensor], *more: str) -> Callable[[Args], Any]:
+    return lambda a: run(
+        a["q"], a["k"], a["v"], **_only(a, "window", "softmax_scale", "q_start", *more)
+    )
+
+
+def _sliding_reference(args: Args, flags: Flags) -> Tensor:
+    return _each_sequence(args, _sliding(reference.sliding_attention))
+
+
+def _sliding_sdpa(args: Args, flags: Flags) -> Tensor:
+    from nsa.kernels.sdpa import sliding_sdpa
+
+    return _each_sequence(args, _sliding(sliding_sdpa))
+
+
+def _sliding_fa2(args: Args, flags: Flags) -> Tensor:
+    from nsa.kernels.fa2 import sliding_fa2
+
+    return _each_sequence(args, _sliding(sliding_fa2))
+
+
+def _sliding_triton(args: Args, flags: Flags) -> Tensor:
+    from nsa.kernels.prefill import sliding_attention_triton
+
+    _from_zero(args, Route.TRITON)
+    out, _ = sliding_attention_triton(
+        args["q"], args["k"], args["v"], window=args["window"], **_packed(args)
+    )
+    return out
+
+
+# ---- the choice of blocks ------------------------------------------------------------------------
+
+_SELECT = ("l", "d", "l_sel", "n_sel", "n_init", "n_local", "softmax_scale")
+
+
+def _blocks_reference(args: Args, flags: Flags) -> Tensor:
+    return _each_sequence(
+        args, lambda a: select.select_blocks(a["q"], a["k"], **_only(a, *_SELECT, "q_start"))
+    )
+
+
+def _blocks_triton(args: Args, flags: Flags) -> Tensor:
+    from nsa.kernels.prefill import compressed_attention_triton, select_blocks_triton
+
+    _from_zero(args, Route.TRITON)
+    packed, lse = _packed_compressed(args), args["lse"]
+    if lse is None:
+        with torch.no_grad():
+            _, lse = compressed_attention_triton(args["q"], args["k"], args["k"], **packed)
+    return select_blocks_triton(
+        args["q"], args["k"], lse, **{**packed, **_only(args, *_SELECT)}
+    )
+
+
+RUNGS: dict[Branch, dict[Route, Callable[[Args, Flags], Any]]] = {
+    Branch.SELECTED: {
+        Route.TRITON: _selected_triton,
+        Route.SDPA: _selected_sdpa,
+        Route.REFERENCE: _selected_reference,
+    },
+    Branch.COMPRESSED: {
+        Route.FA2: _compressed_fa2,
+        Route.TRITON: _compressed_triton,
+        Route.SDPA: _compressed_sdpa,
+        Route.REFERENCE: _compressed_reference,
+    },
+    Branch.SLIDING: {
+        Route.FA2: _sliding_fa2,
+        Route.TRITON: _sliding_triton,
+        Route.SDPA: _sliding_sdpa,
+        Route.REFERENCE: _sliding_reference,
+    },
+    Branch.BLOCKS: {Route.TRITON: _blocks_triton, Route.REFERENCE: _blocks_reference},
+}
