@@ -1,6 +1,8 @@
-"""Does cached generation equal the full forward pass, and is it deterministic and safe to load?"""
+"""Does cached generation equal the full forward pass, and does selection find its needle?"""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from nsa import generate as gen
 from nsa.config import NSAConfig
 from nsa.model import NSALanguageModel
+from scripts import needle
 
 # Blocks small enough that 40 tokens cross every edge: compression, selection and the window.
 CONFIG = NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=12)
@@ -119,3 +122,65 @@ def test_weights_of_another_shape_are_refused(model, tmp_path):
     torch.save(saved, path)
     with pytest.raises(ValueError, match="configuration"):
         gen.load_checkpoint(path)
+
+
+# ---- needle --------------------------------------------------------------------------------------
+
+
+def failing(result) -> set[str]:
+    return {name for name, passed, _ in result.checks() if not passed}
+
+
+@pytest.fixture(scope="module")
+def case():
+    return needle.make_case(8192, 8)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_needle_is_selected_by_score_among_competing_keys(seed):
+    result = needle.search(needle.make_case(8192, 8, seed=seed), n_sel=16)
+    assert failing(result) == set(), result
+    assert result.chance < 0.15 and result.found_share_without < 0.15
+
+
+def test_needle_needs_more_than_the_forced_blocks(case):
+    assert failing(needle.search(case, n_sel=needle.N_INIT + needle.N_LOCAL)) == {"found"}
+
+
+def test_needle_test_sees_a_choice_by_recency(case):
+    def latest(q, k_cmp, *, n_sel, q_start, **_):
+        own = (q_start + torch.arange(q.shape[1])) // needle.L_SEL
+        blocks = own[:, None] + torch.arange(1 - n_sel, 1)
+        return blocks[None, :, None].expand(1, -1, needle.GROUPS, -1).to(torch.int32)
+
+    assert failing(needle.search(case, n_sel=16, select=latest)) == {"found"}
+
+
+def test_needle_test_sees_groups_that_swap_their_blocks(case):
+    def swapped(*args, **kwargs):
+        return needle.select_blocks(*args, **kwargs).flip(2)
+
+    assert "found" in failing(needle.search(case, n_sel=16, select=swapped))
+
+
+def test_needle_test_sees_blocks_that_do_not_depend_on_the_needle(case):
+    given = needle.select_blocks(
+        case.q[:, -8:], needle.mean_pool(case.k, needle.L, needle.D), l=needle.L, d=needle.D,
+        l_sel=needle.L_SEL, n_sel=16, q_start=8184,
+    )  # fmt: skip
+    assert failing(needle.search(case, 16, select=lambda *_a, **_k: given)) == {"not_chance"}
+
+
+def test_needle_control_fails_when_dense_attention_cannot_find_it_either(case):
+    weak = dataclasses.replace(case, q=case.q * 0.1)
+    assert "control" in failing(needle.search(weak, n_sel=16))
+
+
+def test_needle_needs_room():
+    with pytest.raises(ValueError, match="tokens"):
+        needle.make_case(512, 8)
+
+
+def test_needle_64k_gpu(cuda):
+    argv = ["--tokens", "65536", "--queries", "32", "--device", "cuda", "--dtype", "bf16"]
+    assert needle.main([*argv, "--backend", "triton"]) == 0

@@ -87,11 +87,3 @@ def test_untrained_model_fails_the_fall_check(text):
 
 def gpu_flags() -> Flags:
     return Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
-
-
-@pytest.fixture
-def cuda():
-    if not torch.cuda.is_available():
-        wanted = Flags.from_env().test_train
-        (pytest.fail if wanted else pytest.skip)("no CUDA device")
-    return torch.device("cuda")

@@ -1,0 +1,214 @@
+"""Needle test: does NSA's own block choice find one key among thousands of competing ones?
+
+    python scripts/needle.py                                  # 8,192 tokens, CPU
+    python scripts/needle.py --tokens 65536 --device cuda --dtype bf16
+
+Each of the last `--queries` positions looks, in each KV group, for its own key, hidden in a block
+that is neither the first nor a local one, so only its score can select it. Other keys of the same
+length point half-way towards the query, one per block, and the other queries' needles compete too.
+Selection reads the scores of mean-pooled blocks, where a needle is one of 32 keys.
+
+Three facts decide (exit code 0 all hold, 1 one fails, 2 usage error):
+  control     dense attention puts at least 90 % of its weight on each needle: the task is solvable
+  found       the needle's block is selected, and the branch's output equals dense attention's
+  not chance  with the needle's key taken away, its block is chosen no more often than others are
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+import torch
+from torch import Tensor
+
+from bench.records import emit
+from nsa import launches
+from nsa.attention import select_blocks, selection_attention
+from nsa.compress import mean_pool
+from nsa.dispatch import trace
+
+L, D, L_SEL, N_INIT, N_LOCAL = 32, 16, 64, 1, 2  # the paper's block sizes
+DIM, HEADS_PER_GROUP, GROUPS = 64, 4, 2
+NEEDLE_NORM, QUERY_NORM = 56.0, 8.0  # an ordinary key has norm 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """q [1, S, HQ, D], k and v [1, S, G, D], needle positions [queries, G], k without needles."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    needles: Tensor
+    k_without: Tensor
+
+
+def make_case(
+    tokens: int,
+    queries: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """Hide queries * GROUPS needles; the last `queries` rows of q look for them."""
+    g = torch.Generator().manual_seed(seed)
+    blocks = tokens // L_SEL
+    local = (queries + L_SEL - 1) // L_SEL + N_LOCAL
+    free = blocks - N_INIT - local  # blocks that no query is forced to read
+    if free < queries:
+        raise ValueError(f"tokens must leave a free block per query, got {tokens} for {queries}")
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    def unit(x: Tensor) -> Tensor:
+        return x / x.norm(dim=-1, keepdim=True)
+
+    q = normal(1, tokens, GROUPS * HEADS_PER_GROUP, DIM)
+    k, v = normal(1, tokens, GROUPS, DIM), normal(1, tokens, GROUPS, DIM)
+    target = unit(normal(queries, GROUPS, DIM))
+    needles = torch.empty(queries, GROUPS, dtype=torch.long)
+    for group in range(GROUPS):
+        order = N_INIT + torch.randperm(free, generator=g)
+        offset = torch.randint(0, L_SEL, (free,), generator=g)
+        spots = order * L_SEL + offset
+        # One competitor in every free block without a needle, each half-way towards one query.
+        rivals = spots[queries:]
+        wanted = target[torch.arange(len(rivals)) % queries, group]
+        side = normal(len(rivals), DIM)
+        side = unit(side - (side * wanted).sum(-1, keepdim=True) * wanted)
+        k[0, rivals, group] = NEEDLE_NORM * (0.5 * wanted + math.sqrt(0.75) * side)
+        needles[:, group] = spots[:queries]
+    k_without = k.clone()
+    for group in range(GROUPS):
+        k[0, needles[:, group], group] = NEEDLE_NORM * target[:, group]
+    heads = target.repeat_interleave(HEADS_PER_GROUP, dim=1)  # [queries, HQ, D]
+    q[0, -queries:] = QUERY_NORM * unit(heads + 0.02 * normal(*heads.shape))
+    move = lambda x: x.to(device=device, dtype=dtype)
+    return Case(move(q), move(k), move(v), needles.to(device), move(k_without))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the search saw; weights and shares in [0, 1]."""
+
+    control_min_weight: float
+    found_share: float
+    found_share_without: float
+    chance: float
+    max_abs_error: float
+    limit: float
+
+    def checks(self) -> list[tuple[str, bool, str]]:
+        return [
+            ("control", self.control_min_weight >= 0.9, f"weight {self.control_min_weight:.4f}"),
+            (
+                "found",
+                self.found_share == 1.0 and self.max_abs_error <= self.limit,
+                f"{self.found_share:.1%} of the blocks, output off by {self.max_abs_error:.2g} "
+                f"(limit {self.limit:.2g})",
+            ),
+            (
+                "not_chance",
+                self.found_share_without <= 0.5,
+                f"{self.found_share_without:.1%} without the key, chance {self.chance:.1%}",
+            ),
+        ]
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 causal attention of the last rows: out [R, HQ, D] and weights [R, HQ, S]."""
+    rows, tokens = q.shape[1], k.shape[1]
+    heads_k = k[0].float().repeat_interleave(HEADS_PER_GROUP, dim=1)  # [S, HQ, D]
+    heads_v = v[0].float().repeat_interleave(HEADS_PER_GROUP, dim=1)
+    scores = torch.einsum("rhd,shd->rhs", q[0].float(), heads_k) / math.sqrt(DIM)
+    t = torch.arange(tokens - rows, tokens, device=q.device)
+    future = torch.arange(tokens, device=q.device)[None] > t[:, None]
+    weights = scores.masked_fill(future[:, None], -math.inf).softmax(-1)
+    return torch.einsum("rhs,shd->rhd", weights, heads_v), weights
+
+
+@torch.no_grad()
+def search(
+    case: Case, n_sel: int, *, all_rows: bool = False, select: Callable[..., Tensor] = select_blocks,
+    backend: str | None = None,
+) -> Result:  # fmt: skip
+    """Select blocks, attend to them, and compare with dense attention.
+
+    all_rows: run every query of the prefill, as a model does, and not only the searching ones.
+    """
+    tokens, queries = case.k.shape[1], case.needles.shape[0]
+    first = 0 if all_rows else tokens - queries
+    q = case.q[:, first:]
+    blocks = dict(
+        l=L, d=D, l_sel=L_SEL, n_sel=n_sel, n_init=N_INIT, n_local=N_LOCAL, q_start=first,
+        backend=backend,
+    )  # fmt: skip
+
+    def chosen(k: Tensor) -> Tensor:
+        return select(q, mean_pool(k, L, D), **blocks)
+
+    def share(indices: Tensor) -> float:
+        hit = indices[0, -queries:] == (case.needles // L_SEL)[..., None]  # [queries, G, n_sel]
+        return hit.any(-1).float().mean().item()
+
+    indices = chosen(case.k)
+    out = selection_attention(
+        q, case.k, case.v, indices, block_size=L_SEL, q_start=first, backend=backend
+    )
+    dense, weights = dense_attention(case.q[:, -queries:], case.k, case.v)
+    needle = case.needles.repeat_interleave(HEADS_PER_GROUP, dim=1)[..., None]
+    # Dense attention keeps a small weight on unselected keys; beyond it only rounding remains.
+    outside = 1 - weights.gather(-1, needle).min().item()
+    spread = case.v.float().abs().max().item()
+    return Result(
+        control_min_weight=1 - outside,
+        found_share=share(indices),
+        found_share_without=share(chosen(case.k_without)),
+        chance=(n_sel - N_INIT - N_LOCAL) / (tokens // L_SEL - N_INIT - N_LOCAL),
+        max_abs_error=(out[0, -queries:].float() - dense).abs().max().item(),
+        limit=2 * outside * spread + 4 * torch.finfo(case.q.dtype).eps * spread,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--queries", type=int, default=8, help="needles per KV group")
+    parser.add_argument("--n_sel", type=int, default=16)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="fp32", choices=["fp32", "fp16", "bf16"])
+    parser.add_argument(
+        "--backend", choices=["auto", "triton", "reference"], default="auto",
+        help="auto follows the NSA_* flags; a named route runs or fails",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[args.dtype]
+    try:
+        case = make_case(args.tokens, args.queries, args.device, dtype, args.seed)
+    except ValueError as e:
+        parser.error(str(e))
+    with trace() as routes, launches.recording() as launched:
+        result = search(case, args.n_sel, all_rows=args.device == "cuda", backend=args.backend)
+    print(f"routes {[d.route.value for d in routes]} launches {dict(launched)}")
+    emit("metric", {"name": "needle/found_share", "value": result.found_share, "unit": "1"})
+    checks = result.checks()
+    for name, passed, seen in checks:
+        print(f"{'ok  ' if passed else 'FAIL'} {name}: {seen}")
+        row = {"nodeid": f"needle::{name}", "outcome": "passed" if passed else "failed"}
+        emit("test", {**row, "duration_s": 0.0, "reason": None if passed else seen})
+    return 0 if all(passed for _, passed, _ in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
