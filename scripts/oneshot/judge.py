@@ -199,7 +199,11 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         capped = is_number(cap) and is_number(full) and cap < full
         parts.append(f"{device} (capped {cap:g}/{full:g} W)" if capped else str(device))
     versions = record.env.get("python", {}) if isinstance(record.env, dict) else {}
-    names = [f"{n} {versions[n]}" for n in ("torch", "triton") if versions.get(n)]
+    names = [
+        f"{n} {versions[n]}"
+        for n in ("torch", "triton")
+        if versions.get(n) and not str(versions[n]).startswith("<")
+    ]
     if names:
         parts.append(" ".join(names))
     if record.git.get("short"):

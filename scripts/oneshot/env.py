@@ -1,0 +1,394 @@
+"""What the box is. Every probe is guarded: a failure is a value, and the report still comes."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from scripts.oneshot.journal import dumps, utc_now
+
+SOURCES = ("nsa", "bench", "scripts", "templates", "configs")
+_SMI_FIELDS = {
+    "uuid": "uuid", "name": "name", "driver": "driver_version", "mem_mib": "memory.total",
+    "mem_used_mib": "memory.used", "util_pct": "utilization.gpu", "sm": "compute_cap",
+    "power_limit_w": "power.limit", "power_default_w": "power.default_limit",
+    "pcie_gen": "pcie.link.gen.current", "pcie_gen_max": "pcie.link.gen.max",
+    "pcie_width": "pcie.link.width.current", "pcie_width_max": "pcie.link.width.max",
+    "ecc": "ecc.mode.current", "mig": "mig.mode.current", "temp_c": "temperature.gpu",
+    "persistence": "persistence_mode", "sm_mhz_max": "clocks.max.sm", "mem_mhz_max": "clocks.max.mem",
+}  # fmt: skip
+
+
+class ProbeFailed(Exception):
+    """A probe that could not answer; its text is the value shown."""
+
+
+def guarded(probe: Callable[[], Any]) -> Any:
+    """What `probe()` returns, or the text "<probe failed: ...>"."""
+    try:
+        return probe()
+    except Exception as error:  # whatever a broken box throws is the answer
+        return f"<probe failed: {type(error).__name__}: {str(error)[:200]}>"
+
+
+def command(argv: list[str], timeout_s: float = 10.0, **kwargs: Any) -> str:
+    """stdout of a command; ProbeFailed with the reason when it is missing, slow or fails."""
+    name = os.path.basename(argv[0])
+    try:
+        child = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, errors="replace", **kwargs,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise ProbeFailed(f"{name} is not installed") from None
+    except OSError as error:
+        raise ProbeFailed(f"{name}: {error.strerror}") from None
+    _asked.add(child)
+    try:
+        stdout, stderr = child.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        # A child stuck in the driver does not die; its pipes are left to it.
+        with suppress(subprocess.TimeoutExpired):
+            child.communicate(timeout=1.0)
+        raise ProbeFailed(f"{name} did not answer within {timeout_s:.0f} s") from None
+    finally:
+        _asked.discard(child)
+    if child.returncode != 0:
+        last = (stderr or stdout).strip().splitlines()[-1:]
+        raise ProbeFailed(f"{name} ended with {child.returncode}: {' '.join(last)[:200]}")
+    return stdout
+
+
+_asked: set[subprocess.Popen[str]] = set()
+
+
+def abort() -> None:
+    """Kill every command that a probe still waits for."""
+    for child in list(_asked):
+        with suppress(OSError):
+            child.kill()
+
+
+# ---------------------------------------------------------------------------------- git
+
+
+def git_facts(root: Path, commit: str | None = None) -> dict[str, Any]:
+    """Which sources these are. `commit` (from --commit or NSA_COMMIT) wins over the repository.
+
+    Without git or a readable repository the short name is `nogit-<hash of the sources>`.
+    """
+    facts: dict[str, Any] = {
+        "commit": None, "short": None, "branch": None, "dirty": None, "diff_sha256": None,
+        "diffstat": None, "untracked": None, "remote": None, "source": "git",
+    }  # fmt: skip
+
+    def git(*args: str) -> str:
+        safe = ["git", "-c", f"safe.directory={root}", "-C", str(root), "--no-optional-locks"]
+        return command([*safe, *args], 20.0)
+
+    try:
+        top = git("rev-parse", "--show-toplevel").strip()
+        if os.path.realpath(top) != os.path.realpath(root):
+            raise ProbeFailed("the sources lie inside another repository")
+        facts["commit"] = git("rev-parse", "HEAD").strip()
+        facts["short"] = git("rev-parse", "--short", "HEAD").strip()
+        with suppress(ProbeFailed):
+            facts["branch"] = git("symbolic-ref", "--short", "-q", "HEAD").strip()
+        with suppress(ProbeFailed):
+            facts["remote"] = plain_remote(git("remote", "get-url", "origin").strip())
+        diff = git("diff", "HEAD", "--no-ext-diff", "--binary")
+        extra = git("ls-files", "--others", "--exclude-standard", "--", *SOURCES).splitlines()
+        facts["untracked"] = len(extra)
+        facts["dirty"] = bool(diff.strip() or extra)
+        if facts["dirty"]:
+            digest = hashlib.sha256(diff.encode())
+            for name in sorted(extra):
+                digest.update(name.encode() + b"\0" + (root / name).read_bytes())
+            facts["diff_sha256"] = digest.hexdigest()
+            facts["diffstat"] = git("diff", "HEAD", "--shortstat", "--no-ext-diff").strip() or None
+    except (ProbeFailed, OSError) as error:
+        facts["problem"] = str(error)
+    if commit:
+        same = facts["commit"] and facts["commit"].startswith(commit)
+        if not same:
+            facts.update(commit=commit, short=commit[:7], source="given by the caller")
+    elif not facts["commit"]:
+        read = _head_without_git(root)
+        if read:
+            facts.update(commit=read, short=read[:7], source=".git read without git")
+        else:
+            name = f"nogit-{source_hash(root)[:10]}"
+            facts.update(short=name, source="hash of the sources")
+    facts["short"] = re.sub(r"[^A-Za-z0-9._-]", "-", facts["short"])[:40].lstrip(".-") or "unnamed"
+    return facts
+
+
+def plain_remote(url: str) -> str:
+    """Host and path of a remote, nothing else."""
+    url = re.sub(r"^[a-z][a-z0-9+.-]*://", "", url)
+    url = re.sub(r"^[^/@]*@", "", url)
+    url = re.sub(r"^([^/:]+):(?:\d+/)?", r"\1/", url)
+    return re.sub(r"[?#].*$", "", url).removesuffix(".git")
+
+
+def _head_without_git(root: Path) -> str | None:
+    """The commit of .git/HEAD, for a box that has the repository but no git."""
+    with suppress(OSError):
+        head = (root / ".git" / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head if re.fullmatch(r"[0-9a-f]{40,64}", head) else None
+        ref = head[5:]
+        with suppress(OSError):
+            return (root / ".git" / ref).read_text().strip()
+        for line in (root / ".git" / "packed-refs").read_text().splitlines():
+            if line.endswith(" " + ref):
+                return line.split()[0]
+    return None
+
+
+def source_hash(root: Path) -> str:
+    """sha256 over names and contents of the sources."""
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((root / folder).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------- hardware
+
+
+def nvidia_hardware() -> str | None:
+    """How we know of NVIDIA hardware, or None. Asks no driver, so it cannot hang."""
+    if any(Path("/proc/driver/nvidia/gpus").glob("*")):
+        return "the kernel driver lists a GPU"
+    if any(re.fullmatch(r"nvidia\d+", p.name) for p in Path("/dev").glob("nvidia*")):
+        return "/dev/nvidia* is there"
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        with suppress(OSError):
+            if (device / "vendor").read_text().strip() == "0x10de" and (
+                device / "class"
+            ).read_text().startswith("0x03"):
+                return "an NVIDIA GPU is on the PCI bus"
+    if Path("/dev/dxg").exists() and shutil.which("nvidia-smi"):
+        return "WSL with nvidia-smi"
+    return None
+
+
+def _cell(text: str) -> Any:
+    text = text.strip()
+    if text in ("", "[N/A]", "N/A", "[Not Supported]", "[Unknown Error]"):
+        return None
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    if re.fullmatch(r"-?\d+\.\d+", text) and text.count(".") == 1:
+        return float(text)
+    return text
+
+
+def smi_query(timeout_s: float = 10.0) -> list[dict[str, Any]]:
+    """One dict per GPU from nvidia-smi. Raises ProbeFailed."""
+    names = list(_SMI_FIELDS)
+    query = f"--query-gpu={','.join(_SMI_FIELDS.values())}"
+    text = command(["nvidia-smi", query, "--format=csv,noheader,nounits"], timeout_s)
+    gpus = []
+    for cells in csv.reader(io.StringIO(text)):
+        if len(cells) == len(names):
+            gpu = dict(zip(names, (_cell(c) for c in cells), strict=True))
+            gpu["sm"] = None if gpu["sm"] is None else str(gpu["sm"])
+            gpu["driver"] = None if gpu["driver"] is None else str(gpu["driver"])
+            gpus.append(gpu)
+    if not gpus:
+        raise ProbeFailed("nvidia-smi names no GPU")
+    return gpus
+
+
+def device_facts(gpus: list[dict[str, Any]] | str, torch: Mapping[str, Any]) -> dict[str, Any]:
+    """The bundle's `device`: the first visible GPU, by nvidia-smi and by torch."""
+    seen = torch.get("device") or {}
+    if isinstance(gpus, str) and not seen:
+        return {"name": None, "reason": gpus}
+    gpu: dict[str, Any] = {}
+    if not isinstance(gpus, str):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        index = int(visible) if visible.isdigit() and int(visible) < len(gpus) else 0
+        gpu = gpus[index]
+    pcie = None
+    if gpu.get("pcie_gen"):
+        pcie = f"gen{gpu['pcie_gen']} x{gpu['pcie_width']}"
+        if gpu["pcie_width"] != gpu["pcie_width_max"]:
+            pcie += f" (max x{gpu['pcie_width_max']})"
+    used, util = gpu.get("mem_used_mib"), gpu.get("util_pct")
+    return {
+        "name": seen.get("name") or gpu.get("name"),
+        "sm": seen.get("sm") or gpu.get("sm"),
+        "mem_mib": gpu.get("mem_mib") or seen.get("torch_mem_mib"),
+        "driver": gpu.get("driver"),
+        "power_limit_w": gpu.get("power_limit_w"),
+        "power_default_w": gpu.get("power_default_w"),
+        "pcie": pcie,
+        "ecc": str(gpu.get("ecc") or "n/a").lower(),
+        "mig": gpu.get("mig") == "Enabled",
+        "shared": None if used is None else used > 1024 or (util or 0) > 5,
+        "l2_mib": seen.get("l2_mib"),
+        "sm_count": seen.get("sm_count"),
+        "count": seen.get("count") or (0 if isinstance(gpus, str) else len(gpus)),
+        "temp_c": gpu.get("temp_c"),
+        "sm_mhz_max": gpu.get("sm_mhz_max"),
+        "mem_mhz_max": gpu.get("mem_mhz_max"),
+        "persistence": gpu.get("persistence"),
+    }
+
+
+def torch_facts(python: str, root: Path, timeout_s: float = 120.0) -> dict[str, Any]:
+    """What the chosen interpreter's torch says of itself, asked in a child."""
+    try:
+        text = command(
+            [python, str(root / "scripts" / "oneshot" / "probe_torch.py")], timeout_s, cwd=root
+        )
+        return json.loads(text.strip().splitlines()[-1])
+    except (ProbeFailed, ValueError, IndexError) as error:
+        return {"torch_error": f"the probe gave no answer: {error}"}
+
+
+def _cgroup(*names: str) -> str | None:
+    for name in names:
+        with suppress(OSError):
+            return Path("/sys/fs/cgroup", name).read_text().strip()
+    return None
+
+
+def _cpu_model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _os_name() -> str:
+    with suppress(OSError):
+        for line in Path("/etc/os-release").read_text().splitlines():
+            if line.startswith("PRETTY_NAME="):
+                return line.split("=", 1)[1].strip('"')
+    return platform.platform()
+
+
+def _memory_mib() -> int | None:
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemTotal:"):
+                return int(line.split()[1]) // 1024
+    return None
+
+
+def triton_cache() -> Path:
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+
+
+def free_mib(path: Path) -> int | None:
+    """Free space where `path` is or would be."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    with suppress(OSError):
+        return shutil.disk_usage(path).free // 2**20
+    return None
+
+
+def system_facts(out: Path) -> dict[str, Any]:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return {
+        "os": guarded(_os_name),
+        "kernel": platform.release(),
+        "cpu": guarded(_cpu_model),
+        "cores": os.cpu_count(),
+        "cores_usable": guarded(lambda: len(affinity(0))) if affinity else None,
+        "cgroup_cpu": _cgroup("cpu.max", "cpu/cpu.cfs_quota_us"),
+        "memory_mib": _memory_mib(),
+        "cgroup_memory": _cgroup("memory.max", "memory/memory.limit_in_bytes"),
+        "container": Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
+        "shm_free_mib": free_mib(Path("/dev/shm")),
+        "out_free_mib": free_mib(out),
+        "tmp_free_mib": free_mib(Path(os.environ.get("TMPDIR", "/tmp"))),
+        "triton_cache_free_mib": guarded(lambda: free_mib(triton_cache())),
+        "utc": utc_now(),
+    }
+
+
+def fingerprint(device: Mapping[str, Any], torch: Mapping[str, Any], environ: Any) -> str:
+    """Equal only where times and results may be taken over from an earlier run."""
+    flags = {k: v for k, v in environ.items() if k.startswith("NSA_") and k != "NSA_COMMIT"}
+    parts = {
+        "gpu": device.get("name"), "driver": device.get("driver"),
+        "power": device.get("power_limit_w"), "python": torch.get("python"),
+        "torch": torch.get("torch"), "cuda": torch.get("cuda_build"),
+        "triton": torch.get("triton"), "flash_attn": torch.get("flash_attn"),
+        "flags": sorted(flags.items()),
+    }  # fmt: skip
+    return hashlib.sha256(dumps(parts).encode()).hexdigest()
+
+
+def collect(
+    *, root: Path, out: Path, python: str, environ: Mapping[str, str], variables: Mapping[str, str],
+    smi: list[dict[str, Any]] | str, setup: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """(env sections, device, raw torch facts); nothing here is redacted yet but `variables`.
+
+    `smi` is what smi_query() gave, or the text of its failure.
+    """
+    torch = torch_facts(python, root)
+    hardware = guarded(nvidia_hardware)
+    smi_text = None if isinstance(smi, str) else guarded(lambda: command(["nvidia-smi"]))
+    device = device_facts(smi, torch)
+    device["hardware"] = hardware
+    packages = {name: v or "not installed" for name, v in (torch.get("packages") or {}).items()}
+    env = {
+        "python": {
+            "version": torch.get("python"),
+            "executable": python,
+            "torch": torch.get("torch") or f"<probe failed: {torch.get('torch_error')}>",
+            "cuda": torch.get("cuda_build"),
+            "cuda_available": torch.get("cuda_available"),
+            "cuda_error": torch.get("cuda_error"),
+            "cudnn": torch.get("cudnn"),
+            "triton": torch.get("triton"),
+            "triton_pin": torch.get("triton_pin"),
+            "flash_attn": torch.get("flash_attn"),
+            "arch_list": " ".join(torch.get("arch_list") or []) or None,
+        },
+        "gpu": dict(device),
+        "system": system_facts(out),
+        "packages": packages,
+        "variables": dict(variables),
+        "setup": dict(setup or {}),
+        "nvidia_smi": {"text": smi_text if smi_text else smi if isinstance(smi, str) else None},
+    }
+    return env, device, torch
+
+
+def as_text(env: Mapping[str, Any]) -> str:
+    """env.json for human eyes."""
+    lines = []
+    for section, values in env.items():
+        lines.append(f"[{section}]")
+        for key, value in values.items():
+            if key == "text":
+                lines.append(str(value))
+            else:
+                lines.append(f"{key:24} {'-' if value is None else value}")
+        lines.append("")
+    return "\n".join(lines)

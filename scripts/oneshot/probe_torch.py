@@ -1,0 +1,93 @@
+"""What one interpreter's torch sees, as one JSON line. Run as a child: an import may hang."""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = (
+    "numpy", "jinja2", "psutil", "pytest", "pytest-timeout", "pyyaml", "packaging", "matplotlib",
+    "nvidia-ml-py", "flash-attn", "hypothesis",
+)  # fmt: skip
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _flash_attn() -> str:
+    """Version of flash-attn, or why its import fails, in one of four classes."""
+    try:
+        import flash_attn
+
+        return str(flash_attn.__version__)
+    except ModuleNotFoundError:
+        return "not installed"
+    except Exception as error:  # any binary mismatch: the class of it is the answer
+        text = f"{type(error).__name__}: {error}"
+        for needle, name in (
+            ("undefined symbol", "built for another torch (undefined symbol)"),
+            ("libcudart", "built for another CUDA (libcudart missing)"),
+            ("no kernel image", "built for another GPU (no kernel image)"),
+        ):
+            if needle in text:
+                return f"broken: {name}"
+        return f"broken: {text[:200]}"
+
+
+def facts() -> dict:
+    out: dict = {
+        "python": sys.version.split()[0],
+        "prefix": sys.prefix,
+        "base_prefix": sys.base_prefix,
+        "python_h": (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+    try:
+        import torch
+    except Exception as error:  # the report says so and goes on without
+        out["torch_error"] = f"{type(error).__name__}: {error}"[:500]
+        return out
+    out["torch"] = torch.__version__
+    out["cuda_build"] = torch.version.cuda
+    out["hip"] = torch.version.hip
+    out["cxx11abi"] = torch.compiled_with_cxx11_abi()
+    requires = metadata.requires("torch") or []
+    out["triton_pin"] = next((r for r in requires if r.lower().startswith("triton")), None)
+    out["triton"] = _version("triton")
+    try:
+        out["cuda_available"] = torch.cuda.is_available()
+        if not out["cuda_available"]:
+            if torch.version.cuda:
+                try:
+                    torch.cuda.init()
+                except Exception as error:  # its text is the cause we are after
+                    out["cuda_error"] = f"{type(error).__name__}: {error}"[:500]
+            return out
+        p = torch.cuda.get_device_properties(0)
+        out["device"] = {
+            "name": p.name,
+            "sm": f"{p.major}.{p.minor}",
+            "sm_count": p.multi_processor_count,
+            "l2_mib": round(getattr(p, "L2_cache_size", 0) / 2**20, 1) or None,
+            "torch_mem_mib": p.total_memory // 2**20,
+            "count": torch.cuda.device_count(),
+        }
+        out["arch_list"] = torch.cuda.get_arch_list()
+        out["cudnn"] = torch.backends.cudnn.version()
+        torch.ones(8, device="cuda").sum().item()
+        out["cuda_works"] = True
+    except Exception as error:
+        out["cuda_error"] = f"{type(error).__name__}: {error}"[:500]
+    out["flash_attn"] = _flash_attn()
+    return out
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))

@@ -1,0 +1,99 @@
+"""Finding and ending every process of a stage, the ones that left its session included."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+TAG = "ONESHOT_TAG"  # environment variable that a stage and all its descendants carry
+
+
+def _stat(pid: int) -> tuple[int, str] | None:
+    """(parent pid, start time) of a live process; None for one that is gone or a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text[text.rfind(")") + 2 :].split()
+    return None if fields[0] in ("Z", "X") else (int(fields[1]), fields[19])
+
+
+class Family:
+    """The processes of one stage. `look()` now and then, so that orphans stay known.
+
+    A descendant is known by its parent (seen while the parent lived), by its process group, or by
+    the tag in its environment, which survives setsid and a double fork.
+    """
+
+    def __init__(self, leader: int, tag: str) -> None:
+        self.leader = leader
+        self._tag = f"{TAG}={tag}".encode()
+        self._known: dict[int, str] = {}
+
+    def look(self) -> None:
+        if not os.path.isdir("/proc/self"):
+            self._look_psutil()
+            return
+        parents: dict[int, list[int]] = {}
+        started: dict[int, str] = {}
+        for name in os.listdir("/proc"):
+            if name.isdigit() and (stat := _stat(int(name))):
+                parents.setdefault(stat[0], []).append(int(name))
+                started[int(name)] = stat[1]
+        queue = [self.leader, *self._known]
+        while queue:
+            for child in parents.get(queue.pop(), ()):
+                if child not in self._known:
+                    self._known[child] = started[child]
+                    queue.append(child)
+
+    def _look_psutil(self) -> None:
+        try:
+            import psutil
+
+            for child in psutil.Process(self.leader).children(recursive=True):
+                self._known.setdefault(child.pid, str(child.create_time()))
+        except Exception:  # psutil missing, or the process is gone: the group is still killed
+            return
+
+    def survivors(self) -> list[int]:
+        """Pids of the family that still live, without the leader."""
+        self.look()
+        alive = set()
+        if not os.path.isdir("/proc/self"):
+            return sorted(self._known)
+        for name in os.listdir("/proc"):
+            if not name.isdigit():
+                continue
+            pid = int(name)
+            stat = None if pid in (self.leader, os.getpid()) else _stat(pid)
+            if stat is None:
+                continue
+            if self._known.get(pid) == stat[1]:
+                alive.add(pid)
+                continue
+            with suppress(OSError):
+                if os.getpgid(pid) == self.leader:
+                    alive.add(pid)
+                elif self._tag in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    alive.add(pid)
+        return sorted(alive)
+
+    def signal_group(self, number: int) -> None:
+        with suppress(OSError):
+            os.killpg(self.leader, number)
+
+    def kill_survivors(self) -> int:
+        """SIGKILL everything left; how many there were."""
+        total = 0
+        for _ in range(5):  # one may fork while we look
+            pids = self.survivors()
+            if not pids:
+                break
+            total += len(pids)
+            for pid in pids:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        return total

@@ -1,0 +1,710 @@
+"""The `run` verb: plan, capture, run every stage, judge, render, redact, pack."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import secrets
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import quoteattr
+
+from scripts.oneshot import bundle as bundles
+from scripts.oneshot import doctor
+from scripts.oneshot import env as box
+from scripts.oneshot.capture import plain
+from scripts.oneshot.journal import Ballast, Journal, read_events, write_atomic, write_json
+from scripts.oneshot.judge import EXIT_LOCKED, EXIT_USAGE, Status
+from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
+from scripts.oneshot.model import RunRecord, Stage, StageResult
+from scripts.oneshot.progress import Progress
+from scripts.oneshot.redact import RULES_VERSION, Redactor, gate
+from scripts.oneshot.stages import ENV_STAGE, PROFILES, choose, plan
+from scripts.oneshot.supervise import Context, Stop, not_run, run_stage
+from scripts.oneshot.telemetry import Telemetry
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RENDER_RESERVE_S = 20.0
+RESUME_MAX_AGE_S = 24 * 3600
+VRAM_WAIT_S = 15.0
+
+
+def seconds(text: str) -> float:
+    """15m, 1h, 90s or a plain number of seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
+    if not match or float(match.group(1)) <= 0:
+        raise argparse.ArgumentTypeError(f"a time such as 15m, 1h or 900, got {text!r}")
+    return float(match.group(1)) * {"": 1, "s": 1, "m": 60, "h": 3600}[match.group(2)]
+
+
+def _commit(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{3,63}", text):
+        raise argparse.ArgumentTypeError(f"a commit id, got {text!r}")
+    return text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="oneshot run", description=__doc__.split("\n")[0])
+    p.add_argument("out_dir", nargs="?", type=Path, help="default: artifacts/runner")
+    p.add_argument("--out", type=Path, help="the same as out_dir")
+    p.add_argument(
+        "--profile",
+        choices=(*PROFILES, "gpu", "auto"),
+        default="auto",
+        help="auto: standard with NVIDIA hardware, cpu without; gpu: standard",
+    )
+    p.add_argument("--budget", type=seconds, help="stop starting work after this time (15m)")
+    p.add_argument("--only", type=_names, default=(), help="stages to run, comma separated")
+    p.add_argument("--skip", type=_names, default=(), help="stages to leave out")
+    p.add_argument(
+        "--resume",
+        action="store_true",
+        help="take over stages that passed within 24 h on the same commit and box",
+    )
+    p.add_argument("--dry-run", action="store_true", help="print stages and commands, run nothing")
+    p.add_argument("--price", type=float, help="dollars per hour, for the running cost")
+    p.add_argument("--commit", type=_commit, default=None, help="commit of sources without git")
+    p.add_argument("--wait", type=seconds, default=0.0, help="wait for a lock that long")
+    p.add_argument("--keep-host", action="store_true", help="do not redact host names")
+    p.add_argument("--keep-ip", action="store_true", help="do not redact IP addresses")
+    p.add_argument("--verbose", action="store_true", help="show what the stages print")
+    p.add_argument("--detach", action="store_true", help="go on in the background; see attach")
+    return p
+
+
+class Run:
+    """One run in one folder. `execute()` returns the true exit code."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        folder: Path,
+        profile: str,
+        stages: list[Stage],
+        partial: str | None,
+        git: dict[str, Any],
+        redactor: Redactor,
+        stop: Stop,
+        *,
+        smi: list[dict[str, Any]] | str,
+        argv: list[str],
+        setup: Mapping[str, Any],
+    ) -> None:
+        self.args, self.folder, self.profile, self.stages = args, folder, profile, stages
+        self.redactor, self.stop, self.setup, self.smi = redactor, stop, setup, smi
+        self.scope = "cpu" if profile == "cpu" else "gpu"
+        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        self.run_id = f"{stamp}-{secrets.token_hex(2)}"
+        self.started = time.monotonic()
+        self.git = git
+        self.record = RunRecord()
+        self.previous: tuple[RunRecord, Path] | None = None
+        self.telemetry: Telemetry | None = None
+        self.start_mib: float | None = None
+        self.gpu_gone: str | None = None
+        self.out_of_budget = False
+        self._partial, self._argv = partial, argv
+        self.progress = Progress(len(stages), price_per_hour=args.price)
+
+    # -------------------------------------------------------------- records
+
+    def event(self, ev: str, *, sync: bool = True, **fields: Any) -> None:
+        self.record.apply(self.journal.append(ev, sync=sync, **fields))
+
+    def note(self, text: str, level: str = "warn") -> None:
+        self.event("note", level=level, text=text)
+        self.progress.line(f"{level.upper():5} {text}")
+
+    def save(self, files: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """bundle.json as of now."""
+        data = self.record.to_bundle()
+        data["files"] = files or []
+        fits = self.ballast.guarded(lambda: write_json(self.folder / "bundle.json", data))
+        if not fits:
+            self.progress.line("ERROR bundle.json could not be written: no space left")
+        return data
+
+    def write(self, name: str, text: str) -> None:
+        self.ballast.guarded(lambda: write_atomic(self.folder / name, text))
+
+    # -------------------------------------------------------------- the run
+
+    def execute(self) -> int:
+        self._take_previous()
+        self.ballast = Ballast(self.folder)
+        self.journal = Journal(self.folder / "events.jsonl", self.redactor.value)
+        self.event(
+            "run_start",
+            run_id=self.run_id,
+            profile=self.profile,
+            scope=self.scope,
+            argv=self._argv,
+            git=self.git,
+            price_per_hour=self.args.price,
+            partial=self._partial,
+            started=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            plan=[
+                {
+                    "id": s.id,
+                    "title": s.title,
+                    "required": s.required,
+                    "group": s.group,
+                    "timeout_s": s.timeout_s,
+                    "argv": list(s.argv),
+                }
+                for s in self.stages
+            ],
+        )
+        self.save()
+        self.progress.line(f"run {self.run_id}, profile {self.profile}, into {self.folder}")
+        blocked = self._environment()
+        context = Context(
+            python=sys.executable,
+            root=ROOT,
+            out=self.folder,
+            run_id=self.run_id,
+            redactor=self.redactor,
+            on_row=self._on_row,
+            stop=self.stop,
+            on_tick=self._on_tick,
+            echo=self._echo if self.args.verbose else None,
+        )
+        for stage in self.stages:
+            if stage.id == ENV_STAGE.id:
+                continue
+            self.progress.next()
+            reason = self._why_not(stage, blocked)
+            if reason is not None:
+                self._end(not_run(stage, *reason))
+                continue
+            if (reused := self._reusable(stage)) is not None:
+                self._end(reused)
+                continue
+            self._attempt(context, stage)
+        return self._finish()
+
+    def _take_previous(self) -> None:
+        """Keep what an earlier run of this commit left, and read it for --resume."""
+        events = read_events(self.folder / "events.jsonl")
+        old = RunRecord.replay(events) if events else None
+        if self.folder.exists():
+            aside = bundles.set_aside(self.folder, old.run_id if old else None)
+            if old and aside and self.args.resume:
+                self.previous = (old, aside)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def _environment(self) -> str | None:
+        """Capture the box and ask the doctor; the text of the first BLOCK, or None."""
+        stage = ENV_STAGE
+        self.progress.next()
+        self.progress.begin(stage)
+        self.event("stage_start", stage=stage.id, attempt=1, log=None)
+        t0 = time.monotonic()
+        answer: dict[str, Any] = {}
+
+        def probe() -> None:
+            answer["all"] = box.collect(
+                root=ROOT,
+                out=self.folder,
+                python=sys.executable,
+                environ=os.environ,
+                variables=self.redactor.variables(os.environ),
+                setup=self.setup,
+                smi=self.smi,
+            )
+
+        worker = threading.Thread(target=probe, daemon=True)
+        worker.start()
+        while worker.is_alive() and not self.stop.by:
+            worker.join(0.05)
+        common = {
+            "id": stage.id,
+            "title": stage.title,
+            "group": stage.group,
+            "argv": stage.argv,
+            "timeout_s": stage.timeout_s,
+            "start_s": round(t0 - self.started, 3),
+            "wall_s": round(time.monotonic() - t0, 3),
+        }
+        if "all" not in answer:
+            box.abort()
+            why = f"stopped by {self.stop.by.upper()}" if self.stop.by else "the capture failed"
+            self._end(StageResult(status=Status.INFRA, reason=why, **common))
+            return why
+        env, device, torch = answer["all"]
+        checks = doctor.examine(
+            gpu=self.scope == "gpu",
+            out=self.folder,
+            device=device,
+            torch=torch,
+            git=self.git,
+            environ=os.environ,
+            setup=self.setup,
+        )
+        self.event(
+            "facts",
+            env=env,
+            device=device,
+            env_fingerprint=box.fingerprint(device, torch, os.environ),
+            doctor=[
+                {"name": c.name, "level": c.level, "text": c.text, "fix": c.fix} for c in checks
+            ],
+        )
+        clean = self.record.env
+        self.ballast.guarded(lambda: write_json(self.folder / "env.json", clean))
+        self.write("env.txt", box.as_text(clean))
+        for line in doctor.lines([c for c in checks if c.level != "OK"]):
+            self.progress.line(self.redactor.text(line))
+        self._end(StageResult(status=Status.PASS, rc=0, **common))
+        if self.scope == "gpu" and not isinstance(self.smi, str):
+            uuid = self.smi[0].get("uuid")
+            self.telemetry = Telemetry(self.folder / "telemetry.csv", uuid, self.started)
+            self.telemetry.start()
+            self.start_mib = self.smi[0].get("mem_used_mib")
+        blocks = [c for c in checks if c.level == "BLOCK"]
+        return self.redactor.text(blocks[0].text) if blocks else None
+
+    def _why_not(self, stage: Stage, blocked: str | None) -> tuple[Status, str, str | None] | None:
+        """Why `stage` is not started: (status, reason, kind), or None to go on."""
+        if self.stop.by:
+            return Status.NOT_RUN, f"the run was stopped by {self.stop.by.upper()}", None
+        if blocked:
+            return Status.NOT_RUN, f"doctor: {blocked}", "NO_GPU" if stage.gpu else None
+        if stage.gpu and self.gpu_gone:
+            return Status.NOT_RUN, self.gpu_gone, "GPU_LOST"
+        if stage.after in {s.id for s in self.stages}:
+            first = self.record.results.get(stage.after)
+            if first is None or first.status is not Status.PASS:
+                why = f"{first.status}: {first.reason}" if first else "it did not run"
+                status = Status.SKIPPED if first and first.status is Status.SKIPPED else None
+                return status or Status.NOT_RUN, f"needs {stage.after}, {why}", None
+        left = self._budget_left()
+        if left is not None and left < max(5.0, stage.estimate_s / 4):
+            self.out_of_budget = True
+            return Status.NOT_RUN, f"budget: {max(0, left):.0f} s left", "BUDGET"
+        return None
+
+    def _budget_left(self) -> float | None:
+        if self.args.budget is None:
+            return None
+        return self.args.budget - RENDER_RESERVE_S - (time.monotonic() - self.started)
+
+    def _attempt(self, context: Context, stage: Stage) -> None:
+        """Run a stage, a second time only after the GPU was out of memory."""
+        for attempt in (1, 2):
+            self.event("stage_start", stage=stage.id, attempt=attempt, log=stage.log_path)
+            if attempt == 1:
+                self.progress.begin(stage)
+            result = run_stage(
+                context,
+                stage,
+                attempt=attempt,
+                budget_left_s=self._budget_left(),
+                run_started=self.started,
+            )
+            bad = result.status in (Status.CRASH, Status.TIMEOUT, Status.FAIL, Status.INFRA)
+            if bad and stage.gpu and not self.stop.by:
+                self._after_failure(result)
+            if attempt == 1 and result.kind == "OOM_DEVICE" and not (self.stop.by or self.gpu_gone):
+                self.note(f"{stage.id}: the GPU was out of memory; one more try")
+                continue
+            if attempt == 2:
+                data = result.to_json()
+                data["flaky"] = result.status is Status.PASS
+                result = StageResult.from_json(data)
+            if result.kind == "BUDGET":
+                self.out_of_budget = True
+            break
+        self._end(result)
+
+    def _after_failure(self, result: StageResult) -> None:
+        """Is the GPU still there, and is its memory free again?"""
+        if isinstance(self.smi, str):
+            return
+        if result.kind == "GPU_LOST":
+            self.gpu_gone = f"the GPU was lost in {result.id}"
+        elif result.status in (Status.CRASH, Status.TIMEOUT):
+            try:
+                box.smi_query()
+            except box.ProbeFailed as error:
+                self.gpu_gone = f"the GPU does not answer after {result.id}: {error}"
+        if not self.gpu_gone and self.telemetry:
+            if not self.telemetry.wait_for_memory(self.start_mib, VRAM_WAIT_S):
+                self.gpu_gone = f"GPU_BUSY: memory of {result.id} is still held"
+        if self.gpu_gone:
+            self.note(self.gpu_gone)
+
+    def _end(self, result: StageResult) -> None:
+        self.event("stage_end", stage=result.id, result=result.to_json())
+        self.progress.end(self.record.results[result.id])
+        self._test_files(result.id)
+        if result.status in (Status.FAIL, Status.CRASH, Status.TIMEOUT):
+            self._repro(result)
+        self.save()
+
+    def _on_row(self, stage: str, row: dict[str, Any]) -> None:
+        if row["kind"] == "progress":
+            self.progress.done_text = plain(str(row.get("text", "")))[:60]
+            return
+        self.event("row", stage=stage, row=row, sync=False)
+
+    def _on_tick(
+        self, stage: str, elapsed: float, limit: float, rows: list[dict[str, Any]]
+    ) -> None:
+        if self.telemetry:
+            self.progress.telemetry = self.telemetry.last
+        self.progress.tick(elapsed, limit, rows)
+
+    def _echo(self, text: str) -> None:
+        for line in text.splitlines():
+            self.progress.line("  | " + self.redactor.text(plain(line)))
+
+    # -------------------------------------------------------------- resume
+
+    def _reusable(self, stage: Stage) -> StageResult | None:
+        """The PASS of an earlier run, where everything that could change it is the same."""
+        if self.previous is None:
+            return None
+        old, folder = self.previous
+        done = old.results.get(stage.id)
+        same = (
+            done is not None
+            and done.status is Status.PASS
+            and done.argv == stage.argv
+            and dict(done.env) == dict(stage.env)
+            and old.git.get("commit") == self.git.get("commit")
+            and old.git.get("short") == self.git.get("short")
+            and old.git.get("diff_sha256") == self.git.get("diff_sha256")
+            and old.env_fingerprint == self.record.env_fingerprint
+            and _age_s(done.started or old.started) < RESUME_MAX_AGE_S
+        )
+        if not same:
+            return None
+        for name in (stage.log_path, *stage.outputs):
+            source = folder / name
+            if not source.is_file():
+                return None
+            self.write(name, source.read_text(encoding="utf-8", errors="replace"))
+        self.progress.begin(stage)
+        self.event("stage_start", stage=stage.id, attempt=done.attempt, log=done.log)
+        for row in old.rows.get(stage.id, []):
+            self.event("row", stage=stage.id, row=row, sync=False)
+        data = {**done.to_json(), "resumed_from": done.resumed_from or old.run_id}
+        return StageResult.from_json(data)
+
+    # -------------------------------------------------------------- files made of the rows
+
+    def _test_files(self, stage: str) -> None:
+        """tests/<stage>.jsonl and .junit.xml, from the journal: they survive a dead pytest."""
+        rows = [r for r in self.record.rows.get(stage, []) if r["kind"] == "test"]
+        if not rows:
+            return
+        lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
+        self.write(f"tests/{stage}.jsonl", lines)
+        bad = sum(r["outcome"] in ("failed", "error") for r in rows)
+        skipped = sum(r["outcome"] == "skipped" for r in rows)
+        xml = [
+            "<?xml version='1.0' encoding='utf-8'?>",
+            f'<testsuite name={quoteattr(stage)} tests="{len(rows)}" failures="{bad}" '
+            f'skipped="{skipped}">',
+        ]
+        for row in rows:
+            file, _, name = row["nodeid"].partition("::")
+            xml.append(
+                f"<testcase classname={quoteattr(file)} name={quoteattr(name)} "
+                f'time="{row.get("duration_s") or 0}">'
+            )
+            message = quoteattr(plain(str(row.get("reason") or ""))[:2000])
+            if row["outcome"] in ("failed", "error"):
+                xml.append(f"<failure message={message}/>")
+            elif row["outcome"] == "skipped":
+                xml.append(f"<skipped message={message}/>")
+            xml.append("</testcase>")
+        self.write(f"tests/{stage}.junit.xml", "\n".join([*xml, "</testsuite>", ""]))
+
+    def _repro(self, result: StageResult) -> None:
+        """repro/<stage>.sh: the one command that shows the failure again."""
+        rows = self.record.rows.get(result.id, [])
+        failed = [
+            r["nodeid"] for r in rows if r["kind"] == "test" and r["outcome"] in ("failed", "error")
+        ]
+        argv = [a.replace("{python}", "python").replace("{out}", "/tmp") for a in result.argv]
+        if failed and "pytest" in argv:
+            argv = [*argv[: argv.index("pytest") + 1], "--tb=short", *failed[:20]]
+        variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(result.env.items()))
+        why = " ".join((result.reason or "").split())
+        self.write(
+            f"repro/{result.id}.sh",
+            "#!/usr/bin/env bash\n"
+            f"# {result.status}: {why}\n"
+            "# Run it in the root of the sources, with the python of the run.\n"
+            f"{variables + ' ' if variables else ''}{shlex.join(argv)}\n",
+        )
+
+    # -------------------------------------------------------------- the end
+
+    def _finish(self) -> int:
+        hurried = self.stop.by is not None
+        if self.telemetry:
+            self.telemetry.stop()
+        ended_by = self.stop.by or ("budget" if self.out_of_budget else "normal")
+        if self.journal.lost:
+            self.note(f"{self.journal.lost} events did not fit on the disk")
+        self.event("run_end", ended_by=ended_by, complete=not hurried)
+        self.journal.close()
+        data = self.save()
+        self.write("report.md", short_report(data))
+        outcome = self._redact(None)
+        data = self.save()
+        self._render(2.0 if hurried else 90.0)
+        outcome = self._redact(outcome)
+        self.ballast.drop()
+        data = self.save(bundles.inventory(self.folder))
+        code = data["verdict"]["exit_code"]
+        packed = None
+        if outcome["gate"] == "clean":
+            try:
+                bundles.write_sums(self.folder)
+                packed = bundles.pack(self.folder)
+            except (OSError, ValueError) as error:
+                self.progress.line(f"WARN  no archive: {self.redactor.text(str(error))}")
+        else:
+            self.folder.with_name(self.folder.name + ".tgz").unlink(missing_ok=True)
+        self._last_words(data, packed)
+        return code
+
+    def _redact(self, before: dict[str, Any] | None) -> dict[str, Any]:
+        """The last gate, its outcome in the journal and in redactions.json."""
+        try:
+            outcome = gate(self.folder, self.redactor)
+        except OSError as error:
+            outcome = {"gate": "failed", "findings": [], "removed": [], "error": str(error)}
+        if before is not None:
+            for key in ("findings", "removed"):
+                outcome[key] = before[key] + outcome[key]
+        summary = {
+            "rules_version": RULES_VERSION,
+            "gate": outcome["gate"],
+            "replacements": sum(self.redactor.counts.values()),
+            "by_rule": dict(sorted(self.redactor.counts.items())),
+            "removed_files": outcome["removed"],
+            "kept": sorted(self.redactor.keep),
+        }
+        self.journal = Journal(self.folder / "events.jsonl", self.redactor.value)
+        self.journal.started = self.started
+        self.event("redaction", summary=summary)
+        self.journal.close()
+        self.ballast.guarded(
+            lambda: write_json(self.folder / "redactions.json", {**summary, **outcome})
+        )
+        return outcome
+
+    def _render(self, limit_s: float) -> None:
+        """report.md, issue.md and the rest, in a child: its death takes nothing along."""
+        argv = [sys.executable, "-m", "scripts.oneshot", "render", str(self.folder)]
+        try:
+            done = subprocess.run(
+                argv,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=limit_s,
+                check=False,
+                start_new_session=True,
+            )
+            if done.returncode == 0:
+                return
+            last = (done.stderr.strip().splitlines() or ["no word why"])[-1]
+            problem = f"the full report was not rendered: {last[:300]}"
+        except subprocess.TimeoutExpired:
+            problem = f"the full report was not rendered within {limit_s:.0f} s"
+        except OSError as error:
+            problem = f"the full report was not rendered: {error}"
+        again = f"python -m scripts.oneshot render {self.folder}"
+        self.progress.line(f"WARN  {self.redactor.text(problem)}")
+        self.progress.line(f"      report.md is the short one; try again: {again}")
+
+    def _last_words(self, data: Mapping[str, Any], packed: tuple[Path, str, int] | None) -> None:
+        say = self.progress.line
+        say()
+        say(data["verdict"]["one_line"])
+        say(f"report:  {self.folder / 'report.md'}")
+        if packed:
+            path, digest, size = packed
+            say(f"bundle:  {path}  ({size / 2**20:.1f} MiB)")
+            say(f"sha256:  {digest}")
+            if size > bundles.WARN_BYTES:
+                say("WARN  the archive is over 10 MiB; some trackers refuse it")
+            say("look at it before you post it: redaction is best effort")
+            if fetch := scp_line(os.environ, path):
+                say(f"fetch:   {fetch}")
+        elif data["redaction"].get("gate") != "clean":
+            say("not packed: something private could not be removed; see redactions.json")
+        if self.scope == "gpu" and (self.args.price or os.environ.get("SSH_CONNECTION")):
+            say(f"you are paying until you destroy the box{self.progress.cost()}")
+        say(f"exit code {data['verdict']['exit_code']}")
+
+
+def short_report(data: Mapping[str, Any]) -> str:
+    """A report of the standard library alone: what stands until, or if, the full one is made."""
+
+    def cell(value: Any) -> str:
+        return " ".join(str("" if value is None else value).split()).replace("|", "\\|")[:300]
+
+    out = []
+    if data["scope"] == "cpu":
+        out += ["This report speaks of no GPU: it ran on the CPU only.", ""]
+    out += [
+        f"**{cell(data['verdict']['one_line'])}**",
+        "",
+        "| stage | result | seconds | why |",
+        "|---|---|---|---|",
+    ]
+    for s in data["stages"]:
+        out.append(f"| {s['id']} | {s['status']} | {s['wall_s']:.1f} | {cell(s['reason'])} |")
+    blocks = [c for c in data["doctor"] if c["level"] != "OK"]
+    if blocks:
+        out += ["", "| doctor | level | what | fix |", "|---|---|---|---|"]
+        out += [
+            f"| {c['name']} | {c['level']} | {cell(c['text'])} | {cell(c['fix'])} |" for c in blocks
+        ]
+    out += [
+        "",
+        "Numbers, logs and the journal are beside this file: bundle.json, events.jsonl.",
+        "",
+    ]
+    return "\n".join(out)
+
+
+def scp_line(environ: Mapping[str, str], path: Path) -> str | None:
+    """How to fetch `path` from this box; for the console only, never for the bundle."""
+    ssh = environ.get("SSH_CONNECTION", "").split()
+    for host, port in (
+        (environ.get("RUNPOD_PUBLIC_IP"), environ.get("RUNPOD_TCP_PORT_22")),
+        (environ.get("PUBLIC_IPADDR"), environ.get("VAST_TCP_PORT_22")),
+        (ssh[2], ssh[3]) if len(ssh) == 4 else (None, None),
+    ):
+        if host and port:
+            user = environ.get("USER") or "root"
+            return f"scp -P {port} {user}@{host}:{path.resolve()} ."
+    return None
+
+
+def _age_s(stamp: str | None) -> float:
+    with suppress(ValueError, TypeError):
+        then = datetime.fromisoformat(stamp.replace("Z", "+00:00"))
+        return (datetime.now(timezone.utc) - then).total_seconds()
+    return float("inf")
+
+
+def _setup(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What scripts/setup_env.py said of the choice of Python."""
+    with suppress(ValueError):
+        data = json.loads(environ.get("ONESHOT_SETUP", "{}"))
+        if isinstance(data, dict):
+            return data
+    return {}
+
+
+def _dry_run(profile: str, stages: list[Stage], folder: Path) -> int:
+    print(f"profile {profile}, into {folder}")
+    for stage in stages:
+        variables = " ".join(f"{k}={v}" for k, v in stage.env.items())
+        command = shlex.join(stage.argv).replace("'{python}'", "python")
+        print(f"{stage.id:16} about {stage.estimate_s:3.0f} s  {variables} {command}")
+    total = sum(s.estimate_s for s in stages)
+    print(f"about {total / 60:.1f} minutes in all")
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    if args.out_dir and args.out:
+        print("give out_dir or --out, not both", file=sys.stderr)
+        return EXIT_USAGE
+    out = (args.out_dir or args.out or ROOT / "artifacts" / "runner").resolve()
+    smi: list[dict[str, Any]] | str
+    hardware = box.guarded(box.nvidia_hardware)
+    try:
+        smi = box.smi_query()
+    except box.ProbeFailed as error:
+        smi = str(error) if hardware else "no NVIDIA hardware"
+    profile = args.profile
+    if profile == "auto":
+        profile = "standard" if hardware or not isinstance(smi, str) else "cpu"
+    elif profile == "gpu":
+        profile = "standard"
+    try:
+        stages, partial = choose(plan(profile), args.only, args.skip)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
+    git = box.git_facts(ROOT, args.commit or os.environ.get("NSA_COMMIT"))
+    folder = out / git["short"]
+    if args.dry_run:
+        return _dry_run(profile, stages, folder)
+    if args.detach:
+        rest = [a for a in argv if a != "--detach"]
+        child = subprocess.Popen(
+            [sys.executable, "-m", "scripts.oneshot", "run", *rest],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        print(f"running as process {child.pid}; follow it: python -m scripts.oneshot attach {out}")
+        return 0
+    keep = tuple(n for n, on in (("host", args.keep_host), ("ip", args.keep_ip)) if on)
+    redactor = Redactor(root=ROOT, keep=keep)
+    locks: list[Lock] = []
+    try:
+        locks.append(folder_lock(out, git["short"]))
+        if profile != "cpu" and not isinstance(smi, str):
+            locks.append(gpu_lock(str(smi[0].get("uuid"))))
+        for lock in locks:
+            lock.acquire(args.wait)
+    except Locked as error:
+        print(f"not started: {error}. Wait for it, or use --wait 10m.", file=sys.stderr)
+        return EXIT_LOCKED
+    except OSError as error:
+        print(f"not started: the output folder cannot be used: {error}", file=sys.stderr)
+        return 4
+    stop = Stop()
+    stop.install()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        run = Run(
+            args,
+            folder,
+            profile,
+            stages,
+            partial,
+            git,
+            redactor,
+            stop,
+            smi=smi,
+            argv=[redactor.text(a) for a in argv],
+            setup=_setup(os.environ),
+        )
+        return run.execute()
+    finally:
+        for lock in locks:
+            lock.release()

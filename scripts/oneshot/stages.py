@@ -1,0 +1,242 @@
+"""The whole run as data: which stages, with which command, proof, limit and order.
+
+Cheap and decisive first, so that a run that is cut short has the valuable part.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts.oneshot.model import Stage
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROFILES = ("cpu", "quick", "standard", "full")
+PYTEST = ("{python}", "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short")
+NO_TEST = "nsa/tests/no_such_test_file.py"  # pytest then ends with a usage error, never with PASS
+
+ENV_STAGE = Stage(
+    "env", "What the box is, and the doctor", ("{python}", "-m", "scripts.oneshot", "doctor"),
+    proof="output", timeout_s=150, estimate_s=8, gpu=False, outputs=("env.json",), group="box",
+)  # fmt: skip
+
+
+def tests(*patterns: str) -> tuple[str, ...]:
+    """Test files that match, by name: a stage imports only the modules it needs."""
+    found = {p for pattern in patterns for p in (ROOT / "nsa" / "tests").glob(pattern)}
+    return tuple(sorted(p.relative_to(ROOT).as_posix() for p in found)) or (NO_TEST,)
+
+
+def plan(profile: str) -> list[Stage]:
+    """The stages of a profile, in order. Raises ValueError for an unknown profile."""
+    if profile not in PROFILES:
+        raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {profile!r}")
+    stages = _cpu() if profile == "cpu" else _gpu(profile)
+    return [ENV_STAGE, *stages]
+
+
+TRITON_ON = {
+    "NSA_USE_TRITON_SEL": "1",
+    "NSA_SEL_TRITON_ALLOW_GRAD": "1",
+    "NSA_TEST_TRITON_SEL": "1",
+    "NSA_SEL_TRITON_MIN_L": "1",
+}
+
+
+def _gpu(profile: str) -> list[Stage]:
+    quick, full = profile == "quick", profile == "full"
+    slow = 3.0 if full else 1.0
+    bench = {"NSA_SEL_TRITON_MIN_L": "64"}
+    lengths = {"quick": "128,512", "standard": "64,128,256,512,1024",
+               "full": "16,32,64,128,256,512,1024"}[profile]  # fmt: skip
+    contexts = "512,4096" if quick else "512,1024,2048,4096"
+    sel = ("{python}", "bench/bench_sel_triton.py", "--profile", profile, "--L_list", lengths)
+    stages = [
+        Stage(
+            "routing", "Flags and the ladder of each branch",
+            ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"),
+            proof="output", timeout_s=90, estimate_s=8, outputs=("routing.json",), group="box",
+        ),
+        Stage(
+            "sanity", "Matmul, one Triton kernel and one selection kernel against fp64",
+            ("{python}", "scripts/gpu_sanity.py"),
+            proof="parity", timeout_s=180, estimate_s=15, log="sanity.out", group="parity",
+        ),
+        Stage(
+            "triton_fwd", "Triton selection forward parity",
+            (*PYTEST, *tests("test_triton_sel_parity*.py"), "-k", "triton_sel_parity"),
+            proof="parity", timeout_s=420 * slow, estimate_s=45, env=TRITON_ON,
+            log="triton_fwd.txt", group="parity",
+        ),
+        Stage(
+            "triton_bwd", "Triton selection backward parity",
+            (*PYTEST, *tests("test_triton_sel_backward_gpu.py")),
+            proof="parity", timeout_s=420 * slow, estimate_s=45, env=TRITON_ON,
+            log="triton_bwd.txt", group="parity",
+        ),
+        Stage(
+            "prefill_parity", "Prefill and decode kernels parity",
+            (*PYTEST, *tests("test_prefill*.py", "test_decode*.py"), "-m", "kernel"),
+            proof="parity", timeout_s=420 * slow, estimate_s=45, env=TRITON_ON,
+            log="prefill_parity.txt", group="parity",
+        ),
+        Stage(
+            "fa2_probe", "Is a FlashAttention-2 usable here, and which",
+            ("{python}", "scripts/fa2_probe.py"),
+            proof="row", timeout_s=120, estimate_s=8, required=False, log="fa2_probe.txt",
+            group="box",
+        ),
+        Stage(
+            "fa2_varlen", "FlashAttention-2 parity, dense and varlen",
+            (*PYTEST, *tests("test_fa2*.py"), "-k", "fa2_gpu_varlen"),
+            proof="parity", timeout_s=240, estimate_s=15, required=False, after="fa2_probe",
+            env={"NSA_USE_FA2": "1", "NSA_TEST_FA2": "1"}, log="fa2_varlen.txt", group="parity",
+        ),
+        Stage(
+            "health", "Box health: copy, GEMM, PCIe, launch latency, noise floor",
+            ("{python}", "bench/health.py"),
+            proof="row", timeout_s=120, estimate_s=15, required=False, log="health.txt",
+            group="box",
+        ),
+        Stage(
+            "sel_bench", "Selection: Triton against packed SDPA",
+            (*sel, "--csv", "{out}/sel_bench.csv"),
+            proof="bench", timeout_s=300 * slow, estimate_s=60, env=bench, log="sel_bench.txt",
+            outputs=("sel_bench.csv",), group="bench",
+        ),
+        Stage(
+            "decode_bench", "Decode step, by branch",
+            ("{python}", "bench/bench_decode.py", "--B", "1", "--dim", "256", "--heads", "8",
+             "--groups", "2", "--dk", "32", "--dv", "32", "--l", "16", "--d", "8", "--l_sel",
+             "32", "--n_sel", "8", "--w", "128", "--S_list", contexts, "--iters",
+             "20" if quick else "64", "--warmup", "8", "--csv", "{out}/decode_gpu_final.csv",
+             "--branch_force_mode", "env"),
+            proof="bench", timeout_s=240, estimate_s=30, env={"NSA_USE_TRITON_SEL": "1", **bench},
+            log="decode_bench.txt", outputs=("decode_gpu_final.csv",), group="bench",
+        ),
+        Stage(
+            "decode_summary", "Decode summary",
+            ("{python}", "bench/summarize_decode_csv.py", "{out}/decode_gpu_final.csv"),
+            proof="output", timeout_s=60, estimate_s=2, after="decode_bench",
+            log="decode_summary.txt", outputs=("decode_summary.txt",), group="bench",
+        ),
+        Stage(
+            "prefill_bench", "Prefill: NSA against dense attention",
+            ("{python}", "bench/bench_prefill.py", "--profile", profile, "--csv",
+             "{out}/prefill.csv"),
+            proof="bench", timeout_s=300 * slow, estimate_s=60, env={"NSA_USE_TRITON_SEL": "1"},
+            log="prefill_bench.txt", outputs=("prefill.csv",), group="bench",
+        ),
+        Stage(
+            "fa2_bench", "FlashAttention-2 by branch",
+            ("{python}", "bench/bench_fa2.py", "--csv", "{out}/fa2.csv"),
+            proof="bench", timeout_s=180, estimate_s=20, required=False, after="fa2_varlen",
+            env={"NSA_USE_FA2": "1"}, log="fa2_bench.txt", outputs=("fa2.csv",), group="bench",
+        ),
+        Stage(
+            "threshold", "Proposed sel_triton_min_L",
+            ("{python}", "bench/threshold_optimizer.py", "{out}/sel_bench.csv"),
+            proof="row", timeout_s=60, estimate_s=2, after="sel_bench", log="threshold.txt",
+            group="bench",
+        ),
+        Stage(
+            "train_smoke", "Gradient and training smokes",
+            (*PYTEST, *tests("test_backward*.py", "test_gradcheck*.py", "test_train*.py"), "-k",
+             "backward_parity or gradcheck or train"),
+            proof="tests", timeout_s=300, estimate_s=45, env={**TRITON_ON, "NSA_TEST_TRAIN": "1"},
+            log="train_smoke.txt", group="train",
+        ),
+        Stage(
+            "sel_ranges", "A sample of the ranges that selection makes",
+            ("{python}", "scripts/print_selection_ranges.py", "--out", "{out}/sel_ranges.jsonl"),
+            proof="output", timeout_s=90, estimate_s=8, log="sel_ranges.txt",
+            outputs=("sel_ranges.jsonl",), group="box",
+        ),
+        Stage(
+            "train_showcase", "Training showcase",
+            ("{python}", "scripts/train_showcase.py", "--out", "{out}",
+             *(("--steps", "40") if quick else ())),
+            proof="tests", timeout_s=300 * slow, estimate_s=60, env=TRITON_ON,
+            log="train_showcase.txt", outputs=("train.jsonl",), group="train",
+        ),
+    ]  # fmt: skip
+    left_out = {"prefill_bench", "train_smoke", "fa2_bench"} if quick else set()
+    return [s for s in stages if s.id not in left_out]
+
+
+def _cpu() -> list[Stage]:
+    """No GPU: kernels in Triton's interpreter at tiny shapes, the rest on PyTorch."""
+    interpret = {"TRITON_INTERPRET": "1"}
+
+    def stage(id: str, title: str, argv: tuple[str, ...], proof: str, **fields: object) -> Stage:
+        fields = {"gpu": False, "timeout_s": 90, "estimate_s": 10, "log": f"{id}.txt", **fields}
+        return Stage(id, title, argv, proof, **fields)
+
+    return [
+        stage(
+            "routing", "Flags and the ladder of each branch",
+            ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"), "output",
+            outputs=("routing.json",), group="box",
+        ),
+        stage(
+            "sanity", "Matmul, one Triton kernel and one selection kernel, interpreted",
+            ("{python}", "scripts/gpu_sanity.py", "--interpret"), "parity", env=interpret,
+            log="sanity.out", group="parity",
+        ),
+        stage(
+            "triton_fwd", "Selection forward parity, interpreted",
+            (*PYTEST, *tests("test_triton_sel_parity.py"), "-k", "triton_sel_parity", "-m",
+             "kernel"),
+            "tests", env=interpret, estimate_s=30, group="parity",
+        ),
+        stage(
+            "triton_wrapper", "Selection wrapper and its fallbacks on CPU",
+            (*PYTEST, *tests("test_triton_sel_wrapper_cpu.py")), "tests", group="parity",
+        ),
+        stage(
+            "decode_bench", "Decode step on CPU (small)",
+            ("{python}", "bench/bench_decode.py", "--B", "1", "--dim", "64", "--heads", "4",
+             "--groups", "2", "--dk", "16", "--dv", "16", "--l", "16", "--d", "8", "--l_sel",
+             "32", "--n_sel", "4", "--w", "64", "--S_list", "128,256", "--iters", "10",
+             "--warmup", "2", "--csv", "{out}/decode_cpu.csv"),
+            "bench", outputs=("decode_cpu.csv",), group="bench",
+        ),
+        stage(
+            "decode_summary", "Decode summary",
+            ("{python}", "bench/summarize_decode_csv.py", "{out}/decode_cpu.csv"), "output",
+            after="decode_bench", outputs=("decode_summary.txt",), group="bench",
+        ),
+        stage(
+            "sel_ranges", "A sample of the ranges that selection makes",
+            ("{python}", "scripts/print_selection_ranges.py", "--out", "{out}/sel_ranges.jsonl"),
+            "output", outputs=("sel_ranges.jsonl",), group="box",
+        ),
+        stage(
+            "train_showcase", "Training showcase (tiny)",
+            ("{python}", "scripts/train_showcase.py", "--device", "cpu", "--steps", "30", "--out",
+             "{out}"),
+            "tests", outputs=("train.jsonl",), estimate_s=20, group="train",
+        ),
+    ]  # fmt: skip
+
+
+def choose(
+    stages: list[Stage], only: tuple[str, ...], skip: tuple[str, ...]
+) -> tuple[list[Stage], str | None]:
+    """The stages after --only and --skip, and the words for what was left out.
+
+    The environment is always captured. Raises ValueError for an id that is no stage.
+    """
+    known = [s.id for s in stages]
+    for name in (*only, *skip):
+        if name not in known:
+            raise ValueError(f"no stage {name!r}; stages: {', '.join(known)}")
+    keep = [
+        s
+        for s in stages
+        if s.id == ENV_STAGE.id or ((not only or s.id in only) and s.id not in skip)
+    ]
+    if len(keep) == len(stages):
+        return keep, None
+    words = [f"--only {','.join(only)}"] if only else []
+    words += [f"--skip {','.join(skip)}"] if skip else []
+    return keep, " ".join(words)

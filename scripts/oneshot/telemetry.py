@@ -1,0 +1,76 @@
+"""telemetry.csv: what the GPU did during the run, twice a second, where NVML is there.
+
+Twice a second and not faster: each query takes the driver's lock, which a kernel of a few
+microseconds would feel. Benches read the clocks around each case themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+PERIOD_S = 0.5
+HEADER = "t,sm_mhz,mem_mhz,power_w,temp_c,util_pct,mem_used_mib,reasons_hex"
+
+
+class Telemetry(threading.Thread):
+    """A daemon thread; every failure ends it quietly, because nothing is decided from it."""
+
+    def __init__(self, path: Path, uuid: str | None, started: float) -> None:
+        super().__init__(name="telemetry", daemon=True)
+        self._path, self._uuid, self._started = path, uuid, started
+        self._halt = threading.Event()
+        self.last: dict[str, Any] = {}
+
+    def run(self) -> None:
+        with suppress(Exception):
+            self._sample()
+
+    def _sample(self) -> None:
+        import pynvml as nv
+
+        nv.nvmlInit()
+        if self._uuid:
+            handle = nv.nvmlDeviceGetHandleByUUID(self._uuid)
+        else:
+            handle = nv.nvmlDeviceGetHandleByIndex(0)
+        readings = (
+            ("sm_mhz", lambda: nv.nvmlDeviceGetClockInfo(handle, nv.NVML_CLOCK_SM)),
+            ("mem_mhz", lambda: nv.nvmlDeviceGetClockInfo(handle, nv.NVML_CLOCK_MEM)),
+            ("power_w", lambda: round(nv.nvmlDeviceGetPowerUsage(handle) / 1000, 1)),
+            ("temp_c", lambda: nv.nvmlDeviceGetTemperature(handle, nv.NVML_TEMPERATURE_GPU)),
+            ("util_pct", lambda: nv.nvmlDeviceGetUtilizationRates(handle).gpu),
+            ("mem_used_mib", lambda: nv.nvmlDeviceGetMemoryInfo(handle).used // 2**20),
+            ("reasons_hex", lambda: hex(nv.nvmlDeviceGetCurrentClocksEventReasons(handle))),
+        )
+        with open(self._path, "w", encoding="ascii") as file:
+            file.write(HEADER + "\n")
+            while not self._halt.wait(PERIOD_S):
+                row: dict[str, Any] = {}
+                for name, read in readings:
+                    with suppress(nv.NVMLError):
+                        row[name] = read()
+                self.last = row
+                cells = [f"{time.monotonic() - self._started:.2f}"]
+                file.write(",".join(cells + [str(row.get(n, "")) for n, _ in readings]) + "\n")
+                file.flush()
+
+    def wait_for_memory(self, start_mib: float | None, limit_s: float) -> bool:
+        """Wait until the GPU's memory is back near `start_mib`; False when it did not get there."""
+        deadline = time.monotonic() + limit_s
+        while start_mib is not None and self.is_alive():
+            used = self.last.get("mem_used_mib")
+            if used is None or used <= start_mib + 512:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(PERIOD_S)
+        return True
+
+    def stop(self) -> None:
+        self._halt.set()
+        if self.is_alive():
+            self.join(2.0)
