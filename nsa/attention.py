@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nsa import dispatch, select
 from nsa.blocks import num_compressed
+from nsa.cache import NSACache
 from nsa.config import check_blocks
 from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
@@ -327,3 +328,32 @@ def nsa_attention(
         return out
     routes = {decision.branch.value: decision.route.value for decision in taken}
     return out, {"block_indices": block_indices, "lse": lse, "routes": routes}
+
+
+def nsa_decode(
+    q: Tensor, cache: NSACache, window: tuple[Tensor, Tensor] | None, gates: Tensor, *,
+    softmax_scale: float | None = None, backend: str | None = None, flags: Flags | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend from the cache's T newest tokens: out [B, T, HQ, Dv], block_indices [B, T, G, n_sel].
+
+    q [B, T, HQ, Dk], gates [B, T, HQ, 3]; the tokens are in the cache already. window: what
+    cache.window_with gave before they were appended, needed for T > cache.max_step.
+    One fused Triton step where policy allows and T <= cache.max_step, else nsa_attention on views
+    of the cache.
+    """
+    c, T = cache.config, q.shape[1]
+    flags = dispatch.resolve_flags(flags, q)
+    sizes = dict(
+        l=c.l, d=c.d, l_sel=c.l_sel, n_sel=c.n_sel, n_init=c.n_init, n_local=c.n_local, window=c.w
+    )
+    args = dict(
+        q=q, k=cache.k_sel, v=cache.v_sel, cache=cache, window=window, gates=gates, sizes=sizes,
+        softmax_scale=_scale(softmax_scale, q), backend=backend,
+    )  # fmt: skip
+    route = dispatch.parse_backend(backend)
+    prefill = T > cache.max_step  # many tokens at once are work for the prefill kernels
+    if prefill or route not in (None, Route.TRITON):
+        from nsa.rungs import decode_composed
+
+        return decode_composed(args, flags)
+    return dispatch.run(Branch.STEP, args, flags, backend, key_len=cache.length)[0]

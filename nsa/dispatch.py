@@ -27,6 +27,7 @@ class Branch(str, enum.Enum):
     COMPRESSED = "compressed"
     SLIDING = "sliding"
     BLOCKS = "blocks"  # the choice of blocks, which has no gradient
+    STEP = "step"  # one fused decode step; its reference is nsa_attention on views of the cache
 
 
 class Route(str, enum.Enum):
@@ -42,6 +43,7 @@ LADDER: dict[Branch, tuple[Route, ...]] = {
     Branch.COMPRESSED: (Route.FA2, Route.TRITON, Route.SDPA, Route.REFERENCE),
     Branch.SLIDING: (Route.FA2, Route.TRITON, Route.SDPA, Route.REFERENCE),
     Branch.BLOCKS: (Route.TRITON, Route.REFERENCE),
+    Branch.STEP: (Route.TRITON, Route.REFERENCE),
 }
 
 REASONS: dict[str, str] = {
@@ -57,7 +59,7 @@ REASONS: dict[str, str] = {
     "head_dim": "the head dimensions are not supported",
     "below_min_L": "the selected length is below NSA_SEL_TRITON_MIN_L",
     "below_min_len": "the key length is below NSA_FA2_MIN_LEN_*",
-    "needs_grad": "a gradient is needed and NSA_SEL_TRITON_ALLOW_GRAD is off",
+    "needs_grad": "a gradient is needed; NSA_SEL_TRITON_ALLOW_GRAD is off or there is no backward",
     "unsupported": "this combination of arguments has no kernel on this route",
     "launch_error": "the kernel failed to compile or launch",
     "wrong_branch": "the route does not serve this branch",
@@ -162,7 +164,7 @@ def _reasons(route: Route, r: Request, flags: Flags, named: bool) -> Iterator[st
         return
     if r.branch is Branch.SELECTED and r.key_len < flags.sel_triton_min_L:
         yield "below_min_L"
-    if r.needs_grad and r.branch is not Branch.BLOCKS and not flags.sel_triton_allow_grad:
+    if r.needs_grad and (r.branch is Branch.STEP or not flags.sel_triton_allow_grad):
         yield "needs_grad"
 
 
@@ -348,8 +350,12 @@ def guarded(
 
 
 _LOG_PREFIX = {
-    Branch.SELECTED: "sel", Branch.COMPRESSED: "cmp", Branch.SLIDING: "win", Branch.BLOCKS: "blocks"
-}  # fmt: skip
+    Branch.SELECTED: "sel",
+    Branch.COMPRESSED: "cmp",
+    Branch.SLIDING: "win",
+    Branch.BLOCKS: "blocks",
+    Branch.STEP: "decode",
+}
 
 
 def _log_fallback(

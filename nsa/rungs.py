@@ -215,6 +215,34 @@ def _blocks_triton(args: Args, flags: Flags) -> Tensor:
     )
 
 
+# ---- one decode step -----------------------------------------------------------------------------
+
+
+def decode_composed(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
+    """nsa_attention on views of the cache: each branch by its own route."""
+    from nsa.attention import nsa_attention
+
+    cache, q = args["cache"], args["q"]
+    window = args["window"] or cache.window(q.shape[1])
+    out, aux = nsa_attention(
+        q, *cache.compressed(), *cache.selectable(), *window, args["gates"],
+        q_start=cache.length - q.shape[1], softmax_scale=args["softmax_scale"],
+        backend=args["backend"], flags=flags, return_aux=True, **args["sizes"],
+    )  # fmt: skip
+    return out, aux["block_indices"]
+
+
+def _step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
+    from nsa.kernels.decode import nsa_decode_triton
+
+    cache = args["cache"]
+    return nsa_decode_triton(
+        args["q"].contiguous(), cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
+        cache.v_win, args["gates"].contiguous(), cache.lens, max_len=cache.max_len,
+        softmax_scale=args["softmax_scale"], window_ring=True, return_indices=True, **args["sizes"],
+    )  # fmt: skip
+
+
 RUNGS: dict[Branch, dict[Route, Callable[[Args, Flags], Any]]] = {
     Branch.SELECTED: {
         Route.TRITON: _selected_triton,
@@ -234,4 +262,5 @@ RUNGS: dict[Branch, dict[Route, Callable[[Args, Flags], Any]]] = {
         Route.REFERENCE: _sliding_reference,
     },
     Branch.BLOCKS: {Route.TRITON: _blocks_triton, Route.REFERENCE: _blocks_reference},
+    Branch.STEP: {Route.TRITON: _step_triton, Route.REFERENCE: decode_composed},
 }

@@ -1,0 +1,71 @@
+"""A small NSA language model: embedding, blocks, norm and a head tied to the embedding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsa.cache import NSACache
+from nsa.config import NSAConfig
+from nsa.flags import Flags
+from nsa.module import NSABlock
+
+
+class NSALanguageModel(nn.Module):
+    """Tokens int64 [B, S] -> logits [B, S, vocab_size]; packed [T] with cu_seqlens as well."""
+
+    def __init__(
+        self, config: NSAConfig, vocab_size: int, n_layers: int, *, backend: str | None = None,
+        flags: Flags | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        for name, value in (("vocab_size", vocab_size), ("n_layers", n_layers)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        self.config, self.vocab_size, self.n_layers = config, vocab_size, n_layers
+        self.embedding = nn.Embedding(vocab_size, config.dim)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.blocks = nn.ModuleList(
+            NSABlock(config, backend=backend, flags=flags) for _ in range(n_layers)
+        )
+        self.norm = nn.RMSNorm(config.dim, eps=1e-6)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    def forward(
+        self, tokens: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cu_seqlens, max_seqlen)
+        return self._logits(x)
+
+    @torch.no_grad()
+    def prefill(
+        self, tokens: Tensor, max_len: int | None = None, *, count_reads: bool = False
+    ) -> tuple[Tensor, list[NSACache]]:
+        """Logits [B, S, vocab] of the prompt and one cache per layer.
+
+        max_len: fixed capacity of the caches; None lets them grow.
+        """
+        x = self.embedding(tokens)
+        caches = [
+            block.attention.make_cache(
+                tokens.shape[0], max_len or max(2 * tokens.shape[1], 64), growable=max_len is None,
+                count_reads=count_reads,
+            )  # fmt: skip
+            for block in self.blocks
+        ]
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block.prefill(x, cache)
+        return self._logits(x), caches
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, caches: list[NSACache]) -> Tensor:
+        """Logits [B, T, vocab] of the T newest tokens [B, T]; the caches take them up."""
+        x = self.embedding(tokens)
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block.step(x, cache)
+        return self._logits(x)

@@ -1,0 +1,184 @@
+"""NSAAttention and NSABlock: projections, rotary embedding, gates, and the three ways to run them.
+
+Each branch has its own key and value projections (section 3.3.3). The rotary embedding turns q and
+all keys before compression, so a compressed token is the same whether it came from prefill or from
+decoding.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsa import attention
+from nsa.cache import BranchKV, NSACache
+from nsa.compress import make_compression
+from nsa.config import NSAConfig
+from nsa.flags import Flags
+
+
+def rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Turn the pair (x[i], x[i + D/2]) of every head by positions * base^(-2i/D).
+
+    x [.., S, H, D], positions [S]. Angles in fp64: fp32 ones are off by 0.01 at position 100k.
+    """
+    half = x.shape[-1] // 2
+    exponent = torch.arange(half, device=x.device, dtype=torch.float64) / half
+    angle = positions.double()[:, None] * base**-exponent
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = angle.cos().to(wide)[:, None], angle.sin().to(wide)[:, None]  # [S, 1, D/2]
+    a, b = x.to(wide).chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class GateMLP(nn.Module):
+    """Gates in (0, 1) per head and branch from the token: x [.., dim] -> [.., HQ, 3]."""
+
+    def __init__(self, dim: int, heads: int, hidden: int | None = None) -> None:
+        super().__init__()
+        self.heads = heads
+        self.inner = nn.Linear(dim, hidden or max(heads, dim // 4))
+        self.outer = nn.Linear(hidden or max(heads, dim // 4), heads * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(F.silu(self.inner(x))).sigmoid().unflatten(-1, (self.heads, 3))
+
+
+class NSAAttention(nn.Module):
+    """Native Sparse Attention layer (arXiv 2502.11089, section 3): [B, S, dim] -> [B, S, dim].
+
+    flags and backend are passed to nsa_attention; None follows the environment.
+    """
+
+    def __init__(
+        self, config: NSAConfig, *, backend: str | None = None, flags: Flags | None = None
+    ) -> None:
+        super().__init__()
+        c = self.config = config
+        self.backend, self.flags = backend, flags
+        self.q = nn.Linear(c.dim, c.heads * c.d_k, bias=False)
+        self.k = nn.Linear(c.dim, 3 * c.groups * c.d_k, bias=False)  # cmp, sel, win
+        self.v = nn.Linear(c.dim, 3 * c.groups * c.d_v, bias=False)
+        self.out = nn.Linear(c.heads * c.d_v, c.dim, bias=False)
+        self.gate = GateMLP(c.dim, c.heads)
+        self.phi_k = make_compression(c.phi, c.d_k, c.l, c.d)
+        self.phi_v = make_compression(c.phi, c.d_v, c.l, c.d)
+
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, BranchKV]:
+        """q [.., S, HQ, Dk] and the raw keys and values of the three branches."""
+        c = self.config
+        q = rotary(self.q(x).unflatten(-1, (c.heads, c.d_k)), positions, c.rope_base)
+        k = rotary(self.k(x).unflatten(-1, (3 * c.groups, c.d_k)), positions, c.rope_base)
+        v = self.v(x).unflatten(-1, (3 * c.groups, c.d_v))
+        (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = k.chunk(3, dim=-2), v.chunk(3, dim=-2)
+        return q, BranchKV(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+
+    def _sizes(self) -> dict[str, int]:
+        c = self.config
+        return dict(
+            l=c.l, d=c.d, l_sel=c.l_sel, n_sel=c.n_sel, n_init=c.n_init, n_local=c.n_local,
+            window=c.w,
+        )  # fmt: skip
+
+    def _check(self, x: Tensor, ndim: int) -> None:
+        if x.ndim != ndim or x.shape[-1] != self.config.dim:
+            lead = "[B, S, dim]" if ndim == 3 else "[T, dim]"
+            raise ValueError(f"x must be {lead} with dim={self.config.dim}, got {list(x.shape)}")
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
+        """Attend within x [B, S, dim], or within each sequence of packed x [T, dim]."""
+        self._check(x, 3 if cu_seqlens is None else 2)
+        positions = torch.arange(x.shape[-2], device=x.device)
+        if cu_seqlens is not None:
+            lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+            starts = cu_seqlens[:-1].long().repeat_interleave(lengths, output_size=x.shape[0])
+            positions = positions - starts
+        q, kv = self._project(x, positions)
+        out = attention.nsa_attention(
+            q, self.phi_k(kv.k_cmp, cu_seqlens), self.phi_v(kv.v_cmp, cu_seqlens), kv.k_sel,
+            kv.v_sel, kv.k_win, kv.v_win, self.gate(x), cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen, backend=self.backend, flags=self.flags, **self._sizes(),
+        )  # fmt: skip
+        return self.out(out.flatten(-2))
+
+    def make_cache(self, batch: int, max_len: int, **kwargs) -> NSACache:
+        """An empty cache for this layer on its device; kwargs as for NSACache."""
+        weight = self.q.weight
+        dtype = weight.dtype
+        if torch.is_autocast_enabled(weight.device.type):
+            dtype = torch.get_autocast_dtype(weight.device.type)
+        kwargs = {"device": weight.device, "dtype": dtype, **kwargs}
+        return NSACache(self.config, batch, max_len, **kwargs)
+
+    def prefill(self, x: Tensor, cache: NSACache) -> Tensor:
+        """Attend within x [B, S, dim] and fill the empty cache with it."""
+        if cache.length:
+            raise ValueError(f"cache must be empty for prefill, it holds {cache.length} tokens")
+        return self.step(x, cache)
+
+    @torch.no_grad()
+    def step(self, x: Tensor, cache: NSACache) -> Tensor:
+        """Append the T >= 1 newest tokens x [B, T, dim] to the cache and attend from them."""
+        self._check(x, 3)
+        if x.shape[1] == 0:
+            return x.clone()
+        start = cache.length
+        q, kv = self._project(x, torch.arange(start, start + x.shape[1], device=x.device))
+        gates = self.gate(x)
+        # The ring keeps enough for max_step queries; more of them need the keys before they go.
+        many = x.shape[1] > cache.max_step
+        window = cache.window_with(kv.k_win, kv.v_win) if many else None
+        cache.append(kv, self.phi_k, self.phi_v)
+        out, blocks = attention.nsa_decode(
+            q, cache, window, gates, backend=self.backend, flags=self.flags
+        )
+        if cache.count_reads:
+            cache.record_reads(blocks)
+        return self.out(out.flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """W_down(silu(W_gate x) * W_up x), hidden width 8/3 dim rounded up to a multiple of 32."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        hidden = -(-8 * dim // 3 // 32) * 32
+        self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class NSABlock(nn.Module):
+    """LLaMA-style block: x + NSA(RMSNorm(x)), then x + SwiGLU(RMSNorm(x))."""
+
+    def __init__(
+        self, config: NSAConfig, *, backend: str | None = None, flags: Flags | None = None
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.attention = NSAAttention(config, backend=backend, flags=flags)
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.mlp = SwiGLU(config.dim)
+
+    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x))
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
+        return self._finish(x, self.attention(self.attention_norm(x), cu_seqlens, max_seqlen))
+
+    @torch.no_grad()
+    def prefill(self, x: Tensor, cache: NSACache) -> Tensor:
+        return self._finish(x, self.attention.prefill(self.attention_norm(x), cache))
+
+    @torch.no_grad()
+    def step(self, x: Tensor, cache: NSACache) -> Tensor:
+        return self._finish(x, self.attention.step(self.attention_norm(x), cache))
