@@ -137,8 +137,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def search(
-    case: Case, n_sel: int, *, all_rows: bool = False, select: Callable[..., Tensor] = select_blocks,
-    backend: str | None = None,
+    case: Case, n_sel: int, *, all_rows: bool = False,
+    select: Callable[..., Tensor] = select_blocks, backend: str | None = None,
 ) -> Result:  # fmt: skip
     """Select blocks, attend to them, and compare with dense attention.
 

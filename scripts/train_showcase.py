@@ -23,6 +23,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,8 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.records import emit
-from nsa import launches
+from nsa import dispatch, launches
 from nsa.config import NSAConfig
+from nsa.flags import Flags
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
 
@@ -61,7 +63,7 @@ PRESETS = {
     # has more candidates than it may take.
     "cpu": Preset(
         NSAConfig(dim=64, heads=4, groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=4, w=32),
-        layers=2, steps=60, seq=128, batch=4, lr=6e-3, val_windows=8,
+        layers=2, steps=200, seq=128, batch=4, lr=6e-3, val_windows=8,
     ),
     # The paper's block sizes; 2048 tokens are 32 selection blocks for 16 choices.
     "cuda": Preset(
@@ -204,6 +206,8 @@ class Run:
     steps_per_s: float | None
     tokens_per_s: float | None
     launches: dict[str, int]
+    routes: dict[str, int]
+    fallbacks: dict[str, int]
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -238,11 +242,12 @@ def held_out_loss(model: NSALanguageModel, batches: list[Tensor]) -> float:
 def train(
     preset: Preset, train_text: Tensor, val_text: Tensor, device: torch.device, seed: int,
     log_every: int = 10, progress: Callable[[int, str], None] = lambda _done, _text: None,
+    flags: Flags | None = None,
 ) -> Run:  # fmt: skip
     """Train for preset.steps steps; losses stay on the device between two log points."""
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed)
-    model = NSALanguageModel(preset.config, vocab_size=VOCAB, n_layers=preset.layers).to(device)
+    model = NSALanguageModel(preset.config, VOCAB, preset.layers, flags=flags).to(device)
     decay = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -258,7 +263,7 @@ def train(
     pending: list[tuple[int, float, Tensor, Tensor]] = []
     first_step_s, timed_steps, timed_s = 0.0, 0, 0.0
     model.train()
-    with launches.recording() as launched:
+    with launches.recording() as launched, dispatch.trace() as taken:
         started = time.perf_counter()
         for step in range(preset.steps):
             lr = learning_rate(step, preset.steps, preset.lr)
@@ -299,6 +304,8 @@ def train(
     return Run(
         model, rows, norms, first_step_s, steps_per_s,
         steps_per_s and steps_per_s * preset.batch * preset.seq, dict(launched),
+        Counter(f"{d.branch.value}/{d.route.value}" for d in taken),
+        Counter(f"{d.branch.value}/{r.value}: {why}" for d in taken for r, why in d.rejected),
     )  # fmt: skip
 
 
@@ -368,12 +375,23 @@ def probe_model(
     return probe, causality_probe(leaky, tokens, positions, tolerance)
 
 
+def training_flags(device: torch.device) -> Flags:
+    """This process's flags; on a GPU the Triton kernels and their backward are on unless the
+    environment decides otherwise."""
+    flags = dispatch.resolve_flags(None, torch.empty(0, device=device))
+    if device.type != "cuda":
+        return flags
+    wanted = {"use_triton_sel": True, "sel_triton_allow_grad": True, "sel_triton_min_L": 1}
+    free = {k: v for k, v in wanted.items() if not flags.sources.get(k, "").startswith("env")}
+    return replace(flags, **free)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, help="default: 60 on CPU, 300 on a GPU")
+    parser.add_argument("--steps", type=int, help="default: 200 on CPU, 300 on a GPU")
     parser.add_argument("--seq", type=int, help="tokens per sequence (128 on CPU, 2048 on a GPU)")
     parser.add_argument("--batch", type=int, help="sequences per step (4 on CPU, 8 on a GPU)")
     parser.add_argument("--lr", type=float, help="peak learning rate")
@@ -401,7 +419,10 @@ def main(argv: list[str] | None = None) -> int:
         print(text, flush=True)
         emit("progress", {"done": done, "total": preset.steps, "text": text})
 
-    run = train(preset, train_text, val_text, device, args.seed, progress=progress)
+    run = train(
+        preset, train_text, val_text, device, args.seed, progress=progress,
+        flags=training_flags(device),
+    )  # fmt: skip
     for path in write_curve(run.rows, run.grad_norms, args.out):
         emit("artifact", {"path": str(path)})
     if args.save:
@@ -426,7 +447,11 @@ def main(argv: list[str] | None = None) -> int:
     sample = val_text[None, : preset.seq].to(device)
     for layer, row in enumerate(gate_statistics(run.model, sample)):
         metrics += [(f"gate/layer{layer}/{name}", value, "1") for name, value in row.items()]
+    metrics += [(f"routes/{name}", n, "1") for name, n in sorted(run.routes.items())]
     metrics += [(f"launches/{name}", n, "1") for name, n in sorted(run.launches.items())]
+    if run.fallbacks and device.type == "cuda":
+        text = "; ".join(f"{name} ({n} times)" for name, n in sorted(run.fallbacks.items()))
+        emit("note", {"level": "warn", "text": f"routes passed over in training: {text}"})
     for name, value, unit in metrics:
         value = value if value is not None and math.isfinite(value) else None
         emit("metric", {"name": name, "value": value, "unit": unit})

@@ -85,7 +85,7 @@ def good_run(losses=(5.5, 4.0, 3.0)):
         {"step": i, "loss": x, "val_loss": None, "lr": 1e-3, "tokens_per_s": None}
         for i, x in enumerate(losses)
     ]
-    return ts.Run(None, rows, [1.0] * len(rows), 0.1, 1.0, 1.0, {})
+    return ts.Run(None, rows, [1.0] * len(rows), 0.1, 1.0, 1.0, {}, {}, {})
 
 
 CLEAN = ts.Probe(0.0, 1.0, 1e-3, (3,))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nsa import attention
 from nsa.flags import Flags
 from nsa.generate import load_checkpoint, save_checkpoint
 from nsa.model import NSALanguageModel
@@ -85,5 +86,74 @@ def test_untrained_model_fails_the_fall_check(text):
     assert [name for name, passed, _ in checks if not passed] == ["loss_fell"]
 
 
-def gpu_flags() -> Flags:
-    return Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
+# A leak in each branch and in the choice of blocks, as a kernel bug would make it.
+LEAKS = {
+    "window": ("sliding_attention", lambda f: lambda q, k, v, **kw: f(q, k.roll(-1, 1), v, **kw)),
+    "selected": (
+        "selection_attention",
+        lambda f: lambda q, k, v, b, **kw: f(q, k, v.roll(-1, 1), b, **kw),
+    ),
+    "compressed": (
+        "compressed_attention",
+        lambda f: lambda q, k, v, **kw: f(q, k, v.roll(-1, 1), **kw),
+    ),
+    "choice_of_blocks": (
+        "select_blocks",
+        lambda f: lambda q, k, lse, **kw: f(q.roll(-1, 1), k, None, **kw),
+    ),
+}
+
+
+@pytest.mark.parametrize("branch", LEAKS)
+def test_trained_model_with_a_leaking_branch_is_caught(branch, run, text, monkeypatch):
+    name, leaky = LEAKS[branch]
+    monkeypatch.setattr(attention, name, leaky(getattr(attention, name)))
+    assert ts.probe_model(run.model, TINY, text[1], CPU)[0].leaks
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+TRITON = Flags(
+    use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1, triton_sel_force=True
+)
+SMALL = replace(ts.PRESETS["cuda"], layers=2, steps=30, seq=1024, batch=2, val_windows=4)
+
+
+@pytest.fixture(scope="module")
+def gpu_run():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return ts.train(SMALL, *ts.load_corpus(), torch.device("cuda"), seed=0, flags=TRITON)
+
+
+def test_train_gpu_runs_the_triton_kernels_and_learns(gpu_run):
+    losses = [row["loss"] for row in gpu_run.rows]
+    assert all(math.isfinite(x) for x in losses + gpu_run.grad_norms)
+    assert losses[-1] < losses[0] - 1.0
+    taken = {name.split("/")[1] for name in gpu_run.routes}
+    assert taken == {"triton"}, f"{gpu_run.routes} {gpu_run.fallbacks}"
+    assert sum(gpu_run.launches.values()) >= sum(gpu_run.routes.values()), gpu_run.launches
+
+
+def test_train_gpu_model_does_not_see_the_future(gpu_run, text, cuda):
+    probe, selftest = ts.probe_model(gpu_run.model, SMALL, text[1], cuda)
+    assert not probe.leaks and not probe.blind, probe
+    assert selftest.leaks
+
+
+def test_train_gpu_loss_and_gradients_agree_with_the_reference_route(text, cuda):
+    batch = ts.windows(text[0], torch.tensor([0, 700]), 512).to(cuda)
+    seen = {}
+    for backend in ("triton", "reference"):
+        torch.manual_seed(0)
+        model = NSALanguageModel(SMALL.config, ts.VOCAB, 2, backend=backend, flags=TRITON).to(cuda)
+        grads = gradients(model, batch)
+        assert_live(grads)
+        with torch.no_grad():
+            seen[backend] = (ts.next_byte_loss(model, batch).item(), grads)
+    (fast, fast_grads), (slow, slow_grads) = seen["triton"], seen["reference"]
+    assert abs(fast - slow) < 0.01
+    # A near tie may choose other blocks in bf16, so directions are compared, not elements.
+    for name, grad in fast_grads.items():
+        cosine = torch.cosine_similarity(grad.flatten(), slow_grads[name].flatten(), dim=0)
+        assert cosine > 0.98, f"{name}: cosine {cosine.item():.4f}"
