@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,11 +28,18 @@ def plain(text: str) -> str:
 class StageLog:
     """Keeps the head and the tail of an endless output. Bytes in, lines on disk."""
 
-    def __init__(self, path: Path, redactor: Redactor, cap_bytes: int = LOG_CAP_BYTES) -> None:
+    def __init__(
+        self,
+        path: Path,
+        redactor: Redactor,
+        cap_bytes: int = LOG_CAP_BYTES,
+        echo: Callable[[str], None] | None = None,
+    ) -> None:
         self.path = path
         self.lost_to_disk = 0
         self.recent: deque[str] = deque(maxlen=300)
-        self._redactor = redactor
+        self._redactor, self._echo = redactor, echo
+        self._pem_lines = 0  # lines that may still belong to a PEM block
         self._head_left = cap_bytes // 2
         self._tail: deque[str] = deque()
         self._tail_bytes = 0
@@ -78,7 +86,14 @@ class StageLog:
         self._write_line(plain(line))
 
     def _write_line(self, line: str) -> None:
+        if self._pem_lines:  # the body of a key has no shape of its own
+            self._pem_lines = 0 if "-----END " in line else self._pem_lines - 1
+            return
+        if "-----BEGIN " in line and "-----END " not in line:
+            self._pem_lines = 200
         self.recent.append(line)
+        if self._echo:
+            self._echo(self._redactor.text(line))
         size = len(line) + 1
         if self._head_left > 0:
             self._head_left -= size

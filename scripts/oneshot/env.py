@@ -26,7 +26,8 @@ _SMI_FIELDS = {
     "pcie_gen": "pcie.link.gen.current", "pcie_gen_max": "pcie.link.gen.max",
     "pcie_width": "pcie.link.width.current", "pcie_width_max": "pcie.link.width.max",
     "ecc": "ecc.mode.current", "mig": "mig.mode.current", "temp_c": "temperature.gpu",
-    "persistence": "persistence_mode", "sm_mhz_max": "clocks.max.sm", "mem_mhz_max": "clocks.max.mem",
+    "persistence": "persistence_mode", "sm_mhz_max": "clocks.max.sm",
+    "mem_mhz_max": "clocks.max.mem",
 }  # fmt: skip
 
 

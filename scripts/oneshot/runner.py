@@ -371,8 +371,7 @@ class Run:
         self.progress.tick(elapsed, limit, rows)
 
     def _echo(self, text: str) -> None:
-        for line in text.splitlines():
-            self.progress.line("  | " + self.redactor.text(plain(line)))
+        self.progress.line("  | " + text)
 
     # -------------------------------------------------------------- resume
 
@@ -469,11 +468,11 @@ class Run:
         self.journal.close()
         data = self.save()
         self.write("report.md", short_report(data))
+        self.ballast.drop()
         outcome = self._redact(None)
         data = self.save()
         self._render(2.0 if hurried else 90.0)
         outcome = self._redact(outcome)
-        self.ballast.drop()
         data = self.save(bundles.inventory(self.folder))
         code = data["verdict"]["exit_code"]
         packed = None

@@ -168,7 +168,7 @@ class _Child:
 
     def __init__(self, context: Context, stage: Stage, attempt: int, timeout_s: float) -> None:
         self.context, self.stage, self.timeout_s = context, stage, timeout_s
-        self.log = StageLog(context.out / stage.log_path, context.redactor)
+        self.log = StageLog(context.out / stage.log_path, context.redactor, echo=context.echo)
         self.channel = _Channel(context, stage)
         self.abandoned = False
         self.hurried = False
@@ -220,8 +220,6 @@ class _Child:
                 self.channel.feed(data)
             else:
                 self.log.feed(data)
-                if self.context.echo:
-                    self.context.echo(data.decode("utf-8", "replace"))
         now = self.context.clock()
         if now >= self._next_look:
             self._next_look = now + 1.0

@@ -1,0 +1,103 @@
+"""A sample of the key ranges that selection makes, one JSON line per query and group.
+
+    python scripts/print_selection_ranges.py                      # to stdout
+    python scripts/print_selection_ranges.py --out sel_ranges.jsonl --S 4096
+
+Each line: {"t", "group", "ranges": [[start, end], ...], "tokens", "expected_max"}. Every range is
+checked on the way: sorted, disjoint, not empty, not after the query, holding the query itself. Exit
+code 1 when one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+import torch
+
+from bench.records import emit
+from nsa import oracle
+from nsa.attention import select_blocks
+from nsa.compress import mean_pool
+from nsa.select import blocks_to_ranges
+
+
+def wrong(ranges: list[list[int]], t: int, l_sel: int, n_sel: int) -> str | None:
+    """What is wrong with the ranges of query `t`, or None."""
+    if any(start >= end for start, end in ranges):
+        return "an empty or inverted range"
+    if any(a[1] >= b[0] for a, b in zip(ranges, ranges[1:], strict=False)):
+        return "ranges that touch or overlap or are not sorted"
+    if any(start < 0 or end > t + 1 for start, end in ranges):
+        return "a range after the query"
+    if not any(start <= t < end for start, end in ranges):
+        return "the query's own token is missing"
+    if sum(end - start for start, end in ranges) > l_sel * n_sel:
+        return "more tokens than n_sel blocks hold"
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--S", type=int, default=1024, help="tokens")
+    parser.add_argument("--queries", type=int, default=16, help="queries shown, evenly spread")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--dk", type=int, default=64)
+    parser.add_argument("--l", type=int, default=32)
+    parser.add_argument("--d", type=int, default=16)
+    parser.add_argument("--l_sel", type=int, default=64)
+    parser.add_argument("--n_sel", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, metavar="PATH", help="default: stdout")
+    args = parser.parse_args(argv)
+    if args.S < 1 or args.queries < 1:
+        parser.error(f"--S and --queries must be at least 1, got {args.S} and {args.queries}")
+
+    generator = torch.Generator().manual_seed(args.seed)
+    q = torch.randn(1, args.S, args.heads, args.dk, generator=generator).to(args.device)
+    k = torch.randn(1, args.S, args.groups, args.dk, generator=generator).to(args.device)
+    blocks = select_blocks(
+        q, mean_pool(k, args.l, args.d), l=args.l, d=args.d, l_sel=args.l_sel, n_sel=args.n_sel
+    )
+    positions = torch.arange(args.S, device=args.device)
+    ranges = blocks_to_ranges(blocks, args.l_sel, positions).cpu()
+    expected = oracle.blocks_to_ranges(blocks.cpu(), args.l_sel)
+
+    step = max(1, args.S // args.queries)
+    lines, problems = [], 0
+    for t in [*range(step - 1, args.S, step)]:
+        for g in range(args.groups):
+            rows = [[int(a), int(b)] for a, b in ranges[0, t, g] if b > a]
+            own = [[int(a), int(b)] for a, b in expected[0, t, g] if b > a]
+            problem = wrong(rows, t, args.l_sel, args.n_sel)
+            if problem is None and rows != own:
+                problem = f"the oracle makes {own} of the same blocks"
+            if problem:
+                problems += 1
+                print(f"t={t} group={g}: {problem}: {rows}", file=sys.stderr)
+            lines.append(json.dumps({
+                "t": t, "group": g, "ranges": rows, "tokens": sum(b - a for a, b in rows),
+                "expected_max": min(t + 1, args.l_sel * args.n_sel),
+            }))  # fmt: skip
+    text = "\n".join(lines) + "\n"
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text)
+        emit("artifact", {"path": args.out.name})
+        print(f"{len(lines)} rows, {problems} wrong, in {args.out.name}")
+    else:
+        print(text, end="")
+    emit("metric", {"name": "selection_ranges_checked", "value": len(lines), "unit": "rows"})
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
