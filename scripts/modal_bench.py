@@ -27,6 +27,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+REDACTION_FAILED = 6  # the runner's exit code for a bundle that must not leave its machine
 REMOTE_ROOT = "/repo"
 RUNNER = ("bash", "scripts/runner_oneshot.sh")
 NOT_COPIED = [".venv*", ".deps", "artifacts/*/**", "**/__pycache__", ".pytest_cache", ".ruff_cache"]
@@ -36,12 +37,12 @@ def run_report(root: Path, profile: str) -> dict[str, Any]:
     """Run the runner in `root` and return {"exit_code", "name", "archive"}.
 
     archive is the bundle folder as a .tgz (bytes), or None with "name" None when the runner left no
-    bundle.json behind; the runner's own exit code is kept either way.
+    bundle.json behind or could not redact it; the runner's own exit code is kept either way.
     """
     with tempfile.TemporaryDirectory() as out:
         code = subprocess.run([*RUNNER, out, "--profile", profile], cwd=root).returncode
         bundles = [p for p in Path(out).rglob("bundle.json") if "prev" not in p.parts]
-        if not bundles:
+        if not bundles or code == REDACTION_FAILED:
             return {"exit_code": code, "name": None, "archive": None}
         folder = max(bundles, key=lambda p: p.stat().st_mtime).parent
         buffer = io.BytesIO()
@@ -213,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
             result = run_on_modal(args.gpu, args.profile, args.timeout)
         code = result["exit_code"]
         if result["archive"] is None:
-            print(f"the runner left no bundle (its exit code: {code})", file=sys.stderr)
+            print(f"the runner left no bundle to share (its exit code: {code})", file=sys.stderr)
             return 4
         (args.out / f"{result['name']}.tgz").write_bytes(result["archive"])
         with tarfile.open(fileobj=io.BytesIO(result["archive"])) as tar:
