@@ -4,13 +4,15 @@
     python -m nsa.generate showcase.pt --temperature 0.8 --top_k 40 --seed 1
 
 Without --temperature the most likely byte is taken each time. Text goes to stdout, the rates to
-stderr. Exit code: 0, or 2 for a usage error.
+stderr. On a GPU it runs under bf16 autocast, and the NSA_* flags choose the kernels
+(NSA_USE_TRITON_SEL=1). Exit code: 0, or 2 for a usage error.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import pickle
 import sys
 import time
 from dataclasses import dataclass
@@ -47,9 +49,7 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> NSA
     """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as e:  # torch raises several types for a foreign file; the text says which
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
         raise ValueError(f"checkpoint {path} cannot be read: {e}") from e
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
     if found != FORMAT:
@@ -147,15 +147,17 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         model = load_checkpoint(args.checkpoint, args.device)
-        prompt = torch.tensor([list(args.prompt.encode())], dtype=torch.long, device=args.device)
-        result = generate(
-            model,
-            prompt.view(1, -1),
-            args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            seed=args.seed,
-        )
+        text = args.prompt.encode()
+        prompt = torch.tensor(list(text), dtype=torch.long, device=args.device).view(1, len(text))
+        with torch.autocast("cuda", torch.bfloat16, enabled=prompt.is_cuda):
+            result = generate(
+                model,
+                prompt,
+                args.max_new_tokens,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                seed=args.seed,
+            )
     except (OSError, ValueError) as e:
         parser.error(str(e))
     print(bytes(result.tokens[0].tolist()).decode("utf-8", errors="replace"))

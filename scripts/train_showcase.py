@@ -11,7 +11,8 @@ after t must change no output up to t), and the same probe on a copy with a plan
 must find.
 
 Writes train.csv (step,loss,val_loss,lr,tokens_per_s) and train.jsonl into --out. Exit code: 0 all
-checks hold, 1 the loss is not finite or did not fall or the probe found a leak, 2 a usage error.
+checks hold, 1 the loss is not finite or did not fall or the probe found a leak, 2 a usage error,
+3 no such device.
 """
 
 from __future__ import annotations
@@ -309,22 +310,25 @@ def train(
     )  # fmt: skip
 
 
-def write_curve(rows: list[dict], grad_norms: list[float], out: Path) -> tuple[Path, Path]:
-    """train.csv (empty cell for a value not measured or not finite) and train.jsonl with norms."""
+def write_curve(
+    rows: list[dict], grad_norms: list[float], csv_path: Path, jsonl_path: Path
+) -> tuple[Path, Path]:
+    """The curve as CSV (an empty cell for what was not measured or not finite) and, with the
+    gradient norms, as JSON lines."""
     clean = [
         {k: v if isinstance(v, int) or (v is not None and math.isfinite(v)) else None
          for k, v in row.items()}
         for row in rows
     ]  # fmt: skip
-    with (out / "train.csv").open("w", newline="") as f:
+    with csv_path.open("w", newline="") as f:
         writer = csv.DictWriter(f, CSV_FIELDS)
         writer.writeheader()
         writer.writerows(clean)
-    with (out / "train.jsonl").open("w") as f:
+    with jsonl_path.open("w") as f:
         for row, norm in zip(clean, grad_norms, strict=True):
             grad_norm = norm if math.isfinite(norm) else None
             f.write(json.dumps({**row, "grad_norm": grad_norm}, allow_nan=False) + "\n")
-    return out / "train.csv", out / "train.jsonl"
+    return csv_path, jsonl_path
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -397,6 +401,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("artifacts/showcase"), metavar="DIR")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="default: DIR/train.csv")
     parser.add_argument("--save", type=Path, metavar="FILE", help="save the trained model here")
     return parser
 
@@ -407,13 +412,22 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(args.device)
     if device.type not in PRESETS:
         parser.error(f"--device must be cpu or cuda, got {args.device!r}")
-    given = {k: getattr(args, k) for k in ("steps", "seq", "batch", "lr") if getattr(args, k)}
+    if device.type == "cuda" and not torch.cuda.is_available():
+        emit("note", {"level": "warn", "text": "no CUDA device"})
+        print("no CUDA device", file=sys.stderr)
+        return 3
+    names = ("steps", "seq", "batch", "lr")
+    given = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
     preset = replace(PRESETS[device.type], **given)
-    shortest = 2 * preset.config.l_sel
-    if preset.steps < 1 or preset.batch < 1 or preset.seq < shortest:
-        parser.error(f"--steps and --batch must be at least 1, --seq at least {shortest}")
-    args.out.mkdir(parents=True, exist_ok=True)
     train_text, val_text = load_corpus()
+    shortest, longest = 2 * preset.config.l_sel, len(val_text) - 2
+    if preset.steps < 1 or preset.batch < 1:
+        parser.error(f"--steps and --batch must be at least 1, got {preset.steps}, {preset.batch}")
+    if not shortest <= preset.seq <= longest:
+        parser.error(f"--seq must be {shortest} to {longest}, got {preset.seq}")
+    if not preset.lr > 0:
+        parser.error(f"--lr must be above 0, got {preset.lr}")
+    args.out.mkdir(parents=True, exist_ok=True)
 
     def progress(done: int, text: str) -> None:
         print(text, flush=True)
@@ -423,7 +437,8 @@ def main(argv: list[str] | None = None) -> int:
         preset, train_text, val_text, device, args.seed, progress=progress,
         flags=training_flags(device),
     )  # fmt: skip
-    for path in write_curve(run.rows, run.grad_norms, args.out):
+    curve = args.csv or args.out / "train.csv"
+    for path in write_curve(run.rows, run.grad_norms, curve, args.out / "train.jsonl"):
         emit("artifact", {"path": str(path)})
     if args.save:
         save_checkpoint(args.save, run.model)

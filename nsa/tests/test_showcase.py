@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nsa import attention
 from scripts import train_showcase as ts
 
 CPU = torch.device("cpu")
@@ -111,7 +112,7 @@ def test_each_check_fails_for_its_own_reason(run, probe, selftest, failing):
 def test_curve_files_never_hold_nan(tmp_path):
     run = good_run((5.5, math.inf, 3.0))
     run.grad_norms[2] = math.nan
-    ts.write_curve(run.rows, run.grad_norms, tmp_path)
+    ts.write_curve(run.rows, run.grad_norms, tmp_path / "train.csv", tmp_path / "train.jsonl")
     with (tmp_path / "train.csv").open() as f:
         rows = list(csv.DictReader(f))
     assert tuple(rows[0]) == ("step", "loss", "val_loss", "lr", "tokens_per_s")
@@ -123,3 +124,60 @@ def test_curve_files_never_hold_nan(tmp_path):
     lines = (tmp_path / "train.jsonl").read_text().splitlines()
     parsed = [json.loads(line, parse_constant=refuse) for line in lines]
     assert parsed[2]["grad_norm"] is None and parsed[1]["loss"] is None
+
+
+QUICK = ["--device", "cpu", "--steps", "12", "--seq", "96", "--batch", "2"]
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    rows = []
+    monkeypatch.setattr(ts, "emit", lambda kind, row: rows.append({"kind": kind, **row}))
+    return rows
+
+
+def outcomes(rows):
+    return {r["nodeid"].split("::")[1]: r["outcome"] for r in rows if r["kind"] == "test"}
+
+
+def test_command_line_records_what_the_report_needs(sent, tmp_path, capsys):
+    curve = tmp_path / "curve.csv"
+    assert ts.main([*QUICK, "--out", str(tmp_path), "--csv", str(curve)]) == 0
+    assert set(outcomes(sent).values()) == {"passed"} and len(outcomes(sent)) == 4
+    metrics = {r["name"]: r["value"] for r in sent if r["kind"] == "metric"}
+    assert metrics["loss_last"] < metrics["loss_first"] - 1
+    assert metrics["steps_per_s"] > 0 and metrics["tokens_per_s"] > 0
+    assert 2 < metrics["bigram_cross_entropy"] < metrics["unigram_cross_entropy"] < 4
+    for layer in (0, 1):
+        for branch in ("cmp", "sel", "win"):
+            assert 0 < metrics[f"gate/layer{layer}/{branch}_mean"] < 1
+    assert any(name.startswith("routes/selected/") for name in metrics)
+    written = [r["path"] for r in sent if r["kind"] == "artifact"]
+    assert written == [str(curve), str(tmp_path / "train.jsonl")]
+    assert len(curve.read_text().splitlines()) == 13
+    assert json.dumps(sent, allow_nan=False)
+
+
+def test_command_line_fails_when_the_model_sees_the_future(sent, tmp_path, monkeypatch, capsys):
+    window = attention.sliding_attention
+    monkeypatch.setattr(
+        attention, "sliding_attention", lambda q, k, v, **kw: window(q, k, v.roll(-1, 1), **kw)
+    )
+    assert ts.main([*QUICK, "--out", str(tmp_path)]) == 1
+    failed = {name for name, outcome in outcomes(sent).items() if outcome == "failed"}
+    assert failed == {"no_leak"}
+
+
+@pytest.mark.parametrize(
+    "argv", [["--steps", "0"], ["--batch", "0"], ["--seq", "8"], ["--seq", "100000"], ["--lr", "0"]]
+)
+def test_command_line_refuses_what_it_cannot_run(argv, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        ts.main(["--device", "cpu", "--out", str(tmp_path), *argv])
+    assert stopped.value.code == 2 and argv[0] in capsys.readouterr().err
+
+
+def test_command_line_without_the_device_says_so(sent, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert ts.main(["--device", "cuda", "--out", str(tmp_path)]) == 3
+    assert sent == [{"kind": "note", "level": "warn", "text": "no CUDA device"}]
