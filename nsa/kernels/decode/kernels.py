@@ -330,20 +330,21 @@ def _decode_selected_kernel(
 
 
 @triton.jit
-def _merge(PART_O, PART_M, PART_L, base, stride, begin, end, cols, DV, mask, BLOCK_DV: tl.constexpr):
-    """Softmax-weighted sum of partials begin..end of one row; zero where all are empty."""
-    m_i = float("-inf")
-    for i in tl.range(begin, end):
-        m_i = tl.maximum(m_i, tl.load(PART_M + base + i * stride))
-    m_safe = tl.where(m_i == float("-inf"), 0.0, m_i)
-    total = 0.0
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    for i in tl.range(begin, end):
-        at = base + i * stride
-        weight = tl.math.exp2(tl.load(PART_M + at) - m_safe)
-        total += weight * tl.load(PART_L + at)
-        acc += weight * tl.load(PART_O + at * DV + cols, mask=mask, other=0.0)
-    return acc / tl.where(total > 0, total, 1.0)
+def _merge(
+    PART_O, PART_M, PART_L, base, stride, begin, end, cols, DV, mask, SPLITS: tl.constexpr
+):
+    """Softmax-weighted sum of the partials begin..end of one row; zero where all are empty."""
+    split = begin + tl.arange(0, SPLITS)
+    live = split < end
+    at = base + split * stride
+    m = tl.load(PART_M + at, mask=live, other=float("-inf"))
+    m_all = tl.max(m, 0)
+    weight = tl.math.exp2(m - tl.where(m_all == float("-inf"), 0.0, m_all))
+    total = tl.sum(weight * tl.load(PART_L + at, mask=live, other=0.0), 0)
+    part = tl.load(
+        PART_O + at[:, None] * DV + cols[None, :], mask=live[:, None] & mask[None, :], other=0.0
+    )
+    return tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit
@@ -351,6 +352,7 @@ def _decode_merge_kernel(
     SCAN_O, SCAN_M, SCAN_L, SEL_O, SEL_M, SEL_L, GATES, OUT,
     G, H, T, splits_cmp, splits_all, splits_sel,
     DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SPLITS_CMP: tl.constexpr, SPLITS_WIN: tl.constexpr, SPLITS_SEL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of each branch and add the branches with their gates (Eq. 5)."""
     bg = tl.program_id(0)
@@ -362,13 +364,13 @@ def _decode_merge_kernel(
     mask = cols < DV
     scan = bg.to(tl.int64) * splits_all * ROWS + token * H + head
     o_cmp = _merge(
-        SCAN_O, SCAN_M, SCAN_L, scan, ROWS, 0, splits_cmp, cols, DV, mask, BLOCK_DV
+        SCAN_O, SCAN_M, SCAN_L, scan, ROWS, 0, splits_cmp, cols, DV, mask, SPLITS_CMP
     )
     o_win = _merge(
-        SCAN_O, SCAN_M, SCAN_L, scan, ROWS, splits_cmp, splits_all, cols, DV, mask, BLOCK_DV
+        SCAN_O, SCAN_M, SCAN_L, scan, ROWS, splits_cmp, splits_all, cols, DV, mask, SPLITS_WIN
     )
     chosen = (bg.to(tl.int64) * T + token) * splits_sel * HEADS + head
-    o_sel = _merge(SEL_O, SEL_M, SEL_L, chosen, HEADS, 0, splits_sel, cols, DV, mask, BLOCK_DV)
+    o_sel = _merge(SEL_O, SEL_M, SEL_L, chosen, HEADS, 0, splits_sel, cols, DV, mask, SPLITS_SEL)
     row = (batch.to(tl.int64) * T + token) * (G * H) + group * H + head
     gate = GATES + row * 3
     out = o_cmp * tl.load(gate).to(tl.float32)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.kernels.decode import kernels
-from nsa.kernels.prefill.span_common import dot_precision, pad_dim, split_dim
+from nsa.kernels.tiles import dot_precision, pad_dim, split_dim
 
 
 @functools.cache
@@ -108,9 +108,10 @@ def nsa_decode_triton(
         lens, scan_m, scan_l, pooled, spill, tile_max, scratch, indices, groups, heads, tokens,
         splits_cmp, splits_all, n_tiles, l, d, l_sel, ROWS=rows, HEADS=heads_padded,
         SPLITS=triton.next_power_of_2(splits_cmp), BLOCK_N=block_n, NB=nb,
-        CHUNK=2 if interpret else 16, BLOCKS=blocks, N_SEL=n_sel,
+        CHUNK=2 if interpret else min(triton.next_power_of_2(n_tiles + 1), 64),
+        BLOCKS=blocks, N_SEL=n_sel,
         N_PAD=triton.next_power_of_2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
-        num_warps=4 if blocks <= 4096 else 8, num_stages=1,
+        num_warps=4 if blocks <= 256 else 8, num_stages=1,
     )  # fmt: skip
     launches.bump("_decode_topn_kernel")
     kernels._decode_selected_kernel[(splits_sel, programs, tokens)](
@@ -123,7 +124,9 @@ def nsa_decode_triton(
     kernels._decode_merge_kernel[(programs, tokens * heads)](
         scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens,
         splits_cmp, splits_all, splits_sel, DV=dv, ROWS=rows, HEADS=heads_padded,
-        BLOCK_DV=block_dv, num_warps=1 if block_dv <= 128 else 2,
+        BLOCK_DV=block_dv, SPLITS_CMP=triton.next_power_of_2(splits_cmp),
+        SPLITS_WIN=triton.next_power_of_2(splits_win),
+        SPLITS_SEL=triton.next_power_of_2(splits_sel), num_warps=4,
     )  # fmt: skip
     launches.bump("_decode_merge_kernel")
     return (out, indices) if return_indices else out

@@ -13,13 +13,8 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.prefill.span_common import (
-    arch_of,
-    dot_precision,
-    sequence_bounds,
-    span_hi,
-    split_dim,
-)
+from nsa.kernels.prefill.span_common import sequence_bounds, span_hi
+from nsa.kernels.tiles import arch_of, dot_precision, split_dim
 
 SLAB_BYTES = 128 << 20
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.prefill.span_common import pad_dim
+from nsa.kernels.tiles import pad_dim
 
 
 @triton.jit

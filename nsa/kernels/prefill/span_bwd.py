@@ -18,14 +18,11 @@ from nsa.kernels.prefill.span_common import (
     COMPRESSED,
     SLIDING,
     Span,
-    arch_of,
-    dot_precision,
-    pad_dim,
     sequence_bounds,
     span_hi,
     span_lo,
-    split_dim,
 )
+from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
 
 @triton.jit

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
@@ -61,29 +60,3 @@ def sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN: tl.constexpr):
         k_begin = batch.to(tl.int64) * SK
         k_len = SK
     return q_begin, q_len, k_begin, k_len
-
-
-def split_dim(dim: int) -> tuple[int, int]:
-    """A head size as two powers of two: 192 is 128 + 64, so nothing is padded to 256."""
-    first = 1 << (dim.bit_length() - 1)
-    first = max(first, 16)
-    rest = max(dim - first, 0)
-    second = 0 if rest == 0 else max(triton.next_power_of_2(rest), 16)
-    return first, second
-
-
-def pad_dim(dim: int) -> int:
-    return max(triton.next_power_of_2(dim), 16)
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """fp32 inputs are asked for because of their precision: no TF32."""
-    return "ieee" if dtype == torch.float32 else "tf32"
-
-
-def arch_of(device: torch.device) -> int:
-    """Compute capability as an integer (90 for sm_90); the interpreter gets 90's tiles, smaller."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor

@@ -7,17 +7,8 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.prefill.span_common import (
-    SLIDING,
-    Span,
-    arch_of,
-    dot_precision,
-    pad_dim,
-    sequence_bounds,
-    span_hi,
-    span_lo,
-    split_dim,
-)
+from nsa.kernels.prefill.span_common import SLIDING, Span, sequence_bounds, span_hi, span_lo
+from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
 
 @triton.jit

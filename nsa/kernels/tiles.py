@@ -1,0 +1,34 @@
+"""Tile arithmetic on the host that every kernel package shares."""
+
+from __future__ import annotations
+
+import torch
+
+
+def _pow2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def split_dim(dim: int) -> tuple[int, int]:
+    """A head size as two powers of two: 192 is 128 + 64, so nothing is padded to 256."""
+    first = max(1 << (dim.bit_length() - 1), 16)
+    rest = max(dim - first, 0)
+    return first, 0 if rest == 0 else max(_pow2(rest), 16)
+
+
+def pad_dim(dim: int) -> int:
+    """A head size padded to the power of two that a tensor-core tile can hold."""
+    return max(_pow2(dim), 16)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """fp32 inputs are asked for because of their precision: no TF32."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def arch_of(device: torch.device) -> int:
+    """Compute capability as an integer, 90 for sm_90; 0 means the interpreter (small tiles)."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
