@@ -50,7 +50,8 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> NSA
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
-        raise ValueError(f"checkpoint {path} cannot be read: {e}") from e
+        why = (str(e).splitlines() or ["it ends too early"])[0]
+        raise ValueError(f"checkpoint {path} cannot be read: {why}") from e
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
     if found != FORMAT:
         raise ValueError(f"checkpoint {path} must have format {FORMAT!r}, got {found!r}")
