@@ -49,7 +49,9 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> NSA
     """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
+    except pickle.UnpicklingError as e:  # torch's own text advises to run the file's code
+        raise ValueError(f"checkpoint {path} holds something else than tensors and numbers") from e
+    except (RuntimeError, EOFError) as e:
         why = (str(e).splitlines() or ["it ends too early"])[0]
         raise ValueError(f"checkpoint {path} cannot be read: {why}") from e
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
