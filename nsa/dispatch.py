@@ -394,4 +394,6 @@ def run(
     calls = {
         route: functools.partial(call, args, flags) for route, call in rungs.RUNGS[branch].items()
     }
-    return guarded(request, calls, flags, backend)
+    # Autocast would turn the fp32 scores of the PyTorch rungs into bf16; inputs decide the dtype.
+    with torch.autocast(q.device.type, enabled=False):
+        return guarded(request, calls, flags, backend)

@@ -1,0 +1,114 @@
+"""Do block counts, overlaps and read counts match counting by hand?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa import blocks, oracle
+from nsa.config import NSAConfig, check_blocks
+
+SIZES = [(32, 16, 64), (8, 4, 8), (8, 8, 16), (4, 2, 12), (6, 3, 3), (16, 4, 8), (1, 1, 1)]
+
+
+@pytest.mark.parametrize(("l", "d", "l_sel"), SIZES)
+def test_counts(l, d, l_sel):
+    for S in range(0, 3 * l + 2 * l_sel):
+        starts = [i for i in range(0, S + 1, d) if i + l <= S]
+        assert blocks.num_compressed(S, l, d) == len(starts)
+        assert blocks.visible_compressed(S, l, d) == oracle.visible_count(S, l, d)
+        assert blocks.num_sel_blocks(S, l_sel) == len(range(0, S, l_sel))
+    S = torch.arange(0, 3 * l)
+    assert blocks.num_compressed(S, l, d).tolist() == [
+        blocks.num_compressed(s, l, d) for s in range(3 * l)
+    ]
+
+
+@pytest.mark.parametrize(("l", "d", "l_sel"), SIZES)
+def test_overlap_counts_tokens(l, d, l_sel):
+    S = 3 * l + 2 * l_sel + 1
+    n_cmp, n_blocks = blocks.num_compressed(S, l, d), blocks.num_sel_blocks(S, l_sel)
+    got = blocks.overlap_matrix(n_cmp, n_blocks, l, d, l_sel, dtype=torch.float64)
+    for i in range(n_cmp):
+        p = [0.0] * n_cmp
+        p[i] = 1.0
+        want = oracle.block_scores(p, l, d, l_sel, n_blocks)
+        assert got[i].tolist() == pytest.approx(want, abs=1e-12)
+    assert got.sum(1).tolist() == pytest.approx([1.0] * n_cmp)  # no share is lost
+
+
+def test_paper_sizes_pool_with_one_two_two_two_one():
+    matrix = blocks.overlap_matrix(9, 2, 32, 16, 64)
+    assert (matrix[:, 1] * 2).tolist() == [0, 0, 0, 1, 2, 2, 2, 1, 0]
+
+
+def test_packed_offsets():
+    cu = torch.tensor([0, 7, 7, 20, 28], dtype=torch.int32)
+    got = blocks.cu_seqlens_compressed(cu, 8, 4)
+    assert got.tolist() == [0, 0, 0, 2, 3] and got.dtype == torch.int32
+
+
+def test_reads_formula_by_counting():
+    l, d, l_sel, n_sel, w = 8, 4, 8, 3, 12
+    for S in range(1, 60):
+        scores = torch.rand(10, generator=torch.Generator().manual_seed(S)).tolist()
+        chosen = oracle.top_blocks(scores, S - 1, l_sel, n_sel)
+        tokens = {x for j in chosen for x in range(j * l_sel, (j + 1) * l_sel) if x < S}
+        want = oracle.visible_count(S - 1, l, d) + len(tokens) + len(range(max(0, S - w), S))
+        assert blocks.reads(S, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w) == want
+    assert blocks.reads(0, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w) == 0
+
+
+def test_reads_at_paper_sizes():
+    # (65536 - 32) // 16 + 1 compressed, 16 blocks of 64, 512 of the window
+    assert blocks.reads(65536, l=32, d=16, l_sel=64, n_sel=16, w=512) == 4095 + 1024 + 512
+
+
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [((32, 12, 64), "d must divide"), ((32, 16, 24), "d must divide"), ((0, 1, 1), "l must"),
+     ((8, 0, 8), "d must"), ((8, 4, -8), "l_sel must"), ((8.0, 4, 8), "l must")],
+)  # fmt: skip
+def test_bad_sizes(sizes, match):
+    with pytest.raises(ValueError, match=match):
+        check_blocks(*sizes)
+
+
+GOOD = dict(dim=64, heads=4, groups=2, d_k=16, d_v=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"groups": 3}, ValueError, "groups must divide heads"),
+        ({"d_k": 15}, ValueError, "d_k must be even"),
+        ({"n_sel": 0}, ValueError, "n_sel must be at least 1, got 0"),
+        ({"w": 0}, ValueError, "w must be at least 1"),
+        ({"n_local": 0}, ValueError, "n_local"),
+        ({"heads": 4.0}, TypeError, "heads must be an integer"),
+        ({"l": True}, TypeError, "l must be an integer"),
+        ({"phi": "max"}, ValueError, "phi must be 'mlp' or 'mean'"),
+        ({"rope_base": float("inf")}, ValueError, "rope_base"),
+        ({"l": 32, "d": 12}, ValueError, "d must divide"),
+    ],
+)
+def test_bad_config(change, error, match):
+    with pytest.raises(error, match=match):
+        NSAConfig(**{**GOOD, **change})
+
+
+def test_config_from_yaml(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {dim: 64, heads: 4, groups: 2, d_k: 16, d_v: 8}\nnsa: {n_sel: 4}\n")
+    config = NSAConfig.from_yaml(path)
+    assert config == NSAConfig(dim=64, heads=4, groups=2, d_k=16, d_v=8, n_sel=4)
+    assert config.heads_per_group == 2
+    path.write_text("model: {dim: 64}\nnsa: {nsel: 4}\n")
+    with pytest.raises(ValueError, match="nsa.nsel is not a setting; did you mean n_sel"):
+        NSAConfig.from_yaml(path)
+    path.write_text("model: {dim: 64}\nnsa: {}\n")
+    with pytest.raises(ValueError, match="missing heads, groups, d_k, d_v"):
+        NSAConfig.from_yaml(path)
+    path.write_text("nsa: {}\n")
+    with pytest.raises(ValueError, match="section model"):
+        NSAConfig.from_yaml(path)

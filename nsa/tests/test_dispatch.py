@@ -1,0 +1,271 @@
+"""Does dispatch choose the stated route with the stated reason, and fall back only when allowed?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import nsa
+from nsa import dispatch
+from nsa.dispatch import (
+    LADDER,
+    REASONS,
+    Branch,
+    Decision,
+    Request,
+    Route,
+    RouteUnavailable,
+    decide,
+    guarded,
+    why_not,
+)
+from nsa.flags import Flags
+from nsa.tests.helpers import make_block_indices, make_qkv, make_ranges, randn
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = Request(
+    Branch.SELECTED, "cuda", "bfloat16", 128, 128, 8192, capability=(9, 0), no_fa2=None
+)
+ON = Flags(use_triton_sel=True, use_fa2=True)
+WIN, CMP = replace(GPU, branch=Branch.SLIDING), replace(GPU, branch=Branch.COMPRESSED)
+BLK, STEP = replace(GPU, branch=Branch.BLOCKS), replace(GPU, branch=Branch.STEP)
+
+
+@pytest.mark.parametrize(
+    ("request_", "flags", "route", "reason"),
+    [
+        (GPU, ON, Route.TRITON, None),
+        (GPU, Flags(), Route.SDPA, "not_enabled"),
+        (GPU, Flags(use_triton_sel=True, force_parity=True), Route.REFERENCE, "force_parity"),
+        (replace(GPU, device="cpu", capability=None), ON, Route.SDPA, "no_cuda"),
+        (replace(GPU, device="cpu", capability=None, interpret=True), ON, Route.SDPA, "no_cuda"),
+        (replace(GPU, has_triton=False), ON, Route.SDPA, "no_triton"),
+        (replace(GPU, capability=(8, 9)), ON, Route.SDPA, "sm89_policy"),
+        (replace(GPU, capability=(8, 9)), Flags(use_triton_sel=True, triton_sel_force=True),
+         Route.TRITON, None),
+        (replace(GPU, capability=(8, 6)), ON, Route.TRITON, None),
+        (replace(GPU, capability=(12, 0)), ON, Route.TRITON, None),
+        (replace(GPU, capability=(7, 5)), ON, Route.SDPA, "capability"),
+        (replace(GPU, dtype="float32"), ON, Route.SDPA, "dtype"),
+        (replace(GPU, d_k=100), ON, Route.SDPA, "align8"),
+        (replace(GPU, d_v=4), ON, Route.SDPA, "align8"),
+        (replace(GPU, key_len=4095), ON, Route.SDPA, "below_min_L"),
+        (replace(GPU, key_len=4096), ON, Route.TRITON, None),
+        (replace(GPU, key_len=1), Flags(use_triton_sel=True, sel_triton_min_L=1), Route.TRITON,
+         None),
+        (replace(GPU, needs_grad=True), ON, Route.SDPA, "needs_grad"),
+        (replace(GPU, needs_grad=True), Flags(use_triton_sel=True, sel_triton_allow_grad=True),
+         Route.TRITON, None),
+        (GPU, Flags(use_sel_pack=False), Route.REFERENCE, "not_enabled"),
+        (WIN, ON, Route.FA2, None),
+        (CMP, ON, Route.FA2, None),
+        (WIN, Flags(use_triton_sel=True), Route.TRITON, "not_enabled"),
+        (replace(WIN, key_len=1), Flags(use_triton_sel=True), Route.TRITON, "not_enabled"),
+        (replace(WIN, no_fa2="no wheel"), Flags(use_fa2=True), Route.SDPA, "no_fa2"),
+        (replace(WIN, key_len=15), Flags(use_fa2=True), Route.SDPA, "below_min_len"),
+        (replace(WIN, key_len=15), Flags(use_fa2=True, fa2_min_len_win=15), Route.FA2, None),
+        (replace(CMP, key_len=15), Flags(use_fa2=True, fa2_min_len_win=1), Route.SDPA,
+         "below_min_len"),
+        (replace(WIN, d_k=264), Flags(use_fa2=True), Route.SDPA, "head_dim"),
+        (replace(WIN, dtype="float32"), ON, Route.SDPA, "dtype"),
+        (WIN, Flags(use_fa2=True, force_parity=True), Route.REFERENCE, "force_parity"),
+        (BLK, ON, Route.TRITON, None),
+        (replace(BLK, needs_grad=True, key_len=1), ON, Route.TRITON, "x"),
+        (STEP, ON, Route.TRITON, None),
+        (replace(STEP, needs_grad=True), Flags(use_triton_sel=True, sel_triton_allow_grad=True),
+         Route.REFERENCE, "needs_grad"),
+    ],
+)  # fmt: skip
+def test_decision_table(request_, flags, route, reason):
+    if reason == "x":  # choosing blocks has no gradient of its own
+        request_, reason = replace(request_, needs_grad=False), None
+    decision = decide(request_, flags)
+    assert (decision.route, decision.fallback_reason) == (route, reason)
+    assert all(r in REASONS for _, r in decision.rejected)
+    assert [c for c, _ in decision.rejected] == list(
+        LADDER[request_.branch][: len(decision.rejected)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "backend", "reason"),
+    [
+        ({}, Flags(force_parity=True), "triton", "force_parity"),
+        ({"capability": (8, 9)}, Flags(), "triton", "sm89_policy"),
+        ({"dtype": "float32"}, Flags(), "triton", "dtype"),
+        ({"d_k": 12}, Flags(), "triton", "align8"),
+        ({"needs_grad": True}, Flags(), "triton", "needs_grad"),
+        ({"device": "cpu", "capability": None}, Flags(), "triton", "no_cuda"),
+        ({}, Flags(), "fa2", "wrong_branch"),
+        ({"branch": Branch.BLOCKS}, Flags(), "sdpa", "wrong_branch"),
+        ({"branch": Branch.SLIDING, "no_fa2": "wheel x"}, Flags(), "fa2", "no_fa2"),
+    ],
+)
+def test_named_route_is_strict(change, flags, backend, reason):
+    with pytest.raises(RouteUnavailable) as caught:
+        decide(replace(GPU, **change), flags, backend)
+    assert (caught.value.reason, caught.value.route.value) == (reason, backend)
+    assert reason in str(caught.value) and REASONS[reason] in str(caught.value)
+
+
+def test_named_route_waives_preferences_only():
+    short = replace(GPU, key_len=1)
+    assert decide(short, Flags(), "triton") == Decision(
+        Branch.SELECTED, Route.TRITON, requested=Route.TRITON
+    )
+    interpreted = replace(short, device="cpu", capability=None, interpret=True)
+    assert decide(interpreted, Flags(), "triton").route is Route.TRITON
+    assert why_not(Route.SDPA, GPU, Flags(use_sel_pack=False), named=True) is None
+
+
+def test_unknown_backend_names_the_choices():
+    with pytest.raises(ValueError, match="backend.*'triton', 'fa2', 'sdpa', 'reference'.*'cuda'"):
+        decide(GPU, Flags(), "cuda")
+
+
+# ---- running and falling back --------------------------------------------------------------------
+
+
+def rungs(**results):
+    def make(result):
+        def call():
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        return call
+
+    return {Route(name): make(result) for name, result in results.items()}
+
+
+def test_error_of_a_rung_falls_to_the_next_and_keeps_the_reason(capsys):
+    flags = replace(ON, debug_log=True)
+    calls = rungs(triton=RuntimeError("PTX failed"), sdpa="s", reference="r")
+    with dispatch.trace() as taken:
+        result, decision = guarded(GPU, calls, flags)
+    assert (result, decision.route, decision.fallback_reason) == ("s", Route.SDPA, "launch_error")
+    assert taken == [decision]
+    line = capsys.readouterr().err
+    assert "NSA-LOG sel.triton.fallback reason=launch_error error=RuntimeError:_PTX_failed" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (NotImplementedError("no"), "unsupported"),
+        (RouteUnavailable("triton", "head_dim"), "head_dim"),
+        (RuntimeError("CUDA error: no kernel image is available"), "launch_error"),
+    ],
+)
+def test_reason_of_a_failed_rung(error, reason):
+    _, decision = guarded(GPU, rungs(triton=error, sdpa="s"), ON)
+    assert decision.rejected == ((Route.TRITON, reason),)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
+        RuntimeError("CUDA error: misaligned address"),
+        MemoryError(),
+        KeyboardInterrupt(),
+    ],
+)
+def test_out_of_memory_and_sticky_errors_are_not_fallen_back_from(error):
+    with pytest.raises(type(error)):
+        guarded(GPU, rungs(triton=error, sdpa="s", reference="r"), ON)
+
+
+def test_named_route_and_reference_raise_their_own_error():
+    with pytest.raises(RuntimeError, match="boom"):
+        guarded(GPU, rungs(triton=RuntimeError("boom"), sdpa="s"), Flags(), "triton")
+    with pytest.raises(ZeroDivisionError):
+        guarded(
+            GPU, rungs(triton=OSError(), sdpa=OSError(), reference=ZeroDivisionError()), ON
+        )
+
+
+def test_rungs_that_policy_forbids_are_skipped_after_an_error():
+    flags = Flags(use_triton_sel=True, use_sel_pack=False)
+    result, decision = guarded(GPU, rungs(triton=OSError(), sdpa="s", reference="r"), flags)
+    assert result == "r"
+    assert decision.rejected == ((Route.TRITON, "launch_error"), (Route.SDPA, "not_enabled"))
+
+
+def test_fallback_lines_carry_the_numbers(capsys):
+    flags = Flags(use_triton_sel=True, debug_log=True)
+    guarded(replace(GPU, key_len=96), rungs(sdpa="s"), flags)
+    expected = "NSA-LOG sel.triton.fallback reason=below_min_L L=96 min_L=4096\n"
+    assert capsys.readouterr().err == expected
+
+
+# ---- on this machine's CPU -----------------------------------------------------------------------
+
+
+def layer(S=40, seed=0):
+    q, k, v = make_qkv(1, S, 4, 2, 16, 8, seed=seed)
+    n_cmp = (S - 8) // 4 + 1
+    k_cmp, v_cmp = randn(1, n_cmp, 2, 16, seed=5), randn(1, n_cmp, 2, 8, seed=6)
+    gates = randn(1, S, 4, 3, seed=7).sigmoid()
+    sizes = dict(l=8, d=4, l_sel=8, n_sel=3, window=12)
+    return (q, k_cmp, v_cmp, k, v, k, v, gates), sizes
+
+
+@pytest.mark.parametrize("flags", [Flags(), ON], ids=["default", "everything_on"])
+def test_cpu_takes_packed_sdpa(flags):
+    args, sizes = layer()
+    out, aux = nsa.nsa_attention(*args, **sizes, flags=flags, return_aux=True)
+    assert aux["routes"] == {
+        "compressed": "sdpa", "blocks": "reference", "selected": "sdpa", "sliding": "sdpa"
+    }  # fmt: skip
+    assert out.shape == (1, 40, 4, 8)
+
+
+def test_force_parity_takes_the_reference_and_refuses_kernels():
+    args, sizes = layer()
+    parity = Flags(force_parity=True, use_triton_sel=True, use_fa2=True)
+    out, aux = nsa.nsa_attention(*args, **sizes, flags=parity, return_aux=True)
+    assert set(aux["routes"].values()) == {"reference"}
+    torch.testing.assert_close(out, nsa.nsa_attention(*args, **sizes), atol=1e-5, rtol=1e-5)
+    with pytest.raises(RouteUnavailable, match="force_parity"):
+        nsa.nsa_attention(*args, **sizes, flags=parity, backend="triton")
+
+
+@pytest.mark.parametrize("by", ["ranges", "blocks"])
+def test_selection_policy_through_the_public_function(by, monkeypatch):
+    monkeypatch.setenv("NSA_USE_TRITON_SEL", "1")
+    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "1")
+    q, k, v = make_qkv(1, 16, 4, 2, 16)
+    if by == "ranges":
+        given = {"ranges": make_ranges("mixed", 1, 16, 2, 16, 9)}
+    else:
+        given = {"block_indices": make_block_indices("random", 1, 16, 2, 2, 4), "block_size": 4}
+    with dispatch.trace() as taken:
+        nsa.selection_attention(q, k, v, **given)
+    assert [(d.route, d.fallback_reason) for d in taken] == [(Route.SDPA, "no_cuda")]
+
+
+def test_cpu_run_never_imports_triton():
+    code = (
+        "import sys, torch, nsa\n"
+        "from nsa.flags import Flags\n"
+        "c = nsa.NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3,"
+        " w=12)\n"
+        "on = Flags(use_triton_sel=True, use_fa2=True, sel_triton_min_L=1,"
+        " sel_triton_allow_grad=True)\n"
+        "m = nsa.NSALanguageModel(c, 16, 1, flags=on)\n"
+        "m(torch.zeros(1, 40, dtype=torch.long)).sum().backward()\n"
+        "logits, caches = m.prefill(torch.zeros(1, 20, dtype=torch.long))\n"
+        "m.step(torch.zeros(1, 1, dtype=torch.long), caches)\n"
+        "bad = [n for n in sys.modules if n.split('.')[0] in ('triton', 'flash_attn')]\n"
+        "assert not bad, bad\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)

@@ -1,0 +1,121 @@
+"""Are the gradients of every branch right: finite differences and the oracle's own autograd?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nsa
+from nsa import oracle, reference
+from nsa.tests.helpers import make_block_indices, make_qkv, make_ranges, randn
+
+ROUTES = ["reference", "sdpa"]
+D = torch.float64
+
+
+def check(fn, inputs):
+    assert torch.autograd.gradcheck(fn, inputs, atol=1e-7, rtol=1e-5)
+
+
+def qkv(S=7, Skv=None, seed=0):
+    return make_qkv(1, S, 2, 1, 4, 3, Skv=Skv, dtype=D, seed=seed, requires_grad=True)
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+def test_gradcheck_sliding(backend):
+    check(lambda *x: nsa.sliding_attention(*x, window=3, backend=backend), qkv())
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+def test_gradcheck_compressed(backend):
+    """Queries 0 and 1 see no key: their gradient is zero, not NaN."""
+    check(
+        lambda *x: nsa.compressed_attention(*x, l=3, d=1, backend=backend)[0], qkv(S=6, Skv=4)
+    )
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+@pytest.mark.parametrize("kind", ["random", "ragged", "one_block"])
+def test_gradcheck_selected_blocks(kind, backend):
+    blocks = make_block_indices(kind, 1, 7, 1, 2, 2, seed=1)
+    check(lambda *x: nsa.selection_attention(*x, blocks, block_size=2, backend=backend), qkv())
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+@pytest.mark.parametrize("kind", ["mixed", "overlap", "some_empty", "inverted", "out_of_bounds"])
+def test_gradcheck_selected_ranges(kind, backend):
+    ranges = make_ranges(kind, 1, 5, 1, 9, 6, seed=2)
+    check(
+        lambda *x: nsa.selection_attention(*x, ranges=ranges, backend=backend), qkv(S=5, Skv=9)
+    )
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+def test_gradcheck_packed(backend):
+    cu = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+    x = [t.detach()[0].requires_grad_() for t in qkv(S=9, seed=3)]
+    check(
+        lambda *x: nsa.sliding_attention(*x, window=3, cu_seqlens=cu, backend=backend), x
+    )
+
+
+def layer(S=19, dtype=D):
+    q, k_sel, v_sel = make_qkv(1, S, 4, 2, 8, 6, dtype=dtype, seed=4)
+    _, k_win, v_win = make_qkv(1, S, 4, 2, 8, 6, dtype=dtype, seed=5)
+    _, k_cmp, v_cmp = make_qkv(1, 1, 4, 2, 8, 6, Skv=(S - 4) // 2 + 1, dtype=dtype, seed=6)
+    gates = randn(1, S, 4, 3, seed=7, dtype=dtype).sigmoid()
+    return [q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates]
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+def test_layer_gradients_match_the_oracle(backend):
+    sizes = dict(l=4, d=2, l_sel=4, n_sel=2, window=5)
+    grad_out = randn(1, 19, 4, 6, seed=8, dtype=D)
+    grads = []
+    for fn, kw in ((nsa.nsa_attention, {"backend": backend}), (oracle.nsa_attention, {})):
+        x = [t.clone().requires_grad_() for t in layer()]
+        grads.append(torch.autograd.grad(fn(*x, **sizes, **kw), x, grad_out))
+    names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+    for name, got, want in zip(names, *grads, strict=True):
+        assert want.abs().max() > 1e-3, name
+        torch.testing.assert_close(got, want, atol=1e-11, rtol=0, msg=f"d{name}")
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+def test_unselected_keys_get_exactly_zero(backend):
+    q, k, v = qkv(S=6, Skv=12, seed=9)
+    ranges = torch.tensor([[2, 4], [7, 9]], dtype=torch.int32).expand(1, 6, 1, 2, 2)
+    nsa.selection_attention(q, k, v, ranges=ranges, backend=backend).sum().backward()
+    seen = torch.zeros(12, dtype=torch.bool)
+    seen[[2, 3, 7, 8]] = True
+    for x in (k, v):
+        assert x.grad[0, ~seen].abs().max() == 0
+        assert x.grad[0, seen].abs().min() > 0
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+def test_empty_rows_give_zero_and_zero_gradients(backend):
+    q, k, v = qkv(S=6, Skv=8, seed=10)
+    ranges = make_ranges("all_but_one_empty", 1, 6, 1, 8, 5)
+    out = nsa.selection_attention(q, k, v, ranges=ranges, backend=backend)
+    assert out[:, :5].abs().max() == 0 and out[:, 5].abs().min() > 0
+    out.sum().backward()
+    assert q.grad[:, :5].abs().max() == 0 and q.grad[:, 5].abs().max() > 0
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+    q, k, v = qkv(S=6, Skv=8, seed=10)
+    out = nsa.selection_attention(q, k, v, ranges=torch.zeros_like(ranges), backend=backend)
+    out.sum().backward()
+    assert out.abs().max() == 0
+    assert all(x.grad.abs().max() == 0 for x in (q, k, v))
+
+
+def test_chunked_reference_has_the_same_gradients(monkeypatch):
+    """Small chunks go through activation checkpointing; the default runs in one piece."""
+    grads = []
+    for chunk in (1 << 23, 2 * 7 * 2):
+        monkeypatch.setattr(reference, "_CHUNK_SCORES", chunk)
+        x = qkv(seed=11)
+        out = nsa.sliding_attention(*x, window=4, backend="reference")
+        grads.append((out.detach(), *torch.autograd.grad(out.square().sum(), x)))
+    for whole, chunked in zip(*grads, strict=True):
+        torch.testing.assert_close(chunked, whole, atol=1e-14, rtol=0)

@@ -1,0 +1,70 @@
+"""Do log lines have the stated form, come only when asked for, and stop at the limit?"""
+
+from __future__ import annotations
+
+import pytest
+
+from nsa import launches
+from nsa.flags import Flags
+from nsa.log import enabled, log, once
+
+ON = Flags(debug_log=True)
+
+
+def test_line_form(capsys):
+    log("sel.triton.fallback", flags=ON, reason="below_min_L", L=96, ms=0.12345678, s=[1, 2],
+        error="two\nlines here")  # fmt: skip
+    assert capsys.readouterr().err == (
+        "NSA-LOG sel.triton.fallback reason=below_min_L L=96 ms=0.123457 s=[1,2] "
+        "error=two_lines_here\n"
+    )
+
+
+def test_off_by_default(capsys):
+    log("sel.triton.fallback", reason="dtype")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("tag", "field"),
+    [
+        ("sel.triton.fallback", "debug_log"), ("fa2.fallback", "debug_log"),
+        ("sel.triton.reads", "debug_log"), ("sel.triton.bucket_timing", "debug_timing"),
+        ("selected.path", "debug_timing"), ("sel.triton.shapes", "debug_shapes"),
+        ("sel.triton.compare", "debug_compare"),
+    ],
+)  # fmt: skip
+def test_each_debug_flag_suffices_for_its_own_tags(tag, field):
+    others = [f for f in ("debug_log", "debug_timing", "debug_shapes", "debug_compare")
+              if f != field]  # fmt: skip
+    assert enabled(tag, Flags(**{field: True}))
+    assert not enabled(tag, Flags(**{f: True for f in others}))
+
+
+def test_limit_and_once(capsys):
+    limited = Flags(debug_log=True, log_limit=2)
+    for i in range(5):
+        log("a.b", flags=limited, i=i)
+        log("c.d", flags=limited, i=i)
+    assert capsys.readouterr().err.count("\n") == 4
+    for key in (1, 1, 2):
+        once("e.f", key, flags=ON)
+    once("e.f", 3)  # disabled: does not use up the key
+    once("e.f", 3, flags=ON)
+    assert capsys.readouterr().err.count("NSA-LOG e.f") == 3
+
+
+def test_launch_recordings_nest_and_count_only_their_block():
+    launches.reset()
+    launches.bump("a")
+    with launches.recording() as outer:
+        launches.bump("a")
+        with launches.recording() as inner:
+            launches.bump("b", library=True)
+        launches.bump("b")
+    launches.bump("a")
+    if outer.source == "launcher":
+        assert (outer, inner) == ({"a": 1, "b": 2}, {"b": 1})
+    else:  # on a GPU Triton itself counts, and these names were never launched
+        assert (outer, inner) == ({"b": 1}, {"b": 1})
+    assert launches.counts() == {"a": 3, "b": 2}

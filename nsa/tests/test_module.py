@@ -1,0 +1,133 @@
+"""Do the modules train, stay causal, take packed sequences and refuse what they cannot do?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nsa
+from nsa import oracle
+from nsa.config import NSAConfig
+from nsa.module import GateMLP, NSAAttention, NSABlock, rotary
+from nsa.tests.helpers import randn
+
+CONFIG = NSAConfig(dim=24, heads=4, groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=8, n_sel=3, w=12)
+
+
+@pytest.fixture
+def block():
+    torch.manual_seed(0)
+    return NSABlock(CONFIG).double()
+
+
+def x(S=37, B=1, seed=1):
+    return randn(B, S, 24, seed=seed, dtype=torch.float64)
+
+
+def test_every_parameter_learns(block):
+    block(x(B=2)).square().sum().backward()
+    for name, p in block.named_parameters():
+        assert p.grad is not None and p.grad.abs().max() > 0, name
+        assert p.grad.isfinite().all(), name
+
+
+def test_branches_have_their_own_keys_and_values(block):
+    """Silencing one branch's rows of the projections changes that branch only."""
+    attention = block.attention
+    base = attention(x())
+    for i in range(3):
+        for weight, size in ((attention.k.weight, 16), (attention.v.weight, 12)):
+            with torch.no_grad():
+                kept = weight[i * size : (i + 1) * size].clone()
+                weight[i * size : (i + 1) * size] *= -1
+            assert (attention(x()) - base).abs().max() > 1e-4
+            with torch.no_grad():
+                weight[i * size : (i + 1) * size] = kept
+    assert torch.equal(attention(x()), base)
+
+
+def test_block_is_causal(block):
+    y = block(x())
+    for t in (0, 7, 11, 12, 23, 35):
+        edited = torch.cat([x()[:, : t + 1], 5 * x(seed=t + 2)[:, t + 1 :]], 1)
+        z = block(edited)
+        assert (z - y)[:, : t + 1].abs().max() < 1e-13
+        assert (z - y)[:, t + 1 :].abs().amax(-1).min() > 1e-6
+
+
+def test_packed_equals_each_sequence_alone(block):
+    cu = torch.tensor([0, 9, 10, 10, 37], dtype=torch.int32)
+    packed = block(x()[0], cu)
+    for a, b in ((0, 9), (9, 10), (10, 37)):
+        torch.testing.assert_close(packed[a:b], block(x()[:, a:b])[0], atol=1e-13, rtol=0)
+    packed.square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in block.parameters())
+
+
+def test_rotary_is_per_head_and_matches_the_oracle():
+    y = randn(2, 9, 3, 8, seed=3, dtype=torch.float64)
+    got = rotary(y, torch.arange(5, 14), 500.0)
+    torch.testing.assert_close(got, oracle.rotary(y, 500.0, 5), atol=1e-13, rtol=0)
+    torch.testing.assert_close(got.norm(dim=-1), y.norm(dim=-1))
+    for head in range(3):  # no head sees another
+        torch.testing.assert_close(
+            rotary(y[:, :, head : head + 1], torch.arange(5, 14), 500.0), got[:, :, head : head + 1]
+        )
+
+
+def test_rotary_keeps_its_angle_at_far_positions():
+    y = randn(1, 1, 1, 2, seed=4)
+    far = 1_000_003
+    got = rotary(y, torch.tensor([far]), 10000.0)
+    want = oracle.rotary(y, 10000.0, far)
+    torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=0)
+
+
+def test_gates_are_per_head_and_branch():
+    torch.manual_seed(0)
+    gates = GateMLP(24, 4)(x().float())
+    assert gates.shape == (1, 37, 4, 3)
+    assert 0 < gates.min() and gates.max() < 1
+    assert gates.flatten(0, 1).std(0).min() > 0  # all twelve depend on the token
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_same_seed_same_module(seed):
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(seed)
+        outs.append(NSAAttention(CONFIG)(x().float()))
+    assert torch.equal(*outs)
+
+
+def test_autocast_bf16_runs_and_is_close():
+    torch.manual_seed(0)
+    model = nsa.NSALanguageModel(CONFIG, vocab_size=32, n_layers=1)
+    ids = torch.arange(30)[None] % 32
+    plain = model(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = model(ids)
+        low.float().square().mean().backward()
+        logits, caches = model.prefill(ids[:, :20])
+        model.step(ids[:, 20:21], caches)
+    assert caches[0].k_sel.dtype == torch.bfloat16
+    assert (low.float() - plain).abs().max() < 0.05 * plain.abs().max()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("S", [0, 1])
+def test_tiny_sequences(block, S):
+    assert block(x()[:, :S]).shape == (1, S, 24)
+
+
+def test_wrong_inputs(block):
+    with pytest.raises(ValueError, match=r"x must be \[B, S, dim\] with dim=24, got \[1, 3, 23\]"):
+        block.attention(torch.zeros(1, 3, 23).double())
+    with pytest.raises(ValueError, match=r"x must be \[T, dim\] with dim=24, got \[1, 3, 24\]"):
+        block.attention(
+            torch.zeros(1, 3, 24).double(), torch.tensor([0, 3], dtype=torch.int32)
+        )
+    with pytest.raises(ValueError, match="n_layers must be a positive int, got 0"):
+        nsa.NSALanguageModel(CONFIG, vocab_size=4, n_layers=0)
+    with pytest.raises(ValueError, match="backend must be"):
+        NSAAttention(CONFIG, backend="cudnn")(torch.zeros(1, 3, 24))

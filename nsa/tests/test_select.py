@@ -1,0 +1,157 @@
+"""Are the right blocks chosen, in the stated order, and turned into clean causal ranges?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nsa
+from nsa import oracle, select
+from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges, randn
+
+
+def blocks_of(scores, t, **kw):
+    rows = torch.tensor(scores)[None, None, None, :]
+    out = select.top_blocks(rows, q_start=t, **kw)
+    return [j for j in out[0, 0, 0].tolist() if j >= 0]
+
+
+CASES = [
+    dict(l=8, d=4, l_sel=8, n_sel=3),
+    dict(l=8, d=4, l_sel=8, n_sel=16),  # more than there are
+    dict(l=8, d=4, l_sel=16, n_sel=1),
+    dict(l=4, d=2, l_sel=4, n_sel=2),
+    dict(l=16, d=4, l_sel=8, n_sel=4, n_init=2, n_local=1),
+    dict(l=8, d=8, l_sel=8, n_sel=5, n_init=0, n_local=3),
+    dict(l=8, d=4, l_sel=4, n_sel=2, n_init=2, n_local=2),
+]
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+@pytest.mark.parametrize("q_start", [0, 13])
+def test_blocks_match_the_oracle(sizes, q_start):
+    S, l, d = 45, sizes["l"], sizes["d"]
+    n_cmp = (q_start + S - l) // d + 1
+    q, k = randn(2, S, 4, 8, seed=1), randn(2, n_cmp, 2, 8, seed=2)
+    got = nsa.select_blocks(q, k, q_start=q_start, **sizes)
+    want = oracle.select_blocks(q, k, q_start=q_start, **sizes)
+    assert got.dtype == torch.int32
+    assert torch.equal(got, want), (got != want).nonzero()[0]
+
+
+def test_chunks_do_not_change_the_choice(monkeypatch):
+    q, k = randn(1, 50, 4, 8, seed=3), randn(1, 11, 2, 8, seed=4)
+    whole = nsa.select_blocks(q, k, **CASES[0])
+    monkeypatch.setattr(select, "_CHUNK_SCORES", 4 * 11 * 7)
+    assert torch.equal(nsa.select_blocks(q, k, **CASES[0]), whole)
+
+
+def test_forced_blocks_and_their_order_when_n_sel_is_small():
+    scores = [0.0, 9.0, 8.0, 7.0, 0.0, 0.0, 99.0]  # block 6 starts after t
+    kw = dict(t=5 * 8 + 3, l_sel=8)
+    assert blocks_of(scores, **kw, n_sel=1) == [5]
+    assert blocks_of(scores, **kw, n_sel=2) == [4, 5]
+    assert blocks_of(scores, **kw, n_sel=3) == [0, 4, 5]
+    assert blocks_of(scores, **kw, n_sel=4) == [0, 1, 4, 5]
+    assert blocks_of(scores, **kw, n_sel=5, n_init=0, n_local=1) == [0, 1, 2, 3, 5]
+    assert blocks_of(scores, **kw, n_sel=20) == [0, 1, 2, 3, 4, 5]
+
+
+def test_ties_go_to_the_lower_index():
+    assert blocks_of([1.0] * 12, t=95, l_sel=8, n_sel=5) == [0, 1, 2, 10, 11]
+    scores = [0.0, 1.0, 2.0, 2.0, 2.0, 1.0, 2.0, 0.0, 0.0]
+    assert blocks_of(scores, t=71, l_sel=8, n_sel=5) == [0, 2, 3, 7, 8]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scores=st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=12),
+    t=st.integers(0, 47), n_sel=st.integers(1, 8), n_init=st.integers(0, 3),
+    n_local=st.integers(1, 3),
+)  # fmt: skip
+def test_top_blocks_against_the_oracle(scores, t, n_sel, n_init, n_local):
+    t = min(t, len(scores) * 4 - 1)
+    kw = dict(l_sel=4, n_sel=n_sel, n_init=n_init, n_local=n_local)
+    assert blocks_of(scores, t, **kw) == oracle.top_blocks(scores, t, **kw)
+
+
+def test_the_future_does_not_choose_blocks():
+    """A huge future key would swamp an unmasked softmax and flatten every earlier score."""
+    q, k = randn(1, 64, 2, 8, seed=5), randn(1, 15, 1, 8, seed=6)
+    sizes = dict(l=8, d=4, l_sel=4, n_sel=4)
+    before = nsa.select_blocks(q, k, **sizes)
+    changed = k.clone()
+    changed[:, 10:] = 50 * randn(1, 5, 1, 8, seed=7)
+    after = nsa.select_blocks(q, changed, **sizes)
+    first_seen = 10 * 4 + 8 - 1  # key 10 is visible from here on
+    assert torch.equal(before[:, :first_seen], after[:, :first_seen])
+    assert not torch.equal(before, after)
+
+
+def test_heads_of_a_group_share_blocks_by_their_summed_probability():
+    q, k = randn(1, 40, 4, 8, seed=8), randn(1, 9, 1, 8, seed=9)
+    sizes = dict(l=8, d=4, l_sel=4, n_sel=5, n_init=0, n_local=1)
+    assert torch.equal(
+        nsa.select_blocks(q[:, :, [2, 0, 3, 1]], k, **sizes), nsa.select_blocks(q, k, **sizes)
+    )
+    alone = nsa.select_blocks(q[:, :, :1], k, **sizes)
+    assert not torch.equal(alone, nsa.select_blocks(q, k, **sizes))
+
+
+# ---- ranges --------------------------------------------------------------------------------------
+
+
+def tokens(ranges):
+    return [set().union(*(range(s, e) for s, e in row.tolist())) for row in ranges.flatten(0, -3)]
+
+
+def check_clean(clean, want_tokens):
+    assert clean.dtype == torch.int32
+    assert tokens(clean) == want_tokens
+    for row in clean.flatten(0, -3).tolist():
+        spans = [s for s in row if s != [0, 0]]
+        assert row == spans + [[0, 0]] * (len(row) - len(spans))
+        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+            assert end < start  # ascending, disjoint, not even touching
+        assert all(s < e for s, e in spans)
+
+
+@pytest.mark.parametrize("kind", RANGE_KINDS + HOSTILE_RANGE_KINDS)
+def test_ranges_are_cleaned(kind):
+    ranges = make_ranges(kind, 2, 5, 2, 40, 24, seed=3)
+    want = [set(oracle.range_tokens(row, 40)) for row in ranges.flatten(0, 2)]
+    check_clean(select.clean_ranges(ranges, 40), want)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-5, 25), st.integers(-5, 25)), max_size=7), st.integers(0, 20)
+)
+def test_any_ranges_are_cleaned(pairs, limit):
+    ranges = torch.tensor(pairs, dtype=torch.int64).reshape(1, len(pairs), 2)
+    want = {x for s, e in pairs for x in range(max(s, 0), min(e, limit))}
+    clean = select.clean_ranges(ranges, limit)
+    if pairs:
+        check_clean(clean, [want])
+    else:
+        assert clean.shape == (1, 0, 2)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(-1, 6), min_size=1, max_size=6), st.integers(0, 30))
+def test_blocks_to_ranges_against_the_oracle(row, t):
+    indices = torch.tensor(row, dtype=torch.int32).view(1, 1, 1, -1)
+    got = select.blocks_to_ranges(indices, 4, torch.tensor([t]))
+    assert torch.equal(got, oracle.blocks_to_ranges(indices, 4, q_start=t))
+
+
+def test_own_block_is_always_attended_up_to_the_query():
+    q, k = randn(1, 37, 2, 8, seed=10), randn(1, 8, 1, 8, seed=11)
+    for n_sel in (1, 2, 4):
+        indices = nsa.select_blocks(q, k, l=8, d=4, l_sel=8, n_sel=n_sel)
+        ranges = select.blocks_to_ranges(indices, 8, torch.arange(37))
+        for t, seen in enumerate(tokens(ranges)):
+            assert seen >= set(range(t // 8 * 8, t + 1))
+            assert max(seen) == t
