@@ -46,10 +46,13 @@ _COMMON = frozenset(
     " node host true false none kernel train model".split()
 )
 
-_TOKENS = (
-    r"gh[oprsu]_[A-Za-z0-9]{20,}",
+# Prefixes so distinct that they count inside a word too.
+_DISTINCT = (
+    r"gh[oprsu]_[A-Za-z0-9]{30,}",
     r"github_pat_[A-Za-z0-9_]{20,}",
     r"glpat-[A-Za-z0-9_-]{16,}",
+)
+_TOKENS = (
     r"hf_[A-Za-z0-9]{20,}",
     r"sk-[A-Za-z0-9_-]{16,}",
     r"[rs]k_(?:live|test)_[A-Za-z0-9]{16,}",
@@ -71,6 +74,7 @@ _SECRET_WORD = (
 # (rule, pattern). Of a pattern with a group only the group is replaced. `(?!<)`: not a placeholder.
 SHAPES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("pem", re.compile(r"-----BEGIN [A-Z0-9 ]+-----.*?(?:-----END [A-Z0-9 ]+-----|\Z)", re.S)),
+    ("token", re.compile("|".join(_DISTINCT))),
     ("token", re.compile(rf"(?<![A-Za-z0-9_+-])(?:{'|'.join(_TOKENS)})")),
     (
         "auth",

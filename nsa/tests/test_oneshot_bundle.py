@@ -1,0 +1,137 @@
+"""The folder of a run: earlier runs are kept, check sums hold, the archive has limits."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+
+import pytest
+
+from scripts.oneshot import bundle, env
+from scripts.oneshot.lock import Lock, Locked, folder_lock
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "abc1234"
+    (made / "logs").mkdir(parents=True)
+    (made / "report.md").write_text("# report\n")
+    (made / "logs" / "a.log").write_text("a\n")
+    (made / ".ballast").write_text("x")
+    (made / "prev" / "20251101").mkdir(parents=True)
+    (made / "prev" / "20251101" / "report.md").write_text("older\n")
+    return made
+
+
+def test_earlier_runs_are_moved_and_three_are_kept(folder):
+    for n in range(5):
+        (folder / "report.md").write_text(f"run {n}")
+        bundle.set_aside(folder, f"2026112{n}")
+    kept = [p.name for p in bundle.previous_runs(folder)]
+    assert kept == ["20261122", "20261123", "20261124"]
+    assert (folder / "prev" / "20261124" / "report.md").read_text() == "run 4"
+    assert bundle.set_aside(folder, "x") is None  # nothing left to move
+
+
+def test_the_same_run_id_twice_overwrites_nothing(folder):
+    bundle.set_aside(folder, "r")
+    (folder / "report.md").write_text("second")
+    bundle.set_aside(folder, "r")
+    texts = {p.read_text() for p in folder.glob("prev/r*/report.md")}
+    assert texts == {"# report\n", "second"}
+
+
+def test_sums_and_archive_hold_this_run_only(folder):
+    bundle.write_sums(folder)
+    done = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=folder, check=False)
+    assert done.returncode == 0
+    path, digest, size = bundle.pack(folder)
+    assert digest == bundle.sha256(path) and size == path.stat().st_size
+    with tarfile.open(path) as tar:
+        names = sorted(tar.getnames())
+    assert names == ["abc1234/SHA256SUMS", "abc1234/logs/a.log", "abc1234/report.md"]
+
+
+def test_too_large_an_archive_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(bundle, "REFUSE_BYTES", 100)
+    with pytest.raises(ValueError, match="over the limit"):
+        bundle.pack(folder)
+    assert not folder.with_name("abc1234.tgz").exists()
+
+
+def test_lock_excludes_and_is_freed(tmp_path):
+    first, second = folder_lock(tmp_path, "c"), folder_lock(tmp_path, "c")
+    first.acquire()
+    with pytest.raises(Locked, match="is held by process"):
+        second.acquire()
+    first.release()
+    second.acquire()
+    second.release()
+
+
+def test_lock_follows_no_link(tmp_path):
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / "l.lock").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError):
+        Lock(tmp_path / "l.lock", "x").acquire()
+    assert (tmp_path / "target").read_text() == "precious"
+
+
+# ---- which sources -------------------------------------------------------------------------------
+
+
+def git(root, *args):
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
+    subprocess.run(["git", *identity, *args], cwd=root, check=True, capture_output=True)
+
+
+@pytest.fixture
+def sources(tmp_path):
+    root = tmp_path / "src"
+    (root / "nsa").mkdir(parents=True)
+    (root / "nsa" / "a.py").write_text("x = 1\n")
+    return root
+
+
+def test_git_state(sources):
+    git(sources, "init", "-q", "-b", "main")
+    git(sources, "add", ".")
+    git(sources, "commit", "-q", "-m", "one")
+    git(sources, "remote", "add", "origin", "https://alice:pw12345678@git.example.com/o/r.git")
+    clean = env.git_facts(sources)
+    assert clean["dirty"] is False and clean["branch"] == "main"
+    assert clean["commit"].startswith(clean["short"])
+    assert clean["remote"] == "git.example.com/o/r"
+    (sources / "nsa" / "b.py").write_text("new\n")
+    extra = env.git_facts(sources)
+    assert extra["dirty"] and extra["untracked"] == 1
+    (sources / "nsa" / "a.py").write_text("x = 2\n")
+    changed = env.git_facts(sources)
+    assert changed["diff_sha256"] not in (None, extra["diff_sha256"])
+    assert "1 file changed" in changed["diffstat"]
+
+
+def test_no_git_falls_back_to_the_sources(sources):
+    first = env.git_facts(sources)
+    assert first["short"].startswith("nogit-") and len(first["short"]) == 16
+    (sources / "nsa" / "a.py").write_text("x = 3\n")
+    assert env.git_facts(sources)["short"] != first["short"]
+    assert env.git_facts(sources, "deadbeef01")["short"] == "deadbee"
+
+
+def test_a_repository_without_git_installed(sources, monkeypatch):
+    git(sources, "init", "-q", "-b", "main")
+    git(sources, "add", ".")
+    git(sources, "commit", "-q", "-m", "one")
+    commit = env.git_facts(sources)["commit"]
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert env.git_facts(sources)["commit"] == commit
+
+
+@pytest.mark.parametrize(("url", "plain"), [
+    ("git@github.com:o/r.git", "github.com/o/r"),
+    ("https://x:tok@h.example/o/r.git?a=b", "h.example/o/r"),
+    ("ssh://git@h.example:2222/o/r", "h.example/o/r"),
+])  # fmt: skip
+def test_remote_is_host_and_path(url, plain):
+    assert env.plain_remote(url) == plain

@@ -1,0 +1,217 @@
+"""Do the verbs, signals, locks and resuming do what they say?"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nsa.tests.oneshot_samples import write_sample
+from nsa.tests.test_oneshot_faults import DRIVER, ROOT, bundle_of, run
+from scripts.oneshot import stages
+from scripts.oneshot.journal import read_events
+from scripts.oneshot.runner import scp_line, seconds
+
+
+def start(out, names, *options):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")}
+    return subprocess.Popen(
+        [sys.executable, str(DRIVER), "--run", names, str(out), "--commit", "abc1234f", *options],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+        env={**env, "NO_RENDER": "1"},
+    )  # fmt: skip
+
+
+def wait_for_stage(out, name, limit_s=15.0):
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for event in read_events(out / "abc1234" / "events.jsonl"):
+            if event["ev"] == "stage_start" and event["stage"] == name:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"{name} did not start")
+
+
+def verb(*args, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "scripts.oneshot", *args], cwd=ROOT, capture_output=True, text=True,
+        timeout=60, **kwargs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_saves_what_is_there(tmp_path, number, code):
+    process = start(tmp_path, "pass,deaf,slow")
+    wait_for_stage(tmp_path, "deaf")
+    t0 = time.monotonic()
+    process.send_signal(number)
+    console, _ = process.communicate(timeout=20)
+    assert time.monotonic() - t0 < 5.0
+    assert process.returncode == code, console
+    bundle = bundle_of(tmp_path / "abc1234")
+    assert bundle["ended_by"] == number.name.lower() and not bundle["complete"]
+    statuses = {s["id"]: (s["status"], s["kind"]) for s in bundle["stages"]}
+    assert statuses["pass"] == ("PASS", None)
+    assert statuses["deaf"] == ("INFRA", "PREEMPTED")
+    assert statuses["slow"] == ("NOT_RUN", None)
+    assert (tmp_path / "abc1234" / "report.md").exists()
+    assert (tmp_path / "abc1234.tgz").exists()
+
+
+def test_hangup_changes_nothing(tmp_path):
+    process = start(tmp_path, "slow")
+    wait_for_stage(tmp_path, "slow")
+    process.send_signal(signal.SIGHUP)
+    console, _ = process.communicate(timeout=20)
+    assert process.returncode == 0, console
+
+
+def test_a_killed_run_leaves_a_bundle_and_can_be_attached(tmp_path):
+    process = start(tmp_path, "pass,hang:20")
+    wait_for_stage(tmp_path, "hang")
+    process.kill()
+    process.communicate(timeout=10)
+    bundle = bundle_of(tmp_path / "abc1234")
+    assert bundle["ended_by"] == "crash" and bundle["verdict"]["exit_code"] == 4
+    done = verb("attach", str(tmp_path), "--once")
+    assert done.returncode == 4 and "pass PASS" in done.stdout and "broken: hang" in done.stdout
+
+
+def test_second_run_is_told_who_holds_the_folder(tmp_path):
+    first = start(tmp_path, "slow")
+    wait_for_stage(tmp_path, "slow")
+    code, console, _ = run(tmp_path, "pass")
+    assert code == 75 and f"process {first.pid} since" in console
+    code, console, _ = run(tmp_path, "pass", "--wait", "20")
+    assert code == 0, console
+    first.communicate(timeout=20)
+
+
+def test_resume_takes_over_only_what_passed(tmp_path):
+    code, _, folder = run(tmp_path, "pass,raise")
+    first = bundle_of(folder)
+    assert code == 4
+    code, console, folder = run(tmp_path, "pass,raise,slow", "--resume")
+    bundle = bundle_of(folder)
+    assert bundle["resumed"] == {first["run_id"]: ["pass"]}, console
+    by_id = {s["id"]: s for s in bundle["stages"]}
+    assert by_id["pass"]["counts"]["passed"] == 1 and by_id["raise"]["resumed_from"] is None
+    assert (folder / "logs" / "pass.log").read_text() == "fine\n"
+    assert (folder / "prev" / first["run_id"] / "bundle.json").exists()
+    # another flag is another environment: nothing is taken over
+    _, _, folder = run(tmp_path, "pass", "--resume", env={"NSA_USE_FA2": "1"})
+    assert bundle_of(folder)["resumed"] == {}
+
+
+def test_resume_wants_the_same_sources(tmp_path):
+    _, _, folder = run(tmp_path, "pass")
+    events = (folder / "events.jsonl").read_text()
+    (folder / "events.jsonl").write_text(events.replace('"commit":"abc1234f"', '"commit":"other"'))
+    _, _, folder = run(tmp_path, "pass", "--resume")
+    assert bundle_of(folder)["resumed"] == {}
+
+
+def test_budget_skips_and_says_so(tmp_path):
+    code, console, folder = run(tmp_path, "pass,hang", "--budget", "21s")
+    bundle = bundle_of(folder)
+    kinds = {s["id"]: s["kind"] for s in bundle["stages"]}
+    assert code == 3 and bundle["ended_by"] == "budget" and kinds["hang"] == "BUDGET", console
+
+
+def test_only_and_skip_make_a_partial_run(tmp_path):
+    code, _, folder = run(tmp_path, "pass,raise", "--only", "pass")
+    bundle = bundle_of(folder)
+    assert code == 0 and bundle["partial"] == "--only pass"
+    assert [s["id"] for s in bundle["stages"]] == ["env", "pass"]
+    assert "partial run" in bundle["verdict"]["one_line"]
+
+
+def test_unknown_flag_of_the_caller_blocks(tmp_path):
+    code, console, folder = run(tmp_path, "pass", env={"NSA_USE_TRITONSEL": "1"})
+    bundle = bundle_of(folder)
+    assert code == 3 and "NSA_USE_TRITON_SEL" in console
+    assert bundle["stages"][1]["status"] == "NOT_RUN"
+
+
+@pytest.mark.parametrize("argv", [
+    ["--profile", "huge"], ["--budget", "soon"], ["--only", "nonsense"], ["a", "--out", "b"],
+    ["--commit", "../../etc"], ["--resume=yes"],
+])  # fmt: skip
+def test_usage_errors(argv):
+    assert verb("run", "--dry-run", *argv).returncode == 2
+
+
+def test_unknown_verb():
+    assert verb("fly").returncode == 2
+    assert verb("--help").returncode == 0
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("x")
+    code, console, _ = run(tmp_path / "file", "pass")
+    assert code == 4 and "cannot be used" in console
+
+
+@pytest.mark.parametrize("profile", stages.PROFILES)
+def test_plan_names_real_files(profile):
+    planned = stages.plan(profile)
+    assert len({s.id for s in planned}) == len(planned)
+    assert len({s.log_path for s in planned}) == len(planned)
+    for stage in planned:
+        assert stage.after is None or stage.after in {s.id for s in planned}
+        assert stages.NO_TEST not in stage.argv, f"{stage.id} finds no test file"
+        for part in stage.argv:
+            if part.endswith(".py"):
+                assert (ROOT / part).is_file(), f"{stage.id} names {part}"
+
+
+def test_gpu_profile_without_a_gpu_says_not_run(tmp_path):
+    """The real entry, and a torch that cannot be imported: the report still comes."""
+    fake = tmp_path / "fake" / "torch"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("raise ImportError('torch is blocked')")
+    env = {**os.environ, "PYTHONPATH": str(fake.parent), "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "runner_oneshot.sh"), "out", "--profile", "quick",
+         "--commit", "abc1234f"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stdout + done.stderr
+    bundle = bundle_of(tmp_path / "out" / "abc1234")
+    assert bundle["verdict"]["status"] == "NOT_RUN"
+    assert {s["status"] for s in bundle["stages"][1:]} == {"NOT_RUN"}
+    blocks = [c["text"] for c in bundle["doctor"] if c["level"] == "BLOCK"]
+    assert any("torch is blocked" in text for text in blocks)
+    assert "NOT_RUN" in (tmp_path / "out" / "abc1234" / "report.md").read_text()
+    assert done.stdout.rstrip().endswith("exit code 3")
+
+
+def test_attach_follows_to_the_verdict(tmp_path):
+    write_sample(tmp_path / "8ac3f21", "all_pass")
+    done = verb("attach", str(tmp_path))
+    assert done.returncode == 0 and "triton_fwd PASS" in done.stdout
+
+
+def test_times():
+    assert [seconds(t) for t in ("15m", "1h", "90s", "45")] == [900, 3600, 90, 45]
+
+
+def test_scp_line_is_made_of_what_the_box_says():
+    path = Path("/x/a.tgz")
+    ssh = {"SSH_CONNECTION": "198.51.100.1 5000 203.0.113.2 22", "USER": "u"}
+    assert scp_line(ssh, path) == "scp -P 22 u@203.0.113.2:/x/a.tgz ."
+    pod = {"RUNPOD_PUBLIC_IP": "203.0.113.9", "RUNPOD_TCP_PORT_22": "40022", "USER": "u"}
+    assert scp_line(pod, path) == "scp -P 40022 u@203.0.113.9:/x/a.tgz ."
+    assert scp_line({}, path) is None
+
+
+def test_dry_run_lists_stages():
+    done = verb("run", "--dry-run", "--profile", "cpu")
+    assert done.returncode == 0 and "train_showcase" in done.stdout
+    assert json.dumps(done.stdout)  # plain text

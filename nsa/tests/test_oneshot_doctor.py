@@ -1,0 +1,230 @@
+"""Does the doctor see what is wrong with a box, and does every finding carry a fix?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from scripts import setup_env
+from scripts.oneshot import doctor
+from scripts.oneshot import env as box
+
+TORCH = {
+    "python": "3.11.9", "torch": "2.11.0+cu130", "cuda_build": "13.0", "hip": None,
+    "cuda_available": True, "cuda_works": True, "triton": "3.6.0", "cxx11abi": True,
+    "triton_pin": 'triton==3.6.0; platform_system == "Linux"', "python_h": True,
+    "arch_list": ["sm_80", "sm_90", "sm_100", "sm_120"], "flash_attn": "not installed",
+    "device": {"name": "NVIDIA H200", "sm": "9.0", "count": 1},
+    "packages": {n: "1" for n in ("jinja2", "pytest", "numpy", "pyyaml", "psutil", "matplotlib",
+                                  "nvidia-ml-py")},
+}  # fmt: skip
+DEVICE = {"name": "NVIDIA H200", "driver": "580.95", "power_limit_w": 700, "power_default_w": 700,
+          "shared": False, "pcie": "gen5 x16", "mig": False}  # fmt: skip
+GIT = {"short": "abc1234", "dirty": False, "source": "git"}
+
+
+def examine(tmp_path, torch=None, device=None, git=None, environ=None, gpu=True):
+    checks = doctor.examine(
+        gpu=gpu, out=tmp_path, device={**DEVICE, **(device or {})},
+        torch={**TORCH, **(torch or {})}, git={**GIT, **(git or {})}, environ=environ or {},
+    )  # fmt: skip
+    return {c.name: c for c in checks}
+
+
+def test_a_good_box_is_not_blocked(tmp_path):
+    checks = examine(tmp_path)
+    assert not [c for c in checks.values() if c.level == "BLOCK"]
+    wheel = "flash_attn-2.8.3+cu13torch2.11cxx11abiTRUE-cp311-cp311-linux_x86_64.whl"
+    assert checks["flash-attn"].level == "WARN" and wheel in checks["flash-attn"].fix
+
+
+SICK = [
+    # (what is different, check, level, words)
+    ({"torch": {"torch_error": "ImportError: no torch"}}, "torch", "BLOCK", "no torch"),
+    ({"torch": {"cuda_build": None}}, "torch", "BLOCK", "without CUDA"),
+    ({"torch": {"hip": "6.0"}}, "torch", "BLOCK", "ROCm"),
+    ({"torch": {"cuda_works": None, "cuda_error": "driver on your system is too old"}},
+     "torch", "BLOCK", "too old"),
+    ({"torch": {"triton": None}}, "triton", "BLOCK", "not installed"),
+    ({"torch": {"triton": "3.2.0"}}, "triton", "WARN", "torch names 3.6.0"),
+    ({"torch": {"python": "3.9.1"}}, "python", "BLOCK", "3.9.1"),
+    ({"torch": {"device": {"sm": "7.5"}}}, "arch", "BLOCK", "7.5"),
+    ({"torch": {"device": {"sm": "11.0"}}}, "arch", "BLOCK", "sm_110"),
+    ({"torch": {"python_h": False}}, "compiler", "WARN", "Python.h"),
+    ({"torch": {"packages": {}}}, "packages", "BLOCK", "pytest"),
+    ({"torch": {"flash_attn": "broken: built for another torch (undefined symbol)"}},
+     "flash-attn", "WARN", "undefined symbol"),
+    ({"device": {"driver": None, "name": None, "reason": "nvidia-smi did not answer"}},
+     "driver", "BLOCK", "did not answer"),
+    ({"device": {"power_limit_w": 300}}, "power", "WARN", "300 W of 700 W"),
+    ({"device": {"shared": True}}, "quiet", "WARN", "in use"),
+    ({"device": {"pcie": "gen4 x4 (max x16)"}}, "pcie", "WARN", "x4"),
+    ({"device": {"mig": True}}, "mig", "WARN", "slice"),
+    ({"git": {"dirty": True}}, "git", "WARN", "changes"),
+    ({"git": {"source": "hash of the sources", "problem": "no git"}}, "git", "WARN", "no git"),
+    ({"environ": {"NSA_USE_FA": "1"}}, "flags", "BLOCK", "NSA_USE_FA2"),
+    ({"environ": {"NSA_USE_FA2": "perhaps"}}, "flags", "BLOCK", "NSA_USE_FA2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "name", "level", "words"), SICK, ids=[
+    f"{s[1]}-{i}" for i, s in enumerate(SICK)])  # fmt: skip
+def test_sick_box(tmp_path, changes, name, level, words):
+    check = examine(tmp_path, **changes)[name]
+    assert check.level == level and words in check.text and check.fix
+
+
+def test_a_full_or_closed_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(box, "free_mib", lambda path: 3)
+    assert examine(tmp_path)["space"].level == "BLOCK"
+    (tmp_path / "file").write_text("x")
+    assert examine(tmp_path / "file" / "out")["writable"].level == "BLOCK"
+
+
+def test_a_broken_check_hides_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "check_power", lambda device: 1 / 0)
+    checks = examine(tmp_path)
+    assert checks["doctor"].level == "WARN" and "quiet" in checks
+
+
+def test_verb():
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.oneshot", "doctor", "--json"], cwd=doctor.ROOT,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    checks = json.loads(done.stdout)
+    blocks = [c for c in checks if c["level"] == "BLOCK"]
+    assert done.returncode == (3 if blocks else 0), done.stdout + done.stderr
+    assert {"python", "torch", "git", "flags"} <= {c["name"] for c in checks}
+
+
+# ---- probes --------------------------------------------------------------------------------------
+
+
+def test_smi_is_parsed_and_its_failures_are_words(tmp_path, monkeypatch):
+    fake = tmp_path / "nvidia-smi"
+    row = ("GPU-1, NVIDIA GeForce RTX 4090, 570.86, 24564, 12, 0, 8.9, 300.00, 450.00, 4, 4, 4, "
+           "16, [N/A], [N/A], 41, Enabled, 3105, 10501")  # fmt: skip
+    fake.write_text(f"#!/bin/sh\necho '{row}'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    device = box.device_facts(box.smi_query(), {})
+    assert device["name"] == "NVIDIA GeForce RTX 4090" and device["sm"] == "8.9"
+    assert device["pcie"] == "gen4 x4 (max x16)" and device["power_limit_w"] == 300.0
+    assert "uuid" not in device
+    fake.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
+    with pytest.raises(box.ProbeFailed, match="ended with 6: No devices"):
+        box.smi_query()
+    fake.write_text("#!/bin/sh\nsleep 30\n")
+    with pytest.raises(box.ProbeFailed, match="did not answer"):
+        box.smi_query(timeout_s=0.3)
+    fake.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(box.ProbeFailed, match="not installed"):
+        box.smi_query()
+
+
+def test_probe_failure_is_a_value():
+    assert box.guarded(lambda: 1 / 0).startswith("<probe failed: ZeroDivisionError")
+
+
+def test_fingerprint_changes_with_what_changes_results():
+    base = box.fingerprint(DEVICE, TORCH, {"NSA_USE_FA2": "1", "OTHER": "x"})
+    assert base == box.fingerprint(DEVICE, TORCH, {"NSA_USE_FA2": "1", "NSA_COMMIT": "y"})
+    assert base != box.fingerprint(DEVICE, TORCH, {})
+    assert base != box.fingerprint({**DEVICE, "power_limit_w": 300}, TORCH, {"NSA_USE_FA2": "1"})
+
+
+# ---- set-up of Python ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pythons(monkeypatch, tmp_path):
+    """Two interpreters on PATH: the second one's torch sees the GPU."""
+    answers = {"/a/python3": {"works": False, "torch": "2.11.0+cpu"},
+               "/b/python3": {"works": True, "torch": "2.11.0+cu130"}}  # fmt: skip
+
+    def ask(python, code, *args, **kwargs):
+        if code is setup_env.CUDA:
+            return answers[python]
+        return {"version": [3, 11], "prefix": python, "executable": python, "has_torch": True,
+                "missing": []}  # fmt: skip
+
+    monkeypatch.delenv("PYTHON", raising=False)
+    monkeypatch.setattr(setup_env, "ROOT", tmp_path)
+    monkeypatch.setattr(setup_env, "ask", ask)
+    monkeypatch.setattr(setup_env, "interpreters", lambda: list(answers))
+    monkeypatch.setattr(setup_env, "make_venv", lambda folder, req: f"{folder.name}/{req.name}")
+    return answers
+
+
+def test_a_torch_that_sees_the_gpu_is_used_as_it_is(pythons, monkeypatch):
+    monkeypatch.setattr(setup_env, "nvidia_hardware", lambda: "a GPU")
+    choice = setup_env.choose()
+    assert choice["python"] == "/b/python3" and choice["pythonpath"] == ""
+    assert "/a/python3" in choice["problems"][0]
+
+
+def test_hardware_without_such_a_torch_gets_its_own_environment(pythons, monkeypatch):
+    monkeypatch.setattr(setup_env, "nvidia_hardware", lambda: "a GPU")
+    pythons["/b/python3"]["works"] = False
+    assert setup_env.choose()["python"] == ".venv-gpu/requirements.txt"
+
+
+def test_no_hardware_gets_the_cpu_environment(pythons, monkeypatch):
+    monkeypatch.setattr(setup_env, "nvidia_hardware", lambda: None)
+    assert setup_env.choose()["python"] == ".venv/requirements-cpu.txt"
+
+
+def test_a_given_python_wins_and_a_wrong_one_is_named(monkeypatch):
+    monkeypatch.setenv("PYTHON", sys.executable)
+    assert setup_env.choose(install=False)["python"] == sys.executable
+    monkeypatch.setenv("PYTHON", "/no/such/python")
+    with pytest.raises(setup_env.SetupFailed, match="PYTHON=/no/such/python"):
+        setup_env.choose(install=False)
+
+
+def fake_python(path, body):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_offline_goes_on_and_says_what_is_missing(monkeypatch, tmp_path):
+    facts = {"version": [3, 11], "prefix": "p", "missing": ["jinja2", "psutil"]}
+    calls = tmp_path / "calls"
+    answer = f"if [ \"$1\" = -c ]; then echo '{json.dumps(facts)}'; exit; fi\n"
+    python = fake_python(tmp_path / "python", f'{answer}echo "$@" >> {calls}; exit 1\n')
+    monkeypatch.setattr(setup_env, "ROOT", tmp_path)
+    folder, missing, problem = setup_env.add_small_packages(python)
+    assert missing == ["jinja2", "psutil"] and "pip ended with 1" in problem
+    asked = calls.read_text()
+    assert "--target" in asked and "--no-deps" in asked and str(folder) in asked
+    assert "torch" not in asked.replace(str(tmp_path), "") and "markupsafe" in asked
+
+
+def test_venv_without_ensurepip_says_what_to_install(monkeypatch, tmp_path):
+    python = fake_python(
+        tmp_path / "python", "echo 'ensurepip is not available: apt install python3-venv'; exit 1\n"
+    )
+    monkeypatch.setattr(setup_env, "distinct", lambda _: [{"path": python, "version": [3, 11]}])
+    (tmp_path / "r.txt").write_text("x\n")
+    with pytest.raises(setup_env.SetupFailed, match="ensurepip.*\n.*python3-venv"):
+        setup_env.make_venv(tmp_path / "venv", tmp_path / "r.txt")
+    assert not (tmp_path / "venv").exists()
+
+
+def test_an_up_to_date_venv_is_left_alone(monkeypatch, tmp_path):
+    requirements = tmp_path / "r.txt"
+    requirements.write_text("# nothing\n")
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (venv / setup_env.STAMP).write_text(setup_env.digest(requirements, str(venv / "bin/python")))
+    assert setup_env.make_venv(venv, requirements) == str(venv / "bin" / "python")
+    requirements.write_text("something-new\n")
+    with pytest.raises(setup_env.SetupFailed, match="could not install r.txt"):
+        setup_env.make_venv(venv, requirements)  # there is no pip in it, so it must have tried

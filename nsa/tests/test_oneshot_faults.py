@@ -1,0 +1,143 @@
+"""A whole run of stages that go wrong: each shows as what it is in the record and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from nsa.tests.oneshot_faults import PRIVATE
+from scripts.oneshot.journal import read_events
+from scripts.oneshot.model import RunRecord
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DRIVER = ROOT / "nsa" / "tests" / "oneshot_faults.py"
+
+
+def run(out, stages, *options, env=None, render=False, timeout=60):
+    """(exit code, console, bundle folder) of a run with these fault stages."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")}
+    environ.update(env or {})
+    if not render:
+        environ["NO_RENDER"] = "1"
+    done = subprocess.run(
+        [sys.executable, str(DRIVER), "--run", stages, str(out), "--commit", "abc1234f", *options],
+        capture_output=True, text=True, timeout=timeout, env=environ, cwd=ROOT,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr, out / "abc1234"
+
+
+def bundle_of(folder):
+    return json.loads((folder / "bundle.json").read_text())
+
+
+STATUSES = {
+    "pass": "PASS", "raise": "CRASH", "import": "CRASH", "killed": "CRASH", "nothing": "NOT_RUN",
+    "all_skipped": "NOT_RUN", "liar": "FAIL", "wrong_path": "FAIL", "no_launch": "FAIL",
+    "nan": "FAIL", "garbage": "PASS", "junk_rows": "INFRA", "orphans": "PASS", "hang": "TIMEOUT",
+    "skip": "SKIPPED", "unproven_bench": "FAIL", "bench": "PASS", "secrets": "CRASH",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """One run with every fault, canaries in the environment too."""
+    out = tmp_path_factory.mktemp("out")
+    stages = ",".join(f"{name}:1" if name == "hang" else name for name in STATUSES)
+    env = {"SOME_API_KEY": "canary-in-the-environment", "HOSTNAME": "canary-host-1234"}
+    return run(out, stages, "--verbose", env=env, render=True)
+
+
+def test_every_fault_has_its_status(everything):
+    code, console, folder = everything
+    stages = {s["id"]: s for s in bundle_of(folder)["stages"]}
+    assert {name: stages[name]["status"] for name in STATUSES} == STATUSES, console
+    assert all(s["reason"] for s in stages.values() if s["status"] != "PASS")
+    assert code == bundle_of(folder)["verdict"]["exit_code"] == 1
+    assert console.rstrip().endswith("exit code 1")
+
+
+def test_journal_gives_the_same_record(everything):
+    folder = everything[2]
+    replayed = RunRecord.replay(read_events(folder / "events.jsonl")).to_bundle()
+    bundle = bundle_of(folder)
+    for key in ("verdict", "stages", "tests", "parity", "bench", "notes", "redaction"):
+        assert replayed[key] == bundle[key], key
+
+
+def test_check_sums_hold_and_nothing_is_left_out(everything):
+    folder = everything[2]
+    done = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=folder, check=False)
+    assert done.returncode == 0
+    listed = {line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
+    there = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert there - listed == {"SHA256SUMS"}
+
+
+def test_no_canary_leaves_the_box(everything):
+    code, console, folder = everything
+    private = [*PRIVATE.values(), "canary-in-the-environment", "canary-host-1234", str(ROOT)]
+    with tarfile.open(folder.with_name(folder.name + ".tgz")) as tar:
+        assert {m.uid for m in tar} == {0} and {m.uname for m in tar} == {""}
+        content = b"".join(tar.extractfile(m).read() for m in tar if m.isfile())
+        names = " ".join(m.name for m in tar)
+    for text in private:
+        assert text.encode() not in content and text not in names, text
+    for text in PRIVATE.values():
+        assert text not in console, text
+    assert bundle_of(folder)["redaction"]["gate"] == "clean"
+
+
+def test_failures_can_be_repeated(everything):
+    folder = everything[2]
+    script = (folder / "repro" / "raise.sh").read_text()
+    assert "python nsa/tests/oneshot_faults.py raise" in script and "no such luck" in script
+    assert not (folder / "repro" / "pass.sh").exists()
+    xml = (folder / "tests" / "liar.junit.xml").read_text()
+    assert 'failures="1"' in xml and "1 != 2" in xml
+
+
+@pytest.mark.parametrize(("stages", "code", "status"), [
+    ("pass", 0, "PASS"),
+    ("pass,bench", 0, "PASS"),
+    ("pass,liar", 1, "FAIL"),
+    ("nothing", 3, "NOT_RUN"),
+    ("pass,mute_skip", 3, "NOT_RUN"),
+    ("pass,raise", 4, "BROKEN"),
+    ("pass,killed", 4, "BROKEN"),
+    ("pass,unproven_bench", 5, "INVALID"),
+    ("raise,liar,nothing,unproven_bench", 1, "FAIL"),
+])  # fmt: skip
+def test_exit_code(tmp_path, stages, code, status):
+    got, console, folder = run(tmp_path, stages)
+    assert (got, bundle_of(folder)["verdict"]["status"]) == (code, status), console
+    assert (folder / "report.md").read_text().startswith("This report speaks of no GPU")
+
+
+def test_failed_gate_packs_nothing(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from scripts.oneshot import runner\n"
+        "from nsa.tests import oneshot_faults as f\n"
+        "runner.gate = lambda folder, r: {'gate': 'failed', 'findings': [], 'removed': []}\n"
+        "runner.Run._render = lambda self, s: None\n"
+        f"raise SystemExit(f.run_faults(['pass'], [{str(tmp_path)!r}, '--commit', 'abc1234f']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 6 and "not packed" in done.stdout, done.stdout + done.stderr
+    assert not list(tmp_path.glob("*.tgz"))
+
+
+def test_out_of_gpu_memory_is_tried_once_more_and_says_so(tmp_path):
+    code, console, folder = run(tmp_path, "pass,oom_once")
+    stage = next(s for s in bundle_of(folder)["stages"] if s["id"] == "oom_once")
+    got = code, stage["status"], stage["attempt"], stage["flaky"]
+    assert got == (0, "PASS", 2, True), console
+    code, _, folder = run(tmp_path / "b", "pass,oom_device")
+    stage = next(s for s in bundle_of(folder)["stages"] if s["id"] == "oom_device")
+    assert (code, stage["status"], stage["attempt"]) == (4, "CRASH", 2)

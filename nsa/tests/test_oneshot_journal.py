@@ -1,0 +1,199 @@
+"""Is what is on disk valid at every second, and does the journal alone give the record?"""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+
+from nsa.tests.oneshot_samples import SAMPLES, bench_row, parity_row, write_sample
+from nsa.tests.oneshot_samples import test_row as row_of_test
+from scripts.oneshot import journal
+from scripts.oneshot.journal import Ballast, Journal, dumps, read_events, write_atomic, write_json
+from scripts.oneshot.judge import Status, judge
+from scripts.oneshot.model import RunRecord, Stage
+from scripts.oneshot.rows import RowError, parse_row
+
+EXIT_OF_SAMPLE = {"all_pass": 0, "gpu_fail": 1, "cpu": 0, "crash": 4, "no_gpu": 3}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_bundle_is_what_the_journal_says(tmp_path, name):
+    bundle = write_sample(tmp_path, name)
+    replayed = RunRecord.replay(read_events(tmp_path / "events.jsonl")).to_bundle()
+    assert json.loads(dumps(replayed)) == json.loads((tmp_path / "bundle.json").read_text())
+    assert bundle["verdict"]["exit_code"] == EXIT_OF_SAMPLE[name]
+    assert all(s["reason"] for s in bundle["stages"] if s["status"] != "PASS")
+
+
+def test_truncation_at_every_byte_of_the_last_line(tmp_path):
+    write_sample(tmp_path, "gpu_fail")
+    path = tmp_path / "events.jsonl"
+    whole = path.read_bytes()
+    last = whole.rstrip(b"\n").rfind(b"\n") + 1
+    complete = len(read_events(path))
+    for cut in range(last, len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        events = read_events(path)
+        assert len(events) == complete - (cut < len(whole) - 1)
+    path.write_bytes(whole[:last])
+    verdict = RunRecord.replay(read_events(path)).to_bundle()["verdict"]
+    assert verdict["exit_code"] == 1  # the failures before the power cut still stand
+
+
+def test_truncation_anywhere_gives_a_bundle(tmp_path):
+    write_sample(tmp_path, "all_pass")
+    path = tmp_path / "events.jsonl"
+    whole = path.read_bytes()
+    for cut in range(0, len(whole), 997):
+        path.write_bytes(whole[:cut])
+        bundle = RunRecord.replay(read_events(path)).to_bundle()
+        dumps(bundle)
+        assert bundle["verdict"]["exit_code"] != 0, "a run that was cut off must not pass"
+
+
+def test_journal_survives_a_full_disk(tmp_path, monkeypatch):
+    log = Journal(tmp_path / "events.jsonl")
+    log.append("a", n=1)
+    real, calls = journal.os.write, []
+
+    def full(fd, data):
+        if not calls:
+            calls.append(1)
+            real(fd, data[:5])  # half a line gets through
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data)
+
+    monkeypatch.setattr(journal.os, "write", full)
+    log.append("b", n=2)
+    log.append("c", n=3)
+    log.close()
+    assert [e["ev"] for e in read_events(tmp_path / "events.jsonl")] == ["a", "c"]
+    assert log.lost == 1
+
+
+def test_ballast_makes_room_for_the_verdict(tmp_path, monkeypatch):
+    ballast = Ballast(tmp_path)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a.log").write_text("x" * 1000)
+    real = journal.write_atomic
+
+    def needs_room(path, text):
+        if ballast.path.exists() or any((tmp_path / "logs").iterdir()):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, text)
+
+    monkeypatch.setattr(journal, "write_atomic", needs_room)
+    assert ballast.guarded(lambda: journal.write_json(tmp_path / "bundle.json", {"a": 1}))
+    assert json.loads((tmp_path / "bundle.json").read_text()) == {"a": 1}
+
+
+def test_ballast_gives_up_when_nothing_is_left(tmp_path):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert not Ballast(tmp_path).guarded(full)
+
+
+def test_write_atomic_keeps_the_old_file_on_failure(tmp_path, monkeypatch):
+    write_atomic(tmp_path / "f", "old")
+
+    def broken(*_):
+        raise OSError(errno.EIO, "I/O error")
+
+    monkeypatch.setattr(journal.os, "replace", broken)
+    with pytest.raises(OSError):
+        write_atomic(tmp_path / "f", "new")
+    assert (tmp_path / "f").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_json_never_holds_nan(tmp_path):
+    with pytest.raises(ValueError):
+        write_json(tmp_path / "x", {"a": float("nan")})
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def checked(row):
+    return parse_row(json.dumps(row))
+
+
+@pytest.mark.parametrize(("changes", "status", "why"), [
+    ({}, "PASS", None),
+    ({"path_taken": "sdpa"}, "INVALID", "asked for triton, ran sdpa"),
+    ({"path_taken": None}, "INVALID", "asked for triton"),
+    ({"launches": {}}, "INVALID", "no launch"),
+    ({"launches": None}, "INVALID", "no launch"),
+    ({"mae": 0.5}, "FAIL", "over its limit"),
+    ({"max_abs": float("inf")}, "FAIL", "not finite"),
+    ({"mae": None}, "FAIL", "missing"),
+    ({"path_requested": "sdpa", "path_taken": "sdpa", "launches": {}}, "PASS", None),
+])  # fmt: skip
+def test_parity_row_is_held_to_its_evidence(changes, status, why):
+    row = checked(parity_row("c", **changes))
+    assert row["status"] == status
+    assert why is None or any(why in w for w in row["why"])
+
+
+@pytest.mark.parametrize(("changes", "status"), [
+    ({}, "VALID"),
+    ({"parity": None}, "INVALID"),
+    ({"parity": {"status": "FAIL"}}, "INVALID"),
+    ({"path_taken": "sdpa"}, "INVALID"),
+    ({"median_us": float("nan")}, "INVALID"),
+])  # fmt: skip
+def test_bench_number_stands_only_beside_proof(changes, status):
+    row = checked({**bench_row("c", 10.0, 1.3), **changes})
+    assert row["status"] == status
+    if status != "VALID":
+        assert row["median_us"] is None and row["speedup"] is None and row["why"]
+
+
+@pytest.mark.parametrize("line", [
+    b"", b"{", b"[]", b"1", b'{"kind": "else"}', b'{"kind": "test"}', b"\xff\xfe",
+    b'{"kind": "test", "nodeid": "a", "outcome": "fine"}', b'{"kind": "parity", "case": "x"}',
+    b'{"kind": "bench", "status": "VALID"}', b"[" * 5000,
+])  # fmt: skip
+def test_what_is_no_row_is_refused(line):
+    with pytest.raises(RowError):
+        parse_row(line)
+
+
+# ---- judging -------------------------------------------------------------------------------------
+
+
+def stage(proof="tests", argv=("{python}", "-m", "pytest")):
+    return Stage("s", "s", argv, proof=proof, timeout_s=1)
+
+
+@pytest.mark.parametrize(("proof", "rc", "rows", "status"), [
+    ("tests", 0, [], Status.NOT_RUN),
+    ("tests", 5, [], Status.NOT_RUN),
+    ("tests", 0, [row_of_test("a", "skipped", "why")], Status.NOT_RUN),
+    ("tests", 0, [row_of_test("a")], Status.PASS),
+    ("tests", 1, [row_of_test("a")], Status.FAIL),
+    ("tests", 2, [row_of_test("a")], Status.CRASH),
+    ("tests", 3, [row_of_test("a")], Status.CRASH),
+    ("tests", 0, [row_of_test("a"), row_of_test("b", "error", "x")], Status.FAIL),
+    ("parity", 0, [row_of_test("a")], Status.NOT_RUN),
+    ("parity", 0, [row_of_test("a"), parity_row("c")], Status.PASS),
+    ("parity", 0, [row_of_test("a"), parity_row("c", launches={})], Status.FAIL),
+])  # fmt: skip
+def test_pytest_stage(proof, rc, rows, status):
+    assert judge(stage(proof), rc, [checked(r) for r in rows]).status is status
+
+
+@pytest.mark.parametrize(("rows", "status", "kind"), [
+    ([], Status.NOT_RUN, None),
+    ([bench_row("a", 1.0, 1.0)], Status.PASS, None),
+    ([bench_row("a", 1.0, 1.0, status="SKIPPED", why=["no FA-2"])], Status.SKIPPED, None),
+    ([bench_row("a", 1.0, 1.0, status="UNSTABLE", why=["x"])], Status.FAIL, "UNSTABLE"),
+    ([bench_row("a", 1.0, 1.0), bench_row("b", 1.0, 1.0, parity=None)], Status.FAIL, "INVALID"),
+    ([bench_row("a", 1.0, 1.0), bench_row("b", 1.0, 1.0, status="FAILED")], Status.FAIL, "BENCH"),
+])  # fmt: skip
+def test_bench_stage(rows, status, kind):
+    said = judge(stage("bench", ("{python}", "b.py")), 0, [checked(r) for r in rows])
+    assert (said.status, said.kind) == (status, kind)

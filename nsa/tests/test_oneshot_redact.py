@@ -1,0 +1,117 @@
+"""Does a planted secret survive anywhere, and does harmless text stay as it is?"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nsa.tests.oneshot_faults import CANARIES, PRIVATE
+from scripts.oneshot.redact import Redactor, gate
+
+ENVIRON = {
+    "MY_SERVICE_TOKEN": "plainlookingvalue-42",
+    "DB_URL_SECRET": "postgres://svc:sesame-open-77@db.internal/x",
+    "USER": "alice",
+    "HOSTNAME": "pod-9f8e7d6c",
+    "SSH_CONNECTION": "198.51.100.9 50522 203.0.113.20 22",
+    "NSA_USE_FA2": "1",
+    "CUDA_API_KEY": "should-not-be-shown",
+    "OTHER": "not-shown",
+}
+
+
+@pytest.fixture
+def redactor(tmp_path):
+    return Redactor(ENVIRON, root=tmp_path / "repo", hostnames=("pod-9f8e7d6c.cluster.local",),
+                    user="alice", home="/home/alice")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CANARIES)
+def test_canary_is_removed_in_every_setting(redactor, name):
+    text, private = CANARIES[name], PRIVATE[name]
+    settings = (text, f"x={text}", f"({text})", f'"{text}",', f"a {text}\nb", json.dumps([text]))
+    for setting in settings:
+        clean = redactor.text(setting)
+        assert private not in clean, setting
+        assert redactor.text(clean) == clean, "redaction must be stable"
+
+
+@pytest.mark.parametrize("private", [
+    "plainlookingvalue-42", "sesame-open-77", "alice", "pod-9f8e7d6c", "198.51.100.9",
+    "/home/alice/.ssh",
+])  # fmt: skip
+def test_known_values_are_found_anywhere(redactor, private):
+    for text in (f"said {private} loudly", json.dumps({"a": private}), f"k:{private}"):
+        assert private not in redactor.text(text)
+
+
+@pytest.mark.parametrize("text", [
+    "nvidia-cublas-cu12==12.8.4.1 and libcudnn.so.9.1.0.7 at 127.0.0.1:8000 or 0.0.0.0",
+    "nvidia_cublas-12.8.4.1-py3-none.whl", "torch 2.11.0+cu130 driver 580.95.05",
+    "12:34:56 at::native::add c10::Error std::vector", "tokens: 1048576 token=12345678 key=value",
+    "commit 0123456789abcdef0123456789abcdef01234567", "sha256 " + "ab" * 32,
+    "sel_fwd/dense/L=64/D=64/bf16 mae 2.1e-04", "task-force sk- AKIA", "password: None",
+    "nsa/tests/test_a.py::test_b[N256-H8-D64-L512-many-bf16]", "a user of the root folder",
+    "GPU 0: NVIDIA H200, 143771 MiB", "malice and Alicedale", "at 1.5.2 of 3.10.1",
+])  # fmt: skip
+def test_harmless_text_stays(redactor, text):
+    assert redactor.text(text) == text
+
+
+def test_placeholders_are_stable_and_distinct(redactor):
+    first, second, third = redactor.text("203.0.113.7 203.0.113.8 203.0.113.7").split()
+    assert first == third != second and first.startswith("<ip-")
+
+
+def test_only_allowlisted_variables_are_shown(redactor):
+    assert redactor.variables(ENVIRON) == {"NSA_USE_FA2": "1"}
+
+
+def test_processes_of_other_tenants_are_hidden(redactor):
+    line = "|    0   N/A  N/A     41234      C   python train_secret_model.py     1810MiB |"
+    clean = redactor.text(line)
+    assert "41234" not in clean and "train_secret_model" not in clean and "1810MiB" in clean
+
+
+def test_opting_out_by_category(tmp_path):
+    kept = Redactor(ENVIRON, keep=("ip", "host"), hostnames=("pod-9f8e7d6c",), user="alice")
+    assert kept.text("203.0.113.7 pod-9f8e7d6c alice") == "203.0.113.7 pod-9f8e7d6c <user>"
+
+
+def plant(folder):
+    (folder / "logs").mkdir(parents=True)
+    everything = "\n".join(CANARIES.values())
+    (folder / "logs" / "a.log").write_text(everything)
+    (folder / "rows.csv").write_text(f"a,b\n1,{CANARIES['aws']}\n")
+    (folder / "data.json").write_text(json.dumps({"k": list(CANARIES.values())}))
+    (folder / f"{CANARIES['npm']}.txt").write_text("x")
+    (folder / "core.bin").write_bytes(b"\0\1" + CANARIES["npm"].encode())
+    (folder / "plot.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 40)
+    (folder / "fake.png").write_bytes(b"\0" + CANARIES["npm"].encode())
+    (folder / "link").symlink_to("/etc/passwd")
+
+
+def test_gate_cleans_every_file_and_name(tmp_path, redactor):
+    folder = tmp_path / "bundle"
+    plant(folder)
+    outcome = gate(folder, redactor)
+    assert outcome["gate"] == "clean"
+    assert sorted(outcome["removed"]) == ["core.bin", "fake.png", "link"]
+    assert (folder / "plot.png").exists()
+    names = " ".join(p.name for p in folder.rglob("*"))
+    readable = [p for p in folder.rglob("*") if p.suffix in (".log", ".csv", ".json")]
+    text = "".join(p.read_text() for p in readable)
+    for private in PRIVATE.values():
+        assert private not in text and private not in names
+    json.loads((folder / "data.json").read_text())  # still JSON
+    said = json.dumps(outcome)
+    assert not any(private in said for private in PRIVATE.values())
+
+
+def test_gate_fails_closed(tmp_path, redactor, monkeypatch):
+    """A hit that cannot be cleaned is a failed gate, not a shrug."""
+    folder = tmp_path / "bundle"
+    plant(folder)
+    monkeypatch.setattr("scripts.oneshot.journal.write_atomic", lambda path, text: None)
+    assert gate(folder, redactor)["gate"] == "failed"

@@ -1,0 +1,175 @@
+"""Does the supervisor call every way a stage can end by its name?"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nsa.tests import oneshot_faults as faults
+from scripts.oneshot.capture import StageLog, cause_of, plain
+from scripts.oneshot.judge import Status
+from scripts.oneshot.model import Stage, StageResult
+from scripts.oneshot.processes import TAG
+from scripts.oneshot.redact import Redactor
+from scripts.oneshot.supervise import Context, child_environment, run_stage
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def context(tmp_path):
+    rows = []
+    made = Context(
+        python=sys.executable, root=ROOT, out=tmp_path, run_id="r", ladder_s=(0.5, 0.5),
+        redactor=Redactor({}, hostnames=(), user="", root=ROOT),
+        on_row=lambda stage, row: rows.append((stage, row)),
+    )  # fmt: skip
+    made.seen = rows
+    return made
+
+
+ENDINGS = {
+    # fault: (status, part of the reason, kind)
+    "pass": ("PASS", None, None),
+    "raise": ("CRASH", "RuntimeError: no such luck", None),
+    "import": ("CRASH", "ModuleNotFoundError", "IMPORT_ERROR"),
+    "killed": ("CRASH", "killed by SIGKILL", None),
+    "segfault": ("CRASH", "killed by SIGSEGV", None),
+    "nothing": ("NOT_RUN", "no test ran", None),
+    "all_skipped": ("NOT_RUN", "no CUDA device", None),
+    "liar": ("FAIL", "t::bad", "ASSERT"),
+    "wrong_path": ("FAIL", "asked for triton, ran sdpa", "PARITY"),
+    "no_launch": ("FAIL", "no launch", "PARITY"),
+    "nan": ("FAIL", "mae is missing or not finite", "PARITY"),
+    "garbage": ("PASS", None, None),
+    "junk_rows": ("INFRA", "unreadable", "CHANNEL"),
+    "oom_device": ("CRASH", "out of memory", "OOM_DEVICE"),
+    "skip": ("SKIPPED", "flash-attn is not installed", None),
+    "mute_skip": ("NOT_RUN", "nothing could be run", None),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_ending(context, name):
+    status, reason, kind = ENDINGS[name]
+    result = run_stage(context, faults.stage(name))
+    assert (result.status.value, result.kind) == (status, kind), result
+    assert reason is None or reason in result.reason
+
+
+def test_rows_of_a_dead_stage_are_kept(context):
+    result = run_stage(context, faults.stage("killed"))
+    assert result.counts["passed"] == 1
+    assert context.seen[0][1]["nodeid"] == "t::ok"
+
+
+def test_hang_ends_with_stacks_and_timeout(context):
+    t0 = time.monotonic()
+    result = run_stage(context, faults.stage("hang", timeout_s=0.7))
+    assert result.status is Status.TIMEOUT and time.monotonic() - t0 < 4
+    log = (context.out / result.log).read_text()
+    assert "going to sleep" in log and "fault_hang" in log  # faulthandler wrote the stack
+
+
+def test_deaf_stage_is_killed(context):
+    result = run_stage(context, faults.stage("deaf", timeout_s=0.7))
+    assert result.status is Status.TIMEOUT and result.signal == "SIGKILL"
+
+
+def test_budget_cut_is_named(context):
+    result = run_stage(context, faults.stage("hang"), budget_left_s=0.5)
+    assert (result.status, result.kind) == (Status.TIMEOUT, "BUDGET")
+
+
+def test_no_process_survives_its_stage(context):
+    result = run_stage(context, faults.stage("orphans"))
+    assert result.status is Status.PASS
+    tag = f"{TAG}=r:orphans:1".encode()
+    left = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and tag in (entry / "environ").read_bytes():
+                left.append(entry.name)
+        except OSError:
+            continue
+    assert not left
+    assert "outlived the stage" in (context.out / result.log).read_text()
+
+
+def test_garbage_becomes_plain_text(context):
+    result = run_stage(context, faults.stage("garbage"))
+    text = (context.out / result.log).read_text(encoding="utf-8")
+    assert "\x1b" not in text and "\0" not in text and "red \ufffdnul" in text
+    assert "characters left out" in text and len(text) < 20_000
+    assert "progress 1\nprogress 2\n" in text
+
+
+def test_flood_keeps_head_and_tail(context):
+    result = run_stage(context, faults.stage("flood"))
+    text = (context.out / result.log).read_text()
+    assert len(text) < 2.2 * 2**20
+    assert "line 0 " in text and "line 59999 " in text and "lines left out" in text
+
+
+def test_cannot_start(context):
+    stage = Stage("x", "x", ("/no/such/program",), proof="tests", timeout_s=5)
+    assert run_stage(context, stage).status is Status.INFRA
+
+
+def test_stop_ends_the_stage_at_once(context):
+    context.stop.by = "sigterm"
+    t0 = time.monotonic()
+    result = run_stage(context, faults.stage("deaf"))
+    assert result.kind == "PREEMPTED" and time.monotonic() - t0 < 3
+
+
+def test_missing_output_is_not_a_pass(context):
+    stage = Stage("x", "x", ("{python}", "-c", "print(1)"), proof="output", timeout_s=20,
+                  outputs=("made.csv",))  # fmt: skip
+    assert run_stage(context, stage).status is Status.NOT_RUN
+    (context.out / "made.csv").write_text("old")
+    os.utime(context.out / "made.csv", (1, 1))
+    assert run_stage(context, stage).status is Status.NOT_RUN  # an older file proves nothing
+
+
+def test_child_environment_is_an_allowlist():
+    given = {"PATH": "/bin", "HF_TOKEN": "x", "NSA_USE_FA2": "1", "AWS_SECRET_ACCESS_KEY": "x",
+             "NSA_API_KEY": "x", "NSA_COMMIT": "abc", "MY_VAR": "1", "LC_ALL": "C"}  # fmt: skip
+    env = child_environment(given, faults.stage("pass", env={"A": "1"}), "t")
+    assert {"PATH", "NSA_USE_FA2", "LC_ALL", "A"} <= set(env)
+    kept_out = {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "NSA_API_KEY", "NSA_COMMIT", "MY_VAR"}
+    assert not kept_out & set(env)
+
+
+def test_result_needs_a_reason():
+    with pytest.raises(ValueError, match="gives no reason"):
+        StageResult(id="x", status=Status.FAIL)
+
+
+def test_log_never_splits_a_secret_over_the_cut(tmp_path):
+    secret = "ghp_" + "a" * 36
+    log = StageLog(tmp_path / "l", Redactor({}, hostnames=(), user=""))
+    log.feed(b"x " * 2038 + secret.encode() + b" y" * 4000 + secret.encode() + b" z" * 2000 + b"\n")
+    log.close()
+    text = (tmp_path / "l").read_text()
+    assert "aaaaaaaa" not in text and "left out" in text
+
+
+@pytest.mark.parametrize(("text", "kind"), [
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried", "OOM_DEVICE"),
+    ("ImportError: x.so: undefined symbol: _ZN3c10", "IMPORT_ERROR"),
+    ("triton.compiler.errors.CompilationError: at 1:1", "COMPILE_ERROR"),
+    ("OSError: [Errno 28] No space left on device", "NO_SPACE"),
+    ("RuntimeError: The NVIDIA driver on your system is too old", "DRIVER_TOO_OLD"),
+    ("all is well", None),
+])  # fmt: skip
+def test_cause(text, kind):
+    assert cause_of([text]) == kind
+
+
+def test_plain_strips_terminal_codes():
+    assert plain("\x1b]8;;http://x\x07link\x1b]8;;\x07 \x1b[1;31mred\x1b[m\x08") == "link red\ufffd"
