@@ -240,6 +240,8 @@ def interpreting() -> bool:
 def resolve_flags(flags: Flags | None, tensor: Tensor) -> Flags:
     """`flags`, or those of this process for the device that holds `tensor`."""
     if flags is not None:
+        if not isinstance(flags, Flags):
+            raise TypeError(f"flags must be an nsa.Flags, got {type(flags).__name__}")
         return flags
     return get_flags(_device_name(tensor.device.index) if tensor.is_cuda else None)
 

@@ -1,0 +1,170 @@
+"""Does the parity judgement fail what it must fail, and do the input makers make what they say?"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+
+import pytest
+import torch
+
+from nsa import oracle, select
+from nsa.tests.helpers import (
+    BLOCK_KINDS,
+    RANGE_KINDS,
+    assert_parity,
+    make_block_indices,
+    make_qkv,
+    make_ranges,
+    measure_parity,
+    randn,
+)
+
+ORACLE = randn(4, 8, 64, seed=1, dtype=torch.float64) * 0.1
+GOOD = ORACLE.to(torch.bfloat16)
+
+
+def judge(out, same_dtype=GOOD, **kw):
+    kw = {"path_requested": "sdpa", "path_taken": "sdpa", **kw}
+    return measure_parity("case", "op", out, ORACLE, same_dtype, **kw)
+
+
+def test_equal_quality_passes():
+    parity = judge(GOOD)
+    assert parity.status == "PASS" and parity.why == [] and 0 < parity.margin <= 0.5
+
+
+def dead_row(x):
+    x = x.clone()
+    x[2, 3] = 0
+    return x
+
+
+def one_wrong(x):
+    x = x.clone()
+    x[1, 1, 5] += 0.05
+    return x
+
+
+def put(value):
+    def change(x):
+        x = x.clone()
+        x[0, 0, 0] = value
+        return x
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (dead_row, r"row \[2, 3\]"),
+        (one_wrong, "max_abs"),
+        (lambda x: x + 0.002, "mae"),
+        (put(math.nan), "NaN at 1 other places"),
+        (put(math.inf), r"\+inf at 1"),
+        (lambda x: x[:3], "shape"),
+        (torch.zeros_like, "mae"),
+    ],
+)
+def test_wrong_output_fails(change, why):
+    parity = judge(change(GOOD))
+    assert parity.status == "FAIL"
+    assert any(re.search(why, w) for w in parity.why), parity.why
+
+
+def test_a_dead_row_hides_from_the_mean_but_not_from_the_row():
+    out = dead_row(GOOD)
+    big = torch.cat([GOOD] * 200), torch.cat([ORACLE] * 200)
+    big[0][:4] = out
+    parity = measure_parity(
+        "c", "op", big[0], big[1], big[0] * 0 + torch.cat([GOOD] * 200), path_requested="sdpa",
+        path_taken="sdpa",
+    )  # fmt: skip
+    assert parity.mae < parity.limit_mae and parity.status == "FAIL"
+    assert parity.worst_row_index == [2, 3]
+
+
+def test_same_infinities_agree():
+    lse = torch.tensor([[0.5, -math.inf]], dtype=torch.float64)
+    kw = dict(path_requested="sdpa", path_taken="sdpa", rows=False)
+    assert measure_parity("c", "lse", lse.float(), lse, lse.float(), **kw).status == "PASS"
+    other = torch.tensor([[-math.inf, 0.5]])
+    parity = measure_parity("c", "lse", other, lse, lse.float(), **kw)
+    assert parity.status == "FAIL"
+    json.dumps(vars(parity), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("kw", "why"),
+    [
+        (dict(path_requested="triton", path_taken="sdpa", fallback_reason="dtype"), "ran sdpa"),
+        (dict(path_requested="triton", path_taken="triton"), "no kernel launch was counted"),
+        (dict(path_requested="triton", path_taken="triton", launches={"_other_kernel": 1},
+              expect_kernels=["_sel_kernel"]), "never launched: _sel_kernel"),
+        (dict(path_requested="triton", path_taken=None), "ran None"),
+    ],
+)  # fmt: skip
+def test_right_numbers_from_the_wrong_path_are_invalid(kw, why):
+    parity = judge(GOOD, **kw)
+    assert parity.status == "INVALID" and any(why in w for w in parity.why), parity.why
+
+
+def test_nothing_compared_is_not_a_pass():
+    empty = torch.zeros(0, 4)
+    kw = dict(path_requested="sdpa", path_taken="sdpa")
+    assert measure_parity("c", "op", empty, empty.double(), **kw).status == "FAIL"
+
+
+def test_record_is_emitted_pass_or_fail(monkeypatch):
+    read, write = os.pipe()
+    monkeypatch.setenv("NSA_RESULT_FD", str(write))
+    kw = dict(path_requested="triton", path_taken="triton_dense", launches={"_k": 3}, seed=7)
+    assert_parity("good", "fwd", GOOD, ORACLE, GOOD, **kw)
+    with pytest.raises(AssertionError, match="bad fwd: FAIL: mae"):
+        assert_parity("bad", "fwd", GOOD * 0, ORACLE, GOOD, **kw)
+    monkeypatch.delenv("NSA_RESULT_FD")
+    os.close(write)
+    with os.fdopen(read) as lines:
+        rows = [json.loads(line) for line in lines]
+    assert [(r["kind"], r["case"], r["status"]) for r in rows] == [
+        ("parity", "good", "PASS"), ("parity", "bad", "FAIL")
+    ]  # fmt: skip
+    assert rows[0]["launches"] == {"_k": 3} and rows[0]["dtype"] == "bfloat16"
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", RANGE_KINDS)
+@pytest.mark.parametrize("L", [1, 2, 9, 64, 100])
+def test_ranges_select_exactly_L_keys(kind, L):
+    ranges = make_ranges(kind, 2, 4, 2, 100, L, seed=L)
+    counts = {len(oracle.range_tokens(r, 100)) for r in ranges.flatten(0, 2)}
+    assert counts == {L}
+    assert (select.range_lengths(ranges) == L).all()  # disjoint as they come
+    assert torch.equal(ranges, make_ranges(kind, 2, 4, 2, 100, L, seed=L))
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_block_indices_are_causal_sorted_and_padded(kind):
+    blocks = make_block_indices(kind, 1, 40, 2, 3, 4, seed=1, q_start=5)
+    for s in range(40):
+        for row in blocks[0, s].tolist():
+            real = [j for j in row if j >= 0]
+            assert row == sorted(set(real)) + [-1] * (3 - len(real))
+            assert all(j <= (5 + s) // 4 for j in real)
+
+
+def test_inputs_repeat_and_differ_by_seed():
+    a, b, c = make_qkv(seed=1), make_qkv(seed=1), make_qkv(seed=2)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not torch.equal(a[0], c[0]) and not torch.equal(a[1][..., :2], a[2][..., :2])
+
+
+def test_uninitialised_memory_is_poisoned():
+    assert torch.empty(3).isnan().all() and torch.empty_like(torch.ones(2)).isnan().all()
+    assert torch.ones(1).new_empty(2).isnan().all()
+    assert (torch.empty(2, dtype=torch.int32) < -(10**6)).all()

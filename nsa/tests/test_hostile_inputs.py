@@ -1,0 +1,211 @@
+"""Does every public function refuse bad input in one line that names the argument?"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import nsa
+from nsa import oracle
+from nsa.tests.helpers import (
+    HOSTILE_RANGE_KINDS,
+    RANGE_KINDS,
+    make_block_indices,
+    make_qkv,
+    make_ranges,
+    randn,
+)
+
+q, k, v = make_qkv(2, 16, 4, 2, 8, 6)
+BLOCKS = make_block_indices("random", 2, 16, 2, 2, 4)
+CU = torch.tensor([0, 10, 16], dtype=torch.int32)
+ROUTES = ["reference", "sdpa"]
+
+
+def slide(q=q, k=k, v=v, window=5, **kw):
+    return nsa.sliding_attention(q, k, v, window=window, **kw)
+
+
+def select(q=q, k=k, v=v, b=BLOCKS, **kw):
+    return nsa.selection_attention(q, k, v, b, **{"block_size": 4, **kw})
+
+
+def compressed(q=q, k=k[:, :3], v=v[:, :3], l=8, d=4, **kw):
+    return nsa.compressed_attention(q, k, v, l=l, d=d, **kw)
+
+
+def choose(q=q, k=k[:, :3], lse=None, **kw):
+    return nsa.select_blocks(q, k, lse, **{**dict(l=8, d=4, l_sel=8, n_sel=2), **kw})
+
+
+BAD = {
+    "q not a tensor": (lambda: slide(q=[1]), TypeError, "q must be a tensor, got list"),
+    "q 3-D": (lambda: slide(q=q[0]), ValueError, r"q must be \[B, S, H, D\], got shape \[16, 4"),
+    "k other dtype": (lambda: slide(k=k.half()), TypeError, "k must have q's dtype"),
+    "integer q": (lambda: slide(q=q.int()), TypeError, "q must be fp16, bf16, fp32 or fp64"),
+    "k other batch": (lambda: slide(k=k[:1]), ValueError, "k must have q's batch 2"),
+    "k other Dk": (lambda: slide(k=k[..., :4]), ValueError, "k must have q's Dk=8"),
+    "v other length": (lambda: slide(v=v[:, :5]), ValueError, "v must be k but for Dv"),
+    "v other groups": (lambda: slide(v=v[:, :, :1]), ValueError, "v must be k but for Dv"),
+    "heads not a multiple": (lambda: slide(q=q[:, :, :3]), ValueError, "multiple of k's G=2"),
+    "no group": (lambda: slide(k=k[:, :, :0], v=v[:, :, :0]), ValueError, "G=0"),
+    "no head dim": (lambda: slide(q=q[..., :0], k=k[..., :0]), ValueError, "head dimensions"),
+    "meta device": (lambda: slide(k=k.to("meta")), ValueError, "k must be on q's device cpu"),
+    "window 0": (lambda: slide(window=0), ValueError, "window must be at least 1, got 0"),
+    "window float": (lambda: slide(window=4.0), TypeError, "window must be an int, got 4.0"),
+    "window bool": (lambda: slide(window=True), TypeError, "window must be an int, got True"),
+    "fewer keys than queries": (lambda: slide(k=k[:, :9], v=v[:, :9]), ValueError, "q_start"),
+    "q beyond keys": (lambda: slide(q_start=1), ValueError, "k must reach the last query at 16"),
+    "negative start": (lambda: select(q_start=-1), ValueError, "q_start must be at least 0"),
+    "scale text": (lambda: slide(softmax_scale="1"), TypeError, "softmax_scale must be a number"),
+    "scale nan": (lambda: slide(softmax_scale=math.nan), ValueError, "softmax_scale must be fini"),
+    "backend": (lambda: slide(backend="fast"), ValueError, "backend must be"),
+    "flags dict": (lambda: slide(flags={}), TypeError, "flags must be an nsa.Flags"),
+    "both index kinds": (
+        lambda: select(ranges=make_ranges("few", 2, 16, 2, 16, 4)), ValueError, "either",
+    ),
+    "no index": (lambda: select(b=None), ValueError, "give either block_indices or ranges"),
+    "float blocks": (lambda: select(b=BLOCKS.float()), TypeError, "block_indices must be an int32"),
+    "blocks per head": (
+        lambda: select(b=BLOCKS.repeat(1, 1, 2, 1)), ValueError,
+        r"block_indices must be \[2, 16, 2, 'n'\], got \[2, 16, 4, 2\]",
+    ),
+    "ranges of 3": (
+        lambda: select(b=None, ranges=torch.zeros(2, 16, 2, 1, 3).int()), ValueError,
+        r"ranges must be \[2, 16, 2, 'n', 2\]",
+    ),
+    "block_size": (lambda: select(block_size=0), ValueError, "block_size must be at least 1"),
+    "d not dividing l": (lambda: compressed(d=3), ValueError, "d must divide l"),
+    "too few compressed": (
+        lambda: compressed(k=k[:, :2], v=v[:, :2]), ValueError,
+        "k_cmp must have 3 compressed keys for q_start \\+ S tokens, got 2",
+    ),
+    "n_sel 0": (lambda: choose(n_sel=0), ValueError, "n_sel must be at least 1, got 0"),
+    "n_local 0": (lambda: choose(n_local=0), ValueError, "n_local must be at least 1"),
+    "l_sel": (lambda: choose(l_sel=6), ValueError, "d must divide l and l_sel"),
+    "lse shape": (lambda: choose(lse=torch.zeros(2, 16, 2)), ValueError, "lse must be"),
+    "cu int64": (
+        lambda: slide(q[0], k[0], v[0], cu_seqlens=CU.long()), TypeError, "int32 tensor",
+    ),
+    "cu short": (
+        lambda: slide(q[0], k[0], v[0], cu_seqlens=CU[:1]), ValueError, r"must be \[nseq \+ 1\]",
+    ),
+    "cu not from 0": (
+        lambda: slide(q[0], k[0], v[0], cu_seqlens=CU + 1), ValueError, "rise from 0 to T=16",
+    ),
+    "cu falling": (
+        lambda: slide(q[0], k[0], v[0], cu_seqlens=torch.tensor([0, 12, 9, 16]).int()), ValueError,
+        r"rise from 0 to T=16, got \[0, 12, 9, 16\]",
+    ),
+    "max_seqlen small": (
+        lambda: slide(q[0], k[0], v[0], cu_seqlens=CU, max_seqlen=9), ValueError, "at least 10",
+    ),
+    "max_seqlen alone": (lambda: slide(max_seqlen=9), ValueError, "max_seqlen needs cu_seqlens"),
+    "packed 4-D": (lambda: slide(cu_seqlens=CU), ValueError, r"q must be \[T, H, D\]"),
+    "packed start": (
+        lambda: select(q[0], k[0], v[0], BLOCKS[0], cu_seqlens=CU, q_start=3), ValueError,
+        "q_start must be 0 with cu_seqlens, got 3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_names_the_argument(case):
+    call, error, match = BAD[case]
+    with pytest.raises(error, match=match):
+        call()
+
+
+def layer(**change):
+    x = dict(
+        q=q, k_cmp=k[:, :3], v_cmp=v[:, :3], k_sel=k, v_sel=v, k_win=k, v_win=v,
+        gates=randn(2, 16, 4, 3, seed=1).sigmoid(), l=8, d=4, l_sel=8, n_sel=2, window=5,
+    )  # fmt: skip
+    return nsa.nsa_attention(**{**x, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"gates": randn(2, 16, 4, 2, seed=1)}, r"gates must be \[2, 16, 4, 3\], got \[2, 16, 4"),
+        ({"gates": None}, "gates must be .* got NoneType"),
+        ({"k_sel": k[:, :9], "v_sel": v[:, :9]}, "k_sel must hold keys up to 15, got 9"),
+        ({"k_win": k[:, :, :1], "v_win": v[:, :, :1]}, "k_win must have k_cmp's G=2"),
+        ({"v_win": v[..., :3]}, "v_win must have v_cmp's Dv=6"),
+    ],
+)
+def test_layer_names_the_branch(change, match):
+    with pytest.raises(ValueError, match=match):
+        layer(**change)
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+@pytest.mark.parametrize("kind", RANGE_KINDS + HOSTILE_RANGE_KINDS)
+def test_hostile_ranges_attend_their_valid_union(kind, backend):
+    q, k, v = make_qkv(1, 6, 4, 2, 8, 6, Skv=23, dtype=torch.float64, seed=2)
+    ranges = make_ranges(kind, 1, 6, 2, 23, 13, seed=3)
+    out = nsa.selection_attention(q, k, v, ranges=ranges, backend=backend)
+    want = oracle.selection_attention(q, k, v, ranges)
+    torch.testing.assert_close(out, want, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+def test_block_indices_beyond_the_keys_or_the_query_are_cut(backend):
+    blocks = torch.tensor([0, 3, 9, 1000], dtype=torch.int64).expand(2, 16, 2, 4)
+    got = select(b=blocks, backend=backend)
+    want = select(b=torch.tensor([0, 3], dtype=torch.int32).expand(2, 16, 2, 2), backend=backend)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+def test_no_query_no_key_no_block(backend):
+    assert slide(q[:, :0], k[:, :0], v[:, :0], backend=backend).shape == (2, 0, 4, 6)
+    none = torch.zeros(2, 16, 2, 0, dtype=torch.int32)
+    assert select(b=none, backend=backend).abs().max() == 0
+    out, lse = compressed(k=k[:, :0], v=v[:, :0], l=32, d=16, backend=backend)
+    assert out.shape == (2, 16, 4, 6) and out.abs().max() == 0
+    assert (lse == -math.inf).all()
+    assert slide(q[:0], k[:0], v[:0], backend=backend).shape == (0, 16, 4, 6)
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+def test_strides_do_not_matter(backend):
+    qs = q.transpose(1, 2).contiguous().transpose(1, 2)
+    ks = torch.stack([k, k], -1)[..., 0]
+    assert not qs.is_contiguous() and not ks.is_contiguous()
+    for fn in (slide, select):
+        torch.testing.assert_close(fn(q=qs, k=ks, backend=backend), fn(backend=backend))
+    blocks = BLOCKS.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.testing.assert_close(select(b=blocks, backend=backend), select(backend=backend))
+    expanded = k[:1].expand(2, -1, -1, -1)
+    torch.testing.assert_close(
+        slide(k=expanded, backend=backend), slide(k=expanded.contiguous(), backend=backend)
+    )
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+@pytest.mark.parametrize("size", [1e4, 1e-4])
+def test_extreme_scores_stay_finite(size, backend):
+    x = [t * size for t in make_qkv(1, 16, 4, 2, 8, 6, dtype=torch.float32, seed=4)]
+    x = [t.requires_grad_() for t in x]
+    outs = [
+        nsa.sliding_attention(*x, window=5, backend=backend),
+        nsa.selection_attention(*x, BLOCKS[:1], block_size=4, backend=backend),
+    ]
+    sum(o.sum() for o in outs).backward()
+    assert all(o.isfinite().all() for o in outs)
+    assert all(t.grad.isfinite().all() for t in x)
+
+
+def test_inputs_are_not_written_to():
+    before = [t.clone() for t in (q, k, v, BLOCKS)]
+    ranges = make_ranges("out_of_bounds", 2, 16, 2, 16, 5)
+    kept = ranges.clone()
+    for backend in ROUTES:
+        select(backend=backend)
+        select(b=None, ranges=ranges, backend=backend)
+        layer(backend=backend)
+    for was, now in zip([*before, kept], [q, k, v, BLOCKS, ranges], strict=True):
+        assert torch.equal(was, now)
