@@ -58,6 +58,7 @@ class Stage:
     outputs: tuple[str, ...] = ()
     log: str = ""
     after: str | None = None  # id of a stage that must PASS first
+    needs: tuple[str, ...] = ()  # files of earlier stages, without which it is not started
     group: str = "other"  # parity | bench | train | box; the report groups its tables by it
 
     def __post_init__(self) -> None:

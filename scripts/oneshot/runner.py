@@ -293,6 +293,9 @@ class Run:
                 why = f"{first.status}: {first.reason}" if first else "it did not run"
                 status = Status.SKIPPED if first and first.status is Status.SKIPPED else None
                 return status or Status.NOT_RUN, f"needs {stage.after}, {why}", None
+        lacking = [name for name in stage.needs if not (self.folder / name).is_file()]
+        if lacking:
+            return Status.NOT_RUN, f"needs {', '.join(lacking)}, which was not written", None
         left = self._budget_left()
         if left is not None and left < max(5.0, stage.estimate_s / 4):
             self.out_of_budget = True

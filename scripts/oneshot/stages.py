@@ -49,7 +49,21 @@ def _gpu(profile: str) -> list[Stage]:
     lengths = {"quick": "128,512", "standard": "64,128,256,512,1024",
                "full": "16,32,64,128,256,512,1024"}[profile]  # fmt: skip
     contexts = "512,4096" if quick else "512,1024,2048,4096"
-    sel = ("{python}", "bench/bench_sel_triton.py", "--profile", profile, "--L_list", lengths)
+    selection = [
+        Stage(
+            id, f"Selection bench: {what}",
+            ("{python}", "bench/bench_sel_triton.py", "--N", "256", "--H", "8", "--D", "64",
+             "--Dv", "64", "--L_list", lengths, "--dist", dist, "--csv", "{out}/" + id + ".csv"),
+            proof="bench", timeout_s=180 * slow, estimate_s=20, env=bench, log=f"{id}.txt",
+            outputs=(f"{id}.csv",), group="bench",
+        )
+        for id, dist, what in (
+            ("sel_dense", "few", "one span per row, Triton against packed SDPA"),
+            ("sel_varlen", "many", "eight equal spans per row"),
+            ("sel_mixed", "mixed", "2, 4 or 8 spans of random length"),
+        )
+    ]
+    spans = tuple(f"{stage.id}.csv" for stage in selection)
     stages = [
         Stage(
             "routing", "Flags and the ladder of each branch",
@@ -97,12 +111,7 @@ def _gpu(profile: str) -> list[Stage]:
             proof="row", timeout_s=120, estimate_s=15, required=False, log="health.txt",
             group="box",
         ),
-        Stage(
-            "sel_bench", "Selection: Triton against packed SDPA",
-            (*sel, "--csv", "{out}/sel_bench.csv"),
-            proof="bench", timeout_s=300 * slow, estimate_s=60, env=bench, log="sel_bench.txt",
-            outputs=("sel_bench.csv",), group="bench",
-        ),
+        *selection,
         Stage(
             "decode_bench", "Decode step, by branch",
             ("{python}", "bench/bench_decode.py", "--B", "1", "--dim", "256", "--heads", "8",
@@ -116,13 +125,12 @@ def _gpu(profile: str) -> list[Stage]:
         Stage(
             "decode_summary", "Decode summary",
             ("{python}", "bench/summarize_decode_csv.py", "{out}/decode_gpu_final.csv"),
-            proof="output", timeout_s=60, estimate_s=2, after="decode_bench",
+            proof="output", timeout_s=60, estimate_s=2, needs=("decode_gpu_final.csv",),
             log="decode_summary.txt", outputs=("decode_summary.txt",), group="bench",
         ),
         Stage(
             "prefill_bench", "Prefill: NSA against dense attention",
-            ("{python}", "bench/bench_prefill.py", "--profile", profile, "--csv",
-             "{out}/prefill.csv"),
+            ("{python}", "bench/bench_prefill.py", "--csv", "{out}/prefill.csv"),
             proof="bench", timeout_s=300 * slow, estimate_s=60, env={"NSA_USE_TRITON_SEL": "1"},
             log="prefill_bench.txt", outputs=("prefill.csv",), group="bench",
         ),
@@ -134,8 +142,8 @@ def _gpu(profile: str) -> list[Stage]:
         ),
         Stage(
             "threshold", "Proposed sel_triton_min_L",
-            ("{python}", "bench/threshold_optimizer.py", "{out}/sel_bench.csv"),
-            proof="row", timeout_s=60, estimate_s=2, after="sel_bench", log="threshold.txt",
+            ("{python}", "bench/threshold_optimizer.py", *("{out}/" + name for name in spans)),
+            proof="row", timeout_s=60, estimate_s=2, needs=spans, log="threshold.txt",
             group="bench",
         ),
         Stage(
@@ -203,7 +211,7 @@ def _cpu() -> list[Stage]:
         stage(
             "decode_summary", "Decode summary",
             ("{python}", "bench/summarize_decode_csv.py", "{out}/decode_cpu.csv"), "output",
-            after="decode_bench", outputs=("decode_summary.txt",), group="bench",
+            needs=("decode_cpu.csv",), outputs=("decode_summary.txt",), group="bench",
         ),
         stage(
             "sel_ranges", "A sample of the ranges that selection makes",
