@@ -228,7 +228,8 @@ def selection_attention(
     else:
         # An upper bound: the true length would need the indices' values, a device wait.
         key_len = min(block_indices.shape[-1] * block_size, k.shape[-3])
-        block_indices = block_indices.to(torch.int32)
+        if block_indices.dtype == torch.int64:  # cut first: a plain cast would wrap around
+            block_indices = block_indices.clamp(-1, 2**31 - 1).to(torch.int32)
     args = dict(
         q=q, k=k, v=v, block_indices=block_indices, ranges=ranges, block_size=block_size,
         q_start=q_start, softmax_scale=_scale(softmax_scale, q), cu_seqlens=cu_seqlens,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nsa.flags import Flags, get_flags
-from nsa.log import log, once
+from nsa.log import enabled, log, once
 
 
 class Branch(str, enum.Enum):
@@ -398,4 +398,31 @@ def run(
     }
     # Autocast would turn the fp32 scores of the PyTorch rungs into bf16; inputs decide the dtype.
     with torch.autocast(q.device.type, enabled=False):
-        return guarded(request, calls, flags, backend)
+        result, decision = guarded(request, calls, flags, backend)
+        tag = f"{_LOG_PREFIX[branch]}.{decision.route.value}"
+        if decision.route is Route.TRITON:
+            log_device(q.device, flags)
+        if enabled(f"{tag}.shapes", flags):
+            shapes = {n: f"{list(t.shape)}/{list(t.stride())}" for n, t in zip("qkv", (q, k, v),
+                      strict=True)}  # fmt: skip
+            log(f"{tag}.shapes", flags=flags, **{n: s.replace(" ", "") for n, s in shapes.items()})
+        if enabled(f"{tag}.compare", flags) and branch in _COMPARED:
+            _log_error(tag, branch, args, result, flags)
+    return result, decision
+
+
+_COMPARED = (Branch.SELECTED, Branch.COMPRESSED, Branch.SLIDING)
+
+
+@torch.no_grad()
+def _log_error(tag: str, branch: Branch, args: dict[str, Any], result: Any, flags: Flags) -> None:
+    """Log the error of `result` against the reference in fp64 (NSA_DEBUG_COMPARE, slow)."""
+    from nsa import rungs
+
+    wide = {**args, **{n: args[n].double() for n in ("q", "k", "v")}}
+    want = rungs.RUNGS[branch][Route.REFERENCE](wide, flags)
+    if isinstance(result, tuple):
+        result, want = result[0], want[0]
+    error = (result.double() - want).abs()
+    worst = error.max().item() if error.numel() else 0.0
+    log(f"{tag}.compare", flags=flags, mae=error.mean().item(), max_abs=worst)

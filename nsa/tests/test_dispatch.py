@@ -207,6 +207,19 @@ def test_fallback_lines_carry_the_numbers(capsys):
     assert capsys.readouterr().err == expected
 
 
+def test_debug_flags_log_shapes_and_the_error_against_the_reference(capsys):
+    q, k, v = make_qkv(1, 6, 2, 1, 4, dtype=torch.bfloat16)
+    flags = Flags(debug_shapes=True, debug_compare=True)
+    nsa.sliding_attention(q, k, v, window=3, flags=flags, backend="reference")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == (
+        "NSA-LOG win.reference.shapes q=[1,6,2,4]/[48,8,4,1] k=[1,6,1,4]/[24,4,4,1] "
+        "v=[1,6,1,4]/[24,4,4,1]"
+    )
+    mae = float(second.split("mae=")[1].split()[0])
+    assert second.startswith("NSA-LOG win.reference.compare mae=") and 0 < mae < 0.01
+
+
 # ---- on this machine's CPU -----------------------------------------------------------------------
 
 
