@@ -38,6 +38,22 @@ def wait_for_stage(out, name, limit_s=15.0):
     raise AssertionError(f"{name} did not start")
 
 
+def tagged(text, limit_s=3.0):
+    """Processes whose environment carries the tag, once they had time to go."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and text.encode() in (entry / "environ").read_bytes():
+                    found.append(entry.name)
+            except OSError:
+                continue
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+
+
 def verb(*args, **kwargs):
     return subprocess.run(
         [sys.executable, "-m", "scripts.oneshot", *args], cwd=ROOT, capture_output=True, text=True,
@@ -79,6 +95,7 @@ def test_a_killed_run_leaves_a_bundle_and_can_be_attached(tmp_path):
     process.communicate(timeout=10)
     bundle = bundle_of(tmp_path / "abc1234")
     assert bundle["ended_by"] == "crash" and bundle["verdict"]["exit_code"] == 4
+    assert not tagged(bundle["run_id"] + ":hang"), "the stage must not outlive the supervisor"
     done = verb("attach", str(tmp_path), "--once")
     assert done.returncode == 4 and "pass PASS" in done.stdout and "broken: hang" in done.stdout
 

@@ -276,6 +276,12 @@ class Run:
             self.telemetry = Telemetry(self.folder / "telemetry.csv", uuid, self.started)
             self.telemetry.start()
             self.start_mib = self.smi[0].get("mem_used_mib")
+        if self.scope == "gpu" and device.get("sm") == "8.9":
+            self.note(
+                "SM 8.9: by policy Triton selection is off here; the parity stages and the direct "
+                "kernel benches run it all the same (NSA_TRITON_SEL_FORCE=1)",
+                level="info",
+            )
         blocks = [c for c in checks if c.level == "BLOCK"]
         return self.redactor.text(blocks[0].text) if blocks else None
 

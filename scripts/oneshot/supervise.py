@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -33,6 +35,16 @@ _PASSED_ON = frozenset(
     " CPATH C_INCLUDE_PATH LIBRARY_PATH NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES"
     " MKL_NUM_THREADS OPENBLAS_NUM_THREADS MPLCONFIGDIR SYSTEMROOT".split()
 )
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _die_with_supervisor() -> None:
+    """In the child: end when the supervisor is killed, instead of holding the GPU for ever."""
+    if _LIBC is not None:
+        pr_set_pdeathsig = 1
+        _LIBC.prctl(pr_set_pdeathsig, int(signal.SIGKILL))
 
 
 class Stop:
@@ -182,6 +194,7 @@ class _Child:
                 expand(stage.argv, context.python, context.out),
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 start_new_session=True, pass_fds=(rows_write,), env=env, cwd=context.root,
+                preexec_fn=_die_with_supervisor,
             )  # fmt: skip
         except OSError:
             os.close(rows_read)
