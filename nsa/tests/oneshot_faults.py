@@ -147,6 +147,12 @@ def fault_oom_once() -> int:
     raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
 
 
+def fault_gpu_dies() -> int:
+    """Takes the driver along: the fake nvidia-smi of the test fails from now on."""
+    Path(os.environ["CUDA_TEST_DEAD"]).write_text("x")
+    return fault_killed()
+
+
 def fault_all_skipped() -> int:
     send("test", nodeid="t::s", outcome="skipped", duration_s=0, reason="no CUDA device")
     return 0
@@ -280,13 +286,16 @@ def stage(name: str, **changes: object):
 
 TORCH_FACTS = {
     "python": "3.11.0", "torch": "2.11.0", "triton": "3.6.0", "triton_pin": "triton==3.6.0",
+    "cuda_build": "13.0", "cuda_available": True, "cuda_works": True, "arch_list": ["sm_89"],
+    "device": {"name": "Test GPU", "sm": "8.9", "count": 1},
     "packages": {n: "1.0" for n in ("jinja2", "pytest", "numpy", "pyyaml", "psutil")},
 }  # fmt: skip
 
 
 def run_faults(names: list[str], argv: list[str]) -> int:
-    """The `run` verb with these stages instead of the profile's; `name:seconds` sets a limit.
+    """The `run` verb with these stages instead of the profile's.
 
+    `name:seconds` sets a limit, `name!` makes it a stage that needs the GPU.
     torch is not asked, which saves two seconds per run; NO_RENDER in the environment leaves the
     short report in place.
     """
@@ -299,7 +308,8 @@ def run_faults(names: list[str], argv: list[str]) -> int:
     for name in names:
         name, _, limit = name.partition(":")
         proof = "bench" if "bench" in name else "tests"
-        planned.append(stage(name, timeout_s=float(limit or 30), proof=proof))
+        gpu, name = name.endswith("!"), name.rstrip("!")
+        planned.append(stage(name, timeout_s=float(limit or 30), proof=proof, gpu=gpu))
     runner.plan = lambda _profile: planned
     return runner.main(["--profile", "cpu", *argv])
 

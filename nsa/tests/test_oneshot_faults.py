@@ -133,6 +133,26 @@ def test_failed_gate_packs_nothing(tmp_path):
     assert not list(tmp_path.glob("*.tgz"))
 
 
+def test_a_fault_of_the_runner_costs_no_result(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from scripts.oneshot import runner\n"
+        "from nsa.tests import oneshot_faults as f\n"
+        "real = runner.run_stage\n"
+        "def broken(context, stage, **k):\n"
+        "    return 1 / 0 if stage.id == 'slow' else real(context, stage, **k)\n"
+        "runner.run_stage = broken\n"
+        "runner.Run._render = lambda self, s: None\n"
+        f"raise SystemExit(f.run_faults(['pass', 'slow'], [{str(tmp_path)!r}, '--commit', "
+        "'abc1234f']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 4 and "ZeroDivisionError" in done.stdout, done.stdout + done.stderr
+    bundle = bundle_of(tmp_path / "abc1234")
+    assert [s["status"] for s in bundle["stages"]] == ["PASS", "PASS", "CRASH"]
+    assert (tmp_path / "abc1234.tgz").exists()
+
+
 def test_out_of_gpu_memory_is_tried_once_more_and_says_so(tmp_path):
     code, console, folder = run(tmp_path, "pass,oom_once")
     stage = next(s for s in bundle_of(folder)["stages"] if s["id"] == "oom_once")
@@ -141,3 +161,44 @@ def test_out_of_gpu_memory_is_tried_once_more_and_says_so(tmp_path):
     code, _, folder = run(tmp_path / "b", "pass,oom_device")
     stage = next(s for s in bundle_of(folder)["stages"] if s["id"] == "oom_device")
     assert (code, stage["status"], stage["attempt"]) == (4, "CRASH", 2)
+
+
+@pytest.fixture
+def fake_gpu(tmp_path):
+    """Environment of a box whose nvidia-smi answers until the file `dead` is there."""
+    dead, smi = tmp_path / "dead", tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    row = ("GPU-12345678-9abc-def0-1234-56789abcdef0, Test GPU, 570.86, 24564, 12, 0, 8.9, 300.00, "
+           "450.00, 4, 4, 16, 16, [N/A], [N/A], 41, Enabled, 3105, 10501")  # fmt: skip
+    smi.write_text(f"#!/bin/sh\nif [ -e {dead} ]; then echo 'GPU is lost'; exit 15; fi\n"
+                   f"echo '{row}'\n")  # fmt: skip
+    smi.chmod(0o755)
+    path = f"{smi.parent}:{os.environ['PATH']}"
+    return {"PATH": path, "CUDA_TEST_DEAD": str(dead), "CC": "cc", "TMPDIR": str(tmp_path)}
+
+
+def test_a_gpu_that_is_lost_stops_gpu_stages_only(tmp_path, fake_gpu):
+    code, console, folder = run(
+        tmp_path / "out", "pass!,gpu_dies!,slow!,bench", "--profile", "standard", env=fake_gpu
+    )
+    bundle = bundle_of(folder)
+    said = {s["id"]: (s["status"], s["kind"]) for s in bundle["stages"]}
+    assert said["pass"] == ("PASS", None), console
+    assert said["gpu_dies"][0] == "CRASH" and said["slow"] == ("NOT_RUN", "GPU_LOST")
+    assert said["bench"] == ("PASS", None)
+    assert code == 4 and bundle["scope"] == "gpu" and bundle["device"]["power_limit_w"] == 300.0
+    texts = " ".join(n["text"] for n in bundle["notes"])
+    assert "does not answer after gpu_dies" in texts and "SM 8.9" in texts
+    assert "capped 300/450 W" in bundle["verdict"]["one_line"]
+    assert "GPU-12345678" not in (folder / "events.jsonl").read_text()
+
+
+def test_one_run_per_gpu_whatever_the_folder(tmp_path, fake_gpu):
+    from scripts.oneshot.lock import Lock, gpu_lock
+
+    name = gpu_lock("GPU-12345678-9abc-def0-1234-56789abcdef0").path.name
+    held = Lock(tmp_path / name, "the GPU")
+    held.acquire()
+    code, console, _ = run(tmp_path / "out", "pass!", "--profile", "standard", env=fake_gpu)
+    assert code == 75 and "the GPU is held by process" in console
+    held.release()

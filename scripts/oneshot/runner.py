@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -118,6 +119,7 @@ class Run:
         self.start_mib: float | None = None
         self.gpu_gone: str | None = None
         self.out_of_budget = False
+        self.internal_error = False
         self._partial, self._argv = partial, argv
         self.progress = Progress(len(stages), price_per_hour=args.price)
 
@@ -172,6 +174,16 @@ class Run:
         )
         self.save()
         self.progress.line(f"run {self.run_id}, profile {self.profile}, into {self.folder}")
+        try:
+            self._stages()
+        except Exception as error:  # a fault of the runner itself must not cost what was proven
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+            self.internal_error = True
+            self.note(f"the runner itself failed: {text}", level="warn")
+        return self._finish()
+
+    def _stages(self) -> None:
         blocked = self._environment()
         context = Context(
             python=sys.executable,
@@ -196,7 +208,6 @@ class Run:
                 self._end(reused)
                 continue
             self._attempt(context, stage)
-        return self._finish()
 
     def _take_previous(self) -> None:
         """Keep what an earlier run of this commit left, and read it for --resume."""
@@ -471,9 +482,11 @@ class Run:
         if self.telemetry:
             self.telemetry.stop()
         ended_by = self.stop.by or ("budget" if self.out_of_budget else "normal")
+        if self.internal_error:
+            ended_by = "crash"
         if self.journal.lost:
             self.note(f"{self.journal.lost} events did not fit on the disk")
-        self.event("run_end", ended_by=ended_by, complete=not hurried)
+        self.event("run_end", ended_by=ended_by, complete=ended_by in ("normal", "budget"))
         self.journal.close()
         data = self.save()
         self.write("report.md", short_report(data))

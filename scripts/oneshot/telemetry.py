@@ -21,7 +21,7 @@ class Telemetry(threading.Thread):
 
     def __init__(self, path: Path, uuid: str | None, started: float) -> None:
         super().__init__(name="telemetry", daemon=True)
-        self._path, self._uuid, self._started = path, uuid, started
+        self._path, self._uuid, self._t0 = path, uuid, started
         self._halt = threading.Event()
         self.last: dict[str, Any] = {}
 
@@ -54,7 +54,7 @@ class Telemetry(threading.Thread):
                     with suppress(nv.NVMLError):
                         row[name] = read()
                 self.last = row
-                cells = [f"{time.monotonic() - self._started:.2f}"]
+                cells = [f"{time.monotonic() - self._t0:.2f}"]
                 file.write(",".join(cells + [str(row.get(n, "")) for n, _ in readings]) + "\n")
                 file.flush()
 
