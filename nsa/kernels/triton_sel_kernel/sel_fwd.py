@@ -1,0 +1,622 @@
+"""Selection attention forward. A row is one query with the H heads of its KV group.
+
+Three ways to say which keys a row attends, one body:
+  dense   keys [0, L) of K[row], or one span per row of a cache [B, G, Skv, D];
+  varlen  keys [cu_seqlens[row], cu_seqlens[row + 1]) of a packed K;
+  ranges  any number of spans per row of a cache, read in place: key tiles run across span borders,
+          so loads are pipelined from one span to the next and short spans waste nothing.
+Heads are the rows of the tensor-core tile: K and V are read once for all of them. Rows that are
+too few for the GPU are split over keys and merged by a second kernel, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa import launches
+from nsa.flags import Flags
+from nsa.kernels.tiles import arch_of, dot_precision
+from nsa.kernels.triton_sel_kernel.tiles import (
+    MAX_SPANS_PER_PASS,
+    Tiles,
+    fwd_tiles,
+    head_tile,
+    split_count,
+)
+
+LOG2E = math.log2(math.e)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# ---- shared device code --------------------------------------------------------------------------
+
+
+@triton.jit
+def load_row_chunks(
+    X, base, stride, head, live, DIM: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr
+):
+    """X[base + head * stride + :DIM] as a tuple of [heads, BLOCK] chunks, 0 where not live."""
+    chunks = ()
+    for i in tl.static_range(0, DIM, BLOCK):
+        offs = i + tl.arange(0, BLOCK)
+        ptrs = X + base + head[:, None] * stride + offs[None, :]
+        if i + BLOCK <= DIM:
+            x = tl.load(ptrs, mask=live[:, None], other=0.0)
+        else:
+            x = tl.load(ptrs, mask=live[:, None] & (offs < DIM)[None, :], other=0.0)
+        chunks = chunks + (x.to(DTYPE),)
+    return chunks
+
+
+@triton.jit
+def zero_chunks(ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    chunks = ()
+    for _ in tl.static_range(0, DIM, BLOCK):
+        chunks = chunks + (tl.zeros([ROWS, BLOCK], tl.float32),)
+    return chunks
+
+
+@triton.jit
+def store_row_chunks(
+    X, base, stride, head, live, chunks, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The inverse of load_row_chunks, cast to X's dtype."""
+    for i in tl.static_range(0, DIM, BLOCK):
+        offs = i + tl.arange(0, BLOCK)
+        ptrs = X + base + head[:, None] * stride + offs[None, :]
+        x = chunks[i // BLOCK].to(X.dtype.element_ty)
+        if i + BLOCK <= DIM:
+            tl.store(ptrs, x, mask=live[:, None])
+        else:
+            tl.store(ptrs, x, mask=live[:, None] & (offs < DIM)[None, :])
+
+
+@triton.jit
+def load_spans(STARTS, CUM, row, n, first, NR: tl.constexpr):
+    """Spans first .. first + NR - 1 of a row as (slot where each begins, step of key - slot).
+
+    The key in slot p is p + the sum of the steps of the spans that begin at or before p.
+    """
+    i = first + tl.arange(0, NR)
+    live = i < n
+    cum = tl.load(CUM + row * (n + 1) + i, mask=live, other=2147483647)
+    gap = tl.load(STARTS + row * n + i, mask=live, other=0) - cum
+    inner = live & (i > first)
+    before = tl.load(STARTS + row * n + i - 1, mask=inner, other=0) - tl.load(
+        CUM + row * (n + 1) + i - 1, mask=inner, other=0
+    )
+    return cum, tl.where(live, gap - before, 0)
+
+
+@triton.jit
+def slot_to_key(slot, cum, step):
+    return slot + tl.sum(tl.where(cum[None, :] <= slot[:, None], step[None, :], 0), 1)
+
+
+@triton.jit
+def _attend(
+    acc, m_i, l_i, qs, k_base, v_base, stride_kl, stride_vl, cum, step, begin, end, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Online softmax (base 2) of qs over key slots [begin, end)."""
+    for n0 in tl.range(begin, end, BLOCK_L):
+        slot = n0 + tl.arange(0, BLOCK_L)
+        live = slot < end
+        if MAPPED:
+            key = slot_to_key(slot, cum, step).to(tl.int64)
+        else:
+            key = slot.to(tl.int64)
+        s = tl.zeros([ROWS, BLOCK_L], tl.float32)
+        for i in tl.static_range(0, D, BLOCK_D):
+            offs_d = i + tl.arange(0, BLOCK_D)
+            k_ptrs = k_base + key[:, None] * stride_kl + offs_d[None, :]
+            if i + BLOCK_D <= D:
+                k = tl.load(k_ptrs, mask=live[:, None], other=0.0)
+            else:
+                k = tl.load(k_ptrs, mask=live[:, None] & (offs_d < D)[None, :], other=0.0)
+            s = tl.dot(qs[i // BLOCK_D], tl.trans(k), s, input_precision=PRECISION)
+        s = tl.where(live[None, :], s * scale_log2, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        p = tl.math.exp2(s - m_new[:, None])
+        alpha = tl.math.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
+        new_acc = ()
+        for i in tl.static_range(0, DV, BLOCK_DV):
+            offs_v = i + tl.arange(0, BLOCK_DV)
+            v_ptrs = v_base + key[:, None] * stride_vl + offs_v[None, :]
+            if i + BLOCK_DV <= DV:
+                v = tl.load(v_ptrs, mask=live[:, None], other=0.0)
+            else:
+                v = tl.load(v_ptrs, mask=live[:, None] & (offs_v < DV)[None, :], other=0.0)
+            scaled = acc[i // BLOCK_DV] * alpha[:, None]
+            new_acc = new_acc + (tl.dot(p.to(v.dtype), v, scaled, input_precision=PRECISION),)
+        acc = new_acc
+    return acc, m_i, l_i
+
+
+@triton.jit
+def _share(length, part, SPLITS: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Slots [begin, end) of this program: whole tiles, as even as they come."""
+    tiles = (length + BLOCK_L - 1) // BLOCK_L
+    share = (tiles + SPLITS - 1) // SPLITS * BLOCK_L
+    begin = part * share
+    return begin, tl.minimum(begin + share, length)
+
+
+@triton.jit
+def _finish(
+    O, LSE, row, part, head, live, H, acc, m_i, l_i,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store the normalised output and its lse; with splits, as partial `part` of the row.
+
+    A row (or part) without keys has l = 0: output 0, lse -inf.
+    """
+    empty = l_i == 0.0
+    inv = 1.0 / tl.where(empty, 1.0, l_i)
+    out = ()
+    for i in tl.static_range(0, DV, BLOCK_DV):
+        out = out + (acc[i // BLOCK_DV] * inv[:, None],)
+    lse = tl.where(empty, float("-inf"), (m_i + tl.math.log2(l_i)) * 0.6931471805599453)
+    at = row
+    if SPLITS > 1:
+        at = row * SPLITS + part
+    store_row_chunks(O, at * H * DV, DV, head, live, out, DV, BLOCK_DV)
+    tl.store(LSE + at * H + head, lse, mask=live)
+
+
+@triton.jit
+def _dense_row(
+    Q, K, V, SPANS, O, LSE, S, G, H, L, stride_kb, stride_kg, stride_kl, stride_vb, stride_vg,
+    stride_vl, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, HAS_SPANS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # The group is the slowest: one group's K and V stay in L2 while its rows pass.
+    pid = tl.program_id(0).to(tl.int64)
+    b = pid // (G * S)
+    g = pid // S % G
+    row = (b * S + pid % S) * G + g
+    part = tl.program_id(1)
+    head = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    live = head < H
+    # Strides come in units of 8 elements: the compiler learns that 16-byte loads are aligned.
+    k_base = K + b * stride_kb * 8 + g * stride_kg * 8
+    v_base = V + b * stride_vb * 8 + g * stride_vg * 8
+    length = L
+    if HAS_SPANS:
+        start = tl.maximum(tl.load(SPANS + row * 2), 0)
+        length = tl.maximum(tl.minimum(tl.load(SPANS + row * 2 + 1), L) - start, 0)
+        k_base += start.to(tl.int64) * (stride_kl * 8)
+        v_base += start.to(tl.int64) * (stride_vl * 8)
+    qs = load_row_chunks(Q, row * H * D, D, head, live, D, BLOCK_D, Q.dtype.element_ty)
+    acc = zero_chunks(ROWS, DV, BLOCK_DV)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    begin, end = _share(length, part, SPLITS, BLOCK_L)
+    acc, m_i, l_i = _attend(
+        acc, m_i, l_i, qs, k_base, v_base, stride_kl * 8, stride_vl * 8, m_i, m_i, begin, end,
+        scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, False, PRECISION, ROWS,
+    )  # fmt: skip
+    _finish(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
+
+
+@triton.jit
+def _varlen_row(
+    Q, K, V, CU, O, LSE, H, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    head = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    live = head < H
+    first = tl.load(CU + row)
+    length = tl.load(CU + row + 1) - first
+    qs = load_row_chunks(Q, row * H * D, D, head, live, D, BLOCK_D, Q.dtype.element_ty)
+    acc = zero_chunks(ROWS, DV, BLOCK_DV)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    begin, end = _share(length, part, SPLITS, BLOCK_L)
+    acc, m_i, l_i = _attend(
+        acc, m_i, l_i, qs, K + first.to(tl.int64) * D, V + first.to(tl.int64) * DV, D, DV, m_i,
+        m_i, begin, end, scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, False, PRECISION, ROWS,
+    )  # fmt: skip
+    _finish(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sel_attn_fwd_dense_kernel(
+    Q, K, V, SPANS, O, LSE, S, G, H, L, stride_kb, stride_kg, stride_kl, stride_vb, stride_vg,
+    stride_vl, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, HAS_SPANS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per (row, split, tile of 16 heads)."""
+    _dense_row(
+        Q, K, V, SPANS, O, LSE, S, G, H, L, stride_kb, stride_kg, stride_kl, stride_vb,
+        stride_vg, stride_vl, scale_log2, D, DV, HAS_SPANS, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV,
+        SPLITS, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sel_attn_fwd_dense_group_kernel(
+    Q, K, V, SPANS, O, LSE, S, G, H, L, stride_kb, stride_kg, stride_kl, stride_vb, stride_vg,
+    stride_vl, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, HAS_SPANS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per (row, split) serves all heads of the row (up to 64)."""
+    _dense_row(
+        Q, K, V, SPANS, O, LSE, S, G, H, L, stride_kb, stride_kg, stride_kl, stride_vb,
+        stride_vg, stride_vl, scale_log2, D, DV, HAS_SPANS, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV,
+        SPLITS, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sel_attn_fwd_varlen_kernel(
+    Q, K, V, CU, O, LSE, H, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per (row, split, tile of 16 heads)."""
+    _varlen_row(
+        Q, K, V, CU, O, LSE, H, scale_log2, D, DV, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV, SPLITS,
+        PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sel_attn_fwd_varlen_group_kernel(
+    Q, K, V, CU, O, LSE, H, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per (row, split) serves all heads of the row (up to 64)."""
+    _varlen_row(
+        Q, K, V, CU, O, LSE, H, scale_log2, D, DV, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV, SPLITS,
+        PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sel_attn_fwd_ranges_kernel(
+    Q, K, V, STARTS, CUM, O, LSE, S, G, H, n, stride_kb, stride_kg, stride_kl, stride_vb,
+    stride_vg, stride_vl, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, NR: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per (row, split, tile of heads); keys straight from the cache by spans."""
+    pid = tl.program_id(0).to(tl.int64)
+    b = pid // (G * S)
+    g = pid // S % G
+    row = (b * S + pid % S) * G + g
+    part = tl.program_id(1)
+    head = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    live = head < H
+    k_base = K + b * stride_kb * 8 + g * stride_kg * 8
+    v_base = V + b * stride_vb * 8 + g * stride_vg * 8
+    qs = load_row_chunks(Q, row * H * D, D, head, live, D, BLOCK_D, Q.dtype.element_ty)
+    acc = zero_chunks(ROWS, DV, BLOCK_DV)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    begin, end = _share(tl.load(CUM + row * (n + 1) + n), part, SPLITS, BLOCK_L)
+    for first in tl.range(0, n, NR):
+        cum, step = load_spans(STARTS, CUM, row, n, first, NR)
+        lo = tl.maximum(begin, tl.load(CUM + row * (n + 1) + first))
+        hi = tl.minimum(end, tl.load(CUM + row * (n + 1) + tl.minimum(first + NR, n)))
+        acc, m_i, l_i = _attend(
+            acc, m_i, l_i, qs, k_base, v_base, stride_kl * 8, stride_vl * 8, cum, step, lo, hi,
+            scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, True, PRECISION, ROWS,
+        )  # fmt: skip
+    _finish(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
+
+
+@triton.jit
+def _sel_attn_merge_kernel(
+    PART_O, PART_LSE, O, LSE, H,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Join the partials of one (row, head): softmax over their lse."""
+    pid = tl.program_id(0).to(tl.int64)
+    part = (pid // H) * SPLITS + tl.arange(0, SPLITS)
+    at = part * H + pid % H
+    lse = tl.load(PART_LSE + at)
+    top = tl.max(lse, 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    w = tl.exp(lse - safe)
+    total = tl.sum(w, 0)
+    w = w / tl.where(total > 0, total, 1.0)
+    offs = tl.arange(0, BLOCK_DV)
+    o = tl.load(PART_O + at[:, None] * DV + offs[None, :], mask=(offs < DV)[None, :], other=0.0)
+    o = tl.sum(o * w[:, None], 0)
+    tl.store(O + pid * DV + offs, o.to(O.dtype.element_ty), mask=offs < DV)
+    tl.store(LSE + pid, tl.where(total > 0, safe + tl.log(total), float("-inf")))
+
+
+# ---- launchers -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of the device; the interpreter counts as one, so little is split there."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def units_of_8(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """K or V [B, G, Skv, D] with (batch, group, token) strides in units of 8 elements.
+
+    Copies only what no 16-byte load could read: a last dimension that is not contiguous, strides
+    that are not multiples of 8, a misaligned first element.
+    """
+    ok = x.stride(-1) == 1 and all(x.stride(i) % 8 == 0 for i in range(3))
+    if not ok or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x, (x.stride(0) // 8, x.stride(1) // 8, x.stride(2) // 8)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def check_kernel_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise TypeError, ValueError or NotImplementedError for what no selection kernel takes."""
+    for name, x in (("Q", q), ("K", k), ("V", v)):
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {x.dtype}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} must have Q's dtype and device ({q.dtype}, {q.device}), "
+                f"got {x.dtype}, {x.device}"
+            )
+        dim = x.shape[-1]
+        if dim % 8 or not 0 < dim <= 256:
+            raise NotImplementedError(
+                f"{name}'s head size must be a multiple of 8 up to 256, got {dim}"
+            )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"K's head size must be Q's {q.shape[-1]}, got {k.shape[-1]}")
+
+
+class Launch:
+    """Sizes, outputs and partials that every forward launch needs."""
+
+    def __init__(
+        self, q: Tensor, rows: int, heads: int, dv: int, key_len: int, *, group: bool,
+        tiles: Tiles | None, flags: Flags | None, splits: int | None,
+    ) -> None:  # fmt: skip
+        d = q.shape[-1]
+        self.tiles = tiles or fwd_tiles(
+            arch_of(q.device), d, dv, q.element_size(), key_len, flags
+        )
+        self.rows, self.heads, self.dv = rows, heads, dv
+        self.head_tile = head_tile(heads, group=group)
+        head_tiles = triton.cdiv(heads, self.head_tile)
+        self.splits = splits or split_count(
+            rows * head_tiles, key_len, self.tiles.block_l, sm_count(q.device)
+        )
+        self.grid = (rows, self.splits, head_tiles)
+        self.out = torch.empty(rows, heads, dv, dtype=q.dtype, device=q.device)
+        self.lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+        self.part_o, self.part_lse = self.out, self.lse
+        if self.splits > 1:
+            shape = (rows, self.splits, heads)
+            self.part_o = torch.empty(*shape, dv, dtype=torch.float32, device=q.device)
+            self.part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        self.meta = dict(
+            D=d, DV=dv, ROWS=self.head_tile, BLOCK_L=self.tiles.block_l,
+            BLOCK_D=self.tiles.block_d, BLOCK_DV=self.tiles.block_dv, SPLITS=self.splits,
+            PRECISION=dot_precision(q.dtype), num_warps=self.tiles.num_warps,
+            num_stages=self.tiles.num_stages,
+        )  # fmt: skip
+
+    def run(self, kernel, *args, **meta) -> None:
+        kernel[self.grid](*args, **self.meta, **meta)
+        launches.bump(kernel.__name__)
+        if self.splits > 1:
+            _sel_attn_merge_kernel[(self.rows * self.heads,)](
+                self.part_o, self.part_lse, self.out, self.lse, self.heads, DV=self.dv,
+                BLOCK_DV=max(16, triton.next_power_of_2(self.dv)), SPLITS=self.splits,
+                num_warps=2,
+            )  # fmt: skip
+            launches.bump("_sel_attn_merge_kernel")
+
+
+def _scale_log2(softmax_scale: float | None, d: int) -> float:
+    return (1.0 / math.sqrt(d) if softmax_scale is None else softmax_scale) * LOG2E
+
+
+def _result(launch: Launch, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    return (launch.out, launch.lse) if return_lse else launch.out
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, *, group: bool, softmax_scale: float | None,
+    return_lse: bool, tiles: Tiles | None, flags: Flags | None, splits: int | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    check_kernel_inputs(q, k, v)
+    N, H, D = q.shape
+    if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or k.shape[0] != N:
+        raise ValueError(
+            f"K must be [N={N}, L, D] and V [N, L, Dv], got {list(k.shape)} and {list(v.shape)}"
+        )
+    return _launch_spans(
+        q, k[:, None], v[:, None], None, 1, group=group, softmax_scale=softmax_scale,
+        return_lse=return_lse, tiles=tiles, flags=flags, splits=splits,
+    )  # fmt: skip
+
+
+def _launch_spans(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, S: int, *, group: bool,
+    softmax_scale: float | None, return_lse: bool, tiles: Tiles | None = None,
+    flags: Flags | None = None, splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Dense kernels on k [B, G, L, D]; rows (b, s, g) of q [B*S*G, H, D], spans [rows, 2]."""
+    rows, H, D = q.shape
+    L = k.shape[2]
+    launch = Launch(
+        q, rows, H, v.shape[-1], L, group=group, tiles=tiles, flags=flags, splits=splits
+    )
+    if rows and H:
+        q = _aligned(q)
+        k, k_strides = units_of_8(k)
+        v, v_strides = units_of_8(v)
+        kernel = _sel_attn_fwd_dense_group_kernel if group else _sel_attn_fwd_dense_kernel
+        launch.run(
+            kernel, q, k, v, q if spans is None else spans, launch.part_o, launch.part_lse, S,
+            k.shape[1], H, L, *k_strides, *v_strides, _scale_log2(softmax_scale, D),
+            HAS_SPANS=spans is not None,
+        )  # fmt: skip
+    return _result(launch, return_lse)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, group: bool,
+    softmax_scale: float | None, return_lse: bool, max_len: int | None, tiles: Tiles | None,
+    flags: Flags | None, splits: int | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    check_kernel_inputs(q, k, v)
+    N, H, D = q.shape
+    if k.ndim != 2 or v.ndim != 2 or k.shape[0] != v.shape[0]:
+        raise ValueError(
+            f"K_all must be [T, D] and V_all [T, Dv], got {list(k.shape)} and {list(v.shape)}"
+        )
+    if cu_seqlens.dtype != torch.int32 or tuple(cu_seqlens.shape) != (N + 1,):
+        raise ValueError(
+            f"cu_seqlens must be int32 [N + 1 = {N + 1}], got {cu_seqlens.dtype} "
+            f"{list(cu_seqlens.shape)}"
+        )
+    # The mean length stands in for the longest: it needs no device wait.
+    key_len = max_len if max_len is not None else 2 * triton.cdiv(k.shape[0], max(N, 1))
+    launch = Launch(
+        q, N, H, v.shape[-1], key_len, group=group, tiles=tiles, flags=flags, splits=splits
+    )
+    if N and H:
+        kernel = _sel_attn_fwd_varlen_group_kernel if group else _sel_attn_fwd_varlen_kernel
+        launch.run(
+            kernel, _aligned(q), _aligned(k), _aligned(v), cu_seqlens.contiguous(),
+            launch.part_o, launch.part_lse, H, _scale_log2(softmax_scale, D),
+        )  # fmt: skip
+    return _result(launch, return_lse)
+
+
+def sel_attn_fwd_dense(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None,
+    return_lse: bool = False, tiles: Tiles | None = None, flags: Flags | None = None,
+    splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of row n's H heads over its own L keys, no mask (semantics 6).
+
+    q [N, H, D], k [N, L, D], v [N, L, Dv], one dtype of fp16, bf16, fp32; D and Dv multiples of 8
+    up to 256. Returns o [N, H, Dv]; with return_lse also the natural-log lse, fp32 [N, H]. L = 0
+    gives o = 0, lse = -inf. softmax_scale defaults to 1/sqrt(D). tiles and splits override the
+    tuned choice, flags those of NSA_SEL_TRITON_BLOCK_*.
+    Raises TypeError, ValueError or NotImplementedError for other inputs.
+    """
+    return _dense(
+        q, k, v, group=False, softmax_scale=softmax_scale, return_lse=return_lse, tiles=tiles,
+        flags=flags, splits=splits,
+    )  # fmt: skip
+
+
+def sel_attn_fwd_dense_group(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None,
+    return_lse: bool = False, tiles: Tiles | None = None, flags: Flags | None = None,
+    splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """sel_attn_fwd_dense with one program for all heads of a row, so K and V are read once."""
+    return _dense(
+        q, k, v, group=True, softmax_scale=softmax_scale, return_lse=return_lse, tiles=tiles,
+        flags=flags, splits=splits,
+    )  # fmt: skip
+
+
+def sel_attn_fwd_varlen(
+    q: Tensor, k_all: Tensor, v_all: Tensor, cu_seqlens: Tensor, *,
+    softmax_scale: float | None = None, return_lse: bool = False, max_len: int | None = None,
+    tiles: Tiles | None = None, flags: Flags | None = None, splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of row n over keys cu_seqlens[n] .. cu_seqlens[n + 1] of packed K and V.
+
+    q [N, H, D], k_all [T, D], v_all [T, Dv], cu_seqlens int32 [N + 1]. max_len, the longest row if
+    known, only steers tiles and splits. Otherwise as sel_attn_fwd_dense.
+    """
+    return _varlen(
+        q, k_all, v_all, cu_seqlens, group=False, softmax_scale=softmax_scale,
+        return_lse=return_lse, max_len=max_len, tiles=tiles, flags=flags, splits=splits,
+    )  # fmt: skip
+
+
+def sel_attn_fwd_varlen_group(
+    q: Tensor, k_all: Tensor, v_all: Tensor, cu_seqlens: Tensor, *,
+    softmax_scale: float | None = None, return_lse: bool = False, max_len: int | None = None,
+    tiles: Tiles | None = None, flags: Flags | None = None, splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """sel_attn_fwd_varlen with one program for all heads of a row, so K and V are read once."""
+    return _varlen(
+        q, k_all, v_all, cu_seqlens, group=True, softmax_scale=softmax_scale,
+        return_lse=return_lse, max_len=max_len, tiles=tiles, flags=flags, splits=splits,
+    )  # fmt: skip
+
+
+def sel_fwd_spans(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, softmax_scale: float | None, *,
+    group: bool = True, flags: Flags | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) where every row has one range: the dense kernels read the cache in place.
+
+    q [B, S, G, H, D] contiguous, k [B, G, Skv, D] and v of any strides, ranges [B, S, G, 1, 2]
+    int32, clamped to [0, Skv) by the kernel.
+    """
+    B, S, G, H, D = q.shape
+    out, lse = _launch_spans(
+        q.view(-1, H, D), k, v, ranges.contiguous(), S, group=group,
+        softmax_scale=softmax_scale, return_lse=True, flags=flags,
+    )  # fmt: skip
+    return out.view(B, S, G, H, -1), lse.view(B, S, G, H)
+
+
+def sel_fwd_ranges(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, cum: Tensor, softmax_scale: float | None, *,
+    flags: Flags | None = None, tiles: Tiles | None = None, splits: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) over any clean spans (see spans.clean_spans); K and V of any strides."""
+    B, S, G, H, D = q.shape
+    n = starts.shape[-1]
+    launch = Launch(
+        q, B * S * G, H, v.shape[-1], k.shape[2], group=True, tiles=tiles, flags=flags,
+        splits=splits,
+    )  # fmt: skip
+    if launch.rows and H:
+        k, k_strides = units_of_8(k)
+        v, v_strides = units_of_8(v)
+        launch.run(
+            _sel_attn_fwd_ranges_kernel, _aligned(q), k, v, starts, cum, launch.part_o,
+            launch.part_lse, S, G, H, n, *k_strides, *v_strides, _scale_log2(softmax_scale, D),
+            NR=spans_per_pass(n),
+        )  # fmt: skip
+    return launch.out.view(B, S, G, H, -1), launch.lse.view(B, S, G, H)
+
+
+def spans_per_pass(n: int) -> int:
+    return min(MAX_SPANS_PER_PASS, triton.next_power_of_2(max(n, 1)))
