@@ -1,0 +1,259 @@
+"""Selection attention on Triton: selection_attention_triton() and the kernels behind it.
+
+Triton is imported when a Triton path really runs, so importing this package needs PyTorch only.
+Paths of the Triton rung:
+  ranges  the kernels read K and V in place through the ranges (default);
+  dense   every row has one range (n = 1): the dense kernels read it in place;
+  varlen  rows are packed by buckets of length: the dense kernel where a bucket's rows agree in
+          length, else the varlen kernel.
+The backward is the same for all: it reads K and V through the ranges.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nsa import log
+from nsa.flags import Flags
+from nsa.packing import length_buckets, packed_positions
+from nsa.select import clean_ranges, range_lengths
+
+if TYPE_CHECKING:
+    from nsa.dispatch import Route
+
+PATHS = ("ranges", "dense", "varlen")
+
+
+def selection_attention_triton(
+    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, *, softmax_scale: float | None = None,
+    path: str | None = None, flags: Flags | None = None, backend: str | Route | None = None,
+) -> Tensor:  # fmt: skip
+    """Softmax attention over the union of each row's ranges (paper 3.3.2), with fallback.
+
+    Q [B, S, G, h, Dk], K [B, G, Skv, Dk], V [B, G, Skv, Dv], ranges int32 or int64
+    [B, S, G, n, 2] as [start, end): clamped to [0, Skv), inverted ones dropped, overlaps counted
+    once. Returns [B, S, G, h, Dv] in Q's dtype; a row without keys gives 0 and zero gradients.
+    softmax_scale defaults to 1/sqrt(Dk). path: None (chosen), "ranges", "dense" or "varlen".
+
+    backend None follows flags and policy down to packed SDPA and the PyTorch reference, logging
+    `sel.triton.fallback reason=` (see nsa.dispatch.REASONS); "triton" runs that or raises
+    RouteUnavailable. NSA_SEL_TRITON_MIN_L is compared with the longest row; only a threshold
+    between 2 and Skv makes that wait for the device.
+    Raises TypeError or ValueError for inputs of the wrong kind or shape.
+    """
+    # The one place where a kernel package looks up: this wrapper is itself a fallback ladder.
+    from nsa import dispatch, reference
+    from nsa.dispatch import Branch, Route
+
+    _check(Q, K, V, ranges, path)
+    flags = dispatch.resolve_flags(flags, Q)
+    key_len = _longest(ranges, K.shape[2], flags)
+    request = dispatch.make_request(Branch.SELECTED, Q, K, V, key_len, flags, backend)
+
+    def torch_rung(run: Callable[..., Tensor]) -> Tensor:
+        clean = clean_ranges(ranges, K.shape[2])
+        out = run(
+            Q.flatten(2, 3), K.transpose(1, 2), V.transpose(1, 2), clean,
+            softmax_scale=softmax_scale,
+        )  # fmt: skip
+        return out.unflatten(2, Q.shape[2:4])
+
+    def sdpa() -> Tensor:
+        from nsa.kernels.sdpa import selection_sdpa
+
+        return torch_rung(selection_sdpa)
+
+    rungs = {
+        Route.TRITON: lambda: selection_ranges_triton(
+            Q, K, V, ranges, softmax_scale=softmax_scale, path=path, flags=flags
+        ),
+        Route.SDPA: sdpa,
+        Route.REFERENCE: lambda: torch_rung(reference.selection_attention),
+    }
+    return dispatch.guarded(request, rungs, flags, backend)[0]
+
+
+def selection_ranges_triton(
+    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, *, softmax_scale: float | None = None,
+    path: str | None = None, flags: Flags | None = None,
+) -> Tensor:  # fmt: skip
+    """The Triton rung of selection_attention_triton alone: no policy, no fallback.
+
+    Takes fp16, bf16 and fp32. K and V may have any strides that are multiples of 8 elements;
+    others are copied. Differentiable in Q, K and V. Raises RouteUnavailable for head sizes that
+    have no kernel.
+    """
+    from nsa import dispatch
+
+    _check(Q, K, V, ranges, path)
+    flags = dispatch.resolve_flags(flags, Q)
+    d, dv = Q.shape[-1], V.shape[-1]
+    if d % 8 or dv % 8:
+        raise dispatch.RouteUnavailable("triton", "align8", f"got Dk={d} Dv={dv}")
+    if max(d, dv) > 256:
+        raise dispatch.RouteUnavailable("triton", "head_dim", f"got Dk={d} Dv={dv}, at most 256")
+    dispatch.log_device(Q.device, flags)
+    if ranges.shape[3] == 0:
+        ranges = torch.nn.functional.pad(ranges, (0, 0, 0, 1))
+    path = path or ("dense" if ranges.shape[3] == 1 else "ranges")
+    if path == "dense" and ranges.shape[3] != 1:
+        raise ValueError(f"path 'dense' needs one range per row, got n = {ranges.shape[3]}")
+    log.log("sel.triton.path", flags=flags, path=path, rows=Q.shape[:3].numel(), H=Q.shape[3],
+            n=ranges.shape[3], Skv=K.shape[2])  # fmt: skip
+    if log.enabled("sel.triton.reads", flags):
+        tokens = int(range_lengths(clean_ranges(ranges, K.shape[2])).sum())
+        log.log("sel.triton.reads", flags=flags, tokens=tokens, rows=Q.shape[:3].numel())
+    scale = 1.0 / math.sqrt(d) if softmax_scale is None else float(softmax_scale)
+    return _Selection.apply(Q, K, V, ranges, scale, path, flags)
+
+
+def _check(Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, path: str | None) -> None:
+    if path is not None and path not in PATHS:
+        raise ValueError(f"path must be None or one of {', '.join(PATHS)}, got {path!r}")
+    for name, x, ndim in (("Q", Q, 5), ("K", K, 4), ("V", V, 4), ("ranges", ranges, 5)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, got {list(x.shape)}")
+        if x.device != Q.device:
+            raise ValueError(f"{name} must be on Q's device {Q.device}, got {x.device}")
+    for name, x in (("K", K), ("V", V)):
+        if x.dtype != Q.dtype:
+            raise TypeError(f"{name} must have Q's dtype {Q.dtype}, got {x.dtype}")
+    B, S, G, _, d = Q.shape
+    if K.shape[:2] != (B, G) or K.shape[3] != d:
+        raise ValueError(f"K must be [{B}, {G}, Skv, {d}], got {list(K.shape)}")
+    if V.shape[:3] != K.shape[:3]:
+        raise ValueError(f"V must be [{B}, {G}, {K.shape[2]}, Dv], got {list(V.shape)}")
+    if ranges.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ranges must be int32 or int64, got {ranges.dtype}")
+    if ranges.shape[:3] != (B, S, G) or ranges.shape[4] != 2:
+        raise ValueError(f"ranges must be [{B}, {S}, {G}, n, 2], got {list(ranges.shape)}")
+
+
+def _longest(ranges: Tensor, n_keys: int, flags: Flags) -> int:
+    """Keys of the longest row, or a bound of it where that already answers the threshold."""
+    least = flags.sel_triton_min_L
+    capturing = ranges.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not ranges.is_cuda or least <= 1 or n_keys < least or not ranges.numel() or capturing:
+        return n_keys
+    return int(range_lengths(clean_ranges(ranges, n_keys)).max())
+
+
+class _Selection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, path: str,
+        flags: Flags,
+    ) -> Tensor:  # fmt: skip
+        Q = Q.contiguous()
+        out, lse = _FORWARD[path](Q, K, V, ranges.contiguous(), scale, flags)
+        ctx.save_for_backward(Q, K, V, ranges, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        from nsa.kernels.triton_sel_kernel.sel_bwd import sel_bwd_ranges
+        from nsa.kernels.triton_sel_kernel.spans import clean_spans
+
+        Q, K, V, ranges, out, lse = ctx.saved_tensors
+        starts, cum = clean_spans(ranges, K.shape[2])
+        dq, dk, dv = sel_bwd_ranges(
+            Q, K, V, starts, cum, out, lse, grad_out, ctx.scale,
+            needs_kv=ctx.needs_input_grad[1] or ctx.needs_input_grad[2],
+        )  # fmt: skip
+        return dq, dk, dv, None, None, None, None
+
+
+@contextmanager
+def _bucket(name: str, like: Tensor, flags: Flags, tokens: Callable[[], int]) -> Iterator[None]:
+    """Log sel.triton.bucket_timing around the block, with GB/s of K and V, when it is asked for."""
+    if not log.enabled("sel.triton.bucket_timing", flags):
+        yield
+        return
+    wait = (lambda: torch.cuda.synchronize(like.device)) if like.is_cuda else (lambda: None)
+    wait()
+    begin = time.perf_counter()
+    yield
+    wait()
+    seconds = time.perf_counter() - begin
+    n = tokens()
+    size = n * like.element_size()  # tokens() counts elements of K and V
+    log.log("sel.triton.bucket_timing", flags=flags, bucket=name, ms=seconds * 1e3,
+            gbs=size / seconds / 1e9)  # fmt: skip
+
+
+def _forward_ranges(
+    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, flags: Flags
+) -> tuple[Tensor, Tensor]:
+    from nsa.kernels.triton_sel_kernel.sel_fwd import sel_fwd_ranges
+    from nsa.kernels.triton_sel_kernel.spans import clean_spans
+
+    starts, cum = clean_spans(ranges, K.shape[2])
+    width = K.shape[3] + V.shape[3]
+    with _bucket("ranges", K, flags, lambda: int(cum[:, -1].sum()) * width):
+        return sel_fwd_ranges(Q, K, V, starts, cum, scale, flags=flags)
+
+
+def _forward_dense(
+    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, flags: Flags
+) -> tuple[Tensor, Tensor]:
+    from nsa.kernels.triton_sel_kernel.sel_fwd import sel_fwd_spans
+
+    tokens = lambda: int(range_lengths(clean_ranges(ranges, K.shape[2])).sum())
+    width = K.shape[3] + V.shape[3]
+    with _bucket("dense", K, flags, lambda: tokens() * width):
+        return sel_fwd_spans(Q, K, V, ranges, scale, group=flags.sel_triton_group, flags=flags)
+
+
+def _forward_varlen(
+    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, flags: Flags
+) -> tuple[Tensor, Tensor]:
+    """Gather the selected keys of each bucket of rows and run a packed kernel on it."""
+    from nsa.kernels.triton_sel_kernel import sel_fwd
+
+    B, S, G, H, D = Q.shape
+    clean = clean_ranges(ranges, K.shape[2]).view(B * S * G, -1, 2)
+    lengths = range_lengths(clean)
+    q = Q.view(-1, H, D)
+    out = q.new_zeros(q.shape[0], H, V.shape[-1])
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=Q.device)
+    tail = "_group" if flags.sel_triton_group else ""
+    dense = getattr(sel_fwd, "sel_attn_fwd_dense" + tail)
+    varlen = getattr(sel_fwd, "sel_attn_fwd_varlen" + tail)
+    for size, rows in length_buckets(lengths).items():
+        if size == 0:
+            continue
+        key, owner, length = packed_positions(clean[rows])
+        row = rows[owner]
+        b, g = row // (S * G), row % G
+        k, v = K[b, g, key], V[b, g, key]
+        cu = torch.nn.functional.pad(length.cumsum(0), (1, 0)).to(torch.int32)
+        same = int(length.min()) == int(length.max())
+        width = (D + V.shape[-1]) * len(key)
+        with _bucket(f"{'dense' if same else 'varlen'}_{size}", K, flags, lambda n=width: n):
+            if same:
+                n = len(rows)
+                o, e = dense(
+                    q[rows], k.view(n, -1, D), v.view(n, -1, v.shape[-1]), softmax_scale=scale,
+                    return_lse=True, flags=flags,
+                )  # fmt: skip
+            else:
+                o, e = varlen(
+                    q[rows], k, v, cu, softmax_scale=scale, return_lse=True, max_len=size,
+                    flags=flags,
+                )  # fmt: skip
+        out[rows], lse[rows] = o, e
+    return out.view(B, S, G, H, -1), lse.view(B, S, G, H)
+
+
+_FORWARD = {"ranges": _forward_ranges, "dense": _forward_dense, "varlen": _forward_varlen}

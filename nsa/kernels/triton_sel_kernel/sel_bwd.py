@@ -26,7 +26,14 @@ from nsa.kernels.triton_sel_kernel.sel_fwd import (
     zero_chunks,
 )
 from nsa.kernels.triton_sel_kernel.spans import key_lists
-from nsa.kernels.triton_sel_kernel.tiles import KEY_TILE, Tiles, dkdv_tiles, dq_tiles, head_tile
+from nsa.kernels.triton_sel_kernel.tiles import (
+    KEY_TILE,
+    Tiles,
+    dkdv_tiles,
+    dq_tiles,
+    head_tile,
+    padded_heads,
+)
 
 
 @triton.jit
@@ -37,8 +44,8 @@ def _sel_attn_bwd_dq_kernel(
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    b = pid // (G * S)
+    pid = tl.program_id(0)
+    b = (pid // S // G).to(tl.int64)
     g = pid // S % G
     row = (b * S + pid % S) * G + g
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -54,8 +61,8 @@ def _sel_attn_bwd_dq_kernel(
     tl.store(DELTA + row * H + head, delta, mask=live)
     lse = tl.load(LSE + row * H + head, mask=live, other=float("inf"))
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    k_base = K + b * stride_kb * 8 + g * stride_kg * 8
-    v_base = V + b * stride_vb * 8 + g * stride_vg * 8
+    k_base = K + b * stride_kb * 8 + g.to(tl.int64) * stride_kg * 8
+    v_base = V + b * stride_vb * 8 + g.to(tl.int64) * stride_vg * 8
     dq = zero_chunks(ROWS, D, BLOCK_D)
     for first in tl.range(0, n, NR):
         cum, step = load_spans(STARTS, CUM, row, n, first, NR)
@@ -90,8 +97,9 @@ def _sel_attn_bwd_dq_kernel(
             ds = (p * (dp - delta[:, None])).to(dtype)
             new_dq = ()
             for i in tl.static_range(0, D, BLOCK_D):
-                c = i // BLOCK_D
-                new_dq = new_dq + (tl.dot(ds, ks[c], dq[c], input_precision=PRECISION),)
+                new_dq = new_dq + (
+                    tl.dot(ds, ks[i // BLOCK_D], dq[i // BLOCK_D], input_precision=PRECISION),
+                )
             dq = new_dq
     out = ()
     for i in tl.static_range(0, D, BLOCK_D):
@@ -145,25 +153,29 @@ def _sel_attn_bwd_dkdv_kernel(
         dos = load_row_chunks(DO, 0, DV, at, live, DV, BLOCK_DV, dtype)
         s = tl.zeros([BLOCK_L, ROWS], tl.float32)
         for i in tl.static_range(0, D, BLOCK_D):
-            c = i // BLOCK_D
-            s = tl.dot(ks[c], tl.trans(qs[c]), s, input_precision=PRECISION)
+            s = tl.dot(ks[i // BLOCK_D], tl.trans(qs[i // BLOCK_D]), s, input_precision=PRECISION)
         dp = tl.zeros([BLOCK_L, ROWS], tl.float32)
         for i in tl.static_range(0, DV, BLOCK_DV):
-            c = i // BLOCK_DV
-            dp = tl.dot(vs[c], tl.trans(dos[c]), dp, input_precision=PRECISION)
-        chosen = ((mask[None, :] >> bit[:, None].to(tl.int64)) & 1) != 0
+            do_t = tl.trans(dos[i // BLOCK_DV])
+            dp = tl.dot(vs[i // BLOCK_DV], do_t, dp, input_precision=PRECISION)
+        # Two 32-bit halves: 64-bit shifts of a whole tile would take twice the registers.
+        low, high = mask.to(tl.int32), (mask >> 32).to(tl.int32)
+        half = tl.where((bit < 32)[:, None], low[None, :], high[None, :])
+        chosen = ((half >> (bit % 32)[:, None]) & 1) != 0
         p = tl.where(chosen, tl.math.exp2(s * scale_log2 - lse2[None, :]), 0.0)
         ds = (p * (dp - delta[None, :])).to(dtype)
         p = p.to(dtype)
         new_dv = ()
         for i in tl.static_range(0, DV, BLOCK_DV):
-            c = i // BLOCK_DV
-            new_dv = new_dv + (tl.dot(p, dos[c], dv[c], input_precision=PRECISION),)
+            new_dv = new_dv + (
+                tl.dot(p, dos[i // BLOCK_DV], dv[i // BLOCK_DV], input_precision=PRECISION),
+            )
         dv = new_dv
         new_dk = ()
         for i in tl.static_range(0, D, BLOCK_D):
-            c = i // BLOCK_D
-            new_dk = new_dk + (tl.dot(ds, qs[c], dk[c], input_precision=PRECISION),)
+            new_dk = new_dk + (
+                tl.dot(ds, qs[i // BLOCK_D], dk[i // BLOCK_D], input_precision=PRECISION),
+            )
         dk = new_dk
     out = ()
     for i in tl.static_range(0, D, BLOCK_D):
@@ -236,7 +248,7 @@ def sel_bwd_ranges(
         return dq, None, None
 
     tiles = dkdv_tiles(arch, D, dv_dim, size)
-    heads = triton.next_power_of_2(H)
+    heads = padded_heads(H)
     # Long lists are cut so that one popular tile (block 0 of a prompt) does not hold up the rest.
     chunk = max(64, triton.next_power_of_2(triton.cdiv(8 * S, triton.cdiv(n_keys, KEY_TILE))))
     lists = key_lists(starts, cum, (B, S, G), n_keys, min(chunk, 1024))

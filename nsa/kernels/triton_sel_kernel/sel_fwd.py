@@ -95,7 +95,8 @@ def load_spans(STARTS, CUM, row, n, first, NR: tl.constexpr):
 
 @triton.jit
 def slot_to_key(slot, cum, step):
-    return slot + tl.sum(tl.where(cum[None, :] <= slot[:, None], step[None, :], 0), 1)
+    # Spans on the first axis: the sum stays within a thread.
+    return slot + tl.sum(tl.where(cum[:, None] <= slot[None, :], step[:, None], 0), 0)
 
 
 @triton.jit
@@ -161,7 +162,8 @@ def _finish(
     A row (or part) without keys has l = 0: output 0, lse -inf.
     """
     empty = l_i == 0.0
-    inv = 1.0 / tl.where(empty, 1.0, l_i)
+    l_i = tl.where(empty, 1.0, l_i)
+    inv = 1.0 / l_i
     out = ()
     for i in tl.static_range(0, DV, BLOCK_DV):
         out = out + (acc[i // BLOCK_DV] * inv[:, None],)
@@ -182,16 +184,16 @@ def _dense_row(
     SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The group is the slowest: one group's K and V stay in L2 while its rows pass.
-    pid = tl.program_id(0).to(tl.int64)
-    b = pid // (G * S)
+    pid = tl.program_id(0)
+    b = (pid // S // G).to(tl.int64)
     g = pid // S % G
     row = (b * S + pid % S) * G + g
     part = tl.program_id(1)
     head = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     live = head < H
     # Strides come in units of 8 elements: the compiler learns that 16-byte loads are aligned.
-    k_base = K + b * stride_kb * 8 + g * stride_kg * 8
-    v_base = V + b * stride_vb * 8 + g * stride_vg * 8
+    k_base = K + b * stride_kb * 8 + g.to(tl.int64) * stride_kg * 8
+    v_base = V + b * stride_vb * 8 + g.to(tl.int64) * stride_vg * 8
     length = L
     if HAS_SPANS:
         start = tl.maximum(tl.load(SPANS + row * 2), 0)
@@ -304,15 +306,15 @@ def _sel_attn_fwd_ranges_kernel(
     SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, split, tile of heads); keys straight from the cache by spans."""
-    pid = tl.program_id(0).to(tl.int64)
-    b = pid // (G * S)
+    pid = tl.program_id(0)
+    b = (pid // S // G).to(tl.int64)
     g = pid // S % G
     row = (b * S + pid % S) * G + g
     part = tl.program_id(1)
     head = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     live = head < H
-    k_base = K + b * stride_kb * 8 + g * stride_kg * 8
-    v_base = V + b * stride_vb * 8 + g * stride_vg * 8
+    k_base = K + b * stride_kb * 8 + g.to(tl.int64) * stride_kg * 8
+    v_base = V + b * stride_vb * 8 + g.to(tl.int64) * stride_vg * 8
     qs = load_row_chunks(Q, row * H * D, D, head, live, D, BLOCK_D, Q.dtype.element_ty)
     acc = zero_chunks(ROWS, DV, BLOCK_DV)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
@@ -406,15 +408,14 @@ class Launch:
         tiles: Tiles | None, flags: Flags | None, splits: int | None,
     ) -> None:  # fmt: skip
         d = q.shape[-1]
-        self.tiles = tiles or fwd_tiles(
-            arch_of(q.device), d, dv, q.element_size(), key_len, flags
-        )
         self.rows, self.heads, self.dv = rows, heads, dv
         self.head_tile = head_tile(heads, group=group)
         head_tiles = triton.cdiv(heads, self.head_tile)
-        self.splits = splits or split_count(
-            rows * head_tiles, key_len, self.tiles.block_l, sm_count(q.device)
+        programs, n_sm = rows * head_tiles, sm_count(q.device)
+        self.tiles = tiles or fwd_tiles(
+            arch_of(q.device), d, dv, q.element_size(), key_len, programs, n_sm, flags
         )
+        self.splits = splits or split_count(programs, key_len, self.tiles.block_l, n_sm)
         self.grid = (rows, self.splits, head_tiles)
         self.out = torch.empty(rows, heads, dv, dtype=q.dtype, device=q.device)
         self.lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
@@ -437,7 +438,7 @@ class Launch:
             _sel_attn_merge_kernel[(self.rows * self.heads,)](
                 self.part_o, self.part_lse, self.out, self.lse, self.heads, DV=self.dv,
                 BLOCK_DV=max(16, triton.next_power_of_2(self.dv)), SPLITS=self.splits,
-                num_warps=2,
+                num_warps=4,
             )  # fmt: skip
             launches.bump("_sel_attn_merge_kernel")
 

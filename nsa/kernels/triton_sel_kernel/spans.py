@@ -93,14 +93,14 @@ class KeyLists:
 
 @triton.jit
 def _sel_key_masks_kernel(
-    ROWS, KEYS, STARTS, CUM, MASKS, n_entries, n, n_tiles, tiles_per_group,
+    ENTRIES, KEYS, STARTS, CUM, MASKS, n_entries, n, n_tiles, tiles_per_group,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Bit k of an entry's mask: does its row attend key k of its tile?"""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tile = tl.load(KEYS + entry, mask=entry < n_entries, other=n_tiles)
     live = tile < n_tiles
-    row = tl.load(ROWS + entry, mask=live, other=0).to(tl.int64)
+    row = tl.load(ENTRIES + entry, mask=live, other=0).to(tl.int64)
     first = (tile % tiles_per_group).to(tl.int32) * TILE
     mask = tl.zeros([BLOCK], tl.int64)
     one = mask + 1

@@ -13,28 +13,39 @@ from nsa.flags import Flags
 
 _LARGE = (80, 90, 100, 103)  # 163 KB of shared memory per block or more
 
-# (bytes per element, widest head size) -> (keys per tile, warps, stages): large parts, 99 KB parts
+# (bytes per element, widest head size) -> (keys per tile, warps, stages). On large parts by how
+# many programs there are: at most one per multiprocessor, fewer than four, four or more. The last
+# are small enough to keep many in flight at once; the first must keep memory busy alone.
 _FWD = {
-    (2, 64): ((64, 2, 3), (64, 2, 3)),
-    (2, 128): ((64, 4, 3), (32, 2, 3)),
-    (2, 256): ((32, 4, 3), (32, 4, 2)),
-    (4, 64): ((32, 4, 2), (32, 4, 2)),
-    (4, 128): ((32, 4, 2), (16, 4, 2)),
-    (4, 256): ((16, 4, 2), (16, 4, 1)),
+    (2, 64): ((128, 4, 3), (64, 2, 3), (64, 1, 2)),
+    (2, 128): ((128, 4, 3), (64, 2, 3), (32, 1, 2)),
+    (2, 256): ((64, 4, 3), (32, 4, 3), (32, 4, 2)),
+    (4, 64): ((32, 4, 2), (32, 4, 2), (32, 4, 2)),
+    (4, 128): ((32, 4, 2), (32, 4, 2), (32, 4, 2)),
+    (4, 256): ((16, 4, 2), (16, 4, 2), (16, 4, 2)),
 }
+_FWD_99KB = {
+    (2, 64): (64, 2, 3),
+    (2, 128): (32, 2, 3),
+    (2, 256): (32, 4, 2),
+    (4, 64): (32, 4, 2),
+    (4, 128): (16, 4, 2),
+    (4, 256): (16, 4, 1),
+}
+# The backward: large parts, 99 KB parts.
 _DQ = {
-    (2, 64): ((64, 4, 2), (32, 4, 2)),
-    (2, 128): ((32, 4, 2), (32, 4, 2)),
+    (2, 64): ((64, 2, 2), (32, 4, 2)),
+    (2, 128): ((32, 2, 2), (32, 4, 2)),
     (2, 256): ((32, 4, 2), (16, 4, 2)),
     (4, 64): ((16, 4, 1), (16, 4, 1)),
-    (4, 128): ((16, 4, 1), (16, 4, 1)),
-    (4, 256): ((16, 4, 1), (16, 4, 1)),
+    (4, 128): ((16, 8, 1), (16, 8, 1)),
+    (4, 256): ((16, 8, 1), (16, 8, 1)),
 }
 # ... -> (keys per program, (query, head) rows per step, warps, stages)
 _DKDV = {
     (2, 64): ((64, 64, 4, 2), (64, 64, 4, 2)),
-    (2, 128): ((64, 64, 4, 2), (64, 32, 4, 1)),
-    (2, 256): ((64, 32, 8, 1), (32, 16, 8, 1)),
+    (2, 128): ((64, 32, 4, 2), (64, 32, 8, 1)),
+    (2, 256): ((32, 64, 8, 2), (32, 32, 8, 1)),
     (4, 64): ((32, 16, 4, 1), (32, 16, 4, 1)),
     (4, 128): ((16, 16, 4, 1), (16, 16, 4, 1)),
     (4, 256): ((16, 16, 8, 1), (16, 16, 8, 1)),
@@ -60,25 +71,37 @@ def _pow2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _chunk(dim: int) -> int:
-    """Chunk of a head size: one padded power of two, or 64s where that pads less (192 = 3 * 64)."""
+def _chunk(dim: int, itemsize: int) -> int:
+    """Chunk of a head size: one padded power of two, or 64s where that pads less (192 = 3 * 64).
+
+    fp32 products run outside the tensor cores, which hold operands in registers: always 64s.
+    """
     padded = max(_pow2(dim), 16)
-    return 64 if dim > 64 and -(-dim // 64) * 64 < padded else padded
+    fewer = itemsize == 4 or -(-dim // 64) * 64 < padded
+    return 64 if dim > 64 and fewer else padded
+
+
+def _key(itemsize: int, d: int, dv: int) -> tuple[int, int]:
+    return (2 if itemsize == 2 else 4, max(64, _pow2(max(d, dv))))
 
 
 def _row(table: dict, arch: int, itemsize: int, d: int, dv: int) -> tuple[int, ...]:
-    widest = max(64, _pow2(max(d, dv)))
-    return table[(2 if itemsize == 2 else 4, widest)][0 if arch in _LARGE else 1]
+    return table[_key(itemsize, d, dv)][0 if arch in _LARGE else 1]
 
 
 def fwd_tiles(
-    arch: int, d: int, dv: int, itemsize: int, key_len: int, flags: Flags | None = None
-) -> Tiles:
+    arch: int, d: int, dv: int, itemsize: int, key_len: int, programs: int, n_sm: int,
+    flags: Flags | None = None,
+) -> Tiles:  # fmt: skip
     """Tiles of the forward for rows of at most key_len keys; NSA_SEL_TRITON_BLOCK_* win."""
-    block_l, warps, stages = _row(_FWD, arch, itemsize, d, dv)
-    if key_len < block_l:
-        block_l = max(16, _pow2(key_len))
-    tiles = Tiles(block_l, _chunk(d), _chunk(dv), warps, stages)
+    if arch in _LARGE:
+        tier = 0 if programs <= n_sm else 1 if programs < 4 * n_sm else 2
+        block_l, warps, stages = _FWD[_key(itemsize, d, dv)][tier]
+    else:
+        block_l, warps, stages = _FWD_99KB[_key(itemsize, d, dv)]
+    if key_len <= 64:
+        block_l = min(block_l, 64)
+    tiles = Tiles(block_l, _chunk(d, itemsize), _chunk(dv, itemsize), warps, stages)
     if flags is not None:
         tiles = replace(
             tiles,
@@ -92,13 +115,13 @@ def fwd_tiles(
 def dq_tiles(arch: int, d: int, dv: int, itemsize: int) -> Tiles:
     """Tiles of the dQ kernel."""
     block_l, warps, stages = _row(_DQ, arch, itemsize, d, dv)
-    return Tiles(block_l, _chunk(d), _chunk(dv), warps, stages)
+    return Tiles(block_l, _chunk(d, itemsize), _chunk(dv, itemsize), warps, stages)
 
 
 def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> Tiles:
     """Tiles of the dK, dV kernel."""
     block_l, rows, warps, stages = _row(_DKDV, arch, itemsize, d, dv)
-    return Tiles(block_l, _chunk(d), _chunk(dv), warps, stages, rows)
+    return Tiles(block_l, _chunk(d, itemsize), _chunk(dv, itemsize), warps, stages, rows)
 
 
 def head_tile(heads: int, *, group: bool) -> int:
@@ -106,7 +129,17 @@ def head_tile(heads: int, *, group: bool) -> int:
     return min(64, max(16, _pow2(heads))) if group else 16
 
 
+def padded_heads(heads: int) -> int:
+    """Heads per query among the (query, head) rows of the dK, dV kernel."""
+    return _pow2(heads)
+
+
 def split_count(programs: int, key_len: int, block_l: int, n_sm: int) -> int:
-    """Programs that share the keys of a row, so that few rows still fill the GPU."""
-    want = _pow2(-(-2 * n_sm // max(programs, 1)))
-    return max(1, min(want, 64, _pow2(key_len // (2 * block_l))))
+    """Programs that share the keys of a row, so that few rows still fill the GPU.
+
+    The merge costs a launch: it pays from four parts on, or where rows are long.
+    """
+    want = _pow2(n_sm // max(programs, 1) + 1) // 2  # the power of two at or below
+    if want < 4 and key_len < 4096:
+        return 1
+    return max(1, min(want, 64, _pow2(key_len // (4 * block_l))))

@@ -1,0 +1,100 @@
+"""Compile kernels ahead of time for GPUs that are not here, and read what they need.
+
+Each kernel module offers aot_cases(arch) -> list[AotCase]: the configurations its launchers would
+choose on that architecture. compile_case() runs Triton's compiler and ptxas for it; no driver, no
+GPU. It cannot run under TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+ARCHS = (80, 86, 89, 90, 100, 120)
+
+# Shared memory that one block may use, bytes (CUDA C++ programming guide, compute capabilities).
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+
+
+@dataclass(frozen=True)
+class AotCase:
+    """One kernel configuration. types: Triton type per runtime argument ("*bf16", "i32", "fp32").
+
+    max_spill: bytes of stack the case may use. ptxas keeps a few scalars there at times; a tile
+    that does not fit the registers takes hundreds.
+    """
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+    max_spill: int = 32
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one program needs: shared memory in bytes, registers per thread, stack in bytes."""
+
+    shared: int
+    registers: int
+    stack: int
+
+    def problems(self, arch: int, max_spill: int = 32) -> list[str]:
+        """Why the kernel would fail or crawl on `arch`; empty if it fits."""
+        found = []
+        if self.shared > SHARED_LIMIT[arch]:
+            found.append(f"{self.shared} B of shared memory > {SHARED_LIMIT[arch]} B")
+        if self.stack > max_spill:
+            found.append(f"{self.stack} B of registers spilled > {max_spill} B")
+        return found
+
+
+def compile_case(case: AotCase, arch: int) -> Resources:
+    """Compile for compute capability `arch` (90 for sm_90) and report the resources used.
+
+    Pointers and strides count as multiples of 16, as the launchers see to it. Raises ValueError
+    when a case misses or invents an argument of its kernel.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = list(case.kernel.arg_names)
+    given = set(case.types) | set(case.constexprs)
+    if given != set(names):
+        raise ValueError(f"{case.name}: arguments differ: {sorted(given ^ set(names))}")
+    signature = {n: case.types.get(n, "constexpr") for n in names}
+    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*")]
+    source = ASTSource(
+        fn=case.kernel, signature=signature, constexprs=dict(case.constexprs),
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )  # fmt: skip
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+    )  # fmt: skip
+    registers, stack = _usage(compiled.asm["cubin"])
+    return Resources(compiled.metadata.shared, registers, stack)
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, stack bytes) of the one kernel in a cubin."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name],
+            check=True, capture_output=True, text=True,
+        ).stdout  # fmt: skip
+    registers = [int(n) for n in re.findall(r"REG:(\d+)", text)]
+    stack = [int(n) for n in re.findall(r"STACK:(\d+)", text)]
+    if not registers or not stack:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {text[-300:]!r}")
+    return max(registers), max(stack)
