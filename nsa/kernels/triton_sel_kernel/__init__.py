@@ -253,7 +253,7 @@ def _forward_varlen(
                     flags=flags,
                 )  # fmt: skip
         out[rows], lse[rows] = o, e
-    return out.view(B, S, G, H, -1), lse.view(B, S, G, H)
+    return out.view(B, S, G, H, V.shape[-1]), lse.view(B, S, G, H)
 
 
 _FORWARD = {"ranges": _forward_ranges, "dense": _forward_dense, "varlen": _forward_varlen}

@@ -163,7 +163,8 @@ def _sel_attn_bwd_dkdv_kernel(
         half = tl.where((bit < 32)[:, None], low[None, :], high[None, :])
         chosen = ((half >> (bit % 32)[:, None]) & 1) != 0
         p = tl.where(chosen, tl.math.exp2(s * scale_log2 - lse2[None, :]), 0.0)
-        ds = (p * (dp - delta[None, :])).to(dtype)
+        # A key that this row does not attend may hold anything, NaN included.
+        ds = tl.where(chosen, p * (dp - delta[None, :]), 0.0).to(dtype)
         p = p.to(dtype)
         new_dv = ()
         for i in tl.static_range(0, DV, BLOCK_DV):

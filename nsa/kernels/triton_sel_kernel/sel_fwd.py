@@ -594,7 +594,7 @@ def sel_fwd_spans(
         q.view(-1, H, D), k, v, ranges.contiguous(), S, group=group,
         softmax_scale=softmax_scale, return_lse=True, flags=flags,
     )  # fmt: skip
-    return out.view(B, S, G, H, -1), lse.view(B, S, G, H)
+    return out.view(B, S, G, H, v.shape[-1]), lse.view(B, S, G, H)
 
 
 def sel_fwd_ranges(
@@ -616,7 +616,7 @@ def sel_fwd_ranges(
             launch.part_lse, S, G, H, n, *k_strides, *v_strides, _scale_log2(softmax_scale, D),
             NR=spans_per_pass(n),
         )  # fmt: skip
-    return launch.out.view(B, S, G, H, -1), launch.lse.view(B, S, G, H)
+    return launch.out.view(B, S, G, H, v.shape[-1]), launch.lse.view(B, S, G, H)
 
 
 def spans_per_pass(n: int) -> int:

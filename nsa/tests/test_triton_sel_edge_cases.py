@@ -1,0 +1,163 @@
+"""Selection kernels at the edges: nothing selected, one key, poison outside, bad arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa import dispatch, launches
+from nsa.kernels.triton_sel_kernel import selection_ranges_triton
+from nsa.tests.helpers import assert_finite, make_ranges, randn
+from nsa.tests.sel_cases import oracle_ranges
+
+HALF = torch.float16
+
+
+def inputs(device, dtype=HALF, B=1, S=3, G=1, h=2, Skv=40, D=16, Dv=16, grad=False):
+    kw = {"dtype": dtype, "device": device, "requires_grad": grad}
+    return (
+        randn(B, S, G, h, D, seed=1, **kw), randn(B, G, Skv, D, seed=2, **kw),
+        randn(B, G, Skv, Dv, seed=3, **kw),
+    )  # fmt: skip
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("path", ["ranges", "varlen", "dense"])
+def test_empty_ranges_give_zero_and_zero_gradients(path, kernel_device):
+    leaves = inputs(kernel_device, grad=True)
+    n = 1 if path == "dense" else 3
+    ranges = torch.zeros(1, 3, 1, n, 2, dtype=torch.int32, device=kernel_device)
+    with launches.recording() as launched:
+        out = selection_ranges_triton(*leaves, ranges, path=path)
+        grads = torch.autograd.grad(out.sum(), leaves)
+    assert out.shape == (1, 3, 1, 2, 16) and (out == 0).all()
+    for g in grads:
+        assert (g == 0).all()
+    assert launched["_sel_attn_bwd_dq_kernel"] == 1
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("n, Skv", [(0, 40), (2, 0)])
+def test_no_ranges_and_no_keys(n, Skv, kernel_device):
+    leaves = inputs(kernel_device, Skv=Skv, grad=True)
+    ranges = torch.ones(1, 3, 1, n, 2, dtype=torch.int32, device=kernel_device)
+    out = selection_ranges_triton(*leaves, ranges)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert (out == 0).all() and out.shape == (1, 3, 1, 2, 16)
+    assert all((g == 0).all() for g in grads)
+    assert [g.shape for g in grads] == [x.shape for x in leaves]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("sizes", [dict(B=0), dict(S=0)])
+def test_no_rows(sizes, kernel_device):
+    leaves = inputs(kernel_device, grad=True, **sizes)
+    B, S = leaves[0].shape[:2]
+    ranges = torch.zeros(B, S, 1, 2, 2, dtype=torch.int32, device=kernel_device)
+    out = selection_ranges_triton(*leaves, ranges)
+    assert out.shape == (B, S, 1, 2, 16)
+    for g, x in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True):
+        assert g.shape == x.shape and (g == 0).all()
+
+
+@pytest.mark.kernel
+def test_a_single_key_returns_its_value(kernel_device):
+    q, k, v = inputs(kernel_device)
+    ranges = torch.tensor([[7, 8], [0, 0]], device=kernel_device).expand(1, 3, 1, 2, 2)
+    out = selection_ranges_triton(q, k, v, ranges)
+    assert torch.equal(out, v[:, :, 7][:, None, :, None].expand_as(out))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("path", ["ranges", "dense"])
+def test_keys_outside_the_ranges_are_never_read(path, kernel_device):
+    """NaN in every other key must touch neither the output nor any gradient."""
+    q, k, v = inputs(kernel_device)
+    spans = [[3, 20]] if path == "dense" else [[3, 10], [12, 13], [15, 33]]
+    ranges = torch.tensor(spans, dtype=torch.int32, device=kernel_device)
+    ranges = ranges.expand(1, 3, 1, len(spans), 2)
+    other = torch.ones(40, dtype=torch.bool)
+    for a, b in spans:
+        other[a:b] = False
+    k[:, :, other], v[:, :, other] = torch.nan, torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = selection_ranges_triton(*leaves, ranges, path=path)
+    dq, dk, dv = torch.autograd.grad(out.float().square().sum(), leaves)
+    assert_finite(out=out, dq=dq)
+    assert_finite(dk=dk[:, :, ~other], dv=dv[:, :, ~other])
+    assert (dk[:, :, other].nan_to_num(1) == 0).all() and (dv[:, :, other].nan_to_num(1) == 0).all()
+
+
+@pytest.mark.kernel
+def test_huge_scores_do_not_overflow(kernel_device):
+    q, k, v = inputs(kernel_device, dtype=torch.float32)
+    q, k = q * 200, k * 200
+    ranges = make_ranges("whole", 1, 3, 1, 40, 40, device=kernel_device)
+    out = selection_ranges_triton(q, k, v, ranges)
+    want = oracle_ranges(*[x.double() for x in (q, k, v)], ranges)
+    torch.testing.assert_close(out.double(), want.to(out.device), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.kernel
+def test_int64_ranges_equal_int32(kernel_device):
+    q, k, v = inputs(kernel_device)
+    ranges = make_ranges("overlap", 1, 3, 1, 40, 30, device=kernel_device)
+    assert torch.equal(
+        selection_ranges_triton(q, k, v, ranges), selection_ranges_triton(q, k, v, ranges.long())
+    )
+
+
+@pytest.mark.kernel
+def test_expanded_gradient_of_the_output(kernel_device):
+    """sum() hands the backward a gradient of stride 0."""
+    leaves = inputs(kernel_device, dtype=torch.float32, grad=True)
+    ranges = make_ranges("mixed", 1, 3, 1, 40, 30, device=kernel_device)
+    got = torch.autograd.grad(selection_ranges_triton(*leaves, ranges).sum(), leaves)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    want = torch.autograd.grad(oracle_ranges(*wide, ranges).sum(), wide)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (dict(K=(1, 1, 40, 24)), ValueError, "K must be"),
+        (dict(V=(1, 1, 39, 16)), ValueError, "V must be"),
+        (dict(Q=(1, 3, 2, 16)), ValueError, "Q must have 5 dimensions"),
+        (dict(ranges=(1, 2, 1, 2, 2)), ValueError, "ranges must be"),
+        (dict(ranges=(1, 3, 1, 2, 3)), ValueError, "ranges must be"),
+        (dict(ranges_dtype=torch.float32), TypeError, "ranges must be int32 or int64"),
+        (dict(K_dtype=torch.float32), TypeError, "K must have Q's dtype"),
+        (dict(path="fastest"), ValueError, "path must be None or one of"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, words):
+    from nsa.kernels.triton_sel_kernel import selection_attention_triton
+
+    shapes = dict(Q=(1, 3, 1, 2, 16), K=(1, 1, 40, 16), V=(1, 1, 40, 16), ranges=(1, 3, 1, 2, 2))
+    given = {
+        name: torch.zeros(
+            change.get(name, shape),
+            dtype=change.get(f"{name}_dtype", torch.int32 if name == "ranges" else HALF),
+        )
+        for name, shape in shapes.items()
+    }
+    with pytest.raises(error, match=words):
+        selection_attention_triton(**given, path=change.get("path"))
+
+
+@pytest.mark.parametrize("D, Dv, reason", [(12, 16, "align8"), (16, 264, "head_dim")])
+def test_head_sizes_without_a_kernel_are_refused(D, Dv, reason):
+    q, k, v = inputs("cpu", D=D, Dv=Dv)
+    ranges = torch.zeros(1, 3, 1, 1, 2, dtype=torch.int32)
+    with pytest.raises(dispatch.RouteUnavailable) as refused:
+        selection_ranges_triton(q, k, v, ranges)
+    assert refused.value.reason == reason
+
+
+def test_dense_path_needs_one_range():
+    q, k, v = inputs("cpu")
+    ranges = torch.zeros(1, 3, 1, 2, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="needs one range per row"):
+        selection_ranges_triton(q, k, v, ranges, path="dense")
