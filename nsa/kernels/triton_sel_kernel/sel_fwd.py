@@ -405,7 +405,7 @@ class Launch:
 
     def __init__(
         self, q: Tensor, rows: int, heads: int, dv: int, key_len: int, *, group: bool,
-        tiles: Tiles | None, flags: Flags | None, splits: int | None,
+        tiles: Tiles | None, flags: Flags | None, splits: int | None, ranges: bool = False,
     ) -> None:  # fmt: skip
         d = q.shape[-1]
         self.rows, self.heads, self.dv = rows, heads, dv
@@ -413,7 +413,8 @@ class Launch:
         head_tiles = triton.cdiv(heads, self.head_tile)
         programs, n_sm = rows * head_tiles, sm_count(q.device)
         self.tiles = tiles or fwd_tiles(
-            arch_of(q.device), d, dv, q.element_size(), key_len, programs, n_sm, flags
+            arch_of(q.device), d, dv, q.element_size(), key_len, programs, n_sm, flags,
+            ranges=ranges,
         )
         self.splits = splits or split_count(programs, key_len, self.tiles.block_l, n_sm)
         self.grid = (rows, self.splits, head_tiles)
@@ -606,7 +607,7 @@ def sel_fwd_ranges(
     n = starts.shape[-1]
     launch = Launch(
         q, B * S * G, H, v.shape[-1], k.shape[2], group=True, tiles=tiles, flags=flags,
-        splits=splits,
+        splits=splits, ranges=True,
     )  # fmt: skip
     if launch.rows and H:
         k, k_strides = units_of_8(k)

@@ -24,6 +24,8 @@ _FWD = {
     (4, 128): ((32, 4, 2), (32, 4, 2), (32, 4, 2)),
     (4, 256): ((16, 4, 2), (16, 4, 2), (16, 4, 2)),
 }
+# The ranges kernel with many programs: smaller still, it computes a key for every slot.
+_FWD_MANY_RANGES = {(2, 64): (32, 1, 3), (2, 128): (16, 1, 3)}
 _FWD_99KB = {
     (2, 64): (64, 2, 3),
     (2, 128): (32, 2, 3),
@@ -43,7 +45,7 @@ _DQ = {
 }
 # ... -> (keys per program, (query, head) rows per step, warps, stages)
 _DKDV = {
-    (2, 64): ((64, 64, 4, 2), (64, 64, 4, 2)),
+    (2, 64): ((64, 64, 4, 2), (64, 32, 4, 2)),
     (2, 128): ((64, 32, 4, 2), (64, 32, 8, 1)),
     (2, 256): ((32, 64, 8, 2), (32, 32, 8, 1)),
     (4, 64): ((32, 16, 4, 1), (32, 16, 4, 1)),
@@ -91,16 +93,17 @@ def _row(table: dict, arch: int, itemsize: int, d: int, dv: int) -> tuple[int, .
 
 def fwd_tiles(
     arch: int, d: int, dv: int, itemsize: int, key_len: int, programs: int, n_sm: int,
-    flags: Flags | None = None,
+    flags: Flags | None = None, *, ranges: bool = False,
 ) -> Tiles:  # fmt: skip
     """Tiles of the forward for rows of at most key_len keys; NSA_SEL_TRITON_BLOCK_* win."""
+    key = _key(itemsize, d, dv)
     if arch in _LARGE:
-        tier = 0 if programs <= n_sm else 1 if programs < 4 * n_sm else 2
-        block_l, warps, stages = _FWD[_key(itemsize, d, dv)][tier]
+        tier = 0 if programs <= n_sm and key_len > 64 else 1 if programs < 4 * n_sm else 2
+        block_l, warps, stages = _FWD[key][tier]
+        if ranges and tier == 2:
+            block_l, warps, stages = _FWD_MANY_RANGES.get(key, _FWD[key][tier])
     else:
-        block_l, warps, stages = _FWD_99KB[_key(itemsize, d, dv)]
-    if key_len <= 64:
-        block_l = min(block_l, 64)
+        block_l, warps, stages = _FWD_99KB[key]
     tiles = Tiles(block_l, _chunk(d, itemsize), _chunk(dv, itemsize), warps, stages)
     if flags is not None:
         tiles = replace(
@@ -137,9 +140,9 @@ def padded_heads(heads: int) -> int:
 def split_count(programs: int, key_len: int, block_l: int, n_sm: int) -> int:
     """Programs that share the keys of a row, so that few rows still fill the GPU.
 
-    The merge costs a launch: it pays from four parts on, or where rows are long.
+    The merge costs a launch: it pays from four parts on.
     """
     want = _pow2(n_sm // max(programs, 1) + 1) // 2  # the power of two at or below
-    if want < 4 and key_len < 4096:
+    if want < 4:
         return 1
     return max(1, min(want, 64, _pow2(key_len // (4 * block_l))))

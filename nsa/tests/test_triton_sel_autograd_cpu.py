@@ -1,0 +1,98 @@
+"""Gradients of selection_attention_triton() on CPU: through the fallbacks and the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa import dispatch, launches
+from nsa.flags import Flags
+from nsa.kernels.triton_sel_kernel import selection_attention_triton
+from nsa.tests.helpers import make_ranges, randn
+from nsa.tests.sel_cases import gradients, oracle_ranges
+
+KINDS = ("many", "overlap", "some_empty", "empty", "out_of_bounds")
+
+
+def inputs(dtype=torch.float32, device="cpu"):
+    kw = {"dtype": dtype, "device": device}
+    return (
+        randn(1, 4, 2, 2, 16, seed=51, **kw), randn(1, 2, 70, 16, seed=52, **kw),
+        randn(1, 2, 70, 24, seed=53, **kw),
+    )  # fmt: skip
+
+
+def check(run, tensors, ranges):
+    grad_out = randn(1, 4, 2, 2, 24, seed=54, device=tensors[0].device)
+    got = gradients(run, tensors, grad_out)
+    want = gradients(lambda *x: oracle_ranges(*x, ranges), tensors, grad_out)
+    for name, a, b in zip(("out", "dQ", "dK", "dV"), got, want, strict=True):
+        torch.testing.assert_close(
+            a.double(), b.double(), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_the_fallbacks(kind, pack):
+    ranges = make_ranges(kind, 1, 4, 2, 70, 40, seed=5)
+    flags = Flags(use_triton_sel=True, sel_triton_min_L=1, use_sel_pack=pack)
+    with dispatch.trace() as taken:
+        check(
+            lambda *x: selection_attention_triton(*x, ranges, flags=flags), inputs(), ranges
+        )
+    assert {d.route.value for d in taken} == {"sdpa" if pack else "reference"}
+
+
+@pytest.mark.kernel
+def test_allow_grad_decides_in_automatic_mode(kernel_device, monkeypatch):
+    """With a gradient needed, NSA_SEL_TRITON_ALLOW_GRAD chooses between Triton and SDPA."""
+    q, k, v = inputs(torch.float16, kernel_device)
+    ranges = make_ranges("many", 1, 4, 2, 70, 40, device=kernel_device)
+    real = dispatch.make_request
+
+    def as_if_on_cuda(*args, **kw):
+        from dataclasses import replace
+
+        return replace(real(*args, **kw), device="cuda", capability=(9, 0))
+
+    monkeypatch.setattr(dispatch, "make_request", as_if_on_cuda)
+    for allow, route in ((False, "sdpa"), (True, "triton")):
+        flags = Flags(use_triton_sel=True, sel_triton_min_L=1, sel_triton_allow_grad=allow)
+        leaf = q.clone().requires_grad_()
+        with dispatch.trace() as taken, launches.recording() as launched:
+            selection_attention_triton(leaf, k, v, ranges, flags=flags).float().sum().backward()
+        assert taken[0].route.value == route
+        assert taken[0].fallback_reason == (None if allow else "needs_grad")
+        assert bool(launched.get("_sel_attn_bwd_dq_kernel")) == allow
+        assert leaf.grad.abs().sum() > 0
+        with dispatch.trace() as taken, torch.no_grad():
+            selection_attention_triton(leaf, k, v, ranges, flags=flags)
+        assert taken[0].route.value == "triton", "no gradient is recorded here"
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("frozen", ["q", "kv"])
+def test_only_what_needs_a_gradient_is_computed(frozen, kernel_device):
+    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
+
+    q, k, v = inputs(torch.float32, kernel_device)
+    for x in (k, v) if frozen == "q" else (q,):
+        x.requires_grad_()
+    ranges = make_ranges("many", 1, 4, 2, 70, 40, device=kernel_device)
+    with launches.recording() as launched:
+        selection_ranges_triton(q, k, v, ranges).sum().backward()
+    assert (q.grad is None) == (frozen == "q") and (k.grad is None) == (frozen == "kv")
+    assert bool(launched.get("_sel_attn_bwd_dkdv_kernel")) == (frozen == "q")
+
+
+@pytest.mark.kernel
+def test_gradients_of_the_named_route(kernel_device):
+    ranges = make_ranges("overlap", 1, 4, 2, 70, 40, device=kernel_device)
+    q, k, v = inputs(torch.float16, kernel_device)
+    flags = Flags(sel_triton_allow_grad=True, triton_sel_force=True)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with launches.recording() as launched:
+        out = selection_attention_triton(*leaves, ranges, flags=flags, backend="triton")
+        out.float().sum().backward()
+    assert launched["_sel_attn_fwd_ranges_kernel"] == launched["_sel_attn_bwd_dkdv_kernel"] == 1

@@ -1,0 +1,119 @@
+"""Every fallback of Triton selection is taken, right and logged with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nsa import dispatch
+from nsa.flags import Flags
+from nsa.kernels import triton_sel_kernel as sel
+from nsa.tests.helpers import make_ranges, randn
+from nsa.tests.sel_cases import oracle_ranges
+
+ON = dict(use_triton_sel=True, sel_triton_min_L=1, debug_log=True)
+
+
+def call(monkeypatch, flags, *, dtype=torch.float16, D=16, grad=False, cuda=True, sm=(9, 0)):
+    """selection_attention_triton on CPU tensors, described to the policy as on a CUDA device."""
+    real = dispatch.make_request
+    if cuda:
+        monkeypatch.setattr(
+            dispatch, "make_request",
+            lambda *a, **kw: replace(real(*a, **kw), device="cuda", capability=sm),
+        )  # fmt: skip
+    kw = {"dtype": dtype}
+    q = randn(1, 4, 1, 2, D, seed=61, **kw).requires_grad_(grad)
+    k, v = randn(1, 1, 70, D, seed=62, **kw), randn(1, 1, 70, 16, seed=63, **kw)
+    ranges = make_ranges("mixed", 1, 4, 1, 70, 40)
+    with dispatch.trace() as taken:
+        out = sel.selection_attention_triton(q, k, v, ranges, flags=flags)
+    want = oracle_ranges(q, k, v, ranges)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+    return taken[-1]
+
+
+CASES = {
+    "dtype": dict(dtype=torch.float32),
+    "align8": dict(D=12),
+    "sm89_policy": dict(sm=(8, 9)),
+    "needs_grad": dict(grad=True),
+    "no_cuda": dict(cuda=False),
+    "capability": dict(sm=(7, 5)),
+}
+
+
+@pytest.mark.parametrize("reason", CASES)
+def test_reason_is_logged_and_sdpa_answers(reason, monkeypatch, capfd):
+    taken = call(monkeypatch, Flags(**ON), **CASES[reason])
+    assert (taken.route.value, taken.fallback_reason) == ("sdpa", reason)
+    lines = [x for x in capfd.readouterr().err.splitlines() if "sel.triton.fallback" in x]
+    assert len(lines) == 1 and f"reason={reason}" in lines[0]
+    assert lines[0].startswith("NSA-LOG sel.triton.fallback ")
+
+
+def test_below_min_L_names_both_lengths(monkeypatch, capfd):
+    taken = call(monkeypatch, Flags(**{**ON, "sel_triton_min_L": 100}))
+    assert taken.fallback_reason == "below_min_L"
+    assert "reason=below_min_L L=70 min_L=100" in capfd.readouterr().err
+
+
+def test_a_failing_kernel_falls_back_with_its_error(monkeypatch, capfd):
+    def broken(*args, **kwargs):
+        raise RuntimeError("ptxas said no")
+
+    monkeypatch.setattr(sel, "selection_ranges_triton", broken)
+    taken = call(monkeypatch, Flags(**ON))
+    assert (taken.route.value, taken.fallback_reason) == ("sdpa", "launch_error")
+    err = capfd.readouterr().err
+    assert "reason=launch_error" in err and "ptxas_said_no" in err
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("x"), RuntimeError("CUDA error: illegal memory access")]
+)
+def test_errors_that_must_not_be_hidden(error, monkeypatch):
+    def broken(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(sel, "selection_ranges_triton", broken)
+    with pytest.raises(type(error)):
+        call(monkeypatch, Flags(**ON))
+
+
+def test_sm89_policy_can_be_forced(monkeypatch):
+    monkeypatch.setattr(
+        sel, "selection_ranges_triton",
+        lambda q, k, v, r, **kw: oracle_ranges(q, k, v, r).to(q.dtype),
+    )  # fmt: skip
+    assert call(monkeypatch, Flags(**ON), sm=(8, 9)).route.value == "sdpa"
+    forced = call(monkeypatch, Flags(**ON, triton_sel_force=True), sm=(8, 9))
+    assert forced.route.value == "triton" and forced.fallback_reason is None
+
+
+def test_nothing_is_logged_without_a_debug_flag(monkeypatch, capfd):
+    call(monkeypatch, Flags(**{**ON, "debug_log": False}), dtype=torch.float32)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("path, buckets", [("ranges", 1), ("varlen", 2)])
+def test_what_a_triton_call_logs(path, buckets, kernel_device, capfd):
+    """Reads are the tokens really selected; timing has one line per bucket of lengths."""
+    kw = {"dtype": torch.float16, "device": kernel_device}
+    q, k = randn(1, 3, 1, 2, 16, seed=1, **kw), randn(1, 1, 70, 16, seed=2, **kw)
+    spans = [[[0, 40], [30, 50]], [[0, 3], [9, 9]], [[0, 0], [0, 0]]]  # 50, 3 and 0 tokens
+    ranges = torch.tensor(spans, device=kernel_device)[None, :, None]
+    flags = Flags(debug_log=True, debug_timing=True)
+    sel.selection_ranges_triton(q, k, k, ranges, path=path, flags=flags)
+    lines = capfd.readouterr().err.splitlines()
+    tagged = lambda tag: [x for x in lines if x.startswith(f"NSA-LOG {tag} ")]
+    assert len(tagged("sel.triton.reads")) == 1
+    assert "tokens=53 rows=3" in tagged("sel.triton.reads")[0]
+    assert f"path={path}" in tagged("sel.triton.path")[0]
+    timing = tagged("sel.triton.bucket_timing")
+    assert len(timing) == buckets and all(" ms=" in x and " gbs=" in x for x in timing)
+    if kernel_device == "cuda":
+        assert len(tagged("sel.triton.device")) == 1
