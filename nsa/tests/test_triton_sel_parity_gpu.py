@@ -3,7 +3,7 @@
 Rows of a cell select their keys from one shared cache: few is one span per row (dense kernels, in
 place and packed), many is 8 equal spans (ranges kernel), mixed is 2, 4 or 8 random ones (ranges
 kernel, and packed through the varlen kernels). All cells of a test are judged on the GPU by the
-rules of helpers.assert_parity; the ones nearest to a limit are then judged by it and recorded.
+rules of helpers.assert_parity; the one nearest to a limit is then judged by it and recorded.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_triton_sel_parity_matrix_gpu(dtype, D, Dv, H, cuda):
                         near = nearness(out, want[:N], same[:N])
                         nearest.append((near, f"{dist}-{name}-N{N}-L{L}", out, (q, k, v)))
                         done += 1
-                nearest = sorted(nearest, key=lambda cell: -cell[0])[:2]
+                nearest = sorted(nearest, key=lambda cell: -cell[0])[:1]
     assert done == 63 + 42 * packed_too
     case = f"matrix-{str(dtype)[6:]}-D{D}-Dv{Dv}-H{H}"
     for _, cell, out, (q, k, v) in nearest:
