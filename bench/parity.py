@@ -1,0 +1,159 @@
+"""The parity judgement that tests, parity stages and benches share.
+
+A result is right when its mean error, its largest error and its worst row are, against the fp64
+oracle and beside the plain PyTorch computation in the same dtype, and the kernel asked for ran.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bench.records import emit
+
+MAE_LIMIT = {
+    torch.float16: 1e-3,
+    torch.bfloat16: 1e-3,
+    torch.float32: 1e-4,
+    torch.float64: 1e-10,
+}
+
+
+@dataclass
+class Parity:
+    """One comparison with the oracle; the fields are those of a "parity" record."""
+
+    case: str
+    op: str
+    dtype: str
+    path_requested: str | None
+    path_taken: str | None
+    launches: dict[str, int]
+    fallback_reason: str | None
+    mae: float | None
+    max_abs: float | None
+    ref_same_dtype_max_abs: float | None
+    worst_row: float | None
+    worst_row_index: list[int] | None
+    limit_mae: float
+    limit_max_abs: float
+    margin: float | None
+    seed: int | None
+    status: str = "PASS"
+    why: list[str] = field(default_factory=list)
+
+
+def _error(out: Tensor, oracle: Tensor) -> Tensor:
+    """|out - oracle| in fp64; equal infinities count as no error."""
+    out, oracle = out.detach().to("cpu", torch.float64), oracle.detach().to("cpu", torch.float64)
+    return torch.where(out == oracle, torch.zeros_like(out), (out - oracle).abs())
+
+
+def path_agrees(requested: str | None, taken: str | None) -> bool:
+    """True when `taken` is the requested route or a variant of it (triton: triton_dense)."""
+    if not requested or not taken:
+        return False
+    return taken == requested or taken.startswith((requested + "_", requested + "/"))
+
+
+def measure_parity(
+    case: str, op: str, out: Tensor, oracle: Tensor, same_dtype: Tensor | None = None, *,
+    path_requested: str | None, path_taken: str | None, launches: Mapping[str, int] | None = None,
+    expect_kernels: Sequence[str] = (), fallback_reason: str | None = None,
+    seed: int | None = None, limit_mae: float | None = None, rows: bool = True,
+) -> Parity:  # fmt: skip
+    """Judge `out` against the fp64 `oracle`; see assert_parity for the rules. Emits nothing."""
+    why: list[str] = []
+    dtype = out.dtype
+    limit_mae = MAE_LIMIT[dtype] if limit_mae is None else limit_mae
+    finite_oracle = oracle.detach().to("cpu", torch.float64)
+    scale = finite_oracle[finite_oracle.isfinite()].abs().amax().item() if oracle.numel() else 0.0
+    # The rounding of the result itself, and for fp32 the order of the sums.
+    floor = torch.finfo(dtype).eps * scale * (16 if dtype in (torch.float32, torch.float64) else 1)
+    mae = max_abs = ref_max = worst = margin = None
+    worst_at: list[int] | None = None
+    limit_max = limit_mae if same_dtype is None else 0.0
+
+    if tuple(out.shape) != tuple(oracle.shape):
+        why.append(f"shape {list(out.shape)} is not the oracle's {list(oracle.shape)}")
+    elif oracle.numel() == 0:
+        why.append("nothing was compared")
+    else:
+        host = out.detach().to("cpu", torch.float64)
+        kinds = {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isneginf}
+        for name, test in kinds.items():
+            if not torch.equal(test(host), test(finite_oracle)):
+                spots = (test(host) != test(finite_oracle)).nonzero()
+                why.append(f"{name} at {len(spots)} other places, first {spots[0].tolist()}")
+        error = _error(out, oracle)
+        mae, max_abs = error.mean().item(), error.max().item()
+        per_row = error.mean(-1) if rows and error.ndim > 1 else error
+        flat = int(per_row.flatten().nan_to_num(math.inf).argmax())
+        worst = per_row.flatten()[flat].item()
+        worst_at = [int(i) for i in torch.unravel_index(torch.tensor(flat), per_row.shape)]
+        row_limit = limit_mae
+        if same_dtype is not None:
+            ref = _error(same_dtype, oracle)
+            ref_max = ref.max().item()
+            limit_max = 2 * ref_max + floor
+            ref_rows = ref.mean(-1) if rows and ref.ndim > 1 else ref
+            row_limit = 2 * ref_rows.max().item() + floor
+        else:
+            row_limit = limit_max = max(limit_mae, floor)
+        if not mae <= limit_mae:
+            why.append(f"mae {mae:.3g} > {limit_mae:.3g}")
+        if not max_abs <= limit_max:
+            why.append(f"max_abs {max_abs:.3g} > {limit_max:.3g}")
+        if not worst <= row_limit:
+            why.append(f"row {worst_at} has mean error {worst:.3g} > {row_limit:.3g}")
+        margin = max_abs / limit_max if limit_max else None
+    status = "FAIL" if why else "PASS"
+    if not path_agrees(path_requested, path_taken):
+        status = "INVALID"
+        why.append(f"asked for {path_requested}, ran {path_taken} ({fallback_reason})")
+    elif str(path_requested).startswith("triton") and not sum((launches or {}).values()):
+        status = "INVALID"
+        why.append("no kernel launch was counted")
+    missing = [k for k in expect_kernels if not (launches or {}).get(k)]
+    if missing:
+        status = "INVALID"
+        why.append(f"never launched: {', '.join(missing)}")
+
+    def number(x: float | None) -> float | None:
+        return x if x is not None and math.isfinite(x) else None
+
+    return Parity(
+        case, op, str(dtype).removeprefix("torch."), path_requested, path_taken,
+        dict(launches or {}), fallback_reason, number(mae), number(max_abs), number(ref_max),
+        number(worst), worst_at, limit_mae, limit_max, number(margin), seed, status, why,
+    )  # fmt: skip
+
+
+def assert_parity(
+    case: str, op: str, out: Tensor, oracle: Tensor, same_dtype: Tensor | None = None, *,
+    path_requested: str | None, path_taken: str | None, launches: Mapping[str, int] | None = None,
+    expect_kernels: Sequence[str] = (), fallback_reason: str | None = None,
+    seed: int | None = None, limit_mae: float | None = None, rows: bool = True,
+) -> Parity:  # fmt: skip
+    """Emit a "parity" record and raise AssertionError unless it is a PASS.
+
+    out: what the kernel returned. oracle: the same quantity in fp64. same_dtype: the plain PyTorch
+    computation in out's dtype; None only where there is none. PASS needs all of:
+    mean error <= limit_mae (fp16/bf16 1e-3, fp32 1e-4), max error <= 2x that of same_dtype (plus
+    one rounding of the largest value), the worst row (last dimension) <= 2x same_dtype's worst row
+    by the same floor, the same NaN/inf places, the path asked for, and every kernel of
+    `expect_kernels` among `launches` (as launches.recording() collected them).
+    """
+    parity = measure_parity(
+        case, op, out, oracle, same_dtype, path_requested=path_requested, path_taken=path_taken,
+        launches=launches, expect_kernels=expect_kernels, fallback_reason=fallback_reason,
+        seed=seed, limit_mae=limit_mae, rows=rows,
+    )  # fmt: skip
+    emit("parity", dataclasses.asdict(parity))
+    assert parity.status == "PASS", f"{case} {op}: {parity.status}: " + "; ".join(parity.why)
+    return parity

@@ -1,0 +1,200 @@
+"""Rows that benches, tests and scripts hand over: a JSON line to the runner, a CSV line to disk.
+
+Standard library only. A row that would claim a number without its proof cannot be built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BENCH_STATUSES = ("VALID", "UNSTABLE", "INVALID", "SKIPPED", "FAILED")
+CSV_STDOUT = "-"
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON may hold it: no NaN or infinity, no tuples, no numpy scalars."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if hasattr(value, "item") and not isinstance(value, (str, bytes)):
+        return _plain(value.item())
+    return value
+
+
+def emit(kind: str, row: Mapping[str, Any]) -> None:
+    """Send one row to the runner: a JSON line on the descriptor NSA_RESULT_FD, else nothing.
+
+    NaN and infinities become null. Raises TypeError for values that JSON cannot hold.
+    """
+    fd = os.environ.get("NSA_RESULT_FD")
+    if not fd:
+        return
+    line = json.dumps({"kind": kind, **_plain(row)}, allow_nan=False) + "\n"
+    data = line.encode()
+    while data:
+        data = data[os.write(int(fd), data) :]
+
+
+def note(text: str, level: str = "info") -> None:
+    """A sentence for the report; also printed to stderr."""
+    emit("note", {"level": level, "text": text})
+    print(text, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One timed case. VALID and UNSTABLE rows have numbers and their proof; the others have `why`.
+
+    Times in microseconds; speedup is baseline over candidate, so more than 1 is faster. `columns`
+    holds what one bench adds (L, dist, S, ...). Raises ValueError for a row that claims too much.
+    """
+
+    bench: str
+    case: str
+    status: str
+    why: Sequence[str] = ()
+    candidate: str | None = None
+    baseline: str | None = None
+    path_requested: str | None = None
+    path_taken: str | None = None
+    parity: Mapping[str, Any] | None = None
+    cache: str | None = None  # cold | warm
+    timer: str | None = None
+    order: str | None = None
+    n: int | None = None
+    pairs: int | None = None
+    outliers: int | None = None
+    median_us: float | None = None
+    p20_us: float | None = None
+    p80_us: float | None = None
+    p95_us: float | None = None
+    min_us: float | None = None
+    ci95_us: Sequence[float] | None = None
+    base_median_us: float | None = None
+    base_ci95_us: Sequence[float] | None = None
+    wall_us: float | None = None
+    first_call_ms: float | None = None
+    speedup: float | None = None
+    speedup_ci95: Sequence[float] | None = None
+    launch_bound: bool | None = None
+    bytes: int | None = None
+    flops: int | None = None
+    gbs: float | None = None
+    tflops: float | None = None
+    bound: str | None = None  # memory | compute: which ceiling is nearer
+    peak_frac: float | None = None
+    sm_mhz: Sequence[int] | None = None
+    power_w: float | None = None
+    reasons: Sequence[str] = ()
+    stop: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.status not in BENCH_STATUSES:
+            raise ValueError(f"status must be one of {BENCH_STATUSES}, got {self.status!r}")
+        if self.status in ("VALID", "UNSTABLE"):
+            if not self.parity or self.parity.get("status") != "PASS":
+                raise ValueError(f"{self.case}: a {self.status} row needs a passed parity")
+            if self.median_us is None or not math.isfinite(self.median_us) or self.median_us <= 0:
+                raise ValueError(f"{self.case}: median_us must be > 0, got {self.median_us}")
+            if not self.path_taken:
+                raise ValueError(f"{self.case}: a {self.status} row names the path that ran")
+            if self.speedup is not None and self.speedup_ci95 is None:
+                raise ValueError(f"{self.case}: a speedup needs its confidence interval")
+        if self.status != "VALID" and not self.why:
+            raise ValueError(f"{self.case}: status {self.status} needs a reason in `why`")
+        if self.status not in ("VALID", "UNSTABLE") and self.median_us is not None:
+            raise ValueError(f"{self.case}: a {self.status} row has no numbers")
+        clash = set(self.columns) & {f.name for f in dataclasses.fields(self)}
+        if clash:
+            raise ValueError(f"{self.case}: columns repeat {', '.join(sorted(clash))}")
+
+    def record(self) -> dict[str, Any]:
+        """The row as it goes to the runner."""
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**_plain(row.pop("columns")), **_plain(row)}
+
+    def emit(self) -> BenchRow:
+        """Send the row to the runner; returns it."""
+        emit("bench", self.record())
+        return self
+
+
+# ---- CSV -----------------------------------------------------------------------------------------
+
+
+def add_csv_argument(parser: argparse.ArgumentParser) -> None:
+    """--csv [PATH]: bare writes CSV to stdout (people's lines then go to stderr)."""
+    parser.add_argument(
+        "--csv", nargs="?", const=CSV_STDOUT, default=None, metavar="PATH",
+        help="write the rows as CSV to PATH, or to stdout without PATH",
+    )  # fmt: skip
+
+
+def say(args: argparse.Namespace, text: str) -> None:
+    """A line for people: stdout, or stderr while stdout carries CSV."""
+    print(text, file=sys.stderr if args.csv == CSV_STDOUT else sys.stdout, flush=True)
+
+
+def _cell(value: Any) -> str:
+    value = _plain(value)
+    if value is None:
+        return ""
+    if isinstance(value, (list, dict)):
+        return json.dumps(value)
+    if isinstance(value, float):
+        return format(value, ".7g")
+    return str(value)
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """`rows` as CSV with a header; a missing or non-finite value is an empty cell."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
+    return out.getvalue()
+
+
+def write_csv(
+    target: str | None, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]
+) -> None:
+    """Write `rows` to the path `target` at once or not at all; "-" is stdout, None is nowhere."""
+    if target is None:
+        return
+    text = csv_text(rows, columns)
+    if target == CSV_STDOUT:
+        sys.stdout.write(text)
+        return
+    path = Path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_csv(path: str | Path) -> list[dict[str, str]]:
+    """The rows of a CSV as text. Raises ValueError when there is no header or a row is cut."""
+    with open(path, newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file, restkey="_more")
+        rows = list(reader)
+    if not reader.fieldnames:
+        raise ValueError(f"{path} has no header line")
+    for number, row in enumerate(rows, 2):
+        if "_more" in row or None in row.values():
+            raise ValueError(f"{path}:{number} has not the {len(reader.fieldnames)} columns named")
+    return rows
