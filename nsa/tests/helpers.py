@@ -1,4 +1,4 @@
-"""Inputs for tests; the parity judgement is bench/parity.py, re-exported here."""
+"""Inputs for tests that every test file shares. The parity judgement is bench/parity.py."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-
-from bench.parity import assert_parity, measure_parity, path_agrees
-
-__all__ = [
-    "BLOCK_KINDS", "HOSTILE_RANGE_KINDS", "RANGE_KINDS", "assert_finite", "assert_parity", "generator",
-    "grads", "make_block_indices", "make_qkv", "make_ranges", "measure_parity", "path_agrees", "randn",
-]  # fmt: skip
 
 # ---- inputs --------------------------------------------------------------------------------------
 

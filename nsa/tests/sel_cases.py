@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from bench.parity import MAE_LIMIT, assert_parity
 from nsa import oracle
-from nsa.tests.helpers import MAE_LIMIT, assert_parity
 
 
 def plain_dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:

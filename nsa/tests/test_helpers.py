@@ -10,15 +10,14 @@ import re
 import pytest
 import torch
 
+from bench.parity import assert_parity, measure_parity
 from nsa import oracle, select
 from nsa.tests.helpers import (
     BLOCK_KINDS,
     RANGE_KINDS,
-    assert_parity,
     make_block_indices,
     make_qkv,
     make_ranges,
-    measure_parity,
     randn,
 )
 

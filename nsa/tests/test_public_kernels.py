@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import nsa
+from bench.parity import assert_parity
 from nsa import dispatch, launches, oracle
 from nsa.compress import mean_pool
 from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.module import NSAAttention
-from nsa.tests.helpers import assert_parity, make_block_indices, make_qkv, make_ranges, randn
+from nsa.tests.helpers import make_block_indices, make_qkv, make_ranges, randn
 
 pytestmark = pytest.mark.kernel
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=3)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.parity import assert_parity
 from nsa import launches, oracle
 from nsa.flags import Flags
-from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, assert_parity, make_ranges, randn
+from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges, randn
 from nsa.tests.sel_cases import oracle_ranges, plain_dense, plain_ranges
 
 pytestmark = pytest.mark.kernel

@@ -3,7 +3,7 @@
 Rows of a cell select their keys from one shared cache: few is one span per row (dense kernels, in
 place and packed), many is 8 equal spans (ranges kernel), mixed is 2, 4 or 8 random ones (ranges
 kernel, and packed through the varlen kernels). All cells of a test are judged on the GPU by the
-rules of helpers.assert_parity; the one nearest to a limit is then judged by it and recorded.
+rules of bench.parity.assert_parity; the one nearest to a limit is then judged by it and recorded.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.parity import MAE_LIMIT, assert_parity
 from nsa import launches
 from nsa.flags import Flags
-from nsa.tests.helpers import MAE_LIMIT, assert_parity
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
 ROWS = (64, 256, 1024)

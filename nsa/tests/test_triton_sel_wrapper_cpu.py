@@ -9,10 +9,11 @@ import sys
 import pytest
 import torch
 
+from bench.parity import assert_parity
 from nsa import dispatch
 from nsa.flags import Flags
 from nsa.kernels.triton_sel_kernel import selection_attention_triton
-from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, assert_parity, make_ranges, randn
+from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges, randn
 from nsa.tests.sel_cases import oracle_ranges, plain_ranges
 
 ON = Flags(use_triton_sel=True, sel_triton_min_L=1)
