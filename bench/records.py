@@ -191,10 +191,10 @@ def read_csv(path: str | Path) -> list[dict[str, str]]:
     """The rows of a CSV as text. Raises ValueError when there is no header or a row is cut."""
     with open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file, restkey="_more")
-        rows = list(reader)
-    if not reader.fieldnames:
+        header, rows = reader.fieldnames, list(reader)
+    if not header:
         raise ValueError(f"{path} has no header line")
     for number, row in enumerate(rows, 2):
         if "_more" in row or None in row.values():
-            raise ValueError(f"{path}:{number} has not the {len(reader.fieldnames)} columns named")
+            raise ValueError(f"{path}:{number} has not the {len(header)} columns that it names")
     return rows

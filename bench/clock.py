@@ -1,0 +1,128 @@
+"""Clocks that time calls: CUDA events with a flushed L2 and a blocked queue, or the host's counter.
+
+A clock runs a list of calls in order and gives each one's own time, so that callers can interleave
+candidates within one thermal state.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Call = Callable[[], Any]
+
+
+class Clock(Protocol):
+    """timer names the clock in every row; resolution_us is the step below which it is blind."""
+
+    timer: str
+    resolution_us: float
+
+    def run(self, calls: Sequence[Call], *, cold: bool) -> list[float]:
+        """Call each in order; microseconds of each. cold: with the L2 cache flushed before."""
+
+    def wall(self, call: Call, n: int = 20) -> float:
+        """Microseconds per call as a host sees it that calls back to back and waits at the end."""
+
+    def gaps(self) -> bool:
+        """True when the last run() timed the host as well: it could not enqueue ahead."""
+
+
+class CudaClock:
+    """CUDA events on the current stream; one synchronisation per batch of calls.
+
+    The flush of the L2 cache lies before the start event. A sleep kernel holds the queue while the
+    host enqueues the batch, so that launch gaps do not count as device time; when the sleep ended
+    too early, it is lengthened and the batch repeated.
+    """
+
+    timer = "cuda_event"
+    resolution_us = 0.5
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        self.device = torch.device(device)
+        properties = torch.cuda.get_device_properties(self.device)
+        l2 = getattr(properties, "L2_cache_size", 0) or 64 * 2**20
+        self._flush = torch.empty(2 * l2, dtype=torch.int8, device=self.device)
+        self._host_us = 60.0
+        self._gaps = False
+        mhz = getattr(properties, "clock_rate", 0) / 1e3 or 2000.0
+        self._cycles_per_us = mhz
+
+    def run(self, calls: Sequence[Call], *, cold: bool) -> list[float]:
+        for _ in range(3):
+            times, ahead, host_us = self._batch(calls, cold)
+            self._gaps = not ahead
+            if ahead:
+                self._host_us = max(20.0, 0.5 * self._host_us + 0.5 * host_us)
+                break
+            self._host_us = min(2000.0, max(2 * self._host_us, host_us))
+        return times
+
+    def _batch(self, calls: Sequence[Call], cold: bool) -> tuple[list[float], bool, float]:
+        event = lambda: torch.cuda.Event(enable_timing=True)
+        marks = [(event(), event()) for _ in calls]
+        held = event()
+        sleep_us = min(30_000.0, 1.5 * self._host_us * len(calls) + 100)
+        torch.cuda._sleep(int(sleep_us * self._cycles_per_us))
+        held.record()
+        begin = time.perf_counter()
+        for call, (first, last) in zip(calls, marks, strict=True):
+            if cold:
+                self._flush.zero_()
+            first.record()
+            call()
+            last.record()
+        host_us = (time.perf_counter() - begin) * 1e6 / len(calls)
+        ahead = not held.query()
+        torch.cuda.synchronize(self.device)
+        return [first.elapsed_time(last) * 1e3 for first, last in marks], ahead, host_us
+
+    def wall(self, call: Call, n: int = 20) -> float:
+        rounds = []
+        for _ in range(3):
+            torch.cuda.synchronize(self.device)
+            begin = time.perf_counter()
+            for _ in range(n):
+                call()
+            torch.cuda.synchronize(self.device)
+            rounds.append((time.perf_counter() - begin) * 1e6 / n)
+        return statistics.median(rounds)
+
+    def gaps(self) -> bool:
+        return self._gaps
+
+
+class HostClock:
+    """time.perf_counter around each call, for code on the CPU. Its caches are always warm."""
+
+    timer = "perf_counter"
+    resolution_us = 0.5
+
+    def run(self, calls: Sequence[Call], *, cold: bool) -> list[float]:
+        if cold:
+            raise ValueError("cold: the host clock cannot flush caches, ask for warm times")
+        times = []
+        for call in calls:
+            begin = time.perf_counter_ns()
+            call()
+            times.append((time.perf_counter_ns() - begin) / 1e3)
+        return times
+
+    def wall(self, call: Call, n: int = 5) -> float:
+        begin = time.perf_counter()
+        for _ in range(n):
+            call()
+        return (time.perf_counter() - begin) * 1e6 / n
+
+    def gaps(self) -> bool:
+        return False
+
+
+def clock_for(device: torch.device | str) -> CudaClock | HostClock:
+    """The clock of this device's timings."""
+    return CudaClock(device) if torch.device(device).type == "cuda" else HostClock()

@@ -1,0 +1,106 @@
+"""Statistics of timed samples: medians with intervals, paired ratios, and the word for a change."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+MIN_CI_N = 6  # below, no order statistic bounds the median with 95 % confidence
+
+
+def quantile(samples: Sequence[float], q: float) -> float:
+    """The q-quantile, linear between order statistics."""
+    return float(np.quantile(np.asarray(samples, dtype=np.float64), q))
+
+
+def median_ci(samples: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the median by order statistics; distribution-free, no outlier dropped.
+
+    n = 30 gives the 10th..21st value, n = 100 the 40th..61st. Fewer than 6 samples give (min, max).
+    """
+    ordered = sorted(samples)
+    n = len(ordered)
+    if n < MIN_CI_N:
+        return ordered[0], ordered[-1]
+    # Largest k with P(Binomial(n, 1/2) < k) <= 2.5 %: the k-th value from either end.
+    tail, k = 0.0, 0
+    while True:
+        tail += math.comb(n, k) / 2**n if n < 1000 else _binomial_half(n, k)
+        if tail > 0.025:
+            break
+        k += 1
+    return ordered[k - 1], ordered[n - k]
+
+
+def _binomial_half(n: int, k: int) -> float:
+    return math.exp(
+        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2)
+    )
+
+
+def bootstrap_ci(
+    ratios: Sequence[float], resamples: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """95 % percentile-bootstrap interval of the median of paired ratios."""
+    values = np.asarray(ratios, dtype=np.float64)
+    picks = np.random.default_rng(seed).integers(0, len(values), (resamples, len(values)))
+    medians = np.median(values[picks], axis=1)
+    low, high = np.quantile(medians, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def half_width(samples: Sequence[float]) -> float:
+    """Half of the median's 95 % interval, relative to the median."""
+    low, high = median_ci(samples)
+    return (high - low) / 2 / statistics.median(samples)
+
+
+def outliers(samples: Sequence[float]) -> int:
+    """How many samples lie over 14.826 median absolute deviations away. They stay in."""
+    centre = statistics.median(samples)
+    mad = statistics.median(abs(x - centre) for x in samples)
+    return sum(abs(x - centre) > 14.826 * mad for x in samples) if mad else 0
+
+
+def instability(samples: Sequence[float], resolution: float) -> list[str]:
+    """Why these samples are not stable, if they are not.
+
+    The middle half spreads over 3 %, or the last third of the samples left the first by 2 %; both
+    only beyond the clock's `resolution` (same unit as the samples).
+    """
+    why = []
+    centre = statistics.median(samples)
+    spread = quantile(samples, 0.75) - quantile(samples, 0.25)
+    if spread > 0.03 * centre and spread > resolution:
+        why.append(f"spread: the middle half covers {spread / centre:.1%} of the median")
+    third = len(samples) // 3
+    if third >= 5:
+        shift = statistics.median(samples[-third:]) - statistics.median(samples[:third])
+        if abs(shift) > 0.02 * centre and abs(shift) > resolution:
+            why.append(f"drift: last third {shift / centre:+.1%} against the first")
+    return why
+
+
+def noise_floor(ratios: Sequence[float]) -> float:
+    """What identical code differs by: max(1 %, 95th percentile of |ratio - 1|)."""
+    return max(0.01, quantile([abs(r - 1.0) for r in ratios], 0.95))
+
+
+def change(interval: Sequence[float], floor: float) -> str:
+    """The word for a speedup known as an interval: FASTER, SLOWER, SAME or AMBIGUOUS.
+
+    FASTER and SLOWER need the whole interval beyond 1 by more than half the floor and its centre
+    beyond the floor; SAME needs the whole interval within the floor.
+    """
+    low, high = interval
+    centre = (low + high) / 2
+    if centre > 1 + floor and low > 1 + floor / 2:
+        return "FASTER"
+    if centre < 1 - floor and high < 1 - floor / 2:
+        return "SLOWER"
+    if low >= 1 - floor and high <= 1 + floor:
+        return "SAME"
+    return "AMBIGUOUS"

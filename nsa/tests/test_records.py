@@ -1,0 +1,86 @@
+"""Rows that claim too much cannot be built; CSV and the result channel keep what they are given."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+
+import pytest
+
+from bench.records import BenchRow, add_csv_argument, csv_text, emit, read_csv, write_csv
+
+GOOD = {
+    "bench": "sel", "case": "c", "status": "VALID", "parity": {"status": "PASS"},
+    "median_us": 5.0, "path_taken": "triton",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"status": "FINE"}, "status"),
+        ({"parity": None}, "passed parity"),
+        ({"parity": {"status": "FAIL"}}, "passed parity"),
+        ({"median_us": None}, "median_us"),
+        ({"median_us": math.nan}, "median_us"),
+        ({"median_us": 0.0}, "median_us"),
+        ({"path_taken": None}, "path"),
+        ({"speedup": 2.0}, "interval"),
+        ({"status": "UNSTABLE"}, "why"),
+        ({"status": "INVALID", "why": ("x",)}, "no numbers"),
+        ({"columns": {"speedup": 3.0}}, "speedup"),
+    ],
+)
+def test_a_row_that_claims_too_much_is_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
+        BenchRow(**{**GOOD, **changes})
+
+
+def test_emit_writes_one_json_line_without_nan(monkeypatch):
+    read, write = os.pipe()
+    with monkeypatch.context() as env:  # pytest's own report of this test must not go there
+        env.setenv("NSA_RESULT_FD", str(write))
+        BenchRow(**{**GOOD, "columns": {"L": 64, "odd": math.inf}}).emit()
+        emit("note", {"text": "a\nb"})
+    os.close(write)
+    lines = os.fdopen(read).read().splitlines()
+    row = json.loads(lines[0])
+    assert (row["kind"], row["L"], row["odd"], row["median_us"]) == ("bench", 64, None, 5.0)
+    assert json.loads(lines[1])["text"] == "a\nb" and len(lines) == 2
+
+
+def test_emit_without_a_runner_does_nothing(monkeypatch):
+    monkeypatch.delenv("NSA_RESULT_FD", raising=False)
+    emit("note", {"text": object()})
+
+
+def test_csv_round_trip_and_empty_cells(tmp_path):
+    rows = [{"a": 1, "b": math.nan, "c": "x,y"}, {"a": 2.5, "b": None, "c": '"q"'}]
+    write_csv(str(tmp_path / "deep" / "f.csv"), rows, ["a", "b", "c"])
+    assert read_csv(tmp_path / "deep" / "f.csv") == [
+        {"a": "1", "b": "", "c": "x,y"}, {"a": "2.5", "b": "", "c": '"q"'}
+    ]  # fmt: skip
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["f.csv"]
+
+
+def test_csv_to_stdout(capsys):
+    write_csv("-", [{"a": 1}], ["a"])
+    assert capsys.readouterr().out == "a\n1\n" == csv_text([{"a": 1}], ["a"])
+
+
+def test_a_cut_csv_is_refused(tmp_path):
+    (tmp_path / "cut.csv").write_text("a,b\n1,2\n3\n")
+    with pytest.raises(ValueError, match="cut.csv:3"):
+        read_csv(tmp_path / "cut.csv")
+    (tmp_path / "empty.csv").write_text("")
+    with pytest.raises(ValueError, match="header"):
+        read_csv(tmp_path / "empty.csv")
+
+
+@pytest.mark.parametrize("argv, target", [([], None), (["--csv"], "-"), (["--csv", "p"], "p")])
+def test_csv_argument(argv, target):
+    parser = argparse.ArgumentParser()
+    add_csv_argument(parser)
+    assert parser.parse_args(argv).csv == target

@@ -1,0 +1,272 @@
+"""The measuring core on a simulated clock: planted cheats get no number, planted changes a word."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bench import stats
+from bench.clock import HostClock
+from bench.device import Ceilings
+from bench.timing import Budget, Case, Contender, measure, strongest
+from nsa import launches
+
+BUDGET = Budget(device_s=0.02, wall_s=5.0, warm_s=0.0)
+KERNEL = "_planted_kernel"
+
+
+class SimulatedClock:
+    """Runs every call, and says that it took what `lengths` says: nominal us with jitter."""
+
+    timer = "simulated"
+    resolution_us = 0.5
+
+    def __init__(self, lengths: dict[str, float], jitter: float = 0.004, seed: int = 0) -> None:
+        self.lengths, self.jitter = lengths, jitter
+        self.random = random.Random(seed)
+        self.box = 1.0  # the box's common pace, which wanders
+        self.hits = {name: 0 for name in lengths}
+
+    def run(self, calls: list[Callable[[], Any]], *, cold: bool) -> list[float]:
+        times = []
+        for call in calls:
+            call()
+            self.box += 0.05 * (1 - self.box) + self.random.gauss(0, self.jitter / 3)
+            tail = 1 + (0.2 if self.random.random() < 0.02 else 0.0)
+            name = LAST[0]
+            self.hits[name] += 1
+            own = 1 + abs(self.random.gauss(0, self.jitter))
+            times.append(self.lengths[name] * self.box * own * tail)
+        return times
+
+    def wall(self, call: Callable[[], Any], n: int = 20) -> float:
+        call()
+        return self.lengths[LAST[0]] * 1.05
+
+    def gaps(self) -> bool:
+        return False
+
+
+LAST = [""]  # which contender was called last: the clock cannot see it otherwise
+
+
+def said(row) -> str:
+    return "; ".join(row.why)
+
+
+def planted(ours: Callable[[torch.Tensor, int], torch.Tensor] | None = None, **changes: Any) -> Case:
+    """out = 2 x, with `ours(x, how many calls before)` as the candidate's way to compute it."""
+    x = torch.zeros(64, 32)
+    calls = [0]
+
+    def candidate() -> torch.Tensor:
+        LAST[0] = "ours"
+        launches.bump(KERNEL)
+        calls[0] += 1
+        return (ours or (lambda x, n: 2 * x))(x, calls[0] - 1)
+
+    def baseline() -> torch.Tensor:
+        LAST[0] = "base"
+        return x + x
+
+    def refill(seed: int) -> None:
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+
+    case = {
+        "bench": "planted", "name": "planted/double", "refill": refill, "inputs": lambda: [x],
+        "candidate": Contender("ours", candidate, "triton_dense", (KERNEL,)),
+        "requested": "triton", "oracle": lambda: 2 * x.double(), "same_dtype": lambda: 2 * x,
+        "baselines": [Contender("plain", baseline, "torch")], **changes,
+    }  # fmt: skip
+    return Case(**case)
+
+
+def timed(case: Case, ours: float = 50.0, base: float = 100.0, **kw: Any):
+    kw = {"nominal": Ceilings(4800.0, 989.0, "nominal"), "budget": BUDGET, **kw}
+    return measure(case, SimulatedClock({"ours": ours, "base": base}), cold=True, **kw)
+
+
+def test_a_right_kernel_gets_its_numbers():
+    row = timed(planted(bytes_needed=16_384, flops=2_048))
+    assert row.status == "VALID", row.why
+    assert 49 < row.median_us < 52 and 1.97 < row.speedup < 2.03
+    assert row.speedup_ci95[0] <= row.speedup <= row.speedup_ci95[1]
+    assert row.ci95_us[0] <= row.median_us <= row.ci95_us[1]
+    assert (row.baseline, row.order, row.path_taken) == ("plain", "ABBA", "triton_dense")
+    assert row.parity["status"] == "PASS" and row.parity["launches"] == {KERNEL: 1}
+    assert row.n >= 30 and row.stop in ("noise", "budget")
+
+
+def wrong(x, n):
+    return 2 * x + 0.01
+
+
+def one_dead_row(x, n):
+    out = 2 * x
+    out[17] = 0
+    return out
+
+
+def returns_early(x, n):
+    return torch.empty_like(x)
+
+
+CACHE: dict[int, torch.Tensor] = {}
+
+
+def cached(x, n):
+    """Computes once per address of its input."""
+    return CACHE.setdefault(x.data_ptr(), 2 * x).clone()
+
+
+def tires(x, n):
+    """Right for ten calls, then it leaves out the last row."""
+    out = 2 * x
+    if n > 10:
+        out[-1] = 0
+    return out
+
+
+def stale_later(x, n, kept=[]):  # noqa: B006 - the planted fault is the memory
+    """Right for two calls, then what it remembers."""
+    if n <= 2:
+        kept[:] = [2 * x]
+    return kept[0]
+
+
+def writes_to_inputs(x, n):
+    out = 2 * x
+    x[0, 0] += 1e-6
+    return out
+
+
+@pytest.mark.parametrize(
+    "kernel, says",
+    [
+        (wrong, "mae"),
+        (one_dead_row, "row"),
+        (returns_early, "NaN"),
+        (cached, "second check"),
+        (tires, "after the timed calls"),
+        (stale_later, "after the timed calls"),
+        (writes_to_inputs, "inputs were written to"),
+    ],
+)
+def test_a_planted_cheat_gets_no_number(kernel, says):
+    CACHE.clear()
+    row = timed(planted(kernel))
+    assert row.status == "FAILED" and says in said(row)
+    assert row.median_us is None and row.speedup is None and row.parity["status"] == "FAIL"
+
+
+def test_a_kernel_that_never_ran_is_invalid():
+    def without_launch():
+        LAST[0] = "ours"
+        return 2 * x[0]
+
+    x = []
+    case = planted(candidate=Contender("ours", without_launch, "triton_dense", (KERNEL,)))
+    x += case.inputs()
+    row = timed(case)
+    assert row.status == "INVALID" and f"never launched: {KERNEL}" in said(row)
+    assert row.median_us is None
+
+
+def test_faster_than_the_hardware_is_invalid():
+    row = timed(planted(bytes_needed=10**9, flops=1), ours=50.0)
+    assert row.status == "INVALID" and "GB/s where the peak is 4800" in said(row)
+    assert row.median_us is None
+    row = timed(planted(bytes_needed=1, flops=10**11))
+    assert row.status == "INVALID" and "TFLOP/s where the peak is 989" in said(row)
+
+
+def test_a_crash_is_a_failed_row_with_its_error():
+    def crashes(x, n):
+        raise RuntimeError("illegal address\nmore")
+
+    row = timed(planted(crashes))
+    assert row.status == "FAILED" and said(row) == "RuntimeError: illegal address"
+
+
+def test_a_wrong_baseline_is_not_compared_with():
+    bad = Contender("bad", lambda: torch.zeros(64, 32), "torch")
+    row = timed(planted(baselines=[bad]))
+    assert row.status == "FAILED" and "no baseline is right" in said(row)
+
+
+def test_strongest_baseline_is_chosen():
+    def called(name):
+        return lambda: LAST.__setitem__(0, name)
+
+    clock = SimulatedClock({"a": 30.0, "b": 20.0, "c": 25.0})
+    best = strongest(clock, [Contender(n, called(n), "torch") for n in "abc"], cold=True)
+    assert best.name == "b"
+
+
+def test_no_ratio_below_the_clocks_floor():
+    row = timed(planted(), ours=1.5, base=30.0)
+    assert row.speedup is None and row.median_us == pytest.approx(1.5, rel=0.05)
+
+
+def test_unstable_is_said():
+    class Drifting(SimulatedClock):
+        def run(self, calls, *, cold):
+            times = super().run(calls, cold=cold)
+            self.lengths["ours"] *= 1.05
+            return times
+
+    row = measure(planted(), Drifting({"ours": 50.0, "base": 100.0}), budget=BUDGET)
+    assert row.status == "UNSTABLE" and "drift" in said(row)
+
+
+def test_planted_slowdowns_get_the_right_word():
+    """3 % is found, 0.3 % is the same; neither word may depend on the seed."""
+    for slow, word in ((1.03, "SLOWER"), (1.003, "SAME"), (1 / 1.03, "FASTER")):
+        for seed in range(10):
+            clock = SimulatedClock({"ours": 50.0 * slow, "base": 50.0}, seed=seed)
+            row = measure(planted(), clock, budget=BUDGET)
+            assert stats.change(row.speedup_ci95, 0.01) == word, (slow, seed, row.speedup_ci95)
+
+
+def test_identical_code_is_the_same():
+    words = []
+    for seed in range(60):
+        clock = SimulatedClock({"ours": 50.0, "base": 50.0}, seed=seed)
+        row = measure(planted(), clock, budget=BUDGET)
+        words.append(stats.change(row.speedup_ci95, 0.01))
+    assert words.count("FASTER") + words.count("SLOWER") == 0, words
+    assert words.count("SAME") >= 57
+
+
+def test_median_interval_is_the_textbooks():
+    values = list(range(1, 31))
+    assert stats.median_ci(values) == (10, 21)
+    assert stats.median_ci(list(range(1, 101))) == (40, 61)
+    assert stats.median_ci([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
+def test_median_interval_covers_the_median():
+    draw = random.Random(1)
+    inside = 0
+    for _ in range(400):
+        low, high = stats.median_ci([draw.lognormvariate(0, 1) for _ in range(30)])
+        inside += low <= 1.0 <= high
+    assert 0.93 <= inside / 400 <= 0.99
+
+
+def test_outliers_are_counted_and_stay():
+    samples = [10.0 + 0.01 * i for i in range(30)] + [100.0]
+    assert stats.outliers(samples) == 1
+    assert stats.quantile(samples, 1.0) == 100.0
+
+
+def test_host_clock_times_calls_and_refuses_cold():
+    clock = HostClock()
+    times = clock.run([lambda: sum(range(2000))] * 5, cold=False)
+    assert len(times) == 5 and min(times) > 1
+    with pytest.raises(ValueError, match="cold"):
+        clock.run([], cold=True)
