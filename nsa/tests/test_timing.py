@@ -58,7 +58,7 @@ def said(row) -> str:
     return "; ".join(row.why)
 
 
-def planted(ours: Callable[[torch.Tensor, int], torch.Tensor] | None = None, **changes: Any) -> Case:
+def planted(ours: Callable[..., torch.Tensor] | None = None, **changes: Any) -> Case:
     """out = 2 x, with `ours(x, how many calls before)` as the candidate's way to compute it."""
     x = torch.zeros(64, 32)
     calls = [0]
