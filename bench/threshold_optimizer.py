@@ -1,0 +1,427 @@
+"""The smallest selected length from which on Triton selection is safely faster, from bench CSVs.
+
+    python bench/threshold_optimizer.py sel_dense.csv sel_varlen.csv sel_mixed.csv --fa2 fa2.csv
+    python bench/threshold_optimizer.py results/*.csv --write configs/base.yaml
+
+`sel_triton_min_L` is the smallest tested L such that at it and at every larger tested L each row
+(head, dimensions, N, streams, distribution) is VALID and has its lower bound of the speedup at
+--min-speedup or above; otherwise Triton selection stays disabled and the deciding cell is named.
+An UNSTABLE or SKIPPED row is a failing one. Every length needs the distributions few, many and
+mixed. The FA-2 minimum lengths follow the same rule per branch against the bench's own baseline.
+
+Exit code: 0 an answer ("keep disabled" is one), 2 rows that cannot be trusted, 3 too few lengths.
+Standard library and PyYAML only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+import yaml
+
+from bench.records import BENCH_STATUSES, emit, note, read_csv
+
+DISTRIBUTIONS = ("few", "many", "mixed")
+MIN_LENGTHS = 3
+ENVIRONMENT = ("device", "torch", "triton", "driver", "commit")
+_SEL_COLUMNS = (
+    "N", "H", "D", "Dv", "L", "dist", "streams", "speedup", "ci_low", "ci_high", "parity",
+    "status", "path", *ENVIRONMENT,
+)  # fmt: skip
+_FA2_COLUMNS = ("branch", "S", "speedup", "ci_low", "ci_high", "parity", "status", "device")
+
+
+class Untrusted(ValueError):
+    """A row that no threshold may rest on; the text starts with file:line."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One bench row as the rule needs it. why: what makes it fail on its own, None if nothing."""
+
+    where: str  # file:line
+    name: str
+    length: int
+    group: str  # distribution, or the FA-2 branch
+    speedup: float | None
+    low: float | None
+    why: str | None
+
+    def failure(self, least: float) -> str | None:
+        """Why this cell does not carry the threshold, None when it does."""
+        if self.why is None and self.low is not None and self.low < least:
+            return f"lower bound {self.low:.3g}x < {least:g}x"
+        return self.why
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A minimum length, or None to stay disabled. blocking: the cell that stopped the search."""
+
+    min_length: int | None
+    blocking: str | None
+    confidence: str
+    rows: int
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def _number(row: Mapping[str, str], name: str, where: str) -> float | None:
+    """A finite number, None for an empty cell. Raises Untrusted for anything else."""
+    text = row[name].strip()
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise Untrusted(f"{where}: {name} must be a number, got {text!r}") from None
+    if not math.isfinite(value):
+        raise Untrusted(f"{where}: {name} must be finite, got {text}")
+    return value
+
+
+def _count(row: Mapping[str, str], name: str, where: str) -> int:
+    value = _number(row, name, where)
+    if value is None or value != int(value) or value < 1:
+        raise Untrusted(f"{where}: {name} must be a whole number above 0, got {row[name]!r}")
+    return int(value)
+
+
+def load(path: str | Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    """(file:line, row) of a bench CSV. Raises Untrusted for an unreadable or incomplete file."""
+    try:
+        rows = read_csv(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise Untrusted(f"{path}: cannot be read: {error}") from None
+    except ValueError as error:
+        raise Untrusted(str(error)) from None
+    missing = [name for name in columns if rows and name not in rows[0]]
+    if missing:
+        raise Untrusted(f"{path}:1: no column {', '.join(missing)}")
+    return [(f"{path}:{number}", row) for number, row in enumerate(rows, 2)]
+
+
+def _judge(
+    row: Mapping[str, str], where: str, route: str | None
+) -> tuple[float | None, float | None, str | None]:
+    """(speedup, lower bound, own failure) of a row that may be trusted; raises Untrusted."""
+    status = row["status"].strip()
+    if status not in BENCH_STATUSES:
+        raise Untrusted(
+            f"{where}: status must be one of {', '.join(BENCH_STATUSES)}, got {status!r}"
+        )
+    if not row["device"].strip():
+        raise Untrusted(f"{where}: device is empty: nobody knows what was measured")
+    speedup, low, high = (_number(row, n, where) for n in ("speedup", "ci_low", "ci_high"))
+    reason = row.get("why", "").strip() or "no reason given"
+    if status == "SKIPPED":
+        if speedup is not None:
+            raise Untrusted(f"{where}: a SKIPPED row has no speedup, got {speedup:g}")
+        return None, None, f"SKIPPED: {reason}"
+    if row["parity"].strip() != "PASS":
+        raise Untrusted(
+            f"{where}: parity must be PASS, got {row['parity'].strip() or 'nothing'!r} "
+            f"({status}: {reason})"
+        )
+    path = row.get("path", "").strip()
+    if route and path != route and not path.startswith((route + "_", route + "/")):
+        raise Untrusted(f"{where}: path must be {route}, got {path or 'nothing'!r}")
+    if status in ("INVALID", "FAILED"):
+        return None, None, f"{status}: {reason}"
+    if speedup is None or low is None or high is None:
+        if (speedup, low, high) != (None, None, None):
+            raise Untrusted(f"{where}: speedup, ci_low and ci_high must come together")
+        return None, None, f"no ratio: {reason if row.get('why') else 'too short for the clock'}"
+    if not 0 < low <= high or speedup <= 0:
+        raise Untrusted(f"{where}: ci_low must be in 0..ci_high, got {low:g} and {high:g}")
+    return speedup, low, f"UNSTABLE: {reason}" if status == "UNSTABLE" else None
+
+
+def same_environment(rows: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """Raise Untrusted unless all rows come from one device, software and commit."""
+    first_at, first = rows[0]
+    for where, row in rows[1:]:
+        for name in ENVIRONMENT:
+            if row.get(name) != first.get(name):
+                raise Untrusted(
+                    f"{where}: {name} is {row.get(name)!r}, but {first.get(name)!r} at {first_at}: "
+                    "rows of different environments do not mix"
+                )
+
+
+def selection_cells(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[Cell]:
+    """The cells of bench_sel_triton.py rows. Raises Untrusted."""
+    cells = []
+    for where, row in rows:
+        speedup, low, why = _judge(row, where, "triton")
+        names = ("L", "dist", "mode", "N", "H", "D", "Dv", "streams", "dtype")
+        name = " ".join(f"{n}={row[n]}" for n in names if row.get(n))
+        for column in ("N", "H", "D", "Dv", "streams"):
+            _count(row, column, where)
+        length = _count(row, "L", where)
+        cells.append(Cell(where, name, length, row["dist"].strip(), speedup, low, why))
+    return cells
+
+
+def fa2_cells(rows: Sequence[tuple[str, Mapping[str, str]]], branch: str) -> list[Cell]:
+    """The cells of one branch ("win" or "cmp") of bench_fa2.py rows, by key length.
+
+    The length that NSA_FA2_MIN_LEN_* is compared with: column key_len, else min(w, S) for the
+    window and the number of compressed keys of S tokens for the compressed branch.
+    """
+    cells = []
+    for where, row in rows:
+        kind = row["branch"].strip()
+        if kind not in ("win", "cmp"):
+            raise Untrusted(f"{where}: branch must be win or cmp, got {kind!r}")
+        if kind != branch:
+            continue
+        speedup, low, why = _judge(row, where, "fa2" if row.get("path") else None)
+        S = _count(row, "S", where)
+        needed = ("key_len",) if row.get("key_len") else ("w",) if kind == "win" else ("l", "d")
+        for column in needed:
+            if column not in row:
+                raise Untrusted(f"{where}: no column {column}")
+        sizes = [_count(row, column, where) for column in needed]
+        length = sizes[0] if needed == ("key_len",) else min(sizes[0], S)
+        if needed == ("l", "d"):
+            length = max(0, (S - sizes[0]) // sizes[1] + 1)
+        names = [n for n in ("S", "w", "l", "d", "heads", "groups", "dtype") if row.get(n)]
+        name = f"{kind} keys={length} " + " ".join(f"{n}={row[n]}" for n in names)
+        cells.append(Cell(where, name, length, kind, speedup, low, why))
+    return cells
+
+
+# ---- the rule ------------------------------------------------------------------------------------
+
+
+def missing_evidence(cells: Sequence[Cell], groups: Sequence[str]) -> list[str]:
+    """What is missing before the rule can say anything; empty when it can."""
+    lengths = sorted({cell.length for cell in cells})
+    gaps = []
+    if len(lengths) < MIN_LENGTHS:
+        got = ", ".join(map(str, lengths)) or "none"
+        gaps.append(f"at least {MIN_LENGTHS} lengths are needed, got {got}")
+    absent = [g for g in groups if g not in {cell.group for cell in cells}]
+    if absent:
+        gaps.append(f"no rows of {', '.join(absent)}")
+    return gaps
+
+
+def smallest(cells: Sequence[Cell], groups: Sequence[str], least: float) -> Answer:
+    """Walk down from the longest length until a cell fails or a group was not tested there."""
+    best, blocking = None, None
+    for length in sorted({cell.length for cell in cells}, reverse=True):
+        here = [cell for cell in cells if cell.length == length]
+        untested = [g for g in groups if g not in {cell.group for cell in here}]
+        failed = [cell for cell in here if cell.failure(least)]
+        if untested:
+            blocking = f"L={length} {untested[0]}: not tested"
+            break
+        if failed:
+            cell = failed[0]
+            blocking = f"{cell.name}: {cell.failure(least)} ({cell.where})"
+            if len(failed) > 1:
+                blocking += f", and {len(failed) - 1} more of {len(here)} cells"
+            break
+        best = length
+    carried = [cell for cell in cells if best is not None and cell.length >= best]
+    if carried:
+        worst = min(carried, key=lambda cell: cell.low or math.inf)
+        lengths = len({cell.length for cell in carried})
+        text = (
+            f"{len(carried)} of {len(cells)} cells at {lengths} lengths; smallest lower bound "
+            f"{worst.low:.2f}x ({worst.name})"
+        )
+        if lengths == 1:
+            text += "; one length alone, test longer ones"
+    else:
+        text = f"no length of {len(cells)} cells holds"
+    return Answer(best, blocking, text, len(cells))
+
+
+# ---- the configuration file ----------------------------------------------------------------------
+
+
+def propose_config(
+    text: str, device: str, settings: Mapping[str, Any], comment: str | None = None
+) -> str:
+    """YAML `text` with `runtime.devices.<device>` given these settings; every other line stays.
+
+    A setting of None removes its key; comment stands behind the first setting written. Raises
+    ValueError when the file has no `runtime.devices` in the layout that it ships with.
+    """
+    try:
+        expected = yaml.safe_load(text)
+        devices = expected["runtime"]["devices"] or {}
+        entry = {**(devices.get(device) or {}), **settings}
+    except (KeyError, TypeError, AttributeError, yaml.YAMLError) as e:
+        raise ValueError(f"the configuration has no mapping runtime.devices: {e!r}") from e
+    entry = {key: value for key, value in entry.items() if value is not None}
+    expected["runtime"]["devices"] = {**devices, device: entry}
+
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if re.match(r"  devices:", line)), None)
+    if start is not None:
+        lines[start] = re.sub(r"^(  devices:)\s*\{\s*\}", r"\1", lines[start])
+        end = start + 1
+        while end < len(lines) and (not lines[end].strip() or lines[end].startswith("    ")):
+            end += 1
+        while not lines[end - 1].strip():
+            end -= 1
+        heads = [i for i in range(start + 1, end) if re.match(r" {4}[^\s#]", lines[i])]
+        mine = next((i for i in heads if _key(lines[i]) == device), None)
+        last = next((i for i in heads if mine is not None and i > mine), end)
+        old = [] if mine is None else lines[mine + 1 : last]
+        kept = [line for line in old if re.match(r"\s*(#|$)", line) or _key(line) in entry]
+        kept = [line for line in kept if re.match(r"\s*(#|$)", line) or _key(line) not in settings]
+        fresh = [
+            "      " + yaml.safe_dump({key: value}, width=1000).strip()
+            for key, value in settings.items()
+            if value is not None
+        ]
+        if mine is not None and _value(lines[mine]):  # {key: value} on one line
+            rest = {k: v for k, v in entry.items() if k not in settings}
+            kept = [
+                "      " + yaml.safe_dump({k: v}, width=1000).strip() for k, v in rest.items()
+            ]
+        if fresh and comment:
+            fresh[0] += f"  # {' '.join(comment.split())}"
+        head = "    " + yaml.safe_dump({device: None}, width=1000).strip().removesuffix(" null")
+        block = [head if entry else f"{head} {{}}", *kept, *fresh]
+        at = end if mine is None else mine
+        lines[at : last if mine is not None else end] = block
+    edited = "\n".join(lines) + "\n"
+    try:
+        same = yaml.safe_load(edited) == expected
+    except yaml.YAMLError:
+        same = False
+    if not same:
+        raise ValueError(
+            "the configuration's runtime.devices is not in the layout that it ships with"
+        )
+    return edited
+
+
+def _pair(line: str) -> tuple[Any, Any]:
+    try:
+        parsed = yaml.safe_load(line.strip())
+    except yaml.YAMLError:
+        return None, None
+    return next(iter(parsed.items())) if isinstance(parsed, dict) and parsed else (None, None)
+
+
+def _key(line: str) -> Any:
+    return _pair(line)[0]
+
+
+def _value(line: str) -> Any:
+    return _pair(line)[1]
+
+
+def write_config(
+    path: Path, device: str, settings: Mapping[str, Any], comment: str | None = None
+) -> None:
+    """Edit the file at once or not at all; see propose_config."""
+    text = propose_config(path.read_text(encoding="utf-8"), device, settings, comment)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def _words(answer: Answer, name: str) -> str:
+    head = f"{name} = {answer.min_length}" if answer.min_length is not None else (
+        f"{name}: keep disabled"
+    )  # fmt: skip
+    lines = [head, f"  {answer.confidence}"]
+    if answer.blocking:
+        lower = "not lower because of" if answer.min_length is not None else "deciding cell"
+        lines.append(f"  {lower}: {answer.blocking}")
+    return "\n".join(lines)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("csv", nargs="+", metavar="CSV", help="rows of bench_sel_triton.py")
+    parser.add_argument("--fa2", metavar="CSV", help="rows of bench_fa2.py")
+    parser.add_argument("--write", type=Path, metavar="YAML", help="set the device's entry here")
+    parser.add_argument("--min-speedup", type=float, default=1.2, help="default 1.2")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    least = args.min_speedup
+    if not (math.isfinite(least) and least >= 1):
+        parser.error(f"argument --min-speedup: must be a finite number of 1 or more, got {least}")
+    fa2: dict[str, Answer] = {}
+    try:
+        rows = [row for path in args.csv for row in load(path, _SEL_COLUMNS)]
+        more = load(args.fa2, _FA2_COLUMNS) if args.fa2 else []
+        if rows + more:
+            same_environment(rows + more)
+        cells = selection_cells(rows)
+        gaps = missing_evidence(cells, DISTRIBUTIONS)
+        for branch in ("win", "cmp") if args.fa2 else ():
+            found = fa2_cells(more, branch)
+            lacking = missing_evidence(found, ())
+            if lacking:
+                note(f"fa2_min_len_{branch}: no proposal: {'; '.join(lacking)}")
+            else:
+                fa2[branch] = smallest(found, (), least)
+    except Untrusted as error:
+        print(f"threshold_optimizer: {error}", file=sys.stderr)
+        return 2
+    if gaps:
+        note(f"no threshold can be proposed: {'; '.join(gaps)}")
+        return 3
+    answer = smallest(cells, DISTRIBUTIONS, least)
+    device = rows[0][1]["device"].strip()
+    lengths = {b: fa2[b].min_length if b in fa2 else None for b in ("win", "cmp")}
+    print(f"device: {device}; {len(rows)} rows; at least {least:g}x at the lower bound")
+    print(_words(answer, "sel_triton_min_L"))
+    for branch, result in fa2.items():
+        print(_words(result, f"fa2_min_len_{branch}"))
+    emit("recommend", {
+        "sel_triton_min_L": answer.min_length, "fa2_min_len_win": lengths["win"],
+        "fa2_min_len_cmp": lengths["cmp"], "confidence": answer.confidence,
+        "blocking_case": answer.blocking, "device": device, "rows": answer.rows,
+        "min_speedup": least,
+    })  # fmt: skip
+    if args.write:
+        names = " ".join(Path(path).name for path in args.csv)
+        if answer.min_length is None:
+            settings: dict[str, Any] = {"use_triton_sel": False, "sel_triton_min_L": None}
+            comment = f"{names}: {answer.blocking}"
+        else:
+            settings = {"sel_triton_min_L": answer.min_length, "use_triton_sel": None}
+            comment = f"{names}: {answer.confidence}"
+        settings |= {f"fa2_min_len_{b}": n for b, n in lengths.items() if n is not None}
+        try:
+            write_config(args.write, device, settings, comment)
+        except (OSError, ValueError) as error:
+            print(f"threshold_optimizer: {args.write}: {error}", file=sys.stderr)
+            return 2
+        print(f"wrote runtime.devices.{device} in {args.write}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
