@@ -311,24 +311,47 @@ def nsa_attention(
     )
     # SDPA and FA-2 have no way to choose blocks; their named routes use plain PyTorch for it.
     choice = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
-    with dispatch.trace() as taken:
-        cmp, lse = compressed_attention(
-            q, k_cmp, v_cmp, l=l, d=d, q_start=q_start, backend=backend, **common
-        )
-        block_indices = select_blocks(
-            q, k_cmp, lse, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local,
-            q_start=q_start, backend=choice, **common,
+
+    def by_branches() -> tuple[Tensor, dict[str, Any]]:
+        with dispatch.trace() as taken:
+            cmp, lse = compressed_attention(
+                q, k_cmp, v_cmp, l=l, d=d, q_start=q_start, backend=backend, **common
+            )
+            block_indices = select_blocks(
+                q, k_cmp, lse, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local,
+                q_start=q_start, backend=choice, **common,
+            )  # fmt: skip
+            sel = selection_attention(
+                q, k_sel, v_sel, block_indices, block_size=l_sel, q_start=q_start, backend=backend,
+                **common,
+            )  # fmt: skip
+            win = sliding_attention(q, k_win, v_win, window=window, backend=backend, **common)
+        routes = {decision.branch.value: decision.route.value for decision in taken}
+        aux = {"block_indices": block_indices, "lse": lse, "routes": routes}
+        return gated_sum(gates, cmp, sel, win), aux
+
+    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    sizes = dict(
+        l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window
+    )
+    whole = q_start == 0 and k_win.shape[-3] >= q.shape[-3] > 0 and l_sel % d == 0
+    if not whole:
+        out, aux = by_branches()
+    else:
+        for kv, k, v in (("_cmp", k_cmp, v_cmp), ("_win", k_win, v_win)):
+            _check_tensors(q, k, v, cu_seqlens, kv)
+        check_blocks(l, d, l_sel)
+        for name, value, least in (("n_sel", n_sel, 1), ("n_init", n_init, 0),
+                                   ("n_local", n_local, 1), ("window", window, 1)):  # fmt: skip
+            _check_int(name, value, least)
+        max_len = _check_packed(cu_seqlens, max_seqlen, q.shape[0])
+        _check_compressed_count(k_cmp, q, l, d, 0, cu_seqlens)
+        args = dict(
+            tensors=tensors, sizes=sizes, cu_seqlens=cu_seqlens, max_seqlen=max_len,
+            softmax_scale=_scale(softmax_scale, q),
         )  # fmt: skip
-        sel = selection_attention(
-            q, k_sel, v_sel, block_indices, block_size=l_sel, q_start=q_start, backend=backend,
-            **common,
-        )  # fmt: skip
-        win = sliding_attention(q, k_win, v_win, window=window, backend=backend, **common)
-    out = gated_sum(gates, cmp, sel, win)
-    if not return_aux:
-        return out
-    routes = {decision.branch.value: decision.route.value for decision in taken}
-    return out, {"block_indices": block_indices, "lse": lse, "routes": routes}
+        out, aux = dispatch.run_prefill(args, by_branches, flags, backend)
+    return (out, aux) if return_aux else out
 
 
 def nsa_decode(

@@ -27,6 +27,7 @@ class Branch(str, enum.Enum):
     COMPRESSED = "compressed"
     SLIDING = "sliding"
     BLOCKS = "blocks"  # the choice of blocks, which has no gradient
+    PREFILL = "prefill"  # all branches in one operator; its reference is the branches one by one
     STEP = "step"  # one fused decode step; its reference is nsa_attention on views of the cache
 
 
@@ -43,6 +44,7 @@ LADDER: dict[Branch, tuple[Route, ...]] = {
     Branch.COMPRESSED: (Route.FA2, Route.TRITON, Route.SDPA, Route.REFERENCE),
     Branch.SLIDING: (Route.FA2, Route.TRITON, Route.SDPA, Route.REFERENCE),
     Branch.BLOCKS: (Route.TRITON, Route.REFERENCE),
+    Branch.PREFILL: (Route.TRITON, Route.REFERENCE),
     Branch.STEP: (Route.TRITON, Route.REFERENCE),
 }
 
@@ -162,7 +164,7 @@ def _reasons(route: Route, r: Request, flags: Flags, named: bool) -> Iterator[st
         if r.key_len < least:
             yield "below_min_len"
         return
-    if r.branch is Branch.SELECTED and r.key_len < flags.sel_triton_min_L:
+    if r.branch in (Branch.SELECTED, Branch.PREFILL) and r.key_len < flags.sel_triton_min_L:
         yield "below_min_L"
     if r.needs_grad and (r.branch is Branch.STEP or not flags.sel_triton_allow_grad):
         yield "needs_grad"
@@ -356,6 +358,7 @@ _LOG_PREFIX = {
     Branch.COMPRESSED: "cmp",
     Branch.SLIDING: "win",
     Branch.BLOCKS: "blocks",
+    Branch.PREFILL: "prefill",
     Branch.STEP: "decode",
 }
 
@@ -409,6 +412,44 @@ def run(
         if enabled(f"{tag}.compare", flags) and branch in _COMPARED:
             _log_error(tag, branch, args, result, flags)
     return result, decision
+
+
+_WHOLE = (Branch.COMPRESSED, Branch.BLOCKS, Branch.SELECTED, Branch.SLIDING)
+
+
+def run_prefill(
+    args: dict[str, Any], by_branches: Callable[[], tuple[Tensor, dict[str, Any]]], flags: Flags,
+    backend: str | Route | None,
+) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
+    """All branches in one Triton operator where every one of them would go that way.
+
+    Otherwise, and when the operator fails for want of a kernel, by_branches(): each branch then
+    takes its own ladder and says why. FA-2 and the debug flags work by branch.
+    """
+    from nsa import rungs
+
+    q, k, v = args["tensors"][0], args["tensors"][3], args["tensors"][4]
+    sizes = args["sizes"]
+    key_len = min(sizes["n_sel"] * sizes["l_sel"], k.shape[-3])
+    request = make_request(Branch.PREFILL, q, k, v, key_len, flags, backend)
+    request = replace(request, needs_grad=needs_grad(*args["tensors"]))
+    route = parse_backend(backend)
+    by_branch = flags.use_fa2 or flags.debug_compare or flags.debug_shapes or flags.debug_timing
+    named = route is Route.TRITON
+    if (
+        route not in (None, Route.TRITON) or (by_branch and not named)
+        or why_not(Route.TRITON, request, flags, named=named) is not None
+    ):  # fmt: skip
+        return by_branches()
+    rungs_here: dict[Route, Callable[[], Any]] = {
+        Route.TRITON: lambda: rungs.prefill_triton(args), Route.REFERENCE: by_branches
+    }  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):
+        (out, aux), decision = guarded(request, rungs_here, flags, backend)
+    if decision.route is Route.TRITON:
+        log_device(q.device, flags)
+        aux = {**aux, "routes": {branch.value: Route.TRITON.value for branch in _WHOLE}}
+    return out, aux
 
 
 _COMPARED = (Branch.SELECTED, Branch.COMPRESSED, Branch.SLIDING)

@@ -215,6 +215,20 @@ def _blocks_triton(args: Args, flags: Flags) -> Tensor:
     )
 
 
+# ---- all of prefill at once ----------------------------------------------------------------------
+
+
+def prefill_triton(args: Args) -> tuple[Tensor, dict[str, Any]]:
+    """The fused operator on nsa_attention's arguments: out and {"block_indices", "lse"}."""
+    from nsa.kernels.prefill import nsa_prefill_triton
+
+    cu, sizes = args["cu_seqlens"], args["sizes"]
+    cu_cmp = None if cu is None else cu_seqlens_compressed(cu, sizes["l"], sizes["d"])
+    return nsa_prefill_triton(
+        *args["tensors"], **sizes, **_packed(args), cu_seqlens_cmp=cu_cmp
+    )
+
+
 # ---- one decode step -----------------------------------------------------------------------------
 
 

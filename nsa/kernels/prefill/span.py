@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from nsa.kernels.prefill.span_common import COMPRESSED, SLIDING, Span
+from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 
 
 @torch.library.custom_op("nsa::span_attention", mutates_args=())

@@ -14,14 +14,8 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.prefill.span_common import (
-    COMPRESSED,
-    SLIDING,
-    Span,
-    sequence_bounds,
-    span_hi,
-    span_lo,
-)
+from nsa.kernels.prefill.span_common import sequence_bounds, span_hi, span_lo
+from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
 

@@ -10,22 +10,8 @@ all heads, and a row block of Q is contiguous in the [B, S, HQ, D] layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
-
-COMPRESSED = 0
-SLIDING = 1
-
-
-@dataclass(frozen=True)
-class Span:
-    """Which keys a query sees. mode COMPRESSED uses (a=l, b=d); SLIDING uses a=window, b unused."""
-
-    mode: int
-    a: int
-    b: int = 1
 
 
 @triton.jit

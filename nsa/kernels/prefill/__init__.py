@@ -1,0 +1,20 @@
+"""Prefill and training kernels: compressed, selected and sliding attention, the choice of blocks.
+
+Importing this package needs PyTorch only; Triton is imported when a kernel runs.
+"""
+
+from nsa.kernels.prefill.block_attn import selection_blocks_triton
+from nsa.kernels.prefill.fused import nsa_prefill_triton
+from nsa.kernels.prefill.span import (
+    compressed_attention_triton,
+    select_blocks_triton,
+    sliding_attention_triton,
+)
+
+__all__ = [
+    "compressed_attention_triton",
+    "nsa_prefill_triton",
+    "select_blocks_triton",
+    "selection_blocks_triton",
+    "sliding_attention_triton",
+]

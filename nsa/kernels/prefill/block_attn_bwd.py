@@ -1,0 +1,375 @@
+"""Selection attention by block indices, backward: dQ by rows, dK and dV by key tiles.
+
+dQ runs in the forward's order. dK and dV walk the inverted lists (block_lists.py): a program owns a
+chunk of the rows that attend one key tile, keeps K, V, dK and dV of the tile on chip and gathers
+rows of Q and dO. No atomics: chunks write fp32 partials that are summed in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa import launches
+from nsa.kernels.prefill.block_attn_fwd import LOG2E, token_position
+from nsa.kernels.prefill.block_lists import rows_of_tiles
+from nsa.kernels.prefill.span_bwd import attention_delta
+from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
+
+TILE = 64
+
+
+@triton.jit
+def _block_attn_dq_step(
+    dq, dq2, q, q2, do, lse2, delta, gate, k_base, v_base, key, seen, stride_kt, stride_vt,
+    offs_d, offs_d2, offs_dv, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D2: tl.constexpr, GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    row = key.to(tl.int64)
+    live = seen[:, None]
+    k = tl.load(
+        k_base + row[:, None] * stride_kt + offs_d[None, :],
+        mask=live & (offs_d < D)[None, :],
+        other=0.0,
+    )
+    v = tl.load(
+        v_base + row[:, None] * stride_vt + offs_dv[None, :],
+        mask=live & (offs_dv < DV)[None, :],
+        other=0.0,
+    )
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if BLOCK_D2 > 0:
+        k2 = tl.load(
+            k_base + row[:, None] * stride_kt + offs_d2[None, :],
+            mask=live & (offs_d2 < D)[None, :],
+            other=0.0,
+        )
+        s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+    p = tl.where(seen[None, :], tl.math.exp2(s * scale_log2 - lse2[:, None]), 0.0)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    if GATED:
+        dp *= gate[:, None]
+    ds = (p * (dp - delta[:, None])).to(k.dtype)
+    dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    if BLOCK_D2 > 0:
+        dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
+    return dq, dq2
+
+
+@triton.jit
+def _block_attn_bwd_dq_kernel(
+    Q, K, V, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA, GATES, DQ, S, S_KV, G, H, n_sel, block_size,
+    scale, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
+    BLOCK_DV: tl.constexpr, GATED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    group = tl.program_id(1)
+    batch, t, first_row = token_position(token, SEQ_BEGIN, S, VARLEN)
+    token = token.to(tl.int64)
+    head = tl.arange(0, HEADS)
+    head_live = head < H
+    row_index = token * (G * H) + group * H + head
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    live_d = head_live[:, None] & (offs_d < D)[None, :]
+    q = tl.load(Q + row_index[:, None] * D + offs_d[None, :], mask=live_d, other=0.0)
+    do = tl.load(
+        DO + row_index[:, None] * DV + offs_dv[None, :],
+        mask=head_live[:, None] & (offs_dv < DV)[None, :],
+        other=0.0,
+    )
+    lse = tl.load(LSE + row_index, mask=head_live, other=float("inf"))
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    delta = tl.load(DELTA + row_index, mask=head_live, other=0.0)
+    if GATED:
+        gate = tl.load(GATES + row_index * 3, mask=head_live, other=0.0).to(tl.float32)
+    else:
+        gate = delta
+    stride_kt = G * D
+    stride_vt = G * DV
+    first_key = batch.to(tl.int64) * S_KV + first_row
+    k_base = K + first_key * stride_kt + group * D
+    v_base = V + first_key * stride_vt + group * DV
+    dq = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    if BLOCK_D2 > 0:
+        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
+        live_d2 = head_live[:, None] & (offs_d2 < D)[None, :]
+        q2 = tl.load(Q + row_index[:, None] * D + offs_d2[None, :], mask=live_d2, other=0.0)
+        dq2 = tl.zeros([HEADS, BLOCK_D2], tl.float32)
+    else:
+        offs_d2 = offs_d
+        q2 = q
+        dq2 = delta
+    offs_n = tl.arange(0, BLOCK_N)
+    blocks = BLOCK_INDICES + (token * G + group) * n_sel
+    per_block = (block_size + BLOCK_N - 1) // BLOCK_N
+    for i in tl.range(0, n_sel * per_block):
+        block = tl.load(blocks + i // per_block)
+        within = (i % per_block) * BLOCK_N + offs_n
+        key = block * block_size + within
+        seen = (block >= 0) & (within < block_size) & (key <= t)
+        dq, dq2 = _block_attn_dq_step(
+            dq, dq2, q, q2, do, lse2, delta, gate, k_base, v_base, key, seen, stride_kt, stride_vt,
+            offs_d, offs_d2, offs_dv, scale_log2, D, DV, BLOCK_D2, GATED, PRECISION,
+        )  # fmt: skip
+    dq_ptrs = DQ + row_index[:, None] * D + offs_d[None, :]
+    dq *= scale
+    if ACCUMULATE:
+        dq += tl.load(dq_ptrs, mask=live_d, other=0.0).to(tl.float32)
+    tl.store(dq_ptrs, dq.to(DQ.dtype.element_ty), mask=live_d)
+    if BLOCK_D2 > 0:
+        dq2_ptrs = DQ + row_index[:, None] * D + offs_d2[None, :]
+        dq2 *= scale
+        if ACCUMULATE:
+            dq2 += tl.load(dq2_ptrs, mask=live_d2, other=0.0).to(tl.float32)
+        tl.store(dq2_ptrs, dq2.to(DQ.dtype.element_ty), mask=live_d2)
+
+
+@triton.jit
+def _block_attn_bwd_dkdv_kernel(
+    Q, K, V, DO, LSE, DELTA, GATES, ORDER, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, PART_K,
+    PART_V, S, S_KV, G, H, n_sel, per_seq, scale, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
+    BLOCK_DV: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """fp32 dK, dV of one key tile from one chunk of its rows: PART_[chunk, BLOCK_N, D]."""
+    chunk = tl.program_id(0)
+    begin = tl.load(CHUNK_BEGIN + chunk)
+    end = tl.load(CHUNK_END + chunk)
+    if begin >= end:
+        return
+    tile = tl.load(CHUNK_TILE + chunk)
+    # Tiles are numbered (sequence, group, tile): one group's rows follow each other through L2.
+    group = tile // per_seq % G
+    sequence = tile // per_seq // G
+    offs_n = tile % per_seq * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    stride_kt = G * D
+    stride_vt = G * DV
+    if VARLEN:
+        first_row = tl.load(CU_SEQLENS + sequence)
+        n_keys = tl.load(CU_SEQLENS + sequence + 1) - first_row
+        first_key = first_row.to(tl.int64)
+    else:
+        first_row = 0
+        n_keys = S_KV
+        first_key = sequence.to(tl.int64) * S_KV
+    k_base = K + first_key * stride_kt + group * D
+    v_base = V + first_key * stride_vt + group * DV
+    live_n = (offs_n < n_keys)[:, None]
+    row = offs_n.to(tl.int64)
+    k = tl.load(
+        k_base + row[:, None] * stride_kt + offs_d[None, :],
+        mask=live_n & (offs_d < D)[None, :],
+        other=0.0,
+    )
+    v = tl.load(
+        v_base + row[:, None] * stride_vt + offs_dv[None, :],
+        mask=live_n & (offs_dv < DV)[None, :],
+        other=0.0,
+    )
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    if BLOCK_D2 > 0:
+        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
+        k2 = tl.load(
+            k_base + row[:, None] * stride_kt + offs_d2[None, :],
+            mask=live_n & (offs_d2 < D)[None, :],
+            other=0.0,
+        )
+        dk2 = tl.zeros([BLOCK_N, BLOCK_D2], tl.float32)
+    rows = tl.arange(0, PAIRS * HEADS)
+    head = rows % HEADS
+    for p0 in tl.range(begin, end, PAIRS):
+        pair = p0 + rows // HEADS
+        live = (pair < end) & (head < H)
+        token = tl.load(ORDER + pair, mask=pair < end, other=0) // n_sel // G
+        row_index = token.to(tl.int64) * (G * H) + group * H + head
+        q = tl.load(
+            Q + row_index[:, None] * D + offs_d[None, :],
+            mask=live[:, None] & (offs_d < D)[None, :],
+            other=0.0,
+        )
+        do = tl.load(
+            DO + row_index[:, None] * DV + offs_dv[None, :],
+            mask=live[:, None] & (offs_dv < DV)[None, :],
+            other=0.0,
+        )
+        lse = tl.load(LSE + row_index, mask=live, other=float("inf"))
+        delta = tl.load(DELTA + row_index, mask=live, other=0.0)
+        lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+        if VARLEN:
+            t = token - first_row
+        else:
+            t = token % S
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        if BLOCK_D2 > 0:
+            q2 = tl.load(
+                Q + row_index[:, None] * D + offs_d2[None, :],
+                mask=live[:, None] & (offs_d2 < D)[None, :],
+                other=0.0,
+            )
+            s = tl.dot(k2, tl.trans(q2), s, input_precision=PRECISION)
+        p = tl.math.exp2(s * scale_log2 - lse2[None, :])
+        p = tl.where(offs_n[:, None] <= t[None, :], p, 0.0)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        if GATED:
+            gate = tl.load(GATES + row_index * 3, mask=live, other=0.0).to(tl.float32)[None, :]
+            dv = tl.dot((p * gate).to(do.dtype), do, dv, input_precision=PRECISION)
+            dp *= gate
+        else:
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        if BLOCK_D2 > 0:
+            dk2 = tl.dot(ds, q2, dk2, input_precision=PRECISION)
+    part = chunk.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(PART_K + part[:, None] * D + offs_d[None, :], dk * scale, mask=(offs_d < D)[None, :])
+    if BLOCK_D2 > 0:
+        tl.store(
+            PART_K + part[:, None] * D + offs_d2[None, :], dk2 * scale, mask=(offs_d2 < D)[None, :]
+        )
+    tl.store(PART_V + part[:, None] * DV + offs_dv[None, :], dv, mask=(offs_dv < DV)[None, :])
+
+
+@triton.jit
+def _block_attn_bwd_sum_kernel(
+    PART, OUT, TILE_CHUNKS, CU_SEQLENS, S_KV, G, per_seq,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Sum a tile's chunks in order and write them where the tile's keys are."""
+    tile = tl.program_id(0)
+    local = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    group = tile // per_seq % G
+    sequence = tile // per_seq // G
+    key = tile % per_seq * BLOCK_N + local
+    if VARLEN:
+        first_key = tl.load(CU_SEQLENS + sequence)
+        n_keys = tl.load(CU_SEQLENS + sequence + 1) - first_key
+        first_key = first_key.to(tl.int64)
+    else:
+        n_keys = S_KV
+        first_key = sequence.to(tl.int64) * S_KV
+    base = OUT + (first_key * G + group) * DIM
+    cols = tl.arange(0, BLOCK_DIM)
+    mask = (local < BLOCK_N)[:, None] & (cols < DIM)[None, :]
+    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    first = tl.load(TILE_CHUNKS + tile)
+    last = tl.load(TILE_CHUNKS + tile + 1)
+    for chunk in tl.range(first, last):
+        at = (chunk * BLOCK_N + local)[:, None] * DIM + cols[None, :]
+        acc += tl.load(PART + at, mask=mask, other=0.0)
+    tl.store(
+        base + key.to(tl.int64)[:, None] * (G * DIM) + cols[None, :],
+        acc.to(OUT.dtype.element_ty),
+        mask=mask & (key < n_keys)[:, None],
+    )
+
+
+def dq_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
+    """(BLOCK_N, num_warps, num_stages) of the dQ kernel."""
+    if arch == 0:
+        return 16, 4, 1
+    wide = max(d, dv) > 128 or itemsize == 4
+    if arch in (80, 90, 100, 103):
+        return (32, 4, 2) if wide else (64, 4, 2)
+    return (32, 4, 1) if wide else (32, 4, 2)
+
+
+def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
+    """(rows gathered a step, num_warps, num_stages) of the dK/dV kernel; keys are TILE."""
+    if arch == 0:
+        return 32, 4, 1
+    wide = max(d, dv) > 128
+    if itemsize == 4:
+        return 16, 8, 1
+    if arch in (80, 90, 100, 103):
+        return (32, 8, 2) if wide else (64, 4, 2)
+    return (16, 8, 1) if wide else (32, 4, 2)
+
+
+def block_attention_bwd(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor | None, lse: torch.Tensor, block_indices: torch.Tensor, *, block_size: int,
+    softmax_scale: float, seq_begin: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, max_seqlen: int = 0,
+    delta: torch.Tensor | None = None, gates: torch.Tensor | None = None, branch: int = 1,
+    dq: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dk, dv like q, k, v; arguments as for block_attention_fwd.
+
+    With gates [.., HQ, 3]: grad_out is that of the gated sum, gates[.., branch] is this branch's
+    gate, and delta must be given (out is not read). With dq given, this branch's part is added to
+    it in place. Raises NotImplementedError for a block_size that has no key tile.
+    """
+    varlen = seq_begin is not None
+    device = q.device
+    hq, dim = q.shape[-2:]
+    groups, dv_dim = v.shape[-2:]
+    heads = hq // groups
+    tokens = lse.numel() // max(hq, 1)
+    accumulate = dq is not None
+    if tokens == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    arch = arch_of(device)
+    tile = min(block_size, TILE if arch else 16)
+    if block_size % tile or tile & (tile - 1) or tile < 16:
+        raise NotImplementedError(
+            f"block_size must be 16, 32 or a multiple of {TILE}, got {block_size}"
+        )
+    if not accumulate:
+        dq = torch.empty_like(q)
+    if delta is None:
+        delta = attention_delta(out, grad_out)
+    gate_arg = lse if gates is None else gates.view(-1)[branch:]
+    d1, d2 = split_dim(dim)
+    n_sel = block_indices.shape[-1]
+    s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
+    common = dict(
+        D=dim, DV=dv_dim, VARLEN=varlen, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim),
+        GATED=gates is not None, PRECISION=dot_precision(q.dtype),
+    )  # fmt: skip
+    scales = (softmax_scale, softmax_scale * LOG2E)
+    block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
+    _block_attn_bwd_dq_kernel[(tokens, groups)](
+        q, k, v, block_indices, seq_begin if varlen else block_indices, grad_out, lse, delta,
+        gate_arg, dq, s_q, s_kv, groups, heads, n_sel, block_size, *scales,
+        HEADS=max(triton.next_power_of_2(heads), 16),
+        BLOCK_N=min(block_n, max(triton.next_power_of_2(block_size), 16)), ACCUMULATE=accumulate,
+        num_warps=warps, num_stages=stages, **common,
+    )  # fmt: skip
+    launches.bump("_block_attn_bwd_dq_kernel")
+
+    n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
+    per_seq = triton.cdiv(max_seqlen if varlen else s_kv, tile)
+    lists = rows_of_tiles(
+        block_indices, block_size // tile, n_seq, per_seq, cu_seqlens if varlen else None
+    )
+    part_k = torch.empty(lists.n_chunks, tile, dim, dtype=torch.float32, device=device)
+    part_v = torch.empty(lists.n_chunks, tile, dv_dim, dtype=torch.float32, device=device)
+    rows, warps, stages = dkdv_tiles(arch, dim, dv_dim, q.element_size())
+    heads_padded = triton.next_power_of_2(heads)
+    cu_arg = cu_seqlens if varlen else lists.order
+    _block_attn_bwd_dkdv_kernel[(lists.n_chunks,)](
+        q, k, v, grad_out, lse, delta, gate_arg, lists.order, lists.chunk_tile, lists.chunk_begin,
+        lists.chunk_end, cu_arg, part_k, part_v, s_q, s_kv, groups, heads, n_sel, per_seq, *scales,
+        PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded, BLOCK_N=tile, num_warps=warps,
+        num_stages=stages, **common,
+    )  # fmt: skip
+    launches.bump("_block_attn_bwd_dkdv_kernel")
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    rows = min(tile, 16)
+    for part, grad, width in ((part_k, dk, dim), (part_v, dv, dv_dim)):
+        _block_attn_bwd_sum_kernel[(lists.n_tiles, triton.cdiv(tile, rows))](
+            part, grad, lists.tile_chunks, cu_arg, s_kv, groups, per_seq,
+            DIM=width, BLOCK_DIM=pad_dim(width), BLOCK_N=tile, ROWS=rows, VARLEN=varlen,
+        )  # fmt: skip
+        launches.bump("_block_attn_bwd_sum_kernel")
+    return dq, dk, dv

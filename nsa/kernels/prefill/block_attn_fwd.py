@@ -1,0 +1,167 @@
+"""Selection attention by block indices, forward: K and V are read in place, no gather.
+
+A row is one token of one KV group with all its query heads (paper 3.4): the heads share the blocks,
+so a block's K and V are loaded once for all of them. The blocks end at the token itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa import launches
+from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def token_position(token, SEQ_BEGIN, S, VARLEN: tl.constexpr):
+    """(batch entry, position in its sequence, first K/V row of a packed sequence)."""
+    if VARLEN:
+        begin = tl.load(SEQ_BEGIN + token)
+        return token * 0, token - begin, begin
+    return token // S, token % S, token * 0
+
+
+@triton.jit
+def _block_attn_fwd_step(
+    acc, m_i, l_i, q, q2, k_base, v_base, key, seen, stride_kt, stride_vt, offs_d,
+    offs_d2, offs_dv, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D2: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row = key.to(tl.int64)
+    live = seen[:, None]
+    k = tl.load(
+        k_base + row[:, None] * stride_kt + offs_d[None, :],
+        mask=live & (offs_d < D)[None, :],
+        other=0.0,
+    )
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if BLOCK_D2 > 0:
+        k2 = tl.load(
+            k_base + row[:, None] * stride_kt + offs_d2[None, :],
+            mask=live & (offs_d2 < D)[None, :],
+            other=0.0,
+        )
+        s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+    s = tl.where(seen[None, :], s * scale_log2, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.math.exp2(s - m_safe[:, None])
+    alpha = tl.math.exp2(m_i - m_safe)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    v = tl.load(
+        v_base + row[:, None] * stride_vt + offs_dv[None, :],
+        mask=live & (offs_dv < DV)[None, :],
+        other=0.0,
+    )
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_new, l_i
+
+
+@triton.jit
+def _block_attn_fwd_kernel(
+    Q, K, V, BLOCK_INDICES, SEQ_BEGIN, O, LSE, S, S_KV, G, H, n_sel, block_size, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Group is the slow grid axis: one group's K and V stay in L2 while its tokens pass.
+    token = tl.program_id(0)
+    group = tl.program_id(1)
+    batch, t, first_row = token_position(token, SEQ_BEGIN, S, VARLEN)
+    token = token.to(tl.int64)
+    head = tl.arange(0, HEADS)
+    head_live = head < H
+    row_index = token * (G * H) + group * H + head
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    q = tl.load(
+        Q + row_index[:, None] * D + offs_d[None, :],
+        mask=head_live[:, None] & (offs_d < D)[None, :],
+        other=0.0,
+    )
+    stride_kt = G * D
+    stride_vt = G * DV
+    first_key = batch.to(tl.int64) * S_KV + first_row
+    k_base = K + first_key * stride_kt + group * D
+    v_base = V + first_key * stride_vt + group * DV
+    if BLOCK_D2 > 0:
+        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
+        q2 = tl.load(
+            Q + row_index[:, None] * D + offs_d2[None, :],
+            mask=head_live[:, None] & (offs_d2 < D)[None, :],
+            other=0.0,
+        )
+    else:
+        offs_d2 = offs_d
+        q2 = q
+    acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
+    m_i = tl.full([HEADS], float("-inf"), tl.float32)
+    l_i = tl.zeros([HEADS], tl.float32)
+    offs_n = tl.arange(0, BLOCK_N)
+    blocks = BLOCK_INDICES + (token * G + group) * n_sel
+    per_block = (block_size + BLOCK_N - 1) // BLOCK_N
+    for i in tl.range(0, n_sel * per_block):
+        block = tl.load(blocks + i // per_block)
+        within = (i % per_block) * BLOCK_N + offs_n
+        key = block * block_size + within
+        seen = (block >= 0) & (within < block_size) & (key <= t)
+        acc, m_i, l_i = _block_attn_fwd_step(
+            acc, m_i, l_i, q, q2, k_base, v_base, key, seen, stride_kt, stride_vt, offs_d,
+            offs_d2, offs_dv, scale_log2, D, DV, BLOCK_D2, PRECISION,
+        )  # fmt: skip
+    # A row that attends nothing has l = 0: output 0 and lse = -inf.
+    acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
+    lse = tl.where(l_i > 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
+    tl.store(
+        O + row_index[:, None] * DV + offs_dv[None, :],
+        acc.to(O.dtype.element_ty),
+        mask=head_live[:, None] & (offs_dv < DV)[None, :],
+    )
+    tl.store(LSE + row_index, lse, mask=head_live)
+
+
+def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
+    """(BLOCK_N, num_warps, num_stages); 99 KB parts and wide heads stage less."""
+    if arch == 0:
+        return 16, 4, 1
+    wide = max(d, dv) > 128 or itemsize == 4
+    if arch in (80, 90, 100, 103):
+        return (64, 4, 2) if wide else (64, 2, 2)
+    return (32, 4, 2) if wide else (64, 4, 2)
+
+
+def block_attention_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, *,
+    block_size: int, softmax_scale: float, seq_begin: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs.
+
+    Dense q [B, S, HQ, D], k [B, N, G, D]; packed q [T, HQ, D], k [T, G, D] with seq_begin int32
+    [T], the first row of each token's sequence. block_indices int32 [.., G, n_sel], -1 is no block.
+    """
+    varlen = seq_begin is not None
+    hq, dim = q.shape[-2:]
+    groups, dv = v.shape[-2:]
+    heads = hq // groups
+    out = torch.empty(*q.shape[:-1], dv, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    tokens = lse.numel() // max(hq, 1)
+    if tokens == 0:
+        return out, lse
+    block_n, warps, stages = fwd_tiles(arch_of(q.device), dim, dv, q.element_size())
+    block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
+    d1, d2 = split_dim(dim)
+    _block_attn_fwd_kernel[(tokens, groups)](
+        q, k, v, block_indices, seq_begin if varlen else block_indices, out, lse,
+        1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups, heads,
+        block_indices.shape[-1], block_size, softmax_scale * LOG2E,
+        D=dim, DV=dv, VARLEN=varlen, HEADS=max(triton.next_power_of_2(heads), 16),
+        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
+        PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    launches.bump("_block_attn_fwd_kernel")
+    return out, lse

@@ -1,0 +1,78 @@
+"""Which rows attend a tile of keys: the inverse of the block indices, for the dK/dV pass.
+
+A pair is (entry of block_indices, key tile). Pairs are sorted by tile with a stable sort, so a
+tile's rows keep their order and gradients are bitwise repeatable. Long lists are cut into chunks:
+block 0 and the local blocks are attended by thousands of rows, a random block by dozens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 512
+
+
+@dataclass(frozen=True)
+class TileRows:
+    """order: the flat entry of block_indices of each pair, by tile. Chunk c covers the pairs
+    chunk_begin[c] .. chunk_end[c] of tile chunk_tile[c]; both are 0 past the last chunk.
+    tile_chunks [n_tiles + 1]: the chunks of a tile. Tiles count over (sequence, group, tile).
+    """
+
+    order: Tensor
+    chunk_tile: Tensor
+    chunk_begin: Tensor
+    chunk_end: Tensor
+    tile_chunks: Tensor
+    n_chunks: int
+    n_tiles: int
+
+
+def rows_of_tiles(
+    block_indices: Tensor, tiles_per_block: int, n_seq: int, per_seq: int,
+    cu_seqlens: Tensor | None = None,
+) -> TileRows:  # fmt: skip
+    """Invert block_indices int32 [.., G, n_sel] (-1 is none); no host synchronisation.
+
+    per_seq tiles per sequence and group; dense rows are n_seq equal sequences, packed rows follow
+    cu_seqlens. n_chunks is a bound that shapes give, so most late chunks may be empty.
+    """
+    groups, n_sel = block_indices.shape[-2:]
+    blocks = block_indices.reshape(-1, groups, n_sel)
+    tokens, device = blocks.shape[0], blocks.device
+    token = torch.arange(tokens, device=device)
+    if cu_seqlens is None:
+        sequence = token // max(tokens // n_seq, 1)
+    else:
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    n_tiles = n_seq * groups * per_seq
+    base = (sequence[:, None] * groups + torch.arange(groups, device=device)) * per_seq
+    tile = blocks.long() * tiles_per_block
+    if tiles_per_block > 1:
+        tile = tile[..., None] + torch.arange(tiles_per_block, device=device)
+        blocks = blocks[..., None]
+        base = base[..., None]
+    # Tiles past the end of a short sequence hold no key that a row of it sees.
+    tile = torch.where((blocks >= 0) & (tile < per_seq), base[..., None] + tile, n_tiles)
+    tile, order = torch.sort(tile.reshape(-1).to(torch.int32), stable=True)
+    if tiles_per_block > 1:
+        order = order // tiles_per_block
+
+    bounds = torch.searchsorted(tile, torch.arange(n_tiles + 1, device=device, dtype=tile.dtype))
+    chunks = (bounds[1:] - bounds[:-1] + CHUNK - 1) // CHUNK
+    tile_chunks = torch.zeros(n_tiles + 1, dtype=torch.int64, device=device)
+    torch.cumsum(chunks, 0, out=tile_chunks[1:])
+    n_chunks = tile.numel() // CHUNK + min(n_tiles, tile.numel())
+    chunk = torch.arange(n_chunks, device=device)
+    owner = torch.searchsorted(tile_chunks[1:], chunk, right=True).clamp_(max=n_tiles - 1)
+    live = chunk < tile_chunks[-1]
+    begin = bounds[owner] + (chunk - tile_chunks[owner]) * CHUNK
+    end = torch.minimum(begin + CHUNK, bounds[owner + 1])
+    zero = torch.zeros_like(begin)
+    return TileRows(
+        order.to(torch.int32), owner.to(torch.int32), torch.where(live, begin, zero),
+        torch.where(live, end, zero), tile_chunks, n_chunks, n_tiles,
+    )  # fmt: skip
