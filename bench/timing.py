@@ -36,12 +36,18 @@ TOO_FAST = 1.05  # share of a nominal peak over which a time cannot be true
 
 @dataclass(frozen=True)
 class Contender:
-    """A named call. `kernels` are the launches that prove that it ran on path `path`."""
+    """A named call. `kernels` are the launches that prove that it ran on path `path`.
+
+    oracle and same_dtype: its own, where it computes something else than the case does (dense
+    attention as the baseline of a sparse one).
+    """
 
     name: str
     call: Callable[[], Any]
     path: str
     kernels: tuple[str, ...] = ()
+    oracle: Callable[[], Tensor] | None = None
+    same_dtype: Callable[[], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,9 +112,10 @@ def _fingerprint(tensors: Sequence[Tensor]) -> list[int]:
 def _judge(case: Case, contender: Contender, out: Any, seen: Mapping[str, int]) -> Parity:
     ran = all(seen.get(kernel) for kernel in contender.kernels)
     asked = case.requested if contender is case.candidate and case.requested else contender.path
+    own = contender if contender.oracle else case
     return measure_parity(
-        case.name, case.bench, case.view(out), case.oracle(),
-        case.same_dtype() if case.same_dtype else None, path_requested=asked,
+        case.name, case.bench, case.view(out), own.oracle(),
+        own.same_dtype() if own.same_dtype else None, path_requested=asked,
         path_taken=contender.path if ran else None, launches=seen,
         expect_kernels=contender.kernels, seed=case.seed,
     )  # fmt: skip

@@ -1,0 +1,44 @@
+"""What a row was measured on: device, software and commit, the same columns in every CSV."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import subprocess
+from pathlib import Path
+
+import torch
+
+from bench.device import Gpu
+
+COLUMNS = ("device", "torch", "triton", "cuda", "driver", "commit")
+
+
+@functools.cache
+def commit() -> str | None:
+    """Short hash of the checkout, with "-dirty" when tracked files differ; None outside git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        run = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return run.stdout.strip() or None if run.returncode == 0 else None
+
+
+def provenance(gpu: Gpu | None) -> dict[str, str | None]:
+    """The columns of a row measured on `gpu`, or on the CPU for None."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    driver = None
+    if gpu is not None and gpu.nvml is not None:
+        version = gpu.nvml[0].nvmlSystemGetDriverVersion()
+        driver = version.decode() if isinstance(version, bytes) else version
+    return {
+        "device": "cpu" if gpu is None else gpu.name, "torch": torch.__version__,
+        "triton": triton, "cuda": torch.version.cuda if gpu else None, "driver": driver,
+        "commit": commit(),
+    }  # fmt: skip
