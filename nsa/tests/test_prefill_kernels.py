@@ -1,0 +1,359 @@
+"""The prefill kernels against the fp64 oracle (small) and the fp64 reference (GPU sizes).
+
+Small shapes run in Triton's interpreter and on a GPU; those marked `big` on a GPU only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.parity import assert_parity
+from nsa import blocks, launches, oracle, reference, select
+from nsa.compress import mean_pool
+from nsa.kernels import prefill
+from nsa.tests.helpers import BLOCK_KINDS, make_block_indices, randn
+
+pytestmark = pytest.mark.kernel
+F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sequence lengths (several: packed, or equal: a batch), heads and NSA sizes of one case."""
+
+    lengths: tuple[int, ...]
+    G: int = 2
+    h: int = 2
+    D: int = 16
+    Dv: int = 16
+    dtype: torch.dtype = F16
+    l: int = 8
+    d: int = 4
+    l_sel: int = 16
+    n_sel: int = 3
+    w: int = 11
+    packed: bool = False
+    big: bool = False
+
+    def __str__(self) -> str:
+        kind = "packed" if self.packed else "dense"
+        name = str(self.dtype).removeprefix("torch.")
+        size = "x".join(map(str, self.lengths))
+        return f"{kind}-{size}-G{self.G}h{self.h}-D{self.D}v{self.Dv}-l{self.l_sel}-{name}"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(l=self.l, d=self.d, l_sel=self.l_sel, n_sel=self.n_sel)
+
+
+PAPER = dict(l=32, d=16, l_sel=64, w=512, big=True)
+SHAPES = [
+    Shape((53,)),
+    Shape((34, 34), dtype=F32),
+    Shape((5, 41, 1, 22), packed=True),
+    Shape((37,), G=1, h=3, D=24, Dv=16),
+    Shape((7,), G=1, h=1, D=16, Dv=32, dtype=F32),
+    Shape((50,), G=1, h=2, l=8, d=8, l_sel=32, n_sel=5, w=64),
+    Shape((1000,), G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=8, **PAPER),
+    Shape((2048,), G=1, h=16, D=192, Dv=128, dtype=BF16, n_sel=16, **PAPER),
+    Shape((777, 777), G=2, h=8, D=64, Dv=64, n_sel=4, **PAPER),
+    Shape((1, 700, 63, 64, 65, 333), G=2, h=4, D=128, Dv=128, n_sel=4, packed=True, **PAPER),
+    Shape((600,), G=1, h=5, D=256, Dv=256, dtype=BF16, n_sel=4, **PAPER),
+    Shape((600,), G=2, h=2, D=64, Dv=64, dtype=F32, n_sel=4, **PAPER),
+]
+ALL = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+@pytest.fixture
+def device(kernel_device, shape):
+    if kernel_device == "cpu" and shape.big:
+        pytest.skip("a GPU's size: the interpreter would take hours")
+    return kernel_device
+
+
+class Inputs:
+    """Tensors of a shape in kernel layout, and each sequence alone in fp64."""
+
+    def __init__(self, shape: Shape, device: str, seed: int = 0) -> None:
+        self.shape, self.device = shape, device
+        T, HQ, sizes = sum(shape.lengths), shape.G * shape.h, shape
+        kw = dict(dtype=shape.dtype, device=device)
+        draw = lambda n, *dims: randn(T, *dims, seed=100 * seed + n, **kw)
+        self.q, self.do = draw(1, HQ, sizes.D), draw(2, HQ, sizes.Dv)
+        self.k, self.v = draw(3, sizes.G, sizes.D), draw(4, sizes.G, sizes.Dv)
+        self.k_win, self.v_win = draw(5, sizes.G, sizes.D), draw(6, sizes.G, sizes.Dv)
+        self.gates = draw(7, HQ, 3).sigmoid()
+        pieces = [
+            (mean_pool(k[None], shape.l, shape.d)[0], mean_pool(v[None], shape.l, shape.d)[0])
+            for k, v in zip(self.split(draw(8, sizes.G, sizes.D)),
+                            self.split(draw(9, sizes.G, sizes.Dv)), strict=True)
+        ]  # fmt: skip
+        self.k_cmp = torch.cat([k for k, _ in pieces]).to(shape.dtype)
+        self.v_cmp = torch.cat([v for _, v in pieces]).to(shape.dtype)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Rows by sequence, or compressed rows by sequence."""
+        lengths = list(self.shape.lengths)
+        if x.shape[0] != sum(lengths):
+            lengths = [int(blocks.num_compressed(n, self.shape.l, self.shape.d)) for n in lengths]
+        return list(x.split(lengths))
+
+    def layout(self, x: Tensor) -> Tensor:
+        """As the kernels take it: packed, or [B, ...]."""
+        if self.shape.packed:
+            return x.contiguous()
+        return x.view(len(self.shape.lengths), -1, *x.shape[1:])
+
+    def packing(self, compressed: bool = False) -> dict:
+        if not self.shape.packed:
+            return {}
+        ends = torch.tensor([0, *self.shape.lengths]).cumsum(0)
+        cu = ends.to(device=self.device, dtype=torch.int32)
+        more = {}
+        if compressed:
+            more = {"cu_seqlens_cmp": blocks.cu_seqlens_compressed(cu, self.shape.l, self.shape.d)}
+        return {"cu_seqlens": cu, "max_seqlen": max(self.shape.lengths) + 3, **more}
+
+
+def flat(x: Tensor, like: Tensor) -> Tensor:
+    return x.reshape(-1, *like.shape[1:]) if x.ndim > like.ndim else x
+
+
+def expected(inputs: Inputs, names: list[str], run, dtype: torch.dtype) -> list[Tensor]:
+    """run(tensors of one sequence as [1, ...]) on leaves in `dtype`: outputs, then gradients.
+
+    The oracle loops over tokens in Python: big shapes take the vectorised reference in fp64.
+    """
+    where = inputs.device if inputs.shape.big else "cpu"
+    leaves = {
+        n: getattr(inputs, n).detach().to(where, dtype).requires_grad_() for n in names
+    }
+    parts = [inputs.split(leaves[n]) for n in names]
+    outs = [run(i, *(p[i][None] for p in parts)) for i in range(len(inputs.shape.lengths))]
+    out = torch.cat([o[0][0] for o in outs])
+    out = out + 0 * sum(x.sum() for x in leaves.values())  # also where no key is visible
+    rest = [torch.cat([o[i][0] for o in outs]) for i in range(1, len(outs[0]))]
+    grads = torch.autograd.grad(out, list(leaves.values()), inputs.do.to(where, dtype))
+    return [x.detach() for x in (out, *rest, *grads)]
+
+
+def check(case: str, inputs: Inputs, names: list[str], ours, theirs, kernels: list[str]) -> None:
+    """Outputs and gradients of `ours` beside those of `theirs` in fp64 and in the same dtype."""
+    leaves = {n: getattr(inputs, n).detach().clone().requires_grad_() for n in names}
+    with launches.recording() as counts:
+        result = ours(*(inputs.layout(x) for x in leaves.values()))
+        result = result if isinstance(result, tuple) else (result,)
+        out = flat(result[0], inputs.do)
+        grads = torch.autograd.grad(out, list(leaves.values()), inputs.do)
+    got = [out, *(x.reshape(-1, *x.shape[-1:]) for x in result[1:]), *grads]
+    want = expected(inputs, names, theirs, torch.float64)
+    same = expected(inputs, names, lambda i, *x: theirs(i, *x, plain=True), inputs.shape.dtype)
+    labels = ["out", "lse"][: len(result)] + [f"d{n}" for n in names]
+    for label, g, w, s in zip(labels, got, want, same, strict=True):
+        # Gradients grow with the number of rows that share a key; the mean is judged beside them.
+        size = max(1.0, w[w.isfinite()].abs().max().item()) if w.numel() else 1.0
+        if not w.numel():
+            continue
+        assert_parity(
+            f"{case}/{inputs.shape}/{label}", case, g, w.reshape(g.shape), s.reshape(g.shape),
+            path_requested="triton", path_taken="triton", launches=counts, expect_kernels=kernels,
+            limit_mae=size * (1e-4 if inputs.shape.dtype == F32 else 2e-3), seed=0,
+            rows=label != "lse",
+        )  # fmt: skip
+
+
+def exact(inputs: Inputs, oracle_fn, reference_fn, plain: bool):
+    return reference_fn if plain or inputs.shape.big else oracle_fn
+
+
+@ALL
+def test_compressed(shape, device):
+    x = Inputs(shape, device)
+    sizes = dict(l=shape.l, d=shape.d)
+
+    def theirs(i, q, k, v, plain=False):
+        fn = exact(x, oracle.compressed_attention, reference.compressed_attention, plain)
+        return fn(q, k, v, **sizes)
+
+    ours = lambda q, k, v: prefill.compressed_attention_triton(
+        q, k, v, **sizes, **x.packing(compressed=True)
+    )
+    kernels = ["_span_fwd_kernel"]
+    if sum(map(len, x.split(x.k_cmp))):
+        kernels += ["_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel"]
+    check("compressed", x, ["q", "k_cmp", "v_cmp"], ours, theirs, kernels)
+
+
+@ALL
+def test_sliding(shape, device):
+    x = Inputs(shape, device, seed=1)
+
+    def theirs(i, q, k, v, plain=False):
+        fn = exact(x, oracle.sliding_attention, reference.sliding_attention, plain)
+        return (fn(q, k, v, window=shape.w),)
+
+    ours = lambda q, k, v: prefill.sliding_attention_triton(
+        q, k, v, window=shape.w, **x.packing()
+    )[0]
+    kernels = ["_span_fwd_kernel", "_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel"]
+    check("sliding", x, ["q", "k", "v"], ours, theirs, kernels)
+
+
+def selected_case(shape: Shape, device: str, kind: str, seed: int) -> None:
+    x = Inputs(shape, device, seed=seed)
+    indices = [
+        make_block_indices(kind, 1, n, shape.G, shape.n_sel, shape.l_sel, seed=i, device=device)
+        for i, n in enumerate(shape.lengths)
+    ]
+    ranges = [
+        select.blocks_to_ranges(b, shape.l_sel, torch.arange(b.shape[1], device=device))
+        for b in indices
+    ]
+
+    def theirs(i, q, k, v, plain=False):
+        if plain or shape.big:
+            clean = select.clean_ranges(ranges[i].to(q.device), k.shape[1])
+            return (reference.selection_attention(q, k, v, clean),)
+        spans = oracle.blocks_to_ranges(indices[i].cpu(), shape.l_sel)
+        return (oracle.selection_attention(q, k, v, spans),)
+
+    ours = lambda q, k, v: prefill.selection_blocks_triton(
+        q, k, v, x.layout(torch.cat([b[0] for b in indices])), block_size=shape.l_sel,
+        **x.packing(),
+    )  # fmt: skip
+    kernels = [
+        "_block_attn_fwd_kernel", "_block_attn_bwd_dq_kernel", "_block_attn_bwd_dkdv_kernel",
+        "_block_attn_bwd_sum_kernel",
+    ]  # fmt: skip
+    check(f"selected-{kind}", x, ["q", "k", "v"], ours, theirs, kernels)
+
+
+@ALL
+def test_selected(shape, device):
+    selected_case(shape, device, "ragged", seed=2)
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[6]], ids=str)
+def test_selected_distributions(shape, kind, device):
+    selected_case(shape, device, kind, seed=3)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0]], ids=str)
+def test_repeated_blocks_count_once(shape, device):
+    x = Inputs(shape, device, seed=4)
+    q, k, v = x.layout(x.q), x.layout(x.k), x.layout(x.v)
+    once = make_block_indices("clustered", 1, 53, shape.G, 3, shape.l_sel, device=device)
+    twice = torch.cat([once, once.flip(-1)], -1).contiguous()
+    run = lambda b: prefill.selection_blocks_triton(q, k, v, b, block_size=shape.l_sel)
+    torch.testing.assert_close(run(twice), run(once), rtol=2e-3, atol=2e-3)
+
+
+@ALL
+def test_choice_of_blocks(shape, device):
+    x = Inputs(shape, device, seed=5)
+    _, lse = prefill.compressed_attention_triton(
+        x.layout(x.q), x.layout(x.k_cmp), x.layout(x.k_cmp), l=shape.l, d=shape.d,
+        **x.packing(compressed=True),
+    )  # fmt: skip
+    with launches.recording() as counts:
+        got = prefill.select_blocks_triton(
+            x.layout(x.q), x.layout(x.k_cmp), lse, **shape.sizes, **x.packing(compressed=True)
+        )
+    assert sum(counts.values()) >= 1
+    got = got.reshape(-1, shape.G, shape.n_sel)
+    where = device if shape.big else "cpu"
+    fn = select.select_blocks if shape.big else oracle.select_blocks
+    want = torch.cat([
+        fn(q[None].to(where).double(), k[None].to(where).double(), **shape.sizes)[0]
+        for q, k in zip(x.split(x.q), x.split(x.k_cmp), strict=True)
+    ])  # fmt: skip
+    differ = (got.cpu() != want.cpu()).any(-1).float().mean().item()
+    # Scores of two blocks may round to the other order; forced blocks and padding never may.
+    assert differ <= (1e-3 if shape.dtype == F32 else 0.02), f"{differ:.2%} of the rows differ"
+    assert torch.equal((got.cpu() < 0).sum(-1), (want.cpu() < 0).sum(-1))
+
+
+@ALL
+def test_whole(shape, device):
+    """The fused operator: block choice as the kernels made it, everything else against fp64."""
+    x = Inputs(shape, device, seed=6)
+    chosen: list[Tensor] = []
+    names = ["q", "k_cmp", "v_cmp", "k", "v", "k_win", "v_win", "gates"]
+
+    def ours(*tensors):
+        out, aux = prefill.nsa_prefill_triton(
+            *tensors, **shape.sizes, n_init=1, n_local=2, window=shape.w,
+            **x.packing(compressed=True),
+        )  # fmt: skip
+        chosen[:] = x.split(aux["block_indices"].reshape(-1, shape.G, shape.n_sel))
+        return out
+
+    def theirs(i, q, k_cmp, v_cmp, k, v, k_win, v_win, gates, plain=False):
+        small = not (plain or shape.big)
+        lib = oracle if small else reference
+        positions = torch.arange(q.shape[1], device=q.device)
+        blocks_i = chosen[i][None].to(q.device)
+        if small:
+            spans = oracle.blocks_to_ranges(blocks_i, shape.l_sel)
+        else:
+            spans = select.clean_ranges(
+                select.blocks_to_ranges(blocks_i, shape.l_sel, positions), k.shape[1]
+            )
+        cmp, _ = lib.compressed_attention(q, k_cmp, v_cmp, l=shape.l, d=shape.d)
+        sel = lib.selection_attention(q, k, v, spans)
+        win = lib.sliding_attention(q, k_win, v_win, window=shape.w)
+        return (gates[..., :1] * cmp + gates[..., 1:2] * sel + gates[..., 2:] * win,)
+
+    kernels = ["_span_fwd_kernel", "_block_attn_fwd_kernel", "_combine_fwd_kernel",
+               "_combine_bwd_kernel", "_block_attn_bwd_dkdv_kernel", "_span_bwd_dkdv_kernel"]
+    check("whole", x, names, ours, theirs, kernels)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[6]], ids=str)
+def test_gradients_repeat_bitwise(shape, device):
+    x = Inputs(shape, device, seed=7)
+    names = ["q", "k_cmp", "v_cmp", "k", "v", "k_win", "v_win", "gates"]
+
+    def gradients():
+        leaves = [getattr(x, n).detach().clone().requires_grad_() for n in names]
+        out, _ = prefill.nsa_prefill_triton(
+            *(x.layout(t) for t in leaves), **shape.sizes, n_init=1, n_local=2, window=shape.w,
+            **x.packing(compressed=True),
+        )  # fmt: skip
+        return torch.autograd.grad(flat(out, x.do), leaves, x.do)
+
+    for name, a, b in zip(names, gradients(), gradients(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8]], ids=str)
+def test_the_future_changes_nothing(shape, device):
+    """Other keys and values after a token leave its output as it is, to the last bit."""
+    x = Inputs(shape, device, seed=8)
+    at = shape.lengths[0] // 2
+    names = ("k_cmp", "v_cmp", "k", "v", "k_win", "v_win")
+
+    def out(future: float) -> Tensor:
+        tensors = {n: x.layout(getattr(x, n)).clone() for n in names}
+        for n, t in tensors.items():
+            seen = (at - shape.l) // shape.d + 1 if n.endswith("cmp") else at
+            t[:, seen:] *= future
+        return prefill.nsa_prefill_triton(
+            x.layout(x.q), *tensors.values(), x.layout(x.gates), **shape.sizes, n_init=1,
+            n_local=2, window=shape.w,
+        )[0]  # fmt: skip
+
+    one, other = out(1.0), out(-30.0)
+    assert torch.equal(one[:, :at], other[:, :at])
+    assert not torch.equal(one[:, at:], other[:, at:])
+
+
+def test_block_sizes_without_a_kernel_are_refused():
+    q = torch.zeros(1, 4, 2, 16)
+    with pytest.raises(NotImplementedError, match="block_size .* got 48"):
+        prefill.selection_blocks_triton(q, q, q, torch.zeros(1, 4, 2, 1).int(), block_size=48)
