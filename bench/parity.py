@@ -72,7 +72,8 @@ def measure_parity(
     dtype = out.dtype
     limit_mae = MAE_LIMIT[dtype] if limit_mae is None else limit_mae
     finite_oracle = oracle.detach().to("cpu", torch.float64)
-    scale = finite_oracle[finite_oracle.isfinite()].abs().amax().item() if oracle.numel() else 0.0
+    finite = finite_oracle[finite_oracle.isfinite()]
+    scale = finite.abs().amax().item() if finite.numel() else 0.0
     # The rounding of the result itself, and for fp32 the order of the sums.
     floor = torch.finfo(dtype).eps * scale * (16 if dtype in (torch.float32, torch.float64) else 1)
     mae = max_abs = ref_max = worst = margin = None

@@ -1,0 +1,198 @@
+"""The decode-step kernels against fp64: static, ring and paged caches, several new tokens.
+
+Everything that a step may not read is NaN in the caches. Sizes marked `big` run on a GPU only and
+take the vectorised fp64 reference, the others the oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.parity import assert_parity
+from nsa import launches, oracle, reference, select
+from nsa.blocks import num_compressed
+from nsa.tests.helpers import randn
+
+pytestmark = pytest.mark.kernel
+F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
+KERNELS = [
+    "_decode_scan_kernel", "_decode_topn_kernel", "_decode_selected_kernel", "_decode_merge_kernel",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """Lengths of the sequences with their T new tokens, heads, NSA sizes, the caches' kind."""
+
+    lens: tuple[int, ...]
+    T: int = 1
+    G: int = 2
+    h: int = 2
+    D: int = 16
+    Dv: int = 16
+    dtype: torch.dtype = F16
+    l: int = 8
+    d: int = 4
+    l_sel: int = 16
+    n_sel: int = 3
+    w: int = 20
+    capacity: int = 100
+    page: int = 0
+    ring: bool = False
+    big: bool = False
+
+    def __str__(self) -> str:
+        kind = ("paged" if self.page else "") + ("ring" if self.ring else "") or "static"
+        lens = "x".join(map(str, self.lens[:4]))
+        return f"{kind}-{lens}-T{self.T}-G{self.G}h{self.h}-D{self.D}v{self.Dv}-{self.dtype}"
+
+
+PAPER = dict(l=32, d=16, l_sel=64, w=512, capacity=4096, big=True)
+STEPS = [
+    Step((45, 3), dtype=F32),
+    Step((77, 9, 30), T=2, G=1, h=4, Dv=32),
+    Step((77, 19), G=1, h=1, D=24, n_sel=4, page=16),
+    Step((77, 19), T=3, G=1, n_sel=4, page=16, ring=True),
+    Step((64, 63, 65, 1), G=1, ring=True),
+    Step((3000, 17, 1025, 31, 32, 33), G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, **PAPER),
+    Step((2000, 700), T=4, h=8, D=192, Dv=128, dtype=BF16, n_sel=16, page=64, **PAPER),
+    Step((2000, 700, 64), T=2, h=4, D=64, Dv=64, n_sel=8, ring=True, **PAPER),
+    Step((4096, 700), T=8, G=1, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, **PAPER),
+    Step((1,) * 17 + (4000,), G=2, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, **PAPER),
+]
+
+
+class Caches:
+    """Caches of a step, NaN wherever a kernel has no business, and each sequence's own keys."""
+
+    def __init__(self, step: Step, device: str, seed: int = 0) -> None:
+        s, B, HQ = step, len(step.lens), step.G * step.h
+        self.step, self.device = step, device
+        kw = dict(dtype=s.dtype, device=device)
+        self.q = randn(B, s.T, HQ, s.D, seed=seed + 1, **kw)
+        self.gates = randn(B, s.T, HQ, 3, seed=seed + 2, **kw).sigmoid()
+        self.lens = torch.tensor(s.lens, dtype=torch.int32, device=device)
+        self.cmp = self.filled(max(num_compressed(s.capacity, s.l, s.d), 1), seed + 3, True)
+        self.sel = self.filled(s.capacity, seed + 5)
+        self.win = self.filled(s.capacity, seed + 7)
+
+    def filled(self, rows: int, seed: int, compressed: bool = False) -> tuple[Tensor, Tensor]:
+        s = self.step
+        out = []
+        for i, width in enumerate((s.D, s.Dv)):
+            x = randn(len(s.lens), rows, s.G, width, seed=seed + i, dtype=s.dtype,
+                      device=self.device)  # fmt: skip
+            for b, n in enumerate(s.lens):
+                x[b, num_compressed(n, s.l, s.d) if compressed else n :] = float("nan")
+            out.append(x)
+        return out[0], out[1]
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        from nsa.kernels.decode import nsa_decode_triton
+
+        s, table = self.step, None
+        sel, win = list(self.sel), list(self.win)
+        if s.page:
+            pages = -(-s.capacity // s.page)
+            order = torch.randperm(len(s.lens) * pages, generator=torch.Generator().manual_seed(3))
+            order = order.to(self.device)
+            table = order.view(len(s.lens), pages).to(torch.int32)
+            sel = [self.paged(x, order, pages) for x in sel]
+            if not s.ring:
+                win = [self.paged(x, order, pages) for x in win]
+        if s.ring:
+            win = [self.ringed(x) for x in win]
+        return nsa_decode_triton(
+            self.q, *self.cmp, *sel, *win, self.gates, self.lens, l=s.l, d=s.d, l_sel=s.l_sel,
+            n_sel=s.n_sel, n_init=1, n_local=2, window=s.w, max_len=s.capacity, block_table=table,
+            window_ring=s.ring, return_indices=True,
+        )  # fmt: skip
+
+    def paged(self, x: Tensor, order: Tensor, pages: int) -> Tensor:
+        page = self.step.page
+        padded = x.new_full((x.shape[0], pages * page, *x.shape[2:]), float("nan"))
+        padded[:, : x.shape[1]] = x
+        pool = torch.full_like(padded.view(-1, page, *x.shape[2:]), float("nan"))
+        pool[order] = padded.view(-1, page, *x.shape[2:])
+        return pool
+
+    def ringed(self, x: Tensor) -> Tensor:
+        s = self.step
+        rows = s.w + s.T - 1
+        ring = x.new_full((x.shape[0], rows, *x.shape[2:]), float("nan"))
+        for b, n in enumerate(s.lens):
+            for token in range(max(0, n - rows), n):
+                ring[b, token % rows] = x[b, token]
+        return ring
+
+    def expected(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """The step by plain attention, on the blocks that were chosen."""
+        s = self.step
+        small = not s.big and dtype == torch.float64
+        lib = oracle if small else reference
+        where = "cpu" if small else self.device
+        parts = []
+        for b, n in enumerate(s.lens):
+            take = lambda x, b=b: x[b : b + 1].to(where, dtype)
+            rows = lambda pair, m, take=take: [take(x)[:, :m] for x in pair]
+            q, start = take(self.q), n - s.T
+            cmp, _ = lib.compressed_attention(
+                q, *rows(self.cmp, num_compressed(n, s.l, s.d)), l=s.l, d=s.d, q_start=start
+            )
+            blocks = indices[b : b + 1].to(where)
+            if small:
+                spans = oracle.blocks_to_ranges(blocks, s.l_sel, start)
+            else:
+                at = torch.arange(start, n, device=where)
+                spans = select.clean_ranges(select.blocks_to_ranges(blocks, s.l_sel, at), n)
+            sel = lib.selection_attention(q, *rows(self.sel, n), spans)
+            win = lib.sliding_attention(q, *rows(self.win, n), window=s.w, q_start=start)
+            g = take(self.gates)
+            parts.append(g[..., :1] * cmp + g[..., 1:2] * sel + g[..., 2:] * win)
+        return torch.cat(parts)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_step(step, kernel_device):
+    if step.T > min(step.lens):
+        pytest.skip("a sequence is shorter than its new tokens")
+    if kernel_device == "cpu" and step.big:
+        pytest.skip("a GPU's size: the interpreter would take hours")
+    caches = Caches(step, kernel_device)
+    with launches.recording() as counts:
+        out, indices = caches.run()
+    assert_parity(
+        f"decode/{step}", "decode", out, caches.expected(indices, torch.float64),
+        caches.expected(indices, step.dtype), path_requested="triton", path_taken="triton",
+        launches=counts, expect_kernels=KERNELS, seed=0, limit_mae=2e-3,
+    )  # fmt: skip
+    wrong = total = 0
+    for b, n in enumerate(step.lens):
+        where = kernel_device if step.big else "cpu"
+        k_cmp = caches.cmp[0][b : b + 1, : num_compressed(n, step.l, step.d)]
+        choose = select.select_blocks if step.big else oracle.select_blocks
+        want = choose(
+            caches.q[b : b + 1].to(where).double(), k_cmp.to(where).double(), l=step.l, d=step.d,
+            l_sel=step.l_sel, n_sel=step.n_sel, q_start=n - step.T,
+        )  # fmt: skip
+        got = indices[b : b + 1].to(where)
+        assert torch.equal((got < 0).sum(-1), (want < 0).sum(-1))
+        wrong += int((got != want).any(-1).sum())
+        total += got[..., 0].numel()
+    assert wrong <= 0.05 * total, f"{wrong} of {total} rows chose other blocks"
+
+
+def test_more_rows_than_a_tile_holds_are_refused():
+    from nsa.kernels.decode import nsa_decode_triton
+
+    q = torch.zeros(1, 9, 16, 16)
+    cache = torch.zeros(1, 64, 1, 16)
+    with pytest.raises(NotImplementedError, match="<= 128, got 144"):
+        nsa_decode_triton(
+            q, *[cache] * 6, torch.zeros(1, 9, 16, 3), torch.tensor([64]), l=8, d=4, l_sel=16,
+            n_sel=2, n_init=1, n_local=2, window=16, max_len=64,
+        )  # fmt: skip
