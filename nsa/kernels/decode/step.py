@@ -37,6 +37,7 @@ def nsa_decode_triton(
     v_win: Tensor, gates: Tensor, lens: Tensor, *, l: int, d: int, l_sel: int, n_sel: int,
     n_init: int, n_local: int, window: int, max_len: int, softmax_scale: float | None = None,
     block_table: Tensor | None = None, window_ring: bool = False, return_indices: bool = False,
+    branch: str | None = None, block_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of T new tokens per sequence over its caches; out [B, T, HQ, Dv].
 
@@ -46,7 +47,13 @@ def nsa_decode_triton(
     gates [B, T, HQ, 3]; lens int32 [B] on the device, the length including the T new tokens, whose
     keys are in the caches already. max_len bounds every length the call (or a graph captured from
     it) will see. Nothing synchronises with the host; rows beyond a length are never read.
+    branch "cmp", "sel" or "win" launches that branch's programs alone, for measuring: the others
+    add nothing. "sel" attends to block_indices int32 [B, T, G, n_sel] that an earlier step chose.
     """
+    if branch not in (None, "cmp", "sel", "win"):
+        raise ValueError(f"branch must be None, 'cmp', 'sel' or 'win', got {branch!r}")
+    if (branch == "sel") != (block_indices is not None):
+        raise ValueError("block_indices go with branch 'sel' and with no other")
     batch, tokens, hq, dim = q.shape
     groups, dv = v_sel.shape[-2:]
     heads = hq // groups
@@ -73,10 +80,12 @@ def nsa_decode_triton(
     # Enough splits to fill the chip twice at the longest length, but no more than there are tiles.
     splits_win = max(1, min(triton.cdiv(window + tokens - 1, block_n), target // (2 * programs), 8))
     splits_cmp = max(1, min(n_tiles, target // programs, 64))
+    splits_cmp = splits_cmp if branch in (None, "cmp") else 0
+    splits_win = splits_win if branch in (None, "win") else 0
     splits_all = splits_cmp + splits_win
     splits_sel = max(1, min(n_sel, target // (programs * tokens), 8))
     share = triton.cdiv(n_sel, splits_sel)
-    splits_sel = triton.cdiv(n_sel, share)
+    splits_sel = triton.cdiv(n_sel, share) if branch in (None, "sel") else 0
 
     empty = functools.partial(torch.empty, dtype=torch.float32, device=device)
     scan_o = empty(programs * splits_all * rows * dv)
@@ -85,7 +94,9 @@ def nsa_decode_triton(
     spill, tile_max = empty(programs * rows * n_tiles), empty(programs * rows * n_tiles)
     n_blocks = triton.cdiv(max_len, l_sel)
     scratch = empty(programs * tokens * (n_tiles + 1) * nb)
-    indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=device)
+    indices = block_indices
+    if indices is None:
+        indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=device)
     parts = programs * tokens * splits_sel * heads_padded
     sel_o, sel_m, sel_l = empty(parts * dv), empty(parts), empty(parts)
     out = torch.empty(batch, tokens, hq, dv, dtype=q.dtype, device=device)
@@ -95,38 +106,41 @@ def nsa_decode_triton(
     table_len = 0 if block_table is None else block_table.shape[1]
     precision = dot_precision(q.dtype)
     dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv, PRECISION=precision)
-    kernels._decode_scan_kernel[(splits_all, programs)](
-        q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
-        tile_max, table_len, k_cmp.shape[1], k_win.shape[1], groups, heads, tokens, splits_cmp,
-        splits_all, n_tiles, l, d, l_sel, window, scale_log2, ROWS=rows, BLOCK_N=block_n, NB=nb,
-        PAGE=0 if window_ring else page, RING=window_ring,
-        POOL_DTYPE=tl.float32 if fp32 else tl.float16, num_warps=4, num_stages=2, **dims,
-    )  # fmt: skip
-    launches.bump("_decode_scan_kernel")
-    blocks = max(triton.next_power_of_2(n_blocks), 32)
-    kernels._decode_topn_kernel[(programs, tokens)](
-        lens, scan_m, scan_l, pooled, spill, tile_max, scratch, indices, groups, heads, tokens,
-        splits_cmp, splits_all, n_tiles, l, d, l_sel, ROWS=rows, HEADS=heads_padded,
-        SPLITS=triton.next_power_of_2(splits_cmp), BLOCK_N=block_n, NB=nb,
-        CHUNK=2 if interpret else min(triton.next_power_of_2(n_tiles + 1), 64),
-        BLOCKS=blocks, N_SEL=n_sel,
-        N_PAD=triton.next_power_of_2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
-        num_warps=4 if blocks <= 256 else 8, num_stages=1,
-    )  # fmt: skip
-    launches.bump("_decode_topn_kernel")
-    kernels._decode_selected_kernel[(splits_sel, programs, tokens)](
-        q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, table_len, k_sel.shape[1],
-        groups, heads, tokens, splits_sel, share, l_sel, scale_log2, HEADS=heads_padded,
-        BLOCK_N=min(block_n, max(triton.next_power_of_2(l_sel), 16)), N_SEL=n_sel, PAGE=page,
-        num_warps=4, num_stages=2, **dims,
-    )  # fmt: skip
-    launches.bump("_decode_selected_kernel")
+    if splits_all:
+        kernels._decode_scan_kernel[(splits_all, programs)](
+            q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
+            tile_max, table_len, k_cmp.shape[1], k_win.shape[1], groups, heads, tokens, splits_cmp,
+            splits_all, n_tiles, l, d, l_sel, window, scale_log2, ROWS=rows, BLOCK_N=block_n,
+            NB=nb, PAGE=0 if window_ring else page, RING=window_ring,
+            POOL_DTYPE=tl.float32 if fp32 else tl.float16, num_warps=4, num_stages=2, **dims,
+        )  # fmt: skip
+        launches.bump("_decode_scan_kernel")
+    if branch is None:
+        blocks = max(triton.next_power_of_2(n_blocks), 32)
+        kernels._decode_topn_kernel[(programs, tokens)](
+            lens, scan_m, scan_l, pooled, spill, tile_max, scratch, indices, groups, heads, tokens,
+            splits_cmp, splits_all, n_tiles, l, d, l_sel, ROWS=rows, HEADS=heads_padded,
+            SPLITS=triton.next_power_of_2(splits_cmp), BLOCK_N=block_n, NB=nb,
+            CHUNK=2 if interpret else min(triton.next_power_of_2(n_tiles + 1), 64),
+            BLOCKS=blocks, N_SEL=n_sel,
+            N_PAD=triton.next_power_of_2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
+            num_warps=4 if blocks <= 256 else 8, num_stages=1,
+        )  # fmt: skip
+        launches.bump("_decode_topn_kernel")
+    if splits_sel:
+        kernels._decode_selected_kernel[(splits_sel, programs, tokens)](
+            q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, table_len, k_sel.shape[1],
+            groups, heads, tokens, splits_sel, share, l_sel, scale_log2, HEADS=heads_padded,
+            BLOCK_N=min(block_n, max(triton.next_power_of_2(l_sel), 16)), N_SEL=n_sel, PAGE=page,
+            num_warps=4, num_stages=2, **dims,
+        )  # fmt: skip
+        launches.bump("_decode_selected_kernel")
     kernels._decode_merge_kernel[(programs, tokens * heads)](
         scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens,
         splits_cmp, splits_all, splits_sel, DV=dv, ROWS=rows, HEADS=heads_padded,
-        BLOCK_DV=block_dv, SPLITS_CMP=triton.next_power_of_2(splits_cmp),
-        SPLITS_WIN=triton.next_power_of_2(splits_win),
-        SPLITS_SEL=triton.next_power_of_2(splits_sel), num_warps=4,
+        BLOCK_DV=block_dv, SPLITS_CMP=triton.next_power_of_2(max(splits_cmp, 1)),
+        SPLITS_WIN=triton.next_power_of_2(max(splits_win, 1)),
+        SPLITS_SEL=triton.next_power_of_2(max(splits_sel, 1)), num_warps=4,
     )  # fmt: skip
     launches.bump("_decode_merge_kernel")
     return (out, indices) if return_indices else out
