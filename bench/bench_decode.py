@@ -158,14 +158,22 @@ class Step:
                 c.v_win]  # fmt: skip
 
     def refill(self, seed: int) -> None:
-        """N(0, 1) for queries, keys and values, U(0, 1) for gates, and blocks to match."""
+        """N(0, 1) for queries, keys and values, U(0, 1) for gates, and blocks to match.
+
+        The blocks come from the reference: a call of the step itself would leave right results in
+        freed memory, where a kernel that writes nothing would find them.
+        """
+        c = self.config
         gen = torch.Generator(self.q.device).manual_seed(seed)
         for x in self.inputs():
             if x.is_floating_point():
                 x.normal_(generator=gen)
         self.gates.uniform_(generator=gen)
-        with torch.no_grad():
-            self.blocks.copy_(self._attend(self.backend)[1])
+        self.blocks.copy_(attention.select_blocks(
+            self.q, self.cache.compressed()[0], l=c.l, d=c.d, l_sel=c.l_sel, n_sel=c.n_sel,
+            n_init=c.n_init, n_local=c.n_local, q_start=self.S - 1, backend="reference",
+            flags=self.flags,
+        ))  # fmt: skip
 
     # ---- calls -------------------------------------------------------------------------------
 

@@ -1,0 +1,121 @@
+"""A Markdown table of bench_decode.py's CSV: times, branch shares, reads and the gain over dense.
+
+    python bench/summarize_decode_csv.py decode.csv
+
+A branch's share is its time alone over the whole step's; the three need not add up to 100 %, since
+the step also chooses blocks and merges, and runs the branches side by side.
+Exit code: 0 printed, 2 no such CSV or not of bench_decode.py, 3 no rows. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+from bench.records import note, read_csv
+
+BRANCHES = ("cmp", "sel", "win")
+NEEDED = (
+    "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "ci_low", "ci_high", "reads_actual_decode",
+    "reads_expected_decode", "speedup", "speedup_low", "speedup_high", "baseline", "base_ms",
+    "wall_ms", "status", "why", "path", "cache", "device",
+)  # fmt: skip
+
+
+def number(row: Mapping[str, str], name: str, where: str) -> float | None:
+    """A finite number, None for an empty cell. Raises ValueError that names file, line, column."""
+    text = row[name].strip()
+    try:
+        value = float(text) if text else None
+    except ValueError:
+        value = math.nan
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"{where}: {name} must be a finite number, got {text!r}")
+    return value
+
+
+def _line(row: Mapping[str, str], where: str) -> list[str]:
+    numbers = {
+        name: number(row, name, where)
+        for name in NEEDED
+        if name not in ("baseline", "status", "why", "path", "cache", "device")
+    }
+    total = numbers["ms_total"]
+
+    def interval(centre: str, low: str, high: str, digits: int, unit: str = "") -> str:
+        if numbers[centre] is None:
+            return "-"
+        text = f"{numbers[centre]:.{digits}f}{unit}"
+        if numbers[low] is None or numbers[high] is None:
+            return text
+        return f"{text} [{numbers[low]:.{digits}f}, {numbers[high]:.{digits}f}]"
+
+    def branch(name: str) -> str:
+        ms = numbers[f"ms_{name}"]
+        if ms is None:
+            return "-"
+        return f"{ms:.4f}" + (f" ({ms / total:.0%})" if total else "")
+
+    read, due = numbers["reads_actual_decode"], numbers["reads_expected_decode"]
+    reads = "-" if read is None else f"{read:.0f}"
+    if due is not None and read is not None:
+        reads += " = expected" if read == due else f" != {due:.0f} expected"
+    wall = "-" if numbers["wall_ms"] is None else f"{numbers['wall_ms']:.4f}"
+    return [
+        f"{numbers['S']:.0f}" if numbers["S"] is not None else "-",
+        interval("ms_total", "ci_low", "ci_high", 4), *map(branch, BRANCHES), wall, reads,
+        interval("speedup", "speedup_low", "speedup_high", 2, "x"), row["path"] or "-",
+        row["status"],
+    ]  # fmt: skip
+
+
+def summarize(path: str | Path) -> str | None:
+    """The table, None for a CSV without rows. Raises ValueError for anything that is not one."""
+    rows = read_csv(path)
+    if not rows:
+        return None
+    missing = [name for name in NEEDED if name not in rows[0]]
+    if missing:
+        raise ValueError(f"{path}:1: no column {', '.join(missing)}")
+    table = [_line(row, f"{path}:{at}") for at, row in enumerate(rows, 2)]
+    head = ["S", "ms total [95 %]", "cmp", "sel", "win", "wall ms", "keys read", "over dense",
+            "path", "status"]  # fmt: skip
+    lines = [f"Decode step on {rows[0]['device']}, {rows[0]['cache'] or 'unknown'} cache", ""]
+    for cells in (head, ["---"] * len(head), *table):
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines.append("")
+    baselines = sorted({row["baseline"] for row in rows if row["baseline"]})
+    if baselines:
+        lines.append(f"Dense baseline, the fastest right one of each row: {', '.join(baselines)}.")
+    lines += [f"S={row['S']} {row['status']}: {row['why']}." for row in rows if row["why"]]
+    differ = [row for row in rows if row["reads_actual_decode"] != row["reads_expected_decode"]]
+    if differ:
+        lines.append("Reads differ from the formula at S=" + ", ".join(r["S"] for r in differ))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("csv", metavar="CSV", help="what bench_decode.py --csv wrote")
+    args = parser.parse_args(argv)
+    try:
+        table = summarize(args.csv)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        print(f"summarize_decode_csv: {error}", file=sys.stderr)
+        return 2
+    if table is None:
+        note(f"decode summary: {args.csv} has no rows")
+        return 3
+    print(table, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
