@@ -1,0 +1,229 @@
+"""Bench and parity rows as cells of the report, and the threshold that they carry.
+
+Every number shown stands beside its proof: a bench row that is neither VALID nor UNSTABLE shows its
+status and the reason only, a parity row on a wrong path shows no errors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.oneshot.markdown import cell, code, is_interval, is_number, num, pct, us, us_ci
+
+ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where it did not run
+NUMBERED = ("VALID", "UNSTABLE")
+NO_DIFFERENCE = "no difference measurable"
+BENCHES = (  # (`bench` of the row, heading)
+    ("decode", "Decode"), ("prefill", "Prefill"), ("sel", "Selection"),
+    ("fa2", "FlashAttention-2"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How much is shown. The issue starts with everything and gives up in the order of LADDER."""
+
+    environment: bool = True
+    timeline: bool = True
+    passing: bool = True  # parity rows that passed
+    same: bool = True  # bench rows without a measurable difference
+    evidence: bool = True  # valid bench rows, training, files
+    log_lines: int = 15
+    rows: int = 1500  # of any one table
+    text: int = 400  # characters of a cell
+    plots: bool = True
+
+
+# ---------------------------------------------------------------------------------- bench rows
+
+
+def noise_floor(health: Mapping[str, Any] | None) -> float | None:
+    """The measured A/A floor as a ratio, or None."""
+    floor = (health or {}).get("aa_noise_floor")
+    return floor if is_number(floor) and 0 <= floor < 1 else None
+
+
+def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> dict[str, Any]:
+    """One bench row as cells. Without VALID or UNSTABLE there is nothing but status and why."""
+    why = cell("; ".join(row["why"]), text)
+    view = {
+        "case": code(row["case"], text), "status": row["status"], "numbers": False, "why": why,
+        "same": False, "time": "", "base": "", "speedup": "", "path": "", "ceiling": "",
+        "notes": why if row["why"] else "",
+    }  # fmt: skip
+    if row["status"] not in NUMBERED or not is_number(row.get("median_us")):
+        return view
+    same, speedup = speedup_text(row, floor)
+    peak = pct(row.get("peak_frac"))
+    notes = [f"n {row['n']}"] if is_number(row.get("n")) else []
+    notes += [str(row[k]) for k in ("cache", "timer") if row.get(k)]
+    if row.get("launch_bound"):
+        notes.append(f"launch bound, wall {us(row.get('wall_us'))}")
+    if row.get("stop") in ("budget", "cap"):
+        notes.append(f"stopped by the {row['stop']}")
+    reasons = row.get("reasons") if isinstance(row.get("reasons"), list) else []
+    notes += [f"clocks: {', '.join(map(str, reasons))}"] if reasons else []
+    notes += [f"UNSTABLE: {'; '.join(row['why'])}"] if row["status"] == "UNSTABLE" else row["why"]
+    return {
+        **view, "numbers": True, "same": same, "speedup": speedup,
+        "time": us_ci(row["median_us"], row.get("ci95_us")),
+        "base": f"{cell(row.get('baseline'), 60)} {us(row['base_median_us'])}"
+        if is_number(row.get("base_median_us")) else cell(row.get("baseline"), 60),
+        "path": code(row.get("path_taken"), 80)
+        + (f", max-abs {num(row['parity']['max_abs'])}"
+           if is_number(row["parity"].get("max_abs")) else ""),
+        "ceiling": f"{peak} {cell(row['bound'], 20)}" if row.get("bound") else peak,
+        "notes": cell("; ".join(notes), text),
+    }  # fmt: skip
+
+
+def speedup_text(row: Mapping[str, Any], floor: float | None) -> tuple[bool, str]:
+    """(nothing measurable, words) for the ratio of a row against its baseline."""
+    ratio, ci = row.get("speedup"), row.get("speedup_ci95")
+    if not is_number(ratio):
+        return False, "-"
+    limit = ASSUMED_FLOOR if floor is None else floor
+    if not is_interval(ci):
+        return True, f"{NO_DIFFERENCE}: no interval"
+    if abs(ratio - 1) <= limit or ci[0] <= 1 <= ci[1]:
+        return True, NO_DIFFERENCE
+    return False, f"{ratio:.2f}x [{ci[0]:.2f}, {ci[1]:.2f}]"
+
+
+def benches(
+    rows: Sequence[Mapping[str, Any]], floor: float | None, shape: Shape
+) -> list[dict[str, Any]]:
+    known = dict(BENCHES)
+    names = [n for n, _ in BENCHES] + sorted({str(r.get("bench")) for r in rows} - set(known))
+    out = []
+    for name in names:
+        mine = [r for r in rows if str(r.get("bench")) == name]
+        if not mine:
+            continue
+        mine.sort(key=lambda r: (r["status"] in NUMBERED, 0))  # what is wrong first
+        views = [bench_view(r, floor, shape.text) for r in mine]
+        shown = [
+            v for v in views
+            if not v["numbers"] or v["status"] != "VALID"
+            or (shape.evidence and (shape.same or not v["same"]))
+        ]  # fmt: skip
+        out.append({
+            "title": known.get(name, cell(name, 60)),
+            "rows": shown[: shape.rows], "left_out": len(views) - len(shown[: shape.rows]),
+            "counts": counts_text(Counter(r["status"] for r in mine)),
+            "branches": _branches(mine)[: shape.rows] if shape.evidence else [],
+        })  # fmt: skip
+    return out
+
+
+def _branches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Decode rows by branch: milliseconds and tokens read."""
+    return [
+        {
+            "case": code(r["case"]), "status": r["status"], "S": num(r.get("S")),
+            **{k: num(r.get(f"ms_{k}")) for k in ("total", "cmp", "sel", "win")},
+            "reads": f"{num(r.get('reads_actual'))} of {num(r.get('reads_expected'))}",
+        }
+        for r in rows
+        if r["status"] in NUMBERED and r.get("bench") == "decode" and is_number(r.get("ms_total"))
+    ]  # fmt: skip
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items()) if n) or "none"
+
+
+# --------------------------------------------------------------------------------- parity rows
+
+
+def parity_view(row: Mapping[str, Any], text: int = 400) -> dict[str, str]:
+    """One parity row as cells; a row on the wrong path has no numbers to show."""
+    launches = row.get("launches") if isinstance(row.get("launches"), dict) else {}
+    shown = {k: "-" for k in ("mae", "max_abs", "worst_row", "margin")}
+    if row["status"] != "INVALID":
+        for key in ("mae", "max_abs"):
+            limit = row.get(f"limit_{key}")
+            shown[key] = num(row.get(key)) + (f" (limit {num(limit)})" if is_number(limit) else "")
+        shown.update({k: num(row.get(k)) for k in ("worst_row", "margin")})
+    requested, taken = row.get("path_requested"), row.get("path_taken")
+    return {
+        **shown, "case": code(row["case"], text), "status": row["status"],
+        "why": cell("; ".join(row["why"]), text), "dtype": cell(row.get("dtype"), 20),
+        "seed": num(row.get("seed")),
+        "path": f"{code(requested, 60)} → {code(taken, 80)}"
+        + (f" ({cell(row['fallback_reason'], 80)})" if row.get("fallback_reason") else ""),
+        "launches": cell(", ".join(f"{k} x{v}" for k, v in launches.items()), 200),
+    }  # fmt: skip
+
+
+def parity(rows: Sequence[Mapping[str, Any]], shape: Shape) -> dict[str, Any]:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(str(row.get("op") or "other"), []).append(row)
+    ops = []
+    for op, mine in groups.items():
+        good = [r for r in mine if r["status"] == "PASS"]
+        worst = max(
+            good, key=lambda r: r["margin"] if is_number(r.get("margin")) else -1.0, default=None
+        )
+        ops.append({
+            "op": code(op, 60), "total": len(mine), "passed": len(good),
+            "worst": parity_view(worst, shape.text) if worst else None,
+            "paths": cell(", ".join(sorted({str(r.get("path_taken")) for r in mine})), 200),
+        })  # fmt: skip
+    bad = [parity_view(r, shape.text) for r in rows if r["status"] != "PASS"]
+    every = [parity_view(r, shape.text) for r in rows] if shape.passing else []
+    return {
+        "ops": ops[: shape.rows], "bad": bad[: shape.rows], "bad_left_out": len(bad[shape.rows :]),
+        "all": every[: shape.rows], "total": len(rows),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------- threshold
+
+
+def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The proposed threshold with what speaks for it: the smallest lower bound per length."""
+    by_length: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.get("bench") == "sel" and isinstance(row.get("L"), int):
+            by_length.setdefault(row["L"], []).append(row)
+    evidence = []
+    for length, mine in sorted(by_length.items()):
+        good = [r for r in mine if r["status"] == "VALID" and is_interval(r.get("speedup_ci95"))]
+        low = min(good, key=lambda r: r["speedup_ci95"][0], default=None)
+        evidence.append({
+            "L": length, "cells": len(mine), "valid": len(good),
+            "low": f"{low['speedup_ci95'][0]:.2f}x" if low else "-",
+            "case": code(low["case"]) if low else "-",
+            "holds": bool(low) and len(good) == len(mine) and low["speedup_ci95"][0] >= 1.2,
+        })  # fmt: skip
+    proposal = data["recommend"]
+    out = {"evidence": evidence, "text": "", "doubt": ""}
+    if data["scope"] == "cpu":
+        out["text"] = "None: a CPU says nothing about the threshold of a GPU."
+        return {**out, "evidence": []}
+    if proposal is None:
+        stage = next((s for s in data["stages"] if s["id"] == "threshold"), None)
+        why = f" ({stage['status']}: {cell(stage['reason'])})" if stage and stage["reason"] else ""
+        out["text"] = f"None: no threshold was proposed in this run{why}. Keep the configured one."
+        return out
+    value, blocking = proposal.get("sel_triton_min_L"), proposal.get("blocking_case")
+    words = cell(proposal.get("confidence") or proposal.get("text") or "")
+    if isinstance(value, int) and not isinstance(value, bool):
+        out["text"] = f"**`sel_triton_min_L: {value}`** ({words})"
+        against = [e for e in evidence if e["L"] >= value and not e["holds"]]
+        if against or not any(e["L"] >= value for e in evidence):
+            lengths = ", ".join(str(e["L"]) for e in against) or "any L"
+            out["doubt"] = (
+                f"The rows of this run do not carry it alone: not every cell of L = {lengths} "
+                "is VALID with a lower bound of 1.2x."
+            )
+    else:
+        out["text"] = f"**Keep Triton selection disabled** ({words})"
+    if blocking:
+        out["text"] += f"; blocked by {code(blocking)}"
+    return out
