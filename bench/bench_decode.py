@@ -466,12 +466,14 @@ def _line(row: dict[str, Any]) -> str:
         value = row.get(name)
         return "-" if value is None else format(value, form)
 
+    if row.get("ms_total") is None:
+        return f"S={row['S']:<7} {row['status']} {row['why']}"
     times = " ".join(f"{b} {number(f'ms_{b}', '.4f')}" for b in ("total", *BRANCHES))
     return (
         f"S={row['S']:<7} ms: {times} | reads {row['reads_actual_decode']}/"
         f"{row['reads_expected_decode']} | {number('speedup', '.2f')}x "
         f"[{number('speedup_low', '.2f')}, {number('speedup_high', '.2f')}] over "
-        f"{row['baseline'] or 'nothing'} | {row['path'] or '-'} {row['status']} {row['why']}"
+        f"{row['baseline']} | {row['path']} {row['status']} {row['why']}"
     )
 
 
@@ -539,8 +541,7 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
         except torch.cuda.OutOfMemoryError as error:
             why = f"out of memory: {str(error).splitlines()[0]}"
             BenchRow("decode", f"decode/S={S}", "SKIPPED", why=(why,), columns={"S": S}).emit()
-            line = {**columns, "S": S, "status": "SKIPPED", "why": why, "reads_actual_decode": "-",
-                    "reads_expected_decode": "-", "baseline": None, "path": None}  # fmt: skip
+            line = {**columns, "S": S, "status": "SKIPPED", "why": why}
             torch.cuda.empty_cache()
         lines.append(line)
         say(args, _line(line))

@@ -46,6 +46,8 @@ def _line(row: Mapping[str, str], where: str) -> list[str]:
         if name not in ("baseline", "status", "why", "path", "cache", "device")
     }
     total = numbers["ms_total"]
+    if numbers["S"] is None:
+        raise ValueError(f"{where}: S is empty")
 
     def interval(centre: str, low: str, high: str, digits: int, unit: str = "") -> str:
         if numbers[centre] is None:
@@ -67,7 +69,7 @@ def _line(row: Mapping[str, str], where: str) -> list[str]:
         reads += " = expected" if read == due else f" != {due:.0f} expected"
     wall = "-" if numbers["wall_ms"] is None else f"{numbers['wall_ms']:.4f}"
     return [
-        f"{numbers['S']:.0f}" if numbers["S"] is not None else "-",
+        f"{numbers['S']:.0f}",
         interval("ms_total", "ci_low", "ci_high", 4), *map(branch, BRANCHES), wall, reads,
         interval("speedup", "speedup_low", "speedup_high", 2, "x"), row["path"] or "-",
         row["status"],

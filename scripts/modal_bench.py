@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import re
 import subprocess
 import sys
 import tarfile
@@ -24,7 +23,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import yaml
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+from bench.threshold_optimizer import write_config
 
 ROOT = Path(__file__).resolve().parent.parent
 REDACTION_FAILED = 6  # the runner's exit code for a bundle that must not leave its machine
@@ -157,29 +158,6 @@ def pr_body(bundle: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def propose_config(text: str, device: str, min_l: int) -> str:
-    """configs/base.yaml with `runtime.devices.<device>.sel_triton_min_L` set; comments stay.
-
-    Raises ValueError when the file has no `runtime.devices` in the layout that it ships with.
-    """
-    expected = yaml.safe_load(text)
-    try:
-        devices = expected["runtime"]["devices"] or {}
-        devices[device] = {**(devices.get(device) or {}), "sel_triton_min_L": min_l}
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"the configuration has no mapping runtime.devices: {e!r}") from e
-    expected["runtime"]["devices"] = devices
-    # The whole block is written anew: devices is the last and only generated part of the file.
-    block = yaml.safe_dump({"devices": devices}, sort_keys=True, width=1000)
-    block = "".join(f"  {line}\n" for line in block.splitlines())
-    edited = re.sub(r"^  devices:.*\n(?:(?:    .*|[ \t]*)\n)*", lambda _: block, text, flags=re.M)
-    if yaml.safe_load(edited) != expected:
-        raise ValueError(
-            "the configuration's runtime.devices is not in the layout that it ships with"
-        )
-    return edited
-
-
 def load_bundle(folder: Path) -> dict[str, Any]:
     path = folder / "bundle.json"
     try:
@@ -225,8 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     print(args.out / "pr_body.md")
     min_l = (bundle.get("recommend") or {}).get("sel_triton_min_L")
     if args.config and min_l is not None:
-        text = args.config.read_text()
-        args.config.write_text(propose_config(text, bundle["device"]["name"], min_l))
+        write_config(args.config, bundle["device"]["name"], {"sel_triton_min_L": min_l})
         print(args.config)
     return code
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench.threshold_optimizer import propose_config
 from scripts import modal_bench
 from scripts.modal_bench import pr_body
 
@@ -240,9 +241,9 @@ def test_proposal_edits_only_the_device_entry_and_flags_read_it(tmp_path):
     from nsa.flags import Flags
 
     shipped = (ROOT / "configs" / "base.yaml").read_text()
-    once = modal_bench.propose_config(shipped, "NVIDIA H100 80GB HBM3", 512)
-    twice = modal_bench.propose_config(once, "NVIDIA GeForce: RTX #4090", 2048)
-    again = modal_bench.propose_config(twice, "NVIDIA H100 80GB HBM3", 1024)
+    once = propose_config(shipped, "NVIDIA H100 80GB HBM3", {"sel_triton_min_L": 512})
+    twice = propose_config(once, "NVIDIA GeForce: RTX #4090", {"sel_triton_min_L": 2048})
+    again = propose_config(twice, "NVIDIA H100 80GB HBM3", {"sel_triton_min_L": 1024})
     comments = [line for line in shipped.splitlines() if line.lstrip().startswith("#")]
     assert [line for line in again.splitlines() if line.lstrip().startswith("#")] == comments
     path = tmp_path / "base.yaml"
@@ -258,7 +259,7 @@ def test_proposal_edits_only_the_device_entry_and_flags_read_it(tmp_path):
 
 def test_proposal_refuses_a_configuration_without_devices():
     with pytest.raises(ValueError, match="runtime.devices"):
-        modal_bench.propose_config("runtime:\n  use_triton_sel: false\n", "card", 512)
+        propose_config("runtime:\n  use_triton_sel: false\n", "card", {"sel_triton_min_L": 512})
 
 
 def test_config_is_left_alone_without_a_threshold(tmp_path):
