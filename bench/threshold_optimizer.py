@@ -280,22 +280,15 @@ def propose_config(
             end += 1
         while not lines[end - 1].strip():
             end -= 1
+        # A device's name at four spaces, its settings at six.
         heads = [i for i in range(start + 1, end) if re.match(r" {4}[^\s#]", lines[i])]
-        mine = next((i for i in heads if _key(lines[i]) == device), None)
+        mine = next((i for i in heads if _pair(lines[i])[0] == device), None)
         last = next((i for i in heads if mine is not None and i > mine), end)
-        old = [] if mine is None else lines[mine + 1 : last]
-        kept = [line for line in old if re.match(r"\s*(#|$)", line) or _key(line) in entry]
-        kept = [line for line in kept if re.match(r"\s*(#|$)", line) or _key(line) not in settings]
-        fresh = [
-            "      " + yaml.safe_dump({key: value}, width=1000).strip()
-            for key, value in settings.items()
-            if value is not None
-        ]
-        if mine is not None and _value(lines[mine]):  # {key: value} on one line
-            rest = {k: v for k, v in entry.items() if k not in settings}
-            kept = [
-                "      " + yaml.safe_dump({k: v}, width=1000).strip() for k, v in rest.items()
-            ]
+        body = [] if mine is None else lines[mine + 1 : last]
+        kept = [line for line in body if _pair(line)[0] not in settings]
+        if mine is not None and _pair(lines[mine])[1]:  # {key: value} on one line
+            kept = [_entry(k, v) for k, v in entry.items() if k not in settings]
+        fresh = [_entry(k, v) for k, v in settings.items() if v is not None]
         if fresh and comment:
             fresh[0] += f"  # {' '.join(comment.split())}"
         head = "    " + yaml.safe_dump({device: None}, width=1000).strip().removesuffix(" null")
@@ -314,20 +307,17 @@ def propose_config(
     return edited
 
 
+def _entry(key: str, value: Any) -> str:
+    return "      " + yaml.safe_dump({key: value}, width=1000).strip()
+
+
 def _pair(line: str) -> tuple[Any, Any]:
+    """Key and value of a line that holds one, else (None, None)."""
     try:
         parsed = yaml.safe_load(line.strip())
     except yaml.YAMLError:
         return None, None
     return next(iter(parsed.items())) if isinstance(parsed, dict) and parsed else (None, None)
-
-
-def _key(line: str) -> Any:
-    return _pair(line)[0]
-
-
-def _value(line: str) -> Any:
-    return _pair(line)[1]
 
 
 def write_config(

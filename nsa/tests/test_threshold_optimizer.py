@@ -1,0 +1,288 @@
+"""Does the threshold follow the rule, name the deciding cell, and refuse rows without proof?"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bench.records import csv_text
+from bench.threshold_optimizer import main, propose_config
+from nsa.flags import Flags
+
+ROOT = Path(__file__).resolve().parents[2]
+COLUMNS = (
+    "mode", "N", "H", "D", "Dv", "L", "dist", "nspans", "streams", "tri_ms", "ref_ms", "speedup",
+    "ci_low", "ci_high", "mae", "max_abs", "parity", "bytes", "gbs", "path", "baseline", "status",
+    "why", "device", "torch", "triton", "cuda", "driver", "dtype", "commit",
+)  # fmt: skip
+HERE = {
+    "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0",
+    "driver": "580.1", "commit": "abc1234",
+}  # fmt: skip
+
+
+def row(L, dist, low=1.5, **changes):
+    base = {
+        "mode": "prefill", "N": 256, "H": 8, "D": 64, "Dv": 64, "L": L, "dist": dist, "streams": 1,
+        "speedup": low * 1.1, "ci_low": low, "ci_high": low * 1.2, "mae": 1e-4, "parity": "PASS",
+        "path": "triton_dense", "status": "VALID", "dtype": "bf16", **HERE,
+    }  # fmt: skip
+    return {**base, **changes}
+
+
+def grid(lengths=(64, 128, 256, 512), **changes):
+    return [row(L, dist, **changes) for L in lengths for dist in ("few", "many", "mixed")]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run the command on rows; (exit code, rows sent, stdout, stderr)."""
+
+    def call(rows, *arguments, fa2=None):
+        path = tmp_path / "sel.csv"
+        path.write_text(csv_text(rows, COLUMNS))
+        argv = [str(path), *arguments]
+        if fa2 is not None:
+            (tmp_path / "fa2.csv").write_text(csv_text(fa2, list(fa2[0])))
+            argv += ["--fa2", str(tmp_path / "fa2.csv")]
+        read, write = os.pipe()
+        with monkeypatch.context() as patch:  # conftest's own records must not come here
+            patch.setenv("NSA_RESULT_FD", str(write))
+            code = main(argv)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            sent = [json.loads(line) for line in pipe]
+        return code, sent, *capsys.readouterr()
+
+    return call
+
+
+def recommended(sent):
+    (only,) = [r for r in sent if r["kind"] == "recommend"]
+    return only
+
+
+def test_all_cells_hold(run):
+    code, sent, out, _ = run(grid())
+    proposal = recommended(sent)
+    assert code == 0 and proposal["sel_triton_min_L"] == 64
+    assert proposal["blocking_case"] is None and proposal["rows"] == 12
+    assert proposal["device"] == "NVIDIA H200" and "1.50x" in proposal["confidence"]
+    assert "sel_triton_min_L = 64" in out
+
+
+@pytest.mark.parametrize(
+    "bad, expected, says",
+    [
+        (row(128, "many", 1.19), 256, "lower bound 1.19x < 1.2x"),
+        (row(64, "few", 0.8, H=2), 128, "H=2"),
+        (row(512, "mixed", 1.1, N=64), None, "L=512 dist=mixed mode=prefill N=64"),
+        (row(256, "few", status="UNSTABLE", why="drift: 4 %"), 512, "UNSTABLE: drift: 4 %"),
+        (row(64, "few", status="VALID", speedup=None, ci_low=None, ci_high=None, why=""), 128,
+         "too short for the clock"),
+        (row(128, "few", status="SKIPPED", why="out of memory", parity="", path="", speedup=None,
+             ci_low=None, ci_high=None), 256, "SKIPPED: out of memory"),
+    ],
+)  # fmt: skip
+def test_one_bad_cell_moves_or_forbids_the_threshold(run, bad, expected, says):
+    """One more row that fails, beside a whole grid that holds, and it is named with its line."""
+    code, sent, out, _ = run([*grid(), bad])
+    proposal = recommended(sent)
+    assert code == 0 and proposal["sel_triton_min_L"] == expected
+    assert says in proposal["blocking_case"] and "sel.csv:14" in proposal["blocking_case"]
+    assert ("keep disabled" in out) == (expected is None)
+
+
+def test_exactly_at_the_bound_holds_and_a_longer_gap_does_not(run):
+    assert recommended(run(grid(low=1.2))[1])["sel_triton_min_L"] == 64
+    # Right at 64 and 128, wrong at 256: what holds below a failure does not count.
+    rows = [row(r["L"], r["dist"], 1.1 if r["L"] == 256 else 2.0) for r in grid()]
+    assert recommended(run(rows)[1])["sel_triton_min_L"] == 512
+    assert recommended(run(rows, "--min-speedup", "1.1")[1])["sel_triton_min_L"] == 64
+
+
+def test_a_distribution_untested_at_one_length_fails_there(run):
+    rows = [r for r in grid() if (r["L"], r["dist"]) != (128, "mixed")]
+    proposal = recommended(run(rows)[1])
+    assert proposal["sel_triton_min_L"] == 256
+    assert proposal["blocking_case"] == "L=128 mixed: not tested"
+
+
+@pytest.mark.parametrize(
+    "rows, says",
+    [
+        ([], "at least 3 lengths are needed, got none; no rows of few, many, mixed"),
+        (grid((128, 512)), "at least 3 lengths are needed, got 128, 512"),
+        ([r for r in grid() if r["dist"] != "mixed"], "no rows of mixed"),
+    ],
+)
+def test_too_little_evidence_is_said(run, rows, says):
+    code, sent, _, err = run(rows)
+    assert code == 3 and says in err
+    assert [r["kind"] for r in sent] == ["note"] and says in sent[0]["text"]
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"parity": "FAIL", "status": "FAILED", "why": "mae"}, "parity must be PASS, got 'FAIL'"),
+        ({"parity": ""}, "parity must be PASS, got 'nothing'"),
+        ({"device": " "}, "device is"),
+        ({"torch": "2.13.0"}, "torch is '2.13.0', but '2.11.0'"),
+        ({"commit": "def"}, "commit is 'def', but 'abc1234'"),
+        ({"device": "NVIDIA L4"}, "device is 'NVIDIA L4', but 'NVIDIA H200'"),
+        ({"driver": "1"}, "driver is '1'"),
+        ({"path": "sdpa"}, "path must be triton, got 'sdpa'"),
+        ({"path": "tritonish"}, "path must be triton"),
+        ({"path": ""}, "path must be triton, got 'nothing'"),
+        ({"ci_low": "nan"}, "ci_low must be finite, got nan"),
+        ({"speedup": "inf"}, "speedup must be finite, got inf"),
+        ({"speedup": "fast"}, "speedup must be a number, got 'fast'"),
+        ({"ci_low": None}, "must come together"),
+        ({"ci_low": 1.9, "ci_high": 1.8}, "ci_low must be in 0..ci_high"),
+        ({"L": 0}, "L must be a whole number above 0"),
+        ({"H": "2.5"}, "H must be a whole number above 0"),
+        ({"status": "GREAT"}, "status must be one of"),
+        ({"status": "SKIPPED"}, "a SKIPPED row has no speedup"),
+    ],
+)
+def test_rows_without_proof_are_refused_by_file_and_line(run, change, says):
+    rows = grid()
+    rows[4] = {**rows[4], **change}
+    code, sent, _, err = run(rows)
+    assert code == 2 and says in err and "sel.csv:6" in err
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [("", "no header"), ("L,dist\n64,few\n", "no column N, H"), ("a,b\n1\n", ":2 has not")],
+)
+def test_files_that_are_no_bench_csv_are_refused(tmp_path, capsys, text, says):
+    path = tmp_path / "x.csv"
+    path.write_text(text)
+    assert main([str(path)]) == 2
+    assert says in capsys.readouterr().err
+    assert main([str(tmp_path / "none.csv")]) == 2
+
+
+# ---- FA-2 ----------------------------------------------------------------------------------------
+
+
+def fa2_row(branch, S, low, **changes):
+    sizes = {"w": 4096, "l": "", "d": ""} if branch == "win" else {"w": "", "l": 32, "d": 16}
+    return {
+        "branch": branch, "S": S, **sizes, "speedup": low, "ci_low": low, "ci_high": low,
+        "parity": "PASS", "status": "VALID", "path": "fa2_varlen", "why": "", **HERE, **changes,
+    }  # fmt: skip
+
+
+def test_fa2_lengths_are_the_keys_that_the_flag_counts(run):
+    rows = [fa2_row("win", S, 1.3) for S in (512, 1024, 2048, 8192)]
+    rows += [fa2_row("cmp", S, low) for S, low in ((512, 1.0), (1024, 1.4), (4096, 1.5))]
+    code, sent, out, _ = run(grid(), fa2=rows)
+    proposal = recommended(sent)
+    assert code == 0 and proposal["fa2_min_len_win"] == 512
+    assert proposal["fa2_min_len_cmp"] == 63  # (1024 - 32) // 16 + 1
+    assert "cmp keys=31 S=512" in out
+
+
+def test_fa2_says_what_is_missing_and_refuses_other_environments(run):
+    rows = [fa2_row("win", S, 1.3) for S in (4096, 8192, 16384)]  # the window caps all of them
+    code, sent, _, err = run(grid(), fa2=rows)
+    assert code == 0 and recommended(sent)["fa2_min_len_win"] is None
+    assert "fa2_min_len_win: no proposal: at least 3 lengths are needed, got 4096" in err
+    code, _, _, err = run(grid(), fa2=[fa2_row("win", 512, 1.3, device="NVIDIA L4")])
+    assert code == 2 and "fa2.csv:2: device is 'NVIDIA L4'" in err
+
+
+# ---- the configuration ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text((ROOT / "configs" / "base.yaml").read_text())
+    return path
+
+
+def flags(path, device="NVIDIA H200"):
+    return Flags.from_env({}, config_path=path, device_name=device)
+
+
+def test_write_sets_the_devices_entry_and_nothing_else(run, config):
+    before = config.read_text().splitlines()
+    run(grid())
+    assert config.read_text().splitlines() == before
+    code, *_ = run(grid(), "--write", str(config))
+    after = config.read_text().splitlines()
+    assert code == 0 and [line for line in before if line not in after] == ["  devices: {}"]
+    assert flags(config).sel_triton_min_L == 64
+    assert flags(config, "another").sel_triton_min_L == 4096
+    assert not flags(config).use_triton_sel
+    assert not list(config.parent.glob(".base*"))
+
+
+def test_keep_disabled_is_written_with_its_evidence_and_taken_back(run, config):
+    run(grid(), "--write", str(config))
+    run(grid(low=1.0), "--write", str(config))
+    (line,) = [x for x in config.read_text().splitlines() if "use_triton_sel: false  #" in x]
+    assert "sel.csv" in line and "lower bound 1x < 1.2x" in line
+    assert flags(config).sel_triton_min_L == 4096 and not flags(config).use_triton_sel
+    run(grid(), "--write", str(config))
+    entry = yaml.safe_load(config.read_text())["runtime"]["devices"]["NVIDIA H200"]
+    assert entry == {"sel_triton_min_L": 64}
+
+
+SEVERAL = """# head
+runtime:
+  use_triton_sel: false
+  # about devices
+  devices:
+    # the old card
+    NVIDIA A100:  # bought 2021
+      sel_triton_min_L: 256  # measured
+      # fa2 too
+      fa2_min_len_win: 64
+    "odd: #name": {sel_triton_min_L: 8, use_fa2: true}
+
+    NVIDIA L4:
+      use_triton_sel: false
+# tail
+other: 1
+"""
+
+
+def test_comments_and_other_devices_stay():
+    text = propose_config(SEVERAL, "NVIDIA A100", {"sel_triton_min_L": 512}, "a\nb")
+    assert "      sel_triton_min_L: 512  # a b\n" in text and "measured" not in text
+    for kept in ("# head", "# about devices", "# the old card", "# fa2 too", "# tail"):
+        assert kept in text
+    assert text.index("# the old card") < text.index("512") < text.index("odd")
+    text = propose_config(text, "odd: #name", {"sel_triton_min_L": 16})
+    text = propose_config(text, "new", {"sel_triton_min_L": 32})
+    assert yaml.safe_load(text)["runtime"]["devices"] == {
+        "NVIDIA A100": {"sel_triton_min_L": 512, "fa2_min_len_win": 64},
+        "odd: #name": {"sel_triton_min_L": 16, "use_fa2": True},
+        "NVIDIA L4": {"use_triton_sel": False},
+        "new": {"sel_triton_min_L": 32},
+    }
+
+
+def test_a_file_in_another_layout_is_left_alone(run, tmp_path):
+    path = tmp_path / "other.yaml"
+    for text in ("runtime: {devices: {}}\n", "runtime:\n    devices: {}\n", "a: 1\n", "[\n"):
+        path.write_text(text)
+        code, _, _, err = run(grid(), "--write", str(path))
+        assert code == 2 and "runtime.devices" in err and path.read_text() == text
+    assert run(grid(), "--write", str(tmp_path / "none.yaml"))[0] == 2
+
+
+def test_a_speedup_below_one_is_no_bar(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["x.csv", "--min-speedup", "0.5"])
+    assert stop.value.code == 2 and "--min-speedup" in capsys.readouterr().err
