@@ -1,0 +1,320 @@
+"""The branches on torch's scaled_dot_product_attention, and its named variants for benches.
+
+The heads of a group become query rows of one head, so that K and V are never copied per head and
+every backend may run. Queries go in chunks: no S x S mask exists. Every row of a call sees at
+least one key; rows that see none are left out and hold 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from nsa import launches
+from nsa.blocks import num_compressed, visible_compressed
+from nsa.packing import length_buckets, packed_positions
+
+_CHUNK = 256  # least queries of one call
+_CHUNK_ELEMENTS = 1 << 27  # gathered key or score elements of one call: 256 MiB in bf16
+_CHUNK_ROWS = 1 << 15  # packed rows of one call; they are the grid's last dimension, at most 65535
+
+
+def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    launches.bump(name, library=True)
+    return out
+
+
+def _scale(q: Tensor, softmax_scale: float | None) -> float:
+    return 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
+    """Output 0 for `rows` queries, connected to the inputs with zero gradients."""
+    zero = q[:0].sum() + k[:0].sum() + v[:0].sum()
+    return q.new_zeros(q.shape[0], rows, q.shape[2], v.shape[-1]) + zero
+
+
+def _maybe_checkpoint(several: bool, run: Callable, *args: Tensor):
+    """run(*args), recomputed in backward when it is one of several chunks."""
+    if several and torch.is_grad_enabled():
+        return checkpoint(run, *args, use_reentrant=False)
+    return run(*args)
+
+
+def _rows_of_heads(q: Tensor, G: int) -> Tensor:
+    """[B, s, G*h, D] -> [B, G, h*s, D]: the heads of a group as rows of one head."""
+    B, s, HQ, D = q.shape
+    return q.view(B, s, G, HQ // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, HQ // G * s, D)
+
+
+def _heads_of_rows(x: Tensor, s: int) -> Tensor:
+    """[B, G, h*s, ...] -> [B, s, G*h, ...]: the inverse of _rows_of_heads."""
+    x = x.unflatten(2, (-1, s))
+    return x.movedim(3, 1).flatten(2, 3)
+
+
+# ---- selected ------------------------------------------------------------------------------------
+
+
+def selection_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, softmax_scale: float | None = None
+) -> Tensor:
+    """Softmax over each row's ranges (Eq. 11 and 12), K and V packed row by row.
+
+    q [B, S, HQ, Dk], k [B, Skv, G, Dk], v [B, Skv, G, Dv], clean ranges [B, S, G, n, 2] as
+    select.clean_ranges leaves them -> [B, S, HQ, Dv]. Rows of like length (next power of two) share
+    one call, split where the gathered keys would pass 2^27 elements. Differentiable; a row without
+    keys gives 0. Waits for the device to learn the lengths.
+    """
+    B, S, HQ, Dk = q.shape
+    G, n = k.shape[2], ranges.shape[3]
+    h, scale = HQ // G, _scale(q, softmax_scale)
+    key, _, lengths = packed_positions(ranges.reshape(B * S * G, n, 2))
+    first = F.pad(lengths.cumsum(0), (1, 0))
+    rows_q = q.reshape(B * S * G, 1, h, Dk)
+    width = max(Dk, v.shape[-1], h)
+
+    def attend(
+        qs: Tensor, k: Tensor, v: Tensor, rows: Tensor, longest: int, padded: bool
+    ) -> Tensor:
+        count = lengths[rows, None]
+        slot = torch.arange(longest, device=q.device)[None]
+        # A slot past the end repeats the row's own last key: masked, and no stranger's NaN.
+        at = key[first[rows, None] + torch.minimum(slot, count - 1)]
+        b, g = rows[:, None] // (S * G), rows[:, None] % G
+        mask = (slot < count)[:, None, None].expand(-1, 1, h, -1) if padded else None
+        return _sdpa("sdpa_selection", qs, k[b, at, g][:, None], v[b, at, g][:, None], mask, scale)
+
+    outs, order = [], []
+    for bucket, members in length_buckets(lengths).items():
+        if bucket == 0:
+            outs.append(q.new_zeros(len(members), 1, h, v.shape[-1]))
+            order.append(members)
+            continue
+        # Rows of one exact length need neither mask nor padding.
+        sizes = lengths[members]
+        low, high = (int(x) for x in torch.stack([sizes.min(), sizes.max()]).tolist())
+        step = min(_CHUNK_ROWS, max(1, _CHUNK_ELEMENTS // (high * width)))
+        run = functools.partial(attend, longest=high, padded=low != high)
+        for rows in members.split(step):
+            several = len(members) > step
+            outs.append(_maybe_checkpoint(several, run, rows_q[rows], k, v, rows))
+            order.append(rows)
+    if not any(o.requires_grad for o in outs):  # nothing but empty rows, or no gradient wanted
+        outs.append(_nothing(q, k, v, 0).reshape(0, 1, h, v.shape[-1]))
+        order.append(lengths[:0])
+    back = torch.argsort(torch.cat(order))
+    return torch.cat(outs)[back].reshape(B, S, HQ, v.shape[-1])
+
+
+# ---- sliding and compressed ----------------------------------------------------------------------
+
+
+def sliding_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int, softmax_scale: float | None = None,
+    q_start: int = 0,
+) -> Tensor:  # fmt: skip
+    """Softmax over keys max(0, t + 1 - window) .. t of query t = q_start + s.
+
+    q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv] -> [B, S, HQ, Dv]. A chunk of queries reads
+    its band of keys only: time and memory are O(S * (window + chunk)). Differentiable.
+    """
+    S, scale = q.shape[1], _scale(q, softmax_scale)
+    step = min(max(_CHUNK, window), 4 * _CHUNK)
+    outs = [_nothing(q, k, v, 0)]
+    for first in range(0, S, step):
+        last = min(S, first + step)
+        low, high = max(0, q_start + first + 1 - window), q_start + last
+        mask = None
+        if last - first > 1:
+            t = torch.arange(q_start + first, high, device=q.device)[:, None]
+            key = torch.arange(low, high, device=q.device)
+            mask = (key <= t) & (key > t - window)
+        run = functools.partial(_masked, "sdpa_sliding", mask, scale)
+        args = (q[:, first:last], k[:, low:high], v[:, low:high])
+        outs.append(_maybe_checkpoint(S > step, run, *args))
+    return torch.cat(outs, 1)
+
+
+def compressed_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, l: int, d: int, softmax_scale: float | None = None,
+    q_start: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Softmax over the compressed keys j with j*d + l - 1 <= t = q_start + s (Eq. 8).
+
+    q [B, S, HQ, Dk], k [B, Nc, G, Dk], v [B, Nc, G, Dv] -> out [B, S, HQ, Dv] and natural-log lse
+    [B, S, HQ] (fp32, or fp64 for fp64), both differentiable. A query that sees no key has 0 and
+    -inf. SDPA does not return its lse, so the scores are computed a second time for it.
+    """
+    B, S, HQ, _ = q.shape
+    scale = _scale(q, softmax_scale)
+    seen = lambda s: min(num_compressed(q_start + s, l, d), k.shape[1])  # by queries before s
+    blind = S if seen(S) == 0 else max(0, min(S, l - 1 - q_start))  # queries that see no key
+    outs = [_nothing(q, k, v, blind)]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lses = [torch.full((B, blind, HQ), -math.inf, dtype=wide, device=q.device)]
+    step = min(max(16, _CHUNK_ELEMENTS // max(1, B * HQ * seen(S))), 4 * _CHUNK)
+    for first in range(blind, S, step):
+        last = min(S, first + step)
+        n = seen(last)
+        mask = None
+        if seen(first + 1) < n:
+            t = torch.arange(q_start + first, q_start + last, device=q.device)[:, None]
+            mask = torch.arange(n, device=q.device) < visible_compressed(t, l, d)
+        args = (q[:, first:last], k[:, :n], v[:, :n])
+        several = S - blind > step
+        run = functools.partial(_masked, "sdpa_compressed", mask, scale)
+        outs.append(_maybe_checkpoint(several, run, *args))
+        lses.append(_maybe_checkpoint(several, functools.partial(_lse, mask, scale), *args[:2]))
+    return torch.cat(outs, 1), torch.cat(lses, 1)
+
+
+def _masked(
+    name: str, mask: Tensor | None, scale: float, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """Attention of one chunk under mask [s, n]; q [B, s, HQ, Dk] -> [B, s, HQ, Dv]."""
+    s, G = q.shape[1], k.shape[2]
+    if mask is not None:
+        mask = mask.repeat(q.shape[2] // G, 1)
+    out = _sdpa(name, _rows_of_heads(q, G), k.transpose(1, 2), v.transpose(1, 2), mask, scale)
+    return _heads_of_rows(out, s)
+
+
+def _lse(mask: Tensor | None, scale: float, q: Tensor, k: Tensor) -> Tensor:
+    """Log-sum-exp of the scores of one chunk, [B, s, HQ]."""
+    s, G = q.shape[1], k.shape[2]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows = _rows_of_heads(q, G).to(wide)
+    scores = rows @ k.permute(0, 2, 3, 1).to(wide) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask.repeat(q.shape[2] // G, 1), -math.inf)
+    return _heads_of_rows(torch.logsumexp(scores, -1), s)
+
+
+# ---- named baselines for benches -----------------------------------------------------------------
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+FORMULATIONS = ("gqa", "mqa_rows")
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Packed rows as SDPA takes them: k [N, Lmax, D], v [N, Lmax, Dv], mask bool [N, 1, 1, Lmax].
+
+    mask is None where every row has Lmax keys.
+    """
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+
+
+def pack(K_all: Tensor, V_all: Tensor, cu_seqlens: Tensor) -> Padded:
+    """Pad packed keys [T, D] and values [T, Dv] with cu_seqlens [N+1] to the longest row.
+
+    What a bench does before the clock starts. Raises ValueError when a row has no keys.
+    """
+    starts = cu_seqlens[:-1].long()
+    lengths = cu_seqlens[1:].long() - starts
+    low, longest = int(lengths.min()), int(lengths.max())
+    if low < 1:
+        raise ValueError("cu_seqlens must give every row at least one key for a padded baseline")
+    slot = torch.arange(longest, device=K_all.device)
+    at = starts[:, None] + torch.minimum(slot, lengths[:, None] - 1)
+    mask = None if low == longest else (slot < lengths[:, None])[:, None, None]
+    return Padded(K_all[at], V_all[at], mask)
+
+
+def packed_sdpa(
+    Q: Tensor, K: Tensor, V: Tensor, *, backend: str, formulation: str,
+    mask: Tensor | None = None, softmax_scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """One SDPA call, on exactly the named backend, for rows with keys of their own.
+
+    Q [N, H, D], K [N, L, D], V [N, L, Dv] -> [N, H, Dv]; mask from pack(), where rows differ in
+    length. formulation "gqa": H heads share one K head (enable_gqa); "mqa_rows": the H heads are
+    query rows of one head. Both are views. backend: flash, efficient, cudnn or math.
+
+    Raises ValueError for unknown names, RuntimeError when the backend cannot run the call.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if formulation not in FORMULATIONS:
+        raise ValueError(
+            f"formulation must be one of {', '.join(FORMULATIONS)}, got {formulation!r}"
+        )
+    scale = _scale(Q, softmax_scale)
+    with sdpa_kernel(BACKENDS[backend]):
+        if formulation == "mqa_rows":
+            if mask is not None:
+                mask = mask.expand(-1, 1, Q.shape[1], -1)
+            out = F.scaled_dot_product_attention(
+                Q[:, None], K[:, None], V[:, None], attn_mask=mask, scale=scale
+            )[:, 0]
+        else:
+            out = F.scaled_dot_product_attention(
+                Q[:, :, None], K[:, None], V[:, None], attn_mask=mask, scale=scale, enable_gqa=True
+            )[:, :, 0]
+    launches.bump(f"sdpa_{backend}_{formulation}", library=True)
+    return out
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """calls: name -> one call of that baseline. refused: name -> why it cannot run here."""
+
+    calls: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def baselines(Q: Tensor, K: Tensor, V: Tensor, *, cu_seqlens: Tensor | None = None) -> Baselines:
+    """Every named packed_sdpa that really runs on these tensors, each tried once.
+
+    K [N, L, D] and V [N, L, Dv]; or packed [T, D], [T, Dv] with cu_seqlens [N+1], then padded here,
+    outside of the calls. Names are "sdpa_<backend>_<formulation>".
+    """
+    padded = Padded(K, V, None) if cu_seqlens is None else pack(K, V, cu_seqlens)
+    found = Baselines()
+    for backend in BACKENDS:
+        for formulation in FORMULATIONS:
+            name = f"sdpa_{backend}_{formulation}"
+            call = functools.partial(
+                packed_sdpa, Q, padded.k, padded.v, backend=backend, formulation=formulation,
+                mask=padded.mask,
+            )  # fmt: skip
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                try:
+                    call()
+                    if Q.is_cuda:
+                        torch.cuda.synchronize(Q.device)
+                except RuntimeError as error:
+                    if "illegal memory access" in str(error):
+                        raise
+                    words = [str(error), *(str(w.message) for w in said)]
+                    found.refused[name] = _first_reason(words)
+                    continue
+            found.calls[name] = call
+    return found
+
+
+def _first_reason(words: list[str]) -> str:
+    """The most telling line: torch warns why each backend was refused, then raises in general."""
+    lines = [w.split(" (Triggered internally")[0].strip() for w in words]
+    telling = [x for x in lines[1:] if x and not x.endswith("not used because:")]
+    return (telling or lines)[0].splitlines()[0]
