@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,20 @@ def write_sums(folder: Path) -> None:
         if p.name != SUMS
     ]
     write_atomic(folder / SUMS, "".join(lines))
+
+
+def renew_sums(folder: Path, names: Iterable[str]) -> None:
+    """The sums of the files `names` anew, those of all others as they stand; nothing without
+    SHA256SUMS. For a report that is rendered again."""
+    path = folder / SUMS
+    if not path.is_file():
+        return
+    lines = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        digest, _, name = line.partition("  ")
+        lines[name] = digest
+    lines.update({name: sha256(folder / name) for name in names})
+    write_atomic(path, "".join(f"{lines[name]}  {name}\n" for name in sorted(lines)))
 
 
 def pack(folder: Path) -> tuple[Path, str, int]:

@@ -26,6 +26,10 @@ class BundleError(ValueError):
     """What was given is no bundle, or one that must not be opened; the text says why."""
 
 
+class NoBundle(BundleError):
+    """There is nothing at the path that could be a bundle."""
+
+
 def no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
@@ -86,7 +90,7 @@ def opened(path: Path) -> Iterator[Path]:
         yield path
         return
     if not path.is_file():
-        raise BundleError(f"{path} is neither a folder nor an archive")
+        raise NoBundle(f"{path} is neither a folder nor an archive")
     if path.stat().st_size > MAX_ARCHIVE_BYTES:
         raise BundleError(f"{path.name} is over {MAX_ARCHIVE_BYTES // 2**20} MiB")
     target = Path(tempfile.mkdtemp(prefix="nsa-bundle-"))

@@ -138,7 +138,8 @@ def _site_prefixes() -> list[str]:
 class Redactor:
     """Replaces private text by placeholders and counts what it replaced, by rule.
 
-    `keep` names categories left alone on the user's request: "host", "ip".
+    `keep` names categories left alone on the user's request: "host", "ip". Without `literals` only
+    what has a private shape is found: for a bundle that was made on another box.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class Redactor:
         hostnames: tuple[str, ...] | None = None,
         user: str | None = None,
         home: str | None = None,
+        literals: bool = True,
     ) -> None:
         environ = os.environ if environ is None else environ
         self.keep = frozenset(keep)
@@ -189,6 +191,8 @@ class Redactor:
         for name in {user or "", *names}:
             if len(name) >= 3 and name.lower() not in _COMMON:
                 self._add("user", name, "<user>")
+        if not literals:
+            self._literals.clear()
         self._compile()
 
     def _add(self, rule: str, text: str, placeholder: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from scripts.oneshot import bundle as bundles
 from scripts.oneshot import evidence, sections
 from scripts.oneshot.evidence import Shape, noise_floor
 from scripts.oneshot.journal import write_atomic
@@ -138,6 +139,7 @@ def render(folder: Path) -> list[str]:
         notes.append(f"The plots were not drawn: {type(error).__name__}: {error}")
     text = render_text(data, folder, Shape(), plots=drawn, extra=notes)
     write_atomic(folder / "report.md", text)
+    bundles.renew_sums(folder, ["report.md", "issue.md", *(path for _, path in drawn)])
     return notes
 
 

@@ -1,0 +1,227 @@
+"""The `verify` verb: is a bundle whole, does it keep its own rules, does it leak nothing by shape.
+
+Checks the sums of every file, the schema, that bundle.json says what the journal says, that no
+number stands without its proof and nothing but PASS stands without a reason, and looks for secrets
+once more. Exit code 0: all of it holds; 1: something does not; 2: usage, or no bundle there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from scripts.oneshot import bundle as bundles
+from scripts.oneshot.capture import plain
+from scripts.oneshot.journal import dumps, read_events
+from scripts.oneshot.judge import Status
+from scripts.oneshot.model import RunRecord
+from scripts.oneshot.reading import BundleError, NoBundle, opened, read_bundle
+from scripts.oneshot.redact import Redactor
+from scripts.oneshot.rows import RowError, parse_row, path_agrees
+
+NUMBERS = (
+    "median_us", "p20_us", "p80_us", "p95_us", "min_us", "ci95_us", "base_median_us", "wall_us",
+    "speedup", "speedup_ci95", "gbs", "tflops", "peak_frac",
+)  # fmt: skip
+PNG = b"\x89PNG\r\n\x1a\n"
+REWRITTEN = ("report.md", "issue.md", "plots/")  # by a later `render`, which renews their sums
+
+
+def check(folder: Path) -> Iterator[str]:
+    """Everything that is wrong with the bundle in `folder`, one sentence each."""
+    yield from check_sums(folder)
+    try:
+        data = read_bundle(folder)
+    except BundleError as error:
+        yield str(error)
+        return
+    try:
+        yield from check_rules(data)
+        yield from check_journal(data, folder)
+    except (AttributeError, KeyError, TypeError) as error:
+        yield f"bundle.json has not the shape of its schema: {type(error).__name__}: {error}"
+    redaction = data.get("redaction")
+    kept = redaction.get("kept") if isinstance(redaction, dict) else None
+    yield from check_secrets(folder, tuple(k for k in kept or () if isinstance(k, str)))
+
+
+def check_sums(folder: Path) -> Iterator[str]:
+    """SHA256SUMS names every file of the bundle, and each is as it was."""
+    path = folder / bundles.SUMS
+    if not path.is_file():
+        yield f"no {bundles.SUMS}: the run did not come to its end, or was not packed"
+        return
+    listed: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        match = re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line)
+        if not match:
+            yield f"{bundles.SUMS}:{number} is no check sum"
+            continue
+        digest, name = match.groups()
+        if name.startswith("/") or ".." in PurePosixPath(name).parts:
+            yield f"{bundles.SUMS}:{number} names a file outside of the bundle"
+            continue
+        listed[name] = digest
+        file = folder / name
+        if file.is_symlink() or not file.is_file():
+            yield f"{name} is in {bundles.SUMS} and not in the bundle"
+        elif bundles.sha256(file) != digest:
+            yield f"{name} was changed after the run: its sha256 is another"
+    for file in bundles.members(folder):
+        name = file.relative_to(folder).as_posix()
+        if name != bundles.SUMS and name not in listed:
+            yield f"{name} is not in {bundles.SUMS}"
+
+
+def not_finite(value: Any, path: str = "") -> Iterator[str]:
+    """Paths of every NaN and infinity in a JSON value."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from not_finite(inner, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from not_finite(inner, f"{path}[{index}]")
+
+
+def check_rules(data: Mapping[str, Any]) -> Iterator[str]:
+    """The promises of the report, held against bundle.json."""
+    for path in not_finite(data):
+        yield f"{path} is not finite"
+    for kind in ("parity", "bench"):
+        for row in data[kind]:
+            yield from _check_row(kind, row)
+    known = {status.value for status in Status}
+    for stage in data["stages"]:
+        name, status = stage["id"], stage["status"]
+        if status not in known:
+            yield f"stage {name}: unknown status {status!r}"
+        elif status != "PASS" and not stage.get("reason"):
+            yield f"stage {name} is {status} and gives no reason"
+        elif status == "PASS":
+            yield from _check_pass(stage, data)
+    for test in data["tests"]:
+        if test["outcome"] == "skipped" and not test.get("reason"):
+            yield f"test {test['nodeid']} was skipped without a reason"
+    verdict = data["verdict"]
+    if (verdict["status"] == "PASS") != (verdict["exit_code"] == 0):
+        yield f"the verdict is {verdict['status']} with exit code {verdict['exit_code']}"
+    gate = data["redaction"].get("gate")
+    if gate != "clean":
+        yield f"the redaction gate is {gate!r}, not clean"
+
+
+def _check_pass(stage: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
+    mine = {k: [r for r in data[k] if r.get("stage") == stage["id"]]
+            for k in ("tests", "parity", "bench")}  # fmt: skip
+    bad = sum(t["outcome"] in ("failed", "error") for t in mine["tests"])
+    bad += sum(p["status"] != "PASS" for p in mine["parity"])
+    bad += sum(b["status"] in ("INVALID", "FAILED") for b in mine["bench"])
+    if bad:
+        yield f"stage {stage['id']} is PASS with {bad} failed or invalid rows"
+    proven = sum(t["outcome"] == "passed" for t in mine["tests"]) + len(mine["parity"])
+    if stage.get("group") == "parity" and not proven:
+        yield f"stage {stage['id']} is PASS and no test or parity case ran in it"
+
+
+def _check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
+    case = f"{kind} {row.get('case')}"
+    try:
+        held = parse_row(dumps({**row, "kind": kind}))
+    except (RowError, ValueError) as error:
+        yield f"{case} is no row: {error}"
+        return
+    status = row["status"]
+    if held["status"] != status:
+        yield f"{case} says {status} but is {held['status']}: {'; '.join(held['why'])}"
+    if status not in ("PASS", "VALID") and not row.get("why"):
+        yield f"{case} is {status} and gives no reason"
+    if kind == "bench" and status not in ("VALID", "UNSTABLE"):
+        numbers = [name for name in NUMBERS if row.get(name) is not None]
+        if numbers:
+            yield f"{case} is {status} and still has numbers: {', '.join(numbers)}"
+    agrees = path_agrees(row.get("path_requested"), row.get("path_taken"))
+    if row.get("path_requested") and not agrees and status in ("PASS", "VALID", "UNSTABLE"):
+        yield f"{case}: asked for {row['path_requested']}, ran {row.get('path_taken')}"
+
+
+def check_journal(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """bundle.json is what the journal gives, and its list of files is the folder's."""
+    events = read_events(folder / "events.jsonl")
+    if not events:
+        yield "no events.jsonl: nothing supports bundle.json"
+        return
+    try:
+        replayed = json.loads(dumps(RunRecord.replay(events).to_bundle()))
+    except (ValueError, KeyError, TypeError) as error:
+        yield f"events.jsonl cannot be replayed: {type(error).__name__}: {error}"
+        return
+    for key in replayed:
+        if key != "files" and replayed[key] != data.get(key):
+            yield f"{key} in bundle.json is not what events.jsonl gives"
+    for file in data["files"]:
+        name = str(file.get("path"))
+        path = folder / name
+        if name.startswith(REWRITTEN) or ".." in PurePosixPath(name).parts:
+            continue
+        if not path.is_file():
+            yield f"{name} is listed in bundle.json and missing"
+        elif bundles.sha256(path) != file.get("sha256"):
+            yield f"{name} is not the file that bundle.json lists"
+
+
+def check_secrets(folder: Path, keep: tuple[str, ...] = ()) -> Iterator[str]:
+    """What looks private, by rule and file; never the value itself."""
+    redactor = Redactor({}, keep=keep, hostnames=(), user="", literals=False)
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            yield f"{path.relative_to(folder)} is a link"
+    for path in bundles.members(folder):
+        name = path.relative_to(folder).as_posix()
+        raw = path.read_bytes()
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:
+            if not (path.suffix == ".png" and raw.startswith(PNG)):
+                yield f"{name} is neither text nor a picture: nobody can vouch for it"
+            text = ""
+        for subject in (name, text):
+            before = Counter(redactor.counts)
+            if redactor.text(subject) != subject:
+                rules = Counter(redactor.counts) - before
+                found = ", ".join(f"{rule} x{n}" for rule, n in sorted(rules.items())) or "other"
+                yield f"{redactor.text(name)} holds something private: {found}"
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(prog="oneshot verify", description=__doc__.split("\n")[0])
+    p.add_argument("bundle", type=Path, help="folder or .tgz of a run")
+    args = p.parse_args(argv)
+    try:
+        with opened(args.bundle) as folder:
+            problems = list(dict.fromkeys(check(folder)))
+            files = len(bundles.members(folder))
+            verdict = None if problems else read_bundle(folder)["verdict"]["one_line"]
+    except NoBundle as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BundleError as error:
+        problems, files, verdict = [str(error)], 0, None
+    for problem in problems:
+        print(f"FAIL {plain(problem)[:500]}")
+    if problems:
+        print(f"{len(problems)} problems")
+        return 1
+    print(f"OK {files} files, rules kept, nothing private by shape")
+    print(plain(verdict)[:1000])
+    return 0
