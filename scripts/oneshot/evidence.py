@@ -103,7 +103,7 @@ def benches(
         mine = [r for r in rows if str(r.get("bench")) == name]
         if not mine:
             continue
-        mine.sort(key=lambda r: (r["status"] in NUMBERED, 0))  # what is wrong first
+        mine.sort(key=lambda r: r["status"] in NUMBERED)  # what is wrong first
         views = [bench_view(r, floor, shape.text) for r in mine]
         shown = [
             v for v in views
