@@ -1,0 +1,342 @@
+"""Does the decode bench time what it says, prove it, count true reads, and refuse what is wrong?"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import bench_decode, summarize_decode_csv
+from bench.bench_decode import BRANCH_KERNELS, STEP_KERNELS, branch_case, total_case
+from bench.clock import HostClock
+from bench.decode_step import BRANCHES, Step
+from bench.records import read_csv
+from bench.timing import Budget, Contender, NotRight, measure, prove
+from nsa import attention, blocks, dispatch
+from nsa.config import NSAConfig
+from nsa.flags import Flags
+from nsa.module import NSAAttention
+
+SIZES = dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
+SMALL = (
+    "--dim 32 --heads 4 --groups 2 --dk 16 --dv 8 --l 8 --d 4 --l_sel 8 --n_sel 4 --w 12 "
+    "--iters 6 --warmup 1 --device cpu"
+).split()
+BUDGET = Budget(device_s=0.02, wall_s=0.2, min_n=6, warm_s=0.0, warm_cap_s=0.05)
+
+
+def make(S=41, batch=1, dtype=torch.float32, **kw):
+    torch.manual_seed(0)
+    config = NSAConfig(32, 4, 2, 16, 8, **SIZES)
+    return Step(NSAAttention(config).to(dtype), batch, S, **kw)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return make(batch=2)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run the command; (exit code, rows sent, the CSV's rows)."""
+
+    def call(*arguments):
+        path = tmp_path / "decode.csv"
+        read, write = os.pipe()
+        with monkeypatch.context() as patch:
+            patch.setenv("NSA_RESULT_FD", str(write))
+            code = bench_decode.main([*SMALL, *arguments, "--csv", str(path)])
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            sent = [json.loads(line) for line in pipe]
+        return code, sent, read_csv(path)
+
+    return call
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_a_run_gives_proven_rows_and_a_table(run, tmp_path, capsys):
+    code, sent, rows = run("--S_list", "20,41")
+    assert code == 0
+    cases = [r["case"] for r in sent]
+    assert cases == [f"decode/S={S}{b}" for S in (20, 41) for b in ("", "/cmp", "/sel", "/win")]
+    for row in sent:
+        assert row["kind"] == "bench" and row["status"] in ("VALID", "UNSTABLE")
+        assert row["parity"]["status"] == "PASS" and row["cache"] == "warm"
+        assert row["path_requested"] == row["path_taken"]
+        assert row["reads_actual"] == row["reads_expected"]
+        assert (row["speedup"] is not None) == (row["bench"] == "decode")
+    for row, S in zip(rows, (20, 41), strict=True):
+        assert int(row["S"]) == S and row["parity"] == "PASS" and row["device"] == "cpu"
+        total, low, high = (float(row[n]) for n in ("ms_total", "ci_low", "ci_high"))
+        assert 0 < low <= total <= high
+        assert all(float(row[f"ms_{b}"]) > 0 for b in BRANCHES)
+        assert float(row["speedup_low"]) <= float(row["speedup_high"])
+        assert row["baseline"].startswith("dense sdpa") and row["path"] == "composed"
+        assert int(row["reads_actual_decode"]) == blocks.reads(S, **SIZES)
+        assert int(row["reads_actual"]) == sum(blocks.reads(s, **SIZES) for s in range(1, S + 1))
+    capsys.readouterr()
+    assert summarize_decode_csv.main([str(tmp_path / "decode.csv")]) == 0
+    out = capsys.readouterr().out
+    assert "| 41 |" in out and f"{blocks.reads(41, **SIZES)} = expected" in out
+    assert "Decode step on cpu, warm cache" in out and "x [" in out
+
+
+@pytest.mark.parametrize("mode, timed", [("none", ()), ("sel", ("sel",)), ("win", ("win",))])
+def test_only_the_branches_asked_for_are_timed(run, mode, timed):
+    _, sent, (row,) = run("--S_list", "17", "--branch_force_mode", mode)
+    assert [r["case"] for r in sent] == ["decode/S=17", *(f"decode/S=17/{b}" for b in timed)]
+    assert {b for b in BRANCHES if row[f"ms_{b}"]} == set(timed)
+
+
+def test_shortest_context(run):
+    code, _, (row,) = run("--S_list", "1")
+    assert code == 0 and row["reads_actual"] == row["reads_actual_decode"] == "2"
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--S_list", "64,0"], "--S_list: must be a whole number above 0, got '0'"),
+        (["--S_list", "64;128"], "--S_list: must be a whole number above 0"),
+        (["--B", "x"], "--B: must be a whole number above 0, got 'x'"),
+        (["--groups", "3"], "groups must divide heads, got heads=4 groups=3"),
+        (["--d", "3"], "d must divide l and l_sel"),
+        (["--warmup", "-1"], "--warmup: must be 0 or more, got -1"),
+        (["--branch_force_mode", "all"], "--branch_force_mode"),
+    ],
+)
+def test_bad_arguments_are_named(capsys, arguments, says):
+    with pytest.raises(SystemExit) as stop:
+        bench_decode.main([*SMALL, *arguments])
+    assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_a_gpu_that_is_not_there_is_no_crash(capsys):
+    assert bench_decode.main([*SMALL, "--device", "cuda"]) == 3
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_bare_csv_goes_to_stdout_alone(capsys):
+    assert bench_decode.main([*SMALL, "--S_list", "9", "--branch_force_mode", "none", "--csv"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("S,ms_total,ms_cmp,ms_sel,ms_win,reads_actual,reads_expected,")
+    assert len(out.splitlines()) == 2 and err.startswith("S=9 ")
+
+
+# ---- what is timed -------------------------------------------------------------------------------
+
+
+def test_every_sample_sees_the_same_context(step):
+    case = total_case(step, {})
+    lengths = []
+
+    class Spy(HostClock):
+        def run(self, calls, *, cold):
+            lengths.append((step.cache.length, step.cache.emitted, step.cache.lens.tolist()))
+            return super().run(calls, cold=cold)
+
+    row = measure(case, Spy(), cold=False, budget=BUDGET, save=lambda *_: None)
+    assert row.median_us and len(lengths) > 2
+    assert set(map(str, lengths)) == {str((41, blocks.num_compressed(41, 8, 4), [41, 41]))}
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_branch_alone_does_no_other_branchs_work(step, branch, monkeypatch):
+    """The other branches' keys may hold anything, and their functions are never called."""
+    case = branch_case(step, branch, {})
+    names = {"cmp": "compressed_attention", "sel": "selection_attention",
+             "win": "sliding_attention"}  # fmt: skip
+
+    def never(*_, **__):
+        raise AssertionError("the work of another branch")
+
+    for other, name in names.items():
+        if other != branch:
+            monkeypatch.setattr(attention, name, never)
+    with dispatch.trace() as taken:
+        prove(case, case.candidate, 3, "check")
+    # refill chooses the blocks, by the reference; nothing else runs beside the branch itself.
+    ran = [t.branch.value for t in taken if t.branch is not dispatch.Branch.BLOCKS]
+    assert ran == [{"cmp": "compressed", "sel": "selected", "win": "sliding"}[branch]]
+
+
+def test_a_wrong_branch_gets_no_number(step, monkeypatch):
+    case = branch_case(step, "win", {})
+    good = attention.sliding_attention
+    monkeypatch.setattr(attention, "sliding_attention",
+                        lambda *a, **kw: good(*a, **{**kw, "window": 11}))  # fmt: skip
+    row = measure(case, HostClock(), cold=False, budget=BUDGET)
+    assert row.status == "FAILED" and row.median_us is None
+
+
+def test_a_wrong_choice_of_blocks_gets_no_number(step, monkeypatch):
+    """Right attention over the wrong blocks: the output alone would agree with itself."""
+    good = attention.nsa_decode
+
+    def stuck(q, cache, *args, **kw):
+        out, chosen = good(q, cache, *args, **kw)
+        return out, torch.tensor([0, 1, 2, 5], dtype=torch.int32).expand_as(chosen)
+
+    monkeypatch.setattr(attention, "nsa_decode", stuck)
+    row = measure(total_case(step, {}), HostClock(), cold=False, budget=BUDGET)
+    assert row.status == "FAILED" and "chose blocks [0, 1, 2, 5]" in "; ".join(row.why)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[0, 4, 5, -1], [0, 4, 3, 5], [0, 4, 5, 6], [1, 2, 4, 5], [0, 4, 5, 5], [-1, 0, 4, 5]],
+    ids=str,
+)
+def test_choices_against_the_rules_are_seen(step, row):
+    chosen = step.blocks.clone()
+    step.check_choice(chosen)
+    chosen[1, 0, 1] = torch.tensor(row, dtype=torch.int32)
+    with pytest.raises(ValueError, match="sequence 1, group 1 chose blocks"):
+        step.check_choice(chosen)
+
+
+def test_a_choice_by_other_scores_is_seen(step):
+    """One of the blocks 1, 2 and 3 is free to choose: only the best of them will do."""
+    (best,) = {1, 2, 3} & set(step.blocks[0, 0, 0].tolist())
+    for other in {1, 2, 3} - {best}:
+        chosen = step.blocks.clone()
+        chosen[0, 0, 0] = torch.tensor([0, other, 4, 5], dtype=torch.int32)
+        with pytest.raises(ValueError, match=rf"not \[0, {best}, 4, 5\]"):
+            step.check_choice(chosen)
+
+
+def test_baselines_are_dense_and_right(step):
+    case = total_case(step, {})
+    names = {c.name for c in case.baselines}
+    assert {"dense sdpa math rows", "dense sdpa math gqa"} <= names  # flash needs Dk = Dv
+    for contender in case.baselines:
+        prove(case, contender, 1, "baseline")
+    bad = Contender(
+        "dense", lambda: step.total()()[0], "sdpa", oracle=step.dense_truth
+    )
+    with pytest.raises(NotRight):
+        prove(case, bad, 1, "the sparse output is not the dense one")
+
+
+def test_a_kernel_that_fell_back_is_invalid(monkeypatch):
+    """Policy wants the Triton step, its launch fails: the composed step ran, and is not it."""
+    from nsa import rungs
+
+    def broken(args, flags):
+        raise RuntimeError("no such PTX version")
+
+    monkeypatch.setitem(rungs.RUNGS[dispatch.Branch.STEP], dispatch.Route.TRITON, broken)
+    plain = dispatch.make_request
+
+    def on_a_gpu(branch, *args, **kw):
+        request = plain(branch, *args, **kw)
+        return replace(request, device="cuda") if branch is dispatch.Branch.STEP else request
+
+    monkeypatch.setattr(dispatch, "make_request", on_a_gpu)
+    step = make(dtype=torch.float16, flags=Flags(use_triton_sel=True, sel_triton_min_L=1))
+    assert (step.requested, step.path, step.fallback) == ("triton", "composed", "launch_error")
+    row = measure(total_case(step, {}), HostClock(), cold=False, budget=BUDGET)
+    assert row.status == "INVALID" and "asked for triton" in "; ".join(row.why)
+
+
+# ---- the Triton step -----------------------------------------------------------------------------
+
+
+@pytest.mark.kernel
+def test_the_triton_step_and_its_branches_are_proven_by_their_launches(kernel_device):
+    torch.manual_seed(0)
+    layer = NSAAttention(NSAConfig(32, 4, 2, 16, 16, **SIZES)).to(kernel_device, torch.float16)
+    flags = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
+    step = Step(layer, 1, 41, flags=flags, backend="triton")
+    assert (step.path, step.requested) == ("triton", "triton")
+    case = total_case(step, {})
+    parity, _ = prove(case, case.candidate, 1, "step")
+    assert set(parity.launches) >= set(STEP_KERNELS) and parity.path_taken == "triton"
+    for branch in BRANCHES:
+        case = branch_case(step, branch, {})
+        parity, _ = prove(case, case.candidate, 2, branch)
+        ours = {k: n for k, n in parity.launches.items() if k.startswith("_decode")}
+        assert ours == dict.fromkeys(BRANCH_KERNELS[branch], 1)
+
+
+@pytest.mark.kernel
+def test_a_forced_branch_never_reads_the_others_keys(kernel_device):
+    torch.manual_seed(0)
+    layer = NSAAttention(NSAConfig(32, 4, 2, 16, 16, **SIZES)).to(kernel_device, torch.float16)
+    step = Step(layer, 1, 41, backend="triton",
+                flags=Flags(use_triton_sel=True, triton_sel_force=True))  # fmt: skip
+    names = {"cmp": ("k_cmp", "v_cmp"), "sel": ("k_sel", "v_sel"), "win": ("k_win", "v_win")}
+    for branch in BRANCHES:
+        step.refill(0)
+        want = step.alone(branch)()
+        for other in set(BRANCHES) - {branch}:
+            for name in names[other]:
+                getattr(step.cache, name).fill_(float("nan"))
+        assert torch.equal(step.alone(branch)(), want) and want.isfinite().all()
+
+
+@pytest.mark.kernel
+def test_a_forced_branch_must_be_one(kernel_device):
+    from nsa.kernels.decode import nsa_decode_triton
+
+    x = torch.zeros(1, 1, 2, 16, device=kernel_device, dtype=torch.float16)
+    args = (x, *[x] * 6, x, torch.ones(1, dtype=torch.int32, device=kernel_device))
+    sizes = dict(l=8, d=4, l_sel=8, n_sel=4, n_init=1, n_local=2, window=12, max_len=1)
+    with pytest.raises(ValueError, match="branch must be None, 'cmp', 'sel' or 'win', got 'all'"):
+        nsa_decode_triton(*args, branch="all", **sizes)
+    with pytest.raises(ValueError, match="block_indices go with branch 'sel'"):
+        nsa_decode_triton(*args, branch="sel", **sizes)
+
+
+# ---- the summary ---------------------------------------------------------------------------------
+
+
+def line(**changes):
+    base = dict.fromkeys(summarize_decode_csv.NEEDED, "")
+    base |= {
+        "S": "512", "ms_total": "0.5", "ms_cmp": "0.1", "ms_sel": "0.25", "ci_low": "0.49",
+        "ci_high": "0.52", "reads_actual_decode": "90", "reads_expected_decode": "90",
+        "speedup": "3.21", "speedup_low": "3.1", "speedup_high": "3.3", "baseline": "dense",
+        "status": "VALID", "path": "triton", "cache": "cold", "device": "NVIDIA H200",
+    }  # fmt: skip
+    return {**base, **changes}
+
+
+def summary(tmp_path, capsys, rows, header=summarize_decode_csv.NEEDED):
+    path = tmp_path / "d.csv"
+    text = "\n".join(",".join(row[name] for name in header) for row in rows)
+    path.write_text(",".join(header) + "\n" + text + ("\n" if text else ""))
+    code = summarize_decode_csv.main([str(path)])
+    return code, *capsys.readouterr()
+
+
+def test_summary_shows_shares_reads_and_gaps(tmp_path, capsys):
+    rows = [line(), line(S="4096", reads_actual_decode="91", status="UNSTABLE", why="drift"),
+            line(S="8192", ms_total="", speedup="", status="SKIPPED", why="no memory")]  # fmt: skip
+    code, out, _ = summary(tmp_path, capsys, rows)
+    assert code == 0
+    assert "| 512 | 0.5000 [0.4900, 0.5200] | 0.1000 (20%) | 0.2500 (50%) | - |" in out
+    assert "90 = expected" in out and "91 != 90 expected" in out and "3.21x [3.10, 3.30]" in out
+    assert "S=4096 UNSTABLE: drift." in out and "S=8192 SKIPPED: no memory." in out
+    assert "Reads differ from the formula at S=4096" in out
+    assert out.startswith("Decode step on NVIDIA H200, cold cache")
+
+
+def test_summary_of_nothing_and_of_something_else(tmp_path, capsys):
+    code, out, err = summary(tmp_path, capsys, [])
+    assert (code, out) == (3, "") and "has no rows" in err
+    for bad, says in ((line(ms_total="nan"), "d.csv:2: ms_total must be a finite number"),
+                      (line(S=""), "d.csv:2: S is empty"),
+                      (line(speedup="fast"), "d.csv:2: speedup must be")):  # fmt: skip
+        code, out, err = summary(tmp_path, capsys, [bad])
+        assert (code, out) == (2, "") and says in err
+    code, _, err = summary(tmp_path, capsys, [line()], header=("S", "ms_total"))
+    assert code == 2 and "no column ms_cmp" in err
+    assert summarize_decode_csv.main([str(tmp_path / "none.csv")]) == 2
