@@ -191,10 +191,13 @@ def judge_cells(a: Side, b: Side, floor: float, incomparable: Sequence[str]) -> 
         other = next((k for k in right if k not in left and k[:3] == key[:3]), None)
         if other is not None:
             right[key] = right.pop(other)
+    candidates: dict[tuple, set[str]] = {}
+    for key in (*left, *right):
+        candidates.setdefault(key[:2], set()).add(key[2])
     out = []
     for key in dict.fromkeys([*left, *right]):
         x, y = left.get(key), right.get(key)
-        case = key[1] + (f" [{key[2]}]" if key[2] not in ("None", "triton") else "")
+        case = key[1] + (f" [{key[2]}]" if len(candidates[key[:2]]) > 1 else "")
         case += f" #{key[-1] + 1}" if key[-1] else ""
         has = [r is not None and r["status"] in NUMBERED for r in (x, y)]
         values = {

@@ -17,8 +17,8 @@ ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where 
 NUMBERED = ("VALID", "UNSTABLE")
 NO_DIFFERENCE = "no difference measurable"
 BENCHES = (  # (`bench` of the row, heading)
-    ("decode", "Decode"), ("prefill", "Prefill"), ("sel", "Selection"),
-    ("fa2", "FlashAttention-2"),
+    ("decode", "Decode"), ("decode_branch", "Decode, one branch alone"), ("prefill", "Prefill"),
+    ("sel", "Selection"), ("fa2", "FlashAttention-2"),
 )  # fmt: skip
 
 
@@ -114,22 +114,35 @@ def benches(
             "title": known.get(name, cell(name, 60)),
             "rows": shown[: shape.rows], "left_out": len(views) - len(shown[: shape.rows]),
             "counts": counts_text(Counter(r["status"] for r in mine)),
-            "branches": _branches(mine)[: shape.rows] if shape.evidence else [],
+            "branches": _branches(rows)[: shape.rows]
+            if name == "decode" and shape.evidence else [],
         })  # fmt: skip
     return out
 
 
 def _branches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Decode rows by branch: milliseconds and tokens read."""
-    return [
-        {
-            "case": code(r["case"]), "status": r["status"], "S": num(r.get("S")),
-            **{k: num(r.get(f"ms_{k}")) for k in ("total", "cmp", "sel", "win")},
-            "reads": f"{num(r.get('reads_actual'))} of {num(r.get('reads_expected'))}",
-        }
-        for r in rows
-        if r["status"] in NUMBERED and r.get("bench") == "decode" and is_number(r.get("ms_total"))
-    ]  # fmt: skip
+    """Decode steps with their branches in milliseconds and the tokens that they read.
+
+    A branch is a column of the step's row (ms_cmp), or a row of its own (decode_branch).
+    """
+    good = [r for r in rows if r["status"] in NUMBERED and is_number(r.get("median_us"))]
+    alone = {
+        (r.get("S"), r.get("branch")): r["median_us"] / 1e3
+        for r in good
+        if r.get("bench") == "decode_branch"
+    }
+    out = []
+    for r in good:
+        if r.get("bench") != "decode" or not is_number(r.get("S")):
+            continue
+        total = r["ms_total"] if is_number(r.get("ms_total")) else r["median_us"] / 1e3
+        parts = {b: r.get(f"ms_{b}", alone.get((r["S"], b))) for b in ("cmp", "sel", "win")}
+        reads = f"{num(r.get('reads_actual'))} of {num(r.get('reads_expected'))}"
+        out.append({
+            "case": code(r["case"]), "status": r["status"], "S": num(r["S"]), "total": num(total),
+            **{b: num(v) for b, v in parts.items()}, "reads": reads,
+        })  # fmt: skip
+    return out
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
@@ -225,5 +238,8 @@ def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
     else:
         out["text"] = f"**Keep Triton selection disabled** ({words})"
     if blocking:
-        out["text"] += f"; blocked by {code(blocking)}"
+        out["text"] += f"; stopped by {code(blocking)}"
+    for name in ("fa2_min_len_win", "fa2_min_len_cmp"):
+        if isinstance(proposal.get(name), int):
+            out["text"] += f"; `{name}: {proposal[name]}`"
     return out

@@ -1,0 +1,247 @@
+"""Plots of the report as SVG: transparent, in colours that a dark and a light page both carry.
+
+matplotlib is optional; without it `draw` raises ImportError and the report says so. Only rows that
+may show numbers are drawn: VALID ones filled, UNSTABLE ones hollow.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from scripts.oneshot.evidence import NUMBERED, noise_floor
+from scripts.oneshot.journal import write_atomic
+from scripts.oneshot.markdown import is_interval, is_number
+from scripts.oneshot.reading import held_to_rules
+from scripts.oneshot.sections import losses
+
+INK = "#7d8590"  # reads on white and on GitHub's dark page
+COLOURS = ("#2f81f7", "#e3742f", "#2da44e", "#bf5af2", "#c69026", "#db61a2", "#1b9aaa", "#f85149")
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "nsa", "font.size": 10, "text.color": INK,
+    "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.grid": True, "grid.color": INK, "grid.alpha": 0.25, "axes.spines.top": False,
+    "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 8,
+}  # fmt: skip
+MAX_SERIES = 8
+TARGET = 1.2
+
+Rows = Sequence[Mapping[str, Any]]
+Point = tuple[float, float, float, float, bool]  # x, y, lower, upper, valid
+
+
+def _label(text: Any) -> str:
+    """Text for a legend: short, and no markup of matplotlib's."""
+    return re.sub(r"[^\w /.,=+:()-]", "", str(text))[:60].lstrip("_") or "-"
+
+
+def _series(ax: Any, name: str, points: list[Point], colour: str, style: str = "-") -> None:
+    """A line with its interval as a band; hollow where the row was UNSTABLE."""
+    points = sorted(points)
+    xs, ys, lows, highs, valid = zip(*points, strict=True)
+    ax.plot(xs, ys, style, color=colour, label=_label(name), linewidth=1.6)
+    ax.fill_between(xs, lows, highs, color=colour, alpha=0.2, linewidth=0)
+    for x, y, _, _, good in points:
+        ax.plot([x], [y], "o", color=colour, markersize=4, markerfacecolor=colour if good else "w")
+
+
+def _lengths(ax: Any, values: Sequence[float]) -> None:
+    """A base-2 axis whose ticks are the lengths that were measured."""
+    ax.set_xscale("log", base=2)
+    ticks = sorted(set(values))
+    ax.set_xticks(ticks, [f"{t:g}" for t in ticks], rotation=45 if len(ticks) > 10 else 0)
+    ax.minorticks_off()
+
+
+def _with_ci(value: float, ci: Any, scale: float = 1.0) -> tuple[float, float, float]:
+    low, high = ci if is_interval(ci) else (value, value)
+    return value * scale, low * scale, high * scale
+
+
+def _varying(rows: Rows, names: Sequence[str]) -> list[str]:
+    return [n for n in names if len({str(r.get(n)) for r in rows}) > 1]
+
+
+# ---------------------------------------------------------------------------------- one plot each
+
+
+def speedup(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
+    """Selection: speedup against the key length."""
+    rows = [r for r in rows if r.get("bench") == "sel" and is_number(r.get("L"))
+            and is_number(r.get("speedup")) and is_interval(r.get("speedup_ci95"))]  # fmt: skip
+    if not rows:
+        return False
+    names = ["mode", "dist", *_varying(rows, ("candidate", "N", "H", "D", "Dv", "streams"))]
+    groups: dict[str, list] = {}
+    for r in rows:
+        groups.setdefault(" ".join(str(r.get(n)) for n in names), []).append(r)
+    title = "Selection: speedup over the baseline"
+    if len(groups) > MAX_SERIES:
+        title += ", slowest cell of each kind"
+        groups = {}
+        for r in rows:
+            groups.setdefault(f"{r.get('mode')} {r.get('dist')}", []).append(r)
+    for i, (name, mine) in enumerate(list(groups.items())[:MAX_SERIES]):
+        slowest: dict[float, Mapping[str, Any]] = {}
+        for r in mine:
+            if r["L"] not in slowest or r["speedup"] < slowest[r["L"]]["speedup"]:
+                slowest[r["L"]] = r
+        points = [(r["L"], r["speedup"], *r["speedup_ci95"], r["status"] == "VALID")
+                  for r in slowest.values()]  # fmt: skip
+        _series(ax, name, points, COLOURS[i % len(COLOURS)])
+    ax.axhline(TARGET, color=INK, linestyle="--", linewidth=1)
+    ax.annotate(f"{TARGET}x", (1, TARGET), xycoords=("axes fraction", "data"), color=INK)
+    floor = noise_floor(data["health"]) or 0.0
+    ax.axhspan(1 - floor, 1 + floor, color=INK, alpha=0.25, linewidth=0, label="noise floor")
+    _lengths(ax, [r["L"] for r in rows])
+    ax.set(xlabel="key length L", ylabel="baseline time / ours", title=title)
+    ax.legend(ncols=2)
+    return True
+
+
+def _against_dense(ax: Any, rows: Rows, name_of: Callable[[Mapping], str], unit: str) -> bool:
+    """Time against context length, each series beside its baseline."""
+    rows = [r for r in rows if is_number(r.get("S"))]
+    if not rows:
+        return False
+    scale = 1e-3 if unit == "ms" else 1.0
+    groups: dict[str, list] = {}
+    for r in rows:
+        groups.setdefault(name_of(r), []).append(r)
+    seen: set[str] = set()
+    for i, (name, mine) in enumerate(list(groups.items())[:MAX_SERIES]):
+        colour = COLOURS[i % len(COLOURS)]
+        points = []
+        for r in mine:
+            y, low, high = _with_ci(r["median_us"], r.get("ci95_us"), scale)
+            points.append((r["S"], y, low, high, r["status"] == "VALID"))
+        _series(ax, name, points, colour)
+        base = [(r["S"], *_with_ci(r["base_median_us"], r.get("base_ci95_us"), scale), True)
+                for r in mine if is_number(r.get("base_median_us"))]  # fmt: skip
+        if base:
+            words = f"{mine[0].get('baseline') or 'dense'}, for {name}"
+            if words not in seen:
+                _series(ax, words, base, colour, "--")
+            seen.add(words)
+    _lengths(ax, [r["S"] for r in rows])
+    ax.set_yscale("log")
+    ax.set(xlabel="context length S", ylabel=f"time, {unit}")
+    ax.legend(ncols=2)
+    return True
+
+
+def decode(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
+    """Decode: a step and its branches beside dense attention."""
+    ax.set_title("Decode step beside dense attention (dashed)")
+    rows = [r for r in rows if r.get("bench") in ("decode", "decode_branch")]
+    return _against_dense(ax, rows, lambda r: str(r.get("branch") or "whole step"), "us")
+
+
+def prefill(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
+    """Prefill: forward and backward beside dense attention."""
+    ax.set_title("Prefill beside dense attention (dashed)")
+    rows = [r for r in rows if r.get("bench") == "prefill"]
+    whole = [r for r in rows if r.get("op") in ("full", None)] or rows
+    more = _varying(whole, ("candidate", "dtype", "D", "heads"))
+    return _against_dense(
+        ax, whole,
+        lambda r: " ".join(str(r.get(n) or "") for n in ("op", "direction", *more)).strip(), "ms",
+    )  # fmt: skip
+
+
+def roofline(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
+    """Every case by arithmetic intensity, under what the box reached itself."""
+    rows = [r for r in rows if all(is_number(r.get(k)) and r[k] > 0
+                                   for k in ("flops", "bytes", "tflops"))]  # fmt: skip
+    if not rows:
+        return False
+    names = list(dict.fromkeys(str(r.get("bench")) for r in rows))
+    for i, name in enumerate(names):
+        for status in NUMBERED:
+            mine = [r for r in rows if str(r.get("bench")) == name and r["status"] == status]
+            if not mine:
+                continue
+            colour = COLOURS[i % len(COLOURS)]
+            ax.scatter(
+                [r["flops"] / r["bytes"] for r in mine], [r["tflops"] for r in mine], s=22,
+                edgecolors=colour, facecolors=colour if status == "VALID" else "none",
+                label=_label(name if status == "VALID" else f"{name} (unstable)"),
+            )  # fmt: skip
+    health = data["health"] or {}
+    gbs, peak = health.get("copy_gbs"), health.get("gemm_bf16_tflops")
+    xs = [r["flops"] / r["bytes"] for r in rows]
+    low, high = min(xs) / 2, max(xs) * 2
+    if is_number(gbs) and is_number(peak) and gbs > 0 and peak > 0:
+        ridge = peak * 1e3 / gbs
+        high = max(high, 2 * ridge)
+        ax.plot([low, ridge, high], [low * gbs / 1e3, peak, peak], color=INK, linewidth=1.2,
+                label=f"this box: copy {gbs:.0f} GB/s, bf16 matmul {peak:.0f} TFLOP/s")  # fmt: skip
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set(xlabel="FLOP per byte that must move", ylabel="TFLOP/s reached", title="Roofline")
+    ax.legend()
+    return True
+
+
+def loss_curve(ax: Any, curve: list[tuple[int, float, float | None]], data: Any) -> bool:
+    """Training loss, held-out loss, and what counting bytes alone reaches."""
+    if not curve:
+        return False
+    ax.plot([s for s, _, _ in curve], [v for _, v, _ in curve], color=COLOURS[0], linewidth=1.4,
+            label="training")  # fmt: skip
+    held = [(s, v) for s, _, v in curve if v is not None]
+    if held:
+        ax.plot(*zip(*held, strict=True), "o-", color=COLOURS[1], markersize=4, label="held out")
+    metrics = {m.get("name"): m.get("value") for m in data["metrics"]}
+    for name, words in (("unigram_cross_entropy", "byte frequencies alone"),
+                        ("bigram_cross_entropy", "byte pairs alone")):  # fmt: skip
+        if is_number(metrics.get(name)):
+            ax.axhline(metrics[name], color=INK, linestyle=":", linewidth=1)
+            ax.annotate(words, (0.99, metrics[name]), xycoords=("axes fraction", "data"),
+                        ha="right", va="bottom", color=INK, fontsize=8)  # fmt: skip
+    ax.set(xlabel="step", ylabel="nats per byte", title="Training showcase: loss")
+    ax.legend()
+    return True
+
+
+PLOTS = (
+    ("decode.svg", "Decode step time against context length", decode),
+    ("prefill.svg", "Prefill time against context length", prefill),
+    ("speedup.svg", "Selection speedup against key length", speedup),
+    ("roofline.svg", "Roofline of every bench case", roofline),
+)
+
+
+def draw(data: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
+    """Draw into `folder`/plots what `data` (the object of a bundle) has rows for.
+
+    Returns (title, path relative to `folder`) of each. Raises ImportError without matplotlib.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows = [r for r in held_to_rules(data["bench"], "bench")[0]
+            if r["status"] in NUMBERED and is_number(r.get("median_us"))]  # fmt: skip
+    jobs = [
+        (name, title, lambda ax, make=make: make(ax, rows, data)) for name, title, make in PLOTS
+    ]
+    curve = losses(folder)
+    jobs.append(("loss.svg", "Loss over training steps", lambda ax: loss_curve(ax, curve, data)))
+    out = []
+    for name, title, make in jobs:
+        path = folder / "plots" / name
+        with matplotlib.rc_context(STYLE):
+            figure = Figure(figsize=(8, 4.5), layout="constrained")
+            if not make(figure.add_subplot(), points, data):
+                with suppress(OSError):
+                    path.unlink()  # of an earlier rendering
+                continue
+            image = io.BytesIO()
+            figure.savefig(image, format="svg", transparent=True, metadata={"Date": None})
+        write_atomic(path, image.getvalue().decode("utf-8"))
+        out.append((title, f"plots/{name}"))
+    return out
