@@ -226,13 +226,12 @@ def draw(data: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
 
     rows = [r for r in held_to_rules(data["bench"], "bench")[0]
             if r["status"] in NUMBERED and is_number(r.get("median_us"))]  # fmt: skip
-    jobs = [
-        (name, title, lambda ax, make=make: make(ax, rows, data)) for name, title, make in PLOTS
-    ]
     curve = losses(folder)
-    jobs.append(("loss.svg", "Loss over training steps", lambda ax: loss_curve(ax, curve, data)))
     out = []
-    for name, title, make in jobs:
+    for name, title, make, points in (
+        *((*plot, rows) for plot in PLOTS),
+        ("loss.svg", "Loss over training steps", loss_curve, curve),
+    ):
         path = folder / "plots" / name
         with matplotlib.rc_context(STYLE):
             figure = Figure(figsize=(8, 4.5), layout="constrained")
