@@ -64,6 +64,10 @@ class Step:
         self.blocks = torch.zeros(
             batch, 1, c.groups, c.n_sel, dtype=torch.int32, device=weight.device
         )
+        # Flash kernels want values as wide as keys: a dense cache would store them padded.
+        self.v_padded = None
+        if c.d_v < c.d_k:
+            self.v_padded = torch.zeros(batch, S, c.groups, c.d_k, **like)
         self.flags = dispatch.resolve_flags(flags, self.q)
         self.refill(0)
         with torch.no_grad():
@@ -118,6 +122,8 @@ class Step:
             if x.is_floating_point():
                 x.normal_(generator=gen)
         self.gates.uniform_(generator=gen)
+        if self.v_padded is not None:
+            self.v_padded[..., : c.d_v] = self.cache.v_sel
         self.blocks.copy_(attention.select_blocks(
             self.q, self.cache.compressed()[0], l=c.l, d=c.d, l_sel=c.l_sel, n_sel=c.n_sel,
             n_init=c.n_init, n_local=c.n_local, q_start=self.S - 1, backend="reference",
@@ -265,20 +271,20 @@ def dense_contenders(step: Step) -> list[Contender]:
     """Dense attention over the cache's S tokens by each backend of SDPA that takes it.
 
     In two layouts, rows: the heads of a group as query rows of one attention; gqa: one query per
-    head, keys shared.
+    head, keys shared. "padded": with values stored as wide as keys, where they are narrower.
     """
     q = step.q
     B, _, HQ, _ = q.shape
     k, v = (x.transpose(1, 2) for x in step.cache.selectable())
-    G = k.shape[1]
+    G, d_v = k.shape[1], v.shape[-1]
 
-    def rows() -> Tensor:
+    def rows(v: Tensor = v) -> Tensor:
         out = F.scaled_dot_product_attention(q.view(B, G, HQ // G, -1), k, v)
-        return out.reshape(B, 1, HQ, -1)
+        return out[..., :d_v].reshape(B, 1, HQ, -1)
 
-    def gqa() -> Tensor:
+    def gqa(v: Tensor = v) -> Tensor:
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=True)
-        return out.transpose(1, 2)
+        return out[..., :d_v].transpose(1, 2)
 
     def contender(name: str, backend: SDPBackend, form: Callable[[], Tensor]) -> Contender:
         def call() -> Tensor:
@@ -291,7 +297,10 @@ def dense_contenders(step: Step) -> list[Contender]:
         )  # fmt: skip
 
     names = _BACKENDS if q.is_cuda else {n: _BACKENDS[n] for n in ("flash", "math")}
-    forms = (("rows", rows), ("gqa", gqa))
+    forms = [("rows", rows), ("gqa", gqa)]
+    if step.v_padded is not None:
+        wide = step.v_padded.transpose(1, 2)
+        forms += [("rows padded", lambda: rows(wide)), ("gqa padded", lambda: gqa(wide))]
     usable = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a backend that refuses says at length why
