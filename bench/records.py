@@ -49,6 +49,12 @@ def emit(kind: str, row: Mapping[str, Any]) -> None:
         data = data[os.write(int(fd), data) :]
 
 
+def out_dir() -> Path | None:
+    """The folder of the report that is being made, None outside of the runner."""
+    folder = os.environ.get("NSA_OUT_DIR")
+    return Path(folder) if folder else None
+
+
 def note(text: str, level: str = "info") -> None:
     """A sentence for the report; also printed to stderr."""
     emit("note", {"level": level, "text": text})

@@ -11,13 +11,11 @@ whose inputs are new again.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from bench import stats
 from bench.clock import Clock
 from bench.device import THROTTLED, Ceilings, Gpu, Watch
 from bench.parity import Parity, measure_parity
-from bench.records import BenchRow
+from bench.records import BenchRow, out_dir
 from nsa import launches
 
 RATIO_FLOOR_US = 2.0  # shorter calls get no ratio: the clock's own step is a quarter of that
@@ -84,6 +82,7 @@ class Budget:
     wall_s: float = 8.0
     min_n: int = 30
     rel_half_width: float = 0.005
+    warm_calls: int = 3
     warm_s: float = 0.1
     warm_cap_s: float = 2.0
 
@@ -147,11 +146,13 @@ def prove(case: Case, contender: Contender, seed: int, when: str) -> tuple[Parit
 
 def warm_up(clock: Clock, calls: Sequence[Callable[[], Any]], cold: bool, budget: Budget) -> None:
     """Call in turn until two windows of 10 agree within 1 %, at least budget.warm_s."""
-    begin, last = time.perf_counter(), None
+    begin, last, rounds = time.perf_counter(), None, 0
     while True:
         centre = statistics.median(clock.run([c for _ in range(10) for c in calls], cold=cold))
         spent = time.perf_counter() - begin
+        rounds += 1
         settled = last is not None and abs(centre / last - 1) < 0.01
+        settled = settled and rounds * 10 >= budget.warm_calls
         if (settled and spent >= budget.warm_s) or spent >= budget.warm_cap_s:
             return
         last = centre
@@ -247,10 +248,10 @@ def _throughput(case: Case, median_us: float, ceiling: Ceilings) -> dict[str, An
 
 def save_samples(row: BenchRow, samples: Samples) -> None:
     """Append the raw times to bench/samples.jsonl of the report's folder, when there is one."""
-    folder = os.environ.get("NSA_OUT_DIR")
-    if not folder:
+    folder = out_dir()
+    if folder is None:
         return
-    path = Path(folder) / "bench" / "samples.jsonl"
+    path = folder / "bench" / "samples.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     line = {
         "bench": row.bench, "case": row.case, "cache": row.cache, "candidate": row.candidate,

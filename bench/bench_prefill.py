@@ -1,0 +1,452 @@
+"""Prefill and training: all of NSA, and each of its parts, against dense attention of one length.
+
+    python bench/bench_prefill.py                         # 8k and 32k tokens, forward and backward
+    python bench/bench_prefill.py --S_list 65536 --ops full,cmp,sel,win,select --csv prefill.csv
+
+Sizes default to the paper's: 64 query heads on 4 KV groups, head size 128, l=32 d=16, 16 blocks of
+64, window 512, bf16, one sequence. The candidate is the Triton operator behind nsa.nsa_attention;
+the baseline is causal dense attention by the fastest backend that torch's SDPA has (GQA). Results
+are checked on sampled queries against fp64 before and after the timing; NSA and dense attention
+each against their own. bwd is the backward pass alone.
+
+Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from bench.bench_sel_triton import integers, line
+from bench.clock import CudaClock
+from bench.device import Gpu, ceilings
+from bench.parity import measure_parity
+from bench.provenance import COLUMNS as PROVENANCE
+from bench.provenance import provenance
+from bench.records import BenchRow, add_csv_argument, emit, note, out_dir, say, write_csv
+from bench.roofline import Shape, bytes_needed, flops
+from bench.timing import Budget, Case, Contender, measure
+from nsa import launches, reference, select
+from nsa.blocks import num_compressed
+from nsa.kernels.sdpa import BACKENDS
+
+OPS = ("full", "cmp", "sel", "win", "select")
+COLUMNS = (
+    "op", "direction", "S", "B", "HQ", "G", "D", "Dv", "ms", "ms_low", "ms_high", "dense_ms",
+    "speedup", "ci_low", "ci_high", "tflops", "gbs", "peak_frac", "bound", "bytes", "flops",
+    "baseline", "path", "parity", "mae", "max_abs", "wall_ms", "first_call_ms", "n", "status",
+    "why", "sm_mhz", "power_w", "peak_mem_mib", *PROVENANCE,
+)  # fmt: skip
+KERNELS = {
+    "cmp": ("_span_fwd_kernel",), "win": ("_span_fwd_kernel",),
+    "sel": ("_block_attn_fwd_kernel",), "select": ("_block_score_kernel", "_block_topn_kernel"),
+    "full": ("_span_fwd_kernel", "_block_score_kernel", "_block_topn_kernel",
+             "_block_attn_fwd_kernel", "_combine_fwd_kernel"),
+}  # fmt: skip
+BWD_KERNELS = {
+    "cmp": ("_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel"),
+    "win": ("_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel"),
+    "sel": ("_block_attn_bwd_dq_kernel", "_block_attn_bwd_dkdv_kernel"),
+    "full": ("_combine_bwd_kernel", "_span_bwd_dq_kernel", "_block_attn_bwd_dq_kernel",
+             "_block_attn_bwd_dkdv_kernel", "_span_bwd_dkdv_kernel"),
+}  # fmt: skip
+
+
+class Prefill:
+    """Inputs of one length, the calls on them, and fp64 results on a sample of the queries."""
+
+    def __init__(self, shape: Shape, samples: int = 12) -> None:
+        s = self.shape = shape
+        like = {"dtype": torch.bfloat16, "device": "cuda"}
+        kv = lambda n, width: torch.empty(s.B, n, s.G, width, **like)
+        n_cmp = max(num_compressed(s.S, s.l, s.d), 1)
+        self.q = torch.empty(s.B, s.S, s.HQ, s.D, **like)
+        self.do = torch.empty(s.B, s.S, s.HQ, s.Dv, **like)
+        self.k_cmp, self.v_cmp = kv(n_cmp, s.D), kv(n_cmp, s.Dv)
+        self.k_sel, self.v_sel, self.k_win, self.v_win = (
+            kv(s.S, s.D), kv(s.S, s.Dv), kv(s.S, s.D), kv(s.S, s.Dv)
+        )  # fmt: skip
+        self.gates = torch.empty(s.B, s.S, s.HQ, 3, **like)
+        # Queries whose results are checked: the first, the last, block edges, and some between.
+        some = torch.randint(s.S, (samples,), generator=torch.Generator().manual_seed(s.S))
+        edges = [0, s.l - 1, s.l_sel - 1, s.l_sel, s.S // 2, s.S - 1]
+        self.at = sorted({*some.tolist(), *(t for t in edges if 0 <= t < s.S)})
+        self.blocks: Tensor | None = None
+
+    def refill(self, seed: int) -> None:
+        gen = torch.Generator("cuda").manual_seed(seed)
+        for x in self.inputs():
+            x.detach().normal_(generator=gen)
+        self.gates.detach().uniform_(generator=gen)
+        self.blocks = None
+
+    def inputs(self) -> list[Tensor]:
+        return [self.q, self.k_cmp, self.v_cmp, self.k_sel, self.v_sel, self.k_win, self.v_win,
+                self.gates, self.do]  # fmt: skip
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        s = self.shape
+        return dict(l=s.l, d=s.d, l_sel=s.l_sel, n_sel=s.n_sel, n_init=1, n_local=2)
+
+    # ---- calls -------------------------------------------------------------------------------
+
+    def forward(self, op: str) -> Any:
+        from nsa.kernels import prefill
+
+        s = self.shape
+        if op == "full":
+            out, aux = prefill.nsa_prefill_triton(*self.inputs()[:8], **self.sizes, window=s.w)
+            self.blocks = aux["block_indices"]
+            return out
+        if op == "cmp":
+            return prefill.compressed_attention_triton(
+                self.q, self.k_cmp, self.v_cmp, l=s.l, d=s.d
+            )[0]
+        if op == "win":
+            return prefill.sliding_attention_triton(self.q, self.k_win, self.v_win, window=s.w)[0]
+        if op == "sel":
+            return prefill.selection_blocks_triton(
+                self.q, self.k_sel, self.v_sel, self.blocks, block_size=s.l_sel
+            )
+        if self.lse is None:
+            self.lse = prefill.compressed_attention_triton(
+                self.q, self.k_cmp, self.v_cmp, l=s.l, d=s.d
+            )[1]
+        return prefill.select_blocks_triton(self.q, self.k_cmp, self.lse, **self.sizes)
+
+    lse: Tensor | None = None
+
+    def prepare(self, op: str) -> None:
+        """What an op gets from the one before it, outside of the clock."""
+        from nsa.kernels import prefill
+
+        s = self.shape
+        self.lse = None
+        if op in ("sel", "select"):
+            _, self.lse = prefill.compressed_attention_triton(
+                self.q.detach(), self.k_cmp.detach(), self.v_cmp.detach(), l=s.l, d=s.d
+            )
+        if op == "sel":
+            self.blocks = prefill.select_blocks_triton(
+                self.q, self.k_cmp, self.lse, **self.sizes
+            )
+
+    def leaves(self, op: str) -> list[Tensor]:
+        names = {"cmp": ("q", "k_cmp", "v_cmp"), "win": ("q", "k_win", "v_win"),
+                 "sel": ("q", "k_sel", "v_sel")}.get(op)  # fmt: skip
+        return [getattr(self, n) for n in names] if names else self.inputs()[:8]
+
+    # ---- truth -------------------------------------------------------------------------------
+
+    def one(self, t: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """Queries at t and the keys that each branch shows them: (q, k, v) in `dtype`."""
+        s = self.shape
+        q = self.q[:, t : t + 1].detach().to(dtype)
+        seen = oracle_visible(t, s.l, s.d)
+        take = lambda k, v, a, b: (q, k[:, a:b].detach().to(dtype), v[:, a:b].detach().to(dtype))
+        return {
+            "cmp": take(self.k_cmp, self.v_cmp, 0, seen),
+            "win": take(self.k_win, self.v_win, max(0, t + 1 - s.w), t + 1),
+            "dense": take(self.k_sel, self.v_sel, 0, t + 1),
+        }
+
+    @torch.no_grad()
+    def exact(self, op: str, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Results of the sampled queries [B, n, HQ, Dv] by plain attention in `dtype`."""
+        rows = []
+        for t in self.at:
+            keys = self.one(t, dtype)
+            part = {n: attend(*keys[n]) for n in keys if op in (n, "full") and n != "dense"}
+            if op == "dense":
+                part = {"dense": attend(*keys["dense"])}
+            if op in ("sel", "full"):
+                part["sel"] = self.selected(t, dtype)
+            if op == "full":
+                g = self.gates[:, t : t + 1].detach().to(dtype)
+                rows.append(g[..., :1] * part["cmp"] + g[..., 1:2] * part["sel"]
+                            + g[..., 2:] * part["win"])  # fmt: skip
+            else:
+                rows.append(part[op])
+        return torch.cat(rows, 1)
+
+    def selected(self, t: int, dtype: torch.dtype) -> Tensor:
+        q = self.q[:, t : t + 1].detach().to(dtype)
+        spans = select.blocks_to_ranges(
+            self.blocks[:, t : t + 1], self.shape.l_sel, torch.tensor([t], device="cuda")
+        )
+        clean = select.clean_ranges(spans, t + 1)
+        k, v = (x[:, : t + 1].detach().to(dtype) for x in (self.k_sel, self.v_sel))
+        return reference.selection_attention(q, k, v, clean)
+
+    def best_blocks(self) -> Tensor:
+        """The oracle's choice for the sampled queries: [B, n, G, n_sel], as floats."""
+        s = self.shape
+        rows = [
+            select.select_blocks(
+                self.q[:, t : t + 1].double(), self.k_cmp.double(), **self.sizes, q_start=t
+            )
+            for t in self.at
+        ]
+        return torch.cat(rows, 1).double() / (s.S / s.l_sel)
+
+
+def oracle_visible(t: int, l: int, d: int) -> int:
+    return max(0, (t + 1 - l) // d + 1) if t + 1 >= l else 0
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B, 1, HQ, D] over all of k [B, N, G, D], v: softmax attention in the tensors' dtype."""
+    h = q.shape[2] // k.shape[2]
+    if k.shape[1] == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[-1])
+    k, v = (x.transpose(1, 2).repeat_interleave(h, 1) for x in (k, v))
+    scores = q.transpose(1, 2) @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def dense_calls(x: Prefill) -> list[tuple[str, Callable[[], Tensor]]]:
+    """Causal dense attention of the same length by each SDPA backend that takes it."""
+    found = []
+    for name, backend in BACKENDS.items():
+        if name in ("math", "efficient"):  # S x S scores, or no GQA
+            continue
+
+        def run(backend=backend) -> Tensor:
+            q, k, v = (t.transpose(1, 2) for t in (x.q, x.k_sel, x.v_sel))
+            with sdpa_kernel(backend):
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2)
+
+        try:
+            with torch.no_grad():
+                run()
+        except RuntimeError:
+            continue
+        found.append((f"dense sdpa_{name} gqa", run))
+    return found
+
+
+def forward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
+    shape = x.shape
+    pick = lambda out: out[:, x.at]
+    call = torch.no_grad()(lambda: x.forward(op))
+
+    def refill(seed: int) -> None:
+        x.refill(seed)
+        x.prepare(op)
+
+    oracle_fn, same, view = lambda: x.exact(op), lambda: x.exact(op, torch.bfloat16), pick
+    if op == "select":
+        scale = shape.S / shape.l_sel
+        oracle_fn, same = x.best_blocks, None
+        view = lambda out: out[:, x.at].double() / scale
+    baselines = []
+    if op == "full":
+        baselines = [
+            Contender(name, torch.no_grad()(run), "sdpa", oracle=lambda: x.exact("dense"),
+                      same_dtype=lambda: x.exact("dense", torch.bfloat16))
+            for name, run in dense_calls(x)
+        ]  # fmt: skip
+    return Case(
+        "prefill", f"prefill/{op}/fwd/S={shape.S}",
+        Contender("nsa" if op == "full" else f"nsa {op}", call, "triton", KERNELS[op]),
+        refill=refill, inputs=x.inputs, oracle=oracle_fn, same_dtype=same, baselines=baselines,
+        view=view, bytes_needed=bytes_needed(shape, op), flops=flops(shape, op),
+        columns={**columns, "op": op, "direction": "fwd"},
+    )  # fmt: skip
+
+
+def sampled_gradients(x: Prefill, part: str, dtype: torch.dtype) -> list[Tensor]:
+    """Gradients of the sampled queries' outputs alone, by plain attention in `dtype`.
+
+    The first is dq of these queries [B, n, HQ, D]; then those of the part's keys, values and
+    gates, whole, as if every other query had do = 0.
+    """
+    names = {"cmp": ("k_cmp", "v_cmp"), "win": ("k_win", "v_win"), "sel": ("k_sel", "v_sel"),
+             "dense": ("k_sel", "v_sel")}.get(part) or (
+        "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")  # fmt: skip
+    leaf = lambda t: t.detach().to(dtype).requires_grad_()
+    q = leaf(x.q[:, x.at])
+    leaves = {n: leaf(getattr(x, n)) for n in names}
+    s, total = x.shape, 0.0
+    for i, t in enumerate(x.at):
+        qt, parts = q[:, i : i + 1], []
+        if part in ("cmp", "full"):
+            seen = oracle_visible(t, s.l, s.d)
+            parts.append(attend(qt, leaves["k_cmp"][:, :seen], leaves["v_cmp"][:, :seen]))
+        if part in ("sel", "full"):
+            spans = select.blocks_to_ranges(
+                x.blocks[:, t : t + 1], s.l_sel, torch.tensor([t], device="cuda")
+            )
+            k, v = (leaves[n][:, : t + 1] for n in ("k_sel", "v_sel"))
+            parts.append(
+                reference.selection_attention(qt, k, v, select.clean_ranges(spans, t + 1))
+            )
+        if part in ("win", "full"):
+            low = max(0, t + 1 - s.w)
+            parts.append(attend(qt, *(leaves[n][:, low : t + 1] for n in ("k_win", "v_win"))))
+        if part == "dense":
+            parts.append(attend(qt, *(leaves[n][:, : t + 1] for n in ("k_sel", "v_sel"))))
+        if part == "full":
+            g = leaves["gates"][:, t : t + 1]
+            parts = [sum(g[..., j : j + 1] * p for j, p in enumerate(parts))]
+        total = total + (parts[0] * x.do[:, t : t + 1].to(dtype)).sum()
+    return list(torch.autograd.grad(total, [q, *leaves.values()]))
+
+
+def check_key_gradients(x: Prefill, op: str, state: dict[str, Any]) -> str | None:
+    """Why dK, dV or the gates' gradients are wrong, None if they are right.
+
+    With do = 0 but for the sampled queries, these few make up all of them in fp64 too.
+    """
+    do = torch.zeros_like(x.do)
+    do[:, x.at] = x.do[:, x.at]
+    with launches.recording() as seen:
+        got = torch.autograd.grad(state["out"], state["leaves"], do, retain_graph=True)
+    want = sampled_gradients(x, op, torch.float64)
+    same = sampled_gradients(x, op, torch.bfloat16)
+    for i, (g, w, s) in enumerate(zip(got, want, same, strict=True)):
+        if i == 0:
+            g = g[:, x.at]
+        size = max(1.0, w.abs().max().item())
+        parity = measure_parity(
+            f"prefill/{op}/bwd/S={x.shape.S}/gradient {i}", "prefill_bwd", g, w, s,
+            path_requested="triton", path_taken="triton", launches=seen,
+            expect_kernels=BWD_KERNELS[op], seed=0, limit_mae=2e-3 * size,
+        )  # fmt: skip
+        emit("parity", dataclasses.asdict(parity))
+        if parity.status != "PASS":
+            return f"gradient {i} of {op}: {'; '.join(parity.why)}"
+    return None
+
+
+def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
+    """The backward alone; in each check dq of the sampled queries is held against fp64."""
+    shape = x.shape
+    state: dict[str, Any] = {}
+    dense = dense_calls(x) if op == "full" else []
+
+    def refill(seed: int) -> None:
+        state.clear()
+        x.refill(seed)
+        x.prepare(op)
+        leaves = x.leaves(op)
+        for t in leaves:
+            t.requires_grad_(True)
+        state.update(out=x.forward(op), leaves=leaves, dense={n: run() for n, run in dense})
+
+    def call() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(state["out"], state["leaves"], x.do, retain_graph=True)
+
+    def dense_call(name: str) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: torch.autograd.grad(
+            state["dense"][name], (x.q, x.k_sel, x.v_sel), x.do, retain_graph=True
+        )
+
+    dq = lambda part, dtype: sampled_gradients(x, part, dtype)[0]
+    refill(0)
+    wrong = check_key_gradients(x, op, state)
+    if wrong:
+        raise AssertionError(wrong)
+    return Case(
+        "prefill", f"prefill/{op}/bwd/S={shape.S}",
+        Contender("nsa" if op == "full" else f"nsa {op}", call, "triton", BWD_KERNELS[op]),
+        refill=refill, inputs=x.inputs, oracle=lambda: dq(op, torch.float64),
+        same_dtype=lambda: dq(op, torch.bfloat16),
+        baselines=[
+            Contender(name, dense_call(name), "sdpa", oracle=lambda: dq("dense", torch.float64),
+                      same_dtype=lambda: dq("dense", torch.bfloat16))
+            for name, _ in dense
+        ],
+        view=lambda grads: grads[0][:, x.at],
+        bytes_needed=bytes_needed(shape, op, backward=True), flops=flops(shape, op, backward=True),
+        columns={**columns, "op": op, "direction": "bwd"},
+    )  # fmt: skip
+
+
+def csv_row(row: BenchRow) -> dict[str, Any]:
+    ms = lambda us: None if us is None else us / 1e3
+    low, high = row.ci95_us or (None, None)
+    slow, fast = row.speedup_ci95 or (None, None)
+    parity = row.parity or {}
+    return {
+        **row.columns, **row.record(), "ms": ms(row.median_us), "ms_low": ms(low),
+        "ms_high": ms(high), "dense_ms": ms(row.base_median_us), "ci_low": slow, "ci_high": fast,
+        "path": row.path_taken, "parity": parity.get("status"), "mae": parity.get("mae"),
+        "max_abs": parity.get("max_abs"), "wall_ms": ms(row.wall_us), "why": "; ".join(row.why),
+        "sm_mhz": row.sm_mhz and row.sm_mhz[0],
+    }  # fmt: skip
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--S_list", type=integers, default=[8192, 32768], help="tokens")
+    parser.add_argument("--ops", default="full,cmp,sel,win,select", help=f"from {','.join(OPS)}")
+    parser.add_argument("--directions", default="fwd,bwd", help="fwd, bwd or both")
+    for name, value in (("B", 1), ("HQ", 64), ("G", 4), ("D", 128), ("Dv", 128), ("l", 32),
+                        ("d", 16), ("l_sel", 64), ("n_sel", 16), ("w", 512)):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--seconds", type=float, default=0.6, help="device time per case, at most")
+    add_csv_argument(parser)
+    args = parser.parse_args(argv)
+    args.ops, args.directions = args.ops.split(","), args.directions.split(",")
+    if not set(args.ops) <= set(OPS):
+        parser.error(f"--ops must be from {', '.join(OPS)}, got {','.join(args.ops)}")
+    if not set(args.directions) <= {"fwd", "bwd"}:
+        parser.error(f"--directions must be from fwd, bwd, got {','.join(args.directions)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if not torch.cuda.is_available():
+        note("torch sees no CUDA device: nothing was timed", "warn")
+        return 3
+    gpu, clock = Gpu(), CudaClock()
+    about, ceiling = provenance(gpu), ceilings(gpu, out_dir())
+    budget = Budget(device_s=args.seconds, min_n=20, warm_s=0.05, warm_cap_s=1.0)
+    written, failed = [], False
+    for S, direction, op in itertools.product(args.S_list, args.directions, args.ops):
+        if direction == "bwd" and op == "select":
+            continue
+        names = ("B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w")
+        shape = Shape(S, **{n: getattr(args, n) for n in names})
+        columns = {"S": S, **{n: getattr(args, n) for n in names[:5]}, **about}
+        torch.cuda.reset_peak_memory_stats()
+        make = forward_case if direction == "fwd" else backward_case
+        name = f"prefill/{op}/{direction}/S={S}"
+        about_case = {**columns, "op": op, "direction": direction}
+        try:
+            case = make(Prefill(shape), op, columns)
+            row = measure(case, clock, gpu=gpu, ceiling=ceiling, budget=budget)
+        except torch.cuda.OutOfMemoryError as error:
+            why = (f"out of memory: {str(error).splitlines()[0][:200]}",)
+            row = BenchRow("prefill", name, "SKIPPED", why, columns=about_case).emit()
+        except AssertionError as error:
+            row = BenchRow("prefill", name, "FAILED", (str(error),), columns=about_case).emit()
+        peak = torch.cuda.max_memory_allocated() / 2**20
+        written.append({**csv_row(row), "peak_mem_mib": round(peak)})
+        failed |= row.status == "FAILED"
+        say(args, line(row))
+        torch.cuda.empty_cache()
+    write_csv(args.csv, written, COLUMNS)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,400 @@
+"""Triton selection attention against packed SDPA, row by row: N rows of H heads over L keys each.
+
+    python bench/bench_sel_triton.py                                  # a sensible default
+    python bench/bench_sel_triton.py --N 1024 --H 8 --D 128 --Dv 128 --L_list 64,256,1024 \\
+        --dist mixed --streams 2 --csv sel.csv
+    python bench/bench_sel_triton.py --decode 1                       # one query per sequence
+    python bench/bench_sel_triton.py --sweep 3                        # best 3 tiles per L
+
+Modes (column `mode`):
+  dense    sel_attn_fwd_dense on packed K, V [N, L, D]            (--dist few)
+  varlen   sel_attn_fwd_varlen on the same keys as packed rows     (--dist many, mixed)
+  ranges   the wrapper's default: K, V read in place through ranges, one cache for all rows
+  decode   ranges with S = 1: a cache per sequence, n_sel blocks of L / n_sel keys, h heads
+
+The baseline of every mode is the fastest that torch's SDPA offers on keys that are packed already:
+each backend as GQA and with the heads as query rows of one head. What packing costs is a column of
+its own (pack_ms). Distributions of a row's L keys: few [(0, L)]; many, 8 equal spans; mixed, 2, 4
+or 8 random spans. Inputs are N(0, 1) with fixed seeds; parity is checked before and after timing.
+
+Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+import torch
+from torch import Tensor
+
+from bench.clock import CudaClock
+from bench.device import Gpu, ceilings
+from bench.provenance import COLUMNS as PROVENANCE
+from bench.provenance import provenance
+from bench.records import BenchRow, add_csv_argument, note, out_dir, say, write_csv
+from bench.timing import Budget, Case, Contender, measure
+from nsa.flags import get_flags
+from nsa.kernels import sdpa
+
+DISTRIBUTIONS = ("few", "many", "mixed")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CACHE_LEN = 8192  # keys of the cache that `ranges` rows point into
+COLUMNS = (
+    "mode", "N", "H", "D", "Dv", "L", "dist", "nspans", "streams", "tri_ms", "ref_ms", "speedup",
+    "ci_low", "ci_high", "mae", "max_abs", "parity", "bytes", "gbs", "peak_frac", "bound",
+    "pack_ms", "wall_ms", "first_call_ms", "n", "path", "baseline", "cache", "status", "why",
+    "dtype", "sm_mhz", "power_w", *PROVENANCE,
+)  # fmt: skip
+SWEEP = dict(
+    block_l=(64, 128, 256), block_d=(32, 64, 128), num_warps=(2, 4, 8), num_stages=(1, 2, 3)
+)
+
+
+def spans_of(dist: str, L: int, n_keys: int, gen: torch.Generator) -> list[tuple[int, int]]:
+    """Disjoint [start, end) of one row in a cache of n_keys; their lengths sum to L."""
+    if dist == "few":
+        return [(0, L)]
+    if dist == "many":
+        n = min(8, L)
+        lengths = [L // n + (i < L % n) for i in range(n)]
+    else:
+        n = min([2, 4, 8][int(torch.randint(3, (1,), generator=gen))], L)
+        cuts = (torch.randperm(L - 1, generator=gen)[: n - 1] + 1).sort().values.tolist()
+        lengths = [b - a for a, b in zip([0, *cuts], [*cuts, L], strict=True)]
+    free = torch.randint(n_keys - L + 1, (n,), generator=gen).sort().values.tolist()
+    starts = [gap + sum(lengths[:i]) for i, gap in enumerate(free)]
+    return [(at, at + length) for at, length in zip(starts, lengths, strict=True)]
+
+
+class Rows:
+    """Inputs of one case: queries [N, H, D], keys and values, the rows' ranges, packed copies.
+
+    mode "ranges" keeps K and V in one cache, "decode" in a cache per row; the packed copies of the
+    baseline are gathered anew at every refill.
+    """
+
+    def __init__(
+        self, mode: str, dist: str, N: int, H: int, D: int, Dv: int, L: int, dtype: torch.dtype,
+        n_sel: int = 16,
+    ) -> None:  # fmt: skip
+        self.mode, self.L = mode, L
+        like = {"dtype": dtype, "device": "cuda"}
+        self.q = torch.empty(N, H, D, **like)
+        self.k, self.v = torch.empty(N, L, D, **like), torch.empty(N, L, Dv, **like)
+        self.cu = torch.arange(N + 1, device="cuda", dtype=torch.int32) * L
+        self.cache: list[Tensor] = []
+        self.nspans = 1
+        if mode not in ("ranges", "decode"):
+            return
+        caches = N if mode == "decode" else 1
+        n_keys = max(CACHE_LEN, 2 * L) if mode == "ranges" else max(4096, 2 * L)
+        self.cache = [torch.empty(caches, 1, n_keys, x, **like) for x in (D, Dv)]
+        gen = torch.Generator().manual_seed(N * 1009 + L)
+        rows = []
+        for _ in range(N):
+            if mode == "decode":
+                # n_sel blocks ending at t: the first, the last two and random ones between.
+                size = L // n_sel
+                last = n_keys // size - 1
+                some = torch.randperm(last - 2, generator=gen)[: n_sel - 3] + 1
+                blocks = sorted({0, last - 1, last, *some.tolist()})
+                rows.append([(b * size, (b + 1) * size) for b in blocks])
+            else:
+                rows.append(spans_of(dist, L, n_keys, gen))
+        self.nspans = max(map(len, rows))
+        padded = [[*r, *[(0, 0)] * (self.nspans - len(r))] for r in rows]
+        ranges = torch.tensor(padded, dtype=torch.int32, device="cuda")
+        shape = (N, 1, 1) if mode == "decode" else (1, N, 1)
+        self.ranges = ranges.view(*shape, self.nspans, 2)
+        at = torch.tensor([[i for a, b in r for i in range(a, b)] for r in rows], device="cuda")
+        owner = torch.arange(N, device="cuda")[:, None] if mode == "decode" else 0
+        self.at = (owner, 0, at)
+
+    def refill(self, seed: int) -> None:
+        gen = torch.Generator("cuda").manual_seed(seed)
+        for x in (self.q, *(self.cache or (self.k, self.v))):
+            x.normal_(generator=gen)
+        if self.cache:
+            self.pack()
+
+    def pack(self) -> None:
+        """Gather the selected keys of every row: what a packed baseline needs first."""
+        for packed, cache in zip((self.k, self.v), self.cache, strict=True):
+            width = cache.shape[-1]
+            torch.index_select(
+                cache.view(-1, width), 0, self.flat_index(), out=packed.view(-1, width)
+            )
+
+    def flat_index(self) -> Tensor:
+        if not hasattr(self, "_flat"):
+            owner, _, at = self.at
+            self._flat = (owner * self.cache[0].shape[2] + at).flatten()
+        return self._flat
+
+    def inputs(self) -> list[Tensor]:
+        return [self.q, self.k, self.v, *self.cache]
+
+    @torch.no_grad()
+    def exact(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """softmax(q k^T / sqrt(D)) v row by row, in `dtype`."""
+        q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
+        return torch.softmax(q @ k.transpose(1, 2) * self.q.shape[-1] ** -0.5, -1) @ v
+
+    @property
+    def bytes_needed(self) -> int:
+        """Queries, output and every key and value once, however many rows share it."""
+        size, N, H = self.q.element_size(), *self.q.shape[:2]
+        width = self.k.shape[-1] + self.v.shape[-1]
+        keys = N * self.L
+        if self.mode == "ranges":
+            keys = int(torch.unique(self.flat_index()).numel())
+        return size * width * (keys + N * H)
+
+
+Run = Callable[[slice], Tensor]
+
+
+def candidate(rows: Rows, flags: Any, tiles: Any = None) -> tuple[Run, str, str]:
+    """(call on a slice of the rows, path, the kernel that must have run)."""
+    from nsa.kernels import triton_sel_kernel
+    from nsa.kernels.triton_sel_kernel import sel_fwd
+
+    tail = "_group" if flags.sel_triton_group else ""
+    if rows.mode == "dense":
+        fn = getattr(sel_fwd, "sel_attn_fwd_dense" + tail)
+
+        def call(part: slice) -> Tensor:
+            return fn(rows.q[part], rows.k[part], rows.v[part], flags=flags, tiles=tiles)
+
+        return call, f"triton_dense{tail}", f"_sel_attn_fwd_dense{tail}_kernel"
+    if rows.mode == "varlen":
+        fn = getattr(sel_fwd, "sel_attn_fwd_varlen" + tail)
+
+        def call(part: slice) -> Tensor:
+            k, v = rows.k.flatten(0, 1), rows.v.flatten(0, 1)
+            cu = rows.cu[part.start : part.stop + 1]
+            return fn(rows.q[part], k, v, cu, max_len=rows.L, flags=flags, tiles=tiles)
+
+        return call, f"triton_varlen{tail}", f"_sel_attn_fwd_varlen{tail}_kernel"
+    single = rows.nspans == 1
+
+    def call(part: slice) -> Tensor:
+        if rows.mode == "decode":
+            q, kv = rows.q[part, None, None], [x[part] for x in rows.cache]
+            ranges = rows.ranges[part]
+        else:
+            q, kv, ranges = rows.q[part][None, :, None], rows.cache, rows.ranges[:, part]
+        with torch.no_grad():
+            out = triton_sel_kernel.selection_ranges_triton(q, *kv, ranges, flags=flags)
+        return out.reshape(-1, *out.shape[-2:])
+
+    if single:
+        return call, "triton_ranges_single", f"_sel_attn_fwd_dense{tail}_kernel"
+    return call, "triton_ranges", "_sel_attn_fwd_ranges_kernel"
+
+
+def on_streams(call: Callable[[slice], Tensor], N: int, streams: int) -> Callable[[], Tensor]:
+    """The rows in equal parts on that many CUDA streams, joined on the current one."""
+    if streams == 1:
+        whole = slice(0, N)
+        return lambda: call(whole)
+    side = [torch.cuda.Stream() for _ in range(streams)]
+    cuts = [N * i // streams for i in range(streams + 1)]
+
+    def run() -> Tensor:
+        here = torch.cuda.current_stream()
+        parts = []
+        for stream, a, b in zip(side, cuts, cuts[1:], strict=False):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                parts.append(call(slice(a, b)))
+        for stream, part in zip(side, parts, strict=True):
+            here.wait_stream(stream)
+            part.record_stream(here)
+        return torch.cat(parts)
+
+    return run
+
+
+def case_of(
+    rows: Rows, dist: str, streams: int, dtype: str, flags: Any, more: dict[str, Any]
+) -> Case:
+    rows.refill(0)
+    call, path, kernel = candidate(rows, flags)
+    found = sdpa.baselines(rows.q, rows.k, rows.v)
+    N, H, D = rows.q.shape
+    Dv = rows.v.shape[-1]
+    columns = {
+        "mode": rows.mode, "N": N, "H": H, "D": D, "Dv": Dv, "L": rows.L, "dist": dist,
+        "nspans": rows.nspans, "streams": streams, "dtype": dtype, **more,
+    }  # fmt: skip
+    name = f"sel/{rows.mode}/{dist}/N={N}/H={H}/D={D}/Dv={Dv}/L={rows.L}/streams={streams}"
+    return Case(
+        "sel", name, Contender("triton", on_streams(call, N, streams), path, (kernel,)),
+        refill=rows.refill, inputs=rows.inputs, oracle=rows.exact,
+        same_dtype=lambda: rows.exact(rows.q.dtype),
+        baselines=[Contender(n, c, "sdpa", (n,)) for n, c in found.calls.items()],
+        requested="triton", bytes_needed=rows.bytes_needed, flops=2 * N * H * rows.L * (D + Dv),
+        columns=columns,
+    )  # fmt: skip
+
+
+def cases(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
+    """(mode, distribution, L, streams) of every case, in the order of the lengths."""
+    for L, dist, streams in itertools.product(args.L_list, args.dist, args.streams):
+        if args.decode:
+            yield "decode", "blocks", L, streams
+            continue
+        yield "dense" if dist == "few" else "varlen", dist, L, streams
+        yield "ranges", dist, L, streams
+
+
+def csv_row(row: BenchRow, pack_ms: float | None) -> dict[str, Any]:
+    ms = lambda us: None if us is None else us / 1e3
+    low, high = row.speedup_ci95 or (None, None)
+    parity = row.parity or {}
+    return {
+        **row.columns, "tri_ms": ms(row.median_us), "ref_ms": ms(row.base_median_us),
+        "speedup": row.speedup, "ci_low": low, "ci_high": high, "mae": parity.get("mae"),
+        "max_abs": parity.get("max_abs"), "parity": parity.get("status"), "bytes": row.bytes,
+        "gbs": row.gbs, "peak_frac": row.peak_frac, "bound": row.bound, "pack_ms": pack_ms,
+        "wall_ms": ms(row.wall_us), "first_call_ms": row.first_call_ms, "n": row.n,
+        "path": row.path_taken, "baseline": row.baseline, "cache": row.cache,
+        "status": row.status, "why": "; ".join(row.why),
+        "sm_mhz": row.sm_mhz and row.sm_mhz[0], "power_w": row.power_w,
+    }  # fmt: skip
+
+
+def line(row: BenchRow) -> str:
+    if row.median_us is None:
+        return f"{row.case:66} {row.status}: {'; '.join(row.why)}"
+    text = f"{row.case:66} {row.median_us:9.2f} us"
+    if row.speedup is not None:
+        low, high = row.speedup_ci95
+        text += f"  {row.speedup:5.2f}x [{low:.2f}, {high:.2f}] of {row.baseline}"
+    if row.peak_frac:
+        text += f"  {row.peak_frac:4.0%} of {row.bound}"
+    return text + ("" if row.status == "VALID" else f"  {row.status}: {'; '.join(row.why)}")
+
+
+def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> None:
+    """Time every tile choice of the direct kernels and print the best --sweep ones per L."""
+    from nsa.kernels.triton_sel_kernel.tiles import Tiles
+
+    say(args, f"tiles: {' x '.join(f'{k} {v}' for k, v in SWEEP.items())}; block_dv = block_d")
+    for mode, dist, L, _ in cases(args):
+        if mode not in ("dense", "varlen"):
+            continue
+        rows = Rows(mode, dist, args.N, args.H, args.D, args.Dv, L, DTYPES[args.dtype])
+        rows.refill(0)
+        want, same = rows.exact(), rows.exact(rows.q.dtype)
+        limit = 2 * (same.double() - want).abs().max().item() + 1e-3
+        timed, lost = [], 0
+        for values in itertools.product(*SWEEP.values()):
+            choice = dict(zip(SWEEP, values, strict=True))
+            if choice["block_d"] > max(args.D, 64) or choice["block_l"] > max(64, L):
+                continue
+            tiles = Tiles(block_dv=min(choice["block_d"], args.Dv), **choice)
+            call, _, _ = candidate(rows, flags, tiles)
+            run = on_streams(call, args.N, 1)
+            try:
+                good = (run().double() - want).abs().max().item() <= limit
+                times = clock.run([run] * 12, cold=True)[2:] if good else []
+            except Exception as error:
+                if "illegal memory" in str(error):
+                    raise
+                times = []
+            if times:
+                timed.append((statistics.median(times), choice))
+            else:
+                lost += 1
+        timed.sort(key=lambda item: item[0])
+        say(args, f"{mode}/{dist} L={L}: {len(timed)} right, {lost} do not fit or are wrong")
+        for us, choice in timed[: args.sweep]:
+            say(args, f"    {us:9.2f} us  " + " ".join(f"{k}={v}" for k, v in choice.items()))
+
+
+def integers(text: str) -> list[int]:
+    try:
+        values = [int(x) for x in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wants integers like 64,128, got {text!r}") from None
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"wants integers of at least 1, got {text!r}")
+    return values
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--N", type=int, default=256, help="rows (query, group), default 256")
+    parser.add_argument("--H", type=int, default=8, help="heads per row, default 8")
+    parser.add_argument("--D", type=int, default=64, help="query and key head size, default 64")
+    parser.add_argument("--Dv", type=int, default=None, help="value head size, default D")
+    parser.add_argument("--L_list", type=integers, default=None, help="selected keys per row")
+    parser.add_argument("--dist", default="few,many,mixed", help="few, many, mixed: one or more")
+    parser.add_argument("--iters", type=int, default=30, help="least samples of each candidate")
+    parser.add_argument("--warmup", type=int, default=10, help="least warm-up calls")
+    parser.add_argument("--streams", type=integers, default=[1], help="CUDA streams: 1, 2 or 1,2")
+    parser.add_argument("--decode", type=int, choices=(0, 1), default=0)
+    parser.add_argument("--n_sel", type=int, default=16, help="blocks per row with --decode 1")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument("--seconds", type=float, default=0.25, help="device time per case, at most")
+    parser.add_argument("--sweep", type=int, default=0, metavar="TOP", help="time tile choices")
+    add_csv_argument(parser)
+    args = parser.parse_args(argv)
+    args.Dv = args.Dv or args.D
+    args.L_list = args.L_list or ([128, 256, 512] if args.decode else [64, 128, 256, 512, 1024])
+    args.dist = args.dist.split(",")
+    if not set(args.dist) <= set(DISTRIBUTIONS):
+        parser.error(f"--dist must be from {', '.join(DISTRIBUTIONS)}, got {','.join(args.dist)}")
+    for name in ("N", "H", "D", "Dv", "n_sel"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.decode:
+        args.dist = args.dist[:1]
+        bad = [L for L in args.L_list if L % args.n_sel]
+        if bad:
+            parser.error(f"--L_list must be multiples of --n_sel {args.n_sel}, got {bad}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if not torch.cuda.is_available():
+        note("torch sees no CUDA device: nothing was timed", "warn")
+        return 3
+    gpu, clock = Gpu(), CudaClock()
+    flags = get_flags(gpu.name)
+    if args.sweep:
+        sweep(args, clock, flags)
+        return 0
+    about = provenance(gpu)
+    budget = Budget(device_s=args.seconds, min_n=args.iters, warm_calls=args.warmup)
+    ceiling = ceilings(gpu, out_dir())
+    written, failed = [], False
+    for mode, dist, L, streams in cases(args):
+        rows = Rows(mode, dist, args.N, args.H, args.D, args.Dv, L, DTYPES[args.dtype], args.n_sel)
+        case = case_of(rows, dist, streams, args.dtype, flags, about)
+        row = measure(case, clock, gpu=gpu, ceiling=ceiling, budget=budget)
+        pack_ms = None
+        if rows.cache:
+            pack_ms = statistics.median(clock.run([rows.pack] * 12, cold=True)[2:]) / 1e3
+        written.append(csv_row(row, pack_ms))
+        failed |= row.status == "FAILED"
+        say(args, line(row))
+    write_csv(args.csv, written, COLUMNS)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
