@@ -141,10 +141,23 @@ def _compressed_sdpa(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     return _each_sequence(args, _compressed(compressed_sdpa))
 
 
+def _fa2(run: Callable[..., Any], args: Args, flags: Flags, *names: str) -> Any:
+    """Packed sequences in one varlen call, unless the dense form is forced."""
+    form = "varlen" if flags.fa2_force_varlen else "dense" if flags.fa2_force_dense else "auto"
+    names = (*names, "softmax_scale", "q_start", "cu_seqlens", "max_seqlen")
+
+    def one(a: Args) -> Any:
+        return run(a["q"], a["k"], a["v"], form=form, **_only(a, *names))
+
+    if form == "dense" and args["cu_seqlens"] is not None:
+        return _each_sequence({**args, "max_seqlen": None}, one)
+    return one(args)
+
+
 def _compressed_fa2(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     from nsa.kernels.fa2 import compressed_fa2
 
-    return _each_sequence(args, _compressed(compressed_fa2))
+    return _fa2(compressed_fa2, args, flags, "l", "d")
 
 
 def _compressed_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
@@ -159,10 +172,8 @@ def _compressed_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
 # ---- sliding -------------------------------------------------------------------------------------
 
 
-def _sliding(run: Callable[..., Tensor], *more: str) -> Callable[[Args], Any]:
-    return lambda a: run(
-        a["q"], a["k"], a["v"], **_only(a, "window", "softmax_scale", "q_start", *more)
-    )
+def _sliding(run: Callable[..., Tensor]) -> Callable[[Args], Any]:
+    return lambda a: run(a["q"], a["k"], a["v"], **_only(a, "window", "softmax_scale", "q_start"))
 
 
 def _sliding_reference(args: Args, flags: Flags) -> Tensor:
@@ -178,7 +189,7 @@ def _sliding_sdpa(args: Args, flags: Flags) -> Tensor:
 def _sliding_fa2(args: Args, flags: Flags) -> Tensor:
     from nsa.kernels.fa2 import sliding_fa2
 
-    return _each_sequence(args, _sliding(sliding_fa2))
+    return _fa2(sliding_fa2, args, flags, "window")
 
 
 def _sliding_triton(args: Args, flags: Flags) -> Tensor:

@@ -1,0 +1,302 @@
+"""FA-2 without a GPU: the probe's words, the index arithmetic on a stand-in, the refusals.
+
+The stand-in has FlashAttention's contract (bottom-right causal mask, window, groups of heads,
+cu_seqlens) in plain PyTorch, so folding, trimming and packing are compared with the oracle.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+
+from nsa import oracle, reference, rungs
+from nsa.attention import compressed_attention, sliding_attention
+from nsa.blocks import num_compressed
+from nsa.flags import Flags
+from nsa.kernels import fa2
+from nsa.tests.helpers import grads, make_qkv, randn
+
+
+def _one(q, k, v, scale, causal, left):
+    """q [Sq, H, Dk], k [Sk, G, Dk] -> out [Sq, H, Dv], lse [H, Sq] as FA-2 has it."""
+    Sq, Sk, h = len(q), len(k), q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(h, 1), v.repeat_interleave(h, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    at = torch.arange(Sq)[:, None] + Sk - Sq
+    key = torch.arange(Sk)[None]
+    seen = torch.ones(Sq, Sk, dtype=torch.bool)
+    if causal:
+        seen &= key <= at
+    if left >= 0:
+        seen &= key >= at - left
+    scores = scores.masked_fill(~seen, -math.inf)
+    assert Sk and seen.any(1).all(), "a row without keys was sent to FlashAttention"
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Put the stand-in in place of _call; yields the shapes that reach it."""
+    seen = []
+
+    def stand_in(
+        q, k, v, *, scale, causal, left=-1, cu_q=None, cu_k=None, max_q=0, max_k=0
+    ):
+        seen.append(("dense" if cu_q is None else "varlen", tuple(q.shape), tuple(k.shape)))
+        if cu_q is None:
+            parts = [_one(*x, scale, causal, left) for x in zip(q, k, v, strict=True)]
+            return torch.stack([p[0] for p in parts]), torch.stack(
+                [p[1].T for p in parts]
+            ).detach()
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
+        assert ends_q[-1] == len(q) and ends_k[-1] == len(k)
+        assert max_q == max(b - a for a, b in zip(ends_q, ends_q[1:], strict=False))
+        assert max_k == max(b - a for a, b in zip(ends_k, ends_k[1:], strict=False))
+        parts = [
+            _one(q[a:b], k[c:e], v[c:e], scale, causal, left)
+            for a, b, c, e in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
+            if a < b
+        ]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1].T for p in parts]).detach()
+
+    monkeypatch.setattr(fa2, "_call", stand_in)
+    return seen
+
+
+@pytest.mark.parametrize("form", ["auto", "varlen"])
+@pytest.mark.parametrize(
+    "S, q_start, l, d",
+    [(40, 0, 8, 4), (37, 0, 8, 8), (13, 17, 8, 4), (1, 30, 8, 4), (3, 28, 8, 4), (9, 2, 8, 2),
+     (7, 0, 8, 4), (8, 0, 8, 4), (30, 6, 6, 3), (20, 0, 4, 1), (2, 10, 8, 4)],
+)  # fmt: skip
+def test_compressed_folding_matches_the_oracle(S, q_start, l, d, form, calls):
+    N = num_compressed(q_start + S, l, d) + (q_start % 2)  # sometimes a key too many
+    q, k, v = make_qkv(2, S, 6, 2, 8, 5, Skv=N, dtype=torch.float64, seed=S)
+    out, lse = fa2.compressed_fa2(q, k, v, l=l, d=d, q_start=q_start, form=form)
+    want, want_lse = oracle.compressed_attention(q, k, v, l=l, d=d, q_start=q_start)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse.double(), want_lse)
+    assert {c[0] for c in calls} <= {"varlen" if form == "varlen" else "dense"}
+
+
+@pytest.mark.parametrize("form", ["auto", "varlen"])
+@pytest.mark.parametrize(
+    "S, q_start, w", [(20, 0, 5), (20, 0, 64), (6, 21, 7), (1, 30, 8), (1, 0, 1), (9, 3, 1)]
+)
+def test_sliding_window_matches_the_oracle(S, q_start, w, form, calls):
+    q, k, v = make_qkv(2, S, 4, 2, 8, 8, Skv=q_start + S + 2, dtype=torch.float64, seed=w)
+    out = fa2.sliding_fa2(q, k, v, window=w, q_start=q_start, form=form)
+    torch.testing.assert_close(
+        out, oracle.sliding_attention(q, k, v, window=w, q_start=q_start)
+    )
+    assert calls[0][2][0 if form == "varlen" else 1] <= (w + S - 1) * 2
+
+
+PACKED = [0, 19, 19, 24, 25, 57, 65]  # an empty sequence, ones shorter than l, one of just l
+
+
+def test_packed_sequences_equal_each_alone(calls):
+    cu = torch.tensor(PACKED, dtype=torch.int32)
+    l, d = 8, 4
+    total = sum(num_compressed(b - a, l, d) for a, b in zip(PACKED, PACKED[1:], strict=False))
+    q, k, v = make_qkv(1, PACKED[-1], 4, 2, 8, 8, dtype=torch.float64)
+    _, kc, vc = make_qkv(1, 1, 4, 2, 8, 8, Skv=total, dtype=torch.float64, seed=1)
+    for form in ("auto", "varlen"):
+        for longest in (None, 32):
+            kw = dict(cu_seqlens=cu, max_seqlen=longest, form=form)
+            out, lse = fa2.compressed_fa2(q[0], kc[0], vc[0], l=l, d=d, **kw)
+            win = fa2.sliding_fa2(q[0], k[0], v[0], window=6, **kw)
+            at_k = 0
+            for a, b in zip(PACKED, PACKED[1:], strict=False):
+                n = num_compressed(b - a, l, d)
+                keys = slice(at_k, at_k + n)
+                at_k += n
+                want, want_lse = oracle.compressed_attention(
+                    q[:, a:b], kc[:, keys], vc[:, keys], l=l, d=d
+                )
+                torch.testing.assert_close(out[a:b], want[0])
+                torch.testing.assert_close(lse[a:b].double(), want_lse[0])
+                want = oracle.sliding_attention(q[:, a:b], k[:, a:b], v[:, a:b], window=6)
+                torch.testing.assert_close(win[a:b], want[0])
+    assert [c[0] for c in calls] == ["varlen"] * 8
+
+
+def test_packed_sequences_too_short_for_any_key(calls):
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    q, k, v = make_qkv(1, 7, 4, 2, 8, Skv=0, requires_grad=True)
+    out, lse = fa2.compressed_fa2(q[0], k[0], v[0], l=8, d=4, cu_seqlens=cu)
+    assert not out.any() and lse.isneginf().all() and not calls
+    out.sum().backward()
+    assert not q.grad.any()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_match_the_reference(packed, calls):
+    S, l, d = 27, 8, 4
+    N = num_compressed(S, l, d)
+    cmp = make_qkv(1, S, 4, 2, 8, 8, Skv=N, dtype=torch.float64, seed=3)
+    win = make_qkv(1, S, 4, 2, 8, 8, dtype=torch.float64, seed=4)
+    grad_out = randn(1, S, 4, 8, seed=5, dtype=torch.float64)
+    cu = torch.tensor([0, S], dtype=torch.int32) if packed else None
+
+    def flat(run, **kw):
+        if not packed:
+            return lambda *x: run(*x, **kw)
+        return lambda *x: run(*(t[0] for t in x), cu_seqlens=cu, **kw)[None]
+
+    first = lambda *x, **kw: fa2.compressed_fa2(*x, **kw)[0]
+    pairs = (
+        (flat(first, l=l, d=d), lambda *x: reference.compressed_attention(*x, l=l, d=d)[0], cmp),
+        (flat(fa2.sliding_fa2, window=6),
+         lambda *x: reference.sliding_attention(*x, window=6), win),
+    )  # fmt: skip
+    for run, plain, inputs in pairs:
+        got, want = grads(run, inputs, grad_out), grads(plain, inputs, grad_out)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "flags, forms",
+    [
+        (Flags(), {"varlen"}),
+        (Flags(fa2_force_varlen=True), {"varlen"}),
+        (Flags(fa2_force_dense=True), {"dense"}),
+    ],
+)
+def test_the_rungs_follow_the_force_flags(flags, forms, calls):
+    cu = torch.tensor([0, 9, 30], dtype=torch.int32)
+    q, k, v = (x[0] for x in make_qkv(1, 30, 4, 2, 8, 8))
+    args = dict(q=q, k=k, v=v, window=5, softmax_scale=None, q_start=0, cu_seqlens=cu,
+                max_seqlen=21)  # fmt: skip
+    none = dict(args, q=q[:0], k=k[:0], v=v[:0], cu_seqlens=cu * 0, max_seqlen=0)
+    assert rungs._sliding_fa2(none, flags).shape == (0, 4, 8) and not calls
+    want = sliding_attention(q, k, v, window=5, cu_seqlens=cu, backend="reference")
+    torch.testing.assert_close(rungs._sliding_fa2(args, flags), want)
+    n = num_compressed(9, 4, 2) + num_compressed(21, 4, 2)
+    args = dict(args, k=k[:n], v=v[:n], l=4, d=2)
+    want = compressed_attention(q, k[:n], v[:n], l=4, d=2, cu_seqlens=cu, backend="reference")
+    for a, b in zip(rungs._compressed_fa2(args, flags), want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert {c[0] for c in calls} == forms
+
+
+def test_packed_rows_for_benches(calls):
+    cu = torch.tensor([0, 3, 4, 11], dtype=torch.int32)
+    Q, K, V = (
+        randn(3, 4, 8, seed=1), randn(11, 8, seed=2), randn(11, 6, seed=3)
+    )  # fmt: skip
+    want = torch.stack([
+        torch.softmax(Q[i] @ K[a:b].T / math.sqrt(8), -1) @ V[a:b]
+        for i, (a, b) in enumerate([(0, 3), (3, 4), (4, 11)])
+    ])  # fmt: skip
+    for formulation in ("gqa", "mqa_rows"):
+        got = fa2.packed_fa2(Q, K, V, cu, 7, formulation=formulation)
+        torch.testing.assert_close(got, want)
+    with pytest.raises(ValueError, match="formulation.*'rows'"):
+        fa2.packed_fa2(Q, K, V, cu, 7, formulation="rows")
+
+
+# ---- refusals and the probe ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_probe():
+    fa2.probe.cache_clear()
+    yield
+    fa2.probe.cache_clear()
+
+
+def test_cpu_tensors_and_wrong_forms_are_refused():
+    q, k, v = make_qkv(1, 16, 4, 2, 8, dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="CUDA tensors, got q on cpu"):
+        fa2.sliding_fa2(q, k, v, window=4)
+    with pytest.raises(NotImplementedError, match="CUDA tensors, got q on cpu"):
+        fa2.compressed_fa2(q, k, v, l=4, d=2)
+    with pytest.raises(ValueError, match="form must be one of auto, varlen, dense, got 'flat'"):
+        fa2.sliding_fa2(q, k, v, window=4, form="flat")
+    cu = torch.tensor([0, 16], dtype=torch.int32)
+    with pytest.raises(ValueError, match="with cu_seqlens, got 'dense'"):
+        fa2.compressed_fa2(q[0], k[0], v[0], l=4, d=2, cu_seqlens=cu, form="dense")
+
+
+def test_without_cuda_the_probe_says_so(fresh_probe, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(fa2.importlib.util, "find_spec", lambda name: None)
+    found = fa2.probe()
+    assert found.source is None and found.why_not.startswith("no CUDA device")
+    assert found.package_reason == "not installed: No module named 'flash_attn'"
+    assert fa2.probe() is found
+
+
+@pytest.mark.parametrize(
+    "returncode, text, kind",
+    [
+        (1, "ModuleNotFoundError: No module named 'flash_attn'", "not installed"),
+        (1, "Traceback\nImportError: x/flash_attn_2_cuda.so: undefined symbol: _ZN3c10E\n",
+         "undefined symbol"),
+        (1, "ImportError: libcudart.so.12: cannot open shared object file", "libcudart missing"),
+        (1, "RuntimeError: CUDA error: no kernel image is available for execution on the device\n"
+         "Compile with TORCH_USE_CUDA_DSA", "no kernel image"),
+        (1, "ImportError: cannot import name 'flash_attn_func' from 'flash_attn'", "other"),
+        (-11, "", "other: importing it ends the process with SIGSEGV"),
+        (3, "", "other: exit code 3"),
+        (None, "", "other: importing it did not end in time"),
+    ],
+)  # fmt: skip
+def test_why_the_package_does_not_work(returncode, text, kind):
+    reason = fa2.classify(returncode, text)
+    assert reason.startswith(kind) and "\n" not in reason
+    if ":" not in kind:
+        assert text.splitlines()[-1 if "Compile" not in text else 0].strip() in reason
+
+
+@pytest.mark.parametrize(
+    "body, expected",
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "other: importing it ends"),
+        ("raise ImportError('a.so: undefined symbol: _ZN2at')", "undefined symbol: ImportError"),
+        ("__version__ = '2.5.9'\ndef flash_attn_func(): pass\nflash_attn_varlen_func = 1",
+         "other: flash_attn 2.5.9 is older than 2.6"),
+    ],
+)  # fmt: skip
+def test_a_broken_package_is_tried_in_a_child(body, expected, tmp_path, monkeypatch):
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text(body)
+    (tmp_path / "torch.py").write_text("")  # the child need not load the real one
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(fa2.importlib.util, "find_spec", lambda name: object())
+    version, reason = fa2._try_package(60)
+    assert version is None and reason.startswith(expected)
+
+
+def test_the_wheel_name_is_exact(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    monkeypatch.setattr(torch, "compiled_with_cxx11_abi", lambda: True)
+    py = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    machine = fa2.platform.machine()
+    assert fa2.wheel_name("2.8.3") == (
+        f"flash_attn-2.8.3+cu13torch2.11cxx11abiTRUE-{py}-{py}-linux_{machine}.whl"
+    )
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert fa2.wheel_name() is None
+
+
+def test_the_operator_of_torch_takes_what_it_is_given():
+    """Shapes, schema and autograd of the operator on meta tensors, dense and varlen."""
+    q = torch.randn(2, 8, 4, 16, device="meta", dtype=torch.float16, requires_grad=True)
+    k = torch.randn(2, 8, 2, 16, device="meta", dtype=torch.float16, requires_grad=True)
+    out, lse = fa2._torch_call(q, k, k, 0.25, True, 3, None, None, 8, 8)
+    assert out.shape == q.shape and lse.shape == (2, 4, 8) and not lse.requires_grad
+    cu = torch.zeros(3, dtype=torch.int32, device="meta")
+    flat = [x.flatten(0, 1) for x in (q, k, k)]
+    out, lse = fa2._torch_call(*flat, 0.25, True, -1, cu, cu, 8, 8)
+    assert out.shape == (16, 4, 16) and lse.shape == (4, 16)
+    out.sum().backward()
+    assert q.grad.shape == q.shape and k.grad.shape == k.shape

@@ -1,0 +1,54 @@
+#!/usr/bin/env python3
+"""Is a FlashAttention-2 usable here, which one, and why the flash_attn package is not.
+
+    python scripts/fa2_probe.py
+
+Prints the answer and sends it as "metric" rows. Exit code: 0 one can be used, 3 none can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.records import emit, note
+from nsa.kernels import fa2
+
+
+def main(argv: list[str] | None = None) -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(argv)
+    found = fa2.probe()
+    wheel = found.wheel_name or "none: this torch has no CUDA"
+    rows = {
+        "fa2_source": found.source,
+        "fa2_version": found.version,
+        "fa2_why_not": found.why_not,
+        "fa2_package_reason": found.package_reason,
+        "fa2_wheel": found.wheel_name,
+    }
+    for name, value in rows.items():
+        emit("metric", {"name": name, "value": value, "unit": None})
+    if found.source is not None:
+        print(f"FA-2: {found.source} {found.version}")
+    else:
+        print(f"FA-2: none ({found.why_not})")
+    print(f"flash_attn package: {found.package_reason or 'works'}")
+    print(f"flash_attn wheel for this torch and Python: {wheel}")
+    if found.source is None:
+        note(f"no FlashAttention-2 here: {found.why_not}; wheel: {wheel}")
+        return 3
+    if found.package_reason is not None:
+        note(
+            f"torch's own FlashAttention-2 is used; the flash_attn package is not: "
+            f"{found.package_reason}; wheel: {wheel}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
