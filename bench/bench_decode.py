@@ -36,10 +36,10 @@ from torch import Tensor
 
 from bench.clock import clock_for
 from bench.decode_step import BRANCHES, Step, dense_contenders
-from bench.device import Ceilings, Gpu
+from bench.device import Gpu, ceilings
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
-from bench.records import BenchRow, add_csv_argument, note, say, write_csv
+from bench.records import BenchRow, add_csv_argument, note, out_dir, say, write_csv
 from bench.timing import Budget, Case, Contender, measure
 from nsa.config import NSAConfig
 from nsa.flags import get_flags
@@ -171,7 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
         add(f"--{name}", type=_positive, default=default, help=f"{what} (default {default})")
     add("--S_list", type=_lengths, help="context lengths, a,b,c (default by device)")
     add("--iters", type=_positive, default=30, help="least number of samples (default 30)")
-    add("--warmup", type=int, default=3, help="calls before the adaptive warm-up (default 3)")
+    add("--warmup", type=int, default=3, help="least number of warm-up calls (default 3)")
     add("--branch_force_mode", choices=MODES, default="env", help="branches timed alone, see above")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
@@ -206,16 +206,10 @@ def bench_length(
     own = {**columns, "S": S, "reads_actual": read.cmp + read.sel + read.win,
            "reads_expected": read.expected_step, "fallback": step.fallback}  # fmt: skip
 
-    def timed(case: Case) -> BenchRow:
-        case.refill(case.seed)
-        for _ in range(args.warmup):
-            case.candidate.call()
-        return measure(case, **tools)
-
-    row = timed(total_case(step, own))
+    row = measure(total_case(step, own), **tools)
     mode = args.branch_force_mode
     wanted = BRANCHES if mode == "env" else () if mode == "none" else (mode,)
-    parts = {b: timed(branch_case(step, b, {**own, "branch": b})) for b in wanted}
+    parts = {b: measure(branch_case(step, b, {**own, "branch": b}), **tools) for b in wanted}
     return csv_row(step, row, parts, columns)
 
 
@@ -242,12 +236,15 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     if args.quick and args.S_list is None:
         lengths = lengths[:2]
     short = args.quick or gpu is None
-    budget = Budget(min_n=args.iters)
+    budget = Budget(min_n=args.iters, warm_calls=args.warmup)
     if short:
         budget = dataclasses.replace(budget, device_s=0.3, wall_s=1.5, warm_s=0.05, warm_cap_s=0.3)
     tools = {
-        "clock": clock_for(device), "gpu": gpu, "cold": gpu is not None, "budget": budget,
-        "nominal": gpu.nominal() if gpu else Ceilings(None, None, "unknown"),
+        "clock": clock_for(device),
+        "gpu": gpu,
+        "cold": gpu is not None,
+        "budget": budget,
+        "ceiling": ceilings(gpu, out_dir()),
     }
     columns = {
         **{n: getattr(args, n) for n in ("B", "dim", "heads", "groups", "dk", "dv", "l", "d",

@@ -228,9 +228,7 @@ def test_baselines_are_dense_and_right(step):
     assert "dense sdpa flash rows" not in names  # it needs Dk = Dv
     for contender in case.baselines:
         prove(case, contender, 1, "baseline")
-    bad = Contender(
-        "dense", lambda: step.total()()[0], "sdpa", oracle=step.dense_truth
-    )
+    bad = Contender("dense", lambda: step.total()()[0], "sdpa", oracle=step.dense_truth)
     with pytest.raises(NotRight):
         prove(case, bad, 1, "the sparse output is not the dense one")
 
