@@ -50,7 +50,9 @@ def _machine(data: Mapping[str, Any]) -> str:
         "stages": {s["id"]: s["status"] for s in data["stages"]},
     }  # fmt: skip
     text = json.dumps(small, separators=(",", ":"), default=str)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("--", "-\\u002d")
+    for character in "<>@#`":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text.replace("--", "-\\u002d")
 
 
 def context(

@@ -1,0 +1,405 @@
+"""The report: what it says for five runs, that numbers need proof, and that no log can break it.
+
+NSA_UPDATE_GOLDENS=1 rewrites nsa/tests/goldens from what is rendered now; read the diff then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jinja2", reason="the report needs jinja2")
+
+from nsa.tests.oneshot_samples import SAMPLES, bench_row, parity_row, test_row, write_sample
+from scripts.oneshot import markdown, report
+from scripts.oneshot.evidence import Shape
+from scripts.oneshot.journal import dumps, read_events
+from scripts.oneshot.reading import rebuild
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+def rendered(folder, **kwargs):
+    return report.render_text(rebuild(folder)[0], folder, Shape(), **kwargs)
+
+
+def with_events(folder, name, change):
+    """The sample `name` with its list of journal events changed by `change(events)`."""
+    write_sample(folder, name)
+    events = read_events(folder / "events.jsonl")
+    change(events)
+    (folder / "events.jsonl").write_text("".join(dumps(e) + "\n" for e in events))
+    return folder
+
+
+def with_rows(folder, rows, stage="sel_bench", name="all_pass"):
+    """The sample `name` where `stage` sent `rows` instead of its own."""
+
+    def change(events):
+        at = next(i for i, e in enumerate(events)
+                  if e["ev"] == "stage_end" and e["stage"] == stage)  # fmt: skip
+        kept = [e for e in events[:at] if not (e["ev"] == "row" and e["stage"] == stage)]
+        new = [{"ev": "row", "stage": stage, "row": row, "m": 99.0} for row in rows]
+        events[:] = [*kept, *new, *events[at:]]
+
+    return with_events(folder, name, change)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_report_of_a_known_run_is_the_one_kept(name, tmp_path):
+    write_sample(tmp_path, name)
+    text = rendered(tmp_path)
+    golden = GOLDENS / f"{name}.md"
+    if os.environ.get("NSA_UPDATE_GOLDENS"):
+        GOLDENS.mkdir(exist_ok=True)
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
+
+
+def test_render_writes_both_files_and_leaves_bundle_json_alone(tmp_path, capsys):
+    write_sample(tmp_path, "all_pass")
+    before = (tmp_path / "bundle.json").read_bytes()
+    assert report.main([str(tmp_path)]) == 0
+    assert (tmp_path / "report.md").read_text().startswith("**PASS - 18/18 tests")
+    assert len((tmp_path / "issue.md").read_text()) <= report.ISSUE_LIMIT
+    assert (tmp_path / "bundle.json").read_bytes() == before
+    assert "report.md" in capsys.readouterr().out
+
+
+def test_render_goes_by_the_journal_not_by_bundle_json(tmp_path):
+    write_sample(tmp_path, "gpu_fail")
+    data = json.loads((tmp_path / "bundle.json").read_text())
+    data["verdict"]["one_line"] = "PASS - everything"
+    (tmp_path / "bundle.json").write_text(json.dumps(data))
+    assert report.main([str(tmp_path)]) == 0
+    assert (tmp_path / "report.md").read_text().startswith("**FAIL - 9/10 tests")
+
+
+def test_without_a_journal_bundle_json_serves_and_the_report_says_so(tmp_path):
+    write_sample(tmp_path, "all_pass")
+    (tmp_path / "events.jsonl").unlink()
+    assert report.main([str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("**PASS - 18/18 tests") and "rebuilt from bundle.json" in text
+
+
+def test_a_folder_without_a_run_is_a_usage_error(tmp_path, capsys):
+    assert report.main([str(tmp_path)]) == 2
+    assert report.main([str(tmp_path / "absent")]) == 2
+    assert "no bundle.json" in capsys.readouterr().err
+
+
+def test_the_first_line_of_a_cpu_report_speaks_of_no_gpu(tmp_path):
+    write_sample(tmp_path, "cpu")
+    text = rendered(tmp_path)
+    assert text.splitlines()[0].startswith("This report speaks of no GPU")
+    assert "says nothing about the threshold of a GPU" in text
+
+
+# ---------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("status", ["INVALID", "SKIPPED", "FAILED"])
+def test_a_row_without_proof_shows_its_reason_and_no_number(status, tmp_path):
+    row = bench_row("sel/odd", 7654.321, 3.219, status=status, why=["out of luck"], L=64,
+                    bench="decode", S=64, ms_total=7654.321, wall_us=98765.4, 
+                    gbs=4321.5)  # fmt: skip
+    text = rendered(with_rows(tmp_path, [row]))
+    assert f"| `sel/odd` | {status} |  |  |  |  |  | out of luck |" in text
+    for number in ("7654", "7.654", "3.21", "98765", "98.77", "4321"):
+        assert number not in text
+
+
+def test_a_row_whose_parity_failed_or_whose_path_differs_loses_its_numbers(tmp_path):
+    rows = [
+        bench_row("sel/noproof", 7654.321, 3.219, parity={"status": "FAIL"}),
+        bench_row("sel/elsewhere", 7654.321, 3.219, path_taken="sdpa"),
+    ]
+    text = rendered(with_rows(tmp_path, rows))
+    assert "7.654" not in text and "3.22x" not in text
+    assert "| `sel/noproof` | INVALID |" in text and "no passed parity check" in text
+    assert "asked for triton, ran sdpa" in text
+
+
+def test_a_parity_row_on_the_wrong_path_shows_no_errors(tmp_path):
+    row = parity_row("sel/wrongpath", path_taken="sdpa", mae=1.2345e-5, max_abs=2.3456e-4,
+                     fallback_reason="dtype")  # fmt: skip
+    text = rendered(with_rows(tmp_path, [row], stage="triton_fwd"))
+    assert "1.234e-05" not in text and "0.0002346" not in text
+    assert "| `sel/wrongpath` | INVALID | `triton` → `sdpa` (dtype) |" in text
+
+
+@pytest.mark.parametrize(
+    "speedup, ci, shown",
+    [
+        (1.011, [1.005, 1.017], "no difference measurable"),  # inside the floor of 1.2 %
+        (0.99, [0.985, 0.995], "no difference measurable"),
+        (1.05, [0.98, 1.12], "no difference measurable"),  # the interval holds 1
+        (1.05, None, "no difference measurable"),
+        (1.05, [1.03, 1.07], "1.05x [1.03, 1.07]"),
+        (0.8, [0.79, 0.81], "0.80x [0.79, 0.81]"),
+    ],
+)
+def test_a_speedup_inside_the_noise_is_no_speedup(speedup, ci, shown, tmp_path):
+    row = bench_row("sel/x", 50.0, speedup, speedup_ci95=ci)
+    line = next(s for s in rendered(with_rows(tmp_path, [row])).splitlines() if "`sel/x`" in s)
+    assert shown in line
+    assert ("x [" in line) == ("x [" in shown)
+
+
+def test_an_unstable_row_is_marked_and_a_skipped_stage_has_its_exact_reason(tmp_path):
+    write_sample(tmp_path, "gpu_fail")
+    text = rendered(tmp_path)
+    line = next(s for s in text.splitlines() if s.startswith("| `sel/dense/L=64/few` |"))
+    assert "| UNSTABLE |" in line and "UNSTABLE: IQR 7 % of the median" in line
+    assert "| `fa2_probe` | SKIPPED | flash-attn is not installed: no wheel for torch 2.11" in text
+    assert "- 1: no CUDA extension is built" in text
+
+
+def test_a_recommendation_that_the_rows_do_not_carry_is_doubted(tmp_path):
+    proposal = {"kind": "recommend", "sel_triton_min_L": 512, "blocking_case": None,
+                "confidence": "as measured"}  # fmt: skip
+    slow = bench_row("sel/dense/L=1024/few", 50.0, 1.1, L=1024, speedup_ci95=[1.05, 1.15])
+    fast = bench_row("sel/dense/L=512/few", 50.0, 1.5, L=512)
+    text = rendered(with_rows(tmp_path, [fast, slow, proposal]))
+    assert "`sel_triton_min_L: 512`" in text and "not every cell of L = 1024" in text
+    sound = {**slow, "speedup_ci95": [1.25, 1.3], "speedup": 1.28}
+    assert "not every cell" not in rendered(with_rows(tmp_path / "b", [fast, sound, proposal]))
+
+
+# ---------------------------------------------------------------------------------- hostile text
+
+EVIL = (
+    "``` ````` </details> <script>alert(1)</script> | a | b |\n# heading\n@everyone #123 GH-7 "
+    "\x1b[31mred\x1b[0m \x00 <!-- --> <img src=x> [x](http://evil.example) ![i](y) $x$ --> \r\n"
+    "| - | - |\n</summary>\n~~~\n<details>\n"
+)
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    def change(events):
+        start = events[0]
+        start["profile"] = start["run_id"] = EVIL
+        start["git"].update(branch=EVIL, diffstat=EVIL, dirty=True)
+        start["device"].update(name=EVIL, pcie=EVIL)
+        start["env"]["system"] = {EVIL: EVIL, "os": EVIL}
+        start["env"]["nvidia_smi"] = {"text": EVIL * 50}
+        start["env"]["variables"] = {"NSA_EVIL": EVIL}
+        start["doctor"] = [{"name": EVIL, "level": "WARN", "text": EVIL, "fix": EVIL}]
+        for event in events:
+            if event["ev"] == "stage_end":
+                event["result"]["title"] = EVIL
+                if event["result"]["status"] != "PASS":
+                    event["result"]["reason"] = EVIL
+                    event["result"]["argv"] = ["{python}", EVIL]
+                event["result"]["env"] = {"NSA_X": EVIL}
+        rows = [
+            parity_row(EVIL, op=EVIL, status="FAIL", why=[EVIL], path_taken=EVIL, dtype=EVIL),
+            parity_row("fine" + EVIL, op="x|y", path_requested=EVIL, path_taken=EVIL, launches={}),
+            bench_row(EVIL, 5.0, 1.5, bench=EVIL, baseline=EVIL, why=[EVIL], reasons=[EVIL],
+                      path_requested=EVIL, path_taken=EVIL, L=64),
+            bench_row("f" + EVIL, 5.0, 1.5, status="FAILED", why=[EVIL]),
+            test_row(EVIL, "failed", EVIL), test_row(EVIL, "skipped", EVIL),
+            {"kind": "note", "level": "warn", "text": EVIL},
+            {"kind": "metric", "name": EVIL, "value": 1.0, "unit": EVIL},
+            {"kind": "health", EVIL: EVIL, "status": EVIL, "why": [EVIL], "copy_gbs": EVIL},
+        ]  # fmt: skip
+        events[-1:-1] = [{"ev": "row", "stage": "triton_bwd", "row": r, "m": 1.0} for r in rows]
+
+    with_events(tmp_path, "gpu_fail", change)
+    log = EVIL.encode() * 20 + b"x" * 2**20 + b"\xff\xfe\x00\xc3(\n" + b"Error: " + EVIL.encode()
+    for name in ("triton_bwd", "sel_bench", "decode_bench"):
+        (tmp_path / "logs" / f"{name}.log").write_bytes(log)
+    (tmp_path / "train.jsonl").write_bytes(b'{"step": 1, "loss": NaN}\n[]\nnull\n\xff\n')
+    (tmp_path / "routing.json").write_text(json.dumps({"flags": [{"name": EVIL}]}))
+    return tmp_path
+
+
+def outside_fences(text):
+    """Lines that are not inside a code block."""
+    out, fence = [], None
+    for line in text.split("\n"):
+        ticks = re.match(r"`{3,}", line)
+        if fence:
+            if re.fullmatch(rf"`{{{len(fence)},}}", line):
+                fence = None
+        elif ticks:
+            fence = ticks[0]
+        else:
+            out.append(line)
+    assert fence is None, "a code block is never closed"
+    return out
+
+
+def cells(line):
+    return len(re.findall(r"(?<!\\)\|", line))
+
+
+@pytest.mark.parametrize("file", ["report.md", "issue.md"])
+def test_hostile_text_cannot_break_the_page(file, hostile):
+    assert report.main([str(hostile)]) == 0
+    text = (hostile / file).read_text(encoding="utf-8")
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
+    assert max(map(len, text.split("\n"))) < 12_000
+    lines = outside_fences(text)
+    page = "\n".join(lines)
+    assert page.count("<details>") == page.count("</details>")
+    headings = [s for s in lines if s.startswith("## ")]
+    assert headings[:4] == ["## At a glance", "## Read this first", "## Failures", "## Parity"]
+    assert not [s for s in lines if s.startswith("# ")]
+    spans = re.sub(r"(?<![\\`])(`+)(?!`).*?(?<!`)\1(?!`)", "", page)
+    assert "@everyone" not in spans and "#123" not in spans and "GH-7" not in spans
+    assert "<script" not in spans and "<img" not in spans and "http://evil" not in spans
+    previous = ""
+    for line in lines:
+        if line.startswith("|") and previous.startswith("|"):
+            assert cells(line) == cells(previous), line
+        previous = line
+    machine = re.search(r"<!-- nsa-report (.*) -->\n", text)
+    assert json.loads(machine[1])["status"] == "FAIL" and "--" not in machine[1]
+
+
+def test_a_markdown_parser_sees_only_our_own_html_and_headings(hostile):
+    parser = pytest.importorskip("markdown_it", reason="markdown-it-py is not installed")
+    assert report.main([str(hostile)]) == 0
+    parse = parser.MarkdownIt("commonmark").enable("table").parse
+    tokens = parse((hostile / "report.md").read_text(encoding="utf-8"))
+    html = [t.content for t in tokens if t.type == "html_block"]
+    html += [c.content for t in tokens for c in t.children or () if c.type == "html_inline"]
+    for block in html:
+        assert re.fullmatch(
+            r"</?details>(<summary>[\w ,-]+</summary>)?\n*|<!-- nsa-report [^<>]* -->\n*", block
+        ), block
+    kinds = {c.type for t in tokens for c in t.children or ()}
+    assert "link_open" not in kinds
+    images = [c.attrs["src"] for t in tokens for c in t.children or () if c.type == "image"]
+    assert all(re.fullmatch(r"plots/\w+\.svg", src) for src in images)
+    levels = {t.tag for t in tokens if t.type == "heading_open"}
+    assert levels == {"h2", "h3"}
+
+
+def test_filters():
+    assert markdown.fence("a ``` b").startswith("````text\n")
+    assert markdown.code("a`b|c") == "`` a`b\\|c ``"
+    assert markdown.cell("a|b\nc <x> @me") == "a\\|b c &lt;x&gt; @\u200bme"
+    assert markdown.cell("sel_fwd _kernel_") == "sel_fwd \\_kernel\\_"
+    assert markdown.us(41.234) == "41.23 us" and markdown.us(12345.6) == "12.35 ms"
+    assert markdown.us(None) == markdown.us(float("nan")) == markdown.us("7") == "-"
+    assert markdown.us_ci(41.2, [41, 41.5]) == "41.2 [41, 41.5] us"
+    assert markdown.pct(0.714) == "71 %" and markdown.pct(True) == "-"
+    clipped = markdown.clip_mid("\n".join(map(str, range(100))), 15, "logs/x.log")
+    assert clipped.count("\n") == 14 and "[... 86 lines left out, logs/x.log]" in clipped
+    assert clipped.startswith("0\n") and clipped.endswith("\n99")
+    assert markdown.sparkline([3.0, 2.0, 1.0]) == "█▅▁"
+
+
+def test_an_undefined_value_in_the_template_is_an_error(tmp_path, monkeypatch):
+    import jinja2
+
+    write_sample(tmp_path, "all_pass")
+    whole = report.context
+    cut = lambda *a, **k: {n: v for n, v in whole(*a, **k).items() if n != "floor"}
+    monkeypatch.setattr(report, "context", cut)
+    with pytest.raises(jinja2.UndefinedError, match="floor"):
+        rendered(tmp_path)
+
+
+def test_the_right_part_of_a_log_is_shown():
+    trace = "Traceback (most recent call last):\n  File 'a'\nValueError: the cause\n"
+    shown = report.sections.excerpt("x\n" * 500 + trace + "y\n" * 500, 15, "logs/a")
+    assert shown.splitlines()[-1] == "ValueError: the cause" and len(shown.splitlines()) == 3
+    failed = "ok\n" * 300 + "E  assert 1 == 2\n" + "tail\n" * 100
+    assert "E  assert 1 == 2" in report.sections.excerpt(failed, 15, "logs/a")
+    assert len(report.sections.excerpt(failed, 15, "logs/a").splitlines()) == 15
+
+
+# ---------------------------------------------------------------------------------- the issue
+
+
+def big_rows(n, **changes):
+    return [bench_row(f"sel/varlen/L=64/case{i}", 50.0, 1.0, L=64, **changes) for i in range(n)]
+
+
+def test_the_issue_gives_up_environment_then_timeline_then_the_uneventful_rows(tmp_path):
+    """Each step of the ladder drops its own part and nothing before its turn."""
+    folder = with_rows(tmp_path, [*big_rows(3), bench_row("sel/dense/L=64/fast", 5.0, 1.5, L=64)])
+    data = rebuild(folder)[0]
+    marks = ("<details><summary>Versions", "```mermaid", "All 20 parity rows", "case1`",
+             "L=64/fast`", "Training showcase\n")  # fmt: skip
+    seen = []
+    for shape in report.LADDER:
+        text = report.render_text(data, folder, shape)
+        seen.append("".join("x" if mark in text else "." for mark in marks))
+    assert seen == ["xxxxxx", ".xxxxx", "..xxxx", "...xxx", "....xx", "....xx", "......", "......"]
+
+
+def test_a_huge_issue_keeps_verdict_failures_and_warnings(tmp_path):
+    def change(events):
+        bad = [parity_row(f"sel_bwd/{i}/" + "long" * 80, status="FAIL", why=["wrong " * 60])
+               for i in range(700)]  # fmt: skip
+        notes = [{"kind": "note", "level": "warn", "text": f"note {i} " + "w" * 500}
+                 for i in range(300)]  # fmt: skip
+        rows = [*bad, *notes, *big_rows(2000)]
+        events[-1:-1] = [{"ev": "row", "stage": "triton_bwd", "row": r, "m": 1.0} for r in rows]
+
+    folder = with_events(tmp_path, "gpu_fail", change)
+    (folder / "logs" / "triton_bwd.log").write_text("E  assert\n" * 10_000)
+    text = report.issue_text(rebuild(folder)[0], folder)
+    assert len(text) <= report.ISSUE_LIMIT
+    assert (
+        text.startswith("**FAIL - ") and "## Failures" in text and "### `triton_bwd` FAIL" in text
+    )
+    assert "sel\\_bwd" in text or "sel_bwd/0" in text
+    assert "DIRTY tree" in text and "capped to 300 of 450 W" in text and "SHARED GPU" in text
+    assert "note 0" in text and "more notes in bundle.json" in text
+    assert re.search(r"and \d+ more, in bundle\.json", text)
+    assert "best effort redaction; look at it before you post" in text
+
+
+# ---------------------------------------------------------------------------------- plots
+
+
+def test_without_matplotlib_the_report_says_so(tmp_path, monkeypatch):
+    write_sample(tmp_path, "all_pass")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report.main([str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "The plots were not drawn" in text and "](plots/" not in text
+    assert text.startswith("**PASS")
+
+
+def test_plots_are_drawn_from_rows_with_proof_and_shown_by_the_report(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    rows = [
+        bench_row("sel/dense/L=64/few", 6.0, 1.3, L=64, mode="dense", dist="few"),
+        bench_row("sel/dense/L=128/few", 9.0, 1.4, L=128, mode="dense", dist="few",
+                  status="UNSTABLE", why=["IQR"]),
+        bench_row("sel/dense/L=99/few", 9.0, 1.4, L=99, mode="$x$ <y>", dist="few"),
+        bench_row("sel/dense/L=777/few", 9.0, 1.4, L=777, status="INVALID", why=["no"]),
+        bench_row("prefill/S=1024/fwd", 900.0, 0.5, bench="prefill", op="full", direction="fwd",
+                  S=1024, baseline="dense"),
+    ]  # fmt: skip
+    folder = with_rows(tmp_path, rows)
+    curve = [{"step": i, "loss": 5.0 - i / 50, "val_loss": 4.0 if i % 50 == 49 else None}
+             for i in range(100)]  # fmt: skip
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in curve))
+    assert report.main([str(folder)]) == 0
+    text = (folder / "report.md").read_text()
+    for name in ("decode", "prefill", "speedup", "roofline", "loss"):
+        image = folder / "plots" / f"{name}.svg"
+        assert f"](plots/{name}.svg)" in text
+        root = ElementTree.fromstring(image.read_text())
+        assert root.tag.endswith("svg")
+    ticks = (folder / "plots" / "speedup.svg").read_text()
+    assert ">128</text>" in ticks and ">777</text>" not in ticks and "1.2x" in ticks
+    assert "█" in text and "(100 steps with a finite loss)" in text
+    first = {p.name: p.read_bytes() for p in (folder / "plots").iterdir()}
+    assert report.main([str(folder)]) == 0
+    assert first == {p.name: p.read_bytes() for p in (folder / "plots").iterdir()}
