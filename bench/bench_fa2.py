@@ -1,0 +1,153 @@
+"""FlashAttention-2 for the sliding and compressed branches against torch's SDPA, per branch.
+
+    python bench/bench_fa2.py                                   # both branches, 512 .. 8192 tokens
+    python bench/bench_fa2.py --S_list 2048 --dtype fp16 --form varlen --csv fa2.csv
+
+The candidate is the flash-attn package where it imports, else the FA-2 inside torch (column `path`
+says which); the baseline is the branch on torch's SDPA, which would serve instead. Parity against
+fp64 comes before and after each number.
+
+Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run (the reason is printed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+import torch
+from torch import Tensor
+
+from bench.bench_sel_triton import integers, line
+from bench.clock import CudaClock
+from bench.device import Gpu, ceilings
+from bench.provenance import COLUMNS as PROVENANCE
+from bench.provenance import provenance
+from bench.records import BenchRow, add_csv_argument, note, out_dir, say, write_csv
+from bench.roofline import Shape, bytes_needed, flops
+from bench.timing import Budget, Case, Contender, measure
+from nsa import reference
+from nsa.blocks import num_compressed
+from nsa.kernels import fa2, sdpa
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+COLUMNS = (
+    "branch", "S", "B", "HQ", "G", "D", "w", "l", "d", "form", "dtype", "fa2_ms", "ref_ms",
+    "speedup", "ci_low", "ci_high", "parity", "mae", "max_abs", "tflops", "peak_frac", "bound",
+    "wall_ms", "n", "path", "baseline", "status", "why", *PROVENANCE,
+)  # fmt: skip
+
+
+class Branch:
+    """Inputs of one branch at one length, its calls and its exact result."""
+
+    def __init__(self, branch: str, shape: Shape, dtype: torch.dtype) -> None:
+        s, self.branch, self.shape = shape, branch, shape
+        n = s.S if branch == "win" else num_compressed(s.S, s.l, s.d)
+        like = {"dtype": dtype, "device": "cuda"}
+        self.q = torch.empty(s.B, s.S, s.HQ, s.D, **like)
+        self.k, self.v = (torch.empty(s.B, n, s.G, s.D, **like) for _ in range(2))
+
+    def inputs(self) -> list[Tensor]:
+        return [self.q, self.k, self.v]
+
+    def refill(self, seed: int) -> None:
+        gen = torch.Generator("cuda").manual_seed(seed)
+        for x in self.inputs():
+            x.normal_(generator=gen)
+
+    def run(self, lib: Any, **more: Any) -> Tensor:
+        s = self.shape
+        suffix = lib.__name__.rsplit(".", 1)[-1].replace("reference", "attention")
+        if self.branch == "win":
+            return getattr(lib, f"sliding_{suffix}")(*self.inputs(), window=s.w, **more)
+        return getattr(lib, f"compressed_{suffix}")(*self.inputs(), l=s.l, d=s.d, **more)[0]
+
+    @torch.no_grad()
+    def exact(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The PyTorch reference in `dtype`."""
+        s, wide = self.shape, [x.to(dtype) for x in self.inputs()]
+        if self.branch == "win":
+            return reference.sliding_attention(*wide, window=s.w)
+        return reference.compressed_attention(*wide, l=s.l, d=s.d)[0]
+
+
+def case_of(x: Branch, form: str, columns: dict[str, Any]) -> Case:
+    source = f"fa2_{fa2.probe().source}"
+    name = f"fa2/{x.branch}/S={x.shape.S}/{columns['dtype']}/{form}"
+    return Case(
+        "fa2", name,
+        Contender("fa2", torch.no_grad()(lambda: x.run(fa2, form=form)), source,
+                  (f"{source}_{form}",)),
+        refill=x.refill, inputs=x.inputs, oracle=x.exact, same_dtype=lambda: x.exact(x.q.dtype),
+        baselines=[Contender("sdpa", torch.no_grad()(lambda: x.run(sdpa)), "sdpa")],
+        requested="fa2", bytes_needed=bytes_needed(x.shape, x.branch),
+        flops=flops(x.shape, x.branch), columns=columns,
+    )  # fmt: skip
+
+
+def csv_row(row: BenchRow) -> dict[str, Any]:
+    ms = lambda us: None if us is None else us / 1e3
+    low, high = row.speedup_ci95 or (None, None)
+    parity = row.parity or {}
+    return {
+        **row.record(), "fa2_ms": ms(row.median_us), "ref_ms": ms(row.base_median_us),
+        "ci_low": low, "ci_high": high, "parity": parity.get("status"), "mae": parity.get("mae"),
+        "max_abs": parity.get("max_abs"), "wall_ms": ms(row.wall_us), "path": row.path_taken,
+        "why": "; ".join(row.why),
+    }  # fmt: skip
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--S_list", type=integers, default=[512, 2048, 8192], help="tokens")
+    parser.add_argument("--branches", default="win,cmp", help="win, cmp or both")
+    parser.add_argument("--dtype", default="bf16,fp16", help="bf16, fp16 or both")
+    parser.add_argument("--form", choices=("dense", "varlen"), default="dense")
+    for name, value in (("B", 1), ("HQ", 32), ("G", 4), ("D", 128), ("w", 512), ("l", 32),
+                        ("d", 16)):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--seconds", type=float, default=0.3, help="device time per case, at most")
+    add_csv_argument(parser)
+    args = parser.parse_args(argv)
+    args.branches, args.dtype = args.branches.split(","), args.dtype.split(",")
+    if not set(args.branches) <= {"win", "cmp"}:
+        parser.error(f"--branches must be from win, cmp, got {','.join(args.branches)}")
+    if not set(args.dtype) <= set(DTYPES):
+        parser.error(f"--dtype must be from {', '.join(DTYPES)}, got {','.join(args.dtype)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    found = fa2.probe()
+    if found.why_not is not None:
+        note(f"no FA-2 here, nothing was timed: {found.why_not}")
+        return 3
+    gpu, clock = Gpu(), CudaClock()
+    about, ceiling = provenance(gpu), ceilings(gpu, out_dir())
+    budget = Budget(device_s=args.seconds, min_n=20)
+    written, failed = [], False
+    for dtype, branch, S in itertools.product(args.dtype, args.branches, args.S_list):
+        sizes = {n: getattr(args, n) for n in ("B", "HQ", "G", "D", "w", "l", "d")}
+        shape = Shape(S, Dv=args.D, **sizes)
+        columns = {"branch": branch, "S": S, **sizes, "form": args.form, "dtype": dtype, **about}
+        x = Branch(branch, shape, DTYPES[dtype])
+        row = measure(case_of(x, args.form, columns), clock, gpu=gpu, ceiling=ceiling,
+                      budget=budget)  # fmt: skip
+        written.append(csv_row(row))
+        failed |= row.status == "FAILED"
+        say(args, line(row))
+    write_csv(args.csv, written, COLUMNS)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
