@@ -197,7 +197,7 @@ def fa2_cells(rows: Sequence[tuple[str, Mapping[str, str]]], branch: str) -> lis
         length = sizes[0] if needed == ("key_len",) else min(sizes[0], S)
         if needed == ("l", "d"):
             length = max(0, (S - sizes[0]) // sizes[1] + 1)
-        names = [n for n in ("S", "w", "l", "d", "heads", "groups", "dtype") if row.get(n)]
+        names = [n for n in ("S", "w", "l", "d", "HQ", "G", "D", "form", "dtype") if row.get(n)]
         name = f"{kind} keys={length} " + " ".join(f"{n}={row[n]}" for n in names)
         cells.append(Cell(where, name, length, kind, speedup, low, why))
     return cells
@@ -231,7 +231,7 @@ def smallest(cells: Sequence[Cell], groups: Sequence[str], least: float) -> Answ
             break
         if failed:
             cell = failed[0]
-            blocking = f"{cell.name}: {cell.failure(least)} ({cell.where})"
+            blocking = f"{cell.name}: {cell.failure(least)} ({Path(cell.where).name})"
             if len(failed) > 1:
                 blocking += f", and {len(failed) - 1} more of {len(here)} cells"
             break
@@ -241,13 +241,13 @@ def smallest(cells: Sequence[Cell], groups: Sequence[str], least: float) -> Answ
         worst = min(carried, key=lambda cell: cell.low or math.inf)
         lengths = len({cell.length for cell in carried})
         text = (
-            f"{len(carried)} of {len(cells)} cells at {lengths} lengths; smallest lower bound "
+            f"all {len(carried)} cells at {lengths} lengths from {best} on; smallest lower bound "
             f"{worst.low:.2f}x ({worst.name})"
         )
         if lengths == 1:
             text += "; one length alone, test longer ones"
     else:
-        text = f"no length of {len(cells)} cells holds"
+        text = f"{len(cells)} cells, and the longest length does not hold"
     return Answer(best, blocking, text, len(cells))
 
 

@@ -93,7 +93,7 @@ def test_one_bad_cell_moves_or_forbids_the_threshold(run, bad, expected, says):
     code, sent, out, _ = run([*grid(), bad])
     proposal = recommended(sent)
     assert code == 0 and proposal["sel_triton_min_L"] == expected
-    assert says in proposal["blocking_case"] and "sel.csv:14" in proposal["blocking_case"]
+    assert says in proposal["blocking_case"] and "(sel.csv:14)" in proposal["blocking_case"]
     assert ("keep disabled" in out) == (expected is None)
 
 
