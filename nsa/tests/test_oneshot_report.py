@@ -254,6 +254,7 @@ def test_hostile_text_cannot_break_the_page(file, hostile):
     headings = [s for s in lines if s.startswith("## ")]
     assert headings[:4] == ["## At a glance", "## Read this first", "## Failures", "## Parity"]
     assert not [s for s in lines if s.startswith("# ")]
+    page = page[: page.index("<!-- nsa-report")]  # a comment is not rendered; see below
     spans = re.sub(r"(?<![\\`])(`+)(?!`).*?(?<!`)\1(?!`)", "", page)
     assert "@everyone" not in spans and "#123" not in spans and "GH-7" not in spans
     assert "<script" not in spans and "<img" not in spans and "http://evil" not in spans

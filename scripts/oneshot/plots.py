@@ -46,7 +46,8 @@ def _series(ax: Any, name: str, points: list[Point], colour: str, style: str = "
     ax.plot(xs, ys, style, color=colour, label=_label(name), linewidth=1.6)
     ax.fill_between(xs, lows, highs, color=colour, alpha=0.2, linewidth=0)
     for x, y, _, _, good in points:
-        ax.plot([x], [y], "o", color=colour, markersize=4, markerfacecolor=colour if good else "none")
+        inside = colour if good else "none"
+        ax.plot([x], [y], "o", color=colour, markersize=4, markerfacecolor=inside)
 
 
 def _lengths(ax: Any, values: Sequence[float]) -> None:

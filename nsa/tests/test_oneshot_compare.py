@@ -1,0 +1,285 @@
+"""Comparing two bundles: the same code is never faster or slower, a planted change is found."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+
+import pytest
+
+from nsa.tests.oneshot_samples import bench_row, parity_row, test_row, write_sample
+from scripts.oneshot import bundle, compare
+from scripts.oneshot.comparison import compare as compared
+from scripts.oneshot.comparison import judge_case
+from scripts.oneshot.journal import dumps, read_events
+from scripts.oneshot.reading import rebuild
+
+FLOOR = 0.01
+
+
+def interval(samples):
+    """95 % interval of the median by order statistics, n = 60: the 22nd to the 39th value."""
+    ordered = sorted(samples)
+    return [ordered[21], ordered[38]]
+
+
+def timed(rng, case, true_us, spread=0.012):
+    """A row as a bench of 60 samples gives it: right-skewed noise, now and then a hiccup."""
+    hiccup = lambda: 0.2 * rng.random() if rng.random() < 0.02 else 0.0
+    samples = [true_us * (1 + abs(rng.gauss(0, spread)) + hiccup()) for _ in range(60)]
+    ordered = sorted(samples)
+    return bench_row(
+        case, statistics.median(samples), None, ci95_us=interval(samples), min_us=ordered[0],
+        p20_us=ordered[12], p80_us=ordered[48], p95_us=ordered[57],
+    )  # fmt: skip
+
+
+def verdicts(seed, boxes, cells, planted=0.0, drift=lambda rng: 0.0):
+    """Verdicts over `boxes` pairs of bundles with `cells` cases each.
+
+    drift: how much slower all of box B is, relative to A. planted: the true change of every case.
+    """
+    rng = random.Random(seed)
+    out = []
+    for _ in range(boxes):
+        moved = (1 + drift(rng)) * (1 + planted)
+        for i in range(cells):
+            true_us = 8.0 * 1.06**i
+            a, b = timed(rng, f"c{i}", true_us), timed(rng, f"c{i}", true_us * moved)
+            a["timer"] = b["timer"] = "simulated"
+            out.append(judge_case(a, b, FLOOR)[0])
+    return out
+
+
+def share(found, *names):
+    return sum(v in names for v in found) / len(found)
+
+
+@pytest.mark.parametrize(
+    "drift",
+    [
+        pytest.param(lambda rng: 0.0, id="still"),
+        pytest.param(lambda rng: rng.uniform(-FLOOR, FLOOR), id="drift-within-the-floor"),
+        pytest.param(lambda rng: rng.choice((-1, 1)) * FLOOR, id="drift-at-the-floor"),
+    ],
+)
+def test_the_same_code_twice_is_neither_faster_nor_slower(drift):
+    found = verdicts(1, boxes=30, cells=100, drift=drift)
+    assert share(found, "FASTER", "SLOWER") <= 0.01
+    if drift(random.Random(3)) == 0.0:
+        assert share(found, "SAME") >= 0.99
+
+
+def test_a_planted_slowdown_of_three_per_cent_is_found():
+    assert share(verdicts(2, boxes=10, cells=100, planted=0.03), "SLOWER") >= 0.99
+    assert share(verdicts(2, boxes=10, cells=100, planted=-0.03), "FASTER") >= 0.99
+    half = lambda rng: rng.uniform(-FLOOR / 2, FLOOR / 2)
+    found = verdicts(3, boxes=20, cells=100, planted=0.03, drift=half)
+    assert share(found, "SLOWER") >= 0.9 and share(found, "FASTER", "SAME") == 0
+
+
+def test_a_planted_change_of_three_per_mille_is_the_same():
+    assert share(verdicts(4, boxes=10, cells=100, planted=0.003), "SAME") >= 0.99
+
+
+# ---------------------------------------------------------------------------------- one case
+
+
+def row(median, half=0.003, **changes):
+    ci = [median * (1 - half), median * (1 + half)]
+    return bench_row("c", median, None, **{"ci95_us": ci, **changes})
+
+
+@pytest.mark.parametrize(
+    "a, b, verdict, why",
+    [
+        (row(100), row(100.5), "SAME", "inside the floor"),
+        (row(100), row(110), "SLOWER", "apart"),
+        (row(100), row(90), "FASTER", "apart"),
+        (row(100), row(110, half=0.2), "AMBIGUOUS", "overlap"),
+        (row(100), row(101.6), "AMBIGUOUS", "too near"),
+        (row(100), row(100, half=0.05), "AMBIGUOUS", "interval of B is wider"),
+        (row(100), row(110, min_us=97.0), "AMBIGUOUS", "fastest sample"),
+        (row(100), row(110, p80_us=100.0), "AMBIGUOUS", "80th percentile"),
+        (row(100, sm_mhz=[1980, 1980]), row(110, sm_mhz=[1800, 1800]), "AMBIGUOUS",
+         "1980 -> 1800 MHz"),
+        (row(100, sm_mhz=[1980, 1980]), row(110, sm_mhz=[1980, 1980]), "SLOWER", "apart"),
+        (row(4.0), row(4.4), "AMBIGUOUS", "below the timer's 0.5 us"),
+        (row(100), row(110, status="UNSTABLE", why=["IQR 9 %"]), "AMBIGUOUS", "UNSTABLE in B"),
+        (row(100, ci95_us=None), row(110), "AMBIGUOUS", "no confidence interval in A"),
+        (row(100), row(110, launch_bound=True, sm_mhz=[1, 2]), "SLOWER", "apart"),
+    ],
+)  # fmt: skip
+def test_the_verdict_of_one_case_has_its_reason(a, b, verdict, why):
+    got = judge_case(a, b, FLOOR)
+    assert got[0] == verdict and why in got[1], got
+
+
+# ---------------------------------------------------------------------------------- two bundles
+
+
+def made(folder, rows=(), *, name="all_pass", drop=(), change=None, stage="sel_bench"):
+    """The sample with `rows` in `stage`, without the cases in `drop`."""
+    write_sample(folder, name)
+    events = [
+        e for e in read_events(folder / "events.jsonl")
+        if not (e["ev"] == "row" and e["row"].get("case") in drop)
+    ]  # fmt: skip
+    at = next(i for i, e in enumerate(events) if e["ev"] == "stage_end" and e["stage"] == stage)
+    events[at:at] = [{"ev": "row", "stage": stage, "row": r, "m": 50.0} for r in rows]
+    if change:
+        change(events)
+    (folder / "events.jsonl").write_text("".join(dumps(e) + "\n" for e in events))
+    return folder
+
+
+def run(a, b, *options, capsys=None):
+    code = compare.main([str(a), str(b), *options, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def cell(result, case):
+    return next(c for c in result["cells"] if c["case"].startswith(case))
+
+
+def test_equal_bundles_are_the_same(tmp_path, capsys):
+    a, b = made(tmp_path / "a"), made(tmp_path / "b")
+    code, result = run(a, b, capsys=capsys)
+    assert code == 0 and result["counts"] == {"SAME": 13} and result["environment"] == []
+
+
+def test_faster_slower_new_gone(tmp_path, capsys):
+    rows_a = [bench_row("t/slower", 50.0, 1.5), bench_row("t/faster", 50.0, 1.5),
+              bench_row("t/gone", 50.0, 1.5), bench_row("t/lost", 50.0, 1.5)]  # fmt: skip
+    rows_b = [bench_row("t/slower", 55.0, 1.5), bench_row("t/faster", 45.0, 1.5),
+              bench_row("t/new", 5.0, 1.5),
+              bench_row("t/lost", 50.0, 1.5, parity={"status": "FAIL"})]  # fmt: skip
+    a, b = made(tmp_path / "a", rows_a), made(tmp_path / "b", rows_b)
+    code, result = run(a, b, capsys=capsys)
+    assert code == 1
+    found = {name: cell(result, f"t/{name}") for name in ("slower", "faster", "new", "gone")}
+    assert {k: v["verdict"] for k, v in found.items()} == {
+        "slower": "SLOWER", "faster": "FASTER", "new": "NEW", "gone": "GONE"
+    }  # fmt: skip
+    assert found["slower"]["change"] == pytest.approx(0.1)
+    lost = cell(result, "t/lost")
+    assert lost["verdict"] == "GONE" and "INVALID: no passed parity" in lost["why"]
+    assert lost["b_us"] is None
+    assert any("t/lost VALID -> INVALID" in r for r in result["regressions"])
+    assert result["floor"] == 0.012
+    code, result = run(b, a, "--fail-on", "ambiguous", capsys=capsys)
+    assert code == 0 and cell(result, "t/slower")["verdict"] == "FASTER"
+
+
+def test_a_stage_that_died_says_so_for_each_of_its_cases(tmp_path, capsys):
+    a, b = made(tmp_path / "a"), tmp_path / "b"
+    write_sample(b, "crash")
+    code, result = run(a, b, capsys=capsys)
+    assert code == 1
+    gone = cell(result, "decode/S=512")
+    assert gone["verdict"] == "GONE" and "decode_bench NOT_RUN: the run ended" in gone["why"]
+    assert any("triton_bwd  PASS -> CRASH" in s for s in result["status"])
+    assert any("did not run to its end" in n for n in result["notes"])
+
+
+@pytest.mark.parametrize(
+    "field, value, words",
+    [
+        ("name", "NVIDIA H100", "GPU NVIDIA H200 -> NVIDIA H100"),
+        ("power_limit_w", 500.0, "power limit 700.0 -> 500.0"),
+        ("driver", "570.10", "driver major 580 -> 570"),
+    ],
+)
+def test_times_of_unlike_boxes_are_not_compared(field, value, words, tmp_path, capsys):
+    def change(events):
+        events[0]["device"][field] = value
+
+    a, b = made(tmp_path / "a"), made(tmp_path / "b", change=change)
+    code, result = run(a, b, capsys=capsys)
+    assert code == 5 and result["counts"] == {"NOT_COMPARABLE": 13}
+    assert result["incomparable"] == [words] and any(field in c for c in result["environment"])
+    code, result = run(a, b, "--force", capsys=capsys)
+    assert code == 0 and result["counts"] == {"SAME": 13} and words in result["notes"][0]
+
+
+def test_a_minor_driver_version_is_no_other_box(tmp_path, capsys):
+    def change(events):
+        events[0]["device"]["driver"] = "580.11"
+        events[0]["env"]["variables"]["NSA_SEL_TRITON_BLOCK_L"] = "128"
+
+    code, result = run(made(tmp_path / "a"), made(tmp_path / "b", change=change), capsys=capsys)
+    assert code == 0 and result["environment"] == [
+        "device driver 580.95 -> 580.11", "NSA_SEL_TRITON_BLOCK_L - -> 128"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("field, value", [("timer", "host_clock"), ("cache", "warm")])
+def test_another_timer_or_cache_mode_is_another_question(field, value, tmp_path, capsys):
+    a = made(tmp_path / "a", [bench_row("t/x", 50.0, 1.5)])
+    b = made(tmp_path / "b", [bench_row("t/x", 90.0, 1.5, **{field: value})])
+    code, result = run(a, b, capsys=capsys)
+    assert code == 0 and cell(result, "t/x")["verdict"] == "NOT_COMPARABLE"
+    assert value in cell(result, "t/x")["why"]
+
+
+def test_parity_is_compared_on_unlike_boxes_too(tmp_path, capsys):
+    def other(events):
+        events[0]["device"]["name"] = "NVIDIA H100"
+
+    good = [parity_row("p/one"), test_row("t.py::one")]
+    bad = [parity_row("p/one", status="FAIL", why=["max_abs 0.3"]), parity_row("p/two", mae=0.5),
+           test_row("t.py::one", "failed", "no")]  # fmt: skip
+    a = made(tmp_path / "a", good, stage="triton_fwd")
+    b = made(tmp_path / "b", bad, stage="triton_fwd", change=other)
+    code, result = run(a, b, capsys=capsys)
+    assert code == 1
+    assert "parity p/one PASS -> FAIL (max_abs 0.3)" in result["regressions"]
+    assert any(r.startswith("parity p/two absent -> FAIL") for r in result["regressions"])
+    assert "test t.py::one passed -> failed (no)" in result["regressions"]
+    assert run(a, b, "--fail-on", "slower", capsys=capsys)[0] == 5
+    code, result = run(b, a, capsys=capsys)
+    assert code == 5 and "parity p/one FAIL -> PASS" in result["repaired"]
+
+
+def test_fail_on_ambiguous_and_its_usage(tmp_path, capsys):
+    a = made(tmp_path / "a", [bench_row("t/x", 50.0, 1.5)])
+    b = made(tmp_path / "b", [bench_row("t/x", 51.0, 1.5)])
+    assert run(a, b, capsys=capsys)[0] == 0
+    assert run(a, b, "--fail-on", "slower,ambiguous", capsys=capsys)[0] == 1
+    with pytest.raises(SystemExit) as stop:
+        compare.main([str(a), str(b), "--fail-on", "luck"])
+    assert stop.value.code == 2 and "'luck'" in capsys.readouterr().err
+
+
+def test_archives_folders_and_what_is_neither(tmp_path, capsys):
+    a, b = made(tmp_path / "a"), made(tmp_path / "b")
+    archive, _, _ = bundle.pack(b)
+    assert run(a, archive, capsys=capsys)[0] == 0
+    (tmp_path / "no.tgz").write_text("no archive")
+    for other in (tmp_path / "absent", tmp_path / "no.tgz", tmp_path):
+        assert compare.main([str(a), str(other)]) == 2
+        assert capsys.readouterr().err.strip()
+
+
+def test_text_and_markdown_say_the_same_and_hold_hostile_names(tmp_path, capsys):
+    evil = "t/`x` | </table> \x1b[31m @all\n# h"
+    a = made(tmp_path / "a", [bench_row(evil, 50.0, 1.5)])
+    b = made(tmp_path / "b", [bench_row(evil, 60.0, 1.5)])
+    assert compare.main([str(a), str(b), "--explain"]) == 1
+    text = capsys.readouterr().out
+    assert text.splitlines()[2] == "environment  same" and "\x1b" not in text
+    assert "SLOWER" in text and "How a case is judged" in text and text.rstrip().endswith("exit 1")
+    assert compare.main([str(a), str(b), "--md"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert not [s for s in lines if s.startswith("# ")]
+    table = [s for s in lines if s.startswith("|")]
+    assert {s.replace("\\|", "").count("|") for s in table} == {7}
+    assert "1 slower, 13 same" in lines[0]
+
+
+def test_two_names_for_one_case_by_candidate(tmp_path):
+    rows = [bench_row("t/x", 50.0, 1.5), bench_row("t/x", 20.0, 1.5, candidate="fa2")]
+    a, b = (rebuild(made(tmp_path / n, rows))[0] for n in "ab")
+    names = [c.case for c in compared(a, b).cells if c.case.startswith("t/x")]
+    assert names == ["t/x [triton]", "t/x [fa2]"]

@@ -1,0 +1,253 @@
+"""Verifying a bundle: a sound one passes, and every way to spoil it is found."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+
+import pytest
+
+from nsa.tests.oneshot_samples import bench_row, write_sample
+from scripts.oneshot import bundle, reading, report, verify
+from scripts.oneshot.journal import dumps, read_events, write_json
+from scripts.oneshot.model import RunRecord
+
+CLEAN = {"ev": "redaction", "summary": {"gate": "clean", "replacements": 0, "rules_version": 1}}
+TOKEN = "ghp_" + "a1B2" * 9
+
+
+def seal(folder, change=None):
+    """What the runner does at the end: bundle.json from the journal, files, sums."""
+    data = RunRecord.replay(read_events(folder / "events.jsonl")).to_bundle()
+    if change:
+        change(data)
+    data["files"] = bundle.inventory(folder)
+    (folder / "bundle.json").write_text(json.dumps(data))  # may hold a NaN that a test planted
+    bundle.write_sums(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "8ac3f21"
+    write_sample(made, "gpu_fail")
+    with open(made / "events.jsonl", "a") as file:
+        file.write(dumps(CLEAN) + "\n")
+    pytest.importorskip("jinja2", reason="the report needs jinja2")
+    (made / "report.md").write_text("the report\n")
+    return seal(made)
+
+
+def problems(path, capsys, code=1):
+    assert verify.main([str(path)]) == code
+    return capsys.readouterr().out
+
+
+def test_a_sound_bundle_passes_as_folder_and_as_archive(folder, capsys):
+    out = problems(folder, capsys, 0)
+    assert out.startswith("OK ") and "FAIL - 9/10 tests" in out
+    archive, _, _ = bundle.pack(folder)
+    assert "OK " in problems(archive, capsys, 0)
+
+
+def test_a_report_rendered_again_still_passes(folder, capsys):
+    assert report.main([str(folder)]) == 0
+    capsys.readouterr()
+    problems(folder, capsys, 0)
+    assert "issue.md" in (folder / "SHA256SUMS").read_text()
+
+
+def test_usage(tmp_path, capsys):
+    assert verify.main([str(tmp_path / "absent")]) == 2
+    with pytest.raises(SystemExit) as stop:
+        verify.main([])
+    assert stop.value.code == 2
+
+
+# ---------------------------------------------------------------------------------- sums
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda f: (f / "report.md").write_text("all right\n"), "report.md was changed"),
+        (lambda f: (f / "env.txt").unlink(), "env.txt is in SHA256SUMS and not in the bundle"),
+        (lambda f: (f / "extra.txt").write_text("x"), "extra.txt is not in SHA256SUMS"),
+        (lambda f: (f / "SHA256SUMS").unlink(), "no SHA256SUMS"),
+        (lambda f: (f / "SHA256SUMS").write_text("what\n"), "SHA256SUMS:1 is no check sum"),
+        (
+            lambda f: (f / "SHA256SUMS").write_text("0" * 64 + "  ../../etc/passwd\n"),
+            "SHA256SUMS:1 names a file outside",
+        ),
+        (lambda f: os.symlink("/etc/hostname", f / "link"), "link is a link"),
+        (lambda f: (f / "bundle.json").unlink(), "no bundle.json"),
+        (lambda f: (f / "bundle.json").write_text("{"), "bundle.json is not valid JSON"),
+        (lambda f: (f / "bundle.json").write_text('{"schema": "x/9"}'), "schema of bundle.json"),
+        (lambda f: (f / "events.jsonl").unlink(), "no events.jsonl"),
+    ],
+)
+def test_files_that_were_touched(spoil, words, folder, capsys):
+    spoil(folder)
+    assert words in problems(folder, capsys)
+
+
+# ---------------------------------------------------------------------------------- rules
+
+
+def first(data, key, **where):
+    return next(r for r in data[key] if all(r.get(k) == v for k, v in where.items()))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda d: first(d, "bench", status="VALID").update(parity=None), "says VALID but is INV"),
+        (
+            lambda d: first(d, "bench", status="VALID").update(path_taken="sdpa"),
+            "asked for triton, ran sdpa",
+        ),
+        (lambda d: first(d, "bench", status="INVALID").update(median_us=4.0), "still has numbers"),
+        (lambda d: first(d, "bench", status="UNSTABLE").update(why=[]), "gives no reason"),
+        (lambda d: first(d, "bench", status="VALID").update(gbs=float("nan")), "not valid JSON"),
+        (
+            lambda d: first(d, "parity", status="FAIL").update(status="PASS"),
+            "says PASS but is FAIL",
+        ),
+        (lambda d: first(d, "parity", status="PASS").update(launches={}), "says PASS but is INV"),
+        (lambda d: first(d, "stages", status="SKIPPED").update(reason=""), "gives no reason"),
+        (lambda d: first(d, "stages", status="FAIL").update(status="FINE"), "unknown status"),
+        (
+            lambda d: first(d, "stages", id="triton_bwd").update(status="PASS"),
+            "stage triton_bwd is PASS with 2 failed or invalid rows",
+        ),
+        (lambda d: first(d, "tests", outcome="skipped").update(reason=None), "without a reason"),
+        (lambda d: d["verdict"].update(status="PASS"), "the verdict is PASS with exit code 1"),
+        (lambda d: d["verdict"].update(one_line="PASS"), "verdict in bundle.json is not what"),
+        (lambda d: d["redaction"].update(gate="pending"), "gate is 'pending'"),
+        (lambda d: d.update(device={}), "device in bundle.json is not what events.jsonl gives"),
+        (lambda d: d.pop("parity"), "has not the shape of its schema"),
+    ],
+)
+def test_a_bundle_that_breaks_its_own_rules(change, words, folder, capsys):
+    seal(folder, change)
+    assert words in problems(folder, capsys)
+
+
+def test_a_pass_without_evidence_and_an_infinity_are_found_by_the_rules_alone():
+    data = {
+        "parity": [], "tests": [], "redaction": {"gate": "clean"},
+        "bench": [{k: v for k, v in bench_row("c", 5.0, 1.1).items() if k != "kind"}],
+        "stages": [{"id": "triton_fwd", "status": "PASS", "group": "parity"}],
+        "verdict": {"status": "PASS", "exit_code": 0}, "health": {"copy_gbs": float("inf")},
+    }  # fmt: skip
+    found = list(verify.check_rules(data))
+    assert "health.copy_gbs is not finite" in found
+    assert "stage triton_fwd is PASS and no test or parity case ran in it" in found
+    assert len(found) == 2
+
+
+def test_a_file_list_that_is_not_the_folder(folder, capsys):
+    data = json.loads((folder / "bundle.json").read_text())
+    data["files"][0]["sha256"] = "0" * 64
+    data["files"].append({"path": "gone.csv", "bytes": 1, "sha256": "0" * 64})
+    write_json(folder / "bundle.json", data)
+    bundle.write_sums(folder)
+    out = problems(folder, capsys)
+    assert "is not the file that bundle.json lists" in out and "gone.csv is listed" in out
+
+
+# ---------------------------------------------------------------------------------- secrets
+
+
+@pytest.mark.parametrize(
+    "name, text, rule",
+    [
+        ("logs/a.log", f"token {TOKEN}\n", "token x1"),
+        ("logs/a.log", "connected to 203.0.113.7\n", "ip x1"),
+        ("logs/a.log", "mail alice@example.com\n", "email x1"),
+        ("logs/a.log", "-----BEGIN RSA PRIVATE KEY-----\nabc\n", "pem x1"),
+        (f"logs/{TOKEN}.log", "x\n", "token x1"),
+        ("logs/a.bin", "\0\1", "neither text nor a picture"),
+    ],
+)
+def test_what_looks_private_is_named_by_rule_and_never_shown(name, text, rule, folder, capsys):
+    (folder / name).write_text(text)
+    seal(folder)
+    out = problems(folder, capsys)
+    assert rule in out
+    for secret in (TOKEN, "203.0.113.7", "alice@"):
+        assert secret not in out
+
+
+def test_an_address_kept_on_request_is_no_finding(folder, capsys):
+    (folder / "logs" / "a.log").write_text("connected to 203.0.113.7\n")
+    events = read_events(folder / "events.jsonl")
+    events[-1]["summary"]["kept"] = ["ip"]
+    (folder / "events.jsonl").write_text("".join(dumps(e) + "\n" for e in events))
+    problems(seal(folder), capsys, 0)
+
+
+# ---------------------------------------------------------------------------------- archives
+
+
+def archive(path, *members):
+    """A .tgz of (name, what): bytes for a file, a tar type with a link target otherwise."""
+    with tarfile.open(path, "w:gz") as tar:
+        for name, what in members:
+            info = tarfile.TarInfo(name)
+            if isinstance(what, bytes):
+                info.size = len(what)
+                tar.addfile(info, io.BytesIO(what))
+            else:
+                info.type, info.linkname = what
+                tar.addfile(info)
+    return path
+
+
+@pytest.mark.parametrize(
+    "members, words",
+    [
+        ([("a/x", (tarfile.SYMTYPE, "/etc/passwd"))], "is a link or a special file"),
+        ([("a/x", b"1"), ("a/y", (tarfile.LNKTYPE, "a/x"))], "is a link or a special file"),
+        ([("a/x", (tarfile.FIFOTYPE, ""))], "is a link or a special file"),
+        ([("a/x", (tarfile.CHRTYPE, ""))], "is a link or a special file"),
+        ([("/tmp/nsa-evil", b"1")], "would leave the folder"),
+        ([("a/../../nsa-evil", b"1")], "would leave the folder"),
+        ([("..", (tarfile.DIRTYPE, ""))], "would leave the folder"),
+        ([("a/x", b"1"), ("b/x", b"1")], "must hold one folder"),
+        ([("x", b"1")], "must hold one folder"),
+        ([("a/x", b"1"), ("a/x", b"2")], "twice"),
+        ([("a/" + "b/" * 30 + "x", b"1")], "no usable file name"),
+        ([("a/x", b"1"), ("a/x/y", b"1")], "cannot be unpacked"),
+        ([], "must hold one folder"),
+    ],
+)
+def test_unsafe_archives_are_refused(members, words, tmp_path, capsys):
+    made = archive(tmp_path / "x.tgz", *members)
+    assert words in problems(made, capsys)
+    assert not os.path.exists("/tmp/nsa-evil") and os.listdir(tmp_path) == ["x.tgz"]
+
+
+@pytest.mark.parametrize(
+    "limit, words",
+    [
+        ("MAX_UNPACKED_BYTES", "unpacks to over"),
+        ("MAX_MEMBERS", "over 1 members"),
+        ("MAX_ARCHIVE_BYTES", "is over"),
+    ],
+)
+def test_archives_over_a_limit_are_refused(limit, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(reading, limit, 1)
+    made = archive(tmp_path / "x.tgz", ("a/x", b"12"), ("a/y", b"12"))
+    assert words in problems(made, capsys)
+
+
+def test_a_cut_archive_is_refused_and_leaves_nothing(folder, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(reading.tempfile, "tempdir", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    made, _, _ = bundle.pack(folder)
+    made.write_bytes(made.read_bytes()[:-400])
+    assert "cannot be unpacked" in problems(made, capsys)
+    assert os.listdir(tmp_path / "t") == []
