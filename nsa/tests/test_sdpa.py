@@ -1,0 +1,205 @@
+"""The branches on torch's SDPA against the oracle, their gradients against plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nsa import launches, oracle, reference, select
+from nsa.blocks import num_compressed
+from nsa.kernels import sdpa
+from nsa.tests.helpers import (
+    HOSTILE_RANGE_KINDS,
+    RANGE_KINDS,
+    assert_finite,
+    grads,
+    make_qkv,
+    make_ranges,
+    randn,
+)
+
+F64 = torch.float64
+
+
+@pytest.fixture(params=["whole", "chunked"])
+def chunks(request, monkeypatch):
+    """Once as it is, once with chunks so small that every branch needs several."""
+    if request.param == "chunked":
+        monkeypatch.setattr(sdpa, "_CHUNK", 4)
+        monkeypatch.setattr(sdpa, "_CHUNK_ELEMENTS", 64)
+        monkeypatch.setattr(sdpa, "_CHUNK_ROWS", 5)
+    return request.param
+
+
+def gradients_match(run, plain, inputs, S, HQ, Dv):
+    grad_out = randn(inputs[0].shape[0], S, HQ, Dv, seed=99, dtype=F64)
+    for name, a, b in zip(
+        "qkv", grads(run, inputs, grad_out), grads(plain, inputs, grad_out), strict=True
+    ):
+        torch.testing.assert_close(a, b, msg=lambda m, name=name: f"d{name}: {m}")
+
+
+@pytest.mark.parametrize("kind", RANGE_KINDS + HOSTILE_RANGE_KINDS)
+def test_selection(kind, chunks):
+    q, k, v = make_qkv(2, 6, 6, 2, 8, 5, Skv=20, dtype=F64, seed=1)
+    ranges = select.clean_ranges(make_ranges(kind, 2, 6, 2, 20, 9, seed=2), 20)
+    out = sdpa.selection_sdpa(q, k, v, ranges)
+    torch.testing.assert_close(out, oracle.selection_attention(q, k, v, ranges))
+    gradients_match(
+        lambda *x: sdpa.selection_sdpa(*x, ranges, softmax_scale=0.3),
+        lambda *x: reference.selection_attention(*x, ranges, softmax_scale=0.3),
+        (q, k, v), 6, 6, 5,
+    )  # fmt: skip
+
+
+def test_selection_rows_of_all_lengths_share_calls():
+    """Rows of 1 .. 17 keys: one call per power of two, empty rows in none."""
+    q, k, v = make_qkv(1, 18, 2, 1, 8, Skv=18, dtype=F64)
+    ends = torch.arange(18, dtype=torch.int32)
+    ranges = torch.stack([ends * 0, ends], -1)[None, :, None, None]
+    with launches.recording() as launched:
+        out = sdpa.selection_sdpa(q, k, v, ranges)
+    assert launched == {"sdpa_selection": 6}  # 1, 2, 3-4, 5-8, 9-16, 17
+    assert not out[:, 0].any()
+    torch.testing.assert_close(out, oracle.selection_attention(q, k, v, ranges))
+
+
+def test_selection_reads_no_stranger():
+    """NaN in keys that a row did not select reaches neither it nor its gradients."""
+    q, k, v = make_qkv(1, 4, 2, 1, 8, Skv=12)
+    k[:, 8:], v[:, 8:], k[:, 0], v[:, 0] = math.nan, math.nan, math.nan, math.nan
+    spans = torch.tensor([[1, 2], [1, 7], [3, 8], [0, 0]], dtype=torch.int32)
+    ranges = spans.view(1, 4, 1, 1, 2)
+    run = lambda *x: sdpa.selection_sdpa(*x, ranges)
+    dq, dk, dv = grads(run, (q, k, v), torch.ones(1, 4, 2, 8))
+    assert_finite(out=run(q, k, v), dq=dq, dk=dk, dv=dv)
+    assert not dk[:, 8:].any() and not dq[:, 3].any()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_nothing_to_attend_is_connected(shape):
+    q, k, v = make_qkv(*shape, 4, 2, 8, Skv=9, requires_grad=True)
+    ranges = torch.zeros(*shape, 2, 3, 2, dtype=torch.int32)
+    for out in (
+        sdpa.selection_sdpa(q, k, v, ranges),
+        sdpa.sliding_sdpa(q, k, v, window=4),
+        sdpa.compressed_sdpa(q, k, v, l=4, d=2)[0],
+    ):
+        assert out.shape == (*shape, 4, 8)
+        for x, grad in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
+            assert grad.shape == x.shape and not grad.any()
+
+
+@pytest.mark.parametrize(
+    "S, q_start, w", [(23, 0, 5), (23, 0, 64), (6, 19, 7), (1, 30, 8), (1, 0, 1), (9, 3, 1)]
+)
+def test_sliding(S, q_start, w, chunks):
+    q, k, v = make_qkv(2, S, 4, 2, 8, 5, Skv=q_start + S + 1, dtype=F64, seed=S)
+    kw = {"window": w, "q_start": q_start}
+    out = sdpa.sliding_sdpa(q, k, v, **kw)
+    torch.testing.assert_close(out, oracle.sliding_attention(q, k, v, **kw))
+    gradients_match(
+        lambda *x: sdpa.sliding_sdpa(*x, **kw),
+        lambda *x: reference.sliding_attention(*x, **kw), (q, k, v), S, 4, 5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "S, q_start, l, d",
+    [(40, 0, 8, 4), (37, 0, 8, 8), (13, 17, 8, 4), (1, 30, 8, 4), (7, 0, 8, 4), (5, 5, 8, 4),
+     (9, 0, 4, 1)],
+)  # fmt: skip
+def test_compressed(S, q_start, l, d, chunks):
+    N = num_compressed(q_start + S, l, d) + q_start % 2  # sometimes a key too many
+    q, k, v = make_qkv(2, S, 4, 2, 8, 5, Skv=N, dtype=F64, seed=S)
+    kw = {"l": l, "d": d, "q_start": q_start}
+    out, lse = sdpa.compressed_sdpa(q, k, v, **kw)
+    want, want_lse = oracle.compressed_attention(q, k, v, **kw)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+
+    def both(run):
+        """lse through exp, so that rows without keys have a finite gradient."""
+
+        def mixed(*x):
+            out, lse = run(*x, **kw)
+            return out * (1 + lse.exp()[..., None])
+
+        return mixed
+
+    inputs = (q, k, v)
+    gradients_match(
+        both(sdpa.compressed_sdpa), both(reference.compressed_attention), inputs, S, 4, 5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_lse_is_fp32_for_every_other_dtype(dtype):
+    q, k, v = make_qkv(1, 12, 4, 2, 8, Skv=5, dtype=dtype)
+    out, lse = sdpa.compressed_sdpa(q, k, v, l=4, d=2)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    want = oracle.compressed_attention(q, k, v, l=4, d=2)[1]
+    torch.testing.assert_close(lse.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_of_a_long_sequence_is_a_band(monkeypatch):
+    """No call sees more than chunk x (window + chunk) scores; the whole would be 4096^2."""
+    seen = []
+    original = sdpa._sdpa
+
+    def spy(name, q, k, v, mask, scale):
+        seen.append(mask.shape)
+        return original(name, q, k, v, mask, scale)
+
+    monkeypatch.setattr(sdpa, "_sdpa", spy)
+    q, k, v = make_qkv(1, 4096, 1, 1, 8)
+    sdpa.sliding_sdpa(q, k, v, window=64)
+    assert len(seen) == 16 and max(a * b for a, b in seen) <= 256 * (256 + 64)
+
+
+# ---- named baselines -----------------------------------------------------------------------------
+
+
+def _rows(Q, K, V):
+    return torch.stack([
+        torch.softmax(q @ k.T / math.sqrt(q.shape[-1]), -1) @ v
+        for q, k, v in zip(Q, K, V, strict=True)
+    ])  # fmt: skip
+
+
+def test_every_baseline_that_works_is_right():
+    Q, K, V = randn(5, 4, 16, seed=1), randn(5, 24, 16, seed=2), randn(5, 24, 16, seed=3)
+    found = sdpa.baselines(Q, K, V)
+    assert {"sdpa_math_gqa", "sdpa_math_mqa_rows"} <= set(found.calls)
+    assert set(found.calls) | set(found.refused) == {
+        f"sdpa_{b}_{f}" for b in sdpa.BACKENDS for f in sdpa.FORMULATIONS
+    }
+    assert all(found.refused.values())
+    for name, call in found.calls.items():
+        with launches.recording() as launched:
+            torch.testing.assert_close(call(), _rows(Q, K, V), msg=name)
+        assert launched == {name: 1}
+
+
+def test_packed_baselines_pad_outside_of_the_call():
+    lengths = [3, 1, 17, 8]
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    Q, K, V = randn(4, 2, 16, seed=1), randn(29, 16, seed=2), randn(29, 8, seed=3)
+    want = _rows(Q, K.split(lengths), V.split(lengths))
+    found = sdpa.baselines(Q, K, V, cu_seqlens=cu)
+    assert found.calls
+    for name, call in found.calls.items():
+        torch.testing.assert_close(call(), want, msg=name)
+    assert sdpa.pack(K[:8], V[:8], torch.tensor([0, 4, 8], dtype=torch.int32)).mask is None
+    with pytest.raises(ValueError, match="every row at least one key"):
+        sdpa.pack(K, V, torch.tensor([0, 0, 29], dtype=torch.int32))
+
+
+def test_unknown_baseline_names_are_refused():
+    Q, K = randn(1, 2, 8, seed=1), randn(1, 3, 8, seed=2)
+    with pytest.raises(ValueError, match="backend must be one of flash.*'cuda'"):
+        sdpa.packed_sdpa(Q, K, K, backend="cuda", formulation="gqa")
+    with pytest.raises(ValueError, match="formulation must be one of gqa.*'rows'"):
+        sdpa.packed_sdpa(Q, K, K, backend="math", formulation="rows")
