@@ -115,7 +115,7 @@ def first(data, key, **where):
             lambda d: first(d, "parity", status="FAIL").update(status="PASS"),
             "says PASS but is FAIL",
         ),
-        (lambda d: first(d, "parity", status="PASS").update(launches={}), "says PASS but is INV"),
+        (lambda d: first(d, "parity", op="sel_bwd").update(launches={}), "says PASS but is INV"),
         (lambda d: first(d, "stages", status="SKIPPED").update(reason=""), "gives no reason"),
         (lambda d: first(d, "stages", status="FAIL").update(status="FINE"), "unknown status"),
         (
