@@ -76,7 +76,7 @@ print("version", version)
 
 
 def classify(returncode: int | None, output: str) -> str:
-    """"<class>: <last line>" for a trial that failed; returncode None is a timeout."""
+    """Words "<class>: <last line>" for a trial that failed; returncode None is a timeout."""
     lines = [x.strip() for x in output.splitlines() if x.strip()]
     last = lines[-1][:400] if lines else ""
     if returncode is None:

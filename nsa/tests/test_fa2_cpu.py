@@ -42,15 +42,11 @@ def calls(monkeypatch):
     """Put the stand-in in place of _call; yields the shapes that reach it."""
     seen = []
 
-    def stand_in(
-        q, k, v, *, scale, causal, left=-1, cu_q=None, cu_k=None, max_q=0, max_k=0
-    ):
+    def stand_in(q, k, v, *, scale, causal, left=-1, cu_q=None, cu_k=None, max_q=0, max_k=0):
         seen.append(("dense" if cu_q is None else "varlen", tuple(q.shape), tuple(k.shape)))
         if cu_q is None:
             parts = [_one(*x, scale, causal, left) for x in zip(q, k, v, strict=True)]
-            return torch.stack([p[0] for p in parts]), torch.stack(
-                [p[1].T for p in parts]
-            ).detach()
+            return torch.stack([p[0] for p in parts]), torch.stack([p[1].T for p in parts]).detach()
         assert cu_q.dtype == cu_k.dtype == torch.int32
         ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
         assert ends_q[-1] == len(q) and ends_k[-1] == len(k)
@@ -90,9 +86,7 @@ def test_compressed_folding_matches_the_oracle(S, q_start, l, d, form, calls):
 def test_sliding_window_matches_the_oracle(S, q_start, w, form, calls):
     q, k, v = make_qkv(2, S, 4, 2, 8, 8, Skv=q_start + S + 2, dtype=torch.float64, seed=w)
     out = fa2.sliding_fa2(q, k, v, window=w, q_start=q_start, form=form)
-    torch.testing.assert_close(
-        out, oracle.sliding_attention(q, k, v, window=w, q_start=q_start)
-    )
+    torch.testing.assert_close(out, oracle.sliding_attention(q, k, v, window=w, q_start=q_start))
     assert calls[0][2][0 if form == "varlen" else 1] <= (w + S - 1) * 2
 
 

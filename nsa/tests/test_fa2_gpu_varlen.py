@@ -66,9 +66,7 @@ def each_sequence(run, branch, q, k, v, cu):
 
 def check(case, source, branch, form, inputs, *, cu=None, q_start=0, seed=0):
     """Outputs, lse and gradients of one call, each a parity row; FA-2 launches are counted."""
-    flags = Flags(
-        use_fa2=True, fa2_force_varlen=form == "varlen", fa2_force_dense=form == "dense"
-    )
+    flags = Flags(use_fa2=True, fa2_force_varlen=form == "varlen", fa2_force_dense=form == "dense")
     name = f"fa2_{source}_{'varlen' if form == 'varlen' or cu and form == 'auto' else 'dense'}"
     device = inputs[0].device
     kw = {"q_start": q_start, "backend": "fa2", "flags": flags}
