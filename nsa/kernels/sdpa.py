@@ -148,13 +148,14 @@ def sliding_sdpa(
 
 def compressed_sdpa(
     q: Tensor, k: Tensor, v: Tensor, *, l: int, d: int, softmax_scale: float | None = None,
-    q_start: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_start: int = 0, need_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Softmax over the compressed keys j with j*d + l - 1 <= t = q_start + s (Eq. 8).
 
     q [B, S, HQ, Dk], k [B, Nc, G, Dk], v [B, Nc, G, Dv] -> out [B, S, HQ, Dv] and natural-log lse
     [B, S, HQ] (fp32, or fp64 for fp64), both differentiable. A query that sees no key has 0 and
-    -inf. SDPA does not return its lse, so the scores are computed a second time for it.
+    -inf. SDPA does not return its lse, so the scores are computed a second time for it;
+    need_lse=False saves that and returns None.
     """
     B, S, HQ, _ = q.shape
     scale = _scale(q, softmax_scale)
@@ -175,8 +176,10 @@ def compressed_sdpa(
         several = S - blind > step
         run = functools.partial(_masked, "sdpa_compressed", mask, scale)
         outs.append(_maybe_checkpoint(several, run, *args))
-        lses.append(_maybe_checkpoint(several, functools.partial(_lse, mask, scale), *args[:2]))
-    return torch.cat(outs, 1), torch.cat(lses, 1)
+        if need_lse:
+            run = functools.partial(_lse, mask, scale)
+            lses.append(_maybe_checkpoint(several, run, *args[:2]))
+    return torch.cat(outs, 1), torch.cat(lses, 1) if need_lse else None
 
 
 def _masked(

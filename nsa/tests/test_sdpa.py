@@ -119,6 +119,8 @@ def test_compressed(S, q_start, l, d, chunks):
     want, want_lse = oracle.compressed_attention(q, k, v, **kw)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
+    alone, none = sdpa.compressed_sdpa(q, k, v, **kw, need_lse=False)
+    assert torch.equal(alone, out) and none is None
 
     def both(run):
         """lse through exp, so that rows without keys have a finite gradient."""
