@@ -153,7 +153,7 @@ def judge(row: dict[str, Any], gpu: Gpu) -> list[str]:
             )
     nominal, got = row.get("pcie_gbs_nominal"), row["h2d_gbs"]
     if nominal and got and got < 0.5 * nominal:
-        why.append(f"host to device runs at {got:.0f} GB/s of {nominal:.0f}: a shared or narrow slot")
+        why.append(f"upload runs at {got:.0f} GB/s of {nominal:.0f}: a shared or narrow slot")
     return why
 
 

@@ -11,7 +11,7 @@ from scripts.oneshot.model import Stage
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROFILES = ("cpu", "quick", "standard", "full")
-PYTEST = ("{python}", "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short")
+PYTEST = ("{python}", "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short", "--durations=8")
 NO_TEST = "nsa/tests/no_such_test_file.py"  # pytest then ends with a usage error, never with PASS
 
 ENV_STAGE = Stage(

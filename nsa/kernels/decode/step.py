@@ -22,6 +22,11 @@ def _sm_count(index: int | None) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+def scan_warps(rows: int) -> int:
+    """More (token, head) rows than 32 do not fit the registers of 4 warps beside wide heads."""
+    return 8 if rows > 32 else 4
+
+
 def why_not_decode(l: int, d: int, l_sel: int) -> str | None:
     """Why these block sizes have no decode kernel, None when they have."""
     ratio = l_sel // d if d else 0
@@ -112,7 +117,8 @@ def nsa_decode_triton(
             tile_max, table_len, k_cmp.shape[1], k_win.shape[1], groups, heads, tokens, splits_cmp,
             splits_all, n_tiles, l, d, l_sel, window, scale_log2, ROWS=rows, BLOCK_N=block_n,
             NB=nb, PAGE=0 if window_ring else page, RING=window_ring,
-            POOL_DTYPE=tl.float32 if fp32 else tl.float16, num_warps=4, num_stages=2, **dims,
+            POOL_DTYPE=tl.float32 if fp32 else tl.float16, num_warps=scan_warps(rows), num_stages=2,
+            **dims,
         )  # fmt: skip
         launches.bump("_decode_scan_kernel")
     if branch is None:

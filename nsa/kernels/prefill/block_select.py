@@ -187,9 +187,9 @@ def score_tiles(arch: int, d: int, itemsize: int) -> tuple[int, int, int, int]:
     if arch == 0:
         return 32, 16, 4, 1
     if itemsize == 4:
-        return 64, 32, 4, 1
+        return 16, 32, 8, 1
     # H200, 64k, HQ64 G4 D128 bf16: 5.7 ms with 128 rows, 6.2 with 64 rows on 4 warps.
-    return (128, 64, 8, 2) if arch in (80, 90, 100, 103) and d <= 128 else (64, 64, 4, 2)
+    return 128, 64, 8, 2
 
 
 def why_not_block_select(l: int, d: int, l_sel: int) -> str | None:

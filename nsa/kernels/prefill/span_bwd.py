@@ -339,28 +339,30 @@ def dq_tiles(arch: int, d: int, dv: int, itemsize: int, mode: int) -> tuple[int,
     """(rows, BLOCK_N, num_warps, num_stages) of the dQ kernel."""
     if arch == 0:
         return 32, 16, 4, 1
+    widest = max(d, dv)
     if itemsize == 4:
-        return 64, 32, 4, 1
-    wide = max(d, dv) > 128
-    if arch not in (80, 90, 100, 103):
-        return (64, 32, 4, 1) if wide else (64, 32, 4, 2)
-    if wide:
-        return 64, 64, 8, 1
-    return (64, 64, 4, 2) if mode == SLIDING else (128, 64, 8, 2)
+        return (32, 32, 4, 1) if arch == 80 and widest <= 128 else (16, 16, 8, 1)
+    if widest > 192:
+        return 32, 32, 4, 1
+    if arch in (90, 100, 103):
+        return (64, 64, 4, 2) if mode == SLIDING and widest <= 128 else (128, 64, 8, 2)
+    return (64, 64, 8, 1) if widest <= 128 else (32, 32, 4, 1)
 
 
 def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int, mode: int) -> tuple[int, int, int, int]:
     """(rows, BLOCK_N, num_warps, num_stages) of the dK/dV kernel: keys stay, rows stream."""
     if arch == 0:
         return 32, 16, 4, 1
+    widest = max(d, dv)
     if itemsize == 4:
-        return 32, 64, 8, 1
-    wide = max(d, dv) > 128
-    if arch not in (80, 90, 100, 103):
-        return (32, 64, 8, 1) if wide else (32, 64, 4, 2)
-    if wide:
-        return 32, 64, 8, 2
-    return (64, 64, 4, 2) if mode == SLIDING else (64, 128, 8, 2)
+        return 16, 16, 8, 1
+    if widest > 192:
+        return 32, 32, 4, 1
+    if arch in (90, 100, 103):
+        if widest > 128:
+            return 32, 64, 8, 2
+        return (64, 64, 4, 2) if mode == SLIDING else (64, 128, 8, 2)
+    return (64, 64, 8, 1) if widest <= 128 else (32, 32, 4, 1)
 
 
 def attention_delta(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,139 @@
+"""The prefill kernels' configurations for ahead-of-time compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsa.kernels.aot import AotCase
+from nsa.kernels.prefill import (
+    block_attn_bwd,
+    block_attn_fwd,
+    block_select,
+    combine,
+    span_bwd,
+    span_fwd,
+)
+from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING
+from nsa.kernels.tiles import pad_dim, split_dim
+
+# dtype, element bytes, D, Dv, query heads per group
+_SHAPES = (
+    ("bf16", 2, 128, 128, 16),
+    ("bf16", 2, 192, 128, 16),
+    ("bf16", 2, 256, 256, 16),
+    ("fp16", 2, 64, 64, 4),
+    ("fp32", 4, 128, 128, 4),
+)
+# Architectures that stand for their column of the tile tables; the others compile these shapes.
+_FULL = (90, 120)
+_WORST = {("bf16", 128), ("bf16", 256)}
+
+_POINTERS = {
+    "LSE": "*fp32", "DELTA": "*fp32", "DELTAS": "*fp32", "SCORES": "*fp32", "PART": "*fp32",
+    "PART_K": "*fp32", "PART_V": "*fp32", "CU_Q": "*i32", "CU_K": "*i32", "CU_SEQLENS": "*i32",
+    "SEQ_BEGIN": "*i32", "BLOCK_INDICES": "*i32", "ORDER": "*i32", "CHUNK_TILE": "*i32",
+    "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
+}  # fmt: skip
+_INTS = {
+    "SQ", "SK", "S", "S_KV", "G", "H", "k_rows", "span_a", "span_b", "n_sel", "block_size",
+    "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
+}  # fmt: skip
+
+
+def _type(name: str, dtype: str) -> str:
+    if name in ("scale", "scale_log2"):
+        return "fp32"
+    return "i32" if name in _INTS else _POINTERS.get(name, f"*{dtype}")
+
+
+def _case(kernel: Any, label: str, dtype: str, constexprs: dict, tiles: tuple) -> AotCase:
+    types = {n: _type(n, dtype) for n in kernel.arg_names if n not in constexprs}
+    if kernel is block_select._block_topn_kernel:
+        types["OUT"] = "*i32"
+    # A few scalars on the stack are cheap. dK/dV at D = 128 on Hopper keeps some 300 bytes there:
+    # of the tiles that were timed on an H200 these were the fastest all the same.
+    measured = kernel is span_bwd._span_bwd_dkdv_kernel and constexprs["D"] == 128
+    return AotCase(
+        f"{kernel.__name__}-{label}", kernel, types, constexprs, num_warps=tiles[0],
+        num_stages=tiles[1], max_spill=320 if measured else 96,
+    )  # fmt: skip
+
+
+def aot_cases(arch: int) -> list[AotCase]:
+    """What the launchers would compile on `arch`, at representative shapes."""
+    cases = []
+    for dtype, size, d, dv, h in _SHAPES:
+        if arch not in _FULL and (dtype, d) not in _WORST:
+            continue
+        label = f"{dtype}-D{d}-Dv{dv}-H{h}"
+        d1, d2 = split_dim(d)
+        dims = dict(D=d, BLOCK_D=d1, BLOCK_D2=d2, PRECISION="ieee" if size == 4 else "tf32")
+        wide = {**dims, "DV": dv, "BLOCK_DV": pad_dim(dv)}
+        bwd = {**wide, "GATED": True}
+        # The two modes differ in tiles only up to D = 128.
+        for mode in (COMPRESSED, SLIDING) if d == 128 else (COMPRESSED,):
+            name = f"{label}-{'window' if mode == SLIDING else 'cmp'}"
+            span = dict(MODE=mode, VARLEN=mode == SLIDING, HEADS=h)
+            for kernel, tiles, extra in (
+                (span_fwd._span_fwd_kernel, span_fwd.fwd_tiles, wide),
+                (span_bwd._span_bwd_dq_kernel, span_bwd.dq_tiles, {**bwd, "ACCUMULATE": True}),
+                (span_bwd._span_bwd_dkdv_kernel, span_bwd.dkdv_tiles, bwd),
+            ):
+                rows, block_n, *launch = tiles(arch, d, dv, size, mode)
+                tile = dict(BLOCK_Q=max(rows // h, 1), BLOCK_N=block_n)
+                cases.append(_case(kernel, name, dtype, {**span, **extra, **tile}, launch))
+        rows, block_n, *launch = block_select.score_tiles(arch, d, size)
+        block_n = max(block_n, 32)
+        tile = dict(
+            VARLEN=False, BLOCK_Q=max(rows // h, 1), HEADS=h, BLOCK_N=block_n, NB=block_n // 4
+        )
+        # The type of the pooling's operands is a keyword of the kernel, not one of its tensors.
+        pool = {"POOL_DTYPE": _triton_type("fp32" if size == 4 else "fp16")}
+        cases.append(
+            _case(block_select._block_score_kernel, label, dtype, {**dims, **tile, **pool}, launch)
+        )
+        block_n, *launch = block_attn_fwd.fwd_tiles(arch, d, dv, size)
+        one = dict(VARLEN=False, HEADS=max(h, 16), BLOCK_N=block_n)
+        cases.append(
+            _case(block_attn_fwd._block_attn_fwd_kernel, label, dtype, {**wide, **one}, launch)
+        )
+        block_n, *launch = block_attn_bwd.dq_tiles(arch, d, dv, size)
+        more = dict(VARLEN=True, HEADS=max(h, 16), BLOCK_N=block_n, ACCUMULATE=True)
+        cases.append(
+            _case(block_attn_bwd._block_attn_bwd_dq_kernel, label, dtype, {**bwd, **more}, launch)
+        )
+        rows, *launch = block_attn_bwd.dkdv_tiles(arch, d, dv, size)
+        more = dict(
+            VARLEN=False, PAIRS=max(rows // h, 1), HEADS=h, BLOCK_N=block_attn_bwd.TILE
+        )
+        cases.append(
+            _case(
+                block_attn_bwd._block_attn_bwd_dkdv_kernel, label, dtype, {**bwd, **more}, launch
+            )  # fmt: skip
+        )
+    rows = dict(DV=128, BLOCK_DV=128, BLOCK_M=32)
+    for kernel in (
+        combine._combine_fwd_kernel, combine._combine_bwd_kernel, span_bwd._attn_bwd_delta_kernel
+    ):  # fmt: skip
+        cases.append(_case(kernel, "D128", "bf16", rows, (4, 2)))
+    cases.append(
+        _case(
+            block_attn_bwd._block_attn_bwd_sum_kernel, "D128", "bf16",
+            dict(DIM=128, BLOCK_DIM=128, BLOCK_N=64, ROWS=16, VARLEN=False), (4, 2),
+        )  # fmt: skip
+    )
+    for blocks in (128, 4096):
+        cases.append(
+            _case(
+                block_select._block_topn_kernel, f"{blocks}", "bf16",
+                dict(VARLEN=False, BLOCK_Q=8, BLOCK_N=64, NB=16, BLOCKS=blocks, N_SEL=16,
+                     N_PAD=16, N_INIT=1, N_LOCAL=2), (max(1, blocks // 1024), 1),
+            )  # fmt: skip
+        )
+    return cases
+
+
+def _triton_type(name: str) -> Any:
+    import triton.language as tl
+
+    return {"fp16": tl.float16, "fp32": tl.float32}[name]
