@@ -1,0 +1,137 @@
+"""Do README.md and docs/ say the truth: do examples run, do flags, paths and options exist?"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa.dispatch import LADDER, REASONS, Branch
+from nsa.flags import flag_fields
+from nsa.kernels.aot import ARCHS
+from scripts.oneshot import judge
+from scripts.oneshot.runner import parser
+from scripts.oneshot.stages import PROFILES, plan
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+
+
+def table(first_column: str) -> list[list[str]]:
+    """The cells of the table whose header starts with `first_column`, without header and rule."""
+    lines = README.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
+    rows = []
+    for line in lines[at + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=range(1, len(EXAMPLES) + 1))
+def test_example_runs(code):
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_all_examples_are_found():
+    assert len(EXAMPLES) == README.count("```python") == 5
+
+
+def test_flag_table_is_the_metadata():
+    rows = table("flag")
+    assert len(rows) == len(flag_fields())
+    for (names, default, meaning), f in zip(rows, flag_fields(), strict=True):
+        want = [n for n in (f.metadata["env"], f.metadata["alias"]) if n]
+        assert re.findall(r"`(\w+)`", names) == want
+        assert f.metadata["parse"](default) == f.default, names
+        assert meaning == f.metadata["doc"], names
+
+
+def test_exit_codes_are_the_runners():
+    codes = {int(word) for row in table("code") for word in re.findall(r"\d+", row[0])}
+    named = {v for name, v in vars(judge).items() if name.startswith("EXIT_") and type(v) is int}
+    assert codes == named | set(judge.EXIT_BY_SIGNAL.values())
+
+
+def test_make_variables_and_options_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    options = {o for action in parser()._actions for o in action.option_strings}
+    rows = table("`make gpu-report`")
+    for variable, option, _ in rows:
+        name = variable.strip("`").split("=")[0]
+        assert f"$({name})" in makefile, variable
+        assert option == "first argument" or option.strip("`") in options, option
+    declared = re.findall(r"^([A-Z]+) \?=", makefile, re.M)
+    assert sorted(declared) == sorted(row[0].strip("`").split("=")[0] for row in rows)
+    named = re.findall(r"`(--[a-z-]+)", README.split("## The library")[0])
+    assert set(named) <= options
+    profiles = re.findall(r"`(\w+)`", next(r for r in rows if "PROFILE" in r[0])[2])
+    assert set(profiles) == set(PROFILES)
+
+
+def test_paths_exist_and_stages_are_planned():
+    known = {stage.id for stage in plan("standard")}
+    rows = table("family")
+    for row in rows:
+        for cell in row[1:5]:
+            paths = re.findall(r"`([^`]+)`", cell)
+            assert paths and all((ROOT / path).exists() for path in paths), cell
+        stages = re.findall(r"`(\w+)`", row[5])
+        assert stages and set(stages) <= known, stages
+    kernels = {path.split("/")[2] for r in rows for path in re.findall(r"`(nsa/[^`]+)`", r[1])}
+    packages = {p.parent.name for p in (ROOT / "nsa" / "kernels").glob("*/__init__.py")}
+    assert packages <= kernels
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_and_paths_lead_somewhere(path):
+    text = path.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", without_code(text), re.M)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings}
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        elif not target.startswith("https://"):
+            assert (path.parent / target).is_file(), f"{path.name} links to {target}"
+    for name in re.findall(r"(?:nsa|bench|scripts|configs)/[\w/-]+\.(?:py|sh|yaml)", text):
+        assert (ROOT / name).is_file(), name
+
+
+def test_design_names_the_ladders_and_reasons():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    part = text.split("## Which route runs")[1].split("## Kernels")[0]
+    reasons = part.split("(`dispatch.REASONS`)")[1].split(". ")[0]
+    assert set(re.findall(r"`(\w+)`", reasons)) == set(REASONS)
+    for branch, row in (
+        (Branch.SELECTED, "selected"),
+        (Branch.COMPRESSED, "compressed, sliding"),
+        (Branch.SLIDING, "compressed, sliding"),
+        (Branch.BLOCKS, "choice of blocks"),
+    ):
+        assert f"| {row} | {', '.join(r.value for r in LADDER[branch])} |" in part
+
+
+def test_verbs_answer_help():
+    verbs = set(re.findall(r"python -m scripts\.oneshot (\w+)", README))
+    assert verbs >= {"doctor", "run", "compare", "verify", "render"}
+    for verb in sorted(verbs):
+        done = subprocess.run(
+            [sys.executable, "-m", "scripts.oneshot", verb, "--help"], cwd=ROOT,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and done.stdout.startswith("usage"), verb
+
+
+def test_architectures_are_the_compiled_ones():
+    words = README.split("ahead of time for SM ")[1].split(" and checks")[0]
+    assert [int(n.replace(".", "")) for n in re.findall(r"\d+\.\d", words)] == sorted(ARCHS)
