@@ -1,5 +1,7 @@
 # Every target is one line that a person could type. `make help` lists them.
 SHELL := /bin/bash
+# An OUT that happens to be in the environment means nothing here.
+OUT_DIR := $(if $(filter command line,$(origin OUT)),$(OUT))
 .DEFAULT_GOAL := help
 .PHONY: help gpu-report test lint clean
 
@@ -9,7 +11,6 @@ PRICE ?=
 ONLY ?=
 SKIP ?=
 RESUME ?=
-OUT ?=
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -17,7 +18,7 @@ help: ## Show this list
 	@echo "gpu-report takes PROFILE=quick|standard|full BUDGET=15m PRICE=0.40 ONLY=a,b SKIP=a,b RESUME=1 OUT=dir"
 
 gpu-report: ## Prove and time the kernels on this machine; the report lands in artifacts/runner/<commit>/
-	@bash scripts/runner_oneshot.sh $(OUT) $(if $(PROFILE),--profile $(PROFILE)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(PRICE),--price $(PRICE)) $(if $(ONLY),--only $(ONLY)) $(if $(SKIP),--skip $(SKIP)) $(if $(RESUME),--resume)
+	@bash scripts/runner_oneshot.sh $(OUT_DIR) $(if $(PROFILE),--profile $(PROFILE)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(PRICE),--price $(PRICE)) $(if $(ONLY),--only $(ONLY)) $(if $(SKIP),--skip $(SKIP)) $(if $(RESUME),--resume)
 
 test: ## Set up .venv and run every test that needs no GPU (kernels in Triton's interpreter)
 	@bash scripts/run_tests.sh
@@ -26,5 +27,5 @@ lint: ## Check style with ruff
 	@.venv/bin/ruff check nsa bench scripts
 
 clean: ## Remove caches and the environments that the two commands made; reports stay
-	rm -rf .venv .deps .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-gpu .deps .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -191,16 +191,33 @@ class Prefill:
         k, v = (x[:, : t + 1].detach().to(dtype) for x in (self.k_sel, self.v_sel))
         return reference.selection_attention(q, k, v, clean)
 
-    def best_blocks(self) -> Tensor:
-        """The oracle's choice for the sampled queries: [B, n, G, n_sel], as floats."""
-        s = self.shape
-        rows = [
-            select.select_blocks(
-                self.q[:, t : t + 1].double(), self.k_cmp.double(), **self.sizes, q_start=t
-            )
-            for t in self.at
-        ]
-        return torch.cat(rows, 1).double() / (s.S / s.l_sel)
+    def block_quality(self, chosen: Tensor) -> Tensor:
+        """Per sampled query and group [B, n, G]: the chosen blocks' scores over the best possible.
+
+        Scores in fp64 by Eq. 9 and 10. 1 is right; blocks that must be there and are not, a
+        repetition or a block from the future give 0. Ties may choose either block.
+        """
+        s, rows = self.shape, []
+        for t in self.at:
+            q = self.q[:, t : t + 1].double()
+            best = select.select_blocks(q, self.k_cmp.double(), **self.sizes, q_start=t)[:, 0]
+            scores = select.group_block_scores(
+                q, self.k_cmp.double(), l=s.l, d=s.d, l_sel=s.l_sel,
+                n_blocks=-(-s.S // s.l_sel), q_start=t,
+            )[:, 0]  # fmt: skip
+            got, own = chosen[:, t], t // s.l_sel
+            forced = {0, own, max(own - 1, 0)}
+            legal = (got >= 0).sum(-1) == (best >= 0).sum(-1)
+            legal &= (got <= own).all(-1)
+            ordered = got.sort(-1).values
+            legal &= ~((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
+            for block in forced:
+                legal &= (got == block).any(-1)
+            sums = [(scores.gather(-1, b.clamp_min(0).long()) * (b >= 0)).sum(-1)
+                    for b in (got, best)]  # fmt: skip
+            ratio = torch.where(sums[1] > 0, sums[0] / sums[1].clamp_min(1e-300), 1.0)
+            rows.append((ratio * legal)[:, None])
+        return torch.cat(rows, 1).float()
 
 
 def oracle_visible(t: int, l: int, d: int) -> int:
@@ -250,9 +267,8 @@ def forward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
 
     oracle_fn, same, view = lambda: x.exact(op), lambda: x.exact(op, torch.bfloat16), pick
     if op == "select":
-        scale = shape.S / shape.l_sel
-        oracle_fn, same = x.best_blocks, None
-        view = lambda out: out[:, x.at].double() / scale
+        view, same = x.block_quality, None
+        oracle_fn = lambda: torch.ones(shape.B, len(x.at), shape.G, dtype=torch.float64)
     baselines = []
     if op == "full":
         baselines = [
@@ -401,7 +417,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, value in (("B", 1), ("HQ", 64), ("G", 4), ("D", 128), ("Dv", 128), ("l", 32),
                         ("d", 16), ("l_sel", 64), ("n_sel", 16), ("w", 512)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--seconds", type=float, default=0.6, help="device time per case, at most")
+    parser.add_argument("--seconds", type=float, default=1.0, help="device time per case, at most")
     add_csv_argument(parser)
     args = parser.parse_args(argv)
     args.ops, args.directions = args.ops.split(","), args.directions.split(",")

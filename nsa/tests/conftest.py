@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +76,23 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, names in ((torch, ("empty", "empty_like")), (torch.Tensor, ("new_empty",))):
         for name in names:
             monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="I/N", help="run share I (from 0) of N of the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """--shard I/N keeps the tests whose name falls to share I, the same on every run."""
+    shard = config.getoption("--shard")
+    if not shard:
+        return
+    index, count = (int(x) for x in shard.split("/"))
+    if not 0 <= index < count:
+        raise pytest.UsageError(f"--shard must be I/N with 0 <= I < N, got {shard}")
+    keep = [x for x in items if zlib.crc32(x.nodeid.encode()) % count == index]
+    config.hook.pytest_deselected(items=[x for x in items if x not in keep])
+    items[:] = keep
 
 
 def _must_run(nodeid: str) -> bool:

@@ -116,7 +116,6 @@ class Run:
         self.record = RunRecord()
         self.previous: tuple[RunRecord, Path] | None = None
         self.telemetry: Telemetry | None = None
-        self.start_mib: float | None = None
         self.gpu_gone: str | None = None
         self.out_of_budget = False
         self.internal_error = False
@@ -286,7 +285,6 @@ class Run:
             uuid = self.smi[0].get("uuid")
             self.telemetry = Telemetry(self.folder / "telemetry.csv", uuid, self.started)
             self.telemetry.start()
-            self.start_mib = self.smi[0].get("mem_used_mib")
         if self.scope == "gpu" and device.get("sm") == "8.9":
             self.note(
                 "SM 8.9: by policy Triton selection is off here; the parity stages and the direct "
@@ -364,7 +362,7 @@ class Run:
             except box.ProbeFailed as error:
                 self.gpu_gone = f"the GPU does not answer after {result.id}: {error}"
         if not self.gpu_gone and self.telemetry:
-            if not self.telemetry.wait_for_memory(self.start_mib, VRAM_WAIT_S):
+            if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
                 self.gpu_gone = f"GPU_BUSY: memory of {result.id} is still held"
         if self.gpu_gone:
             self.note(self.gpu_gone)

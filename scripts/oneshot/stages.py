@@ -12,6 +12,8 @@ from scripts.oneshot.model import Stage
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROFILES = ("cpu", "quick", "standard", "full")
 PYTEST = ("{python}", "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short", "--durations=8")
+# Compiling kernels takes most of a parity stage: several processes share it.
+SHARDED = ("{python}", "-m", "scripts.oneshot.shards", *PYTEST[2:])
 NO_TEST = "nsa/tests/no_such_test_file.py"  # pytest then ends with a usage error, never with PASS
 
 ENV_STAGE = Stage(
@@ -79,19 +81,19 @@ def _gpu(profile: str) -> list[Stage]:
         ),
         Stage(
             "triton_fwd", "Triton selection forward parity",
-            (*PYTEST, *tests("test_triton_sel_parity*.py"), "-k", "triton_sel_parity"),
+            (*SHARDED, *tests("test_triton_sel_parity*.py"), "-k", "triton_sel_parity"),
             proof="parity", timeout_s=420 * slow, estimate_s=45, env=PARITY,
             log="triton_fwd.txt", group="parity",
         ),
         Stage(
             "triton_bwd", "Triton selection backward parity",
-            (*PYTEST, *tests("test_triton_sel_backward_gpu.py")),
+            (*SHARDED, *tests("test_triton_sel_backward_gpu.py")),
             proof="parity", timeout_s=420 * slow, estimate_s=45, env=PARITY,
             log="triton_bwd.txt", group="parity",
         ),
         Stage(
             "prefill_parity", "Prefill and decode kernels parity",
-            (*PYTEST, *tests("test_prefill*.py", "test_decode*.py"), "-m", "kernel"),
+            (*SHARDED, *tests("test_prefill*.py", "test_decode*.py"), "-m", "kernel"),
             proof="parity", timeout_s=420 * slow, estimate_s=45, env=PARITY,
             log="prefill_parity.txt", group="parity",
         ),
@@ -150,7 +152,7 @@ def _gpu(profile: str) -> list[Stage]:
         ),
         Stage(
             "train_smoke", "Gradient and training smokes",
-            (*PYTEST, *tests("test_backward*.py", "test_gradcheck*.py", "test_train*.py"), "-k",
+            (*SHARDED, *tests("test_backward*.py", "test_gradcheck*.py", "test_train*.py"), "-k",
              "backward_parity or gradcheck or train"),
             proof="tests", timeout_s=300, estimate_s=45, env={**PARITY, "NSA_TEST_TRAIN": "1"},
             log="train_smoke.txt", group="train",

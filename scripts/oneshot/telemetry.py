@@ -24,6 +24,7 @@ class Telemetry(threading.Thread):
         self._path, self._uuid, self._t0 = path, uuid, started
         self._halt = threading.Event()
         self.last: dict[str, Any] = {}
+        self.first_mib: float | None = None  # NVML counts the driver's own memory, nvidia-smi not
 
     def run(self) -> None:
         with suppress(Exception):
@@ -54,16 +55,18 @@ class Telemetry(threading.Thread):
                     with suppress(nv.NVMLError):
                         row[name] = read()
                 self.last = row
+                if self.first_mib is None:
+                    self.first_mib = row.get("mem_used_mib")
                 cells = [f"{time.monotonic() - self._t0:.2f}"]
                 file.write(",".join(cells + [str(row.get(n, "")) for n, _ in readings]) + "\n")
                 file.flush()
 
-    def wait_for_memory(self, start_mib: float | None, limit_s: float) -> bool:
-        """Wait until the GPU's memory is back near `start_mib`; False when it did not get there."""
+    def wait_for_memory(self, limit_s: float) -> bool:
+        """Wait until the GPU's memory is back near its start; False when it did not get there."""
         deadline = time.monotonic() + limit_s
-        while start_mib is not None and self.is_alive():
+        while self.first_mib is not None and self.is_alive():
             used = self.last.get("mem_used_mib")
-            if used is None or used <= start_mib + 512:
+            if used is None or used <= self.first_mib + 512:
                 return True
             if time.monotonic() >= deadline:
                 return False

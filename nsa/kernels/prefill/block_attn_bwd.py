@@ -17,7 +17,11 @@ from nsa.kernels.prefill.block_lists import rows_of_tiles
 from nsa.kernels.prefill.span_bwd import attention_delta
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
-TILE = 64
+
+def key_tile(block_size: int, widest: int) -> int:
+    """Keys per program of the dK/dV kernel: as many as hold K, V, dK and dV on chip."""
+    return min(block_size, 64 if widest <= 192 else 32)
+
 
 
 @triton.jit
@@ -284,7 +288,7 @@ def dq_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
-    """(rows gathered a step, num_warps, num_stages) of the dK/dV kernel; keys are TILE."""
+    """(rows gathered a step, num_warps, num_stages) of the dK/dV kernel; keys are key_tile()."""
     if arch == 0:
         return 32, 4, 1
     widest = max(d, dv)
@@ -294,7 +298,7 @@ def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int
         return 64, 4, 1  # H200, 64k tokens: 14.9 ms
     if widest <= 192:
         return (32, 4, 1) if arch in (90, 100, 103) else (16, 4, 1)
-    return (32, 8, 1) if arch == 80 else (16, 8, 1)
+    return 32, 4, 1
 
 
 def block_attention_bwd(
@@ -321,10 +325,10 @@ def block_attention_bwd(
     if tokens == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     arch = arch_of(device)
-    tile = min(block_size, TILE if arch else 16)
+    tile = key_tile(block_size, max(dim, dv_dim)) if arch else 16
     if block_size % tile or tile & (tile - 1) or tile < 16:
         raise NotImplementedError(
-            f"block_size must be 16, 32 or a multiple of {TILE}, got {block_size}"
+            f"block_size must be 16, 32 or a multiple of 64, got {block_size}"
         )
     if not accumulate:
         dq = torch.empty_like(q)

@@ -1,0 +1,95 @@
+"""Run one pytest command as several processes, each with its share of the tests.
+
+    python -m scripts.oneshot.shards -n 4 pytest nsa/tests/test_prefill_kernels.py -m kernel
+
+Most of a parity stage is compiling kernels on the CPU, which processes do side by side on one GPU.
+Every process reports its tests and parity rows through NSA_RESULT_FD as pytest itself does; the
+outputs are printed one after the other. Exit code: 1 if any process failed a test, else the worst
+of the others; 5 (no tests) only if none had any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import IO
+
+MOST = 6
+TESTS_PER_GIB = 0.25  # one process per 4 GiB of host memory
+
+
+def default_shards() -> int:
+    """By cores and memory of this host: pytest plus one compiler each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (ValueError, OSError):
+        memory = 8.0
+    return max(1, min(MOST, (cores or 1) // 2, int(memory * TESTS_PER_GIB)))
+
+
+def combined(codes: list[int]) -> int:
+    """One exit code for all: a failed test, then anything unusual, then success, then no tests."""
+    if 1 in codes:
+        return 1
+    odd = [c for c in codes if c not in (0, 5)]
+    if odd:
+        return odd[0]
+    return 0 if 0 in codes else 5
+
+
+def run(n: int, command: list[str]) -> int:
+    children: list[tuple[subprocess.Popen, IO[bytes]]] = []
+    fd = os.environ.get("NSA_RESULT_FD")
+    for i in range(n):
+        output = tempfile.TemporaryFile()
+        child = subprocess.Popen(
+            [sys.executable, "-m", *command, "--shard", f"{i}/{n}"], stdout=output,
+            stderr=subprocess.STDOUT, pass_fds=[int(fd)] if fd else [],
+        )  # fmt: skip
+        children.append((child, output))
+
+    def show(i: int) -> None:
+        child, output = children[i]
+        output.seek(0)
+        print(f"== share {i + 1} of {n}: exit code {child.poll()}", flush=True)
+        sys.stdout.buffer.write(output.read())
+        sys.stdout.flush()
+
+    def on_abort(_number: int, _frame: object) -> None:
+        """Out of time: every child writes its stacks, then the stage ends as if by SIGABRT."""
+        for child, _ in children:
+            if child.poll() is None:
+                child.send_signal(signal.SIGABRT)
+        time.sleep(1.0)
+        for i in range(n):
+            show(i)
+        os._exit(128 + signal.SIGABRT)
+
+    signal.signal(signal.SIGABRT, on_abort)
+    codes = []
+    for i, (child, _) in enumerate(children):
+        codes.append(child.wait())
+        show(i)
+    return combined([c if c >= 0 else 128 - c for c in codes])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-n", type=int, default=0, help="processes; 0 chooses by the host")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="pytest and its arguments")
+    args = parser.parse_args(argv)
+    if args.command[:1] != ["pytest"] or args.n < 0:
+        parser.error(f"wants [-n N] pytest ARGUMENTS, got -n {args.n} {' '.join(args.command)}")
+    return run(args.n or default_shards(), args.command)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
