@@ -286,9 +286,11 @@ def nsa_attention(
 
     q [B, S, HQ, Dk]; k_cmp, v_cmp already compressed [B, Nc, G, D]; k_sel, v_sel [B, N, G, D] and
     k_win, v_win, each branch with its own projection; gates [B, S, HQ, 3] (cmp, sel, win), after
-    the sigmoid. Decoding: q_start is the position of the first query; k_win may then hold only the
-    last keys. Returns out [B, S, HQ, Dv]; with return_aux also {"block_indices", "lse", "routes":
-    {branch: route really taken}}. Raises ValueError or TypeError that names the argument.
+    the sigmoid. A chunk of a sequence, or decoding: q_start is the position of the first query; the
+    last query stands at k_win's last key, so k_win may hold the window's keys only.
+
+    Returns out [B, S, HQ, Dv]; with return_aux also {"block_indices", "lse", "routes": {branch:
+    route really taken}}. Raises ValueError or TypeError that names the argument.
     """
     if not isinstance(gates, Tensor) or gates.shape != (*q.shape[:-1], 3):
         got = list(gates.shape) if isinstance(gates, Tensor) else type(gates).__name__
@@ -334,7 +336,7 @@ def nsa_attention(
     sizes = dict(
         l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window
     )
-    whole = q_start == 0 and k_win.shape[-3] >= q.shape[-3] > 0 and l_sel % d == 0
+    whole = k_win.shape[-3] >= q.shape[-3] > 0 and l_sel % d == 0
     if not whole:
         out, aux = by_branches()
     else:
@@ -345,10 +347,11 @@ def nsa_attention(
                                    ("n_local", n_local, 1), ("window", window, 1)):  # fmt: skip
             _check_int(name, value, least)
         max_len = _check_packed(cu_seqlens, max_seqlen, q.shape[0])
-        _check_compressed_count(k_cmp, q, l, d, 0, cu_seqlens)
+        _check_start(q_start, cu_seqlens)
+        _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
         args = dict(
             tensors=tensors, sizes=sizes, cu_seqlens=cu_seqlens, max_seqlen=max_len,
-            softmax_scale=_scale(softmax_scale, q),
+            q_start=q_start, softmax_scale=_scale(softmax_scale, q),
         )  # fmt: skip
         out, aux = dispatch.run_prefill(args, by_branches, flags, backend)
     return (out, aux) if return_aux else out

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa import reference, select
 from nsa.blocks import cu_seqlens_compressed, num_compressed
-from nsa.dispatch import Branch, Route, RouteUnavailable
+from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
 
 Args = dict[str, Any]
@@ -49,16 +49,8 @@ def _each_sequence(args: Args, run: Callable[[Args], Any]) -> Any:
     return torch.cat([p[0] for p in parts])
 
 
-def _from_zero(args: Args, route: Route) -> None:
-    """Prefill kernels count queries from 0 and as many keys as queries."""
-    if args["q_start"] != 0 or ("l" not in args and args["q"].shape[-3] != args["k"].shape[-3]):
-        raise RouteUnavailable(
-            route, "unsupported", f"queries start at {args['q_start']}, prefill kernels at 0"
-        )
-
-
 def _packed(args: Args) -> Args:
-    return _only(args, "softmax_scale", "cu_seqlens", "max_seqlen")
+    return _only(args, "softmax_scale", "cu_seqlens", "max_seqlen", "q_start")
 
 
 def _packed_compressed(args: Args) -> Args:
@@ -104,7 +96,6 @@ def _selected_triton(args: Args, flags: Flags) -> Tensor:
     if args["block_indices"] is not None:
         from nsa.kernels.prefill import selection_blocks_triton
 
-        _from_zero(args, Route.TRITON)
         return selection_blocks_triton(
             args["q"], args["k"], args["v"], args["block_indices"],
             block_size=args["block_size"], **_packed(args),
@@ -163,7 +154,6 @@ def _compressed_fa2(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
 def _compressed_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     from nsa.kernels.prefill import compressed_attention_triton
 
-    _from_zero(args, Route.TRITON)
     return compressed_attention_triton(
         args["q"], args["k"], args["v"], **_packed_compressed(args)
     )
@@ -195,7 +185,6 @@ def _sliding_fa2(args: Args, flags: Flags) -> Tensor:
 def _sliding_triton(args: Args, flags: Flags) -> Tensor:
     from nsa.kernels.prefill import sliding_attention_triton
 
-    _from_zero(args, Route.TRITON)
     out, _ = sliding_attention_triton(
         args["q"], args["k"], args["v"], window=args["window"], **_packed(args)
     )
@@ -216,7 +205,6 @@ def _blocks_reference(args: Args, flags: Flags) -> Tensor:
 def _blocks_triton(args: Args, flags: Flags) -> Tensor:
     from nsa.kernels.prefill import compressed_attention_triton, select_blocks_triton
 
-    _from_zero(args, Route.TRITON)
     packed, lse = _packed_compressed(args), args["lse"]
     if lse is None:
         with torch.no_grad():

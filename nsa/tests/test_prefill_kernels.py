@@ -357,3 +357,71 @@ def test_block_sizes_without_a_kernel_are_refused():
     q = torch.zeros(1, 4, 2, 16)
     with pytest.raises(NotImplementedError, match="block_size .* got 48"):
         prefill.selection_blocks_triton(q, q, q, torch.zeros(1, 4, 2, 1).int(), block_size=48)
+
+
+CHUNKED = [
+    (Shape((53,)), 21, 32),
+    (Shape((64, 64), dtype=F32), 37, 9),
+    (Shape((48,), G=1, h=3, D=24, Dv=16, l=8, d=8, l_sel=32, n_sel=5, w=64), 1, 30),
+    (Shape((2048,), G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=8, **PAPER), 1000, 777),
+    (Shape((2048,), G=1, h=16, D=192, Dv=128, dtype=BF16, n_sel=16, **PAPER), 1024, 512),
+]
+
+
+@pytest.mark.parametrize("shape, start, count", CHUNKED, ids=lambda x: str(x))
+def test_a_chunk_is_part_of_the_whole(shape, start, count, device):
+    """Queries start .. start + count against keys from 0: rows and gradients of the whole."""
+    x = Inputs(shape, device, seed=9)
+    names = ["q", "k_cmp", "v_cmp", "k", "v", "k_win", "v_win", "gates"]
+    sizes = dict(**shape.sizes, n_init=1, n_local=2, window=shape.w)
+    end = start + count
+    halo = max(0, start + 1 - shape.w)  # the first key that the chunk's window reaches
+    do = x.layout(x.do)
+
+    def leaves() -> list[Tensor]:
+        return [x.layout(getattr(x, n)).detach().clone().requires_grad_() for n in names]
+
+    whole = leaves()
+    out, aux = prefill.nsa_prefill_triton(*whole, **sizes)
+    want = torch.autograd.grad(out[:, start:end], whole, do[:, start:end])
+    part = leaves()
+    q, k_cmp, v_cmp, k, v, k_win, v_win, gates = part
+    with launches.recording() as counts:
+        got, got_aux = prefill.nsa_prefill_triton(
+            q[:, start:end], k_cmp, v_cmp, k[:, :end], v[:, :end], k_win[:, halo:end],
+            v_win[:, halo:end], gates[:, start:end], q_start=start, **sizes,
+        )  # fmt: skip
+        grads = torch.autograd.grad(got, part, do[:, start:end])
+    assert counts["_block_attn_bwd_dkdv_kernel"] and counts["_span_bwd_dkdv_kernel"]
+    assert torch.equal(got_aux["block_indices"], aux["block_indices"][:, start:end])
+    tol = dict(rtol=1e-4, atol=1e-4) if shape.dtype == F32 else dict(rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got, out[:, start:end], **tol)
+    for name, g, w in zip(names, grads, want, strict=True):
+        torch.testing.assert_close(g, w, msg=lambda m, name=name: f"{name}: {m}", **tol)
+
+    # Each branch by its own operator: the whole one's rows again.
+    again, lse = prefill.compressed_attention_triton(
+        q[:, start:end], k_cmp, v_cmp, l=shape.l, d=shape.d, q_start=start
+    )
+    first, first_lse = prefill.compressed_attention_triton(
+        q, k_cmp, v_cmp, l=shape.l, d=shape.d
+    )
+    torch.testing.assert_close(again, first[:, start:end], **tol)
+    torch.testing.assert_close(lse, first_lse[:, start:end], **tol)
+    chosen = prefill.select_blocks_triton(
+        q[:, start:end], k_cmp, lse, **shape.sizes, q_start=start
+    )
+    assert torch.equal(chosen, aux["block_indices"][:, start:end])
+    for run in (
+        lambda q, k, b, t0: prefill.selection_blocks_triton(
+            q, k, k, b, block_size=shape.l_sel, q_start=t0
+        ),
+        lambda q, k, b, t0: prefill.sliding_attention_triton(
+            q, k, k, window=shape.w, q_start=t0
+        )[0],
+    ):
+        blocks_of = aux["block_indices"]
+        torch.testing.assert_close(
+            run(q[:, start:end], k, blocks_of[:, start:end].contiguous(), start),
+            run(q, k, blocks_of, 0)[:, start:end], **tol,
+        )  # fmt: skip

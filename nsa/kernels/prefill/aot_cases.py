@@ -35,8 +35,8 @@ _POINTERS = {
     "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
 }  # fmt: skip
 _INTS = {
-    "SQ", "SK", "S", "S_KV", "G", "H", "k_rows", "span_a", "span_b", "n_sel", "block_size",
-    "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
+    "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
+    "block_size", "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
 }  # fmt: skip
 
 

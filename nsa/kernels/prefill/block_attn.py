@@ -20,18 +20,18 @@ def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
 @torch.library.custom_op("nsa::block_attention", mutates_args=())
 def _block_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, softmax_scale: float,
-    cu_seqlens: Tensor | None, max_seqlen: int,
+    cu_seqlens: Tensor | None, max_seqlen: int, q_start: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
 
     return block_attention_fwd(
         q, k, v, block_indices, block_size=block_size, softmax_scale=softmax_scale,
-        seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
+        seq_begin=sequence_begins(cu_seqlens, q.shape[0]), q_start=q_start,
     )  # fmt: skip
 
 
 @_block_attention.register_fake
-def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen):
+def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen, q_start):
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
@@ -40,37 +40,37 @@ def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen)
 def _block_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     block_indices: Tensor, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None,
-    max_seqlen: int,
+    max_seqlen: int, q_start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
 
     return block_attention_bwd(
         grad_out.contiguous(), q, k, v, out, lse, block_indices, block_size=block_size,
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_start=q_start,
     )  # fmt: skip
 
 
 @_block_attention_bwd.register_fake
 def _(grad_out, q, k, v, out, lse, block_indices, block_size, softmax_scale, cu_seqlens,
-      max_seqlen):  # fmt: skip
+      max_seqlen, q_start):  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen = inputs
+    q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen, q_start = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, block_indices, cu_seqlens)
     ctx.scalars = (block_size, softmax_scale)
-    ctx.max_seqlen = max_seqlen
+    ctx.lengths = (max_seqlen, q_start)
 
 
 def _backward(ctx, grad_out, grad_lse):
     q, k, v, out, lse, block_indices, cu_seqlens = ctx.saved_tensors
     dq, dk, dv = torch.ops.nsa.block_attention_bwd(
-        grad_out, q, k, v, out, lse, block_indices, *ctx.scalars, cu_seqlens, ctx.max_seqlen
+        grad_out, q, k, v, out, lse, block_indices, *ctx.scalars, cu_seqlens, *ctx.lengths
     )
-    return dq, dk, dv, None, None, None, None, None
+    return dq, dk, dv, *(None,) * 6
 
 
 _block_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -87,15 +87,15 @@ def without_duplicates(block_indices: Tensor) -> Tensor:
 def selection_blocks_triton(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, block_size: int,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
+    max_seqlen: int | None = None, q_start: int = 0,
 ) -> Tensor:  # fmt: skip
     """Attention over the selected blocks of each query and group, cut after the query (Eq. 12).
 
-    q [B, S, HQ, Dk], k [B, S, G, Dk], v [B, S, G, Dv], block_indices int32 [B, S, G, n]: any order,
-    repetitions count once, -1 is none; packed without B, with int32 cu_seqlens and max_seqlen.
-    block_size: 16, 32 or a multiple of 64. Returns [.., HQ, Dv] in q's dtype (fp16, bf16 or fp32),
-    differentiable in q, k, v; a row without keys gives 0. Raises NotImplementedError for another
-    block_size.
+    q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv], block_indices int32 [B, S, G, n]: any order,
+    repetitions count once, -1 is none; query s stands at key q_start + s < N.
+    Packed without B, with int32 cu_seqlens and max_seqlen. block_size: 16, 32 or a multiple of 64.
+    Returns [.., HQ, Dv] in q's dtype (fp16, bf16 or fp32), differentiable in q, k, v; a row without
+    keys gives 0. Raises NotImplementedError for another block_size.
     """
     if block_size not in (16, 32) and block_size % 64:
         raise NotImplementedError(
@@ -104,6 +104,6 @@ def selection_blocks_triton(
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
     out, _ = _block_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), without_duplicates(block_indices),
-        block_size, scale, cu_seqlens, max_seqlen or 0,
+        block_size, scale, cu_seqlens, max_seqlen or 0, q_start,
     )  # fmt: skip
     return out

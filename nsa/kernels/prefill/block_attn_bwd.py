@@ -64,8 +64,8 @@ def _block_attn_dq_step(
 
 @triton.jit
 def _block_attn_bwd_dq_kernel(
-    Q, K, V, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA, GATES, DQ, S, S_KV, G, H, n_sel, block_size,
-    scale, scale_log2,
+    Q, K, V, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA, GATES, DQ, S, S_KV, G, H, q_start, n_sel,
+    block_size, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     BLOCK_DV: tl.constexpr, GATED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
@@ -73,6 +73,7 @@ def _block_attn_bwd_dq_kernel(
     token = tl.program_id(0)
     group = tl.program_id(1)
     batch, t, first_row = token_position(token, SEQ_BEGIN, S, VARLEN)
+    t += q_start
     token = token.to(tl.int64)
     head = tl.arange(0, HEADS)
     head_live = head < H
@@ -136,7 +137,7 @@ def _block_attn_bwd_dq_kernel(
 @triton.jit
 def _block_attn_bwd_dkdv_kernel(
     Q, K, V, DO, LSE, DELTA, GATES, ORDER, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, PART_K,
-    PART_V, S, S_KV, G, H, n_sel, per_seq, scale, scale_log2,
+    PART_V, S, S_KV, G, H, q_start, n_sel, per_seq, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, PAIRS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     BLOCK_DV: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
@@ -211,7 +212,7 @@ def _block_attn_bwd_dkdv_kernel(
         if VARLEN:
             t = token - first_row
         else:
-            t = token % S
+            t = token % S + q_start
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if BLOCK_D2 > 0:
             q2 = tl.load(
@@ -307,7 +308,7 @@ def block_attention_bwd(
     softmax_scale: float, seq_begin: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, max_seqlen: int = 0,
     delta: torch.Tensor | None = None, gates: torch.Tensor | None = None, branch: int = 1,
-    dq: torch.Tensor | None = None,
+    dq: torch.Tensor | None = None, q_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv like q, k, v; arguments as for block_attention_fwd.
 
@@ -346,7 +347,7 @@ def block_attention_bwd(
     block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
     _block_attn_bwd_dq_kernel[(tokens, groups)](
         q, k, v, block_indices, seq_begin if varlen else block_indices, grad_out, lse, delta,
-        gate_arg, dq, s_q, s_kv, groups, heads, n_sel, block_size, *scales,
+        gate_arg, dq, s_q, s_kv, groups, heads, q_start, n_sel, block_size, *scales,
         HEADS=max(triton.next_power_of_2(heads), 16),
         BLOCK_N=min(block_n, max(triton.next_power_of_2(block_size), 16)), ACCUMULATE=accumulate,
         num_warps=warps, num_stages=stages, **common,
@@ -365,7 +366,8 @@ def block_attention_bwd(
     cu_arg = cu_seqlens if varlen else lists.order
     _block_attn_bwd_dkdv_kernel[(lists.n_chunks,)](
         q, k, v, grad_out, lse, delta, gate_arg, lists.order, lists.chunk_tile, lists.chunk_begin,
-        lists.chunk_end, cu_arg, part_k, part_v, s_q, s_kv, groups, heads, n_sel, per_seq, *scales,
+        lists.chunk_end, cu_arg, part_k, part_v, s_q, s_kv, groups, heads, q_start, n_sel, per_seq,
+        *scales,
         PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded, BLOCK_N=tile, num_warps=warps,
         num_stages=stages, **common,
     )  # fmt: skip

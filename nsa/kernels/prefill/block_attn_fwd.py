@@ -63,7 +63,8 @@ def _block_attn_fwd_step(
 
 @triton.jit
 def _block_attn_fwd_kernel(
-    Q, K, V, BLOCK_INDICES, SEQ_BEGIN, O, LSE, S, S_KV, G, H, n_sel, block_size, scale_log2,
+    Q, K, V, BLOCK_INDICES, SEQ_BEGIN, O, LSE, S, S_KV, G, H, q_start, n_sel, block_size,
+    scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -72,6 +73,7 @@ def _block_attn_fwd_kernel(
     token = tl.program_id(0)
     group = tl.program_id(1)
     batch, t, first_row = token_position(token, SEQ_BEGIN, S, VARLEN)
+    t += q_start
     token = token.to(tl.int64)
     head = tl.arange(0, HEADS)
     head_live = head < H
@@ -137,11 +139,13 @@ def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]
 def block_attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, *,
     block_size: int, softmax_scale: float, seq_begin: torch.Tensor | None = None,
+    q_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs.
 
     Dense q [B, S, HQ, D], k [B, N, G, D]; packed q [T, HQ, D], k [T, G, D] with seq_begin int32
     [T], the first row of each token's sequence. block_indices int32 [.., G, n_sel], -1 is no block.
+    q_start: key position of query 0.
     """
     varlen = seq_begin is not None
     hq, dim = q.shape[-2:]
@@ -158,7 +162,7 @@ def block_attention_fwd(
     _block_attn_fwd_kernel[(tokens, groups)](
         q, k, v, block_indices, seq_begin if varlen else block_indices, out, lse,
         1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups, heads,
-        block_indices.shape[-1], block_size, softmax_scale * LOG2E,
+        q_start, block_indices.shape[-1], block_size, softmax_scale * LOG2E,
         D=dim, DV=dv, VARLEN=varlen, HEADS=max(triton.next_power_of_2(heads), 16),
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,

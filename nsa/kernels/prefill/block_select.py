@@ -60,8 +60,8 @@ def _pool_tile(
 
 @triton.jit
 def _block_score_kernel(
-    Q, K, LSE, SCORES, CU_Q, CU_K, SQ, SK, G, H, slab_begin, slab_len, n_ld, l, d, l_sel,
-    scale_log2,
+    Q, K, LSE, SCORES, CU_Q, CU_K, SQ, SK, G, H, q_start, slab_begin, slab_len, n_ld, l, d,
+    l_sel, scale_log2,
     D: tl.constexpr, VARLEN: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     POOL_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -98,9 +98,9 @@ def _block_score_kernel(
     lse = tl.load(LSE + row_index, mask=row_live, other=float("-inf"))
     # Padding heads and rows that see no compressed key contribute nothing.
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    hi = tl.minimum(span_hi(t, l, d, 0), k_len)
-    t_last = tl.minimum(q0 + BLOCK_Q, q_len) - 1
-    hi_first = tl.minimum(span_hi(q0, l, d, 0), k_len)
+    hi = tl.minimum(span_hi(t + q_start, l, d, 0), k_len)
+    t_last = tl.minimum(q0 + BLOCK_Q, q_len) - 1 + q_start
+    hi_first = tl.minimum(span_hi(q0 + q_start, l, d, 0), k_len)
     hi_last = tl.minimum(span_hi(t_last, l, d, 0), k_len)
     full_end = hi_first // BLOCK_N * BLOCK_N
     # Tokens of overlap between key i and block j of a tile (Eq. 9), the same for every tile.
@@ -134,7 +134,7 @@ def _block_score_kernel(
 
 @triton.jit
 def _block_topn_kernel(
-    SCORES, OUT, CU_Q, CU_K, SQ, SK, G, slab_begin, slab_len, n_ld, l, d, l_sel,
+    SCORES, OUT, CU_Q, CU_K, SQ, SK, G, q_start, slab_begin, slab_len, n_ld, l, d, l_sel,
     VARLEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, NB: tl.constexpr,
     BLOCKS: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
     N_LOCAL: tl.constexpr,
@@ -147,12 +147,12 @@ def _block_topn_kernel(
     if t >= q_len:
         return
     # What the score kernel wrote for the tile that holds t: whole key tiles and one carry.
-    t_last = tl.minimum(t // BLOCK_Q * BLOCK_Q + BLOCK_Q, q_len) - 1
+    t_last = tl.minimum(t // BLOCK_Q * BLOCK_Q + BLOCK_Q, q_len) - 1 + q_start
     hi_last = tl.minimum(span_hi(t_last, l, d, 0), k_len)
     n_written = (hi_last + BLOCK_N - 1) // BLOCK_N * NB + NB
     block = tl.arange(0, BLOCKS)
     row = tl.program_id(1).to(tl.int64) * slab_len + tl.program_id(0)
-    own = t // l_sel
+    own = (t + q_start) // l_sel
     age = own - block
     score = tl.load(SCORES + row * n_ld + block, mask=(block < n_written) & (age >= 0), other=0.0)
     # Own block first, then those before it, then the initial ones: the order a small n keeps.
@@ -205,10 +205,12 @@ def block_select(
     q: torch.Tensor, k_cmp: torch.Tensor, lse: torch.Tensor, *, l: int, d: int, l_sel: int,
     n_sel: int, n_init: int, n_local: int, softmax_scale: float,
     cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None, max_q: int | None = None,
+    q_start: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """block_indices int32 [B, S, G, n_sel] (packed: [T, G, n_sel]), ascending, padded with -1.
 
     lse: natural-log normaliser of compressed attention, fp32 [.., HQ], -inf where nothing is seen.
+    q_start: position of query 0 in its sequence.
     """
     reason = why_not_block_select(l, d, l_sel)
     if reason:
@@ -231,7 +233,7 @@ def block_select(
     ratio = l_sel // d
     block_n = max(block_n, 8 * ratio)
     nb = block_n // ratio
-    n_blocks = triton.cdiv(sq, l_sel)
+    n_blocks = triton.cdiv(q_start + sq, l_sel)
     blocks = max(triton.next_power_of_2(n_blocks), 32)
     n_ld = (triton.cdiv(n_blocks, nb) + 1) * nb
     slab = max(SLAB_BYTES // (4 * n_ld * batch * groups) // block_q, 1) * block_q
@@ -242,8 +244,8 @@ def block_select(
     for begin in range(0, sq, slab):
         queries = min(slab, sq - begin)
         _block_score_kernel[(triton.cdiv(queries, block_q), batch * groups)](
-            q, k_cmp, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, begin, slab, n_ld,
-            l, d, l_sel, softmax_scale * 1.4426950408889634,
+            q, k_cmp, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, q_start, begin,
+            slab, n_ld, l, d, l_sel, softmax_scale * 1.4426950408889634,
             D=dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded, BLOCK_N=block_n, NB=nb,
             BLOCK_D=d1, BLOCK_D2=d2,
             POOL_DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16,
@@ -251,7 +253,8 @@ def block_select(
         )  # fmt: skip
         launches.bump("_block_score_kernel")
         _block_topn_kernel[(queries, batch * groups)](
-            scores, out, cu_q_arg, cu_k_arg, sq, sk, groups, begin, slab, n_ld, l, d, l_sel,
+            scores, out, cu_q_arg, cu_k_arg, sq, sk, groups, q_start, begin, slab, n_ld, l, d,
+            l_sel,
             VARLEN=varlen, BLOCK_Q=block_q, BLOCK_N=block_n, NB=nb, BLOCKS=blocks, N_SEL=n_sel,
             N_PAD=triton.next_power_of_2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
             num_warps=max(1, min(blocks // 1024, 16)), num_stages=1,

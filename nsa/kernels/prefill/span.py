@@ -17,15 +17,17 @@ from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 @torch.library.custom_op("nsa::span_attention", mutates_args=())
 def _span_attention(
     q: Tensor, k: Tensor, v: Tensor, mode: int, a: int, b: int, softmax_scale: float,
-    cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
+    cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, q_start: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.span_fwd import span_attention_fwd
 
-    return span_attention_fwd(q, k, v, Span(mode, a, b), softmax_scale, cu_q, cu_k, max_q)
+    return span_attention_fwd(
+        q, k, v, Span(mode, a, b), softmax_scale, cu_q, cu_k, max_q, q_start
+    )
 
 
 @_span_attention.register_fake
-def _(q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k):
+def _(q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k, q_start):
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
@@ -34,35 +36,36 @@ def _(q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k):
 def _span_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mode: int, a: int,
     b: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
+    q_start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.span_bwd import span_attention_bwd
 
     return span_attention_bwd(
         grad_out.contiguous(), q, k, v, out, lse, Span(mode, a, b), softmax_scale, cu_q, cu_k,
-        max_q, max_k,
+        max_q, max_k, q_start=q_start,
     )  # fmt: skip
 
 
 @_span_attention_bwd.register_fake
-def _(grad_out, q, k, v, out, lse, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k):
+def _(grad_out, q, k, v, out, lse, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k, q_start):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k = inputs
+    q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k, q_start = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
     ctx.scalars = (mode, a, b, softmax_scale)
-    ctx.maxima = (max_q, max_k)
+    ctx.lengths = (max_q, max_k, q_start)
 
 
 def _backward(ctx, grad_out, grad_lse):
     # lse only serves block selection, which is not differentiable: grad_lse is not used.
     q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
     dq, dk, dv = torch.ops.nsa.span_attention_bwd(
-        grad_out, q, k, v, out, lse, *ctx.scalars, cu_q, cu_k, *ctx.maxima
+        grad_out, q, k, v, out, lse, *ctx.scalars, cu_q, cu_k, *ctx.lengths
     )
-    return dq, dk, dv, None, None, None, None, None, None, None, None
+    return dq, dk, dv, *(None,) * 9
 
 
 _span_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -72,17 +75,19 @@ _span_attention.register_autograd(_backward, setup_context=_setup_context)
 def _block_select(
     q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int, n_init: int,
     n_local: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int,
+    q_start: int,
 ) -> Tensor:  # fmt: skip
     from nsa.kernels.prefill.block_select import block_select
 
     return block_select(
         q, k_cmp, lse, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local,
-        softmax_scale=softmax_scale, cu_q=cu_q, cu_k=cu_k, max_q=max_q,
+        softmax_scale=softmax_scale, cu_q=cu_q, cu_k=cu_k, max_q=max_q, q_start=q_start,
     )  # fmt: skip
 
 
 @_block_select.register_fake
-def _(q, k_cmp, lse, l, d, l_sel, n_sel, n_init, n_local, softmax_scale, cu_q, cu_k, max_q):
+def _(q, k_cmp, lse, l, d, l_sel, n_sel, n_init, n_local, softmax_scale, cu_q, cu_k, max_q,
+      q_start):  # fmt: skip
     return q.new_empty(*q.shape[:-2], k_cmp.shape[-2], n_sel, dtype=torch.int32)
 
 
@@ -93,30 +98,34 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
 def compressed_attention_triton(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, l: int, d: int, softmax_scale: float | None = None,
     cu_seqlens: Tensor | None = None, cu_seqlens_cmp: Tensor | None = None,
-    max_seqlen: int | None = None,
+    max_seqlen: int | None = None, q_start: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over the compressed keys that query t may see (arXiv 2502.11089, Eq. 7 and 8).
 
     q [B, S, HQ, Dk], k_cmp [B, N, G, Dk], v_cmp [B, N, G, Dv]; packed: q [T, HQ, Dk], k_cmp
     [N_total, G, Dk] with int32 cu_seqlens (tokens), cu_seqlens_cmp (compressed keys), max_seqlen.
     Returns out (zeros where no key is visible) and natural-log lse fp32 [.., HQ] (-inf there).
-    fp16, bf16 or fp32. Gradients flow through out to q, k_cmp, v_cmp; lse carries none.
+    Query s stands at position q_start + s (q_start 0 for packed inputs). fp16, bf16 or fp32.
+    Gradients flow through out to q, k_cmp, v_cmp; lse carries none.
     """
     max_k = k_cmp.shape[1] if cu_seqlens is None else max(0, ((max_seqlen or 0) - l) // d + 1)
     return _span_attention(
         q.contiguous(), k_cmp.contiguous(), v_cmp.contiguous(), COMPRESSED, l, d,
         _scale(q, softmax_scale), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, max_k,
+        q_start,
     )  # fmt: skip
 
 
 def sliding_attention_triton(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, softmax_scale: float | None = None,
-    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, q_start: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over keys max(0, t + 1 - window) .. t; layouts and returns as for compressed."""
+    """Attention over keys max(0, t + 1 - window) .. t of query t = q_start + s; layouts and returns
+    as for compressed."""
     return _span_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), SLIDING, window, 1,
         _scale(q, softmax_scale), cu_seqlens, cu_seqlens, max_seqlen or 0, max_seqlen or k.shape[1],
+        q_start,
     )  # fmt: skip
 
 
@@ -124,7 +133,7 @@ def select_blocks_triton(
     q: Tensor, k_cmp: Tensor, lse: Tensor, *, l: int, d: int, l_sel: int, n_sel: int,
     n_init: int = 1, n_local: int = 2, softmax_scale: float | None = None,
     cu_seqlens: Tensor | None = None, cu_seqlens_cmp: Tensor | None = None,
-    max_seqlen: int | None = None,
+    max_seqlen: int | None = None, q_start: int = 0,
 ) -> Tensor:  # fmt: skip
     """Top-n selection blocks per query and group (Eq. 9 to 11), int32 [.., G, n_sel], -1 padded.
 
@@ -133,5 +142,5 @@ def select_blocks_triton(
     """
     return _block_select(
         q.detach().contiguous(), k_cmp.detach().contiguous(), lse, l, d, l_sel, n_sel, n_init,
-        n_local, _scale(q, softmax_scale), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0,
+        n_local, _scale(q, softmax_scale), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, q_start,
     )  # fmt: skip

@@ -65,7 +65,7 @@ def _span_dq_step(
 
 @triton.jit
 def _span_bwd_dq_kernel(
-    Q, K, V, DO, LSE, DELTA, GATES, DQ, CU_Q, CU_K, SQ, SK, G, H, span_a, span_b, scale,
+    Q, K, V, DO, LSE, DELTA, GATES, DQ, CU_Q, CU_K, SQ, SK, G, H, q_start, span_a, span_b, scale,
     scale_log2,
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -119,12 +119,13 @@ def _span_bwd_dq_kernel(
         k2_ptrs = k_ptrs
         dq2 = delta
 
-    lo = span_lo(t, span_a, MODE)
-    hi = tl.minimum(span_hi(t, span_a, span_b, MODE), k_len)
-    t_last = tl.minimum(q0 + BLOCK_Q, q_len) - 1
-    hi_first = tl.minimum(span_hi(q0, span_a, span_b, MODE), k_len)
+    lo = span_lo(t + q_start, span_a, MODE)
+    hi = tl.minimum(span_hi(t + q_start, span_a, span_b, MODE), k_len)
+    t_first = q0 + q_start
+    t_last = tl.minimum(q0 + BLOCK_Q, q_len) - 1 + q_start
+    hi_first = tl.minimum(span_hi(t_first, span_a, span_b, MODE), k_len)
     hi_last = tl.minimum(span_hi(t_last, span_a, span_b, MODE), k_len)
-    begin = span_lo(q0, span_a, MODE) // BLOCK_N * BLOCK_N
+    begin = span_lo(t_first, span_a, MODE) // BLOCK_N * BLOCK_N
     full_begin = (span_lo(t_last, span_a, MODE) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full_begin)
     for n0 in tl.range(full_begin, full_end, BLOCK_N):
@@ -162,7 +163,8 @@ def _span_bwd_dq_kernel(
 @triton.jit
 def _span_dkdv_step(
     dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, gate_base, m0, offs_n, q_len,
-    k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2,
+    k_len, H, stride_q, stride_do, stride_row, q_start, span_a, span_b, offs_d, offs_d2, offs_dv,
+    scale_log2,
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, BLOCK_Q: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_D2: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -196,8 +198,8 @@ def _span_dkdv_step(
         s = tl.dot(k2, tl.trans(q2), s, input_precision=PRECISION)
     p = tl.math.exp2(s * scale_log2 - lse2[None, :])
     if MASKED:
-        lo = span_lo(t, span_a, MODE)
-        hi = tl.minimum(span_hi(t, span_a, span_b, MODE), k_len)
+        lo = span_lo(t + q_start, span_a, MODE)
+        hi = tl.minimum(span_hi(t + q_start, span_a, span_b, MODE), k_len)
         p = tl.where((offs_n[:, None] >= lo[None, :]) & (offs_n[:, None] < hi[None, :]), p, 0.0)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if GATED:
@@ -216,8 +218,8 @@ def _span_dkdv_step(
 
 @triton.jit
 def _span_bwd_dkdv_kernel(
-    Q, K, V, DO, LSE, DELTA, GATES, DK, DV_OUT, CU_Q, CU_K, SQ, SK, G, H, k_rows, span_a, span_b,
-    scale, scale_log2,
+    Q, K, V, DO, LSE, DELTA, GATES, DK, DV_OUT, CU_Q, CU_K, SQ, SK, G, H, k_rows, q_start, span_a,
+    span_b, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
@@ -273,8 +275,10 @@ def _span_bwd_dkdv_kernel(
     else:
         any_begin = n0
         all_begin = n_last
-        any_end = tl.minimum(n_last + span_a, q_len)
-        all_end = tl.minimum(n0 + span_a, q_len)
+        any_end = tl.minimum(tl.maximum(n_last + span_a - q_start, 0), q_len)
+        all_end = tl.minimum(tl.maximum(n0 + span_a - q_start, 0), q_len)
+    any_begin = tl.maximum(any_begin - q_start, 0)
+    all_begin = tl.maximum(all_begin - q_start, 0)
     begin = any_begin // BLOCK_Q * BLOCK_Q
     # This split's share, in whole query tiles.
     tiles = (tl.maximum(any_end - begin, 0) + BLOCK_Q - 1) // BLOCK_Q
@@ -298,20 +302,23 @@ def _span_bwd_dkdv_kernel(
     for m0 in tl.range(m_begin, full_begin, BLOCK_Q):
         dk, dk2, dv = _span_dkdv_step(
             dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, gate_base, m0, offs_n,
-            q_len, k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2,
-            offs_dv, scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, GATED, True, PRECISION,
+            q_len, k_len, H, stride_q, stride_do, stride_row, q_start, span_a, span_b, offs_d,
+            offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, GATED, True,
+            PRECISION,
         )  # fmt: skip
     for m0 in tl.range(full_begin, full_end, BLOCK_Q):
         dk, dk2, dv = _span_dkdv_step(
             dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, gate_base, m0, offs_n,
-            q_len, k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2,
-            offs_dv, scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, GATED, False, PRECISION,
+            q_len, k_len, H, stride_q, stride_do, stride_row, q_start, span_a, span_b, offs_d,
+            offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, GATED, False,
+            PRECISION,
         )  # fmt: skip
     for m0 in tl.range(full_end, m_end, BLOCK_Q):
         dk, dk2, dv = _span_dkdv_step(
             dk, dk2, dv, k, k2, v, q_base, do_base, lse_base, delta_base, gate_base, m0, offs_n,
-            q_len, k_len, H, stride_q, stride_do, stride_row, span_a, span_b, offs_d, offs_d2,
-            offs_dv, scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, GATED, True, PRECISION,
+            q_len, k_len, H, stride_q, stride_do, stride_row, q_start, span_a, span_b, offs_d,
+            offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D2, GATED, True,
+            PRECISION,
         )  # fmt: skip
 
     out_row = (split.to(tl.int64) * k_rows + k_begin + offs_n) * G + group
@@ -383,12 +390,13 @@ def span_attention_bwd(
     lse: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None = None,
     cu_k: torch.Tensor | None = None, max_q: int | None = None, max_k: int | None = None,
     delta: torch.Tensor | None = None, gates: torch.Tensor | None = None, branch: int = 0,
-    dq: torch.Tensor | None = None,
+    dq: torch.Tensor | None = None, q_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv with the shapes and dtypes of q, k, v. All inputs contiguous.
 
     With gates [.., HQ, 3]: grad_out is that of the gated sum, gates[.., branch] is this branch's
     gate, and delta must be given. With dq given, this branch's dq is added to it in place.
+    q_start: key position of query 0.
     """
     varlen = cu_q is not None
     hq, dim = q.shape[-2:]
@@ -424,7 +432,7 @@ def span_attention_bwd(
     block_q = max(rows // heads_padded, 1)
     _span_bwd_dq_kernel[(triton.cdiv(sq, block_q), batch * groups)](
         q, k, v, grad_out, lse, delta, gate_arg, dq, cu_q_arg, cu_k_arg, sq, sk, groups, heads,
-        span.a, span.b, softmax_scale, scale_log2, BLOCK_Q=block_q, BLOCK_N=block_n,
+        q_start, span.a, span.b, softmax_scale, scale_log2, BLOCK_Q=block_q, BLOCK_N=block_n,
         ACCUMULATE=accumulate, num_warps=warps, num_stages=stages, **common,
     )  # fmt: skip
     launches.bump("_span_bwd_dq_kernel")
@@ -443,7 +451,7 @@ def span_attention_bwd(
     dv = torch.empty((splits, *v.shape), dtype=partial_dtype, device=v.device)
     _span_bwd_dkdv_kernel[(tiles, batch * groups, splits)](
         q, k, v, grad_out, lse, delta, gate_arg, dk, dv, cu_q_arg, cu_k_arg, sq, sk, groups,
-        heads, k_rows, span.a, span.b, softmax_scale, scale_log2, BLOCK_Q=block_q,
+        heads, k_rows, q_start, span.a, span.b, softmax_scale, scale_log2, BLOCK_Q=block_q,
         BLOCK_N=block_n, num_warps=warps, num_stages=stages, **common,
     )  # fmt: skip
     launches.bump("_span_bwd_dkdv_kernel")

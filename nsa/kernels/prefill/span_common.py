@@ -4,6 +4,9 @@ Compressed (Eq. 7 with causal masking): keys [0, visible(t)), visible(t) = (t + 
 t + 1 >= l. Sliding: keys [t + 1 - w, t + 1). Both bounds never fall as t grows, so a tile of
 queries has a masked head, an unmasked middle and a masked tail, and so does a tile of keys.
 
+Positions: query row s stands at q_start + s among the keys; every span is a function of that
+position, so a chunk of a longer sequence needs its first position only.
+
 Rows of a tile are (query, head) pairs of one KV group, heads fastest: K and V are loaded once for
 all heads, and a row block of Q is contiguous in the [B, S, HQ, D] layout.
 """

@@ -71,7 +71,7 @@ def _span_fwd_step(
 
 @triton.jit
 def _span_fwd_kernel(
-    Q, K, V, O, LSE, CU_Q, CU_K, SQ, SK, G, H, span_a, span_b, scale_log2,
+    Q, K, V, O, LSE, CU_Q, CU_K, SQ, SK, G, H, q_start, span_a, span_b, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
@@ -114,12 +114,13 @@ def _span_fwd_kernel(
         q2 = q
         k2_ptrs = k_ptrs
 
-    lo = span_lo(t, span_a, MODE)
-    hi = tl.minimum(span_hi(t, span_a, span_b, MODE), k_len)
-    t_last = tl.minimum(q0 + BLOCK_Q, q_len) - 1
-    lo_first = span_lo(q0, span_a, MODE)
+    lo = span_lo(t + q_start, span_a, MODE)
+    hi = tl.minimum(span_hi(t + q_start, span_a, span_b, MODE), k_len)
+    t_first = q0 + q_start
+    t_last = tl.minimum(q0 + BLOCK_Q, q_len) - 1 + q_start
+    lo_first = span_lo(t_first, span_a, MODE)
     lo_last = span_lo(t_last, span_a, MODE)
-    hi_first = tl.minimum(span_hi(q0, span_a, span_b, MODE), k_len)
+    hi_first = tl.minimum(span_hi(t_first, span_a, span_b, MODE), k_len)
     hi_last = tl.minimum(span_hi(t_last, span_a, span_b, MODE), k_len)
     begin = lo_first // BLOCK_N * BLOCK_N
     full_begin = (lo_last + BLOCK_N - 1) // BLOCK_N * BLOCK_N
@@ -181,12 +182,12 @@ def fwd_tiles(arch: int, d: int, dv: int, itemsize: int, mode: int) -> tuple[int
 def span_attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, softmax_scale: float,
     cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None,
-    max_q: int | None = None,
+    max_q: int | None = None, q_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs.
 
     Dense: q [B, S, HQ, D], k [B, N, G, D]. Packed: q [T, HQ, D], k [N_total, G, D] with cu_q and
-    cu_k int32 [n_seq + 1] and max_q the longest query sequence.
+    cu_k int32 [n_seq + 1] and max_q the longest query sequence. q_start: key position of query 0.
     """
     varlen = cu_q is not None
     hq, dim = q.shape[-2:]
@@ -209,7 +210,7 @@ def span_attention_fwd(
     grid = (triton.cdiv(sq, block_q), batch * groups)
     _span_fwd_kernel[grid](
         q, k, v, out, lse, cu_q if varlen else lse, cu_k if varlen else lse,
-        sq, sk, groups, heads, span.a, span.b, softmax_scale * 1.4426950408889634,
+        sq, sk, groups, heads, q_start, span.a, span.b, softmax_scale * 1.4426950408889634,
         D=dim, DV=dv, MODE=span.mode, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded,
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
