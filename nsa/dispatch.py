@@ -58,7 +58,7 @@ REASONS: dict[str, str] = {
     "capability": "the GPU is older than this route supports",
     "dtype": "the dtype is not fp16 or bf16",
     "align8": "Dk or Dv is not a multiple of 8",
-    "head_dim": "the head dimensions are not supported",
+    "head_dim": "Dk or Dv is over 256",
     "below_min_L": "the selected length is below NSA_SEL_TRITON_MIN_L",
     "below_min_len": "the key length is below NSA_FA2_MIN_LEN_*",
     "needs_grad": "a gradient is needed; NSA_SEL_TRITON_ALLOW_GRAD is off or there is no backward",
@@ -66,6 +66,8 @@ REASONS: dict[str, str] = {
     "launch_error": "the kernel failed to compile or launch",
     "wrong_branch": "the route does not serve this branch",
 }
+
+MAX_HEAD_DIM = 256  # of Dk and Dv, on the Triton and FA-2 routes
 
 # Preferences rather than abilities: naming a route overrides them.
 _PREFERENCES = frozenset({"not_enabled", "below_min_L", "below_min_len"})
@@ -155,9 +157,9 @@ def _reasons(route: Route, r: Request, flags: Flags, named: bool) -> Iterator[st
         yield "dtype"
     if r.d_k % 8 or r.d_v % 8:
         yield "align8"
+    if max(r.d_k, r.d_v) > MAX_HEAD_DIM:
+        yield "head_dim"
     if route is Route.FA2:
-        if max(r.d_k, r.d_v) > 256:
-            yield "head_dim"
         least = (
             flags.fa2_min_len_win if r.branch is Branch.SLIDING else flags.fa2_min_len_cmp
         )
