@@ -68,11 +68,13 @@ def test_make_variables_and_options_exist():
         assert f"$({name})" in makefile, variable
         assert option == "first argument" or option.strip("`") in options, option
     declared = re.findall(r"^([A-Z]+) \?=", makefile, re.M)
+    declared += re.findall(r"command line,\$\(origin (\w+)\)", makefile)
     assert sorted(declared) == sorted(row[0].strip("`").split("=")[0] for row in rows)
     named = re.findall(r"`(--[a-z-]+)", README.split("## The library")[0])
     assert set(named) <= options
     profiles = re.findall(r"`(\w+)`", next(r for r in rows if "PROFILE" in r[0])[2])
     assert set(profiles) == set(PROFILES)
+    assert set(re.search(r"PROFILE=([\w|]+) ", makefile)[1].split("|")) == set(PROFILES)
 
 
 def test_paths_exist_and_stages_are_planned():

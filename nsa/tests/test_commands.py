@@ -1,0 +1,78 @@
+"""Do `make` and the shell scripts run what they promise, and nothing more?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Stands for python3: setup_env.py names it as the interpreter; pytest ends with the given code.
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "ran: ${TRITON_INTERPRET:-0} $*" >> "$RAN"
+case "$*" in
+  *"setup_env.py --cpu-tests") echo "$0" ;;
+  *"-m pytest"*"not kernel"*) exit "${FIRST:-0}" ;;
+  *"-m pytest"*) exit "${SECOND:-0}" ;;
+esac
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the commands in an empty tree, and how to run one there: (exit code, calls)."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "bin").mkdir()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("run_tests.sh", "runner_oneshot.sh"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+    python = tmp_path / "bin" / "python3"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+
+    def call(*argv, **env):
+        ran = tmp_path / "ran"
+        ran.write_text("")
+        path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+        base = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        done = subprocess.run(
+            argv, cwd=tmp_path, env={**base, "PATH": path, "RAN": str(ran), **env},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        return done.returncode, ran.read_text().splitlines(), done.stdout + done.stderr
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [("0", "0", 0), ("5", "0", 0), ("0", "5", 0), ("5", "5", 5), ("1", "0", 1), ("0", "2", 2)],
+)
+def test_a_selection_may_match_in_one_of_the_two_runs(tree, first, second, code):
+    got, ran, text = tree("bash", "scripts/run_tests.sh", "-k", "X", FIRST=first, SECOND=second)
+    assert got == code, text
+    tests = [line for line in ran if "-m pytest" in line]
+    assert all(line.endswith("-k X") for line in tests)
+    assert ["kernel" in line for line in tests] == [True] * (1 if first == "1" else 2)
+    assert tests[0].startswith("ran: 0 ") and "not kernel" in tests[0]
+    assert len(tests) == 1 or tests[1].startswith("ran: 1 ")
+
+
+def test_lint_sets_its_environment_up_first(tree):
+    code, ran, text = tree("make", "lint")
+    assert code == 0, text
+    assert [line.split()[2:] for line in ran] == [
+        ["scripts/setup_env.py", "--cpu-tests"],
+        ["-m", "ruff", "check", "nsa", "bench", "scripts"],
+    ]
+
+
+def test_out_is_taken_from_the_command_line_alone(tree):
+    assert tree("make", "gpu-report", "OUT=/x", "PROFILE=cpu")[1] == [
+        "ran: 0 scripts/setup_env.py --run /x --profile cpu"
+    ]
+    assert tree("make", "gpu-report", OUT="/x")[1] == ["ran: 0 scripts/setup_env.py --run"]
