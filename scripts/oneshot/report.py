@@ -1,4 +1,4 @@
-"""The `render` verb: report.md and issue.md of a run, rebuilt from its journal.
+"""The `render` verb: report.md, report.html and issue.md of a run, rebuilt from its journal.
 
 bundle.json is left alone. The plots come last, so that a render that is cut short has its report.
 """
@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,33 @@ def render_text(*args: Any, **kwargs: Any) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
 
 
+def render_page(
+    data: Mapping[str, Any], folder: Path, *, plots: Sequence[tuple[str, str]] = (),
+    extra: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """The same report as one HTML page that needs no other file and no network."""
+    import jinja2
+
+    from scripts.oneshot import page
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined,
+        autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters.update(page.FILTERS)
+    drawings = []
+    for number, (title, path) in enumerate(plots):
+        source = sections.read_text(folder, path) or ""
+        with suppress(ValueError):  # a plot is an illustration
+            drawing = page.svg(source, f"p{number}-", title)
+            drawings.append((title, drawing, path.endswith("loss.svg")))
+    shown = context(data, folder, Shape(), extra=extra)
+    verdict = page.colour(data["verdict"]["status"])
+    return environment.get_template("report.html.j2").render(
+        shown, drawings=drawings, verdict_class=verdict
+    )
+
+
 def issue_text(data: Mapping[str, Any], folder: Path, extra: Sequence[str] = ()) -> str:
     """The report cut to ISSUE_LIMIT characters; verdict, failures and warnings stay in it."""
     for shape in LADDER:
@@ -122,7 +150,7 @@ def issue_text(data: Mapping[str, Any], folder: Path, extra: Sequence[str] = ())
 
 
 def render(folder: Path) -> list[str]:
-    """Write report.md, issue.md and the plots of the bundle in `folder`; returns the notes."""
+    """Write the two reports, issue.md and the plots of the bundle in `folder`; returns the notes."""
     data, source = rebuild(folder)
     notes = []
     if source != "events.jsonl":
@@ -130,6 +158,7 @@ def render(folder: Path) -> list[str]:
     late = "The plots were not drawn: there was no time left"
     write_atomic(folder / "report.md", render_text(data, folder, Shape(), extra=[*notes, late]))
     write_atomic(folder / "issue.md", issue_text(data, folder, notes))
+    write_atomic(folder / "report.html", render_page(data, folder, extra=[*notes, late]))
     drawn: list[tuple[str, str]] = []
     try:
         from scripts.oneshot import plots
@@ -141,7 +170,8 @@ def render(folder: Path) -> list[str]:
         notes.append(f"The plots were not drawn: {type(error).__name__}: {error}")
     text = render_text(data, folder, Shape(), plots=drawn, extra=notes)
     write_atomic(folder / "report.md", text)
-    bundles.renew_sums(folder, ["report.md", "issue.md", *(path for _, path in drawn)])
+    write_atomic(folder / "report.html", render_page(data, folder, plots=drawn, extra=notes))
+    bundles.renew_sums(folder, [*sections.MADE_HERE, *(path for _, path in drawn)])
     return notes
 
 
@@ -162,5 +192,6 @@ def main(argv: list[str]) -> int:
         return 1
     for note in notes:
         print(note, file=sys.stderr)
-    print(args.bundle / "report.md")
+    for name in ("report.md", "report.html"):
+        print(args.bundle / name)
     return 0

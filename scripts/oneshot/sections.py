@@ -27,7 +27,7 @@ from scripts.oneshot.markdown import (
 
 BAD_STAGES = ("FAIL", "TIMEOUT", "CRASH", "INFRA")
 MAX_TIMELINE = 30
-MADE_HERE = ("report.md", "issue.md")
+MADE_HERE = ("report.md", "report.html", "issue.md")
 STILL_CHANGING = ("bundle.json", "events.jsonl", "redactions.json", bundles.SUMS)
 
 TRY = {
@@ -360,6 +360,8 @@ def timeline_section(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ran = [s for s in stages if is_number(s.get("start_s"))]
     tags = {"PASS": "done", **{s: "crit" for s in BAD_STAGES}}
     bars = []
+    whole = max((s["start_s"] + (s["wall_s"] if is_number(s.get("wall_s")) else 0) for s in ran),
+                default=0) or 1  # fmt: skip
     for stage in ran:
         name = re.sub(r"\W", "_", str(stage["id"]))[:40]
         wall = stage["wall_s"] if is_number(stage.get("wall_s")) else 0
@@ -369,7 +371,9 @@ def timeline_section(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         line = f"{name} :{tag}, {round(1000 * stage['start_s'])}, {length}ms"
         start = f"{stage['start_s']:.1f} s"
         bars.append({"group": group, "start": start, "wall": span(wall), "line": line,
-                     "id": code(stage["id"], 60), "status": stage["status"]})  # fmt: skip
+                     "id": code(stage["id"], 60), "status": stage["status"],
+                     "left": f"{100 * stage['start_s'] / whole:.2f}",
+                     "width": f"{100 * wall / whole:.2f}"})  # fmt: skip
     return {"bars": bars, "gantt": 0 < len(bars) <= MAX_TIMELINE}
 
 
