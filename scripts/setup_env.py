@@ -1,6 +1,7 @@
 """Choose the Python that has torch, and set up what is missing around it.
 
     python3 scripts/setup_env.py --run [options of `scripts.oneshot run`]   becomes the report run
+    python3 scripts/setup_env.py --exec -m pytest nsa/tests   becomes the chosen Python, set up
     python3 scripts/setup_env.py --cpu-tests      prints the interpreter of an up-to-date .venv
     python3 scripts/setup_env.py --choose         prints the choice as JSON, installs nothing
 
@@ -8,7 +9,8 @@ Order: (1) $PYTHON; (2) an interpreter on PATH whose torch sees CUDA, used as it
 reinstalled and no environment is put around it, only small missing packages go to .deps/ and on
 PYTHONPATH; (3) NVIDIA hardware without such a torch: .venv-gpu from requirements.txt; (4) no NVIDIA
 hardware: .venv from requirements-cpu.txt. Standard library only, and Python 3.8 can still read it
-to say that 3.10 is needed. Messages go to stderr.
+to say that 3.10 is needed. Messages go to stderr. `--run --dry-run` and `--run --help` install
+nothing.
 """
 
 from __future__ import annotations
@@ -280,6 +282,12 @@ def finish(python: str, why: str, hardware: str | None, problems: list[str], ins
 
 def run_report(argv: list[str]) -> int:
     """Become `python -m scripts.oneshot run`. A failed set-up still gets a report that says so."""
+    if {"--dry-run", "-h", "--help"} & set(argv):
+        able = distinct([sys.executable, *interpreters()])
+        if not able:
+            say("no Python 3.10 or later on PATH")
+            return 3
+        return become(able[0]["path"], ["-m", "scripts.oneshot", "run", *argv], "")
     try:
         choice = choose()
     except SetupFailed as error:
@@ -293,27 +301,50 @@ def run_report(argv: list[str]) -> int:
                   "hardware": None, "problems": [f"set-up failed: {text}"],
                   "pythonpath": ""}  # fmt: skip
     say(f"== Python: {choice['python']} ({choice['why']})")
-    env = dict(os.environ)
     shown = {k: choice[k] for k in ("why", "hardware", "problems", "missing")}
-    env["ONESHOT_SETUP"] = json.dumps(shown)
-    if choice["pythonpath"]:
-        env["PYTHONPATH"] = joined(Path(choice["pythonpath"]))
+    return become(
+        choice["python"], ["-m", "scripts.oneshot", "run", *argv], choice["pythonpath"],
+        ONESHOT_SETUP=json.dumps(shown),
+    )  # fmt: skip
+
+
+def become(python: str, argv: list[str], pythonpath: str, **variables: str) -> int:
+    """Go on as `python argv` in the root of the sources, with the small packages on its path."""
+    env = {**os.environ, **variables}
+    if pythonpath:
+        env["PYTHONPATH"] = joined(Path(pythonpath))
     os.chdir(ROOT)
-    os.execve(choice["python"], [choice["python"], "-m", "scripts.oneshot", "run", *argv], env)
+    os.execve(python, [python, *argv], env)
+
+
+def run_python(argv: list[str]) -> int:
+    """Become the chosen interpreter with `argv`, its small packages installed."""
+    try:
+        choice = choose()
+    except SetupFailed as error:
+        say(f"ERROR {error}")
+        return 3
+    say(f"== Python: {choice['python']} ({choice['why']})")
+    return become(choice["python"], argv, choice["pythonpath"])
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--run"]:
         return run_report(argv[1:])
+    if argv[:1] == ["--exec"] and argv[1:]:
+        return run_python(argv[1:])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("--run", action="store_true", help="must come first")
+    for name in ("--run", "--exec"):
+        group.add_argument(name, action="store_true", help="must come first, its arguments after")
     group.add_argument("--cpu-tests", action="store_true")
     group.add_argument("--choose", action="store_true")
     args = parser.parse_args(argv)
+    if args.run or args.exec:
+        parser.error("--run and --exec must come first; --exec needs arguments")
     try:
         if args.cpu_tests:
             print(make_venv(ROOT / ".venv", ROOT / "requirements-cpu.txt"))

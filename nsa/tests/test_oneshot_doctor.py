@@ -228,3 +228,48 @@ def test_an_up_to_date_venv_is_left_alone(monkeypatch, tmp_path):
     requirements.write_text("something-new\n")
     with pytest.raises(setup_env.SetupFailed, match="could not install r.txt"):
         setup_env.make_venv(venv, requirements)  # there is no pip in it, so it must have tried
+
+
+@pytest.fixture
+def became(monkeypatch, tmp_path):
+    """What setup_env became: (interpreter, arguments, PYTHONPATH)."""
+    calls = []
+    monkeypatch.setattr(setup_env, "ROOT", tmp_path)
+    monkeypatch.setattr(setup_env.os, "chdir", lambda _: None)
+    monkeypatch.setattr(
+        setup_env.os, "execve",
+        lambda path, argv, env: calls.append((path, argv[1:], env.get("PYTHONPATH", ""))),
+    )  # fmt: skip
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return calls
+
+
+def test_exec_runs_the_choice_with_its_small_packages(became, monkeypatch, tmp_path, capsys):
+    deps = tmp_path / ".deps" / "cp311-0"
+    monkeypatch.setattr(setup_env, "choose", lambda: {
+        "python": "/b/python3", "why": "", "pythonpath": str(deps)
+    })  # fmt: skip
+    setup_env.main(["--exec", "-m", "pytest", "-k", "x"])
+    assert became == [("/b/python3", ["-m", "pytest", "-k", "x"], str(deps))]
+    for argv in (["--exec"], ["--choose", "--exec"]):
+        with pytest.raises(SystemExit):
+            setup_env.main(argv)
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--help"])
+def test_a_dry_run_installs_nothing(became, pythons, monkeypatch, option):
+    def install(*_):
+        raise AssertionError("something is being installed")
+
+    for name in ("make_venv", "add_small_packages", "choose"):
+        monkeypatch.setattr(setup_env, name, install)
+    setup_env.main(["--run", "out", option])
+    ((_, argv, path),) = became
+    assert argv == ["-m", "scripts.oneshot", "run", "out", option] and path == ""
+
+
+def test_a_shortened_dry_run_is_no_option():
+    from scripts.oneshot.runner import parser
+
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--dry"])

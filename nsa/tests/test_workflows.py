@@ -86,6 +86,16 @@ def test_smoke_runs_weekly_on_a100_and_h100_and_guards_sm89():
     assert env["NSA_USE_TRITON_SEL"] == "1" and "NSA_TRITON_SEL_FORCE" not in env
 
 
+def test_smoke_runs_python_in_the_environment_of_setup_env():
+    """.deps holds a folder per interpreter: only setup_env.py knows which one is on the path."""
+    workflow = load("triton-gpu-smoke.yml")
+    python = [c for c in commands(workflow) if c.startswith("python")]
+    assert len(python) == 3
+    for command in python:
+        assert command.startswith("python3 scripts/setup_env.py --exec -"), command
+    assert not any("PYTHONPATH" in step.get("env", {}) for step in steps(workflow))
+
+
 def test_sm89_device_takes_the_fallback_of_the_policy(cuda):
     """What the SM 8.9 lane asks of a real card: enabled by flag, kept off by policy."""
     import torch

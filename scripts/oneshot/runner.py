@@ -60,7 +60,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="oneshot run", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(
+        prog="oneshot run",
+        description=__doc__.split("\n")[0],
+        allow_abbrev=False,  # setup_env.py looks for --dry-run before it installs anything
+    )
     p.add_argument("out_dir", nargs="?", type=Path, help="default: artifacts/runner")
     p.add_argument("--out", type=Path, help="the same as out_dir")
     p.add_argument(
