@@ -10,7 +10,7 @@
 Exit codes of `run`: 0 all required stages passed; 1 a check failed; 2 usage; 3 not run (no GPU,
 unsuitable host, nothing executed); 4 infrastructure (timeout, crash, out of memory, no space);
 5 only invalid or unstable results; 6 redaction failed, nothing packed; 75 another run holds the GPU
-or the folder; 129/130/143 stopped by a signal after saving what was there.
+or the folder; 130/143 stopped by SIGINT/SIGTERM after saving what was there. SIGHUP stops nothing.
 """
 
 from __future__ import annotations

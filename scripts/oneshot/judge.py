@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_FAIL, EXIT_USAGE, EXIT_NOT_RUN, EXIT_INFRA = 0, 1, 2, 3, 4
 EXIT_INVALID, EXIT_REDACTION, EXIT_LOCKED = 5, 6, 75
-EXIT_BY_SIGNAL = {"sighup": 129, "sigint": 130, "sigterm": 143}
+EXIT_BY_SIGNAL = {"sigint": 130, "sigterm": 143}  # SIGHUP is ignored: the run goes on
 
 
 class Status(str, Enum):
