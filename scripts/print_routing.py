@@ -4,7 +4,8 @@
     python scripts/print_routing.py --json routing.json
     NSA_USE_TRITON_SEL=1 python scripts/print_routing.py --dtype float16
 
-The decisions are those of nsa.dispatch.decide for a few typical calls, not a second opinion.
+The decisions are those of nsa.dispatch.decide for a few typical calls with the paper's sizes, not a
+second opinion; keys is the length that a threshold is compared with.
 """
 
 from __future__ import annotations
@@ -20,19 +21,52 @@ import torch
 
 from bench.records import emit
 from nsa import dispatch
-from nsa.flags import get_flags
+from nsa.blocks import num_compressed
+from nsa.config import NSAConfig
+from nsa.dispatch import Branch
+from nsa.flags import Flags, get_flags
 
-# (what it is, key length, gradient)
+# (what it is, tokens, gradient)
 CALLS = (
-    ("decode step, 512 keys", 512, False),
-    ("prefill, 1024 keys", 1024, False),
-    ("prefill, 8192 keys", 8192, False),
-    ("training, 8192 keys", 8192, True),
+    ("prefill, 1024 tokens", 1024, False),
+    ("prefill, 8192 tokens", 8192, False),
+    ("training, 8192 tokens", 8192, True),
 )
+STEP = ("decode step, 8192 tokens", 8192, False)
+PAPER = NSAConfig(dim=2560, heads=64, groups=4, d_k=192, d_v=128)
+FLAG_OF = {
+    "below_min_L": "NSA_SEL_TRITON_MIN_L",
+    "below_min_len": "NSA_FA2_MIN_LEN_CMP",
+}
 
 
-def routing(dtype: str, head_dim: int) -> dict:
-    """Flags, ladder and decisions on the current device, as one JSON object."""
+def key_length(branch: Branch, S: int, c: NSAConfig) -> int:
+    """The length that nsa_attention and decode_step compare with a threshold, of S tokens."""
+    if branch in (Branch.SELECTED, Branch.PREFILL):
+        return min(c.n_sel * c.l_sel, S)
+    if branch is Branch.SLIDING:
+        return min(c.w, S)
+    return S if branch is Branch.STEP else num_compressed(S, c.l, c.d)
+
+
+def _in_the_way(reason: str, request: dispatch.Request, flags: Flags) -> str:
+    """What a reason means, with the numbers of the threshold that stands in the way."""
+    name = FLAG_OF.get(reason)
+    if name is None:
+        return dispatch.REASONS[reason]
+    if reason == "below_min_len" and request.branch is Branch.SLIDING:
+        name = "NSA_FA2_MIN_LEN_WIN"
+    (flag,) = [f for f in flags.effective() if f["name"] == name]
+    what = "selected length" if reason == "below_min_L" else "key length"
+    return f"{what} {request.key_len} is below {name}={flag['value']} ({flag['source']})"
+
+
+def routing(dtype: str, head_dim: int, config: NSAConfig | None = None) -> dict:
+    """Flags, ladder and decisions on the current device, as one JSON object.
+
+    PREFILL is all branches in one operator; where it is not taken, each branch goes its own way.
+    """
+    config = config or PAPER
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name(0) if cuda else None
     flags = get_flags(name)
@@ -43,19 +77,22 @@ def routing(dtype: str, head_dim: int) -> dict:
         no_fa2 = fa2.probe().why_not
     decisions = []
     for branch, ladder in dispatch.LADDER.items():
-        for what, key_len, grad in CALLS:
+        for what, tokens, grad in (STEP,) if branch is Branch.STEP else CALLS:
             request = dispatch.Request(
                 branch=branch, device="cuda" if cuda else "cpu", dtype=dtype, d_k=head_dim,
-                d_v=head_dim, key_len=key_len, needs_grad=grad,
+                d_v=head_dim, key_len=key_length(branch, tokens, config),
+                needs_grad=grad and branch is not Branch.BLOCKS,
                 capability=torch.cuda.get_device_capability(0) if cuda else None,
                 has_triton=dispatch._has_triton(), no_fa2=no_fa2,
             )  # fmt: skip
             decision = dispatch.decide(request, flags)
             decisions.append({
-                "branch": branch.value, "call": what, "key_len": key_len, "needs_grad": grad,
-                "ladder": [route.value for route in ladder], "route": decision.route.value,
+                "branch": branch.value, "call": what, "key_len": request.key_len,
+                "needs_grad": request.needs_grad, "ladder": [route.value for route in ladder],
+                "route": decision.route.value,
                 "rejected": [
-                    {"route": route.value, "reason": reason, "meaning": dispatch.REASONS[reason]}
+                    {"route": route.value, "reason": reason,
+                     "meaning": _in_the_way(reason, request, flags)}
                     for route, reason in decision.rejected
                 ],
             })  # fmt: skip
@@ -63,6 +100,7 @@ def routing(dtype: str, head_dim: int) -> dict:
         "device": name or "cpu",
         "dtype": dtype,
         "head_dim": head_dim,
+        "sizes": {n: getattr(config, n) for n in ("l", "d", "l_sel", "n_sel", "w")},
         "fa2": no_fa2,
         "flags": flags.effective(),
         "decisions": decisions,
@@ -82,12 +120,17 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:  # a malformed flag: the text names it
         print(error, file=sys.stderr)
         return 2
-    print(f"device {data['device']}, {args.dtype}, head dim {args.head_dim}")
+    sizes = " ".join(f"{n}={v}" for n, v in data["sizes"].items())
+    print(f"device {data['device']}, {args.dtype}, head dim {args.head_dim}, {sizes}")
     for flag in data["flags"]:
         print(f"  {flag['name']:28} {flag['value']!s:8} {flag['source']}")
     for d in data["decisions"]:
-        why = ", ".join(f"{r['route']}: {r['reason']}" for r in d["rejected"])
-        print(f"{d['branch']:10} {d['call']:22} -> {d['route']:9} {f'({why})' if why else ''}")
+        why = "; ".join(
+            f"{r['route']}: {r['meaning'] if r['reason'] in FLAG_OF else r['reason']}"
+            for r in d["rejected"]
+        )
+        what = f"{d['branch']:10} {d['call']:24} {d['key_len']:5} keys -> {d['route']:9}"
+        print(f"{what} {f'({why})' if why else ''}".rstrip())
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(data, indent=1) + "\n")

@@ -1,0 +1,72 @@
+"""Does the routing table describe the calls that nsa_attention and the layer really make?"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from nsa import dispatch, nsa_attention
+from nsa.compress import mean_pool
+from nsa.config import NSAConfig
+from nsa.dispatch import Branch
+from nsa.flags import Flags
+from nsa.kernels import fa2
+from nsa.module import NSAAttention
+from scripts import print_routing
+
+SIZES = dict(l=8, d=4, l_sel=16, n_sel=2, w=24)
+CONFIG = NSAConfig(dim=32, heads=2, groups=1, d_k=16, d_v=16, **SIZES)
+
+
+def test_lengths_are_those_of_the_calls(monkeypatch):
+    seen = {}
+    make = dispatch.make_request
+
+    def recorded(branch, q, k, v, key_len, *rest):
+        seen[branch] = key_len
+        return make(branch, q, k, v, key_len, *rest)
+
+    monkeypatch.setattr(dispatch, "make_request", recorded)
+    for S in (20, 100):
+        seen.clear()
+        q, gates = torch.randn(1, S, 2, 16), torch.rand(1, S, 2, 3)
+        k = torch.randn(1, S, 1, 16)
+        cmp = mean_pool(k, l=8, d=4)
+        sizes = {n: v for n, v in SIZES.items() if n != "w"}
+        nsa_attention(q, cmp, cmp, k, k, k, k, gates, window=24, **sizes)
+        layer = NSAAttention(CONFIG)
+        cache = layer.make_cache(batch=1, max_len=S)
+        with torch.no_grad():
+            layer.prefill(torch.randn(1, S - 1, 32), cache)
+            layer.step(torch.randn(1, 1, 32), cache)
+        want = {b: print_routing.key_length(b, S, CONFIG) for b in Branch}
+        assert seen == want
+
+
+def test_the_threshold_in_the_way_is_named(monkeypatch):
+    """The paper selects 1024 keys however long the prefill is: below the default of 4096."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(fa2, "probe", lambda: SimpleNamespace(why_not="no wheel"))
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    monkeypatch.setattr(
+        print_routing, "get_flags", lambda _: Flags(use_triton_sel=True, fa2_min_len_win=600)
+    )
+    rows = print_routing.routing("bfloat16", 64)["decisions"]
+    assert {r["branch"] for r in rows} == {b.value for b in Branch}
+    for branch in ("selected", "prefill"):
+        (row,) = [r for r in rows if r["branch"] == branch and r["call"].startswith("prefill, 8")]
+        triton = row["rejected"][0]
+        assert row["key_len"] == 1024 and triton["reason"] == "below_min_L"
+        assert triton["meaning"] == (
+            "selected length 1024 is below NSA_SEL_TRITON_MIN_L=4096 (default)"
+        )
+
+
+def test_the_table_is_printed(capsys):
+    assert print_routing.main([]) == 0
+    out = capsys.readouterr().out
+    assert "prefill    prefill, 8192 tokens      1024 keys -> reference" in out
+    assert "step       decode step, 8192 tokens" in out
