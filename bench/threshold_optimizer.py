@@ -9,7 +9,8 @@
 An UNSTABLE or SKIPPED row is a failing one. Every length needs the distributions few, many and
 mixed. The FA-2 minimum lengths follow the same rule per branch against the bench's own baseline.
 
-Exit code: 0 an answer ("keep disabled" is one), 2 rows that cannot be trusted, 3 too few lengths.
+Exit code: 0 an answer ("keep disabled" is one), 1 rows that cannot be trusted, 2 usage, 3 too few
+lengths.
 Standard library and PyYAML only.
 """
 
@@ -259,16 +260,18 @@ def propose_config(
 ) -> str:
     """YAML `text` with `runtime.devices.<device>` given these settings; every other line stays.
 
-    A setting of None removes its key; comment stands behind the first setting written. Raises
-    ValueError when the file has no `runtime.devices` in the layout that it ships with.
+    comment stands behind the first setting written. A threshold takes an earlier "keep disabled"
+    (`use_triton_sel: false`) away. Raises ValueError when the file has no `runtime.devices` in the
+    layout that it ships with.
     """
     try:
         expected = yaml.safe_load(text)
         devices = expected["runtime"]["devices"] or {}
         entry = {**(devices.get(device) or {}), **settings}
+        if "use_triton_sel" not in settings and entry.get("use_triton_sel") is False:
+            del entry["use_triton_sel"]
     except (KeyError, TypeError, AttributeError, yaml.YAMLError) as e:
         raise ValueError(f"the configuration has no mapping runtime.devices: {e!r}") from e
-    entry = {key: value for key, value in entry.items() if value is not None}
     expected["runtime"]["devices"] = {**devices, device: entry}
 
     lines = text.splitlines()
@@ -285,14 +288,15 @@ def propose_config(
         mine = next((i for i in heads if _pair(lines[i])[0] == device), None)
         last = next((i for i in heads if mine is not None and i > mine), end)
         body = [] if mine is None else lines[mine + 1 : last]
-        kept = [line for line in body if _pair(line)[0] not in settings]
+        gone = set(devices.get(device) or {}) - set(entry)
+        kept = [line for line in body if _pair(line)[0] not in {*settings, *gone}]
         if mine is not None and _pair(lines[mine])[1]:  # {key: value} on one line
             kept = [_entry(k, v) for k, v in entry.items() if k not in settings]
-        fresh = [_entry(k, v) for k, v in settings.items() if v is not None]
+        fresh = [_entry(k, v) for k, v in settings.items()]
         if fresh and comment:
             fresh[0] += f"  # {' '.join(comment.split())}"
         head = "    " + yaml.safe_dump({device: None}, width=1000).strip().removesuffix(" null")
-        block = [head if entry else f"{head} {{}}", *kept, *fresh]
+        block = [head, *kept, *fresh]
         at = end if mine is None else mine
         lines[at : last if mine is not None else end] = block
     edited = "\n".join(lines) + "\n"
@@ -377,8 +381,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 fa2[branch] = smallest(found, (), least)
     except Untrusted as error:
-        print(f"threshold_optimizer: {error}", file=sys.stderr)
-        return 2
+        note(f"no threshold can be proposed: {error}", "warn")
+        return 1
     if gaps:
         note(f"no threshold can be proposed: {'; '.join(gaps)}")
         return 3
@@ -398,10 +402,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.write:
         names = " ".join(Path(path).name for path in args.csv)
         if answer.min_length is None:
-            settings: dict[str, Any] = {"use_triton_sel": False, "sel_triton_min_L": None}
-            comment = f"{names}: {answer.blocking}"
+            settings: dict[str, Any] = {"use_triton_sel": False}
+            comment = f"{names}: {answer.blocking}; NSA_USE_TRITON_SEL=1 overrides this"
         else:
-            settings = {"sel_triton_min_L": answer.min_length, "use_triton_sel": None}
+            settings = {"sel_triton_min_L": answer.min_length}
             comment = f"{names}: {answer.confidence}"
         settings |= {f"fa2_min_len_{b}": n for b, n in lengths.items() if n is not None}
         try:

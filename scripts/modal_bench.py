@@ -203,8 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     print(args.out / "pr_body.md")
     min_l = (bundle.get("recommend") or {}).get("sel_triton_min_L")
     if args.config and min_l is not None:
-        settings = {"sel_triton_min_L": min_l, "use_triton_sel": None}
-        write_config(args.config, bundle["device"]["name"], settings)
+        write_config(args.config, bundle["device"]["name"], {"sel_triton_min_L": min_l})
         print(args.config)
     return code
 

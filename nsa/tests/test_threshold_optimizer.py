@@ -154,8 +154,8 @@ def test_rows_without_proof_are_refused_by_file_and_line(run, change, says):
     rows = grid()
     rows[4] = {**rows[4], **change}
     code, sent, _, err = run(rows)
-    assert code == 2 and says in err and "sel.csv:6" in err
-    assert sent == []
+    assert code == 1 and says in err and "sel.csv:6" in err
+    assert [r["kind"] for r in sent] == ["note"] and says in sent[0]["text"]
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_rows_without_proof_are_refused_by_file_and_line(run, change, says):
 def test_files_that_are_no_bench_csv_are_refused(tmp_path, capsys, text, says):
     path = tmp_path / "x.csv"
     path.write_text(text)
-    assert main([str(path)]) == 2
+    assert main([str(path)]) == 1
     assert says in capsys.readouterr().err
-    assert main([str(tmp_path / "none.csv")]) == 2
+    assert main([str(tmp_path / "none.csv")]) == 1
 
 
 # ---- FA-2 ----------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_fa2_says_what_is_missing_and_refuses_other_environments(run):
     assert code == 0 and recommended(sent)["fa2_min_len_win"] is None
     assert "fa2_min_len_win: no proposal: at least 3 lengths are needed, got 4096" in err
     code, _, _, err = run(grid(), fa2=[fa2_row("win", 512, 1.3, device="NVIDIA L4")])
-    assert code == 2 and "fa2.csv:2: device is 'NVIDIA L4'" in err
+    assert code == 1 and "fa2.csv:2: device is 'NVIDIA L4'" in err
 
 
 # ---- the configuration ---------------------------------------------------------------------------
@@ -232,10 +232,22 @@ def test_keep_disabled_is_written_with_its_evidence_and_taken_back(run, config):
     run(grid(low=1.0), "--write", str(config))
     (line,) = [x for x in config.read_text().splitlines() if "use_triton_sel: false  #" in x]
     assert "sel.csv" in line and "lower bound 1x < 1.2x" in line
-    assert flags(config).sel_triton_min_L == 4096 and not flags(config).use_triton_sel
+    assert "NSA_USE_TRITON_SEL=1 overrides this" in line
+    assert flags(config).sel_triton_min_L == 64 and not flags(config).use_triton_sel
     run(grid(), "--write", str(config))
     entry = yaml.safe_load(config.read_text())["runtime"]["devices"]["NVIDIA H200"]
     assert entry == {"sel_triton_min_L": 64}
+
+
+def test_nothing_else_of_the_entry_is_lost(run, tmp_path):
+    path = tmp_path / "c.yaml"
+    mine = "      use_triton_sel: true\n      sel_triton_min_L: 256  # measured\n"
+    path.write_text(f"runtime:\n  devices:\n    NVIDIA H200:\n{mine}      sel_triton_group: true\n")
+    read = lambda: yaml.safe_load(path.read_text())["runtime"]["devices"]["NVIDIA H200"]
+    run(grid(), "--write", str(path))  # a threshold leaves the user's own `true` alone
+    assert read() == {"use_triton_sel": True, "sel_triton_group": True, "sel_triton_min_L": 64}
+    run(grid(low=1.0), "--write", str(path))
+    assert read() == {"use_triton_sel": False, "sel_triton_group": True, "sel_triton_min_L": 64}
 
 
 SEVERAL = """# head
