@@ -39,7 +39,16 @@ from bench.decode_step import BRANCHES, Step, dense_contenders
 from bench.device import Gpu, ceilings
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
-from bench.records import BenchRow, add_csv_argument, note, out_dir, say, write_csv
+from bench.records import (
+    BenchRow,
+    add_csv_argument,
+    add_shrink_argument,
+    note,
+    out_dir,
+    say,
+    shrunk,
+    write_csv,
+)
 from bench.timing import Budget, Case, Contender, measure
 from nsa.config import NSAConfig
 from nsa.flags import get_flags
@@ -177,6 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
     add("--quick", action="store_true", help="shorter sampling and two lengths")
     add_csv_argument(parser)
+    add_shrink_argument(parser)
     return parser
 
 
@@ -235,6 +245,7 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
         lengths = [4096, 16384, 65536] if fast else [1024, 4096, 8192]
     if args.quick and args.S_list is None:
         lengths = lengths[:2]
+    lengths = shrunk("--S_list", lengths, args.shrink)
     short = args.quick or gpu is None
     budget = Budget(min_n=args.iters, warm_calls=args.warmup)
     if short:

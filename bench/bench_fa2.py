@@ -28,7 +28,16 @@ from bench.clock import CudaClock
 from bench.device import Gpu, ceilings
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
-from bench.records import BenchRow, add_csv_argument, note, out_dir, say, write_csv
+from bench.records import (
+    BenchRow,
+    add_csv_argument,
+    add_shrink_argument,
+    note,
+    out_dir,
+    say,
+    shrunk,
+    write_csv,
+)
 from bench.roofline import Shape, bytes_needed, flops
 from bench.timing import Budget, Case, Contender, measure
 from nsa import reference
@@ -118,12 +127,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seconds", type=float, default=0.3, help="device time per case, at most")
     add_csv_argument(parser)
+    add_shrink_argument(parser)
     args = parser.parse_args(argv)
     args.branches, args.dtype = args.branches.split(","), args.dtype.split(",")
     if not set(args.branches) <= {"win", "cmp"}:
         parser.error(f"--branches must be from win, cmp, got {','.join(args.branches)}")
     if not set(args.dtype) <= set(DTYPES):
         parser.error(f"--dtype must be from {', '.join(DTYPES)}, got {','.join(args.dtype)}")
+    args.S_list = shrunk("--S_list", args.S_list, args.shrink)
     return args
 
 

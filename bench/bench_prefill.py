@@ -35,7 +35,17 @@ from bench.device import Gpu, ceilings
 from bench.parity import measure_parity
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
-from bench.records import BenchRow, add_csv_argument, emit, note, out_dir, say, write_csv
+from bench.records import (
+    BenchRow,
+    add_csv_argument,
+    add_shrink_argument,
+    emit,
+    note,
+    out_dir,
+    say,
+    shrunk,
+    write_csv,
+)
 from bench.roofline import Shape, bytes_needed, flops
 from bench.timing import Budget, Case, Contender, measure
 from nsa import launches, reference, select
@@ -419,12 +429,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seconds", type=float, default=1.0, help="device time per case, at most")
     add_csv_argument(parser)
+    add_shrink_argument(parser)
     args = parser.parse_args(argv)
     args.ops, args.directions = args.ops.split(","), args.directions.split(",")
     if not set(args.ops) <= set(OPS):
         parser.error(f"--ops must be from {', '.join(OPS)}, got {','.join(args.ops)}")
     if not set(args.directions) <= {"fwd", "bwd"}:
         parser.error(f"--directions must be from fwd, bwd, got {','.join(args.directions)}")
+    args.S_list = shrunk("--S_list", args.S_list, args.shrink, 64)
     return args
 
 

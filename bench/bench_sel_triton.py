@@ -39,7 +39,16 @@ from bench.clock import CudaClock
 from bench.device import Gpu, ceilings
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
-from bench.records import BenchRow, add_csv_argument, note, out_dir, say, write_csv
+from bench.records import (
+    BenchRow,
+    add_csv_argument,
+    add_shrink_argument,
+    note,
+    out_dir,
+    say,
+    shrunk,
+    write_csv,
+)
 from bench.timing import Budget, Case, Contender, measure
 from nsa.flags import get_flags
 from nsa.kernels import sdpa
@@ -351,6 +360,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.25, help="device time per case, at most")
     parser.add_argument("--sweep", type=int, default=0, metavar="TOP", help="time tile choices")
     add_csv_argument(parser)
+    add_shrink_argument(parser)
     args = parser.parse_args(argv)
     args.Dv = args.Dv or args.D
     args.L_list = args.L_list or ([128, 256, 512] if args.decode else [64, 128, 256, 512, 1024])
@@ -365,6 +375,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         bad = [L for L in args.L_list if L % args.n_sel]
         if bad:
             parser.error(f"--L_list must be multiples of --n_sel {args.n_sel}, got {bad}")
+    [args.N] = shrunk("--N", [args.N], args.shrink)  # not L: the threshold is about L
     return args
 
 

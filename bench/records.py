@@ -151,6 +151,27 @@ def add_csv_argument(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_shrink_argument(parser: argparse.ArgumentParser) -> None:
+    """--shrink K: what the runner adds when a bench is tried again after it ran out of memory."""
+    parser.add_argument(
+        "--shrink", type=int, default=1, metavar="K", choices=range(1, 65),
+        help="divide the sizes by K, 1 to 64, and say so in a note (default 1)",
+    )  # fmt: skip
+
+
+def shrunk(name: str, values: Sequence[int], by: int, multiple: int = 1) -> list[int]:
+    """`values` of the argument `name` divided by `by`, as multiples of `multiple`, none twice.
+
+    A note tells the report, because a smaller size is another measurement.
+    """
+    if by == 1:
+        return list(values)
+    small = list(dict.fromkeys(max(v // by // multiple, 1) * multiple for v in values))
+    was, now = (",".join(map(str, some)) for some in (values, small))
+    note(f"out of GPU memory before: {name} is {now} here instead of {was}", "warn")
+    return small
+
+
 def say(args: argparse.Namespace, text: str) -> None:
     """A line for people: stdout, or stderr while stdout carries CSV."""
     print(text, file=sys.stderr if args.csv == CSV_STDOUT else sys.stdout, flush=True)

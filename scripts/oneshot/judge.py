@@ -85,7 +85,7 @@ def judge(
         return Judgement(Status.NOT_RUN, "no test was collected")
     if rc == 3 and not runs_pytest:
         if note:
-            return Judgement(Status.SKIPPED, str(note))
+            return Judgement(Status.SKIPPED, str(note), _memory(str(note)))
         return Judgement(Status.NOT_RUN, "the stage says that nothing could be run")
     if rc != 0:
         if runs_pytest and rc in (2, 3, 4):
@@ -94,7 +94,9 @@ def judge(
         if traceback:
             return Judgement(Status.CRASH, traceback)
         if rc == 1:
-            return Judgement(Status.FAIL, "exit code 1 and no row that says why", "ASSERT")
+            warned = [r.get("text") for r in rows if r["kind"] == "note" and r.get("level") == "warn"]
+            text = str(warned[-1]) if warned else "exit code 1 and no row that says why"
+            return Judgement(Status.FAIL, text, "ASSERT")
         text = "usage error, exit code 2" if rc == 2 else f"exit code {rc}"
         return Judgement(Status.CRASH, text)
 
@@ -111,10 +113,12 @@ def judge(
     if stage.proof == "bench" and not (by["VALID"] or by["UNSTABLE"] or by["INVALID"]):
         skipped = next((r for r in bench if r["status"] == "SKIPPED"), None)
         if skipped:
-            return Judgement(Status.SKIPPED, "; ".join(skipped["why"]))
+            why = "; ".join(skipped["why"])
+            return Judgement(Status.SKIPPED, why, _memory(why))
         return Judgement(Status.NOT_RUN, "exit code 0, but no bench case ran")
     kinds = ("metric", "health", "recommend", "parity", "bench")
-    if stage.proof == "row" and not any(r["kind"] in kinds for r in rows):
+    results = [r for r in rows if r["kind"] in kinds and r.get("status") != "SKIPPED"]
+    if stage.proof == "row" and not results:
         return Judgement(Status.NOT_RUN, "exit code 0, but no result was sent")
     if missing_outputs:
         return Judgement(
@@ -131,6 +135,11 @@ def judge(
         text = f"all {len(by['UNSTABLE'])} bench cases unstable"
         return Judgement(Status.FAIL, text, "UNSTABLE")
     return Judgement(Status.PASS)
+
+
+def _memory(why: str) -> str | None:
+    """The kind of a bench that could time nothing because the GPU's memory was too small."""
+    return "OOM_DEVICE" if "out of memory" in why else None
 
 
 def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class Stage:
     after: str | None = None  # id of a stage that must PASS first
     needs: tuple[str, ...] = ()  # files of earlier stages, without which it is not started
     group: str = "other"  # parity | bench | train | box; the report groups its tables by it
+    shrinks: bool = False  # takes `--shrink K`, which divides its sizes by K
 
     def __post_init__(self) -> None:
         if not self.id or not all(c.isalnum() or c == "_" for c in self.id):
@@ -98,6 +99,7 @@ class StageResult:
     first_call_ms: float | None = None
     peak_vram_mib: float | None = None
     flaky: bool = False
+    half_size: bool = False  # the first attempt ran out of GPU memory
     resumed_from: str | None = None
     group: str = "other"
 
@@ -190,6 +192,10 @@ class RunRecord:
             self.run_notes.append(
                 {"level": event.get("level", "info"), "text": event.get("text", ""), "stage": None}
             )
+        elif kind == "xid":
+            level = "warn" if event.get("critical") else "info"
+            stage = event.get("stage")
+            self.run_notes.append({"level": level, "text": event.get("text", ""), "stage": stage})
         elif kind == "redaction":
             self.redaction = dict(event["summary"])
         elif kind == "run_end":

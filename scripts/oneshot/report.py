@@ -150,7 +150,7 @@ def issue_text(data: Mapping[str, Any], folder: Path, extra: Sequence[str] = ())
 
 
 def render(folder: Path) -> list[str]:
-    """Write the two reports, issue.md and the plots of the bundle in `folder`; returns the notes."""
+    """Write reports, issue.md and the plots of the bundle in `folder`; returns the notes."""
     data, source = rebuild(folder)
     notes = []
     if source != "events.jsonl":

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from scripts.oneshot.redact import RULES_VERSION, Redactor, gate
 from scripts.oneshot.stages import ENV_STAGE, PROFILES, choose, plan
 from scripts.oneshot.supervise import Context, Stop, not_run, run_stage
 from scripts.oneshot.telemetry import Telemetry
+from scripts.oneshot.xid import LOST, Xid, XidListener
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RENDER_RESERVE_S = 20.0
@@ -120,9 +122,11 @@ class Run:
         self.record = RunRecord()
         self.previous: tuple[RunRecord, Path] | None = None
         self.telemetry: Telemetry | None = None
+        self.xids: XidListener | None = None
         self.gpu_gone: str | None = None
         self.out_of_budget = False
         self.internal_error = False
+        self._reported_xids: list[Xid] = []  # of the running stage
         self._partial, self._argv = partial, argv
         self.progress = Progress(len(stages), price_per_hour=args.price)
 
@@ -289,6 +293,8 @@ class Run:
             uuid = self.smi[0].get("uuid")
             self.telemetry = Telemetry(self.folder / "telemetry.csv", uuid, self.started)
             self.telemetry.start()
+            self.xids = XidListener(uuid)
+            self.xids.start()
         if self.scope == "gpu" and device.get("sm") == "8.9":
             self.note(
                 "SM 8.9: by policy Triton selection is off here; the parity stages and the direct "
@@ -327,8 +333,13 @@ class Run:
         return self.args.budget - RENDER_RESERVE_S - (time.monotonic() - self.started)
 
     def _attempt(self, context: Context, stage: Stage) -> None:
-        """Run a stage, a second time only after the GPU was out of memory."""
+        """Run a stage; a second time, at half size, only after the GPU was out of memory."""
         for attempt in (1, 2):
+            half = attempt == 2 and stage.shrinks
+            if half:
+                stage = replace(stage, argv=(*stage.argv, "--shrink", "2"))
+            self._hear_xids(None)  # of the time between two stages
+            self._reported_xids = []
             self.event("stage_start", stage=stage.id, attempt=attempt, log=stage.log_path)
             if attempt == 1:
                 self.progress.begin(stage)
@@ -339,20 +350,45 @@ class Run:
                 budget_left_s=self._budget_left(),
                 run_started=self.started,
             )
+            result = self._with_xids(result)
             bad = result.status in (Status.CRASH, Status.TIMEOUT, Status.FAIL, Status.INFRA)
             if bad and stage.gpu and not self.stop.by:
                 self._after_failure(result)
             if attempt == 1 and result.kind == "OOM_DEVICE" and not (self.stop.by or self.gpu_gone):
-                self.note(f"{stage.id}: the GPU was out of memory; one more try")
+                size = " at half size" if stage.shrinks else ""
+                self.note(f"{stage.id}: the GPU was out of memory; one more try{size}")
                 continue
             if attempt == 2:
                 data = result.to_json()
-                data["flaky"] = result.status is Status.PASS
+                data["half_size"] = half
+                data["flaky"] = result.status is Status.PASS and not half
                 result = StageResult.from_json(data)
             if result.kind == "BUDGET":
                 self.out_of_budget = True
             break
         self._end(result)
+
+    def _hear_xids(self, stage: str | None) -> None:
+        """Put what the driver reported into the journal, with the stage that was running."""
+        for xid in self.xids.take() if self.xids else ():
+            self._reported_xids.append(xid)
+            fields = {"xid": xid.number, "critical": xid.critical, "text": xid.text}
+            self.event("xid", stage=stage, **fields)
+            self.progress.line(f"{'WARN ' if xid.critical else 'INFO '} {xid.text}")
+
+    def _with_xids(self, result: StageResult) -> StageResult:
+        """`result` beside what the driver reported meanwhile: a faulty card proves nothing."""
+        self._hear_xids(result.id)
+        faults = [xid for xid in self._reported_xids if xid.critical]
+        if not faults:
+            return result
+        said = "; ".join(dict.fromkeys(xid.text for xid in faults))
+        data = result.to_json()
+        data["kind"] = "GPU_LOST" if Xid(LOST) in faults else "XID"
+        if result.status is Status.PASS:
+            data["status"] = Status.INFRA
+        data["reason"] = f"{said}; {result.reason}" if result.reason else said
+        return StageResult.from_json(data)
 
     def _after_failure(self, result: StageResult) -> None:
         """Is the GPU still there, and is its memory free again?"""
@@ -390,6 +426,7 @@ class Run:
     ) -> None:
         if self.telemetry:
             self.progress.telemetry = self.telemetry.last
+        self._hear_xids(stage)
         self.progress.tick(elapsed, limit, rows)
 
     def _echo(self, text: str) -> None:
@@ -483,6 +520,9 @@ class Run:
         hurried = self.stop.by is not None
         if self.telemetry:
             self.telemetry.stop()
+        if self.xids:
+            self.xids.stop()
+            self._hear_xids(None)
         ended_by = self.stop.by or ("budget" if self.out_of_budget else "normal")
         if self.internal_error:
             ended_by = "crash"
@@ -569,6 +609,8 @@ class Run:
         say()
         say(data["verdict"]["one_line"])
         say(f"report:  {self.folder / 'report.md'}")
+        if (self.folder / "report.html").is_file():
+            say(f"         {self.folder / 'report.html'}  (the same for a browser)")
         if packed:
             path, digest, size = packed
             say(f"bundle:  {path}  ({size / 2**20:.1f} MiB)")

@@ -32,7 +32,7 @@ STILL_CHANGING = ("bundle.json", "events.jsonl", "redactions.json", bundles.SUMS
 
 TRY = {
     "GPU_LOST": "the card fell off the bus: take another box; the earlier results stand",
-    "XID": "look up the Xid in logs; 48/63/64/94/95 are memory faults: change the box",
+    "XID": "do what the reason says, and run the stage again on a card without errors",
     "OOM_DEVICE": "free the GPU of other processes, or take a card with more memory",
     "OOM_HOST": "the box has too little memory for the build or the test; raise the limit",
     "DRIVER_TOO_OLD": "take a box with a newer driver, or a torch built for an older CUDA",
@@ -83,6 +83,8 @@ def stage_note(stage: Mapping[str, Any], rows: Mapping[str, list], text: int) ->
         parts.append(f"peak {stage['peak_vram_mib']:.0f} MiB")
     if stage.get("flaky"):
         parts.append("FLAKY: passed at the second attempt")
+    if stage.get("half_size"):
+        parts.append("HALF SIZE: out of GPU memory at first")
     if stage.get("resumed_from"):
         parts.append(f"from run {cell(stage['resumed_from'], 60)}")
     if not stage.get("required", True):
@@ -234,6 +236,9 @@ def warnings_section(
     for stage in stages:
         if stage.get("flaky"):
             out.append(f"FLAKY: {code(stage['id'], 60)} passed only at the second attempt")
+        if stage.get("half_size"):
+            out.append(f"HALF SIZE: {code(stage['id'], 60)} ran out of GPU memory; what it shows "
+                       "was measured at half its sizes")  # fmt: skip
     for run, ids in data["resumed"].items():
         out.append(f"{len(ids)} stages are from run {cell(run, 60)}: {cell(', '.join(ids), t)}")
     gate = data["redaction"].get("gate")

@@ -59,7 +59,7 @@ def _gpu(profile: str) -> list[Stage]:
             ("{python}", "bench/bench_sel_triton.py", "--N", "256", "--H", "8", "--D", "64",
              "--Dv", "64", "--L_list", lengths, "--dist", dist, "--csv", "{out}/" + id + ".csv"),
             proof="bench", timeout_s=180 * slow, estimate_s=20, env=bench, log=f"{id}.txt",
-            outputs=(f"{id}.csv",), group="bench",
+            outputs=(f"{id}.csv",), group="bench", shrinks=True,
         )
         for id, dist, what in (
             ("sel_dense", "few", "one span per row, Triton against packed SDPA"),
@@ -124,7 +124,7 @@ def _gpu(profile: str) -> list[Stage]:
              "20" if quick else "64", "--warmup", "8", "--csv", "{out}/decode_gpu_final.csv",
              "--branch_force_mode", "env"),
             proof="bench", timeout_s=240, estimate_s=30, env={"NSA_USE_TRITON_SEL": "1", **bench},
-            log="decode_bench.txt", outputs=("decode_gpu_final.csv",), group="bench",
+            log="decode_bench.txt", outputs=("decode_gpu_final.csv",), group="bench", shrinks=True,
         ),
         Stage(
             "decode_summary", "Decode summary",
@@ -136,13 +136,14 @@ def _gpu(profile: str) -> list[Stage]:
             "prefill_bench", "Prefill: NSA against dense attention",
             ("{python}", "bench/bench_prefill.py", "--csv", "{out}/prefill.csv"),
             proof="bench", timeout_s=300 * slow, estimate_s=60, env={"NSA_USE_TRITON_SEL": "1"},
-            log="prefill_bench.txt", outputs=("prefill.csv",), group="bench",
+            log="prefill_bench.txt", outputs=("prefill.csv",), group="bench", shrinks=True,
         ),
         Stage(
             "fa2_bench", "FlashAttention-2 by branch",
             ("{python}", "bench/bench_fa2.py", "--csv", "{out}/fa2.csv"),
             proof="bench", timeout_s=180, estimate_s=20, required=False, after="fa2_varlen",
             env={"NSA_USE_FA2": "1"}, log="fa2_bench.txt", outputs=("fa2.csv",), group="bench",
+            shrinks=True,
         ),
         Stage(
             "threshold", "Proposed sel_triton_min_L",
@@ -210,7 +211,8 @@ def _cpu() -> list[Stage]:
              "--groups", "2", "--dk", "16", "--dv", "16", "--l", "16", "--d", "8", "--l_sel",
              "32", "--n_sel", "4", "--w", "64", "--S_list", "128,256", "--iters", "10",
              "--warmup", "2", "--csv", "{out}/decode_cpu.csv"),
-            "bench", outputs=("decode_cpu.csv",), group="bench",
+            # UNSTABLE is shown, but a box without a quiet core proves the step all the same.
+            "row", outputs=("decode_cpu.csv",), group="bench",
         ),
         stage(
             "decode_summary", "Decode summary",

@@ -31,7 +31,8 @@ NUMBERS = (
     "speedup", "speedup_ci95", "gbs", "tflops", "peak_frac",
 )  # fmt: skip
 PNG = b"\x89PNG\r\n\x1a\n"
-REWRITTEN = ("report.md", "report.html", "issue.md", "plots/")  # by a later `render`, which renews their sums
+# By a later `render`, which renews their sums.
+REWRITTEN = ("report.md", "report.html", "issue.md", "plots/")
 
 
 def check(folder: Path) -> Iterator[str]:

@@ -1,0 +1,175 @@
+"""report.html: the words of report.md, nothing from elsewhere, and no text of a log as markup."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jinja2", reason="the report needs jinja2")
+
+from nsa.tests.oneshot_samples import SAMPLES, write_sample
+from nsa.tests.test_oneshot_report import hostile as hostile
+from scripts.oneshot import markdown, page, report, verify
+from scripts.oneshot.evidence import Shape
+from scripts.oneshot.reading import rebuild
+
+ATTACKS = (
+    '</pre></code></td></table></style></svg><script>alert(1)</script>"\'><img src=x onerror=a()>',
+    "javascript:alert(1) <a href=//evil.example/x onclick=a()> <iframe src=https://evil.example>",
+    "`</code><script>` ``<b>`` \\`<i> **<u>** &lt;script&gt; &#60;b&#62; <!-- --> ]]> {{ 7*7 }}",
+    "<svg><use href=http://evil.example/#a /></svg> <style>@import url(//evil.example)</style>",
+)
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+OURS = set(
+    "html head meta title style body p strong header h1 h2 h3 nav a div table thead tbody tr th td"
+    " b code pre ul li details summary figure figcaption span i svg g defs clippath path rect use"
+    " text tspan".split()
+)
+LOADING = {"src", "srcset", "action", "formaction", "data", "poster", "background", "ping"}
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would act on: tags, attributes, the text around them."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.open, self.rows = set(), [], [], []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += [(tag, k, v or "") for k, v in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes something else"
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "style":
+            assert "url(" not in data and "@import" not in data
+            return
+        self.text += data
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+
+def inert(text):
+    """Parse `text` and see that it runs nothing and asks nobody for anything."""
+    seen = Page(text)
+    assert not seen.open, "an element is never closed"
+    assert seen.tags <= OURS, seen.tags - OURS
+    for tag, name, value in seen.attributes:
+        assert not name.startswith("on") and name not in LOADING, (tag, name)
+        if name in ("href", "xlink:href"):
+            assert value.startswith("#"), (tag, value)
+        if name in ("style", "clip-path"):
+            assert "url(" not in re.sub(r"url\(#[\w.-]+\)", "", value), value
+    return seen
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_page_is_self_contained_and_says_what_report_md_says(tmp_path, name):
+    write_sample(tmp_path, name)
+    report.render(tmp_path)
+    seen = inert((tmp_path / "report.html").read_text(encoding="utf-8"))
+    words = (tmp_path / "report.md").read_text(encoding="utf-8")
+    rows = [" ".join(" | ".join(row).split()) for row in seen.rows]
+    missing = []
+    for line in re.findall(r"^\| ([^|\s].*) \|$", words, re.M):
+        values = [Page(str(page.inline(v))).text for v in re.split(r" (?<!\\)\| ", line)]
+        if " ".join(" | ".join(values).split()) not in rows:
+            missing.append(line)
+    assert not missing
+    assert rebuild(tmp_path)[0]["verdict"]["one_line"] in seen.text
+
+
+def test_plots_are_inside_with_ids_of_their_own(tmp_path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    write_sample(tmp_path, "all_pass")
+    report.render(tmp_path)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    seen = inert(text)
+    assert text.count("<svg") == len(list((tmp_path / "plots").glob("*.svg"))) >= 3
+    ids = [value for _, name, value in seen.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    used = {v[1:] for _, name, v in seen.attributes if name == "href" and v.startswith("#")}
+    used |= set(re.findall(r"url\(#([\w.-]+)\)", text))
+    assert used <= set(ids), "a drawing refers to nothing"
+    assert "context length S" in seen.text  # axis labels came along
+
+
+def test_hostile_records_stay_text(hostile):
+    for name in ("triton_bwd", "sel_bench", "decode_bench"):
+        path = hostile / "logs" / f"{name}.log"
+        path.write_bytes(path.read_bytes() + "\n".join(ATTACKS).encode() + b"\nError: </pre>\n")
+    report.render(hostile)
+    seen = inert((hostile / "report.html").read_text(encoding="utf-8"))
+    assert "<script>alert(1)</script>" in seen.text  # shown, not run
+    assert "</pre></code></td>" in seen.text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", seen.text)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("form", [markdown.cell, markdown.code, markdown.fence, str])
+def test_every_form_of_text_is_inert_and_complete(form, attack):
+    show = page.block if form is markdown.fence else page.inline
+    seen = inert(f"<p>{show(form(attack))}</p>")
+    assert seen.tags <= {"p", "code", "pre", "strong"}
+    if form is not str:
+        assert seen.text.strip("\n").replace("\u200b", "") == attack
+
+
+def test_svg_of_a_stranger_is_only_drawn():
+    source = (
+        '<svg viewBox="0 0 9 9" onload="a()"><script>a()</script><style>*{}</style>'
+        '<image href="http://evil.example/x.png"/><foreignObject><p>x</p></foreignObject>'
+        '<a href="http://evil.example"><path d="M0 0"/></a>'
+        '<g id="x&quot;y" onclick="a()" style="fill: url(http://evil.example)">'
+        '<use href="http://evil.example/#a"/><use href="#ok"/><text>a &lt;b&gt;</text></g></svg>'
+    )
+    text = str(page.svg(source, "p0-", "title \"'<x>"))
+    inert(text)
+    assert "evil" not in text and 'href="#p0-ok"' in text and "a &lt;b&gt;" in text
+    for broken in ("", "<svg", "<html/>", "<svg/>", '<svg viewBox="0 0 a b"/>'):
+        with pytest.raises(ValueError):
+            page.svg(broken, "p", "t")
+
+
+def test_page_is_part_of_the_bundle(tmp_path):
+    write_sample(tmp_path, "all_pass")
+    report.render(tmp_path)
+    from scripts.oneshot import bundle as bundles
+
+    bundles.write_sums(tmp_path)
+    assert "report.html" in (tmp_path / "SHA256SUMS").read_text()
+    report.render(tmp_path)  # renews the sums of what it writes
+    assert not [p for p in verify.check_sums(tmp_path)]
+
+
+def test_an_undefined_value_is_an_error(tmp_path, monkeypatch):
+    import jinja2
+
+    write_sample(tmp_path, "all_pass")
+    whole = report.context
+    monkeypatch.setattr(
+        report, "context",
+        lambda *a, **k: {n: v for n, v in whole(*a, **k).items() if n != "recommend"},
+    )  # fmt: skip
+    with pytest.raises(jinja2.UndefinedError, match="recommend"):
+        report.render_page(rebuild(tmp_path)[0], tmp_path)
+
+
+def test_template_names_no_other_place():
+    text = (Path(report.TEMPLATES) / "report.html.j2").read_text()
+    assert not re.search(r"https?:|//\w|<script|<link|<img|\bon\w+=|\| *safe", text)
+    assert Shape().plots  # the page shows the report at its full size
