@@ -142,6 +142,21 @@ def test_budget_skips_and_says_so(tmp_path):
     assert code == 3 and bundle["ended_by"] == "budget" and kinds["hang"] == "BUDGET", console
 
 
+def test_a_stage_gets_arguments_from_one_that_passed(tmp_path):
+    code = (
+        "import sys\nfrom nsa.tests import oneshot_faults as f\nmake = f.stage\n"
+        "f.stage = lambda name, **k: make(name, also={'pass': ('more',), 'skip': ('no',)}, **k)\n"
+        "raise SystemExit(f.run_faults(['skip', 'pass', 'bench'], sys.argv[1:]))"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")}
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), "--commit", "abc1234f"], cwd=ROOT, timeout=60,
+        env={**env, "NO_RENDER": "1"}, capture_output=True,
+    )  # fmt: skip
+    argv = {s["id"]: s["argv"] for s in bundle_of(tmp_path / "abc1234")["stages"]}
+    assert argv["pass"][-1] == "pass" and argv["bench"][-2:] == ["bench", "more"]
+
+
 def test_only_and_skip_make_a_partial_run(tmp_path):
     code, _, folder = run(tmp_path, "pass,raise", "--only", "pass")
     bundle = bundle_of(folder)

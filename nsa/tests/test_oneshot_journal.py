@@ -12,8 +12,9 @@ from nsa.tests.oneshot_samples import test_row as row_of_test
 from scripts.oneshot import journal
 from scripts.oneshot.journal import Ballast, Journal, dumps, read_events, write_atomic, write_json
 from scripts.oneshot.judge import Status, judge
-from scripts.oneshot.model import RunRecord, Stage
+from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.rows import RowError, parse_row
+from scripts.oneshot.stages import plan
 
 EXIT_OF_SAMPLE = {"all_pass": 0, "gpu_fail": 1, "cpu": 0, "crash": 4, "no_gpu": 3}
 
@@ -197,3 +198,45 @@ def test_pytest_stage(proof, rc, rows, status):
 def test_bench_stage(rows, status, kind):
     said = judge(stage("bench", ("{python}", "b.py")), 0, [checked(r) for r in rows])
     assert (said.status, said.kind) == (status, kind)
+
+
+@pytest.mark.parametrize(("row", "status"), [
+    (bench_row("a", 1.0, 1.0), Status.PASS),
+    (bench_row("a", 1.0, 1.0, status="UNSTABLE", why=["x"]), Status.PASS),
+    (bench_row("a", 1.0, 1.0, parity=None), Status.FAIL),
+    (bench_row("a", 1.0, 1.0, status="FAILED"), Status.FAIL),
+    (bench_row("a", 1.0, 1.0, status="SKIPPED", why=["x"]), Status.NOT_RUN),
+])  # fmt: skip
+def test_row_stage_wants_a_result_that_was_made(row, status):
+    """The proof of the CPU profile's decode bench: noise fails nothing, a skipped row is none."""
+    assert judge(stage("row", ("{python}", "b.py")), 0, [checked(row)]).status is status
+
+
+def test_the_cpu_profile_does_not_fail_by_noise():
+    (decode,) = [s for s in plan("cpu") if s.id == "decode_bench"]
+    unstable = checked(bench_row("a", 1.0, 1.0, status="UNSTABLE", why=["drift"]))
+    assert judge(decode, 0, [unstable]).status is Status.PASS
+    assert all(s.proof == "bench" for s in plan("standard") if s.group == "bench" and s.outputs
+               and s.id != "decode_summary")  # fmt: skip
+
+
+def test_a_failed_script_is_quoted():
+    """What the optimizer says of a row without proof is the reason, not `exit code 1`."""
+    one = [{"kind": "note", "level": "info", "text": "on the way"},
+           {"kind": "note", "level": "warn", "text": "sel.csv:4: parity must be PASS, got 'FAIL'"},
+           {"kind": "note", "level": "info", "text": "and so on"}]  # fmt: skip
+    said = judge(stage("row", ("{python}", "t.py")), 1, one)
+    assert said.status is Status.FAIL and said.reason.startswith("sel.csv:4: parity")
+    assert "no row that says why" in judge(stage("row", ("{python}", "t.py")), 1, one[:1]).reason
+
+
+def test_arguments_that_wait_for_an_earlier_stage():
+    planned = plan("standard")
+    (threshold,) = [s for s in planned if s.id == "threshold"]
+    ids = [s.id for s in planned]
+    assert ids.index("fa2_bench") < ids.index("threshold") and "fa2_bench" in threshold.also
+    assert "--fa2" not in threshold.completed({}).argv
+    failed = StageResult(id="fa2_bench", status=Status.FAIL, reason="x")
+    assert threshold.completed({"fa2_bench": failed}) is threshold
+    passed = StageResult(id="fa2_bench", status=Status.PASS)
+    assert threshold.completed({"fa2_bench": passed}).argv[-2:] == ("--fa2", "{out}/fa2.csv")

@@ -94,8 +94,8 @@ def judge(
         if traceback:
             return Judgement(Status.CRASH, traceback)
         if rc == 1:
-            warned = [r.get("text") for r in rows if r["kind"] == "note" and r.get("level") == "warn"]
-            text = str(warned[-1]) if warned else "exit code 1 and no row that says why"
+            notes = [r for r in rows if r["kind"] == "note" and r.get("level") == "warn"]
+            text = str(notes[-1].get("text")) if notes else "exit code 1 and no row that says why"
             return Judgement(Status.FAIL, text, "ASSERT")
         text = "usage error, exit code 2" if rc == 2 else f"exit code {rc}"
         return Judgement(Status.CRASH, text)

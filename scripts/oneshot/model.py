@@ -26,7 +26,7 @@ journal gives. The shape of `bundle.json` (schema `nsa.gpu-report/1`), `RunRecor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from scripts.oneshot import judge
@@ -43,7 +43,7 @@ class Stage:
     In `argv`, "{python}" stands for the chosen interpreter and "{out}" for the bundle folder.
     `proof` names the evidence without which the stage cannot PASS: "tests" (a passed test),
     "parity" (a passed parity row), "bench" (a valid bench row), "row" (any metric, health,
-    recommend, parity or bench row) or "output" (every file of `outputs` was written).
+    recommend, parity or bench row that is not SKIPPED) or "output" (every file of `outputs`).
     """
 
     id: str
@@ -59,6 +59,7 @@ class Stage:
     log: str = ""
     after: str | None = None  # id of a stage that must PASS first
     needs: tuple[str, ...] = ()  # files of earlier stages, without which it is not started
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # see completed()
     group: str = "other"  # parity | bench | train | box; the report groups its tables by it
     shrinks: bool = False  # takes `--shrink K`, which divides its sizes by K
 
@@ -73,6 +74,12 @@ class Stage:
     @property
     def log_path(self) -> str:
         return self.log or f"logs/{self.id}.log"
+
+    def completed(self, results: Mapping[str, StageResult]) -> Stage:
+        """This stage with the arguments that `also` gives it for each stage that passed before."""
+        passed = [s for s in self.also if s in results and results[s].status is Status.PASS]
+        more = [argument for stage in passed for argument in self.also[stage]]
+        return replace(self, argv=(*self.argv, *more)) if more else self
 
 
 @dataclass(frozen=True)

@@ -211,6 +211,7 @@ class Run:
             if reason is not None:
                 self._end(not_run(stage, *reason))
                 continue
+            stage = stage.completed(self.record.results)
             if (reused := self._reusable(stage)) is not None:
                 self._end(reused)
                 continue

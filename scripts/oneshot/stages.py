@@ -148,8 +148,8 @@ def _gpu(profile: str) -> list[Stage]:
         Stage(
             "threshold", "Proposed sel_triton_min_L",
             ("{python}", "bench/threshold_optimizer.py", *("{out}/" + name for name in spans)),
-            proof="row", timeout_s=60, estimate_s=2, needs=spans, log="threshold.txt",
-            group="bench",
+            proof="row", timeout_s=60, estimate_s=1, needs=spans, log="threshold.txt",
+            also={"fa2_bench": ("--fa2", "{out}/fa2.csv")}, group="bench",
         ),
         Stage(
             "train_smoke", "Gradient and training smokes",
