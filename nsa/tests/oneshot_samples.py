@@ -235,6 +235,11 @@ def _start(w: _Writer, **changes: Any) -> None:
     w.add("run_start", 0.0, **facts)
 
 
+def _end(w: _Writer) -> None:
+    w.add("run_end", ended_by="normal", complete=True)
+    w.add("redaction", summary={"rules_version": 1, "gate": "clean", "replacements": 0, "kept": []})
+
+
 def _parity_cases(op: str, n: int) -> tuple[dict, ...]:
     rows: list[dict] = []
     for i in range(n):
@@ -338,7 +343,7 @@ def _all_pass(w: _Writer) -> None:
         "fa2_probe", (parity_row("fa2/probe", path_requested="fa2", path_taken="fa2", launches={}),)
     )
     w.stage("train_showcase", _TRAIN, wall_s=30.0)
-    w.add("run_end", ended_by="normal", complete=True)
+    _end(w)
 
 
 def _gpu_fail(w: _Writer) -> None:
@@ -473,7 +478,7 @@ def _gpu_fail(w: _Writer) -> None:
         reason="flash-attn is not installed: no wheel for torch 2.11",
     )
     w.stage("train_showcase", _TRAIN)
-    w.add("run_end", ended_by="normal", complete=True)
+    _end(w)
 
 
 def _cpu(w: _Writer) -> None:
@@ -493,7 +498,7 @@ def _cpu(w: _Writer) -> None:
     w.stage("triton_fwd", _parity_cases("sel_fwd", 4), wall_s=60.0)
     w.stage("decode_bench", _decode_rows(), wall_s=12.0)
     w.stage("train_showcase", _TRAIN, wall_s=15.0)
-    w.add("run_end", ended_by="normal", complete=True)
+    _end(w)
 
 
 def _crash(w: _Writer) -> None:
@@ -526,7 +531,7 @@ def _no_gpu(w: _Writer) -> None:
     w.stage("env", wall_s=11.0)
     for stage, _title, _group in _PLAN[1:]:
         w.stage(stage, status="NOT_RUN", reason=f"doctor: {cause}", wall_s=0.0)
-    w.add("run_end", ended_by="normal", complete=True)
+    _end(w)
 
 
 def write_sample(folder: Path, name: str) -> dict[str, Any]:

@@ -244,6 +244,9 @@ def warnings_section(
     gate = data["redaction"].get("gate")
     if gate == "failed":
         out.append("**Redaction FAILED**: something private could not be removed; do not post this")
+    elif gate != "clean":
+        out.append("**Not looked over for private data**: the run ended before its last redaction "
+                   "gate; only its journal and logs were cleaned as they were written")  # fmt: skip
     if kept := data["redaction"].get("kept"):
         out.append(f"Not redacted, as asked: {cell(', '.join(map(str, kept)), 60)}")
     for r in rows["bench"]:

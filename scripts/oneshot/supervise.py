@@ -319,7 +319,7 @@ def run_stage(
     if by_budget:
         timeout_s = max(1.0, budget_left_s)
     started, t0, oom_before = utc_now(), context.clock(), oom_kills()
-    wall_clock = time.time()
+    before = {name: _stamp(context.out / name) for name in stage.outputs}
     common: dict[str, Any] = {
         "attempt": attempt, "started": started, "timeout_s": round(timeout_s, 1),
         "log": stage.log_path,
@@ -359,7 +359,8 @@ def run_stage(
     ):
         judgement = Judgement(Status.TIMEOUT, "one test ran over its own limit")
     else:
-        missing = tuple(o for o in stage.outputs if not _written(context.out / o, wall_clock))
+        after = {name: _stamp(context.out / name) for name in stage.outputs}
+        missing = tuple(o for o in stage.outputs if after[o] in (None, before[o]))
         traceback = child.log.uncaught_error()
         judgement = judge(
             stage, rc, rows, unreadable=channel.unreadable, missing_outputs=missing,
@@ -390,9 +391,13 @@ def _signal_name(rc: int | None) -> str | None:
         return f"signal {-rc}"
 
 
-def _written(path: Path, since: float) -> bool:
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written; None without one that has anything in it.
+
+    Compared with itself, never with the clock: an unset clock may be put right during a stage.
+    """
     try:
         stat = path.stat()
     except OSError:
-        return False
-    return stat.st_size > 0 and stat.st_mtime >= since - 2.0
+        return None
+    return (stat.st_ino, stat.st_mtime_ns, stat.st_size) if stat.st_size else None
