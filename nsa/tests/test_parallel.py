@@ -1,0 +1,310 @@
+"""Context parallelism over gloo processes: the outputs, gradients and blocks of one process.
+
+Each world is started once and works through all its cases; the tests read what it found.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nsa import Flags, NSAAttention, NSAConfig, launches, nsa_attention, parallel
+from nsa.compress import MLPCompression, mean_pool
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = dict(l=8, d=4, l_sel=8, n_sel=3, window=9)
+NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+def _inputs(B: int, S: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    gen = torch.Generator().manual_seed(S)
+    G, h, Dk, Dv = 2, 2, 8, 16
+    shapes = dict(q=(G * h, Dk), gates=(G * h, 3), do=(G * h, Dv))
+    shapes |= {f"{kv}_{b}": (G, Dk if kv == "k" else Dv) for kv in "kv" for b in
+               ("cmp", "sel", "win")}  # fmt: skip
+    return {
+        n: torch.randn(B, S, *shape, generator=gen, dtype=F64).to(dtype)
+        for n, shape in shapes.items()
+    }
+
+
+# name: batch, tokens per chunk, dtype, what differs from SIZES, backend, phi
+CASES: dict[str, tuple[int, int, torch.dtype, dict[str, int], str | None, str]] = {
+    "fp64": (2, 8, F64, {}, "reference", "mean"),
+    "fp32": (1, 16, F32, {}, None, "mean"),
+    "chunks-cut-blocks": (1, 12, F64, {"l_sel": 16, "n_sel": 4}, "reference", "mean"),
+    "window-over-chunks": (1, 8, F64, {"window": 19}, "reference", "mean"),
+    "window-over-all": (1, 8, F64, {"window": 500}, "reference", "mean"),
+    "window-of-one": (1, 8, F64, {"window": 1}, "reference", "mean"),
+    "chunk-shorter-than-l": (1, 4, F64, {}, "reference", "mean"),
+    "blocks-apart": (1, 8, F64, {"l": 4}, "reference", "mean"),
+    "mlp": (1, 8, F64, {}, "reference", "mlp"),
+    "bf16": (1, 16, BF16, {}, None, "mean"),
+}
+
+
+def _phi(kind: str, width: int, sizes: dict[str, int], dtype: torch.dtype) -> Any:
+    if kind == "mean":
+        return lambda x: mean_pool(x, sizes["l"], sizes["d"])
+    torch.manual_seed(width)
+    return MLPCompression(width, sizes["l"], sizes["d"]).to(dtype)
+
+
+def _run_case(name: str, rank: int, world: int) -> None:
+    B, c, dtype, change, backend, kind = CASES[name]
+    sizes = {**SIZES, **change}
+    full = _inputs(B, 2 * world * c, dtype)
+    phi_k, phi_v = _phi(kind, 8, sizes, dtype), _phi(kind, 16, sizes, dtype)
+    weights = [p for phi in (phi_k, phi_v) if kind == "mlp" for p in phi.parameters()]
+
+    leaves = [full[n].clone().requires_grad_() for n in NAMES]
+    q, k_cmp, v_cmp, *rest = leaves
+    want, want_aux = nsa_attention(
+        q, phi_k(k_cmp), phi_v(v_cmp), *rest, backend=backend, return_aux=True, **sizes
+    )
+    want_grads = torch.autograd.grad(want, [*leaves, *weights], full["do"])
+
+    mine = [parallel.shard(full[n]).clone().requires_grad_() for n in NAMES]
+    got, aux = parallel.nsa_attention_parallel(
+        *mine, phi_k=phi_k, phi_v=phi_v, backend=backend, return_aux=True, **sizes
+    )
+    grads = list(torch.autograd.grad(got, [*mine, *weights], parallel.shard(full["do"])))
+    tol = {F64: 1e-10, F32: 2e-5, BF16: 4e-2}[dtype]
+    tol = dict(rtol=tol, atol=tol)
+    assert torch.equal(aux["block_indices"], parallel.shard(want_aux["block_indices"]))
+    torch.testing.assert_close(got, parallel.shard(want), **tol)
+    torch.testing.assert_close(aux["lse"], parallel.shard(want_aux["lse"]), **tol)
+    for n, g, w in zip(NAMES, grads, want_grads, strict=False):
+        torch.testing.assert_close(g, parallel.shard(w), msg=lambda m, n=n: f"d{n}: {m}", **tol)
+    for g, w in zip(grads[len(NAMES) :], want_grads[len(NAMES) :], strict=True):
+        dist.all_reduce(g)
+        torch.testing.assert_close(g, w, **tol)
+    torch.testing.assert_close(parallel.unshard(got), want.detach(), **tol)
+
+
+def _run_layer(rank: int, world: int) -> None:
+    """A whole layer by DeviceMesh: positions of the rotary embedding and phi are right too."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("context",))
+    torch.manual_seed(0)
+    sizes = {"w" if name == "window" else name: value for name, value in SIZES.items()}
+    config = NSAConfig(dim=16, heads=4, groups=2, d_k=8, d_v=8, **sizes)
+    layer = NSAAttention(config, backend="reference").double()
+    x = torch.randn(1, 16 * world, 16, dtype=F64)
+    want = layer(x)
+    want_grads = torch.autograd.grad(want.square().sum(), list(layer.parameters()))
+    got = parallel.nsa_layer_parallel(layer, parallel.shard(x, mesh), mesh["context"])
+    torch.testing.assert_close(got, parallel.shard(want, mesh), rtol=1e-10, atol=1e-10)
+    grads = torch.autograd.grad(got.square().sum(), list(layer.parameters()))
+    for g, w in zip(grads, want_grads, strict=True):
+        dist.all_reduce(g)
+        torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-9)
+
+
+def _run_bad(kind: str, rank: int, world: int) -> str:
+    """One rank, or all, pass something wrong. The text of this rank's error."""
+    sizes = dict(SIZES)
+    odd = rank == world - 1
+    x = {n: parallel.shard(t) for n, t in _inputs(1, 16 * world, F32).items()}
+    if kind == "length":
+        x["q"], x["gates"] = x["q"][:, :-1], x["gates"][:, :-1]
+    elif kind == "one-length" and odd:
+        x = {n: t[:, :8] for n, t in x.items()}
+    elif kind == "one-refused" and odd:
+        x["k_sel"] = x["k_sel"][:, :-2]
+    elif kind == "dtype" and odd:
+        x = {n: t.double() for n, t in x.items()}
+    elif kind == "grad" and odd:
+        x["k_win"].requires_grad_()
+    elif kind == "sizes" and odd:
+        sizes["window"] = 8
+    elif kind == "stride":
+        x = {n: t[:, :12] for n, t in x.items()}
+    pool = lambda t: mean_pool(t, sizes["l"], sizes["d"])
+    try:
+        parallel.nsa_attention_parallel(
+            *(x[n] for n in NAMES), phi_k=pool, phi_v=pool, backend="reference", **sizes
+        )
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+BAD = {
+    "length": ("must have q's B and S / W", "must have q's B and S / W"),
+    "stride": ("at least l - d = 4 tokens", "got 12 tokens per rank"),
+    "one-length": ("ranks must agree on q: rank", "ranks must agree on q: rank"),
+    "one-refused": ("refused its arguments", "k_sel must have q's B and S / W"),
+    "dtype": ("ranks must agree on q: rank", "torch.float64"),
+    "grad": ("ranks must agree on k_win", "requires_grad=True"),
+    "sizes": ("ranks must agree on the sizes", "differs from rank 0"),
+}
+
+
+def _dies(rank: int, world: int) -> str:
+    """The last rank is gone; what the others' call ends with."""
+    if rank == world - 1:
+        os._exit(0)
+    x = {n: parallel.shard(t) for n, t in _inputs(1, 16 * world, F32).items()}
+    pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
+    try:
+        parallel.nsa_attention_parallel(
+            *(x[n] for n in NAMES), phi_k=pool, phi_v=pool, backend="reference", **SIZES
+        )
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def _run_triton(rank: int, world: int, device: str) -> None:
+    """The kernels on chunks against the kernels on the whole, at the paper's sizes on a GPU."""
+    gpu = device == "cuda"
+    sizes = dict(l=32, d=16, l_sel=64, n_sel=8, window=512) if gpu else dict(SIZES, l_sel=16)
+    c, G, h, D = (1040, 4, 16, 128) if gpu else (12, 2, 2, 16)
+    dtype = BF16 if gpu else torch.float16
+    gen = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(1, 2 * world * c, *shape, generator=gen).to(device, dtype)
+    full = {n: draw(G, D) for n in NAMES} | {"q": draw(G * h, D), "do": draw(G * h, D)}
+    full["gates"] = draw(G * h, 3).sigmoid()
+    pool = lambda t: mean_pool(t, sizes["l"], sizes["d"])
+    leaves = [full[n].clone().requires_grad_() for n in NAMES]
+    q, k_cmp, v_cmp, *rest = leaves
+    flags = Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
+    how = dict(backend="triton", flags=flags, return_aux=True, **sizes)
+    want, want_aux = nsa_attention(q, pool(k_cmp), pool(v_cmp), *rest, **how)
+    want_grads = torch.autograd.grad(want, leaves, full["do"])
+    mine = [parallel.shard(full[n]).clone().requires_grad_() for n in NAMES]
+    with launches.recording() as counts:
+        got, aux = parallel.nsa_attention_parallel(*mine, phi_k=pool, phi_v=pool, **how)
+        grads = torch.autograd.grad(got, mine, parallel.shard(full["do"]))
+    assert counts["_block_attn_fwd_kernel"] == 2 and counts["_span_bwd_dkdv_kernel"] == 4, counts
+    assert set(aux["routes"].values()) == {"triton"}
+    assert torch.equal(aux["block_indices"], parallel.shard(want_aux["block_indices"]))
+    tol = dict(rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got, parallel.shard(want), **tol)
+    for n, g, w in zip(NAMES, grads, want_grads, strict=True):
+        torch.testing.assert_close(g, parallel.shard(w), msg=lambda m, n=n: f"d{n}: {m}", **tol)
+
+
+def _worker(rank: int, world: int, folder: str, mode: str) -> None:
+    """Everything of one rank: what happened goes to a file per rank, by name."""
+    torch.set_num_threads(1)
+    if mode == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if mode == "nccl" else "gloo", init_method=f"file://{folder}/store",
+        rank=rank, world_size=world,
+        timeout=datetime.timedelta(seconds=60 if mode == "nccl" else 20),
+    )  # fmt: skip
+    jobs: dict[str, Any] = {name: lambda n=name: _run_case(n, rank, world) for name in CASES}
+    jobs["layer"] = lambda: _run_layer(rank, world)
+    jobs |= {f"bad-{kind}": lambda k=kind: _run_bad(k, rank, world) for kind in BAD}
+    jobs["dies"] = lambda: _dies(rank, world)
+    if mode != "gloo":
+        device = "cuda" if mode == "nccl" else "cpu"
+        jobs = {"triton": lambda: _run_triton(rank, world, device)}
+    found: dict[str, Any] = {}
+    for name, job in jobs.items():
+        begin = time.monotonic()
+        if name == "dies":  # this rank may be the one that goes
+            Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
+        try:
+            found[name] = (job(), None, time.monotonic() - begin)
+        except BaseException:
+            found[name] = (None, traceback.format_exc(), 0.0)
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
+    os._exit(0)  # destroying a group with a dead rank may wait
+
+
+def _start(world: int, folder: Path, mode: str) -> list[dict[str, Any]]:
+    """Run a world and read what every rank of it found."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NCCL_NVLS_ENABLE": "0"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, str(r), str(world), str(folder), mode],
+            env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        )
+        for r in range(world)
+    ]  # fmt: skip
+    texts = [p.communicate(timeout=120)[1] for p in ranks]
+    files = [folder / f"{r}.pickle" for r in range(world)]
+    assert all(f.exists() for f in files), texts
+    return [pickle.loads(f.read_bytes()) for f in files]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2-ranks", "4-ranks"])
+def found(request, tmp_path_factory) -> list[dict[str, Any]]:
+    return _start(request.param, tmp_path_factory.mktemp("ranks"), "gloo")
+
+
+@pytest.mark.parametrize("name", [*CASES, "layer"])
+def test_equals_one_process(found, name):
+    for rank, results in enumerate(found):
+        _, error, _ = results[name]
+        assert error is None, f"rank {rank}: {error}"
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_ends_with_an_error_on_every_rank(found, kind):
+    for rank, results in enumerate(found):
+        text, error, _ = results[f"bad-{kind}"]
+        assert error is None, error
+        assert BAD[kind][rank == len(found) - 1] in text, f"rank {rank}: {text}"
+
+
+def test_a_dead_rank_ends_the_others(found):
+    assert "dies" not in found[-1]
+    for rank, results in enumerate(found[:-1]):
+        text, error, seconds = results["dies"]
+        assert error is None, error
+        assert f"rank {rank}: the exchange of" in text and "a rank died" in text
+        assert seconds < 60
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("world", [2, 4])
+def test_kernels_on_chunks(kernel_device, world, tmp_path):
+    """In Triton's interpreter with gloo, or on as many GPUs with NCCL."""
+    if kernel_device == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, here {torch.cuda.device_count()}")
+    if kernel_device == "cpu" and world > 2:
+        pytest.skip("two interpreted ranks tell as much as four")
+    results = _start(world, tmp_path, "nccl" if kernel_device == "cuda" else "interpreted")
+    for rank, result in enumerate(results):
+        _, error, _ = result["triton"]
+        assert error is None, f"rank {rank}: {error}"
+
+
+def test_a_world_size_must_divide():
+    assert parallel.chunk_length(48, 4) == 6
+    with pytest.raises(ValueError, match="multiple of 2 \\* world size = 8 tokens, got 44"):
+        parallel.chunk_length(44, 4)
+
+
+def test_every_chunk_has_one_owner_and_work_is_even():
+    for world in (1, 2, 3, 8):
+        owned = [parallel.chunks_of(r, world) for r in range(world)]
+        assert sorted(j for pair in owned for j in pair) == list(range(2 * world))
+        assert len({sum(pair) for pair in owned}) == 1
+
+
+def test_without_torch_distributed_the_error_says_what_to_call():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        parallel.resolve_group(None)
+
+
+if __name__ == "__main__":
+    _worker(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
