@@ -46,8 +46,24 @@ def _type(name: str, dtype: str) -> str:
     return "i32" if name in _INTS else _POINTERS.get(name, f"*{dtype}")
 
 
+def _descriptors(dtype: str, c: dict) -> dict[str, str]:
+    """Types of the tile descriptors that a kernel with TMA takes."""
+    rest = c["BLOCK_D2"] or c["BLOCK_D"]
+    if "BLOCK_Q" in c and "ACCUMULATE" not in c and "GATED" in c:  # dK/dV streams queries
+        rows = f"{c['BLOCK_Q']}, {c['HEADS']}, "
+        names = ("QD", "QD2", "DOD")
+    else:
+        rows, names = f"{c['BLOCK_N']}, ", ("KD", "KD2", "VD")
+    widths = (c["BLOCK_D"], rest, c["BLOCK_DV"])
+    return {
+        n: f"tensordesc<{dtype}[{rows}{width}]>" for n, width in zip(names, widths, strict=True)
+    }
+
+
 def _case(kernel: Any, label: str, dtype: str, constexprs: dict, tiles: tuple) -> AotCase:
     types = {n: _type(n, dtype) for n in kernel.arg_names if n not in constexprs}
+    if constexprs.get("TMA"):
+        types |= _descriptors(dtype, constexprs)
     if kernel is block_select._block_topn_kernel:
         types["OUT"] = "*i32"
     # A few scalars on the stack are cheap. dK/dV at D = 128 on Hopper keeps some 300 bytes there:
@@ -72,7 +88,7 @@ def aot_cases(arch: int) -> list[AotCase]:
         dims = dict(D=d, BLOCK_D=d1, BLOCK_D2=d2, PRECISION="ieee" if size == 4 else "tf32")
         wide = {**dims, "DV": dv, "BLOCK_DV": pad_dim(dv)}
         bwd = {**wide, "GATED": True}
-        # The two modes differ in tiles only up to D = 128.
+        tma = arch >= 90 and size == 2
         for mode in (COMPRESSED, SLIDING) if d == 128 else (COMPRESSED,):
             name = f"{label}-{'window' if mode == SLIDING else 'cmp'}"
             span = dict(MODE=mode, VARLEN=mode == SLIDING, HEADS=h)
@@ -81,8 +97,8 @@ def aot_cases(arch: int) -> list[AotCase]:
                 (span_bwd._span_bwd_dq_kernel, span_bwd.dq_tiles, {**bwd, "ACCUMULATE": True}),
                 (span_bwd._span_bwd_dkdv_kernel, span_bwd.dkdv_tiles, bwd),
             ):
-                rows, block_n, *launch = tiles(arch, d, dv, size, mode)
-                tile = dict(BLOCK_Q=max(rows // h, 1), BLOCK_N=block_n)
+                rows, block_n, *launch = tiles(arch, d, dv, size)
+                tile = dict(BLOCK_Q=max(rows // h, 1), BLOCK_N=block_n, TMA=tma)
                 cases.append(_case(kernel, name, dtype, {**span, **extra, **tile}, launch))
         rows, block_n, *launch = block_select.score_tiles(arch, d, size)
         block_n = max(block_n, 32)
@@ -95,12 +111,14 @@ def aot_cases(arch: int) -> list[AotCase]:
             _case(block_select._block_score_kernel, label, dtype, {**dims, **tile, **pool}, launch)
         )
         block_n, *launch = block_attn_fwd.fwd_tiles(arch, d, dv, size)
-        one = dict(VARLEN=False, HEADS=max(h, 16), BLOCK_N=block_n)
+        one = dict(VARLEN=False, HEADS=max(h, 16), BLOCK_N=block_n, N_PAD=16, TMA=tma)
         cases.append(
             _case(block_attn_fwd._block_attn_fwd_kernel, label, dtype, {**wide, **one}, launch)
         )
         block_n, *launch = block_attn_bwd.dq_tiles(arch, d, dv, size)
-        more = dict(VARLEN=True, HEADS=max(h, 16), BLOCK_N=block_n, ACCUMULATE=True)
+        more = dict(
+            VARLEN=True, HEADS=max(h, 16), BLOCK_N=block_n, ACCUMULATE=True, N_PAD=16, TMA=tma
+        )
         cases.append(
             _case(block_attn_bwd._block_attn_bwd_dq_kernel, label, dtype, {**bwd, **more}, launch)
         )

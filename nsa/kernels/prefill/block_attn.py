@@ -76,12 +76,14 @@ def _backward(ctx, grad_out, grad_lse):
 _block_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def without_duplicates(block_indices: Tensor) -> Tensor:
-    """Each row sorted, with -1 for every repetition: a block counts once."""
-    ordered = block_indices.sort(-1).values
+def ascending(block_indices: Tensor) -> Tensor:
+    """Each row sorted without repetitions, -1 at its end: a block counts once."""
+    last = torch.iinfo(torch.int32).max
+    ordered = block_indices.masked_fill(block_indices < 0, last).sort(-1).values
     again = torch.zeros_like(ordered, dtype=torch.bool)
     again[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
-    return ordered.masked_fill(again, -1)
+    ordered = ordered.masked_fill(again, last).sort(-1).values
+    return ordered.masked_fill(ordered == last, -1)
 
 
 def selection_blocks_triton(
@@ -103,7 +105,7 @@ def selection_blocks_triton(
         )
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
     out, _ = _block_attention(
-        q.contiguous(), k.contiguous(), v.contiguous(), without_duplicates(block_indices),
+        q.contiguous(), k.contiguous(), v.contiguous(), ascending(block_indices),
         block_size, scale, cu_seqlens, max_seqlen or 0, q_start,
     )  # fmt: skip
     return out

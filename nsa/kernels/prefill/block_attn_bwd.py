@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.prefill.block_attn_fwd import LOG2E, token_position
+from nsa.kernels.prefill.block_attn_fwd import LOG2E, past_blocks, token_position
 from nsa.kernels.prefill.block_lists import rows_of_tiles
 from nsa.kernels.prefill.span_bwd import attention_delta
+from nsa.kernels.prefill.span_common import load_kv
+from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
 
@@ -23,35 +25,17 @@ def key_tile(block_size: int, widest: int) -> int:
     return min(block_size, 64 if widest <= 192 else 32)
 
 
-
 @triton.jit
 def _block_attn_dq_step(
-    dq, dq2, q, q2, do, lse2, delta, gate, k_base, v_base, key, seen, stride_kt, stride_vt,
-    offs_d, offs_d2, offs_dv, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D2: tl.constexpr, GATED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dq, dq2, q, q2, do, lse2, delta, gate, k, k2, v, seen, scale_log2,
+    BLOCK_D2: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    row = key.to(tl.int64)
-    live = seen[:, None]
-    k = tl.load(
-        k_base + row[:, None] * stride_kt + offs_d[None, :],
-        mask=live & (offs_d < D)[None, :],
-        other=0.0,
-    )
-    v = tl.load(
-        v_base + row[:, None] * stride_vt + offs_dv[None, :],
-        mask=live & (offs_dv < DV)[None, :],
-        other=0.0,
-    )
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
-        k2 = tl.load(
-            k_base + row[:, None] * stride_kt + offs_d2[None, :],
-            mask=live & (offs_d2 < D)[None, :],
-            other=0.0,
-        )
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
-    p = tl.where(seen[None, :], tl.math.exp2(s * scale_log2 - lse2[:, None]), 0.0)
+    p = tl.math.exp2(s * scale_log2 - lse2[:, None])
+    if MASKED:
+        p = tl.where(seen[None, :], p, 0.0)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if GATED:
         dp *= gate[:, None]
@@ -64,11 +48,12 @@ def _block_attn_dq_step(
 
 @triton.jit
 def _block_attn_bwd_dq_kernel(
-    Q, K, V, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA, GATES, DQ, S, S_KV, G, H, q_start, n_sel,
-    block_size, scale, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
-    BLOCK_DV: tl.constexpr, GATED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA, GATES, DQ, S, S_KV, G, H,
+    q_start, n_sel, block_size, scale, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
+    N_PAD: tl.constexpr, GATED: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     group = tl.program_id(1)
@@ -94,11 +79,7 @@ def _block_attn_bwd_dq_kernel(
         gate = tl.load(GATES + row_index * 3, mask=head_live, other=0.0).to(tl.float32)
     else:
         gate = delta
-    stride_kt = G * D
-    stride_vt = G * DV
     first_key = batch.to(tl.int64) * S_KV + first_row
-    k_base = K + first_key * stride_kt + group * D
-    v_base = V + first_key * stride_vt + group * DV
     dq = tl.zeros([HEADS, BLOCK_D], tl.float32)
     if BLOCK_D2 > 0:
         offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
@@ -111,15 +92,30 @@ def _block_attn_bwd_dq_kernel(
         dq2 = delta
     offs_n = tl.arange(0, BLOCK_N)
     blocks = BLOCK_INDICES + (token * G + group) * n_sel
-    per_block = (block_size + BLOCK_N - 1) // BLOCK_N
-    for i in tl.range(0, n_sel * per_block):
-        block = tl.load(blocks + i // per_block)
-        within = (i % per_block) * BLOCK_N + offs_n
-        key = block * block_size + within
-        seen = (block >= 0) & (within < block_size) & (key <= t)
+    own = t // block_size
+    n_past, has_own = past_blocks(blocks, n_sel, own, N_PAD)
+    per_block = block_size // BLOCK_N
+    for i in tl.range(0, n_past * per_block):
+        n0 = tl.load(blocks + i // per_block) * block_size + i % per_block * BLOCK_N
+        live = offs_n >= 0
+        k, k2, v = load_kv(
+            K, V, KD, KD2, VD, first_key, n0, live, group, G, offs_d, offs_d2, offs_dv, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_D2, TMA, False,
+        )  # fmt: skip
         dq, dq2 = _block_attn_dq_step(
-            dq, dq2, q, q2, do, lse2, delta, gate, k_base, v_base, key, seen, stride_kt, stride_vt,
-            offs_d, offs_d2, offs_dv, scale_log2, D, DV, BLOCK_D2, GATED, PRECISION,
+            dq, dq2, q, q2, do, lse2, delta, gate, k, k2, v, live, scale_log2, BLOCK_D2, GATED,
+            False, PRECISION,
+        )  # fmt: skip
+    begin = own * block_size
+    for n0 in tl.range(begin, begin + has_own * (t + 1 - begin), BLOCK_N, num_stages=1):
+        live = n0 + offs_n <= t
+        k, k2, v = load_kv(
+            K, V, KD, KD2, VD, first_key, n0, live, group, G, offs_d, offs_d2, offs_dv, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_D2, TMA, True,
+        )  # fmt: skip
+        dq, dq2 = _block_attn_dq_step(
+            dq, dq2, q, q2, do, lse2, delta, gate, k, k2, v, live, scale_log2, BLOCK_D2, GATED,
+            True, PRECISION,
         )  # fmt: skip
     dq_ptrs = DQ + row_index[:, None] * D + offs_d[None, :]
     dq *= scale
@@ -284,7 +280,7 @@ def dq_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
         return 16, 4, 1
     if itemsize == 4:
         return 16, 8, 1
-    # H200, bf16, D=128, 64k tokens: 17.1 ms; more warps wait for each other on 16 rows.
+    # H200, bf16, D=128, 64k tokens: 15.3 ms; more warps wait for each other on 16 rows.
     return (32, 1, 2) if max(d, dv) <= 128 else (64, 4, 2)
 
 
@@ -345,12 +341,15 @@ def block_attention_bwd(
     )  # fmt: skip
     scales = (softmax_scale, softmax_scale * LOG2E)
     block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
+    block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
+    tma = tma_usable(arch, k, v)
     _block_attn_bwd_dq_kernel[(tokens, groups)](
-        q, k, v, block_indices, seq_begin if varlen else block_indices, grad_out, lse, delta,
-        gate_arg, dq, s_q, s_kv, groups, heads, q_start, n_sel, block_size, *scales,
-        HEADS=max(triton.next_power_of_2(heads), 16),
-        BLOCK_N=min(block_n, max(triton.next_power_of_2(block_size), 16)), ACCUMULATE=accumulate,
-        num_warps=warps, num_stages=stages, **common,
+        q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
+        seq_begin if varlen else block_indices, grad_out, lse, delta, gate_arg, dq, s_q, s_kv,
+        groups, heads, q_start, n_sel, block_size, *scales,
+        HEADS=max(triton.next_power_of_2(heads), 16), BLOCK_N=block_n,
+        N_PAD=triton.next_power_of_2(n_sel), ACCUMULATE=accumulate, TMA=tma, num_warps=warps,
+        num_stages=stages, **common,
     )  # fmt: skip
     launches.bump("_block_attn_bwd_dq_kernel")
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from nsa import launches
+from nsa.kernels.prefill.span_common import load_kv
+from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
 LOG2E = 1.4426950408889634
@@ -26,48 +28,40 @@ def token_position(token, SEQ_BEGIN, S, VARLEN: tl.constexpr):
 
 
 @triton.jit
+def past_blocks(blocks, n_sel, own, N_PAD: tl.constexpr):
+    """(how many blocks lie before `own`, 1 if `own` is chosen) of ascending indices, -1 last."""
+    lane = tl.arange(0, N_PAD)
+    block = tl.load(blocks + lane, mask=lane < n_sel, other=-1)
+    past = tl.sum(((block >= 0) & (block < own)).to(tl.int32), 0)
+    return past, tl.sum((block == own).to(tl.int32), 0)
+
+
+@triton.jit
 def _block_attn_fwd_step(
-    acc, m_i, l_i, q, q2, k_base, v_base, key, seen, stride_kt, stride_vt, offs_d,
-    offs_d2, offs_dv, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D2: tl.constexpr, PRECISION: tl.constexpr,
+    acc, m_i, l_i, q, q2, k, k2, v, seen, scale_log2,
+    BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    row = key.to(tl.int64)
-    live = seen[:, None]
-    k = tl.load(
-        k_base + row[:, None] * stride_kt + offs_d[None, :],
-        mask=live & (offs_d < D)[None, :],
-        other=0.0,
-    )
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
-        k2 = tl.load(
-            k_base + row[:, None] * stride_kt + offs_d2[None, :],
-            mask=live & (offs_d2 < D)[None, :],
-            other=0.0,
-        )
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
-    s = tl.where(seen[None, :], s * scale_log2, float("-inf"))
+    s *= scale_log2
+    if MASKED:
+        s = tl.where(seen[None, :], s, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(s, 1))
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.math.exp2(s - m_safe[:, None])
-    alpha = tl.math.exp2(m_i - m_safe)
+    p = tl.math.exp2(s - m_new[:, None])
+    alpha = tl.math.exp2(m_i - m_new)
     l_i = l_i * alpha + tl.sum(p, 1)
-    v = tl.load(
-        v_base + row[:, None] * stride_vt + offs_dv[None, :],
-        mask=live & (offs_dv < DV)[None, :],
-        other=0.0,
-    )
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_new, l_i
 
 
 @triton.jit
 def _block_attn_fwd_kernel(
-    Q, K, V, BLOCK_INDICES, SEQ_BEGIN, O, LSE, S, S_KV, G, H, q_start, n_sel, block_size,
-    scale_log2,
+    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, O, LSE, S, S_KV, G, H, q_start, n_sel,
+    block_size, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    N_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Group is the slow grid axis: one group's K and V stay in L2 while its tokens pass.
     token = tl.program_id(0)
@@ -85,11 +79,6 @@ def _block_attn_fwd_kernel(
         mask=head_live[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
-    stride_kt = G * D
-    stride_vt = G * DV
-    first_key = batch.to(tl.int64) * S_KV + first_row
-    k_base = K + first_key * stride_kt + group * D
-    v_base = V + first_key * stride_vt + group * DV
     if BLOCK_D2 > 0:
         offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
         q2 = tl.load(
@@ -100,21 +89,36 @@ def _block_attn_fwd_kernel(
     else:
         offs_d2 = offs_d
         q2 = q
+    first_key = batch.to(tl.int64) * S_KV + first_row
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
     m_i = tl.full([HEADS], float("-inf"), tl.float32)
     l_i = tl.zeros([HEADS], tl.float32)
     offs_n = tl.arange(0, BLOCK_N)
     blocks = BLOCK_INDICES + (token * G + group) * n_sel
-    per_block = (block_size + BLOCK_N - 1) // BLOCK_N
-    for i in tl.range(0, n_sel * per_block):
-        block = tl.load(blocks + i // per_block)
-        within = (i % per_block) * BLOCK_N + offs_n
-        key = block * block_size + within
-        seen = (block >= 0) & (within < block_size) & (key <= t)
-        acc, m_i, l_i = _block_attn_fwd_step(
-            acc, m_i, l_i, q, q2, k_base, v_base, key, seen, stride_kt, stride_vt, offs_d,
-            offs_d2, offs_dv, scale_log2, D, DV, BLOCK_D2, PRECISION,
+    own = t // block_size
+    n_past, has_own = past_blocks(blocks, n_sel, own, N_PAD)
+    per_block = block_size // BLOCK_N
+    for i in tl.range(0, n_past * per_block):
+        n0 = tl.load(blocks + i // per_block) * block_size + i % per_block * BLOCK_N
+        live = offs_n >= 0
+        k, k2, v = load_kv(
+            K, V, KD, KD2, VD, first_key, n0, live, group, G, offs_d, offs_d2, offs_dv, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_D2, TMA, False,
         )  # fmt: skip
+        acc, m_i, l_i = _block_attn_fwd_step(
+            acc, m_i, l_i, q, q2, k, k2, v, live, scale_log2, BLOCK_D2, False, PRECISION
+        )
+    # The own block ends at the token itself; its first key is always seen.
+    begin = own * block_size
+    for n0 in tl.range(begin, begin + has_own * (t + 1 - begin), BLOCK_N, num_stages=1):
+        live = n0 + offs_n <= t
+        k, k2, v = load_kv(
+            K, V, KD, KD2, VD, first_key, n0, live, group, G, offs_d, offs_d2, offs_dv, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_D2, TMA, True,
+        )  # fmt: skip
+        acc, m_i, l_i = _block_attn_fwd_step(
+            acc, m_i, l_i, q, q2, k, k2, v, live, scale_log2, BLOCK_D2, True, PRECISION
+        )
     # A row that attends nothing has l = 0: output 0 and lse = -inf.
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
     lse = tl.where(l_i > 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
@@ -132,7 +136,10 @@ def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]
         return 16, 4, 1
     if itemsize == 4:
         return (16, 4, 1) if max(d, dv) <= 128 else (16, 8, 1)
-    # H200, bf16, D=128, 64k tokens: 16.4 ms; 4 warps or 32 keys lose 5 to 20 %.
+    if arch >= 90 and max(d, dv) <= 128:
+        # One warp per token and group, six at a time on a multiprocessor, K and V by descriptors:
+        # H200, bf16, D=128, 64k tokens 13.4 ms; two warps with pointers took 16.1.
+        return 64, 1, 2
     return (64, 2, 2) if max(d, dv) <= 192 else (64, 4, 2)
 
 
@@ -144,7 +151,8 @@ def block_attention_fwd(
     """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs.
 
     Dense q [B, S, HQ, D], k [B, N, G, D]; packed q [T, HQ, D], k [T, G, D] with seq_begin int32
-    [T], the first row of each token's sequence. block_indices int32 [.., G, n_sel], -1 is no block.
+    [T], the first row of each token's sequence. block_indices int32 [.., G, n_sel], ascending, -1
+    (no block) at the end.
     q_start: key position of query 0.
     """
     varlen = seq_begin is not None
@@ -156,15 +164,19 @@ def block_attention_fwd(
     tokens = lse.numel() // max(hq, 1)
     if tokens == 0:
         return out, lse
-    block_n, warps, stages = fwd_tiles(arch_of(q.device), dim, dv, q.element_size())
+    arch = arch_of(q.device)
+    block_n, warps, stages = fwd_tiles(arch, dim, dv, q.element_size())
     block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
     d1, d2 = split_dim(dim)
+    tma = tma_usable(arch, k, v)
     _block_attn_fwd_kernel[(tokens, groups)](
-        q, k, v, block_indices, seq_begin if varlen else block_indices, out, lse,
+        q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
+        seq_begin if varlen else block_indices, out, lse,
         1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups, heads,
         q_start, block_indices.shape[-1], block_size, softmax_scale * LOG2E,
         D=dim, DV=dv, VARLEN=varlen, HEADS=max(triton.next_power_of_2(heads), 16),
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
+        N_PAD=triton.next_power_of_2(block_indices.shape[-1]), TMA=tma,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launches.bump("_block_attn_fwd_kernel")

@@ -49,3 +49,45 @@ def sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN: tl.constexpr):
         k_begin = batch.to(tl.int64) * SK
         k_len = SK
     return q_begin, q_len, k_begin, k_len
+
+
+@triton.jit
+def load_kv(
+    K, V, KD, KD2, VD, first_key, n0, live, group, G, offs_d, offs_d2, offs_dv,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys n0 .. n0 + BLOCK_N of K (two parts of its width) and V; those not live read as 0.
+
+    Tiles that need no mask go through the descriptors where TMA.
+    """
+    if TMA and not MASKED:
+        at = (first_key + n0).to(tl.int32)
+        k = KD.load([at, group * D])
+        if BLOCK_D2 > 0:
+            k2 = KD2.load([at, group * D + BLOCK_D])
+        else:
+            k2 = k
+        v = VD.load([at, group * DV])
+    else:
+        row = ((first_key + n0 + tl.arange(0, BLOCK_N)).to(tl.int64) * G + group)[:, None]
+        if MASKED:
+            seen = live[:, None]
+            k = tl.load(K + row * D + offs_d[None, :], mask=seen & (offs_d < D)[None, :], other=0.0)
+            v = tl.load(
+                V + row * DV + offs_dv[None, :], mask=seen & (offs_dv < DV)[None, :], other=0.0
+            )
+        else:
+            if BLOCK_D + BLOCK_D2 > D and BLOCK_D2 == 0:
+                k = tl.load(K + row * D + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
+            else:
+                k = tl.load(K + row * D + offs_d[None, :])
+            v = tl.load(V + row * DV + offs_dv[None, :], mask=(offs_dv < DV)[None, :], other=0.0)
+        if BLOCK_D2 > 0:
+            k2 = tl.load(
+                K + row * D + offs_d2[None, :], mask=live[:, None] & (offs_d2 < D)[None, :],
+                other=0.0,
+            )  # fmt: skip
+        else:
+            k2 = k
+    return k, k2, v

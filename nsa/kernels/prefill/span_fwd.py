@@ -7,40 +7,20 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.prefill.span_common import sequence_bounds, span_hi, span_lo
-from nsa.kernels.prefill.span_kinds import SLIDING, Span
+from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
+from nsa.kernels.prefill.span_kinds import Span
+from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
 
 @triton.jit
 def _span_fwd_step(
-    acc, m_i, l_i, q, q2, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len, offs_d, offs_d2, offs_dv,
-    stride_kn, stride_vn, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    acc, m_i, l_i, q, q2, k, k2, v, offs_n, lo, hi, scale_log2,
+    BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: scores, online softmax, output. Only edge tiles pay for the span mask."""
-    offs_n = n0 + tl.arange(0, BLOCK_N)
-    row = offs_n.to(tl.int64)
-    if MASKED:
-        live = offs_n < k_len
-        k = tl.load(
-            k_ptrs + row[:, None] * stride_kn,
-            mask=live[:, None] & (offs_d < D)[None, :],
-            other=0.0,
-        )
-    else:
-        if BLOCK_D > D:
-            k = tl.load(k_ptrs + row[:, None] * stride_kn, mask=(offs_d < D)[None, :], other=0.0)
-        else:
-            k = tl.load(k_ptrs + row[:, None] * stride_kn)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
-        k2 = tl.load(
-            k2_ptrs + row[:, None] * stride_kn,
-            mask=(offs_n < k_len)[:, None] & (offs_d2 < D)[None, :],
-            other=0.0,
-        )
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
     if MASKED:
         seen = (offs_n[None, :] >= lo[:, None]) & (offs_n[None, :] < hi[:, None])
@@ -53,28 +33,16 @@ def _span_fwd_step(
     p = tl.math.exp2(s * scale_log2 - m_safe[:, None])
     alpha = tl.math.exp2(m_i - m_safe)
     l_i = l_i * alpha + tl.sum(p, 1)
-    acc = acc * alpha[:, None]
-    if MASKED:
-        v = tl.load(
-            v_ptrs + row[:, None] * stride_vn,
-            mask=(offs_n < k_len)[:, None] & (offs_dv < DV)[None, :],
-            other=0.0,
-        )
-    else:
-        if BLOCK_DV > DV:
-            v = tl.load(v_ptrs + row[:, None] * stride_vn, mask=(offs_dv < DV)[None, :], other=0.0)
-        else:
-            v = tl.load(v_ptrs + row[:, None] * stride_vn)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_new, l_i
 
 
 @triton.jit
 def _span_fwd_kernel(
-    Q, K, V, O, LSE, CU_Q, CU_K, SQ, SK, G, H, q_start, span_a, span_b, scale_log2,
+    Q, K, V, KD, KD2, VD, O, LSE, CU_Q, CU_K, SQ, SK, G, H, q_start, span_a, span_b, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
     batch = tl.program_id(1) // G
@@ -96,11 +64,6 @@ def _span_fwd_kernel(
         mask=row_live[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
-    stride_kn = G * D
-    stride_vn = G * DV
-    k_base = K + (k_begin * G + group) * D
-    v_ptrs = V + (k_begin * G + group) * DV + offs_dv[None, :]
-    k_ptrs = k_base + offs_d[None, :]
     if BLOCK_D2 > 0:
         offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
         q2 = tl.load(
@@ -108,11 +71,9 @@ def _span_fwd_kernel(
             mask=row_live[:, None] & (offs_d2 < D)[None, :],
             other=0.0,
         )
-        k2_ptrs = k_base + offs_d2[None, :]
     else:
         offs_d2 = offs_d
         q2 = q
-        k2_ptrs = k_ptrs
 
     lo = span_lo(t + q_start, span_a, MODE)
     hi = tl.minimum(span_hi(t + q_start, span_a, span_b, MODE), k_len)
@@ -130,24 +91,34 @@ def _span_fwd_kernel(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     for n0 in tl.range(full_begin, full_end, BLOCK_N):
-        acc, m_i, l_i = _span_fwd_step(
-            acc, m_i, l_i, q, q2, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len, offs_d, offs_d2,
-            offs_dv, stride_kn, stride_vn, scale_log2, D, DV, BLOCK_N, BLOCK_D, BLOCK_D2,
-            BLOCK_DV, False, PRECISION,
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        k, k2, v = load_kv(
+            K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
+            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, TMA, False,
         )  # fmt: skip
+        acc, m_i, l_i = _span_fwd_step(
+            acc, m_i, l_i, q, q2, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2, False, PRECISION
+        )
     if MODE == 1:
-        for n0 in tl.range(begin, tl.minimum(full_begin, hi_last), BLOCK_N):
-            acc, m_i, l_i = _span_fwd_step(
-                acc, m_i, l_i, q, q2, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len, offs_d, offs_d2,
-                offs_dv, stride_kn, stride_vn, scale_log2, D, DV, BLOCK_N, BLOCK_D, BLOCK_D2,
-                BLOCK_DV, True, PRECISION,
+        for n0 in tl.range(begin, tl.minimum(full_begin, hi_last), BLOCK_N, num_stages=1):
+            offs_n = n0 + tl.arange(0, BLOCK_N)
+            k, k2, v = load_kv(
+                K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
+                D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, TMA, True,
             )  # fmt: skip
-    for n0 in tl.range(full_end, hi_last, BLOCK_N):
-        acc, m_i, l_i = _span_fwd_step(
-            acc, m_i, l_i, q, q2, k_ptrs, k2_ptrs, v_ptrs, n0, lo, hi, k_len, offs_d, offs_d2,
-            offs_dv, stride_kn, stride_vn, scale_log2, D, DV, BLOCK_N, BLOCK_D, BLOCK_D2,
-            BLOCK_DV, True, PRECISION,
+            acc, m_i, l_i = _span_fwd_step(
+                acc, m_i, l_i, q, q2, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2, True,
+                PRECISION,
+            )  # fmt: skip
+    for n0 in tl.range(full_end, hi_last, BLOCK_N, num_stages=1):
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        k, k2, v = load_kv(
+            K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
+            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, TMA, True,
         )  # fmt: skip
+        acc, m_i, l_i = _span_fwd_step(
+            acc, m_i, l_i, q, q2, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2, True, PRECISION
+        )
 
     # A row that sees no key has l = 0: output 0 and lse = -inf.
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
@@ -160,7 +131,7 @@ def _span_fwd_kernel(
     tl.store(LSE + row_index, lse, mask=row_live)
 
 
-def fwd_tiles(arch: int, d: int, dv: int, itemsize: int, mode: int) -> tuple[int, int, int, int]:
+def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int, int]:
     """(rows, BLOCK_N, num_warps, num_stages) by architecture and head size.
 
     Measured on an H200 up to D = 128; the others are the largest that fit without spilling.
@@ -175,8 +146,8 @@ def fwd_tiles(arch: int, d: int, dv: int, itemsize: int, mode: int) -> tuple[int
         return (64, 32, 4, 1) if hopper else (32, 32, 4, 2)
     if widest > 128:
         return (128, 64, 8, 2) if hopper else (64, 32, 4, 2)
-    # H200, bf16, D=128: sliding 3.46 ms against 3.83 with 128 rows; compressed at 64k the reverse.
-    return (64, 64, 4, 2) if mode == SLIDING or not hopper else (128, 64, 8, 3)
+    # H200, bf16, D=128, 64k tokens: compressed 9.4 ms, sliding 3.3; with 128 rows 10.2 and 4.0.
+    return (64, 64, 4, 3) if hopper else (64, 64, 4, 2)
 
 
 def span_attention_fwd(
@@ -201,18 +172,19 @@ def span_attention_fwd(
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
-    rows, block_n, warps, stages = fwd_tiles(
-        arch_of(q.device), dim, dv, q.element_size(), span.mode
-    )
+    arch = arch_of(q.device)
+    rows, block_n, warps, stages = fwd_tiles(arch, dim, dv, q.element_size())
     heads_padded = triton.next_power_of_2(heads)
     block_q = max(rows // heads_padded, 1)
     d1, d2 = split_dim(dim)
     grid = (triton.cdiv(sq, block_q), batch * groups)
+    tma = tma_usable(arch, k, v)
     _span_fwd_kernel[grid](
-        q, k, v, out, lse, cu_q if varlen else lse, cu_k if varlen else lse,
+        q, k, v, *kv_tiles(k, v, block_n, tma), out, lse, cu_q if varlen else lse,
+        cu_k if varlen else lse,
         sq, sk, groups, heads, q_start, span.a, span.b, softmax_scale * 1.4426950408889634,
         D=dim, DV=dv, MODE=span.mode, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded,
-        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
+        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv), TMA=tma,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launches.bump("_span_fwd_kernel")
