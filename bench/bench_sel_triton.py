@@ -3,7 +3,8 @@
     python bench/bench_sel_triton.py                                  # a sensible default
     python bench/bench_sel_triton.py --N 1024 --H 8 --D 128 --Dv 128 --L_list 64,256,1024 \\
         --dist mixed --streams 2 --csv sel.csv
-    python bench/bench_sel_triton.py --decode 1                       # one query per sequence
+    python bench/bench_sel_triton.py --N 64,1024 --H 2,4,8 --D 64,128 # every combination
+    python bench/bench_sel_triton.py --decode 1 --n_sel 8,16          # one query per sequence
     python bench/bench_sel_triton.py --sweep 3                        # best 3 tiles per L
 
 Modes (column `mode`):
@@ -28,7 +29,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
@@ -43,6 +44,7 @@ from bench.records import (
     BenchRow,
     add_csv_argument,
     add_shrink_argument,
+    emit,
     note,
     out_dir,
     say,
@@ -60,7 +62,7 @@ COLUMNS = (
     "mode", "N", "H", "D", "Dv", "L", "dist", "nspans", "streams", "tri_ms", "ref_ms", "speedup",
     "ci_low", "ci_high", "mae", "max_abs", "parity", "bytes", "gbs", "peak_frac", "bound",
     "pack_ms", "wall_ms", "first_call_ms", "n", "path", "baseline", "cache", "status", "why",
-    "dtype", "sm_mhz", "power_w", *PROVENANCE,
+    "dtype", "sm_mhz", "power_w", "n_sel", "run", *PROVENANCE,
 )  # fmt: skip
 SWEEP = dict(
     block_l=(64, 128, 256), block_d=(32, 64, 128), num_warps=(2, 4, 8), num_stages=(1, 2, 3)
@@ -233,21 +235,41 @@ def on_streams(call: Callable[[slice], Tensor], N: int, streams: int) -> Callabl
     return run
 
 
-def case_of(
-    rows: Rows, dist: str, streams: int, dtype: str, flags: Any, more: dict[str, Any]
-) -> Case:
+class Cell(NamedTuple):
+    """One cell of the matrix. n_sel: with --decode; run: with --repeat, from 1."""
+
+    mode: str
+    dist: str
+    N: int
+    H: int
+    D: int
+    Dv: int
+    L: int
+    streams: int
+    n_sel: int | None = None
+    run: int | None = None
+
+    @property
+    def name(self) -> str:
+        text = f"sel/{self.mode}/{self.dist}/N={self.N}/H={self.H}/D={self.D}/Dv={self.Dv}"
+        text += f"/L={self.L}/streams={self.streams}"
+        text += f"/n_sel={self.n_sel}" if self.n_sel else ""
+        return text + (f"/run={self.run}" if self.run else "")
+
+    def rows(self, dtype: torch.dtype) -> Rows:
+        sizes = (self.N, self.H, self.D, self.Dv, self.L)
+        return Rows(self.mode, self.dist, *sizes, dtype, self.n_sel or 16)
+
+
+def case_of(cell: Cell, rows: Rows, dtype: str, flags: Any, more: dict[str, Any]) -> Case:
     rows.refill(0)
     call, path, kernel = candidate(rows, flags)
     found = sdpa.baselines(rows.q, rows.k, rows.v)
-    N, H, D = rows.q.shape
-    Dv = rows.v.shape[-1]
-    columns = {
-        "mode": rows.mode, "N": N, "H": H, "D": D, "Dv": Dv, "L": rows.L, "dist": dist,
-        "nspans": rows.nspans, "streams": streams, "dtype": dtype, **more,
-    }  # fmt: skip
-    name = f"sel/{rows.mode}/{dist}/N={N}/H={H}/D={D}/Dv={Dv}/L={rows.L}/streams={streams}"
+    N, H, D, Dv = cell.N, cell.H, cell.D, cell.Dv
+    columns = {**cell._asdict(), "nspans": rows.nspans, "dtype": dtype, **more}
+    run = on_streams(call, N, cell.streams)
     return Case(
-        "sel", name, Contender("triton", on_streams(call, N, streams), path, (kernel,)),
+        "sel", cell.name, Contender("triton", run, path, (kernel,)),
         refill=rows.refill, inputs=rows.inputs, oracle=rows.exact,
         same_dtype=lambda: rows.exact(rows.q.dtype),
         baselines=[Contender(n, c, "sdpa", (n,)) for n, c in found.calls.items()],
@@ -256,14 +278,17 @@ def case_of(
     )  # fmt: skip
 
 
-def cases(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
-    """(mode, distribution, L, streams) of every case, in the order of the lengths."""
-    for L, dist, streams in itertools.product(args.L_list, args.dist, args.streams):
-        if args.decode:
-            yield "decode", "blocks", L, streams
-            continue
-        yield "dense" if dist == "few" else "varlen", dist, L, streams
-        yield "ranges", dist, L, streams
+def cases(args: argparse.Namespace) -> Iterator[Cell]:
+    """Every combination of the sizes, in the order of the lengths; repeats are far apart."""
+    widths = [(D, Dv) for D in args.D for Dv in args.Dv or [D]]
+    dists = ["blocks"] if args.decode else args.dist
+    for run, L, dist, N, H, width, streams, n_sel in itertools.product(
+        range(1, args.repeat + 1) if args.repeat > 1 else [None], args.L_list, dists, args.N, args.H, widths, args.streams,
+        args.n_sel if args.decode else [None],
+    ):  # fmt: skip
+        modes = ["decode"] if args.decode else ["dense" if dist == "few" else "varlen", "ranges"]
+        for mode in modes:
+            yield Cell(mode, dist, N, H, *width, L, streams, n_sel, run)
 
 
 def csv_row(row: BenchRow, pack_ms: float | None) -> dict[str, Any]:
@@ -299,21 +324,21 @@ def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> None:
     from nsa.kernels.triton_sel_kernel.tiles import Tiles
 
     say(args, f"tiles: {' x '.join(f'{k} {v}' for k, v in SWEEP.items())}; block_dv = block_d")
-    for mode, dist, L, _ in cases(args):
-        if mode not in ("dense", "varlen"):
+    for cell in cases(args):
+        if cell.mode not in ("dense", "varlen"):
             continue
-        rows = Rows(mode, dist, args.N, args.H, args.D, args.Dv, L, DTYPES[args.dtype])
+        rows, L = cell.rows(DTYPES[args.dtype]), cell.L
         rows.refill(0)
         want, same = rows.exact(), rows.exact(rows.q.dtype)
         limit = 2 * (same.double() - want).abs().max().item() + 1e-3
         timed, lost = [], 0
         for values in itertools.product(*SWEEP.values()):
             choice = dict(zip(SWEEP, values, strict=True))
-            if choice["block_d"] > max(args.D, 64) or choice["block_l"] > max(64, L):
+            if choice["block_d"] > max(cell.D, 64) or choice["block_l"] > max(64, L):
                 continue
-            tiles = Tiles(block_dv=min(choice["block_d"], args.Dv), **choice)
+            tiles = Tiles(block_dv=min(choice["block_d"], cell.Dv), **choice)
             call, _, _ = candidate(rows, flags, tiles)
-            run = on_streams(call, args.N, 1)
+            run = on_streams(call, cell.N, 1)
             try:
                 good = (run().double() - want).abs().max().item() <= limit
                 times = clock.run([run] * 12, cold=True)[2:] if good else []
@@ -326,7 +351,7 @@ def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> None:
             else:
                 lost += 1
         timed.sort(key=lambda item: item[0])
-        say(args, f"{mode}/{dist} L={L}: {len(timed)} right, {lost} do not fit or are wrong")
+        say(args, f"{cell.name}: {len(timed)} right, {lost} do not fit or are wrong")
         for us, choice in timed[: args.sweep]:
             say(args, f"    {us:9.2f} us  " + " ".join(f"{k}={v}" for k, v in choice.items()))
 
@@ -345,37 +370,41 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--N", type=int, default=256, help="rows (query, group), default 256")
-    parser.add_argument("--H", type=int, default=8, help="heads per row, default 8")
-    parser.add_argument("--D", type=int, default=64, help="query and key head size, default 64")
-    parser.add_argument("--Dv", type=int, default=None, help="value head size, default D")
+    for name, default, what in (
+        ("N", [256], "rows (query, group), default 256"), ("H", [8], "heads per row, default 8"),
+        ("D", [64], "query and key head size, default 64"), ("Dv", None, "value size, default D"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=integers, default=default, help=f"{what}; a,b,c")
     parser.add_argument("--L_list", type=integers, default=None, help="selected keys per row")
     parser.add_argument("--dist", default="few,many,mixed", help="few, many, mixed: one or more")
     parser.add_argument("--iters", type=int, default=30, help="least samples of each candidate")
     parser.add_argument("--warmup", type=int, default=10, help="least warm-up calls")
     parser.add_argument("--streams", type=integers, default=[1], help="CUDA streams: 1, 2 or 1,2")
     parser.add_argument("--decode", type=int, choices=(0, 1), default=0)
-    parser.add_argument("--n_sel", type=int, default=16, help="blocks per row with --decode 1")
+    parser.add_argument(
+        "--n_sel", type=integers, default=[16], help="blocks per row with --decode 1, default 16"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--seconds", type=float, default=0.25, help="device time per case, at most")
+    parser.add_argument("--repeat", type=int, default=1, help="time the whole matrix that often")
     parser.add_argument("--sweep", type=int, default=0, metavar="TOP", help="time tile choices")
     add_csv_argument(parser)
     add_shrink_argument(parser)
     args = parser.parse_args(argv)
-    args.Dv = args.Dv or args.D
     args.L_list = args.L_list or ([128, 256, 512] if args.decode else [64, 128, 256, 512, 1024])
     args.dist = args.dist.split(",")
     if not set(args.dist) <= set(DISTRIBUTIONS):
         parser.error(f"--dist must be from {', '.join(DISTRIBUTIONS)}, got {','.join(args.dist)}")
-    for name in ("N", "H", "D", "Dv", "n_sel"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.repeat < 1:
+        parser.error(f"--repeat must be at least 1, got {args.repeat}")
     if args.decode:
-        args.dist = args.dist[:1]
-        bad = [L for L in args.L_list if L % args.n_sel]
+        if min(args.n_sel) < 3:  # the first block and the last two are always among them
+            parser.error(f"--n_sel must be at least 3, got {min(args.n_sel)}")
+        bad = [L for L in args.L_list if any(L % n for n in args.n_sel)]
         if bad:
-            parser.error(f"--L_list must be multiples of --n_sel {args.n_sel}, got {bad}")
-    [args.N] = shrunk("--N", [args.N], args.shrink)  # not L: the threshold is about L
+            wanted = ",".join(map(str, args.n_sel))
+            parser.error(f"--L_list must be multiples of --n_sel {wanted}, got {bad}")
+    args.N = shrunk("--N", args.N, args.shrink)  # not L: the threshold is about L
     return args
 
 
@@ -393,9 +422,10 @@ def main(argv: list[str] | None = None) -> int:
     budget = Budget(device_s=args.seconds, min_n=args.iters, warm_calls=args.warmup)
     ceiling = ceilings(gpu, out_dir())
     written, failed = [], False
-    for mode, dist, L, streams in cases(args):
-        rows = Rows(mode, dist, args.N, args.H, args.D, args.Dv, L, DTYPES[args.dtype], args.n_sel)
-        case = case_of(rows, dist, streams, args.dtype, flags, about)
+    matrix = list(cases(args))
+    for number, cell in enumerate(matrix, 1):
+        rows = cell.rows(DTYPES[args.dtype])
+        case = case_of(cell, rows, args.dtype, flags, about)
         row = measure(case, clock, gpu=gpu, ceiling=ceiling, budget=budget)
         pack_ms = None
         if rows.cache:
@@ -403,6 +433,8 @@ def main(argv: list[str] | None = None) -> int:
         written.append(csv_row(row, pack_ms))
         failed |= row.status == "FAILED"
         say(args, line(row))
+        done = {"done": number, "total": len(matrix), "text": f"{number} of {len(matrix)} cells"}
+        emit("progress", done)
     write_csv(args.csv, written, COLUMNS)
     return 1 if failed else 0
 

@@ -29,6 +29,7 @@ from bench.records import BenchRow, out_dir
 from nsa import launches
 
 RATIO_FLOOR_US = 2.0  # shorter calls get no ratio: the clock's own step is a quarter of that
+SAMPLES_KEPT = 200
 TOO_FAST = 1.05  # share of a nominal peak over which a time cannot be true
 
 
@@ -247,7 +248,10 @@ def _throughput(case: Case, median_us: float, ceiling: Ceilings) -> dict[str, An
 
 
 def save_samples(row: BenchRow, samples: Samples) -> None:
-    """Append the raw times to bench/samples.jsonl of the report's folder, when there is one."""
+    """Append raw times to bench/samples.jsonl of the report's folder, when there is one.
+
+    Of a long series every k-th is kept (`every`): a full matrix has thousands of cases.
+    """
     folder = out_dir()
     if folder is None:
         return
@@ -255,8 +259,11 @@ def save_samples(row: BenchRow, samples: Samples) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     line = {
         "bench": row.bench, "case": row.case, "cache": row.cache, "candidate": row.candidate,
-        "baseline": row.baseline, "sm_mhz": row.sm_mhz, "us": samples.ours, "base_us": samples.base,
+        "baseline": row.baseline, "sm_mhz": row.sm_mhz, "n": len(samples.ours),
     }  # fmt: skip
+    for name, times in (("us", samples.ours), ("base_us", samples.base)):
+        every = -(-len(times) // SAMPLES_KEPT) or 1
+        line |= {name: [round(x, 3) for x in times[::every]], f"{name}_every": every}
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(line, allow_nan=False) + "\n")
 

@@ -18,7 +18,7 @@ NO_TEST = "nsa/tests/no_such_test_file.py"  # pytest then ends with a usage erro
 
 ENV_STAGE = Stage(
     "env", "What the box is, and the doctor", ("{python}", "-m", "scripts.oneshot", "doctor"),
-    proof="output", timeout_s=150, estimate_s=8, gpu=False, outputs=("env.json",), group="box",
+    proof="output", timeout_s=150, estimate_s=3, gpu=False, outputs=("env.json",), group="box",
 )  # fmt: skip
 
 
@@ -36,6 +36,8 @@ def plan(profile: str) -> list[Stage]:
     return [ENV_STAGE, *stages]
 
 
+ONE_SHAPE = ("--N", "256", "--H", "8", "--D", "64", "--Dv", "64")
+ALL_LENGTHS = "16,32,64,128,256,512,1024"
 TRITON_ON = {
     "NSA_USE_TRITON_SEL": "1",
     "NSA_SEL_TRITON_ALLOW_GRAD": "1",
@@ -50,16 +52,21 @@ def _gpu(profile: str) -> list[Stage]:
     quick, full = profile == "quick", profile == "full"
     slow = 3.0 if full else 1.0
     bench = {"NSA_SEL_TRITON_MIN_L": "64"}
-    lengths = {"quick": "128,512", "standard": "64,128,256,512,1024",
-               "full": "16,32,64,128,256,512,1024"}[profile]  # fmt: skip
+    cells = {
+        "quick": (*ONE_SHAPE, "--L_list", "128,256,512"),
+        "standard": (*ONE_SHAPE, "--L_list", "64,128,256,512,1024"),
+        "full": ("--N", "64,256,1024", "--H", "2,4,8", "--D", "64,128", "--Dv", "64,128",
+                 "--streams", "1,2", "--L_list", ALL_LENGTHS, "--seconds", "0.03"),
+    }[profile]  # fmt: skip
     contexts = "512,4096" if quick else "512,1024,2048,4096"
     selection = [
         Stage(
             id, f"Selection bench: {what}",
-            ("{python}", "bench/bench_sel_triton.py", "--N", "256", "--H", "8", "--D", "64",
-             "--Dv", "64", "--L_list", lengths, "--dist", dist, "--csv", "{out}/" + id + ".csv"),
-            proof="bench", timeout_s=180 * slow, estimate_s=20, env=bench, log=f"{id}.txt",
-            outputs=(f"{id}.csv",), group="bench", shrinks=True,
+            ("{python}", "bench/bench_sel_triton.py", *cells, "--dist", dist, "--csv",
+             "{out}/" + id + ".csv"),
+            proof="bench", timeout_s=1200 if full else 180,
+            estimate_s={"quick": 6, "standard": 10, "full": 540}[profile],
+            env=bench, log=f"{id}.txt", outputs=(f"{id}.csv",), group="bench", shrinks=True,
         )
         for id, dist, what in (
             ("sel_dense", "few", "one span per row, Triton against packed SDPA"),
@@ -67,55 +74,78 @@ def _gpu(profile: str) -> list[Stage]:
             ("sel_mixed", "mixed", "2, 4 or 8 spans of random length"),
         )
     ]
+    if full:
+        selection.append(Stage(
+            "sel_repeat", "Selection bench: one shape three times, far apart",
+            ("{python}", "bench/bench_sel_triton.py", *ONE_SHAPE, "--L_list", ALL_LENGTHS,
+             "--repeat", "3", "--seconds", "0.1", "--csv", "{out}/sel_repeat.csv"),
+            proof="bench", timeout_s=360, estimate_s=90, env=bench, log="sel_repeat.txt",
+            outputs=("sel_repeat.csv",), group="bench", shrinks=True,
+        ))  # fmt: skip
     spans = tuple(f"{stage.id}.csv" for stage in selection)
+    # A decode step has no threshold, so these cells are not among its evidence.
+    decode = Stage(
+        "sel_decode", "Selection bench: one query per sequence, blocks of the paper's choice",
+        ("{python}", "bench/bench_sel_triton.py", "--decode", "1", "--N", "64,256,1024", "--H",
+         "2,4", "--n_sel", "8,16", "--D", "64,128", "--Dv", "64,128", "--L_list", "128,256,512",
+         "--seconds", "0.03", "--csv", "{out}/sel_decode.csv"),
+        proof="bench", timeout_s=360, estimate_s=90, env=bench, log="sel_decode.txt",
+        outputs=("sel_decode.csv",), group="bench", shrinks=True,
+    )  # fmt: skip
+    threshold = Stage(
+        "threshold", "Proposed sel_triton_min_L",
+        ("{python}", "bench/threshold_optimizer.py", *("{out}/" + name for name in spans)),
+        proof="row", timeout_s=60, estimate_s=1, needs=spans, log="threshold.txt",
+        also={"fa2_bench": ("--fa2", "{out}/fa2.csv")}, group="bench",
+    )  # fmt: skip
     stages = [
         Stage(
             "routing", "Flags and the ladder of each branch",
             ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"),
-            proof="output", timeout_s=90, estimate_s=8, outputs=("routing.json",), group="box",
+            proof="output", timeout_s=90, estimate_s=3, outputs=("routing.json",), group="box",
         ),
         Stage(
             "sanity", "Matmul, one Triton kernel and one selection kernel against fp64",
             ("{python}", "scripts/gpu_sanity.py"),
-            proof="parity", timeout_s=180, estimate_s=15, log="sanity.out", group="parity",
+            proof="parity", timeout_s=180, estimate_s=5, log="sanity.out", group="parity",
         ),
         Stage(
             "triton_fwd", "Triton selection forward parity",
             (*SHARDED, *tests("test_triton_sel_parity*.py"), "-k", "triton_sel_parity"),
-            proof="parity", timeout_s=420 * slow, estimate_s=45, env=PARITY,
+            proof="parity", timeout_s=420 * slow, estimate_s=20, env=PARITY,
             log="triton_fwd.txt", group="parity",
         ),
         Stage(
             "triton_bwd", "Triton selection backward parity",
             (*SHARDED, *tests("test_triton_sel_backward_gpu.py")),
-            proof="parity", timeout_s=420 * slow, estimate_s=45, env=PARITY,
+            proof="parity", timeout_s=420 * slow, estimate_s=18, env=PARITY,
             log="triton_bwd.txt", group="parity",
         ),
         Stage(
             "prefill_parity", "Prefill and decode kernels parity",
             (*SHARDED, *tests("test_prefill*.py", "test_decode*.py"), "-m", "kernel"),
-            proof="parity", timeout_s=420 * slow, estimate_s=45, env=PARITY,
+            proof="parity", timeout_s=420 * slow, estimate_s=55, env=PARITY,
             log="prefill_parity.txt", group="parity",
         ),
         Stage(
             "fa2_probe", "Is a FlashAttention-2 usable here, and which",
             ("{python}", "scripts/fa2_probe.py"),
-            proof="row", timeout_s=120, estimate_s=8, required=False, log="fa2_probe.txt",
+            proof="row", timeout_s=120, estimate_s=3, required=False, log="fa2_probe.txt",
             group="box",
         ),
         Stage(
             "fa2_varlen", "FlashAttention-2 parity, dense and varlen",
             (*PYTEST, *tests("test_fa2*.py"), "-k", "fa2_gpu_varlen"),
-            proof="parity", timeout_s=240, estimate_s=15, required=False, after="fa2_probe",
+            proof="parity", timeout_s=240, estimate_s=8, required=False, after="fa2_probe",
             env={"NSA_USE_FA2": "1", "NSA_TEST_FA2": "1"}, log="fa2_varlen.txt", group="parity",
         ),
         Stage(
             "health", "Box health: copy, GEMM, PCIe, launch latency, noise floor",
             ("{python}", "bench/health.py"),
-            proof="row", timeout_s=120, estimate_s=15, required=False, log="health.txt",
+            proof="row", timeout_s=120, estimate_s=4, required=False, log="health.txt",
             group="box",
         ),
-        *selection,
+        *(() if full else selection),
         Stage(
             "decode_bench", "Decode step, by branch",
             ("{python}", "bench/bench_decode.py", "--B", "1", "--dim", "256", "--heads", "8",
@@ -123,39 +153,37 @@ def _gpu(profile: str) -> list[Stage]:
              "32", "--n_sel", "8", "--w", "128", "--S_list", contexts, "--iters",
              "20" if quick else "64", "--warmup", "8", "--csv", "{out}/decode_gpu_final.csv",
              "--branch_force_mode", "env"),
-            proof="bench", timeout_s=240, estimate_s=30, env={"NSA_USE_TRITON_SEL": "1", **bench},
+            proof="bench", timeout_s=240, estimate_s=15 if quick else 25,
+            env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
             log="decode_bench.txt", outputs=("decode_gpu_final.csv",), group="bench", shrinks=True,
         ),
         Stage(
             "decode_summary", "Decode summary",
             ("{python}", "bench/summarize_decode_csv.py", "{out}/decode_gpu_final.csv"),
-            proof="output", timeout_s=60, estimate_s=2, needs=("decode_gpu_final.csv",),
+            proof="output", timeout_s=60, estimate_s=1, needs=("decode_gpu_final.csv",),
             log="decode_summary.txt", outputs=("decode_summary.txt",), group="bench",
         ),
         Stage(
             "prefill_bench", "Prefill: NSA against dense attention",
-            ("{python}", "bench/bench_prefill.py", "--csv", "{out}/prefill.csv"),
-            proof="bench", timeout_s=300 * slow, estimate_s=60, env={"NSA_USE_TRITON_SEL": "1"},
+            ("{python}", "bench/bench_prefill.py", "--csv", "{out}/prefill.csv",
+             *(("--S_list", "8192,32768,65536") if full else ())),
+            proof="bench", timeout_s=300 * slow, estimate_s=150 if full else 55,
+            env={"NSA_USE_TRITON_SEL": "1"},
             log="prefill_bench.txt", outputs=("prefill.csv",), group="bench", shrinks=True,
         ),
         Stage(
             "fa2_bench", "FlashAttention-2 by branch",
             ("{python}", "bench/bench_fa2.py", "--csv", "{out}/fa2.csv"),
-            proof="bench", timeout_s=180, estimate_s=20, required=False, after="fa2_varlen",
+            proof="bench", timeout_s=180, estimate_s=30, required=False, after="fa2_varlen",
             env={"NSA_USE_FA2": "1"}, log="fa2_bench.txt", outputs=("fa2.csv",), group="bench",
             shrinks=True,
         ),
-        Stage(
-            "threshold", "Proposed sel_triton_min_L",
-            ("{python}", "bench/threshold_optimizer.py", *("{out}/" + name for name in spans)),
-            proof="row", timeout_s=60, estimate_s=1, needs=spans, log="threshold.txt",
-            also={"fa2_bench": ("--fa2", "{out}/fa2.csv")}, group="bench",
-        ),
+        *(() if full else (threshold,)),
         Stage(
             "train_smoke", "Gradient and training smokes",
             (*SHARDED, *tests("test_backward*.py", "test_gradcheck*.py", "test_train*.py"), "-k",
              "backward_parity or gradcheck or train"),
-            proof="tests", timeout_s=300, estimate_s=45, env={**PARITY, "NSA_TEST_TRAIN": "1"},
+            proof="tests", timeout_s=300, estimate_s=40, env={**PARITY, "NSA_TEST_TRAIN": "1"},
             log="train_smoke.txt", group="train",
         ),
         Stage(
@@ -168,9 +196,11 @@ def _gpu(profile: str) -> list[Stage]:
             "train_showcase", "Training showcase",
             ("{python}", "scripts/train_showcase.py", "--out", "{out}",
              *(("--steps", "40") if quick else ())),
-            proof="tests", timeout_s=300 * slow, estimate_s=60, env=TRITON_ON,
+            proof="tests", timeout_s=300 * slow, estimate_s=25 if quick else 60, env=TRITON_ON,
             log="train_showcase.txt", outputs=("train.jsonl",), group="train",
         ),
+        # Half an hour of cells: last, so that a run that is cut short has everything else.
+        *((decode, *selection, threshold) if full else ()),
     ]  # fmt: skip
     left_out = {"prefill_bench", "train_smoke", "fa2_bench"} if quick else set()
     return [s for s in stages if s.id not in left_out]

@@ -1,0 +1,131 @@
+"""Do the profiles' benches cover what they claim, with evidence enough for a threshold, in time?"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from bench import bench_fa2, bench_prefill, bench_sel_triton, timing
+from bench.records import BenchRow
+from bench.threshold_optimizer import MIN_LENGTHS, fa2_cells, missing_evidence
+from scripts.oneshot.stages import plan
+
+MINUTES = {"quick": 5, "standard": 15, "full": 45}
+WIDTHS = set(itertools.product((64, 128), (64, 128)))
+
+
+def stages(profile):
+    return {stage.id: stage for stage in plan(profile)}
+
+
+def cells(*stages):
+    return [
+        cell
+        for stage in stages
+        for cell in bench_sel_triton.cases(bench_sel_triton.parse(list(stage.argv[2:])))
+    ]
+
+
+@pytest.mark.parametrize("profile", MINUTES)
+def test_estimates_fit_the_profile_and_limits_leave_room(profile):
+    planned = stages(profile).values()
+    assert sum(s.estimate_s for s in planned) <= MINUTES[profile] * 60
+    assert all(s.timeout_s >= 2 * s.estimate_s for s in planned)
+
+
+@pytest.mark.parametrize("profile", MINUTES)
+def test_the_threshold_gets_enough_lengths_of_every_distribution(profile):
+    planned = stages(profile)
+    needs = planned["threshold"].needs
+    writers = [s for s in planned.values() if set(s.outputs) & set(needs)]
+    assert {o for s in writers for o in s.outputs} == set(needs)
+    order = list(planned)
+    assert all(order.index(s.id) < order.index("threshold") for s in writers)
+    found = cells(*writers)
+    lengths = {dist: {c.L for c in found if c.dist == dist} for dist in ("few", "many", "mixed")}
+    assert all(len(x) >= MIN_LENGTHS for x in lengths.values())
+    assert len(set(map(frozenset, lengths.values()))) == 1
+
+
+def test_full_is_the_whole_matrix():
+    planned = stages("full")
+    want = set(itertools.product(
+        (16, 32, 64, 128, 256, 512, 1024), (64, 256, 1024), (2, 4, 8), WIDTHS, (1, 2)
+    ))  # fmt: skip
+    for id, dist in (("sel_dense", "few"), ("sel_varlen", "many"), ("sel_mixed", "mixed")):
+        found = cells(planned[id])
+        for mode in ("dense" if dist == "few" else "varlen", "ranges"):
+            got = {(c.L, c.N, c.H, (c.D, c.Dv), c.streams) for c in found if c.mode == mode}
+            assert got == want
+        assert len(found) == 2 * len(want) and {c.dist for c in found} == {dist}
+    decode = {(c.H, c.n_sel, c.L, (c.D, c.Dv)) for c in cells(planned["sel_decode"])}
+    assert decode == set(itertools.product((2, 4), (8, 16), (128, 256, 512), WIDTHS))
+    repeated = cells(planned["sel_repeat"])
+    assert {c.run for c in repeated} == {1, 2, 3} and len(repeated) == 3 * 7 * 3 * 2
+    names = [c.name for c in cells(*(s for s in planned.values() if s.id.startswith("sel_")
+                                     and "bench/bench_sel_triton.py" in s.argv))]  # fmt: skip
+    assert len(set(names)) == len(names) > 3000  # `compare` finds a case by its name
+    prefill = bench_prefill.parse(list(planned["prefill_bench"].argv[2:]))
+    assert 65536 in prefill.S_list
+
+
+def test_a_half_hour_of_cells_comes_last():
+    order = list(stages("full"))
+    assert order[-6:] == [
+        "sel_decode", "sel_dense", "sel_varlen", "sel_mixed", "sel_repeat", "threshold"
+    ]  # fmt: skip
+
+
+def test_the_decode_bench_runs_its_kernels_on_sm89_too():
+    for profile in MINUTES:
+        env = stages(profile)["decode_bench"].env
+        assert env["NSA_TRITON_SEL_FORCE"] == "1" and env["NSA_USE_TRITON_SEL"] == "1"
+
+
+def test_single_values_and_the_default_still_work():
+    args = bench_sel_triton.parse(
+        "--N 1024 --H 8 --D 128 --Dv 128 --L_list 64,256 --dist mixed --streams 2".split()
+    )
+    assert [c[:8] for c in bench_sel_triton.cases(args)] == [
+        (mode, "mixed", 1024, 8, 128, 128, L, 2) for L in (64, 256) for mode in ("varlen", "ranges")
+    ]
+    assert {(c.D, c.Dv) for c in bench_sel_triton.cases(bench_sel_triton.parse(["--D", "64,128"]))
+            } == {(64, 64), (128, 128)}  # fmt: skip
+    (cell, *_) = bench_sel_triton.cases(bench_sel_triton.parse([]))
+    assert cell.name == "sel/dense/few/N=256/H=8/D=64/Dv=64/L=64/streams=1"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    ["--N 0", "--D 64,x", "--repeat 0", "--decode 1 --n_sel 8,12", "--decode 1 --n_sel 2"],
+)
+def test_bad_sizes_are_usage_errors(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench_sel_triton.parse(argv.split())
+    assert stop.value.code == 2 and argv.split()[-2] in capsys.readouterr().err
+
+
+def test_fa2_default_lengths_can_carry_a_minimum_in_both_branches():
+    args = bench_fa2.parse([])
+    rows = [
+        (f"f:{S}", {"branch": branch, "S": str(S), "w": str(args.w), "l": str(args.l),
+                    "d": str(args.d), "status": "VALID", "device": "x", "speedup": "1.3",
+                    "ci_low": "1.3", "ci_high": "1.4", "parity": "PASS", "path": "fa2_torch"})
+        for S in args.S_list for branch in args.branches
+    ]  # fmt: skip
+    for branch in ("win", "cmp"):
+        found = fa2_cells(rows, branch)
+        assert missing_evidence(found, ()) == []
+        assert min(c.length for c in found) <= 64 and max(c.length for c in found) >= 255
+
+
+def test_samples_of_a_long_series_are_thinned(tmp_path, monkeypatch):
+    import json
+
+    monkeypatch.setenv("NSA_OUT_DIR", str(tmp_path))
+    row = BenchRow("sel", "c", "SKIPPED", why=("x",))
+    timing.save_samples(row, timing.Samples(ours=[i + 1 / 3 for i in range(1000)], base=[1.0]))
+    saved = json.loads((tmp_path / "bench" / "samples.jsonl").read_text())
+    assert saved["n"] == 1000 and saved["us_every"] == 5 and saved["base_us"] == [1.0]
+    assert len(saved["us"]) == 200 and saved["us"][1] == 5.333
