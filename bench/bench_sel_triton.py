@@ -282,8 +282,9 @@ def cases(args: argparse.Namespace) -> Iterator[Cell]:
     """Every combination of the sizes, in the order of the lengths; repeats are far apart."""
     widths = [(D, Dv) for D in args.D for Dv in args.Dv or [D]]
     dists = ["blocks"] if args.decode else args.dist
+    runs = range(1, args.repeat + 1) if args.repeat > 1 else [None]
     for run, L, dist, N, H, width, streams, n_sel in itertools.product(
-        range(1, args.repeat + 1) if args.repeat > 1 else [None], args.L_list, dists, args.N, args.H, widths, args.streams,
+        runs, args.L_list, dists, args.N, args.H, widths, args.streams,
         args.n_sel if args.decode else [None],
     ):  # fmt: skip
         modes = ["decode"] if args.decode else ["dense" if dist == "few" else "varlen", "ranges"]
