@@ -265,6 +265,144 @@ def fault_bench() -> int:
     return 0
 
 
+def fault_plant_log() -> int:
+    passed()
+    for name, text in CANARIES.items():
+        print(f"{name} {text}", flush=True)
+        print(f"{text}", file=sys.stderr, flush=True)
+    return 0
+
+
+def fault_plant_names() -> int:
+    """Files and folders named after secrets."""
+    passed()
+    out = Path(os.environ["NSA_OUT_DIR"])
+    for name, text in CANARIES.items():
+        safe = text.replace("/", "_").replace("\n", "_")[:120]
+        (out / f"{safe}.csv").write_text("a\n1\n")
+        (out / f"sub {safe}").mkdir()
+        (out / f"sub {safe}" / f"{name}.txt").write_text("x\n")
+    return 0
+
+
+def fault_plant_cells() -> int:
+    """CSV, JSON and JSON lines, secrets in cells, keys and escaped strings."""
+    passed()
+    out = Path(os.environ["NSA_OUT_DIR"])
+    rows = [f'{name},"{text}"' for name, text in CANARIES.items()]
+    (out / "rows.csv").write_text("name,value\n" + "\n".join(rows) + "\n")
+    (out / "keys.json").write_text(json.dumps({text: [text] for text in CANARIES.values()}))
+    (out / "lines.jsonl").write_text("".join(json.dumps(t) + "\n" for t in CANARIES.values()))
+    return 0
+
+
+def fault_plant_rows() -> int:
+    """Every kind of row, secrets in every text of it."""
+    for name, text in CANARIES.items():
+        send("test", nodeid=f"t::{name}[{text}]", outcome="passed", duration_s=0, reason=text)
+        parity(case=text, op=text, path_taken="triton_" + text, why=[text], dtype=text)
+        send("bench", bench=text, case=text, status="SKIPPED", why=[text])
+        send("note", level="warn", text=text)
+        send("metric", name=text, value=1.0, unit=text)
+        send("progress", done=1, total=2, text=text)
+    return 0
+
+
+def fault_plant_error() -> int:
+    passed()
+    raise RuntimeError(" and ".join(CANARIES.values()))
+
+
+def fault_plant_archive() -> int:
+    """Secrets packed away, where no text search finds them."""
+    import tarfile
+    import zipfile
+
+    passed()
+    out = Path(os.environ["NSA_OUT_DIR"])
+    text = "\n".join(CANARIES.values())
+    (out / "plain.txt").write_text(text)
+    with tarfile.open(out / "core.tgz", "w:gz") as tar:
+        tar.add(out / "plain.txt", arcname="plain.txt")
+    with zipfile.ZipFile(out / "core.zip", "w") as packed:
+        packed.writestr("plain.txt", text)
+    (out / "core.png").write_bytes(b"\x89PNX" + text.encode())
+    (out / "link.txt").symlink_to("/etc/hostname")
+    return 0
+
+
+def fault_plant_environment() -> int:
+    """Prints every variable that reached the stage."""
+    passed()
+    for name, value in os.environ.items():
+        print(f"{name}={value}")
+    return 0
+
+
+def fault_endless_row() -> int:
+    """A result without an end: the pipe is filled until somebody gives up."""
+    passed()
+    for _ in range(200):
+        raw(b"\x00\xffgarbage {" * 4096)
+    return 0
+
+
+def fault_closes_results() -> int:
+    passed()
+    os.close(int(os.environ["NSA_RESULT_FD"]))
+    print("after the results")
+    time.sleep(0.2)
+    return 0
+
+
+def fault_disk_full() -> int:
+    passed()
+    raise OSError(28, "No space left on device")
+
+
+def fault_clock_back() -> int:
+    """Writes its output with a clock that was put back by a day."""
+    passed()
+    path = Path(os.environ["NSA_OUT_DIR"]) / "made.csv"
+    path.write_text("a\n1\n")
+    yesterday = time.time() - 86400
+    os.utime(path, (yesterday, yesterday))
+    return 0
+
+
+def fault_big_or_half() -> int:
+    """Does not fit into the GPU's memory unless it is told to be smaller."""
+    if "--shrink" not in sys.argv:
+        raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
+    send("note", level="warn", text="sizes are 64 here instead of 128")
+    passed()
+    return 0
+
+
+def fault_big_always() -> int:
+    return fault_oom_device()
+
+
+def _report_xid(number: int) -> int:
+    Path(os.environ["CUDA_TEST_XIDS"]).write_text(f"{number}\n")
+    time.sleep(0.8)
+    passed()
+    parity()
+    return 0
+
+
+def fault_xid_31() -> int:
+    return _report_xid(31)
+
+
+def fault_xid_48() -> int:
+    return _report_xid(48)
+
+
+def fault_xid_79() -> int:
+    return _report_xid(79)
+
+
 FAULTS = {
     name.removeprefix("fault_"): function
     for name, function in list(globals().items())
@@ -295,23 +433,190 @@ TORCH_FACTS = {
 def run_faults(names: list[str], argv: list[str]) -> int:
     """The `run` verb with these stages instead of the profile's.
 
-    `name:seconds` sets a limit, `name!` makes it a stage that needs the GPU.
+    `name:seconds` sets a limit, `name!` makes it a stage that needs the GPU, `name+` one that can
+    shrink; what stands after `=` is another argument of it.
     torch is not asked, which saves two seconds per run; NO_RENDER in the environment leaves the
     short report in place.
     """
     from scripts.oneshot import env, runner, stages
 
     env.torch_facts = lambda *_: TORCH_FACTS
+    install(json.loads(os.environ.get("ONESHOT_FAULT", "{}")))
     if os.environ.get("NO_RENDER"):
         runner.Run._render = lambda self, limit_s: None
     planned = [stages.ENV_STAGE]
     for name in names:
         name, _, limit = name.partition(":")
         proof = "bench" if "bench" in name else "tests"
-        gpu, name = name.endswith("!"), name.rstrip("!")
-        planned.append(stage(name, timeout_s=float(limit or 30), proof=proof, gpu=gpu))
+        gpu, shrinks, name = "!" in name, "+" in name, name.rstrip("!+")
+        name, _, more = name.partition("=")
+        changes = {"argv": stage(name).argv + ((more,) if more else ()), "shrinks": shrinks}
+        if name == "clock_back":
+            changes.update(outputs=("made.csv",), proof="output")
+        planned.append(stage(name, **{"timeout_s": float(limit or 30), "proof": proof, "gpu": gpu,
+                                      **changes}))  # fmt: skip
     runner.plan = lambda _profile: planned
     return runner.main(["--profile", "cpu", *argv])
+
+
+# ---- faults of the supervisor itself -------------------------------------------------------------
+
+
+def install(fault: dict) -> None:
+    """Make the supervisor of this process go wrong; `fault` comes as JSON in ONESHOT_FAULT.
+
+    kill / signal: "event" or "event:stage" after which it kills, or signals (with `name`), itself;
+    die_in: "module.function" in which it is killed; disk: bytes that fit into the folder; full_in:
+    "module.function" that finds no space; git: root of the repository that is looked at.
+    """
+    import functools
+
+    from scripts.oneshot import journal, runner
+
+    runner.Context = functools.partial(runner.Context, ladder_s=(0.4, 0.4))
+    real = journal.Journal.append
+
+    def append(self, ev, *, sync=True, **fields):
+        event = real(self, ev, sync=sync, **fields)
+        at = {ev, f"{ev}:{fields.get('stage')}"}
+        if fault.get("kill") in at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.get("signal") in at:
+            fault.pop("signal")
+            for delay in fault.get("delays", [0.0]):
+                _later(delay, fault["name"])
+        return event
+
+    journal.Journal.append = append
+    if "die_in" in fault:
+        _replace(fault["die_in"], lambda *_a, **_k: os.kill(os.getpid(), signal.SIGKILL))
+    if "full_in" in fault:
+        _replace(fault["full_in"], _no_space)
+    if "git" in fault:
+        facts = runner.box.git_facts
+        runner.box.git_facts = lambda _root, commit=None: facts(Path(fault["git"]), commit)
+    if "disk" in fault:
+        _small_disk(fault["disk"])
+
+
+def _later(delay: float, name: str) -> None:
+    import threading
+
+    number = getattr(signal, name)
+    threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+
+
+def _replace(path: str, by: object) -> None:
+    import importlib
+
+    module, name = path.split(".")
+    setattr(importlib.import_module(f"scripts.oneshot.{module}"), name, by)
+
+
+def _no_space(*_args: object, **_kwargs: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def _small_disk(limit: int) -> None:
+    """Whatever the supervisor writes into the bundle fails once `limit` bytes are there."""
+    from scripts.oneshot import bundle, capture, journal
+
+    out = next(Path(a) for a in sys.argv[3:] if a.startswith("/"))
+
+    def room(size: int) -> None:
+        used = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
+        if used + size > limit:
+            raise OSError(28, "No space left on device")
+
+    real_os, real_atomic, real_put = journal.os, journal.write_atomic, capture.StageLog._put
+
+    class Os:
+        def __getattr__(self, name):
+            return getattr(real_os, name)
+
+        def write(self, fd, data):
+            room(len(data))
+            return real_os.write(fd, data)
+
+    def write_atomic(path, text):
+        room(len(text))
+        real_atomic(path, text)
+
+    def put(self, text):
+        try:
+            room(len(text))
+        except OSError:
+            self.lost_to_disk += 1
+            return
+        real_put(self, text)
+
+    def ballast(self, folder):
+        self.folder, self.path = folder, folder / ".ballast"
+        try:
+            room(journal.BALLAST_BYTES)
+        except OSError:
+            return
+        self.path.write_bytes(b"\0" * journal.BALLAST_BYTES)
+
+    from scripts.oneshot import runner
+
+    journal.os, journal.write_atomic, capture.StageLog._put = Os(), write_atomic, put
+    journal.Ballast.__init__ = ballast
+    runner.write_atomic = bundle.write_atomic = write_atomic
+
+
+FAKE_PYNVML = """
+import os, time
+class NVMLError(Exception): pass
+class NVMLError_Timeout(NVMLError): pass
+class NVMLError_GpuIsLost(NVMLError): pass
+nvmlEventTypeXidCriticalError, nvmlEventTypeDoubleBitEccError = 8, 2
+NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+class Data:
+    def __init__(self, **k): self.__dict__.update(k)
+def nvmlInit(): pass
+def nvmlDeviceGetHandleByUUID(uuid): return 1
+def nvmlDeviceGetHandleByIndex(index): return 1
+def nvmlDeviceGetSupportedEventTypes(handle): return 15
+def nvmlEventSetCreate(): return 7
+def nvmlEventSetFree(events): pass
+def nvmlDeviceRegisterEvents(handle, types, events): assert types == 10
+def nvmlEventSetWait_v2(events, timeout_ms):
+    path = os.environ.get("CUDA_TEST_XIDS", "")
+    try:
+        numbers = open(path).read().split()
+        os.unlink(path)
+    except OSError:
+        time.sleep(0.05)
+        raise NVMLError_Timeout()
+    return Data(eventType=8, eventData=int(numbers[0]))
+def nvmlDeviceGetClockInfo(handle, which): return 1980 if which == 1 else 2619
+def nvmlDeviceGetPowerUsage(handle): return 312400
+def nvmlDeviceGetTemperature(handle, which): return 61
+def nvmlDeviceGetUtilizationRates(handle): return Data(gpu=97)
+def nvmlDeviceGetMemoryInfo(handle): return Data(used=2**30)
+def nvmlDeviceGetCurrentClocksEventReasons(handle): return 0
+"""
+FAKE_SMI = (
+    "GPU-12345678-9abc-def0-1234-56789abcdef0, Test GPU, 570.86, 24564, 12, 0, 8.9, 300.00, "
+    "450.00, 4, 4, 16, 16, [N/A], [N/A], 41, Enabled, 3105, 10501"
+)
+
+
+def fake_gpu(folder: Path) -> dict[str, str]:
+    """Environment of a box whose nvidia-smi answers until the file `dead` is there."""
+    dead, smi = folder / "dead", folder / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(f"#!/bin/sh\nif [ -e {dead} ]; then echo 'GPU is lost'; exit 15; fi\n"
+                   f"echo '{FAKE_SMI}'\n")  # fmt: skip
+    smi.chmod(0o755)
+    (folder / "modules").mkdir()
+    (folder / "modules" / "pynvml.py").write_text(FAKE_PYNVML)
+    return {
+        "PATH": f"{smi.parent}:{os.environ['PATH']}", "CUDA_TEST_DEAD": str(dead), "CC": "cc",
+        "TMPDIR": str(folder), "PYTHONPATH": str(folder / "modules"),
+        "CUDA_TEST_XIDS": str(folder / "xids"),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa.tests import oneshot_faults
 from nsa.tests.oneshot_faults import PRIVATE
 from scripts.oneshot.journal import read_events
 from scripts.oneshot.model import RunRecord
@@ -166,15 +167,7 @@ def test_out_of_gpu_memory_is_tried_once_more_and_says_so(tmp_path):
 @pytest.fixture
 def fake_gpu(tmp_path):
     """Environment of a box whose nvidia-smi answers until the file `dead` is there."""
-    dead, smi = tmp_path / "dead", tmp_path / "bin" / "nvidia-smi"
-    smi.parent.mkdir()
-    row = ("GPU-12345678-9abc-def0-1234-56789abcdef0, Test GPU, 570.86, 24564, 12, 0, 8.9, 300.00, "
-           "450.00, 4, 4, 16, 16, [N/A], [N/A], 41, Enabled, 3105, 10501")  # fmt: skip
-    smi.write_text(f"#!/bin/sh\nif [ -e {dead} ]; then echo 'GPU is lost'; exit 15; fi\n"
-                   f"echo '{row}'\n")  # fmt: skip
-    smi.chmod(0o755)
-    path = f"{smi.parent}:{os.environ['PATH']}"
-    return {"PATH": path, "CUDA_TEST_DEAD": str(dead), "CC": "cc", "TMPDIR": str(tmp_path)}
+    return oneshot_faults.fake_gpu(tmp_path)
 
 
 def test_a_gpu_that_is_lost_stops_gpu_stages_only(tmp_path, fake_gpu):
