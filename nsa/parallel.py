@@ -111,6 +111,10 @@ def _in_order(every: Tensor, at: int) -> Tensor:
 
 Pending = tuple[Tensor, "dist.Work | None", str]
 
+# The same calls: torch 2.13 renamed them.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def _failed(what: str, error: Exception) -> RuntimeError:
     return RuntimeError(
@@ -125,7 +129,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, what: str) -> Pending:
     if not x.numel():
         return out, None, what
     try:
-        work = dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=True)
+        work = _ALL_GATHER(out, x.contiguous(), group=group, async_op=True)
     except RuntimeError as error:
         raise _failed(what, error) from error
     return out, work, what
@@ -138,7 +142,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, what: str) -> Pending:
     if not x.numel():
         return out, None, what
     try:
-        work = dist.reduce_scatter_tensor(out, x, group=group, async_op=True)
+        work = _REDUCE_SCATTER(out, x, group=group, async_op=True)
     except RuntimeError as error:
         raise _failed(what, error) from error
     return out, work, what

@@ -1,0 +1,346 @@
+"""Context-parallel NSA: time and scaling efficiency of one sequence over several GPUs.
+
+    torchrun --nproc-per-node 4 -- bench/bench_context_parallel.py            # 64k and 256k tokens
+    torchrun --nproc-per-node 4 -- bench/bench_context_parallel.py --S_list 1048576
+    python bench/bench_context_parallel.py                                    # a world of one
+
+Sizes default to the paper's: 64 query heads on 4 KV groups, head size 128, l=32 d=16 by mean
+pooling, 16 blocks of 64, window 512, bf16, one sequence. A sample is the slowest rank's; bwd is the
+backward pass alone. efficiency = t(1 GPU) / (W * t(W GPUs)), where one GPU runs nsa.nsa_attention
+on the whole sequence with the compression in front; it is empty where that does not fit. Before the
+timing every rank checks sampled rows of its output, and for bwd the gradients of these rows'
+outputs, against fp64. Without CUDA the ranks are CPU processes on gloo, which proves the code, not
+its speed: give small sizes then.
+
+Exit code: 0 timed, 1 a result is wrong, 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast fails on some virtual machines
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.bench_prefill import attend, oracle_visible
+from bench.bench_sel_triton import integers
+from bench.device import Gpu
+from bench.parity import Parity, measure_parity
+from bench.provenance import COLUMNS as PROVENANCE
+from bench.provenance import provenance
+from bench.records import BenchRow, add_csv_argument, note, say, write_csv
+from bench.stats import instability, median_ci, quantile
+from nsa import Flags, launches, nsa_attention, parallel, reference, select
+from nsa.compress import mean_pool
+
+COLUMNS = (
+    "S", "world", "direction", "B", "HQ", "G", "D", "ms", "ms_low", "ms_high", "base_ms",
+    "speedup", "efficiency", "tokens_per_s", "n", "status", "why", "parity", "mae", "max_abs",
+    "path", "peak_mem_mib", *PROVENANCE,
+)  # fmt: skip
+KV = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
+SAMPLES = 4  # rows that each rank checks
+
+
+class Sequence1:
+    """One sequence, spread over `group`, or whole on this rank for group None."""
+
+    def __init__(self, args: argparse.Namespace, S: int, group: Any, device: torch.device) -> None:
+        self.args, self.S, self.group = args, S, group
+        self.sizes = dict(l=args.l, d=args.d, l_sel=args.l_sel, n_sel=args.n_sel, window=args.w)
+        where = dict(device=device, dtype=args.torch_dtype)
+        # Keys and values by one seed on every rank, so that any rank can check against all of them.
+        gen = torch.Generator(device).manual_seed(S)
+        self.whole = {
+            n: torch.empty(args.B, S, args.G, args.D, **where).normal_(generator=gen) for n in KV
+        }
+        if group is None:
+            self.at, cut = torch.arange(S), lambda x: x
+        else:
+            self.at, cut = parallel.positions(S, group), lambda x: parallel.shard(x, group)
+        n, rank = len(self.at), 0 if group is None else group.rank()
+        gen = torch.Generator(device).manual_seed(S + 1 + rank)
+        draw = lambda *shape: torch.empty(args.B, n, *shape, **where).normal_(generator=gen)
+        self.q, self.do = draw(args.HQ, args.D), draw(args.HQ, args.D)
+        self.gates = draw(args.HQ, 3).sigmoid_()
+        self.local = {n: cut(x) for n, x in self.whole.items()}
+        self.tensors = [x.requires_grad_() for x in (self.q, *self.local.values(), self.gates)]
+        self.routes: dict[str, str] = {}
+        self.blocks: Tensor | None = None
+        some = torch.randint(n, (SAMPLES - 2,), generator=torch.Generator().manual_seed(S + rank))
+        self.rows = sorted({0, n - 1, *some.tolist()})
+
+    def forward(self) -> Tensor:
+        pool = lambda x: mean_pool(x, self.args.l, self.args.d)
+        how = dict(backend=self.args.backend, flags=self.args.flags, return_aux=True, **self.sizes)
+        if self.group is None:
+            q, k, v, *rest = self.tensors
+            out, aux = nsa_attention(q, pool(k), pool(v), *rest, **how)
+        else:
+            out, aux = parallel.nsa_attention_parallel(
+                *self.tensors, phi_k=pool, phi_v=pool, group=self.group, check=False, **how
+            )
+        self.routes, self.blocks = aux["routes"], aux["block_indices"]
+        return out
+
+    def exact(self, dtype: torch.dtype, grads: bool) -> list[Tensor]:
+        """Sampled rows by plain attention in `dtype`; with grads those of their outputs as well."""
+        s, leaf = self.args, lambda x: x.detach().to(dtype).requires_grad_(grads)
+        q, gates = leaf(self.q[:, self.rows]), leaf(self.gates[:, self.rows])
+        kv = {n: leaf(x) for n, x in self.whole.items()}
+        k_cmp, v_cmp = (mean_pool(kv[n], s.l, s.d) for n in ("k_cmp", "v_cmp"))
+        outs = []
+        for i, row in enumerate(self.rows):
+            t, qt = int(self.at[row]), q[:, i : i + 1]
+            low, seen = max(0, t + 1 - s.w), oracle_visible(t, s.l, s.d)
+            spans = select.blocks_to_ranges(
+                self.blocks[:, row : row + 1], s.l_sel, torch.tensor([t], device=q.device)
+            )
+            parts = [
+                attend(qt, k_cmp[:, :seen], v_cmp[:, :seen]),
+                reference.selection_attention(
+                    qt, kv["k_sel"][:, : t + 1], kv["v_sel"][:, : t + 1],
+                    select.clean_ranges(spans, t + 1),
+                ),
+                attend(qt, kv["k_win"][:, low : t + 1], kv["v_win"][:, low : t + 1]),
+            ]  # fmt: skip
+            g = gates[:, i : i + 1]
+            outs.append(sum(g[..., j : j + 1] * part for j, part in enumerate(parts)))
+        out = torch.cat(outs, 1)
+        if not grads:
+            return [out]
+        found = torch.autograd.grad(out, [q, gates, *kv.values()], self.do[:, self.rows].to(dtype))
+        if self.group is not None:  # the keys' gradients come from every rank's rows
+            dkv = [x.contiguous() for x in found[2:]]
+            for x in dkv:
+                dist.all_reduce(x, group=self.group)
+            found = (*found[:2], *(parallel.shard(x, self.group) for x in dkv))
+        return [out.detach(), *found]
+
+    def ours(self, grads: bool) -> list[Tensor]:
+        if not grads:
+            with torch.no_grad():
+                return [self.forward()[:, self.rows]]
+        out = self.forward()
+        do = torch.zeros_like(self.do)
+        do[:, self.rows] = self.do[:, self.rows]
+        dq, *dkv, dgates = torch.autograd.grad(out, self.tensors, do)
+        return [out[:, self.rows].detach(), dq[:, self.rows], dgates[:, self.rows], *dkv]
+
+    def check(self, grads: bool) -> Parity:
+        """The worst of the outputs and gradients."""
+        with launches.recording() as counts:
+            got = self.ours(grads)
+        want, same = self.exact(torch.float64, grads), self.exact(self.args.torch_dtype, grads)
+        found = []
+        for name, g, w, s in zip(
+            ("out", "dq", "dgates", *(f"d{n}" for n in KV)), got, want, same, strict=False
+        ):
+            size = max(1.0, w.abs().max().item())
+            found.append(measure_parity(
+                f"context_parallel/{name}/S={self.S}", name, g, w, s,
+                path_requested=self.args.backend, path_taken=self.path(), launches=counts,
+                limit_mae=2e-3 * size,
+            ))  # fmt: skip
+        return max(found, key=lambda p: (p.status != "PASS", p.margin or 0.0))
+
+    def path(self) -> str | None:
+        """The route of all branches, None where they differ."""
+        taken = set(self.routes.values())
+        return taken.pop() if len(taken) == 1 else None
+
+
+def timed(x: Sequence1, direction: str, n: int, together: Callable[[], None]) -> list[float]:
+    """Milliseconds of n calls here; `together` lines the ranks up before each."""
+    cuda = x.q.is_cuda
+    samples = []
+    for i in range(n + 2):
+        if direction == "fwd":
+            with torch.no_grad():
+                samples.append(_one(x.forward, cuda, together))
+        else:
+            out = x.forward()
+            samples.append(
+                _one(lambda out=out: torch.autograd.grad(out, x.tensors, x.do), cuda, together)
+            )
+        if i == 0 and cuda:
+            torch.cuda.reset_peak_memory_stats()
+    return samples[2:]
+
+
+def _one(call: Callable[[], Any], cuda: bool, together: Callable[[], None]) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    together()
+    begin = time.perf_counter()
+    call()
+    if cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def slowest(samples: Sequence[float], group: Any, device: torch.device) -> list[float]:
+    worst = torch.tensor(samples, dtype=torch.float64, device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    return worst.tolist()
+
+
+def case(
+    args: argparse.Namespace, S: int, direction: str, group: Any, device: torch.device,
+    base: list[float] | None, about: dict[str, Any],
+) -> BenchRow:  # fmt: skip
+    """Check and time one length; the same row on every rank."""
+    world, grads = group.size(), direction == "bwd"
+    columns: dict[str, Any] = {
+        "S": S, "world": world, "direction": direction, "B": args.B, "HQ": args.HQ, "G": args.G,
+        "D": args.D, **about,
+    }  # fmt: skip
+    name = f"context_parallel/{direction}/S={S}/W={world}"
+    x = Sequence1(args, S, group, device)
+    parity = x.check(grads)
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, parity, group=group)
+    parity = max(every, key=lambda p: (p.status != "PASS", p.margin or 0.0))
+    head = dict(bench="context_parallel", case=name, candidate=f"nsa on {world} ranks",
+                baseline="nsa on 1 rank", path_requested=args.backend)  # fmt: skip
+    if parity.status != "PASS":
+        return BenchRow(status="INVALID", why=parity.why, columns=columns, **head)
+    line_up = lambda: dist.barrier(group=group)
+    samples = slowest(timed(x, direction, args.iters, line_up), group, device)
+    median = statistics.median(samples)
+    columns["tokens_per_s"] = args.B * S / median * 1e3
+    columns["efficiency"] = statistics.median(base) / (world * median) if base else None
+    if device.type == "cuda":
+        columns["peak_mem_mib"] = torch.cuda.max_memory_allocated() // 2**20
+    more: dict[str, Any] = {}
+    if base:
+        low, high = median_ci(samples)
+        base_low, base_high = median_ci(base)
+        middle = statistics.median(base)
+        more = dict(
+            base_median_us=middle * 1e3,
+            base_ci95_us=[base_low * 1e3, base_high * 1e3],
+            speedup=middle / median,
+            speedup_ci95=[base_low / high, base_high / low],
+        )
+    why = instability(samples, 0.01)
+    return BenchRow(
+        status="UNSTABLE" if why else "VALID", why=why, path_taken=x.path(), cache="warm",
+        parity={"mae": parity.mae, "max_abs": parity.max_abs, "status": parity.status},
+        timer="host", n=len(samples), median_us=median * 1e3, min_us=min(samples) * 1e3,
+        p20_us=quantile(samples, 0.2) * 1e3, p80_us=quantile(samples, 0.8) * 1e3,
+        p95_us=quantile(samples, 0.95) * 1e3, ci95_us=[v * 1e3 for v in median_ci(samples)],
+        columns=columns, **more, **head,
+    )  # fmt: skip
+
+
+def one_rank(
+    args: argparse.Namespace, S: int, direction: str, group: Any, device: torch.device
+) -> list[float] | None:
+    """Samples of rank 0 alone on the whole sequence, on every rank; None where it does not fit."""
+    answer: list[Any] = [None]
+    if group.rank() == 0:
+        try:
+            answer = [timed(Sequence1(args, S, None, device), direction, args.iters, lambda: None)]
+        except torch.OutOfMemoryError:
+            note(f"S={S} {direction}: one GPU has too little memory, so no efficiency", "warn")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
+    return answer[0]
+
+
+def csv_row(row: BenchRow) -> dict[str, Any]:
+    ms = lambda us: None if us is None else us / 1e3
+    low, high = row.ci95_us or (None, None)
+    parity = row.parity or {}
+    return {
+        **row.record(), "ms": ms(row.median_us), "ms_low": ms(low), "ms_high": ms(high),
+        "base_ms": ms(row.base_median_us), "parity": parity.get("status"),
+        "mae": parity.get("mae"), "max_abs": parity.get("max_abs"), "path": row.path_taken,
+        "why": "; ".join(row.why),
+    }  # fmt: skip
+
+
+def line(row: BenchRow) -> str:
+    if row.median_us is None:
+        return f"{row.case}: {row.status}: {'; '.join(row.why)}"
+    efficiency = row.columns["efficiency"]
+    tell = "no single-rank time" if efficiency is None else f"efficiency {efficiency:.1%}"
+    return f"{row.case}: {row.median_us / 1e3:.3f} ms, {tell} ({row.path_taken}, {row.status})"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    lengths = [65536, 262144] if cuda else [512]
+    parser.add_argument("--S_list", type=integers, default=lengths, help="tokens, a,b,c")
+    parser.add_argument("--directions", default="fwd,bwd", help="fwd, bwd or both")
+    for name, value in (("B", 1), ("HQ", 64 if cuda else 4), ("G", 4 if cuda else 2),
+                        ("D", 128 if cuda else 16), ("l", 32), ("d", 16), ("l_sel", 64),
+                        ("n_sel", 16), ("w", 512), ("iters", 10)):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds until a collective "
+                        "that a rank does not join fails")  # fmt: skip
+    add_csv_argument(parser)
+    args = parser.parse_args(argv)
+    args.directions = args.directions.split(",")
+    if not set(args.directions) <= {"fwd", "bwd"}:
+        parser.error(f"--directions must be from fwd, bwd, got {','.join(args.directions)}")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    for S in args.S_list:
+        if S % (2 * world * args.d):
+            parser.error(f"--S_list must be multiples of 2 * W * d = {2 * world * args.d}, got {S}")
+    args.backend = "triton" if cuda else "reference"
+    args.torch_dtype = torch.bfloat16 if cuda else torch.float32
+    args.flags = Flags(use_triton_sel=cuda, sel_triton_allow_grad=cuda, sel_triton_min_L=1)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"),
+                        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531")):  # fmt: skip
+        os.environ.setdefault(name, value)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device, backend = torch.device("cuda", torch.cuda.current_device()), "cpu:gloo,cuda:nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout))
+    group = dist.group.WORLD
+    first = group.rank() == 0
+    about = provenance(Gpu(device) if device.type == "cuda" else None)
+    written, wrong = [], False
+    for S in args.S_list:
+        for direction in args.directions:
+            base = one_rank(args, S, direction, group, device)
+            row = case(args, S, direction, group, device, base, about)
+            wrong |= row.status == "INVALID"
+            if first:
+                row.emit()
+                written.append(csv_row(row))
+                say(args, line(row))
+    if first:
+        write_csv(args.csv, written, COLUMNS)
+    dist.destroy_process_group()
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The context-parallel bench on CPU processes: it proves what it times, and refuses bad lengths."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import bench_context_parallel
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--S_list", "64", "--l", "8", "--d", "4", "--l_sel", "16", "--n_sel", "2", "--w", "20"]
+
+
+def test_two_ranks_are_checked_and_timed(tmp_path):
+    target = tmp_path / "rows.csv"
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "--", "bench/bench_context_parallel.py", *SMALL, "--iters", "3", "--csv", str(target)],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    rows = list(csv.DictReader(target.open()))
+    assert [row["direction"] for row in rows] == ["fwd", "bwd"]
+    for row in rows:
+        assert row["world"] == "2" and row["parity"] == "PASS" and row["path"] == "reference"
+        wall, alone = float(row["ms"]), float(row["base_ms"])
+        assert float(row["efficiency"]) == pytest.approx(alone / (2 * wall), rel=1e-4)
+        assert float(row["mae"]) < 1e-5
+
+
+def test_a_length_must_divide(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit):
+        bench_context_parallel.parse(["--S_list", "1000"])
+    assert "multiples of 2 * W * d = 128, got 1000" in capsys.readouterr().err
