@@ -129,7 +129,8 @@ class Prefill:
             return prefill.sliding_attention_triton(self.q, self.k_win, self.v_win, window=s.w)[0]
         if op == "sel":
             return prefill.selection_blocks_triton(
-                self.q, self.k_sel, self.v_sel, self.blocks, block_size=s.l_sel
+                self.q, self.k_sel, self.v_sel, self.blocks, block_size=s.l_sel,
+                is_ascending=True,
             )
         if self.lse is None:
             self.lse = prefill.compressed_attention_triton(

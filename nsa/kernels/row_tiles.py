@@ -14,19 +14,22 @@ from torch import Tensor
 from nsa.kernels.tiles import split_dim
 
 
-def tma_usable(arch: int, *tensors: Tensor) -> bool:
+def tma_usable(arch: int, split: Tensor, *, whole: Tensor | None = None) -> bool:
     """True when tiles of these [.., rows, groups, width] tensors can go through descriptors.
 
-    Needs SM 9.0 (arch 0, the interpreter, emulates it), 16-bit elements, widths that are not padded
-    (a padded tile would reach into the next group), aligned and not empty tensors.
+    `split` is read in the two parts of split_dim, `whole` in one. Needs SM 9.0 (arch 0, the
+    interpreter, emulates it), 16-bit elements, widths that are not padded (a padded tile would
+    reach into the next group), aligned and not empty tensors.
     """
     if arch and arch < 90:
         return False
-    for x in tensors:
+    for x in (split, whole):
+        if x is None:
+            continue
         first, rest = split_dim(x.shape[-1])
-        if x.element_size() != 2 or first + rest != x.shape[-1] or not x.numel():
+        if x is whole and rest or first + rest != x.shape[-1]:
             return False
-        if x.data_ptr() % 16 or not x.is_contiguous():
+        if x.element_size() != 2 or not x.numel() or x.data_ptr() % 16 or not x.is_contiguous():
             return False
     return True
 
@@ -48,11 +51,15 @@ def head_tiles(x: Tensor, tokens: int, heads: int, columns: int) -> Any:
     )
 
 
-def kv_tiles(k: Tensor, v: Tensor, rows: int, use: bool) -> tuple[Any, Any, Any]:
-    """(first part of K, its second part, V) as kernels take them; the tensors where not `use`."""
+def k_tiles(k: Tensor, rows: int, use: bool) -> tuple[Any, Any]:
+    """K in the two parts of its width as kernels take it; the tensor itself where not `use`."""
     if not use:
-        return k, k, v
+        return k, k
     first, rest = split_dim(k.shape[-1])
-    k1 = row_tiles(k, rows, first)
-    return k1, row_tiles(k, rows, rest) if rest else k1, row_tiles(v, rows, v.shape[-1])
+    one = row_tiles(k, rows, first)
+    return one, row_tiles(k, rows, rest) if rest else one
 
+
+def kv_tiles(k: Tensor, v: Tensor, rows: int, use: bool) -> tuple[Any, Any, Any]:
+    """K in two parts and V as kernels take them; the tensors themselves where not `use`."""
+    return *k_tiles(k, rows, use), row_tiles(v, rows, v.shape[-1]) if use else v

@@ -29,7 +29,8 @@ _FULL = (90, 120)
 _WORST = {("bf16", 128), ("bf16", 256)}
 
 _POINTERS = {
-    "LSE": "*fp32", "DELTA": "*fp32", "DELTAS": "*fp32", "SCORES": "*fp32", "PART": "*fp32",
+    "LSE": "*fp32", "LSE_CMP": "*fp32", "LSE_SEL": "*fp32", "LSE_WIN": "*fp32", "LSES": "*fp32",
+    "DELTA": "*fp32", "DELTAS": "*fp32", "SCORES": "*fp32", "PART": "*fp32",
     "PART_K": "*fp32", "PART_V": "*fp32", "CU_Q": "*i32", "CU_K": "*i32", "CU_SEQLENS": "*i32",
     "SEQ_BEGIN": "*i32", "BLOCK_INDICES": "*i32", "ORDER": "*i32", "CHUNK_TILE": "*i32",
     "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
@@ -46,24 +47,26 @@ def _type(name: str, dtype: str) -> str:
     return "i32" if name in _INTS else _POINTERS.get(name, f"*{dtype}")
 
 
-def _descriptors(dtype: str, c: dict) -> dict[str, str]:
+def _descriptors(kernel: Any, dtype: str, c: dict) -> dict[str, str]:
     """Types of the tile descriptors that a kernel with TMA takes."""
     rest = c["BLOCK_D2"] or c["BLOCK_D"]
-    if "BLOCK_Q" in c and "ACCUMULATE" not in c and "GATED" in c:  # dK/dV streams queries
+    if kernel is span_bwd._span_bwd_dkdv_kernel:  # it streams queries past its keys
         rows = f"{c['BLOCK_Q']}, {c['HEADS']}, "
         names = ("QD", "QD2", "DOD")
     else:
         rows, names = f"{c['BLOCK_N']}, ", ("KD", "KD2", "VD")
-    widths = (c["BLOCK_D"], rest, c["BLOCK_DV"])
+    widths = (c["BLOCK_D"], rest, c.get("BLOCK_DV"))
     return {
-        n: f"tensordesc<{dtype}[{rows}{width}]>" for n, width in zip(names, widths, strict=True)
+        n: f"tensordesc<{dtype}[{rows}{width}]>"
+        for n, width in zip(names, widths, strict=True)
+        if n in kernel.arg_names
     }
 
 
 def _case(kernel: Any, label: str, dtype: str, constexprs: dict, tiles: tuple) -> AotCase:
     types = {n: _type(n, dtype) for n in kernel.arg_names if n not in constexprs}
     if constexprs.get("TMA"):
-        types |= _descriptors(dtype, constexprs)
+        types |= _descriptors(kernel, dtype, constexprs)
     if kernel is block_select._block_topn_kernel:
         types["OUT"] = "*i32"
     # A few scalars on the stack are cheap. dK/dV at D = 128 on Hopper keeps some 300 bytes there:
@@ -87,7 +90,7 @@ def aot_cases(arch: int) -> list[AotCase]:
         d1, d2 = split_dim(d)
         dims = dict(D=d, BLOCK_D=d1, BLOCK_D2=d2, PRECISION="ieee" if size == 4 else "tf32")
         wide = {**dims, "DV": dv, "BLOCK_DV": pad_dim(dv)}
-        bwd = {**wide, "GATED": True}
+        bwd = wide
         tma = arch >= 90 and size == 2
         for mode in (COMPRESSED, SLIDING) if d == 128 else (COMPRESSED,):
             name = f"{label}-{'window' if mode == SLIDING else 'cmp'}"
@@ -103,22 +106,25 @@ def aot_cases(arch: int) -> list[AotCase]:
         rows, block_n, *launch = block_select.score_tiles(arch, d, size)
         block_n = max(block_n, 32)
         tile = dict(
-            VARLEN=False, BLOCK_Q=max(rows // h, 1), HEADS=h, BLOCK_N=block_n, NB=block_n // 4
-        )
+            VARLEN=False, BLOCK_Q=max(rows // h, 1), HEADS=h, BLOCK_N=block_n, NB=block_n // 4,
+            TMA=tma,
+        )  # fmt: skip
         # The type of the pooling's operands is a keyword of the kernel, not one of its tensors.
         pool = {"POOL_DTYPE": _triton_type("fp32" if size == 4 else "fp16")}
         cases.append(
             _case(block_select._block_score_kernel, label, dtype, {**dims, **tile, **pool}, launch)
         )
         block_n, *launch = block_attn_fwd.fwd_tiles(arch, d, dv, size)
-        one = dict(VARLEN=False, HEADS=max(h, 16), BLOCK_N=block_n, N_PAD=16, TMA=tma)
+        one = dict(VARLEN=False, HEADS=max(h, 16), BLOCK_N=block_n, N_PAD=16, TMA=tma,
+                   OWN_N=min(block_n, 32))  # fmt: skip
         cases.append(
             _case(block_attn_fwd._block_attn_fwd_kernel, label, dtype, {**wide, **one}, launch)
         )
         block_n, *launch = block_attn_bwd.dq_tiles(arch, d, dv, size)
         more = dict(
-            VARLEN=True, HEADS=max(h, 16), BLOCK_N=block_n, ACCUMULATE=True, N_PAD=16, TMA=tma
-        )
+            VARLEN=True, HEADS=max(h, 16), BLOCK_N=block_n, ACCUMULATE=True, N_PAD=16, TMA=tma,
+            OWN_N=min(block_n, 32),
+        )  # fmt: skip
         cases.append(
             _case(block_attn_bwd._block_attn_bwd_dq_kernel, label, dtype, {**bwd, **more}, launch)
         )

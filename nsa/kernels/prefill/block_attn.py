@@ -89,7 +89,7 @@ def ascending(block_indices: Tensor) -> Tensor:
 def selection_blocks_triton(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, block_size: int,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, q_start: int = 0,
+    max_seqlen: int | None = None, q_start: int = 0, is_ascending: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention over the selected blocks of each query and group, cut after the query (Eq. 12).
 
@@ -97,15 +97,18 @@ def selection_blocks_triton(
     repetitions count once, -1 is none; query s stands at key q_start + s < N.
     Packed without B, with int32 cu_seqlens and max_seqlen. block_size: 16, 32 or a multiple of 64.
     Returns [.., HQ, Dv] in q's dtype (fp16, bf16 or fp32), differentiable in q, k, v; a row without
-    keys gives 0. Raises NotImplementedError for another block_size.
+    keys gives 0. is_ascending: the rows are known to be ascending, without repetitions and -1 last,
+    as select_blocks_triton leaves them. Raises NotImplementedError for another block_size.
     """
     if block_size not in (16, 32) and block_size % 64:
         raise NotImplementedError(
             f"block_size must be 16, 32 or a multiple of 64, got {block_size}"
         )
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+    if not is_ascending:
+        block_indices = ascending(block_indices)
     out, _ = _block_attention(
-        q.contiguous(), k.contiguous(), v.contiguous(), ascending(block_indices),
+        q.contiguous(), k.contiguous(), v.contiguous(), block_indices.contiguous(),
         block_size, scale, cu_seqlens, max_seqlen or 0, q_start,
     )  # fmt: skip
     return out

@@ -27,8 +27,8 @@ def key_tile(block_size: int, widest: int) -> int:
 
 @triton.jit
 def _block_attn_dq_step(
-    dq, dq2, q, q2, do, lse2, delta, gate, k, k2, v, seen, scale_log2,
-    BLOCK_D2: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    dq, dq2, q, q2, do, lse2, delta, k, k2, v, seen, scale_log2,
+    BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
@@ -37,8 +37,6 @@ def _block_attn_dq_step(
     if MASKED:
         p = tl.where(seen[None, :], p, 0.0)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    if GATED:
-        dp *= gate[:, None]
     ds = (p * (dp - delta[:, None])).to(k.dtype)
     dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     if BLOCK_D2 > 0:
@@ -48,11 +46,11 @@ def _block_attn_dq_step(
 
 @triton.jit
 def _block_attn_bwd_dq_kernel(
-    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA, GATES, DQ, S, S_KV, G, H,
+    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA, DQ, S, S_KV, G, H,
     q_start, n_sel, block_size, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    N_PAD: tl.constexpr, GATED: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
+    OWN_N: tl.constexpr, N_PAD: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
@@ -75,10 +73,6 @@ def _block_attn_bwd_dq_kernel(
     lse = tl.load(LSE + row_index, mask=head_live, other=float("inf"))
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     delta = tl.load(DELTA + row_index, mask=head_live, other=0.0)
-    if GATED:
-        gate = tl.load(GATES + row_index * 3, mask=head_live, other=0.0).to(tl.float32)
-    else:
-        gate = delta
     first_key = batch.to(tl.int64) * S_KV + first_row
     dq = tl.zeros([HEADS, BLOCK_D], tl.float32)
     if BLOCK_D2 > 0:
@@ -100,21 +94,21 @@ def _block_attn_bwd_dq_kernel(
         live = offs_n >= 0
         k, k2, v = load_kv(
             K, V, KD, KD2, VD, first_key, n0, live, group, G, offs_d, offs_d2, offs_dv, D, DV,
-            BLOCK_N, BLOCK_D, BLOCK_D2, TMA, False,
+            BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, False,
         )  # fmt: skip
         dq, dq2 = _block_attn_dq_step(
-            dq, dq2, q, q2, do, lse2, delta, gate, k, k2, v, live, scale_log2, BLOCK_D2, GATED,
+            dq, dq2, q, q2, do, lse2, delta, k, k2, v, live, scale_log2, BLOCK_D2,
             False, PRECISION,
         )  # fmt: skip
     begin = own * block_size
-    for n0 in tl.range(begin, begin + has_own * (t + 1 - begin), BLOCK_N, num_stages=1):
-        live = n0 + offs_n <= t
+    for n0 in tl.range(begin, begin + has_own * (t + 1 - begin), OWN_N, num_stages=1):
+        live = n0 + tl.arange(0, OWN_N) <= t
         k, k2, v = load_kv(
             K, V, KD, KD2, VD, first_key, n0, live, group, G, offs_d, offs_d2, offs_dv, D, DV,
-            BLOCK_N, BLOCK_D, BLOCK_D2, TMA, True,
+            OWN_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
         )  # fmt: skip
         dq, dq2 = _block_attn_dq_step(
-            dq, dq2, q, q2, do, lse2, delta, gate, k, k2, v, live, scale_log2, BLOCK_D2, GATED,
+            dq, dq2, q, q2, do, lse2, delta, k, k2, v, live, scale_log2, BLOCK_D2,
             True, PRECISION,
         )  # fmt: skip
     dq_ptrs = DQ + row_index[:, None] * D + offs_d[None, :]
@@ -132,11 +126,11 @@ def _block_attn_bwd_dq_kernel(
 
 @triton.jit
 def _block_attn_bwd_dkdv_kernel(
-    Q, K, V, DO, LSE, DELTA, GATES, ORDER, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, PART_K,
+    Q, K, V, DO, LSE, DELTA, ORDER, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, PART_K,
     PART_V, S, S_KV, G, H, q_start, n_sel, per_seq, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, PAIRS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
-    BLOCK_DV: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """fp32 dK, dV of one key tile from one chunk of its rows: PART_[chunk, BLOCK_N, D]."""
     chunk = tl.program_id(0)
@@ -220,12 +214,7 @@ def _block_attn_bwd_dkdv_kernel(
         p = tl.math.exp2(s * scale_log2 - lse2[None, :])
         p = tl.where(offs_n[:, None] <= t[None, :], p, 0.0)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        if GATED:
-            gate = tl.load(GATES + row_index * 3, mask=live, other=0.0).to(tl.float32)[None, :]
-            dv = tl.dot((p * gate).to(do.dtype), do, dv, input_precision=PRECISION)
-            dp *= gate
-        else:
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if BLOCK_D2 > 0:
@@ -303,14 +292,14 @@ def block_attention_bwd(
     out: torch.Tensor | None, lse: torch.Tensor, block_indices: torch.Tensor, *, block_size: int,
     softmax_scale: float, seq_begin: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, max_seqlen: int = 0,
-    delta: torch.Tensor | None = None, gates: torch.Tensor | None = None, branch: int = 1,
+    delta: torch.Tensor | None = None,
     dq: torch.Tensor | None = None, q_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv like q, k, v; arguments as for block_attention_fwd.
 
-    With gates [.., HQ, 3]: grad_out is that of the gated sum, gates[.., branch] is this branch's
-    gate, and delta must be given (out is not read). With dq given, this branch's part is added to
-    it in place. Raises NotImplementedError for a block_size that has no key tile.
+    delta [.., HQ] fp32 is rowsum(grad_out * out), computed when not given (out is not read then).
+    With dq given, this branch's part is added to it in place. Raises NotImplementedError for a
+    block_size that has no key tile.
     """
     varlen = seq_begin is not None
     device = q.device
@@ -331,24 +320,23 @@ def block_attention_bwd(
         dq = torch.empty_like(q)
     if delta is None:
         delta = attention_delta(out, grad_out)
-    gate_arg = lse if gates is None else gates.view(-1)[branch:]
     d1, d2 = split_dim(dim)
     n_sel = block_indices.shape[-1]
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     common = dict(
         D=dim, DV=dv_dim, VARLEN=varlen, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim),
-        GATED=gates is not None, PRECISION=dot_precision(q.dtype),
+        PRECISION=dot_precision(q.dtype),
     )  # fmt: skip
     scales = (softmax_scale, softmax_scale * LOG2E)
     block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
     block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
-    tma = tma_usable(arch, k, v)
+    tma = tma_usable(arch, k, whole=v)
     _block_attn_bwd_dq_kernel[(tokens, groups)](
         q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
-        seq_begin if varlen else block_indices, grad_out, lse, delta, gate_arg, dq, s_q, s_kv,
+        seq_begin if varlen else block_indices, grad_out, lse, delta, dq, s_q, s_kv,
         groups, heads, q_start, n_sel, block_size, *scales,
         HEADS=max(triton.next_power_of_2(heads), 16), BLOCK_N=block_n,
-        N_PAD=triton.next_power_of_2(n_sel), ACCUMULATE=accumulate, TMA=tma, num_warps=warps,
+        OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(n_sel), ACCUMULATE=accumulate, TMA=tma, num_warps=warps,
         num_stages=stages, **common,
     )  # fmt: skip
     launches.bump("_block_attn_bwd_dq_kernel")
@@ -364,7 +352,7 @@ def block_attention_bwd(
     heads_padded = triton.next_power_of_2(heads)
     cu_arg = cu_seqlens if varlen else lists.order
     _block_attn_bwd_dkdv_kernel[(lists.n_chunks,)](
-        q, k, v, grad_out, lse, delta, gate_arg, lists.order, lists.chunk_tile, lists.chunk_begin,
+        q, k, v, grad_out, lse, delta, lists.order, lists.chunk_tile, lists.chunk_begin,
         lists.chunk_end, cu_arg, part_k, part_v, s_q, s_kv, groups, heads, q_start, n_sel, per_seq,
         *scales,
         PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded, BLOCK_N=tile, num_warps=warps,

@@ -61,7 +61,7 @@ def _block_attn_fwd_kernel(
     block_size, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    N_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    OWN_N: tl.constexpr, N_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Group is the slow grid axis: one group's K and V stay in L2 while its tokens pass.
     token = tl.program_id(0)
@@ -103,18 +103,18 @@ def _block_attn_fwd_kernel(
         live = offs_n >= 0
         k, k2, v = load_kv(
             K, V, KD, KD2, VD, first_key, n0, live, group, G, offs_d, offs_d2, offs_dv, D, DV,
-            BLOCK_N, BLOCK_D, BLOCK_D2, TMA, False,
+            BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, False,
         )  # fmt: skip
         acc, m_i, l_i = _block_attn_fwd_step(
             acc, m_i, l_i, q, q2, k, k2, v, live, scale_log2, BLOCK_D2, False, PRECISION
         )
     # The own block ends at the token itself; its first key is always seen.
     begin = own * block_size
-    for n0 in tl.range(begin, begin + has_own * (t + 1 - begin), BLOCK_N, num_stages=1):
-        live = n0 + offs_n <= t
+    for n0 in tl.range(begin, begin + has_own * (t + 1 - begin), OWN_N, num_stages=1):
+        live = n0 + tl.arange(0, OWN_N) <= t
         k, k2, v = load_kv(
             K, V, KD, KD2, VD, first_key, n0, live, group, G, offs_d, offs_d2, offs_dv, D, DV,
-            BLOCK_N, BLOCK_D, BLOCK_D2, TMA, True,
+            OWN_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
         )  # fmt: skip
         acc, m_i, l_i = _block_attn_fwd_step(
             acc, m_i, l_i, q, q2, k, k2, v, live, scale_log2, BLOCK_D2, True, PRECISION
@@ -168,7 +168,7 @@ def block_attention_fwd(
     block_n, warps, stages = fwd_tiles(arch, dim, dv, q.element_size())
     block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
     d1, d2 = split_dim(dim)
-    tma = tma_usable(arch, k, v)
+    tma = tma_usable(arch, k, whole=v)
     _block_attn_fwd_kernel[(tokens, groups)](
         q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
         seq_begin if varlen else block_indices, out, lse,
@@ -176,7 +176,7 @@ def block_attention_fwd(
         q_start, block_indices.shape[-1], block_size, softmax_scale * LOG2E,
         D=dim, DV=dv, VARLEN=varlen, HEADS=max(triton.next_power_of_2(heads), 16),
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
-        N_PAD=triton.next_power_of_2(block_indices.shape[-1]), TMA=tma,
+        OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(block_indices.shape[-1]), TMA=tma,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launches.bump("_block_attn_fwd_kernel")

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.prefill.span_common import sequence_bounds, span_hi
+from nsa.kernels.prefill.span_common import load_rows, sequence_bounds, span_hi
+from nsa.kernels.row_tiles import k_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, split_dim
 
 SLAB_BYTES = 128 << 20
@@ -21,30 +22,24 @@ SLAB_BYTES = 128 << 20
 
 @triton.jit
 def _pool_tile(
-    q, q2, lse2, pool, carry, k_base, score_ptrs, n0, hi, k_len, offs_d, offs_d2, stride_kn,
-    scale_log2,
+    q, q2, lse2, pool, carry, K, KD, KD2, k_begin, group, G, score_ptrs, n0, hi, k_len, offs_d,
+    offs_d2, scale_log2,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
-    NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of compressed keys to NB block scores; what spills further is carried on."""
     offs_n = n0 + tl.arange(0, BLOCK_N)
-    row = offs_n.to(tl.int64)
-    k_ptrs = k_base + row[:, None] * stride_kn + offs_d[None, :]
-    if MASKED:
-        k = tl.load(k_ptrs, mask=(offs_n < k_len)[:, None] & (offs_d < D)[None, :], other=0.0)
-    else:
-        if BLOCK_D > D:
-            k = tl.load(k_ptrs, mask=(offs_d < D)[None, :], other=0.0)
-        else:
-            k = tl.load(k_ptrs)
+    live = offs_n < k_len
+    k = load_rows(
+        K, KD, k_begin, n0, live, group, G, offs_d, D, 0, BLOCK_D > D, BLOCK_N, TMA, MASKED
+    )
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
-        k2 = tl.load(
-            k_base + row[:, None] * stride_kn + offs_d2[None, :],
-            mask=(offs_n < k_len)[:, None] & (offs_d2 < D)[None, :],
-            other=0.0,
-        )
+        k2 = load_rows(
+            K, KD2, k_begin, n0, live, group, G, offs_d2, D, BLOCK_D, BLOCK_D + BLOCK_D2 > D,
+            BLOCK_N, TMA, MASKED,
+        )  # fmt: skip
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
     # 2^10: fp16 then keeps 11 bits of every probability down to 6e-8, which ranks blocks reliably.
     p = tl.math.exp2(s * scale_log2 + (10.0 - lse2)[:, None])
@@ -60,11 +55,11 @@ def _pool_tile(
 
 @triton.jit
 def _block_score_kernel(
-    Q, K, LSE, SCORES, CU_Q, CU_K, SQ, SK, G, H, q_start, slab_begin, slab_len, n_ld, l, d,
+    Q, K, KD, KD2, LSE, SCORES, CU_Q, CU_K, SQ, SK, G, H, q_start, slab_begin, slab_len, n_ld, l, d,
     l_sel, scale_log2,
     D: tl.constexpr, VARLEN: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
-    POOL_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    POOL_DTYPE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """SCORES [B * G, slab_len, n_ld] fp32, up to a constant factor that does not change ranks."""
     BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
@@ -114,20 +109,18 @@ def _block_score_kernel(
     offs_q = tl.arange(0, BLOCK_Q)
     slab_row = tl.program_id(1).to(tl.int64) * slab_len + (q0 - slab_begin) + offs_q
     score_ptrs = SCORES + slab_row[:, None] * n_ld + tl.arange(0, NB)[None, :]
-    stride_kn = G * D
-    k_base = K + (k_begin * G + group) * D
     carry = tl.zeros([BLOCK_Q, NB], tl.float32)
     for n0 in tl.range(0, full_end, BLOCK_N):
         carry = _pool_tile(
-            q, q2, lse2, pool, carry, k_base, score_ptrs, n0, hi, k_len, offs_d, offs_d2,
-            stride_kn, scale_log2, D, BLOCK_Q, HEADS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, False,
-            PRECISION,
+            q, q2, lse2, pool, carry, K, KD, KD2, k_begin, group, G, score_ptrs, n0, hi, k_len,
+            offs_d, offs_d2, scale_log2, D, BLOCK_Q, HEADS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, TMA,
+            False, PRECISION,
         )  # fmt: skip
-    for n0 in tl.range(full_end, hi_last, BLOCK_N):
+    for n0 in tl.range(full_end, hi_last, BLOCK_N, num_stages=1):
         carry = _pool_tile(
-            q, q2, lse2, pool, carry, k_base, score_ptrs, n0, hi, k_len, offs_d, offs_d2,
-            stride_kn, scale_log2, D, BLOCK_Q, HEADS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, True,
-            PRECISION,
+            q, q2, lse2, pool, carry, K, KD, KD2, k_begin, group, G, score_ptrs, n0, hi, k_len,
+            offs_d, offs_d2, scale_log2, D, BLOCK_Q, HEADS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, TMA,
+            True, PRECISION,
         )  # fmt: skip
     tl.store(score_ptrs + (hi_last + BLOCK_N - 1) // BLOCK_N * NB, carry)
 
@@ -241,14 +234,16 @@ def block_select(
     scores = torch.empty(batch * groups * slab * n_ld, dtype=torch.float32, device=q.device)
     d1, d2 = split_dim(dim)
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
+    tma = tma_usable(arch, k_cmp)
+    k1, k2 = k_tiles(k_cmp, block_n, tma)
     for begin in range(0, sq, slab):
         queries = min(slab, sq - begin)
         _block_score_kernel[(triton.cdiv(queries, block_q), batch * groups)](
-            q, k_cmp, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, q_start, begin,
+            q, k_cmp, k1, k2, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, q_start, begin,
             slab, n_ld, l, d, l_sel, softmax_scale * 1.4426950408889634,
             D=dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded, BLOCK_N=block_n, NB=nb,
             BLOCK_D=d1, BLOCK_D2=d2,
-            POOL_DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16,
+            POOL_DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, TMA=tma,
             PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
         )  # fmt: skip
         launches.bump("_block_score_kernel")

@@ -35,10 +35,11 @@ def _combine_fwd_kernel(
 
 @triton.jit
 def _combine_bwd_kernel(
-    DO, O_CMP, O_SEL, O_WIN, GATES, DGATES, DELTAS, n_rows, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    DO, O_CMP, O_SEL, O_WIN, LSE_CMP, LSE_SEL, LSE_WIN, GATES, DGATES, DELTAS, LSES, n_rows,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dgate_b = rowsum(dO * O_b); delta_b = rowsum((gate_b dO) * O_b) = gate_b * dgate_b."""
+    """dgate_b = rowsum(dO * O_b), which is also branch b's delta once its gate is folded into lse:
+    exp(s - (lse - ln g)) = g * p."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_DV)
     live = rows < n_rows
@@ -47,15 +48,20 @@ def _combine_bwd_kernel(
     do = tl.load(DO + at, mask=mask, other=0.0).to(tl.float32)
     for branch in tl.static_range(3):
         if branch == 0:
-            base = O_CMP
+            out, lse_of = O_CMP, LSE_CMP
         elif branch == 1:
-            base = O_SEL
+            out, lse_of = O_SEL, LSE_SEL
         else:
-            base = O_WIN
-        dgate = tl.sum(do * tl.load(base + at, mask=mask, other=0.0).to(tl.float32), 1)
-        gate = tl.load(GATES + rows * 3 + branch, mask=live, other=0.0).to(tl.float32)
+            out, lse_of = O_WIN, LSE_WIN
+        dgate = tl.sum(do * tl.load(out + at, mask=mask, other=0.0).to(tl.float32), 1)
+        gate = tl.load(GATES + rows * 3 + branch, mask=live, other=1.0).to(tl.float32)
+        lse = tl.load(lse_of + rows, mask=live, other=0.0)
+        # g = 0 gives +inf: no probability at all. Rows without keys keep their -inf.
+        folded = tl.where(lse == float("-inf"), lse, lse - tl.math.log2(gate) * 0.6931471805599453)
+        to = branch * n_rows.to(tl.int64) + rows
         tl.store(DGATES + rows * 3 + branch, dgate.to(DGATES.dtype.element_ty), mask=live)
-        tl.store(DELTAS + branch * n_rows.to(tl.int64) + rows, gate * dgate, mask=live)
+        tl.store(DELTAS + to, dgate, mask=live)
+        tl.store(LSES + to, folded, mask=live)
 
 
 def combine_fwd(
@@ -74,18 +80,22 @@ def combine_fwd(
 
 
 def combine_bwd(
-    grad_out: torch.Tensor, o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor,
+    grad_out: torch.Tensor, outs: tuple[torch.Tensor, ...], lses: tuple[torch.Tensor, ...],
     gates: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dgates like gates, and each branch's softmax delta, fp32 [3, .., HQ]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dgates like gates; fp32 [3, .., HQ]: each branch's delta, and its lse with the gate folded in.
+
+    outs and lses: of cmp, sel and win. Gates must not be negative (NaN gradients otherwise).
+    """
     dgates = torch.empty_like(gates)
     deltas = torch.empty((3, *gates.shape[:-1]), dtype=torch.float32, device=gates.device)
+    folded = torch.empty_like(deltas)
     n_rows = gates.numel() // 3
     if n_rows:
         dv = grad_out.shape[-1]
         _combine_bwd_kernel[(triton.cdiv(n_rows, 32),)](
-            grad_out, o_cmp, o_sel, o_win, gates, dgates, deltas, n_rows, DV=dv,
+            grad_out, *outs, *lses, gates, dgates, deltas, folded, n_rows, DV=dv,
             BLOCK_DV=pad_dim(dv), BLOCK_M=32,
         )  # fmt: skip
         launches.bump("_combine_bwd_kernel")
-    return dgates, deltas
+    return dgates, deltas, folded

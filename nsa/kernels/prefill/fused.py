@@ -2,8 +2,8 @@
 
 Forward: compressed attention (its log-sum-exp serves the choice of blocks), block choice, selected
 and sliding attention, one pass for the gated sum. Backward: one pass gives the gates' gradients and
-each branch's softmax delta; the branches then fold their gate into their own kernels, so that
-gate * dO is never written, and add to one dQ.
+each branch's softmax delta, and folds the gates into the log-sum-exps, so that gate * dO is never
+written (combine.py); the branches add to one dQ.
 """
 
 from __future__ import annotations
@@ -86,23 +86,24 @@ def _prefill_bwd(
 
     s, window = _sizes(sizes), sizes[6]
     grad_out = grad_out.contiguous()
-    dgates, deltas = combine_bwd(grad_out, o_cmp, o_sel, o_win, gates)
+    dgates, deltas, lses = combine_bwd(
+        grad_out, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates
+    )
     dq, dk_win, dv_win = span_attention_bwd(
-        grad_out, q, k_win, v_win, o_win, lse_win, Span(SLIDING, window), softmax_scale,
-        cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, delta=deltas[WIN], gates=gates, branch=WIN,
+        grad_out, q, k_win, v_win, o_win, lses[WIN], Span(SLIDING, window), softmax_scale,
+        cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, delta=deltas[WIN],
         q_start=_window_start(q, k_win, cu_seqlens),
     )  # fmt: skip
     dq, dk_sel, dv_sel = block_attention_bwd(
-        grad_out, q, k_sel, v_sel, None, lse_sel, block_indices, block_size=s["l_sel"],
+        grad_out, q, k_sel, v_sel, None, lses[SEL], block_indices, block_size=s["l_sel"],
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, delta=deltas[SEL], gates=gates, branch=SEL,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, delta=deltas[SEL],
         dq=dq, q_start=q_start,
     )  # fmt: skip
     max_cmp = max(0, (max_seqlen - s["l"]) // s["d"] + 1)
     dq, dk_cmp, dv_cmp = span_attention_bwd(
-        grad_out, q, k_cmp, v_cmp, o_cmp, lse_cmp, Span(COMPRESSED, s["l"], s["d"]), softmax_scale,
-        cu_seqlens, cu_seqlens_cmp, max_seqlen, max_cmp, delta=deltas[CMP], gates=gates,
-        branch=CMP, dq=dq, q_start=q_start,
+        grad_out, q, k_cmp, v_cmp, o_cmp, lses[CMP], Span(COMPRESSED, s["l"], s["d"]),
+        softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen, max_cmp, delta=deltas[CMP], dq=dq, q_start=q_start,
     )  # fmt: skip
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 

@@ -3,8 +3,9 @@
 No atomics: a key tile's queries may be split over programs, each writing its own fp32 partial that
 a fixed-order sum joins, so gradients are bitwise repeatable.
 
-With GATED the branch's output was multiplied by a gate per (token, head) afterwards: the kernels
-take the gradient of the gated sum and scale rows themselves, so gate * dO is never written.
+A gate g > 0 per (token, head) that multiplied the output afterwards needs no code here: with
+lse - ln(g) for lse the probabilities come out as g * P, so that dV = (g P)^T dO, and with
+rowsum(dO * O) for delta dS = g P * (dP - delta). See combine.py.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def _attn_bwd_delta_kernel(
 
 @triton.jit
 def _span_dq_step(
-    dq, dq2, q, q2, do, lse2, delta, gate, k, k2, v, offs_n, lo, hi, scale_log2,
-    BLOCK_D2: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2,
+    BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
@@ -45,8 +46,6 @@ def _span_dq_step(
     if MASKED:
         p = tl.where((offs_n[None, :] >= lo[:, None]) & (offs_n[None, :] < hi[:, None]), p, 0.0)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    if GATED:
-        dp *= gate[:, None]
     ds = (p * (dp - delta[:, None])).to(k.dtype)
     dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     if BLOCK_D2 > 0:
@@ -56,11 +55,11 @@ def _span_dq_step(
 
 @triton.jit
 def _span_bwd_dq_kernel(
-    Q, K, V, KD, KD2, VD, DO, LSE, DELTA, GATES, DQ, CU_Q, CU_K, SQ, SK, G, H, q_start, span_a,
+    Q, K, V, KD, KD2, VD, DO, LSE, DELTA, DQ, CU_Q, CU_K, SQ, SK, G, H, q_start, span_a,
     span_b, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
     ACCUMULATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
@@ -88,10 +87,6 @@ def _span_bwd_dq_kernel(
     # Rows without keys: p = exp2(-inf) = 0 everywhere.
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     delta = tl.load(DELTA + row_index, mask=row_live, other=0.0)
-    if GATED:
-        gate = tl.load(GATES + row_index * 3, mask=row_live, other=0.0).to(tl.float32)
-    else:
-        gate = delta
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if BLOCK_D2 > 0:
         offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
@@ -116,32 +111,32 @@ def _span_bwd_dq_kernel(
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k, k2, v = load_kv(
             K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, TMA, False,
+            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, False,
         )  # fmt: skip
         dq, dq2 = _span_dq_step(
-            dq, dq2, q, q2, do, lse2, delta, gate, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2,
-            GATED, False, PRECISION,
+            dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2,
+            False, PRECISION,
         )  # fmt: skip
     if MODE == 1:
         for n0 in tl.range(begin, tl.minimum(full_begin, hi_last), BLOCK_N, num_stages=1):
             offs_n = n0 + tl.arange(0, BLOCK_N)
             k, k2, v = load_kv(
                 K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
-                D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, TMA, True,
+                D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
             )  # fmt: skip
             dq, dq2 = _span_dq_step(
-                dq, dq2, q, q2, do, lse2, delta, gate, k, k2, v, offs_n, lo, hi, scale_log2,
-                BLOCK_D2, GATED, True, PRECISION,
+                dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2,
+                BLOCK_D2, True, PRECISION,
             )  # fmt: skip
     for n0 in tl.range(full_end, hi_last, BLOCK_N, num_stages=1):
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k, k2, v = load_kv(
             K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, TMA, True,
+            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
         )  # fmt: skip
         dq, dq2 = _span_dq_step(
-            dq, dq2, q, q2, do, lse2, delta, gate, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2,
-            GATED, True, PRECISION,
+            dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2,
+            True, PRECISION,
         )  # fmt: skip
     dq_ptrs = DQ + row_index[:, None] * D + offs_d[None, :]
     dq *= scale
@@ -159,10 +154,10 @@ def _span_bwd_dq_kernel(
 @triton.jit
 def _span_dkdv_step(
     dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, head0, q_base, do_base, lse_base, delta_base,
-    gate_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row, q_start, span_a,
+    m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row, q_start, span_a,
     span_b, offs_d, offs_d2, offs_dv, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, BLOCK_Q: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, GATED: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of (query, head) rows against a tile of keys, all transposed: keys are rows."""
@@ -206,13 +201,7 @@ def _span_dkdv_step(
         hi = tl.minimum(span_hi(t + q_start, span_a, span_b, MODE), k_len)
         p = tl.where((offs_n[:, None] >= lo[None, :]) & (offs_n[:, None] < hi[None, :]), p, 0.0)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    if GATED:
-        gate = tl.load(gate_base + (t64 * stride_row + head) * 3, mask=live, other=0.0)
-        gate = gate.to(tl.float32)[None, :]
-        dv = tl.dot((p * gate).to(do.dtype), do, dv, input_precision=PRECISION)
-        dp *= gate
-    else:
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     ds = (p * (dp - delta[None, :])).to(q.dtype)
     dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     if BLOCK_D2 > 0:
@@ -222,11 +211,11 @@ def _span_dkdv_step(
 
 @triton.jit
 def _span_bwd_dkdv_kernel(
-    Q, K, V, QD, QD2, DOD, DO, LSE, DELTA, GATES, DK, DV_OUT, CU_Q, CU_K, SQ, SK, G, H, k_rows,
+    Q, K, V, QD, QD2, DOD, DO, LSE, DELTA, DK, DV_OUT, CU_Q, CU_K, SQ, SK, G, H, k_rows,
     q_start, span_a, span_b, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK, dV of one key tile of one group over one split of the queries that see it.
@@ -303,30 +292,29 @@ def _span_bwd_dkdv_kernel(
     do_base = DO + first_row * DV
     lse_base = LSE + first_row
     delta_base = DELTA + first_row
-    gate_base = GATES + first_row * 3
     for m0 in tl.range(m_begin, full_begin, BLOCK_Q, num_stages=1):
         tile_row = (q_begin + m0).to(tl.int32)
         dk, dk2, dv = _span_dkdv_step(
             dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, group * H, q_base, do_base, lse_base,
-            delta_base, gate_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
+            delta_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
             q_start, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q,
-            HEADS, BLOCK_D, BLOCK_D2, GATED, True, TMA, PRECISION,
+            HEADS, BLOCK_D, BLOCK_D2, True, TMA, PRECISION,
         )  # fmt: skip
     for m0 in tl.range(full_begin, full_end, BLOCK_Q):
         tile_row = (q_begin + m0).to(tl.int32)
         dk, dk2, dv = _span_dkdv_step(
             dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, group * H, q_base, do_base, lse_base,
-            delta_base, gate_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
+            delta_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
             q_start, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q,
-            HEADS, BLOCK_D, BLOCK_D2, GATED, False, TMA, PRECISION,
+            HEADS, BLOCK_D, BLOCK_D2, False, TMA, PRECISION,
         )  # fmt: skip
     for m0 in tl.range(full_end, m_end, BLOCK_Q, num_stages=1):
         tile_row = (q_begin + m0).to(tl.int32)
         dk, dk2, dv = _span_dkdv_step(
             dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, group * H, q_base, do_base, lse_base,
-            delta_base, gate_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
+            delta_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
             q_start, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q,
-            HEADS, BLOCK_D, BLOCK_D2, GATED, True, TMA, PRECISION,
+            HEADS, BLOCK_D, BLOCK_D2, True, TMA, PRECISION,
         )  # fmt: skip
 
     out_row = (split.to(tl.int64) * k_rows + k_begin + offs_n) * G + group
@@ -399,14 +387,13 @@ def span_attention_bwd(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None = None,
     cu_k: torch.Tensor | None = None, max_q: int | None = None, max_k: int | None = None,
-    delta: torch.Tensor | None = None, gates: torch.Tensor | None = None, branch: int = 0,
+    delta: torch.Tensor | None = None,
     dq: torch.Tensor | None = None, q_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv with the shapes and dtypes of q, k, v. All inputs contiguous.
 
-    With gates [.., HQ, 3]: grad_out is that of the gated sum, gates[.., branch] is this branch's
-    gate, and delta must be given. With dq given, this branch's dq is added to it in place.
-    q_start: key position of query 0.
+    delta [.., HQ] fp32 is rowsum(grad_out * out), computed when not given. With dq given, this
+    branch's dq is added to it in place.
     """
     varlen = cu_q is not None
     hq, dim = q.shape[-2:]
@@ -425,8 +412,6 @@ def span_attention_bwd(
         dq = torch.empty_like(q)
     if delta is None:
         delta = attention_delta(out, grad_out)
-    # A pointer to this branch's column: kernels step over rows of three.
-    gate_arg = lse if gates is None else gates.view(-1)[branch:]
     arch = arch_of(q.device)
     heads_padded = triton.next_power_of_2(heads)
     d1, d2 = split_dim(dim)
@@ -434,17 +419,18 @@ def span_attention_bwd(
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
     common = dict(
         D=dim, DV=dv_dim, MODE=span.mode, VARLEN=varlen, HEADS=heads_padded, BLOCK_D=d1,
-        BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim), GATED=gates is not None,
+        BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim),
         PRECISION=dot_precision(q.dtype),
     )  # fmt: skip
 
     rows, block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
     block_q = max(rows // heads_padded, 1)
-    tma = tma_usable(arch, k, v)
+    tma = tma_usable(arch, k, whole=v)
     _span_bwd_dq_kernel[(triton.cdiv(sq, block_q), batch * groups)](
-        q, k, v, *kv_tiles(k, v, block_n, tma), grad_out, lse, delta, gate_arg, dq, cu_q_arg,
+        q, k, v, *kv_tiles(k, v, block_n, tma), grad_out, lse, delta, dq, cu_q_arg,
         cu_k_arg, sq, sk, groups, heads, q_start, span.a, span.b, softmax_scale, scale_log2,
-        BLOCK_Q=block_q, BLOCK_N=block_n, ACCUMULATE=accumulate, TMA=tma, num_warps=warps, num_stages=stages, **common,
+        BLOCK_Q=block_q, BLOCK_N=block_n, ACCUMULATE=accumulate, TMA=tma, num_warps=warps,
+        num_stages=stages, **common,
     )  # fmt: skip
     launches.bump("_span_bwd_dq_kernel")
 
@@ -460,7 +446,7 @@ def span_attention_bwd(
     partial_dtype = q.dtype if splits == 1 else torch.float32
     dk = torch.empty((splits, *k.shape), dtype=partial_dtype, device=k.device)
     dv = torch.empty((splits, *v.shape), dtype=partial_dtype, device=v.device)
-    tma = heads == heads_padded and tma_usable(arch, q, grad_out)
+    tma = heads == heads_padded and tma_usable(arch, q, whole=grad_out)
     if tma:
         descriptors = (
             head_tiles(q, block_q, heads, d1), head_tiles(q, block_q, heads, d2 or d1),
@@ -469,7 +455,7 @@ def span_attention_bwd(
     else:
         descriptors = (q, q, grad_out)
     _span_bwd_dkdv_kernel[(tiles, batch * groups, splits)](
-        q, k, v, *descriptors, grad_out, lse, delta, gate_arg, dk, dv, cu_q_arg, cu_k_arg, sq,
+        q, k, v, *descriptors, grad_out, lse, delta, dk, dv, cu_q_arg, cu_k_arg, sq,
         sk, groups, heads, k_rows, q_start, span.a, span.b, softmax_scale, scale_log2,
         BLOCK_Q=block_q, BLOCK_N=block_n, TMA=tma, num_warps=warps, num_stages=stages, **common,
     )  # fmt: skip

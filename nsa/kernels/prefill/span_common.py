@@ -52,42 +52,48 @@ def sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN: tl.constexpr):
 
 
 @triton.jit
+def load_rows(
+    X, XD, first_key, n0, live, group, G, offs,
+    WIDTH: tl.constexpr, BEGIN: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys n0 .. n0 + BLOCK_N of one group of X [.., G, WIDTH], columns `offs` (from BEGIN on).
+
+    Rows that are not live read as 0; columns past WIDTH too where PADDED. Tiles that need no mask
+    go through the descriptor XD where TMA.
+    """
+    if TMA and not MASKED:
+        x = XD.load([(first_key + n0).to(tl.int32), group * WIDTH + BEGIN])
+    else:
+        row = ((first_key + n0 + tl.arange(0, BLOCK_N)).to(tl.int64) * G + group)[:, None]
+        at = X + row * WIDTH + offs[None, :]
+        if MASKED:
+            x = tl.load(at, mask=live[:, None] & (offs < WIDTH)[None, :], other=0.0)
+        elif PADDED:
+            x = tl.load(at, mask=(offs < WIDTH)[None, :], other=0.0)
+        else:
+            x = tl.load(at)
+    return x
+
+
+@triton.jit
 def load_kv(
     K, V, KD, KD2, VD, first_key, n0, live, group, G, offs_d, offs_d2, offs_dv,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_D2: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys n0 .. n0 + BLOCK_N of K (two parts of its width) and V; those not live read as 0.
-
-    Tiles that need no mask go through the descriptors where TMA.
-    """
-    if TMA and not MASKED:
-        at = (first_key + n0).to(tl.int32)
-        k = KD.load([at, group * D])
-        if BLOCK_D2 > 0:
-            k2 = KD2.load([at, group * D + BLOCK_D])
-        else:
-            k2 = k
-        v = VD.load([at, group * DV])
+    """A tile of K (two parts of its width) and V, see load_rows."""
+    k = load_rows(
+        K, KD, first_key, n0, live, group, G, offs_d, D, 0, BLOCK_D > D, BLOCK_N, TMA, MASKED
+    )
+    if BLOCK_D2 > 0:
+        k2 = load_rows(
+            K, KD2, first_key, n0, live, group, G, offs_d2, D, BLOCK_D, BLOCK_D + BLOCK_D2 > D,
+            BLOCK_N, TMA, MASKED,
+        )  # fmt: skip
     else:
-        row = ((first_key + n0 + tl.arange(0, BLOCK_N)).to(tl.int64) * G + group)[:, None]
-        if MASKED:
-            seen = live[:, None]
-            k = tl.load(K + row * D + offs_d[None, :], mask=seen & (offs_d < D)[None, :], other=0.0)
-            v = tl.load(
-                V + row * DV + offs_dv[None, :], mask=seen & (offs_dv < DV)[None, :], other=0.0
-            )
-        else:
-            if BLOCK_D + BLOCK_D2 > D and BLOCK_D2 == 0:
-                k = tl.load(K + row * D + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
-            else:
-                k = tl.load(K + row * D + offs_d[None, :])
-            v = tl.load(V + row * DV + offs_dv[None, :], mask=(offs_dv < DV)[None, :], other=0.0)
-        if BLOCK_D2 > 0:
-            k2 = tl.load(
-                K + row * D + offs_d2[None, :], mask=live[:, None] & (offs_d2 < D)[None, :],
-                other=0.0,
-            )  # fmt: skip
-        else:
-            k2 = k
+        k2 = k
+    v = load_rows(
+        V, VD, first_key, n0, live, group, G, offs_dv, DV, 0, BLOCK_DV > DV, BLOCK_N, TMA, MASKED
+    )
     return k, k2, v

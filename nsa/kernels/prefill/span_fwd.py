@@ -94,7 +94,7 @@ def _span_fwd_kernel(
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k, k2, v = load_kv(
             K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, TMA, False,
+            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, False,
         )  # fmt: skip
         acc, m_i, l_i = _span_fwd_step(
             acc, m_i, l_i, q, q2, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2, False, PRECISION
@@ -104,7 +104,7 @@ def _span_fwd_kernel(
             offs_n = n0 + tl.arange(0, BLOCK_N)
             k, k2, v = load_kv(
                 K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
-                D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, TMA, True,
+                D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
             )  # fmt: skip
             acc, m_i, l_i = _span_fwd_step(
                 acc, m_i, l_i, q, q2, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2, True,
@@ -114,7 +114,7 @@ def _span_fwd_kernel(
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k, k2, v = load_kv(
             K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, TMA, True,
+            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
         )  # fmt: skip
         acc, m_i, l_i = _span_fwd_step(
             acc, m_i, l_i, q, q2, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2, True, PRECISION
@@ -178,7 +178,7 @@ def span_attention_fwd(
     block_q = max(rows // heads_padded, 1)
     d1, d2 = split_dim(dim)
     grid = (triton.cdiv(sq, block_q), batch * groups)
-    tma = tma_usable(arch, k, v)
+    tma = tma_usable(arch, k, whole=v)
     _span_fwd_kernel[grid](
         q, k, v, *kv_tiles(k, v, block_n, tma), out, lse, cu_q if varlen else lse,
         cu_k if varlen else lse,
