@@ -6,14 +6,17 @@ Standard library only. A row that would claim a number without its proof cannot 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
+import fcntl
 import io
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,18 +38,39 @@ def _plain(value: Any) -> Any:
     return value
 
 
+_emitting = threading.Lock()
+
+
 def emit(kind: str, row: Mapping[str, Any]) -> None:
     """Send one row to the runner: a JSON line on the descriptor NSA_RESULT_FD, else nothing.
 
-    NaN and infinities become null. Raises TypeError for values that JSON cannot hold.
+    NaN and infinities become null. Raises TypeError for values that JSON cannot hold. Several
+    processes and threads may share the descriptor: a pipe takes only PIPE_BUF bytes (4096) in one
+    piece, so a lock keeps longer rows whole.
     """
     fd = os.environ.get("NSA_RESULT_FD")
     if not fd:
         return
     line = json.dumps({"kind": kind, **_plain(row)}, allow_nan=False) + "\n"
     data = line.encode()
-    while data:
-        data = data[os.write(int(fd), data) :]
+    with _emitting, _whole(int(fd)):
+        while data:
+            data = data[os.write(int(fd), data) :]
+
+
+@contextlib.contextmanager
+def _whole(fd: int) -> Iterator[None]:
+    """The descriptor for this process alone. A POSIX lock ends with its process, however it ends;
+    it excludes processes, not threads."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+    except OSError:  # something that cannot be locked: rows up to PIPE_BUF stay whole all the same
+        yield
+        return
+    try:
+        yield
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
 def out_dir() -> Path | None:

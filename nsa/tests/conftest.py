@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Iterator
 
@@ -87,9 +88,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     shard = config.getoption("--shard")
     if not shard:
         return
-    index, count = (int(x) for x in shard.split("/"))
-    if not 0 <= index < count:
+    match = re.fullmatch(r"(\d+)/(\d+)", shard)
+    if not match or not int(match[1]) < int(match[2]):
         raise pytest.UsageError(f"--shard must be I/N with 0 <= I < N, got {shard}")
+    index, count = int(match[1]), int(match[2])
     keep = [x for x in items if zlib.crc32(x.nodeid.encode()) % count == index]
     config.hook.pytest_deselected(items=[x for x in items if x not in keep])
     items[:] = keep

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 TAG = "ONESHOT_TAG"  # environment variable that a stage and all its descendants carry
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def die_with_parent() -> None:
+    """In a child before exec: end when the parent is killed, instead of holding the GPU."""
+    if _LIBC is not None:
+        pr_set_pdeathsig = 1
+        _LIBC.prctl(pr_set_pdeathsig, int(signal.SIGKILL))
 
 
 def _stat(pid: int) -> tuple[int, str] | None:
@@ -18,6 +30,11 @@ def _stat(pid: int) -> tuple[int, str] | None:
         return None
     fields = text[text.rfind(")") + 2 :].split()
     return None if fields[0] in ("Z", "X") else (int(fields[1]), fields[19])
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that has ended, whether anybody waited for it or not."""
+    return _stat(pid) is not None
 
 
 class Family:

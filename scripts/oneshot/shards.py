@@ -17,9 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from typing import IO
 
+from scripts.oneshot.processes import die_with_parent, is_running
+
 MOST = 6
+GRACE_S = 1.5  # for the stacks; the supervisor kills 3 s after its SIGABRT
 TESTS_PER_GIB = 0.25  # one process per 4 GiB of host memory
 
 
@@ -34,44 +38,52 @@ def default_shards() -> int:
 
 
 def combined(codes: list[int]) -> int:
-    """One exit code for all: a failed test, then anything unusual, then success, then no tests."""
+    """One exit code for all: a failed test, then the worst (a signal is 128 + its number), then
+    success, then no tests."""
     if 1 in codes:
         return 1
     odd = [c for c in codes if c not in (0, 5)]
     if odd:
-        return odd[0]
+        return max(odd)
     return 0 if 0 in codes else 5
 
 
 def run(n: int, command: list[str]) -> int:
     children: list[tuple[subprocess.Popen, IO[bytes]]] = []
-    fd = os.environ.get("NSA_RESULT_FD")
-    for i in range(n):
-        output = tempfile.TemporaryFile()
-        child = subprocess.Popen(
-            [sys.executable, "-m", *command, "--shard", f"{i}/{n}"], stdout=output,
-            stderr=subprocess.STDOUT, pass_fds=[int(fd)] if fd else [],
-        )  # fmt: skip
-        children.append((child, output))
+    shown: set[int] = set()
 
     def show(i: int) -> None:
         child, output = children[i]
+        shown.add(i)
         output.seek(0)
         print(f"== share {i + 1} of {n}: exit code {child.poll()}", flush=True)
         sys.stdout.buffer.write(output.read())
         sys.stdout.flush()
 
-    def on_abort(_number: int, _frame: object) -> None:
-        """Out of time: every child writes its stacks, then the stage ends as if by SIGABRT."""
+    def on_signal(number: int, _frame: object) -> None:
+        """Pass the signal on (at SIGABRT a child writes its stacks) and leave nobody behind."""
         for child, _ in children:
-            if child.poll() is None:
-                child.send_signal(signal.SIGABRT)
-        time.sleep(1.0)
-        for i in range(n):
-            show(i)
-        os._exit(128 + signal.SIGABRT)
+            child.send_signal(number)
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and any(is_running(c.pid) for c, _ in children):
+            time.sleep(0.02)
+        for child, _ in children:
+            child.kill()
+        for i in set(range(len(children))) - shown:
+            with suppress(RuntimeError, OSError):  # when the signal came in the midst of a show()
+                show(i)
+        os._exit(128 + number)
 
-    signal.signal(signal.SIGABRT, on_abort)
+    for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    fd = os.environ.get("NSA_RESULT_FD")
+    for i in range(n):
+        output = tempfile.TemporaryFile()
+        child = subprocess.Popen(
+            [sys.executable, "-m", *command, "--shard", f"{i}/{n}"], stdout=output,
+            stderr=subprocess.STDOUT, pass_fds=[int(fd)] if fd else [], preexec_fn=die_with_parent,
+        )  # fmt: skip
+        children.append((child, output))
     codes = []
     for i, (child, _) in enumerate(children):
         codes.append(child.wait())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,7 +17,7 @@ from scripts.oneshot.capture import StageLog, cause_of
 from scripts.oneshot.journal import utc_now
 from scripts.oneshot.judge import Judgement, Status, judge
 from scripts.oneshot.model import Stage, StageResult
-from scripts.oneshot.processes import TAG, Family
+from scripts.oneshot.processes import TAG, Family, die_with_parent
 from scripts.oneshot.redact import ALLOWED_VARIABLES, SECRET_NAME, Redactor
 from scripts.oneshot.rows import RowError, parse_row, test_counts
 
@@ -35,16 +33,6 @@ _PASSED_ON = frozenset(
     " CPATH C_INCLUDE_PATH LIBRARY_PATH NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES"
     " MKL_NUM_THREADS OPENBLAS_NUM_THREADS MPLCONFIGDIR SYSTEMROOT".split()
 )
-
-
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def _die_with_supervisor() -> None:
-    """In the child: end when the supervisor is killed, instead of holding the GPU for ever."""
-    if _LIBC is not None:
-        pr_set_pdeathsig = 1
-        _LIBC.prctl(pr_set_pdeathsig, int(signal.SIGKILL))
 
 
 class Stop:
@@ -194,7 +182,7 @@ class _Child:
                 expand(stage.argv, context.python, context.out),
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 start_new_session=True, pass_fds=(rows_write,), env=env, cwd=context.root,
-                preexec_fn=_die_with_supervisor,
+                preexec_fn=die_with_parent,
             )  # fmt: skip
         except OSError:
             os.close(rows_read)

@@ -1,0 +1,226 @@
+"""Do shares of a test command cover it once, report unbroken rows, and end together?"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from nsa.tests import conftest
+from scripts.oneshot import shards
+from scripts.oneshot.processes import is_running
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def reader(fd):
+    """All bytes of a pipe, gathered meanwhile; call the result to get them."""
+    parts = []
+
+    def read():
+        with os.fdopen(fd, "rb") as pipe:
+            parts.extend(iter(lambda: pipe.read1(1 << 16), b""))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+
+    def finish():
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "somebody still holds the pipe"
+        return b"".join(parts)
+
+    return finish
+
+
+def start(n, *command, **env):
+    """`shards` on a pipe: (process, all rows once it has ended)."""
+    read, write = os.pipe()
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.oneshot.shards", "-n", str(n), "pytest", "-q",
+         "-p", "nsa.tests.conftest", "-p", "no:cacheprovider", *map(str, command)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, pass_fds=[write],
+        env={**clean, "NSA_RESULT_FD": str(write), "PYTHONFAULTHANDLER": "1", **env},
+    )  # fmt: skip
+    os.close(write)
+    return process, reader(read)
+
+
+# ---- which tests ---------------------------------------------------------------------------------
+
+
+def shared(names, shard):
+    items = [SimpleNamespace(nodeid=name) for name in names]
+    gone = []
+    config = SimpleNamespace(
+        getoption=lambda _: shard,
+        hook=SimpleNamespace(pytest_deselected=lambda items: gone.extend(items)),
+    )
+    conftest.pytest_collection_modifyitems(config, items)
+    assert len(items) + len(gone) == len(names)
+    return [x.nodeid for x in items]
+
+
+def test_shares_are_disjoint_and_complete():
+    names = [f"nsa/tests/test_x.py::test_{i}[{i % 7}-bf16]" for i in range(200)]
+    assert shared(names, None) == names
+    for n in (1, 2, 3, 6):
+        shares = [shared(names, f"{i}/{n}") for i in range(n)]
+        assert sorted(sum(shares, [])) == sorted(names)
+        assert all(len(share) > 200 / n / 2 for share in shares), "a share is nearly empty"
+        assert shares == [shared(names, f"{i}/{n}") for i in range(n)]
+
+
+@pytest.mark.parametrize("shard", ["3/3", "-1/3", "x", "1", "1/0"])
+def test_a_share_that_is_none_is_a_usage_error(shard):
+    with pytest.raises(pytest.UsageError, match="--shard must be I/N"):
+        shared(["a"], shard)
+
+
+@pytest.mark.parametrize(
+    ("codes", "one"),
+    [
+        ([0, 0], 0), ([0, 5], 0), ([5, 5], 5), ([0, 1, 139], 1), ([5, 1], 1), ([0, 2, 139], 139),
+        ([139, 2], 139), ([4, 5], 4), ([3, 0], 3),
+    ],
+)  # fmt: skip
+def test_exit_codes_combine(codes, one):
+    assert shards.combined(codes) == one
+
+
+@pytest.mark.parametrize("argv", [["-n", "2"], ["echo", "x"], ["-n", "-1", "pytest"]])
+def test_usage(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        shards.main(argv)
+    assert stop.value.code == 2 and "pytest ARGUMENTS" in capsys.readouterr().err
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+EMITTER = """
+import sys
+from bench.records import emit
+for i in range(40):
+    emit("note", {"level": "info", "text": sys.argv[1] * 30_000, "i": i})
+    emit("note", {"level": "info", "text": "short", "i": i})
+"""
+
+
+def test_rows_longer_than_a_pipe_takes_at_once_stay_whole():
+    read, write = os.pipe()
+    finish = reader(read)
+    env = {**os.environ, "NSA_RESULT_FD": str(write)}
+    children = [
+        subprocess.Popen([sys.executable, "-c", EMITTER, name], pass_fds=[write], env=env, cwd=ROOT)
+        for name in "abcd"
+    ]
+    os.close(write)
+    assert [child.wait(timeout=60) for child in children] == [0] * 4
+    rows = [json.loads(line) for line in finish().splitlines()]
+    long = [(row["text"][0], row["i"]) for row in rows if len(row["text"]) == 30_000]
+    assert sorted(long) == [(name, i) for name in "abcd" for i in range(40)]
+    assert len(rows) == 2 * len(long) and all(len(set(row["text"])) in (1, 5) for row in rows)
+
+
+CASES = """
+import pytest
+from bench.records import emit
+
+@pytest.mark.parametrize("i", range(12))
+def test_good(i):
+    emit("parity", {"case": f"c{i}", "status": "PASS", "filler": "y" * 20_000})
+
+def test_bad():
+    assert False, "as it should"
+"""
+
+
+def test_every_test_reports_once_and_a_failure_counts(tmp_path):
+    path = tmp_path / "test_cases.py"
+    path.write_text(CASES)
+    process, finish = start(3, path)
+    console, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, console
+    rows = [json.loads(line) for line in finish().splitlines()]
+    tests = {row["nodeid"].split("::")[1]: row["outcome"] for row in rows if row["kind"] == "test"}
+    assert len(tests) == 13 == sum(row["kind"] == "test" for row in rows)
+    assert tests.pop("test_bad") == "failed" and set(tests.values()) == {"passed"}
+    assert {row["case"] for row in rows if row["kind"] == "parity"} == {f"c{i}" for i in range(12)}
+    assert [f"== share {i} of 3" in console for i in (1, 2, 3)] == [True] * 3
+    assert "as it should" in console
+
+
+def test_a_command_without_tests_says_so(tmp_path):
+    (tmp_path / "test_cases.py").write_text(CASES)
+    process, finish = start(2, tmp_path / "test_cases.py", "-k", "nothing_of_that_name")
+    process.communicate(timeout=120)
+    assert process.returncode == 5 and finish() == b""
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+SLEEPERS = """
+import os, pathlib, signal, time
+import pytest
+
+@pytest.mark.parametrize("i", range(8))
+def test_sleeps(i):
+    if os.environ.get("DEAF"):
+        signal.signal(signal.SIGABRT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (pathlib.Path(__file__).parent / f"pid{os.getpid()}").touch()
+    time.sleep(120)
+"""
+
+
+def sleeping(folder, **env):
+    """Two shares that sleep: (process, the rows, the pids of the shares)."""
+    path = folder / "test_sleepers.py"
+    path.write_text(SLEEPERS)
+    process, finish = start(2, path, **env)
+    deadline = time.monotonic() + 60
+    while len(pids := [int(p.name[3:]) for p in folder.glob("pid*")]) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    return process, finish, pids
+
+
+def gone(pids, limit_s=3.0):
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and any(map(is_running, pids)):
+        time.sleep(0.05)
+    return not any(map(is_running, pids))
+
+
+def test_sigabrt_prints_the_stacks_of_all_and_ends_all(tmp_path):
+    process, finish, pids = sleeping(tmp_path)
+    process.send_signal(signal.SIGABRT)
+    console, _ = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGABRT
+    assert console.count("in test_sleeps") == 2, console
+    assert gone(pids) and finish() == b""
+
+
+def test_a_share_that_is_deaf_to_signals_is_killed(tmp_path):
+    process, _, pids = sleeping(tmp_path, DEAF="1")
+    t0 = time.monotonic()
+    process.send_signal(signal.SIGABRT)
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGABRT and gone(pids)
+    assert time.monotonic() - t0 < 3.0, "the supervisor kills the group after three seconds"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_no_share_outlives_a_killed_command(tmp_path):
+    process, finish, pids = sleeping(tmp_path)
+    process.kill()
+    process.communicate(timeout=20)
+    assert gone(pids) and finish() == b""
