@@ -108,8 +108,8 @@ def test_usage(argv, capsys):
 EMITTER = """
 import sys
 from bench.records import emit
-for i in range(40):
-    emit("note", {"level": "info", "text": sys.argv[1] * 30_000, "i": i})
+for i in range(8):
+    emit("note", {"level": "info", "text": sys.argv[1] * 100_000, "i": i})  # more than a pipe holds
     emit("note", {"level": "info", "text": "short", "i": i})
 """
 
@@ -125,8 +125,8 @@ def test_rows_longer_than_a_pipe_takes_at_once_stay_whole():
     os.close(write)
     assert [child.wait(timeout=60) for child in children] == [0] * 4
     rows = [json.loads(line) for line in finish().splitlines()]
-    long = [(row["text"][0], row["i"]) for row in rows if len(row["text"]) == 30_000]
-    assert sorted(long) == [(name, i) for name in "abcd" for i in range(40)]
+    long = [(row["text"][0], row["i"]) for row in rows if len(row["text"]) == 100_000]
+    assert sorted(long) == [(name, i) for name in "abcd" for i in range(8)]
     assert len(rows) == 2 * len(long) and all(len(set(row["text"])) in (1, 5) for row in rows)
 
 
