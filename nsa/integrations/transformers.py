@@ -1,0 +1,186 @@
+"""NSA as an attention implementation of Hugging Face Transformers, by the name "nsa".
+
+    from nsa.integrations.transformers import add_nsa_parameters, register
+
+    register()
+    config = LlamaConfig(..., nsa={"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "window": 512})
+    model = LlamaForCausalLM._from_config(config, attn_implementation="nsa")
+    add_nsa_parameters(model)   # learnable compression and gates; before the optimizer is made
+
+Any decoder model whose attention goes through AttentionInterface will do (LLaMA, Qwen, ...). The
+model has one key and one value projection per layer, so the three branches share them; the paper
+gives each its own (section 3.3.3). Without add_nsa_parameters compression is mean pooling and every
+gate is 1/3: nothing is learnt for NSA, and no weight is added. A model that was trained dense needs
+training before it is of use.
+
+generate() works with the default (dynamic) cache, which keeps keys and values: every step
+compresses all of them again. Decode with nsa.NSALanguageModel and its cache where speed counts.
+Padding on either side is cut away and sequences then run one by one. Packed sequences are refused
+where Transformers tells them apart (without a cache). Checked with Transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from nsa.attention import nsa_attention
+from nsa.compress import make_compression, mean_pool
+from nsa.module import GateMLP
+
+NAME = "nsa"
+SIZES = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "n_init": 1, "n_local": 2, "window": 512}
+
+
+def register() -> None:
+    """Make attn_implementation="nsa" known to Transformers."""
+    AttentionInterface.register(NAME, nsa_attention_forward)
+    AttentionMaskInterface.register(NAME, nsa_mask)
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """The sizes, and the backend if given, of a model's config.nsa over SIZES.
+
+    Raises ValueError for a name that is none of SIZES or "backend".
+    """
+    given = dict(getattr(config, "nsa", None) or {})
+    unknown = set(given) - set(SIZES) - {"backend"}
+    if unknown:
+        allowed = ", ".join([*SIZES, "backend"])
+        raise ValueError(f"config.nsa must hold some of {allowed}, got {sorted(unknown)[0]!r}")
+    return {**SIZES, **given}
+
+
+class NSAParameters(nn.Module):
+    """What NSA learns in one attention layer: phi of keys and values (Eq. 7) and the gates (Eq. 5).
+
+    Gates come from the layer's input, which the attention function does not see: a hook on the
+    layer computes them before each forward pass.
+    """
+
+    def __init__(self, dim: int, heads: int, d_k: int, d_v: int, l: int, d: int, phi: str) -> None:
+        super().__init__()
+        self.gate = GateMLP(dim, heads)
+        self.phi_k = make_compression(phi, d_k, l, d)
+        self.phi_v = make_compression(phi, d_v, l, d)
+        self.gates: Tensor | None = None
+
+    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.gates = self.gate(args[0] if args else kwargs["hidden_states"])
+
+
+def add_nsa_parameters(model: PreTrainedModel, phi: str = "mlp") -> list[NSAParameters]:
+    """Give every attention layer of `model` learnable compression and gates, as layer.nsa.
+
+    They are part of the model's parameters and state dict (`...self_attn.nsa.*`); to load them,
+    call this on the new model before load_state_dict. phi: "mlp" or "mean". Raises ValueError for a
+    model without an attention layer of the LLaMA kind, or one that has them already.
+    """
+    layers = [m for m in model.modules() if hasattr(m, "q_proj") and hasattr(m, "k_proj")]
+    if not layers:
+        raise ValueError(
+            f"model must have attention layers with q_proj and k_proj, got {type(model).__name__}"
+        )
+    sizes, added = settings(model.config), []
+    for layer in layers:
+        if hasattr(layer, "nsa"):
+            raise ValueError("model must not have NSA parameters yet, it has")
+        width = layer.head_dim
+        heads = layer.q_proj.out_features // width
+        part = NSAParameters(
+            layer.q_proj.in_features, heads, width, width, sizes["l"], sizes["d"], phi
+        )
+        layer.nsa = part.to(layer.q_proj.weight)
+        layer.register_forward_pre_hook(part.before, with_kwargs=True)
+        added.append(part)
+    return added
+
+
+def nsa_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
+    mask_function: Any = causal_mask_function, attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
+    """The padding mask [B, kv_length] if any token is padding, else None: NSA is causal itself."""
+    if mask_function is not causal_mask_function:
+        raise NotImplementedError(
+            "nsa takes plain causal attention only: no sliding or chunked layers, no sequences "
+            "packed by position_ids, no bidirectional attention"
+        )
+    if kv_offset or int(q_offset) + q_length != kv_length:
+        raise NotImplementedError(
+            f"nsa takes a dynamic cache only: got {kv_length} keys for {q_length} queries at "
+            f"{int(q_offset)}"
+        )
+    if attention_mask is None or bool(attention_mask[:, -kv_length:].all()):
+        return None
+    return attention_mask[:, -kv_length:]
+
+
+def nsa_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The attention function: query [B, HQ, S, D], key and value [B, G, N, D] -> [B, S, HQ, D].
+
+    The queries are the last S of the N positions. Raises NotImplementedError for what NSA lacks:
+    dropout, sliding windows of the model's own, soft caps, attention sinks, 4-D masks.
+    """
+    if dropout:
+        raise NotImplementedError(f"nsa has no attention dropout, got dropout={dropout}")
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"nsa does not take {name}, got {kwargs[name]!r}")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise NotImplementedError(
+            f"nsa takes a padding mask [B, N], got attention_mask {list(attention_mask.shape)}"
+        )
+    how = settings(module.config)
+    how["softmax_scale"] = scaling
+    learnt: NSAParameters | None = getattr(module, "nsa", None)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if learnt is None:
+        gates = q.new_full((*q.shape[:-1], 3), 1 / 3)
+    else:
+        gates, learnt.gates = learnt.gates, None
+    if attention_mask is None:
+        return _attend(q, k, v, gates, learnt, how), None
+    S, N = q.shape[1], k.shape[1]
+    # Padding rows give 0; tokens of one sequence must be neighbours.
+    out = []
+    for b, real in enumerate(attention_mask.bool()):
+        at = real.nonzero().flatten()
+        if not len(at):
+            out.append(q[b : b + 1] * 0)
+            continue
+        first, end = int(at[0]), int(at[-1]) + 1
+        if end - first != len(at):
+            raise NotImplementedError(
+                f"nsa takes padding before or after a sequence, got it inside sequence {b}"
+            )
+        low = max(first, N - S)  # the first real query's position
+        rows = slice(low - (N - S), max(low, end) - (N - S))
+        part = slice(first, end)
+        mine = _attend(
+            q[b : b + 1, rows], k[b : b + 1, part], v[b : b + 1, part], gates[b : b + 1, rows],
+            learnt, how,
+        )  # fmt: skip
+        pad = (0, 0, 0, 0, rows.start, S - rows.stop)
+        out.append(nn.functional.pad(mine, pad))
+    return torch.cat(out), None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, learnt: NSAParameters | None,
+    how: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """NSA of the last S of N positions, all branches on the same keys and values."""
+    if learnt is None:
+        k_cmp, v_cmp = (mean_pool(x, how["l"], how["d"]) for x in (k, v))
+    else:
+        k_cmp, v_cmp = learnt.phi_k(k), learnt.phi_v(v)
+    return nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, q_start=k.shape[1] - q.shape[1], **how)
