@@ -242,7 +242,10 @@ def read_csv(path: str | Path) -> list[dict[str, str]]:
     """The rows of a CSV as text. Raises ValueError when there is no header or a row is cut."""
     with open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file, restkey="_more")
-        header, rows = reader.fieldnames, list(reader)
+        try:
+            header, rows = reader.fieldnames, list(reader)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is no CSV: {error}") from None
     if not header:
         raise ValueError(f"{path} has no header line")
     for number, row in enumerate(rows, 2):

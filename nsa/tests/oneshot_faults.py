@@ -208,6 +208,14 @@ def fault_flood() -> int:
     return 0
 
 
+def fault_chatty() -> int:
+    """200 KiB of output."""
+    passed()
+    for i in range(3000):
+        print(f"line {i} " + "y" * 60)
+    return 0
+
+
 def fault_junk_rows() -> int:
     """A good result and lines on the result channel that are no rows."""
     passed()
@@ -278,7 +286,9 @@ def fault_plant_names() -> int:
     passed()
     out = Path(os.environ["NSA_OUT_DIR"])
     for name, text in CANARIES.items():
-        safe = text.replace("/", "_").replace("\n", "_")[:120]
+        if "/" in text or "\n" in text:  # no name of a file
+            continue
+        safe = text[:120]
         (out / f"{safe}.csv").write_text("a\n1\n")
         (out / f"sub {safe}").mkdir()
         (out / f"sub {safe}" / f"{name}.txt").write_text("x\n")

@@ -106,7 +106,7 @@ class StageLog:
             self._left_out += 1
 
     def _put(self, text: str) -> None:
-        if self._file is None:
+        if self._file is None or self.lost_to_disk:  # what is freed now is for the verdict
             self.lost_to_disk += 1
             return
         try:

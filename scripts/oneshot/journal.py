@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import tempfile
 import time
@@ -41,6 +42,40 @@ def write_atomic(path: Path, text: str) -> None:
 
 def dumps(value: Any) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return value
+
+
+def _constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+MAX_DEPTH = 80
+
+
+def parse_json(data: bytes | str) -> Any:
+    """JSON that may come from anywhere: no NaN, no infinity, not nested deeper than MAX_DEPTH.
+
+    Raises ValueError.
+    """
+    try:
+        value = json.loads(data, parse_float=_float, parse_constant=_constant)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
+    brackets = ("[", "{") if isinstance(data, str) else (b"[", b"{")
+    if sum(map(data.count, brackets)) > MAX_DEPTH:
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            level = [v for item in level if isinstance(item, (dict, list))
+                     for v in (item.values() if isinstance(item, dict) else item)]  # fmt: skip
+        if level:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    return value
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -93,8 +128,13 @@ class Ballast:
 class Journal:
     """events.jsonl: one event per line, appended and flushed; fsynced at the edges of a stage."""
 
-    def __init__(self, path: Path, clean: Callable[[Any], Any] | None = None) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        clean: Callable[[Any], Any] | None = None,
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.path, self._make_room = path, make_room
         self.started = time.monotonic()
         self.lost = 0  # events that did not fit on the disk
         self._clean = clean or (lambda value: value)
@@ -109,6 +149,14 @@ class Journal:
         event = self._clean({"seq": self._seq, "t": utc_now(), "m": elapsed, "ev": ev, **fields})
         line = dumps(event)
         data = (line + "\n").encode("utf-8", "replace")
+        while not self._written(data, sync):
+            if not self._make_room():
+                self.lost += 1
+                break
+        return json.loads(line)
+
+    def _written(self, data: bytes, sync: bool) -> bool:
+        """Append `data` as a whole, or leave the journal as it was."""
         end = os.fstat(self._fd).st_size
         try:
             while data:
@@ -116,10 +164,10 @@ class Journal:
             if sync:
                 os.fsync(self._fd)
         except OSError:
-            self.lost += 1
             with suppress(OSError):
                 os.ftruncate(self._fd, end)  # no half line in the middle of the journal
-        return json.loads(line)
+            return False
+        return True
 
     def close(self) -> None:
         with suppress(OSError):
@@ -136,9 +184,9 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         return events
     for line in data.split(b"\n"):
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:
             continue
-        if isinstance(event, dict) and "ev" in event:
+        if isinstance(event, dict) and isinstance(event.get("ev"), str):
             events.append(event)
     return events

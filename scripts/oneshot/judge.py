@@ -207,7 +207,8 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         cap, full = record.device.get("power_limit_w"), record.device.get("power_default_w")
         capped = is_number(cap) and is_number(full) and cap < full
         parts.append(f"{device} (capped {cap:g}/{full:g} W)" if capped else str(device))
-    versions = record.env.get("python", {}) if isinstance(record.env, dict) else {}
+    versions = record.env.get("python")
+    versions = versions if isinstance(versions, dict) else {}  # or "<probe failed: ...>"
     names = [
         f"{n} {versions[n]}"
         for n in ("torch", "triton")

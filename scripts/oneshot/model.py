@@ -26,12 +26,13 @@ journal gives. The shape of `bundle.json` (schema `nsa.gpu-report/1`), `RunRecor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from scripts.oneshot import judge
 from scripts.oneshot.judge import Status
-from scripts.oneshot.rows import is_number, test_counts
+from scripts.oneshot.rows import is_number, is_row, test_counts
 
 SCHEMA = "nsa.gpu-report/1"
 
@@ -123,9 +124,44 @@ class StageResult:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StageResult:
+        """A result as `to_json` gave it; unknown keys are ignored, wrong types a TypeError."""
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        for name, value in known.items():
+            check_type(name, value, _RESULT.get(name, (str, type(None))))
+        for name in ("argv", "env", "counts"):
+            values = known.get(name) or ()
+            for value in values.values() if isinstance(values, dict) else values:
+                check_type(name, value, int if name == "counts" else str)
         known["argv"] = tuple(known.get("argv") or ())
         return cls(**known)
+
+
+_NUMBER = (int, float)
+_MAYBE = (int, float, type(None))
+_RESULT: dict[str, Any] = {
+    "id": str, "title": str, "status": str, "group": str, "rc": _MAYBE, "wall_s": _NUMBER,
+    "timeout_s": _NUMBER, "attempt": int, "start_s": _MAYBE, "first_call_ms": _MAYBE,
+    "peak_vram_mib": _MAYBE, "required": bool, "flaky": bool, "half_size": bool,
+    "argv": (list, tuple), "env": dict, "counts": dict,
+}  # fmt: skip
+_TEXT = (str, type(None))
+_FACTS: dict[str, Any] = {
+    "run_id": str, "profile": str, "scope": str, "argv": list, "git": dict, "device": dict,
+    "env": dict, "env_fingerprint": _TEXT, "doctor": list, "plan": list, "price_per_hour": _MAYBE,
+    "partial": _TEXT, "started": _TEXT,
+}  # fmt: skip
+
+
+def check_type(name: str, value: Any, wanted: Any) -> None:
+    """TypeError unless `value` is of the types `wanted`; of a list of objects each has its id."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name} is a {type(value).__name__}")
+    key = {"plan": "id", "doctor": "level"}.get(name)
+    for item in value if key else ():
+        if not isinstance(item, dict) or not isinstance(item.get(key), str):
+            raise TypeError(f"{name} holds something else than objects with {key!r}")
+        if name == "plan":
+            StageResult.from_json({"status": "PASS", **item})
 
 
 @dataclass
@@ -163,29 +199,20 @@ class RunRecord:
         if is_number(event.get("m")):
             self.monotonic_s = event["m"]
         if kind in ("run_start", "facts"):
-            names = (
-                "run_id",
-                "profile",
-                "scope",
-                "argv",
-                "git",
-                "device",
-                "env",
-                "env_fingerprint",
-                "doctor",
-                "plan",
-                "price_per_hour",
-                "partial",
-                "started",
-            )
-            for name in names:
+            for name, wanted in _FACTS.items():
                 if name in event:
-                    setattr(self, name, event[name])
+                    check_type(name, event[name], wanted)
+            for name in set(_FACTS) & set(event):
+                setattr(self, name, event[name])
         elif kind == "stage_start":
+            check_type("stage", event["stage"], str)
             self.running = dict(event)
             self.rows[event["stage"]] = []  # a second attempt speaks for the stage alone
         elif kind == "row":
             row = event["row"]
+            check_type("stage", event["stage"], str)
+            if not is_row(row):
+                raise ValueError("a row without the fields of its kind")
             if row["kind"] == "health":
                 self.health = {k: v for k, v in row.items() if k != "kind"}
             elif row["kind"] == "recommend":
@@ -204,17 +231,21 @@ class RunRecord:
             stage = event.get("stage")
             self.run_notes.append({"level": level, "text": event.get("text", ""), "stage": stage})
         elif kind == "redaction":
+            check_type("summary", event["summary"], dict)
             self.redaction = dict(event["summary"])
         elif kind == "run_end":
-            self.ended = event.get("t")
-            self.ended_by = event.get("ended_by", "normal")
+            check_type("ended_by", event["ended_by"], str)
+            self.ended = str(event.get("t"))
+            self.ended_by = event["ended_by"]
             self.complete = bool(event.get("complete"))
 
     @classmethod
     def replay(cls, events: Iterable[Mapping[str, Any]]) -> RunRecord:
+        """The record of a journal. An event that this program cannot have written is ignored."""
         record = cls()
         for event in events:
-            record.apply(event)
+            with suppress(KeyError, TypeError, ValueError, AttributeError):
+                record.apply(event)
         return record
 
     def stage_results(self) -> list[StageResult]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import lzma
 import os
 import shutil
+import struct
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from scripts.oneshot.journal import dumps, read_events
-from scripts.oneshot.model import SCHEMA, RunRecord
+from scripts.oneshot.journal import dumps, parse_json, read_events
+from scripts.oneshot.model import SCHEMA, RunRecord, StageResult, check_type
 from scripts.oneshot.rows import RowError, parse_row
 
 MAX_MEMBERS = 5000
@@ -30,22 +32,18 @@ class NoBundle(BundleError):
     """There is nothing at the path that could be a bundle."""
 
 
-def no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
 def read_bundle(folder: Path) -> dict[str, Any]:
     """The object of bundle.json. BundleError when it is missing, broken or of another schema."""
     path = folder / "bundle.json"
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise BundleError(f"{path.name} is over {MAX_JSON_BYTES // 2**20} MiB")
-        data = json.loads(path.read_bytes(), parse_constant=no_constant)
+        data = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise BundleError(f"no bundle.json in {folder}") from None
     except OSError as error:
         raise BundleError(f"bundle.json cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         if isinstance(error, BundleError):
             raise
         raise BundleError(f"bundle.json is not valid JSON: {error}") from None
@@ -63,7 +61,36 @@ def rebuild(folder: Path) -> tuple[dict[str, Any], str]:
     events = read_events(folder / "events.jsonl")
     if any(event.get("ev") == "run_start" for event in events):
         return RunRecord.replay(events).to_bundle(), "events.jsonl"
-    return read_bundle(folder), "bundle.json"
+    data = read_bundle(folder)
+    try:
+        check_shape(data)
+    except (TypeError, ValueError, KeyError) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise BundleError(f"bundle.json has not the shape of its schema: {text}") from None
+    return data, "bundle.json"
+
+
+def check_shape(data: dict[str, Any]) -> None:
+    """TypeError, ValueError or KeyError unless `data` has the shape of RunRecord.to_bundle()."""
+    for name, like in RunRecord().to_bundle().items():
+        value = data[name]
+        if isinstance(like, (dict, list)):
+            check_type(name, value, type(like))
+    for name in ("run_id", "profile", "scope", "ended_by"):
+        check_type(name, data[name], str)
+    for name, like in RunRecord().to_bundle()["verdict"].items():
+        check_type(f"verdict.{name}", data["verdict"][name], type(like))
+    for name in ("health", "recommend"):
+        check_type(name, data[name], (dict, type(None)))
+    for name in ("stages", "tests", "parity", "bench", "metrics", "notes", "artifacts", "files"):
+        for item in data[name]:
+            check_type(name, item, dict)
+    for stage in data["stages"]:
+        StageResult.from_json(stage)
+        for name in ("id", "status", "reason", "argv", "env", "counts"):
+            stage[name]
+    for run, stages in data["resumed"].items():
+        check_type(f"resumed.{run}", stages, list)
 
 
 def held_to_rules(rows: Any, kind: str) -> tuple[list[dict[str, Any]], int]:
@@ -122,7 +149,12 @@ def _unpack(archive: Path, target: Path) -> Path:
                 out.parent.mkdir(parents=True, exist_ok=True)
                 with open(out, "xb") as file:
                     shutil.copyfileobj(source, file)
-    except (tarfile.TarError, EOFError, OSError, OverflowError) as error:
+    except BundleError:
+        raise
+    except (
+        tarfile.TarError, EOFError, OSError, OverflowError, ValueError, zlib.error, lzma.LZMAError,
+        struct.error, MemoryError,
+    ) as error:  # fmt: skip
         raise BundleError(f"{archive.name} cannot be unpacked: {error}") from None
     tops = {parts[0] for parts in seen}
     if len(tops) != 1 or not (target / next(iter(tops))).is_dir():

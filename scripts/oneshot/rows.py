@@ -24,11 +24,17 @@ ROW_KINDS = (
 )
 
 
+OUTCOMES = ("passed", "failed", "skipped", "error")
+PARITY_STATUSES = ("PASS", "FAIL", "INVALID")
+BENCH_STATUSES = ("VALID", "UNSTABLE", "INVALID", "SKIPPED", "FAILED")
+
+
 class RowError(ValueError):
     """A line on the result channel that is no row."""
 
 
 _NONFINITE = object()
+MAX_DEPTH = 40
 
 
 def parse_row(line: bytes | str) -> dict[str, Any]:
@@ -43,7 +49,7 @@ def parse_row(line: bytes | str) -> dict[str, Any]:
     row = _finite(row, "", lost)
     if row["kind"] == "test" and (
         not isinstance(row.get("nodeid"), str)
-        or row.get("outcome") not in ("passed", "failed", "skipped", "error")
+        or row.get("outcome") not in OUTCOMES
     ):
         raise RowError("a test row needs nodeid and outcome passed|failed|skipped|error")
     if row["kind"] == "parity":
@@ -53,15 +59,33 @@ def parse_row(line: bytes | str) -> dict[str, Any]:
     return row
 
 
-def _finite(value: Any, path: str, lost: list[str]) -> Any:
+def is_row(row: Any) -> bool:
+    """Has `row` the fields of its kind, as every row that `parse_row` returned has?"""
+    if not isinstance(row, dict) or row.get("kind") not in ROW_KINDS:
+        return False
+    if row["kind"] == "test":
+        return isinstance(row.get("nodeid"), str) and row.get("outcome") in OUTCOMES
+    if row["kind"] == "parity":
+        return isinstance(row.get("case"), str) and row.get("status") in PARITY_STATUSES
+    if row["kind"] == "bench":
+        return isinstance(row.get("case"), str) and row.get("status") in BENCH_STATUSES
+    return True
+
+
+def _finite(value: Any, path: str, lost: list[str], depth: int = 0) -> Any:
     """`value` with every NaN and infinity as None; their paths are appended to `lost`."""
+    if depth > MAX_DEPTH:
+        raise RowError(f"nested deeper than {MAX_DEPTH}")
     if value is _NONFINITE or (isinstance(value, float) and not math.isfinite(value)):
         lost.append(path)
         return None
     if isinstance(value, dict):
-        return {str(k): _finite(v, f"{path}.{k}".lstrip("."), lost) for k, v in value.items()}
+        return {
+            str(k): _finite(v, f"{path}.{k}".lstrip("."), lost, depth + 1)
+            for k, v in value.items()
+        }
     if isinstance(value, list):
-        return [_finite(v, f"{path}[{i}]", lost) for i, v in enumerate(value)]
+        return [_finite(v, f"{path}[{i}]", lost, depth + 1) for i, v in enumerate(value)]
     return value
 
 
@@ -92,7 +116,7 @@ def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     """A parity row held to its own evidence: it may lose its PASS here, never win one."""
     why = _whys(row)
     status = row.get("status")
-    if not isinstance(row.get("case"), str) or status not in ("PASS", "FAIL", "INVALID"):
+    if not isinstance(row.get("case"), str) or status not in PARITY_STATUSES:
         raise RowError("a parity row needs case and status PASS|FAIL|INVALID")
     if status == "PASS":
         for name in ("mae", "max_abs"):
@@ -132,13 +156,7 @@ def _check_bench(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     """A bench row without parity or on the wrong path keeps its case and loses its numbers."""
     why = _whys(row)
     status = row.get("status")
-    if not isinstance(row.get("case"), str) or status not in (
-        "VALID",
-        "UNSTABLE",
-        "INVALID",
-        "SKIPPED",
-        "FAILED",
-    ):
+    if not isinstance(row.get("case"), str) or status not in BENCH_STATUSES:
         raise RowError("a bench row needs case and status VALID|UNSTABLE|INVALID|SKIPPED|FAILED")
     if status in ("VALID", "UNSTABLE"):
         parity = row.get("parity")

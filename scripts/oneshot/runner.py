@@ -9,8 +9,10 @@ import re
 import resource
 import secrets
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -27,7 +29,7 @@ from scripts.oneshot import doctor
 from scripts.oneshot import env as box
 from scripts.oneshot.capture import plain
 from scripts.oneshot.journal import Ballast, Journal, read_events, write_atomic, write_json
-from scripts.oneshot.judge import EXIT_LOCKED, EXIT_USAGE, Status
+from scripts.oneshot.judge import EXIT_INFRA, EXIT_LOCKED, EXIT_USAGE, Status
 from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.progress import Progress
@@ -126,6 +128,7 @@ class Run:
         self.gpu_gone: str | None = None
         self.out_of_budget = False
         self.internal_error = False
+        self.saved = False  # bundle.json says what the record says
         self._reported_xids: list[Xid] = []  # of the running stage
         self._partial, self._argv = partial, argv
         self.progress = Progress(len(stages), price_per_hour=args.price)
@@ -139,6 +142,10 @@ class Run:
         self.event("note", level=level, text=text)
         self.progress.line(f"{level.upper():5} {text}")
 
+    def _open_journal(self) -> Journal:
+        room = self.ballast.release
+        return Journal(self.folder / "events.jsonl", self.redactor.value, room)
+
     def save(self, files: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """bundle.json as of now."""
         data = self.record.to_bundle()
@@ -146,6 +153,7 @@ class Run:
         fits = self.ballast.guarded(lambda: write_json(self.folder / "bundle.json", data))
         if not fits:
             self.progress.line("ERROR bundle.json could not be written: no space left")
+        self.saved = fits
         return data
 
     def write(self, name: str, text: str) -> None:
@@ -156,7 +164,7 @@ class Run:
     def execute(self) -> int:
         self._take_previous()
         self.ballast = Ballast(self.folder)
-        self.journal = Journal(self.folder / "events.jsonl", self.redactor.value)
+        self.journal = self._open_journal()
         self.event(
             "run_start",
             run_id=self.run_id,
@@ -539,7 +547,7 @@ class Run:
         self._render(2.0 if hurried else 90.0)
         outcome = self._redact(outcome)
         data = self.save(bundles.inventory(self.folder))
-        code = data["verdict"]["exit_code"]
+        code = data["verdict"]["exit_code"] if self.saved else EXIT_INFRA
         packed = None
         if outcome["gate"] == "clean":
             try:
@@ -549,7 +557,7 @@ class Run:
                 self.progress.line(f"WARN  no archive: {self.redactor.text(str(error))}")
         else:
             self.folder.with_name(self.folder.name + ".tgz").unlink(missing_ok=True)
-        self._last_words(data, packed)
+        self._last_words(data, packed, code)
         return code
 
     def _redact(self, before: dict[str, Any] | None) -> dict[str, Any]:
@@ -569,7 +577,7 @@ class Run:
             "removed_files": outcome["removed"],
             "kept": sorted(self.redactor.keep),
         }
-        self.journal = Journal(self.folder / "events.jsonl", self.redactor.value)
+        self.journal = self._open_journal()
         self.journal.started = self.started
         self.event("redaction", summary=summary)
         self.journal.close()
@@ -582,30 +590,35 @@ class Run:
         """report.md, issue.md and the rest, in a child: its death takes nothing along."""
         argv = [sys.executable, "-m", "scripts.oneshot", "render", str(self.folder)]
         try:
-            done = subprocess.run(
-                argv,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=limit_s,
-                check=False,
-                start_new_session=True,
-            )
-            if done.returncode == 0:
-                return
-            last = (done.stderr.strip().splitlines() or ["no word why"])[-1]
-            problem = f"the full report was not rendered: {last[:300]}"
-        except subprocess.TimeoutExpired:
-            problem = f"the full report was not rendered within {limit_s:.0f} s"
+            with tempfile.TemporaryFile("w+", errors="replace") as said:
+                child = subprocess.Popen(
+                    argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    stderr=said, start_new_session=True,
+                )  # fmt: skip
+                deadline = time.monotonic() + limit_s
+                while child.poll() is None and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    if self.stop.by:
+                        deadline = min(deadline, self.stop.at + 2.0)
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+                    child.wait()
+                    problem = "the full report was not rendered: there was no time left"
+                elif child.returncode == 0:
+                    return
+                else:
+                    said.seek(0)
+                    last = (said.read().strip().splitlines() or ["no word why"])[-1]
+                    problem = f"the full report was not rendered: {last[:300]}"
         except OSError as error:
             problem = f"the full report was not rendered: {error}"
         again = f"python -m scripts.oneshot render {self.folder}"
         self.progress.line(f"WARN  {self.redactor.text(problem)}")
         self.progress.line(f"      report.md is the short one; try again: {again}")
 
-    def _last_words(self, data: Mapping[str, Any], packed: tuple[Path, str, int] | None) -> None:
+    def _last_words(
+        self, data: Mapping[str, Any], packed: tuple[Path, str, int] | None, code: int
+    ) -> None:
         say = self.progress.line
         say()
         say(data["verdict"]["one_line"])
@@ -625,7 +638,9 @@ class Run:
             say("not packed: something private could not be removed; see redactions.json")
         if self.scope == "gpu" and (self.args.price or os.environ.get("SSH_CONNECTION")):
             say(f"you are paying until you destroy the box{self.progress.cost()}")
-        say(f"exit code {data['verdict']['exit_code']}")
+        if not self.saved:
+            say("bundle.json is not of this run's end: the disk is full; events.jsonl goes further")
+        say(f"exit code {code}")
 
 
 def short_report(data: Mapping[str, Any]) -> str:

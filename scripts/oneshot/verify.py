@@ -46,7 +46,7 @@ def check(folder: Path) -> Iterator[str]:
     try:
         yield from check_rules(data)
         yield from check_journal(data, folder)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         yield f"bundle.json has not the shape of its schema: {type(error).__name__}: {error}"
     redaction = data.get("redaction")
     kept = redaction.get("kept") if isinstance(redaction, dict) else None
