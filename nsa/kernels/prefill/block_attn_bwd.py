@@ -336,8 +336,8 @@ def block_attention_bwd(
         seq_begin if varlen else block_indices, grad_out, lse, delta, dq, s_q, s_kv,
         groups, heads, q_start, n_sel, block_size, *scales,
         HEADS=max(triton.next_power_of_2(heads), 16), BLOCK_N=block_n,
-        OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(n_sel), ACCUMULATE=accumulate, TMA=tma, num_warps=warps,
-        num_stages=stages, **common,
+        OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(n_sel), ACCUMULATE=accumulate,
+        TMA=tma, num_warps=warps, num_stages=stages, **common,
     )  # fmt: skip
     launches.bump("_block_attn_bwd_dq_kernel")
 

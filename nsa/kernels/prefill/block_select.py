@@ -182,7 +182,7 @@ def score_tiles(arch: int, d: int, itemsize: int) -> tuple[int, int, int, int]:
     if itemsize == 4:
         return 16, 32, 8, 1
     # H200, 64k, HQ64 G4 D128 bf16: 5.7 ms with 128 rows, 6.2 with 64 rows on 4 warps.
-    return 128, 64, 8, 2
+    return (128, 64, 8, 2) if d <= 192 else (64, 64, 8, 2)
 
 
 def why_not_block_select(l: int, d: int, l_sel: int) -> str | None:
@@ -239,8 +239,8 @@ def block_select(
     for begin in range(0, sq, slab):
         queries = min(slab, sq - begin)
         _block_score_kernel[(triton.cdiv(queries, block_q), batch * groups)](
-            q, k_cmp, k1, k2, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, q_start, begin,
-            slab, n_ld, l, d, l_sel, softmax_scale * 1.4426950408889634,
+            q, k_cmp, k1, k2, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, q_start,
+            begin, slab, n_ld, l, d, l_sel, softmax_scale * 1.4426950408889634,
             D=dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded, BLOCK_N=block_n, NB=nb,
             BLOCK_D=d1, BLOCK_D2=d2,
             POOL_DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, TMA=tma,

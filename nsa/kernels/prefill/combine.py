@@ -83,7 +83,7 @@ def combine_bwd(
     grad_out: torch.Tensor, outs: tuple[torch.Tensor, ...], lses: tuple[torch.Tensor, ...],
     gates: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dgates like gates; fp32 [3, .., HQ]: each branch's delta, and its lse with the gate folded in.
+    """dgates like gates; fp32 [3, .., HQ]: each branch's delta, its lse with the gate folded in.
 
     outs and lses: of cmp, sel and win. Gates must not be negative (NaN gradients otherwise).
     """

@@ -103,7 +103,8 @@ def _prefill_bwd(
     max_cmp = max(0, (max_seqlen - s["l"]) // s["d"] + 1)
     dq, dk_cmp, dv_cmp = span_attention_bwd(
         grad_out, q, k_cmp, v_cmp, o_cmp, lses[CMP], Span(COMPRESSED, s["l"], s["d"]),
-        softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen, max_cmp, delta=deltas[CMP], dq=dq, q_start=q_start,
+        softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen, max_cmp, delta=deltas[CMP], dq=dq,
+        q_start=q_start,
     )  # fmt: skip
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
