@@ -211,7 +211,7 @@ def _cpu() -> list[Stage]:
     interpret = {"TRITON_INTERPRET": "1"}
 
     def stage(id: str, title: str, argv: tuple[str, ...], proof: str, **fields: object) -> Stage:
-        fields = {"gpu": False, "timeout_s": 90, "estimate_s": 10, "log": f"{id}.txt", **fields}
+        fields = {"gpu": False, "timeout_s": 90, "estimate_s": 4, "log": f"{id}.txt", **fields}
         return Stage(id, title, argv, proof, **fields)
 
     return [
@@ -229,7 +229,7 @@ def _cpu() -> list[Stage]:
             "triton_fwd", "Selection forward parity, interpreted",
             (*PYTEST, *tests("test_triton_sel_parity.py"), "-k", "triton_sel_parity", "-m",
              "kernel"),
-            "tests", env=interpret, estimate_s=30, group="parity",
+            "tests", env=interpret, estimate_s=20, group="parity",
         ),
         stage(
             "triton_wrapper", "Selection wrapper and its fallbacks on CPU",
@@ -258,7 +258,7 @@ def _cpu() -> list[Stage]:
             "train_showcase", "Training showcase (tiny)",
             ("{python}", "scripts/train_showcase.py", "--device", "cpu", "--steps", "20", "--out",
              "{out}"),
-            "tests", outputs=("train.jsonl",), timeout_s=150, estimate_s=40, group="train",
+            "tests", outputs=("train.jsonl",), timeout_s=150, estimate_s=15, group="train",
         ),
     ]  # fmt: skip
 
