@@ -419,6 +419,11 @@ def run(
 _WHOLE = (Branch.COMPRESSED, Branch.BLOCKS, Branch.SELECTED, Branch.SLIDING)
 
 
+def by_branch(flags: Flags) -> bool:
+    """True when a setting works branch by branch, so that PREFILL is not taken unless named."""
+    return flags.use_fa2 or flags.debug_compare or flags.debug_shapes or flags.debug_timing
+
+
 def run_prefill(
     args: dict[str, Any], by_branches: Callable[[], tuple[Tensor, dict[str, Any]]], flags: Flags,
     backend: str | Route | None,
@@ -436,10 +441,9 @@ def run_prefill(
     request = make_request(Branch.PREFILL, q, k, v, key_len, flags, backend)
     request = replace(request, needs_grad=needs_grad(*args["tensors"]))
     route = parse_backend(backend)
-    by_branch = flags.use_fa2 or flags.debug_compare or flags.debug_shapes or flags.debug_timing
     named = route is Route.TRITON
     if (
-        route not in (None, Route.TRITON) or (by_branch and not named)
+        route not in (None, Route.TRITON) or (by_branch(flags) and not named)
         or why_not(Route.TRITON, request, flags, named=named) is not None
     ):  # fmt: skip
         return by_branches()

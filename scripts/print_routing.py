@@ -86,15 +86,20 @@ def routing(dtype: str, head_dim: int, config: NSAConfig | None = None) -> dict:
                 has_triton=dispatch._has_triton(), no_fa2=no_fa2,
             )  # fmt: skip
             decision = dispatch.decide(request, flags)
+            rejected = [
+                {"route": route.value, "reason": reason,
+                 "meaning": _in_the_way(reason, request, flags)}
+                for route, reason in decision.rejected
+            ]  # fmt: skip
+            route = decision.route
+            if branch is Branch.PREFILL and not rejected and dispatch.by_branch(flags):
+                why = "NSA_USE_FA2 and the debug flags work branch by branch"
+                rejected = [{"route": route.value, "reason": "unsupported", "meaning": why}]
+                route = dispatch.Route.REFERENCE
             decisions.append({
                 "branch": branch.value, "call": what, "key_len": request.key_len,
                 "needs_grad": request.needs_grad, "ladder": [route.value for route in ladder],
-                "route": decision.route.value,
-                "rejected": [
-                    {"route": route.value, "reason": reason,
-                     "meaning": _in_the_way(reason, request, flags)}
-                    for route, reason in decision.rejected
-                ],
+                "route": route.value, "rejected": rejected,
             })  # fmt: skip
     return {
         "device": name or "cpu",

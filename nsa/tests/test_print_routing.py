@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from nsa import dispatch, nsa_attention
@@ -44,17 +45,25 @@ def test_lengths_are_those_of_the_calls(monkeypatch):
         assert seen == want
 
 
-def test_the_threshold_in_the_way_is_named(monkeypatch):
-    """The paper selects 1024 keys however long the prefill is: below the default of 4096."""
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU as far as the decisions go; call it with the flags to have the rows."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(fa2, "probe", lambda: SimpleNamespace(why_not="no wheel"))
     monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
-    monkeypatch.setattr(
-        print_routing, "get_flags", lambda _: Flags(use_triton_sel=True, fa2_min_len_win=600)
-    )
-    rows = print_routing.routing("bfloat16", 64)["decisions"]
+
+    def rows(**flags):
+        monkeypatch.setattr(print_routing, "get_flags", lambda _: Flags(**flags))
+        return print_routing.routing("bfloat16", 64)["decisions"]
+
+    return rows
+
+
+def test_the_threshold_in_the_way_is_named(gpu):
+    """The paper selects 1024 keys however long the prefill is: below the default of 4096."""
+    rows = gpu(use_triton_sel=True)
     assert {r["branch"] for r in rows} == {b.value for b in Branch}
     for branch in ("selected", "prefill"):
         (row,) = [r for r in rows if r["branch"] == branch and r["call"].startswith("prefill, 8")]
@@ -63,6 +72,14 @@ def test_the_threshold_in_the_way_is_named(monkeypatch):
         assert triton["meaning"] == (
             "selected length 1024 is below NSA_SEL_TRITON_MIN_L=4096 (default)"
         )
+
+
+@pytest.mark.parametrize(("more", "route"), [({}, "triton"), ({"debug_timing": True}, "reference")])
+def test_prefill_is_one_operator_only_where_nothing_works_by_branch(gpu, more, route):
+    rows = gpu(use_triton_sel=True, sel_triton_min_L=1, **more)
+    (row,) = [r for r in rows if r["branch"] == "prefill" and r["call"].startswith("prefill, 8")]
+    assert row["route"] == route
+    assert [r["reason"] for r in row["rejected"]] == ["unsupported"] * (route != "triton")
 
 
 def test_the_table_is_printed(capsys):
