@@ -1,0 +1,120 @@
+"""Converters of block indices: there and back, and against attention computed from each layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa import layouts, selection_attention
+from nsa.tests.helpers import BLOCK_KINDS, make_block_indices, randn
+
+B, S, G, n, SIZE = 2, 45, 2, 4, 8
+CU = torch.tensor([0, 20, 20, 45], dtype=torch.int32)
+LENGTHS = (20, 0, 25)
+
+
+@pytest.fixture(params=BLOCK_KINDS)
+def dense(request):
+    return layouts.clean(make_block_indices(request.param, B, S, G, n, SIZE), SIZE)
+
+
+@pytest.fixture(params=BLOCK_KINDS)
+def packed(request):
+    parts = [make_block_indices(request.param, 1, m, G, n, SIZE, seed=m)[0] for m in LENGTHS]
+    return layouts.clean(torch.cat(parts), SIZE, CU)
+
+
+def shuffled(x):
+    """Every row in another order: what packages without our order may hand over."""
+    order = torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).argsort(-1)
+    return x.gather(-1, order)
+
+
+def test_clean_keeps_what_is_chosen(dense):
+    rough = torch.cat([shuffled(dense), dense.flip(-1), torch.full_like(dense, 99)], -1)
+    got = layouts.clean(rough, SIZE)
+    assert torch.equal(got[..., :n], dense) and (got[..., n:] == -1).all()
+    one = torch.tensor([3, -7, 0, 3, 5, 1]).expand(1, S, 1, 6)
+    assert layouts.clean(one, SIZE)[0, 24, 0].tolist() == [0, 1, 3, -1, -1, -1]
+    assert layouts.clean(one, SIZE)[0, 44, 0].tolist() == [0, 1, 3, 5, -1, -1]
+
+
+def test_every_permutation_comes_back(dense):
+    for source in ("BSGn", "BGSn", "TGn", "GTn"):
+        x = layouts.permute(dense, "BSGn", source)
+        for target in ("BSGn", "BGSn", "TGn", "GTn"):
+            y = layouts.permute(x, source, target, batch=B)
+            assert torch.equal(y, layouts.permute(dense, "BSGn", target))
+    x = layouts.permute(dense, "BSGn", "GTn")
+    assert torch.equal(x[1, S + 3], dense[1, 3, 1])
+
+
+def test_fla(dense, packed):
+    for ours, cu in ((dense, None), (packed, CU)):
+        indices, counts = layouts.to_fla(ours)
+        assert indices.shape[:3] == counts.shape == (*indices.shape[:2], G)
+        assert torch.equal(layouts.from_fla(indices, counts, SIZE, cu), ours)
+        # Slots past the count may hold anything.
+        slot = torch.arange(n)
+        noisy = torch.where(slot < counts[..., None], indices, 0)
+        assert torch.equal(layouts.from_fla(noisy, counts, SIZE, cu), ours)
+    full = layouts.from_fla(shuffled(dense).long(), n, SIZE)
+    assert torch.equal(full, dense)
+
+
+def test_topk(packed):
+    topk = layouts.to_topk(packed)
+    assert topk.shape == (G, 45, n) and topk.is_contiguous()
+    assert torch.equal(layouts.from_topk(topk, SIZE, CU), packed)
+    # Without a mark: all blocks of an early query count, then whatever the memory held.
+    t = layouts.token_positions(packed.shape, CU)
+    full = torch.stack([(t // SIZE - i) for i in range(n)], -1)
+    noise = torch.where(full < 0, 1, full).expand(G, -1, -1)
+    got = layouts.from_topk(noise, SIZE, CU, marked=False)
+    for row, position in zip(got[:, 0], t.tolist(), strict=True):
+        own = position // SIZE
+        want = list(range(max(0, own - n + 1), own + 1))
+        assert row.tolist() == want + [-1] * (n - len(want))
+
+
+def test_ranges_and_masks(dense, packed):
+    for ours, cu in ((dense, None), (packed, CU)):
+        assert torch.equal(
+            layouts.from_ranges(layouts.to_ranges(ours, SIZE, cu), SIZE, n, cu), ours
+        )
+    mask = layouts.to_mask(dense, 6)
+    assert mask.shape == (B, G, S, 6)
+    assert mask.sum() == (dense >= 0).sum()
+    assert torch.equal(layouts.from_mask(mask, n), dense)
+    assert torch.equal(layouts.from_mask(mask, 9)[..., :n], dense)
+
+
+def test_attention_is_the_same_from_any_layout(packed):
+    q, k, v = (randn(45, h, 8, seed=h + i) for i, h in enumerate((4, 2, 2)))
+    run = lambda **how: selection_attention(
+        q, k, v, block_size=SIZE, cu_seqlens=CU, backend="reference", **how
+    )
+    want = run(block_indices=packed)
+    torch.testing.assert_close(run(ranges=layouts.to_ranges(packed, SIZE, CU)), want)
+    back = layouts.from_topk(layouts.to_topk(packed), SIZE, CU)
+    assert torch.equal(run(block_indices=back), want)
+
+
+def test_what_cannot_be_converted_is_refused():
+    x = torch.zeros(B, S, G, n, dtype=torch.int32)
+    with pytest.raises(ValueError, match="source must be one of .* got 'BnSG'"):
+        layouts.permute(x, "BnSG", "TGn")
+    with pytest.raises(ValueError, match="block_indices must be GTn, got shape"):
+        layouts.permute(x, "GTn", "TGn")
+    with pytest.raises(ValueError, match="batch must divide T=90, got 4"):
+        layouts.permute(x.flatten(0, 1), "TGn", "BSGn", batch=4)
+    with pytest.raises(ValueError, match="cu_seqlens must end at T=45, got 44"):
+        layouts.clean(x[0], SIZE, torch.tensor([0, 44], dtype=torch.int32))
+    with pytest.raises(ValueError, match="n must be at least 2"):
+        layouts.from_mask(torch.ones(1, 1, 1, 2, dtype=torch.bool), 1)
+    odd = torch.zeros(1, S, 1, 1, 2, dtype=torch.int32)
+    odd[0, 30, 0, 0] = torch.tensor([3, 8])
+    with pytest.raises(
+        ValueError, match=r"whole blocks of 8 tokens .* \[3, 8\] at \[0, 30, 0, 0\]"
+    ):
+        layouts.from_ranges(odd, SIZE, 4)
