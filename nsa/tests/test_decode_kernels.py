@@ -156,7 +156,14 @@ class Caches:
         return torch.cat(parts)
 
 
-@pytest.mark.parametrize("step", STEPS, ids=str)
+CORE = (1, 3, 5, 6, 7)  # what every report runs
+
+
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(s, marks=[pytest.mark.core] if i in CORE else []) for i, s in enumerate(STEPS)],
+    ids=str,
+)
 def test_step(step, kernel_device):
     if step.T > min(step.lens):
         pytest.skip("a sequence is shorter than its new tokens")

@@ -123,7 +123,8 @@ def _gpu(profile: str) -> list[Stage]:
         ),
         Stage(
             "prefill_parity", "Prefill and decode kernels parity",
-            (*SHARDED, *tests("test_prefill*.py", "test_decode*.py"), "-m", "kernel"),
+            (*SHARDED, *tests("test_prefill*.py", "test_decode*.py"), "-m",
+             "kernel" if full else "kernel and core"),
             proof="parity", timeout_s=420 * slow, estimate_s=55, env=PARITY,
             log="prefill_parity.txt", group="parity",
         ),

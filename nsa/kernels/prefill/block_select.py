@@ -116,7 +116,7 @@ def _block_score_kernel(
             offs_d, offs_d2, scale_log2, D, BLOCK_Q, HEADS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, TMA,
             False, PRECISION,
         )  # fmt: skip
-    for n0 in tl.range(full_end, hi_last, BLOCK_N, num_stages=1):
+    for n0 in tl.range(full_end, hi_last, BLOCK_N):
         carry = _pool_tile(
             q, q2, lse2, pool, carry, K, KD, KD2, k_begin, group, G, score_ptrs, n0, hi, k_len,
             offs_d, offs_d2, scale_log2, D, BLOCK_Q, HEADS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, TMA,

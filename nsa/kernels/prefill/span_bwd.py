@@ -118,7 +118,7 @@ def _span_bwd_dq_kernel(
             False, PRECISION,
         )  # fmt: skip
     if MODE == 1:
-        for n0 in tl.range(begin, tl.minimum(full_begin, hi_last), BLOCK_N, num_stages=1):
+        for n0 in tl.range(begin, tl.minimum(full_begin, hi_last), BLOCK_N):
             offs_n = n0 + tl.arange(0, BLOCK_N)
             k, k2, v = load_kv(
                 K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
@@ -128,7 +128,7 @@ def _span_bwd_dq_kernel(
                 dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2,
                 BLOCK_D2, True, PRECISION,
             )  # fmt: skip
-    for n0 in tl.range(full_end, hi_last, BLOCK_N, num_stages=1):
+    for n0 in tl.range(full_end, hi_last, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k, k2, v = load_kv(
             K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
@@ -292,7 +292,7 @@ def _span_bwd_dkdv_kernel(
     do_base = DO + first_row * DV
     lse_base = LSE + first_row
     delta_base = DELTA + first_row
-    for m0 in tl.range(m_begin, full_begin, BLOCK_Q, num_stages=1):
+    for m0 in tl.range(m_begin, full_begin, BLOCK_Q):
         tile_row = (q_begin + m0).to(tl.int32)
         dk, dk2, dv = _span_dkdv_step(
             dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, group * H, q_base, do_base, lse_base,
@@ -308,7 +308,7 @@ def _span_bwd_dkdv_kernel(
             q_start, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q,
             HEADS, BLOCK_D, BLOCK_D2, False, TMA, PRECISION,
         )  # fmt: skip
-    for m0 in tl.range(full_end, m_end, BLOCK_Q, num_stages=1):
+    for m0 in tl.range(full_end, m_end, BLOCK_Q):
         tile_row = (q_begin + m0).to(tl.int32)
         dk, dk2, dv = _span_dkdv_step(
             dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, group * H, q_base, do_base, lse_base,
