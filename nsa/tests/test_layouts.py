@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from nsa import layouts, selection_attention
 from nsa.tests.helpers import BLOCK_KINDS, make_block_indices, randn
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 B, S, G, n, SIZE = 2, 45, 2, 4, 8
 CU = torch.tensor([0, 20, 20, 45], dtype=torch.int32)
 LENGTHS = (20, 0, 25)
@@ -118,3 +123,9 @@ def test_what_cannot_be_converted_is_refused():
         ValueError, match=r"whole blocks of 8 tokens .* \[3, 8\] at \[0, 30, 0, 0\]"
     ):
         layouts.from_ranges(odd, SIZE, 4)
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=range(1, len(EXAMPLES) + 1))
+def test_the_migration_note_runs(code):
+    assert len(EXAMPLES) == 2
+    exec(compile(code, "migration.md", "exec"), {"__name__": "migration"})
