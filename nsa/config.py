@@ -71,7 +71,10 @@ class NSAConfig:
         """
         import yaml
 
-        document = yaml.safe_load(Path(path).read_text())
+        try:
+            document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is no YAML: {str(error)[:200]}") from None
         if not isinstance(document, dict):
             raise ValueError(f"{path} must hold a mapping with sections model and nsa")
         names = [f.name for f in dataclasses.fields(cls)]

@@ -242,9 +242,9 @@ def _runtime_values(
     import yaml  # only here: importing nsa needs the standard library alone
 
     try:
-        document = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as e:
-        raise ValueError(f"{path.name} is not valid YAML: {e}") from e
+        document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise ValueError(f"{path.name} is not valid YAML: {str(e)[:200]}") from None
     runtime = document.get("runtime") or {} if isinstance(document, dict) else None
     if not isinstance(runtime, dict):
         raise ValueError(f"{path.name}: runtime must be a mapping, got {type(runtime).__name__}")

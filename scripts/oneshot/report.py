@@ -136,8 +136,9 @@ def render_page(
     shown = context(data, folder, Shape(), extra=extra)
     verdict = page.colour(data["verdict"]["status"])
     return environment.get_template("report.html.j2").render(
-        shown, drawings=drawings, verdict_class=verdict
-    )
+        shown, drawings=drawings, verdict_class=verdict,
+        title=str(data["git"].get("short") or "report"),
+    )  # fmt: skip
 
 
 def issue_text(data: Mapping[str, Any], folder: Path, extra: Sequence[str] = ()) -> str:

@@ -1,0 +1,346 @@
+"""Whatever the readers are given, they answer rightly or refuse in one sentence.
+
+Journals, bundles, archives, CSVs and configurations come from strangers, cut disks and typing
+hands. Random bytes, random JSON and real files with a random wound go in.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hypothesis", reason="fuzzing needs hypothesis")
+pytest.importorskip("jinja2", reason="the report needs jinja2")
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from bench.records import csv_text, read_csv
+from nsa.config import NSAConfig
+from nsa.flags import Flags, flag_fields
+from nsa.tests.oneshot_samples import SAMPLES, write_sample
+from nsa.tests.test_oneshot_page import inert
+from scripts.oneshot import bundle as bundles
+from scripts.oneshot import comparison, report, verify
+from scripts.oneshot.evidence import Shape
+from scripts.oneshot.journal import dumps, read_events
+from scripts.oneshot.model import RunRecord
+from scripts.oneshot.reading import BundleError, opened, rebuild
+from scripts.oneshot.rows import RowError, parse_row
+
+CODES = {0, 1, 2, 3, 4, 5, 6, 75, 130, 143}
+WORDS = (
+    "ev kind stage row run_start facts stage_start stage_end run_end note redaction xid plan id"
+    " status PASS FAIL result argv env counts git device doctor level text summary gate m t seq"
+    " test parity bench health recommend nodeid outcome passed case why reason schema verdict"
+    " nsa.gpu-report/1 exit_code stages tests files path sha256 python torch"
+).split()
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(WORDS),
+    st.text(max_size=8), st.sampled_from(["1e999", "</script>", "\0", "\ud800", "a" * 300]),
+)  # fmt: skip
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=5), inner, max_size=5),
+    max_leaves=12,
+)
+
+
+def quick(n):
+    return settings(max_examples=n, deadline=None, derandomize=True, database=None,
+                    phases=(Phase.explicit, Phase.generate),
+                    suppress_health_check=list(HealthCheck))  # fmt: skip
+
+
+@st.composite
+def wounded(draw, data: bytes) -> bytes:
+    """`data` with a piece lost, doubled, replaced, or cut off."""
+    a, b = sorted(draw(st.tuples(*[st.integers(0, len(data))] * 2)))
+    b = min(b, a + draw(st.sampled_from([0, 1, 3, 40, 5000])))
+    twice, zeros = data[a:b] * 2, b"\0" * (b - a)
+    new = draw(st.sampled_from([b"", twice, zeros, b"\xff\xfe", b'"', b"{", b"9"]))
+    return data[:a] if draw(st.booleans()) and draw(st.booleans()) else data[:a] + new + data[b:]
+
+
+def replaced(draw, value, inside):
+    """A JSON value with one of its parts replaced by a random value."""
+    if isinstance(value, dict) and value and inside:
+        key = draw(st.sampled_from(sorted(value)))
+        return {**value, key: replaced(draw, value[key], draw(st.booleans()))}
+    if isinstance(value, list) and value and inside:
+        at = draw(st.integers(0, len(value) - 1))
+        return [*value[:at], replaced(draw, value[at], draw(st.booleans())), *value[at + 1 :]]
+    return draw(values)
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sample") / "8ac3f21"
+    write_sample(folder, "gpu_fail")
+    return folder
+
+
+def told(folder, render=False):
+    """The run in `folder` as every reader sees it, or the sentence that refuses it."""
+    problems = list(verify.check(folder))
+    assert all(isinstance(p, str) and p for p in problems)
+    try:
+        data, _ = rebuild(folder)
+    except BundleError as error:
+        assert str(error)
+        assert problems
+        return None
+    assert data["verdict"]["exit_code"] in CODES or not (folder / "events.jsonl").exists()
+    comparison.compare(data, data)
+    if render:
+        assert report.render_text(data, folder, Shape(plots=False))
+        inert(report.render_page(data, folder))
+    return data
+
+
+# ---- the journal ---------------------------------------------------------------------------------
+
+
+@quick(150)
+@given(st.one_of(st.binary(max_size=300), st.lists(values, max_size=6)))
+def test_journal_of_anything(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        if isinstance(content, list):
+            content = "\n".join(json.dumps(v) for v in content).encode("utf-8", "surrogatepass")
+        path.write_bytes(content)
+        bundle = RunRecord.replay(read_events(path)).to_bundle()
+        dumps(bundle)
+        assert bundle["verdict"]["exit_code"] not in (0, 5), "nothing was proven"
+
+
+@quick(60)
+@given(st.data())
+def test_wounded_journal(sample, data):
+    raw = (sample / "events.jsonl").read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        path.write_bytes(data.draw(wounded(raw)))
+        bundle = RunRecord.replay(read_events(path)).to_bundle()
+        dumps(bundle)
+        assert bundle["verdict"]["exit_code"] != 0
+
+
+@quick(25)
+@given(st.data())
+def test_journal_with_one_wrong_value(sample, data):
+    events = read_events(sample / "events.jsonl")
+    at = data.draw(st.integers(0, len(events) - 1))
+    events[at] = replaced(data.draw, events[at], True)
+    with tempfile.TemporaryDirectory() as folder:
+        text = "".join(json.dumps(e) + "\n" for e in events)
+        (Path(folder) / "events.jsonl").write_bytes(text.encode("utf-8", "surrogatepass"))
+        told(Path(folder), render=True)
+
+
+@quick(200)
+@given(st.one_of(values, st.binary(max_size=200)))
+def test_row_of_anything(value):
+    line = value if isinstance(value, bytes) else json.dumps(value).encode("utf-8", "surrogatepass")
+    try:
+        row = parse_row(line)
+    except RowError as error:
+        assert str(error)
+    else:
+        json.dumps(row, allow_nan=False)
+        assert row.get("status") not in ("PASS", "VALID", "UNSTABLE")
+
+
+# ---- bundle.json ---------------------------------------------------------------------------------
+
+
+@quick(60)
+@given(st.data())
+def test_bundle_of_anything(sample, data):
+    whole = json.loads((sample / "bundle.json").read_text())
+    raw = data.draw(
+        st.one_of(
+            st.binary(max_size=100),
+            wounded(dumps(whole).encode()),
+            values.map(lambda v: json.dumps({"schema": whole["schema"], "x": v}).encode()),
+        )
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "bundle.json").write_bytes(raw)
+        told(Path(folder))
+
+
+@quick(40)
+@given(st.data())
+def test_bundle_with_one_wrong_value(sample, data):
+    whole = json.loads((sample / "bundle.json").read_text())
+    key = data.draw(st.sampled_from(sorted(whole)))
+    whole[key] = replaced(data.draw, whole[key], data.draw(st.booleans()))
+    with tempfile.TemporaryDirectory() as folder:
+        text = json.dumps(whole).encode("utf-8", "surrogatepass")
+        (Path(folder) / "bundle.json").write_bytes(text)
+        told(Path(folder), render=data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("raw", [
+    b"[" * 100_000, b'{"a":' * 50_000, b"NaN", b'{"schema": 1e999}', b"", b"\xef\xbb\xbf{}",
+    b'{"schema": "nsa.gpu-report/1", "stages": ' + b"[" * 300 + b"]" * 300 + b"}",
+])  # fmt: skip
+def test_json_that_breaks_parsers(tmp_path, raw):
+    (tmp_path / "bundle.json").write_bytes(raw)
+    (tmp_path / "events.jsonl").write_bytes(raw + b"\n" + raw)
+    assert told(tmp_path) is None
+
+
+# ---- archives ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def packed(sample):
+    bundles.write_sums(sample)
+    return bundles.pack(sample)[0].read_bytes()
+
+
+@quick(120)
+@given(st.data())
+def test_archive_of_anything(packed, data):
+    raw = data.draw(st.one_of(st.binary(max_size=600), wounded(packed)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.tgz"
+        path.write_bytes(raw)
+        try:
+            with opened(path) as inside:
+                assert inside.is_dir()
+        except BundleError as error:
+            assert str(error)
+
+
+@quick(60)
+@given(st.lists(st.tuples(st.text(max_size=12), st.sampled_from(b"0125gxLK")), max_size=4),
+       st.sampled_from(["", "/", "../", "a/../../", "a\\", "a/"]))  # fmt: skip
+def test_members_stay_inside(names, prefix):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for name, type_ in names:
+            info = tarfile.TarInfo((prefix + name).encode("utf-8", "replace").decode())
+            info.type, info.linkname = bytes([type_]), "../../etc/passwd"
+            info.size = 3 if type_ == 48 else 0
+            tar.addfile(info, io.BytesIO(b"abc"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.tgz"
+        path.write_bytes(buffer.getvalue())
+        try:
+            with opened(path) as inside:
+                assert not [p for p in inside.rglob("*") if p.is_symlink()]
+                assert prefix in ("", "a/")
+        except BundleError as error:
+            assert str(error)
+        assert [p.name for p in Path(folder).iterdir()] == ["x.tgz"]
+
+
+# ---- tables and configurations -------------------------------------------------------------------
+
+
+@quick(150)
+@given(st.one_of(st.binary(max_size=200), st.text(alphabet='a,"\n\r\0é;', max_size=60)))
+def test_csv_of_anything(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.csv"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        try:
+            rows = read_csv(path)
+        except ValueError as error:
+            assert str(path) in str(error)
+        else:
+            assert all(len(row) == len(rows[0]) for row in rows)
+            assert all(isinstance(v, str) for row in rows for v in row.values())
+
+
+@quick(80)
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), scalars), max_size=4))
+def test_csv_comes_back(rows):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.csv"
+        text = csv_text(rows, list("abc"))
+        path.write_bytes(text.encode("utf-8", "replace"))
+        got = read_csv(path)
+        assert len(got) == len(rows)
+        assert all(list(row) == list("abc") for row in got)
+
+
+yamls = st.one_of(
+    st.text(max_size=40),
+    st.binary(max_size=40),
+    st.sampled_from([
+        "a: &a [*a]", "? [1]: 2", "!!python/object:os.system {}", "x: 2001-99-99",
+        "model: {dim: 1e999}", "- " * 500, "model: .nan", "runtime: {devices: 3}", "runtime: []",
+        "runtime: {use_triton_sel: maybe}", "runtime: {sel_triton_min_L: -1}",
+    ]),
+    values.map(lambda v: json.dumps({"model": v, "nsa": {}})),
+    values.map(lambda v: json.dumps({"runtime": v})),
+    st.fixed_dictionaries({n: scalars for n in ("dim", "heads", "groups", "d_k", "d_v", "l")}).map(
+        lambda model: json.dumps({"model": model, "nsa": {}})
+    ),
+)  # fmt: skip
+
+
+@quick(150)
+@given(yamls)
+def test_configuration_of_anything(content):
+    configure(content)
+
+
+def test_configuration_nested_too_deep():
+    configure("[" * 3000)
+
+
+def configure(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.yaml"
+        raw = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+        path.write_bytes(raw)
+        try:
+            config = NSAConfig.from_yaml(path)
+        except (ValueError, TypeError) as error:
+            assert str(error)
+        else:
+            assert config.heads % config.groups == 0
+        try:
+            flags = Flags.from_env({}, config_path=path)
+        except (ValueError, TypeError) as error:
+            assert str(error)
+        else:
+            assert isinstance(flags.use_triton_sel, bool)
+
+
+names = [f.metadata["env"] for f in flag_fields()]
+
+
+@quick(150)
+@given(st.dictionaries(
+    st.sampled_from(names) | st.text(max_size=4).map("NSA_".__add__),
+    st.sampled_from(["1", "0", "", "yes", "auto", "-1", "1e3", "٣", "64", "1" * 5000]) | st.text(),
+    max_size=4,
+))  # fmt: skip
+def test_flags_of_anything(environ):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            flags = Flags.from_env(environ, config_path="/nonexistent.yaml")
+        except ValueError as error:
+            assert any(name in str(error) for name in environ)
+        else:
+            assert flags.sel_triton_min_L >= 0
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_whole_samples_are_no_problem(tmp_path, name):
+    write_sample(tmp_path, name)
+    assert told(tmp_path)["run_id"]
