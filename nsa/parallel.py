@@ -344,6 +344,7 @@ def nsa_attention_parallel(
     n_cmp = num_compressed(S, l, d)
     k_all, v_all = (_in_order(x, 1).flatten(1, 2)[:, :n_cmp] for x in both)
     k_far, v_far = (_in_order(x, 1).flatten(1, 2) for x in gathered[4:])
+    del gathered, pending, both, small  # copied in order above; at 1M tokens this is gigabytes
 
     outs, auxes = [], []
     for half, j in enumerate(mine):
