@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import json
 import subprocess
 from pathlib import Path
 
 import torch
 
 from bench.device import Gpu
+from bench.records import out_dir
 
 COLUMNS = ("device", "torch", "triton", "cuda", "driver", "commit")
 
 
 @functools.cache
 def commit() -> str | None:
-    """Short hash of the checkout, with "-dirty" when tracked files differ; None outside git."""
+    """Short hash of the sources, with "-dirty" when tracked files differ; None when unknown.
+
+    Inside a run it is what the run says of itself: its box may have the sources without git.
+    """
+    folder = out_dir()
+    if folder is not None and (folder / "bundle.json").is_file():
+        git = json.loads((folder / "bundle.json").read_text(encoding="utf-8")).get("git") or {}
+        if git.get("short"):
+            return git["short"] + ("-dirty" if git.get("dirty") else "")
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         run = subprocess.run(

@@ -84,3 +84,15 @@ def test_csv_argument(argv, target):
     parser = argparse.ArgumentParser()
     add_csv_argument(parser)
     assert parser.parse_args(argv).csv == target
+
+
+def test_rows_of_a_run_name_its_commit(tmp_path, monkeypatch):
+    """A box may have the sources without git: the run was told the commit, its benches ask it."""
+    from bench import provenance
+
+    git = {"short": "c01d9ee", "dirty": True}
+    (tmp_path / "bundle.json").write_text(json.dumps({"git": git}))
+    monkeypatch.setenv("NSA_OUT_DIR", str(tmp_path))
+    provenance.commit.cache_clear()
+    assert provenance.provenance(None)["commit"] == "c01d9ee-dirty"
+    provenance.commit.cache_clear()
