@@ -14,8 +14,28 @@ RESUME ?=
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
-	@echo
-	@echo "gpu-report takes PROFILE=cpu|quick|standard|full BUDGET=15m PRICE=0.40 ONLY=a,b SKIP=a,b RESUME=1 OUT=dir"
+	@sed -n 's/^#: \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+#:
+#: make gpu-report takes
+#:   PROFILE=cpu|quick|standard|full   default standard with NVIDIA hardware, else cpu
+#:   BUDGET=15m       stop starting work after this time; the report says what was cut
+#:   ONLY=a,b SKIP=c  stages to run or to leave out; RESUME=1 takes over what passed before
+#:   PRICE=0.40       dollars per hour, to show the running cost
+#:   OUT=dir          folder to use instead of artifacts/runner
+#: More as options of the script: `bash scripts/runner_oneshot.sh --dry-run` lists the stages,
+#: --detach goes on in the background, --wait 10m waits for a lock, --verbose shows all output.
+#:
+#: It leaves report.md, report.html, issue.md and bundle.json in <OUT>/<commit>/ and <OUT>/<commit>.tgz:
+#:   python -m scripts.oneshot doctor          what this box lacks, with a fix for each
+#:   python -m scripts.oneshot attach          follow a running or detached run
+#:   python -m scripts.oneshot render FOLDER   the reports again, from the journal alone
+#:   python -m scripts.oneshot compare A B     two bundles: faster, slower, broken?
+#:   python -m scripts.oneshot verify BUNDLE   is a bundle whole, consistent, free of secrets?
+#:
+#: Its last line is the true exit code (make itself turns any failure into 2): 0 passed, 1 wrong,
+#: 2 usage, 3 not run, 4 infrastructure, 5 invalid or unstable, 6 not redacted, 75 locked,
+#: 130 and 143 stopped by a signal.
 
 gpu-report: ## Prove and time the kernels on this machine; the report lands in artifacts/runner/<commit>/
 	@bash scripts/runner_oneshot.sh $(OUT_DIR) $(if $(PROFILE),--profile $(PROFILE)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(PRICE),--price $(PRICE)) $(if $(ONLY),--only $(ONLY)) $(if $(SKIP),--skip $(SKIP)) $(if $(RESUME),--resume)

@@ -208,6 +208,15 @@ def fault_flood() -> int:
     return 0
 
 
+def fault_steady() -> int:
+    """Right, and long enough to be watched."""
+    passed()
+    parity()
+    send("progress", done=1, total=4, text="case 1 of 4")
+    time.sleep(1.5)
+    return 0
+
+
 def fault_chatty() -> int:
     """200 KiB of output."""
     passed()

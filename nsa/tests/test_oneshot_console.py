@@ -1,0 +1,102 @@
+"""What a person at the terminal sees: the live line, the last lines, `make help`."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import pty
+import re
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from nsa.tests.oneshot_faults import fake_gpu
+from scripts.oneshot.runner import parser
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER = ROOT / "nsa" / "tests" / "oneshot_faults.py"
+
+
+def on_terminal(argv, env, columns, limit_s=40.0):
+    """(exit code, everything that was written) of a program on a terminal of its own."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    process = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=ROOT)
+    os.close(slave)
+    seen, deadline = b"", time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if select.select([master], [], [], 0.1)[0]:
+            try:
+                piece = os.read(master, 1 << 16)
+            except OSError:
+                break
+            if not piece:
+                break
+            seen += piece
+    os.close(master)
+    return process.wait(timeout=10), seen.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("columns", [200, 60])
+def test_run_on_a_terminal(tmp_path, columns):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("NSA_", "COLUMNS"))}
+    env |= {**fake_gpu(tmp_path), "NO_RENDER": "1", "TERM": "xterm", "USER": "ann",
+            "SSH_CONNECTION": "198.51.100.1 5000 203.0.113.2 2222"}  # fmt: skip
+    out = tmp_path / "out"
+    code, text = on_terminal(
+        [sys.executable, str(DRIVER), "--run", "steady!", str(out), "--commit", "abc1234f",
+         "--profile", "standard", "--price", "7200"], env, columns,
+    )  # fmt: skip
+    live = re.findall(r"\r\x1b\[K(\[[^\r\n]*)(?=\r\x1b)", text)
+    assert live and all(len(line) < columns for line in live)
+    assert text.count("\n") < 25, "a live line is rewritten, never repeated"
+    if columns == 200:
+        assert re.fullmatch(
+            r"\[2/2\] steady  0:01/0:30  1 passed  case 1 of 4 61C 312W 1980MHz  \$\d\.\d\d",
+            live[-1],
+        ), live
+    lines = [re.sub(r"\x1b\[K|\r", "", line) for line in text.splitlines() if line.strip()]
+    assert code == 0 and lines[-1] == "exit code 0"
+    last = "\n".join(lines[-9:])
+    assert re.search(r"^PASS - 1/1 tests; parity 1/1; Test GPU", last, re.M)
+    folder = out / "abc1234"
+    packed = folder.with_name("abc1234.tgz")
+    assert f"report:  {folder / 'report.md'}" in last and f"bundle:  {packed}" in last
+    assert f"sha256:  {hashlib.sha256(packed.read_bytes()).hexdigest()}" in last
+    assert f"fetch:   scp -P 2222 ann@203.0.113.2:{packed} ." in last
+    assert "you are paying until you destroy the box" in last
+    everything = b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file())
+    assert b"203.0.113.2" not in everything and b"\x1b" not in everything
+
+
+def test_pages_are_named_at_the_end(tmp_path):
+    pytest.importorskip("jinja2", reason="the report needs jinja2")
+    done = subprocess.run(
+        [sys.executable, str(DRIVER), "--run", "pass", str(tmp_path), "--commit", "abc1234f"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert f"{tmp_path / 'abc1234' / 'report.html'}  (the same for a browser)" in done.stdout
+    assert "\x1b" not in done.stdout  # no terminal, plain lines
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+def test_make_help_shows_everything():
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^([a-z-]+):", makefile, re.M):
+        assert re.search(rf"^{target} ", done.stdout, re.M), target
+    for variable in [*re.findall(r"^([A-Z]+) \?=", makefile, re.M), "OUT"]:
+        assert f"{variable}=" in done.stdout, variable
+    for verb in ("doctor", "attach", "render", "compare", "verify"):
+        assert f"scripts.oneshot {verb} " in done.stdout
+    options = {o for action in parser()._actions for o in action.option_strings}
+    assert set(re.findall(r"(?<!\w)--[a-z-]+", done.stdout)) <= options
+    assert "#:" not in done.stdout

@@ -1,0 +1,154 @@
+"""Xid errors and memory that is too small: what the driver reports decides over a stage."""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+
+import pytest
+
+from bench.records import shrunk
+from nsa.tests.oneshot_faults import FAKE_PYNVML
+from scripts.oneshot.journal import dumps
+from scripts.oneshot.judge import Status, judge
+from scripts.oneshot.model import RunRecord, Stage
+from scripts.oneshot.rows import parse_row
+from scripts.oneshot.xid import APPLICATION, CARD, Xid, XidListener
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A pynvml whose events come from the list `events`: numbers, "ecc" or "lost"."""
+    fake = types.ModuleType("pynvml")
+    exec(FAKE_PYNVML, fake.__dict__)
+    fake.events = []
+
+    def wait(_events, _timeout_ms):
+        if not fake.events:
+            time.sleep(0.01)
+            raise fake.NVMLError_Timeout
+        event = fake.events.pop(0)
+        if event == "lost":
+            raise fake.NVMLError_GpuIsLost
+        if event == "ecc":
+            return fake.Data(eventType=fake.nvmlEventTypeDoubleBitEccError, eventData=0)
+        return fake.Data(eventType=fake.nvmlEventTypeXidCriticalError, eventData=event)
+
+    fake.nvmlEventSetWait_v2 = wait
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
+
+
+def heard(listener, n, limit_s=3.0):
+    found, deadline = [], time.monotonic() + limit_s
+    while len(found) < n and time.monotonic() < deadline:
+        found += listener.take()
+        time.sleep(0.01)
+    return found
+
+
+def test_events_come_in_order_and_end_with_a_lost_gpu(nvml):
+    nvml.events += [13, 48, "ecc", 31, "lost", 94]
+    listener = XidListener("GPU-1")
+    listener.start()
+    assert [x.number for x in heard(listener, 5)] == [13, 48, 48, 31, 79]
+    listener.join(2.0)
+    assert not listener.is_alive() and listener.problem is None and listener.take() == []
+
+
+def test_listener_ends_when_told(nvml):
+    listener = XidListener(None)
+    listener.start()
+    assert listener.is_alive() and listener.take() == []
+    listener.stop()
+    assert not listener.is_alive()
+
+
+@pytest.mark.parametrize("missing", ["nvmlEventSetCreate", "nvmlInit", "nvmlDeviceRegisterEvents"])
+def test_a_box_without_events_is_no_fault(nvml, missing):
+    def fails(*_):
+        raise nvml.NVMLError("Not Supported")
+
+    setattr(nvml, missing, fails)
+    listener = XidListener("GPU-1")
+    listener.start()
+    listener.join(2.0)
+    assert "Not Supported" in listener.problem and listener.take() == []
+
+
+def test_no_event_type_and_no_module(nvml, monkeypatch):
+    nvml.nvmlDeviceGetSupportedEventTypes = lambda handle: 0
+    listener = XidListener("GPU-1")
+    listener.run()
+    assert "no Xid events" in listener.problem
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    listener = XidListener("GPU-1")
+    listener.run()
+    assert "pynvml" in listener.problem
+
+
+def test_every_number_has_an_action():
+    assert {13, 31} <= set(APPLICATION) and not set(APPLICATION) & set(CARD)
+    for number in (*APPLICATION, *CARD, 999):
+        xid = Xid(number)
+        assert xid.critical == (number not in APPLICATION)
+        assert xid.text.startswith(f"Xid {number} (") and len(xid.text.split(": ")[1]) > 10
+    for number in (48, 63, 64, 94, 95, 79):
+        assert "change the box" in Xid(number).text
+    assert "reset" in Xid(119).text
+
+
+def test_the_journal_keeps_it_with_its_stage():
+    record = RunRecord()
+    for number in (31, 48):
+        xid = Xid(number)
+        record.apply({"ev": "xid", "stage": "triton_fwd", "xid": number, "critical": xid.critical,
+                      "text": xid.text})  # fmt: skip
+    notes = record.to_bundle()["notes"]
+    assert [(n["level"], n["stage"]) for n in notes] == [
+        ("info", "triton_fwd"), ("warn", "triton_fwd")
+    ]  # fmt: skip
+
+
+# ---- half size -----------------------------------------------------------------------------------
+
+
+def test_sizes_are_halved_and_said(capsys):
+    assert shrunk("--S_list", [8192, 32768], 2, 64) == [4096, 16384]
+    assert "--S_list is 4096,16384 here instead of 8192,32768" in capsys.readouterr().err
+    assert shrunk("--S_list", [64, 100], 2, 64) == [64]  # never below one block, none twice
+    assert shrunk("--N", [1], 2) == [1]
+    assert shrunk("--N", [7, 8], 1) == [7, 8]
+
+
+@pytest.mark.parametrize(("module", "argv", "got"), [
+    ("bench_sel_triton", ["--N", "256", "--L_list", "64,128"], ("N", [128])),
+    ("bench_prefill", ["--S_list", "8192"], ("S_list", [4096])),
+    ("bench_fa2", ["--S_list", "512,2048"], ("S_list", [256, 1024])),
+])  # fmt: skip
+def test_benches_take_it(module, argv, got):
+    import importlib
+
+    bench = importlib.import_module(f"bench.{module}")
+    found = getattr(bench.parse([*argv, "--shrink", "2"]), got[0])
+    assert found == got[1]
+    with pytest.raises(SystemExit):
+        bench.parse([*argv, "--shrink", "0"])
+
+
+def test_decode_takes_it():
+    from bench.bench_decode import build_parser
+
+    assert build_parser().parse_args(["--shrink", "4"]).shrink == 4
+
+
+def test_a_bench_without_a_case_that_fits_is_out_of_memory():
+    stage = Stage("b", "b", ("{python}", "bench/bench_prefill.py"), "bench", 1.0)
+    why = ["out of memory: CUDA out of memory. Tried to allocate 80 GiB"]
+    row = parse_row(dumps({"kind": "bench", "case": "c", "status": "SKIPPED", "why": why}))
+    said = judge(stage, 0, [row])
+    assert (said.status, said.kind) == (Status.SKIPPED, "OOM_DEVICE")
+    note = {"kind": "note", "text": f"decode bench: {why[0]}"}
+    assert judge(stage, 3, [note]).kind == "OOM_DEVICE"
+    assert judge(stage, 3, [{"kind": "note", "text": "no CUDA device"}]).kind is None
