@@ -1,0 +1,77 @@
+"""The prefill operators under torch.compile, fake tensors and activation checkpointing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from nsa.kernels import prefill
+from nsa.tests.helpers import make_block_indices, randn
+
+pytestmark = [pytest.mark.kernel, pytest.mark.core]
+SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, n_init=1, n_local=2, window=9)
+S, G, H, D = 33, 2, 2, 16
+NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+
+
+def inputs(device: str, requires_grad: bool = True) -> list[torch.Tensor]:
+    n = (S - 8) // 4 + 1
+    shapes = [(S, G * H, D)] + 2 * [(n, G, D)] + 4 * [(S, G, D)]
+    tensors = [
+        randn(1, *shape, seed=i, dtype=torch.float16, device=device)
+        for i, shape in enumerate(shapes)
+    ]
+    gates = randn(1, S, G * H, 3, seed=9, dtype=torch.float16, device=device).sigmoid()
+    return [t.detach().requires_grad_(requires_grad) for t in (*tensors, gates)]
+
+
+def layer(*tensors: torch.Tensor) -> torch.Tensor:
+    return prefill.nsa_prefill_triton(*tensors, **SIZES)[0]
+
+
+def gradients(fn, tensors):
+    out = fn(*tensors)
+    return out, torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_operators_pass_opcheck(kernel_device, monkeypatch):
+    """Schemas, fake kernels and autograd registrations agree with what the operators do."""
+    x = inputs(kernel_device)
+    q, k_cmp, v_cmp, k, v, *_ = x
+    scale = D**-0.5
+    blocks = make_block_indices("random", 1, S, G, 3, 16, device=kernel_device)
+    lse = torch.ops.nsa.span_attention(
+        q.detach(), k_cmp.detach(), v_cmp.detach(), 0, 8, 4, scale, None, None, 0, 0, 0
+    )[1]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    cases = {
+        "span_attention": (q, k_cmp, v_cmp, 0, 8, 4, scale, None, None, 0, k_cmp.shape[1], 0),
+        "block_attention": (q, k, v, blocks, 16, scale, None, 0, 0),
+        "block_select": (
+            q.detach(), k_cmp.detach(), lse, 8, 4, 16, 3, 1, 2, scale, None, None, 0, 0,
+        ),
+        "prefill": (*x, [8, 4, 16, 3, 1, 2, 9], scale, None, None, 0, 0),
+    }  # fmt: skip
+    for name, args in cases.items():
+        torch.library.opcheck(getattr(torch.ops.nsa, name).default, args, test_utils=checks)
+
+
+def test_compiled_layer_is_the_same(kernel_device):
+    """aot_eager traces forward and backward through the fake kernels, in one graph."""
+    want, want_grads = gradients(layer, inputs(kernel_device))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    got, got_grads = gradients(compiled, inputs(kernel_device))
+    assert torch.equal(got, want)
+    for name, a, b in zip(NAMES, got_grads, want_grads, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_checkpointed_layer_is_the_same(kernel_device):
+    want, want_grads = gradients(layer, inputs(kernel_device))
+    recomputed = lambda *t: checkpoint(layer, *t, use_reentrant=False)
+    got, got_grads = gradients(recomputed, inputs(kernel_device))
+    assert torch.equal(got, want)
+    for name, a, b in zip(NAMES, got_grads, want_grads, strict=True):
+        assert torch.equal(a, b), name
