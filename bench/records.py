@@ -209,7 +209,8 @@ def _cell(value: Any) -> str:
         return json.dumps(value)
     if isinstance(value, float):
         return format(value, ".7g")
-    return str(value)
+    # The writer leaves a carriage return unquoted, which a reader takes for the end of the row.
+    return str(value).replace("\r\n", "\n").replace("\r", "\n").replace("\0", "\ufffd")
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:

@@ -263,8 +263,11 @@ def test_csv_of_anything(content):
             assert all(isinstance(v, str) for row in rows for v in row.values())
 
 
-@quick(80)
-@given(st.lists(st.dictionaries(st.sampled_from("abc"), scalars), max_size=4))
+cells = scalars | st.text(alphabet='a,"\n\r\0;', max_size=6)
+
+
+@quick(120)
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), cells), max_size=4))
 def test_csv_comes_back(rows):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.csv"
