@@ -48,8 +48,7 @@ def parse_row(line: bytes | str) -> dict[str, Any]:
     lost: list[str] = []
     row = _finite(row, "", lost)
     if row["kind"] == "test" and (
-        not isinstance(row.get("nodeid"), str)
-        or row.get("outcome") not in OUTCOMES
+        not isinstance(row.get("nodeid"), str) or row.get("outcome") not in OUTCOMES
     ):
         raise RowError("a test row needs nodeid and outcome passed|failed|skipped|error")
     if row["kind"] == "parity":
@@ -81,8 +80,7 @@ def _finite(value: Any, path: str, lost: list[str], depth: int = 0) -> Any:
         return None
     if isinstance(value, dict):
         return {
-            str(k): _finite(v, f"{path}.{k}".lstrip("."), lost, depth + 1)
-            for k, v in value.items()
+            str(k): _finite(v, f"{path}.{k}".lstrip("."), lost, depth + 1) for k, v in value.items()
         }
     if isinstance(value, list):
         return [_finite(v, f"{path}[{i}]", lost, depth + 1) for i, v in enumerate(value)]
