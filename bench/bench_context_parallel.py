@@ -35,15 +35,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.bench_prefill import attend, oracle_visible
 from bench.bench_sel_triton import integers
 from bench.device import Gpu
 from bench.parity import Parity, measure_parity
+from bench.prefill_inputs import attend
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
 from bench.records import BenchRow, add_csv_argument, note, say, write_csv
 from bench.stats import instability, median_ci, quantile
 from nsa import Flags, launches, nsa_attention, parallel, reference, select
+from nsa.blocks import visible_compressed
 from nsa.compress import mean_pool
 
 COLUMNS = (
@@ -105,7 +106,7 @@ class Sequence1:
         outs = []
         for i, row in enumerate(self.rows):
             t, qt = int(self.at[row]), q[:, i : i + 1]
-            low, seen = max(0, t + 1 - s.w), oracle_visible(t, s.l, s.d)
+            low, seen = max(0, t + 1 - s.w), visible_compressed(t, s.l, s.d)
             spans = select.blocks_to_ranges(
                 self.blocks[:, row : row + 1], s.l_sel, torch.tensor([t], device=q.device)
             )

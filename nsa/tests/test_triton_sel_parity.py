@@ -186,7 +186,7 @@ def test_more_spans_than_one_pass_holds(kernel_device):
 def test_kv_strides(layout, kernel_device):
     """K and V are read in place through strides; only what 16-byte loads cannot read is copied."""
     from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-    from nsa.kernels.triton_sel_kernel.sel_fwd import units_of_8
+    from nsa.kernels.triton_sel_kernel.inputs import units_of_8
 
     q, k, v = cache_inputs(HALF, kernel_device, seed=11)
     ranges = make_ranges("mixed", 1, 4, 2, 70, 40, device=kernel_device)

@@ -10,6 +10,7 @@ from nsa.kernels.prefill import (
     block_attn_fwd,
     block_select,
     combine,
+    delta,
     span_bwd,
     span_fwd,
 )
@@ -141,7 +142,7 @@ def aot_cases(arch: int) -> list[AotCase]:
         )
     rows = dict(DV=128, BLOCK_DV=128, BLOCK_M=32)
     for kernel in (
-        combine._combine_fwd_kernel, combine._combine_bwd_kernel, span_bwd._attn_bwd_delta_kernel
+        combine._combine_fwd_kernel, combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel
     ):  # fmt: skip
         cases.append(_case(kernel, "D128", "bf16", rows, (4, 2)))
     cases.append(

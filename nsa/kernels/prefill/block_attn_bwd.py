@@ -14,7 +14,7 @@ import triton.language as tl
 from nsa import launches
 from nsa.kernels.prefill.block_attn_fwd import LOG2E, past_blocks, token_position
 from nsa.kernels.prefill.block_lists import rows_of_tiles
-from nsa.kernels.prefill.span_bwd import attention_delta
+from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim

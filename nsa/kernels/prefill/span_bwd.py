@@ -15,23 +15,11 @@ import triton
 import triton.language as tl
 
 from nsa import launches
+from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.row_tiles import head_tiles, kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
-
-
-@triton.jit
-def _attn_bwd_delta_kernel(
-    O, DO, DELTA, n_rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """delta = rowsum(dO * O): what the softmax backward subtracts from dP."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, BLOCK_DV)
-    mask = (rows < n_rows)[:, None] & (cols < DV)[None, :]
-    o = tl.load(O + rows[:, None] * DV + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    do = tl.load(DO + rows[:, None] * DV + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(DELTA + rows, tl.sum(o * do, 1), mask=rows < n_rows)
 
 
 @triton.jit
@@ -368,19 +356,6 @@ def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int
         # H200, bf16, D=128, 64k tokens, descriptors: compressed 21.6 ms, sliding 6.5.
         return 64, 128, 8, 3
     return (64, 64, 8, 1) if widest <= 128 else (32, 32, 4, 1)
-
-
-def attention_delta(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
-    """rowsum(dO * O) over the head dimension, fp32, shape of the lse."""
-    delta = torch.empty(out.shape[:-1], dtype=torch.float32, device=out.device)
-    n_rows = delta.numel()
-    if n_rows:
-        dv = out.shape[-1]
-        _attn_bwd_delta_kernel[(triton.cdiv(n_rows, 32),)](
-            out, grad_out, delta, n_rows, DV=dv, BLOCK_DV=pad_dim(dv), BLOCK_M=32
-        )
-        launches.bump("_attn_bwd_delta_kernel")
-    return delta
 
 
 def span_attention_bwd(

@@ -15,16 +15,15 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.kernels.tiles import arch_of, dot_precision
-from nsa.kernels.triton_sel_kernel.sel_fwd import (
-    LOG2E,
+from nsa.kernels.triton_sel_kernel.inputs import units_of_8
+from nsa.kernels.triton_sel_kernel.rows import (
     load_row_chunks,
     load_spans,
     slot_to_key,
-    spans_per_pass,
     store_row_chunks,
-    units_of_8,
     zero_chunks,
 )
+from nsa.kernels.triton_sel_kernel.sel_fwd import LOG2E, spans_per_pass
 from nsa.kernels.triton_sel_kernel.spans import key_lists
 from nsa.kernels.triton_sel_kernel.tiles import (
     KEY_TILE,

@@ -11,7 +11,6 @@ too few for the GPU are split over keys and merged by a second kernel, in a fixe
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -22,6 +21,20 @@ from torch import Tensor
 from nsa import launches
 from nsa.flags import Flags
 from nsa.kernels.tiles import arch_of, dot_precision
+from nsa.kernels.triton_sel_kernel.inputs import (
+    aligned,
+    check_kernel_inputs,
+    sm_count,
+    units_of_8,
+)
+from nsa.kernels.triton_sel_kernel.rows import (
+    attend,
+    finish_row,
+    key_share,
+    load_row_chunks,
+    load_spans,
+    zero_chunks,
+)
 from nsa.kernels.triton_sel_kernel.tiles import (
     MAX_SPANS_PER_PASS,
     Tiles,
@@ -31,149 +44,6 @@ from nsa.kernels.triton_sel_kernel.tiles import (
 )
 
 LOG2E = math.log2(math.e)
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-# ---- shared device code --------------------------------------------------------------------------
-
-
-@triton.jit
-def load_row_chunks(
-    X, base, stride, head, live, DIM: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr
-):
-    """X[base + head * stride + :DIM] as a tuple of [heads, BLOCK] chunks, 0 where not live."""
-    chunks = ()
-    for i in tl.static_range(0, DIM, BLOCK):
-        offs = i + tl.arange(0, BLOCK)
-        ptrs = X + base + head[:, None] * stride + offs[None, :]
-        if i + BLOCK <= DIM:
-            x = tl.load(ptrs, mask=live[:, None], other=0.0)
-        else:
-            x = tl.load(ptrs, mask=live[:, None] & (offs < DIM)[None, :], other=0.0)
-        chunks = chunks + (x.to(DTYPE),)
-    return chunks
-
-
-@triton.jit
-def zero_chunks(ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    chunks = ()
-    for _ in tl.static_range(0, DIM, BLOCK):
-        chunks = chunks + (tl.zeros([ROWS, BLOCK], tl.float32),)
-    return chunks
-
-
-@triton.jit
-def store_row_chunks(
-    X, base, stride, head, live, chunks, DIM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The inverse of load_row_chunks, cast to X's dtype."""
-    for i in tl.static_range(0, DIM, BLOCK):
-        offs = i + tl.arange(0, BLOCK)
-        ptrs = X + base + head[:, None] * stride + offs[None, :]
-        x = chunks[i // BLOCK].to(X.dtype.element_ty)
-        if i + BLOCK <= DIM:
-            tl.store(ptrs, x, mask=live[:, None])
-        else:
-            tl.store(ptrs, x, mask=live[:, None] & (offs < DIM)[None, :])
-
-
-@triton.jit
-def load_spans(STARTS, CUM, row, n, first, NR: tl.constexpr):
-    """Spans first .. first + NR - 1 of a row as (slot where each begins, step of key - slot).
-
-    The key in slot p is p + the sum of the steps of the spans that begin at or before p.
-    """
-    i = first + tl.arange(0, NR)
-    live = i < n
-    cum = tl.load(CUM + row * (n + 1) + i, mask=live, other=2147483647)
-    gap = tl.load(STARTS + row * n + i, mask=live, other=0) - cum
-    inner = live & (i > first)
-    before = tl.load(STARTS + row * n + i - 1, mask=inner, other=0) - tl.load(
-        CUM + row * (n + 1) + i - 1, mask=inner, other=0
-    )
-    return cum, tl.where(live, gap - before, 0)
-
-
-@triton.jit
-def slot_to_key(slot, cum, step):
-    # Spans on the first axis: the sum stays within a thread.
-    return slot + tl.sum(tl.where(cum[:, None] <= slot[None, :], step[:, None], 0), 0)
-
-
-@triton.jit
-def _attend(
-    acc, m_i, l_i, qs, k_base, v_base, stride_kl, stride_vl, cum, step, begin, end, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, MAPPED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Online softmax (base 2) of qs over key slots [begin, end)."""
-    for n0 in tl.range(begin, end, BLOCK_L):
-        slot = n0 + tl.arange(0, BLOCK_L)
-        live = slot < end
-        if MAPPED:
-            key = slot_to_key(slot, cum, step).to(tl.int64)
-        else:
-            key = slot.to(tl.int64)
-        s = tl.zeros([ROWS, BLOCK_L], tl.float32)
-        for i in tl.static_range(0, D, BLOCK_D):
-            offs_d = i + tl.arange(0, BLOCK_D)
-            k_ptrs = k_base + key[:, None] * stride_kl + offs_d[None, :]
-            if i + BLOCK_D <= D:
-                k = tl.load(k_ptrs, mask=live[:, None], other=0.0)
-            else:
-                k = tl.load(k_ptrs, mask=live[:, None] & (offs_d < D)[None, :], other=0.0)
-            s = tl.dot(qs[i // BLOCK_D], tl.trans(k), s, input_precision=PRECISION)
-        s = tl.where(live[None, :], s * scale_log2, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        p = tl.math.exp2(s - m_new[:, None])
-        alpha = tl.math.exp2(m_i - m_new)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        m_i = m_new
-        new_acc = ()
-        for i in tl.static_range(0, DV, BLOCK_DV):
-            offs_v = i + tl.arange(0, BLOCK_DV)
-            v_ptrs = v_base + key[:, None] * stride_vl + offs_v[None, :]
-            if i + BLOCK_DV <= DV:
-                v = tl.load(v_ptrs, mask=live[:, None], other=0.0)
-            else:
-                v = tl.load(v_ptrs, mask=live[:, None] & (offs_v < DV)[None, :], other=0.0)
-            scaled = acc[i // BLOCK_DV] * alpha[:, None]
-            new_acc = new_acc + (tl.dot(p.to(v.dtype), v, scaled, input_precision=PRECISION),)
-        acc = new_acc
-    return acc, m_i, l_i
-
-
-@triton.jit
-def _share(length, part, SPLITS: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Slots [begin, end) of this program: whole tiles, as even as they come."""
-    tiles = (length + BLOCK_L - 1) // BLOCK_L
-    share = (tiles + SPLITS - 1) // SPLITS * BLOCK_L
-    begin = part * share
-    return begin, tl.minimum(begin + share, length)
-
-
-@triton.jit
-def _finish(
-    O, LSE, row, part, head, live, H, acc, m_i, l_i,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Store the normalised output and its lse; with splits, as partial `part` of the row.
-
-    A row (or part) without keys has l = 0: output 0, lse -inf.
-    """
-    empty = l_i == 0.0
-    l_i = tl.where(empty, 1.0, l_i)
-    inv = 1.0 / l_i
-    out = ()
-    for i in tl.static_range(0, DV, BLOCK_DV):
-        out = out + (acc[i // BLOCK_DV] * inv[:, None],)
-    lse = tl.where(empty, float("-inf"), (m_i + tl.math.log2(l_i)) * 0.6931471805599453)
-    at = row
-    if SPLITS > 1:
-        at = row * SPLITS + part
-    store_row_chunks(O, at * H * DV, DV, head, live, out, DV, BLOCK_DV)
-    tl.store(LSE + at * H + head, lse, mask=live)
-
 
 @triton.jit
 def _dense_row(
@@ -204,12 +74,12 @@ def _dense_row(
     acc = zero_chunks(ROWS, DV, BLOCK_DV)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
-    begin, end = _share(length, part, SPLITS, BLOCK_L)
-    acc, m_i, l_i = _attend(
+    begin, end = key_share(length, part, SPLITS, BLOCK_L)
+    acc, m_i, l_i = attend(
         acc, m_i, l_i, qs, k_base, v_base, stride_kl * 8, stride_vl * 8, m_i, m_i, begin, end,
         scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, False, PRECISION, ROWS,
     )  # fmt: skip
-    _finish(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
+    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
 
 
 @triton.jit
@@ -228,12 +98,12 @@ def _varlen_row(
     acc = zero_chunks(ROWS, DV, BLOCK_DV)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
-    begin, end = _share(length, part, SPLITS, BLOCK_L)
-    acc, m_i, l_i = _attend(
+    begin, end = key_share(length, part, SPLITS, BLOCK_L)
+    acc, m_i, l_i = attend(
         acc, m_i, l_i, qs, K + first.to(tl.int64) * D, V + first.to(tl.int64) * DV, D, DV, m_i,
         m_i, begin, end, scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, False, PRECISION, ROWS,
     )  # fmt: skip
-    _finish(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
+    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -319,16 +189,16 @@ def _sel_attn_fwd_ranges_kernel(
     acc = zero_chunks(ROWS, DV, BLOCK_DV)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
-    begin, end = _share(tl.load(CUM + row * (n + 1) + n), part, SPLITS, BLOCK_L)
+    begin, end = key_share(tl.load(CUM + row * (n + 1) + n), part, SPLITS, BLOCK_L)
     for first in tl.range(0, n, NR):
         cum, step = load_spans(STARTS, CUM, row, n, first, NR)
         lo = tl.maximum(begin, tl.load(CUM + row * (n + 1) + first))
         hi = tl.minimum(end, tl.load(CUM + row * (n + 1) + tl.minimum(first + NR, n)))
-        acc, m_i, l_i = _attend(
+        acc, m_i, l_i = attend(
             acc, m_i, l_i, qs, k_base, v_base, stride_kl * 8, stride_vl * 8, cum, step, lo, hi,
             scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, True, PRECISION, ROWS,
         )  # fmt: skip
-    _finish(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
+    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
 
 
 @triton.jit
@@ -354,50 +224,6 @@ def _sel_attn_merge_kernel(
 
 
 # ---- launchers -----------------------------------------------------------------------------------
-
-
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    """Multiprocessors of the device; the interpreter counts as one, so little is split there."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def units_of_8(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """K or V [B, G, Skv, D] with (batch, group, token) strides in units of 8 elements.
-
-    Copies only what no 16-byte load could read: a last dimension that is not contiguous, strides
-    that are not multiples of 8, a misaligned first element.
-    """
-    ok = x.stride(-1) == 1 and all(x.stride(i) % 8 == 0 for i in range(3))
-    if not ok or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
-    return x, (x.stride(0) // 8, x.stride(1) // 8, x.stride(2) // 8)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
-
-
-def check_kernel_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError, ValueError or NotImplementedError for what no selection kernel takes."""
-    for name, x in (("Q", q), ("K", k), ("V", v)):
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {x.dtype}")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"{name} must have Q's dtype and device ({q.dtype}, {q.device}), "
-                f"got {x.dtype}, {x.device}"
-            )
-        dim = x.shape[-1]
-        if dim % 8 or not 0 < dim <= 256:
-            raise NotImplementedError(
-                f"{name}'s head size must be a multiple of 8 up to 256, got {dim}"
-            )
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"K's head size must be Q's {q.shape[-1]}, got {k.shape[-1]}")
 
 
 class Launch:
@@ -480,7 +306,7 @@ def _launch_spans(
         q, rows, H, v.shape[-1], L, group=group, tiles=tiles, flags=flags, splits=splits
     )
     if rows and H:
-        q = _aligned(q)
+        q = aligned(q)
         k, k_strides = units_of_8(k)
         v, v_strides = units_of_8(v)
         kernel = _sel_attn_fwd_dense_group_kernel if group else _sel_attn_fwd_dense_kernel
@@ -516,7 +342,7 @@ def _varlen(
     if N and H:
         kernel = _sel_attn_fwd_varlen_group_kernel if group else _sel_attn_fwd_varlen_kernel
         launch.run(
-            kernel, _aligned(q), _aligned(k), _aligned(v), cu_seqlens.contiguous(),
+            kernel, aligned(q), aligned(k), aligned(v), cu_seqlens.contiguous(),
             launch.part_o, launch.part_lse, H, _scale_log2(softmax_scale, D),
         )  # fmt: skip
     return _result(launch, return_lse)
@@ -613,7 +439,7 @@ def sel_fwd_ranges(
         k, k_strides = units_of_8(k)
         v, v_strides = units_of_8(v)
         launch.run(
-            _sel_attn_fwd_ranges_kernel, _aligned(q), k, v, starts, cum, launch.part_o,
+            _sel_attn_fwd_ranges_kernel, aligned(q), k, v, starts, cum, launch.part_o,
             launch.part_lse, S, G, H, n, *k_strides, *v_strides, _scale_log2(softmax_scale, D),
             NR=spans_per_pass(n),
         )  # fmt: skip

@@ -1,0 +1,217 @@
+"""One length of prefill as its bench times it: inputs, calls, what sampled queries must give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.roofline import Shape
+from nsa import reference, select
+from nsa.blocks import num_compressed, visible_compressed
+
+
+class Prefill:
+    """Inputs of one length, the calls on them, and fp64 results on a sample of the queries."""
+
+    def __init__(self, shape: Shape, samples: int = 12) -> None:
+        s = self.shape = shape
+        like = {"dtype": torch.bfloat16, "device": "cuda"}
+        kv = lambda n, width: torch.empty(s.B, n, s.G, width, **like)
+        n_cmp = max(num_compressed(s.S, s.l, s.d), 1)
+        self.q = torch.empty(s.B, s.S, s.HQ, s.D, **like)
+        self.do = torch.empty(s.B, s.S, s.HQ, s.Dv, **like)
+        self.k_cmp, self.v_cmp = kv(n_cmp, s.D), kv(n_cmp, s.Dv)
+        self.k_sel, self.v_sel, self.k_win, self.v_win = (
+            kv(s.S, s.D), kv(s.S, s.Dv), kv(s.S, s.D), kv(s.S, s.Dv)
+        )  # fmt: skip
+        self.gates = torch.empty(s.B, s.S, s.HQ, 3, **like)
+        # Queries whose results are checked: the first, the last, block edges, and some between.
+        some = torch.randint(s.S, (samples,), generator=torch.Generator().manual_seed(s.S))
+        edges = [0, s.l - 1, s.l_sel - 1, s.l_sel, s.S // 2, s.S - 1]
+        self.at = sorted({*some.tolist(), *(t for t in edges if 0 <= t < s.S)})
+        self.blocks: Tensor | None = None
+
+    def refill(self, seed: int) -> None:
+        gen = torch.Generator("cuda").manual_seed(seed)
+        for x in self.inputs():
+            x.detach().normal_(generator=gen)
+        self.gates.detach().uniform_(generator=gen)
+        self.blocks = None
+
+    def inputs(self) -> list[Tensor]:
+        return [self.q, self.k_cmp, self.v_cmp, self.k_sel, self.v_sel, self.k_win, self.v_win,
+                self.gates, self.do]  # fmt: skip
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        s = self.shape
+        return dict(l=s.l, d=s.d, l_sel=s.l_sel, n_sel=s.n_sel, n_init=1, n_local=2)
+
+    # ---- calls -------------------------------------------------------------------------------
+
+    def forward(self, op: str) -> Any:
+        from nsa.kernels import prefill
+
+        s = self.shape
+        if op == "full":
+            out, aux = prefill.nsa_prefill_triton(*self.inputs()[:8], **self.sizes, window=s.w)
+            self.blocks = aux["block_indices"]
+            return out
+        if op == "cmp":
+            return prefill.compressed_attention_triton(
+                self.q, self.k_cmp, self.v_cmp, l=s.l, d=s.d
+            )[0]
+        if op == "win":
+            return prefill.sliding_attention_triton(self.q, self.k_win, self.v_win, window=s.w)[0]
+        if op == "sel":
+            return prefill.selection_blocks_triton(
+                self.q, self.k_sel, self.v_sel, self.blocks, block_size=s.l_sel,
+                is_ascending=True,
+            )
+        if self.lse is None:
+            self.lse = prefill.compressed_attention_triton(
+                self.q, self.k_cmp, self.v_cmp, l=s.l, d=s.d
+            )[1]
+        return prefill.select_blocks_triton(self.q, self.k_cmp, self.lse, **self.sizes)
+
+    lse: Tensor | None = None
+
+    def prepare(self, op: str) -> None:
+        """What an op gets from the one before it, outside of the clock."""
+        from nsa.kernels import prefill
+
+        s = self.shape
+        self.lse = None
+        if op in ("sel", "select"):
+            _, self.lse = prefill.compressed_attention_triton(
+                self.q.detach(), self.k_cmp.detach(), self.v_cmp.detach(), l=s.l, d=s.d
+            )
+        if op == "sel":
+            self.blocks = prefill.select_blocks_triton(
+                self.q, self.k_cmp, self.lse, **self.sizes
+            )
+
+    def leaves(self, op: str) -> list[Tensor]:
+        names = {"cmp": ("q", "k_cmp", "v_cmp"), "win": ("q", "k_win", "v_win"),
+                 "sel": ("q", "k_sel", "v_sel")}.get(op)  # fmt: skip
+        return [getattr(self, n) for n in names] if names else self.inputs()[:8]
+
+    # ---- truth -------------------------------------------------------------------------------
+
+    def one(self, t: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """Queries at t and the keys that each branch shows them: (q, k, v) in `dtype`."""
+        s = self.shape
+        q = self.q[:, t : t + 1].detach().to(dtype)
+        seen = visible_compressed(t, s.l, s.d)
+        take = lambda k, v, a, b: (q, k[:, a:b].detach().to(dtype), v[:, a:b].detach().to(dtype))
+        return {
+            "cmp": take(self.k_cmp, self.v_cmp, 0, seen),
+            "win": take(self.k_win, self.v_win, max(0, t + 1 - s.w), t + 1),
+            "dense": take(self.k_sel, self.v_sel, 0, t + 1),
+        }
+
+    @torch.no_grad()
+    def exact(self, op: str, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Results of the sampled queries [B, n, HQ, Dv] by plain attention in `dtype`."""
+        rows = []
+        for t in self.at:
+            keys = self.one(t, dtype)
+            part = {n: attend(*keys[n]) for n in keys if op in (n, "full") and n != "dense"}
+            if op == "dense":
+                part = {"dense": attend(*keys["dense"])}
+            if op in ("sel", "full"):
+                part["sel"] = self.selected(t, dtype)
+            if op == "full":
+                g = self.gates[:, t : t + 1].detach().to(dtype)
+                rows.append(g[..., :1] * part["cmp"] + g[..., 1:2] * part["sel"]
+                            + g[..., 2:] * part["win"])  # fmt: skip
+            else:
+                rows.append(part[op])
+        return torch.cat(rows, 1)
+
+    def selected(self, t: int, dtype: torch.dtype) -> Tensor:
+        q = self.q[:, t : t + 1].detach().to(dtype)
+        spans = select.blocks_to_ranges(
+            self.blocks[:, t : t + 1], self.shape.l_sel, torch.tensor([t], device="cuda")
+        )
+        clean = select.clean_ranges(spans, t + 1)
+        k, v = (x[:, : t + 1].detach().to(dtype) for x in (self.k_sel, self.v_sel))
+        return reference.selection_attention(q, k, v, clean)
+
+    def block_quality(self, chosen: Tensor) -> Tensor:
+        """Per sampled query and group [B, n, G]: the chosen blocks' scores over the best possible.
+
+        Scores in fp64 by Eq. 9 and 10. 1 is right; blocks that must be there and are not, a
+        repetition or a block from the future give 0. Ties may choose either block.
+        """
+        s, rows = self.shape, []
+        for t in self.at:
+            q = self.q[:, t : t + 1].double()
+            best = select.select_blocks(q, self.k_cmp.double(), **self.sizes, q_start=t)[:, 0]
+            scores = select.group_block_scores(
+                q, self.k_cmp.double(), l=s.l, d=s.d, l_sel=s.l_sel,
+                n_blocks=-(-s.S // s.l_sel), q_start=t,
+            )[:, 0]  # fmt: skip
+            got, own = chosen[:, t], t // s.l_sel
+            forced = {0, own, max(own - 1, 0)}
+            legal = (got >= 0).sum(-1) == (best >= 0).sum(-1)
+            legal &= (got <= own).all(-1)
+            ordered = got.sort(-1).values
+            legal &= ~((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
+            for block in forced:
+                legal &= (got == block).any(-1)
+            sums = [(scores.gather(-1, b.clamp_min(0).long()) * (b >= 0)).sum(-1)
+                    for b in (got, best)]  # fmt: skip
+            ratio = torch.where(sums[1] > 0, sums[0] / sums[1].clamp_min(1e-300), 1.0)
+            rows.append((ratio * legal)[:, None])
+        return torch.cat(rows, 1).float()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B, 1, HQ, D] over all of k [B, N, G, D], v: softmax attention in the tensors' dtype."""
+    h = q.shape[2] // k.shape[2]
+    if k.shape[1] == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[-1])
+    k, v = (x.transpose(1, 2).repeat_interleave(h, 1) for x in (k, v))
+    scores = q.transpose(1, 2) @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def sampled_gradients(x: Prefill, part: str, dtype: torch.dtype) -> list[Tensor]:
+    """Gradients of the sampled queries' outputs alone, by plain attention in `dtype`.
+
+    The first is dq of these queries [B, n, HQ, D]; then those of the part's keys, values and
+    gates, whole, as if every other query had do = 0.
+    """
+    names = {"cmp": ("k_cmp", "v_cmp"), "win": ("k_win", "v_win"), "sel": ("k_sel", "v_sel"),
+             "dense": ("k_sel", "v_sel")}.get(part) or (
+        "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")  # fmt: skip
+    leaf = lambda t: t.detach().to(dtype).requires_grad_()
+    q = leaf(x.q[:, x.at])
+    leaves = {n: leaf(getattr(x, n)) for n in names}
+    s, total = x.shape, 0.0
+    for i, t in enumerate(x.at):
+        qt, parts = q[:, i : i + 1], []
+        if part in ("cmp", "full"):
+            seen = visible_compressed(t, s.l, s.d)
+            parts.append(attend(qt, leaves["k_cmp"][:, :seen], leaves["v_cmp"][:, :seen]))
+        if part in ("sel", "full"):
+            spans = select.blocks_to_ranges(
+                x.blocks[:, t : t + 1], s.l_sel, torch.tensor([t], device="cuda")
+            )
+            k, v = (leaves[n][:, : t + 1] for n in ("k_sel", "v_sel"))
+            parts.append(
+                reference.selection_attention(qt, k, v, select.clean_ranges(spans, t + 1))
+            )
+        if part in ("win", "full"):
+            low = max(0, t + 1 - s.w)
+            parts.append(attend(qt, *(leaves[n][:, low : t + 1] for n in ("k_win", "v_win"))))
+        if part == "dense":
+            parts.append(attend(qt, *(leaves[n][:, : t + 1] for n in ("k_sel", "v_sel"))))
+        if part == "full":
+            g = leaves["gates"][:, t : t + 1]
+            parts = [sum(g[..., j : j + 1] * p for j, p in enumerate(parts))]
+        total = total + (parts[0] * x.do[:, t : t + 1].to(dtype)).sum()
+    return list(torch.autograd.grad(total, [q, *leaves.values()]))

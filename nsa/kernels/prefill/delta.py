@@ -1,0 +1,36 @@
+"""delta = rowsum(dO * O), which the softmax backward subtracts from dP."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa import launches
+from nsa.kernels.tiles import pad_dim
+
+
+@triton.jit
+def _attn_bwd_delta_kernel(
+    O, DO, DELTA, n_rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """delta = rowsum(dO * O): what the softmax backward subtracts from dP."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_DV)
+    mask = (rows < n_rows)[:, None] & (cols < DV)[None, :]
+    o = tl.load(O + rows[:, None] * DV + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    do = tl.load(DO + rows[:, None] * DV + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(DELTA + rows, tl.sum(o * do, 1), mask=rows < n_rows)
+
+
+def attention_delta(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
+    """rowsum(dO * O) over the head dimension, fp32, shape of the lse."""
+    delta = torch.empty(out.shape[:-1], dtype=torch.float32, device=out.device)
+    n_rows = delta.numel()
+    if n_rows:
+        dv = out.shape[-1]
+        _attn_bwd_delta_kernel[(triton.cdiv(n_rows, 32),)](
+            out, grad_out, delta, n_rows, DV=dv, BLOCK_DV=pad_dim(dv), BLOCK_M=32
+        )
+        launches.bump("_attn_bwd_delta_kernel")
+    return delta
