@@ -201,8 +201,13 @@ def warnings_section(
             f"{cell(git.get('diffstat') or 'changed files', t)}, {num(git.get('untracked') or 0)} "
             f"untracked source files, sha256 of the diff {code(git.get('diff_sha256'), 80)}"
         )
-    elif git.get("dirty") is None or not git.get("commit"):
+    elif not git.get("commit"):
         out.append("The sources are not a git checkout that could be read: the commit is unknown")
+    elif git.get("dirty") is None:
+        out.append(
+            f"The commit {code(git.get('short'), 40)} is {cell(git.get('source') or 'given', 60)}; "
+            "without git nothing tells whether the sources are clean"
+        )
     cap, full = device.get("power_limit_w"), device.get("power_default_w")
     if is_number(cap) and is_number(full) and cap < full:
         out.append(f"The card is capped to {cap:g} of {full:g} W: times are those of a capped card")
@@ -413,7 +418,9 @@ def facts_section(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("GPU", ", ".join(str(g) for g in gpu if g) or f"none: {device.get('reason')}"),
         ("host", ", ".join(f"{k} {v}" for k, v in system.items() if k in ("os", "cpu", "cores"))
          if isinstance(system, dict) else ""),
-        ("commit", f"{git.get('short')} on {git.get('branch')}, {state}"),
+        ("commit", ", ".join(
+            [f"{git.get('short')}" + (f" on {git['branch']}" if git.get("branch") else ""), state]
+        )),
         ("versions", ", ".join([f"python {python.get('version')}", *versions])),
         ("profile", f"{data['profile']} {' '.join(map(str, data['argv']))}".strip()),
         ("run", f"{data['run_id']}, started {data['started']}, ended {data['ended']}"),
