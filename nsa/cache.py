@@ -1,12 +1,15 @@
 """NSACache: what decoding keeps of one layer, in static buffers.
 
-Three caches with their own keys and values: compressed tokens and the raw tail that will become
-the next one; every token for selection; a ring of the last tokens for the window.
+Three caches with their own keys and values: compressed tokens and a ring of the raw ones that the
+next are made of; every token for selection; a ring of the last tokens for the window. A step of at
+most max_step tokens finds its rows from lengths on the device, so one captured CUDA graph appends
+at every length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,13 +45,18 @@ class Reads:
         return self.cmp + self.sel + self.win
 
 
+_BUFFERS = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw")
+
+
 class NSACache:
-    """Keys and values of `batch` sequences of equal length, at most max_len tokens.
+    """Keys and values of `batch` sequences, at most max_len tokens each.
 
     k_cmp, v_cmp [B, Nc_max, G, D]; k_sel, v_sel [B, max_len, G, D]; k_win, v_win a ring
     [B, w + max_step - 1, G, D] where position p lives in row p % rows; lens int32 [B] on the
-    device holds the length. growable: a longer sequence doubles the buffers (which moves them, so
-    not inside a CUDA graph) instead of raising ValueError. count_reads keeps what each step read.
+    device holds the lengths, lengths: list[int] what the host knows of them. Sequences grow
+    together; stack() makes a cache of sequences of different lengths. growable: a longer sequence
+    doubles the buffers (which moves them, so not inside a CUDA graph) instead of raising
+    ValueError. count_reads keeps what each step read.
     """
 
     def __init__(
@@ -61,15 +69,21 @@ class NSACache:
                 raise ValueError(f"{name} must be a positive int, got {value!r}")
         self.config, self.batch, self.max_len, self.max_step = config, batch, max_len, max_step
         self.growable, self.count_reads = growable, count_reads
-        self.length = 0
-        self.emitted = 0  # compressed tokens in k_cmp, v_cmp
+        self.lengths = [0] * batch
+        # A captured step must emit for every length that it will be replayed at, see append.
+        self.emit_always = False
         self._like = {"device": device, "dtype": dtype or torch.get_default_dtype()}
         rows = num_compressed(max_len, config.l, config.d)
         self.k_cmp, self.v_cmp = self._buffers(rows)
         self.k_sel, self.v_sel = self._buffers(max_len)
         self.k_win, self.v_win = self._buffers(config.w + max_step - 1)
-        self._tail = self._buffers(0)  # raw tokens from position emitted * d on
+        self.k_raw, self.v_raw = self._buffers(config.l + max_step - 1)
         self.lens = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._steps = torch.arange(max_step, device=device)
+        self._block = torch.arange(config.l, device=device)
+        self._batch = torch.arange(batch, device=device)[:, None]
+        half = torch.arange(config.d_k // 2, device=device, dtype=torch.float64) * 2 / config.d_k
+        self._frequencies = config.rope_base**-half
         self._counted: list[tuple[int, Tensor, int]] = []
 
     def _buffers(self, rows: int) -> tuple[Tensor, Tensor]:
@@ -79,26 +93,89 @@ class NSACache:
             torch.zeros(self.batch, rows, c.groups, c.d_v, **self._like),
         )
 
+    @classmethod
+    def stack(cls, caches: Sequence[NSACache], max_len: int | None = None) -> NSACache:
+        """One batch out of caches of one layer, each filled to a length of its own.
+
+        max_len: capacity of the new cache, at least every length; default the largest capacity.
+        """
+        if not caches:
+            raise ValueError("caches must hold at least one NSACache, got none")
+        first = caches[0]
+        for c in caches:
+            if (c.config, c.max_step, c._like) != (first.config, first.max_step, first._like):
+                raise ValueError("caches must agree in config, max_step, dtype and device")
+        longest = max(c.length for c in caches)
+        max_len = max(c.max_len for c in caches) if max_len is None else max_len
+        if max_len < longest:
+            raise ValueError(f"max_len must be at least the longest {longest}, got {max_len}")
+        result = cls(
+            first.config, sum(c.batch for c in caches), max_len, max_step=first.max_step,
+            **first._like,
+        )  # fmt: skip
+        at = 0
+        for c in caches:
+            for name in _BUFFERS:
+                was = getattr(c, name)
+                rows = min(was.shape[1], getattr(result, name).shape[1])
+                getattr(result, name)[at : at + c.batch, :rows] = was[:, :rows]
+            result.lens[at : at + c.batch] = c.lens
+            at += c.batch
+        result.lengths = [n for c in caches for n in c.lengths]
+        return result
+
+    def row(self, b: int) -> NSACache:
+        """Sequence b alone: a cache of batch 1 whose buffers are views of this one's."""
+        one = copy.copy(self)
+        one.batch, one.lengths, one.growable = 1, [self.lengths[b]], False
+        one.count_reads, one._counted = False, []
+        for name in (*_BUFFERS, "lens"):
+            setattr(one, name, getattr(self, name)[b : b + 1])
+        one._batch = self._batch[:1]
+        return one
+
     def __len__(self) -> int:
         return self.length
 
     @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
+
+    @property
+    def emitted(self) -> int:
+        """Compressed tokens of the longest sequence."""
+        return num_compressed(self.length, self.config.l, self.config.d)
+
+    @property
     def pending(self) -> int:
         """Raw tokens that wait for the next compressed one."""
-        return self._tail[0].shape[1]
+        return self.length - self.config.d * self.emitted
+
+    @property
+    def mixed(self) -> bool:
+        """True when sequences differ in length."""
+        return min(self.lengths) != max(self.lengths)
+
+    def _same_length(self, what: str) -> None:
+        if self.mixed:
+            raise ValueError(f"{what} needs sequences of one length, got {self.lengths}")
 
     def compressed(self) -> tuple[Tensor, Tensor]:
         """The compressed keys and values so far: [B, emitted, G, D]."""
+        self._same_length("compressed()")
         return self.k_cmp[:, : self.emitted], self.v_cmp[:, : self.emitted]
 
     def selectable(self) -> tuple[Tensor, Tensor]:
         """All raw keys and values of the selection branch: [B, length, G, D]."""
+        self._same_length("selectable()")
         return self.k_sel[:, : self.length], self.v_sel[:, : self.length]
 
     def window(self, T: int) -> tuple[Tensor, Tensor]:
         """What the T <= max_step newest queries slide over: their keys and the w - 1 before."""
         if T > self.max_step:
             raise ValueError(f"T must be at most max_step={self.max_step}, got {T}")
+        self._same_length("window()")
         first = max(0, self.length - T - (self.config.w - 1))
         rows = torch.arange(first, self.length, device=self.lens.device) % self.k_win.shape[1]
         return self.k_win[:, rows], self.v_win[:, rows]
@@ -107,12 +184,26 @@ class NSACache:
         """The last w - 1 cached tokens, then any number of new ones that are not appended yet."""
         if self.length == 0:
             return k_win, v_win
+        self._same_length("window_with()")
         first = max(0, self.length - (self.config.w - 1))
         rows = torch.arange(first, self.length, device=self.lens.device) % self.k_win.shape[1]
         return (
             torch.cat([self.k_win[:, rows], k_win], dim=1),
             torch.cat([self.v_win[:, rows], v_win], dim=1),
         )
+
+    def positions(self, T: int) -> Tensor:
+        """Positions of the next T tokens: [B, T] by the device's lengths, [T] for T > max_step."""
+        if T <= self.max_step:
+            return self.lens[:, None] + self._steps[:T]
+        self._same_length(f"a chunk of {T} tokens (more than max_step={self.max_step})")
+        return torch.arange(self.length, self.length + T, device=self.lens.device)
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """Rotary angles in fp64: [.., D/2]."""
+        return positions[..., None] * self._frequencies
+
+    # ---- growing and shrinking --------------------------------------------------------------
 
     @torch.no_grad()
     def append(
@@ -122,6 +213,8 @@ class NSACache:
 
         A compressed token is emitted at every length S with S >= l and (S - l) % d == 0, from the
         last l raw tokens. phi_k, phi_v: [B, n, G, D] -> [B, num_compressed(n), G, D].
+        With T <= max_step rows come from `lens` alone, without waiting for the device; emit_always
+        then computes the tokens that might be due even where this length has none.
         Raises ValueError when the tokens do not fit.
         """
         self._check(new)
@@ -133,25 +226,80 @@ class NSACache:
                     f"cache holds max_len={self.max_len} tokens, got {self.length} + {T}"
                 )
             self._grow(end)
-        self.k_sel[:, self.length : end] = new.k_sel
-        self.v_sel[:, self.length : end] = new.v_sel
-        keep = min(T, self.k_win.shape[1])
-        rows = torch.arange(end - keep, end, device=self.lens.device) % self.k_win.shape[1]
-        self.k_win[:, rows] = new.k_win[:, T - keep :]
-        self.v_win[:, rows] = new.v_win[:, T - keep :]
-
-        k_raw = torch.cat([self._tail[0], new.k_cmp], dim=1)
-        v_raw = torch.cat([self._tail[1], new.v_cmp], dim=1)
-        fresh = num_compressed(k_raw.shape[1], self.config.l, self.config.d)
-        if fresh:
-            done = self.emitted + fresh
-            self.k_cmp[:, self.emitted : done] = phi_k(k_raw)
-            self.v_cmp[:, self.emitted : done] = phi_v(v_raw)
-            self.emitted = done
-        used = fresh * self.config.d
-        self._tail = (k_raw[:, used:].clone(), v_raw[:, used:].clone())
-        self.length = end
+        if T <= self.max_step:
+            self._append_step(new, phi_k, phi_v)
+        else:
+            self._append_chunk(new, phi_k, phi_v)
         self.lens += T
+        self.lengths = [n + T for n in self.lengths]
+
+    def _append_step(self, new: BranchKV, phi_k: Callable, phi_v: Callable) -> None:
+        c, T = self.config, new.k_sel.shape[1]
+        at = self.positions(T)
+        for buffer, x in (
+            (self.k_sel, new.k_sel), (self.v_sel, new.v_sel), (self.k_win, new.k_win),
+            (self.v_win, new.v_win), (self.k_raw, new.k_cmp), (self.v_raw, new.v_cmp),
+        ):  # fmt: skip
+            rows = buffer.shape[1]
+            place = self._batch * rows + (at if buffer is self.k_sel or buffer is self.v_sel
+                                          else at % rows)  # fmt: skip
+            buffer.view(-1, *buffer.shape[2:]).index_copy_(0, place.flatten(), x.flatten(0, 1))
+        room = self.k_cmp.shape[1]
+        due = (T - 1) // c.d + 1
+        if not self.emit_always:
+            due = max(
+                num_compressed(n + T, c.l, c.d) - num_compressed(n, c.l, c.d)
+                for n in self.lengths
+            )
+        for j in range(due if room else 0):
+            block = torch.div(self.lens.long() - c.l, c.d, rounding_mode="floor") + 1
+            block = block.clamp_(min=0)[:, None] + j  # [B, 1]
+            full = block * c.d + c.l <= self.lens[:, None] + T
+            place = self._batch * room + block.clamp(max=room - 1)
+            tokens = (block * c.d + self._block) % self.k_raw.shape[1]  # [B, l]
+            for buffer, raw, phi in (
+                (self.k_cmp, self.k_raw, phi_k), (self.v_cmp, self.v_raw, phi_v)
+            ):  # fmt: skip
+                made = phi(raw[self._batch, tokens]).to(buffer.dtype).flatten(0, 1)
+                rows = buffer.view(-1, *buffer.shape[2:])
+                kept = rows.index_select(0, place.flatten())
+                rows.index_copy_(0, place.flatten(), torch.where(full[:, :, None], made, kept))
+
+    def _append_chunk(self, new: BranchKV, phi_k: Callable, phi_v: Callable) -> None:
+        self._same_length("append() of more than max_step tokens")
+        start, T = self.length, new.k_sel.shape[1]
+        end, done = start + T, self.emitted
+        self.k_sel[:, start:end] = new.k_sel
+        self.v_sel[:, start:end] = new.v_sel
+        waiting = torch.arange(done * self.config.d, start, device=self.lens.device)
+        waiting = waiting % self.k_raw.shape[1]
+        for ring, x in ((self.k_win, new.k_win), (self.v_win, new.v_win)):
+            self._keep_last(ring, x, end)
+        for buffer, ring, x, phi in (
+            (self.k_cmp, self.k_raw, new.k_cmp, phi_k), (self.v_cmp, self.v_raw, new.v_cmp, phi_v)
+        ):  # fmt: skip
+            raw = torch.cat([ring[:, waiting], x], dim=1)
+            fresh = num_compressed(raw.shape[1], self.config.l, self.config.d)
+            if fresh:
+                buffer[:, done : done + fresh] = phi(raw)
+            self._keep_last(ring, x, end)
+
+    def _keep_last(self, ring: Tensor, x: Tensor, end: int) -> None:
+        keep = min(x.shape[1], ring.shape[1])
+        rows = torch.arange(end - keep, end, device=self.lens.device) % ring.shape[1]
+        ring[:, rows] = x[:, x.shape[1] - keep :]
+
+    def rewind(self, n: int) -> None:
+        """Forget the n newest tokens of every sequence, as when drafted tokens are refused.
+
+        n is at most max_step: the rings keep no more. Raises ValueError beyond.
+        """
+        most = min(self.max_step, min(self.lengths))
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= most:
+            raise ValueError(f"n must be an int from 0 to {most}, got {n!r}")
+        if n:
+            self.lens -= n
+            self.lengths = [length - n for length in self.lengths]
 
     def _check(self, new: BranchKV) -> None:
         c = self.config
@@ -182,6 +330,7 @@ class NSACache:
         selects the same number of tokens.
         """
         c, T = self.config, block_indices.shape[1]
+        self._same_length("counting reads")
         t = torch.arange(self.length - T, self.length, device=block_indices.device)
         ranges = select.blocks_to_ranges(block_indices, c.l_sel, t)
         positions = range(self.length - T, self.length)

@@ -25,9 +25,13 @@ def rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
     """
     half = x.shape[-1] // 2
     exponent = torch.arange(half, device=x.device, dtype=torch.float64) / half
-    angle = positions.double()[:, None] * base**-exponent
+    return turn(x, positions.double()[:, None] * base**-exponent)
+
+
+def turn(x: Tensor, angle: Tensor) -> Tensor:
+    """Turn the pairs of every head of x [.., S, H, D] by angle [.., S, D/2]."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = angle.cos().to(wide)[:, None], angle.sin().to(wide)[:, None]  # [S, 1, D/2]
+    cos, sin = (y.to(wide).unsqueeze(-2) for y in (angle.cos(), angle.sin()))
     a, b = x.to(wide).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
@@ -70,9 +74,19 @@ class NSAAttention(nn.Module):
         c = self.config
         q = rotary(self.q(x).unflatten(-1, (c.heads, c.d_k)), positions, c.rope_base)
         k = rotary(self.k(x).unflatten(-1, (3 * c.groups, c.d_k)), positions, c.rope_base)
-        v = self.v(x).unflatten(-1, (3 * c.groups, c.d_v))
+        return q, self._branches(x, k)
+
+    def _project_at(self, x: Tensor, angle: Tensor) -> tuple[Tensor, BranchKV]:
+        """_project for few tokens, where launches are the cost: queries and keys turn together."""
+        c = self.config
+        both = torch.cat([self.q(x), self.k(x)], dim=-1)
+        both = turn(both.unflatten(-1, (c.heads + 3 * c.groups, c.d_k)), angle)
+        return both[..., : c.heads, :].contiguous(), self._branches(x, both[..., c.heads :, :])
+
+    def _branches(self, x: Tensor, k: Tensor) -> BranchKV:
+        v = self.v(x).unflatten(-1, (3 * self.config.groups, self.config.d_v))
         (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = k.chunk(3, dim=-2), v.chunk(3, dim=-2)
-        return q, BranchKV(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+        return BranchKV(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
 
     def _sizes(self) -> dict[str, int]:
         c = self.config
@@ -125,11 +139,14 @@ class NSAAttention(nn.Module):
         self._check(x, 3)
         if x.shape[1] == 0:
             return x.clone()
-        start = cache.length
-        q, kv = self._project(x, torch.arange(start, start + x.shape[1], device=x.device))
-        gates = self.gate(x)
         # The ring keeps enough for max_step queries; more of them need the keys before they go.
         many = x.shape[1] > cache.max_step
+        positions = cache.positions(x.shape[1])
+        if many:
+            q, kv = self._project(x, positions)
+        else:
+            q, kv = self._project_at(x, cache.angles(positions))
+        gates = self.gate(x)
         window = cache.window_with(kv.k_win, kv.v_win) if many else None
         cache.append(kv, self.phi_k, self.phi_v)
         out, blocks = attention.nsa_decode(

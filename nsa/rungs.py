@@ -236,6 +236,11 @@ def decode_composed(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     from nsa.attention import nsa_attention
 
     cache, q = args["cache"], args["q"]
+    if cache.mixed:
+        one = lambda b: dict(args, q=q[b : b + 1], gates=args["gates"][b : b + 1],
+                             cache=cache.row(b))  # fmt: skip
+        parts = [decode_composed(one(b), flags) for b in range(cache.batch)]
+        return torch.cat([out for out, _ in parts]), torch.cat([chosen for _, chosen in parts])
     window = args["window"] or cache.window(q.shape[1])
     out, aux = nsa_attention(
         q, *cache.compressed(), *cache.selectable(), *window, args["gates"],
