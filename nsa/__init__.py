@@ -25,6 +25,8 @@ _WHERE = {
     "NSABlock": "nsa.module",
     "NSACache": "nsa.cache",
     "NSALanguageModel": "nsa.model",
+    "StepGraph": "nsa.decode_graph",
+    "GraphUnavailable": "nsa.decode_graph",
 }
 
 __all__ = ["__version__", *_WHERE]

@@ -248,8 +248,7 @@ class NSACache:
         due = (T - 1) // c.d + 1
         if not self.emit_always:
             due = max(
-                num_compressed(n + T, c.l, c.d) - num_compressed(n, c.l, c.d)
-                for n in self.lengths
+                num_compressed(n + T, c.l, c.d) - num_compressed(n, c.l, c.d) for n in self.lengths
             )
         for j in range(due if room else 0):
             block = torch.div(self.lens.long() - c.l, c.d, rounding_mode="floor") + 1

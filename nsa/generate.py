@@ -5,7 +5,8 @@
 
 Without --temperature the most likely byte is taken each time. Text goes to stdout, the rates to
 stderr. On a GPU it runs under bf16 autocast, and the NSA_* flags choose the kernels
-(NSA_USE_TRITON_SEL=1). Exit code: 0, or 2 for a usage error.
+(NSA_USE_TRITON_SEL=1). --graph replays each step as one CUDA graph; where that is impossible it
+decodes without and says why. Exit code: 0, or 2 for a usage error.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import dataclasses
 import pickle
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
+from nsa.decode_graph import GraphUnavailable, StepGraph
 from nsa.model import NSALanguageModel
 
 FORMAT = "nsa-lm/1"
@@ -69,11 +72,16 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> NSA
 
 @dataclass(frozen=True)
 class Generated:
-    """tokens: int64 [B, prompt + new]; rates in tokens per second over the whole batch."""
+    """tokens: int64 [B, prompt + new]; rates in tokens per second over the whole batch.
+
+    graphed: True when steps were replays of a CUDA graph; why_no_graph: why not, where asked.
+    """
 
     tokens: Tensor
     prefill_tokens_per_s: float
     decode_tokens_per_s: float | None
+    graphed: bool = False
+    why_no_graph: str | None = None
 
 
 def pick(
@@ -98,12 +106,14 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     seed: int = 0,
+    graph: bool = False,
 ) -> Generated:
     """Continue `prompt` (int64 [B, S], S >= 1) by max_new_tokens tokens.
 
     temperature 0 is greedy; otherwise logits are divided by it, cut to the top_k best and sampled
-    with `seed`, so the same call gives the same text. Raises ValueError for an empty prompt or a
-    setting out of range.
+    with `seed`, so the same call gives the same text. graph: capture a step once and replay it,
+    where it can be captured; the capture counts as neither prefill nor decoding. Raises ValueError
+    for an empty prompt or a setting out of range.
     """
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(f"prompt must be [B, S] with S >= 1, got {list(prompt.shape)}")
@@ -121,18 +131,29 @@ def generate(
 
     generator = torch.Generator().manual_seed(seed)
     start = clock()
-    logits, caches = model.prefill(prompt)
+    logits, caches = model.prefill(prompt, prompt.shape[1] + max_new_tokens if graph else None)
     tokens = [prompt, pick(logits[:, -1], temperature, top_k, generator).to(prompt.device)]
     prefilled = clock()
+    step: Callable[[Tensor], Tensor] = lambda x: model.step(x, caches)
+    graphed, why = False, None
+    begin = prefilled
+    if graph and max_new_tokens > 1:
+        try:
+            step, graphed = StepGraph(step, tokens[-1], caches), True
+        except GraphUnavailable as error:
+            why = str(error)
+        begin = clock()
     for _ in range(max_new_tokens - 1):
-        logits = model.step(tokens[-1], caches)
+        logits = step(tokens[-1])
         tokens.append(pick(logits[:, -1], temperature, top_k, generator).to(prompt.device))
     decoded = clock()
     batch, steps = prompt.shape[0], max_new_tokens - 1
     return Generated(
         tokens=torch.cat(tokens, dim=1),
         prefill_tokens_per_s=prompt.numel() / (prefilled - start),
-        decode_tokens_per_s=batch * steps / (decoded - prefilled) if steps else None,
+        decode_tokens_per_s=batch * steps / (decoded - begin) if steps else None,
+        graphed=graphed,
+        why_no_graph=why,
     )
 
 
@@ -146,6 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the best byte")
     parser.add_argument("--top_k", type=int, default=None, help="sample among the k best only")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--graph", action="store_true", help="replay steps as one CUDA graph")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     try:
@@ -160,16 +182,20 @@ def main(argv: list[str] | None = None) -> int:
                 temperature=args.temperature,
                 top_k=args.top_k,
                 seed=args.seed,
+                graph=args.graph,
             )
     except (OSError, ValueError) as e:
         parser.error(str(e))
     print(bytes(result.tokens[0].tolist()).decode("utf-8", errors="replace"))
     rate = result.decode_tokens_per_s
+    how = " by CUDA graph" if result.graphed else ""
     print(
         f"prefill {result.prefill_tokens_per_s:.0f} tokens/s"
-        + (f", decode {rate:.1f} tokens/s" if rate else ""),
+        + (f", decode {rate:.1f} tokens/s{how}" if rate else ""),
         file=sys.stderr,
     )
+    if result.why_no_graph:
+        print(f"no CUDA graph: {result.why_no_graph}", file=sys.stderr)
     return 0
 
 
