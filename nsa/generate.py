@@ -30,15 +30,20 @@ from nsa.model import NSALanguageModel
 FORMAT = "nsa-lm/1"
 
 
-def save_checkpoint(path: str | Path, model: NSALanguageModel) -> None:
-    """Write the model's configuration and weights: plain numbers and tensors, no pickled code."""
+def save_checkpoint(
+    path: str | Path, model: NSALanguageModel, state: dict[str, Tensor] | None = None
+) -> None:
+    """Write the model's configuration and weights: plain numbers and tensors, no pickled code.
+
+    state: the whole weights of a model that is sharded (default: its own state_dict()).
+    """
     torch.save(
         {
             "format": FORMAT,
             "config": dataclasses.asdict(model.config),
             "vocab_size": model.vocab_size,
             "n_layers": model.n_layers,
-            "state": {k: v.detach().cpu() for k, v in model.state_dict().items()},
+            "state": {k: v.detach().cpu() for k, v in (state or model.state_dict()).items()},
         },
         path,
     )

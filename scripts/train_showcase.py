@@ -18,13 +18,8 @@ checks hold, 1 the loss is not finite or did not fall or the probe found a leak,
 from __future__ import annotations
 
 import argparse
-import contextlib
-import csv
-import json
 import math
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,57 +31,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.records import emit
-from nsa import dispatch, launches
 from nsa.config import NSAConfig
-from nsa.flags import Flags
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
+from scripts.training import (
+    PRESETS,
+    VOCAB,
+    Preset,
+    Run,
+    autocast,
+    load_corpus,
+    train,
+    training_flags,
+    write_curve,
+)
 
-CSV_FIELDS = ("step", "loss", "val_loss", "lr", "tokens_per_s")
-VOCAB = 256
 MIN_FALL_NATS = 0.1  # random bytes start at ln 256 = 5.5; twenty steps already fall by more than 1
-CORPUS = Path(__file__).resolve().parent.parent / "nsa" / "data" / "shakespeare.txt"
-
-
-@dataclass(frozen=True)
-class Preset:
-    config: NSAConfig
-    layers: int
-    steps: int
-    seq: int
-    batch: int
-    lr: float
-    val_windows: int
-
-
-PRESETS = {
-    # One CPU core, well under a minute; the blocks shrink with the sequence so that selection still
-    # has more candidates than it may take.
-    "cpu": Preset(
-        NSAConfig(dim=64, heads=4, groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=4, w=32),
-        layers=2, steps=200, seq=128, batch=4, lr=6e-3, val_windows=8,
-    ),
-    # The paper's block sizes; 2048 tokens are 32 selection blocks for 16 choices.
-    "cuda": Preset(
-        NSAConfig(dim=512, heads=8, groups=2, d_k=64, d_v=64),
-        layers=4, steps=300, seq=2048, batch=8, lr=1e-3, val_windows=16,
-    ),
-}  # fmt: skip
-
-
-# ---- data ----------------------------------------------------------------------------------------
-
-
-def load_corpus(path: Path = CORPUS) -> tuple[Tensor, Tensor]:
-    """The text as bytes: (train, held out), int64 [n], split 90 / 10 in reading order."""
-    text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
-    cut = len(text) * 9 // 10
-    return text[:cut], text[cut:]
-
-
-def windows(text: Tensor, starts: Tensor, seq: int) -> Tensor:
-    """Windows of seq + 1 bytes at the given starts: int64 [len(starts), seq + 1]."""
-    return text[starts[:, None] + torch.arange(seq + 1)]
 
 
 def ngram_cross_entropy(train: Tensor, held_out: Tensor, order: int) -> float:
@@ -193,144 +153,6 @@ def gate_statistics(model: NSALanguageModel, tokens: Tensor) -> list[dict[str, f
     return rows
 
 
-# ---- training ------------------------------------------------------------------------------------
-
-
-@dataclass
-class Run:
-    """What one training run left: a row per step, the model, and its rates."""
-
-    model: NSALanguageModel
-    rows: list[dict[str, float | int | None]]
-    grad_norms: list[float]
-    first_step_s: float
-    steps_per_s: float | None
-    tokens_per_s: float | None
-    launches: dict[str, int]
-    routes: dict[str, int]
-    fallbacks: dict[str, int]
-
-
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over a tenth of the steps (at most 20), then a cosine down to peak / 10."""
-    warm = max(1, min(20, steps // 10))
-    if step < warm:
-        return peak * (step + 1) / warm
-    done = (step - warm) / max(1, steps - warm)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-
-
-def autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """bf16 on a GPU, nothing on CPU."""
-    return torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
-
-
-def next_byte_loss(model: NSALanguageModel, batch: Tensor) -> Tensor:
-    """Mean cross entropy in nats per byte; batch int64 [B, S + 1]."""
-    with autocast(batch.device):
-        logits = model(batch[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-
-
-@torch.no_grad()
-def held_out_loss(model: NSALanguageModel, batches: list[Tensor]) -> float:
-    model.eval()
-    loss = torch.stack([next_byte_loss(model, b) for b in batches]).mean().item()
-    model.train()
-    return loss
-
-
-def train(
-    preset: Preset, train_text: Tensor, val_text: Tensor, device: torch.device, seed: int,
-    log_every: int = 10, progress: Callable[[int, str], None] = lambda _done, _text: None,
-    flags: Flags | None = None,
-) -> Run:  # fmt: skip
-    """Train for preset.steps steps; losses stay on the device between two log points."""
-    torch.manual_seed(seed)
-    draw = torch.Generator().manual_seed(seed)
-    model = NSALanguageModel(preset.config, VOCAB, preset.layers, flags=flags).to(device)
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    plain = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
-        lr=preset.lr, betas=(0.9, 0.95),
-    )  # fmt: skip
-    span = len(val_text) - preset.seq - 1
-    starts = torch.arange(preset.val_windows) * (span // max(1, preset.val_windows - 1))
-    val = windows(val_text, starts.clamp(max=span), preset.seq).to(device).split(preset.batch)
-
-    rows: list[dict[str, float | int | None]] = []
-    norms: list[float] = []
-    pending: list[tuple[int, float, Tensor, Tensor]] = []
-    first_step_s, timed_steps, timed_s = 0.0, 0, 0.0
-    model.train()
-    with launches.recording() as launched, dispatch.trace() as taken:
-        started = time.perf_counter()
-        for step in range(preset.steps):
-            lr = learning_rate(step, preset.steps, preset.lr)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            picks = torch.randint(0, len(train_text) - preset.seq, (preset.batch,), generator=draw)
-            batch = windows(train_text, picks, preset.seq).to(device, non_blocking=True)
-            loss = next_byte_loss(model, batch)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            pending.append((step, lr, loss.detach(), norm.detach()))
-
-            last = step == preset.steps - 1
-            if step and not last and (step + 1) % log_every:
-                continue
-            losses = torch.stack([torch.stack(p[2:]) for p in pending]).tolist()  # waits
-            elapsed = time.perf_counter() - started
-            if step == 0:
-                first_step_s = elapsed  # compiles the kernels: not part of the rate
-                rate = None
-            else:
-                timed_steps += len(pending)
-                timed_s += elapsed
-                rate = len(pending) * preset.batch * preset.seq / elapsed
-            for (index, at, *_), (value, norm_value) in zip(pending, losses, strict=True):
-                rows.append(
-                    {"step": index, "loss": value, "val_loss": None, "lr": at, "tokens_per_s": rate}
-                )
-                norms.append(norm_value)
-            pending.clear()
-            if last or (step + 1) % (5 * log_every) == 0:
-                rows[-1]["val_loss"] = held_out_loss(model, list(val))
-            progress(step + 1, f"step {step + 1}/{preset.steps} loss {rows[-1]['loss']:.3f}")
-            started = time.perf_counter()
-    steps_per_s = timed_steps / timed_s if timed_s else None
-    return Run(
-        model, rows, norms, first_step_s, steps_per_s,
-        steps_per_s and steps_per_s * preset.batch * preset.seq, dict(launched),
-        Counter(f"{d.branch.value}/{d.route.value}" for d in taken),
-        Counter(f"{d.branch.value}/{r.value}: {why}" for d in taken for r, why in d.rejected),
-    )  # fmt: skip
-
-
-def write_curve(
-    rows: list[dict], grad_norms: list[float], csv_path: Path, jsonl_path: Path
-) -> tuple[Path, Path]:
-    """The curve as CSV (an empty cell for what was not measured or not finite) and, with the
-    gradient norms, as JSON lines."""
-    clean = [
-        {k: v if isinstance(v, int) or (v is not None and math.isfinite(v)) else None
-         for k, v in row.items()}
-        for row in rows
-    ]  # fmt: skip
-    with csv_path.open("w", newline="") as f:
-        writer = csv.DictWriter(f, CSV_FIELDS)
-        writer.writeheader()
-        writer.writerows(clean)
-    with jsonl_path.open("w") as f:
-        for row, norm in zip(clean, grad_norms, strict=True):
-            grad_norm = norm if math.isfinite(norm) else None
-            f.write(json.dumps({**row, "grad_norm": grad_norm}, allow_nan=False) + "\n")
-    return csv_path, jsonl_path
-
-
 # ---- command line --------------------------------------------------------------------------------
 
 
@@ -377,17 +199,6 @@ def probe_model(
     probe = causality_probe(logits_of, tokens, positions, tolerance)
     leaky = planted_leak(logits_of, 3 * tolerance)
     return probe, causality_probe(leaky, tokens, positions, tolerance)
-
-
-def training_flags(device: torch.device) -> Flags:
-    """This process's flags; on a GPU the Triton kernels and their backward are on unless the
-    environment decides otherwise."""
-    flags = dispatch.resolve_flags(None, torch.empty(0, device=device))
-    if device.type != "cuda":
-        return flags
-    wanted = {"use_triton_sel": True, "sel_triton_allow_grad": True, "sel_triton_min_L": 1}
-    free = {k: v for k, v in wanted.items() if not flags.sources.get(k, "").startswith("env")}
-    return replace(flags, **free)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ import torch
 
 from nsa import attention
 from scripts import train_showcase as ts
+from scripts.training import CORPUS
 
 CPU = torch.device("cpu")
 
@@ -72,8 +73,8 @@ def test_ngram_cross_entropies_on_text_with_a_known_answer():
 def test_corpus_is_the_one_described_and_split_without_overlap():
     import hashlib
 
-    data = ts.CORPUS.read_bytes()
-    readme = (ts.CORPUS.parent / "README.md").read_text()
+    data = CORPUS.read_bytes()
+    readme = (CORPUS.parent / "README.md").read_text()
     assert hashlib.sha256(data).hexdigest() in readme and "public domain" in readme
     train, held_out = ts.load_corpus()
     assert torch.cat([train, held_out]).tolist() == list(data)

@@ -13,6 +13,7 @@ from nsa.flags import Flags
 from nsa.generate import load_checkpoint, save_checkpoint
 from nsa.model import NSALanguageModel
 from scripts import train_showcase as ts
+from scripts import training
 
 CPU = torch.device("cpu")
 TINY = replace(ts.PRESETS["cpu"], steps=12, seq=96, batch=2, val_windows=2)
@@ -40,7 +41,7 @@ def test_train_smoke_loss_falls_and_held_out_loss_follows(run):
 
 def gradients(model, batch):
     model.zero_grad()
-    ts.next_byte_loss(model, batch).backward()
+    training.next_byte_loss(model, batch).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -54,7 +55,7 @@ def assert_live(grads):
 def test_train_gradient_reaches_every_parameter(text):
     torch.manual_seed(0)
     model = NSALanguageModel(TINY.config, vocab_size=ts.VOCAB, n_layers=2)
-    assert_live(gradients(model, ts.windows(text[0], torch.tensor([0, 700]), TINY.seq)))
+    assert_live(gradients(model, training.windows(text[0], torch.tensor([0, 700]), TINY.seq)))
 
 
 def test_train_same_seed_gives_the_same_run(text, run):
@@ -142,7 +143,7 @@ def test_train_gpu_model_does_not_see_the_future(gpu_run, text, cuda):
 
 
 def test_train_gpu_loss_and_gradients_agree_with_the_reference_route(text, cuda):
-    batch = ts.windows(text[0], torch.tensor([0, 700]), 512).to(cuda)
+    batch = training.windows(text[0], torch.tensor([0, 700]), 512).to(cuda)
     seen = {}
     for backend in ("triton", "reference"):
         torch.manual_seed(0)
@@ -150,7 +151,7 @@ def test_train_gpu_loss_and_gradients_agree_with_the_reference_route(text, cuda)
         grads = gradients(model, batch)
         assert_live(grads)
         with torch.no_grad():
-            seen[backend] = (ts.next_byte_loss(model, batch).item(), grads)
+            seen[backend] = (training.next_byte_loss(model, batch).item(), grads)
     (fast, fast_grads), (slow, slow_grads) = seen["triton"], seen["reference"]
     assert abs(fast - slow) < 0.01
     # A near tie may choose other blocks in bf16, so directions are compared, not elements.

@@ -1,0 +1,155 @@
+"""Checkpoints of a training run by torch.distributed.checkpoint, complete enough to go on exactly.
+
+A folder holds step-00000100, step-00000200, ...; each has the sharded model and optimizer, the
+generator that draws the batches and every rank's random state (written by all ranks in parallel),
+and state.json with the step, what was run, and the curve so far. A checkpoint gets its name only
+once it is whole, so a run that dies while saving leaves the one before. On several hosts the folder
+must be shared between them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+FORMAT = "nsa-training/1"
+KEEP = 2
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or one of another run; the text says why."""
+
+
+def _ranks() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _random_state() -> Tensor:
+    """The state of torch's generators here, the CPU's and then the GPU's: uint8."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return torch.cat(states)
+
+
+def _set_random_state(state: Tensor) -> None:
+    size = len(torch.get_rng_state())
+    torch.set_rng_state(state[:size])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state[size:])
+
+
+class Checkpoints:
+    """Saves into `folder` every `every` steps (0: only at the end) and resumes from its latest.
+
+    about: what the run is (sizes, seed, ...); a checkpoint of something else is refused with a
+    CheckpointError that names the difference. resume=False ignores what is there.
+    """
+
+    def __init__(
+        self, folder: Path, about: dict[str, Any], *, every: int = 0, resume: bool = False
+    ) -> None:
+        self.folder, self.every, self.wanted = Path(folder), every, resume
+        self.about = json.loads(json.dumps(about))
+        self.resumed_from: int | None = None
+        self.world_changed: int | None = None  # the ranks that wrote it, where they are not as many
+
+    def due(self, done: int) -> bool:
+        return bool(self.every) and done % self.every == 0
+
+    def latest(self) -> Path | None:
+        found = [p for p in self.folder.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name)]
+        return max(found, default=None, key=lambda p: p.name)
+
+    def _tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, draw: torch.Generator,
+        rows: list[dict], norms: list[float],
+    ) -> Path:  # fmt: skip
+        """Write the state after `step` steps; older checkpoints but one go away."""
+        rank, world = _ranks()
+        final = self.folder / f"step-{step:08d}"
+        part = self.folder / f".{final.name}.part"
+        if rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        _together()
+        state = self._tensors(model, optimizer)
+        state |= {"draw": draw.get_state(), f"random/{rank}": _random_state()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "torch.distributed is disabled", in one process
+            dcp.save(state, checkpoint_id=str(part))
+        if rank == 0:
+            about = {"format": FORMAT, "step": step, "world": world, "about": self.about}
+            text = json.dumps({**about, "rows": rows, "norms": norms})
+            (part / "state.json").write_text(text + "\n", encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(part, final)
+            names = sorted(p for p in self.folder.glob("step-*") if p.name <= final.name)
+            for old in names[:-KEEP]:
+                shutil.rmtree(old, ignore_errors=True)
+        _together()
+        return final
+
+    def _described(self, path: Path) -> dict[str, Any]:
+        try:
+            data = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise CheckpointError(f"checkpoint {path} is not of format {FORMAT!r}")
+        theirs = data["about"]
+        for name in sorted({*theirs, *self.about}):
+            if theirs.get(name) != self.about.get(name):
+                raise CheckpointError(
+                    f"checkpoint {path} was made with {name} = {theirs.get(name)}, this run has "
+                    f"{self.about.get(name)}"
+                )
+        return data
+
+    def resume(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, draw: torch.Generator
+    ) -> tuple[int, list[dict], list[float]]:
+        """Load the latest checkpoint into the arguments: (steps done, rows, norms); (0, [], [])
+        where resuming was not asked for or there is nothing yet."""
+        path = self.latest() if self.wanted else None
+        if path is None:
+            return 0, [], []
+        data = self._described(path)
+        rank, world = _ranks()
+        state = self._tensors(model, optimizer)
+        state["draw"] = draw.get_state()
+        same = data["world"] == world
+        if same:
+            state[f"random/{rank}"] = _random_state()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, checkpoint_id=str(path))
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        draw.set_state(state["draw"])
+        if same:
+            _set_random_state(state[f"random/{rank}"])
+        self.resumed_from = data["step"]
+        self.world_changed = None if same else data["world"]
+        return data["step"], data["rows"], data["norms"]

@@ -1,0 +1,307 @@
+"""Train NSA and dense attention on the same text and steps, on one GPU or on several (FSDP2).
+
+    python scripts/train.py --attention nsa,dense --steps 300
+    torchrun --nproc-per-node 4 scripts/train.py --attention nsa,dense --seq 4096,16384,65536
+    torchrun --nproc-per-node 4 scripts/train.py --save_every 100 --resume    # goes on where it was
+
+The model, the data, the order of the batches, the schedule and the initial weights outside of
+attention are the same for both: `dense` replaces each NSA layer by causal grouped-query attention
+of the same heads, through torch's SDPA. Parameters are sharded with FSDP2 under torchrun and
+gathered in bf16 on a GPU; gradients are added up in fp32. Lengths of --seq are trained one after
+the other, each with as many tokens per step as the first.
+
+Into --out: train.csv (attention, seq, step, loss, val_loss, lr, tokens_per_s), rates.csv (tokens/s
+of every run), train.svg with both, and checkpoints/<attention>-<seq>/. A resumed run gives the very
+losses and weights of one that was never interrupted, on as many ranks; on a GPU add --deterministic
+for kernels that add up in no fixed order.
+
+Exit code: 0 done, 1 a loss is not finite, 2 usage error, 3 no such device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast fails on some virtual machines
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from bench.bench_sel_triton import integers
+from bench.records import emit, note, write_csv
+from nsa.config import NSAConfig
+from nsa.generate import save_checkpoint
+from nsa.model import NSALanguageModel
+from nsa.module import rotary
+from scripts.checkpoints import CheckpointError, Checkpoints
+from scripts.training import PRESETS, VOCAB, Preset, Run, finite, load_corpus, train, training_flags
+
+ATTENTIONS = ("nsa", "dense")
+CURVE = ("attention", "seq", "step", "loss", "val_loss", "lr", "tokens_per_s")
+RATES = (
+    "attention", "seq", "batch", "world", "parameters", "tokens_per_s", "first_step_s",
+    "peak_vram_mib", "val_loss",
+)  # fmt: skip
+
+
+class DenseAttention(nn.Module):
+    """Causal grouped-query attention of NSAAttention's heads: [B, S, dim] -> [B, S, dim]."""
+
+    def __init__(self, config: NSAConfig) -> None:
+        super().__init__()
+        c = self.config = config
+        self.q = nn.Linear(c.dim, c.heads * c.d_k, bias=False)
+        self.k = nn.Linear(c.dim, c.groups * c.d_k, bias=False)
+        self.v = nn.Linear(c.dim, c.groups * c.d_v, bias=False)
+        self.out = nn.Linear(c.heads * c.d_v, c.dim, bias=False)
+
+    def forward(self, x: Tensor, cu_seqlens: None = None, max_seqlen: None = None) -> Tensor:
+        c, at = self.config, torch.arange(x.shape[-2], device=x.device)
+        q = rotary(self.q(x).unflatten(-1, (c.heads, c.d_k)), at, c.rope_base)
+        k = rotary(self.k(x).unflatten(-1, (c.groups, c.d_k)), at, c.rope_base)
+        v = self.v(x).unflatten(-1, (c.groups, c.d_v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(out.transpose(1, 2).flatten(-2))
+
+
+def prepare(
+    model: NSALanguageModel, mesh: DeviceMesh | None, *, recompute: bool = False,
+    compiled: bool = False, backend: str = "inductor",
+) -> NSALanguageModel:  # fmt: skip
+    """Compile, recompute and shard the model block by block, in place.
+
+    Only the forward functions are replaced: names of parameters stay, and FSDP's hooks run outside
+    of compiled code.
+    """
+    for block in model.blocks:
+        if compiled:
+            block.forward = torch.compile(block.forward, backend=backend)
+        if recompute:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if mesh is not None:
+        policy = MixedPrecisionPolicy()
+        if mesh.device_type == "cuda":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def builder(
+    attention: str, device: torch.device, mesh: DeviceMesh | None, args: argparse.Namespace
+) -> Callable[[Preset], nn.Module]:
+    def make(preset: Preset) -> nn.Module:
+        flags = training_flags(device)
+        model = NSALanguageModel(preset.config, VOCAB, preset.layers, flags=flags)
+        if attention == "dense":  # after the NSA model: what is common starts with equal weights
+            for block in model.blocks:
+                block.attention = DenseAttention(preset.config)
+        return prepare(
+            model.to(device), mesh, recompute=args.recompute, compiled=args.compile,
+            backend=args.compile_backend,
+        )  # fmt: skip
+
+    return make
+
+
+def setup(args: argparse.Namespace) -> tuple[torch.device, DeviceMesh | None]:
+    """This rank's device, and the mesh of all ranks under torchrun."""
+    device = torch.device(args.device)
+    if "WORLD_SIZE" not in os.environ:
+        return device, None
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout))
+    return device, init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    add = parser.add_argument
+    add("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
+    add("--attention", default="nsa", help="nsa, dense or nsa,dense: one after the other")
+    add("--steps", type=int, help="default: 200 on CPU, 300 on a GPU")
+    add("--seq", type=integers, help="tokens per sequence, a,b,c (128 on CPU, 2048 on a GPU)")
+    add("--batch", type=int, help="sequences per step of the first length, over all ranks")
+    add("--lr", type=float, help="peak learning rate")
+    for name in ("layers", "dim", "heads", "groups"):
+        add(f"--{name}", type=int, help="of the model; default by --device")
+    add("--seed", type=int, default=0)
+    add("--recompute", action="store_true", help="activation checkpointing, block by block")
+    add("--compile", action="store_true", help="torch.compile, block by block")
+    add("--compile_backend", default="inductor", help=argparse.SUPPRESS)
+    add("--deterministic", action="store_true", help="deterministic algorithms of torch only")
+    add("--save_every", type=int, default=0, metavar="N", help="checkpoint every N steps; there "
+        "is one at the end in any case")  # fmt: skip
+    add("--resume", action="store_true", help="go on from the latest checkpoints in --out")
+    add("--stop_at", type=int, metavar="N", help="stop after N of --steps steps")
+    add("--log_every", type=int, default=10, metavar="N", help="read the losses every N steps")
+    add("--out", type=Path, default=Path("artifacts/train"), metavar="DIR")
+    add("--save", type=Path, metavar="FILE", help="the trained NSA model of the last length, "
+        "for python -m nsa.generate")  # fmt: skip
+    add("--timeout", type=float, default=600.0, help="seconds until a collective that a rank does "
+        "not join fails")  # fmt: skip
+    return parser
+
+
+def presets(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, longest: int
+) -> list[Preset]:
+    """One preset per length, with the same tokens per step; a usage error for what cannot be."""
+    base = PRESETS[args.device]
+    for name in ("steps", "batch", "layers", "dim", "heads", "groups", "stop_at", "log_every"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, got {value}")
+    if args.lr is not None and not args.lr > 0:
+        parser.error(f"--lr must be above 0, got {args.lr}")
+    if args.save_every < 0:
+        parser.error(f"--save_every must be 0 or more, got {args.save_every}")
+    names = args.attention.split(",")
+    if not names or not set(names) <= set(ATTENTIONS) or len(set(names)) < len(names):
+        parser.error(f"--attention must be from {', '.join(ATTENTIONS)}, got {args.attention!r}")
+    if args.save and "nsa" not in names:
+        parser.error("--save is for the NSA model, which --attention leaves out")
+    sizes = {n: v for n in ("dim", "heads", "groups") if (v := getattr(args, n)) is not None}
+    try:
+        config = replace(base.config, **sizes)
+    except ValueError as error:
+        parser.error(str(error))
+    given = {
+        n: v for n in ("steps", "lr", "layers", "batch") if (v := getattr(args, n)) is not None
+    }
+    base = replace(base, config=config, **given)
+    world, out = int(os.environ.get("WORLD_SIZE", "1")), []
+    for seq in args.seq or [base.seq]:
+        batch = base.batch * (args.seq or [base.seq])[0] // seq
+        batch = max(world, batch // world * world) if out else base.batch
+        if not 2 * config.l_sel <= seq <= longest:
+            parser.error(f"--seq must be {2 * config.l_sel} to {longest}, got {seq}")
+        if batch % world:
+            parser.error(f"--batch must be a multiple of the {world} ranks, got {batch}")
+        out.append(replace(base, seq=seq, batch=batch))
+    return out
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """The whole model on rank 0, on the CPU; every rank must call."""
+    return get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+
+
+def summary(
+    attention: str, preset: Preset, run: Run, device: torch.device, world: int
+) -> dict[str, Any]:
+    peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
+    last = next((r["val_loss"] for r in reversed(run.rows) if r["val_loss"] is not None), None)
+    return {
+        "attention": attention, "seq": preset.seq, "batch": preset.batch, "world": world,
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "tokens_per_s": run.tokens_per_s, "first_step_s": run.first_step_s, "peak_vram_mib": peak,
+        "val_loss": last,
+    }  # fmt: skip
+
+
+def report(out: Path, curve: list[dict], rates: list[dict]) -> None:
+    write_csv(str(out / "train.csv"), [finite(r) for r in curve], CURVE)
+    write_csv(str(out / "rates.csv"), rates, RATES)
+    try:
+        from scripts.pictures import training
+
+        training(curve, rates, out / "train.svg")
+    except ImportError as error:
+        note(f"no picture: {error}", "warn")
+    for row in rates:
+        for name in ("tokens_per_s", "val_loss"):
+            label = f"{row['attention']}/{row['seq']}/{name}"
+            emit("metric", {"name": label, "value": row[name], "unit": ""})
+            shown = "-" if row[name] is None else f"{row[name]:.6g}"
+            print(f"{label:28} {shown}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        note("no CUDA device", "warn")
+        return 3
+    text, held_out = load_corpus()
+    planned = presets(parser, args, len(held_out) - 2)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    device, mesh = setup(args)
+    first, world = (True, 1) if mesh is None else (mesh.get_rank() == 0, mesh.size())
+    if first:
+        args.out.mkdir(parents=True, exist_ok=True)
+    curve: list[dict[str, Any]] = []
+    rates: list[dict[str, Any]] = []
+    good = True
+    try:
+        for preset in planned:
+            for attention in args.attention.split(","):
+                name = f"{attention}-{preset.seq}"
+                about = {**asdict(preset), "attention": attention, "seed": args.seed}
+                saved = Checkpoints(
+                    args.out / "checkpoints" / name, about, every=args.save_every,
+                    resume=args.resume,
+                )  # fmt: skip
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                tell = lambda _done, line, name=name: first and print(f"{name}: {line}", flush=True)
+                try:
+                    run = train(
+                        preset, text, held_out, device, args.seed, args.log_every, tell,
+                        make=builder(attention, device, mesh, args), mesh=mesh, checkpoints=saved,
+                        stop_at=args.stop_at,
+                    )  # fmt: skip
+                except CheckpointError as error:
+                    print(error, file=sys.stderr)
+                    return 2
+                if saved.world_changed and first:
+                    note(f"{name}: resumed from {saved.world_changed} ranks on {world}: sums are "
+                         "added in another order, so not bit by bit", "warn")  # fmt: skip
+                rows = [{"attention": attention, "seq": preset.seq, **r} for r in run.rows]
+                good &= all(math.isfinite(r["loss"]) for r in rows)
+                curve += rows
+                rates.append(summary(attention, preset, run, device, world))
+                if args.save and attention == "nsa":
+                    state = weights(run.model)
+                    if first:
+                        save_checkpoint(args.save, run.model, state)
+                del run
+        if first:
+            report(args.out, curve, rates)
+    finally:
+        if mesh is not None:
+            dist.destroy_process_group()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

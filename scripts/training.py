@@ -1,0 +1,273 @@
+"""The training loop: text, model, optimizer, curve; on one device or spread with FSDP2.
+
+Used by scripts/train_showcase.py (one device, in every report) and scripts/train.py (torchrun,
+checkpoints, dense attention beside NSA).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from nsa import dispatch, launches
+from nsa.config import NSAConfig
+from nsa.flags import Flags
+from nsa.model import NSALanguageModel
+
+if TYPE_CHECKING:
+    from scripts.checkpoints import Checkpoints
+
+CSV_FIELDS = ("step", "loss", "val_loss", "lr", "tokens_per_s")
+VOCAB = 256
+CORPUS = Path(__file__).resolve().parent.parent / "nsa" / "data" / "shakespeare.txt"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of a run; batch counts the sequences of a step over all ranks."""
+
+    config: NSAConfig
+    layers: int
+    steps: int
+    seq: int
+    batch: int
+    lr: float
+    val_windows: int
+
+
+PRESETS = {
+    # One CPU core, well under a minute; the blocks shrink with the sequence so that selection still
+    # has more candidates than it may take.
+    "cpu": Preset(
+        NSAConfig(dim=64, heads=4, groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=4, w=32),
+        layers=2, steps=200, seq=128, batch=4, lr=6e-3, val_windows=8,
+    ),
+    # The paper's block sizes; 2048 tokens are 32 selection blocks for 16 choices.
+    "cuda": Preset(
+        NSAConfig(dim=512, heads=8, groups=2, d_k=64, d_v=64),
+        layers=4, steps=300, seq=2048, batch=8, lr=1e-3, val_windows=16,
+    ),
+}  # fmt: skip
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def load_corpus(path: Path = CORPUS) -> tuple[Tensor, Tensor]:
+    """The text as bytes: (train, held out), int64 [n], split 90 / 10 in reading order."""
+    text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+    cut = len(text) * 9 // 10
+    return text[:cut], text[cut:]
+
+
+def windows(text: Tensor, starts: Tensor, seq: int) -> Tensor:
+    """Windows of seq + 1 bytes at the given starts: int64 [len(starts), seq + 1]."""
+    return text[starts[:, None] + torch.arange(seq + 1)]
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What one training run left: a row per step, the model, and its rates."""
+
+    model: nn.Module
+    rows: list[dict[str, float | int | None]]
+    grad_norms: list[float]
+    first_step_s: float
+    steps_per_s: float | None
+    tokens_per_s: float | None
+    launches: dict[str, int]
+    routes: dict[str, int]
+    fallbacks: dict[str, int]
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over a tenth of the steps (at most 20), then a cosine down to peak / 10."""
+    warm = max(1, min(20, steps // 10))
+    if step < warm:
+        return peak * (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+def autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """bf16 on a GPU, nothing on CPU."""
+    return torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
+
+
+def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross entropy in nats per byte; batch int64 [B, S + 1]."""
+    with autocast(batch.device):
+        logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def average(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The mean of `values` over the ranks."""
+    if mesh is not None:
+        dist.all_reduce(values, group=mesh.get_group())
+        values /= mesh.size()
+    return values
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, batches: list[Tensor], mesh: DeviceMesh | None = None) -> float:
+    model.eval()
+    loss = average(torch.stack([next_byte_loss(model, b) for b in batches]).mean(), mesh).item()
+    model.train()
+    return loss
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    plain = [p for p in model.parameters() if p.ndim < 2]
+    return torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=lr, betas=(0.9, 0.95),
+    )  # fmt: skip
+
+
+def train(
+    preset: Preset, train_text: Tensor, val_text: Tensor, device: torch.device, seed: int,
+    log_every: int = 10, progress: Callable[[int, str], None] = lambda _done, _text: None,
+    flags: Flags | None = None, *, make: Callable[[Preset], nn.Module] | None = None,
+    mesh: DeviceMesh | None = None, checkpoints: Checkpoints | None = None,
+    stop_at: int | None = None,
+) -> Run:  # fmt: skip
+    """Train for preset.steps steps; losses stay on the device between two log points.
+
+    make: builds the model, sharded over `mesh` where there is one (default: NSALanguageModel on
+    `device`). The batches depend on seed and step alone; each rank of `mesh` takes its share.
+    checkpoints: where to save, and from where to go on. stop_at: leave after so many steps, with a
+    checkpoint; the schedule stays that of preset.steps.
+    """
+    rank, world = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+    if preset.batch % world:
+        raise ValueError(f"batch must be a multiple of the {world} ranks, got {preset.batch}")
+    share = preset.batch // world
+    torch.manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
+    if make is None:
+        model = NSALanguageModel(preset.config, VOCAB, preset.layers, flags=flags).to(device)
+    else:
+        model = make(preset)
+    optimizer = make_optimizer(model, preset.lr)
+    # As many windows on every rank: a forward pass of a sharded model is a collective.
+    count = -(-preset.val_windows // world) * world
+    span = len(val_text) - preset.seq - 1
+    starts = (torch.arange(count) * (span // max(1, count - 1))).clamp(max=span)
+    val = windows(val_text, starts[rank::world], preset.seq).to(device).split(share)
+
+    rows: list[dict[str, float | int | None]] = []
+    norms: list[float] = []
+    pending: list[tuple[int, float, Tensor, Tensor]] = []
+    first_step_s, timed_steps, timed_s = 0.0, 0, 0.0
+    first, end = 0, min(preset.steps, stop_at or preset.steps)
+    if checkpoints is not None:
+        first, rows, norms = checkpoints.resume(model, optimizer, draw)
+    model.train()
+    with launches.recording() as launched, dispatch.trace() as taken:
+        started = time.perf_counter()
+        for step in range(first, end):
+            lr = learning_rate(step, preset.steps, preset.lr)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            picks = torch.randint(0, len(train_text) - preset.seq, (preset.batch,), generator=draw)
+            picks = picks[rank * share : (rank + 1) * share]
+            batch = windows(train_text, picks, preset.seq).to(device, non_blocking=True)
+            loss = next_byte_loss(model, batch)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if hasattr(norm, "full_tensor"):
+                norm = norm.full_tensor()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            pending.append((step, lr, loss.detach(), norm.detach()))
+
+            last = step == end - 1
+            save = checkpoints is not None and (last or checkpoints.due(step + 1))
+            if step > first and not last and not save and (step + 1) % log_every:
+                continue
+            losses = average(torch.stack([torch.stack(p[2:]) for p in pending]), mesh).tolist()
+            elapsed = time.perf_counter() - started
+            if step == first:
+                first_step_s = elapsed  # compiles the kernels: not part of the rate
+                rate = None
+            else:
+                timed_steps += len(pending)
+                timed_s += elapsed
+                rate = len(pending) * preset.batch * preset.seq / elapsed
+            for (index, at, *_), (value, norm_value) in zip(pending, losses, strict=True):
+                rows.append(
+                    {"step": index, "loss": value, "val_loss": None, "lr": at, "tokens_per_s": rate}
+                )
+                norms.append(norm_value)
+            pending.clear()
+            if last or (step + 1) % (5 * log_every) == 0:
+                rows[-1]["val_loss"] = held_out_loss(model, list(val), mesh)
+            if save:
+                checkpoints.save(step + 1, model, optimizer, draw, rows, norms)
+            progress(step + 1, f"step {step + 1}/{preset.steps} loss {rows[-1]['loss']:.3f}")
+            started = time.perf_counter()
+    steps_per_s = timed_steps / timed_s if timed_s else None
+    return Run(
+        model, rows, norms, first_step_s, steps_per_s,
+        steps_per_s and steps_per_s * preset.batch * preset.seq, dict(launched),
+        Counter(f"{d.branch.value}/{d.route.value}" for d in taken),
+        Counter(f"{d.branch.value}/{r.value}: {why}" for d in taken for r, why in d.rejected),
+    )  # fmt: skip
+
+
+def training_flags(device: torch.device) -> Flags:
+    """This process's flags; on a GPU the Triton kernels and their backward are on unless the
+    environment decides otherwise."""
+    flags = dispatch.resolve_flags(None, torch.empty(0, device=device))
+    if device.type != "cuda":
+        return flags
+    wanted = {"use_triton_sel": True, "sel_triton_allow_grad": True, "sel_triton_min_L": 1}
+    free = {k: v for k, v in wanted.items() if not flags.sources.get(k, "").startswith("env")}
+    return replace(flags, **free)
+
+
+# ---- the curve -----------------------------------------------------------------------------------
+
+
+def finite(row: dict) -> dict:
+    """`row` with None for what is not finite."""
+    return {
+        k: v if isinstance(v, (int, str)) or (v is not None and math.isfinite(v)) else None
+        for k, v in row.items()
+    }
+
+
+def write_curve(
+    rows: list[dict], grad_norms: list[float], csv_path: Path, jsonl_path: Path
+) -> tuple[Path, Path]:
+    """The curve as CSV (an empty cell for what was not measured or not finite) and, with the
+    gradient norms, as JSON lines."""
+    clean = [finite(row) for row in rows]
+    with csv_path.open("w", newline="") as f:
+        writer = csv.DictWriter(f, CSV_FIELDS)
+        writer.writeheader()
+        writer.writerows(clean)
+    with jsonl_path.open("w") as f:
+        for row, norm in zip(clean, grad_norms, strict=True):
+            grad_norm = norm if math.isfinite(norm) else None
+            f.write(json.dumps({**row, "grad_norm": grad_norm}, allow_nan=False) + "\n")
+    return csv_path, jsonl_path
