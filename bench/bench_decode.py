@@ -2,12 +2,21 @@
 
     python bench/bench_decode.py                              # the paper's sizes on this GPU
     python bench/bench_decode.py --S_list 512,4096 --csv decode.csv --branch_force_mode none
+    python bench/bench_decode.py --preset serving --csv serving.csv  # six batch and context sizes
 
 A step is what `NSAAttention.step` does after it appended the newest token: attention from one
 query over a cache of S tokens. Every sample sees these S tokens: nothing is appended between them.
 Times are medians of device time on a GPU (cold L2) and of host time on one CPU thread (warm);
 `wall_ms` is what a host sees that calls back to back. ci_low and ci_high bound ms_total,
-speedup_low and speedup_high the ratio to the baseline, all at 95 %.
+speedup_low and speedup_high the ratio to the baseline, all at 95 %. launch_bound: the host takes
+over 1.2 times as long as the device.
+
+ms_graph: the same step as a replayed CUDA graph, beside dense attention as one (graph_base_ms). The
+graph is captured once, and its replays must be right on other numbers and at another length.
+ms_module_eager, ms_module_graph: the layer's whole decode step (projections, rotary, cache append,
+attention, gates, output), eager and as a graph; ms_module_eager_wall as a host sees it. Each sample
+appends its token to the same S - 1: the cache forgets it again outside of the timed window (within
+ms_module_eager_wall). Where no graph can be captured these are empty and `why` says why.
 
 --branch_force_mode: which branches are also timed alone. The others' work is not launched, not
 merely ignored. env (default): each of the three, along the routes that the NSA_* environment
@@ -24,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +45,7 @@ import torch
 from torch import Tensor
 
 from bench.clock import clock_for
+from bench.decode_graph import more_rows
 from bench.decode_step import BRANCHES, Step, dense_contenders
 from bench.device import Gpu, ceilings
 from bench.provenance import COLUMNS as PROVENANCE
@@ -55,6 +66,13 @@ from nsa.flags import get_flags
 from nsa.module import NSAAttention
 
 MODES = ("none", "env", *BRANCHES)
+# (sequences, context) of each cell, and the sizes that they share unless an option says otherwise.
+PRESETS = {
+    "serving": (
+        ((1, 8192), (1, 65536), (1, 131072), (16, 65536), (64, 8192), (64, 32768)),
+        dict(heads=64, groups=4, dk=128, dv=128, branch_force_mode="none"),
+    ),
+}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 STEP_KERNELS = (
     "_decode_scan_kernel", "_decode_topn_kernel", "_decode_selected_kernel", "_decode_merge_kernel",
@@ -70,12 +88,19 @@ CSV_COLUMNS = (
     "ci_low", "ci_high", "cmp_low", "cmp_high", "sel_low", "sel_high", "win_low", "win_high",
     "wall_ms", "baseline", "base_ms", "speedup", "speedup_low", "speedup_high", "n", "cache",
     "status", "why", "branch_status", "path", "branch_path", "fallback", "parity", "mae", "max_abs",
-    "bytes", "gbs", "B", "dim", "heads", "groups", "dk", "dv", "l", "d", "l_sel", "n_sel", "w",
-    "dtype", *PROVENANCE,
+    "launch_bound", "ms_graph", "graph_low", "graph_high", "graph_baseline", "graph_base_ms",
+    "graph_speedup", "graph_speedup_low", "graph_speedup_high", "ms_module_eager_wall",
+    "ms_module_eager", "module_low", "module_high", "ms_module_graph", "module_graph_low",
+    "module_graph_high", "more_status", "bytes", "gbs", "B", "dim", "heads", "groups", "dk", "dv",
+    "l", "d", "l_sel", "n_sel", "w", "dtype", *PROVENANCE,
 )  # fmt: skip
 
 
 # ---- cases ---------------------------------------------------------------------------------------
+
+
+def case_name(batch: int, S: int) -> str:
+    return f"decode/S={S}" if batch == 1 else f"decode/B={batch}/S={S}"
 
 
 def total_case(step: Step, columns: dict[str, Any]) -> Case:
@@ -92,7 +117,7 @@ def total_case(step: Step, columns: dict[str, Any]) -> Case:
     itemsize, rows = q.element_size(), q.shape[0] * c.groups * (c.d_k + c.d_v)
     keys = read.cmp + read.sel + read.win
     return Case(
-        "decode", f"decode/S={step.S}",
+        "decode", case_name(len(q), step.S),
         Contender("nsa", step.total(), step.path, STEP_KERNELS if step.fused else ()),
         refill=step.refill, inputs=step.inputs, oracle=lambda: step.total_truth(chosen[0]),
         same_dtype=lambda: step.total_plain(chosen[0]), baselines=dense_contenders(step), view=view,
@@ -106,7 +131,7 @@ def branch_case(step: Step, branch: str, columns: dict[str, Any]) -> Case:
     """One branch alone; it has no baseline of its own."""
     path = step.branch_path(branch)
     return Case(
-        "decode_branch", f"decode/S={step.S}/{branch}",
+        "decode_branch", f"{case_name(len(step.q), step.S)}/{branch}",
         Contender(f"nsa {branch}", step.alone(branch), path,
                   BRANCH_KERNELS[branch] if step.fused else ()),
         refill=step.refill, inputs=step.inputs,
@@ -119,19 +144,49 @@ def _ms(us: float | None) -> float | None:
     return None if us is None else us / 1e3
 
 
+def more_columns(more: dict[str, BenchRow], missing: dict[str, str]) -> dict[str, Any]:
+    """The columns of the graph and of the layer's step; empty where there is no such row."""
+    line: dict[str, Any] = {"more_status": " ".join(f"{n}={r.status}" for n, r in more.items())}
+    for name, time, bounds in (("graph", "ms_graph", "graph"),
+                               ("module", "ms_module_eager", "module"),
+                               ("module_graph", "ms_module_graph", "module_graph")):  # fmt: skip
+        row = more.get(name)
+        if row is not None:
+            line[time] = _ms(row.median_us)
+            line[f"{bounds}_low"], line[f"{bounds}_high"] = map(_ms, row.ci95_us or (None, None))
+    if "graph" in more:
+        graph = more["graph"]
+        low, high = graph.speedup_ci95 or (None, None)
+        line |= {"graph_baseline": graph.baseline, "graph_base_ms": _ms(graph.base_median_us),
+                 "graph_speedup": graph.speedup, "graph_speedup_low": low,
+                 "graph_speedup_high": high}  # fmt: skip
+    if "module" in more:
+        line["ms_module_eager_wall"] = _ms(more["module"].wall_us)
+    reasons = [f"{n}: {w}" for n, r in more.items() for w in r.why]
+    by_reason: dict[str, list[str]] = {}
+    for name, why in missing.items():
+        by_reason.setdefault(why, []).append(name)
+    reasons += [f"no {' and '.join(names)}: {why}" for why, names in by_reason.items()]
+    line["why"] = "; ".join(reasons)
+    return line
+
+
 def csv_row(
-    step: Step, row: BenchRow, parts: dict[str, BenchRow], columns: dict[str, Any]
-) -> dict[str, Any]:
-    """One line of the CSV: the step's row, its branches', and the reads."""
+    step: Step, row: BenchRow, parts: dict[str, BenchRow], columns: dict[str, Any],
+    more: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """One line of the CSV: the step's row, its branches', graph and layer (`more`), the reads."""
     read, parity = step.counted, row.parity or {}
     low, high = row.ci95_us or (None, None)
     slow, fast = row.speedup_ci95 or (None, None)
     line = {
-        **columns, "S": step.S, "ms_total": _ms(row.median_us), "ci_low": _ms(low),
+        **columns, **more, "S": step.S, "ms_total": _ms(row.median_us), "ci_low": _ms(low),
         "ci_high": _ms(high), "wall_ms": _ms(row.wall_us), "baseline": row.baseline,
         "base_ms": _ms(row.base_median_us), "speedup": row.speedup, "speedup_low": slow,
         "speedup_high": fast, "n": row.n, "cache": row.cache, "status": row.status,
-        "why": "; ".join([*row.why, *(f"{b}: {w}" for b, p in parts.items() for w in p.why)]),
+        "launch_bound": row.launch_bound,
+        "why": "; ".join([*row.why, *(f"{b}: {w}" for b, p in parts.items() for w in p.why),
+                          *filter(None, [more["why"]])]),
         "branch_status": " ".join(f"{b}={p.status}" for b, p in parts.items()),
         "path": row.path_taken,
         "branch_path": " ".join(f"{b}={p.path_taken}" for b, p in parts.items() if p.path_taken),
@@ -170,7 +225,8 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--B", type=_positive, default=1, help="sequences (default 1)")
+    add("--preset", choices=PRESETS, help="cells of B and S in one run, instead of --B, --S_list")
+    add("--B", type=_positive, help="sequences (default 1)")
     for name, default, what in (
         ("dim", 2560, "model width"), ("heads", 64, "query heads"), ("groups", 4, "KV groups"),
         ("dk", 192, "query and key width"), ("dv", 128, "value width"),
@@ -195,11 +251,18 @@ def _line(row: dict[str, Any]) -> str:
         value = row.get(name)
         return "-" if value is None else format(value, form)
 
+    head = f"B={row['B']:<3} S={row['S']:<7}" if row["B"] > 1 else f"S={row['S']:<7}"
     if row.get("ms_total") is None:
-        return f"S={row['S']:<7} {row['status']} {row['why']}"
+        return f"{head} {row['status']} {row['why']}"
     times = " ".join(f"{b} {number(f'ms_{b}', '.4f')}" for b in ("total", *BRANCHES))
+    if row.get("ms_graph") is not None:
+        times += (f" graph {number('ms_graph', '.4f')} (dense {number('graph_base_ms', '.4f')},"
+                  f" {number('graph_speedup', '.2f')}x)")  # fmt: skip
+    if row.get("ms_module_eager") is not None:
+        layer = ("eager_wall", "eager", "graph")
+        times += " | layer: " + " ".join(f"{n} {number(f'ms_module_{n}', '.4f')}" for n in layer)
     return (
-        f"S={row['S']:<7} ms: {times} | reads {row['reads_actual_decode']}/"
+        f"{head} ms: {times} | reads {row['reads_actual_decode']}/"
         f"{row['reads_expected_decode']} | {number('speedup', '.2f')}x "
         f"[{number('speedup_low', '.2f')}, {number('speedup_high', '.2f')}] over "
         f"{row['baseline']} | {row['path']} {row['status']} {row['why']}"
@@ -207,25 +270,32 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def bench_length(
-    layer: NSAAttention, S: int, args: argparse.Namespace, columns: dict[str, Any],
+    layer: NSAAttention, batch: int, S: int, args: argparse.Namespace, columns: dict[str, Any],
     tools: dict[str, Any], backend: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Time one context length; the CSV line."""
-    step = Step(layer, args.B, S, backend=backend)
+    """Time one batch size and context length; the CSV line."""
+    step = Step(layer, batch, S, backend=backend)
     read = step.counted
     own = {**columns, "S": S, "reads_actual": read.cmp + read.sel + read.win,
            "reads_expected": read.expected_step, "fallback": step.fallback}  # fmt: skip
 
-    row = measure(total_case(step, own), **tools)
+    total = total_case(step, own)
+    row = measure(total, **tools)
     mode = args.branch_force_mode
     wanted = BRANCHES if mode == "env" else () if mode == "none" else (mode,)
     parts = {b: measure(branch_case(step, b, {**own, "branch": b}), **tools) for b in wanted}
-    return csv_row(step, row, parts, columns)
+    more = more_columns(*more_rows(layer, step, total, own, tools))
+    return csv_row(step, row, parts, columns, more)
 
 
 def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
+    if args.preset:
+        if args.B or args.S_list:
+            parser.error("argument --preset: not allowed with --B or --S_list")
+        parser.set_defaults(**PRESETS[args.preset][1])
+        args = parser.parse_args(argv)
     if args.warmup < 0:
         parser.error(f"argument --warmup: must be 0 or more, got {args.warmup}")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -245,7 +315,11 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
         lengths = [4096, 16384, 65536] if fast else [1024, 4096, 8192]
     if args.quick and args.S_list is None:
         lengths = lengths[:2]
-    lengths = shrunk("--S_list", lengths, args.shrink)
+    cells = [(args.B or 1, S) for S in lengths]
+    if args.preset:
+        cells = list(PRESETS[args.preset][0])
+    shrunk("--S_list", list(dict.fromkeys(S for _, S in cells)), args.shrink)  # says so
+    cells = list(dict.fromkeys((B, max(S // args.shrink, 1)) for B, S in cells))
     short = args.quick or gpu is None
     budget = Budget(min_n=args.iters, warm_calls=args.warmup)
     if short:
@@ -258,7 +332,7 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
         "ceiling": ceilings(gpu, out_dir()),
     }
     columns = {
-        **{n: getattr(args, n) for n in ("B", "dim", "heads", "groups", "dk", "dv", "l", "d",
+        **{n: getattr(args, n) for n in ("dim", "heads", "groups", "dk", "dv", "l", "d",
                                          "l_sel", "n_sel", "w")},
         "dtype": dtype, **provenance(gpu),
     }  # fmt: skip
@@ -267,20 +341,26 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     torch.manual_seed(0)
     layer = NSAAttention(config).to(device=device, dtype=DTYPES[dtype]).eval()
     lines: list[dict[str, Any]] = []
-    for S in lengths:
+    for batch, S in cells:
+        own = {**columns, "B": batch}
         try:
-            line = bench_length(layer, S, args, columns, tools, backend)
+            line = bench_length(layer, batch, S, args, own, tools, backend)
         except torch.cuda.OutOfMemoryError as error:
             why = f"out of memory: {str(error).splitlines()[0]}"
-            BenchRow("decode", f"decode/S={S}", "SKIPPED", why=(why,), columns={"S": S}).emit()
-            line = {**columns, "S": S, "status": "SKIPPED", "why": why}
+            BenchRow("decode", case_name(batch, S), "SKIPPED", why=(why,), columns={"S": S}).emit()
+            line = {**own, "S": S, "status": "SKIPPED", "why": why}
+        if gpu:  # graphs keep their memory until they are collected
+            gc.collect()
             torch.cuda.empty_cache()
         lines.append(line)
         say(args, _line(line))
         write_csv(args.csv if args.csv != "-" else None, lines, CSV_COLUMNS)
     if args.csv == "-":
         write_csv("-", lines, CSV_COLUMNS)
-    statuses = [s for line in lines for s in (line["status"], line.get("branch_status") or "")]
+    statuses = [
+        line.get(name) or "" for line in lines
+        for name in ("status", "branch_status", "more_status")
+    ]  # fmt: skip
     if any("FAILED" in status for status in statuses):
         return 1
     if all(line["status"] == "SKIPPED" for line in lines):

@@ -1,7 +1,8 @@
 """Clocks that time calls: CUDA events with a flushed L2 and a blocked queue, or the host's counter.
 
 A clock runs a list of calls in order and gives each one's own time, so that callers can interleave
-candidates within one thermal state.
+candidates within one thermal state. A call with an attribute `before` has that called ahead of it,
+outside of its time (wall() includes it): it restores what the call changes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,13 @@ from typing import Any, Protocol
 import torch
 
 Call = Callable[[], Any]
+
+
+def prepare(call: Call) -> None:
+    """Run what `call` wants to happen ahead of it."""
+    before = getattr(call, "before", None)
+    if before is not None:
+        before()
 
 
 class Clock(Protocol):
@@ -72,6 +80,7 @@ class CudaClock:
         held.record()
         begin = time.perf_counter()
         for call, (first, last) in zip(calls, marks, strict=True):
+            prepare(call)
             if cold:
                 self._flush.zero_()
             first.record()
@@ -88,6 +97,7 @@ class CudaClock:
             torch.cuda.synchronize(self.device)
             begin = time.perf_counter()
             for _ in range(n):
+                prepare(call)
                 call()
             torch.cuda.synchronize(self.device)
             rounds.append((time.perf_counter() - begin) * 1e6 / n)
@@ -108,6 +118,7 @@ class HostClock:
             raise ValueError("cold: the host clock cannot flush caches, ask for warm times")
         times = []
         for call in calls:
+            prepare(call)
             begin = time.perf_counter_ns()
             call()
             times.append((time.perf_counter_ns() - begin) / 1e3)
@@ -116,6 +127,7 @@ class HostClock:
     def wall(self, call: Call, n: int = 5) -> float:
         begin = time.perf_counter()
         for _ in range(n):
+            prepare(call)
             call()
         return (time.perf_counter() - begin) * 1e6 / n
 

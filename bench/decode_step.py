@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.timing import Contender
-from nsa import attention, blocks, dispatch, oracle
+from nsa import attention, blocks, dispatch, oracle, reference, select
 from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
 from nsa.module import NSAAttention
 
 BRANCHES = ("cmp", "sel", "win")
+ORACLE_TOKENS = 1 << 17  # caches of more are judged by the vectorised reference in fp64
+FILL_TOKENS = 1 << 16  # of all sequences at once, while the cache is filled
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH,
@@ -51,13 +54,15 @@ class Step:
         self.S, self.backend = S, backend
         like = {"device": weight.device, "dtype": weight.dtype}
         self.cache = layer.make_cache(batch, S, max_step=1, count_reads=True)
-        x = torch.randn(
-            batch, S, c.dim, generator=torch.Generator().manual_seed(S), dtype=torch.float32
-        ).to(**like)
-        if S > 1:
-            layer.prefill(x[:, :-1], self.cache)
-        layer.step(x[:, -1:], self.cache)
+        gen = torch.Generator(weight.device).manual_seed(S)
+        size = max(1, FILL_TOKENS // batch)
+        ends = [*range(size, S - 1, size), *([S - 1] if S > 1 else []), S]
+        for first, last in zip([0, *ends], ends, strict=False):
+            layer.step(torch.randn(batch, last - first, c.dim, generator=gen, **like), self.cache)
         self.counted = self._count()
+        self.cache.count_reads = False
+        self.exact = oracle if batch * S <= ORACLE_TOKENS else None
+        self._dense: Tensor | None = None
         self.q = torch.empty(batch, 1, c.heads, c.d_k, **like)
         self.gates = torch.empty(batch, 1, c.heads, 3, **like)
         self.open_gates = torch.ones_like(self.gates)
@@ -117,6 +122,7 @@ class Step:
         freed memory, where a kernel that writes nothing would find them.
         """
         c = self.config
+        self._dense = None
         gen = torch.Generator(self.q.device).manual_seed(seed)
         for x in self.inputs():
             if x.is_floating_point():
@@ -129,6 +135,21 @@ class Step:
             n_init=c.n_init, n_local=c.n_local, q_start=self.S - 1, backend="reference",
             flags=self.flags,
         ))  # fmt: skip
+
+    @contextlib.contextmanager
+    def at(self, length: int) -> Iterator[None]:
+        """The same buffers with the cache's length changed, on the device and for the truth."""
+        cache, S = self.cache, self.S
+
+        def put(n: int) -> None:
+            self.S, cache.lengths = n, [n] * cache.batch
+            cache.lens.fill_(n)
+
+        put(length)
+        try:
+            yield
+        finally:
+            put(S)
 
     # ---- calls -------------------------------------------------------------------------------
 
@@ -188,9 +209,13 @@ class Step:
         """
         c, t = self.config, self.S - 1
         slack = 1e-4 if self.q.dtype == torch.float32 else 1e-2
-        scores = oracle.group_block_scores(
-            self.q, self.cache.compressed()[0], l=c.l, d=c.d, l_sel=c.l_sel, q_start=t
-        )
+        sizes = dict(l=c.l, d=c.d, l_sel=c.l_sel, q_start=t)
+        k_cmp = self.cache.compressed()[0]
+        if self.exact:
+            scores = oracle.group_block_scores(self.q, k_cmp, **sizes)
+        else:
+            scores = _by_sequence(lambda q, k: select.group_block_scores(
+                q, k, n_blocks=t // c.l_sel + 1, **sizes), self.q, k_cmp)  # fmt: skip
         own = t // c.l_sel
         forced = set(oracle.forced_blocks(t, c.l_sel, c.n_sel, c.n_init, c.n_local))
         for b in range(len(scores)):
@@ -214,14 +239,21 @@ class Step:
     def truth(self, branch: str, chosen: Tensor) -> Tensor:
         """A branch's output [B, 1, HQ, Dv] in fp64 from the paper's equations."""
         c, t, q = self.config, self.S - 1, self.q
+        lib = self.exact or reference
         if branch == "cmp":
-            kv = self.cache.compressed()
-            return oracle.compressed_attention(q, *kv, l=c.l, d=c.d, q_start=t)[0]
+            return self._true(lambda q, k, v: lib.compressed_attention(
+                q, k, v, l=c.l, d=c.d, q_start=t)[0], q, *self.cache.compressed())  # fmt: skip
         if branch == "win":
             k, v = self.cache.window(1)
-            return oracle.sliding_attention(q, k, v, window=c.w, q_start=k.shape[1] - 1)
+            return self._true(lambda q, k, v: lib.sliding_attention(
+                q, k, v, window=c.w, q_start=k.shape[1] - 1), q, k, v)  # fmt: skip
         ranges = oracle.blocks_to_ranges(chosen.cpu(), c.l_sel, t)
-        return oracle.selection_attention(q, *self.cache.selectable(), ranges)
+        if not self.exact:
+            ranges = ranges.to(q.device)
+        return self._true(lib.selection_attention, q, *self.cache.selectable(), ranges)
+
+    def _true(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        return attend(*tensors) if self.exact else _by_sequence(attend, *tensors)
 
     def total_truth(self, chosen: Tensor) -> Tensor:
         self.check_choice(chosen)
@@ -253,7 +285,24 @@ class Step:
         return sum(self.gates[..., i : i + 1] * part for i, part in enumerate(parts))
 
     def dense_truth(self) -> Tensor:
-        return oracle.causal_attention(self.q, *self.cache.selectable(), q_start=self.S - 1)
+        """Full attention in fp64; kept for the next baseline until the inputs change."""
+        if self._dense is None:
+            tensors, t = (self.q, *self.cache.selectable()), self.S - 1
+            if self.exact:
+                self._dense = oracle.causal_attention(*tensors, q_start=t)
+            else:
+                self._dense = _by_sequence(lambda q, k, v: reference.sliding_attention(
+                    q, k, v, window=self.S, q_start=t), *tensors)  # fmt: skip
+        return self._dense
+
+
+@torch.no_grad()
+def _by_sequence(attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """attend in fp64, one sequence at a time: all of them at once would not fit."""
+    wide = lambda x: x.double() if x.is_floating_point() else x
+    return torch.cat([
+        attend(*(wide(x[b : b + 1]) for x in tensors)) for b in range(len(tensors[0]))
+    ])  # fmt: skip
 
 
 @torch.no_grad()
@@ -296,7 +345,9 @@ def dense_contenders(step: Step) -> list[Contender]:
             same_dtype=lambda: plain_attention(q, *step.cache.selectable()),
         )  # fmt: skip
 
-    names = _BACKENDS if q.is_cuda else {n: _BACKENDS[n] for n in ("flash", "math")}
+    names = ("flash", "cudnn") if q.is_cuda else ("flash", "math")
+    if q.is_cuda and step.exact:  # the others copy K and V to every head, or to fp32
+        names = tuple(_BACKENDS)
     forms = [("rows", rows), ("gqa", gqa)]
     if step.v_padded is not None:
         wide = step.v_padded.transpose(1, 2)
@@ -306,7 +357,7 @@ def dense_contenders(step: Step) -> list[Contender]:
         warnings.simplefilter("ignore")  # a backend that refuses says at length why
         for backend in names:
             for layout, form in forms:
-                one = contender(f"{backend} {layout}", names[backend], form)
+                one = contender(f"{backend} {layout}", _BACKENDS[backend], form)
                 try:
                     one.call()
                 except RuntimeError as error:

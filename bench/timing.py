@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench import stats
-from bench.clock import Clock
+from bench.clock import Clock, prepare
 from bench.device import THROTTLED, Ceilings, Gpu, Watch
 from bench.parity import Parity, measure_parity
 from bench.records import BenchRow, out_dir
@@ -131,6 +131,7 @@ def prove(case: Case, contender: Contender, seed: int, when: str) -> tuple[Parit
     before = _fingerprint(inputs)
     with torch.no_grad():
         poison(inputs[0])
+    prepare(contender.call)
     begin = time.perf_counter()
     with launches.recording() as seen:
         out = contender.call()
@@ -164,6 +165,7 @@ def strongest(clock: Clock, contenders: Sequence[Contender], cold: bool) -> Cont
     if len(contenders) == 1:
         return contenders[0]
     for contender in contenders:
+        prepare(contender.call)
         contender.call()
     centre = {
         c.name: statistics.median(clock.run([c.call] * 12, cold=cold)[2:]) for c in contenders
@@ -342,6 +344,7 @@ def _measured(
     def keeping() -> None:
         kept["out"] = ours.call()
 
+    keeping.before = lambda: prepare(ours.call)  # type: ignore[attr-defined]
     warm_up(clock, [keeping] + ([base.call] if base else []), cold, budget)
     with gpu.watch() if gpu else nullcontext(Watch(None)) as watch:
         samples = sample(clock, keeping, base.call if base else None, cold, budget)

@@ -124,8 +124,12 @@ class StepGraph:
         """One step from x, which has the example's shape. Raises ValueError when it is full."""
         if x.shape != self.input.shape:
             raise ValueError(f"x must be {list(self.input.shape)}, got {list(x.shape)}")
-        self._fits()
         self.input.copy_(x)
+        return self.replay()
+
+    def replay(self) -> Tensor:
+        """One step from what `input` holds. Raises ValueError when a cache is full."""
+        self._fits()
         self.graph.replay()
         for cache in self.caches:
             cache.lengths = [n + self.tokens for n in cache.lengths]

@@ -72,7 +72,8 @@ def test_a_run_gives_proven_rows_and_a_table(run, tmp_path, capsys):
     code, sent, rows = run("--S_list", "20,41")
     assert code == 0
     cases = [r["case"] for r in sent]
-    assert cases == [f"decode/S={S}{b}" for S in (20, 41) for b in ("", "/cmp", "/sel", "/win")]
+    parts = ("", "/cmp", "/sel", "/win", "/module")
+    assert cases == [f"decode/S={S}{b}" for S in (20, 41) for b in parts]
     for row in sent:
         assert row["kind"] == "bench" and row["status"] in ("VALID", "UNSTABLE")
         assert row["parity"]["status"] == "PASS" and row["cache"] == "warm"
@@ -98,7 +99,8 @@ def test_a_run_gives_proven_rows_and_a_table(run, tmp_path, capsys):
 @pytest.mark.parametrize("mode, timed", [("none", ()), ("sel", ("sel",)), ("win", ("win",))])
 def test_only_the_branches_asked_for_are_timed(run, mode, timed):
     _, sent, (row,) = run("--S_list", "17", "--branch_force_mode", mode)
-    assert [r["case"] for r in sent] == ["decode/S=17", *(f"decode/S=17/{b}" for b in timed)]
+    names = [*timed, "module"]
+    assert [r["case"] for r in sent] == ["decode/S=17", *(f"decode/S=17/{b}" for b in names)]
     assert {b for b in BRANCHES if row[f"ms_{b}"]} == set(timed)
 
 

@@ -1,0 +1,228 @@
+"""The decode bench's CUDA graphs, and the layer's whole decode step, eager and under a graph.
+
+A graph is captured once. Before it is timed, replays must be right on other numbers in the same
+memory, and at another length that only the device's counter tells them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.decode_step import Step, dense_contenders
+from bench.records import BenchRow
+from bench.timing import Case, Contender, NotRight, measure, prove
+from nsa import attention, dispatch, launches
+from nsa.decode_graph import GraphUnavailable, StepGraph, why_no_graph
+from nsa.module import NSAAttention
+
+GRAPH_PATH = "graph/triton"
+
+
+def capture(call: Callable[[], Any]) -> tuple[Callable[[], Any], dict[str, int]]:
+    """Replay of `call` as a CUDA graph, and the Triton kernels in it.
+
+    Raises GraphUnavailable when CUDA refuses.
+    """
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    try:
+        with launches.recording() as seen, torch.cuda.graph(graph):
+            out = call()
+    except RuntimeError as error:
+        if dispatch.must_raise(error):
+            raise
+        first = (str(error).splitlines() or ["no reason given"])[0]
+        raise GraphUnavailable(f"capture failed: {first}") from error
+
+    def replay() -> Any:
+        graph.replay()
+        return out
+
+    return replay, dict(seen)
+
+
+def _graphed(contenders: list[Contender]) -> list[Contender]:
+    """Those that can be captured, as replays."""
+    found = []
+    for one in contenders:
+        try:
+            found.append(replace(one, name=f"{one.name} graph", call=capture(one.call)[0]))
+        except GraphUnavailable:
+            continue
+    return found
+
+
+def why_no_step_graph(step: Step) -> str | None:
+    """Why this step is not timed as a graph, None when it may be."""
+    why = why_no_graph(step.q, [step.cache])
+    if why is None and not step.fused:
+        why = "the PyTorch step reads the length on the host"
+    return why
+
+
+def other_length(S: int) -> int:
+    """A shorter context for the second check of a graph: no multiple of any block."""
+    return max(1, S - S // 3 - 1)
+
+
+def attention_graph(step: Step, case: Case, tools: dict[str, Any]) -> BenchRow:
+    """`case` (the whole attention step) as a replayed graph against dense attention as one.
+
+    Raises GraphUnavailable when the step cannot be captured.
+    """
+    why = why_no_step_graph(step)
+    if why:
+        raise GraphUnavailable(why)
+    replay, seen = capture(case.candidate.call)
+    missing = [k for k in case.candidate.kernels if not seen.get(k)]
+    if missing:
+        raise GraphUnavailable(f"the graph does not hold {', '.join(missing)}")
+    out = replay()
+
+    def refill(seed: int) -> None:
+        step.refill(seed)
+        out[0].fill_(float("nan"))  # so that what a replay left alone shows
+        out[1].fill_(-(2**30))
+
+    graphed = replace(
+        case, bench="decode_graph", name=f"{case.name}/graph", refill=refill,
+        candidate=Contender("nsa graph", replay, GRAPH_PATH), requested=GRAPH_PATH,
+        baselines=_graphed(dense_contenders(step)),
+    )  # fmt: skip
+    short = other_length(step.S)
+    try:
+        with step.at(short):
+            prove(graphed, graphed.candidate, graphed.seed + 3,
+                  f"a replay at {short} tokens of the graph captured at {step.S}")  # fmt: skip
+    except (NotRight, ValueError) as error:
+        return BenchRow(
+            graphed.bench, graphed.name, "FAILED", why=(str(error),), columns=case.columns
+        ).emit()
+    return measure(graphed, **tools)
+
+
+class ModuleStep:
+    """The layer's decode step over `step`'s cache: projections to output, the cache appended to.
+
+    Ahead of every call, outside of its time, the cache forgets the token of the call before.
+    """
+
+    def __init__(self, layer: NSAAttention, step: Step) -> None:
+        self.layer, self.step, self.cache = layer, step, step.cache
+        weight = layer.q.weight
+        self.x = torch.zeros(
+            self.cache.batch, 1, layer.config.dim, device=weight.device, dtype=weight.dtype
+        )
+        self._chosen = step.blocks
+
+    def rewind(self) -> None:
+        if self.cache.length == self.step.S:
+            self.cache.rewind(1)
+
+    def refill(self, seed: int) -> None:
+        self.step.refill(seed)
+        gen = torch.Generator(self.x.device).manual_seed(seed)
+        for x in (self.x, self.cache.k_raw, self.cache.v_raw):
+            x.normal_(generator=gen)
+
+    def eager(self) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            return self.layer.step(self.x, self.cache)
+
+        call.before = self.rewind  # type: ignore[attr-defined]
+        return call
+
+    def graph(self, kernels: Sequence[str]) -> Callable[[], Tensor]:
+        """The step as a replay. Raises GraphUnavailable, also when it lacks one of `kernels`."""
+        why = why_no_step_graph(self.step)
+        if why:
+            raise GraphUnavailable(why)
+        self.rewind()
+        captured = StepGraph(lambda x: self.layer.step(x, self.cache), self.x, [self.cache])
+        missing = [k for k in kernels if not captured.launches.get(k)]
+        if missing:
+            raise GraphUnavailable(f"the graph does not hold {', '.join(missing)}")
+        self.x = captured.input
+        replay = lambda: captured.replay()
+        replay.before = self.rewind  # type: ignore[attr-defined]
+        return replay
+
+    @torch.no_grad()
+    def _attended(self) -> Step:
+        """`step` with the queries and gates of x, after checking what the call appended."""
+        layer, cache, step, at = self.layer, self.cache, self.step, self.step.S - 1
+        position = torch.full((cache.batch, 1), at, device=self.x.device)
+        q, new = layer._project_at(self.x, cache.angles(position))
+        for name in ("k_sel", "v_sel", "k_win", "v_win"):
+            buffer = getattr(cache, name)
+            got, want = buffer[:, at % buffer.shape[1]], getattr(new, name)[:, 0]
+            if not torch.allclose(got, want, rtol=1e-2, atol=1e-2):
+                raise ValueError(f"the step did not append its token to {name}")
+        step.q.copy_(q)
+        step.gates.copy_(layer.gate(self.x))
+        self._chosen = attention.nsa_decode(
+            step.q, cache, None, step.gates, backend="triton" if step.fused else step.backend,
+            flags=step.flags,
+        )[1]  # fmt: skip
+        return step
+
+    def truth(self) -> Tensor:
+        """Output projection of the attention's fp64 truth: [B, 1, dim]."""
+        out = self._attended().total_truth(self._chosen.cpu())
+        weight = self.layer.out.weight.detach().double()
+        return out.flatten(-2).to(weight.device) @ weight.T
+
+    @torch.no_grad()
+    def plain(self) -> Tensor:
+        return self.layer.out(self.step.total_plain(self._chosen.cpu()).flatten(-2))
+
+    def case(self, call: Callable[[], Tensor], kind: str, total: Case, columns: dict) -> Case:
+        """`call` as kind "module" or "module_graph", judged as the attention step `total` is."""
+        graph = kind == "module_graph"
+        ours = Contender(
+            f"nsa {kind.replace('_', ' ')}", call, GRAPH_PATH if graph else self.step.path,
+            () if graph else total.candidate.kernels,
+        )  # fmt: skip
+        return Case(
+            "decode_module", f"{total.name}/{kind}", ours, refill=self.refill,
+            inputs=lambda: [self.x, *self.layer.parameters()], oracle=self.truth,
+            same_dtype=self.plain, requested=GRAPH_PATH if graph else self.step.requested,
+            columns={**columns, "step": kind},
+        )  # fmt: skip
+
+
+def more_rows(
+    layer: NSAAttention, step: Step, total: Case, columns: dict[str, Any], tools: dict[str, Any]
+) -> tuple[dict[str, BenchRow], dict[str, str]]:
+    """Rows "graph", "module" and "module_graph" of one context, and why one is not there."""
+    rows: dict[str, BenchRow] = {}
+    missing: dict[str, str] = {}
+    module = ModuleStep(layer, step)
+    if layer.backend != step.backend:
+        missing["module"] = "the step's route is named for this call, the layer's is not"
+    try:
+        rows["graph"] = attention_graph(step, total, tools)
+    except GraphUnavailable as error:
+        missing["graph"] = str(error)
+    if "module" not in missing:
+        rows["module"] = measure(module.case(module.eager(), "module", total, columns), **tools)
+        try:
+            call = module.graph(total.candidate.kernels)
+            rows["module_graph"] = measure(
+                module.case(call, "module_graph", total, columns), **tools
+            )
+        except GraphUnavailable as error:
+            missing["module_graph"] = str(error)
+    gc.collect()
+    return rows, missing
