@@ -1,9 +1,10 @@
-"""A Markdown table of bench_decode.py's CSV: times, branch shares, reads and the gain over dense.
+"""Markdown tables of bench_decode.py's CSV: times, branch shares, reads and the gain over dense.
 
     python bench/summarize_decode_csv.py decode.csv
 
 A branch's share is its time alone over the whole step's; the three need not add up to 100 %, since
-the step also chooses blocks and merges, and runs the branches side by side.
+the step also chooses blocks and merges, and runs the branches side by side. A second table, where
+the CSV has its columns, shows the step as a CUDA graph and the layer's whole step.
 Exit code: 0 printed, 2 no such CSV or not of bench_decode.py, 3 no rows. Standard library only.
 """
 
@@ -25,6 +26,15 @@ NEEDED = (
     "reads_expected_decode", "speedup", "speedup_low", "speedup_high", "baseline", "base_ms",
     "wall_ms", "status", "why", "path", "cache", "device",
 )  # fmt: skip
+# Of later versions: (heading, centre, low, high).
+MORE = (
+    ("graph ms [95 %]", "ms_graph", "graph_low", "graph_high"),
+    ("dense graph ms", "graph_base_ms", "", ""),
+    ("over dense", "graph_speedup", "graph_speedup_low", "graph_speedup_high"),
+    ("layer eager, wall ms", "ms_module_eager_wall", "", ""),
+    ("layer eager, device ms", "ms_module_eager", "module_low", "module_high"),
+    ("layer graph ms", "ms_module_graph", "module_graph_low", "module_graph_high"),
+)
 
 
 def number(row: Mapping[str, str], name: str, where: str) -> float | None:
@@ -76,8 +86,35 @@ def _line(row: Mapping[str, str], where: str) -> list[str]:
     ]  # fmt: skip
 
 
+def _more(rows: Sequence[Mapping[str, str]], path: str | Path) -> list[str]:
+    """The table of graphs and of the layer's step; nothing for a CSV that has none of either."""
+    names = [name for _, *three in MORE for name in three if name]
+    if not all(name in rows[0] for name in (*names, "B", "launch_bound")):
+        return []
+    lines = []
+    for at, row in enumerate(rows, 2):
+        cells = [row["B"] or "-", row["S"]]
+        values = {name: number(row, name, f"{path}:{at}") for name in names}
+        if all(value is None for value in values.values()):
+            continue
+        for _, centre, low, high in MORE:
+            digits = 2 if "speedup" in centre else 4
+            text = "-" if values[centre] is None else f"{values[centre]:.{digits}f}"
+            if values[centre] is not None and low and None not in (values[low], values[high]):
+                text += f" [{values[low]:.{digits}f}, {values[high]:.{digits}f}]"
+            cells.append(text)
+        cells.append({"True": "yes", "False": "no"}.get(row["launch_bound"], "-"))
+        lines.append("| " + " | ".join(cells) + " |")
+    if not lines:
+        return []
+    head = ["B", "S", *(heading for heading, *_ in MORE), "eager step launch-bound"]
+    rule = ["---"] * len(head)
+    return ["As a CUDA graph, and the layer's whole decode step", "",
+            *("| " + " | ".join(cells) + " |" for cells in (head, rule)), *lines, ""]  # fmt: skip
+
+
 def summarize(path: str | Path) -> str | None:
-    """The table, None for a CSV without rows. Raises ValueError for anything that is not one."""
+    """The tables, None for a CSV without rows. Raises ValueError for anything that is not one."""
     rows = read_csv(path)
     if not rows:
         return None
@@ -91,6 +128,7 @@ def summarize(path: str | Path) -> str | None:
     for cells in (head, ["---"] * len(head), *table):
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines.append("")
+    lines += _more(rows, path)
     baselines = sorted({row["baseline"] for row in rows if row["baseline"]})
     if baselines:
         lines.append(f"Dense baseline, the fastest right one of each row: {', '.join(baselines)}.")
