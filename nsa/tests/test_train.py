@@ -1,0 +1,212 @@
+"""Training over ranks: a resumed run is the run that was never interrupted; dense beside NSA."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import train, training
+from scripts.checkpoints import CheckpointError, Checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--device", "cpu", "--seq", "64", "--batch", "4", "--log_every", "2"]
+
+# Several runs in the same ranks: starting processes is most of the time of such a test.
+DRIVER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from scripts import train
+made, real = [], train.setup
+train.setup = lambda args: made[0] if made else made.append(real(args)) or made[0]
+train.dist.destroy_process_group = lambda: None
+for argv in json.loads(sys.argv[2]):
+    assert train.main(argv) == 0, argv
+"""
+
+
+def torchrun(*command):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         *command],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def curve(folder):
+    with (folder / "train.csv").open() as f:
+        return list(csv.DictReader(f))
+
+
+def test_fresh_processes_go_on_bit_by_bit(tmp_path):
+    whole, parts, driver = tmp_path / "whole", tmp_path / "parts", tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    options = [*SMALL, "--steps", "6"]
+    first = [*options, "--out", str(whole), "--save", str(tmp_path / "whole.pt")]
+    half = [*options, "--out", str(parts), "--stop_at", "3", "--save", str(tmp_path / "half.pt")]
+    torchrun(str(driver), str(ROOT), json.dumps([first, half]))
+    assert len(curve(parts)) == 3
+    said = torchrun("scripts/train.py", *options, "--out", str(parts), "--resume", "--save",
+                    str(tmp_path / "parts.pt"))  # fmt: skip
+    assert "step 1/6" not in said and said.count("step 6/6") == 1  # one rank speaks
+    loss = [[json.loads((folder / "checkpoints" / "nsa-64" / "step-00000006" / "state.json")
+                        .read_text())[name] for name in ("rows", "norms")]
+            for folder in (whole, parts)]  # fmt: skip
+    assert [r["loss"] for r in loss[0][0]] == [r["loss"] for r in loss[1][0]]
+    assert loss[0][1] == loss[1][1] and len(set(loss[0][1])) == 6
+    assert [r["step"] for r in loss[1][0]] == list(range(6))
+    want, half, got = (
+        torch.load(tmp_path / f"{name}.pt", weights_only=True)["state"]
+        for name in ("whole", "half", "parts")
+    )
+    assert set(want) == set(got)
+    assert all(torch.equal(want[name], got[name]) for name in want)
+    assert not any(torch.equal(want[name], half[name]) for name in want if "weight" in name)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """NSA and dense attention, three steps each, in this process."""
+    out = tmp_path_factory.mktemp("both")
+    options = [*SMALL, "--attention", "nsa,dense", "--layers", "1", "--steps", "3"]
+    options += ["--save_every", "1"]
+    assert train.main([*options, "--out", str(out)]) == 0
+    return out, options
+
+
+def test_both_attentions_see_the_same_steps(both):
+    out, _ = both
+    rows = curve(out)
+    assert [(r["attention"], r["step"]) for r in rows] == [
+        (name, str(step)) for name in ("nsa", "dense") for step in range(3)
+    ]
+    halves = rows[:3], rows[3:]
+    assert [r["lr"] for r in halves[0]] == [r["lr"] for r in halves[1]]
+    assert all(float(h[2]["loss"]) < float(h[0]["loss"]) for h in halves)
+    with (out / "rates.csv").open() as f:
+        rates = list(csv.DictReader(f))
+    assert [r["attention"] for r in rates] == ["nsa", "dense"]
+    assert all(float(r["tokens_per_s"]) > 0 for r in rates)
+
+
+def test_the_picture_names_both(both):
+    pytest.importorskip("matplotlib")
+    text = (both[0] / "train.svg").read_text()
+    for words in ("nsa", "dense", "nats per byte", "tokens/s"):
+        assert words in text
+
+
+def test_two_checkpoints_are_kept_and_a_torn_one_is_not_read(both):
+    out, options = both
+    folder = out / "checkpoints" / "nsa-64"
+    assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000003"]
+    (folder / ".step-00000009.part").mkdir()
+    assert Checkpoints(folder, {}).latest().name == "step-00000003"
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--lr", "0.5"], "was made with lr = 0.006, this run has 0.5"),
+        (["--seed", "7"], "was made with seed = 0, this run has 7"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(both, more, words, capsys):
+    out, options = both
+    assert train.main([*options, *more, "--resume", "--out", str(out)]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": "else"}'])
+def test_a_damaged_checkpoint_is_named(tmp_path, text):
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "state.json").write_text(text)
+    model = torch.nn.Linear(2, 2)
+    saved = Checkpoints(tmp_path, {}, resume=True)
+    with pytest.raises(CheckpointError, match="step-00000001"):
+        saved.resume(model, torch.optim.AdamW(model.parameters()), torch.Generator())
+
+
+def test_random_states_are_restored(tmp_path):
+    model, draw = torch.nn.Linear(2, 2), torch.Generator().manual_seed(3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(1)
+    Checkpoints(tmp_path, {}).save(4, model, optimizer, draw, [], [])
+    want = torch.rand(2), torch.rand(2, generator=draw), model.weight.clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    torch.manual_seed(9)
+    other = torch.Generator()
+    done = Checkpoints(tmp_path, {}, resume=True).resume(model, optimizer, other)
+    assert done == (4, [], [])
+    got = torch.rand(2), torch.rand(2, generator=other), model.weight
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_compiled_and_recomputed_training_is_the_same(both, tmp_path):
+    out, options = both
+    options = [*options, "--compile", "--compile_backend", "aot_eager", "--recompute"]
+    assert train.main([*options, "--out", str(tmp_path)]) == 0
+    for want, got in zip(curve(out), curve(tmp_path), strict=True):
+        assert float(got["loss"]) == pytest.approx(float(want["loss"]), abs=1e-4)
+
+
+def test_dense_attention_is_causal_softmax_of_the_same_heads():
+    config = training.PRESETS["cpu"].config
+    torch.manual_seed(0)
+    layer = train.DenseAttention(config).double()
+    x = torch.randn(2, 9, config.dim, dtype=torch.float64)
+    at = torch.arange(9)
+    heads = lambda m, n, turn: (
+        train.rotary(m(x).unflatten(-1, (n, 16)), at, config.rope_base)
+        if turn else m(x).unflatten(-1, (n, 16))
+    )  # fmt: skip
+    q, k = heads(layer.q, config.heads, True), heads(layer.k, config.groups, True)
+    v = heads(layer.v, config.groups, False)
+    out = torch.empty(2, 9, config.heads, 16, dtype=torch.float64)
+    for j in range(config.heads):
+        g = j // (config.heads // config.groups)
+        for t in range(9):
+            p = (k[:, : t + 1, g] @ q[:, t, j, :, None] / 4).softmax(1)
+            out[:, t, j] = (p * v[:, : t + 1, g]).sum(1)
+    torch.testing.assert_close(layer(x), layer.out(out.flatten(-2)))
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--attention", "sparse"], "--attention must be from nsa, dense, got 'sparse'"),
+        (["--attention", "dense", "--save", "x"], "--save is for the NSA model"),
+        (["--seq", "8"], "--seq must be"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--heads", "3"], "heads"),
+        (["--save_every", "-1"], "--save_every must be 0 or more"),
+    ],
+)
+def test_usage_errors_name_the_option(argv, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["--device", "cpu", *argv])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_ranks_must_divide_the_batch(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit):
+        train.main(["--device", "cpu", "--batch", "4"])
+    assert "--batch must be a multiple of the 3 ranks, got 4" in capsys.readouterr().err
+
+
+def test_longer_sequences_keep_the_tokens_per_step():
+    parser = train.build_parser()
+    args = parser.parse_args(["--device", "cpu", "--seq", "64,128,256", "--batch", "4"])
+    planned = train.presets(parser, args, 10_000)
+    assert [(p.seq, p.batch) for p in planned] == [(64, 4), (128, 2), (256, 1)]
