@@ -1,0 +1,411 @@
+"""Decoding at lengths that only the device knows: mixed batches, rewinding, replays of one step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import bench_decode
+from bench.clock import CudaClock, clock_for
+from bench.decode_graph import ModuleStep, attention_graph, more_rows, other_length
+from bench.decode_step import Step
+from bench.timing import Budget, Case, prove
+from nsa import generate as gen
+from nsa.cache import NSACache
+from nsa.config import NSAConfig
+from nsa.decode_graph import GraphUnavailable, StepGraph
+from nsa.flags import Flags
+from nsa.model import NSALanguageModel
+from nsa.module import NSAAttention
+from nsa.tests.helpers import randn
+
+CONFIG = NSAConfig(dim=24, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=12)
+TRITON = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
+# First tokens (below l, l_sel and w), every phase of the compression stride, and past the ring.
+LENGTHS = (1, 7, 8, 11, 28)
+S = 36
+
+
+def make(phi="mlp", seed=0, **kw):
+    torch.manual_seed(seed)
+    return NSAAttention(replace(CONFIG, phi=phi), **kw)
+
+
+def filled(layer, x, n, max_len=S, **kw):
+    cache = layer.make_cache(len(x), max_len, **kw)
+    layer.prefill(x[:, :n], cache)
+    return cache
+
+
+@pytest.fixture(scope="module", params=["mlp", "mean"])
+def double(request):
+    layer = make(request.param).double()
+    x = randn(len(LENGTHS), S, 24, seed=1, dtype=torch.float64)
+    with torch.no_grad():
+        return layer, x, layer(x)
+
+
+def mixed(layer, x, lengths=LENGTHS, **kw):
+    """One cache whose sequence b holds lengths[b] tokens; rows beyond them are NaN."""
+    parts = [filled(layer, x[b : b + 1], n, **kw) for b, n in enumerate(lengths)]
+    for part in parts:
+        spoil(part)
+    return NSACache.stack(parts)
+
+
+def spoil(cache):
+    """NaN wherever this cache holds no token yet."""
+    (n,) = set(cache.lengths)
+    for k, v, used in (
+        (cache.k_cmp, cache.v_cmp, cache.emitted), (cache.k_sel, cache.v_sel, n),
+        (cache.k_win, cache.v_win, n), (cache.k_raw, cache.v_raw, n),
+    ):  # fmt: skip
+        for x in (k, v):
+            x[:, used:] = float("nan")
+
+
+def tokens_at(x, cache, T):
+    """The next T tokens of every sequence."""
+    return torch.stack([x[b, n : n + T] for b, n in enumerate(cache.lengths)])
+
+
+@pytest.mark.parametrize("T", [1, 3, 8])
+def test_sequences_of_different_lengths_decode_as_each_alone(double, T):
+    """All of the lengths at once, unused rows NaN, through several emissions and the ring's end."""
+    layer, x, whole = double
+    cache = mixed(layer, x)
+    assert cache.mixed and cache.lens.tolist() == cache.lengths == list(LENGTHS)
+    while cache.length + T <= S:
+        want = tokens_at(whole, cache, T)
+        out = layer.step(tokens_at(x, cache, T), cache)
+        torch.testing.assert_close(out, want, atol=1e-13, rtol=0)
+    assert cache.lens.tolist() == cache.lengths
+
+
+@pytest.mark.parametrize("chunks", [[20, 16], [9, 27], [3, 9, 1, 12, 8, 3], [13, 2, 10, 11]])
+def test_chunked_prefill_into_one_cache(double, chunks):
+    layer, x, whole = double
+    cache = layer.make_cache(len(x), S)
+    spoil(cache)
+    ends = [sum(chunks[: i + 1]) for i in range(len(chunks))]
+    parts = [layer.step(x[:, end - n : end], cache) for n, end in zip(chunks, ends, strict=True)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("n", [9, 12, 25])
+def test_refused_draft_tokens_leave_no_trace(double, n):
+    """Draft eight other tokens, take two of them back at a time, and go on as if nothing was."""
+    layer, x, whole = double
+    cache = filled(layer, x, n)
+    for back in (8, 5, 1):
+        layer.step(x[:, :back] * 3 + 1, cache)
+        cache.rewind(back)
+    out = torch.cat([layer.step(x[:, i : i + 1], cache) for i in range(n, S)], 1)
+    torch.testing.assert_close(out, whole[:, n:], atol=1e-13, rtol=0)
+    assert cache.lens.tolist() == cache.lengths == [S] * len(x)
+
+
+def test_a_step_that_emits_always_changes_nothing_else(double):
+    """What a captured step does: compute the due tokens at every length, keep the finished ones."""
+    layer, x, _ = double
+    caches = [mixed(layer, x), mixed(layer, x)]
+    caches[1].emit_always = True
+    for _ in range(5):
+        outs = [layer.step(tokens_at(x, c, 1), c) for c in caches]
+        assert torch.equal(*outs)
+        for name in ("k_cmp", "v_cmp"):
+            a, b = (getattr(c, name).nan_to_num(7.0) for c in caches)
+            assert torch.equal(a, b)
+
+
+def test_hostile_use_of_mixed_caches(double):
+    layer, x, _ = double
+    cache = mixed(layer, x)
+    with pytest.raises(ValueError, match="chunk of 9 tokens .* needs sequences of one length"):
+        layer.step(x[:, :9], cache)
+    with pytest.raises(ValueError, match="n must be an int from 0 to 1, got 2"):
+        cache.rewind(2)
+    with pytest.raises(ValueError, match="n must be an int from 0 to 8, got 9"):
+        filled(layer, x, 28).rewind(9)
+    with pytest.raises(ValueError, match="at least one NSACache, got none"):
+        NSACache.stack([])
+    with pytest.raises(ValueError, match="at least the longest 28, got 27"):
+        NSACache.stack([filled(layer, x, 28)], max_len=27)
+    with pytest.raises(ValueError, match="agree in config"):
+        NSACache.stack([filled(layer, x, 3), filled(layer, x, 3, max_step=4)])
+    full = NSACache.stack([filled(layer, x[:1], 3), filled(layer, x[:1], S)])
+    with pytest.raises(ValueError, match=f"max_len={S} tokens, got {S} \\+ 1"):
+        layer.step(x[:2, :1], full)
+    assert full.lens.tolist() == [3, S]
+
+
+# ---- the fused step ------------------------------------------------------------------------------
+
+
+def close(out, want):
+    """fp16 against fp64 of the same weights, as close as rounding of weights and sums allows."""
+    assert out.isfinite().all()
+    torch.testing.assert_close(out.double().cpu(), want.double().cpu(), atol=6e-3, rtol=0)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("split", [0, 7, 8, 21])
+def test_fused_decode_continues_prefill(kernel_device, split):
+    layer = make().half().to(kernel_device)
+    x = randn(1, 26, 24, seed=3, dtype=torch.float16, device=kernel_device)
+    layer.backend = "reference"  # the same choice of blocks: no score is near another's here
+    with torch.no_grad():
+        whole = layer(x)
+    cache = layer.make_cache(1, 26)
+    spoil(cache)
+    parts = [layer.prefill(x[:, :split], cache)] if split else []
+    layer.backend, layer.flags = "triton", TRITON
+    first = max(split, 18) if kernel_device == "cpu" and split == 0 else split
+    if first > split:  # the interpreter takes a second per step
+        layer.backend = "reference"
+        parts += [layer.step(x[:, i : i + 1], cache) for i in range(split, first)]
+        layer.backend = "triton"
+    parts += [layer.step(x[:, i : i + 1], cache) for i in range(first, 26)]
+    close(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.kernel
+def test_the_fused_step_reads_lengths_from_the_device_alone(kernel_device):
+    """What a replay sees: the host's lengths stay those of the capture while the device's grow."""
+    layer = make().half().to(kernel_device)
+    lengths = (3, 7, 28)
+    x = randn(3, S, 24, seed=4, dtype=torch.float16, device=kernel_device)
+    layer.backend = "reference"
+    with torch.no_grad():
+        whole = layer(x)
+    cache = mixed(layer, x, lengths)
+    layer.backend, layer.flags = "triton", TRITON
+    cache.emit_always = True
+    for i in range(5):
+        cache.lengths = list(lengths)
+        at = [n + i for n in lengths]
+        new = torch.stack([x[b, n : n + 1] for b, n in enumerate(at)])
+        want = torch.stack([whole[b, n : n + 1] for b, n in enumerate(at)])
+        close(layer.step(new, cache), want)
+    assert cache.lens.tolist() == [n + 5 for n in lengths]
+
+
+# ---- CUDA graphs ---------------------------------------------------------------------------------
+
+
+def test_no_graph_without_a_gpu():
+    layer = make()
+    cache = layer.make_cache(1, 8)
+    with pytest.raises(GraphUnavailable, match="a CUDA device, got cpu"):
+        StepGraph(lambda x: layer.step(x, cache), torch.zeros(1, 1, 24), [cache])
+
+
+def test_generation_without_a_graph_says_why(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = NSALanguageModel(CONFIG, vocab_size=256, n_layers=1).eval()
+    prompt = torch.zeros(1, 4, dtype=torch.long)
+    plain, asked = gen.generate(model, prompt, 6), gen.generate(model, prompt, 6, graph=True)
+    assert torch.equal(plain.tokens, asked.tokens) and not asked.graphed
+    assert "CUDA device, got cpu" in asked.why_no_graph and plain.why_no_graph is None
+    gen.save_checkpoint(tmp_path / "m.pt", model)
+    argv = [str(tmp_path / "m.pt"), "--max_new_tokens", "4", "--device", "cpu", "--graph"]
+    assert gen.main(argv) == 0
+    err = capsys.readouterr().err
+    assert "decode" in err and "no CUDA graph: " in err and "by CUDA graph" not in err
+
+
+BIG = NSAConfig(dim=256, heads=32, groups=2, d_k=64, d_v=64)
+
+
+def on_gpu(device, max_len, lengths):
+    torch.manual_seed(0)
+    layer = NSAAttention(BIG, flags=TRITON).to(device, torch.bfloat16).eval()
+    x = randn(len(lengths), max_len, 256, seed=5, dtype=torch.bfloat16, device=device)
+    with torch.no_grad():
+        caches = [filled(layer, x[b : b + 1], n, max_len) for b, n in enumerate(lengths)]
+    return layer, x, NSACache.stack(caches)
+
+
+@pytest.mark.parametrize("T", [1, 4])
+def test_replays_at_changing_lengths_equal_eager_steps_gpu(cuda, T):
+    """First tokens, wraps of the ring and 2k contexts in one batch, 200 replays of one capture."""
+    lengths = (1, 20, 31, 60, 500, 2000)
+    layer, x, cache = on_gpu(cuda, 2800, lengths)
+    eager = NSACache.stack([cache])
+    graph = StepGraph(lambda x: layer.step(x, cache), x[:, :T], [cache])
+    assert cache.lengths == list(lengths) and cache.lens.tolist() == list(lengths)
+    assert graph.launches
+    for _ in range(200):
+        new = tokens_at(x, cache, T)
+        want, got = layer.step(new, eager), graph(new)
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-2)
+    assert cache.lengths == eager.lengths == cache.lens.tolist() == eager.lens.tolist()
+
+
+def test_a_graph_refuses_what_it_cannot_replay_gpu(cuda):
+    layer, x, cache = on_gpu(cuda, 40, (39,))
+    graph = StepGraph(lambda x: layer.step(x, cache), x[:, :1], [cache])
+    graph(x[:, 39:])
+    with pytest.raises(ValueError, match="max_len=40 tokens, got 40"):
+        graph(x[:, 39:])
+    with pytest.raises(ValueError, match="x must be"):
+        graph(x[:, :2])
+    cache.rewind(1)
+    cache.growable = True
+    with pytest.raises(GraphUnavailable, match="max_len"):
+        StepGraph(lambda x: layer.step(x, cache), x[:, :1], [cache])
+    cache.growable, layer.backend = False, "reference"
+    with pytest.raises(GraphUnavailable, match="fused"):
+        StepGraph(lambda x: layer.step(x, cache), x[:, :1], [cache])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_generation_by_graph_gives_the_same_text_gpu(cuda, autocast):
+    torch.manual_seed(0)
+    model = NSALanguageModel(BIG, vocab_size=256, n_layers=2, flags=TRITON).to(cuda).eval()
+    model = model if autocast else model.bfloat16()
+    prompt = torch.randint(0, 256, (2, 70), device=cuda)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        plain = gen.generate(model, prompt, 60)
+        asked = gen.generate(model, prompt, 60, graph=True)
+    assert asked.graphed, asked.why_no_graph
+    # The rates are rounded alike in both; a rare near-tie of two bytes may still go the other way.
+    same = (plain.tokens == asked.tokens).all(1)
+    assert same.any()
+
+
+def test_bench_times_graphs_and_the_layer_gpu(cuda):
+    torch.manual_seed(0)
+    layer = NSAAttention(BIG, flags=TRITON).to(cuda, torch.bfloat16).eval()
+    step = Step(layer, 2, 1500, flags=TRITON)
+    assert isinstance(clock_for(cuda), CudaClock)
+    tools = dict(clock=clock_for(cuda), cold=True, budget=Budget(0.1, 1.0, 10, warm_s=0.02))
+    rows, missing = more_rows(layer, step, bench_decode.total_case(step, {}), {}, tools)
+    assert missing == {} and set(rows) == {"graph", "module", "module_graph"}
+    for name, row in rows.items():
+        assert row.status in ("VALID", "UNSTABLE"), (name, row.why)
+        assert (row.speedup is not None) == (name == "graph")
+    assert rows["module_graph"].median_us > rows["graph"].median_us
+    assert step.cache.length == 1500
+
+
+# ---- the bench on a CPU --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench_step():
+    layer = make(seed=2)
+    return layer, Step(layer, 2, 41)
+
+
+def test_bench_times_the_layer_over_one_context(bench_step):
+    layer, step = bench_step
+    module = ModuleStep(layer, step)
+    seen = []
+
+    class Spy(type(clock_for("cpu"))):
+        def run(self, calls, *, cold):
+            before = [call.before for call in calls]
+            assert all(before)
+            times = super().run(calls, cold=cold)
+            seen.append((step.cache.length, step.cache.lens.tolist()))
+            return times
+
+    tools = dict(clock=Spy(), cold=False, budget=Budget(0.02, 0.2, 6, warm_s=0, warm_cap_s=0.05))
+    rows, missing = more_rows(layer, step, bench_decode.total_case(step, {}), {}, tools)
+    assert set(rows) == {"module"} and set(missing) == {"graph", "module_graph"}
+    assert all("CUDA device" in why for why in missing.values())
+    row = rows["module"]
+    assert row.status in ("VALID", "UNSTABLE") and row.wall_us > 0, row.why
+    assert len(seen) > 2 and set(map(str, seen)) == {str((41, [41, 41]))}
+    with pytest.raises(GraphUnavailable):
+        attention_graph(step, bench_decode.total_case(step, {}), tools)
+    with pytest.raises(GraphUnavailable):
+        module.graph(())
+
+
+@pytest.mark.parametrize("what", ["output", "append", "window"])
+def test_bench_sees_a_wrong_layer_step(bench_step, what, monkeypatch):
+    layer, step = bench_step
+    good = NSAAttention.step
+
+    def wrong(self, x, cache):
+        out = good(self, x, cache)
+        if what == "append":
+            cache.v_sel[:, len(cache) - 1] = 0
+        if what == "window":
+            cache.k_win[:, (len(cache) - 1) % cache.k_win.shape[1]] += 1
+        return out * 1.01 if what == "output" else out
+
+    monkeypatch.setattr(NSAAttention, "step", wrong)
+    tools = dict(clock=clock_for("cpu"), cold=False, budget=Budget(0.02, 0.2, 6, warm_s=0))
+    rows, _ = more_rows(layer, step, bench_decode.total_case(step, {}), {}, tools)
+    assert rows["module"].status == "FAILED" and rows["module"].median_us is None
+
+
+def test_a_cache_at_another_length_is_judged_at_it(bench_step):
+    _, step = bench_step
+    case: Case = bench_decode.total_case(step, {})
+    short = other_length(41)
+    assert short == 27 and other_length(1) == other_length(2) == 1
+    with step.at(short):
+        assert step.cache.lens.tolist() == [27, 27]
+        prove(case, case.candidate, 5, "shorter")
+    assert step.S == step.cache.length == 41
+    prove(case, case.candidate, 6, "as before")
+
+
+def test_big_batches_are_judged_by_the_reference(bench_step, monkeypatch):
+    """The vectorised fp64 truth agrees with the oracle's: branches, the choice, dense."""
+    _, step = bench_step
+    step.refill(3)
+    chosen = step.blocks.cpu()
+    want = [step.total_truth(chosen), step.dense_truth()]
+    monkeypatch.setattr(step, "exact", None)
+    monkeypatch.setattr(step, "_dense", None)
+    for a, b in zip(want, [step.total_truth(chosen), step.dense_truth()], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+    chosen[1, 0, 1] = torch.tensor([0, 3, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="sequence 1, group 1 chose blocks"):
+        step.total_truth(chosen)
+
+
+def test_filling_in_chunks_reads_the_same(monkeypatch):
+    from bench import decode_step
+
+    layer = make()
+    whole = Step(layer, 2, 41).counted
+    monkeypatch.setattr(decode_step, "FILL_TOKENS", 22)
+    assert Step(layer, 2, 41).counted == whole
+
+
+def test_a_preset_runs_its_cells(monkeypatch, tmp_path, capsys):
+    from bench.records import read_csv
+    from bench.summarize_decode_csv import summarize
+
+    cells = bench_decode.PRESETS["serving"][0]
+    assert len(cells) == 6 and (64, 32768) in cells
+    monkeypatch.setitem(
+        bench_decode.PRESETS, "serving",
+        (((1, 41), (3, 20)), dict(heads=4, groups=2, dk=8, dv=8, branch_force_mode="none")),
+    )  # fmt: skip
+    sizes = "--dim 24 --l 8 --d 4 --l_sel 8 --n_sel 3 --w 12 --iters 6 --quick --device cpu".split()
+    path = str(tmp_path / "p.csv")
+    threads = torch.get_num_threads()
+    try:
+        assert bench_decode.main(["--preset", "serving", *sizes, "--dv", "16", "--csv", path]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    rows = read_csv(path)
+    assert [(r["B"], r["S"], r["dv"]) for r in rows] == [("1", "41", "16"), ("3", "20", "16")]
+    for row in rows:
+        assert row["ms_graph"] == row["ms_module_graph"] == "" and float(row["ms_module_eager"]) > 0
+        assert float(row["ms_module_eager_wall"]) > 0 and row["launch_bound"] in ("True", "False")
+        assert "no graph and module_graph: a CUDA graph needs a CUDA device" in row["why"]
+    table = summarize(path)
+    assert "| 3 | 20 | - | - | - |" in table and "layer's whole decode step" in table
+    with pytest.raises(SystemExit):
+        bench_decode.main(["--preset", "serving", "--B", "2"])
+    assert "--preset: not allowed with --B" in capsys.readouterr().err
