@@ -162,7 +162,8 @@ class Prefill:
             legal &= ~((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
             for block in forced:
                 legal &= (got == block).any(-1)
-            sums = [(scores.gather(-1, b.clamp_min(0).long()) * (b >= 0)).sum(-1)
+            last = scores.shape[-1] - 1  # a kernel that is wrong may name any block
+            sums = [(scores.gather(-1, b.clamp(0, last).long()) * (b >= 0)).sum(-1)
                     for b in (got, best)]  # fmt: skip
             ratio = torch.where(sums[1] > 0, sums[0] / sums[1].clamp_min(1e-300), 1.0)
             rows.append((ratio * legal)[:, None])

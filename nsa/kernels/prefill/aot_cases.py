@@ -25,9 +25,9 @@ _SHAPES = (
     ("fp16", 2, 64, 64, 4),
     ("fp32", 4, 128, 128, 4),
 )
-# Architectures that stand for their column of the tile tables; the others compile these shapes.
-_FULL = (90, 120)
-_WORST = {("bf16", 128), ("bf16", 256)}
+# Architectures with the tiles of another one compile fewer of them: sm_89 has those of sm_86, and
+# sm_100 those of sm_90.
+_FEWER = {89: {("bf16", 128)}, 100: {("bf16", 128), ("bf16", 256)}}
 
 _POINTERS = {
     "LSE": "*fp32", "LSE_CMP": "*fp32", "LSE_SEL": "*fp32", "LSE_WIN": "*fp32", "LSES": "*fp32",
@@ -72,11 +72,9 @@ def _case(kernel: Any, label: str, dtype: str, constexprs: dict, tiles: tuple) -
         types["OUT"] = "*i32"
     # Edge tiles are loaded without a pipeline and may push registers to the stack for a moment; the
     # loops over whole tiles are what counts. dK/dV at D = 128 keeps some 300 bytes there: of the
-    # tiles that were timed on an H200 these were the fastest all the same. fp32 scores spill too:
-    # 32 keys are the fewest that the pooling takes.
-    measured = kernel in (span_bwd._span_bwd_dkdv_kernel, block_select._block_score_kernel)
+    # tiles that were timed on an H200 these were the fastest all the same.
     limit = 128 if constexprs.get("D", 0) <= 128 else 208
-    if measured and constexprs["D"] == 128:
+    if kernel is span_bwd._span_bwd_dkdv_kernel and constexprs["D"] == 128:
         limit = 336
     return AotCase(
         f"{kernel.__name__}-{label}", kernel, types, constexprs, num_warps=tiles[0],
@@ -88,7 +86,7 @@ def aot_cases(arch: int) -> list[AotCase]:
     """What the launchers would compile on `arch`, at representative shapes."""
     cases = []
     for dtype, size, d, dv, h in _SHAPES:
-        if arch not in _FULL and (dtype, d) not in _WORST:
+        if (dtype, d) not in _FEWER.get(arch, {(dtype, d)}):
             continue
         label = f"{dtype}-D{d}-Dv{dv}-H{h}"
         d1, d2 = split_dim(d)

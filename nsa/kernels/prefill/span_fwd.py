@@ -141,7 +141,7 @@ def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int,
     widest = max(d, dv)
     hopper = arch in (90, 100, 103)
     if itemsize == 4:
-        return (32, 32, 4, 2) if arch == 80 and widest <= 128 else (16, 16, 4, 1)
+        return (16, 32, 8, 1) if widest <= 128 else (16, 16, 4, 1)
     if widest > 192:
         return (64, 32, 4, 1) if hopper else (32, 32, 4, 2)
     if widest > 128:

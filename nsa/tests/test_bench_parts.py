@@ -1,0 +1,188 @@
+"""What the GPU benches rest on and a CPU can check: work counts, spans, box health, descriptors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from bench import bench_fa2, bench_prefill, bench_sel_triton, health
+from bench.device import Ceilings, ceilings, reason_names
+from bench.prefill_inputs import Prefill
+from bench.roofline import BACKWARD, Shape, bytes_needed, flops, pairs
+from nsa import oracle
+from nsa.kernels.row_tiles import tma_usable
+
+SMALL = Shape(77, B=2, HQ=6, G=2, D=16, Dv=8, l=8, d=4, l_sel=16, n_sel=3, w=20)
+
+
+def test_pairs_are_those_of_the_oracle():
+    """Query by query, as the equations have it."""
+    s, want = SMALL, {"cmp": 0, "sel": 0, "win": 0, "dense": 0}
+    for t in range(s.S):
+        own = t // s.l_sel
+        chosen = list(range(own + 1))[-s.n_sel :]  # any n_sel blocks count alike, own included
+        want["cmp"] += oracle.visible_count(t, s.l, s.d)
+        want["sel"] += sum(min(t + 1, (b + 1) * s.l_sel) - b * s.l_sel for b in chosen)
+        want["win"] += min(s.w, t + 1)
+        want["dense"] += t + 1
+    assert pairs(s) == want
+
+
+def test_flops_and_bytes_follow_from_the_pairs():
+    s, n = SMALL, pairs(SMALL)
+    assert flops(s, "win") == 2 * n["win"] * 2 * 6 * (16 + 8)
+    assert flops(s, "select") == 2 * n["cmp"] * 2 * 6 * 16
+    assert flops(s, "full") == sum(flops(s, part) for part in ("cmp", "sel", "win", "select"))
+    assert flops(s, "dense", backward=True) == int(BACKWARD * flops(s, "dense"))
+    q, out, kv = 2 * 77 * 6 * 16, 2 * 77 * 6 * 8, 2 * 77 * 2 * (16 + 8)
+    assert bytes_needed(s, "win") == 2 * (q + out + kv)
+    assert bytes_needed(s, "win", backward=True) == 2 * 2 * (q + out + kv)
+    assert bytes_needed(s, "sel") == bytes_needed(s, "win") + 2 * 77 * 2 * 3 * 4
+
+
+@pytest.mark.parametrize("dist", bench_sel_triton.DISTRIBUTIONS)
+@pytest.mark.parametrize("L", [1, 2, 16, 333])
+def test_spans_are_disjoint_and_sum_to_L(dist, L):
+    gen = torch.Generator().manual_seed(0)
+    counts = set()
+    for _ in range(30):
+        spans = bench_sel_triton.spans_of(dist, L, 700, gen)
+        counts.add(len(spans))
+        assert sum(b - a for a, b in spans) == L
+        assert all(a < b for a, b in spans) and spans[0][0] >= 0 and spans[-1][1] <= 700
+        assert all(x[1] <= y[0] for x, y in zip(spans, spans[1:], strict=False))
+    expected = {"few": {1}, "many": {min(8, L)}, "mixed": {min(n, L) for n in (2, 4, 8)}}
+    assert counts == expected[dist]
+
+
+def test_csv_columns_are_the_documented_ones():
+    needed = "mode N H D Dv L nspans streams tri_ms ref_ms speedup mae bytes gbs ci_low ci_high"
+    assert {*needed.split(), "path", "baseline"} <= set(bench_sel_triton.COLUMNS)
+
+
+@pytest.mark.parametrize(
+    "parse, argv, says",
+    [
+        (bench_sel_triton.parse, ["--dist", "lots"], "--dist"),
+        (bench_sel_triton.parse, ["--L_list", "64,x"], "integers"),
+        (bench_sel_triton.parse, ["--decode", "1", "--L_list", "100"], "n_sel"),
+        (bench_prefill.parse, ["--ops", "full,half"], "--ops"),
+        (bench_prefill.parse, ["--directions", "up"], "--directions"),
+        (bench_fa2.parse, ["--branches", "sel"], "--branches"),
+        (bench_fa2.parse, ["--dtype", "fp8"], "--dtype"),
+    ],
+)
+def test_bad_arguments_are_usage_errors(parse, argv, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(argv)
+    assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_block_quality_sees_every_wrong_choice():
+    """1 for the best blocks; less for a worse one; 0 for what may never be."""
+    x = Prefill.__new__(Prefill)
+    x.shape = Shape(64, HQ=2, G=1, D=8, l=8, d=4, l_sel=8, n_sel=5)
+    x.q = torch.randn(1, 64, 2, 8, generator=torch.Generator().manual_seed(0))
+    x.k_cmp = torch.randn(1, 15, 1, 8, generator=torch.Generator().manual_seed(1))
+    x.at = [63]
+    want = oracle.select_blocks(x.q.double(), x.k_cmp.double(), **x.sizes)
+    assert x.block_quality(want).item() == pytest.approx(1.0)
+    row = want[0, 63, 0].tolist()
+    free = [b for b in row if b not in (0, 6, 7)]
+    spare = next(b for b in range(1, 6) if b not in row)
+    worse = torch.tensor(sorted([*set(row) - {free[0]}, spare])).int()
+    chosen = want.clone()
+    chosen[0, 63, 0] = worse
+    assert 0 < x.block_quality(chosen).item() < 1
+    for wrong in ([0, 6, 7, free[0], free[0]], [1, 2, 3, 6, 7], [0, 1, 6, 7, 8], [0, 6, 7, 1, -1]):
+        chosen[0, 63, 0] = torch.tensor(wrong).int()
+        assert x.block_quality(chosen).item() == 0, wrong
+
+
+class FakeGpu:
+    """A card that answers NVML queries by name."""
+
+    name, bus_gbs, tensor_tflops = "NVIDIA Fake", 1000.0, 100.0
+
+    def __init__(self, **answers):
+        self.answers = answers
+        nvml = type("Nvml", (), {"NVML_MEMORY_ERROR_TYPE_UNCORRECTED": 1, "NVML_VOLATILE_ECC": 0})
+        self.nvml = (nvml, object())
+
+    def ask(self, name, *args):
+        return self.answers.get(name)
+
+    def nominal(self):
+        return Ceilings(self.bus_gbs, self.tensor_tflops, "nominal")
+
+
+def verdict(gpu, monkeypatch, **row):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**29)
+    facts, why = health.hardware(gpu)
+    measured = {"copy_frac": 0.9, "gemm_frac": 0.9, "h2d_gbs": 25.0, **row}
+    return why + health.judge({**facts, **measured, "why": why}, gpu)
+
+
+def test_a_healthy_card_gets_no_complaint(monkeypatch):
+    gpu = FakeGpu(
+        nvmlDeviceGetEnforcedPowerLimit=450_000,
+        nvmlDeviceGetPowerManagementDefaultLimit=450_000,
+        nvmlDeviceGetMaxPcieLinkGeneration=4, nvmlDeviceGetMaxPcieLinkWidth=16,
+        nvmlDeviceGetTotalEccErrors=0, nvmlDeviceGetRemappedRows=(0, 0, 0, 0),
+    )  # fmt: skip
+    assert verdict(gpu, monkeypatch) == []
+
+
+@pytest.mark.parametrize(
+    "answers, row, says",
+    [
+        ({"nvmlDeviceGetEnforcedPowerLimit": 300_000,
+          "nvmlDeviceGetPowerManagementDefaultLimit": 450_000}, {"gemm_frac": 0.62},
+         "bf16 GEMM run at 62% of what a NVIDIA Fake should do (power-capped at 300 W of 450 W)"),
+        ({}, {"copy_frac": 0.5}, "no cause seen in NVML"),
+        ({"nvmlDeviceGetMaxPcieLinkGeneration": 4, "nvmlDeviceGetMaxPcieLinkWidth": 16},
+         {"h2d_gbs": 6.0}, "upload runs at 6 GB/s of 32"),
+        ({"nvmlDeviceGetTotalEccErrors": 3}, {}, "3 uncorrected ECC errors"),
+        ({"nvmlDeviceGetRemappedRows": (1, 0, 1, 0)}, {}, "memory rows wait for a remap"),
+    ],
+)  # fmt: skip
+def test_what_holds_a_card_back_is_named(answers, row, says, monkeypatch):
+    assert any(says in line for line in verdict(FakeGpu(**answers), monkeypatch, **row))
+
+
+def test_measured_ceilings_are_those_of_this_card(tmp_path):
+    gpu = FakeGpu()
+    assert ceilings(gpu, None).source == "nominal" == ceilings(gpu, tmp_path).source
+    row = {"device": gpu.name, "copy_gbs": 900.0, "gemm_bf16_tflops": 80.0}
+    (tmp_path / "health.json").write_text(json.dumps(row))
+    assert ceilings(gpu, tmp_path) == Ceilings(900.0, 80.0, "measured")
+    (tmp_path / "health.json").write_text(json.dumps({**row, "device": "another"}))
+    assert ceilings(gpu, tmp_path).source == "nominal"
+    assert ceilings(None, tmp_path).gbs is None
+
+
+def test_throttle_reasons_by_bit():
+    assert reason_names(0x1) == [] and reason_names(0x4 | 0x40) == ["SwPowerCap", "HwThermal"]
+
+
+@pytest.mark.parametrize(
+    "arch, dtype, width, whole, usable",
+    [
+        (90, torch.bfloat16, 128, 128, True),
+        (0, torch.float16, 16, 16, True),
+        (89, torch.bfloat16, 128, 128, False),
+        (90, torch.float32, 128, 128, False),
+        (90, torch.bfloat16, 192, 128, True),  # 128 + 64
+        (90, torch.bfloat16, 128, 192, False),  # one part must be a power of two
+        (90, torch.bfloat16, 24, 16, False),  # 16 + 8: the second part would be padded
+        (90, torch.bfloat16, 40, 64, False),
+    ],
+)
+def test_descriptors_are_used_where_tiles_are_whole(arch, dtype, width, whole, usable):
+    k, v = torch.zeros(4, 2, width, dtype=dtype), torch.zeros(4, 2, whole, dtype=dtype)
+    assert tma_usable(arch, k, whole=v) is usable
+    assert not tma_usable(arch, k[:0], whole=v)
+    assert not tma_usable(arch, k[:, :, ::2], whole=v)
