@@ -11,6 +11,7 @@ PRICE ?=
 ONLY ?=
 SKIP ?=
 RESUME ?=
+GPUS ?=
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,6 +22,7 @@ help: ## Show this list
 #:   PROFILE=cpu|quick|standard|full   default standard with NVIDIA hardware, else cpu
 #:   BUDGET=15m       stop starting work after this time; the report says what was cut
 #:   ONLY=a,b SKIP=c  stages to run or to leave out; RESUME=1 takes over what passed before
+#:   GPUS=all         several GPUs: health and parity of each, NCCL, context parallelism
 #:   PRICE=0.40       dollars per hour, to show the running cost
 #:   OUT=dir          folder to use instead of artifacts/runner
 #: More as options of the script: `bash scripts/runner_oneshot.sh --dry-run` lists the stages,
@@ -38,7 +40,7 @@ help: ## Show this list
 #: 130 and 143 stopped by a signal.
 
 gpu-report: ## Prove and time the kernels on this machine; the report lands in artifacts/runner/<commit>/
-	@bash scripts/runner_oneshot.sh $(OUT_DIR) $(if $(PROFILE),--profile $(PROFILE)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(PRICE),--price $(PRICE)) $(if $(ONLY),--only $(ONLY)) $(if $(SKIP),--skip $(SKIP)) $(if $(RESUME),--resume)
+	@bash scripts/runner_oneshot.sh $(OUT_DIR) $(if $(PROFILE),--profile $(PROFILE)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(PRICE),--price $(PRICE)) $(if $(ONLY),--only $(ONLY)) $(if $(SKIP),--skip $(SKIP)) $(if $(RESUME),--resume) $(if $(GPUS),--gpus $(GPUS))
 
 test: ## Set up .venv and run every test that needs no GPU (kernels in Triton's interpreter)
 	@bash scripts/run_tests.sh

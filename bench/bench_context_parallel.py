@@ -41,7 +41,15 @@ from bench.parity import Parity, measure_parity
 from bench.prefill_inputs import attend
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
-from bench.records import BenchRow, add_csv_argument, note, say, write_csv
+from bench.records import (
+    BenchRow,
+    add_csv_argument,
+    add_shrink_argument,
+    note,
+    say,
+    shrunk,
+    write_csv,
+)
 from bench.stats import instability, median_ci, quantile
 from nsa import Flags, launches, nsa_attention, parallel, reference, select
 from nsa.blocks import visible_compressed
@@ -299,6 +307,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds until a collective "
                         "that a rank does not join fails")  # fmt: skip
     add_csv_argument(parser)
+    add_shrink_argument(parser)
     args = parser.parse_args(argv)
     args.directions = args.directions.split(",")
     if not set(args.directions) <= {"fwd", "bwd"}:
@@ -307,6 +316,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for S in args.S_list:
         if S % (2 * world * args.d):
             parser.error(f"--S_list must be multiples of 2 * W * d = {2 * world * args.d}, got {S}")
+    if args.shrink > 1:
+        first, unit = os.environ.get("RANK", "0") == "0", 2 * world * args.d
+        smaller = [max(S // args.shrink // unit, 1) * unit for S in args.S_list]
+        args.S_list = shrunk("--S_list", args.S_list, args.shrink, unit) if first else smaller
+        args.S_list = list(dict.fromkeys(args.S_list))
     args.backend = "triton" if cuda else "reference"
     args.torch_dtype = torch.bfloat16 if cuda else torch.float32
     args.flags = Flags(use_triton_sel=cuda, sel_triton_allow_grad=cuda, sel_triton_min_L=1)

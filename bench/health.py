@@ -1,6 +1,6 @@
 """Is this box as fast as its card should be? Fifteen seconds before any bench.
 
-    python bench/health.py
+    python bench/health.py [--gpu NUMBER]
 
 Measures device copy bandwidth, bf16 GEMM, host-to-device bandwidth and launch latency, holds them
 against the card's own nominal numbers (memory bus width x clock; a table of tensor peaks), looks
@@ -8,11 +8,14 @@ for power caps, throttling, ECC trouble and other users, and times identical cod
 that A/A ratio is the noise floor below which no speedup is reported.
 
 The row goes to the runner and, inside a run, to health.json, from which the benches take their
-measured ceilings. Exit code: 0 measured, 3 there is no CUDA device.
+measured ceilings. --gpu says which of several cards this is (by CUDA_VISIBLE_DEVICES it is the only
+one to be seen); its row stands beside that of the card that is benched. Exit code: 0
+measured, 3 there is no CUDA device.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -189,14 +192,19 @@ def measure(gpu: Gpu) -> dict[str, Any]:
     return row
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpu", type=int, metavar="NUMBER", help="of a card that is not benched")
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         note("torch sees no CUDA device: its health was not measured", "warn")
         return 3
-    row = measure(Gpu())
+    row = measure(Gpu()) | ({} if args.gpu is None else {"gpu": args.gpu})
     emit("health", row)
     folder = out_dir()
-    if folder:
+    if folder and args.gpu is None:
         temporary = folder / f".health.{os.getpid()}"
         temporary.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, folder / "health.json")

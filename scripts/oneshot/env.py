@@ -201,11 +201,12 @@ def _cell(text: str) -> Any:
     return text
 
 
-def smi_query(timeout_s: float = 10.0) -> list[dict[str, Any]]:
-    """One dict per GPU from nvidia-smi. Raises ProbeFailed."""
+def smi_query(timeout_s: float = 10.0, index: int | None = None) -> list[dict[str, Any]]:
+    """One dict per GPU from nvidia-smi, or of GPU `index` alone. Raises ProbeFailed."""
     names = list(_SMI_FIELDS)
     query = f"--query-gpu={','.join(_SMI_FIELDS.values())}"
-    text = command(["nvidia-smi", query, "--format=csv,noheader,nounits"], timeout_s)
+    which = [] if index is None else ["-i", str(index)]
+    text = command(["nvidia-smi", *which, query, "--format=csv,noheader,nounits"], timeout_s)
     gpus = []
     for cells in csv.reader(io.StringIO(text)):
         if len(cells) == len(names):

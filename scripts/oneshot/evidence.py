@@ -18,7 +18,8 @@ NUMBERED = ("VALID", "UNSTABLE")
 NO_DIFFERENCE = "no difference measurable"
 BENCHES = (  # (`bench` of the row, heading)
     ("decode", "Decode"), ("decode_branch", "Decode, one branch alone"), ("prefill", "Prefill"),
-    ("sel", "Selection"), ("fa2", "FlashAttention-2"),
+    ("sel", "Selection"), ("fa2", "FlashAttention-2"), ("nccl", "NCCL between GPUs"),
+    ("context_parallel", "Context parallelism"),
 )  # fmt: skip
 
 
@@ -60,6 +61,10 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
     peak = pct(row.get("peak_frac"))
     notes = [f"n {row['n']}"] if is_number(row.get("n")) else []
     notes += [str(row[k]) for k in ("cache", "timer") if row.get(k)]
+    if is_number(row.get("busbw_gbs")):
+        notes.insert(0, f"bus {num(row['busbw_gbs'])} GB/s")
+    if is_number(row.get("efficiency")):
+        notes.insert(0, f"efficiency {pct(row['efficiency'])}")
     if row.get("launch_bound"):
         notes.append(f"launch bound, wall {us(row.get('wall_us'))}")
     if row.get("stop") in ("budget", "cap"):

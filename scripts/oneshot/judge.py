@@ -142,6 +142,11 @@ def _memory(why: str) -> str | None:
     return "OOM_DEVICE" if "out of memory" in why else None
 
 
+def _named(stage: StageResult) -> str:
+    """The stage and, in a run on several cards, the one card it ran on."""
+    return f"{stage.id} (GPU {stage.gpus[0]})" if len(stage.gpus) == 1 else stage.id
+
+
 def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     """Status, exit code and the one line of the whole run."""
     tests = record.rows_of("test")
@@ -199,7 +204,7 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         ("invalid or unstable", shaky),
     ):
         if group:
-            parts.append(f"{title}: {', '.join(s.id for s in group)}")
+            parts.append(f"{title}: {', '.join(_named(s) for s in group)}")
     if record.partial:
         parts.append(f"partial run ({record.partial})")
     device = record.device.get("name") if record.scope == "gpu" else None

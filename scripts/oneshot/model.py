@@ -63,6 +63,7 @@ class Stage:
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # see completed()
     group: str = "other"  # parity | bench | train | box; the report groups its tables by it
     shrinks: bool = False  # takes `--shrink K`, which divides its sizes by K
+    gpus: tuple[int, ...] = ()  # its cards by number, in a run on several (cards.py)
 
     def __post_init__(self) -> None:
         if not self.id or not all(c.isalnum() or c == "_" for c in self.id):
@@ -110,6 +111,7 @@ class StageResult:
     half_size: bool = False  # the first attempt ran out of GPU memory
     resumed_from: str | None = None
     group: str = "other"
+    gpus: tuple[int, ...] = ()  # only in a run on several cards
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "status", Status(self.status))
@@ -120,6 +122,9 @@ class StageResult:
         out = asdict(self)
         out["status"] = self.status.value
         out["argv"] = list(self.argv)
+        out["gpus"] = list(self.gpus)
+        if not self.gpus:
+            del out["gpus"]
         return out
 
     @classmethod
@@ -128,11 +133,12 @@ class StageResult:
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         for name, value in known.items():
             check_type(name, value, _RESULT.get(name, (str, type(None))))
-        for name in ("argv", "env", "counts"):
+        for name in ("argv", "env", "counts", "gpus"):
             values = known.get(name) or ()
             for value in values.values() if isinstance(values, dict) else values:
-                check_type(name, value, int if name == "counts" else str)
+                check_type(name, value, int if name in ("counts", "gpus") else str)
         known["argv"] = tuple(known.get("argv") or ())
+        known["gpus"] = tuple(known.get("gpus") or ())
         return cls(**known)
 
 
@@ -142,7 +148,7 @@ _RESULT: dict[str, Any] = {
     "id": str, "title": str, "status": str, "group": str, "rc": _MAYBE, "wall_s": _NUMBER,
     "timeout_s": _NUMBER, "attempt": int, "start_s": _MAYBE, "first_call_ms": _MAYBE,
     "peak_vram_mib": _MAYBE, "required": bool, "flaky": bool, "half_size": bool,
-    "argv": (list, tuple), "env": dict, "counts": dict,
+    "argv": (list, tuple), "env": dict, "counts": dict, "gpus": (list, tuple),
 }  # fmt: skip
 _TEXT = (str, type(None))
 _FACTS: dict[str, Any] = {
@@ -214,7 +220,7 @@ class RunRecord:
             if not is_row(row):
                 raise ValueError("a row without the fields of its kind")
             if row["kind"] == "health":
-                self.health = {k: v for k, v in row.items() if k != "kind"}
+                self._take_health({k: v for k, v in row.items() if k != "kind"})
             elif row["kind"] == "recommend":
                 self.recommend = {k: v for k, v in row.items() if k != "kind"}
             self.rows.setdefault(event["stage"], []).append(row)
@@ -239,6 +245,15 @@ class RunRecord:
             self.ended_by = event["ended_by"]
             self.complete = bool(event.get("complete"))
 
+    def _take_health(self, row: dict[str, Any]) -> None:
+        """The run's health is the first card's; another card's is in health["gpus"][number]."""
+        others = (self.health or {}).get("gpus")
+        others = others if isinstance(others, dict) else {}
+        if "gpu" in row:
+            self.health = {**(self.health or {}), "gpus": {**others, str(row["gpu"]): row}}
+        else:
+            self.health = {**row, "gpus": others} if others else row
+
     @classmethod
     def replay(cls, events: Iterable[Mapping[str, Any]]) -> RunRecord:
         """The record of a journal. An event that this program cannot have written is ignored."""
@@ -261,6 +276,7 @@ class RunRecord:
                     "timeout_s": planned.get("timeout_s", 0.0),
                     "group": planned.get("group", "other"),
                     "argv": tuple(planned.get("argv", ())),
+                    "gpus": tuple(planned.get("gpus", ())),
                 }
                 if self.running and self.running["stage"] == planned["id"]:
                     done = StageResult(

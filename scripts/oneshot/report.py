@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.oneshot import bundle as bundles
-from scripts.oneshot import evidence, sections
+from scripts.oneshot import cards, evidence, sections
 from scripts.oneshot.evidence import Shape, noise_floor
 from scripts.oneshot.journal import write_atomic
 from scripts.oneshot.markdown import FILTERS, cell, code, num, pct, span
@@ -66,6 +66,7 @@ def context(
         rows[kind], broken = held_to_rules(data[key], kind)
         if broken:
             extra.append(f"{broken} {kind} rows are broken and left out")
+    extra += cards.warnings(data)
     floor = noise_floor(data["health"])
     stages = data["stages"]
     skipped = Counter(str(r.get("reason")) for r in rows["test"] if r["outcome"] == "skipped")
@@ -87,6 +88,7 @@ def context(
         "floor": pct(floor, 1) if floor is not None else None,
         "recommend": evidence.recommendation(data, rows["bench"]),
         "health": sections.health_section(data["health"]),
+        "cards": cards.section(data, rows["parity"]),
         "training": sections.training_section(data, rows, folder),
         "flags": sections.flags_section(data, folder),
         "environment": sections.environment_section(data["env"]),

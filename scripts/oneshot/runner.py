@@ -25,7 +25,7 @@ from typing import Any
 from xml.sax.saxutils import quoteattr
 
 from scripts.oneshot import bundle as bundles
-from scripts.oneshot import doctor
+from scripts.oneshot import cards, doctor
 from scripts.oneshot import env as box
 from scripts.oneshot.capture import plain
 from scripts.oneshot.journal import Ballast, Journal, read_events, write_atomic, write_json
@@ -86,6 +86,11 @@ def parser() -> argparse.ArgumentParser:
         help="take over stages that passed within 24 h on the same commit and box",
     )
     p.add_argument("--dry-run", action="store_true", help="print stages and commands, run nothing")
+    p.add_argument(
+        "--gpus",
+        metavar="all|0,1",
+        help="several GPUs: health and parity of each, then NCCL and context parallelism",
+    )
     p.add_argument("--price", type=float, help="dollars per hour, for the running cost")
     p.add_argument("--commit", type=_commit, default=None, help="commit of sources without git")
     p.add_argument("--wait", type=seconds, default=0.0, help="wait for a lock that long")
@@ -113,6 +118,7 @@ class Run:
         smi: list[dict[str, Any]] | str,
         argv: list[str],
         setup: Mapping[str, Any],
+        several: list[cards.Card] | None = None,
     ) -> None:
         self.args, self.folder, self.profile, self.stages = args, folder, profile, stages
         self.redactor, self.stop, self.setup, self.smi = redactor, stop, setup, smi
@@ -124,12 +130,14 @@ class Run:
         self.record = RunRecord()
         self.previous: tuple[RunRecord, Path] | None = None
         self.telemetry: Telemetry | None = None
-        self.xids: XidListener | None = None
+        self.xids: list[tuple[int | None, XidListener]] = []
         self.gpu_gone: str | None = None
+        self.several = several or []  # the cards of a run on more than one
+        self.cards_gone = {c.index: c.problem for c in self.several if c.problem}
         self.out_of_budget = False
         self.internal_error = False
         self.saved = False  # bundle.json says what the record says
-        self._reported_xids: list[Xid] = []  # of the running stage
+        self._reported_xids: list[tuple[int | None, Xid]] = []  # of the running stage
         self._partial, self._argv = partial, argv
         self.progress = Progress(len(stages), price_per_hour=args.price)
 
@@ -183,6 +191,7 @@ class Run:
                     "group": s.group,
                     "timeout_s": s.timeout_s,
                     "argv": list(s.argv),
+                    **({"gpus": list(s.gpus)} if s.gpus else {}),
                 }
                 for s in self.stages
             ],
@@ -299,11 +308,13 @@ class Run:
             self.progress.line(self.redactor.text(line))
         self._end(StageResult(status=Status.PASS, rc=0, **common))
         if self.scope == "gpu" and not isinstance(self.smi, str):
-            uuid = self.smi[0].get("uuid")
-            self.telemetry = Telemetry(self.folder / "telemetry.csv", uuid, self.started)
+            watched = [(c.index, c.uuid) for c in cards.good(self.several)]
+            watched = watched or [(None, self.smi[0].get("uuid"))]
+            self.telemetry = Telemetry(self.folder / "telemetry.csv", watched[0][1], self.started)
             self.telemetry.start()
-            self.xids = XidListener(uuid)
-            self.xids.start()
+            self.xids = [(index, XidListener(uuid)) for index, uuid in watched]
+            for _, listener in self.xids:
+                listener.start()
         if self.scope == "gpu" and device.get("sm") == "8.9":
             self.note(
                 "SM 8.9: by policy Triton selection is off here; the parity stages and the direct "
@@ -321,6 +332,10 @@ class Run:
             return Status.NOT_RUN, f"doctor: {blocked}", "NO_GPU" if stage.gpu else None
         if stage.gpu and self.gpu_gone:
             return Status.NOT_RUN, self.gpu_gone, "GPU_LOST"
+        if lost := [g for g in stage.gpus if g in self.cards_gone]:
+            said = f"GPU {lost[0]}: {self.cards_gone[lost[0]]}"
+            mine = len(stage.gpus) == 1 and stage.id.startswith("health")
+            return (Status.INFRA if mine else Status.NOT_RUN), said, "GPU_LOST"
         if stage.after in {s.id for s in self.stages}:
             first = self.record.results.get(stage.after)
             if first is None or first.status is not Status.PASS:
@@ -379,16 +394,21 @@ class Run:
 
     def _hear_xids(self, stage: str | None) -> None:
         """Put what the driver reported into the journal, with the stage that was running."""
-        for xid in self.xids.take() if self.xids else ():
-            self._reported_xids.append(xid)
-            fields = {"xid": xid.number, "critical": xid.critical, "text": xid.text}
-            self.event("xid", stage=stage, **fields)
-            self.progress.line(f"{'WARN ' if xid.critical else 'INFO '} {xid.text}")
+        for index, listener in self.xids:
+            for xid in listener.take():
+                self._reported_xids.append((index, xid))
+                text = xid.text if index is None else f"GPU {index}: {xid.text}"
+                fields = {"xid": xid.number, "critical": xid.critical, "text": text}
+                self.event("xid", stage=stage, **fields)
+                self.progress.line(f"{'WARN ' if xid.critical else 'INFO '} {text}")
+                if index is not None and xid.number == LOST:
+                    self.cards_gone.setdefault(index, text)
 
     def _with_xids(self, result: StageResult) -> StageResult:
         """`result` beside what the driver reported meanwhile: a faulty card proves nothing."""
         self._hear_xids(result.id)
-        faults = [xid for xid in self._reported_xids if xid.critical]
+        mine = {None, *result.gpus}  # a fault of another card says nothing about this stage
+        faults = [xid for index, xid in self._reported_xids if xid.critical and index in mine]
         if not faults:
             return result
         said = "; ".join(dict.fromkeys(xid.text for xid in faults))
@@ -403,6 +423,9 @@ class Run:
         """Is the GPU still there, and is its memory free again?"""
         if isinstance(self.smi, str):
             return
+        if result.gpus:
+            self._after_failure_of(result)
+            return
         if result.kind == "GPU_LOST":
             self.gpu_gone = f"the GPU was lost in {result.id}"
         elif result.status in (Status.CRASH, Status.TIMEOUT):
@@ -416,7 +439,30 @@ class Run:
         if self.gpu_gone:
             self.note(self.gpu_gone)
 
+    def _after_failure_of(self, result: StageResult) -> None:
+        """The same for the cards of one stage; the others are left alone."""
+        for index in result.gpus:
+            why = None
+            if result.kind == "GPU_LOST" and len(result.gpus) == 1:
+                why = f"it was lost in {result.id}"
+            elif result.status in (Status.CRASH, Status.TIMEOUT) or result.kind == "GPU_LOST":
+                try:
+                    box.smi_query(index=index)
+                except box.ProbeFailed as error:
+                    why = f"it does not answer after {result.id}: {error}"
+            if why and index not in self.cards_gone:
+                self.cards_gone[index] = why
+                self.note(f"GPU {index}: {why}")
+        first = cards.good(self.several)[:1]
+        if self.telemetry and first and first[0].index in result.gpus:
+            if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
+                held = f"GPU_BUSY: memory of {result.id} is still held"
+                self.cards_gone.setdefault(first[0].index, held)
+                self.note(f"GPU {first[0].index}: {held}")
+
     def _end(self, result: StageResult) -> None:
+        if result.gpus and result.reason and not result.reason.startswith("GPU"):
+            result = replace(result, reason=f"{cards.names(result.gpus)}: {result.reason}")
         self.event("stage_end", stage=result.id, result=result.to_json())
         self.progress.end(self.record.results[result.id])
         self._test_files(result.id)
@@ -529,9 +575,9 @@ class Run:
         hurried = self.stop.by is not None
         if self.telemetry:
             self.telemetry.stop()
-        if self.xids:
-            self.xids.stop()
-            self._hear_xids(None)
+        for _, listener in self.xids:
+            listener.stop()
+        self._hear_xids(None)
         ended_by = self.stop.by or ("budget" if self.out_of_budget else "normal")
         if self.internal_error:
             ended_by = "crash"
@@ -724,7 +770,12 @@ def main(argv: list[str]) -> int:
     smi: list[dict[str, Any]] | str
     hardware = box.guarded(box.nvidia_hardware)
     try:
-        smi = box.smi_query()
+        try:
+            smi = box.smi_query()
+        except box.ProbeFailed:
+            if not (args.gpus and hardware):
+                raise
+            smi = cards.query_each()
     except box.ProbeFailed as error:
         smi = str(error) if hardware else "no NVIDIA hardware"
     profile = args.profile
@@ -732,11 +783,18 @@ def main(argv: list[str]) -> int:
         profile = "standard" if hardware or not isinstance(smi, str) else "cpu"
     elif profile == "gpu":
         profile = "standard"
+    several: list[cards.Card] = []
     try:
-        stages, partial = choose(plan(profile), args.only, args.skip)
+        if args.gpus and profile != "cpu" and not isinstance(smi, str):
+            several = cards.select(args.gpus, smi, os.environ)
+        stages = cards.expand(plan(profile), several, profile)
+        stages, partial = choose(stages, args.only, args.skip)
     except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
+    if several and len(smi) > 1:
+        os.environ.update(cards.visible(cards.good(several) or several))
+    several = several if len(several) > 1 else []
     git = box.git_facts(ROOT, args.commit or os.environ.get("NSA_COMMIT"))
     folder = out / git["short"]
     if args.dry_run:
@@ -759,7 +817,8 @@ def main(argv: list[str]) -> int:
     try:
         locks.append(folder_lock(out, git["short"]))
         if profile != "cpu" and not isinstance(smi, str):
-            locks.append(gpu_lock(str(smi[0].get("uuid"))))
+            for uuid in [c.uuid for c in several] or [smi[0].get("uuid")]:
+                locks.append(gpu_lock(str(uuid)))
         for lock in locks:
             lock.acquire(args.wait)
     except Locked as error:
@@ -784,6 +843,7 @@ def main(argv: list[str]) -> int:
             smi=smi,
             argv=[redactor.text(a) for a in argv],
             setup=_setup(os.environ),
+            several=several,
         )
         return run.execute()
     finally:

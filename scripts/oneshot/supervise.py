@@ -284,7 +284,7 @@ def _result(stage: Stage, judgement: Judgement, **fields: Any) -> StageResult:
     return StageResult(
         id=stage.id, title=stage.title, required=stage.required, group=stage.group,
         status=judgement.status, reason=judgement.reason, kind=judgement.kind,
-        argv=stage.argv, env=dict(stage.env), **fields,
+        argv=stage.argv, env=dict(stage.env), gpus=stage.gpus, **fields,
     )  # fmt: skip
 
 
