@@ -20,6 +20,7 @@ from scripts.oneshot.model import Stage
 
 PER_CARD = ("health", "sanity", "triton_fwd", "triton_bwd", "prefill_parity")
 MOST = 16
+GOOD = "good"
 
 
 @dataclass(frozen=True)
@@ -224,10 +225,10 @@ def section(data: Mapping[str, Any], parity: Sequence[Mapping[str, Any]]) -> lis
             health.get(key)) else ""  # fmt: skip
         out.append({
             "gpu": str(index), "name": cell(health.get("device") or "-", 60),
-            "copy": f"{num(health.get('copy_gbs'))}{share('copy_frac')}",
-            "gemm": f"{num(health.get('gemm_bf16_tflops'))}{share('gemm_frac')}",
+            "bandwidth": f"{num(health.get('copy_gbs'))}{share('copy_frac')}",
+            "matmul": f"{num(health.get('gemm_bf16_tflops'))}{share('gemm_frac')}",
             "parity": f"{sum(r['status'] == 'PASS' for r in rows)}/{len(rows)}",
-            "verdict": cell("; ".join(bad), 400) or "as the others",
+            "verdict": cell("; ".join(bad), 400) if bad else GOOD,
         })  # fmt: skip
     return out
 
@@ -236,6 +237,6 @@ def warnings(data: Mapping[str, Any]) -> list[str]:
     """What stands against single cards, for the top of the report."""
     out = []
     for row in section(data, []):
-        if row["verdict"] != "as the others":
-            out.append(f"GPU {row['gpu']} is not as the others: {row['verdict']}")
+        if row["verdict"] != GOOD:
+            out.append(f"GPU {row['gpu']} is not good: {row['verdict']}")
     return out

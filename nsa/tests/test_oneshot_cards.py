@@ -1,0 +1,364 @@
+"""A report on several GPUs: what runs where, and a broken card is named and harms no other."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa.tests.oneshot_faults import FAKE_SMI, fake_gpu
+from scripts.oneshot import cards, stages
+from scripts.oneshot.env import ProbeFailed
+from scripts.oneshot.model import RunRecord, Stage
+from scripts.oneshot.xid import Xid
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = [{"uuid": f"GPU-{i}{i}{i}{i}", "name": "Test GPU"} for i in range(4)]
+LOST = {"problem": "nvidia-smi ended with 15: GPU is lost"}
+
+
+# ---- which cards ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, variables, want",
+    [
+        ("all", {}, [0, 1, 2, 3]),
+        ("all", {"CUDA_VISIBLE_DEVICES": "2,3"}, [2, 3]),
+        ("all", {"CUDA_VISIBLE_DEVICES": "GPU-3333,GPU-1111"}, [3, 1]),
+        ("0,2", {"CUDA_VISIBLE_DEVICES": "3"}, [0, 2]),
+    ],
+)
+def test_cards_by_number(text, variables, want):
+    assert [c.index for c in cards.select(text, GPUS, variables)] == want
+
+
+@pytest.mark.parametrize("text", ["4", "0,0", "two", "", "0,,1", "MIG-1"])
+def test_a_card_that_is_not_there_is_an_error(text):
+    with pytest.raises(ValueError, match="--gpus must be all or numbers of nvidia-smi from 0 to 3"):
+        cards.select(text, GPUS, {})
+
+
+def test_a_lost_card_keeps_its_number():
+    found = cards.select("all", [GPUS[0], LOST, GPUS[2], {"name": "[GPU is lost]"}], {})
+    assert [bool(c.problem) for c in found] == [False, True, False, True]
+    assert [c.index for c in cards.good(found)] == [0, 2]
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+def planned(profile, count, lost=()):
+    found = [cards.Card(i, f"GPU-{i}", "lost" if i in lost else None) for i in range(count)]
+    return cards.expand(stages.plan(profile), found, profile)
+
+
+@pytest.mark.parametrize("profile", ["quick", "standard", "full", "cpu"])
+def test_one_card_changes_nothing(profile):
+    assert planned(profile, 1) == cards.expand(stages.plan(profile), [], profile)
+    assert planned(profile, 1) == stages.plan(profile)
+
+
+def test_each_stage_sees_its_cards_alone():
+    plan = {s.id: s for s in planned("standard", 4)}
+    for name in cards.PER_CARD:
+        for index in (1, 2, 3):
+            own = plan[f"{name}_gpu{index}"]
+            assert own.env["CUDA_VISIBLE_DEVICES"] == str(index) and own.gpus == (index,)
+            assert own.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+            base = dict(plan[name].env) | {"CUDA_VISIBLE_DEVICES": str(index)}
+            assert dict(own.env) == base and own.proof == plan[name].proof
+            assert own.log_path != plan[name].log_path
+    assert plan["health_gpu2"].argv == (*plan["health"].argv, "--gpu", "2")
+    assert all(s.env["CUDA_VISIBLE_DEVICES"] == "0" for s in plan.values()
+               if s.gpu and len(s.gpus) == 1 and "_gpu" not in s.id)  # fmt: skip
+    for name, want in (("nccl", "0,1,2,3"), ("context_parallel_2", "0,1"),
+                       ("context_parallel_4", "0,1,2,3")):  # fmt: skip
+        stage = plan[name]
+        assert stage.env["CUDA_VISIBLE_DEVICES"] == want and stage.env["NCCL_NVLS_ENABLE"] == "0"
+        assert stage.argv[3:5] == ("-n", str(len(want.split(",")))) and stage.shrinks
+    ids = list(plan)
+    assert len({s.log_path for s in plan.values()}) == len(ids)
+    assert ids.index("health") < ids.index("health_gpu1") < ids.index("sel_dense")
+    assert ids.index("prefill_bench") < ids.index("nccl") < ids.index("train_smoke")
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 8])
+def test_lengths_fit_every_number_of_cards(count):
+    plan = {s.id: s for s in planned("full", count)}
+    assert {n for n in plan if n.startswith("context")} == {
+        "context_parallel_2", f"context_parallel_{count}"
+    }  # fmt: skip
+    argv = plan[f"context_parallel_{count}"].argv
+    for length in argv[argv.index("--S_list") + 1].split(","):
+        assert int(length) > 65536 - 32 * count and int(length) % (2 * count * 16) == 0
+
+
+def test_a_lost_card_is_left_out_of_what_runs_together():
+    plan = {s.id: s for s in planned("standard", 4, lost=(0, 2))}
+    assert plan["sanity"].gpus == (1,) and plan["nccl"].gpus == (1, 3)
+    assert "health_gpu0" in plan and "health_gpu2" in plan and "context_parallel_4" not in plan
+    assert "nccl" not in {s.id for s in planned("standard", 2, lost=(1,))}
+
+
+# ---- whole runs on a box with a fake driver ------------------------------------------------------
+
+# A stage of every card: right on good ones; `BAD` is "number:fault".
+CHILD = """
+import os, sys
+sys.path.insert(0, {root!r})
+from nsa.tests import oneshot_faults as f
+visible = os.environ["CUDA_VISIBLE_DEVICES"]
+bad, _, fault = os.environ.get("NSA_BAD", "").partition(":")
+name = sys.argv[1]
+if "--gpu" in sys.argv or name == "health":
+    number = {{"gpu": int(sys.argv[-1])}} if "--gpu" in sys.argv else {{}}
+    f.send("health", device="Test GPU", copy_gbs=1000.0 + int(visible), status="OK", why=[],
+           **number)
+elif bad in visible.split(",") and name == "sanity":
+    if fault == "killed":  # the driver no longer knows the card
+        os.unlink(os.environ["CUDA_TEST_DEAD"].replace("dead", "cards/" + bad))
+    raise SystemExit(f.FAULTS[fault]())
+else:
+    f.passed()
+    f.parity(case=f"{{name}}/{{visible}}", status="PASS")
+"""
+
+DRIVER = """
+import json, os, sys
+sys.path.insert(0, {root!r})
+from nsa.tests import oneshot_faults as f
+from scripts.oneshot import cards, env, runner, stages
+from scripts.oneshot.model import Stage
+env.torch_facts = lambda *_: f.TORCH_FACTS
+env.nvidia_hardware = lambda: "a fake one"
+child = ("{{python}}", {child!r})
+def stage(name, **k):
+    k = dict(proof="parity", timeout_s=20.0, estimate_s=1.0) | k
+    return Stage(name, name, (*child, name), **k)
+cards._together = lambda good, profile: [cards._on(stage("nccl"), good)]
+runner.plan = lambda profile: [
+    stages.ENV_STAGE, stage("sanity"), stage("health", proof="row", required=False), stage("later")
+]
+raise SystemExit(runner.main(sys.argv[1:]))
+"""
+
+
+def smi(folder, count, broken=()):
+    """A fake nvidia-smi of `count` cards; asked for all, it fails if one of them is broken."""
+    lines = [FAKE_SMI.replace("GPU-12345678", f"GPU-{i}2345678") for i in range(count)]
+    (folder / "cards").mkdir()
+    for i, text in enumerate(lines):
+        if i not in broken:
+            (folder / "cards" / str(i)).write_text(text + "\n")
+    script = folder / "bin" / "nvidia-smi"
+    script.write_text(
+        "#!/bin/sh\n"
+        f"cd {folder}/cards\n"
+        "if [ \"$1\" = -i ]; then\n"
+        f"  if [ $2 -ge {count} ]; then echo 'No devices were found'; exit 6; fi\n"
+        "  cat $2 2>/dev/null && exit 0\n"
+        "  echo \"GPU $2 is lost\"; exit 15\n"
+        "fi\n"
+        f"if [ $(ls | wc -l) -lt {count} ]; then echo 'GPU is lost'; exit 15; fi\n"
+        "cat *\n"
+    )  # fmt: skip
+    script.chmod(0o755)
+
+
+def go(tmp_path, count, *options, bad="", broken=(), render=False):
+    """(exit code, console, bundle, folder) of a run on `count` fake cards."""
+    variables = fake_gpu(tmp_path)
+    smi(tmp_path, count, broken)
+    child, driver, out = (tmp_path / n for n in ("child.py", "driver.py", "out"))
+    child.write_text(CHILD.format(root=str(ROOT)))
+    text = DRIVER.format(root=str(ROOT), child=str(child))
+    if not render:
+        text = text.replace("raise System", "runner.Run._render = lambda s, t: None\nraise System")
+    driver.write_text(text)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("NSA_", "CUDA_"))}
+    # The one variable of the children; the doctor would take it for a typing error.
+    child.write_text(child.read_text().replace('os.environ.get("NSA_BAD", "")', repr(bad)))
+    done = subprocess.run(
+        [sys.executable, str(driver), str(out), "--commit", "abc1234f", "--profile", "standard",
+         *options],
+        capture_output=True, text=True, timeout=100, cwd=ROOT, env={**environ, **variables},
+    )  # fmt: skip
+    folder = out / "abc1234"
+    bundle = json.loads((folder / "bundle.json").read_text()) if folder.exists() else None
+    return done.returncode, done.stdout + done.stderr, bundle, folder
+
+
+def ends(bundle):
+    return {s["id"]: s["status"] for s in bundle["stages"] if s["id"] != "env"}
+
+
+def test_a_wrong_card_is_named_and_the_others_stand(tmp_path):
+    pytest.importorskip("jinja2")
+    code, console, bundle, folder = go(tmp_path, 3, "--gpus", "all", bad="1:liar", render=True)
+    want = dict.fromkeys(["sanity", "health", "health_gpu1", "health_gpu2", "sanity_gpu1",
+                          "sanity_gpu2", "nccl", "later"], "PASS")  # fmt: skip
+    assert ends(bundle) == {**want, "sanity_gpu1": "FAIL"}, console
+    assert code == 1 and "wrong: sanity_gpu1 (GPU 1)" in bundle["verdict"]["one_line"]
+    reason = next(s["reason"] for s in bundle["stages"] if s["id"] == "sanity_gpu1")
+    assert reason.startswith("GPU 1: 1 of 2 tests failed")
+    cases = {"sanity/0", "sanity/2", "nccl/0,1,2", "later/0"}
+    assert {r["case"] for r in bundle["parity"]} == cases
+    assert bundle["health"]["copy_gbs"] == 1000.0
+    assert {k: v["copy_gbs"] for k, v in bundle["health"]["gpus"].items()} == {
+        "1": 1001.0, "2": 1002.0
+    }  # fmt: skip
+    text = (folder / "report.md").read_text()
+    assert text.count("is not good") == 1 and "GPU 1 is not good: sanity_gpu1 FAIL" in text
+    assert "| 0 | Test GPU | 1000 | - | 1/1 | good |" in text
+    assert "| 2 | Test GPU | 1002 | - | 1/1 | good |" in text
+    assert "<h2 id=\"cards\">GPUs</h2>" in (folder / "report.html").read_text()
+    assert "CUDA_VISIBLE_DEVICES=1" in (folder / "repro" / "sanity_gpu1.sh").read_text()
+
+
+def test_a_lost_card_costs_its_own_stages_only(tmp_path):
+    code, console, bundle, _ = go(tmp_path, 3, "--gpus", "all", broken=(1,))
+    assert ends(bundle) == {
+        "sanity": "PASS", "health": "PASS", "health_gpu1": "INFRA", "sanity_gpu1": "NOT_RUN",
+        "health_gpu2": "PASS", "sanity_gpu2": "PASS", "nccl": "PASS", "later": "PASS",
+    }, console  # fmt: skip
+    assert code == 4 and "broken: health_gpu1 (GPU 1)" in bundle["verdict"]["one_line"]
+    lost = next(s for s in bundle["stages"] if s["id"] == "health_gpu1")
+    assert lost["kind"] == "GPU_LOST" and "GPU 1 is lost" in lost["reason"]
+    assert "nccl/0,2" in {r["case"] for r in bundle["parity"]}
+
+
+def test_a_card_that_dies_in_a_stage_is_not_used_again(tmp_path):
+    """Its stage is killed and nvidia-smi no longer knows card 1; the others go on without it."""
+    code, console, bundle, _ = go(tmp_path, 2, "--gpus", "all", bad="1:killed")
+    assert ends(bundle) == {
+        "sanity": "PASS", "health": "PASS", "health_gpu1": "PASS", "sanity_gpu1": "CRASH",
+        "nccl": "NOT_RUN", "later": "PASS",
+    }, console  # fmt: skip
+    assert code == 4 and "GPU 1: it does not answer after sanity_gpu1" in console
+    nccl = next(s for s in bundle["stages"] if s["id"] == "nccl")
+    assert nccl["reason"].startswith("GPU 1: it does not answer")
+
+
+def test_one_card_is_the_same_with_and_without(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    found = []
+    for folder, options in ((tmp_path / "a", ()), (tmp_path / "b", ("--gpus", "all"))):
+        _, console, _, _ = go(folder, 1, "--dry-run", *options)
+        found.append([line for line in console.splitlines() if " about " in line])
+        assert "CUDA_VISIBLE_DEVICES" not in console and "gpu1" not in console
+    strip = lambda lines: [line.replace("/b/", "/a/") for line in lines]
+    assert found[0] and strip(found[0]) == strip(found[1])
+
+
+def test_a_wrong_number_is_a_usage_error(tmp_path):
+    code, console, bundle, _ = go(tmp_path, 2, "--gpus", "0,7")
+    assert code == 2 and bundle is None and "from 0 to 1, each once, got '7'" in console
+
+
+def test_no_card_that_answers_is_no_gpu(monkeypatch):
+    def fails(index):
+        raise ProbeFailed("nvidia-smi ended with 9: cannot communicate with the driver")
+
+    monkeypatch.setattr(cards.box, "smi_query", fails)
+    with pytest.raises(ProbeFailed, match="no GPU answers"):
+        cards.query_each()
+
+
+# ---- what other cards report ---------------------------------------------------------------------
+
+
+def test_a_fault_of_one_card_does_not_stain_a_stage_of_another(monkeypatch):
+    from scripts.oneshot.judge import Judgement, Status
+    from scripts.oneshot.runner import Run
+    from scripts.oneshot.supervise import _result
+
+    run = object.__new__(Run)
+    run._hear_xids = lambda stage: None
+    run._reported_xids = [(1, Xid(48))]
+    for index, want in ((0, Status.PASS), (1, Status.INFRA)):
+        stage = Stage("s", "s", ("x",), "tests", 1.0, gpus=(index,))
+        assert run._with_xids(_result(stage, Judgement(Status.PASS))).status is want
+
+
+def test_health_rows_of_all_cards_are_kept_whatever_their_order():
+    record = RunRecord()
+    rows = [{"gpu": 2, "copy_gbs": 2.0}, {"copy_gbs": 0.5}, {"gpu": 1, "copy_gbs": 1.0}]
+    for row in rows:
+        record.apply({"ev": "row", "stage": "health", "row": {"kind": "health", **row}})
+    assert record.health["copy_gbs"] == 0.5
+    assert {k: v["copy_gbs"] for k, v in record.health["gpus"].items()} == {"2": 2.0, "1": 1.0}
+
+
+# ---- NCCL and the start of ranks -----------------------------------------------------------------
+
+
+def ranks(*command, variables=None):
+    rows_read, rows_write = os.pipe()
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.oneshot.ranks", "-n", "2", *command], cwd=ROOT,
+        capture_output=True, text=True, timeout=100, pass_fds=(rows_write,),
+        env={**os.environ, "NSA_RESULT_FD": str(rows_write), "CUDA_VISIBLE_DEVICES": "",
+             **(variables or {})},
+    )  # fmt: skip
+    os.close(rows_write)
+    with os.fdopen(rows_read) as f:
+        return done, [json.loads(line) for line in f]
+
+
+def test_two_ranks_exchange_and_report_to_the_runner(tmp_path):
+    target = tmp_path / "nccl.csv"
+    done, rows = ranks("bench/nccl.py", "--mib", "2", "--shrink", "2", "--iters", "3", "--csv",
+                       str(target))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    bench = [r for r in rows if r["kind"] == "bench"]
+    assert [(r["op"], r["mib"], r["world"]) for r in bench] == [
+        ("all_reduce", 1, 2), ("all_gather", 1, 2)
+    ]  # fmt: skip
+    for row, share in zip(bench, (1.0, 0.5), strict=True):
+        assert row["parity"]["status"] == "PASS" and row["path_taken"] == "gloo"
+        assert row["algbw_gbs"] == pytest.approx(2**20 / row["median_us"] / 1e3)
+        assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * share)
+    assert [r["kind"] for r in rows].count("note") == 1
+    with target.open() as f:
+        assert [r["parity"] for r in csv.DictReader(f)] == ["PASS", "PASS"]
+
+
+def test_a_wrong_sum_is_failed_and_has_no_number(tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from bench import nccl\n"
+        "real = nccl.Exchange.run\n"
+        "def run(self):\n"
+        "    real(self)\n"
+        "    if self.rank == 1: self.whole[-1] += 1\n"
+        "nccl.Exchange.run = run\n"
+        "raise SystemExit(nccl.main(['--mib', '1', '--iters', '3']))\n"
+    )
+    done, rows = ranks(str(broken))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [(r["status"], r["median_us"]) for r in rows] == [("FAILED", None)] * 2
+    assert rows[0]["why"] == ["1 numbers of the result are wrong, counted over all ranks"]
+
+
+def test_one_dead_rank_ends_the_others(tmp_path):
+    script = tmp_path / "one.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1': os._exit(7)\n"
+                      "time.sleep(60)\n")  # fmt: skip
+    done, _ = ranks(str(script))
+    assert done.returncode == 7 and "rank 1 of 2 ended with exit code 7" in done.stdout
+
+
+def test_alone_there_is_nobody_to_speak_to(monkeypatch, capsys):
+    from bench import nccl
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert nccl.main([]) == 3
+    assert "fewer than two ranks" in capsys.readouterr().err
