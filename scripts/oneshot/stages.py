@@ -233,6 +233,12 @@ def _cpu() -> list[Stage]:
             "tests", env=interpret, estimate_s=20, group="parity",
         ),
         stage(
+            "prefill_parity", "Prefill and decode kernels parity, interpreted",
+            (*PYTEST, *tests("test_prefill_kernels.py", "test_decode_kernels.py"), "-m",
+             "kernel and core"),
+            "tests", env=interpret, timeout_s=180, estimate_s=45, group="parity",
+        ),
+        stage(
             "triton_wrapper", "Selection wrapper and its fallbacks on CPU",
             (*PYTEST, *tests("test_triton_sel_wrapper_cpu.py")), "tests", group="parity",
         ),
