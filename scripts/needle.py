@@ -2,6 +2,7 @@
 
     python scripts/needle.py                                  # 8,192 tokens, CPU
     python scripts/needle.py --tokens 65536 --device cuda --dtype bf16
+    python scripts/needle.py --lengths 4096,16384,65536 --picture needle.svg   # by length and depth
 
 Each of the last `--queries` positions looks, in each KV group, for its own key, hidden in a block
 that is neither the first nor a local one, so only its score can select it. Other keys of the same
@@ -12,6 +13,9 @@ Three facts decide (exit code 0 all hold, 1 one fails, 2 usage error):
   control     dense attention puts at least 90 % of its weight on each needle: the task is solvable
   found       the needle's block is selected, and the branch's output equals dense attention's
   not chance  with the needle's key taken away, its block is chosen no more often than others are
+
+--lengths plants needles anew with --seeds seeds per length and counts how many blocks were found by
+the needle's depth, in tenths of the text; every one must be.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
+from bench.bench_sel_triton import integers
 from bench.records import emit
 from nsa import launches
 from nsa.attention import select_blocks, selection_attention
@@ -36,6 +41,7 @@ from nsa.dispatch import trace
 
 L, D, L_SEL, N_INIT, N_LOCAL = 32, 16, 64, 1, 2  # the paper's block sizes
 DIM, HEADS_PER_GROUP, GROUPS = 64, 4, 2
+DEPTHS = 10
 NEEDLE_NORM, QUERY_NORM = 56.0, 8.0  # an ordinary key has norm 8
 
 
@@ -178,6 +184,53 @@ def search(
     )
 
 
+@torch.no_grad()
+def by_depth(
+    lengths: Sequence[int], seeds: int, queries: int, n_sel: int, device: str = "cpu",
+    dtype: torch.dtype = torch.float32, *, select: Callable[..., Tensor] = select_blocks,
+    backend: str | None = None,
+) -> list[dict[str, float]]:  # fmt: skip
+    """Rows {tokens, depth, found, n}: of n needles at a depth of [depth, depth + 0.1) of the text,
+    in how many cases the block was selected."""
+    rows = []
+    for tokens in lengths:
+        found, n = [0] * DEPTHS, [0] * DEPTHS
+        for seed in range(seeds):
+            case = make_case(tokens, queries, device, dtype, seed)
+            indices = select(
+                case.q[:, -queries:], mean_pool(case.k, L, D), l=L, d=D, l_sel=L_SEL, n_sel=n_sel,
+                n_init=N_INIT, n_local=N_LOCAL, q_start=tokens - queries, backend=backend,
+            )  # fmt: skip
+            hit = (indices[0] == (case.needles // L_SEL)[..., None]).any(-1)
+            at = (case.needles * DEPTHS // tokens).flatten().tolist()
+            for place, good in zip(at, hit.flatten().tolist(), strict=True):
+                n[place] += 1
+                found[place] += good
+        rows += [
+            {"tokens": tokens, "depth": i / DEPTHS, "found": found[i], "n": n[i]}
+            for i in range(DEPTHS)
+        ]
+    return rows
+
+
+def depth_report(rows: list[dict[str, float]], picture: str | None) -> int:
+    """Draw, send and print the rows; exit code 1 if a needle was missed."""
+    for tokens in dict.fromkeys(r["tokens"] for r in rows):
+        mine = [r for r in rows if r["tokens"] == tokens]
+        found, n = (sum(r[k] for r in mine) for k in ("found", "n"))
+        emit("metric", {"name": f"needle/{tokens}/found_share", "value": found / n, "unit": "1"})
+        row = {"nodeid": f"needle::{tokens}", "outcome": "passed" if found == n else "failed"}
+        emit("test", {**row, "duration_s": 0.0, "reason": f"{found} of {n} needles found"})
+        print(f"{tokens:9} tokens: {found} of {n} needles found")
+    if picture:
+        from scripts import pictures
+
+        title = "Needles whose block was selected"
+        pictures.needle([r for r in rows if r["n"]], Path(picture), title)
+        emit("artifact", {"path": picture})
+    return 0 if all(r["found"] == r["n"] for r in rows) else 1
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -192,9 +245,20 @@ def main(argv: list[str] | None = None) -> int:
         help="auto follows the NSA_* flags; a named route runs or fails",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lengths", type=integers, help="count by depth at these lengths, a,b,c")
+    parser.add_argument("--seeds", type=int, default=5, help="texts per length")
+    parser.add_argument("--picture", metavar="SVG", help="draw what --lengths counted")
     args = parser.parse_args(argv)
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[args.dtype]
+    if args.seeds < 1 or (args.picture and not args.lengths):
+        parser.error("--picture is drawn of --lengths, with --seeds of at least 1")
     try:
+        if args.lengths:
+            rows = by_depth(
+                args.lengths, args.seeds, args.queries, args.n_sel, args.device, dtype,
+                backend=args.backend,
+            )  # fmt: skip
+            return depth_report(rows, args.picture)
         case = make_case(args.tokens, args.queries, args.device, dtype, args.seed)
     except ValueError as e:
         parser.error(str(e))

@@ -296,6 +296,23 @@ def test_health_rows_of_all_cards_are_kept_whatever_their_order():
     assert {k: v["copy_gbs"] for k, v in record.health["gpus"].items()} == {"2": 2.0, "1": 1.0}
 
 
+def test_only_the_benched_card_gives_the_ceilings(tmp_path, monkeypatch, capsys):
+    from bench import health
+
+    row = {"device": "X", "driver": "1", "why": [], "status": "OK", "aa_trials": 1, **dict.fromkeys(
+        ("copy_gbs", "copy_frac", "gemm_bf16_tflops", "gemm_frac", "gemm_sustained_tflops",
+         "h2d_gbs", "launch_us", "aa_noise_floor", "aa_worst"), 1.0)}  # fmt: skip
+    sent = []
+    monkeypatch.setenv("NSA_OUT_DIR", str(tmp_path))
+    monkeypatch.setattr(health.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(health, "Gpu", lambda: None)
+    monkeypatch.setattr(health, "measure", lambda gpu: dict(row))
+    monkeypatch.setattr(health, "emit", lambda kind, row: sent.append(row))
+    assert health.main(["--gpu", "2"]) == 0 and not list(tmp_path.iterdir())
+    assert health.main([]) == 0 and [r.get("gpu") for r in sent] == [2, None]
+    assert [p.name for p in tmp_path.iterdir()] == ["health.json"]
+
+
 # ---- NCCL and the start of ranks -----------------------------------------------------------------
 
 

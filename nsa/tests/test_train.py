@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import train, training
+from scripts import needle, train, training
 from scripts.checkpoints import CheckpointError, Checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,3 +210,20 @@ def test_longer_sequences_keep_the_tokens_per_step():
     args = parser.parse_args(["--device", "cpu", "--seq", "64,128,256", "--batch", "4"])
     planned = train.presets(parser, args, 10_000)
     assert [(p.seq, p.batch) for p in planned] == [(64, 4), (128, 2), (256, 1)]
+
+
+def test_needles_are_counted_by_depth_and_drawn(tmp_path, capsys):
+    recent = lambda q, k_cmp, **kw: torch.arange(28, 32, dtype=torch.int32).expand(1, 8, 2, 4)
+    rows = needle.by_depth([2048], 2, 8, 16)
+    assert sum(r["n"] for r in rows) == 2 * 8 * needle.GROUPS
+    assert all(r["found"] == r["n"] for r in rows)
+    blind = needle.by_depth([2048], 2, 8, 16, select=recent)
+    assert [r["n"] for r in blind] == [r["n"] for r in rows]
+    assert all(r["found"] == 0 for r in blind if r["depth"] < 0.8)  # blocks 28 to 31 of 32
+    picture = tmp_path / "needle.svg"
+    assert needle.depth_report(blind, None) == 1
+    pytest.importorskip("matplotlib")
+    assert needle.main(["--lengths", "2048", "--seeds", "1", "--picture", str(picture)]) == 0
+    assert "100%" in picture.read_text() and "2,048" in picture.read_text()
+    with pytest.raises(SystemExit):
+        needle.main(["--picture", "x.svg"])
