@@ -15,8 +15,9 @@ import pytest
 from nsa.tests.oneshot_samples import write_sample
 from nsa.tests.test_oneshot_faults import DRIVER, ROOT, bundle_of, run
 from scripts.oneshot import judge, stages
+from scripts.oneshot.arguments import seconds
 from scripts.oneshot.journal import read_events
-from scripts.oneshot.runner import scp_line, seconds
+from scripts.oneshot.outputs import scp_line
 
 
 def start(out, names, *options):

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from nsa.tests.oneshot_faults import fake_gpu
-from scripts.oneshot.runner import parser
+from scripts.oneshot.arguments import parser
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = ROOT / "nsa" / "tests" / "oneshot_faults.py"

@@ -269,7 +269,7 @@ def test_a_dry_run_installs_nothing(became, pythons, monkeypatch, option):
 
 
 def test_a_shortened_dry_run_is_no_option():
-    from scripts.oneshot.runner import parser
+    from scripts.oneshot.arguments import parser
 
     with pytest.raises(SystemExit):
         parser().parse_args(["--dry"])

@@ -13,7 +13,7 @@ from nsa.dispatch import LADDER, REASONS, Branch
 from nsa.flags import flag_fields
 from nsa.kernels.aot import ARCHS
 from scripts.oneshot import judge
-from scripts.oneshot.runner import parser
+from scripts.oneshot.arguments import parser
 from scripts.oneshot.stages import PROFILES, plan
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import resource
 import secrets
 import shlex
@@ -22,19 +21,20 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import quoteattr
 
 from scripts.oneshot import bundle as bundles
 from scripts.oneshot import cards, doctor
 from scripts.oneshot import env as box
+from scripts.oneshot.arguments import parser
 from scripts.oneshot.capture import plain
 from scripts.oneshot.journal import Ballast, Journal, read_events, write_atomic, write_json
 from scripts.oneshot.judge import EXIT_INFRA, EXIT_LOCKED, EXIT_USAGE, Status
 from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.model import RunRecord, Stage, StageResult
+from scripts.oneshot.outputs import junit_xml, repro_script, scp_line, short_report
 from scripts.oneshot.progress import Progress
 from scripts.oneshot.redact import RULES_VERSION, Redactor, gate
-from scripts.oneshot.stages import ENV_STAGE, PROFILES, choose, plan
+from scripts.oneshot.stages import ENV_STAGE, choose, plan
 from scripts.oneshot.supervise import Context, Stop, not_run, run_stage
 from scripts.oneshot.telemetry import Telemetry
 from scripts.oneshot.xid import LOST, Xid, XidListener
@@ -43,62 +43,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RENDER_RESERVE_S = 20.0
 RESUME_MAX_AGE_S = 24 * 3600
 VRAM_WAIT_S = 15.0
-
-
-def seconds(text: str) -> float:
-    """15m, 1h, 90s or a plain number of seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
-    if not match or float(match.group(1)) <= 0:
-        raise argparse.ArgumentTypeError(f"a time such as 15m, 1h or 900, got {text!r}")
-    return float(match.group(1)) * {"": 1, "s": 1, "m": 60, "h": 3600}[match.group(2)]
-
-
-def _commit(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{3,63}", text):
-        raise argparse.ArgumentTypeError(f"a commit id, got {text!r}")
-    return text
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="oneshot run",
-        description=__doc__.split("\n")[0],
-        allow_abbrev=False,  # setup_env.py looks for --dry-run before it installs anything
-    )
-    p.add_argument("out_dir", nargs="?", type=Path, help="default: artifacts/runner")
-    p.add_argument("--out", type=Path, help="the same as out_dir")
-    p.add_argument(
-        "--profile",
-        choices=(*PROFILES, "gpu", "auto"),
-        default="auto",
-        help="auto: standard with NVIDIA hardware, cpu without; gpu: standard",
-    )
-    p.add_argument("--budget", type=seconds, help="stop starting work after this time (15m)")
-    p.add_argument("--only", type=_names, default=(), help="stages to run, comma separated")
-    p.add_argument("--skip", type=_names, default=(), help="stages to leave out")
-    p.add_argument(
-        "--resume",
-        action="store_true",
-        help="take over stages that passed within 24 h on the same commit and box",
-    )
-    p.add_argument("--dry-run", action="store_true", help="print stages and commands, run nothing")
-    p.add_argument(
-        "--gpus",
-        metavar="all|0,1",
-        help="several GPUs: health and parity of each, then NCCL and context parallelism",
-    )
-    p.add_argument("--price", type=float, help="dollars per hour, for the running cost")
-    p.add_argument("--commit", type=_commit, default=None, help="commit of sources without git")
-    p.add_argument("--wait", type=seconds, default=0.0, help="wait for a lock that long")
-    p.add_argument("--keep-host", action="store_true", help="do not redact host names")
-    p.add_argument("--keep-ip", action="store_true", help="do not redact IP addresses")
-    p.add_argument("--verbose", action="store_true", help="show what the stages print")
-    p.add_argument("--detach", action="store_true", help="go on in the background; see attach")
-    return p
 
 
 class Run:
@@ -525,49 +469,15 @@ class Run:
     def _test_files(self, stage: str) -> None:
         """tests/<stage>.jsonl and .junit.xml, from the journal: they survive a dead pytest."""
         rows = [r for r in self.record.rows.get(stage, []) if r["kind"] == "test"]
-        if not rows:
-            return
-        lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
-        self.write(f"tests/{stage}.jsonl", lines)
-        bad = sum(r["outcome"] in ("failed", "error") for r in rows)
-        skipped = sum(r["outcome"] == "skipped" for r in rows)
-        xml = [
-            "<?xml version='1.0' encoding='utf-8'?>",
-            f'<testsuite name={quoteattr(stage)} tests="{len(rows)}" failures="{bad}" '
-            f'skipped="{skipped}">',
-        ]
-        for row in rows:
-            file, _, name = row["nodeid"].partition("::")
-            xml.append(
-                f"<testcase classname={quoteattr(file)} name={quoteattr(name)} "
-                f'time="{row.get("duration_s") or 0}">'
-            )
-            message = quoteattr(plain(str(row.get("reason") or ""))[:2000])
-            if row["outcome"] in ("failed", "error"):
-                xml.append(f"<failure message={message}/>")
-            elif row["outcome"] == "skipped":
-                xml.append(f"<skipped message={message}/>")
-            xml.append("</testcase>")
-        self.write(f"tests/{stage}.junit.xml", "\n".join([*xml, "</testsuite>", ""]))
+        if rows:
+            lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
+            self.write(f"tests/{stage}.jsonl", lines)
+            self.write(f"tests/{stage}.junit.xml", junit_xml(stage, rows))
 
     def _repro(self, result: StageResult) -> None:
         """repro/<stage>.sh: the one command that shows the failure again."""
         rows = self.record.rows.get(result.id, [])
-        failed = [
-            r["nodeid"] for r in rows if r["kind"] == "test" and r["outcome"] in ("failed", "error")
-        ]
-        argv = [a.replace("{python}", "python").replace("{out}", "/tmp") for a in result.argv]
-        if failed and "pytest" in argv:
-            argv = [*argv[: argv.index("pytest") + 1], "--tb=short", *failed[:20]]
-        variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(result.env.items()))
-        why = " ".join((result.reason or "").split())
-        self.write(
-            f"repro/{result.id}.sh",
-            "#!/usr/bin/env bash\n"
-            f"# {result.status}: {why}\n"
-            "# Run it in the root of the sources, with the python of the run.\n"
-            f"{variables + ' ' if variables else ''}{shlex.join(argv)}\n",
-        )
+        self.write(f"repro/{result.id}.sh", repro_script(result, rows))
 
     # -------------------------------------------------------------- the end
 
@@ -687,51 +597,6 @@ class Run:
         if not self.saved:
             say("bundle.json is not of this run's end: the disk is full; events.jsonl goes further")
         say(f"exit code {code}")
-
-
-def short_report(data: Mapping[str, Any]) -> str:
-    """A report of the standard library alone: what stands until, or if, the full one is made."""
-
-    def cell(value: Any) -> str:
-        return " ".join(str("" if value is None else value).split()).replace("|", "\\|")[:300]
-
-    out = []
-    if data["scope"] == "cpu":
-        out += ["This report speaks of no GPU: it ran on the CPU only.", ""]
-    out += [
-        f"**{cell(data['verdict']['one_line'])}**",
-        "",
-        "| stage | result | seconds | why |",
-        "|---|---|---|---|",
-    ]
-    for s in data["stages"]:
-        out.append(f"| {s['id']} | {s['status']} | {s['wall_s']:.1f} | {cell(s['reason'])} |")
-    blocks = [c for c in data["doctor"] if c["level"] != "OK"]
-    if blocks:
-        out += ["", "| doctor | level | what | fix |", "|---|---|---|---|"]
-        out += [
-            f"| {c['name']} | {c['level']} | {cell(c['text'])} | {cell(c['fix'])} |" for c in blocks
-        ]
-    out += [
-        "",
-        "Numbers, logs and the journal are beside this file: bundle.json, events.jsonl.",
-        "",
-    ]
-    return "\n".join(out)
-
-
-def scp_line(environ: Mapping[str, str], path: Path) -> str | None:
-    """How to fetch `path` from this box; for the console only, never for the bundle."""
-    ssh = environ.get("SSH_CONNECTION", "").split()
-    for host, port in (
-        (environ.get("RUNPOD_PUBLIC_IP"), environ.get("RUNPOD_TCP_PORT_22")),
-        (environ.get("PUBLIC_IPADDR"), environ.get("VAST_TCP_PORT_22")),
-        (ssh[2], ssh[3]) if len(ssh) == 4 else (None, None),
-    ):
-        if host and port:
-            user = environ.get("USER") or "root"
-            return f"scp -P {port} {user}@{host}:{path.resolve()} ."
-    return None
 
 
 def _age_s(stamp: str | None) -> float:
