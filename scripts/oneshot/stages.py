@@ -182,8 +182,8 @@ def _gpu(profile: str) -> list[Stage]:
         *(() if full else (threshold,)),
         Stage(
             "train_smoke", "Gradient and training smokes",
-            (*SHARDED, *tests("test_backward*.py", "test_gradcheck*.py", "test_train*.py"), "-k",
-             "backward_parity or gradcheck or train"),
+            (*SHARDED, *tests("test_backward*.py", "test_gradcheck*.py", "test_train_smoke.py"),
+             "-k", "backward_parity or gradcheck or train"),
             proof="tests", timeout_s=300, estimate_s=40, env={**PARITY, "NSA_TEST_TRAIN": "1"},
             log="train_smoke.txt", group="train",
         ),
