@@ -36,13 +36,11 @@ from scripts.oneshot.progress import Progress
 from scripts.oneshot.redact import RULES_VERSION, Redactor, gate
 from scripts.oneshot.stages import ENV_STAGE, choose, plan
 from scripts.oneshot.supervise import Context, Stop, not_run, run_stage
-from scripts.oneshot.telemetry import Telemetry
-from scripts.oneshot.xid import LOST, Xid, XidListener
+from scripts.oneshot.watch import Watch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RENDER_RESERVE_S = 20.0
 RESUME_MAX_AGE_S = 24 * 3600
-VRAM_WAIT_S = 15.0
 
 
 class Run:
@@ -73,17 +71,12 @@ class Run:
         self.git = git
         self.record = RunRecord()
         self.previous: tuple[RunRecord, Path] | None = None
-        self.telemetry: Telemetry | None = None
-        self.xids: list[tuple[int | None, XidListener]] = []
-        self.gpu_gone: str | None = None
-        self.several = several or []  # the cards of a run on more than one
-        self.cards_gone = {c.index: c.problem for c in self.several if c.problem}
         self.out_of_budget = False
         self.internal_error = False
         self.saved = False  # bundle.json says what the record says
-        self._reported_xids: list[tuple[int | None, Xid]] = []  # of the running stage
         self._partial, self._argv = partial, argv
         self.progress = Progress(len(stages), price_per_hour=args.price)
+        self.watch = Watch(several or [], smi, self.event, self.note, self.progress.line)
 
     # -------------------------------------------------------------- records
 
@@ -251,14 +244,8 @@ class Run:
         for line in doctor.lines([c for c in checks if c.level != "OK"]):
             self.progress.line(self.redactor.text(line))
         self._end(StageResult(status=Status.PASS, rc=0, **common))
-        if self.scope == "gpu" and not isinstance(self.smi, str):
-            watched = [(c.index, c.uuid) for c in cards.good(self.several)]
-            watched = watched or [(None, self.smi[0].get("uuid"))]
-            self.telemetry = Telemetry(self.folder / "telemetry.csv", watched[0][1], self.started)
-            self.telemetry.start()
-            self.xids = [(index, XidListener(uuid)) for index, uuid in watched]
-            for _, listener in self.xids:
-                listener.start()
+        if self.scope == "gpu":
+            self.watch.start(self.folder / "telemetry.csv", self.started)
         if self.scope == "gpu" and device.get("sm") == "8.9":
             self.note(
                 "SM 8.9: by policy Triton selection is off here; the parity stages and the direct "
@@ -274,12 +261,8 @@ class Run:
             return Status.NOT_RUN, f"the run was stopped by {self.stop.by.upper()}", None
         if blocked:
             return Status.NOT_RUN, f"doctor: {blocked}", "NO_GPU" if stage.gpu else None
-        if stage.gpu and self.gpu_gone:
-            return Status.NOT_RUN, self.gpu_gone, "GPU_LOST"
-        if lost := [g for g in stage.gpus if g in self.cards_gone]:
-            said = f"GPU {lost[0]}: {self.cards_gone[lost[0]]}"
-            mine = len(stage.gpus) == 1 and stage.id.startswith("health")
-            return (Status.INFRA if mine else Status.NOT_RUN), said, "GPU_LOST"
+        if (gone := self.watch.why_not(stage)) is not None:
+            return gone
         if stage.after in {s.id for s in self.stages}:
             first = self.record.results.get(stage.after)
             if first is None or first.status is not Status.PASS:
@@ -306,8 +289,7 @@ class Run:
             half = attempt == 2 and stage.shrinks
             if half:
                 stage = replace(stage, argv=(*stage.argv, "--shrink", "2"))
-            self._hear_xids(None)  # of the time between two stages
-            self._reported_xids = []
+            self.watch.before_stage()
             self.event("stage_start", stage=stage.id, attempt=attempt, log=stage.log_path)
             if attempt == 1:
                 self.progress.begin(stage)
@@ -318,11 +300,12 @@ class Run:
                 budget_left_s=self._budget_left(),
                 run_started=self.started,
             )
-            result = self._with_xids(result)
+            result = self.watch.beside_faults(result)
             bad = result.status in (Status.CRASH, Status.TIMEOUT, Status.FAIL, Status.INFRA)
             if bad and stage.gpu and not self.stop.by:
-                self._after_failure(result)
-            if attempt == 1 and result.kind == "OOM_DEVICE" and not (self.stop.by or self.gpu_gone):
+                self.watch.after_failure(result)
+            again = attempt == 1 and result.kind == "OOM_DEVICE"
+            if again and not (self.stop.by or self.watch.gone):
                 size = " at half size" if stage.shrinks else ""
                 self.note(f"{stage.id}: the GPU was out of memory; one more try{size}")
                 continue
@@ -335,74 +318,6 @@ class Run:
                 self.out_of_budget = True
             break
         self._end(result)
-
-    def _hear_xids(self, stage: str | None) -> None:
-        """Put what the driver reported into the journal, with the stage that was running."""
-        for index, listener in self.xids:
-            for xid in listener.take():
-                self._reported_xids.append((index, xid))
-                text = xid.text if index is None else f"GPU {index}: {xid.text}"
-                fields = {"xid": xid.number, "critical": xid.critical, "text": text}
-                self.event("xid", stage=stage, **fields)
-                self.progress.line(f"{'WARN ' if xid.critical else 'INFO '} {text}")
-                if index is not None and xid.number == LOST:
-                    self.cards_gone.setdefault(index, text)
-
-    def _with_xids(self, result: StageResult) -> StageResult:
-        """`result` beside what the driver reported meanwhile: a faulty card proves nothing."""
-        self._hear_xids(result.id)
-        mine = {None, *result.gpus}  # a fault of another card says nothing about this stage
-        faults = [xid for index, xid in self._reported_xids if xid.critical and index in mine]
-        if not faults:
-            return result
-        said = "; ".join(dict.fromkeys(xid.text for xid in faults))
-        data = result.to_json()
-        data["kind"] = "GPU_LOST" if Xid(LOST) in faults else "XID"
-        if result.status is Status.PASS:
-            data["status"] = Status.INFRA
-        data["reason"] = f"{said}; {result.reason}" if result.reason else said
-        return StageResult.from_json(data)
-
-    def _after_failure(self, result: StageResult) -> None:
-        """Is the GPU still there, and is its memory free again?"""
-        if isinstance(self.smi, str):
-            return
-        if result.gpus:
-            self._after_failure_of(result)
-            return
-        if result.kind == "GPU_LOST":
-            self.gpu_gone = f"the GPU was lost in {result.id}"
-        elif result.status in (Status.CRASH, Status.TIMEOUT):
-            try:
-                box.smi_query()
-            except box.ProbeFailed as error:
-                self.gpu_gone = f"the GPU does not answer after {result.id}: {error}"
-        if not self.gpu_gone and self.telemetry:
-            if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
-                self.gpu_gone = f"GPU_BUSY: memory of {result.id} is still held"
-        if self.gpu_gone:
-            self.note(self.gpu_gone)
-
-    def _after_failure_of(self, result: StageResult) -> None:
-        """The same for the cards of one stage; the others are left alone."""
-        for index in result.gpus:
-            why = None
-            if result.kind == "GPU_LOST" and len(result.gpus) == 1:
-                why = f"it was lost in {result.id}"
-            elif result.status in (Status.CRASH, Status.TIMEOUT) or result.kind == "GPU_LOST":
-                try:
-                    box.smi_query(index=index)
-                except box.ProbeFailed as error:
-                    why = f"it does not answer after {result.id}: {error}"
-            if why and index not in self.cards_gone:
-                self.cards_gone[index] = why
-                self.note(f"GPU {index}: {why}")
-        first = cards.good(self.several)[:1]
-        if self.telemetry and first and first[0].index in result.gpus:
-            if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
-                held = f"GPU_BUSY: memory of {result.id} is still held"
-                self.cards_gone.setdefault(first[0].index, held)
-                self.note(f"GPU {first[0].index}: {held}")
 
     def _end(self, result: StageResult) -> None:
         if result.gpus and result.reason and not result.reason.startswith("GPU"):
@@ -423,9 +338,9 @@ class Run:
     def _on_tick(
         self, stage: str, elapsed: float, limit: float, rows: list[dict[str, Any]]
     ) -> None:
-        if self.telemetry:
-            self.progress.telemetry = self.telemetry.last
-        self._hear_xids(stage)
+        if self.watch.telemetry:
+            self.progress.telemetry = self.watch.telemetry.last
+        self.watch.hear(stage)
         self.progress.tick(elapsed, limit, rows)
 
     def _echo(self, text: str) -> None:
@@ -483,11 +398,7 @@ class Run:
 
     def _finish(self) -> int:
         hurried = self.stop.by is not None
-        if self.telemetry:
-            self.telemetry.stop()
-        for _, listener in self.xids:
-            listener.stop()
-        self._hear_xids(None)
+        self.watch.stop()
         ended_by = self.stop.by or ("budget" if self.out_of_budget else "normal")
         if self.internal_error:
             ended_by = "crash"

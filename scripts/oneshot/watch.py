@@ -1,0 +1,143 @@
+"""Are the GPUs of a run still there and healthy: telemetry, Xid errors, what failed stages left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scripts.oneshot import cards
+from scripts.oneshot import env as box
+from scripts.oneshot.judge import Status
+from scripts.oneshot.model import Stage, StageResult
+from scripts.oneshot.telemetry import Telemetry
+from scripts.oneshot.xid import LOST, Xid, XidListener
+
+VRAM_WAIT_S = 15.0
+
+
+class Watch:
+    """The cards of one run. gone: why no stage may use the GPU any more, None while they may.
+
+    several: the cards of a run on more than one, else empty; cards_gone then says which of them
+    is lost and why. smi: what nvidia-smi said, or why there is nothing to watch.
+    """
+
+    def __init__(
+        self, several: list[cards.Card], smi: list[dict[str, Any]] | str,
+        event: Callable[..., None], note: Callable[..., None], say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.several, self._smi = several, smi
+        self._event, self._note, self._say = event, note, say
+        self.telemetry: Telemetry | None = None
+        self.gone: str | None = None
+        self.cards_gone = {c.index: c.problem for c in several if c.problem}
+        self._listeners: list[tuple[int | None, XidListener]] = []
+        self._reported: list[tuple[int | None, Xid]] = []  # of the running stage
+
+    def start(self, csv: Path, started: float) -> None:
+        """Begin telemetry of the first card, into `csv`, and listen for the errors of all."""
+        if isinstance(self._smi, str):
+            return
+        watched: list[tuple[int | None, Any]] = [
+            (c.index, c.uuid) for c in cards.good(self.several)
+        ]
+        watched = watched or [(None, self._smi[0].get("uuid"))]
+        self.telemetry = Telemetry(csv, watched[0][1], started)
+        self.telemetry.start()
+        self._listeners = [(index, XidListener(uuid)) for index, uuid in watched]
+        for _, listener in self._listeners:
+            listener.start()
+
+    def stop(self) -> None:
+        if self.telemetry:
+            self.telemetry.stop()
+        for _, listener in self._listeners:
+            listener.stop()
+        self.hear(None)
+
+    def why_not(self, stage: Stage) -> tuple[Status, str, str | None] | None:
+        """Why `stage` cannot have its card: (status, reason, kind), or None."""
+        if stage.gpu and self.gone:
+            return Status.NOT_RUN, self.gone, "GPU_LOST"
+        if lost := [g for g in stage.gpus if g in self.cards_gone]:
+            said = f"GPU {lost[0]}: {self.cards_gone[lost[0]]}"
+            mine = len(stage.gpus) == 1 and stage.id.startswith("health")
+            return (Status.INFRA if mine else Status.NOT_RUN), said, "GPU_LOST"
+        return None
+
+    # ---- Xid errors --------------------------------------------------------------------------
+
+    def before_stage(self) -> None:
+        self.hear(None)  # of the time between two stages
+        self._reported = []
+
+    def hear(self, stage: str | None) -> None:
+        """Put what the driver reported into the journal, with the stage that was running."""
+        for index, listener in self._listeners:
+            for xid in listener.take():
+                self._reported.append((index, xid))
+                text = xid.text if index is None else f"GPU {index}: {xid.text}"
+                fields = {"xid": xid.number, "critical": xid.critical, "text": text}
+                self._event("xid", stage=stage, **fields)
+                self._say(f"{'WARN ' if xid.critical else 'INFO '} {text}")
+                if index is not None and xid.number == LOST:
+                    self.cards_gone.setdefault(index, text)
+
+    def beside_faults(self, result: StageResult) -> StageResult:
+        """`result` beside what the driver reported meanwhile: a faulty card proves nothing."""
+        self.hear(result.id)
+        mine = {None, *result.gpus}  # a fault of another card says nothing about this stage
+        faults = [xid for index, xid in self._reported if xid.critical and index in mine]
+        if not faults:
+            return result
+        said = "; ".join(dict.fromkeys(xid.text for xid in faults))
+        data = result.to_json()
+        data["kind"] = "GPU_LOST" if Xid(LOST) in faults else "XID"
+        if result.status is Status.PASS:
+            data["status"] = Status.INFRA
+        data["reason"] = f"{said}; {result.reason}" if result.reason else said
+        return StageResult.from_json(data)
+
+    # ---- after a stage that failed -----------------------------------------------------------
+
+    def after_failure(self, result: StageResult) -> None:
+        """Is the GPU still there, and is its memory free again?"""
+        if isinstance(self._smi, str):
+            return
+        if result.gpus:
+            self._after_failure_of(result)
+            return
+        if result.kind == "GPU_LOST":
+            self.gone = f"the GPU was lost in {result.id}"
+        elif result.status in (Status.CRASH, Status.TIMEOUT):
+            try:
+                box.smi_query()
+            except box.ProbeFailed as error:
+                self.gone = f"the GPU does not answer after {result.id}: {error}"
+        if not self.gone and self.telemetry:
+            if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
+                self.gone = f"GPU_BUSY: memory of {result.id} is still held"
+        if self.gone:
+            self._note(self.gone)
+
+    def _after_failure_of(self, result: StageResult) -> None:
+        """The same for the cards of one stage; the others are left alone."""
+        for index in result.gpus:
+            why = None
+            if result.kind == "GPU_LOST" and len(result.gpus) == 1:
+                why = f"it was lost in {result.id}"
+            elif result.status in (Status.CRASH, Status.TIMEOUT) or result.kind == "GPU_LOST":
+                try:
+                    box.smi_query(index=index)
+                except box.ProbeFailed as error:
+                    why = f"it does not answer after {result.id}: {error}"
+            if why and index not in self.cards_gone:
+                self.cards_gone[index] = why
+                self._note(f"GPU {index}: {why}")
+        first = cards.good(self.several)[:1]
+        if self.telemetry and first and first[0].index in result.gpus:
+            if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
+                held = f"GPU_BUSY: memory of {result.id} is still held"
+                self.cards_gone.setdefault(first[0].index, held)
+                self._note(f"GPU {first[0].index}: {held}")
