@@ -177,8 +177,8 @@ def _gpu(profile: str) -> list[Stage]:
             ("{python}", "bench/bench_fa2.py", "--csv", "{out}/fa2.csv",
              *(() if full else ("--dtype", "bf16"))),
             proof="bench", timeout_s=180, estimate_s=30 if full else 15, required=False,
-            after="fa2_varlen", env={"NSA_USE_FA2": "1"}, log="fa2_bench.txt", outputs=("fa2.csv",), group="bench",
-            shrinks=True,
+            after="fa2_varlen", env={"NSA_USE_FA2": "1"}, log="fa2_bench.txt",
+            outputs=("fa2.csv",), group="bench", shrinks=True,
         ),
         *(() if full else (threshold,)),
         Stage(
