@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.bench_sel_triton import integers
 from bench.device import Gpu
 from bench.parity import Parity, measure_parity
 from bench.prefill_inputs import attend
@@ -45,6 +44,7 @@ from bench.records import (
     BenchRow,
     add_csv_argument,
     add_shrink_argument,
+    integers,
     note,
     say,
     shrunk,
@@ -272,18 +272,6 @@ def one_rank(
     return answer[0]
 
 
-def csv_row(row: BenchRow) -> dict[str, Any]:
-    ms = lambda us: None if us is None else us / 1e3
-    low, high = row.ci95_us or (None, None)
-    parity = row.parity or {}
-    return {
-        **row.record(), "ms": ms(row.median_us), "ms_low": ms(low), "ms_high": ms(high),
-        "base_ms": ms(row.base_median_us), "parity": parity.get("status"),
-        "mae": parity.get("mae"), "max_abs": parity.get("max_abs"), "path": row.path_taken,
-        "why": "; ".join(row.why),
-    }  # fmt: skip
-
-
 def line(row: BenchRow) -> str:
     if row.median_us is None:
         return f"{row.case}: {row.status}: {'; '.join(row.why)}"
@@ -349,7 +337,7 @@ def main(argv: list[str] | None = None) -> int:
             wrong |= row.status == "INVALID"
             if first:
                 row.emit()
-                written.append(csv_row(row))
+                written.append(row.csv())
                 say(args, line(row))
     if first:
         write_csv(args.csv, written, COLUMNS)

@@ -23,15 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
-from bench.bench_sel_triton import integers, line
 from bench.clock import CudaClock
 from bench.device import Gpu, ceilings
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
 from bench.records import (
-    BenchRow,
     add_csv_argument,
     add_shrink_argument,
+    integers,
     note,
     out_dir,
     say,
@@ -105,18 +104,6 @@ def case_of(x: Branch, form: str, columns: dict[str, Any]) -> Case:
     )  # fmt: skip
 
 
-def csv_row(row: BenchRow) -> dict[str, Any]:
-    ms = lambda us: None if us is None else us / 1e3
-    low, high = row.speedup_ci95 or (None, None)
-    parity = row.parity or {}
-    return {
-        **row.record(), "fa2_ms": ms(row.median_us), "ref_ms": ms(row.base_median_us),
-        "ci_low": low, "ci_high": high, "parity": parity.get("status"), "mae": parity.get("mae"),
-        "max_abs": parity.get("max_abs"), "wall_ms": ms(row.wall_us), "path": row.path_taken,
-        "why": "; ".join(row.why),
-    }  # fmt: skip
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -158,9 +145,10 @@ def main(argv: list[str] | None = None) -> int:
         x = Branch(branch, shape, DTYPES[dtype])
         row = measure(case_of(x, args.form, columns), clock, gpu=gpu, ceiling=ceiling,
                       budget=budget)  # fmt: skip
-        written.append(csv_row(row))
+        flat = row.csv()
+        written.append({**flat, "fa2_ms": flat["ms"], "ref_ms": flat["base_ms"]})
         failed |= row.status == "FAILED"
-        say(args, line(row))
+        say(args, row.line())
     write_csv(args.csv, written, COLUMNS)
     return 1 if failed else 0
 

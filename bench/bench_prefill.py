@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from bench.bench_sel_triton import integers, line
 from bench.clock import CudaClock
 from bench.device import Gpu, ceilings
 from bench.parity import measure_parity
@@ -41,6 +40,7 @@ from bench.records import (
     add_csv_argument,
     add_shrink_argument,
     emit,
+    integers,
     note,
     out_dir,
     say,
@@ -195,20 +195,6 @@ def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
     )  # fmt: skip
 
 
-def csv_row(row: BenchRow) -> dict[str, Any]:
-    ms = lambda us: None if us is None else us / 1e3
-    low, high = row.ci95_us or (None, None)
-    slow, fast = row.speedup_ci95 or (None, None)
-    parity = row.parity or {}
-    return {
-        **row.columns, **row.record(), "ms": ms(row.median_us), "ms_low": ms(low),
-        "ms_high": ms(high), "dense_ms": ms(row.base_median_us), "ci_low": slow, "ci_high": fast,
-        "path": row.path_taken, "parity": parity.get("status"), "mae": parity.get("mae"),
-        "max_abs": parity.get("max_abs"), "wall_ms": ms(row.wall_us), "why": "; ".join(row.why),
-        "sm_mhz": row.sm_mhz and row.sm_mhz[0],
-    }  # fmt: skip
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -260,9 +246,10 @@ def main(argv: list[str] | None = None) -> int:
         except AssertionError as error:
             row = BenchRow("prefill", name, "FAILED", (str(error),), columns=about_case).emit()
         peak = torch.cuda.max_memory_allocated() / 2**20
-        written.append({**csv_row(row), "peak_mem_mib": round(peak)})
+        flat = row.csv()
+        written.append({**flat, "dense_ms": flat["base_ms"], "peak_mem_mib": round(peak)})
         failed |= row.status == "FAILED"
-        say(args, line(row))
+        say(args, row.line())
         torch.cuda.empty_cache()
     write_csv(args.csv, written, COLUMNS)
     return 1 if failed else 0

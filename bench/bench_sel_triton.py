@@ -41,10 +41,10 @@ from bench.device import Gpu, ceilings
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
 from bench.records import (
-    BenchRow,
     add_csv_argument,
     add_shrink_argument,
     emit,
+    integers,
     note,
     out_dir,
     say,
@@ -292,34 +292,6 @@ def cases(args: argparse.Namespace) -> Iterator[Cell]:
             yield Cell(mode, dist, N, H, *width, L, streams, n_sel, run)
 
 
-def csv_row(row: BenchRow, pack_ms: float | None) -> dict[str, Any]:
-    ms = lambda us: None if us is None else us / 1e3
-    low, high = row.speedup_ci95 or (None, None)
-    parity = row.parity or {}
-    return {
-        **row.columns, "tri_ms": ms(row.median_us), "ref_ms": ms(row.base_median_us),
-        "speedup": row.speedup, "ci_low": low, "ci_high": high, "mae": parity.get("mae"),
-        "max_abs": parity.get("max_abs"), "parity": parity.get("status"), "bytes": row.bytes,
-        "gbs": row.gbs, "peak_frac": row.peak_frac, "bound": row.bound, "pack_ms": pack_ms,
-        "wall_ms": ms(row.wall_us), "first_call_ms": row.first_call_ms, "n": row.n,
-        "path": row.path_taken, "baseline": row.baseline, "cache": row.cache,
-        "status": row.status, "why": "; ".join(row.why),
-        "sm_mhz": row.sm_mhz and row.sm_mhz[0], "power_w": row.power_w,
-    }  # fmt: skip
-
-
-def line(row: BenchRow) -> str:
-    if row.median_us is None:
-        return f"{row.case:66} {row.status}: {'; '.join(row.why)}"
-    text = f"{row.case:66} {row.median_us:9.2f} us"
-    if row.speedup is not None:
-        low, high = row.speedup_ci95
-        text += f"  {row.speedup:5.2f}x [{low:.2f}, {high:.2f}] of {row.baseline}"
-    if row.peak_frac:
-        text += f"  {row.peak_frac:4.0%} of {row.bound}"
-    return text + ("" if row.status == "VALID" else f"  {row.status}: {'; '.join(row.why)}")
-
-
 def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> None:
     """Time every tile choice of the direct kernels and print the best --sweep ones per L."""
     from nsa.kernels.triton_sel_kernel.tiles import Tiles
@@ -355,16 +327,6 @@ def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> None:
         say(args, f"{cell.name}: {len(timed)} right, {lost} do not fit or are wrong")
         for us, choice in timed[: args.sweep]:
             say(args, f"    {us:9.2f} us  " + " ".join(f"{k}={v}" for k, v in choice.items()))
-
-
-def integers(text: str) -> list[int]:
-    try:
-        values = [int(x) for x in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"wants integers like 64,128, got {text!r}") from None
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"wants integers of at least 1, got {text!r}")
-    return values
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -431,9 +393,11 @@ def main(argv: list[str] | None = None) -> int:
         pack_ms = None
         if rows.cache:
             pack_ms = statistics.median(clock.run([rows.pack] * 12, cold=True)[2:]) / 1e3
-        written.append(csv_row(row, pack_ms))
+        flat = row.csv()
+        names = {"tri_ms": flat["ms"], "ref_ms": flat["base_ms"], "pack_ms": pack_ms}
+        written.append({**flat, **names})
         failed |= row.status == "FAILED"
-        say(args, line(row))
+        say(args, row.line())
         done = {"done": number, "total": len(matrix), "text": f"{number} of {len(matrix)} cells"}
         emit("progress", done)
     write_csv(args.csv, written, COLUMNS)

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.bench_sel_triton import integers
 from bench.device import Gpu
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
@@ -39,6 +38,7 @@ from bench.records import (
     BenchRow,
     add_csv_argument,
     add_shrink_argument,
+    integers,
     note,
     say,
     shrunk,

@@ -158,6 +158,36 @@ class BenchRow:
         row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {**_plain(row.pop("columns")), **_plain(row)}
 
+    def csv(self) -> dict[str, Any]:
+        """The row as CSV wants it: times in ms, intervals in columns of their own, one `why`.
+
+        ms [ms_low, ms_high], base_ms, wall_ms; speedup [ci_low, ci_high]; parity, mae, max_abs.
+        """
+        ms = lambda us: None if us is None else us / 1e3
+        low, high = self.ci95_us or (None, None)
+        slow, fast = self.speedup_ci95 or (None, None)
+        proof = self.parity or {}
+        return {
+            **self.record(), "ms": ms(self.median_us), "ms_low": ms(low), "ms_high": ms(high),
+            "base_ms": ms(self.base_median_us), "wall_ms": ms(self.wall_us), "ci_low": slow,
+            "ci_high": fast, "parity": proof.get("status"), "mae": proof.get("mae"),
+            "max_abs": proof.get("max_abs"), "path": self.path_taken, "why": "; ".join(self.why),
+            "sm_mhz": self.sm_mhz and self.sm_mhz[0],
+        }  # fmt: skip
+
+    def line(self) -> str:
+        """The row for people: time, ratio with its interval, share of the ceiling, or why not."""
+        why = "; ".join(self.why)
+        if self.median_us is None:
+            return f"{self.case:66} {self.status}: {why}"
+        text = f"{self.case:66} {self.median_us:9.2f} us"
+        if self.speedup is not None:
+            low, high = self.speedup_ci95
+            text += f"  {self.speedup:5.2f}x [{low:.2f}, {high:.2f}] of {self.baseline}"
+        if self.peak_frac:
+            text += f"  {self.peak_frac:4.0%} of {self.bound}"
+        return text + ("" if self.status == "VALID" else f"  {self.status}: {why}")
+
     def emit(self) -> BenchRow:
         """Send the row to the runner; returns it."""
         emit("bench", self.record())
@@ -194,6 +224,16 @@ def shrunk(name: str, values: Sequence[int], by: int, multiple: int = 1) -> list
     was, now = (",".join(map(str, some)) for some in (values, small))
     note(f"out of GPU memory before: {name} is {now} here instead of {was}", "warn")
     return small
+
+
+def integers(text: str) -> list[int]:
+    try:
+        values = [int(x) for x in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wants integers like 64,128, got {text!r}") from None
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"wants integers of at least 1, got {text!r}")
+    return values
 
 
 def say(args: argparse.Namespace, text: str) -> None:

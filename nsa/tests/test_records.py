@@ -96,3 +96,24 @@ def test_rows_of_a_run_name_its_commit(tmp_path, monkeypatch):
     provenance.commit.cache_clear()
     assert provenance.provenance(None)["commit"] == "c01d9ee-dirty"
     provenance.commit.cache_clear()
+
+
+def test_a_row_as_csv_and_for_people():
+    numbers = {
+        "ci95_us": (4.9, 5.2), "base_median_us": 10.0, "wall_us": 7.0, "speedup": 2.0,
+        "speedup_ci95": (1.9, 2.1), "baseline": "plain", "peak_frac": 0.5, "bound": "memory",
+        "sm_mhz": [1500, 1980], "columns": {"L": 64},
+    }  # fmt: skip
+    flat = BenchRow(**{**GOOD, **numbers}).csv()
+    assert (flat["ms"], flat["ms_low"], flat["ms_high"], flat["base_ms"], flat["wall_ms"]) == (
+        0.005, 0.0049, 0.0052, 0.01, 0.007,
+    )  # fmt: skip
+    assert (flat["ci_low"], flat["ci_high"], flat["parity"], flat["sm_mhz"]) == (
+        1.9, 2.1, "PASS", 1500,
+    )  # fmt: skip
+    assert flat["L"] == 64 and flat["path"] == "triton"
+    line = BenchRow(**{**GOOD, **numbers}).line()
+    assert "5.00 us" in line and "2.00x [1.90, 2.10] of plain" in line and "50% of memory" in line
+    lost = BenchRow("sel", "c", "SKIPPED", ("out of memory",))
+    assert lost.csv()["ms"] is None and lost.csv()["why"] == "out of memory"
+    assert lost.line().endswith("SKIPPED: out of memory")
