@@ -238,6 +238,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--iters", type=_positive, default=30, help="least number of samples (default 30)")
     add("--warmup", type=int, default=3, help="least number of warm-up calls (default 3)")
     add("--branch_force_mode", choices=MODES, default="env", help="branches timed alone, see above")
+    add("--more", type=int, choices=(0, 1), default=1,
+        help="1: also the step as a graph and the layer's whole step (default 1)")  # fmt: skip
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
     add("--quick", action="store_true", help="shorter sampling and two lengths")
@@ -284,7 +286,8 @@ def bench_length(
     mode = args.branch_force_mode
     wanted = BRANCHES if mode == "env" else () if mode == "none" else (mode,)
     parts = {b: measure(branch_case(step, b, {**own, "branch": b}), **tools) for b in wanted}
-    more = more_columns(*more_rows(layer, step, total, own, tools))
+    rows, why = more_rows(layer, step, total, own, tools) if args.more else ({}, {})
+    more = more_columns(rows, why)
     return csv_row(step, row, parts, columns, more)
 
 

@@ -98,6 +98,14 @@ def _gpu(profile: str) -> list[Stage]:
         proof="row", timeout_s=60, estimate_s=1, needs=spans, log="threshold.txt",
         also={"fa2_bench": ("--fa2", "{out}/fa2.csv")}, group="bench",
     )  # fmt: skip
+    serving = Stage(
+        "decode_serving", "Decode at serving sizes: eager, as a graph, and the layer's whole step",
+        ("{python}", "bench/bench_decode.py", "--preset", "serving", "--quick", "--csv",
+         "{out}/decode_serving.csv"),
+        proof="bench", timeout_s=600, estimate_s=90, required=False,
+        env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
+        log="decode_serving.txt", outputs=("decode_serving.csv",), group="bench", shrinks=True,
+    )  # fmt: skip
     stages = [
         Stage(
             "routing", "Flags and the ladder of each branch",
@@ -153,7 +161,7 @@ def _gpu(profile: str) -> list[Stage]:
              "--groups", "2", "--dk", "32", "--dv", "32", "--l", "16", "--d", "8", "--l_sel",
              "32", "--n_sel", "8", "--w", "128", "--S_list", contexts, "--iters",
              "20" if quick else "64", "--warmup", "8", "--csv", "{out}/decode_gpu_final.csv",
-             "--branch_force_mode", "env"),
+             "--branch_force_mode", "env", "--more", "0"),
             proof="bench", timeout_s=240, estimate_s=15 if quick else 25,
             env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
             log="decode_bench.txt", outputs=("decode_gpu_final.csv",), group="bench", shrinks=True,
@@ -164,6 +172,7 @@ def _gpu(profile: str) -> list[Stage]:
             proof="output", timeout_s=60, estimate_s=1, needs=("decode_gpu_final.csv",),
             log="decode_summary.txt", outputs=("decode_summary.txt",), group="bench",
         ),
+        *((serving,) if full else ()),
         Stage(
             "prefill_bench", "Prefill: NSA against dense attention",
             ("{python}", "bench/bench_prefill.py", "--csv", "{out}/prefill.csv",
