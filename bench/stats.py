@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 MIN_CI_N = 6  # below, no order statistic bounds the median with 95 % confidence
+LEAST_FLOOR = 0.01  # differences below 1 % are nobody's, however quiet the box
 
 
 def quantile(samples: Sequence[float], q: float) -> float:
@@ -69,20 +70,20 @@ def instability(samples: Sequence[float], resolution: float) -> list[str]:
     """Why these samples do not settle on a median, if they do not.
 
     The last third left the first by over 2 %; or the middle half spreads over 3 % and the median's
-    interval is still wider than +-0.5 %; or it spreads over 15 %. Each only beyond the clock's
+    interval is still wider than +-1 %, the least noise floor; or it spreads over 15 %. Each only beyond the clock's
     `resolution` (same unit). Short kernels always spread; many samples then still fix the median.
     """
     why = []
     centre = statistics.median(samples)
     spread = quantile(samples, 0.75) - quantile(samples, 0.25)
-    loose = spread > 0.03 * centre and half_width(samples) > 0.005
+    loose = spread > 0.03 * centre and half_width(samples) > LEAST_FLOOR
     if spread > resolution and (loose or spread > 0.15 * centre):
         why.append(
             f"spread: the middle half covers {spread / centre:.1%} of the median, which is known "
             f"to {half_width(samples):.1%}"
         )
     third = len(samples) // 3
-    if third >= 5:
+    if third >= 3:
         shift = statistics.median(samples[-third:]) - statistics.median(samples[:third])
         if abs(shift) > 0.02 * centre and abs(shift) > resolution:
             why.append(f"drift: last third {shift / centre:+.1%} against the first")
@@ -91,7 +92,7 @@ def instability(samples: Sequence[float], resolution: float) -> list[str]:
 
 def noise_floor(ratios: Sequence[float]) -> float:
     """What identical code differs by: max(1 %, 95th percentile of |ratio - 1|)."""
-    return max(0.01, quantile([abs(r - 1.0) for r in ratios], 0.95))
+    return max(LEAST_FLOOR, quantile([abs(r - 1.0) for r in ratios], 0.95))
 
 
 def change(interval: Sequence[float], floor: float) -> str:

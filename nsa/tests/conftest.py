@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -83,8 +82,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", metavar="I/N", help="run share I (from 0) of N of the tests")
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m, so that the shares are even
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """--shard I/N keeps the tests whose name falls to share I, the same on every run."""
+    """--shard I/N keeps every N-th of the chosen tests from the I-th on."""
     shard = config.getoption("--shard")
     if not shard:
         return
@@ -92,9 +92,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not match or not int(match[1]) < int(match[2]):
         raise pytest.UsageError(f"--shard must be I/N with 0 <= I < N, got {shard}")
     index, count = int(match[1]), int(match[2])
-    keep = [x for x in items if zlib.crc32(x.nodeid.encode()) % count == index]
-    config.hook.pytest_deselected(items=[x for x in items if x not in keep])
-    items[:] = keep
+    config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % count != index])
+    items[:] = items[index::count]
 
 
 def _must_run(nodeid: str) -> bool:

@@ -22,19 +22,19 @@ from typing import IO
 
 from scripts.oneshot.processes import die_with_parent, is_running
 
-MOST = 6
+MOST = 12
 GRACE_S = 1.5  # for the stacks; the supervisor kills 3 s after its SIGABRT
 TESTS_PER_GIB = 0.25  # one process per 4 GiB of host memory
 
 
 def default_shards() -> int:
-    """By cores and memory of this host: pytest plus one compiler each."""
+    """By cores and memory of this host; each is one busy thread, the compiler or pytest."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     except (ValueError, OSError):
         memory = 8.0
-    return max(1, min(MOST, (cores or 1) // 2, int(memory * TESTS_PER_GIB)))
+    return max(1, min(MOST, (cores or 1) - 1, int(memory * TESTS_PER_GIB)))
 
 
 def combined(codes: list[int]) -> int:
@@ -77,11 +77,13 @@ def run(n: int, command: list[str]) -> int:
     for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     fd = os.environ.get("NSA_RESULT_FD")
+    env = {"OMP_NUM_THREADS": "1", **os.environ}  # else each takes every core for tiny tensors
     for i in range(n):
         output = tempfile.TemporaryFile()
         child = subprocess.Popen(
             [sys.executable, "-m", *command, "--shard", f"{i}/{n}"], stdout=output,
-            stderr=subprocess.STDOUT, pass_fds=[int(fd)] if fd else [], preexec_fn=die_with_parent,
+            stderr=subprocess.STDOUT, env=env, pass_fds=[int(fd)] if fd else [],
+            preexec_fn=die_with_parent,
         )  # fmt: skip
         children.append((child, output))
     codes = []
