@@ -7,10 +7,10 @@
 Sizes default to the paper's: 64 query heads on 4 KV groups, head size 128, l=32 d=16 by mean
 pooling, 16 blocks of 64, window 512, bf16, one sequence. A sample is the slowest rank's; bwd is the
 backward pass alone. efficiency = t(1 GPU) / (W * t(W GPUs)), where one GPU runs nsa.nsa_attention
-on the whole sequence with the compression in front; it is empty where that does not fit. Before the
-timing every rank checks sampled rows of its output, and for bwd the gradients of these rows'
-outputs, against fp64. Without CUDA the ranks are CPU processes on gloo, which proves the code, not
-its speed: give small sizes then.
+on the whole sequence with the compression in front; it is empty where that does not fit or is
+longer than --alone tokens. Before the timing every rank checks sampled rows of its output, and for
+bwd the gradients of these rows' outputs, against fp64. Without CUDA the ranks are CPU processes on
+gloo, which proves the code, not its speed: give small sizes then.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage.
 """
@@ -259,7 +259,10 @@ def case(
 def one_rank(
     args: argparse.Namespace, S: int, direction: str, group: Any, device: torch.device
 ) -> list[float] | None:
-    """Samples of rank 0 alone on the whole sequence, on every rank; None where it does not fit."""
+    """Samples of rank 0 alone on the whole sequence, on every rank; None where it does not fit
+    or is not wanted."""
+    if args.alone < S:
+        return None
     answer: list[Any] = [None]
     if group.rank() == 0:
         try:
@@ -292,6 +295,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         ("D", 128 if cuda else 16), ("l", 32), ("d", 16), ("l_sel", 64),
                         ("n_sel", 16), ("w", 512), ("iters", 10)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--alone", type=int, default=524288, metavar="S", help="time one GPU alone "
+                        "up to this length")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds until a collective "
                         "that a rank does not join fails")  # fmt: skip
     add_csv_argument(parser)

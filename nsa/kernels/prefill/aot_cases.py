@@ -13,6 +13,8 @@ from nsa.kernels.prefill import (
     delta,
     span_bwd,
     span_fwd,
+    union_attn,
+    union_lists,
 )
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING
 from nsa.kernels.tiles import pad_dim, split_dim
@@ -35,10 +37,12 @@ _POINTERS = {
     "PART_K": "*fp32", "PART_V": "*fp32", "CU_Q": "*i32", "CU_K": "*i32", "CU_SEQLENS": "*i32",
     "SEQ_BEGIN": "*i32", "BLOCK_INDICES": "*i32", "ORDER": "*i32", "CHUNK_TILE": "*i32",
     "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
+    "ENTRIES": "*i64", "STATE": "*i32",
 }  # fmt: skip
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
     "block_size", "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
+    "T", "share",
 }  # fmt: skip
 
 
@@ -116,20 +120,43 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(
             _case(block_select._block_score_kernel, label, dtype, {**dims, **tile, **pool}, launch)
         )
+        queries, heads = union_lists.tile_shape(arch, h, size)
         block_n, *launch = block_attn_fwd.fwd_tiles(arch, d, dv, size)
         one = dict(VARLEN=False, HEADS=max(h, 16), BLOCK_N=block_n, N_PAD=16, TMA=tma,
-                   OWN_N=min(block_n, 32))  # fmt: skip
+                   OWN_N=min(block_n, 32), UNION=queries)  # fmt: skip
         cases.append(
             _case(block_attn_fwd._block_attn_fwd_kernel, label, dtype, {**wide, **one}, launch)
         )
         block_n, *launch = block_attn_bwd.dq_tiles(arch, d, dv, size)
         more = dict(
             VARLEN=True, HEADS=max(h, 16), BLOCK_N=block_n, ACCUMULATE=True, N_PAD=16, TMA=tma,
-            OWN_N=min(block_n, 32),
+            OWN_N=min(block_n, 32), UNION=0,
         )  # fmt: skip
+        union_dq = union_attn.dq_tiles(arch, d, dv) if queries else None
+        if union_dq:
+            more["UNION"] = queries
         cases.append(
             _case(block_attn_bwd._block_attn_bwd_dq_kernel, label, dtype, {**bwd, **more}, launch)
         )
+        if queries:
+            union = dict(QUERIES=queries, HEADS=heads, ROOM=16 * queries, TMA=tma)
+            for kernel, tiles, extra in (
+                (union_attn._union_attn_fwd_kernel, union_attn.fwd_tiles(arch, d, dv),
+                 dict(VARLEN=False)),
+                (union_attn._union_attn_bwd_dq_kernel, union_dq,
+                 dict(VARLEN=True, ACCUMULATE=True)),
+            ):  # fmt: skip
+                if tiles:
+                    block_n, own_n, *launch = tiles
+                    more = dict(**union, **extra, BLOCK_N=block_n, OWN_N=own_n)
+                    cases.append(_case(kernel, label, dtype, {**wide, **more}, launch))
+            more = dict(VARLEN=True, QUERIES=queries, N_PAD=16)
+            cases.append(
+                _case(
+                    union_lists._union_lists_kernel, label, dtype, more,
+                    (union_lists.lists_warps(queries, 16), 2),
+                )  # fmt: skip
+            )
         rows, *launch = block_attn_bwd.dkdv_tiles(arch, d, dv, size)
         tile = block_attn_bwd.key_tile(64, max(d, dv))
         more = dict(VARLEN=False, PAIRS=max(rows // h, 1), HEADS=h, BLOCK_N=tile)

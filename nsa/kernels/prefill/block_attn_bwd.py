@@ -1,8 +1,9 @@
 """Selection attention by block indices, backward: dQ by rows, dK and dV by key tiles.
 
-dQ runs in the forward's order. dK and dV walk the inverted lists (block_lists.py): a program owns a
-chunk of the rows that attend one key tile, keeps K, V, dK and dV of the tile on chip and gathers
-rows of Q and dO. No atomics: chunks write fp32 partials that are summed in a fixed order.
+dQ runs in the forward's order, by union tiles where they pay (union_lists.py). dK and dV walk the
+inverted lists (block_lists.py): a program owns a chunk of the rows that attend one key tile, keeps
+K, V, dK and dV of the tile on chip and gathers rows of Q and dO. No atomics: chunks write fp32
+partials that are summed in a fixed order.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.prefill.block_attn_fwd import LOG2E, past_blocks, token_position
+from nsa.kernels.prefill.block_attn_fwd import LOG2E, in_union, past_blocks, token_position
 from nsa.kernels.prefill.block_lists import rows_of_tiles
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.span_common import load_kv
+from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
+from nsa.kernels.prefill.union_attn import union_attention_dq
+from nsa.kernels.prefill.union_lists import lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
@@ -46,15 +50,18 @@ def _block_attn_dq_step(
 
 @triton.jit
 def _block_attn_bwd_dq_kernel(
-    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA, DQ, S, S_KV, G, H,
+    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, STATE, DO, LSE, DELTA, DQ, S, S_KV, G, H,
     q_start, n_sel, block_size, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    OWN_N: tl.constexpr, N_PAD: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OWN_N: tl.constexpr, N_PAD: tl.constexpr, UNION: tl.constexpr, ACCUMULATE: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     group = tl.program_id(1)
+    if UNION > 0:
+        if in_union(STATE, token, group, G, UNION):
+            return
     batch, t, first_row = token_position(token, SEQ_BEGIN, S, VARLEN)
     t += q_start
     token = token.to(tl.int64)
@@ -328,16 +335,28 @@ def block_attention_bwd(
         PRECISION=dot_precision(q.dtype),
     )  # fmt: skip
     scales = (softmax_scale, softmax_scale * LOG2E)
+    union_tiles = union_dq_tiles(arch, dim, dv_dim)
+    unions = union_tiles and lists_for(
+        "dq", q, block_indices, seq_begin=seq_begin, q_start=q_start, block_size=block_size,
+        softmax_scale=softmax_scale,
+    )  # fmt: skip
+    if unions:
+        union_attention_dq(
+            grad_out, q, k, v, unions, lse, delta, dq, block_size=block_size,
+            softmax_scale=softmax_scale, seq_begin=seq_begin, q_start=q_start,
+            accumulate=accumulate, tiles=union_tiles,
+        )  # fmt: skip
     block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
     block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
     tma = tma_usable(arch, k, whole=v)
     _block_attn_bwd_dq_kernel[(tokens, groups)](
         q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
-        seq_begin if varlen else block_indices, grad_out, lse, delta, dq, s_q, s_kv,
-        groups, heads, q_start, n_sel, block_size, *scales,
+        seq_begin if varlen else block_indices, unions.state if unions else block_indices,
+        grad_out, lse, delta, dq, s_q, s_kv, groups, heads, q_start, n_sel, block_size, *scales,
         HEADS=max(triton.next_power_of_2(heads), 16), BLOCK_N=block_n,
-        OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(n_sel), ACCUMULATE=accumulate,
-        TMA=tma, num_warps=warps, num_stages=stages, **common,
+        OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(n_sel),
+        UNION=unions.queries if unions else 0, ACCUMULATE=accumulate, TMA=tma,
+        num_warps=warps, num_stages=stages, **common,
     )  # fmt: skip
     launches.bump("_block_attn_bwd_dq_kernel")
 

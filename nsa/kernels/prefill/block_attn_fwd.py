@@ -2,6 +2,7 @@
 
 A row is one token of one KV group with all its query heads (paper 3.4): the heads share the blocks,
 so a block's K and V are loaded once for all of them. The blocks end at the token itself.
+Neighbouring rows whose choices agree go together, as union tiles (union_lists.py, union_attn.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import triton.language as tl
 
 from nsa import launches
 from nsa.kernels.prefill.span_common import load_kv
+from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
+from nsa.kernels.prefill.union_attn import union_attention_fwd
+from nsa.kernels.prefill.union_lists import lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
@@ -37,6 +41,12 @@ def past_blocks(blocks, n_sel, own, N_PAD: tl.constexpr):
 
 
 @triton.jit
+def in_union(STATE, token, group, G, QUERIES: tl.constexpr):
+    """True for a query whose tile went as a union (union_lists.UnionLists.state)."""
+    return tl.load(STATE + ((token // QUERIES).to(tl.int64) * G + group) * 2) >= 0
+
+
+@triton.jit
 def _block_attn_fwd_step(
     acc, m_i, l_i, q, q2, k, k2, v, seen, scale_log2,
     BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -57,15 +67,19 @@ def _block_attn_fwd_step(
 
 @triton.jit
 def _block_attn_fwd_kernel(
-    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, O, LSE, S, S_KV, G, H, q_start, n_sel,
+    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, STATE, O, LSE, S, S_KV, G, H, q_start, n_sel,
     block_size, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    OWN_N: tl.constexpr, N_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    OWN_N: tl.constexpr, N_PAD: tl.constexpr, UNION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Group is the slow grid axis: one group's K and V stay in L2 while its tokens pass.
     token = tl.program_id(0)
     group = tl.program_id(1)
+    if UNION > 0:
+        if in_union(STATE, token, group, G, UNION):
+            return
     batch, t, first_row = token_position(token, SEQ_BEGIN, S, VARLEN)
     t += q_start
     token = token.to(tl.int64)
@@ -165,19 +179,29 @@ def block_attention_fwd(
     if tokens == 0:
         return out, lse
     arch = arch_of(q.device)
+    lists = lists_for(
+        "fwd", q, block_indices, seq_begin=seq_begin, q_start=q_start, block_size=block_size,
+        softmax_scale=softmax_scale,
+    )  # fmt: skip
+    if lists is not None:
+        union_attention_fwd(
+            q, k, v, lists, out, lse, block_size=block_size, softmax_scale=softmax_scale,
+            seq_begin=seq_begin, q_start=q_start, tiles=union_fwd_tiles(arch, dim, dv),
+        )  # fmt: skip
     block_n, warps, stages = fwd_tiles(arch, dim, dv, q.element_size())
     block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
     d1, d2 = split_dim(dim)
     tma = tma_usable(arch, k, whole=v)
     _block_attn_fwd_kernel[(tokens, groups)](
         q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
-        seq_begin if varlen else block_indices, out, lse,
+        seq_begin if varlen else block_indices, lists.state if lists else block_indices, out, lse,
         1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups, heads,
         q_start, block_indices.shape[-1], block_size, softmax_scale * LOG2E,
         D=dim, DV=dv, VARLEN=varlen, HEADS=max(triton.next_power_of_2(heads), 16),
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
-        OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(block_indices.shape[-1]), TMA=tma,
-        PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
+        OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(block_indices.shape[-1]),
+        UNION=lists.queries if lists else 0, TMA=tma, PRECISION=dot_precision(q.dtype),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launches.bump("_block_attn_fwd_kernel")
     return out, lse

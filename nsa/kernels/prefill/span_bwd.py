@@ -1,7 +1,8 @@
 """Backward of compressed and sliding attention: delta, dQ by rows, then dK and dV by key tiles.
 
-No atomics: a key tile's queries may be split over programs, each writing its own fp32 partial that
-a fixed-order sum joins, so gradients are bitwise repeatable.
+No atomics in these two passes: a key tile's queries may be split over programs, each writing its
+own fp32 partial that a fixed-order sum joins, so gradients are bitwise repeatable.
+span_bwd_fused.py is one pass that is not.
 
 A gate g > 0 per (token, head) that multiplied the output afterwards needs no code here: with
 lse - ln(g) for lse the probabilities come out as g * P, so that dV = (g P)^T dO, and with
@@ -15,11 +16,15 @@ import triton
 import triton.language as tl
 
 from nsa import launches
+from nsa.kernels.prefill import span_bwd_fused
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.row_tiles import head_tiles, kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
+
+# The fused pass, where it can run and torch does not ask for deterministic algorithms.
+FUSED = False
 
 
 @triton.jit
@@ -383,10 +388,18 @@ def span_attention_bwd(
     if q.numel() == 0 or k_rows == 0:
         dq = dq if accumulate else torch.zeros_like(q)
         return dq, torch.zeros_like(k), torch.zeros_like(v)
-    if not accumulate:
-        dq = torch.empty_like(q)
     if delta is None:
         delta = attention_delta(out, grad_out)
+    if (
+        FUSED and not torch.are_deterministic_algorithms_enabled()
+        and span_bwd_fused.usable(q, k, v, grad_out)
+    ):  # fmt: skip
+        return span_bwd_fused.span_attention_bwd_fused(
+            grad_out, q, k, v, lse, delta, span, softmax_scale, cu_q, cu_k, batch, sq, sk,
+            dq, q_start,
+        )  # fmt: skip
+    if not accumulate:
+        dq = torch.empty_like(q)
     arch = arch_of(q.device)
     heads_padded = triton.next_power_of_2(heads)
     d1, d2 = split_dim(dim)
