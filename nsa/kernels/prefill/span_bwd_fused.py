@@ -1,0 +1,303 @@
+"""Backward of compressed and sliding attention in one pass over key tiles: 5 products, not 7.
+
+A program owns one key tile of one group and walks the queries that see it: S, P, dP and dS once per
+tile of queries, dK and dV in registers, dQ added to an fp32 buffer in global memory. The order of
+those additions changes from run to run, so gradients are not bitwise repeatable; span_bwd.py keeps
+two passes that are.
+
+Programs that run at the same time walk the same queries, so that Q, dO and dQ meet in L2:
+compressed keys split the queries at the same positions for every key tile, and a window's key tiles
+go round their queries from the same remainder on.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa import launches
+from nsa.kernels.prefill.span_common import sequence_bounds
+from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
+from nsa.kernels.row_tiles import head_tiles, row_tiles, tma_usable
+from nsa.kernels.tiles import arch_of, split_dim
+
+
+@triton.jit
+def _query_tile(
+    X, XD, tile_row, head0, row, live, offs,
+    WIDTH: tl.constexpr, BEGIN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """(query, head) rows of X [.., HQ, WIDTH], columns `offs` (from BEGIN on); dead rows are 0."""
+    if WHOLE:
+        x = XD.load([tile_row, head0, BEGIN]).reshape(BLOCK_M, BLOCK)
+    else:
+        x = tl.load(X + row[:, None] * WIDTH + offs[None, :], mask=live[:, None], other=0.0)
+    return x
+
+
+@triton.jit
+def _add_to_dq(
+    DQ, DQD, dq, tile_row, head0, row, live, offs,
+    D: tl.constexpr, BEGIN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr,
+    HEADS: tl.constexpr, TMA_ADD: tl.constexpr,
+):  # fmt: skip
+    if TMA_ADD:
+        # Dead rows hold zeros: added to the next sequence's rows they change nothing.
+        DQD.atomic_add([tile_row, head0, BEGIN], dq.reshape(BLOCK_Q, HEADS, BLOCK))
+    else:
+        at = DQ + row[:, None] * D + offs[None, :]
+        tl.atomic_add(at, dq, mask=live[:, None], sem="relaxed")
+
+
+@triton.jit
+def _span_fused_step(
+    dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2, q_begin,
+    m0, q_len, G, group, first, last, offs_d, offs_d2, offs_dv, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA_ADD: tl.constexpr,
+):  # fmt: skip
+    """One tile of (query, head) rows against the keys, which are the rows of S.
+
+    Queries first <= t (window: and t < last) see a key. WHOLE: every query is live.
+    """
+    BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
+    rows = tl.arange(0, BLOCK_M)
+    t = m0 + rows // HEADS
+    live = t < q_len
+    head0 = group * HEADS
+    row = (q_begin + t) * (G * HEADS) + head0 + rows % HEADS
+    tile_row = (q_begin + m0).to(tl.int32)
+    q = _query_tile(Q, QD, tile_row, head0, row, live, offs_d, D, 0, BLOCK_D, BLOCK_M, WHOLE)
+    do = _query_tile(DO, DOD, tile_row, head0, row, live, offs_dv, DV, 0, DV, BLOCK_M, WHOLE)
+    if WHOLE:
+        lse = LSED.load([tile_row, head0]).reshape(BLOCK_M)
+        delta = DELTAD.load([tile_row, head0]).reshape(BLOCK_M)
+    else:
+        lse = tl.load(LSE + row, mask=live, other=float("inf"))
+        delta = tl.load(DELTA + row, mask=live, other=0.0)
+    # Rows without keys: p = exp2(-inf) = 0 everywhere.
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    s = tl.dot(k, tl.trans(q))
+    if BLOCK_D2 > 0:
+        q2 = _query_tile(
+            Q, QD2, tile_row, head0, row, live, offs_d2, D, BLOCK_D, BLOCK_D2, BLOCK_M, WHOLE
+        )
+        s = tl.dot(k2, tl.trans(q2), s)
+    dp = tl.dot(v, tl.trans(do))
+    p = tl.math.exp2(s * scale_log2 - lse2[None, :])
+    if MASKED:
+        seen = t[None, :] >= first[:, None]
+        if MODE == 1:
+            seen = seen & (t[None, :] < last[:, None])
+        p = tl.where(seen, p, 0.0)
+    dv = tl.dot(p.to(do.dtype), do, dv)
+    ds = (p * (dp - delta[None, :])).to(q.dtype)
+    dk = tl.dot(ds, q, dk)
+    # Transposed, both operands come from shared memory: fewer registers than dS^T as rows.
+    dq = tl.trans(tl.dot(tl.trans(k), ds))
+    _add_to_dq(
+        DQ, DQD, dq, tile_row, head0, row, live, offs_d, D, 0, BLOCK_D, BLOCK_Q, HEADS, TMA_ADD
+    )
+    if BLOCK_D2 > 0:
+        dk2 = tl.dot(ds, q2, dk2)
+        dq2 = tl.trans(tl.dot(tl.trans(k2), ds))
+        _add_to_dq(
+            DQ, DQD2, dq2, tile_row, head0, row, live, offs_d2, D, BLOCK_D, BLOCK_D2, BLOCK_Q,
+            HEADS, TMA_ADD,
+        )  # fmt: skip
+    return dk, dk2, dv
+
+
+@triton.jit
+def _put_keys(OUT, x, row, live, offs, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+    """Rows of dK or dV: added to fp32 where several programs share a key, else written."""
+    at = OUT + row[:, None] * WIDTH + offs[None, :]
+    if SPLIT:
+        tl.atomic_add(at, x, mask=live[:, None], sem="relaxed")
+    else:
+        tl.store(at, x.to(OUT.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def _span_bwd_fused_kernel(
+    Q, K, V, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2, DK, DV_OUT, CU_Q, CU_K,
+    SQ, SK, G, share, q_start, span_a, span_b, scale, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr, SPLIT: tl.constexpr, TMA_ADD: tl.constexpr,
+):  # fmt: skip
+    """dK, dV of one key tile of one group from one share of the queries that see it, their dQ.
+
+    DQ: fp32 [.., HQ, D], zeroed, still without the softmax scale. DK, DV_OUT: like K, V; fp32 and
+    zeroed where SPLIT. share: queries of a program, a multiple of BLOCK_Q.
+    """
+    batch = tl.program_id(1) // G
+    group = tl.program_id(1) % G
+    split = tl.num_programs(2) - 1 - tl.program_id(2)
+    q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
+    n0 = tl.program_id(0) * BLOCK_N
+    if n0 >= k_len:
+        return
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    live_n = offs_n < k_len
+    n_last = tl.minimum(n0 + BLOCK_N, k_len) - 1
+    # The first query that sees a key, and for a window one past the last; keys past the sequence
+    # are seen by none.
+    if MODE == 0:
+        first = tl.where(live_n, offs_n * span_b + span_a - 1 - q_start, 2147483647)
+        last = first
+        m_begin = tl.maximum(n0 * span_b + span_a - 1 - q_start, 0) // BLOCK_Q * BLOCK_Q
+        m_begin = tl.maximum(m_begin, split * share)
+        m_end = tl.minimum((split + 1) * share, q_len)
+    else:
+        first = tl.where(live_n, offs_n - q_start, 2147483647)
+        last = offs_n + span_a - q_start
+        m_begin = tl.maximum(n0 - q_start, 0) // BLOCK_Q * BLOCK_Q + split * share
+        m_end = tl.minimum(m_begin + share, tl.minimum(n_last + span_a - q_start, q_len))
+    if SPLIT:
+        if m_begin >= m_end:
+            return
+    m_end = tl.maximum(m_end, m_begin)
+    # Descriptors serve tiles of live queries only; a sequence may end inside a tile.
+    whole_end = tl.minimum((m_end + BLOCK_Q - 1) // BLOCK_Q, q_len // BLOCK_Q) * BLOCK_Q
+    whole_end = tl.maximum(whole_end, m_begin)
+    full_begin = whole_end
+    if MODE == 0:
+        # From here on every query sees all BLOCK_N keys.
+        if n0 + BLOCK_N <= k_len:
+            full_begin = n_last * span_b + span_a - 1 - q_start + BLOCK_Q - 1
+            full_begin = tl.maximum(full_begin // BLOCK_Q * BLOCK_Q, m_begin)
+            full_begin = tl.minimum(full_begin, whole_end)
+
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, DV)
+    k_row = (k_begin + offs_n) * G + group
+    k = tl.load(K + k_row[:, None] * D + offs_d[None, :], mask=live_n[:, None], other=0.0)
+    v = tl.load(V + k_row[:, None] * DV + offs_dv[None, :], mask=live_n[:, None], other=0.0)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, DV], tl.float32)
+    if BLOCK_D2 > 0:
+        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
+        k2 = tl.load(K + k_row[:, None] * D + offs_d2[None, :], mask=live_n[:, None], other=0.0)
+        dk2 = tl.zeros([BLOCK_N, BLOCK_D2], tl.float32)
+    else:
+        offs_d2 = offs_d
+        k2 = k
+        dk2 = offs_n
+
+    # A window's key tiles start their round where m0 has the same remainder.
+    steps = (full_begin - m_begin) // BLOCK_Q
+    turn = 0
+    if MODE == 1:
+        turn = steps - m_begin // BLOCK_Q % tl.maximum(steps, 1)
+    for i in tl.range(0, steps):
+        at = i + turn
+        m0 = m_begin + tl.where(at >= steps, at - steps, at) * BLOCK_Q
+        dk, dk2, dv = _span_fused_step(
+            dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2,
+            q_begin, m0, q_len, G, group, first, last, offs_d, offs_d2, offs_dv, scale_log2,
+            D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, True, True, TMA_ADD,
+        )  # fmt: skip
+    if MODE == 0:
+        for m0 in tl.range(full_begin, whole_end, BLOCK_Q):
+            dk, dk2, dv = _span_fused_step(
+                dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD,
+                DQD2, q_begin, m0, q_len, G, group, first, last, offs_d, offs_d2, offs_dv,
+                scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, False, True, TMA_ADD,
+            )  # fmt: skip
+    for m0 in tl.range(whole_end, m_end, BLOCK_Q, num_stages=1):
+        dk, dk2, dv = _span_fused_step(
+            dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2,
+            q_begin, m0, q_len, G, group, first, last, offs_d, offs_d2, offs_dv, scale_log2,
+            D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, True, False, TMA_ADD,
+        )  # fmt: skip
+    _put_keys(DK, dk * scale, k_row, live_n, offs_d, D, SPLIT)
+    if BLOCK_D2 > 0:
+        _put_keys(DK, dk2 * scale, k_row, live_n, offs_d2, D, SPLIT)
+    _put_keys(DV_OUT, dv, k_row, live_n, offs_dv, DV, SPLIT)
+
+
+def fused_tiles(arch: int, d: int, dv: int) -> tuple[int, int, int, int] | None:
+    """(rows, BLOCK_N, num_warps, num_stages); None where the tiles do not fit the registers."""
+    if arch == 0:
+        return 32, 16, 4, 1
+    if arch != 90 or max(d, dv) > 192:
+        return None
+    return (64, 128, 8, 2) if max(d, dv) <= 128 else (64, 64, 8, 2)
+
+
+def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> bool:
+    """True where the fused pass can run: SM 9.0 (or the interpreter), 16 bits, widths that are not
+    padded, 4, 8, 16 .. query heads per group as far as a tile holds them."""
+    arch = arch_of(q.device)
+    tiles = fused_tiles(arch, q.shape[-1], v.shape[-1])
+    heads = q.shape[-2] // k.shape[-2]
+    return (
+        tiles is not None
+        and heads % 4 == 0
+        and heads & (heads - 1) == 0
+        and heads <= tiles[0]
+        and tma_usable(arch, q, whole=grad_out)
+        and tma_usable(arch, k, whole=v)
+    )
+
+
+def query_share(span: Span, sq: int, columns: int, block_q: int, block_n: int, sms: int) -> int:
+    """Queries of one program, a multiple of block_q, for `columns` (key tile, group) pairs."""
+    if span.mode == COMPRESSED:
+        # About sixteen programs per multiprocessor, half of them in the future and empty.
+        share = triton.next_power_of_2(max(sq * columns // (16 * sms), 1) + 1) // 2
+        share = min(max(share, 128), 2048)
+    else:
+        seen = min(span.a + block_n, sq) + block_q
+        share = triton.cdiv(seen, triton.cdiv(2 * sms, columns) if columns < 2 * sms else 1)
+    return triton.cdiv(share, block_q) * block_q
+
+
+def span_attention_bwd_fused(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
+    delta: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None, batch: int, sq: int, sk: int, dq: torch.Tensor | None, q_start: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dk, dv as span_attention_bwd returns them, for inputs that are usable()."""
+    varlen = cu_q is not None
+    hq, dim = q.shape[-2:]
+    groups, dv_dim = v.shape[-2:]
+    heads = hq // groups
+    arch = arch_of(q.device)
+    rows, block_n, warps, stages = fused_tiles(arch, dim, dv_dim)
+    block_q = rows // heads
+    tiles = triton.cdiv(sk, block_n)
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count if arch else 1
+    share = query_share(span, sq, tiles * batch * groups, block_q, block_n, sms)
+    most = sq if span.mode == COMPRESSED else min(span.a + block_n, sq) + block_q
+    splits = triton.cdiv(most, share)
+    like = dict(device=q.device, dtype=torch.float32)
+    acc = torch.zeros(q.shape, **like)
+    make = torch.zeros if splits > 1 else torch.empty
+    key_dtype = torch.float32 if splits > 1 else k.dtype
+    dk = make(k.shape, device=k.device, dtype=key_dtype)
+    dv = make(v.shape, device=v.device, dtype=key_dtype)
+    d1, d2 = split_dim(dim)
+    cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
+    tma_add = arch != 0  # the interpreter has no adding descriptors
+    add_tiles = lambda width: head_tiles(acc, block_q, heads, width) if tma_add else acc
+    _span_bwd_fused_kernel[(tiles, batch * groups, splits)](
+        q, k, v, grad_out, head_tiles(q, block_q, heads, d1),
+        head_tiles(q, block_q, heads, d2 or d1), head_tiles(grad_out, block_q, heads, dv_dim),
+        row_tiles(lse[..., None], block_q, heads), row_tiles(delta[..., None], block_q, heads),
+        lse, delta, acc, add_tiles(d1), add_tiles(d2 or d1), dk, dv, cu_q_arg, cu_k_arg, sq, sk,
+        groups, share, q_start, span.a, span.b, softmax_scale, softmax_scale * 1.4426950408889634,
+        D=dim, DV=dv_dim, MODE=span.mode, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads,
+        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, SPLIT=splits > 1, TMA_ADD=tma_add,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    launches.bump("_span_bwd_fused_kernel")
+    if dq is None:
+        dq = torch.mul(acc, softmax_scale, out=torch.empty_like(q))
+    else:
+        dq.add_(acc, alpha=softmax_scale)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
