@@ -12,6 +12,7 @@ from nsa.kernels.prefill import (
     combine,
     delta,
     span_bwd,
+    span_bwd_fused,
     span_fwd,
     union_attn,
     union_lists,
@@ -86,6 +87,28 @@ def _case(kernel: Any, label: str, dtype: str, constexprs: dict, tiles: tuple) -
     )  # fmt: skip
 
 
+def _fused_case(
+    label: str, dtype: str, d: int, dv: int, h: int, mode: int, tiles: tuple
+) -> AotCase:
+    """The fused backward of a span: its gradients are fp32 where programs add to them."""
+    kernel = span_bwd_fused._span_bwd_fused_kernel
+    rows, block_n, warps, stages = tiles
+    d1, d2 = split_dim(d)
+    c = dict(D=d, DV=dv, MODE=mode, VARLEN=mode == SLIDING, BLOCK_Q=rows // h, HEADS=h,
+             BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, SPLIT=mode == COMPRESSED,
+             TMA_ADD=True)  # fmt: skip
+    tile = lambda element, *width: f"tensordesc<{element}{[rows // h, h, *width]}>"
+    types = {n: _type(n, dtype) for n in kernel.arg_names if n not in c}
+    types |= {"QD": tile(dtype, d1), "QD2": tile(dtype, d2 or d1), "DOD": tile(dtype, dv),
+              "DQD": tile("fp32", d1), "DQD2": tile("fp32", d2 or d1), "LSED": tile("fp32"),
+              "DELTAD": tile("fp32"), "DQ": "*fp32"}  # fmt: skip
+    if mode == COMPRESSED:
+        types |= {"DK": "*fp32", "DV_OUT": "*fp32"}
+    # What is kept on the stack: addresses of K and V for the tensor cores, read again in each step,
+    # and the accumulators for a moment between the loops.
+    return AotCase(f"{kernel.__name__}-{label}", kernel, types, c, warps, stages, max_spill=448)
+
+
 def aot_cases(arch: int) -> list[AotCase]:
     """What the launchers would compile on `arch`, at representative shapes."""
     cases = []
@@ -109,6 +132,9 @@ def aot_cases(arch: int) -> list[AotCase]:
                 rows, block_n, *launch = tiles(arch, d, dv, size)
                 tile = dict(BLOCK_Q=max(rows // h, 1), BLOCK_N=block_n, TMA=tma)
                 cases.append(_case(kernel, name, dtype, {**span, **extra, **tile}, launch))
+            fused = span_bwd_fused.fused_tiles(arch, d, dv) if size == 2 else None
+            if fused:
+                cases.append(_fused_case(name, dtype, d, dv, h, mode, fused))
         rows, block_n, *launch = block_select.score_tiles(arch, d, size)
         block_n = max(block_n, 32)
         tile = dict(
@@ -150,21 +176,6 @@ def aot_cases(arch: int) -> list[AotCase]:
                     block_n, own_n, *launch = tiles
                     more = dict(**union, **extra, BLOCK_N=block_n, OWN_N=own_n)
                     cases.append(_case(kernel, label, dtype, {**wide, **more}, launch))
-            more = dict(VARLEN=True, QUERIES=queries, N_PAD=16)
-            cases.append(
-                _case(
-                    union_lists._union_lists_kernel, label, dtype, more,
-                    (union_lists.lists_warps(queries, 16), 2),
-                )  # fmt: skip
-            )
-        rows, *launch = block_attn_bwd.dkdv_tiles(arch, d, dv, size)
-        tile = block_attn_bwd.key_tile(64, max(d, dv))
-        more = dict(VARLEN=False, PAIRS=max(rows // h, 1), HEADS=h, BLOCK_N=tile)
-        cases.append(
-            _case(
-                block_attn_bwd._block_attn_bwd_dkdv_kernel, label, dtype, {**bwd, **more}, launch
-            )  # fmt: skip
-        )
     rows = dict(DV=128, BLOCK_DV=128, BLOCK_M=32)
     for kernel in (
         combine._combine_fwd_kernel, combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel
@@ -176,6 +187,13 @@ def aot_cases(arch: int) -> list[AotCase]:
             dict(DIM=128, BLOCK_DIM=128, BLOCK_N=64, ROWS=16, VARLEN=False), (4, 2),
         )  # fmt: skip
     )
+    for heads in (1, 4, 16):
+        queries, _ = union_lists.tile_shape(arch, heads, 2)
+        launch = (union_lists.lists_warps(queries, 16), 2)
+        tile = dict(VARLEN=heads == 16, QUERIES=queries, N_PAD=16)
+        cases.append(
+            _case(union_lists._union_lists_kernel, f"{queries}-queries", "bf16", tile, launch)
+        )
     for blocks in (128, 4096):
         cases.append(
             _case(
