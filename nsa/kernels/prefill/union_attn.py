@@ -1,0 +1,333 @@
+"""Selection attention of union tiles (union_lists.py): forward and dQ.
+
+Rows are (query, head) pairs of a tile, heads fastest. A block of the union is read once; rows whose
+query did not choose it get no weight. Tiles marked -1 are left to the kernels of single queries.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa import launches
+from nsa.kernels.prefill.span_common import load_kv
+from nsa.kernels.prefill.union_lists import UnionLists
+from nsa.kernels.row_tiles import kv_tiles, tma_usable
+from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _tile_rows(
+    tile, SEQ_BEGIN, T, S, S_KV, q_start,
+    VARLEN: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """(query in tile, head, token, whether it exists, position, first K/V row) of a tile's rows."""
+    rows = tl.arange(0, QUERIES * HEADS)
+    query = rows // HEADS
+    token = tile * QUERIES + query
+    live = token < T
+    token = tl.minimum(token, T - 1)
+    if VARLEN:
+        begin = tl.load(SEQ_BEGIN + tile * QUERIES)
+        t = token - begin
+        first_key = begin.to(tl.int64)
+    else:
+        t = token % S
+        first_key = (tile * QUERIES // S).to(tl.int64) * S_KV
+    return query, rows % HEADS, token.to(tl.int64), live, t + q_start, first_key
+
+
+@triton.jit
+def _union_fwd_step(
+    acc, m_i, l_i, q, q2, k, k2, v, chosen, seen, scale_log2,
+    BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """chosen [rows]: rows that attend the keys at all; seen [rows, keys] where MASKED."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if BLOCK_D2 > 0:
+        s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+    if MASKED:
+        s = tl.where(seen, s, float("-inf"))
+    # A row that did not choose the block keeps its maximum and adds nothing.
+    m_new = tl.where(chosen, tl.maximum(m_i, tl.max(s, 1) * scale_log2), m_i)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.math.exp2(s * scale_log2 - tl.where(chosen, m_safe, float("inf"))[:, None])
+    alpha = tl.math.exp2(m_i - m_safe)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_new, l_i
+
+
+@triton.jit
+def _union_attn_fwd_kernel(
+    Q, K, V, KD, KD2, VD, ENTRIES, STATE, SEQ_BEGIN, O, LSE, T, S, S_KV, G, H, q_start,
+    block_size, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, QUERIES: tl.constexpr,
+    HEADS: tl.constexpr, ROOM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, OWN_N: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Group is the slow grid axis: one group's K and V stay in L2 while its tiles pass.
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    at = tile.to(tl.int64) * G + group
+    count = tl.load(STATE + at * 2)
+    if count < 0:
+        return
+    own_mask = tl.load(STATE + at * 2 + 1)
+    query, head, token, live, t, first_key = _tile_rows(
+        tile, SEQ_BEGIN, T, S, S_KV, q_start, VARLEN, QUERIES, HEADS
+    )
+    live = live & (head < H)
+    row = token * (G * H) + group * H + head
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    q = tl.load(
+        Q + row[:, None] * D + offs_d[None, :],
+        mask=live[:, None] & (offs_d < D)[None, :],
+        other=0.0,
+    )
+    if BLOCK_D2 > 0:
+        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
+        q2 = tl.load(
+            Q + row[:, None] * D + offs_d2[None, :],
+            mask=live[:, None] & (offs_d2 < D)[None, :],
+            other=0.0,
+        )
+    else:
+        offs_d2 = offs_d
+        q2 = q
+    acc = tl.zeros([QUERIES * HEADS, BLOCK_DV], tl.float32)
+    m_i = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
+    l_i = tl.zeros([QUERIES * HEADS], tl.float32)
+    entries = ENTRIES + at * ROOM
+    per_block = block_size // BLOCK_N
+    offs_n = tl.arange(0, BLOCK_N)
+    for i in tl.range(0, count * per_block):
+        entry = tl.load(entries + i // per_block)
+        n0 = (entry >> 32).to(tl.int32) * block_size + i % per_block * BLOCK_N
+        chosen = ((entry.to(tl.int32) >> query) & 1) > 0
+        k, k2, v = load_kv(
+            K, V, KD, KD2, VD, first_key, n0, offs_n >= 0, group, G, offs_d, offs_d2, offs_dv, D,
+            DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, False,
+        )  # fmt: skip
+        acc, m_i, l_i = _union_fwd_step(
+            acc, m_i, l_i, q, q2, k, k2, v, chosen, chosen[:, None], scale_log2, BLOCK_D2, False,
+            PRECISION,
+        )  # fmt: skip
+    # Own blocks end at each query itself; the tile's queries may stand in several of them.
+    begin = tl.min(t, 0) // block_size * block_size
+    end = tl.where(own_mask != 0, tl.max(t, 0) + 1, begin)
+    own = t // block_size * block_size
+    chosen = ((own_mask >> query) & 1) > 0
+    for n0 in tl.range(begin, end, OWN_N):
+        key = n0 + tl.arange(0, OWN_N)
+        seen = (key[None, :] >= own[:, None]) & (key[None, :] <= t[:, None])
+        k, k2, v = load_kv(
+            K, V, KD, KD2, VD, first_key, n0, key < end, group, G, offs_d, offs_d2, offs_dv, D, DV,
+            OWN_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
+        )  # fmt: skip
+        acc, m_i, l_i = _union_fwd_step(
+            acc, m_i, l_i, q, q2, k, k2, v, chosen, seen, scale_log2, BLOCK_D2, True, PRECISION
+        )
+    acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
+    lse = tl.where(l_i > 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
+    tl.store(
+        O + row[:, None] * DV + offs_dv[None, :],
+        acc.to(O.dtype.element_ty),
+        mask=live[:, None] & (offs_dv < DV)[None, :],
+    )
+    tl.store(LSE + row, lse, mask=live)
+
+
+@triton.jit
+def _union_dq_step(
+    dq, dq2, q, q2, do, lse2, delta, k, k2, v, chosen, seen, scale_log2,
+    BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if BLOCK_D2 > 0:
+        s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+    p = tl.math.exp2(s * scale_log2 - tl.where(chosen, lse2, float("inf"))[:, None])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    ds = (p * (dp - delta[:, None])).to(k.dtype)
+    dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    if BLOCK_D2 > 0:
+        dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
+    return dq, dq2
+
+
+@triton.jit
+def _union_attn_bwd_dq_kernel(
+    Q, K, V, KD, KD2, VD, ENTRIES, STATE, SEQ_BEGIN, DO, LSE, DELTA, DQ, T, S, S_KV, G, H,
+    q_start, block_size, scale, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, QUERIES: tl.constexpr,
+    HEADS: tl.constexpr, ROOM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, OWN_N: tl.constexpr,
+    ACCUMULATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    at = tile.to(tl.int64) * G + group
+    count = tl.load(STATE + at * 2)
+    if count < 0:
+        return
+    own_mask = tl.load(STATE + at * 2 + 1)
+    query, head, token, live, t, first_key = _tile_rows(
+        tile, SEQ_BEGIN, T, S, S_KV, q_start, VARLEN, QUERIES, HEADS
+    )
+    live = live & (head < H)
+    row = token * (G * H) + group * H + head
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    live_d = live[:, None] & (offs_d < D)[None, :]
+    q = tl.load(Q + row[:, None] * D + offs_d[None, :], mask=live_d, other=0.0)
+    do = tl.load(
+        DO + row[:, None] * DV + offs_dv[None, :],
+        mask=live[:, None] & (offs_dv < DV)[None, :],
+        other=0.0,
+    )
+    lse = tl.load(LSE + row, mask=live, other=float("inf"))
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    delta = tl.load(DELTA + row, mask=live, other=0.0)
+    dq = tl.zeros([QUERIES * HEADS, BLOCK_D], tl.float32)
+    if BLOCK_D2 > 0:
+        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
+        live_d2 = live[:, None] & (offs_d2 < D)[None, :]
+        q2 = tl.load(Q + row[:, None] * D + offs_d2[None, :], mask=live_d2, other=0.0)
+        dq2 = tl.zeros([QUERIES * HEADS, BLOCK_D2], tl.float32)
+    else:
+        offs_d2 = offs_d
+        q2 = q
+        dq2 = delta
+    entries = ENTRIES + at * ROOM
+    per_block = block_size // BLOCK_N
+    offs_n = tl.arange(0, BLOCK_N)
+    for i in tl.range(0, count * per_block):
+        entry = tl.load(entries + i // per_block)
+        n0 = (entry >> 32).to(tl.int32) * block_size + i % per_block * BLOCK_N
+        chosen = ((entry.to(tl.int32) >> query) & 1) > 0
+        k, k2, v = load_kv(
+            K, V, KD, KD2, VD, first_key, n0, offs_n >= 0, group, G, offs_d, offs_d2, offs_dv, D,
+            DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, False,
+        )  # fmt: skip
+        dq, dq2 = _union_dq_step(
+            dq, dq2, q, q2, do, lse2, delta, k, k2, v, chosen, chosen[:, None], scale_log2,
+            BLOCK_D2, False, PRECISION,
+        )  # fmt: skip
+    begin = tl.min(t, 0) // block_size * block_size
+    end = tl.where(own_mask != 0, tl.max(t, 0) + 1, begin)
+    own = t // block_size * block_size
+    chosen = ((own_mask >> query) & 1) > 0
+    for n0 in tl.range(begin, end, OWN_N):
+        key = n0 + tl.arange(0, OWN_N)
+        seen = (key[None, :] >= own[:, None]) & (key[None, :] <= t[:, None])
+        k, k2, v = load_kv(
+            K, V, KD, KD2, VD, first_key, n0, key < end, group, G, offs_d, offs_d2, offs_dv, D, DV,
+            OWN_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
+        )  # fmt: skip
+        dq, dq2 = _union_dq_step(
+            dq, dq2, q, q2, do, lse2, delta, k, k2, v, chosen, seen, scale_log2, BLOCK_D2, True,
+            PRECISION,
+        )  # fmt: skip
+    dq_ptrs = DQ + row[:, None] * D + offs_d[None, :]
+    dq *= scale
+    if ACCUMULATE:
+        dq += tl.load(dq_ptrs, mask=live_d, other=0.0).to(tl.float32)
+    tl.store(dq_ptrs, dq.to(DQ.dtype.element_ty), mask=live_d)
+    if BLOCK_D2 > 0:
+        dq2_ptrs = DQ + row[:, None] * D + offs_d2[None, :]
+        dq2 *= scale
+        if ACCUMULATE:
+            dq2 += tl.load(dq2_ptrs, mask=live_d2, other=0.0).to(tl.float32)
+        tl.store(dq2_ptrs, dq2.to(DQ.dtype.element_ty), mask=live_d2)
+
+
+def fwd_tiles(arch: int, d: int, dv: int) -> tuple[int, int, int, int]:
+    """(BLOCK_N, OWN_N, num_warps, num_stages) of the forward."""
+    if arch == 0:
+        return 16, 16, 4, 1
+    warps = 4 if max(d, dv) <= 192 else 8
+    if arch in (90, 100, 103):
+        return 64, 64, warps, 2
+    return (64 if max(d, dv) <= 128 else 32), 32, warps, 2
+
+
+def dq_tiles(arch: int, d: int, dv: int) -> tuple[int, int, int, int] | None:
+    """(BLOCK_N, OWN_N, num_warps, num_stages) of dQ; None where its rows do not fit."""
+    if arch == 0:
+        return 16, 16, 4, 1
+    widest = max(d, dv)
+    if arch in (90, 100, 103):
+        return (64, 64, 4 if widest <= 128 else 8, 2) if widest <= 192 else (32, 32, 8, 2)
+    return (32, 32, 4, 2) if widest <= 128 else None
+
+
+def _arguments(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: UnionLists, tiles: tuple, *,
+    block_size: int, seq_begin: torch.Tensor | None,
+) -> tuple[tuple[int, int], tuple, tuple, dict]:  # fmt: skip
+    """Grid, first tensors, sizes and constants that the two kernels share."""
+    varlen = seq_begin is not None
+    hq, dim = q.shape[-2:]
+    groups, dv = v.shape[-2:]
+    n_tiles, _, room = lists.entries.shape
+    block_n, own_n, warps, stages = tiles
+    block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
+    d1, d2 = split_dim(dim)
+    tma = tma_usable(arch_of(q.device), k, whole=v)
+    tensors = (
+        q, k, v, *kv_tiles(k, v, block_n, tma), lists.entries, lists.state,
+        seq_begin if varlen else lists.state,
+    )  # fmt: skip
+    sizes = (
+        q.numel() // (hq * dim), 1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups,
+        hq // groups,
+    )  # fmt: skip
+    constants = dict(
+        D=dim, DV=dv, VARLEN=varlen, QUERIES=lists.queries, HEADS=lists.heads, ROOM=room,
+        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
+        OWN_N=min(own_n, block_n), TMA=tma, PRECISION=dot_precision(q.dtype), num_warps=warps,
+        num_stages=stages,
+    )  # fmt: skip
+    return (n_tiles, groups), tensors, sizes, constants
+
+
+def union_attention_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: UnionLists, out: torch.Tensor,
+    lse: torch.Tensor, *, block_size: int, softmax_scale: float,
+    seq_begin: torch.Tensor | None, q_start: int, tiles: tuple[int, int, int, int],
+) -> None:  # fmt: skip
+    """Write out and lse of the queries in union tiles; other rows stay as they are.
+
+    Arguments as for block_attention_fwd; softmax_scale > 0. tiles: see fwd_tiles.
+    """
+    grid, tensors, sizes, constants = _arguments(
+        q, k, v, lists, tiles, block_size=block_size, seq_begin=seq_begin
+    )
+    _union_attn_fwd_kernel[grid](
+        *tensors, out, lse, *sizes, q_start, block_size, softmax_scale * LOG2E, **constants
+    )
+    launches.bump("_union_attn_fwd_kernel")
+
+
+def union_attention_dq(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: UnionLists,
+    lse: torch.Tensor, delta: torch.Tensor, dq: torch.Tensor, *, block_size: int,
+    softmax_scale: float, seq_begin: torch.Tensor | None, q_start: int, accumulate: bool,
+    tiles: tuple[int, int, int, int],
+) -> None:  # fmt: skip
+    """Write (or add) dq of the queries in union tiles; tiles: see dq_tiles."""
+    grid, tensors, sizes, constants = _arguments(
+        q, k, v, lists, tiles, block_size=block_size, seq_begin=seq_begin
+    )
+    _union_attn_bwd_dq_kernel[grid](
+        *tensors, grad_out, lse, delta, dq, *sizes, q_start, block_size, softmax_scale,
+        softmax_scale * LOG2E, ACCUMULATE=accumulate, **constants,
+    )  # fmt: skip
+    launches.bump("_union_attn_bwd_dq_kernel")

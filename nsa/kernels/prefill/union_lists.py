@@ -1,0 +1,160 @@
+"""Union tiles: neighbouring queries of a group that attend the union of their blocks together.
+
+A tile is as many consecutive queries as fill 64 rows with their heads. Where their choices agree,
+reading each block of the union once, with a mask of the queries that chose it, beats reading every
+query's blocks (block_attn_fwd.py). Whether it does is decided per tile on the device: the list of a
+tile that is not worth it says so, and its queries go one by one. No host synchronisation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa import launches
+from nsa.kernels.tiles import arch_of
+
+# Blocks of a union per (query, block) pair of its tile, in 1/1024, up to which the union is faster.
+# H200, bf16, D = 128, forward: a block of a union takes 4.7 ns of the GPU and the tile 22 ns, a
+# query's own pass 3.2 ns per block, with 16 and with 4 heads alike (it pads them to 16), so a union
+# pays to some 0.65 of the pairs.
+# Not measured elsewhere: half the pairs halve the traffic, which no part can lose by.
+SHARE = {("fwd", 90): 640, ("dq", 90): 576}
+OTHER_SHARE = 512
+# Fewer tiles leave multiprocessors idle that single queries would fill.
+MIN_TILES = 256
+ROWS = 64  # a warpgroup's product; the mask of a list entry has room for 32 queries
+
+
+@dataclass(frozen=True)
+class UnionLists:
+    """Tile i is the queries i * queries .. of the flattened tokens, heads padded to `heads`.
+
+    state int32 [tiles, G, 2]: the number of blocks in the tile's union, -1 where its queries go one
+    by one, and the mask of queries that chose their own block. entries int64 [tiles, G, room]:
+    block << 32 | mask of the queries that chose it, for blocks before the queries' own.
+    """
+
+    state: Tensor
+    entries: Tensor
+    queries: int
+    heads: int
+
+
+def tile_shape(arch: int, heads: int, itemsize: int) -> tuple[int, int]:
+    """(queries, padded heads) of a union tile; 0 queries where there is none."""
+    padded = 1 << (heads - 1).bit_length()
+    rows = ROWS if arch else 16
+    padded = max(padded, rows // 32)
+    return (rows // padded if itemsize == 2 and 2 * padded <= rows else 0), padded
+
+
+@triton.jit
+def _union_lists_kernel(
+    BLOCK_INDICES, SEQ_BEGIN, ENTRIES, STATE, T, S, G, n_sel, q_start, block_size, share,
+    VARLEN: tl.constexpr, QUERIES: tl.constexpr, N_PAD: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    first = tile * QUERIES
+    entry = tl.arange(0, QUERIES * N_PAD)
+    query = entry // N_PAD
+    rank = entry % N_PAD
+    token = tl.minimum(first + query, T - 1)
+    other = tl.arange(0, QUERIES)
+    other_token = tl.minimum(first + other, T - 1)
+    if VARLEN:
+        begin = tl.load(SEQ_BEGIN + other_token)
+        sequence = begin
+        own = (token - tl.load(SEQ_BEGIN + token) + q_start) // block_size
+        other_own = (other_token - begin + q_start) // block_size
+    else:
+        sequence = other_token // S
+        own = (token % S + q_start) // block_size
+        other_own = (other_token % S + q_start) // block_size
+    live = first + query < T
+    other_live = first + other < T
+    block = tl.load(
+        BLOCK_INDICES + (token.to(tl.int64) * G + group) * n_sel + rank,
+        mask=live & (rank < n_sel),
+        other=-1,
+    )
+    past = (block >= 0) & (block < own)
+    own_mask = tl.sum(tl.where(live & (block == own), 1 << query, 0), 0)
+    # Which queries chose an entry's block: one rank of all queries at a time.
+    chosen = tl.zeros([QUERIES * N_PAD, QUERIES], tl.int32)
+    rows = BLOCK_INDICES + (other_token.to(tl.int64) * G + group) * n_sel
+    bit = tl.where(other_live, 1 << other, 0)
+    for r in tl.range(0, n_sel):
+        theirs = tl.load(rows + r)
+        theirs = tl.where(theirs < other_own, theirs, -1)
+        chosen |= tl.where(block[:, None] == theirs[None, :], bit[None, :], 0)
+    mask = tl.sum(chosen, 1)
+    new = past & ((mask & ((1 << query) - 1)) == 0)
+    at = tl.cumsum(new.to(tl.int32), 0) - 1
+    count = tl.sum(new.to(tl.int32), 0)
+    pairs = tl.sum(past.to(tl.int32), 0)
+    row = tile.to(tl.int64) * G + group
+    packed = (block.to(tl.int64) << 32) | (mask.to(tl.int64) & 0xFFFFFFFF)
+    tl.store(ENTRIES + row * (QUERIES * N_PAD) + at, packed, mask=new)
+    # A tile over the border of two sequences has two sets of keys.
+    whole = tl.min(sequence, 0) == tl.max(sequence, 0)
+    pays = whole & (share >= 0) & (count * 1024 <= pairs * share)
+    tl.store(STATE + row * 2, tl.where(pays, count, -1))
+    tl.store(STATE + row * 2 + 1, own_mask)
+
+
+def union_lists(
+    block_indices: Tensor, seq_begin: Tensor | None, seqlen: int, q_start: int, block_size: int,
+    shape: tuple[int, int], share: int,
+) -> UnionLists:  # fmt: skip
+    """Lists of the tiles of `shape` (tile_shape) for block_indices int32 [.., G, n_sel].
+
+    Rows are ascending, without repetitions and -1 last. seqlen: queries per batch entry; packed
+    rows have seq_begin. share: limit in 1/1024, negative for no union at all.
+    """
+    queries, heads = shape
+    groups, n_sel = block_indices.shape[-2:]
+    tokens = block_indices.numel() // (groups * n_sel)
+    tiles, n_pad = triton.cdiv(tokens, queries), triton.next_power_of_2(n_sel)
+    kw = dict(device=block_indices.device)
+    entries = torch.empty(tiles, groups, queries * n_pad, dtype=torch.int64, **kw)
+    state = torch.empty(tiles, groups, 2, dtype=torch.int32, **kw)
+    varlen = seq_begin is not None
+    _union_lists_kernel[(tiles, groups)](
+        block_indices, seq_begin if varlen else block_indices, entries, state, tokens, seqlen,
+        groups, n_sel, q_start, block_size, share, VARLEN=varlen, QUERIES=queries, N_PAD=n_pad,
+        num_warps=lists_warps(queries, n_pad),
+    )  # fmt: skip
+    launches.bump("_union_lists_kernel")
+    return UnionLists(state, entries, queries, heads)
+
+
+def lists_for(
+    kernel: str, q: Tensor, block_indices: Tensor, *, seq_begin: Tensor | None, q_start: int,
+    block_size: int, softmax_scale: float,
+) -> UnionLists | None:  # fmt: skip
+    """The lists that `kernel` ("fwd" or "dq") goes by on q's device; None: by single queries."""
+    arch = arch_of(q.device)
+    groups, n_sel = block_indices.shape[-2:]
+    shape = tile_shape(arch, q.shape[-2] // groups, q.element_size())
+    # The kernel takes the maximum of unscaled scores.
+    if not shape[0] or softmax_scale <= 0 or not n_sel:
+        return None
+    tokens = block_indices.numel() // (groups * n_sel)
+    if arch and triton.cdiv(tokens, shape[0]) * groups < MIN_TILES:
+        return None
+    if shape[0] ** 2 * triton.next_power_of_2(n_sel) > 1 << 15:  # more than registers hold
+        return None
+    seqlen = 1 if seq_begin is not None else q.shape[1]
+    share = SHARE.get((kernel, arch), OTHER_SHARE)
+    return union_lists(block_indices, seq_begin, seqlen, q_start, block_size, shape, share)
+
+
+def lists_warps(queries: int, n_pad: int) -> int:
+    """Warps that hold the [entries, queries] comparison in at most 32 registers a thread."""
+    return min(max(queries * queries * n_pad // 1024, 1), 16)

@@ -1,0 +1,296 @@
+"""Union tiles: the lists against plain Python, and the kernels against those of single queries,
+which test_prefill_kernels.py holds against the oracle (as it does the mixture of both)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import launches
+from nsa.kernels.prefill.block_attn import ascending, sequence_begins
+from nsa.tests.helpers import make_block_indices, randn
+
+pytestmark = pytest.mark.kernel
+F16, BF16 = torch.float16, torch.bfloat16
+ALWAYS, NEVER = 1 << 20, -1
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences (several: packed), heads, sizes; queries stand at q_start and on."""
+
+    lengths: tuple[int, ...]
+    G: int = 2
+    h: int = 2
+    D: int = 16
+    Dv: int = 16
+    block: int = 16
+    n: int = 3
+    q_start: int = 0
+    batch: int = 1
+    dtype: torch.dtype = F16
+    big: bool = False
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.lengths)) + f"+{self.q_start}"
+        return f"{self.batch}-{size}-G{self.G}h{self.h}-D{self.D}v{self.Dv}-b{self.block}n{self.n}"
+
+    @property
+    def packed(self) -> bool:
+        return len(self.lengths) > 1
+
+    def indices(self, kind: str, device: str) -> Tensor:
+        parts = [
+            make_block_indices(
+                kind, self.batch, n, self.G, self.n, self.block, seed=i, q_start=self.q_start
+            )
+            for i, n in enumerate(self.lengths)
+        ]
+        x = torch.cat(parts, 1)
+        return (x[0] if self.packed else x).to(device).contiguous()
+
+    def begins(self, device: str) -> tuple[Tensor | None, Tensor | None]:
+        """(cu_seqlens, first row of each token's sequence) of packed inputs."""
+        if not self.packed:
+            return None, None
+        cu = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
+        return cu, sequence_begins(cu, sum(self.lengths))
+
+
+PACKED = Case((5, 33, 1, 16))
+CASES = [
+    PACKED,
+    Case((21,), h=3, D=24, q_start=29, batch=2, n=5),  # tiles over two own blocks and two entries
+    Case((27,), G=1, h=1, Dv=32, block=32, q_start=70),
+    Case((1000,), G=4, h=16, D=128, Dv=128, block=64, n=16, dtype=BF16, big=True),
+    Case((1, 700, 63, 64, 65, 333), h=4, D=128, Dv=128, block=64, n=6, big=True),
+    Case((500,), G=1, h=8, D=192, Dv=128, block=64, n=8, q_start=700, dtype=BF16, big=True),
+    Case((300,), G=1, h=5, D=256, Dv=256, block=64, n=4, batch=2, dtype=BF16, big=True),
+    Case((300,), G=1, h=1, D=64, Dv=64, block=128, n=4, q_start=512, big=True),
+]
+
+
+@pytest.fixture
+def device(kernel_device, case):
+    if kernel_device == "cpu" and case.big:
+        pytest.skip("a GPU's size: the interpreter would take hours")
+    return kernel_device
+
+
+class Problem:
+    """Tensors of a case; run() gives out, lse and the gradients with a limit on unions."""
+
+    def __init__(self, case: Case, kind: str, device: str, monkeypatch) -> None:
+        self.case, self.monkeypatch = case, monkeypatch
+        lead = (sum(case.lengths),) if case.packed else (case.batch, sum(case.lengths))
+        keys = lead if case.packed else (case.batch, case.q_start + sum(case.lengths))
+        draw = lambda seed, *shape: randn(*shape, seed=seed, dtype=case.dtype, device=device)
+        HQ = case.G * case.h
+        self.q, self.do = draw(1, *lead, HQ, case.D), draw(2, *lead, HQ, case.Dv)
+        self.k, self.v = draw(3, *keys, case.G, case.D), draw(4, *keys, case.G, case.Dv)
+        self.blocks = case.indices(kind, device)
+        self.cu, self.begin = case.begins(device)
+        self.how = dict(
+            block_size=case.block, softmax_scale=1 / math.sqrt(case.D), seq_begin=self.begin,
+            q_start=case.q_start,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def limit(self, share: int | None) -> Iterator[None]:
+        """Few tiles are enough for unions, and the limit is `share` where it is given."""
+        from nsa.kernels.prefill import union_lists
+
+        with self.monkeypatch.context() as patch:
+            patch.setattr(union_lists, "MIN_TILES", 0)
+            if share is not None:
+                patch.setattr(union_lists, "SHARE", {})
+                patch.setattr(union_lists, "OTHER_SHARE", share)
+            yield
+
+    def lists(self, share: int | None):
+        from nsa.kernels.prefill.union_lists import lists_for
+
+        with self.limit(share):
+            return lists_for("fwd", self.q, self.blocks, **self.how)
+
+    def run(self, share: int | None) -> dict[str, Tensor]:
+        from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
+        from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
+
+        with self.limit(share):
+            out, lse = block_attention_fwd(self.q, self.k, self.v, self.blocks, **self.how)
+            dq, dk, dv = block_attention_bwd(
+                self.do, self.q, self.k, self.v, out, lse, self.blocks, **self.how,
+                cu_seqlens=self.cu, max_seqlen=max(self.case.lengths),
+            )  # fmt: skip
+        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def plain_lists(case: Case, blocks: Tensor, queries: int):
+    """Per (tile, group): None over a border, else ({block: queries}, queries with own block)."""
+    T = case.batch * sum(case.lengths)
+    home = [(b, i, s) for b in range(case.batch) for i, n in enumerate(case.lengths)
+            for s in range(n)]  # fmt: skip
+    rows = blocks.reshape(T, case.G, -1).tolist()
+    result = {}
+    for first in range(0, T, queries):
+        tokens = range(first, min(first + queries, T))
+        for g in range(case.G):
+            union: dict[int, set[int]] = {}
+            own = set()
+            for token in tokens:
+                at = (home[token][2] + case.q_start) // case.block
+                for j in rows[token][g]:
+                    if 0 <= j < at:
+                        union.setdefault(j, set()).add(token - first)
+                    elif j == at:
+                        own.add(token - first)
+            crosses = len({home[t][:2] for t in tokens}) > 1
+            result[first // queries, g] = None if crosses else (union, own)
+    return result
+
+
+def members(mask: int) -> set[int]:
+    return {i for i in range(32) if mask >> i & 1}
+
+
+@pytest.mark.parametrize("kind", ["random", "clustered", "one_block", "ragged"])
+@pytest.mark.parametrize("case", [*CASES[:3], Case((40,), G=1, n=2, q_start=1 << 21)], ids=str)
+def test_lists_hold_each_block_of_the_union_once(case, kind, device, monkeypatch):
+    x = Problem.__new__(Problem)
+    x.case, x.monkeypatch, x.begin = case, monkeypatch, case.begins(device)[1]
+    x.blocks = case.indices(kind if case.q_start < 1000 else "clustered", device)
+    x.q = torch.empty(*x.blocks.shape[:-2], case.G * case.h, 1, dtype=F16, device=device)
+    x.how = dict(block_size=case.block, softmax_scale=1.0, seq_begin=x.begin, q_start=case.q_start)
+    lists = x.lists(ALWAYS)
+    want = plain_lists(case, x.blocks, lists.queries)
+    assert lists.state.shape == (1 + max(t for t, _ in want), case.G, 2)
+    for (tile, g), expected in want.items():
+        count, own = lists.state[tile, g].tolist()
+        if expected is None:
+            assert count == -1
+            continue
+        entries = lists.entries[tile, g, :count].tolist()
+        got = {e >> 32: members(e & 0xFFFFFFFF) for e in entries}
+        assert (got, members(own & 0xFFFFFFFF)) == expected and len(got) == count
+
+    share = 500
+    state = x.lists(share).state.tolist()
+    for (tile, g), expected in want.items():
+        if expected is not None:
+            pairs = sum(map(len, expected[0].values()))
+            pays = len(expected[0]) * 1024 <= pairs * share
+            assert state[tile][g][0] == (len(expected[0]) if pays else -1)
+
+
+def rows_of(x: Tensor, case: Case, queries: int) -> Tensor:
+    """[tiles, G, rows of the tile] of a tensor [.., HQ, D]: True where nothing is NaN."""
+    known = (~x.isnan()).all(-1).reshape(-1, case.G, case.h)
+    known = torch.cat([known, known[-1:].expand(-len(known) % queries, -1, -1)])
+    return known.view(-1, queries, case.G, case.h).permute(0, 2, 1, 3).flatten(2)
+
+
+@pytest.mark.parametrize(
+    "case, kind",
+    [
+        pytest.param(c, kind, marks=[pytest.mark.core] if c.big else [])
+        for i, c in enumerate(CASES)
+        for kind in ("random", "clustered", "one_block", "ragged")
+        if kind == "ragged" or i in (0, 3)
+    ],
+    ids=str,
+)
+def test_unions_agree_with_single_queries(case, kind, device, monkeypatch):
+    """Every third tile is left out: NaN stays in its rows and nowhere else."""
+    from nsa.kernels.prefill import union_attn
+    from nsa.kernels.tiles import arch_of
+
+    x = Problem(case, kind, device, monkeypatch)
+    want = x.run(NEVER)
+    lists = x.lists(ALWAYS)
+    assert (lists.state[..., 0] >= 0).float().mean() > 0.4
+    lists.state[1::3, :, 0] = -1
+    mine = lists.state[..., 0] >= 0
+    assert mine.any() and not mine.all()
+    out, dq = torch.full_like(want["out"], math.nan), torch.full_like(x.q, math.nan)
+    lse = torch.full_like(want["lse"], math.nan)
+    arch = arch_of(x.q.device)
+    union_attn.union_attention_fwd(
+        x.q, x.k, x.v, lists, out, lse, **x.how,
+        tiles=union_attn.fwd_tiles(arch, case.D, case.Dv),
+    )  # fmt: skip
+    delta = (want["out"].float() * x.do.float()).sum(-1)
+    union_attn.union_attention_dq(
+        x.do, x.q, x.k, x.v, lists, want["lse"], delta, dq, **x.how, accumulate=False,
+        tiles=union_attn.dq_tiles(arch, case.D, case.Dv),
+    )  # fmt: skip
+    tol = 4e-3 if case.dtype == F16 else 3e-2
+    for got, full in ((out, want["out"]), (dq, want["dq"]), (lse[..., None], want["lse"])):
+        written = rows_of(got, case, lists.queries)
+        assert torch.equal(written.all(-1), mine) and torch.equal(written.any(-1), mine)
+        full = full.view_as(got)
+        rows = ~got.isnan()
+        scale = max(1.0, full[rows].nan_to_num(neginf=0.0).abs().max().item())
+        torch.testing.assert_close(
+            got[rows].float(), full[rows].float(), rtol=tol, atol=tol * scale
+        )
+
+
+@pytest.mark.parametrize("case", [PACKED], ids=str)
+def test_unions_serve_the_whole_operator(case, device, monkeypatch):
+    x = Problem(case, "clustered", device, monkeypatch)
+    single = x.run(NEVER)
+    with launches.recording() as counts:
+        union = x.run(ALWAYS)
+    expect = {"_union_lists_kernel", "_union_attn_fwd_kernel", "_union_attn_bwd_dq_kernel"}
+    assert expect <= set(counts)
+    for name, want in single.items():
+        torch.testing.assert_close(union[name], want, rtol=4e-3, atol=1e-2)
+
+
+CHOICE = Case((96,), G=1, h=2, n=4, q_start=1600)
+CHOICE_GPU = Case((2048,), G=2, h=16, D=128, Dv=128, block=64, n=16, q_start=6144, dtype=BF16,
+                  big=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [CHOICE, CHOICE_GPU], ids=str)
+def test_each_tile_takes_the_path_that_pays(case, device, monkeypatch):
+    """Choices that agree go as unions; choices that differ in every query do not."""
+    share = lambda kind: (
+        (Problem(case, kind, device, monkeypatch).lists(None).state[..., 0] >= 0).float().mean()
+    )
+    assert share("clustered") == 1
+    assert share("random") < 0.2
+
+
+@pytest.mark.parametrize("case", [PACKED, CASES[3]], ids=str)
+def test_results_repeat_bitwise(case, device, monkeypatch):
+    x = Problem(case, "ragged", device, monkeypatch)
+    state = x.lists(None).state[..., 0]
+    assert (state >= 0).any() and (state < 0).any()  # both paths
+    first, second = x.run(None), x.run(None)
+    for name, want in first.items():
+        assert torch.equal(second[name], want), name
+
+
+@pytest.mark.parametrize("case", [PACKED], ids=str)
+def test_where_unions_cannot_apply(case, device, monkeypatch):
+    """fp32 and scales that are not positive go by single queries."""
+    x = Problem(case, "clustered", device, monkeypatch)
+    assert x.lists(ALWAYS) is not None
+    x.how["softmax_scale"] = -0.5
+    assert x.lists(ALWAYS) is None
+    x.how["softmax_scale"] = 0.5
+    x.q = x.q.float()
+    assert x.lists(ALWAYS) is None
+    with launches.recording() as counts:
+        x.k, x.v, x.do = x.k.float(), x.v.float(), x.do.float()
+        x.run(ALWAYS)
+    assert "_block_attn_fwd_kernel" in counts and "_union_attn_fwd_kernel" not in counts
+    assert torch.equal(ascending(x.blocks), x.blocks)
