@@ -19,9 +19,7 @@ from nsa.tests.helpers import randn
 
 pytestmark = pytest.mark.kernel
 F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
-KERNELS = [
-    "_decode_scan_kernel", "_decode_topn_kernel", "_decode_selected_kernel", "_decode_merge_kernel",
-]  # fmt: skip
+KERNELS = ["_decode_scan_kernel", "_decode_selected_kernel"]
 
 
 @dataclass(frozen=True)
@@ -191,6 +189,22 @@ def test_step(step, kernel_device):
         wrong += int((got != want).any(-1).sum())
         total += got[..., 0].numel()
     assert wrong <= 0.05 * total, f"{wrong} of {total} rows chose other blocks"
+
+
+@pytest.mark.parametrize("alone, numbers", [(True, 2**20), (True, 64), (False, 64)])
+def test_every_way_to_choose_and_merge_is_the_same(alone, numbers, kernel_device, monkeypatch):
+    """The choice as a launch of its own, scores through memory, merges of a few heads at a time."""
+    from nsa.kernels.decode import step
+
+    caches = Caches(Step((77, 45), T=2, h=4, n_sel=4), kernel_device)
+    out, indices = caches.run()
+    monkeypatch.setattr(step, "CHOOSE_ALONE", 0 if alone else 2**20)
+    monkeypatch.setattr(step, "MERGE_NUMBERS", numbers)
+    with launches.recording() as counts:
+        again, same = caches.run()
+    assert ("_decode_topn_kernel" in counts) == alone
+    assert torch.equal(same, indices)
+    torch.testing.assert_close(again, out, atol=1e-3, rtol=1e-3)
 
 
 def test_more_rows_than_a_tile_holds_are_refused():

@@ -7,8 +7,10 @@ from typing import Any
 import triton.language as tl
 
 from nsa.kernels.aot import AotCase
-from nsa.kernels.decode import kernels
-from nsa.kernels.decode.step import scan_warps
+from nsa.kernels.decode.choose import _decode_topn_kernel
+from nsa.kernels.decode.scan import _decode_scan_kernel
+from nsa.kernels.decode.selected import _decode_selected_kernel
+from nsa.kernels.decode.step import choice_sizes, heads_at_once, scan_warps
 from nsa.kernels.tiles import pad_dim, split_dim
 
 # dtype, element bytes, D, Dv, (token, head) rows, page
@@ -22,8 +24,8 @@ _FULL = (90, 120)
 
 _POINTERS = {
     **{n: "*fp32" for n in ("PART_O", "PART_M", "PART_L", "POOLED", "SPILL", "TILE_MAX", "SCRATCH",
-                            "SCAN_O", "SCAN_M", "SCAN_L", "SEL_O", "SEL_M", "SEL_L")},
-    **{n: "*i32" for n in ("LENS", "TABLE", "INDICES")},
+                            "SCAN_O", "SCAN_M", "SCAN_L", "MIX")},
+    **{n: "*i32" for n in ("LENS", "TABLE", "INDICES", "ARRIVED")},
 }  # fmt: skip
 
 
@@ -44,26 +46,27 @@ def aot_cases(arch: int) -> list[AotCase]:
     for dtype, size, d, dv, rows, page in _SHAPES if arch in _FULL else _SHAPES[:1]:
         label = f"{dtype}-D{d}-Dv{dv}-R{rows}-P{page}"
         d1, d2 = split_dim(d)
-        dims = dict(D=d, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
-                    PRECISION="ieee" if size == 4 else "tf32")  # fmt: skip
         block_n = 32 if size == 4 else 64
-        pool = tl.float32 if size == 4 else tl.float16
-        scan = dict(ROWS=rows, BLOCK_N=block_n, NB=block_n // 4, PAGE=page, RING=not page,
-                    POOL_DTYPE=pool)  # fmt: skip
+        nb = block_n // 4
+        dims = dict(D=d, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv), PDL=arch >= 90,
+                    PRECISION="ieee" if size == 4 else "tf32")  # fmt: skip
+        scan = dict(ROWS=rows, BLOCK_N=block_n, NB=nb, PAGE=page, RING=not page,
+                    POOL_DTYPE=tl.float32 if size == 4 else tl.float16)  # fmt: skip
         warps = scan_warps(rows)
-        cases.append(_case(kernels._decode_scan_kernel, label, dtype, {**dims, **scan}, warps, 2))
-        chosen = dict(HEADS=16, BLOCK_N=block_n, N_SEL=16, PAGE=page)
-        cases.append(
-            _case(kernels._decode_selected_kernel, label, dtype, {**dims, **chosen}, 4, 2)
-        )
-        merge = dict(DV=dv, ROWS=rows, HEADS=16, BLOCK_DV=pad_dim(dv), SPLITS_CMP=64,
-                     SPLITS_WIN=8, SPLITS_SEL=8)  # fmt: skip
-        cases.append(_case(kernels._decode_merge_kernel, label, dtype, merge, 4, 2))
-    for blocks in (128, 2048):
-        topn = dict(ROWS=16, HEADS=16, SPLITS=64, BLOCK_N=64, NB=16, CHUNK=64, BLOCKS=blocks,
-                    N_SEL=16, N_PAD=16, N_INIT=1, N_LOCAL=2)  # fmt: skip
-        cases.append(
-            _case(kernels._decode_topn_kernel, f"{blocks}", "bf16", topn,
-                  4 if blocks <= 256 else 8, 1)
-        )  # fmt: skip
+        cases.append(_case(_decode_scan_kernel, label, dtype, {**dims, **scan}, warps, 2))
+        # One sequence of 8k and of 128k tokens, many sequences.
+        for n_tiles, splits in ((511 // block_n + 1, 8), (8191 // block_n + 1, 64), (32, 2)):
+            choice = dict(ROWS=rows, HEADS=16, TILE_N=block_n, NB=nb, N_SEL=16, N_PAD=16, N_INIT=1,
+                          N_LOCAL=2, **choice_sizes(n_tiles, nb, n_tiles * nb, 16))  # fmt: skip
+            selected = dict(
+                BLOCK_N=block_n, PAGE=page, CHOOSE=True, SPLITS_CMP=splits, SPLITS_WIN=8,
+                SPLITS_SEL=8, SCAN_HEADS=heads_at_once(max(splits, 8), pad_dim(dv), 2),
+                SEL_HEADS=heads_at_once(8, pad_dim(dv), 16),
+            )  # fmt: skip
+            name = f"{label}-{n_tiles}tiles"
+            constexprs = {**choice, **dims, **selected}
+            cases.append(_case(_decode_selected_kernel, name, dtype, constexprs, 4, 2))
+    choice = dict(ROWS=16, HEADS=16, SPLITS=64, TILE_N=64, NB=16, N_SEL=16, N_PAD=16, N_INIT=1,
+                  N_LOCAL=2, PDL=arch >= 90, **choice_sizes(1024, 16, 16384, 16))  # fmt: skip
+    cases.append(_case(_decode_topn_kernel, "16384", "bf16", choice, 8, 1))
     return cases

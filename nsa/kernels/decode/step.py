@@ -1,4 +1,4 @@
-"""The decode step as one function: allocation, split choice and the four launches."""
+"""The decode step as one function: allocation, split choice and the two launches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
-from nsa.kernels.decode import kernels
-from nsa.kernels.tiles import dot_precision, pad_dim, split_dim
+from nsa.kernels.decode.choose import _decode_topn_kernel
+from nsa.kernels.decode.scan import _decode_scan_kernel
+from nsa.kernels.decode.selected import _decode_selected_kernel
+from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
+
+PROGRAMS_PER_SM = 4  # what a launch aims at: a tile's chain of loads and products hides another's
+STAGES = 2  # tiles of keys in flight per program
+MERGE_NUMBERS = 8192  # partials that one program of 4 warps merges at once
+CHOOSE_ALONE = 2048  # blocks of a context beyond which the choice is a launch of its own
 
 
 @functools.cache
@@ -25,6 +32,21 @@ def _sm_count(index: int | None) -> int:
 def scan_warps(rows: int) -> int:
     """More (token, head) rows than 32 do not fit the registers of 4 warps beside wide heads."""
     return 8 if rows > 32 else 4
+
+
+def heads_at_once(splits: int, block_dv: int, heads: int) -> int:
+    """How many heads' partials, `splits` of each, are merged at once (a power of two)."""
+    room = max(MERGE_NUMBERS // (splits * block_dv), 1)
+    return min(1 << (room.bit_length() - 1), triton.next_power_of_2(heads))
+
+
+def choice_sizes(n_tiles: int, nb: int, n_blocks: int, heads_padded: int) -> dict[str, int | bool]:
+    """CHUNK tiles are read at once; SINGLE when these are all, and the scores stay in registers."""
+    chunk = triton.next_power_of_2(n_tiles + 1)
+    most = max(MERGE_NUMBERS // (heads_padded * nb), 2)
+    if chunk <= most:
+        return dict(CHUNK=chunk, BLOCKS=chunk * nb, SINGLE=True)
+    return dict(CHUNK=most, BLOCKS=max(triton.next_power_of_2(n_blocks), 32), SINGLE=False)
 
 
 def why_not_decode(l: int, d: int, l_sel: int) -> str | None:
@@ -81,8 +103,8 @@ def nsa_decode_triton(
     n_cmp = max((max_len - l) // d + 1, 0) if max_len >= l else 0
     n_tiles = max(triton.cdiv(n_cmp, block_n), 1)
     programs = batch * groups
-    target = 2 * _sm_count(device.index)
-    # Enough splits to fill the chip twice at the longest length, but no more than there are tiles.
+    target = PROGRAMS_PER_SM * _sm_count(device.index)
+    # Splits that fill the chip at the longest length, but no more than there are tiles.
     splits_win = max(1, min(triton.cdiv(window + tokens - 1, block_n), target // (2 * programs), 8))
     splits_cmp = max(1, min(n_tiles, target // programs, 64))
     splits_cmp = splits_cmp if branch in (None, "cmp") else 0
@@ -90,63 +112,75 @@ def nsa_decode_triton(
     splits_all = splits_cmp + splits_win
     splits_sel = max(1, min(n_sel, target // (programs * tokens), 8))
     share = triton.cdiv(n_sel, splits_sel)
-    splits_sel = triton.cdiv(n_sel, share) if branch in (None, "sel") else 0
+    splits_sel = triton.cdiv(n_sel, share)
+    head_share = triton.cdiv(heads, splits_sel) if splits_all else 0
 
     empty = functools.partial(torch.empty, dtype=torch.float32, device=device)
     scan_o = empty(programs * splits_all * rows * dv)
     scan_m, scan_l = empty(programs * splits_all * rows), empty(programs * splits_all * rows)
     pooled = empty(programs * rows * n_tiles * nb)
     spill, tile_max = empty(programs * rows * n_tiles), empty(programs * rows * n_tiles)
-    n_blocks = triton.cdiv(max_len, l_sel)
     scratch = empty(programs * tokens * (n_tiles + 1) * nb)
     indices = block_indices
     if indices is None:
         indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=device)
     parts = programs * tokens * splits_sel * heads_padded
     sel_o, sel_m, sel_l = empty(parts * dv), empty(parts), empty(parts)
+    # The scan starts the counters; without one, or without a scan's result, zeros do.
+    arrived = (torch.empty if splits_all else torch.zeros)(
+        programs * tokens, dtype=torch.int32, device=device
+    )
+    mix = (torch.empty if splits_all else torch.zeros)(
+        batch * tokens * hq * dv, dtype=torch.float32, device=device
+    )
     out = torch.empty(batch, tokens, hq, dv, dtype=q.dtype, device=device)
 
     page = 0 if block_table is None else k_sel.shape[1]
     table = lens if block_table is None else block_table
     table_len = 0 if block_table is None else block_table.shape[1]
-    precision = dot_precision(q.dtype)
-    dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv, PRECISION=precision)
+    # From sm_90 on a launch may start while the one before it drains, and waits inside.
+    pdl = arch_of(device) >= 90
+    depends = dict(launch_pdl=True) if pdl else {}
+    dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv, PDL=pdl,
+                PRECISION=dot_precision(q.dtype))  # fmt: skip
+    n_blocks = triton.cdiv(max_len, l_sel)
+    choice = dict(
+        ROWS=rows, HEADS=heads_padded, TILE_N=block_n, NB=nb, N_SEL=n_sel,
+        N_PAD=triton.next_power_of_2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
+        **choice_sizes(n_tiles, nb, n_blocks, heads_padded),
+    )  # fmt: skip
+    split_cmp = triton.next_power_of_2(max(splits_cmp, 1))
+    alone = branch is None and choice["BLOCKS"] > CHOOSE_ALONE
     if splits_all:
-        kernels._decode_scan_kernel[(splits_all, programs)](
+        _decode_scan_kernel[(splits_all, programs)](
             q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
-            tile_max, table_len, k_cmp.shape[1], k_win.shape[1], groups, heads, tokens, splits_cmp,
-            splits_all, n_tiles, l, d, l_sel, window, scale_log2, ROWS=rows, BLOCK_N=block_n,
-            NB=nb, PAGE=0 if window_ring else page, RING=window_ring,
-            POOL_DTYPE=tl.float32 if fp32 else tl.float16, num_warps=scan_warps(rows), num_stages=2,
+            tile_max, arrived, table_len, k_cmp.shape[1], k_win.shape[1], groups, heads, tokens,
+            splits_cmp, splits_all, n_tiles, l, d, l_sel, window, scale_log2, ROWS=rows,
+            BLOCK_N=block_n, NB=nb, PAGE=0 if window_ring else page, RING=window_ring,
+            POOL_DTYPE=tl.float32 if fp32 else tl.float16, num_warps=scan_warps(rows),
+            num_stages=STAGES,
             **dims,
         )  # fmt: skip
         launches.bump("_decode_scan_kernel")
-    if branch is None:
-        blocks = max(triton.next_power_of_2(n_blocks), 32)
-        kernels._decode_topn_kernel[(programs, tokens)](
+    if alone:
+        _decode_topn_kernel[(programs, tokens)](
             lens, scan_m, scan_l, pooled, spill, tile_max, scratch, indices, groups, heads, tokens,
-            splits_cmp, splits_all, n_tiles, l, d, l_sel, ROWS=rows, HEADS=heads_padded,
-            SPLITS=triton.next_power_of_2(splits_cmp), BLOCK_N=block_n, NB=nb,
-            CHUNK=2 if interpret else min(triton.next_power_of_2(n_tiles + 1), 64),
-            BLOCKS=blocks, N_SEL=n_sel,
-            N_PAD=triton.next_power_of_2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
-            num_warps=4 if blocks <= 256 else 8, num_stages=1,
+            splits_cmp, splits_all, n_tiles, l, d, l_sel, SPLITS=split_cmp, PDL=pdl, num_warps=8,
+            num_stages=1, **choice, **depends,
         )  # fmt: skip
         launches.bump("_decode_topn_kernel")
-    if splits_sel:
-        kernels._decode_selected_kernel[(splits_sel, programs, tokens)](
-            q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, table_len, k_sel.shape[1],
-            groups, heads, tokens, splits_sel, share, l_sel, scale_log2, HEADS=heads_padded,
-            BLOCK_N=min(block_n, max(triton.next_power_of_2(l_sel), 16)), N_SEL=n_sel, PAGE=page,
-            num_warps=4, num_stages=2, **dims,
-        )  # fmt: skip
-        launches.bump("_decode_selected_kernel")
-    kernels._decode_merge_kernel[(programs, tokens * heads)](
-        scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens,
-        splits_cmp, splits_all, splits_sel, DV=dv, ROWS=rows, HEADS=heads_padded,
-        BLOCK_DV=block_dv, SPLITS_CMP=triton.next_power_of_2(max(splits_cmp, 1)),
-        SPLITS_WIN=triton.next_power_of_2(max(splits_win, 1)),
-        SPLITS_SEL=triton.next_power_of_2(max(splits_sel, 1)), num_warps=4,
+    split_win = triton.next_power_of_2(max(splits_win, 1))
+    _decode_selected_kernel[(splits_sel, programs, tokens)](
+        q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, scan_o, scan_m, scan_l, pooled,
+        spill, tile_max, scratch, gates, mix, arrived, out, table_len, k_sel.shape[1], groups,
+        heads, tokens, splits_sel, share if branch in (None, "sel") else 0, head_share, splits_cmp,
+        splits_all, n_tiles, l, d, l_sel, scale_log2,
+        BLOCK_N=min(block_n, max(triton.next_power_of_2(l_sel), 16)), PAGE=page,
+        CHOOSE=branch is None and not alone, SPLITS_CMP=split_cmp, SPLITS_WIN=split_win,
+        SPLITS_SEL=triton.next_power_of_2(splits_sel),
+        SCAN_HEADS=heads_at_once(max(split_cmp, split_win), block_dv, max(head_share, 1)),
+        SEL_HEADS=heads_at_once(triton.next_power_of_2(splits_sel), block_dv, heads),
+        num_warps=4, num_stages=STAGES, **choice, **dims, **depends,
     )  # fmt: skip
-    launches.bump("_decode_merge_kernel")
+    launches.bump("_decode_selected_kernel")
     return (out, indices) if return_indices else out

@@ -1,0 +1,123 @@
+"""Which blocks a new token attends: block scores from the scan's pooled tiles, then the top n."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.kernels.decode.scan import visible
+
+
+@triton.jit
+def choose_blocks(
+    bg, token, LENS, PART_M, PART_L, POOLED, SPILL, TILE_MAX, SCRATCH, INDICES,
+    G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
+    NB: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, SINGLE: tl.constexpr,
+    N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
+):  # fmt: skip
+    """INDICES [B, T, G, N_SEL]: blocks of one token and group, ascending, -1 padded (Eq. 9-12).
+
+    SINGLE: one chunk holds every tile, and BLOCKS = CHUNK * NB.
+    """
+    batch = bg // G
+    group = bg % G
+    length = tl.load(LENS + batch)
+    position = length - T + token
+    own = position // l_sel
+    head = tl.arange(0, HEADS)
+    row = token * H + head
+    head_live = head < H
+    out = INDICES + ((batch.to(tl.int64) * T + token) * G + group) * N_SEL
+    block = tl.arange(0, BLOCKS)
+    score = tl.zeros([BLOCKS], tl.float32)
+    if own + 1 > N_SEL:
+        # Log-sum-exp (base 2) of each head over the splits.
+        split = tl.arange(0, SPLITS)
+        part_at = (bg.to(tl.int64) * splits_all + split)[:, None] * ROWS + row[None, :]
+        part_mask = (split < splits_cmp)[:, None] & head_live[None, :]
+        m = tl.load(PART_M + part_at, mask=part_mask, other=float("-inf"))
+        s = tl.load(PART_L + part_at, mask=part_mask, other=0.0)
+        m_all = tl.max(m, 0)
+        m_safe = tl.where(m_all == float("-inf"), 0.0, m_all)
+        total = tl.sum(s * tl.math.exp2(m - m_safe[None, :]), 0)
+        lse2 = tl.where(head_live & (total > 0), m_safe + tl.math.log2(total), float("inf"))
+        tiles = (visible(length - 1, l, d) + TILE_N - 1) // TILE_N
+        scratch = SCRATCH + (bg.to(tl.int64) * T + token) * (n_tiles + 1) * NB
+        base = (bg.to(tl.int64) * ROWS + row) * n_tiles
+        within = tl.arange(0, NB)
+        for c0 in tl.range(0, tiles + 1, CHUNK):
+            tile = c0 + tl.arange(0, CHUNK)
+            # Tile `tiles` exists only for what its predecessor spills into it.
+            tile_at = base[:, None] + tile[None, :]
+            own_mask = head_live[:, None] & (tile < tiles)[None, :]
+            weight = tl.math.exp2(
+                tl.load(TILE_MAX + tile_at, mask=own_mask, other=0.0) - lse2[:, None]
+            )
+            pooled = tl.load(
+                POOLED + tile_at[:, :, None] * NB + within[None, None, :],
+                mask=own_mask[:, :, None],
+                other=0.0,
+            )
+            summed = tl.sum(pooled * weight[:, :, None], 0)
+            before_mask = head_live[:, None] & ((tile >= 1) & (tile <= tiles))[None, :]
+            before = tl.load(TILE_MAX + tile_at - 1, mask=before_mask, other=0.0)
+            spill = tl.load(SPILL + tile_at - 1, mask=before_mask, other=0.0)
+            spilled = tl.sum(spill * tl.math.exp2(before - lse2[:, None]), 0)
+            summed += tl.where((within == 0)[None, :], spilled[:, None], 0.0)
+            if SINGLE:
+                score = tl.reshape(summed, [BLOCKS])
+            else:
+                tl.store(
+                    scratch + tile[:, None] * NB + within[None, :],
+                    summed,
+                    mask=(tile <= tiles)[:, None],
+                )
+        if not SINGLE:
+            tl.debug_barrier()
+            written = (tiles + 1) * NB
+            score = tl.load(scratch + block, mask=block < written, other=0.0)
+    age = own - block
+    score = tl.where(block < N_INIT, 1.0e30, score)
+    score = tl.where(age < N_LOCAL, 2.0e30 - age.to(tl.float32) * 1.0e28, score)
+    key = tl.where(age >= 0, score.to(tl.int32, bitcast=True), -1)
+    low = 0
+    high = tl.where(own + 1 > N_SEL, tl.max(key, 0) + 1, 0)
+    # The N_SEL-th largest key, by its bits: eight cuts narrow the range eightfold a round.
+    cut_number = tl.arange(0, 8)
+    while high - low > 1:
+        cut = low + tl.maximum((high - low) // 8, 1) * cut_number
+        inside = (cut_number > 0) & (cut < high)
+        count = tl.sum((key[None, :] >= cut[:, None]).to(tl.int32), 1)
+        low = tl.maximum(low, tl.max(tl.where(inside & (count >= N_SEL), cut, low), 0))
+        high = tl.minimum(high, tl.min(tl.where(inside & (count <= N_SEL), cut, high), 0))
+        high = tl.maximum(high, low)
+    above = key >= high
+    equal = (key >= low) & (key < high)
+    room = N_SEL - tl.sum(above.to(tl.int32), 0)
+    equal_rank = tl.cumsum(equal.to(tl.int32), 0)
+    keep = (above | (equal & (equal_rank <= room))).to(tl.int32)
+    slot = tl.cumsum(keep, 0) - keep
+    tl.store(out + slot, block, mask=keep > 0)
+    pad = tl.arange(0, N_PAD)
+    tl.store(out + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL))
+
+
+@triton.jit
+def _decode_topn_kernel(
+    LENS, PART_M, PART_L, POOLED, SPILL, TILE_MAX, SCRATCH, INDICES,
+    G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
+    NB: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, SINGLE: tl.constexpr,
+    N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A launch of its own for contexts so long that every split should not choose again."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    choose_blocks(
+        tl.program_id(0), tl.program_id(1), LENS, PART_M, PART_L, POOLED, SPILL, TILE_MAX, SCRATCH,
+        INDICES, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, ROWS, HEADS, SPLITS,
+        TILE_N, NB, CHUNK, BLOCKS, SINGLE, N_SEL, N_PAD, N_INIT, N_LOCAL,
+    )  # fmt: skip

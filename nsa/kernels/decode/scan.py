@@ -1,0 +1,165 @@
+"""First launch of a decode step: split attention over the compressed and the window keys.
+
+A step has T new tokens (1 for plain decoding, more when speculating); token i of sequence b stands
+at position lens[b] - T + i. Lengths live on the device, so one captured graph serves every length
+up to the cache's capacity: a program whose share of keys is empty writes an empty partial.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def cache_row(token, TABLE, batch, table_len, capacity, PAGE: tl.constexpr, RING: tl.constexpr):
+    """Row of a token in a cache: contiguous [B, capacity], ring of `capacity`, or paged."""
+    if PAGE > 0:
+        page = tl.load(TABLE + batch * table_len + token // PAGE).to(tl.int64)
+        return page * PAGE + token % PAGE
+    if RING:
+        return batch.to(tl.int64) * capacity + token % capacity
+    return batch.to(tl.int64) * capacity + token
+
+
+@triton.jit
+def visible(position, l, d):
+    """Compressed keys that a query at `position` sees (Eq. 7)."""
+    return tl.where(position + 1 >= l, (position + 1 - l) // d + 1, 0)
+
+
+@triton.jit
+def _decode_scan_kernel(
+    Q, KC, VC, KW, VW, LENS, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX, ARRIVED,
+    table_len, cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel,
+    window, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE: tl.constexpr, RING: tl.constexpr, POOL_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Partial attention of one split of the compressed or window keys; rows are (token, head).
+
+    Compressed tiles also leave their probabilities pooled to selection blocks, per row, relative
+    to the tile's maximum: the selection needs no second look at the keys.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    split = tl.program_id(0)
+    batch = tl.program_id(1) // G
+    group = tl.program_id(1) % G
+    length = tl.load(LENS + batch)
+    rows = tl.arange(0, ROWS)
+    token = rows // H
+    live = rows < T * H
+    if split == 0:
+        tl.store(ARRIVED + tl.program_id(1) * T + rows, rows * 0, mask=rows < T)
+    position = length - T + token
+    row_index = (batch.to(tl.int64) * T + token) * (G * H) + group * H + rows % H
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    q = tl.load(
+        Q + row_index[:, None] * D + offs_d[None, :],
+        mask=live[:, None] & (offs_d < D)[None, :],
+        other=0.0,
+    )
+    if BLOCK_D2 > 0:
+        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
+        q2 = tl.load(
+            Q + row_index[:, None] * D + offs_d2[None, :],
+            mask=live[:, None] & (offs_d2 < D)[None, :],
+            other=0.0,
+        )
+    compressed = split < splits_cmp
+    if compressed:
+        # The splits share whole tiles of the keys that the last token sees.
+        first = 0
+        last = visible(length - 1, l, d)
+        lo = position * 0
+        hi = visible(position, l, d)
+        n_splits = splits_cmp
+        part = split
+    else:
+        first = tl.maximum(length - T + 1 - window, 0)
+        last = length
+        lo = tl.maximum(position + 1 - window, 0)
+        hi = position + 1
+        n_splits = splits_all - splits_cmp
+        part = split - splits_cmp
+    tiles = (tl.maximum(last - first, 0) + BLOCK_N - 1) // BLOCK_N
+    share = (tiles + n_splits - 1) // n_splits
+    begin = first + part * share * BLOCK_N
+    end = tl.minimum(begin + share * BLOCK_N, last)
+    key_begin = tl.arange(0, BLOCK_N) * d
+    block_begin = tl.arange(0, 2 * NB) * l_sel
+    overlap = tl.minimum((key_begin + l)[:, None], (block_begin + l_sel)[None, :]) - tl.maximum(
+        key_begin[:, None], block_begin[None, :]
+    )
+    pool = tl.maximum(overlap, 0).to(POOL_DTYPE)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    for n0 in tl.range(begin, end, BLOCK_N):
+        key = n0 + tl.arange(0, BLOCK_N)
+        seen_any = key < end
+        if compressed:
+            at = (batch.to(tl.int64) * cmp_capacity + key) * G + group
+            k_base = KC
+            v_base = VC
+        else:
+            at = cache_row(key, TABLE, batch, table_len, win_capacity, PAGE, RING) * G + group
+            k_base = KW
+            v_base = VW
+        # Unused cache rows may hold anything, NaN included: they are never loaded.
+        k = tl.load(
+            k_base + at[:, None] * D + offs_d[None, :],
+            mask=seen_any[:, None] & (offs_d < D)[None, :],
+            other=0.0,
+        )
+        v = tl.load(
+            v_base + at[:, None] * DV + offs_dv[None, :],
+            mask=seen_any[:, None] & (offs_dv < DV)[None, :],
+            other=0.0,
+        )
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if BLOCK_D2 > 0:
+            k2 = tl.load(
+                k_base + at[:, None] * D + offs_d2[None, :],
+                mask=seen_any[:, None] & (offs_d2 < D)[None, :],
+                other=0.0,
+            )
+            s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+        seen = seen_any[None, :] & (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
+        s = tl.where(seen, s * scale_log2, float("-inf"))
+        tile_max = tl.max(s, 1)
+        m_new = tl.maximum(m_i, tile_max)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.math.exp2(s - m_safe[:, None])
+        alpha = tl.math.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        if compressed:
+            # Relative to the running maximum, which is stored with it.
+            pooled = tl.dot((p * 1024.0).to(pool.dtype), pool, input_precision=PRECISION)
+            halves = tl.reshape(pooled, [ROWS, 2, NB])
+            upper = tl.arange(0, 2)[None, :, None] == 1
+            tile = n0 // BLOCK_N
+            store_at = (tl.program_id(1).to(tl.int64) * ROWS + rows) * n_tiles + tile
+            tl.store(
+                POOLED + store_at[:, None] * NB + tl.arange(0, NB)[None, :],
+                tl.sum(tl.where(upper, 0.0, halves), 1),
+                mask=live[:, None],
+            )
+            tl.store(
+                SPILL + store_at, tl.sum(tl.sum(tl.where(upper, halves, 0.0), 2), 1), mask=live
+            )
+            tl.store(TILE_MAX + store_at, m_safe, mask=live)
+        m_i = m_new
+    out_at = (tl.program_id(1).to(tl.int64) * splits_all + split) * ROWS + rows
+    tl.store(PART_M + out_at, m_i, mask=live)
+    tl.store(PART_L + out_at, l_i, mask=live)
+    tl.store(
+        PART_O + out_at[:, None] * DV + offs_dv[None, :],
+        acc,
+        mask=live[:, None] & (offs_dv < DV)[None, :],
+    )
