@@ -70,8 +70,9 @@ def instability(samples: Sequence[float], resolution: float) -> list[str]:
     """Why these samples do not settle on a median, if they do not.
 
     The last third left the first by over 2 %; or the middle half spreads over 3 % and the median's
-    interval is still wider than +-1 %, the least noise floor; or it spreads over 15 %. Each only beyond the clock's
-    `resolution` (same unit). Short kernels always spread; many samples then still fix the median.
+    interval is still wider than +-1 %, the least noise floor; or it spreads over 15 %. Each only
+    beyond the clock's `resolution` (same unit). Short kernels always spread; many samples then
+    still fix the median.
     """
     why = []
     centre = statistics.median(samples)
