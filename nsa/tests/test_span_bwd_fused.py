@@ -173,5 +173,5 @@ def test_shares_are_whole_query_tiles(sq, columns, sms, fused):
     for span in (Span(COMPRESSED, 32, 16), Span(SLIDING, 512)):
         share = fused.query_share(span, sq, columns, 16, 128, sms)
         assert share > 0 and share % 16 == 0
-    # One program per key tile of a window where those alone fill the GPU twice.
-    assert (share >= min(640, sq)) == (columns >= 2 * sms or sq == 1)
+    # One program per key tile of a window where those alone keep the GPU busy.
+    assert (share >= min(640, sq)) == (columns >= 1.5 * sms or sq == 1)

@@ -252,8 +252,9 @@ def query_share(span: Span, sq: int, columns: int, block_q: int, block_n: int, s
         share = triton.next_power_of_2(max(sq * columns // (16 * sms), 1) + 1) // 2
         share = min(max(share, 128), 2048)
     else:
+        # A key tile's queries are one program's unless that leaves the GPU half empty.
         seen = min(span.a + block_n, sq) + block_q
-        share = triton.cdiv(seen, triton.cdiv(2 * sms, columns) if columns < 2 * sms else 1)
+        share = triton.cdiv(seen, triton.cdiv(3 * sms, 2 * columns))
     return triton.cdiv(share, block_q) * block_q
 
 
