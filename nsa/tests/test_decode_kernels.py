@@ -191,15 +191,17 @@ def test_step(step, kernel_device):
     assert wrong <= 0.05 * total, f"{wrong} of {total} rows chose other blocks"
 
 
-@pytest.mark.parametrize("alone, numbers", [(True, 2**20), (True, 64), (False, 64)])
+@pytest.mark.parametrize("alone, numbers", [(True, 2**20), (True, 64), (False, 2**20), (False, 64)])
 def test_every_way_to_choose_and_merge_is_the_same(alone, numbers, kernel_device, monkeypatch):
-    """The choice as a launch of its own, scores through memory, merges of a few heads at a time."""
+    """The choice as a launch of its own, by ranks or by search, with its scores through memory or
+    not; merges of a few heads at a time."""
     from nsa.kernels.decode import step
 
     caches = Caches(Step((77, 45), T=2, h=4, n_sel=4), kernel_device)
     out, indices = caches.run()
     monkeypatch.setattr(step, "CHOOSE_ALONE", 0 if alone else 2**20)
     monkeypatch.setattr(step, "MERGE_NUMBERS", numbers)
+    monkeypatch.setattr(step, "RANK_BLOCKS", 2**20 if alone else 0)
     with launches.recording() as counts:
         again, same = caches.run()
     assert ("_decode_topn_kernel" in counts) == alone

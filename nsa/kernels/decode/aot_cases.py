@@ -48,7 +48,7 @@ def aot_cases(arch: int) -> list[AotCase]:
         d1, d2 = split_dim(d)
         block_n = 32 if size == 4 else 64
         nb = block_n // 4
-        dims = dict(D=d, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv), PDL=arch >= 90,
+        dims = dict(D=d, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
                     PRECISION="ieee" if size == 4 else "tf32")  # fmt: skip
         scan = dict(ROWS=rows, BLOCK_N=block_n, NB=nb, PAGE=page, RING=not page,
                     POOL_DTYPE=tl.float32 if size == 4 else tl.float16)  # fmt: skip
@@ -60,13 +60,13 @@ def aot_cases(arch: int) -> list[AotCase]:
                           N_LOCAL=2, **choice_sizes(n_tiles, nb, n_tiles * nb, 16))  # fmt: skip
             selected = dict(
                 BLOCK_N=block_n, PAGE=page, CHOOSE=True, SPLITS_CMP=splits, SPLITS_WIN=8,
-                SPLITS_SEL=8, SCAN_HEADS=heads_at_once(max(splits, 8), pad_dim(dv), 2),
-                SEL_HEADS=heads_at_once(8, pad_dim(dv), 16),
+                SPLITS_SEL=16, SCAN_HEADS=heads_at_once(max(splits, 8), pad_dim(dv), 16),
+                SEL_HEADS=heads_at_once(16, pad_dim(dv), 16),
             )  # fmt: skip
             name = f"{label}-{n_tiles}tiles"
             constexprs = {**choice, **dims, **selected}
             cases.append(_case(_decode_selected_kernel, name, dtype, constexprs, 4, 2))
     choice = dict(ROWS=16, HEADS=16, SPLITS=64, TILE_N=64, NB=16, N_SEL=16, N_PAD=16, N_INIT=1,
-                  N_LOCAL=2, PDL=arch >= 90, **choice_sizes(1024, 16, 16384, 16))  # fmt: skip
+                  N_LOCAL=2, **choice_sizes(1024, 16, 16384, 16))  # fmt: skip
     cases.append(_case(_decode_topn_kernel, "16384", "bf16", choice, 8, 1))
     return cases

@@ -14,11 +14,13 @@ def choose_blocks(
     G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel,
     ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
     NB: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, SINGLE: tl.constexpr,
-    N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
+    RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
+    N_LOCAL: tl.constexpr,
 ):  # fmt: skip
     """INDICES [B, T, G, N_SEL]: blocks of one token and group, ascending, -1 padded (Eq. 9-12).
 
-    SINGLE: one chunk holds every tile, and BLOCKS = CHUNK * NB.
+    SINGLE: one chunk holds every tile, and BLOCKS = CHUNK * NB. RANKED: each block is compared with
+    all others, else the n-th largest score is searched.
     """
     batch = bg // G
     group = bg % G
@@ -46,7 +48,8 @@ def choose_blocks(
         scratch = SCRATCH + (bg.to(tl.int64) * T + token) * (n_tiles + 1) * NB
         base = (bg.to(tl.int64) * ROWS + row) * n_tiles
         within = tl.arange(0, NB)
-        for c0 in tl.range(0, tiles + 1, CHUNK):
+        stop = CHUNK if SINGLE else tiles + 1
+        for c0 in tl.range(0, stop, CHUNK):
             tile = c0 + tl.arange(0, CHUNK)
             # Tile `tiles` exists only for what its predecessor spills into it.
             tile_at = base[:, None] + tile[None, :]
@@ -81,22 +84,29 @@ def choose_blocks(
     score = tl.where(block < N_INIT, 1.0e30, score)
     score = tl.where(age < N_LOCAL, 2.0e30 - age.to(tl.float32) * 1.0e28, score)
     key = tl.where(age >= 0, score.to(tl.int32, bitcast=True), -1)
-    low = 0
-    high = tl.where(own + 1 > N_SEL, tl.max(key, 0) + 1, 0)
-    # The N_SEL-th largest key, by its bits: eight cuts narrow the range eightfold a round.
-    cut_number = tl.arange(0, 8)
-    while high - low > 1:
-        cut = low + tl.maximum((high - low) // 8, 1) * cut_number
-        inside = (cut_number > 0) & (cut < high)
-        count = tl.sum((key[None, :] >= cut[:, None]).to(tl.int32), 1)
-        low = tl.maximum(low, tl.max(tl.where(inside & (count >= N_SEL), cut, low), 0))
-        high = tl.minimum(high, tl.min(tl.where(inside & (count <= N_SEL), cut, high), 0))
-        high = tl.maximum(high, low)
-    above = key >= high
-    equal = (key >= low) & (key < high)
-    room = N_SEL - tl.sum(above.to(tl.int32), 0)
-    equal_rank = tl.cumsum(equal.to(tl.int32), 0)
-    keep = (above | (equal & (equal_rank <= room))).to(tl.int32)
+    if RANKED:
+        ahead = (key[None, :] > key[:, None]) | (
+            (key[None, :] == key[:, None]) & (block[None, :] < block[:, None])
+        )
+        rank = tl.sum(ahead.to(tl.int32), 1)
+        keep = ((rank < N_SEL) & (key >= 0)).to(tl.int32)
+    else:
+        # The N_SEL-th largest key, by its bits: low reaches N_SEL keys, high does not.
+        cuts: tl.constexpr = 32
+        low = 0
+        high = tl.where(own + 1 > N_SEL, tl.max(key, 0) + 1, 0)
+        while high - low > 1:
+            step = (high - low + cuts) // (cuts + 1)
+            cut = low + step * (tl.arange(0, cuts) + 1)
+            count = tl.sum((key[None, :] >= cut[:, None]).to(tl.int32), 1)
+            passed = tl.sum(((count >= N_SEL) & (cut < high)).to(tl.int32), 0)
+            high = tl.minimum(high, low + step * (passed + 1))
+            low = low + step * passed
+        above = key >= high
+        equal = (key >= low) & (key < high)
+        room = N_SEL - tl.sum(above.to(tl.int32), 0)
+        equal_rank = tl.cumsum(equal.to(tl.int32), 0)
+        keep = (above | (equal & (equal_rank <= room))).to(tl.int32)
     slot = tl.cumsum(keep, 0) - keep
     tl.store(out + slot, block, mask=keep > 0)
     pad = tl.arange(0, N_PAD)
@@ -109,15 +119,12 @@ def _decode_topn_kernel(
     G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel,
     ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
     NB: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, SINGLE: tl.constexpr,
-    N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
-    PDL: tl.constexpr,
+    RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
+    N_LOCAL: tl.constexpr,
 ):  # fmt: skip
     """A launch of its own for contexts so long that every split should not choose again."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     choose_blocks(
         tl.program_id(0), tl.program_id(1), LENS, PART_M, PART_L, POOLED, SPILL, TILE_MAX, SCRATCH,
         INDICES, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, ROWS, HEADS, SPLITS,
-        TILE_N, NB, CHUNK, BLOCKS, SINGLE, N_SEL, N_PAD, N_INIT, N_LOCAL,
+        TILE_N, NB, CHUNK, BLOCKS, SINGLE, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
     )  # fmt: skip

@@ -36,15 +36,12 @@ def _decode_scan_kernel(
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, RING: tl.constexpr, POOL_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Partial attention of one split of the compressed or window keys; rows are (token, head).
 
     Compressed tiles also leave their probabilities pooled to selection blocks, per row, relative
     to the tile's maximum: the selection needs no second look at the keys.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0)
     batch = tl.program_id(1) // G
     group = tl.program_id(1) % G

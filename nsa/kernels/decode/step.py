@@ -14,11 +14,16 @@ from nsa import launches
 from nsa.kernels.decode.choose import _decode_topn_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_selected_kernel
-from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
+from nsa.kernels.tiles import dot_precision, pad_dim, split_dim
 
-PROGRAMS_PER_SM = 4  # what a launch aims at: a tile's chain of loads and products hides another's
-STAGES = 2  # tiles of keys in flight per program
+SCAN_PER_SM = 4  # programs that the scan aims at: one tile's chain of loads hides another's
+SELECTED_PER_SM = 2
+SELECTED_SPLITS = 16
+TILE_N = 64  # keys per tile
+SCAN_STAGES = 2  # tiles of keys in flight per program
+SELECTED_STAGES = 2
 MERGE_NUMBERS = 8192  # partials that one program of 4 warps merges at once
+RANK_BLOCKS = 128  # up to here comparing all blocks with all is quicker than a search
 CHOOSE_ALONE = 2048  # blocks of a context beyond which the choice is a launch of its own
 
 
@@ -41,12 +46,12 @@ def heads_at_once(splits: int, block_dv: int, heads: int) -> int:
 
 
 def choice_sizes(n_tiles: int, nb: int, n_blocks: int, heads_padded: int) -> dict[str, int | bool]:
-    """CHUNK tiles are read at once; SINGLE when these are all, and the scores stay in registers."""
-    chunk = triton.next_power_of_2(n_tiles + 1)
+    """How choose_blocks reads n_tiles tiles of nb block scores each, and finds the top of them."""
+    chunk = triton.next_power_of_2(max(n_tiles, triton.cdiv(n_blocks, nb)))
     most = max(MERGE_NUMBERS // (heads_padded * nb), 2)
-    if chunk <= most:
-        return dict(CHUNK=chunk, BLOCKS=chunk * nb, SINGLE=True)
-    return dict(CHUNK=most, BLOCKS=max(triton.next_power_of_2(n_blocks), 32), SINGLE=False)
+    single = chunk <= most
+    blocks = chunk * nb if single else max(triton.next_power_of_2(n_blocks), 32)
+    return dict(CHUNK=min(chunk, most), BLOCKS=blocks, SINGLE=single, RANKED=blocks <= RANK_BLOCKS)
 
 
 def why_not_decode(l: int, d: int, l_sel: int) -> str | None:
@@ -96,24 +101,29 @@ def nsa_decode_triton(
     ratio = l_sel // d
     interpret = device.type != "cuda"
     fp32 = q.dtype == torch.float32
-    block_n = max(16 if interpret else (32 if fp32 else 64), (2 if interpret else 8) * ratio)
+    block_n = max(16 if interpret else (32 if fp32 else TILE_N), (2 if interpret else 8) * ratio)
     nb = block_n // ratio
     rows = max(triton.next_power_of_2(tokens * heads), 16)
     heads_padded = max(triton.next_power_of_2(heads), 16)
     n_cmp = max((max_len - l) // d + 1, 0) if max_len >= l else 0
     n_tiles = max(triton.cdiv(n_cmp, block_n), 1)
     programs = batch * groups
-    target = PROGRAMS_PER_SM * _sm_count(device.index)
+    sms = _sm_count(device.index)
     # Splits that fill the chip at the longest length, but no more than there are tiles.
+    target = SCAN_PER_SM * sms
     splits_win = max(1, min(triton.cdiv(window + tokens - 1, block_n), target // (2 * programs), 8))
     splits_cmp = max(1, min(n_tiles, target // programs, 64))
     splits_cmp = splits_cmp if branch in (None, "cmp") else 0
     splits_win = splits_win if branch in (None, "win") else 0
     splits_all = splits_cmp + splits_win
-    splits_sel = max(1, min(n_sel, target // (programs * tokens), 8))
-    share = triton.cdiv(n_sel, splits_sel)
+    target = SELECTED_PER_SM * sms
+    share = triton.cdiv(n_sel, max(1, min(target // (programs * tokens), SELECTED_SPLITS)))
     splits_sel = triton.cdiv(n_sel, share)
-    head_share = triton.cdiv(heads, splits_sel) if splits_all else 0
+    split_cmp = triton.next_power_of_2(max(splits_cmp, 1))
+    split_win = triton.next_power_of_2(max(splits_win, 1))
+    split_sel = triton.next_power_of_2(splits_sel)
+    scan_heads = heads_at_once(max(split_cmp, split_win), block_dv, heads)
+    arrivals = splits_sel + (triton.cdiv(heads, scan_heads) if splits_all else 0)
 
     empty = functools.partial(torch.empty, dtype=torch.float32, device=device)
     scan_o = empty(programs * splits_all * rows * dv)
@@ -138,10 +148,7 @@ def nsa_decode_triton(
     page = 0 if block_table is None else k_sel.shape[1]
     table = lens if block_table is None else block_table
     table_len = 0 if block_table is None else block_table.shape[1]
-    # From sm_90 on a launch may start while the one before it drains, and waits inside.
-    pdl = arch_of(device) >= 90
-    depends = dict(launch_pdl=True) if pdl else {}
-    dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv, PDL=pdl,
+    dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
                 PRECISION=dot_precision(q.dtype))  # fmt: skip
     n_blocks = triton.cdiv(max_len, l_sel)
     choice = dict(
@@ -149,7 +156,6 @@ def nsa_decode_triton(
         N_PAD=triton.next_power_of_2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
         **choice_sizes(n_tiles, nb, n_blocks, heads_padded),
     )  # fmt: skip
-    split_cmp = triton.next_power_of_2(max(splits_cmp, 1))
     alone = branch is None and choice["BLOCKS"] > CHOOSE_ALONE
     if splits_all:
         _decode_scan_kernel[(splits_all, programs)](
@@ -158,29 +164,27 @@ def nsa_decode_triton(
             splits_cmp, splits_all, n_tiles, l, d, l_sel, window, scale_log2, ROWS=rows,
             BLOCK_N=block_n, NB=nb, PAGE=0 if window_ring else page, RING=window_ring,
             POOL_DTYPE=tl.float32 if fp32 else tl.float16, num_warps=scan_warps(rows),
-            num_stages=STAGES,
+            num_stages=SCAN_STAGES,
             **dims,
         )  # fmt: skip
         launches.bump("_decode_scan_kernel")
     if alone:
         _decode_topn_kernel[(programs, tokens)](
             lens, scan_m, scan_l, pooled, spill, tile_max, scratch, indices, groups, heads, tokens,
-            splits_cmp, splits_all, n_tiles, l, d, l_sel, SPLITS=split_cmp, PDL=pdl, num_warps=8,
-            num_stages=1, **choice, **depends,
+            splits_cmp, splits_all, n_tiles, l, d, l_sel, SPLITS=split_cmp, num_warps=8,
+            num_stages=1, **choice,
         )  # fmt: skip
         launches.bump("_decode_topn_kernel")
-    split_win = triton.next_power_of_2(max(splits_win, 1))
-    _decode_selected_kernel[(splits_sel, programs, tokens)](
+    _decode_selected_kernel[(arrivals, programs, tokens)](
         q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, scan_o, scan_m, scan_l, pooled,
         spill, tile_max, scratch, gates, mix, arrived, out, table_len, k_sel.shape[1], groups,
-        heads, tokens, splits_sel, share if branch in (None, "sel") else 0, head_share, splits_cmp,
+        heads, tokens, splits_sel, share if branch in (None, "sel") else 0, arrivals, splits_cmp,
         splits_all, n_tiles, l, d, l_sel, scale_log2,
-        BLOCK_N=min(block_n, max(triton.next_power_of_2(l_sel), 16)), PAGE=page,
+        BLOCK_N=min(block_n, 64, max(triton.next_power_of_2(l_sel), 16)), PAGE=page,
         CHOOSE=branch is None and not alone, SPLITS_CMP=split_cmp, SPLITS_WIN=split_win,
-        SPLITS_SEL=triton.next_power_of_2(splits_sel),
-        SCAN_HEADS=heads_at_once(max(split_cmp, split_win), block_dv, max(head_share, 1)),
-        SEL_HEADS=heads_at_once(triton.next_power_of_2(splits_sel), block_dv, heads),
-        num_warps=4, num_stages=STAGES, **choice, **dims, **depends,
+        SPLITS_SEL=split_sel, SCAN_HEADS=scan_heads,
+        SEL_HEADS=heads_at_once(split_sel, block_dv, heads), num_warps=4,
+        num_stages=SELECTED_STAGES, **choice, **dims,
     )  # fmt: skip
     launches.bump("_decode_selected_kernel")
     return (out, indices) if return_indices else out
