@@ -320,14 +320,16 @@ def union_attention_dq(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: UnionLists,
     lse: torch.Tensor, delta: torch.Tensor, dq: torch.Tensor, *, block_size: int,
     softmax_scale: float, seq_begin: torch.Tensor | None, q_start: int, accumulate: bool,
-    tiles: tuple[int, int, int, int],
+    tiles: tuple[int, int, int, int], dq_scale: float | None = None,
 ) -> None:  # fmt: skip
-    """Write (or add) dq of the queries in union tiles; tiles: see dq_tiles."""
+    """Write (or add) dq of the queries in union tiles, times dq_scale (default: softmax_scale)
+    instead of it; tiles: see dq_tiles."""
     grid, tensors, sizes, constants = _arguments(
         q, k, v, lists, tiles, block_size=block_size, seq_begin=seq_begin
     )
     _union_attn_bwd_dq_kernel[grid](
-        *tensors, grad_out, lse, delta, dq, *sizes, q_start, block_size, softmax_scale,
-        softmax_scale * LOG2E, ACCUMULATE=accumulate, **constants,
+        *tensors, grad_out, lse, delta, dq, *sizes, q_start, block_size,
+        softmax_scale if dq_scale is None else dq_scale, softmax_scale * LOG2E,
+        ACCUMULATE=accumulate, **constants,
     )  # fmt: skip
     launches.bump("_union_attn_bwd_dq_kernel")
