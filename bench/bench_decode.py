@@ -74,8 +74,8 @@ PRESETS = {
     ),
 }
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-STEP_KERNELS = ("_decode_scan_kernel", "_decode_selected_kernel")  # the second merges as well
-BRANCH_KERNELS = {"cmp": STEP_KERNELS, "sel": STEP_KERNELS[1:], "win": STEP_KERNELS}
+STEP_KERNELS = ("_decode_scan_kernel", "_decode_selected_kernel", "_decode_merge_kernel")
+BRANCH_KERNELS = {"cmp": STEP_KERNELS[::2], "sel": STEP_KERNELS[1:], "win": STEP_KERNELS[::2]}
 CSV_COLUMNS = (
     "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "reads_actual", "reads_expected",
     "reads_actual_decode", "reads_expected_decode", "reads_cmp", "reads_sel", "reads_win",

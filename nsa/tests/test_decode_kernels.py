@@ -19,7 +19,7 @@ from nsa.tests.helpers import randn
 
 pytestmark = pytest.mark.kernel
 F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
-KERNELS = ["_decode_scan_kernel", "_decode_selected_kernel"]
+KERNELS = ["_decode_scan_kernel", "_decode_selected_kernel", "_decode_merge_kernel"]
 
 
 @dataclass(frozen=True)
@@ -191,22 +191,20 @@ def test_step(step, kernel_device):
     assert wrong <= 0.05 * total, f"{wrong} of {total} rows chose other blocks"
 
 
-@pytest.mark.parametrize("alone, numbers", [(True, 2**20), (True, 64), (False, 2**20), (False, 64)])
-def test_every_way_to_choose_and_merge_is_the_same(alone, numbers, kernel_device, monkeypatch):
-    """The choice as a launch of its own, by ranks or by search, with its scores through memory or
-    not; merges of a few heads at a time."""
+@pytest.mark.parametrize("tiles, ranks", [(1, 2**20), (1, 0), (2**20, 0)])
+def test_every_way_to_choose_is_the_same(tiles, ranks, kernel_device, monkeypatch):
+    """Scores summed by a launch of its own or not; the top by ranks or by search."""
     from nsa.kernels.decode import step
 
     caches = Caches(Step((77, 45), T=2, h=4, n_sel=4), kernel_device)
     out, indices = caches.run()
-    monkeypatch.setattr(step, "CHOOSE_ALONE", 0 if alone else 2**20)
-    monkeypatch.setattr(step, "MERGE_NUMBERS", numbers)
-    monkeypatch.setattr(step, "RANK_BLOCKS", 2**20 if alone else 0)
+    monkeypatch.setattr(step, "SUM_TILES", tiles)
+    monkeypatch.setattr(step, "RANK_BLOCKS", ranks)
     with launches.recording() as counts:
         again, same = caches.run()
-    assert ("_decode_topn_kernel" in counts) == alone
+    assert ("_decode_score_kernel" in counts) == (tiles == 1)
     assert torch.equal(same, indices)
-    torch.testing.assert_close(again, out, atol=1e-3, rtol=1e-3)
+    assert torch.equal(again, out)
 
 
 def test_more_rows_than_a_tile_holds_are_refused():

@@ -7,10 +7,10 @@ from typing import Any
 import triton.language as tl
 
 from nsa.kernels.aot import AotCase
-from nsa.kernels.decode.choose import _decode_topn_kernel
+from nsa.kernels.decode.choose import _decode_score_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
-from nsa.kernels.decode.selected import _decode_selected_kernel
-from nsa.kernels.decode.step import choice_sizes, heads_at_once, scan_warps
+from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
+from nsa.kernels.decode.step import choice_sizes, scan_warps, selected_warps
 from nsa.kernels.tiles import pad_dim, split_dim
 
 # dtype, element bytes, D, Dv, (token, head) rows, page
@@ -23,9 +23,9 @@ _SHAPES = (
 _FULL = (90, 120)
 
 _POINTERS = {
-    **{n: "*fp32" for n in ("PART_O", "PART_M", "PART_L", "POOLED", "SPILL", "TILE_MAX", "SCRATCH",
-                            "SCAN_O", "SCAN_M", "SCAN_L", "MIX")},
-    **{n: "*i32" for n in ("LENS", "TABLE", "INDICES", "ARRIVED")},
+    **{n: "*fp32" for n in ("PART_O", "PART_M", "PART_L", "POOLED", "SPILL", "TILE_MAX", "SCORES",
+                            "SCAN_O", "SCAN_M", "SCAN_L", "SEL_O", "SEL_M", "SEL_L")},
+    **{n: "*i32" for n in ("LENS", "TABLE", "INDICES")},
 }  # fmt: skip
 
 
@@ -54,19 +54,19 @@ def aot_cases(arch: int) -> list[AotCase]:
                     POOL_DTYPE=tl.float32 if size == 4 else tl.float16)  # fmt: skip
         warps = scan_warps(rows)
         cases.append(_case(_decode_scan_kernel, label, dtype, {**dims, **scan}, warps, 2))
-        # One sequence of 8k and of 128k tokens, many sequences.
-        for n_tiles, splits in ((511 // block_n + 1, 8), (8191 // block_n + 1, 64), (32, 2)):
-            choice = dict(ROWS=rows, HEADS=16, TILE_N=block_n, NB=nb, N_SEL=16, N_PAD=16, N_INIT=1,
-                          N_LOCAL=2, **choice_sizes(n_tiles, nb, n_tiles * nb, 16))  # fmt: skip
-            selected = dict(
-                BLOCK_N=block_n, PAGE=page, CHOOSE=True, SPLITS_CMP=splits, SPLITS_WIN=8,
-                SPLITS_SEL=16, SCAN_HEADS=heads_at_once(max(splits, 8), pad_dim(dv), 16),
-                SEL_HEADS=heads_at_once(16, pad_dim(dv), 16),
-            )  # fmt: skip
-            name = f"{label}-{n_tiles}tiles"
-            constexprs = {**choice, **dims, **selected}
-            cases.append(_case(_decode_selected_kernel, name, dtype, constexprs, 4, 2))
-    choice = dict(ROWS=16, HEADS=16, SPLITS=64, TILE_N=64, NB=16, N_SEL=16, N_PAD=16, N_INIT=1,
-                  N_LOCAL=2, **choice_sizes(1024, 16, 16384, 16))  # fmt: skip
-    cases.append(_case(_decode_topn_kernel, "16384", "bf16", choice, 8, 1))
+        # One sequence of 8k and of 128k tokens, many sequences, a million tokens.
+        for n_tiles, splits in ((511 // block_n + 1, 8), (8191 // block_n + 1, 64), (32, 2),
+                                (65535 // block_n + 1, 64)):  # fmt: skip
+            choice = choice_sizes(n_tiles, nb, n_tiles * nb)
+            tiling = dict(ROWS=rows, HEADS=16, TILE_N=block_n, NB=nb, CHUNK=choice["CHUNK"],
+                          SPLITS=splits)  # fmt: skip
+            selected = dict(BLOCK_N=block_n, PAGE=page, CHOOSE=True, N_SEL=16, N_PAD=16, N_INIT=1,
+                            N_LOCAL=2)  # fmt: skip
+            name, constexprs = f"{label}-{n_tiles}tiles", {**tiling, **choice, **dims, **selected}
+            warps = selected_warps(choice["BLOCKS"])
+            cases.append(_case(_decode_selected_kernel, name, dtype, constexprs, warps, 2))
+        cases.append(_case(_decode_score_kernel, label, dtype, tiling, 4, 1))
+        merge = dict(DV=dv, ROWS=rows, HEADS=16, BLOCK_DV=pad_dim(dv), SPLITS_CMP=64,
+                     SPLITS_WIN=8, SPLITS_SEL=16)  # fmt: skip
+        cases.append(_case(_decode_merge_kernel, label, dtype, merge, 4, 2))
     return cases

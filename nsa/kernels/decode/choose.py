@@ -9,77 +9,97 @@ from nsa.kernels.decode.scan import visible
 
 
 @triton.jit
+def tile_scores(
+    c0, bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX,
+    H, splits_cmp, splits_all, n_tiles, l, d,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
+    NB: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Scores [CHUNK, NB] of the blocks of CHUNK tiles from tile c0 on, over the group's heads."""
+    head = tl.arange(0, HEADS)
+    row = token * H + head
+    head_live = head < H
+    # Log-sum-exp (base 2) of each head over the splits.
+    split = tl.arange(0, SPLITS)
+    part_at = (bg.to(tl.int64) * splits_all + split)[:, None] * ROWS + row[None, :]
+    part_mask = (split < splits_cmp)[:, None] & head_live[None, :]
+    m = tl.load(PART_M + part_at, mask=part_mask, other=float("-inf"))
+    s = tl.load(PART_L + part_at, mask=part_mask, other=0.0)
+    m_all = tl.max(m, 0)
+    m_safe = tl.where(m_all == float("-inf"), 0.0, m_all)
+    total = tl.sum(s * tl.math.exp2(m - m_safe[None, :]), 0)
+    lse2 = tl.where(head_live & (total > 0), m_safe + tl.math.log2(total), float("inf"))
+    tiles = (visible(length - 1, l, d) + TILE_N - 1) // TILE_N
+    base = (bg.to(tl.int64) * ROWS + row) * n_tiles
+    within = tl.arange(0, NB)
+    tile = c0 + tl.arange(0, CHUNK)
+    # Tile `tiles` has only what its predecessor spills into it.
+    tile_at = base[:, None] + tile[None, :]
+    own_mask = head_live[:, None] & (tile < tiles)[None, :]
+    weight = tl.math.exp2(tl.load(TILE_MAX + tile_at, mask=own_mask, other=0.0) - lse2[:, None])
+    pooled = tl.load(
+        POOLED + tile_at[:, :, None] * NB + within[None, None, :],
+        mask=own_mask[:, :, None],
+        other=0.0,
+    )
+    summed = tl.sum(pooled * weight[:, :, None], 0)
+    before_mask = head_live[:, None] & ((tile >= 1) & (tile <= tiles))[None, :]
+    before = tl.load(TILE_MAX + tile_at - 1, mask=before_mask, other=0.0)
+    spill = tl.load(SPILL + tile_at - 1, mask=before_mask, other=0.0)
+    spilled = tl.sum(spill * tl.math.exp2(before - lse2[:, None]), 0)
+    return summed + tl.where((within == 0)[None, :], spilled[:, None], 0.0)
+
+
+@triton.jit
+def _decode_score_kernel(
+    LENS, PART_M, PART_L, POOLED, SPILL, TILE_MAX, SCORES,
+    G, H, T, splits_cmp, splits_all, n_tiles, l, d, row_len,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
+    NB: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """SCORES [B * G, T, row_len] of a long context, CHUNK tiles a program."""
+    c0 = tl.program_id(0) * CHUNK
+    bg = tl.program_id(1)
+    token = tl.program_id(2)
+    score = tile_scores(
+        c0, bg, token, tl.load(LENS + bg // G), PART_M, PART_L, POOLED, SPILL, TILE_MAX, H,
+        splits_cmp, splits_all, n_tiles, l, d, ROWS, HEADS, SPLITS, TILE_N, NB, CHUNK,
+    )  # fmt: skip
+    at = (c0 + tl.arange(0, CHUNK))[:, None] * NB + tl.arange(0, NB)[None, :]
+    to = SCORES + (bg.to(tl.int64) * T + token) * row_len
+    tl.store(to + at, score, mask=at < row_len)
+
+
+@triton.jit
 def choose_blocks(
-    bg, token, LENS, PART_M, PART_L, POOLED, SPILL, TILE_MAX, SCRATCH, INDICES,
-    G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel,
+    bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, SCORES, out,
+    H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, row_len,
     ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
     NB: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, SINGLE: tl.constexpr,
     RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
     N_LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """INDICES [B, T, G, N_SEL]: blocks of one token and group, ascending, -1 padded (Eq. 9-12).
+    """Store at `out` N_SEL blocks of one token and group, ascending, -1 padded (Eq. 9-12).
 
-    SINGLE: one chunk holds every tile, and BLOCKS = CHUNK * NB. RANKED: each block is compared with
-    all others, else the n-th largest score is searched.
+    SINGLE: one chunk holds every tile, so the scores are summed here; else SCORES has them. RANKED:
+    each block is compared with all others, else the n-th largest score is searched.
     """
-    batch = bg // G
-    group = bg % G
-    length = tl.load(LENS + batch)
     position = length - T + token
     own = position // l_sel
-    head = tl.arange(0, HEADS)
-    row = token * H + head
-    head_live = head < H
-    out = INDICES + ((batch.to(tl.int64) * T + token) * G + group) * N_SEL
     block = tl.arange(0, BLOCKS)
     score = tl.zeros([BLOCKS], tl.float32)
     if own + 1 > N_SEL:
-        # Log-sum-exp (base 2) of each head over the splits.
-        split = tl.arange(0, SPLITS)
-        part_at = (bg.to(tl.int64) * splits_all + split)[:, None] * ROWS + row[None, :]
-        part_mask = (split < splits_cmp)[:, None] & head_live[None, :]
-        m = tl.load(PART_M + part_at, mask=part_mask, other=float("-inf"))
-        s = tl.load(PART_L + part_at, mask=part_mask, other=0.0)
-        m_all = tl.max(m, 0)
-        m_safe = tl.where(m_all == float("-inf"), 0.0, m_all)
-        total = tl.sum(s * tl.math.exp2(m - m_safe[None, :]), 0)
-        lse2 = tl.where(head_live & (total > 0), m_safe + tl.math.log2(total), float("inf"))
-        tiles = (visible(length - 1, l, d) + TILE_N - 1) // TILE_N
-        scratch = SCRATCH + (bg.to(tl.int64) * T + token) * (n_tiles + 1) * NB
-        base = (bg.to(tl.int64) * ROWS + row) * n_tiles
-        within = tl.arange(0, NB)
-        stop = CHUNK if SINGLE else tiles + 1
-        for c0 in tl.range(0, stop, CHUNK):
-            tile = c0 + tl.arange(0, CHUNK)
-            # Tile `tiles` exists only for what its predecessor spills into it.
-            tile_at = base[:, None] + tile[None, :]
-            own_mask = head_live[:, None] & (tile < tiles)[None, :]
-            weight = tl.math.exp2(
-                tl.load(TILE_MAX + tile_at, mask=own_mask, other=0.0) - lse2[:, None]
-            )
-            pooled = tl.load(
-                POOLED + tile_at[:, :, None] * NB + within[None, None, :],
-                mask=own_mask[:, :, None],
-                other=0.0,
-            )
-            summed = tl.sum(pooled * weight[:, :, None], 0)
-            before_mask = head_live[:, None] & ((tile >= 1) & (tile <= tiles))[None, :]
-            before = tl.load(TILE_MAX + tile_at - 1, mask=before_mask, other=0.0)
-            spill = tl.load(SPILL + tile_at - 1, mask=before_mask, other=0.0)
-            spilled = tl.sum(spill * tl.math.exp2(before - lse2[:, None]), 0)
-            summed += tl.where((within == 0)[None, :], spilled[:, None], 0.0)
-            if SINGLE:
-                score = tl.reshape(summed, [BLOCKS])
-            else:
-                tl.store(
-                    scratch + tile[:, None] * NB + within[None, :],
-                    summed,
-                    mask=(tile <= tiles)[:, None],
-                )
-        if not SINGLE:
-            tl.debug_barrier()
-            written = (tiles + 1) * NB
-            score = tl.load(scratch + block, mask=block < written, other=0.0)
+        if SINGLE:
+            score = tl.reshape(
+                tile_scores(
+                    0, bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, H, splits_cmp,
+                    splits_all, n_tiles, l, d, ROWS, HEADS, SPLITS, TILE_N, NB, CHUNK,
+                ),
+                [BLOCKS],
+            )  # fmt: skip
+        else:
+            scores = SCORES + (bg.to(tl.int64) * T + token) * row_len
+            score = tl.load(scores + block, mask=block <= own, other=0.0)
     age = own - block
     score = tl.where(block < N_INIT, 1.0e30, score)
     score = tl.where(age < N_LOCAL, 2.0e30 - age.to(tl.float32) * 1.0e28, score)
@@ -111,20 +131,3 @@ def choose_blocks(
     tl.store(out + slot, block, mask=keep > 0)
     pad = tl.arange(0, N_PAD)
     tl.store(out + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL))
-
-
-@triton.jit
-def _decode_topn_kernel(
-    LENS, PART_M, PART_L, POOLED, SPILL, TILE_MAX, SCRATCH, INDICES,
-    G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
-    NB: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, SINGLE: tl.constexpr,
-    RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
-    N_LOCAL: tl.constexpr,
-):  # fmt: skip
-    """A launch of its own for contexts so long that every split should not choose again."""
-    choose_blocks(
-        tl.program_id(0), tl.program_id(1), LENS, PART_M, PART_L, POOLED, SPILL, TILE_MAX, SCRATCH,
-        INDICES, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, ROWS, HEADS, SPLITS,
-        TILE_N, NB, CHUNK, BLOCKS, SINGLE, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
-    )  # fmt: skip

@@ -30,7 +30,7 @@ def visible(position, l, d):
 
 @triton.jit
 def _decode_scan_kernel(
-    Q, KC, VC, KW, VW, LENS, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX, ARRIVED,
+    Q, KC, VC, KW, VW, LENS, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX,
     table_len, cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel,
     window, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -49,8 +49,6 @@ def _decode_scan_kernel(
     rows = tl.arange(0, ROWS)
     token = rows // H
     live = rows < T * H
-    if split == 0:
-        tl.store(ARRIVED + tl.program_id(1) * T + rows, rows * 0, mask=rows < T)
     position = length - T + token
     row_index = (batch.to(tl.int64) * T + token) * (G * H) + group * H + rows % H
     offs_d = tl.arange(0, BLOCK_D)

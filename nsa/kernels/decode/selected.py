@@ -1,4 +1,4 @@
-"""Last launch of a decode step: the chosen blocks, every merge, and the gates."""
+"""Second and third launch of a decode step: the chosen blocks, then every merge and the gates."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ from nsa.kernels.decode.scan import cache_row
 
 
 @triton.jit
-def _merge(
-    PART_O, PART_M, PART_L, row, stride, begin, end, fits, cols, DV, SPLITS: tl.constexpr
-):
-    """Softmax-weighted sum of the partials begin..end of each row; zero where all are empty.
-
-    Other programs wrote them: .cg reads the L2, where an arrival makes them visible.
-    """
-    split = begin + tl.arange(0, SPLITS)
-    live = (split < end)[:, None] & fits[None, :]
-    at = row[None, :] + split[:, None] * stride
-    m = tl.load(PART_M + at, mask=live, other=float("-inf"), cache_modifier=".cg")
-    m_all = tl.max(m, 0)
-    weight = tl.math.exp2(m - tl.where(m_all == float("-inf"), 0.0, m_all)[None, :])
-    total = tl.sum(weight * tl.load(PART_L + at, mask=live, other=0.0, cache_modifier=".cg"), 0)
-    part = tl.load(
-        PART_O + at[:, :, None] * DV + cols[None, None, :],
-        mask=live[:, :, None] & (cols < DV)[None, None, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )
-    return tl.sum(part * weight[:, :, None], 0) / tl.where(total > 0, total, 1.0)[:, None]
-
-
-@triton.jit
-def _attend_blocks(
-    Q, KS, VS, TABLE, PART_O, PART_M, PART_L, indices, table_len, capacity, G, H, batch, group,
-    position, token_row, out_row, first, last, l_sel, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _decode_selected_kernel(
+    Q, KS, VS, LENS, TABLE, INDICES, PART_O, PART_M, PART_L, SCAN_M, SCAN_L, POOLED, SPILL,
+    TILE_MAX, SCORES,
+    table_len, capacity, G, H, T, splits, share, splits_cmp, splits_all, n_tiles, l, d, l_sel,
+    row_len, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr, CHOOSE: tl.constexpr, SPLITS: tl.constexpr,
+    TILE_N: tl.constexpr, NB: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
+    SINGLE: tl.constexpr, RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
+    N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Partial attention of one token's heads over the blocks indices[first:last]."""
+    """Partial attention of one token over `share` of its blocks; rows are heads. With CHOOSE every
+    split chooses the blocks for itself, which is cheaper than a launch.
+    """
+    split = tl.program_id(0)
+    bg = tl.program_id(1)
+    token = tl.program_id(2)
+    batch = bg // G
+    group = bg % G
+    length = tl.load(LENS + batch)
+    position = length - T + token
+    token_row = (batch.to(tl.int64) * T + token) * (G * H) + group * H
+    indices = INDICES + ((batch.to(tl.int64) * T + token) * G + group) * N_SEL
+    if CHOOSE:
+        choose_blocks(
+            bg, token, length, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX, SCORES, indices, H, T,
+            splits_cmp, splits_all, n_tiles, l, d, l_sel, row_len, ROWS, HEADS, SPLITS, TILE_N, NB,
+            CHUNK, BLOCKS, SINGLE, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
+        )  # fmt: skip
+        tl.debug_barrier()
     cols = tl.arange(0, BLOCK_DV)
+    first = split * share
+    last = tl.minimum(first + share, N_SEL)
+    out_row = ((bg.to(tl.int64) * T + token) * splits + split) * HEADS
     head = tl.arange(0, HEADS)
     live = head < H
     row_index = token_row + head
@@ -107,80 +109,50 @@ def _attend_blocks(
 
 
 @triton.jit
-def _decode_selected_kernel(
-    Q, KS, VS, LENS, TABLE, INDICES, PART_O, PART_M, PART_L, SCAN_O, SCAN_M, SCAN_L, POOLED, SPILL,
-    TILE_MAX, SCRATCH, GATES, MIX, ARRIVED, OUT,
-    table_len, capacity, G, H, T, splits, share, arrivals, splits_cmp, splits_all, n_tiles,
-    l, d, l_sel, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, PRECISION: tl.constexpr, CHOOSE: tl.constexpr, TILE_N: tl.constexpr,
-    NB: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, SINGLE: tl.constexpr,
-    RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
-    N_LOCAL: tl.constexpr,
+def _merge(
+    PART_O, PART_M, PART_L, base, stride, begin, end, cols, DV, mask, SPLITS: tl.constexpr
+):
+    """Softmax-weighted sum of the partials begin..end of one row; zero where all are empty."""
+    split = begin + tl.arange(0, SPLITS)
+    live = split < end
+    at = base + split * stride
+    m = tl.load(PART_M + at, mask=live, other=float("-inf"))
+    m_all = tl.max(m, 0)
+    weight = tl.math.exp2(m - tl.where(m_all == float("-inf"), 0.0, m_all))
+    total = tl.sum(weight * tl.load(PART_L + at, mask=live, other=0.0), 0)
+    part = tl.load(
+        PART_O + at[:, None] * DV + cols[None, :], mask=live[:, None] & mask[None, :], other=0.0
+    )
+    return tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def _decode_merge_kernel(
+    SCAN_O, SCAN_M, SCAN_L, SEL_O, SEL_M, SEL_L, GATES, OUT,
+    G, H, T, splits_cmp, splits_all, splits_sel,
+    DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_DV: tl.constexpr,
     SPLITS_CMP: tl.constexpr, SPLITS_WIN: tl.constexpr, SPLITS_SEL: tl.constexpr,
-    SCAN_HEADS: tl.constexpr, SEL_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Programs of one token and group. The first `splits` choose the blocks (CHOOSE; each does so
-    for itself, which is cheaper than a launch) and attend `share` of them; the others merge the
-    scan, SCAN_HEADS heads each. Who arrives last, of `arrivals`, merges the splits and adds the
-    branches with their gates (Eq. 5).
-    """
-    split = tl.program_id(0)
-    bg = tl.program_id(1)
-    token = tl.program_id(2)
+    """Merge the splits of each branch and add the branches with their gates (Eq. 5)."""
+    bg = tl.program_id(0)
+    token = tl.program_id(1) // H
+    head = tl.program_id(1) % H
     batch = bg // G
     group = bg % G
-    place = bg.to(tl.int64) * T + token
-    token_row = (batch.to(tl.int64) * T + token) * (G * H) + group * H
     cols = tl.arange(0, BLOCK_DV)
-    if split < splits:
-        indices = INDICES + ((batch.to(tl.int64) * T + token) * G + group) * N_SEL
-        if CHOOSE:
-            choose_blocks(
-                bg, token, LENS, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX, SCRATCH, INDICES, G, H,
-                T, splits_cmp, splits_all, n_tiles, l, d, l_sel, ROWS, HEADS, SPLITS_CMP, TILE_N,
-                NB, CHUNK, BLOCKS, SINGLE, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
-            )  # fmt: skip
-            tl.debug_barrier()
-        _attend_blocks(
-            Q, KS, VS, TABLE, PART_O, PART_M, PART_L, indices, table_len, capacity, G, H, batch,
-            group, tl.load(LENS + batch) - T + token, token_row,
-            (place * splits + split) * HEADS, split * share,
-            tl.minimum((split + 1) * share, N_SEL), l_sel, scale_log2, D, DV, HEADS, BLOCK_N,
-            BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, PRECISION,
-        )  # fmt: skip
-    else:
-        at = (split - splits) * SCAN_HEADS + tl.arange(0, SCAN_HEADS)
-        fits = at < H
-        row = bg.to(tl.int64) * splits_all * ROWS + token * H + at
-        o_cmp = _merge(
-            SCAN_O, SCAN_M, SCAN_L, row, ROWS, 0, splits_cmp, fits, cols, DV, SPLITS_CMP
-        )
-        o_win = _merge(
-            SCAN_O, SCAN_M, SCAN_L, row, ROWS, splits_cmp, splits_all, fits, cols, DV, SPLITS_WIN
-        )
-        gate = GATES + (token_row + at) * 3
-        g_cmp = tl.load(gate, mask=fits, other=0.0).to(tl.float32)
-        g_win = tl.load(gate + 2, mask=fits, other=0.0).to(tl.float32)
-        tl.store(
-            MIX + (token_row + at)[:, None] * DV + cols[None, :],
-            o_cmp * g_cmp[:, None] + o_win * g_win[:, None],
-            mask=fits[:, None] & (cols < DV)[None, :],
-        )
-    # All partials of this program are written before its arrival counts.
-    tl.debug_barrier()
-    if tl.atomic_add(ARRIVED + place, 1, sem="acq_rel", scope="gpu") == arrivals - 1:
-        for h0 in tl.range(0, H, SEL_HEADS):
-            at = h0 + tl.arange(0, SEL_HEADS)
-            fits = at < H
-            o_sel = _merge(
-                PART_O, PART_M, PART_L, place * splits * HEADS + at, HEADS, 0, splits, fits, cols,
-                DV, SPLITS_SEL,
-            )
-            wide = fits[:, None] & (cols < DV)[None, :]
-            to = (token_row + at)[:, None] * DV + cols[None, :]
-            gate = tl.load(GATES + (token_row + at) * 3 + 1, mask=fits, other=0.0)
-            out = tl.load(MIX + to, mask=wide, other=0.0, cache_modifier=".cg")
-            out += o_sel * gate.to(tl.float32)[:, None]
-            tl.store(OUT + to, out.to(OUT.dtype.element_ty), mask=wide)
+    mask = cols < DV
+    scan = bg.to(tl.int64) * splits_all * ROWS + token * H + head
+    o_cmp = _merge(
+        SCAN_O, SCAN_M, SCAN_L, scan, ROWS, 0, splits_cmp, cols, DV, mask, SPLITS_CMP
+    )
+    o_win = _merge(
+        SCAN_O, SCAN_M, SCAN_L, scan, ROWS, splits_cmp, splits_all, cols, DV, mask, SPLITS_WIN
+    )
+    chosen = (bg.to(tl.int64) * T + token) * splits_sel * HEADS + head
+    o_sel = _merge(SEL_O, SEL_M, SEL_L, chosen, HEADS, 0, splits_sel, cols, DV, mask, SPLITS_SEL)
+    row = (batch.to(tl.int64) * T + token) * (G * H) + group * H + head
+    gate = GATES + row * 3
+    out = o_cmp * tl.load(gate).to(tl.float32)
+    out += o_sel * tl.load(gate + 1).to(tl.float32)
+    out += o_win * tl.load(gate + 2).to(tl.float32)
+    tl.store(OUT + row * DV + cols, out.to(OUT.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""The decode step as one function: allocation, split choice and the two launches."""
+"""The decode step as one function: allocation, split choice and the launches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
-from nsa.kernels.decode.choose import _decode_topn_kernel
+from nsa.kernels.decode.choose import _decode_score_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
-from nsa.kernels.decode.selected import _decode_selected_kernel
+from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.tiles import dot_precision, pad_dim, split_dim
 
 SCAN_PER_SM = 4  # programs that the scan aims at: one tile's chain of loads hides another's
 SELECTED_PER_SM = 2
 SELECTED_SPLITS = 16
 TILE_N = 64  # keys per tile
+SCAN_REGISTERS = None
 SCAN_STAGES = 2  # tiles of keys in flight per program
 SELECTED_STAGES = 2
-MERGE_NUMBERS = 8192  # partials that one program of 4 warps merges at once
 RANK_BLOCKS = 128  # up to here comparing all blocks with all is quicker than a search
-CHOOSE_ALONE = 2048  # blocks of a context beyond which the choice is a launch of its own
+SUM_TILES = 16  # whose scores every program of the selected blocks sums for itself; with more, a
+# launch of its own sums them, this many a program
 
 
 @functools.cache
@@ -39,19 +40,17 @@ def scan_warps(rows: int) -> int:
     return 8 if rows > 32 else 4
 
 
-def heads_at_once(splits: int, block_dv: int, heads: int) -> int:
-    """How many heads' partials, `splits` of each, are merged at once (a power of two)."""
-    room = max(MERGE_NUMBERS // (splits * block_dv), 1)
-    return min(1 << (room.bit_length() - 1), triton.next_power_of_2(heads))
-
-
-def choice_sizes(n_tiles: int, nb: int, n_blocks: int, heads_padded: int) -> dict[str, int | bool]:
-    """How choose_blocks reads n_tiles tiles of nb block scores each, and finds the top of them."""
+def choice_sizes(n_tiles: int, nb: int, n_blocks: int) -> dict[str, int | bool]:
+    """How the scores of n_blocks in n_tiles tiles of nb are summed, and the top of them found."""
     chunk = triton.next_power_of_2(max(n_tiles, triton.cdiv(n_blocks, nb)))
-    most = max(MERGE_NUMBERS // (heads_padded * nb), 2)
-    single = chunk <= most
+    single = chunk <= SUM_TILES
     blocks = chunk * nb if single else max(triton.next_power_of_2(n_blocks), 32)
-    return dict(CHUNK=min(chunk, most), BLOCKS=blocks, SINGLE=single, RANKED=blocks <= RANK_BLOCKS)
+    return dict(CHUNK=chunk if single else SUM_TILES, BLOCKS=blocks, SINGLE=single,
+                RANKED=blocks <= RANK_BLOCKS)  # fmt: skip
+
+
+def selected_warps(blocks: int) -> int:
+    return 4 if blocks <= 2048 else 8
 
 
 def why_not_decode(l: int, d: int, l_sel: int) -> str | None:
@@ -117,32 +116,23 @@ def nsa_decode_triton(
     splits_win = splits_win if branch in (None, "win") else 0
     splits_all = splits_cmp + splits_win
     target = SELECTED_PER_SM * sms
-    share = triton.cdiv(n_sel, max(1, min(target // (programs * tokens), SELECTED_SPLITS)))
-    splits_sel = triton.cdiv(n_sel, share)
-    split_cmp = triton.next_power_of_2(max(splits_cmp, 1))
-    split_win = triton.next_power_of_2(max(splits_win, 1))
-    split_sel = triton.next_power_of_2(splits_sel)
-    scan_heads = heads_at_once(max(split_cmp, split_win), block_dv, heads)
-    arrivals = splits_sel + (triton.cdiv(heads, scan_heads) if splits_all else 0)
+    splits_sel = max(1, min(target // (programs * tokens), SELECTED_SPLITS))
+    share = triton.cdiv(n_sel, splits_sel)
+    splits_sel = triton.cdiv(n_sel, share) if branch in (None, "sel") else 0
 
     empty = functools.partial(torch.empty, dtype=torch.float32, device=device)
     scan_o = empty(programs * splits_all * rows * dv)
     scan_m, scan_l = empty(programs * splits_all * rows), empty(programs * splits_all * rows)
     pooled = empty(programs * rows * n_tiles * nb)
     spill, tile_max = empty(programs * rows * n_tiles), empty(programs * rows * n_tiles)
-    scratch = empty(programs * tokens * (n_tiles + 1) * nb)
+    n_blocks = triton.cdiv(max_len, l_sel)
+    choice = choice_sizes(n_tiles, nb, n_blocks)
+    scores = empty(0 if choice["SINGLE"] else programs * tokens * n_blocks)
     indices = block_indices
     if indices is None:
         indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=device)
     parts = programs * tokens * splits_sel * heads_padded
     sel_o, sel_m, sel_l = empty(parts * dv), empty(parts), empty(parts)
-    # The scan starts the counters; without one, or without a scan's result, zeros do.
-    arrived = (torch.empty if splits_all else torch.zeros)(
-        programs * tokens, dtype=torch.int32, device=device
-    )
-    mix = (torch.empty if splits_all else torch.zeros)(
-        batch * tokens * hq * dv, dtype=torch.float32, device=device
-    )
     out = torch.empty(batch, tokens, hq, dv, dtype=q.dtype, device=device)
 
     page = 0 if block_table is None else k_sel.shape[1]
@@ -150,41 +140,45 @@ def nsa_decode_triton(
     table_len = 0 if block_table is None else block_table.shape[1]
     dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
                 PRECISION=dot_precision(q.dtype))  # fmt: skip
-    n_blocks = triton.cdiv(max_len, l_sel)
-    choice = dict(
-        ROWS=rows, HEADS=heads_padded, TILE_N=block_n, NB=nb, N_SEL=n_sel,
-        N_PAD=triton.next_power_of_2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
-        **choice_sizes(n_tiles, nb, n_blocks, heads_padded),
+    tiling = dict(
+        ROWS=rows, HEADS=heads_padded, SPLITS=triton.next_power_of_2(max(splits_cmp, 1)),
+        TILE_N=block_n, NB=nb, CHUNK=choice["CHUNK"],
     )  # fmt: skip
-    alone = branch is None and choice["BLOCKS"] > CHOOSE_ALONE
     if splits_all:
         _decode_scan_kernel[(splits_all, programs)](
             q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
-            tile_max, arrived, table_len, k_cmp.shape[1], k_win.shape[1], groups, heads, tokens,
+            tile_max, table_len, k_cmp.shape[1], k_win.shape[1], groups, heads, tokens,
             splits_cmp, splits_all, n_tiles, l, d, l_sel, window, scale_log2, ROWS=rows,
             BLOCK_N=block_n, NB=nb, PAGE=0 if window_ring else page, RING=window_ring,
             POOL_DTYPE=tl.float32 if fp32 else tl.float16, num_warps=scan_warps(rows),
-            num_stages=SCAN_STAGES,
+            num_stages=SCAN_STAGES, **({'maxnreg': SCAN_REGISTERS} if SCAN_REGISTERS else {}),
             **dims,
         )  # fmt: skip
         launches.bump("_decode_scan_kernel")
-    if alone:
-        _decode_topn_kernel[(programs, tokens)](
-            lens, scan_m, scan_l, pooled, spill, tile_max, scratch, indices, groups, heads, tokens,
-            splits_cmp, splits_all, n_tiles, l, d, l_sel, SPLITS=split_cmp, num_warps=8,
-            num_stages=1, **choice,
+    if branch is None and not choice["SINGLE"]:
+        _decode_score_kernel[(triton.cdiv(n_tiles + 1, SUM_TILES), programs, tokens)](
+            lens, scan_m, scan_l, pooled, spill, tile_max, scores, groups, heads, tokens,
+            splits_cmp, splits_all, n_tiles, l, d, n_blocks, num_warps=4, num_stages=1, **tiling,
         )  # fmt: skip
-        launches.bump("_decode_topn_kernel")
-    _decode_selected_kernel[(arrivals, programs, tokens)](
-        q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, scan_o, scan_m, scan_l, pooled,
-        spill, tile_max, scratch, gates, mix, arrived, out, table_len, k_sel.shape[1], groups,
-        heads, tokens, splits_sel, share if branch in (None, "sel") else 0, arrivals, splits_cmp,
-        splits_all, n_tiles, l, d, l_sel, scale_log2,
-        BLOCK_N=min(block_n, 64, max(triton.next_power_of_2(l_sel), 16)), PAGE=page,
-        CHOOSE=branch is None and not alone, SPLITS_CMP=split_cmp, SPLITS_WIN=split_win,
-        SPLITS_SEL=split_sel, SCAN_HEADS=scan_heads,
-        SEL_HEADS=heads_at_once(split_sel, block_dv, heads), num_warps=4,
-        num_stages=SELECTED_STAGES, **choice, **dims,
+        launches.bump("_decode_score_kernel")
+    if splits_sel:
+        _decode_selected_kernel[(splits_sel, programs, tokens)](
+            q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, scan_m, scan_l, pooled,
+            spill, tile_max, scores, table_len, k_sel.shape[1], groups, heads, tokens, splits_sel,
+            share, splits_cmp, splits_all, n_tiles, l, d, l_sel, n_blocks, scale_log2,
+            BLOCK_N=min(block_n, 64, max(triton.next_power_of_2(l_sel), 16)), PAGE=page,
+            CHOOSE=branch is None, BLOCKS=choice["BLOCKS"], SINGLE=choice["SINGLE"],
+            RANKED=choice["RANKED"], N_SEL=n_sel, N_PAD=triton.next_power_of_2(n_sel),
+            N_INIT=n_init, N_LOCAL=n_local, num_warps=selected_warps(choice["BLOCKS"]),
+            num_stages=SELECTED_STAGES, **tiling, **dims,
+        )  # fmt: skip
+        launches.bump("_decode_selected_kernel")
+    _decode_merge_kernel[(programs, tokens * heads)](
+        scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens,
+        splits_cmp, splits_all, splits_sel, DV=dv, ROWS=rows, HEADS=heads_padded,
+        BLOCK_DV=block_dv, SPLITS_CMP=triton.next_power_of_2(max(splits_cmp, 1)),
+        SPLITS_WIN=triton.next_power_of_2(max(splits_win, 1)),
+        SPLITS_SEL=triton.next_power_of_2(max(splits_sel, 1)), num_warps=4,
     )  # fmt: skip
-    launches.bump("_decode_selected_kernel")
+    launches.bump("_decode_merge_kernel")
     return (out, indices) if return_indices else out
