@@ -191,18 +191,18 @@ def test_step(step, kernel_device):
     assert wrong <= 0.05 * total, f"{wrong} of {total} rows chose other blocks"
 
 
-@pytest.mark.parametrize("tiles, ranks", [(1, 2**20), (1, 0), (2**20, 0)])
-def test_every_way_to_choose_is_the_same(tiles, ranks, kernel_device, monkeypatch):
-    """Scores summed by a launch of its own or not; the top by ranks or by search."""
+@pytest.mark.parametrize("blocks, ranks", [(16, 2**20), (16, 0), (2**20, 0)])
+def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, monkeypatch):
+    """Candidates of several chunks or all blocks at once; the top by ranks or by search."""
     from nsa.kernels.decode import step
 
-    caches = Caches(Step((77, 45), T=2, h=4, n_sel=4), kernel_device)
+    caches = Caches(Step((577, 45), T=2, h=4, n_sel=4, capacity=600), kernel_device)
     out, indices = caches.run()
-    monkeypatch.setattr(step, "SUM_TILES", tiles)
-    monkeypatch.setattr(step, "RANK_BLOCKS", ranks)
+    monkeypatch.setattr(step, "CHUNK_BLOCKS", blocks)
+    monkeypatch.setattr(step, "RANK_CANDIDATES", ranks)
     with launches.recording() as counts:
         again, same = caches.run()
-    assert ("_decode_score_kernel" in counts) == (tiles == 1)
+    assert ("_decode_candidates_kernel" in counts) == (blocks == 16)
     assert torch.equal(same, indices)
     assert torch.equal(again, out)
 

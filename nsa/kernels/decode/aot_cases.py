@@ -7,10 +7,10 @@ from typing import Any
 import triton.language as tl
 
 from nsa.kernels.aot import AotCase
-from nsa.kernels.decode.choose import _decode_score_kernel
+from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
-from nsa.kernels.decode.step import choice_sizes, scan_warps, selected_warps
+from nsa.kernels.decode.step import choice_sizes, large_tiles, scan_warps, selected_warps
 from nsa.kernels.tiles import pad_dim, split_dim
 
 # dtype, element bytes, D, Dv, (token, head) rows, page
@@ -23,9 +23,9 @@ _SHAPES = (
 _FULL = (90, 120)
 
 _POINTERS = {
-    **{n: "*fp32" for n in ("PART_O", "PART_M", "PART_L", "POOLED", "SPILL", "TILE_MAX", "SCORES",
+    **{n: "*fp32" for n in ("PART_O", "PART_M", "PART_L", "POOLED", "SPILL", "TILE_MAX",
                             "SCAN_O", "SCAN_M", "SCAN_L", "SEL_O", "SEL_M", "SEL_L")},
-    **{n: "*i32" for n in ("LENS", "TABLE", "INDICES")},
+    **{n: "*i32" for n in ("LENS", "TABLE", "INDICES", "KEYS", "BLOCKS")},
 }  # fmt: skip
 
 
@@ -46,26 +46,27 @@ def aot_cases(arch: int) -> list[AotCase]:
     for dtype, size, d, dv, rows, page in _SHAPES if arch in _FULL else _SHAPES[:1]:
         label = f"{dtype}-D{d}-Dv{dv}-R{rows}-P{page}"
         d1, d2 = split_dim(d)
-        block_n = 32 if size == 4 else 64
-        nb = block_n // 4
+        small = 32 if size == 4 else 64
         dims = dict(D=d, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
                     PRECISION="ieee" if size == 4 else "tf32")  # fmt: skip
-        scan = dict(ROWS=rows, BLOCK_N=block_n, NB=nb, PAGE=page, RING=not page,
-                    POOL_DTYPE=tl.float32 if size == 4 else tl.float16)  # fmt: skip
-        warps = scan_warps(rows)
-        cases.append(_case(_decode_scan_kernel, label, dtype, {**dims, **scan}, warps, 2))
-        # One sequence of 8k and of 128k tokens, many sequences, a million tokens.
-        for n_tiles, splits in ((511 // block_n + 1, 8), (8191 // block_n + 1, 64), (32, 2),
-                                (65535 // block_n + 1, 64)):  # fmt: skip
-            choice = choice_sizes(n_tiles, nb, n_tiles * nb)
-            tiling = dict(ROWS=rows, HEADS=16, TILE_N=block_n, NB=nb, CHUNK=choice["CHUNK"],
-                          SPLITS=splits)  # fmt: skip
-            selected = dict(BLOCK_N=block_n, PAGE=page, CHOOSE=True, N_SEL=16, N_PAD=16, N_INIT=1,
-                            N_LOCAL=2)  # fmt: skip
-            name, constexprs = f"{label}-{n_tiles}tiles", {**tiling, **choice, **dims, **selected}
-            warps = selected_warps(choice["BLOCKS"])
-            cases.append(_case(_decode_selected_kernel, name, dtype, constexprs, warps, 2))
-        cases.append(_case(_decode_score_kernel, label, dtype, tiling, 4, 1))
+        pool = tl.float32 if size == 4 else tl.float16
+        for block_n in (small, 128) if large_tiles(size, d, dv, rows) else (small,):
+            scan = dict(ROWS=rows, BLOCK_N=block_n, NB=block_n // 4, PAGE=page, RING=not page,
+                        POOL_DTYPE=pool)  # fmt: skip
+            constexprs = {**dims, **scan}
+            name = f"{label}-N{block_n}"
+            cases.append(_case(_decode_scan_kernel, name, dtype, constexprs, scan_warps(rows), 2))
+        # One sequence of 8k, of 64k and of a million tokens.
+        for length, splits in ((8192, 8), (65536, 64), (2**20, 64)):
+            n_tiles = length // 16 // small
+            _, choice = choice_sizes(n_tiles, small // 4, length // 64, 16)
+            selected = dict(ROWS=rows, HEADS=16, TILE_N=small, NB=small // 4, SPLITS=splits,
+                            N_SEL=16, N_INIT=1, N_LOCAL=2, BLOCK_N=small, PAGE=page,
+                            CHOOSE=True, **choice, **dims)  # fmt: skip
+            cases.append(_case(_decode_selected_kernel, f"{label}-S{length}", dtype, selected,
+                               selected_warps(choice["N"]), 2))  # fmt: skip
+        some = {n: selected[n] for n in _decode_candidates_kernel.arg_names if n in selected}
+        cases.append(_case(_decode_candidates_kernel, label, dtype, some, 4, 1))
         merge = dict(DV=dv, ROWS=rows, HEADS=16, BLOCK_DV=pad_dim(dv), SPLITS_CMP=64,
                      SPLITS_WIN=8, SPLITS_SEL=16)  # fmt: skip
         cases.append(_case(_decode_merge_kernel, label, dtype, merge, 4, 2))

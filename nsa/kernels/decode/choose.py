@@ -51,70 +51,30 @@ def tile_scores(
 
 
 @triton.jit
-def _decode_score_kernel(
-    LENS, PART_M, PART_L, POOLED, SPILL, TILE_MAX, SCORES,
-    G, H, T, splits_cmp, splits_all, n_tiles, l, d, row_len,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
-    NB: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """SCORES [B * G, T, row_len] of a long context, CHUNK tiles a program."""
-    c0 = tl.program_id(0) * CHUNK
-    bg = tl.program_id(1)
-    token = tl.program_id(2)
-    score = tile_scores(
-        c0, bg, token, tl.load(LENS + bg // G), PART_M, PART_L, POOLED, SPILL, TILE_MAX, H,
-        splits_cmp, splits_all, n_tiles, l, d, ROWS, HEADS, SPLITS, TILE_N, NB, CHUNK,
-    )  # fmt: skip
-    at = (c0 + tl.arange(0, CHUNK))[:, None] * NB + tl.arange(0, NB)[None, :]
-    to = SCORES + (bg.to(tl.int64) * T + token) * row_len
-    tl.store(to + at, score, mask=at < row_len)
-
-
-@triton.jit
-def choose_blocks(
-    bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, SCORES, out,
-    H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, row_len,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
-    NB: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, SINGLE: tl.constexpr,
-    RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
-    N_LOCAL: tl.constexpr,
-):  # fmt: skip
-    """Store at `out` N_SEL blocks of one token and group, ascending, -1 padded (Eq. 9-12).
-
-    SINGLE: one chunk holds every tile, so the scores are summed here; else SCORES has them. RANKED:
-    each block is compared with all others, else the n-th largest score is searched.
-    """
-    position = length - T + token
-    own = position // l_sel
-    block = tl.arange(0, BLOCKS)
-    score = tl.zeros([BLOCKS], tl.float32)
-    if own + 1 > N_SEL:
-        if SINGLE:
-            score = tl.reshape(
-                tile_scores(
-                    0, bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, H, splits_cmp,
-                    splits_all, n_tiles, l, d, ROWS, HEADS, SPLITS, TILE_N, NB, CHUNK,
-                ),
-                [BLOCKS],
-            )  # fmt: skip
-        else:
-            scores = SCORES + (bg.to(tl.int64) * T + token) * row_len
-            score = tl.load(scores + block, mask=block <= own, other=0.0)
+def block_keys(score, block, own, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr):
+    """Integers that order the blocks as their scores do; forced ones above all, later ones -1."""
     age = own - block
     score = tl.where(block < N_INIT, 1.0e30, score)
     score = tl.where(age < N_LOCAL, 2.0e30 - age.to(tl.float32) * 1.0e28, score)
-    key = tl.where(age >= 0, score.to(tl.int32, bitcast=True), -1)
+    return tl.where(age >= 0, score.to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
+def top_places(key, N: tl.constexpr, N_SEL: tl.constexpr, RANKED: tl.constexpr):
+    """Which of N keys are the N_SEL largest (ties: the first; -1 is none), and their places in the
+    order of the keys. RANKED compares all with all, else the n-th largest key is searched.
+    """
     if RANKED:
+        at = tl.arange(0, N)
         ahead = (key[None, :] > key[:, None]) | (
-            (key[None, :] == key[:, None]) & (block[None, :] < block[:, None])
+            (key[None, :] == key[:, None]) & (at[None, :] < at[:, None])
         )
-        rank = tl.sum(ahead.to(tl.int32), 1)
-        keep = ((rank < N_SEL) & (key >= 0)).to(tl.int32)
+        keep = ((tl.sum(ahead.to(tl.int32), 1) < N_SEL) & (key >= 0)).to(tl.int32)
     else:
-        # The N_SEL-th largest key, by its bits: low reaches N_SEL keys, high does not.
+        # By its bits: low reaches N_SEL keys (if there are so many), high does not.
         cuts: tl.constexpr = 32
         low = 0
-        high = tl.where(own + 1 > N_SEL, tl.max(key, 0) + 1, 0)
+        high = tl.max(key, 0) + 1
         while high - low > 1:
             step = (high - low + cuts) // (cuts + 1)
             cut = low + step * (tl.arange(0, cuts) + 1)
@@ -127,7 +87,70 @@ def choose_blocks(
         room = N_SEL - tl.sum(above.to(tl.int32), 0)
         equal_rank = tl.cumsum(equal.to(tl.int32), 0)
         keep = (above | (equal & (equal_rank <= room))).to(tl.int32)
-    slot = tl.cumsum(keep, 0) - keep
-    tl.store(out + slot, block, mask=keep > 0)
+    return keep > 0, tl.cumsum(keep, 0) - keep
+
+
+@triton.jit
+def _decode_candidates_kernel(
+    LENS, PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS,
+    G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
+    NB: tl.constexpr, CHUNK: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
+    N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Of a long context, the best N_SEL blocks of each CHUNK tiles: KEYS and BLOCKS
+    [B * G, T, chunks, N_PAD], ascending by block, key -1 where there is none.
+    """
+    chunk = tl.program_id(0)
+    bg = tl.program_id(1)
+    token = tl.program_id(2)
+    length = tl.load(LENS + bg // G)
+    own = (length - T + token) // l_sel
+    score = tile_scores(
+        chunk * CHUNK, bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, H, splits_cmp,
+        splits_all, n_tiles, l, d, ROWS, HEADS, SPLITS, TILE_N, NB, CHUNK,
+    )  # fmt: skip
+    block = chunk * CHUNK * NB + tl.arange(0, CHUNK * NB)
+    key = block_keys(tl.reshape(score, [CHUNK * NB]), block, own, N_INIT, N_LOCAL)
+    keep, place = top_places(key, CHUNK * NB, N_SEL, True)
+    to = ((bg.to(tl.int64) * T + token) * chunks + chunk) * N_PAD
+    tl.store(KEYS + to + place, key, mask=keep)
+    tl.store(BLOCKS + to + place, block, mask=keep)
+    kept = tl.sum(keep.to(tl.int32), 0)
+    pad = tl.arange(0, N_PAD)
+    tl.store(KEYS + to + pad, tl.full([N_PAD], -1, tl.int32), mask=pad >= kept)
+
+
+@triton.jit
+def choose_blocks(
+    bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, out,
+    H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
+    NB: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, N: tl.constexpr,
+    RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
+    N_LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Store at `out` N_SEL blocks of one token and group, ascending, -1 padded (Eq. 9-12).
+
+    SINGLE: one chunk holds all N blocks and is summed here; else the best are among N candidates.
+    """
+    own = (length - T + token) // l_sel
+    at = tl.arange(0, N)
+    if SINGLE:
+        block = at
+        score = tl.reshape(
+            tile_scores(
+                0, bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, H, splits_cmp,
+                splits_all, n_tiles, l, d, ROWS, HEADS, SPLITS, TILE_N, NB, CHUNK,
+            ),
+            [N],
+        )  # fmt: skip
+        key = block_keys(score, block, own, N_INIT, N_LOCAL)
+    else:
+        candidates = (bg.to(tl.int64) * T + token) * chunks * N_PAD
+        key = tl.load(KEYS + candidates + at, mask=at < chunks * N_PAD, other=-1)
+        block = tl.load(BLOCKS + candidates + at, mask=key >= 0, other=0)
+    keep, place = top_places(key, N, N_SEL, RANKED)
+    tl.store(out + place, block, mask=keep)
     pad = tl.arange(0, N_PAD)
     tl.store(out + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL))

@@ -12,14 +12,14 @@ from nsa.kernels.decode.scan import cache_row
 @triton.jit
 def _decode_selected_kernel(
     Q, KS, VS, LENS, TABLE, INDICES, PART_O, PART_M, PART_L, SCAN_M, SCAN_L, POOLED, SPILL,
-    TILE_MAX, SCORES,
+    TILE_MAX, KEYS, BLOCKS,
     table_len, capacity, G, H, T, splits, share, splits_cmp, splits_all, n_tiles, l, d, l_sel,
-    row_len, scale_log2,
+    chunks, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, PRECISION: tl.constexpr, CHOOSE: tl.constexpr, SPLITS: tl.constexpr,
-    TILE_N: tl.constexpr, NB: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
-    SINGLE: tl.constexpr, RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
+    TILE_N: tl.constexpr, NB: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr,
+    N: tl.constexpr, RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
     N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
 ):  # fmt: skip
     """Partial attention of one token over `share` of its blocks; rows are heads. With CHOOSE every
@@ -36,9 +36,9 @@ def _decode_selected_kernel(
     indices = INDICES + ((batch.to(tl.int64) * T + token) * G + group) * N_SEL
     if CHOOSE:
         choose_blocks(
-            bg, token, length, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX, SCORES, indices, H, T,
-            splits_cmp, splits_all, n_tiles, l, d, l_sel, row_len, ROWS, HEADS, SPLITS, TILE_N, NB,
-            CHUNK, BLOCKS, SINGLE, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
+            bg, token, length, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, indices, H,
+            T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, ROWS, HEADS, SPLITS, TILE_N,
+            NB, CHUNK, SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
         )  # fmt: skip
         tl.debug_barrier()
     cols = tl.arange(0, BLOCK_DV)
@@ -109,21 +109,28 @@ def _decode_selected_kernel(
 
 
 @triton.jit
-def _merge(
+def _partials(
     PART_O, PART_M, PART_L, base, stride, begin, end, cols, DV, mask, SPLITS: tl.constexpr
 ):
-    """Softmax-weighted sum of the partials begin..end of one row; zero where all are empty."""
+    """Maxima, sums and outputs of the partials begin..end of one row."""
     split = begin + tl.arange(0, SPLITS)
     live = split < end
     at = base + split * stride
     m = tl.load(PART_M + at, mask=live, other=float("-inf"))
-    m_all = tl.max(m, 0)
-    weight = tl.math.exp2(m - tl.where(m_all == float("-inf"), 0.0, m_all))
-    total = tl.sum(weight * tl.load(PART_L + at, mask=live, other=0.0), 0)
-    part = tl.load(
+    s = tl.load(PART_L + at, mask=live, other=0.0)
+    o = tl.load(
         PART_O + at[:, None] * DV + cols[None, :], mask=live[:, None] & mask[None, :], other=0.0
     )
-    return tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    return m, s, o
+
+
+@triton.jit
+def _merged(m, s, o):
+    """Their softmax-weighted sum; zero where all are empty."""
+    m_all = tl.max(m, 0)
+    weight = tl.math.exp2(m - tl.where(m_all == float("-inf"), 0.0, m_all))
+    total = tl.sum(weight * s, 0)
+    return tl.sum(o * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit
@@ -142,17 +149,23 @@ def _decode_merge_kernel(
     cols = tl.arange(0, BLOCK_DV)
     mask = cols < DV
     scan = bg.to(tl.int64) * splits_all * ROWS + token * H + head
-    o_cmp = _merge(
-        SCAN_O, SCAN_M, SCAN_L, scan, ROWS, 0, splits_cmp, cols, DV, mask, SPLITS_CMP
-    )
-    o_win = _merge(
-        SCAN_O, SCAN_M, SCAN_L, scan, ROWS, splits_cmp, splits_all, cols, DV, mask, SPLITS_WIN
-    )
     chosen = (bg.to(tl.int64) * T + token) * splits_sel * HEADS + head
-    o_sel = _merge(SEL_O, SEL_M, SEL_L, chosen, HEADS, 0, splits_sel, cols, DV, mask, SPLITS_SEL)
     row = (batch.to(tl.int64) * T + token) * (G * H) + group * H + head
     gate = GATES + row * 3
-    out = o_cmp * tl.load(gate).to(tl.float32)
-    out += o_sel * tl.load(gate + 1).to(tl.float32)
-    out += o_win * tl.load(gate + 2).to(tl.float32)
+    # All loads before any sum, which waits for its own.
+    m_cmp, s_cmp, o_cmp = _partials(
+        SCAN_O, SCAN_M, SCAN_L, scan, ROWS, 0, splits_cmp, cols, DV, mask, SPLITS_CMP
+    )
+    m_win, s_win, o_win = _partials(
+        SCAN_O, SCAN_M, SCAN_L, scan, ROWS, splits_cmp, splits_all, cols, DV, mask, SPLITS_WIN
+    )
+    m_sel, s_sel, o_sel = _partials(
+        SEL_O, SEL_M, SEL_L, chosen, HEADS, 0, splits_sel, cols, DV, mask, SPLITS_SEL
+    )
+    g_cmp = tl.load(gate).to(tl.float32)
+    g_sel = tl.load(gate + 1).to(tl.float32)
+    g_win = tl.load(gate + 2).to(tl.float32)
+    out = _merged(m_cmp, s_cmp, o_cmp) * g_cmp
+    out += _merged(m_sel, s_sel, o_sel) * g_sel
+    out += _merged(m_win, s_win, o_win) * g_win
     tl.store(OUT + row * DV + cols, out.to(OUT.dtype.element_ty), mask=mask)

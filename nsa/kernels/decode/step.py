@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
-from nsa.kernels.decode.choose import _decode_score_kernel
+from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.tiles import dot_precision, pad_dim, split_dim
@@ -19,13 +19,10 @@ from nsa.kernels.tiles import dot_precision, pad_dim, split_dim
 SCAN_PER_SM = 4  # programs that the scan aims at: one tile's chain of loads hides another's
 SELECTED_PER_SM = 2
 SELECTED_SPLITS = 16
-TILE_N = 64  # keys per tile
-SCAN_REGISTERS = None
-SCAN_STAGES = 2  # tiles of keys in flight per program
-SELECTED_STAGES = 2
-RANK_BLOCKS = 128  # up to here comparing all blocks with all is quicker than a search
-SUM_TILES = 16  # whose scores every program of the selected blocks sums for itself; with more, a
-# launch of its own sums them, this many a program
+MANY_TILES = 8  # of 64 keys per SM: from here on larger tiles
+CHUNK_BLOCKS = 128  # whose scores one program sums and ranks; more of them are several chunks, of
+# which a launch of its own takes the candidates
+RANK_CANDIDATES = 128  # up to here comparing all with all is quicker than a search
 
 
 @functools.cache
@@ -40,17 +37,24 @@ def scan_warps(rows: int) -> int:
     return 8 if rows > 32 else 4
 
 
-def choice_sizes(n_tiles: int, nb: int, n_blocks: int) -> dict[str, int | bool]:
-    """How the scores of n_blocks in n_tiles tiles of nb are summed, and the top of them found."""
+def choice_sizes(n_tiles: int, nb: int, n_blocks: int, n_sel: int) -> tuple[int, dict[str, int]]:
+    """How the best of n_blocks are found that lie in n_tiles tiles of nb: (chunks, constants)."""
     chunk = triton.next_power_of_2(max(n_tiles, triton.cdiv(n_blocks, nb)))
-    single = chunk <= SUM_TILES
-    blocks = chunk * nb if single else max(triton.next_power_of_2(n_blocks), 32)
-    return dict(CHUNK=chunk if single else SUM_TILES, BLOCKS=blocks, SINGLE=single,
-                RANKED=blocks <= RANK_BLOCKS)  # fmt: skip
+    most = max(CHUNK_BLOCKS // nb, 1)
+    n_pad, single = triton.next_power_of_2(n_sel), chunk <= most
+    chunks = 1 if single else triton.cdiv(n_blocks, most * nb)
+    n = chunk * nb if single else triton.next_power_of_2(chunks) * n_pad
+    return chunks, dict(CHUNK=min(chunk, most), SINGLE=single, N=n, N_PAD=n_pad,
+                        RANKED=n <= RANK_CANDIDATES)  # fmt: skip
 
 
-def selected_warps(blocks: int) -> int:
-    return 4 if blocks <= 2048 else 8
+def selected_warps(candidates: int) -> int:
+    return 4 if candidates <= 1024 else 8
+
+
+def large_tiles(size: int, dim: int, dv: int, rows: int) -> bool:
+    """Do tiles of 128 keys fit the registers?"""
+    return size == 2 and max(dim, dv) <= 128 and rows <= 32
 
 
 def why_not_decode(l: int, d: int, l_sel: int) -> str | None:
@@ -100,14 +104,15 @@ def nsa_decode_triton(
     ratio = l_sel // d
     interpret = device.type != "cuda"
     fp32 = q.dtype == torch.float32
-    block_n = max(16 if interpret else (32 if fp32 else TILE_N), (2 if interpret else 8) * ratio)
-    nb = block_n // ratio
+    block_n = max(16 if interpret else (32 if fp32 else 64), (2 if interpret else 8) * ratio)
     rows = max(triton.next_power_of_2(tokens * heads), 16)
     heads_padded = max(triton.next_power_of_2(heads), 16)
     n_cmp = max((max_len - l) // d + 1, 0) if max_len >= l else 0
+    programs, sms = batch * groups, _sm_count(device.index)
+    if large_tiles(q.element_size(), dim, dv, rows) and programs * triton.cdiv(n_cmp, 64) >= MANY_TILES * sms:
+        block_n = 128
+    nb = block_n // ratio
     n_tiles = max(triton.cdiv(n_cmp, block_n), 1)
-    programs = batch * groups
-    sms = _sm_count(device.index)
     # Splits that fill the chip at the longest length, but no more than there are tiles.
     target = SCAN_PER_SM * sms
     splits_win = max(1, min(triton.cdiv(window + tokens - 1, block_n), target // (2 * programs), 8))
@@ -125,9 +130,9 @@ def nsa_decode_triton(
     scan_m, scan_l = empty(programs * splits_all * rows), empty(programs * splits_all * rows)
     pooled = empty(programs * rows * n_tiles * nb)
     spill, tile_max = empty(programs * rows * n_tiles), empty(programs * rows * n_tiles)
-    n_blocks = triton.cdiv(max_len, l_sel)
-    choice = choice_sizes(n_tiles, nb, n_blocks)
-    scores = empty(0 if choice["SINGLE"] else programs * tokens * n_blocks)
+    chunks, choice = choice_sizes(n_tiles, nb, triton.cdiv(max_len, l_sel), n_sel)
+    candidates = 0 if choice["SINGLE"] else programs * tokens * chunks * choice["N_PAD"]
+    keys, blocks = (torch.empty(candidates, dtype=torch.int32, device=device) for _ in range(2))
     indices = block_indices
     if indices is None:
         indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=device)
@@ -140,9 +145,10 @@ def nsa_decode_triton(
     table_len = 0 if block_table is None else block_table.shape[1]
     dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
                 PRECISION=dot_precision(q.dtype))  # fmt: skip
-    tiling = dict(
+    choosing = dict(
         ROWS=rows, HEADS=heads_padded, SPLITS=triton.next_power_of_2(max(splits_cmp, 1)),
-        TILE_N=block_n, NB=nb, CHUNK=choice["CHUNK"],
+        TILE_N=block_n, NB=nb, CHUNK=choice["CHUNK"], N_SEL=n_sel, N_PAD=choice["N_PAD"],
+        N_INIT=n_init, N_LOCAL=n_local,
     )  # fmt: skip
     if splits_all:
         _decode_scan_kernel[(splits_all, programs)](
@@ -151,26 +157,25 @@ def nsa_decode_triton(
             splits_cmp, splits_all, n_tiles, l, d, l_sel, window, scale_log2, ROWS=rows,
             BLOCK_N=block_n, NB=nb, PAGE=0 if window_ring else page, RING=window_ring,
             POOL_DTYPE=tl.float32 if fp32 else tl.float16, num_warps=scan_warps(rows),
-            num_stages=SCAN_STAGES, **({'maxnreg': SCAN_REGISTERS} if SCAN_REGISTERS else {}),
-            **dims,
+            num_stages=2, **dims,
         )  # fmt: skip
         launches.bump("_decode_scan_kernel")
     if branch is None and not choice["SINGLE"]:
-        _decode_score_kernel[(triton.cdiv(n_tiles + 1, SUM_TILES), programs, tokens)](
-            lens, scan_m, scan_l, pooled, spill, tile_max, scores, groups, heads, tokens,
-            splits_cmp, splits_all, n_tiles, l, d, n_blocks, num_warps=4, num_stages=1, **tiling,
+        _decode_candidates_kernel[(chunks, programs, tokens)](
+            lens, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, groups, heads, tokens,
+            splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, num_warps=4, num_stages=1,
+            **choosing,
         )  # fmt: skip
-        launches.bump("_decode_score_kernel")
+        launches.bump("_decode_candidates_kernel")
     if splits_sel:
         _decode_selected_kernel[(splits_sel, programs, tokens)](
             q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, scan_m, scan_l, pooled,
-            spill, tile_max, scores, table_len, k_sel.shape[1], groups, heads, tokens, splits_sel,
-            share, splits_cmp, splits_all, n_tiles, l, d, l_sel, n_blocks, scale_log2,
+            spill, tile_max, keys, blocks, table_len, k_sel.shape[1], groups, heads, tokens,
+            splits_sel, share, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, scale_log2,
             BLOCK_N=min(block_n, 64, max(triton.next_power_of_2(l_sel), 16)), PAGE=page,
-            CHOOSE=branch is None, BLOCKS=choice["BLOCKS"], SINGLE=choice["SINGLE"],
-            RANKED=choice["RANKED"], N_SEL=n_sel, N_PAD=triton.next_power_of_2(n_sel),
-            N_INIT=n_init, N_LOCAL=n_local, num_warps=selected_warps(choice["BLOCKS"]),
-            num_stages=SELECTED_STAGES, **tiling, **dims,
+            CHOOSE=branch is None, SINGLE=choice["SINGLE"], N=choice["N"],
+            RANKED=choice["RANKED"], num_warps=selected_warps(choice["N"]), num_stages=2,
+            **choosing, **dims,
         )  # fmt: skip
         launches.bump("_decode_selected_kernel")
     _decode_merge_kernel[(programs, tokens * heads)](
