@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -171,6 +173,19 @@ def grads(fn: Callable[..., Tensor], inputs: Sequence[Tensor], grad_out: Tensor)
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = fn(*leaves)
     return list(torch.autograd.grad(out, leaves, grad_out.to(out.dtype)))
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """torch.use_deterministic_algorithms(True) inside: kernels must not add in changing order."""
+    before = torch.are_deterministic_algorithms_enabled()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*deterministic")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
 
 
 def assert_finite(**tensors: Tensor) -> None:

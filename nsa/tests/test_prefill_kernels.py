@@ -15,7 +15,7 @@ from bench.parity import assert_parity
 from nsa import blocks, launches, oracle, reference, select
 from nsa.compress import mean_pool
 from nsa.kernels import prefill
-from nsa.tests.helpers import BLOCK_KINDS, make_block_indices, randn
+from nsa.tests.helpers import BLOCK_KINDS, deterministic, make_block_indices, randn
 
 pytestmark = pytest.mark.kernel
 F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
@@ -176,6 +176,15 @@ def exact(inputs: Inputs, oracle_fn, reference_fn, plain: bool):
     return reference_fn if plain or inputs.shape.big else oracle_fn
 
 
+def compressed_backward(x: Inputs) -> list[str]:
+    """The kernels that the backward of compressed attention takes for these inputs."""
+    from nsa.kernels.prefill import span_bwd_fused
+
+    if span_bwd_fused.usable(x.q, x.k_cmp, x.v_cmp, x.do):
+        return ["_span_bwd_fused_kernel"]
+    return ["_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel"]
+
+
 @ALL
 def test_compressed(shape, device):
     x = Inputs(shape, device)
@@ -190,7 +199,7 @@ def test_compressed(shape, device):
     )
     kernels = ["_span_fwd_kernel"]
     if sum(map(len, x.split(x.k_cmp))):
-        kernels += ["_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel"]
+        kernels += compressed_backward(x)
     check("compressed", x, ["q", "k_cmp", "v_cmp"], ours, theirs, kernels)
 
 
@@ -231,10 +240,7 @@ def selected_case(shape: Shape, device: str, kind: str, seed: int) -> None:
         q, k, v, x.layout(torch.cat([b[0] for b in indices])), block_size=shape.l_sel,
         **x.packing(),
     )  # fmt: skip
-    kernels = [
-        "_block_attn_fwd_kernel", "_block_attn_bwd_dq_kernel", "_block_attn_bwd_dkdv_kernel",
-        "_block_attn_bwd_sum_kernel",
-    ]  # fmt: skip
+    kernels = ["_block_attn_fwd_kernel", "_block_attn_bwd_dkdv_kernel"]
     check(f"selected-{kind}", x, ["q", "k", "v"], ours, theirs, kernels)
 
 
@@ -323,7 +329,7 @@ def test_whole(shape, device):
 
 @pytest.mark.core
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[6]], ids=str)
-def test_gradients_repeat_bitwise(shape, device):
+def test_deterministic_gradients_repeat_bitwise(shape, device):
     x = Inputs(shape, device, seed=7)
     names = ["q", "k_cmp", "v_cmp", "k", "v", "k_win", "v_win", "gates"]
 
@@ -335,8 +341,12 @@ def test_gradients_repeat_bitwise(shape, device):
         )  # fmt: skip
         return torch.autograd.grad(flat(out, x.do), leaves, x.do)
 
-    for name, a, b in zip(names, gradients(), gradients(), strict=True):
+    with deterministic(), launches.recording() as counts:
+        first, again = gradients(), gradients()
+    for name, a, b in zip(names, first, again, strict=True):
         assert torch.equal(a, b), name
+    assert counts["_block_attn_bwd_dq_kernel"] == 2 and counts["_block_attn_bwd_sum_kernel"] == 4
+    assert counts["_span_bwd_dq_kernel"] == 4 and "_span_bwd_fused_kernel" not in counts
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8]], ids=str)

@@ -34,16 +34,16 @@ _FEWER = {89: {("bf16", 128)}, 100: {("bf16", 128), ("bf16", 256)}}
 
 _POINTERS = {
     "LSE": "*fp32", "LSE_CMP": "*fp32", "LSE_SEL": "*fp32", "LSE_WIN": "*fp32", "LSES": "*fp32",
-    "DELTA": "*fp32", "DELTAS": "*fp32", "SCORES": "*fp32", "PART": "*fp32",
-    "PART_K": "*fp32", "PART_V": "*fp32", "CU_Q": "*i32", "CU_K": "*i32", "CU_SEQLENS": "*i32",
+    "DQ": "*fp32", "DELTA": "*fp32", "DELTAS": "*fp32", "SCORES": "*fp32", "PART": "*fp32",
+    "OUT_K": "*fp32", "OUT_V": "*fp32", "CU_Q": "*i32", "CU_K": "*i32", "CU_SEQLENS": "*i32",
     "SEQ_BEGIN": "*i32", "BLOCK_INDICES": "*i32", "ORDER": "*i32", "CHUNK_TILE": "*i32",
     "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
-    "ENTRIES": "*i64", "STATE": "*i32",
+    "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32", "COUNTS": "*i32",
 }  # fmt: skip
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
     "block_size", "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
-    "T", "share",
+    "T", "share", "n_slabs",
 }  # fmt: skip
 
 
@@ -81,6 +81,8 @@ def _case(kernel: Any, label: str, dtype: str, constexprs: dict, tiles: tuple) -
     limit = 128 if constexprs.get("D", 0) <= 128 else 208
     if kernel is span_bwd._span_bwd_dkdv_kernel and constexprs["D"] == 128:
         limit = 336
+    if constexprs.get("ADD"):  # adding dQ: addresses of gathered rows, which each lane holds
+        limit = 176
     return AotCase(
         f"{kernel.__name__}-{label}", kernel, types, constexprs, num_warps=tiles[0],
         num_stages=tiles[1], max_spill=limit,
@@ -88,21 +90,20 @@ def _case(kernel: Any, label: str, dtype: str, constexprs: dict, tiles: tuple) -
 
 
 def _fused_case(
-    label: str, dtype: str, d: int, dv: int, h: int, mode: int, tiles: tuple
+    label: str, dtype: str, d: int, dv: int, h: int, varlen: bool, tiles: tuple
 ) -> AotCase:
-    """The fused backward of a span: its gradients are fp32 where programs add to them."""
+    """The fused backward of compressed keys: its gradients are fp32 where programs add to them."""
     kernel = span_bwd_fused._span_bwd_fused_kernel
     rows, block_n, warps, stages = tiles
     d1, d2 = split_dim(d)
-    c = dict(D=d, DV=dv, MODE=mode, VARLEN=mode == SLIDING, BLOCK_Q=rows // h, HEADS=h,
-             BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, SPLIT=mode == COMPRESSED,
-             TMA_ADD=True)  # fmt: skip
+    c = dict(D=d, DV=dv, VARLEN=varlen, BLOCK_Q=rows // h, HEADS=h, BLOCK_N=block_n, BLOCK_D=d1,
+             BLOCK_D2=d2, SPLIT=not varlen, TMA_ADD=True)  # fmt: skip
     tile = lambda element, *width: f"tensordesc<{element}{[rows // h, h, *width]}>"
     types = {n: _type(n, dtype) for n in kernel.arg_names if n not in c}
     types |= {"QD": tile(dtype, d1), "QD2": tile(dtype, d2 or d1), "DOD": tile(dtype, dv),
               "DQD": tile("fp32", d1), "DQD2": tile("fp32", d2 or d1), "LSED": tile("fp32"),
-              "DELTAD": tile("fp32"), "DQ": "*fp32"}  # fmt: skip
-    if mode == COMPRESSED:
+              "DELTAD": tile("fp32")}  # fmt: skip
+    if not varlen:
         types |= {"DK": "*fp32", "DV_OUT": "*fp32"}
     # What is kept on the stack: addresses of K and V for the tensor cores, read again in each step,
     # and the accumulators for a moment between the loops.
@@ -134,7 +135,9 @@ def aot_cases(arch: int) -> list[AotCase]:
                 cases.append(_case(kernel, name, dtype, {**span, **extra, **tile}, launch))
             fused = span_bwd_fused.fused_tiles(arch, d, dv) if size == 2 else None
             if fused:
-                cases.append(_fused_case(name, dtype, d, dv, h, mode, fused))
+                varlen = mode == SLIDING
+                more = f"{label}-{'whole' if varlen else 'split'}"
+                cases.append(_fused_case(more, dtype, d, dv, h, varlen, fused))
         rows, block_n, *launch = block_select.score_tiles(arch, d, size)
         block_n = max(block_n, 32)
         tile = dict(
@@ -164,6 +167,22 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(
             _case(block_attn_bwd._block_attn_bwd_dq_kernel, label, dtype, {**bwd, **more}, launch)
         )
+        for add in (False, True):
+            launch = (block_attn_bwd.fused_tiles if add else block_attn_bwd.dkdv_tiles)(
+                arch, d, dv, size
+            )
+            if launch:
+                tile = dict(
+                    VARLEN=not add, PAIRS=max(launch[0] // h, 1), HEADS=h, ADD=add,
+                    BLOCK_N=block_attn_bwd.key_tile(64, max(d, dv)),
+                )  # fmt: skip
+                cases.append(
+                    _case(
+                        block_attn_bwd._block_attn_bwd_dkdv_kernel,
+                        f"{label}-{'fused' if add else 'parts'}", dtype, {**wide, **tile},
+                        launch[1:],
+                    )  # fmt: skip
+                )
         if queries:
             union = dict(QUERIES=queries, HEADS=heads, ROOM=16 * queries, TMA=tma)
             for kernel, tiles, extra in (

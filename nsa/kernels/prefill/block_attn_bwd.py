@@ -1,9 +1,11 @@
-"""Selection attention by block indices, backward: dQ by rows, dK and dV by key tiles.
+"""Selection attention by block indices, backward: by key tiles, dQ by atomics or in its own pass.
 
-dQ runs in the forward's order, by union tiles where they pay (union_lists.py). dK and dV walk the
-inverted lists (block_lists.py): a program owns a chunk of the rows that attend one key tile, keeps
-K, V, dK and dV of the tile on chip and gathers rows of Q and dO. No atomics: chunks write fp32
-partials that are summed in a fixed order.
+dK and dV walk the inverted lists (block_lists.py): a program owns a chunk of the rows that attend
+one key tile, keeps K, V, dK and dV of the tile on chip and gathers rows of Q and dO. It can add
+dQ = dS K of each row to an fp32 buffer, and dK and dV too: one pass, gradients that repeat up to
+the rounding of fp32. Where torch asks for deterministic algorithms, chunks write fp32 partials that
+are summed in a fixed order, and dQ runs in the forward's order, by union tiles where they pay
+(union_lists.py).
 """
 
 from __future__ import annotations
@@ -132,28 +134,36 @@ def _block_attn_bwd_dq_kernel(
 
 
 @triton.jit
+def _add_rows(OUT, x, row, live, offs, WIDTH: tl.constexpr):
+    at = OUT + row[:, None] * WIDTH + offs[None, :]
+    tl.atomic_add(at, x, mask=live[:, None] & (offs < WIDTH)[None, :], sem="relaxed")
+
+
+@triton.jit
 def _block_attn_bwd_dkdv_kernel(
-    Q, K, V, DO, LSE, DELTA, ORDER, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, PART_K,
-    PART_V, S, S_KV, G, H, q_start, n_sel, per_seq, scale, scale_log2,
+    Q, K, V, DO, LSE, DELTA, ORDER, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, DQ, OUT_K,
+    OUT_V, S, S_KV, G, H, q_start, n_sel, per_seq, n_slabs, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, PAIRS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """fp32 dK, dV of one key tile from one chunk of its rows: PART_[chunk, BLOCK_N, D]."""
+    """dK, dV of one key tile from one chunk of its rows: fp32 OUT_[chunk, BLOCK_N, D].
+
+    ADD: OUT_K and OUT_V are fp32 [.., G, D], zeroed; the chunk's part is added to them, and that of
+    dQ to DQ, fp32 [.., HQ, D]. dQ and dK are then without the softmax scale.
+    """
     chunk = tl.program_id(0)
     begin = tl.load(CHUNK_BEGIN + chunk)
     end = tl.load(CHUNK_END + chunk)
     if begin >= end:
         return
     tile = tl.load(CHUNK_TILE + chunk)
-    # Tiles are numbered (sequence, group, tile): one group's rows follow each other through L2.
+    # Numbered (sequence, slab, group, tile): one group's rows follow each other through L2.
     group = tile // per_seq % G
-    sequence = tile // per_seq // G
+    sequence = tile // per_seq // G // n_slabs
     offs_n = tile % per_seq * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    stride_kt = G * D
-    stride_vt = G * DV
     if VARLEN:
         first_row = tl.load(CU_SEQLENS + sequence)
         n_keys = tl.load(CU_SEQLENS + sequence + 1) - first_row
@@ -162,18 +172,16 @@ def _block_attn_bwd_dkdv_kernel(
         first_row = 0
         n_keys = S_KV
         first_key = sequence.to(tl.int64) * S_KV
-    k_base = K + first_key * stride_kt + group * D
-    v_base = V + first_key * stride_vt + group * DV
-    live_n = (offs_n < n_keys)[:, None]
-    row = offs_n.to(tl.int64)
+    live_n = offs_n < n_keys
+    key_row = (first_key + offs_n) * G + group
     k = tl.load(
-        k_base + row[:, None] * stride_kt + offs_d[None, :],
-        mask=live_n & (offs_d < D)[None, :],
+        K + key_row[:, None] * D + offs_d[None, :],
+        mask=live_n[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
     v = tl.load(
-        v_base + row[:, None] * stride_vt + offs_dv[None, :],
-        mask=live_n & (offs_dv < DV)[None, :],
+        V + key_row[:, None] * DV + offs_dv[None, :],
+        mask=live_n[:, None] & (offs_dv < DV)[None, :],
         other=0.0,
     )
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -181,8 +189,8 @@ def _block_attn_bwd_dkdv_kernel(
     if BLOCK_D2 > 0:
         offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
         k2 = tl.load(
-            k_base + row[:, None] * stride_kt + offs_d2[None, :],
-            mask=live_n & (offs_d2 < D)[None, :],
+            K + key_row[:, None] * D + offs_d2[None, :],
+            mask=live_n[:, None] & (offs_d2 < D)[None, :],
             other=0.0,
         )
         dk2 = tl.zeros([BLOCK_N, BLOCK_D2], tl.float32)
@@ -226,13 +234,26 @@ def _block_attn_bwd_dkdv_kernel(
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if BLOCK_D2 > 0:
             dk2 = tl.dot(ds, q2, dk2, input_precision=PRECISION)
-    part = chunk.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tl.store(PART_K + part[:, None] * D + offs_d[None, :], dk * scale, mask=(offs_d < D)[None, :])
-    if BLOCK_D2 > 0:
-        tl.store(
-            PART_K + part[:, None] * D + offs_d2[None, :], dk2 * scale, mask=(offs_d2 < D)[None, :]
-        )
-    tl.store(PART_V + part[:, None] * DV + offs_dv[None, :], dv, mask=(offs_dv < DV)[None, :])
+        if ADD:
+            # Transposed, both operands come from shared memory: fewer registers than dS^T as rows.
+            dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=PRECISION))
+            _add_rows(DQ, dq, row_index, live, offs_d, D)
+            if BLOCK_D2 > 0:
+                dq2 = tl.trans(tl.dot(tl.trans(k2), ds, input_precision=PRECISION))
+                _add_rows(DQ, dq2, row_index, live, offs_d2, D)
+    if ADD:
+        _add_rows(OUT_K, dk, key_row, live_n, offs_d, D)
+        if BLOCK_D2 > 0:
+            _add_rows(OUT_K, dk2, key_row, live_n, offs_d2, D)
+        _add_rows(OUT_V, dv, key_row, live_n, offs_dv, DV)
+    else:
+        part = chunk.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        k_at = OUT_K + part[:, None] * D
+        tl.store(k_at + offs_d[None, :], dk * scale, mask=(offs_d < D)[None, :])
+        if BLOCK_D2 > 0:
+            tl.store(k_at + offs_d2[None, :], dk2 * scale, mask=(offs_d2 < D)[None, :])
+        v_at = OUT_V + part[:, None] * DV
+        tl.store(v_at + offs_dv[None, :], dv, mask=(offs_dv < DV)[None, :])
 
 
 @triton.jit
@@ -280,6 +301,28 @@ def dq_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
     return (32, 1, 2) if max(d, dv) <= 128 else (64, 4, 2)
 
 
+def fused_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int] | None:
+    """dkdv_tiles of the pass that adds dQ too; None where it does not fit the registers."""
+    if arch == 0:
+        return 32, 4, 1
+    widest = max(d, dv)
+    if itemsize == 4:
+        return None
+    if arch not in (90, 100, 103):
+        return (32 if arch < 90 else 16, 8, 1) if widest <= 128 else None
+    if widest <= 128:
+        return 64, 4, 1
+    return (32, 8, 1) if widest <= 192 else (32, 4, 1)
+
+
+def slab_rows(arch: int, device: torch.device, heads: int, dim: int, dv: int, size: int) -> int:
+    """Queries whose rows of Q, dO and fp32 dQ of one group fill half of the L2 cache."""
+    if arch == 0:
+        return 16
+    room = torch.cuda.get_device_properties(device).L2_cache_size // 2
+    return max(room // (heads * ((dim + dv) * size + dim * 4)), 512)
+
+
 def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
     """(rows gathered a step, num_warps, num_stages) of the dK/dV kernel; keys are key_tile()."""
     if arch == 0:
@@ -305,36 +348,90 @@ def block_attention_bwd(
     """dq, dk, dv like q, k, v; arguments as for block_attention_fwd.
 
     delta [.., HQ] fp32 is rowsum(grad_out * out), computed when not given (out is not read then).
-    With dq given, this branch's part is added to it in place. Raises NotImplementedError for a
-    block_size that has no key tile.
+    With dq given (fp32, like q), dQ / softmax_scale of this branch is added to it in place and dq
+    itself is returned. Raises NotImplementedError for a block_size that has no key tile.
     """
     varlen = seq_begin is not None
-    device = q.device
     hq, dim = q.shape[-2:]
     groups, dv_dim = v.shape[-2:]
     heads = hq // groups
-    tokens = lse.numel() // max(hq, 1)
-    accumulate = dq is not None
-    if tokens == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    arch = arch_of(device)
+    if lse.numel() == 0:
+        return torch.zeros_like(q) if dq is None else dq, torch.zeros_like(k), torch.zeros_like(v)
+    arch = arch_of(q.device)
     tile = key_tile(block_size, max(dim, dv_dim)) if arch else 16
     if block_size % tile or tile & (tile - 1) or tile < 16:
         raise NotImplementedError(
             f"block_size must be 16, 32 or a multiple of 64, got {block_size}"
         )
-    if not accumulate:
-        dq = torch.empty_like(q)
     if delta is None:
         delta = attention_delta(out, grad_out)
-    d1, d2 = split_dim(dim)
-    n_sel = block_indices.shape[-1]
+    fused = None
+    if not torch.are_deterministic_algorithms_enabled():
+        fused = fused_tiles(arch, dim, dv_dim, q.element_size())
+    if not fused:
+        dq = _dq_by_rows(
+            grad_out, q, k, v, lse, delta, block_indices, dq, block_size=block_size,
+            softmax_scale=softmax_scale, seq_begin=seq_begin, q_start=q_start,
+        )  # fmt: skip
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
-    common = dict(
-        D=dim, DV=dv_dim, VARLEN=varlen, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim),
-        PRECISION=dot_precision(q.dtype),
+    n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
+    per_seq = triton.cdiv(max_seqlen if varlen else s_kv, tile)
+    slabs = {}
+    if fused:
+        slab = slab_rows(arch, q.device, heads, dim, dv_dim, q.element_size())
+        slabs = dict(n_slabs=triton.cdiv(max_seqlen if varlen else s_q, slab), slab=slab)
+    lists = rows_of_tiles(
+        block_indices, block_size // tile, n_seq, per_seq, cu_seqlens if varlen else None, **slabs
+    )
+    like = dict(dtype=torch.float32, device=q.device)
+    if fused:
+        out_k, out_v = torch.zeros(k.shape, **like), torch.zeros(v.shape, **like)
+        acc = torch.zeros(q.shape, **like) if dq is None else dq
+    else:
+        out_k = torch.empty(lists.n_chunks, tile, dim, **like)
+        out_v = torch.empty(lists.n_chunks, tile, dv_dim, **like)
+        acc = delta  # not used
+    rows, warps, stages = fused or dkdv_tiles(arch, dim, dv_dim, q.element_size())
+    heads_padded = triton.next_power_of_2(heads)
+    d1, d2 = split_dim(dim)
+    cu_arg = cu_seqlens if varlen else lists.order
+    _block_attn_bwd_dkdv_kernel[(lists.n_chunks,)](
+        q, k, v, grad_out, lse, delta, lists.order, lists.chunk_tile, lists.chunk_begin,
+        lists.chunk_end, cu_arg, acc, out_k, out_v, s_q, s_kv, groups, heads, q_start,
+        block_indices.shape[-1], per_seq, lists.n_slabs, softmax_scale, softmax_scale * LOG2E,
+        D=dim, DV=dv_dim, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded,
+        BLOCK_N=tile, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim), ADD=fused is not None,
+        PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    scales = (softmax_scale, softmax_scale * LOG2E)
+    launches.bump("_block_attn_bwd_dkdv_kernel")
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    if fused:
+        if dq is None:
+            dq = torch.mul(acc, softmax_scale, out=torch.empty_like(q))
+        return dq, torch.mul(out_k, softmax_scale, out=dk), dv.copy_(out_v)
+    rows = min(tile, 16)
+    for part, grad, width in ((out_k, dk, dim), (out_v, dv, dv_dim)):
+        _block_attn_bwd_sum_kernel[(lists.n_tiles, triton.cdiv(tile, rows))](
+            part, grad, lists.tile_chunks, cu_arg, s_kv, groups, per_seq,
+            DIM=width, BLOCK_DIM=pad_dim(width), BLOCK_N=tile, ROWS=rows, VARLEN=varlen,
+        )  # fmt: skip
+        launches.bump("_block_attn_bwd_sum_kernel")
+    return dq, dk, dv
+
+
+def _dq_by_rows(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
+    delta: torch.Tensor, block_indices: torch.Tensor, dq: torch.Tensor | None, *, block_size: int,
+    softmax_scale: float, seq_begin: torch.Tensor | None, q_start: int,
+) -> torch.Tensor:  # fmt: skip
+    """dQ, or dq with dQ / softmax_scale added to it: one program per token and group."""
+    varlen = seq_begin is not None
+    hq, dim = q.shape[-2:]
+    groups, dv_dim = v.shape[-2:]
+    heads = hq // groups
+    arch = arch_of(q.device)
+    accumulate = dq is not None
+    dq, scale = (dq, 1.0) if accumulate else (torch.empty_like(q), softmax_scale)
     union_tiles = union_dq_tiles(arch, dim, dv_dim)
     unions = union_tiles and lists_for(
         "dq", q, block_indices, seq_begin=seq_begin, q_start=q_start, block_size=block_size,
@@ -344,46 +441,23 @@ def block_attention_bwd(
         union_attention_dq(
             grad_out, q, k, v, unions, lse, delta, dq, block_size=block_size,
             softmax_scale=softmax_scale, seq_begin=seq_begin, q_start=q_start,
-            accumulate=accumulate, tiles=union_tiles,
+            accumulate=accumulate, tiles=union_tiles, dq_scale=scale,
         )  # fmt: skip
     block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
     block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
     tma = tma_usable(arch, k, whole=v)
-    _block_attn_bwd_dq_kernel[(tokens, groups)](
+    d1, d2 = split_dim(dim)
+    n_sel = block_indices.shape[-1]
+    s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
+    _block_attn_bwd_dq_kernel[(lse.numel() // hq, groups)](
         q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
         seq_begin if varlen else block_indices, unions.state if unions else block_indices,
-        grad_out, lse, delta, dq, s_q, s_kv, groups, heads, q_start, n_sel, block_size, *scales,
-        HEADS=max(triton.next_power_of_2(heads), 16), BLOCK_N=block_n,
-        OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(n_sel),
+        grad_out, lse, delta, dq, s_q, s_kv, groups, heads, q_start, n_sel, block_size, scale,
+        softmax_scale * LOG2E, D=dim, DV=dv_dim, VARLEN=varlen,
+        HEADS=max(triton.next_power_of_2(heads), 16), BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2,
+        BLOCK_DV=pad_dim(dv_dim), OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(n_sel),
         UNION=unions.queries if unions else 0, ACCUMULATE=accumulate, TMA=tma,
-        num_warps=warps, num_stages=stages, **common,
+        PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launches.bump("_block_attn_bwd_dq_kernel")
-
-    n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
-    per_seq = triton.cdiv(max_seqlen if varlen else s_kv, tile)
-    lists = rows_of_tiles(
-        block_indices, block_size // tile, n_seq, per_seq, cu_seqlens if varlen else None
-    )
-    part_k = torch.empty(lists.n_chunks, tile, dim, dtype=torch.float32, device=device)
-    part_v = torch.empty(lists.n_chunks, tile, dv_dim, dtype=torch.float32, device=device)
-    rows, warps, stages = dkdv_tiles(arch, dim, dv_dim, q.element_size())
-    heads_padded = triton.next_power_of_2(heads)
-    cu_arg = cu_seqlens if varlen else lists.order
-    _block_attn_bwd_dkdv_kernel[(lists.n_chunks,)](
-        q, k, v, grad_out, lse, delta, lists.order, lists.chunk_tile, lists.chunk_begin,
-        lists.chunk_end, cu_arg, part_k, part_v, s_q, s_kv, groups, heads, q_start, n_sel, per_seq,
-        *scales,
-        PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded, BLOCK_N=tile, num_warps=warps,
-        num_stages=stages, **common,
-    )  # fmt: skip
-    launches.bump("_block_attn_bwd_dkdv_kernel")
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
-    rows = min(tile, 16)
-    for part, grad, width in ((part_k, dk, dim), (part_v, dv, dv_dim)):
-        _block_attn_bwd_sum_kernel[(lists.n_tiles, triton.cdiv(tile, rows))](
-            part, grad, lists.tile_chunks, cu_arg, s_kv, groups, per_seq,
-            DIM=width, BLOCK_DIM=pad_dim(width), BLOCK_N=tile, ROWS=rows, VARLEN=varlen,
-        )  # fmt: skip
-        launches.bump("_block_attn_bwd_sum_kernel")
-    return dq, dk, dv
+    return dq

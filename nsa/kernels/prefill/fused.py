@@ -3,7 +3,7 @@
 Forward: compressed attention (its log-sum-exp serves the choice of blocks), block choice, selected
 and sliding attention, one pass for the gated sum. Backward: one pass gives the gates' gradients and
 each branch's softmax delta, and folds the gates into the log-sum-exps, so that gate * dO is never
-written (combine.py); the branches add to one dQ.
+written (combine.py); the branches add to one fp32 dQ, rounded once.
 """
 
 from __future__ import annotations
@@ -89,23 +89,25 @@ def _prefill_bwd(
     dgates, deltas, lses = combine_bwd(
         grad_out, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates
     )
-    dq, dk_win, dv_win = span_attention_bwd(
+    acc = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # dQ / softmax_scale
+    _, dk_win, dv_win = span_attention_bwd(
         grad_out, q, k_win, v_win, o_win, lses[WIN], Span(SLIDING, window), softmax_scale,
-        cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, delta=deltas[WIN],
+        cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, delta=deltas[WIN], dq=acc, first=True,
         q_start=_window_start(q, k_win, cu_seqlens),
     )  # fmt: skip
-    dq, dk_sel, dv_sel = block_attention_bwd(
+    _, dk_sel, dv_sel = block_attention_bwd(
         grad_out, q, k_sel, v_sel, None, lses[SEL], block_indices, block_size=s["l_sel"],
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
         cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, delta=deltas[SEL],
-        dq=dq, q_start=q_start,
+        dq=acc, q_start=q_start,
     )  # fmt: skip
     max_cmp = max(0, (max_seqlen - s["l"]) // s["d"] + 1)
-    dq, dk_cmp, dv_cmp = span_attention_bwd(
+    _, dk_cmp, dv_cmp = span_attention_bwd(
         grad_out, q, k_cmp, v_cmp, o_cmp, lses[CMP], Span(COMPRESSED, s["l"], s["d"]),
-        softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen, max_cmp, delta=deltas[CMP], dq=dq,
+        softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen, max_cmp, delta=deltas[CMP], dq=acc,
         q_start=q_start,
     )  # fmt: skip
+    dq = torch.mul(acc, softmax_scale, out=torch.empty_like(q))
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 

@@ -1,8 +1,9 @@
 """Backward of compressed and sliding attention: delta, dQ by rows, then dK and dV by key tiles.
 
 No atomics in these two passes: a key tile's queries may be split over programs, each writing its
-own fp32 partial that a fixed-order sum joins, so gradients are bitwise repeatable.
-span_bwd_fused.py is one pass that is not.
+own fp32 partial that a fixed-order sum joins, so gradients are bitwise repeatable. Compressed
+attention takes the one pass of span_bwd_fused.py, which is not, where it can run and torch does not
+ask for deterministic algorithms.
 
 A gate g > 0 per (token, head) that multiplied the output afterwards needs no code here: with
 lse - ln(g) for lse the probabilities come out as g * P, so that dV = (g P)^T dO, and with
@@ -22,9 +23,6 @@ from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, s
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.row_tiles import head_tiles, kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
-
-# The fused pass, where it can run and torch does not ask for deterministic algorithms.
-FUSED = False
 
 
 @triton.jit
@@ -368,12 +366,13 @@ def span_attention_bwd(
     lse: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None = None,
     cu_k: torch.Tensor | None = None, max_q: int | None = None, max_k: int | None = None,
     delta: torch.Tensor | None = None,
-    dq: torch.Tensor | None = None, q_start: int = 0,
+    dq: torch.Tensor | None = None, first: bool = False, q_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv with the shapes and dtypes of q, k, v. All inputs contiguous.
 
-    delta [.., HQ] fp32 is rowsum(grad_out * out), computed when not given. With dq given, this
-    branch's dq is added to it in place.
+    delta [.., HQ] fp32 is rowsum(grad_out * out), computed when not given. With dq given (fp32,
+    like q), this branch's dQ / softmax_scale is added to it in place, or written over what it holds
+    where `first`, and dq itself is returned.
     """
     varlen = cu_q is not None
     hq, dim = q.shape[-2:]
@@ -384,22 +383,23 @@ def span_attention_bwd(
     else:
         batch, sq, sk = q.shape[0], q.shape[1], k.shape[1]
     k_rows = k.numel() // max(groups * dim, 1)
-    accumulate = dq is not None
     if q.numel() == 0 or k_rows == 0:
-        dq = dq if accumulate else torch.zeros_like(q)
+        if dq is None or first:
+            dq = (torch.empty_like(q) if dq is None else dq).zero_()
         return dq, torch.zeros_like(k), torch.zeros_like(v)
     if delta is None:
         delta = attention_delta(out, grad_out)
     if (
-        FUSED and not torch.are_deterministic_algorithms_enabled()
+        span.mode == COMPRESSED and not first
+        and not torch.are_deterministic_algorithms_enabled()
         and span_bwd_fused.usable(q, k, v, grad_out)
     ):  # fmt: skip
-        return span_bwd_fused.span_attention_bwd_fused(
+        return span_bwd_fused.compressed_attention_bwd_fused(
             grad_out, q, k, v, lse, delta, span, softmax_scale, cu_q, cu_k, batch, sq, sk,
             dq, q_start,
         )  # fmt: skip
-    if not accumulate:
-        dq = torch.empty_like(q)
+    accumulate = dq is not None and not first
+    dq, dq_scale = (torch.empty_like(q), softmax_scale) if dq is None else (dq, 1.0)
     arch = arch_of(q.device)
     heads_padded = triton.next_power_of_2(heads)
     d1, d2 = split_dim(dim)
@@ -416,7 +416,7 @@ def span_attention_bwd(
     tma = tma_usable(arch, k, whole=v)
     _span_bwd_dq_kernel[(triton.cdiv(sq, block_q), batch * groups)](
         q, k, v, *kv_tiles(k, v, block_n, tma), grad_out, lse, delta, dq, cu_q_arg,
-        cu_k_arg, sq, sk, groups, heads, q_start, span.a, span.b, softmax_scale, scale_log2,
+        cu_k_arg, sq, sk, groups, heads, q_start, span.a, span.b, dq_scale, scale_log2,
         BLOCK_Q=block_q, BLOCK_N=block_n, ACCUMULATE=accumulate, TMA=tma, num_warps=warps,
         num_stages=stages, **common,
     )  # fmt: skip

@@ -1,13 +1,12 @@
-"""Backward of compressed and sliding attention in one pass over key tiles: 5 products, not 7.
+"""Backward of compressed attention in one pass over key tiles: 5 products, not 7.
 
-A program owns one key tile of one group and walks the queries that see it: S, P, dP and dS once per
-tile of queries, dK and dV in registers, dQ added to an fp32 buffer in global memory. The order of
-those additions changes from run to run, so gradients are not bitwise repeatable; span_bwd.py keeps
-two passes that are.
+A program owns one key tile of one group and walks a share of the queries that see it: S, P, dP and
+dS once per tile of queries, dK and dV in registers, dQ added to an fp32 buffer in global memory.
+The order of those additions changes from run to run, so gradients repeat up to the rounding of
+fp32; span_bwd.py keeps two passes that repeat bitwise, and that are as fast for a window.
 
-Programs that run at the same time walk the same queries, so that Q, dO and dQ meet in L2:
-compressed keys split the queries at the same positions for every key tile, and a window's key tiles
-go round their queries from the same remainder on.
+Queries are split at the same positions for every key tile: programs that run at the same time walk
+the same queries, so that Q, dO and dQ meet in L2.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import triton.language as tl
 
 from nsa import launches
 from nsa.kernels.prefill.span_common import sequence_bounds
-from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
+from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import head_tiles, row_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, split_dim
 
@@ -54,14 +53,14 @@ def _add_to_dq(
 @triton.jit
 def _span_fused_step(
     dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2, q_begin,
-    m0, q_len, G, group, first, last, offs_d, offs_d2, offs_dv, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, BLOCK_Q: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
+    m0, q_len, G, group, first, offs_d, offs_d2, offs_dv, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA_ADD: tl.constexpr,
 ):  # fmt: skip
     """One tile of (query, head) rows against the keys, which are the rows of S.
 
-    Queries first <= t (window: and t < last) see a key. WHOLE: every query is live.
+    Queries from `first` on see a key. WHOLE: every query is live.
     """
     BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
     rows = tl.arange(0, BLOCK_M)
@@ -89,10 +88,7 @@ def _span_fused_step(
     dp = tl.dot(v, tl.trans(do))
     p = tl.math.exp2(s * scale_log2 - lse2[None, :])
     if MASKED:
-        seen = t[None, :] >= first[:, None]
-        if MODE == 1:
-            seen = seen & (t[None, :] < last[:, None])
-        p = tl.where(seen, p, 0.0)
+        p = tl.where(t[None, :] >= first[:, None], p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv)
     ds = (p * (dp - delta[None, :])).to(q.dtype)
     dk = tl.dot(ds, q, dk)
@@ -125,7 +121,7 @@ def _put_keys(OUT, x, row, live, offs, WIDTH: tl.constexpr, SPLIT: tl.constexpr)
 def _span_bwd_fused_kernel(
     Q, K, V, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2, DK, DV_OUT, CU_Q, CU_K,
     SQ, SK, G, share, q_start, span_a, span_b, scale, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_D2: tl.constexpr, SPLIT: tl.constexpr, TMA_ADD: tl.constexpr,
 ):  # fmt: skip
@@ -144,19 +140,11 @@ def _span_bwd_fused_kernel(
     offs_n = n0 + tl.arange(0, BLOCK_N)
     live_n = offs_n < k_len
     n_last = tl.minimum(n0 + BLOCK_N, k_len) - 1
-    # The first query that sees a key, and for a window one past the last; keys past the sequence
-    # are seen by none.
-    if MODE == 0:
-        first = tl.where(live_n, offs_n * span_b + span_a - 1 - q_start, 2147483647)
-        last = first
-        m_begin = tl.maximum(n0 * span_b + span_a - 1 - q_start, 0) // BLOCK_Q * BLOCK_Q
-        m_begin = tl.maximum(m_begin, split * share)
-        m_end = tl.minimum((split + 1) * share, q_len)
-    else:
-        first = tl.where(live_n, offs_n - q_start, 2147483647)
-        last = offs_n + span_a - q_start
-        m_begin = tl.maximum(n0 - q_start, 0) // BLOCK_Q * BLOCK_Q + split * share
-        m_end = tl.minimum(m_begin + share, tl.minimum(n_last + span_a - q_start, q_len))
+    # The first query that sees a key; keys past the sequence are seen by none.
+    first = tl.where(live_n, offs_n * span_b + span_a - 1 - q_start, 2147483647)
+    m_begin = tl.maximum(n0 * span_b + span_a - 1 - q_start, 0) // BLOCK_Q * BLOCK_Q
+    m_begin = tl.maximum(m_begin, split * share)
+    m_end = tl.minimum((split + 1) * share, q_len)
     if SPLIT:
         if m_begin >= m_end:
             return
@@ -165,12 +153,11 @@ def _span_bwd_fused_kernel(
     whole_end = tl.minimum((m_end + BLOCK_Q - 1) // BLOCK_Q, q_len // BLOCK_Q) * BLOCK_Q
     whole_end = tl.maximum(whole_end, m_begin)
     full_begin = whole_end
-    if MODE == 0:
-        # From here on every query sees all BLOCK_N keys.
-        if n0 + BLOCK_N <= k_len:
-            full_begin = n_last * span_b + span_a - 1 - q_start + BLOCK_Q - 1
-            full_begin = tl.maximum(full_begin // BLOCK_Q * BLOCK_Q, m_begin)
-            full_begin = tl.minimum(full_begin, whole_end)
+    # From here on every query sees all BLOCK_N keys.
+    if n0 + BLOCK_N <= k_len:
+        full_begin = n_last * span_b + span_a - 1 - q_start + BLOCK_Q - 1
+        full_begin = tl.maximum(full_begin // BLOCK_Q * BLOCK_Q, m_begin)
+        full_begin = tl.minimum(full_begin, whole_end)
 
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, DV)
@@ -188,31 +175,23 @@ def _span_bwd_fused_kernel(
         k2 = k
         dk2 = offs_n
 
-    # A window's key tiles start their round where m0 has the same remainder.
-    steps = (full_begin - m_begin) // BLOCK_Q
-    turn = 0
-    if MODE == 1:
-        turn = steps - m_begin // BLOCK_Q % tl.maximum(steps, 1)
-    for i in tl.range(0, steps):
-        at = i + turn
-        m0 = m_begin + tl.where(at >= steps, at - steps, at) * BLOCK_Q
+    for m0 in tl.range(m_begin, full_begin, BLOCK_Q):
         dk, dk2, dv = _span_fused_step(
             dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2,
-            q_begin, m0, q_len, G, group, first, last, offs_d, offs_d2, offs_dv, scale_log2,
-            D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, True, True, TMA_ADD,
+            q_begin, m0, q_len, G, group, first, offs_d, offs_d2, offs_dv, scale_log2,
+            D, DV, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, True, True, TMA_ADD,
         )  # fmt: skip
-    if MODE == 0:
-        for m0 in tl.range(full_begin, whole_end, BLOCK_Q):
-            dk, dk2, dv = _span_fused_step(
-                dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD,
-                DQD2, q_begin, m0, q_len, G, group, first, last, offs_d, offs_d2, offs_dv,
-                scale_log2, D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, False, True, TMA_ADD,
-            )  # fmt: skip
+    for m0 in tl.range(full_begin, whole_end, BLOCK_Q):
+        dk, dk2, dv = _span_fused_step(
+            dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2,
+            q_begin, m0, q_len, G, group, first, offs_d, offs_d2, offs_dv, scale_log2,
+            D, DV, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, False, True, TMA_ADD,
+        )  # fmt: skip
     for m0 in tl.range(whole_end, m_end, BLOCK_Q, num_stages=1):
         dk, dk2, dv = _span_fused_step(
             dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2,
-            q_begin, m0, q_len, G, group, first, last, offs_d, offs_d2, offs_dv, scale_log2,
-            D, DV, MODE, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, True, False, TMA_ADD,
+            q_begin, m0, q_len, G, group, first, offs_d, offs_d2, offs_dv, scale_log2,
+            D, DV, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, True, False, TMA_ADD,
         )  # fmt: skip
     _put_keys(DK, dk * scale, k_row, live_n, offs_d, D, SPLIT)
     if BLOCK_D2 > 0:
@@ -226,7 +205,8 @@ def fused_tiles(arch: int, d: int, dv: int) -> tuple[int, int, int, int] | None:
         return 32, 16, 4, 1
     if arch != 90 or max(d, dv) > 192:
         return None
-    return (64, 128, 8, 2) if max(d, dv) <= 128 else (64, 64, 8, 2)
+    # H200, D=128, 64k tokens: 30.5 ms; 2 stages 34.4, 32 rows 32.2, 64 keys 39 and more.
+    return (64, 128, 8, 3) if max(d, dv) <= 128 else (64, 64, 8, 2)
 
 
 def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> bool:
@@ -245,20 +225,14 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Te
     )
 
 
-def query_share(span: Span, sq: int, columns: int, block_q: int, block_n: int, sms: int) -> int:
+def query_share(sq: int, columns: int, block_q: int, sms: int) -> int:
     """Queries of one program, a multiple of block_q, for `columns` (key tile, group) pairs."""
-    if span.mode == COMPRESSED:
-        # About sixteen programs per multiprocessor, half of them in the future and empty.
-        share = triton.next_power_of_2(max(sq * columns // (16 * sms), 1) + 1) // 2
-        share = min(max(share, 128), 2048)
-    else:
-        # A key tile's queries are one program's unless that leaves the GPU half empty.
-        seen = min(span.a + block_n, sq) + block_q
-        share = triton.cdiv(seen, triton.cdiv(3 * sms, 2 * columns))
-    return triton.cdiv(share, block_q) * block_q
+    # About sixteen programs per multiprocessor, half of them in the future and empty.
+    share = triton.next_power_of_2(max(sq * columns // (16 * sms), 1) + 1) // 2
+    return triton.cdiv(min(max(share, 128), 2048), block_q) * block_q
 
 
-def span_attention_bwd_fused(
+def compressed_attention_bwd_fused(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None, batch: int, sq: int, sk: int, dq: torch.Tensor | None, q_start: int,
@@ -273,11 +247,9 @@ def span_attention_bwd_fused(
     block_q = rows // heads
     tiles = triton.cdiv(sk, block_n)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if arch else 1
-    share = query_share(span, sq, tiles * batch * groups, block_q, block_n, sms)
-    most = sq if span.mode == COMPRESSED else min(span.a + block_n, sq) + block_q
-    splits = triton.cdiv(most, share)
-    like = dict(device=q.device, dtype=torch.float32)
-    acc = torch.zeros(q.shape, **like)
+    share = query_share(sq, tiles * batch * groups, block_q, sms)
+    splits = triton.cdiv(sq, share)
+    acc = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
     make = torch.zeros if splits > 1 else torch.empty
     key_dtype = torch.float32 if splits > 1 else k.dtype
     dk = make(k.shape, device=k.device, dtype=key_dtype)
@@ -292,13 +264,11 @@ def span_attention_bwd_fused(
         row_tiles(lse[..., None], block_q, heads), row_tiles(delta[..., None], block_q, heads),
         lse, delta, acc, add_tiles(d1), add_tiles(d2 or d1), dk, dv, cu_q_arg, cu_k_arg, sq, sk,
         groups, share, q_start, span.a, span.b, softmax_scale, softmax_scale * 1.4426950408889634,
-        D=dim, DV=dv_dim, MODE=span.mode, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads,
+        D=dim, DV=dv_dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads,
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, SPLIT=splits > 1, TMA_ADD=tma_add,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launches.bump("_span_bwd_fused_kernel")
     if dq is None:
         dq = torch.mul(acc, softmax_scale, out=torch.empty_like(q))
-    else:
-        dq.add_(acc, alpha=softmax_scale)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
