@@ -15,7 +15,7 @@ from nsa import launches
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
 from nsa.kernels.prefill.union_attn import union_attention_fwd
-from nsa.kernels.prefill.union_lists import lists_for
+from nsa.kernels.prefill.union_lists import SINGLES_PER_SM, lists_for, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
@@ -66,20 +66,14 @@ def _block_attn_fwd_step(
 
 
 @triton.jit
-def _block_attn_fwd_kernel(
-    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, STATE, O, LSE, S, S_KV, G, H, q_start, n_sel,
-    block_size, scale_log2,
+def attend_query(
+    token, group, Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, O, LSE, S, S_KV, G, H, q_start,
+    n_sel, block_size, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    OWN_N: tl.constexpr, N_PAD: tl.constexpr, UNION: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OWN_N: tl.constexpr, N_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Group is the slow grid axis: one group's K and V stay in L2 while its tokens pass.
-    token = tl.program_id(0)
-    group = tl.program_id(1)
-    if UNION > 0:
-        if in_union(STATE, token, group, G, UNION):
-            return
+    """out and lse of one token's query heads of a group."""
     batch, t, first_row = token_position(token, SEQ_BEGIN, S, VARLEN)
     t += q_start
     token = token.to(tl.int64)
@@ -144,6 +138,38 @@ def _block_attn_fwd_kernel(
     tl.store(LSE + row_index, lse, mask=head_live)
 
 
+@triton.jit
+def _block_attn_fwd_kernel(
+    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, WORK, COUNTS, O, LSE, T, S, S_KV, G, H,
+    q_start, n_sel, block_size, n_rows, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
+    OWN_N: tl.constexpr, N_PAD: tl.constexpr, UNION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """UNION: queries of a tile in the list of tiles that go one by one; 0: all tokens, no list."""
+    # Group is the slow axis: one group's K and V stay in L2 while its tokens pass.
+    if UNION > 0:
+        item = ticket(COUNTS, 1)
+        total = tl.load(COUNTS + 1) * UNION
+        while item < total:
+            filed = tl.load(WORK + n_rows + item // UNION)
+            token = filed // G * UNION + item % UNION
+            if token < T:
+                attend_query(
+                    token, filed % G, Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, O, LSE, S,
+                    S_KV, G, H, q_start, n_sel, block_size, scale_log2, D, DV, VARLEN, HEADS,
+                    BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, OWN_N, N_PAD, TMA, PRECISION,
+                )  # fmt: skip
+            item = ticket(COUNTS, 1)
+    else:
+        attend_query(
+            tl.program_id(0), tl.program_id(1), Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, O,
+            LSE, S, S_KV, G, H, q_start, n_sel, block_size, scale_log2, D, DV, VARLEN, HEADS,
+            BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, OWN_N, N_PAD, TMA, PRECISION,
+        )  # fmt: skip
+
+
 def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
     """(BLOCK_N, num_warps, num_stages); these fit 99 KB of shared memory too."""
     if arch == 0:
@@ -192,11 +218,15 @@ def block_attention_fwd(
     block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
     d1, d2 = split_dim(dim)
     tma = tma_usable(arch, k, whole=v)
-    _block_attn_fwd_kernel[(tokens, groups)](
+    grid, n_rows, work = (tokens, groups), 0, (block_indices, block_indices)
+    if lists is not None:
+        grid = (min(programs(q.device, SINGLES_PER_SM), tokens * groups),)
+        n_rows, work = lists.work.shape[1], (lists.work, lists.counts)
+    _block_attn_fwd_kernel[grid](
         q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
-        seq_begin if varlen else block_indices, lists.state if lists else block_indices, out, lse,
+        seq_begin if varlen else block_indices, *work, out, lse, tokens,
         1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups, heads,
-        q_start, block_indices.shape[-1], block_size, softmax_scale * LOG2E,
+        q_start, block_indices.shape[-1], block_size, n_rows, softmax_scale * LOG2E,
         D=dim, DV=dv, VARLEN=varlen, HEADS=max(triton.next_power_of_2(heads), 16),
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
         OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(block_indices.shape[-1]),

@@ -1,7 +1,8 @@
 """Selection attention of union tiles (union_lists.py): forward and dQ.
 
 Rows are (query, head) pairs of a tile, heads fastest. A block of the union is read once; rows whose
-query did not choose it get no weight. Tiles marked -1 are left to the kernels of single queries.
+query did not choose it get no weight. Other tiles are left to the kernels of single queries, and so
+is a tile whose rows hold NaN: 0 * NaN may come from a key that only a neighbour attends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from nsa import launches
 from nsa.kernels.prefill.span_common import load_kv
-from nsa.kernels.prefill.union_lists import UnionLists
+from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, file_tile, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
@@ -63,84 +64,90 @@ def _union_fwd_step(
 
 @triton.jit
 def _union_attn_fwd_kernel(
-    Q, K, V, KD, KD2, VD, ENTRIES, STATE, SEQ_BEGIN, O, LSE, T, S, S_KV, G, H, q_start,
-    block_size, scale_log2,
+    Q, K, V, KD, KD2, VD, SEQ_BEGIN, ENTRIES, STATE, WORK, COUNTS, O, LSE, T, S, S_KV, G, H,
+    q_start, block_size, n_rows, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, QUERIES: tl.constexpr,
     HEADS: tl.constexpr, ROOM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, OWN_N: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Group is the slow grid axis: one group's K and V stay in L2 while its tiles pass.
-    tile = tl.program_id(0)
-    group = tl.program_id(1)
-    at = tile.to(tl.int64) * G + group
-    count = tl.load(STATE + at * 2)
-    if count < 0:
-        return
-    own_mask = tl.load(STATE + at * 2 + 1)
-    query, head, token, live, t, first_key = _tile_rows(
-        tile, SEQ_BEGIN, T, S, S_KV, q_start, VARLEN, QUERIES, HEADS
-    )
-    live = live & (head < H)
-    row = token * (G * H) + group * H + head
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    q = tl.load(
-        Q + row[:, None] * D + offs_d[None, :],
-        mask=live[:, None] & (offs_d < D)[None, :],
-        other=0.0,
-    )
-    if BLOCK_D2 > 0:
-        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        q2 = tl.load(
-            Q + row[:, None] * D + offs_d2[None, :],
-            mask=live[:, None] & (offs_d2 < D)[None, :],
+    # Group is the slow axis of the list: one group's K and V stay in L2 while its tiles pass.
+    item = ticket(COUNTS, 0)
+    total = tl.load(COUNTS)
+    while item < total:
+        filed = tl.load(WORK + item)
+        tile = filed // G
+        group = filed % G
+        at = filed.to(tl.int64)
+        count = tl.load(STATE + at * 2)
+        own_mask = tl.load(STATE + at * 2 + 1)
+        query, head, token, live, t, first_key = _tile_rows(
+            tile, SEQ_BEGIN, T, S, S_KV, q_start, VARLEN, QUERIES, HEADS
+        )
+        live = live & (head < H)
+        row = token * (G * H) + group * H + head
+        offs_d = tl.arange(0, BLOCK_D)
+        offs_dv = tl.arange(0, BLOCK_DV)
+        q = tl.load(
+            Q + row[:, None] * D + offs_d[None, :],
+            mask=live[:, None] & (offs_d < D)[None, :],
             other=0.0,
         )
-    else:
-        offs_d2 = offs_d
-        q2 = q
-    acc = tl.zeros([QUERIES * HEADS, BLOCK_DV], tl.float32)
-    m_i = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
-    l_i = tl.zeros([QUERIES * HEADS], tl.float32)
-    entries = ENTRIES + at * ROOM
-    per_block = block_size // BLOCK_N
-    offs_n = tl.arange(0, BLOCK_N)
-    for i in tl.range(0, count * per_block):
-        entry = tl.load(entries + i // per_block)
-        n0 = (entry >> 32).to(tl.int32) * block_size + i % per_block * BLOCK_N
-        chosen = ((entry.to(tl.int32) >> query) & 1) > 0
-        k, k2, v = load_kv(
-            K, V, KD, KD2, VD, first_key, n0, offs_n >= 0, group, G, offs_d, offs_d2, offs_dv, D,
-            DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, False,
-        )  # fmt: skip
-        acc, m_i, l_i = _union_fwd_step(
-            acc, m_i, l_i, q, q2, k, k2, v, chosen, chosen[:, None], scale_log2, BLOCK_D2, False,
-            PRECISION,
-        )  # fmt: skip
-    # Own blocks end at each query itself; the tile's queries may stand in several of them.
-    begin = tl.min(t, 0) // block_size * block_size
-    end = tl.where(own_mask != 0, tl.max(t, 0) + 1, begin)
-    own = t // block_size * block_size
-    chosen = ((own_mask >> query) & 1) > 0
-    for n0 in tl.range(begin, end, OWN_N):
-        key = n0 + tl.arange(0, OWN_N)
-        seen = (key[None, :] >= own[:, None]) & (key[None, :] <= t[:, None])
-        k, k2, v = load_kv(
-            K, V, KD, KD2, VD, first_key, n0, key < end, group, G, offs_d, offs_d2, offs_dv, D, DV,
-            OWN_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
-        )  # fmt: skip
-        acc, m_i, l_i = _union_fwd_step(
-            acc, m_i, l_i, q, q2, k, k2, v, chosen, seen, scale_log2, BLOCK_D2, True, PRECISION
+        if BLOCK_D2 > 0:
+            offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
+            q2 = tl.load(
+                Q + row[:, None] * D + offs_d2[None, :],
+                mask=live[:, None] & (offs_d2 < D)[None, :],
+                other=0.0,
+            )
+        else:
+            offs_d2 = offs_d
+            q2 = q
+        acc = tl.zeros([QUERIES * HEADS, BLOCK_DV], tl.float32)
+        m_i = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
+        l_i = tl.zeros([QUERIES * HEADS], tl.float32)
+        entries = ENTRIES + at * ROOM
+        per_block = block_size // BLOCK_N
+        offs_n = tl.arange(0, BLOCK_N)
+        for i in tl.range(0, count * per_block):
+            entry = tl.load(entries + i // per_block)
+            n0 = (entry >> 32).to(tl.int32) * block_size + i % per_block * BLOCK_N
+            chosen = ((entry.to(tl.int32) >> query) & 1) > 0
+            k, k2, v = load_kv(
+                K, V, KD, KD2, VD, first_key, n0, offs_n >= 0, group, G, offs_d, offs_d2, offs_dv,
+                D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, False,
+            )  # fmt: skip
+            acc, m_i, l_i = _union_fwd_step(
+                acc, m_i, l_i, q, q2, k, k2, v, chosen, chosen[:, None], scale_log2, BLOCK_D2,
+                False, PRECISION,
+            )  # fmt: skip
+        # Own blocks end at each query itself; the tile's queries may stand in several of them.
+        begin = tl.min(t, 0) // block_size * block_size
+        end = tl.where(own_mask != 0, tl.max(t, 0) + 1, begin)
+        own = t // block_size * block_size
+        chosen = ((own_mask >> query) & 1) > 0
+        for n0 in tl.range(begin, end, OWN_N):
+            key = n0 + tl.arange(0, OWN_N)
+            seen = (key[None, :] >= own[:, None]) & (key[None, :] <= t[:, None])
+            k, k2, v = load_kv(
+                K, V, KD, KD2, VD, first_key, n0, key < end, group, G, offs_d, offs_d2, offs_dv, D,
+                DV, OWN_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
+            )  # fmt: skip
+            acc, m_i, l_i = _union_fwd_step(
+                acc, m_i, l_i, q, q2, k, k2, v, chosen, seen, scale_log2, BLOCK_D2, True, PRECISION
+            )
+        # NaN: see above. Now the list of the others holds the tile too.
+        if tl.max((acc != acc).to(tl.int32)) > 0:
+            file_tile(WORK, COUNTS, n_rows, filed, 1)
+        acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
+        lse = tl.where(l_i > 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
+        tl.store(
+            O + row[:, None] * DV + offs_dv[None, :],
+            acc.to(O.dtype.element_ty),
+            mask=live[:, None] & (offs_dv < DV)[None, :],
         )
-    acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
-    lse = tl.where(l_i > 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
-    tl.store(
-        O + row[:, None] * DV + offs_dv[None, :],
-        acc.to(O.dtype.element_ty),
-        mask=live[:, None] & (offs_dv < DV)[None, :],
-    )
-    tl.store(LSE + row, lse, mask=live)
+        tl.store(LSE + row, lse, mask=live)
+        item = ticket(COUNTS, 0)
 
 
 @triton.jit
@@ -164,7 +171,7 @@ def _union_dq_step(
 
 @triton.jit
 def _union_attn_bwd_dq_kernel(
-    Q, K, V, KD, KD2, VD, ENTRIES, STATE, SEQ_BEGIN, DO, LSE, DELTA, DQ, T, S, S_KV, G, H,
+    Q, K, V, KD, KD2, VD, SEQ_BEGIN, ENTRIES, STATE, DO, LSE, DELTA, DQ, T, S, S_KV, G, H,
     q_start, block_size, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, QUERIES: tl.constexpr,
     HEADS: tl.constexpr, ROOM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -235,12 +242,19 @@ def _union_attn_bwd_dq_kernel(
             dq, dq2, q, q2, do, lse2, delta, k, k2, v, chosen, seen, scale_log2, BLOCK_D2, True,
             PRECISION,
         )  # fmt: skip
+    lost = tl.max((dq != dq).to(tl.int32))
+    if BLOCK_D2 > 0:
+        lost = tl.maximum(lost, tl.max((dq2 != dq2).to(tl.int32)))
+    if lost > 0:  # NaN, see above: dq stays as it is for the kernel of single queries
+        tl.store(STATE + at * 2, -1)
+    live_d = live_d & (lost == 0)
     dq_ptrs = DQ + row[:, None] * D + offs_d[None, :]
     dq *= scale
     if ACCUMULATE:
         dq += tl.load(dq_ptrs, mask=live_d, other=0.0).to(tl.float32)
     tl.store(dq_ptrs, dq.to(DQ.dtype.element_ty), mask=live_d)
     if BLOCK_D2 > 0:
+        live_d2 = live_d2 & (lost == 0)
         dq2_ptrs = DQ + row[:, None] * D + offs_d2[None, :]
         dq2 *= scale
         if ACCUMULATE:
@@ -271,31 +285,30 @@ def dq_tiles(arch: int, d: int, dv: int) -> tuple[int, int, int, int] | None:
 def _arguments(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: UnionLists, tiles: tuple, *,
     block_size: int, seq_begin: torch.Tensor | None,
-) -> tuple[tuple[int, int], tuple, tuple, dict]:  # fmt: skip
-    """Grid, first tensors, sizes and constants that the two kernels share."""
+) -> tuple[tuple, tuple, dict]:  # fmt: skip
+    """First tensors, sizes and constants that the two kernels share."""
     varlen = seq_begin is not None
     hq, dim = q.shape[-2:]
     groups, dv = v.shape[-2:]
-    n_tiles, _, room = lists.entries.shape
     block_n, own_n, warps, stages = tiles
     block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
     d1, d2 = split_dim(dim)
     tma = tma_usable(arch_of(q.device), k, whole=v)
     tensors = (
-        q, k, v, *kv_tiles(k, v, block_n, tma), lists.entries, lists.state,
-        seq_begin if varlen else lists.state,
+        q, k, v, *kv_tiles(k, v, block_n, tma), seq_begin if varlen else lists.state,
+        lists.entries, lists.state,
     )  # fmt: skip
     sizes = (
         q.numel() // (hq * dim), 1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups,
         hq // groups,
     )  # fmt: skip
     constants = dict(
-        D=dim, DV=dv, VARLEN=varlen, QUERIES=lists.queries, HEADS=lists.heads, ROOM=room,
-        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
-        OWN_N=min(own_n, block_n), TMA=tma, PRECISION=dot_precision(q.dtype), num_warps=warps,
-        num_stages=stages,
+        D=dim, DV=dv, VARLEN=varlen, QUERIES=lists.queries, HEADS=lists.heads,
+        ROOM=lists.entries.shape[-1], BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2,
+        BLOCK_DV=pad_dim(dv), OWN_N=min(own_n, block_n), TMA=tma,
+        PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return (n_tiles, groups), tensors, sizes, constants
+    return tensors, sizes, constants
 
 
 def union_attention_fwd(
@@ -305,14 +318,17 @@ def union_attention_fwd(
 ) -> None:  # fmt: skip
     """Write out and lse of the queries in union tiles; other rows stay as they are.
 
-    Arguments as for block_attention_fwd; softmax_scale > 0. tiles: see fwd_tiles.
+    Tiles whose rows hold NaN are filed with the single queries, which are to follow. Arguments as
+    for block_attention_fwd; softmax_scale > 0. tiles: see fwd_tiles.
     """
-    grid, tensors, sizes, constants = _arguments(
+    tensors, sizes, constants = _arguments(
         q, k, v, lists, tiles, block_size=block_size, seq_begin=seq_begin
     )
-    _union_attn_fwd_kernel[grid](
-        *tensors, out, lse, *sizes, q_start, block_size, softmax_scale * LOG2E, **constants
-    )
+    n_rows = lists.work.shape[1]
+    _union_attn_fwd_kernel[(min(programs(q.device, UNIONS_PER_SM), n_rows),)](
+        *tensors, lists.work, lists.counts, out, lse, *sizes, q_start, block_size, n_rows,
+        softmax_scale * LOG2E, **constants,
+    )  # fmt: skip
     launches.bump("_union_attn_fwd_kernel")
 
 
@@ -324,10 +340,10 @@ def union_attention_dq(
 ) -> None:  # fmt: skip
     """Write (or add) dq of the queries in union tiles, times dq_scale (default: softmax_scale)
     instead of it; tiles: see dq_tiles."""
-    grid, tensors, sizes, constants = _arguments(
+    tensors, sizes, constants = _arguments(
         q, k, v, lists, tiles, block_size=block_size, seq_begin=seq_begin
     )
-    _union_attn_bwd_dq_kernel[grid](
+    _union_attn_bwd_dq_kernel[lists.state.shape[:2]](
         *tensors, grad_out, lse, delta, dq, *sizes, q_start, block_size,
         softmax_scale if dq_scale is None else dq_scale, softmax_scale * LOG2E,
         ACCUMULATE=accumulate, **constants,

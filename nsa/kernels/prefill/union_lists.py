@@ -2,8 +2,9 @@
 
 A tile is as many consecutive queries as fill 64 rows with their heads. Where their choices agree,
 reading each block of the union once, with a mask of the queries that chose it, beats reading every
-query's blocks (block_attn_fwd.py). Whether it does is decided per tile on the device: the list of a
-tile that is not worth it says so, and its queries go one by one. No host synchronisation.
+query's blocks (block_attn_fwd.py). Whether it does is decided per tile on the device: tiles are
+filed into two lists of work, as unions and one by one, and a bounded number of programs takes from
+each (`ticket`). No host synchronisation.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from nsa import launches
 from nsa.kernels.tiles import arch_of
 
 # Blocks of a union per (query, block) pair of its tile, in 1/1024, up to which the union is faster.
-# H200, bf16, D = 128, forward: a block of a union takes 4.7 ns of the GPU and the tile 22 ns, a
-# query's own pass 3.2 ns per block, with 16 and with 4 heads alike (it pads them to 16), so a union
-# pays to some 0.65 of the pairs.
-# Not measured elsewhere: half the pairs halve the traffic, which no part can lose by.
-SHARE = {("fwd", 90): 640, ("dq", 90): 576}
+# H200, bf16, D = 128, forward: a union's block takes 5.9 to 6.7 ns of the GPU, a pair 3.1, with 16
+# and with 4 heads alike (a single query pads them to 16). Not measured elsewhere: half the pairs
+# halve the traffic, which no part can lose by.
+SHARE = {("fwd", 90): 512, ("dq", 90): 492}
 OTHER_SHARE = 512
-# Fewer tiles leave multiprocessors idle that single queries would fill.
-MIN_TILES = 256
+# Fewer tiles leave multiprocessors idle that single queries would fill, and two more launches show.
+MIN_TILES = 2048
+# Programs a multiprocessor, at least as many as it holds at a time: a late one finds no work left.
+UNIONS_PER_SM, SINGLES_PER_SM = 4, 16
 ROWS = 64  # a warpgroup's product; the mask of a list entry has room for 32 queries
 
 
@@ -37,12 +39,36 @@ class UnionLists:
     state int32 [tiles, G, 2]: the number of blocks in the tile's union, -1 where its queries go one
     by one, and the mask of queries that chose their own block. entries int64 [tiles, G, room]:
     block << 32 | mask of the queries that chose it, for blocks before the queries' own.
+    work int32 [2, tiles * G]: tile * G + group of the unions and of the others, in any order, for
+    one forward, which uses up counts int32 [4]: how many of each there are and were taken.
     """
 
     state: Tensor
     entries: Tensor
+    work: Tensor
+    counts: Tensor
     queries: int
     heads: int
+
+
+@triton.jit
+def ticket(COUNTS, SINGLE: tl.constexpr):
+    """The next piece of work nobody took; those past the list's end find nothing to do."""
+    return tl.atomic_add(COUNTS + 2 + SINGLE, 1, sem="relaxed")
+
+
+@triton.jit
+def file_tile(WORK, COUNTS, n_rows, row, single):
+    """Append a tile of a group to the unions (single 0) or to the others (1)."""
+    at = tl.atomic_add(COUNTS + single, 1, sem="relaxed")
+    tl.store(WORK + single * n_rows + at, row)
+
+
+def programs(device: torch.device, per_sm: int) -> int:
+    """How many programs share a list of work."""
+    if device.type != "cuda":
+        return 2
+    return per_sm * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tile_shape(arch: int, heads: int, itemsize: int) -> tuple[int, int]:
@@ -55,7 +81,8 @@ def tile_shape(arch: int, heads: int, itemsize: int) -> tuple[int, int]:
 
 @triton.jit
 def _union_lists_kernel(
-    BLOCK_INDICES, SEQ_BEGIN, ENTRIES, STATE, T, S, G, n_sel, q_start, block_size, share,
+    BLOCK_INDICES, SEQ_BEGIN, ENTRIES, STATE, WORK, COUNTS, T, S, G, n_sel, q_start, block_size,
+    share,
     VARLEN: tl.constexpr, QUERIES: tl.constexpr, N_PAD: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -106,6 +133,8 @@ def _union_lists_kernel(
     pays = whole & (share >= 0) & (count * 1024 <= pairs * share)
     tl.store(STATE + row * 2, tl.where(pays, count, -1))
     tl.store(STATE + row * 2 + 1, own_mask)
+    single = tl.where(pays, 0, 1)
+    file_tile(WORK, COUNTS, tl.num_programs(0) * G, row.to(tl.int32), single)
 
 
 def union_lists(
@@ -124,14 +153,27 @@ def union_lists(
     kw = dict(device=block_indices.device)
     entries = torch.empty(tiles, groups, queries * n_pad, dtype=torch.int64, **kw)
     state = torch.empty(tiles, groups, 2, dtype=torch.int32, **kw)
+    work = torch.empty(2, tiles * groups, dtype=torch.int32, **kw)
+    counts = torch.zeros(4, dtype=torch.int32, **kw)
     varlen = seq_begin is not None
     _union_lists_kernel[(tiles, groups)](
-        block_indices, seq_begin if varlen else block_indices, entries, state, tokens, seqlen,
-        groups, n_sel, q_start, block_size, share, VARLEN=varlen, QUERIES=queries, N_PAD=n_pad,
-        num_warps=lists_warps(queries, n_pad),
+        block_indices, seq_begin if varlen else block_indices, entries, state, work, counts, tokens,
+        seqlen, groups, n_sel, q_start, block_size, share, VARLEN=varlen, QUERIES=queries,
+        N_PAD=n_pad, num_warps=lists_warps(queries, n_pad),
     )  # fmt: skip
     launches.bump("_union_lists_kernel")
-    return UnionLists(state, entries, queries, heads)
+    return UnionLists(state, entries, work, counts, queries, heads)
+
+
+def unions_apply(arch: int, tokens: int, groups: int, heads: int, n_sel: int, size: int) -> bool:
+    """Whether union tiles are considered at all; heads: query heads a group, size: bytes of q's
+    elements."""
+    queries, _ = tile_shape(arch, heads, size)
+    if not queries or not n_sel:
+        return False
+    if arch and triton.cdiv(tokens, queries) * groups < MIN_TILES:
+        return False
+    return queries**2 * triton.next_power_of_2(n_sel) <= 1 << 15  # else more than registers hold
 
 
 def lists_for(
@@ -139,20 +181,18 @@ def lists_for(
     block_size: int, softmax_scale: float,
 ) -> UnionLists | None:  # fmt: skip
     """The lists that `kernel` ("fwd" or "dq") goes by on q's device; None: by single queries."""
-    arch = arch_of(q.device)
+    arch, size = arch_of(q.device), q.element_size()
     groups, n_sel = block_indices.shape[-2:]
-    shape = tile_shape(arch, q.shape[-2] // groups, q.element_size())
-    # The kernel takes the maximum of unscaled scores.
-    if not shape[0] or softmax_scale <= 0 or not n_sel:
+    heads = q.shape[-2] // groups
+    if softmax_scale <= 0:  # the kernel takes the maximum of unscaled scores
         return None
-    tokens = block_indices.numel() // (groups * n_sel)
-    if arch and triton.cdiv(tokens, shape[0]) * groups < MIN_TILES:
-        return None
-    if shape[0] ** 2 * triton.next_power_of_2(n_sel) > 1 << 15:  # more than registers hold
+    if not unions_apply(arch, q.numel() // (q.shape[-2] * q.shape[-1]), groups, heads, n_sel, size):
         return None
     seqlen = 1 if seq_begin is not None else q.shape[1]
     share = SHARE.get((kernel, arch), OTHER_SHARE)
-    return union_lists(block_indices, seq_begin, seqlen, q_start, block_size, shape, share)
+    return union_lists(
+        block_indices, seq_begin, seqlen, q_start, block_size, tile_shape(arch, heads, size), share
+    )
 
 
 def lists_warps(queries: int, n_pad: int) -> int:
