@@ -139,7 +139,7 @@ def _add_rows(OUT, x, row, live, offs, WIDTH: tl.constexpr):
     tl.atomic_add(at, x, mask=live[:, None] & (offs < WIDTH)[None, :], sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_slabs"])  # it changes with every length
 def _block_attn_bwd_dkdv_kernel(
     Q, K, V, DO, LSE, DELTA, ORDER, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, DQ, OUT_K,
     OUT_V, S, S_KV, G, H, q_start, n_sel, per_seq, n_slabs, scale, scale_log2,
