@@ -67,6 +67,18 @@ KERNELS = {
 }  # fmt: skip
 
 
+def forward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
+    """What the forward launches for these inputs: union tiles from some length on."""
+    from nsa.kernels.prefill.union_lists import unions_apply
+    from nsa.kernels.tiles import arch_of
+
+    s, arch = x.shape, arch_of(x.q.device)
+    unions = op in ("sel", "full") and unions_apply(
+        arch, s.B * s.S, s.G, s.HQ // s.G, s.n_sel, x.q.element_size()
+    )
+    return KERNELS[op] + ("_union_lists_kernel", "_union_attn_fwd_kernel") * unions
+
+
 def backward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
     """What the backward launches for these inputs: compressed keys take one pass where they can."""
     from nsa.kernels.prefill import span_bwd_fused
@@ -124,7 +136,8 @@ def forward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
         ]  # fmt: skip
     return Case(
         "prefill", f"prefill/{op}/fwd/S={shape.S}",
-        Contender("nsa" if op == "full" else f"nsa {op}", call, "triton", KERNELS[op]),
+        Contender("nsa" if op == "full" else f"nsa {op}", call, "triton",
+                  forward_kernels(x, op)),
         refill=refill, inputs=x.inputs, oracle=oracle_fn, same_dtype=same, baselines=baselines,
         view=view, bytes_needed=bytes_needed(shape, op), flops=flops(shape, op),
         columns={**columns, "op": op, "direction": "fwd"},
