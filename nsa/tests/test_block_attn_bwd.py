@@ -117,9 +117,7 @@ def test_lists_by_slabs_hold_the_same_pairs(case, kernel_device, monkeypatch):
     x = Problem(case, "ragged", kernel_device, monkeypatch)
     n_seq, per_seq, slab = len(case.lengths) * case.batch, 3, 8
     n_slabs = -(-max(case.lengths) // slab)
-    lists = block_lists.rows_of_tiles(
-        x.blocks, 1, n_seq, per_seq, x.cu, n_slabs=n_slabs, slab=slab
-    )
+    lists = block_lists.rows_of_tiles(x.blocks, 1, n_seq, per_seq, x.cu, n_slabs=n_slabs, slab=slab)
     begins = [case.lengths[0] * b for b in range(case.batch)]
     if case.packed:
         begins = x.cu.tolist()[:-1]
