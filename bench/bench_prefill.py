@@ -80,14 +80,18 @@ def forward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
 
 
 def backward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
-    """What the backward launches for these inputs: compressed keys take one pass where they can."""
-    from nsa.kernels.prefill import span_bwd_fused
+    """What the backward launches for these inputs: one pass where there is one, else two."""
+    from nsa.kernels.prefill import block_attn_bwd, span_bwd_fused
+    from nsa.kernels.tiles import arch_of
 
     window = ("_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel")
     cmp = window
     if span_bwd_fused.usable(x.q, x.k_cmp, x.v_cmp, x.do):
         cmp = ("_span_bwd_fused_kernel",)
-    sel = ("_block_attn_bwd_dkdv_kernel",)
+    sel, s = ("_block_attn_bwd_dkdv_kernel",), x.shape
+    how = (arch_of(x.q.device), s.HQ // s.G, s.D, s.Dv, x.q.element_size())
+    if not block_attn_bwd.fused_tiles(*how):
+        sel = ("_block_attn_bwd_dq_kernel", *sel)
     full = tuple(dict.fromkeys(("_combine_bwd_kernel", *window, *sel, *cmp)))
     return {"cmp": cmp, "win": window, "sel": sel, "full": full}[op]
 

@@ -1,4 +1,4 @@
-"""One decoded step over caches: two launches, no host synchronisation, CUDA-graph capturable."""
+"""One decoded step over caches: few launches, no host synchronisation, CUDA-graph capturable."""
 
 from nsa.kernels.decode.step import nsa_decode_triton, why_not_decode
 

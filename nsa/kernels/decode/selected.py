@@ -1,4 +1,4 @@
-"""Second and third launch of a decode step: the chosen blocks, then every merge and the gates."""
+"""Last two launches of a decode step: the chosen blocks, then every merge and the gates."""
 
 from __future__ import annotations
 

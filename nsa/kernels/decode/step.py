@@ -109,7 +109,8 @@ def nsa_decode_triton(
     heads_padded = max(triton.next_power_of_2(heads), 16)
     n_cmp = max((max_len - l) // d + 1, 0) if max_len >= l else 0
     programs, sms = batch * groups, _sm_count(device.index)
-    if large_tiles(q.element_size(), dim, dv, rows) and programs * triton.cdiv(n_cmp, 64) >= MANY_TILES * sms:
+    many = programs * triton.cdiv(n_cmp, 64) >= MANY_TILES * sms
+    if many and large_tiles(q.element_size(), dim, dv, rows):
         block_n = 128
     nb = block_n // ratio
     n_tiles = max(triton.cdiv(n_cmp, block_n), 1)

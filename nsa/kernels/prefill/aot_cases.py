@@ -43,7 +43,7 @@ _POINTERS = {
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
     "block_size", "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
-    "T", "share", "n_slabs",
+    "T", "share",
 }  # fmt: skip
 
 
@@ -152,7 +152,8 @@ def aot_cases(arch: int) -> list[AotCase]:
         queries, heads = union_lists.tile_shape(arch, h, size)
         block_n, *launch = block_attn_fwd.fwd_tiles(arch, d, dv, size)
         one = dict(VARLEN=False, HEADS=max(h, 16), BLOCK_N=block_n, N_PAD=16, TMA=tma,
-                   OWN_N=min(block_n, 32), UNION=queries)  # fmt: skip
+                   OWN_N=min(block_n, 32), UNION=queries,
+                   PIECE=min(block_attn_fwd.PIECE, max(queries, 1)))  # fmt: skip
         cases.append(
             _case(block_attn_fwd._block_attn_fwd_kernel, label, dtype, {**wide, **one}, launch)
         )
@@ -168,9 +169,10 @@ def aot_cases(arch: int) -> list[AotCase]:
             _case(block_attn_bwd._block_attn_bwd_dq_kernel, label, dtype, {**bwd, **more}, launch)
         )
         for add in (False, True):
-            launch = (block_attn_bwd.fused_tiles if add else block_attn_bwd.dkdv_tiles)(
-                arch, d, dv, size
-            )
+            launch = (
+                block_attn_bwd.fused_tiles(arch, h, d, dv, size) if add
+                else block_attn_bwd.dkdv_tiles(arch, d, dv, size)
+            )  # fmt: skip
             if launch:
                 tile = dict(
                     VARLEN=not add, PAIRS=max(launch[0] // h, 1), HEADS=h, ADD=add,

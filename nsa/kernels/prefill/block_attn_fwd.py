@@ -15,11 +15,12 @@ from nsa import launches
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
 from nsa.kernels.prefill.union_attn import union_attention_fwd
-from nsa.kernels.prefill.union_lists import SINGLES_PER_SM, lists_for, programs, ticket
+from nsa.kernels.prefill.union_lists import lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
 LOG2E = 1.4426950408889634
+PIECE = 2  # H200: one costs unions 1 % more, four cost single queries 1 %
 
 
 @triton.jit
@@ -140,33 +141,32 @@ def attend_query(
 
 @triton.jit
 def _block_attn_fwd_kernel(
-    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, WORK, COUNTS, O, LSE, T, S, S_KV, G, H,
-    q_start, n_sel, block_size, n_rows, scale_log2,
+    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, STATE, O, LSE, T, S, S_KV, G, H, q_start,
+    n_sel, block_size, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    OWN_N: tl.constexpr, N_PAD: tl.constexpr, UNION: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OWN_N: tl.constexpr, N_PAD: tl.constexpr, UNION: tl.constexpr, PIECE: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """UNION: queries of a tile in the list of tiles that go one by one; 0: all tokens, no list."""
+    """One query and group; with UNION (queries of a tile) PIECE queries of the tiles that go one by
+    one, so that fewer programs find nothing to do."""
     # Group is the slow axis: one group's K and V stay in L2 while its tokens pass.
+    group = tl.program_id(1)
     if UNION > 0:
-        item = ticket(COUNTS, 1)
-        total = tl.load(COUNTS + 1) * UNION
-        while item < total:
-            filed = tl.load(WORK + n_rows + item // UNION)
-            token = filed // G * UNION + item % UNION
-            if token < T:
-                attend_query(
-                    token, filed % G, Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, O, LSE, S,
-                    S_KV, G, H, q_start, n_sel, block_size, scale_log2, D, DV, VARLEN, HEADS,
-                    BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, OWN_N, N_PAD, TMA, PRECISION,
-                )  # fmt: skip
-            item = ticket(COUNTS, 1)
+        first = tl.program_id(0) * PIECE
+        if in_union(STATE, first, group, G, UNION):
+            return
+        for i in tl.range(0, tl.minimum(T - first, PIECE), num_stages=1):
+            attend_query(
+                first + i, group, Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, O, LSE, S, S_KV,
+                G, H, q_start, n_sel, block_size, scale_log2, D, DV, VARLEN, HEADS, BLOCK_N,
+                BLOCK_D, BLOCK_D2, BLOCK_DV, OWN_N, N_PAD, TMA, PRECISION,
+            )  # fmt: skip
     else:
         attend_query(
-            tl.program_id(0), tl.program_id(1), Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, O,
-            LSE, S, S_KV, G, H, q_start, n_sel, block_size, scale_log2, D, DV, VARLEN, HEADS,
-            BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, OWN_N, N_PAD, TMA, PRECISION,
+            tl.program_id(0), group, Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, O, LSE, S,
+            S_KV, G, H, q_start, n_sel, block_size, scale_log2, D, DV, VARLEN, HEADS, BLOCK_N,
+            BLOCK_D, BLOCK_D2, BLOCK_DV, OWN_N, N_PAD, TMA, PRECISION,
         )  # fmt: skip
 
 
@@ -218,19 +218,18 @@ def block_attention_fwd(
     block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
     d1, d2 = split_dim(dim)
     tma = tma_usable(arch, k, whole=v)
-    grid, n_rows, work = (tokens, groups), 0, (block_indices, block_indices)
-    if lists is not None:
-        grid = (min(programs(q.device, SINGLES_PER_SM), tokens * groups),)
-        n_rows, work = lists.work.shape[1], (lists.work, lists.counts)
-    _block_attn_fwd_kernel[grid](
+    union = lists.queries if lists else 0
+    piece = min(PIECE, union) if union else 1
+    _block_attn_fwd_kernel[(triton.cdiv(tokens, piece), groups)](
         q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
-        seq_begin if varlen else block_indices, *work, out, lse, tokens,
+        seq_begin if varlen else block_indices, lists.state if lists else block_indices, out, lse,
+        tokens,
         1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups, heads,
-        q_start, block_indices.shape[-1], block_size, n_rows, softmax_scale * LOG2E,
+        q_start, block_indices.shape[-1], block_size, softmax_scale * LOG2E,
         D=dim, DV=dv, VARLEN=varlen, HEADS=max(triton.next_power_of_2(heads), 16),
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
         OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(block_indices.shape[-1]),
-        UNION=lists.queries if lists else 0, TMA=tma, PRECISION=dot_precision(q.dtype),
+        UNION=union, PIECE=piece, TMA=tma, PRECISION=dot_precision(q.dtype),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launches.bump("_block_attn_fwd_kernel")

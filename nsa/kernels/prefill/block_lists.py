@@ -2,9 +2,7 @@
 
 A pair is (entry of block_indices, key tile). Pairs are sorted by tile with a stable sort, so a
 tile's rows keep their order and gradients are bitwise repeatable. Long lists are cut into chunks:
-block 0 and the local blocks are attended by thousands of rows, a random block by dozens. Sequences
-may be cut into slabs: all tiles' lists of one slab come before those of the next one, so that
-programs that run at the same time read rows of the same slab.
+block 0 and the local blocks are attended by thousands of rows, a random block by dozens.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ CHUNK = 512
 class TileRows:
     """order: the flat entry of block_indices of each pair, by tile. Chunk c covers the pairs
     chunk_begin[c] .. chunk_end[c] of tile chunk_tile[c]; both are 0 past the last chunk.
-    tile_chunks [n_tiles + 1]: the chunks of a tile. Tiles count over (sequence, slab, group, tile).
+    tile_chunks [n_tiles + 1]: the chunks of a tile. Tiles count over (sequence, group, tile).
     """
 
     order: Tensor
@@ -31,32 +29,26 @@ class TileRows:
     tile_chunks: Tensor
     n_chunks: int
     n_tiles: int
-    n_slabs: int
 
 
 def rows_of_tiles(
     block_indices: Tensor, tiles_per_block: int, n_seq: int, per_seq: int,
-    cu_seqlens: Tensor | None = None, n_slabs: int = 1, slab: int = 1 << 30,
+    cu_seqlens: Tensor | None = None,
 ) -> TileRows:  # fmt: skip
     """Invert block_indices int32 [.., G, n_sel] (-1 is none); no host synchronisation.
 
     per_seq tiles per sequence and group; dense rows are n_seq equal sequences, packed rows follow
-    cu_seqlens. A sequence is n_slabs slabs of `slab` rows. n_chunks is a bound that shapes give, so
-    most late chunks may be empty.
+    cu_seqlens. n_chunks is a bound that shapes give, so most late chunks may be empty.
     """
     groups, n_sel = block_indices.shape[-2:]
     blocks = block_indices.reshape(-1, groups, n_sel)
     tokens, device = blocks.shape[0], blocks.device
     token = torch.arange(tokens, device=device)
     if cu_seqlens is None:
-        rows = max(tokens // n_seq, 1)
-        sequence, position = token // rows, token % rows
+        sequence = token // max(tokens // n_seq, 1)
     else:
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
-        position = token - cu_seqlens[sequence.clamp(max=n_seq - 1)]
-    if n_slabs > 1:
-        sequence = sequence * n_slabs + position // slab
-    n_tiles = n_seq * n_slabs * groups * per_seq
+    n_tiles = n_seq * groups * per_seq
     base = (sequence[:, None] * groups + torch.arange(groups, device=device)) * per_seq
     tile = blocks.long() * tiles_per_block
     if tiles_per_block > 1:
@@ -82,5 +74,5 @@ def rows_of_tiles(
     zero = torch.zeros_like(begin)
     return TileRows(
         order.to(torch.int32), owner.to(torch.int32), torch.where(live, begin, zero),
-        torch.where(live, end, zero), tile_chunks, n_chunks, n_tiles, n_slabs,
+        torch.where(live, end, zero), tile_chunks, n_chunks, n_tiles,
     )  # fmt: skip

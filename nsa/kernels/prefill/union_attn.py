@@ -13,7 +13,7 @@ import triton.language as tl
 
 from nsa import launches
 from nsa.kernels.prefill.span_common import load_kv
-from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, file_tile, programs, ticket
+from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
@@ -65,14 +65,14 @@ def _union_fwd_step(
 @triton.jit
 def _union_attn_fwd_kernel(
     Q, K, V, KD, KD2, VD, SEQ_BEGIN, ENTRIES, STATE, WORK, COUNTS, O, LSE, T, S, S_KV, G, H,
-    q_start, block_size, n_rows, scale_log2,
+    q_start, block_size, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, QUERIES: tl.constexpr,
     HEADS: tl.constexpr, ROOM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, OWN_N: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Group is the slow axis of the list: one group's K and V stay in L2 while its tiles pass.
-    item = ticket(COUNTS, 0)
+    item = ticket(COUNTS)
     total = tl.load(COUNTS)
     while item < total:
         filed = tl.load(WORK + item)
@@ -136,9 +136,9 @@ def _union_attn_fwd_kernel(
             acc, m_i, l_i = _union_fwd_step(
                 acc, m_i, l_i, q, q2, k, k2, v, chosen, seen, scale_log2, BLOCK_D2, True, PRECISION
             )
-        # NaN: see above. Now the list of the others holds the tile too.
+        # NaN: see above. The tile's queries now go one by one.
         if tl.max((acc != acc).to(tl.int32)) > 0:
-            file_tile(WORK, COUNTS, n_rows, filed, 1)
+            tl.store(STATE + at * 2, -1)
         acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
         lse = tl.where(l_i > 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
         tl.store(
@@ -147,7 +147,7 @@ def _union_attn_fwd_kernel(
             mask=live[:, None] & (offs_dv < DV)[None, :],
         )
         tl.store(LSE + row, lse, mask=live)
-        item = ticket(COUNTS, 0)
+        item = ticket(COUNTS)
 
 
 @triton.jit
@@ -318,15 +318,14 @@ def union_attention_fwd(
 ) -> None:  # fmt: skip
     """Write out and lse of the queries in union tiles; other rows stay as they are.
 
-    Tiles whose rows hold NaN are filed with the single queries, which are to follow. Arguments as
-    for block_attention_fwd; softmax_scale > 0. tiles: see fwd_tiles.
+    Tiles whose rows hold NaN are left to the single queries, which are to follow. Arguments as for
+    block_attention_fwd; softmax_scale > 0. tiles: see fwd_tiles.
     """
     tensors, sizes, constants = _arguments(
         q, k, v, lists, tiles, block_size=block_size, seq_begin=seq_begin
     )
-    n_rows = lists.work.shape[1]
-    _union_attn_fwd_kernel[(min(programs(q.device, UNIONS_PER_SM), n_rows),)](
-        *tensors, lists.work, lists.counts, out, lse, *sizes, q_start, block_size, n_rows,
+    _union_attn_fwd_kernel[(min(programs(q.device, UNIONS_PER_SM), lists.work.numel()),)](
+        *tensors, lists.work, lists.counts, out, lse, *sizes, q_start, block_size,
         softmax_scale * LOG2E, **constants,
     )  # fmt: skip
     launches.bump("_union_attn_fwd_kernel")

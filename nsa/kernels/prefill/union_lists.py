@@ -2,9 +2,9 @@
 
 A tile is as many consecutive queries as fill 64 rows with their heads. Where their choices agree,
 reading each block of the union once, with a mask of the queries that chose it, beats reading every
-query's blocks (block_attn_fwd.py). Whether it does is decided per tile on the device: tiles are
-filed into two lists of work, as unions and one by one, and a bounded number of programs takes from
-each (`ticket`). No host synchronisation.
+query's blocks (block_attn_fwd.py). Whether it does is decided per tile on the device: unions are
+filed into a list of work, from which a bounded number of programs takes (`ticket`); the queries of
+the other tiles go one by one. No host synchronisation.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from nsa import launches
 from nsa.kernels.tiles import arch_of
 
 # Blocks of a union per (query, block) pair of its tile, in 1/1024, up to which the union is faster.
-# H200, bf16, D = 128, forward: a union's block takes 5.9 to 6.7 ns of the GPU, a pair 3.1, with 16
-# and with 4 heads alike (a single query pads them to 16). Not measured elsewhere: half the pairs
-# halve the traffic, which no part can lose by.
-SHARE = {("fwd", 90): 512, ("dq", 90): 492}
+# H200, bf16, D = 128: a union's block takes 5.1 ns of the GPU forward and 7.4 in dQ, a pair 3.2 and
+# 3.6, with 16 and with 4 heads alike (a single query pads them to 16). Not measured elsewhere: half
+# the pairs halve the traffic, which no part can lose by.
+SHARE = {("fwd", 90): 640, ("dq", 90): 492}
 OTHER_SHARE = 512
 # Fewer tiles leave multiprocessors idle that single queries would fill, and two more launches show.
 MIN_TILES = 2048
 # Programs a multiprocessor, at least as many as it holds at a time: a late one finds no work left.
-UNIONS_PER_SM, SINGLES_PER_SM = 4, 16
+UNIONS_PER_SM = 4
 ROWS = 64  # a warpgroup's product; the mask of a list entry has room for 32 queries
 
 
@@ -39,8 +39,8 @@ class UnionLists:
     state int32 [tiles, G, 2]: the number of blocks in the tile's union, -1 where its queries go one
     by one, and the mask of queries that chose their own block. entries int64 [tiles, G, room]:
     block << 32 | mask of the queries that chose it, for blocks before the queries' own.
-    work int32 [2, tiles * G]: tile * G + group of the unions and of the others, in any order, for
-    one forward, which uses up counts int32 [4]: how many of each there are and were taken.
+    work int32 [tiles * G]: tile * G + group of the unions, in any order, for one forward, which
+    uses up counts int32 [2]: how many there are and were taken.
     """
 
     state: Tensor
@@ -52,16 +52,9 @@ class UnionLists:
 
 
 @triton.jit
-def ticket(COUNTS, SINGLE: tl.constexpr):
-    """The next piece of work nobody took; those past the list's end find nothing to do."""
-    return tl.atomic_add(COUNTS + 2 + SINGLE, 1, sem="relaxed")
-
-
-@triton.jit
-def file_tile(WORK, COUNTS, n_rows, row, single):
-    """Append a tile of a group to the unions (single 0) or to the others (1)."""
-    at = tl.atomic_add(COUNTS + single, 1, sem="relaxed")
-    tl.store(WORK + single * n_rows + at, row)
+def ticket(COUNTS):
+    """The next union nobody took; those past the list's end find nothing to do."""
+    return tl.atomic_add(COUNTS + 1, 1, sem="relaxed")
 
 
 def programs(device: torch.device, per_sm: int) -> int:
@@ -133,8 +126,8 @@ def _union_lists_kernel(
     pays = whole & (share >= 0) & (count * 1024 <= pairs * share)
     tl.store(STATE + row * 2, tl.where(pays, count, -1))
     tl.store(STATE + row * 2 + 1, own_mask)
-    single = tl.where(pays, 0, 1)
-    file_tile(WORK, COUNTS, tl.num_programs(0) * G, row.to(tl.int32), single)
+    if pays:
+        tl.store(WORK + tl.atomic_add(COUNTS, 1, sem="relaxed"), row.to(tl.int32))
 
 
 def union_lists(
@@ -153,8 +146,8 @@ def union_lists(
     kw = dict(device=block_indices.device)
     entries = torch.empty(tiles, groups, queries * n_pad, dtype=torch.int64, **kw)
     state = torch.empty(tiles, groups, 2, dtype=torch.int32, **kw)
-    work = torch.empty(2, tiles * groups, dtype=torch.int32, **kw)
-    counts = torch.zeros(4, dtype=torch.int32, **kw)
+    work = torch.empty(tiles * groups, dtype=torch.int32, **kw)
+    counts = torch.zeros(2, dtype=torch.int32, **kw)
     varlen = seq_begin is not None
     _union_lists_kernel[(tiles, groups)](
         block_indices, seq_begin if varlen else block_indices, entries, state, work, counts, tokens,
