@@ -54,7 +54,7 @@ def _gpu(profile: str) -> list[Stage]:
     bench = {"NSA_SEL_TRITON_MIN_L": "64"}
     cells = {
         "quick": (*ONE_SHAPE, "--L_list", "128,256,512"),
-        "standard": (*ONE_SHAPE, "--L_list", "64,128,256,512,1024"),
+        "standard": (*ONE_SHAPE, "--L_list", "64,128,256,512,1024", "--seconds", "0.05"),
         "full": ("--N", "64,256,1024", "--H", "2,4,8", "--D", "64,128", "--Dv", "64,128",
                  "--streams", "1,2", "--L_list", ALL_LENGTHS, "--seconds", "0.03"),
     }[profile]  # fmt: skip
