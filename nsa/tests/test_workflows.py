@@ -44,9 +44,18 @@ def test_workflow_has_the_shape_that_github_needs(path):
     for step in steps(workflow):
         assert ("run" in step) != ("uses" in step), step
         if "uses" in step:
-            assert re.fullmatch(r"[\w.-]+/[\w.-]+@(v\d+|[0-9a-f]{40})", step["uses"])
+            pinned = r"[\w.-]+/[\w.-]+@(v\d+|[0-9a-f]{40})|docker://[\w.-]+/[\w.-]+:\d[\d.]+"
+            assert re.fullmatch(pinned, step["uses"]), step["uses"]
         # An input or a branch name pasted into a script would be run by the shell.
         assert "${{" not in step.get("run", ""), step
+
+
+def test_labels_of_our_own_runners_are_known_to_actionlint():
+    config = yaml.safe_load((ROOT / ".github" / "actionlint.yaml").read_text())
+    jobs = load("triton-gpu-smoke.yml")["jobs"]
+    asked = {label for job in jobs.values() for label in job["runs-on"] if "$" not in label}
+    asked |= set(jobs["parity"]["strategy"]["matrix"]["gpu"])
+    assert asked - {"self-hosted", "linux"} == set(config["self-hosted-runner"]["labels"])
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
