@@ -17,8 +17,8 @@ from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_k
 from nsa.kernels.tiles import dot_precision, pad_dim, split_dim
 
 SCAN_PER_SM = 4  # programs that the scan aims at: one tile's chain of loads hides another's
-SELECTED_PER_SM = 2
-SELECTED_SPLITS = 16
+SELECTED_PER_SM = 2  # the same of the selected blocks: more splits are more to merge
+SELECTED_SPLITS = 16  # per token and group, a block each by default
 MANY_TILES = 8  # of 64 keys per SM: from here on larger tiles
 CHUNK_BLOCKS = 128  # whose scores one program sums and ranks; more of them are several chunks, of
 # which a launch of its own takes the candidates
