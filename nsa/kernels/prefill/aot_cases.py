@@ -28,9 +28,11 @@ _SHAPES = (
     ("fp16", 2, 64, 64, 4),
     ("fp32", 4, 128, 128, 4),
 )
-# Architectures with the tiles of another one compile fewer of them: sm_89 has those of sm_86, and
-# sm_100 those of sm_90.
-_FEWER = {89: {("bf16", 128)}, 100: {("bf16", 128), ("bf16", 256)}}
+# Architectures with the tiles of another one compile fewer of them: sm_89 and, but for fp32, sm_80
+# have those of sm_86 and at least its shared memory, sm_100 has those of sm_90.
+_FEWER = {
+    80: {("bf16", 128), ("fp32", 128)}, 89: {("bf16", 128)}, 100: {("bf16", 128), ("bf16", 256)},
+}  # fmt: skip
 
 _POINTERS = {
     "LSE": "*fp32", "LSE_CMP": "*fp32", "LSE_SEL": "*fp32", "LSE_WIN": "*fp32", "LSES": "*fp32",
