@@ -207,6 +207,20 @@ def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, monkeypat
     assert torch.equal(again, out)
 
 
+@pytest.mark.parametrize("ranks", [128, 0])
+def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(ranks, kernel_device, monkeypatch):
+    from nsa.kernels.decode import step
+
+    monkeypatch.setattr(step, "RANK_CANDIDATES", ranks)
+    caches = Caches(Step((577, 445), h=4, n_sel=4, capacity=600), kernel_device)
+    out, indices = caches.run()
+    caches.q[0] = float("nan")
+    other, chosen = caches.run()
+    assert torch.equal(chosen[1], indices[1]) and torch.equal(other[1], out[1])
+    for blocks in chosen[0].flatten(0, -2).tolist():
+        assert {0, 35, 36} < set(blocks) <= set(range(37)) and blocks == sorted(set(blocks))
+
+
 def test_more_rows_than_a_tile_holds_are_refused():
     from nsa.kernels.decode import nsa_decode_triton
 

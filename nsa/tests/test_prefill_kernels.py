@@ -371,6 +371,20 @@ def test_the_future_changes_nothing(shape, device):
     assert not torch.equal(one[:, at:], other[:, at:])
 
 
+def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(kernel_device):
+    like = dict(device=kernel_device, dtype=F16)
+    q, k = randn(1, 90, 4, 16, seed=1, **like), randn(1, 21, 2, 16, seed=2, **like)
+    lse = randn(1, 90, 4, seed=3, device=kernel_device)
+    how = dict(l=8, d=4, l_sel=16, n_sel=3, n_init=1, n_local=1)
+    want = prefill.select_blocks_triton(q, k, lse, **how)
+    q[:, 85] = float("nan")
+    got = prefill.select_blocks_triton(q, k, lse, **how)
+    others = [t for t in range(90) if t != 85]
+    assert torch.equal(got[:, others], want[:, others])
+    for row in got[0, 85].tolist():
+        assert {0, 5} < set(row) <= set(range(6)) and row == sorted(set(row))
+
+
 def test_block_sizes_without_a_kernel_are_refused():
     q = torch.zeros(1, 4, 2, 16)
     with pytest.raises(NotImplementedError, match="block_size .* got 48"):

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.decode.scan import visible
+from nsa.kernels.prefill.block_select import block_keys
 
 
 @triton.jit
@@ -48,15 +49,6 @@ def tile_scores(
     spill = tl.load(SPILL + tile_at - 1, mask=before_mask, other=0.0)
     spilled = tl.sum(spill * tl.math.exp2(before - lse2[:, None]), 0)
     return summed + tl.where((within == 0)[None, :], spilled[:, None], 0.0)
-
-
-@triton.jit
-def block_keys(score, block, own, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr):
-    """Integers that order the blocks as their scores do; forced ones above all, later ones -1."""
-    age = own - block
-    score = tl.where(block < N_INIT, 1.0e30, score)
-    score = tl.where(age < N_LOCAL, 2.0e30 - age.to(tl.float32) * 1.0e28, score)
-    return tl.where(age >= 0, score.to(tl.int32, bitcast=True), -1)
 
 
 @triton.jit

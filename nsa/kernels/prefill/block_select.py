@@ -126,6 +126,22 @@ def _block_score_kernel(
 
 
 @triton.jit
+def block_keys(score, block, own, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr):
+    """Integers that order the blocks as their scores do, -1 for blocks that start after the query.
+
+    The own block comes first, then those before it, then the initial ones: the order a small n
+    keeps. A NaN counts as 0: its bits would leave no room for a larger key, and the blocks stored
+    would run over their row.
+    """
+    age = own - block
+    score = tl.where(score == score, score, 0.0)
+    score = tl.where(block < N_INIT, 1.0e30, score)
+    score = tl.where(age < N_LOCAL, 2.0e30 - age.to(tl.float32) * 1.0e28, score)
+    # Non-negative floats order like their bit patterns.
+    return tl.where(age >= 0, score.to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
 def _block_topn_kernel(
     SCORES, OUT, CU_Q, CU_K, SQ, SK, G, q_start, slab_begin, slab_len, n_ld, l, d, l_sel,
     VARLEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, NB: tl.constexpr,
@@ -146,13 +162,9 @@ def _block_topn_kernel(
     block = tl.arange(0, BLOCKS)
     row = tl.program_id(1).to(tl.int64) * slab_len + tl.program_id(0)
     own = (t + q_start) // l_sel
-    age = own - block
-    score = tl.load(SCORES + row * n_ld + block, mask=(block < n_written) & (age >= 0), other=0.0)
-    # Own block first, then those before it, then the initial ones: the order a small n keeps.
-    score = tl.where(block < N_INIT, 1.0e30, score)
-    score = tl.where(age < N_LOCAL, 2.0e30 - age.to(tl.float32) * 1.0e28, score)
-    # Non-negative floats order like their bit patterns; -1 marks blocks that start after t.
-    key = tl.where(age >= 0, score.to(tl.int32, bitcast=True), -1)
+    seen = (block < n_written) & (block <= own)
+    score = tl.load(SCORES + row * n_ld + block, mask=seen, other=0.0)
+    key = block_keys(score, block, own, N_INIT, N_LOCAL)
     # Invariant: count(key >= low) >= n, count(key >= high) < n. Done at one value, or at n exactly.
     low = 0
     high = tl.where(own + 1 > N_SEL, tl.max(key, 0) + 1, 0)
