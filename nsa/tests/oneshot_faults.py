@@ -422,6 +422,61 @@ def fault_xid_79() -> int:
     return _report_xid(79)
 
 
+# ---- faults that need a GPU ----------------------------------------------------------------------
+
+
+def fault_cuda_illegal() -> int:
+    """A Triton kernel writes where no memory is; the context of this process is lost."""
+    import torch
+    from triton import jit, language
+
+    global tl  # a jitted function looks names up in its module
+    tl = language
+
+    @jit
+    def astray(X, far):
+        tl.store(X + far, 1.0)
+
+    passed()
+    x = torch.zeros(16, device="cuda")
+    astray[(1,)](x, 1 << 44)
+    torch.cuda.synchronize()
+    return 0
+
+
+def _take_all_memory() -> list:
+    """Allocate until nothing fits, in ever smaller pieces."""
+    import torch
+
+    taken, size = [], 1 << 33
+    while size >= 1 << 20:
+        try:
+            taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return taken
+
+
+def fault_cuda_all_memory() -> int:
+    """Takes the whole memory of the GPU, then asks for more; a smaller try is content."""
+    import torch
+
+    if "--shrink" in sys.argv:
+        passed()
+        return 0
+    taken = _take_all_memory()
+    print(f"{sum(t.numel() for t in taken) >> 20} MiB taken", flush=True)
+    taken.append(torch.empty(1 << 33, dtype=torch.uint8, device="cuda"))
+    return 0
+
+
+def fault_cuda_hoard_and_hang() -> int:
+    """Holds the whole memory of the GPU and hears no polite signal."""
+    taken = _take_all_memory()
+    print(f"{len(taken)} pieces taken", flush=True)
+    return fault_deaf()
+
+
 FAULTS = {
     name.removeprefix("fault_"): function
     for name, function in list(globals().items())
@@ -453,18 +508,23 @@ def run_faults(names: list[str], argv: list[str]) -> int:
     """The `run` verb with these stages instead of the profile's.
 
     `name:seconds` sets a limit, `name!` makes it a stage that needs the GPU, `name+` one that can
-    shrink; what stands after `=` is another argument of it.
+    shrink; what stands after `=` is another argument of it. `@name` is one of the quick profile.
     torch is not asked, which saves two seconds per run; NO_RENDER in the environment leaves the
-    short report in place.
+    short report in place. REAL_BOX in it leaves the box as it is, for faults of a real GPU.
     """
     from scripts.oneshot import env, runner, stages
 
-    env.torch_facts = lambda *_: TORCH_FACTS
+    if not os.environ.get("REAL_BOX"):
+        env.torch_facts = lambda *_: TORCH_FACTS
+    real = {s.id: s for s in stages.plan("quick")}
     install(json.loads(os.environ.get("ONESHOT_FAULT", "{}")))
     if os.environ.get("NO_RENDER"):
         runner.Run._render = lambda self, limit_s: None
     planned = [stages.ENV_STAGE]
     for name in names:
+        if name.startswith("@"):
+            planned.append(real[name[1:]])
+            continue
         name, _, limit = name.partition(":")
         proof = "bench" if "bench" in name else "tests"
         gpu, shrinks, name = "!" in name, "+" in name, name.rstrip("!+")

@@ -165,6 +165,7 @@ def test_log_never_splits_a_secret_over_the_cut(tmp_path):
     ("triton.compiler.errors.CompilationError: at 1:1", "COMPILE_ERROR"),
     ("OSError: [Errno 28] No space left on device", "NO_SPACE"),
     ("RuntimeError: The NVIDIA driver on your system is too old", "DRIVER_TOO_OLD"),
+    ("RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered", "CUDA_FAULT"),
     ("all is well", None),
 ])  # fmt: skip
 def test_cause(text, kind):

@@ -152,6 +152,13 @@ CAUSES: tuple[tuple[str, re.Pattern[str]], ...] = (
         "OOM_DEVICE",
         re.compile(r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory"),
     ),
+    (
+        "CUDA_FAULT",
+        re.compile(
+            r"illegal memory access|misaligned address|illegal instruction was encountered"
+            r"|unspecified launch failure|hardware stack error"
+        ),
+    ),
     ("NO_SPACE", re.compile(r"No space left on device|Errno 28")),
     ("DRIVER_TOO_OLD", re.compile(r"driver (?:on your system is too old|version is insufficient)")),
     ("NO_GPU", re.compile(r"No CUDA GPUs are available|Found no NVIDIA driver")),

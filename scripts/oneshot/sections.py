@@ -34,6 +34,8 @@ TRY = {
     "GPU_LOST": "the card fell off the bus: take another box; the earlier results stand",
     "XID": "do what the reason says, and run the stage again on a card without errors",
     "OOM_DEVICE": "free the GPU of other processes, or take a card with more memory",
+    "CUDA_FAULT": "a kernel touched memory that is not its own: compute-sanitizer before the "
+    "command below names it; later stages had a context of their own",
     "OOM_HOST": "the box has too little memory for the build or the test; raise the limit",
     "DRIVER_TOO_OLD": "take a box with a newer driver, or a torch built for an older CUDA",
     "NO_GPU": "check nvidia-smi on this box; restart the container with the GPU passed through",
