@@ -89,7 +89,7 @@ def test_a_signal_in_the_middle_of_a_bench_leaves_a_valid_report(tmp_path, name,
     process = start(tmp_path, "@sanity,@sel_dense,@sel_varlen")
     journal = tmp_path / "abc1234" / "events.jsonl"
     deadline = time.monotonic() + 120
-    while '"bench"' not in (journal.read_text() if journal.exists() else ""):
+    while '"median_us"' not in (journal.read_text() if journal.exists() else ""):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     sent = time.monotonic()
