@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.decode.scan import visible
+from nsa.kernels.decode.tile import visible
 from nsa.kernels.prefill.block_select import block_keys
 
 

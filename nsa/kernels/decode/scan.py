@@ -10,22 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def cache_row(token, TABLE, batch, table_len, capacity, PAGE: tl.constexpr, RING: tl.constexpr):
-    """Row of a token in a cache: contiguous [B, capacity], ring of `capacity`, or paged."""
-    if PAGE > 0:
-        page = tl.load(TABLE + batch * table_len + token // PAGE).to(tl.int64)
-        return page * PAGE + token % PAGE
-    if RING:
-        return batch.to(tl.int64) * capacity + token % capacity
-    return batch.to(tl.int64) * capacity + token
-
-
-@triton.jit
-def visible(position, l, d):
-    """Compressed keys that a query at `position` sees (Eq. 7)."""
-    return tl.where(position + 1 >= l, (position + 1 - l) // d + 1, 0)
+from nsa.kernels.decode.tile import attend, cache_row, load_rows, visible
 
 
 @triton.jit
@@ -42,9 +27,12 @@ def _decode_scan_kernel(
     Compressed tiles also leave their probabilities pooled to selection blocks, per row, relative
     to the tile's maximum: the selection needs no second look at the keys.
     """
-    split = tl.program_id(0)
-    batch = tl.program_id(1) // G
-    group = tl.program_id(1) % G
+    # Long splits, of the compressed keys, come first, so that the last wave is short work; groups of
+    # a sequence, which are neighbours in memory, run side by side.
+    bg = tl.program_id(0)
+    split = tl.program_id(1)
+    batch = bg // G
+    group = bg % G
     length = tl.load(LENS + batch)
     rows = tl.arange(0, ROWS)
     token = rows // H
@@ -53,18 +41,13 @@ def _decode_scan_kernel(
     row_index = (batch.to(tl.int64) * T + token) * (G * H) + group * H + rows % H
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    q = tl.load(
-        Q + row_index[:, None] * D + offs_d[None, :],
-        mask=live[:, None] & (offs_d < D)[None, :],
-        other=0.0,
-    )
+    q = load_rows(Q, row_index, live, offs_d, D)
     if BLOCK_D2 > 0:
         offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        q2 = tl.load(
-            Q + row_index[:, None] * D + offs_d2[None, :],
-            mask=live[:, None] & (offs_d2 < D)[None, :],
-            other=0.0,
-        )
+        q2 = load_rows(Q, row_index, live, offs_d2, D)
+    else:
+        offs_d2 = offs_d
+        q2 = q
     compressed = split < splits_cmp
     if compressed:
         # The splits share whole tiles of the keys that the last token sees.
@@ -105,41 +88,22 @@ def _decode_scan_kernel(
             at = cache_row(key, TABLE, batch, table_len, win_capacity, PAGE, RING) * G + group
             k_base = KW
             v_base = VW
-        # Unused cache rows may hold anything, NaN included: they are never loaded.
-        k = tl.load(
-            k_base + at[:, None] * D + offs_d[None, :],
-            mask=seen_any[:, None] & (offs_d < D)[None, :],
-            other=0.0,
-        )
-        v = tl.load(
-            v_base + at[:, None] * DV + offs_dv[None, :],
-            mask=seen_any[:, None] & (offs_dv < DV)[None, :],
-            other=0.0,
-        )
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        k = load_rows(k_base, at, seen_any, offs_d, D)
+        v = load_rows(v_base, at, seen_any, offs_dv, DV)
+        k2 = k
         if BLOCK_D2 > 0:
-            k2 = tl.load(
-                k_base + at[:, None] * D + offs_d2[None, :],
-                mask=seen_any[:, None] & (offs_d2 < D)[None, :],
-                other=0.0,
-            )
-            s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+            k2 = load_rows(k_base, at, seen_any, offs_d2, D)
         seen = seen_any[None, :] & (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
-        s = tl.where(seen, s * scale_log2, float("-inf"))
-        tile_max = tl.max(s, 1)
-        m_new = tl.maximum(m_i, tile_max)
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.math.exp2(s - m_safe[:, None])
-        alpha = tl.math.exp2(m_i - m_safe)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        acc, m_i, l_i, p, m_safe = attend(
+            acc, m_i, l_i, q, q2, k, k2, v, seen, scale_log2, BLOCK_D2, PRECISION
+        )
         if compressed:
             # Relative to the running maximum, which is stored with it.
             pooled = tl.dot((p * 1024.0).to(pool.dtype), pool, input_precision=PRECISION)
             halves = tl.reshape(pooled, [ROWS, 2, NB])
             upper = tl.arange(0, 2)[None, :, None] == 1
             tile = n0 // BLOCK_N
-            store_at = (tl.program_id(1).to(tl.int64) * ROWS + rows) * n_tiles + tile
+            store_at = (bg.to(tl.int64) * ROWS + rows) * n_tiles + tile
             tl.store(
                 POOLED + store_at[:, None] * NB + tl.arange(0, NB)[None, :],
                 tl.sum(tl.where(upper, 0.0, halves), 1),
@@ -149,8 +113,7 @@ def _decode_scan_kernel(
                 SPILL + store_at, tl.sum(tl.sum(tl.where(upper, halves, 0.0), 2), 1), mask=live
             )
             tl.store(TILE_MAX + store_at, m_safe, mask=live)
-        m_i = m_new
-    out_at = (tl.program_id(1).to(tl.int64) * splits_all + split) * ROWS + rows
+    out_at = (bg.to(tl.int64) * splits_all + split) * ROWS + rows
     tl.store(PART_M + out_at, m_i, mask=live)
     tl.store(PART_L + out_at, l_i, mask=live)
     tl.store(

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.decode.choose import choose_blocks
-from nsa.kernels.decode.scan import cache_row
+from nsa.kernels.decode.tile import attend, cache_row, load_rows
 
 
 @triton.jit
@@ -49,18 +49,13 @@ def _decode_selected_kernel(
     live = head < H
     row_index = token_row + head
     offs_d = tl.arange(0, BLOCK_D)
-    q = tl.load(
-        Q + row_index[:, None] * D + offs_d[None, :],
-        mask=live[:, None] & (offs_d < D)[None, :],
-        other=0.0,
-    )
+    q = load_rows(Q, row_index, live, offs_d, D)
     if BLOCK_D2 > 0:
         offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        q2 = tl.load(
-            Q + row_index[:, None] * D + offs_d2[None, :],
-            mask=live[:, None] & (offs_d2 < D)[None, :],
-            other=0.0,
-        )
+        q2 = load_rows(Q, row_index, live, offs_d2, D)
+    else:
+        offs_d2 = offs_d
+        q2 = q
     tiles_per_block = (l_sel + BLOCK_N - 1) // BLOCK_N
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
     m_i = tl.full([HEADS], float("-inf"), tl.float32)
@@ -72,32 +67,14 @@ def _decode_selected_kernel(
         seen = (block >= 0) & (within < l_sel) & (key <= position)
         key = tl.where(seen, key, 0)
         at = cache_row(key, TABLE, batch, table_len, capacity, PAGE, False) * G + group
-        k = tl.load(
-            KS + at[:, None] * D + offs_d[None, :],
-            mask=seen[:, None] & (offs_d < D)[None, :],
-            other=0.0,
-        )
-        v = tl.load(
-            VS + at[:, None] * DV + cols[None, :],
-            mask=seen[:, None] & (cols < DV)[None, :],
-            other=0.0,
-        )
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        k = load_rows(KS, at, seen, offs_d, D)
+        v = load_rows(VS, at, seen, cols, DV)
+        k2 = k
         if BLOCK_D2 > 0:
-            k2 = tl.load(
-                KS + at[:, None] * D + offs_d2[None, :],
-                mask=seen[:, None] & (offs_d2 < D)[None, :],
-                other=0.0,
-            )
-            s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
-        s = tl.where(seen[None, :], s * scale_log2, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.math.exp2(s - m_safe[:, None])
-        alpha = tl.math.exp2(m_i - m_safe)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-        m_i = m_new
+            k2 = load_rows(KS, at, seen, offs_d2, D)
+        acc, m_i, l_i, _, _ = attend(
+            acc, m_i, l_i, q, q2, k, k2, v, seen[None, :], scale_log2, BLOCK_D2, PRECISION
+        )
     out_at = out_row + head
     tl.store(PART_M + out_at, m_i, mask=live)
     tl.store(PART_L + out_at, l_i, mask=live)

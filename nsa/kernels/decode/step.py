@@ -16,7 +16,7 @@ from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.tiles import dot_precision, pad_dim, split_dim
 
-SCAN_PER_SM = 4  # programs that the scan aims at: one tile's chain of loads hides another's
+SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
 SELECTED_PER_SM = 2  # the same of the selected blocks: more splits are more to merge
 SELECTED_SPLITS = 16  # per token and group, a block each by default
 MANY_TILES = 8  # of 64 keys per SM: from here on larger tiles
@@ -152,7 +152,7 @@ def nsa_decode_triton(
         N_INIT=n_init, N_LOCAL=n_local,
     )  # fmt: skip
     if splits_all:
-        _decode_scan_kernel[(splits_all, programs)](
+        _decode_scan_kernel[(programs, splits_all)](
             q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
             tile_max, table_len, k_cmp.shape[1], k_win.shape[1], groups, heads, tokens,
             splits_cmp, splits_all, n_tiles, l, d, l_sel, window, scale_log2, ROWS=rows,

@@ -1,0 +1,54 @@
+"""What the scan and the chosen blocks share: where keys lie, and attention over a tile of them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def cache_row(token, TABLE, batch, table_len, capacity, PAGE: tl.constexpr, RING: tl.constexpr):
+    """Row of a token in a cache: contiguous [B, capacity], ring of `capacity`, or paged."""
+    if PAGE > 0:
+        page = tl.load(TABLE + batch * table_len + token // PAGE).to(tl.int64)
+        return page * PAGE + token % PAGE
+    if RING:
+        return batch.to(tl.int64) * capacity + token % capacity
+    return batch.to(tl.int64) * capacity + token
+
+
+@triton.jit
+def visible(position, l, d):
+    """Compressed keys that a query at `position` sees (Eq. 7)."""
+    return tl.where(position + 1 >= l, (position + 1 - l) // d + 1, 0)
+
+
+@triton.jit
+def load_rows(X, at, live, offs, WIDTH: tl.constexpr):
+    """Columns `offs` of rows `at`. Unused cache rows may hold anything, NaN included: rows that
+    are not live are never read."""
+    return tl.load(
+        X + at[:, None] * WIDTH + offs[None, :],
+        mask=live[:, None] & (offs < WIDTH)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def attend(
+    acc, m, total, q, q2, k, k2, v, seen, scale_log2, BLOCK_D2: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile: output, maxima (base 2) and sums with it, its probabilities and the maxima that
+    they are relative to."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if BLOCK_D2 > 0:
+        s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+    s = tl.where(seen, s * scale_log2, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.math.exp2(s - m_safe[:, None])
+    alpha = tl.math.exp2(m - m_safe)
+    total = total * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_new, total, p, m_safe
