@@ -27,8 +27,8 @@ def _decode_scan_kernel(
     Compressed tiles also leave their probabilities pooled to selection blocks, per row, relative
     to the tile's maximum: the selection needs no second look at the keys.
     """
-    # Long splits, of the compressed keys, come first, so that the last wave is short work; groups of
-    # a sequence, which are neighbours in memory, run side by side.
+    # Long splits, of the compressed keys, come first, so that the last wave is short work; groups
+    # of a sequence, which are neighbours in memory, run side by side.
     bg = tl.program_id(0)
     split = tl.program_id(1)
     batch = bg // G
