@@ -154,6 +154,7 @@ class ModuleStep:
         if missing:
             raise GraphUnavailable(f"the graph does not hold {', '.join(missing)}")
         self.x = captured.input
+        captured.replay()  # every call finds the cache as long as the one before left it
         replay = lambda: captured.replay()
         replay.before = self.rewind  # type: ignore[attr-defined]
         return replay

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -20,13 +21,16 @@ COLUMNS = ("device", "torch", "triton", "cuda", "driver", "commit")
 def commit() -> str | None:
     """Short hash of the sources, with "-dirty" when tracked files differ; None when unknown.
 
-    Inside a run it is what the run says of itself: its box may have the sources without git.
+    Inside a run it is what the run says of itself, and else NSA_COMMIT where it is set: a box may
+    have the sources without git.
     """
     folder = out_dir()
     if folder is not None and (folder / "bundle.json").is_file():
         git = json.loads((folder / "bundle.json").read_text(encoding="utf-8")).get("git") or {}
         if git.get("short"):
             return git["short"] + ("-dirty" if git.get("dirty") else "")
+    if given := os.environ.get("NSA_COMMIT", "").strip():
+        return given[:7]
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         run = subprocess.run(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import bench_decode
+from bench import bench_decode, decode_graph
 from bench.clock import CudaClock, clock_for
 from bench.decode_graph import ModuleStep, attention_graph, more_rows, other_length
 from bench.decode_step import Step
@@ -324,6 +324,28 @@ def test_bench_times_the_layer_over_one_context(bench_step):
         attention_graph(step, bench_decode.total_case(step, {}), tools)
     with pytest.raises(GraphUnavailable):
         module.graph(())
+
+
+def test_a_graph_of_the_layer_is_judged_where_its_step_emits(monkeypatch):
+    """36 = l + 7 d: the step adds a compressed token, which the inputs' refill must find there."""
+
+    class Replayed:  # a graph's stand-in: its replays are calls
+        launches = {"k": 1}
+
+        def __init__(self, step, example, caches):
+            self.step, self.input = step, example
+
+        def replay(self):
+            return self.step(self.input)
+
+    layer = make(seed=2)
+    step = Step(layer, 2, 36)
+    monkeypatch.setattr(decode_graph, "StepGraph", Replayed)
+    monkeypatch.setattr(decode_graph, "why_no_step_graph", lambda step: None)
+    module = ModuleStep(layer, step)
+    case = module.case(module.graph(["k"]), "module", bench_decode.total_case(step, {}), {})
+    parity, _ = prove(case, case.candidate, 3, "test")
+    assert parity.status == "PASS" and step.cache.length == 36
 
 
 @pytest.mark.parametrize("what", ["output", "append", "window"])

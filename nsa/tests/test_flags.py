@@ -42,7 +42,7 @@ def test_every_documented_variable_has_its_default(tmp_path):
     rows = no_config(tmp_path).effective()
     assert {r["name"]: r["value"] for r in rows} == DEFAULTS
     assert {r["source"] for r in rows} == {"default"}
-    assert set(known_names()) == {*DEFAULTS, "NSA_RESULT_FD", "NSA_OUT_DIR"}
+    assert set(known_names()) == {*DEFAULTS, "NSA_RESULT_FD", "NSA_OUT_DIR", "NSA_COMMIT"}
 
 
 @pytest.mark.parametrize("f", BOOLEANS, ids=lambda f: f.name)

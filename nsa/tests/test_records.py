@@ -95,6 +95,10 @@ def test_rows_of_a_run_name_its_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("NSA_OUT_DIR", str(tmp_path))
     provenance.commit.cache_clear()
     assert provenance.provenance(None)["commit"] == "c01d9ee-dirty"
+    monkeypatch.delenv("NSA_OUT_DIR")
+    monkeypatch.setenv("NSA_COMMIT", "ab" * 20)
+    provenance.commit.cache_clear()
+    assert provenance.provenance(None)["commit"] == "abababa"
     provenance.commit.cache_clear()
 
 
