@@ -69,6 +69,7 @@ KERNELS = {
 
 def forward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
     """What the forward launches for these inputs: union tiles from some length on."""
+    from nsa.kernels.prefill import hopper
     from nsa.kernels.prefill.union_lists import unions_apply
     from nsa.kernels.tiles import arch_of
 
@@ -76,18 +77,18 @@ def forward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
     unions = op in ("sel", "full") and unions_apply(
         arch, s.B * s.S, s.G, s.HQ // s.G, s.n_sel, x.q.element_size()
     )
-    return KERNELS[op] + ("_union_lists_kernel", "_union_attn_fwd_kernel") * unions
+    span = hopper.forward_kernel(x.q, x.k_sel, x.v_sel)
+    names = tuple(span if name == "_span_fwd_kernel" else name for name in KERNELS[op])
+    return names + ("_union_lists_kernel", "_union_attn_fwd_kernel") * unions
 
 
 def backward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
     """What the backward launches for these inputs: one pass where there is one, else two."""
-    from nsa.kernels.prefill import block_attn_bwd, span_bwd_fused
+    from nsa.kernels.prefill import block_attn_bwd, hopper
     from nsa.kernels.tiles import arch_of
 
     window = ("_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel")
-    cmp = window
-    if span_bwd_fused.usable(x.q, x.k_cmp, x.v_cmp, x.do):
-        cmp = ("_span_bwd_fused_kernel",)
+    cmp = hopper.backward_kernels(x.q, x.k_cmp, x.v_cmp, x.do)
     sel, s = ("_block_attn_bwd_dkdv_kernel",), x.shape
     how = (arch_of(x.q.device), s.HQ // s.G, s.D, s.Dv, x.q.element_size())
     if not block_attn_bwd.fused_tiles(*how):

@@ -23,8 +23,10 @@ SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120
 class AotCase:
     """One kernel configuration. types: Triton type per runtime argument ("*bf16", "i32", "fp32").
 
-    max_spill: bytes of stack the case may use. ptxas keeps a few scalars there at times; a tile
-    that does not fit the registers takes hundreds.
+    gluon: a kernel of @gluon.jit; the types of its descriptors name their layouts. max_registers:
+    of a thread at the start, where the launcher sets it. max_spill: bytes of stack the case may
+    use. ptxas keeps a few scalars there at times; a tile that does not fit the registers takes
+    hundreds.
     """
 
     name: str
@@ -34,6 +36,8 @@ class AotCase:
     num_warps: int = 4
     num_stages: int = 2
     max_spill: int = 32
+    gluon: bool = False
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,17 @@ def compile_case(case: AotCase, arch: int) -> Resources:
         raise ValueError(f"{case.name}: arguments differ: {sorted(given ^ set(names))}")
     signature = {n: case.types.get(n, "constexpr") for n in names}
     aligned = [i for i, n in enumerate(names) if signature[n].startswith("*")]
-    source = ASTSource(
+    make = ASTSource
+    if case.gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource as make
+    source = make(
         fn=case.kernel, signature=signature, constexprs=dict(case.constexprs),
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )  # fmt: skip
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
-    )  # fmt: skip
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    if case.max_registers:
+        options["maxnreg"] = case.max_registers
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack = _usage(compiled.asm["cubin"])
     return Resources(compiled.metadata.shared, registers, stack)
 

@@ -176,13 +176,11 @@ def exact(inputs: Inputs, oracle_fn, reference_fn, plain: bool):
     return reference_fn if plain or inputs.shape.big else oracle_fn
 
 
-def compressed_backward(x: Inputs) -> list[str]:
-    """The kernels that the backward of compressed attention takes for these inputs."""
-    from nsa.kernels.prefill import span_bwd_fused
+def forward_kernel(x: Inputs) -> str:
+    """The kernel that compressed and sliding attention launch for these inputs."""
+    from nsa.kernels.prefill import hopper
 
-    if span_bwd_fused.usable(x.q, x.k_cmp, x.v_cmp, x.do):
-        return ["_span_bwd_fused_kernel"]
-    return ["_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel"]
+    return hopper.forward_kernel(x.q, x.k, x.v, x.shape.packed)
 
 
 @ALL
@@ -197,9 +195,11 @@ def test_compressed(shape, device):
     ours = lambda q, k, v: prefill.compressed_attention_triton(
         q, k, v, **sizes, **x.packing(compressed=True)
     )
-    kernels = ["_span_fwd_kernel"]
+    from nsa.kernels.prefill import hopper
+
+    kernels = [forward_kernel(x)]
     if sum(map(len, x.split(x.k_cmp))):
-        kernels += compressed_backward(x)
+        kernels += hopper.backward_kernels(x.q, x.k_cmp, x.v_cmp, x.do)
     check("compressed", x, ["q", "k_cmp", "v_cmp"], ours, theirs, kernels)
 
 
@@ -214,7 +214,7 @@ def test_sliding(shape, device):
     ours = lambda q, k, v: prefill.sliding_attention_triton(
         q, k, v, window=shape.w, **x.packing()
     )[0]
-    kernels = ["_span_fwd_kernel", "_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel"]
+    kernels = [forward_kernel(x), "_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel"]
     check("sliding", x, ["q", "k", "v"], ours, theirs, kernels)
 
 
@@ -322,7 +322,7 @@ def test_whole(shape, device):
         win = lib.sliding_attention(q, k_win, v_win, window=shape.w)
         return (gates[..., :1] * cmp + gates[..., 1:2] * sel + gates[..., 2:] * win,)
 
-    kernels = ["_span_fwd_kernel", "_block_attn_fwd_kernel", "_combine_fwd_kernel",
+    kernels = [forward_kernel(x), "_block_attn_fwd_kernel", "_combine_fwd_kernel",
                "_combine_bwd_kernel", "_block_attn_bwd_dkdv_kernel", "_span_bwd_dkdv_kernel"]
     check("whole", x, names, ours, theirs, kernels)
 

@@ -112,6 +112,49 @@ def _fused_case(
     return AotCase(f"{kernel.__name__}-{label}", kernel, types, c, warps, stages, max_spill=448)
 
 
+def _gluon_cases() -> list[AotCase]:
+    """The kernels for Hopper: both spans, and the backward with its smallest and largest group."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from nsa.kernels.prefill import span_bwd_hopper, span_fwd_hopper
+
+    def tile(element: str, *shape: int) -> str:
+        layout = NVMMASharedLayout(128, 32 if element == "fp32" else 16, rank=len(shape))
+        return f"tensordesc<{element}{list(shape)},{layout!r}>"
+
+    def case(kernel: Any, label: str, types: dict, c: dict, warps: int, spill: int) -> AotCase:
+        types = {n: types.get(n) or _type(n, "bf16") for n in kernel.arg_names if n not in c}
+        return AotCase(f"{kernel.__name__}-{label}", kernel, types, c, warps, max_spill=spill,
+                       gluon=True, max_registers=168)  # fmt: skip
+
+    cases = []
+    kernel = span_fwd_hopper._span_fwd_hopper_kernel
+    for mode, heads, dim in ((COMPRESSED, 16, 128), (SLIDING, 4, 128), (COMPRESSED, 8, 64)):
+        block_n, k_stages, v_stages, q_stages = span_fwd_hopper.hopper_tiles(mode, dim)
+        c = dict(MODE=mode, VARLEN=False, HEADS=heads, BLOCK_N=block_n, D=dim, K_STAGES=k_stages,
+                 V_STAGES=v_stages, Q_STAGES=q_stages)  # fmt: skip
+        rows, keys = tile("bf16", 64 // heads, heads, dim), tile("bf16", 1, block_n, dim)
+        types = dict(QD=rows, OD=rows, KD=keys, VD=keys, LSE="*fp32", BATCH="i32", ITEMS="i32",
+                     a="i32", b="i32")  # fmt: skip
+        cases.append(case(kernel, f"{mode}-H{heads}-D{dim}", types, c, 4, 64))
+    kernel = span_bwd_hopper._span_bwd_hopper_kernel
+    width = span_bwd_hopper.WIDTH
+    for heads in (4, 16):
+        block_q = span_bwd_hopper.ROWS // heads
+        c = dict(VARLEN=heads == 4, BLOCK_Q=block_q, HEADS=heads, KEYS=span_bwd_hopper.KEYS,
+                 WIDTH=width, STAGES=span_bwd_hopper.STAGES, SPLIT=True)  # fmt: skip
+        rows = tile("bf16", block_q, heads, width)
+        stats = f"tensordesc<fp32[{span_bwd_hopper.ROWS}],{NVMMASharedLayout(0, 32, rank=1)!r}>"
+        types = dict(QD=rows, DOD=rows, DQD=tile("fp32", block_q, heads, width), STATS=stats,
+                     STATS_ROWS="*fp32", DK="*fp32", DV_OUT="*fp32", total_q="i32")  # fmt: skip
+        cases.append(case(kernel, f"H{heads}", types, c, span_bwd_hopper.WARPS, 96))
+    rows = dict(HEADS=16, BLOCK=1024)
+    types = dict(LSE="*fp32", DELTA="*fp32", OUT="*fp32", rows="i32", HQ="i32")
+    kernel = span_bwd_hopper._row_stats_kernel
+    cases.append(AotCase(kernel.__name__, kernel, types, rows))
+    return cases
+
+
 def aot_cases(arch: int) -> list[AotCase]:
     """What the launchers would compile on `arch`, at representative shapes."""
     cases = []
@@ -225,7 +268,7 @@ def aot_cases(arch: int) -> list[AotCase]:
                      N_PAD=16, N_INIT=1, N_LOCAL=2), (max(1, blocks // 1024), 1),
             )  # fmt: skip
         )
-    return cases
+    return cases + _gluon_cases() if arch == 90 else cases
 
 
 def _triton_type(name: str) -> Any:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.prefill import span_bwd_fused
+from nsa.kernels.prefill import hopper, span_bwd_fused
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
@@ -394,9 +394,14 @@ def span_attention_bwd(
         and not torch.are_deterministic_algorithms_enabled()
         and span_bwd_fused.usable(q, k, v, grad_out)
     ):  # fmt: skip
-        return span_bwd_fused.compressed_attention_bwd_fused(
-            grad_out, q, k, v, lse, delta, span, softmax_scale, cu_q, cu_k, batch, sq, sk,
-            dq, q_start,
+        in_gluon = hopper.backward(q, k, v, grad_out)
+        one_pass = (
+            in_gluon.compressed_attention_bwd_hopper if in_gluon
+            else span_bwd_fused.compressed_attention_bwd_fused
+        )  # fmt: skip
+        return one_pass(
+            grad_out, q, k, v, lse, delta, span, softmax_scale, cu_q, cu_k, batch, sq, sk, dq,
+            q_start,
         )  # fmt: skip
     accumulate = dq is not None and not first
     dq, dq_scale = (torch.empty_like(q), softmax_scale) if dq is None else (dq, 1.0)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from nsa import launches
+from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
@@ -161,6 +162,9 @@ def span_attention_fwd(
     cu_k int32 [n_seq + 1] and max_q the longest query sequence. q_start: key position of query 0.
     """
     varlen = cu_q is not None
+    in_gluon = hopper.forward(q, k, v, varlen)
+    if in_gluon:
+        return in_gluon.span_attention_fwd_hopper(q, k, v, span, softmax_scale, q_start=q_start)
     hq, dim = q.shape[-2:]
     groups, dv = v.shape[-2:]
     heads = hq // groups

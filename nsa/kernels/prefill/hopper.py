@@ -1,0 +1,64 @@
+"""Which calls go to the kernels for Hopper that are written in Gluon, Triton's lower level.
+
+Gluon is experimental: NSA_USE_GLUON=1 asks for it, and it serves with the releases of Triton that
+the kernels were run with. Everything else stays with the Triton kernels of the same meaning.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.flags import get_flags
+from nsa.kernels.tiles import arch_of
+
+RELEASES = ("3.6.",)  # of Triton, on an H200
+
+
+def enabled(device: torch.device) -> bool:
+    return (
+        get_flags().use_gluon
+        and arch_of(device) == 90
+        and triton.__version__.startswith(RELEASES)
+    )
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, varlen: bool) -> ModuleType | None:
+    """The module that serves this call of span_attention_fwd; None: span_fwd does.
+
+    Packed sequences stay there: a tile past the end of one reads the next one's values, and a NaN
+    among them times a probability of zero is NaN.
+    """
+    if varlen or not enabled(q.device):
+        return None
+    from nsa.kernels.prefill import span_fwd_hopper
+
+    return span_fwd_hopper if span_fwd_hopper.usable(q, k, v) else None
+
+
+def backward(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> ModuleType | None:
+    """The same for the backward of compressed attention in one pass; None: span_bwd_fused does."""
+    if not enabled(q.device):
+        return None
+    from nsa.kernels.prefill import span_bwd_hopper
+
+    return span_bwd_hopper if span_bwd_hopper.usable(q, k, v, grad_out) else None
+
+
+def forward_kernel(q: Tensor, k: Tensor, v: Tensor, varlen: bool = False) -> str:
+    """Name of the kernel that span_attention_fwd launches."""
+    return "_span_fwd_hopper_kernel" if forward(q, k, v, varlen) else "_span_fwd_kernel"
+
+
+def backward_kernels(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[str, ...]:
+    """Names of those that the backward of compressed attention launches, without delta's."""
+    from nsa.kernels.prefill import span_bwd_fused
+
+    if backward(q, k, v, grad_out):
+        return ("_row_stats_kernel", "_span_bwd_hopper_kernel")
+    if span_bwd_fused.usable(q, k, v, grad_out):
+        return ("_span_bwd_fused_kernel",)
+    return ("_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel")

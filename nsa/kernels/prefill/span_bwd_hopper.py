@@ -1,0 +1,447 @@
+"""Backward of compressed attention on Hopper: the pass of span_bwd_fused.py without its waits.
+
+The mathematics, the walk over the queries and their split are those of span_bwd_fused.py, and so
+is the rounding. Triton waits for every product before it goes on. Written in Gluon, the five
+products of a tile of rows queue up, and the arithmetic runs beside them:
+
+    tensor cores   dP(i)  dK(i-1)  dV(i)  dQ(i)  S(i+1)
+    eight warps    P = exp2(S(i))  dS(i)  .....  dQ(i) to shared memory and on to its addition
+
+Eight warps own 128 keys. S, dP, dK and dV have the keys as their rows, so that P is a left operand
+straight from registers; dS goes through shared memory, where dQ reads it by queries and the next
+tile's turn reads it by keys for dK. One more warp fetches rows, up to three tiles ahead.
+
+ptxas gives up the queue ("wgmma serialized") where a product is in flight from one turn of a loop
+to the next and its sums are read there, where other instructions define sums meanwhile, or where
+240 registers do not suffice. The order above and the single drain at the end of a turn suit it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nsa import launches
+from nsa.kernels.prefill import span_bwd_fused
+from nsa.kernels.prefill.span_common import sequence_bounds
+from nsa.kernels.prefill.span_kinds import Span
+
+# A tile: (query, head) rows, keys, width of a head. 226 of 227 KB of shared memory.
+ROWS, KEYS, WIDTH, STAGES = 64, 128, 128, 3
+WARPS = 8
+# 12 warps (the fetching one counts as four) start with 168 registers a thread; all but the least
+# that a thread can have then go to the eight: 240.
+START_REGISTERS, LEAST_REGISTERS = 168, tl.constexpr(24)
+
+
+@builtin
+def _tma_add(descriptor, coord, source, _semantic=None):
+    """Add a tile in shared memory to global memory. Gluon has the operation but no name for it."""
+    from triton._C.libtriton import ir
+
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coord, source.handle
+    )
+
+
+@triton.jit
+def _row_stats_kernel(LSE, DELTA, OUT, rows, HQ, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """OUT [2, G, rows * HEADS]: lse in units of log2 (inf for rows without keys), then delta."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = rows.to(tl.int64) * HQ
+    live = at < total
+    head = at % HQ
+    to = (head // HEADS * rows + at // HQ) * HEADS + head % HEADS
+    lse = tl.load(LSE + at, mask=live, other=0.0)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(OUT + to, lse, mask=live)
+    tl.store(OUT + total + to, tl.load(DELTA + at, mask=live, other=0.0), mask=live)
+
+
+@gluon.jit
+def _fetch_rows(
+    QD, DOD, STATS, buffers, bars, tiles, t0, head0, lse_row, delta_row,
+    BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The fetching warp: every tile as soon as the tile STAGES before it is done with its place."""
+    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = buffers
+    ready, free = bars
+    ROWS: gl.constexpr = BLOCK_Q * HEADS
+    for tile in range(tiles):
+        slot = tile % STAGES
+        # The phase before the first counts as complete.
+        mbarrier.wait(free.index(slot), ((tile // STAGES) & 1) ^ 1)
+        bar = ready.index(slot)
+        # [queries, heads, width] for the descriptor, rows for the products: the same bytes.
+        q = q_smem.index(slot)._reinterpret(QD.dtype, QD.block_type.shape, QD.layout)
+        do = do_smem.index(slot)._reinterpret(QD.dtype, QD.block_type.shape, QD.layout)
+        t = t0 + tile * BLOCK_Q
+        row = tile * ROWS
+        mbarrier.expect(bar, 2 * QD.block_type.nbytes + 2 * STATS.block_type.nbytes)
+        tma.async_copy_global_to_shared(QD, [t, head0, 0], bar, q)
+        tma.async_copy_global_to_shared(STATS, [lse_row + row], bar, lse_smem.index(slot))
+        tma.async_copy_global_to_shared(DOD, [t, head0, 0], bar, do)
+        tma.async_copy_global_to_shared(STATS, [delta_row + row], bar, delta_smem.index(slot))
+
+
+@gluon.jit
+def _add_to_dq(DQD, dq_smem, dq, t, head0):
+    # The addition before has read its tile.
+    tma.store_wait(0)
+    dq_smem.store(dq)
+    fence_async_shared()
+    tile = dq_smem._reinterpret(gl.float32, DQD.block_type.shape, DQD.layout)
+    _tma_add(DQD, [t, head0, 0], tile)
+
+
+@gluon.jit
+def _span_turn(
+    dk, dv, s, before, slot, phase, tile, tiles, DQD, buffers, bars, t0, m_begin, head0, first,
+    scale_log2,
+    BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+    ACC_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """P, dS, dV and dQ of a tile whose S is given, dK of the tile before, S of the next.
+
+    before, slot: places of the tile before and of this one. Queries from `first` on see a key.
+    """
+    k_place, v_place, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = buffers
+    ready, free = bars
+    ROWS: gl.constexpr = BLOCK_Q * HEADS
+    KEYS: gl.constexpr = k_place.shape[1]
+    WIDTH: gl.constexpr = k_place.shape[2]
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
+    dtype: gl.constexpr = q_smem.dtype
+    do = do_smem.index(slot)
+    # Always 0, which the compiler cannot know: else it keeps the address of every slice of K and V
+    # in registers throughout the loop, has too few, and moves them to memory and back.
+    nought = tile >> 30
+    k = k_place.index(nought)
+    v = v_place.index(nought)
+    ds_place = ds_smem.index(tile & 1)
+
+    zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
+    dp = warpgroup_mma(v, do.permute([1, 0]), zero, use_acc=False, is_async=True)
+    dk = warpgroup_mma(ds_smem.index((tile & 1) ^ 1), q_smem.index(before), dk, is_async=True)
+    lse = lse_smem.index(slot).load(COLUMN)
+    p = gl.exp2(s * scale_log2 - lse[None, :])
+    if MASKED:
+        t = m_begin + tile * BLOCK_Q + gl.arange(0, ROWS, COLUMN) // HEADS
+        p = gl.where(t[None, :] >= first[:, None], p, 0.0)
+    p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
+    dv = warpgroup_mma(p16, do, dv, is_async=True)
+
+    delta = delta_smem.index(slot).load(COLUMN)
+    dp = warpgroup_mma_wait(2, deps=[dp])
+    ds_place.store((p * (dp - delta[None, :])).to(dtype))
+    fence_async_shared()
+    zero_dq = gl.zeros([ROWS, WIDTH], gl.float32, DQ_LAYOUT)
+    dq = warpgroup_mma(ds_place.permute([1, 0]), k, zero_dq, use_acc=False, is_async=True)
+    ahead = gl.where(slot == STAGES - 1, 0, slot + 1)
+    phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
+    mbarrier.wait(ready.index(ahead), phase, pred=tile + 1 < tiles)
+    # After the last tile this reads an old tile, and nobody the result.
+    q_ahead = q_smem.index(ahead).permute([1, 0])
+    s = warpgroup_mma(k, q_ahead, zero, use_acc=False, is_async=True)
+
+    dq, dv, dk = warpgroup_mma_wait(1, deps=[dq, dv, dk])
+    _add_to_dq(DQD, dq_smem, dq, t0 + tile * BLOCK_Q, head0)
+    # All warps have passed that barrier, so none reads the tile before any more; dS was fenced
+    # after lse and delta had been read, so that the next fetch comes after them, too.
+    mbarrier.arrive(free.index(before), count=1, pred=tile > 0)
+    s = warpgroup_mma_wait(0, deps=[s])
+    return dk, dv, s, slot, ahead, phase
+
+
+@gluon.jit
+def _masked_rows(X, row, live, layout: gl.constexpr, WIDTH: gl.constexpr):
+    """Rows of X [.., WIDTH], zeros where not live."""
+    at = row[:, None] * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    return gl.load(X + at, mask=live[:, None], other=0.0)
+
+
+@gluon.jit
+def _span_tail(
+    dk, dv, Q, DO, STATS_ROWS, DQD, buffers, t0, m0, q_len, head0, HQ, lse_row, delta_row, first,
+    scale_log2,
+    BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, S_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr,
+    DQ_LAYOUT: gl.constexpr, COPY_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The last queries of a sequence where they fill no tile: read by mask, nothing in flight."""
+    k_place, v_place, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = buffers
+    ROWS: gl.constexpr = BLOCK_Q * HEADS
+    KEYS: gl.constexpr = k_place.shape[1]
+    WIDTH: gl.constexpr = k_place.shape[2]
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
+    dtype: gl.constexpr = q_smem.dtype
+    k = k_place.index(0)
+    v = v_place.index(0)
+    q = q_smem.index(0)
+    do = do_smem.index(0)
+    ds_place = ds_smem.index(0)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, COPY_LAYOUT))
+    t = m0 + rows // HEADS
+    row = (t0 + t).to(gl.int64) * HQ + head0 + rows % HEADS
+    q.store(_masked_rows(Q, row, t < q_len, COPY_LAYOUT, WIDTH))
+    do.store(_masked_rows(DO, row, t < q_len, COPY_LAYOUT, WIDTH))
+    fence_async_shared()
+    column = gl.arange(0, ROWS, COLUMN)
+    t = m0 + column // HEADS
+    lse = gl.load(STATS_ROWS + lse_row + column, mask=t < q_len, other=float("inf"))
+    delta = gl.load(STATS_ROWS + delta_row + column, mask=t < q_len, other=0.0)
+    zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False)
+    p = gl.exp2(s * scale_log2 - lse[None, :])
+    p = gl.where(t[None, :] >= first[:, None], p, 0.0)
+    dp = warpgroup_mma(v, do.permute([1, 0]), zero, use_acc=False)
+    dv = warpgroup_mma(gl.convert_layout(p.to(dtype), LEFT), do, dv)
+    ds_place.store((p * (dp - delta[None, :])).to(dtype))
+    fence_async_shared()
+    dk = warpgroup_mma(ds_place, q, dk)
+    zero_dq = gl.zeros([ROWS, WIDTH], gl.float32, DQ_LAYOUT)
+    dq = warpgroup_mma(ds_place.permute([1, 0]), k, zero_dq, use_acc=False)
+    # Dead rows hold zeros: added to the next sequence's rows they change nothing.
+    _add_to_dq(DQD, dq_smem, dq, t0 + m0, head0)
+    return dk, dv
+
+
+@gluon.jit
+def _put_keys(OUT, x, row, live, layout: gl.constexpr, SPLIT: gl.constexpr):
+    """Rows of dK or dV: added to fp32 where several programs share a key, else written."""
+    WIDTH: gl.constexpr = x.shape[1]
+    at = row[:, None] * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    if SPLIT:
+        gl.atomic_add(OUT + at, x, mask=live[:, None], sem="relaxed")
+    else:
+        gl.store(OUT + at, x.to(OUT.dtype.element_ty), mask=live[:, None])
+
+
+@gluon.jit
+def _span_walk(
+    Q, K, V, DO, STATS_ROWS, DQD, DK, DV_OUT, buffers, bars, masked_tiles, tiles, q_begin, t0,
+    m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G, lse_row, delta_row,
+    q_start, span_a, span_b, scale, scale_log2,
+    BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """The eight warps: a share of the queries past one tile of keys. k_end: see the kernel."""
+    k_place, v_place, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = buffers
+    ready, free = bars
+    ROWS: gl.constexpr = BLOCK_Q * HEADS
+    KEYS: gl.constexpr = k_place.shape[1]
+    WIDTH: gl.constexpr = k_place.shape[2]
+    WARPS: gl.constexpr = gl.num_warps()
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    # 64 rows are one warp group high: the groups share the columns.
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, WARPS // 4], [16, WIDTH // (WARPS // 4), 16]
+    )
+    COPY_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    head0 = group * HEADS
+    key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
+    key_row = (k_begin + key) * G + group
+    # By pointers and once: keys past the sequence must be zeros, not the next one's.
+    k_place.index(0).store(_masked_rows(K, key_row, key < k_end, COPY_LAYOUT, WIDTH))
+    v_place.index(0).store(_masked_rows(V, key_row, key < k_end, COPY_LAYOUT, WIDTH))
+    # The first tile has none before it: its own Q times dS = 0.
+    ds_smem.index(1).store(gl.zeros([KEYS, ROWS], q_smem.dtype, S_LAYOUT))
+    fence_async_shared()
+
+    key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, S_LAYOUT))
+    # The first query that sees a key; keys past the sequence are seen by none.
+    first = gl.where(key < k_len, key * span_b + span_a - 1 - q_start, 2147483647)
+    dk = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
+    dv = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
+    zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
+    mbarrier.wait(ready.index(0), 0, pred=tiles > 0)
+    q_ahead = q_smem.index(0).permute([1, 0])
+    s = warpgroup_mma(k_place.index(0), q_ahead, zero, use_acc=False, is_async=True)
+    # dK and dV take part so that their zeros are not written while the product runs.
+    s, dk, dv = warpgroup_mma_wait(0, deps=[s, dk, dv])
+    before = tiles * 0
+    slot = tiles * 0
+    phase = tiles * 0
+    for tile in range(0, masked_tiles):
+        dk, dv, s, before, slot, phase = _span_turn(
+            dk, dv, s, before, slot, phase, tile, tiles, DQD, buffers, bars, t0, m_begin, head0,
+            first, scale_log2, BLOCK_Q, HEADS, STAGES, S_LAYOUT, ACC_LAYOUT, DQ_LAYOUT, True,
+        )  # fmt: skip
+    for tile in range(masked_tiles, tiles):
+        dk, dv, s, before, slot, phase = _span_turn(
+            dk, dv, s, before, slot, phase, tile, tiles, DQD, buffers, bars, t0, m_begin, head0,
+            first, scale_log2, BLOCK_Q, HEADS, STAGES, S_LAYOUT, ACC_LAYOUT, DQ_LAYOUT, False,
+        )  # fmt: skip
+    if tiles > 0:
+        dk = warpgroup_mma(ds_smem.index((tiles & 1) ^ 1), q_smem.index(before), dk)
+    if whole_end < m_end:
+        past = (whole_end - m_begin) * HEADS
+        dk, dv = _span_tail(
+            dk, dv, Q, DO, STATS_ROWS, DQD, buffers, q_begin, whole_end, q_len, head0, G * HEADS,
+            lse_row + past, delta_row + past, first, scale_log2, BLOCK_Q, HEADS, S_LAYOUT,
+            ACC_LAYOUT, DQ_LAYOUT, COPY_LAYOUT,
+        )  # fmt: skip
+    key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, ACC_LAYOUT))
+    key_row = (k_begin + key) * G + group
+    _put_keys(DK, dk * scale, key_row, key < k_end, ACC_LAYOUT, SPLIT)
+    _put_keys(DV_OUT, dv, key_row, key < k_end, ACC_LAYOUT, SPLIT)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _span_bwd_hopper_kernel(
+    Q, K, V, DO, STATS_ROWS, QD, DOD, STATS, DQD, DK, DV_OUT, CU_Q, CU_K, SQ, SK, G, total_q,
+    share, q_start, span_a, span_b, scale, scale_log2,
+    VARLEN: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
+    WIDTH: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """As _span_bwd_fused_kernel. STATS_ROWS, STATS: what _row_stats_kernel wrote, two ways."""
+    ROWS: gl.constexpr = BLOCK_Q * HEADS
+    dtype: gl.constexpr = QD.dtype
+    batch = gl.program_id(1) // G
+    group = gl.program_id(1) % G
+    split = gl.num_programs(2) - 1 - gl.program_id(2)
+    q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
+    n0 = gl.program_id(0) * KEYS
+    n_last = gl.minimum(n0 + KEYS, k_len) - 1
+    m_begin = gl.maximum(n0 * span_b + span_a - 1 - q_start, 0) // BLOCK_Q * BLOCK_Q
+    m_begin = gl.maximum(m_begin, split * share)
+    m_end = gl.maximum(gl.minimum((split + 1) * share, q_len), m_begin)
+    # Programs without keys or queries cannot return before the warps part: they see no key.
+    k_end = k_len
+    if n0 >= k_len:
+        m_end = m_begin
+    if SPLIT:
+        if m_begin == m_end:
+            k_end = 0
+    # Descriptors serve tiles of live queries only; a sequence may end inside a tile.
+    whole_end = gl.minimum((m_end + BLOCK_Q - 1) // BLOCK_Q, q_len // BLOCK_Q) * BLOCK_Q
+    whole_end = gl.maximum(whole_end, m_begin)
+    full_begin = whole_end
+    # From here on every query sees all KEYS keys.
+    if n0 + KEYS <= k_len:
+        full_begin = n_last * span_b + span_a - 1 - q_start + BLOCK_Q - 1
+        full_begin = gl.maximum(full_begin // BLOCK_Q * BLOCK_Q, m_begin)
+        full_begin = gl.minimum(full_begin, whole_end)
+    masked_tiles = (full_begin - m_begin) // BLOCK_Q
+    tiles = (whole_end - m_begin) // BLOCK_Q
+
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    DQ_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    # One K and one V, but indexed: see _span_turn.
+    k_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
+    v_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], LAYOUT)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], LAYOUT)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], STATS.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], STATS.layout)
+    ds_smem = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], LAYOUT)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [ROWS, WIDTH], DQ_SHARED)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    buffers = (k_place, v_place, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem)
+    bars = (ready, free)
+
+    # Rows of all sequences fit 31 bits, see usable().
+    q_begin = q_begin.to(gl.int32)
+    t0 = q_begin + m_begin
+    lse_row = (group * total_q + t0) * HEADS
+    delta_row = lse_row + total_q * G * HEADS
+    gl.warp_specialize([
+        (_span_walk, (
+            Q, K, V, DO, STATS_ROWS, DQD, DK, DV_OUT, buffers, bars, masked_tiles, tiles, q_begin,
+            t0, m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G, lse_row,
+            delta_row, q_start, span_a, span_b, scale, scale_log2, BLOCK_Q, HEADS, STAGES, SPLIT,
+        )),
+        (_fetch_rows, (
+            QD, DOD, STATS, buffers, bars, tiles, t0, group * HEADS, lse_row, delta_row,
+            BLOCK_Q, HEADS, STAGES,
+        )),
+    ], [1], [LEAST_REGISTERS])  # fmt: skip
+
+
+def _head_tiles(x: torch.Tensor, block_q: int, heads: int) -> Any:
+    """Descriptor of [block_q, heads, width] tiles of x [.., heads in all, width]."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(128, x.element_size() * 8, 3)
+    rows = x.view(-1, *x.shape[-2:])
+    return TensorDescriptor.from_tensor(rows, [block_q, heads, x.shape[-1]], layout)
+
+
+def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> bool:
+    """True where this pass can serve: what span_bwd_fused takes, heads 128 wide."""
+    return (
+        q.shape[-1] == v.shape[-1] == WIDTH
+        and q.element_size() == 2
+        and 2 * q.numel() // WIDTH < 2**31
+        and span_bwd_fused.usable(q, k, v, grad_out)
+    )
+
+
+def row_stats(lse: torch.Tensor, delta: torch.Tensor, heads: int) -> torch.Tensor:
+    """lse and delta [.., HQ] as P and dS need them, in the order in which a group reads them."""
+    hq = lse.shape[-1]
+    out = torch.empty(2 * lse.numel(), device=lse.device, dtype=torch.float32)
+    _row_stats_kernel[(triton.cdiv(lse.numel(), 1024),)](
+        lse, delta, out, lse.numel() // hq, hq, HEADS=heads, BLOCK=1024
+    )
+    launches.bump("_row_stats_kernel")
+    return out
+
+
+def compressed_attention_bwd_hopper(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
+    delta: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None, batch: int, sq: int, sk: int, dq: torch.Tensor | None, q_start: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dk, dv as span_attention_bwd returns them, for inputs that are usable()."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    varlen = cu_q is not None
+    hq, dim = q.shape[-2:]
+    groups = v.shape[-2]
+    heads = hq // groups
+    block_q = ROWS // heads
+    tiles = triton.cdiv(sk, KEYS)
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    share = span_bwd_fused.query_share(sq, tiles * batch * groups, block_q, sms)
+    splits = triton.cdiv(sq, share)
+    acc = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
+    make = torch.zeros if splits > 1 else torch.empty
+    key_dtype = torch.float32 if splits > 1 else k.dtype
+    dk = make(k.shape, device=k.device, dtype=key_dtype)
+    dv = make(v.shape, device=v.device, dtype=key_dtype)
+    stats = row_stats(lse, delta, heads)
+    stats_tiles = TensorDescriptor.from_tensor(stats, [ROWS], gl.NVMMASharedLayout(0, 32, 1))
+    cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
+    _span_bwd_hopper_kernel[(tiles, batch * groups, splits)](
+        q, k, v, grad_out, stats, _head_tiles(q, block_q, heads),
+        _head_tiles(grad_out, block_q, heads), stats_tiles, _head_tiles(acc, block_q, heads),
+        dk, dv, cu_q_arg, cu_k_arg, sq, sk, groups, q.numel() // (hq * dim), share, q_start,
+        span.a, span.b, softmax_scale, softmax_scale * 1.4426950408889634,
+        VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads, KEYS=KEYS, WIDTH=WIDTH, STAGES=STAGES,
+        SPLIT=splits > 1, num_warps=WARPS, maxnreg=START_REGISTERS,
+    )  # fmt: skip
+    launches.bump("_span_bwd_hopper_kernel")
+    if dq is None:
+        dq = torch.mul(acc, softmax_scale, out=torch.empty_like(q))
+    return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -1,0 +1,190 @@
+"""The Gluon kernels for Hopper: never without being asked for, and right where they run.
+
+On an H100 or H200:  python -m pytest nsa/tests/test_hopper.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa import launches
+from nsa.flags import clear_flags_cache
+from nsa.tests import test_prefill_kernels as kernels_of
+from nsa.tests import test_span_bwd_fused as fused
+from nsa.tests.helpers import deterministic, randn
+from nsa.tests.test_prefill_kernels import BF16, PAPER, Shape
+
+FORWARD, BACKWARD = "_span_fwd_hopper_kernel", "_span_bwd_hopper_kernel"
+SHAPES = [
+    Shape((1000,), G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=8, **PAPER),
+    Shape((1531, 1531), G=2, h=4, D=128, Dv=128, n_sel=4, **PAPER),
+    Shape((333,), G=1, h=8, D=128, Dv=128, dtype=BF16, n_sel=4, **PAPER),
+    Shape((100,), G=1, h=64, D=128, Dv=128, dtype=BF16, n_sel=4, **PAPER),
+    Shape((1, 700, 63, 64, 65, 333), G=2, h=4, D=128, Dv=128, n_sel=4, packed=True, **PAPER),
+]
+ALL = pytest.mark.parametrize("shape", SHAPES, ids=str)
+DENSE = pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    monkeypatch.setenv("NSA_USE_GLUON", "1")
+    clear_flags_cache()
+
+
+# ---- which calls they serve, on any machine ------------------------------------------------------
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """As on an H200 with a release that the kernels were run with; no kernel is launched."""
+    pytest.importorskip("triton")
+    from nsa.kernels.prefill import hopper, span_bwd_fused
+
+    monkeypatch.setattr(hopper, "arch_of", lambda device: 90)
+    monkeypatch.setattr(span_bwd_fused, "arch_of", lambda device: 90)
+    monkeypatch.setattr(hopper.triton, "__version__", "3.6.0")
+    return hopper
+
+
+def tensors(S=64, hq=8, g=2, d=128, dv=128, dtype=BF16):
+    q, do = torch.zeros(1, S, hq, d, dtype=dtype), torch.zeros(1, S, hq, dv, dtype=dtype)
+    return q, torch.zeros(1, S, g, d, dtype=dtype), torch.zeros(1, S, g, dv, dtype=dtype), do
+
+
+def test_they_serve_only_when_asked_for(on_hopper, monkeypatch):
+    q, k, v, do = tensors()
+    assert on_hopper.forward(q, k, v, False) is None and on_hopper.backward(q, k, v, do) is None
+    monkeypatch.setenv("NSA_USE_GLUON", "1")
+    clear_flags_cache()
+    assert on_hopper.forward_kernel(q, k, v) == FORWARD
+    assert on_hopper.backward_kernels(q, k, v, do)[-1] == BACKWARD
+    assert on_hopper.forward(q, k, v, True) is None  # packed
+
+
+@pytest.mark.parametrize("arch, release", [(80, "3.6.0"), (100, "3.6.0"), (90, "3.5.1"),
+                                           (90, "3.7.1"), (0, "3.6.0")])  # fmt: skip
+def test_another_card_or_release_keeps_the_triton_kernels(
+    arch, release, asked, on_hopper, monkeypatch
+):
+    monkeypatch.setattr(on_hopper, "arch_of", lambda device: arch)
+    monkeypatch.setattr(on_hopper.triton, "__version__", release)
+    q, k, v, do = tensors()
+    assert on_hopper.forward_kernel(q, k, v) == "_span_fwd_kernel"
+    assert on_hopper.backward_kernels(q, k, v, do) == ("_span_bwd_fused_kernel",)
+
+
+@pytest.mark.parametrize("how, forward, backward", [
+    (dict(dtype=torch.float32), False, False), (dict(d=192), False, False),
+    (dict(d=64, dv=64), True, False), (dict(dv=64), False, False), (dict(hq=6), False, False),
+    (dict(hq=2), True, False), (dict(hq=256), False, False), (dict(S=0), False, False),
+])  # fmt: skip
+def test_what_they_do_not_take_stays_where_it_was(how, forward, backward, asked, on_hopper):
+    q, k, v, do = tensors(**how)
+    assert (on_hopper.forward(q, k, v, False) is not None) == forward
+    assert (on_hopper.backward(q, k, v, do) is not None) == backward
+
+
+class TwoPasses(Exception):
+    pass
+
+
+def test_deterministic_algorithms_keep_the_two_passes(asked, on_hopper, monkeypatch):
+    from nsa.kernels.prefill import span_bwd
+    from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
+
+    asked_for = []
+    monkeypatch.setattr(on_hopper, "backward", lambda *a: asked_for.append(a))
+    q, k, v, do = tensors()
+    lse = torch.zeros(q.shape[:-1])
+    call = lambda: span_bwd.span_attention_bwd(
+        do, q, k, v, q, lse, Span(COMPRESSED, 32, 16), 1.0, delta=lse
+    )
+    monkeypatch.setattr(
+        span_bwd.span_bwd_fused, "compressed_attention_bwd_fused", lambda *a: "one pass"
+    )
+    assert call() == "one pass" and len(asked_for) == 1
+    monkeypatch.setattr(span_bwd, "dq_tiles", lambda *a: (_ for _ in ()).throw(TwoPasses))
+    with deterministic(), pytest.raises(TwoPasses):
+        call()
+    assert len(asked_for) == 1
+
+
+# ---- on the card ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(cuda, asked):
+    from nsa.kernels.prefill import hopper
+
+    if not hopper.enabled(cuda):
+        pytest.skip("needs SM 9.0 and a release of Triton that the kernels were run with")
+    return "cuda"
+
+
+@ALL
+def test_compressed(shape, device):
+    with launches.recording() as counts:
+        kernels_of.test_compressed(shape, device)
+    assert counts[BACKWARD] == 1 and (FORWARD in counts) != shape.packed, dict(counts)
+
+
+@DENSE
+def test_sliding(shape, device):
+    with launches.recording() as counts:
+        kernels_of.test_sliding(shape, device)
+    assert counts[FORWARD] == 1, dict(counts)
+
+
+@DENSE
+def test_whole(shape, device):
+    with launches.recording() as counts:
+        kernels_of.test_whole(shape, device)
+    assert counts[FORWARD] == 2 and counts[BACKWARD] == 1, dict(counts)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3:2], ids=str)
+def test_chunks_and_deep_scores(shape, device):
+    got, counts = fused.backward(shape, device, q_start=37, scale=20.0)
+    assert counts[BACKWARD] == 1
+    with deterministic():
+        want, _ = fused.backward(shape, device, q_start=37, scale=20.0)
+    fused.close(got, want)
+
+
+def test_nan_stays_in_its_sequence(device):
+    """The places of NaN are those of the Triton kernels."""
+    from nsa.kernels import prefill
+
+    def run():
+        q, k, v = (randn(3, 203, n, 128, seed=n, dtype=BF16, device=device) for n in (16, 1, 1))
+        q[1, 40, 3], k[0, 2, 0], v[2, 5, 0] = (float("nan"),) * 3
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = prefill.compressed_attention_triton(*leaves, l=32, d=16)
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        return [x.isfinite() for x in (out, lse, *grads)]
+
+    with launches.recording() as counts:
+        ours = run()
+    assert counts[FORWARD] == 1 and counts[BACKWARD] == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NSA_USE_GLUON", "0")
+        clear_flags_cache()
+        theirs = run()
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, theirs, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_graph_holds_them(device):
+    from nsa.kernels import prefill
+
+    q, k, v = (randn(1, 520, n, 128, seed=n, dtype=BF16, device=device) for n in (16, 1, 1))
+    call = lambda: prefill.compressed_attention_triton(q, k, v, l=32, d=16)[0]
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    q.normal_()
+    graph.replay()
+    assert torch.equal(out, call())
