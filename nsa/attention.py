@@ -12,6 +12,7 @@ instead of this process's environment.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from nsa.cache import NSACache
 from nsa.config import check_blocks
 from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
+from nsa.log import log
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -356,6 +358,43 @@ def nsa_attention(
         )  # fmt: skip
         out, aux = dispatch.run_prefill(args, by_branches, flags, backend)
     return (out, aux) if return_aux else out
+
+
+def append_projected(
+    q: Callable[[], Tensor], k: Callable[[], Tensor], v: Callable[[], Tensor], cache: NSACache,
+    phi_k: Callable[[Tensor], Tensor], phi_v: Callable[[Tensor], Tensor], *,
+    backend: str | None = None, flags: Flags | None = None,
+) -> Tensor | None:  # fmt: skip
+    """NSACache.append_projected where the policy of the decode step allows Triton: turned queries.
+
+    q, k, v give the projections. None, with nothing appended, where PyTorch has to do it; a kernel
+    that fails is logged, as any fallback, and not tried again with this cache.
+    """
+    flags = dispatch.resolve_flags(flags, cache.k_sel)
+    key = (backend, flags)
+    if key not in cache.fused_append:
+        request = dispatch.make_request(
+            Branch.STEP, cache.k_sel, cache.k_sel, cache.v_sel, cache.length, flags, backend
+        )
+        try:
+            cache.fused_append[key] = (
+                dispatch.decide(request, flags, backend).route is Route.TRITON
+            )
+        except dispatch.RouteUnavailable:
+            cache.fused_append[key] = False
+    if not cache.fused_append[key]:
+        return None
+    try:
+        return cache.append_projected(q(), k(), v(), phi_k, phi_v)
+    except (TypeError, ValueError):
+        raise
+    except Exception as error:
+        if backend is not None or dispatch.must_raise(error):
+            raise
+        cache.fused_append[key] = False
+        log("append.triton.fallback", flags=flags, reason="launch_error",
+            error=f"{type(error).__name__}: {error}"[:300])  # fmt: skip
+        return None
 
 
 def nsa_decode(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,8 +84,10 @@ class NSACache:
         self._block = torch.arange(config.l, device=device)
         self._batch = torch.arange(batch, device=device)[:, None]
         half = torch.arange(config.d_k // 2, device=device, dtype=torch.float64) * 2 / config.d_k
-        self._frequencies = config.rope_base**-half
+        self.frequencies = config.rope_base**-half  # rotary, fp64 [Dk / 2]
         self._counted: list[tuple[int, Tensor, int]] = []
+        # (backend, flags) -> does append_projected take the kernel; see attention.py.
+        self.fused_append: dict[tuple[Any, Any], bool] = {}
 
     def _buffers(self, rows: int) -> tuple[Tensor, Tensor]:
         c = self.config
@@ -201,7 +204,7 @@ class NSACache:
 
     def angles(self, positions: Tensor) -> Tensor:
         """Rotary angles in fp64: [.., D/2]."""
-        return positions[..., None] * self._frequencies
+        return positions[..., None] * self.frequencies
 
     # ---- growing and shrinking --------------------------------------------------------------
 
@@ -219,6 +222,37 @@ class NSACache:
         """
         self._check(new)
         T = new.k_sel.shape[1]
+        self._make_room(T)
+        if T <= self.max_step:
+            self._write_step(new)
+            self._emit(T, phi_k, phi_v)
+        else:
+            self._append_chunk(new, phi_k, phi_v)
+        self._advance(T)
+
+    @torch.no_grad()
+    def append_projected(
+        self, q: Tensor, k: Tensor, v: Tensor, phi_k: Callable[[Tensor], Tensor],
+        phi_v: Callable[[Tensor], Tensor],
+    ) -> Tensor:  # fmt: skip
+        """append() of T <= max_step tokens and the rotary turn in one Triton launch.
+
+        q [B, T, HQ * Dk], k [B, T, 3 * G * Dk] and v [B, T, 3 * G * Dv] as projected, of the
+        cache's dtype. Returns the turned queries [B, T, HQ, Dk].
+        """
+        from nsa.kernels.decode.append import append_turned
+
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.dtype != self.k_sel.dtype:
+                raise TypeError(f"{name} must have the cache's {self.k_sel.dtype}, got {x.dtype}")
+        T = q.shape[1]
+        self._make_room(T)
+        turned = append_turned(q, k, v, self)
+        self._emit(T, phi_k, phi_v)
+        self._advance(T)
+        return turned
+
+    def _make_room(self, T: int) -> None:
         end = self.length + T
         if end > self.max_len:
             if not self.growable:
@@ -226,16 +260,13 @@ class NSACache:
                     f"cache holds max_len={self.max_len} tokens, got {self.length} + {T}"
                 )
             self._grow(end)
-        if T <= self.max_step:
-            self._append_step(new, phi_k, phi_v)
-        else:
-            self._append_chunk(new, phi_k, phi_v)
+
+    def _advance(self, T: int) -> None:
         self.lens += T
         self.lengths = [n + T for n in self.lengths]
 
-    def _append_step(self, new: BranchKV, phi_k: Callable, phi_v: Callable) -> None:
-        c, T = self.config, new.k_sel.shape[1]
-        at = self.positions(T)
+    def _write_step(self, new: BranchKV) -> None:
+        at = self.positions(new.k_sel.shape[1])
         for buffer, x in (
             (self.k_sel, new.k_sel), (self.v_sel, new.v_sel), (self.k_win, new.k_win),
             (self.v_win, new.v_win), (self.k_raw, new.k_cmp), (self.v_raw, new.v_cmp),
@@ -244,7 +275,10 @@ class NSACache:
             place = self._batch * rows + (at if buffer is self.k_sel or buffer is self.v_sel
                                           else at % rows)  # fmt: skip
             buffer.view(-1, *buffer.shape[2:]).index_copy_(0, place.flatten(), x.flatten(0, 1))
-        room = self.k_cmp.shape[1]
+
+    def _emit(self, T: int, phi_k: Callable, phi_v: Callable) -> None:
+        """The compressed tokens that T new ones complete, from the raw rows."""
+        c, room = self.config, self.k_cmp.shape[1]
         due = (T - 1) // c.d + 1
         if not self.emit_always:
             due = max(

@@ -141,14 +141,21 @@ class NSAAttention(nn.Module):
             return x.clone()
         # The ring keeps enough for max_step queries; more of them need the keys before they go.
         many = x.shape[1] > cache.max_step
-        positions = cache.positions(x.shape[1])
-        if many:
-            q, kv = self._project(x, positions)
-        else:
-            q, kv = self._project_at(x, cache.angles(positions))
         gates = self.gate(x)
-        window = cache.window_with(kv.k_win, kv.v_win) if many else None
-        cache.append(kv, self.phi_k, self.phi_v)
+        window = q = None
+        if not many:
+            q = attention.append_projected(
+                lambda: self.q(x), lambda: self.k(x), lambda: self.v(x), cache, self.phi_k,
+                self.phi_v, backend=self.backend, flags=self.flags,
+            )  # fmt: skip
+        if q is None:
+            positions = cache.positions(x.shape[1])
+            if many:
+                q, kv = self._project(x, positions)
+                window = cache.window_with(kv.k_win, kv.v_win)
+            else:
+                q, kv = self._project_at(x, cache.angles(positions))
+            cache.append(kv, self.phi_k, self.phi_v)
         out, blocks = attention.nsa_decode(
             q, cache, window, gates, backend=self.backend, flags=self.flags
         )

@@ -7,6 +7,7 @@ from typing import Any
 import triton.language as tl
 
 from nsa.kernels.aot import AotCase
+from nsa.kernels.decode.append import BLOCK_H, _decode_append_kernel
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
@@ -25,6 +26,7 @@ _FULL = (90, 120)
 _POINTERS = {
     **{n: "*fp32" for n in ("PART_O", "PART_M", "PART_L", "POOLED", "SPILL", "TILE_MAX",
                             "SCAN_O", "SCAN_M", "SCAN_L", "SEL_O", "SEL_M", "SEL_L")},
+    "FREQUENCIES": "*fp64",
     **{n: "*i32" for n in ("LENS", "TABLE", "INDICES", "KEYS", "BLOCKS")},
 }  # fmt: skip
 
@@ -35,7 +37,7 @@ def _case(kernel: Any, label: str, dtype: str, constexprs: dict, warps: int, sta
         if name == "scale_log2":
             types[name] = "fp32"
         elif name not in constexprs:
-            short = name.islower() or name in ("G", "H", "T")
+            short = name.islower() or name in ("G", "H", "HQ", "T")
             types[name] = _POINTERS.get(name, "i32" if short else f"*{dtype}")
     return AotCase(f"{kernel.__name__}-{label}", kernel, types, constexprs, warps, stages)
 
@@ -68,6 +70,10 @@ def aot_cases(arch: int) -> list[AotCase]:
                                selected_warps(choice["N"]), 2))  # fmt: skip
         some = {n: selected[n] for n in _decode_candidates_kernel.arg_names if n in selected}
         cases.append(_case(_decode_candidates_kernel, label, dtype, some, 4, 1))
+        if size == 2:
+            append = dict(D=d, DV=dv, BLOCK_HALF=pad_dim(d // 2), BLOCK_DV=pad_dim(dv),
+                          BLOCK_H=BLOCK_H)  # fmt: skip
+            cases.append(_case(_decode_append_kernel, label, dtype, append, 1, 3))
         merge = dict(DV=dv, ROWS=rows, HEADS=16, BLOCK_DV=pad_dim(dv), SPLITS_CMP=64,
                      SPLITS_WIN=8, SPLITS_SEL=16)  # fmt: skip
         cases.append(_case(_decode_merge_kernel, label, dtype, merge, 4, 2))
