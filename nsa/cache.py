@@ -235,12 +235,12 @@ class NSACache:
         self, q: Tensor, k: Tensor, v: Tensor, phi_k: Callable[[Tensor], Tensor],
         phi_v: Callable[[Tensor], Tensor],
     ) -> Tensor:  # fmt: skip
-        """append() of T <= max_step tokens and the rotary turn in one Triton launch.
+        """append() of T <= max_step tokens and the rotary turn by Triton kernels.
 
         q [B, T, HQ * Dk], k [B, T, 3 * G * Dk] and v [B, T, 3 * G * Dv] as projected, of the
         cache's dtype. Returns the turned queries [B, T, HQ, Dk].
         """
-        from nsa.kernels.decode.append import append_turned
+        from nsa.kernels.decode.append import append_turned, due_rows, emit_due
 
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.dtype != self.k_sel.dtype:
@@ -248,7 +248,10 @@ class NSACache:
         T = q.shape[1]
         self._make_room(T)
         turned = append_turned(q, k, v, self)
-        self._emit(T, phi_k, phi_v)
+        due = self._due(T)
+        if due:
+            raw_k, raw_v = due_rows(self, due)
+            emit_due(phi_k(raw_k), phi_v(raw_v), self, due, T)
         self._advance(T)
         return turned
 
@@ -276,15 +279,21 @@ class NSACache:
                                           else at % rows)  # fmt: skip
             buffer.view(-1, *buffer.shape[2:]).index_copy_(0, place.flatten(), x.flatten(0, 1))
 
+    def _due(self, T: int) -> int:
+        """How many compressed tokens T new ones complete, at most over the sequences."""
+        c = self.config
+        if not self.k_cmp.shape[1]:
+            return 0
+        if self.emit_always:
+            return (T - 1) // c.d + 1
+        return max(
+            num_compressed(n + T, c.l, c.d) - num_compressed(n, c.l, c.d) for n in self.lengths
+        )
+
     def _emit(self, T: int, phi_k: Callable, phi_v: Callable) -> None:
         """The compressed tokens that T new ones complete, from the raw rows."""
         c, room = self.config, self.k_cmp.shape[1]
-        due = (T - 1) // c.d + 1
-        if not self.emit_always:
-            due = max(
-                num_compressed(n + T, c.l, c.d) - num_compressed(n, c.l, c.d) for n in self.lengths
-            )
-        for j in range(due if room else 0):
+        for j in range(self._due(T)):
             block = torch.div(self.lens.long() - c.l, c.d, rounding_mode="floor") + 1
             block = block.clamp_(min=0)[:, None] + j  # [B, 1]
             full = block * c.d + c.l <= self.lens[:, None] + T

@@ -79,6 +79,27 @@ def test_one_launch_does_what_pytorch_does(config, T, lengths, kernel_device):
 
 
 @pytest.mark.kernel
+@pytest.mark.core
+@pytest.mark.parametrize("phi", ["mlp", "mean"])
+@pytest.mark.parametrize("T, always", [(1, True), (1, False), (8, True), (8, False)])
+def test_due_tokens_are_those_of_pytorch(T, always, phi, kernel_device):
+    """Before the first block, at its edge, one short of it, in mid-sequence, at the last row."""
+    lengths = (0, SMALL.l - T, SMALL.l - T - 1 if T == 1 else 1, 21, 40 - T)
+    layer = layer_of(SMALL, kernel_device, torch.float16, phi)
+    one, other = caches_at(layer, lengths, 40)
+    one.emit_always = other.emit_always = always
+    x = randn(len(lengths), T, 24, seed=4, dtype=torch.float16, device=kernel_device)
+    with torch.no_grad(), launches.recording() as counts:
+        one.append_projected(layer.q(x), layer.k(x), layer.v(x), layer.phi_k, layer.phi_v)
+        kv = layer._project_at(x, other.angles(other.positions(T)))[1]
+        other.append(kv, layer.phi_k, layer.phi_v)
+    assert counts["_decode_raw_kernel"] == counts["_decode_emit_kernel"] == 1
+    for name in ("k_cmp", "v_cmp"):
+        a, b = getattr(one, name), getattr(other, name)
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3, equal_nan=True, msg=name)
+
+
+@pytest.mark.kernel
 def test_the_layers_step_takes_it(kernel_device):
     layer = layer_of(SMALL, kernel_device, torch.float16)
     x = randn(2, 1, 24, seed=1, dtype=torch.float16, device=kernel_device)

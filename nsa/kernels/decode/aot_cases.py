@@ -7,7 +7,13 @@ from typing import Any
 import triton.language as tl
 
 from nsa.kernels.aot import AotCase
-from nsa.kernels.decode.append import BLOCK_H, _decode_append_kernel
+from nsa.kernels.decode.append import (
+    BLOCK,
+    BLOCK_H,
+    _decode_append_kernel,
+    _decode_emit_kernel,
+    _decode_raw_kernel,
+)
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
@@ -74,6 +80,8 @@ def aot_cases(arch: int) -> list[AotCase]:
             append = dict(D=d, DV=dv, BLOCK_HALF=pad_dim(d // 2), BLOCK_DV=pad_dim(dv),
                           BLOCK_H=BLOCK_H)  # fmt: skip
             cases.append(_case(_decode_append_kernel, label, dtype, append, 1, 3))
+            for kernel in (_decode_raw_kernel, _decode_emit_kernel):
+                cases.append(_case(kernel, label, dtype, dict(BLOCK=BLOCK), 4, 3))
         merge = dict(DV=dv, ROWS=rows, HEADS=16, BLOCK_DV=pad_dim(dv), SPLITS_CMP=64,
                      SPLITS_WIN=8, SPLITS_SEL=16)  # fmt: skip
         cases.append(_case(_decode_merge_kernel, label, dtype, merge, 4, 2))

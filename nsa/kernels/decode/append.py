@@ -1,6 +1,7 @@
-"""Before a decode step: the rotary turn of queries and keys, and the new tokens into the cache.
+"""Before a decode step: the rotary turn of queries and keys, and the new tokens into the cache;
+then the compressed tokens that they complete, on either side of phi.
 
-In PyTorch that is a dozen small operations and six scattered writes, more time than the attention.
+In PyTorch that is some eighty small operations, more time than the attention.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
+from nsa.kernels.decode.tile import visible
 
 if TYPE_CHECKING:
     from nsa.cache import NSACache
 
 BLOCK_H = 4  # heads of a program
+BLOCK = 1024  # elements of a program that copies
 
 
 @triton.jit
@@ -96,6 +99,45 @@ def _decode_append_kernel(
             _copy(V, source, v_out, place, group < G, DV, BLOCK_DV)
 
 
+@triton.jit
+def _move_row(X, source, OUT, place, width, live, BLOCK: tl.constexpr):
+    """A row of `width` elements, in the part that is this program's."""
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = live & (at < width)
+    x = tl.load(X + source * width + at, mask=mask)
+    tl.store(OUT + place * width + at, x.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _decode_raw_kernel(
+    K_RAW, V_RAW, LENS, K_OUT, V_OUT, k_width, v_width, raw_rows, due, l, d, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The l raw rows of each block that may be due, in order: K_OUT, V_OUT [B * due, l, width]."""
+    one = tl.program_id(0) // l
+    i = tl.program_id(0) % l
+    batch = (one // due).to(tl.int64)
+    block = visible(tl.load(LENS + batch) - 1, l, d) + one % due
+    source = batch * raw_rows + (block * d + i) % raw_rows
+    place = tl.program_id(0).to(tl.int64)
+    _move_row(K_RAW, source, K_OUT, place, k_width, True, BLOCK)
+    _move_row(V_RAW, source, V_OUT, place, v_width, True, BLOCK)
+
+
+@triton.jit
+def _decode_emit_kernel(
+    K_NEW, V_NEW, LENS, K_CMP, V_CMP, k_width, v_width, cmp_rows, due, T, l, d, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compressed tokens [B * due, width] into the cache where their block is full by now."""
+    one = tl.program_id(0)
+    batch = (one // due).to(tl.int64)
+    length = tl.load(LENS + batch)
+    block = visible(length - 1, l, d) + one % due
+    full = (block * d + l <= length + T) & (block < cmp_rows)
+    place = batch * cmp_rows + block
+    _move_row(K_NEW, one.to(tl.int64), K_CMP, place, k_width, full, BLOCK)
+    _move_row(V_NEW, one.to(tl.int64), V_CMP, place, v_width, full, BLOCK)
+
+
 def append_turned(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
     """Write T new tokens into the cache's raw, selection and window rows; the turned queries.
 
@@ -116,3 +158,30 @@ def append_turned(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
     )  # fmt: skip
     launches.bump("_decode_append_kernel")
     return out
+
+
+def due_rows(cache: NSACache, due: int) -> tuple[Tensor, Tensor]:
+    """The raw keys and values of the next `due` blocks: [B * due, l, G, Dk] and [.., Dv]. Of blocks
+    that are not full yet some rows are not there: whatever the ring holds."""
+    c, batch = cache.config, cache.batch
+    like = dict(dtype=cache.k_raw.dtype, device=cache.k_raw.device)
+    k = torch.empty(batch * due, c.l, c.groups, c.d_k, **like)
+    v = torch.empty(batch * due, c.l, c.groups, c.d_v, **like)
+    widths = c.groups * c.d_k, c.groups * c.d_v
+    _decode_raw_kernel[(batch * due * c.l, triton.cdiv(max(widths), BLOCK))](
+        cache.k_raw, cache.v_raw, cache.lens, k, v, *widths, cache.k_raw.shape[1], due, c.l, c.d,
+        BLOCK=BLOCK,
+    )  # fmt: skip
+    launches.bump("_decode_raw_kernel")
+    return k, v
+
+
+def emit_due(k: Tensor, v: Tensor, cache: NSACache, due: int, T: int) -> None:
+    """Store the compressed tokens [B * due, 1, G, *] of due_rows whose blocks T new tokens fill."""
+    c = cache.config
+    widths = c.groups * c.d_k, c.groups * c.d_v
+    _decode_emit_kernel[(cache.batch * due, triton.cdiv(max(widths), BLOCK))](
+        k.contiguous(), v.contiguous(), cache.lens, cache.k_cmp, cache.v_cmp, *widths,
+        cache.k_cmp.shape[1], due, T, c.l, c.d, BLOCK=BLOCK,
+    )  # fmt: skip
+    launches.bump("_decode_emit_kernel")
