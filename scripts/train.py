@@ -115,17 +115,24 @@ def prepare(
     return model
 
 
+def new_model(
+    attention: str, config: NSAConfig, layers: int, device: torch.device
+) -> NSALanguageModel:  # fmt: skip
+    """The model with "nsa" or "dense" attention; what is common starts with equal weights."""
+    model = NSALanguageModel(config, VOCAB, layers, flags=training_flags(device))
+    if attention == "dense":
+        for block in model.blocks:
+            block.attention = DenseAttention(config)
+    return model.to(device)
+
+
 def builder(
     attention: str, device: torch.device, mesh: DeviceMesh | None, args: argparse.Namespace
 ) -> Callable[[Preset], nn.Module]:
     def make(preset: Preset) -> nn.Module:
-        flags = training_flags(device)
-        model = NSALanguageModel(preset.config, VOCAB, preset.layers, flags=flags)
-        if attention == "dense":  # after the NSA model: what is common starts with equal weights
-            for block in model.blocks:
-                block.attention = DenseAttention(preset.config)
+        model = new_model(attention, preset.config, preset.layers, device)
         return prepare(
-            model.to(device), mesh, recompute=args.recompute, compiled=args.compile,
+            model, mesh, recompute=args.recompute, compiled=args.compile,
             backend=args.compile_backend,
         )  # fmt: skip
 
