@@ -48,9 +48,17 @@ class Parity:
     why: list[str] = field(default_factory=list)
 
 
-def _error(out: Tensor, oracle: Tensor) -> Tensor:
+LARGE = 1 << 24  # elements: from here on a host would take minutes to compare
+
+
+def _exact(x: Tensor, like: Tensor) -> Tensor:
+    """x in fp64 on the CPU, or where `like` is if that is large."""
+    return x.detach().to(like.device if like.numel() >= LARGE else "cpu", torch.float64)
+
+
+def _error(out: Tensor, oracle: Tensor, like: Tensor) -> Tensor:
     """|out - oracle| in fp64; equal infinities count as no error."""
-    out, oracle = out.detach().to("cpu", torch.float64), oracle.detach().to("cpu", torch.float64)
+    out, oracle = _exact(out, like), _exact(oracle, like)
     return torch.where(out == oracle, torch.zeros_like(out), (out - oracle).abs())
 
 
@@ -71,7 +79,7 @@ def measure_parity(
     why: list[str] = []
     dtype = out.dtype
     limit_mae = MAE_LIMIT[dtype] if limit_mae is None else limit_mae
-    finite_oracle = oracle.detach().to("cpu", torch.float64)
+    finite_oracle = _exact(oracle, out)
     finite = finite_oracle[finite_oracle.isfinite()]
     scale = finite.abs().amax().item() if finite.numel() else 0.0
     # The rounding of the result itself, and for fp32 the order of the sums.
@@ -85,13 +93,13 @@ def measure_parity(
     elif oracle.numel() == 0:
         why.append("nothing was compared")
     else:
-        host = out.detach().to("cpu", torch.float64)
+        given = _exact(out, out)
         kinds = {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isneginf}
         for name, test in kinds.items():
-            if not torch.equal(test(host), test(finite_oracle)):
-                spots = (test(host) != test(finite_oracle)).nonzero()
+            if not torch.equal(test(given), test(finite_oracle)):
+                spots = (test(given) != test(finite_oracle)).nonzero()
                 why.append(f"{name} at {len(spots)} other places, first {spots[0].tolist()}")
-        error = _error(out, oracle)
+        error = _error(out, oracle, out)
         mae, max_abs = error.mean().item(), error.max().item()
         per_row = error.mean(-1) if rows and error.ndim > 1 else error
         flat = int(per_row.flatten().nan_to_num(math.inf).argmax())
@@ -99,7 +107,7 @@ def measure_parity(
         worst_at = [int(i) for i in torch.unravel_index(torch.tensor(flat), per_row.shape)]
         row_limit = limit_mae
         if same_dtype is not None:
-            ref = _error(same_dtype, oracle)
+            ref = _error(same_dtype, oracle, out)
             ref_max = ref.max().item()
             limit_max = 2 * ref_max + floor
             ref_rows = ref.mean(-1) if rows and ref.ndim > 1 else ref
