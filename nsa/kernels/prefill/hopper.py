@@ -29,8 +29,8 @@ def enabled(device: torch.device) -> bool:
 def forward(q: Tensor, k: Tensor, v: Tensor, varlen: bool) -> ModuleType | None:
     """The module that serves this call of span_attention_fwd; None: span_fwd does.
 
-    Packed sequences stay there: a tile past the end of one reads the next one's values, and a NaN
-    among them times a probability of zero is NaN.
+    Packed sequences stay there: a tile past the end of one would read the next one's values, and a
+    NaN among them times a probability of zero is NaN.
     """
     if varlen or not enabled(q.device):
         return None

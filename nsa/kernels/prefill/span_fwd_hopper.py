@@ -54,42 +54,15 @@ def _span_lo(t, a, MODE: gl.constexpr):
 
 
 @gluon.jit
-def _work(
-    item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, VARLEN: gl.constexpr, QUERIES: gl.constexpr
-):  # fmt: skip
-    """What a work item is: its group, where its sequence lies in Q and K, and its first query.
+def _work(item, ITEMS, SQ, G, BATCH, QUERIES: gl.constexpr):
+    """What a work item is: its group, sequence and first query, and the sequence's first row of Q.
 
     Late queries see most keys: they come first, so that the last items are short.
     """
-    if VARLEN:
-        group = item % G
-        tile = ITEMS // G - 1 - item // G
-        # Sequence i owns the tiles from cu_q[i] // QUERIES + i on. That leaves room for all of it,
-        # and at most one tile unused, whatever the lengths.
-        batch = 0
-        end = BATCH
-        while end - batch > 1:
-            middle = (batch + end) // 2
-            if gl.load(CU_Q + middle) // QUERIES + middle <= tile:
-                batch = middle
-            else:
-                end = middle
-        q_begin = gl.load(CU_Q + batch)
-        q_len = gl.load(CU_Q + batch + 1) - q_begin
-        k_begin = gl.load(CU_K + batch)
-        k_len = gl.load(CU_K + batch + 1) - k_begin
-        k_batch = 0
-        q0 = (tile - (q_begin // QUERIES + batch)) * QUERIES
-    else:
-        group = item % G
-        batch = (item // G) % BATCH
-        q0 = (ITEMS // (BATCH * G) - 1 - item // (BATCH * G)) * QUERIES
-        q_begin = batch * SQ
-        q_len = SQ
-        k_begin = 0
-        k_len = SK
-        k_batch = batch
-    return group, q0, q_begin, q_len, k_batch, k_begin, k_len
+    group = item % G
+    batch = (item // G) % BATCH
+    q0 = (ITEMS // (BATCH * G) - 1 - item // (BATCH * G)) * QUERIES
+    return group, batch, q0, batch * SQ
 
 
 @gluon.jit
@@ -116,8 +89,8 @@ def _key_tiles(
 
 @gluon.jit
 def _produce(
-    QD, KD, VD, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, q_start, a, b,
-    MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
+    QD, KD, VD, q_mem, k_mem, v_mem, bars, SQ, SK, G, BATCH, ITEMS, q_start, a, b,
+    MODE: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: queries, then key and value tiles from the last to the first, item after item."""
@@ -127,10 +100,8 @@ def _produce(
     done = 0
     count = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-        group, q0, q_begin, q_len, k_batch, k_begin, k_len = _work(
-            item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, VARLEN, QUERIES
-        )
-        begin, tiles, _, _ = _key_tiles(q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N)
+        group, batch, q0, q_begin = _work(item, ITEMS, SQ, G, BATCH, QUERIES)
+        begin, tiles, _, _ = _key_tiles(q0, SQ, SK, q_start, a, b, MODE, QUERIES, BLOCK_N)
         q_slot = done % Q_STAGES
         q_phase = (done // Q_STAGES) & 1
         for c in gl.static_range(2):
@@ -143,20 +114,20 @@ def _produce(
             )  # fmt: skip
         done += 1
         for j in range(tiles):
-            row = k_begin + begin + (tiles - 1 - j) * BLOCK_N
+            row = begin + (tiles - 1 - j) * BLOCK_N
             slot = count % K_STAGES
             phase = (count // K_STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), KD.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                KD, [k_batch, row, group * D], k_full.index(slot), k_mem.index(slot)
+                KD, [batch, row, group * D], k_full.index(slot), k_mem.index(slot)
             )
             slot = count % V_STAGES
             phase = (count // V_STAGES) & 1
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), VD.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                VD, [k_batch, row, group * D], v_full.index(slot), v_mem.index(slot)
+                VD, [batch, row, group * D], v_full.index(slot), v_mem.index(slot)
             )
             count += 1
 
@@ -233,9 +204,9 @@ def _output(acc, alpha, p, count, v_mem, bars, V_STAGES: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    C: gl.constexpr, O, LSE, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
+    C: gl.constexpr, O, LSE, q_mem, k_mem, v_mem, bars, SQ, SK, G, BATCH, ITEMS,
     q_start, a, b, scale_log2,
-    MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
+    MODE: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: softmax and output of 64 rows of every work item.
@@ -255,11 +226,9 @@ def _consume(
     done = 0
     count = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-        group, q0, q_begin, q_len, k_batch, k_begin, k_len = _work(
-            item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, VARLEN, QUERIES
-        )
+        group, _, q0, q_begin = _work(item, ITEMS, SQ, G, BATCH, QUERIES)
         begin, tiles, full_begin, full_end = _key_tiles(
-            q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N
+            q0, SQ, SK, q_start, a, b, MODE, QUERIES, BLOCK_N
         )
         own = q0 + C * PER_WARPGROUP
         at = (done % Q_STAGES) * 2 + C
@@ -272,7 +241,7 @@ def _consume(
         pf, m, l, alpha = _softmax(
             s, gl.full([64], float("-inf"), gl.float32, row_layout),
             gl.zeros([64], gl.float32, row_layout), begin + (tiles - 1) * BLOCK_N, False, own,
-            q_start, a, b, k_len, scale_log2, MODE, HEADS,
+            q_start, a, b, SK, scale_log2, MODE, HEADS,
         )  # fmt: skip
         acc = gl.zeros([64, D], gl.float32, o_layout)
         _await_keys(count + 1, bars, tiles > 1, K_STAGES)
@@ -286,7 +255,7 @@ def _consume(
             mbarrier.arrive(k_empty.index(count % K_STAGES), count=1)
             pf, m, l, alpha = _softmax(
                 s, m, l, begin + tile * BLOCK_N, (tile >= full_begin) & (tile < full_end), own,
-                q_start, a, b, k_len, scale_log2, MODE, HEADS,
+                q_start, a, b, SK, scale_log2, MODE, HEADS,
             )  # fmt: skip
             # The branch in this wait keeps the softmax above the wait for the product below, where
             # the assembler would not leave it: it hides the product.
@@ -297,7 +266,7 @@ def _consume(
         acc = _output(acc, alpha, _narrow(pf, DTYPE, p_layout), count, v_mem, bars, V_STAGES)
         # A row that sees no key has l = 0: output 0 and lse = -inf.
         t = own + rows // HEADS
-        live = t < q_len
+        live = t < SQ
         lse = gl.where(l > 0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
         row_index = (q_begin + t).to(gl.int64) * (G * HEADS) + group * HEADS + rows % HEADS
         gl.store(LSE + row_index, lse, mask=live)
@@ -305,7 +274,7 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(count % V_STAGES), count=1)
         out = (acc * inv[:, None]).to(DTYPE)
-        if own + PER_WARPGROUP <= q_len:
+        if own + PER_WARPGROUP <= SQ:
             # The place of the queries is free by now: the output leaves through it.
             q.store(out)
             fence_async_shared()
@@ -321,8 +290,8 @@ def _consume(
 
 @gluon.jit
 def _send(
-    OD, q_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
-    VARLEN: gl.constexpr, HEADS: gl.constexpr, Q_STAGES: gl.constexpr,
+    OD, q_mem, bars, SQ, G, BATCH, ITEMS,
+    HEADS: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: outputs to global memory; then their place is free for queries."""
     q_empty = bars[1]
@@ -331,15 +300,13 @@ def _send(
     QUERIES: gl.constexpr = 2 * PER_WARPGROUP
     done = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-        group, q0, q_begin, q_len, _, _, _ = _work(
-            item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, VARLEN, QUERIES
-        )
+        group, _, q0, q_begin = _work(item, ITEMS, SQ, G, BATCH, QUERIES)
         for c in gl.static_range(2):
             at = (done % Q_STAGES) * 2 + c
             own = q0 + c * PER_WARPGROUP
             mbarrier.wait(o_full.index(at), (done // Q_STAGES) & 1)
             # The rows past the end of a sequence may be those of another.
-            if own + PER_WARPGROUP <= q_len:
+            if own + PER_WARPGROUP <= SQ:
                 tma.async_copy_shared_to_global(
                     OD, [q_begin + own, group * HEADS, 0], q_mem.index(at)
                 )
@@ -350,8 +317,8 @@ def _send(
 
 @gluon.jit
 def _span_fwd_hopper_kernel(
-    QD, KD, VD, OD, O, LSE, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, q_start, a, b, scale_log2,
-    MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
+    QD, KD, VD, OD, O, LSE, SQ, SK, G, BATCH, ITEMS, q_start, a, b, scale_log2,
+    MODE: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = QD.dtype
@@ -382,30 +349,30 @@ def _span_fwd_hopper_kernel(
             (
                 _consume,
                 (
-                    0, O, LSE, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
-                    q_start, a, b, scale_log2, MODE, VARLEN, HEADS, BLOCK_N, D, K_STAGES, V_STAGES,
+                    0, O, LSE, q_mem, k_mem, v_mem, bars, SQ, SK, G, BATCH, ITEMS,
+                    q_start, a, b, scale_log2, MODE, HEADS, BLOCK_N, D, K_STAGES, V_STAGES,
                     Q_STAGES,
                 ),
             ),
             (
                 _consume,
                 (
-                    1, O, LSE, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
-                    q_start, a, b, scale_log2, MODE, VARLEN, HEADS, BLOCK_N, D, K_STAGES, V_STAGES,
+                    1, O, LSE, q_mem, k_mem, v_mem, bars, SQ, SK, G, BATCH, ITEMS,
+                    q_start, a, b, scale_log2, MODE, HEADS, BLOCK_N, D, K_STAGES, V_STAGES,
                     Q_STAGES,
                 ),
             ),
             (
                 _produce,
                 (
-                    QD, KD, VD, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
-                    q_start, a, b, MODE, VARLEN, HEADS, BLOCK_N, D, K_STAGES, V_STAGES, Q_STAGES,
+                    QD, KD, VD, q_mem, k_mem, v_mem, bars, SQ, SK, G, BATCH, ITEMS,
+                    q_start, a, b, MODE, HEADS, BLOCK_N, D, K_STAGES, V_STAGES, Q_STAGES,
                 ),
             ),
             (
                 _send,
                 (
-                    OD, q_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, VARLEN, HEADS, Q_STAGES,
+                    OD, q_mem, bars, SQ, G, BATCH, ITEMS, HEADS, Q_STAGES,
                 ),
             ),
         ],
@@ -445,40 +412,29 @@ def _tiles_of(x: torch.Tensor, block: list[int]) -> Any:
 
 def span_attention_fwd_hopper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, softmax_scale: float,
-    cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None,
-    max_q: int | None = None, q_start: int = 0, tiles: tuple[int, int, int, int] | None = None,
+    q_start: int = 0, tiles: tuple[int, int, int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out and lse as span_attention_fwd gives them, for calls that are usable().
+    """out and lse as span_attention_fwd gives them, for dense calls that are usable().
 
-    max_q is not needed: work items follow from cu_q. tiles: other than hopper_tiles(), to measure.
+    tiles: other than hopper_tiles(), to measure.
     """
-    varlen = cu_q is not None
-    hq, dim = q.shape[-2:]
-    groups = k.shape[-2]
+    batch, sq, hq, dim = q.shape
+    sk, groups = k.shape[1:3]
     heads = hq // groups
-    if varlen:
-        batch, sq, sk = cu_q.numel() - 1, max_q, 0
-    else:
-        batch, sq, sk = q.shape[0], q.shape[1], k.shape[1]
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     block_n, k_stages, v_stages, q_stages = tiles or hopper_tiles(span.mode, dim)
     per_warpgroup = ROWS // heads
-    queries = CONSUMERS * per_warpgroup
-    if varlen:
-        items = (q.shape[0] // queries + batch) * groups
-    else:
-        items = triton.cdiv(sq, queries) * batch * groups
+    items = triton.cdiv(sq, CONSUMERS * per_warpgroup) * batch * groups
     q_block, k_block = [per_warpgroup, heads, dim], [1, block_n, dim]
-    keys = (1, -1) if varlen else (batch, sk)
+    by_head = lambda x: _tiles_of(x.view(-1, hq, dim), q_block)
+    by_key = lambda x: _tiles_of(x.view(batch, sk, groups * dim), k_block)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     _span_fwd_hopper_kernel[(min(items, sms),)](
-        _tiles_of(q.view(-1, hq, dim), q_block), _tiles_of(k.view(*keys, groups * dim), k_block),
-        _tiles_of(v.view(*keys, groups * dim), k_block), _tiles_of(out.view(-1, hq, dim), q_block),
-        out, lse, cu_q if varlen else lse, cu_k if varlen else lse, sq, sk, groups, batch, items,
+        by_head(q), by_key(k), by_key(v), by_head(out), out, lse, sq, sk, groups, batch, items,
         q_start, span.a, span.b, softmax_scale * 1.4426950408889634,
-        MODE=span.mode, VARLEN=varlen, HEADS=heads, BLOCK_N=block_n, D=dim, K_STAGES=k_stages,
-        V_STAGES=v_stages, Q_STAGES=q_stages, num_warps=4, maxnreg=168,
+        MODE=span.mode, HEADS=heads, BLOCK_N=block_n, D=dim, K_STAGES=k_stages, V_STAGES=v_stages,
+        Q_STAGES=q_stages, num_warps=4, maxnreg=168,
     )  # fmt: skip
     launches.bump("_span_fwd_hopper_kernel")
     return out, lse
