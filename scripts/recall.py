@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -95,7 +96,26 @@ def train(
     model: nn.Module, args: argparse.Namespace, device: torch.device,
     say: Callable[[str], None] = print,
 ) -> list[float]:  # fmt: skip
-    """Train in place on the answers; the loss of every step, in nats per answer."""
+    """Train in place on the answers; the loss of every step, in nats per answer. Ctrl-C ends it
+    after the step, with what was learnt; a second one ends it at once."""
+    stop: list[int] = []
+
+    def interrupt(number: int, _frame: Any) -> None:
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(number)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        return _train(model, args, device, say, stop)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _train(
+    model: nn.Module, args: argparse.Namespace, device: torch.device, say: Callable[[str], None],
+    stop: Sequence[int],
+) -> list[float]:  # fmt: skip
     optimizer = make_optimizer(model, args.lr)
     draw = torch.Generator().manual_seed(args.seed)
     losses: list[Tensor] = []
@@ -116,11 +136,11 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
-        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
+        if (step + 1) % args.log_every == 0 or step + 1 == args.steps or stop:
             recent = torch.stack(losses[-args.log_every :]).mean().item()
             rate = (time.perf_counter() - started) / (step + 1)
             say(f"step {step + 1}/{args.steps} loss {recent:.3f} ({rate:.2f} s a step)")
-            if not math.isfinite(recent):
+            if stop or not math.isfinite(recent):
                 break
     return torch.stack(losses).tolist()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import signal
 
 import pytest
 import torch
@@ -90,6 +91,21 @@ def test_a_run_leaves_its_counts_and_says_when_it_learnt_nothing(tmp_path, capsy
     said = capsys.readouterr().out
     assert "nsa: step 3/3 loss" in said and "dense:      96 tokens:" in said
     assert recall.main([*TINY, "--least", "0", "--out", str(tmp_path)]) == 0
+
+
+def test_ctrl_c_asks_what_was_learnt_so_far(tmp_path, monkeypatch, capsys):
+    steps, real = [], recall.learning_rate
+
+    def rate(step, *rest):
+        steps.append(step)
+        if steps.count(1) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return real(step, *rest)
+
+    monkeypatch.setattr(recall, "learning_rate", rate)
+    argv = [*TINY, "--steps", "50", "--least", "0", "--out", str(tmp_path)]
+    assert recall.main(argv) == 0 and set(steps) == {0, 1}
+    assert "step 2/50" in capsys.readouterr().out and (tmp_path / "recall.csv").is_file()
 
 
 def test_a_loss_that_is_not_finite_is_told(tmp_path, capsys):
