@@ -1,6 +1,6 @@
 """Needles in a trained model: does it recall what was hidden in a text longer than any it has seen?
 
-    python scripts/recall.py                                     # CPU, a quarter of an hour
+    python scripts/recall.py                                     # CPU, twenty minutes
     python scripts/recall.py --attention nsa,dense --lengths 128,256,512,1024
     python scripts/recall.py --device cuda --seq 2048 --lengths 1024,2048,4096,8192,16384
 
@@ -184,10 +184,10 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     add("--attention", default="nsa", help="nsa, dense or nsa,dense: one after the other")
-    add("--steps", type=int, default=3000)
-    add("--seq", type=int, help="longest text trained on (256 on CPU, 2048 on a GPU)")
-    add("--batch", type=int, help="texts of a step (48 on CPU, 32 on a GPU)")
-    add("--pairs", type=int, default=6, help="pairs in a text, each asked for")
+    add("--steps", type=int, default=8000)
+    add("--seq", type=int, help="longest text trained on (128 on CPU, 2048 on a GPU)")
+    add("--batch", type=int, default=32, help="texts of a step")
+    add("--pairs", type=int, default=16, help="pairs in a text, each asked for")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--lengths", type=integers, help="ask at texts of so many tokens, a,b,c; default from a "
         "half of --seq to eight times as long")  # fmt: skip
@@ -203,8 +203,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
-    args.seq = args.seq or (2048 if cuda else 256)
-    args.batch = args.batch or (32 if cuda else 48)
+    args.seq = args.seq or (2048 if cuda else 128)
     args.lengths = args.lengths or [args.seq * n // 2 for n in (1, 2, 4, 8, 16)]
     args.attention = args.attention.split(",")
     if not set(args.attention) <= set(ATTENTIONS) or len(set(args.attention)) < len(args.attention):
