@@ -29,9 +29,10 @@ _SHAPES = (
     ("fp32", 4, 128, 128, 4),
 )
 # Architectures with the tiles of another one compile fewer of them: sm_89 and, but for fp32, sm_80
-# have those of sm_86 and at least its shared memory, sm_100 has those of sm_90.
+# have those of sm_86 and at least its shared memory, sm_86 those of sm_120, sm_100 those of sm_90.
 _FEWER = {
-    80: {("bf16", 128), ("fp32", 128)}, 89: {("bf16", 128)}, 100: {("bf16", 128), ("bf16", 256)},
+    80: {("bf16", 128), ("fp32", 128)}, 86: {("bf16", 128), ("bf16", 256), ("fp32", 128)},
+    89: {("bf16", 128)}, 100: {("bf16", 128), ("bf16", 256)},
 }  # fmt: skip
 
 _POINTERS = {
@@ -129,7 +130,7 @@ def _gluon_cases() -> list[AotCase]:
 
     cases = []
     kernel = span_fwd_hopper._span_fwd_hopper_kernel
-    for mode, heads, dim in ((COMPRESSED, 16, 128), (SLIDING, 4, 128), (COMPRESSED, 8, 64)):
+    for mode, heads, dim in ((COMPRESSED, 16, 128), (SLIDING, 4, 64)):
         block_n, k_stages, v_stages, q_stages = span_fwd_hopper.hopper_tiles(mode, dim)
         c = dict(MODE=mode, HEADS=heads, BLOCK_N=block_n, D=dim, K_STAGES=k_stages,
                  V_STAGES=v_stages, Q_STAGES=q_stages)  # fmt: skip
