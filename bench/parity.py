@@ -56,9 +56,8 @@ def _exact(x: Tensor, like: Tensor) -> Tensor:
     return x.detach().to(like.device if like.numel() >= LARGE else "cpu", torch.float64)
 
 
-def _error(out: Tensor, oracle: Tensor, like: Tensor) -> Tensor:
-    """|out - oracle| in fp64; equal infinities count as no error."""
-    out, oracle = _exact(out, like), _exact(oracle, like)
+def _error(out: Tensor, oracle: Tensor) -> Tensor:
+    """|out - oracle| of fp64 tensors; equal infinities count as no error."""
     return torch.where(out == oracle, torch.zeros_like(out), (out - oracle).abs())
 
 
@@ -79,8 +78,8 @@ def measure_parity(
     why: list[str] = []
     dtype = out.dtype
     limit_mae = MAE_LIMIT[dtype] if limit_mae is None else limit_mae
-    finite_oracle = _exact(oracle, out)
-    finite = finite_oracle[finite_oracle.isfinite()]
+    truth = _exact(oracle, out)
+    finite = truth[truth.isfinite()]
     scale = finite.abs().amax().item() if finite.numel() else 0.0
     # The rounding of the result itself, and for fp32 the order of the sums.
     floor = torch.finfo(dtype).eps * scale * (16 if dtype in (torch.float32, torch.float64) else 1)
@@ -96,10 +95,10 @@ def measure_parity(
         given = _exact(out, out)
         kinds = {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isneginf}
         for name, test in kinds.items():
-            if not torch.equal(test(given), test(finite_oracle)):
-                spots = (test(given) != test(finite_oracle)).nonzero()
+            if not torch.equal(test(given), test(truth)):
+                spots = (test(given) != test(truth)).nonzero()
                 why.append(f"{name} at {len(spots)} other places, first {spots[0].tolist()}")
-        error = _error(out, oracle, out)
+        error = _error(given, truth)
         mae, max_abs = error.mean().item(), error.max().item()
         per_row = error.mean(-1) if rows and error.ndim > 1 else error
         flat = int(per_row.flatten().nan_to_num(math.inf).argmax())
@@ -107,7 +106,7 @@ def measure_parity(
         worst_at = [int(i) for i in torch.unravel_index(torch.tensor(flat), per_row.shape)]
         row_limit = limit_mae
         if same_dtype is not None:
-            ref = _error(same_dtype, oracle, out)
+            ref = _error(_exact(same_dtype, out), truth)
             ref_max = ref.max().item()
             limit_max = 2 * ref_max + floor
             ref_rows = ref.mean(-1) if rows and ref.ndim > 1 else ref

@@ -19,7 +19,7 @@ from typing import Any
 
 CONFIG_PATH = Path(__file__).resolve().parent.parent / "configs" / "base.yaml"
 
-# Set by the report runner for its own child processes; not settings of the library.
+# Of the report runner and the benches; not settings of the library.
 RUNNER_VARIABLES = ("NSA_RESULT_FD", "NSA_OUT_DIR", "NSA_COMMIT")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})

@@ -29,28 +29,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa import launches
+from nsa.kernels.prefill.span_common import span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
 
 CONSUMERS = 2
 ROWS = 64  # per consumer: the rows of one warpgroup's matrix product
-
-
-@gluon.jit
-def _span_hi(t, a, b, MODE: gl.constexpr):
-    """One past the last visible key of query t."""
-    if MODE == 0:
-        return gl.where(t + 1 >= a, (t + 1 - a) // b + 1, 0)
-    else:
-        return t + 1
-
-
-@gluon.jit
-def _span_lo(t, a, MODE: gl.constexpr):
-    """First visible key of query t."""
-    if MODE == 0:
-        return t * 0
-    else:
-        return gl.maximum(t + 1 - a, 0)
 
 
 @gluon.jit
@@ -76,10 +59,10 @@ def _key_tiles(
     """
     first = q0 + q_start
     last = gl.minimum(q0 + QUERIES, q_len) - 1 + q_start
-    begin = _span_lo(first, a, MODE)
-    lo_last = _span_lo(last, a, MODE)
-    hi_first = gl.minimum(_span_hi(first, a, b, MODE), k_len)
-    hi_last = gl.minimum(_span_hi(last, a, b, MODE), k_len)
+    begin = span_lo(first, a, MODE)
+    lo_last = span_lo(last, a, MODE)
+    hi_first = gl.minimum(span_hi(first, a, b, MODE), k_len)
+    hi_last = gl.minimum(span_hi(last, a, b, MODE), k_len)
     # At least one tile, fully masked where nothing is seen: rows without a key need no own path.
     tiles = gl.maximum((hi_last - begin + BLOCK_N - 1) // BLOCK_N, 1)
     full_begin = gl.minimum((lo_last - begin + BLOCK_N - 1) // BLOCK_N, tiles)
@@ -146,10 +129,10 @@ def _softmax(
     if not full:
         t = first + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // HEADS + q_start
         at = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
-        hi = gl.minimum(_span_hi(t, a, b, MODE), k_len) - n0
+        hi = gl.minimum(span_hi(t, a, b, MODE), k_len) - n0
         seen = at[None, :] < hi[:, None]
         if MODE == 1:
-            lo = _span_lo(t, a, MODE) - n0
+            lo = span_lo(t, a, MODE) - n0
             seen = seen & (at[None, :] >= lo[:, None])
         s = gl.where(seen, s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
@@ -395,7 +378,7 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return all(x.numel() and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, k, v))
 
 
-def hopper_tiles(mode: int, dim: int) -> tuple[int, int, int, int]:
+def hopper_tiles(mode: int) -> tuple[int, int, int, int]:
     """(BLOCK_N, stages of K, of V, of Q).
 
     H200, D = 128: more stages change nothing. Windows are short: wide tiles waste more at the edge.
@@ -412,18 +395,15 @@ def _tiles_of(x: torch.Tensor, block: list[int]) -> Any:
 
 def span_attention_fwd_hopper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, softmax_scale: float,
-    q_start: int = 0, tiles: tuple[int, int, int, int] | None = None,
+    q_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out and lse as span_attention_fwd gives them, for dense calls that are usable().
-
-    tiles: other than hopper_tiles(), to measure.
-    """
+    """out and lse as span_attention_fwd gives them, for dense calls that are usable()."""
     batch, sq, hq, dim = q.shape
     sk, groups = k.shape[1:3]
     heads = hq // groups
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    block_n, k_stages, v_stages, q_stages = tiles or hopper_tiles(span.mode, dim)
+    block_n, k_stages, v_stages, q_stages = hopper_tiles(span.mode)
     per_warpgroup = ROWS // heads
     items = triton.cdiv(sq, CONSUMERS * per_warpgroup) * batch * groups
     q_block, k_block = [per_warpgroup, heads, dim], [1, block_n, dim]
