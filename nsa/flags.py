@@ -95,8 +95,8 @@ class Flags:
         "NSA_SEL_TRITON_BLOCK_DV", _parse_tile, None, "tile over Dv, or auto"
     )
     use_gluon: bool = _flag(
-        "NSA_USE_GLUON", _parse_bool, False,
-        "experimental Gluon kernels for SM 9.0 (compressed and sliding branches; read by process)",
+        "NSA_USE_GLUON", _parse_bool, True,
+        "Gluon kernels where SM and Triton are ones that they were run with, else Triton's",
     )  # fmt: skip
     use_sel_pack: bool = _flag(
         "NSA_USE_SEL_PACK", _parse_bool, True, "packed SDPA is the selection fallback"

@@ -194,4 +194,20 @@ def test_one_run_per_gpu_whatever_the_folder(tmp_path, fake_gpu):
     held.acquire()
     code, console, _ = run(tmp_path / "out", "pass!", "--profile", "standard", env=fake_gpu)
     assert code == 75 and "the GPU is held by process" in console
+    # Another card of the box is free: the one that this run sees is asked, locked and described.
+    smi = tmp_path / "bin" / "nvidia-smi"
+    second = oneshot_faults.FAKE_SMI.replace("GPU-12345678", "GPU-87654321")
+    second = second.replace("300.00", "250")
+    smi.write_text(smi.read_text() + f"echo '{second}'\n")
+    other = Lock(tmp_path / gpu_lock(second.split(",")[0]).path.name, "the GPU")
+    for name in ("1", "GPU-87654321"):
+        env = {**fake_gpu, "CUDA_VISIBLE_DEVICES": name}
+        out = tmp_path / f"out-{name}"
+        code, console, folder = run(out, "pass!", "--profile", "standard", env=env)
+        assert code == 0, console
+        assert bundle_of(folder)["device"]["power_limit_w"] == 250
+        other.acquire()
+        code, console, _ = run(out, "pass!", "--profile", "standard", env=env)
+        assert code == 75 and "the GPU is held by process" in console
+        other.release()
     held.release()

@@ -61,9 +61,11 @@ def test_train_gradient_reaches_every_parameter(text):
 
 def test_train_same_seed_gives_the_same_run(text, run):
     again = ts.train(TINY, *text, CPU, seed=3, log_every=4)
-    assert [r["loss"] for r in again.rows] == [r["loss"] for r in run.rows]
-    other = ts.train(replace(TINY, steps=2), *text, CPU, seed=4)
-    assert other.rows[0]["loss"] != run.rows[0]["loss"]
+    other = ts.train(TINY, *text, CPU, seed=4, log_every=4)
+    losses = [[row["loss"] for row in rows] for rows in (run.rows, again.rows, other.rows)]
+    # Threads may add in another order, which is told from another seed by far.
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert max(abs(a - b) for a, b in zip(losses[0], losses[2], strict=True)) > 1e-2
 
 
 def test_train_checkpoint_round_trip(run, text, tmp_path):

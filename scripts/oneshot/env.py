@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -219,16 +219,22 @@ def smi_query(timeout_s: float = 10.0, index: int | None = None) -> list[dict[st
     return gpus
 
 
+def visible_gpu(gpus: Sequence[dict[str, Any]], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The one of nvidia-smi's GPUs that a process of this environment sees first."""
+    name = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    by_uuid = name.startswith("GPU-")
+    for index, gpu in enumerate(gpus):
+        if str(gpu.get("uuid")).startswith(name) if by_uuid else name == str(index):
+            return gpu
+    return gpus[0]
+
+
 def device_facts(gpus: list[dict[str, Any]] | str, torch: Mapping[str, Any]) -> dict[str, Any]:
     """The bundle's `device`: the first visible GPU, by nvidia-smi and by torch."""
     seen = torch.get("device") or {}
     if isinstance(gpus, str) and not seen:
         return {"name": None, "reason": gpus}
-    gpu: dict[str, Any] = {}
-    if not isinstance(gpus, str):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        index = int(visible) if visible.isdigit() and int(visible) < len(gpus) else 0
-        gpu = gpus[index]
+    gpu = {} if isinstance(gpus, str) else visible_gpu(gpus, os.environ)
     pcie = None
     if gpu.get("pcie_gen"):
         pcie = f"gen{gpu['pcie_gen']} x{gpu['pcie_width']}"

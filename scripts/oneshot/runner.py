@@ -571,6 +571,8 @@ def main(argv: list[str]) -> int:
     if several and len(smi) > 1:
         os.environ.update(cards.visible(cards.good(several) or several))
     several = several if len(several) > 1 else []
+    # nvidia-smi's numbers are meant, here and in every stage.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     git = box.git_facts(ROOT, args.commit or os.environ.get("NSA_COMMIT"))
     folder = out / git["short"]
     if args.dry_run:
@@ -593,7 +595,8 @@ def main(argv: list[str]) -> int:
     try:
         locks.append(folder_lock(out, git["short"]))
         if profile != "cpu" and not isinstance(smi, str):
-            for uuid in [c.uuid for c in several] or [smi[0].get("uuid")]:
+            alone = box.visible_gpu(smi, os.environ).get("uuid")
+            for uuid in [c.uuid for c in several] or [alone]:
                 locks.append(gpu_lock(str(uuid)))
         for lock in locks:
             lock.acquire(args.wait)

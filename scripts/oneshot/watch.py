@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Watch:
         watched: list[tuple[int | None, Any]] = [
             (c.index, c.uuid) for c in cards.good(self.several)
         ]
-        watched = watched or [(None, self._smi[0].get("uuid"))]
+        watched = watched or [(None, box.visible_gpu(self._smi, os.environ).get("uuid"))]
         self.telemetry = Telemetry(csv, watched[0][1], started)
         self.telemetry.start()
         self._listeners = [(index, XidListener(uuid)) for index, uuid in watched]

@@ -1,7 +1,7 @@
 """Which calls go to the kernels for Hopper that are written in Gluon, Triton's lower level.
 
-Gluon is experimental: NSA_USE_GLUON=1 asks for it, and it serves with the releases of Triton that
-the kernels were run with. Everything else stays with the Triton kernels of the same meaning.
+Gluon is experimental: it serves with the releases of Triton that the kernels were run with, unless
+NSA_USE_GLUON=0. Everything else stays with the Triton kernels of the same meaning.
 """
 
 from __future__ import annotations
