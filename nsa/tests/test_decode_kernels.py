@@ -191,15 +191,26 @@ def test_step(step, kernel_device):
     assert wrong <= 0.05 * total, f"{wrong} of {total} rows chose other blocks"
 
 
-@pytest.mark.parametrize("blocks, ranks", [(16, 2**20), (16, 0), (2**20, 0)])
-def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, monkeypatch):
-    """Candidates of several chunks or all blocks at once; the top by ranks or by search."""
+@pytest.fixture
+def tune(monkeypatch):
+    """Set constants of the step: plans made with others are forgotten, before and after."""
     from nsa.kernels.decode import step
 
+    def set_to(**constants):
+        for name, value in constants.items():
+            monkeypatch.setattr(step, name, value)
+        step._plan.cache_clear()
+
+    yield set_to
+    step._plan.cache_clear()
+
+
+@pytest.mark.parametrize("blocks, ranks", [(16, 2**20), (16, 0), (2**20, 0)])
+def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, tune):
+    """Candidates of several chunks or all blocks at once; the top by ranks or by search."""
     caches = Caches(Step((577, 45), T=2, h=4, n_sel=4, capacity=600), kernel_device)
     out, indices = caches.run()
-    monkeypatch.setattr(step, "CHUNK_BLOCKS", blocks)
-    monkeypatch.setattr(step, "RANK_CANDIDATES", ranks)
+    tune(CHUNK_BLOCKS=blocks, RANK_CANDIDATES=ranks)
     with launches.recording() as counts:
         again, same = caches.run()
     assert ("_decode_candidates_kernel" in counts) == (blocks == 16)
@@ -208,10 +219,8 @@ def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, monkeypat
 
 
 @pytest.mark.parametrize("ranks", [128, 0])
-def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(ranks, kernel_device, monkeypatch):
-    from nsa.kernels.decode import step
-
-    monkeypatch.setattr(step, "RANK_CANDIDATES", ranks)
+def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(ranks, kernel_device, tune):
+    tune(RANK_CANDIDATES=ranks)
     caches = Caches(Step((577, 445), h=4, n_sel=4, capacity=600), kernel_device)
     out, indices = caches.run()
     caches.q[0] = float("nan")

@@ -6,6 +6,7 @@ In PyTorch that is some eighty small operations, more time than the attention.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from nsa.kernels.decode.tile import visible
 
 if TYPE_CHECKING:
     from nsa.cache import NSACache
+    from nsa.config import NSAConfig
 
 BLOCK_H = 4  # heads of a program
 BLOCK = 1024  # elements of a program that copies
@@ -138,6 +140,16 @@ def _decode_emit_kernel(
     _move_row(V_NEW, one.to(tl.int64), V_CMP, place, v_width, full, BLOCK)
 
 
+@functools.cache
+def _append_plan(c: NSAConfig) -> tuple[int, dict[str, int]]:
+    """(programs of a token, constants)."""
+    parts = triton.cdiv(c.heads, BLOCK_H) + 6 * triton.cdiv(c.groups, BLOCK_H)
+    return parts, dict(
+        D=c.d_k, DV=c.d_v, BLOCK_HALF=triton.next_power_of_2(c.d_k // 2),
+        BLOCK_DV=triton.next_power_of_2(c.d_v), BLOCK_H=BLOCK_H, num_warps=1,
+    )  # fmt: skip
+
+
 def append_turned(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
     """Write T new tokens into the cache's raw, selection and window rows; the turned queries.
 
@@ -148,13 +160,12 @@ def append_turned(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
     c = cache.config
     batch, tokens = q.shape[:2]
     out = torch.empty(batch, tokens, c.heads, c.d_k, dtype=q.dtype, device=q.device)
-    parts = triton.cdiv(c.heads, BLOCK_H) + 6 * triton.cdiv(c.groups, BLOCK_H)
+    parts, sizes = _append_plan(c)
     _decode_append_kernel[(batch * tokens, parts)](
         q.contiguous(), k.contiguous(), v.contiguous(), cache.lens, cache.frequencies, out,
         cache.k_raw, cache.v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, tokens,
         c.heads, c.groups, cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1],
-        D=c.d_k, DV=c.d_v, BLOCK_HALF=triton.next_power_of_2(c.d_k // 2),
-        BLOCK_DV=triton.next_power_of_2(c.d_v), BLOCK_H=BLOCK_H, num_warps=1,
+        **sizes,
     )  # fmt: skip
     launches.bump("_decode_append_kernel")
     return out

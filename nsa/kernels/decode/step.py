@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -67,6 +69,95 @@ def why_not_decode(l: int, d: int, l_sel: int) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step launches, from shapes alone. floats: sizes of the fp32 scratch buffers, in the
+    order in which nsa_decode_triton names them. scan, choice, selected, merge: constants of the
+    four kernels."""
+
+    splits_cmp: int
+    splits_win: int
+    splits_sel: int
+    share: int  # selected blocks of a split
+    n_tiles: int
+    chunks: int
+    candidates: int  # 0: no launch of its own takes them
+    floats: list[int]
+    scan: dict[str, Any]
+    choice: dict[str, Any]
+    selected: dict[str, Any]
+    merge: dict[str, Any]
+
+
+# Cached: in eager mode this arithmetic would take as long as two launches.
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int, dtype: torch.dtype,
+    device: torch.device, l: int, d: int, l_sel: int, n_sel: int, n_init: int, n_local: int,
+    window: int, max_len: int, branch: str | None,
+) -> StepPlan:  # fmt: skip
+    heads = hq // groups
+    d1, d2 = split_dim(dim)
+    block_dv = pad_dim(dv)
+    ratio = l_sel // d
+    interpret = device.type != "cuda"
+    fp32 = dtype == torch.float32
+    block_n = max(16 if interpret else (32 if fp32 else 64), (2 if interpret else 8) * ratio)
+    rows = max(triton.next_power_of_2(tokens * heads), 16)
+    heads_padded = max(triton.next_power_of_2(heads), 16)
+    n_cmp = max((max_len - l) // d + 1, 0) if max_len >= l else 0
+    programs, sms = batch * groups, _sm_count(device.index)
+    many = programs * triton.cdiv(n_cmp, 64) >= MANY_TILES * sms
+    if many and large_tiles(dtype.itemsize, dim, dv, rows):
+        block_n = 128
+    nb = block_n // ratio
+    n_tiles = max(triton.cdiv(n_cmp, block_n), 1)
+    # Splits that fill the chip at the longest length, but no more than there are tiles.
+    target = SCAN_PER_SM * sms
+    splits_win = max(1, min(triton.cdiv(window + tokens - 1, block_n), target // (2 * programs), 8))
+    splits_cmp = max(1, min(n_tiles, target // programs, 64))
+    splits_cmp = splits_cmp if branch in (None, "cmp") else 0
+    splits_win = splits_win if branch in (None, "win") else 0
+    target = SELECTED_PER_SM * sms
+    splits_sel = max(1, min(target // (programs * tokens), SELECTED_SPLITS))
+    share = triton.cdiv(n_sel, splits_sel)
+    splits_sel = triton.cdiv(n_sel, share) if branch in (None, "sel") else 0
+    chunks, choice = choice_sizes(n_tiles, nb, triton.cdiv(max_len, l_sel), n_sel)
+
+    scans = programs * (splits_cmp + splits_win) * rows
+    tiles = programs * rows * n_tiles
+    parts = programs * tokens * splits_sel * heads_padded
+    floats = [scans * dv, scans, scans, tiles * nb, tiles, tiles, parts * dv, parts, parts]
+    dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
+                PRECISION=dot_precision(dtype))  # fmt: skip
+    padded = lambda splits: triton.next_power_of_2(max(splits, 1))
+    choosing = dict(
+        ROWS=rows, HEADS=heads_padded, SPLITS=padded(splits_cmp), TILE_N=block_n, NB=nb,
+        CHUNK=choice["CHUNK"], N_SEL=n_sel, N_PAD=choice["N_PAD"], N_INIT=n_init, N_LOCAL=n_local,
+    )  # fmt: skip
+    return StepPlan(
+        splits_cmp=splits_cmp, splits_win=splits_win, splits_sel=splits_sel, share=share,
+        n_tiles=n_tiles, chunks=chunks,
+        candidates=0 if choice["SINGLE"] else programs * tokens * chunks * choice["N_PAD"],
+        floats=[triton.cdiv(n, 4) * 4 for n in floats],  # every buffer begins at 16 bytes
+        scan=dict(
+            ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
+            num_warps=scan_warps(rows), num_stages=2, **dims,
+        ),
+        choice=dict(num_warps=4, num_stages=1, **choosing),
+        selected=dict(
+            BLOCK_N=min(block_n, 64, max(triton.next_power_of_2(l_sel), 16)),
+            CHOOSE=branch is None, SINGLE=choice["SINGLE"], N=choice["N"],
+            RANKED=choice["RANKED"], num_warps=selected_warps(choice["N"]), num_stages=2,
+            **choosing, **dims,
+        ),
+        merge=dict(
+            DV=dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv, SPLITS_CMP=padded(splits_cmp),
+            SPLITS_WIN=padded(splits_win), SPLITS_SEL=padded(splits_sel), num_warps=4,
+        ),
+    )  # fmt: skip
+
+
 def nsa_decode_triton(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, lens: Tensor, *, l: int, d: int, l_sel: int, n_sel: int,
@@ -97,94 +188,52 @@ def nsa_decode_triton(
         raise NotImplementedError(reason)
     if tokens * heads > 128:
         raise NotImplementedError(f"q: T * heads per group must be <= 128, got {tokens * heads}")
-    device = q.device
+    plan = _plan(
+        batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init, n_local,
+        window, max_len, branch,
+    )  # fmt: skip
     scale_log2 = (softmax_scale or 1.0 / math.sqrt(dim)) * 1.4426950408889634
-    d1, d2 = split_dim(dim)
-    block_dv = pad_dim(dv)
-    ratio = l_sel // d
-    interpret = device.type != "cuda"
-    fp32 = q.dtype == torch.float32
-    block_n = max(16 if interpret else (32 if fp32 else 64), (2 if interpret else 8) * ratio)
-    rows = max(triton.next_power_of_2(tokens * heads), 16)
-    heads_padded = max(triton.next_power_of_2(heads), 16)
-    n_cmp = max((max_len - l) // d + 1, 0) if max_len >= l else 0
-    programs, sms = batch * groups, _sm_count(device.index)
-    many = programs * triton.cdiv(n_cmp, 64) >= MANY_TILES * sms
-    if many and large_tiles(q.element_size(), dim, dv, rows):
-        block_n = 128
-    nb = block_n // ratio
-    n_tiles = max(triton.cdiv(n_cmp, block_n), 1)
-    # Splits that fill the chip at the longest length, but no more than there are tiles.
-    target = SCAN_PER_SM * sms
-    splits_win = max(1, min(triton.cdiv(window + tokens - 1, block_n), target // (2 * programs), 8))
-    splits_cmp = max(1, min(n_tiles, target // programs, 64))
-    splits_cmp = splits_cmp if branch in (None, "cmp") else 0
-    splits_win = splits_win if branch in (None, "win") else 0
-    splits_all = splits_cmp + splits_win
-    target = SELECTED_PER_SM * sms
-    splits_sel = max(1, min(target // (programs * tokens), SELECTED_SPLITS))
-    share = triton.cdiv(n_sel, splits_sel)
-    splits_sel = triton.cdiv(n_sel, share) if branch in (None, "sel") else 0
-
-    empty = functools.partial(torch.empty, dtype=torch.float32, device=device)
-    scan_o = empty(programs * splits_all * rows * dv)
-    scan_m, scan_l = empty(programs * splits_all * rows), empty(programs * splits_all * rows)
-    pooled = empty(programs * rows * n_tiles * nb)
-    spill, tile_max = empty(programs * rows * n_tiles), empty(programs * rows * n_tiles)
-    chunks, choice = choice_sizes(n_tiles, nb, triton.cdiv(max_len, l_sel), n_sel)
-    candidates = 0 if choice["SINGLE"] else programs * tokens * chunks * choice["N_PAD"]
-    keys, blocks = (torch.empty(candidates, dtype=torch.int32, device=device) for _ in range(2))
+    scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l = torch.empty(
+        sum(plan.floats), dtype=torch.float32, device=q.device
+    ).split(plan.floats)
+    keys = blocks = lens
+    if plan.candidates:
+        keys, blocks = torch.empty(2, plan.candidates, dtype=torch.int32, device=q.device)
     indices = block_indices
     if indices is None:
-        indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=device)
-    parts = programs * tokens * splits_sel * heads_padded
-    sel_o, sel_m, sel_l = empty(parts * dv), empty(parts), empty(parts)
-    out = torch.empty(batch, tokens, hq, dv, dtype=q.dtype, device=device)
+        indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=q.device)
+    out = torch.empty(batch, tokens, hq, dv, dtype=q.dtype, device=q.device)
 
     page = 0 if block_table is None else k_sel.shape[1]
     table = lens if block_table is None else block_table
     table_len = 0 if block_table is None else block_table.shape[1]
-    dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
-                PRECISION=dot_precision(q.dtype))  # fmt: skip
-    choosing = dict(
-        ROWS=rows, HEADS=heads_padded, SPLITS=triton.next_power_of_2(max(splits_cmp, 1)),
-        TILE_N=block_n, NB=nb, CHUNK=choice["CHUNK"], N_SEL=n_sel, N_PAD=choice["N_PAD"],
-        N_INIT=n_init, N_LOCAL=n_local,
-    )  # fmt: skip
+    programs, splits_cmp, splits_sel = batch * groups, plan.splits_cmp, plan.splits_sel
+    splits_all, n_tiles = plan.splits_cmp + plan.splits_win, plan.n_tiles
     if splits_all:
         _decode_scan_kernel[(programs, splits_all)](
             q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
             tile_max, table_len, k_cmp.shape[1], k_win.shape[1], groups, heads, tokens,
-            splits_cmp, splits_all, n_tiles, l, d, l_sel, window, scale_log2, ROWS=rows,
-            BLOCK_N=block_n, NB=nb, PAGE=0 if window_ring else page, RING=window_ring,
-            POOL_DTYPE=tl.float32 if fp32 else tl.float16, num_warps=scan_warps(rows),
-            num_stages=2, **dims,
+            splits_cmp, splits_all, n_tiles, l, d, l_sel, window, scale_log2,
+            PAGE=0 if window_ring else page, RING=window_ring, **plan.scan,
         )  # fmt: skip
         launches.bump("_decode_scan_kernel")
-    if branch is None and not choice["SINGLE"]:
-        _decode_candidates_kernel[(chunks, programs, tokens)](
+    if branch is None and plan.candidates:
+        _decode_candidates_kernel[(plan.chunks, programs, tokens)](
             lens, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, groups, heads, tokens,
-            splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, num_warps=4, num_stages=1,
-            **choosing,
+            splits_cmp, splits_all, n_tiles, l, d, l_sel, plan.chunks, **plan.choice,
         )  # fmt: skip
         launches.bump("_decode_candidates_kernel")
     if splits_sel:
         _decode_selected_kernel[(splits_sel, programs, tokens)](
             q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, scan_m, scan_l, pooled,
             spill, tile_max, keys, blocks, table_len, k_sel.shape[1], groups, heads, tokens,
-            splits_sel, share, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, scale_log2,
-            BLOCK_N=min(block_n, 64, max(triton.next_power_of_2(l_sel), 16)), PAGE=page,
-            CHOOSE=branch is None, SINGLE=choice["SINGLE"], N=choice["N"],
-            RANKED=choice["RANKED"], num_warps=selected_warps(choice["N"]), num_stages=2,
-            **choosing, **dims,
+            splits_sel, plan.share, splits_cmp, splits_all, n_tiles, l, d, l_sel, plan.chunks,
+            scale_log2, PAGE=page, **plan.selected,
         )  # fmt: skip
         launches.bump("_decode_selected_kernel")
     _decode_merge_kernel[(programs, tokens * heads)](
         scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens,
-        splits_cmp, splits_all, splits_sel, DV=dv, ROWS=rows, HEADS=heads_padded,
-        BLOCK_DV=block_dv, SPLITS_CMP=triton.next_power_of_2(max(splits_cmp, 1)),
-        SPLITS_WIN=triton.next_power_of_2(max(splits_win, 1)),
-        SPLITS_SEL=triton.next_power_of_2(max(splits_sel, 1)), num_warps=4,
+        splits_cmp, splits_all, splits_sel, **plan.merge,
     )  # fmt: skip
     launches.bump("_decode_merge_kernel")
     return (out, indices) if return_indices else out
