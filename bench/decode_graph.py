@@ -136,6 +136,10 @@ class ModuleStep:
         for x in (self.x, self.cache.k_raw, self.cache.v_raw):
             x.normal_(generator=gen)
 
+    def kernels(self, total: Case) -> tuple[str, ...]:
+        """What must run: the attention step's kernels, and the one that appends for them."""
+        return (*total.candidate.kernels, *("_decode_append_kernel",) * self.step.fused)
+
     def eager(self) -> Callable[[], Tensor]:
         def call() -> Tensor:
             return self.layer.step(self.x, self.cache)
@@ -193,7 +197,7 @@ class ModuleStep:
         graph = kind == "module_graph"
         ours = Contender(
             f"nsa {kind.replace('_', ' ')}", call, GRAPH_PATH if graph else self.step.path,
-            () if graph else total.candidate.kernels,
+            () if graph else self.kernels(total),
         )  # fmt: skip
         return Case(
             "decode_module", f"{total.name}/{kind}", ours, refill=self.refill,
@@ -219,7 +223,7 @@ def more_rows(
     if "module" not in missing:
         rows["module"] = measure(module.case(module.eager(), "module", total, columns), **tools)
         try:
-            call = module.graph(total.candidate.kernels)
+            call = module.graph(module.kernels(total))
             rows["module_graph"] = measure(
                 module.case(call, "module_graph", total, columns), **tools
             )
