@@ -24,7 +24,6 @@ SHAPES = [
     Shape((1, 700, 63, 64, 65, 333), G=2, h=4, D=128, Dv=128, n_sel=4, packed=True, **PAPER),
 ]
 ALL = pytest.mark.parametrize("shape", SHAPES, ids=str)
-DENSE = pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
 
 
 @pytest.fixture
@@ -57,10 +56,9 @@ def test_they_serve_unless_switched_off(on_hopper, monkeypatch):
     q, k, v, do = tensors()
     assert on_hopper.forward_kernel(q, k, v) == FORWARD
     assert on_hopper.backward_kernels(q, k, v, do)[-1] == BACKWARD
-    assert on_hopper.forward(q, k, v, True) is None  # packed
     monkeypatch.setenv("NSA_USE_GLUON", "0")
     clear_flags_cache()
-    assert on_hopper.forward(q, k, v, False) is None and on_hopper.backward(q, k, v, do) is None
+    assert on_hopper.forward(q, k, v) is None and on_hopper.backward(q, k, v, do) is None
 
 
 @pytest.mark.parametrize("arch, release", [(80, "3.6.0"), (100, "3.6.0"), (90, "3.5.1"),
@@ -82,7 +80,7 @@ def test_another_card_or_release_keeps_the_triton_kernels(
 ])  # fmt: skip
 def test_what_they_do_not_take_stays_where_it_was(how, forward, backward, asked, on_hopper):
     q, k, v, do = tensors(**how)
-    assert (on_hopper.forward(q, k, v, False) is not None) == forward
+    assert (on_hopper.forward(q, k, v) is not None) == forward
     assert (on_hopper.backward(q, k, v, do) is not None) == backward
 
 
@@ -127,17 +125,17 @@ def device(cuda, asked):
 def test_compressed(shape, device):
     with launches.recording() as counts:
         kernels_of.test_compressed(shape, device)
-    assert counts[BACKWARD] == 1 and (FORWARD in counts) != shape.packed, dict(counts)
+    assert counts[FORWARD] == 1 and counts[BACKWARD] == 1, dict(counts)
 
 
-@DENSE
+@ALL
 def test_sliding(shape, device):
     with launches.recording() as counts:
         kernels_of.test_sliding(shape, device)
     assert counts[FORWARD] == 1, dict(counts)
 
 
-@DENSE
+@ALL
 def test_whole(shape, device):
     with launches.recording() as counts:
         kernels_of.test_whole(shape, device)
@@ -179,6 +177,45 @@ def test_nan_stays_where_it_belongs(device):
     sees_it = torch.arange(203, device=device) + 1 >= 5 * 16 + 32
     assert lse[2, 31:].all() and not out[2, sees_it, :, 0].any()
     assert others[2][2].all()  # dV does not depend on V
+
+
+@pytest.mark.parametrize("kind", ["compressed", "sliding"])
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_nan_stays_in_its_packed_sequence(kind, bad, device):
+    """Tiles of keys reach past the end of a sequence, the second of which has no compressed key."""
+    from nsa import blocks
+    from nsa.kernels import prefill
+
+    lengths = [70, 20, 333]
+    cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
+    cu_keys = cu_cmp if kind == "compressed" else cu
+    q, k, v = (
+        randn(n, h, 128, seed=h, dtype=BF16, device=device)
+        for n, h in ((sum(lengths), 16), (int(cu_keys[-1]), 2), (int(cu_keys[-1]), 2))
+    )
+
+    def run():
+        packed = dict(cu_seqlens=cu, max_seqlen=max(lengths))
+        with launches.recording() as counts:
+            if kind == "compressed":
+                got = prefill.compressed_attention_triton(
+                    q, k, v, l=32, d=16, cu_seqlens_cmp=cu_cmp, **packed
+                )
+            else:
+                got = prefill.sliding_attention_triton(q, k, v, window=48, **packed)
+        assert counts[FORWARD] == 1
+        return got
+
+    want = run()
+    for x, ends in ((q, cu), (k, cu_keys), (v, cu_keys)):
+        x[ends[bad] : ends[bad + 1]] = float("nan")
+    others = torch.ones(sum(lengths), dtype=torch.bool, device=device)
+    others[cu[bad] : cu[bad + 1]] = False
+    got = run()
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a[others], b[others])
+    assert got[0][~others][40:].isnan().all()
 
 
 def test_a_graph_holds_them(device):

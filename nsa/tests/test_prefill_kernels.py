@@ -180,7 +180,7 @@ def forward_kernel(x: Inputs) -> str:
     """The kernel that compressed and sliding attention launch for these inputs."""
     from nsa.kernels.prefill import hopper
 
-    return hopper.forward_kernel(x.q, x.k, x.v, x.shape.packed)
+    return hopper.forward_kernel(x.q, x.k, x.v)
 
 
 @ALL

@@ -132,8 +132,8 @@ def _gluon_cases() -> list[AotCase]:
     kernel = span_fwd_hopper._span_fwd_hopper_kernel
     for mode, heads, dim in ((COMPRESSED, 16, 128), (SLIDING, 4, 64)):
         block_n, k_stages, v_stages, q_stages = span_fwd_hopper.hopper_tiles(mode)
-        c = dict(MODE=mode, HEADS=heads, BLOCK_N=block_n, D=dim, K_STAGES=k_stages,
-                 V_STAGES=v_stages, Q_STAGES=q_stages)  # fmt: skip
+        c = dict(MODE=mode, VARLEN=mode == SLIDING, HEADS=heads, BLOCK_N=block_n, D=dim,
+                 K_STAGES=k_stages, V_STAGES=v_stages, Q_STAGES=q_stages)  # fmt: skip
         rows, keys = tile("bf16", 64 // heads, heads, dim), tile("bf16", 1, block_n, dim)
         types = dict(QD=rows, OD=rows, KD=keys, VD=keys, LSE="*fp32", BATCH="i32", ITEMS="i32",
                      a="i32", b="i32")  # fmt: skip

@@ -26,13 +26,9 @@ def enabled(device: torch.device) -> bool:
     )
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, varlen: bool) -> ModuleType | None:
-    """The module that serves this call of span_attention_fwd; None: span_fwd does.
-
-    Packed sequences stay there: a tile past the end of one would read the next one's values, and a
-    NaN among them times a probability of zero is NaN.
-    """
-    if varlen or not enabled(q.device):
+def forward(q: Tensor, k: Tensor, v: Tensor) -> ModuleType | None:
+    """The module that serves this call of span_attention_fwd; None: span_fwd does."""
+    if not enabled(q.device):
         return None
     from nsa.kernels.prefill import span_fwd_hopper
 
@@ -48,9 +44,9 @@ def backward(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> ModuleType | 
     return span_bwd_hopper if span_bwd_hopper.usable(q, k, v, grad_out) else None
 
 
-def forward_kernel(q: Tensor, k: Tensor, v: Tensor, varlen: bool = False) -> str:
+def forward_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Name of the kernel that span_attention_fwd launches."""
-    return "_span_fwd_hopper_kernel" if forward(q, k, v, varlen) else "_span_fwd_kernel"
+    return "_span_fwd_hopper_kernel" if forward(q, k, v) else "_span_fwd_kernel"
 
 
 def backward_kernels(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[str, ...]:

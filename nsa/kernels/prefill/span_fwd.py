@@ -161,10 +161,12 @@ def span_attention_fwd(
     Dense: q [B, S, HQ, D], k [B, N, G, D]. Packed: q [T, HQ, D], k [N_total, G, D] with cu_q and
     cu_k int32 [n_seq + 1] and max_q the longest query sequence. q_start: key position of query 0.
     """
-    varlen = cu_q is not None
-    in_gluon = hopper.forward(q, k, v, varlen)
+    in_gluon = hopper.forward(q, k, v)
     if in_gluon:
-        return in_gluon.span_attention_fwd_hopper(q, k, v, span, softmax_scale, q_start=q_start)
+        return in_gluon.span_attention_fwd_hopper(
+            q, k, v, span, softmax_scale, cu_q, cu_k, q_start
+        )
+    varlen = cu_q is not None
     hq, dim = q.shape[-2:]
     groups, dv = v.shape[-2:]
     heads = hq // groups

@@ -37,15 +37,42 @@ ROWS = 64  # per consumer: the rows of one warpgroup's matrix product
 
 
 @gluon.jit
-def _work(item, ITEMS, SQ, G, BATCH, QUERIES: gl.constexpr):
-    """What a work item is: its group, sequence and first query, and the sequence's first row of Q.
+def _work(
+    item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, VARLEN: gl.constexpr, QUERIES: gl.constexpr
+):  # fmt: skip
+    """What a work item is: its group, where its sequence lies in Q and K, and its first query.
 
     Late queries see most keys: they come first, so that the last items are short.
     """
-    group = item % G
-    batch = (item // G) % BATCH
-    q0 = (ITEMS // (BATCH * G) - 1 - item // (BATCH * G)) * QUERIES
-    return group, batch, q0, batch * SQ
+    if VARLEN:
+        group = item % G
+        tile = ITEMS // G - 1 - item // G
+        # Sequence i owns the tiles from cu_q[i] // QUERIES + i on. That leaves room for all of it,
+        # and at most one tile unused, whatever the lengths.
+        batch = 0
+        end = BATCH
+        while end - batch > 1:
+            middle = (batch + end) // 2
+            if gl.load(CU_Q + middle) // QUERIES + middle <= tile:
+                batch = middle
+            else:
+                end = middle
+        q_begin = gl.load(CU_Q + batch)
+        q_len = gl.load(CU_Q + batch + 1) - q_begin
+        k_begin = gl.load(CU_K + batch)
+        k_len = gl.load(CU_K + batch + 1) - k_begin
+        k_batch = 0
+        q0 = (tile - (q_begin // QUERIES + batch)) * QUERIES
+    else:
+        group = item % G
+        batch = (item // G) % BATCH
+        q0 = (ITEMS // (BATCH * G) - 1 - item // (BATCH * G)) * QUERIES
+        q_begin = batch * SQ
+        q_len = SQ
+        k_begin = 0
+        k_len = SK
+        k_batch = batch
+    return group, q0, q_begin, q_len, k_batch, k_begin, k_len
 
 
 @gluon.jit
@@ -72,8 +99,8 @@ def _key_tiles(
 
 @gluon.jit
 def _produce(
-    QD, KD, VD, q_mem, k_mem, v_mem, bars, SQ, SK, G, BATCH, ITEMS, q_start, a, b,
-    MODE: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
+    QD, KD, VD, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, q_start, a, b,
+    MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: queries, then key and value tiles from the last to the first, item after item."""
@@ -83,8 +110,10 @@ def _produce(
     done = 0
     count = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-        group, batch, q0, q_begin = _work(item, ITEMS, SQ, G, BATCH, QUERIES)
-        begin, tiles, _, _ = _key_tiles(q0, SQ, SK, q_start, a, b, MODE, QUERIES, BLOCK_N)
+        group, q0, q_begin, q_len, k_batch, k_begin, k_len = _work(
+            item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, VARLEN, QUERIES
+        )
+        begin, tiles, _, _ = _key_tiles(q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N)
         q_slot = done % Q_STAGES
         q_phase = (done // Q_STAGES) & 1
         for c in gl.static_range(2):
@@ -97,20 +126,20 @@ def _produce(
             )  # fmt: skip
         done += 1
         for j in range(tiles):
-            row = begin + (tiles - 1 - j) * BLOCK_N
+            row = k_begin + begin + (tiles - 1 - j) * BLOCK_N
             slot = count % K_STAGES
             phase = (count // K_STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), KD.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                KD, [batch, row, group * D], k_full.index(slot), k_mem.index(slot)
+                KD, [k_batch, row, group * D], k_full.index(slot), k_mem.index(slot)
             )
             slot = count % V_STAGES
             phase = (count // V_STAGES) & 1
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), VD.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                VD, [batch, row, group * D], v_full.index(slot), v_mem.index(slot)
+                VD, [k_batch, row, group * D], v_full.index(slot), v_mem.index(slot)
             )
             count += 1
 
@@ -186,10 +215,30 @@ def _output(acc, alpha, p, count, v_mem, bars, V_STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _clear_past_end(count, rows, v_mem, bars, V_STAGES: gl.constexpr):
+    """Zeros for the values of tile `count` from row `rows` on: they are the next sequence's, and a
+    NaN among them would pass through a probability of 0. Both consumers do it, before their own
+    product reads the tile."""
+    BLOCK_N: gl.constexpr = v_mem.shape[2]
+    D: gl.constexpr = v_mem.shape[3]
+    PART: gl.constexpr = 16  # rows at a time: registers are short
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    slot = count % V_STAGES
+    mbarrier.wait(bars[4].index(slot), (count // V_STAGES) & 1)
+    v = v_mem.index(slot).reshape([BLOCK_N, D])
+    for part in gl.static_range(BLOCK_N // PART):
+        if rows < (part + 1) * PART:
+            piece = v.slice(part * PART, PART, dim=0)
+            at = part * PART + gl.arange(0, PART, gl.SliceLayout(1, layout))
+            piece.store(gl.where(at[:, None] < rows, piece.load(layout), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
 def _consume(
-    C: gl.constexpr, O, LSE, q_mem, k_mem, v_mem, bars, SQ, SK, G, BATCH, ITEMS,
+    C: gl.constexpr, O, LSE, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
     q_start, a, b, scale_log2,
-    MODE: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
+    MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: softmax and output of 64 rows of every work item.
@@ -209,14 +258,20 @@ def _consume(
     done = 0
     count = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-        group, _, q0, q_begin = _work(item, ITEMS, SQ, G, BATCH, QUERIES)
+        group, q0, q_begin, q_len, _, _, k_len = _work(
+            item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, VARLEN, QUERIES
+        )
         begin, tiles, full_begin, full_end = _key_tiles(
-            q0, SQ, SK, q_start, a, b, MODE, QUERIES, BLOCK_N
+            q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N
         )
         own = q0 + C * PER_WARPGROUP
         at = (done % Q_STAGES) * 2 + C
         mbarrier.wait(q_full.index(at), (done // Q_STAGES) & 1)
         q = q_mem.index(at).reshape([64, D])
+        if VARLEN:
+            in_sequence = k_len - (begin + (tiles - 1) * BLOCK_N)
+            if in_sequence < BLOCK_N:
+                _clear_past_end(count, in_sequence, v_mem, bars, V_STAGES)
         _await_keys(count, bars, True, K_STAGES)
         s = _scores(q, count, k_mem, K_STAGES)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -224,7 +279,7 @@ def _consume(
         pf, m, l, alpha = _softmax(
             s, gl.full([64], float("-inf"), gl.float32, row_layout),
             gl.zeros([64], gl.float32, row_layout), begin + (tiles - 1) * BLOCK_N, False, own,
-            q_start, a, b, SK, scale_log2, MODE, HEADS,
+            q_start, a, b, k_len, scale_log2, MODE, HEADS,
         )  # fmt: skip
         acc = gl.zeros([64, D], gl.float32, o_layout)
         _await_keys(count + 1, bars, tiles > 1, K_STAGES)
@@ -238,7 +293,7 @@ def _consume(
             mbarrier.arrive(k_empty.index(count % K_STAGES), count=1)
             pf, m, l, alpha = _softmax(
                 s, m, l, begin + tile * BLOCK_N, (tile >= full_begin) & (tile < full_end), own,
-                q_start, a, b, SK, scale_log2, MODE, HEADS,
+                q_start, a, b, k_len, scale_log2, MODE, HEADS,
             )  # fmt: skip
             # The branch in this wait keeps the softmax above the wait for the product below, where
             # the assembler would not leave it: it hides the product.
@@ -249,7 +304,7 @@ def _consume(
         acc = _output(acc, alpha, _narrow(pf, DTYPE, p_layout), count, v_mem, bars, V_STAGES)
         # A row that sees no key has l = 0: output 0 and lse = -inf.
         t = own + rows // HEADS
-        live = t < SQ
+        live = t < q_len
         lse = gl.where(l > 0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
         row_index = (q_begin + t).to(gl.int64) * (G * HEADS) + group * HEADS + rows % HEADS
         gl.store(LSE + row_index, lse, mask=live)
@@ -257,7 +312,7 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(count % V_STAGES), count=1)
         out = (acc * inv[:, None]).to(DTYPE)
-        if own + PER_WARPGROUP <= SQ:
+        if own + PER_WARPGROUP <= q_len:
             # The place of the queries is free by now: the output leaves through it.
             q.store(out)
             fence_async_shared()
@@ -273,8 +328,8 @@ def _consume(
 
 @gluon.jit
 def _send(
-    OD, q_mem, bars, SQ, G, BATCH, ITEMS,
-    HEADS: gl.constexpr, Q_STAGES: gl.constexpr,
+    OD, q_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
+    VARLEN: gl.constexpr, HEADS: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: outputs to global memory; then their place is free for queries."""
     q_empty = bars[1]
@@ -283,13 +338,15 @@ def _send(
     QUERIES: gl.constexpr = 2 * PER_WARPGROUP
     done = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-        group, _, q0, q_begin = _work(item, ITEMS, SQ, G, BATCH, QUERIES)
+        group, q0, q_begin, q_len, _, _, _ = _work(
+            item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, VARLEN, QUERIES
+        )
         for c in gl.static_range(2):
             at = (done % Q_STAGES) * 2 + c
             own = q0 + c * PER_WARPGROUP
             mbarrier.wait(o_full.index(at), (done // Q_STAGES) & 1)
             # The rows past the end of a sequence may be those of another.
-            if own + PER_WARPGROUP <= SQ:
+            if own + PER_WARPGROUP <= q_len:
                 tma.async_copy_shared_to_global(
                     OD, [q_begin + own, group * HEADS, 0], q_mem.index(at)
                 )
@@ -300,8 +357,8 @@ def _send(
 
 @gluon.jit
 def _span_fwd_hopper_kernel(
-    QD, KD, VD, OD, O, LSE, SQ, SK, G, BATCH, ITEMS, q_start, a, b, scale_log2,
-    MODE: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
+    QD, KD, VD, OD, O, LSE, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, q_start, a, b, scale_log2,
+    MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = QD.dtype
@@ -332,30 +389,30 @@ def _span_fwd_hopper_kernel(
             (
                 _consume,
                 (
-                    0, O, LSE, q_mem, k_mem, v_mem, bars, SQ, SK, G, BATCH, ITEMS,
-                    q_start, a, b, scale_log2, MODE, HEADS, BLOCK_N, D, K_STAGES, V_STAGES,
+                    0, O, LSE, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
+                    q_start, a, b, scale_log2, MODE, VARLEN, HEADS, BLOCK_N, D, K_STAGES, V_STAGES,
                     Q_STAGES,
                 ),
             ),
             (
                 _consume,
                 (
-                    1, O, LSE, q_mem, k_mem, v_mem, bars, SQ, SK, G, BATCH, ITEMS,
-                    q_start, a, b, scale_log2, MODE, HEADS, BLOCK_N, D, K_STAGES, V_STAGES,
+                    1, O, LSE, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
+                    q_start, a, b, scale_log2, MODE, VARLEN, HEADS, BLOCK_N, D, K_STAGES, V_STAGES,
                     Q_STAGES,
                 ),
             ),
             (
                 _produce,
                 (
-                    QD, KD, VD, q_mem, k_mem, v_mem, bars, SQ, SK, G, BATCH, ITEMS,
-                    q_start, a, b, MODE, HEADS, BLOCK_N, D, K_STAGES, V_STAGES, Q_STAGES,
+                    QD, KD, VD, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
+                    q_start, a, b, MODE, VARLEN, HEADS, BLOCK_N, D, K_STAGES, V_STAGES, Q_STAGES,
                 ),
             ),
             (
                 _send,
                 (
-                    OD, q_mem, bars, SQ, G, BATCH, ITEMS, HEADS, Q_STAGES,
+                    OD, q_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, VARLEN, HEADS, Q_STAGES,
                 ),
             ),
         ],
@@ -395,26 +452,39 @@ def _tiles_of(x: torch.Tensor, block: list[int]) -> Any:
 
 def span_attention_fwd_hopper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, softmax_scale: float,
-    q_start: int = 0,
+    cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None, q_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out and lse as span_attention_fwd gives them, for dense calls that are usable()."""
-    batch, sq, hq, dim = q.shape
-    sk, groups = k.shape[1:3]
+    """out and lse as span_attention_fwd gives them, for calls that are usable().
+
+    The longest sequence is not needed: work items follow from cu_q.
+    """
+    varlen = cu_q is not None
+    hq, dim = q.shape[-2:]
+    groups = k.shape[-2]
     heads = hq // groups
+    if varlen:
+        batch, sq, sk = cu_q.numel() - 1, 0, 0
+    else:
+        batch, sq, sk = q.shape[0], q.shape[1], k.shape[1]
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     block_n, k_stages, v_stages, q_stages = hopper_tiles(span.mode)
     per_warpgroup = ROWS // heads
-    items = triton.cdiv(sq, CONSUMERS * per_warpgroup) * batch * groups
+    queries = CONSUMERS * per_warpgroup
+    if varlen:
+        items = (q.shape[0] // queries + batch) * groups
+    else:
+        items = triton.cdiv(sq, queries) * batch * groups
     q_block, k_block = [per_warpgroup, heads, dim], [1, block_n, dim]
-    by_head = lambda x: _tiles_of(x.view(-1, hq, dim), q_block)
-    by_key = lambda x: _tiles_of(x.view(batch, sk, groups * dim), k_block)
+    keys = (1, -1) if varlen else (batch, sk)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     _span_fwd_hopper_kernel[(min(items, sms),)](
-        by_head(q), by_key(k), by_key(v), by_head(out), out, lse, sq, sk, groups, batch, items,
+        _tiles_of(q.view(-1, hq, dim), q_block), _tiles_of(k.view(*keys, groups * dim), k_block),
+        _tiles_of(v.view(*keys, groups * dim), k_block), _tiles_of(out.view(-1, hq, dim), q_block),
+        out, lse, cu_q if varlen else lse, cu_k if varlen else lse, sq, sk, groups, batch, items,
         q_start, span.a, span.b, softmax_scale * 1.4426950408889634,
-        MODE=span.mode, HEADS=heads, BLOCK_N=block_n, D=dim, K_STAGES=k_stages, V_STAGES=v_stages,
-        Q_STAGES=q_stages, num_warps=4, maxnreg=168,
+        MODE=span.mode, VARLEN=varlen, HEADS=heads, BLOCK_N=block_n, D=dim, K_STAGES=k_stages,
+        V_STAGES=v_stages, Q_STAGES=q_stages, num_warps=4, maxnreg=168,
     )  # fmt: skip
     launches.bump("_span_fwd_hopper_kernel")
     return out, lse
