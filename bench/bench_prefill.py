@@ -68,8 +68,8 @@ KERNELS = {
 
 
 def forward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
-    """What the forward launches for these inputs: union tiles from some length on."""
-    from nsa.kernels.prefill import hopper
+    """What the forward launches for these inputs: by unions and key tiles from some length on."""
+    from nsa.kernels.prefill import block_attn_outer, hopper
     from nsa.kernels.prefill.union_lists import unions_apply
     from nsa.kernels.tiles import arch_of
 
@@ -77,17 +77,22 @@ def forward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
     unions = op in ("sel", "full") and unions_apply(
         arch, s.B * s.S, s.G, s.HQ // s.G, s.n_sel, x.q.element_size()
     )
+    outer = op in ("sel", "full") and block_attn_outer.outer_applies(
+        arch, s.B * s.S, s.G, s.HQ // s.G, s.n_sel, s.l_sel, s.D, s.Dv, x.q.element_size()
+    )
     span = hopper.forward_kernel(x.q, x.k_sel, x.v_sel)
     names = tuple(span if name == "_span_fwd_kernel" else name for name in KERNELS[op])
-    return names + ("_union_lists_kernel", "_union_attn_fwd_kernel") * unions
+    names += ("_union_lists_kernel", "_union_attn_fwd_kernel") * unions
+    return names + block_attn_outer.KERNELS * outer
 
 
 def backward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
     """What the backward launches for these inputs: one pass where there is one, else two."""
     from nsa.kernels.prefill import block_attn_bwd, hopper
+    from nsa.kernels.prefill.span_kinds import SLIDING
     from nsa.kernels.tiles import arch_of
 
-    window = ("_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel")
+    window = hopper.backward_kernels(x.q, x.k_win, x.v_win, x.do, SLIDING)
     cmp = hopper.backward_kernels(x.q, x.k_cmp, x.v_cmp, x.do)
     sel, s = ("_block_attn_bwd_dkdv_kernel",), x.shape
     how = (arch_of(x.q.device), s.HQ // s.G, s.D, s.Dv, x.q.element_size())

@@ -54,7 +54,7 @@ class Backward:
 
         self.case, self.x = case, Problem(case, kind, device, monkeypatch)
         x = self.x
-        self.out, self.lse = block_attention_fwd(x.q, x.k, x.v, x.blocks, **x.how)
+        self.out, self.lse = block_attention_fwd(x.q, x.k, x.v, x.blocks, **x.how, **x.packed)
 
     def run(self, dq=None):
         from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
@@ -62,9 +62,8 @@ class Backward:
         x = self.x
         with launches.recording() as counts:
             grads = block_attention_bwd(
-                x.do, x.q, x.k, x.v, self.out, self.lse, x.blocks, **x.how, cu_seqlens=x.cu,
-                max_seqlen=max(self.case.lengths), dq=dq,
-            )  # fmt: skip
+                x.do, x.q, x.k, x.v, self.out, self.lse, x.blocks, **x.how, **x.packed, dq=dq
+            )
         return grads, counts
 
 

@@ -132,14 +132,14 @@ def test_compressed(shape, device):
 def test_sliding(shape, device):
     with launches.recording() as counts:
         kernels_of.test_sliding(shape, device)
-    assert counts[FORWARD] == 1, dict(counts)
+    assert counts[FORWARD] == counts[BACKWARD] == 1, dict(counts)
 
 
 @ALL
 def test_whole(shape, device):
     with launches.recording() as counts:
         kernels_of.test_whole(shape, device)
-    assert counts[FORWARD] == 2 and counts[BACKWARD] == 1, dict(counts)
+    assert counts[FORWARD] == counts[BACKWARD] == 2, dict(counts)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3:2], ids=str)
@@ -216,6 +216,73 @@ def test_a_nan_stays_in_its_packed_sequence(kind, bad, device):
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a[others], b[others])
     assert got[0][~others][40:].isnan().all()
+
+
+@pytest.mark.parametrize("window", [2, 16, 130, 10**9])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=str)
+def test_windows_of_a_chunk(shape, window, device):
+    """The first keys are seen by no query; dQ alone, added to what there is and in its place."""
+    from nsa.kernels.prefill.span_bwd import span_attention_bwd
+    from nsa.kernels.prefill.span_fwd import span_attention_fwd
+    from nsa.kernels.prefill.span_kinds import SLIDING, Span
+
+    s, span = shape.lengths[0], Span(SLIDING, window)
+    draw = lambda i, *dims: randn(1, *dims, 128, seed=i, dtype=shape.dtype, device=device)
+    q, do = draw(0, s, shape.G * shape.h), draw(1, s, shape.G * shape.h)
+    k, v = draw(2, s + 137, shape.G), draw(3, s + 137, shape.G)
+    out, lse = span_attention_fwd(q, k, v, span, 0.1, q_start=137)
+    backward = lambda **kw: span_attention_bwd(do, q, k, v, out, lse, span, 0.1, q_start=137, **kw)
+    with deterministic():
+        want = backward()
+    with launches.recording() as counts:
+        fused.close(backward(), want)
+        added, written = (
+            backward(dq=torch.full(q.shape, 3.0, device=device), first=first)[0]
+            for first in (False, True)
+        )
+    assert counts[BACKWARD] == 3
+    fused.close([(added - 3.0) * 0.1], want)
+    fused.close([written * 0.1], want)
+
+
+@pytest.mark.parametrize(
+    "kind, kernel",
+    [("compressed", BACKWARD), ("sliding", BACKWARD), ("compressed", "_span_bwd_fused_kernel")],
+)
+def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, kernel, device, monkeypatch):
+    """The last tile of a sequence's queries reaches into the next one's."""
+    from nsa import blocks
+    from nsa.kernels import prefill
+
+    monkeypatch.setenv("NSA_USE_GLUON", str(int(kernel == BACKWARD)))
+    clear_flags_cache()
+    lengths = [70, 133, 41]
+    cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
+    cu_keys = cu_cmp if kind == "compressed" else cu
+    packed = dict(cu_seqlens=cu, max_seqlen=max(lengths))
+    rows, keys = cu.tolist(), cu_keys.tolist()
+    q, k, v = (
+        randn(n, h, 128, seed=h, dtype=BF16, device=device).requires_grad_()
+        for n, h in ((rows[-1], 32), (keys[-1], 2), (keys[-1], 2))
+    )
+
+    def run():
+        if kind == "compressed":
+            how = dict(l=32, d=16, cu_seqlens_cmp=cu_cmp)
+            out, _ = prefill.compressed_attention_triton(q, k, v, **how, **packed)
+        else:
+            out, _ = prefill.sliding_attention_triton(q, k, v, window=48, **packed)
+        with launches.recording() as counts:
+            grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        assert counts[kernel] == 1
+        return grads
+
+    want = run()
+    with torch.no_grad():
+        k[keys[1] - 1] = float("nan")
+    for name, a, b, end in zip("qkv", run(), want, (rows[1], keys[1], keys[1]), strict=True):
+        torch.testing.assert_close(a[end:], b[end:], msg=lambda m, n=name: n + m)
 
 
 def test_a_graph_holds_them(device):

@@ -171,6 +171,9 @@ def _dies(rank: int, world: int) -> str:
 
 def _run_triton(rank: int, world: int, device: str) -> None:
     """The kernels on chunks against the kernels on the whole, at the paper's sizes on a GPU."""
+    from nsa.kernels.prefill import hopper
+    from nsa.kernels.prefill.span_kinds import SLIDING
+
     gpu = device == "cuda"
     sizes = dict(l=32, d=16, l_sel=64, n_sel=8, window=512) if gpu else dict(SIZES, l_sel=16)
     c, G, h, D = (1040, 4, 16, 128) if gpu else (12, 2, 2, 16)
@@ -190,7 +193,8 @@ def _run_triton(rank: int, world: int, device: str) -> None:
     with launches.recording() as counts:
         got, aux = parallel.nsa_attention_parallel(*mine, phi_k=pool, phi_v=pool, **how)
         grads = torch.autograd.grad(got, mine, parallel.shard(full["do"]))
-    assert counts["_block_attn_fwd_kernel"] == 2 and counts["_span_bwd_dkdv_kernel"] == 4, counts
+    window = hopper.backward_kernels(q, full["k_win"], full["v_win"], full["do"], SLIDING)
+    assert counts["_block_attn_fwd_kernel"] == 2 and counts[window[-1]] in (2, 4), counts
     assert set(aux["routes"].values()) == {"triton"}
     assert torch.equal(aux["block_indices"], parallel.shard(want_aux["block_indices"]))
     tol = dict(rtol=2e-2, atol=2e-2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nsa import launches
+from nsa.flags import clear_flags_cache
 from nsa.tests import test_prefill_kernels as kernels_of
 from nsa.tests.helpers import deterministic, randn
 from nsa.tests.test_prefill_kernels import BF16, F32, PAPER, Shape
@@ -30,7 +31,9 @@ SMALL_AND_BIG = pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str
 
 
 @pytest.fixture
-def device(kernel_device, shape):
+def device(kernel_device, shape, monkeypatch):
+    monkeypatch.setenv("NSA_USE_GLUON", "0")  # see test_hopper.py
+    clear_flags_cache()
     if kernel_device == "cpu" and shape.big:
         pytest.skip("a GPU's size: the interpreter would take hours")
     if kernel_device == "cuda" and torch.cuda.get_device_capability() != (9, 0):

@@ -111,6 +111,7 @@ class Problem:
         self.k, self.v = draw(3, *keys, case.G, case.D), draw(4, *keys, case.G, case.Dv)
         self.blocks = case.indices(kind, device)
         self.cu, self.begin = case.begins(device)
+        self.packed = dict(cu_seqlens=self.cu, max_seqlen=max(case.lengths))
         self.how = dict(
             block_size=case.block, softmax_scale=1 / math.sqrt(case.D), seq_begin=self.begin,
             q_start=case.q_start,
@@ -144,11 +145,11 @@ class Problem:
             if not unions:
                 for module in (block_attn_fwd, block_attn_bwd):
                     patch.setattr(module, "lists_for", lambda *a, **k: None)
-            out, lse = block_attention_fwd(self.q, self.k, self.v, self.blocks, **self.how)
+            how = {**self.how, **self.packed}
+            out, lse = block_attention_fwd(self.q, self.k, self.v, self.blocks, **how)
             dq, dk, dv = block_attention_bwd(
-                self.do, self.q, self.k, self.v, out, lse, self.blocks, **self.how,
-                cu_seqlens=self.cu, max_seqlen=max(self.case.lengths),
-            )  # fmt: skip
+                self.do, self.q, self.k, self.v, out, lse, self.blocks, **how
+            )
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 

@@ -8,6 +8,7 @@ from nsa.kernels.aot import AotCase
 from nsa.kernels.prefill import (
     block_attn_bwd,
     block_attn_fwd,
+    block_attn_outer,
     block_select,
     combine,
     delta,
@@ -41,12 +42,13 @@ _POINTERS = {
     "OUT_K": "*fp32", "OUT_V": "*fp32", "CU_Q": "*i32", "CU_K": "*i32", "CU_SEQLENS": "*i32",
     "SEQ_BEGIN": "*i32", "BLOCK_INDICES": "*i32", "ORDER": "*i32", "CHUNK_TILE": "*i32",
     "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
-    "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32", "COUNTS": "*i32",
+    "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32", "COUNTS": "*i32", "SEQUENCE": "*i32",
+    "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
 }  # fmt: skip
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
     "block_size", "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
-    "T", "share",
+    "T", "share", "first", "last",
 }  # fmt: skip
 
 
@@ -114,7 +116,7 @@ def _fused_case(
 
 
 def _gluon_cases() -> list[AotCase]:
-    """The kernels for Hopper: both spans, and the backward with its smallest and largest group."""
+    """The kernels for Hopper: both spans, the backward with its smallest and largest group."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from nsa.kernels.prefill import span_bwd_hopper, span_fwd_hopper
@@ -140,15 +142,18 @@ def _gluon_cases() -> list[AotCase]:
         cases.append(case(kernel, f"{mode}-H{heads}-D{dim}", types, c, 4, 64))
     kernel = span_bwd_hopper._span_bwd_hopper_kernel
     width = span_bwd_hopper.WIDTH
-    for heads in (4, 16):
+    for mode, heads in ((COMPRESSED, 4), (COMPRESSED, 16), (SLIDING, 4), (SLIDING, 16)):
         block_q = span_bwd_hopper.ROWS // heads
-        c = dict(VARLEN=heads == 4, BLOCK_Q=block_q, HEADS=heads, KEYS=span_bwd_hopper.KEYS,
-                 WIDTH=width, STAGES=span_bwd_hopper.STAGES, SPLIT=True)  # fmt: skip
+        split = mode == COMPRESSED
+        c = dict(MODE=mode, VARLEN=heads == 4, BLOCK_Q=block_q, HEADS=heads, WIDTH=width,
+                 KEYS=span_bwd_hopper.KEYS, STAGES=span_bwd_hopper.STAGES, SPLIT=split)  # fmt: skip
         rows = tile("bf16", block_q, heads, width)
         stats = f"tensordesc<fp32[{span_bwd_hopper.ROWS}],{NVMMASharedLayout(0, 32, rank=1)!r}>"
         types = dict(QD=rows, DOD=rows, DQD=tile("fp32", block_q, heads, width), STATS=stats,
-                     STATS_ROWS="*fp32", DK="*fp32", DV_OUT="*fp32", total_q="i32")  # fmt: skip
-        cases.append(case(kernel, f"H{heads}", types, c, span_bwd_hopper.WARPS, 96))
+                     STATS_ROWS="*fp32", total_q="i32")  # fmt: skip
+        if split:
+            types |= {"DK": "*fp32", "DV_OUT": "*fp32"}
+        cases.append(case(kernel, f"{mode}-H{heads}", types, c, span_bwd_hopper.WARPS, 96))
     rows = dict(HEADS=16, BLOCK=1024)
     types = dict(LSE="*fp32", DELTA="*fp32", OUT="*fp32", rows="i32", HQ="i32")
     kernel = span_bwd_hopper._row_stats_kernel
@@ -243,6 +248,16 @@ def aot_cases(arch: int) -> list[AotCase]:
                     block_n, own_n, *launch = tiles
                     more = dict(**union, **extra, BLOCK_N=block_n, OWN_N=own_n)
                     cases.append(_case(kernel, label, dtype, {**wide, **more}, launch))
+    rows, *launch = block_attn_outer.outer_tiles(arch, 4, 128, 128, 2)
+    file = dict(VARLEN=True, UNION=16, N_PAD=16, TOKENS=64, FILL=True)
+    tile = dict(D=128, DV=128, VARLEN=False, PAIRS=rows // 4, HEADS=4, BLOCK_N=64, BLOCK_D=128,
+                BLOCK_DV=128, PRECISION="tf32")  # fmt: skip
+    merge = dict(DV=128, HEADS=4, N_PAD=16, BLOCK_DV=128, UNION=16, REDO=16)
+    cases += [
+        _case(block_attn_outer._tile_rows_kernel, "fill", "bf16", file, (4, 2)),
+        _case(block_attn_outer._block_attn_outer_kernel, "D128-H4", "bf16", tile, launch),
+        _case(block_attn_outer._block_attn_merge_kernel, "D128-H4", "bf16", merge, (1, 2)),
+    ]
     rows = dict(DV=128, BLOCK_DV=128, BLOCK_M=32)
     for kernel in (
         combine._combine_fwd_kernel, combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel

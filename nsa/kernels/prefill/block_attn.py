@@ -26,7 +26,8 @@ def _block_attention(
 
     return block_attention_fwd(
         q, k, v, block_indices, block_size=block_size, softmax_scale=softmax_scale,
-        seq_begin=sequence_begins(cu_seqlens, q.shape[0]), q_start=q_start,
+        seq_begin=sequence_begins(cu_seqlens, q.shape[0]), cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen, q_start=q_start,
     )  # fmt: skip
 
 

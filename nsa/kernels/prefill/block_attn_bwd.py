@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.prefill.block_attn_fwd import LOG2E, in_union, past_blocks, token_position
+from nsa.kernels.prefill.block_attn_fwd import LOG2E, past_blocks, token_position
 from nsa.kernels.prefill.block_lists import rows_of_tiles
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
 from nsa.kernels.prefill.union_attn import union_attention_dq
-from nsa.kernels.prefill.union_lists import lists_for
+from nsa.kernels.prefill.union_lists import in_union, lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 

@@ -2,7 +2,8 @@
 
 A row is one token of one KV group with all its query heads (paper 3.4): the heads share the blocks,
 so a block's K and V are loaded once for all of them. The blocks end at the token itself.
-Neighbouring rows whose choices agree go together, as union tiles (union_lists.py, union_attn.py).
+Neighbouring rows whose choices agree go together, as union tiles (union_lists.py, union_attn.py);
+with few heads the others go by key tiles (block_attn_outer.py).
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import triton
 import triton.language as tl
 
 from nsa import launches
+from nsa.kernels.prefill.block_attn_outer import block_attention_outer, outer_applies
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
 from nsa.kernels.prefill.union_attn import union_attention_fwd
-from nsa.kernels.prefill.union_lists import lists_for
+from nsa.kernels.prefill.union_lists import in_union, lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
 
@@ -39,12 +41,6 @@ def past_blocks(blocks, n_sel, own, N_PAD: tl.constexpr):
     block = tl.load(blocks + lane, mask=lane < n_sel, other=-1)
     past = tl.sum(((block >= 0) & (block < own)).to(tl.int32), 0)
     return past, tl.sum((block == own).to(tl.int32), 0)
-
-
-@triton.jit
-def in_union(STATE, token, group, G, QUERIES: tl.constexpr):
-    """True for a query whose tile went as a union (union_lists.UnionLists.state)."""
-    return tl.load(STATE + ((token // QUERIES).to(tl.int64) * G + group) * 2) >= 0
 
 
 @triton.jit
@@ -149,7 +145,7 @@ def _block_attn_fwd_kernel(
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query and group; with UNION (queries of a tile) PIECE queries of the tiles that go one by
-    one, so that fewer programs find nothing to do."""
+    one, by STATE, so that fewer programs find nothing to do."""
     # Group is the slow axis: one group's K and V stay in L2 while its tokens pass.
     group = tl.program_id(1)
     if UNION > 0:
@@ -186,13 +182,13 @@ def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]
 def block_attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, *,
     block_size: int, softmax_scale: float, seq_begin: torch.Tensor | None = None,
-    q_start: int = 0,
+    cu_seqlens: torch.Tensor | None = None, max_seqlen: int = 0, q_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs.
 
-    Dense q [B, S, HQ, D], k [B, N, G, D]; packed q [T, HQ, D], k [T, G, D] with seq_begin int32
-    [T], the first row of each token's sequence. block_indices int32 [.., G, n_sel], ascending, -1
-    (no block) at the end.
+    Dense q [B, S, HQ, D], k [B, N, G, D]; packed q [T, HQ, D], k [T, G, D] with cu_seqlens,
+    max_seqlen and seq_begin int32 [T], the first row of each token's sequence. block_indices int32
+    [.., G, n_sel], ascending, -1 (no block) at the end.
     q_start: key position of query 0.
     """
     varlen = seq_begin is not None
@@ -205,30 +201,38 @@ def block_attention_fwd(
     if tokens == 0:
         return out, lse
     arch = arch_of(q.device)
+    n_sel, size = block_indices.shape[-1], q.element_size()
+    outer = outer_applies(arch, tokens, groups, heads, n_sel, block_size, dim, dv, size)
     lists = lists_for(
-        "fwd", q, block_indices, seq_begin=seq_begin, q_start=q_start, block_size=block_size,
-        softmax_scale=softmax_scale,
+        "fwd_outer" if outer else "fwd", q, block_indices, seq_begin=seq_begin, q_start=q_start,
+        block_size=block_size, softmax_scale=softmax_scale,
     )  # fmt: skip
     if lists is not None:
         union_attention_fwd(
             q, k, v, lists, out, lse, block_size=block_size, softmax_scale=softmax_scale,
             seq_begin=seq_begin, q_start=q_start, tiles=union_fwd_tiles(arch, dim, dv),
         )  # fmt: skip
-    block_n, warps, stages = fwd_tiles(arch, dim, dv, q.element_size())
+    union = lists.queries if lists else 0
+    state, piece = (lists.state, min(PIECE, union)) if lists else (block_indices, 1)
+    if outer:
+        state, union = block_attention_outer(
+            q, k, v, block_indices, lists, out, lse, block_size=block_size,
+            softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+            q_start=q_start,
+        )  # fmt: skip
+        piece = union  # hardly ever is there one to do
+    block_n, warps, stages = fwd_tiles(arch, dim, dv, size)
     block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
     d1, d2 = split_dim(dim)
     tma = tma_usable(arch, k, whole=v)
-    union = lists.queries if lists else 0
-    piece = min(PIECE, union) if union else 1
     _block_attn_fwd_kernel[(triton.cdiv(tokens, piece), groups)](
         q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
-        seq_begin if varlen else block_indices, lists.state if lists else block_indices, out, lse,
-        tokens,
+        seq_begin if varlen else block_indices, state, out, lse, tokens,
         1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups, heads,
-        q_start, block_indices.shape[-1], block_size, softmax_scale * LOG2E,
+        q_start, n_sel, block_size, softmax_scale * LOG2E,
         D=dim, DV=dv, VARLEN=varlen, HEADS=max(triton.next_power_of_2(heads), 16),
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
-        OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(block_indices.shape[-1]),
+        OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(n_sel),
         UNION=union, PIECE=piece, TMA=tma, PRECISION=dot_precision(q.dtype),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -16,19 +16,47 @@ CHUNK = 512
 
 
 @dataclass(frozen=True)
-class TileRows:
-    """order: the flat entry of block_indices of each pair, by tile. Chunk c covers the pairs
-    chunk_begin[c] .. chunk_end[c] of tile chunk_tile[c]; both are 0 past the last chunk.
+class Chunks:
+    """Chunk c covers the pairs chunk_begin[c] .. chunk_end[c] of tile chunk_tile[c]; both are 0
+    past the last chunk.
     tile_chunks [n_tiles + 1]: the chunks of a tile. Tiles count over (sequence, group, tile).
     """
 
-    order: Tensor
     chunk_tile: Tensor
     chunk_begin: Tensor
     chunk_end: Tensor
     tile_chunks: Tensor
     n_chunks: int
     n_tiles: int
+
+
+def chunks_of(bounds: Tensor, most: int) -> Chunks:
+    """Chunks of the lists bounds[i] .. bounds[i + 1] of tile i, at most `most` pairs in all.
+
+    No host synchronisation: n_chunks is a bound that shapes give, so most late chunks may be empty.
+    """
+    n_tiles, device = bounds.numel() - 1, bounds.device
+    chunks = (bounds[1:] - bounds[:-1] + CHUNK - 1) // CHUNK
+    tile_chunks = torch.zeros(n_tiles + 1, dtype=torch.int64, device=device)
+    torch.cumsum(chunks, 0, out=tile_chunks[1:])
+    n_chunks = most // CHUNK + min(n_tiles, most)
+    chunk = torch.arange(n_chunks, device=device)
+    owner = torch.searchsorted(tile_chunks[1:], chunk, right=True).clamp_(max=n_tiles - 1)
+    live = chunk < tile_chunks[-1]
+    begin = bounds[owner] + (chunk - tile_chunks[owner]) * CHUNK
+    end = torch.minimum(begin + CHUNK, bounds[owner + 1])
+    zero = torch.zeros_like(begin)
+    return Chunks(
+        owner.to(torch.int32), torch.where(live, begin, zero), torch.where(live, end, zero),
+        tile_chunks, n_chunks, n_tiles,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TileRows(Chunks):
+    """order: the flat entry of block_indices of each pair, by tile."""
+
+    order: Tensor
 
 
 def rows_of_tiles(
@@ -38,7 +66,7 @@ def rows_of_tiles(
     """Invert block_indices int32 [.., G, n_sel] (-1 is none); no host synchronisation.
 
     per_seq tiles per sequence and group; dense rows are n_seq equal sequences, packed rows follow
-    cu_seqlens. n_chunks is a bound that shapes give, so most late chunks may be empty.
+    cu_seqlens.
     """
     groups, n_sel = block_indices.shape[-2:]
     blocks = block_indices.reshape(-1, groups, n_sel)
@@ -62,17 +90,5 @@ def rows_of_tiles(
         order = order // tiles_per_block
 
     bounds = torch.searchsorted(tile, torch.arange(n_tiles + 1, device=device, dtype=tile.dtype))
-    chunks = (bounds[1:] - bounds[:-1] + CHUNK - 1) // CHUNK
-    tile_chunks = torch.zeros(n_tiles + 1, dtype=torch.int64, device=device)
-    torch.cumsum(chunks, 0, out=tile_chunks[1:])
-    n_chunks = tile.numel() // CHUNK + min(n_tiles, tile.numel())
-    chunk = torch.arange(n_chunks, device=device)
-    owner = torch.searchsorted(tile_chunks[1:], chunk, right=True).clamp_(max=n_tiles - 1)
-    live = chunk < tile_chunks[-1]
-    begin = bounds[owner] + (chunk - tile_chunks[owner]) * CHUNK
-    end = torch.minimum(begin + CHUNK, bounds[owner + 1])
-    zero = torch.zeros_like(begin)
-    return TileRows(
-        order.to(torch.int32), owner.to(torch.int32), torch.where(live, begin, zero),
-        torch.where(live, end, zero), tile_chunks, n_chunks, n_tiles,
-    )  # fmt: skip
+    chunks = chunks_of(bounds, tile.numel())
+    return TileRows(**vars(chunks), order=order.to(torch.int32))

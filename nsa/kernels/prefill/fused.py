@@ -53,7 +53,8 @@ def _prefill(
     )  # fmt: skip
     o_sel, lse_sel = block_attention_fwd(
         q, k_sel, v_sel, block_indices, block_size=s["l_sel"], softmax_scale=softmax_scale,
-        seq_begin=sequence_begins(cu_seqlens, q.shape[0]), q_start=q_start,
+        seq_begin=sequence_begins(cu_seqlens, q.shape[0]), cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen, q_start=q_start,
     )  # fmt: skip
     o_win, lse_win = span_attention_fwd(
         q, k_win, v_win, Span(SLIDING, window), softmax_scale, cu_seqlens, cu_seqlens, max_seqlen,

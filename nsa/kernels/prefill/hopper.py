@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from nsa.flags import get_flags
+from nsa.kernels.prefill.span_kinds import COMPRESSED
 from nsa.kernels.tiles import arch_of
 
 RELEASES = ("3.6.",)  # of Triton, on an H200
@@ -36,7 +37,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor) -> ModuleType | None:
 
 
 def backward(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> ModuleType | None:
-    """The same for the backward of compressed attention in one pass; None: span_bwd_fused does."""
+    """The same for the backward of both spans in one pass; None: span_bwd, or span_bwd_fused."""
     if not enabled(q.device):
         return None
     from nsa.kernels.prefill import span_bwd_hopper
@@ -49,12 +50,14 @@ def forward_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
     return "_span_fwd_hopper_kernel" if forward(q, k, v) else "_span_fwd_kernel"
 
 
-def backward_kernels(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[str, ...]:
-    """Names of those that the backward of compressed attention launches, without delta's."""
+def backward_kernels(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mode: int = COMPRESSED
+) -> tuple[str, ...]:
+    """Names of those that the backward of a span launches, without delta's."""
     from nsa.kernels.prefill import span_bwd_fused
 
     if backward(q, k, v, grad_out):
         return ("_row_stats_kernel", "_span_bwd_hopper_kernel")
-    if span_bwd_fused.usable(q, k, v, grad_out):
+    if mode == COMPRESSED and span_bwd_fused.usable(q, k, v, grad_out):
         return ("_span_bwd_fused_kernel",)
     return ("_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel")

@@ -1,9 +1,9 @@
 """Backward of compressed and sliding attention: delta, dQ by rows, then dK and dV by key tiles.
 
 No atomics in these two passes: a key tile's queries may be split over programs, each writing its
-own fp32 partial that a fixed-order sum joins, so gradients are bitwise repeatable. Compressed
-attention takes the one pass of span_bwd_fused.py, which is not, where it can run and torch does not
-ask for deterministic algorithms.
+own fp32 partial that a fixed-order sum joins, so gradients are bitwise repeatable. Where torch does
+not ask for deterministic algorithms one pass, whose gradients are not, takes their place: that of
+span_bwd_fused.py for compressed attention, or that of span_bwd_hopper.py for both.
 
 A gate g > 0 per (token, head) that multiplied the output afterwards needs no code here: with
 lse - ln(g) for lse the probabilities come out as g * P, so that dV = (g P)^T dO, and with
@@ -11,6 +11,8 @@ rowsum(dO * O) for delta dS = g P * (dP - delta). See combine.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -361,6 +363,20 @@ def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int
     return (64, 64, 8, 1) if widest <= 128 else (32, 32, 4, 1)
 
 
+def one_pass(
+    span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
+) -> Callable | None:
+    """What gives dQ, dK and dV at once, adding to a zeroed dQ; None: the two passes here do."""
+    if torch.are_deterministic_algorithms_enabled():
+        return None
+    in_gluon = hopper.backward(q, k, v, grad_out)
+    if in_gluon:
+        return in_gluon.span_attention_bwd_hopper
+    if span.mode == COMPRESSED and span_bwd_fused.usable(q, k, v, grad_out):
+        return span_bwd_fused.compressed_attention_bwd_fused
+    return None
+
+
 def span_attention_bwd(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None = None,
@@ -389,17 +405,11 @@ def span_attention_bwd(
         return dq, torch.zeros_like(k), torch.zeros_like(v)
     if delta is None:
         delta = attention_delta(out, grad_out)
-    if (
-        span.mode == COMPRESSED and not first
-        and not torch.are_deterministic_algorithms_enabled()
-        and span_bwd_fused.usable(q, k, v, grad_out)
-    ):  # fmt: skip
-        in_gluon = hopper.backward(q, k, v, grad_out)
-        one_pass = (
-            in_gluon.compressed_attention_bwd_hopper if in_gluon
-            else span_bwd_fused.compressed_attention_bwd_fused
-        )  # fmt: skip
-        return one_pass(
+    pass_of_both = one_pass(span, q, k, v, grad_out)
+    if pass_of_both:
+        if first and dq is not None:
+            dq.zero_()
+        return pass_of_both(
             grad_out, q, k, v, lse, delta, span, softmax_scale, cu_q, cu_k, batch, sq, sk, dq,
             q_start,
         )  # fmt: skip

@@ -40,10 +40,12 @@ def _query_tile(
 def _add_to_dq(
     DQ, DQD, dq, tile_row, head0, row, live, offs,
     D: tl.constexpr, BEGIN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr,
-    HEADS: tl.constexpr, TMA_ADD: tl.constexpr,
+    HEADS: tl.constexpr, TMA_ADD: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     if TMA_ADD:
-        # Dead rows hold zeros: added to the next sequence's rows they change nothing.
+        # Dead rows are added to the next sequence's: zeros, whatever the keys were (0 * NaN).
+        if not WHOLE:
+            dq = tl.where(live[:, None], dq, 0.0)
         DQD.atomic_add([tile_row, head0, BEGIN], dq.reshape(BLOCK_Q, HEADS, BLOCK))
     else:
         at = DQ + row[:, None] * D + offs[None, :]
@@ -95,14 +97,15 @@ def _span_fused_step(
     # Transposed, both operands come from shared memory: fewer registers than dS^T as rows.
     dq = tl.trans(tl.dot(tl.trans(k), ds))
     _add_to_dq(
-        DQ, DQD, dq, tile_row, head0, row, live, offs_d, D, 0, BLOCK_D, BLOCK_Q, HEADS, TMA_ADD
-    )
+        DQ, DQD, dq, tile_row, head0, row, live, offs_d, D, 0, BLOCK_D, BLOCK_Q, HEADS, TMA_ADD,
+        WHOLE,
+    )  # fmt: skip
     if BLOCK_D2 > 0:
         dk2 = tl.dot(ds, q2, dk2)
         dq2 = tl.trans(tl.dot(tl.trans(k2), ds))
         _add_to_dq(
             DQ, DQD2, dq2, tile_row, head0, row, live, offs_d2, D, BLOCK_D, BLOCK_D2, BLOCK_Q,
-            HEADS, TMA_ADD,
+            HEADS, TMA_ADD, WHOLE,
         )  # fmt: skip
     return dk, dk2, dv
 

@@ -23,7 +23,7 @@ from nsa.kernels.tiles import arch_of
 # H200, bf16, D = 128: a union's block takes 5.1 ns of the GPU forward and 7.4 in dQ, a pair 3.2 and
 # 3.6, with 16 and with 4 heads alike (a single query pads them to 16). Not measured elsewhere: half
 # the pairs halve the traffic, which no part can lose by.
-SHARE = {("fwd", 90): 640, ("dq", 90): 492}
+SHARE = {("fwd", 90): 640, ("fwd_outer", 90): 200, ("dq", 90): 492}
 OTHER_SHARE = 512
 # Fewer tiles leave multiprocessors idle that single queries would fill, and two more launches show.
 MIN_TILES = 2048
@@ -55,6 +55,12 @@ class UnionLists:
 def ticket(COUNTS):
     """The next union nobody took; those past the list's end find nothing to do."""
     return tl.atomic_add(COUNTS + 1, 1, sem="relaxed")
+
+
+@triton.jit
+def in_union(STATE, token, group, G, QUERIES: tl.constexpr):
+    """True for a query whose tile went as a union (UnionLists.state)."""
+    return tl.load(STATE + ((token // QUERIES).to(tl.int64) * G + group) * 2) >= 0
 
 
 def programs(device: torch.device, per_sm: int) -> int:
@@ -173,7 +179,7 @@ def lists_for(
     kernel: str, q: Tensor, block_indices: Tensor, *, seq_begin: Tensor | None, q_start: int,
     block_size: int, softmax_scale: float,
 ) -> UnionLists | None:  # fmt: skip
-    """The lists that `kernel` ("fwd" or "dq") goes by on q's device; None: by single queries."""
+    """The lists that `kernel` (a key of SHARE) goes by on q's device; None: no unions."""
     arch, size = arch_of(q.device), q.element_size()
     groups, n_sel = block_indices.shape[-2:]
     heads = q.shape[-2] // groups
