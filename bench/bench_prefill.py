@@ -88,16 +88,12 @@ def forward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
 
 def backward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
     """What the backward launches for these inputs: one pass where there is one, else two."""
-    from nsa.kernels.prefill import block_attn_bwd, hopper
+    from nsa.kernels.prefill import hopper
     from nsa.kernels.prefill.span_kinds import SLIDING
-    from nsa.kernels.tiles import arch_of
 
     window = hopper.backward_kernels(x.q, x.k_win, x.v_win, x.do, SLIDING)
     cmp = hopper.backward_kernels(x.q, x.k_cmp, x.v_cmp, x.do)
-    sel, s = ("_block_attn_bwd_dkdv_kernel",), x.shape
-    how = (arch_of(x.q.device), s.HQ // s.G, s.D, s.Dv, x.q.element_size())
-    if not block_attn_bwd.fused_tiles(*how):
-        sel = ("_block_attn_bwd_dq_kernel", *sel)
+    sel = hopper.block_backward_kernels(x.q, x.k_sel, x.v_sel, x.do, x.shape.l_sel)
     full = tuple(dict.fromkeys(("_combine_bwd_kernel", *window, *sel, *cmp)))
     return {"cmp": cmp, "win": window, "sel": sel, "full": full}[op]
 

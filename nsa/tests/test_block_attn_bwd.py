@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nsa import launches
+from nsa.flags import clear_flags_cache
 from nsa.tests.helpers import deterministic
 from nsa.tests.test_union_attn import Case, Problem
 
@@ -36,7 +37,9 @@ SOME = pytest.mark.parametrize("case, kind", [CASES[1], CASES[5]], ids=str)
 
 
 @pytest.fixture
-def device(kernel_device, case):
+def device(kernel_device, case, monkeypatch):
+    monkeypatch.setenv("NSA_USE_GLUON", "0")  # see test_hopper.py
+    clear_flags_cache()
     if kernel_device == "cpu" and case.big:
         pytest.skip("a GPU's size: the interpreter would take hours")
     if kernel_device == "cuda" and not case.big:

@@ -10,12 +10,15 @@ import torch
 
 from nsa import launches
 from nsa.flags import clear_flags_cache
+from nsa.tests import test_block_attn_bwd as selection
 from nsa.tests import test_prefill_kernels as kernels_of
 from nsa.tests import test_span_bwd_fused as fused
-from nsa.tests.helpers import deterministic, randn
+from nsa.tests.helpers import BLOCK_KINDS, deterministic, randn
 from nsa.tests.test_prefill_kernels import BF16, PAPER, Shape
+from nsa.tests.test_union_attn import Case
 
 FORWARD, BACKWARD = "_span_fwd_hopper_kernel", "_span_bwd_hopper_kernel"
+SELECTION = "_block_attn_bwd_hopper_kernel"
 SHAPES = [
     Shape((1000,), G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=8, **PAPER),
     Shape((1531, 1531), G=2, h=4, D=128, Dv=128, n_sel=4, **PAPER),
@@ -56,9 +59,11 @@ def test_they_serve_unless_switched_off(on_hopper, monkeypatch):
     q, k, v, do = tensors()
     assert on_hopper.forward_kernel(q, k, v) == FORWARD
     assert on_hopper.backward_kernels(q, k, v, do)[-1] == BACKWARD
+    assert on_hopper.block_backward_kernels(q, k, v, do, 64)[-1] == SELECTION
     monkeypatch.setenv("NSA_USE_GLUON", "0")
     clear_flags_cache()
     assert on_hopper.forward(q, k, v) is None and on_hopper.backward(q, k, v, do) is None
+    assert on_hopper.block_backward(q, k, v, do, 64) is None
 
 
 @pytest.mark.parametrize("arch, release", [(80, "3.6.0"), (100, "3.6.0"), (90, "3.5.1"),
@@ -73,13 +78,19 @@ def test_another_card_or_release_keeps_the_triton_kernels(
     assert on_hopper.backward_kernels(q, k, v, do) == ("_span_bwd_fused_kernel",)
 
 
-@pytest.mark.parametrize("how, forward, backward", [
-    (dict(dtype=torch.float32), False, False), (dict(d=192), False, False),
-    (dict(d=64, dv=64), True, False), (dict(dv=64), False, False), (dict(hq=6), False, False),
-    (dict(hq=2), True, False), (dict(hq=256), False, False), (dict(S=0), False, False),
+@pytest.mark.parametrize("how, forward, backward, blocks", [
+    (dict(dtype=torch.float32), False, False, False), (dict(d=192), False, False, False),
+    (dict(d=64, dv=64), True, False, False), (dict(dv=64), False, False, False),
+    (dict(hq=6), False, False, False), (dict(hq=2), True, False, False),
+    (dict(hq=256), False, False, False), (dict(hq=64), True, True, False),
+    (dict(hq=16), True, True, True), (dict(S=0), False, False, False),
 ])  # fmt: skip
-def test_what_they_do_not_take_stays_where_it_was(how, forward, backward, asked, on_hopper):
+def test_what_they_do_not_take_stays_where_it_was(
+    how, forward, backward, blocks, asked, on_hopper
+):
     q, k, v, do = tensors(**how)
+    assert (on_hopper.block_backward(q, k, v, do, 64) is not None) == blocks
+    assert on_hopper.block_backward(q, k, v, do, 32) is None
     assert (on_hopper.forward(q, k, v) is not None) == forward
     assert (on_hopper.backward(q, k, v, do) is not None) == backward
 
@@ -140,6 +151,36 @@ def test_whole(shape, device):
     with launches.recording() as counts:
         kernels_of.test_whole(shape, device)
     assert counts[FORWARD] == counts[BACKWARD] == 2, dict(counts)
+    assert (SELECTION in counts) == (shape.h in (4, 8, 16)), dict(counts)
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.h <= 16], ids=str)
+def test_selected(shape, kind, device):
+    with launches.recording() as counts:
+        kernels_of.selected_case(shape, device, kind, seed=6)
+    assert counts[SELECTION] == 1, dict(counts)
+
+
+BLOCKS = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)
+
+
+@pytest.mark.parametrize("case, kind", [
+    (Case((4000,), G=4, h=16, **BLOCKS), "clustered"), (Case((4000,), h=8, **BLOCKS), "one_block"),
+    (Case((515,), G=8, h=4, q_start=777, **BLOCKS), "random"),
+    (Case((300,), h=16, q_start=37, batch=3, **BLOCKS), "ragged"),
+    (Case((1, 700, 63, 1063, 31, 129), h=4, **BLOCKS), "ragged"),
+], ids=str)  # fmt: skip
+def test_selection_agrees_with_two_passes(case, kind, device, monkeypatch):
+    x = selection.Backward(case, kind, device, monkeypatch)
+    got, counts = x.run()
+    added = x.run(torch.full(got[0].shape, 3.0, device=device))[0]
+    with deterministic():
+        want, without = x.run()
+    assert counts[SELECTION] == 1 and SELECTION not in without
+    selection.close(got, want, case.dtype)
+    added = ((added[0] - 3.0) * x.x.how["softmax_scale"], *added[1:])
+    selection.close(added, want, case.dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3:2], ids=str)

@@ -190,6 +190,12 @@ def window_backward(x: Inputs) -> tuple[str, ...]:
     return hopper.backward_kernels(x.q, x.k_win, x.v_win, x.do, SLIDING)
 
 
+def selection_backward(x: Inputs) -> tuple[str, ...]:
+    from nsa.kernels.prefill import hopper
+
+    return hopper.block_backward_kernels(x.q, x.k, x.v, x.do, x.shape.l_sel)
+
+
 @ALL
 def test_compressed(shape, device):
     x = Inputs(shape, device)
@@ -247,7 +253,7 @@ def selected_case(shape: Shape, device: str, kind: str, seed: int) -> None:
         q, k, v, x.layout(torch.cat([b[0] for b in indices])), block_size=shape.l_sel,
         **x.packing(),
     )  # fmt: skip
-    kernels = ["_block_attn_fwd_kernel", "_block_attn_bwd_dkdv_kernel"]
+    kernels = ["_block_attn_fwd_kernel", *selection_backward(x)]
     check(f"selected-{kind}", x, ["q", "k", "v"], ours, theirs, kernels)
 
 
@@ -330,7 +336,7 @@ def test_whole(shape, device):
         return (gates[..., :1] * cmp + gates[..., 1:2] * sel + gates[..., 2:] * win,)
 
     kernels = [forward_kernel(x), "_block_attn_fwd_kernel", "_combine_fwd_kernel",
-               "_combine_bwd_kernel", "_block_attn_bwd_dkdv_kernel", *window_backward(x)]
+               "_combine_bwd_kernel", *selection_backward(x), *window_backward(x)]
     check("whole", x, names, ours, theirs, kernels)
 
 
@@ -431,7 +437,7 @@ def test_a_chunk_is_part_of_the_whole(shape, start, count, device):
             v_win[:, halo:end], gates[:, start:end], q_start=start, **sizes,
         )  # fmt: skip
         grads = torch.autograd.grad(got, part, do[:, start:end])
-    assert all(counts[k] for k in ("_block_attn_bwd_dkdv_kernel", *window_backward(x)))
+    assert all(counts[k] for k in (*selection_backward(x), *window_backward(x)))
     assert torch.equal(got_aux["block_indices"], aux["block_indices"][:, start:end])
     tol = dict(rtol=1e-4, atol=1e-4) if shape.dtype == F32 else dict(rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(got, out[:, start:end], **tol)

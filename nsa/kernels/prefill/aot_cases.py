@@ -18,6 +18,7 @@ from nsa.kernels.prefill import (
     union_attn,
     union_lists,
 )
+from nsa.kernels.prefill.block_lists import CHUNK
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING
 from nsa.kernels.tiles import pad_dim, split_dim
 
@@ -116,19 +117,21 @@ def _fused_case(
 
 
 def _gluon_cases() -> list[AotCase]:
-    """The kernels for Hopper: both spans, the backward with its smallest and largest group."""
+    """The kernels for Hopper: both spans, the backwards with small and large groups."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from nsa.kernels.prefill import span_bwd_hopper, span_fwd_hopper
+    from nsa.kernels.prefill import block_attn_bwd_hopper, span_bwd_hopper, span_fwd_hopper
 
     def tile(element: str, *shape: int) -> str:
         layout = NVMMASharedLayout(128, 32 if element == "fp32" else 16, rank=len(shape))
         return f"tensordesc<{element}{list(shape)},{layout!r}>"
 
-    def case(kernel: Any, label: str, types: dict, c: dict, warps: int, spill: int) -> AotCase:
+    def case(
+        kernel: Any, label: str, types: dict, c: dict, warps: int, spill: int, registers: int = 168
+    ) -> AotCase:  # fmt: skip
         types = {n: types.get(n) or _type(n, "bf16") for n in kernel.arg_names if n not in c}
         return AotCase(f"{kernel.__name__}-{label}", kernel, types, c, warps, max_spill=spill,
-                       gluon=True, max_registers=168)  # fmt: skip
+                       gluon=True, max_registers=registers)  # fmt: skip
 
     cases = []
     kernel = span_fwd_hopper._span_fwd_hopper_kernel
@@ -158,6 +161,23 @@ def _gluon_cases() -> list[AotCase]:
     types = dict(LSE="*fp32", DELTA="*fp32", OUT="*fp32", rows="i32", HQ="i32")
     kernel = span_bwd_hopper._row_stats_kernel
     cases.append(AotCase(kernel.__name__, kernel, types, rows))
+    module = block_attn_bwd_hopper
+    lists = dict(PIECES="*i64", OUT="*i64", pieces="i32")
+    for heads in (4, 16):
+        rows, share = max(heads, module.SWIZZLE_ROWS), module.piece_pairs(heads)
+        per_chunk = CHUNK // share
+        c = dict(VARLEN=heads == 4, HEADS=heads, N_SEL=16, ROWS=module.ROWS, KEYS=module.KEYS,
+                 WIDTH=module.WIDTH, STAGES=module.STAGES, SHARE=share, PER_CHUNK=per_chunk)
+        types = dict(lists, QD=tile("bf16", 1, rows, 64), DOD=tile("bf16", 1, rows, 64),
+                     DQD=tile("fp32", 1, rows, 32))  # fmt: skip
+        kernel = module._block_attn_bwd_hopper_kernel
+        cases.append(
+            case(kernel, f"H{heads}", types, c, module.WARPS, 0, module.START_REGISTERS)
+        )
+    c = dict(PER_CHUNK=per_chunk, SHARE=share, BLOCK=1024)
+    kernel = module._piece_keys_kernel
+    types = {n: lists.get(n) or _type(n, "bf16") for n in kernel.arg_names if n not in c}
+    cases.append(AotCase(kernel.__name__, kernel, types, c))
     return cases
 
 

@@ -3,9 +3,9 @@
 dK and dV walk the inverted lists (block_lists.py): a program owns a chunk of the rows that attend
 one key tile, keeps K, V, dK and dV of the tile on chip and gathers rows of Q and dO. It can add
 dQ = dS K of each row to an fp32 buffer, and dK and dV too: one pass, gradients that repeat up to
-the rounding of fp32. Where torch asks for deterministic algorithms, chunks write fp32 partials that
-are summed in a fixed order, and dQ runs in the forward's order, by union tiles where they pay
-(union_lists.py).
+the rounding of fp32; in Gluon it is block_attn_bwd_hopper.py. Where torch asks for deterministic
+algorithms, chunks write fp32 partials that are summed in a fixed order, and dQ runs in the order of
+the forward, by union tiles where they pay (union_lists.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from nsa import launches
+from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn_fwd import LOG2E, past_blocks, token_position
 from nsa.kernels.prefill.block_lists import rows_of_tiles
 from nsa.kernels.prefill.delta import attention_delta
@@ -367,6 +368,13 @@ def block_attention_bwd(
         delta = attention_delta(out, grad_out)
     fused = None
     if not torch.are_deterministic_algorithms_enabled():
+        in_gluon = hopper.block_backward(q, k, v, grad_out, block_size)
+        if in_gluon:
+            return in_gluon.block_attention_bwd_hopper(
+                grad_out, q, k, v, lse, delta, block_indices, block_size=block_size,
+                softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+                dq=dq, q_start=q_start,
+            )  # fmt: skip
         fused = fused_tiles(arch, heads, dim, dv_dim, q.element_size())
     if not fused:
         dq = _dq_by_rows(

@@ -45,6 +45,18 @@ def backward(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> ModuleType | 
     return span_bwd_hopper if span_bwd_hopper.usable(q, k, v, grad_out) else None
 
 
+def block_backward(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, block_size: int
+) -> ModuleType | None:
+    """The same for the backward of selection by blocks in one pass; None: block_attn_bwd does."""
+    if not enabled(q.device):
+        return None
+    from nsa.kernels.prefill import block_attn_bwd_hopper
+
+    fits = block_attn_bwd_hopper.usable(q, k, v, grad_out, block_size)
+    return block_attn_bwd_hopper if fits else None
+
+
 def forward_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Name of the kernel that span_attention_fwd launches."""
     return "_span_fwd_hopper_kernel" if forward(q, k, v) else "_span_fwd_kernel"
@@ -61,3 +73,17 @@ def backward_kernels(
     if mode == COMPRESSED and span_bwd_fused.usable(q, k, v, grad_out):
         return ("_span_bwd_fused_kernel",)
     return ("_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel")
+
+
+def block_backward_kernels(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, block_size: int
+) -> tuple[str, ...]:
+    """Names of those that the backward of selection by blocks launches, without delta's."""
+    from nsa.kernels.prefill import block_attn_bwd
+
+    if block_backward(q, k, v, grad_out, block_size):
+        return ("_piece_keys_kernel", "_block_attn_bwd_hopper_kernel")
+    heads = q.shape[-2] // k.shape[-2]
+    shape = (arch_of(q.device), heads, q.shape[-1], v.shape[-1], q.element_size())
+    dq = () if block_attn_bwd.fused_tiles(*shape) else ("_block_attn_bwd_dq_kernel",)
+    return (*dq, "_block_attn_bwd_dkdv_kernel")
