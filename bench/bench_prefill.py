@@ -78,7 +78,8 @@ def forward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
         arch, s.B * s.S, s.G, s.HQ // s.G, s.n_sel, x.q.element_size()
     )
     outer = op in ("sel", "full") and block_attn_outer.outer_applies(
-        arch, s.B * s.S, s.G, s.HQ // s.G, s.n_sel, s.l_sel, s.D, s.Dv, x.q.element_size()
+        arch, s.B * s.S, s.B * s.S, s.G, s.HQ // s.G, s.n_sel, s.l_sel, s.D, s.Dv,
+        x.q.element_size(),
     )
     span = hopper.forward_kernel(x.q, x.k_sel, x.v_sel)
     names = tuple(span if name == "_span_fwd_kernel" else name for name in KERNELS[op])

@@ -45,6 +45,7 @@ def small(monkeypatch):
     from nsa.kernels.prefill import block_attn_outer
 
     monkeypatch.setattr(block_attn_outer, "MIN_PAIRS", 1)
+    monkeypatch.setattr(block_attn_outer, "MIN_PAIRS_PER_TILE", 0)
     monkeypatch.setattr(
         block_attn_outer, "slab_tokens", lambda tokens, row_bytes: 29 if tokens < 500 else 300
     )

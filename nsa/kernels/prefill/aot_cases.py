@@ -49,7 +49,7 @@ _POINTERS = {
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
     "block_size", "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
-    "T", "share", "first", "last",
+    "T", "share", "first", "n_tiles", "slab",
 }  # fmt: skip
 
 

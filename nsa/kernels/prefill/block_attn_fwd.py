@@ -202,7 +202,8 @@ def block_attention_fwd(
         return out, lse
     arch = arch_of(q.device)
     n_sel, size = block_indices.shape[-1], q.element_size()
-    outer = outer_applies(arch, tokens, groups, heads, n_sel, block_size, dim, dv, size)
+    keys = (cu_seqlens.numel() - 1) * max_seqlen if varlen else k.shape[0] * k.shape[1]
+    outer = outer_applies(arch, tokens, keys, groups, heads, n_sel, block_size, dim, dv, size)
     lists = lists_for(
         "fwd_outer" if outer else "fwd", q, block_indices, seq_begin=seq_begin, q_start=q_start,
         block_size=block_size, softmax_scale=softmax_scale,

@@ -18,30 +18,36 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
-from nsa.kernels.prefill.block_lists import chunks_of
+from nsa.kernels.prefill.block_lists import Chunks, chunks_of
 from nsa.kernels.prefill.union_lists import UnionLists, in_union
 from nsa.kernels.tiles import arch_of, dot_precision, pad_dim
 
 LOG2E = 1.4426950408889634
 PART_BYTES = 512 << 20
-MIN_PAIRS = 1 << 18  # fewer leave the key tiles with too few queries
+# (query, block) pairs. H200, 4 heads of 128, random blocks: 8k tokens of 8 groups (2^20 pairs) take
+# 1.4 ms, query by query and by unions 1.3; 32k tokens 6.9 and 11.0.
+MIN_PAIRS = 1 << 21
+MIN_PAIRS_PER_TILE = 8
 LIST_ENTRIES = 1024  # of block_indices per program that files them
 REDO = 16  # queries of a tile that goes again, where there are no unions
+
+KERNELS = ("_tile_rows_kernel", "_block_attn_outer_kernel", "_block_attn_merge_kernel")
 
 
 @triton.jit
 def _tile_rows_kernel(
-    BLOCK_INDICES, SEQUENCE, STATE, COUNTS, ORDER, first, last, S, G, n_sel, per_seq,
+    BLOCK_INDICES, SEQUENCE, STATE, COUNTS, ORDER, T, S, G, n_sel, per_seq, n_tiles, slab,
     VARLEN: tl.constexpr, UNION: tl.constexpr, N_PAD: tl.constexpr, TOKENS: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
-    """Entries of block_indices by key tile, for tokens first .. last - 1. Without FILL: COUNTS
-    [tiles] += 1 for each. With FILL: COUNTS holds where a tile's next entry goes in ORDER."""
+    """Entries of block_indices by slab of tokens and key tile. COUNTS [slabs, n_tiles + 1]: without
+    FILL those of tile i are counted in i + 1; with FILL it is where the next one of tile i goes in
+    the slab's part of ORDER [slabs, slab * G * n_sel], as an entry of the slab."""
     at = tl.arange(0, TOKENS * N_PAD)
-    token = first + tl.program_id(0) * TOKENS + at // N_PAD
+    token = tl.program_id(0) * TOKENS + at // N_PAD
     rank = at % N_PAD
     group = tl.program_id(1)
-    live = (token < last) & (rank < n_sel)
+    live = (token < T) & (rank < n_sel)
     if VARLEN:
         sequence = tl.load(SEQUENCE + token, mask=live, other=0)
     else:
@@ -51,12 +57,14 @@ def _tile_rows_kernel(
     live = live & (block >= 0) & (block < per_seq)
     if UNION > 0:
         live = live & (tl.load(STATE + (token // UNION * G + group) * 2, mask=live, other=0) < 0)
-    tile = (sequence * G + group) * per_seq + block
+    part = (token // slab).to(tl.int64)
+    counts = COUNTS + part * (n_tiles + 1) + (sequence * G + group) * per_seq + block
     if FILL:
-        to = tl.atomic_add(COUNTS + tile, 1, mask=live, sem="relaxed")
-        tl.store(ORDER + to, ((token - first) * G + group) * n_sel + rank, mask=live)
+        to = tl.atomic_add(counts, 1, mask=live, sem="relaxed")
+        entry = (token % slab * G + group) * n_sel + rank
+        tl.store(ORDER + part * slab * G * n_sel + to, entry, mask=live)
     else:
-        tl.atomic_add(COUNTS + tile, 1, mask=live, sem="relaxed")
+        tl.atomic_add(counts + 1, 1, mask=live, sem="relaxed")
 
 
 @triton.jit
@@ -193,13 +201,15 @@ def outer_tiles(arch: int, heads: int, d: int, dv: int, itemsize: int) -> tuple[
 
 
 def outer_applies(
-    arch: int, tokens: int, groups: int, heads: int, n_sel: int, block_size: int, d: int, dv: int,
-    itemsize: int,
+    arch: int, tokens: int, keys: int, groups: int, heads: int, n_sel: int, block_size: int, d: int,
+    dv: int, itemsize: int,
 ) -> bool:  # fmt: skip
-    """Whether queries outside unions go by key tiles. heads: query heads a group."""
+    """Whether queries outside unions go by key tiles. tokens: queries of all sequences; keys: room
+    for keys of all; heads: query heads a group."""
+    pairs, tiles = tokens * groups * n_sel, keys * groups // max(block_size, 1)
     return (
         block_size in (16, 32, 64)
-        and tokens * groups * n_sel >= MIN_PAIRS
+        and pairs >= max(MIN_PAIRS, MIN_PAIRS_PER_TILE * tiles)
         and outer_tiles(arch, heads, d, dv, itemsize)[0] > 0
     )
 
@@ -207,6 +217,36 @@ def outer_applies(
 def slab_tokens(tokens: int, row_bytes: int) -> int:
     """How many of `tokens` queries go at a time; row_bytes: partial outputs of one."""
     return max(PART_BYTES // row_bytes, 1)
+
+
+def _rows_by_tile(
+    block_indices: Tensor, sequence: Tensor | None, unions: UnionLists | None, seqlen: int,
+    per_seq: int, n_seq: int, slab: int,
+) -> tuple[Tensor, Chunks]:  # fmt: skip
+    """Of every slab of tokens: entries by key tile, and the tiles' chunks. No host
+    synchronisation, and two launches however many slabs there are."""
+    groups, n_sel = block_indices.shape[-2:]
+    tokens = block_indices.numel() // (groups * n_sel)
+    slabs, n_tiles = triton.cdiv(tokens, slab), n_seq * groups * per_seq
+    kw = dict(device=block_indices.device, dtype=torch.int32)
+    order = torch.empty(slabs, slab * groups * n_sel, **kw)
+    n_pad = triton.next_power_of_2(n_sel)
+    per_program = max(LIST_ENTRIES // n_pad, 1)
+
+    def file_rows(counts: Tensor, fill: bool) -> None:
+        _tile_rows_kernel[(triton.cdiv(tokens, per_program), groups)](
+            block_indices, block_indices if sequence is None else sequence,
+            unions.state if unions else block_indices, counts, order, tokens, seqlen, groups, n_sel,
+            per_seq, n_tiles, slab, VARLEN=sequence is not None,
+            UNION=unions.queries if unions else 0, N_PAD=n_pad, TOKENS=per_program, FILL=fill,
+        )  # fmt: skip
+        launches.bump("_tile_rows_kernel")
+
+    counts = torch.zeros(slabs, n_tiles + 1, **kw)
+    file_rows(counts, False)
+    bounds = counts.cumsum(1, dtype=torch.int32)
+    file_rows(bounds.clone(), True)
+    return order, chunks_of(bounds, slab * groups * n_sel)
 
 
 def block_attention_outer(
@@ -227,52 +267,36 @@ def block_attention_outer(
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
     per_seq = triton.cdiv(max_seqlen if varlen else s_kv, block_size)
-    sequence = block_indices
+    sequence = None
     if varlen:
         token = torch.arange(tokens, device=q.device, dtype=torch.int32)
         sequence = torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
+        sequence.clamp_(max=n_seq - 1)
     rows, warps, stages = outer_tiles(arch_of(q.device), heads, dim, dv, q.element_size())
     heads_padded = triton.next_power_of_2(heads)
-    pairs = max(rows // heads_padded, 1)
-    n_pad = triton.next_power_of_2(n_sel)
     union = unions.queries if unions else 0
-    state = unions.state if unions else block_indices
     redo = union or REDO
     again = torch.zeros(triton.cdiv(tokens, redo), groups, 2, dtype=torch.int32, device=q.device)
     slab = min(slab_tokens(tokens, groups * n_sel * heads * dv * 2), tokens)
-    part = torch.empty(slab * groups * n_sel * heads, dv, dtype=torch.float16, device=q.device)
-    part_lse = torch.empty(part.shape[0], dtype=torch.float32, device=q.device)
-    part_top = torch.empty_like(part_lse)
-    order = torch.empty(slab * groups * n_sel, dtype=torch.int32, device=q.device)
-    per_program = max(LIST_ENTRIES // n_pad, 1)
-
-    def file_rows(counts: Tensor, first: int, last: int, fill: bool) -> None:
-        _tile_rows_kernel[(triton.cdiv(last - first, per_program), groups)](
-            block_indices, sequence, state, counts, order, first, last, s_q, groups, n_sel,
-            per_seq, VARLEN=varlen, UNION=union, N_PAD=n_pad, TOKENS=per_program, FILL=fill,
-        )  # fmt: skip
-        launches.bump("_tile_rows_kernel")
-
-    for first in range(0, tokens, slab):
-        last = min(first + slab, tokens)
-        counts = torch.zeros(n_seq * groups * per_seq + 1, dtype=torch.int32, device=q.device)
-        file_rows(counts[1:], first, last, False)
-        bounds = counts.cumsum(0, dtype=torch.int32)
-        file_rows(bounds[:-1].clone(), first, last, True)
-        chunks = chunks_of(bounds, (last - first) * groups * n_sel)
+    parts = torch.empty(slab * groups * n_sel * heads, dv, dtype=torch.float16, device=q.device)
+    parts_lse = torch.empty(parts.shape[0], dtype=torch.float32, device=q.device)
+    parts_top = torch.empty_like(parts_lse)
+    order, chunks = _rows_by_tile(block_indices, sequence, unions, s_q, per_seq, n_seq, slab)
+    for i, first in enumerate(range(0, tokens, slab)):
         _block_attn_outer_kernel[(chunks.n_chunks,)](
-            q, k, v, order, chunks.chunk_tile, chunks.chunk_begin, chunks.chunk_end,
-            cu_seqlens if varlen else order, part, part_lse, part_top, first, s_q, s_kv, groups,
+            q, k, v, order[i], chunks.chunk_tile[i], chunks.chunk_begin[i], chunks.chunk_end[i],
+            cu_seqlens if varlen else order, parts, parts_lse, parts_top, first, s_q, s_kv, groups,
             heads, q_start, n_sel, per_seq, softmax_scale * LOG2E,
-            D=dim, DV=dv, VARLEN=varlen, PAIRS=pairs, HEADS=heads_padded, BLOCK_N=block_size,
-            BLOCK_D=pad_dim(dim), BLOCK_DV=pad_dim(dv),
+            D=dim, DV=dv, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded,
+            BLOCK_N=block_size, BLOCK_D=pad_dim(dim), BLOCK_DV=pad_dim(dv),
             PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
         )  # fmt: skip
         launches.bump("_block_attn_outer_kernel")
-        _block_attn_merge_kernel[(last - first, groups)](
-            part, part_lse, part_top, block_indices, state, again, out, lse, first, groups, heads,
-            n_sel, DV=dv, HEADS=heads_padded, N_PAD=n_pad, BLOCK_DV=pad_dim(dv), UNION=union,
-            REDO=redo, num_warps=1,
+        _block_attn_merge_kernel[(min(slab, tokens - first), groups)](
+            parts, parts_lse, parts_top, block_indices, unions.state if unions else block_indices,
+            again, out, lse, first, groups, heads, n_sel, DV=dv, HEADS=heads_padded,
+            N_PAD=triton.next_power_of_2(n_sel), BLOCK_DV=pad_dim(dv), UNION=union, REDO=redo,
+            num_warps=1,
         )  # fmt: skip
         launches.bump("_block_attn_merge_kernel")
     return again, redo

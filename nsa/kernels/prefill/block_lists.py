@@ -31,20 +31,24 @@ class Chunks:
 
 
 def chunks_of(bounds: Tensor, most: int) -> Chunks:
-    """Chunks of the lists bounds[i] .. bounds[i + 1] of tile i, at most `most` pairs in all.
+    """Chunks of lists: tile i has bounds[.., i] .. bounds[.., i + 1], `most` pairs at most in all.
 
-    No host synchronisation: n_chunks is a bound that shapes give, so most late chunks may be empty.
+    Leading dimensions are slabs, each with its own lists. No host synchronisation: n_chunks is a
+    bound that shapes give, so most late chunks may be empty.
     """
-    n_tiles, device = bounds.numel() - 1, bounds.device
-    chunks = (bounds[1:] - bounds[:-1] + CHUNK - 1) // CHUNK
-    tile_chunks = torch.zeros(n_tiles + 1, dtype=torch.int64, device=device)
-    torch.cumsum(chunks, 0, out=tile_chunks[1:])
+    n_tiles, lead = bounds.shape[-1] - 1, bounds.shape[:-1]
+    like = dict(device=bounds.device, dtype=torch.int64)
+    chunks = (bounds[..., 1:] - bounds[..., :-1] + CHUNK - 1) // CHUNK
+    tile_chunks = torch.zeros(*lead, n_tiles + 1, **like)
+    torch.cumsum(chunks, -1, out=tile_chunks[..., 1:])
     n_chunks = most // CHUNK + min(n_tiles, most)
-    chunk = torch.arange(n_chunks, device=device)
-    owner = torch.searchsorted(tile_chunks[1:], chunk, right=True).clamp_(max=n_tiles - 1)
-    live = chunk < tile_chunks[-1]
-    begin = bounds[owner] + (chunk - tile_chunks[owner]) * CHUNK
-    end = torch.minimum(begin + CHUNK, bounds[owner + 1])
+    n_chunks += -n_chunks % 4  # every slab's begin at 16 bytes
+    chunk = torch.arange(n_chunks, **like).expand(*lead, n_chunks).contiguous()
+    owner = torch.searchsorted(tile_chunks[..., 1:].contiguous(), chunk, right=True)
+    owner.clamp_(max=n_tiles - 1)
+    live = chunk < tile_chunks[..., -1:]
+    begin = bounds.gather(-1, owner) + (chunk - tile_chunks.gather(-1, owner)) * CHUNK
+    end = torch.minimum(begin + CHUNK, bounds.gather(-1, owner + 1))
     zero = torch.zeros_like(begin)
     return Chunks(
         owner.to(torch.int32), torch.where(live, begin, zero), torch.where(live, end, zero),
