@@ -35,6 +35,7 @@ pytestmark = [
 def own_cache(tmp_path, monkeypatch):
     """A stale cache entry would hide a compiler error."""
     monkeypatch.setenv("TRITON_CACHE_DIR", os.fspath(tmp_path))
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")  # an eighth of the time
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -341,7 +341,7 @@ def test_whole(shape, device):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[6]], ids=str)
+@pytest.mark.parametrize("shape", [Shape((5, 17, 1, 9), packed=True), SHAPES[6]], ids=str)
 def test_deterministic_gradients_repeat_bitwise(shape, device):
     x = Inputs(shape, device, seed=7)
     names = ["q", "k_cmp", "v_cmp", "k", "v", "k_win", "v_win", "gates"]
