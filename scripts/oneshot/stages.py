@@ -131,8 +131,8 @@ def _gpu(profile: str) -> list[Stage]:
         ),
         Stage(
             "prefill_parity", "Prefill and decode kernels parity",
-            (*SHARDED, *tests("test_prefill*.py", "test_decode*.py"), "-m",
-             "kernel" if full else "kernel and core"),
+            (*SHARDED, *tests("test_prefill*.py", "test_decode*.py", "test_block_attn_outer.py"),
+             "-m", "kernel" if full else "kernel and core"),
             proof="parity", timeout_s=420 * slow, estimate_s=160 if full else 45, env=PARITY,
             log="prefill_parity.txt", group="parity",
         ),
