@@ -85,10 +85,7 @@ def select(
             return known
     out: list[Card] = []
     for name in (n.strip() for n in names.split(",")):
-        if name.isdecimal():
-            match = [c for c in known if c.index == int(name)]
-        else:
-            match = [c for c in known if name.startswith("GPU-") and str(c.uuid).startswith(name)]
+        match = [known[i] for i in box.gpus_named(name, gpus)]
         if len(match) != 1 or match[0] in out:
             raise ValueError(
                 f"--gpus must be all or numbers of nvidia-smi from 0 to {len(known) - 1}, each "

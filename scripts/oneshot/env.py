@@ -219,14 +219,19 @@ def smi_query(timeout_s: float = 10.0, index: int | None = None) -> list[dict[st
     return gpus
 
 
+def gpus_named(name: str, gpus: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Which of nvidia-smi's GPUs a name in CUDA_VISIBLE_DEVICES means: a number, or how a UUID
+    begins."""
+    if name.isdecimal():
+        return [int(name)] if int(name) < len(gpus) else []
+    by_uuid = name.startswith("GPU-")
+    return [i for i, g in enumerate(gpus) if by_uuid and str(g.get("uuid")).startswith(name)]
+
+
 def visible_gpu(gpus: Sequence[dict[str, Any]], environ: Mapping[str, str]) -> dict[str, Any]:
     """The one of nvidia-smi's GPUs that a process of this environment sees first."""
     name = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    by_uuid = name.startswith("GPU-")
-    for index, gpu in enumerate(gpus):
-        if str(gpu.get("uuid")).startswith(name) if by_uuid else name == str(index):
-            return gpu
-    return gpus[0]
+    return gpus[next(iter(gpus_named(name, gpus)), 0)]
 
 
 def device_facts(gpus: list[dict[str, Any]] | str, torch: Mapping[str, Any]) -> dict[str, Any]:
