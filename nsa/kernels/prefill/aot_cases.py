@@ -193,9 +193,7 @@ def aot_cases(arch: int) -> list[AotCase]:
         wide = {**dims, "DV": dv, "BLOCK_DV": pad_dim(dv)}
         bwd = wide
         tma = arch >= 90 and size == 2
-        # A window has the loops of compressed keys and one more for its edge.
-        windows = (dtype, d) == ("bf16", 128) and arch not in _FEWER
-        for mode in (COMPRESSED, SLIDING) if windows else (COMPRESSED,):
+        for mode in (COMPRESSED, SLIDING) if d == 128 else (COMPRESSED,):
             name = f"{label}-{'window' if mode == SLIDING else 'cmp'}"
             span = dict(MODE=mode, VARLEN=mode == SLIDING, HEADS=h)
             for kernel, tiles, extra in (
