@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+LOG2E = 1.4426950408889634  # kernels take exp2, whose scores carry this factor
+
 
 def _pow2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()

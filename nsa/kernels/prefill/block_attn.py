@@ -12,9 +12,9 @@ def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
     """int32 [T]: the first row of each packed token's sequence; None for dense inputs."""
     if cu_seqlens is None:
         return None
-    token = torch.arange(tokens, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
-    return cu_seqlens[sequence.clamp_(max=cu_seqlens.numel() - 2)]
+    from nsa.kernels.prefill.block_lists import token_sequences
+
+    return cu_seqlens[token_sequences(cu_seqlens, tokens).clamp_(max=cu_seqlens.numel() - 2)]
 
 
 @torch.library.custom_op("nsa::block_attention", mutates_args=())

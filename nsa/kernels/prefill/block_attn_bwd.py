@@ -16,15 +16,15 @@ import triton.language as tl
 
 from nsa import launches
 from nsa.kernels.prefill import hopper
-from nsa.kernels.prefill.block_attn_fwd import LOG2E, past_blocks, token_position
-from nsa.kernels.prefill.block_lists import rows_of_tiles
+from nsa.kernels.prefill.block_attn_fwd import past_blocks, token_position
+from nsa.kernels.prefill.block_lists import keys_of_tile, rows_of_tiles
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
 from nsa.kernels.prefill.union_attn import union_attention_dq
 from nsa.kernels.prefill.union_lists import in_union, lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim, split_dim
 
 
 def key_tile(block_size: int, widest: int) -> int:
@@ -159,20 +159,11 @@ def _block_attn_bwd_dkdv_kernel(
     if begin >= end:
         return
     tile = tl.load(CHUNK_TILE + chunk)
-    # Numbered (sequence, group, tile): one group's rows follow each other through L2.
-    group = tile // per_seq % G
-    sequence = tile // per_seq // G
-    offs_n = tile % per_seq * BLOCK_N + tl.arange(0, BLOCK_N)
+    group, offs_n, n_keys, first_row, first_key = keys_of_tile(
+        tile, CU_SEQLENS, S_KV, G, per_seq, BLOCK_N, VARLEN
+    )
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    if VARLEN:
-        first_row = tl.load(CU_SEQLENS + sequence)
-        n_keys = tl.load(CU_SEQLENS + sequence + 1) - first_row
-        first_key = first_row.to(tl.int64)
-    else:
-        first_row = 0
-        n_keys = S_KV
-        first_key = sequence.to(tl.int64) * S_KV
     live_n = offs_n < n_keys
     key_row = (first_key + offs_n) * G + group
     k = tl.load(
@@ -366,17 +357,12 @@ def block_attention_bwd(
         )
     if delta is None:
         delta = attention_delta(out, grad_out)
-    fused = None
+    in_gluon = fused = None
     if not torch.are_deterministic_algorithms_enabled():
         in_gluon = hopper.block_backward(q, k, v, grad_out, block_size)
-        if in_gluon:
-            return in_gluon.block_attention_bwd_hopper(
-                grad_out, q, k, v, lse, delta, block_indices, block_size=block_size,
-                softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-                dq=dq, q_start=q_start,
-            )  # fmt: skip
         fused = fused_tiles(arch, heads, dim, dv_dim, q.element_size())
-    if not fused:
+    one_pass = in_gluon or fused
+    if not one_pass:
         dq = _dq_by_rows(
             grad_out, q, k, v, lse, delta, block_indices, dq, block_size=block_size,
             softmax_scale=softmax_scale, seq_begin=seq_begin, q_start=q_start,
@@ -388,28 +374,35 @@ def block_attention_bwd(
         block_indices, block_size // tile, n_seq, per_seq, cu_seqlens if varlen else None
     )
     like = dict(dtype=torch.float32, device=q.device)
-    if fused:
+    if one_pass:
         out_k, out_v = torch.zeros(k.shape, **like), torch.zeros(v.shape, **like)
         acc = torch.zeros(q.shape, **like) if dq is None else dq
     else:
         out_k = torch.empty(lists.n_chunks, tile, dim, **like)
         out_v = torch.empty(lists.n_chunks, tile, dv_dim, **like)
         acc = delta  # not used
-    rows, warps, stages = fused or dkdv_tiles(arch, dim, dv_dim, q.element_size())
-    heads_padded = triton.next_power_of_2(heads)
-    d1, d2 = split_dim(dim)
     cu_arg = cu_seqlens if varlen else lists.order
-    _block_attn_bwd_dkdv_kernel[(lists.n_chunks,)](
-        q, k, v, grad_out, lse, delta, lists.order, lists.chunk_tile, lists.chunk_begin,
-        lists.chunk_end, cu_arg, acc, out_k, out_v, s_q, s_kv, groups, heads, q_start,
-        block_indices.shape[-1], per_seq, softmax_scale, softmax_scale * LOG2E,
-        D=dim, DV=dv_dim, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded,
-        BLOCK_N=tile, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim), ADD=fused is not None,
-        PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    launches.bump("_block_attn_bwd_dkdv_kernel")
+    if in_gluon:
+        in_gluon.add_block_gradients(
+            grad_out, q, k, v, lse, delta, lists, cu_seqlens, per_seq, block_indices.shape[-1],
+            softmax_scale, q_start, acc, out_k, out_v,
+        )  # fmt: skip
+    else:
+        rows, warps, stages = fused or dkdv_tiles(arch, dim, dv_dim, q.element_size())
+        heads_padded = triton.next_power_of_2(heads)
+        d1, d2 = split_dim(dim)
+        _block_attn_bwd_dkdv_kernel[(lists.n_chunks,)](
+            q, k, v, grad_out, lse, delta, lists.order, lists.chunk_tile, lists.chunk_begin,
+            lists.chunk_end, cu_arg, acc, out_k, out_v, s_q, s_kv, groups, heads, q_start,
+            block_indices.shape[-1], per_seq, softmax_scale, softmax_scale * LOG2E,
+            D=dim, DV=dv_dim, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1),
+            HEADS=heads_padded, BLOCK_N=tile, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim),
+            ADD=fused is not None, PRECISION=dot_precision(q.dtype), num_warps=warps,
+            num_stages=stages,
+        )  # fmt: skip
+        launches.bump("_block_attn_bwd_dkdv_kernel")
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    if fused:
+    if one_pass:
         if dq is None:
             dq = torch.mul(acc, softmax_scale, out=torch.empty_like(q))
         return dq, torch.mul(out_k, softmax_scale, out=dk), dv.copy_(out_v)

@@ -40,9 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa import launches
 from nsa.kernels.prefill import block_lists
-from nsa.kernels.prefill.block_attn_fwd import LOG2E
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
 from nsa.kernels.row_tiles import tma_usable
+from nsa.kernels.tiles import LOG2E
 
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # before triton 3.7
 
@@ -365,23 +365,18 @@ def usable(
     )
 
 
-def block_attention_bwd_hopper(
+def add_block_gradients(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
-    delta: torch.Tensor, block_indices: torch.Tensor, *, block_size: int, softmax_scale: float,
-    cu_seqlens: torch.Tensor | None = None, max_seqlen: int = 0, dq: torch.Tensor | None = None,
-    q_start: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv as block_attention_bwd returns them, for inputs that are usable()."""
+    delta: torch.Tensor, lists: block_lists.TileRows, cu_seqlens: torch.Tensor | None,
+    per_seq: int, n_sel: int, softmax_scale: float, q_start: int, acc: torch.Tensor,
+    out_k: torch.Tensor, out_v: torch.Tensor,
+) -> None:  # fmt: skip
+    """Add dQ / softmax_scale to acc, dK / softmax_scale to out_k and dV to out_v, fp32 tensors like
+    q, k and v, for inputs that are usable(). lists, per_seq: see block_attention_bwd."""
     varlen = cu_seqlens is not None
     groups = v.shape[-2]
     heads = q.shape[-2] // groups
-    n_sel = block_indices.shape[-1]
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
-    n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
-    per_seq = triton.cdiv(max_seqlen if varlen else s_kv, block_size)
-    lists = block_lists.rows_of_tiles(
-        block_indices, 1, n_seq, per_seq, cu_seqlens if varlen else None
-    )
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
     share = piece_pairs(heads)
     per_chunk = block_lists.CHUNK // share
@@ -391,9 +386,6 @@ def block_attention_bwd_hopper(
         PER_CHUNK=per_chunk, SHARE=share, BLOCK=1024,
     )  # fmt: skip
     launches.bump("_piece_keys_kernel")
-    like = dict(dtype=torch.float32, device=q.device)
-    out_k, out_v = torch.zeros(k.shape, **like), torch.zeros(v.shape, **like)
-    acc = torch.zeros(q.shape, **like) if dq is None else dq
     _block_attn_bwd_hopper_kernel[(pieces.numel(),)](
         k, v, lse, delta, _head_tiles(q, groups), _head_tiles(grad_out, groups),
         _head_tiles(acc, groups), out_k, out_v, lists.order, pieces.argsort(), *chunks,
@@ -403,7 +395,3 @@ def block_attention_bwd_hopper(
         maxnreg=START_REGISTERS,
     )  # fmt: skip
     launches.bump("_block_attn_bwd_hopper_kernel")
-    if dq is None:
-        dq = torch.mul(acc, softmax_scale, out=torch.empty_like(q))
-    dk = torch.mul(out_k, softmax_scale, out=torch.empty_like(k))
-    return dq, dk, torch.empty_like(v).copy_(out_v)

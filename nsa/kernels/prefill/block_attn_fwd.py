@@ -19,9 +19,8 @@ from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
 from nsa.kernels.prefill.union_attn import union_attention_fwd
 from nsa.kernels.prefill.union_lists import in_union, lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim, split_dim
 
-LOG2E = 1.4426950408889634
 PIECE = 2  # H200: one costs unions 1 % more, four cost single queries 1 %
 
 

@@ -18,11 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
-from nsa.kernels.prefill.block_lists import Chunks, chunks_of
+from nsa.kernels.prefill.block_lists import Chunks, chunks_of, keys_of_tile, token_sequences
 from nsa.kernels.prefill.union_lists import UnionLists, in_union
-from nsa.kernels.tiles import arch_of, dot_precision, pad_dim
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim
 
-LOG2E = 1.4426950408889634
 PART_BYTES = 512 << 20
 # (query, block) pairs. H200, 4 heads of 128, random blocks: 8k tokens of 8 groups (2^20 pairs) take
 # 1.4 ms, query by query and by unions 1.3; 32k tokens 6.9 and 11.0.
@@ -56,7 +55,7 @@ def _tile_rows_kernel(
     block = tl.load(BLOCK_INDICES + row * n_sel + rank, mask=live, other=-1)
     live = live & (block >= 0) & (block < per_seq)
     if UNION > 0:
-        live = live & (tl.load(STATE + (token // UNION * G + group) * 2, mask=live, other=0) < 0)
+        live = live & ~in_union(STATE, tl.minimum(token, T - 1), group, G, UNION)
     part = (token // slab).to(tl.int64)
     counts = COUNTS + part * (n_tiles + 1) + (sequence * G + group) * per_seq + block
     if FILL:
@@ -83,19 +82,11 @@ def _block_attn_outer_kernel(
     if begin >= end:
         return
     tile = tl.load(CHUNK_TILE + chunk)
-    group = tile // per_seq % G
-    sequence = tile // per_seq // G
-    offs_n = tile % per_seq * BLOCK_N + tl.arange(0, BLOCK_N)
+    group, offs_n, n_keys, first_row, first_key = keys_of_tile(
+        tile, CU_SEQLENS, S_KV, G, per_seq, BLOCK_N, VARLEN
+    )
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    if VARLEN:
-        first_row = tl.load(CU_SEQLENS + sequence)
-        n_keys = tl.load(CU_SEQLENS + sequence + 1) - first_row
-        first_key = first_row.to(tl.int64)
-    else:
-        first_row = 0
-        n_keys = S_KV
-        first_key = sequence.to(tl.int64) * S_KV
     live_n = (offs_n < n_keys)[:, None]
     key_row = ((first_key + offs_n) * G + group)[:, None]
     k = tl.load(
@@ -206,7 +197,7 @@ def outer_applies(
 ) -> bool:  # fmt: skip
     """Whether queries outside unions go by key tiles. tokens: queries of all sequences; keys: room
     for keys of all; heads: query heads a group."""
-    pairs, tiles = tokens * groups * n_sel, keys * groups // max(block_size, 1)
+    pairs, tiles = tokens * groups * n_sel, keys * groups // block_size
     return (
         block_size in (16, 32, 64)
         and pairs >= max(MIN_PAIRS, MIN_PAIRS_PER_TILE * tiles)
@@ -214,8 +205,8 @@ def outer_applies(
     )
 
 
-def slab_tokens(tokens: int, row_bytes: int) -> int:
-    """How many of `tokens` queries go at a time; row_bytes: partial outputs of one."""
+def slab_tokens(row_bytes: int) -> int:
+    """How many queries go at a time; row_bytes: partial outputs of one."""
     return max(PART_BYTES // row_bytes, 1)
 
 
@@ -269,15 +260,13 @@ def block_attention_outer(
     per_seq = triton.cdiv(max_seqlen if varlen else s_kv, block_size)
     sequence = None
     if varlen:
-        token = torch.arange(tokens, device=q.device, dtype=torch.int32)
-        sequence = torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
-        sequence.clamp_(max=n_seq - 1)
+        sequence = token_sequences(cu_seqlens, tokens).clamp_(max=n_seq - 1).int()
     rows, warps, stages = outer_tiles(arch_of(q.device), heads, dim, dv, q.element_size())
     heads_padded = triton.next_power_of_2(heads)
     union = unions.queries if unions else 0
     redo = union or REDO
     again = torch.zeros(triton.cdiv(tokens, redo), groups, 2, dtype=torch.int32, device=q.device)
-    slab = min(slab_tokens(tokens, groups * n_sel * heads * dv * 2), tokens)
+    slab = min(slab_tokens(groups * n_sel * heads * dv * 2), tokens)
     parts = torch.empty(slab * groups * n_sel * heads, dv, dtype=torch.float16, device=q.device)
     parts_lse = torch.empty(parts.shape[0], dtype=torch.float32, device=q.device)
     parts_top = torch.empty_like(parts_lse)

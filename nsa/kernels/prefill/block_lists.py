@@ -10,9 +10,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 CHUNK = 512
+
+
+@triton.jit
+def keys_of_tile(
+    tile, CU_SEQLENS, S_KV, G, per_seq, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr
+):  # fmt: skip
+    """What a key tile is: its group, the positions of its keys, how many keys their sequence has,
+    that sequence's first packed row (0 for dense inputs) and its first row of K."""
+    # Numbered (sequence, group, tile): one group's rows follow each other through L2.
+    group = tile // per_seq % G
+    sequence = tile // per_seq // G
+    offs_n = tile % per_seq * BLOCK_N + tl.arange(0, BLOCK_N)
+    if VARLEN:
+        first_row = tl.load(CU_SEQLENS + sequence)
+        n_keys = tl.load(CU_SEQLENS + sequence + 1) - first_row
+        first_key = first_row.to(tl.int64)
+    else:
+        first_row = 0
+        n_keys = S_KV
+        first_key = sequence.to(tl.int64) * S_KV
+    return group, offs_n, n_keys, first_row, first_key
 
 
 @dataclass(frozen=True)
@@ -28,6 +51,12 @@ class Chunks:
     tile_chunks: Tensor
     n_chunks: int
     n_tiles: int
+
+
+def token_sequences(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """int64 [tokens]: the sequence of each packed row; n_seq past the last one."""
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
 
 
 def chunks_of(bounds: Tensor, most: int) -> Chunks:
@@ -75,11 +104,10 @@ def rows_of_tiles(
     groups, n_sel = block_indices.shape[-2:]
     blocks = block_indices.reshape(-1, groups, n_sel)
     tokens, device = blocks.shape[0], blocks.device
-    token = torch.arange(tokens, device=device)
     if cu_seqlens is None:
-        sequence = token // max(tokens // n_seq, 1)
+        sequence = torch.arange(tokens, device=device) // max(tokens // n_seq, 1)
     else:
-        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+        sequence = token_sequences(cu_seqlens, tokens)
     n_tiles = n_seq * groups * per_seq
     base = (sequence[:, None] * groups + torch.arange(groups, device=device)) * per_seq
     tile = blocks.long() * tiles_per_block

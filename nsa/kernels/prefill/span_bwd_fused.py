@@ -235,6 +235,16 @@ def query_share(sq: int, columns: int, block_q: int, sms: int) -> int:
     return triton.cdiv(min(max(share, 128), 2048), block_q) * block_q
 
 
+def gradient_sums(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dq: torch.Tensor | None, splits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What one pass adds dQ to, and what it writes dK and dV to, or adds where it is split."""
+    acc = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
+    make = torch.zeros if splits > 1 else torch.empty
+    like = lambda x: make(x.shape, device=x.device, dtype=torch.float32 if splits > 1 else x.dtype)
+    return acc, like(k), like(v)
+
+
 def compressed_attention_bwd_fused(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None,
@@ -252,11 +262,7 @@ def compressed_attention_bwd_fused(
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if arch else 1
     share = query_share(sq, tiles * batch * groups, block_q, sms)
     splits = triton.cdiv(sq, share)
-    acc = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
-    make = torch.zeros if splits > 1 else torch.empty
-    key_dtype = torch.float32 if splits > 1 else k.dtype
-    dk = make(k.shape, device=k.device, dtype=key_dtype)
-    dv = make(v.shape, device=v.device, dtype=key_dtype)
+    acc, dk, dv = gradient_sums(q, k, v, dq, splits)
     d1, d2 = split_dim(dim)
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
     tma_add = arch != 0  # the interpreter has no adding descriptors

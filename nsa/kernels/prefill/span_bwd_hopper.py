@@ -501,11 +501,7 @@ def span_attention_bwd_hopper(
     else:
         span_a = min(span.a, q_start + sq)  # more changes nothing but could overflow
         share, splits = window_share(sq, span_a, block_q, programs, sms)
-    acc = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
-    make = torch.zeros if splits > 1 else torch.empty
-    key_dtype = torch.float32 if splits > 1 else k.dtype
-    dk = make(k.shape, device=k.device, dtype=key_dtype)
-    dv = make(v.shape, device=v.device, dtype=key_dtype)
+    acc, dk, dv = span_bwd_fused.gradient_sums(q, k, v, dq, splits)
     stats = row_stats(lse, delta, heads)
     stats_tiles = TensorDescriptor.from_tensor(stats, [ROWS], gl.NVMMASharedLayout(0, 32, 1))
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)

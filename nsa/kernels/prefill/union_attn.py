@@ -15,9 +15,7 @@ from nsa import launches
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
-
-LOG2E = 1.4426950408889634
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim, split_dim
 
 
 @triton.jit
