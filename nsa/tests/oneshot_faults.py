@@ -403,8 +403,14 @@ def fault_big_always() -> int:
 
 
 def _report_xid(number: int) -> int:
-    Path(os.environ["CUDA_TEST_XIDS"]).write_text(f"{number}\n")
-    time.sleep(0.8)
+    """The fake driver reports `number`; the test passes once the listener has taken it."""
+    reported = Path(os.environ["CUDA_TEST_XIDS"])
+    half = reported.with_suffix(".half")  # a file that is still empty would be taken, and be lost
+    half.write_text(f"{number}\n")
+    half.replace(reported)
+    deadline = time.monotonic() + 30.0
+    while reported.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     passed()
     parity()
     return 0

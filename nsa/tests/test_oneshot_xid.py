@@ -14,6 +14,7 @@ from scripts.oneshot.journal import dumps
 from scripts.oneshot.judge import Status, judge
 from scripts.oneshot.model import RunRecord, Stage
 from scripts.oneshot.rows import parse_row
+from scripts.oneshot.watch import Watch
 from scripts.oneshot.xid import APPLICATION, CARD, Xid, XidListener
 
 
@@ -109,6 +110,23 @@ def test_the_journal_keeps_it_with_its_stage():
     assert [(n["level"], n["stage"]) for n in notes] == [
         ("info", "triton_fwd"), ("warn", "triton_fwd")
     ]  # fmt: skip
+
+
+def test_a_report_says_once_that_nothing_can_be_heard(nvml):
+    """No Xid in a report means that there was none only where someone listened."""
+    nvml.nvmlDeviceGetSupportedEventTypes = lambda handle: 0
+    said = []
+    smi = [{"uuid": "GPU-1", "index": 0}]
+    watch = Watch([], smi, lambda *_, **__: None, lambda *note: said.append(note), print)
+    listener = XidListener("GPU-1")
+    listener.run()
+    watch._listeners = [(None, listener), (1, listener)]
+    watch.hear("a")
+    watch.hear("b")
+    assert said == [
+        (f"{card}Xid errors are not heard (this GPU reports no Xid events)", "info")
+        for card in ("", "GPU 1: ")
+    ]
 
 
 # ---- half size -----------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ class Watch:
         self.gone: str | None = None
         self.cards_gone = {c.index: c.problem for c in several if c.problem}
         self._listeners: list[tuple[int | None, XidListener]] = []
+        self._deaf: set[int | None] = set()  # the cards whose listener said that it hears nothing
         self._reported: list[tuple[int | None, Xid]] = []  # of the running stage
 
     def start(self, csv: Path, started: float) -> None:
@@ -84,6 +85,10 @@ class Watch:
                 self._say(f"{'WARN ' if xid.critical else 'INFO '} {text}")
                 if index is not None and xid.number == LOST:
                     self.cards_gone.setdefault(index, text)
+            if listener.problem and index not in self._deaf:
+                self._deaf.add(index)
+                card = "" if index is None else f"GPU {index}: "
+                self._note(f"{card}Xid errors are not heard ({listener.problem})", "info")
 
     def beside_faults(self, result: StageResult) -> StageResult:
         """`result` beside what the driver reported meanwhile: a faulty card proves nothing."""
