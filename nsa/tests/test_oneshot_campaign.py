@@ -453,7 +453,8 @@ def _(tmp: Path) -> None:
 @more("folder held by another run")
 def _(tmp: Path) -> None:
     first = subprocess.Popen(
-        [sys.executable, str(DRIVER), "--run", "slow", str(tmp / "out"), "--commit", COMMIT + "f"],
+        [sys.executable, str(DRIVER), "--run", "until_told", str(tmp / "out"), "--commit",
+         COMMIT + "f"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
         env={**os.environ, **PLANTED, "NO_RENDER": "1"},
     )  # fmt: skip
@@ -462,6 +463,7 @@ def _(tmp: Path) -> None:
         time.sleep(0.02)
     second = go(tmp / "out", "pass")
     assert second.code == 75 and f"process {first.pid} since" in second.console
+    (tmp / "out" / COMMIT / "go").touch()
     console, _ = first.communicate(timeout=30)
     held(PASSED, Outcome(first.returncode, console, tmp / "out"))
 

