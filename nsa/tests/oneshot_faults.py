@@ -109,6 +109,7 @@ def fault_deaf() -> int:
     """Ignores every polite signal."""
     for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    send("note", level="info", text="deaf from here on")
     time.sleep(600)
     return 0
 

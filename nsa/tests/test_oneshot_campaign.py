@@ -236,7 +236,7 @@ CASES |= {
     ),
     "SIGINT in a stage that is deaf": Case(
         "pass,deaf", 130, "STOPPED",
-        {"signal": "stage_start:deaf", "name": "SIGINT", "delays": [0.3]},
+        {"signal": "row:deaf", "name": "SIGINT"},
         check=lambda o: expect(o, deaf="INFRA"),
     ),
     "SIGTERM after the last stage": Case(
@@ -244,7 +244,7 @@ CASES |= {
     ),
     "second SIGINT": Case(
         "pass,deaf", 4, "BROKEN",
-        {"signal": "stage_start:deaf", "name": "SIGINT", "delays": [0.2, 0.7]},
+        {"signal": "row:deaf", "name": "SIGINT", "delays": [0.0, 0.5]},
         exit_code=130, cut_off=True,
     ),
     "SIGHUP": Case("pass", 0, "PASS", {"signal": "stage_start:pass", "name": "SIGHUP"}),
@@ -460,6 +460,7 @@ def _(tmp: Path) -> None:
     )  # fmt: skip
     journal = tmp / "out" / COMMIT / "events.jsonl"
     while not any(e["ev"] == "stage_start" for e in read_events(journal)):
+        assert first.poll() is None, first.communicate()[0]
         time.sleep(0.02)
     second = go(tmp / "out", "pass")
     assert second.code == 75 and f"process {first.pid} since" in second.console

@@ -76,7 +76,7 @@ def test_hang_ends_with_stacks_and_timeout(context):
 
 
 def test_deaf_stage_is_killed(context):
-    result = run_stage(context, faults.stage("deaf", timeout_s=0.7))
+    result = run_stage(context, faults.stage("deaf", timeout_s=2.0))
     assert result.status is Status.TIMEOUT and result.signal == "SIGKILL"
 
 

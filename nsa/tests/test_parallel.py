@@ -213,7 +213,7 @@ def _worker(rank: int, world: int, folder: str, mode: str) -> None:
     dist.init_process_group(
         "nccl" if mode == "nccl" else "gloo", init_method=f"file://{folder}/store",
         rank=rank, world_size=world,
-        timeout=datetime.timedelta(seconds=60 if mode == "nccl" else 20),
+        timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
     jobs: dict[str, Any] = {name: lambda n=name: _run_case(n, rank, world) for name in CASES}
     jobs["layer"] = lambda: _run_layer(rank, world)
@@ -241,11 +241,17 @@ def _start(world: int, folder: Path, mode: str) -> list[dict[str, Any]]:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", __name__, str(r), str(world), str(folder), mode],
-            env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            env=env, cwd=ROOT, stderr=(folder / f"{r}.stderr").open("w"),
         )
         for r in range(world)
     ]  # fmt: skip
-    texts = [p.communicate(timeout=120)[1] for p in ranks]
+    try:
+        for process in ranks:
+            process.wait(timeout=240)
+    finally:
+        for process in ranks:
+            process.kill()
+    texts = [(folder / f"{r}.stderr").read_text() for r in range(world)]
     files = [folder / f"{r}.pickle" for r in range(world)]
     assert all(f.exists() for f in files), texts
     return [pickle.loads(f.read_bytes()) for f in files]
@@ -277,7 +283,7 @@ def test_a_dead_rank_ends_the_others(found):
         text, error, seconds = results["dies"]
         assert error is None, error
         assert f"rank {rank}: the exchange of" in text and "a rank died" in text
-        assert seconds < 60
+        assert seconds < 60, "longer than the group's own limit"
 
 
 @pytest.mark.kernel
