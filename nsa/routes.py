@@ -157,7 +157,8 @@ def _reasons(route: Route, r: Request, flags: Flags, named: bool) -> Iterator[st
         if r.key_len < least:
             yield "below_min_len"
         return
-    if r.branch in (Branch.SELECTED, Branch.PREFILL) and r.key_len < flags.sel_triton_min_L:
+    # The fused operators take no part in this: packed SDPA is not what they stand against.
+    if r.branch is Branch.SELECTED and r.key_len < flags.sel_triton_min_L:
         yield "below_min_L"
     if r.needs_grad and (r.branch is Branch.STEP or not flags.sel_triton_allow_grad):
         yield "needs_grad"

@@ -59,6 +59,7 @@ BLK, STEP = replace(GPU, branch=Branch.BLOCKS), replace(GPU, branch=Branch.STEP)
         (replace(BLK, d_v=512), ON, Route.REFERENCE, "head_dim"),
         (replace(GPU, key_len=4095), ON, Route.SDPA, "below_min_L"),
         (replace(GPU, key_len=4096), ON, Route.TRITON, None),
+        (replace(GPU, branch=Branch.PREFILL, key_len=1), ON, Route.TRITON, None),
         (replace(GPU, key_len=1), Flags(use_triton_sel=True, sel_triton_min_L=1), Route.TRITON,
          None),
         (replace(GPU, needs_grad=True), ON, Route.SDPA, "needs_grad"),

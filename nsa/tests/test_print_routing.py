@@ -65,13 +65,12 @@ def test_the_threshold_in_the_way_is_named(gpu):
     """The paper selects 1024 keys however long the prefill is: below the default of 4096."""
     rows = gpu(use_triton_sel=True)
     assert {r["branch"] for r in rows} == {b.value for b in Branch}
-    for branch in ("selected", "prefill"):
-        (row,) = [r for r in rows if r["branch"] == branch and r["call"].startswith("prefill, 8")]
-        triton = row["rejected"][0]
-        assert row["key_len"] == 1024 and triton["reason"] == "below_min_L"
-        assert triton["meaning"] == (
-            "selected length 1024 is below NSA_SEL_TRITON_MIN_L=4096 (default)"
-        )
+    at_8k = {r["branch"]: r for r in rows if r["call"].startswith("prefill, 8")}
+    triton = at_8k["selected"]["rejected"][0]
+    assert at_8k["selected"]["key_len"] == 1024 and triton["reason"] == "below_min_L"
+    assert triton["meaning"] == "selected length 1024 is below NSA_SEL_TRITON_MIN_L=4096 (default)"
+    # All of NSA in one operator does not stand against packed SDPA.
+    assert at_8k["prefill"]["route"] == "triton" and not at_8k["prefill"]["rejected"]
 
 
 @pytest.mark.parametrize(("more", "route"), [({}, "triton"), ({"debug_timing": True}, "reference")])
