@@ -32,7 +32,11 @@ CASES = [
     (Case((500,), G=1, h=8, **{**BIG, "D": 192}, batch=2), "ragged"),
     (Case((300,), G=1, h=5, **{**BIG, "D": 256, "Dv": 256, "block": 128}), "ragged"),
 ]
-ALL = pytest.mark.parametrize("case, kind", CASES, ids=str)
+ALL = pytest.mark.parametrize(
+    "case, kind",
+    [pytest.param(*c, marks=[pytest.mark.core] if i == 5 else []) for i, c in enumerate(CASES)],
+    ids=str,
+)
 SOME = pytest.mark.parametrize("case, kind", [CASES[1], CASES[5]], ids=str)
 
 

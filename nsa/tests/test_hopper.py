@@ -132,6 +132,7 @@ def device(cuda, asked):
     return "cuda"
 
 
+@pytest.mark.kernel
 @ALL
 def test_compressed(shape, device):
     with launches.recording() as counts:
@@ -139,6 +140,7 @@ def test_compressed(shape, device):
     assert counts[FORWARD] == 1 and counts[BACKWARD] == 1, dict(counts)
 
 
+@pytest.mark.kernel
 @ALL
 def test_sliding(shape, device):
     with launches.recording() as counts:
@@ -146,6 +148,7 @@ def test_sliding(shape, device):
     assert counts[FORWARD] == counts[BACKWARD] == 1, dict(counts)
 
 
+@pytest.mark.kernel
 @ALL
 def test_whole(shape, device):
     with launches.recording() as counts:
@@ -154,6 +157,7 @@ def test_whole(shape, device):
     assert (SELECTION in counts) == (shape.h in (4, 8, 16)), dict(counts)
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.h <= 16], ids=str)
 def test_selected(shape, kind, device):
@@ -165,8 +169,10 @@ def test_selected(shape, kind, device):
 BLOCKS = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("case, kind", [
-    (Case((4000,), G=4, h=16, **BLOCKS), "clustered"), (Case((4000,), h=8, **BLOCKS), "one_block"),
+    pytest.param(Case((4000,), G=4, h=16, **BLOCKS), "clustered", marks=pytest.mark.core),
+    (Case((4000,), h=8, **BLOCKS), "one_block"),
     (Case((515,), G=8, h=4, q_start=777, **BLOCKS), "random"),
     (Case((300,), h=16, q_start=37, batch=3, **BLOCKS), "ragged"),
     (Case((1, 700, 63, 1063, 31, 129), h=4, **BLOCKS), "ragged"),
@@ -183,6 +189,7 @@ def test_selection_agrees_with_two_passes(case, kind, device, monkeypatch):
     selection.close(added, want, case.dtype)
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("shape", SHAPES[:3:2], ids=str)
 def test_chunks_and_deep_scores(shape, device):
     got, counts = fused.backward(shape, device, q_start=37, scale=20.0)
@@ -192,6 +199,7 @@ def test_chunks_and_deep_scores(shape, device):
     fused.close(got, want)
 
 
+@pytest.mark.kernel
 def test_nan_stays_where_it_belongs(device):
     """A NaN reaches what depends on it. In its own sequence a NaN value also reaches queries before
     it that share a tile of keys with one that sees it (0 * NaN), here as in the Triton kernels."""
@@ -220,6 +228,8 @@ def test_nan_stays_where_it_belongs(device):
     assert others[2][2].all()  # dV does not depend on V
 
 
+@pytest.mark.kernel
+@pytest.mark.core
 @pytest.mark.parametrize("kind", ["compressed", "sliding"])
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_nan_stays_in_its_packed_sequence(kind, bad, device):
@@ -259,6 +269,7 @@ def test_a_nan_stays_in_its_packed_sequence(kind, bad, device):
     assert got[0][~others][40:].isnan().all()
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("window", [2, 16, 130, 10**9])
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=str)
 def test_windows_of_a_chunk(shape, window, device):
@@ -286,6 +297,7 @@ def test_windows_of_a_chunk(shape, window, device):
     fused.close([written * 0.1], want)
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize(
     "kind, kernel",
     [("compressed", BACKWARD), ("sliding", BACKWARD), ("compressed", "_span_bwd_fused_kernel")],
@@ -326,6 +338,7 @@ def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, kernel, device, 
         torch.testing.assert_close(a[end:], b[end:], msg=lambda m, n=name: n + m)
 
 
+@pytest.mark.kernel
 def test_a_graph_holds_them(device):
     from nsa.kernels import prefill
 

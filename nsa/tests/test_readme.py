@@ -78,14 +78,19 @@ def test_make_variables_and_options_exist():
 
 
 def test_paths_exist_and_stages_are_planned():
-    known = {stage.id for stage in plan("standard")}
+    known = {stage.id: stage for stage in plan("standard")}
     rows = table("family")
     for row in rows:
         for cell in row[1:5]:
             paths = re.findall(r"`([^`]+)`", cell)
             assert paths and all((ROOT / path).exists() for path in paths), cell
         stages = re.findall(r"`(\w+)`", row[5])
-        assert stages and set(stages) <= known, stages
+        assert stages and set(stages) <= set(known), stages
+        run = {a for name in stages for a in known[name].argv if a.endswith(".py")}
+        listed = re.findall(r"`(nsa/tests/[^`]+)`", row[3])
+        on_gpu = {path for path in listed if "mark.core" in (ROOT / path).read_text()}
+        on_gpu |= {path for path in listed if path.endswith("_gpu.py")}
+        assert on_gpu <= run and run & set(listed), (row[0], on_gpu - run)
     kernels = {path.split("/")[2] for r in rows for path in re.findall(r"`(nsa/[^`]+)`", r[1])}
     packages = {p.parent.name for p in (ROOT / "nsa" / "kernels").glob("*/__init__.py")}
     assert packages <= kernels

@@ -25,7 +25,11 @@ SHAPES = [
     Shape((777, 777), G=2, h=8, D=64, Dv=64, n_sel=4, **PAPER),
     Shape((1, 700, 63, 64, 65, 333), G=2, h=4, D=128, Dv=128, n_sel=4, packed=True, **PAPER),
 ]
-ALL = pytest.mark.parametrize("shape", SHAPES, ids=str)
+ALL = pytest.mark.parametrize(
+    "shape",
+    [pytest.param(s, marks=[pytest.mark.core] if i == 3 else []) for i, s in enumerate(SHAPES)],
+    ids=str,
+)
 SMALL = pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 SMALL_AND_BIG = pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)
 
