@@ -14,7 +14,8 @@ from nsa.tests.test_union_attn import Case, Problem
 
 pytestmark = pytest.mark.kernel
 BF16, F32 = torch.bfloat16, torch.float32
-FUSED = {"_attn_bwd_delta_kernel", "_block_attn_bwd_dkdv_kernel"}
+LISTS = {"_pair_tiles_kernel", "_chunk_ends_kernel", "_chunk_fill_kernel"}
+FUSED = {*LISTS, "_attn_bwd_delta_kernel", "_block_attn_bwd_dkdv_kernel"}
 TWO_PASSES = {*FUSED, "_block_attn_bwd_dq_kernel", "_block_attn_bwd_sum_kernel"}
 BIG = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)
 CASES = [
@@ -114,14 +115,19 @@ def test_dq_is_added_without_the_softmax_scale(case, kind, device, monkeypatch):
         close([(dq - 3.0) * scale], [want], case.dtype)
 
 
+@pytest.mark.parametrize("per_block", [1, 2])
 @pytest.mark.parametrize("case", [Case((1, 37, 20)), Case((29,), batch=2)], ids=str)
-def test_lists_hold_every_pair_once_and_in_order(case, kernel_device, monkeypatch):
+def test_lists_hold_every_pair_once_and_in_order(case, per_block, kernel_device, monkeypatch):
+    """per_block 2: the last block of a sequence has one tile only. No block is as far as the last
+    two; their tiles must not wrap around."""
     from nsa.kernels.prefill import block_lists
 
     monkeypatch.setattr(block_lists, "CHUNK", 4)
+    monkeypatch.setattr(block_lists, "LIST_SIZE", 8)  # several programs, several turns
     x = Problem(case, "ragged", kernel_device, monkeypatch)
+    x.blocks.view(-1, case.n)[3] = torch.tensor([2, 3, 2**31 - 1][: case.n])
     n_seq, per_seq = len(case.lengths) * case.batch, 3
-    lists = block_lists.rows_of_tiles(x.blocks, 1, n_seq, per_seq, x.cu)
+    lists = block_lists.rows_of_tiles(x.blocks, per_block, n_seq, per_seq, x.cu)
     begins = [case.lengths[0] * b for b in range(case.batch)]
     if case.packed:
         begins = x.cu.tolist()[:-1]
@@ -129,8 +135,9 @@ def test_lists_hold_every_pair_once_and_in_order(case, kernel_device, monkeypatc
     for at, block in enumerate(x.blocks.flatten().tolist()):
         token, group = at // case.n // case.G, at // case.n % case.G
         sequence = max(i for i, first in enumerate(begins) if first <= token)
-        if block >= 0:
-            want.setdefault((sequence, group, block), []).append(at)
+        for tile in range(block * per_block, (block + 1) * per_block):
+            if 0 <= tile < per_seq:
+                want.setdefault((sequence, group, tile), []).append(at)
     got, order = {}, lists.order.tolist()
     for tile, begin, end in zip(
         lists.chunk_tile.tolist(), lists.chunk_begin.tolist(), lists.chunk_end.tolist(),

@@ -9,6 +9,7 @@ from nsa.kernels.prefill import (
     block_attn_bwd,
     block_attn_fwd,
     block_attn_outer,
+    block_lists,
     block_select,
     combine,
     delta,
@@ -18,7 +19,6 @@ from nsa.kernels.prefill import (
     union_attn,
     union_lists,
 )
-from nsa.kernels.prefill.block_lists import CHUNK
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING
 from nsa.kernels.tiles import pad_dim, split_dim
 
@@ -43,13 +43,14 @@ _POINTERS = {
     "OUT_K": "*fp32", "OUT_V": "*fp32", "CU_Q": "*i32", "CU_K": "*i32", "CU_SEQLENS": "*i32",
     "SEQ_BEGIN": "*i32", "BLOCK_INDICES": "*i32", "ORDER": "*i32", "CHUNK_TILE": "*i32",
     "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
-    "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32", "COUNTS": "*i32", "SEQUENCE": "*i32",
+    "BOUNDS": "*i64", "TILES": "*i32", "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32",
+    "COUNTS": "*i32", "SEQUENCE": "*i32",
     "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
 }  # fmt: skip
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
     "block_size", "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
-    "T", "share", "first", "n_tiles", "slab",
+    "T", "share", "first", "n_tiles", "slab", "entries", "n_chunks", "halvings",
 }  # fmt: skip
 
 
@@ -165,7 +166,7 @@ def _gluon_cases() -> list[AotCase]:
     lists = dict(PIECES="*i64", OUT="*i64", pieces="i32")
     for heads in (4, 16):
         rows, share = max(heads, module.SWIZZLE_ROWS), module.piece_pairs(heads)
-        per_chunk = CHUNK // share
+        per_chunk = block_lists.CHUNK // share
         c = dict(VARLEN=heads == 4, HEADS=heads, N_SEL=16, ROWS=module.ROWS, KEYS=module.KEYS,
                  WIDTH=module.WIDTH, STAGES=module.STAGES, SHARE=share, PER_CHUNK=per_chunk)
         types = dict(lists, QD=tile("bf16", 1, rows, 64), DOD=tile("bf16", 1, rows, 64),
@@ -277,6 +278,14 @@ def aot_cases(arch: int) -> list[AotCase]:
         _case(block_attn_outer._tile_rows_kernel, "fill", "bf16", file, (4, 2)),
         _case(block_attn_outer._block_attn_outer_kernel, "D128-H4", "bf16", tile, launch),
         _case(block_attn_outer._block_attn_merge_kernel, "D128-H4", "bf16", merge, (1, 2)),
+    ]
+    size = dict(SIZE=block_lists.LIST_SIZE)
+    chunk = dict(CHUNK=block_lists.CHUNK, **size)
+    pair = dict(VARLEN=True, PER_BLOCK=2, **size)
+    cases += [
+        _case(block_lists._pair_tiles_kernel, "packed", "bf16", pair, (4, 2)),
+        _case(block_lists._chunk_ends_kernel, "all", "bf16", chunk, (4, 2)),
+        _case(block_lists._chunk_fill_kernel, "all", "bf16", chunk, (4, 2)),
     ]
     rows = dict(DV=128, BLOCK_DV=128, BLOCK_M=32)
     for kernel in (
