@@ -183,9 +183,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    add("--model", choices=sorted(PRESETS), help="sizes of scripts/train_showcase.py's model on a "
+        "CPU or a GPU, by default those of --device; the small one learns in fewer steps")
     add("--attention", default="nsa", help="nsa, dense or nsa,dense: one after the other")
     add("--steps", type=int, default=8000)
-    add("--seq", type=int, help="longest text trained on (128 on CPU, 2048 on a GPU)")
+    add("--seq", type=int, help="longest text trained on (128, with the GPU's model 2048)")
     add("--batch", type=int, default=32, help="texts of a step")
     add("--pairs", type=int, default=16, help="pairs in a text, each asked for")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
@@ -203,7 +205,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
-    args.seq = args.seq or (2048 if cuda else 128)
+    args.model = args.model or args.device
+    args.seq = args.seq or (2048 if args.model == "cuda" else 128)
     args.lengths = args.lengths or [args.seq * n // 2 for n in (1, 2, 4, 8, 16)]
     args.attention = args.attention.split(",")
     if not set(args.attention) <= set(ATTENTIONS) or len(set(args.attention)) < len(args.attention):
@@ -231,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     device = torch.device(args.device)
     args.out.mkdir(parents=True, exist_ok=True)
-    preset, rows, code = PRESETS[args.device], [], 0
+    preset, rows, code = PRESETS[args.model], [], 0
     for attention in args.attention:
         torch.manual_seed(args.seed)
         model = new_model(attention, preset.config, preset.layers, device)

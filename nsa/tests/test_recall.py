@@ -129,3 +129,9 @@ def test_bad_arguments_are_named(argv, says, capsys):
     import re
 
     assert re.search(says, capsys.readouterr().err)
+
+
+def test_the_model_decides_the_length():
+    small, large = (recall.parse(["--device", "cpu", "--model", m]) for m in ("cpu", "cuda"))
+    assert (small.seq, large.seq) == (128, 2048)
+    assert recall.parse([]).model == recall.parse([]).device
