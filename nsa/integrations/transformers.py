@@ -128,7 +128,8 @@ def nsa_attention_forward(
     """The attention function: query [B, HQ, S, D], key and value [B, G, N, D] -> [B, S, HQ, D].
 
     The queries are the last S of the N positions. Raises NotImplementedError for what NSA lacks:
-    dropout, sliding windows of the model's own, soft caps, attention sinks, 4-D masks.
+    dropout, sliding windows of the model's own, soft caps, attention sinks, 4-D masks. Under
+    autocast everything is cast to its dtype, as torch's SDPA does.
     """
     if dropout:
         raise NotImplementedError(f"nsa has no attention dropout, got dropout={dropout}")
@@ -142,11 +143,13 @@ def nsa_attention_forward(
     how = settings(module.config)
     how["softmax_scale"] = scaling
     learnt: NSAParameters | None = getattr(module, "nsa", None)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    # Under autocast the model turns queries and keys in fp32, but not values.
+    dtype = _attention_dtype(query)
+    q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
     if learnt is None:
         gates = q.new_full((*q.shape[:-1], 3), 1 / 3)
     else:
-        gates, learnt.gates = learnt.gates, None
+        gates, learnt.gates = learnt.gates.to(dtype), None
     if attention_mask is None:
         return _attend(q, k, v, gates, learnt, how), None
     S, N = q.shape[1], k.shape[1]
@@ -174,6 +177,14 @@ def nsa_attention_forward(
     return torch.cat(out), None
 
 
+def _attention_dtype(q: Tensor) -> torch.dtype:
+    """Autocast's dtype where it is on and takes q, as torch's SDPA has it, else q's own."""
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return q.dtype
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, learnt: NSAParameters | None,
     how: dict[str, Any],
@@ -182,5 +193,5 @@ def _attend(
     if learnt is None:
         k_cmp, v_cmp = (mean_pool(x, how["l"], how["d"]) for x in (k, v))
     else:
-        k_cmp, v_cmp = learnt.phi_k(k), learnt.phi_v(v)
+        k_cmp, v_cmp = learnt.phi_k(k).to(q.dtype), learnt.phi_v(v).to(q.dtype)
     return nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, q_start=k.shape[1] - q.shape[1], **how)

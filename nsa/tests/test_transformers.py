@@ -133,6 +133,37 @@ def test_it_trains_and_saves(checkpointing, tmp_path):
     torch.testing.assert_close(again(ids).logits, model.eval()(ids).logits)
 
 
+@pytest.mark.parametrize("cached", [True, False], ids=["cache", "no-cache"])
+@pytest.mark.parametrize("phi", [None, "mlp", "mean"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_precision(kind, phi, cached, monkeypatch):
+    """Weights in fp32 under bf16 autocast: attention gets bf16 alone, and nothing else changes."""
+    model = make(kind, nsa={**SIZES, "n_sel": 16}).float().train()
+    if phi:
+        integration.add_nsa_parameters(model, phi)
+    seen = set()
+
+    def spy(*tensors, **kwargs):
+        seen.update(x.dtype for x in tensors)
+        return nsa_attention(*tensors, **kwargs)
+
+    monkeypatch.setattr(integration, "nsa_attention", spy)
+    ids = tokens(2, 21)
+    want = model(ids, use_cache=cached).logits
+    assert seen == {torch.float32}
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(ids, labels=ids, use_cache=cached)
+        generated = model.eval().generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False,
+            use_cache=cached,
+        )  # fmt: skip
+    assert seen == {torch.bfloat16} and generated.shape == (2, 24)
+    torch.testing.assert_close(out.logits.float(), want, rtol=0, atol=0.02)
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+
+
 def test_what_nsa_lacks_is_refused():
     ids = tokens(1, 12)
     with pytest.raises(NotImplementedError, match="dropout=0.1"):
