@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -274,6 +274,39 @@ def gated_sum(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
     total = gates[..., 0:1].to(wide) * cmp
     total = total + gates[..., 1:2].to(wide) * sel
     return (total + gates[..., 2:3].to(wide) * win).to(cmp.dtype)
+
+
+@overload
+def nsa_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
+    v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
+    n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
+    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    return_aux: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def nsa_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
+    v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
+    n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
+    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    return_aux: Literal[True],
+) -> tuple[Tensor, dict[str, Any]]: ...  # fmt: skip
+
+
+@overload
+def nsa_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
+    v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
+    n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
+    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    return_aux: bool,
+) -> Tensor | tuple[Tensor, dict[str, Any]]: ...  # fmt: skip
 
 
 def nsa_attention(
