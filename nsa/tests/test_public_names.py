@@ -1,10 +1,12 @@
-"""Are the public names there for Python and for type checkers alike?"""
+"""Are the public names there for Python, for type checkers and in the wheel?"""
 
 from __future__ import annotations
 
 import ast
 import importlib
 from pathlib import Path
+
+import pytest
 
 import nsa
 
@@ -28,3 +30,16 @@ def test_every_name_loads():
         assert getattr(nsa, name) is not None
     for name, module in nsa._WHERE.items():
         assert getattr(importlib.import_module(module), name) is getattr(nsa, name)
+
+
+def test_the_wheel_has_the_library_and_no_corpus(monkeypatch):
+    setuptools = pytest.importorskip("setuptools", reason="setuptools is not installed")
+    monkeypatch.chdir(Path(nsa.__file__).parents[1])
+    whole = setuptools.Distribution({"script_name": "setup.py"})
+    whole.parse_config_files(["pyproject.toml"])
+    command = whole.get_command_obj("build_py")
+    command.ensure_finalized()
+    files = {path.partition("lib/")[2] for path in command.get_outputs()}
+    assert {"nsa/py.typed", "nsa/attention.py", "nsa/integrations/transformers.py"} <= files
+    assert not [name for name in files if name.startswith(("nsa/tests", "nsa/data"))]
+    assert all(name.endswith((".py", "py.typed")) for name in files)
