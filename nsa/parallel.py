@@ -13,6 +13,15 @@ values are there, because its kernels serve the branches together.
 
 Gradients of parameters (projections, phi) are each rank's part: sum them over the group. Every
 rank must run the backward pass.
+
+    >>> from nsa import NSAConfig
+    >>> world = dict(rank=0, world_size=1)  # torchrun sets them
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), **world)
+    >>> config = NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, w=16)
+    >>> layer, x = NSAAttention(config), torch.randn(1, 64, 32)  # the whole sequence
+    >>> y = nsa_layer_parallel(layer, shard(x))
+    >>> torch.testing.assert_close(unshard(y), layer(x))
+    >>> dist.destroy_process_group()
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Are the public names there for Python, for type checkers and in the wheel?"""
+"""Are the public names there for Python, type checkers and the wheel, and do their examples run?"""
 
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 import nsa
 
@@ -30,6 +32,18 @@ def test_every_name_loads():
         assert getattr(nsa, name) is not None
     for name, module in nsa._WHERE.items():
         assert getattr(importlib.import_module(module), name) is getattr(nsa, name)
+
+
+EXAMPLES = ("attention", "cache", "layouts", "model", "module", "parallel")
+
+
+@pytest.mark.parametrize("name", [*EXAMPLES, "integrations.transformers"])
+def test_examples_in_docstrings_run(name):
+    if name == "integrations.transformers":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    failed, attempted = doctest.testmod(importlib.import_module(f"nsa.{name}"))
+    assert attempted and not failed
 
 
 def test_the_wheel_has_the_library_and_no_corpus(monkeypatch):
