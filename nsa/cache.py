@@ -4,6 +4,16 @@ Three caches with their own keys and values: compressed tokens and a ring of the
 next are made of; every token for selection; a ring of the last tokens for the window. A step of at
 most max_step tokens finds its rows from lengths on the device, so one captured CUDA graph appends
 at every length.
+
+    >>> from nsa import NSAAttention
+    >>> layer = NSAAttention(NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, w=16))
+    >>> caches = [layer.make_cache(batch=1, max_len=64) for _ in range(2)]
+    >>> filled = [layer.prefill(torch.randn(1, n, 32), c) for n, c in zip((40, 9), caches)]
+    >>> both = NSACache.stack(caches)  # one batch of different lengths
+    >>> drafted = layer.step(torch.randn(2, 4, 32), both)
+    >>> both.rewind(3)  # of the four drafted tokens one was right
+    >>> both.lengths
+    [41, 10]
 """
 
 from __future__ import annotations
@@ -101,15 +111,6 @@ class NSACache:
         """One batch out of caches of one layer, each filled to a length of its own.
 
         max_len: capacity of the new cache, at least every length; default the largest capacity.
-
-        >>> from nsa import NSAAttention
-        >>> layer = NSAAttention(NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, w=16))
-        >>> caches = [layer.make_cache(batch=1, max_len=64) for _ in range(2)]
-        >>> filled = [layer.prefill(torch.randn(1, n, 32), c) for n, c in zip((40, 9), caches)]
-        >>> both = NSACache.stack(caches)
-        >>> list(layer.step(torch.randn(2, 1, 32), both).shape), both.lengths
-        ([2, 1, 32], [41, 10])
-
         """
         if not caches:
             raise ValueError("caches must hold at least one NSACache, got none")
@@ -344,14 +345,6 @@ class NSACache:
         """Forget the n newest tokens of every sequence, as when drafted tokens are refused.
 
         n is at most max_step: the rings keep no more. Raises ValueError beyond.
-
-        >>> from nsa import NSAAttention
-        >>> layer = NSAAttention(NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, w=16))
-        >>> cache, x = layer.make_cache(batch=1, max_len=64), torch.randn(1, 24, 32)
-        >>> drafted = [layer.prefill(x[:, :20], cache), layer.step(x[:, 20:], cache)]
-        >>> cache.rewind(3)  # one of the four drafted tokens was right
-        >>> len(cache)
-        21
         """
         most = min(self.max_step, min(self.lengths))
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= most:
