@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -139,6 +139,14 @@ def compressed_attention(
     k_cmp [B, Nc, G, Dk], v_cmp [B, Nc, G, Dv] (see nsa/compress.py); packed ones follow the
     sequences. Query s stands at position q_start + s. Returns out [B, S, HQ, Dv] and natural-log
     lse fp32 [B, S, HQ]; a query that sees no key has 0 and -inf.
+
+    >>> from nsa.compress import mean_pool
+    >>> q, k, v = torch.randn(1, 96, 4, 16), torch.randn(1, 96, 2, 16), torch.randn(1, 96, 2, 8)
+    >>> out, lse = compressed_attention(q, mean_pool(k, 32, 16), mean_pool(v, 32, 16), l=32, d=16)
+    >>> list(out.shape), list(lse.shape)
+    ([1, 96, 4, 8], [1, 96, 4])
+    >>> (lse > -math.inf)[0, :, 0].nonzero()[0].item()  # the first query behind a whole block
+    31
     """
     _check_tensors(q, k_cmp, v_cmp, cu_seqlens, "_cmp")
     check_blocks(l, d, d)
@@ -167,6 +175,12 @@ def select_blocks(
     cut after the query. The query's block, the n_local - 1 before it and the n_init first are
     always chosen, in this order if n_sel is smaller; ties go to the lower index. lse: what
     compressed_attention returned for the same q and k_cmp, which saves a pass. No gradient.
+
+    >>> from nsa.compress import mean_pool
+    >>> q, k_cmp = torch.randn(1, 256, 4, 16), mean_pool(torch.randn(1, 256, 2, 16), 32, 16)
+    >>> blocks = select_blocks(q, k_cmp, l=32, d=16, l_sel=64, n_sel=3, n_init=1, n_local=2)
+    >>> blocks[0, 255, 0].tolist(), blocks[0, 70, 0].tolist()  # the first block and the last two
+    ([0, 2, 3], [0, 1, -1])
     """
     _check_tensors(q, k_cmp, None, cu_seqlens, "_cmp")
     check_blocks(l, d, l_sel)
@@ -274,6 +288,39 @@ def gated_sum(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
     total = gates[..., 0:1].to(wide) * cmp
     total = total + gates[..., 1:2].to(wide) * sel
     return (total + gates[..., 2:3].to(wide) * win).to(cmp.dtype)
+
+
+@overload
+def nsa_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
+    v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
+    n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
+    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    return_aux: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def nsa_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
+    v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
+    n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
+    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    return_aux: Literal[True],
+) -> tuple[Tensor, dict[str, Any]]: ...  # fmt: skip
+
+
+@overload
+def nsa_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
+    v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
+    n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
+    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    return_aux: bool,
+) -> Tensor | tuple[Tensor, dict[str, Any]]: ...  # fmt: skip
 
 
 def nsa_attention(

@@ -4,6 +4,16 @@ Three caches with their own keys and values: compressed tokens and a ring of the
 next are made of; every token for selection; a ring of the last tokens for the window. A step of at
 most max_step tokens finds its rows from lengths on the device, so one captured CUDA graph appends
 at every length.
+
+    >>> from nsa import NSAAttention
+    >>> layer = NSAAttention(NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, w=16))
+    >>> caches = [layer.make_cache(batch=1, max_len=64) for _ in range(2)]
+    >>> filled = [layer.prefill(torch.randn(1, n, 32), c) for n, c in zip((40, 9), caches)]
+    >>> both = NSACache.stack(caches)  # one batch of different lengths
+    >>> drafted = layer.step(torch.randn(2, 4, 32), both)
+    >>> both.rewind(3)  # of the four drafted tokens one was right
+    >>> both.lengths
+    [41, 10]
 """
 
 from __future__ import annotations

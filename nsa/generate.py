@@ -136,7 +136,7 @@ def generate(
 
     generator = torch.Generator().manual_seed(seed)
     start = clock()
-    logits, caches = model.prefill(prompt, prompt.shape[1] + max_new_tokens if graph else None)
+    logits, caches = model.prefill(prompt, prompt.shape[1] + max_new_tokens)
     tokens = [prompt, pick(logits[:, -1], temperature, top_k, generator).to(prompt.device)]
     prefilled = clock()
     step: Callable[[Tensor], Tensor] = lambda x: model.step(x, caches)
@@ -162,6 +162,22 @@ def generate(
     )
 
 
+def _device(text: str) -> torch.device:
+    """A device that is here, for argparse."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not here: torch {torch.__version__} sees {torch.cuda.device_count()} "
+            "CUDA devices"
+        )
+    return device
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -173,7 +189,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--top_k", type=int, default=None, help="sample among the k best only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--graph", action="store_true", help="replay steps as one CUDA graph")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     args = parser.parse_args(argv)
     try:
         model = load_checkpoint(args.checkpoint, args.device)

@@ -10,6 +10,25 @@ sequence. Names of dimensions: B sequences of S tokens, T = packed tokens, G KV 
                                   min(n, own block + 1) slots count (flash_nsa)
     ranges  BSGn2, packed TGn2    [start, end) in tokens, cut after the query, merged, (0, 0) none
     mask    BGSN                  bool over all N blocks, as block-sparse kernels take it
+
+    >>> blocks = clean(torch.tensor([2, 0, 2, 9]).expand(1, 48, 1, 4), block_size=16)
+    >>> blocks[0, 47, 0].tolist(), blocks[0, 15, 0].tolist()  # block 2 starts after query 15
+    ([0, 2, -1, -1], [0, -1, -1, -1])
+    >>> indices, counts = to_fla(blocks)
+    >>> torch.equal(from_fla(indices, counts, block_size=16), blocks)
+    True
+    >>> cu_seqlens = torch.tensor([0, 48])
+    >>> packed = permute(blocks, "BSGn", "TGn")
+    >>> torch.equal(from_topk(to_topk(packed), 16, cu_seqlens), packed)
+    True
+    >>> to_ranges(blocks, 16)[0, 40, 0].tolist()
+    [[0, 16], [32, 41], [0, 0], [0, 0]]
+    >>> torch.equal(from_ranges(to_ranges(blocks, 16), 16, n=4), blocks)
+    True
+    >>> to_mask(blocks, n_blocks=3)[0, 0, 40].tolist()
+    [True, False, True]
+    >>> torch.equal(from_mask(to_mask(blocks, n_blocks=3), n=4), blocks)
+    True
 """
 
 from __future__ import annotations

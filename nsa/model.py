@@ -13,7 +13,16 @@ from nsa.module import NSABlock
 
 
 class NSALanguageModel(nn.Module):
-    """Tokens int64 [B, S] -> logits [B, S, vocab_size]; packed [T] with cu_seqlens as well."""
+    """Tokens int64 [B, S] -> logits [B, S, vocab_size]; packed [T] with cu_seqlens as well.
+
+    >>> config = NSAConfig(
+    ...     dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=16
+    ... )
+    >>> model, tokens = NSALanguageModel(config, vocab_size=50, n_layers=2), torch.arange(40)[None]
+    >>> logits, caches = model.prefill(tokens[:, :39], max_len=64)
+    >>> next_logits = model.step(tokens[:, 39:], caches)
+    >>> torch.testing.assert_close(torch.cat([logits, next_logits], 1), model(tokens))
+    """
 
     def __init__(
         self, config: NSAConfig, vocab_size: int, n_layers: int, *, backend: str | None = None,

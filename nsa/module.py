@@ -179,7 +179,16 @@ class SwiGLU(nn.Module):
 
 
 class NSABlock(nn.Module):
-    """LLaMA-style block: x + NSA(RMSNorm(x)), then x + SwiGLU(RMSNorm(x))."""
+    """LLaMA-style block: x + NSA(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)).
+
+    >>> config = NSAConfig(
+    ...     dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=16
+    ... )
+    >>> block, x = NSABlock(config), torch.randn(2, 40, 32)
+    >>> cache = block.attention.make_cache(batch=2, max_len=40)
+    >>> parts = [block.prefill(x[:, :39], cache), block.step(x[:, 39:], cache)]
+    >>> torch.testing.assert_close(torch.cat(parts, 1), block(x))
+    """
 
     def __init__(
         self, config: NSAConfig, *, backend: str | None = None, flags: Flags | None = None

@@ -8,13 +8,26 @@ then a call of nsa_attention with its q_start: the kernels, the routes and the c
 those of one GPU. Backward adds the gradients of gathered tensors up with reduce-scatter, in fp32
 for half precision.
 
+Only compression overlaps the exchange: attention, that of the window too, starts when all keys and
+values are there, because its kernels serve the branches together.
+
 Gradients of parameters (projections, phi) are each rank's part: sum them over the group. Every
 rank must run the backward pass.
+
+    >>> from nsa import NSAConfig
+    >>> world = dict(rank=0, world_size=1)  # torchrun sets them
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), **world)
+    >>> config = NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, w=16)
+    >>> layer, x = NSAAttention(config), torch.randn(1, 64, 32)  # the whole sequence
+    >>> y = nsa_layer_parallel(layer, shard(x))
+    >>> torch.testing.assert_close(unshard(y), layer(x))
+    >>> dist.destroy_process_group()
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nsa.attention import nsa_attention
 from nsa.blocks import num_compressed
 from nsa.config import check_blocks
+from nsa.dispatch import Route, parse_backend
 from nsa.flags import Flags
 from nsa.module import NSAAttention
 
@@ -90,15 +104,32 @@ def shard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
 
 @torch.no_grad()
 def unshard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
-    """The whole of a tensor that shard() cut, on every rank. No gradient."""
+    """The whole of a tensor that shard() cut, on every rank. No gradient.
+
+    Ranks compare shape and dtype first: what differs is a ValueError on each of them.
+    """
     group = resolve_group(group)
     world = group.size()
-    parts = x.movedim(dim, 0)
-    if parts.shape[0] % 2:
-        raise ValueError(f"x must hold two chunks along dim {dim}, got shape {list(x.shape)}")
-    parts = parts.unflatten(0, (2, -1)).contiguous()
-    every = _finish(_all_gather(parts, group, "x"))
-    return _in_order(every.view(world, *parts.shape), 0).flatten(0, 1).movedim(0, dim)
+
+    def describe() -> list[int]:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+        if x.shape[dim] % 2 or x.ndim > _MAX_NDIM:
+            raise ValueError(f"x must hold two chunks along dim {dim}, got shape {list(x.shape)}")
+        kind = zlib.crc32(str(x.dtype).encode())
+        return [dim % x.ndim, kind, *x.shape, *[-1] * (_MAX_NDIM - x.ndim)]
+
+    every = _agree(describe, 2 + _MAX_NDIM, group, "x")
+    for rank, row in enumerate(every):
+        if row != every[0]:
+            shape = lambda r: [n for n in every[r][2:] if n >= 0]
+            raise ValueError(
+                f"ranks must agree on x's shape, dtype and dim: rank {rank} has {shape(rank)}, "
+                f"rank 0 {shape(0)}, here {x.dtype} and dim {dim}"
+            )
+    parts = x.movedim(dim, 0).unflatten(0, (2, -1)).contiguous()
+    whole = _finish(_all_gather(parts, group, "x"))
+    return _in_order(whole.view(world, *parts.shape), 0).flatten(0, 1).movedim(0, dim)
 
 
 def _in_order(every: Tensor, at: int) -> Tensor:
@@ -190,6 +221,33 @@ class _Gather(torch.autograd.Function):
 
 _NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ROUTES = (None, *Route)
+_MAX_NDIM = 8
+
+
+def _agree(
+    describe: Callable[[], list[int]], length: int, group: dist.ProcessGroup, what: str
+) -> list[list[int]]:
+    """What describe() gives on every rank, `length` ints each.
+
+    Nobody returns before everybody spoke, so an error of describe() on one rank, whatever it is,
+    ends with an error on every rank.
+    """
+    error = None
+    try:
+        mine = torch.tensor([[1, *describe()]], dtype=torch.int64)
+    except Exception as caught:
+        mine, error = torch.zeros(1, 1 + length, dtype=torch.int64), caught
+    cpu = "cpu:" in str(dist.get_backend_config(group))
+    where = "cpu" if cpu else torch.device("cuda", torch.cuda.current_device())
+    every = _finish(_all_gather(mine.to(where), group, f"what each rank has for {what}"))
+    if error is not None:
+        raise error
+    rows = every.tolist()
+    bad = [rank for rank, row in enumerate(rows) if not row[0]]
+    if bad:
+        raise ValueError(f"rank {bad[0]} of {len(rows)} refused its {what}: see its error")
+    return [row[1:] for row in rows]
 
 
 def _check_local(tensors: tuple[Tensor, ...], sizes: dict[str, int], world: int) -> None:
@@ -219,55 +277,42 @@ def _check_local(tensors: tuple[Tensor, ...], sizes: dict[str, int], world: int)
         )
 
 
-def _header(tensors: tuple[Any, ...], sizes: dict[str, int], scale: float | None) -> list[list]:
-    """Rows of six ints: one per tensor (shape, dtype, needs grad), then the sizes."""
-    rows = []
-    for x in tensors:
-        shape = list(x.shape[:4]) + [-1] * (4 - x.ndim)
-        rows.append([*shape, _DTYPES.index(x.dtype), int(x.requires_grad)])
-    bits = -1 if scale is None else struct.unpack("q", struct.pack("d", float(scale)))[0]
-    values = [*sizes.values(), bits, int(torch.is_grad_enabled())]
-    values += [0] * (-len(values) % 6)
-    return rows + [values[i : i + 6] for i in range(0, len(values), 6)]
+def _agree_on_arguments(
+    make: Callable[[], tuple[Tensor, ...]], sizes: dict[str, int], scale: float | None,
+    backend: str | None, group: dist.ProcessGroup,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """make(), checked on this rank and equal in kind on all of them."""
+    made: list[tuple[Tensor, ...]] = []
 
+    def describe() -> list[int]:
+        """Six ints per tensor (shape, dtype, needs grad), then what is no tensor."""
+        made.append(make())
+        _check_local(made[0], sizes, group.size())
+        row = []
+        for x in made[0]:
+            row += [*x.shape, _DTYPES.index(x.dtype), int(x.requires_grad)]
+        bits = -1 if scale is None else struct.unpack("q", struct.pack("d", float(scale)))[0]
+        route = _ROUTES.index(parse_backend(backend))
+        return [*row, *sizes.values(), bits, route, int(torch.is_grad_enabled())]
 
-def _agree(
-    tensors: tuple[Any, ...], sizes: dict[str, int], scale: float | None,
-    group: dist.ProcessGroup,
-) -> None:  # fmt: skip
-    """Check this rank's arguments, then that all ranks passed theirs and that they agree.
-
-    Nobody returns before everybody spoke, so a bad argument ends with an error on every rank.
-    """
-    rows = len(_NAMES) + -(-(len(sizes) + 2) // 6)
-    try:
-        _check_local(tensors, sizes, group.size())
-        mine, error = [[1] * 6, *_header(tensors, sizes, scale)], None
-    except (TypeError, ValueError) as caught:
-        mine, error = [[0] * 6] * (rows + 1), caught
-    cpu = "cpu:" in str(dist.get_backend_config(group))
-    where = "cpu" if cpu else torch.device("cuda", torch.cuda.current_device())
-    every = _finish(_all_gather(torch.tensor([mine], device=where), group, "argument shapes"))
-    if error is not None:
-        raise error
-    every = every.tolist()
-    bad = [rank for rank, table in enumerate(every) if not table[0][0]]
-    if bad:
-        raise ValueError(f"rank {bad[0]} of {len(every)} refused its arguments: see its error")
-    for rank, table in enumerate(every):
-        for at, (theirs, first) in enumerate(zip(table[1:], every[0][1:], strict=True)):
-            if theirs == first:
-                continue
-            if at >= len(_NAMES):
+    tensors = 6 * len(_NAMES)
+    every = _agree(describe, tensors + len(sizes) + 3, group, "arguments")
+    for rank, row in enumerate(every):
+        for at, name in enumerate(_NAMES):
+            theirs, first = (r[6 * at : 6 * at + 6] for r in (row, every[0]))
+            if theirs != first:
+                tell = lambda r: f"{r[:4]} {_DTYPES[r[4]]} requires_grad={bool(r[5])}"
                 raise ValueError(
-                    f"ranks must agree on the sizes, softmax_scale and grad mode: rank {rank} "
-                    f"differs from rank 0 (sizes here {sizes}, softmax_scale {scale})"
+                    f"ranks must agree on {name}: rank {rank} has {tell(theirs)}, rank 0 "
+                    f"{tell(first)}"
                 )
-            tell = lambda r: f"{r[:4]} {_DTYPES[r[4]]} requires_grad={bool(r[5])}"
+        if row[tensors:] != every[0][tensors:]:
             raise ValueError(
-                f"ranks must agree on {_NAMES[at]}: rank {rank} has {tell(theirs)}, rank 0 "
-                f"{tell(first)}"
+                f"ranks must agree on the sizes, softmax_scale, backend and grad mode: rank {rank} "
+                f"differs from rank 0 (sizes here {sizes}, softmax_scale {scale}, backend "
+                f"{backend})"
             )
+    return made[0]
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -297,22 +342,40 @@ def nsa_attention_parallel(
     """nsa_attention of one sequence spread over the ranks of `group` (see shard).
 
     q [B, S / W, HQ, Dk], gates [B, S / W, HQ, 3]; keys and values [B, S / W, G, D] of the three
-    branches. Unlike nsa_attention's, k_cmp and v_cmp are raw: phi_k and phi_v compress them,
-    [B, n, G, D] -> [B, num_compressed(n), G, D] (nsa.compress), after the tokens that a block
-    needs from the next chunk came over. group: a ProcessGroup, a 1-D DeviceMesh, or None for all
-    ranks. S is a multiple of 2 * W * d. Returns this rank's rows of out [B, S / W, HQ, Dv]; with
-    return_aux also {"block_indices", "lse", "routes"} of these rows.
+    branches. k_cmp and v_cmp are RAW here, where nsa_attention's are compressed: a block may reach
+    into the next chunk, so phi_k and phi_v compress after those tokens came over,
+    [B, n, G, D] -> [B, num_compressed(n), G, D] (nsa.compress). group: a ProcessGroup, a 1-D
+    DeviceMesh, or None for all ranks. S is a multiple of 2 * W * d. Returns this rank's rows of
+    out [B, S / W, HQ, Dv]; with return_aux also {"block_indices", "lse", "routes"} of these rows.
 
-    check: compare the arguments of all ranks first, so that a mismatch is a ValueError on each of
-    them; it waits for the device, so switch it off once shapes are settled. A rank that dies ends
-    the others with RuntimeError, at the latest after the group's timeout.
+    check: compare the arguments, and what phi gave, of all ranks first, so that an error on one is
+    an error on each; it waits for the device, so switch it off once shapes are settled. Attention
+    itself is not compared: where one rank alone fails in it, or dies, the others meet that in
+    their next exchange (of backward, for example). On gloo they end with RuntimeError, at the
+    latest after the group's timeout; on NCCL the watchdog by default ends their processes then
+    (TORCH_NCCL_ASYNC_ERROR_HANDLING).
     """
+    sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window)
+    return _parallel(
+        lambda: (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates), phi_k, phi_v, group, sizes,
+        softmax_scale, backend, flags, return_aux, check,
+    )  # fmt: skip
+
+
+def _parallel(
+    make: Callable[[], tuple[Tensor, ...]], phi_k: Compression, phi_v: Compression, group: Group,
+    sizes: dict[str, int], softmax_scale: float | None, backend: str | None, flags: Flags | None,
+    return_aux: bool, check: bool,
+) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
+    """nsa_attention_parallel of the tensors that make() gives."""
     group = resolve_group(group)
     world, rank = group.size(), group.rank()
-    sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window)
-    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     if check:
-        _agree(tensors, sizes, softmax_scale, group)
+        tensors = _agree_on_arguments(make, sizes, softmax_scale, backend, group)
+    else:
+        tensors = make()
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = tensors
+    l, d, window = sizes["l"], sizes["d"], sizes["window"]
     c = q.shape[1] // 2
     S = 2 * c * world
     tail = min(window - 1, c)
@@ -330,13 +393,37 @@ def nsa_attention_parallel(
     heads_k, heads_v, tails_k, tails_v = (_in_order(x, 1) for x in gathered[:4])
 
     mine = chunks_of(rank, world)
-    compressed = []
-    for x, heads, phi in ((k_cmp, heads_k, phi_k), (v_cmp, heads_v, phi_v)):
-        # What would follow the last chunk is zeros: blocks that reach into it are cut off below.
-        heads = torch.cat([heads, heads.new_zeros(heads[:, :1].shape)], 1)
-        follow = heads[:, [j + 1 for j in mine]]
-        raw = torch.cat([_halves(x)[0], follow], 2).flatten(0, 1)
-        compressed.append(phi(raw).unflatten(0, (-1, 2))[None])
+    compressed: list[Tensor] = []
+
+    def compress() -> list[int]:
+        for name, x, heads, phi, width in (
+            ("phi_k", k_cmp, heads_k, phi_k, q.shape[-1]),
+            ("phi_v", v_cmp, heads_v, phi_v, v_sel.shape[-1]),
+        ):
+            # What would follow the last chunk is zeros: blocks that reach there are cut off below.
+            heads = torch.cat([heads, heads.new_zeros(heads[:, :1].shape)], 1)
+            follow = heads[:, [j + 1 for j in mine]]
+            got = phi(torch.cat([_halves(x)[0], follow], 2).flatten(0, 1))
+            want = [2 * q.shape[0], c // d, k_sel.shape[2], width]
+            if list(got.shape) != want or got.dtype != q.dtype:
+                raise ValueError(
+                    f"{name} must give {want} in {q.dtype} for {2 * q.shape[0]} chunks of "
+                    f"{c + l - d} tokens, got {list(got.shape)} in {got.dtype}"
+                )
+            compressed.append(got.unflatten(0, (-1, 2))[None])
+        return [int(x.requires_grad) for x in compressed]
+
+    if not check:
+        compress()
+    else:
+        try:
+            every = _agree(compress, 2, group, "compression")
+        except Exception:
+            for one in pending[4:]:  # every rank began them
+                _finish(one)
+            raise
+        if any(row != every[0] for row in every):
+            raise ValueError("ranks must agree on whether phi_k and phi_v have gradients")
     small: list[Pending] = []
     both = _Gather.apply(group, ("compressed k", "compressed v"), small, *compressed)
     for one in (*small, *pending[4:]):
@@ -371,13 +458,20 @@ def nsa_attention_parallel(
 
 def nsa_layer_parallel(layer: NSAAttention, x: Tensor, group: Group = None, *,
                        check: bool = True) -> Tensor:  # fmt: skip
-    """layer(x) with x [B, S / W, dim] of each rank (see shard); returns this rank's rows."""
+    """layer(x) with x [B, S / W, dim] of each rank (see shard); returns this rank's rows.
+
+    check: as for nsa_attention_parallel; the projections are made inside of it.
+    """
     group = resolve_group(group)
-    at = positions(x.shape[1] * group.size(), group, x.device)
-    q, kv = layer._project(x, at)
-    out = nsa_attention_parallel(
-        q, kv.k_cmp, kv.v_cmp, kv.k_sel, kv.v_sel, kv.k_win, kv.v_win, layer.gate(x),
-        phi_k=layer.phi_k, phi_v=layer.phi_v, group=group, backend=layer.backend,
-        flags=layer.flags, check=check, **layer._sizes(),
+
+    def project() -> tuple[Tensor, ...]:
+        layer._check(x, 3)
+        q, kv = layer._project(x, positions(x.shape[1] * group.size(), group, x.device))
+        branches = (kv.k_cmp, kv.v_cmp, kv.k_sel, kv.v_sel, kv.k_win, kv.v_win)
+        return (q, *branches, layer.gate(x))
+
+    out = _parallel(
+        project, layer.phi_k, layer.phi_v, group, layer._sizes(), None, layer.backend, layer.flags,
+        False, check,
     )  # fmt: skip
     return layer.out(out.flatten(-2))

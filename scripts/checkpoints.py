@@ -83,9 +83,12 @@ class Checkpoints:
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, draw: torch.Generator,
-        rows: list[dict], norms: list[float],
+        rows: list[dict], norms: list[float], measured: dict[str, Any],
     ) -> Path:  # fmt: skip
-        """Write the state after `step` steps; older checkpoints but one go away."""
+        """Write the state after `step` steps; older checkpoints but one go away.
+
+        rows, norms and measured are what a resumed run is given back, as JSON.
+        """
         rank, world = _ranks()
         final = self.folder / f"step-{step:08d}"
         part = self.folder / f".{final.name}.part"
@@ -100,7 +103,7 @@ class Checkpoints:
             dcp.save(state, checkpoint_id=str(part))
         if rank == 0:
             about = {"format": FORMAT, "step": step, "world": world, "about": self.about}
-            text = json.dumps({**about, "rows": rows, "norms": norms})
+            text = json.dumps({**about, "rows": rows, "norms": norms, "measured": measured})
             (part / "state.json").write_text(text + "\n", encoding="utf-8")
             shutil.rmtree(final, ignore_errors=True)
             os.replace(part, final)
@@ -128,12 +131,12 @@ class Checkpoints:
 
     def resume(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, draw: torch.Generator
-    ) -> tuple[int, list[dict], list[float]]:
-        """Load the latest checkpoint into the arguments: (steps done, rows, norms); (0, [], [])
-        where resuming was not asked for or there is nothing yet."""
+    ) -> tuple[int, list[dict], list[float], dict[str, Any]]:
+        """Load the latest checkpoint into the arguments: (steps done, rows, norms, measured), 0 and
+        empty where resuming was not asked for or there is nothing yet."""
         path = self.latest() if self.wanted else None
         if path is None:
-            return 0, [], []
+            return 0, [], [], {}
         data = self._described(path)
         rank, world = _ranks()
         state = self._tensors(model, optimizer)
@@ -143,7 +146,13 @@ class Checkpoints:
             state[f"random/{rank}"] = _random_state()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(state, checkpoint_id=str(path))
+            try:
+                dcp.load(state, checkpoint_id=str(path))
+            except dcp.CheckpointException as error:  # of every rank, whichever could not read
+                cause = next(iter(error.failures.values()))[0]
+                raise CheckpointError(
+                    f"checkpoint {path} cannot be read: {type(cause).__name__}: {cause}"
+                ) from error
         set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
@@ -152,4 +161,4 @@ class Checkpoints:
             _set_random_state(state[f"random/{rank}"])
         self.resumed_from = data["step"]
         self.world_changed = None if same else data["world"]
-        return data["step"], data["rows"], data["norms"]
+        return data["step"], data["rows"], data["norms"], data.get("measured", {})

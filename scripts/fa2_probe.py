@@ -23,13 +23,12 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args(argv)
     found = fa2.probe()
-    wheel = found.wheel_name or "none: this torch has no CUDA"
     rows = {
         "fa2_source": found.source,
         "fa2_version": found.version,
         "fa2_why_not": found.why_not,
         "fa2_package_reason": found.package_reason,
-        "fa2_wheel": found.wheel_name,
+        "fa2_wheel": found.wheel,
     }
     for name, value in rows.items():
         emit("metric", {"name": name, "value": value, "unit": None})
@@ -38,14 +37,14 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print(f"FA-2: none ({found.why_not})")
     print(f"flash_attn package: {found.package_reason or 'works'}")
-    print(f"flash_attn wheel for this torch and Python: {wheel}")
+    print(f"flash_attn wheel: {found.wheel}")
     if found.source is None:
-        note(f"no FlashAttention-2 here: {found.why_not}; wheel: {wheel}")
+        note(f"no FlashAttention-2 here: {found.why_not}; {found.wheel}")
         return 3
     if found.package_reason is not None:
         note(
             f"torch's own FlashAttention-2 is used; the flash_attn package is not: "
-            f"{found.package_reason}; wheel: {wheel}"
+            f"{found.package_reason}; {found.wheel}"
         )
     return 0
 

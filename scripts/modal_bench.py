@@ -7,8 +7,10 @@ The remote machine runs the same `scripts/runner_oneshot.sh` as any box; nothing
     python scripts/modal_bench.py --body-from artifacts/runner/<commit> --config configs/base.yaml
 
 Needs `pip install modal` and a Modal token for the first form only. Writes `<out>/<name>.tgz`, the
-unpacked bundle, `pr_body.md` and, with --config, the proposed edit of that file. Exit code: the
-runner's own (0 all required stages passed), 2 for a usage error, 4 when no bundle came back.
+unpacked bundle, `pr_body.md` and, with --config, what bench/threshold_optimizer.py --write makes of
+the bundle's CSVs (a threshold or "keep disabled", and FA-2's minimum lengths). Exit code: the
+runner's own (0 all required stages passed), 2 for a usage error or a file that cannot be edited, 4
+when no bundle came back.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
-from bench.threshold_optimizer import write_config
+from bench import threshold_optimizer
+from scripts.oneshot.stages import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 REDACTION_FAILED = 6  # the runner's exit code for a bundle that must not leave its machine
@@ -79,10 +82,14 @@ def build_app(modal: Any, gpu: str, timeout_s: int) -> tuple[Any, Any]:
         import sys
         from pathlib import Path
 
-        sys.path.insert(0, REMOTE_ROOT)
+        # remote.local() runs it here, where there is no copy of the repository.
+        root = Path(REMOTE_ROOT)
+        if not (root / "scripts" / "modal_bench.py").is_file():
+            root = ROOT
+        sys.path.insert(0, str(root))
         from scripts.modal_bench import run_report
 
-        return run_report(Path(REMOTE_ROOT), profile)
+        return run_report(root, profile)
 
     return app, remote
 
@@ -110,6 +117,22 @@ def _evidence(bench: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _fa2(recommend: dict[str, Any]) -> list[str]:
+    """The lines on FA-2's minimum lengths, where some are proposed."""
+    names = ("fa2_min_len_win", "fa2_min_len_cmp")
+    found = [f"`{name}` = {n}" for name in names if (n := recommend.get(name)) is not None]
+    return ["", f"FlashAttention-2, by the same rule: {', '.join(found)}."] if found else []
+
+
+def propose(folder: Path, recommend: dict[str, Any], config: Path) -> int:
+    """Write what the bundle recommends into `config`, from its CSVs; the optimizer's exit code."""
+    needs = next(stage.needs for stage in plan("standard") if stage.id == "threshold")
+    argv = [str(folder / name) for name in needs]
+    if _fa2(recommend):
+        argv += ["--fa2", str(folder / "fa2.csv")]
+    return threshold_optimizer.main([*argv, "--write", str(config)])
+
+
 def pr_body(bundle: dict[str, Any]) -> str:
     """The pull-request text for one bundle (the contents of its bundle.json).
 
@@ -129,6 +152,7 @@ def pr_body(bundle: dict[str, Any]) -> str:
         f"## {head} on {device['name']}",
         "",
         why,
+        *_fa2(recommend),
         "",
         "| | |",
         "|---|---|",
@@ -201,10 +225,10 @@ def main(argv: list[str] | None = None) -> int:
     bundle = load_bundle(folder)
     (args.out / "pr_body.md").write_text(pr_body(bundle))
     print(args.out / "pr_body.md")
-    min_l = (bundle.get("recommend") or {}).get("sel_triton_min_L")
-    if args.config and min_l is not None:
-        write_config(args.config, bundle["device"]["name"], {"sel_triton_min_L": min_l})
-        print(args.config)
+    if args.config and bundle.get("recommend") and propose(
+        folder, bundle["recommend"], args.config
+    ):
+        return 2
     return code
 
 

@@ -9,7 +9,7 @@ that is neither the first nor a local one, so only its score can select it. Othe
 length point half-way towards the query, one per block, and the other queries' needles compete too.
 Selection reads the scores of mean-pooled blocks, where a needle is one of 32 keys.
 
-Three facts decide (exit code 0 all hold, 1 one fails, 2 usage error):
+Three facts decide (exit code 0 all hold, 1 one fails, 2 usage error, or no such device or route):
   control     dense attention puts at least 90 % of its weight on each needle: the task is solvable
   found       the needle's block is selected, and the branch's output equals dense attention's
   not chance  with the needle's key taken away, its block is chosen no more often than others are
@@ -37,7 +37,7 @@ from bench.records import emit
 from nsa import launches
 from nsa.attention import select_blocks, selection_attention
 from nsa.compress import mean_pool
-from nsa.dispatch import trace
+from nsa.dispatch import RouteUnavailable, trace
 
 L, D, L_SEL, N_INIT, N_LOCAL = 32, 16, 64, 1, 2  # the paper's block sizes
 DIM, HEADS_PER_GROUP, GROUPS = 64, 4, 2
@@ -252,6 +252,8 @@ def main(argv: list[str] | None = None) -> int:
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[args.dtype]
     if args.seeds < 1 or (args.picture and not args.lengths):
         parser.error("--picture is drawn of --lengths, with --seeds of at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: no CUDA device here")
     try:
         if args.lengths:
             rows = by_depth(
@@ -260,10 +262,10 @@ def main(argv: list[str] | None = None) -> int:
             )  # fmt: skip
             return depth_report(rows, args.picture)
         case = make_case(args.tokens, args.queries, args.device, dtype, args.seed)
-    except ValueError as e:
+        with trace() as routes, launches.recording() as launched:
+            result = search(case, args.n_sel, all_rows=args.device == "cuda", backend=args.backend)
+    except (ValueError, RouteUnavailable) as e:
         parser.error(str(e))
-    with trace() as routes, launches.recording() as launched:
-        result = search(case, args.n_sel, all_rows=args.device == "cuda", backend=args.backend)
     print(f"routes {[d.route.value for d in routes]} launches {dict(launched)}")
     emit("metric", {"name": "needle/found_share", "value": result.found_share, "unit": "1"})
     checks = result.checks()

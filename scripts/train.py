@@ -8,7 +8,9 @@ The model, the data, the order of the batches, the schedule and the initial weig
 attention are the same for both: `dense` replaces each NSA layer by causal grouped-query attention
 of the same heads, through torch's SDPA. Parameters are sharded with FSDP2 under torchrun and
 gathered in bf16 on a GPU; gradients are added up in fp32. Lengths of --seq are trained one after
-the other, each with as many tokens per step as the first.
+the other, each with as many tokens per step as the first: the default --batch is large enough that
+every rank has whole sequences of the longest. Where a --batch of yours is not, tokens per step
+differ; a line says so, and rates.csv has them.
 
 Into --out: train.csv (attention, seq, step, loss, val_loss, lr, tokens_per_s), rates.csv (tokens/s
 of every run), train.svg with both, and checkpoints/<attention>-<seq>/. A resumed run gives the very
@@ -56,8 +58,8 @@ from scripts.training import PRESETS, VOCAB, Preset, Run, finite, load_corpus, t
 ATTENTIONS = ("nsa", "dense")
 CURVE = ("attention", "seq", "step", "loss", "val_loss", "lr", "tokens_per_s")
 RATES = (
-    "attention", "seq", "batch", "world", "parameters", "tokens_per_s", "first_step_s",
-    "peak_vram_mib", "val_loss",
+    "attention", "seq", "batch", "tokens_per_step", "world", "parameters", "tokens_per_s",
+    "first_step_s", "peak_vram_mib", "val_loss",
 )  # fmt: skip
 
 
@@ -187,7 +189,8 @@ def build_parser() -> argparse.ArgumentParser:
 def presets(
     parser: argparse.ArgumentParser, args: argparse.Namespace, longest: int
 ) -> list[Preset]:
-    """One preset per length, with the same tokens per step; a usage error for what cannot be."""
+    """One preset per length, of the same tokens per step where whole sequences on every rank allow
+    it; a usage error for what cannot be."""
     base = PRESETS[args.device]
     for name in ("steps", "batch", "layers", "dim", "heads", "groups", "stop_at", "log_every"):
         value = getattr(args, name)
@@ -212,14 +215,18 @@ def presets(
     }
     base = replace(base, config=config, **given)
     world, out = int(os.environ.get("WORLD_SIZE", "1")), []
-    for seq in args.seq or [base.seq]:
-        batch = base.batch * (args.seq or [base.seq])[0] // seq
-        batch = max(world, batch // world * world) if out else base.batch
+    lengths = args.seq or [base.seq]
+    for seq in lengths:
         if not 2 * config.l_sel <= seq <= longest:
             parser.error(f"--seq must be {2 * config.l_sel} to {longest}, got {seq}")
-        if batch % world:
-            parser.error(f"--batch must be a multiple of the {world} ranks, got {batch}")
-        out.append(replace(base, seq=seq, batch=batch))
+    if args.batch is None:
+        least = max(base.batch, math.ceil(world * max(lengths) / lengths[0]))
+        base = replace(base, batch=math.ceil(least / world) * world)
+    elif args.batch % world:
+        parser.error(f"--batch must be a multiple of the {world} ranks, got {args.batch}")
+    for seq in lengths:
+        share = base.batch * lengths[0] // seq // world  # sequences of a rank
+        out.append(replace(base, seq=seq, batch=max(1, share) * world))
     return out
 
 
@@ -230,16 +237,14 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     )
 
 
-def summary(
-    attention: str, preset: Preset, run: Run, device: torch.device, world: int
-) -> dict[str, Any]:
-    peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
+def summary(attention: str, preset: Preset, run: Run, world: int) -> dict[str, Any]:
     last = next((r["val_loss"] for r in reversed(run.rows) if r["val_loss"] is not None), None)
     return {
-        "attention": attention, "seq": preset.seq, "batch": preset.batch, "world": world,
+        "attention": attention, "seq": preset.seq, "batch": preset.batch,
+        "tokens_per_step": preset.batch * preset.seq, "world": world,
         "parameters": sum(p.numel() for p in run.model.parameters()),
-        "tokens_per_s": run.tokens_per_s, "first_step_s": run.first_step_s, "peak_vram_mib": peak,
-        "val_loss": last,
+        "tokens_per_s": run.tokens_per_s, "first_step_s": run.first_step_s,
+        "peak_vram_mib": run.peak_vram_mib, "val_loss": last,
     }  # fmt: skip
 
 
@@ -275,6 +280,10 @@ def main(argv: list[str] | None = None) -> int:
     first, world = (True, 1) if mesh is None else (mesh.get_rank() == 0, mesh.size())
     if first:
         args.out.mkdir(parents=True, exist_ok=True)
+        steps = {p.seq: p.seq * p.batch for p in planned}
+        if len(set(steps.values())) > 1:
+            told = ", ".join(f"{tokens} at --seq {seq}" for seq, tokens in steps.items())
+            note(f"tokens per step differ: {told}", "warn")
     curve: list[dict[str, Any]] = []
     rates: list[dict[str, Any]] = []
     good = True
@@ -305,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
                 rows = [{"attention": attention, "seq": preset.seq, **r} for r in run.rows]
                 good &= all(math.isfinite(r["loss"]) for r in rows)
                 curve += rows
-                rates.append(summary(attention, preset, run, device, world))
+                rates.append(summary(attention, preset, run, world))
                 if args.save and attention == "nsa":
                     state = weights(run.model)
                     if first:

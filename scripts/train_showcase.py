@@ -4,7 +4,7 @@
     python scripts/train_showcase.py --steps 20 --device cuda
     python scripts/train_showcase.py --save showcase.pt   # then: python -m nsa.generate showcase.pt
 
-The text ships with the package (nsa/data). A loss that falls proves little, because a model that
+The text is in the repository (nsa/data). A loss that falls proves little, because a model that
 sees the future falls fastest, so three facts stand beside it: the held-out loss next to the cross
 entropy of byte unigram and bigram models, a causality probe on the trained model (other tokens
 after t must change no output up to t), and the same probe on a copy with a planted leak, which it

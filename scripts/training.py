@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,6 +83,19 @@ def windows(text: Tensor, starts: Tensor, seq: int) -> Tensor:
 
 
 @dataclass
+class Measured:
+    """What a run measured so far; checkpoints carry it, so a resumed run adds to it.
+
+    first_step_s has the kernels' compilation in it; timed_steps and timed_s are the steps after.
+    """
+
+    first_step_s: float = 0.0
+    timed_steps: int = 0
+    timed_s: float = 0.0
+    peak_vram_mib: float | None = None
+
+
+@dataclass
 class Run:
     """What one training run left: a row per step, the model, and its rates."""
 
@@ -95,6 +108,7 @@ class Run:
     launches: dict[str, int]
     routes: dict[str, int]
     fallbacks: dict[str, int]
+    peak_vram_mib: float | None = None
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -177,10 +191,11 @@ def train(
     rows: list[dict[str, float | int | None]] = []
     norms: list[float] = []
     pending: list[tuple[int, float, Tensor, Tensor]] = []
-    first_step_s, timed_steps, timed_s = 0.0, 0, 0.0
+    measured = Measured()
     first, end = 0, min(preset.steps, stop_at or preset.steps)
     if checkpoints is not None:
-        first, rows, norms = checkpoints.resume(model, optimizer, draw)
+        first, rows, norms, before = checkpoints.resume(model, optimizer, draw)
+        measured = Measured(**before)
     model.train()
     with launches.recording() as launched, dispatch.trace() as taken:
         started = time.perf_counter()
@@ -207,11 +222,11 @@ def train(
             losses = average(torch.stack([torch.stack(p[2:]) for p in pending]), mesh).tolist()
             elapsed = time.perf_counter() - started
             if step == first:
-                first_step_s = elapsed  # compiles the kernels: not part of the rate
+                measured.first_step_s = measured.first_step_s or elapsed
                 rate = None
             else:
-                timed_steps += len(pending)
-                timed_s += elapsed
+                measured.timed_steps += len(pending)
+                measured.timed_s += elapsed
                 rate = len(pending) * preset.batch * preset.seq / elapsed
             for (index, at, *_), (value, norm_value) in zip(pending, losses, strict=True):
                 rows.append(
@@ -221,16 +236,20 @@ def train(
             pending.clear()
             if last or (step + 1) % (5 * log_every) == 0:
                 rows[-1]["val_loss"] = held_out_loss(model, list(val), mesh)
+            if device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated() / 2**20
+                measured.peak_vram_mib = max(peak, measured.peak_vram_mib or 0.0)
             if save:
-                checkpoints.save(step + 1, model, optimizer, draw, rows, norms)
+                checkpoints.save(step + 1, model, optimizer, draw, rows, norms, asdict(measured))
             progress(step + 1, f"step {step + 1}/{preset.steps} loss {rows[-1]['loss']:.3f}")
             started = time.perf_counter()
-    steps_per_s = timed_steps / timed_s if timed_s else None
+    steps_per_s = measured.timed_steps / measured.timed_s if measured.timed_s else None
     return Run(
-        model, rows, norms, first_step_s, steps_per_s,
+        model, rows, norms, measured.first_step_s, steps_per_s,
         steps_per_s and steps_per_s * preset.batch * preset.seq, dict(launched),
         Counter(f"{d.branch.value}/{d.route.value}" for d in taken),
         Counter(f"{d.branch.value}/{r.value}: {why}" for d in taken for r, why in d.rejected),
+        measured.peak_vram_mib,
     )  # fmt: skip
 
 

@@ -1,11 +1,22 @@
 """NSA as an attention implementation of Hugging Face Transformers, by the name "nsa".
 
-    from nsa.integrations.transformers import add_nsa_parameters, register
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from nsa.integrations.transformers import add_nsa_parameters, load_pretrained, register
+    >>> register()
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+    ...     num_attention_heads=4, num_key_value_heads=2,
+    ...     nsa={"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "window": 512},
+    ... )
+    >>> model = LlamaForCausalLM._from_config(config, attn_implementation="nsa")
+    >>> parts = add_nsa_parameters(model)  # learnable compression and gates; before the optimizer
 
-    register()
-    config = LlamaConfig(..., nsa={"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "window": 512})
-    model = LlamaForCausalLM._from_config(config, attn_implementation="nsa")
-    add_nsa_parameters(model)   # learnable compression and gates; before the optimizer is made
+A model with these parameters is saved by save_pretrained and loaded by load_pretrained:
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     model.save_pretrained(folder)
+    ...     again = load_pretrained(LlamaForCausalLM, folder)
 
 Any decoder model whose attention goes through AttentionInterface will do (LLaMA, Qwen, ...). The
 model has one key and one value projection per layer, so the three branches share them; the paper
@@ -21,6 +32,7 @@ where Transformers tells them apart (without a cache). Checked with Transformers
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -43,12 +55,12 @@ def register() -> None:
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """The sizes, and the backend if given, of a model's config.nsa over SIZES.
+    """The sizes, and backend and phi if given, of a model's config.nsa over SIZES.
 
-    Raises ValueError for a name that is none of SIZES or "backend".
+    phi is what add_nsa_parameters notes. Raises ValueError for any other name.
     """
     given = dict(getattr(config, "nsa", None) or {})
-    unknown = set(given) - set(SIZES) - {"backend"}
+    unknown = set(given) - set(SIZES) - {"backend", "phi"}
     if unknown:
         allowed = ", ".join([*SIZES, "backend"])
         raise ValueError(f"config.nsa must hold some of {allowed}, got {sorted(unknown)[0]!r}")
@@ -76,19 +88,21 @@ class NSAParameters(nn.Module):
 def add_nsa_parameters(model: PreTrainedModel, phi: str = "mlp") -> list[NSAParameters]:
     """Give every attention layer of `model` learnable compression and gates, as layer.nsa.
 
-    They are part of the model's parameters and state dict (`...self_attn.nsa.*`); to load them,
-    call this on the new model before load_state_dict. phi: "mlp" or "mean". Raises ValueError for a
-    model without an attention layer of the LLaMA kind, or one that has them already.
+    They are part of the model's parameters and state dict (`...self_attn.nsa.*`), and the config
+    notes phi: load_pretrained loads what save_pretrained wrote. For load_state_dict call this on
+    the new model first. phi: "mlp" or "mean". Raises ValueError for a model without an attention
+    layer of the LLaMA kind, or one that has them already.
     """
     layers = [m for m in model.modules() if hasattr(m, "q_proj") and hasattr(m, "k_proj")]
     if not layers:
         raise ValueError(
             f"model must have attention layers with q_proj and k_proj, got {type(model).__name__}"
         )
-    sizes, added = settings(model.config), []
+    added = []
     for layer in layers:
         if hasattr(layer, "nsa"):
             raise ValueError("model must not have NSA parameters yet, it has")
+        sizes = settings(layer.config)
         width = layer.head_dim
         heads = layer.q_proj.out_features // width
         part = NSAParameters(
@@ -97,7 +111,42 @@ def add_nsa_parameters(model: PreTrainedModel, phi: str = "mlp") -> list[NSAPara
         layer.nsa = part.to(layer.q_proj.weight)
         layer.register_forward_pre_hook(part.before, with_kwargs=True)
         added.append(part)
+    for layer in layers:
+        layer.config.nsa = {**(getattr(layer.config, "nsa", None) or {}), "phi": phi}
     return added
+
+
+def load_pretrained(
+    model_class: type[PreTrainedModel], path: str | os.PathLike[str], **kwargs: Any
+) -> PreTrainedModel:
+    """model_class.from_pretrained(path, attn_implementation="nsa", **kwargs) with NSA parameters.
+
+    model_class is the model's own (LlamaForCausalLM, not AutoModelForCausalLM), which by itself
+    knows no such parameters and would drop them. Registers the name. Raises ValueError for a model
+    that was saved without them: from_pretrained loads it, and add_nsa_parameters adds new ones.
+    """
+    register()
+    missing = ValueError(
+        f"path must hold a model saved with NSA parameters, got {path} without: load it by "
+        "from_pretrained, then call add_nsa_parameters"
+    )
+
+    def init(self: PreTrainedModel, config: Any, *args: Any, **more: Any) -> None:
+        model_class.__init__(self, config, *args, **more)
+        phi = (getattr(config.get_text_config(), "nsa", None) or {}).get("phi")
+        if phi is None:
+            raise missing
+        add_nsa_parameters(self, phi)
+
+    same = {"__init__": init, "__module__": model_class.__module__}
+    with_nsa = type(model_class.__name__, (model_class,), same)
+    model, info = with_nsa.from_pretrained(
+        path, attn_implementation=NAME, **kwargs, output_loading_info=True
+    )
+    if any(".nsa." in key for key in info["missing_keys"]):
+        raise missing
+    model.__class__ = model_class
+    return model
 
 
 def nsa_mask(
@@ -128,7 +177,8 @@ def nsa_attention_forward(
     """The attention function: query [B, HQ, S, D], key and value [B, G, N, D] -> [B, S, HQ, D].
 
     The queries are the last S of the N positions. Raises NotImplementedError for what NSA lacks:
-    dropout, sliding windows of the model's own, soft caps, attention sinks, 4-D masks.
+    dropout, sliding windows of the model's own, soft caps, attention sinks, 4-D masks. Under
+    autocast everything is cast to its dtype, as torch's SDPA does.
     """
     if dropout:
         raise NotImplementedError(f"nsa has no attention dropout, got dropout={dropout}")
@@ -142,11 +192,18 @@ def nsa_attention_forward(
     how = settings(module.config)
     how["softmax_scale"] = scaling
     learnt: NSAParameters | None = getattr(module, "nsa", None)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if how.pop("phi", None) is not None and learnt is None:
+        raise ValueError(
+            "model must have the NSA parameters that its config.nsa['phi'] speaks of, got none: "
+            "load it by nsa.integrations.transformers.load_pretrained"
+        )
+    # Under autocast the model turns queries and keys in fp32, but not values.
+    dtype = _attention_dtype(query)
+    q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
     if learnt is None:
         gates = q.new_full((*q.shape[:-1], 3), 1 / 3)
     else:
-        gates, learnt.gates = learnt.gates, None
+        gates, learnt.gates = learnt.gates.to(dtype), None
     if attention_mask is None:
         return _attend(q, k, v, gates, learnt, how), None
     S, N = q.shape[1], k.shape[1]
@@ -174,6 +231,14 @@ def nsa_attention_forward(
     return torch.cat(out), None
 
 
+def _attention_dtype(q: Tensor) -> torch.dtype:
+    """Autocast's dtype where it is on and takes q, as torch's SDPA has it, else q's own."""
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return q.dtype
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, learnt: NSAParameters | None,
     how: dict[str, Any],
@@ -182,5 +247,5 @@ def _attend(
     if learnt is None:
         k_cmp, v_cmp = (mean_pool(x, how["l"], how["d"]) for x in (k, v))
     else:
-        k_cmp, v_cmp = learnt.phi_k(k), learnt.phi_v(v)
+        k_cmp, v_cmp = learnt.phi_k(k).to(q.dtype), learnt.phi_v(v).to(q.dtype)
     return nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, q_start=k.shape[1] - q.shape[1], **how)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-import platform
 import signal
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.blocks import cu_seqlens_compressed, num_compressed
+from nsa.kernels import fa2_wheels
 
-WHEEL_VERSION = "2.8.3"  # the release whose wheel is named when the package is missing
 FORMS = ("auto", "varlen", "dense")
 _GRID = 65535  # batch and heads are grid dimensions y and z
 
@@ -36,28 +35,21 @@ class Probe:
     source: "flash_attn", "torch" or None. version: of that source. why_not: None when usable.
     package_reason: None when the flash_attn package works, else "<class>: <what it said>" with
     class one of not installed, undefined symbol, libcudart missing, no kernel image, other.
-    wheel_name: the flash-attn wheel that fits this torch and Python; None for a CPU-only torch.
+    wheel: the official flash-attn wheel that fits this torch and Python, or that there is none.
     """
 
     source: str | None
     version: str | None
     why_not: str | None
     package_reason: str | None
-    wheel_name: str | None
+    wheel: str
 
 
-def wheel_name(version: str = WHEEL_VERSION) -> str | None:
-    """File name of the flash-attn wheel for this torch and Python; None without CUDA in torch."""
-    if torch.version.cuda is None:
-        return None
-    cuda = torch.version.cuda.split(".")[0]
-    major_minor = ".".join(torch.__version__.split("+")[0].split(".")[:2])
-    abi = str(torch.compiled_with_cxx11_abi()).upper()
-    py = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return (
-        f"flash_attn-{version}+cu{cuda}torch{major_minor}cxx11abi{abi}-{py}-{py}"
-        f"-linux_{platform.machine()}.whl"
-    )
+def wheel() -> str:
+    """What fa2_wheels.wheel says of this torch and Python."""
+    python = ".".join(str(x) for x in sys.version_info[:2])
+    abi = torch.compiled_with_cxx11_abi()
+    return fa2_wheels.wheel(torch.__version__, torch.version.cuda, python, abi)
 
 
 # A wheel built for another torch may crash the process at import, or only fail at the first
@@ -136,20 +128,20 @@ def _try_torch() -> str | None:
 def probe() -> Probe:
     """Find the FA-2 to use; tried once per process, the package in a child process first."""
     version, reason = _try_package()
-    wheel = wheel_name()
+    fits = wheel()
     if not torch.cuda.is_available():
         why = f"no CUDA device; flash_attn: {reason or f'{version} is installed'}"
-        return Probe(None, None, why, reason, wheel)
+        return Probe(None, None, why, reason, fits)
     sm = torch.cuda.get_device_capability()
     if sm < (8, 0):
         why = f"FA-2 needs SM 8.0 or newer, got SM {sm[0]}.{sm[1]}"
-        return Probe(None, None, why, reason, wheel)
+        return Probe(None, None, why, reason, fits)
     if reason is None:
-        return Probe("flash_attn", version, None, None, wheel)
+        return Probe("flash_attn", version, None, None, fits)
     no_torch = _try_torch()
     if no_torch is None:
-        return Probe("torch", torch.__version__, None, reason, wheel)
-    return Probe(None, None, f"flash_attn: {reason}; {no_torch}", reason, wheel)
+        return Probe("torch", torch.__version__, None, reason, fits)
+    return Probe(None, None, f"flash_attn: {reason}; {no_torch}", reason, fits)
 
 
 # ---- one call ------------------------------------------------------------------------------------

@@ -56,6 +56,11 @@ def fresh_flags() -> Iterator[None]:
     log.reset()
 
 
+# `with torch.device(...)` notes at its first use which functions it serves: not the poisoned.
+with torch.device("meta"):
+    torch.empty(0)
+
+
 def _poisoned(make):
     def poisoned(*args, **kwargs):
         tensor = make(*args, **kwargs)

@@ -16,7 +16,7 @@ from nsa import oracle, reference, rungs
 from nsa.attention import compressed_attention, sliding_attention
 from nsa.blocks import num_compressed
 from nsa.flags import Flags
-from nsa.kernels import fa2
+from nsa.kernels import fa2, fa2_wheels
 from nsa.tests.helpers import grads, make_qkv, randn
 
 
@@ -269,17 +269,33 @@ def test_a_broken_package_is_tried_in_a_child(body, expected, tmp_path, monkeypa
     assert version is None and reason.startswith(expected)
 
 
-def test_the_wheel_name_is_exact(monkeypatch):
+@pytest.mark.parametrize(
+    ("torch_version", "cuda", "python", "abi", "machine", "said"),
+    [
+        ("2.8.0+cu128", "12.8", "3.12", True, "x86_64",
+         "fits is flash_attn-2.8.3+cu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl from"),
+        ("2.6.0", "12.4", "3.9.1", False, "x86_64",
+         "fits is flash_attn-2.8.3+cu12torch2.6cxx11abiFALSE-cp39-cp39-linux_x86_64.whl from"),
+        ("2.4.1", "12.4", "3.13", False, "x86_64", "no official wheel for torch 2.4, CUDA 12"),
+        ("2.10.0+cu128", "12.8", "3.12", True, "x86_64", "no official wheel for torch 2.10, CUDA"),
+        ("2.11.0+cu130", "13.0", "3.12", True, "x86_64", "no official wheel for torch 2.11, CUDA"),
+        ("2.8.0+cu129", "12.9", "3.12", True, "aarch64", "no official wheel for torch 2.8, CUDA"),
+        ("2.8.0+cu126", "12.6", "3.14", True, "x86_64", "CUDA 12, Python 3.14 on x86_64: torch's"),
+        ("2.13.0+cpu", None, "3.12", True, "x86_64", "torch 2.13.0+cpu is built without CUDA"),
+    ],
+)  # fmt: skip
+def test_a_wheel_is_named_where_one_is_published(
+    torch_version, cuda, python, abi, machine, said, monkeypatch
+):
+    monkeypatch.setattr(fa2_wheels.platform, "machine", lambda: machine)
+    assert said in fa2_wheels.wheel(torch_version, cuda, python, abi)
+
+
+def test_the_probe_asks_for_this_torch(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    monkeypatch.setattr(torch, "compiled_with_cxx11_abi", lambda: True)
-    py = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    machine = fa2.platform.machine()
-    assert fa2.wheel_name("2.8.3") == (
-        f"flash_attn-2.8.3+cu13torch2.11cxx11abiTRUE-{py}-{py}-linux_{machine}.whl"
-    )
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert fa2.wheel_name() is None
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert f"no official wheel for torch 2.11, CUDA 13, Python {python} on" in fa2.wheel()
 
 
 def test_the_operator_of_torch_takes_what_it_is_given():

@@ -97,6 +97,28 @@ def test_command_line_generates_from_a_saved_model(model, tmp_path, capsys):
     assert "tokens/s" in err
 
 
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [("cuda", "CUDA devices"), ("cuda:99", "'cuda:99' is not here"), ("gpu", "cpu, cuda or cuda:N"),
+     ("meta", "got 'meta'")],
+)  # fmt: skip
+def test_a_device_that_is_not_here_is_a_usage_error(device, words, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit) as stopped:
+        gen.main(["m.pt", "--device", device])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_the_cache_is_as_large_as_the_text(model, monkeypatch):
+    seen = []
+    layer = model.blocks[0].attention
+    make = layer.make_cache
+    keep = lambda *args, **kwargs: seen.append(make(*args, **kwargs)) or seen[-1]
+    monkeypatch.setattr(layer, "make_cache", keep)
+    gen.generate(model, torch.zeros(1, 5, dtype=torch.long), 7)
+    assert [(c.max_len, c.growable) for c in seen] == [(12, False)]
+
+
 class Evil:
     def __reduce__(self):
         return (print, ("code ran",))
@@ -179,6 +201,18 @@ def test_needle_control_fails_when_dense_attention_cannot_find_it_either(case):
 def test_needle_needs_room():
     with pytest.raises(ValueError, match="tokens"):
         needle.make_case(512, 8)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [(["--backend", "triton"], "triton"), (["--device", "cuda"], "no CUDA device"),
+     (["--backend", "triton", "--lengths", "2048", "--seeds", "1"], "triton")],
+)  # fmt: skip
+def test_needle_says_in_a_line_what_is_not_here(argv, words, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        needle.main(["--tokens", "2048", "--queries", "2", *argv])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_needle_64k_gpu(cuda):

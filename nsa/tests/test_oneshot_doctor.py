@@ -37,8 +37,18 @@ def examine(tmp_path, torch=None, device=None, git=None, environ=None, gpu=True)
 def test_a_good_box_is_not_blocked(tmp_path):
     checks = examine(tmp_path)
     assert not [c for c in checks.values() if c.level == "BLOCK"]
-    wheel = "flash_attn-2.8.3+cu13torch2.11cxx11abiTRUE-cp311-cp311-linux_x86_64.whl"
-    assert checks["flash-attn"].level == "WARN" and wheel in checks["flash-attn"].fix
+    assert checks["flash-attn"].level == "WARN"
+
+
+def test_the_guide_quotes_the_doctor(tmp_path, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    said = doctor.lines([examine(tmp_path)["flash-attn"]])
+    guide = (doctor.ROOT / "docs" / "FA2-Install-Guide.md").read_text()
+    assert "```\n" + "\n".join(said) + "\n```\n" in guide
+    sick = {"torch": "2.8.0+cu128", "cuda_build": "12.8"}
+    fix = examine(tmp_path, torch=sick)["flash-attn"].fix
+    wheel = "flash_attn-2.8.3+cu12torch2.8cxx11abiTRUE-cp311-cp311-linux_x86_64.whl"
+    assert wheel in fix and wheel in guide
 
 
 SICK = [

@@ -116,33 +116,69 @@ def _run_layer(rank: int, world: int) -> None:
 
 def _run_bad(kind: str, rank: int, world: int) -> str:
     """One rank, or all, pass something wrong. The text of this rank's error."""
-    sizes = dict(SIZES)
+    sizes, how = dict(SIZES), {"backend": "reference"}
     odd = rank == world - 1
     x = {n: parallel.shard(t) for n, t in _inputs(1, 16 * world, F32).items()}
+    pool = phi = lambda t: mean_pool(t, sizes["l"], sizes["d"])
     if kind == "length":
         x["q"], x["gates"] = x["q"][:, :-1], x["gates"][:, :-1]
-    elif kind == "one-length" and odd:
-        x = {n: t[:, :8] for n, t in x.items()}
-    elif kind == "one-refused" and odd:
-        x["k_sel"] = x["k_sel"][:, :-2]
-    elif kind == "dtype" and odd:
-        x = {n: t.double() for n, t in x.items()}
-    elif kind == "grad" and odd:
-        x["k_win"].requires_grad_()
-    elif kind == "sizes" and odd:
-        sizes["window"] = 8
     elif kind == "stride":
         x = {n: t[:, :12] for n, t in x.items()}
-    pool = lambda t: mean_pool(t, sizes["l"], sizes["d"])
+    elif not odd:
+        pass
+    elif kind in ("one-length", "unshard"):
+        x = {n: t[:, :8] for n, t in x.items()}
+    elif kind == "unshard-odd":
+        x = {n: t[:, :7] for n, t in x.items()}
+    elif kind == "unshard-dtype":
+        x = {n: t.int() for n, t in x.items()}
+    elif kind == "one-refused":
+        x["k_sel"] = x["k_sel"][:, :-2]
+    elif kind == "dtype":
+        x = {n: t.double() for n, t in x.items()}
+    elif kind == "grad":
+        x["k_win"].requires_grad_()
+    elif kind == "sizes":
+        sizes["window"] = 8
+    elif kind == "no-size":
+        sizes["window"] = "all"
+    elif kind == "no-backend":
+        how["backend"] = "trton"
+    elif kind == "backend":
+        how["backend"] = "sdpa"
+    elif kind == "phi-raises":
+        phi = lambda t: {}["phi"]
+    elif kind == "phi-rows":
+        phi = lambda t: pool(t)[:, 1:]
+    elif kind == "phi-grad":
+        phi = lambda t: pool(t).requires_grad_()
     try:
-        parallel.nsa_attention_parallel(
-            *(x[n] for n in NAMES), phi_k=pool, phi_v=pool, backend="reference", **sizes
-        )
-    except ValueError as error:
+        if kind.startswith("unshard"):
+            parallel.unshard(x["q"])
+        elif kind.startswith("layer"):
+            _layer_call(kind, odd)
+        else:
+            parallel.nsa_attention_parallel(
+                *(x[n] for n in NAMES), phi_k=phi, phi_v=pool, **how, **sizes
+            )
+    except (ValueError, TypeError, LookupError) as error:
         return str(error)
     return "no error"
 
 
+def _layer_call(kind: str, odd: bool) -> None:
+    layer = NSAAttention(NSAConfig(dim=16, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8))
+    x = torch.zeros(1, 16, 16)
+    if odd and kind == "layer-length":
+        x = x[:, :15]
+    elif odd and kind == "layer-dim":
+        x = x[..., :15]
+    elif odd and kind == "layer-projection":
+        layer.v.forward = lambda x: {}["weight"]
+    parallel.nsa_layer_parallel(layer, x)
+
+
+# What every rank but the last says, and the last.
 BAD = {
     "length": ("must have q's B and S / W", "must have q's B and S / W"),
     "stride": ("at least l - d = 4 tokens", "got 12 tokens per rank"),
@@ -151,6 +187,18 @@ BAD = {
     "dtype": ("ranks must agree on q: rank", "torch.float64"),
     "grad": ("ranks must agree on k_win", "requires_grad=True"),
     "sizes": ("ranks must agree on the sizes", "differs from rank 0"),
+    "no-size": ("refused its arguments", "'str'"),
+    "no-backend": ("refused its arguments", "got 'trton'"),
+    "backend": ("softmax_scale, backend and grad mode", "backend sdpa"),
+    "phi-raises": ("refused its compression", "'phi'"),
+    "phi-rows": ("refused its compression", "phi_k must give [2, 2, 2, 8] in torch.float32 for 2"),
+    "phi-grad": ("whether phi_k and phi_v have gradients", "whether phi_k and phi_v have"),
+    "unshard": ("ranks must agree on x's shape", "has [1, 8, 4, 8], rank 0 [1, 16, 4, 8]"),
+    "unshard-odd": ("refused its x", "x must hold two chunks along dim 1, got shape [1, 7, 4, 8]"),
+    "unshard-dtype": ("ranks must agree on x's shape, dtype", "here torch.int32"),
+    "layer-length": ("refused its arguments", "the sequence must be a multiple of"),
+    "layer-dim": ("refused its arguments", "x must be [B, S, dim] with dim=16, got [1, 16, 15]"),
+    "layer-projection": ("refused its arguments", "'weight'"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,10 +95,10 @@ def test_both_attentions_see_the_same_steps(both):
     halves = rows[:3], rows[3:]
     assert [r["lr"] for r in halves[0]] == [r["lr"] for r in halves[1]]
     assert all(float(h[2]["loss"]) < float(h[0]["loss"]) for h in halves)
-    with (out / "rates.csv").open() as f:
-        rates = list(csv.DictReader(f))
-    assert [r["attention"] for r in rates] == ["nsa", "dense"]
-    assert all(float(r["tokens_per_s"]) > 0 for r in rates)
+    measured = rates(out)
+    assert [r["attention"] for r in measured] == ["nsa", "dense"]
+    assert all(float(r["tokens_per_s"]) > 0 for r in measured)
+    assert [r["tokens_per_step"] for r in measured] == ["256", "256"]
 
 
 def test_the_picture_names_both(both):
@@ -138,18 +139,50 @@ def test_a_damaged_checkpoint_is_named(tmp_path, text):
         saved.resume(model, torch.optim.AdamW(model.parameters()), torch.Generator())
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda p: p.write_bytes(p.read_bytes()[:99])],
+                         ids=["missing", "cut"])  # fmt: skip
+def test_a_damaged_shard_is_a_checkpoint_error(tmp_path, damage):
+    model = torch.nn.Linear(2, 2)
+    optimizer, draw = torch.optim.AdamW(model.parameters()), torch.Generator()
+    path = Checkpoints(tmp_path, {}).save(4, model, optimizer, draw, [], [], {})
+    damage(next(path.glob("*.distcp")))
+    with pytest.raises(CheckpointError, match="checkpoint .*step-00000004 cannot be read: "):
+        Checkpoints(tmp_path, {}, resume=True).resume(model, optimizer, draw)
+
+
+def rates(folder):
+    with (folder / "rates.csv").open() as f:
+        return list(csv.DictReader(f))
+
+
+def test_resuming_keeps_what_was_measured(both, tmp_path):
+    """Of a finished run nothing is measured again; an unfinished one adds to what it has."""
+    out, options = both
+    before = rates(out)
+    shutil.copytree(out, tmp_path, dirs_exist_ok=True)
+    assert train.main([*options, "--resume", "--out", str(tmp_path)]) == 0
+    assert rates(tmp_path) == before and all(float(r["first_step_s"]) > 0 for r in before)
+    shutil.rmtree(tmp_path / "checkpoints" / "nsa-64" / "step-00000003")
+    assert train.main([*options, "--resume", "--out", str(tmp_path)]) == 0
+    after = rates(tmp_path)
+    assert after[0]["first_step_s"] == before[0]["first_step_s"] and after[1] == before[1]
+    state = tmp_path / "checkpoints" / "nsa-64" / "step-00000003" / "state.json"
+    # Of three steps the first of each process is compilation.
+    assert json.loads(state.read_text())["measured"]["timed_steps"] == 1
+
+
 def test_random_states_are_restored(tmp_path):
     model, draw = torch.nn.Linear(2, 2), torch.Generator().manual_seed(3)
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(1)
-    Checkpoints(tmp_path, {}).save(4, model, optimizer, draw, [], [])
+    Checkpoints(tmp_path, {}).save(4, model, optimizer, draw, [], [], {})
     want = torch.rand(2), torch.rand(2, generator=draw), model.weight.clone()
     with torch.no_grad():
         model.weight.zero_()
     torch.manual_seed(9)
     other = torch.Generator()
     done = Checkpoints(tmp_path, {}, resume=True).resume(model, optimizer, other)
-    assert done == (4, [], [])
+    assert done == (4, [], [], {})
     got = torch.rand(2), torch.rand(2, generator=other), model.weight
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
@@ -207,11 +240,29 @@ def test_ranks_must_divide_the_batch(monkeypatch, capsys):
     assert "--batch must be a multiple of the 3 ranks, got 4" in capsys.readouterr().err
 
 
-def test_longer_sequences_keep_the_tokens_per_step():
+@pytest.mark.parametrize(
+    ("world", "options", "expected"),
+    [
+        (1, ["64,128,256", "--batch", "4"], [(64, 4), (128, 2), (256, 1)]),
+        (1, ["64,128"], [(64, 4), (128, 2)]),
+        (4, ["64,128,512"], [(64, 32), (128, 16), (512, 4)]),  # a long one for every rank
+        (3, ["64"], [(64, 6)]),
+        (4, ["64,512", "--batch", "8"], [(64, 8), (512, 4)]),  # as asked for, and told
+    ],
+)
+def test_longer_sequences_keep_the_tokens_per_step(world, options, expected, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world))
     parser = train.build_parser()
-    args = parser.parse_args(["--device", "cpu", "--seq", "64,128,256", "--batch", "4"])
+    args = parser.parse_args(["--device", "cpu", "--seq", *options])
     planned = train.presets(parser, args, 10_000)
-    assert [(p.seq, p.batch) for p in planned] == [(64, 4), (128, 2), (256, 1)]
+    assert [(p.seq, p.batch) for p in planned] == expected
+
+
+def test_tokens_per_step_that_differ_are_told(tmp_path, capsys):
+    options = [*SMALL, "--seq", "64,96", "--layers", "1", "--steps", "1", "--out", str(tmp_path)]
+    assert train.main(options) == 0
+    assert "tokens per step differ: 256 at --seq 64, 192 at --seq 96" in capsys.readouterr().err
+    assert [r["tokens_per_step"] for r in rates(tmp_path)] == ["256", "192"]
 
 
 def test_needles_are_counted_by_depth_and_drawn(tmp_path, capsys):

@@ -28,7 +28,7 @@ def make(kind: str = "llama", name: str = "nsa", nsa: dict | None = None, **more
     config = config_class(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
-        bos_token_id=1, eos_token_id=None, pad_token_id=0, nsa=nsa or SIZES, **more,
+        bos_token_id=1, eos_token_id=None, pad_token_id=0, nsa=dict(nsa or SIZES), **more,
     )  # fmt: skip
     torch.manual_seed(0)
     return model_class._from_config(config, attn_implementation=name).double().eval()
@@ -131,6 +131,67 @@ def test_it_trains_and_saves(checkpointing, tmp_path):
     integration.add_nsa_parameters(again)
     again.load_state_dict(copy.deepcopy(model.state_dict()))
     torch.testing.assert_close(again(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("phi", ["mlp", "mean"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_loaded_by_folder(kind, phi, tmp_path):
+    model = make(kind).float()
+    integration.add_nsa_parameters(model, phi)
+    model.save_pretrained(tmp_path)
+    loaded = integration.load_pretrained(type(model), tmp_path)
+    assert type(loaded) is type(model)
+    ids = tokens(2, 33)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    again = integration.load_pretrained(type(model), tmp_path / "again", dtype=torch.bfloat16)
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
+    # Transformers itself drops the parameters, with no more than a warning.
+    dropped = type(model).from_pretrained(tmp_path, attn_implementation="nsa")
+    with pytest.raises(ValueError, match=r"load_pretrained"):
+        dropped(ids)
+
+
+def test_a_model_without_nsa_parameters_is_not_loaded_as_one_with_them(tmp_path):
+    model = make().float()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="then call add_nsa_parameters"):
+        integration.load_pretrained(type(model), tmp_path)
+    model.config.nsa["phi"] = "mlp"  # as it is said to be, but the weights are missing
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="then call add_nsa_parameters"):
+        integration.load_pretrained(type(model), tmp_path)
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cache", "no-cache"])
+@pytest.mark.parametrize("phi", [None, "mlp", "mean"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_precision(kind, phi, cached, monkeypatch):
+    """Weights in fp32 under bf16 autocast: attention gets bf16 alone, and nothing else changes."""
+    model = make(kind, nsa={**SIZES, "n_sel": 16}).float().train()
+    if phi:
+        integration.add_nsa_parameters(model, phi)
+    seen = set()
+
+    def spy(*tensors, **kwargs):
+        seen.update(x.dtype for x in tensors)
+        return nsa_attention(*tensors, **kwargs)
+
+    monkeypatch.setattr(integration, "nsa_attention", spy)
+    ids = tokens(2, 21)
+    want = model(ids, use_cache=cached).logits
+    assert seen == {torch.float32}
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(ids, labels=ids, use_cache=cached)
+        generated = model.eval().generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False,
+            use_cache=cached,
+        )  # fmt: skip
+    assert seen == {torch.bfloat16} and generated.shape == (2, 24)
+    torch.testing.assert_close(out.logits.float(), want, rtol=0, atol=0.02)
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
 
 
 def test_what_nsa_lacks_is_refused():

@@ -7,11 +7,14 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from bench.records import csv_text
 from bench.threshold_optimizer import propose_config
+from nsa.tests import test_threshold_optimizer as evidence
 from scripts import modal_bench
 from scripts.modal_bench import pr_body
 
@@ -199,17 +202,25 @@ def test_pull_request_body_is_the_golden_one():
     assert pr_body(bundle(evidence)) == GOLDEN
 
 
-@pytest.mark.parametrize(
-    ("recommend", "why"),
-    [
-        ({"sel_triton_min_L": None, "blocking_case": "sel/L=1024/many"}, "sel/L=1024/many"),
-        (None, "no selection bench ran"),
-    ],
-)
-def test_pull_request_body_without_a_threshold_proposes_none(recommend, why):
-    text = pr_body(bundle(recommend))
-    assert text.startswith("## Keep Triton selection disabled") and f"Deciding cell: {why}." in text
-    assert "Set `sel_triton_min_L`" not in text
+DISABLED = """\
+## Keep Triton selection disabled on NVIDIA H100 80GB HBM3
+
+Deciding cell: sel/L=1024/many.
+
+FlashAttention-2, by the same rule: `fa2_min_len_win` = 64, `fa2_min_len_cmp` = 3.
+"""
+
+
+def test_pull_request_body_that_keeps_it_disabled_is_the_golden_one():
+    recommend = {"sel_triton_min_L": None, "blocking_case": "sel/L=1024/many",
+                 "fa2_min_len_win": 64, "fa2_min_len_cmp": 3}  # fmt: skip
+    assert pr_body(bundle(recommend)) == DISABLED + GOLDEN[GOLDEN.index("\n| | |") :]
+
+
+def test_pull_request_body_without_an_answer_says_so():
+    text = pr_body(bundle(None))
+    assert text.startswith("## Keep Triton selection disabled")
+    assert "Deciding cell: no selection bench ran." in text and "FlashAttention" not in text
 
 
 FAKE_RUNNER = """
@@ -256,6 +267,42 @@ def test_without_modal_the_remote_form_says_what_to_install(tmp_path, monkeypatc
         modal_bench.main(["--gpu", "H100", "--out", str(tmp_path)])
 
 
+class StandIn:
+    """modal's names as far as build_app calls them; its functions run here."""
+
+    class Image:
+        def __getattr__(self, step):
+            return lambda *args, **kwargs: self
+
+        @staticmethod
+        def debian_slim():
+            return StandIn.Image()
+
+    class App:
+        def __init__(self, name):
+            pass
+
+        def function(self, *, gpu, image, timeout, serialized):
+            assert gpu == "H100" and timeout == 60 and serialized
+            return lambda function: SimpleNamespace(local=function)
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["stand-in", "modal"])
+def test_the_remote_function_runs_here_too(real, tmp_path, monkeypatch):
+    """In the checkout where there is no copy at /repo, in the copy where there is one."""
+    modal = pytest.importorskip("modal", reason="modal is not installed") if real else StandIn
+    script = tmp_path / "fake_runner.py"
+    script.write_text(FAKE_RUNNER.replace("BUNDLE", repr(bundle(None))))
+    monkeypatch.setattr(modal_bench, "RUNNER", (sys.executable, str(script)))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(modal_bench, "REMOTE_ROOT", str(tmp_path / "repo"))
+    _, remote = modal_bench.build_app(modal, "H100", 60)
+    assert remote.local("quick")["name"] == "8ac3f21" and sys.path[0] == str(ROOT)
+    (tmp_path / "repo" / "scripts").mkdir(parents=True)
+    (tmp_path / "repo" / "scripts" / "modal_bench.py").write_text("")
+    assert remote.local("quick")["exit_code"] == 5 and sys.path[0] == str(tmp_path / "repo")
+
+
 def test_proposal_edits_only_the_device_entry_and_flags_read_it(tmp_path):
     from nsa.flags import Flags
 
@@ -281,12 +328,34 @@ def test_proposal_refuses_a_configuration_without_devices():
         propose_config("runtime:\n  use_triton_sel: false\n", "card", {"sel_triton_min_L": 512})
 
 
-def test_config_is_left_alone_without_a_threshold(tmp_path):
+@pytest.mark.parametrize(
+    ("recommend", "low", "entry"),
+    [
+        (None, 1.5, None),
+        ({"sel_triton_min_L": 64}, 1.5, {"sel_triton_min_L": 64}),
+        ({"sel_triton_min_L": None}, 1.0, {"use_triton_sel": False}),
+        ({"sel_triton_min_L": 64, "fa2_min_len_win": 16}, 1.5,
+         {"sel_triton_min_L": 64, "fa2_min_len_win": 16}),
+    ],
+)  # fmt: skip
+def test_the_proposal_is_what_the_optimizer_writes(recommend, low, entry, tmp_path, monkeypatch):
     config, folder = tmp_path / "base.yaml", tmp_path / "8ac3f21"
     config.write_text((ROOT / "configs" / "base.yaml").read_text())
     folder.mkdir()
-    for recommend, edited in ((None, False), ({"sel_triton_min_L": 512}, True)):
-        (folder / "bundle.json").write_text(json.dumps(bundle(recommend)))
-        argv = ["--body-from", str(folder), "--out", str(tmp_path), "--config", str(config)]
+    (folder / "bundle.json").write_text(json.dumps(bundle(recommend)))
+    device = {"device": "NVIDIA H100 80GB HBM3"}
+    for name in ("dense", "varlen", "mixed"):
+        rows = evidence.grid(low=low, **device)
+        (folder / f"sel_{name}.csv").write_text(csv_text(rows, evidence.COLUMNS))
+    rows = [
+        {"branch": "win", "S": S, "w": 64, "speedup": 1.6, "ci_low": 1.5, "ci_high": 1.7,
+         "parity": "PASS", "status": "VALID", **evidence.HERE, **device}
+        for S in (16, 32, 64)
+    ]  # fmt: skip
+    (folder / "fa2.csv").write_text(csv_text(rows, list(rows[0])))
+    argv = ["--body-from", str(folder), "--out", str(tmp_path), "--config", str(config)]
+    with monkeypatch.context() as patch:
+        patch.delenv("NSA_RESULT_FD", raising=False)  # no proposal of the run that tests this
         assert modal_bench.main(argv) == 0
-        assert ("NVIDIA H100" in config.read_text()) is edited
+    written = yaml.safe_load(config.read_text())["runtime"]["devices"]
+    assert written.get("NVIDIA H100 80GB HBM3") == entry

@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nsa.kernels import fa2_wheels
 from scripts.oneshot import env as box
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WANTED_MIB = 500
-FLASH_ATTN_RELEASES = "https://github.com/Dao-AILab/flash-attention/releases"
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,6 @@ class Check:
     level: str  # OK | WARN | BLOCK
     text: str
     fix: str | None = None
-
-
-def flash_attn_wheel(torch: Mapping[str, Any], version: str = "2.8.3") -> str | None:
-    """Name of the flash-attn wheel that fits this torch; None when torch has no CUDA."""
-    if not torch.get("cuda_build") or not torch.get("torch"):
-        return None
-    cuda = torch["cuda_build"].split(".")[0]
-    major_minor = ".".join(torch["torch"].split("+")[0].split(".")[:2])
-    py = "".join(torch["python"].split(".")[:2])
-    return (
-        f"flash_attn-{version}+cu{cuda}torch{major_minor}cxx11abi"
-        f"{str(torch.get('cxx11abi', True)).upper()}"
-        f"-cp{py}-cp{py}-linux_x86_64.whl"
-    )
 
 
 def _number(text: str | None) -> tuple[int, ...]:
@@ -262,13 +248,10 @@ def check_flash_attn(torch: Mapping[str, Any]) -> Check | None:
         return None
     if state[0].isdigit():
         return Check("flash-attn", "OK", f"flash-attn {state}")
-    wheel = flash_attn_wheel(torch)
-    return Check(
-        "flash-attn",
-        "WARN",
-        f"flash-attn: {state}",
-        f"optional; the wheel that fits is {wheel} from {FLASH_ATTN_RELEASES}",
+    fits = fa2_wheels.wheel(
+        torch["torch"], torch.get("cuda_build"), torch["python"], torch.get("cxx11abi", True)
     )
+    return Check("flash-attn", "WARN", f"flash-attn: {state}", f"optional; {fits}")
 
 
 def check_packages(torch: Mapping[str, Any]) -> Check:
