@@ -313,6 +313,14 @@ def check_git(git: Mapping[str, Any]) -> Check:
             f"no commit: {git.get('problem')}",
             "clone with git, or name the commit: --commit or NSA_COMMIT",
         )
+    if git.get("head"):
+        return Check(
+            "git",
+            "WARN",
+            f"the commit was given as {git['short']}, but git has {git['head'][:10]} checked out: "
+            "which of them was measured, and whether it was clean, is unknown",
+            "leave --commit and NSA_COMMIT out, or check that commit out",
+        )
     if git.get("dirty"):
         return Check(
             "git",

@@ -222,9 +222,10 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     if names:
         parts.append(" ".join(names))
     if record.git.get("short"):
-        parts.append(
-            f"commit {record.git['short']}" + (" DIRTY" if record.git.get("dirty") else "")
-        )
+        words = f"commit {record.git['short']}" + (" DIRTY" if record.git.get("dirty") else "")
+        if head := record.git.get("head"):
+            words += f" as given, but git has {str(head)[:7]}"
+        parts.append(words)
     if is_number(record.monotonic_s):
         minutes, seconds = divmod(round(record.monotonic_s), 60)
         parts.append(f"{minutes} m {seconds:02d} s" if minutes else f"{seconds} s")

@@ -7,7 +7,8 @@ journal gives. The shape of `bundle.json` (schema `nsa.gpu-report/1`), `RunRecor
     schema, run_id, profile, scope ("gpu" | "cpu"), argv, started, ended, monotonic_s, complete
     ended_by     normal | sigint | sigterm | budget | crash
     partial      why this is not the whole profile (--only, --skip), or null
-    git          commit, short, branch, dirty, diff_sha256, diffstat, untracked, remote, source
+    git          commit, short, head (git's, where another commit was given), branch, dirty,
+                 diff_sha256, diffstat, untracked, remote, source
     device       name, sm, mem_mib, driver, power_limit_w, power_default_w, pcie, ecc, mig, ...
     env          {section: {key: value}}; a probe that failed is the text "<probe failed: ...>"
     env_fingerprint, price_per_hour, doctor [{name, level OK|WARN|BLOCK, text, fix}]
