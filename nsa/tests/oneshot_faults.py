@@ -146,6 +146,12 @@ def fault_until_told() -> int:
     return fault_pass()
 
 
+def fault_edit() -> int:
+    """Right, and somebody edits a source meanwhile."""
+    Path(os.environ["CUDA_TEST_EDIT"]).write_text("x = 2\n")
+    return fault_pass()
+
+
 def fault_oom_once() -> int:
     """Out of GPU memory the first time only."""
     mark = Path(os.environ["NSA_OUT_DIR"]) / "oom.mark"
@@ -588,7 +594,7 @@ def install(fault: dict) -> None:
         _replace(fault["full_in"], _no_space)
     if "git" in fault:
         facts = runner.box.git_facts
-        runner.box.git_facts = lambda _root, commit=None: facts(Path(fault["git"]), commit)
+        runner.box.git_facts = lambda _root, *more: facts(Path(fault["git"]), *more)
     if "disk" in fault:
         _small_disk(fault["disk"])
 

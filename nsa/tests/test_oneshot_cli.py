@@ -16,6 +16,7 @@ from nsa.tests.oneshot_samples import write_sample
 from nsa.tests.test_oneshot_faults import DRIVER, ROOT, bundle_of, run
 from scripts.oneshot import judge, stages
 from scripts.oneshot.arguments import seconds
+from scripts.oneshot.env import git_facts
 from scripts.oneshot.journal import read_events
 from scripts.oneshot.outputs import scp_line
 
@@ -135,6 +136,27 @@ def test_resume_wants_the_same_sources(tmp_path):
     (folder / "events.jsonl").write_text(events.replace('"commit":"abc1234f"', '"commit":"other"'))
     _, _, folder = run(tmp_path, "pass", "--resume")
     assert bundle_of(folder)["resumed"] == {}
+
+
+def test_sources_edited_during_the_run_are_not_clean(tmp_path):
+    source = tmp_path / "src" / "nsa" / "a.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("x = 1\n")
+    env = {"ONESHOT_FAULT": json.dumps({"git": str(tmp_path / "src")}),
+           "CUDA_TEST_EDIT": str(source)}  # fmt: skip
+    for words in (["init", "-q"], ["add", "."],
+                  ["-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "1"]):
+        subprocess.run(["git", *words], cwd=tmp_path / "src", check=True)
+    head = git_facts(tmp_path / "src")["commit"]
+    out = tmp_path / "out"
+    _, console, _ = run(out, "pass,edit", "--commit", head, env=env)
+    folder = next(p for p in out.iterdir() if p.is_dir())
+    bundle = bundle_of(folder)
+    assert bundle["git"]["dirty"] and "1 file changed" in bundle["git"]["diffstat"], console
+    assert f"commit {bundle['git']['short']} DIRTY" in bundle["verdict"]["one_line"]
+    assert any("changed while the run was going on" in n["text"] for n in bundle["notes"])
+    run(out, "pass", "--commit", head, "--resume", env=env)  # the same edited sources
+    assert bundle_of(folder)["git"]["dirty"] and bundle_of(folder)["resumed"] == {}
 
 
 def test_budget_skips_and_says_so(tmp_path):

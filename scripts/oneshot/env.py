@@ -146,6 +146,11 @@ def git_facts(root: Path, commit: str | None = None, timeout_s: float = 20.0) ->
     return facts
 
 
+def same_sources(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Do two answers of git_facts speak of the same sources, as far as they can tell?"""
+    return all(a.get(k) == b.get(k) for k in ("commit", "short", "head", "diff_sha256"))
+
+
 def plain_remote(url: str) -> str:
     """Host and path of a remote, nothing else."""
     url = re.sub(r"^[a-z][a-z0-9+.-]*://", "", url)

@@ -8,7 +8,7 @@ journal gives. The shape of `bundle.json` (schema `nsa.gpu-report/1`), `RunRecor
     ended_by     normal | sigint | sigterm | budget | crash
     partial      why this is not the whole profile (--only, --skip), or null
     git          commit, short, head (git's, where another commit was given), branch, dirty,
-                 diff_sha256, diffstat, untracked, remote, source
+                 diff_sha256, diffstat, untracked, remote, source, changed_during_run
     device       name, sm, mem_mib, driver, power_limit_w, power_default_w, pcie, ecc, mig, ...
     env          {section: {key: value}}; a probe that failed is the text "<probe failed: ...>"
     env_fingerprint, price_per_hour, doctor [{name, level OK|WARN|BLOCK, text, fix}]

@@ -75,6 +75,7 @@ class Run:
         self.internal_error = False
         self.saved = False  # bundle.json says what the record says
         self._partial, self._argv = partial, argv
+        self._commit = given_commit(args)
         self.progress = Progress(len(stages), price_per_hour=args.price)
         self.watch = Watch(several or [], smi, self.event, self.note, self.progress.line)
 
@@ -359,9 +360,8 @@ class Run:
             and done.status is Status.PASS
             and done.argv == stage.argv
             and dict(done.env) == dict(stage.env)
-            and old.git.get("commit") == self.git.get("commit")
-            and old.git.get("short") == self.git.get("short")
-            and old.git.get("diff_sha256") == self.git.get("diff_sha256")
+            and box.same_sources(old.git, self.git)
+            and not old.git.get("changed_during_run")
             and old.env_fingerprint == self.record.env_fingerprint
             and _age_s(done.started or old.started) < RESUME_MAX_AGE_S
         )
@@ -402,6 +402,7 @@ class Run:
         ended_by = self.stop.by or ("budget" if self.out_of_budget else "normal")
         if self.internal_error:
             ended_by = "crash"
+        self._look_at_sources_again(2.0 if hurried else 20.0)
         if self.journal.lost:
             self.note(f"{self.journal.lost} events did not fit on the disk")
         self.event("run_end", ended_by=ended_by, complete=ended_by in ("normal", "budget"))
@@ -426,6 +427,16 @@ class Run:
             self.folder.with_name(self.folder.name + ".tgz").unlink(missing_ok=True)
         self._last_words(data, packed, code)
         return code
+
+    def _look_at_sources_again(self, timeout_s: float) -> None:
+        """Sources that were edited while the stages ran are not those of the commit."""
+        now = box.git_facts(ROOT, self._commit, timeout_s)
+        if box.same_sources(self.git, now) or now.get("problem") != self.git.get("problem"):
+            return
+        changed = {k: now[k] for k in ("diff_sha256", "diffstat", "untracked")}
+        self.event("facts", git={**self.git, **changed, "dirty": True, "changed_during_run": True})
+        self.note("the sources were changed while the run was going on: nothing tells which stage "
+                  "ran with which of them")  # fmt: skip
 
     def _redact(self, before: dict[str, Any] | None) -> dict[str, Any]:
         """The last gate, its outcome in the journal and in redactions.json."""
@@ -517,6 +528,11 @@ def _age_s(stamp: str | None) -> float:
     return float("inf")
 
 
+def given_commit(args: argparse.Namespace) -> str | None:
+    """The commit that the caller names, for sources without git."""
+    return args.commit or os.environ.get("NSA_COMMIT")
+
+
 def _setup(environ: Mapping[str, str]) -> dict[str, Any]:
     """What scripts/setup_env.py said of the choice of Python."""
     with suppress(ValueError):
@@ -573,7 +589,7 @@ def main(argv: list[str]) -> int:
     several = several if len(several) > 1 else []
     # nvidia-smi's numbers are meant, here and in every stage.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    git = box.git_facts(ROOT, args.commit or os.environ.get("NSA_COMMIT"))
+    git = box.git_facts(ROOT, given_commit(args))
     folder = out / git["short"]
     if args.dry_run:
         return _dry_run(profile, stages, folder)
