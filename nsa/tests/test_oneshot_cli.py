@@ -14,10 +14,11 @@ import pytest
 
 from nsa.tests.oneshot_samples import write_sample
 from nsa.tests.test_oneshot_faults import DRIVER, ROOT, bundle_of, run
-from scripts.oneshot import judge, stages
+from scripts.oneshot import attach, judge, stages
 from scripts.oneshot.arguments import seconds
 from scripts.oneshot.env import git_facts
 from scripts.oneshot.journal import read_events
+from scripts.oneshot.lock import folder_lock
 from scripts.oneshot.outputs import scp_line
 
 
@@ -253,6 +254,16 @@ def test_attach_follows_to_the_verdict(tmp_path):
     write_sample(tmp_path / "8ac3f21", "all_pass")
     done = verb("attach", str(tmp_path))
     assert done.returncode == 0 and "triton_fwd PASS" in done.stdout
+
+
+def test_attach_once_says_that_a_run_is_running(tmp_path, capsys):
+    write_sample(tmp_path / "8ac3f21", "crash")  # its journal ends in the midst of triton_bwd
+    lock = folder_lock(tmp_path, "8ac3f21")
+    lock.acquire()
+    assert attach.main([str(tmp_path), "--once"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("running: stage 5 of 10, triton_bwd")
+    lock.release()
+    assert attach.main([str(tmp_path), "--once"]) == 4
 
 
 def test_times():
