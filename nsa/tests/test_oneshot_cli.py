@@ -9,15 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nsa.tests.oneshot_samples import write_sample
 from nsa.tests.test_oneshot_faults import DRIVER, ROOT, bundle_of, run
-from scripts.oneshot import attach, judge, stages
+from scripts.oneshot import attach, judge, runner, stages
 from scripts.oneshot.arguments import seconds
 from scripts.oneshot.env import git_facts
-from scripts.oneshot.journal import read_events
+from scripts.oneshot.journal import Journal, read_events
 from scripts.oneshot.lock import folder_lock
 from scripts.oneshot.outputs import scp_line
 
@@ -254,6 +255,37 @@ def test_attach_follows_to_the_verdict(tmp_path):
     write_sample(tmp_path / "8ac3f21", "all_pass")
     done = verb("attach", str(tmp_path))
     assert done.returncode == 0 and "triton_fwd PASS" in done.stdout
+
+
+def test_detach_says_what_came_of_it(tmp_path, capsys, monkeypatch):
+    def detach(*options):
+        code = runner.main(["--profile", "cpu", "--detach", "--commit", "abc1234f", *options])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # main() sets it
+    (tmp_path / "file").write_text("x")
+    code, said = detach("--out", str(tmp_path / "file" / "out"))
+    assert code == 4 and "cannot be used" in said and "process" not in said
+    lock = folder_lock(tmp_path, "abc1234")
+    lock.acquire()
+    code, said = detach("--out", str(tmp_path))
+    assert code == 75 and f"held by process {os.getpid()}" in said
+    lock.release()
+
+    def begin(argv, **_):
+        journal = Journal(tmp_path / "abc1234" / "events.jsonl")
+        journal.append("run_start", run_id="new")
+        return SimpleNamespace(pid=4711, poll=lambda: None)
+
+    monkeypatch.setattr(runner.subprocess, "Popen", begin)
+    monkeypatch.setattr(runner.box, "git_facts", lambda *_: {"short": "abc1234"})
+    monkeypatch.setattr(runner.box, "smi_query", lambda: [])
+    code, said = detach("--out", str(tmp_path))
+    assert code == 0 and said.startswith("running as process 4711")
+    monkeypatch.setattr(runner, "DETACH_WAIT_S", 0.0)
+    code, said = detach("--out", str(tmp_path))
+    assert code == 0 and said.startswith("waiting as process 4711")
 
 
 def test_attach_once_says_that_a_run_is_running(tmp_path, capsys):

@@ -40,6 +40,7 @@ from scripts.oneshot.watch import Watch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RENDER_RESERVE_S = 20.0
+DETACH_WAIT_S = 5.0
 RESUME_MAX_AGE_S = 24 * 3600
 
 
@@ -467,6 +468,7 @@ class Run:
     def _render(self, limit_s: float) -> None:
         """report.md, issue.md and the rest, in a child: its death takes nothing along."""
         argv = [sys.executable, "-m", "scripts.oneshot", "render", str(self.folder)]
+        short = self._read("report.md")
         try:
             with tempfile.TemporaryFile("w+", errors="replace") as said:
                 child = subprocess.Popen(
@@ -481,18 +483,28 @@ class Run:
                 if child.poll() is None:
                     os.killpg(child.pid, signal.SIGKILL)
                     child.wait()
-                    problem = "the full report was not rendered: there was no time left"
+                    problem = "there was no time left"
                 elif child.returncode == 0:
                     return
                 else:
                     said.seek(0)
                     last = (said.read().strip().splitlines() or ["no word why"])[-1]
-                    problem = f"the full report was not rendered: {last[:300]}"
+                    problem = last[:300]
         except OSError as error:
-            problem = f"the full report was not rendered: {error}"
+            problem = str(error)
         again = f"python -m scripts.oneshot render {self.folder}"
-        self.progress.line(f"WARN  {self.redactor.text(problem)}")
-        self.progress.line(f"      report.md is the short one; try again: {again}")
+        if self._read("report.md") == short:
+            what, have = "the full report was not rendered", "report.md is the short one"
+        else:
+            what = "the reports are not whole"
+            have = "report.md is full, but issue.md, report.html or the plots may be missing"
+        self.progress.line(f"WARN  {what}: {self.redactor.text(problem)}")
+        self.progress.line(f"      {have}; try again: {again}")
+
+    def _read(self, name: str) -> str | None:
+        with suppress(OSError):
+            return (self.folder / name).read_text(encoding="utf-8", errors="replace")
+        return None
 
     def _last_words(
         self, data: Mapping[str, Any], packed: tuple[Path, str, int] | None, code: int
@@ -553,6 +565,40 @@ def _dry_run(profile: str, stages: list[Stage], folder: Path) -> int:
     return 0
 
 
+def _run_id(folder: Path) -> str | None:
+    """The id of the run whose journal is in `folder`."""
+    with suppress(OSError, ValueError, AttributeError):
+        with open(folder / "events.jsonl", encoding="utf-8") as file:
+            return json.loads(file.readline()).get("run_id")
+    return None
+
+
+def _detach(argv: list[str], out: Path, folder: Path) -> int:
+    """Start the run in a session of its own: 0 once it began, else its exit code and its words."""
+    before = _run_id(folder)
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "scripts.oneshot", "run", *argv], cwd=ROOT,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
+            start_new_session=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + DETACH_WAIT_S
+        words = "waiting as process"  # for a lock, or for a slow driver
+        while time.monotonic() < deadline:
+            code = child.poll()
+            if _run_id(folder) not in (None, before):
+                words = "running as process"
+                break
+            if code is not None:
+                said.seek(0)
+                text = said.read().strip() or f"not started: the run ended with exit code {code}"
+                print(text, file=sys.stderr)
+                return code
+            time.sleep(0.05)
+    print(f"{words} {child.pid}; follow it: python -m scripts.oneshot attach {out}")
+    return 0
+
+
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.out_dir and args.out:
@@ -594,17 +640,7 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         return _dry_run(profile, stages, folder)
     if args.detach:
-        rest = [a for a in argv if a != "--detach"]
-        child = subprocess.Popen(
-            [sys.executable, "-m", "scripts.oneshot", "run", *rest],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        print(f"running as process {child.pid}; follow it: python -m scripts.oneshot attach {out}")
-        return 0
+        return _detach([a for a in argv if a != "--detach"], out, folder)
     keep = tuple(n for n, on in (("host", args.keep_host), ("ip", args.keep_ip)) if on)
     redactor = Redactor(root=ROOT, keep=keep)
     locks: list[Lock] = []
