@@ -240,3 +240,24 @@ def test_arguments_that_wait_for_an_earlier_stage():
     assert threshold.completed({"fa2_bench": failed}) is threshold
     passed = StageResult(id="fa2_bench", status=Status.PASS)
     assert threshold.completed({"fa2_bench": passed}).argv[-2:] == ("--fa2", "{out}/fa2.csv")
+
+
+def test_the_time_of_a_run_ends_with_it(tmp_path):
+    """The report is rendered between two redactions: both must give the same run time."""
+    write_sample(tmp_path, "all_pass")
+    events = read_events(tmp_path / "events.jsonl")
+    at = next(i for i, e in enumerate(events) if e["ev"] == "run_end")
+    whole = RunRecord.replay(events[: at + 1]).to_bundle()
+    later = {"ev": "redaction", "m": events[at]["m"] + 4.0, "summary": {"gate": "clean"}}
+    after = RunRecord.replay([*events[: at + 1], later]).to_bundle()
+    assert after["monotonic_s"] == whole["monotonic_s"] == events[at]["m"]
+    assert after["verdict"]["one_line"] == whole["verdict"]["one_line"]
+
+
+def test_a_stage_that_died_with_the_run_has_the_time_that_is_known(tmp_path):
+    write_sample(tmp_path, "crash")
+    events = read_events(tmp_path / "events.jsonl")
+    began = next(e["m"] for e in events if e.get("stage") == "triton_bwd")
+    died = next(s for s in RunRecord.replay(events).stage_results() if s.id == "triton_bwd")
+    assert died.wall_s == round(events[-1]["m"] - began, 3) > 0
+    assert "when is unknown" in died.reason

@@ -1,4 +1,4 @@
-"""Parts of the `run` verb by themselves: what it says of a render that was cut short, and the like."""
+"""Parts of the `run` verb by themselves, without a process of their own."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class RunRecord:
     def apply(self, event: Mapping[str, Any]) -> None:
         """Take one journal event in. Unknown events and keys are ignored."""
         kind = event.get("ev")
-        if is_number(event.get("m")):
+        if is_number(event.get("m")) and self.ended is None:  # redaction comes after the run
             self.monotonic_s = event["m"]
         if kind in ("run_start", "facts"):
             for name, wanted in _FACTS.items():
@@ -280,9 +280,12 @@ class RunRecord:
                     "gpus": tuple(planned.get("gpus", ())),
                 }
                 if self.running and self.running["stage"] == planned["id"]:
+                    began, last = self.running.get("m"), self.monotonic_s
+                    known = is_number(began) and is_number(last) and last >= began
                     done = StageResult(
                         status=Status.CRASH,
-                        reason="the run ended while this stage was running",
+                        reason="the run ended while this stage was running; when is unknown",
+                        wall_s=round(last - began, 3) if known else 0.0,
                         started=self.running.get("t"),
                         start_s=self.running.get("m"),
                         log=self.running.get("log"),
