@@ -41,6 +41,7 @@ from scripts.oneshot.watch import Watch
 ROOT = Path(__file__).resolve().parent.parent.parent
 RENDER_RESERVE_S = 20.0
 DETACH_WAIT_S = 5.0
+SAMPLES = "bench/samples.jsonl"
 RESUME_MAX_AGE_S = 24 * 3600
 
 
@@ -366,7 +367,8 @@ class Run:
             and old.env_fingerprint == self.record.env_fingerprint
             and _age_s(done.started or old.started) < RESUME_MAX_AGE_S
         )
-        if not same:
+        rows = old.rows.get(stage.id, [])
+        if not same or any(r["kind"] == "bench" and r["status"] == "UNSTABLE" for r in rows):
             return None
         for name in (stage.log_path, *stage.outputs):
             source = folder / name
@@ -375,10 +377,26 @@ class Run:
             self.write(name, source.read_text(encoding="utf-8", errors="replace"))
         self.progress.begin(stage)
         self.event("stage_start", stage=stage.id, attempt=done.attempt, log=done.log)
-        for row in old.rows.get(stage.id, []):
+        for row in rows:
             self.event("row", stage=stage.id, row=row, sync=False)
+        self._take_over_samples(folder / SAMPLES, rows)
         data = {**done.to_json(), "resumed_from": done.resumed_from or old.run_id}
         return StageResult.from_json(data)
+
+    def _take_over_samples(self, source: Path, rows: list[dict[str, Any]]) -> None:
+        """The raw times behind the bench rows of a stage that is taken over."""
+        named = ("bench", "case", "candidate", "cache")
+        mine = {tuple(r.get(k) for k in named) for r in rows if r["kind"] == "bench"}
+        lines = (self._read(SAMPLES) or "").splitlines()
+        kept = len(lines)
+        with suppress(OSError):
+            for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, AttributeError, TypeError):
+                    row = json.loads(line)
+                    if tuple(row.get(k) for k in named) in mine and line not in lines:
+                        lines.append(line)
+        if len(lines) > kept:
+            self.write(SAMPLES, "\n".join(lines) + "\n")
 
     # -------------------------------------------------------------- files made of the rows
 

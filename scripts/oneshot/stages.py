@@ -152,7 +152,7 @@ def _gpu(profile: str) -> list[Stage]:
             "health", "Box health: copy, GEMM, PCIe, launch latency, noise floor",
             ("{python}", "bench/health.py"),
             proof="row", timeout_s=120, estimate_s=4, required=False, log="health.txt",
-            group="box",
+            outputs=("health.json",), group="box",  # the benches take their peaks from it
         ),
         *(() if full else selection),
         Stage(

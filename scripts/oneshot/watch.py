@@ -28,8 +28,8 @@ def _busy(result: StageResult) -> tuple[str, str]:
 
 
 class Watch:
-    """The cards of one run. gone: why no stage may use the GPU any more, in words and as the kind of
-    a result, None while they may.
+    """The cards of one run. gone: why no stage may use the GPU any more, in words and as a result's
+    kind, None while they may.
 
     several: the cards of a run on more than one, else empty; cards_gone then says the same of those
     that may not be used. smi: what nvidia-smi said, or why there is nothing to watch.
