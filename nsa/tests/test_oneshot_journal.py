@@ -11,7 +11,7 @@ from nsa.tests.oneshot_samples import SAMPLES, bench_row, parity_row, write_samp
 from nsa.tests.oneshot_samples import test_row as row_of_test
 from scripts.oneshot import journal
 from scripts.oneshot.journal import Ballast, Journal, dumps, read_events, write_atomic, write_json
-from scripts.oneshot.judge import Status, judge
+from scripts.oneshot.judge import Status, judge, verdict
 from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.rows import RowError, parse_row
 from scripts.oneshot.stages import plan
@@ -261,3 +261,44 @@ def test_a_stage_that_died_with_the_run_has_the_time_that_is_known(tmp_path):
     died = next(s for s in RunRecord.replay(events).stage_results() if s.id == "triton_bwd")
     assert died.wall_s == round(events[-1]["m"] - began, 3) > 0
     assert "when is unknown" in died.reason
+
+
+# ---- the verdict ---------------------------------------------------------------------------------
+
+
+def verdict_of(rows, *results, scope="gpu", ended_by="normal"):
+    record = RunRecord(scope=scope, ended_by=ended_by, rows={"a": list(rows)})
+    return verdict(record, [StageResult("env", Status.PASS), *results])
+
+
+def test_benches_without_one_valid_row_are_no_pass():
+    rows = [parity_row("p"), *(bench_row(f"b{i}", 5.0, 1.5, status="UNSTABLE", why=["IQR"])
+                               for i in range(10))]  # fmt: skip
+    said = verdict_of(rows)
+    assert (said["status"], said["exit_code"]) == ("INVALID", 5)
+    assert "benches VALID 0/10" in said["one_line"]
+    said = verdict_of(rows, scope="cpu")
+    assert said["exit_code"] == 0 and "benches claim nothing, VALID 0/10" in said["one_line"]
+    unstable = StageResult("a", Status.FAIL, "all unstable", "UNSTABLE")
+    assert verdict_of(rows[1:], unstable)["exit_code"] == 5  # nothing but unstable results
+
+
+def test_cells_that_did_not_fit_are_counted():
+    rows = [*(bench_row(f"b{i}", 5.0, 1.5) for i in range(22)),
+            *(bench_row(f"s{i}", 5.0, None, status="SKIPPED", why=["out of memory"])
+              for i in range(2))]  # fmt: skip
+    said = verdict_of(rows)
+    assert "benches VALID 22/24 (2 skipped)" in said["one_line"] and said["bench_total"] == 24
+
+
+def test_a_run_that_proved_nothing_says_so():
+    said = verdict_of([], StageResult("routing", Status.PASS))
+    assert said["exit_code"] == 3 and "nothing was proven" in said["one_line"]
+    assert "nothing was proven" not in verdict_of([parity_row("p")])["one_line"]
+
+
+def test_a_stage_that_was_stopped_is_not_broken():
+    stopped = StageResult("a", Status.INFRA, "stopped by SIGTERM", "PREEMPTED")
+    said = verdict_of([row_of_test("t")], stopped, ended_by="sigterm")
+    assert said["exit_code"] == 143
+    assert "stopped: a" in said["one_line"] and "broken" not in said["one_line"]

@@ -157,7 +157,9 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     skipped = sum(t["outcome"] == "skipped" for t in tests)
     parity_pass = sum(p["status"] == "PASS" for p in parity)
     bench_valid = sum(b["status"] == "VALID" for b in bench)
-    bench_total = sum(b["status"] != "SKIPPED" for b in bench)
+    bench_skipped = sum(b["status"] == "SKIPPED" for b in bench)
+    # A CPU's times claim nothing, so they cannot be invalid either.
+    no_valid = record.scope == "gpu" and len(bench) > bench_skipped and not bench_valid
 
     soft = ("INVALID", "UNSTABLE")
     wrong = [s for s in stages if s.status is Status.FAIL and s.kind not in soft]
@@ -165,8 +167,10 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     broken = [
         s
         for s in stages
-        if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA) and s.kind != "BUDGET"
+        if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA)
+        and s.kind not in ("BUDGET", "PREEMPTED")
     ]
+    stopped = [s for s in stages if s.kind == "PREEMPTED"]
     absent = [
         s
         for s in stages
@@ -183,9 +187,9 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         status, code = "FAIL", EXIT_FAIL
     elif broken or record.ended_by == "crash":
         status, code = "BROKEN", EXIT_INFRA
-    elif absent or not passes or not proven:
+    elif absent or not passes or not (proven or shaky or no_valid):
         status, code = "NOT_RUN", EXIT_NOT_RUN
-    elif shaky:
+    elif shaky or no_valid:
         status, code = "INVALID", EXIT_INVALID
     else:
         status, code = "PASS", EXIT_OK
@@ -196,10 +200,15 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     parts.append(f"{passed}/{passed + failed} tests" + (f" ({skipped} skipped)" if skipped else ""))
     parts.append(f"parity {parity_pass}/{len(parity)}")
     if bench:
-        parts.append(f"benches VALID {bench_valid}/{bench_total}")
+        words = f"VALID {bench_valid}/{len(bench)}"
+        words += f" ({bench_skipped} skipped)" if bench_skipped else ""
+        parts.append(f"benches {'claim nothing, ' if record.scope == 'cpu' else ''}{words}")
+    if status == "NOT_RUN" and not absent:
+        parts.append("nothing was proven: no passed test, parity case or valid bench")
     for title, group in (
         ("wrong", wrong),
         ("broken", broken),
+        ("stopped", stopped),
         ("not run", absent),
         ("invalid or unstable", shaky),
     ):
@@ -240,6 +249,6 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         "parity_pass": parity_pass,
         "parity_total": len(parity),
         "bench_valid": bench_valid,
-        "bench_total": bench_total,
+        "bench_total": len(bench),
         "not_run": sum(s.status is Status.NOT_RUN for s in stages),
     }

@@ -220,7 +220,8 @@ class Run:
         if "all" not in answer:
             box.abort()
             why = f"stopped by {self.stop.by.upper()}" if self.stop.by else "the capture failed"
-            self._end(StageResult(status=Status.INFRA, reason=why, **common))
+            kind = "PREEMPTED" if self.stop.by else None
+            self._end(StageResult(status=Status.INFRA, reason=why, kind=kind, **common))
             return why
         env, device, torch = answer["all"]
         checks = doctor.examine(
