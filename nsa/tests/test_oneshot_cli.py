@@ -230,6 +230,11 @@ def test_plan_names_real_files(profile):
                 assert (ROOT / part).is_file(), f"{stage.id} names {part}"
 
 
+def test_what_a_profile_leaves_out_is_known():
+    standard, quick = ({s.id for s in stages.plan(p)} for p in ("standard", "quick"))
+    assert standard - quick == set(stages.LEFT_OUT["quick"]) and quick <= standard
+
+
 def test_gpu_profile_without_a_gpu_says_not_run(tmp_path):
     """The real entry, and a torch that cannot be imported: the report still comes."""
     fake = tmp_path / "fake" / "torch"
@@ -247,7 +252,9 @@ def test_gpu_profile_without_a_gpu_says_not_run(tmp_path):
     assert {s["status"] for s in bundle["stages"][1:]} == {"NOT_RUN"}
     blocks = [c["text"] for c in bundle["doctor"] if c["level"] == "BLOCK"]
     assert any("torch is blocked" in text for text in blocks)
-    assert "NOT_RUN" in (tmp_path / "out" / "abc1234" / "report.md").read_text()
+    report = (tmp_path / "out" / "abc1234" / "report.md").read_text()
+    assert "NOT_RUN" in report
+    assert "profile quick leaves out prefill_bench, fa2_bench, train_smoke" in report
     assert done.stdout.rstrip().endswith("exit code 3")
 
 

@@ -34,7 +34,7 @@ from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.outputs import junit_xml, repro_script, scp_line, short_report
 from scripts.oneshot.progress import Progress
 from scripts.oneshot.redact import RULES_VERSION, Redactor, gate
-from scripts.oneshot.stages import ENV_STAGE, choose, plan
+from scripts.oneshot.stages import ENV_STAGE, LEFT_OUT, choose, plan
 from scripts.oneshot.supervise import Context, Stop, not_run, run_stage
 from scripts.oneshot.watch import Watch
 
@@ -138,6 +138,9 @@ class Run:
         )
         self.save()
         self.progress.line(f"run {self.run_id}, profile {self.profile}, into {self.folder}")
+        if left_out := LEFT_OUT.get(self.profile):
+            names = ", ".join(left_out)
+            self.note(f"profile {self.profile} leaves out {names}; standard has them", "info")
         try:
             self._stages()
         except Exception as error:  # a fault of the runner itself must not cost what was proven
