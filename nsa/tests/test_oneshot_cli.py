@@ -200,7 +200,8 @@ def test_unknown_flag_of_the_caller_blocks(tmp_path):
 
 @pytest.mark.parametrize("argv", [
     ["--profile", "huge"], ["--budget", "soon"], ["--only", "nonsense"], ["a", "--out", "b"],
-    ["--commit", "../../etc"], ["--resume=yes"],
+    ["--commit", "../../etc"], ["--resume=yes"], ["--price", "nan"], ["--price", "-1"],
+    ["--price", "inf"], ["--gpus", "7", "--profile", "cpu"],
 ])  # fmt: skip
 def test_usage_errors(argv):
     assert verb("run", "--dry-run", *argv).returncode == 2
@@ -215,6 +216,25 @@ def test_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     code, console, _ = run(tmp_path / "file", "pass")
     assert code == 4 and "cannot be used" in console
+
+
+def test_gpus_without_a_gpu_are_a_usage_error(monkeypatch, capsys):
+    def no_smi():
+        raise runner.box.ProbeFailed("nvidia-smi is not installed")
+
+    monkeypatch.setattr(runner.box, "smi_query", no_smi)
+    monkeypatch.setattr(runner.box, "nvidia_hardware", lambda: None)
+    for profile in ("auto", "quick"):
+        assert runner.main(["--gpus", "7", "--profile", profile, "--dry-run"]) == 2
+        assert "'7', but no NVIDIA hardware is visible" in capsys.readouterr().err
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "abc1234").write_text("x")
+    code, console, _ = run(tmp_path, "pass")
+    assert code == 4 and "Traceback" not in console
+    (line,) = console.splitlines()
+    assert "the runner itself failed" in line and "abc1234" in line
 
 
 @pytest.mark.parametrize("profile", stages.PROFILES)

@@ -144,10 +144,8 @@ class Run:
         try:
             self._stages()
         except Exception as error:  # a fault of the runner itself must not cost what was proven
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
             self.internal_error = True
-            self.note(f"the runner itself failed: {text}", level="warn")
+            self.note(f"the runner itself failed: {_where(error)}", level="warn")
         return self._finish()
 
     def _stages(self) -> None:
@@ -555,6 +553,12 @@ class Run:
         say(f"exit code {code}")
 
 
+def _where(error: Exception) -> str:
+    """An exception and the line that raised it."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
+
+
 def _age_s(stamp: str | None) -> float:
     with suppress(ValueError, TypeError):
         then = datetime.fromisoformat(stamp.replace("Z", "+00:00"))
@@ -622,6 +626,15 @@ def _detach(argv: list[str], out: Path, folder: Path) -> int:
 
 
 def main(argv: list[str]) -> int:
+    """The exit code of the run; a fault of the runner itself is one line and EXIT_INFRA."""
+    try:
+        return _main(argv)
+    except Exception as error:
+        print(f"not run, the runner itself failed: {_where(error)}", file=sys.stderr)
+        return EXIT_INFRA
+
+
+def _main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.out_dir and args.out:
         print("give out_dir or --out, not both", file=sys.stderr)
@@ -643,9 +656,13 @@ def main(argv: list[str]) -> int:
         profile = "standard" if hardware or not isinstance(smi, str) else "cpu"
     elif profile == "gpu":
         profile = "standard"
+    if args.gpus and (profile == "cpu" or (isinstance(smi, str) and not hardware)):
+        why = "profile cpu uses none" if args.profile == "cpu" else "no NVIDIA hardware is visible"
+        print(f"--gpus names GPUs, got {args.gpus!r}, but {why}", file=sys.stderr)
+        return EXIT_USAGE
     several: list[cards.Card] = []
     try:
-        if args.gpus and profile != "cpu" and not isinstance(smi, str):
+        if args.gpus and not isinstance(smi, str):
             several = cards.select(args.gpus, smi, os.environ)
         stages = cards.expand(plan(profile), several, profile)
         stages, partial = choose(stages, args.only, args.skip)
@@ -679,7 +696,7 @@ def main(argv: list[str]) -> int:
         return EXIT_LOCKED
     except OSError as error:
         print(f"not started: the output folder cannot be used: {error}", file=sys.stderr)
-        return 4
+        return EXIT_INFRA
     stop = Stop()
     stop.install()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
