@@ -535,6 +535,7 @@ def run_faults(names: list[str], argv: list[str]) -> int:
     """
     from scripts.oneshot import env, runner, stages
 
+    private_locks()
     if not os.environ.get("REAL_BOX"):
         env.torch_facts = lambda *_: TORCH_FACTS
     real = {s.id: s for s in stages.plan("quick")}
@@ -650,8 +651,8 @@ def _small_disk(limit: int) -> None:
             return
         real_put(self, text)
 
-    def ballast(self, folder):
-        self.folder, self.path = folder, folder / ".ballast"
+    def ballast(self, folder, logs=()):
+        self.folder, self.path, self.logs = folder, folder / ".ballast", logs
         try:
             room(journal.BALLAST_BYTES)
         except OSError:
@@ -717,6 +718,14 @@ def fake_gpu(folder: Path) -> dict[str, str]:
         "TMPDIR": str(folder), "PYTHONPATH": str(folder / "modules"),
         "CUDA_TEST_XIDS": str(folder / "xids"),
     }  # fmt: skip
+
+
+def private_locks() -> None:
+    """On a box with a fake GPU, whose name it shares with those of other tests."""
+    from scripts.oneshot import lock
+
+    if "CUDA_TEST_DEAD" in os.environ:
+        lock.LOCKS = Path(os.environ["TMPDIR"])
 
 
 if __name__ == "__main__":

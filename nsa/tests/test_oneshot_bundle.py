@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import tarfile
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from scripts.oneshot import bundle, doctor, env, judge
-from scripts.oneshot.lock import Lock, Locked, folder_lock
+from scripts.oneshot import bundle, doctor, env, judge, lock
+from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.model import RunRecord
 
 
@@ -68,6 +70,13 @@ def test_lock_excludes_and_is_freed(tmp_path):
     first.release()
     second.acquire()
     second.release()
+
+
+def test_one_lock_per_gpu_whatever_tmpdir_says(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert gpu_lock("GPU-1").path.parent == Path("/tmp")
+    monkeypatch.setattr(lock, "LOCKS", tmp_path / "absent")  # or read-only
+    assert gpu_lock("GPU-1").path.parent == tmp_path
 
 
 def test_lock_follows_no_link(tmp_path):

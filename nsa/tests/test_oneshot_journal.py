@@ -75,13 +75,15 @@ def test_journal_survives_a_full_disk(tmp_path, monkeypatch):
 
 
 def test_ballast_makes_room_for_the_verdict(tmp_path, monkeypatch):
-    ballast = Ballast(tmp_path)
+    ballast = Ballast(tmp_path, ["logs/a.log", "sanity.out"])
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "a.log").write_text("x" * 1000)
+    logs = [tmp_path / "logs" / "a.log", tmp_path / "sanity.out"]
+    for log in logs:
+        log.write_text("x" * 1000)
     real = journal.write_atomic
 
     def needs_room(path, text):
-        if ballast.path.exists() or any((tmp_path / "logs").iterdir()):
+        if ballast.path.exists() or any(log.exists() for log in logs):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(path, text)
 
@@ -302,3 +304,13 @@ def test_a_stage_that_was_stopped_is_not_broken():
     said = verdict_of([row_of_test("t")], stopped, ended_by="sigterm")
     assert said["exit_code"] == 143
     assert "stopped: a" in said["one_line"] and "broken" not in said["one_line"]
+
+
+def test_failed_tests_beside_a_crash_are_both_said():
+    rows = [checked(r) for r in (row_of_test("a"), row_of_test("b", "failed", "x"))]
+    said = judge(stage(), 139, rows)
+    assert said.status is Status.FAIL and "1 of 2 tests failed, first b" in said.reason
+    assert "exit code 139: tests may be missing" in said.reason
+    said = judge(stage("parity"), 139, [*rows, checked(parity_row("c", launches={}))])
+    assert "exit code 139" in said.reason
+    assert "exit code" not in judge(stage(), 1, rows).reason

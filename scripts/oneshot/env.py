@@ -371,7 +371,7 @@ def fingerprint(device: Mapping[str, Any], torch: Mapping[str, Any], environ: An
 
 
 def collect(
-    *, root: Path, out: Path, python: str, environ: Mapping[str, str], variables: Mapping[str, str],
+    *, root: Path, out: Path, python: str, variables: Mapping[str, str],
     smi: list[dict[str, Any]] | str, setup: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
     """(env sections, device, raw torch facts); nothing here is redacted yet but `variables`.

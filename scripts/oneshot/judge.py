@@ -63,6 +63,8 @@ def judge(
         for s in ("VALID", "UNSTABLE", "INVALID", "FAILED")
     }
     note = next((r.get("text") for r in reversed(rows) if r["kind"] == "note"), None)
+    runs_pytest = "pytest" in stage.argv
+    lost = f"; and exit code {rc}: tests may be missing" if runs_pytest and rc not in (0, 1) else ""
 
     if bad_parity:
         first = bad_parity[0]
@@ -70,17 +72,16 @@ def judge(
         text = (
             f"{len(bad_parity)} of {len(parity)} parity cases wrong, first {first['case']}: {why}"
         )
-        return Judgement(Status.FAIL, text, "PARITY")
+        return Judgement(Status.FAIL, text + lost, "PARITY")
     if bad_tests:
         text = f"{len(bad_tests)} of {sum(counts.values())} tests failed, first "
         text += bad_tests[0]["nodeid"]
-        return Judgement(Status.FAIL, text, "ASSERT")
+        return Judgement(Status.FAIL, text + lost, "ASSERT")
     if by["FAILED"]:
         first = by["FAILED"][0]
         text = f"{len(by['FAILED'])} of {len(bench)} bench cases failed, first {first['case']}: "
         return Judgement(Status.FAIL, text + "; ".join(first["why"]), "BENCH")
 
-    runs_pytest = "pytest" in stage.argv
     if runs_pytest and rc == 5:
         return Judgement(Status.NOT_RUN, "no test was collected")
     if rc == 3 and not runs_pytest:

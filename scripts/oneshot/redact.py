@@ -223,11 +223,6 @@ class Redactor:
             self._numbers[kind, value] = f"<{kind}-{self._kinds[kind]}>"
         return self._numbers[kind, value]
 
-    def add_literal(self, text: str, kind: str = "secret") -> None:
-        """Search for `text` too from now on."""
-        self._add("env_secret", text, self._placeholder(kind, text))
-        self._compile()
-
     # ------------------------------------------------------------------ text
 
     def text(self, text: str) -> str:

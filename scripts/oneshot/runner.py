@@ -111,7 +111,8 @@ class Run:
 
     def execute(self) -> int:
         self._take_previous()
-        self.ballast = Ballast(self.folder)
+        made = {name for stage in self.stages for name in stage.outputs}
+        self.ballast = Ballast(self.folder, {s.log_path for s in self.stages} - made)
         self.journal = self._open_journal()
         self.event(
             "run_start",
@@ -199,7 +200,6 @@ class Run:
                 root=ROOT,
                 out=self.folder,
                 python=sys.executable,
-                environ=os.environ,
                 variables=self.redactor.variables(os.environ),
                 setup=self.setup,
                 smi=self.smi,
