@@ -215,6 +215,8 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     ):
         if group:
             parts.append(f"{title}: {', '.join(_named(s) for s in group)}")
+    if record.redaction.get("gate") == "failed":
+        parts.append("redaction FAILED, do not post this")
     if record.partial:
         parts.append(f"partial run ({record.partial})")
     device = record.device.get("name") if record.scope == "gpu" else None

@@ -434,7 +434,12 @@ class Run:
         outcome = self._redact(None)
         data = self.save()
         self._render(2.0 if hurried else 90.0)
+        rendered = outcome["gate"]
         outcome = self._redact(outcome)
+        if outcome["gate"] != rendered:  # the reports speak of another outcome
+            for name in ("report.html", "issue.md"):
+                (self.folder / name).unlink(missing_ok=True)
+            self.write("report.md", short_report(self.save()))
         data = self.save(bundles.inventory(self.folder))
         code = data["verdict"]["exit_code"] if self.saved else EXIT_INFRA
         packed = None
