@@ -48,6 +48,18 @@ def test_a_render_that_was_cut_short_says_which_report_is_there(half_run, monkey
     assert "Killed" in text and "scripts.oneshot render" in text
 
 
+def test_sources_that_cannot_be_looked_at_again_cost_nothing(half_run, monkeypatch):
+    half_run.git, half_run._commit, half_run.event = {"commit": "a"}, None, pytest.fail
+
+    def vanished(*_):
+        raise OSError("the tree is gone")
+
+    monkeypatch.setattr(runner.box, "git_facts", vanished)
+    half_run._look_at_sources_again(1.0)
+    monkeypatch.setattr(runner.box, "git_facts", lambda *_: {"commit": None, "problem": "no git"})
+    half_run._look_at_sources_again(1.0)
+
+
 # ---- resume --------------------------------------------------------------------------------------
 
 

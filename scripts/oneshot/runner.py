@@ -456,8 +456,10 @@ class Run:
 
     def _look_at_sources_again(self, timeout_s: float) -> None:
         """Sources that were edited while the stages ran are not those of the commit."""
-        now = box.git_facts(ROOT, self._commit, timeout_s)
-        if box.same_sources(self.git, now) or now.get("problem") != self.git.get("problem"):
+        now = box.guarded(lambda: box.git_facts(ROOT, self._commit, timeout_s))
+        if not isinstance(now, dict) or now.get("problem") != self.git.get("problem"):
+            return  # nothing can be said
+        if box.same_sources(self.git, now):
             return
         changed = {k: now[k] for k in ("diff_sha256", "diffstat", "untracked")}
         self.event("facts", git={**self.git, **changed, "dirty": True, "changed_during_run": True})
