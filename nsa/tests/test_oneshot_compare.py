@@ -270,6 +270,18 @@ def test_proof_that_vanished_is_a_regression(tmp_path, capsys):
     assert code == 0 and not result["regressions"] and not result["repaired"]
 
 
+def test_another_card_may_skip_other_tests(tmp_path, capsys):
+    def other(events):
+        events[0]["device"]["name"] = "NVIDIA A100"
+
+    a = made(tmp_path / "a", [test_row("t.py::one")], stage="triton_fwd")
+    skipped = [test_row("t.py::one", "skipped", "needs SM 9.0")]
+    b = made(tmp_path / "b", skipped, stage="triton_fwd", change=other)
+    assert run(a, b, capsys=capsys)[1]["regressions"] == []
+    b = made(tmp_path / "c", [], stage="triton_fwd", change=other)
+    assert run(a, b, capsys=capsys)[1]["regressions"] == ["test t.py::one passed -> absent"]
+
+
 def test_a_stage_that_proves_nothing_any_more_is_a_regression(tmp_path, capsys):
     def not_run(events):
         for event in events:
