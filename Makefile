@@ -1,17 +1,19 @@
 # Every target is one line that a person could type. `make help` lists them.
 SHELL := /bin/bash
-# An OUT that happens to be in the environment means nothing here.
-OUT_DIR := $(if $(filter command line,$(origin OUT)),$(OUT))
 .DEFAULT_GOAL := help
 .PHONY: help gpu-report test lint clean
 
-PROFILE ?=
-BUDGET ?=
-PRICE ?=
-ONLY ?=
-SKIP ?=
-RESUME ?=
-GPUS ?=
+# Given on the command line or not at all: one that happens to be in the environment means nothing.
+PROFILE := $(if $(filter command line,$(origin PROFILE)),$(PROFILE))
+BUDGET := $(if $(filter command line,$(origin BUDGET)),$(BUDGET))
+PRICE := $(if $(filter command line,$(origin PRICE)),$(PRICE))
+ONLY := $(if $(filter command line,$(origin ONLY)),$(ONLY))
+SKIP := $(if $(filter command line,$(origin SKIP)),$(SKIP))
+RESUME := $(if $(filter command line,$(origin RESUME)),$(RESUME))
+GPUS := $(if $(filter command line,$(origin GPUS)),$(GPUS))
+OUT := $(if $(filter command line,$(origin OUT)),$(OUT))
+quoted = '$(subst ','\'',$(1))'
+option = $(if $(2),$(1) $(call quoted,$(2)))
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,7 +42,7 @@ help: ## Show this list
 #: 130 and 143 stopped by a signal.
 
 gpu-report: ## Prove and time the kernels on this machine; the report lands in artifacts/runner/<commit>/
-	@bash scripts/runner_oneshot.sh $(OUT_DIR) $(if $(PROFILE),--profile $(PROFILE)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(PRICE),--price $(PRICE)) $(if $(ONLY),--only $(ONLY)) $(if $(SKIP),--skip $(SKIP)) $(if $(RESUME),--resume) $(if $(GPUS),--gpus $(GPUS))
+	@bash scripts/runner_oneshot.sh $(if $(OUT),$(call quoted,$(OUT))) $(call option,--profile,$(PROFILE)) $(call option,--budget,$(BUDGET)) $(call option,--price,$(PRICE)) $(call option,--only,$(ONLY)) $(call option,--skip,$(SKIP)) $(if $(filter-out 0 no off false,$(RESUME)),--resume) $(call option,--gpus,$(GPUS))
 
 test: ## Set up .venv and run every test that needs no GPU (kernels in Triton's interpreter)
 	@bash scripts/run_tests.sh

@@ -147,6 +147,12 @@ def fault_until_told() -> int:
     return fault_pass()
 
 
+def fault_edit() -> int:
+    """Right, and somebody edits a source meanwhile."""
+    Path(os.environ["CUDA_TEST_EDIT"]).write_text("x = 2\n")
+    return fault_pass()
+
+
 def fault_oom_once() -> int:
     """Out of GPU memory the first time only."""
     mark = Path(os.environ["NSA_OUT_DIR"]) / "oom.mark"
@@ -530,6 +536,7 @@ def run_faults(names: list[str], argv: list[str]) -> int:
     """
     from scripts.oneshot import env, runner, stages
 
+    private_locks()
     if not os.environ.get("REAL_BOX"):
         env.torch_facts = lambda *_: TORCH_FACTS
     real = {s.id: s for s in stages.plan("quick")}
@@ -589,7 +596,7 @@ def install(fault: dict) -> None:
         _replace(fault["full_in"], _no_space)
     if "git" in fault:
         facts = runner.box.git_facts
-        runner.box.git_facts = lambda _root, commit=None: facts(Path(fault["git"]), commit)
+        runner.box.git_facts = lambda _root, *more: facts(Path(fault["git"]), *more)
     if "disk" in fault:
         _small_disk(fault["disk"])
 
@@ -645,8 +652,8 @@ def _small_disk(limit: int) -> None:
             return
         real_put(self, text)
 
-    def ballast(self, folder):
-        self.folder, self.path = folder, folder / ".ballast"
+    def ballast(self, folder, logs=()):
+        self.folder, self.path, self.logs = folder, folder / ".ballast", logs
         try:
             room(journal.BALLAST_BYTES)
         except OSError:
@@ -712,6 +719,14 @@ def fake_gpu(folder: Path) -> dict[str, str]:
         "TMPDIR": str(folder), "PYTHONPATH": str(folder / "modules"),
         "CUDA_TEST_XIDS": str(folder / "xids"),
     }  # fmt: skip
+
+
+def private_locks() -> None:
+    """On a box with a fake GPU, whose name it shares with those of other tests."""
+    from scripts.oneshot import lock
+
+    if "CUDA_TEST_DEAD" in os.environ:
+        lock.LOCKS = Path(os.environ["TMPDIR"])
 
 
 if __name__ == "__main__":

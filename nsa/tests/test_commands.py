@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Stands for python3: setup_env.py names it as the interpreter; pytest ends with the given code.
 FAKE_PYTHON = """#!/usr/bin/env bash
 echo "ran: ${TRITON_INTERPRET:-0} $*" >> "$RAN"
+printf '%s\\n' "$@" > "$RAN.words"
 case "$*" in
   *"setup_env.py --cpu-tests") echo "$0" ;;
   *"-m pytest"*"not kernel"*) exit "${FIRST:-0}" ;;
@@ -76,3 +78,24 @@ def test_out_is_taken_from_the_command_line_alone(tree):
         "ran: 0 scripts/setup_env.py --run /x --profile cpu"
     ]
     assert tree("make", "gpu-report", OUT="/x")[1] == ["ran: 0 scripts/setup_env.py --run"]
+
+
+def test_variables_count_on_the_command_line_alone(tree):
+    makefile = (ROOT / "Makefile").read_text()
+    names = re.findall(r"command line,\$\(origin (\w+)\)", makefile)
+    assert len(names) == 8 and all(re.search(rf"^#:.*\b{name}=", makefile, re.M) for name in names)
+    env = {name: "1" for name in names}
+    assert tree("make", "gpu-report", **env)[1] == ["ran: 0 scripts/setup_env.py --run"]
+
+
+@pytest.mark.parametrize(("resume", "on"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_resume_can_be_off(tree, resume, on):
+    ((ran,)) = tree("make", "gpu-report", f"RESUME={resume}")[1]
+    assert ran.endswith("--resume") is on
+
+
+def test_spaces_and_quotes_reach_the_run_whole(tree, tmp_path):
+    tree("make", "gpu-report", "OUT=/my out/it's", "ONLY=a, b", "PRICE=0.4")
+    words = (tmp_path / "ran.words").read_text().splitlines()
+    assert words == ["scripts/setup_env.py", "--run", "/my out/it's", "--price", "0.4", "--only",
+                     "a, b"]  # fmt: skip

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import tarfile
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from scripts.oneshot import bundle, env
-from scripts.oneshot.lock import Lock, Locked, folder_lock
+from scripts.oneshot import bundle, doctor, env, judge, lock
+from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
+from scripts.oneshot.model import RunRecord
 
 
 @pytest.fixture
@@ -69,6 +72,13 @@ def test_lock_excludes_and_is_freed(tmp_path):
     second.release()
 
 
+def test_one_lock_per_gpu_whatever_tmpdir_says(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert gpu_lock("GPU-1").path.parent == Path("/tmp")
+    monkeypatch.setattr(lock, "LOCKS", tmp_path / "absent")  # or read-only
+    assert gpu_lock("GPU-1").path.parent == tmp_path
+
+
 def test_lock_follows_no_link(tmp_path):
     (tmp_path / "target").write_text("precious")
     (tmp_path / "l.lock").symlink_to(tmp_path / "target")
@@ -126,6 +136,33 @@ def test_a_repository_without_git_installed(sources, monkeypatch):
     commit = env.git_facts(sources)["commit"]
     monkeypatch.setenv("PATH", "/nonexistent")
     assert env.git_facts(sources)["commit"] == commit
+
+
+def committed(sources):
+    git(sources, "init", "-q", "-b", "main")
+    git(sources, "add", ".")
+    git(sources, "commit", "-q", "-m", "one")
+    return env.git_facts(sources)
+
+
+def test_a_given_commit_that_git_does_not_have_is_never_clean(sources, monkeypatch):
+    real = committed(sources)
+    facts = env.git_facts(sources, "deadbeefcafe")
+    assert facts["short"] == "deadbee" and facts["head"] == real["commit"]
+    assert facts["dirty"] is None and facts["branch"] is None
+    assert real["commit"][:10] in facts["source"]
+    line = judge.verdict(RunRecord(git=facts), [])["one_line"]
+    assert f"commit deadbee as given, but git has {real['short'][:7]}" in line
+    check = doctor.check_git(facts)
+    assert check.level == "WARN" and "deadbee" in check.text and real["commit"][:10] in check.text
+    monkeypatch.setenv("PATH", "/nonexistent")  # .git is there, git is not
+    assert env.git_facts(sources, "deadbeefcafe")["head"] == real["commit"]
+
+
+def test_a_given_name_of_what_is_checked_out_is_that_commit(sources):
+    real = committed(sources)
+    for name in (real["commit"], real["short"], real["short"].upper(), "main"):
+        assert env.git_facts(sources, name) == real, name
 
 
 @pytest.mark.parametrize(("url", "plain"), [

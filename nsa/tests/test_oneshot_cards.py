@@ -135,6 +135,7 @@ sys.path.insert(0, {root!r})
 from nsa.tests import oneshot_faults as f
 from scripts.oneshot import cards, env, runner, stages
 from scripts.oneshot.model import Stage
+f.private_locks()
 env.torch_facts = lambda *_: f.TORCH_FACTS
 env.nvidia_hardware = lambda: "a fake one"
 child = ("{{python}}", {child!r})

@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nsa.tests.oneshot_samples import write_sample
 from nsa.tests.test_oneshot_faults import DRIVER, ROOT, bundle_of, run
-from scripts.oneshot import judge, stages
+from scripts.oneshot import attach, judge, runner, stages
 from scripts.oneshot.arguments import seconds
-from scripts.oneshot.journal import read_events
+from scripts.oneshot.env import git_facts
+from scripts.oneshot.journal import Journal, read_events
+from scripts.oneshot.lock import folder_lock
 from scripts.oneshot.outputs import scp_line
 
 
@@ -137,6 +140,27 @@ def test_resume_wants_the_same_sources(tmp_path):
     assert bundle_of(folder)["resumed"] == {}
 
 
+def test_sources_edited_during_the_run_are_not_clean(tmp_path):
+    source = tmp_path / "src" / "nsa" / "a.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("x = 1\n")
+    env = {"ONESHOT_FAULT": json.dumps({"git": str(tmp_path / "src")}),
+           "CUDA_TEST_EDIT": str(source)}  # fmt: skip
+    for words in (["init", "-q"], ["add", "."],
+                  ["-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "1"]):
+        subprocess.run(["git", *words], cwd=tmp_path / "src", check=True)
+    head = git_facts(tmp_path / "src")["commit"]
+    out = tmp_path / "out"
+    _, console, _ = run(out, "pass,edit", "--commit", head, env=env)
+    folder = next(p for p in out.iterdir() if p.is_dir())
+    bundle = bundle_of(folder)
+    assert bundle["git"]["dirty"] and "1 file changed" in bundle["git"]["diffstat"], console
+    assert f"commit {bundle['git']['short']} DIRTY" in bundle["verdict"]["one_line"]
+    assert any("changed while the run was going on" in n["text"] for n in bundle["notes"])
+    run(out, "pass", "--commit", head, "--resume", env=env)  # the same edited sources
+    assert bundle_of(folder)["git"]["dirty"] and bundle_of(folder)["resumed"] == {}
+
+
 def test_budget_skips_and_says_so(tmp_path):
     code, console, folder = run(tmp_path, "pass,hang", "--budget", "21s")
     bundle = bundle_of(folder)
@@ -176,7 +200,8 @@ def test_unknown_flag_of_the_caller_blocks(tmp_path):
 
 @pytest.mark.parametrize("argv", [
     ["--profile", "huge"], ["--budget", "soon"], ["--only", "nonsense"], ["a", "--out", "b"],
-    ["--commit", "../../etc"], ["--resume=yes"],
+    ["--commit", "../../etc"], ["--resume=yes"], ["--price", "nan"], ["--price", "-1"],
+    ["--price", "inf"], ["--gpus", "7", "--profile", "cpu"],
 ])  # fmt: skip
 def test_usage_errors(argv):
     assert verb("run", "--dry-run", *argv).returncode == 2
@@ -193,6 +218,25 @@ def test_folder_that_cannot_be_written(tmp_path):
     assert code == 4 and "cannot be used" in console
 
 
+def test_gpus_without_a_gpu_are_a_usage_error(monkeypatch, capsys):
+    def no_smi():
+        raise runner.box.ProbeFailed("nvidia-smi is not installed")
+
+    monkeypatch.setattr(runner.box, "smi_query", no_smi)
+    monkeypatch.setattr(runner.box, "nvidia_hardware", lambda: None)
+    for profile in ("auto", "quick"):
+        assert runner.main(["--gpus", "7", "--profile", profile, "--dry-run"]) == 2
+        assert "'7', but no NVIDIA hardware is visible" in capsys.readouterr().err
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "abc1234").write_text("x")
+    code, console, _ = run(tmp_path, "pass")
+    assert code == 4 and "Traceback" not in console
+    (line,) = console.splitlines()
+    assert "the runner itself failed" in line and "abc1234" in line
+
+
 @pytest.mark.parametrize("profile", stages.PROFILES)
 def test_plan_names_real_files(profile):
     planned = stages.plan(profile)
@@ -204,6 +248,11 @@ def test_plan_names_real_files(profile):
         for part in stage.argv:
             if part.endswith(".py"):
                 assert (ROOT / part).is_file(), f"{stage.id} names {part}"
+
+
+def test_what_a_profile_leaves_out_is_known():
+    standard, quick = ({s.id for s in stages.plan(p)} for p in ("standard", "quick"))
+    assert standard - quick == set(stages.LEFT_OUT["quick"]) and quick <= standard
 
 
 def test_gpu_profile_without_a_gpu_says_not_run(tmp_path):
@@ -223,7 +272,9 @@ def test_gpu_profile_without_a_gpu_says_not_run(tmp_path):
     assert {s["status"] for s in bundle["stages"][1:]} == {"NOT_RUN"}
     blocks = [c["text"] for c in bundle["doctor"] if c["level"] == "BLOCK"]
     assert any("torch is blocked" in text for text in blocks)
-    assert "NOT_RUN" in (tmp_path / "out" / "abc1234" / "report.md").read_text()
+    report = (tmp_path / "out" / "abc1234" / "report.md").read_text()
+    assert "NOT_RUN" in report
+    assert "profile quick leaves out prefill_bench, fa2_bench, train_smoke" in report
     assert done.stdout.rstrip().endswith("exit code 3")
 
 
@@ -231,6 +282,47 @@ def test_attach_follows_to_the_verdict(tmp_path):
     write_sample(tmp_path / "8ac3f21", "all_pass")
     done = verb("attach", str(tmp_path))
     assert done.returncode == 0 and "triton_fwd PASS" in done.stdout
+
+
+def test_detach_says_what_came_of_it(tmp_path, capsys, monkeypatch):
+    def detach(*options):
+        code = runner.main(["--profile", "cpu", "--detach", "--commit", "abc1234f", *options])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # main() sets it
+    (tmp_path / "file").write_text("x")
+    code, said = detach("--out", str(tmp_path / "file" / "out"))
+    assert code == 4 and "cannot be used" in said and "process" not in said
+    lock = folder_lock(tmp_path, "abc1234")
+    lock.acquire()
+    code, said = detach("--out", str(tmp_path))
+    assert code == 75 and f"held by process {os.getpid()}" in said
+    lock.release()
+
+    def begin(argv, **_):
+        journal = Journal(tmp_path / "abc1234" / "events.jsonl")
+        journal.append("run_start", run_id="new")
+        return SimpleNamespace(pid=4711, poll=lambda: None)
+
+    monkeypatch.setattr(runner.subprocess, "Popen", begin)
+    monkeypatch.setattr(runner.box, "git_facts", lambda *_: {"short": "abc1234"})
+    monkeypatch.setattr(runner.box, "smi_query", lambda: [])
+    code, said = detach("--out", str(tmp_path))
+    assert code == 0 and said.startswith("running as process 4711")
+    monkeypatch.setattr(runner, "DETACH_WAIT_S", 0.0)
+    code, said = detach("--out", str(tmp_path))
+    assert code == 0 and said.startswith("waiting as process 4711")
+
+
+def test_attach_once_says_that_a_run_is_running(tmp_path, capsys):
+    write_sample(tmp_path / "8ac3f21", "crash")  # its journal ends in the midst of triton_bwd
+    lock = folder_lock(tmp_path, "8ac3f21")
+    lock.acquire()
+    assert attach.main([str(tmp_path), "--once"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("running: stage 5 of 10, triton_bwd")
+    lock.release()
+    assert attach.main([str(tmp_path), "--once"]) == 4
 
 
 def test_times():

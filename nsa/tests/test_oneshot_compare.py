@@ -169,7 +169,8 @@ def test_faster_slower_new_gone(tmp_path, capsys):
     assert any("t/lost VALID -> INVALID" in r for r in result["regressions"])
     assert result["floor"] == 0.012
     code, result = run(b, a, "--fail-on", "ambiguous", capsys=capsys)
-    assert code == 0 and cell(result, "t/slower")["verdict"] == "FASTER"
+    assert code == 5 and cell(result, "t/slower")["verdict"] == "FASTER"
+    assert cell(result, "t/new")["verdict"] == "GONE"  # and nothing says why: not the same
 
 
 def test_a_stage_that_died_says_so_for_each_of_its_cases(tmp_path, capsys):
@@ -240,6 +241,93 @@ def test_parity_is_compared_on_unlike_boxes_too(tmp_path, capsys):
     assert run(a, b, "--fail-on", "slower", capsys=capsys)[0] == 5
     code, result = run(b, a, capsys=capsys)
     assert code == 5 and "parity p/one FAIL -> PASS" in result["repaired"]
+
+
+PROOF = [*(parity_row(f"p/{i}") for i in range(5)), test_row("t.py::one"), test_row("t.py::two")]
+
+
+def without_stage(stage):
+    """B has nothing of `stage`, as --skip leaves it."""
+
+    def change(events):
+        start = next(e for e in events if e["ev"] == "run_start")
+        start["plan"] = [s for s in start["plan"] if s["id"] != stage]
+        events[:] = [e for e in events if e.get("stage") != stage]
+
+    return change
+
+
+def test_proof_that_vanished_is_a_regression(tmp_path, capsys):
+    a = made(tmp_path / "a", PROOF, stage="triton_fwd")
+    b = made(tmp_path / "b", [test_row("t.py::one", "skipped", "no luck"), PROOF[4]],
+             stage="triton_fwd")  # fmt: skip
+    code, result = run(a, b, capsys=capsys)
+    assert code == 1 and result["regressions"] == [
+        "parity PASS -> absent 4 times in triton_fwd, first p/0",
+        "test t.py::one passed -> skipped", "test t.py::two passed -> absent",
+    ]  # fmt: skip
+    code, result = run(b, a, capsys=capsys)
+    assert code == 0 and not result["regressions"] and not result["repaired"]
+
+
+def test_another_card_may_skip_other_tests(tmp_path, capsys):
+    def other(events):
+        events[0]["device"]["name"] = "NVIDIA A100"
+
+    a = made(tmp_path / "a", [test_row("t.py::one")], stage="triton_fwd")
+    skipped = [test_row("t.py::one", "skipped", "needs SM 9.0")]
+    b = made(tmp_path / "b", skipped, stage="triton_fwd", change=other)
+    assert run(a, b, capsys=capsys)[1]["regressions"] == []
+    b = made(tmp_path / "c", [], stage="triton_fwd", change=other)
+    assert run(a, b, capsys=capsys)[1]["regressions"] == ["test t.py::one passed -> absent"]
+
+
+def test_a_stage_that_proves_nothing_any_more_is_a_regression(tmp_path, capsys):
+    def not_run(events):
+        for event in events:
+            if event["ev"] == "stage_end" and event["stage"] in ("triton_bwd", "fa2_probe"):
+                event["result"].update(status="NOT_RUN", reason="no test was collected")
+                event["result"]["required"] = event["stage"] == "triton_bwd"
+
+    a, b = made(tmp_path / "a"), made(tmp_path / "b", change=not_run)
+    optional = next(s for s in rebuild(a)[0]["stages"] if s["id"] == "fa2_probe")
+    code, result = run(a, b, capsys=capsys)
+    assert code == 1 and "stage triton_bwd PASS -> NOT_RUN" in result["regressions"]
+    said = any("stage fa2_probe" in r for r in result["regressions"])
+    assert said is optional["required"]
+
+
+def test_what_was_not_asked_for_is_not_missed(tmp_path, capsys):
+    a = made(tmp_path / "a")
+
+    def skip(events):
+        without_stage("sel_bench")(events)
+        without_stage("triton_fwd")(events)
+
+    def partial(events):
+        skip(events)
+        events[0]["partial"] = "--skip sel_bench,triton_fwd"
+
+    code, result = run(a, made(tmp_path / "b", change=skip), capsys=capsys)
+    assert code == 1 and "stage triton_fwd PASS -> absent" in result["regressions"]
+    code, result = run(a, made(tmp_path / "c", change=partial), capsys=capsys)
+    assert code == 0 and not result["regressions"]
+    gone = [c for c in result["cells"] if c["verdict"] == "GONE"]
+    assert gone and all(c["not_asked"] for c in gone)
+
+
+def test_cards_that_b_does_not_have_are_not_missed(tmp_path, capsys):
+    def two_cards(events):
+        start, numbers = events[0], {"triton_fwd": [0], "triton_bwd": [1]}
+        for stage in start["plan"]:
+            stage.update({"gpus": numbers[stage["id"]]} if stage["id"] in numbers else {})
+        for event in events:
+            if event["ev"] == "stage_end" and event["stage"] in numbers:
+                event["result"]["gpus"] = numbers[event["stage"]]
+
+    a = made(tmp_path / "a", change=two_cards)
+    code, result = run(a, made(tmp_path / "b", change=without_stage("triton_bwd")), capsys=capsys)
+    assert code == 0 and not result["regressions"]
 
 
 def test_fail_on_ambiguous_and_its_usage(tmp_path, capsys):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from scripts import setup_env
-from scripts.oneshot import doctor
+from scripts.oneshot import doctor, probe_torch
 from scripts.oneshot import env as box
 
 TORCH = {
@@ -59,7 +61,17 @@ SICK = [
     ({"torch": {"cuda_works": None, "cuda_error": "driver on your system is too old"}},
      "torch", "BLOCK", "too old"),
     ({"torch": {"triton": None}}, "triton", "BLOCK", "not installed"),
-    ({"torch": {"triton": "3.2.0"}}, "triton", "WARN", "torch names 3.6.0"),
+    ({"torch": {"triton": "3.2.0"}}, "triton", "WARN", "torch names triton==3.6.0"),
+    ({"torch": {"torch": "2.4.0+cu121"}}, "torch", "WARN", "older than 2.10"),
+    ({"torch": {"torch": "2.4.0"}, "gpu": False}, "torch", "WARN", "older than 2.10"),
+    ({"torch": {"triton": "2.1.0", "triton_pin": None}}, "triton", "WARN", "older than 3.6"),
+    ({"torch": {"triton": "3.6.0", "triton_pin": "triton>=3.7; python_version > '3'"}},
+     "triton", "WARN", "torch names triton>=3.7"),
+    ({"torch": {"triton": "of unknown version"}}, "triton", "WARN", "unknown version"),
+    ({"gpu": False, "device": {"name": None}}, "gpu", "WARN", "no NVIDIA hardware is visible"),
+    ({"torch": {"cuda_driver": "12.8", "cuda_works": None}}, "cuda", "BLOCK", "CUDA 12.8 only"),
+    ({"torch": {"cuda_driver": "12.8"}}, "cuda", "WARN", "CUDA 12.8 only"),  # cuda-compat
+    ({"environ": {"NSA_QQQQQQQQQQQQ": "1"}}, "flags", "WARN", "unknown: NSA_QQQQQQQQQQQQ"),
     ({"torch": {"python": "3.9.1"}}, "python", "BLOCK", "3.9.1"),
     ({"torch": {"device": {"sm": "7.5"}}}, "arch", "BLOCK", "7.5"),
     ({"torch": {"device": {"sm": "11.0"}}}, "arch", "BLOCK", "sm_110"),
@@ -85,6 +97,74 @@ SICK = [
 def test_sick_box(tmp_path, changes, name, level, words):
     check = examine(tmp_path, **changes)[name]
     assert check.level == level and words in check.text and check.fix
+
+
+def test_what_is_right_is_said_too(tmp_path):
+    torch = {"triton": "3.6.0+git5b1", "triton_pin": "pytorch-triton==3.6.0+git5b1",
+             "cuda_driver": "13.2"}  # fmt: skip
+    checks = examine(tmp_path, torch=torch)
+    assert {checks[n].level for n in ("gpu", "torch", "triton", "cuda")} == {"OK"}
+    assert "NVIDIA H200" in checks["gpu"].text
+    chosen = examine(tmp_path, gpu=False)["gpu"]
+    assert chosen.level == "OK" and "cpu profile was chosen" in chosen.text
+
+
+def test_the_least_versions_are_those_of_the_project():
+    project = (doctor.ROOT / "pyproject.toml").read_text()
+    assert f'"torch>={doctor.LEAST_TORCH}"' in project
+    pairs = (doctor.ROOT / "requirements.txt").read_text()
+    assert f"{doctor.LEAST_TORCH} and 2.11 -> {doctor.LEAST_TRITON}.0" in pairs
+
+
+def test_the_triton_that_is_imported_counts_whatever_it_is_called(monkeypatch):
+    names = {"pytorch-triton": "3.6.0+git5b1"}
+    monkeypatch.setattr(probe_torch, "_version", names.get)
+    monkeypatch.setattr(probe_torch.importlib.util, "find_spec", lambda name: object())
+    assert probe_torch._triton() == "3.6.0+git5b1"
+    names.clear()
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.1"))
+    assert probe_torch._triton() == "3.6.1"
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    assert probe_torch._triton() == "of unknown version"
+    monkeypatch.setattr(probe_torch.importlib.util, "find_spec", lambda name: None)
+    assert probe_torch._triton() is None
+
+
+def test_the_cuda_of_the_driver(monkeypatch):
+    def library(name):
+        assert name == "libcuda.so.1"
+        return SimpleNamespace(cuDriverGetVersion=answer)
+
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    def answer(number):
+        number._obj.value = 12080
+        return 0
+
+    monkeypatch.setattr(probe_torch.ctypes, "CDLL", library)
+    assert probe_torch._cuda_driver() == "12.8"
+    monkeypatch.undo()
+    monkeypatch.setattr(probe_torch.ctypes, "CDLL", absent)
+    assert probe_torch._cuda_driver() is None
+
+
+@pytest.mark.parametrize(("quota", "level"), [
+    ("150000 100000", "WARN"), ("max 100000", "OK"), ("-1", "OK"), ("100000", "WARN"),
+    (None, "OK"),
+])  # fmt: skip
+def test_few_cores_are_said(tmp_path, monkeypatch, quota, level):
+    monkeypatch.setattr(box, "_cgroup", lambda *names: quota if "cpu.max" in names else None)
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert examine(tmp_path)["cpus"].level == level
+
+
+def test_small_shared_memory_is_said(tmp_path, monkeypatch):
+    free = lambda path: 64 if path == Path("/dev/shm") else 10_000
+    monkeypatch.setattr(box, "free_mib", free)
+    assert "shm" not in examine(tmp_path, device={"count": 2})
+    check = examine(tmp_path, device={"count": 8})["shm"]
+    assert check.level == "WARN" and "64 MiB" in check.text
 
 
 def test_a_full_or_closed_disk(tmp_path, monkeypatch):

@@ -134,6 +134,26 @@ def test_failed_gate_packs_nothing(tmp_path):
     assert not list(tmp_path.glob("*.tgz"))
 
 
+def test_no_report_says_clean_when_the_second_gate_fails(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from scripts.oneshot import runner\n"
+        "from nsa.tests import oneshot_faults as f\n"
+        "states = ['failed', 'clean']\n"
+        "runner.gate = lambda *_: {'gate': states.pop(), 'findings': [], 'removed': []}\n"
+        "def render(self, limit_s):\n"
+        "    for name in ('report.md', 'report.html', 'issue.md'):\n"
+        "        (self.folder / name).write_text('Gate clean')\n"
+        "runner.Run._render = render\n"
+        f"raise SystemExit(f.run_faults(['pass'], [{str(tmp_path)!r}, '--commit', 'abc1234f']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    folder = tmp_path / "abc1234"
+    assert done.returncode == 6, done.stdout + done.stderr
+    assert "redaction FAILED, do not post this" in (folder / "report.md").read_text()
+    assert not (folder / "issue.md").exists() and not (folder / "report.html").exists()
+
+
 def test_a_fault_of_the_runner_costs_no_result(tmp_path):
     code = (
         "import sys; sys.path.insert(0, '.')\n"

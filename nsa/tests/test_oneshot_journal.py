@@ -11,7 +11,7 @@ from nsa.tests.oneshot_samples import SAMPLES, bench_row, parity_row, write_samp
 from nsa.tests.oneshot_samples import test_row as row_of_test
 from scripts.oneshot import journal
 from scripts.oneshot.journal import Ballast, Journal, dumps, read_events, write_atomic, write_json
-from scripts.oneshot.judge import Status, judge
+from scripts.oneshot.judge import Status, judge, verdict
 from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.rows import RowError, parse_row
 from scripts.oneshot.stages import plan
@@ -75,13 +75,15 @@ def test_journal_survives_a_full_disk(tmp_path, monkeypatch):
 
 
 def test_ballast_makes_room_for_the_verdict(tmp_path, monkeypatch):
-    ballast = Ballast(tmp_path)
+    ballast = Ballast(tmp_path, ["logs/a.log", "sanity.out"])
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "a.log").write_text("x" * 1000)
+    logs = [tmp_path / "logs" / "a.log", tmp_path / "sanity.out"]
+    for log in logs:
+        log.write_text("x" * 1000)
     real = journal.write_atomic
 
     def needs_room(path, text):
-        if ballast.path.exists() or any((tmp_path / "logs").iterdir()):
+        if ballast.path.exists() or any(log.exists() for log in logs):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(path, text)
 
@@ -240,3 +242,75 @@ def test_arguments_that_wait_for_an_earlier_stage():
     assert threshold.completed({"fa2_bench": failed}) is threshold
     passed = StageResult(id="fa2_bench", status=Status.PASS)
     assert threshold.completed({"fa2_bench": passed}).argv[-2:] == ("--fa2", "{out}/fa2.csv")
+
+
+def test_the_time_of_a_run_ends_with_it(tmp_path):
+    """The report is rendered between two redactions: both must give the same run time."""
+    write_sample(tmp_path, "all_pass")
+    events = read_events(tmp_path / "events.jsonl")
+    at = next(i for i, e in enumerate(events) if e["ev"] == "run_end")
+    whole = RunRecord.replay(events[: at + 1]).to_bundle()
+    later = {"ev": "redaction", "m": events[at]["m"] + 4.0, "summary": {"gate": "clean"}}
+    after = RunRecord.replay([*events[: at + 1], later]).to_bundle()
+    assert after["monotonic_s"] == whole["monotonic_s"] == events[at]["m"]
+    assert after["verdict"]["one_line"] == whole["verdict"]["one_line"]
+
+
+def test_a_stage_that_died_with_the_run_has_the_time_that_is_known(tmp_path):
+    write_sample(tmp_path, "crash")
+    events = read_events(tmp_path / "events.jsonl")
+    began = next(e["m"] for e in events if e.get("stage") == "triton_bwd")
+    died = next(s for s in RunRecord.replay(events).stage_results() if s.id == "triton_bwd")
+    assert died.wall_s == round(events[-1]["m"] - began, 3) > 0
+    assert "when is unknown" in died.reason
+
+
+# ---- the verdict ---------------------------------------------------------------------------------
+
+
+def verdict_of(rows, *results, scope="gpu", ended_by="normal"):
+    record = RunRecord(scope=scope, ended_by=ended_by, rows={"a": list(rows)})
+    return verdict(record, [StageResult("env", Status.PASS), *results])
+
+
+def test_benches_without_one_valid_row_are_no_pass():
+    rows = [parity_row("p"), *(bench_row(f"b{i}", 5.0, 1.5, status="UNSTABLE", why=["IQR"])
+                               for i in range(10))]  # fmt: skip
+    said = verdict_of(rows)
+    assert (said["status"], said["exit_code"]) == ("INVALID", 5)
+    assert "benches VALID 0/10" in said["one_line"]
+    said = verdict_of(rows, scope="cpu")
+    assert said["exit_code"] == 0 and "benches claim nothing, VALID 0/10" in said["one_line"]
+    unstable = StageResult("a", Status.FAIL, "all unstable", "UNSTABLE")
+    assert verdict_of(rows[1:], unstable)["exit_code"] == 5  # nothing but unstable results
+
+
+def test_cells_that_did_not_fit_are_counted():
+    rows = [*(bench_row(f"b{i}", 5.0, 1.5) for i in range(22)),
+            *(bench_row(f"s{i}", 5.0, None, status="SKIPPED", why=["out of memory"])
+              for i in range(2))]  # fmt: skip
+    said = verdict_of(rows)
+    assert "benches VALID 22/24 (2 skipped)" in said["one_line"] and said["bench_total"] == 24
+
+
+def test_a_run_that_proved_nothing_says_so():
+    said = verdict_of([], StageResult("routing", Status.PASS))
+    assert said["exit_code"] == 3 and "nothing was proven" in said["one_line"]
+    assert "nothing was proven" not in verdict_of([parity_row("p")])["one_line"]
+
+
+def test_a_stage_that_was_stopped_is_not_broken():
+    stopped = StageResult("a", Status.INFRA, "stopped by SIGTERM", "PREEMPTED")
+    said = verdict_of([row_of_test("t")], stopped, ended_by="sigterm")
+    assert said["exit_code"] == 143
+    assert "stopped: a" in said["one_line"] and "broken" not in said["one_line"]
+
+
+def test_failed_tests_beside_a_crash_are_both_said():
+    rows = [checked(r) for r in (row_of_test("a"), row_of_test("b", "failed", "x"))]
+    said = judge(stage(), 139, rows)
+    assert said.status is Status.FAIL and "1 of 2 tests failed, first b" in said.reason
+    assert "exit code 139: tests may be missing" in said.reason
+    said = judge(stage("parity"), 139, [*rows, checked(parity_row("c", launches={}))])
+    assert "exit code 139" in said.reason
+    assert "exit code" not in judge(stage(), 1, rows).reason

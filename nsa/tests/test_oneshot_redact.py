@@ -53,10 +53,38 @@ def test_known_values_are_found_anywhere(redactor, private):
     "commit 0123456789abcdef0123456789abcdef01234567", "sha256 " + "ab" * 32,
     "sel_fwd/dense/L=64/D=64/bf16 mae 2.1e-04", "task-force sk- AKIA", "password: None",
     "nsa/tests/test_a.py::test_b[N256-H8-D64-L512-many-bf16]", "a user of the root folder",
+    "x[1::2] y[100::4] at 12:34.5 of 00:01:02.3, 1:2:3", "std::fe::dead add::be ::1 ::",
+    "PCIe gen5 x16, PCI express 4.0", "GPU-accelerated GPU-0", "serial: N/A, serial run: 4 s",
+    "password: str = None", "/usr/lib/python3/users.py",
     "GPU 0: NVIDIA H200, 143771 MiB", "malice and Alicedale", "at 1.5.2 of 3.10.1",
 ])  # fmt: skip
 def test_harmless_text_stays(redactor, text):
     assert redactor.text(text) == text
+
+
+@pytest.mark.parametrize(("text", "private"), [
+    ("connect to [fd00::1]:80", "fd00::1"), ("64:ff9b::1", "64:ff9b::1"),
+    ("fe80::1%eth0: unreachable", "fe80::1"), ("from 2001:db8::7: refused", "2001:db8::7"),
+    ("DB_PASSWORD=abc", "abc"), ("PASSWORD=1234", "1234"), ("api_key=x&y=1", "=x"),
+    ("{'serial': '16523', 'a': 1}", "16523"), ('{"board_id": 771}', "771"),
+    ("Serial Number                     : 165230", "165230"),
+    ("NVRM: Xid (PCI:0000:41:00): 79", "0000:41:00"), ("PCI bus id 01:00.0", "01:00.0"),
+    ("CUDA_VISIBLE_DEVICES=GPU-1a2b3c4d,1", "1a2b3c4d"), ("/nfs/home/bob/x.py", "bob"),
+    ("/data/users/bob/x.py", "bob"),
+])  # fmt: skip
+def test_short_forms_are_found_too(redactor, text, private):
+    clean = redactor.text(text)
+    assert private not in clean and redactor.text(clean) == clean
+
+
+@pytest.mark.parametrize(("text", "clean"), [
+    ("git@github.com: Permission denied", "github.com: Permission denied"),
+    ("git@github.com:22/o", "github.com:22/o"),
+    ("from 2001:db8::7: refused", "from <ip-3>: refused"),  # 1 and 2 are of SSH_CONNECTION
+    ("/nfs/home/bob/x.py", "~/x.py"), ("{'serial': '16523'}", "{'serial': '<board>'}"),
+])  # fmt: skip
+def test_what_is_left_can_be_read(redactor, text, clean):
+    assert redactor.text(text) == clean
 
 
 def test_placeholders_are_stable_and_distinct(redactor):

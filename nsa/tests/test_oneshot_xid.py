@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 import time
 import types
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from bench.records import shrunk
 from nsa.tests.oneshot_faults import FAKE_PYNVML
+from scripts.oneshot import watch as watch_module
+from scripts.oneshot.cards import Card
 from scripts.oneshot.journal import dumps
 from scripts.oneshot.judge import Status, judge
-from scripts.oneshot.model import RunRecord, Stage
+from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.rows import parse_row
 from scripts.oneshot.watch import Watch
 from scripts.oneshot.xid import APPLICATION, CARD, Xid, XidListener
@@ -127,6 +131,30 @@ def test_a_report_says_once_that_nothing_can_be_heard(nvml):
         (f"{card}Xid errors are not heard (this GPU reports no Xid events)", "info")
         for card in ("", "GPU 1: ")
     ]
+
+
+@pytest.mark.parametrize(("answer", "free", "words", "kind"), [
+    ("ended with 15: GPU is lost", True, "does not answer", "GPU_LOST"),
+    ("nvidia-smi did not answer within 10 s", True, "does not answer", "NO_GPU"),
+    (None, False, "still held", "GPU_BUSY"),
+])  # fmt: skip
+def test_a_card_that_may_not_be_used_has_the_kind_of_its_cause(
+    monkeypatch, answer, free, words, kind
+):
+    def query(index=None):
+        if answer:
+            raise watch_module.box.ProbeFailed(answer)
+
+    monkeypatch.setattr(watch_module.box, "smi_query", query)
+    ended = StageResult("a", Status.CRASH, "killed by SIGKILL")
+    after = Stage("b", "b", ("{python}",), "tests", 1.0)
+    for cards in ((), (0,)):
+        several = [Card(0, "GPU-1"), Card(1, "GPU-2")] if cards else []
+        watch = Watch(several, [], *[lambda *_, **__: None] * 3)
+        watch.telemetry = SimpleNamespace(wait_for_memory=lambda _: free)
+        watch.after_failure(replace(ended, gpus=cards))
+        status, why, got = watch.why_not(replace(after, gpus=cards))
+        assert (status, got) == (Status.NOT_RUN, kind) and words in why
 
 
 # ---- half size -----------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from scripts.oneshot.stages import PROFILES
@@ -15,6 +17,13 @@ def seconds(text: str) -> float:
     if not match or float(match.group(1)) <= 0:
         raise argparse.ArgumentTypeError(f"a time such as 15m, 1h or 900, got {text!r}")
     return float(match.group(1)) * {"": 1, "s": 1, "m": 60, "h": 3600}[match.group(2)]
+
+
+def _dollars(text: str) -> float:
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)) and value >= 0:
+            return value
+    raise argparse.ArgumentTypeError(f"dollars per hour, 0 or more, got {text!r}")
 
 
 def _commit(text: str) -> str:
@@ -55,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="all|0,1",
         help="several GPUs: health and parity of each, then NCCL and context parallelism",
     )
-    p.add_argument("--price", type=float, help="dollars per hour, for the running cost")
+    p.add_argument("--price", type=_dollars, help="dollars per hour, for the running cost")
     p.add_argument("--commit", type=_commit, default=None, help="commit of sources without git")
     p.add_argument("--wait", type=seconds, default=0.0, help="wait for a lock that long")
     p.add_argument("--keep-host", action="store_true", help="do not redact host names")

@@ -2,7 +2,7 @@
 
     python -m scripts.oneshot attach [out_dir or bundle folder]
 
-Ends with the run's exit code, or with 4 when the run died.
+Ends with the run's exit code, or with 4 when the run died; `--once` with 0 while it is running.
 """
 
 from __future__ import annotations
@@ -63,7 +63,14 @@ def main(argv: list[str]) -> int:
         if args.once or not running:
             break
         time.sleep(0.5)
-    verdict = RunRecord.replay(read_events(folder / "events.jsonl")).to_bundle()["verdict"]
+    record = RunRecord.replay(read_events(folder / "events.jsonl"))
+    if running:
+        stages = [s["id"] for s in record.plan]
+        now = (record.running or {}).get("stage")
+        at = stages.index(now) + 1 if now in stages else len(record.results)
+        print(f"running: stage {at} of {len(stages)}" + (f", {now}" if now else ""))
+        return 0
+    verdict = record.to_bundle()["verdict"]
     print(verdict["one_line"])
     print(f"report: {folder / 'report.md'}")
     return verdict["exit_code"]

@@ -122,7 +122,7 @@ def _own(stage: Stage, card: Card) -> Stage:
     return _on(
         stage, [card], id=f"{stage.id}_gpu{card.index}", title=f"GPU {card.index}: {stage.title}",
         log=str(log.with_name(f"{log.stem}_gpu{card.index}{log.suffix}")),
-        argv=(*stage.argv, *more),
+        argv=(*stage.argv, *more), outputs=(),  # health.json is the first card's
         estimate_s=max(1.0, stage.estimate_s / 2),  # the kernels are compiled by now
     )  # fmt: skip
 

@@ -4,9 +4,11 @@ A case is FASTER or SLOWER only when the two 95 % intervals are further apart th
 of either box (at least 1 %), its fastest and its p80 samples moved the same way, and clock cycles
 agree. SAME needs a small change between two narrow intervals. Everything else is AMBIGUOUS, with
 the reason. Times of unlike boxes are NOT_COMPARABLE; parity and status are compared all the same.
+Proof that A has and B does not is a regression, unless B was not asked for it (another profile,
+--only, --skip, fewer cards).
 
 Exit code 0: nothing worse; 1: a regression of the kinds in --fail-on; 2: usage; 5: no times could
-be compared. Nothing of a bundle is executed.
+be compared, or B lacks times that it was asked for. Nothing of a bundle is executed.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ class Cell:
     b_ci: Sequence[float] | None = None
     change: float | None = None  # B over A, minus 1
     change_ci: Sequence[float] | None = None
+    not_asked: bool = False  # GONE because B was not asked for its stage
 
 
 @dataclass
@@ -92,7 +93,8 @@ class Comparison:
         if worse:
             return EXIT_WORSE
         judged = any(counts[v] for v in ("FASTER", "SLOWER", "SAME", "AMBIGUOUS"))
-        if self.incomparable or (self.cells and not judged):
+        lost = any(c.verdict == "GONE" and not c.not_asked for c in self.cells)
+        if self.incomparable or lost or (self.cells and not judged):
             return EXIT_NOT_COMPARABLE
         return EXIT_SAME
 
@@ -183,6 +185,18 @@ def _stage_words(side: Side, row: Mapping[str, Any] | None, stage: str) -> str:
     return f"stage {stage} {found['status']}{reason}"
 
 
+def asked_for(a: Side, b: Side, stage: str) -> bool:
+    """Was B asked for all that the stage `stage` of A did: the same profile, not left out by
+    --only or --skip, its cards among those of B?"""
+    if any(a.data[key] != b.data[key] for key in ("profile", "scope")):
+        return False
+    stages = [{s["id"]: s.get("gpus") or () for s in side.data["stages"]} for side in (a, b)]
+    if stage in stages[1]:
+        return True
+    cards = {gpu for gpus in stages[1].values() for gpu in gpus}
+    return not b.data.get("partial") and set(stages[0].get(stage, ())) <= cards
+
+
 def judge_cells(a: Side, b: Side, floor: float, incomparable: Sequence[str]) -> list[Cell]:
     """Every case of either side, in the order of A, the new ones last."""
     full = ("bench", "case", "candidate", "cache")
@@ -210,7 +224,9 @@ def judge_cells(a: Side, b: Side, floor: float, incomparable: Sequence[str]) -> 
             why = f"A {_stage_words(a, x, stage)}; B {_stage_words(b, y, stage)}"
             out.append(Cell(case, "NOT_COMPARABLE", f"no numbers: {why}"))
         elif not has[1]:
-            out.append(Cell(case, "GONE", f"B: {_stage_words(b, y, stage)}", **values))
+            why = f"B: {_stage_words(b, y, stage)}"
+            not_asked = y is None and not asked_for(a, b, stage)
+            out.append(Cell(case, "GONE", why, **values, not_asked=not_asked))
         elif not has[0]:
             out.append(Cell(case, "NEW", f"A: {_stage_words(a, x, stage)}", **values))
         else:
@@ -289,20 +305,34 @@ def _proofs(a: Side, b: Side) -> tuple[list[str], list[str]]:
         ("parity", ("op", "case", "dtype"), "status", "PASS"),
         ("test", ("nodeid",), "outcome", "passed"),
     )
+    other_card = a.data["device"].get("name") != b.data["device"].get("name")
+    lost: dict[tuple[str, str, str, str], list[str]] = {}  # (kind, stage, was, now): names
     for kind, names, state, good in kinds:
         left, right = (_keyed(s.parity if kind == "parity" else s.tests, names) for s in (a, b))
-        for key, y in right.items():
-            x = left.get(key)
-            was, now = x[state] if x else "absent", y[state]
-            if was == now or "skipped" in (was, now):
+        for key in dict.fromkeys([*left, *right]):
+            x, y = left.get(key), right.get(key)
+            was, now = (row[state] if row else "absent" for row in (x, y))
+            name = (x or y)["case" if kind == "parity" else "nodeid"]
+            if was == now:
+                continue
+            if now in ("absent", "skipped"):
+                # Another card has its own reasons to skip a test.
+                expected = other_card if y else not asked_for(a, b, x["stage"])
+                if was == good and not expected:
+                    lost.setdefault((kind, x["stage"], was, now), []).append(name)
                 continue
             why = "; ".join(y["why"]) if kind == "parity" else str(y.get("reason") or "")
-            name = y["case"] if kind == "parity" else y["nodeid"]
             text = plain(f"{kind} {name} {was} -> {now}" + (f" ({why})" if why else ""))
-            if now != good and was in (good, "absent"):
+            if now != good and was in (good, "absent", "skipped"):
                 worse.append(text)
-            elif now == good and was != "absent":
+            elif now == good and was not in ("absent", "skipped"):
                 better.append(text)
+    for (kind, stage, was, now), names in lost.items():
+        if len(names) <= 3:
+            worse += [plain(f"{kind} {name} {was} -> {now}") for name in names]
+        else:
+            said = f"{kind} {was} -> {now} {len(names)} times in {stage}, first {names[0]}"
+            worse.append(plain(said))
     left, right = (_keyed(s.bench, ("bench", "case", "candidate", "cache")) for s in (a, b))
     for key, x in left.items():
         y = right.get(key)
@@ -341,7 +371,11 @@ def compare(
         if was != now:
             why = f"  ({y['reason']})" if y and y.get("reason") else ""
             status.append(plain(f"{stage}  {was} -> {now}{why}"))
-            if was == "PASS" and now in ("FAIL", "CRASH", "TIMEOUT", "INFRA"):
+            unproven = now in ("NOT_RUN", "SKIPPED", "absent") and x and x.get("required", True)
+            if was == "PASS" and (
+                now in ("FAIL", "CRASH", "TIMEOUT", "INFRA")
+                or (unproven and (y or asked_for(a, b, stage)))
+            ):
                 worse.append(plain(f"stage {stage} PASS -> {now}"))
     cells = judge_cells(a, b, floor, incomparable)
     return Comparison(

@@ -23,6 +23,7 @@ from scripts.oneshot import env as box
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WANTED_MIB = 500
+LEAST_TORCH, LEAST_TRITON = "2.10", "3.6"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def check_torch(torch: Mapping[str, Any], gpu: bool) -> Check:
         return Check("torch", "BLOCK", f"torch does not import: {torch['torch_error']}", fix)
     version = torch["torch"]
     if not gpu:
-        return Check("torch", "OK", f"torch {version}")
+        return _old("torch", version, LEAST_TORCH) or Check("torch", "OK", f"torch {version}")
     if torch.get("hip"):
         return Check("torch", "BLOCK", f"torch {version} is a ROCm build", "use a CUDA build")
     if not torch.get("cuda_build"):
@@ -63,12 +64,20 @@ def check_torch(torch: Mapping[str, Any], gpu: bool) -> Check:
         else:
             fix = "check CUDA_VISIBLE_DEVICES and that the container was started with its GPU"
         return Check("torch", "BLOCK", f"torch {version} cannot use the GPU: {cause}", fix)
-    return Check("torch", "OK", f"torch {version}, CUDA {torch['cuda_build']}")
+    said = Check("torch", "OK", f"torch {version}, CUDA {torch['cuda_build']}")
+    return _old("torch", version, LEAST_TORCH) or said
+
+
+def _old(name: str, version: str, least: str) -> Check | None:
+    """A WARN for a version below the least that this was ever tested with."""
+    if _number(version) >= _number(least):
+        return None
+    text = f"{name} {version} is older than {least}: kernels may not compile, or be wrong"
+    return Check(name, "WARN", text, f"install torch {LEAST_TORCH} or later; it names its triton")
 
 
 def check_triton(torch: Mapping[str, Any]) -> Check:
     version, pin = torch.get("triton"), torch.get("triton_pin")
-    wanted = re.search(r"==\s*([\d.]+)", pin or "")
     if not version:
         return Check(
             "triton",
@@ -76,14 +85,51 @@ def check_triton(torch: Mapping[str, Any]) -> Check:
             "Triton is not installed",
             f"pip install the triton that torch names ({pin or 'see requirements'})",
         )
-    if wanted and wanted.group(1) != version.split("+")[0]:
-        return Check(
-            "triton",
-            "WARN",
-            f"triton {version}, but torch names {wanted.group(1)}",
-            f"pip install triton=={wanted.group(1)}",
-        )
-    return Check("triton", "OK", f"triton {version}")
+    if not _number(version):
+        return Check("triton", "WARN", f"triton is {version}", "install the one torch names")
+    if pin:
+        from packaging.requirements import InvalidRequirement, Requirement
+
+        try:
+            wanted = Requirement(pin)
+        except InvalidRequirement:
+            text = f"triton {version}, but torch names {pin}"
+            return Check("triton", "WARN", text, "compare the two")
+        if not wanted.specifier.contains(version, prereleases=True):
+            exact = f"{wanted.name}{wanted.specifier}"
+            text = f"triton {version}, but torch names {exact}"
+            return Check("triton", "WARN", text, f"pip install '{exact}'")
+    return _old("triton", version, LEAST_TRITON) or Check("triton", "OK", f"triton {version}")
+
+
+def check_gpu(device: Mapping[str, Any], gpu: bool) -> Check | None:
+    """Which GPU the run speaks of; the driver's own check speaks where none answers."""
+    name = device.get("name")
+    if gpu:
+        return Check("gpu", "OK", f"{name}, SM {device.get('sm') or '?'}") if name else None
+    if name or device.get("hardware"):
+        return Check("gpu", "OK", "there is a GPU, but the cpu profile was chosen")
+    return Check(
+        "gpu",
+        "WARN",
+        "no NVIDIA hardware is visible: cpu profile, which says nothing about any GPU",
+        "on a box with a GPU, start the container with it (docker: --gpus all)",
+    )
+
+
+def check_cuda(torch: Mapping[str, Any]) -> Check | None:
+    """The driver's CUDA against torch's: within a major version an older driver serves too."""
+    build, driver = torch.get("cuda_build"), torch.get("cuda_driver")
+    if not build or not driver:
+        return None
+    if _number(driver)[0] >= _number(build)[0]:
+        return Check("cuda", "OK", f"the driver serves CUDA {driver}, torch wants {build}")
+    return Check(
+        "cuda",
+        "WARN" if torch.get("cuda_works") else "BLOCK",
+        f"the driver serves CUDA {driver} only, torch is built for {build}",
+        f"update the driver, or install a torch for CUDA {_number(driver)[0]}",
+    )
 
 
 def check_driver(device: Mapping[str, Any]) -> Check:
@@ -288,6 +334,29 @@ def check_memory() -> Check | None:
     return Check("memory", "OK", f"{total} MiB of memory")
 
 
+def check_shm(device: Mapping[str, Any]) -> Check | None:
+    """Docker gives 64 MiB, which NCCL between several GPUs outgrows."""
+    free = box.free_mib(Path("/dev/shm"))
+    wanted = 32 * max(1, device.get("count") or 1)
+    if free is None or free >= wanted:
+        return None
+    text = f"/dev/shm has {free} MiB free, {wanted} are wanted"
+    return Check("shm", "WARN", text, "start the container with --shm-size=1g")
+
+
+def check_cpus() -> Check:
+    """Cores that this process may use: by affinity and by the cgroup's quota."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
+    quota = (box._cgroup("cpu.max", "cpu/cpu.cfs_quota_us") or "max").split()
+    if quota[0].isdigit():  # "max" and -1 are no limit; version 1 has its usual period
+        cores = min(cores, int(quota[0]) / int(quota[1] if len(quota) > 1 else 100_000))
+    if cores < 2:
+        text = f"{cores:g} CPU cores: compiling kernels takes long, stages may time out"
+        return Check("cpus", "WARN", text, "give the container 4 cores")
+    return Check("cpus", "OK", f"{cores:g} CPU cores")
+
+
 def check_git(git: Mapping[str, Any]) -> Check:
     if git.get("source") == "hash of the sources":
         return Check(
@@ -295,6 +364,14 @@ def check_git(git: Mapping[str, Any]) -> Check:
             "WARN",
             f"no commit: {git.get('problem')}",
             "clone with git, or name the commit: --commit or NSA_COMMIT",
+        )
+    if git.get("head"):
+        return Check(
+            "git",
+            "WARN",
+            f"the commit was given as {git['short']}, but git has {git['head'][:10]} checked out: "
+            "which of them was measured, and whether it was clean, is unknown",
+            "leave --commit and NSA_COMMIT out, or check that commit out",
         )
     if git.get("dirty"):
         return Check(
@@ -320,7 +397,8 @@ def check_flags(environ: Mapping[str, str]) -> Check:
     unknown = unknown_names(mine)
     if unknown:
         words = [f"{n} (did you mean {near}?)" if near else n for n, near in unknown]
-        return Check("flags", "BLOCK", f"unknown: {', '.join(words)}", "unset or correct them")
+        level = "BLOCK" if any(near for _, near in unknown) else "WARN"
+        return Check("flags", level, f"unknown: {', '.join(words)}", "unset or correct them")
     try:
         import warnings
 
@@ -348,6 +426,7 @@ def examine(
     """Every check that applies; a check that fails itself is a WARN."""
     probes: list[Any] = [
         lambda: check_python(torch),
+        lambda: check_gpu(device, gpu),
         lambda: check_torch(torch, gpu),
         lambda: check_triton(torch) if torch.get("torch") else None,
         lambda: check_packages(torch),
@@ -356,13 +435,16 @@ def examine(
         lambda: check_writable(out),
         lambda: check_space(out),
         check_memory,
+        check_cpus,
         lambda: check_git(git),
         check_clock,
     ]
     if gpu:
         probes[1:1] = [lambda: check_driver(device)]
         probes += [
+            lambda: check_cuda(torch),
             lambda: check_arch(torch),
+            lambda: check_shm(device),
             lambda: check_power(device),
             lambda: check_quiet(device),
             lambda: check_pcie(device),
@@ -408,7 +490,7 @@ def main(argv: list[str]) -> int:
         smi: Any = box.smi_query()
     except box.ProbeFailed as error:
         smi = str(error) if hardware else "no NVIDIA hardware"
-    device = box.device_facts(smi, torch)
+    device = {**box.device_facts(smi, torch), "hardware": hardware}
     gpu = args.profile != "cpu" if args.profile else bool(hardware or device.get("name"))
     checks = examine(
         gpu=gpu,

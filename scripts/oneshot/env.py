@@ -85,19 +85,21 @@ def abort() -> None:
 # ---------------------------------------------------------------------------------- git
 
 
-def git_facts(root: Path, commit: str | None = None) -> dict[str, Any]:
+def git_facts(root: Path, commit: str | None = None, timeout_s: float = 20.0) -> dict[str, Any]:
     """Which sources these are. `commit` (from --commit or NSA_COMMIT) wins over the repository.
 
-    Without git or a readable repository the short name is `nogit-<hash of the sources>`.
+    Where it is not the commit that git has checked out, `head` is that one, and whether the sources
+    are clean is unknown: a copied tree may carry another .git along. Without git or a readable
+    repository the short name is `nogit-<hash of the sources>`. timeout_s: of each question to git.
     """
     facts: dict[str, Any] = {
-        "commit": None, "short": None, "branch": None, "dirty": None, "diff_sha256": None,
-        "diffstat": None, "untracked": None, "remote": None, "source": "git",
+        "commit": None, "short": None, "head": None, "branch": None, "dirty": None,
+        "diff_sha256": None, "diffstat": None, "untracked": None, "remote": None, "source": "git",
     }  # fmt: skip
 
     def git(*args: str) -> str:
         safe = ["git", "-c", f"safe.directory={root}", "-C", str(root), "--no-optional-locks"]
-        return command([*safe, *args], 20.0)
+        return command([*safe, *args], timeout_s)
 
     try:
         top = git("rev-parse", "--show-toplevel").strip()
@@ -122,9 +124,17 @@ def git_facts(root: Path, commit: str | None = None) -> dict[str, Any]:
     except (ProbeFailed, OSError) as error:
         facts["problem"] = str(error)
     if commit:
-        same = facts["commit"] and facts["commit"].startswith(commit)
-        if not same:
+        head = facts["commit"] or _head_without_git(root)
+        if facts["commit"] and not commit.startswith("-"):
+            with suppress(ProbeFailed):  # the name of a branch or a tag
+                named = git("rev-parse", "--verify", "-q", f"{commit}^{{commit}}").strip()
+                commit = head if named == head else commit
+        agrees = head is not None and head.startswith(commit.lower())
+        if not (agrees and facts["commit"]):
             facts.update(commit=commit, short=commit[:7], source="given by the caller")
+        if head and not agrees:
+            facts.update(head=head, branch=None, dirty=None)
+            facts["source"] += f", git has {head[:10]}"
     elif not facts["commit"]:
         read = _head_without_git(root)
         if read:
@@ -134,6 +144,11 @@ def git_facts(root: Path, commit: str | None = None) -> dict[str, Any]:
             facts.update(short=name, source="hash of the sources")
     facts["short"] = re.sub(r"[^A-Za-z0-9._-]", "-", facts["short"])[:40].lstrip(".-") or "unnamed"
     return facts
+
+
+def same_sources(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Do two answers of git_facts speak of the same sources, as far as they can tell?"""
+    return all(a.get(k) == b.get(k) for k in ("commit", "short", "head", "diff_sha256"))
 
 
 def plain_remote(url: str) -> str:
@@ -356,7 +371,7 @@ def fingerprint(device: Mapping[str, Any], torch: Mapping[str, Any], environ: An
 
 
 def collect(
-    *, root: Path, out: Path, python: str, environ: Mapping[str, str], variables: Mapping[str, str],
+    *, root: Path, out: Path, python: str, variables: Mapping[str, str],
     smi: list[dict[str, Any]] | str, setup: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
     """(env sections, device, raw torch facts); nothing here is redacted yet but `variables`.

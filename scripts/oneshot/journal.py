@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 BALLAST_BYTES = 256 * 1024
 # Dropped in this order when the disk is full: bulky, and nothing else is computed from them.
-DROPPED_FIRST = ("bench/samples.jsonl", "telemetry.csv", "logs")
+DROPPED_FIRST = ("bench/samples.jsonl", "telemetry.csv")
 
 
 def utc_now() -> str:
@@ -83,10 +83,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class Ballast:
-    """A file that is given up when the disk is full, so that the verdict still fits."""
+    """A file that is given up when the disk is full, so that the verdict still fits.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    logs: what stages print, to be given up last, as names in `folder`.
+    """
+
+    def __init__(self, folder: Path, logs: Iterable[str] = ()) -> None:
+        self.folder, self.logs = folder, tuple(logs)
         self.path = folder / ".ballast"
         with suppress(OSError):
             self.path.write_bytes(b"\0" * BALLAST_BYTES)
@@ -97,9 +100,8 @@ class Ballast:
             with suppress(OSError):
                 self.path.unlink()
                 return True
-        for name in DROPPED_FIRST:
-            target = self.folder / name
-            files = sorted(target.rglob("*")) if target.is_dir() else [target]
+        for names in (*((name,) for name in DROPPED_FIRST), self.logs):
+            files = [self.folder / name for name in names]
             freed = False
             for file in files:
                 if file.is_file() and file.stat().st_size:

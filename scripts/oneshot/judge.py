@@ -63,6 +63,8 @@ def judge(
         for s in ("VALID", "UNSTABLE", "INVALID", "FAILED")
     }
     note = next((r.get("text") for r in reversed(rows) if r["kind"] == "note"), None)
+    runs_pytest = "pytest" in stage.argv
+    lost = f"; and exit code {rc}: tests may be missing" if runs_pytest and rc not in (0, 1) else ""
 
     if bad_parity:
         first = bad_parity[0]
@@ -70,17 +72,16 @@ def judge(
         text = (
             f"{len(bad_parity)} of {len(parity)} parity cases wrong, first {first['case']}: {why}"
         )
-        return Judgement(Status.FAIL, text, "PARITY")
+        return Judgement(Status.FAIL, text + lost, "PARITY")
     if bad_tests:
         text = f"{len(bad_tests)} of {sum(counts.values())} tests failed, first "
         text += bad_tests[0]["nodeid"]
-        return Judgement(Status.FAIL, text, "ASSERT")
+        return Judgement(Status.FAIL, text + lost, "ASSERT")
     if by["FAILED"]:
         first = by["FAILED"][0]
         text = f"{len(by['FAILED'])} of {len(bench)} bench cases failed, first {first['case']}: "
         return Judgement(Status.FAIL, text + "; ".join(first["why"]), "BENCH")
 
-    runs_pytest = "pytest" in stage.argv
     if runs_pytest and rc == 5:
         return Judgement(Status.NOT_RUN, "no test was collected")
     if rc == 3 and not runs_pytest:
@@ -157,7 +158,9 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     skipped = sum(t["outcome"] == "skipped" for t in tests)
     parity_pass = sum(p["status"] == "PASS" for p in parity)
     bench_valid = sum(b["status"] == "VALID" for b in bench)
-    bench_total = sum(b["status"] != "SKIPPED" for b in bench)
+    bench_skipped = sum(b["status"] == "SKIPPED" for b in bench)
+    # A CPU's times claim nothing, so they cannot be invalid either.
+    no_valid = record.scope == "gpu" and len(bench) > bench_skipped and not bench_valid
 
     soft = ("INVALID", "UNSTABLE")
     wrong = [s for s in stages if s.status is Status.FAIL and s.kind not in soft]
@@ -165,8 +168,10 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     broken = [
         s
         for s in stages
-        if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA) and s.kind != "BUDGET"
+        if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA)
+        and s.kind not in ("BUDGET", "PREEMPTED")
     ]
+    stopped = [s for s in stages if s.kind == "PREEMPTED"]
     absent = [
         s
         for s in stages
@@ -183,9 +188,9 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         status, code = "FAIL", EXIT_FAIL
     elif broken or record.ended_by == "crash":
         status, code = "BROKEN", EXIT_INFRA
-    elif absent or not passes or not proven:
+    elif absent or not passes or not (proven or shaky or no_valid):
         status, code = "NOT_RUN", EXIT_NOT_RUN
-    elif shaky:
+    elif shaky or no_valid:
         status, code = "INVALID", EXIT_INVALID
     else:
         status, code = "PASS", EXIT_OK
@@ -196,15 +201,22 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     parts.append(f"{passed}/{passed + failed} tests" + (f" ({skipped} skipped)" if skipped else ""))
     parts.append(f"parity {parity_pass}/{len(parity)}")
     if bench:
-        parts.append(f"benches VALID {bench_valid}/{bench_total}")
+        words = f"VALID {bench_valid}/{len(bench)}"
+        words += f" ({bench_skipped} skipped)" if bench_skipped else ""
+        parts.append(f"benches {'claim nothing, ' if record.scope == 'cpu' else ''}{words}")
+    if status == "NOT_RUN" and not absent:
+        parts.append("nothing was proven: no passed test, parity case or valid bench")
     for title, group in (
         ("wrong", wrong),
         ("broken", broken),
+        ("stopped", stopped),
         ("not run", absent),
         ("invalid or unstable", shaky),
     ):
         if group:
             parts.append(f"{title}: {', '.join(_named(s) for s in group)}")
+    if record.redaction.get("gate") == "failed":
+        parts.append("redaction FAILED, do not post this")
     if record.partial:
         parts.append(f"partial run ({record.partial})")
     device = record.device.get("name") if record.scope == "gpu" else None
@@ -222,9 +234,10 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     if names:
         parts.append(" ".join(names))
     if record.git.get("short"):
-        parts.append(
-            f"commit {record.git['short']}" + (" DIRTY" if record.git.get("dirty") else "")
-        )
+        words = f"commit {record.git['short']}" + (" DIRTY" if record.git.get("dirty") else "")
+        if head := record.git.get("head"):
+            words += f" as given, but git has {str(head)[:7]}"
+        parts.append(words)
     if is_number(record.monotonic_s):
         minutes, seconds = divmod(round(record.monotonic_s), 60)
         parts.append(f"{minutes} m {seconds:02d} s" if minutes else f"{seconds} s")
@@ -239,6 +252,6 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         "parity_pass": parity_pass,
         "parity_total": len(parity),
         "bench_valid": bench_valid,
-        "bench_total": bench_total,
+        "bench_total": len(bench),
         "not_run": sum(s.status is Status.NOT_RUN for s in stages),
     }

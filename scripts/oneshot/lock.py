@@ -13,6 +13,8 @@ from pathlib import Path
 
 from scripts.oneshot.journal import utc_now
 
+LOCKS = Path("/tmp")  # the same for all, whatever their TMPDIR is
+
 
 class Locked(Exception):
     """Somebody else holds the lock; the text says who and since when."""
@@ -68,7 +70,8 @@ class Lock:
 def gpu_lock(uuid: str) -> Lock:
     """The machine-wide lock of one physical GPU."""
     digest = hashlib.sha256(uuid.encode()).hexdigest()[:16]
-    return Lock(Path(tempfile.gettempdir()) / f"nsa-gpu-{digest}.lock", "the GPU")
+    folder = LOCKS if os.access(LOCKS, os.W_OK) else Path(tempfile.gettempdir())
+    return Lock(folder / f"nsa-gpu-{digest}.lock", "the GPU")
 
 
 def folder_lock(out: Path, name: str) -> Lock:

@@ -7,7 +7,8 @@ journal gives. The shape of `bundle.json` (schema `nsa.gpu-report/1`), `RunRecor
     schema, run_id, profile, scope ("gpu" | "cpu"), argv, started, ended, monotonic_s, complete
     ended_by     normal | sigint | sigterm | budget | crash
     partial      why this is not the whole profile (--only, --skip), or null
-    git          commit, short, branch, dirty, diff_sha256, diffstat, untracked, remote, source
+    git          commit, short, head (git's, where another commit was given), branch, dirty,
+                 diff_sha256, diffstat, untracked, remote, source, changed_during_run
     device       name, sm, mem_mib, driver, power_limit_w, power_default_w, pcie, ecc, mig, ...
     env          {section: {key: value}}; a probe that failed is the text "<probe failed: ...>"
     env_fingerprint, price_per_hour, doctor [{name, level OK|WARN|BLOCK, text, fix}]
@@ -202,7 +203,7 @@ class RunRecord:
     def apply(self, event: Mapping[str, Any]) -> None:
         """Take one journal event in. Unknown events and keys are ignored."""
         kind = event.get("ev")
-        if is_number(event.get("m")):
+        if is_number(event.get("m")) and self.ended is None:  # redaction comes after the run
             self.monotonic_s = event["m"]
         if kind in ("run_start", "facts"):
             for name, wanted in _FACTS.items():
@@ -279,9 +280,12 @@ class RunRecord:
                     "gpus": tuple(planned.get("gpus", ())),
                 }
                 if self.running and self.running["stage"] == planned["id"]:
+                    began, last = self.running.get("m"), self.monotonic_s
+                    known = is_number(began) and is_number(last) and last >= began
                     done = StageResult(
                         status=Status.CRASH,
-                        reason="the run ended while this stage was running",
+                        reason="the run ended while this stage was running; when is unknown",
+                        wall_s=round(last - began, 3) if known else 0.0,
                         started=self.running.get("t"),
                         start_s=self.running.get("m"),
                         log=self.running.get("log"),

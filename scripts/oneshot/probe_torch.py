@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import json
+import re
 import sys
 import sysconfig
 from importlib import metadata
@@ -19,6 +22,31 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _triton() -> str | None:
+    """Version of the Triton that `import triton` gives, whatever its distribution is called."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    if version := _version("triton") or _version("pytorch-triton"):
+        return version
+    try:
+        import triton
+
+        return str(triton.__version__)
+    except Exception:  # a Triton without a version that can be had is there all the same
+        return "of unknown version"
+
+
+def _cuda_driver() -> str | None:
+    """The newest CUDA that the driver serves, such as 13.0; None without a driver."""
+    number = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _flash_attn() -> str:
@@ -59,9 +87,11 @@ def facts() -> dict:
     out["hip"] = torch.version.hip
     out["cxx11abi"] = torch.compiled_with_cxx11_abi()
     requires = metadata.requires("torch") or []
-    out["triton_pin"] = next((r for r in requires if r.lower().startswith("triton")), None)
-    out["triton"] = _version("triton")
+    named = re.compile(r"(pytorch[-_.])?triton\b(?![-_.][A-Za-z])", re.IGNORECASE)
+    out["triton_pin"] = next((r for r in requires if named.match(r)), None)
     try:
+        out["triton"] = _triton()
+        out["cuda_driver"] = _cuda_driver()
         out["cuda_available"] = torch.cuda.is_available()
         if not out["cuda_available"]:
             if torch.version.cuda:

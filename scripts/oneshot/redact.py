@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-RULES_VERSION = 1
+RULES_VERSION = 2
 
 ALLOWED_VARIABLES = re.compile(
     r"(NSA|CUDA|TORCH|PYTORCH|TRITON|FLASH|NCCL|OMP)_\w+|MAX_JOBS|LD_LIBRARY_PATH|VIRTUAL_ENV"
@@ -97,6 +97,8 @@ SHAPES: tuple[tuple[str, re.Pattern[str]], ...] = (
             r"((?!<|\d+(?:\.\d+)?\b|None\b|null\b)[^\s\"',;&]{6,})"
         ),
     ),
+    # As a shell writes it, however short.
+    ("password", re.compile(rf"(?i){_SECRET_WORD}=((?!<|None\b|null\b)[^\s\"',;&<>]+)")),
     (
         "webhook",
         re.compile(
@@ -108,22 +110,38 @@ SHAPES: tuple[tuple[str, re.Pattern[str]], ...] = (
 _URL_USERINFO = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/@\"'<>]+@", re.IGNORECASE)
 _URL_QUERY = re.compile(r"\b((?:https?|wss?|s3|gs)://[^\s\"'<>?#)]+)\?[^\s\"'<>)]+", re.IGNORECASE)
 _SSH_REMOTE = re.compile(r"\b[A-Za-z0-9._-]+@([A-Za-z0-9.-]+\.[A-Za-z]{2,}):(?=[A-Za-z~])")
+_SSH_GIT = re.compile(r"\bgit@(?=[A-Za-z0-9.-]+\.[A-Za-z]{2,}\b)")  # everybody's account
 _EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}\b")
 _MAC = re.compile(r"(?<![0-9A-Fa-f:])[0-9A-Fa-f]{2}(?::[0-9A-Fa-f]{2}){5}(?![0-9A-Fa-f:])")
 # Not a version: after "==" or "-cu", inside "lib.so.1.2.3.4", or in the name of a wheel.
 _IPV4 = re.compile(
     r"(?<![\w.])(?<!==)(?<!-cu)(\d{1,3}(?:\.\d{1,3}){3})(?!\w|\.\d|-py|\.dist-info|\.whl)"
 )
-_IPV6 = re.compile(r"(?<![\w:.])([0-9A-Fa-f]{4}:[0-9A-Fa-f:]{2,34}[0-9A-Fa-f:])(?![\w:])")
-_GPU_UUID = re.compile(r"\b(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+_IPV6 = re.compile(r"(?<![\w:.])([0-9A-Fa-f]{1,4}(?::[0-9A-Fa-f]{0,4}){2,7})(?![\w:])")
+# What is in use; `a::b` of a program and the step of a slice are not.
+_IPV6_NETS = [
+    ipaddress.IPv6Network(net)
+    for net in ("2000::/3", "64:ff9b::/32", "fc00::/7", "fe80::/10", "ff00::/8")
+]
+_GPU_UUID = re.compile(
+    r"\b(?:GPU|MIG)-[0-9a-f]{8}(?:(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?![\w]))", re.IGNORECASE
+)
 _PCI = re.compile(r"\b(?:[0-9A-Fa-f]{4}){1,2}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\b")
+# A short one looks like a time, so it must be called by its name.
+_PCI_NAMED = re.compile(
+    r"(?i)\bPCI[ :=_-]*(?:(?:bus|id|slot|device|address)[ :=_-]*)*"
+    r"((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)\b"
+)
 _BOARD = re.compile(
-    r"(?i)\b((?:serial number|board id|board part number|gpu part number)\s*:\s*)(?!<)(?!N/A)\S+"
+    rf"(?i)\b((?:serial(?:[ _]number)?|board[ _]id|(?:board|gpu)[ _]part[ _]number){_QUOTE}"
+    rf"\s*[:=]\s*{_QUOTE})(?!<|N/A|None\b|null\b)[^\s\"',;}}\]]+"
 )
 _SMI_PROCESS = re.compile(
     r"^(\|\s+\d+\s+\S+\s+\S+\s+)\d+(\s+(?:C|G|C\+G|M\+C)\s+)(.*?)(\s+(?:\d+MiB|N/A)\s*\|)$", re.M
 )
-_HOME = re.compile(r"/(?:home|Users)/(?!<)[A-Za-z0-9._-]+")
+_HOME = re.compile(
+    r"(?:(?<![\w/:.-])(?:/[\w.-]+){1,2})?/(?:home|homes|Users|users)/(?!<)[A-Za-z0-9._-]+"
+)
 
 
 def _site_prefixes() -> list[str]:
@@ -223,11 +241,6 @@ class Redactor:
             self._numbers[kind, value] = f"<{kind}-{self._kinds[kind]}>"
         return self._numbers[kind, value]
 
-    def add_literal(self, text: str, kind: str = "secret") -> None:
-        """Search for `text` too from now on."""
-        self._add("env_secret", text, self._placeholder(kind, text))
-        self._compile()
-
     # ------------------------------------------------------------------ text
 
     def text(self, text: str) -> str:
@@ -256,12 +269,14 @@ class Redactor:
             text = self._sub("url", _URL_USERINFO, r"\1", text)
             text = self._sub("url", _URL_QUERY, r"\1", text)
             text = self._sub("url", _SSH_REMOTE, r"\1/", text)
+            text = self._sub("url", _SSH_GIT, "", text)
             text = _EMAIL.sub(numbered("email", "email"), text)
         text = self._sub("path", _HOME, "~", text)
         text = self._sub("process", _SMI_PROCESS, self._smi_process, text)
         text = self._sub("board", _BOARD, r"\1<board>", text)
         text = _GPU_UUID.sub(numbered("gpu", "gpu"), text)
         text = _PCI.sub(numbered("pci", "pci"), text)
+        text = _PCI_NAMED.sub(numbered("pci", "pci"), text)
         text = _MAC.sub(numbered("mac", "mac"), text)
         if "ip" not in self.keep:
             text = _IPV4.sub(self._ipv4, text)
@@ -291,12 +306,14 @@ class Redactor:
         return self._placeholder("ip", str(address))
 
     def _ipv6(self, match: re.Match[str]) -> str:
-        try:
-            address = ipaddress.IPv6Address(match.group(1).rstrip(":"))
-        except ValueError:
-            return match.group(0)
-        self.counts["ip"] += 1
-        return self._placeholder("ip", str(address))
+        text = match.group(1)
+        for found in (text, text[:-1] if text.endswith(":") else ""):  # a colon of the sentence
+            with suppress(ValueError):
+                address = ipaddress.IPv6Address(found)
+                if any(address in net for net in _IPV6_NETS) or found.count(":") == 7:
+                    self.counts["ip"] += 1
+                    return self._placeholder("ip", str(address)) + text[len(found) :]
+        return text
 
     def value(self, value: Any) -> Any:
         """A JSON value with every string in it redacted, keys too."""

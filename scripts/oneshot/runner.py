@@ -34,12 +34,14 @@ from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.outputs import junit_xml, repro_script, scp_line, short_report
 from scripts.oneshot.progress import Progress
 from scripts.oneshot.redact import RULES_VERSION, Redactor, gate
-from scripts.oneshot.stages import ENV_STAGE, choose, plan
+from scripts.oneshot.stages import ENV_STAGE, LEFT_OUT, choose, plan
 from scripts.oneshot.supervise import Context, Stop, not_run, run_stage
 from scripts.oneshot.watch import Watch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RENDER_RESERVE_S = 20.0
+DETACH_WAIT_S = 5.0
+SAMPLES = "bench/samples.jsonl"
 RESUME_MAX_AGE_S = 24 * 3600
 
 
@@ -75,6 +77,7 @@ class Run:
         self.internal_error = False
         self.saved = False  # bundle.json says what the record says
         self._partial, self._argv = partial, argv
+        self._commit = given_commit(args)
         self.progress = Progress(len(stages), price_per_hour=args.price)
         self.watch = Watch(several or [], smi, self.event, self.note, self.progress.line)
 
@@ -108,7 +111,8 @@ class Run:
 
     def execute(self) -> int:
         self._take_previous()
-        self.ballast = Ballast(self.folder)
+        made = {name for stage in self.stages for name in stage.outputs}
+        self.ballast = Ballast(self.folder, {s.log_path for s in self.stages} - made)
         self.journal = self._open_journal()
         self.event(
             "run_start",
@@ -135,13 +139,14 @@ class Run:
         )
         self.save()
         self.progress.line(f"run {self.run_id}, profile {self.profile}, into {self.folder}")
+        if left_out := LEFT_OUT.get(self.profile):
+            names = ", ".join(left_out)
+            self.note(f"profile {self.profile} leaves out {names}; standard has them", "info")
         try:
             self._stages()
         except Exception as error:  # a fault of the runner itself must not cost what was proven
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
             self.internal_error = True
-            self.note(f"the runner itself failed: {text}", level="warn")
+            self.note(f"the runner itself failed: {_where(error)}", level="warn")
         return self._finish()
 
     def _stages(self) -> None:
@@ -195,7 +200,6 @@ class Run:
                 root=ROOT,
                 out=self.folder,
                 python=sys.executable,
-                environ=os.environ,
                 variables=self.redactor.variables(os.environ),
                 setup=self.setup,
                 smi=self.smi,
@@ -217,7 +221,8 @@ class Run:
         if "all" not in answer:
             box.abort()
             why = f"stopped by {self.stop.by.upper()}" if self.stop.by else "the capture failed"
-            self._end(StageResult(status=Status.INFRA, reason=why, **common))
+            kind = "PREEMPTED" if self.stop.by else None
+            self._end(StageResult(status=Status.INFRA, reason=why, kind=kind, **common))
             return why
         env, device, torch = answer["all"]
         checks = doctor.examine(
@@ -359,13 +364,13 @@ class Run:
             and done.status is Status.PASS
             and done.argv == stage.argv
             and dict(done.env) == dict(stage.env)
-            and old.git.get("commit") == self.git.get("commit")
-            and old.git.get("short") == self.git.get("short")
-            and old.git.get("diff_sha256") == self.git.get("diff_sha256")
+            and box.same_sources(old.git, self.git)
+            and not old.git.get("changed_during_run")
             and old.env_fingerprint == self.record.env_fingerprint
             and _age_s(done.started or old.started) < RESUME_MAX_AGE_S
         )
-        if not same:
+        rows = old.rows.get(stage.id, [])
+        if not same or any(r["kind"] == "bench" and r["status"] == "UNSTABLE" for r in rows):
             return None
         for name in (stage.log_path, *stage.outputs):
             source = folder / name
@@ -374,10 +379,26 @@ class Run:
             self.write(name, source.read_text(encoding="utf-8", errors="replace"))
         self.progress.begin(stage)
         self.event("stage_start", stage=stage.id, attempt=done.attempt, log=done.log)
-        for row in old.rows.get(stage.id, []):
+        for row in rows:
             self.event("row", stage=stage.id, row=row, sync=False)
+        self._take_over_samples(folder / SAMPLES, rows)
         data = {**done.to_json(), "resumed_from": done.resumed_from or old.run_id}
         return StageResult.from_json(data)
+
+    def _take_over_samples(self, source: Path, rows: list[dict[str, Any]]) -> None:
+        """The raw times behind the bench rows of a stage that is taken over."""
+        named = ("bench", "case", "candidate", "cache")
+        mine = {tuple(r.get(k) for k in named) for r in rows if r["kind"] == "bench"}
+        lines = (self._read(SAMPLES) or "").splitlines()
+        kept = len(lines)
+        with suppress(OSError):
+            for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, AttributeError, TypeError):
+                    row = json.loads(line)
+                    if tuple(row.get(k) for k in named) in mine and line not in lines:
+                        lines.append(line)
+        if len(lines) > kept:
+            self.write(SAMPLES, "\n".join(lines) + "\n")
 
     # -------------------------------------------------------------- files made of the rows
 
@@ -402,6 +423,7 @@ class Run:
         ended_by = self.stop.by or ("budget" if self.out_of_budget else "normal")
         if self.internal_error:
             ended_by = "crash"
+        self._look_at_sources_again(2.0 if hurried else 20.0)
         if self.journal.lost:
             self.note(f"{self.journal.lost} events did not fit on the disk")
         self.event("run_end", ended_by=ended_by, complete=ended_by in ("normal", "budget"))
@@ -412,7 +434,12 @@ class Run:
         outcome = self._redact(None)
         data = self.save()
         self._render(2.0 if hurried else 90.0)
+        rendered = outcome["gate"]
         outcome = self._redact(outcome)
+        if outcome["gate"] != rendered:  # the reports speak of another outcome
+            for name in ("report.html", "issue.md"):
+                (self.folder / name).unlink(missing_ok=True)
+            self.write("report.md", short_report(self.save()))
         data = self.save(bundles.inventory(self.folder))
         code = data["verdict"]["exit_code"] if self.saved else EXIT_INFRA
         packed = None
@@ -426,6 +453,18 @@ class Run:
             self.folder.with_name(self.folder.name + ".tgz").unlink(missing_ok=True)
         self._last_words(data, packed, code)
         return code
+
+    def _look_at_sources_again(self, timeout_s: float) -> None:
+        """Sources that were edited while the stages ran are not those of the commit."""
+        now = box.guarded(lambda: box.git_facts(ROOT, self._commit, timeout_s))
+        if not isinstance(now, dict) or now.get("problem") != self.git.get("problem"):
+            return  # nothing can be said
+        if box.same_sources(self.git, now):
+            return
+        changed = {k: now[k] for k in ("diff_sha256", "diffstat", "untracked")}
+        self.event("facts", git={**self.git, **changed, "dirty": True, "changed_during_run": True})
+        self.note("the sources were changed while the run was going on: nothing tells which stage "
+                  "ran with which of them")  # fmt: skip
 
     def _redact(self, before: dict[str, Any] | None) -> dict[str, Any]:
         """The last gate, its outcome in the journal and in redactions.json."""
@@ -456,6 +495,7 @@ class Run:
     def _render(self, limit_s: float) -> None:
         """report.md, issue.md and the rest, in a child: its death takes nothing along."""
         argv = [sys.executable, "-m", "scripts.oneshot", "render", str(self.folder)]
+        short = self._read("report.md")
         try:
             with tempfile.TemporaryFile("w+", errors="replace") as said:
                 child = subprocess.Popen(
@@ -470,18 +510,28 @@ class Run:
                 if child.poll() is None:
                     os.killpg(child.pid, signal.SIGKILL)
                     child.wait()
-                    problem = "the full report was not rendered: there was no time left"
+                    problem = "there was no time left"
                 elif child.returncode == 0:
                     return
                 else:
                     said.seek(0)
                     last = (said.read().strip().splitlines() or ["no word why"])[-1]
-                    problem = f"the full report was not rendered: {last[:300]}"
+                    problem = last[:300]
         except OSError as error:
-            problem = f"the full report was not rendered: {error}"
+            problem = str(error)
         again = f"python -m scripts.oneshot render {self.folder}"
-        self.progress.line(f"WARN  {self.redactor.text(problem)}")
-        self.progress.line(f"      report.md is the short one; try again: {again}")
+        if self._read("report.md") == short:
+            what, have = "the full report was not rendered", "report.md is the short one"
+        else:
+            what = "the reports are not whole"
+            have = "report.md is full, but issue.md, report.html or the plots may be missing"
+        self.progress.line(f"WARN  {what}: {self.redactor.text(problem)}")
+        self.progress.line(f"      {have}; try again: {again}")
+
+    def _read(self, name: str) -> str | None:
+        with suppress(OSError):
+            return (self.folder / name).read_text(encoding="utf-8", errors="replace")
+        return None
 
     def _last_words(
         self, data: Mapping[str, Any], packed: tuple[Path, str, int] | None, code: int
@@ -510,11 +560,22 @@ class Run:
         say(f"exit code {code}")
 
 
+def _where(error: Exception) -> str:
+    """An exception and the line that raised it."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
+
+
 def _age_s(stamp: str | None) -> float:
     with suppress(ValueError, TypeError):
         then = datetime.fromisoformat(stamp.replace("Z", "+00:00"))
         return (datetime.now(timezone.utc) - then).total_seconds()
     return float("inf")
+
+
+def given_commit(args: argparse.Namespace) -> str | None:
+    """The commit that the caller names, for sources without git."""
+    return args.commit or os.environ.get("NSA_COMMIT")
 
 
 def _setup(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -537,7 +598,50 @@ def _dry_run(profile: str, stages: list[Stage], folder: Path) -> int:
     return 0
 
 
+def _run_id(folder: Path) -> str | None:
+    """The id of the run whose journal is in `folder`."""
+    with suppress(OSError, ValueError, AttributeError):
+        with open(folder / "events.jsonl", encoding="utf-8") as file:
+            return json.loads(file.readline()).get("run_id")
+    return None
+
+
+def _detach(argv: list[str], out: Path, folder: Path) -> int:
+    """Start the run in a session of its own: 0 once it began, else its exit code and its words."""
+    before = _run_id(folder)
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "scripts.oneshot", "run", *argv], cwd=ROOT,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
+            start_new_session=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + DETACH_WAIT_S
+        words = "waiting as process"  # for a lock, or for a slow driver
+        while time.monotonic() < deadline:
+            code = child.poll()
+            if _run_id(folder) not in (None, before):
+                words = "running as process"
+                break
+            if code is not None:
+                said.seek(0)
+                text = said.read().strip() or f"not started: the run ended with exit code {code}"
+                print(text, file=sys.stderr)
+                return code
+            time.sleep(0.05)
+    print(f"{words} {child.pid}; follow it: python -m scripts.oneshot attach {out}")
+    return 0
+
+
 def main(argv: list[str]) -> int:
+    """The exit code of the run; a fault of the runner itself is one line and EXIT_INFRA."""
+    try:
+        return _main(argv)
+    except Exception as error:
+        print(f"not run, the runner itself failed: {_where(error)}", file=sys.stderr)
+        return EXIT_INFRA
+
+
+def _main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.out_dir and args.out:
         print("give out_dir or --out, not both", file=sys.stderr)
@@ -559,9 +663,13 @@ def main(argv: list[str]) -> int:
         profile = "standard" if hardware or not isinstance(smi, str) else "cpu"
     elif profile == "gpu":
         profile = "standard"
+    if args.gpus and (profile == "cpu" or (isinstance(smi, str) and not hardware)):
+        why = "profile cpu uses none" if args.profile == "cpu" else "no NVIDIA hardware is visible"
+        print(f"--gpus names GPUs, got {args.gpus!r}, but {why}", file=sys.stderr)
+        return EXIT_USAGE
     several: list[cards.Card] = []
     try:
-        if args.gpus and profile != "cpu" and not isinstance(smi, str):
+        if args.gpus and not isinstance(smi, str):
             several = cards.select(args.gpus, smi, os.environ)
         stages = cards.expand(plan(profile), several, profile)
         stages, partial = choose(stages, args.only, args.skip)
@@ -573,22 +681,12 @@ def main(argv: list[str]) -> int:
     several = several if len(several) > 1 else []
     # nvidia-smi's numbers are meant, here and in every stage.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    git = box.git_facts(ROOT, args.commit or os.environ.get("NSA_COMMIT"))
+    git = box.git_facts(ROOT, given_commit(args))
     folder = out / git["short"]
     if args.dry_run:
         return _dry_run(profile, stages, folder)
     if args.detach:
-        rest = [a for a in argv if a != "--detach"]
-        child = subprocess.Popen(
-            [sys.executable, "-m", "scripts.oneshot", "run", *rest],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        print(f"running as process {child.pid}; follow it: python -m scripts.oneshot attach {out}")
-        return 0
+        return _detach([a for a in argv if a != "--detach"], out, folder)
     keep = tuple(n for n, on in (("host", args.keep_host), ("ip", args.keep_ip)) if on)
     redactor = Redactor(root=ROOT, keep=keep)
     locks: list[Lock] = []
@@ -605,7 +703,7 @@ def main(argv: list[str]) -> int:
         return EXIT_LOCKED
     except OSError as error:
         print(f"not started: the output folder cannot be used: {error}", file=sys.stderr)
-        return 4
+        return EXIT_INFRA
     stop = Stop()
     stop.install()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -4,8 +4,8 @@
 
 Most of a parity stage is compiling kernels on the CPU, which processes do side by side on one GPU.
 Every process reports its tests and parity rows through NSA_RESULT_FD as pytest itself does; the
-outputs are printed one after the other. Exit code: 1 if any process failed a test, else the worst
-of the others; 5 (no tests) only if none had any.
+outputs are printed one after the other. Exit code: the worst of the processes that broke, else 1 if
+any failed a test; 5 (no tests) only if none had any.
 """
 
 from __future__ import annotations
@@ -38,14 +38,12 @@ def default_shards() -> int:
 
 
 def combined(codes: list[int]) -> int:
-    """One exit code for all: a failed test, then the worst (a signal is 128 + its number), then
-    success, then no tests."""
-    if 1 in codes:
-        return 1
-    odd = [c for c in codes if c not in (0, 5)]
+    """One exit code for all: the worst (a signal is 128 + its number), whose tests are lost, then a
+    failed test, then success, then no tests."""
+    odd = [c for c in codes if c not in (0, 1, 5)]
     if odd:
         return max(odd)
-    return 0 if 0 in codes else 5
+    return next((code for code in (1, 0) if code in codes), 5)
 
 
 def run(n: int, command: list[str]) -> int:

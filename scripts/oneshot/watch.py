@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,21 @@ from scripts.oneshot.xid import LOST, Xid, XidListener
 VRAM_WAIT_S = 15.0
 
 
-class Watch:
-    """The cards of one run. gone: why no stage may use the GPU any more, None while they may.
+def _silent(text: str) -> tuple[str, str]:
+    """`text` of a card that gives no answer, and its kind."""
+    return text, "GPU_LOST" if re.search(r"is lost|fallen off the bus", text) else "NO_GPU"
 
-    several: the cards of a run on more than one, else empty; cards_gone then says which of them
-    is lost and why. smi: what nvidia-smi said, or why there is nothing to watch.
+
+def _busy(result: StageResult) -> tuple[str, str]:
+    return f"GPU_BUSY: memory of {result.id} is still held", "GPU_BUSY"
+
+
+class Watch:
+    """The cards of one run. gone: why no stage may use the GPU any more, in words and as a result's
+    kind, None while they may.
+
+    several: the cards of a run on more than one, else empty; cards_gone then says the same of those
+    that may not be used. smi: what nvidia-smi said, or why there is nothing to watch.
     """
 
     def __init__(
@@ -31,8 +42,8 @@ class Watch:
         self.several, self._smi = several, smi
         self._event, self._note, self._say = event, note, say
         self.telemetry: Telemetry | None = None
-        self.gone: str | None = None
-        self.cards_gone = {c.index: c.problem for c in several if c.problem}
+        self.gone: tuple[str, str] | None = None
+        self.cards_gone = {c.index: _silent(c.problem) for c in several if c.problem}
         self._listeners: list[tuple[int | None, XidListener]] = []
         self._deaf: set[int | None] = set()  # the cards whose listener said that it hears nothing
         self._reported: list[tuple[int | None, Xid]] = []  # of the running stage
@@ -61,11 +72,11 @@ class Watch:
     def why_not(self, stage: Stage) -> tuple[Status, str, str | None] | None:
         """Why `stage` cannot have its card: (status, reason, kind), or None."""
         if stage.gpu and self.gone:
-            return Status.NOT_RUN, self.gone, "GPU_LOST"
+            return Status.NOT_RUN, *self.gone
         if lost := [g for g in stage.gpus if g in self.cards_gone]:
-            said = f"GPU {lost[0]}: {self.cards_gone[lost[0]]}"
+            why, kind = self.cards_gone[lost[0]]
             mine = len(stage.gpus) == 1 and stage.id.startswith("health")
-            return (Status.INFRA if mine else Status.NOT_RUN), said, "GPU_LOST"
+            return (Status.INFRA if mine else Status.NOT_RUN), f"GPU {lost[0]}: {why}", kind
         return None
 
     # ---- Xid errors --------------------------------------------------------------------------
@@ -84,7 +95,7 @@ class Watch:
                 self._event("xid", stage=stage, **fields)
                 self._say(f"{'WARN ' if xid.critical else 'INFO '} {text}")
                 if index is not None and xid.number == LOST:
-                    self.cards_gone.setdefault(index, text)
+                    self.cards_gone.setdefault(index, (text, "GPU_LOST"))
             if listener.problem and index not in self._deaf:
                 self._deaf.add(index)
                 card = "" if index is None else f"GPU {index}: "
@@ -115,35 +126,34 @@ class Watch:
             self._after_failure_of(result)
             return
         if result.kind == "GPU_LOST":
-            self.gone = f"the GPU was lost in {result.id}"
+            self.gone = f"the GPU was lost in {result.id}", "GPU_LOST"
         elif result.status in (Status.CRASH, Status.TIMEOUT):
             try:
                 box.smi_query()
             except box.ProbeFailed as error:
-                self.gone = f"the GPU does not answer after {result.id}: {error}"
+                self.gone = _silent(f"the GPU does not answer after {result.id}: {error}")
         if not self.gone and self.telemetry:
             if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
-                self.gone = f"GPU_BUSY: memory of {result.id} is still held"
+                self.gone = _busy(result)
         if self.gone:
-            self._note(self.gone)
+            self._note(self.gone[0])
 
     def _after_failure_of(self, result: StageResult) -> None:
         """The same for the cards of one stage; the others are left alone."""
         for index in result.gpus:
             why = None
             if result.kind == "GPU_LOST" and len(result.gpus) == 1:
-                why = f"it was lost in {result.id}"
+                why = f"it was lost in {result.id}", "GPU_LOST"
             elif result.status in (Status.CRASH, Status.TIMEOUT) or result.kind == "GPU_LOST":
                 try:
                     box.smi_query(index=index)
                 except box.ProbeFailed as error:
-                    why = f"it does not answer after {result.id}: {error}"
+                    why = _silent(f"it does not answer after {result.id}: {error}")
             if why and index not in self.cards_gone:
                 self.cards_gone[index] = why
-                self._note(f"GPU {index}: {why}")
+                self._note(f"GPU {index}: {why[0]}")
         first = cards.good(self.several)[:1]
         if self.telemetry and first and first[0].index in result.gpus:
             if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
-                held = f"GPU_BUSY: memory of {result.id} is still held"
-                self.cards_gone.setdefault(first[0].index, held)
-                self._note(f"GPU {first[0].index}: {held}")
+                self.cards_gone.setdefault(first[0].index, _busy(result))
+                self._note(f"GPU {first[0].index}: {_busy(result)[0]}")

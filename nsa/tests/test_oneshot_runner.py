@@ -1,0 +1,123 @@
+"""Parts of the `run` verb by themselves, without a process of their own."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from nsa.tests.oneshot_samples import bench_row
+from scripts.oneshot import cards, runner, stages
+from scripts.oneshot.journal import Ballast, utc_now
+from scripts.oneshot.judge import Status
+from scripts.oneshot.model import RunRecord, StageResult
+from scripts.oneshot.redact import Redactor
+from scripts.oneshot.runner import Run
+
+
+@pytest.fixture
+def half_run(tmp_path):
+    """A Run without its beginning: the folder, the console, nothing that was stopped."""
+    run = object.__new__(Run)
+    run.folder, run.stop, run.redactor = tmp_path, SimpleNamespace(by=None), Redactor({})
+    run.said = []
+    run.progress = SimpleNamespace(line=lambda text="": run.said.append(text))
+    return run
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_render_that_was_cut_short_says_which_report_is_there(half_run, monkeypatch, full):
+    (half_run.folder / "report.md").write_text("short\n")
+
+    class Child:
+        returncode, pid = 1, 0
+
+        def __init__(self, *_args, stderr, **_):
+            stderr.write("Killed\n")
+            if full:
+                (half_run.folder / "report.md").write_text("full\n")
+
+        def poll(self):
+            return 1
+
+    monkeypatch.setattr(runner.subprocess, "Popen", Child)
+    half_run._render(1.0)
+    text = "\n".join(half_run.said)
+    assert ("report.md is full" in text) is full and ("the short one" in text) is not full
+    assert "Killed" in text and "scripts.oneshot render" in text
+
+
+def test_sources_that_cannot_be_looked_at_again_cost_nothing(half_run, monkeypatch):
+    half_run.git, half_run._commit, half_run.event = {"commit": "a"}, None, pytest.fail
+
+    def vanished(*_):
+        raise OSError("the tree is gone")
+
+    monkeypatch.setattr(runner.box, "git_facts", vanished)
+    half_run._look_at_sources_again(1.0)
+    monkeypatch.setattr(runner.box, "git_facts", lambda *_: {"commit": None, "problem": "no git"})
+    half_run._look_at_sources_again(1.0)
+
+
+# ---- resume --------------------------------------------------------------------------------------
+
+
+def planned(name):
+    return next(s for s in stages.plan("standard") if s.id == name)
+
+
+@pytest.fixture
+def resumed(half_run):
+    """`resumed(stage, rows, files)`: what a run takes over of a PASS that left these."""
+    half_run.git, half_run.events = {"commit": "a", "short": "a"}, []
+    half_run.record = RunRecord(env_fingerprint="f")
+    half_run.ballast = Ballast(half_run.folder)
+    half_run.progress.begin = lambda stage: None
+    half_run.event = lambda ev, **fields: half_run.events.append((ev, fields))
+    prev = half_run.folder / "prev" / "r"
+
+    def ask(stage, rows=(), files=()):
+        done = StageResult(stage.id, Status.PASS, argv=stage.argv, env=dict(stage.env),
+                           log=stage.log_path, started=utc_now())  # fmt: skip
+        old = RunRecord(run_id="r", git=half_run.git, env_fingerprint="f",
+                        results={stage.id: done}, rows={stage.id: list(rows)})  # fmt: skip
+        for name in (stage.log_path, *files):
+            (prev / name).parent.mkdir(parents=True, exist_ok=True)
+            (prev / name).write_text("{}")
+        half_run.previous = (old, prev)
+        return half_run._reusable(stage)
+
+    return ask
+
+
+def test_health_is_taken_over_with_its_file_only(resumed, half_run):
+    stage = planned("health")
+    assert resumed(stage) is None
+    assert resumed(stage, files=["health.json"]).resumed_from == "r"
+    assert (half_run.folder / "health.json").read_text() == "{}"
+    card = cards._own(stage, cards.Card(1, "GPU-2"))  # writes no file, see bench/health.py
+    assert card.outputs == ()
+
+
+def test_an_unstable_bench_runs_again(resumed):
+    stage = planned("sel_dense")
+    rows = [bench_row("a", 5.0, 1.5), bench_row("b", 5.0, 1.5, status="UNSTABLE", why=["IQR"])]
+    assert resumed(stage, rows, stage.outputs) is None
+    assert resumed(stage, rows[:1], stage.outputs) is not None
+
+
+def test_raw_times_are_taken_over_with_their_stage(resumed, half_run):
+    row = bench_row("mine", 5.0, 1.5)
+    line = lambda case: json.dumps({**{k: row[k] for k in ("bench", "candidate", "cache")},
+                                    "case": case, "us": [5.0]})  # fmt: skip
+    source = half_run.folder / "prev" / "r" / "bench" / "samples.jsonl"
+    source.parent.mkdir(parents=True)
+    source.write_text(f"{line('mine')}\n{line('other')}\nhalf a li")
+    target = half_run.folder / "bench" / "samples.jsonl"
+    target.parent.mkdir()
+    target.write_text(line("of this run") + "\n")
+    stage = planned("sel_dense")
+    for _ in range(2):  # never twice
+        assert resumed(stage, [row], stage.outputs)
+        assert target.read_text() == f"{line('of this run')}\n{line('mine')}\n"
