@@ -22,6 +22,11 @@ from pathlib import Path
 from typing import Any
 
 BENCH_STATUSES = ("VALID", "UNSTABLE", "INVALID", "SKIPPED", "FAILED")
+# What may stand behind the name of a route: the words of its variants (triton_dense_group).
+VARIANTS = {
+    "triton": {"dense", "varlen", "ranges", "single", "group"},
+    "fa2": {"torch", "flash", "attn", "dense", "varlen"},
+}  # fmt: skip
 CSV_STDOUT = "-"
 
 
@@ -83,6 +88,16 @@ def note(text: str, level: str = "info") -> None:
     """A sentence for the report; also printed to stderr."""
     emit("note", {"level": level, "text": text})
     print(text, file=sys.stderr)
+
+
+def path_agrees(requested: str | None, taken: str | None) -> bool:
+    """True when `taken` is the requested route or a known variant of it (triton, triton_dense)."""
+    if not requested or not taken:
+        return False
+    words = taken.removeprefix(requested + "_").split("_")
+    return taken == requested or (
+        taken.startswith(requested + "_") and VARIANTS.get(requested, set()).issuperset(words)
+    )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 import yaml
 
-from bench.records import BENCH_STATUSES, emit, note, read_csv
+from bench.records import BENCH_STATUSES, emit, note, path_agrees, read_csv
 
 DISTRIBUTIONS = ("few", "many", "mixed")
 MIN_LENGTHS = 3
@@ -136,7 +136,7 @@ def _judge(
             f"({status}: {reason})"
         )
     path = row.get("path", "").strip()
-    if route and path != route and not path.startswith((route + "_", route + "/")):
+    if route and not path_agrees(route, path):
         raise Untrusted(f"{where}: path must be {route}, got {path or 'nothing'!r}")
     if status in ("INVALID", "FAILED"):
         return None, None, f"{status}: {reason}"

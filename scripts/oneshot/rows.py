@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from bench.records import path_agrees
+
 ROW_KINDS = (
     "test",
     "parity",
@@ -85,13 +87,6 @@ def _finite(value: Any, path: str, lost: list[str], depth: int = 0) -> Any:
     if isinstance(value, list):
         return [_finite(v, f"{path}[{i}]", lost, depth + 1) for i, v in enumerate(value)]
     return value
-
-
-def path_agrees(requested: str | None, taken: str | None) -> bool:
-    """True when `taken` is the requested route or a named variant of it (triton, triton_dense)."""
-    if not requested or not taken:
-        return False
-    return taken == requested or taken.startswith((requested + "_", requested + "/"))
 
 
 def _launched(row: Mapping[str, Any]) -> bool:
