@@ -6,8 +6,8 @@
 Sizes default to the paper's: 64 query heads on 4 KV groups, head size 128, l=32 d=16, 16 blocks of
 64, window 512, bf16, one sequence. The candidate is the Triton operator behind nsa.nsa_attention;
 the baseline is causal dense attention by the fastest backend that torch's SDPA has (GQA). Results
-are checked on sampled queries against fp64 before and after the timing; NSA and dense attention
-each against their own. bwd is the backward pass alone.
+are checked on sampled queries (column `compared`) against fp64 before and after the timing; NSA and
+dense attention each against their own. bwd is the backward pass alone.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
@@ -56,7 +56,7 @@ OPS = ("full", "cmp", "sel", "win", "select")
 COLUMNS = (
     "op", "direction", "S", "B", "HQ", "G", "D", "Dv", "ms", "ms_low", "ms_high", "dense_ms",
     "speedup", "ci_low", "ci_high", "tflops", "gbs", "peak_frac", "bound", "bytes", "flops",
-    "baseline", "path", "parity", "mae", "max_abs", "wall_ms", "first_call_ms", "n", "status",
+    "baseline", "path", "parity", "compared", "mae", "max_abs", "wall_ms", "first_call_ms", "n", "status",
     "why", "sm_mhz", "power_w", "peak_mem_mib", *PROVENANCE,
 )  # fmt: skip
 KERNELS = {
@@ -147,7 +147,7 @@ def forward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
                   forward_kernels(x, op)),
         refill=refill, inputs=x.inputs, oracle=oracle_fn, same_dtype=same, baselines=baselines,
         view=view, bytes_needed=bytes_needed(shape, op), flops=flops(shape, op),
-        columns={**columns, "op": op, "direction": "fwd"},
+        columns={**columns, "op": op, "direction": "fwd", "compared": x.compared},
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
         ],
         view=lambda grads: grads[0][:, x.at],
         bytes_needed=bytes_needed(shape, op, backward=True), flops=flops(shape, op, backward=True),
-        columns={**columns, "op": op, "direction": "bwd"},
+        columns={**columns, "op": op, "direction": "bwd", "compared": x.compared},
     )  # fmt: skip
 
 

@@ -96,9 +96,13 @@ class NotRight(Exception):
         self.parity = parity
 
 
-def poison(like: Tensor, copies: int = 3) -> None:
-    """Leave NaN in freed memory of this size, so that an output nobody wrote shows."""
-    if like.is_floating_point():
+def poison(like: Any, copies: int = 3) -> None:
+    """Leave NaN in freed memory of this tensor's size, or of each one's of several, so that an
+    output nobody wrote shows."""
+    if isinstance(like, (tuple, list)):
+        for one in like:
+            poison(one, copies)
+    elif isinstance(like, Tensor) and like.is_floating_point():
         spoiled = [torch.full_like(like, float("nan")) for _ in range(copies)]
         del spoiled
 
@@ -353,7 +357,7 @@ def _measured(
         # The last calls run on new numbers in the same memory: a stale result would show.
         stop = samples.stop
         case.refill(case.seed + 2)
-        poison(case.view(kept.pop("out")))
+        poison(kept.pop("out"))  # all of it, not the part that is compared
         with launches.recording() as seen:
             sample(clock, keeping, base.call if base else None, cold,
                    replace(budget, wall_s=0.0, min_n=10**9, device_s=0.0), samples)  # fmt: skip

@@ -103,6 +103,16 @@ def test_block_quality_sees_every_wrong_choice():
         assert x.block_quality(chosen).item() == 0, wrong
 
 
+def test_a_prefill_row_says_how_many_queries_were_compared():
+    pytest.importorskip("triton")
+    x = Prefill.__new__(Prefill)
+    x.shape, x.at = Shape(64, HQ=2, G=1, D=8, l=8, d=4, l_sel=8, n_sel=5), [0, 7, 63]
+    meta = lambda heads: torch.empty(1, 64, heads, 8, dtype=torch.bfloat16)
+    x.q, x.k_sel, x.v_sel = meta(2), meta(1), meta(1)
+    columns = bench_prefill.forward_case(x, "win", {"S": 64}).columns
+    assert columns["compared"] == "3 of 64 queries" and "compared" in bench_prefill.COLUMNS
+
+
 class FakeGpu:
     """A card that answers NVML queries by name."""
 

@@ -127,6 +127,11 @@ def test_a_row_whose_parity_failed_or_whose_path_differs_loses_its_numbers(tmp_p
     assert "asked for triton, ran sdpa" in text
 
 
+def test_a_row_of_which_a_part_was_compared_says_so(tmp_path):
+    row = bench_row("prefill/win", 50.0, 1.5, bench="prefill", compared="18 of 32768 queries")
+    assert "parity of 18 of 32768 queries" in rendered(with_rows(tmp_path, [row]))
+
+
 def test_a_parity_row_on_the_wrong_path_shows_no_errors(tmp_path):
     row = parity_row("sel/wrongpath", path_taken="sdpa", mae=1.2345e-5, max_abs=2.3456e-4,
                      fallback_reason="dtype")  # fmt: skip

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from bench import stats
+from bench import stats, timing
 from bench.clock import HostClock
 from bench.device import Ceilings
 from bench.timing import Budget, Case, Contender, measure, strongest
@@ -161,6 +162,21 @@ def test_a_planted_cheat_gets_no_number(kernel, says):
     row = timed(planted(kernel))
     assert row.status == "FAILED" and says in said(row)
     assert row.median_us is None and row.speedup is None and row.parity["status"] == "FAIL"
+
+
+def test_the_whole_output_is_poisoned_not_the_part_compared(monkeypatch):
+    sizes, real = [], timing.poison
+
+    def poison(like, copies=3):
+        sizes.extend(tuple(t.shape) for t in like) if isinstance(like, tuple) else None
+        real(like, copies)
+
+    monkeypatch.setattr(timing, "poison", poison)
+    case = planted(lambda x, n: (2 * x, 3 * x[:9]), view=lambda out: out[0][:4],
+                   oracle=None, same_dtype=None, baselines=())  # fmt: skip
+    x = case.inputs()[0]
+    row = timed(replace(case, oracle=lambda: 2 * x[:4].double()))
+    assert row.status == "VALID" and sizes == [(64, 32), (9, 32)], row.why
 
 
 def test_a_kernel_that_never_ran_is_invalid():

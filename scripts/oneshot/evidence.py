@@ -61,6 +61,8 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
     peak = pct(row.get("peak_frac"))
     notes = [f"n {row['n']}"] if is_number(row.get("n")) else []
     notes += [str(row[k]) for k in ("cache", "timer") if row.get(k)]
+    if row.get("compared"):
+        notes.append(f"parity of {row['compared']}")
     if is_number(row.get("busbw_gbs")):
         notes.insert(0, f"bus {num(row['busbw_gbs'])} GB/s")
     if is_number(row.get("efficiency")):
