@@ -54,10 +54,11 @@ from nsa.kernels.sdpa import BACKENDS
 
 OPS = ("full", "cmp", "sel", "win", "select")
 COLUMNS = (
-    "op", "direction", "S", "B", "HQ", "G", "D", "Dv", "ms", "ms_low", "ms_high", "dense_ms",
+    "op", "direction", "S", "B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w", "dtype",
+    "ms", "ms_low", "ms_high", "dense_ms",
     "speedup", "ci_low", "ci_high", "tflops", "gbs", "peak_frac", "bound", "bytes", "flops",
-    "baseline", "path", "parity", "compared", "mae", "max_abs", "wall_ms", "first_call_ms", "n", "status",
-    "why", "sm_mhz", "power_w", "peak_mem_mib", *PROVENANCE,
+    "baseline", "path", "parity", "compared", "mae", "max_abs", "wall_ms", "first_call_ms", "n",
+    "status", "why", "sm_mhz", "power_w", "peak_mem_mib", *PROVENANCE,
 )  # fmt: skip
 KERNELS = {
     "cmp": ("_span_fwd_kernel",), "win": ("_span_fwd_kernel",),
@@ -259,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         names = ("B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w")
         shape = Shape(S, **{n: getattr(args, n) for n in names})
-        columns = {"S": S, **{n: getattr(args, n) for n in names[:5]}, **about}
+        columns = {"S": S, **{n: getattr(args, n) for n in names}, "dtype": "bf16", **about}
         torch.cuda.reset_peak_memory_stats()
         make = forward_case if direction == "fwd" else backward_case
         name = f"prefill/{op}/{direction}/S={S}"

@@ -158,6 +158,48 @@ def test_a_speedup_inside_the_noise_is_no_speedup(speedup, ci, shown, tmp_path):
     assert ("x [" in line) == ("x [" in shown)
 
 
+def decode_rows():
+    small = dict(bench="decode", S=4096, dim=2560, heads=64, groups=4, dk=192, dv=128, l=32, d=16,
+                 l_sel=64, n_sel=16, w=512, dtype="bf16", B=1)  # fmt: skip
+    serving = {**small, "dk": 128}
+    return [
+        bench_row("decode/S=4096", 90.0, 1.5, **small),
+        bench_row("decode/S=4096/cmp", 40.0, None, **{**small, "bench": "decode_branch"},
+                  branch="cmp"),
+        bench_row("decode/S=4096", 80.0, 1.5, **serving),
+        bench_row("decode/B=16/S=4096", 200.0, 1.5, **{**serving, "B": 16}),
+        bench_row("decode/S=8192/module", 200.0, 1.5, **{**serving, "bench": "decode_module"}),
+    ]  # fmt: skip
+
+
+def test_decode_tables_say_what_problem_they_measure(tmp_path):
+    text = rendered(with_rows(tmp_path, decode_rows(), stage="decode_bench"))
+    assert ("- 1 of 3 rows: model width 2560; query heads 64; KV groups 4; query and key head size "
+            "192; value head size 128; l 32; d 16; l_sel 64; n_sel 16; window 512; sequences 1; "
+            "dtype bf16\n") in text  # fmt: skip
+    assert "- 2 of 3 rows:" in text and "sequences 1, 16; dtype bf16\n" in text
+    assert "### Decode, the layer's whole step" in text
+    times = [s for s in text.splitlines() if s.startswith("| `decode/") and "of -" in s]
+    assert [("| 0.04 |" in s) for s in times] == [True, False, False]  # no other problem's branch
+
+
+def test_the_decode_plot_joins_rows_of_one_problem_only():
+    plots, drawn = pytest.importorskip("scripts.oneshot.plots"), []
+
+    class Axis:
+        def plot(self, xs, ys, *style, label=None, **kw):
+            drawn.extend([(label, len(xs))] if label else [])
+
+        def __getattr__(self, name):
+            return lambda *a, **kw: None
+
+    assert plots.decode(Axis(), decode_rows()[:4], {"health": None})
+    names = [name for name, _ in drawn if "for" not in name]
+    assert names == ["whole step B=1 dk=192", "cmp B=1 dk=192", "whole step B=1 dk=128",
+                     "whole step B=16 dk=128"]  # fmt: skip
+    assert all(n == 1 for _, n in drawn)
+
+
 def test_an_unstable_row_is_marked_and_a_skipped_stage_has_its_exact_reason(tmp_path):
     write_sample(tmp_path, "gpu_fail")
     text = rendered(tmp_path)

@@ -17,10 +17,20 @@ ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where 
 NUMBERED = ("VALID", "UNSTABLE")
 NO_DIFFERENCE = "no difference measurable"
 BENCHES = (  # (`bench` of the row, heading)
-    ("decode", "Decode"), ("decode_branch", "Decode, one branch alone"), ("prefill", "Prefill"),
+    ("decode", "Decode"), ("decode_branch", "Decode, one branch alone"),
+    ("decode_graph", "Decode step as a CUDA graph"),
+    ("decode_module", "Decode, the layer's whole step"), ("prefill", "Prefill"),
     ("sel", "Selection"), ("fa2", "FlashAttention-2"), ("nccl", "NCCL between GPUs"),
     ("context_parallel", "Context parallelism"),
 )  # fmt: skip
+# (words, the columns that may hold it) of the problem that a table's rows measured.
+SIZES = (
+    ("model width", ("dim",)), ("query heads", ("heads", "HQ")), ("KV groups", ("groups", "G")),
+    ("query and key head size", ("dk", "D")), ("value head size", ("dv", "Dv")), ("l", ("l",)),
+    ("d", ("d",)), ("l_sel", ("l_sel",)), ("n_sel", ("n_sel",)), ("window", ("w",)),
+)  # fmt: skip
+VARIED = (("sequences", ("B",)), ("dtype", ("dtype",)))
+NAMED_BY_CASE = ("sel", "nccl")  # the case says every size
 
 
 @dataclass(frozen=True)
@@ -121,9 +131,34 @@ def benches(
             "title": known.get(name, cell(name, 60)),
             "rows": shown[: shape.rows], "left_out": len(views) - len(shown[: shape.rows]),
             "counts": counts_text(Counter(r["status"] for r in mine)),
+            "problems": [] if name in NAMED_BY_CASE else problems(mine),
             "branches": _branches(rows)[: shape.rows]
             if name == "decode" and shape.evidence else [],
         })  # fmt: skip
+    return out
+
+
+def problem(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The sizes that a row was measured at, as (words, value); those it does not tell are left."""
+    found = ((words, next((row[n] for n in names if row.get(n) is not None), None))
+             for words, names in SIZES)  # fmt: skip
+    return tuple((words, value) for words, value in found if value is not None)
+
+
+def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line per problem that `rows` measured: its sizes, and what varies between its rows."""
+    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(problem(row), []).append(row)
+    out = []
+    for sizes, mine in groups.items():
+        parts = [f"{words} {num(value)}" for words, value in sizes]
+        for words, (name,) in VARIED:
+            values = dict.fromkeys(num(r[name]) for r in mine if r.get(name) is not None)
+            parts += [f"{words} {', '.join(values)}"] if values else []
+        if parts:
+            count = f"{len(mine)} of {len(rows)} rows: " if len(groups) > 1 else ""
+            out.append(count + "; ".join(parts))
     return out
 
 
@@ -133,8 +168,9 @@ def _branches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     A branch is a column of the step's row (ms_cmp), or a row of its own (decode_branch).
     """
     good = [r for r in rows if r["status"] in NUMBERED and is_number(r.get("median_us"))]
+    key = lambda r, branch: (r.get("S"), r.get("B"), r.get("dtype"), problem(r), branch)
     alone = {
-        (r.get("S"), r.get("branch")): r["median_us"] / 1e3
+        key(r, r.get("branch")): r["median_us"] / 1e3
         for r in good
         if r.get("bench") == "decode_branch"
     }
@@ -143,7 +179,7 @@ def _branches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
         if r.get("bench") != "decode" or not is_number(r.get("S")):
             continue
         total = r["ms_total"] if is_number(r.get("ms_total")) else r["median_us"] / 1e3
-        parts = {b: r.get(f"ms_{b}", alone.get((r["S"], b))) for b in ("cmp", "sel", "win")}
+        parts = {b: r.get(f"ms_{b}", alone.get(key(r, b))) for b in ("cmp", "sel", "win")}
         reads = f"{num(r.get('reads_actual'))} of {num(r.get('reads_expected'))}"
         out.append({
             "case": code(r["case"]), "status": r["status"], "S": num(r["S"]), "total": num(total),
