@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -130,22 +132,20 @@ class FakeGpu:
         return Ceilings(self.bus_gbs, self.tensor_tflops, "nominal")
 
 
-def verdict(gpu, monkeypatch, **row):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * 2**30, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**29)
-    facts, why = health.hardware(gpu)
+def verdict(gpu, others_mib=3, **row):
+    facts, why = health.hardware(gpu, others_mib)
     measured = {"copy_frac": 0.9, "gemm_frac": 0.9, "h2d_gbs": 25.0, **row}
     return why + health.judge({**facts, **measured, "why": why}, gpu)
 
 
-def test_a_healthy_card_gets_no_complaint(monkeypatch):
+def test_a_healthy_card_gets_no_complaint():
     gpu = FakeGpu(
         nvmlDeviceGetEnforcedPowerLimit=450_000,
         nvmlDeviceGetPowerManagementDefaultLimit=450_000,
         nvmlDeviceGetMaxPcieLinkGeneration=4, nvmlDeviceGetMaxPcieLinkWidth=16,
         nvmlDeviceGetTotalEccErrors=0, nvmlDeviceGetRemappedRows=(0, 0, 0, 0),
     )  # fmt: skip
-    assert verdict(gpu, monkeypatch) == []
+    assert verdict(gpu) == []
 
 
 @pytest.mark.parametrize(
@@ -157,12 +157,33 @@ def test_a_healthy_card_gets_no_complaint(monkeypatch):
         ({}, {"copy_frac": 0.5}, "no cause seen in NVML"),
         ({"nvmlDeviceGetMaxPcieLinkGeneration": 4, "nvmlDeviceGetMaxPcieLinkWidth": 16},
          {"h2d_gbs": 6.0}, "upload runs at 6 GB/s of 32"),
+        ({}, {"others_mib": 501}, "501 MiB of the card are in use by others"),
         ({"nvmlDeviceGetTotalEccErrors": 3}, {}, "3 uncorrected ECC errors"),
         ({"nvmlDeviceGetRemappedRows": (1, 0, 1, 0)}, {}, "memory rows wait for a remap"),
     ],
 )  # fmt: skip
-def test_what_holds_a_card_back_is_named(answers, row, says, monkeypatch):
-    assert any(says in line for line in verdict(FakeGpu(**answers), monkeypatch, **row))
+def test_what_holds_a_card_back_is_named(answers, row, says):
+    assert any(says in line for line in verdict(FakeGpu(**answers), **row))
+
+
+@pytest.mark.parametrize("second_version", [True, False])
+def test_memory_in_use_is_asked_of_nvml_by_card(second_version, monkeypatch):
+    """Also of a library that knows the first version only; 500 MiB are no complaint."""
+    nvml = types.ModuleType("pynvml")
+    nvml.NVMLError = RuntimeError
+    nvml.nvmlInit, nvml.nvmlDeviceGetCount = lambda: None, lambda: 2
+    nvml.nvmlDeviceGetHandleByIndex = lambda i: i
+    nvml.nvmlDeviceGetUUID = lambda i: b"GPU-a" if i else "GPU-b"
+    used = lambda i, version=1: types.SimpleNamespace(used=(500 + i + 90 * (version == 1)) * 2**20)
+    nvml.nvmlDeviceGetMemoryInfo = used
+    if second_version:
+        nvml.nvmlMemory_v2 = 2
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    more = 0 if second_version else 90
+    assert health.memory_in_use() == {"GPU-b": 500 + more, "GPU-a": 501 + more}
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert health.memory_in_use() == {}
+    assert verdict(FakeGpu(), 500) == verdict(FakeGpu(), None) == []
 
 
 def test_measured_ceilings_are_those_of_this_card(tmp_path):
