@@ -82,7 +82,8 @@ CSV_COLUMNS = (
     "ci_low", "ci_high", "cmp_low", "cmp_high", "sel_low", "sel_high", "win_low", "win_high",
     "wall_ms", "baseline", "base_ms", "speedup", "speedup_low", "speedup_high", "n", "cache",
     "status", "why", "branch_status", "path", "branch_path", "fallback", "parity", "mae", "max_abs",
-    "launch_bound", "ms_graph", "graph_low", "graph_high", "graph_baseline", "graph_base_ms",
+    "base_wall_ms", "launch_bound", "ms_graph", "graph_low", "graph_high", "graph_baseline",
+    "graph_base_ms",
     "graph_speedup", "graph_speedup_low", "graph_speedup_high", "ms_module_eager_wall",
     "ms_module_eager", "module_low", "module_high", "ms_module_graph", "module_graph_low",
     "module_graph_high", "more_status", "bytes", "gbs", "B", "dim", "heads", "groups", "dk", "dv",
@@ -175,7 +176,8 @@ def csv_row(
     slow, fast = row.speedup_ci95 or (None, None)
     line = {
         **columns, **more, "S": step.S, "ms_total": _ms(row.median_us), "ci_low": _ms(low),
-        "ci_high": _ms(high), "wall_ms": _ms(row.wall_us), "baseline": row.baseline,
+        "ci_high": _ms(high), "wall_ms": _ms(row.wall_us),
+        "base_wall_ms": _ms(row.base_wall_us), "baseline": row.baseline,
         "base_ms": _ms(row.base_median_us), "speedup": row.speedup, "speedup_low": slow,
         "speedup_high": fast, "n": row.n, "cache": row.cache, "status": row.status,
         "launch_bound": row.launch_bound,

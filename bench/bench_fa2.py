@@ -50,7 +50,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COLUMNS = (
     "branch", "S", "B", "HQ", "G", "D", "w", "l", "d", "form", "dtype", "fa2_ms", "ref_ms",
     "speedup", "ci_low", "ci_high", "parity", "mae", "max_abs", "tflops", "peak_frac", "bound",
-    "wall_ms", "n", "path", "baseline", "status", "why", *PROVENANCE,
+    "wall_ms", "base_wall_ms", "wall_speedup", "launch_bound", "n", "path", "baseline",
+    "status", "why", *PROVENANCE,
 )  # fmt: skip
 
 

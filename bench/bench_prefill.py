@@ -57,8 +57,8 @@ COLUMNS = (
     "op", "direction", "S", "B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w", "dtype",
     "ms", "ms_low", "ms_high", "dense_ms",
     "speedup", "ci_low", "ci_high", "tflops", "gbs", "peak_frac", "bound", "bytes", "flops",
-    "baseline", "path", "parity", "compared", "mae", "max_abs", "wall_ms", "first_call_ms", "n",
-    "status", "why", "sm_mhz", "power_w", "peak_mem_mib", *PROVENANCE,
+    "baseline", "path", "parity", "compared", "mae", "max_abs", "wall_ms", "base_wall_ms",
+    "first_call_ms", "n", "status", "why", "sm_mhz", "power_w", "peak_mem_mib", *PROVENANCE,
 )  # fmt: skip
 KERNELS = {
     "cmp": ("_span_fwd_kernel",), "win": ("_span_fwd_kernel",),

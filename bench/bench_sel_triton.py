@@ -61,7 +61,8 @@ CACHE_LEN = 8192  # keys of the cache that `ranges` rows point into
 COLUMNS = (
     "mode", "N", "H", "D", "Dv", "L", "dist", "nspans", "streams", "tri_ms", "ref_ms", "speedup",
     "ci_low", "ci_high", "mae", "max_abs", "parity", "bytes", "gbs", "peak_frac", "bound",
-    "pack_ms", "wall_ms", "first_call_ms", "n", "path", "baseline", "cache", "status", "why",
+    "pack_ms", "wall_ms", "base_wall_ms", "wall_speedup", "launch_bound", "first_call_ms", "n",
+    "path", "baseline", "cache", "status", "why",
     "dtype", "sm_mhz", "power_w", "n_sel", "run", *PROVENANCE,
 )  # fmt: skip
 SWEEP = dict(

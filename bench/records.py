@@ -131,18 +131,23 @@ class BenchRow:
     ci95_us: Sequence[float] | None = None
     base_median_us: float | None = None
     base_ci95_us: Sequence[float] | None = None
-    wall_us: float | None = None
+    wall_us: float | None = None  # per call as a host sees it that calls back to back
+    base_wall_us: float | None = None
+    wall_speedup: float | None = None
     first_call_ms: float | None = None
     speedup: float | None = None
     speedup_ci95: Sequence[float] | None = None
-    launch_bound: bool | None = None
+    launch_bound: bool | None = None  # the host is what takes the time; None on the host's clock
+    batches: int | None = None
+    gap_batches: int | None = None  # batches whose times hold gaps that the host left
     bytes: int | None = None
     flops: int | None = None
     gbs: float | None = None
     tflops: float | None = None
     bound: str | None = None  # memory | compute: which ceiling is nearer
     peak_frac: float | None = None
-    sm_mhz: Sequence[int] | None = None
+    sm_mhz: Sequence[int] | None = None  # lowest and highest
+    sm_mhz_median: float | None = None
     power_w: float | None = None
     reasons: Sequence[str] = ()
     stop: str | None = None
@@ -176,7 +181,8 @@ class BenchRow:
     def csv(self) -> dict[str, Any]:
         """The row as CSV wants it: times in ms, intervals in columns of their own, one `why`.
 
-        ms [ms_low, ms_high], base_ms, wall_ms; speedup [ci_low, ci_high]; parity, mae, max_abs.
+        ms [ms_low, ms_high], base_ms, wall_ms, base_wall_ms; speedup [ci_low, ci_high];
+        parity, mae, max_abs.
         """
         ms = lambda us: None if us is None else us / 1e3
         low, high = self.ci95_us or (None, None)
@@ -184,7 +190,8 @@ class BenchRow:
         proof = self.parity or {}
         return {
             **self.record(), "ms": ms(self.median_us), "ms_low": ms(low), "ms_high": ms(high),
-            "base_ms": ms(self.base_median_us), "wall_ms": ms(self.wall_us), "ci_low": slow,
+            "base_ms": ms(self.base_median_us), "wall_ms": ms(self.wall_us),
+            "base_wall_ms": ms(self.base_wall_us), "ci_low": slow,
             "ci_high": fast, "parity": proof.get("status"), "mae": proof.get("mae"),
             "max_abs": proof.get("max_abs"), "path": self.path_taken, "why": "; ".join(self.why),
             "sm_mhz": self.sm_mhz and self.sm_mhz[0],

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -30,6 +30,24 @@ _WHERE = {
 }
 
 __all__ = ["__version__", *_WHERE]
+
+if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to _WHERE
+    from nsa.attention import compressed_attention as compressed_attention
+    from nsa.attention import nsa_attention as nsa_attention
+    from nsa.attention import select_blocks as select_blocks
+    from nsa.attention import selection_attention as selection_attention
+    from nsa.attention import sliding_attention as sliding_attention
+    from nsa.cache import NSACache as NSACache
+    from nsa.config import NSAConfig as NSAConfig
+    from nsa.decode_graph import GraphUnavailable as GraphUnavailable
+    from nsa.decode_graph import StepGraph as StepGraph
+    from nsa.dispatch import RouteUnavailable as RouteUnavailable
+    from nsa.flags import Flags as Flags
+    from nsa.flags import clear_flags_cache as clear_flags_cache
+    from nsa.flags import get_flags as get_flags
+    from nsa.model import NSALanguageModel as NSALanguageModel
+    from nsa.module import NSAAttention as NSAAttention
+    from nsa.module import NSABlock as NSABlock
 
 
 def __getattr__(name: str) -> Any:

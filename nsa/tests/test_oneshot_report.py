@@ -200,6 +200,20 @@ def test_the_decode_plot_joins_rows_of_one_problem_only():
     assert all(n == 1 for _, n in drawn)
 
 
+def test_a_launch_bound_row_shows_both_walls_and_the_recommendation_says_so(tmp_path):
+    wall = dict(launch_bound=True, wall_us=60.0, base_wall_us=54.0, wall_speedup=0.9,
+                batches=9, gap_batches=1)  # fmt: skip
+    rows = [bench_row("sel/dense/L=512/few", 50.0, 1.5, L=512, **wall),
+            bench_row("sel/dense/L=512/many", 50.0, 1.5, L=512),
+            {"kind": "recommend", "sel_triton_min_L": 512, "blocking_case": None,
+             "confidence": "as measured"}]  # fmt: skip
+    text = rendered(with_rows(tmp_path, rows))
+    assert "p20-p80 49.5 us to 50.5 us" in text
+    assert "launch bound, wall 60 us (baseline's 54 us: 0.90x); host gaps in 1 of 9 batches" in text
+    assert ("1 of its 2 cells are launch bound: as a host sees them, 0.90x at the least "
+            "(`sel/dense/L=512/few`)") in text  # fmt: skip
+
+
 def test_an_unstable_row_is_marked_and_a_skipped_stage_has_its_exact_reason(tmp_path):
     write_sample(tmp_path, "gpu_fail")
     text = rendered(tmp_path)

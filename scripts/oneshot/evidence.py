@@ -70,6 +70,8 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
     same, speedup = speedup_text(row, floor)
     peak = pct(row.get("peak_frac"))
     notes = [f"n {row['n']}"] if is_number(row.get("n")) else []
+    if is_number(row.get("p20_us")) and is_number(row.get("p80_us")):
+        notes.append(f"p20-p80 {us(row['p20_us'])} to {us(row['p80_us'])}")
     notes += [str(row[k]) for k in ("cache", "timer") if row.get(k)]
     if row.get("compared"):
         notes.append(f"parity of {row['compared']}")
@@ -78,7 +80,12 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
     if is_number(row.get("efficiency")):
         notes.insert(0, f"efficiency {pct(row['efficiency'])}")
     if row.get("launch_bound"):
-        notes.append(f"launch bound, wall {us(row.get('wall_us'))}")
+        words = f"launch bound, wall {us(row.get('wall_us'))}"
+        if is_number(row.get("base_wall_us")) and is_number(row.get("wall_speedup")):
+            words += f" (baseline's {us(row['base_wall_us'])}: {row['wall_speedup']:.2f}x)"
+        notes.append(words)
+    if is_number(row.get("gap_batches")) and row["gap_batches"] and is_number(row.get("batches")):
+        notes.append(f"host gaps in {row['gap_batches']} of {row['batches']} batches")
     if row.get("stop") in ("budget", "cap"):
         notes.append(f"stopped by the {row['stop']}")
     reasons = row.get("reasons") if isinstance(row.get("reasons"), list) else []
@@ -241,6 +248,17 @@ def parity(rows: Sequence[Mapping[str, Any]], shape: Shape) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------- threshold
 
 
+def _walls(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a host sees of the launch-bound ones among `rows`; empty without any."""
+    bound = [r for r in rows if r["status"] == "VALID" and r.get("launch_bound")
+             and is_number(r.get("wall_speedup"))]  # fmt: skip
+    if not bound:
+        return ""
+    worst = min(bound, key=lambda r: r["wall_speedup"])
+    return (f"; {len(bound)} of its {len(rows)} cells are launch bound: as a host sees them, "
+            f"{worst['wall_speedup']:.2f}x at the least ({code(worst['case'])})")  # fmt: skip
+
+
 def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The proposed threshold with what speaks for it: the smallest lower bound per length."""
     by_length: dict[int, list[Mapping[str, Any]]] = {}
@@ -271,6 +289,7 @@ def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
     words = cell(proposal.get("confidence") or proposal.get("text") or "")
     if isinstance(value, int) and not isinstance(value, bool):
         out["text"] = f"**`sel_triton_min_L: {value}`** ({words})"
+        out["text"] += _walls([r for n, mine in by_length.items() if n >= value for r in mine])
         against = [e for e in evidence if e["L"] >= value and not e["holds"]]
         if against or not any(e["L"] >= value for e in evidence):
             lengths = ", ".join(str(e["L"]) for e in against) or "any L"
