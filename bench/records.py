@@ -22,6 +22,13 @@ from pathlib import Path
 from typing import Any
 
 BENCH_STATUSES = ("VALID", "UNSTABLE", "INVALID", "SKIPPED", "FAILED")
+# What no row may hold without a passed parity: fields of BenchRow, and columns of single benches.
+NUMBERS = (
+    "median_us", "p20_us", "p80_us", "p95_us", "min_us", "ci95_us", "base_median_us",
+    "base_ci95_us", "wall_us", "base_wall_us", "wall_speedup", "speedup", "speedup_ci95", "gbs",
+    "tflops", "peak_frac", "busbw_gbs", "algbw_gbs", "efficiency", "tokens_per_s", "ms_total",
+    "ms_cmp", "ms_sel", "ms_win",
+)  # fmt: skip
 # What may stand behind the name of a route: the words of its variants (triton_dense_group).
 VARIANTS = {
     "triton": {"dense", "varlen", "ranges", "single", "group"},
@@ -90,9 +97,9 @@ def note(text: str, level: str = "info") -> None:
     print(text, file=sys.stderr)
 
 
-def path_agrees(requested: str | None, taken: str | None) -> bool:
+def path_agrees(requested: Any, taken: Any) -> bool:
     """True when `taken` is the requested route or a known variant of it (triton, triton_dense)."""
-    if not requested or not taken:
+    if not (requested and taken and isinstance(requested, str) and isinstance(taken, str)):
         return False
     words = taken.removeprefix(requested + "_").split("_")
     return taken == requested or (
@@ -167,8 +174,13 @@ class BenchRow:
                 raise ValueError(f"{self.case}: a speedup needs its confidence interval")
         if self.status != "VALID" and not self.why:
             raise ValueError(f"{self.case}: status {self.status} needs a reason in `why`")
-        if self.status not in ("VALID", "UNSTABLE") and self.median_us is not None:
-            raise ValueError(f"{self.case}: a {self.status} row has no numbers")
+        if self.status not in ("VALID", "UNSTABLE"):
+            held = {**self.columns, **vars(self)}
+            numbers = [name for name in NUMBERS if held.get(name) is not None]
+            if numbers:
+                raise ValueError(
+                    f"{self.case}: a {self.status} row has no numbers, got {', '.join(numbers)}"
+                )
         clash = set(self.columns) & {f.name for f in dataclasses.fields(self)}
         if clash:
             raise ValueError(f"{self.case}: columns repeat {', '.join(sorted(clash))}")

@@ -327,7 +327,8 @@ def measure(
 
 
 def _proof(parity: Parity) -> dict[str, Any]:
-    names = ("mae", "max_abs", "ref_same_dtype_max_abs", "worst_row", "margin", "status")
+    names = ("mae", "max_abs", "ref_same_dtype_max_abs", "worst_row", "limit_mae", "limit_max_abs",
+             "margin", "status")  # fmt: skip
     return {**{name: getattr(parity, name) for name in names}, "launches": parity.launches}
 
 

@@ -286,7 +286,7 @@ def fault_unproven_bench() -> int:
 
 
 def fault_bench() -> int:
-    send("bench", bench="b", case="b/1", status="VALID", median_us=1.0, why=[],
+    send("bench", bench="b", case="b/1", status="VALID", median_us=1.0, why=[], path_taken="sdpa",
          parity={"mae": 0.0, "max_abs": 0.0, "status": "PASS"})  # fmt: skip
     return 0
 

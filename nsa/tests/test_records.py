@@ -30,6 +30,9 @@ GOOD = {
         ({"speedup": 2.0}, "interval"),
         ({"status": "UNSTABLE"}, "why"),
         ({"status": "INVALID", "why": ("x",)}, "no numbers"),
+        ({"status": "FAILED", "why": ("x",), "median_us": None, "wall_us": 5.0}, "got wall_us"),
+        ({"status": "SKIPPED", "why": ("x",), "median_us": None, "columns": {"busbw_gbs": 3.0}},
+         "got busbw_gbs"),
         ({"columns": {"speedup": 3.0}}, "speedup"),
     ],
 )
