@@ -357,8 +357,8 @@ def write_config(
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def _words(answer: Answer, name: str) -> str:
-    head = f"{name} = {answer.min_length}" if answer.min_length is not None else (
+def _words(answer: Answer, name: str, unit: str = "") -> str:
+    head = f"{name} = {answer.min_length}{unit}" if answer.min_length is not None else (
         f"{name}: keep disabled"
     )  # fmt: skip
     lines = [head, f"  {answer.confidence}"]
@@ -412,12 +412,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"device: {device}; {len(rows)} rows; at least {least:g}x at the lower bound")
     print(_words(answer, "sel_triton_min_L"))
     for branch, result in fa2.items():
-        print(_words(result, f"fa2_min_len_{branch}"))
+        print(_words(result, f"fa2_min_len_{branch}", " keys"))
     emit("recommend", {
         "sel_triton_min_L": answer.min_length, "fa2_min_len_win": lengths["win"],
         "fa2_min_len_cmp": lengths["cmp"], "confidence": answer.confidence,
         "blocking_case": answer.blocking, "device": device, "rows": answer.rows,
         "min_speedup": least,
+        **{f"fa2_{b}_why": f"{a.confidence}; {a.blocking}" if a.blocking else a.confidence
+           for b, a in fa2.items()},
     })  # fmt: skip
     if args.write:
         names = " ".join(Path(path).name for path in args.csv)

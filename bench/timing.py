@@ -351,7 +351,7 @@ def _measured(
             try:
                 prove(case, contender, case.seed + 1, f"baseline {contender.name}")
                 usable.append(contender)
-            except (NotRight, RuntimeError) as error:
+            except Exception as error:  # what cannot serve here is no baseline, whatever it raises
                 errors.append(f"{contender.name}: {_reason(error)}")
         if not usable:
             raise RuntimeError("no baseline is right here: " + "; ".join(errors))

@@ -15,7 +15,7 @@ from bench import bench_fa2, bench_prefill, bench_sel_triton, health
 from bench.device import Ceilings, ceilings, reason_names
 from bench.prefill_inputs import Prefill
 from bench.roofline import BACKWARD, Shape, bytes_needed, flops, pairs
-from nsa import oracle
+from nsa import launches, oracle
 from nsa.kernels.row_tiles import tma_usable
 
 SMALL = Shape(77, B=2, HQ=6, G=2, D=16, Dv=8, l=8, d=4, l_sel=16, n_sel=3, w=20)
@@ -113,6 +113,29 @@ def test_a_prefill_row_says_how_many_queries_were_compared():
     x.q, x.k_sel, x.v_sel = meta(2), meta(1), meta(1)
     columns = bench_prefill.forward_case(x, "win", {"S": 64}).columns
     assert columns["compared"] == "3 of 64 queries" and "compared" in bench_prefill.COLUMNS
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("branch", ["win", "cmp"])
+def test_fa2_is_held_against_the_triton_kernel_too(branch, kernel_device):
+    """Both rungs that would serve instead give the branch's result; the row tells the keys."""
+    x = bench_fa2.Branch.__new__(bench_fa2.Branch)
+    x.branch, x.shape = branch, Shape(40, HQ=4, G=2, D=16, Dv=16, l=8, d=4, w=12)
+    n = 40 if branch == "win" else 9
+    x.key_len = 12 if branch == "win" else n
+    like = {"dtype": torch.float16, "device": kernel_device}
+    x.q = torch.empty(1, 40, 4, 16, **like)
+    x.k, x.v = (torch.empty(1, n, 2, 16, **like) for _ in range(2))
+    for i, t in enumerate(x.inputs()):
+        t.normal_(generator=torch.Generator(kernel_device).manual_seed(i))
+    case = bench_fa2.case_of(x, "dense", {"dtype": "fp16"})
+    assert case.columns["key_len"] == x.key_len
+    assert [c.name for c in case.baselines] == ["sdpa", "triton"]
+    for contender in case.baselines:
+        with launches.recording() as seen:
+            out = contender.call()
+        torch.testing.assert_close(out.double(), x.exact(), rtol=0, atol=2e-3)
+        assert set(contender.kernels) <= set(seen)
 
 
 class FakeGpu:

@@ -214,6 +214,23 @@ def test_a_launch_bound_row_shows_both_walls_and_the_recommendation_says_so(tmp_
             "(`sel/dense/L=512/few`)") in text  # fmt: skip
 
 
+def test_fa2_has_a_table_and_a_heading_of_its_own(tmp_path):
+    rows = [
+        bench_row("fa2/win/S=64/bf16/dense", 50.0, 1.5, bench="fa2", branch="win", key_len=64,
+                  baseline="triton", path_requested="fa2", path_taken="fa2_torch"),
+        {"kind": "recommend", "sel_triton_min_L": None, "blocking_case": "L=64",
+         "confidence": "too slow", "fa2_min_len_win": 64, "fa2_min_len_cmp": None,
+         "fa2_win_why": "all 1 cells", "fa2_cmp_why": "cmp keys=3: lower bound 0.9x"},
+    ]  # fmt: skip
+    text = rendered(with_rows(tmp_path, rows))
+    first, _, second = text.partition("## FA-2 minimum lengths")
+    assert "**Keep Triton selection disabled** (too slow); stopped by `L=64`" in first
+    assert "prefill and decode kernels do not serve either" in first and "fa2_min_len" not in first
+    assert "- `fa2_min_len_win: 64` keys (all 1 cells)" in second
+    assert "- no `fa2_min_len_cmp` (cmp keys=3: lower bound 0.9x)" in second
+    assert "| win | 64 | 1/1 | 1.47x | triton | `fa2/win/S=64/bf16/dense` |" in second
+
+
 def test_an_unstable_row_is_marked_and_a_skipped_stage_has_its_exact_reason(tmp_path):
     write_sample(tmp_path, "gpu_fail")
     text = rendered(tmp_path)

@@ -203,7 +203,10 @@ def test_fa2_lengths_are_the_keys_that_the_flag_counts(run):
     proposal = recommended(sent)
     assert code == 0 and proposal["fa2_min_len_win"] == 512
     assert proposal["fa2_min_len_cmp"] == 63  # (1024 - 32) // 16 + 1
-    assert "cmp keys=31 S=512" in out
+    assert "cmp keys=31 S=512" in out and "fa2_min_len_cmp = 63 keys" in out
+    assert "cmp keys=31" in proposal["fa2_cmp_why"] and "all 4 cells" in proposal["fa2_win_why"]
+    rows = [{**r, "baseline": "sdpa" if r["S"] < 4096 else "triton"} for r in rows]
+    assert recommended(run(grid(), fa2=rows)[1])["fa2_min_len_win"] == 512  # whoever is faster
 
 
 def test_fa2_says_what_is_missing_and_refuses_other_environments(run):

@@ -286,7 +286,7 @@ def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
         out["text"] = f"None: no threshold was proposed in this run{why}. Keep the configured one."
         return out
     value, blocking = proposal.get("sel_triton_min_L"), proposal.get("blocking_case")
-    words = cell(proposal.get("confidence") or proposal.get("text") or "")
+    words, switch = cell(proposal.get("confidence") or proposal.get("text") or ""), ""
     if isinstance(value, int) and not isinstance(value, bool):
         out["text"] = f"**`sel_triton_min_L: {value}`** ({words})"
         out["text"] += _walls([r for n, mine in by_length.items() if n >= value for r in mine])
@@ -299,9 +299,37 @@ def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
             )
     else:
         out["text"] = f"**Keep Triton selection disabled** ({words})"
+        switch = ("; NSA_USE_TRITON_SEL is the one switch of all Triton routes, so that off, the "
+                  "fused prefill and decode kernels do not serve either")  # fmt: skip
     if blocking:
         out["text"] += f"; stopped by {code(blocking)}"
-    for name in ("fa2_min_len_win", "fa2_min_len_cmp"):
-        if isinstance(proposal.get(name), int):
-            out["text"] += f"; `{name}: {proposal[name]}`"
+    out["text"] += switch
     return out
+
+
+def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The proposed minimum lengths of FA-2, in keys, and per branch and length what was measured
+    against the faster of its baselines."""
+    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.get("bench") == "fa2" and isinstance(row.get("key_len"), int):
+            groups.setdefault((str(row.get("branch")), row["key_len"]), []).append(row)
+    evidence = []
+    for (branch, keys), mine in sorted(groups.items()):
+        good = [r for r in mine if r["status"] == "VALID" and is_interval(r.get("speedup_ci95"))]
+        low = min(good, key=lambda r: r["speedup_ci95"][0], default=None)
+        evidence.append({
+            "branch": cell(branch, 20), "length": keys, "cells": len(mine), "valid": len(good),
+            "low": f"{low['speedup_ci95'][0]:.2f}x" if low else "-",
+            "baseline": cell(low.get("baseline"), 60) if low else "-",
+            "case": code(low["case"]) if low else "-",
+        })  # fmt: skip
+    proposal, texts = data["recommend"] or {}, []
+    for branch in ("win", "cmp"):
+        value, why = proposal.get(f"fa2_min_len_{branch}"), proposal.get(f"fa2_{branch}_why")
+        if isinstance(value, int) and not isinstance(value, bool):
+            told = f" ({cell(why)})" if why else ""
+            texts.append(f"`fa2_min_len_{branch}: {value}` keys{told}")
+        elif why:
+            texts.append(f"no `fa2_min_len_{branch}` ({cell(why)})")
+    return {"evidence": evidence, "texts": texts}

@@ -87,6 +87,7 @@ def context(
         "benches": evidence.benches(rows["bench"], floor, shape),
         "floor": pct(floor, 1) if floor is not None else None,
         "recommend": evidence.recommendation(data, rows["bench"]),
+        "fa2": evidence.fa2_lengths(data, rows["bench"]),
         "health": sections.health_section(data["health"]),
         "cards": cards.section(data, rows["parity"]),
         "training": sections.training_section(data, rows, folder),
