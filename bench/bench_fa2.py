@@ -50,8 +50,8 @@ LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COLUMNS = (
     "branch", "S", "key_len", "B", "HQ", "G", "D", "w", "l", "d", "form", "dtype",
-    "fa2_ms", "ref_ms", "speedup", "ci_low", "ci_high", "parity", "mae", "max_abs", "tflops", "peak_frac", "bound",
-    "wall_ms", "base_wall_ms", "wall_speedup", "launch_bound", "n", "path", "baseline",
+    "fa2_ms", "ref_ms", "speedup", "ci_low", "ci_high", "parity", "mae", "max_abs", "tflops",
+    "peak_frac", "bound", "wall_ms", "base_wall_ms", "wall_speedup", "launch_bound", "n", "path", "baseline",
     "status", "why", *PROVENANCE,
 )  # fmt: skip
 

@@ -127,6 +127,12 @@ def test_a_row_whose_parity_failed_or_whose_path_differs_loses_its_numbers(tmp_p
     assert "asked for triton, ran sdpa" in text
 
 
+def test_the_precision_of_the_benches_is_shown(tmp_path):
+    row = bench_row("sel/x", 50.0, 1.5, precision="fp32 matmul highest, TF32 off")
+    text = rendered(with_rows(tmp_path, [row, {**row, "case": "sel/y"}]))
+    assert text.count("Precision: fp32 matmul highest, TF32 off.\n") == 1
+
+
 def test_a_row_of_which_a_part_was_compared_says_so(tmp_path):
     row = bench_row("prefill/win", 50.0, 1.5, bench="prefill", compared="18 of 32768 queries")
     assert "parity of 18 of 32768 queries" in rendered(with_rows(tmp_path, [row]))

@@ -8,6 +8,7 @@ import math
 import os
 
 import pytest
+import torch
 
 from bench.records import BenchRow, add_csv_argument, csv_text, emit, read_csv, write_csv
 
@@ -103,6 +104,22 @@ def test_rows_of_a_run_name_its_commit(tmp_path, monkeypatch):
     provenance.commit.cache_clear()
     assert provenance.provenance(None)["commit"] == "abababa"
     provenance.commit.cache_clear()
+
+
+def test_a_row_says_the_precision_that_its_bench_fixed():
+    """Whoever let TF32 in before: fp32 is exact for a bench and its baselines."""
+    from bench import provenance
+
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("high")
+        text = provenance.provenance(None)["precision"]
+        assert text.startswith("fp32 matmul highest, TF32 off (cuDNN off)")
+        assert "precision" in provenance.COLUMNS
+        assert not torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def test_a_row_as_csv_and_for_people():

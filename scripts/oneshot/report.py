@@ -87,6 +87,8 @@ def context(
         "benches": evidence.benches(rows["bench"], floor, shape),
         "floor": pct(floor, 1) if floor is not None else None,
         "recommend": evidence.recommendation(data, rows["bench"]),
+        "precision": [cell(p) for p in dict.fromkeys(
+            str(r["precision"]) for r in rows["bench"] if r.get("precision"))],
         "fa2": evidence.fa2_lengths(data, rows["bench"]),
         "health": sections.health_section(data["health"]),
         "cards": cards.section(data, rows["parity"]),
