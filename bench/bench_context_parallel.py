@@ -46,10 +46,13 @@ from bench.records import (
     add_shrink_argument,
     integers,
     note,
+    positive,
     say,
+    seconds,
     shrunk,
     write_csv,
 )
+from bench.roofline import check_sizes
 from bench.stats import instability, median_ci, quantile, too_few
 from nsa import Flags, launches, nsa_attention, parallel, reference, select
 from nsa.blocks import visible_compressed
@@ -295,10 +298,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, value in (("B", 1), ("HQ", 64 if cuda else 4), ("G", 4 if cuda else 2),
                         ("D", 128 if cuda else 16), ("l", 32), ("d", 16), ("l_sel", 64),
                         ("n_sel", 16), ("w", 512), ("iters", 10)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(f"--{name}", type=positive, default=value)
     parser.add_argument("--alone", type=int, default=524288, metavar="S", help="time one GPU alone "
                         "up to this length")  # fmt: skip
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds until a collective "
+    parser.add_argument("--timeout", type=seconds, default=300.0, help="seconds until a collective "
                         "that a rank does not join fails")  # fmt: skip
     add_csv_argument(parser)
     add_shrink_argument(parser)
@@ -306,6 +309,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.directions = args.directions.split(",")
     if not set(args.directions) <= {"fwd", "bwd"}:
         parser.error(f"--directions must be from fwd, bwd, got {','.join(args.directions)}")
+    check_sizes(parser, args)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for S in args.S_list:
         if S % (2 * world * args.d):

@@ -54,8 +54,10 @@ from bench.records import (
     BenchRow,
     add_csv_argument,
     add_shrink_argument,
+    check_flags,
     note,
     out_dir,
+    positive,
     say,
     shrunk,
     write_csv,
@@ -202,18 +204,8 @@ def csv_row(
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
-    return value
-
-
 def _lengths(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -222,16 +214,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="cells of B and S in one run, instead of --B, --S_list")
-    add("--B", type=_positive, help="sequences (default 1)")
+    add("--B", type=positive, help="sequences (default 1)")
     for name, default, what in (
         ("dim", 2560, "model width"), ("heads", 64, "query heads"), ("groups", 4, "KV groups"),
         ("dk", 192, "query and key width"), ("dv", 128, "value width"),
         ("l", 32, "compression block"), ("d", 16, "compression stride"),
         ("l_sel", 64, "selection block"), ("n_sel", 16, "blocks selected"), ("w", 512, "window"),
     ):  # fmt: skip
-        add(f"--{name}", type=_positive, default=default, help=f"{what} (default {default})")
+        add(f"--{name}", type=positive, default=default, help=f"{what} (default {default})")
     add("--S_list", type=_lengths, help="context lengths, a,b,c (default by device)")
-    add("--iters", type=_positive, default=30, help="least number of samples (default 30)")
+    add("--iters", type=positive, default=30, help="least number of samples (default 30)")
     add("--warmup", type=int, default=3, help="least number of warm-up calls (default 3)")
     add("--branch_force_mode", choices=MODES, default="env", help="branches timed alone, see above")
     add("--more", type=int, choices=(0, 1), default=1,
@@ -297,6 +289,7 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
         args = parser.parse_args(argv)
     if args.warmup < 0:
         parser.error(f"argument --warmup: must be 0 or more, got {args.warmup}")
+    check_flags(parser)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         config = NSAConfig(args.dim, args.heads, args.groups, args.dk, args.dv, l=args.l, d=args.d,

@@ -31,14 +31,17 @@ from bench.provenance import provenance
 from bench.records import (
     add_csv_argument,
     add_shrink_argument,
+    check_flags,
     integers,
     note,
     out_dir,
+    positive,
     say,
+    seconds,
     shrunk,
     write_csv,
 )
-from bench.roofline import Shape, bytes_needed, flops
+from bench.roofline import Shape, bytes_needed, check_sizes, flops
 from bench.timing import Budget, Case, Contender, measure
 from nsa import reference
 from nsa.blocks import num_compressed
@@ -51,8 +54,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COLUMNS = (
     "branch", "S", "key_len", "B", "HQ", "G", "D", "w", "l", "d", "form", "dtype",
     "fa2_ms", "ref_ms", "speedup", "ci_low", "ci_high", "parity", "mae", "max_abs", "tflops",
-    "peak_frac", "bound", "wall_ms", "base_wall_ms", "wall_speedup", "launch_bound", "n", "path", "baseline",
-    "status", "why", *PROVENANCE,
+    "peak_frac", "bound", "wall_ms", "base_wall_ms", "wall_speedup", "launch_bound", "n", "path",
+    "baseline", "status", "why", *PROVENANCE,
 )  # fmt: skip
 
 
@@ -137,8 +140,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--form", choices=("dense", "varlen"), default="dense")
     for name, value in (("B", 1), ("HQ", 32), ("G", 4), ("D", 128), ("w", 512), ("l", 32),
                         ("d", 16)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--seconds", type=float, default=0.3, help="device time per case, at most")
+        parser.add_argument(f"--{name}", type=positive, default=value)
+    parser.add_argument("--seconds", type=seconds, default=0.3, help="device time a case, at most")
     add_csv_argument(parser)
     add_shrink_argument(parser)
     args = parser.parse_args(argv)
@@ -147,6 +150,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--branches must be from win, cmp, got {','.join(args.branches)}")
     if not set(args.dtype) <= set(DTYPES):
         parser.error(f"--dtype must be from {', '.join(DTYPES)}, got {','.join(args.dtype)}")
+    check_sizes(parser, args)
+    check_flags(parser)
     args.S_list = shrunk("--S_list", args.S_list, args.shrink)
     return args
 

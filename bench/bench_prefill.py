@@ -39,15 +39,18 @@ from bench.records import (
     BenchRow,
     add_csv_argument,
     add_shrink_argument,
+    check_flags,
     emit,
     integers,
     note,
     out_dir,
+    positive,
     say,
+    seconds,
     shrunk,
     write_csv,
 )
-from bench.roofline import Shape, bytes_needed, flops
+from bench.roofline import Shape, bytes_needed, check_sizes, flops
 from bench.timing import Budget, Case, Contender, measure
 from nsa import launches
 from nsa.kernels.sdpa import BACKENDS
@@ -232,8 +235,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--directions", default="fwd,bwd", help="fwd, bwd or both")
     for name, value in (("B", 1), ("HQ", 64), ("G", 4), ("D", 128), ("Dv", 128), ("l", 32),
                         ("d", 16), ("l_sel", 64), ("n_sel", 16), ("w", 512)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--seconds", type=float, default=1.0, help="device time per case, at most")
+        parser.add_argument(f"--{name}", type=positive, default=value)
+    parser.add_argument("--seconds", type=seconds, default=1.0, help="device time a case, at most")
     add_csv_argument(parser)
     add_shrink_argument(parser)
     args = parser.parse_args(argv)
@@ -242,6 +245,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--ops must be from {', '.join(OPS)}, got {','.join(args.ops)}")
     if not set(args.directions) <= {"fwd", "bwd"}:
         parser.error(f"--directions must be from fwd, bwd, got {','.join(args.directions)}")
+    check_sizes(parser, args)
+    check_flags(parser)
     args.S_list = shrunk("--S_list", args.S_list, args.shrink, 64)
     return args
 

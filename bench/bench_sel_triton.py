@@ -43,11 +43,14 @@ from bench.provenance import provenance
 from bench.records import (
     add_csv_argument,
     add_shrink_argument,
+    check_flags,
     emit,
     integers,
     note,
     out_dir,
+    positive,
     say,
+    seconds,
     shrunk,
     write_csv,
 )
@@ -57,6 +60,7 @@ from nsa.kernels import sdpa
 
 DISTRIBUTIONS = ("few", "many", "mixed")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_STREAMS = 32
 CACHE_LEN = 8192  # keys of the cache that `ranges` rows point into
 COLUMNS = (
     "mode", "N", "H", "D", "Dv", "L", "dist", "nspans", "streams", "tri_ms", "ref_ms", "speedup",
@@ -341,7 +345,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=integers, default=default, help=f"{what}; a,b,c")
     parser.add_argument("--L_list", type=integers, default=None, help="selected keys per row")
     parser.add_argument("--dist", default="few,many,mixed", help="few, many, mixed: one or more")
-    parser.add_argument("--iters", type=int, default=30, help="least samples of each candidate")
+    parser.add_argument("--iters", type=positive, default=30, help="least samples of each side")
     parser.add_argument("--warmup", type=int, default=10, help="least warm-up calls")
     parser.add_argument("--streams", type=integers, default=[1], help="CUDA streams: 1, 2 or 1,2")
     parser.add_argument("--decode", type=int, choices=(0, 1), default=0)
@@ -349,18 +353,29 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--n_sel", type=integers, default=[16], help="blocks per row with --decode 1, default 16"
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    parser.add_argument("--seconds", type=float, default=0.25, help="device time per case, at most")
-    parser.add_argument("--repeat", type=int, default=1, help="time the whole matrix that often")
+    parser.add_argument("--seconds", type=seconds, default=0.25, help="device time a case, at most")
+    parser.add_argument("--repeat", type=positive, default=1, help="time the matrix that often")
     parser.add_argument("--sweep", type=int, default=0, metavar="TOP", help="time tile choices")
     add_csv_argument(parser)
     add_shrink_argument(parser)
     args = parser.parse_args(argv)
     args.L_list = args.L_list or ([128, 256, 512] if args.decode else [64, 128, 256, 512, 1024])
     args.dist = args.dist.split(",")
-    if not set(args.dist) <= set(DISTRIBUTIONS):
-        parser.error(f"--dist must be from {', '.join(DISTRIBUTIONS)}, got {','.join(args.dist)}")
-    if args.repeat < 1:
-        parser.error(f"--repeat must be at least 1, got {args.repeat}")
+    if not set(args.dist) <= set(DISTRIBUTIONS) or len(set(args.dist)) < len(args.dist):
+        parser.error(f"--dist must be from {', '.join(DISTRIBUTIONS)}, each once, "
+                     f"got {','.join(args.dist)}")  # fmt: skip
+    for name in ("warmup", "sweep"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} must be 0 or more, got {getattr(args, name)}")
+    for name in ("D", "Dv"):
+        bad = [x for x in getattr(args, name) or () if x % 8 or x > 256]
+        if bad:
+            parser.error(f"--{name} must be multiples of 8 up to 256, got {bad[0]}")
+    if max(args.streams) > min(MAX_STREAMS, *args.N):
+        most = min(MAX_STREAMS, *args.N)
+        parser.error(f"--streams must be at most {most} ({MAX_STREAMS}, and a row of --N for each),"
+                     f" got {max(args.streams)}")  # fmt: skip
+    check_flags(parser)
     if args.decode:
         if min(args.n_sel) < 3:  # the first block and the last two are always among them
             parser.error(f"--n_sel must be at least 3, got {min(args.n_sel)}")

@@ -44,8 +44,8 @@ def commit() -> str | None:
 def fix_precision() -> str:
     """Full precision of fp32 for the whole process, TF32 off; what holds then, in words.
 
-    Neither a kernel nor a baseline may be faster by being less exact. Sums of bf16 and fp16 products
-    stay as torch has them; whether they may be rounded on the way is part of the words.
+    Neither a kernel nor a baseline may be faster by being less exact. Sums of bf16 and fp16
+    products stay as torch has them; whether they may be rounded on the way is part of the words.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

@@ -234,9 +234,32 @@ class BenchRow:
 def add_csv_argument(parser: argparse.ArgumentParser) -> None:
     """--csv [PATH]: bare writes CSV to stdout (people's lines then go to stderr)."""
     parser.add_argument(
-        "--csv", nargs="?", const=CSV_STDOUT, default=None, metavar="PATH",
+        "--csv", nargs="?", const=CSV_STDOUT, default=None, metavar="PATH", type=_csv_target,
         help="write the rows as CSV to PATH, or to stdout without PATH",
     )  # fmt: skip
+
+
+def _csv_target(text: str) -> str:
+    """A path that can be written, as far as can be told before the hours of timing."""
+    path = Path(text)
+    if text == CSV_STDOUT:
+        return text
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"wants a file that can be written, got a folder: {text}")
+    folder = next(p for p in path.absolute().parents if p.exists())
+    if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"wants a file that can be written, got {text}")
+    return text
+
+
+def check_flags(parser: argparse.ArgumentParser) -> None:
+    """A malformed NSA_* variable is a usage error, as a malformed argument is one."""
+    from nsa.flags import get_flags
+
+    try:
+        get_flags()
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
 
 
 def add_shrink_argument(parser: argparse.ArgumentParser) -> None:
@@ -260,13 +283,38 @@ def shrunk(name: str, values: Sequence[int], by: int, multiple: int = 1) -> list
     return small
 
 
+def positive(text: str) -> int:
+    """The type of an argument that is a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """The type of an argument that is a duration."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
+    return value
+
+
 def integers(text: str) -> list[int]:
+    """The type of an argument that lists sizes, a,b,c: none below 1, none twice."""
     try:
         values = [int(x) for x in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"wants integers like 64,128, got {text!r}") from None
     if min(values) < 1:
         raise argparse.ArgumentTypeError(f"wants integers of at least 1, got {text!r}")
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"wants every integer once, got {text!r}")
     return values
 
 
@@ -313,8 +361,9 @@ def write_csv(
     os.replace(temporary, path)
 
 
-def read_csv(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a CSV as text. Raises ValueError when there is no header or a row is cut."""
+def read_csv(path: str | Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:
+    """The rows of a CSV as text. Raises ValueError when there is no header, when it lacks one of
+    `columns`, or when a row is cut."""
     with open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file, restkey="_more")
         try:
@@ -326,4 +375,6 @@ def read_csv(path: str | Path) -> list[dict[str, str]]:
     for number, row in enumerate(rows, 2):
         if "_more" in row or None in row.values():
             raise ValueError(f"{path}:{number} has not the {len(header)} columns that it names")
+    if missing := [name for name in columns if name not in header]:
+        raise ValueError(f"{path}:1: no column {', '.join(missing)}")
     return rows

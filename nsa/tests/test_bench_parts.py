@@ -76,12 +76,38 @@ def test_csv_columns_are_the_documented_ones():
         (bench_prefill.parse, ["--directions", "up"], "--directions"),
         (bench_fa2.parse, ["--branches", "sel"], "--branches"),
         (bench_fa2.parse, ["--dtype", "fp8"], "--dtype"),
+        (bench_fa2.parse, ["--B", "0"], "--B: must be a whole number above 0, got '0'"),
+        (bench_fa2.parse, ["--w", "0"], "--w: must be"), (bench_fa2.parse, ["--d", "0"], "--d: "),
+        (bench_fa2.parse, ["--HQ", "5"], "--G must divide --HQ, got 4 and 5"),
+        (bench_fa2.parse, ["--D", "7"], "--D must be a multiple of 8 up to 256, got 7"),
+        (bench_fa2.parse, ["--seconds", "nan"], "--seconds: must be a finite number above 0"),
+        (bench_fa2.parse, ["--S_list", "64,64"], "wants every integer once, got '64,64'"),
+        (bench_prefill.parse, ["--G", "0"], "--G: must be"),
+        (bench_prefill.parse, ["--d", "24"], "--d must divide --l, got 24 and 32"),
+        (bench_sel_triton.parse, ["--iters", "-3"], "--iters: must be a whole number above 0"),
+        (bench_sel_triton.parse, ["--warmup", "-9"], "--warmup must be 0 or more, got -9"),
+        (bench_sel_triton.parse, ["--seconds", "nan"], "--seconds: must be a finite number"),
+        (bench_sel_triton.parse, ["--sweep", "-1"], "--sweep must be 0 or more, got -1"),
+        (bench_sel_triton.parse, ["--D", "7"], "--D must be multiples of 8 up to 256, got 7"),
+        (bench_sel_triton.parse, ["--Dv", "300"], "--Dv must be multiples of 8 up to 256, got 300"),
+        (bench_sel_triton.parse, ["--streams", "5000"], "--streams must be at most 32"),
+        (bench_sel_triton.parse, ["--dist", "few,few"], "each once, got few,few"),
+        (bench_sel_triton.parse, ["--csv", "/dev/null/x.csv"], "--csv: wants a file that can be"),
+        (bench_fa2.parse, ["--csv", "/tmp"], "got a folder: /tmp"),
     ],
 )
 def test_bad_arguments_are_usage_errors(parse, argv, says, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(argv)
     assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bench", [bench_sel_triton, bench_fa2, bench_prefill])
+def test_a_malformed_flag_is_a_usage_error(bench, monkeypatch, capsys):
+    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "many")
+    with pytest.raises(SystemExit) as stop:
+        bench.parse([])
+    assert stop.value.code == 2 and "NSA_SEL_TRITON_MIN_L" in capsys.readouterr().err
 
 
 def test_block_quality_sees_every_wrong_choice():
