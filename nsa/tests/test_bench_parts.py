@@ -61,6 +61,55 @@ def test_spans_are_disjoint_and_sum_to_L(dist, L):
     assert counts == expected[dist]
 
 
+@pytest.mark.parametrize("L, n_sel", [(128, 8), (512, 16), (384, 16), (48, 3), (16, 16)])
+def test_decode_blocks_are_clamped_at_the_newest_token(L, n_sel):
+    gen, size = torch.Generator().manual_seed(0), L // n_sel
+    for _ in range(10):
+        spans = bench_sel_triton.block_spans(L, n_sel, 4096, gen)
+        assert len(spans) == n_sel and spans[0][0] == 0 and spans[-1][1] <= 4096
+        lengths = [b - a for a, b in spans]
+        assert lengths == [size] * (n_sel - 1) + [size - size // 2]
+        assert all(a % size == 0 for a, _ in spans) and spans == sorted(set(spans))
+
+
+def test_decode_defaults_are_the_documented_cells():
+    cells = list(bench_sel_triton.cases(bench_sel_triton.parse(["--decode", "1"])))
+    assert {(c.H, c.n_sel, c.L) for c in cells} == {
+        (h, n, L) for h in (2, 4) for n in (8, 16) for L in (128, 256, 512)
+    }
+
+
+def test_a_sweep_writes_what_it_timed(monkeypatch, capsys):
+    """A row per choice of tiles, the wrong and the failed ones with their reason and no time."""
+    pytest.importorskip("triton")
+    want = torch.ones(4, 2, 8, dtype=torch.float64)
+    rows = types.SimpleNamespace(
+        q=want.half(), refill=lambda seed: None, exact=lambda dtype=None: want
+    )
+    monkeypatch.setattr(bench_sel_triton.Cell, "rows", lambda cell, dtype: rows)
+
+    def candidate(rows, flags, tiles):
+        def call(part):
+            if tiles.num_stages == 3:
+                raise RuntimeError("out of resource")
+            return want.half() * (2 if tiles.num_stages == 2 else 1)
+
+        return call, "triton", "_kernel"
+
+    monkeypatch.setattr(bench_sel_triton, "candidate", candidate)
+    clock = types.SimpleNamespace(run=lambda calls, cold: [5.0] * len(calls))
+    args = bench_sel_triton.parse("--sweep 2 --N 4 --L_list 64 --dist few --csv".split())
+    tried = bench_sel_triton.sweep(args, clock, None)
+    assert len(tried) == 2 * 3 * 3  # block_d 32 and 64, block_l 64
+    by = {n: [r for r in tried if r["num_stages"] == n] for n in (1, 2, 3)}
+    assert [r["rank"] for r in by[1]] == list(range(1, 7)) and by[1][0]["ms"] == 0.005
+    assert all(r["status"] == "FAILED" and "ms" not in r for r in by[2] + by[3])
+    assert by[2][0]["why"] == "wrong" and by[3][0]["why"] == "RuntimeError: out of resource"
+    columns = {*bench_sel_triton.SWEEP_COLUMNS, *bench_sel_triton.Cell._fields}
+    assert {"L", "dtype", "block_dv"} <= set(tried[0]) <= columns
+    assert "6 right, 12 do not fit" in capsys.readouterr().err
+
+
 def test_csv_columns_are_the_documented_ones():
     needed = "mode N H D Dv L nspans streams tri_ms ref_ms speedup mae bytes gbs ci_low ci_high"
     assert {*needed.split(), "path", "baseline"} <= set(bench_sel_triton.COLUMNS)
