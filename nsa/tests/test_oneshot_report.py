@@ -448,6 +448,69 @@ def test_a_huge_issue_keeps_verdict_failures_and_warnings(tmp_path):
     assert "best effort redaction; look at it before you post" in text
 
 
+def test_an_issue_that_nothing_makes_short_is_cut_between_sections(tmp_path, monkeypatch):
+    """It takes no other report along either: it is written after them."""
+    write_sample(tmp_path, "gpu_fail")
+    data = rebuild(tmp_path)[0]
+    monkeypatch.setattr(report, "ISSUE_LIMIT", 2500)
+    text = report.issue_text(data, tmp_path)
+    assert len(text) <= 2500 and text.startswith("**FAIL - ")
+    assert text.endswith("Cut here, because an issue may not be longer; report.md has the rest.\n")
+    monkeypatch.setattr(report, "issue_text", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        report.render(tmp_path)
+    assert (tmp_path / "report.md").exists() and (tmp_path / "report.html").exists()
+
+
+def test_warnings_have_an_end(tmp_path):
+    write_sample(tmp_path, "all_pass")
+    data = rebuild(tmp_path)[0]
+    data["doctor"] += [{"name": f"check{i}", "level": "WARN", "text": "odd"} for i in range(90)]
+    text = report.render_text(data, tmp_path, report.LADDER[-1])
+    assert "check51" in text and "check52" not in text
+    assert "and 38 more warnings in report.md" in text
+
+
+# ---------------------------------------------------------------------------------- words
+
+
+def test_box_health_speaks_in_words_and_units(tmp_path):
+    measured = {
+        "kind": "health", "status": "OK", "why": [], "copy_gbs": 4251.4, "copy_frac": 0.88,
+        "copy_nominal_gbs": 4814.3, "aa_noise_floor": 0.01, "aa_worst": 0.0019, "aa_trials": 18,
+        "power_w": 280.3, "memory_used_by_others_mib": 3, "sm_mhz": [1530, 1980],
+        "torch": "2.11.0", "commit": "abc", "odd_key": 4,
+    }  # fmt: skip
+    text = rendered(with_rows(tmp_path, [measured], stage="health"))
+    section = text.partition("## Box health")[2].partition("\n## ")[0]
+    for line in ("| device copy, nominal | 4814 GB/s | - |", "| its trials | 18 | - |",
+                 "| largest difference among its trials | 0.2 % | - |",
+                 "| memory that others use | 3 MiB | - |", "| power, median | 280.3 W | - |",
+                 "| SM clock, lowest and highest | 1530 and 1980 MHz | - |"):  # fmt: skip
+        assert line in section
+    assert re.findall(r"^\| (\w*_\w*) ", section, re.M) == ["odd_key"]
+    assert "2.11.0" not in section and "abc" not in section
+
+
+def test_the_fa2_that_ran_is_among_the_facts_and_a_unit_of_one_is_none(tmp_path):
+    metric = lambda name, value, unit: dict(kind="metric", name=name, value=value, unit=unit)
+    rows = [metric("fa2_source", "torch", None), metric("fa2_version", "2.7.4", None)]
+    folder = with_rows(tmp_path, rows, stage="fa2_probe")
+    assert "| FA-2 | torch's own 2.7.4 |" in rendered(folder)
+    rows = [metric("parameters", 1000, "1"), metric("rate", 3.0, "1/s")]
+    text = rendered(with_rows(tmp_path / "more", rows, stage="train_showcase"))
+    assert "- parameters: 1000\n" in text and "- rate: 3 1/s\n" in text
+
+
+def test_without_routing_the_flags_are_not_called_complete(tmp_path):
+    write_sample(tmp_path, "all_pass")
+    assert "| every other flag | not recorded |" in rendered(tmp_path)
+    flags = [{"name": "NSA_USE_FA2", "value": "0", "source": "default"}]
+    (tmp_path / "routing.json").write_text(json.dumps({"flags": flags}))
+    text = rendered(tmp_path)
+    assert "| `NSA_USE_FA2` | `0` | default |" in text and "not recorded" not in text
+
+
 # ---------------------------------------------------------------------------------- plots
 
 

@@ -170,7 +170,7 @@ def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _branches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Decode steps with their branches in milliseconds and the tokens that they read.
+    """Decode steps with their branches in milliseconds and the keys that they read.
 
     A branch is a column of the step's row (ms_cmp), or a row of its own (decode_branch).
     """
