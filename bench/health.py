@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -31,7 +30,7 @@ import torch
 from bench.clock import CudaClock
 from bench.device import THROTTLED, Gpu
 from bench.provenance import provenance
-from bench.records import emit, note, out_dir
+from bench.records import emit, note, out_dir, write_atomic
 from bench.stats import noise_floor
 from bench.timing import Budget, sample
 
@@ -232,9 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     emit("health", row)
     folder = out_dir()
     if folder and args.gpu is None:
-        temporary = folder / f".health.{os.getpid()}"
-        temporary.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, folder / "health.json")
+        write_atomic(folder / "health.json", json.dumps(row, indent=1) + "\n")
     share = lambda x: "" if x is None else f"  ({x:.0%} of nominal)"
     print(f"{row['device']}, driver {row['driver']}")
     print(f"copy       {row['copy_gbs']:8.0f} GB/s{share(row['copy_frac'])}")

@@ -344,6 +344,18 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     return out.getvalue()
 
 
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text` as a whole; its folder is made. Nothing else stays on failure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_csv(
     target: str | None, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]
 ) -> None:
@@ -354,11 +366,7 @@ def write_csv(
     if target == CSV_STDOUT:
         sys.stdout.write(text)
         return
-    path = Path(target)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomic(Path(target), text)
 
 
 def read_csv(path: str | Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 import yaml
 
-from bench.records import BENCH_STATUSES, emit, note, path_agrees, read_csv
+from bench.records import BENCH_STATUSES, emit, note, path_agrees, read_csv, write_atomic
 
 DISTRIBUTIONS = ("few", "many", "mixed")
 MIN_LENGTHS = 3
@@ -346,9 +345,7 @@ def write_config(
 ) -> None:
     """Edit the file at once or not at all; see propose_config."""
     text = propose_config(path.read_text(encoding="utf-8"), device, settings, comment)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomic(path, text)
 
 
 # ---- the command ---------------------------------------------------------------------------------

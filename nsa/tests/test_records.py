@@ -10,7 +10,15 @@ import os
 import pytest
 import torch
 
-from bench.records import BenchRow, add_csv_argument, csv_text, emit, read_csv, write_csv
+from bench.records import (
+    BenchRow,
+    add_csv_argument,
+    csv_text,
+    emit,
+    read_csv,
+    write_atomic,
+    write_csv,
+)
 
 GOOD = {
     "bench": "sel", "case": "c", "status": "VALID", "parity": {"status": "PASS"},
@@ -67,6 +75,15 @@ def test_csv_round_trip_and_empty_cells(tmp_path):
         {"a": "1", "b": "", "c": "x,y"}, {"a": "2.5", "b": "", "c": '"q"'}
     ]  # fmt: skip
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["f.csv"]
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    write_atomic(path, "old")
+    monkeypatch.setattr(os, "replace", lambda a, b: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_atomic(path, "new")
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
 def test_csv_to_stdout(capsys):
