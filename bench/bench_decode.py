@@ -9,7 +9,8 @@ query over a cache of S tokens. Every sample sees these S tokens: nothing is app
 Times are medians of device time on a GPU (cold L2) and of host time on one CPU thread (warm);
 `wall_ms` is what a host sees that calls back to back. ci_low and ci_high bound ms_total,
 speedup_low and speedup_high the ratio to the baseline, all at 95 %. launch_bound: the host takes
-over 1.2 times as long as the device.
+over 1.2 times as long as the device, or left gaps in most batches; empty on a CPU. base_wall_ms is
+the baseline's wall_ms.
 
 ms_graph: the same step as a replayed CUDA graph, beside dense attention as one (graph_base_ms). The
 graph is captured once, and its replays must be right on other numbers and at another length.

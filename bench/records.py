@@ -244,11 +244,13 @@ def _csv_target(text: str) -> str:
     path = Path(text)
     if text == CSV_STDOUT:
         return text
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"wants a file that can be written, got a folder: {text}")
-    folder = next(p for p in path.absolute().parents if p.exists())
-    if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"wants a file that can be written, got {text}")
+    try:
+        folder = next(p for p in path.absolute().parents if p.exists())
+        good = folder.is_dir() and os.access(folder, os.W_OK) and not path.is_dir()
+    except (OSError, ValueError):  # a folder that may not be looked into, a name that cannot be one
+        good = False
+    if not good:
+        raise argparse.ArgumentTypeError(f"wants a file that can be written, got {text!r}")
     return text
 
 

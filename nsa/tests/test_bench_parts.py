@@ -142,7 +142,7 @@ def test_csv_columns_are_the_documented_ones():
         (bench_sel_triton.parse, ["--streams", "5000"], "--streams must be at most 32"),
         (bench_sel_triton.parse, ["--dist", "few,few"], "each once, got few,few"),
         (bench_sel_triton.parse, ["--csv", "/dev/null/x.csv"], "--csv: wants a file that can be"),
-        (bench_fa2.parse, ["--csv", "/tmp"], "got a folder: /tmp"),
+        (bench_fa2.parse, ["--csv", "/tmp"], "wants a file that can be written, got '/tmp'"),
     ],
 )
 def test_bad_arguments_are_usage_errors(parse, argv, says, capsys):
