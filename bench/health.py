@@ -20,6 +20,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,9 @@ def judge(row: dict[str, Any], gpu: Gpu) -> list[str]:
     return why
 
 
-def measure(gpu: Gpu, others_mib: int | None = None) -> dict[str, Any]:
+def measure(gpu: Gpu, in_use: Mapping[str, int]) -> dict[str, Any]:
+    """The health row of `gpu`; in_use: what memory_in_use() said before."""
+    others_mib = in_use.get(f"GPU-{getattr(gpu.properties, 'uuid', None)}")
     clock = CudaClock()
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()
@@ -225,9 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         note("torch sees no CUDA device: its health was not measured", "warn")
         return 3
-    gpu = Gpu()
-    others = in_use.get(f"GPU-{getattr(gpu.properties, 'uuid', None)}")
-    row = measure(gpu, others) | ({} if args.gpu is None else {"gpu": args.gpu})
+    row = measure(Gpu(), in_use) | ({} if args.gpu is None else {"gpu": args.gpu})
     emit("health", row)
     folder = out_dir()
     if folder and args.gpu is None:
