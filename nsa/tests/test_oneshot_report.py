@@ -189,6 +189,14 @@ def test_decode_tables_say_what_problem_they_measure(tmp_path):
     assert [("| 0.04 |" in s) for s in times] == [True, False, False]  # no other problem's branch
 
 
+def test_sizes_that_are_no_numbers_break_no_table(tmp_path):
+    odd = dict(bench="decode", S=64, heads=[1, {}], dtype={"a": "|"}, B=["<b>"])
+    text = rendered(with_rows(tmp_path, [bench_row("decode/odd", 9.0, None, **odd),
+                                         bench_row("decode/odd/win", 9.0, None, **{
+                                             **odd, "bench": "decode_branch", "branch": [2]})]))
+    assert "`decode/odd`" in text and "<b>" not in text
+
+
 def test_the_decode_plot_joins_rows_of_one_problem_only():
     plots, drawn = pytest.importorskip("scripts.oneshot.plots"), []
 

@@ -145,11 +145,12 @@ def benches(
     return out
 
 
-def problem(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The sizes that a row was measured at, as (words, value); those it does not tell are left."""
-    found = ((words, next((row[n] for n in names if row.get(n) is not None), None))
-             for words, names in SIZES)  # fmt: skip
-    return tuple((words, value) for words, value in found if value is not None)
+def problem(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The sizes that a row was measured at, in words; those it does not tell are left."""
+    return tuple(
+        f"{words} {num(row[name])}" for words, names in SIZES
+        for name in names if row.get(name) is not None
+    )  # fmt: skip
 
 
 def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -159,7 +160,7 @@ def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         groups.setdefault(problem(row), []).append(row)
     out = []
     for sizes, mine in groups.items():
-        parts = [f"{words} {num(value)}" for words, value in sizes]
+        parts = list(sizes)
         for words, (name,) in VARIED:
             values = dict.fromkeys(num(r[name]) for r in mine if r.get(name) is not None)
             parts += [f"{words} {', '.join(values)}"] if values else []
@@ -175,7 +176,7 @@ def _branches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     A branch is a column of the step's row (ms_cmp), or a row of its own (decode_branch).
     """
     good = [r for r in rows if r["status"] in NUMBERED and is_number(r.get("median_us"))]
-    key = lambda r, branch: (r.get("S"), r.get("B"), r.get("dtype"), problem(r), branch)
+    key = lambda r, branch: (*(str(r.get(n)) for n in ("S", "B", "dtype")), problem(r), str(branch))
     alone = {
         key(r, r.get("branch")): r["median_us"] / 1e3
         for r in good
