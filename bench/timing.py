@@ -151,7 +151,8 @@ def prove(case: Case, contender: Contender, seed: int, when: str) -> tuple[Parit
 
 
 def warm_up(clock: Clock, calls: Sequence[Callable[[], Any]], cold: bool, budget: Budget) -> None:
-    """Call in turn until of each two windows of 10 agree within 1 %, at least budget.warm_s."""
+    """Call in turn until of each two windows of 10 agree within 1 %, or within what the clock can
+    tell apart; at least budget.warm_s."""
     begin, last, rounds = time.perf_counter(), None, 0
     while True:
         times = clock.run([c for _ in range(10) for c in calls], cold=cold)
@@ -159,7 +160,8 @@ def warm_up(clock: Clock, calls: Sequence[Callable[[], Any]], cold: bool, budget
         spent = time.perf_counter() - begin
         rounds += 1
         settled = last is not None and all(
-            abs(now / before - 1) < 0.01 for now, before in zip(centre, last, strict=True)
+            abs(now - before) < max(0.01 * before, clock.resolution_us)
+            for now, before in zip(centre, last, strict=True)
         )
         settled = settled and rounds * 10 >= budget.warm_calls
         if (settled and spent >= budget.warm_s) or spent >= budget.warm_cap_s:
