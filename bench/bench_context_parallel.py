@@ -46,11 +46,14 @@ from bench.records import (
     add_shrink_argument,
     integers,
     note,
+    positive,
     say,
+    seconds,
     shrunk,
     write_csv,
 )
-from bench.stats import instability, median_ci, quantile
+from bench.roofline import check_sizes
+from bench.stats import instability, median_ci, quantile, too_few
 from nsa import Flags, launches, nsa_attention, parallel, reference, select
 from nsa.blocks import visible_compressed
 from nsa.compress import mean_pool
@@ -236,22 +239,23 @@ def case(
         columns["peak_mem_mib"] = torch.cuda.max_memory_allocated() // 2**20
     more: dict[str, Any] = {}
     if base:
-        low, high = median_ci(samples)
-        base_low, base_high = median_ci(base)
+        bounds, base_bounds = median_ci(samples), median_ci(base)
         middle = statistics.median(base)
-        more = dict(
-            base_median_us=middle * 1e3,
-            base_ci95_us=[base_low * 1e3, base_high * 1e3],
-            speedup=middle / median,
-            speedup_ci95=[base_low / high, base_high / low],
-        )
-    why = instability(samples, 0.01)
+        more = dict(base_median_us=middle * 1e3)
+        if bounds and base_bounds:
+            more |= dict(
+                base_ci95_us=[v * 1e3 for v in base_bounds],
+                speedup=middle / median,
+                speedup_ci95=[base_bounds[0] / bounds[1], base_bounds[1] / bounds[0]],
+            )
+    why = too_few(len(samples)) + instability(samples, 0.01)
     return BenchRow(
         status="UNSTABLE" if why else "VALID", why=why, path_taken=x.path(), cache="warm",
         parity={"mae": parity.mae, "max_abs": parity.max_abs, "status": parity.status},
         timer="host", n=len(samples), median_us=median * 1e3, min_us=min(samples) * 1e3,
         p20_us=quantile(samples, 0.2) * 1e3, p80_us=quantile(samples, 0.8) * 1e3,
-        p95_us=quantile(samples, 0.95) * 1e3, ci95_us=[v * 1e3 for v in median_ci(samples)],
+        p95_us=quantile(samples, 0.95) * 1e3,
+        ci95_us=[v * 1e3 for v in median_ci(samples) or ()] or None,
         columns=columns, **more, **head,
     )  # fmt: skip
 
@@ -294,10 +298,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, value in (("B", 1), ("HQ", 64 if cuda else 4), ("G", 4 if cuda else 2),
                         ("D", 128 if cuda else 16), ("l", 32), ("d", 16), ("l_sel", 64),
                         ("n_sel", 16), ("w", 512), ("iters", 10)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(f"--{name}", type=positive, default=value)
     parser.add_argument("--alone", type=int, default=524288, metavar="S", help="time one GPU alone "
                         "up to this length")  # fmt: skip
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds until a collective "
+    parser.add_argument("--timeout", type=seconds, default=300.0, help="seconds until a collective "
                         "that a rank does not join fails")  # fmt: skip
     add_csv_argument(parser)
     add_shrink_argument(parser)
@@ -305,6 +309,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.directions = args.directions.split(",")
     if not set(args.directions) <= {"fwd", "bwd"}:
         parser.error(f"--directions must be from fwd, bwd, got {','.join(args.directions)}")
+    check_sizes(parser, args)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for S in args.S_list:
         if S % (2 * world * args.d):

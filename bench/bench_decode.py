@@ -9,7 +9,8 @@ query over a cache of S tokens. Every sample sees these S tokens: nothing is app
 Times are medians of device time on a GPU (cold L2) and of host time on one CPU thread (warm);
 `wall_ms` is what a host sees that calls back to back. ci_low and ci_high bound ms_total,
 speedup_low and speedup_high the ratio to the baseline, all at 95 %. launch_bound: the host takes
-over 1.2 times as long as the device.
+over 1.2 times as long as the device, or left gaps in most batches; empty on a CPU. base_wall_ms is
+the baseline's wall_ms.
 
 ms_graph: the same step as a replayed CUDA graph, beside dense attention as one (graph_base_ms). The
 graph is captured once, and its replays must be right on other numbers and at another length.
@@ -54,8 +55,10 @@ from bench.records import (
     BenchRow,
     add_csv_argument,
     add_shrink_argument,
+    check_flags,
     note,
     out_dir,
+    positive,
     say,
     shrunk,
     write_csv,
@@ -82,7 +85,8 @@ CSV_COLUMNS = (
     "ci_low", "ci_high", "cmp_low", "cmp_high", "sel_low", "sel_high", "win_low", "win_high",
     "wall_ms", "baseline", "base_ms", "speedup", "speedup_low", "speedup_high", "n", "cache",
     "status", "why", "branch_status", "path", "branch_path", "fallback", "parity", "mae", "max_abs",
-    "launch_bound", "ms_graph", "graph_low", "graph_high", "graph_baseline", "graph_base_ms",
+    "base_wall_ms", "launch_bound", "ms_graph", "graph_low", "graph_high", "graph_baseline",
+    "graph_base_ms",
     "graph_speedup", "graph_speedup_low", "graph_speedup_high", "ms_module_eager_wall",
     "ms_module_eager", "module_low", "module_high", "ms_module_graph", "module_graph_low",
     "module_graph_high", "more_status", "bytes", "gbs", "B", "dim", "heads", "groups", "dk", "dv",
@@ -175,7 +179,8 @@ def csv_row(
     slow, fast = row.speedup_ci95 or (None, None)
     line = {
         **columns, **more, "S": step.S, "ms_total": _ms(row.median_us), "ci_low": _ms(low),
-        "ci_high": _ms(high), "wall_ms": _ms(row.wall_us), "baseline": row.baseline,
+        "ci_high": _ms(high), "wall_ms": _ms(row.wall_us),
+        "base_wall_ms": _ms(row.base_wall_us), "baseline": row.baseline,
         "base_ms": _ms(row.base_median_us), "speedup": row.speedup, "speedup_low": slow,
         "speedup_high": fast, "n": row.n, "cache": row.cache, "status": row.status,
         "launch_bound": row.launch_bound,
@@ -200,18 +205,8 @@ def csv_row(
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
-    return value
-
-
 def _lengths(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -220,16 +215,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="cells of B and S in one run, instead of --B, --S_list")
-    add("--B", type=_positive, help="sequences (default 1)")
+    add("--B", type=positive, help="sequences (default 1)")
     for name, default, what in (
         ("dim", 2560, "model width"), ("heads", 64, "query heads"), ("groups", 4, "KV groups"),
         ("dk", 192, "query and key width"), ("dv", 128, "value width"),
         ("l", 32, "compression block"), ("d", 16, "compression stride"),
         ("l_sel", 64, "selection block"), ("n_sel", 16, "blocks selected"), ("w", 512, "window"),
     ):  # fmt: skip
-        add(f"--{name}", type=_positive, default=default, help=f"{what} (default {default})")
+        add(f"--{name}", type=positive, default=default, help=f"{what} (default {default})")
     add("--S_list", type=_lengths, help="context lengths, a,b,c (default by device)")
-    add("--iters", type=_positive, default=30, help="least number of samples (default 30)")
+    add("--iters", type=positive, default=30, help="least number of samples (default 30)")
     add("--warmup", type=int, default=3, help="least number of warm-up calls (default 3)")
     add("--branch_force_mode", choices=MODES, default="env", help="branches timed alone, see above")
     add("--more", type=int, choices=(0, 1), default=1,
@@ -295,6 +290,7 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
         args = parser.parse_args(argv)
     if args.warmup < 0:
         parser.error(f"argument --warmup: must be 0 or more, got {args.warmup}")
+    check_flags(parser)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         config = NSAConfig(args.dim, args.heads, args.groups, args.dk, args.dv, l=args.l, d=args.d,

@@ -1,11 +1,12 @@
-"""FlashAttention-2 for the sliding and compressed branches against torch's SDPA, per branch.
+"""FlashAttention-2 for the sliding and compressed branches against what would serve instead.
 
     python bench/bench_fa2.py                                   # both branches, 64 .. 4096 tokens
     python bench/bench_fa2.py --S_list 2048 --dtype fp16 --form varlen --csv fa2.csv
 
 The candidate is the flash-attn package where it imports, else the FA-2 inside torch (column `path`
-says which); the baseline is the branch on torch's SDPA, which would serve instead. Parity against
-fp64 comes before and after each number.
+says which); the baseline (column of that name) is the faster of the branch's Triton kernel and
+torch's SDPA: they are the ladder's next rungs, Triton where it is switched on. key_len: the keys
+that NSA_FA2_MIN_LEN_* is compared with. Parity against fp64 comes before and after each number.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run (the reason is printed).
 """
@@ -30,14 +31,17 @@ from bench.provenance import provenance
 from bench.records import (
     add_csv_argument,
     add_shrink_argument,
+    check_flags,
     integers,
     note,
     out_dir,
+    positive,
     say,
+    seconds,
     shrunk,
     write_csv,
 )
-from bench.roofline import Shape, bytes_needed, flops
+from bench.roofline import Shape, bytes_needed, check_sizes, flops
 from bench.timing import Budget, Case, Contender, measure
 from nsa import reference
 from nsa.blocks import num_compressed
@@ -48,9 +52,10 @@ from nsa.kernels import fa2, sdpa
 LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COLUMNS = (
-    "branch", "S", "B", "HQ", "G", "D", "w", "l", "d", "form", "dtype", "fa2_ms", "ref_ms",
-    "speedup", "ci_low", "ci_high", "parity", "mae", "max_abs", "tflops", "peak_frac", "bound",
-    "wall_ms", "n", "path", "baseline", "status", "why", *PROVENANCE,
+    "branch", "S", "key_len", "B", "HQ", "G", "D", "w", "l", "d", "form", "dtype",
+    "fa2_ms", "ref_ms", "speedup", "ci_low", "ci_high", "parity", "mae", "max_abs", "tflops",
+    "peak_frac", "bound", "wall_ms", "base_wall_ms", "wall_speedup", "launch_bound", "n", "path",
+    "baseline", "status", "why", *PROVENANCE,
 )  # fmt: skip
 
 
@@ -61,6 +66,7 @@ class Branch:
         s, self.branch, self.shape = shape, branch, shape
         n = s.S if branch == "win" else num_compressed(s.S, s.l, s.d)
         like = {"dtype": dtype, "device": "cuda"}
+        self.key_len = min(s.w, n) if branch == "win" else n
         self.q = torch.empty(s.B, s.S, s.HQ, s.D, **like)
         self.k, self.v = (torch.empty(s.B, n, s.G, s.D, **like) for _ in range(2))
 
@@ -79,6 +85,15 @@ class Branch:
             return getattr(lib, f"sliding_{suffix}")(*self.inputs(), window=s.w, **more)
         return getattr(lib, f"compressed_{suffix}")(*self.inputs(), l=s.l, d=s.d, **more)[0]
 
+    def triton(self) -> Tensor:
+        """The branch by its Triton kernel."""
+        from nsa.kernels import prefill
+
+        s = self.shape
+        if self.branch == "win":
+            return prefill.sliding_attention_triton(*self.inputs(), window=s.w)[0]
+        return prefill.compressed_attention_triton(*self.inputs(), l=s.l, d=s.d)[0]
+
     @torch.no_grad()
     def exact(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """The PyTorch reference in `dtype`."""
@@ -88,19 +103,30 @@ class Branch:
         return reference.compressed_attention(*wide, l=s.l, d=s.d)[0]
 
 
+def baselines(x: Branch) -> list[Contender]:
+    """The branch by the ladder's next rungs; without Triton, by SDPA alone."""
+    # FA-2 has its lse for nothing; SDPA would compute all scores again for it.
+    plain = {"need_lse": False} if x.branch == "cmp" else {}
+    found = [Contender("sdpa", torch.no_grad()(lambda: x.run(sdpa, **plain)), "sdpa")]
+    try:
+        from nsa.kernels.prefill import hopper
+    except ImportError:
+        return found
+    kernel = hopper.forward_kernel(x.q, x.k, x.v)
+    return [*found, Contender("triton", torch.no_grad()(x.triton), "triton", (kernel,))]
+
+
 def case_of(x: Branch, form: str, columns: dict[str, Any]) -> Case:
     source = f"fa2_{fa2.probe().source}"
     name = f"fa2/{x.branch}/S={x.shape.S}/{columns['dtype']}/{form}"
-    # FA-2 has its lse for nothing; SDPA would compute all scores again for it.
-    plain = {"need_lse": False} if x.branch == "cmp" else {}
     return Case(
         "fa2", name,
         Contender("fa2", torch.no_grad()(lambda: x.run(fa2, form=form)), source,
                   (f"{source}_{form}",)),
         refill=x.refill, inputs=x.inputs, oracle=x.exact, same_dtype=lambda: x.exact(x.q.dtype),
-        baselines=[Contender("sdpa", torch.no_grad()(lambda: x.run(sdpa, **plain)), "sdpa")],
+        baselines=baselines(x),
         requested="fa2", bytes_needed=bytes_needed(x.shape, x.branch),
-        flops=flops(x.shape, x.branch), columns=columns,
+        flops=flops(x.shape, x.branch), columns={**columns, "key_len": x.key_len or None},
     )  # fmt: skip
 
 
@@ -114,8 +140,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--form", choices=("dense", "varlen"), default="dense")
     for name, value in (("B", 1), ("HQ", 32), ("G", 4), ("D", 128), ("w", 512), ("l", 32),
                         ("d", 16)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--seconds", type=float, default=0.3, help="device time per case, at most")
+        parser.add_argument(f"--{name}", type=positive, default=value)
+    parser.add_argument("--seconds", type=seconds, default=0.3, help="device time a case, at most")
     add_csv_argument(parser)
     add_shrink_argument(parser)
     args = parser.parse_args(argv)
@@ -124,6 +150,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--branches must be from win, cmp, got {','.join(args.branches)}")
     if not set(args.dtype) <= set(DTYPES):
         parser.error(f"--dtype must be from {', '.join(DTYPES)}, got {','.join(args.dtype)}")
+    check_sizes(parser, args)
+    check_flags(parser)
     args.S_list = shrunk("--S_list", args.S_list, args.shrink)
     return args
 

@@ -6,8 +6,8 @@
 Sizes default to the paper's: 64 query heads on 4 KV groups, head size 128, l=32 d=16, 16 blocks of
 64, window 512, bf16, one sequence. The candidate is the Triton operator behind nsa.nsa_attention;
 the baseline is causal dense attention by the fastest backend that torch's SDPA has (GQA). Results
-are checked on sampled queries against fp64 before and after the timing; NSA and dense attention
-each against their own. bwd is the backward pass alone.
+are checked on sampled queries (column `compared`) against fp64 before and after the timing; NSA and
+dense attention each against their own. bwd is the backward pass alone.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
@@ -39,25 +39,29 @@ from bench.records import (
     BenchRow,
     add_csv_argument,
     add_shrink_argument,
+    check_flags,
     emit,
     integers,
     note,
     out_dir,
+    positive,
     say,
+    seconds,
     shrunk,
     write_csv,
 )
-from bench.roofline import Shape, bytes_needed, flops
+from bench.roofline import Shape, bytes_needed, check_sizes, flops
 from bench.timing import Budget, Case, Contender, measure
 from nsa import launches
 from nsa.kernels.sdpa import BACKENDS
 
 OPS = ("full", "cmp", "sel", "win", "select")
 COLUMNS = (
-    "op", "direction", "S", "B", "HQ", "G", "D", "Dv", "ms", "ms_low", "ms_high", "dense_ms",
+    "op", "direction", "S", "B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w", "dtype",
+    "ms", "ms_low", "ms_high", "dense_ms",
     "speedup", "ci_low", "ci_high", "tflops", "gbs", "peak_frac", "bound", "bytes", "flops",
-    "baseline", "path", "parity", "mae", "max_abs", "wall_ms", "first_call_ms", "n", "status",
-    "why", "sm_mhz", "power_w", "peak_mem_mib", *PROVENANCE,
+    "baseline", "path", "parity", "compared", "mae", "max_abs", "wall_ms", "base_wall_ms",
+    "first_call_ms", "n", "status", "why", "sm_mhz", "power_w", "peak_mem_mib", *PROVENANCE,
 )  # fmt: skip
 KERNELS = {
     "cmp": ("_span_fwd_kernel",), "win": ("_span_fwd_kernel",),
@@ -147,7 +151,7 @@ def forward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
                   forward_kernels(x, op)),
         refill=refill, inputs=x.inputs, oracle=oracle_fn, same_dtype=same, baselines=baselines,
         view=view, bytes_needed=bytes_needed(shape, op), flops=flops(shape, op),
-        columns={**columns, "op": op, "direction": "fwd"},
+        columns={**columns, "op": op, "direction": "fwd", "compared": x.compared},
     )  # fmt: skip
 
 
@@ -218,7 +222,7 @@ def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
         ],
         view=lambda grads: grads[0][:, x.at],
         bytes_needed=bytes_needed(shape, op, backward=True), flops=flops(shape, op, backward=True),
-        columns={**columns, "op": op, "direction": "bwd"},
+        columns={**columns, "op": op, "direction": "bwd", "compared": x.compared},
     )  # fmt: skip
 
 
@@ -231,8 +235,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--directions", default="fwd,bwd", help="fwd, bwd or both")
     for name, value in (("B", 1), ("HQ", 64), ("G", 4), ("D", 128), ("Dv", 128), ("l", 32),
                         ("d", 16), ("l_sel", 64), ("n_sel", 16), ("w", 512)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--seconds", type=float, default=1.0, help="device time per case, at most")
+        parser.add_argument(f"--{name}", type=positive, default=value)
+    parser.add_argument("--seconds", type=seconds, default=1.0, help="device time a case, at most")
     add_csv_argument(parser)
     add_shrink_argument(parser)
     args = parser.parse_args(argv)
@@ -241,6 +245,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--ops must be from {', '.join(OPS)}, got {','.join(args.ops)}")
     if not set(args.directions) <= {"fwd", "bwd"}:
         parser.error(f"--directions must be from fwd, bwd, got {','.join(args.directions)}")
+    check_sizes(parser, args)
+    check_flags(parser)
     args.S_list = shrunk("--S_list", args.S_list, args.shrink, 64)
     return args
 
@@ -259,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         names = ("B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w")
         shape = Shape(S, **{n: getattr(args, n) for n in names})
-        columns = {"S": S, **{n: getattr(args, n) for n in names[:5]}, **about}
+        columns = {"S": S, **{n: getattr(args, n) for n in names}, "dtype": "bf16", **about}
         torch.cuda.reset_peak_memory_stats()
         make = forward_case if direction == "fwd" else backward_case
         name = f"prefill/{op}/{direction}/S={S}"

@@ -11,7 +11,8 @@ Modes (column `mode`):
   dense    sel_attn_fwd_dense on packed K, V [N, L, D]            (--dist few)
   varlen   sel_attn_fwd_varlen on the same keys as packed rows     (--dist many, mixed)
   ranges   the wrapper's default: K, V read in place through ranges, one cache for all rows
-  decode   ranges with S = 1: a cache per sequence, n_sel blocks of L / n_sel keys, h heads
+  decode   ranges with S = 1: a cache per sequence, n_sel blocks of L / n_sel keys, the last of
+           which ends in its middle, at t; by default 2 and 4 heads, 8 and 16 blocks
 
 The baseline of every mode is the fastest that torch's SDPA offers on keys that are packed already:
 each backend as GQA and with the heads as query rows of one head. What packing costs is a column of
@@ -43,11 +44,14 @@ from bench.provenance import provenance
 from bench.records import (
     add_csv_argument,
     add_shrink_argument,
+    check_flags,
     emit,
     integers,
     note,
     out_dir,
+    positive,
     say,
+    seconds,
     shrunk,
     write_csv,
 )
@@ -57,12 +61,18 @@ from nsa.kernels import sdpa
 
 DISTRIBUTIONS = ("few", "many", "mixed")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_STREAMS = 32
 CACHE_LEN = 8192  # keys of the cache that `ranges` rows point into
 COLUMNS = (
     "mode", "N", "H", "D", "Dv", "L", "dist", "nspans", "streams", "tri_ms", "ref_ms", "speedup",
     "ci_low", "ci_high", "mae", "max_abs", "parity", "bytes", "gbs", "peak_frac", "bound",
-    "pack_ms", "wall_ms", "first_call_ms", "n", "path", "baseline", "cache", "status", "why",
+    "pack_ms", "wall_ms", "base_wall_ms", "wall_speedup", "launch_bound", "first_call_ms", "n",
+    "path", "baseline", "cache", "status", "why",
     "dtype", "sm_mhz", "power_w", "n_sel", "run", *PROVENANCE,
+)  # fmt: skip
+SWEEP_COLUMNS = (
+    "mode", "dist", "N", "H", "D", "Dv", "L", "dtype", "block_l", "block_d", "block_dv",
+    "num_warps", "num_stages", "rank", "ms", "status", "why", *PROVENANCE,
 )  # fmt: skip
 SWEEP = dict(
     block_l=(64, 128, 256), block_d=(32, 64, 128), num_warps=(2, 4, 8), num_stages=(1, 2, 3)
@@ -85,6 +95,20 @@ def spans_of(dist: str, L: int, n_keys: int, gen: torch.Generator) -> list[tuple
     return [(at, at + length) for at, length in zip(starts, lengths, strict=True)]
 
 
+def block_spans(L: int, n_sel: int, n_keys: int, gen: torch.Generator) -> list[tuple[int, int]]:
+    """What a decode step attends: n_sel blocks of L / n_sel keys, the last clamped at its token t.
+
+    The first block, the last two and random ones between; t is in the middle of the last one, so
+    that L minus half a block of keys are left.
+    """
+    size = L // n_sel
+    last = n_keys // size - 1
+    some = torch.randperm(last - 2, generator=gen)[: n_sel - 3] + 1
+    end = (last + 1) * size - size // 2
+    blocks = sorted({0, last - 1, last, *some.tolist()})
+    return [(b * size, min((b + 1) * size, end)) for b in blocks]
+
+
 class Rows:
     """Inputs of one case: queries [N, H, D], keys and values, the rows' ranges, packed copies.
 
@@ -96,7 +120,11 @@ class Rows:
         self, mode: str, dist: str, N: int, H: int, D: int, Dv: int, L: int, dtype: torch.dtype,
         n_sel: int = 16,
     ) -> None:  # fmt: skip
-        self.mode, self.L = mode, L
+        self.mode = mode
+        nominal = L
+        if mode == "decode":  # the last block is cut
+            L -= L // n_sel // 2
+        self.L = L
         like = {"dtype": dtype, "device": "cuda"}
         self.q = torch.empty(N, H, D, **like)
         self.k, self.v = torch.empty(N, L, D, **like), torch.empty(N, L, Dv, **like)
@@ -106,18 +134,13 @@ class Rows:
         if mode not in ("ranges", "decode"):
             return
         caches = N if mode == "decode" else 1
-        n_keys = max(CACHE_LEN, 2 * L) if mode == "ranges" else max(4096, 2 * L)
+        n_keys = max(CACHE_LEN, 2 * L) if mode == "ranges" else max(4096, 2 * nominal)
         self.cache = [torch.empty(caches, 1, n_keys, x, **like) for x in (D, Dv)]
         gen = torch.Generator().manual_seed(N * 1009 + L)
         rows = []
         for _ in range(N):
             if mode == "decode":
-                # n_sel blocks ending at t: the first, the last two and random ones between.
-                size = L // n_sel
-                last = n_keys // size - 1
-                some = torch.randperm(last - 2, generator=gen)[: n_sel - 3] + 1
-                blocks = sorted({0, last - 1, last, *some.tolist()})
-                rows.append([(b * size, (b + 1) * size) for b in blocks])
+                rows.append(block_spans(nominal, n_sel, n_keys, gen))
             else:
                 rows.append(spans_of(dist, L, n_keys, gen))
         self.nspans = max(map(len, rows))
@@ -292,11 +315,13 @@ def cases(args: argparse.Namespace) -> Iterator[Cell]:
             yield Cell(mode, dist, N, H, *width, L, streams, n_sel, run)
 
 
-def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> None:
-    """Time every tile choice of the direct kernels and print the best --sweep ones per L."""
+def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> list[dict[str, Any]]:
+    """Time every tile choice of the direct kernels and print the best --sweep ones per L; a row per
+    choice, `rank` from 1 among the right ones of its cell."""
     from nsa.kernels.triton_sel_kernel.tiles import Tiles
 
     say(args, f"tiles: {' x '.join(f'{k} {v}' for k, v in SWEEP.items())}; block_dv = block_d")
+    written: list[dict[str, Any]] = []
     for cell in cases(args):
         if cell.mode not in ("dense", "varlen"):
             continue
@@ -304,7 +329,7 @@ def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> None:
         rows.refill(0)
         want, same = rows.exact(), rows.exact(rows.q.dtype)
         limit = 2 * (same.double() - want).abs().max().item() + 1e-3
-        timed, lost = [], 0
+        timed, lost = [], []
         for values in itertools.product(*SWEEP.values()):
             choice = dict(zip(SWEEP, values, strict=True))
             if choice["block_d"] > max(cell.D, 64) or choice["block_l"] > max(64, L):
@@ -315,18 +340,26 @@ def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> None:
             try:
                 good = (run().double() - want).abs().max().item() <= limit
                 times = clock.run([run] * 12, cold=True)[2:] if good else []
+                why = "wrong"
             except Exception as error:
                 if "illegal memory" in str(error):
                     raise
-                times = []
+                times, why = [], f"{type(error).__name__}: {str(error)[:200]}"
             if times:
                 timed.append((statistics.median(times), choice))
             else:
-                lost += 1
+                lost.append({**choice, "status": "FAILED", "why": why})
         timed.sort(key=lambda item: item[0])
-        say(args, f"{cell.name}: {len(timed)} right, {lost} do not fit or are wrong")
+        right = [{**choice, "ms": us / 1e3, "rank": rank, "status": "VALID"}
+                 for rank, (us, choice) in enumerate(timed, 1)]  # fmt: skip
+        about = {**cell._asdict(), "dtype": args.dtype}
+        written += [
+            {**about, "block_dv": min(row["block_d"], cell.Dv), **row} for row in [*right, *lost]
+        ]
+        say(args, f"{cell.name}: {len(timed)} right, {len(lost)} do not fit or are wrong")
         for us, choice in timed[: args.sweep]:
             say(args, f"    {us:9.2f} us  " + " ".join(f"{k}={v}" for k, v in choice.items()))
+    return written
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -334,32 +367,44 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default, what in (
-        ("N", [256], "rows (query, group), default 256"), ("H", [8], "heads per row, default 8"),
+        ("N", [256], "rows (query, group), default 256"), ("H", None, "heads per row, default 8"),
         ("D", [64], "query and key head size, default 64"), ("Dv", None, "value size, default D"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=integers, default=default, help=f"{what}; a,b,c")
     parser.add_argument("--L_list", type=integers, default=None, help="selected keys per row")
     parser.add_argument("--dist", default="few,many,mixed", help="few, many, mixed: one or more")
-    parser.add_argument("--iters", type=int, default=30, help="least samples of each candidate")
+    parser.add_argument("--iters", type=positive, default=30, help="least samples of each side")
     parser.add_argument("--warmup", type=int, default=10, help="least warm-up calls")
     parser.add_argument("--streams", type=integers, default=[1], help="CUDA streams: 1, 2 or 1,2")
     parser.add_argument("--decode", type=int, choices=(0, 1), default=0)
     parser.add_argument(
-        "--n_sel", type=integers, default=[16], help="blocks per row with --decode 1, default 16"
+        "--n_sel", type=integers, default=[8, 16], help="blocks per row with --decode 1"
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    parser.add_argument("--seconds", type=float, default=0.25, help="device time per case, at most")
-    parser.add_argument("--repeat", type=int, default=1, help="time the whole matrix that often")
+    parser.add_argument("--seconds", type=seconds, default=0.25, help="device time a case, at most")
+    parser.add_argument("--repeat", type=positive, default=1, help="time the matrix that often")
     parser.add_argument("--sweep", type=int, default=0, metavar="TOP", help="time tile choices")
     add_csv_argument(parser)
     add_shrink_argument(parser)
     args = parser.parse_args(argv)
     args.L_list = args.L_list or ([128, 256, 512] if args.decode else [64, 128, 256, 512, 1024])
+    args.H = args.H or ([2, 4] if args.decode else [8])
     args.dist = args.dist.split(",")
-    if not set(args.dist) <= set(DISTRIBUTIONS):
-        parser.error(f"--dist must be from {', '.join(DISTRIBUTIONS)}, got {','.join(args.dist)}")
-    if args.repeat < 1:
-        parser.error(f"--repeat must be at least 1, got {args.repeat}")
+    if not set(args.dist) <= set(DISTRIBUTIONS) or len(set(args.dist)) < len(args.dist):
+        parser.error(f"--dist must be from {', '.join(DISTRIBUTIONS)}, each once, "
+                     f"got {','.join(args.dist)}")  # fmt: skip
+    for name in ("warmup", "sweep"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} must be 0 or more, got {getattr(args, name)}")
+    for name in ("D", "Dv"):
+        bad = [x for x in getattr(args, name) or () if x % 8 or x > 256]
+        if bad:
+            parser.error(f"--{name} must be multiples of 8 up to 256, got {bad[0]}")
+    if max(args.streams) > min(MAX_STREAMS, *args.N):
+        most = min(MAX_STREAMS, *args.N)
+        parser.error(f"--streams must be at most {most} ({MAX_STREAMS}, and a row of --N for each),"
+                     f" got {max(args.streams)}")  # fmt: skip
+    check_flags(parser)
     if args.decode:
         if min(args.n_sel) < 3:  # the first block and the last two are always among them
             parser.error(f"--n_sel must be at least 3, got {min(args.n_sel)}")
@@ -377,11 +422,11 @@ def main(argv: list[str] | None = None) -> int:
         note("torch sees no CUDA device: nothing was timed", "warn")
         return 3
     gpu, clock = Gpu(), CudaClock()
-    flags = get_flags(gpu.name)
+    flags, about = get_flags(gpu.name), provenance(gpu)
     if args.sweep:
-        sweep(args, clock, flags)
+        tried = sweep(args, clock, flags)
+        write_csv(args.csv, [{**row, **about} for row in tried], SWEEP_COLUMNS)
         return 0
-    about = provenance(gpu)
     budget = Budget(device_s=args.seconds, min_n=args.iters, warm_calls=args.warmup)
     ceiling = ceilings(gpu, out_dir())
     written, failed = [], False

@@ -25,10 +25,12 @@ def prepare(call: Call) -> None:
 
 
 class Clock(Protocol):
-    """timer names the clock in every row; resolution_us is the step below which it is blind."""
+    """timer names the clock in every row; resolution_us is the step below which it is blind;
+    device_time says whether its times leave the host out."""
 
     timer: str
     resolution_us: float
+    device_time: bool
 
     def run(self, calls: Sequence[Call], *, cold: bool) -> list[float]:
         """Call each in order; microseconds of each. cold: with the L2 cache flushed before."""
@@ -50,6 +52,7 @@ class CudaClock:
 
     timer = "cuda_event"
     resolution_us = 0.5
+    device_time = True
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self.device = torch.device(device)
@@ -112,6 +115,7 @@ class HostClock:
 
     timer = "perf_counter"
     resolution_us = 0.5
+    device_time = False
 
     def run(self, calls: Sequence[Call], *, cold: bool) -> list[float]:
         if cold:

@@ -137,11 +137,12 @@ class Watch:
             self.states.append(self.gpu.state())
 
     def summary(self) -> dict[str, Any]:
-        """sm_mhz [lowest, highest], power_w (median) and every reason seen."""
+        """sm_mhz [lowest, highest], sm_mhz_median, power_w (median) and every reason seen."""
         clocks = [s["sm_mhz"] for s in self.states if s["sm_mhz"]]
         power = [s["power_w"] for s in self.states if s["power_w"]]
         return {
             "sm_mhz": [min(clocks), max(clocks)] if clocks else None,
+            "sm_mhz_median": statistics.median(clocks) if clocks else None,
             "power_w": round(statistics.median(power), 1) if power else None,
             "reasons": sorted({r for s in self.states for r in s["reasons"]}),
         }

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ import torch
 from bench.clock import CudaClock
 from bench.device import THROTTLED, Gpu
 from bench.provenance import provenance
-from bench.records import emit, note, out_dir
+from bench.records import emit, note, out_dir, write_atomic
 from bench.stats import noise_floor
 from bench.timing import Budget, sample
 
 LEAST_SHARE = 0.70  # of the nominal numbers; below, something holds this card back
+OTHERS_MIB = 500  # in use before this process came; above, someone else is on the card
 PCIE_GBS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.97, 5: 3.94, 6: 7.56}  # per lane and direction
 
 
@@ -111,8 +112,34 @@ def aa_ratios(clock: CudaClock) -> list[float]:
     return ratios
 
 
-def hardware(gpu: Gpu) -> tuple[dict[str, Any], list[str]]:
-    """What NVML says of power, PCIe, ECC and other users, and what is wrong with it."""
+def memory_in_use() -> dict[str, int]:
+    """MiB in use by uuid of the card, as NVML counts; {} without NVML.
+
+    Asked for before this process has a CUDA context, whose 500 MiB nobody could tell from another
+    user's: in a container NVML names no processes.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        out = {}
+        for i in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+            uuid = pynvml.nvmlDeviceGetUUID(handle)
+            try:  # the first version counts what the driver keeps for itself as well
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+            except (pynvml.NVMLError, AttributeError):
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            name = uuid.decode() if isinstance(uuid, bytes) else uuid
+            out[name] = memory.used // 2**20
+        return out
+    except Exception:  # no library, no rights: all of them mean "no NVML"
+        return {}
+
+
+def hardware(gpu: Gpu, others_mib: int | None) -> tuple[dict[str, Any], list[str]]:
+    """What NVML says of power, PCIe and ECC, and what is wrong with it; others_mib: of the memory,
+    in use before this process came, None where nobody knows."""
     facts: dict[str, Any] = {}
     why: list[str] = []
     limit = gpu.ask("nvmlDeviceGetEnforcedPowerLimit")
@@ -135,12 +162,9 @@ def hardware(gpu: Gpu) -> tuple[dict[str, Any], list[str]]:
         remap = gpu.ask("nvmlDeviceGetRemappedRows")
         if remap and (remap[2] or remap[3]):
             why.append("memory rows wait for a remap or could not be remapped: reset or change it")
-    free, total = torch.cuda.mem_get_info()
-    mine = torch.cuda.memory_reserved()
-    others = total - free - mine
-    facts["memory_used_by_others_mib"] = round(others / 2**20)
-    if others > 2 * 2**30:
-        why.append(f"{others / 2**30:.1f} GiB of the card are in use by others")
+    facts["memory_used_by_others_mib"] = others_mib
+    if others_mib is not None and others_mib > OTHERS_MIB:
+        why.append(f"{others_mib} MiB of the card are in use by others")
     return facts, why
 
 
@@ -160,11 +184,13 @@ def judge(row: dict[str, Any], gpu: Gpu) -> list[str]:
     return why
 
 
-def measure(gpu: Gpu) -> dict[str, Any]:
+def measure(gpu: Gpu, in_use: Mapping[str, int]) -> dict[str, Any]:
+    """The health row of `gpu`; in_use: what memory_in_use() said before."""
+    others_mib = in_use.get(f"GPU-{getattr(gpu.properties, 'uuid', None)}")
     clock = CudaClock()
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()
-    facts, why = hardware(gpu)
+    facts, why = hardware(gpu, others_mib)
     with gpu.watch() as watch:
         copy = copy_gbs(clock, free)
         torch.cuda.empty_cache()
@@ -198,16 +224,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--gpu", type=int, metavar="NUMBER", help="of a card that is not benched")
     args = parser.parse_args(argv)
+    in_use = memory_in_use()
     if not torch.cuda.is_available():
         note("torch sees no CUDA device: its health was not measured", "warn")
         return 3
-    row = measure(Gpu()) | ({} if args.gpu is None else {"gpu": args.gpu})
+    row = measure(Gpu(), in_use) | ({} if args.gpu is None else {"gpu": args.gpu})
     emit("health", row)
     folder = out_dir()
     if folder and args.gpu is None:
-        temporary = folder / f".health.{os.getpid()}"
-        temporary.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, folder / "health.json")
+        write_atomic(folder / "health.json", json.dumps(row, indent=1) + "\n")
     share = lambda x: "" if x is None else f"  ({x:.0%} of nominal)"
     print(f"{row['device']}, driver {row['driver']}")
     print(f"copy       {row['copy_gbs']:8.0f} GB/s{share(row['copy_frac'])}")

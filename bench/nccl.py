@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import statistics
 import sys
@@ -44,7 +45,7 @@ from bench.records import (
     shrunk,
     write_csv,
 )
-from bench.stats import half_width, median_ci, quantile
+from bench.stats import half_width, median_ci, quantile, too_few
 
 COLUMNS = (
     "op", "mib", "world", "us", "us_low", "us_high", "algbw_gbs", "busbw_gbs", "n", "parity",
@@ -129,7 +130,9 @@ def case(op: str, mib: int, device: torch.device, iters: int, about: dict[str, A
     sample(exchange.run, device, inner)
     samples = [sample(exchange.run, device, inner) for _ in range(iters)]
     median, known = statistics.median(samples), half_width(samples)
-    why = [f"the median is known to {known:.1%} only"] if known > ENOUGH else []
+    why = too_few(len(samples))
+    if ENOUGH < known < math.inf:
+        why.append(f"the median is known to {known:.1%} only")
     columns["algbw_gbs"] = exchange.bytes / median / 1e3
     columns["busbw_gbs"] = columns["algbw_gbs"] * exchange.bus_share
     return BenchRow(

@@ -33,6 +33,11 @@ class Prefill:
         self.at = sorted({*some.tolist(), *(t for t in edges if 0 <= t < s.S)})
         self.blocks: Tensor | None = None
 
+    @property
+    def compared(self) -> str:
+        """How much of the result is held against the oracle, in words."""
+        return f"{len(self.at)} of {self.shape.S} queries"
+
     def refill(self, seed: int) -> None:
         gen = torch.Generator("cuda").manual_seed(seed)
         for x in self.inputs():

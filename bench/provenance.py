@@ -14,7 +14,7 @@ import torch
 from bench.device import Gpu
 from bench.records import out_dir
 
-COLUMNS = ("device", "torch", "triton", "cuda", "driver", "commit")
+COLUMNS = ("device", "torch", "triton", "cuda", "driver", "commit", "precision")
 
 
 @functools.cache
@@ -41,8 +41,25 @@ def commit() -> str | None:
     return run.stdout.strip() or None if run.returncode == 0 else None
 
 
+def fix_precision() -> str:
+    """Full precision of fp32 for the whole process, TF32 off; what holds then, in words.
+
+    Neither a kernel nor a baseline may be faster by being less exact. Sums of bf16 and fp16
+    products stay as torch has them; whether they may be rounded on the way is part of the words.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    matmul, word = torch.backends.cuda.matmul, {True: "on", False: "off"}.get
+    return (
+        f"fp32 matmul {torch.get_float32_matmul_precision()}, TF32 {word(matmul.allow_tf32)} "
+        f"(cuDNN {word(torch.backends.cudnn.allow_tf32)}), reduced-precision reduction bf16 "
+        f"{word(bool(matmul.allow_bf16_reduced_precision_reduction))} fp16 "
+        f"{word(bool(matmul.allow_fp16_reduced_precision_reduction))}"
+    )
+
+
 def provenance(gpu: Gpu | None) -> dict[str, str | None]:
-    """The columns of a row measured on `gpu`, or on the CPU for None."""
+    """The columns of a row measured on `gpu`, or on the CPU for None; precision is fixed first."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -54,5 +71,5 @@ def provenance(gpu: Gpu | None) -> dict[str, str | None]:
     return {
         "device": "cpu" if gpu is None else gpu.name, "torch": torch.__version__,
         "triton": triton, "cuda": torch.version.cuda if gpu else None, "driver": driver,
-        "commit": commit(),
+        "commit": commit(), "precision": fix_precision(),
     }  # fmt: skip

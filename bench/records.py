@@ -22,6 +22,18 @@ from pathlib import Path
 from typing import Any
 
 BENCH_STATUSES = ("VALID", "UNSTABLE", "INVALID", "SKIPPED", "FAILED")
+# What no row may hold without a passed parity: fields of BenchRow, and columns of single benches.
+NUMBERS = (
+    "median_us", "p20_us", "p80_us", "p95_us", "min_us", "ci95_us", "base_median_us",
+    "base_ci95_us", "wall_us", "base_wall_us", "wall_speedup", "speedup", "speedup_ci95", "gbs",
+    "tflops", "peak_frac", "busbw_gbs", "algbw_gbs", "efficiency", "tokens_per_s", "ms_total",
+    "ms_cmp", "ms_sel", "ms_win",
+)  # fmt: skip
+# What may stand behind the name of a route: the words of its variants (triton_dense_group).
+VARIANTS = {
+    "triton": {"dense", "varlen", "ranges", "single", "group"},
+    "fa2": {"torch", "flash", "attn", "dense", "varlen"},
+}  # fmt: skip
 CSV_STDOUT = "-"
 
 
@@ -85,6 +97,16 @@ def note(text: str, level: str = "info") -> None:
     print(text, file=sys.stderr)
 
 
+def path_agrees(requested: Any, taken: Any) -> bool:
+    """True when `taken` is the requested route or a known variant of it (triton, triton_dense)."""
+    if not (requested and taken and isinstance(requested, str) and isinstance(taken, str)):
+        return False
+    words = taken.removeprefix(requested + "_").split("_")
+    return taken == requested or (
+        taken.startswith(requested + "_") and VARIANTS.get(requested, set()).issuperset(words)
+    )
+
+
 @dataclass(frozen=True)
 class BenchRow:
     """One timed case. VALID and UNSTABLE rows have numbers and their proof; the others have `why`.
@@ -116,18 +138,23 @@ class BenchRow:
     ci95_us: Sequence[float] | None = None
     base_median_us: float | None = None
     base_ci95_us: Sequence[float] | None = None
-    wall_us: float | None = None
+    wall_us: float | None = None  # per call as a host sees it that calls back to back
+    base_wall_us: float | None = None
+    wall_speedup: float | None = None
     first_call_ms: float | None = None
     speedup: float | None = None
     speedup_ci95: Sequence[float] | None = None
-    launch_bound: bool | None = None
+    launch_bound: bool | None = None  # the host is what takes the time; None on the host's clock
+    batches: int | None = None
+    gap_batches: int | None = None  # batches whose times hold gaps that the host left
     bytes: int | None = None
     flops: int | None = None
     gbs: float | None = None
     tflops: float | None = None
     bound: str | None = None  # memory | compute: which ceiling is nearer
     peak_frac: float | None = None
-    sm_mhz: Sequence[int] | None = None
+    sm_mhz: Sequence[int] | None = None  # lowest and highest
+    sm_mhz_median: float | None = None
     power_w: float | None = None
     reasons: Sequence[str] = ()
     stop: str | None = None
@@ -147,8 +174,13 @@ class BenchRow:
                 raise ValueError(f"{self.case}: a speedup needs its confidence interval")
         if self.status != "VALID" and not self.why:
             raise ValueError(f"{self.case}: status {self.status} needs a reason in `why`")
-        if self.status not in ("VALID", "UNSTABLE") and self.median_us is not None:
-            raise ValueError(f"{self.case}: a {self.status} row has no numbers")
+        if self.status not in ("VALID", "UNSTABLE"):
+            held = {**self.columns, **vars(self)}
+            numbers = [name for name in NUMBERS if held.get(name) is not None]
+            if numbers:
+                raise ValueError(
+                    f"{self.case}: a {self.status} row has no numbers, got {', '.join(numbers)}"
+                )
         clash = set(self.columns) & {f.name for f in dataclasses.fields(self)}
         if clash:
             raise ValueError(f"{self.case}: columns repeat {', '.join(sorted(clash))}")
@@ -161,7 +193,8 @@ class BenchRow:
     def csv(self) -> dict[str, Any]:
         """The row as CSV wants it: times in ms, intervals in columns of their own, one `why`.
 
-        ms [ms_low, ms_high], base_ms, wall_ms; speedup [ci_low, ci_high]; parity, mae, max_abs.
+        ms [ms_low, ms_high], base_ms, wall_ms, base_wall_ms; speedup [ci_low, ci_high];
+        parity, mae, max_abs.
         """
         ms = lambda us: None if us is None else us / 1e3
         low, high = self.ci95_us or (None, None)
@@ -169,7 +202,8 @@ class BenchRow:
         proof = self.parity or {}
         return {
             **self.record(), "ms": ms(self.median_us), "ms_low": ms(low), "ms_high": ms(high),
-            "base_ms": ms(self.base_median_us), "wall_ms": ms(self.wall_us), "ci_low": slow,
+            "base_ms": ms(self.base_median_us), "wall_ms": ms(self.wall_us),
+            "base_wall_ms": ms(self.base_wall_us), "ci_low": slow,
             "ci_high": fast, "parity": proof.get("status"), "mae": proof.get("mae"),
             "max_abs": proof.get("max_abs"), "path": self.path_taken, "why": "; ".join(self.why),
             "sm_mhz": self.sm_mhz and self.sm_mhz[0],
@@ -200,9 +234,34 @@ class BenchRow:
 def add_csv_argument(parser: argparse.ArgumentParser) -> None:
     """--csv [PATH]: bare writes CSV to stdout (people's lines then go to stderr)."""
     parser.add_argument(
-        "--csv", nargs="?", const=CSV_STDOUT, default=None, metavar="PATH",
+        "--csv", nargs="?", const=CSV_STDOUT, default=None, metavar="PATH", type=_csv_target,
         help="write the rows as CSV to PATH, or to stdout without PATH",
     )  # fmt: skip
+
+
+def _csv_target(text: str) -> str:
+    """A path that can be written, as far as can be told before the hours of timing."""
+    path = Path(text)
+    if text == CSV_STDOUT:
+        return text
+    try:
+        folder = next(p for p in path.absolute().parents if p.exists())
+        good = folder.is_dir() and os.access(folder, os.W_OK) and not path.is_dir()
+    except (OSError, ValueError):  # a folder that may not be looked into, a name that cannot be one
+        good = False
+    if not good:
+        raise argparse.ArgumentTypeError(f"wants a file that can be written, got {text!r}")
+    return text
+
+
+def check_flags(parser: argparse.ArgumentParser) -> None:
+    """A malformed NSA_* variable is a usage error, as a malformed argument is one."""
+    from nsa.flags import get_flags
+
+    try:
+        get_flags()
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
 
 
 def add_shrink_argument(parser: argparse.ArgumentParser) -> None:
@@ -226,13 +285,38 @@ def shrunk(name: str, values: Sequence[int], by: int, multiple: int = 1) -> list
     return small
 
 
+def positive(text: str) -> int:
+    """The type of an argument that is a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """The type of an argument that is a duration."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
+    return value
+
+
 def integers(text: str) -> list[int]:
+    """The type of an argument that lists sizes, a,b,c: none below 1, none twice."""
     try:
         values = [int(x) for x in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"wants integers like 64,128, got {text!r}") from None
     if min(values) < 1:
         raise argparse.ArgumentTypeError(f"wants integers of at least 1, got {text!r}")
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"wants every integer once, got {text!r}")
     return values
 
 
@@ -262,6 +346,18 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     return out.getvalue()
 
 
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text` as a whole; its folder is made. Nothing else stays on failure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_csv(
     target: str | None, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]
 ) -> None:
@@ -272,15 +368,12 @@ def write_csv(
     if target == CSV_STDOUT:
         sys.stdout.write(text)
         return
-    path = Path(target)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomic(Path(target), text)
 
 
-def read_csv(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a CSV as text. Raises ValueError when there is no header or a row is cut."""
+def read_csv(path: str | Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:
+    """The rows of a CSV as text. Raises ValueError when there is no header, when it lacks one of
+    `columns`, or when a row is cut."""
     with open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file, restkey="_more")
         try:
@@ -292,4 +385,6 @@ def read_csv(path: str | Path) -> list[dict[str, str]]:
     for number, row in enumerate(rows, 2):
         if "_more" in row or None in row.values():
             raise ValueError(f"{path}:{number} has not the {len(header)} columns that it names")
+    if missing := [name for name in columns if name not in header]:
+        raise ValueError(f"{path}:1: no column {', '.join(missing)}")
     return rows

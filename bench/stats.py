@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 MIN_CI_N = 6  # below, no order statistic bounds the median with 95 % confidence
+MIN_N = 10  # below, a row is UNSTABLE whatever its samples say
 LEAST_FLOOR = 0.01  # differences below 1 % are nobody's, however quiet the box
 
 
@@ -17,15 +18,15 @@ def quantile(samples: Sequence[float], q: float) -> float:
     return float(np.quantile(np.asarray(samples, dtype=np.float64), q))
 
 
-def median_ci(samples: Sequence[float]) -> tuple[float, float]:
+def median_ci(samples: Sequence[float]) -> tuple[float, float] | None:
     """95 % interval of the median by order statistics; distribution-free, no outlier dropped.
 
-    n = 30 gives the 10th..21st value, n = 100 the 40th..61st. Fewer than 6 samples give (min, max).
+    n = 30 gives the 10th..21st value, n = 100 the 40th..61st. None for fewer than 6 samples.
     """
     ordered = sorted(samples)
     n = len(ordered)
     if n < MIN_CI_N:
-        return ordered[0], ordered[-1]
+        return None
     # Largest k with P(Binomial(n, 1/2) < k) <= 2.5 %: the k-th value from either end.
     tail, k = 0.0, 0
     while True:
@@ -54,9 +55,16 @@ def bootstrap_ci(
 
 
 def half_width(samples: Sequence[float]) -> float:
-    """Half of the median's 95 % interval, relative to the median."""
-    low, high = median_ci(samples)
-    return (high - low) / 2 / statistics.median(samples)
+    """Half of the median's 95 % interval, relative to the median; infinite without one."""
+    interval = median_ci(samples)
+    if interval is None:
+        return math.inf
+    return (interval[1] - interval[0]) / 2 / statistics.median(samples)
+
+
+def too_few(n: int) -> list[str]:
+    """The reason why so few samples are unstable; empty from MIN_N on."""
+    return [f"too few samples: {n}, at least {MIN_N} are wanted"] if n < MIN_N else []
 
 
 def outliers(samples: Sequence[float]) -> int:
@@ -71,8 +79,8 @@ def instability(samples: Sequence[float], resolution: float) -> list[str]:
 
     The last third left the first by over 2 %; or the middle half spreads over 3 % and the median's
     interval is still wider than +-1 %, the least noise floor; or it spreads over 15 %. Each only
-    beyond the clock's `resolution` (same unit). Short kernels always spread; many samples then
-    still fix the median.
+    beyond the clock's `resolution` (same unit). The 3 % alone would call every short kernel
+    unstable: they always spread, and many samples still fix the median, which is what is claimed.
     """
     why = []
     centre = statistics.median(samples)

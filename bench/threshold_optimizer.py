@@ -4,10 +4,11 @@
     python bench/threshold_optimizer.py results/*.csv --write configs/base.yaml
 
 `sel_triton_min_L` is the smallest tested L such that at it and at every larger tested L each row
-(head, dimensions, N, streams, distribution) is VALID and has its lower bound of the speedup at
+(heads, dimensions, N, streams, distribution) is VALID and has its lower bound of the speedup at
 --min-speedup or above; otherwise Triton selection stays disabled and the deciding cell is named.
-An UNSTABLE or SKIPPED row is a failing one. Every length needs the distributions few, many and
-mixed. The FA-2 minimum lengths follow the same rule per branch against the bench's own baseline.
+An UNSTABLE or SKIPPED row is a failing one, and so is one whose case raised an error. Every length
+needs the distributions few, many and mixed, each at every setting that any length was measured at.
+The FA-2 minimum lengths, in keys, follow the same rule per branch against the bench's own baseline.
 
 Exit code: 0 an answer ("keep disabled" is one), 1 rows that cannot be trusted, 2 usage, 3 too few
 lengths.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 import yaml
 
-from bench.records import BENCH_STATUSES, emit, note, read_csv
+from bench.records import BENCH_STATUSES, emit, note, path_agrees, read_csv, write_atomic
 
 DISTRIBUTIONS = ("few", "many", "mixed")
 MIN_LENGTHS = 3
+ROUNDING = 1e-5  # a CSV holds seven digits
 ENVIRONMENT = ("device", "torch", "triton", "driver", "commit")
 _SEL_COLUMNS = (
     "N", "H", "D", "Dv", "L", "dist", "streams", "speedup", "ci_low", "ci_high", "parity",
@@ -57,6 +58,7 @@ class Cell:
     speedup: float | None
     low: float | None
     why: str | None
+    setting: str = ""  # everything else that was measured at this length: heads, sizes, mode, ...
 
     def failure(self, least: float) -> str | None:
         """Why this cell does not carry the threshold, None when it does."""
@@ -102,14 +104,11 @@ def _count(row: Mapping[str, str], name: str, where: str) -> int:
 def load(path: str | Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
     """(file:line, row) of a bench CSV. Raises Untrusted for an unreadable or incomplete file."""
     try:
-        rows = read_csv(path)
+        rows = read_csv(path, columns)
     except (OSError, UnicodeDecodeError) as error:
         raise Untrusted(f"{path}: cannot be read: {error}") from None
     except ValueError as error:
         raise Untrusted(str(error)) from None
-    missing = [name for name in columns if rows and name not in rows[0]]
-    if missing:
-        raise Untrusted(f"{path}:1: no column {', '.join(missing)}")
     return [(f"{path}:{number}", row) for number, row in enumerate(rows, 2)]
 
 
@@ -130,13 +129,15 @@ def _judge(
         if speedup is not None:
             raise Untrusted(f"{where}: a SKIPPED row has no speedup, got {speedup:g}")
         return None, None, f"SKIPPED: {reason}"
+    if status == "FAILED" and not row["parity"].strip() and speedup is None:  # it raised
+        return None, None, f"FAILED: {reason}"
     if row["parity"].strip() != "PASS":
         raise Untrusted(
             f"{where}: parity must be PASS, got {row['parity'].strip() or 'nothing'!r} "
             f"({status}: {reason})"
         )
     path = row.get("path", "").strip()
-    if route and path != route and not path.startswith((route + "_", route + "/")):
+    if route and not path_agrees(route, path):
         raise Untrusted(f"{where}: path must be {route}, got {path or 'nothing'!r}")
     if status in ("INVALID", "FAILED"):
         return None, None, f"{status}: {reason}"
@@ -146,6 +147,9 @@ def _judge(
         return None, None, f"no ratio: {reason if row.get('why') else 'too short for the clock'}"
     if not 0 < low <= high or speedup <= 0:
         raise Untrusted(f"{where}: ci_low must be in 0..ci_high, got {low:g} and {high:g}")
+    if not low * (1 - ROUNDING) <= speedup <= high * (1 + ROUNDING):
+        raise Untrusted(f"{where}: speedup must lie in its interval, got {speedup:g} and "
+                        f"{low:g}..{high:g}")  # fmt: skip
     return speedup, low, f"UNSTABLE: {reason}" if status == "UNSTABLE" else None
 
 
@@ -161,17 +165,23 @@ def same_environment(rows: Sequence[tuple[str, Mapping[str, str]]]) -> None:
                 )
 
 
+def _named(row: Mapping[str, str], columns: Sequence[str]) -> str:
+    return " ".join(f"{n}={row[n].strip()}" for n in columns if row.get(n))
+
+
 def selection_cells(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[Cell]:
     """The cells of bench_sel_triton.py rows. Raises Untrusted."""
     cells = []
     for where, row in rows:
         speedup, low, why = _judge(row, where, "triton")
-        names = ("L", "dist", "mode", "N", "H", "D", "Dv", "streams", "dtype")
-        name = " ".join(f"{n}={row[n]}" for n in names if row.get(n))
+        names = ("dist", "mode", "N", "H", "D", "Dv", "streams", "dtype")
+        setting = _named(row, names)
+        name = f"L={row['L']} {setting}"
         for column in ("N", "H", "D", "Dv", "streams"):
             _count(row, column, where)
         length = _count(row, "L", where)
-        cells.append(Cell(where, name, length, row["dist"].strip(), speedup, low, why))
+        dist = row["dist"].strip()
+        cells.append(Cell(where, name, length, dist, speedup, low, why, setting))
     return cells
 
 
@@ -198,9 +208,10 @@ def fa2_cells(rows: Sequence[tuple[str, Mapping[str, str]]], branch: str) -> lis
         length = sizes[0] if needed == ("key_len",) else min(sizes[0], S)
         if needed == ("l", "d"):
             length = max(0, (S - sizes[0]) // sizes[1] + 1)
-        names = [n for n in ("S", "w", "l", "d", "HQ", "G", "D", "form", "dtype") if row.get(n)]
-        name = f"{kind} keys={length} " + " ".join(f"{n}={row[n]}" for n in names)
-        cells.append(Cell(where, name, length, kind, speedup, low, why))
+        setting = _named(row, ("HQ", "G", "D", "form", "dtype"))
+        name = f"{kind} keys={length} {_named(row, ('S', 'w', 'l', 'd', 'baseline'))} "
+        name = (name + setting).rstrip()
+        cells.append(Cell(where, name, length, kind, speedup, low, why, setting))
     return cells
 
 
@@ -221,20 +232,25 @@ def missing_evidence(cells: Sequence[Cell], groups: Sequence[str]) -> list[str]:
 
 
 def smallest(cells: Sequence[Cell], groups: Sequence[str], least: float) -> Answer:
-    """Walk down from the longest length until a cell fails or a group was not tested there."""
+    """Walk down from the longest length until a cell fails, or a setting (heads, sizes, mode, ...)
+    that was tested at another length was not tested there."""
     best, blocking = None, None
+    wanted = {(c.group, c.setting) for c in cells if not groups or c.group in groups}
+    wanted |= {(g, "") for g in set(groups) - {group for group, _ in wanted}}
     for length in sorted({cell.length for cell in cells}, reverse=True):
         here = [cell for cell in cells if cell.length == length]
-        untested = [g for g in groups if g not in {cell.group for cell in here}]
+        untested = sorted(wanted - {(cell.group, cell.setting) for cell in here})
         failed = [cell for cell in here if cell.failure(least)]
-        if untested:
-            blocking = f"L={length} {untested[0]}: not tested"
-            break
         if failed:
             cell = failed[0]
             blocking = f"{cell.name}: {cell.failure(least)} ({Path(cell.where).name})"
             if len(failed) > 1:
                 blocking += f", and {len(failed) - 1} more of {len(here)} cells"
+            break
+        if untested:
+            blocking = f"L={length} {untested[0][1] or untested[0][0]}: not tested"
+            if len(untested) > 1:
+                blocking += f", and {len(untested) - 1} more"
             break
         best = length
     carried = [cell for cell in cells if best is not None and cell.length >= best]
@@ -329,16 +345,14 @@ def write_config(
 ) -> None:
     """Edit the file at once or not at all; see propose_config."""
     text = propose_config(path.read_text(encoding="utf-8"), device, settings, comment)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomic(path, text)
 
 
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def _words(answer: Answer, name: str) -> str:
-    head = f"{name} = {answer.min_length}" if answer.min_length is not None else (
+def _words(answer: Answer, name: str, unit: str = "") -> str:
+    head = f"{name} = {answer.min_length}{unit}" if answer.min_length is not None else (
         f"{name}: keep disabled"
     )  # fmt: skip
     lines = [head, f"  {answer.confidence}"]
@@ -392,12 +406,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"device: {device}; {len(rows)} rows; at least {least:g}x at the lower bound")
     print(_words(answer, "sel_triton_min_L"))
     for branch, result in fa2.items():
-        print(_words(result, f"fa2_min_len_{branch}"))
+        print(_words(result, f"fa2_min_len_{branch}", " keys"))
     emit("recommend", {
         "sel_triton_min_L": answer.min_length, "fa2_min_len_win": lengths["win"],
         "fa2_min_len_cmp": lengths["cmp"], "confidence": answer.confidence,
         "blocking_case": answer.blocking, "device": device, "rows": answer.rows,
         "min_speedup": least,
+        **{f"fa2_{b}_why": f"{a.confidence}; {a.blocking}" if a.blocking else a.confidence
+           for b, a in fa2.items()},
     })  # fmt: skip
     if args.write:
         names = " ".join(Path(path).name for path in args.csv)

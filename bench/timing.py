@@ -96,9 +96,13 @@ class NotRight(Exception):
         self.parity = parity
 
 
-def poison(like: Tensor, copies: int = 3) -> None:
-    """Leave NaN in freed memory of this size, so that an output nobody wrote shows."""
-    if like.is_floating_point():
+def poison(like: Any, copies: int = 3) -> None:
+    """Leave NaN in freed memory of this tensor's size, or of each one's of several, so that an
+    output nobody wrote shows."""
+    if isinstance(like, (tuple, list)):
+        for one in like:
+            poison(one, copies)
+    elif isinstance(like, Tensor) and like.is_floating_point():
         spoiled = [torch.full_like(like, float("nan")) for _ in range(copies)]
         del spoiled
 
@@ -147,13 +151,18 @@ def prove(case: Case, contender: Contender, seed: int, when: str) -> tuple[Parit
 
 
 def warm_up(clock: Clock, calls: Sequence[Callable[[], Any]], cold: bool, budget: Budget) -> None:
-    """Call in turn until two windows of 10 agree within 1 %, at least budget.warm_s."""
+    """Call in turn until of each two windows of 10 agree within 1 %, or within what the clock can
+    tell apart; at least budget.warm_s."""
     begin, last, rounds = time.perf_counter(), None, 0
     while True:
-        centre = statistics.median(clock.run([c for _ in range(10) for c in calls], cold=cold))
+        times = clock.run([c for _ in range(10) for c in calls], cold=cold)
+        centre = [statistics.median(times[i :: len(calls)]) for i in range(len(calls))]
         spent = time.perf_counter() - begin
         rounds += 1
-        settled = last is not None and abs(centre / last - 1) < 0.01
+        settled = last is not None and all(
+            abs(now - before) < max(0.01 * before, clock.resolution_us)
+            for now, before in zip(centre, last, strict=True)
+        )
         settled = settled and rounds * 10 >= budget.warm_calls
         if (settled and spent >= budget.warm_s) or spent >= budget.warm_cap_s:
             return
@@ -182,7 +191,8 @@ class Samples:
     ours: list[float] = field(default_factory=list)
     base: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
-    gaps: bool = False
+    batches: int = 0
+    gap_batches: int = 0  # in which the host left gaps that their times hold
     stop: str = ""
 
 
@@ -197,7 +207,8 @@ def sample(
     device_us, per_batch = 0.0, 2
     while True:
         times = clock.run(group * per_batch, cold=cold)
-        samples.gaps |= clock.gaps()
+        samples.batches += 1
+        samples.gap_batches += clock.gaps()
         device_us += sum(times)
         for at in range(0, len(times), len(group)):
             one = times[at : at + len(group)]
@@ -212,10 +223,11 @@ def sample(
         if narrow and base:
             low, high = stats.bootstrap_ci(samples.ratios, 500)
             narrow = (high - low) / 2 < budget.rel_half_width * statistics.median(samples.ratios)
+        spent, enough = time.perf_counter() - begin, len(samples.ours) >= stats.MIN_N
         samples.stop = (
             "noise" if narrow
-            else "budget" if device_us > budget.device_s * 1e6 and len(samples.ours) >= 7
-            else "cap" if time.perf_counter() - begin > budget.wall_s and len(samples.ours) >= 3
+            else "budget" if device_us > budget.device_s * 1e6 and enough
+            else "cap" if spent > budget.wall_s and (enough or spent > 4 * budget.wall_s)
             else ""
         )  # fmt: skip
         if samples.stop:
@@ -317,8 +329,14 @@ def measure(
 
 
 def _proof(parity: Parity) -> dict[str, Any]:
-    names = ("mae", "max_abs", "ref_same_dtype_max_abs", "worst_row", "margin", "status")
+    names = ("mae", "max_abs", "ref_same_dtype_max_abs", "worst_row", "limit_mae", "limit_max_abs",
+             "margin", "status")  # fmt: skip
     return {**{name: getattr(parity, name) for name in names}, "launches": parity.launches}
+
+
+def _wall(clock: Clock, call: Callable[[], Any], device_us: float) -> float:
+    """Host time per call; of a long call, whose host time is its device time, few are made."""
+    return clock.wall(call, n=max(2, min(20, int(20_000 / device_us))))
 
 
 def _measured(
@@ -335,7 +353,7 @@ def _measured(
             try:
                 prove(case, contender, case.seed + 1, f"baseline {contender.name}")
                 usable.append(contender)
-            except (NotRight, RuntimeError) as error:
+            except Exception as error:  # what cannot serve here is no baseline, whatever it raises
                 errors.append(f"{contender.name}: {_reason(error)}")
         if not usable:
             raise RuntimeError("no baseline is right here: " + "; ".join(errors))
@@ -353,7 +371,7 @@ def _measured(
         # The last calls run on new numbers in the same memory: a stale result would show.
         stop = samples.stop
         case.refill(case.seed + 2)
-        poison(case.view(kept.pop("out")))
+        poison(kept.pop("out"))  # all of it, not the part that is compared
         with launches.recording() as seen:
             sample(clock, keeping, base.call if base else None, cold,
                    replace(budget, wall_s=0.0, min_n=10**9, device_s=0.0), samples)  # fmt: skip
@@ -366,28 +384,34 @@ def _measured(
     if why:
         return replace(row, status="INVALID", why=(why,), parity=_proof(parity)), samples
     state = watch.summary()
-    reasons = stats.instability(samples.ours, clock.resolution_us)
+    reasons = stats.too_few(len(samples.ours))
+    reasons += stats.instability(samples.ours, clock.resolution_us)
     if base:
         shaky = stats.instability(samples.base, clock.resolution_us)
         reasons += [f"baseline {w}" for w in shaky]
     throttled = sorted(THROTTLED & set(state["reasons"]))
     if throttled:
         reasons.append(f"throttled: {', '.join(throttled)}")
-    wall = clock.wall(ours.call)
+    wall = _wall(clock, ours.call, median)
+    # Times with gaps hold the host's share: where most do, wall and device cannot differ any more.
+    bound = wall > 1.2 * median or 2 * samples.gap_batches > samples.batches
     numbers: dict[str, Any] = {
         "n": len(samples.ours), "median_us": median, "p20_us": stats.quantile(samples.ours, 0.2),
         "p80_us": stats.quantile(samples.ours, 0.8), "p95_us": stats.quantile(samples.ours, 0.95),
         "min_us": min(samples.ours), "ci95_us": stats.median_ci(samples.ours),
         "outliers": stats.outliers(samples.ours), "wall_us": wall, "first_call_ms": first_ms,
-        "launch_bound": samples.gaps or wall > 1.2 * median, "stop": samples.stop,
+        "launch_bound": bound if clock.device_time else None, "stop": samples.stop,
+        "batches": samples.batches, "gap_batches": samples.gap_batches,
     }  # fmt: skip
     if base:
         centre = statistics.median(samples.base)
+        base_wall = _wall(clock, base.call, centre)
         numbers |= {
             "baseline": base.name, "order": "ABBA", "pairs": len(samples.ratios),
             "base_median_us": centre, "base_ci95_us": stats.median_ci(samples.base),
+            "base_wall_us": base_wall, "wall_speedup": base_wall / wall,
         }  # fmt: skip
-        if min(median, centre) >= RATIO_FLOOR_US:
+        if min(median, centre) >= RATIO_FLOOR_US and len(samples.ratios) >= stats.MIN_CI_N:
             numbers["speedup"] = statistics.median(samples.ratios)
             numbers["speedup_ci95"] = stats.bootstrap_ci(samples.ratios)
     row = replace(

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 import torch
 
+from bench.parity import triton_path
 from bench.records import emit
 from nsa import launches
 
@@ -35,7 +36,8 @@ def report(
     good = good and (path != "triton" or sum(counts.values()) > 0)
     emit("parity", {
         "case": f"sanity/{case}", "op": case, "dtype": str(out.dtype).removeprefix("torch."),
-        "path_requested": path, "path_taken": path, "launches": dict(counts),
+        "path_requested": path,
+        "path_taken": triton_path(counts) if path == "triton" else path, "launches": dict(counts),
         "fallback_reason": None, "mae": mae, "max_abs": worst, "ref_same_dtype_max_abs": own,
         "worst_row": error.flatten(0, -2).mean(-1).max().item(), "limit_mae": limit_mae,
         "limit_max_abs": limit, "margin": worst / limit, "seed": 0,

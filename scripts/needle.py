@@ -32,8 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
-from bench.bench_sel_triton import integers
-from bench.records import emit
+from bench.records import emit, integers
 from nsa import launches
 from nsa.attention import select_blocks, selection_attention
 from nsa.compress import mean_pool

@@ -37,8 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.bench_sel_triton import integers
-from bench.records import emit, note, write_csv
+from bench.records import emit, integers, note, write_csv
 from scripts.needle import DEPTHS
 from scripts.train import ATTENTIONS, new_model
 from scripts.training import PRESETS, autocast, learning_rate, make_optimizer

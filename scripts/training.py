@@ -7,7 +7,6 @@ checkpoints, dense attention beside NSA).
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import math
 import time
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from bench.records import write_atomic, write_csv
 from nsa import dispatch, launches
 from nsa.config import NSAConfig
 from nsa.flags import Flags
@@ -281,12 +281,10 @@ def write_curve(
     """The curve as CSV (an empty cell for what was not measured or not finite) and, with the
     gradient norms, as JSON lines."""
     clean = [finite(row) for row in rows]
-    with csv_path.open("w", newline="") as f:
-        writer = csv.DictWriter(f, CSV_FIELDS)
-        writer.writeheader()
-        writer.writerows(clean)
-    with jsonl_path.open("w") as f:
-        for row, norm in zip(clean, grad_norms, strict=True):
-            grad_norm = norm if math.isfinite(norm) else None
-            f.write(json.dumps({**row, "grad_norm": grad_norm}, allow_nan=False) + "\n")
+    write_csv(str(csv_path), clean, CSV_FIELDS)
+    lines = [
+        json.dumps({**row, "grad_norm": norm if math.isfinite(norm) else None}, allow_nan=False)
+        for row, norm in zip(clean, grad_norms, strict=True)
+    ]
+    write_atomic(jsonl_path, "".join(line + "\n" for line in lines))
     return csv_path, jsonl_path

@@ -293,7 +293,7 @@ def fault_unproven_bench() -> int:
 
 
 def fault_bench() -> int:
-    send("bench", bench="b", case="b/1", status="VALID", median_us=1.0, why=[],
+    send("bench", bench="b", case="b/1", status="VALID", median_us=1.0, why=[], path_taken="sdpa",
          parity={"mae": 0.0, "max_abs": 0.0, "status": "PASS"})  # fmt: skip
     return 0
 
@@ -335,7 +335,7 @@ def fault_plant_rows() -> int:
     """Every kind of row, secrets in every text of it."""
     for name, text in CANARIES.items():
         send("test", nodeid=f"t::{name}[{text}]", outcome="passed", duration_s=0, reason=text)
-        parity(case=text, op=text, path_taken="triton_" + text, why=[text], dtype=text)
+        parity(case=text, op=text, path_requested=text, path_taken=text, why=[text], dtype=text)
         send("bench", bench=text, case=text, status="SKIPPED", why=[text])
         send("note", level="warn", text=text)
         send("metric", name=text, value=1.0, unit=text)

@@ -47,7 +47,7 @@ def gradients(fn, inputs, grad_out: Tensor) -> list[Tensor]:
     ]
 
 
-def assert_all_parity(case, got, want, same_dtype, *, kernels, launched, path="triton", **kw):
+def assert_all_parity(case, got, want, same_dtype, *, kernels, launched, **kw):
     """assert_parity for out, dQ, dK and dV. Gradients grow with the rows that share a key, so
     their mean error may reach twice the same-dtype computation's where that exceeds the limit."""
     for op, a, b, c in zip(("fwd", "dq", "dk", "dv"), got, want, same_dtype, strict=False):
@@ -59,6 +59,6 @@ def assert_all_parity(case, got, want, same_dtype, *, kernels, launched, path="t
         if op != "fwd":
             limit = max(limit, 2 * (c.double() - b.double()).abs().mean().item())
         assert_parity(
-            case, op, a, b, c, path_requested="triton", path_taken=path, launches=launched,
+            case, op, a, b, c, path_requested="triton", path_taken="triton", launches=launched,
             expect_kernels=kernels, limit_mae=limit, **kw,
         )  # fmt: skip

@@ -119,12 +119,20 @@ def test_shortest_context(run):
         (["--d", "3"], "d must divide l and l_sel"),
         (["--warmup", "-1"], "--warmup: must be 0 or more, got -1"),
         (["--branch_force_mode", "all"], "--branch_force_mode"),
+        (["--csv", "/dev/null/x/decode.csv"], "--csv: wants a file that can be written"),
     ],
 )
 def test_bad_arguments_are_named(capsys, arguments, says):
     with pytest.raises(SystemExit) as stop:
         bench_decode.main([*SMALL, *arguments])
     assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_malformed_flag_is_a_usage_error(monkeypatch, capsys):
+    monkeypatch.setenv("NSA_USE_FA2", "perhaps")
+    with pytest.raises(SystemExit) as stop:
+        bench_decode.main(SMALL)
+    assert stop.value.code == 2 and "NSA_USE_FA2" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
@@ -349,4 +357,6 @@ def test_summary_of_nothing_and_of_something_else(tmp_path, capsys):
         assert (code, out) == (2, "") and says in err
     code, _, err = summary(tmp_path, capsys, [line()], header=("S", "ms_total"))
     assert code == 2 and "no column ms_cmp" in err
+    (tmp_path / "t.txt").write_text("no table at all\n")
+    assert summarize_decode_csv.main([str(tmp_path / "t.txt")]) == 2
     assert summarize_decode_csv.main([str(tmp_path / "none.csv")]) == 2

@@ -46,6 +46,8 @@ def test_the_threshold_gets_enough_lengths_of_every_distribution(profile):
     lengths = {dist: {c.L for c in found if c.dist == dist} for dist in ("few", "many", "mixed")}
     assert all(len(x) >= MIN_LENGTHS for x in lengths.values())
     assert len(set(map(frozenset, lengths.values()))) == 1
+    settings = {L: {c._replace(L=0) for c in found if c.L == L} for L in lengths["few"]}
+    assert len(set(map(frozenset, settings.values()))) == 1  # else the threshold finds gaps
 
 
 def test_full_is_the_whole_matrix():

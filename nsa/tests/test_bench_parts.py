@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from bench import bench_fa2, bench_prefill, bench_sel_triton, health
 from bench.device import Ceilings, ceilings, reason_names
 from bench.prefill_inputs import Prefill
 from bench.roofline import BACKWARD, Shape, bytes_needed, flops, pairs
-from nsa import oracle
+from nsa import launches, oracle
 from nsa.kernels.row_tiles import tma_usable
 
 SMALL = Shape(77, B=2, HQ=6, G=2, D=16, Dv=8, l=8, d=4, l_sel=16, n_sel=3, w=20)
@@ -59,6 +61,55 @@ def test_spans_are_disjoint_and_sum_to_L(dist, L):
     assert counts == expected[dist]
 
 
+@pytest.mark.parametrize("L, n_sel", [(128, 8), (512, 16), (384, 16), (48, 3), (16, 16)])
+def test_decode_blocks_are_clamped_at_the_newest_token(L, n_sel):
+    gen, size = torch.Generator().manual_seed(0), L // n_sel
+    for _ in range(10):
+        spans = bench_sel_triton.block_spans(L, n_sel, 4096, gen)
+        assert len(spans) == n_sel and spans[0][0] == 0 and spans[-1][1] <= 4096
+        lengths = [b - a for a, b in spans]
+        assert lengths == [size] * (n_sel - 1) + [size - size // 2]
+        assert all(a % size == 0 for a, _ in spans) and spans == sorted(set(spans))
+
+
+def test_decode_defaults_are_the_documented_cells():
+    cells = list(bench_sel_triton.cases(bench_sel_triton.parse(["--decode", "1"])))
+    assert {(c.H, c.n_sel, c.L) for c in cells} == {
+        (h, n, L) for h in (2, 4) for n in (8, 16) for L in (128, 256, 512)
+    }
+
+
+def test_a_sweep_writes_what_it_timed(monkeypatch, capsys):
+    """A row per choice of tiles, the wrong and the failed ones with their reason and no time."""
+    pytest.importorskip("triton")
+    want = torch.ones(4, 2, 8, dtype=torch.float64)
+    rows = types.SimpleNamespace(
+        q=want.half(), refill=lambda seed: None, exact=lambda dtype=None: want
+    )
+    monkeypatch.setattr(bench_sel_triton.Cell, "rows", lambda cell, dtype: rows)
+
+    def candidate(rows, flags, tiles):
+        def call(part):
+            if tiles.num_stages == 3:
+                raise RuntimeError("out of resource")
+            return want.half() * (2 if tiles.num_stages == 2 else 1)
+
+        return call, "triton", "_kernel"
+
+    monkeypatch.setattr(bench_sel_triton, "candidate", candidate)
+    clock = types.SimpleNamespace(run=lambda calls, cold: [5.0] * len(calls))
+    args = bench_sel_triton.parse("--sweep 2 --N 4 --L_list 64 --dist few --csv".split())
+    tried = bench_sel_triton.sweep(args, clock, None)
+    assert len(tried) == 2 * 3 * 3  # block_d 32 and 64, block_l 64
+    by = {n: [r for r in tried if r["num_stages"] == n] for n in (1, 2, 3)}
+    assert [r["rank"] for r in by[1]] == list(range(1, 7)) and by[1][0]["ms"] == 0.005
+    assert all(r["status"] == "FAILED" and "ms" not in r for r in by[2] + by[3])
+    assert by[2][0]["why"] == "wrong" and by[3][0]["why"] == "RuntimeError: out of resource"
+    columns = {*bench_sel_triton.SWEEP_COLUMNS, *bench_sel_triton.Cell._fields}
+    assert {"L", "dtype", "block_dv"} <= set(tried[0]) <= columns
+    assert "6 right, 12 do not fit" in capsys.readouterr().err
+
+
 def test_csv_columns_are_the_documented_ones():
     needed = "mode N H D Dv L nspans streams tri_ms ref_ms speedup mae bytes gbs ci_low ci_high"
     assert {*needed.split(), "path", "baseline"} <= set(bench_sel_triton.COLUMNS)
@@ -74,12 +125,38 @@ def test_csv_columns_are_the_documented_ones():
         (bench_prefill.parse, ["--directions", "up"], "--directions"),
         (bench_fa2.parse, ["--branches", "sel"], "--branches"),
         (bench_fa2.parse, ["--dtype", "fp8"], "--dtype"),
+        (bench_fa2.parse, ["--B", "0"], "--B: must be a whole number above 0, got '0'"),
+        (bench_fa2.parse, ["--w", "0"], "--w: must be"), (bench_fa2.parse, ["--d", "0"], "--d: "),
+        (bench_fa2.parse, ["--HQ", "5"], "--G must divide --HQ, got 4 and 5"),
+        (bench_fa2.parse, ["--D", "7"], "--D must be a multiple of 8 up to 256, got 7"),
+        (bench_fa2.parse, ["--seconds", "nan"], "--seconds: must be a finite number above 0"),
+        (bench_fa2.parse, ["--S_list", "64,64"], "wants every integer once, got '64,64'"),
+        (bench_prefill.parse, ["--G", "0"], "--G: must be"),
+        (bench_prefill.parse, ["--d", "24"], "--d must divide --l, got 24 and 32"),
+        (bench_sel_triton.parse, ["--iters", "-3"], "--iters: must be a whole number above 0"),
+        (bench_sel_triton.parse, ["--warmup", "-9"], "--warmup must be 0 or more, got -9"),
+        (bench_sel_triton.parse, ["--seconds", "nan"], "--seconds: must be a finite number"),
+        (bench_sel_triton.parse, ["--sweep", "-1"], "--sweep must be 0 or more, got -1"),
+        (bench_sel_triton.parse, ["--D", "7"], "--D must be multiples of 8 up to 256, got 7"),
+        (bench_sel_triton.parse, ["--Dv", "300"], "--Dv must be multiples of 8 up to 256, got 300"),
+        (bench_sel_triton.parse, ["--streams", "5000"], "--streams must be at most 32"),
+        (bench_sel_triton.parse, ["--dist", "few,few"], "each once, got few,few"),
+        (bench_sel_triton.parse, ["--csv", "/dev/null/x.csv"], "--csv: wants a file that can be"),
+        (bench_fa2.parse, ["--csv", "/tmp"], "wants a file that can be written, got '/tmp'"),
     ],
 )
 def test_bad_arguments_are_usage_errors(parse, argv, says, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(argv)
     assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bench", [bench_sel_triton, bench_fa2, bench_prefill])
+def test_a_malformed_flag_is_a_usage_error(bench, monkeypatch, capsys):
+    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "many")
+    with pytest.raises(SystemExit) as stop:
+        bench.parse([])
+    assert stop.value.code == 2 and "NSA_SEL_TRITON_MIN_L" in capsys.readouterr().err
 
 
 def test_block_quality_sees_every_wrong_choice():
@@ -103,6 +180,39 @@ def test_block_quality_sees_every_wrong_choice():
         assert x.block_quality(chosen).item() == 0, wrong
 
 
+def test_a_prefill_row_says_how_many_queries_were_compared():
+    pytest.importorskip("triton")
+    x = Prefill.__new__(Prefill)
+    x.shape, x.at = Shape(64, HQ=2, G=1, D=8, l=8, d=4, l_sel=8, n_sel=5), [0, 7, 63]
+    meta = lambda heads: torch.empty(1, 64, heads, 8, dtype=torch.bfloat16)
+    x.q, x.k_sel, x.v_sel = meta(2), meta(1), meta(1)
+    columns = bench_prefill.forward_case(x, "win", {"S": 64}).columns
+    assert columns["compared"] == "3 of 64 queries" and "compared" in bench_prefill.COLUMNS
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("branch", ["win", "cmp"])
+def test_fa2_is_held_against_the_triton_kernel_too(branch, kernel_device):
+    """Both rungs that would serve instead give the branch's result; the row tells the keys."""
+    x = bench_fa2.Branch.__new__(bench_fa2.Branch)
+    x.branch, x.shape = branch, Shape(40, HQ=4, G=2, D=16, Dv=16, l=8, d=4, w=12)
+    n = 40 if branch == "win" else 9
+    x.key_len = 12 if branch == "win" else n
+    like = {"dtype": torch.float16, "device": kernel_device}
+    x.q = torch.empty(1, 40, 4, 16, **like)
+    x.k, x.v = (torch.empty(1, n, 2, 16, **like) for _ in range(2))
+    for i, t in enumerate(x.inputs()):
+        t.normal_(generator=torch.Generator(kernel_device).manual_seed(i))
+    case = bench_fa2.case_of(x, "dense", {"dtype": "fp16"})
+    assert case.columns["key_len"] == x.key_len
+    assert [c.name for c in case.baselines] == ["sdpa", "triton"]
+    for contender in case.baselines:
+        with launches.recording() as seen:
+            out = contender.call()
+        torch.testing.assert_close(out.double(), x.exact(), rtol=0, atol=2e-3)
+        assert set(contender.kernels) <= set(seen)
+
+
 class FakeGpu:
     """A card that answers NVML queries by name."""
 
@@ -120,22 +230,20 @@ class FakeGpu:
         return Ceilings(self.bus_gbs, self.tensor_tflops, "nominal")
 
 
-def verdict(gpu, monkeypatch, **row):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * 2**30, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**29)
-    facts, why = health.hardware(gpu)
+def verdict(gpu, others_mib=3, **row):
+    facts, why = health.hardware(gpu, others_mib)
     measured = {"copy_frac": 0.9, "gemm_frac": 0.9, "h2d_gbs": 25.0, **row}
     return why + health.judge({**facts, **measured, "why": why}, gpu)
 
 
-def test_a_healthy_card_gets_no_complaint(monkeypatch):
+def test_a_healthy_card_gets_no_complaint():
     gpu = FakeGpu(
         nvmlDeviceGetEnforcedPowerLimit=450_000,
         nvmlDeviceGetPowerManagementDefaultLimit=450_000,
         nvmlDeviceGetMaxPcieLinkGeneration=4, nvmlDeviceGetMaxPcieLinkWidth=16,
         nvmlDeviceGetTotalEccErrors=0, nvmlDeviceGetRemappedRows=(0, 0, 0, 0),
     )  # fmt: skip
-    assert verdict(gpu, monkeypatch) == []
+    assert verdict(gpu) == []
 
 
 @pytest.mark.parametrize(
@@ -147,12 +255,33 @@ def test_a_healthy_card_gets_no_complaint(monkeypatch):
         ({}, {"copy_frac": 0.5}, "no cause seen in NVML"),
         ({"nvmlDeviceGetMaxPcieLinkGeneration": 4, "nvmlDeviceGetMaxPcieLinkWidth": 16},
          {"h2d_gbs": 6.0}, "upload runs at 6 GB/s of 32"),
+        ({}, {"others_mib": 501}, "501 MiB of the card are in use by others"),
         ({"nvmlDeviceGetTotalEccErrors": 3}, {}, "3 uncorrected ECC errors"),
         ({"nvmlDeviceGetRemappedRows": (1, 0, 1, 0)}, {}, "memory rows wait for a remap"),
     ],
 )  # fmt: skip
-def test_what_holds_a_card_back_is_named(answers, row, says, monkeypatch):
-    assert any(says in line for line in verdict(FakeGpu(**answers), monkeypatch, **row))
+def test_what_holds_a_card_back_is_named(answers, row, says):
+    assert any(says in line for line in verdict(FakeGpu(**answers), **row))
+
+
+@pytest.mark.parametrize("second_version", [True, False])
+def test_memory_in_use_is_asked_of_nvml_by_card(second_version, monkeypatch):
+    """Also of a library that knows the first version only; 500 MiB are no complaint."""
+    nvml = types.ModuleType("pynvml")
+    nvml.NVMLError = RuntimeError
+    nvml.nvmlInit, nvml.nvmlDeviceGetCount = lambda: None, lambda: 2
+    nvml.nvmlDeviceGetHandleByIndex = lambda i: i
+    nvml.nvmlDeviceGetUUID = lambda i: b"GPU-a" if i else "GPU-b"
+    used = lambda i, version=1: types.SimpleNamespace(used=(500 + i + 90 * (version == 1)) * 2**20)
+    nvml.nvmlDeviceGetMemoryInfo = used
+    if second_version:
+        nvml.nvmlMemory_v2 = 2
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    more = 0 if second_version else 90
+    assert health.memory_in_use() == {"GPU-b": 500 + more, "GPU-a": 501 + more}
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert health.memory_in_use() == {}
+    assert verdict(FakeGpu(), 500) == verdict(FakeGpu(), None) == []
 
 
 def test_measured_ceilings_are_those_of_this_card(tmp_path):

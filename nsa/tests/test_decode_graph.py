@@ -424,7 +424,7 @@ def test_a_preset_runs_its_cells(monkeypatch, tmp_path, capsys):
     assert [(r["B"], r["S"], r["dv"]) for r in rows] == [("1", "41", "16"), ("3", "20", "16")]
     for row in rows:
         assert row["ms_graph"] == row["ms_module_graph"] == "" and float(row["ms_module_eager"]) > 0
-        assert float(row["ms_module_eager_wall"]) > 0 and row["launch_bound"] in ("True", "False")
+        assert float(row["ms_module_eager_wall"]) > 0 and row["launch_bound"] == ""
         assert "no graph and module_graph: a CUDA graph needs a CUDA device" in row["why"]
     table = summarize(path)
     assert "| 3 | 20 | - | - | - |" in table and "layer's whole decode step" in table

@@ -111,6 +111,22 @@ def test_right_numbers_from_the_wrong_path_are_invalid(kw, why):
     assert parity.status == "INVALID" and any(why in w for w in parity.why), parity.why
 
 
+@pytest.mark.parametrize(
+    ("launched", "path"),
+    [
+        (["_decode_scan_kernel"], "triton"),
+        (["_sel_spans_kernel", "_sel_attn_fwd_ranges_kernel"], "triton_ranges"),
+        (["_sel_attn_fwd_dense_group_kernel", "_sel_attn_merge_kernel"], "triton_dense_group"),
+        (["_sel_attn_fwd_varlen_kernel", "_sel_attn_fwd_dense_kernel"], "triton_dense_varlen"),
+    ],
+)
+def test_the_path_of_a_triton_row_is_what_was_launched(launched, path):
+    """Whatever variant the caller expected."""
+    parity = judge(GOOD, path_requested="triton", path_taken="triton_varlen",
+                   launches=dict.fromkeys(launched, 1))  # fmt: skip
+    assert (parity.status, parity.path_taken) == ("PASS", path)
+
+
 def test_nothing_compared_is_not_a_pass():
     empty = torch.zeros(0, 4)
     kw = dict(path_requested="sdpa", path_taken="sdpa")

@@ -306,7 +306,7 @@ def test_only_the_benched_card_gives_the_ceilings(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("NSA_OUT_DIR", str(tmp_path))
     monkeypatch.setattr(health.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(health, "Gpu", lambda: None)
-    monkeypatch.setattr(health, "measure", lambda gpu: dict(row))
+    monkeypatch.setattr(health, "measure", lambda gpu, in_use: dict(row))
     monkeypatch.setattr(health, "emit", lambda kind, row: sent.append(row))
     assert health.main(["--gpu", "2"]) == 0 and not list(tmp_path.iterdir())
     assert health.main([]) == 0 and [r.get("gpu") for r in sent] == [2, None]

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from bench.records import NUMBERS
 from nsa.tests.oneshot_samples import SAMPLES, bench_row, parity_row, write_sample
 from nsa.tests.oneshot_samples import test_row as row_of_test
 from scripts.oneshot import journal
@@ -128,11 +129,18 @@ def checked(row):
     ({}, "PASS", None),
     ({"path_taken": "sdpa"}, "INVALID", "asked for triton, ran sdpa"),
     ({"path_taken": None}, "INVALID", "asked for triton"),
+    ({"path_taken": 3}, "INVALID", "asked for triton, ran 3"),
+    ({"path_taken": "triton_None"}, "INVALID", "asked for triton, ran triton_None"),
+    ({"path_taken": "triton/dense"}, "INVALID", "asked for triton, ran triton/dense"),
+    ({"path_taken": "triton_ranges_single"}, "PASS", None),
     ({"launches": {}}, "INVALID", "no launch"),
     ({"launches": None}, "INVALID", "no launch"),
     ({"mae": 0.5}, "FAIL", "over its limit"),
     ({"max_abs": float("inf")}, "FAIL", "not finite"),
     ({"mae": None}, "FAIL", "missing"),
+    ({"mae": 9.0, "limit_mae": None}, "FAIL", "limit_mae is missing"),
+    ({"limit_max_abs": None}, "FAIL", "limit_max_abs is missing"),
+    ({"margin": 7.0}, "FAIL", "margin 7 is over 1"),
     ({"path_requested": "sdpa", "path_taken": "sdpa", "launches": {}}, "PASS", None),
 ])  # fmt: skip
 def test_parity_row_is_held_to_its_evidence(changes, status, why):
@@ -147,12 +155,19 @@ def test_parity_row_is_held_to_its_evidence(changes, status, why):
     ({"parity": {"status": "FAIL"}}, "INVALID"),
     ({"path_taken": "sdpa"}, "INVALID"),
     ({"median_us": float("nan")}, "INVALID"),
+    ({"median_us": -5.0}, "INVALID"),
+    ({"path_requested": None, "path_taken": None}, "INVALID"),
+    ({"parity": {"status": "PASS", "margin": 7.0}}, "INVALID"),
+    ({"parity": {"status": "PASS", "mae": 9.0, "limit_mae": 1e-3}}, "INVALID"),
+    ({"status": "FAILED"}, "FAILED"), ({"status": "SKIPPED"}, "SKIPPED"),
 ])  # fmt: skip
 def test_bench_number_stands_only_beside_proof(changes, status):
-    row = checked({**bench_row("c", 10.0, 1.3), **changes})
+    more = dict(base_ci95_us=[9.0, 11.0], base_wall_us=14.0, busbw_gbs=300.0, efficiency=0.9)
+    row = checked({**bench_row("c", 10.0, 1.3), **more, **changes})
     assert row["status"] == status
     if status != "VALID":
-        assert row["median_us"] is None and row["speedup"] is None and row["why"]
+        assert row["why"] and all(row[name] is None for name in NUMBERS if name in row)
+        assert all(row[name] is None for name in more)
 
 
 @pytest.mark.parametrize("line", [

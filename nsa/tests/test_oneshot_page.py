@@ -93,6 +93,12 @@ def test_page_is_self_contained_and_says_what_report_md_says(tmp_path, name):
     assert rebuild(tmp_path)[0]["verdict"]["one_line"] in seen.text
 
 
+def test_the_title_of_a_cpu_run_says_so(tmp_path):
+    write_sample(tmp_path, "cpu")
+    data = rebuild(tmp_path)[0]
+    assert "<title>PASS - 8ac3f21 on a CPU</title>" in report.render_page(data, tmp_path)
+
+
 def test_plots_are_inside_with_ids_of_their_own(tmp_path):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     write_sample(tmp_path, "all_pass")

@@ -127,6 +127,17 @@ def test_a_row_whose_parity_failed_or_whose_path_differs_loses_its_numbers(tmp_p
     assert "asked for triton, ran sdpa" in text
 
 
+def test_the_precision_of_the_benches_is_shown(tmp_path):
+    row = bench_row("sel/x", 50.0, 1.5, precision="fp32 matmul highest, TF32 off")
+    text = rendered(with_rows(tmp_path, [row, {**row, "case": "sel/y"}]))
+    assert text.count("Precision: fp32 matmul highest, TF32 off.\n") == 1
+
+
+def test_a_row_of_which_a_part_was_compared_says_so(tmp_path):
+    row = bench_row("prefill/win", 50.0, 1.5, bench="prefill", compared="18 of 32768 queries")
+    assert "parity of 18 of 32768 queries" in rendered(with_rows(tmp_path, [row]))
+
+
 def test_a_parity_row_on_the_wrong_path_shows_no_errors(tmp_path):
     row = parity_row("sel/wrongpath", path_taken="sdpa", mae=1.2345e-5, max_abs=2.3456e-4,
                      fallback_reason="dtype")  # fmt: skip
@@ -151,6 +162,87 @@ def test_a_speedup_inside_the_noise_is_no_speedup(speedup, ci, shown, tmp_path):
     line = next(s for s in rendered(with_rows(tmp_path, [row])).splitlines() if "`sel/x`" in s)
     assert shown in line
     assert ("x [" in line) == ("x [" in shown)
+
+
+def decode_rows():
+    small = dict(bench="decode", S=4096, dim=2560, heads=64, groups=4, dk=192, dv=128, l=32, d=16,
+                 l_sel=64, n_sel=16, w=512, dtype="bf16", B=1)  # fmt: skip
+    serving = {**small, "dk": 128}
+    return [
+        bench_row("decode/S=4096", 90.0, 1.5, **small),
+        bench_row("decode/S=4096/cmp", 40.0, None, **{**small, "bench": "decode_branch"},
+                  branch="cmp"),
+        bench_row("decode/S=4096", 80.0, 1.5, **serving),
+        bench_row("decode/B=16/S=4096", 200.0, 1.5, **{**serving, "B": 16}),
+        bench_row("decode/S=8192/module", 200.0, 1.5, **{**serving, "bench": "decode_module"}),
+    ]  # fmt: skip
+
+
+def test_decode_tables_say_what_problem_they_measure(tmp_path):
+    text = rendered(with_rows(tmp_path, decode_rows(), stage="decode_bench"))
+    assert ("- 1 of 3 rows: model width 2560; query heads 64; KV groups 4; query and key head size "
+            "192; value head size 128; l 32; d 16; l_sel 64; n_sel 16; window 512; sequences 1; "
+            "dtype bf16\n") in text  # fmt: skip
+    assert "- 2 of 3 rows:" in text and "sequences 1, 16; dtype bf16\n" in text
+    assert "### Decode, the layer's whole step" in text
+    times = [s for s in text.splitlines() if s.startswith("| `decode/") and "of -" in s]
+    assert [("| 0.04 |" in s) for s in times] == [True, False, False]  # no other problem's branch
+
+
+def test_sizes_that_are_no_numbers_break_no_table(tmp_path):
+    odd = dict(bench="decode", S=64, heads=[1, {}], dtype={"a": "|"}, B=["<b>"])
+    text = rendered(with_rows(tmp_path, [bench_row("decode/odd", 9.0, None, **odd),
+                                         bench_row("decode/odd/win", 9.0, None, **{
+                                             **odd, "bench": "decode_branch", "branch": [2]})]))
+    assert "`decode/odd`" in text and "<b>" not in text
+
+
+def test_the_decode_plot_joins_rows_of_one_problem_only():
+    plots, drawn = pytest.importorskip("scripts.oneshot.plots"), []
+
+    class Axis:
+        def plot(self, xs, ys, *style, label=None, **kw):
+            drawn.extend([(label, len(xs))] if label else [])
+
+        def __getattr__(self, name):
+            return lambda *a, **kw: None
+
+    assert plots.decode(Axis(), decode_rows()[:4], {"health": None})
+    names = [name for name, _ in drawn if "for" not in name]
+    assert names == ["whole step B=1 dk=192", "cmp B=1 dk=192", "whole step B=1 dk=128",
+                     "whole step B=16 dk=128"]  # fmt: skip
+    assert all(n == 1 for _, n in drawn)
+
+
+def test_a_launch_bound_row_shows_both_walls_and_the_recommendation_says_so(tmp_path):
+    wall = dict(launch_bound=True, wall_us=60.0, base_wall_us=54.0, wall_speedup=0.9,
+                batches=9, gap_batches=1)  # fmt: skip
+    rows = [bench_row("sel/dense/L=512/few", 50.0, 1.5, L=512, **wall),
+            bench_row("sel/dense/L=512/many", 50.0, 1.5, L=512),
+            {"kind": "recommend", "sel_triton_min_L": 512, "blocking_case": None,
+             "confidence": "as measured"}]  # fmt: skip
+    text = rendered(with_rows(tmp_path, rows))
+    assert "p20-p80 49.5 us to 50.5 us" in text
+    assert "launch bound, wall 60 us (baseline's 54 us: 0.90x); host gaps in 1 of 9 batches" in text
+    assert ("1 of its 2 cells are launch bound: as a host sees them, 0.90x at the least "
+            "(`sel/dense/L=512/few`)") in text  # fmt: skip
+
+
+def test_fa2_has_a_table_and_a_heading_of_its_own(tmp_path):
+    rows = [
+        bench_row("fa2/win/S=64/bf16/dense", 50.0, 1.5, bench="fa2", branch="win", key_len=64,
+                  baseline="triton", path_requested="fa2", path_taken="fa2_torch"),
+        {"kind": "recommend", "sel_triton_min_L": None, "blocking_case": "L=64",
+         "confidence": "too slow", "fa2_min_len_win": 64, "fa2_min_len_cmp": None,
+         "fa2_win_why": "all 1 cells", "fa2_cmp_why": "cmp keys=3: lower bound 0.9x"},
+    ]  # fmt: skip
+    text = rendered(with_rows(tmp_path, rows))
+    first, _, second = text.partition("## FA-2 minimum lengths")
+    assert "**Keep Triton selection disabled** (too slow); stopped by `L=64`" in first
+    assert "prefill and decode kernels do not serve either" in first and "fa2_min_len" not in first
+    assert "- `fa2_min_len_win: 64` keys (all 1 cells)" in second
+    assert "- no `fa2_min_len_cmp` (cmp keys=3: lower bound 0.9x)" in second
+    assert "| win | 64 | 1/1 | 1.47x | triton | `fa2/win/S=64/bf16/dense` |" in second
 
 
 def test_an_unstable_row_is_marked_and_a_skipped_stage_has_its_exact_reason(tmp_path):
@@ -362,6 +454,69 @@ def test_a_huge_issue_keeps_verdict_failures_and_warnings(tmp_path):
     assert "note 0" in text and "more notes in bundle.json" in text
     assert re.search(r"and \d+ more, in bundle\.json", text)
     assert "best effort redaction; look at it before you post" in text
+
+
+def test_an_issue_that_nothing_makes_short_is_cut_between_sections(tmp_path, monkeypatch):
+    """It takes no other report along either: it is written after them."""
+    write_sample(tmp_path, "gpu_fail")
+    data = rebuild(tmp_path)[0]
+    monkeypatch.setattr(report, "ISSUE_LIMIT", 2500)
+    text = report.issue_text(data, tmp_path)
+    assert len(text) <= 2500 and text.startswith("**FAIL - ")
+    assert text.endswith("Cut here, because an issue may not be longer; report.md has the rest.\n")
+    monkeypatch.setattr(report, "issue_text", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        report.render(tmp_path)
+    assert (tmp_path / "report.md").exists() and (tmp_path / "report.html").exists()
+
+
+def test_warnings_have_an_end(tmp_path):
+    write_sample(tmp_path, "all_pass")
+    data = rebuild(tmp_path)[0]
+    data["doctor"] += [{"name": f"check{i}", "level": "WARN", "text": "odd"} for i in range(90)]
+    text = report.render_text(data, tmp_path, report.LADDER[-1])
+    assert "check51" in text and "check52" not in text
+    assert "and 38 more warnings in report.md" in text
+
+
+# ---------------------------------------------------------------------------------- words
+
+
+def test_box_health_speaks_in_words_and_units(tmp_path):
+    measured = {
+        "kind": "health", "status": "OK", "why": [], "copy_gbs": 4251.4, "copy_frac": 0.88,
+        "copy_nominal_gbs": 4814.3, "aa_noise_floor": 0.01, "aa_worst": 0.0019, "aa_trials": 18,
+        "power_w": 280.3, "memory_used_by_others_mib": 3, "sm_mhz": [1530, 1980],
+        "torch": "2.11.0", "commit": "abc", "odd_key": 4,
+    }  # fmt: skip
+    text = rendered(with_rows(tmp_path, [measured], stage="health"))
+    section = text.partition("## Box health")[2].partition("\n## ")[0]
+    for line in ("| device copy, nominal | 4814 GB/s | - |", "| its trials | 18 | - |",
+                 "| largest difference among its trials | 0.2 % | - |",
+                 "| memory that others use | 3 MiB | - |", "| power, median | 280.3 W | - |",
+                 "| SM clock, lowest and highest | 1530 and 1980 MHz | - |"):  # fmt: skip
+        assert line in section
+    assert re.findall(r"^\| (\w*_\w*) ", section, re.M) == ["odd_key"]
+    assert "2.11.0" not in section and "abc" not in section
+
+
+def test_the_fa2_that_ran_is_among_the_facts_and_a_unit_of_one_is_none(tmp_path):
+    metric = lambda name, value, unit: dict(kind="metric", name=name, value=value, unit=unit)
+    rows = [metric("fa2_source", "torch", None), metric("fa2_version", "2.7.4", None)]
+    folder = with_rows(tmp_path, rows, stage="fa2_probe")
+    assert "| FA-2 | torch's own 2.7.4 |" in rendered(folder)
+    rows = [metric("parameters", 1000, "1"), metric("rate", 3.0, "1/s")]
+    text = rendered(with_rows(tmp_path / "more", rows, stage="train_showcase"))
+    assert "- parameters: 1000\n" in text and "- rate: 3 1/s\n" in text
+
+
+def test_without_routing_the_flags_are_not_called_complete(tmp_path):
+    write_sample(tmp_path, "all_pass")
+    assert "| every other flag | not recorded |" in rendered(tmp_path)
+    flags = [{"name": "NSA_USE_FA2", "value": "0", "source": "default"}]
+    (tmp_path / "routing.json").write_text(json.dumps({"flags": flags}))
+    text = rendered(tmp_path)
+    assert "| `NSA_USE_FA2` | `0` | default |" in text and "not recorded" not in text
 
 
 # ---------------------------------------------------------------------------------- plots

@@ -8,8 +8,17 @@ import math
 import os
 
 import pytest
+import torch
 
-from bench.records import BenchRow, add_csv_argument, csv_text, emit, read_csv, write_csv
+from bench.records import (
+    BenchRow,
+    add_csv_argument,
+    csv_text,
+    emit,
+    read_csv,
+    write_atomic,
+    write_csv,
+)
 
 GOOD = {
     "bench": "sel", "case": "c", "status": "VALID", "parity": {"status": "PASS"},
@@ -30,6 +39,9 @@ GOOD = {
         ({"speedup": 2.0}, "interval"),
         ({"status": "UNSTABLE"}, "why"),
         ({"status": "INVALID", "why": ("x",)}, "no numbers"),
+        ({"status": "FAILED", "why": ("x",), "median_us": None, "wall_us": 5.0}, "got wall_us"),
+        ({"status": "SKIPPED", "why": ("x",), "median_us": None, "columns": {"busbw_gbs": 3.0}},
+         "got busbw_gbs"),
         ({"columns": {"speedup": 3.0}}, "speedup"),
     ],
 )
@@ -63,6 +75,15 @@ def test_csv_round_trip_and_empty_cells(tmp_path):
         {"a": "1", "b": "", "c": "x,y"}, {"a": "2.5", "b": "", "c": '"q"'}
     ]  # fmt: skip
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["f.csv"]
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    write_atomic(path, "old")
+    monkeypatch.setattr(os, "replace", lambda a, b: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_atomic(path, "new")
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
 def test_csv_to_stdout(capsys):
@@ -100,6 +121,22 @@ def test_rows_of_a_run_name_its_commit(tmp_path, monkeypatch):
     provenance.commit.cache_clear()
     assert provenance.provenance(None)["commit"] == "abababa"
     provenance.commit.cache_clear()
+
+
+def test_a_row_says_the_precision_that_its_bench_fixed():
+    """Whoever let TF32 in before: fp32 is exact for a bench and its baselines."""
+    from bench import provenance
+
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("high")
+        text = provenance.provenance(None)["precision"]
+        assert text.startswith("fp32 matmul highest, TF32 off (cuDNN off)")
+        assert "precision" in provenance.COLUMNS
+        assert not torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def test_a_row_as_csv_and_for_people():

@@ -79,13 +79,15 @@ def test_all_cells_hold(run):
     "bad, expected, says",
     [
         (row(128, "many", 1.19), 256, "lower bound 1.19x < 1.2x"),
-        (row(64, "few", 0.8, H=2), 128, "H=2"),
+        (row(64, "few", 0.8), 128, "H=8 D=64"),
         (row(512, "mixed", 1.1, N=64), None, "L=512 dist=mixed mode=prefill N=64"),
         (row(256, "few", status="UNSTABLE", why="drift: 4 %"), 512, "UNSTABLE: drift: 4 %"),
         (row(64, "few", status="VALID", speedup=None, ci_low=None, ci_high=None, why=""), 128,
          "too short for the clock"),
         (row(128, "few", status="SKIPPED", why="out of memory", parity="", path="", speedup=None,
              ci_low=None, ci_high=None), 256, "SKIPPED: out of memory"),
+        (row(128, "few", status="FAILED", why="RuntimeError: address", parity="", path="",
+             speedup=None, ci_low=None, ci_high=None), 256, "FAILED: RuntimeError: address"),
     ],
 )  # fmt: skip
 def test_one_bad_cell_moves_or_forbids_the_threshold(run, bad, expected, says):
@@ -109,7 +111,18 @@ def test_a_distribution_untested_at_one_length_fails_there(run):
     rows = [r for r in grid() if (r["L"], r["dist"]) != (128, "mixed")]
     proposal = recommended(run(rows)[1])
     assert proposal["sel_triton_min_L"] == 256
-    assert proposal["blocking_case"] == "L=128 mixed: not tested"
+    assert proposal["blocking_case"].startswith("L=128 dist=mixed mode=prefill N=256 H=8 D=64")
+    assert proposal["blocking_case"].endswith(": not tested")
+
+
+def test_a_head_size_untested_at_a_longer_length_fails_there(run):
+    """What was slow at 64 keys and never tried again does not let the others propose 128."""
+    rows = [*grid(), *[row(64, dist, 0.5, D=128) for dist in ("few", "many", "mixed")]]
+    code, sent, out, _ = run(rows)
+    proposal = recommended(sent)
+    assert code == 0 and proposal["sel_triton_min_L"] is None and "keep disabled" in out
+    assert "L=512 dist=few" in proposal["blocking_case"] and "D=128" in proposal["blocking_case"]
+    assert proposal["blocking_case"].endswith(": not tested, and 2 more")
 
 
 @pytest.mark.parametrize(
@@ -144,6 +157,8 @@ def test_too_little_evidence_is_said(run, rows, says):
         ({"speedup": "fast"}, "speedup must be a number, got 'fast'"),
         ({"ci_low": None}, "must come together"),
         ({"ci_low": 1.9, "ci_high": 1.8}, "ci_low must be in 0..ci_high"),
+        ({"speedup": 2.5}, "speedup must lie in its interval, got 2.5 and 1.5..1.8"),
+        ({"status": "FAILED", "parity": ""}, "parity must be PASS, got 'nothing'"),
         ({"L": 0}, "L must be a whole number above 0"),
         ({"H": "2.5"}, "H must be a whole number above 0"),
         ({"status": "GREAT"}, "status must be one of"),
@@ -188,7 +203,10 @@ def test_fa2_lengths_are_the_keys_that_the_flag_counts(run):
     proposal = recommended(sent)
     assert code == 0 and proposal["fa2_min_len_win"] == 512
     assert proposal["fa2_min_len_cmp"] == 63  # (1024 - 32) // 16 + 1
-    assert "cmp keys=31 S=512" in out
+    assert "cmp keys=31 S=512" in out and "fa2_min_len_cmp = 63 keys" in out
+    assert "cmp keys=31" in proposal["fa2_cmp_why"] and "all 4 cells" in proposal["fa2_win_why"]
+    rows = [{**r, "baseline": "sdpa" if r["S"] < 4096 else "triton"} for r in rows]
+    assert recommended(run(grid(), fa2=rows)[1])["fa2_min_len_win"] == 512  # whoever is faster
 
 
 def test_fa2_says_what_is_missing_and_refuses_other_environments(run):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from bench import stats
+from bench import stats, timing
 from bench.clock import HostClock
 from bench.device import Ceilings
 from bench.timing import Budget, Case, Contender, measure, strongest
@@ -25,14 +26,19 @@ class SimulatedClock:
     timer = "simulated"
     resolution_us = 0.5
 
+    device_time = True
+
     def __init__(self, lengths: dict[str, float], jitter: float = 0.004, seed: int = 0,
-                 drift: float = 1.0) -> None:  # fmt: skip
+                 drift: float = 1.0, overhead: float = 1.05,
+                 gaps: Callable[[int], bool] = lambda batch: False) -> None:  # fmt: skip
         self.lengths, self.jitter, self.drift = lengths, jitter, drift
+        self.overhead, self.left_gaps, self.batch = overhead, gaps, 0
         self.random = random.Random(seed)
         self.box = 1.0  # the box's common pace, which wanders
 
     def run(self, calls: list[Callable[[], Any]], *, cold: bool) -> list[float]:
         times = []
+        self.batch += 1
         for call in calls:
             call()
             self.box += 0.05 * (1 - self.box) + self.random.gauss(0, self.jitter / 3)
@@ -45,10 +51,10 @@ class SimulatedClock:
 
     def wall(self, call: Callable[[], Any], n: int = 20) -> float:
         call()
-        return self.lengths[LAST[0]] * 1.05
+        return self.lengths[LAST[0]] * self.overhead
 
     def gaps(self) -> bool:
-        return False
+        return self.left_gaps(self.batch)
 
 
 LAST = [""]  # which contender was called last: the clock cannot see it otherwise
@@ -163,6 +169,21 @@ def test_a_planted_cheat_gets_no_number(kernel, says):
     assert row.median_us is None and row.speedup is None and row.parity["status"] == "FAIL"
 
 
+def test_the_whole_output_is_poisoned_not_the_part_compared(monkeypatch):
+    sizes, real = [], timing.poison
+
+    def poison(like, copies=3):
+        sizes.extend(tuple(t.shape) for t in like) if isinstance(like, tuple) else None
+        real(like, copies)
+
+    monkeypatch.setattr(timing, "poison", poison)
+    case = planted(lambda x, n: (2 * x, 3 * x[:9]), view=lambda out: out[0][:4],
+                   oracle=None, same_dtype=None, baselines=())  # fmt: skip
+    x = case.inputs()[0]
+    row = timed(replace(case, oracle=lambda: 2 * x[:4].double()))
+    assert row.status == "VALID" and sizes == [(64, 32), (9, 32)], row.why
+
+
 def test_a_kernel_that_never_ran_is_invalid():
     def without_launch():
         LAST[0] = "ours"
@@ -212,6 +233,52 @@ def test_no_ratio_below_the_clocks_floor():
     assert row.speedup is None and row.median_us == pytest.approx(1.5, rel=0.05)
 
 
+def test_one_bad_batch_makes_no_row_launch_bound():
+    """Gaps are counted by batch; launch bound is what takes 1.2 times as long, or mostly gaps."""
+    for overhead, gaps, bound in ((1.05, lambda n: n % 5 == 0, False), (1.3, lambda n: False, True),
+                                  (1.05, lambda n: True, True)):  # fmt: skip
+        clock = SimulatedClock({"ours": 50.0, "base": 100.0}, overhead=overhead, gaps=gaps)
+        row = measure(planted(), clock, budget=replace(BUDGET, min_n=200, device_s=1.0))
+        assert row.launch_bound is bound and row.batches > 10
+        assert (row.gap_batches > 0) == gaps(5) and row.gap_batches <= row.batches
+        assert row.wall_us == pytest.approx(50 * overhead)
+        assert row.base_wall_us == pytest.approx(100 * overhead)
+        assert row.wall_speedup == pytest.approx(2.0)
+
+
+def test_the_hosts_clock_knows_no_launches():
+    row = measure(planted(), HostClock(), cold=False, budget=BUDGET)
+    assert row.launch_bound is None and row.wall_us > 0, row.why
+
+
+def test_long_calls_are_sampled_ten_times_or_are_unstable():
+    """Neither a short budget nor a wall cap makes a median of three samples VALID."""
+    slow = replace(BUDGET, device_s=0.0, wall_s=5.0)
+    row = measure(planted(), SimulatedClock({"ours": 5e4, "base": 1e5}), budget=slow)
+    assert row.n >= stats.MIN_N and row.ci95_us and row.stop == "budget"
+    row = measure(planted(), SimulatedClock({"ours": 5e4, "base": 1e5}),
+                  budget=replace(slow, device_s=1e9, wall_s=-1.0))  # fmt: skip
+    assert row.n < stats.MIN_CI_N and row.status == "UNSTABLE" and row.stop == "cap"
+    assert f"too few samples: {row.n}, at least 10" in said(row)
+    assert row.ci95_us is None and row.speedup is None and row.median_us > 0
+
+
+def test_every_contender_warms_up_by_itself():
+    """One's ever faster calls are not lost in the median over all."""
+
+    class Clock(SimulatedClock):
+        def run(self, calls, *, cold):
+            times = super().run(calls, cold=cold)
+            for i in range(2, len(times), 3):
+                times[i] = 1000.0 / min(self.batch, 6)
+            return times
+
+    clock = Clock({"ours": 50.0}, jitter=0.0)
+    call = lambda: LAST.__setitem__(0, "ours")
+    timing.warm_up(clock, [call] * 3, True, replace(BUDGET, warm_cap_s=60.0))
+    assert clock.batch == 7
+
+
 def test_unstable_is_said():
     clock = SimulatedClock({"ours": 50.0, "base": 100.0}, drift=1.001)
     row = measure(planted(), clock, budget=BUDGET)
@@ -241,7 +308,8 @@ def test_median_interval_is_the_textbooks():
     values = list(range(1, 31))
     assert stats.median_ci(values) == (10, 21)
     assert stats.median_ci(list(range(1, 101))) == (40, 61)
-    assert stats.median_ci([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert stats.median_ci([3.0, 1.0, 2.0, 5.0, 4.0]) is None
+    assert stats.median_ci([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == (1.0, 6.0)
 
 
 def test_median_interval_covers_the_median():

@@ -142,7 +142,7 @@ def test_ranges(kind, path, kernel_device):
         return
     assert_parity(
         f"ranges-{kind}-{path}", "fwd", out, oracle_ranges(q, k, v, ranges),
-        plain_ranges(q, k, v, ranges), path_requested="triton", path_taken="triton_" + path,
+        plain_ranges(q, k, v, ranges), path_requested="triton", path_taken="triton",
         launches=launched, expect_kernels=kernels,
     )  # fmt: skip
 
@@ -158,7 +158,7 @@ def test_one_range_per_row_takes_the_dense_kernel(group, kernel_device):
         out = selection_ranges_triton(q, k, v, ranges, flags=Flags(sel_triton_group=group))
     assert_parity(
         f"one-range-{group}", "fwd", out, oracle_ranges(q, k, v, ranges),
-        plain_ranges(q, k, v, ranges), path_requested="triton", path_taken="triton_dense",
+        plain_ranges(q, k, v, ranges), path_requested="triton", path_taken="triton",
         launches=launched,
         expect_kernels=[f"_sel_attn_fwd_dense{'_group' if group else ''}_kernel"],
     )  # fmt: skip
@@ -177,7 +177,7 @@ def test_more_spans_than_one_pass_holds(kernel_device):
         out = selection_ranges_triton(q, k, v, ranges)
     assert_parity(
         "70-spans", "fwd", out, oracle_ranges(q, k, v, ranges), plain_ranges(q, k, v, ranges),
-        path_requested="triton", path_taken="triton_ranges", launches=launched,
+        path_requested="triton", path_taken="triton", launches=launched,
         expect_kernels=["_sel_attn_fwd_ranges_kernel"],
     )  # fmt: skip
 
@@ -205,7 +205,7 @@ def test_kv_strides(layout, kernel_device):
         out = selection_ranges_triton(q, k2, v2, ranges)
     assert_parity(
         f"strides-{layout}", "fwd", out, want, plain_ranges(q, k, v, ranges),
-        path_requested="triton", path_taken="triton_ranges", launches=launched,
+        path_requested="triton", path_taken="triton", launches=launched,
         expect_kernels=["_sel_attn_fwd_ranges_kernel"],
     )  # fmt: skip
 

@@ -17,10 +17,20 @@ ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where 
 NUMBERED = ("VALID", "UNSTABLE")
 NO_DIFFERENCE = "no difference measurable"
 BENCHES = (  # (`bench` of the row, heading)
-    ("decode", "Decode"), ("decode_branch", "Decode, one branch alone"), ("prefill", "Prefill"),
+    ("decode", "Decode"), ("decode_branch", "Decode, one branch alone"),
+    ("decode_graph", "Decode step as a CUDA graph"),
+    ("decode_module", "Decode, the layer's whole step"), ("prefill", "Prefill"),
     ("sel", "Selection"), ("fa2", "FlashAttention-2"), ("nccl", "NCCL between GPUs"),
     ("context_parallel", "Context parallelism"),
 )  # fmt: skip
+# (words, the columns that may hold it) of the problem that a table's rows measured.
+SIZES = (
+    ("model width", ("dim",)), ("query heads", ("heads", "HQ")), ("KV groups", ("groups", "G")),
+    ("query and key head size", ("dk", "D")), ("value head size", ("dv", "Dv")), ("l", ("l",)),
+    ("d", ("d",)), ("l_sel", ("l_sel",)), ("n_sel", ("n_sel",)), ("window", ("w",)),
+)  # fmt: skip
+VARIED = (("sequences", ("B",)), ("dtype", ("dtype",)))
+NAMED_BY_CASE = ("sel", "nccl")  # the case says every size
 
 
 @dataclass(frozen=True)
@@ -60,13 +70,22 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
     same, speedup = speedup_text(row, floor)
     peak = pct(row.get("peak_frac"))
     notes = [f"n {row['n']}"] if is_number(row.get("n")) else []
+    if is_number(row.get("p20_us")) and is_number(row.get("p80_us")):
+        notes.append(f"p20-p80 {us(row['p20_us'])} to {us(row['p80_us'])}")
     notes += [str(row[k]) for k in ("cache", "timer") if row.get(k)]
+    if row.get("compared"):
+        notes.append(f"parity of {row['compared']}")
     if is_number(row.get("busbw_gbs")):
         notes.insert(0, f"bus {num(row['busbw_gbs'])} GB/s")
     if is_number(row.get("efficiency")):
         notes.insert(0, f"efficiency {pct(row['efficiency'])}")
     if row.get("launch_bound"):
-        notes.append(f"launch bound, wall {us(row.get('wall_us'))}")
+        words = f"launch bound, wall {us(row.get('wall_us'))}"
+        if is_number(row.get("base_wall_us")) and is_number(row.get("wall_speedup")):
+            words += f" (baseline's {us(row['base_wall_us'])}: {row['wall_speedup']:.2f}x)"
+        notes.append(words)
+    if is_number(row.get("gap_batches")) and row["gap_batches"] and is_number(row.get("batches")):
+        notes.append(f"host gaps in {row['gap_batches']} of {row['batches']} batches")
     if row.get("stop") in ("budget", "cap"):
         notes.append(f"stopped by the {row['stop']}")
     reasons = row.get("reasons") if isinstance(row.get("reasons"), list) else []
@@ -119,20 +138,47 @@ def benches(
             "title": known.get(name, cell(name, 60)),
             "rows": shown[: shape.rows], "left_out": len(views) - len(shown[: shape.rows]),
             "counts": counts_text(Counter(r["status"] for r in mine)),
+            "problems": [] if name in NAMED_BY_CASE else problems(mine),
             "branches": _branches(rows)[: shape.rows]
             if name == "decode" and shape.evidence else [],
         })  # fmt: skip
     return out
 
 
+def problem(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The sizes that a row was measured at, in words; those it does not tell are left."""
+    return tuple(
+        f"{words} {num(row[name])}" for words, names in SIZES
+        for name in names if row.get(name) is not None
+    )  # fmt: skip
+
+
+def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line per problem that `rows` measured: its sizes, and what varies between its rows."""
+    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(problem(row), []).append(row)
+    out = []
+    for sizes, mine in groups.items():
+        parts = list(sizes)
+        for words, (name,) in VARIED:
+            values = dict.fromkeys(num(r[name]) for r in mine if r.get(name) is not None)
+            parts += [f"{words} {', '.join(values)}"] if values else []
+        if parts:
+            count = f"{len(mine)} of {len(rows)} rows: " if len(groups) > 1 else ""
+            out.append(count + "; ".join(parts))
+    return out
+
+
 def _branches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Decode steps with their branches in milliseconds and the tokens that they read.
+    """Decode steps with their branches in milliseconds and the keys that they read.
 
     A branch is a column of the step's row (ms_cmp), or a row of its own (decode_branch).
     """
     good = [r for r in rows if r["status"] in NUMBERED and is_number(r.get("median_us"))]
+    key = lambda r, branch: (*(str(r.get(n)) for n in ("S", "B", "dtype")), problem(r), str(branch))
     alone = {
-        (r.get("S"), r.get("branch")): r["median_us"] / 1e3
+        key(r, r.get("branch")): r["median_us"] / 1e3
         for r in good
         if r.get("bench") == "decode_branch"
     }
@@ -141,7 +187,7 @@ def _branches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
         if r.get("bench") != "decode" or not is_number(r.get("S")):
             continue
         total = r["ms_total"] if is_number(r.get("ms_total")) else r["median_us"] / 1e3
-        parts = {b: r.get(f"ms_{b}", alone.get((r["S"], b))) for b in ("cmp", "sel", "win")}
+        parts = {b: r.get(f"ms_{b}", alone.get(key(r, b))) for b in ("cmp", "sel", "win")}
         reads = f"{num(r.get('reads_actual'))} of {num(r.get('reads_expected'))}"
         out.append({
             "case": code(r["case"]), "status": r["status"], "S": num(r["S"]), "total": num(total),
@@ -203,6 +249,17 @@ def parity(rows: Sequence[Mapping[str, Any]], shape: Shape) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------- threshold
 
 
+def _walls(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a host sees of the launch-bound ones among `rows`; empty without any."""
+    bound = [r for r in rows if r["status"] == "VALID" and r.get("launch_bound")
+             and is_number(r.get("wall_speedup"))]  # fmt: skip
+    if not bound:
+        return ""
+    worst = min(bound, key=lambda r: r["wall_speedup"])
+    return (f"; {len(bound)} of its {len(rows)} cells are launch bound: as a host sees them, "
+            f"{worst['wall_speedup']:.2f}x at the least ({code(worst['case'])})")  # fmt: skip
+
+
 def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The proposed threshold with what speaks for it: the smallest lower bound per length."""
     by_length: dict[int, list[Mapping[str, Any]]] = {}
@@ -230,9 +287,10 @@ def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
         out["text"] = f"None: no threshold was proposed in this run{why}. Keep the configured one."
         return out
     value, blocking = proposal.get("sel_triton_min_L"), proposal.get("blocking_case")
-    words = cell(proposal.get("confidence") or proposal.get("text") or "")
+    words, switch = cell(proposal.get("confidence") or proposal.get("text") or ""), ""
     if isinstance(value, int) and not isinstance(value, bool):
         out["text"] = f"**`sel_triton_min_L: {value}`** ({words})"
+        out["text"] += _walls([r for n, mine in by_length.items() if n >= value for r in mine])
         against = [e for e in evidence if e["L"] >= value and not e["holds"]]
         if against or not any(e["L"] >= value for e in evidence):
             lengths = ", ".join(str(e["L"]) for e in against) or "any L"
@@ -242,9 +300,37 @@ def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
             )
     else:
         out["text"] = f"**Keep Triton selection disabled** ({words})"
+        switch = ("; NSA_USE_TRITON_SEL is the one switch of all Triton routes, so that off, the "
+                  "fused prefill and decode kernels do not serve either")  # fmt: skip
     if blocking:
         out["text"] += f"; stopped by {code(blocking)}"
-    for name in ("fa2_min_len_win", "fa2_min_len_cmp"):
-        if isinstance(proposal.get(name), int):
-            out["text"] += f"; `{name}: {proposal[name]}`"
+    out["text"] += switch
     return out
+
+
+def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The proposed minimum lengths of FA-2, in keys, and per branch and length what was measured
+    against the faster of its baselines."""
+    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.get("bench") == "fa2" and isinstance(row.get("key_len"), int):
+            groups.setdefault((str(row.get("branch")), row["key_len"]), []).append(row)
+    evidence = []
+    for (branch, keys), mine in sorted(groups.items()):
+        good = [r for r in mine if r["status"] == "VALID" and is_interval(r.get("speedup_ci95"))]
+        low = min(good, key=lambda r: r["speedup_ci95"][0], default=None)
+        evidence.append({
+            "branch": cell(branch, 20), "length": keys, "cells": len(mine), "valid": len(good),
+            "low": f"{low['speedup_ci95'][0]:.2f}x" if low else "-",
+            "baseline": cell(low.get("baseline"), 60) if low else "-",
+            "case": code(low["case"]) if low else "-",
+        })  # fmt: skip
+    proposal, texts = data["recommend"] or {}, []
+    for branch in ("win", "cmp"):
+        value, why = proposal.get(f"fa2_min_len_{branch}"), proposal.get(f"fa2_{branch}_why")
+        if isinstance(value, int) and not isinstance(value, bool):
+            told = f" ({cell(why)})" if why else ""
+            texts.append(f"`fa2_min_len_{branch}: {value}` keys{told}")
+        elif why:
+            texts.append(f"no `fa2_min_len_{branch}` ({cell(why)})")
+    return {"evidence": evidence, "texts": texts}

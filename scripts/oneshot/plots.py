@@ -29,6 +29,7 @@ STYLE = {
 }  # fmt: skip
 MAX_SERIES = 8
 TARGET = 1.2
+PROBLEM = ("dtype", "dim", "groups", "G", "dk", "D", "dv", "Dv", "l", "d", "l_sel", "n_sel", "w")
 
 Rows = Sequence[Mapping[str, Any]]
 Point = tuple[float, float, float, float, bool]  # x, y, lower, upper, valid
@@ -64,7 +65,13 @@ def _with_ci(value: float, ci: Any, scale: float = 1.0) -> tuple[float, float, f
 
 
 def _varying(rows: Rows, names: Sequence[str]) -> list[str]:
-    return [n for n in names if len({str(r.get(n)) for r in rows}) > 1]
+    """As few of `names` as tell apart whatever rows all of them tell apart."""
+    kinds = lambda some: len({tuple(str(r.get(n)) for n in some) for r in rows})
+    kept: list[str] = []
+    for name in names:
+        if kinds([*kept, name]) > kinds(kept):
+            kept.append(name)
+    return kept
 
 
 # ---------------------------------------------------------------------------------- one plot each
@@ -139,7 +146,13 @@ def decode(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
     """Decode: a step and its branches beside dense attention."""
     ax.set_title("Decode step beside dense attention (dashed)")
     rows = [r for r in rows if r.get("bench") in ("decode", "decode_branch")]
-    return _against_dense(ax, rows, lambda r: str(r.get("branch") or "whole step"), "us")
+    more = _varying(rows, ("B", "heads", *PROBLEM))
+
+    def name(r: Mapping[str, Any]) -> str:
+        sizes = [f"{n}={r[n]}" for n in more if r.get(n) is not None]
+        return " ".join([str(r.get("branch") or "whole step"), *sizes])
+
+    return _against_dense(ax, rows, name, "us")
 
 
 def prefill(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
@@ -147,7 +160,7 @@ def prefill(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
     ax.set_title("Prefill beside dense attention (dashed)")
     rows = [r for r in rows if r.get("bench") == "prefill"]
     whole = [r for r in rows if r.get("op") in ("full", None)] or rows
-    more = _varying(whole, ("candidate", "dtype", "D", "heads"))
+    more = _varying(whole, ("candidate", "B", "HQ", *PROBLEM))
     return _against_dense(
         ax, whole,
         lambda r: " ".join(str(r.get(n) or "") for n in ("op", "direction", *more)).strip(), "ms",

@@ -87,6 +87,9 @@ def context(
         "benches": evidence.benches(rows["bench"], floor, shape),
         "floor": pct(floor, 1) if floor is not None else None,
         "recommend": evidence.recommendation(data, rows["bench"]),
+        "precision": [cell(p) for p in dict.fromkeys(
+            str(r["precision"]) for r in rows["bench"] if r.get("precision"))],
+        "fa2": evidence.fa2_lengths(data, rows["bench"]),
         "health": sections.health_section(data["health"]),
         "cards": cards.section(data, rows["parity"]),
         "training": sections.training_section(data, rows, folder),
@@ -139,17 +142,22 @@ def render_page(
     verdict = page.colour(data["verdict"]["status"])
     return environment.get_template("report.html.j2").render(
         shown, drawings=drawings, verdict_class=verdict,
-        title=str(data["git"].get("short") or "report"),
+        title=str(data["git"].get("short") or "report")
+        + (" on a CPU" if data["scope"] == "cpu" else ""),
     )  # fmt: skip
 
 
 def issue_text(data: Mapping[str, Any], folder: Path, extra: Sequence[str] = ()) -> str:
-    """The report cut to ISSUE_LIMIT characters; verdict, failures and warnings stay in it."""
+    """The report cut to ISSUE_LIMIT characters; verdict, first failures and warnings stay."""
     for shape in LADDER:
         text = render_text(data, folder, shape, extra=extra)
         if len(text) <= ISSUE_LIMIT:
             return text
-    raise ValueError(f"the smallest issue has {len(text)} characters, limit {ISSUE_LIMIT}")
+    # Cut between two sections: a fence or a table that is open would take what follows along.
+    note = "\n\nCut here, because an issue may not be longer; report.md has the rest.\n"
+    head = text[: ISSUE_LIMIT - len(note)]
+    cut = max(head.rfind("\n## "), head.rfind("\n### "))
+    return (head[:cut] if cut > 0 else head) + note
 
 
 def render(folder: Path) -> list[str]:
@@ -160,8 +168,8 @@ def render(folder: Path) -> list[str]:
         notes.append(f"There is no usable journal; this was rebuilt from {source}")
     late = "The plots were not drawn: there was no time left"
     write_atomic(folder / "report.md", render_text(data, folder, Shape(), extra=[*notes, late]))
-    write_atomic(folder / "issue.md", issue_text(data, folder, notes))
     write_atomic(folder / "report.html", render_page(data, folder, extra=[*notes, late]))
+    write_atomic(folder / "issue.md", issue_text(data, folder, notes))
     drawn: list[tuple[str, str]] = []
     try:
         from scripts.oneshot import plots

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from bench.records import NUMBERS, path_agrees
+
 ROW_KINDS = (
     "test",
     "parity",
@@ -87,13 +89,6 @@ def _finite(value: Any, path: str, lost: list[str], depth: int = 0) -> Any:
     return value
 
 
-def path_agrees(requested: str | None, taken: str | None) -> bool:
-    """True when `taken` is the requested route or a named variant of it (triton, triton_dense)."""
-    if not requested or not taken:
-        return False
-    return taken == requested or taken.startswith((requested + "_", requested + "/"))
-
-
 def _launched(row: Mapping[str, Any]) -> bool:
     launches = row.get("launches")
     return (
@@ -110,6 +105,18 @@ def _whys(row: Mapping[str, Any]) -> list[str]:
     return [str(w) for w in why] if isinstance(why, list) else [str(why)] if why else []
 
 
+def _beyond(parity: Mapping[str, Any]) -> list[str]:
+    """Which errors of a comparison are over the limits that it names itself."""
+    out = [
+        f"{name} {parity[name]:g} is over its limit {parity[f'limit_{name}']:g}"
+        for name in ("mae", "max_abs")
+        if is_number(parity.get(name)) and is_number(parity.get(f"limit_{name}"))
+        and parity[name] > parity[f"limit_{name}"]
+    ]  # fmt: skip
+    margin = parity.get("margin")
+    return out + ([f"margin {margin:g} is over 1"] if is_number(margin) and margin > 1 else [])
+
+
 def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     """A parity row held to its own evidence: it may lose its PASS here, never win one."""
     why = _whys(row)
@@ -117,12 +124,14 @@ def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     if not isinstance(row.get("case"), str) or status not in PARITY_STATUSES:
         raise RowError("a parity row needs case and status PASS|FAIL|INVALID")
     if status == "PASS":
+        wrong = _beyond(row)
         for name in ("mae", "max_abs"):
             if not is_number(row.get(name)):
-                status, why = "FAIL", [*why, f"{name} is missing or not finite"]
-            elif is_number(row.get(f"limit_{name}")) and row[name] > row[f"limit_{name}"]:
-                over = f"{name} {row[name]:g} is over its limit {row['limit_' + name]:g}"
-                status, why = "FAIL", [*why, over]
+                wrong.append(f"{name} is missing or not finite")
+            elif not is_number(row.get(f"limit_{name}")):
+                wrong.append(f"limit_{name} is missing: nothing says that {name} is small enough")
+        if wrong:
+            status, why = "FAIL", [*why, *wrong]
         if lost and status == "PASS":
             status, why = "FAIL", [*why, f"not finite: {', '.join(lost)}"]
     requested, taken = row.get("path_requested"), row.get("path_taken")
@@ -131,23 +140,6 @@ def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     elif str(requested).startswith("triton") and not _launched(row):
         status, why = "INVALID", [*why, "no launch of the named kernel was counted"]
     return {**row, "status": status, "why": why}
-
-
-_BENCH_NUMBERS = (
-    "median_us",
-    "p20_us",
-    "p80_us",
-    "p95_us",
-    "min_us",
-    "ci95_us",
-    "base_median_us",
-    "wall_us",
-    "speedup",
-    "speedup_ci95",
-    "gbs",
-    "tflops",
-    "peak_frac",
-)
 
 
 def _check_bench(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
@@ -160,15 +152,19 @@ def _check_bench(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
         parity = row.get("parity")
         if not isinstance(parity, dict) or parity.get("status") != "PASS":
             status, why = "INVALID", [*why, "no passed parity check of this case"]
+        elif wrong := _beyond(parity):
+            status, why = "INVALID", [*why, *wrong]
+        elif not row.get("path_taken"):
+            status, why = "INVALID", [*why, "no path is named that ran"]
         elif row.get("path_requested") and not path_agrees(
             row["path_requested"], row.get("path_taken")
         ):
             asked = f"asked for {row['path_requested']}, ran {row.get('path_taken')}"
             status, why = "INVALID", [*why, asked]
-        elif not is_number(row.get("median_us")):
-            status, why = "INVALID", [*why, "no finite median"]
-        if status == "INVALID":
-            row = {**row, **{name: None for name in _BENCH_NUMBERS if name in row}}
+        elif not is_number(row.get("median_us")) or row["median_us"] <= 0:
+            status, why = "INVALID", [*why, "no finite median above 0"]
+    if status not in ("VALID", "UNSTABLE"):
+        row = {**row, **{name: None for name in NUMBERS if name in row}}
     if lost:
         why = [*why, f"not finite: {', '.join(lost)}"]
     if status != "VALID" and not why:

@@ -16,6 +16,7 @@ from scripts.oneshot.markdown import (
     clip_mid,
     code,
     fence,
+    is_interval,
     is_number,
     num,
     pct,
@@ -64,6 +65,25 @@ HEALTH = {  # key: (words, unit, key of the share of the nominal value)
     "h2d_gbs": ("host to device", "GB/s", None),
     "launch_us": ("launch of an empty kernel", "us", None),
 }
+HEALTH_MORE = {  # key: (words, unit), after the noise floor
+    "aa_worst": ("largest difference among its trials", "%"),
+    "aa_trials": ("its trials", ""),
+    "copy_nominal_gbs": ("device copy, nominal", "GB/s"),
+    "gemm_sustained_tflops": ("bf16 matmul, after half a second", "TFLOP/s"),
+    "gemm_nominal_tflops": ("bf16 matmul, nominal", "TFLOP/s"),
+    "pcie": ("PCIe, as far as card and slot go", ""),
+    "pcie_gbs_nominal": ("host to device, nominal", "GB/s"),
+    "throttled": ("throttled", ""),
+    "power_w": ("power, median", "W"),
+    "power_limit_w": ("power limit", "W"),
+    "power_default_w": ("power limit by default", "W"),
+    "ecc_uncorrected": ("uncorrected ECC errors", ""),
+    "memory_used_by_others_mib": ("memory that others use", "MiB"),
+    "gpu": ("GPU number", ""),
+}
+# Of the software and the commit: they stand under At a glance.
+HEALTH_LEFT = ("device", "torch", "triton", "cuda", "driver", "commit", "precision", "stage",
+               "why", "status", "kind")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------- stages
@@ -239,7 +259,8 @@ def warnings_section(
             reasons = sorted({"; ".join(r["why"]) for r in mine})
             more = f" (and {len(reasons) - 3} other reasons)" if len(reasons) > 3 else ""
             words = cell(" / ".join(reasons[:3]), t)
-            out.append(f"{len(mine)} bench cases {status}: {words}{more}")
+            cases = "case" if len(mine) == 1 else "cases"
+            out.append(f"{len(mine)} bench {cases} {status}: {words}{more}")
     for stage in stages:
         if stage.get("flaky"):
             out.append(f"FLAKY: {code(stage['id'], 60)} passed only at the second attempt")
@@ -247,7 +268,8 @@ def warnings_section(
             out.append(f"HALF SIZE: {code(stage['id'], 60)} ran out of GPU memory; what it shows "
                        "was measured at half its sizes")  # fmt: skip
     for run, ids in data["resumed"].items():
-        out.append(f"{len(ids)} stages are from run {cell(run, 60)}: {cell(', '.join(ids), t)}")
+        are = "stage is" if len(ids) == 1 else "stages are"
+        out.append(f"{len(ids)} {are} from run {cell(run, 60)}: {cell(', '.join(ids), t)}")
     gate = data["redaction"].get("gate")
     if gate == "failed":
         out.append("**Redaction FAILED**: something private could not be removed; do not post this")
@@ -259,7 +281,7 @@ def warnings_section(
     for r in rows["bench"]:
         if r["status"] in NUMBERED and is_number(r.get("reads_actual")):
             if is_number(r.get("reads_expected")) and r["reads_actual"] != r["reads_expected"]:
-                out.append(f"{code(r['case'], t)} read {num(r['reads_actual'])} tokens where "
+                out.append(f"{code(r['case'], t)} read {num(r['reads_actual'])} keys where "
                            f"{num(r['reads_expected'])} were expected")  # fmt: skip
     notes = [n for n in data["notes"] if n.get("level") == "warn" or not n.get("stage")]
     texts = dict.fromkeys((str(n.get("stage") or ""), str(n.get("text"))) for n in notes)
@@ -268,7 +290,11 @@ def warnings_section(
         out.append(f"{code(stage, 60)}: {cell(text, t)}" if stage else cell(text, t))
     if len(texts) > limit:
         out.append(f"and {len(texts) - limit} more notes in bundle.json")
-    return list(dict.fromkeys(out))
+    out = list(dict.fromkeys(out))
+    most = 40 + shape.rows
+    if len(out) > most:
+        out = [*out[:most], f"and {len(out) - most} more warnings in report.md"]
+    return out
 
 
 # ----------------------------------------------------------------------------------- the rest
@@ -286,12 +312,17 @@ def health_section(health: Mapping[str, Any] | None) -> list[tuple[str, str, str
     if "aa_noise_floor" in health:
         out.append(("noise floor (same code against itself)",
                     pct(health["aa_noise_floor"], 1), "-"))  # fmt: skip
-    skip = {*HEALTH, *shares, "aa_noise_floor", "stage", "why", "status"}
-    out += [
-        (cell(k, 60), num(v), "-")
-        for k, v in health.items()
-        if k not in skip and (isinstance(v, (bool, str)) or is_number(v))
-    ]
+    skip = {*HEALTH, *shares, "aa_noise_floor", *HEALTH_LEFT}
+    known = [k for k in HEALTH_MORE if k in health]
+    for key in [*known, *(k for k in health if k not in skip and k not in HEALTH_MORE)]:
+        words, unit = HEALTH_MORE.get(key, (cell(key, 60), ""))
+        value = health[key]
+        if isinstance(value, (bool, str)) or is_number(value):
+            text = pct(value, 1) if unit == "%" else f"{num(value)} {unit}".rstrip()
+            out.append((words, text, "-"))
+    if is_interval(health.get("sm_mhz")):
+        low, high = health["sm_mhz"]
+        out.append(("SM clock, lowest and highest", f"{num(low)} and {num(high)} MHz", "-"))
     return out
 
 
@@ -320,8 +351,10 @@ def training_section(
         for m in data["metrics"] if m.get("stage") == stage["id"]
     }  # fmt: skip
     curve = losses(folder)
-    values = [f"{name}: {num(v)} {cell(u or '', 20)}".rstrip(" -") for name, (v, u) in (
-        (cell(k, 80), m) for k, m in metrics.items())]  # fmt: skip
+    values = [
+        f"{cell(name, 80)}: {num(v)} {'' if u in (None, '', '1') else cell(u, 20)}".rstrip()
+        for name, (v, u) in metrics.items()
+    ]
     finite = [r for r in rows["test"] if r["stage"] == stage["id"]]
     return {
         "status": stage["status"], "reason": cell(stage.get("reason")),
@@ -336,7 +369,8 @@ def training_section(
 
 
 def flags_section(data: Mapping[str, Any], folder: Path) -> list[tuple[str, str, str]]:
-    """Effective flags with their source: of routing.json, else the variables that were set."""
+    """Effective flags with their source: of routing.json, else the variables that were set and a
+    line that says so; then what single stages were given."""
     text = read_text(folder, "routing.json")
     try:
         flags = json.loads(text)["flags"] if text else []
@@ -348,6 +382,9 @@ def flags_section(data: Mapping[str, Any], folder: Path) -> list[tuple[str, str,
     for name, value in variables.items() if isinstance(variables, dict) else ():
         if code(name) not in named:
             found.append((code(name), code(value), "environment"))
+    if not named:
+        found.append(("every other flag", "not recorded",
+                      f"{code('routing.json')}, which lists them, is not there"))  # fmt: skip
     for stage in data["stages"]:
         for name, value in sorted((stage.get("env") or {}).items()):
             found.append((code(name), code(value), f"stage {code(stage['id'], 60)}"))
@@ -415,6 +452,10 @@ def facts_section(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     versions = [f"{k} {python[k]}" for k in ("torch", "cuda", "triton") if python.get(k)]
     if flash := (python.get("flash_attn") or data["env"].get("packages", {}).get("flash-attn")):
         versions.append(f"flash-attn {flash}")
+    probe = {str(m.get("name")): m.get("value") for m in data["metrics"]}
+    fa2 = {"torch": "torch's own", "flash_attn": "the flash-attn package"}.get(
+        str(probe.get("fa2_source"))
+    )
     state = {True: "DIRTY", False: "clean"}.get(git.get("dirty"), "unknown whether clean")
     rows = [
         ("GPU", ", ".join(str(g) for g in gpu if g) or f"none: {device.get('reason')}"),
@@ -424,6 +465,7 @@ def facts_section(data: Mapping[str, Any]) -> list[tuple[str, str]]:
             [f"{git.get('short')}" + (f" on {git['branch']}" if git.get("branch") else ""), state]
         )),
         ("versions", ", ".join([f"python {python.get('version')}", *versions])),
+        *([("FA-2", f"{fa2} {probe.get('fa2_version') or ''}".strip())] if fa2 else []),
         ("profile", f"{data['profile']} {' '.join(map(str, data['argv']))}".strip()),
         ("run", f"{data['run_id']}, started {data['started']}, ended {data['ended']}"),
     ]  # fmt: skip
