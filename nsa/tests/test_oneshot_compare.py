@@ -102,13 +102,13 @@ def row(median, half=0.003, **changes):
         (row(100), row(100, half=0.05), "AMBIGUOUS", "interval of B is wider"),
         (row(100), row(110, min_us=97.0), "AMBIGUOUS", "fastest sample"),
         (row(100), row(110, p80_us=100.0), "AMBIGUOUS", "80th percentile"),
-        (row(100, sm_mhz=[1980, 1980]), row(110, sm_mhz=[1800, 1800]), "AMBIGUOUS",
+        (row(100, sm_mhz_median=1980), row(110, sm_mhz_median=1800), "AMBIGUOUS",
          "1980 -> 1800 MHz"),
-        (row(100, sm_mhz=[1980, 1980]), row(110, sm_mhz=[1980, 1980]), "SLOWER", "apart"),
+        (row(100, sm_mhz_median=1980), row(110, sm_mhz_median=1980), "SLOWER", "apart"),
         (row(4.0), row(4.4), "AMBIGUOUS", "below the timer's 0.5 us"),
         (row(100), row(110, status="UNSTABLE", why=["IQR 9 %"]), "AMBIGUOUS", "UNSTABLE in B"),
         (row(100, ci95_us=None), row(110), "AMBIGUOUS", "no confidence interval in A"),
-        (row(100), row(110, launch_bound=True, sm_mhz=[1, 2]), "SLOWER", "apart"),
+        (row(100, sm_mhz_median=1980), row(110, launch_bound=True, sm_mhz_median=1), "SLOWER", "apart"),
     ],
 )  # fmt: skip
 def test_the_verdict_of_one_case_has_its_reason(a, b, verdict, why):

@@ -154,7 +154,7 @@ def _doubts(a: Mapping[str, Any], b: Mapping[str, Any], faster: bool, floor: flo
             return f"a gap of {gap:.2f} us is below the timer's {EVENT_RESOLUTION_US} us"
     if a.get("launch_bound") or b.get("launch_bound"):
         return None  # the host's time: the card's clock says nothing about it
-    clocks = [r["sm_mhz"][1] for r in (a, b) if is_interval(r.get("sm_mhz"))]
+    clocks = [r["sm_mhz_median"] for r in (a, b) if is_number(r.get("sm_mhz_median"))]
     if len(clocks) == 2 and min(clocks) > 0:
         cycles = b["median_us"] * clocks[1] / (a["median_us"] * clocks[0]) - 1
         if (cycles < 0) is not faster or abs(cycles) <= floor:

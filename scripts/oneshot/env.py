@@ -271,7 +271,7 @@ def device_facts(gpus: list[dict[str, Any]] | str, torch: Mapping[str, Any]) -> 
         "pcie": pcie,
         "ecc": str(gpu.get("ecc") or "n/a").lower(),
         "mig": gpu.get("mig") == "Enabled",
-        "shared": None if used is None else used > 1024 or (util or 0) > 5,
+        "shared": None if used is None else used > 500 or (util or 0) > 5,
         "l2_mib": seen.get("l2_mib"),
         "sm_count": seen.get("sm_count"),
         "count": seen.get("count") or (0 if isinstance(gpus, str) else len(gpus)),

@@ -228,7 +228,7 @@ def warnings_section(
     elif git.get("dirty") is None:
         out.append(
             f"The commit {code(git.get('short'), 40)} is {cell(git.get('source') or 'given', 60)}; "
-            "without git nothing tells whether the sources are clean"
+            "nothing tells whether the sources are clean"
         )
     cap, full = device.get("power_limit_w"), device.get("power_default_w")
     if is_number(cap) and is_number(full) and cap < full:

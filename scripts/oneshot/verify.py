@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from bench.records import NUMBERS
 from scripts.oneshot import bundle as bundles
 from scripts.oneshot.capture import plain
 from scripts.oneshot.journal import dumps, read_events
@@ -26,10 +27,6 @@ from scripts.oneshot.reading import BundleError, NoBundle, opened, read_bundle
 from scripts.oneshot.redact import Redactor
 from scripts.oneshot.rows import RowError, parse_row, path_agrees
 
-NUMBERS = (
-    "median_us", "p20_us", "p80_us", "p95_us", "min_us", "ci95_us", "base_median_us", "wall_us",
-    "speedup", "speedup_ci95", "gbs", "tflops", "peak_frac",
-)  # fmt: skip
 PNG = b"\x89PNG\r\n\x1a\n"
 # By a later `render`, which renews their sums.
 REWRITTEN = ("report.md", "report.html", "issue.md", "plots/")
