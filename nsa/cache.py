@@ -54,10 +54,11 @@ class NSACache:
 
     k_cmp, v_cmp [B, Nc_max, G, D]; k_sel, v_sel [B, max_len, G, D]; k_win, v_win a ring
     [B, w + max_step - 1, G, D] where position p lives in row p % rows; lens int32 [B] on the
-    device holds the lengths, lengths: list[int] what the host knows of them. Sequences grow
-    together; stack() makes a cache of sequences of different lengths. growable: a longer sequence
-    doubles the buffers (which moves them, so not inside a CUDA graph) instead of raising
-    ValueError. count_reads keeps what each step read.
+    device holds the lengths, lengths: list[int] what the host knows of them; highest: list[int]
+    the greatest length that each sequence was written up to. Sequences grow together; stack() makes
+    a cache of sequences of different lengths. growable: a longer sequence doubles the buffers
+    (which moves them, so not inside a CUDA graph) instead of raising ValueError. count_reads keeps
+    what each step read.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class NSACache:
         self.config, self.batch, self.max_len, self.max_step = config, batch, max_len, max_step
         self.growable, self.count_reads = growable, count_reads
         self.lengths = [0] * batch
+        # Rows of the rings hold the positions below this, of which rewind() can go back to some.
+        self.highest = [0] * batch
         # A captured step must emit for every length that it will be replayed at, see append.
         self.emit_always = False
         self._like = {"device": device, "dtype": dtype or torch.get_default_dtype()}
@@ -101,21 +104,29 @@ class NSACache:
         """One batch out of caches of one layer, each filled to a length of its own.
 
         max_len: capacity of the new cache, at least every length; default the largest capacity.
+        growable and count_reads are theirs, counted reads stay with them. Raises ValueError when
+        they disagree, and for sequences of different lengths with count_reads.
         """
         if not caches:
             raise ValueError("caches must hold at least one NSACache, got none")
         first = caches[0]
-        for c in caches:
-            if (c.config, c.max_step, c._like) != (first.config, first.max_step, first._like):
-                raise ValueError("caches must agree in config, max_step, dtype and device")
+        traits = lambda c: (c.config, c.max_step, c._like, c.growable, c.count_reads)
+        if any(traits(c) != traits(first) for c in caches):
+            raise ValueError(
+                "caches must agree in config, max_step, dtype, device, growable and count_reads"
+            )
         longest = max(c.length for c in caches)
         max_len = max(c.max_len for c in caches) if max_len is None else max_len
         if max_len < longest:
             raise ValueError(f"max_len must be at least the longest {longest}, got {max_len}")
         result = cls(
             first.config, sum(c.batch for c in caches), max_len, max_step=first.max_step,
-            **first._like,
+            growable=first.growable, count_reads=first.count_reads, **first._like,
         )  # fmt: skip
+        result.lengths = [n for c in caches for n in c.lengths]
+        result.highest = [n for c in caches for n in c.highest]
+        if result.count_reads:
+            result._same_length("count_reads")
         at = 0
         for c in caches:
             for name in _BUFFERS:
@@ -124,13 +135,13 @@ class NSACache:
                 getattr(result, name)[at : at + c.batch, :rows] = was[:, :rows]
             result.lens[at : at + c.batch] = c.lens
             at += c.batch
-        result.lengths = [n for c in caches for n in c.lengths]
         return result
 
     def row(self, b: int) -> NSACache:
         """Sequence b alone: a cache of batch 1 whose buffers are views of this one's."""
         one = copy.copy(self)
         one.batch, one.lengths, one.growable = 1, [self.lengths[b]], False
+        one.highest = [self.highest[b]]
         one.count_reads, one._counted = False, []
         for name in (*_BUFFERS, "lens"):
             setattr(one, name, getattr(self, name)[b : b + 1])
@@ -238,14 +249,22 @@ class NSACache:
         """append() of T <= max_step tokens and the rotary turn by Triton kernels.
 
         q [B, T, HQ * Dk], k [B, T, 3 * G * Dk] and v [B, T, 3 * G * Dv] as projected, of the
-        cache's dtype. Returns the turned queries [B, T, HQ, Dk].
+        cache's dtype and device. Returns the turned queries [B, T, HQ, Dk]. Raises ValueError or
+        TypeError that names the argument; nothing is appended then.
         """
         from nsa.kernels.decode.append import append_turned, due_rows, emit_due
 
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.dtype != self.k_sel.dtype:
-                raise TypeError(f"{name} must have the cache's {self.k_sel.dtype}, got {x.dtype}")
-        T = q.shape[1]
+        c, T = self.config, q.shape[1] if q.ndim == 3 else 0
+        if not 1 <= T <= self.max_step:
+            raise ValueError(
+                f"q must be [B, T, HQ * Dk] with T from 1 to max_step={self.max_step}, got "
+                f"{list(q.shape)}"
+            )
+        self._check_new(
+            q=(q, (self.batch, T, c.heads * c.d_k)),
+            k=(k, (self.batch, T, 3 * c.groups * c.d_k)),
+            v=(v, (self.batch, T, 3 * c.groups * c.d_v)),
+        )  # fmt: skip
         self._make_room(T)
         turned = append_turned(q, k, v, self)
         due = self._due(T)
@@ -263,6 +282,11 @@ class NSACache:
                     f"cache holds max_len={self.max_len} tokens, got {self.length} + {T}"
                 )
             self._grow(end)
+        self.mark_written(T)
+
+    def mark_written(self, T: int) -> None:
+        """Rows of T tokens after the lengths are overwritten, whether or not the lengths follow."""
+        self.highest = [max(h, n + T) for h, n in zip(self.highest, self.lengths, strict=True)]
 
     def _advance(self, T: int) -> None:
         self.lens += T
@@ -334,24 +358,39 @@ class NSACache:
     def rewind(self, n: int) -> None:
         """Forget the n newest tokens of every sequence, as when drafted tokens are refused.
 
-        n is at most max_step: the rings keep no more. Raises ValueError beyond.
+        The rings go back to max_step tokens below the greatest length ever written, earlier
+        rewinds and the trial steps of a StepGraph included. Raises ValueError beyond.
         """
-        most = min(self.max_step, min(self.lengths))
+        highest = map(max, self.highest, self.lengths)
+        most = min(
+            n - max(0, h - self.max_step) for n, h in zip(self.lengths, highest, strict=True)
+        )
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= most:
-            raise ValueError(f"n must be an int from 0 to {most}, got {n!r}")
+            raise ValueError(
+                f"n must be an int from 0 to {most}, got {n!r}: a cache of "
+                f"max_step={self.max_step} keeps no more"
+            )
         if n:
             self.lens -= n
             self.lengths = [length - n for length in self.lengths]
 
     def _check(self, new: BranchKV) -> None:
-        c = self.config
-        T = new.k_sel.shape[1]
-        for name, x in vars(new).items():
-            expected = (self.batch, T, c.groups, c.d_k if name[0] == "k" else c.d_v)
-            if tuple(x.shape) != expected:
+        c, T = self.config, new.k_sel.shape[1]
+        self._check_new(**{
+            name: (x, (self.batch, T, c.groups, c.d_k if name[0] == "k" else c.d_v))
+            for name, x in vars(new).items()
+        })
+
+    def _check_new(self, **named: tuple[Tensor, tuple[int, ...]]) -> None:
+        """Raise unless each tensor has its shape and the cache's dtype and device."""
+        like = self.k_sel
+        for name, (x, expected) in named.items():
+            if x.shape != expected:
                 raise ValueError(f"{name} must be {list(expected)}, got {list(x.shape)}")
-            if x.dtype != self.k_sel.dtype:
-                raise TypeError(f"{name} must have the cache's {self.k_sel.dtype}, got {x.dtype}")
+            if x.dtype != like.dtype:
+                raise TypeError(f"{name} must have the cache's {like.dtype}, got {x.dtype}")
+            if x.device != like.device:
+                raise ValueError(f"{name} must be on the cache's {like.device}, got {x.device}")
 
     def _grow(self, need: int) -> None:
         self.max_len = max(need, 2 * self.max_len)

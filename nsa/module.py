@@ -96,6 +96,8 @@ class NSAAttention(nn.Module):
         )  # fmt: skip
 
     def _check(self, x: Tensor, ndim: int) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         if x.ndim != ndim or x.shape[-1] != self.config.dim:
             lead = "[B, S, dim]" if ndim == 3 else "[T, dim]"
             raise ValueError(f"x must be {lead} with dim={self.config.dim}, got {list(x.shape)}")
@@ -135,8 +137,15 @@ class NSAAttention(nn.Module):
 
     @torch.no_grad()
     def step(self, x: Tensor, cache: NSACache) -> Tensor:
-        """Append the T >= 1 newest tokens x [B, T, dim] to the cache and attend from them."""
+        """Append the T newest tokens x [B, T, dim] to the cache and attend from them.
+
+        Raises ValueError when x has not the cache's batch or device, or does not fit any more.
+        """
         self._check(x, 3)
+        if x.shape[0] != cache.batch:
+            raise ValueError(f"x must have the cache's batch {cache.batch}, got {list(x.shape)}")
+        if x.device != cache.lens.device:
+            raise ValueError(f"x must be on the cache's {cache.lens.device}, got {x.device}")
         if x.shape[1] == 0:
             return x.clone()
         # The ring keeps enough for max_step queries; more of them need the keys before they go.
