@@ -301,7 +301,8 @@ def nsa_attention_parallel(
     [B, n, G, D] -> [B, num_compressed(n), G, D] (nsa.compress), after the tokens that a block
     needs from the next chunk came over. group: a ProcessGroup, a 1-D DeviceMesh, or None for all
     ranks. S is a multiple of 2 * W * d. Returns this rank's rows of out [B, S / W, HQ, Dv]; with
-    return_aux also {"block_indices", "lse", "routes"} of these rows.
+    return_aux also {"block_indices", "lse", "routes"} of these rows; a branch whose two chunks went
+    different ways has both routes, as "sdpa+triton".
 
     check: compare the arguments of all ranks first, so that a mismatch is a ValueError on each of
     them; it waits for the device, so switch it off once shapes are settled. A rank that dies ends
@@ -366,7 +367,16 @@ def nsa_attention_parallel(
     if not return_aux:
         return out
     aux = {n: torch.cat([a[n] for a in auxes], 1) for n in ("block_indices", "lse")}
-    return out, {**aux, "routes": auxes[1]["routes"]}
+    early, late = (a["routes"] for a in auxes)
+    return out, {**aux, "routes": merge_routes(early, late)}
+
+
+def merge_routes(early: dict[str, str], late: dict[str, str]) -> dict[str, str]:
+    """Branch -> the route of both chunks, or "early+late" of a branch where they differ."""
+    return {
+        branch: late[branch] if early[branch] == late[branch] else f"{early[branch]}+{late[branch]}"
+        for branch in late
+    }
 
 
 def nsa_layer_parallel(layer: NSAAttention, x: Tensor, group: Group = None, *,
@@ -378,6 +388,6 @@ def nsa_layer_parallel(layer: NSAAttention, x: Tensor, group: Group = None, *,
     out = nsa_attention_parallel(
         q, kv.k_cmp, kv.v_cmp, kv.k_sel, kv.v_sel, kv.k_win, kv.v_win, layer.gate(x),
         phi_k=layer.phi_k, phi_v=layer.phi_v, group=group, backend=layer.backend,
-        flags=layer.flags, check=check, **layer._sizes(),
+        flags=layer.flags, check=check, **layer.config.sizes(),
     )  # fmt: skip
     return layer.out(out.flatten(-2))

@@ -221,5 +221,7 @@ def test_model_decodes_what_it_computes_in_one_pass():
     for at in range(13, 30):
         parts.append(model.step(ids[:, at : at + 1], caches))
     torch.testing.assert_close(torch.cat(parts, 1), whole.detach(), atol=1e-12, rtol=0)
+    with pytest.raises(ValueError, match="caches must be 2, one per layer, got 1"):
+        model.step(ids[:, :1], caches[:1])
     with pytest.raises(ValueError, match="max_len=13"):
         model.step(ids[:, :1], model.prefill(ids[:, :13], max_len=13)[1])

@@ -23,7 +23,7 @@ from torch import Tensor
 from nsa import log
 from nsa.flags import Flags
 from nsa.packing import length_buckets, packed_positions
-from nsa.select import clean_ranges, range_lengths
+from nsa.select import clean_ranges, longest_row, range_lengths
 
 if TYPE_CHECKING:
     from nsa.dispatch import Route
@@ -54,7 +54,7 @@ def selection_attention_triton(
 
     _check(Q, K, V, ranges, path)
     flags = dispatch.resolve_flags(flags, Q)
-    key_len = _longest(ranges, K.shape[2], flags)
+    key_len = longest_row(ranges, K.shape[2], flags.sel_triton_min_L)
     request = dispatch.make_request(Branch.SELECTED, Q, K, V, key_len, flags, backend)
 
     def torch_rung(run: Callable[..., Tensor]) -> Tensor:
@@ -136,15 +136,6 @@ def _check(Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, path: str | None) ->
         raise TypeError(f"ranges must be int32 or int64, got {ranges.dtype}")
     if ranges.shape[:3] != (B, S, G) or ranges.shape[4] != 2:
         raise ValueError(f"ranges must be [{B}, {S}, {G}, n, 2], got {list(ranges.shape)}")
-
-
-def _longest(ranges: Tensor, n_keys: int, flags: Flags) -> int:
-    """Keys of the longest row, or a bound of it where that already answers the threshold."""
-    least = flags.sel_triton_min_L
-    capturing = ranges.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not ranges.is_cuda or least <= 1 or n_keys < least or not ranges.numel() or capturing:
-        return n_keys
-    return int(range_lengths(clean_ranges(ranges, n_keys)).max())
 
 
 class _Selection(torch.autograd.Function):
