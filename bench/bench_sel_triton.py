@@ -52,6 +52,7 @@ from bench.records import (
     write_csv,
 )
 from bench.timing import Budget, Case, Contender, measure
+from nsa.errors import is_sticky
 from nsa.flags import get_flags
 from nsa.kernels import sdpa
 
@@ -316,7 +317,7 @@ def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> None:
                 good = (run().double() - want).abs().max().item() <= limit
                 times = clock.run([run] * 12, cold=True)[2:] if good else []
             except Exception as error:
-                if "illegal memory" in str(error):
+                if is_sticky(error):
                     raise
                 times = []
             if times:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa import launches
 from nsa.blocks import num_compressed, visible_compressed
+from nsa.errors import is_sticky
 from nsa.packing import length_buckets, packed_positions
 
 _CHUNK = 256  # least queries of one call
@@ -215,43 +216,15 @@ BACKENDS = {
 FORMULATIONS = ("gqa", "mqa_rows")
 
 
-@dataclass(frozen=True)
-class Padded:
-    """Packed rows as SDPA takes them: k [N, Lmax, D], v [N, Lmax, Dv], mask bool [N, 1, 1, Lmax].
-
-    mask is None where every row has Lmax keys.
-    """
-
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-
-
-def pack(K_all: Tensor, V_all: Tensor, cu_seqlens: Tensor) -> Padded:
-    """Pad packed keys [T, D] and values [T, Dv] with cu_seqlens [N+1] to the longest row.
-
-    What a bench does before the clock starts. Raises ValueError when a row has no keys.
-    """
-    starts = cu_seqlens[:-1].long()
-    lengths = cu_seqlens[1:].long() - starts
-    low, longest = int(lengths.min()), int(lengths.max())
-    if low < 1:
-        raise ValueError("cu_seqlens must give every row at least one key for a padded baseline")
-    slot = torch.arange(longest, device=K_all.device)
-    at = starts[:, None] + torch.minimum(slot, lengths[:, None] - 1)
-    mask = None if low == longest else (slot < lengths[:, None])[:, None, None]
-    return Padded(K_all[at], V_all[at], mask)
-
-
 def packed_sdpa(
     Q: Tensor, K: Tensor, V: Tensor, *, backend: str, formulation: str,
-    mask: Tensor | None = None, softmax_scale: float | None = None,
+    softmax_scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """One SDPA call, on exactly the named backend, for rows with keys of their own.
 
-    Q [N, H, D], K [N, L, D], V [N, L, Dv] -> [N, H, Dv]; mask from pack(), where rows differ in
-    length. formulation "gqa": H heads share one K head (enable_gqa); "mqa_rows": the H heads are
-    query rows of one head. Both are views. backend: flash, efficient, cudnn or math.
+    Q [N, H, D], K [N, L, D], V [N, L, Dv] -> [N, H, Dv]. formulation "gqa": H heads share one K
+    head (enable_gqa); "mqa_rows": the H heads are query rows of one head. Both are views. backend:
+    flash, efficient, cudnn or math.
 
     Raises ValueError for unknown names, RuntimeError when the backend cannot run the call.
     """
@@ -264,14 +237,12 @@ def packed_sdpa(
     scale = _scale(Q, softmax_scale)
     with sdpa_kernel(BACKENDS[backend]):
         if formulation == "mqa_rows":
-            if mask is not None:
-                mask = mask.expand(-1, 1, Q.shape[1], -1)
             out = F.scaled_dot_product_attention(
-                Q[:, None], K[:, None], V[:, None], attn_mask=mask, scale=scale
+                Q[:, None], K[:, None], V[:, None], scale=scale
             )[:, 0]
         else:
             out = F.scaled_dot_product_attention(
-                Q[:, :, None], K[:, None], V[:, None], attn_mask=mask, scale=scale, enable_gqa=True
+                Q[:, :, None], K[:, None], V[:, None], scale=scale, enable_gqa=True
             )[:, :, 0]
     launches.bump(f"sdpa_{backend}_{formulation}", library=True)
     return out
@@ -285,21 +256,19 @@ class Baselines:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def baselines(Q: Tensor, K: Tensor, V: Tensor, *, cu_seqlens: Tensor | None = None) -> Baselines:
+def baselines(Q: Tensor, K: Tensor, V: Tensor) -> Baselines:
     """Every named packed_sdpa that really runs on these tensors, each tried once.
 
-    K [N, L, D] and V [N, L, Dv]; or packed [T, D], [T, Dv] with cu_seqlens [N+1], then padded here,
-    outside of the calls. Names are "sdpa_<backend>_<formulation>".
+    Q [N, H, D], K [N, L, D], V [N, L, Dv]. Names are "sdpa_<backend>_<formulation>". Raises an
+    error after which the device cannot be used any more.
     """
-    padded = Padded(K, V, None) if cu_seqlens is None else pack(K, V, cu_seqlens)
     found = Baselines()
     for backend in BACKENDS:
         for formulation in FORMULATIONS:
             name = f"sdpa_{backend}_{formulation}"
             call = functools.partial(
-                packed_sdpa, Q, padded.k, padded.v, backend=backend, formulation=formulation,
-                mask=padded.mask,
-            )  # fmt: skip
+                packed_sdpa, Q, K, V, backend=backend, formulation=formulation
+            )
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 try:
@@ -307,7 +276,7 @@ def baselines(Q: Tensor, K: Tensor, V: Tensor, *, cu_seqlens: Tensor | None = No
                     if Q.is_cuda:
                         torch.cuda.synchronize(Q.device)
                 except RuntimeError as error:
-                    if "illegal memory access" in str(error):
+                    if is_sticky(error):
                         raise
                     words = [str(error), *(str(w.message) for w in said)]
                     found.refused[name] = _first_reason(words)
