@@ -276,11 +276,6 @@ def selection_attention(
         _check_reach("k", k, q, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
     if ranges is not None:
-        limit: Tensor | int = k.shape[-3]
-        if cu_seqlens is not None:
-            lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-            limit = lengths.repeat_interleave(lengths, output_size=q.shape[0])[:, None]
-        ranges = select.clean_ranges(ranges, limit)
         least = flags.sel_triton_min_L if flags.use_triton_sel else 0  # 0: nothing to decide
         bound = k.shape[-3] if max_seqlen is None else max_seqlen
         key_len = select.longest_row(ranges, bound, least)
@@ -441,6 +436,7 @@ def append_projected(
         if backend is not None or dispatch.must_raise(error):
             raise
         cache.fused_append[key] = False
+        dispatch.warn_launch_error("the decode step's append on triton", error)
         log("append.triton.fallback", flags=flags, reason="launch_error",
             error=f"{type(error).__name__}: {error}"[:300])  # fmt: skip
         return None
