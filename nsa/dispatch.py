@@ -277,7 +277,7 @@ def run_prefill(
     ):  # fmt: skip
         return by_branches()
     rungs_here: dict[Route, Callable[[], Any]] = {
-        Route.TRITON: lambda: rungs.prefill_triton(args), Route.REFERENCE: by_branches
+        Route.TRITON: lambda: rungs.prefill_triton(args, flags), Route.REFERENCE: by_branches
     }  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):
         (out, aux), decision = guarded(request, rungs_here, flags, backend)

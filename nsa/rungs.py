@@ -125,8 +125,9 @@ def _selected_triton(args: Args, flags: Flags) -> Tensor:
         elements = lambda: _block_tokens(*where) * (k.shape[-1] + v.shape[-1])
         with log.timed(TIMING, k, flags, elements, bucket="blocks"):
             out = selection_blocks_triton(
-                args["q"], k, v, blocks, block_size=size, **_packed(args)
-            )
+                args["q"], k, v, blocks, block_size=size, use_gluon=flags.use_gluon,
+                **_packed(args),
+            )  # fmt: skip
         log_block_reads(*where, flags)
         return out
     from nsa.kernels.triton_sel_kernel import selection_ranges_triton
@@ -189,7 +190,7 @@ def _compressed_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     from nsa.kernels.prefill import compressed_attention_triton
 
     return compressed_attention_triton(
-        args["q"], args["k"], args["v"], **_packed_compressed(args)
+        args["q"], args["k"], args["v"], use_gluon=flags.use_gluon, **_packed_compressed(args)
     )
 
 
@@ -220,8 +221,9 @@ def _sliding_triton(args: Args, flags: Flags) -> Tensor:
     from nsa.kernels.prefill import sliding_attention_triton
 
     out, _ = sliding_attention_triton(
-        args["q"], args["k"], args["v"], window=args["window"], **_packed(args)
-    )
+        args["q"], args["k"], args["v"], window=args["window"], use_gluon=flags.use_gluon,
+        **_packed(args),
+    )  # fmt: skip
     return out
 
 
@@ -242,7 +244,9 @@ def _blocks_triton(args: Args, flags: Flags) -> Tensor:
     packed, lse = _packed_compressed(args), args["lse"]
     if lse is None:
         with torch.no_grad():
-            _, lse = compressed_attention_triton(args["q"], args["k"], args["k"], **packed)
+            _, lse = compressed_attention_triton(
+                args["q"], args["k"], args["k"], use_gluon=flags.use_gluon, **packed
+            )
     return select_blocks_triton(
         args["q"], args["k"], lse, **{**packed, **_only(args, *_SELECT)}
     )
@@ -251,15 +255,16 @@ def _blocks_triton(args: Args, flags: Flags) -> Tensor:
 # ---- all of prefill at once ----------------------------------------------------------------------
 
 
-def prefill_triton(args: Args) -> tuple[Tensor, dict[str, Any]]:
+def prefill_triton(args: Args, flags: Flags) -> tuple[Tensor, dict[str, Any]]:
     """The fused operator on nsa_attention's arguments: out and {"block_indices", "lse"}."""
     from nsa.kernels.prefill import nsa_prefill_triton
 
     cu, sizes = args["cu_seqlens"], args["sizes"]
     cu_cmp = None if cu is None else cu_seqlens_compressed(cu, sizes["l"], sizes["d"])
     return nsa_prefill_triton(
-        *args["tensors"], **sizes, **_packed(args), cu_seqlens_cmp=cu_cmp
-    )
+        *args["tensors"], **sizes, **_packed(args), cu_seqlens_cmp=cu_cmp,
+        use_gluon=flags.use_gluon,
+    )  # fmt: skip
 
 
 # ---- one decode step -----------------------------------------------------------------------------
