@@ -35,7 +35,11 @@ class BranchKV:
 
 @dataclass(frozen=True)
 class Reads:
-    """Keys read per KV group, summed over the counted queries."""
+    """Keys read per KV group, summed over the counted queries.
+
+    sel: tokens of the blocks that were used. cmp, win: rows of the views that were handed over; of
+    the fused step, whose kernels read the cache in place, what the lengths on the device allow.
+    """
 
     cmp: int
     sel: int
@@ -88,7 +92,7 @@ class NSACache:
         self._batch = torch.arange(batch, device=device)[:, None]
         half = torch.arange(config.d_k // 2, device=device, dtype=torch.float64) * 2 / config.d_k
         self.frequencies = config.rope_base**-half  # rotary, fp64 [Dk / 2]
-        self._counted: list[tuple[int, Tensor, int]] = []
+        self._counted: list[tuple[Tensor, Tensor, Tensor]] = []
         # (backend, flags) -> does append_projected take the kernel; see attention.py.
         self.fused_append: dict[tuple[Any, Any], bool] = {}
 
@@ -404,29 +408,40 @@ class NSACache:
 
     # ---- counting ---------------------------------------------------------------------------
 
-    def record_reads(self, block_indices: Tensor) -> None:
-        """Count what the last T queries read, from the blocks they really used ([B, T, G, n]).
+    def record_reads(
+        self, block_indices: Tensor, n_cmp: int | None = None, n_win: int | None = None
+    ) -> None:
+        """Count what the last T queries read: keys per KV group and query, summed over the T.
 
-        Counts are per KV group; groups and sequences must agree, since every query of a length
-        selects the same number of tokens.
+        block_indices [B, T, G, n]: the blocks that they really used. n_cmp, n_win: keys of the
+        compressed and window views that were handed over, of which an earlier query sees fewer.
+        None: the fused step, whose kernels take both bounds from the lengths on the device, as is
+        done here. Groups and sequences must agree, since every query of a length selects the same
+        number of tokens.
         """
         c, T = self.config, block_indices.shape[1]
         self._same_length("counting reads")
-        t = torch.arange(self.length - T, self.length, device=block_indices.device)
-        ranges = select.blocks_to_ranges(block_indices, c.l_sel, t)
-        positions = range(self.length - T, self.length)
-        cmp = sum(min(self.emitted, visible_compressed(p, c.l, c.d)) for p in positions)
-        win = sum(min(c.w, p + 1) for p in positions)
-        self._counted.append((cmp, select.range_lengths(ranges).sum(1), win))
+        n = self.lens.long()[:, None]
+        i = torch.arange(T, device=n.device)
+        t = n - T + i  # [B, T]
+        sel = select.range_lengths(select.blocks_to_ranges(block_indices, c.l_sel, t)).sum(1)
+        seen = visible_compressed(t, c.l, c.d)
+        last = seen[:, -1:].clamp(max=self.k_cmp.shape[1]) if n_cmp is None else n_cmp
+        cmp = (last - (seen[:, -1:] - seen)).clamp(min=0).sum(1)
+        rows = n.clamp(max=min(c.w - 1 + T, self.k_win.shape[1])) if n_win is None else n_win
+        first = torch.zeros_like(n) + rows - (T - 1)  # of the earliest query
+        win = torch.minimum(first + i, first.clamp(min=c.w)).sum(1)
+        self._counted.append((cmp, sel, win))
 
     def reads(self) -> list[Reads]:
         """What each counted call read, in order. Synchronises the device."""
         result = []
-        for cmp, sel, win in self._counted:
-            low, high = int(sel.min()), int(sel.max())
-            if low != high:
-                raise AssertionError(f"groups read between {low} and {high} selected keys")
-            result.append(Reads(cmp, high, win))
+        for counts in self._counted:
+            for name, x in zip(("compressed", "selected", "window"), counts, strict=True):
+                low, high = int(x.min()), int(x.max())
+                if low != high:
+                    raise AssertionError(f"groups read between {low} and {high} {name} keys")
+            result.append(Reads(*(int(x.max()) for x in counts)))
         return result
 
     def reset_reads(self) -> None:

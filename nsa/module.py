@@ -170,11 +170,9 @@ class NSAAttention(nn.Module):
             else:
                 q, kv = self._project_at(x, cache.angles(positions))
             cache.append(kv, self.phi_k, self.phi_v)
-        out, blocks = attention.nsa_decode(
+        out, _ = attention.nsa_decode(
             q, cache, window, gates, backend=self.backend, flags=self.flags
         )
-        if cache.count_reads:
-            cache.record_reads(blocks)
         return self.out(out.flatten(-2))
 
 

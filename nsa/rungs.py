@@ -281,11 +281,14 @@ def decode_composed(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
         parts = [decode_composed(one(b), flags) for b in range(cache.batch)]
         return torch.cat([out for out, _ in parts]), torch.cat([chosen for _, chosen in parts])
     window = args["window"] or cache.window(q.shape[1])
+    compressed = cache.compressed()
     out, aux = nsa_attention(
-        q, *cache.compressed(), *cache.selectable(), *window, args["gates"],
+        q, *compressed, *cache.selectable(), *window, args["gates"],
         q_start=cache.length - q.shape[1], softmax_scale=args["softmax_scale"],
         backend=args["backend"], flags=flags, return_aux=True, **args["sizes"],
     )  # fmt: skip
+    if cache.count_reads:
+        cache.record_reads(aux["block_indices"], compressed[0].shape[1], window[0].shape[1])
     return out, aux["block_indices"]
 
 
@@ -293,11 +296,14 @@ def _step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     from nsa.kernels.decode import nsa_decode_triton
 
     cache = args["cache"]
-    return nsa_decode_triton(
+    out, block_indices = nsa_decode_triton(
         args["q"].contiguous(), cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
         cache.v_win, args["gates"].contiguous(), cache.lens, max_len=cache.max_len,
         softmax_scale=args["softmax_scale"], window_ring=True, return_indices=True, **args["sizes"],
     )  # fmt: skip
+    if cache.count_reads:
+        cache.record_reads(block_indices)
+    return out, block_indices
 
 
 RUNGS: dict[Branch, dict[Route, Callable[[Args, Flags], Any]]] = {
