@@ -106,7 +106,7 @@ def _selected_sdpa(args: Args, flags: Flags) -> Tensor:
     return _each_sequence(
         args,
         lambda a: selection_sdpa(
-            a["q"], a["k"], a["v"], _ranges(a), softmax_scale=a["softmax_scale"]
+            a["q"], a["k"], a["v"], _ranges(a), softmax_scale=a["softmax_scale"], flags=flags
         ),
     )
 

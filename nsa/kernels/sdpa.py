@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from nsa import launches
+from nsa import launches, log
 from nsa.blocks import num_compressed, visible_compressed
 from nsa.errors import is_sticky
+from nsa.flags import Flags
 from nsa.packing import length_buckets, packed_positions
 
 _CHUNK = 256  # least queries of one call
@@ -68,18 +69,19 @@ def _heads_of_rows(x: Tensor, s: int) -> Tensor:
 
 
 def selection_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, softmax_scale: float | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, softmax_scale: float | None = None,
+    flags: Flags | None = None,
+) -> Tensor:  # fmt: skip
     """Softmax over each row's ranges (Eq. 11 and 12), K and V packed row by row.
 
     q [B, S, HQ, Dk], k [B, Skv, G, Dk], v [B, Skv, G, Dv], clean ranges [B, S, G, n, 2] as
     select.clean_ranges leaves them -> [B, S, HQ, Dv]. Rows of like length (next power of two) share
     one call, split where the gathered keys would pass 2^27 elements. Differentiable; a row without
-    keys gives 0. Waits for the device to learn the lengths.
+    keys gives 0. Waits for the device to learn the lengths. flags: whether packing is timed.
     """
     B, S, HQ, Dk = q.shape
     G, n = k.shape[2], ranges.shape[3]
-    h, scale = HQ // G, _scale(q, softmax_scale)
+    h, scale, flags = HQ // G, _scale(q, softmax_scale), flags or Flags()
     key, _, lengths = packed_positions(ranges.reshape(B * S * G, n, 2))
     first = F.pad(lengths.cumsum(0), (1, 0))
     rows_q = q.reshape(B * S * G, 1, h, Dk)
@@ -94,7 +96,9 @@ def selection_sdpa(
         at = key[first[rows, None] + torch.minimum(slot, count - 1)]
         b, g = rows[:, None] // (S * G), rows[:, None] % G
         mask = (slot < count)[:, None, None].expand(-1, 1, h, -1) if padded else None
-        return _sdpa("sdpa_selection", qs, k[b, at, g][:, None], v[b, at, g][:, None], mask, scale)
+        with log.timed("sel.sdpa.pack", k, flags, rows=len(rows), longest=longest):
+            keys, values = k[b, at, g][:, None], v[b, at, g][:, None]
+        return _sdpa("sdpa_selection", qs, keys, values, mask, scale)
 
     outs, order = [], []
     for bucket, members in length_buckets(lengths).items():

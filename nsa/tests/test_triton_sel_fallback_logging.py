@@ -106,6 +106,13 @@ def test_shapes_and_the_error_are_logged_here_too(monkeypatch, capfd):
     assert second.startswith("NSA-LOG sel.sdpa.compare mae=")
 
 
+def test_packing_is_timed(monkeypatch, capfd):
+    call(monkeypatch, Flags(debug_timing=True), cuda=False)
+    lines = capfd.readouterr().err.splitlines()
+    packs = [x for x in lines if x.startswith("NSA-LOG sel.sdpa.pack ")]
+    assert packs and all(" rows=" in x and " ms=" in x for x in packs)
+
+
 def selected_blocks(device, **how):
     """Three queries at 0, 20 and 40 that choose blocks 0 and 2 of 16: 1, 16 and 25 tokens."""
     kw = {"dtype": torch.float16, "device": device}
