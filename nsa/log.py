@@ -72,18 +72,26 @@ def warn_once(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
+def capturing(like: Any) -> bool:
+    """True while operations on tensor `like` go into a CUDA graph, so that no value can be had."""
+    import torch  # only where there is a tensor: importing nsa needs the standard library alone
+
+    return like.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def timed(
     tag: str, like: Any, flags: Flags, elements: Callable[[], int] | None = None, **kv: Any
 ) -> Iterator[None]:
     """Log the block's time under `tag` when asked for, waiting for the device of tensor `like`.
 
-    elements(): how many of like's size were read, called after the block, for GB/s.
+    elements(): how many of like's size were read, called after the block, for GB/s. While a CUDA
+    graph is captured nothing runs, nothing may wait, and nothing is logged.
     """
-    if not enabled(tag, flags):
+    if not enabled(tag, flags) or capturing(like):
         yield
         return
-    import torch  # only here: importing nsa needs the standard library alone
+    import torch
 
     wait = (lambda: torch.cuda.synchronize(like.device)) if like.is_cuda else (lambda: None)
     wait()

@@ -82,7 +82,7 @@ def log_block_reads(
     block_indices: Tensor, block_size: int, q_start: int, cu_seqlens: Tensor | None, flags: Flags
 ) -> None:
     """Log what kernels read that go by blocks (`sel.triton.reads`), when asked for."""
-    if log.enabled("sel.triton.reads", flags):
+    if log.enabled("sel.triton.reads", flags) and not log.capturing(block_indices):
         tokens = _block_tokens(block_indices, block_size, q_start, cu_seqlens)
         log.log("sel.triton.reads", flags=flags, tokens=tokens,
                 rows=block_indices.shape[:-1].numel())  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.blocks import num_sel_blocks, overlap_matrix, visible_compressed
+from nsa.log import capturing
 
 _CHUNK_SCORES = 1 << 23
 
@@ -155,6 +156,6 @@ def longest_row(ranges: Tensor, n_keys: int, least: int) -> int:
     """
     if not ranges.is_cuda or least <= 1 or n_keys < least or not ranges.numel():
         return n_keys
-    if torch.cuda.is_current_stream_capturing():
+    if capturing(ranges):
         return n_keys
     return int(range_lengths(clean_ranges(ranges, n_keys)).max())

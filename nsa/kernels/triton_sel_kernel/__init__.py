@@ -88,7 +88,7 @@ def selection_ranges_triton(
         raise ValueError(f"path 'dense' needs one range per row, got n = {ranges.shape[3]}")
     log.log("sel.triton.path", flags=flags, path=path, rows=Q.shape[:3].numel(), H=Q.shape[3],
             n=ranges.shape[3], Skv=K.shape[2])  # fmt: skip
-    if log.enabled("sel.triton.reads", flags):
+    if log.enabled("sel.triton.reads", flags) and not log.capturing(ranges):
         tokens = int(range_lengths(clean_ranges(ranges, K.shape[2])).sum())
         log.log("sel.triton.reads", flags=flags, tokens=tokens, rows=Q.shape[:3].numel())
     scale = 1.0 / math.sqrt(d) if softmax_scale is None else float(softmax_scale)
