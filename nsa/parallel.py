@@ -301,8 +301,7 @@ def nsa_attention_parallel(
     [B, n, G, D] -> [B, num_compressed(n), G, D] (nsa.compress), after the tokens that a block
     needs from the next chunk came over. group: a ProcessGroup, a 1-D DeviceMesh, or None for all
     ranks. S is a multiple of 2 * W * d. Returns this rank's rows of out [B, S / W, HQ, Dv]; with
-    return_aux also {"block_indices", "lse", "routes"} of these rows; a branch whose two chunks went
-    different ways has both routes, as "sdpa+triton".
+    return_aux also {"block_indices", "lse", "routes"} of these rows.
 
     check: compare the arguments of all ranks first, so that a mismatch is a ValueError on each of
     them; it waits for the device, so switch it off once shapes are settled. A rank that dies ends
@@ -372,7 +371,7 @@ def nsa_attention_parallel(
 
 
 def merge_routes(early: dict[str, str], late: dict[str, str]) -> dict[str, str]:
-    """Branch -> the route of both chunks, or "early+late" of a branch where they differ."""
+    """aux["routes"] of both chunks: a branch where they differ has "early+late" routes."""
     return {
         branch: late[branch] if early[branch] == late[branch] else f"{early[branch]}+{late[branch]}"
         for branch in late

@@ -100,10 +100,10 @@ def selection_blocks_triton(
     q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv], block_indices int32 [B, S, G, n]: any order,
     repetitions count once, -1 is none; query s stands at key q_start + s < N.
     Packed without B, with int32 cu_seqlens and max_seqlen. block_size: 16, 32 or a multiple of 64.
+    use_gluon (backward): Flags.use_gluon, by default this process's.
     Returns [.., HQ, Dv] in q's dtype (fp16, bf16 or fp32), differentiable in q, k, v; a row without
     keys gives 0. is_ascending: the rows are known to be ascending, without repetitions and -1 last,
-    as select_blocks_triton leaves them. use_gluon (backward): Flags.use_gluon, by default this
-    process's. Raises NotImplementedError for another block_size.
+    as select_blocks_triton leaves them. Raises NotImplementedError for another block_size.
     """
     if block_size not in (16, 32) and block_size % 64:
         raise NotImplementedError(

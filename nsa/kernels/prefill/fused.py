@@ -148,10 +148,10 @@ def nsa_prefill_triton(
 ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
     """NSA of whole sequences or of a chunk (Eq. 5): out [.., HQ, Dv], {"block_indices", "lse"}.
 
+    use_gluon: Flags.use_gluon, by default this process's.
     Shapes as for nsa.nsa_attention: query s stands at q_start + s, the last one at k_win's last
     key; packed inputs start at 0 and need cu_seqlens_cmp too. Differentiable in every tensor but
     the two cu_seqlens. l_sel: 16, 32 or a multiple of 64 (NotImplementedError otherwise).
-    use_gluon: Flags.use_gluon, by default this process's.
     """
     if l_sel not in (16, 32) and l_sel % 64:
         raise NotImplementedError(f"l_sel must be 16, 32 or a multiple of 64, got {l_sel}")

@@ -107,9 +107,9 @@ def compressed_attention_triton(
     q [B, S, HQ, Dk], k_cmp [B, N, G, Dk], v_cmp [B, N, G, Dv]; packed: q [T, HQ, Dk], k_cmp
     [N_total, G, Dk] with int32 cu_seqlens (tokens), cu_seqlens_cmp (compressed keys), max_seqlen.
     Returns out (zeros where no key is visible) and natural-log lse fp32 [.., HQ] (-inf there).
+    use_gluon: Flags.use_gluon, by default this process's.
     Query s stands at position q_start + s (q_start 0 for packed inputs). fp16, bf16 or fp32.
-    Gradients flow through out to q, k_cmp, v_cmp; lse carries none. use_gluon: Flags.use_gluon, by
-    default this process's.
+    Gradients flow through out to q, k_cmp, v_cmp; lse carries none.
     """
     max_k = k_cmp.shape[1] if cu_seqlens is None else max(0, ((max_seqlen or 0) - l) // d + 1)
     return _span_attention(

@@ -25,8 +25,8 @@ from nsa.select import clean_ranges, longest_row, range_lengths
 if TYPE_CHECKING:
     from nsa.dispatch import Route
 
-PATHS = ("ranges", "dense", "varlen")
 TIMING = "sel.triton.bucket_timing"
+PATHS = ("ranges", "dense", "varlen")
 
 
 def selection_attention_triton(
