@@ -113,22 +113,22 @@ def test_packing_is_timed(monkeypatch, capfd):
     assert packs and all(" rows=" in x and " ms=" in x for x in packs)
 
 
-def selected_blocks(device, **how):
-    """Three queries at 0, 20 and 40 that choose blocks 0 and 2 of 16: 1, 16 and 25 tokens."""
-    kw = {"dtype": torch.float16, "device": device}
-    q, k = randn(41, 2, 16, seed=1, **kw), randn(41, 1, 16, seed=2, **kw)
-    blocks = torch.full((41, 1, 2), -1, dtype=torch.int32, device=device)
-    blocks[[0, 20, 40]] = torch.tensor([0, 2], dtype=torch.int32, device=device)
-    return nsa.selection_attention(q[None], k[None], k[None], blocks[None], block_size=16, **how)
-
-
 @pytest.mark.kernel
 def test_what_a_call_by_blocks_logs(kernel_device, capfd):
-    flags = Flags(debug_log=True, debug_timing=True, debug_shapes=True, debug_compare=True)
-    selected_blocks(kernel_device, backend="triton", flags=flags)
+    """Two queries at 39 and 40 that choose blocks 0 and 2 of 16: 24 and 25 tokens."""
+    kw = {"dtype": torch.float16, "device": kernel_device}
+    q, k = randn(1, 2, 2, 16, seed=1, **kw), randn(1, 41, 1, 16, seed=2, **kw)
+    blocks = torch.tensor([0, 2], dtype=torch.int32, device=kernel_device).expand(1, 2, 1, 2)
+    flags = Flags(
+        debug_log=True, debug_timing=True, debug_shapes=True, debug_compare=True,
+        triton_sel_force=True,
+    )  # fmt: skip
+    nsa.selection_attention(
+        q, k, k, blocks, block_size=16, q_start=39, backend="triton", flags=flags
+    )
     lines = capfd.readouterr().err.splitlines()
     (reads,) = [x for x in lines if x.startswith("NSA-LOG sel.triton.reads ")]
-    assert "tokens=42 rows=41" in reads
+    assert "tokens=49 rows=2" in reads
     (path,) = [x for x in lines if x.startswith("NSA-LOG sel.triton.path ")]
     assert "path=blocks" in path
     (timing,) = [x for x in lines if x.startswith("NSA-LOG sel.triton.bucket_timing ")]
