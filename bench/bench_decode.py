@@ -25,7 +25,10 @@ chooses; cmp, sel or win: that one; none: no branch. ms_sel attends to blocks ch
 clock starts: choosing them needs the compressed branch and is part of ms_total only.
 
 reads_*: keys per KV group. reads_actual counts what filling the cache with S - 1 tokens and the one
-step after it really read, reads_actual_decode the step alone; both through the layer itself.
+step after it really read, reads_actual_decode the step alone; both through the layer itself:
+tokens of the blocks it used, and rows of the compressed and window views that it was handed. The
+fused step reads the cache in place; its compressed and window keys are counted from the lengths on
+the device, which bound its loops.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """

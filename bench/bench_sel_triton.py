@@ -56,6 +56,7 @@ from bench.records import (
     write_csv,
 )
 from bench.timing import Budget, Case, Contender, measure
+from nsa.errors import is_sticky
 from nsa.flags import get_flags
 from nsa.kernels import sdpa
 
@@ -342,7 +343,7 @@ def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> list[dict[s
                 times = clock.run([run] * 12, cold=True)[2:] if good else []
                 why = "wrong"
             except Exception as error:
-                if "illegal memory" in str(error):
+                if is_sticky(error):
                     raise
                 times, why = [], f"{type(error).__name__}: {str(error)[:200]}"
             if times:

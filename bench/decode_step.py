@@ -130,10 +130,10 @@ class Step:
         self.gates.uniform_(generator=gen)
         if self.v_padded is not None:
             self.v_padded[..., : c.d_v] = self.cache.v_sel
+        choosing = {n: size for n, size in c.sizes().items() if n != "window"}
         self.blocks.copy_(attention.select_blocks(
-            self.q, self.cache.compressed()[0], l=c.l, d=c.d, l_sel=c.l_sel, n_sel=c.n_sel,
-            n_init=c.n_init, n_local=c.n_local, q_start=self.S - 1, backend="reference",
-            flags=self.flags,
+            self.q, self.cache.compressed()[0], **choosing, q_start=self.S - 1,
+            backend="reference", flags=self.flags,
         ))  # fmt: skip
 
     @contextlib.contextmanager
@@ -172,8 +172,7 @@ class Step:
             chosen = self.blocks if branch == "sel" else None
             return torch.no_grad()(lambda: nsa_decode_triton(
                 self.q, cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
-                cache.v_win, self.open_gates, cache.lens, l=c.l, d=c.d, l_sel=c.l_sel,
-                n_sel=c.n_sel, n_init=c.n_init, n_local=c.n_local, window=c.w, max_len=self.S,
+                cache.v_win, self.open_gates, cache.lens, **c.sizes(), max_len=self.S,
                 window_ring=True, branch=branch, block_indices=chosen,
             ))  # fmt: skip
         at = self.S - 1

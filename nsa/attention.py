@@ -39,11 +39,12 @@ def _check_int(name: str, value: Any, least: int) -> None:
 
 
 def _check_tensors(
-    q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, kv: str = ""
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, kv: str = "", *,
+    keys_only: bool = False,
+) -> None:  # fmt: skip
     """Raise TypeError or ValueError that names the tensor unless shapes and dtypes agree."""
     k_name, v_name = f"k{kv}", f"v{kv}"
-    named = [("q", q), (k_name, k)] + ([(v_name, v)] if v is not None else [])
+    named = [("q", q), (k_name, k)] + ([] if keys_only else [(v_name, v)])
     ndim, lead = (4, "[B, S, H, D]") if cu_seqlens is None else (3, "[T, H, D]")
     for name, x in named:
         if not isinstance(x, Tensor):
@@ -60,7 +61,7 @@ def _check_tensors(
         raise ValueError(f"{k_name} must have q's batch {q.shape[0]}, got {list(k.shape)}")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"{k_name} must have q's Dk={q.shape[-1]}, got {list(k.shape)}")
-    if v is not None and v.shape[:-1] != k.shape[:-1]:
+    if not keys_only and v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
             f"{v_name} must be {k_name} but for Dv: {list(k.shape[:-1])} + [Dv], got "
             f"{list(v.shape)}"
@@ -68,12 +69,32 @@ def _check_tensors(
     HQ, G = q.shape[-2], k.shape[-2]
     if G == 0 or HQ % G:
         raise ValueError(f"q must have a multiple of {k_name}'s G={G} heads, got HQ={HQ}")
-    if q.shape[-1] == 0 or (v is not None and v.shape[-1] == 0):
+    if q.shape[-1] == 0 or (not keys_only and v.shape[-1] == 0):
         raise ValueError("head dimensions must be at least 1")
 
 
-def _check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, tokens: int) -> int | None:
-    """max_seqlen of the packed call. Values are checked on CPU only: on a GPU that would wait."""
+def _check_beside(
+    name: str, x: Any, other: Tensor, shape: tuple[int, ...], owner: str = "q's"
+) -> None:
+    """Raise unless x is a float tensor of this shape on other's device, of whichever dtype."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)}, got {list(x.shape)}")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+    if x.device != other.device:
+        raise ValueError(f"{name} must be on {owner} device {other.device}, got {x.device}")
+
+
+def check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor) -> int | None:
+    """max_seqlen of packed tokens x [T, ..]; without it a GPU has to be waited for.
+
+    Raises TypeError or ValueError that names the argument. With max_seqlen, values of cu_seqlens
+    are checked on CPU only.
+    """
+    if max_seqlen is not None:
+        _check_int("max_seqlen", max_seqlen, 0)
     if cu_seqlens is None:
         if max_seqlen is not None:
             raise ValueError("max_seqlen needs cu_seqlens")
@@ -83,9 +104,13 @@ def _check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, tokens: int
         raise TypeError(f"cu_seqlens must be an int32 tensor, got {kind}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must be [nseq + 1], got shape {list(cu_seqlens.shape)}")
+    if cu_seqlens.device != x.device:
+        raise ValueError(
+            f"cu_seqlens must be on the tokens' device {x.device}, got {cu_seqlens.device}"
+        )
     if cu_seqlens.is_cuda and max_seqlen is not None:
-        return int(max_seqlen)
-    ends = cu_seqlens.tolist()
+        return max_seqlen
+    tokens, ends = x.shape[0], cu_seqlens.tolist()
     lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
     if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0:
         raise ValueError(f"cu_seqlens must rise from 0 to T={tokens}, got {ends}")
@@ -108,6 +133,35 @@ def _check_start(q_start: int, cu_seqlens: Tensor | None) -> None:
     _check_int("q_start", q_start, 0)
     if q_start and cu_seqlens is not None:
         raise ValueError(f"q_start must be 0 with cu_seqlens, got {q_start}")
+
+
+def _check_reach(
+    name: str, k: Tensor, q: Tensor, q_start: int, cu_seqlens: Tensor | None
+) -> None:
+    """k must hold the key of every query; packed keys are those of the queries and no more."""
+    have = k.shape[-3]
+    if cu_seqlens is not None and have != q.shape[0]:
+        raise ValueError(f"{name} must have q's T={q.shape[0]} packed tokens, got {have}")
+    if cu_seqlens is None and have < q_start + q.shape[1]:
+        raise ValueError(
+            f"{name} must hold keys up to the last query at {q_start + q.shape[1] - 1}, got {have} "
+            "keys"
+        )
+
+
+def _check_window(
+    k_win: Tensor, q: Tensor, window: int, q_start: int, cu_seqlens: Tensor | None
+) -> None:
+    """The last query stands at k_win's last key, and the first one's window must be there."""
+    if cu_seqlens is not None:
+        return _check_reach("k_win", k_win, q, 0, cu_seqlens)
+    S, have = q.shape[1], k_win.shape[1]
+    least, most = min(q_start, window - 1) + S, q_start + S
+    if S and not least <= have <= most:
+        raise ValueError(
+            f"k_win must have {least} to {most} keys, of which the last is the last query's, got "
+            f"{have}"
+        )
 
 
 def _check_compressed_count(
@@ -151,7 +205,7 @@ def compressed_attention(
     _check_tensors(q, k_cmp, v_cmp, cu_seqlens, "_cmp")
     check_blocks(l, d, d)
     _check_start(q_start, cu_seqlens)
-    max_seqlen = _check_packed(cu_seqlens, max_seqlen, q.shape[0])
+    max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
     args = dict(
@@ -182,16 +236,16 @@ def select_blocks(
     >>> blocks[0, 255, 0].tolist(), blocks[0, 70, 0].tolist()  # the first block and the last two
     ([0, 2, 3], [0, 1, -1])
     """
-    _check_tensors(q, k_cmp, None, cu_seqlens, "_cmp")
+    _check_tensors(q, k_cmp, None, cu_seqlens, "_cmp", keys_only=True)
     check_blocks(l, d, l_sel)
     _check_int("n_sel", n_sel, 1)
     _check_int("n_init", n_init, 0)
     _check_int("n_local", n_local, 1)
     _check_start(q_start, cu_seqlens)
-    max_seqlen = _check_packed(cu_seqlens, max_seqlen, q.shape[0])
+    max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
-    if lse is not None and lse.shape != q.shape[:-1]:
-        raise ValueError(f"lse must be {list(q.shape[:-1])}, got {list(lse.shape)}")
+    if lse is not None:
+        _check_beside("lse", lse, q, q.shape[:-1])
     flags = dispatch.resolve_flags(flags, q)
     args = dict(
         q=q.detach(), k=k_cmp.detach(), v=k_cmp.detach(), lse=None if lse is None else lse.detach(),
@@ -210,14 +264,14 @@ def selection_attention(
     """Attention over exactly the selected tokens of each query and group. [B, S, HQ, Dv].
 
     Name the tokens by block_indices int [B, S, G, n] (block j is [j*block_size, (j+1)*block_size)
-    cut after query t = q_start + s, -1 none) or by ranges int [B, S, G, n, 2] of [start, end),
-    which are cut to the keys, but not after the query: the caller answers for causality there.
-    Overlaps count once; an empty row gives 0 and zero gradients.
+    cut after query t = q_start + s, -1 none; k reaches the last query) or by ranges int
+    [B, S, G, n, 2] of [start, end), which are cut to the keys, but not after the query: the caller
+    answers for causality there. Overlaps count once; an empty row gives 0 and zero gradients.
     """
     _check_tensors(q, k, v, cu_seqlens)
     _check_start(q_start, cu_seqlens)
     _check_int("block_size", block_size, 1)
-    max_seqlen = _check_packed(cu_seqlens, max_seqlen, q.shape[0])
+    max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     if (block_indices is None) == (ranges is None):
         raise ValueError("give either block_indices or ranges")
     rows = [*q.shape[:-2], k.shape[-2]]
@@ -232,15 +286,13 @@ def selection_attention(
         raise ValueError(f"{name} must be {[*rows, 'n', *tail]}, got {list(given.shape)}")
     if given.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {given.device}")
+    if cu_seqlens is not None or ranges is None:
+        _check_reach("k", k, q, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
     if ranges is not None:
-        limit: Tensor | int = k.shape[-3]
-        if cu_seqlens is not None:
-            lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-            limit = lengths.repeat_interleave(lengths, output_size=q.shape[0])[:, None]
-        ranges = select.clean_ranges(ranges, limit)
-        wants_length = flags.use_triton_sel and q.is_cuda and ranges.numel()
-        key_len = int(select.range_lengths(ranges).max()) if wants_length else 0
+        least = flags.sel_triton_min_L if flags.use_triton_sel else 0  # 0: nothing to decide
+        bound = k.shape[-3] if max_seqlen is None else max_seqlen
+        key_len = select.longest_row(ranges, bound, least)
     else:
         # An upper bound: the true length would need the indices' values, a device wait.
         key_len = min(block_indices.shape[-1] * block_size, k.shape[-3])
@@ -266,19 +318,17 @@ def sliding_attention(
     """
     _check_tensors(q, k, v, cu_seqlens)
     _check_int("window", window, 1)
-    max_seqlen = _check_packed(cu_seqlens, max_seqlen, q.shape[0])
+    max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     if q_start is None:
         q_start = 0 if cu_seqlens is not None else k.shape[1] - q.shape[1]
     _check_start(q_start, cu_seqlens)
-    S, N = q.shape[-3], k.shape[-3]
-    if cu_seqlens is None and q_start + S > N or cu_seqlens is not None and S != N:
-        raise ValueError(f"k must reach the last query at {q_start + S - 1}, got {N} keys")
+    _check_reach("k", k, q, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
     args = dict(
         q=q, k=k, v=v, window=window, q_start=q_start, softmax_scale=_scale(softmax_scale, q),
         cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
     )  # fmt: skip
-    key_len = min(window, N if max_seqlen is None else max_seqlen)
+    key_len = min(window, k.shape[1] if max_seqlen is None else max_seqlen)
     return dispatch.run(Branch.SLIDING, args, flags, backend, key_len=key_len)[0]
 
 
@@ -337,25 +387,29 @@ def nsa_attention(
     k_win, v_win, each branch with its own projection; gates [B, S, HQ, 3] (cmp, sel, win), after
     the sigmoid: the Triton backward gives NaN for negative ones. A chunk of a sequence, or
     decoding: q_start is the position of the first query; the last query stands at k_win's last
-    key, so k_win may hold the window's keys only.
+    key, so k_win may leave out what lies before the first query's window.
 
     Returns out [B, S, HQ, Dv]; with return_aux also {"block_indices", "lse", "routes": {branch:
     route really taken}}. Raises ValueError or TypeError that names the argument.
     """
-    if not isinstance(gates, Tensor) or gates.shape != (*q.shape[:-1], 3):
-        got = list(gates.shape) if isinstance(gates, Tensor) else type(gates).__name__
-        raise ValueError(f"gates must be {[*q.shape[:-1], 3]}, got {got}")
-    _check_tensors(q, k_sel, v_sel, cu_seqlens, "_sel")
-    if k_sel.shape[-3] < q_start + q.shape[-3]:
-        raise ValueError(
-            f"k_sel must hold keys up to {q_start + q.shape[-3] - 1}, got {k_sel.shape[-3]}"
-        )
+    for kv, k, v in (("_cmp", k_cmp, v_cmp), ("_sel", k_sel, v_sel), ("_win", k_win, v_win)):
+        _check_tensors(q, k, v, cu_seqlens, kv)
+    _check_beside("gates", gates, q, (*q.shape[:-1], 3))
     for name, x in (("k_sel", k_sel), ("k_win", k_win)):
         if x.shape[-2] != k_cmp.shape[-2]:
             raise ValueError(f"{name} must have k_cmp's G={k_cmp.shape[-2]}, got {list(x.shape)}")
     for name, x in (("v_sel", v_sel), ("v_win", v_win)):
         if x.shape[-1] != v_cmp.shape[-1]:
             raise ValueError(f"{name} must have v_cmp's Dv={v_cmp.shape[-1]}, got {list(x.shape)}")
+    check_blocks(l, d, l_sel)
+    for name, value, least in (("n_sel", n_sel, 1), ("n_init", n_init, 0), ("n_local", n_local, 1),
+                               ("window", window, 1)):  # fmt: skip
+        _check_int(name, value, least)
+    _check_start(q_start, cu_seqlens)
+    max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
+    _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
+    _check_reach("k_sel", k_sel, q, q_start, cu_seqlens)
+    _check_window(k_win, q, window, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
     route = dispatch.parse_backend(backend)
     common: dict[str, Any] = dict(
@@ -386,21 +440,11 @@ def nsa_attention(
     sizes = dict(
         l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window
     )
-    whole = k_win.shape[-3] >= q.shape[-3] > 0 and l_sel % d == 0
-    if not whole:
+    if not q.numel():
         out, aux = by_branches()
     else:
-        for kv, k, v in (("_cmp", k_cmp, v_cmp), ("_win", k_win, v_win)):
-            _check_tensors(q, k, v, cu_seqlens, kv)
-        check_blocks(l, d, l_sel)
-        for name, value, least in (("n_sel", n_sel, 1), ("n_init", n_init, 0),
-                                   ("n_local", n_local, 1), ("window", window, 1)):  # fmt: skip
-            _check_int(name, value, least)
-        max_len = _check_packed(cu_seqlens, max_seqlen, q.shape[0])
-        _check_start(q_start, cu_seqlens)
-        _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
         args = dict(
-            tensors=tensors, sizes=sizes, cu_seqlens=cu_seqlens, max_seqlen=max_len,
+            tensors=tensors, sizes=sizes, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
             q_start=q_start, softmax_scale=_scale(softmax_scale, q),
         )  # fmt: skip
         out, aux = dispatch.run_prefill(args, by_branches, flags, backend)
@@ -439,6 +483,7 @@ def append_projected(
         if backend is not None or dispatch.must_raise(error):
             raise
         cache.fused_append[key] = False
+        dispatch.warn_launch_error("the decode step's append on triton", error)
         log("append.triton.fallback", flags=flags, reason="launch_error",
             error=f"{type(error).__name__}: {error}"[:300])  # fmt: skip
         return None
@@ -453,16 +498,20 @@ def nsa_decode(
     q [B, T, HQ, Dk], gates [B, T, HQ, 3]; the tokens are in the cache already. window: what
     cache.window_with gave before they were appended, needed for T > cache.max_step.
     One fused Triton step where policy allows and T <= cache.max_step, else nsa_attention on views
-    of the cache.
+    of the cache. Raises ValueError or TypeError that names the argument.
     """
-    c, T = cache.config, q.shape[1]
+    c = cache.config
+    T = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else 0
+    _check_beside("q", q, cache.k_sel, (cache.batch, T, c.heads, c.d_k), "the cache's")
+    if q.dtype != cache.k_sel.dtype:
+        raise TypeError(f"q must have the cache's {cache.k_sel.dtype}, got {q.dtype}")
+    _check_beside("gates", gates, q, (*q.shape[:-1], 3))
+    if T > min(cache.lengths):
+        raise ValueError(f"q must be of tokens in the cache: T={T}, lengths {cache.lengths}")
     flags = dispatch.resolve_flags(flags, q)
-    sizes = dict(
-        l=c.l, d=c.d, l_sel=c.l_sel, n_sel=c.n_sel, n_init=c.n_init, n_local=c.n_local, window=c.w
-    )
     args = dict(
-        q=q, k=cache.k_sel, v=cache.v_sel, cache=cache, window=window, gates=gates, sizes=sizes,
-        softmax_scale=_scale(softmax_scale, q), backend=backend,
+        q=q, k=cache.k_sel, v=cache.v_sel, cache=cache, window=window, gates=gates,
+        sizes=c.sizes(), softmax_scale=_scale(softmax_scale, q), backend=backend,
     )  # fmt: skip
     route = dispatch.parse_backend(backend)
     prefill = T > cache.max_step  # many tokens at once are work for the prefill kernels

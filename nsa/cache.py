@@ -45,7 +45,11 @@ class BranchKV:
 
 @dataclass(frozen=True)
 class Reads:
-    """Keys read per KV group, summed over the counted queries."""
+    """Keys read per KV group, summed over the counted queries.
+
+    sel: tokens of the blocks that were used. cmp, win: rows of the views that were handed over; of
+    the fused step, whose kernels read the cache in place, what the lengths on the device allow.
+    """
 
     cmp: int
     sel: int
@@ -64,10 +68,11 @@ class NSACache:
 
     k_cmp, v_cmp [B, Nc_max, G, D]; k_sel, v_sel [B, max_len, G, D]; k_win, v_win a ring
     [B, w + max_step - 1, G, D] where position p lives in row p % rows; lens int32 [B] on the
-    device holds the lengths, lengths: list[int] what the host knows of them. Sequences grow
-    together; stack() makes a cache of sequences of different lengths. growable: a longer sequence
-    doubles the buffers (which moves them, so not inside a CUDA graph) instead of raising
-    ValueError. count_reads keeps what each step read.
+    device holds the lengths, lengths: list[int] what the host knows of them; highest: list[int]
+    the greatest length that each sequence was written up to. Sequences grow together; stack() makes
+    a cache of sequences of different lengths. growable: a longer sequence doubles the buffers
+    (which moves them, so not inside a CUDA graph) instead of raising ValueError. count_reads keeps
+    what each step read.
     """
 
     def __init__(
@@ -81,6 +86,8 @@ class NSACache:
         self.config, self.batch, self.max_len, self.max_step = config, batch, max_len, max_step
         self.growable, self.count_reads = growable, count_reads
         self.lengths = [0] * batch
+        # Rows of the rings hold the positions below this, of which rewind() can go back to some.
+        self.highest = [0] * batch
         # A captured step must emit for every length that it will be replayed at, see append.
         self.emit_always = False
         self._like = {"device": device, "dtype": dtype or torch.get_default_dtype()}
@@ -95,7 +102,7 @@ class NSACache:
         self._batch = torch.arange(batch, device=device)[:, None]
         half = torch.arange(config.d_k // 2, device=device, dtype=torch.float64) * 2 / config.d_k
         self.frequencies = config.rope_base**-half  # rotary, fp64 [Dk / 2]
-        self._counted: list[tuple[int, Tensor, int]] = []
+        self._counted: list[tuple[Tensor, Tensor, Tensor]] = []
         # (backend, flags) -> does append_projected take the kernel; see attention.py.
         self.fused_append: dict[tuple[Any, Any], bool] = {}
 
@@ -111,21 +118,29 @@ class NSACache:
         """One batch out of caches of one layer, each filled to a length of its own.
 
         max_len: capacity of the new cache, at least every length; default the largest capacity.
+        growable and count_reads are theirs, counted reads stay with them. Raises ValueError when
+        they disagree, and for sequences of different lengths with count_reads.
         """
         if not caches:
             raise ValueError("caches must hold at least one NSACache, got none")
         first = caches[0]
-        for c in caches:
-            if (c.config, c.max_step, c._like) != (first.config, first.max_step, first._like):
-                raise ValueError("caches must agree in config, max_step, dtype and device")
+        traits = lambda c: (c.config, c.max_step, c._like, c.growable, c.count_reads)
+        if any(traits(c) != traits(first) for c in caches):
+            raise ValueError(
+                "caches must agree in config, max_step, dtype, device, growable and count_reads"
+            )
         longest = max(c.length for c in caches)
         max_len = max(c.max_len for c in caches) if max_len is None else max_len
         if max_len < longest:
             raise ValueError(f"max_len must be at least the longest {longest}, got {max_len}")
         result = cls(
             first.config, sum(c.batch for c in caches), max_len, max_step=first.max_step,
-            **first._like,
+            growable=first.growable, count_reads=first.count_reads, **first._like,
         )  # fmt: skip
+        result.lengths = [n for c in caches for n in c.lengths]
+        result.highest = [n for c in caches for n in c.highest]
+        if result.count_reads:
+            result._same_length("count_reads")
         at = 0
         for c in caches:
             for name in _BUFFERS:
@@ -134,13 +149,13 @@ class NSACache:
                 getattr(result, name)[at : at + c.batch, :rows] = was[:, :rows]
             result.lens[at : at + c.batch] = c.lens
             at += c.batch
-        result.lengths = [n for c in caches for n in c.lengths]
         return result
 
     def row(self, b: int) -> NSACache:
         """Sequence b alone: a cache of batch 1 whose buffers are views of this one's."""
         one = copy.copy(self)
         one.batch, one.lengths, one.growable = 1, [self.lengths[b]], False
+        one.highest = [self.highest[b]]
         one.count_reads, one._counted = False, []
         for name in (*_BUFFERS, "lens"):
             setattr(one, name, getattr(self, name)[b : b + 1])
@@ -248,14 +263,22 @@ class NSACache:
         """append() of T <= max_step tokens and the rotary turn by Triton kernels.
 
         q [B, T, HQ * Dk], k [B, T, 3 * G * Dk] and v [B, T, 3 * G * Dv] as projected, of the
-        cache's dtype. Returns the turned queries [B, T, HQ, Dk].
+        cache's dtype and device. Returns the turned queries [B, T, HQ, Dk]. Raises ValueError or
+        TypeError that names the argument; nothing is appended then.
         """
         from nsa.kernels.decode.append import append_turned, due_rows, emit_due
 
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.dtype != self.k_sel.dtype:
-                raise TypeError(f"{name} must have the cache's {self.k_sel.dtype}, got {x.dtype}")
-        T = q.shape[1]
+        c, T = self.config, q.shape[1] if q.ndim == 3 else 0
+        if not 1 <= T <= self.max_step:
+            raise ValueError(
+                f"q must be [B, T, HQ * Dk] with T from 1 to max_step={self.max_step}, got "
+                f"{list(q.shape)}"
+            )
+        self._check_new(
+            q=(q, (self.batch, T, c.heads * c.d_k)),
+            k=(k, (self.batch, T, 3 * c.groups * c.d_k)),
+            v=(v, (self.batch, T, 3 * c.groups * c.d_v)),
+        )  # fmt: skip
         self._make_room(T)
         turned = append_turned(q, k, v, self)
         due = self._due(T)
@@ -273,6 +296,11 @@ class NSACache:
                     f"cache holds max_len={self.max_len} tokens, got {self.length} + {T}"
                 )
             self._grow(end)
+        self.mark_written(T)
+
+    def mark_written(self, T: int) -> None:
+        """Rows of T tokens after the lengths are overwritten, whether or not the lengths follow."""
+        self.highest = [max(h, n + T) for h, n in zip(self.highest, self.lengths, strict=True)]
 
     def _advance(self, T: int) -> None:
         self.lens += T
@@ -344,24 +372,39 @@ class NSACache:
     def rewind(self, n: int) -> None:
         """Forget the n newest tokens of every sequence, as when drafted tokens are refused.
 
-        n is at most max_step: the rings keep no more. Raises ValueError beyond.
+        The rings go back to max_step tokens below the greatest length ever written, earlier
+        rewinds and the trial steps of a StepGraph included. Raises ValueError beyond.
         """
-        most = min(self.max_step, min(self.lengths))
+        highest = map(max, self.highest, self.lengths)
+        most = min(
+            n - max(0, h - self.max_step) for n, h in zip(self.lengths, highest, strict=True)
+        )
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= most:
-            raise ValueError(f"n must be an int from 0 to {most}, got {n!r}")
+            raise ValueError(
+                f"n must be an int from 0 to {most}, got {n!r}: a cache of "
+                f"max_step={self.max_step} keeps no more"
+            )
         if n:
             self.lens -= n
             self.lengths = [length - n for length in self.lengths]
 
     def _check(self, new: BranchKV) -> None:
-        c = self.config
-        T = new.k_sel.shape[1]
-        for name, x in vars(new).items():
-            expected = (self.batch, T, c.groups, c.d_k if name[0] == "k" else c.d_v)
-            if tuple(x.shape) != expected:
+        c, T = self.config, new.k_sel.shape[1]
+        self._check_new(**{
+            name: (x, (self.batch, T, c.groups, c.d_k if name[0] == "k" else c.d_v))
+            for name, x in vars(new).items()
+        })
+
+    def _check_new(self, **named: tuple[Tensor, tuple[int, ...]]) -> None:
+        """Raise unless each tensor has its shape and the cache's dtype and device."""
+        like = self.k_sel
+        for name, (x, expected) in named.items():
+            if x.shape != expected:
                 raise ValueError(f"{name} must be {list(expected)}, got {list(x.shape)}")
-            if x.dtype != self.k_sel.dtype:
-                raise TypeError(f"{name} must have the cache's {self.k_sel.dtype}, got {x.dtype}")
+            if x.dtype != like.dtype:
+                raise TypeError(f"{name} must have the cache's {like.dtype}, got {x.dtype}")
+            if x.device != like.device:
+                raise ValueError(f"{name} must be on the cache's {like.device}, got {x.device}")
 
     def _grow(self, need: int) -> None:
         self.max_len = max(need, 2 * self.max_len)
@@ -375,29 +418,40 @@ class NSACache:
 
     # ---- counting ---------------------------------------------------------------------------
 
-    def record_reads(self, block_indices: Tensor) -> None:
-        """Count what the last T queries read, from the blocks they really used ([B, T, G, n]).
+    def record_reads(
+        self, block_indices: Tensor, n_cmp: int | None = None, n_win: int | None = None
+    ) -> None:
+        """Count what the last T queries read: keys per KV group and query, summed over the T.
 
-        Counts are per KV group; groups and sequences must agree, since every query of a length
-        selects the same number of tokens.
+        block_indices [B, T, G, n]: the blocks that they really used. n_cmp, n_win: keys of the
+        compressed and window views that were handed over, of which an earlier query sees fewer.
+        None: the fused step, whose kernels take both bounds from the lengths on the device, as is
+        done here. Groups and sequences must agree, since every query of a length selects the same
+        number of tokens.
         """
         c, T = self.config, block_indices.shape[1]
         self._same_length("counting reads")
-        t = torch.arange(self.length - T, self.length, device=block_indices.device)
-        ranges = select.blocks_to_ranges(block_indices, c.l_sel, t)
-        positions = range(self.length - T, self.length)
-        cmp = sum(min(self.emitted, visible_compressed(p, c.l, c.d)) for p in positions)
-        win = sum(min(c.w, p + 1) for p in positions)
-        self._counted.append((cmp, select.range_lengths(ranges).sum(1), win))
+        n = self.lens.long()[:, None]
+        i = torch.arange(T, device=n.device)
+        t = n - T + i  # [B, T]
+        sel = select.range_lengths(select.blocks_to_ranges(block_indices, c.l_sel, t)).sum(1)
+        seen = visible_compressed(t, c.l, c.d)
+        last = seen[:, -1:].clamp(max=self.k_cmp.shape[1]) if n_cmp is None else n_cmp
+        cmp = (last - (seen[:, -1:] - seen)).clamp(min=0).sum(1)
+        rows = n.clamp(max=min(c.w - 1 + T, self.k_win.shape[1])) if n_win is None else n_win
+        first = torch.zeros_like(n) + rows - (T - 1)  # of the earliest query
+        win = torch.minimum(first + i, first.clamp(min=c.w)).sum(1)
+        self._counted.append((cmp, sel, win))
 
     def reads(self) -> list[Reads]:
         """What each counted call read, in order. Synchronises the device."""
         result = []
-        for cmp, sel, win in self._counted:
-            low, high = int(sel.min()), int(sel.max())
-            if low != high:
-                raise AssertionError(f"groups read between {low} and {high} selected keys")
-            result.append(Reads(cmp, high, win))
+        for counts in self._counted:
+            for name, x in zip(("compressed", "selected", "window"), counts, strict=True):
+                low, high = int(x.min()), int(x.max())
+                if low != high:
+                    raise AssertionError(f"groups read between {low} and {high} {name} keys")
+            result.append(Reads(*(int(x.max()) for x in counts)))
         return result
 
     def reset_reads(self) -> None:

@@ -63,6 +63,13 @@ class NSAConfig:
         """h: query heads that share one KV group."""
         return self.heads // self.groups
 
+    def sizes(self) -> dict[str, int]:
+        """The sizes as nsa_attention and the kernels take them by name."""
+        return dict(
+            l=self.l, d=self.d, l_sel=self.l_sel, n_sel=self.n_sel, n_init=self.n_init,
+            n_local=self.n_local, window=self.w,
+        )  # fmt: skip
+
     @classmethod
     def from_yaml(cls, path: str | Path) -> NSAConfig:
         """Read the `model` and `nsa` sections of a YAML file such as configs/base.yaml.

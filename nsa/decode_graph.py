@@ -31,7 +31,10 @@ def why_no_graph(tensor: Tensor, caches: Sequence[NSACache]) -> str | None:
 
 @contextlib.contextmanager
 def _at_every_length(caches: Sequence[NSACache]) -> Iterator[None]:
-    """Steps inside do the work of every length, and leave the lengths as they were."""
+    """Steps inside do the work of every length, and leave the lengths as they were.
+
+    What they wrote beyond them stays, and rewind() knows of it: cache.highest is not put back.
+    """
     before = [(cache.emit_always, list(cache.lengths), cache.lens.clone()) for cache in caches]
     for cache in caches:
         cache.emit_always = True
@@ -132,5 +135,6 @@ class StepGraph:
         self._fits()
         self.graph.replay()
         for cache in self.caches:
+            cache.mark_written(self.tokens)
             cache.lengths = [n + self.tokens for n in cache.lengths]
         return self.output

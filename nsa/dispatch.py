@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.errors import must_raise
 from nsa.flags import Flags, get_flags
-from nsa.log import enabled, log, once
+from nsa.log import enabled, log, once, warn_once
 from nsa.routes import (
     LADDER,
     REASONS,
@@ -34,7 +36,7 @@ from nsa.routes import (
 __all__ = [
     "LADDER", "REASONS", "Branch", "Decision", "Request", "Route", "RouteUnavailable", "decide",
     "guarded", "interpreting", "log_device", "make_request", "must_raise", "needs_grad",
-    "parse_backend", "resolve_flags", "run", "run_prefill", "trace", "why_not",
+    "parse_backend", "resolve_flags", "run", "run_prefill", "trace", "warn_launch_error", "why_not",
 ]  # fmt: skip
 
 
@@ -97,41 +99,33 @@ def make_request(
 
 # ---- running -------------------------------------------------------------------------------------
 
-_trace: list[list[Decision]] = []
+# (The thread that asked, its list). None is every thread: asking who runs would break a graph that
+# torch.compile traces.
+_sinks: list[tuple[int | None, list[Decision]]] = []
 
 
 @contextlib.contextmanager
 def trace() -> Iterator[list[Decision]]:
-    """Collect the decisions really taken inside the block, fallbacks after errors included."""
-    taken: list[Decision] = []
-    _trace.append(taken)
+    """Collect the decisions really taken inside the block, fallbacks after errors included.
+
+    Those of the thread that opened the block, and those of threads that Python did not start: on a
+    GPU, autograd recomputes checkpointed layers in threads of its own, which serve every caller of
+    backward(), so that two threads which train at a time find these of each other as well.
+    """
+    sink = (None if torch.compiler.is_compiling() else threading.get_ident(), [])
+    _sinks.append(sink)
     try:
-        yield taken
+        yield sink[1]
     finally:
-        _trace[:] = [t for t in _trace if t is not taken]
+        _sinks[:] = [s for s in _sinks if s is not sink]
 
 
-# After one of these every later CUDA call of the process fails too: falling back would only hide
-# where it happened.
-_STICKY = (
-    "illegal memory access",
-    "device-side assert",
-    "misaligned address",
-    "unspecified launch failure",
-    "illegal instruction",
-    "invalid address space",
-    "hardware stack error",
-    "uncorrectable",
-    "context is destroyed",
-)
-
-
-def must_raise(error: BaseException) -> bool:
-    """True for errors that no fallback may hide: out of memory and sticky CUDA errors."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error).lower()
-    return "out of memory" in text or any(word in text for word in _STICKY)
+def _record(decision: Decision) -> None:
+    here = None if torch.compiler.is_compiling() else threading.current_thread()
+    anyone = here is None or isinstance(here, threading._DummyThread)
+    for owner, taken in _sinks:
+        if anyone or owner is None or owner == here.ident:
+            taken.append(decision)
 
 
 def guarded(
@@ -140,9 +134,10 @@ def guarded(
 ) -> tuple[Any, Decision]:  # fmt: skip
     """Run the first rung that may and can: (its result, the decision as it was really taken).
 
-    A named backend runs alone and its error is the caller's. Otherwise an error of a rung other
-    than the reference is logged (`<branch>.<route>.fallback reason=`) and the next rung runs;
-    out of memory and sticky CUDA errors are raised.
+    A named backend runs alone and its error is the caller's; arguments that it has no kernel for
+    are RouteUnavailable. Otherwise an error of a rung other than the reference is logged
+    (`<branch>.<route>.fallback reason=`) and the next rung runs; a kernel that fails is a
+    RuntimeWarning too, once per branch and error. Out of memory and sticky CUDA errors are raised.
     """
     decision = decide(request, flags, backend)
     rejected = list(decision.rejected)
@@ -158,7 +153,11 @@ def guarded(
         try:
             result = rungs[route]()
         except Exception as error:
-            if decision.requested is not None or route is Route.REFERENCE or must_raise(error):
+            if route is Route.REFERENCE or must_raise(error):
+                raise
+            if decision.requested is not None:
+                if isinstance(error, NotImplementedError):
+                    raise RouteUnavailable(route, "unsupported", str(error)) from error
                 raise
             reason = "launch_error"
             if isinstance(error, RouteUnavailable):
@@ -167,12 +166,14 @@ def guarded(
                 reason = "unsupported"
             rejected.append((route, reason))
             _log_fallback(request, route, reason, flags, error)
+            if reason == "launch_error":
+                warn_launch_error(f"{request.branch.value} on {route.value}", error)
             continue
         taken = replace(decision, route=route, rejected=tuple(rejected))
         log(f"{request.branch.value}.path", flags=flags, route=route.value,
             requested=taken.requested and taken.requested.value)  # fmt: skip
-        for sink in _trace:
-            sink.append(taken)
+        if _sinks:
+            _record(taken)
         return result, taken
     raise AssertionError("the reference route always ends the ladder")
 
@@ -201,6 +202,12 @@ def _log_fallback(
     if error is not None:
         extra["error"] = f"{type(error).__name__}: {error}"[:300]
     log(f"{prefix}.fallback", flags=flags, reason=reason, **extra)
+
+
+def warn_launch_error(what: str, error: Exception) -> None:
+    """Say once per error, with no debug flag, that a slower route serves instead of a kernel."""
+    text = f"{type(error).__name__}: {error}"[:300]
+    warn_once(f"nsa: {what} failed, another route serves instead: {text}")
 
 
 def log_device(device: torch.device, flags: Flags) -> None:
@@ -270,12 +277,15 @@ def run_prefill(
     ):  # fmt: skip
         return by_branches()
     rungs_here: dict[Route, Callable[[], Any]] = {
-        Route.TRITON: lambda: rungs.prefill_triton(args), Route.REFERENCE: by_branches
+        Route.TRITON: lambda: rungs.prefill_triton(args, flags), Route.REFERENCE: by_branches
     }  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):
         (out, aux), decision = guarded(request, rungs_here, flags, backend)
     if decision.route is Route.TRITON:
         log_device(q.device, flags)
+        rungs.log_block_reads(
+            aux["block_indices"], sizes["l_sel"], args["q_start"], args["cu_seqlens"], flags
+        )
         aux = {**aux, "routes": {branch.value: Route.TRITON.value for branch in _WHOLE}}
     return out, aux
 

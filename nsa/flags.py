@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import os
 import re
+import reprlib
 import threading
 import warnings
 from collections.abc import Mapping
@@ -36,8 +37,8 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_count(text: str) -> int:
-    if not re.fullmatch(r"\s*\d+\s*", text, re.ASCII):
-        raise ValueError("an integer of 0 or more")
+    if not re.fullmatch(r"\s*\d{1,18}\s*", text, re.ASCII):
+        raise ValueError("an integer of 0 or more, of at most 18 digits")
     return int(text)
 
 
@@ -141,7 +142,8 @@ class Flags:
     test_train: bool = _flag(
         "NSA_TEST_TRAIN", _parse_bool, False, "training GPU tests must run: a skip is a failure"
     )
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    # Field -> (value, where from_env() found it).
+    sources: Mapping[str, tuple[Any, str]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for f in flag_fields():
@@ -149,7 +151,7 @@ class Flags:
             try:
                 parsed = f.metadata["parse"](_as_text(value))
             except ValueError as e:
-                raise ValueError(f"Flags.{f.name} must be {e}, got {value!r}") from None
+                raise ValueError(f"Flags.{f.name} must be {e}, got {_short(value)}") from None
             if type(parsed) is not type(value):
                 raise TypeError(
                     f"Flags.{f.name} must be {type(parsed).__name__}, got {value!r}"
@@ -183,18 +185,26 @@ class Flags:
                 try:
                     seen[name] = f.metadata["parse"](text)
                 except ValueError as e:
-                    raise ValueError(f"{name} must be {e}, got {text!r}") from None
+                    raise ValueError(f"{name} must be {e}, got {_short(text)}") from None
             if seen:  # a flag and its alias: either one suffices
                 values[f.name] = any(seen.values()) if len(seen) > 1 else next(iter(seen.values()))
-                sources[f.name] = "env " + "+".join(seen)
+                sources[f.name] = (values[f.name], "env " + "+".join(seen))
         return cls(**values, sources=sources)
+
+    def source(self, name: str) -> str:
+        """Where field `name` has its value from: "env <variable>", "<file> runtime", "default" or
+        "argument", also after dataclasses.replace()."""
+        value = getattr(self, name)
+        if name in self.sources:
+            found, where = self.sources[name]
+            return where if found == value else "argument"
+        return "default" if value == type(self).__dataclass_fields__[name].default else "argument"
 
     def effective(self) -> list[dict[str, Any]]:
         """One {name, value, source} per variable, aliases included, for the report."""
         rows = []
         for f in flag_fields():
-            value = getattr(self, f.name)
-            source = self.sources.get(f.name) or ("default" if value == f.default else "argument")
+            value, source = getattr(self, f.name), self.source(f.name)
             for name in filter(None, (f.metadata["env"], f.metadata["alias"])):
                 rows.append({"name": name, "value": value, "source": source})
         return rows
@@ -234,33 +244,49 @@ def _warn_unknown(env: Mapping[str, str]) -> None:
 
 
 def _as_text(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 1000:  # str() may refuse it
+        return _short(value)
     return "none" if value is None else str(value)
+
+
+def _short(value: Any) -> str:
+    """What an error message says that it got: one line, also for a value of a million digits."""
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"an integer of {value.bit_length()} bits"
+    return reprlib.repr(value)
+
+
+def _mapping(value: Any, where: str) -> Mapping:
+    """A section of the file, {} where it is empty. Raises ValueError for anything but a mapping."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a mapping, got {_short(value)}")
+    return value
 
 
 def _runtime_values(
     path: Path, device_name: str | None
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, tuple[Any, str]]]:
     """Values and sources from the file's `runtime` section: common keys, then the device's."""
     if not path.is_file():
         return {}, {}
     import yaml  # only here: importing nsa needs the standard library alone
 
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise ValueError(f"{path.name} is not valid YAML: {str(e)[:200]}") from None
-    runtime = document.get("runtime") or {} if isinstance(document, dict) else None
-    if not isinstance(runtime, dict):
-        raise ValueError(f"{path.name}: runtime must be a mapping, got {type(runtime).__name__}")
-    devices = runtime.get("devices") or {}
-    if not isinstance(devices, dict):
-        raise ValueError(f"{path.name}: runtime.devices must be a mapping of device names")
+    runtime = _mapping(_mapping(document, path.name).get("runtime"), f"{path.name}: runtime")
+    where = f"{path.name}: runtime.devices"
+    devices = _mapping(runtime.get("devices"), where)
+    of_device = {name: _mapping(entry, f"{where}.{name}") for name, entry in devices.items()}
     fields = {f.name.lower(): f for f in flag_fields()}
     values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
+    sources: dict[str, tuple[Any, str]] = {}
     sections = [("runtime", {k: v for k, v in runtime.items() if k != "devices"})]
-    if device_name is not None and device_name in devices:
-        sections.append((f"runtime.devices.{device_name}", devices[device_name] or {}))
+    if device_name in of_device:
+        sections.append((f"runtime.devices.{device_name}", of_device[device_name]))
     for where, section in sections:
         for key, raw in section.items():
             f = fields.get(str(key).lower())
@@ -271,8 +297,10 @@ def _runtime_values(
             try:
                 values[f.name] = f.metadata["parse"](_as_text(raw))
             except ValueError as e:
-                raise ValueError(f"{path.name}: {where}.{key} must be {e}, got {raw!r}") from None
-            sources[f.name] = f"{path.name} {where}"
+                raise ValueError(
+                    f"{path.name}: {where}.{key} must be {e}, got {_short(raw)}"
+                ) from None
+            sources[f.name] = (values[f.name], f"{path.name} {where}")
     return values, sources
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Hashable
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nsa.flags import Flags, get_flags
@@ -58,6 +61,47 @@ def once(tag: str, key: Hashable = None, *, flags: Flags | None = None, **kv: An
             return
         _once.add((tag, key))
     log(tag, flags=flags, **kv)
+
+
+def warn_once(text: str) -> None:
+    """A RuntimeWarning, once per text in a process."""
+    with _lock:
+        if ("", text) in _once:
+            return
+        _once.add(("", text))
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def capturing(like: Any) -> bool:
+    """True while operations on tensor `like` go into a CUDA graph, so that no value can be had."""
+    import torch  # only where there is a tensor: importing nsa needs the standard library alone
+
+    return like.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def timed(
+    tag: str, like: Any, flags: Flags, elements: Callable[[], int] | None = None, **kv: Any
+) -> Iterator[None]:
+    """Log the block's time under `tag` when asked for, waiting for the device of tensor `like`.
+
+    elements(): how many of like's size were read, called after the block, for GB/s. While a CUDA
+    graph is captured nothing runs, nothing may wait, and nothing is logged.
+    """
+    if not enabled(tag, flags) or capturing(like):
+        yield
+        return
+    import torch
+
+    wait = (lambda: torch.cuda.synchronize(like.device)) if like.is_cuda else (lambda: None)
+    wait()
+    begin = time.perf_counter()
+    yield
+    wait()
+    seconds = time.perf_counter() - begin
+    if elements is not None:
+        kv["gbs"] = elements() * like.element_size() / seconds / 1e9
+    log(tag, flags=flags, **{**kv, "ms": seconds * 1e3})
 
 
 def reset() -> None:

@@ -46,6 +46,12 @@ class NSALanguageModel(nn.Module):
     def forward(
         self, tokens: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Tensor:
+        """Logits [B, S, vocab] of tokens int64 [B, S]; [T, vocab] of packed [T].
+
+        cu_seqlens int32 [nseq + 1] and max_seqlen as in nsa/attention.py, with its ValueError or
+        TypeError. A token outside of the vocabulary is nn.Embedding's IndexError on a CPU; a GPU
+        stops with a device-side assert.
+        """
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cu_seqlens, max_seqlen)
@@ -57,7 +63,7 @@ class NSALanguageModel(nn.Module):
     ) -> tuple[Tensor, list[NSACache]]:
         """Logits [B, S, vocab] of the prompt and one cache per layer.
 
-        max_len: fixed capacity of the caches; None lets them grow.
+        max_len: fixed capacity of the caches, at least S or ValueError; None lets them grow.
         """
         x = self.embedding(tokens)
         caches = [
@@ -73,7 +79,13 @@ class NSALanguageModel(nn.Module):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, caches: list[NSACache]) -> Tensor:
-        """Logits [B, T, vocab] of the T newest tokens [B, T]; the caches take them up."""
+        """Logits [B, T, vocab] of the T newest tokens [B, T]; the caches take them up.
+
+        caches: one per layer, as prefill() made them. Raises ValueError when they are not as many,
+        or tokens have not their batch, or do not fit any more.
+        """
+        if len(caches) != self.n_layers:
+            raise ValueError(f"caches must be {self.n_layers}, one per layer, got {len(caches)}")
         x = self.embedding(tokens)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block.step(x, cache)

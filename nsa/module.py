@@ -37,7 +37,11 @@ def turn(x: Tensor, angle: Tensor) -> Tensor:
 
 
 class GateMLP(nn.Module):
-    """Gates in (0, 1) per head and branch from the token: x [.., dim] -> [.., HQ, 3]."""
+    """Gates in (0, 1) per head and branch from the token: x [.., dim] -> [.., HQ, 3], in x's dtype.
+
+    hidden: width of its hidden layer, by default dim / 4 but at least heads. A last dimension other
+    than dim, or another dtype than the weights', is nn.Linear's RuntimeError.
+    """
 
     def __init__(self, dim: int, heads: int, hidden: int | None = None) -> None:
         super().__init__()
@@ -88,14 +92,9 @@ class NSAAttention(nn.Module):
         (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = k.chunk(3, dim=-2), v.chunk(3, dim=-2)
         return BranchKV(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
 
-    def _sizes(self) -> dict[str, int]:
-        c = self.config
-        return dict(
-            l=c.l, d=c.d, l_sel=c.l_sel, n_sel=c.n_sel, n_init=c.n_init, n_local=c.n_local,
-            window=c.w,
-        )  # fmt: skip
-
     def _check(self, x: Tensor, ndim: int) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         if x.ndim != ndim or x.shape[-1] != self.config.dim:
             lead = "[B, S, dim]" if ndim == 3 else "[T, dim]"
             raise ValueError(f"x must be {lead} with dim={self.config.dim}, got {list(x.shape)}")
@@ -103,8 +102,13 @@ class NSAAttention(nn.Module):
     def forward(
         self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Tensor:
-        """Attend within x [B, S, dim], or within each sequence of packed x [T, dim]."""
+        """Attend within x [B, S, dim], or within each sequence of packed x [T, dim].
+
+        cu_seqlens int32 [nseq + 1] and max_seqlen as in nsa/attention.py. Raises ValueError or
+        TypeError that names the argument.
+        """
         self._check(x, 3 if cu_seqlens is None else 2)
+        max_seqlen = attention.check_packed(cu_seqlens, max_seqlen, x)
         positions = torch.arange(x.shape[-2], device=x.device)
         if cu_seqlens is not None:
             lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
@@ -114,7 +118,7 @@ class NSAAttention(nn.Module):
         out = attention.nsa_attention(
             q, self.phi_k(kv.k_cmp, cu_seqlens), self.phi_v(kv.v_cmp, cu_seqlens), kv.k_sel,
             kv.v_sel, kv.k_win, kv.v_win, self.gate(x), cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen, backend=self.backend, flags=self.flags, **self._sizes(),
+            max_seqlen=max_seqlen, backend=self.backend, flags=self.flags, **self.config.sizes(),
         )  # fmt: skip
         return self.out(out.flatten(-2))
 
@@ -128,15 +132,25 @@ class NSAAttention(nn.Module):
         return NSACache(self.config, batch, max_len, **kwargs)
 
     def prefill(self, x: Tensor, cache: NSACache) -> Tensor:
-        """Attend within x [B, S, dim] and fill the empty cache with it."""
+        """Attend within x [B, S, dim] and fill the empty cache with it.
+
+        Raises ValueError when the cache holds tokens, and as step() does.
+        """
         if cache.length:
             raise ValueError(f"cache must be empty for prefill, it holds {cache.length} tokens")
         return self.step(x, cache)
 
     @torch.no_grad()
     def step(self, x: Tensor, cache: NSACache) -> Tensor:
-        """Append the T >= 1 newest tokens x [B, T, dim] to the cache and attend from them."""
+        """Append the T newest tokens x [B, T, dim] to the cache and attend from them.
+
+        Raises ValueError when x has not the cache's batch or device, or does not fit any more.
+        """
         self._check(x, 3)
+        if x.shape[0] != cache.batch:
+            raise ValueError(f"x must have the cache's batch {cache.batch}, got {list(x.shape)}")
+        if x.device != cache.lens.device:
+            raise ValueError(f"x must be on the cache's {cache.lens.device}, got {x.device}")
         if x.shape[1] == 0:
             return x.clone()
         # The ring keeps enough for max_step queries; more of them need the keys before they go.
@@ -156,11 +170,9 @@ class NSAAttention(nn.Module):
             else:
                 q, kv = self._project_at(x, cache.angles(positions))
             cache.append(kv, self.phi_k, self.phi_v)
-        out, blocks = attention.nsa_decode(
+        out, _ = attention.nsa_decode(
             q, cache, window, gates, backend=self.backend, flags=self.flags
         )
-        if cache.count_reads:
-            cache.record_reads(blocks)
         return self.out(out.flatten(-2))
 
 
@@ -206,12 +218,19 @@ class NSABlock(nn.Module):
     def forward(
         self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Tensor:
+        """x [B, S, dim], or packed x [T, dim], to the same shape and dtype.
+
+        Arguments and errors as for NSAAttention; of a last dimension other than dim the norm
+        complains first (RuntimeError).
+        """
         return self._finish(x, self.attention(self.attention_norm(x), cu_seqlens, max_seqlen))
 
     @torch.no_grad()
     def prefill(self, x: Tensor, cache: NSACache) -> Tensor:
+        """forward() of x [B, S, dim] that fills the empty cache. ValueError as NSAAttention's."""
         return self._finish(x, self.attention.prefill(self.attention_norm(x), cache))
 
     @torch.no_grad()
     def step(self, x: Tensor, cache: NSACache) -> Tensor:
+        """forward() of the T newest tokens x [B, T, dim]. ValueError as NSAAttention.step's."""
         return self._finish(x, self.attention.step(self.attention_norm(x), cache))

@@ -1,27 +1,12 @@
-"""Selected keys and values gathered row after row, packed with cu_seqlens as flash-attn does."""
+"""Where the selected keys of each row lie, gathered row after row, and rows of like length."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.select import range_lengths
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Rows (b, s, g) in that order, each with the keys of its ranges, ascending.
-
-    k [T, Dk], v [T, Dv], cu_seqlens int32 [B*S*G + 1], lengths int64 [B*S*G].
-    """
-
-    k: Tensor
-    v: Tensor
-    cu_seqlens: Tensor
-    lengths: Tensor
 
 
 def packed_positions(ranges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,19 +23,6 @@ def packed_positions(ranges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     slot = torch.arange(len(owner), device=ranges.device)
     key = starts[owner] + slot - before[owner]
     return key, owner // max(n, 1), range_lengths(ranges)
-
-
-def pack_ranges(k: Tensor, v: Tensor, ranges: Tensor) -> Packed:
-    """Gather the keys and values of every row's ranges; differentiable in k and v.
-
-    k [B, Skv, G, Dk], v [B, Skv, G, Dv], ranges [B, S, G, n, 2]: disjoint, within [0, Skv), as
-    select.clean_ranges leaves them.
-    """
-    B, S, G, n, _ = ranges.shape
-    key, row, lengths = packed_positions(ranges.reshape(B * S * G, n, 2))
-    b, g = row // (S * G), row % G
-    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return Packed(k[b, key, g], v[b, key, g], cu_seqlens, lengths)
 
 
 def length_buckets(lengths: Tensor) -> dict[int, Tensor]:

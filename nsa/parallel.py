@@ -453,7 +453,16 @@ def _parallel(
     if not return_aux:
         return out
     aux = {n: torch.cat([a[n] for a in auxes], 1) for n in ("block_indices", "lse")}
-    return out, {**aux, "routes": auxes[1]["routes"]}
+    early, late = (a["routes"] for a in auxes)
+    return out, {**aux, "routes": merge_routes(early, late)}
+
+
+def merge_routes(early: dict[str, str], late: dict[str, str]) -> dict[str, str]:
+    """aux["routes"] of both chunks: a branch where they differ has "early+late" routes."""
+    return {
+        branch: late[branch] if early[branch] == late[branch] else f"{early[branch]}+{late[branch]}"
+        for branch in late
+    }
 
 
 def nsa_layer_parallel(layer: NSAAttention, x: Tensor, group: Group = None, *,
@@ -471,7 +480,7 @@ def nsa_layer_parallel(layer: NSAAttention, x: Tensor, group: Group = None, *,
         return (q, *branches, layer.gate(x))
 
     out = _parallel(
-        project, layer.phi_k, layer.phi_v, group, layer._sizes(), None, layer.backend, layer.flags,
+        project, layer.phi_k, layer.phi_v, group, layer.config.sizes(), None, layer.backend, layer.flags,
         False, check,
     )  # fmt: skip
     return layer.out(out.flatten(-2))

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa import reference, select
+from nsa import log, reference, select
 from nsa.blocks import cu_seqlens_compressed, num_compressed
 from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
+from nsa.layouts import token_positions
 
 Args = dict[str, Any]
 
@@ -62,11 +63,29 @@ def _packed_compressed(args: Args) -> Args:
 def _ranges(args: Args) -> Tensor:
     """The rows' clean ranges, whichever way the caller named the keys."""
     if args["ranges"] is not None:
-        return args["ranges"]
+        return select.clean_ranges(args["ranges"], args["k"].shape[1])
     S = args["q"].shape[1]
     t = torch.arange(args["q_start"], args["q_start"] + S, device=args["q"].device)
     ranges = select.blocks_to_ranges(args["block_indices"], args["block_size"], t)
     return select.clean_ranges(ranges, args["k"].shape[1])
+
+
+def _block_tokens(
+    block_indices: Tensor, block_size: int, q_start: int, cu_seqlens: Tensor | None
+) -> int:
+    """Tokens of the chosen blocks, summed over queries and groups. Waits for the device."""
+    t = token_positions(block_indices.shape, cu_seqlens).to(block_indices.device) + q_start
+    return int(select.range_lengths(select.blocks_to_ranges(block_indices, block_size, t)).sum())
+
+
+def log_block_reads(
+    block_indices: Tensor, block_size: int, q_start: int, cu_seqlens: Tensor | None, flags: Flags
+) -> None:
+    """Log what kernels read that go by blocks (`sel.triton.reads`), when asked for."""
+    if log.enabled("sel.triton.reads", flags) and not log.capturing(block_indices):
+        tokens = _block_tokens(block_indices, block_size, q_start, cu_seqlens)
+        log.log("sel.triton.reads", flags=flags, tokens=tokens,
+                rows=block_indices.shape[:-1].numel())  # fmt: skip
 
 
 # ---- selected ------------------------------------------------------------------------------------
@@ -87,7 +106,7 @@ def _selected_sdpa(args: Args, flags: Flags) -> Tensor:
     return _each_sequence(
         args,
         lambda a: selection_sdpa(
-            a["q"], a["k"], a["v"], _ranges(a), softmax_scale=a["softmax_scale"]
+            a["q"], a["k"], a["v"], _ranges(a), softmax_scale=a["softmax_scale"], flags=flags
         ),
     )
 
@@ -95,18 +114,30 @@ def _selected_sdpa(args: Args, flags: Flags) -> Tensor:
 def _selected_triton(args: Args, flags: Flags) -> Tensor:
     if args["block_indices"] is not None:
         from nsa.kernels.prefill import selection_blocks_triton
+        from nsa.kernels.triton_sel_kernel import TIMING
 
-        return selection_blocks_triton(
-            args["q"], args["k"], args["v"], args["block_indices"],
-            block_size=args["block_size"], **_packed(args),
+        k, v, blocks, size = (args[n] for n in ("k", "v", "block_indices", "block_size"))
+        log.log(
+            "sel.triton.path", flags=flags, path="blocks", rows=blocks.shape[:-1].numel(),
+            H=args["q"].shape[-2] // k.shape[-2], n=blocks.shape[-1], Skv=k.shape[-3],
         )  # fmt: skip
+        where = (blocks, size, args["q_start"], args["cu_seqlens"])
+        elements = lambda: _block_tokens(*where) * (k.shape[-1] + v.shape[-1])
+        with log.timed(TIMING, k, flags, elements, bucket="blocks"):
+            out = selection_blocks_triton(
+                args["q"], k, v, blocks, block_size=size, use_gluon=flags.use_gluon,
+                **_packed(args),
+            )  # fmt: skip
+        log_block_reads(*where, flags)
+        return out
     from nsa.kernels.triton_sel_kernel import selection_ranges_triton
 
     def one(a: Args) -> Tensor:
         G = a["k"].shape[2]
         out = selection_ranges_triton(
             a["q"].unflatten(2, (G, a["q"].shape[2] // G)), a["k"].transpose(1, 2),
-            a["v"].transpose(1, 2), a["ranges"], softmax_scale=a["softmax_scale"], flags=flags,
+            a["v"].transpose(1, 2), a["ranges"], softmax_scale=a["softmax_scale"],
+            path=a.get("path"), flags=flags,
         )  # fmt: skip
         return out.flatten(2, 3)
 
@@ -138,7 +169,11 @@ def _fa2(run: Callable[..., Any], args: Args, flags: Flags, *names: str) -> Any:
     names = (*names, "softmax_scale", "q_start", "cu_seqlens", "max_seqlen")
 
     def one(a: Args) -> Any:
-        return run(a["q"], a["k"], a["v"], form=form, **_only(a, *names))
+        result = run(a["q"], a["k"], a["v"], form=form, **_only(a, *names))
+        packed = form == "varlen" or a["cu_seqlens"] is not None
+        log.log("fa2.call", flags=flags, call=run.__name__, form="varlen" if packed else "dense",
+                q=list(a["q"].shape), k=list(a["k"].shape))  # fmt: skip
+        return result
 
     if form == "dense" and args["cu_seqlens"] is not None:
         return _each_sequence({**args, "max_seqlen": None}, one)
@@ -155,7 +190,7 @@ def _compressed_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     from nsa.kernels.prefill import compressed_attention_triton
 
     return compressed_attention_triton(
-        args["q"], args["k"], args["v"], **_packed_compressed(args)
+        args["q"], args["k"], args["v"], use_gluon=flags.use_gluon, **_packed_compressed(args)
     )
 
 
@@ -186,8 +221,9 @@ def _sliding_triton(args: Args, flags: Flags) -> Tensor:
     from nsa.kernels.prefill import sliding_attention_triton
 
     out, _ = sliding_attention_triton(
-        args["q"], args["k"], args["v"], window=args["window"], **_packed(args)
-    )
+        args["q"], args["k"], args["v"], window=args["window"], use_gluon=flags.use_gluon,
+        **_packed(args),
+    )  # fmt: skip
     return out
 
 
@@ -208,7 +244,9 @@ def _blocks_triton(args: Args, flags: Flags) -> Tensor:
     packed, lse = _packed_compressed(args), args["lse"]
     if lse is None:
         with torch.no_grad():
-            _, lse = compressed_attention_triton(args["q"], args["k"], args["k"], **packed)
+            _, lse = compressed_attention_triton(
+                args["q"], args["k"], args["k"], use_gluon=flags.use_gluon, **packed
+            )
     return select_blocks_triton(
         args["q"], args["k"], lse, **{**packed, **_only(args, *_SELECT)}
     )
@@ -217,15 +255,16 @@ def _blocks_triton(args: Args, flags: Flags) -> Tensor:
 # ---- all of prefill at once ----------------------------------------------------------------------
 
 
-def prefill_triton(args: Args) -> tuple[Tensor, dict[str, Any]]:
+def prefill_triton(args: Args, flags: Flags) -> tuple[Tensor, dict[str, Any]]:
     """The fused operator on nsa_attention's arguments: out and {"block_indices", "lse"}."""
     from nsa.kernels.prefill import nsa_prefill_triton
 
     cu, sizes = args["cu_seqlens"], args["sizes"]
     cu_cmp = None if cu is None else cu_seqlens_compressed(cu, sizes["l"], sizes["d"])
     return nsa_prefill_triton(
-        *args["tensors"], **sizes, **_packed(args), cu_seqlens_cmp=cu_cmp
-    )
+        *args["tensors"], **sizes, **_packed(args), cu_seqlens_cmp=cu_cmp,
+        use_gluon=flags.use_gluon,
+    )  # fmt: skip
 
 
 # ---- one decode step -----------------------------------------------------------------------------
@@ -242,11 +281,14 @@ def decode_composed(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
         parts = [decode_composed(one(b), flags) for b in range(cache.batch)]
         return torch.cat([out for out, _ in parts]), torch.cat([chosen for _, chosen in parts])
     window = args["window"] or cache.window(q.shape[1])
+    compressed = cache.compressed()
     out, aux = nsa_attention(
-        q, *cache.compressed(), *cache.selectable(), *window, args["gates"],
+        q, *compressed, *cache.selectable(), *window, args["gates"],
         q_start=cache.length - q.shape[1], softmax_scale=args["softmax_scale"],
         backend=args["backend"], flags=flags, return_aux=True, **args["sizes"],
     )  # fmt: skip
+    if cache.count_reads:
+        cache.record_reads(aux["block_indices"], compressed[0].shape[1], window[0].shape[1])
     return out, aux["block_indices"]
 
 
@@ -254,11 +296,14 @@ def _step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     from nsa.kernels.decode import nsa_decode_triton
 
     cache = args["cache"]
-    return nsa_decode_triton(
+    out, block_indices = nsa_decode_triton(
         args["q"].contiguous(), cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
         cache.v_win, args["gates"].contiguous(), cache.lens, max_len=cache.max_len,
         softmax_scale=args["softmax_scale"], window_ring=True, return_indices=True, **args["sizes"],
     )  # fmt: skip
+    if cache.count_reads:
+        cache.record_reads(block_indices)
+    return out, block_indices
 
 
 RUNGS: dict[Branch, dict[Route, Callable[[Args, Flags], Any]]] = {

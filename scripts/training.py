@@ -260,7 +260,7 @@ def training_flags(device: torch.device) -> Flags:
     if device.type != "cuda":
         return flags
     wanted = {"use_triton_sel": True, "sel_triton_allow_grad": True, "sel_triton_min_L": 1}
-    free = {k: v for k, v in wanted.items() if not flags.sources.get(k, "").startswith("env")}
+    free = {k: v for k, v in wanted.items() if not flags.source(k).startswith("env")}
     return replace(flags, **free)
 
 

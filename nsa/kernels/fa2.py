@@ -387,27 +387,3 @@ def _compressed_packed(
     out = _unfold(out, G, d).flatten(0, 1)[slot].masked_fill(blind[:, None, None], 0)
     lse = _unfold(lse[..., None], G, d)[..., 0].flatten(0, 1)[slot]
     return out, lse.masked_fill(blind[:, None], -math.inf)
-
-
-# ---- a baseline for benches ----------------------------------------------------------------------
-
-
-def packed_fa2(
-    Q: Tensor, K_all: Tensor, V_all: Tensor, cu_seqlens: Tensor, max_len: int, *,
-    formulation: str = "mqa_rows", softmax_scale: float | None = None,
-) -> Tensor:  # fmt: skip
-    """Rows with keys of their own in one varlen FA-2 call, without padding.
-
-    Q [N, H, Dk], K_all [T, Dk], V_all [T, Dv], cu_seqlens int32 [N+1] -> [N, H, Dv]. formulation
-    "gqa": one query of H heads per row; "mqa_rows": H queries of one head. Every row has a key.
-    """
-    if formulation not in ("gqa", "mqa_rows"):
-        raise ValueError(f"formulation must be gqa or mqa_rows, got {formulation!r}")
-    N, H, D = Q.shape
-    rows = 1 if formulation == "gqa" else H
-    out, _ = _call(
-        Q.reshape(N * rows, H // rows, D), K_all[:, None], V_all[:, None],
-        scale=_scale(Q, softmax_scale), causal=False, cu_q=_uniform(N, rows, Q.device),
-        cu_k=cu_seqlens, max_q=rows, max_k=max_len,
-    )  # fmt: skip
-    return out.reshape(N, H, -1)

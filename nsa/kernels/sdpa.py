@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from nsa import launches
+from nsa import launches, log
 from nsa.blocks import num_compressed, visible_compressed
+from nsa.errors import is_sticky
+from nsa.flags import Flags
 from nsa.packing import length_buckets, packed_positions
 
 _CHUNK = 256  # least queries of one call
@@ -67,18 +69,19 @@ def _heads_of_rows(x: Tensor, s: int) -> Tensor:
 
 
 def selection_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, softmax_scale: float | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, softmax_scale: float | None = None,
+    flags: Flags | None = None,
+) -> Tensor:  # fmt: skip
     """Softmax over each row's ranges (Eq. 11 and 12), K and V packed row by row.
 
     q [B, S, HQ, Dk], k [B, Skv, G, Dk], v [B, Skv, G, Dv], clean ranges [B, S, G, n, 2] as
     select.clean_ranges leaves them -> [B, S, HQ, Dv]. Rows of like length (next power of two) share
     one call, split where the gathered keys would pass 2^27 elements. Differentiable; a row without
-    keys gives 0. Waits for the device to learn the lengths.
+    keys gives 0. Waits for the device to learn the lengths. flags: whether packing is timed.
     """
     B, S, HQ, Dk = q.shape
     G, n = k.shape[2], ranges.shape[3]
-    h, scale = HQ // G, _scale(q, softmax_scale)
+    h, scale, flags = HQ // G, _scale(q, softmax_scale), flags or Flags()
     key, _, lengths = packed_positions(ranges.reshape(B * S * G, n, 2))
     first = F.pad(lengths.cumsum(0), (1, 0))
     rows_q = q.reshape(B * S * G, 1, h, Dk)
@@ -93,7 +96,9 @@ def selection_sdpa(
         at = key[first[rows, None] + torch.minimum(slot, count - 1)]
         b, g = rows[:, None] // (S * G), rows[:, None] % G
         mask = (slot < count)[:, None, None].expand(-1, 1, h, -1) if padded else None
-        return _sdpa("sdpa_selection", qs, k[b, at, g][:, None], v[b, at, g][:, None], mask, scale)
+        with log.timed("sel.sdpa.pack", k, flags, rows=len(rows), longest=longest):
+            keys, values = k[b, at, g][:, None], v[b, at, g][:, None]
+        return _sdpa("sdpa_selection", qs, keys, values, mask, scale)
 
     outs, order = [], []
     for bucket, members in length_buckets(lengths).items():
@@ -215,43 +220,15 @@ BACKENDS = {
 FORMULATIONS = ("gqa", "mqa_rows")
 
 
-@dataclass(frozen=True)
-class Padded:
-    """Packed rows as SDPA takes them: k [N, Lmax, D], v [N, Lmax, Dv], mask bool [N, 1, 1, Lmax].
-
-    mask is None where every row has Lmax keys.
-    """
-
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-
-
-def pack(K_all: Tensor, V_all: Tensor, cu_seqlens: Tensor) -> Padded:
-    """Pad packed keys [T, D] and values [T, Dv] with cu_seqlens [N+1] to the longest row.
-
-    What a bench does before the clock starts. Raises ValueError when a row has no keys.
-    """
-    starts = cu_seqlens[:-1].long()
-    lengths = cu_seqlens[1:].long() - starts
-    low, longest = int(lengths.min()), int(lengths.max())
-    if low < 1:
-        raise ValueError("cu_seqlens must give every row at least one key for a padded baseline")
-    slot = torch.arange(longest, device=K_all.device)
-    at = starts[:, None] + torch.minimum(slot, lengths[:, None] - 1)
-    mask = None if low == longest else (slot < lengths[:, None])[:, None, None]
-    return Padded(K_all[at], V_all[at], mask)
-
-
 def packed_sdpa(
     Q: Tensor, K: Tensor, V: Tensor, *, backend: str, formulation: str,
-    mask: Tensor | None = None, softmax_scale: float | None = None,
+    softmax_scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """One SDPA call, on exactly the named backend, for rows with keys of their own.
 
-    Q [N, H, D], K [N, L, D], V [N, L, Dv] -> [N, H, Dv]; mask from pack(), where rows differ in
-    length. formulation "gqa": H heads share one K head (enable_gqa); "mqa_rows": the H heads are
-    query rows of one head. Both are views. backend: flash, efficient, cudnn or math.
+    Q [N, H, D], K [N, L, D], V [N, L, Dv] -> [N, H, Dv]. formulation "gqa": H heads share one K
+    head (enable_gqa); "mqa_rows": the H heads are query rows of one head. Both are views. backend:
+    flash, efficient, cudnn or math.
 
     Raises ValueError for unknown names, RuntimeError when the backend cannot run the call.
     """
@@ -264,14 +241,12 @@ def packed_sdpa(
     scale = _scale(Q, softmax_scale)
     with sdpa_kernel(BACKENDS[backend]):
         if formulation == "mqa_rows":
-            if mask is not None:
-                mask = mask.expand(-1, 1, Q.shape[1], -1)
             out = F.scaled_dot_product_attention(
-                Q[:, None], K[:, None], V[:, None], attn_mask=mask, scale=scale
+                Q[:, None], K[:, None], V[:, None], scale=scale
             )[:, 0]
         else:
             out = F.scaled_dot_product_attention(
-                Q[:, :, None], K[:, None], V[:, None], attn_mask=mask, scale=scale, enable_gqa=True
+                Q[:, :, None], K[:, None], V[:, None], scale=scale, enable_gqa=True
             )[:, :, 0]
     launches.bump(f"sdpa_{backend}_{formulation}", library=True)
     return out
@@ -285,21 +260,19 @@ class Baselines:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def baselines(Q: Tensor, K: Tensor, V: Tensor, *, cu_seqlens: Tensor | None = None) -> Baselines:
+def baselines(Q: Tensor, K: Tensor, V: Tensor) -> Baselines:
     """Every named packed_sdpa that really runs on these tensors, each tried once.
 
-    K [N, L, D] and V [N, L, Dv]; or packed [T, D], [T, Dv] with cu_seqlens [N+1], then padded here,
-    outside of the calls. Names are "sdpa_<backend>_<formulation>".
+    Q [N, H, D], K [N, L, D], V [N, L, Dv]. Names are "sdpa_<backend>_<formulation>". Raises an
+    error after which the device cannot be used any more.
     """
-    padded = Padded(K, V, None) if cu_seqlens is None else pack(K, V, cu_seqlens)
     found = Baselines()
     for backend in BACKENDS:
         for formulation in FORMULATIONS:
             name = f"sdpa_{backend}_{formulation}"
             call = functools.partial(
-                packed_sdpa, Q, padded.k, padded.v, backend=backend, formulation=formulation,
-                mask=padded.mask,
-            )  # fmt: skip
+                packed_sdpa, Q, K, V, backend=backend, formulation=formulation
+            )
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 try:
@@ -307,7 +280,7 @@ def baselines(Q: Tensor, K: Tensor, V: Tensor, *, cu_seqlens: Tensor | None = No
                     if Q.is_cuda:
                         torch.cuda.synchronize(Q.device)
                 except RuntimeError as error:
-                    if "illegal memory access" in str(error):
+                    if is_sticky(error):
                         raise
                     words = [str(error), *(str(w.message) for w in said)]
                     found.refused[name] = _first_reason(words)

@@ -205,6 +205,46 @@ def test_reads_are_counted_from_the_blocks_really_used(layer):
         c.reads()
 
 
+@pytest.mark.parametrize("view, wide", [("window", (9, 19, 14)), ("compressed", (11, 19, 12))])
+def test_a_view_that_is_too_wide_shows_in_the_reads(view, wide, layer, monkeypatch):
+    module, x, _ = layer
+    _, c = decode(module, x[:, : S - 1], 40, [1], count_reads=True)
+    c.reset_reads()
+    good = getattr(NSACache, view)
+
+    def wider(self, *args):
+        if view == "window":
+            return self.k_win[:, :14], self.v_win[:, :14]
+        k, v = good(self)
+        return k.repeat(1, 2, 1, 1)[:, :11], v.repeat(1, 2, 1, 1)[:, :11]
+
+    monkeypatch.setattr(NSACache, view, wider)
+    module.step(x[:, S - 1 :], c)
+    (read,) = c.reads()
+    assert (read.cmp, read.sel, read.win) == wide
+
+
+@pytest.mark.parametrize("T, at", [(1, 43), (8, 43), (8, 9), (3, 20)])
+def test_the_fused_steps_reads_are_those_of_the_devices_lengths(T, at, layer):
+    module, x, _ = layer
+    sizes = dict(l=8, d=4, l_sel=8, n_sel=3, w=12)
+    _, c = decode(module, x[:, :at], at, [1])
+    composed = module.make_cache(2, S, count_reads=True)
+    module.prefill(x[:, : at - T], composed)
+    composed.reset_reads()
+    module.step(x[:, at - T : at], composed)
+    (read,) = composed.reads()
+    assert read.total == sum(blocks.reads(n, **sizes) for n in range(at - T + 1, at + 1))
+    none = torch.full((2, T, 2, 3), -1, dtype=torch.int32)
+    c.record_reads(none)
+    assert (c.reads()[0].cmp, c.reads()[0].win) == (read.cmp, read.win)
+    c.lens[1] = T  # a device that disagrees with the host
+    c.reset_reads()
+    c.record_reads(none)
+    with pytest.raises(AssertionError, match="groups read between"):
+        c.reads()
+
+
 def test_no_counting_unless_asked(layer):
     module, x, _ = layer
     _, c = decode(module, x, 40, [1])
@@ -221,5 +261,7 @@ def test_model_decodes_what_it_computes_in_one_pass():
     for at in range(13, 30):
         parts.append(model.step(ids[:, at : at + 1], caches))
     torch.testing.assert_close(torch.cat(parts, 1), whole.detach(), atol=1e-12, rtol=0)
+    with pytest.raises(ValueError, match="caches must be 2, one per layer, got 1"):
+        model.step(ids[:, :1], caches[:1])
     with pytest.raises(ValueError, match="max_len=13"):
         model.step(ids[:, :1], model.prefill(ids[:, :13], max_len=13)[1])

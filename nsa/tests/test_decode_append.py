@@ -187,7 +187,19 @@ def test_bad_input_appends_nothing():
     with torch.no_grad():
         with pytest.raises(TypeError, match="q must have the cache's torch.float32, got torch.fl"):
             cache.append_projected(*project(torch.float16), layer.phi_k, layer.phi_v)
+        for name in ("q", "k", "v"):
+            wrong = dict(zip("qkv", project(torch.float32), strict=True))
+            wrong[name] = wrong[name].expand(3, -1, -1)
+            with pytest.raises(ValueError, match=rf"{name} must be \[1, 1, .* got \[3, 1"):
+                cache.append_projected(*wrong.values(), layer.phi_k, layer.phi_v)
+        with pytest.raises(ValueError, match=r"T from 1 to max_step=8, got \[1, 9, 144\]"):
+            x = torch.zeros(1, 9, 24)
+            cache.append_projected(*project(torch.float32), layer.phi_k, layer.phi_v)
         x = torch.zeros(1, 3, 24)
         with pytest.raises(ValueError, match=r"max_len=2 tokens, got 0 \+ 3"):
             cache.append_projected(*project(torch.float32), layer.phi_k, layer.phi_v)
+    with pytest.raises(ValueError, match=r"x must have the cache's batch 1, got \[3, 1, 24\]"):
+        layer.step(torch.zeros(3, 1, 24), cache)
+    with pytest.raises(ValueError, match="x must be on the cache's cpu, got meta"):
+        layer.step(torch.zeros(1, 1, 24, device="meta"), cache)
     assert cache.length == 0 and cache.lens.tolist() == [0]

@@ -15,7 +15,7 @@ from bench.timing import Budget, Case, prove
 from nsa import generate as gen
 from nsa.cache import NSACache
 from nsa.config import NSAConfig
-from nsa.decode_graph import GraphUnavailable, StepGraph
+from nsa.decode_graph import GraphUnavailable, StepGraph, _at_every_length
 from nsa.flags import Flags
 from nsa.model import NSALanguageModel
 from nsa.module import NSAAttention
@@ -105,6 +105,59 @@ def test_refused_draft_tokens_leave_no_trace(double, n):
     out = torch.cat([layer.step(x[:, i : i + 1], cache) for i in range(n, S)], 1)
     torch.testing.assert_close(out, whole[:, n:], atol=1e-13, rtol=0)
     assert cache.lens.tolist() == cache.lengths == [S] * len(x)
+
+
+def most_back(cache):
+    """How many tokens this cache says that it can forget."""
+    with pytest.raises(ValueError, match="keeps no more") as told:
+        cache.rewind(10**6)
+    return int(str(told.value).split("from 0 to ")[1].split(",")[0])
+
+
+@pytest.mark.parametrize("n", [5, 13, 28])
+@pytest.mark.parametrize("story", ["twice", "append_between", "trial_step"])
+def test_rewinding_again_goes_no_further_back_than_the_rings(double, story, n):
+    """After any chain of rewinds all that rewind() still allows decodes as if nothing had been."""
+    layer, x, whole = double
+    cache = filled(layer, x, n)
+    other = x * 3 + 1
+    if story == "twice":
+        cache.rewind(min(5, most_back(cache)))
+    elif story == "append_between":
+        layer.step(other[:, :8], cache)
+        cache.rewind(8)
+        layer.step(other[:, :1], cache)
+    else:  # as StepGraph's warm-up does
+        with _at_every_length([cache]):
+            layer.step(other[:, :8], cache)
+        assert cache.lengths == [n] * len(x)
+    cache.rewind(most_back(cache))
+    start = cache.length
+    assert start == max(0, max(cache.highest) - 8)
+    out = torch.cat([layer.step(x[:, i : i + 1], cache) for i in range(start, S)], 1)
+    torch.testing.assert_close(out, whole[:, start:], atol=1e-13, rtol=0)
+
+
+def test_a_copy_knows_how_far_its_rings_go_back(double):
+    layer, x, _ = double
+    cache = filled(layer, x[:1], 28)
+    cache.rewind(6)
+    for one in (cache.row(0), NSACache.stack([cache]), NSACache.stack([cache, cache])):
+        with pytest.raises(ValueError, match="n must be an int from 0 to 2, got 3"):
+            one.rewind(3)
+
+
+def test_a_stack_grows_and_counts_as_its_caches(double):
+    layer, x, whole = double
+    kinds = dict(max_len=9, growable=True, count_reads=True)
+    cache = NSACache.stack([filled(layer, x[:1], 9, **kinds), filled(layer, x[1:2], 9, **kinds)])
+    out = layer.step(x[:2, 9:12], cache)
+    torch.testing.assert_close(out, whole[:2, 9:12], atol=1e-13, rtol=0)
+    assert len(cache.reads()) == 1 and cache.max_len >= 12
+    with pytest.raises(ValueError, match="count_reads needs sequences of one length"):
+        NSACache.stack([filled(layer, x[:1], n, **kinds) for n in (8, 9)])
+    with pytest.raises(ValueError, match="agree in .* growable"):
+        NSACache.stack([filled(layer, x[:1], 9, **kinds), filled(layer, x[:1], 9)])
 
 
 def test_a_step_that_emits_always_changes_nothing_else(double):

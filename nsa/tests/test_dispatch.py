@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import subprocess
 import sys
+import threading
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,10 +194,39 @@ def test_out_of_memory_and_sticky_errors_are_not_fallen_back_from(error):
 def test_named_route_and_reference_raise_their_own_error():
     with pytest.raises(RuntimeError, match="boom"):
         guarded(GPU, rungs(triton=RuntimeError("boom"), sdpa="s"), Flags(), "triton")
+    with pytest.raises(RouteUnavailable, match="unsupported .*: no 48") as told:
+        guarded(GPU, rungs(triton=NotImplementedError("no 48"), sdpa="s"), Flags(), "triton")
+    assert isinstance(told.value.__cause__, NotImplementedError)
     with pytest.raises(ZeroDivisionError):
         guarded(
             GPU, rungs(triton=OSError(), sdpa=OSError(), reference=ZeroDivisionError()), ON
         )
+
+
+def test_a_kernel_that_fails_is_a_warning_once():
+    calls = rungs(triton=RuntimeError("PTX failed"), sdpa="s")
+    with pytest.warns(RuntimeWarning, match="selected on triton failed.*RuntimeError: PTX failed"):
+        guarded(GPU, calls, ON)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guarded(GPU, calls, ON)
+        guarded(GPU, rungs(triton=NotImplementedError("no"), sdpa="s"), ON)
+
+
+def test_a_trace_holds_the_decisions_of_its_thread():
+    """And of threads that Python did not start, as those in which a GPU's backward recomputes."""
+    calls = rungs(triton=None)
+    with dispatch.trace() as taken:
+        other = threading.Thread(target=guarded, args=(GPU, calls, ON))
+        other.start()
+        other.join()
+        assert taken == []
+        done = threading.Event()
+        _thread.start_new_thread(lambda: (guarded(GPU, calls, ON), done.set()), ())
+        assert done.wait(60)
+        guarded(GPU, calls, ON)
+    guarded(GPU, calls, ON)
+    assert [d.route for d in taken] == [Route.TRITON] * 2
 
 
 def test_rungs_that_policy_forbids_are_skipped_after_an_error():

@@ -179,20 +179,17 @@ def test_the_rungs_follow_the_force_flags(flags, forms, calls):
     assert {c[0] for c in calls} == forms
 
 
-def test_packed_rows_for_benches(calls):
-    cu = torch.tensor([0, 3, 4, 11], dtype=torch.int32)
-    Q, K, V = (
-        randn(3, 4, 8, seed=1), randn(11, 8, seed=2), randn(11, 6, seed=3)
-    )  # fmt: skip
-    want = torch.stack([
-        torch.softmax(Q[i] @ K[a:b].T / math.sqrt(8), -1) @ V[a:b]
-        for i, (a, b) in enumerate([(0, 3), (3, 4), (4, 11)])
-    ])  # fmt: skip
-    for formulation in ("gqa", "mqa_rows"):
-        got = fa2.packed_fa2(Q, K, V, cu, 7, formulation=formulation)
-        torch.testing.assert_close(got, want)
-    with pytest.raises(ValueError, match="formulation.*'rows'"):
-        fa2.packed_fa2(Q, K, V, cu, 7, formulation="rows")
+def test_a_call_that_succeeds_is_logged(calls, capsys):
+    q, k, v = make_qkv(1, 30, 4, 2, 8, 8)
+    args = dict(q=q, k=k, v=v, window=5, softmax_scale=None, q_start=0, cu_seqlens=None,
+                max_seqlen=None)  # fmt: skip
+    rungs._sliding_fa2(args, Flags(fa2_force_varlen=True, debug_log=True))
+    rungs._compressed_fa2(dict(args, l=4, d=2), Flags(debug_log=True))
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == (
+        "NSA-LOG fa2.call call=sliding_fa2 form=varlen q=[1,30,4,8] k=[1,30,2,8]"
+    )
+    assert second.startswith("NSA-LOG fa2.call call=compressed_fa2 form=dense ")
 
 
 # ---- refusals and the probe ----------------------------------------------------------------------

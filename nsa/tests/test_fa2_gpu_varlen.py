@@ -149,26 +149,3 @@ def test_fa2_gpu_varlen_short_prompts_see_no_block(cuda, source):
     assert not out.any() and lse.isneginf().all()
     out.sum().backward()
     assert not q.grad.any()
-
-
-@pytest.mark.parametrize("formulation", ["gqa", "mqa_rows"])
-def test_fa2_gpu_varlen_packed_rows(formulation, cuda, source):
-    """The baseline of the selection benches: rows with keys of their own."""
-    lengths = [1, 7, 64, 100, 129, 512]
-    cu = torch.tensor([0, *lengths], device=cuda).cumsum(0).to(torch.int32)
-    T, n = int(cu[-1]), len(lengths)
-    Q = randn(n, 8, 64, seed=1, dtype=BF, device=cuda)
-    K, V = (randn(T, 64, seed=s, dtype=BF, device=cuda) for s in (2, 3))
-    with launches.recording() as launched:
-        out = fa2.packed_fa2(Q, K, V, cu, max(lengths), formulation=formulation)
-
-    def rows(dtype):
-        q, k, v = (x.to(dtype) for x in (Q, K, V))
-        parts = zip(q, k.split(lengths), v.split(lengths), strict=True)
-        return torch.stack([torch.softmax(a @ b.T / 8, -1) @ c for a, b, c in parts])
-
-    assert_parity(
-        f"packed-rows-{formulation}", "fa2_packed", out, rows(torch.float64), rows(BF),
-        path_requested="fa2", path_taken="fa2", launches=launched,
-        expect_kernels=[f"fa2_{source}_varlen"],
-    )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,16 @@ def test_malformed_number_names_the_flag(name, text, tmp_path):
         no_config(tmp_path, **{name: text})
 
 
+def test_a_number_without_end_is_refused_in_one_line(tmp_path):
+    many = "9" * 5000
+    for call in (
+        lambda: no_config(tmp_path, NSA_LOG_LIMIT=many), lambda: Flags(log_limit=10**5000),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="at most 18 digits, got") as told:
+            call()
+        assert len(str(told.value)) < 150
+
+
 def test_numbers_and_auto(tmp_path):
     flags = no_config(
         tmp_path, NSA_SEL_TRITON_MIN_L="1", NSA_SEL_TRITON_BLOCK_L="128",
@@ -113,12 +124,33 @@ runtime:
         ("runtime: {sel_triton_min_L: soon}", "sel_triton_min_L.*soon"),
         ("runtime: {devices: {X: {use_fa2: 7}}}", "runtime.devices.X.use_fa2"),
         ("runtime: [1]", "runtime must be a mapping"),
+        ("runtime: []", r"runtime must be a mapping, got \[\]"),
+        ("[]", r"c.yaml must be a mapping, got \[\]"),
+        ("runtime: {devices: []}", "runtime.devices must be a mapping, got"),
+        ("runtime: {devices: {X: 3}}", "runtime.devices.X must be a mapping, got 3"),
+        ("runtime: {devices: {Y: 0}}", "runtime.devices.Y must be a mapping, got 0"),
         ("runtime: {a: [}", "not valid YAML"),
     ],
 )
 def test_bad_config_is_an_error_that_names_the_key(text, match, tmp_path):
     with pytest.raises(ValueError, match=match):
         config(tmp_path, text, "X")
+
+
+def test_a_replaced_value_is_an_argument(tmp_path):
+    flags = config(tmp_path, "runtime: {fa2_min_len_win: 99}", "X", NSA_SEL_TRITON_MIN_L="64")
+    changed = replace(flags, sel_triton_min_L=4096, fa2_min_len_win=7, use_fa2=True)
+    assert [changed.source(n) for n in ("sel_triton_min_L", "fa2_min_len_win", "use_fa2")] == [
+        "argument"
+    ] * 3
+    same = replace(flags, use_fa2=True)
+    assert same.source("sel_triton_min_L") == "env NSA_SEL_TRITON_MIN_L"
+    assert same.source("log_limit") == "default"
+
+
+def test_an_empty_section_says_nothing(tmp_path):
+    for text in ("", "runtime:", "runtime: {devices: }", "runtime: {devices: {X: }}"):
+        assert config(tmp_path, text, "X") == Flags()
 
 
 def test_shipped_config_is_valid():

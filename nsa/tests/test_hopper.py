@@ -5,11 +5,17 @@ On an H100 or H200:  python -m pytest nsa/tests/test_hopper.py
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+import nsa
+from nsa import flags as flags_module
 from nsa import launches
-from nsa.flags import clear_flags_cache
+from nsa.flags import Flags, clear_flags_cache
 from nsa.tests import test_block_attn_bwd as selection
 from nsa.tests import test_prefill_kernels as kernels_of
 from nsa.tests import test_span_bwd_fused as fused
@@ -93,6 +99,100 @@ def test_what_they_do_not_take_stays_where_it_was(
     assert on_hopper.block_backward(q, k, v, do, 32) is None
     assert (on_hopper.forward(q, k, v) is not None) == forward
     assert (on_hopper.backward(q, k, v, do) is not None) == backward
+
+
+def test_the_files_entry_of_the_gpu_switches_them_off(on_hopper, monkeypatch, tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text("runtime: {devices: {NVIDIA H200: {use_gluon: false}}}")
+    monkeypatch.setattr(flags_module, "CONFIG_PATH", path)
+    monkeypatch.delenv("NSA_USE_GLUON", raising=False)
+    for name, enabled in (("NVIDIA H200", False), ("NVIDIA H100", True)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert on_hopper.enabled(torch.device("cuda", 0)) == enabled
+    path.write_text("runtime: {use_gluon: false}")
+    clear_flags_cache()
+    assert on_hopper.enabled(torch.device("cuda", 0), True)
+
+
+@pytest.fixture
+def asked_for(on_hopper, monkeypatch):
+    """(operator, use_gluon) of each choice of a kernel; none is launched, results are zeros."""
+    from nsa import dispatch
+    from nsa.kernels.prefill import block_attn_bwd, block_attn_fwd, block_select, combine, span_bwd
+
+    seen = []
+    delta = lambda out, do: torch.zeros(out.shape[:-1])
+    zeros = lambda q, v: (q.new_zeros(*q.shape[:-1], v.shape[-1]), delta(q, q))
+    like = lambda *x: tuple(map(torch.zeros_like, x))
+
+    def say(name, module):
+        def choose(*args):
+            seen.append((name, args[-1]))
+            return module
+
+        monkeypatch.setattr(on_hopper, name, choose)
+
+    say("forward", SimpleNamespace(span_attention_fwd_hopper=lambda q, k, v, *a: zeros(q, v)))
+    say("backward", SimpleNamespace(
+        span_attention_bwd_hopper=lambda do, q, k, v, *a: like(q, k, v)
+    ))  # fmt: skip
+    say("block_backward", SimpleNamespace(add_block_gradients=lambda *a: None))
+    for module in (span_bwd, block_attn_bwd):
+        monkeypatch.setattr(module, "attention_delta", delta)
+    monkeypatch.setattr(block_attn_bwd, "rows_of_tiles", lambda *a: SimpleNamespace(order=None))
+    monkeypatch.setattr(
+        block_attn_fwd, "block_attention_fwd", lambda q, k, v, *a, **kw: zeros(q, v)
+    )
+    monkeypatch.setattr(
+        block_select, "block_select",
+        lambda q, k, *a, n_sel, **kw: torch.zeros(*q.shape[:-2], k.shape[-2], n_sel).int(),
+    )  # fmt: skip
+    monkeypatch.setattr(combine, "combine_fwd", lambda cmp, *a: cmp.clone())
+    monkeypatch.setattr(combine, "combine_bwd", lambda do, outs, lses, gates: (
+        torch.zeros_like(gates), [delta(o, do) for o in outs], lses
+    ))  # fmt: skip
+    monkeypatch.setattr(dispatch, "interpreting", lambda: True)
+    return seen
+
+
+def by_route(name, leaves, flags):
+    q, k, v, gates, k_cmp, v_cmp = leaves
+    blocks = torch.zeros(1, 64, 2, 2, dtype=torch.int32)
+    how = dict(backend="triton", flags=flags)
+    if name == "selected":
+        return nsa.selection_attention(q, k, v, blocks, **how)
+    if name == "sliding":
+        return nsa.sliding_attention(q, k, v, **how)
+    if name == "compressed":
+        return nsa.compressed_attention(q, k_cmp, v_cmp, **how)[0]
+    return nsa.nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, **how)
+
+
+@pytest.mark.parametrize("use", [True, False])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("route, forward, backward", [
+    ("compressed", 1, ["backward"]), ("sliding", 1, ["backward"]),
+    ("selected", 0, ["block_backward"]), ("whole", 2, ["backward", "block_backward", "backward"]),
+])  # fmt: skip
+def test_what_the_flags_argument_says_reaches_every_pass(
+    route, forward, backward, recompute, use, asked_for, monkeypatch
+):
+    """Whatever the environment says, also when another thread runs the backward pass."""
+    monkeypatch.setenv("NSA_USE_GLUON", str(int(not use)))
+    clear_flags_cache()
+    flags = Flags(use_gluon=use, sel_triton_allow_grad=True)
+    q, k, v, _ = tensors()
+    leaves = [q, k, v, torch.ones(1, 64, 8, 3, dtype=BF16), k[:, :3], v[:, :3]]
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    call = lambda *x: by_route(route, x, flags)
+    out = checkpoint(call, *leaves, use_reentrant=False) if recompute else call(*leaves)
+    run = lambda: out.sum().backward()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    want = ["forward"] * forward * (1 + recompute) + backward
+    assert asked_for == [(name, use) for name in want]
+    assert leaves[0].grad is not None
 
 
 class TwoPasses(Exception):

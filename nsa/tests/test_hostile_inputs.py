@@ -57,7 +57,7 @@ BAD = {
     "window float": (lambda: slide(window=4.0), TypeError, "window must be an int, got 4.0"),
     "window bool": (lambda: slide(window=True), TypeError, "window must be an int, got True"),
     "fewer keys than queries": (lambda: slide(k=k[:, :9], v=v[:, :9]), ValueError, "q_start"),
-    "q beyond keys": (lambda: slide(q_start=1), ValueError, "k must reach the last query at 16"),
+    "q beyond keys": (lambda: slide(q_start=1), ValueError, "up to the last query at 16, got 16"),
     "negative start": (lambda: select(q_start=-1), ValueError, "q_start must be at least 0"),
     "scale text": (lambda: slide(softmax_scale="1"), TypeError, "softmax_scale must be a number"),
     "scale nan": (lambda: slide(softmax_scale=math.nan), ValueError, "softmax_scale must be fini"),
@@ -102,6 +102,33 @@ BAD = {
     "max_seqlen small": (
         lambda: slide(q[0], k[0], v[0], cu_seqlens=CU, max_seqlen=9), ValueError, "at least 10",
     ),
+    "max_seqlen text": (
+        lambda: slide(q[0], k[0], v[0], cu_seqlens=CU, max_seqlen="a"), TypeError,
+        "max_seqlen must be an int, got 'a'",
+    ),
+    "max_seqlen float": (
+        lambda: slide(q[0], k[0], v[0], cu_seqlens=CU, max_seqlen=40.5), TypeError,
+        "max_seqlen must be an int, got 40.5",
+    ),
+    "cu elsewhere": (
+        lambda: slide(q[0], k[0], v[0], cu_seqlens=CU.to("meta")), ValueError,
+        "cu_seqlens must be on the tokens' device cpu, got meta",
+    ),
+    "packed keys short": (
+        lambda: select(q[0], k[0, :9], v[0, :9], BLOCKS[0], cu_seqlens=CU), ValueError,
+        "k must have q's T=16 packed tokens, got 9",
+    ),
+    "blocks without their keys": (
+        lambda: select(k=k[:, :9], v=v[:, :9]), ValueError, "k must hold keys up to .* 15, got 9",
+    ),
+    "no values": (lambda: slide(v=None), TypeError, "v must be a tensor, got NoneType"),
+    "lse list": (lambda: choose(lse=[1]), TypeError, "lse must be a tensor, got list"),
+    "lse int": (
+        lambda: choose(lse=torch.zeros(2, 16, 4).int()), TypeError, "lse must be fp16, .*int32",
+    ),
+    "lse elsewhere": (
+        lambda: choose(lse=torch.zeros(2, 16, 4, device="meta")), ValueError, "lse must be on q's",
+    ),
     "max_seqlen alone": (lambda: slide(max_seqlen=9), ValueError, "max_seqlen needs cu_seqlens"),
     "packed 4-D": (lambda: slide(cu_seqlens=CU), ValueError, r"q must be \[T, H, D\]"),
     "packed start": (
@@ -118,27 +145,125 @@ def test_bad_input_names_the_argument(case):
         call()
 
 
+LAYER = dict(
+    q=q, k_cmp=k[:, :3], v_cmp=v[:, :3], k_sel=k, v_sel=v, k_win=k, v_win=v,
+    gates=randn(2, 16, 4, 3, seed=1).sigmoid(),
+)  # fmt: skip
+
+
 def layer(**change):
-    x = dict(
-        q=q, k_cmp=k[:, :3], v_cmp=v[:, :3], k_sel=k, v_sel=v, k_win=k, v_win=v,
-        gates=randn(2, 16, 4, 3, seed=1).sigmoid(), l=8, d=4, l_sel=8, n_sel=2, window=5,
-    )  # fmt: skip
-    return nsa.nsa_attention(**{**x, **change})
+    sizes = dict(l=8, d=4, l_sel=8, n_sel=2, window=5)
+    return nsa.nsa_attention(**{**LAYER, **sizes, **change})
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         ({"gates": randn(2, 16, 4, 2, seed=1)}, r"gates must be \[2, 16, 4, 3\], got \[2, 16, 4"),
-        ({"gates": None}, "gates must be .* got NoneType"),
-        ({"k_sel": k[:, :9], "v_sel": v[:, :9]}, "k_sel must hold keys up to 15, got 9"),
+        ({"gates": None}, "gates must be a tensor, got NoneType"),
+        ({"gates": torch.ones(2, 16, 4, 3).int()}, "gates must be fp16, .*torch.int32"),
+        ({"gates": torch.ones(2, 16, 4, 3, device="meta")}, "gates must be on q's device cpu"),
+        ({"k_sel": k[:, :9], "v_sel": v[:, :9]}, "k_sel must hold keys up to .* at 15, got 9"),
+        ({"q": q[0]}, r"q must be \[B, S, H, D\], got shape \[16, 4, 8\]"),
+        *[({n: None}, f"{n} must be a tensor, got NoneType") for n in
+          ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")],
+        ({"l_sel": None}, "l_sel must be a positive integer, got None"),
+        ({"d": 0}, "d must be a positive integer, got 0"),
+        ({"d": "x"}, "d must be a positive integer, got 'x'"),
+        ({"l_sel": 6}, "d must divide l and l_sel"),
+        ({"n_sel": 0}, "n_sel must be at least 1"),
+        *[({"q_start": x}, f"q_start must be an int, got {x!r}") for x in ("a", "0", None)],
+        ({"k_win": k[:, :3], "v_win": v[:, :3]}, "k_win must have 16 to 16 keys, .* got 3"),
+        ({"q": q[:, :9], "gates": torch.ones(2, 9, 4, 3), "q_start": 7,
+          "k_win": k[:, :12], "v_win": v[:, :12]}, "k_win must have 13 to 16 keys, .* got 12"),
+        ({"k_win": k.repeat(1, 2, 1, 1), "v_win": v.repeat(1, 2, 1, 1)}, "16 keys, .* got 32"),
+        ({"cu_seqlens": CU, **{n: x[0] for n, x in LAYER.items()}, "k_cmp": k[0, :1],
+          "v_cmp": v[0, :1], "k_win": k[0, :9], "v_win": v[0, :9]},
+         "k_win must have q's T=16 packed tokens, got 9"),
         ({"k_win": k[:, :, :1], "v_win": v[:, :, :1]}, "k_win must have k_cmp's G=2"),
         ({"v_win": v[..., :3]}, "v_win must have v_cmp's Dv=6"),
     ],
 )
 def test_layer_names_the_branch(change, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         layer(**change)
+
+
+def test_a_window_longer_than_the_sequence_would_show_the_future():
+    """The last query stands at k_win's last key: 64 keys of window for 32 queries are refused."""
+    far = torch.cat([k, k + 1], 1)
+    with pytest.raises(ValueError, match="k_win must have 16 to 16 keys"):
+        layer(k_win=far, v_win=torch.cat([v, v], 1))
+    at = dict(q_start=16, k_sel=far, v_sel=torch.cat([v, v], 1), k_cmp=k[:, :7], v_cmp=v[:, :7])
+    assert torch.equal(
+        layer(**at, k_win=far, v_win=at["v_sel"]),
+        layer(**at, k_win=far[:, -20:], v_win=at["v_sel"][:, -20:]),
+    )
+
+
+@pytest.fixture(scope="module")
+def decoding():
+    torch.manual_seed(0)
+    sizes = dict(l=8, d=4, l_sel=8, n_sel=2, w=5)
+    module = nsa.NSAAttention(
+        nsa.NSAConfig(dim=12, heads=4, groups=2, d_k=8, d_v=6, **sizes)
+    )
+    cache = module.make_cache(2, 20)
+    module.prefill(randn(2, 9, 12, seed=4), cache)
+    return module, cache
+
+
+@pytest.mark.parametrize(
+    ("new", "gates", "match"),
+    [
+        ([1], None, "q must be a tensor, got list"),
+        (q[:1, :1], None, r"q must be \[2, 1, 4, 8\], got \[1, 1, 4, 8\]"),
+        (q[0], None, r"q must be \[2, 0, 4, 8\], got \[16, 4, 8\]"),
+        (q[:, :1].half(), None, "q must have the cache's torch.float32, got torch.float16"),
+        (q[:, :1].to("meta"), None, "q must be on the cache's device cpu, got meta"),
+        (q[:, :10], torch.ones(2, 10, 4, 3), r"in the cache: T=10, lengths \[9, 9\]"),
+        (q[:, :1], None, "gates must be a tensor, got NoneType"),
+        (q[:, :1], torch.ones(2, 4, 3), r"gates must be \[2, 1, 4, 3\], got \[2, 4, 3\]"),
+    ],
+)
+def test_decode_names_what_does_not_fit_the_cache(new, gates, match, decoding):
+    from nsa.attention import nsa_decode
+
+    with pytest.raises((TypeError, ValueError), match=match):
+        nsa_decode(new, decoding[1], None, gates)
+
+
+@pytest.mark.parametrize(
+    ("x", "packed", "match"),
+    [
+        ([1.0], {}, "x must be a tensor, got list"),
+        (randn(16, 12, seed=1), {"cu_seqlens": CU + 1}, "rise from 0 to T=16"),
+        (randn(16, 12, seed=1), {"cu_seqlens": CU[:-1]}, r"T=16, got \[0, 10\]"),
+        (randn(16, 12, seed=1), {"cu_seqlens": [0, 16]}, "cu_seqlens must be an int32 tensor"),
+        (randn(16, 12, seed=1), {"cu_seqlens": CU, "max_seqlen": "a"}, "max_seqlen must be an"),
+    ],
+)
+def test_the_module_names_the_argument(x, packed, match, decoding):
+    with pytest.raises((TypeError, ValueError), match=match):
+        decoding[0](x, **packed)
+
+
+class OnGPU:
+    """Stands for ranges whose values a test may not ask for."""
+
+    is_cuda = True
+
+    def numel(self):
+        return 8
+
+
+@pytest.mark.parametrize("n_keys, least, capturing", [(64, 65, False), (64, 1, False),
+                                                      (64, 0, False), (64, 32, True)])  # fmt: skip
+def test_a_threshold_that_needs_no_values_asks_for_none(n_keys, least, capturing, monkeypatch):
+    from nsa.select import longest_row
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert longest_row(OnGPU(), n_keys, least) == n_keys
 
 
 @pytest.mark.parametrize("backend", ROUTES)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from nsa import launches
 from nsa.flags import Flags
-from nsa.log import enabled, log, once
+from nsa.log import enabled, log, once, timed
 
 ON = Flags(debug_log=True)
 
@@ -39,6 +42,18 @@ def test_each_debug_flag_suffices_for_its_own_tags(tag, field):
               if f != field]  # fmt: skip
     assert enabled(tag, Flags(**{field: True}))
     assert not enabled(tag, Flags(**{f: True for f in others}))
+
+
+def test_no_time_is_taken_while_a_graph_is_captured(monkeypatch, capsys):
+    flags, like = Flags(debug_timing=True), SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waited"))
+    with timed("a.timing", like, flags):
+        pass
+    assert capsys.readouterr().err == ""
+    with timed("a.timing", torch.zeros(1), flags, bucket="x"):
+        pass
+    assert capsys.readouterr().err.startswith("NSA-LOG a.timing bucket=x ms=")
 
 
 def test_limit_and_once(capsys):

@@ -366,5 +366,10 @@ def test_without_torch_distributed_the_error_says_what_to_call():
         parallel.resolve_group(None)
 
 
+def test_routes_are_those_of_both_chunks():
+    early, late = dict(sliding="triton", selected="sdpa"), dict(sliding="triton", selected="triton")
+    assert parallel.merge_routes(early, late) == {"sliding": "triton", "selected": "sdpa+triton"}
+
+
 if __name__ == "__main__":
     _worker(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -185,18 +185,25 @@ def test_every_baseline_that_works_is_right():
         assert launched == {name: 1}
 
 
-def test_packed_baselines_pad_outside_of_the_call():
-    lengths = [3, 1, 17, 8]
-    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    Q, K, V = randn(4, 2, 16, seed=1), randn(29, 16, seed=2), randn(29, 8, seed=3)
-    want = _rows(Q, K.split(lengths), V.split(lengths))
-    found = sdpa.baselines(Q, K, V, cu_seqlens=cu)
-    assert found.calls
-    for name, call in found.calls.items():
-        torch.testing.assert_close(call(), want, msg=name)
-    assert sdpa.pack(K[:8], V[:8], torch.tensor([0, 4, 8], dtype=torch.int32)).mask is None
-    with pytest.raises(ValueError, match="every row at least one key"):
-        sdpa.pack(K, V, torch.tensor([0, 0, 29], dtype=torch.int32))
+@pytest.mark.parametrize("text, raises", [
+    ("CUDA error: unspecified launch failure", True), ("CUDA error: misaligned address", True),
+    ("CUDA out of memory", False), ("No available kernel", False),
+])  # fmt: skip
+def test_a_baseline_that_spoils_the_device_ends_the_search(text, raises, monkeypatch):
+    calls = []
+
+    def fails(*args, **kwargs):
+        calls.append(kwargs)
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(sdpa, "packed_sdpa", fails)
+    Q, K = randn(1, 2, 8, seed=1), randn(1, 3, 8, seed=2)
+    if raises:
+        with pytest.raises(RuntimeError, match=text):
+            sdpa.baselines(Q, K, K)
+        assert len(calls) == 1
+    else:
+        assert set(sdpa.baselines(Q, K, K).refused.values()) == {text}
 
 
 def test_unknown_baseline_names_are_refused():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import nsa
 from nsa import dispatch
 from nsa.flags import Flags
 from nsa.kernels import triton_sel_kernel as sel
@@ -98,6 +99,55 @@ def test_nothing_is_logged_without_a_debug_flag(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_shapes_and_the_error_are_logged_here_too(monkeypatch, capfd):
+    call(monkeypatch, Flags(debug_shapes=True, debug_compare=True), cuda=False)
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith("NSA-LOG sel.sdpa.shapes q=[1,4,2,16]/[128,32,16,1] k=[1,70,1,16]/")
+    assert second.startswith("NSA-LOG sel.sdpa.compare mae=")
+
+
+def test_packing_is_timed(monkeypatch, capfd):
+    call(monkeypatch, Flags(debug_timing=True), cuda=False)
+    lines = capfd.readouterr().err.splitlines()
+    packs = [x for x in lines if x.startswith("NSA-LOG sel.sdpa.pack ")]
+    assert packs and all(" rows=" in x and " ms=" in x for x in packs)
+
+
+@pytest.mark.kernel
+def test_what_a_call_by_blocks_logs(kernel_device, capfd):
+    """Two queries at 39 and 40 that choose blocks 0 and 2 of 16: 24 and 25 tokens."""
+    kw = {"dtype": torch.float16, "device": kernel_device}
+    q, k = randn(1, 2, 2, 16, seed=1, **kw), randn(1, 41, 1, 16, seed=2, **kw)
+    blocks = torch.tensor([0, 2], dtype=torch.int32, device=kernel_device).expand(1, 2, 1, 2)
+    flags = Flags(
+        debug_log=True, debug_timing=True, debug_shapes=True, debug_compare=True,
+        triton_sel_force=True,
+    )  # fmt: skip
+    nsa.selection_attention(
+        q, k, k, blocks, block_size=16, q_start=39, backend="triton", flags=flags
+    )
+    lines = capfd.readouterr().err.splitlines()
+    (reads,) = [x for x in lines if x.startswith("NSA-LOG sel.triton.reads ")]
+    assert "tokens=49 rows=2" in reads
+    (path,) = [x for x in lines if x.startswith("NSA-LOG sel.triton.path ")]
+    assert "path=blocks" in path
+    (timing,) = [x for x in lines if x.startswith("NSA-LOG sel.triton.bucket_timing ")]
+    assert "bucket=blocks" in timing and " ms=" in timing and " gbs=" in timing
+    assert sum(".shapes " in x or ".compare " in x for x in lines) == 2
+
+
+@pytest.mark.kernel
+def test_block_sizes_without_a_kernel_are_unavailable(kernel_device):
+    kw = {"dtype": torch.float16, "device": kernel_device}
+    q, k = randn(1, 9, 2, 16, seed=1, **kw), randn(1, 9, 1, 16, seed=2, **kw)
+    blocks = torch.zeros(1, 9, 1, 1, dtype=torch.int32, device=kernel_device)
+    forced = dict(backend="triton", flags=Flags(triton_sel_force=True))
+    with pytest.raises(nsa.RouteUnavailable, match="unsupported.*block_size must be"):
+        nsa.selection_attention(q, k, k, blocks, block_size=48, **forced)
+    with pytest.raises(nsa.RouteUnavailable, match="unsupported"):
+        nsa.select_blocks(q, k[:, :1], l=8, d=4, l_sel=12, n_sel=1, **forced)
+
+
 @pytest.mark.kernel
 @pytest.mark.parametrize("path, buckets", [("ranges", 1), ("varlen", 2)])
 def test_what_a_triton_call_logs(path, buckets, kernel_device, capfd):
@@ -113,6 +163,8 @@ def test_what_a_triton_call_logs(path, buckets, kernel_device, capfd):
     assert len(tagged("sel.triton.reads")) == 1
     assert "tokens=53 rows=3" in tagged("sel.triton.reads")[0]
     assert f"path={path}" in tagged("sel.triton.path")[0]
+    pack = tagged("sel.triton.pack")
+    assert len(pack) == (2 if path == "varlen" else 0) and all(" ms=" in x for x in pack)
     timing = tagged("sel.triton.bucket_timing")
     assert len(timing) == buckets and all(" ms=" in x and " gbs=" in x for x in timing)
     if kernel_device == "cuda":

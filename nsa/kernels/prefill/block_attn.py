@@ -20,8 +20,9 @@ def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
 @torch.library.custom_op("nsa::block_attention", mutates_args=())
 def _block_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, softmax_scale: float,
-    cu_seqlens: Tensor | None, max_seqlen: int, q_start: int,
+    cu_seqlens: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    # use_gluon is kept for the backward: the forward has one kernel.
     from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
 
     return block_attention_fwd(
@@ -32,7 +33,8 @@ def _block_attention(
 
 
 @_block_attention.register_fake
-def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen, q_start):
+def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen, q_start,
+      use_gluon=None):  # fmt: skip
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
@@ -41,37 +43,37 @@ def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen,
 def _block_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     block_indices: Tensor, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None,
-    max_seqlen: int, q_start: int,
+    max_seqlen: int, q_start: int, use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
 
     return block_attention_bwd(
         grad_out.contiguous(), q, k, v, out, lse, block_indices, block_size=block_size,
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_start=q_start,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
 
 
 @_block_attention_bwd.register_fake
 def _(grad_out, q, k, v, out, lse, block_indices, block_size, softmax_scale, cu_seqlens,
-      max_seqlen, q_start):  # fmt: skip
+      max_seqlen, q_start, use_gluon=None):  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen, q_start = inputs
+    q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, *rest = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, block_indices, cu_seqlens)
     ctx.scalars = (block_size, softmax_scale)
-    ctx.lengths = (max_seqlen, q_start)
+    ctx.rest = rest  # max_seqlen, q_start, use_gluon
 
 
 def _backward(ctx, grad_out, grad_lse):
     q, k, v, out, lse, block_indices, cu_seqlens = ctx.saved_tensors
     dq, dk, dv = torch.ops.nsa.block_attention_bwd(
-        grad_out, q, k, v, out, lse, block_indices, *ctx.scalars, cu_seqlens, *ctx.lengths
+        grad_out, q, k, v, out, lse, block_indices, *ctx.scalars, cu_seqlens, *ctx.rest
     )
-    return dq, dk, dv, *(None,) * 6
+    return dq, dk, dv, *(None,) * 7
 
 
 _block_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -91,12 +93,14 @@ def selection_blocks_triton(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, block_size: int,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, q_start: int = 0, is_ascending: bool = False,
+    use_gluon: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention over the selected blocks of each query and group, cut after the query (Eq. 12).
 
     q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv], block_indices int32 [B, S, G, n]: any order,
     repetitions count once, -1 is none; query s stands at key q_start + s < N.
     Packed without B, with int32 cu_seqlens and max_seqlen. block_size: 16, 32 or a multiple of 64.
+    use_gluon (backward): Flags.use_gluon, by default this process's.
     Returns [.., HQ, Dv] in q's dtype (fp16, bf16 or fp32), differentiable in q, k, v; a row without
     keys gives 0. is_ascending: the rows are known to be ascending, without repetitions and -1 last,
     as select_blocks_triton leaves them. Raises NotImplementedError for another block_size.
@@ -110,6 +114,6 @@ def selection_blocks_triton(
         block_indices = ascending(block_indices)
     out, _ = _block_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), block_indices.contiguous(),
-        block_size, scale, cu_seqlens, max_seqlen or 0, q_start,
+        block_size, scale, cu_seqlens, max_seqlen or 0, q_start, use_gluon,
     )  # fmt: skip
     return out

@@ -335,13 +335,14 @@ def block_attention_bwd(
     softmax_scale: float, seq_begin: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, max_seqlen: int = 0,
     delta: torch.Tensor | None = None,
-    dq: torch.Tensor | None = None, q_start: int = 0,
+    dq: torch.Tensor | None = None, q_start: int = 0, use_gluon: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv like q, k, v; arguments as for block_attention_fwd.
 
     delta [.., HQ] fp32 is rowsum(grad_out * out), computed when not given (out is not read then).
     With dq given (fp32, like q), dQ / softmax_scale of this branch is added to it in place and dq
-    itself is returned. Raises NotImplementedError for a block_size that has no key tile.
+    itself is returned. use_gluon: see hopper.py. Raises NotImplementedError for a block_size that
+    has no key tile.
     """
     varlen = seq_begin is not None
     hq, dim = q.shape[-2:]
@@ -359,7 +360,7 @@ def block_attention_bwd(
         delta = attention_delta(out, grad_out)
     in_gluon = fused = None
     if not torch.are_deterministic_algorithms_enabled():
-        in_gluon = hopper.block_backward(q, k, v, grad_out, block_size)
+        in_gluon = hopper.block_backward(q, k, v, grad_out, block_size, use_gluon)
         fused = fused_tiles(arch, heads, dim, dv_dim, q.element_size())
     one_pass = in_gluon or fused
     if not one_pass:

@@ -34,6 +34,7 @@ def _prefill(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, sizes: list[int], softmax_scale: float,
     cu_seqlens: Tensor | None, cu_seqlens_cmp: Tensor | None, max_seqlen: int, q_start: int,
+    use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, block_indices, the three branches' outputs and their log-sum-exps (sizes: as _sizes,
     then the window)."""
@@ -45,7 +46,7 @@ def _prefill(
     s, window = _sizes(sizes), sizes[6]
     o_cmp, lse_cmp = span_attention_fwd(
         q, k_cmp, v_cmp, Span(COMPRESSED, s["l"], s["d"]), softmax_scale, cu_seqlens,
-        cu_seqlens_cmp, max_seqlen, q_start,
+        cu_seqlens_cmp, max_seqlen, q_start, use_gluon,
     )  # fmt: skip
     block_indices = block_select(
         q, k_cmp, lse_cmp, **s, softmax_scale=softmax_scale, cu_q=cu_seqlens, cu_k=cu_seqlens_cmp,
@@ -58,7 +59,7 @@ def _prefill(
     )  # fmt: skip
     o_win, lse_win = span_attention_fwd(
         q, k_win, v_win, Span(SLIDING, window), softmax_scale, cu_seqlens, cu_seqlens, max_seqlen,
-        _window_start(q, k_win, cu_seqlens),
+        _window_start(q, k_win, cu_seqlens), use_gluon,
     )  # fmt: skip
     out = combine_fwd(o_cmp, o_sel, o_win, gates)
     return out, block_indices, o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win
@@ -66,7 +67,7 @@ def _prefill(
 
 @_prefill.register_fake
 def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, cu_seqlens,
-      cu_seqlens_cmp, max_seqlen, q_start):  # fmt: skip
+      cu_seqlens_cmp, max_seqlen, q_start, use_gluon=None):  # fmt: skip
     out = lambda: q.new_empty(*q.shape[:-1], v_cmp.shape[-1])
     lse = lambda: q.new_empty(q.shape[:-1], dtype=torch.float32)
     blocks = q.new_empty(*q.shape[:-2], k_cmp.shape[-2], sizes[3], dtype=torch.int32)
@@ -79,7 +80,7 @@ def _prefill_bwd(
     k_win: Tensor, v_win: Tensor, gates: Tensor, block_indices: Tensor, o_cmp: Tensor,
     o_sel: Tensor, o_win: Tensor, lse_cmp: Tensor, lse_sel: Tensor, lse_win: Tensor,
     sizes: list[int], softmax_scale: float, cu_seqlens: Tensor | None,
-    cu_seqlens_cmp: Tensor | None, max_seqlen: int, q_start: int,
+    cu_seqlens_cmp: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
     from nsa.kernels.prefill.combine import combine_bwd
@@ -94,19 +95,19 @@ def _prefill_bwd(
     _, dk_win, dv_win = span_attention_bwd(
         grad_out, q, k_win, v_win, o_win, lses[WIN], Span(SLIDING, window), softmax_scale,
         cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, delta=deltas[WIN], dq=acc, first=True,
-        q_start=_window_start(q, k_win, cu_seqlens),
+        q_start=_window_start(q, k_win, cu_seqlens), use_gluon=use_gluon,
     )  # fmt: skip
     _, dk_sel, dv_sel = block_attention_bwd(
         grad_out, q, k_sel, v_sel, None, lses[SEL], block_indices, block_size=s["l_sel"],
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
         cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, delta=deltas[SEL],
-        dq=acc, q_start=q_start,
+        dq=acc, q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
     max_cmp = max(0, (max_seqlen - s["l"]) // s["d"] + 1)
     _, dk_cmp, dv_cmp = span_attention_bwd(
         grad_out, q, k_cmp, v_cmp, o_cmp, lses[CMP], Span(COMPRESSED, s["l"], s["d"]),
         softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen, max_cmp, delta=deltas[CMP], dq=acc,
-        q_start=q_start,
+        q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
     dq = torch.mul(acc, softmax_scale, out=torch.empty_like(q))
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
@@ -120,19 +121,19 @@ def _(grad_out, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *rest):
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, sizes, softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen, q_start = inputs
+    tensors, sizes, softmax_scale, cu_seqlens, cu_seqlens_cmp, *rest = inputs[:8], *inputs[8:]
     ctx.save_for_backward(*tensors, *output[1:], cu_seqlens, cu_seqlens_cmp)
     ctx.scalars = (sizes, softmax_scale)
-    ctx.lengths = (max_seqlen, q_start)
+    ctx.rest = rest  # max_seqlen, q_start, use_gluon
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, grad_out, *unused):
     *saved, cu_seqlens, cu_seqlens_cmp = ctx.saved_tensors
     grads = torch.ops.nsa.prefill_bwd(
-        grad_out, *saved, *ctx.scalars, cu_seqlens, cu_seqlens_cmp, *ctx.lengths
+        grad_out, *saved, *ctx.scalars, cu_seqlens, cu_seqlens_cmp, *ctx.rest
     )
-    return (*grads, *(None,) * 6)
+    return (*grads, *(None,) * 7)
 
 
 _prefill.register_autograd(_backward, setup_context=_setup_context)
@@ -143,10 +144,11 @@ def nsa_prefill_triton(
     v_win: Tensor, gates: Tensor, *, l: int, d: int, l_sel: int, n_sel: int, n_init: int,
     n_local: int, window: int, softmax_scale: float | None = None,
     cu_seqlens: Tensor | None = None, cu_seqlens_cmp: Tensor | None = None,
-    max_seqlen: int | None = None, q_start: int = 0,
+    max_seqlen: int | None = None, q_start: int = 0, use_gluon: bool | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
     """NSA of whole sequences or of a chunk (Eq. 5): out [.., HQ, Dv], {"block_indices", "lse"}.
 
+    use_gluon: Flags.use_gluon, by default this process's.
     Shapes as for nsa.nsa_attention: query s stands at q_start + s, the last one at k_win's last
     key; packed inputs start at 0 and need cu_seqlens_cmp too. Differentiable in every tensor but
     the two cu_seqlens. l_sel: 16, 32 or a multiple of 64 (NotImplementedError otherwise).
@@ -157,6 +159,6 @@ def nsa_prefill_triton(
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     out, block_indices, *_, lse, _, _ = _prefill(
         *(t.contiguous() for t in tensors), [l, d, l_sel, n_sel, n_init, n_local, window], scale,
-        cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, q_start,
+        cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, q_start, use_gluon,
     )  # fmt: skip
     return out, {"block_indices": block_indices, "lse": lse}

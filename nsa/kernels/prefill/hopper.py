@@ -1,7 +1,8 @@
 """Which calls go to the kernels for Hopper that are written in Gluon, Triton's lower level.
 
 Gluon is experimental: it serves with the releases of Triton that the kernels were run with, unless
-NSA_USE_GLUON=0. Everything else stays with the Triton kernels of the same meaning.
+Flags.use_gluon is off. Everything else stays with the Triton kernels of the same meaning.
+use_gluon is what the caller's flags say; None: those of this process for the device.
 """
 
 from __future__ import annotations
@@ -19,26 +20,31 @@ from nsa.kernels.tiles import arch_of
 RELEASES = ("3.6.",)  # of Triton, on an H200
 
 
-def enabled(device: torch.device) -> bool:
-    return (
-        get_flags().use_gluon
-        and arch_of(device) == 90
-        and triton.__version__.startswith(RELEASES)
-    )
+def enabled(device: torch.device, use_gluon: bool | None = None) -> bool:
+    if arch_of(device) != 90 or not triton.__version__.startswith(RELEASES):
+        return False
+    if use_gluon is None:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        use_gluon = get_flags(name).use_gluon
+    return use_gluon
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor) -> ModuleType | None:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, use_gluon: bool | None = None
+) -> ModuleType | None:
     """The module that serves this call of span_attention_fwd; None: span_fwd does."""
-    if not enabled(q.device):
+    if not enabled(q.device, use_gluon):
         return None
     from nsa.kernels.prefill import span_fwd_hopper
 
     return span_fwd_hopper if span_fwd_hopper.usable(q, k, v) else None
 
 
-def backward(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> ModuleType | None:
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, use_gluon: bool | None = None
+) -> ModuleType | None:
     """The same for the backward of both spans in one pass; None: span_bwd, or span_bwd_fused."""
-    if not enabled(q.device):
+    if not enabled(q.device, use_gluon):
         return None
     from nsa.kernels.prefill import span_bwd_hopper
 
@@ -46,10 +52,11 @@ def backward(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> ModuleType | 
 
 
 def block_backward(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, block_size: int
-) -> ModuleType | None:
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, block_size: int,
+    use_gluon: bool | None = None,
+) -> ModuleType | None:  # fmt: skip
     """The same for the backward of selection by blocks in one pass; None: block_attn_bwd does."""
-    if not enabled(q.device):
+    if not enabled(q.device, use_gluon):
         return None
     from nsa.kernels.prefill import block_attn_bwd_hopper
 

@@ -364,12 +364,13 @@ def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int
 
 
 def one_pass(
-    span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
-) -> Callable | None:
+    span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor,
+    use_gluon: bool | None = None,
+) -> Callable | None:  # fmt: skip
     """What gives dQ, dK and dV at once, adding to a zeroed dQ; None: the two passes here do."""
     if torch.are_deterministic_algorithms_enabled():
         return None
-    in_gluon = hopper.backward(q, k, v, grad_out)
+    in_gluon = hopper.backward(q, k, v, grad_out, use_gluon)
     if in_gluon:
         return in_gluon.span_attention_bwd_hopper
     if span.mode == COMPRESSED and span_bwd_fused.usable(q, k, v, grad_out):
@@ -383,12 +384,13 @@ def span_attention_bwd(
     cu_k: torch.Tensor | None = None, max_q: int | None = None, max_k: int | None = None,
     delta: torch.Tensor | None = None,
     dq: torch.Tensor | None = None, first: bool = False, q_start: int = 0,
+    use_gluon: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv with the shapes and dtypes of q, k, v. All inputs contiguous.
 
     delta [.., HQ] fp32 is rowsum(grad_out * out), computed when not given. With dq given (fp32,
     like q), this branch's dQ / softmax_scale is added to it in place, or written over what it holds
-    where `first`, and dq itself is returned.
+    where `first`, and dq itself is returned. use_gluon: see hopper.py.
     """
     varlen = cu_q is not None
     hq, dim = q.shape[-2:]
@@ -405,7 +407,7 @@ def span_attention_bwd(
         return dq, torch.zeros_like(k), torch.zeros_like(v)
     if delta is None:
         delta = attention_delta(out, grad_out)
-    pass_of_both = one_pass(span, q, k, v, grad_out)
+    pass_of_both = one_pass(span, q, k, v, grad_out, use_gluon)
     if pass_of_both:
         if first and dq is not None:
             dq.zero_()

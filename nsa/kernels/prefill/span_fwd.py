@@ -154,14 +154,15 @@ def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int,
 def span_attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, softmax_scale: float,
     cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None,
-    max_q: int | None = None, q_start: int = 0,
+    max_q: int | None = None, q_start: int = 0, use_gluon: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs.
 
     Dense: q [B, S, HQ, D], k [B, N, G, D]. Packed: q [T, HQ, D], k [N_total, G, D] with cu_q and
     cu_k int32 [n_seq + 1] and max_q the longest query sequence. q_start: key position of query 0.
+    use_gluon: see hopper.py.
     """
-    in_gluon = hopper.forward(q, k, v)
+    in_gluon = hopper.forward(q, k, v, use_gluon)
     if in_gluon:
         return in_gluon.span_attention_fwd_hopper(
             q, k, v, span, softmax_scale, cu_q, cu_k, q_start

@@ -12,9 +12,6 @@ The backward is the same for all: it reads K and V through the ranges.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +20,12 @@ from torch import Tensor
 from nsa import log
 from nsa.flags import Flags
 from nsa.packing import length_buckets, packed_positions
-from nsa.select import clean_ranges, range_lengths
+from nsa.select import clean_ranges, longest_row, range_lengths
 
 if TYPE_CHECKING:
     from nsa.dispatch import Route
 
+TIMING = "sel.triton.bucket_timing"
 PATHS = ("ranges", "dense", "varlen")
 
 
@@ -49,35 +47,18 @@ def selection_attention_triton(
     Raises TypeError or ValueError for inputs of the wrong kind or shape.
     """
     # The one place where a kernel package looks up: this wrapper is itself a fallback ladder.
-    from nsa import dispatch, reference
-    from nsa.dispatch import Branch, Route
+    from nsa import dispatch
 
     _check(Q, K, V, ranges, path)
     flags = dispatch.resolve_flags(flags, Q)
-    key_len = _longest(ranges, K.shape[2], flags)
-    request = dispatch.make_request(Branch.SELECTED, Q, K, V, key_len, flags, backend)
-
-    def torch_rung(run: Callable[..., Tensor]) -> Tensor:
-        clean = clean_ranges(ranges, K.shape[2])
-        out = run(
-            Q.flatten(2, 3), K.transpose(1, 2), V.transpose(1, 2), clean,
-            softmax_scale=softmax_scale,
-        )  # fmt: skip
-        return out.unflatten(2, Q.shape[2:4])
-
-    def sdpa() -> Tensor:
-        from nsa.kernels.sdpa import selection_sdpa
-
-        return torch_rung(selection_sdpa)
-
-    rungs = {
-        Route.TRITON: lambda: selection_ranges_triton(
-            Q, K, V, ranges, softmax_scale=softmax_scale, path=path, flags=flags
-        ),
-        Route.SDPA: sdpa,
-        Route.REFERENCE: lambda: torch_rung(reference.selection_attention),
-    }
-    return dispatch.guarded(request, rungs, flags, backend)[0]
+    args = dict(
+        q=Q.flatten(2, 3), k=K.transpose(1, 2), v=V.transpose(1, 2), block_indices=None,
+        ranges=ranges, path=path, q_start=0, softmax_scale=softmax_scale, cu_seqlens=None,
+        max_seqlen=None,
+    )  # fmt: skip
+    key_len = longest_row(ranges, K.shape[2], flags.sel_triton_min_L)
+    out, _ = dispatch.run(dispatch.Branch.SELECTED, args, flags, backend, key_len=key_len)
+    return out.unflatten(2, Q.shape[2:4])
 
 
 def selection_ranges_triton(
@@ -107,7 +88,7 @@ def selection_ranges_triton(
         raise ValueError(f"path 'dense' needs one range per row, got n = {ranges.shape[3]}")
     log.log("sel.triton.path", flags=flags, path=path, rows=Q.shape[:3].numel(), H=Q.shape[3],
             n=ranges.shape[3], Skv=K.shape[2])  # fmt: skip
-    if log.enabled("sel.triton.reads", flags):
+    if log.enabled("sel.triton.reads", flags) and not log.capturing(ranges):
         tokens = int(range_lengths(clean_ranges(ranges, K.shape[2])).sum())
         log.log("sel.triton.reads", flags=flags, tokens=tokens, rows=Q.shape[:3].numel())
     scale = 1.0 / math.sqrt(d) if softmax_scale is None else float(softmax_scale)
@@ -138,15 +119,6 @@ def _check(Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, path: str | None) ->
         raise ValueError(f"ranges must be [{B}, {S}, {G}, n, 2], got {list(ranges.shape)}")
 
 
-def _longest(ranges: Tensor, n_keys: int, flags: Flags) -> int:
-    """Keys of the longest row, or a bound of it where that already answers the threshold."""
-    least = flags.sel_triton_min_L
-    capturing = ranges.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not ranges.is_cuda or least <= 1 or n_keys < least or not ranges.numel() or capturing:
-        return n_keys
-    return int(range_lengths(clean_ranges(ranges, n_keys)).max())
-
-
 class _Selection(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -174,24 +146,6 @@ class _Selection(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None
 
 
-@contextmanager
-def _bucket(name: str, like: Tensor, flags: Flags, tokens: Callable[[], int]) -> Iterator[None]:
-    """Log sel.triton.bucket_timing around the block, with GB/s of K and V, when it is asked for."""
-    if not log.enabled("sel.triton.bucket_timing", flags):
-        yield
-        return
-    wait = (lambda: torch.cuda.synchronize(like.device)) if like.is_cuda else (lambda: None)
-    wait()
-    begin = time.perf_counter()
-    yield
-    wait()
-    seconds = time.perf_counter() - begin
-    n = tokens()
-    size = n * like.element_size()  # tokens() counts elements of K and V
-    log.log("sel.triton.bucket_timing", flags=flags, bucket=name, ms=seconds * 1e3,
-            gbs=size / seconds / 1e9)  # fmt: skip
-
-
 def _forward_ranges(
     Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, flags: Flags
 ) -> tuple[Tensor, Tensor]:
@@ -200,7 +154,8 @@ def _forward_ranges(
 
     starts, cum = clean_spans(ranges, K.shape[2])
     width = K.shape[3] + V.shape[3]
-    with _bucket("ranges", K, flags, lambda: int(cum[:, -1].sum()) * width):
+    elements = lambda: int(cum[:, -1].sum()) * width
+    with log.timed(TIMING, K, flags, elements, bucket="ranges"):
         return sel_fwd_ranges(Q, K, V, starts, cum, scale, flags=flags)
 
 
@@ -209,9 +164,9 @@ def _forward_dense(
 ) -> tuple[Tensor, Tensor]:
     from nsa.kernels.triton_sel_kernel.sel_fwd import sel_fwd_spans
 
-    tokens = lambda: int(range_lengths(clean_ranges(ranges, K.shape[2])).sum())
     width = K.shape[3] + V.shape[3]
-    with _bucket("dense", K, flags, lambda: tokens() * width):
+    elements = lambda: int(range_lengths(clean_ranges(ranges, K.shape[2])).sum()) * width
+    with log.timed(TIMING, K, flags, elements, bucket="dense"):
         return sel_fwd_spans(Q, K, V, ranges, scale, group=flags.sel_triton_group, flags=flags)
 
 
@@ -233,14 +188,15 @@ def _forward_varlen(
     for size, rows in length_buckets(lengths).items():
         if size == 0:
             continue
-        key, owner, length = packed_positions(clean[rows])
-        row = rows[owner]
-        b, g = row // (S * G), row % G
-        k, v = K[b, g, key], V[b, g, key]
+        with log.timed("sel.triton.pack", K, flags, bucket=size, rows=len(rows)):
+            key, owner, length = packed_positions(clean[rows])
+            row = rows[owner]
+            b, g = row // (S * G), row % G
+            k, v = K[b, g, key], V[b, g, key]
         cu = torch.nn.functional.pad(length.cumsum(0), (1, 0)).to(torch.int32)
         same = int(length.min()) == int(length.max())
-        width = (D + V.shape[-1]) * len(key)
-        with _bucket(f"{'dense' if same else 'varlen'}_{size}", K, flags, lambda n=width: n):
+        bucket, read = f"{'dense' if same else 'varlen'}_{size}", k.numel() + v.numel()
+        with log.timed(TIMING, K, flags, lambda n=read: n, bucket=bucket):
             if same:
                 n = len(rows)
                 o, e = dense(
