@@ -480,7 +480,7 @@ def nsa_layer_parallel(layer: NSAAttention, x: Tensor, group: Group = None, *,
         return (q, *branches, layer.gate(x))
 
     out = _parallel(
-        project, layer.phi_k, layer.phi_v, group, layer.config.sizes(), None, layer.backend, layer.flags,
-        False, check,
+        project, layer.phi_k, layer.phi_v, group, layer.config.sizes(), None, layer.backend,
+        layer.flags, False, check,
     )  # fmt: skip
     return layer.out(out.flatten(-2))

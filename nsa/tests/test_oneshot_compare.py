@@ -108,7 +108,8 @@ def row(median, half=0.003, **changes):
         (row(4.0), row(4.4), "AMBIGUOUS", "below the timer's 0.5 us"),
         (row(100), row(110, status="UNSTABLE", why=["IQR 9 %"]), "AMBIGUOUS", "UNSTABLE in B"),
         (row(100, ci95_us=None), row(110), "AMBIGUOUS", "no confidence interval in A"),
-        (row(100, sm_mhz_median=1980), row(110, launch_bound=True, sm_mhz_median=1), "SLOWER", "apart"),
+        (row(100, sm_mhz_median=1980), row(110, launch_bound=True, sm_mhz_median=1), "SLOWER",
+         "apart"),
     ],
 )  # fmt: skip
 def test_the_verdict_of_one_case_has_its_reason(a, b, verdict, why):
