@@ -31,6 +31,7 @@ from nsa.kernels.triton_sel_kernel.rows import (
     attend,
     finish_row,
     key_share,
+    load_range,
     load_row_chunks,
     load_spans,
     zero_chunks,
@@ -66,8 +67,8 @@ def _dense_row(
     v_base = V + b * stride_vb * 8 + g.to(tl.int64) * stride_vg * 8
     length = L
     if HAS_SPANS:
-        start = tl.maximum(tl.load(SPANS + row * 2), 0)
-        length = tl.maximum(tl.minimum(tl.load(SPANS + row * 2 + 1), L) - start, 0)
+        start, end = load_range(SPANS + row * 2, True, L)
+        length = tl.maximum(end - start, 0)
         k_base += start.to(tl.int64) * (stride_kl * 8)
         v_base += start.to(tl.int64) * (stride_vl * 8)
     qs = load_row_chunks(Q, row * H * D, D, head, live, D, BLOCK_D, Q.dtype.element_ty)
@@ -414,7 +415,7 @@ def sel_fwd_spans(
     """(out, lse) where every row has one range: the dense kernels read the cache in place.
 
     q [B, S, G, H, D] contiguous, k [B, G, Skv, D] and v of any strides, ranges [B, S, G, 1, 2]
-    int32, clamped to [0, Skv) by the kernel.
+    int32 or int64, clamped to [0, Skv) by the kernel.
     """
     B, S, G, H, D = q.shape
     out, lse = _launch_spans(
