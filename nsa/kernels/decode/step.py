@@ -16,7 +16,7 @@ from nsa import launches
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
-from nsa.kernels.tiles import dot_precision, pad_dim, split_dim
+from nsa.kernels.tiles import LOG2E, dot_precision, pad_dim, split_dim
 
 SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
 SELECTED_PER_SM = 2  # the same of the selected blocks: more splits are more to merge
@@ -192,7 +192,8 @@ def nsa_decode_triton(
         batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init, n_local,
         window, max_len, branch,
     )  # fmt: skip
-    scale_log2 = (softmax_scale or 1.0 / math.sqrt(dim)) * 1.4426950408889634
+    scale = 1.0 / math.sqrt(dim) if softmax_scale is None else softmax_scale
+    scale_log2 = scale * LOG2E
     scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l = torch.empty(
         sum(plan.floats), dtype=torch.float32, device=q.device
     ).split(plan.floats)
