@@ -134,7 +134,7 @@ def _sel_attn_fwd_dense_group_kernel(
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, split) serves all heads of the row (up to 64)."""
+    """One program per (row, split) serves all heads of the row, if one head tile holds them."""
     _dense_row(
         Q, K, V, SPANS, O, LSE, S, G, H, L, stride_kb, stride_kg, stride_kl, stride_vb,
         stride_vg, stride_vl, scale_log2, D, DV, HAS_SPANS, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV,
@@ -161,7 +161,7 @@ def _sel_attn_fwd_varlen_group_kernel(
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, split) serves all heads of the row (up to 64)."""
+    """One program per (row, split) serves all heads of the row, if one head tile holds them."""
     _varlen_row(
         Q, K, V, CU, O, LSE, H, scale_log2, D, DV, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV, SPLITS,
         PRECISION,
@@ -236,7 +236,7 @@ class Launch:
     ) -> None:  # fmt: skip
         d = q.shape[-1]
         self.rows, self.heads, self.dv = rows, heads, dv
-        self.head_tile = head_tile(heads, group=group)
+        self.head_tile = head_tile(heads, d, dv, q.element_size(), group=group)
         head_tiles = triton.cdiv(heads, self.head_tile)
         programs, n_sm = rows * head_tiles, sm_count(q.device)
         self.tiles = tiles or fwd_tiles(

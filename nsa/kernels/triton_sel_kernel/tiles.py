@@ -127,9 +127,11 @@ def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> Tiles:
     return Tiles(block_l, _chunk(d, itemsize), _chunk(dv, itemsize), warps, stages, rows)
 
 
-def head_tile(heads: int, *, group: bool) -> int:
-    """Heads that one program serves: a tensor-core tile of 16, or with `group` up to 64."""
-    return min(64, max(16, _pow2(heads))) if group else 16
+def head_tile(heads: int, d: int, dv: int, itemsize: int, *, group: bool) -> int:
+    """Heads that one program serves: a tensor-core tile of 16, or with `group` up to 64, of fp32
+    up to what registers hold."""
+    most = 64 if itemsize == 2 else 32 if max(d, dv) <= 128 else 16
+    return min(most, max(16, _pow2(heads))) if group else 16
 
 
 def padded_heads(heads: int) -> int:
