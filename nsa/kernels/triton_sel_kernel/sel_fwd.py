@@ -23,7 +23,10 @@ from nsa.flags import Flags
 from nsa.kernels.tiles import arch_of, dot_precision
 from nsa.kernels.triton_sel_kernel.inputs import (
     aligned,
+    check_count,
     check_kernel_inputs,
+    check_tensor,
+    scale_of,
     sm_count,
     units_of_8,
 )
@@ -271,10 +274,6 @@ class Launch:
             launches.bump("_sel_attn_merge_kernel")
 
 
-def _scale_log2(softmax_scale: float | None, d: int) -> float:
-    return (1.0 / math.sqrt(d) if softmax_scale is None else softmax_scale) * LOG2E
-
-
 def _result(launch: Launch, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     return (launch.out, launch.lse) if return_lse else launch.out
 
@@ -283,9 +282,9 @@ def _dense(
     q: Tensor, k: Tensor, v: Tensor, *, group: bool, softmax_scale: float | None,
     return_lse: bool, tiles: Tiles | None, flags: Flags | None, splits: int | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    check_kernel_inputs(q, k, v)
-    N, H, D = q.shape
-    if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or k.shape[0] != N:
+    check_kernel_inputs(q, k, v, "[N, L, D]", "[N, L, Dv]", splits)
+    N = q.shape[0]
+    if k.shape[:2] != v.shape[:2] or k.shape[0] != N:
         raise ValueError(
             f"K must be [N={N}, L, D] and V [N, L, Dv], got {list(k.shape)} and {list(v.shape)}"
         )
@@ -313,7 +312,7 @@ def _launch_spans(
         kernel = _sel_attn_fwd_dense_group_kernel if group else _sel_attn_fwd_dense_kernel
         launch.run(
             kernel, q, k, v, q if spans is None else spans, launch.part_o, launch.part_lse, S,
-            k.shape[1], H, L, *k_strides, *v_strides, _scale_log2(softmax_scale, D),
+            k.shape[1], H, L, *k_strides, *v_strides, scale_of(softmax_scale, D) * LOG2E,
             HAS_SPANS=spans is not None,
         )  # fmt: skip
     return _result(launch, return_lse)
@@ -324,17 +323,16 @@ def _varlen(
     softmax_scale: float | None, return_lse: bool, max_len: int | None, tiles: Tiles | None,
     flags: Flags | None, splits: int | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    check_kernel_inputs(q, k, v)
+    check_kernel_inputs(q, k, v, "[T, D]", "[T, Dv]", splits)
     N, H, D = q.shape
-    if k.ndim != 2 or v.ndim != 2 or k.shape[0] != v.shape[0]:
+    if k.shape[0] != v.shape[0]:
         raise ValueError(
             f"K_all must be [T, D] and V_all [T, Dv], got {list(k.shape)} and {list(v.shape)}"
         )
-    if cu_seqlens.dtype != torch.int32 or tuple(cu_seqlens.shape) != (N + 1,):
-        raise ValueError(
-            f"cu_seqlens must be int32 [N + 1 = {N + 1}], got {cu_seqlens.dtype} "
-            f"{list(cu_seqlens.shape)}"
-        )
+    check_tensor("cu_seqlens", cu_seqlens, "[N + 1]", (torch.int32,), q.device)
+    if len(cu_seqlens) != N + 1:
+        raise ValueError(f"cu_seqlens must be [N + 1 = {N + 1}], got {list(cu_seqlens.shape)}")
+    check_count("max_len", max_len, 0)
     # The mean length stands in for the longest: it needs no device wait.
     key_len = max_len if max_len is not None else 2 * triton.cdiv(k.shape[0], max(N, 1))
     launch = Launch(
@@ -344,7 +342,7 @@ def _varlen(
         kernel = _sel_attn_fwd_varlen_group_kernel if group else _sel_attn_fwd_varlen_kernel
         launch.run(
             kernel, aligned(q), aligned(k), aligned(v), cu_seqlens.contiguous(),
-            launch.part_o, launch.part_lse, H, _scale_log2(softmax_scale, D),
+            launch.part_o, launch.part_lse, H, scale_of(softmax_scale, D) * LOG2E,
         )  # fmt: skip
     return _result(launch, return_lse)
 
@@ -441,7 +439,7 @@ def sel_fwd_ranges(
         v, v_strides = units_of_8(v)
         launch.run(
             _sel_attn_fwd_ranges_kernel, aligned(q), k, v, starts, cum, launch.part_o,
-            launch.part_lse, S, G, H, n, *k_strides, *v_strides, _scale_log2(softmax_scale, D),
+            launch.part_lse, S, G, H, n, *k_strides, *v_strides, scale_of(softmax_scale, D) * LOG2E,
             NR=spans_per_pass(n),
         )  # fmt: skip
     return launch.out.view(B, S, G, H, v.shape[-1]), launch.lse.view(B, S, G, H)
