@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from nsa import launches
+from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_rows, sequence_bounds, span_hi
 from nsa.kernels.row_tiles import k_tiles, tma_usable
 from nsa.kernels.tiles import arch_of, dot_precision, split_dim
@@ -220,6 +221,7 @@ def block_select(
     reason = why_not_block_select(l, d, l_sel)
     if reason:
         raise NotImplementedError(reason)
+    check_heads(q, k_cmp, k_cmp)
     varlen = cu_q is not None
     hq, dim = q.shape[-2:]
     groups = k_cmp.shape[-2]

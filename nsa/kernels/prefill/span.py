@@ -106,7 +106,8 @@ def compressed_attention_triton(
     [N_total, G, Dk] with int32 cu_seqlens (tokens), cu_seqlens_cmp (compressed keys), max_seqlen.
     Returns out (zeros where no key is visible) and natural-log lse fp32 [.., HQ] (-inf there).
     Query s stands at position q_start + s (q_start 0 for packed inputs). fp16, bf16 or fp32.
-    Gradients flow through out to q, k_cmp, v_cmp; lse carries none.
+    Gradients flow through out to q, k_cmp, v_cmp; lse carries none. Raises NotImplementedError for
+    more heads per KV group than limits.most_heads.
     """
     max_k = k_cmp.shape[1] if cu_seqlens is None else max(0, ((max_seqlen or 0) - l) // d + 1)
     return _span_attention(

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from nsa import launches
 from nsa.kernels.prefill import hopper
+from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
@@ -161,6 +162,7 @@ def span_attention_fwd(
     Dense: q [B, S, HQ, D], k [B, N, G, D]. Packed: q [T, HQ, D], k [N_total, G, D] with cu_q and
     cu_k int32 [n_seq + 1] and max_q the longest query sequence. q_start: key position of query 0.
     """
+    check_heads(q, k, v)
     in_gluon = hopper.forward(q, k, v)
     if in_gluon:
         return in_gluon.span_attention_fwd_hopper(
