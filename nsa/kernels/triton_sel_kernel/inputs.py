@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    """Multiprocessors of the device; the interpreter counts as one, so little is split there."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def units_of_8(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
-from nsa.kernels.tiles import arch_of, dot_precision
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision
 from nsa.kernels.triton_sel_kernel.inputs import units_of_8
 from nsa.kernels.triton_sel_kernel.rows import (
     load_row_chunks,
@@ -23,7 +23,7 @@ from nsa.kernels.triton_sel_kernel.rows import (
     store_row_chunks,
     zero_chunks,
 )
-from nsa.kernels.triton_sel_kernel.sel_fwd import LOG2E, spans_per_pass
+from nsa.kernels.triton_sel_kernel.sel_fwd import spans_per_pass
 from nsa.kernels.triton_sel_kernel.spans import key_lists
 from nsa.kernels.triton_sel_kernel.tiles import (
     KEY_TILE,

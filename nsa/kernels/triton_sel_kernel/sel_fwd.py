@@ -11,8 +11,6 @@ too few for the GPU are split over keys and merged by a second kernel, in a fixe
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -20,14 +18,13 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.flags import Flags
-from nsa.kernels.tiles import arch_of, dot_precision
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, sm_count
 from nsa.kernels.triton_sel_kernel.inputs import (
     aligned,
     check_count,
     check_kernel_inputs,
     check_tensor,
     scale_of,
-    sm_count,
     units_of_8,
 )
 from nsa.kernels.triton_sel_kernel.rows import (
@@ -47,7 +44,6 @@ from nsa.kernels.triton_sel_kernel.tiles import (
     split_count,
 )
 
-LOG2E = math.log2(math.e)
 
 @triton.jit
 def _dense_row(
