@@ -12,6 +12,7 @@ from nsa.kernels.prefill import (
     block_select,
     combine,
     delta,
+    limits,
     span_bwd,
     span_bwd_fused,
     span_fwd,
@@ -19,7 +20,6 @@ from nsa.kernels.prefill import (
     union_lists,
 )
 from nsa.kernels.prefill.block_lists import CHUNK
-from nsa.kernels.prefill.limits import most_heads
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING
 from nsa.kernels.tiles import pad_dim, split_dim
 
@@ -186,7 +186,7 @@ def _wide_cases(arch: int) -> list[AotCase]:
     """dK and dV with as many heads as limits.most_heads lets in, where memory is scarcest."""
     if arch != 120:
         return []
-    h = most_heads(arch, 128, 128, 2)
+    h = limits.most_heads(arch, 128, 128, 2)
     wide = dict(D=128, DV=128, VARLEN=False, HEADS=h, BLOCK_D=128, BLOCK_D2=0, BLOCK_DV=128,
                 PRECISION="tf32")  # fmt: skip
     rows, block_n, *launch = span_bwd.dkdv_tiles(arch, 128, 128, 2)
