@@ -44,9 +44,7 @@ def check_tensor(
         raise ValueError(f"{name} must be on Q's device {device}, got {x.device}")
 
 
-def check_qkv(
-    dtypes: tuple[torch.dtype, ...], **given: tuple[Tensor, str]
-) -> None:  # fmt: skip
+def check_qkv(dtypes: tuple[torch.dtype, ...], **given: tuple[Tensor, str]) -> None:
     """check_tensor of Q, K and V, given by name with their dimensions, and of one dtype."""
     q = given["Q"][0]
     for name, (x, dims) in given.items():
@@ -67,6 +65,7 @@ def scale_of(softmax_scale: float | None, d: int) -> float:
 
 
 def check_count(name: str, value: int | None, least: int) -> None:
+    """Raise TypeError or ValueError unless value is None or an int from `least` on."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f"{name} must be None or an int, got {value!r}")
     if value is not None and value < least:
