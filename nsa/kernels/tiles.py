@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 LOG2E = 1.4426950408889634  # kernels take exp2, whose scores carry this factor
 
 
-def _pow2(n: int) -> int:
+def pow2(n: int) -> int:
+    """The power of two at or above n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -15,12 +18,12 @@ def split_dim(dim: int) -> tuple[int, int]:
     """A head size as two powers of two: 192 is 128 + 64, so nothing is padded to 256."""
     first = max(1 << (dim.bit_length() - 1), 16)
     rest = max(dim - first, 0)
-    return first, 0 if rest == 0 else max(_pow2(rest), 16)
+    return first, 0 if rest == 0 else max(pow2(rest), 16)
 
 
 def pad_dim(dim: int) -> int:
     """A head size padded to the power of two that a tensor-core tile can hold."""
-    return max(_pow2(dim), 16)
+    return max(pow2(dim), 16)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -34,3 +37,11 @@ def arch_of(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of the device; the interpreter counts as one, so little is split there."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -41,10 +41,12 @@ def make_qkv(
     )
 
 
+INT_MAX = torch.iinfo(torch.int32).max
 RANGE_KINDS = ("few", "many", "mixed")
 HOSTILE_RANGE_KINDS = (
     "empty", "one_key", "last_key", "whole", "duplicate", "overlap", "touching", "unsorted",
-    "inverted", "out_of_bounds", "some_empty", "all_but_one_empty",
+    "inverted", "out_of_bounds", "some_empty", "all_but_one_empty", "int32_extremes",
+    "int64_extremes",
 )  # fmt: skip
 
 
@@ -73,7 +75,8 @@ def make_ranges(
     kind: str, B: int, S: int, G: int, Skv: int, L: int, *, seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:  # fmt: skip
-    """int32 ranges [B, S, G, n, 2] over Skv keys whose rows select L keys (hostile kinds differ).
+    """int32 ranges [B, S, G, n, 2] over Skv keys whose rows select L keys (hostile kinds differ,
+    int64_extremes in dtype too).
 
     few: [(0, L)]. many: 8 equal spans. mixed: 2, 4 or 8 random spans with sum L. The hostile kinds
     are what a wrapper must clean: overlapping, inverted, out of bounds, unsorted or empty ranges.
@@ -117,12 +120,18 @@ def make_ranges(
             spans = [(0, 0)] if row % 3 == 0 else [(0, half), (0, 0)]
         elif kind == "all_but_one_empty":
             spans = [(0, L)] if row == B * S * G - 1 else [(0, 0)]
+        elif kind == "int32_extremes":
+            spans = [(-INT_MAX - 1, half), (Skv - 1, INT_MAX), (L, -INT_MAX - 1), (INT_MAX, 0)]
+        elif kind == "int64_extremes":  # their low halves are ordinary ranges
+            far = 1 << 32
+            spans = [(far, far + L), (0, L - far), (-far, half), (Skv - 1, far)]
         else:
             raise ValueError(f"kind must be one of {RANGE_KINDS + HOSTILE_RANGE_KINDS}: {kind!r}")
         rows.append(spans)
     n = max(len(r) for r in rows)
     padded = [[*r, *[(0, 0)] * (n - len(r))] for r in rows]
-    return torch.tensor(padded, dtype=torch.int32).view(B, S, G, n, 2).to(device)
+    dtype = torch.int64 if kind == "int64_extremes" else torch.int32
+    return torch.tensor(padded, dtype=dtype).view(B, S, G, n, 2).to(device)
 
 
 BLOCK_KINDS = ("random", "clustered", "one_block", "own_only", "first_only", "all", "ragged")

@@ -112,6 +112,25 @@ def test_keys_that_a_query_did_not_choose_stay_out(case, device, monkeypatch):
     assert got[0][rows].isnan().any(-1).all()
 
 
+@pytest.mark.parametrize("case", [Case((7,), G=1, q_start=29), CASES[2]], ids=str)
+def test_blocks_past_the_sequence_hold_no_key(case, device, monkeypatch):
+    """No key tile writes a partial output for them: whatever is there, none may be merged."""
+    x = Problem(case, "ragged", device, monkeypatch)
+    make = torch.empty
+
+    def finite(*args, **kwargs):
+        """Not NaN as in every other test, which would send the tile again, query by query."""
+        tensor = make(*args, **kwargs)
+        return tensor.fill_(3) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", finite)
+    want, want_lse, _ = forward(x, NEVER)
+    x.blocks = x.blocks.masked_fill(x.blocks < 0, 1 << 20)
+    got, lse, counts = forward(x, NEVER)
+    assert counts["_block_attn_merge_kernel"] > 0
+    assert torch.equal(got, want) and torch.equal(lse, want_lse)
+
+
 @pytest.mark.parametrize("case", [CASES[2]], ids=str)
 def test_values_past_the_range_of_16_bits_survive(case, device, monkeypatch):
     """Partial outputs are fp16 over their largest: bf16 values of 1e30 must come out."""

@@ -89,7 +89,7 @@ class Caches:
             out.append(x)
         return out[0], out[1]
 
-    def run(self) -> tuple[Tensor, Tensor]:
+    def run(self, softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:
         from nsa.kernels.decode import nsa_decode_triton
 
         s, table = self.step, None
@@ -107,7 +107,7 @@ class Caches:
         return nsa_decode_triton(
             self.q, *self.cmp, *sel, *win, self.gates, self.lens, l=s.l, d=s.d, l_sel=s.l_sel,
             n_sel=s.n_sel, n_init=1, n_local=2, window=s.w, max_len=s.capacity, block_table=table,
-            window_ring=s.ring, return_indices=True,
+            window_ring=s.ring, return_indices=True, softmax_scale=softmax_scale,
         )  # fmt: skip
 
     def paged(self, x: Tensor, order: Tensor, pages: int) -> Tensor:
@@ -228,6 +228,14 @@ def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(ranks, kernel_de
     assert torch.equal(chosen[1], indices[1]) and torch.equal(other[1], out[1])
     for blocks in chosen[0].flatten(0, -2).tolist():
         assert {0, 35, 36} < set(blocks) <= set(range(37)) and blocks == sorted(set(blocks))
+
+
+def test_a_softmax_scale_of_zero_is_taken_as_given(kernel_device):
+    caches = Caches(Step((30,), G=1, h=1), kernel_device)
+    out, indices = caches.run(softmax_scale=0.0)
+    caches.q.zero_()
+    want, same = caches.run()
+    assert torch.equal(indices, same) and torch.equal(out, want)
 
 
 def test_more_rows_than_a_tile_holds_are_refused():

@@ -108,6 +108,26 @@ def test_int64_ranges_equal_int32(kernel_device):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("path", ["ranges", "varlen", "dense"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_extreme_ranges_attend_their_keys_in_reach(dtype, path, kernel_device):
+    """[300, INT_MIN) wraps around when its ends are subtracted, 2^32 is 0 in 32 bits."""
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    spans = [[300, low], [high, low], [low, high], [-5, high], [low, 7], [390, 1 << 30]]
+    if dtype == torch.int64:
+        spans += [[1 << 32, (1 << 32) + 5], [0, 5 - (1 << 32)], [3 - (1 << 32), 9]]
+    want_spans = [[max(a, 0), max(min(b, 400), 0)] for a, b in spans]
+    leaves = inputs(kernel_device, S=len(spans), Skv=400, grad=True)
+    as_ranges = lambda x: torch.tensor(x, device=kernel_device)[None, :, None, None]
+    results = []
+    for ranges in (as_ranges(spans).to(dtype), as_ranges(want_spans).clamp(max=400)):
+        out = selection_ranges_triton(*leaves, ranges, path=path)
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want) and got.isfinite().all()
+
+
+@pytest.mark.kernel
 def test_expanded_gradient_of_the_output(kernel_device):
     """sum() hands the backward a gradient of stride 0."""
     leaves = inputs(kernel_device, dtype=torch.float32, grad=True)
@@ -124,11 +144,18 @@ def test_expanded_gradient_of_the_output(kernel_device):
     [
         (dict(K=(1, 1, 40, 24)), ValueError, "K must be"),
         (dict(V=(1, 1, 39, 16)), ValueError, "V must be"),
-        (dict(Q=(1, 3, 2, 16)), ValueError, "Q must have 5 dimensions"),
+        (dict(Q=(1, 3, 2, 16)), ValueError, r"Q must be \[B, S, G, h, Dk\], got shape"),
+        (dict(Q=(1, 3, 1, 2, 0), K=(1, 1, 40, 0)), ValueError, "Q must have at least one group"),
+        (dict(Q=(1, 3, 0, 2, 16), K=(1, 0, 40, 16)), ValueError, "Q must have at least one group"),
         (dict(ranges=(1, 2, 1, 2, 2)), ValueError, "ranges must be"),
         (dict(ranges=(1, 3, 1, 2, 3)), ValueError, "ranges must be"),
         (dict(ranges_dtype=torch.float32), TypeError, "ranges must be int32 or int64"),
         (dict(K_dtype=torch.float32), TypeError, "K must have Q's dtype"),
+        (dict(Q_dtype=torch.int32), TypeError, "Q must be float16 or .* got torch.int32"),
+        (dict(Q_dtype=torch.float8_e4m3fn), TypeError, "Q must be float16 or .* got torch.float8"),
+        (dict(V_dtype=torch.complex64), TypeError, "V must be float16 or .* got torch.complex64"),
+        (dict(scale=float("nan")), ValueError, "softmax_scale must be finite, got nan"),
+        (dict(scale="1"), TypeError, "softmax_scale must be None or a number, got '1'"),
         (dict(path="fastest"), ValueError, "path must be None or one of"),
     ],
 )
@@ -144,7 +171,52 @@ def test_bad_arguments_are_named(change, error, words):
         for name, shape in shapes.items()
     }
     with pytest.raises(error, match=words):
-        selection_attention_triton(**given, path=change.get("path"))
+        selection_attention_triton(
+            **given, path=change.get("path"), softmax_scale=change.get("scale")
+        )
+
+
+PACKED_ERRORS = [
+    (dict(q=torch.zeros(3, 16, dtype=HALF)), ValueError, r"Q must be \[N, H, D\], got shape"),
+    (dict(q=[[1.0]]), TypeError, r"Q must be a tensor \[N, H, D\], got list"),
+    (dict(k=torch.zeros(6, dtype=HALF)), ValueError, r"K must be \[T, D\], got shape"),
+    (dict(v=torch.zeros(6, 16)), TypeError, "V must have Q's dtype torch.float16, got"),
+    (dict(q=torch.zeros(2, 3, 24, dtype=HALF)), ValueError, "K's head size must be Q's 24"),
+    (dict(cu=None), TypeError, "cu_seqlens must be a tensor .* got NoneType"),
+    (dict(cu=torch.zeros(3)), TypeError, "cu_seqlens must be int32, got"),
+    (dict(cu=torch.empty(3, device="meta").int()), ValueError, "cu_seqlens must be on Q.s device"),
+    (dict(cu=torch.zeros(4, dtype=torch.int32)), ValueError, r"cu_seqlens must be \[N \+ 1 = 3\]"),
+    (dict(softmax_scale="a"), TypeError, "softmax_scale must be None or a number"),
+    (dict(splits=3), ValueError, "splits must be None or a power of two, got 3"),
+    (dict(splits=-1), ValueError, "splits must be None or at least 1, got -1"),
+    (dict(max_len=-5), ValueError, "max_len must be None or at least 0, got -5"),
+    (dict(max_len=1.5), TypeError, "max_len must be None or an int, got 1.5"),
+]
+
+
+def packed_call(q=None, k=None, v=None, cu=0, **how):
+    from nsa.kernels.triton_sel_kernel.sel_fwd import sel_attn_fwd_varlen
+
+    zeros = lambda x, *shape: torch.zeros(*shape, dtype=HALF) if x is None else x
+    cu = torch.tensor([0, 2, 6], dtype=torch.int32) if isinstance(cu, int) else cu
+    q, k, v = zeros(q, 2, 3, 16), zeros(k, 6, 16), zeros(v, 6, 16)
+    return sel_attn_fwd_varlen(q, k, v, cu, **how)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("change, error, words", PACKED_ERRORS, ids=[e[2] for e in PACKED_ERRORS])
+def test_bad_arguments_of_packed_rows_are_named(change, error, words):
+    if not dispatch.interpreting():
+        pytest.skip("CPU tensors: another test says what is wrong with those")
+    with pytest.raises(error, match=words):
+        packed_call(**change)
+
+
+@pytest.mark.skipif(dispatch.interpreting(), reason="TRITON_INTERPRET=1 takes CPU tensors")
+def test_packed_rows_need_a_gpu():
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="Q must be on a CUDA device, got cpu"):
+        packed_call()
 
 
 @pytest.mark.parametrize("D, Dv, reason", [(12, 16, "align8"), (16, 264, "head_dim")])

@@ -16,7 +16,7 @@ from nsa import launches
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
-from nsa.kernels.tiles import dot_precision, pad_dim, split_dim
+from nsa.kernels.tiles import LOG2E, dot_precision, pad_dim, sm_count, split_dim
 
 SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
 SELECTED_PER_SM = 2  # the same of the selected blocks: more splits are more to merge
@@ -25,13 +25,6 @@ MANY_TILES = 8  # of 64 keys per SM: from here on larger tiles
 CHUNK_BLOCKS = 128  # whose scores one program sums and ranks; more of them are several chunks, of
 # which a launch of its own takes the candidates
 RANK_CANDIDATES = 128  # up to here comparing all with all is quicker than a search
-
-
-@functools.cache
-def _sm_count(index: int | None) -> int:
-    if index is None:
-        return 8
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def scan_warps(rows: int) -> int:
@@ -106,7 +99,7 @@ def _plan(
     rows = max(triton.next_power_of_2(tokens * heads), 16)
     heads_padded = max(triton.next_power_of_2(heads), 16)
     n_cmp = max((max_len - l) // d + 1, 0) if max_len >= l else 0
-    programs, sms = batch * groups, _sm_count(device.index)
+    programs, sms = batch * groups, sm_count(device) if device.type == "cuda" else 8
     many = programs * triton.cdiv(n_cmp, 64) >= MANY_TILES * sms
     if many and large_tiles(dtype.itemsize, dim, dv, rows):
         block_n = 128
@@ -192,7 +185,8 @@ def nsa_decode_triton(
         batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init, n_local,
         window, max_len, branch,
     )  # fmt: skip
-    scale_log2 = (softmax_scale or 1.0 / math.sqrt(dim)) * 1.4426950408889634
+    scale = 1.0 / math.sqrt(dim) if softmax_scale is None else softmax_scale
+    scale_log2 = scale * LOG2E
     scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l = torch.empty(
         sum(plan.floats), dtype=torch.float32, device=q.device
     ).split(plan.floats)

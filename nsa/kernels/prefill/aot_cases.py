@@ -13,6 +13,7 @@ from nsa.kernels.prefill import (
     block_select,
     combine,
     delta,
+    limits,
     span_bwd,
     span_bwd_fused,
     span_fwd,
@@ -182,6 +183,27 @@ def _gluon_cases() -> list[AotCase]:
     return cases
 
 
+def _wide_cases(arch: int) -> list[AotCase]:
+    """dK and dV with as many heads as limits.most_heads lets in, where memory is scarcest."""
+    if arch != 120:
+        return []
+    h = limits.most_heads(arch, 128, 128, 2)
+    wide = dict(D=128, DV=128, VARLEN=False, HEADS=h, BLOCK_D=128, BLOCK_D2=0, BLOCK_DV=128,
+                PRECISION="tf32")  # fmt: skip
+    rows, block_n, *launch = span_bwd.dkdv_tiles(arch, 128, 128, 2)
+    tile = dict(MODE=COMPRESSED, BLOCK_Q=max(rows // h, 1), BLOCK_N=block_n, TMA=True)
+    span = _case(
+        span_bwd._span_bwd_dkdv_kernel, f"bf16-D128-H{h}", "bf16", {**wide, **tile}, launch
+    )
+    rows, *launch = block_attn_bwd.dkdv_tiles(arch, 128, 128, 2)
+    tile = dict(BLOCK_N=block_attn_bwd.key_tile(64, 128), PAIRS=max(rows // h, 1), ADD=False)
+    blocks = _case(
+        block_attn_bwd._block_attn_bwd_dkdv_kernel, f"bf16-D128-H{h}", "bf16", {**wide, **tile},
+        launch,
+    )  # fmt: skip
+    return [span, blocks]
+
+
 def aot_cases(arch: int) -> list[AotCase]:
     """What the launchers would compile on `arch`, at representative shapes."""
     cases = []
@@ -269,6 +291,7 @@ def aot_cases(arch: int) -> list[AotCase]:
                     block_n, own_n, *launch = tiles
                     more = dict(**union, **extra, BLOCK_N=block_n, OWN_N=own_n)
                     cases.append(_case(kernel, label, dtype, {**wide, **more}, launch))
+    cases += _wide_cases(arch)
     rows, *launch = block_attn_outer.outer_tiles(arch, 4, 128, 128, 2)
     file = dict(VARLEN=True, UNION=16, N_PAD=16, TOKENS=64, FILL=True)
     tile = dict(D=128, DV=128, VARLEN=False, PAIRS=rows // 4, HEADS=4, BLOCK_N=64, BLOCK_D=128,

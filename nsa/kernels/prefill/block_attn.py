@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from nsa.kernels.prefill.limits import check_block_size
+
 
 def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
     """int32 [T]: the first row of each packed token's sequence; None for dense inputs."""
@@ -103,12 +105,10 @@ def selection_blocks_triton(
     use_gluon (backward): Flags.use_gluon, by default this process's.
     Returns [.., HQ, Dv] in q's dtype (fp16, bf16 or fp32), differentiable in q, k, v; a row without
     keys gives 0. is_ascending: the rows are known to be ascending, without repetitions and -1 last,
-    as select_blocks_triton leaves them. Raises NotImplementedError for another block_size.
+    as select_blocks_triton leaves them. Raises NotImplementedError for another block_size and for
+    more heads per KV group than limits.most_heads.
     """
-    if block_size not in (16, 32) and block_size % 64:
-        raise NotImplementedError(
-            f"block_size must be 16, 32 or a multiple of 64, got {block_size}"
-        )
+    check_block_size("block_size", block_size)
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
     if not is_ascending:
         block_indices = ascending(block_indices)

@@ -19,6 +19,7 @@ from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn_fwd import past_blocks, token_position
 from nsa.kernels.prefill.block_lists import keys_of_tile, rows_of_tiles
 from nsa.kernels.prefill.delta import attention_delta
+from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
 from nsa.kernels.prefill.union_attn import union_attention_dq
@@ -350,12 +351,9 @@ def block_attention_bwd(
     heads = hq // groups
     if lse.numel() == 0:
         return torch.zeros_like(q) if dq is None else dq, torch.zeros_like(k), torch.zeros_like(v)
+    check_block_size("block_size", block_size)
     arch = arch_of(q.device)
     tile = key_tile(block_size, max(dim, dv_dim)) if arch else 16
-    if block_size % tile or tile & (tile - 1) or tile < 16:
-        raise NotImplementedError(
-            f"block_size must be 16, 32 or a multiple of 64, got {block_size}"
-        )
     if delta is None:
         delta = attention_delta(out, grad_out)
     in_gluon = fused = None

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from nsa import launches
 from nsa.kernels.prefill.block_attn_outer import block_attention_outer, outer_applies
+from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
 from nsa.kernels.prefill.union_attn import union_attention_fwd
@@ -190,6 +191,7 @@ def block_attention_fwd(
     [.., G, n_sel], ascending, -1 (no block) at the end.
     q_start: key position of query 0.
     """
+    check_heads(q, k, v)
     varlen = seq_begin is not None
     hq, dim = q.shape[-2:]
     groups, dv = v.shape[-2:]

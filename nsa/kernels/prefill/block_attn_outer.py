@@ -136,6 +136,7 @@ def _block_attn_outer_kernel(
 @triton.jit
 def _block_attn_merge_kernel(
     PARTS, PARTS_LSE, PARTS_TOP, BLOCK_INDICES, STATE, AGAIN, O, LSE, first, G, H, n_sel,
+    per_seq,
     DV: tl.constexpr, HEADS: tl.constexpr, N_PAD: tl.constexpr, BLOCK_DV: tl.constexpr,
     UNION: tl.constexpr, REDO: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +152,8 @@ def _block_attn_merge_kernel(
     rank = tl.arange(0, N_PAD)
     row = token.to(tl.int64) * G + group
     blocks = BLOCK_INDICES + row * n_sel
-    chosen = tl.load(blocks + rank, mask=rank < n_sel, other=-1) >= 0
+    block = tl.load(blocks + rank, mask=rank < n_sel, other=-1)
+    chosen = (block >= 0) & (block < per_seq)  # others were not filed: nobody wrote their part
     entry = (tl.program_id(0) * G + group).to(tl.int64) * n_sel
     at = (entry + rank)[:, None] * H + head[None, :]
     lse = tl.load(PARTS_LSE + at, mask=chosen[:, None] & head_live[None, :], other=float("-inf"))
@@ -161,7 +163,8 @@ def _block_attn_merge_kernel(
     offs = tl.arange(0, BLOCK_DV)
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
     for i in tl.static_range(N_PAD):
-        live = head_live & (tl.load(blocks + i, mask=i < n_sel, other=-1) >= 0)
+        block = tl.load(blocks + i, mask=i < n_sel, other=-1)
+        live = head_live & (block >= 0) & (block < per_seq)
         to = (entry + i) * H + head
         weight = tl.math.exp2(tl.load(PARTS_LSE + to, mask=live, other=float("-inf")) - m)
         weight *= tl.load(PARTS_TOP + to, mask=live, other=0.0)
@@ -283,7 +286,7 @@ def block_attention_outer(
         launches.bump("_block_attn_outer_kernel")
         _block_attn_merge_kernel[(min(slab, tokens - first), groups)](
             parts, parts_lse, parts_top, block_indices, unions.state if unions else block_indices,
-            again, out, lse, first, groups, heads, n_sel, DV=dv, HEADS=heads_padded,
+            again, out, lse, first, groups, heads, n_sel, per_seq, DV=dv, HEADS=heads_padded,
             N_PAD=triton.next_power_of_2(n_sel), BLOCK_DV=pad_dim(dv), UNION=union, REDO=redo,
             num_warps=1,
         )  # fmt: skip

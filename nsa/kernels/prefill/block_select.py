@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from nsa import launches
+from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_rows, sequence_bounds, span_hi
 from nsa.kernels.row_tiles import k_tiles, tma_usable
-from nsa.kernels.tiles import arch_of, dot_precision, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, split_dim
 
 SLAB_BYTES = 128 << 20
 
@@ -220,6 +221,7 @@ def block_select(
     reason = why_not_block_select(l, d, l_sel)
     if reason:
         raise NotImplementedError(reason)
+    check_heads(q, k_cmp, k_cmp)
     varlen = cu_q is not None
     hq, dim = q.shape[-2:]
     groups = k_cmp.shape[-2]
@@ -252,7 +254,7 @@ def block_select(
         queries = min(slab, sq - begin)
         _block_score_kernel[(triton.cdiv(queries, block_q), batch * groups)](
             q, k_cmp, k1, k2, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, q_start,
-            begin, slab, n_ld, l, d, l_sel, softmax_scale * 1.4426950408889634,
+            begin, slab, n_ld, l, d, l_sel, softmax_scale * LOG2E,
             D=dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded, BLOCK_N=block_n, NB=nb,
             BLOCK_D=d1, BLOCK_D2=d2,
             POOL_DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, TMA=tma,

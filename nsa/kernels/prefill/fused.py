@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.kernels.prefill.block_attn import sequence_begins
+from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 
 CMP, SEL, WIN = range(3)  # columns of the gates
@@ -151,10 +152,10 @@ def nsa_prefill_triton(
     use_gluon: Flags.use_gluon, by default this process's.
     Shapes as for nsa.nsa_attention: query s stands at q_start + s, the last one at k_win's last
     key; packed inputs start at 0 and need cu_seqlens_cmp too. Differentiable in every tensor but
-    the two cu_seqlens. l_sel: 16, 32 or a multiple of 64 (NotImplementedError otherwise).
+    the two cu_seqlens. l_sel: 16, 32 or a multiple of 64. Raises NotImplementedError for others and
+    for more heads per KV group than limits.most_heads.
     """
-    if l_sel not in (16, 32) and l_sel % 64:
-        raise NotImplementedError(f"l_sel must be 16, 32 or a multiple of 64, got {l_sel}")
+    check_block_size("l_sel", l_sel)
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     out, block_indices, *_, lse, _, _ = _prefill(

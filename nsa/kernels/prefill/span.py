@@ -109,7 +109,8 @@ def compressed_attention_triton(
     Returns out (zeros where no key is visible) and natural-log lse fp32 [.., HQ] (-inf there).
     use_gluon: Flags.use_gluon, by default this process's.
     Query s stands at position q_start + s (q_start 0 for packed inputs). fp16, bf16 or fp32.
-    Gradients flow through out to q, k_cmp, v_cmp; lse carries none.
+    Gradients flow through out to q, k_cmp, v_cmp; lse carries none. Raises NotImplementedError for
+    more heads per KV group than limits.most_heads.
     """
     max_k = k_cmp.shape[1] if cu_seqlens is None else max(0, ((max_seqlen or 0) - l) // d + 1)
     return _span_attention(

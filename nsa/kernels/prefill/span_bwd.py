@@ -24,7 +24,7 @@ from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.row_tiles import head_tiles, kv_tiles, tma_usable
-from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim, sm_count, split_dim
 
 
 @triton.jit
@@ -420,7 +420,7 @@ def span_attention_bwd(
     arch = arch_of(q.device)
     heads_padded = triton.next_power_of_2(heads)
     d1, d2 = split_dim(dim)
-    scale_log2 = softmax_scale * 1.4426950408889634
+    scale_log2 = softmax_scale * LOG2E
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
     common = dict(
         D=dim, DV=dv_dim, MODE=span.mode, VARLEN=varlen, HEADS=heads_padded, BLOCK_D=d1,
@@ -446,7 +446,7 @@ def span_attention_bwd(
     # fills the chip about eight times (causal work per tile is uneven).
     splits = 1
     if span.mode == COMPRESSED and q.device.type == "cuda":
-        wanted = 8 * torch.cuda.get_device_properties(q.device).multi_processor_count
+        wanted = 8 * sm_count(q.device)
         splits = max(1, min(triton.cdiv(wanted, tiles * batch * groups), triton.cdiv(sq, 256), 64))
     partial_dtype = q.dtype if splits == 1 else torch.float32
     dk = torch.empty((splits, *k.shape), dtype=partial_dtype, device=k.device)

@@ -19,7 +19,7 @@ from nsa import launches
 from nsa.kernels.prefill.span_common import sequence_bounds
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import head_tiles, row_tiles, tma_usable
-from nsa.kernels.tiles import arch_of, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, sm_count, split_dim
 
 
 @triton.jit
@@ -259,7 +259,7 @@ def compressed_attention_bwd_fused(
     rows, block_n, warps, stages = fused_tiles(arch, dim, dv_dim)
     block_q = rows // heads
     tiles = triton.cdiv(sk, block_n)
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count if arch else 1
+    sms = sm_count(q.device)
     share = query_share(sq, tiles * batch * groups, block_q, sms)
     splits = triton.cdiv(sq, share)
     acc, dk, dv = gradient_sums(q, k, v, dq, splits)
@@ -272,7 +272,7 @@ def compressed_attention_bwd_fused(
         head_tiles(q, block_q, heads, d2 or d1), head_tiles(grad_out, block_q, heads, dv_dim),
         row_tiles(lse[..., None], block_q, heads), row_tiles(delta[..., None], block_q, heads),
         lse, delta, acc, add_tiles(d1), add_tiles(d2 or d1), dk, dv, cu_q_arg, cu_k_arg, sq, sk,
-        groups, share, q_start, span.a, span.b, softmax_scale, softmax_scale * 1.4426950408889634,
+        groups, share, q_start, span.a, span.b, softmax_scale, softmax_scale * LOG2E,
         D=dim, DV=dv_dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads,
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, SPLIT=splits > 1, TMA_ADD=tma_add,
         num_warps=warps, num_stages=stages,

@@ -44,6 +44,7 @@ from nsa import launches
 from nsa.kernels.prefill import span_bwd_fused
 from nsa.kernels.prefill.span_common import sequence_bounds
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
+from nsa.kernels.tiles import LOG2E, sm_count
 
 # A tile: (query, head) rows, keys, width of a head. 226 of 227 KB of shared memory.
 ROWS, KEYS, WIDTH, STAGES = 64, 128, 128, 3
@@ -492,7 +493,7 @@ def span_attention_bwd_hopper(
     heads = hq // groups
     block_q = ROWS // heads
     tiles = triton.cdiv(sk, KEYS)
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    sms = sm_count(q.device)
     programs = tiles * batch * groups
     if span.mode == COMPRESSED:
         span_a = span.a
@@ -509,7 +510,7 @@ def span_attention_bwd_hopper(
         q, k, v, grad_out, stats, _head_tiles(q, block_q, heads),
         _head_tiles(grad_out, block_q, heads), stats_tiles, _head_tiles(acc, block_q, heads),
         dk, dv, cu_q_arg, cu_k_arg, sq, sk, groups, q.numel() // (hq * dim), share, q_start,
-        span_a, span.b, softmax_scale, softmax_scale * 1.4426950408889634,
+        span_a, span.b, softmax_scale, softmax_scale * LOG2E,
         MODE=span.mode, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads, KEYS=KEYS, WIDTH=WIDTH,
         STAGES=STAGES, SPLIT=splits > 1, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

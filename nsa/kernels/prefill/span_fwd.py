@@ -8,10 +8,11 @@ import triton.language as tl
 
 from nsa import launches
 from nsa.kernels.prefill import hopper
+from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import arch_of, dot_precision, pad_dim, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim, split_dim
 
 
 @triton.jit
@@ -162,6 +163,7 @@ def span_attention_fwd(
     cu_k int32 [n_seq + 1] and max_q the longest query sequence. q_start: key position of query 0.
     use_gluon: see hopper.py.
     """
+    check_heads(q, k, v)
     in_gluon = hopper.forward(q, k, v, use_gluon)
     if in_gluon:
         return in_gluon.span_attention_fwd_hopper(
@@ -189,7 +191,7 @@ def span_attention_fwd(
     _span_fwd_kernel[grid](
         q, k, v, *kv_tiles(k, v, block_n, tma), out, lse, cu_q if varlen else lse,
         cu_k if varlen else lse,
-        sq, sk, groups, heads, q_start, span.a, span.b, softmax_scale * 1.4426950408889634,
+        sq, sk, groups, heads, q_start, span.a, span.b, softmax_scale * LOG2E,
         D=dim, DV=dv, MODE=span.mode, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded,
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv), TMA=tma,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,

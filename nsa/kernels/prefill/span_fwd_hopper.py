@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa import launches
 from nsa.kernels.prefill.span_common import span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
+from nsa.kernels.tiles import LOG2E, sm_count
 
 CONSUMERS = 2
 ROWS = 64  # per consumer: the rows of one warpgroup's matrix product
@@ -477,12 +478,12 @@ def span_attention_fwd_hopper(
         items = triton.cdiv(sq, queries) * batch * groups
     q_block, k_block = [per_warpgroup, heads, dim], [1, block_n, dim]
     keys = (1, -1) if varlen else (batch, sk)
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    sms = sm_count(q.device)
     _span_fwd_hopper_kernel[(min(items, sms),)](
         _tiles_of(q.view(-1, hq, dim), q_block), _tiles_of(k.view(*keys, groups * dim), k_block),
         _tiles_of(v.view(*keys, groups * dim), k_block), _tiles_of(out.view(-1, hq, dim), q_block),
         out, lse, cu_q if varlen else lse, cu_k if varlen else lse, sq, sk, groups, batch, items,
-        q_start, span.a, span.b, softmax_scale * 1.4426950408889634,
+        q_start, span.a, span.b, softmax_scale * LOG2E,
         MODE=span.mode, VARLEN=varlen, HEADS=heads, BLOCK_N=block_n, D=dim, K_STAGES=k_stages,
         V_STAGES=v_stages, Q_STAGES=q_stages, num_warps=4, maxnreg=168,
     )  # fmt: skip

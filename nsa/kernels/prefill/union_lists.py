@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
-from nsa.kernels.tiles import arch_of
+from nsa.kernels.tiles import arch_of, sm_count
 
 # Blocks of a union per (query, block) pair of its tile, in 1/1024, up to which the union is faster.
 # H200, bf16, D = 128: a union's block takes 5.1 ns of the GPU forward and 7.4 in dQ, a pair 3.2 and
@@ -67,7 +67,7 @@ def programs(device: torch.device, per_sm: int) -> int:
     """How many programs share a list of work."""
     if device.type != "cuda":
         return 2
-    return per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    return per_sm * sm_count(device)
 
 
 def tile_shape(arch: int, heads: int, itemsize: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nsa import log
 from nsa.flags import Flags
+from nsa.kernels.triton_sel_kernel.inputs import check_qkv, check_tensor, scale_of
 from nsa.packing import length_buckets, packed_positions
 from nsa.select import clean_ranges, longest_row, range_lengths
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 TIMING = "sel.triton.bucket_timing"
 PATHS = ("ranges", "dense", "varlen")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def selection_attention_triton(
@@ -50,6 +52,7 @@ def selection_attention_triton(
     from nsa import dispatch
 
     _check(Q, K, V, ranges, path)
+    softmax_scale = scale_of(softmax_scale, Q.shape[-1])
     flags = dispatch.resolve_flags(flags, Q)
     args = dict(
         q=Q.flatten(2, 3), k=K.transpose(1, 2), v=V.transpose(1, 2), block_indices=None,
@@ -91,30 +94,24 @@ def selection_ranges_triton(
     if log.enabled("sel.triton.reads", flags) and not log.capturing(ranges):
         tokens = int(range_lengths(clean_ranges(ranges, K.shape[2])).sum())
         log.log("sel.triton.reads", flags=flags, tokens=tokens, rows=Q.shape[:3].numel())
-    scale = 1.0 / math.sqrt(d) if softmax_scale is None else float(softmax_scale)
+    scale = scale_of(softmax_scale, d)
     return _Selection.apply(Q, K, V, ranges, scale, path, flags)
 
 
 def _check(Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, path: str | None) -> None:
     if path is not None and path not in PATHS:
         raise ValueError(f"path must be None or one of {', '.join(PATHS)}, got {path!r}")
-    for name, x, ndim in (("Q", Q, 5), ("K", K, 4), ("V", V, 4), ("ranges", ranges, 5)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.ndim != ndim:
-            raise ValueError(f"{name} must have {ndim} dimensions, got {list(x.shape)}")
-        if x.device != Q.device:
-            raise ValueError(f"{name} must be on Q's device {Q.device}, got {x.device}")
-    for name, x in (("K", K), ("V", V)):
-        if x.dtype != Q.dtype:
-            raise TypeError(f"{name} must have Q's dtype {Q.dtype}, got {x.dtype}")
+    check_qkv(
+        _DTYPES, Q=(Q, "[B, S, G, h, Dk]"), K=(K, "[B, G, Skv, Dk]"), V=(V, "[B, G, Skv, Dv]")
+    )
+    check_tensor("ranges", ranges, "[B, S, G, n, 2]", (torch.int32, torch.int64), Q.device)
     B, S, G, _, d = Q.shape
+    if not G or not d:
+        raise ValueError(f"Q must have at least one group and head size, got {list(Q.shape)}")
     if K.shape[:2] != (B, G) or K.shape[3] != d:
         raise ValueError(f"K must be [{B}, {G}, Skv, {d}], got {list(K.shape)}")
     if V.shape[:3] != K.shape[:3]:
         raise ValueError(f"V must be [{B}, {G}, {K.shape[2]}, Dv], got {list(V.shape)}")
-    if ranges.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ranges must be int32 or int64, got {ranges.dtype}")
     if ranges.shape[:3] != (B, S, G) or ranges.shape[4] != 2:
         raise ValueError(f"ranges must be [{B}, {S}, {G}, n, 2], got {list(ranges.shape)}")
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import math
 
 import torch
 from torch import Tensor
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    """Multiprocessors of the device; the interpreter counts as one, so little is split there."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def units_of_8(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
@@ -35,16 +27,61 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def check_kernel_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError, ValueError or NotImplementedError for what no selection kernel takes."""
+def check_tensor(
+    name: str, x: Tensor, dims: str, dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
+) -> None:  # fmt: skip
+    """Raise TypeError or ValueError unless x is a tensor with the dimensions `dims`, such as
+    "[N, L, D]", of one of the dtypes, on Q's device where that is given."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor {dims}, got {type(x).__name__}")
+    if x.ndim != dims.count(",") + 1:
+        raise ValueError(f"{name} must be {dims}, got shape {list(x.shape)}")
+    if x.dtype not in dtypes:
+        allowed = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{name} must be {allowed}, got {x.dtype}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} must be on Q's device {device}, got {x.device}")
+
+
+def check_qkv(dtypes: tuple[torch.dtype, ...], **given: tuple[Tensor, str]) -> None:
+    """check_tensor of Q, K and V, given by name with their dimensions, and of one dtype."""
+    q = given["Q"][0]
+    for name, (x, dims) in given.items():
+        check_tensor(name, x, dims, dtypes, None if x is q else q.device)
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have Q's dtype {q.dtype}, got {x.dtype}")
+
+
+def scale_of(softmax_scale: float | None, d: int) -> float:
+    """softmax_scale or its default; raises TypeError or ValueError for what is no finite number."""
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(d)
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale must be None or a number, got {softmax_scale!r}")
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    return float(softmax_scale)
+
+
+def check_count(name: str, value: int | None, least: int) -> None:
+    """Raise TypeError or ValueError unless value is None or an int from `least` on."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"{name} must be None or an int, got {value!r}")
+    if value is not None and value < least:
+        raise ValueError(f"{name} must be None or at least {least}, got {value}")
+
+
+def check_kernel_inputs(
+    q: Tensor, k: Tensor, v: Tensor, k_dims: str, v_dims: str, splits: int | None
+) -> None:
+    """Raise TypeError, ValueError or NotImplementedError for what no packed kernel takes."""
+    from triton import knobs
+
+    check_qkv(_DTYPES, Q=(q, "[N, H, D]"), K=(k, k_dims), V=(v, v_dims))
+    if q.device.type != "cuda" and not knobs.runtime.interpret:
+        raise ValueError(f"Q must be on a CUDA device, got {q.device}")
     for name, x in (("Q", q), ("K", k), ("V", v)):
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {x.dtype}")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"{name} must have Q's dtype and device ({q.dtype}, {q.device}), "
-                f"got {x.dtype}, {x.device}"
-            )
         dim = x.shape[-1]
         if dim % 8 or not 0 < dim <= 256:
             raise NotImplementedError(
@@ -52,3 +89,6 @@ def check_kernel_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"K's head size must be Q's {q.shape[-1]}, got {k.shape[-1]}")
+    check_count("splits", splits, 1)
+    if splits is not None and splits & (splits - 1):
+        raise ValueError(f"splits must be None or a power of two, got {splits}")

@@ -48,6 +48,16 @@ def store_row_chunks(
 
 
 @triton.jit
+def load_range(at, live, limit):
+    """The range [start, end) at `at`, int32 or int64, with both ends cut to [0, limit], as int32:
+    clamped first, no end is truncated and no difference of the two wraps around."""
+    start = tl.load(at, mask=live, other=0)
+    end = tl.load(at + 1, mask=live, other=0)
+    start = tl.minimum(tl.maximum(start, 0), limit).to(tl.int32)
+    return start, tl.minimum(tl.maximum(end, 0), limit).to(tl.int32)
+
+
+@triton.jit
 def load_spans(STARTS, CUM, row, n, first, NR: tl.constexpr):
     """Spans first .. first + NR - 1 of a row as (slot where each begins, step of key - slot).
 

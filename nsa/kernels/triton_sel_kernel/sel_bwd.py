@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
-from nsa.kernels.tiles import arch_of, dot_precision
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision
 from nsa.kernels.triton_sel_kernel.inputs import units_of_8
 from nsa.kernels.triton_sel_kernel.rows import (
     load_row_chunks,
@@ -23,7 +23,7 @@ from nsa.kernels.triton_sel_kernel.rows import (
     store_row_chunks,
     zero_chunks,
 )
-from nsa.kernels.triton_sel_kernel.sel_fwd import LOG2E, spans_per_pass
+from nsa.kernels.triton_sel_kernel.sel_fwd import spans_per_pass
 from nsa.kernels.triton_sel_kernel.spans import key_lists
 from nsa.kernels.triton_sel_kernel.tiles import (
     KEY_TILE,
@@ -140,9 +140,11 @@ def _sel_attn_bwd_dkdv_kernel(
     dk = zero_chunks(BLOCK_L, D, BLOCK_D)
     dv = zero_chunks(BLOCK_L, DV, BLOCK_DV)
     lane = tl.arange(0, ROWS)
-    head = lane % HEADS
-    for e0 in tl.range(begin, end, ROWS // HEADS):
-        entry = e0 + lane // HEADS
+    first_head = lane % HEADS
+    STEPS: tl.constexpr = (HEADS + ROWS - 1) // ROWS  # several where a row's heads fill more tiles
+    for step in tl.range(begin * STEPS, end * STEPS, STEPS * ROWS // HEADS):
+        entry = step // STEPS + lane // HEADS
+        head = tl.cast(step % STEPS, tl.int32) * ROWS + first_head
         live = (entry < end) & (head < H)
         at = tl.load(ENTRIES + entry, mask=live, other=0).to(tl.int64) * H + head
         mask = tl.load(MASKS + entry, mask=live, other=0)
@@ -237,7 +239,7 @@ def sel_bwd_ranges(
     grad_out = grad_out.to(q.dtype).contiguous()
     delta = torch.empty_like(lse)
     common = dict(D=D, DV=dv_dim, PRECISION=dot_precision(q.dtype))
-    heads = head_tile(H, group=True)
+    heads = head_tile(H, D, dv_dim, size, group=True)
     _sel_attn_bwd_dq_kernel[(rows, triton.cdiv(H, heads))](
         q, k, v, starts, cum, out, grad_out, lse, delta, dq, S, G, H, n, *k_strides, *v_strides,
         softmax_scale, softmax_scale * LOG2E, NR=spans_per_pass(n), ROWS=heads, **common,
@@ -248,7 +250,6 @@ def sel_bwd_ranges(
         return dq, None, None
 
     tiles = dkdv_tiles(arch, D, dv_dim, size)
-    heads = padded_heads(H)
     # Long lists are cut so that one popular tile (block 0 of a prompt) does not hold up the rest.
     chunk = max(64, triton.next_power_of_2(triton.cdiv(8 * S, triton.cdiv(n_keys, KEY_TILE))))
     lists = key_lists(starts, cum, (B, S, G), n_keys, min(chunk, 1024))
@@ -260,8 +261,8 @@ def sel_bwd_ranges(
         q, k, v, grad_out, lse, delta, lists.rows, lists.masks, lists.tile_begin,
         lists.item_begin, lists.item_tile, lists.slot_begin, dk, dv, part_dk, part_dv,
         lists.n_tiles, lists.tiles_per_group, lists.chunk, n_keys, G, H, *k_strides, *v_strides,
-        softmax_scale, softmax_scale * LOG2E, TILE=KEY_TILE, HEADS=heads,
-        ROWS=max(tiles.rows, heads), **common, **_dq_meta(tiles),
+        softmax_scale, softmax_scale * LOG2E, TILE=KEY_TILE,
+        HEADS=padded_heads(H), ROWS=tiles.rows, **common, **_dq_meta(tiles),
     )  # fmt: skip
     launches.bump("_sel_attn_bwd_dkdv_kernel")
     for part, x in ((part_dk, dk), (part_dv, dv)):

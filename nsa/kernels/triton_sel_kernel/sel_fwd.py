@@ -11,8 +11,6 @@ too few for the GPU are split over keys and merged by a second kernel, in a fixe
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -20,17 +18,20 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.flags import Flags
-from nsa.kernels.tiles import arch_of, dot_precision
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, sm_count
 from nsa.kernels.triton_sel_kernel.inputs import (
     aligned,
+    check_count,
     check_kernel_inputs,
-    sm_count,
+    check_tensor,
+    scale_of,
     units_of_8,
 )
 from nsa.kernels.triton_sel_kernel.rows import (
     attend,
     finish_row,
     key_share,
+    load_range,
     load_row_chunks,
     load_spans,
     zero_chunks,
@@ -43,7 +44,6 @@ from nsa.kernels.triton_sel_kernel.tiles import (
     split_count,
 )
 
-LOG2E = math.log2(math.e)
 
 @triton.jit
 def _dense_row(
@@ -66,8 +66,8 @@ def _dense_row(
     v_base = V + b * stride_vb * 8 + g.to(tl.int64) * stride_vg * 8
     length = L
     if HAS_SPANS:
-        start = tl.maximum(tl.load(SPANS + row * 2), 0)
-        length = tl.maximum(tl.minimum(tl.load(SPANS + row * 2 + 1), L) - start, 0)
+        start, end = load_range(SPANS + row * 2, True, L)
+        length = tl.maximum(end - start, 0)
         k_base += start.to(tl.int64) * (stride_kl * 8)
         v_base += start.to(tl.int64) * (stride_vl * 8)
     qs = load_row_chunks(Q, row * H * D, D, head, live, D, BLOCK_D, Q.dtype.element_ty)
@@ -133,7 +133,7 @@ def _sel_attn_fwd_dense_group_kernel(
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, split) serves all heads of the row (up to 64)."""
+    """One program per (row, split) serves all heads of the row, if one head tile holds them."""
     _dense_row(
         Q, K, V, SPANS, O, LSE, S, G, H, L, stride_kb, stride_kg, stride_kl, stride_vb,
         stride_vg, stride_vl, scale_log2, D, DV, HAS_SPANS, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV,
@@ -160,7 +160,7 @@ def _sel_attn_fwd_varlen_group_kernel(
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, split) serves all heads of the row (up to 64)."""
+    """One program per (row, split) serves all heads of the row, if one head tile holds them."""
     _varlen_row(
         Q, K, V, CU, O, LSE, H, scale_log2, D, DV, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV, SPLITS,
         PRECISION,
@@ -235,7 +235,7 @@ class Launch:
     ) -> None:  # fmt: skip
         d = q.shape[-1]
         self.rows, self.heads, self.dv = rows, heads, dv
-        self.head_tile = head_tile(heads, group=group)
+        self.head_tile = head_tile(heads, d, dv, q.element_size(), group=group)
         head_tiles = triton.cdiv(heads, self.head_tile)
         programs, n_sm = rows * head_tiles, sm_count(q.device)
         self.tiles = tiles or fwd_tiles(
@@ -270,10 +270,6 @@ class Launch:
             launches.bump("_sel_attn_merge_kernel")
 
 
-def _scale_log2(softmax_scale: float | None, d: int) -> float:
-    return (1.0 / math.sqrt(d) if softmax_scale is None else softmax_scale) * LOG2E
-
-
 def _result(launch: Launch, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     return (launch.out, launch.lse) if return_lse else launch.out
 
@@ -282,9 +278,9 @@ def _dense(
     q: Tensor, k: Tensor, v: Tensor, *, group: bool, softmax_scale: float | None,
     return_lse: bool, tiles: Tiles | None, flags: Flags | None, splits: int | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    check_kernel_inputs(q, k, v)
-    N, H, D = q.shape
-    if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or k.shape[0] != N:
+    check_kernel_inputs(q, k, v, "[N, L, D]", "[N, L, Dv]", splits)
+    N = q.shape[0]
+    if k.shape[:2] != v.shape[:2] or k.shape[0] != N:
         raise ValueError(
             f"K must be [N={N}, L, D] and V [N, L, Dv], got {list(k.shape)} and {list(v.shape)}"
         )
@@ -312,7 +308,7 @@ def _launch_spans(
         kernel = _sel_attn_fwd_dense_group_kernel if group else _sel_attn_fwd_dense_kernel
         launch.run(
             kernel, q, k, v, q if spans is None else spans, launch.part_o, launch.part_lse, S,
-            k.shape[1], H, L, *k_strides, *v_strides, _scale_log2(softmax_scale, D),
+            k.shape[1], H, L, *k_strides, *v_strides, scale_of(softmax_scale, D) * LOG2E,
             HAS_SPANS=spans is not None,
         )  # fmt: skip
     return _result(launch, return_lse)
@@ -323,17 +319,16 @@ def _varlen(
     softmax_scale: float | None, return_lse: bool, max_len: int | None, tiles: Tiles | None,
     flags: Flags | None, splits: int | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    check_kernel_inputs(q, k, v)
+    check_kernel_inputs(q, k, v, "[T, D]", "[T, Dv]", splits)
     N, H, D = q.shape
-    if k.ndim != 2 or v.ndim != 2 or k.shape[0] != v.shape[0]:
+    if k.shape[0] != v.shape[0]:
         raise ValueError(
             f"K_all must be [T, D] and V_all [T, Dv], got {list(k.shape)} and {list(v.shape)}"
         )
-    if cu_seqlens.dtype != torch.int32 or tuple(cu_seqlens.shape) != (N + 1,):
-        raise ValueError(
-            f"cu_seqlens must be int32 [N + 1 = {N + 1}], got {cu_seqlens.dtype} "
-            f"{list(cu_seqlens.shape)}"
-        )
+    check_tensor("cu_seqlens", cu_seqlens, "[N + 1]", (torch.int32,), q.device)
+    if len(cu_seqlens) != N + 1:
+        raise ValueError(f"cu_seqlens must be [N + 1 = {N + 1}], got {list(cu_seqlens.shape)}")
+    check_count("max_len", max_len, 0)
     # The mean length stands in for the longest: it needs no device wait.
     key_len = max_len if max_len is not None else 2 * triton.cdiv(k.shape[0], max(N, 1))
     launch = Launch(
@@ -343,7 +338,7 @@ def _varlen(
         kernel = _sel_attn_fwd_varlen_group_kernel if group else _sel_attn_fwd_varlen_kernel
         launch.run(
             kernel, aligned(q), aligned(k), aligned(v), cu_seqlens.contiguous(),
-            launch.part_o, launch.part_lse, H, _scale_log2(softmax_scale, D),
+            launch.part_o, launch.part_lse, H, scale_of(softmax_scale, D) * LOG2E,
         )  # fmt: skip
     return _result(launch, return_lse)
 
@@ -414,7 +409,7 @@ def sel_fwd_spans(
     """(out, lse) where every row has one range: the dense kernels read the cache in place.
 
     q [B, S, G, H, D] contiguous, k [B, G, Skv, D] and v of any strides, ranges [B, S, G, 1, 2]
-    int32, clamped to [0, Skv) by the kernel.
+    int32 or int64, clamped to [0, Skv) by the kernel.
     """
     B, S, G, H, D = q.shape
     out, lse = _launch_spans(
@@ -440,7 +435,7 @@ def sel_fwd_ranges(
         v, v_strides = units_of_8(v)
         launch.run(
             _sel_attn_fwd_ranges_kernel, aligned(q), k, v, starts, cum, launch.part_o,
-            launch.part_lse, S, G, H, n, *k_strides, *v_strides, _scale_log2(softmax_scale, D),
+            launch.part_lse, S, G, H, n, *k_strides, *v_strides, scale_of(softmax_scale, D) * LOG2E,
             NR=spans_per_pass(n),
         )  # fmt: skip
     return launch.out.view(B, S, G, H, v.shape[-1]), launch.lse.view(B, S, G, H)

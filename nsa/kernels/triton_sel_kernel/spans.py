@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
+from nsa.kernels.triton_sel_kernel.rows import load_range
 from nsa.kernels.triton_sel_kernel.tiles import KEY_TILE, MAX_SPANS_PER_PASS
 from nsa.select import clean_ranges
 
@@ -25,9 +26,7 @@ def _sel_spans_kernel(RANGES, STARTS, CUM, n, limit, NR: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, NR)
     live = i < n
-    start = tl.maximum(tl.load(RANGES + (row * n + i) * 2, mask=live, other=0), 0).to(tl.int32)
-    end = tl.load(RANGES + (row * n + i) * 2 + 1, mask=live, other=0)
-    end = tl.minimum(end, limit).to(tl.int32)
+    start, end = load_range(RANGES + (row * n + i) * 2, live, limit)
     start = tl.where(end <= start, 2147483647, start)
     end = tl.where(start == 2147483647, 0, end)
     # All pairs: does range i (rows) come before range j (columns)?
@@ -65,7 +64,6 @@ def clean_spans(ranges: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
     )
     launches.bump("_sel_spans_kernel")
     return starts, cum
-
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nsa.flags import Flags
+from nsa.kernels.tiles import pow2
 
 _LARGE = (80, 90, 100, 103)  # 163 KB of shared memory per block or more
 
@@ -69,22 +70,18 @@ class Tiles:
     rows: int = 0
 
 
-def _pow2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def _chunk(dim: int, itemsize: int) -> int:
     """Chunk of a head size: one padded power of two, or 64s where that pads less (192 = 3 * 64).
 
     fp32 products run outside the tensor cores, which hold operands in registers: always 64s.
     """
-    padded = max(_pow2(dim), 16)
+    padded = max(pow2(dim), 16)
     fewer = itemsize == 4 or -(-dim // 64) * 64 < padded
     return 64 if dim > 64 and fewer else padded
 
 
 def _key(itemsize: int, d: int, dv: int) -> tuple[int, int]:
-    return (2 if itemsize == 2 else 4, max(64, _pow2(max(d, dv))))
+    return (2 if itemsize == 2 else 4, max(64, pow2(max(d, dv))))
 
 
 def _row(table: dict, arch: int, itemsize: int, d: int, dv: int) -> tuple[int, ...]:
@@ -109,8 +106,8 @@ def fwd_tiles(
         tiles = replace(
             tiles,
             block_l=flags.sel_triton_block_l or tiles.block_l,
-            block_d=min(flags.sel_triton_block_d or tiles.block_d, max(16, _pow2(d))),
-            block_dv=min(flags.sel_triton_block_dv or tiles.block_dv, max(16, _pow2(dv))),
+            block_d=min(flags.sel_triton_block_d or tiles.block_d, max(16, pow2(d))),
+            block_dv=min(flags.sel_triton_block_dv or tiles.block_dv, max(16, pow2(dv))),
         )
     return tiles
 
@@ -127,14 +124,16 @@ def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> Tiles:
     return Tiles(block_l, _chunk(d, itemsize), _chunk(dv, itemsize), warps, stages, rows)
 
 
-def head_tile(heads: int, *, group: bool) -> int:
-    """Heads that one program serves: a tensor-core tile of 16, or with `group` up to 64."""
-    return min(64, max(16, _pow2(heads))) if group else 16
+def head_tile(heads: int, d: int, dv: int, itemsize: int, *, group: bool) -> int:
+    """Heads that one program serves: a tensor-core tile of 16, or with `group` up to 64, of fp32
+    up to what registers hold."""
+    most = 64 if itemsize == 2 else 32 if max(d, dv) <= 128 else 16
+    return min(most, max(16, pow2(heads))) if group else 16
 
 
 def padded_heads(heads: int) -> int:
     """Heads per query among the (query, head) rows of the dK, dV kernel."""
-    return _pow2(heads)
+    return pow2(heads)
 
 
 def split_count(programs: int, key_len: int, block_l: int, n_sm: int) -> int:
@@ -142,7 +141,7 @@ def split_count(programs: int, key_len: int, block_l: int, n_sm: int) -> int:
 
     The merge costs a launch: it pays from four parts on.
     """
-    want = _pow2(n_sm // max(programs, 1) + 1) // 2  # the power of two at or below
+    want = pow2(n_sm // max(programs, 1) + 1) // 2  # the power of two at or below
     if want < 4:
         return 1
-    return max(1, min(want, 64, _pow2(key_len // (4 * block_l))))
+    return max(1, min(want, 64, pow2(key_len // (4 * block_l))))
