@@ -34,6 +34,38 @@ def test_every_name_loads():
         assert getattr(importlib.import_module(module), name) is getattr(nsa, name)
 
 
+def imported(path: Path) -> set[str]:
+    """Modules that a file names in its imports, those inside functions included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_imports_go_one_way():
+    """docs/design.md, "Who imports whom"."""
+    root = Path(nsa.__file__).parent
+    packages = {p.parent.name for p in (root / "kernels").glob("*/__init__.py")}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).parts
+        if parts[0] == "tests":
+            continue
+        names = imported(path)
+        assert not [n for n in names if n.startswith(("bench", "scripts", "nsa.tests"))], path
+        if parts == ("oracle.py",):
+            outside = {n for n in names if n.split(".")[0] not in ("torch", "__future__", "math")}
+            assert not outside, outside
+        else:
+            assert not [n for n in names if n.startswith("nsa.oracle")], path
+        if parts[0] == "kernels" and len(parts) > 2:
+            others = tuple(f"nsa.kernels.{p}" for p in packages - {parts[1]})
+            above = () if parts[1] == "triton_sel_kernel" else ("nsa.dispatch", "nsa.reference")
+            assert not [n for n in names if n.startswith((*others, *above))], path
+
+
 EXAMPLES = ("attention", "cache", "layouts", "model", "module", "parallel")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa.kernels.block_keys import block_keys
 from nsa.kernels.decode.tile import visible
-from nsa.kernels.prefill.block_select import block_keys
 
 
 @triton.jit

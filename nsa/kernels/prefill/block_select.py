@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from nsa import launches
+from nsa.kernels.block_keys import block_keys
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_rows, sequence_bounds, span_hi
 from nsa.kernels.row_tiles import k_tiles, tma_usable
@@ -124,22 +125,6 @@ def _block_score_kernel(
             True, PRECISION,
         )  # fmt: skip
     tl.store(score_ptrs + (hi_last + BLOCK_N - 1) // BLOCK_N * NB, carry)
-
-
-@triton.jit
-def block_keys(score, block, own, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr):
-    """Integers that order the blocks as their scores do, -1 for blocks that start after the query.
-
-    The own block comes first, then those before it, then the initial ones: the order a small n
-    keeps. A NaN counts as 0: its bits would leave no room for a larger key, and the blocks stored
-    would run over their row.
-    """
-    age = own - block
-    score = tl.where(score == score, score, 0.0)
-    score = tl.where(block < N_INIT, 1.0e30, score)
-    score = tl.where(age < N_LOCAL, 2.0e30 - age.to(tl.float32) * 1.0e28, score)
-    # Non-negative floats order like their bit patterns.
-    return tl.where(age >= 0, score.to(tl.int32, bitcast=True), -1)
 
 
 @triton.jit
