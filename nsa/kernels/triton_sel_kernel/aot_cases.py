@@ -77,6 +77,7 @@ def aot_cases(arch: int) -> list[AotCase]:
                 _case(
                     sel_fwd._sel_attn_fwd_dense_kernel, label, dtype,
                     {**forward, "HAS_SPANS": True, "SPLITS": 1}, "*i64", **launch(fwd),
+                    max_spill=48,  # on sm_100, where the loop reads four words of them again
                 )  # fmt: skip
             )
         if d == dv != 64 and h <= 16:  # few rows take the largest tiles
