@@ -164,8 +164,9 @@ def make_venv(folder: Path, requirements: Path) -> str:
                 "  or name an interpreter that has the packages: PYTHON=/path/to/python"
             )
     say(f"== installing {requirements.name} into {folder.name}")
+    # Python compiles what it imports; compiling all of torch beforehand takes as long as the rest.
     done = subprocess.run(
-        [str(python), *PIP, "install", "--quiet", "-r", str(requirements)],
+        [str(python), *PIP, "install", "--quiet", "--no-compile", "-r", str(requirements)],
         stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False,
     )  # fmt: skip
     if done.returncode != 0:
