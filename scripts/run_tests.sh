@@ -5,6 +5,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# With it, each of hundreds of processes would compile its imports again.
+unset PYTHONDONTWRITEBYTECODE
 python_bin="$(python3 scripts/setup_env.py --cpu-tests)"
 export OMP_NUM_THREADS=1
 workers="$(getconf _NPROCESSORS_ONLN)"

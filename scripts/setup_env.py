@@ -164,9 +164,10 @@ def make_venv(folder: Path, requirements: Path) -> str:
                 "  or name an interpreter that has the packages: PYTHON=/path/to/python"
             )
     say(f"== installing {requirements.name} into {folder.name}")
-    # Python compiles what it imports; compiling all of torch beforehand takes as long as the rest.
+    # Compiling all of torch takes as long as the rest, and Python keeps what it compiles on import.
+    lazily = () if sys.dont_write_bytecode else ("--no-compile",)
     done = subprocess.run(
-        [str(python), *PIP, "install", "--quiet", "--no-compile", "-r", str(requirements)],
+        [str(python), *PIP, "install", "--quiet", *lazily, "-r", str(requirements)],
         stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False,
     )  # fmt: skip
     if done.returncode != 0:
