@@ -15,6 +15,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -347,14 +348,20 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text` as a whole; its folder is made. Nothing else stays on failure."""
+    """Replace `path` by `text` as a whole: a reader sees the old file or the new one. Its folder is
+    made; nothing else stays on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
+        with os.fdopen(fd, "w", encoding="utf-8", errors="replace", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
         raise
 
 

@@ -11,7 +11,6 @@ instead of this process's environment.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from nsa import dispatch, select
 from nsa.blocks import num_compressed
 from nsa.cache import NSACache
+from nsa.checks import check_int, scale_of
 from nsa.config import check_blocks
 from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
@@ -31,11 +31,11 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _check_int(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+def _check_float(name: str, x: Tensor, other: Tensor, owner: str = "q's") -> None:
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+    if x.device != other.device:
+        raise ValueError(f"{name} must be on {owner} device {other.device}, got {x.device}")
 
 
 def _check_tensors(
@@ -51,12 +51,9 @@ def _check_tensors(
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.ndim != ndim:
             raise ValueError(f"{name} must be {lead}, got shape {list(x.shape)}")
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+        _check_float(name, x, q)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
     if ndim == 4 and k.shape[0] != q.shape[0]:
         raise ValueError(f"{k_name} must have q's batch {q.shape[0]}, got {list(k.shape)}")
     if k.shape[-1] != q.shape[-1]:
@@ -81,10 +78,7 @@ def _check_beside(
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.shape != shape:
         raise ValueError(f"{name} must be {list(shape)}, got {list(x.shape)}")
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
-    if x.device != other.device:
-        raise ValueError(f"{name} must be on {owner} device {other.device}, got {x.device}")
+    _check_float(name, x, other, owner)
 
 
 def check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor) -> int | None:
@@ -94,7 +88,7 @@ def check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor) -
     are checked on CPU only.
     """
     if max_seqlen is not None:
-        _check_int("max_seqlen", max_seqlen, 0)
+        check_int("max_seqlen", max_seqlen, 0)
     if cu_seqlens is None:
         if max_seqlen is not None:
             raise ValueError("max_seqlen needs cu_seqlens")
@@ -119,18 +113,8 @@ def check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor) -
     return max(lengths)
 
 
-def _scale(softmax_scale: float | None, q: Tensor) -> float:
-    if softmax_scale is None:
-        return 1.0 / math.sqrt(q.shape[-1])
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
-        raise TypeError(f"softmax_scale must be a number, got {softmax_scale!r}")
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
-    return float(softmax_scale)
-
-
 def _check_start(q_start: int, cu_seqlens: Tensor | None) -> None:
-    _check_int("q_start", q_start, 0)
+    check_int("q_start", q_start, 0)
     if q_start and cu_seqlens is not None:
         raise ValueError(f"q_start must be 0 with cu_seqlens, got {q_start}")
 
@@ -199,7 +183,7 @@ def compressed_attention(
     >>> out, lse = compressed_attention(q, mean_pool(k, 32, 16), mean_pool(v, 32, 16), l=32, d=16)
     >>> list(out.shape), list(lse.shape)
     ([1, 96, 4, 8], [1, 96, 4])
-    >>> (lse > -math.inf)[0, :, 0].nonzero()[0].item()  # the first query behind a whole block
+    >>> (lse > float("-inf"))[0, :, 0].nonzero()[0].item()  # the first query behind a whole block
     31
     """
     _check_tensors(q, k_cmp, v_cmp, cu_seqlens, "_cmp")
@@ -209,8 +193,9 @@ def compressed_attention(
     _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
     args = dict(
-        q=q, k=k_cmp, v=v_cmp, l=l, d=d, q_start=q_start, softmax_scale=_scale(softmax_scale, q),
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+        q=q, k=k_cmp, v=v_cmp, l=l, d=d, q_start=q_start,
+        softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
     )  # fmt: skip
     longest = max_seqlen if cu_seqlens is not None else q_start + q.shape[1]
     key_len = min(num_compressed(longest, l, d), k_cmp.shape[-3])
@@ -238,9 +223,9 @@ def select_blocks(
     """
     _check_tensors(q, k_cmp, None, cu_seqlens, "_cmp", keys_only=True)
     check_blocks(l, d, l_sel)
-    _check_int("n_sel", n_sel, 1)
-    _check_int("n_init", n_init, 0)
-    _check_int("n_local", n_local, 1)
+    check_int("n_sel", n_sel, 1)
+    check_int("n_init", n_init, 0)
+    check_int("n_local", n_local, 1)
     _check_start(q_start, cu_seqlens)
     max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
@@ -250,7 +235,8 @@ def select_blocks(
     args = dict(
         q=q.detach(), k=k_cmp.detach(), v=k_cmp.detach(), lse=None if lse is None else lse.detach(),
         l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, q_start=q_start,
-        softmax_scale=_scale(softmax_scale, q), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+        softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
     )  # fmt: skip
     return dispatch.run(Branch.BLOCKS, args, flags, backend, key_len=k_cmp.shape[-3])[0]
 
@@ -270,7 +256,7 @@ def selection_attention(
     """
     _check_tensors(q, k, v, cu_seqlens)
     _check_start(q_start, cu_seqlens)
-    _check_int("block_size", block_size, 1)
+    check_int("block_size", block_size, 1)
     max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     if (block_indices is None) == (ranges is None):
         raise ValueError("give either block_indices or ranges")
@@ -300,7 +286,7 @@ def selection_attention(
             block_indices = block_indices.clamp(-1, 2**31 - 1).to(torch.int32)
     args = dict(
         q=q, k=k, v=v, block_indices=block_indices, ranges=ranges, block_size=block_size,
-        q_start=q_start, softmax_scale=_scale(softmax_scale, q), cu_seqlens=cu_seqlens,
+        q_start=q_start, softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
     )  # fmt: skip
     return dispatch.run(Branch.SELECTED, args, flags, backend, key_len=key_len)[0]
@@ -317,7 +303,7 @@ def sliding_attention(
     the last key.
     """
     _check_tensors(q, k, v, cu_seqlens)
-    _check_int("window", window, 1)
+    check_int("window", window, 1)
     max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     if q_start is None:
         q_start = 0 if cu_seqlens is not None else k.shape[1] - q.shape[1]
@@ -325,8 +311,9 @@ def sliding_attention(
     _check_reach("k", k, q, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
     args = dict(
-        q=q, k=k, v=v, window=window, q_start=q_start, softmax_scale=_scale(softmax_scale, q),
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+        q=q, k=k, v=v, window=window, q_start=q_start,
+        softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
     )  # fmt: skip
     key_len = min(window, k.shape[1] if max_seqlen is None else max_seqlen)
     return dispatch.run(Branch.SLIDING, args, flags, backend, key_len=key_len)[0]
@@ -404,7 +391,7 @@ def nsa_attention(
     check_blocks(l, d, l_sel)
     for name, value, least in (("n_sel", n_sel, 1), ("n_init", n_init, 0), ("n_local", n_local, 1),
                                ("window", window, 1)):  # fmt: skip
-        _check_int(name, value, least)
+        check_int(name, value, least)
     _check_start(q_start, cu_seqlens)
     max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
@@ -445,7 +432,7 @@ def nsa_attention(
     else:
         args = dict(
             tensors=tensors, sizes=sizes, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            q_start=q_start, softmax_scale=_scale(softmax_scale, q),
+            q_start=q_start, softmax_scale=scale_of(softmax_scale, q.shape[-1]),
         )  # fmt: skip
         out, aux = dispatch.run_prefill(args, by_branches, flags, backend)
     return (out, aux) if return_aux else out
@@ -511,7 +498,7 @@ def nsa_decode(
     flags = dispatch.resolve_flags(flags, q)
     args = dict(
         q=q, k=cache.k_sel, v=cache.v_sel, cache=cache, window=window, gates=gates,
-        sizes=c.sizes(), softmax_scale=_scale(softmax_scale, q), backend=backend,
+        sizes=c.sizes(), softmax_scale=scale_of(softmax_scale, q.shape[-1]), backend=backend,
     )  # fmt: skip
     route = dispatch.parse_backend(backend)
     prefill = T > cache.max_step  # many tokens at once are work for the prefill kernels

@@ -16,6 +16,7 @@ from nsa.cache import BranchKV, NSACache
 from nsa.compress import make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
+from nsa.layouts import token_positions
 
 
 def rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
@@ -109,11 +110,10 @@ class NSAAttention(nn.Module):
         """
         self._check(x, 3 if cu_seqlens is None else 2)
         max_seqlen = attention.check_packed(cu_seqlens, max_seqlen, x)
-        positions = torch.arange(x.shape[-2], device=x.device)
-        if cu_seqlens is not None:
-            lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-            starts = cu_seqlens[:-1].long().repeat_interleave(lengths, output_size=x.shape[0])
-            positions = positions - starts
+        if cu_seqlens is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        else:
+            positions = token_positions(x.shape, cu_seqlens)
         q, kv = self._project(x, positions)
         out = attention.nsa_attention(
             q, self.phi_k(kv.k_cmp, cu_seqlens), self.phi_v(kv.v_cmp, cu_seqlens), kv.k_sel,

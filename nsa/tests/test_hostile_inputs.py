@@ -59,7 +59,9 @@ BAD = {
     "fewer keys than queries": (lambda: slide(k=k[:, :9], v=v[:, :9]), ValueError, "q_start"),
     "q beyond keys": (lambda: slide(q_start=1), ValueError, "up to the last query at 16, got 16"),
     "negative start": (lambda: select(q_start=-1), ValueError, "q_start must be at least 0"),
-    "scale text": (lambda: slide(softmax_scale="1"), TypeError, "softmax_scale must be a number"),
+    "scale text": (
+        lambda: slide(softmax_scale="1"), TypeError, "softmax_scale must be None or a number"
+    ),
     "scale nan": (lambda: slide(softmax_scale=math.nan), ValueError, "softmax_scale must be fini"),
     "backend": (lambda: slide(backend="fast"), ValueError, "backend must be"),
     "flags dict": (lambda: slide(flags={}), TypeError, "flags must be an nsa.Flags"),

@@ -6,13 +6,14 @@ import errno
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from bench.records import write_atomic
 
 BALLAST_BYTES = 256 * 1024
 # Dropped in this order when the disk is full: bulky, and nothing else is computed from them.
@@ -21,23 +22,6 @@ DROPPED_FIRST = ("bench/samples.jsonl", "telemetry.csv")
 
 def utc_now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text` as a whole: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8", errors="replace", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def dumps(value: Any) -> str:

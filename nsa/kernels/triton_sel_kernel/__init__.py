@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from nsa import log
+from nsa.checks import scale_of
 from nsa.flags import Flags
-from nsa.kernels.triton_sel_kernel.inputs import check_qkv, check_tensor, scale_of
+from nsa.kernels.triton_sel_kernel.inputs import check_qkv, check_tensor
 from nsa.packing import length_buckets, packed_positions
 from nsa.select import clean_ranges, longest_row, range_lengths
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+
+from nsa.checks import check_int
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -53,25 +53,6 @@ def check_qkv(dtypes: tuple[torch.dtype, ...], **given: tuple[Tensor, str]) -> N
             raise TypeError(f"{name} must have Q's dtype {q.dtype}, got {x.dtype}")
 
 
-def scale_of(softmax_scale: float | None, d: int) -> float:
-    """softmax_scale or its default; raises TypeError or ValueError for what is no finite number."""
-    if softmax_scale is None:
-        return 1.0 / math.sqrt(d)
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
-        raise TypeError(f"softmax_scale must be None or a number, got {softmax_scale!r}")
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
-    return float(softmax_scale)
-
-
-def check_count(name: str, value: int | None, least: int) -> None:
-    """Raise TypeError or ValueError unless value is None or an int from `least` on."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f"{name} must be None or an int, got {value!r}")
-    if value is not None and value < least:
-        raise ValueError(f"{name} must be None or at least {least}, got {value}")
-
-
 def check_kernel_inputs(
     q: Tensor, k: Tensor, v: Tensor, k_dims: str, v_dims: str, splits: int | None
 ) -> None:
@@ -89,6 +70,6 @@ def check_kernel_inputs(
             )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"K's head size must be Q's {q.shape[-1]}, got {k.shape[-1]}")
-    check_count("splits", splits, 1)
+    check_int("splits", splits, 1, optional=True)
     if splits is not None and splits & (splits - 1):
         raise ValueError(f"splits must be None or a power of two, got {splits}")

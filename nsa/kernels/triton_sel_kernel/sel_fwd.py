@@ -17,14 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
+from nsa.checks import check_int, scale_of
 from nsa.flags import Flags
 from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, sm_count
 from nsa.kernels.triton_sel_kernel.inputs import (
     aligned,
-    check_count,
     check_kernel_inputs,
     check_tensor,
-    scale_of,
     units_of_8,
 )
 from nsa.kernels.triton_sel_kernel.rows import (
@@ -328,7 +327,7 @@ def _varlen(
     check_tensor("cu_seqlens", cu_seqlens, "[N + 1]", (torch.int32,), q.device)
     if len(cu_seqlens) != N + 1:
         raise ValueError(f"cu_seqlens must be [N + 1 = {N + 1}], got {list(cu_seqlens.shape)}")
-    check_count("max_len", max_len, 0)
+    check_int("max_len", max_len, 0, optional=True)
     # The mean length stands in for the longest: it needs no device wait.
     key_len = max_len if max_len is not None else 2 * triton.cdiv(k.shape[0], max(N, 1))
     launch = Launch(

@@ -1,0 +1,28 @@
+"""Checks of single arguments that the public functions and the kernels' wrappers share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> None:
+    """Raise TypeError or ValueError unless value is an int from `least` on, or None if optional."""
+    if optional and value is None:
+        return
+    none = "None or " if optional else ""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be {none}an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be {none}at least {least}, got {value}")
+
+
+def scale_of(softmax_scale: float | None, d: int) -> float:
+    """softmax_scale or its default; raises TypeError or ValueError for what is no finite number."""
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(d)
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale must be None or a number, got {softmax_scale!r}")
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    return float(softmax_scale)
