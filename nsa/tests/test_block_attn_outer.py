@@ -23,6 +23,7 @@ SHAPES = [
     Shape((1000,), G=8, h=4, D=128, Dv=128, dtype=BF16, n_sel=8, **PAPER),
     Shape((1, 700, 63, 64, 65, 333), G=2, h=4, D=128, Dv=128, n_sel=4, packed=True, **PAPER),
     Shape((777, 777), G=2, h=2, D=64, Dv=64, n_sel=16, **PAPER),
+    Shape((500,), G=4, h=8, D=128, Dv=128, dtype=BF16, n_sel=6, **PAPER),
 ]
 CASES = [
     Case((21,), h=3, D=24, q_start=29, batch=2, n=5),

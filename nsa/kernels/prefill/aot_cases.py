@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from nsa.kernels.aot import AotCase
@@ -293,16 +294,19 @@ def aot_cases(arch: int) -> list[AotCase]:
                     more = dict(**union, **extra, BLOCK_N=block_n, OWN_N=own_n)
                     cases.append(_case(kernel, label, dtype, {**wide, **more}, launch))
     cases += _wide_cases(arch)
-    rows, *launch = block_attn_outer.outer_tiles(arch, 4, 128, 128, 2)
     file = dict(VARLEN=True, UNION=16, N_PAD=16, TOKENS=64, FILL=True)
-    tile = dict(D=128, DV=128, VARLEN=False, PAIRS=rows // 4, HEADS=4, BLOCK_N=64, BLOCK_D=128,
-                BLOCK_DV=128, PRECISION="tf32")  # fmt: skip
-    merge = dict(DV=128, HEADS=4, N_PAD=16, BLOCK_DV=128, UNION=16, REDO=16)
-    cases += [
-        _case(block_attn_outer._tile_rows_kernel, "fill", "bf16", file, (4, 2)),
-        _case(block_attn_outer._block_attn_outer_kernel, "D128-H4", "bf16", tile, launch),
-        _case(block_attn_outer._block_attn_merge_kernel, "D128-H4", "bf16", merge, (1, 2)),
-    ]
+    cases.append(_case(block_attn_outer._tile_rows_kernel, "fill", "bf16", file, (4, 2)))
+    for heads in (4, 8) if arch in (90, 120) else (4,):
+        rows, launch = block_attn_outer.outer_tiles(arch, heads, 128, 128, 2)
+        tile = dict(D=128, DV=128, VARLEN=False, PAIRS=rows // heads, HEADS=heads, BLOCK_N=64,
+                    BLOCK_D=128, BLOCK_DV=128, PRECISION="tf32")  # fmt: skip
+        outer = _case(block_attn_outer._block_attn_outer_kernel, f"D128-H{heads}", "bf16", tile,
+                      (launch["num_warps"], launch["num_stages"]))  # fmt: skip
+        merge = dict(DV=128, HEADS=heads, N_PAD=16, BLOCK_DV=128, UNION=16, REDO=16)
+        cases += [
+            replace(outer, max_registers=launch["maxnreg"]),
+            _case(block_attn_outer._block_attn_merge_kernel, f"D128-H{heads}", "bf16", merge, (1, 2)),
+        ]
     size = dict(SIZE=block_lists.LIST_SIZE)
     chunk = dict(CHUNK=block_lists.CHUNK, **size)
     pair = dict(VARLEN=True, PER_BLOCK=2, **size)

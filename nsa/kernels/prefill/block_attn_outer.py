@@ -22,10 +22,13 @@ from nsa.kernels.prefill.block_lists import Chunks, chunks_of, keys_of_tile, tok
 from nsa.kernels.prefill.union_lists import UnionLists, in_union
 from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim
 
-PART_BYTES = 512 << 20
-# (query, block) pairs. H200, 4 heads of 128, random blocks: 8k tokens of 8 groups (2^20 pairs) take
-# 1.4 ms, query by query and by unions 1.3; 32k tokens 6.9 and 11.0.
+PART_BYTES = 1 << 30  # half of it takes 6 % longer
+CHUNK = 256  # pairs of a program; 512 take 3 % longer, 128 the same
+# (query, block) pairs. H200, 8 groups, heads of 128, random blocks, in ms beside single queries and
+# unions without this: 4 heads, 8k tokens (2^20 pairs) 1.6 and 1.7, 16k 2.9 and 4.3, 32k 5.2 and
+# 11.2; 8 heads, 16k 4.9 and 5.5; 16 heads of 4 groups, 32k 9.6 and 6.7.
 MIN_PAIRS = 1 << 21
+MOST_HEADS = 8
 MIN_PAIRS_PER_TILE = 8
 LIST_ENTRIES = 1024  # of block_indices per program that files them
 REDO = 16  # queries of a tile that goes again, where there are no unions
@@ -187,11 +190,16 @@ def _block_attn_merge_kernel(
     tl.store(LSE + out, lse, mask=head_live)
 
 
-def outer_tiles(arch: int, heads: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
-    """(rows, num_warps, num_stages) of the outer kernel; rows is 0 where there is none."""
-    if itemsize != 2 or heads > 4 or max(d, dv) > 128:
-        return 0, 0, 0
-    return (64, 4, 2) if arch else (32, 4, 1)
+def outer_tiles(
+    arch: int, heads: int, d: int, dv: int, itemsize: int
+) -> tuple[int, dict[str, int | None]]:
+    """(rows, launch options) of the outer kernel; rows is 0 where there is none."""
+    if itemsize != 2 or heads > MOST_HEADS or max(d, dv) > 128:
+        return 0, {}
+    # H200: four programs on a multiprocessor, by their registers, hide the gathers better than
+    # pipelining them does (3.6 and 4.4 ms at 32k tokens of 8 groups).
+    registers = 128 if arch == 90 else None
+    return 64 if arch else 32, dict(num_warps=4, num_stages=1, maxnreg=registers)
 
 
 def outer_applies(
@@ -240,7 +248,7 @@ def _rows_by_tile(
     file_rows(counts, False)
     bounds = counts.cumsum(1, dtype=torch.int32)
     file_rows(bounds.clone(), True)
-    return order, chunks_of(bounds, slab * groups * n_sel)
+    return order, chunks_of(bounds, slab * groups * n_sel, CHUNK)
 
 
 def block_attention_outer(
@@ -264,7 +272,7 @@ def block_attention_outer(
     sequence = None
     if varlen:
         sequence = token_sequences(cu_seqlens, tokens).clamp_(max=n_seq - 1).int()
-    rows, warps, stages = outer_tiles(arch_of(q.device), heads, dim, dv, q.element_size())
+    rows, launch = outer_tiles(arch_of(q.device), heads, dim, dv, q.element_size())
     heads_padded = triton.next_power_of_2(heads)
     union = unions.queries if unions else 0
     redo = union or REDO
@@ -281,7 +289,7 @@ def block_attention_outer(
             heads, q_start, n_sel, per_seq, softmax_scale * LOG2E,
             D=dim, DV=dv, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded,
             BLOCK_N=block_size, BLOCK_D=pad_dim(dim), BLOCK_DV=pad_dim(dv),
-            PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
+            PRECISION=dot_precision(q.dtype), **launch,
         )  # fmt: skip
         launches.bump("_block_attn_outer_kernel")
         _block_attn_merge_kernel[(min(slab, tokens - first), groups)](

@@ -107,24 +107,24 @@ def _chunk_fill_kernel(
     tl.store(CHUNK_END + to, tl.where(live, tl.minimum(begin + CHUNK, end), 0), mask=there)
 
 
-def chunks_of(bounds: Tensor, most: int) -> Chunks:
-    """Chunks of lists: tile i has bounds[.., i] .. bounds[.., i + 1], `most` pairs at most in all.
+def chunks_of(bounds: Tensor, most: int, size: int) -> Chunks:
+    """Chunks of `size` pairs: tile i has bounds[.., i] .. bounds[.., i + 1], `most` at most in all.
 
     Leading dimensions are slabs, each with its own lists. No host synchronisation: n_chunks is a
     bound that shapes give, so most late chunks may be empty.
     """
     n_tiles, lead = bounds.shape[-1] - 1, bounds.shape[:-1]
     slabs = math.prod(lead)
-    n_chunks = most // CHUNK + min(n_tiles, most)
+    n_chunks = most // size + min(n_tiles, most)
     n_chunks += -n_chunks % 4  # every slab's begin at 16 bytes
     make = lambda n, dtype: torch.empty(*lead, n, dtype=dtype, device=bounds.device)
     tile_chunks, chunk_tile = make(n_tiles + 1, torch.int64), make(n_chunks, torch.int32)
     begin, end = make(n_chunks, torch.int64), make(n_chunks, torch.int64)
-    _chunk_ends_kernel[(slabs,)](bounds, tile_chunks, n_tiles, CHUNK=CHUNK, SIZE=LIST_SIZE)
+    _chunk_ends_kernel[(slabs,)](bounds, tile_chunks, n_tiles, CHUNK=size, SIZE=LIST_SIZE)
     launches.bump("_chunk_ends_kernel")
     _chunk_fill_kernel[(triton.cdiv(n_chunks, LIST_SIZE), slabs)](
         bounds, tile_chunks, chunk_tile, begin, end, n_tiles, n_chunks,
-        max(n_tiles - 1, 0).bit_length(), CHUNK=CHUNK, SIZE=LIST_SIZE,
+        max(n_tiles - 1, 0).bit_length(), CHUNK=size, SIZE=LIST_SIZE,
     )  # fmt: skip
     launches.bump("_chunk_fill_kernel")
     return Chunks(chunk_tile, begin, end, tile_chunks, n_chunks, n_tiles)
@@ -185,5 +185,5 @@ def rows_of_tiles(
         order = order // tiles_per_block
 
     bounds = torch.searchsorted(tile, torch.arange(n_tiles + 1, device=device, dtype=tile.dtype))
-    chunks = chunks_of(bounds, tile.numel())
+    chunks = chunks_of(bounds, tile.numel(), CHUNK)
     return TileRows(**vars(chunks), order=order.to(torch.int32))
