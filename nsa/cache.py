@@ -283,7 +283,7 @@ class NSACache:
         turned = append_turned(q, k, v, self)
         due = self._due(T)
         if due:
-            raw_k, raw_v = due_rows(self, due)
+            raw_k, raw_v = due_rows(self.k_raw, self.v_raw, self.lens, due, c.l, c.d)
             emit_due(phi_k(raw_k), phi_v(raw_v), self, due, T)
         self._advance(T)
         return turned

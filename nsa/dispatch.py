@@ -169,7 +169,9 @@ def guarded(
             if reason == "launch_error":
                 warn_launch_error(f"{request.branch.value} on {route.value}", error)
             continue
-        taken = replace(decision, route=route, rejected=tuple(rejected))
+        taken = decision
+        if route is not decision.route:
+            taken = replace(decision, route=route, rejected=tuple(rejected))
         log(f"{request.branch.value}.path", flags=flags, route=route.value,
             requested=taken.requested and taken.requested.value)  # fmt: skip
         if _sinks:
@@ -218,6 +220,13 @@ def log_device(device: torch.device, flags: Flags) -> None:
              name=_device_name(device.index), sm=f"{major}.{minor}")  # fmt: skip
 
 
+def _inputs_decide(device: torch.device) -> contextlib.AbstractContextManager:
+    """No autocast inside: it would turn the fp32 scores of the PyTorch rungs into bf16."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def run(
     branch: Branch, args: dict[str, Any], flags: Flags, backend: str | Route | None = None,
     *, key_len: int,
@@ -230,8 +239,7 @@ def run(
     calls = {
         route: functools.partial(call, args, flags) for route, call in rungs.RUNGS[branch].items()
     }
-    # Autocast would turn the fp32 scores of the PyTorch rungs into bf16; inputs decide the dtype.
-    with torch.autocast(q.device.type, enabled=False):
+    with _inputs_decide(q.device):
         result, decision = guarded(request, calls, flags, backend)
         tag = f"{_LOG_PREFIX[branch]}.{decision.route.value}"
         if decision.route is Route.TRITON:
@@ -279,7 +287,7 @@ def run_prefill(
     rungs_here: dict[Route, Callable[[], Any]] = {
         Route.TRITON: lambda: rungs.prefill_triton(args, flags), Route.REFERENCE: by_branches
     }  # fmt: skip
-    with torch.autocast(q.device.type, enabled=False):
+    with _inputs_decide(q.device):
         (out, aux), decision = guarded(request, rungs_here, flags, backend)
     if decision.route is Route.TRITON:
         log_device(q.device, flags)

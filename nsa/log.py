@@ -27,6 +27,8 @@ _lock = threading.Lock()
 def enabled(tag: str, flags: Flags | None = None) -> bool:
     """True when `tag` would be printed: ask before computing something only a log line needs."""
     flags = flags or get_flags()
+    if not (flags.debug_log or flags.debug_timing or flags.debug_shapes or flags.debug_compare):
+        return False
     last = tag.rsplit(".", 1)[-1]
     for name, words in _TAGS_OF_FLAG.items():
         if last.endswith(words):

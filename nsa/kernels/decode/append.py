@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.kernels.decode.tile import visible
+from nsa.kernels.launch import launch, on_its_device, specialised
 
 if TYPE_CHECKING:
     from nsa.cache import NSACache
@@ -141,15 +142,16 @@ def _decode_emit_kernel(
 
 
 @functools.cache
-def _append_plan(c: NSAConfig) -> tuple[int, dict[str, int]]:
-    """(programs of a token, constants)."""
+def _append_plan(c: NSAConfig, device: torch.device) -> tuple[int, dict[str, int], dict]:
+    """(programs of a token, constants, by layout of the arguments what launch() keeps)."""
     parts = triton.cdiv(c.heads, BLOCK_H) + 6 * triton.cdiv(c.groups, BLOCK_H)
     return parts, dict(
         D=c.d_k, DV=c.d_v, BLOCK_HALF=triton.next_power_of_2(c.d_k // 2),
         BLOCK_DV=triton.next_power_of_2(c.d_v), BLOCK_H=BLOCK_H, num_warps=1,
-    )  # fmt: skip
+    ), {}  # fmt: skip
 
 
+@on_its_device
 def append_turned(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
     """Write T new tokens into the cache's raw, selection and window rows; the turned queries.
 
@@ -160,33 +162,36 @@ def append_turned(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
     c = cache.config
     batch, tokens = q.shape[:2]
     out = torch.empty(batch, tokens, c.heads, c.d_k, dtype=q.dtype, device=q.device)
-    parts, sizes = _append_plan(c)
-    _decode_append_kernel[(batch * tokens, parts)](
-        q.contiguous(), k.contiguous(), v.contiguous(), cache.lens, cache.frequencies, out,
-        cache.k_raw, cache.v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, tokens,
-        c.heads, c.groups, cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1],
-        **sizes,
+    parts, sizes, layouts = _append_plan(c, q.device)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    buffers = cache.k_raw, cache.v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
+    rows = cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1]
+    layout = (tokens, rows, specialised(q, k, v, cache.lens, *buffers))
+    launch(
+        _decode_append_kernel, (batch * tokens, parts, 1),
+        (q, k, v, cache.lens, cache.frequencies, out, *buffers, tokens, c.heads, c.groups, *rows),
+        sizes, layouts.setdefault(layout, {}),
     )  # fmt: skip
-    launches.bump("_decode_append_kernel")
     return out
 
 
-def due_rows(cache: NSACache, due: int) -> tuple[Tensor, Tensor]:
+@on_its_device
+def due_rows(
+    k_raw: Tensor, v_raw: Tensor, lens: Tensor, due: int, l: int, d: int
+) -> tuple[Tensor, Tensor]:
     """The raw keys and values of the next `due` blocks: [B * due, l, G, Dk] and [.., Dv]. Of blocks
     that are not full yet some rows are not there: whatever the ring holds."""
-    c, batch = cache.config, cache.batch
-    like = dict(dtype=cache.k_raw.dtype, device=cache.k_raw.device)
-    k = torch.empty(batch * due, c.l, c.groups, c.d_k, **like)
-    v = torch.empty(batch * due, c.l, c.groups, c.d_v, **like)
-    widths = c.groups * c.d_k, c.groups * c.d_v
-    _decode_raw_kernel[(batch * due * c.l, triton.cdiv(max(widths), BLOCK))](
-        cache.k_raw, cache.v_raw, cache.lens, k, v, *widths, cache.k_raw.shape[1], due, c.l, c.d,
-        BLOCK=BLOCK,
-    )  # fmt: skip
+    batch, rows, groups = k_raw.shape[:3]
+    k, v = (x.new_empty(batch * due, l, *x.shape[2:]) for x in (k_raw, v_raw))
+    widths = groups * k.shape[-1], groups * v.shape[-1]
+    _decode_raw_kernel[(batch * due * l, triton.cdiv(max(widths), BLOCK))](
+        k_raw, v_raw, lens, k, v, *widths, rows, due, l, d, BLOCK=BLOCK
+    )
     launches.bump("_decode_raw_kernel")
     return k, v
 
 
+@on_its_device
 def emit_due(k: Tensor, v: Tensor, cache: NSACache, due: int, T: int) -> None:
     """Store the compressed tokens [B * due, 1, G, *] of due_rows whose blocks T new tokens fill."""
     c = cache.config

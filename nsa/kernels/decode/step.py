@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import launches
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
+from nsa.kernels.launch import launch, on_its_device, specialised
 from nsa.kernels.tiles import LOG2E, dot_precision, pad_dim, sm_count, split_dim
 
 SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
@@ -64,9 +64,9 @@ def why_not_decode(l: int, d: int, l_sel: int) -> str | None:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step launches, from shapes alone. floats: sizes of the fp32 scratch buffers, in the
-    order in which nsa_decode_triton names them. scan, choice, selected, merge: constants of the
-    four kernels."""
+    """What a step launches, from shapes alone. floats: sizes of the scratch buffers of 4 bytes an
+    element, in the order in which nsa_decode_triton names them. scan, choice, selected, merge:
+    constants of the four kernels. compiled: of each layout of the arguments, see launch()."""
 
     splits_cmp: int
     splits_win: int
@@ -74,12 +74,13 @@ class StepPlan:
     share: int  # selected blocks of a split
     n_tiles: int
     chunks: int
-    candidates: int  # 0: no launch of its own takes them
+    candidates: bool  # a launch of its own takes them
     floats: list[int]
     scan: dict[str, Any]
     choice: dict[str, Any]
     selected: dict[str, Any]
     merge: dict[str, Any]
+    compiled: dict[tuple, dict[int, tuple]] = field(default_factory=dict)
 
 
 # Cached: in eager mode this arithmetic would take as long as two launches.
@@ -120,7 +121,9 @@ def _plan(
     scans = programs * (splits_cmp + splits_win) * rows
     tiles = programs * rows * n_tiles
     parts = programs * tokens * splits_sel * heads_padded
-    floats = [scans * dv, scans, scans, tiles * nb, tiles, tiles, parts * dv, parts, parts]
+    candidates = 0 if choice["SINGLE"] else programs * tokens * chunks * choice["N_PAD"]
+    floats = [scans * dv, scans, scans, tiles * nb, tiles, tiles, parts * dv, parts, parts,
+              candidates, candidates]  # fmt: skip
     dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
                 PRECISION=dot_precision(dtype))  # fmt: skip
     padded = lambda splits: triton.next_power_of_2(max(splits, 1))
@@ -131,7 +134,7 @@ def _plan(
     return StepPlan(
         splits_cmp=splits_cmp, splits_win=splits_win, splits_sel=splits_sel, share=share,
         n_tiles=n_tiles, chunks=chunks,
-        candidates=0 if choice["SINGLE"] else programs * tokens * chunks * choice["N_PAD"],
+        candidates=candidates > 0,
         floats=[triton.cdiv(n, 4) * 4 for n in floats],  # every buffer begins at 16 bytes
         scan=dict(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
@@ -151,6 +154,7 @@ def _plan(
     )  # fmt: skip
 
 
+@on_its_device
 def nsa_decode_triton(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, lens: Tensor, *, l: int, d: int, l_sel: int, n_sel: int,
@@ -187,12 +191,14 @@ def nsa_decode_triton(
     )  # fmt: skip
     scale = 1.0 / math.sqrt(dim) if softmax_scale is None else softmax_scale
     scale_log2 = scale * LOG2E
-    scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l = torch.empty(
-        sum(plan.floats), dtype=torch.float32, device=q.device
-    ).split(plan.floats)
-    keys = blocks = lens
+    scratch = torch.empty(sum(plan.floats), dtype=torch.float32, device=q.device)
+    (
+        scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l, keys, blocks,
+    ) = torch.split_with_sizes(scratch, plan.floats)  # fmt: skip
     if plan.candidates:
-        keys, blocks = torch.empty(2, plan.candidates, dtype=torch.int32, device=q.device)
+        keys, blocks = keys.view(torch.int32), blocks.view(torch.int32)
+    else:
+        keys = blocks = lens
     indices = block_indices
     if indices is None:
         indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=q.device)
@@ -203,31 +209,37 @@ def nsa_decode_triton(
     table_len = 0 if block_table is None else block_table.shape[1]
     programs, splits_cmp, splits_sel = batch * groups, plan.splits_cmp, plan.splits_sel
     splits_all, n_tiles = plan.splits_cmp + plan.splits_win, plan.n_tiles
+    cmp_rows, sel_rows, win_rows = k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
+    compiled = plan.compiled.setdefault((
+        page, window_ring, table_len, cmp_rows, sel_rows, win_rows,
+        specialised(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices),
+    ), {})  # fmt: skip
     if splits_all:
-        _decode_scan_kernel[(programs, splits_all)](
-            q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
-            tile_max, table_len, k_cmp.shape[1], k_win.shape[1], groups, heads, tokens,
-            splits_cmp, splits_all, n_tiles, l, d, l_sel, window, scale_log2,
-            PAGE=0 if window_ring else page, RING=window_ring, **plan.scan,
+        launch(
+            _decode_scan_kernel, (programs, splits_all, 1),
+            (q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
+             tile_max, table_len, cmp_rows, win_rows, groups, heads, tokens, splits_cmp, splits_all,
+             n_tiles, l, d, l_sel, window, scale_log2),
+            dict(PAGE=0 if window_ring else page, RING=window_ring, **plan.scan), compiled,
         )  # fmt: skip
-        launches.bump("_decode_scan_kernel")
     if branch is None and plan.candidates:
-        _decode_candidates_kernel[(plan.chunks, programs, tokens)](
-            lens, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, groups, heads, tokens,
-            splits_cmp, splits_all, n_tiles, l, d, l_sel, plan.chunks, **plan.choice,
+        launch(
+            _decode_candidates_kernel, (plan.chunks, programs, tokens),
+            (lens, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, groups, heads, tokens,
+             splits_cmp, splits_all, n_tiles, l, d, l_sel, plan.chunks),
+            plan.choice, compiled,
         )  # fmt: skip
-        launches.bump("_decode_candidates_kernel")
     if splits_sel:
-        _decode_selected_kernel[(splits_sel, programs, tokens)](
-            q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, scan_m, scan_l, pooled,
-            spill, tile_max, keys, blocks, table_len, k_sel.shape[1], groups, heads, tokens,
-            splits_sel, plan.share, splits_cmp, splits_all, n_tiles, l, d, l_sel, plan.chunks,
-            scale_log2, PAGE=page, **plan.selected,
+        launch(
+            _decode_selected_kernel, (splits_sel, programs, tokens),
+            (q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, scan_m, scan_l, pooled,
+             spill, tile_max, keys, blocks, table_len, sel_rows, groups, heads, tokens, splits_sel,
+             plan.share, splits_cmp, splits_all, n_tiles, l, d, l_sel, plan.chunks, scale_log2),
+            dict(PAGE=page, **plan.selected), compiled,
         )  # fmt: skip
-        launches.bump("_decode_selected_kernel")
-    _decode_merge_kernel[(programs, tokens * heads)](
-        scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens,
-        splits_cmp, splits_all, splits_sel, **plan.merge,
+    launch(
+        _decode_merge_kernel, (programs, tokens * heads, 1),
+        (scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens, splits_cmp,
+         splits_all, splits_sel), plan.merge, compiled,
     )  # fmt: skip
-    launches.bump("_decode_merge_kernel")
     return (out, indices) if return_indices else out

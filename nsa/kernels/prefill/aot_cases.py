@@ -303,10 +303,9 @@ def aot_cases(arch: int) -> list[AotCase]:
         outer = _case(block_attn_outer._block_attn_outer_kernel, f"D128-H{heads}", "bf16", tile,
                       (launch["num_warps"], launch["num_stages"]))  # fmt: skip
         merge = dict(DV=128, HEADS=heads, N_PAD=16, BLOCK_DV=128, UNION=16, REDO=16)
-        cases += [
-            replace(outer, max_registers=launch["maxnreg"]),
-            _case(block_attn_outer._block_attn_merge_kernel, f"D128-H{heads}", "bf16", merge, (1, 2)),
-        ]
+        cases.append(replace(outer, max_registers=launch["maxnreg"]))
+        kernel = block_attn_outer._block_attn_merge_kernel
+        cases.append(_case(kernel, f"D128-H{heads}", "bf16", merge, (1, 2)))
     size = dict(SIZE=block_lists.LIST_SIZE)
     chunk = dict(CHUNK=block_lists.CHUNK, **size)
     pair = dict(VARLEN=True, PER_BLOCK=2, **size)

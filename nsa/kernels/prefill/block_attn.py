@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from nsa.kernels.launch import on_its_device
 from nsa.kernels.prefill.limits import check_block_size
 
 
@@ -20,6 +21,7 @@ def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
 
 
 @torch.library.custom_op("nsa::block_attention", mutates_args=())
+@on_its_device
 def _block_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, softmax_scale: float,
     cu_seqlens: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
@@ -42,6 +44,7 @@ def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen,
 
 
 @torch.library.custom_op("nsa::block_attention_bwd", mutates_args=())
+@on_its_device
 def _block_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     block_indices: Tensor, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None,

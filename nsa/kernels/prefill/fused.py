@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.kernels.launch import on_its_device
 from nsa.kernels.prefill.block_attn import sequence_begins
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
@@ -31,6 +32,7 @@ def _window_start(q: Tensor, k_win: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 @torch.library.custom_op("nsa::prefill", mutates_args=())
+@on_its_device
 def _prefill(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, sizes: list[int], softmax_scale: float,
@@ -76,6 +78,7 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, 
 
 
 @torch.library.custom_op("nsa::prefill_bwd", mutates_args=())
+@on_its_device
 def _prefill_bwd(
     grad_out: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor,
     k_win: Tensor, v_win: Tensor, gates: Tensor, block_indices: Tensor, o_cmp: Tensor,

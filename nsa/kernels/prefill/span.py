@@ -11,10 +11,12 @@ import math
 import torch
 from torch import Tensor
 
+from nsa.kernels.launch import on_its_device
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 
 
 @torch.library.custom_op("nsa::span_attention", mutates_args=())
+@on_its_device
 def _span_attention(
     q: Tensor, k: Tensor, v: Tensor, mode: int, a: int, b: int, softmax_scale: float,
     cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, q_start: int,
@@ -34,6 +36,7 @@ def _(q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k, q_start, use
 
 
 @torch.library.custom_op("nsa::span_attention_bwd", mutates_args=())
+@on_its_device
 def _span_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mode: int, a: int,
     b: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
@@ -74,6 +77,7 @@ _span_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 @torch.library.custom_op("nsa::block_select", mutates_args=())
+@on_its_device
 def _block_select(
     q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int, n_init: int,
     n_local: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int,

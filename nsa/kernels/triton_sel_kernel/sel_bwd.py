@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
+from nsa.kernels.launch import on_its_device
 from nsa.kernels.tiles import LOG2E, arch_of, dot_precision
 from nsa.kernels.triton_sel_kernel.inputs import units_of_8
 from nsa.kernels.triton_sel_kernel.rows import (
@@ -219,6 +220,7 @@ def _dq_meta(tiles: Tiles) -> dict[str, int]:
     )  # fmt: skip
 
 
+@on_its_device
 def sel_bwd_ranges(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, cum: Tensor, out: Tensor, lse: Tensor,
     grad_out: Tensor, softmax_scale: float, *, needs_kv: bool = True,

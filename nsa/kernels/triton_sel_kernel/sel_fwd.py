@@ -19,6 +19,7 @@ from torch import Tensor
 from nsa import launches
 from nsa.checks import check_int, scale_of
 from nsa.flags import Flags
+from nsa.kernels.launch import on_its_device
 from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, sm_count
 from nsa.kernels.triton_sel_kernel.inputs import (
     aligned,
@@ -273,6 +274,7 @@ def _result(launch: Launch, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     return (launch.out, launch.lse) if return_lse else launch.out
 
 
+@on_its_device
 def _dense(
     q: Tensor, k: Tensor, v: Tensor, *, group: bool, softmax_scale: float | None,
     return_lse: bool, tiles: Tiles | None, flags: Flags | None, splits: int | None,
@@ -313,6 +315,7 @@ def _launch_spans(
     return _result(launch, return_lse)
 
 
+@on_its_device
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, group: bool,
     softmax_scale: float | None, return_lse: bool, max_len: int | None, tiles: Tiles | None,
@@ -401,6 +404,7 @@ def sel_attn_fwd_varlen_group(
     )  # fmt: skip
 
 
+@on_its_device
 def sel_fwd_spans(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, softmax_scale: float | None, *,
     group: bool = True, flags: Flags | None = None,
@@ -418,6 +422,7 @@ def sel_fwd_spans(
     return out.view(B, S, G, H, v.shape[-1]), lse.view(B, S, G, H)
 
 
+@on_its_device
 def sel_fwd_ranges(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, cum: Tensor, softmax_scale: float | None, *,
     flags: Flags | None = None, tiles: Tiles | None = None, splits: int | None = None,

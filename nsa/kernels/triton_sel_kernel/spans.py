@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
+from nsa.kernels.launch import on_its_device
 from nsa.kernels.triton_sel_kernel.rows import load_range
 from nsa.kernels.triton_sel_kernel.tiles import KEY_TILE, MAX_SPANS_PER_PASS
 from nsa.select import clean_ranges
@@ -43,6 +44,7 @@ def _sel_spans_kernel(RANGES, STARTS, CUM, n, limit, NR: tl.constexpr):
     tl.store(CUM + row * (n + 1) + n, tl.sum(length, 0))
 
 
+@on_its_device
 def clean_spans(ranges: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
     """(starts [R, n], cum [R, n + 1]) of ranges [B, S, G, n, 2], int32 or int64, any overlap.
 

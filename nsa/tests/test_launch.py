@@ -1,0 +1,141 @@
+"""Launches: compiled ones from the second time on, anew for other arguments, on the right device."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import pytest
+import torch
+
+from nsa import NSAAttention, NSAConfig, launches
+from nsa.flags import Flags
+from nsa.kernels.launch import launch, on_its_device, specialised
+from nsa.tests.helpers import randn
+
+CONFIG = NSAConfig(
+    dim=64, heads=8, groups=2, d_k=32, d_v=32, l=16, d=8, l_sel=16, n_sel=4, w=32
+)
+
+
+class FakeKernel:
+    """Like a JIT function: kernel[grid](*args, **constants) gives what it compiled."""
+
+    __name__ = "_fake_kernel"
+    arg_names = ("X", "n", "BLOCK", "MASKED")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def __getitem__(self, grid):
+        def first(*args, **constants):
+            self.calls.append(("jit", grid, args, constants))
+            return Compiled(self.calls, "metadata")
+
+        return first
+
+
+class Compiled(namedtuple("Compiled", "calls packed_metadata")):
+    def __getitem__(self, grid):
+        return lambda *args: self.calls.append(("compiled", grid, args))
+
+
+def test_the_second_launch_gets_every_parameter_in_the_order_of_the_signature():
+    kernel, compiled, other = FakeKernel(), {}, {}
+    constants = dict(MASKED=True, num_warps=4, BLOCK=64)
+    launches.reset()
+    for n, cache in ((1, compiled), (2, compiled), (3, other)):
+        launch(kernel, (n, 2, 1), ("x", n), constants, cache)
+    assert kernel.calls == [
+        ("jit", (1, 2, 1), ("x", 1), constants),
+        ("compiled", (2, 2, 1), ("x", 2, 64, True)),
+        ("jit", (3, 2, 1), ("x", 3), constants),
+    ]
+    assert launches.counts()["_fake_kernel"] == 3
+
+
+def test_another_kernel_of_the_same_name_is_not_taken_for_the_compiled_one():
+    first, second, compiled = FakeKernel(), FakeKernel(), {}
+    launch(first, (1, 1, 1), ("x", 1), dict(BLOCK=16, MASKED=False), compiled)
+    launch(second, (1, 1, 1), ("x", 1), dict(BLOCK=16, MASKED=False), compiled)
+    assert [len(k.calls) for k in (first, second)] == [1, 1] and second.calls[0][0] == "jit"
+
+
+def test_what_a_kernel_is_compiled_for_tells_types_and_alignment_apart():
+    x = torch.zeros(64, dtype=torch.float16)
+    assert specialised(x) == specialised(x[8:]) != specialised(x[1:])
+    assert specialised(x) != specialised(x.to(torch.bfloat16))
+
+
+class OnCard:
+    is_cuda = True
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_launcher_runs_on_the_device_of_its_first_argument(monkeypatch, by_name):
+    current = [0]
+
+    class Guard:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.device.index
+
+        def __exit__(self, *_):
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    where = on_its_device(lambda x, y=None: current[0])
+    call = (lambda x: where(x=x, y=1)) if by_name else where
+    assert [call(OnCard(1)), call(OnCard(0)), call(torch.zeros(1)), call(None)] == [1, 0, 0, 0]
+    assert current == [0]
+
+
+@pytest.mark.kernel
+def test_a_step_of_unaligned_queries_after_aligned_ones_is_right(cuda):
+    from nsa.kernels.decode import nsa_decode_triton
+
+    like = dict(dtype=torch.float16, device=cuda)
+    keys = [randn(1, n, 2, 32, seed=i, **like) for i, n in enumerate((32, 32, 256, 256, 256, 256))]
+    gates = randn(1, 1, 8, 3, seed=7, **like).sigmoid()
+    lens = torch.tensor([200], dtype=torch.int32, device=cuda)
+    room = randn(8 * 32 + 8, seed=8, **like)
+    sizes = dict(l=16, d=8, l_sel=16, n_sel=4, n_init=1, n_local=2, window=32, max_len=256)
+    step = lambda q: nsa_decode_triton(q, *keys, gates, lens, **sizes)
+    for at in (0, 1, 0, 8, 1):
+        q = room[at : at + 256].view(1, 1, 8, 32)
+        aligned = q.clone()  # a launch of its own
+        torch.testing.assert_close(step(q), step(aligned), rtol=0, atol=0)
+    with launches.recording() as counts:
+        step(room[:256].view(1, 1, 8, 32))
+    assert counts == dict(_decode_scan_kernel=1, _decode_selected_kernel=1, _decode_merge_kernel=1)
+
+
+@pytest.mark.kernel
+def test_a_layer_works_on_a_card_that_is_not_the_current_one(cuda):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    assert torch.cuda.current_device() == 0
+    flags = Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
+    torch.manual_seed(3)
+    layer = NSAAttention(CONFIG, flags=flags, backend="triton").half()
+    x = torch.randn(2, 70, 64, dtype=torch.float16)
+    found = []
+    for card in ("cuda:0", "cuda:1"):
+        there, mine = layer.to(card), x.to(card).requires_grad_()
+        with launches.recording() as counts:
+            out = there(mine)
+            out.float().square().sum().backward()
+            cache = there.make_cache(2, 80)
+            steps = [there.step(mine[:, :69].detach(), cache)]
+            steps.append(there.step(mine[:, 69:].detach(), cache))
+        assert counts["_decode_append_kernel"] == 1 and counts["_decode_merge_kernel"] == 1
+        found.append([t.detach().cpu() for t in (out, mine.grad, *steps)])
+        assert torch.cuda.current_device() == 0
+    for a, b in zip(*found, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
