@@ -1,4 +1,4 @@
-"""Launches: compiled ones from the second time on, anew for other arguments, on the right device."""
+"""Launches: compiled from the second time on, anew for other arguments, on the right device."""
 
 from __future__ import annotations
 
