@@ -205,12 +205,12 @@ def tune(monkeypatch):
     step._plan.cache_clear()
 
 
-@pytest.mark.parametrize("blocks, ranks", [(16, 2**20), (16, 0), (2**20, 0)])
+@pytest.mark.parametrize("blocks, ranks", [(16, 2**20), (16, 1), (2**20, 1)])
 def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, tune):
     """Candidates of several chunks or all blocks at once; the top by ranks or by search."""
     caches = Caches(Step((577, 45), T=2, h=4, n_sel=4, capacity=600), kernel_device)
     out, indices = caches.run()
-    tune(CHUNK_BLOCKS=blocks, RANK_CANDIDATES=ranks)
+    tune(SINGLE_BLOCKS=blocks, CHUNK_BLOCKS=(blocks, blocks), RANK_CANDIDATES=ranks)
     with launches.recording() as counts:
         again, same = caches.run()
     assert ("_decode_candidates_kernel" in counts) == (blocks == 16)
@@ -218,7 +218,7 @@ def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, tune):
     assert torch.equal(again, out)
 
 
-@pytest.mark.parametrize("ranks", [128, 0])
+@pytest.mark.parametrize("ranks", [128, 1])
 def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(ranks, kernel_device, tune):
     tune(RANK_CANDIDATES=ranks)
     caches = Caches(Step((577, 445), h=4, n_sel=4, capacity=600), kernel_device)

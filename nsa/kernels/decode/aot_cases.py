@@ -17,7 +17,13 @@ from nsa.kernels.decode.append import (
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
-from nsa.kernels.decode.step import choice_sizes, large_tiles, scan_warps, selected_warps
+from nsa.kernels.decode.step import (
+    choice_sizes,
+    choice_warps,
+    large_tiles,
+    scan_warps,
+    selected_warps,
+)
 from nsa.kernels.tiles import pad_dim, split_dim
 
 # dtype, element bytes, D, Dv, (token, head) rows, page
@@ -64,8 +70,8 @@ def aot_cases(arch: int) -> list[AotCase]:
             constexprs = {**dims, **scan}
             name = f"{label}-N{block_n}"
             cases.append(_case(_decode_scan_kernel, name, dtype, constexprs, scan_warps(rows), 2))
-        # One sequence of 8k, of 64k and of a million tokens: the sizes of the choice.
-        lengths = ((8192, 8), (65536, 64), (2**20, 64))
+        # One sequence of 4k, of 32k and of a million tokens: the sizes of the choice.
+        lengths = ((4096, 8), (32768, 64), (2**20, 64))
         for length, splits in lengths if d == 128 else lengths[1:2]:
             n_tiles = length // 16 // small
             _, choice = choice_sizes(n_tiles, small // 4, length // 64, 16)
@@ -74,8 +80,11 @@ def aot_cases(arch: int) -> list[AotCase]:
                             CHOOSE=True, **choice, **dims)  # fmt: skip
             cases.append(_case(_decode_selected_kernel, f"{label}-S{length}", dtype, selected,
                                selected_warps(choice["N"]), 2))  # fmt: skip
-        some = {n: selected[n] for n in _decode_candidates_kernel.arg_names if n in selected}
-        cases.append(_case(_decode_candidates_kernel, label, dtype, some, 4, 1))
+            some = {n: selected[n] for n in _decode_candidates_kernel.arg_names if n in selected}
+            for programs in () if choice["SINGLE"] else (1, 4096):
+                warps = choice_warps(choice["CHUNK"] * small // 4, programs, 132)
+                cases.append(_case(_decode_candidates_kernel, f"{label}-S{length}-W{warps}", dtype,
+                                   some, warps, 1))  # fmt: skip
         if size == 2:
             append = dict(D=d, DV=dv, BLOCK_HALF=pad_dim(d // 2), BLOCK_DV=pad_dim(dv),
                           BLOCK_H=BLOCK_H)  # fmt: skip

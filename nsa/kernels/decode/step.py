@@ -16,14 +16,14 @@ from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.launch import launch, on_its_device, specialised
-from nsa.kernels.tiles import LOG2E, dot_precision, pad_dim, sm_count, split_dim
+from nsa.kernels.tiles import LOG2E, dot_precision, pad_dim, pow2, sm_count, split_dim
 
 SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
 SELECTED_PER_SM = 2  # the same of the selected blocks: more splits are more to merge
 SELECTED_SPLITS = 16  # per token and group, a block each by default
 MANY_TILES = 8  # of 64 keys per SM: from here on larger tiles
-CHUNK_BLOCKS = 128  # whose scores one program sums and ranks; more of them are several chunks, of
-# which a launch of its own takes the candidates
+SINGLE_BLOCKS = 64  # of which the kernel of the selected blocks itself sums and ranks the scores
+CHUNK_BLOCKS = 32, 128  # more go by chunks of so many, of which a launch of its own takes the best
 RANK_CANDIDATES = 128  # up to here comparing all with all is quicker than a search
 
 
@@ -32,15 +32,28 @@ def scan_warps(rows: int) -> int:
     return 8 if rows > 32 else 4
 
 
+def chunk_blocks(n_blocks: int, n_pad: int) -> int:
+    """How many blocks one program ranks. Few at a time are quick, and more programs run at a time;
+    but n_pad of each chunk are candidates, which are to be ranked as well. H200, 64 sequences of
+    32k: 64 instead of 128 blocks take 12 instead of 22 us."""
+    least, most = CHUNK_BLOCKS
+    return min(max(pow2(triton.cdiv(n_blocks * n_pad, RANK_CANDIDATES)), least), most)
+
+
 def choice_sizes(n_tiles: int, nb: int, n_blocks: int, n_sel: int) -> tuple[int, dict[str, int]]:
     """How the best of n_blocks are found that lie in n_tiles tiles of nb: (chunks, constants)."""
-    chunk = triton.next_power_of_2(max(n_tiles, triton.cdiv(n_blocks, nb)))
-    most = max(CHUNK_BLOCKS // nb, 1)
-    n_pad, single = triton.next_power_of_2(n_sel), chunk <= most
-    chunks = 1 if single else triton.cdiv(n_blocks, most * nb)
-    n = chunk * nb if single else triton.next_power_of_2(chunks) * n_pad
-    return chunks, dict(CHUNK=min(chunk, most), SINGLE=single, N=n, N_PAD=n_pad,
-                        RANKED=n <= RANK_CANDIDATES)  # fmt: skip
+    chunk, n_pad = pow2(max(n_tiles, triton.cdiv(n_blocks, nb))), pow2(n_sel)
+    single = chunk <= max(SINGLE_BLOCKS // nb, 1)
+    if not single:
+        chunk = max(chunk_blocks(n_blocks, n_pad) // nb, 1)
+    chunks = 1 if single else triton.cdiv(n_blocks, chunk * nb)
+    n = chunk * nb if single else pow2(chunks) * n_pad
+    return chunks, dict(CHUNK=chunk, SINGLE=single, N=n, N_PAD=n_pad, RANKED=n <= RANK_CANDIDATES)
+
+
+def choice_warps(blocks: int, programs: int, sms: int) -> int:
+    """Many end one program soon; of programs with few more run at a time."""
+    return max(blocks // 16, 4) // (1 if programs <= 2 * sms else 2)
 
 
 def selected_warps(candidates: int) -> int:
@@ -140,7 +153,10 @@ def _plan(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
             num_warps=scan_warps(rows), num_stages=2, **dims,
         ),
-        choice=dict(num_warps=4, num_stages=1, **choosing),
+        choice=dict(
+            num_warps=choice_warps(choice["CHUNK"] * nb, programs * tokens * chunks, sms),
+            num_stages=1, **choosing,
+        ),
         selected=dict(
             BLOCK_N=min(block_n, 64, max(triton.next_power_of_2(l_sel), 16)),
             CHOOSE=branch is None, SINGLE=choice["SINGLE"], N=choice["N"],
