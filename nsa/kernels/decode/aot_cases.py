@@ -21,6 +21,7 @@ from nsa.kernels.decode.step import (
     choice_sizes,
     choice_warps,
     large_tiles,
+    merge_warps,
     scan_warps,
     selected_warps,
 )
@@ -91,7 +92,9 @@ def aot_cases(arch: int) -> list[AotCase]:
             cases.append(_case(_decode_append_kernel, label, dtype, append, 1, 3))
             for kernel in (_decode_raw_kernel, _decode_emit_kernel):
                 cases.append(_case(kernel, label, dtype, dict(BLOCK=BLOCK), 4, 3))
-        merge = dict(DV=dv, ROWS=rows, HEADS=16, BLOCK_DV=pad_dim(dv), SPLITS_CMP=64,
-                     SPLITS_WIN=8, SPLITS_SEL=16)  # fmt: skip
-        cases.append(_case(_decode_merge_kernel, label, dtype, merge, 4, 2))
+        for splits in (64, 8, 16), (8, 8, 16):
+            merge = dict(DV=dv, ROWS=rows, HEADS=16, BLOCK_DV=pad_dim(dv), SPLITS_CMP=splits[0],
+                         SPLITS_WIN=splits[1], SPLITS_SEL=splits[2])  # fmt: skip
+            cases.append(_case(_decode_merge_kernel, f"{label}-{sum(splits)}", dtype, merge,
+                               merge_warps(sum(splits), pad_dim(dv)), 2))  # fmt: skip
     return cases

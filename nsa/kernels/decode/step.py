@@ -56,6 +56,12 @@ def choice_warps(blocks: int, programs: int, sms: int) -> int:
     return max(blocks // 16, 4) // (1 if programs <= 2 * sms else 2)
 
 
+def merge_warps(splits: int, width: int) -> int:
+    """As few as hold so many partial outputs in their registers: H200, 16 sequences of 64k, 3 us
+    with one warp and 8 with four."""
+    return pow2(triton.cdiv(splits * width, 32 * 176))
+
+
 def selected_warps(candidates: int) -> int:
     return 4 if candidates <= 1024 else 8
 
@@ -139,9 +145,9 @@ def _plan(
               candidates, candidates]  # fmt: skip
     dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
                 PRECISION=dot_precision(dtype))  # fmt: skip
-    padded = lambda splits: triton.next_power_of_2(max(splits, 1))
+    merged = [pow2(splits) for splits in (splits_cmp, splits_win, splits_sel)]
     choosing = dict(
-        ROWS=rows, HEADS=heads_padded, SPLITS=padded(splits_cmp), TILE_N=block_n, NB=nb,
+        ROWS=rows, HEADS=heads_padded, SPLITS=merged[0], TILE_N=block_n, NB=nb,
         CHUNK=choice["CHUNK"], N_SEL=n_sel, N_PAD=choice["N_PAD"], N_INIT=n_init, N_LOCAL=n_local,
     )  # fmt: skip
     return StepPlan(
@@ -164,8 +170,8 @@ def _plan(
             **choosing, **dims,
         ),
         merge=dict(
-            DV=dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv, SPLITS_CMP=padded(splits_cmp),
-            SPLITS_WIN=padded(splits_win), SPLITS_SEL=padded(splits_sel), num_warps=4,
+            DV=dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv, SPLITS_CMP=merged[0],
+            SPLITS_WIN=merged[1], SPLITS_SEL=merged[2], num_warps=merge_warps(sum(merged), block_dv),
         ),
     )  # fmt: skip
 
