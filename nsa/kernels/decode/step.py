@@ -171,7 +171,8 @@ def _plan(
         ),
         merge=dict(
             DV=dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv, SPLITS_CMP=merged[0],
-            SPLITS_WIN=merged[1], SPLITS_SEL=merged[2], num_warps=merge_warps(sum(merged), block_dv),
+            SPLITS_WIN=merged[1], SPLITS_SEL=merged[2],
+            num_warps=merge_warps(sum(merged), block_dv),
         ),
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import operator, register_backward, register_fake
 from nsa.kernels.prefill.limits import check_block_size
 
 
@@ -20,8 +20,7 @@ def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
     return cu_seqlens[token_sequences(cu_seqlens, tokens).clamp_(max=cu_seqlens.numel() - 2)]
 
 
-@torch.library.custom_op("nsa::block_attention", mutates_args=())
-@on_its_device
+@operator("block_attention")
 def _block_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, softmax_scale: float,
     cu_seqlens: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
@@ -36,15 +35,14 @@ def _block_attention(
     )  # fmt: skip
 
 
-@_block_attention.register_fake
+@register_fake(_block_attention)
 def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen, q_start,
       use_gluon=None):  # fmt: skip
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("nsa::block_attention_bwd", mutates_args=())
-@on_its_device
+@operator("block_attention_bwd")
 def _block_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     block_indices: Tensor, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None,
@@ -59,7 +57,7 @@ def _block_attention_bwd(
     )  # fmt: skip
 
 
-@_block_attention_bwd.register_fake
+@register_fake(_block_attention_bwd)
 def _(grad_out, q, k, v, out, lse, block_indices, block_size, softmax_scale, cu_seqlens,
       max_seqlen, q_start, use_gluon=None):  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -75,13 +73,14 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad_out, grad_lse):
     q, k, v, out, lse, block_indices, cu_seqlens = ctx.saved_tensors
-    dq, dk, dv = torch.ops.nsa.block_attention_bwd(
+    dq, dk, dv = _block_attention_bwd(
         grad_out, q, k, v, out, lse, block_indices, *ctx.scalars, cu_seqlens, *ctx.rest
     )
     return dq, dk, dv, *(None,) * 7
 
 
-_block_attention.register_autograd(_backward, setup_context=_setup_context)
+register_backward(_block_attention, _backward, _setup_context)
+register_backward(_block_attention_bwd)
 
 
 def ascending(block_indices: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import operator, register_backward, register_fake
 from nsa.kernels.prefill.block_attn import sequence_begins
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
@@ -31,8 +31,7 @@ def _window_start(q: Tensor, k_win: Tensor, cu_seqlens: Tensor | None) -> int:
     return 0 if cu_seqlens is not None else k_win.shape[1] - q.shape[1]
 
 
-@torch.library.custom_op("nsa::prefill", mutates_args=())
-@on_its_device
+@operator("prefill")
 def _prefill(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, sizes: list[int], softmax_scale: float,
@@ -68,7 +67,7 @@ def _prefill(
     return out, block_indices, o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win
 
 
-@_prefill.register_fake
+@register_fake(_prefill)
 def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, cu_seqlens,
       cu_seqlens_cmp, max_seqlen, q_start, use_gluon=None):  # fmt: skip
     out = lambda: q.new_empty(*q.shape[:-1], v_cmp.shape[-1])
@@ -77,8 +76,7 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, 
     return out(), blocks, out(), out(), out(), lse(), lse(), lse()
 
 
-@torch.library.custom_op("nsa::prefill_bwd", mutates_args=())
-@on_its_device
+@operator("prefill_bwd")
 def _prefill_bwd(
     grad_out: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor,
     k_win: Tensor, v_win: Tensor, gates: Tensor, block_indices: Tensor, o_cmp: Tensor,
@@ -117,7 +115,7 @@ def _prefill_bwd(
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
-@_prefill_bwd.register_fake
+@register_fake(_prefill_bwd)
 def _(grad_out, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *rest):
     return tuple(
         torch.empty_like(x) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
@@ -134,13 +132,14 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad_out, *unused):
     *saved, cu_seqlens, cu_seqlens_cmp = ctx.saved_tensors
-    grads = torch.ops.nsa.prefill_bwd(
+    grads = _prefill_bwd(
         grad_out, *saved, *ctx.scalars, cu_seqlens, cu_seqlens_cmp, *ctx.rest
     )
     return (*grads, *(None,) * 7)
 
 
-_prefill.register_autograd(_backward, setup_context=_setup_context)
+register_backward(_prefill, _backward, _setup_context)
+register_backward(_prefill_bwd)
 
 
 def nsa_prefill_triton(
