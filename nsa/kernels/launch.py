@@ -1,5 +1,4 @@
-"""How launchers launch: as operators of PyTorch, on the device of their tensors, and twice the same
-without being looked up.
+"""How launchers launch: on the device of their tensors, and twice the same without being looked up.
 
 Importing this needs PyTorch only.
 """
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor  # torch.library evaluates the annotations of what is wrapped here
 
 from nsa import launches
 
@@ -31,45 +30,6 @@ def on_its_device(launcher: Callable) -> Callable:
             return launcher(*args, **kwargs)
 
     return there
-
-
-_LIBRARY = torch.library.Library("nsa", "FRAGMENT")
-
-
-def operator(name: str) -> Callable[[Callable], torch._ops.OpOverload]:
-    """Make a launcher the operator torch.ops.nsa.<name>, which is what it returns.
-
-    Autograd and torch.compile take an operator whole. What torch.library.custom_op does at every
-    call (outputs checked for aliases, torch.compile switched off around it) took longer than the
-    launches and is left out: outputs have to be new tensors. Needs a register_fake.
-    """
-
-    def register(launcher: Callable) -> torch._ops.OpOverload:
-        schema = torch.library.infer_schema(launcher, mutates_args=())
-        _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-        _LIBRARY.impl(name, on_its_device(launcher), "CompositeExplicitAutograd")
-        return getattr(torch.ops.nsa, name).default
-
-    return register
-
-
-def register_fake(op: torch._ops.OpOverload) -> Callable[[Callable], Callable]:
-    """Decorator of the function that gives an operator's outputs without their values."""
-    return torch.library.register_fake(op, lib=_LIBRARY)
-
-
-def register_backward(
-    op: torch._ops.OpOverload, backward: Callable | None = None,
-    setup_context: Callable | None = None,
-) -> None:  # fmt: skip
-    """Give an operator its derivative; without one, backward through it is an error."""
-
-    def underived(*_: Any) -> None:
-        raise RuntimeError(f"{op.name()} has no derivative")
-
-    torch.library.register_autograd(
-        op, backward or underived, setup_context=setup_context, lib=_LIBRARY
-    )
 
 
 def launch(

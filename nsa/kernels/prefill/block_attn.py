@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from nsa.kernels.launch import operator, register_backward, register_fake
+from nsa.kernels.launch import on_its_device
 from nsa.kernels.prefill.limits import check_block_size
 
 
@@ -20,7 +20,8 @@ def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
     return cu_seqlens[token_sequences(cu_seqlens, tokens).clamp_(max=cu_seqlens.numel() - 2)]
 
 
-@operator("block_attention")
+@torch.library.custom_op("nsa::block_attention", mutates_args=())
+@on_its_device
 def _block_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, softmax_scale: float,
     cu_seqlens: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
@@ -35,14 +36,15 @@ def _block_attention(
     )  # fmt: skip
 
 
-@register_fake(_block_attention)
+@_block_attention.register_fake
 def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen, q_start,
       use_gluon=None):  # fmt: skip
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@operator("block_attention_bwd")
+@torch.library.custom_op("nsa::block_attention_bwd", mutates_args=())
+@on_its_device
 def _block_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     block_indices: Tensor, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None,
@@ -57,7 +59,7 @@ def _block_attention_bwd(
     )  # fmt: skip
 
 
-@register_fake(_block_attention_bwd)
+@_block_attention_bwd.register_fake
 def _(grad_out, q, k, v, out, lse, block_indices, block_size, softmax_scale, cu_seqlens,
       max_seqlen, q_start, use_gluon=None):  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -73,14 +75,13 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad_out, grad_lse):
     q, k, v, out, lse, block_indices, cu_seqlens = ctx.saved_tensors
-    dq, dk, dv = _block_attention_bwd(
+    dq, dk, dv = torch.ops.nsa.block_attention_bwd(
         grad_out, q, k, v, out, lse, block_indices, *ctx.scalars, cu_seqlens, *ctx.rest
     )
     return dq, dk, dv, *(None,) * 7
 
 
-register_backward(_block_attention, _backward, _setup_context)
-register_backward(_block_attention_bwd)
+_block_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def ascending(block_indices: Tensor) -> Tensor:

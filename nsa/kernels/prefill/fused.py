@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.kernels.launch import operator, register_backward, register_fake
+from nsa.kernels.launch import on_its_device
 from nsa.kernels.prefill.block_attn import sequence_begins
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
@@ -31,7 +31,8 @@ def _window_start(q: Tensor, k_win: Tensor, cu_seqlens: Tensor | None) -> int:
     return 0 if cu_seqlens is not None else k_win.shape[1] - q.shape[1]
 
 
-@operator("prefill")
+@torch.library.custom_op("nsa::prefill", mutates_args=())
+@on_its_device
 def _prefill(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, sizes: list[int], softmax_scale: float,
@@ -67,7 +68,7 @@ def _prefill(
     return out, block_indices, o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win
 
 
-@register_fake(_prefill)
+@_prefill.register_fake
 def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, cu_seqlens,
       cu_seqlens_cmp, max_seqlen, q_start, use_gluon=None):  # fmt: skip
     out = lambda: q.new_empty(*q.shape[:-1], v_cmp.shape[-1])
@@ -76,7 +77,8 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, 
     return out(), blocks, out(), out(), out(), lse(), lse(), lse()
 
 
-@operator("prefill_bwd")
+@torch.library.custom_op("nsa::prefill_bwd", mutates_args=())
+@on_its_device
 def _prefill_bwd(
     grad_out: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor,
     k_win: Tensor, v_win: Tensor, gates: Tensor, block_indices: Tensor, o_cmp: Tensor,
@@ -115,7 +117,7 @@ def _prefill_bwd(
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
-@register_fake(_prefill_bwd)
+@_prefill_bwd.register_fake
 def _(grad_out, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *rest):
     return tuple(
         torch.empty_like(x) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
@@ -132,14 +134,13 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad_out, *unused):
     *saved, cu_seqlens, cu_seqlens_cmp = ctx.saved_tensors
-    grads = _prefill_bwd(
+    grads = torch.ops.nsa.prefill_bwd(
         grad_out, *saved, *ctx.scalars, cu_seqlens, cu_seqlens_cmp, *ctx.rest
     )
     return (*grads, *(None,) * 7)
 
 
-register_backward(_prefill, _backward, _setup_context)
-register_backward(_prefill_bwd)
+_prefill.register_autograd(_backward, setup_context=_setup_context)
 
 
 def nsa_prefill_triton(

@@ -11,11 +11,12 @@ import math
 import torch
 from torch import Tensor
 
-from nsa.kernels.launch import operator, register_backward, register_fake
+from nsa.kernels.launch import on_its_device
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 
 
-@operator("span_attention")
+@torch.library.custom_op("nsa::span_attention", mutates_args=())
+@on_its_device
 def _span_attention(
     q: Tensor, k: Tensor, v: Tensor, mode: int, a: int, b: int, softmax_scale: float,
     cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, q_start: int,
@@ -28,13 +29,14 @@ def _span_attention(
     )
 
 
-@register_fake(_span_attention)
+@_span_attention.register_fake
 def _(q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k, q_start, use_gluon=None):
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@operator("span_attention_bwd")
+@torch.library.custom_op("nsa::span_attention_bwd", mutates_args=())
+@on_its_device
 def _span_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mode: int, a: int,
     b: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
@@ -48,7 +50,7 @@ def _span_attention_bwd(
     )  # fmt: skip
 
 
-@register_fake(_span_attention_bwd)
+@_span_attention_bwd.register_fake
 def _(grad_out, q, k, v, out, lse, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k, q_start,
       use_gluon=None):  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -65,17 +67,17 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_out, grad_lse):
     # lse only serves block selection, which is not differentiable: grad_lse is not used.
     q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-    dq, dk, dv = _span_attention_bwd(
+    dq, dk, dv = torch.ops.nsa.span_attention_bwd(
         grad_out, q, k, v, out, lse, *ctx.scalars, cu_q, cu_k, *ctx.rest
     )
     return dq, dk, dv, *(None,) * 10
 
 
-register_backward(_span_attention, _backward, _setup_context)
-register_backward(_span_attention_bwd)
+_span_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-@operator("block_select")
+@torch.library.custom_op("nsa::block_select", mutates_args=())
+@on_its_device
 def _block_select(
     q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int, n_init: int,
     n_local: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int,
@@ -89,13 +91,11 @@ def _block_select(
     )  # fmt: skip
 
 
-@register_fake(_block_select)
+@_block_select.register_fake
 def _(q, k_cmp, lse, l, d, l_sel, n_sel, n_init, n_local, softmax_scale, cu_q, cu_k, max_q,
       q_start):  # fmt: skip
     return q.new_empty(*q.shape[:-2], k_cmp.shape[-2], n_sel, dtype=torch.int32)
 
-
-register_backward(_block_select)
 
 def _scale(q: Tensor, softmax_scale: float | None) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
