@@ -7,11 +7,20 @@ read through pointers: kernels take both and choose at compile time.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
 
 from nsa.kernels.tiles import split_dim
+
+
+@functools.cache
+def shared_layout(swizzle: int, bits: int, rank: int) -> Any:
+    """Gluon's layout of a tile that the copy engine fills; making one takes the host some 10 us."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle, bits, rank)
 
 
 def tma_usable(arch: int, split: Tensor, *, whole: Tensor | None = None) -> bool:

@@ -9,6 +9,12 @@ import torch
 LOG2E = 1.4426950408889634  # kernels take exp2, whose scores carry this factor
 
 
+# Triton has these two for kernels as well, for which a call on the host costs some 5 us.
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
 def pow2(n: int) -> int:
     """The power of two at or above n."""
     return 1 << max(n - 1, 0).bit_length()

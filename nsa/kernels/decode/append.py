@@ -17,6 +17,7 @@ from torch import Tensor
 from nsa import launches
 from nsa.kernels.decode.tile import visible
 from nsa.kernels.launch import launch, on_its_device, specialised
+from nsa.kernels.tiles import cdiv, pow2
 
 if TYPE_CHECKING:
     from nsa.cache import NSACache
@@ -144,10 +145,10 @@ def _decode_emit_kernel(
 @functools.cache
 def _append_plan(c: NSAConfig, device: torch.device) -> tuple[int, dict[str, int], dict]:
     """(programs of a token, constants, by layout of the arguments what launch() keeps)."""
-    parts = triton.cdiv(c.heads, BLOCK_H) + 6 * triton.cdiv(c.groups, BLOCK_H)
+    parts = cdiv(c.heads, BLOCK_H) + 6 * cdiv(c.groups, BLOCK_H)
     return parts, dict(
-        D=c.d_k, DV=c.d_v, BLOCK_HALF=triton.next_power_of_2(c.d_k // 2),
-        BLOCK_DV=triton.next_power_of_2(c.d_v), BLOCK_H=BLOCK_H, num_warps=1,
+        D=c.d_k, DV=c.d_v, BLOCK_HALF=pow2(c.d_k // 2),
+        BLOCK_DV=pow2(c.d_v), BLOCK_H=BLOCK_H, num_warps=1,
     ), {}  # fmt: skip
 
 
@@ -184,7 +185,7 @@ def due_rows(
     batch, rows, groups = k_raw.shape[:3]
     k, v = (x.new_empty(batch * due, l, *x.shape[2:]) for x in (k_raw, v_raw))
     widths = groups * k.shape[-1], groups * v.shape[-1]
-    _decode_raw_kernel[(batch * due * l, triton.cdiv(max(widths), BLOCK))](
+    _decode_raw_kernel[(batch * due * l, cdiv(max(widths), BLOCK))](
         k_raw, v_raw, lens, k, v, *widths, rows, due, l, d, BLOCK=BLOCK
     )
     launches.bump("_decode_raw_kernel")
@@ -196,7 +197,7 @@ def emit_due(k: Tensor, v: Tensor, cache: NSACache, due: int, T: int) -> None:
     """Store the compressed tokens [B * due, 1, G, *] of due_rows whose blocks T new tokens fill."""
     c = cache.config
     widths = c.groups * c.d_k, c.groups * c.d_v
-    _decode_emit_kernel[(cache.batch * due, triton.cdiv(max(widths), BLOCK))](
+    _decode_emit_kernel[(cache.batch * due, cdiv(max(widths), BLOCK))](
         k.contiguous(), v.contiguous(), cache.lens, cache.k_cmp, cache.v_cmp, *widths,
         cache.k_cmp.shape[1], due, T, c.l, c.d, BLOCK=BLOCK,
     )  # fmt: skip

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.launch import launch, on_its_device, specialised
-from nsa.kernels.tiles import LOG2E, dot_precision, pad_dim, pow2, sm_count, split_dim
+from nsa.kernels.tiles import LOG2E, cdiv, dot_precision, pad_dim, pow2, sm_count, split_dim
 
 SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
 SELECTED_PER_SM = 2  # the same of the selected blocks: more splits are more to merge
@@ -37,16 +36,16 @@ def chunk_blocks(n_blocks: int, n_pad: int) -> int:
     but n_pad of each chunk are candidates, which are to be ranked as well. H200, 64 sequences of
     32k: 64 instead of 128 blocks take 12 instead of 22 us."""
     least, most = CHUNK_BLOCKS
-    return min(max(pow2(triton.cdiv(n_blocks * n_pad, RANK_CANDIDATES)), least), most)
+    return min(max(pow2(cdiv(n_blocks * n_pad, RANK_CANDIDATES)), least), most)
 
 
 def choice_sizes(n_tiles: int, nb: int, n_blocks: int, n_sel: int) -> tuple[int, dict[str, int]]:
     """How the best of n_blocks are found that lie in n_tiles tiles of nb: (chunks, constants)."""
-    chunk, n_pad = pow2(max(n_tiles, triton.cdiv(n_blocks, nb))), pow2(n_sel)
+    chunk, n_pad = pow2(max(n_tiles, cdiv(n_blocks, nb))), pow2(n_sel)
     single = chunk <= max(SINGLE_BLOCKS // nb, 1)
     if not single:
         chunk = max(chunk_blocks(n_blocks, n_pad) // nb, 1)
-    chunks = 1 if single else triton.cdiv(n_blocks, chunk * nb)
+    chunks = 1 if single else cdiv(n_blocks, chunk * nb)
     n = chunk * nb if single else pow2(chunks) * n_pad
     return chunks, dict(CHUNK=chunk, SINGLE=single, N=n, N_PAD=n_pad, RANKED=n <= RANK_CANDIDATES)
 
@@ -59,7 +58,7 @@ def choice_warps(blocks: int, programs: int, sms: int) -> int:
 def merge_warps(splits: int, width: int) -> int:
     """As few as hold so many partial outputs in their registers: H200, 16 sequences of 64k, 3 us
     with one warp and 8 with four."""
-    return pow2(triton.cdiv(splits * width, 32 * 176))
+    return pow2(cdiv(splits * width, 32 * 176))
 
 
 def selected_warps(candidates: int) -> int:
@@ -116,26 +115,26 @@ def _plan(
     interpret = device.type != "cuda"
     fp32 = dtype == torch.float32
     block_n = max(16 if interpret else (32 if fp32 else 64), (2 if interpret else 8) * ratio)
-    rows = max(triton.next_power_of_2(tokens * heads), 16)
-    heads_padded = max(triton.next_power_of_2(heads), 16)
+    rows = max(pow2(tokens * heads), 16)
+    heads_padded = max(pow2(heads), 16)
     n_cmp = max((max_len - l) // d + 1, 0) if max_len >= l else 0
     programs, sms = batch * groups, sm_count(device) if device.type == "cuda" else 8
-    many = programs * triton.cdiv(n_cmp, 64) >= MANY_TILES * sms
+    many = programs * cdiv(n_cmp, 64) >= MANY_TILES * sms
     if many and large_tiles(dtype.itemsize, dim, dv, rows):
         block_n = 128
     nb = block_n // ratio
-    n_tiles = max(triton.cdiv(n_cmp, block_n), 1)
+    n_tiles = max(cdiv(n_cmp, block_n), 1)
     # Splits that fill the chip at the longest length, but no more than there are tiles.
     target = SCAN_PER_SM * sms
-    splits_win = max(1, min(triton.cdiv(window + tokens - 1, block_n), target // (2 * programs), 8))
+    splits_win = max(1, min(cdiv(window + tokens - 1, block_n), target // (2 * programs), 8))
     splits_cmp = max(1, min(n_tiles, target // programs, 64))
     splits_cmp = splits_cmp if branch in (None, "cmp") else 0
     splits_win = splits_win if branch in (None, "win") else 0
     target = SELECTED_PER_SM * sms
     splits_sel = max(1, min(target // (programs * tokens), SELECTED_SPLITS))
-    share = triton.cdiv(n_sel, splits_sel)
-    splits_sel = triton.cdiv(n_sel, share) if branch in (None, "sel") else 0
-    chunks, choice = choice_sizes(n_tiles, nb, triton.cdiv(max_len, l_sel), n_sel)
+    share = cdiv(n_sel, splits_sel)
+    splits_sel = cdiv(n_sel, share) if branch in (None, "sel") else 0
+    chunks, choice = choice_sizes(n_tiles, nb, cdiv(max_len, l_sel), n_sel)
 
     scans = programs * (splits_cmp + splits_win) * rows
     tiles = programs * rows * n_tiles
@@ -154,7 +153,7 @@ def _plan(
         splits_cmp=splits_cmp, splits_win=splits_win, splits_sel=splits_sel, share=share,
         n_tiles=n_tiles, chunks=chunks,
         candidates=candidates > 0,
-        floats=[triton.cdiv(n, 4) * 4 for n in floats],  # every buffer begins at 16 bytes
+        floats=[cdiv(n, 4) * 4 for n in floats],  # every buffer begins at 16 bytes
         scan=dict(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
             num_warps=scan_warps(rows), num_stages=2, **dims,
@@ -164,7 +163,7 @@ def _plan(
             num_stages=1, **choosing,
         ),
         selected=dict(
-            BLOCK_N=min(block_n, 64, max(triton.next_power_of_2(l_sel), 16)),
+            BLOCK_N=min(block_n, 64, max(pow2(l_sel), 16)),
             CHOOSE=branch is None, SINGLE=choice["SINGLE"], N=choice["N"],
             RANKED=choice["RANKED"], num_warps=selected_warps(choice["N"]), num_stages=2,
             **choosing, **dims,

@@ -25,7 +25,7 @@ from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
 from nsa.kernels.prefill.union_attn import union_attention_dq
 from nsa.kernels.prefill.union_lists import in_union, lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pad_dim, pow2, split_dim
 
 
 def key_tile(block_size: int, widest: int) -> int:
@@ -368,7 +368,7 @@ def block_attention_bwd(
         )  # fmt: skip
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
-    per_seq = triton.cdiv(max_seqlen if varlen else s_kv, tile)
+    per_seq = cdiv(max_seqlen if varlen else s_kv, tile)
     lists = rows_of_tiles(
         block_indices, block_size // tile, n_seq, per_seq, cu_seqlens if varlen else None
     )
@@ -388,7 +388,7 @@ def block_attention_bwd(
         )  # fmt: skip
     else:
         rows, warps, stages = fused or dkdv_tiles(arch, dim, dv_dim, q.element_size())
-        heads_padded = triton.next_power_of_2(heads)
+        heads_padded = pow2(heads)
         d1, d2 = split_dim(dim)
         _block_attn_bwd_dkdv_kernel[(lists.n_chunks,)](
             q, k, v, grad_out, lse, delta, lists.order, lists.chunk_tile, lists.chunk_begin,
@@ -407,7 +407,7 @@ def block_attention_bwd(
         return dq, torch.mul(out_k, softmax_scale, out=dk), dv.copy_(out_v)
     rows = min(tile, 16)
     for part, grad, width in ((out_k, dk, dim), (out_v, dv, dv_dim)):
-        _block_attn_bwd_sum_kernel[(lists.n_tiles, triton.cdiv(tile, rows))](
+        _block_attn_bwd_sum_kernel[(lists.n_tiles, cdiv(tile, rows))](
             part, grad, lists.tile_chunks, cu_arg, s_kv, groups, per_seq,
             DIM=width, BLOCK_DIM=pad_dim(width), BLOCK_N=tile, ROWS=rows, VARLEN=varlen,
         )  # fmt: skip
@@ -440,7 +440,7 @@ def _dq_by_rows(
             accumulate=accumulate, tiles=union_tiles, dq_scale=scale,
         )  # fmt: skip
     block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
-    block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
+    block_n = min(block_n, max(pow2(block_size), 16))
     tma = tma_usable(arch, k, whole=v)
     d1, d2 = split_dim(dim)
     n_sel = block_indices.shape[-1]
@@ -450,8 +450,8 @@ def _dq_by_rows(
         seq_begin if varlen else block_indices, unions.state if unions else block_indices,
         grad_out, lse, delta, dq, s_q, s_kv, groups, heads, q_start, n_sel, block_size, scale,
         softmax_scale * LOG2E, D=dim, DV=dv_dim, VARLEN=varlen,
-        HEADS=max(triton.next_power_of_2(heads), 16), BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2,
-        BLOCK_DV=pad_dim(dv_dim), OWN_N=min(block_n, 32), N_PAD=triton.next_power_of_2(n_sel),
+        HEADS=max(pow2(heads), 16), BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2,
+        BLOCK_DV=pad_dim(dv_dim), OWN_N=min(block_n, 32), N_PAD=pow2(n_sel),
         UNION=unions.queries if unions else 0, ACCUMULATE=accumulate, TMA=tma,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -41,8 +41,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa import launches
 from nsa.kernels.prefill import block_lists
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
-from nsa.kernels.row_tiles import tma_usable
-from nsa.kernels.tiles import LOG2E
+from nsa.kernels.row_tiles import shared_layout, tma_usable
+from nsa.kernels.tiles import LOG2E, cdiv
 
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # before triton 3.7
 
@@ -335,7 +335,7 @@ def _head_tiles(x: torch.Tensor, groups: int) -> Any:
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(SWIZZLE, x.element_size() * 8, 3)
+    layout = shared_layout(SWIZZLE, x.element_size() * 8, 3)
     heads = x.shape[-2] // groups
     block = [1, max(heads, SWIZZLE_ROWS), SWIZZLE // x.element_size()]
     return TensorDescriptor.from_tensor(x.view(-1, heads, x.shape[-1]), block, layout)
@@ -381,7 +381,7 @@ def add_block_gradients(
     share = piece_pairs(heads)
     per_chunk = block_lists.CHUNK // share
     pieces = torch.empty(lists.n_chunks * per_chunk, device=q.device, dtype=torch.int64)
-    _piece_keys_kernel[(triton.cdiv(pieces.numel(), 1024),)](
+    _piece_keys_kernel[(cdiv(pieces.numel(), 1024),)](
         lists.order, *chunks, pieces, pieces.numel(), n_sel, per_seq,
         PER_CHUNK=per_chunk, SHARE=share, BLOCK=1024,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor
 from nsa import launches
 from nsa.kernels.prefill.block_lists import Chunks, chunks_of, keys_of_tile, token_sequences
 from nsa.kernels.prefill.union_lists import UnionLists, in_union
-from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pad_dim, pow2
 
 PART_BYTES = 1 << 30  # half of it takes 6 % longer
 CHUNK = 256  # pairs of a program; 512 take 3 % longer, 128 the same
@@ -229,14 +229,14 @@ def _rows_by_tile(
     synchronisation, and two launches however many slabs there are."""
     groups, n_sel = block_indices.shape[-2:]
     tokens = block_indices.numel() // (groups * n_sel)
-    slabs, n_tiles = triton.cdiv(tokens, slab), n_seq * groups * per_seq
+    slabs, n_tiles = cdiv(tokens, slab), n_seq * groups * per_seq
     kw = dict(device=block_indices.device, dtype=torch.int32)
     order = torch.empty(slabs, slab * groups * n_sel, **kw)
-    n_pad = triton.next_power_of_2(n_sel)
+    n_pad = pow2(n_sel)
     per_program = max(LIST_ENTRIES // n_pad, 1)
 
     def file_rows(counts: Tensor, fill: bool) -> None:
-        _tile_rows_kernel[(triton.cdiv(tokens, per_program), groups)](
+        _tile_rows_kernel[(cdiv(tokens, per_program), groups)](
             block_indices, block_indices if sequence is None else sequence,
             unions.state if unions else block_indices, counts, order, tokens, seqlen, groups, n_sel,
             per_seq, n_tiles, slab, VARLEN=sequence is not None,
@@ -268,15 +268,15 @@ def block_attention_outer(
     tokens = lse.numel() // hq
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
-    per_seq = triton.cdiv(max_seqlen if varlen else s_kv, block_size)
+    per_seq = cdiv(max_seqlen if varlen else s_kv, block_size)
     sequence = None
     if varlen:
         sequence = token_sequences(cu_seqlens, tokens).clamp_(max=n_seq - 1).int()
     rows, launch = outer_tiles(arch_of(q.device), heads, dim, dv, q.element_size())
-    heads_padded = triton.next_power_of_2(heads)
+    heads_padded = pow2(heads)
     union = unions.queries if unions else 0
     redo = union or REDO
-    again = torch.zeros(triton.cdiv(tokens, redo), groups, 2, dtype=torch.int32, device=q.device)
+    again = torch.zeros(cdiv(tokens, redo), groups, 2, dtype=torch.int32, device=q.device)
     slab = min(slab_tokens(groups * n_sel * heads * dv * 2), tokens)
     parts = torch.empty(slab * groups * n_sel * heads, dv, dtype=torch.float16, device=q.device)
     parts_lse = torch.empty(parts.shape[0], dtype=torch.float32, device=q.device)
@@ -295,7 +295,7 @@ def block_attention_outer(
         _block_attn_merge_kernel[(min(slab, tokens - first), groups)](
             parts, parts_lse, parts_top, block_indices, unions.state if unions else block_indices,
             again, out, lse, first, groups, heads, n_sel, per_seq, DV=dv, HEADS=heads_padded,
-            N_PAD=triton.next_power_of_2(n_sel), BLOCK_DV=pad_dim(dv), UNION=union, REDO=redo,
+            N_PAD=pow2(n_sel), BLOCK_DV=pad_dim(dv), UNION=union, REDO=redo,
             num_warps=1,
         )  # fmt: skip
         launches.bump("_block_attn_merge_kernel")

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
+from nsa.kernels.tiles import cdiv
 
 CHUNK = 512
 LIST_SIZE = 1024  # pairs, tiles or chunks that a program of the lists takes at once
@@ -122,7 +123,7 @@ def chunks_of(bounds: Tensor, most: int, size: int) -> Chunks:
     begin, end = make(n_chunks, torch.int64), make(n_chunks, torch.int64)
     _chunk_ends_kernel[(slabs,)](bounds, tile_chunks, n_tiles, CHUNK=size, SIZE=LIST_SIZE)
     launches.bump("_chunk_ends_kernel")
-    _chunk_fill_kernel[(triton.cdiv(n_chunks, LIST_SIZE), slabs)](
+    _chunk_fill_kernel[(cdiv(n_chunks, LIST_SIZE), slabs)](
         bounds, tile_chunks, chunk_tile, begin, end, n_tiles, n_chunks,
         max(n_tiles - 1, 0).bit_length(), CHUNK=size, SIZE=LIST_SIZE,
     )  # fmt: skip
@@ -175,7 +176,7 @@ def rows_of_tiles(
     n_tiles, entries = n_seq * groups * per_seq, blocks.numel()
     sequence = blocks if cu_seqlens is None else token_sequences(cu_seqlens, tokens)
     tile = torch.empty(entries * tiles_per_block, dtype=torch.int32, device=device)
-    _pair_tiles_kernel[(triton.cdiv(tile.numel(), LIST_SIZE),)](
+    _pair_tiles_kernel[(cdiv(tile.numel(), LIST_SIZE),)](
         blocks, sequence, tile, entries, max(tokens // n_seq, 1), groups, n_sel, per_seq, n_tiles,
         VARLEN=cu_seqlens is not None, PER_BLOCK=tiles_per_block, SIZE=LIST_SIZE,
     )  # fmt: skip

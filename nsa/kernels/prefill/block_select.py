@@ -17,7 +17,7 @@ from nsa.kernels.block_keys import block_keys
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_rows, sequence_bounds, span_hi
 from nsa.kernels.row_tiles import k_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pow2, split_dim
 
 SLAB_BYTES = 128 << 20
 
@@ -220,16 +220,16 @@ def block_select(
         return out
     arch = arch_of(q.device)
     rows, block_n, warps, stages = score_tiles(arch, dim, q.element_size())
-    heads_padded = triton.next_power_of_2(heads)
+    heads_padded = pow2(heads)
     block_q = max(rows // heads_padded, 1)
     ratio = l_sel // d
     block_n = max(block_n, 8 * ratio)
     nb = block_n // ratio
-    n_blocks = triton.cdiv(q_start + sq, l_sel)
-    blocks = max(triton.next_power_of_2(n_blocks), 32)
-    n_ld = (triton.cdiv(n_blocks, nb) + 1) * nb
+    n_blocks = cdiv(q_start + sq, l_sel)
+    blocks = max(pow2(n_blocks), 32)
+    n_ld = (cdiv(n_blocks, nb) + 1) * nb
     slab = max(SLAB_BYTES // (4 * n_ld * batch * groups) // block_q, 1) * block_q
-    slab = min(slab, triton.cdiv(sq, block_q) * block_q)
+    slab = min(slab, cdiv(sq, block_q) * block_q)
     scores = torch.empty(batch * groups * slab * n_ld, dtype=torch.float32, device=q.device)
     d1, d2 = split_dim(dim)
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
@@ -237,7 +237,7 @@ def block_select(
     k1, k2 = k_tiles(k_cmp, block_n, tma)
     for begin in range(0, sq, slab):
         queries = min(slab, sq - begin)
-        _block_score_kernel[(triton.cdiv(queries, block_q), batch * groups)](
+        _block_score_kernel[(cdiv(queries, block_q), batch * groups)](
             q, k_cmp, k1, k2, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, q_start,
             begin, slab, n_ld, l, d, l_sel, softmax_scale * LOG2E,
             D=dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded, BLOCK_N=block_n, NB=nb,
@@ -250,7 +250,7 @@ def block_select(
             scores, out, cu_q_arg, cu_k_arg, sq, sk, groups, q_start, begin, slab, n_ld, l, d,
             l_sel,
             VARLEN=varlen, BLOCK_Q=block_q, BLOCK_N=block_n, NB=nb, BLOCKS=blocks, N_SEL=n_sel,
-            N_PAD=triton.next_power_of_2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
+            N_PAD=pow2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
             num_warps=max(1, min(blocks // 1024, 16)), num_stages=1,
         )  # fmt: skip
         launches.bump("_block_topn_kernel")

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.tiles import pad_dim
+from nsa.kernels.tiles import cdiv, pad_dim
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def combine_fwd(
     n_rows = gates.numel() // 3
     if out.numel():
         dv = out.shape[-1]
-        _combine_fwd_kernel[(triton.cdiv(n_rows, 32),)](
+        _combine_fwd_kernel[(cdiv(n_rows, 32),)](
             o_cmp, o_sel, o_win, gates, out, n_rows, DV=dv, BLOCK_DV=pad_dim(dv), BLOCK_M=32
         )
         launches.bump("_combine_fwd_kernel")
@@ -93,7 +93,7 @@ def combine_bwd(
     n_rows = gates.numel() // 3
     if n_rows:
         dv = grad_out.shape[-1]
-        _combine_bwd_kernel[(triton.cdiv(n_rows, 32),)](
+        _combine_bwd_kernel[(cdiv(n_rows, 32),)](
             grad_out, *outs, *lses, gates, dgates, deltas, folded, n_rows, DV=dv,
             BLOCK_DV=pad_dim(dv), BLOCK_M=32,
         )  # fmt: skip

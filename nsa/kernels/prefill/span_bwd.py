@@ -24,7 +24,16 @@ from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.row_tiles import head_tiles, kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim, sm_count, split_dim
+from nsa.kernels.tiles import (
+    LOG2E,
+    arch_of,
+    cdiv,
+    dot_precision,
+    pad_dim,
+    pow2,
+    sm_count,
+    split_dim,
+)
 
 
 @triton.jit
@@ -418,7 +427,7 @@ def span_attention_bwd(
     accumulate = dq is not None and not first
     dq, dq_scale = (torch.empty_like(q), softmax_scale) if dq is None else (dq, 1.0)
     arch = arch_of(q.device)
-    heads_padded = triton.next_power_of_2(heads)
+    heads_padded = pow2(heads)
     d1, d2 = split_dim(dim)
     scale_log2 = softmax_scale * LOG2E
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
@@ -431,7 +440,7 @@ def span_attention_bwd(
     rows, block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
     block_q = max(rows // heads_padded, 1)
     tma = tma_usable(arch, k, whole=v)
-    _span_bwd_dq_kernel[(triton.cdiv(sq, block_q), batch * groups)](
+    _span_bwd_dq_kernel[(cdiv(sq, block_q), batch * groups)](
         q, k, v, *kv_tiles(k, v, block_n, tma), grad_out, lse, delta, dq, cu_q_arg,
         cu_k_arg, sq, sk, groups, heads, q_start, span.a, span.b, dq_scale, scale_log2,
         BLOCK_Q=block_q, BLOCK_N=block_n, ACCUMULATE=accumulate, TMA=tma, num_warps=warps,
@@ -441,13 +450,13 @@ def span_attention_bwd(
 
     rows, block_n, warps, stages = dkdv_tiles(arch, dim, dv_dim, q.element_size())
     block_q = max(rows // heads_padded, 1)
-    tiles = triton.cdiv(sk, block_n)
+    tiles = cdiv(sk, block_n)
     # Compressed keys are few and seen by thousands of queries: split the queries until the grid
     # fills the chip about eight times (causal work per tile is uneven).
     splits = 1
     if span.mode == COMPRESSED and q.device.type == "cuda":
         wanted = 8 * sm_count(q.device)
-        splits = max(1, min(triton.cdiv(wanted, tiles * batch * groups), triton.cdiv(sq, 256), 64))
+        splits = max(1, min(cdiv(wanted, tiles * batch * groups), cdiv(sq, 256), 64))
     partial_dtype = q.dtype if splits == 1 else torch.float32
     dk = torch.empty((splits, *k.shape), dtype=partial_dtype, device=k.device)
     dv = torch.empty((splits, *v.shape), dtype=partial_dtype, device=v.device)

@@ -19,7 +19,7 @@ from nsa import launches
 from nsa.kernels.prefill.span_common import sequence_bounds
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import head_tiles, row_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, sm_count, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, pow2, sm_count, split_dim
 
 
 @triton.jit
@@ -231,8 +231,8 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Te
 def query_share(sq: int, columns: int, block_q: int, sms: int) -> int:
     """Queries of one program, a multiple of block_q, for `columns` (key tile, group) pairs."""
     # About sixteen programs per multiprocessor, half of them in the future and empty.
-    share = triton.next_power_of_2(max(sq * columns // (16 * sms), 1) + 1) // 2
-    return triton.cdiv(min(max(share, 128), 2048), block_q) * block_q
+    share = pow2(max(sq * columns // (16 * sms), 1) + 1) // 2
+    return cdiv(min(max(share, 128), 2048), block_q) * block_q
 
 
 def gradient_sums(
@@ -258,10 +258,10 @@ def compressed_attention_bwd_fused(
     arch = arch_of(q.device)
     rows, block_n, warps, stages = fused_tiles(arch, dim, dv_dim)
     block_q = rows // heads
-    tiles = triton.cdiv(sk, block_n)
+    tiles = cdiv(sk, block_n)
     sms = sm_count(q.device)
     share = query_share(sq, tiles * batch * groups, block_q, sms)
-    splits = triton.cdiv(sq, share)
+    splits = cdiv(sq, share)
     acc, dk, dv = gradient_sums(q, k, v, dq, splits)
     d1, d2 = split_dim(dim)
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)

@@ -44,7 +44,8 @@ from nsa import launches
 from nsa.kernels.prefill import span_bwd_fused
 from nsa.kernels.prefill.span_common import sequence_bounds
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
-from nsa.kernels.tiles import LOG2E, sm_count
+from nsa.kernels.row_tiles import shared_layout
+from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
 # A tile: (query, head) rows, keys, width of a head. 226 of 227 KB of shared memory.
 ROWS, KEYS, WIDTH, STAGES = 64, 128, 128, 3
@@ -438,7 +439,7 @@ def _head_tiles(x: torch.Tensor, block_q: int, heads: int) -> Any:
     """Descriptor of [block_q, heads, width] tiles of x [.., heads in all, width]."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(128, x.element_size() * 8, 3)
+    layout = shared_layout(128, x.element_size() * 8, 3)
     rows = x.view(-1, *x.shape[-2:])
     return TensorDescriptor.from_tensor(rows, [block_q, heads, x.shape[-1]], layout)
 
@@ -457,7 +458,7 @@ def row_stats(lse: torch.Tensor, delta: torch.Tensor, heads: int) -> torch.Tenso
     """lse and delta [.., HQ] as P and dS need them, in the order in which a group reads them."""
     hq = lse.shape[-1]
     out = torch.empty(2 * lse.numel(), device=lse.device, dtype=torch.float32)
-    _row_stats_kernel[(triton.cdiv(lse.numel(), 1024),)](
+    _row_stats_kernel[(cdiv(lse.numel(), 1024),)](
         lse, delta, out, lse.numel() // hq, hq, HEADS=heads, BLOCK=1024
     )
     launches.bump("_row_stats_kernel")
@@ -492,19 +493,19 @@ def span_attention_bwd_hopper(
     groups = v.shape[-2]
     heads = hq // groups
     block_q = ROWS // heads
-    tiles = triton.cdiv(sk, KEYS)
+    tiles = cdiv(sk, KEYS)
     sms = sm_count(q.device)
     programs = tiles * batch * groups
     if span.mode == COMPRESSED:
         span_a = span.a
         share = span_bwd_fused.query_share(sq, programs, block_q, sms)
-        splits = triton.cdiv(sq, share)
+        splits = cdiv(sq, share)
     else:
         span_a = min(span.a, q_start + sq)  # more changes nothing but could overflow
         share, splits = window_share(sq, span_a, block_q, programs, sms)
     acc, dk, dv = span_bwd_fused.gradient_sums(q, k, v, dq, splits)
     stats = row_stats(lse, delta, heads)
-    stats_tiles = TensorDescriptor.from_tensor(stats, [ROWS], gl.NVMMASharedLayout(0, 32, 1))
+    stats_tiles = TensorDescriptor.from_tensor(stats, [ROWS], shared_layout(0, 32, 1))
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
     _span_bwd_hopper_kernel[(tiles, batch * groups, splits)](
         q, k, v, grad_out, stats, _head_tiles(q, block_q, heads),

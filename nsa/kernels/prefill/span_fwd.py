@@ -12,7 +12,7 @@ from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pad_dim, pow2, split_dim
 
 
 @triton.jit
@@ -183,10 +183,10 @@ def span_attention_fwd(
         return out, lse
     arch = arch_of(q.device)
     rows, block_n, warps, stages = fwd_tiles(arch, dim, dv, q.element_size())
-    heads_padded = triton.next_power_of_2(heads)
+    heads_padded = pow2(heads)
     block_q = max(rows // heads_padded, 1)
     d1, d2 = split_dim(dim)
-    grid = (triton.cdiv(sq, block_q), batch * groups)
+    grid = (cdiv(sq, block_q), batch * groups)
     tma = tma_usable(arch, k, whole=v)
     _span_fwd_kernel[grid](
         q, k, v, *kv_tiles(k, v, block_n, tma), out, lse, cu_q if varlen else lse,

@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,7 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa import launches
 from nsa.kernels.prefill.span_common import span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
-from nsa.kernels.tiles import LOG2E, sm_count
+from nsa.kernels.row_tiles import shared_layout
+from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
 CONSUMERS = 2
 ROWS = 64  # per consumer: the rows of one warpgroup's matrix product
@@ -447,8 +447,9 @@ def hopper_tiles(mode: int) -> tuple[int, int, int, int]:
 def _tiles_of(x: torch.Tensor, block: list[int]) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(
+        x, list(x.shape), list(x.stride()), block, shared_layout(128, 16, 3)
+    )
 
 
 def span_attention_fwd_hopper(
@@ -475,7 +476,7 @@ def span_attention_fwd_hopper(
     if varlen:
         items = (q.shape[0] // queries + batch) * groups
     else:
-        items = triton.cdiv(sq, queries) * batch * groups
+        items = cdiv(sq, queries) * batch * groups
     q_block, k_block = [per_warpgroup, heads, dim], [1, block_n, dim]
     keys = (1, -1) if varlen else (batch, sk)
     sms = sm_count(q.device)

@@ -15,7 +15,7 @@ from nsa import launches
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim, pow2, split_dim
 
 
 @triton.jit
@@ -289,7 +289,7 @@ def _arguments(
     hq, dim = q.shape[-2:]
     groups, dv = v.shape[-2:]
     block_n, own_n, warps, stages = tiles
-    block_n = min(block_n, max(triton.next_power_of_2(block_size), 16))
+    block_n = min(block_n, max(pow2(block_size), 16))
     d1, d2 = split_dim(dim)
     tma = tma_usable(arch_of(q.device), k, whole=v)
     tensors = (

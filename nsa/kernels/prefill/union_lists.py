@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
-from nsa.kernels.tiles import arch_of, sm_count
+from nsa.kernels.tiles import arch_of, cdiv, pow2, sm_count
 
 # Blocks of a union per (query, block) pair of its tile, in 1/1024, up to which the union is faster.
 # H200, bf16, D = 128: a union's block takes 5.1 ns of the GPU forward and 7.4 in dQ, a pair 3.2 and
@@ -148,7 +148,7 @@ def union_lists(
     queries, heads = shape
     groups, n_sel = block_indices.shape[-2:]
     tokens = block_indices.numel() // (groups * n_sel)
-    tiles, n_pad = triton.cdiv(tokens, queries), triton.next_power_of_2(n_sel)
+    tiles, n_pad = cdiv(tokens, queries), pow2(n_sel)
     kw = dict(device=block_indices.device)
     entries = torch.empty(tiles, groups, queries * n_pad, dtype=torch.int64, **kw)
     state = torch.empty(tiles, groups, 2, dtype=torch.int32, **kw)
@@ -170,9 +170,9 @@ def unions_apply(arch: int, tokens: int, groups: int, heads: int, n_sel: int, si
     queries, _ = tile_shape(arch, heads, size)
     if not queries or not n_sel:
         return False
-    if arch and triton.cdiv(tokens, queries) * groups < MIN_TILES:
+    if arch and cdiv(tokens, queries) * groups < MIN_TILES:
         return False
-    return queries**2 * triton.next_power_of_2(n_sel) <= 1 << 15  # else more than registers hold
+    return queries**2 * pow2(n_sel) <= 1 << 15  # else more than registers hold
 
 
 def lists_for(

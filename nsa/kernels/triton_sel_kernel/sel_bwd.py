@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.kernels.launch import on_its_device
-from nsa.kernels.tiles import LOG2E, arch_of, dot_precision
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pow2
 from nsa.kernels.triton_sel_kernel.inputs import units_of_8
 from nsa.kernels.triton_sel_kernel.rows import (
     load_row_chunks,
@@ -242,7 +242,7 @@ def sel_bwd_ranges(
     delta = torch.empty_like(lse)
     common = dict(D=D, DV=dv_dim, PRECISION=dot_precision(q.dtype))
     heads = head_tile(H, D, dv_dim, size, group=True)
-    _sel_attn_bwd_dq_kernel[(rows, triton.cdiv(H, heads))](
+    _sel_attn_bwd_dq_kernel[(rows, cdiv(H, heads))](
         q, k, v, starts, cum, out, grad_out, lse, delta, dq, S, G, H, n, *k_strides, *v_strides,
         softmax_scale, softmax_scale * LOG2E, NR=spans_per_pass(n), ROWS=heads, **common,
         **_dq_meta(dq_tiles(arch, D, dv_dim, size)),
@@ -253,7 +253,7 @@ def sel_bwd_ranges(
 
     tiles = dkdv_tiles(arch, D, dv_dim, size)
     # Long lists are cut so that one popular tile (block 0 of a prompt) does not hold up the rest.
-    chunk = max(64, triton.next_power_of_2(triton.cdiv(8 * S, triton.cdiv(n_keys, KEY_TILE))))
+    chunk = max(64, pow2(cdiv(8 * S, cdiv(n_keys, KEY_TILE))))
     lists = key_lists(starts, cum, (B, S, G), n_keys, min(chunk, 1024))
     dk = torch.empty(B, G, n_keys, D, dtype=k.dtype, device=k.device)
     dv = torch.empty(B, G, n_keys, dv_dim, dtype=v.dtype, device=v.device)
@@ -270,7 +270,7 @@ def sel_bwd_ranges(
     for part, x in ((part_dk, dk), (part_dv, dv)):
         dim = x.shape[-1]
         block = 1024
-        _sel_attn_bwd_sum_kernel[(lists.n_tiles, triton.cdiv(KEY_TILE * dim, block))](
+        _sel_attn_bwd_sum_kernel[(lists.n_tiles, cdiv(KEY_TILE * dim, block))](
             part, x, lists.item_begin, lists.slot_begin, lists.tiles_per_group, n_keys,
             DIM=dim, TILE=KEY_TILE, BLOCK=block, num_warps=4,
         )  # fmt: skip

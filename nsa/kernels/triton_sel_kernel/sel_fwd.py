@@ -20,7 +20,7 @@ from nsa import launches
 from nsa.checks import check_int, scale_of
 from nsa.flags import Flags
 from nsa.kernels.launch import on_its_device
-from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, sm_count
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pow2, sm_count
 from nsa.kernels.triton_sel_kernel.inputs import (
     aligned,
     check_kernel_inputs,
@@ -236,7 +236,7 @@ class Launch:
         d = q.shape[-1]
         self.rows, self.heads, self.dv = rows, heads, dv
         self.head_tile = head_tile(heads, d, dv, q.element_size(), group=group)
-        head_tiles = triton.cdiv(heads, self.head_tile)
+        head_tiles = cdiv(heads, self.head_tile)
         programs, n_sm = rows * head_tiles, sm_count(q.device)
         self.tiles = tiles or fwd_tiles(
             arch_of(q.device), d, dv, q.element_size(), key_len, programs, n_sm, flags,
@@ -264,7 +264,7 @@ class Launch:
         if self.splits > 1:
             _sel_attn_merge_kernel[(self.rows * self.heads,)](
                 self.part_o, self.part_lse, self.out, self.lse, self.heads, DV=self.dv,
-                BLOCK_DV=max(16, triton.next_power_of_2(self.dv)), SPLITS=self.splits,
+                BLOCK_DV=max(16, pow2(self.dv)), SPLITS=self.splits,
                 num_warps=4,
             )  # fmt: skip
             launches.bump("_sel_attn_merge_kernel")
@@ -332,7 +332,7 @@ def _varlen(
         raise ValueError(f"cu_seqlens must be [N + 1 = {N + 1}], got {list(cu_seqlens.shape)}")
     check_int("max_len", max_len, 0, optional=True)
     # The mean length stands in for the longest: it needs no device wait.
-    key_len = max_len if max_len is not None else 2 * triton.cdiv(k.shape[0], max(N, 1))
+    key_len = max_len if max_len is not None else 2 * cdiv(k.shape[0], max(N, 1))
     launch = Launch(
         q, N, H, v.shape[-1], key_len, group=group, tiles=tiles, flags=flags, splits=splits
     )
@@ -446,4 +446,4 @@ def sel_fwd_ranges(
 
 
 def spans_per_pass(n: int) -> int:
-    return min(MAX_SPANS_PER_PASS, triton.next_power_of_2(max(n, 1)))
+    return min(MAX_SPANS_PER_PASS, pow2(max(n, 1)))
