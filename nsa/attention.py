@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nsa import dispatch, select
+from nsa.arrival import await_selection
 from nsa.blocks import num_compressed
 from nsa.cache import NSACache
 from nsa.checks import check_int, scale_of
@@ -414,11 +415,13 @@ def nsa_attention(
                 q, k_cmp, lse, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local,
                 q_start=q_start, backend=choice, **common,
             )  # fmt: skip
+            win = sliding_attention(q, k_win, v_win, window=window, backend=backend, **common)
+            if not torch.compiler.is_compiling():
+                await_selection()
             sel = selection_attention(
                 q, k_sel, v_sel, block_indices, block_size=l_sel, q_start=q_start, backend=backend,
                 **common,
             )  # fmt: skip
-            win = sliding_attention(q, k_win, v_win, window=window, backend=backend, **common)
         routes = {decision.branch.value: decision.route.value for decision in taken}
         aux = {"block_indices": block_indices, "lse": lse, "routes": routes}
         return gated_sum(gates, cmp, sel, win), aux

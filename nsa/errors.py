@@ -1,4 +1,4 @@
-"""Which errors of a GPU no fallback may hide."""
+"""Which errors no fallback may hide."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ _STICKY = (
 )
 
 
+class ExchangeFailed(RuntimeError):
+    """Ranks could not exchange what an attention needs: no other route has it either."""
+
+
 def is_sticky(error: BaseException) -> bool:
     """True for CUDA errors after which the process cannot use its device any more."""
     text = str(error).lower()
@@ -26,7 +30,7 @@ def is_sticky(error: BaseException) -> bool:
 
 
 def must_raise(error: BaseException) -> bool:
-    """True for errors that no fallback may hide: out of memory and sticky CUDA errors."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    """True for what no fallback may hide: out of memory, sticky CUDA errors, ExchangeFailed."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, ExchangeFailed)):
         return True
     return "out of memory" in str(error).lower() or is_sticky(error)

@@ -8,8 +8,8 @@ then a call of nsa_attention with its q_start: the kernels, the routes and the c
 those of one GPU. Backward adds the gradients of gathered tensors up with reduce-scatter, in fp32
 for half precision.
 
-Only compression overlaps the exchange: attention, that of the window too, starts when all keys and
-values are there, because its kernels serve the branches together.
+The selection branch's keys and values travel beside compressed attention, the choice of blocks and
+the window; only the attention of the selected blocks waits for them (nsa/arrival.py).
 
 Gradients of parameters (projections, phi) are each rank's part: sum them over the group. Every
 rank must run the backward pass.
@@ -36,10 +36,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from nsa.arrival import selection_waits
 from nsa.attention import nsa_attention
 from nsa.blocks import num_compressed
 from nsa.config import check_blocks
 from nsa.dispatch import Route, parse_backend
+from nsa.errors import ExchangeFailed
 from nsa.flags import Flags
 from nsa.module import NSAAttention
 
@@ -147,8 +149,8 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _failed(what: str, error: Exception) -> RuntimeError:
-    return RuntimeError(
+def _failed(what: str, error: Exception) -> ExchangeFailed:
+    return ExchangeFailed(
         f"rank {dist.get_rank()}: the exchange of {what} failed: a rank died, did not make the "
         f"call, or the group's timeout passed ({type(error).__name__}: {error})"
     )
@@ -215,6 +217,57 @@ class _Gather(torch.autograd.Function):
             for p, dtype in zip(pending, ctx.dtypes, strict=True)
         ]
         return (None, None, None, *done)
+
+
+class _GatherInOrder(torch.autograd.Function):
+    """Whole sequences of what ranks hold two chunks of: [B, 2c, G, D] -> [B, S, G, D] each.
+
+    apply(group, names, landings, *tensors). The results hold nothing before _land() of `landings`.
+    """
+
+    @staticmethod
+    def forward(ctx, group, names, landings, *tensors):
+        ctx.group, ctx.names, ctx.dtypes = group, names, [x.dtype for x in tensors]
+        wholes = []
+        for name, x in zip(names, tensors, strict=True):
+            whole = x.new_empty(x.shape[0], x.shape[1] * group.size(), *x.shape[2:])
+            landings.append((_all_gather(_halves(x), group, name), whole))
+            wholes.append(whole)
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        world = ctx.group.size()
+        pending = []
+        for name, grad, need in zip(ctx.names, grads, ctx.needs_input_grad[3:], strict=True):
+            if need:
+                chunks = grad.unflatten(1, (2 * world, -1))
+                chunks = chunks[:, _chunk_order(world, grad.device)].unflatten(1, (world, 2))
+                name = f"the gradient of {name}"
+                pending.append(_reduce_scatter(chunks.movedim(1, 0), ctx.group, name))
+            else:
+                pending.append(None)
+        done = [
+            None if p is None else _finish(p)[0].flatten(1, 2).to(dtype)
+            for p, dtype in zip(pending, ctx.dtypes, strict=True)
+        ]
+        return (None, None, None, *done)
+
+
+def _chunk_order(world: int, device: torch.device) -> Tensor:
+    """The chunks in the order in which ranks hold them: rank 0's two, rank 1's two, ..."""
+    return torch.tensor([j for r in range(world) for j in chunks_of(r, world)], device=device)
+
+
+@torch.no_grad()
+def _land(landings: list[tuple[Pending, Tensor]]) -> None:
+    """Wait for what is on its way, and put its chunks in order."""
+    for pending, whole in landings:
+        every = _finish(pending)  # [W, B, 2, c, G, D]
+        chunks = whole.unflatten(1, (2 * every.shape[0], -1))
+        order = _chunk_order(every.shape[0], whole.device)
+        chunks.index_copy_(1, order, every.movedim(0, 1).flatten(1, 2))
+    landings.clear()  # not before: who asks again after an error has to meet it again
 
 
 # ---- agreement -----------------------------------------------------------------------------------
@@ -380,17 +433,14 @@ def _parallel(
     S = 2 * c * world
     tail = min(window - 1, c)
 
-    # Edges first: phi needs the first l - d tokens of the next chunk. The whole K and V of the
-    # selection branch travel while phi and the gathering of its results go on.
+    # Edges first: phi needs the first l - d tokens of the next chunk.
     cut = [_halves(x)[:, :, :, : l - d] for x in (k_cmp, v_cmp)]
     cut += [_halves(x)[:, :, :, c - tail :] for x in (k_win, v_win)]
     pending: list[Pending] = []
-    names = ("k_cmp", "v_cmp", "k_win", "v_win", "k_sel", "v_sel")
-    parts = (*cut, _halves(k_sel), _halves(v_sel))
-    gathered = _Gather.apply(group, names, pending, *parts)
-    for edge in pending[:4]:
+    gathered = _Gather.apply(group, ("k_cmp", "v_cmp", "k_win", "v_win"), pending, *cut)
+    for edge in pending:
         _finish(edge)
-    heads_k, heads_v, tails_k, tails_v = (_in_order(x, 1) for x in gathered[:4])
+    heads_k, heads_v, tails_k, tails_v = (_in_order(x, 1) for x in gathered)
 
     mine = chunks_of(rank, world)
     compressed: list[Tensor] = []
@@ -416,31 +466,44 @@ def _parallel(
     if not check:
         compress()
     else:
-        try:
-            every = _agree(compress, 2, group, "compression")
-        except Exception:
-            for one in pending[4:]:  # every rank began them
-                _finish(one)
-            raise
+        every = _agree(compress, 2, group, "compression")
         if any(row != every[0] for row in every):
             raise ValueError("ranks must agree on whether phi_k and phi_v have gradients")
     small: list[Pending] = []
+    landings: list[tuple[Pending, Tensor]] = []
     both = _Gather.apply(group, ("compressed k", "compressed v"), small, *compressed)
-    for one in (*small, *pending[4:]):
+    k_far, v_far = _GatherInOrder.apply(group, ("k_sel", "v_sel"), landings, k_sel, v_sel)
+    for one in small:
         _finish(one)
     n_cmp = num_compressed(S, l, d)
     k_all, v_all = (_in_order(x, 1).flatten(1, 2)[:, :n_cmp] for x in both)
-    k_far, v_far = (_in_order(x, 1).flatten(1, 2) for x in gathered[4:])
     del gathered, pending, both, small  # copied in order above; at 1M tokens this is gigabytes
+    if q.shape[0] > 1:  # the start of several sequences is a copy, for which they must be there
+        _land(landings)
+    with selection_waits(lambda: _land(landings)):
+        return _attend(
+            q, k_all, v_all, k_far, v_far, (tails_k, k_win), (tails_v, v_win), gates, mine, sizes,
+            softmax_scale, backend, flags, return_aux,
+        )  # fmt: skip
 
+
+def _attend(
+    q: Tensor, k_all: Tensor, v_all: Tensor, k_far: Tensor, v_far: Tensor,
+    k_near: tuple[Tensor, Tensor], v_near: tuple[Tensor, Tensor], gates: Tensor,
+    mine: tuple[int, int], sizes: dict[str, int], softmax_scale: float | None, backend: str | None,
+    flags: Flags | None, return_aux: bool,
+) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
+    """This rank's two chunks, with the compressed and the selection branch's keys and values of all
+    of them, and for the window (every chunk's tails, this rank's own) of both."""
+    window, c = sizes["window"], q.shape[1] // 2
     outs, auxes = [], []
     for half, j in enumerate(mine):
         rows = slice(half * c, (half + 1) * c)
         end = (j + 1) * c
-        seen = num_compressed(end, l, d)
+        seen = num_compressed(end, sizes["l"], sizes["d"])
         near = [
             torch.cat([_before(tails, j, c, window), x[:, rows]], 1)
-            for tails, x in ((tails_k, k_win), (tails_v, v_win))
+            for tails, x in (k_near, v_near)
         ]
         out, aux = nsa_attention(
             q[:, rows], k_all[:, :seen], v_all[:, :seen], k_far[:, :end], v_far[:, :end], *near,

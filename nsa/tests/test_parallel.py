@@ -14,13 +14,17 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from nsa import Flags, NSAAttention, NSAConfig, launches, nsa_attention, parallel
+from nsa import Flags, NSAAttention, NSAConfig, attention, launches, nsa_attention, parallel
+from nsa.attention import selection_attention, sliding_attention
 from nsa.compress import MLPCompression, mean_pool
+from nsa.errors import ExchangeFailed
+from nsa.tests.conftest import _poisoned
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(l=8, d=4, l_sel=8, n_sel=3, window=9)
@@ -112,6 +116,39 @@ def _run_layer(rank: int, world: int) -> None:
     for g, w in zip(grads, want_grads, strict=True):
         dist.all_reduce(g)
         torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-9)
+
+
+def _run_overlap(rank: int, world: int) -> None:
+    """Selection's keys arrive after the window was attended and before the blocks are; an exchange
+    that fails then is the call's error, whatever routes are left, and no result."""
+    x = {n: parallel.shard(t) for n, t in _inputs(1, 16 * world, F32).items()}
+    pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
+    run = lambda **how: parallel.nsa_attention_parallel(
+        *(x[n] for n in NAMES), phi_k=pool, phi_v=pool, **how, **SIZES
+    )
+    order = []
+
+    def noted(name: str, call: Any) -> Any:
+        return lambda *args, **kw: (order.append(name), call(*args, **kw))[1]
+
+    land, finish = parallel._land, parallel._finish
+    with (
+        mock.patch.object(attention, "sliding_attention", noted("win", sliding_attention)),
+        mock.patch.object(attention, "selection_attention", noted("sel", selection_attention)),
+        mock.patch.object(parallel, "_land", lambda x: (x and order.append("land"), land(x))),
+    ):
+        run(backend="reference")
+    assert order == ["win", "land", "sel", "win", "sel"], order
+
+    def lost(pending: Any) -> Any:
+        if pending[2] == "v_sel":
+            raise parallel._failed("v_sel", RuntimeError("gone"))
+        return finish(pending)
+
+    with mock.patch.object(parallel, "_finish", lost):
+        for how in ({}, {"backend": "reference"}):
+            with pytest.raises(ExchangeFailed, match="the exchange of v_sel failed"):
+                run(**how)
 
 
 def _run_bad(kind: str, rank: int, world: int) -> str:
@@ -256,6 +293,7 @@ def _run_triton(rank: int, world: int, device: str) -> None:
 def _worker(rank: int, world: int, folder: str, mode: str) -> None:
     """Everything of one rank: what happened goes to a file per rank, by name."""
     torch.set_num_threads(1)
+    torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)  # as in the tests of one process
     if mode == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -265,6 +303,7 @@ def _worker(rank: int, world: int, folder: str, mode: str) -> None:
     )  # fmt: skip
     jobs: dict[str, Any] = {name: lambda n=name: _run_case(n, rank, world) for name in CASES}
     jobs["layer"] = lambda: _run_layer(rank, world)
+    jobs["overlap"] = lambda: _run_overlap(rank, world)
     jobs |= {f"bad-{kind}": lambda k=kind: _run_bad(k, rank, world) for kind in BAD}
     jobs["dies"] = lambda: _dies(rank, world)
     if mode != "gloo":
@@ -310,7 +349,7 @@ def found(request, tmp_path_factory) -> list[dict[str, Any]]:
     return _start(request.param, tmp_path_factory.mktemp("ranks"), "gloo")
 
 
-@pytest.mark.parametrize("name", [*CASES, "layer"])
+@pytest.mark.parametrize("name", [*CASES, "layer", "overlap"])
 def test_equals_one_process(found, name):
     for rank, results in enumerate(found):
         _, error, _ = results[name]

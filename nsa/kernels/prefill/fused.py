@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.arrival import await_selection
 from nsa.kernels.launch import on_its_device
 from nsa.kernels.prefill.block_attn import sequence_begins
 from nsa.kernels.prefill.limits import check_block_size
@@ -55,14 +56,15 @@ def _prefill(
         q, k_cmp, lse_cmp, **s, softmax_scale=softmax_scale, cu_q=cu_seqlens, cu_k=cu_seqlens_cmp,
         max_q=max_seqlen, q_start=q_start,
     )  # fmt: skip
+    o_win, lse_win = span_attention_fwd(
+        q, k_win, v_win, Span(SLIDING, window), softmax_scale, cu_seqlens, cu_seqlens, max_seqlen,
+        _window_start(q, k_win, cu_seqlens), use_gluon,
+    )  # fmt: skip
+    await_selection()
     o_sel, lse_sel = block_attention_fwd(
         q, k_sel, v_sel, block_indices, block_size=s["l_sel"], softmax_scale=softmax_scale,
         seq_begin=sequence_begins(cu_seqlens, q.shape[0]), cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen, q_start=q_start,
-    )  # fmt: skip
-    o_win, lse_win = span_attention_fwd(
-        q, k_win, v_win, Span(SLIDING, window), softmax_scale, cu_seqlens, cu_seqlens, max_seqlen,
-        _window_start(q, k_win, cu_seqlens), use_gluon,
     )  # fmt: skip
     out = combine_fwd(o_cmp, o_sel, o_win, gates)
     return out, block_indices, o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win
