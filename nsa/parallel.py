@@ -256,7 +256,8 @@ class _GatherInOrder(torch.autograd.Function):
 
 def _chunk_order(world: int, device: torch.device) -> Tensor:
     """The chunks in the order in which ranks hold them: rank 0's two, rank 1's two, ..."""
-    return torch.tensor([j for r in range(world) for j in chunks_of(r, world)], device=device)
+    early = torch.arange(world, device=device)  # made there: a copy would wait for the device
+    return torch.stack([early, 2 * world - 1 - early], 1).flatten()
 
 
 @torch.no_grad()
