@@ -82,7 +82,8 @@ def aot_cases(arch: int) -> list[AotCase]:
             cases.append(_case(_decode_selected_kernel, f"{label}-S{length}", dtype, selected,
                                selected_warps(choice["N"]), 2))  # fmt: skip
             some = {n: selected[n] for n in _decode_candidates_kernel.arg_names if n in selected}
-            for programs in () if choice["SINGLE"] else (1, 4096):
+            few_and_many = (1, 4096) if d == 128 else (1,)
+            for programs in () if choice["SINGLE"] else few_and_many:
                 warps = choice_warps(choice["CHUNK"] * small // 4, programs, 132)
                 cases.append(_case(_decode_candidates_kernel, f"{label}-S{length}-W{warps}", dtype,
                                    some, warps, 1))  # fmt: skip
@@ -92,7 +93,7 @@ def aot_cases(arch: int) -> list[AotCase]:
             cases.append(_case(_decode_append_kernel, label, dtype, append, 1, 3))
             for kernel in (_decode_raw_kernel, _decode_emit_kernel):
                 cases.append(_case(kernel, label, dtype, dict(BLOCK=BLOCK), 4, 3))
-        for splits in (64, 8, 16), (8, 8, 16):
+        for splits in ((64, 8, 16), (8, 8, 16)) if d == 128 else ((64, 8, 16),):
             merge = dict(DV=dv, ROWS=rows, HEADS=16, BLOCK_DV=pad_dim(dv), SPLITS_CMP=splits[0],
                          SPLITS_WIN=splits[1], SPLITS_SEL=splits[2])  # fmt: skip
             cases.append(_case(_decode_merge_kernel, f"{label}-{sum(splits)}", dtype, merge,
