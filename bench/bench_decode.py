@@ -15,9 +15,10 @@ the baseline's wall_ms.
 ms_graph: the same step as a replayed CUDA graph, beside dense attention as one (graph_base_ms). The
 graph is captured once, and its replays must be right on other numbers and at another length.
 ms_module_eager, ms_module_graph: the layer's whole decode step (projections, rotary, cache append,
-attention, gates, output), eager and as a graph; ms_module_eager_wall as a host sees it. Each sample
-appends its token to the same S - 1: the cache forgets it again outside of the timed window (within
-ms_module_eager_wall). Where no graph can be captured these are empty and `why` says why.
+attention, gates, output), eager and as a graph. Each sample appends its token to the same S - 1:
+the cache forgets it again outside of the timed window. ms_module_eager_wall: what a host sees of
+d steps in a row up to S tokens, of which one emits a compressed token, per step. Where no graph can
+be captured these are empty and `why` says why.
 
 --branch_force_mode: which branches are also timed alone. The others' work is not launched, not
 merely ignored. env (default): each of the three, along the routes that the NSA_* environment

@@ -2,7 +2,8 @@
 
 A clock runs a list of calls in order and gives each one's own time, so that callers can interleave
 candidates within one thermal state. A call with an attribute `before` has that called ahead of it,
-outside of its time (wall() includes it): it restores what the call changes.
+outside of its time (wall() includes it): it restores what the call changes. One with `in_a_row`
+makes several calls by that, as a program would, and says how many: wall() is of these.
 """
 
 from __future__ import annotations
@@ -22,6 +23,17 @@ def prepare(call: Call) -> None:
     before = getattr(call, "before", None)
     if before is not None:
         before()
+
+
+def repeat(call: Call, n: int) -> int:
+    """Call n times, or as often as the call's `in_a_row` does; how often."""
+    in_a_row = getattr(call, "in_a_row", None)
+    if in_a_row is not None:
+        return in_a_row()
+    for _ in range(n):
+        prepare(call)
+        call()
+    return n
 
 
 class Clock(Protocol):
@@ -99,11 +111,9 @@ class CudaClock:
         for _ in range(3):
             torch.cuda.synchronize(self.device)
             begin = time.perf_counter()
-            for _ in range(n):
-                prepare(call)
-                call()
+            made = repeat(call, n)
             torch.cuda.synchronize(self.device)
-            rounds.append((time.perf_counter() - begin) * 1e6 / n)
+            rounds.append((time.perf_counter() - begin) * 1e6 / made)
         return statistics.median(rounds)
 
     def gaps(self) -> bool:
@@ -130,10 +140,8 @@ class HostClock:
 
     def wall(self, call: Call, n: int = 5) -> float:
         begin = time.perf_counter()
-        for _ in range(n):
-            prepare(call)
-            call()
-        return (time.perf_counter() - begin) * 1e6 / n
+        made = repeat(call, n)
+        return (time.perf_counter() - begin) * 1e6 / made
 
     def gaps(self) -> bool:
         return False

@@ -145,7 +145,17 @@ class ModuleStep:
             return self.layer.step(self.x, self.cache)
 
         call.before = self.rewind  # type: ignore[attr-defined]
+        call.in_a_row = self.in_a_row  # type: ignore[attr-defined]
         return call
+
+    def in_a_row(self) -> int:
+        """Steps of the tokens up to S, as many as one of which emits a compressed token."""
+        S = self.step.S
+        steps = min(self.layer.config.d, S)
+        with self.step.at(S - steps):
+            for _ in range(steps):
+                self.layer.step(self.x, self.cache)
+        return steps
 
     def graph(self, kernels: Sequence[str]) -> Callable[[], Tensor]:
         """The step as a replay. Raises GraphUnavailable, also when it lacks one of `kernels`."""

@@ -420,6 +420,24 @@ def test_bench_sees_a_wrong_layer_step(bench_step, what, monkeypatch):
     assert rows["module"].status == "FAILED" and rows["module"].median_us is None
 
 
+def test_steps_in_a_row_end_where_the_step_stands_and_emit_once(bench_step, monkeypatch):
+    layer, step = bench_step
+    emitted, lengths = [], []
+    good = NSAAttention.step
+
+    def noted(self, x, cache):
+        before = cache.emitted
+        out = good(self, x, cache)
+        emitted.append(cache.emitted - before)
+        lengths.append(len(cache))
+        return out
+
+    monkeypatch.setattr(NSAAttention, "step", noted)
+    assert ModuleStep(layer, step).in_a_row() == layer.config.d == len(emitted)
+    assert sum(emitted) == 1 and lengths[-1] == step.S == step.cache.length == 41
+    assert step.cache.lens.tolist() == [41, 41]
+
+
 def test_a_cache_at_another_length_is_judged_at_it(bench_step):
     _, step = bench_step
     case: Case = bench_decode.total_case(step, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -333,3 +334,20 @@ def test_host_clock_times_calls_and_refuses_cold():
     assert len(times) == 5 and min(times) > 1
     with pytest.raises(ValueError, match="cold"):
         clock.run([], cold=True)
+
+
+def test_wall_time_is_of_the_calls_that_were_made(monkeypatch):
+    now, made = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def call():
+        made.append("call")
+        now[0] += 3e-6
+
+    call.before = lambda: made.append("before")
+    assert HostClock().wall(call, n=4) == pytest.approx(3.0)
+    assert made == ["before", "call"] * 4
+    call.in_a_row = lambda: [call() for _ in range(7)] and 7
+    made.clear()
+    assert HostClock().wall(call, n=4) == pytest.approx(3.0)
+    assert made == ["call"] * 7
