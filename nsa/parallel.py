@@ -27,6 +27,7 @@ rank must run the backward pass.
 from __future__ import annotations
 
 import struct
+import sys
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -474,15 +475,17 @@ def _parallel(
     landings: list[tuple[Pending, Tensor]] = []
     both = _Gather.apply(group, ("compressed k", "compressed v"), small, *compressed)
     k_far, v_far = _GatherInOrder.apply(group, ("k_sel", "v_sel"), landings, k_sel, v_sel)
-    for one in small:
-        _finish(one)
-    n_cmp = num_compressed(S, l, d)
-    k_all, v_all = (_in_order(x, 1).flatten(1, 2)[:, :n_cmp] for x in both)
-    del gathered, pending, both, small  # copied in order above; at 1M tokens this is gigabytes
-    if q.shape[0] > 1:  # the start of several sequences is a copy, for which they must be there
-        _land(landings)
     with selection_waits(lambda: _land(landings)):
-        return _attend(
+        for one in small:
+            _finish(one)
+        n_cmp = num_compressed(S, l, d)
+        k_all, v_all = (_in_order(x, 1).flatten(1, 2)[:, :n_cmp] for x in both)
+        del gathered, pending, both, small  # copied in order; at 1M tokens this is gigabytes
+        if q.shape[0] > 1:  # the start of several sequences is a copy: they must be there for it
+            _land(landings)
+        # A compiled nsa_attention would not wait for keys that are on their way.
+        attend = torch.compiler.disable(_attend) if "torch._dynamo" in sys.modules else _attend
+        return attend(
             q, k_all, v_all, k_far, v_far, (tails_k, k_win), (tails_v, v_win), gates, mine, sizes,
             softmax_scale, backend, flags, return_aux,
         )  # fmt: skip

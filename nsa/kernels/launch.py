@@ -38,10 +38,10 @@ def launch(
 ) -> None:  # fmt: skip
     """kernel[grid](*args, **constants) and its count, from the second time on as compiled.
 
-    To find what it compiled Triton takes 12 to 25 us of the host for every launch; `compiled` keeps
-    it. The caller has a dict for each device and whatever else Triton specialises on in args: see
-    specialised(), and the values of ints. args: all parameters but the constexprs, which follow
-    them in the kernel's signature.
+    To find what it compiled Triton takes 12 to 25 us of the host for every launch; `compiled`, from
+    by_layout(), keeps it. args: all parameters but the constexprs, which follow them in the
+    kernel's signature. Triton's settings (debug, instrumentation) count at the first launch alone,
+    its launch hooks always.
     """
     found = None if torch.compiler.is_compiling() else compiled.get(id(kernel))
     if found is not None:
@@ -55,6 +55,10 @@ def launch(
     launches.bump(kernel.__name__)
 
 
-def specialised(*tensors: Tensor) -> tuple:
-    """What Triton compiles for of pointers: see launch()."""
-    return tuple([(x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
+def by_layout(memory: dict[tuple, dict], numbers: tuple, tensors: tuple[Tensor, ...]) -> dict:
+    """The part of `memory`, which is one device's, that launch() may use for these arguments: of
+    pointers Triton compiles for dtype and alignment, of ints for what they are."""
+    if torch.compiler.is_compiling():  # which traces no addresses, and Triton's launches by itself
+        return {}
+    kinds = tuple([(x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
+    return memory.setdefault((numbers, kinds), {})

@@ -248,3 +248,12 @@ def test_more_rows_than_a_tile_holds_are_refused():
             q, *[cache] * 6, torch.zeros(1, 9, 16, 3), torch.tensor([64]), l=8, d=4, l_sel=16,
             n_sel=2, n_init=1, n_local=2, window=16, max_len=64,
         )  # fmt: skip
+
+
+def test_more_blocks_than_a_step_can_choose_from_are_refused(kernel_device):
+    from nsa.kernels.decode import step
+
+    sizes = (1, 1, 4, 1, 16, 16, F16, torch.device("cpu"), 32, 16, 64, 64, 1, 2, 64)
+    assert step._plan(*sizes, 1 << 20, None).selected["N"] == 1 << 13
+    with pytest.raises(NotImplementedError, match="max_len=8388608 with n_sel=64"):
+        step._plan(*sizes, 1 << 23, None)

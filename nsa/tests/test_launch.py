@@ -9,7 +9,7 @@ import torch
 
 from nsa import NSAAttention, NSAConfig, launches
 from nsa.flags import Flags
-from nsa.kernels.launch import launch, on_its_device, specialised
+from nsa.kernels.launch import by_layout, launch, on_its_device
 from nsa.tests.helpers import randn
 
 CONFIG = NSAConfig(
@@ -60,10 +60,22 @@ def test_another_kernel_of_the_same_name_is_not_taken_for_the_compiled_one():
     assert [len(k.calls) for k in (first, second)] == [1, 1] and second.calls[0][0] == "jit"
 
 
-def test_what_a_kernel_is_compiled_for_tells_types_and_alignment_apart():
-    x = torch.zeros(64, dtype=torch.float16)
-    assert specialised(x) == specialised(x[8:]) != specialised(x[1:])
-    assert specialised(x) != specialised(x.to(torch.bfloat16))
+def test_layouts_tell_types_alignment_and_ints_apart():
+    x, memory = torch.zeros(64, dtype=torch.float16), {}
+    of = lambda n, y: by_layout(memory, (n,), (y,))
+    first = of(16, x)
+    assert of(16, x[8:]) is first
+    for n, y in ((16, x[1:]), (16, x.to(torch.bfloat16)), (32, x)):
+        assert of(n, y) is not first
+    assert len(memory) == 4
+
+
+def test_a_compiled_step_traces_no_address():
+    def step(x):
+        return x + len(by_layout({}, (1,), (x,)))
+
+    x = torch.zeros(4)
+    assert torch.equal(torch.compile(step, backend="eager", fullgraph=True)(x), x)
 
 
 class OnCard:

@@ -412,3 +412,18 @@ def test_routes_are_those_of_both_chunks():
 
 if __name__ == "__main__":
     _worker(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+
+
+def test_compiled_attention_waits_for_its_keys_too():
+    """One process: gathering is a copy, made late all the same."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = _inputs(1, 32, F32)
+        pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
+        run = lambda: parallel.nsa_attention_parallel(
+            *(x[n] for n in NAMES), phi_k=pool, phi_v=pool, backend="reference", **SIZES
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(torch.compile(run, backend="eager")(), run())
+    finally:
+        dist.destroy_process_group()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.kernels.decode.tile import visible
-from nsa.kernels.launch import launch, on_its_device, specialised
+from nsa.kernels.launch import by_layout, launch, on_its_device
 from nsa.kernels.tiles import cdiv, pow2
 
 if TYPE_CHECKING:
@@ -167,11 +167,11 @@ def append_turned(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     buffers = cache.k_raw, cache.v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
     rows = cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1]
-    layout = (tokens, rows, specialised(q, k, v, cache.lens, *buffers))
+    compiled = by_layout(layouts, (tokens, *rows), (q, k, v, cache.lens, *buffers))
     launch(
         _decode_append_kernel, (batch * tokens, parts, 1),
         (q, k, v, cache.lens, cache.frequencies, out, *buffers, tokens, c.heads, c.groups, *rows),
-        sizes, layouts.setdefault(layout, {}),
+        sizes, compiled,
     )  # fmt: skip
     return out
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
-from nsa.kernels.launch import launch, on_its_device, specialised
+from nsa.kernels.launch import by_layout, launch, on_its_device
 from nsa.kernels.tiles import LOG2E, cdiv, dot_precision, pad_dim, pow2, sm_count, split_dim
 
 SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
@@ -24,6 +24,7 @@ MANY_TILES = 8  # of 64 keys per SM: from here on larger tiles
 SINGLE_BLOCKS = 64  # of which the kernel of the selected blocks itself sums and ranks the scores
 CHUNK_BLOCKS = 32, 128  # more go by chunks of so many, of which a launch of its own takes the best
 RANK_CANDIDATES = 128  # up to here comparing all with all is quicker than a search
+SEARCH_CANDIDATES = 1 << 15  # a search holds each against 32 cuts, and tensors of 2^20 are the most
 
 
 def scan_warps(rows: int) -> int:
@@ -84,7 +85,7 @@ def why_not_decode(l: int, d: int, l_sel: int) -> str | None:
 class StepPlan:
     """What a step launches, from shapes alone. floats: sizes of the scratch buffers of 4 bytes an
     element, in the order in which nsa_decode_triton names them. scan, choice, selected, merge:
-    constants of the four kernels. compiled: of each layout of the arguments, see launch()."""
+    constants of the four kernels. compiled: of each layout of the arguments, see by_layout()."""
 
     splits_cmp: int
     splits_win: int
@@ -135,6 +136,11 @@ def _plan(
     share = cdiv(n_sel, splits_sel)
     splits_sel = cdiv(n_sel, share) if branch in (None, "sel") else 0
     chunks, choice = choice_sizes(n_tiles, nb, cdiv(max_len, l_sel), n_sel)
+    if not choice["RANKED"] and choice["N"] > SEARCH_CANDIDATES:
+        raise NotImplementedError(
+            f"max_len={max_len} with n_sel={n_sel}, l_sel={l_sel}: more blocks than one step can "
+            "choose from"
+        )
 
     scans = programs * (splits_cmp + splits_win) * rows
     tiles = programs * rows * n_tiles
@@ -232,10 +238,10 @@ def nsa_decode_triton(
     programs, splits_cmp, splits_sel = batch * groups, plan.splits_cmp, plan.splits_sel
     splits_all, n_tiles = plan.splits_cmp + plan.splits_win, plan.n_tiles
     cmp_rows, sel_rows, win_rows = k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
-    compiled = plan.compiled.setdefault((
-        page, window_ring, table_len, cmp_rows, sel_rows, win_rows,
-        specialised(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices),
-    ), {})  # fmt: skip
+    compiled = by_layout(
+        plan.compiled, (page, window_ring, table_len, cmp_rows, sel_rows, win_rows),
+        (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices),
+    )  # fmt: skip
     if splits_all:
         launch(
             _decode_scan_kernel, (programs, splits_all, 1),
