@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
+import torch
+
 _awaited: ContextVar[Callable[[], None] | None] = ContextVar("selection's keys", default=None)
 
 
@@ -26,6 +28,9 @@ def selection_waits(arrive: Callable[[], None]) -> Iterator[None]:
 
 def await_selection() -> None:
     """Have k_sel and v_sel arrive."""
+    # What torch.compile traces never waits: nsa/parallel.py runs such a call untraced.
+    if torch.compiler.is_compiling():
+        return
     arrive = _awaited.get()
     if arrive is not None:
         arrive()

@@ -416,8 +416,7 @@ def nsa_attention(
                 q_start=q_start, backend=choice, **common,
             )  # fmt: skip
             win = sliding_attention(q, k_win, v_win, window=window, backend=backend, **common)
-            if not torch.compiler.is_compiling():
-                await_selection()
+            await_selection()
             sel = selection_attention(
                 q, k_sel, v_sel, block_indices, block_size=l_sel, q_start=q_start, backend=backend,
                 **common,

@@ -29,7 +29,7 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -141,6 +141,12 @@ def _in_order(every: Tensor, at: int) -> Tensor:
     return torch.cat([early, late.flip(0)]).movedim(0, at)
 
 
+def _by_rank(chunks: Tensor, at: int) -> Tensor:
+    """The inverse of _in_order."""
+    early, late = chunks.movedim(at, 0).chunk(2)
+    return torch.stack([early, late.flip(0)], at + 1)
+
+
 # ---- collectives ---------------------------------------------------------------------------------
 
 Pending = tuple[Tensor, "dist.Work | None", str]
@@ -192,6 +198,18 @@ def _finish(pending: Pending) -> Tensor:
     return out
 
 
+def _sum_gradients(ctx, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Gradients [W, ..] of what every rank gave, summed for what this rank gave: [1, ..]."""
+    pending = [
+        None if grad is None else _reduce_scatter(grad, ctx.group, f"the gradient of {name}")
+        for name, grad in zip(ctx.names, grads, strict=True)
+    ]
+    return [
+        None if p is None else _finish(p).to(dtype)
+        for p, dtype in zip(pending, ctx.dtypes, strict=True)
+    ]
+
+
 class _Gather(torch.autograd.Function):
     """Gather several tensors in one node, whose backward meets on all ranks in the same order.
 
@@ -208,16 +226,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        needed = ctx.needs_input_grad[3:]
-        pending = [
-            _reduce_scatter(grad, ctx.group, f"the gradient of {name}") if need else None
-            for name, grad, need in zip(ctx.names, grads, needed, strict=True)
-        ]
-        done = [
-            None if p is None else _finish(p).to(dtype)
-            for p, dtype in zip(pending, ctx.dtypes, strict=True)
-        ]
-        return (None, None, None, *done)
+        needed = zip(grads, ctx.needs_input_grad[3:], strict=True)
+        sums = _sum_gradients(ctx, (grad if need else None for grad, need in needed))
+        return (None, None, None, *sums)
 
 
 class _GatherInOrder(torch.autograd.Function):
@@ -238,37 +249,19 @@ class _GatherInOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        world = ctx.group.size()
-        pending = []
-        for name, grad, need in zip(ctx.names, grads, ctx.needs_input_grad[3:], strict=True):
-            if need:
-                chunks = grad.unflatten(1, (2 * world, -1))
-                chunks = chunks[:, _chunk_order(world, grad.device)].unflatten(1, (world, 2))
-                name = f"the gradient of {name}"
-                pending.append(_reduce_scatter(chunks.movedim(1, 0), ctx.group, name))
-            else:
-                pending.append(None)
-        done = [
-            None if p is None else _finish(p)[0].flatten(1, 2).to(dtype)
-            for p, dtype in zip(pending, ctx.dtypes, strict=True)
-        ]
-        return (None, None, None, *done)
-
-
-def _chunk_order(world: int, device: torch.device) -> Tensor:
-    """The chunks in the order in which ranks hold them: rank 0's two, rank 1's two, ..."""
-    early = torch.arange(world, device=device)  # made there: a copy would wait for the device
-    return torch.stack([early, 2 * world - 1 - early], 1).flatten()
+        chunks = 2 * ctx.group.size()
+        needed = zip(grads, ctx.needs_input_grad[3:], strict=True)
+        sums = _sum_gradients(ctx, (
+            _by_rank(grad.unflatten(1, (chunks, -1)), 1) if need else None for grad, need in needed
+        ))  # fmt: skip
+        return (None, None, None, *(None if x is None else x[0].flatten(1, 2) for x in sums))
 
 
 @torch.no_grad()
 def _land(landings: list[tuple[Pending, Tensor]]) -> None:
     """Wait for what is on its way, and put its chunks in order."""
     for pending, whole in landings:
-        every = _finish(pending)  # [W, B, 2, c, G, D]
-        chunks = whole.unflatten(1, (2 * every.shape[0], -1))
-        order = _chunk_order(every.shape[0], whole.device)
-        chunks.index_copy_(1, order, every.movedim(0, 1).flatten(1, 2))
+        whole.copy_(_in_order(_finish(pending), 1).flatten(1, 2))
     landings.clear()  # not before: who asks again after an error has to meet it again
 
 

@@ -158,7 +158,7 @@ def _plan(
     return StepPlan(
         splits_cmp=splits_cmp, splits_win=splits_win, splits_sel=splits_sel, share=share,
         n_tiles=n_tiles, chunks=chunks,
-        candidates=candidates > 0,
+        candidates=not choice["SINGLE"],
         floats=[cdiv(n, 4) * 4 for n in floats],  # every buffer begins at 16 bytes
         scan=dict(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
@@ -200,6 +200,7 @@ def nsa_decode_triton(
     it) will see. Nothing synchronises with the host; rows beyond a length are never read.
     branch "cmp", "sel" or "win" launches that branch's programs alone, for measuring: the others
     add nothing. "sel" attends to block_indices int32 [B, T, G, n_sel] that an earlier step chose.
+    Raises NotImplementedError for sizes that no kernel serves.
     """
     if branch not in (None, "cmp", "sel", "win"):
         raise ValueError(f"branch must be None, 'cmp', 'sel' or 'win', got {branch!r}")
