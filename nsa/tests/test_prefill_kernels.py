@@ -306,6 +306,30 @@ def test_choice_of_blocks(shape, device):
     assert torch.equal((got.cpu() < 0).sum(-1), (want.cpu() < 0).sum(-1))
 
 
+SMALL_BLOCKS = dict(G=1, h=1, l=4, d=2, l_sel=4)
+SLABS = [
+    Shape((140,), **SMALL_BLOCKS), Shape((139, 3), packed=True, **SMALL_BLOCKS),
+]  # fmt: skip
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("shape", SLABS, ids=str)
+def test_slabs_of_queries_choose_what_all_at_once_do(shape, device, monkeypatch):
+    """The last slab has more blocks to rank than the first: more than the 32 of the smallest."""
+    from nsa.kernels.prefill import block_select
+
+    x = Inputs(shape, device, seed=8)
+    packing, q, k = x.packing(compressed=True), x.layout(x.q), x.layout(x.k_cmp)
+    _, lse = prefill.compressed_attention_triton(q, k, k, l=shape.l, d=shape.d, **packing)
+    choose = lambda: prefill.select_blocks_triton(q, k, lse, **shape.sizes, **packing)
+    whole = choose()
+    monkeypatch.setattr(block_select, "SLAB_BYTES", 1)
+    with launches.recording() as counts:
+        slabs = choose()
+    assert counts["_block_topn_kernel"] >= 2
+    assert torch.equal(slabs, whole)
+
+
 @ALL
 def test_whole(shape, device):
     """The fused operator: block choice as the kernels made it, everything else against fp64."""

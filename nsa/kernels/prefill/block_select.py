@@ -225,9 +225,7 @@ def block_select(
     ratio = l_sel // d
     block_n = max(block_n, 8 * ratio)
     nb = block_n // ratio
-    n_blocks = cdiv(q_start + sq, l_sel)
-    blocks = max(pow2(n_blocks), 32)
-    n_ld = (cdiv(n_blocks, nb) + 1) * nb
+    n_ld = (cdiv(cdiv(q_start + sq, l_sel), nb) + 1) * nb
     slab = max(SLAB_BYTES // (4 * n_ld * batch * groups) // block_q, 1) * block_q
     slab = min(slab, cdiv(sq, block_q) * block_q)
     scores = torch.empty(batch * groups * slab * n_ld, dtype=torch.float32, device=q.device)
@@ -246,6 +244,8 @@ def block_select(
             PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
         )  # fmt: skip
         launches.bump("_block_score_kernel")
+        # Early slabs have fewer blocks to rank: H200, 64k, 1.37 -> 0.97 ms.
+        blocks = max(pow2(cdiv(q_start + begin + queries, l_sel)), 32)
         _block_topn_kernel[(queries, batch * groups)](
             scores, out, cu_q_arg, cu_k_arg, sq, sk, groups, q_start, begin, slab, n_ld, l, d,
             l_sel,
