@@ -29,50 +29,27 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
+from nsa import exchange
 from nsa.arrival import selection_waits
 from nsa.attention import nsa_attention
 from nsa.blocks import num_compressed
 from nsa.config import check_blocks
 from nsa.dispatch import Route, parse_backend
-from nsa.errors import ExchangeFailed
+from nsa.exchange import Group, resolve_group
 from nsa.flags import Flags
 from nsa.module import NSAAttention
 
-Group = dist.ProcessGroup | DeviceMesh | None
 Compression = Callable[[Tensor], Tensor]
+_MAX_NDIM = 8
 
 # ---- who holds what ------------------------------------------------------------------------------
-
-
-def resolve_group(group: Group) -> dist.ProcessGroup:
-    """The process group of `group`: itself, that of a 1-D DeviceMesh, or the default one.
-
-    Raises RuntimeError without torch.distributed, ValueError for a mesh of several dimensions.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "group: torch.distributed is not initialised; run under torchrun and call "
-            "torch.distributed.init_process_group first"
-        )
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group must be a 1-D DeviceMesh such as mesh['context'], got {group.ndim}-D"
-            )
-        return group.get_group()
-    if group is None:
-        return dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup or DeviceMesh, got {type(group).__name__}")
-    return group
 
 
 def chunk_length(S: int, world: int) -> int:
@@ -122,7 +99,7 @@ def unshard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
         kind = zlib.crc32(str(x.dtype).encode())
         return [dim % x.ndim, kind, *x.shape, *[-1] * (_MAX_NDIM - x.ndim)]
 
-    every = _agree(describe, 2 + _MAX_NDIM, group, "x")
+    every = exchange.agree(describe, 2 + _MAX_NDIM, group, "x")
     for rank, row in enumerate(every):
         if row != every[0]:
             shape = lambda r: [n for n in every[r][2:] if n >= 0]
@@ -131,138 +108,8 @@ def unshard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
                 f"rank 0 {shape(0)}, here {x.dtype} and dim {dim}"
             )
     parts = x.movedim(dim, 0).unflatten(0, (2, -1)).contiguous()
-    whole = _finish(_all_gather(parts, group, "x"))
-    return _in_order(whole.view(world, *parts.shape), 0).flatten(0, 1).movedim(0, dim)
-
-
-def _in_order(every: Tensor, at: int) -> Tensor:
-    """[W, .., 2 (at dimension at + 1), ..] by rank -> [.., 2W (at dimension at), ..] by chunk."""
-    early, late = every.unbind(at + 1)
-    return torch.cat([early, late.flip(0)]).movedim(0, at)
-
-
-def _by_rank(chunks: Tensor, at: int) -> Tensor:
-    """The inverse of _in_order."""
-    early, late = chunks.movedim(at, 0).chunk(2)
-    return torch.stack([early, late.flip(0)], at + 1)
-
-
-# ---- collectives ---------------------------------------------------------------------------------
-
-Pending = tuple[Tensor, "dist.Work | None", str]
-
-# The same calls: torch 2.13 renamed them.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _failed(what: str, error: Exception) -> ExchangeFailed:
-    return ExchangeFailed(
-        f"rank {dist.get_rank()}: the exchange of {what} failed: a rank died, did not make the "
-        f"call, or the group's timeout passed ({type(error).__name__}: {error})"
-    )
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup, what: str) -> Pending:
-    """Start gathering x of every rank into [W * x.shape[0], ..]."""
-    out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    if not x.numel():
-        return out, None, what
-    try:
-        work = _ALL_GATHER(out, x.contiguous(), group=group, async_op=True)
-    except RuntimeError as error:
-        raise _failed(what, error) from error
-    return out, work, what
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, what: str) -> Pending:
-    """Start adding x [W * n, ..] over the ranks; each keeps its own n rows, in fp32 at least."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    if not x.numel():
-        return out, None, what
-    try:
-        work = _REDUCE_SCATTER(out, x, group=group, async_op=True)
-    except RuntimeError as error:
-        raise _failed(what, error) from error
-    return out, work, what
-
-
-def _finish(pending: Pending) -> Tensor:
-    out, work, what = pending
-    if work is not None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise _failed(what, error) from error
-    return out
-
-
-def _sum_gradients(ctx, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Gradients [W, ..] of what every rank gave, summed for what this rank gave: [1, ..]."""
-    pending = [
-        None if grad is None else _reduce_scatter(grad, ctx.group, f"the gradient of {name}")
-        for name, grad in zip(ctx.names, grads, strict=True)
-    ]
-    return [
-        None if p is None else _finish(p).to(dtype)
-        for p, dtype in zip(pending, ctx.dtypes, strict=True)
-    ]
-
-
-class _Gather(torch.autograd.Function):
-    """Gather several tensors in one node, whose backward meets on all ranks in the same order.
-
-    apply(group, names, pending, *tensors): tensors [1, ..] -> [W, ..] each. The results may not be
-    read before _finish() of what lands in `pending`.
-    """
-
-    @staticmethod
-    def forward(ctx, group, names, pending, *tensors):
-        ctx.group, ctx.names = group, names
-        ctx.dtypes = [x.dtype for x in tensors]
-        pending.extend(_all_gather(x, group, name) for name, x in zip(names, tensors, strict=True))
-        return tuple(out for out, _, _ in pending)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        needed = zip(grads, ctx.needs_input_grad[3:], strict=True)
-        sums = _sum_gradients(ctx, (grad if need else None for grad, need in needed))
-        return (None, None, None, *sums)
-
-
-class _GatherInOrder(torch.autograd.Function):
-    """Whole sequences of what ranks hold two chunks of: [B, 2c, G, D] -> [B, S, G, D] each.
-
-    apply(group, names, landings, *tensors). The results hold nothing before _land() of `landings`.
-    """
-
-    @staticmethod
-    def forward(ctx, group, names, landings, *tensors):
-        ctx.group, ctx.names, ctx.dtypes = group, names, [x.dtype for x in tensors]
-        wholes = []
-        for name, x in zip(names, tensors, strict=True):
-            whole = x.new_empty(x.shape[0], x.shape[1] * group.size(), *x.shape[2:])
-            landings.append((_all_gather(_halves(x), group, name), whole))
-            wholes.append(whole)
-        return tuple(wholes)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        chunks = 2 * ctx.group.size()
-        needed = zip(grads, ctx.needs_input_grad[3:], strict=True)
-        sums = _sum_gradients(ctx, (
-            _by_rank(grad.unflatten(1, (chunks, -1)), 1) if need else None for grad, need in needed
-        ))  # fmt: skip
-        return (None, None, None, *(None if x is None else x[0].flatten(1, 2) for x in sums))
-
-
-@torch.no_grad()
-def _land(landings: list[tuple[Pending, Tensor]]) -> None:
-    """Wait for what is on its way, and put its chunks in order."""
-    for pending, whole in landings:
-        whole.copy_(_in_order(_finish(pending), 1).flatten(1, 2))
-    landings.clear()  # not before: who asks again after an error has to meet it again
+    whole = exchange.finish(exchange.all_gather(parts, group, "x"))
+    return exchange.in_order(whole.view(world, *parts.shape), 0).flatten(0, 1).movedim(0, dim)
 
 
 # ---- agreement -----------------------------------------------------------------------------------
@@ -270,32 +117,6 @@ def _land(landings: list[tuple[Pending, Tensor]]) -> None:
 _NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ROUTES = (None, *Route)
-_MAX_NDIM = 8
-
-
-def _agree(
-    describe: Callable[[], list[int]], length: int, group: dist.ProcessGroup, what: str
-) -> list[list[int]]:
-    """What describe() gives on every rank, `length` ints each.
-
-    Nobody returns before everybody spoke, so an error of describe() on one rank, whatever it is,
-    ends with an error on every rank.
-    """
-    error = None
-    try:
-        mine = torch.tensor([[1, *describe()]], dtype=torch.int64)
-    except Exception as caught:
-        mine, error = torch.zeros(1, 1 + length, dtype=torch.int64), caught
-    cpu = "cpu:" in str(dist.get_backend_config(group))
-    where = "cpu" if cpu else torch.device("cuda", torch.cuda.current_device())
-    every = _finish(_all_gather(mine.to(where), group, f"what each rank has for {what}"))
-    if error is not None:
-        raise error
-    rows = every.tolist()
-    bad = [rank for rank, row in enumerate(rows) if not row[0]]
-    if bad:
-        raise ValueError(f"rank {bad[0]} of {len(rows)} refused its {what}: see its error")
-    return [row[1:] for row in rows]
 
 
 def _check_local(tensors: tuple[Tensor, ...], sizes: dict[str, int], world: int) -> None:
@@ -344,7 +165,7 @@ def _agree_on_arguments(
         return [*row, *sizes.values(), bits, route, int(torch.is_grad_enabled())]
 
     tensors = 6 * len(_NAMES)
-    every = _agree(describe, tensors + len(sizes) + 3, group, "arguments")
+    every = exchange.agree(describe, tensors + len(sizes) + 3, group, "arguments")
     for rank, row in enumerate(every):
         for at, name in enumerate(_NAMES):
             theirs, first = (r[6 * at : 6 * at + 6] for r in (row, every[0]))
@@ -364,11 +185,6 @@ def _agree_on_arguments(
 
 
 # ---- attention -----------------------------------------------------------------------------------
-
-
-def _halves(x: Tensor) -> Tensor:
-    """[B, 2c, G, D] -> [1, B, 2, c, G, D]: this rank's row, its two chunks apart."""
-    return x.unflatten(1, (2, -1))[None]
 
 
 def _before(tails: Tensor, chunk: int, c: int, window: int) -> Tensor:
@@ -429,13 +245,13 @@ def _parallel(
     tail = min(window - 1, c)
 
     # Edges first: phi needs the first l - d tokens of the next chunk.
-    cut = [_halves(x)[:, :, :, : l - d] for x in (k_cmp, v_cmp)]
-    cut += [_halves(x)[:, :, :, c - tail :] for x in (k_win, v_win)]
-    pending: list[Pending] = []
-    gathered = _Gather.apply(group, ("k_cmp", "v_cmp", "k_win", "v_win"), pending, *cut)
+    cut = [exchange.halves(x)[:, :, :, : l - d] for x in (k_cmp, v_cmp)]
+    cut += [exchange.halves(x)[:, :, :, c - tail :] for x in (k_win, v_win)]
+    pending: list[exchange.Pending] = []
+    gathered = exchange.Gather.apply(group, ("k_cmp", "v_cmp", "k_win", "v_win"), pending, *cut)
     for edge in pending:
-        _finish(edge)
-    heads_k, heads_v, tails_k, tails_v = (_in_order(x, 1) for x in gathered)
+        exchange.finish(edge)
+    heads_k, heads_v, tails_k, tails_v = (exchange.in_order(x, 1) for x in gathered)
 
     mine = chunks_of(rank, world)
     compressed: list[Tensor] = []
@@ -448,7 +264,7 @@ def _parallel(
             # What would follow the last chunk is zeros: blocks that reach there are cut off below.
             heads = torch.cat([heads, heads.new_zeros(heads[:, :1].shape)], 1)
             follow = heads[:, [j + 1 for j in mine]]
-            got = phi(torch.cat([_halves(x)[0], follow], 2).flatten(0, 1))
+            got = phi(torch.cat([exchange.halves(x)[0], follow], 2).flatten(0, 1))
             want = [2 * q.shape[0], c // d, k_sel.shape[2], width]
             if list(got.shape) != want or got.dtype != q.dtype:
                 raise ValueError(
@@ -461,21 +277,21 @@ def _parallel(
     if not check:
         compress()
     else:
-        every = _agree(compress, 2, group, "compression")
+        every = exchange.agree(compress, 2, group, "compression")
         if any(row != every[0] for row in every):
             raise ValueError("ranks must agree on whether phi_k and phi_v have gradients")
-    small: list[Pending] = []
-    landings: list[tuple[Pending, Tensor]] = []
-    both = _Gather.apply(group, ("compressed k", "compressed v"), small, *compressed)
-    k_far, v_far = _GatherInOrder.apply(group, ("k_sel", "v_sel"), landings, k_sel, v_sel)
-    with selection_waits(lambda: _land(landings)):
+    small: list[exchange.Pending] = []
+    landings: list[tuple[exchange.Pending, Tensor]] = []
+    both = exchange.Gather.apply(group, ("compressed k", "compressed v"), small, *compressed)
+    k_far, v_far = exchange.GatherInOrder.apply(group, ("k_sel", "v_sel"), landings, k_sel, v_sel)
+    with selection_waits(lambda: exchange.land(landings)):
         for one in small:
-            _finish(one)
+            exchange.finish(one)
         n_cmp = num_compressed(S, l, d)
-        k_all, v_all = (_in_order(x, 1).flatten(1, 2)[:, :n_cmp] for x in both)
+        k_all, v_all = (exchange.in_order(x, 1).flatten(1, 2)[:, :n_cmp] for x in both)
         del gathered, pending, both, small  # copied in order; at 1M tokens this is gigabytes
         if q.shape[0] > 1:  # the start of several sequences is a copy: they must be there for it
-            _land(landings)
+            exchange.land(landings)
         # A compiled nsa_attention would not wait for keys that are on their way.
         attend = torch.compiler.disable(_attend) if "torch._dynamo" in sys.modules else _attend
         return attend(

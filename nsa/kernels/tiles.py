@@ -24,12 +24,12 @@ def split_dim(dim: int) -> tuple[int, int]:
     """A head size as two powers of two: 192 is 128 + 64, so nothing is padded to 256."""
     first = max(1 << (dim.bit_length() - 1), 16)
     rest = max(dim - first, 0)
-    return first, 0 if rest == 0 else max(pow2(rest), 16)
+    return first, dot_size(rest) if rest else 0
 
 
-def pad_dim(dim: int) -> int:
-    """A head size padded to the power of two that a tensor-core tile can hold."""
-    return max(pow2(dim), 16)
+def dot_size(n: int) -> int:
+    """n (a head size, heads, keys) padded to what one side of a tensor-core product can be."""
+    return max(pow2(n), 16)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -20,7 +20,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nsa import Flags, NSAAttention, NSAConfig, attention, launches, nsa_attention, parallel
+from nsa import (
+    Flags,
+    NSAAttention,
+    NSAConfig,
+    attention,
+    exchange,
+    launches,
+    nsa_attention,
+    parallel,
+)
 from nsa.attention import selection_attention, sliding_attention
 from nsa.compress import MLPCompression, mean_pool
 from nsa.errors import ExchangeFailed
@@ -131,21 +140,21 @@ def _run_overlap(rank: int, world: int) -> None:
     def noted(name: str, call: Any) -> Any:
         return lambda *args, **kw: (order.append(name), call(*args, **kw))[1]
 
-    land, finish = parallel._land, parallel._finish
+    land, finish = exchange.land, exchange.finish
     with (
         mock.patch.object(attention, "sliding_attention", noted("win", sliding_attention)),
         mock.patch.object(attention, "selection_attention", noted("sel", selection_attention)),
-        mock.patch.object(parallel, "_land", lambda x: (x and order.append("land"), land(x))),
+        mock.patch.object(exchange, "land", lambda x: (x and order.append("land"), land(x))),
     ):
         run(backend="reference")
     assert order == ["win", "land", "sel", "win", "sel"], order
 
     def lost(pending: Any) -> Any:
         if pending[2] == "v_sel":
-            raise parallel._failed("v_sel", RuntimeError("gone"))
+            raise exchange.failed("v_sel", RuntimeError("gone"))
         return finish(pending)
 
-    with mock.patch.object(parallel, "_finish", lost):
+    with mock.patch.object(exchange, "finish", lost):
         for how in ({}, {"backend": "reference"}):
             with pytest.raises(ExchangeFailed, match="the exchange of v_sel failed"):
                 run(**how)

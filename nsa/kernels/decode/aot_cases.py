@@ -25,7 +25,7 @@ from nsa.kernels.decode.step import (
     scan_warps,
     selected_warps,
 )
-from nsa.kernels.tiles import pad_dim, split_dim
+from nsa.kernels.tiles import dot_size, split_dim
 
 # dtype, element bytes, D, Dv, (token, head) rows, page
 _SHAPES = (
@@ -62,7 +62,7 @@ def aot_cases(arch: int) -> list[AotCase]:
         label = f"{dtype}-D{d}-Dv{dv}-R{rows}-P{page}"
         d1, d2 = split_dim(d)
         small = 32 if size == 4 else 64
-        dims = dict(D=d, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
+        dims = dict(D=d, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv),
                     PRECISION="ieee" if size == 4 else "tf32")  # fmt: skip
         pool = tl.float32 if size == 4 else tl.float16
         for block_n in (small, 128) if large_tiles(size, d, dv, rows) else (small,):
@@ -88,14 +88,14 @@ def aot_cases(arch: int) -> list[AotCase]:
                 cases.append(_case(_decode_candidates_kernel, f"{label}-S{length}-W{warps}", dtype,
                                    some, warps, 1))  # fmt: skip
         if size == 2:
-            append = dict(D=d, DV=dv, BLOCK_HALF=pad_dim(d // 2), BLOCK_DV=pad_dim(dv),
+            append = dict(D=d, DV=dv, BLOCK_HALF=dot_size(d // 2), BLOCK_DV=dot_size(dv),
                           BLOCK_H=BLOCK_H)  # fmt: skip
             cases.append(_case(_decode_append_kernel, label, dtype, append, 1, 3))
             for kernel in (_decode_raw_kernel, _decode_emit_kernel):
                 cases.append(_case(kernel, label, dtype, dict(BLOCK=BLOCK), 4, 3))
         for splits in ((64, 8, 16), (8, 8, 16)) if d == 128 else ((64, 8, 16),):
-            merge = dict(DV=dv, ROWS=rows, HEADS=16, BLOCK_DV=pad_dim(dv), SPLITS_CMP=splits[0],
+            merge = dict(DV=dv, ROWS=rows, HEADS=16, BLOCK_DV=dot_size(dv), SPLITS_CMP=splits[0],
                          SPLITS_WIN=splits[1], SPLITS_SEL=splits[2])  # fmt: skip
             cases.append(_case(_decode_merge_kernel, f"{label}-{sum(splits)}", dtype, merge,
-                               merge_warps(sum(splits), pad_dim(dv)), 2))  # fmt: skip
+                               merge_warps(sum(splits), dot_size(dv)), 2))  # fmt: skip
     return cases

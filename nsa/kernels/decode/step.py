@@ -15,7 +15,7 @@ from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.launch import by_layout, launch, on_its_device
-from nsa.kernels.tiles import LOG2E, cdiv, dot_precision, pad_dim, pow2, sm_count, split_dim
+from nsa.kernels.tiles import LOG2E, cdiv, dot_precision, dot_size, pow2, sm_count, split_dim
 
 SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
 SELECTED_PER_SM = 2  # the same of the selected blocks: more splits are more to merge
@@ -111,13 +111,13 @@ def _plan(
 ) -> StepPlan:  # fmt: skip
     heads = hq // groups
     d1, d2 = split_dim(dim)
-    block_dv = pad_dim(dv)
+    block_dv = dot_size(dv)
     ratio = l_sel // d
     interpret = device.type != "cuda"
     fp32 = dtype == torch.float32
     block_n = max(16 if interpret else (32 if fp32 else 64), (2 if interpret else 8) * ratio)
-    rows = max(pow2(tokens * heads), 16)
-    heads_padded = max(pow2(heads), 16)
+    rows = dot_size(tokens * heads)
+    heads_padded = dot_size(heads)
     n_cmp = max((max_len - l) // d + 1, 0) if max_len >= l else 0
     programs, sms = batch * groups, sm_count(device) if device.type == "cuda" else 8
     many = programs * cdiv(n_cmp, 64) >= MANY_TILES * sms
@@ -169,7 +169,7 @@ def _plan(
             num_stages=1, **choosing,
         ),
         selected=dict(
-            BLOCK_N=min(block_n, 64, max(pow2(l_sel), 16)),
+            BLOCK_N=min(block_n, 64, dot_size(l_sel)),
             CHOOSE=branch is None, SINGLE=choice["SINGLE"], N=choice["N"],
             RANKED=choice["RANKED"], num_warps=selected_warps(choice["N"]), num_stages=2,
             **choosing, **dims,

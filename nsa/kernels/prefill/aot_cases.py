@@ -22,7 +22,7 @@ from nsa.kernels.prefill import (
     union_lists,
 )
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING
-from nsa.kernels.tiles import pad_dim, split_dim
+from nsa.kernels.tiles import dot_size, split_dim
 
 # dtype, element bytes, D, Dv, query heads per group
 _SHAPES = (
@@ -214,7 +214,7 @@ def aot_cases(arch: int) -> list[AotCase]:
         label = f"{dtype}-D{d}-Dv{dv}-H{h}"
         d1, d2 = split_dim(d)
         dims = dict(D=d, BLOCK_D=d1, BLOCK_D2=d2, PRECISION="ieee" if size == 4 else "tf32")
-        wide = {**dims, "DV": dv, "BLOCK_DV": pad_dim(dv)}
+        wide = {**dims, "DV": dv, "BLOCK_DV": dot_size(dv)}
         bwd = wide
         tma = arch >= 90 and size == 2
         # Windows have the tiles of compressed attention, and so less to tell in fp32.

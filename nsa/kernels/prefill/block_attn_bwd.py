@@ -25,7 +25,7 @@ from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
 from nsa.kernels.prefill.union_attn import union_attention_dq
 from nsa.kernels.prefill.union_lists import in_union, lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pad_dim, pow2, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, split_dim
 
 
 def key_tile(block_size: int, widest: int) -> int:
@@ -395,7 +395,7 @@ def block_attention_bwd(
             lists.chunk_end, cu_arg, acc, out_k, out_v, s_q, s_kv, groups, heads, q_start,
             block_indices.shape[-1], per_seq, softmax_scale, softmax_scale * LOG2E,
             D=dim, DV=dv_dim, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1),
-            HEADS=heads_padded, BLOCK_N=tile, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim),
+            HEADS=heads_padded, BLOCK_N=tile, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim),
             ADD=fused is not None, PRECISION=dot_precision(q.dtype), num_warps=warps,
             num_stages=stages,
         )  # fmt: skip
@@ -409,7 +409,7 @@ def block_attention_bwd(
     for part, grad, width in ((out_k, dk, dim), (out_v, dv, dv_dim)):
         _block_attn_bwd_sum_kernel[(lists.n_tiles, cdiv(tile, rows))](
             part, grad, lists.tile_chunks, cu_arg, s_kv, groups, per_seq,
-            DIM=width, BLOCK_DIM=pad_dim(width), BLOCK_N=tile, ROWS=rows, VARLEN=varlen,
+            DIM=width, BLOCK_DIM=dot_size(width), BLOCK_N=tile, ROWS=rows, VARLEN=varlen,
         )  # fmt: skip
         launches.bump("_block_attn_bwd_sum_kernel")
     return dq, dk, dv
@@ -440,7 +440,7 @@ def _dq_by_rows(
             accumulate=accumulate, tiles=union_tiles, dq_scale=scale,
         )  # fmt: skip
     block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
-    block_n = min(block_n, max(pow2(block_size), 16))
+    block_n = min(block_n, dot_size(block_size))
     tma = tma_usable(arch, k, whole=v)
     d1, d2 = split_dim(dim)
     n_sel = block_indices.shape[-1]
@@ -450,8 +450,8 @@ def _dq_by_rows(
         seq_begin if varlen else block_indices, unions.state if unions else block_indices,
         grad_out, lse, delta, dq, s_q, s_kv, groups, heads, q_start, n_sel, block_size, scale,
         softmax_scale * LOG2E, D=dim, DV=dv_dim, VARLEN=varlen,
-        HEADS=max(pow2(heads), 16), BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2,
-        BLOCK_DV=pad_dim(dv_dim), OWN_N=min(block_n, 32), N_PAD=pow2(n_sel),
+        HEADS=dot_size(heads), BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2,
+        BLOCK_DV=dot_size(dv_dim), OWN_N=min(block_n, 32), N_PAD=pow2(n_sel),
         UNION=unions.queries if unions else 0, ACCUMULATE=accumulate, TMA=tma,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip

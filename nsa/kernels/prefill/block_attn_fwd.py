@@ -20,7 +20,7 @@ from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
 from nsa.kernels.prefill.union_attn import union_attention_fwd
 from nsa.kernels.prefill.union_lists import in_union, lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pad_dim, pow2, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, split_dim
 
 PIECE = 2  # H200: one costs unions 1 % more, four cost single queries 1 %
 
@@ -224,7 +224,7 @@ def block_attention_fwd(
         )  # fmt: skip
         piece = union  # hardly ever is there one to do
     block_n, warps, stages = fwd_tiles(arch, dim, dv, size)
-    block_n = min(block_n, max(pow2(block_size), 16))
+    block_n = min(block_n, dot_size(block_size))
     d1, d2 = split_dim(dim)
     tma = tma_usable(arch, k, whole=v)
     _block_attn_fwd_kernel[(cdiv(tokens, piece), groups)](
@@ -232,8 +232,8 @@ def block_attention_fwd(
         seq_begin if varlen else block_indices, state, out, lse, tokens,
         1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups, heads,
         q_start, n_sel, block_size, softmax_scale * LOG2E,
-        D=dim, DV=dv, VARLEN=varlen, HEADS=max(pow2(heads), 16),
-        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv),
+        D=dim, DV=dv, VARLEN=varlen, HEADS=dot_size(heads),
+        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv),
         OWN_N=min(block_n, 32), N_PAD=pow2(n_sel),
         UNION=union, PIECE=piece, TMA=tma, PRECISION=dot_precision(q.dtype),
         num_warps=warps, num_stages=stages,

@@ -20,7 +20,7 @@ from torch import Tensor
 from nsa import launches
 from nsa.kernels.prefill.block_lists import Chunks, chunks_of, keys_of_tile, token_sequences
 from nsa.kernels.prefill.union_lists import UnionLists, in_union
-from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pad_dim, pow2
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2
 
 PART_BYTES = 1 << 30  # half of it takes 6 % longer
 CHUNK = 256  # pairs of a program; 512 take 3 % longer, 128 the same
@@ -288,14 +288,14 @@ def block_attention_outer(
             cu_seqlens if varlen else order, parts, parts_lse, parts_top, first, s_q, s_kv, groups,
             heads, q_start, n_sel, per_seq, softmax_scale * LOG2E,
             D=dim, DV=dv, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded,
-            BLOCK_N=block_size, BLOCK_D=pad_dim(dim), BLOCK_DV=pad_dim(dv),
+            BLOCK_N=block_size, BLOCK_D=dot_size(dim), BLOCK_DV=dot_size(dv),
             PRECISION=dot_precision(q.dtype), **launch,
         )  # fmt: skip
         launches.bump("_block_attn_outer_kernel")
         _block_attn_merge_kernel[(min(slab, tokens - first), groups)](
             parts, parts_lse, parts_top, block_indices, unions.state if unions else block_indices,
             again, out, lse, first, groups, heads, n_sel, per_seq, DV=dv, HEADS=heads_padded,
-            N_PAD=pow2(n_sel), BLOCK_DV=pad_dim(dv), UNION=union, REDO=redo,
+            N_PAD=pow2(n_sel), BLOCK_DV=dot_size(dv), UNION=union, REDO=redo,
             num_warps=1,
         )  # fmt: skip
         launches.bump("_block_attn_merge_kernel")

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.tiles import cdiv, pad_dim
+from nsa.kernels.tiles import cdiv, dot_size
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def combine_fwd(
     if out.numel():
         dv = out.shape[-1]
         _combine_fwd_kernel[(cdiv(n_rows, 32),)](
-            o_cmp, o_sel, o_win, gates, out, n_rows, DV=dv, BLOCK_DV=pad_dim(dv), BLOCK_M=32
+            o_cmp, o_sel, o_win, gates, out, n_rows, DV=dv, BLOCK_DV=dot_size(dv), BLOCK_M=32
         )
         launches.bump("_combine_fwd_kernel")
     return out
@@ -95,7 +95,7 @@ def combine_bwd(
         dv = grad_out.shape[-1]
         _combine_bwd_kernel[(cdiv(n_rows, 32),)](
             grad_out, *outs, *lses, gates, dgates, deltas, folded, n_rows, DV=dv,
-            BLOCK_DV=pad_dim(dv), BLOCK_M=32,
+            BLOCK_DV=dot_size(dv), BLOCK_M=32,
         )  # fmt: skip
         launches.bump("_combine_bwd_kernel")
     return dgates, deltas, folded

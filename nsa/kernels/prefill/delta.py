@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from nsa import launches
-from nsa.kernels.tiles import cdiv, pad_dim
+from nsa.kernels.tiles import cdiv, dot_size
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def attention_delta(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
     if n_rows:
         dv = out.shape[-1]
         _attn_bwd_delta_kernel[(cdiv(n_rows, 32),)](
-            out, grad_out, delta, n_rows, DV=dv, BLOCK_DV=pad_dim(dv), BLOCK_M=32
+            out, grad_out, delta, n_rows, DV=dv, BLOCK_DV=dot_size(dv), BLOCK_M=32
         )
         launches.bump("_attn_bwd_delta_kernel")
     return delta

@@ -29,7 +29,7 @@ from nsa.kernels.tiles import (
     arch_of,
     cdiv,
     dot_precision,
-    pad_dim,
+    dot_size,
     pow2,
     sm_count,
     split_dim,
@@ -433,7 +433,7 @@ def span_attention_bwd(
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
     common = dict(
         D=dim, DV=dv_dim, MODE=span.mode, VARLEN=varlen, HEADS=heads_padded, BLOCK_D=d1,
-        BLOCK_D2=d2, BLOCK_DV=pad_dim(dv_dim),
+        BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim),
         PRECISION=dot_precision(q.dtype),
     )  # fmt: skip
 

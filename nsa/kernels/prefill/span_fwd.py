@@ -12,7 +12,7 @@ from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pad_dim, pow2, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, split_dim
 
 
 @triton.jit
@@ -193,7 +193,7 @@ def span_attention_fwd(
         cu_k if varlen else lse,
         sq, sk, groups, heads, q_start, span.a, span.b, softmax_scale * LOG2E,
         D=dim, DV=dv, MODE=span.mode, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded,
-        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=pad_dim(dv), TMA=tma,
+        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv), TMA=tma,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launches.bump("_span_fwd_kernel")

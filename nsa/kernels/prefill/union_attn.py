@@ -15,7 +15,7 @@ from nsa import launches
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, pad_dim, pow2, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, dot_size, split_dim
 
 
 @triton.jit
@@ -289,7 +289,7 @@ def _arguments(
     hq, dim = q.shape[-2:]
     groups, dv = v.shape[-2:]
     block_n, own_n, warps, stages = tiles
-    block_n = min(block_n, max(pow2(block_size), 16))
+    block_n = min(block_n, dot_size(block_size))
     d1, d2 = split_dim(dim)
     tma = tma_usable(arch_of(q.device), k, whole=v)
     tensors = (
@@ -303,7 +303,7 @@ def _arguments(
     constants = dict(
         D=dim, DV=dv, VARLEN=varlen, QUERIES=lists.queries, HEADS=lists.heads,
         ROOM=lists.entries.shape[-1], BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2,
-        BLOCK_DV=pad_dim(dv), OWN_N=min(own_n, block_n), TMA=tma,
+        BLOCK_DV=dot_size(dv), OWN_N=min(own_n, block_n), TMA=tma,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return tensors, sizes, constants

@@ -20,7 +20,7 @@ from nsa import launches
 from nsa.checks import check_int, scale_of
 from nsa.flags import Flags
 from nsa.kernels.launch import on_its_device
-from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pad_dim, pow2, sm_count
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, sm_count
 from nsa.kernels.triton_sel_kernel.inputs import (
     aligned,
     check_kernel_inputs,
@@ -264,7 +264,7 @@ class Launch:
         if self.splits > 1:
             _sel_attn_merge_kernel[(self.rows * self.heads,)](
                 self.part_o, self.part_lse, self.out, self.lse, self.heads, DV=self.dv,
-                BLOCK_DV=pad_dim(self.dv), SPLITS=self.splits,
+                BLOCK_DV=dot_size(self.dv), SPLITS=self.splits,
                 num_warps=4,
             )  # fmt: skip
             launches.bump("_sel_attn_merge_kernel")

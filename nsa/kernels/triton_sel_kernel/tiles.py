@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nsa.flags import Flags
-from nsa.kernels.tiles import pow2
+from nsa.kernels.tiles import dot_size, pow2
 
 _LARGE = (80, 90, 100, 103)  # 163 KB of shared memory per block or more
 
@@ -75,7 +75,7 @@ def _chunk(dim: int, itemsize: int) -> int:
 
     fp32 products run outside the tensor cores, which hold operands in registers: always 64s.
     """
-    padded = max(pow2(dim), 16)
+    padded = dot_size(dim)
     fewer = itemsize == 4 or -(-dim // 64) * 64 < padded
     return 64 if dim > 64 and fewer else padded
 
@@ -106,8 +106,8 @@ def fwd_tiles(
         tiles = replace(
             tiles,
             block_l=flags.sel_triton_block_l or tiles.block_l,
-            block_d=min(flags.sel_triton_block_d or tiles.block_d, max(16, pow2(d))),
-            block_dv=min(flags.sel_triton_block_dv or tiles.block_dv, max(16, pow2(dv))),
+            block_d=min(flags.sel_triton_block_d or tiles.block_d, dot_size(d)),
+            block_dv=min(flags.sel_triton_block_dv or tiles.block_dv, dot_size(dv)),
         )
     return tiles
 
@@ -128,7 +128,7 @@ def head_tile(heads: int, d: int, dv: int, itemsize: int, *, group: bool) -> int
     """Heads that one program serves: a tensor-core tile of 16, or with `group` up to 64, of fp32
     up to what registers hold."""
     most = 64 if itemsize == 2 else 32 if max(d, dv) <= 128 else 16
-    return min(most, max(16, pow2(heads))) if group else 16
+    return min(most, dot_size(heads)) if group else 16
 
 
 def padded_heads(heads: int) -> int:
