@@ -120,7 +120,7 @@ class ModuleStep:
 
     def __init__(self, layer: NSAAttention, step: Step) -> None:
         self.layer, self.step, self.cache = layer, step, step.cache
-        weight = layer.q.weight
+        weight = layer.qkv.weight
         self.x = torch.zeros(
             self.cache.batch, 1, layer.config.dim, device=weight.device, dtype=weight.dtype
         )

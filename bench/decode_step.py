@@ -50,7 +50,7 @@ class Step:
         backend: str | None = None,
     ) -> None:  # fmt: skip
         c = self.config = layer.config
-        weight = layer.q.weight
+        weight = layer.qkv.weight
         self.S, self.backend = S, backend
         like = {"device": weight.device, "dtype": weight.dtype}
         self.cache = layer.make_cache(batch, S, max_step=1, count_reads=True)

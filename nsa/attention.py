@@ -441,13 +441,12 @@ def nsa_attention(
 
 
 def append_projected(
-    q: Callable[[], Tensor], k: Callable[[], Tensor], v: Callable[[], Tensor], cache: NSACache,
-    phi_k: Callable[[Tensor], Tensor], phi_v: Callable[[Tensor], Tensor], *,
-    backend: str | None = None, flags: Flags | None = None,
+    qkv: Callable[[], Tensor], cache: NSACache, phi_k: Callable[[Tensor], Tensor],
+    phi_v: Callable[[Tensor], Tensor], *, backend: str | None = None, flags: Flags | None = None,
 ) -> Tensor | None:  # fmt: skip
     """NSACache.append_projected where the policy of the decode step allows Triton: turned queries.
 
-    q, k, v give the projections. None, with nothing appended, where PyTorch has to do it; a kernel
+    qkv gives the projections. None, with nothing appended, where PyTorch has to do it; a kernel
     that fails is logged, as any fallback, and not tried again with this cache.
     """
     flags = dispatch.resolve_flags(flags, cache.k_sel)
@@ -465,7 +464,7 @@ def append_projected(
     if not cache.fused_append[key]:
         return None
     try:
-        return cache.append_projected(q(), k(), v(), phi_k, phi_v)
+        return cache.append_projected(qkv(), phi_k, phi_v)
     except (TypeError, ValueError):
         raise
     except Exception as error:

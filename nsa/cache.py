@@ -257,30 +257,26 @@ class NSACache:
 
     @torch.no_grad()
     def append_projected(
-        self, q: Tensor, k: Tensor, v: Tensor, phi_k: Callable[[Tensor], Tensor],
-        phi_v: Callable[[Tensor], Tensor],
-    ) -> Tensor:  # fmt: skip
+        self, qkv: Tensor, phi_k: Callable[[Tensor], Tensor], phi_v: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """append() of T <= max_step tokens and the rotary turn by Triton kernels.
 
-        q [B, T, HQ * Dk], k [B, T, 3 * G * Dk] and v [B, T, 3 * G * Dv] as projected, of the
-        cache's dtype and device. Returns the turned queries [B, T, HQ, Dk]. Raises ValueError or
-        TypeError that names the argument; nothing is appended then.
+        qkv [B, T, HQ * Dk + 3 * G * Dk + 3 * G * Dv] as projected, of the cache's dtype and
+        device: queries, then keys and values by branch (cmp, sel, win). Returns the turned
+        queries [B, T, HQ, Dk]. Raises ValueError or TypeError that names the argument; nothing is
+        appended then.
         """
         from nsa.kernels.decode.append import append_turned, due_rows, emit_due
 
-        c, T = self.config, q.shape[1] if q.ndim == 3 else 0
+        c, T = self.config, qkv.shape[1] if qkv.ndim == 3 else 0
         if not 1 <= T <= self.max_step:
             raise ValueError(
-                f"q must be [B, T, HQ * Dk] with T from 1 to max_step={self.max_step}, got "
-                f"{list(q.shape)}"
+                f"qkv must be [B, T, {sum(c.qkv_widths)}] with T from 1 to max_step="
+                f"{self.max_step}, got {list(qkv.shape)}"
             )
-        self._check_new(
-            q=(q, (self.batch, T, c.heads * c.d_k)),
-            k=(k, (self.batch, T, 3 * c.groups * c.d_k)),
-            v=(v, (self.batch, T, 3 * c.groups * c.d_v)),
-        )  # fmt: skip
+        self._check_new(qkv=(qkv, (self.batch, T, sum(c.qkv_widths))))
         self._make_room(T)
-        turned = append_turned(q, k, v, self)
+        turned = append_turned(qkv, self)
         due = self._due(T)
         if due:
             raw_k, raw_v = due_rows(self.k_raw, self.v_raw, self.lens, due, c.l, c.d)

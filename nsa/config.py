@@ -63,6 +63,12 @@ class NSAConfig:
         """h: query heads that share one KV group."""
         return self.heads // self.groups
 
+    @property
+    def qkv_widths(self) -> tuple[int, int, int]:
+        """Columns of a layer's queries, and of its keys and values in three branches each."""
+        kv = 3 * self.groups
+        return self.heads * self.d_k, kv * self.d_k, kv * self.d_v
+
     def sizes(self) -> dict[str, int]:
         """The sizes as nsa_attention and the kernels take them by name."""
         return dict(

@@ -66,30 +66,38 @@ class NSAAttention(nn.Module):
         super().__init__()
         c = self.config = config
         self.backend, self.flags = backend, flags
-        self.q = nn.Linear(c.dim, c.heads * c.d_k, bias=False)
-        self.k = nn.Linear(c.dim, 3 * c.groups * c.d_k, bias=False)  # cmp, sel, win
-        self.v = nn.Linear(c.dim, 3 * c.groups * c.d_v, bias=False)
+        # One product for queries, keys (cmp, sel, win) and values (the same): eager decoding is
+        # bound by the number of launches.
+        self.qkv = nn.Linear(c.dim, sum(c.qkv_widths), bias=False)
         self.out = nn.Linear(c.heads * c.d_v, c.dim, bias=False)
         self.gate = GateMLP(c.dim, c.heads)
         self.phi_k = make_compression(c.phi, c.d_k, c.l, c.d)
         self.phi_v = make_compression(c.phi, c.d_v, c.l, c.d)
 
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        """Weights from before the three projections were one are joined."""
+        parts = [f"{prefix}{name}.weight" for name in "qkv"]
+        if all(part in state_dict for part in parts):
+            state_dict[f"{prefix}qkv.weight"] = torch.cat([state_dict.pop(part) for part in parts])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, BranchKV]:
         """q [.., S, HQ, Dk] and the raw keys and values of the three branches."""
         c = self.config
-        q = rotary(self.q(x).unflatten(-1, (c.heads, c.d_k)), positions, c.rope_base)
-        k = rotary(self.k(x).unflatten(-1, (3 * c.groups, c.d_k)), positions, c.rope_base)
-        return q, self._branches(x, k)
+        q, k, v = self.qkv(x).split(c.qkv_widths, dim=-1)
+        q = rotary(q.unflatten(-1, (c.heads, c.d_k)), positions, c.rope_base)
+        k = rotary(k.unflatten(-1, (3 * c.groups, c.d_k)), positions, c.rope_base)
+        return q, self._branches(k, v)
 
     def _project_at(self, x: Tensor, angle: Tensor) -> tuple[Tensor, BranchKV]:
         """_project for few tokens, where launches are the cost: queries and keys turn together."""
         c = self.config
-        both = torch.cat([self.q(x), self.k(x)], dim=-1)
+        both, v = self.qkv(x).tensor_split([sum(c.qkv_widths[:2])], dim=-1)
         both = turn(both.unflatten(-1, (c.heads + 3 * c.groups, c.d_k)), angle)
-        return both[..., : c.heads, :].contiguous(), self._branches(x, both[..., c.heads :, :])
+        return both[..., : c.heads, :].contiguous(), self._branches(both[..., c.heads :, :], v)
 
-    def _branches(self, x: Tensor, k: Tensor) -> BranchKV:
-        v = self.v(x).unflatten(-1, (3 * self.config.groups, self.config.d_v))
+    def _branches(self, k: Tensor, v: Tensor) -> BranchKV:
+        v = v.unflatten(-1, (3 * self.config.groups, self.config.d_v))
         (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = k.chunk(3, dim=-2), v.chunk(3, dim=-2)
         return BranchKV(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
 
@@ -124,7 +132,7 @@ class NSAAttention(nn.Module):
 
     def make_cache(self, batch: int, max_len: int, **kwargs) -> NSACache:
         """An empty cache for this layer on its device; kwargs as for NSACache."""
-        weight = self.q.weight
+        weight = self.qkv.weight
         dtype = weight.dtype
         if torch.is_autocast_enabled(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
@@ -159,8 +167,8 @@ class NSAAttention(nn.Module):
         window = q = None
         if not many:
             q = attention.append_projected(
-                lambda: self.q(x), lambda: self.k(x), lambda: self.v(x), cache, self.phi_k,
-                self.phi_v, backend=self.backend, flags=self.flags,
+                lambda: self.qkv(x), cache, self.phi_k, self.phi_v, backend=self.backend,
+                flags=self.flags,
             )  # fmt: skip
         if q is None:
             positions = cache.positions(x.shape[1])

@@ -68,16 +68,16 @@ class DenseAttention(nn.Module):
     def __init__(self, config: NSAConfig) -> None:
         super().__init__()
         c = self.config = config
-        self.q = nn.Linear(c.dim, c.heads * c.d_k, bias=False)
-        self.k = nn.Linear(c.dim, c.groups * c.d_k, bias=False)
-        self.v = nn.Linear(c.dim, c.groups * c.d_v, bias=False)
+        self.widths = c.heads * c.d_k, c.groups * c.d_k, c.groups * c.d_v
+        self.qkv = nn.Linear(c.dim, sum(self.widths), bias=False)
         self.out = nn.Linear(c.heads * c.d_v, c.dim, bias=False)
 
     def forward(self, x: Tensor, cu_seqlens: None = None, max_seqlen: None = None) -> Tensor:
         c, at = self.config, torch.arange(x.shape[-2], device=x.device)
-        q = rotary(self.q(x).unflatten(-1, (c.heads, c.d_k)), at, c.rope_base)
-        k = rotary(self.k(x).unflatten(-1, (c.groups, c.d_k)), at, c.rope_base)
-        v = self.v(x).unflatten(-1, (c.groups, c.d_v))
+        q, k, v = self.qkv(x).split(self.widths, dim=-1)
+        q = rotary(q.unflatten(-1, (c.heads, c.d_k)), at, c.rope_base)
+        k = rotary(k.unflatten(-1, (c.groups, c.d_k)), at, c.rope_base)
+        v = v.unflatten(-1, (c.groups, c.d_v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(out.transpose(1, 2).flatten(-2))

@@ -61,9 +61,10 @@ def test_layer_matches_the_oracle_end_to_end(layer):
     module, x, whole = layer
     c = module.config
     at = {"base": c.rope_base}
-    q = oracle.rotary((x @ module.q.weight.T).unflatten(-1, (4, 8)), **at)
-    k = oracle.rotary((x @ module.k.weight.T).unflatten(-1, (6, 8)), **at)
-    v = (x @ module.v.weight.T).unflatten(-1, (6, 6))
+    q, k, v = (x @ module.qkv.weight.T).split((32, 48, 36), dim=-1)
+    q = oracle.rotary(q.unflatten(-1, (4, 8)), **at)
+    k = oracle.rotary(k.unflatten(-1, (6, 8)), **at)
+    v = v.unflatten(-1, (6, 6))
     phis = []
     for phi, y in ((module.phi_k, k[:, :, :2]), (module.phi_v, v[:, :, :2])):
         if c.phi == "mean":

@@ -30,7 +30,7 @@ def layer_of(config, device, dtype, phi="mlp"):
 
 def caches_at(layer, lengths, max_len):
     """Two equal caches whose sequences hold lengths[b] tokens: random rows, NaN in unused ones."""
-    weight, pair = layer.q.weight, []
+    weight, pair = layer.qkv.weight, []
     for _ in range(2):
         cache = NSACache(
             layer.config, len(lengths), max_len, device=weight.device, dtype=weight.dtype
@@ -57,11 +57,12 @@ def test_one_launch_does_what_pytorch_does(config, T, lengths, kernel_device):
     one, other = caches_at(layer, lengths, max(lengths) + 2 * T + 2)
     x = randn(len(lengths), T, config.dim, seed=3, dtype=dtype, device=kernel_device)
     with torch.no_grad(), launches.recording() as counts:
-        q = one.append_projected(layer.q(x), layer.k(x), layer.v(x), layer.phi_k, layer.phi_v)
+        q = one.append_projected(layer.qkv(x), layer.phi_k, layer.phi_v)
     with torch.no_grad():
         same, kv = layer._project_at(x, other.angles(other.positions(T)))
         other.append(kv, layer.phi_k, layer.phi_v)
-        wide = layer.q(x).double().unflatten(-1, (config.heads, config.d_k))
+        wide = layer.qkv(x).double().split(config.qkv_widths, -1)[0]
+        wide = wide.unflatten(-1, (config.heads, config.d_k))
         from nsa.module import turn
 
         at = torch.tensor(lengths, device=x.device)[:, None] + torch.arange(T, device=x.device)
@@ -91,7 +92,7 @@ def test_due_tokens_are_those_of_pytorch(T, always, phi, kernel_device):
     one.emit_always = other.emit_always = always
     x = randn(len(lengths), T, 24, seed=4, dtype=torch.float16, device=kernel_device)
     with torch.no_grad(), launches.recording() as counts:
-        one.append_projected(layer.q(x), layer.k(x), layer.v(x), layer.phi_k, layer.phi_v)
+        one.append_projected(layer.qkv(x), layer.phi_k, layer.phi_v)
         kv = layer._project_at(x, other.angles(other.positions(T)))[1]
         other.append(kv, layer.phi_k, layer.phi_v)
     assert counts["_decode_raw_kernel"] == counts["_decode_emit_kernel"] == 1
@@ -121,7 +122,7 @@ def test_without_the_policys_leave_pytorch_appends(backend, flags):
     cache = layer.make_cache(1, 8)
     never = lambda: pytest.fail("projected for a kernel that is not allowed")
     q = attention.append_projected(
-        never, never, never, cache, layer.phi_k, layer.phi_v, backend=backend, flags=flags
+        never, cache, layer.phi_k, layer.phi_v, backend=backend, flags=flags
     )
     assert q is None and cache.length == 0
 
@@ -183,21 +184,16 @@ def test_bad_input_appends_nothing():
     layer = layer_of(SMALL, "cpu", torch.float32)
     cache = layer.make_cache(1, 2)
     x = torch.zeros(1, 1, 24)
-    project = lambda dtype: [p(x).to(dtype) for p in (layer.q, layer.k, layer.v)]
+    append = lambda qkv: cache.append_projected(qkv, layer.phi_k, layer.phi_v)
     with torch.no_grad():
-        with pytest.raises(TypeError, match="q must have the cache's torch.float32, got torch.fl"):
-            cache.append_projected(*project(torch.float16), layer.phi_k, layer.phi_v)
-        for name in ("q", "k", "v"):
-            wrong = dict(zip("qkv", project(torch.float32), strict=True))
-            wrong[name] = wrong[name].expand(3, -1, -1)
-            with pytest.raises(ValueError, match=rf"{name} must be \[1, 1, .* got \[3, 1"):
-                cache.append_projected(*wrong.values(), layer.phi_k, layer.phi_v)
-        with pytest.raises(ValueError, match=r"T from 1 to max_step=8, got \[1, 9, 144\]"):
-            x = torch.zeros(1, 9, 24)
-            cache.append_projected(*project(torch.float32), layer.phi_k, layer.phi_v)
-        x = torch.zeros(1, 3, 24)
+        with pytest.raises(TypeError, match="qkv must have the cache's torch.float32, got torch"):
+            append(layer.qkv(x).half())
+        with pytest.raises(ValueError, match=r"qkv must be \[1, 1, 336\].* got \[3, 1, 336\]"):
+            append(layer.qkv(x).expand(3, -1, -1))
+        with pytest.raises(ValueError, match=r"T from 1 to max_step=8, got \[1, 9, 336\]"):
+            append(layer.qkv(torch.zeros(1, 9, 24)))
         with pytest.raises(ValueError, match=r"max_len=2 tokens, got 0 \+ 3"):
-            cache.append_projected(*project(torch.float32), layer.phi_k, layer.phi_v)
+            append(layer.qkv(torch.zeros(1, 3, 24)))
     with pytest.raises(ValueError, match=r"x must have the cache's batch 1, got \[3, 1, 24\]"):
         layer.step(torch.zeros(3, 1, 24), cache)
     with pytest.raises(ValueError, match="x must be on the cache's cpu, got meta"):

@@ -36,7 +36,8 @@ def test_branches_have_their_own_keys_and_values(block):
     attention = block.attention
     base = attention(x())
     for i in range(3):
-        for weight, size in ((attention.k.weight, 16), (attention.v.weight, 12)):
+        _, keys, values = attention.qkv.weight.split(attention.config.qkv_widths)
+        for weight, size in ((keys, 16), (values, 12)):
             with torch.no_grad():
                 kept = weight[i * size : (i + 1) * size].clone()
                 weight[i * size : (i + 1) * size] *= -1
@@ -44,6 +45,20 @@ def test_branches_have_their_own_keys_and_values(block):
             with torch.no_grad():
                 weight[i * size : (i + 1) * size] = kept
     assert torch.equal(attention(x()), base)
+
+
+def test_weights_of_three_projections_load(block):
+    """As they were saved before the projections were one."""
+    state = block.state_dict()
+    parts = state.pop("attention.qkv.weight").split(block.attention.config.qkv_widths)
+    state |= {f"attention.{n}.weight": part for n, part in zip("qkv", parts, strict=True)}
+    other = NSABlock(block.attention.config).to(parts[0].dtype)
+    assert not torch.equal(other.attention.qkv.weight, block.attention.qkv.weight)
+    other.load_state_dict(state)
+    assert torch.equal(other.attention.qkv.weight, block.attention.qkv.weight)
+    del state["attention.k.weight"]
+    with pytest.raises(RuntimeError, match="attention.qkv.weight"):
+        other.load_state_dict(state)
 
 
 def test_block_is_causal(block):

@@ -220,7 +220,7 @@ def _layer_call(kind: str, odd: bool) -> None:
     elif odd and kind == "layer-dim":
         x = x[..., :15]
     elif odd and kind == "layer-projection":
-        layer.v.forward = lambda x: {}["weight"]
+        layer.qkv.forward = lambda x: {}["weight"]
     parallel.nsa_layer_parallel(layer, x)
 
 

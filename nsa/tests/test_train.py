@@ -201,12 +201,10 @@ def test_dense_attention_is_causal_softmax_of_the_same_heads():
     layer = train.DenseAttention(config).double()
     x = torch.randn(2, 9, config.dim, dtype=torch.float64)
     at = torch.arange(9)
-    heads = lambda m, n, turn: (
-        train.rotary(m(x).unflatten(-1, (n, 16)), at, config.rope_base)
-        if turn else m(x).unflatten(-1, (n, 16))
-    )  # fmt: skip
-    q, k = heads(layer.q, config.heads, True), heads(layer.k, config.groups, True)
-    v = heads(layer.v, config.groups, False)
+    q, k, v = (
+        (x @ weight.T).unflatten(-1, (-1, 16)) for weight in layer.qkv.weight.split(layer.widths)
+    )
+    q, k = (train.rotary(t, at, config.rope_base) for t in (q, k))
     out = torch.empty(2, 9, config.heads, 16, dtype=torch.float64)
     for j in range(config.heads):
         g = j // (config.heads // config.groups)

@@ -31,12 +31,12 @@ BLOCK = 1024  # elements of a program that copies
 def _turn(
     X, source, OUT, place, live, position, FREQUENCIES, D: tl.constexpr, BLOCK_HALF: tl.constexpr
 ):
-    """Rows `source` of X to rows `place` of OUT, their pairs turned by position * frequency. Turns
-    are counted in fp64: an fp32 angle is off by 0.01 at position 100k."""
+    """Heads that begin at `source` of X to rows `place` of OUT, their pairs turned by position *
+    frequency. Turns are counted in fp64: an fp32 angle is off by 0.01 at position 100k."""
     columns = tl.arange(0, BLOCK_HALF)
     there = columns < D // 2
     mask = live[:, None] & there[None, :]
-    at = source[:, None] * D + columns[None, :]
+    at = source[:, None] + columns[None, :]
     a = tl.load(X + at, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(X + at + D // 2, mask=mask, other=0.0).to(tl.float32)
     frequency = tl.load(FREQUENCIES + columns, mask=there, other=0.0)
@@ -53,18 +53,19 @@ def _turn(
 def _copy(X, source, OUT, place, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     mask = live[:, None] & (columns < WIDTH)[None, :]
-    x = tl.load(X + source[:, None] * WIDTH + columns[None, :], mask=mask)
+    x = tl.load(X + source[:, None] + columns[None, :], mask=mask)
     tl.store(OUT + place[:, None] * WIDTH + columns[None, :], x, mask=mask)
 
 
 @triton.jit
 def _decode_append_kernel(
-    Q, K, V, LENS, FREQUENCIES, Q_OUT, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN,
+    QKV, LENS, FREQUENCIES, Q_OUT, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN,
     T, HQ, G, raw_rows, sel_rows, win_rows,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Q [B, T, HQ, D], K and V [B, T, 3 (raw, sel, win), G, *] of one token each.
+    """QKV [B, T, ..]: of each token HQ * D queries, 3 (raw, sel, win) * G * D keys and 3 * G * DV
+    values.
 
     Programs of a token: BLOCK_H heads of Q each, then of K by branch, then of V by branch. Position
     p of a ring lies in row p % rows; the other cache has a row per position.
@@ -75,15 +76,16 @@ def _decode_append_kernel(
     position = tl.load(LENS + batch) + token % T
     q_parts = (HQ + BLOCK_H - 1) // BLOCK_H
     kv_parts = (G + BLOCK_H - 1) // BLOCK_H
+    begin = token.to(tl.int64) * (HQ * D + 3 * G * (D + DV))
     if part < q_parts:
         head = part * BLOCK_H + tl.arange(0, BLOCK_H)
         row = token.to(tl.int64) * HQ + head
-        _turn(Q, row, Q_OUT, row, head < HQ, position, FREQUENCIES, D, BLOCK_HALF)
+        _turn(QKV, begin + head * D, Q_OUT, row, head < HQ, position, FREQUENCIES, D, BLOCK_HALF)
     else:
         rest = (part - q_parts) % (3 * kv_parts)
         branch = rest // kv_parts
         group = rest % kv_parts * BLOCK_H + tl.arange(0, BLOCK_H)
-        source = token.to(tl.int64) * 3 * G + branch * G + group
+        head = branch * G + group
         if branch == 0:
             first = batch * raw_rows + position % raw_rows
             k_out = K_RAW
@@ -98,9 +100,11 @@ def _decode_append_kernel(
             v_out = V_WIN
         place = first * G + group
         if part < q_parts + 3 * kv_parts:
-            _turn(K, source, k_out, place, group < G, position, FREQUENCIES, D, BLOCK_HALF)
+            source = begin + HQ * D + head * D
+            _turn(QKV, source, k_out, place, group < G, position, FREQUENCIES, D, BLOCK_HALF)
         else:
-            _copy(V, source, v_out, place, group < G, DV, BLOCK_DV)
+            source = begin + (HQ + 3 * G) * D + head * DV
+            _copy(QKV, source, v_out, place, group < G, DV, BLOCK_DV)
 
 
 @triton.jit
@@ -153,24 +157,24 @@ def _append_plan(c: NSAConfig, device: torch.device) -> tuple[int, dict[str, int
 
 
 @on_its_device
-def append_turned(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
+def append_turned(qkv: Tensor, cache: NSACache) -> Tensor:
     """Write T new tokens into the cache's raw, selection and window rows; the turned queries.
 
-    q [B, T, HQ * Dk], k [B, T, 3 * G * Dk] (raw, sel, win) and v [B, T, 3 * G * Dv] as projected,
-    of the cache's dtype, with T <= max_step. The cache's lengths stay as they are. Returns
+    qkv [B, T, HQ * Dk + 3 * G * Dk + 3 * G * Dv] as projected (branches raw, sel, win), of the
+    cache's dtype, with T <= max_step. The cache's lengths stay as they are. Returns
     [B, T, HQ, Dk].
     """
     c = cache.config
-    batch, tokens = q.shape[:2]
-    out = torch.empty(batch, tokens, c.heads, c.d_k, dtype=q.dtype, device=q.device)
-    parts, sizes, layouts = _append_plan(c, q.device)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    batch, tokens = qkv.shape[:2]
+    out = torch.empty(batch, tokens, c.heads, c.d_k, dtype=qkv.dtype, device=qkv.device)
+    parts, sizes, layouts = _append_plan(c, qkv.device)
+    qkv = qkv.contiguous()
     buffers = cache.k_raw, cache.v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
     rows = cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1]
-    compiled = by_layout(layouts, (tokens, *rows), (q, k, v, cache.lens, *buffers))
+    compiled = by_layout(layouts, (tokens, *rows), (qkv, cache.lens, *buffers))
     launch(
         _decode_append_kernel, (batch * tokens, parts, 1),
-        (q, k, v, cache.lens, cache.frequencies, out, *buffers, tokens, c.heads, c.groups, *rows),
+        (qkv, cache.lens, cache.frequencies, out, *buffers, tokens, c.heads, c.groups, *rows),
         sizes, compiled,
     )  # fmt: skip
     return out
