@@ -26,6 +26,7 @@ from nsa.config import check_blocks
 from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
 from nsa.log import log
+from nsa.untraced import untraced
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -477,6 +478,7 @@ def append_projected(
         return None
 
 
+@untraced  # as NSAAttention.step
 def nsa_decode(
     q: Tensor, cache: NSACache, window: tuple[Tensor, Tensor] | None, gates: Tensor, *,
     softmax_scale: float | None = None, backend: str | None = None, flags: Flags | None = None,

@@ -17,6 +17,7 @@ from nsa.compress import make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.layouts import token_positions
+from nsa.untraced import untraced
 
 
 def rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
@@ -148,7 +149,9 @@ class NSAAttention(nn.Module):
             raise ValueError(f"cache must be empty for prefill, it holds {cache.length} tokens")
         return self.step(x, cache)
 
+    # Lengths, which the cache keeps in Python, would be compiled in: anew for every token.
     @torch.no_grad()
+    @untraced
     def step(self, x: Tensor, cache: NSACache) -> Tensor:
         """Append the T newest tokens x [B, T, dim] to the cache and attend from them.
 

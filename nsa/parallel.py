@@ -27,7 +27,6 @@ rank must run the backward pass.
 from __future__ import annotations
 
 import struct
-import sys
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +44,7 @@ from nsa.dispatch import Route, parse_backend
 from nsa.exchange import Group, resolve_group
 from nsa.flags import Flags
 from nsa.module import NSAAttention
+from nsa.untraced import untraced
 
 Compression = Callable[[Tensor], Tensor]
 _MAX_NDIM = 8
@@ -292,14 +292,13 @@ def _parallel(
         del gathered, pending, both, small  # copied in order; at 1M tokens this is gigabytes
         if q.shape[0] > 1:  # the start of several sequences is a copy: they must be there for it
             exchange.land(landings)
-        # A compiled nsa_attention would not wait for keys that are on their way.
-        attend = torch.compiler.disable(_attend) if "torch._dynamo" in sys.modules else _attend
-        return attend(
+        return _attend(
             q, k_all, v_all, k_far, v_far, (tails_k, k_win), (tails_v, v_win), gates, mine, sizes,
             softmax_scale, backend, flags, return_aux,
         )  # fmt: skip
 
 
+@untraced  # a compiled nsa_attention would not wait for keys that are on their way
 def _attend(
     q: Tensor, k_all: Tensor, v_all: Tensor, k_far: Tensor, v_far: Tensor,
     k_near: tuple[Tensor, Tensor], v_near: tuple[Tensor, Tensor], gates: Tensor,

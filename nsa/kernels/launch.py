@@ -41,9 +41,9 @@ def launch(
     To find what it compiled Triton takes 12 to 25 us of the host for every launch; `compiled`, from
     by_layout(), keeps it. args: all parameters but the constexprs, which follow them in the
     kernel's signature. Triton's settings (debug, instrumentation) count at the first launch alone,
-    its launch hooks always.
+    its launch hooks always. torch.compile cannot trace it: its callers are untraced.
     """
-    found = None if torch.compiler.is_compiling() else compiled.get(id(kernel))
+    found = compiled.get(id(kernel))
     if found is not None:
         _, made, values = found
         made[grid](*args, *values)
@@ -58,7 +58,5 @@ def launch(
 def by_layout(memory: dict[tuple, dict], numbers: tuple, tensors: tuple[Tensor, ...]) -> dict:
     """The part of `memory`, which is one device's, that launch() may use for these arguments: of
     pointers Triton compiles for dtype and alignment, of ints for what they are."""
-    if torch.compiler.is_compiling():  # which traces no addresses, and Triton's launches by itself
-        return {}
     kinds = tuple([(x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
     return memory.setdefault((numbers, kinds), {})

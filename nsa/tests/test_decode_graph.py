@@ -13,12 +13,13 @@ from bench.decode_graph import ModuleStep, attention_graph, more_rows, other_len
 from bench.decode_step import Step
 from bench.timing import Budget, Case, prove
 from nsa import generate as gen
+from nsa import launches
 from nsa.cache import NSACache
 from nsa.config import NSAConfig
 from nsa.decode_graph import GraphUnavailable, StepGraph, _at_every_length
 from nsa.flags import Flags
 from nsa.model import NSALanguageModel
-from nsa.module import NSAAttention
+from nsa.module import NSAAttention, NSABlock
 from nsa.tests.helpers import randn
 
 CONFIG = NSAConfig(dim=24, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=12)
@@ -502,3 +503,29 @@ def test_a_preset_runs_its_cells(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         bench_decode.main(["--preset", "serving", "--B", "2"])
     assert "--preset: not allowed with --B" in capsys.readouterr().err
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("make", [NSAAttention, NSABlock])
+def test_a_compiled_step_launches_the_same_kernels_and_is_compiled_once(make, kernel_device):
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    model = make(replace(CONFIG, dim=32, d_k=16, d_v=16, l_sel=16), backend="triton", flags=TRITON)
+    model = model.to(kernel_device, torch.float16)
+    layer = getattr(model, "attention", model)
+    x = randn(1, 14, 32, seed=1, dtype=torch.float16, device=kernel_device)
+    torch._dynamo.reset()
+    counters.clear()
+    found = []
+    for step in (model.step, torch.compile(model.step, backend="eager")):
+        cache = layer.make_cache(1, 14)
+        model.prefill(x[:, :9], cache)
+        with launches.recording() as counts:
+            out = torch.cat([step(x[:, i : i + 1], cache) for i in range(9, 14)], 1)
+        found.append((out, dict(counts)))
+    (eager, launched), (compiled, same) = found
+    assert launched == same and same["_decode_merge_kernel"] == 5
+    assert torch.equal(eager, compiled)
+    assert counters["stats"].get("unique_graphs", 0) <= 2  # before and after attention
+    torch._dynamo.reset()

@@ -18,6 +18,7 @@ from nsa import launches
 from nsa.kernels.decode.tile import visible
 from nsa.kernels.launch import by_layout, launch, on_its_device
 from nsa.kernels.tiles import cdiv, pow2
+from nsa.untraced import untraced
 
 if TYPE_CHECKING:
     from nsa.cache import NSACache
@@ -156,6 +157,7 @@ def _append_plan(c: NSAConfig, device: torch.device) -> tuple[int, dict[str, int
     ), {}  # fmt: skip
 
 
+@untraced  # launch() goes by addresses
 @on_its_device
 def append_turned(qkv: Tensor, cache: NSACache) -> Tensor:
     """Write T new tokens into the cache's raw, selection and window rows; the turned queries.

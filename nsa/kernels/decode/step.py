@@ -16,6 +16,7 @@ from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.launch import by_layout, launch, on_its_device
 from nsa.kernels.tiles import LOG2E, cdiv, dot_precision, dot_size, pow2, sm_count, split_dim
+from nsa.untraced import untraced
 
 SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
 SELECTED_PER_SM = 2  # the same of the selected blocks: more splits are more to merge
@@ -182,6 +183,7 @@ def _plan(
     )  # fmt: skip
 
 
+@untraced  # launch() goes by addresses
 @on_its_device
 def nsa_decode_triton(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
