@@ -263,7 +263,7 @@ def _parallel(
         ):
             # What would follow the last chunk is zeros: blocks that reach there are cut off below.
             heads = torch.cat([heads, heads.new_zeros(heads[:, :1].shape)], 1)
-            follow = heads[:, [j + 1 for j in mine]]
+            follow = torch.stack([heads[:, j + 1] for j in mine], 1)
             got = phi(torch.cat([exchange.halves(x)[0], follow], 2).flatten(0, 1))
             want = [2 * q.shape[0], c // d, k_sel.shape[2], width]
             if list(got.shape) != want or got.dtype != q.dtype:

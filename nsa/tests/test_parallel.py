@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import (
     Flags,
@@ -158,6 +159,34 @@ def _run_overlap(rank: int, world: int) -> None:
         for how in ({}, {"backend": "reference"}):
             with pytest.raises(ExchangeFailed, match="the exchange of v_sel failed"):
                 run(**how)
+
+
+class _HostTensors(TorchDispatchMode):
+    """Counts tensors made of Python numbers, lists as indices among them: on a GPU each is a copy
+    for which the host waits."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name().startswith("aten::lift_fresh")
+        return func(*args, **(kwargs or {}))
+
+
+def _run_no_waiting(rank: int, world: int) -> None:
+    """Unchecked, nothing before attention makes the host wait for the device."""
+    x = {n: parallel.shard(t) for n, t in _inputs(1, 16 * world, F32).items()}
+    pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
+    nothing = lambda q, *rest, **how: (q, {"block_indices": None, "lse": None, "routes": {}})
+    with (
+        mock.patch.object(parallel, "nsa_attention", nothing),
+        _HostTensors() as seen,
+    ):
+        parallel.nsa_attention_parallel(
+            *(x[n] for n in NAMES), phi_k=pool, phi_v=pool, check=False, **SIZES
+        )
+        assert seen.count == 0, seen.count
+        torch.zeros(2)[[0]]
+        assert seen.count == 1, seen.count
 
 
 def _run_bad(kind: str, rank: int, world: int) -> str:
@@ -313,6 +342,7 @@ def _worker(rank: int, world: int, folder: str, mode: str) -> None:
     jobs: dict[str, Any] = {name: lambda n=name: _run_case(n, rank, world) for name in CASES}
     jobs["layer"] = lambda: _run_layer(rank, world)
     jobs["overlap"] = lambda: _run_overlap(rank, world)
+    jobs["no-waiting"] = lambda: _run_no_waiting(rank, world)
     jobs |= {f"bad-{kind}": lambda k=kind: _run_bad(k, rank, world) for kind in BAD}
     jobs["dies"] = lambda: _dies(rank, world)
     if mode != "gloo":
@@ -358,7 +388,7 @@ def found(request, tmp_path_factory) -> list[dict[str, Any]]:
     return _start(request.param, tmp_path_factory.mktemp("ranks"), "gloo")
 
 
-@pytest.mark.parametrize("name", [*CASES, "layer", "overlap"])
+@pytest.mark.parametrize("name", [*CASES, "layer", "overlap", "no-waiting"])
 def test_equals_one_process(found, name):
     for rank, results in enumerate(found):
         _, error, _ = results[name]
