@@ -64,6 +64,7 @@ def by_rank(chunks: Tensor, at: int) -> Tensor:
 # ---- collectives ---------------------------------------------------------------------------------
 
 Pending = tuple[Tensor, "dist.Work | None", str]
+Landing = tuple[Pending, Tensor]
 
 # The same calls: torch 2.13 renamed them.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -77,29 +78,29 @@ def failed(what: str, error: Exception) -> ExchangeFailed:
     )
 
 
-def all_gather(x: Tensor, group: dist.ProcessGroup, what: str) -> Pending:
-    """Start gathering x of every rank into [W * x.shape[0], ..]."""
-    out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+def _start(
+    collective: Callable, rows: int, x: Tensor, group: dist.ProcessGroup, what: str
+) -> Pending:
+    """Start a collective of x into as many rows; one of nothing is none."""
+    out = x.new_empty(rows, *x.shape[1:])
     if not x.numel():
         return out, None, what
     try:
-        work = _ALL_GATHER(out, x.contiguous(), group=group, async_op=True)
+        work = collective(out, x.contiguous(), group=group, async_op=True)
     except RuntimeError as error:
         raise failed(what, error) from error
     return out, work, what
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup, what: str) -> Pending:
+    """Start gathering x of every rank into [W * x.shape[0], ..]."""
+    return _start(_ALL_GATHER, group.size() * x.shape[0], x, group, what)
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, what: str) -> Pending:
     """Start adding x [W * n, ..] over the ranks; each keeps its own n rows, in fp32 at least."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    if not x.numel():
-        return out, None, what
-    try:
-        work = _REDUCE_SCATTER(out, x, group=group, async_op=True)
-    except RuntimeError as error:
-        raise failed(what, error) from error
-    return out, work, what
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return _start(_REDUCE_SCATTER, x.shape[0] // group.size(), x, group, what)
 
 
 def finish(pending: Pending) -> Tensor:
@@ -172,7 +173,7 @@ class GatherInOrder(torch.autograd.Function):
 
 
 @torch.no_grad()
-def land(landings: list[tuple[Pending, Tensor]]) -> None:
+def land(landings: list[Landing]) -> None:
     """Wait for what is on its way, and put its chunks in order."""
     for pending, whole in landings:
         whole.copy_(in_order(finish(pending), 1).flatten(1, 2))

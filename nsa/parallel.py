@@ -241,7 +241,6 @@ def _parallel(
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = tensors
     l, d, window = sizes["l"], sizes["d"], sizes["window"]
     c = q.shape[1] // 2
-    S = 2 * c * world
     tail = min(window - 1, c)
 
     # Edges first: phi needs the first l - d tokens of the next chunk.
@@ -271,7 +270,7 @@ def _parallel(
                     f"{name} must give {want} in {q.dtype} for {2 * q.shape[0]} chunks of "
                     f"{c + l - d} tokens, got {list(got.shape)} in {got.dtype}"
                 )
-            compressed.append(got.unflatten(0, (-1, 2))[None])
+            compressed.append(got.unflatten(0, (-1, 2)).flatten(1, 2))
         return [int(x.requires_grad) for x in compressed]
 
     if not check:
@@ -280,16 +279,13 @@ def _parallel(
         every = exchange.agree(compress, 2, group, "compression")
         if any(row != every[0] for row in every):
             raise ValueError("ranks must agree on whether phi_k and phi_v have gradients")
-    small: list[exchange.Pending] = []
-    landings: list[tuple[exchange.Pending, Tensor]] = []
-    both = exchange.Gather.apply(group, ("compressed k", "compressed v"), small, *compressed)
+    small: list[exchange.Landing] = []
+    landings: list[exchange.Landing] = []
+    names = "compressed k", "compressed v"
+    k_all, v_all = exchange.GatherInOrder.apply(group, names, small, *compressed)
     k_far, v_far = exchange.GatherInOrder.apply(group, ("k_sel", "v_sel"), landings, k_sel, v_sel)
     with selection_waits(lambda: exchange.land(landings)):
-        for one in small:
-            exchange.finish(one)
-        n_cmp = num_compressed(S, l, d)
-        k_all, v_all = (exchange.in_order(x, 1).flatten(1, 2)[:, :n_cmp] for x in both)
-        del gathered, pending, both, small  # copied in order; at 1M tokens this is gigabytes
+        exchange.land(small)
         if q.shape[0] > 1:  # the start of several sequences is a copy: they must be there for it
             exchange.land(landings)
         return _attend(

@@ -133,7 +133,7 @@ def key_lists(
     B, S, G = shape
     R, n = starts.shape
     device = starts.device
-    per_group = -(-n_keys // KEY_TILE)
+    per_group = cdiv(n_keys, KEY_TILE)
     n_tiles = B * G * per_group
     starts_l, lengths = starts.long(), (cum[:, 1:] - cum[:, :-1]).long()
     used = lengths > 0

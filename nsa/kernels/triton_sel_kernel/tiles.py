@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nsa.flags import Flags
-from nsa.kernels.tiles import dot_size, pow2
+from nsa.kernels.tiles import cdiv, dot_size, pow2
 
 _LARGE = (80, 90, 100, 103)  # 163 KB of shared memory per block or more
 
@@ -76,7 +76,7 @@ def _chunk(dim: int, itemsize: int) -> int:
     fp32 products run outside the tensor cores, which hold operands in registers: always 64s.
     """
     padded = dot_size(dim)
-    fewer = itemsize == 4 or -(-dim // 64) * 64 < padded
+    fewer = itemsize == 4 or cdiv(dim, 64) * 64 < padded
     return 64 if dim > 64 and fewer else padded
 
 
