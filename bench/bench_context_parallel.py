@@ -18,7 +18,6 @@ Exit code: 0 timed, 1 a result is wrong, 2 usage.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import statistics
 import sys
@@ -29,8 +28,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast fails on some virtual machines
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,6 +37,7 @@ from bench.parity import Parity, measure_parity
 from bench.prefill_inputs import attend
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
+from bench.ranks import join_ranks, leave_ranks
 from bench.records import (
     BenchRow,
     add_csv_argument,
@@ -330,12 +328,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"),
                         ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531")):  # fmt: skip
         os.environ.setdefault(name, value)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        device, backend = torch.device("cuda", torch.cuda.current_device()), "cpu:gloo,cuda:nccl"
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout))
+    device = join_ranks("cuda" if torch.cuda.is_available() else "cpu", args.timeout)
     group = dist.group.WORLD
     first = group.rank() == 0
     about = provenance(Gpu(device) if device.type == "cuda" else None)
@@ -356,4 +349,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_ranks(main())

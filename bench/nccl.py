@@ -14,7 +14,6 @@ Exit code: 0 timed, 1 a result is wrong, 2 usage error, 3 fewer than two ranks.
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
 import os
 import statistics
@@ -26,8 +25,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast fails on some virtual machines
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,6 +32,7 @@ from torch import Tensor
 from bench.device import Gpu
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
+from bench.ranks import join_ranks, leave_ranks
 from bench.records import (
     BenchRow,
     add_csv_argument,
@@ -183,13 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     if world < 2:
         note("fewer than two ranks: there is nobody to speak to (use torchrun)")
         return 3
-    if torch.cuda.is_available():
-        local = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local)
-        device, backend = torch.device("cuda", local), "cpu:gloo,cuda:nccl"
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout))
+    device = join_ranks("cuda" if torch.cuda.is_available() else "cpu", args.timeout)
     sizes = (
         shrunk("--mib", args.mib, args.shrink)
         if rank == 0
@@ -212,4 +204,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_ranks(main())

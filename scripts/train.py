@@ -23,7 +23,6 @@ Exit code: 0 done, 1 a loss is not finite, 2 usage error, 3 no such device.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import math
 import os
@@ -35,8 +34,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast fails on some virtual machines
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -46,6 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from bench.ranks import join_ranks, leave_ranks
 from bench.records import emit, integers, note, write_csv
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
@@ -142,14 +140,9 @@ def builder(
 
 def setup(args: argparse.Namespace) -> tuple[torch.device, DeviceMesh | None]:
     """This rank's device, and the mesh of all ranks under torchrun."""
-    device = torch.device(args.device)
     if "WORLD_SIZE" not in os.environ:
-        return device, None
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout))
+        return torch.device(args.device), None
+    device = join_ranks(args.device, args.timeout)
     return device, init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
 
 
@@ -328,4 +321,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_ranks(main())

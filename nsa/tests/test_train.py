@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,8 @@ destroy, train.dist.destroy_process_group = train.dist.destroy_process_group, la
 for argv in json.loads(sys.argv[2]):
     assert train.main(argv) == 0, argv
 train.dist.barrier()
-destroy()  # a process that exits with its group alive may abort
+destroy()
+train.leave_ranks(0)
 """
 
 
@@ -74,6 +76,21 @@ def test_fresh_processes_go_on_bit_by_bit(tmp_path):
     assert set(want) == set(got)
     assert all(torch.equal(want[name], got[name]) for name in want)
     assert not any(torch.equal(want[name], half[name]) for name in want if "weight" in name)
+
+
+@pytest.mark.parametrize("rank, code", [(True, 3), (False, -signal.SIGABRT)])
+def test_ranks_leave_without_the_teardown_that_may_abort(rank, code):
+    """With its code and all that it printed; a process that is no rank ends as any other."""
+    leave = "import atexit, os\nfrom bench.ranks import leave_ranks\natexit.register(os.abort)\n"
+    env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "PYTHONUNBUFFERED")}
+    done = subprocess.run(
+        [sys.executable, "-c", leave + "print('said')\nleave_ranks(3)"],
+        cwd=ROOT, capture_output=True, text=True, timeout=100,
+        env=env | ({"WORLD_SIZE": "2"} if rank else {}),
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    if rank:
+        assert done.stdout == "said\n"
 
 
 @pytest.fixture(scope="module")
