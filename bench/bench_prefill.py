@@ -67,7 +67,7 @@ KERNELS = {
     "cmp": ("_span_fwd_kernel",), "win": ("_span_fwd_kernel",),
     "sel": ("_block_attn_fwd_kernel",), "select": ("_block_score_kernel", "_block_topn_kernel"),
     "full": ("_span_fwd_kernel", "_block_score_kernel", "_block_topn_kernel",
-             "_block_attn_fwd_kernel", "_combine_fwd_kernel"),
+             "_block_attn_fwd_kernel"),
 }  # fmt: skip
 
 
@@ -78,15 +78,19 @@ def forward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
     from nsa.kernels.tiles import arch_of
 
     s, arch = x.shape, arch_of(x.q.device)
-    unions = op in ("sel", "full") and unions_apply(
+    gated = op == "full"
+    sel = hopper.block_forward_kernels(x.q, x.k_sel, x.v_sel, s.n_sel, s.l_sel, gated)
+    by_queries = op in ("sel", "full") and "_block_attn_fwd_kernel" in sel
+    unions = by_queries and unions_apply(
         arch, s.B * s.S, s.G, s.HQ // s.G, s.n_sel, x.q.element_size()
     )
-    outer = op in ("sel", "full") and block_attn_outer.outer_applies(
+    outer = by_queries and block_attn_outer.outer_applies(
         arch, s.B * s.S, s.B * s.S, s.G, s.HQ // s.G, s.n_sel, s.l_sel, s.D, s.Dv,
         x.q.element_size(),
     )
-    span = hopper.forward_kernel(x.q, x.k_sel, x.v_sel)
-    names = tuple(span if name == "_span_fwd_kernel" else name for name in KERNELS[op])
+    span = (hopper.forward_kernel(x.q, x.k_sel, x.v_sel),)
+    on_hopper = {"_span_fwd_kernel": span, "_block_attn_fwd_kernel": sel}
+    names = tuple(name for kernel in KERNELS[op] for name in on_hopper.get(kernel, (kernel,)))
     names += ("_union_lists_kernel", "_union_attn_fwd_kernel") * unions
     return names + block_attn_outer.KERNELS * outer
 

@@ -26,7 +26,8 @@ class AotCase:
     gluon: a kernel of @gluon.jit; the types of its descriptors name their layouts. max_registers:
     of a thread at the start, where the launcher sets it. max_spill: bytes of stack the case may
     use. ptxas keeps a few scalars there at times; a tile that does not fit the registers takes
-    hundreds.
+    hundreds. parting: what the PTX says where warps begin to go ways of their own; the compiler
+    must put no barrier of all of them behind it.
     """
 
     name: str
@@ -38,15 +39,18 @@ class AotCase:
     max_spill: int = 32
     gluon: bool = False
     max_registers: int | None = None
+    parting: str | None = None
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one program needs: shared memory in bytes, registers per thread, stack in bytes."""
+    """What one program needs: shared memory in bytes, registers per thread, stack in bytes; and how
+    many barriers of all warps there are behind AotCase.parting."""
 
     shared: int
     registers: int
     stack: int
+    barriers: int = 0
 
     def problems(self, arch: int, max_spill: int = 32) -> list[str]:
         """Why the kernel would fail or crawl on `arch`; empty if it fits."""
@@ -55,6 +59,8 @@ class Resources:
             found.append(f"{self.shared} B of shared memory > {SHARED_LIMIT[arch]} B")
         if self.stack > max_spill:
             found.append(f"{self.stack} B of registers spilled > {max_spill} B")
+        if self.barriers:
+            found.append(f"{self.barriers} barriers of all warps where they go their own ways")
         return found
 
 
@@ -62,7 +68,7 @@ def compile_case(case: AotCase, arch: int) -> Resources:
     """Compile for compute capability `arch` (90 for sm_90) and report the resources used.
 
     Pointers and strides count as multiples of 16, as the launchers see to it. Raises ValueError
-    when a case misses or invents an argument of its kernel.
+    when a case misses or invents an argument of its kernel, or has no `parting`.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -86,7 +92,13 @@ def compile_case(case: AotCase, arch: int) -> Resources:
         options["maxnreg"] = case.max_registers
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack = _usage(compiled.asm["cubin"])
-    return Resources(compiled.metadata.shared, registers, stack)
+    barriers = 0
+    if case.parting:
+        behind = compiled.asm["ptx"].partition(case.parting)[2]
+        if not behind:
+            raise ValueError(f"{case.name}: no {case.parting!r} in its PTX")
+        barriers = behind.count("bar.sync")
+    return Resources(compiled.metadata.shared, registers, stack, barriers)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

@@ -37,6 +37,7 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
+@functools.cache  # a launcher asks several times, PyTorch takes some 5 us each
 def arch_of(device: torch.device) -> int:
     """Compute capability as an integer, 90 for sm_90; 0 means the interpreter (small tiles)."""
     if device.type != "cuda":

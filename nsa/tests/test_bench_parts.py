@@ -348,3 +348,6 @@ def test_kernels_that_must_run_in_prefill_are_there(S, HQ, G, arch, release, mon
     assert ("_block_attn_bwd_hopper_kernel" in backward["full"] & backward["sel"]) == gluon
     assert ("_span_bwd_hopper_kernel" in backward["cmp"] & backward["win"]) == gluon
     assert (set(block_attn_outer.KERNELS) <= forward["full"] & forward["sel"]) == (HQ // G == 4)
+    shared = arch == 90 and release == "3.6.0" and HQ // G > 8
+    assert ("_block_attn_fwd_hopper_kernel" in forward["full"] & forward["sel"]) == shared
+    assert ("_block_attn_fwd_kernel" in forward["full"] & forward["sel"]) == (not shared)

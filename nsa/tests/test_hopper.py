@@ -21,10 +21,11 @@ from nsa.tests import test_prefill_kernels as kernels_of
 from nsa.tests import test_span_bwd_fused as fused
 from nsa.tests.helpers import BLOCK_KINDS, deterministic, randn
 from nsa.tests.test_prefill_kernels import BF16, PAPER, Shape
-from nsa.tests.test_union_attn import Case
+from nsa.tests.test_union_attn import Case, Problem
 
 FORWARD, BACKWARD = "_span_fwd_hopper_kernel", "_span_bwd_hopper_kernel"
 SELECTION = "_block_attn_bwd_hopper_kernel"
+SHARED = "_block_attn_fwd_hopper_kernel"
 SHAPES = [
     Shape((1000,), G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=8, **PAPER),
     Shape((1531, 1531), G=2, h=4, D=128, Dv=128, n_sel=4, **PAPER),
@@ -66,10 +67,13 @@ def test_they_serve_unless_switched_off(on_hopper, monkeypatch):
     assert on_hopper.forward_kernel(q, k, v) == FORWARD
     assert on_hopper.backward_kernels(q, k, v, do)[-1] == BACKWARD
     assert on_hopper.block_backward_kernels(q, k, v, do, 64)[-1] == SELECTION
+    wide, *_ = tensors(hq=32)
+    assert on_hopper.block_forward_kernels(wide, k, v, 16, 64)[-1] == SHARED
     monkeypatch.setenv("NSA_USE_GLUON", "0")
     clear_flags_cache()
     assert on_hopper.forward(q, k, v) is None and on_hopper.backward(q, k, v, do) is None
     assert on_hopper.block_backward(q, k, v, do, 64) is None
+    assert on_hopper.block_forward_kernels(wide, k, v, 16, 64) == ("_block_attn_fwd_kernel",)
 
 
 @pytest.mark.parametrize("arch, release", [(80, "3.6.0"), (100, "3.6.0"), (90, "3.5.1"),
@@ -101,6 +105,23 @@ def test_what_they_do_not_take_stays_where_it_was(
     assert (on_hopper.backward(q, k, v, do) is not None) == backward
 
 
+@pytest.mark.parametrize("how, n_sel, block_size, scale, serves", [
+    (dict(hq=32), 16, 64, 0.1, True), (dict(hq=18), 128, 64, 0.1, True),
+    (dict(hq=32, d=64, dv=64), 16, 64, 0.1, True),
+    (dict(hq=32, dtype=torch.float16), 1, 64, 1.0, True),
+    (dict(hq=16), 16, 64, 0.1, False), (dict(hq=34), 16, 64, 0.1, False),
+    (dict(hq=32, d=192), 16, 64, 0.1, False), (dict(hq=32, dv=64), 16, 64, 0.1, False),
+    (dict(hq=32, dtype=torch.float32), 16, 64, 0.1, False), (dict(hq=32), 129, 64, 0.1, False),
+    (dict(hq=32), 0, 64, 0.1, False), (dict(hq=32), 16, 32, 0.1, False),
+    (dict(hq=32), 16, 64, -0.1, False),
+])  # fmt: skip
+def test_which_selections_share_their_reads(
+    how, n_sel, block_size, scale, serves, asked, on_hopper
+):
+    q, k, v, _ = tensors(**how)
+    assert (on_hopper.block_forward(q, k, v, n_sel, block_size, scale) is not None) == serves
+
+
 def test_the_files_entry_of_the_gpu_switches_them_off(on_hopper, monkeypatch, tmp_path):
     path = tmp_path / "base.yaml"
     path.write_text("runtime: {devices: {NVIDIA H200: {use_gluon: false}}}")
@@ -118,7 +139,7 @@ def test_the_files_entry_of_the_gpu_switches_them_off(on_hopper, monkeypatch, tm
 def asked_for(on_hopper, monkeypatch):
     """(operator, use_gluon) of each choice of a kernel; none is launched, results are zeros."""
     from nsa import dispatch
-    from nsa.kernels.prefill import block_attn_bwd, block_attn_fwd, block_select, combine, span_bwd
+    from nsa.kernels.prefill import block_attn_bwd, block_select, combine, span_bwd
 
     seen = []
     delta = lambda out, do: torch.zeros(out.shape[:-1])
@@ -133,6 +154,7 @@ def asked_for(on_hopper, monkeypatch):
         monkeypatch.setattr(on_hopper, name, choose)
 
     say("forward", SimpleNamespace(span_attention_fwd_hopper=lambda q, k, v, *a: zeros(q, v)))
+    say("block_forward", SimpleNamespace(attend_blocks=lambda *a, **how: None))
     say("backward", SimpleNamespace(
         span_attention_bwd_hopper=lambda do, q, k, v, *a: like(q, k, v)
     ))  # fmt: skip
@@ -141,13 +163,9 @@ def asked_for(on_hopper, monkeypatch):
         monkeypatch.setattr(module, "attention_delta", delta)
     monkeypatch.setattr(block_attn_bwd, "rows_of_tiles", lambda *a: SimpleNamespace(order=None))
     monkeypatch.setattr(
-        block_attn_fwd, "block_attention_fwd", lambda q, k, v, *a, **kw: zeros(q, v)
-    )
-    monkeypatch.setattr(
         block_select, "block_select",
         lambda q, k, *a, n_sel, **kw: torch.zeros(*q.shape[:-2], k.shape[-2], n_sel).int(),
     )  # fmt: skip
-    monkeypatch.setattr(combine, "combine_fwd", lambda cmp, *a: cmp.clone())
     monkeypatch.setattr(combine, "combine_bwd", lambda do, outs, lses, gates: (
         torch.zeros_like(gates), [delta(o, do) for o in outs], lses
     ))  # fmt: skip
@@ -171,8 +189,9 @@ def by_route(name, leaves, flags):
 @pytest.mark.parametrize("use", [True, False])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("route, forward, backward", [
-    ("compressed", 1, ["backward"]), ("sliding", 1, ["backward"]),
-    ("selected", 0, ["block_backward"]), ("whole", 2, ["backward", "block_backward", "backward"]),
+    ("compressed", ["forward"], ["backward"]), ("sliding", ["forward"], ["backward"]),
+    ("selected", ["block_forward"], ["block_backward"]),
+    ("whole", ["forward", "forward", "block_forward"], ["backward", "block_backward", "backward"]),
 ])  # fmt: skip
 def test_what_the_flags_argument_says_reaches_every_pass(
     route, forward, backward, recompute, use, asked_for, monkeypatch
@@ -190,7 +209,7 @@ def test_what_the_flags_argument_says_reaches_every_pass(
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    want = ["forward"] * forward * (1 + recompute) + backward
+    want = forward * (1 + recompute) + backward
     assert asked_for == [(name, use) for name in want]
     assert leaves[0].grad is not None
 
@@ -255,6 +274,7 @@ def test_whole(shape, device):
         kernels_of.test_whole(shape, device)
     assert counts[FORWARD] == counts[BACKWARD] == 2, dict(counts)
     assert (SELECTION in counts) == (shape.h in (4, 8, 16)), dict(counts)
+    assert (SHARED in counts) == (shape.h == 16), dict(counts)
 
 
 @pytest.mark.kernel
@@ -264,6 +284,71 @@ def test_selected(shape, kind, device):
     with launches.recording() as counts:
         kernels_of.selected_case(shape, device, kind, seed=6)
     assert counts[SELECTION] == 1, dict(counts)
+    assert (SHARED in counts) == (shape.h == 16), dict(counts)
+
+
+def attend(x: Problem, **changes) -> tuple[tuple[torch.Tensor, torch.Tensor], dict]:
+    """out and lse of selection over x's blocks, and what was launched."""
+    from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
+
+    given = dict(q=x.q, k=x.k, v=x.v, block_indices=x.blocks, **x.how, **x.packed)
+    with launches.recording() as counts:
+        result = block_attention_fwd(**given | changes)
+    return result, counts
+
+
+ROUND = dict(D=128, Dv=128, block=64, dtype=BF16, big=True)
+SHARING = [
+    pytest.param(Case((2500,), G=4, h=16, n=16, **ROUND), marks=pytest.mark.core),
+    Case((515,), h=12, n=5, q_start=777, **ROUND),
+    Case((300,), h=9, n=32, q_start=4037, batch=3, **ROUND),
+    Case((1, 700, 63, 1063, 31, 129), h=16, n=16, **ROUND),
+    Case((1200,), h=16, n=16, **ROUND | dict(D=64, Dv=64, dtype=torch.float16)),
+    Case((7,), G=1, h=16, n=1, **ROUND),
+]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("kind", ["random", "clustered", "ragged", "one_block"])
+@pytest.mark.parametrize("case", SHARING, ids=str)
+def test_shared_reads_agree_with_single_queries(case, kind, device, monkeypatch):
+    x = Problem(case, kind, device, monkeypatch)
+    (out, lse), counts = attend(x)
+    assert counts[SHARED] == counts["_tile_blocks_kernel"] == 1 and len(counts) == 2
+    (want, want_lse), without = attend(x, use_gluon=False)
+    assert SHARED not in without
+    tol = dict(rtol=4e-3, atol=4e-3) if case.dtype == torch.float16 else dict(rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out, want, **tol)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
+    for _ in range(20):  # a race would show, bitwise
+        (again, again_lse), _ = attend(x)
+        assert torch.equal(again, out) and torch.equal(again_lse, lse)
+
+
+@pytest.mark.kernel
+def test_what_is_shared_does_not_depend_on_neighbours(device, monkeypatch):
+    """Bitwise: another choice of the others changes nothing, nor does NaN in what they chose or in
+    what is to come."""
+    x = Problem(Case((1000,), G=2, h=16, n=8, **ROUND), "random", device, monkeypatch)
+    (out, lse), _ = attend(x)
+    mine = torch.arange(1000, device=device) % 3 == 1
+    others = Problem(x.case, "clustered", device, monkeypatch).blocks
+    blocks = torch.where(mine[None, :, None, None], x.blocks, others)
+    (again, again_lse), _ = attend(x, block_indices=blocks)
+    assert torch.equal(again[:, mine], out[:, mine])
+    assert torch.equal(again_lse[:, mine], lse[:, mine])
+    assert not torch.equal(again, out)
+
+    position = torch.arange(1000, device=device)
+    for row in (5 * 64 + 3, 999):
+        k, v = x.k.clone(), x.v.clone()
+        k[:, row], v[:, row] = float("inf"), float("nan")
+        sees = (x.blocks[0] == row // 64).any(-1) & (position >= row)[:, None]
+        assert sees.any() and not sees.all()
+        (poisoned, _), counts = attend(x, k=k, v=v)
+        rows = sees.repeat_interleave(16, 1)[None]
+        assert counts[SHARED] == 1 and torch.equal(poisoned[~rows], out[~rows])
+        assert poisoned[rows].isnan().all()
 
 
 BLOCKS = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)

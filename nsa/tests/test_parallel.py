@@ -324,7 +324,8 @@ def _run_triton(rank: int, world: int, device: str) -> None:
         grads = torch.autograd.grad(got, mine, parallel.shard(full["do"]))
     window = hopper.backward_kernels(q, full["k_win"], full["v_win"], full["do"], SLIDING)[-1]
     compressed = hopper.backward_kernels(q, pool(full["k_cmp"]), pool(full["v_cmp"]), full["do"])
-    assert counts["_block_attn_fwd_kernel"] == 2, counts
+    selected = hopper.block_forward_kernels(q, full["k_sel"], full["v_sel"], sizes["n_sel"], 64)[-1]
+    assert counts[selected] == 2, counts
     assert counts[window] == 2 * (1 + (compressed[-1] == window)), counts
     assert set(aux["routes"].values()) == {"triton"}
     assert torch.equal(aux["block_indices"], parallel.shard(want_aux["block_indices"]))

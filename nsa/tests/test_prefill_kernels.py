@@ -192,6 +192,12 @@ def window_backward(x: Inputs) -> tuple[str, ...]:
     return hopper.backward_kernels(x.q, x.k_win, x.v_win, x.do, SLIDING)
 
 
+def selection_forward(x: Inputs, gated: bool = False) -> tuple[str, ...]:
+    from nsa.kernels.prefill import hopper
+
+    return hopper.block_forward_kernels(x.q, x.k, x.v, x.shape.n_sel, x.shape.l_sel, gated)
+
+
 def selection_backward(x: Inputs) -> tuple[str, ...]:
     from nsa.kernels.prefill import hopper
 
@@ -255,7 +261,7 @@ def selected_case(shape: Shape, device: str, kind: str, seed: int) -> None:
         q, k, v, x.layout(torch.cat([b[0] for b in indices])), block_size=shape.l_sel,
         **x.packing(),
     )  # fmt: skip
-    kernels = ["_block_attn_fwd_kernel", *selection_backward(x)]
+    kernels = [*selection_forward(x), *selection_backward(x)]
     check(f"selected-{kind}", x, ["q", "k", "v"], ours, theirs, kernels)
 
 
@@ -361,8 +367,8 @@ def test_whole(shape, device):
         win = lib.sliding_attention(q, k_win, v_win, window=shape.w)
         return (gates[..., :1] * cmp + gates[..., 1:2] * sel + gates[..., 2:] * win,)
 
-    kernels = [forward_kernel(x), "_block_attn_fwd_kernel", "_combine_fwd_kernel",
-               "_combine_bwd_kernel", *selection_backward(x), *window_backward(x)]
+    kernels = [forward_kernel(x), *selection_forward(x, gated=True), "_combine_bwd_kernel",
+               *selection_backward(x), *window_backward(x)]  # fmt: skip
     check("whole", x, names, ours, theirs, kernels)
 
 

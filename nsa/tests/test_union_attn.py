@@ -145,7 +145,7 @@ class Problem:
             if not unions:
                 for module in (block_attn_fwd, block_attn_bwd):
                     patch.setattr(module, "lists_for", lambda *a, **k: None)
-            how = {**self.how, **self.packed}
+            how = {**self.how, **self.packed, "use_gluon": False}
             out, lse = block_attention_fwd(self.q, self.k, self.v, self.blocks, **how)
             dq, dk, dv = block_attention_bwd(
                 self.do, self.q, self.k, self.v, out, lse, self.blocks, **how

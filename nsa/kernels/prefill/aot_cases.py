@@ -18,6 +18,7 @@ from nsa.kernels.prefill import (
     span_bwd,
     span_bwd_fused,
     span_fwd,
+    tile_blocks,
     union_attn,
     union_lists,
 )
@@ -123,7 +124,12 @@ def _gluon_cases() -> list[AotCase]:
     """The kernels for Hopper: both spans, the backwards with small and large groups."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from nsa.kernels.prefill import block_attn_bwd_hopper, span_bwd_hopper, span_fwd_hopper
+    from nsa.kernels.prefill import (
+        block_attn_bwd_hopper,
+        block_attn_fwd_hopper,
+        span_bwd_hopper,
+        span_fwd_hopper,
+    )
 
     def tile(element: str, *shape: int) -> str:
         layout = NVMMASharedLayout(128, 32 if element == "fp32" else 16, rank=len(shape))
@@ -181,6 +187,17 @@ def _gluon_cases() -> list[AotCase]:
     kernel = module._piece_keys_kernel
     types = {n: lists.get(n) or _type(n, "bf16") for n in kernel.arg_names if n not in c}
     cases.append(AotCase(kernel.__name__, kernel, types, c))
+    module = block_attn_fwd_hopper
+    kernel = module._block_attn_fwd_hopper_kernel
+    for dim, stages in module.STAGES.items():
+        c = dict(VARLEN=dim == 64, HEADS=module.HEADS, ROOM=tile_blocks.room(module.WARPS, 16),
+                 STAGES=stages, GATED=dim == 128)  # fmt: skip
+        types = dict(KD=tile("bf16", module.KEYS, dim), VD=tile("bf16", module.KEYS, dim))
+        one = case(kernel, f"D{dim}", types, c, module.WARPS, 32, module.START_REGISTERS)
+        cases.append(replace(one, parting="again:"))
+    tile_list = dict(VARLEN=True, QUERIES=module.WARPS, N_PAD=16)
+    launch = (union_lists.lists_warps(module.WARPS, 16, tile_blocks.REGISTERS), 2)
+    cases.append(_case(tile_blocks._tile_blocks_kernel, "16", "bf16", tile_list, launch))
     return cases
 
 

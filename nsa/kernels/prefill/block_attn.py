@@ -26,13 +26,12 @@ def _block_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, softmax_scale: float,
     cu_seqlens: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # use_gluon is kept for the backward: the forward has one kernel.
     from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
 
     return block_attention_fwd(
         q, k, v, block_indices, block_size=block_size, softmax_scale=softmax_scale,
         seq_begin=sequence_begins(cu_seqlens, q.shape[0]), cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen, q_start=q_start,
+        max_seqlen=max_seqlen, q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
 
 
@@ -105,7 +104,7 @@ def selection_blocks_triton(
     q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv], block_indices int32 [B, S, G, n]: any order,
     repetitions count once, -1 is none; query s stands at key q_start + s < N.
     Packed without B, with int32 cu_seqlens and max_seqlen. block_size: 16, 32 or a multiple of 64.
-    use_gluon (backward): Flags.use_gluon, by default this process's.
+    use_gluon: Flags.use_gluon, by default this process's.
     Returns [.., HQ, Dv] in q's dtype (fp16, bf16 or fp32), differentiable in q, k, v; a row without
     keys gives 0. is_ascending: the rows are known to be ascending, without repetitions and -1 last,
     as select_blocks_triton leaves them. Raises NotImplementedError for another block_size and for

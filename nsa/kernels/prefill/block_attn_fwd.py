@@ -3,17 +3,22 @@
 A row is one token of one KV group with all its query heads (paper 3.4): the heads share the blocks,
 so a block's K and V are loaded once for all of them. The blocks end at the token itself.
 Neighbouring rows whose choices agree go together, as union tiles (union_lists.py, union_attn.py);
-with few heads the others go by key tiles (block_attn_outer.py).
+with few heads the others go by key tiles (block_attn_outer.py). On Hopper eight neighbouring
+queries of 9 to 16 heads share what they read instead (block_attn_fwd_hopper.py).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from nsa import launches
+from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn_outer import block_attention_outer, outer_applies
+from nsa.kernels.prefill.combine import combine_fwd
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
@@ -180,16 +185,26 @@ def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]
 
 
 def block_attention_fwd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, *,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, **how: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of gated_block_attention_fwd, of this branch alone."""
+    return gated_block_attention_fwd(q, k, v, block_indices, None, **how)[:2]
+
+
+def gated_block_attention_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor,
+    others: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, *,
     block_size: int, softmax_scale: float, seq_begin: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, max_seqlen: int = 0, q_start: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs.
+    use_gluon: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs; with
+    others (outputs of compressed and sliding attention, gates) the gated sum of the three as well.
 
     Dense q [B, S, HQ, D], k [B, N, G, D]; packed q [T, HQ, D], k [T, G, D] with cu_seqlens,
     max_seqlen and seq_begin int32 [T], the first row of each token's sequence. block_indices int32
     [.., G, n_sel], ascending, -1 (no block) at the end.
-    q_start: key position of query 0.
+    q_start: key position of query 0. use_gluon: see hopper.py.
     """
     check_heads(q, k, v)
     varlen = seq_begin is not None
@@ -200,9 +215,17 @@ def block_attention_fwd(
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     tokens = lse.numel() // max(hq, 1)
     if tokens == 0:
-        return out, lse
-    arch = arch_of(q.device)
+        return out, lse, torch.empty_like(out) if others else None
     n_sel, size = block_indices.shape[-1], q.element_size()
+    on_hopper = hopper.block_forward(q, k, v, n_sel, block_size, softmax_scale, use_gluon)
+    if on_hopper:
+        total = torch.empty_like(out) if others else None
+        on_hopper.attend_blocks(
+            q, k, v, block_indices, out, lse, softmax_scale=softmax_scale, seq_begin=seq_begin,
+            q_start=q_start, others=others, total=total,
+        )  # fmt: skip
+        return out, lse, total
+    arch = arch_of(q.device)
     keys = (cu_seqlens.numel() - 1) * max_seqlen if varlen else k.shape[0] * k.shape[1]
     outer = outer_applies(arch, tokens, keys, groups, heads, n_sel, block_size, dim, dv, size)
     lists = lists_for(
@@ -239,4 +262,7 @@ def block_attention_fwd(
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launches.bump("_block_attn_fwd_kernel")
-    return out, lse
+    if others is None:
+        return out, lse, None
+    o_cmp, o_win, gates = others
+    return out, lse, combine_fwd(o_cmp, out, o_win, gates)

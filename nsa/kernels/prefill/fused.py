@@ -42,9 +42,8 @@ def _prefill(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, block_indices, the three branches' outputs and their log-sum-exps (sizes: as _sizes,
     then the window)."""
-    from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
+    from nsa.kernels.prefill.block_attn_fwd import gated_block_attention_fwd
     from nsa.kernels.prefill.block_select import block_select
-    from nsa.kernels.prefill.combine import combine_fwd
     from nsa.kernels.prefill.span_fwd import span_attention_fwd
 
     s, window = _sizes(sizes), sizes[6]
@@ -61,12 +60,11 @@ def _prefill(
         _window_start(q, k_win, cu_seqlens), use_gluon,
     )  # fmt: skip
     await_selection()
-    o_sel, lse_sel = block_attention_fwd(
-        q, k_sel, v_sel, block_indices, block_size=s["l_sel"], softmax_scale=softmax_scale,
-        seq_begin=sequence_begins(cu_seqlens, q.shape[0]), cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen, q_start=q_start,
+    o_sel, lse_sel, out = gated_block_attention_fwd(
+        q, k_sel, v_sel, block_indices, (o_cmp, o_win, gates), block_size=s["l_sel"],
+        softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
-    out = combine_fwd(o_cmp, o_sel, o_win, gates)
     return out, block_indices, o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win
 
 

@@ -51,6 +51,19 @@ def backward(
     return span_bwd_hopper if span_bwd_hopper.usable(q, k, v, grad_out) else None
 
 
+def block_forward(
+    q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, softmax_scale: float,
+    use_gluon: bool | None = None,
+) -> ModuleType | None:  # fmt: skip
+    """The same for the forward of selection by blocks; None: block_attn_fwd does."""
+    if not enabled(q.device, use_gluon):
+        return None
+    from nsa.kernels.prefill import block_attn_fwd_hopper
+
+    fits = block_attn_fwd_hopper.usable(q, k, v, n_sel, block_size, softmax_scale)
+    return block_attn_fwd_hopper if fits else None
+
+
 def block_backward(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, block_size: int,
     use_gluon: bool | None = None,
@@ -80,6 +93,16 @@ def backward_kernels(
     if mode == COMPRESSED and span_bwd_fused.usable(q, k, v, grad_out):
         return ("_span_bwd_fused_kernel",)
     return ("_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel")
+
+
+def block_forward_kernels(
+    q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, gated: bool = False
+) -> tuple[str, ...]:
+    """Names of those that the forward of selection by blocks always launches, with the gated sum of
+    the branches where `gated`; block_attn_fwd adds others where neighbouring queries agree."""
+    if block_forward(q, k, v, n_sel, block_size, 1.0):
+        return ("_tile_blocks_kernel", "_block_attn_fwd_hopper_kernel")  # which sums up itself
+    return ("_block_attn_fwd_kernel", *("_combine_fwd_kernel",) * gated)
 
 
 def block_backward_kernels(

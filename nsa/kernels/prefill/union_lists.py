@@ -79,6 +79,20 @@ def tile_shape(arch: int, heads: int, itemsize: int) -> tuple[int, int]:
 
 
 @triton.jit
+def chosen_by(key, rows_of, n_sel, begin, last, unit, QUERIES: tl.constexpr):
+    """Mask of the queries that chose each key: rows_of [QUERIES] points to their blocks, of which
+    those up to `last` count; a block's key is begin + block * unit. A negative key has no query."""
+    chosen = tl.zeros([key.shape[0], QUERIES], tl.int32)
+    bit = 1 << tl.arange(0, QUERIES)
+    # One rank of all queries at a time.
+    for rank in tl.range(0, n_sel):
+        block = tl.load(rows_of + rank)
+        theirs = tl.where((block >= 0) & (block <= last), begin + block * unit, -2)
+        chosen |= tl.where(key[:, None] == theirs[None, :], bit[None, :], 0)
+    return tl.sum(chosen, 1)
+
+
+@triton.jit
 def _union_lists_kernel(
     BLOCK_INDICES, SEQ_BEGIN, ENTRIES, STATE, WORK, COUNTS, T, S, G, n_sel, q_start, block_size,
     share,
@@ -111,15 +125,9 @@ def _union_lists_kernel(
     )
     past = (block >= 0) & (block < own)
     own_mask = tl.sum(tl.where(live & (block == own), 1 << query, 0), 0)
-    # Which queries chose an entry's block: one rank of all queries at a time.
-    chosen = tl.zeros([QUERIES * N_PAD, QUERIES], tl.int32)
-    rows = BLOCK_INDICES + (other_token.to(tl.int64) * G + group) * n_sel
-    bit = tl.where(other_live, 1 << other, 0)
-    for r in tl.range(0, n_sel):
-        theirs = tl.load(rows + r)
-        theirs = tl.where(theirs < other_own, theirs, -1)
-        chosen |= tl.where(block[:, None] == theirs[None, :], bit[None, :], 0)
-    mask = tl.sum(chosen, 1)
+    rows_of = BLOCK_INDICES + (other_token.to(tl.int64) * G + group) * n_sel
+    before = tl.where(other_live, other_own - 1, -1)
+    mask = chosen_by(tl.where(past, block, -1), rows_of, n_sel, other * 0, before, 1, QUERIES)
     new = past & ((mask & ((1 << query) - 1)) == 0)
     at = tl.cumsum(new.to(tl.int32), 0) - 1
     count = tl.sum(new.to(tl.int32), 0)
@@ -194,6 +202,6 @@ def lists_for(
     )
 
 
-def lists_warps(queries: int, n_pad: int) -> int:
-    """Warps that hold the [entries, queries] comparison in at most 32 registers a thread."""
-    return min(max(queries * queries * n_pad // 1024, 1), 16)
+def lists_warps(queries: int, n_pad: int, registers: int = 32) -> int:
+    """Warps that hold the [entries, queries] comparison in so many registers a thread."""
+    return min(max(queries * queries * n_pad // (32 * registers), 1), 16)

@@ -1,0 +1,344 @@
+"""Forward of selection attention on Hopper: eight neighbouring queries share the blocks they read.
+
+What bounds the kernel of single queries (block_attn_fwd.py) is the L2, from which every query reads
+its own blocks. Here a program has a tile of eight queries, a warp for each, and one more warp that
+brings every block of the tile once (tile_blocks.py), in the order of the keys, through a ring in
+shared memory: of random blocks that is a quarter of the reads at 4k tokens and 70 % at 64k. A warp
+works on the blocks that its query chose, and only on those, so no product is wasted, rows need no
+mask and the outcome does not depend on the neighbours. The ring lets fast warps run ahead of slow
+ones by as many blocks as it holds. The outputs of the other branches are at hand by then: their
+gated sum (combine.py) is taken at the end, beside the reads from the L2.
+
+Gluon knows no control flow of single warps. It follows here from a scalar that differs between
+warps, the number of the warp: a branch on it is taken by whole warps, and everything inside keeps
+to a warp (products of 16 rows, reductions over keys, operands from shared memory). Nothing may make
+all warps wait for each other: triton 3.6 puts a barrier of the whole program before each
+mbarrier.wait in a loop, and mbarrier.arrive arrives once for all warps, so both are PTX here. The
+barriers' address is where shared memory begins, since there is one allocation; the kernel stops
+where it is not.
+
+Every warp passes all blocks of the ring, also those that it leaves out: one that skipped them could
+be overtaken by two rounds and would take the parity of a later round for its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from nsa import launches
+from nsa.kernels.prefill import tile_blocks
+from nsa.kernels.prefill.block_attn_bwd_hopper import _barrier
+from nsa.kernels.row_tiles import shared_layout, tma_usable
+from nsa.kernels.tiles import LOG2E, sm_count
+
+KEYS = 64
+HEADS = 16  # rows of a warp's product
+WARPS = 8  # and queries of a tile: with 16, a third of the registers is missing
+STAGES = {64: 14, 128: 7}  # blocks that fit, by the width of a head
+# 12 warps (the loading one counts as four) start with 168 registers a thread; all but the least
+# that a thread can have then go to the eight: 240.
+START_REGISTERS, LEAST_REGISTERS = 168, gl.constexpr(24)
+UNIT = gl.constexpr(1024)  # bytes: what a swizzled tile must be aligned to
+MARK = gl.constexpr(0x6E7361)
+
+
+@gluon.jit
+def _warp():
+    """Number of the warp that runs, a scalar that differs between warps."""
+    thread = gl.inline_asm_elementwise(
+        "mov.u32 $0, %tid.x;", "=r", [], gl.int32, is_pure=True, pack=1
+    )
+    return thread >> 5
+
+
+@gluon.jit
+def _await(barrier, parity):
+    """This warp waits for a phase of the barrier of that number."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred done;
+        .reg .u32 at;
+        mov.u32 at, global_smem;
+        mad.lo.u32 at, $1, 8, at;
+        again:
+        mbarrier.try_wait.parity.shared::cta.b64 done, [at], $2;
+        @!done bra.uni again;
+        mov.u32 $0, 0;
+        }""",
+        "=r,r,r", [barrier, parity], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _leave(barrier):
+    """This warp arrives, once, at the barrier of that number."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 at, lane;
+        mov.u32 at, global_smem;
+        mad.lo.u32 at, $1, 8, at;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        @first mbarrier.arrive.shared::cta.b64 _, [at];
+        mov.u32 $0, 0;
+        }""",
+        "=r,r", [barrier], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _check_address(unit):
+    """Stops the kernel if the memory of `unit` is not where _await looks for it."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = unit._reinterpret(gl.int32, [UNIT // 4], layout)
+    spread: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    words.store(gl.full([UNIT // 4], MARK, gl.int32, spread))
+    _barrier()
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred wrong;
+        .reg .u32 word;
+        ld.shared.u32 word, [global_smem];
+        setp.ne.u32 wrong, word, $1;
+        @wrong trap;
+        mov.u32 $0, 0;
+        }""",
+        "=r,r", [MARK], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    _barrier()
+
+
+@gluon.jit
+def _attend(acc, m, l, q, k, v, last, scale_log2, MASKED: gl.constexpr):
+    """Online softmax over one block, of which keys up to `last` are seen."""
+    KEYS: gl.constexpr = k.shape[0]
+    LAYOUT: gl.constexpr = acc.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
+    s = gl.zeros([acc.shape[0], KEYS], gl.float32, LAYOUT)
+    # In steps, or the operand takes too many registers.
+    for part in gl.static_range(len(q)):
+        right = k.slice(part * 16, 16, dim=1).permute([1, 0]).load(RIGHT)
+        s = mma_v2(q[part], right, s)
+    if MASKED:
+        key = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
+        s = gl.where((key <= last)[None, :], s, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    p = gl.exp2(s * scale_log2 - m_new[:, None])
+    alpha = gl.exp2(m - m_new)
+    right = v.load(RIGHT)
+    if MASKED:  # what lies behind may be NaN
+        key = gl.arange(0, KEYS, gl.SliceLayout(1, RIGHT))
+        right = gl.where((key <= last)[:, None], right, 0.0)
+    left = gl.convert_layout(p.to(v.dtype), LEFT, assert_trivial=True)
+    acc = mma_v2(left, right, acc * alpha[:, None])
+    return acc, m_new, l * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
+def _gated(X, place, gate, live):
+    x = gl.load(X + place, mask=live[:, None], other=0.0).to(gl.float32)
+    return x * gl.load(gate, mask=live, other=0.0).to(gl.float32)[:, None]
+
+
+@gluon.jit
+def _consume(
+    Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, k_ring, v_ring, T, S, S_KV, G, H,
+    q_start, scale_log2,
+    VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """A warp for each query of a tile, tile after tile."""
+    STAGES: gl.constexpr = k_ring.shape[0]
+    KEYS: gl.constexpr = k_ring.shape[1]
+    WIDTH: gl.constexpr = k_ring.shape[2]
+    QUERIES: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = QUERIES * HEADS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [QUERIES, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    warp = _warp()
+    tiles = (T + QUERIES - 1) // QUERIES
+    slot = 0
+    parity = 0
+    for item in range(gl.program_id(0), tiles * G, gl.num_programs(0)):
+        # Group is the slow axis: one group's K and V stay in L2 while its tiles pass.
+        group = item // tiles
+        tile = item % tiles
+        at = tile * G + group
+        count = gl.load(COUNTS + at)
+        entries = ENTRIES + at.to(gl.int64) * ROOM
+        entry = gl.load(entries)
+        token = gl.minimum(tile * QUERIES + warp, T - 1)
+        if VARLEN:  # the row of its own key, which is the last one seen
+            own = token + q_start
+        else:
+            own = token // S * S_KV + token % S + q_start
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, LEFT))
+        its_token = gl.minimum(tile * QUERIES + rows // HEADS, T - 1).to(gl.int64)
+        q_row = (its_token * G + group) * H + gl.minimum(rows % HEADS, H - 1)
+        columns = gl.arange(0, 16, gl.SliceLayout(0, LEFT))
+        q = ()
+        for part in gl.static_range(WIDTH // 16):
+            q = q + (gl.load(Q + q_row[:, None] * WIDTH + (part * 16 + columns)[None, :]),)
+        acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+        l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
+        for i in range(count):
+            mine = (entry.to(gl.int32) >> warp) & 1
+            last = own - (entry >> 32).to(gl.int32)
+            entry = gl.load(entries + gl.minimum(i + 1, ROOM - 1))
+            _await(slot, parity)
+            if mine != 0:
+                k = k_ring.index(slot)
+                v = v_ring.index(slot)
+                if last < KEYS - 1:
+                    acc, m, l = _attend(acc, m, l, q, k, v, last, scale_log2, True)
+                else:
+                    acc, m, l = _attend(acc, m, l, q, k, v, last, scale_log2, False)
+            _leave(STAGES + slot)
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                parity ^= 1
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        its_token = tile * QUERIES + rows // HEADS
+        live = (its_token < T) & (rows % HEADS < H)
+        row = (its_token.to(gl.int64) * G + group) * H + rows % HEADS
+        # A row that attends nothing has l = 0: output 0 and lse = -inf.
+        lse = gl.where(l > 0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
+        gl.store(LSE + row, lse, mask=live)
+        out = (acc * (1.0 / gl.where(l > 0, l, 1.0))[:, None]).to(O.dtype.element_ty)
+        columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+        place = row[:, None] * WIDTH + columns[None, :]
+        gl.store(O + place, out, mask=live[:, None])
+        if GATED:  # as _combine_fwd_kernel
+            total = _gated(O_CMP, place, GATES + row * 3, live)
+            gate = gl.load(GATES + row * 3 + 1, mask=live, other=0.0).to(gl.float32)
+            total += out.to(gl.float32) * gate[:, None]
+            total += _gated(O_WIN, place, GATES + row * 3 + 2, live)
+            gl.store(SUM + place, total.to(SUM.dtype.element_ty), mask=live[:, None])
+
+
+@gluon.jit
+def _produce(
+    KD, VD, ENTRIES, COUNTS, k_ring, v_ring, bars, T, G,
+    QUERIES: gl.constexpr, ROOM: gl.constexpr,
+):  # fmt: skip
+    """The warp that brings the blocks."""
+    STAGES: gl.constexpr = k_ring.shape[0]
+    WIDTH: gl.constexpr = k_ring.shape[2]
+    tiles = (T + QUERIES - 1) // QUERIES
+    slot = 0
+    parity = 1  # the phase before the first counts as complete
+    for item in range(gl.program_id(0), tiles * G, gl.num_programs(0)):
+        group = item // tiles
+        at = item % tiles * G + group
+        count = gl.load(COUNTS + at)
+        entries = ENTRIES + at.to(gl.int64) * ROOM
+        entry = gl.load(entries)
+        for i in range(count):
+            row = (entry >> 32).to(gl.int32)
+            entry = gl.load(entries + gl.minimum(i + 1, ROOM - 1))
+            bar = bars.index(slot)
+            mbarrier.wait(bars.index(STAGES + slot), parity)
+            mbarrier.expect(bar, 2 * KD.block_type.nbytes)
+            tma.async_copy_global_to_shared(KD, [row, group * WIDTH], bar, k_ring.index(slot))
+            tma.async_copy_global_to_shared(VD, [row, group * WIDTH], bar, v_ring.index(slot))
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                parity ^= 1
+
+
+@gluon.jit
+def _block_attn_fwd_hopper_kernel(
+    Q, KD, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, T, S, S_KV, G, H, q_start,
+    scale_log2,
+    VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """O and LSE, and with GATED the gated SUM of O_CMP, O and O_WIN."""
+    dtype: gl.constexpr = KD.dtype
+    WARPS: gl.constexpr = gl.num_warps()
+    TILE: gl.constexpr = KD.block_type.nbytes // UNIT
+    store = gl.allocate_shared_memory(
+        gl.int8, [1 + 2 * STAGES * TILE, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    _check_address(store.index(0))
+    # Barriers `full` of all stages, then `empty`.
+    bars = store.index(0)._reinterpret(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    k_ring = store.index(1)._reinterpret(dtype, [STAGES] + KD.block_type.shape, KD.layout)
+    v_ring = store.index(1 + STAGES * TILE)._reinterpret(
+        dtype, [STAGES] + VD.block_type.shape, VD.layout
+    )
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(STAGES + i), count=WARPS)
+    _barrier()
+    gl.warp_specialize([
+        (_consume, (
+            Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, k_ring, v_ring, T, S, S_KV, G, H,
+            q_start, scale_log2, VARLEN, HEADS, ROOM, GATED,
+        )),
+        (_produce, (KD, VD, ENTRIES, COUNTS, k_ring, v_ring, bars, T, G, WARPS, ROOM)),
+    ], [1], [LEAST_REGISTERS])  # fmt: skip
+
+
+def _blocks(x: Tensor) -> Any:
+    """Descriptor of one group's blocks of keys in x [.., G, width]."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    width = x.shape[-1]
+    layout = shared_layout(128, x.element_size() * 8, 2)
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-2] * width), [KEYS, width], layout)
+
+
+def usable(
+    q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, softmax_scale: float
+) -> bool:
+    """True where this kernel can serve: 16 bits, heads 64 or 128 wide, more than 8 and at most 16
+    of them a group, blocks of 64 keys, contiguous tensors."""
+    heads = q.shape[-2] // k.shape[-2]
+    return (
+        block_size == KEYS
+        and HEADS // 2 < heads <= HEADS
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] in STAGES
+        and n_sel > 0
+        and tile_blocks.room(WARPS, n_sel) <= tile_blocks.MOST_ENTRIES
+        and softmax_scale > 0  # the maximum is that of unscaled scores
+        and k.numel() // (k.shape[-2] * k.shape[-1]) < 2**31
+        and tma_usable(90, q, whole=k)
+        and tma_usable(90, k, whole=v)
+    )
+
+
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, *,
+    softmax_scale: float, seq_begin: Tensor | None, q_start: int,
+    others: tuple[Tensor, Tensor, Tensor] | None = None, total: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill out, lse and total for inputs that are usable(); see gated_block_attention_fwd."""
+    varlen = seq_begin is not None
+    hq, width = q.shape[-2:]
+    groups = k.shape[-2]
+    tokens = q.numel() // (hq * width)
+    s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
+    lists = tile_blocks.tile_blocks(
+        block_indices, seq_begin, s_q, s_kv, q_start, KEYS, queries=WARPS
+    )
+    programs = min(lists.counts.numel(), sm_count(q.device))
+    _block_attn_fwd_hopper_kernel[(programs,)](
+        q, _blocks(k), _blocks(v), out, lse, *(others or (out, out, out)),
+        out if total is None else total, lists.entries, lists.counts, tokens, s_q, s_kv, groups,
+        hq // groups, q_start, softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS,
+        ROOM=lists.entries.shape[-1], STAGES=STAGES[width], GATED=others is not None,
+        num_warps=WARPS, maxnreg=START_REGISTERS,
+    )  # fmt: skip
+    launches.bump("_block_attn_fwd_hopper_kernel")
