@@ -430,6 +430,54 @@ def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(kernel_device):
         assert {0, 5} < set(row) <= set(range(6)) and row == sorted(set(row))
 
 
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> None:
+        return None
+
+
+def _forwards(x: Inputs) -> dict[str, tuple]:
+    """Each differentiable operator: its leaves, and how to call it."""
+    n, like = x.shape, ("q", "k_cmp", "v_cmp", "k", "v", "k_win", "v_win", "gates")
+    leaf = {name: x.layout(getattr(x, name)).detach().requires_grad_() for name in like}
+    some = lambda *names: [leaf[name] for name in names]
+    chosen = torch.zeros(*leaf["q"].shape[:-2], n.G, 1, dtype=torch.int32, device=x.device)
+    return {
+        "prefill": (list(leaf.values()), lambda *t: prefill.nsa_prefill_triton(
+            *t, **n.sizes, n_init=1, n_local=2, window=n.w)),
+        "compressed": (some("q", "k_cmp", "v_cmp"), lambda *t: prefill.compressed_attention_triton(
+            *t, l=n.l, d=n.d)),
+        "sliding": (some("q", "k_win", "v_win"), lambda *t: prefill.sliding_attention_triton(
+            *t, window=n.w)),
+        "selected": (some("q", "k", "v"), lambda *t: (prefill.selection_blocks_triton(
+            *t, chosen, block_size=n.l_sel), None)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["prefill", "compressed", "sliding", "selected"])
+def test_only_the_output_carries_a_gradient(name, kernel_device):
+    """A gradient of zeros for what the forward keeps would be written, and held, at every step."""
+    leaves, call = _forwards(Inputs(SHAPES[0], kernel_device))[name]
+    out, more = call(*leaves)
+    lse = more["lse"] if isinstance(more, dict) else more
+    assert out.requires_grad and (lse is None or not lse.requires_grad)
+    do = torch.ones_like(out)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        torch.autograd.grad(out, leaves, do)
+    kernels = min(e.time_range.start for e in seen.events() if e.name.startswith("nsa::"))
+    before = [e.name for e in seen.events() if e.time_range.start < kernels]
+    assert not {"aten::zeros", "aten::zero_", "aten::fill_"} & set(before), before
+
+    unused = torch.autograd.grad(
+        _NoGradient.apply(call(*leaves)[0]).sum(), leaves, allow_unused=True
+    )
+    assert unused == (None,) * len(leaves)
+
+
 def test_block_sizes_without_a_kernel_are_refused():
     q = torch.zeros(1, 4, 2, 16)
     with pytest.raises(NotImplementedError, match="block_size .* got 48"):

@@ -70,9 +70,13 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, out, lse, block_indices, cu_seqlens)
     ctx.scalars = (block_size, softmax_scale)
     ctx.rest = rest  # max_seqlen, q_start, use_gluon
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_out, grad_lse):
+def _backward(ctx, grad_out, _):
+    if grad_out is None:
+        return (None,) * 10
     q, k, v, out, lse, block_indices, cu_seqlens = ctx.saved_tensors
     dq, dk, dv = torch.ops.nsa.block_attention_bwd(
         grad_out, q, k, v, out, lse, block_indices, *ctx.scalars, cu_seqlens, *ctx.rest

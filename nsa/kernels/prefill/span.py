@@ -62,10 +62,13 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
     ctx.scalars = (mode, a, b, softmax_scale)
     ctx.rest = (max_q, max_k, q_start, use_gluon)
+    ctx.mark_non_differentiable(lse)  # it serves the choice of blocks, which has no gradient
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_out, grad_lse):
-    # lse only serves block selection, which is not differentiable: grad_lse is not used.
+def _backward(ctx, grad_out, _):
+    if grad_out is None:
+        return (None,) * 13
     q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
     dq, dk, dv = torch.ops.nsa.span_attention_bwd(
         grad_out, q, k, v, out, lse, *ctx.scalars, cu_q, cu_k, *ctx.rest
