@@ -1,13 +1,14 @@
 """Prefill and training: all of NSA, and each of its parts, against dense attention of one length.
 
     python bench/bench_prefill.py                         # 8k and 32k tokens, forward and backward
-    python bench/bench_prefill.py --S_list 65536 --ops full,cmp,sel,win,select --csv prefill.csv
+    python bench/bench_prefill.py --S_list 65536 --ops full,sel --csv prefill.csv
 
 Sizes default to the paper's: 64 query heads on 4 KV groups, head size 128, l=32 d=16, 16 blocks of
 64, window 512, bf16, one sequence. The candidate is the Triton operator behind nsa.nsa_attention;
 the baseline is causal dense attention by the fastest backend that torch's SDPA has (GQA). Results
 are checked on sampled queries (column `compared`) against fp64 before and after the timing; NSA and
-dense attention each against their own. bwd is the backward pass alone.
+dense attention each against their own. bwd is the backward pass alone. turn, the rotary turn of a
+layer's projections into a tensor per branch, comes before `full` and is no part of it.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
@@ -32,7 +33,7 @@ from torch.nn.attention import sdpa_kernel
 from bench.clock import CudaClock
 from bench.device import Gpu, ceilings
 from bench.parity import measure_parity
-from bench.prefill_inputs import Prefill, sampled_gradients
+from bench.prefill_inputs import Prefill, Projections, sampled_gradients
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
 from bench.records import (
@@ -55,7 +56,7 @@ from bench.timing import Budget, Case, Contender, measure
 from nsa import launches
 from nsa.kernels.sdpa import BACKENDS
 
-OPS = ("full", "cmp", "sel", "win", "select")
+OPS = ("full", "cmp", "sel", "win", "select", "turn")
 COLUMNS = (
     "op", "direction", "S", "B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w", "dtype",
     "ms", "ms_low", "ms_high", "dense_ms",
@@ -68,6 +69,7 @@ KERNELS = {
     "sel": ("_block_attn_fwd_kernel",), "select": ("_block_score_kernel", "_block_topn_kernel"),
     "full": ("_span_fwd_kernel", "_block_score_kernel", "_block_topn_kernel",
              "_block_attn_fwd_kernel"),
+    "turn": ("_turn_kernel",),
 }  # fmt: skip
 
 
@@ -230,12 +232,50 @@ def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
     )  # fmt: skip
 
 
+def turn_case(x: Projections, direction: str, columns: dict[str, Any]) -> Case:
+    """The rotary turn of a layer's projections, which is no part of full: either way, all columns
+    of the sampled tokens."""
+    shape, backward = x.shape, direction == "bwd"
+    state: dict[str, Any] = {}
+
+    def refill(seed: int) -> None:
+        state.clear()
+        x.refill(seed)
+        if backward:
+            state["out"] = x.forward()
+
+    def call() -> Any:
+        if not backward:
+            with torch.no_grad():
+                return x.forward()
+        return torch.autograd.grad(state["out"], x.qkv, x.do, retain_graph=True)
+
+    x.qkv.requires_grad_(backward)
+    return Case(
+        "prefill", f"prefill/turn/{direction}/S={shape.S}",
+        Contender("nsa turn", call, "triton", KERNELS["turn"]),
+        refill=refill, inputs=x.inputs, oracle=lambda: x.exact(backward=backward),
+        same_dtype=lambda: x.exact(x.qkv.dtype, backward),
+        view=lambda out: out[0][:, x.at] if backward else x.rows(out),
+        bytes_needed=bytes_needed(shape, "turn"), flops=flops(shape, "turn"),
+        columns={**columns, "op": "turn", "direction": direction,
+                 "compared": f"{len(x.at)} of {shape.S} tokens"},
+    )  # fmt: skip
+
+
+def case_of(shape: Shape, op: str, direction: str, columns: dict[str, Any]) -> Case:
+    if op == "turn":
+        return turn_case(Projections(shape), direction, columns)
+    make = forward_case if direction == "fwd" else backward_case
+    return make(Prefill(shape), op, columns)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--S_list", type=integers, default=[8192, 32768], help="tokens")
-    parser.add_argument("--ops", default="full,cmp,sel,win,select", help=f"from {','.join(OPS)}")
+    parser.add_argument("--ops", default=",".join(OPS), help=f"from {','.join(OPS)}")
     parser.add_argument("--directions", default="fwd,bwd", help="fwd, bwd or both")
     for name, value in (("B", 1), ("HQ", 64), ("G", 4), ("D", 128), ("Dv", 128), ("l", 32),
                         ("d", 16), ("l_sel", 64), ("n_sel", 16), ("w", 512)):  # fmt: skip
@@ -271,11 +311,10 @@ def main(argv: list[str] | None = None) -> int:
         shape = Shape(S, **{n: getattr(args, n) for n in names})
         columns = {"S": S, **{n: getattr(args, n) for n in names}, "dtype": "bf16", **about}
         torch.cuda.reset_peak_memory_stats()
-        make = forward_case if direction == "fwd" else backward_case
         name = f"prefill/{op}/{direction}/S={S}"
         about_case = {**columns, "op": op, "direction": direction}
         try:
-            case = make(Prefill(shape), op, columns)
+            case = case_of(shape, op, direction, columns)
             row = measure(case, clock, gpu=gpu, ceiling=ceiling, budget=budget)
         except torch.cuda.OutOfMemoryError as error:
             why = (f"out of memory: {str(error).splitlines()[0][:200]}",)

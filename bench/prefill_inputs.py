@@ -12,6 +12,13 @@ from nsa import reference, select
 from nsa.blocks import num_compressed, visible_compressed
 
 
+def sampled(shape: Shape, samples: int) -> list[int]:
+    """Queries whose results are checked: the first, the last, block edges, and some between."""
+    some = torch.randint(shape.S, (samples,), generator=torch.Generator().manual_seed(shape.S))
+    edges = [0, shape.l - 1, shape.l_sel - 1, shape.l_sel, shape.S // 2, shape.S - 1]
+    return sorted({*some.tolist(), *(t for t in edges if 0 <= t < shape.S)})
+
+
 class Prefill:
     """Inputs of one length, the calls on them, and fp64 results on a sample of the queries."""
 
@@ -27,10 +34,7 @@ class Prefill:
             kv(s.S, s.D), kv(s.S, s.Dv), kv(s.S, s.D), kv(s.S, s.Dv)
         )  # fmt: skip
         self.gates = torch.empty(s.B, s.S, s.HQ, 3, **like)
-        # Queries whose results are checked: the first, the last, block edges, and some between.
-        some = torch.randint(s.S, (samples,), generator=torch.Generator().manual_seed(s.S))
-        edges = [0, s.l - 1, s.l_sel - 1, s.l_sel, s.S // 2, s.S - 1]
-        self.at = sorted({*some.tolist(), *(t for t in edges if 0 <= t < s.S)})
+        self.at = sampled(shape, samples)
         self.blocks: Tensor | None = None
 
     @property
@@ -221,3 +225,62 @@ def sampled_gradients(x: Prefill, part: str, dtype: torch.dtype) -> list[Tensor]
             parts = [sum(g[..., j : j + 1] * p for j, p in enumerate(parts))]
         total = total + (parts[0] * x.do[:, t : t + 1].to(dtype)).sum()
     return list(torch.autograd.grad(total, [q, *leaves.values()]))
+
+
+class Projections:
+    """A layer's projections, which the rotary turn takes apart, and its results in fp64."""
+
+    BASE = 10000.0
+
+    def __init__(
+        self, shape: Shape, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
+        samples: int = 12,
+    ) -> None:  # fmt: skip
+        s = self.shape = shape
+        like = {"dtype": dtype, "device": device}
+        self.widths = s.HQ * s.D, 3 * s.G * s.D, 3 * s.G * s.Dv
+        self.qkv = torch.empty(s.B, s.S, sum(self.widths), **like)
+        kv = [torch.empty(s.B, s.S, s.G, width, **like) for width in 3 * (s.D, s.Dv)]
+        self.do = [torch.empty(s.B, s.S, s.HQ, s.D, **like), *kv]
+        self.positions = torch.arange(s.S, device=device)
+        self.at = sampled(shape, samples)
+
+    def refill(self, seed: int) -> None:
+        gen = torch.Generator(self.qkv.device).manual_seed(seed)
+        for x in self.inputs():
+            x.detach().normal_(generator=gen)
+
+    def inputs(self) -> list[Tensor]:
+        return [self.qkv, *self.do]
+
+    def forward(self) -> tuple[Tensor, ...]:
+        from nsa.kernels.prefill import split_turned_triton
+
+        s = self.shape
+        return split_turned_triton(
+            self.qkv, self.positions, heads=s.HQ, groups=s.G, d_k=s.D, d_v=s.Dv,
+            rope_base=self.BASE,
+        )
+
+    def rows(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """The sampled tokens of the seven parts, side by side: q, k and v of cmp, sel, win."""
+        return torch.cat([x[:, self.at].flatten(-2) for x in parts], -1)
+
+    def exact(self, dtype: torch.dtype = torch.float64, backward: bool = False) -> Tensor:
+        """rows() of the forward, or the sampled rows of qkv's gradient, by complex numbers."""
+        s = self.shape
+        q, k, v = self.qkv.detach()[:, self.at].double().split(self.widths, -1)
+        turned, moved = [q, *k.chunk(3, -1)], v.chunk(3, -1)
+        if backward:
+            q, *kv = (x.detach()[:, self.at].double().flatten(-2) for x in self.do)
+            turned, moved = [q, *kv[::2]], kv[1::2]
+        i = torch.arange(s.D // 2, dtype=torch.float64, device=q.device)
+        angle = self.positions[self.at].double()[:, None] * self.BASE ** (-2 * i / s.D)
+        turn = torch.polar(torch.ones_like(angle), -angle if backward else angle)[:, None]
+        for n, x in enumerate(turned):
+            a, b = x.unflatten(-1, (-1, s.D)).chunk(2, -1)
+            z = torch.complex(a.contiguous(), b.contiguous()) * turn
+            turned[n] = torch.cat([z.real, z.imag], -1).flatten(-2)
+        q, *k = turned
+        pairs = [x for pair in zip(k, moved, strict=True) for x in pair]
+        return torch.cat([q, *k, *moved] if backward else [q, *pairs], -1).to(dtype)

@@ -63,7 +63,10 @@ def pairs(shape: Shape) -> dict[str, int]:
 
 
 def flops(shape: Shape, part: str, backward: bool = False) -> int:
-    """Useful FLOPs of cmp, sel, win, select (the scores alone), dense or full (all of NSA)."""
+    """Useful FLOPs of cmp, sel, win, select (the scores alone), dense or full (all of NSA), turn
+    (the rotary turn of queries and keys: 6 for a pair)."""
+    if part == "turn":
+        return 3 * shape.B * shape.S * (shape.HQ + 3 * shape.G) * shape.D
     count = pairs(shape)
     heads = shape.B * shape.HQ
     attention = 2 * (shape.D + shape.Dv) * heads
@@ -76,6 +79,9 @@ def flops(shape: Shape, part: str, backward: bool = False) -> int:
 def bytes_needed(shape: Shape, part: str, backward: bool = False) -> int:
     """Bytes that must cross the memory bus once: queries, keys, values, outputs (and gradients)."""
     rows = shape.B * shape.S
+    if part == "turn":  # read and written, in the backward too
+        width = shape.HQ * shape.D + 3 * shape.G * (shape.D + shape.Dv)
+        return 2 * rows * width * shape.itemsize
     q, o = rows * shape.HQ * shape.D, rows * shape.HQ * shape.Dv
     kv = rows * shape.G * (shape.D + shape.Dv)
     small = shape.B * num_compressed(shape.S, shape.l, shape.d) * shape.G * (shape.D + shape.Dv)

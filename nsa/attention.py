@@ -11,7 +11,9 @@ instead of this process's environment.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -20,9 +22,9 @@ from torch import Tensor
 from nsa import dispatch, select
 from nsa.arrival import await_selection
 from nsa.blocks import num_compressed
-from nsa.cache import NSACache
+from nsa.cache import BranchKV, NSACache
 from nsa.checks import check_int, scale_of
-from nsa.config import check_blocks
+from nsa.config import NSAConfig, check_blocks
 from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
 from nsa.log import log
@@ -439,6 +441,30 @@ def nsa_attention(
         )  # fmt: skip
         out, aux = dispatch.run_prefill(args, by_branches, flags, backend)
     return (out, aux) if return_aux else out
+
+
+def turn_projected(
+    qkv: Tensor, positions: Tensor, config: NSAConfig, *, backend: str | None = None,
+    flags: Flags | None = None,
+) -> tuple[Tensor, BranchKV]:  # fmt: skip
+    """Queries [.., S, HQ, Dk] and the branches' keys and values of a layer's projections.
+
+    qkv [.., S, sum(config.qkv_widths)]; queries and keys are turned by positions (integers [S],
+    config.rope_base), in one Triton kernel where policy allows. Raises RouteUnavailable as
+    nsa_attention; backend "sdpa" and "fa2" do it in PyTorch, as "reference".
+    """
+    flags = dispatch.resolve_flags(flags, qkv)
+    route = dispatch.parse_backend(backend)
+    choice = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
+    request = dispatch.make_request(Branch.TURN, qkv, qkv, qkv, qkv.shape[-2], flags, choice)
+    request = replace(request, d_k=config.d_k, d_v=config.d_v)
+    args = dict(qkv=qkv, positions=positions, config=config)
+    from nsa.rungs import RUNGS
+
+    calls = {
+        route: functools.partial(call, args, flags) for route, call in RUNGS[Branch.TURN].items()
+    }
+    return dispatch.guarded(request, calls, flags, choice)[0]
 
 
 def append_projected(

@@ -186,6 +186,7 @@ _LOG_PREFIX = {
     Branch.SLIDING: "win",
     Branch.BLOCKS: "blocks",
     Branch.PREFILL: "prefill",
+    Branch.TURN: "turn",
     Branch.STEP: "decode",
 }
 

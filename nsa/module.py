@@ -17,25 +17,8 @@ from nsa.compress import make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.layouts import token_positions
+from nsa.rotary import branches, split_turned, turn
 from nsa.untraced import untraced
-
-
-def rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Turn the pair (x[i], x[i + D/2]) of every head by positions * base^(-2i/D).
-
-    x [.., S, H, D], positions [S]. Angles in fp64: fp32 ones are off by 0.01 at position 100k.
-    """
-    half = x.shape[-1] // 2
-    exponent = torch.arange(half, device=x.device, dtype=torch.float64) / half
-    return turn(x, positions.double()[:, None] * base**-exponent)
-
-
-def turn(x: Tensor, angle: Tensor) -> Tensor:
-    """Turn the pairs of every head of x [.., S, H, D] by angle [.., S, D/2]."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (y.to(wide).unsqueeze(-2) for y in (angle.cos(), angle.sin()))
-    a, b = x.to(wide).chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 class GateMLP(nn.Module):
@@ -84,23 +67,19 @@ class NSAAttention(nn.Module):
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, BranchKV]:
         """q [.., S, HQ, Dk] and the raw keys and values of the three branches."""
-        c = self.config
-        q, k, v = self.qkv(x).split(c.qkv_widths, dim=-1)
-        q = rotary(q.unflatten(-1, (c.heads, c.d_k)), positions, c.rope_base)
-        k = rotary(k.unflatten(-1, (3 * c.groups, c.d_k)), positions, c.rope_base)
-        return q, self._branches(k, v)
+        if torch.compiler.is_compiling():  # which fuses what PyTorch does
+            return split_turned(self.qkv(x), positions, self.config)
+        return attention.turn_projected(
+            self.qkv(x), positions, self.config, backend=self.backend, flags=self.flags
+        )
 
     def _project_at(self, x: Tensor, angle: Tensor) -> tuple[Tensor, BranchKV]:
         """_project for few tokens, where launches are the cost: queries and keys turn together."""
         c = self.config
         both, v = self.qkv(x).tensor_split([sum(c.qkv_widths[:2])], dim=-1)
         both = turn(both.unflatten(-1, (c.heads + 3 * c.groups, c.d_k)), angle)
-        return both[..., : c.heads, :].contiguous(), self._branches(both[..., c.heads :, :], v)
-
-    def _branches(self, k: Tensor, v: Tensor) -> BranchKV:
-        v = v.unflatten(-1, (3 * self.config.groups, self.config.d_v))
-        (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = k.chunk(3, dim=-2), v.chunk(3, dim=-2)
-        return BranchKV(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+        v = v.unflatten(-1, (3 * c.groups, c.d_v))
+        return both[..., : c.heads, :].contiguous(), branches(both[..., c.heads :, :], v)
 
     def _check(self, x: Tensor, ndim: int) -> None:
         if not isinstance(x, Tensor):

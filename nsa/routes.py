@@ -19,6 +19,7 @@ class Branch(str, enum.Enum):
     SLIDING = "sliding"
     BLOCKS = "blocks"  # the choice of blocks, which has no gradient
     PREFILL = "prefill"  # all branches in one operator; its reference is the branches one by one
+    TURN = "turn"  # the rotary turn of a layer's projections, a tensor per branch
     STEP = "step"  # one fused decode step; its reference is nsa_attention on views of the cache
 
 
@@ -36,6 +37,7 @@ LADDER: dict[Branch, tuple[Route, ...]] = {
     Branch.SLIDING: (Route.FA2, Route.TRITON, Route.SDPA, Route.REFERENCE),
     Branch.BLOCKS: (Route.TRITON, Route.REFERENCE),
     Branch.PREFILL: (Route.TRITON, Route.REFERENCE),
+    Branch.TURN: (Route.TRITON, Route.REFERENCE),
     Branch.STEP: (Route.TRITON, Route.REFERENCE),
 }
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa import log, reference, select
+from nsa import log, reference, rotary, select
 from nsa.blocks import cu_seqlens_compressed, num_compressed
+from nsa.cache import BranchKV
 from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
 from nsa.layouts import token_positions
@@ -252,6 +253,24 @@ def _blocks_triton(args: Args, flags: Flags) -> Tensor:
     )
 
 
+# ---- the rotary turn of the projections ----------------------------------------------------------
+
+
+def _turn_reference(args: Args, flags: Flags) -> tuple[Tensor, BranchKV]:
+    return rotary.split_turned(args["qkv"], args["positions"], args["config"])
+
+
+def _turn_triton(args: Args, flags: Flags) -> tuple[Tensor, BranchKV]:
+    from nsa.kernels.prefill import split_turned_triton
+
+    c = args["config"]
+    q, *kv = split_turned_triton(
+        args["qkv"], args["positions"], heads=c.heads, groups=c.groups, d_k=c.d_k, d_v=c.d_v,
+        rope_base=c.rope_base,
+    )  # fmt: skip
+    return q, BranchKV(*kv)
+
+
 # ---- all of prefill at once ----------------------------------------------------------------------
 
 
@@ -325,5 +344,6 @@ RUNGS: dict[Branch, dict[Route, Callable[[Args, Flags], Any]]] = {
         Route.REFERENCE: _sliding_reference,
     },
     Branch.BLOCKS: {Route.TRITON: _blocks_triton, Route.REFERENCE: _blocks_reference},
+    Branch.TURN: {Route.TRITON: _turn_triton, Route.REFERENCE: _turn_reference},
     Branch.STEP: {Route.TRITON: _step_triton, Route.REFERENCE: decode_composed},
 }

@@ -46,7 +46,7 @@ def key_length(branch: Branch, S: int, c: NSAConfig) -> int:
         return min(c.n_sel * c.l_sel, S)
     if branch is Branch.SLIDING:
         return min(c.w, S)
-    return S if branch is Branch.STEP else num_compressed(S, c.l, c.d)
+    return S if branch in (Branch.TURN, Branch.STEP) else num_compressed(S, c.l, c.d)
 
 
 def _in_the_way(reason: str, request: dispatch.Request, flags: Flags) -> str:

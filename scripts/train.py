@@ -48,7 +48,8 @@ from bench.records import emit, integers, note, write_csv
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
-from nsa.module import NSAAttention, rotary
+from nsa.module import NSAAttention
+from nsa.rotary import rotary
 from scripts.checkpoints import CheckpointError, Checkpoints
 from scripts.training import PRESETS, VOCAB, Preset, Run, finite, load_corpus, train, training_flags
 

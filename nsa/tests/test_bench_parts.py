@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from bench import bench_fa2, bench_prefill, bench_sel_triton, health
+from bench.clock import HostClock
 from bench.device import Ceilings, ceilings, reason_names
-from bench.prefill_inputs import Prefill
+from bench.prefill_inputs import Prefill, Projections
 from bench.roofline import BACKWARD, Shape, bytes_needed, flops, pairs
+from bench.timing import Budget, measure
 from nsa import launches, oracle
 from nsa.kernels.row_tiles import tma_usable
 
@@ -37,6 +39,9 @@ def test_pairs_are_those_of_the_oracle():
 def test_flops_and_bytes_follow_from_the_pairs():
     s, n = SMALL, pairs(SMALL)
     assert flops(s, "win") == 2 * n["win"] * 2 * 6 * (16 + 8)
+    # Four products and two sums turn a pair of the 6 query heads and 3 * 2 key heads.
+    assert flops(s, "turn") == 2 * 77 * (6 + 6) * 8 * 6
+    assert bytes_needed(s, "turn") == 2 * (2 * 77 * (6 * 16 + 6 * 16 + 6 * 8)) * 2
     assert flops(s, "select") == 2 * n["cmp"] * 2 * 6 * 16
     assert flops(s, "full") == sum(flops(s, part) for part in ("cmp", "sel", "win", "select"))
     assert flops(s, "dense", backward=True) == int(BACKWARD * flops(s, "dense"))
@@ -188,6 +193,35 @@ def test_a_prefill_row_says_how_many_queries_were_compared():
     x.q, x.k_sel, x.v_sel = meta(2), meta(1), meta(1)
     columns = bench_prefill.forward_case(x, "win", {"S": 64}).columns
     assert columns["compared"] == "3 of 64 queries" and "compared" in bench_prefill.COLUMNS
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_the_rotary_turn_is_timed_beside_its_proof(direction, kernel_device, monkeypatch):
+    """Of every column: a kernel that mixes up two branches has no number."""
+    shape = Shape(70, B=2, HQ=6, G=2, D=24, Dv=16, l=8, d=4, l_sel=16)
+    budget = Budget(device_s=0.02, wall_s=1.0, warm_s=0.0, warm_calls=1, min_n=3)
+
+    def row():
+        x = Projections(shape, kernel_device, torch.float16)
+        case = bench_prefill.turn_case(x, direction, {"S": 70})
+        return measure(case, HostClock(), cold=False, budget=budget)
+
+    right = row()
+    assert right.status in ("VALID", "UNSTABLE") and right.parity["status"] == "PASS"
+    assert right.columns["compared"].endswith("of 70 tokens")
+    assert right.columns["op"] == "turn"
+    from nsa.kernels.prefill import turn_split
+
+    real = turn_split.turn_split
+
+    def mixed_up(qkv, positions, parts, rope_base, backward):
+        q, k, v, other, *more = parts
+        real(qkv, positions, (q, other, v, k, *more), rope_base, backward)
+
+    monkeypatch.setattr(turn_split, "turn_split", mixed_up)
+    wrong = row()
+    assert wrong.status in ("INVALID", "FAILED") and wrong.median_us is None
 
 
 @pytest.mark.kernel

@@ -63,7 +63,7 @@ def test_one_launch_does_what_pytorch_does(config, T, lengths, kernel_device):
         other.append(kv, layer.phi_k, layer.phi_v)
         wide = layer.qkv(x).double().split(config.qkv_widths, -1)[0]
         wide = wide.unflatten(-1, (config.heads, config.d_k))
-        from nsa.module import turn
+        from nsa.rotary import turn
 
         at = torch.tensor(lengths, device=x.device)[:, None] + torch.arange(T, device=x.device)
         want = turn(wide, one.angles(at))

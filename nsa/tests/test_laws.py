@@ -10,7 +10,7 @@ import torch
 import nsa
 from nsa import oracle
 from nsa.compress import mean_pool
-from nsa.module import rotary
+from nsa.rotary import rotary
 from nsa.tests.helpers import make_qkv, randn
 
 ROUTES = ["reference", "sdpa"]

@@ -8,7 +8,8 @@ import torch
 import nsa
 from nsa import oracle
 from nsa.config import NSAConfig
-from nsa.module import GateMLP, NSAAttention, NSABlock, rotary
+from nsa.module import GateMLP, NSAAttention, NSABlock
+from nsa.rotary import rotary
 from nsa.tests.helpers import randn
 
 CONFIG = NSAConfig(dim=24, heads=4, groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=8, n_sel=3, w=12)

@@ -41,6 +41,7 @@ def test_lengths_are_those_of_the_calls(monkeypatch):
         with torch.no_grad():
             layer.prefill(torch.randn(1, S - 1, 32), cache)
             layer.step(torch.randn(1, 1, 32), cache)
+            layer(torch.randn(1, S, 32))
         want = {b: print_routing.key_length(b, S, CONFIG) for b in Branch}
         assert seen == want
 

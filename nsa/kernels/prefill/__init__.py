@@ -10,6 +10,7 @@ from nsa.kernels.prefill.span import (
     select_blocks_triton,
     sliding_attention_triton,
 )
+from nsa.kernels.prefill.turn import split_turned_triton
 
 __all__ = [
     "compressed_attention_triton",
@@ -17,4 +18,5 @@ __all__ = [
     "select_blocks_triton",
     "selection_blocks_triton",
     "sliding_attention_triton",
+    "split_turned_triton",
 ]

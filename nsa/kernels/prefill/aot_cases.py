@@ -19,6 +19,7 @@ from nsa.kernels.prefill import (
     span_bwd_fused,
     span_fwd,
     tile_blocks,
+    turn_split,
     union_attn,
     union_lists,
 )
@@ -47,13 +48,14 @@ _POINTERS = {
     "SEQ_BEGIN": "*i32", "BLOCK_INDICES": "*i32", "ORDER": "*i32", "CHUNK_TILE": "*i32",
     "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
     "BOUNDS": "*i64", "TILES": "*i32", "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32",
-    "COUNTS": "*i32", "SEQUENCE": "*i32",
+    "COUNTS": "*i32", "SEQUENCE": "*i32", "POSITIONS": "*i64",
     "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
 }  # fmt: skip
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
     "block_size", "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
     "T", "share", "first", "n_tiles", "slab", "entries", "n_chunks", "halvings",
+    "tokens",
 }  # fmt: skip
 
 
@@ -214,7 +216,7 @@ def _wide_cases(arch: int) -> list[AotCase]:
         span_bwd._span_bwd_dkdv_kernel, f"bf16-D128-H{h}", "bf16", {**wide, **tile}, launch
     )
     rows, *launch = block_attn_bwd.dkdv_tiles(arch, 128, 128, 2)
-    tile = dict(BLOCK_N=block_attn_bwd.key_tile(64, 128), PAIRS=max(rows // h, 1), ADD=False)
+    tile = dict(BLOCK_N=block_attn_bwd.key_tile(64, 128, 2), PAIRS=max(rows // h, 1), ADD=False)
     blocks = _case(
         block_attn_bwd._block_attn_bwd_dkdv_kernel, f"bf16-D128-H{h}", "bf16", {**wide, **tile},
         launch,
@@ -281,23 +283,19 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(
             _case(block_attn_bwd._block_attn_bwd_dq_kernel, label, dtype, {**bwd, **more}, launch)
         )
-        for add in (False, True):
-            launch = (
-                block_attn_bwd.fused_tiles(arch, h, d, dv, size) if add
-                else block_attn_bwd.dkdv_tiles(arch, d, dv, size)
-            )  # fmt: skip
+        keys, few = block_attn_bwd.key_tile(64, max(d, dv), size), min(h, 8)
+        passes = [("parts", h, keys, block_attn_bwd.dkdv_tiles(arch, d, dv, size))]
+        for block_n in (keys, 16) if d == 128 else (keys,):
+            launch = block_attn_bwd.fused_tiles(arch, few, d, dv, size, block_n)
+            passes.append((f"fused-{few}-heads-{block_n}", few, block_n, launch))
+        for how, heads, block_n, launch in passes:
             if launch:
-                tile = dict(
-                    VARLEN=not add, PAIRS=max(launch[0] // h, 1), HEADS=h, ADD=add,
-                    BLOCK_N=block_attn_bwd.key_tile(64, max(d, dv)),
-                )  # fmt: skip
-                cases.append(
-                    _case(
-                        block_attn_bwd._block_attn_bwd_dkdv_kernel,
-                        f"{label}-{'fused' if add else 'parts'}", dtype, {**wide, **tile},
-                        launch[1:],
-                    )  # fmt: skip
-                )
+                rows, *launch = launch
+                add = how != "parts"
+                tile = dict(VARLEN=not add, PAIRS=max(rows // heads, 1), HEADS=heads, ADD=add,
+                            BLOCK_N=block_n)  # fmt: skip
+                kernel = block_attn_bwd._block_attn_bwd_dkdv_kernel
+                cases.append(_case(kernel, f"{label}-{how}", dtype, {**wide, **tile}, launch))
         if queries:
             union = dict(QUERIES=queries, HEADS=heads, ROOM=16 * queries, TMA=tma)
             for kernel, tiles, extra in (
@@ -342,6 +340,10 @@ def aot_cases(arch: int) -> list[AotCase]:
             dict(DIM=128, BLOCK_DIM=128, BLOCK_N=64, ROWS=16, VARLEN=False), (4, 2),
         )  # fmt: skip
     )
+    for dim, heads in ((128, 16), (192, 3)) if arch in (90, 120) else ((128, 16),):
+        tile = dict(HQ=heads, G=2, D=dim, DV=128, OCTAVES=turn_split.octaves(1e4, dim),
+                    BACKWARD=dim == 192, **turn_split.turn_tiles(dim, 128))  # fmt: skip
+        cases.append(_case(turn_split._turn_kernel, f"D{dim}", "bf16", tile, (4, 3)))
     for heads in (1, 4, 16) if arch in (90, 120) else (16,):
         queries, _ = union_lists.tile_shape(arch, heads, 2)
         launch = (union_lists.lists_warps(queries, 16), 2)

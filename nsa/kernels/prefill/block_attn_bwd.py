@@ -28,9 +28,9 @@ from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, split_dim
 
 
-def key_tile(block_size: int, widest: int) -> int:
+def key_tile(block_size: int, widest: int, itemsize: int) -> int:
     """Keys per program of the dK/dV kernel: as many as hold K, V, dK and dV on chip."""
-    return min(block_size, 64 if widest <= 192 else 32)
+    return min(block_size, 64 if widest <= (192 if itemsize == 2 else 128) else 32)
 
 
 @triton.jit
@@ -295,10 +295,10 @@ def dq_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def fused_tiles(
-    arch: int, heads: int, d: int, dv: int, itemsize: int
+    arch: int, heads: int, d: int, dv: int, itemsize: int, keys: int = 64
 ) -> tuple[int, int, int] | None:
     """dkdv_tiles of the pass that adds dQ too; None where two passes are better, or where it does
-    not fit the registers. heads: query heads a group.
+    not fit the registers. heads: query heads a group; keys: of a tile.
 
     H200, bf16, D=128: with 4 heads 32k tokens take 10.3 ms whatever the blocks, two passes 18.1 on
     random and 7.8 on clustered ones. With 16 heads, 64k tokens: 27.5 and 28.5 against 29.7 and
@@ -310,7 +310,9 @@ def fused_tiles(
     if itemsize == 4 or heads > 8:
         return None
     if arch not in (90, 100, 103):
-        return (32 if arch < 90 else 16, 8, 1) if widest <= 128 else None
+        # Of tiles of 16 keys ptxas puts all but 32 registers on the stack at 32 rows (sm_80).
+        rows = 32 if arch < 90 and keys == 64 else 16
+        return (rows, 8, 1) if widest <= 128 else None
     if widest <= 128:
         return 64, 4, 1
     return (32, 8, 1) if widest <= 192 else (32, 4, 1)
@@ -353,13 +355,13 @@ def block_attention_bwd(
         return torch.zeros_like(q) if dq is None else dq, torch.zeros_like(k), torch.zeros_like(v)
     check_block_size("block_size", block_size)
     arch = arch_of(q.device)
-    tile = key_tile(block_size, max(dim, dv_dim)) if arch else 16
+    tile = key_tile(block_size, max(dim, dv_dim), q.element_size()) if arch else 16
     if delta is None:
         delta = attention_delta(out, grad_out)
     in_gluon = fused = None
     if not torch.are_deterministic_algorithms_enabled():
         in_gluon = hopper.block_backward(q, k, v, grad_out, block_size, use_gluon)
-        fused = fused_tiles(arch, heads, dim, dv_dim, q.element_size())
+        fused = fused_tiles(arch, heads, dim, dv_dim, q.element_size(), tile)
     one_pass = in_gluon or fused
     if not one_pass:
         dq = _dq_by_rows(
