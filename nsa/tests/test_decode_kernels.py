@@ -250,6 +250,25 @@ def test_more_rows_than_a_tile_holds_are_refused():
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("arch, dtype, D, rows, keys", [
+    (90, BF16, 256, 128, 64), (120, BF16, 128, 128, 64), (120, BF16, 192, 128, 32),
+    (89, BF16, 256, 64, 32), (86, BF16, 256, 16, 64), (86, BF16, 256, 128, None),
+    (120, F32, 128, 128, None), (80, F32, 128, 128, 32),
+])  # fmt: skip
+def test_tiles_fit_beside_the_queries(arch, dtype, D, rows, keys, kernel_device, monkeypatch):
+    """Where nothing fits, the route says so before a launch fails."""
+    from nsa.kernels.decode import step
+
+    monkeypatch.setattr(step, "arch_of", lambda device: arch)
+    monkeypatch.setattr(step, "sm_count", lambda device: 100)
+    sizes = (1, rows // 16, 32, 2, D, D, dtype, torch.device("cuda"), 32, 16, 64, 16, 1, 2, 512)
+    if keys is None:
+        with pytest.raises(NotImplementedError, match=f"<= 64 .* on sm_{arch}, got {rows}"):
+            step._plan.__wrapped__(*sizes, 8192, None)
+    else:
+        assert step._plan.__wrapped__(*sizes, 8192, None).scan["BLOCK_N"] == keys
+
+
 def test_more_blocks_than_a_step_can_choose_from_are_refused(kernel_device):
     from nsa.kernels.decode import step
 

@@ -22,6 +22,7 @@ from nsa.kernels.decode.step import (
     choice_warps,
     large_tiles,
     merge_warps,
+    scan_tile,
     scan_warps,
     selected_warps,
 )
@@ -61,7 +62,7 @@ def aot_cases(arch: int) -> list[AotCase]:
     for dtype, size, d, dv, rows, page in _SHAPES if arch in _FULL else _SHAPES[:1]:
         label = f"{dtype}-D{d}-Dv{dv}-R{rows}-P{page}"
         d1, d2 = split_dim(d)
-        small = 32 if size == 4 else 64
+        small = scan_tile(arch, size, d, dv, rows)
         dims = dict(D=d, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv),
                     PRECISION="ieee" if size == 4 else "tf32")  # fmt: skip
         pool = tl.float32 if size == 4 else tl.float16
@@ -98,4 +99,12 @@ def aot_cases(arch: int) -> list[AotCase]:
                          SPLITS_WIN=splits[1], SPLITS_SEL=splits[2])  # fmt: skip
             cases.append(_case(_decode_merge_kernel, f"{label}-{sum(splits)}", dtype, merge,
                                merge_warps(sum(splits), dot_size(dv)), 2))  # fmt: skip
+    # Eight tokens of 16 heads, or four: beside them a tile of keys has the least room.
+    for d, dv, rows in ((192, 128, 128), (256, 256, 64)) if arch in _FULL else ():
+        (d1, d2), block_n = split_dim(d), scan_tile(arch, 2, d, dv, rows)
+        c = dict(D=d, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dv, PRECISION="tf32", ROWS=rows,
+                 BLOCK_N=block_n, NB=block_n // 4, PAGE=0, RING=True, POOL_DTYPE=tl.float16)
+        cases.append(
+            _case(_decode_scan_kernel, f"D{d}-R{rows}", "bf16", c, scan_warps(rows), 2)
+        )
     return cases

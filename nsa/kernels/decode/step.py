@@ -15,9 +15,19 @@ from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.launch import by_layout, launch, on_its_device
-from nsa.kernels.tiles import LOG2E, cdiv, dot_precision, dot_size, pow2, sm_count, split_dim
+from nsa.kernels.tiles import (
+    LOG2E,
+    arch_of,
+    cdiv,
+    dot_precision,
+    dot_size,
+    pow2,
+    sm_count,
+    split_dim,
+)
 from nsa.untraced import untraced
 
+SMALL = (86, 89, 120)  # 99 KB of shared memory, other parts have 163 and more
 SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
 SELECTED_PER_SM = 2  # the same of the selected blocks: more splits are more to merge
 SELECTED_SPLITS = 16  # per token and group, a block each by default
@@ -65,6 +75,16 @@ def merge_warps(splits: int, width: int) -> int:
 
 def selected_warps(candidates: int) -> int:
     return 4 if candidates <= 1024 else 8
+
+
+def scan_tile(arch: int, size: int, dim: int, dv: int, rows: int) -> int:
+    """Keys of a tile of the scan that fit beside `rows` queries."""
+    if arch == 0:
+        return 16
+    widest = max(dim, dv)
+    if arch in SMALL and (widest > 128 and rows > 64 or widest > 192 and rows > 16):
+        return 32
+    return 32 if size == 4 else 64
 
 
 def large_tiles(size: int, dim: int, dv: int, rows: int) -> bool:
@@ -116,8 +136,16 @@ def _plan(
     ratio = l_sel // d
     interpret = device.type != "cuda"
     fp32 = dtype == torch.float32
-    block_n = max(16 if interpret else (32 if fp32 else 64), (2 if interpret else 8) * ratio)
     rows = dot_size(tokens * heads)
+    arch = arch_of(device)
+    widest = 384 // dtype.itemsize  # beside more than 64 rows
+    if arch in SMALL and rows > 64 and max(dim, dv) > widest:
+        raise NotImplementedError(
+            f"q: T * heads per group must be <= 64 for head sizes above {widest} on sm_{arch}, got "
+            f"{tokens * heads}"
+        )
+    block_n = scan_tile(arch, dtype.itemsize, dim, dv, rows)
+    block_n = max(block_n, (2 if interpret else 8) * ratio)
     heads_padded = dot_size(heads)
     n_cmp = max((max_len - l) // d + 1, 0) if max_len >= l else 0
     programs, sms = batch * groups, sm_count(device) if device.type == "cuda" else 8
@@ -194,7 +222,8 @@ def nsa_decode_triton(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of T new tokens per sequence over its caches; out [B, T, HQ, Dv].
 
-    q [B, T, HQ, Dk] with T * (HQ / G) <= 128; k_cmp [B, N_max, G, Dk], v_cmp [B, N_max, G, Dv];
+    q [B, T, HQ, Dk] with T * (HQ / G) <= 128 (sm_86, 89 and 120: 64 where heads have more than 384
+    bytes); k_cmp [B, N_max, G, Dk], v_cmp [B, N_max, G, Dv];
     k_sel, v_sel [B, capacity, G, *], or pages [P, page, G, *] with block_table int32 [B, n];
     k_win, v_win likewise, or a ring of `capacity` >= window + T - 1 rows when window_ring.
     gates [B, T, HQ, 3]; lens int32 [B] on the device, the length including the T new tokens, whose
