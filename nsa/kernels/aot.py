@@ -91,7 +91,7 @@ def compile_case(case: AotCase, arch: int) -> Resources:
     if case.max_registers:
         options["maxnreg"] = case.max_registers
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, stack = _usage(compiled.asm["cubin"])
+    registers, stack = usage(compiled.asm["cubin"])
     barriers = 0
     if case.parting:
         behind = compiled.asm["ptx"].partition(case.parting)[2]
@@ -101,7 +101,7 @@ def compile_case(case: AotCase, arch: int) -> Resources:
     return Resources(compiled.metadata.shared, registers, stack, barriers)
 
 
-def _usage(cubin: bytes) -> tuple[int, int]:
+def usage(cubin: bytes) -> tuple[int, int]:
     """(registers, stack bytes) of the one kernel in a cubin."""
     from triton import knobs
 

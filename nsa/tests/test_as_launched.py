@@ -1,0 +1,60 @@
+"""The launchers' own code and choices, for a GPU that is not here: do the kernels compile and fit?
+
+On a CPU nothing else runs the launchers of the kernels for Hopper.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa import dispatch
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.skipif(
+        dispatch.interpreting(), reason="TRITON_INTERPRET=1 replaces the compiler"
+    ),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+    ),
+]
+
+
+def run(code, tmp_path):
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys\nfrom scripts import compile_as_launched as c\n{code}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=400,
+        env={**os.environ, "TRITON_CACHE_DIR": os.fspath(tmp_path)},
+    )  # fmt: skip
+
+
+def test_what_hopper_launches_compiles_and_fits(tmp_path):
+    done = run('sys.exit(c.main(["--arch", "90", "--quick"]))', tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kernels, calls = map(int, re.search(r"(\d+) kernels of (\d+) calls, 0 failed", done.stdout)
+                         .groups())  # fmt: skip
+    assert kernels > 20 and calls == 4
+    names = set(done.stdout.splitlines()[-1].split())
+    assert names >= {
+        "_span_fwd_hopper_kernel", "_block_attn_fwd_hopper_kernel", "_span_bwd_hopper_kernel",
+        "_block_attn_bwd_hopper_kernel", "_tile_blocks_kernel", "_turn_kernel",
+        "_decode_scan_kernel", "_decode_selected_kernel", "_decode_merge_kernel",
+    }  # fmt: skip
+
+
+def test_a_tile_that_does_not_fit_is_a_failure(tmp_path):
+    done = run(
+        "c.SHARED_LIMIT[120] = 9000\n"
+        "c.grid = lambda arch, quick: [(c.decode, (1, 1, 16, 64, 64, c.BF16, 8192))]\n"
+        'sys.exit(c.main(["--arch", "120"]))', tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED: decode(1, 1, 16" in done.stdout and "shared memory" in done.stdout
+    assert "1 failed" in done.stdout
