@@ -38,7 +38,7 @@ _SHAPES = (
 # have those of sm_86 and at least its shared memory, sm_86 those of sm_120, sm_100 those of sm_90.
 _FEWER = {
     80: {("bf16", 128), ("fp32", 128)}, 86: {("bf16", 128), ("fp32", 128)}, 89: {("bf16", 128)},
-    100: {("bf16", 128), ("bf16", 256)},
+    100: {("bf16", 128)},
 }  # fmt: skip
 
 _POINTERS = {
@@ -285,7 +285,7 @@ def aot_cases(arch: int) -> list[AotCase]:
         )
         keys, few = block_attn_bwd.key_tile(64, max(d, dv), size), min(h, 8)
         passes = [("parts", h, keys, block_attn_bwd.dkdv_tiles(arch, d, dv, size))]
-        for block_n in (keys, 16) if d == 128 else (keys,):
+        for block_n in (keys, 16) if d == 128 and arch < 89 else (keys,):
             launch = block_attn_bwd.fused_tiles(arch, few, d, dv, size, block_n)
             passes.append((f"fused-{few}-heads-{block_n}", few, block_n, launch))
         for how, heads, block_n, launch in passes:
