@@ -11,7 +11,6 @@ instead of this process's environment.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, overload
@@ -459,11 +458,7 @@ def turn_projected(
     request = dispatch.make_request(Branch.TURN, qkv, qkv, qkv, qkv.shape[-2], flags, choice)
     request = replace(request, d_k=config.d_k, d_v=config.d_v)
     args = dict(qkv=qkv, positions=positions, config=config)
-    from nsa.rungs import RUNGS
-
-    calls = {
-        route: functools.partial(call, args, flags) for route, call in RUNGS[Branch.TURN].items()
-    }
+    calls = dispatch.rung_calls(Branch.TURN, args, flags)
     return dispatch.guarded(request, calls, flags, choice)[0]
 
 

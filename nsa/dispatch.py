@@ -228,20 +228,26 @@ def _inputs_decide(device: torch.device) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
+def rung_calls(
+    branch: Branch, args: dict[str, Any], flags: Flags
+) -> dict[Route, Callable[[], Any]]:
+    """The rungs of a branch as guarded() takes them, with their arguments."""
+    from nsa import rungs
+
+    return {
+        route: functools.partial(call, args, flags) for route, call in rungs.RUNGS[branch].items()
+    }
+
+
 def run(
     branch: Branch, args: dict[str, Any], flags: Flags, backend: str | Route | None = None,
     *, key_len: int,
 ) -> tuple[Any, Decision]:  # fmt: skip
     """Run one branch on checked arguments (see nsa/attention.py, which checks them)."""
-    from nsa import rungs
-
     q, k, v = args["q"], args["k"], args["v"]
     request = make_request(branch, q, k, v, key_len, flags, backend)
-    calls = {
-        route: functools.partial(call, args, flags) for route, call in rungs.RUNGS[branch].items()
-    }
     with _inputs_decide(q.device):
-        result, decision = guarded(request, calls, flags, backend)
+        result, decision = guarded(request, rung_calls(branch, args, flags), flags, backend)
         tag = f"{_LOG_PREFIX[branch]}.{decision.route.value}"
         if decision.route is Route.TRITON:
             log_device(q.device, flags)

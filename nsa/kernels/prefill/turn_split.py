@@ -63,6 +63,16 @@ def _turn_kernel(
     row = token * (HQ * D + 3 * G * (D + DV))
     rest = (part - q_parts) % (3 * kv_parts)
     branch = rest // kv_parts
+    begin = rest % kv_parts * BLOCK_H
+    if branch == 0:
+        K = K_CMP
+        V = V_CMP
+    elif branch == 1:
+        K = K_SEL
+        V = V_SEL
+    else:
+        K = K_WIN
+        V = V_WIN
     if part < q_parts + 3 * kv_parts:
         columns = tl.arange(0, BLOCK_HALF)
         mask = live[:, None] & (columns < D // 2)[None, :]
@@ -80,27 +90,13 @@ def _turn_kernel(
                 own = ((token * HQ + head) * D)[:, None] + columns[None, :]
                 _turn(QKV, wide, Q, own, cos, sin, mask, D // 2, BACKWARD)
         else:
-            if branch == 0:
-                K = K_CMP
-            elif branch == 1:
-                K = K_SEL
-            else:
-                K = K_WIN
-            first = rest % kv_parts * BLOCK_H
-            for group in range(first, tl.minimum(first + BLOCK_H, G)):
+            for group in range(begin, tl.minimum(begin + BLOCK_H, G)):
                 wide = (row + (HQ + branch * G + group) * D)[:, None] + columns[None, :]
                 own = ((token * G + group) * D)[:, None] + columns[None, :]
                 _turn(QKV, wide, K, own, cos, sin, mask, D // 2, BACKWARD)
     else:
         at = tl.arange(0, BLOCK_DV)
         there = live[:, None] & (at < DV)[None, :]
-        if branch == 0:
-            V = V_CMP
-        elif branch == 1:
-            V = V_SEL
-        else:
-            V = V_WIN
-        begin = rest % kv_parts * BLOCK_H
         for group in range(begin, tl.minimum(begin + BLOCK_H, G)):
             source = (row + (HQ + 3 * G) * D + (branch * G + group) * DV)[:, None] + at[None, :]
             place = ((token * G + group) * DV)[:, None] + at[None, :]
