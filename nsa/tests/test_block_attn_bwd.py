@@ -14,9 +14,13 @@ from nsa.tests.test_union_attn import Case, Problem
 
 pytestmark = pytest.mark.kernel
 BF16, F32 = torch.bfloat16, torch.float32
-LISTS = {"_pair_tiles_kernel", "_chunk_ends_kernel", "_chunk_fill_kernel"}
-FUSED = {*LISTS, "_attn_bwd_delta_kernel", "_block_attn_bwd_dkdv_kernel"}
-TWO_PASSES = {*FUSED, "_block_attn_bwd_dq_kernel", "_block_attn_bwd_sum_kernel"}
+LISTS = {
+    "_pair_tiles_kernel", "_tile_counts_kernel", "_tile_members_kernel", "_chunk_ends_kernel",
+    "_chunk_fill_kernel",
+}  # fmt: skip
+SHARED = {*LISTS, "_attn_bwd_delta_kernel", "_block_attn_bwd_dkdv_kernel"}
+FUSED = {*SHARED, "_round_kernel"}
+TWO_PASSES = {*SHARED, "_block_attn_bwd_dq_kernel", "_block_attn_bwd_sum_kernel"}
 BIG = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)
 CASES = [
     (Case((53,), h=4, n=4, batch=2), "random"),
@@ -115,30 +119,44 @@ def test_dq_is_added_without_the_softmax_scale(case, kind, device, monkeypatch):
         close([(dq - 3.0) * scale], [want], case.dtype)
 
 
+@pytest.mark.parametrize("most", [0, 1 << 26], ids=["sorted", "map"])
 @pytest.mark.parametrize("per_block", [1, 2])
-@pytest.mark.parametrize("case", [Case((1, 37, 20)), Case((29,), batch=2)], ids=str)
-def test_lists_hold_every_pair_once_and_in_order(case, per_block, kernel_device, monkeypatch):
+@pytest.mark.parametrize("case", [Case((1, 37, 20)), Case((29,), batch=2), Case((70,))], ids=str)
+def test_lists_hold_every_pair_once_and_in_order(
+    case, per_block, most, kernel_device, monkeypatch
+):
     """per_block 2: the last block of a sequence has one tile only. No block is as far as the last
-    two; their tiles must not wrap around."""
+    two; their tiles must not wrap around. Packed rows past the last sequence are nobody's."""
     from nsa.kernels.prefill import block_lists
 
     monkeypatch.setattr(block_lists, "CHUNK", 4)
     monkeypatch.setattr(block_lists, "LIST_SIZE", 8)  # several programs, several turns
+    monkeypatch.setattr(block_lists, "WORDS", 1)
+    monkeypatch.setattr(block_lists, "SHARE", 2)
+    monkeypatch.setattr(block_lists, "MAP_BYTES", most)
     x = Problem(case, "ragged", kernel_device, monkeypatch)
     x.blocks.view(-1, case.n)[3] = torch.tensor([2, 3, 2**31 - 1][: case.n])
     n_seq, per_seq = len(case.lengths) * case.batch, 3
-    lists = block_lists.rows_of_tiles(x.blocks, per_block, n_seq, per_seq, x.cu)
+    blocks, cu = x.blocks, x.cu
+    if case.packed:
+        blocks = torch.cat([blocks, torch.zeros_like(blocks[:5])])
+    with launches.recording() as counts:
+        lists = block_lists.rows_of_tiles(
+            blocks, per_block, n_seq, per_seq, max(case.lengths), cu
+        )
+    assert ("_tile_members_kernel" in counts) == (most > 0)
     begins = [case.lengths[0] * b for b in range(case.batch)]
     if case.packed:
-        begins = x.cu.tolist()[:-1]
+        begins = cu.tolist()[:-1]
     want = {}
     for at, block in enumerate(x.blocks.flatten().tolist()):
-        token, group = at // case.n // case.G, at // case.n % case.G
+        row = at // case.n
+        token, group = row // case.G, row % case.G
         sequence = max(i for i, first in enumerate(begins) if first <= token)
         for tile in range(block * per_block, (block + 1) * per_block):
             if 0 <= tile < per_seq:
-                want.setdefault((sequence, group, tile), []).append(at)
-    got, order = {}, lists.order.tolist()
+                want.setdefault((sequence, group, tile), []).append(row)
+    got, rows = {}, lists.rows.tolist()
     for tile, begin, end in zip(
         lists.chunk_tile.tolist(), lists.chunk_begin.tolist(), lists.chunk_end.tolist(),
         strict=True,
@@ -148,5 +166,29 @@ def test_lists_hold_every_pair_once_and_in_order(case, per_block, kernel_device,
             rest, block = divmod(tile, per_seq)
             run = (*divmod(rest, case.G), block)
             assert run >= max(got, default=run)
-            got.setdefault(run, []).extend(order[begin:end])
+            got.setdefault(run, []).extend(rows[begin:end])
     assert got == want
+
+
+@pytest.mark.parametrize("case", [Case((90,), G=2, n=4), Case((1, 37, 20), G=3)], ids=str)
+def test_pieces_come_once_by_group_and_about_in_order(case, kernel_device, monkeypatch):
+    from nsa.kernels.prefill import block_lists
+
+    monkeypatch.setattr(block_lists, "CHUNK", 16)
+    monkeypatch.setattr(block_lists, "BUCKETS", 16)
+    x = Problem(case, "random", kernel_device, monkeypatch)
+    tokens = sum(case.lengths)
+    lists = block_lists.rows_of_tiles(x.blocks, 1, len(case.lengths), 9, max(case.lengths), x.cu)
+    pieces, per_chunk = block_lists.pieces_in_order(lists, 4, tokens, case.G)
+    assert per_chunk == 4 and len(pieces) == 1 + 4 * lists.n_chunks
+    spans = {}
+    for piece in range(4 * lists.n_chunks):
+        begin = int(lists.chunk_begin[piece // 4]) + piece % 4 * 4
+        end = min(begin + 4, int(lists.chunk_end[piece // 4]))
+        if begin < end:
+            spans[piece] = int(lists.rows[(begin + end) // 2])
+    listed = pieces[1 : 1 + int(pieces[0])].tolist()
+    assert sorted(listed) == sorted(spans) and len(spans) > 8
+    per_group = 16 // case.G
+    buckets = [(spans[p] % case.G, spans[p] // case.G * per_group // tokens) for p in listed]
+    assert buckets == sorted(buckets) and len(set(buckets)) > case.G

@@ -18,6 +18,7 @@ from nsa.kernels.prefill import (
     span_bwd,
     span_bwd_fused,
     span_fwd,
+    sums,
     tile_blocks,
     turn_split,
     union_attn,
@@ -47,15 +48,16 @@ _POINTERS = {
     "OUT_K": "*fp32", "OUT_V": "*fp32", "CU_Q": "*i32", "CU_K": "*i32", "CU_SEQLENS": "*i32",
     "SEQ_BEGIN": "*i32", "BLOCK_INDICES": "*i32", "ORDER": "*i32", "CHUNK_TILE": "*i32",
     "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
-    "BOUNDS": "*i64", "TILES": "*i32", "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32",
+    "BOUNDS": "*i64", "ROWS": "*i32", "UNITS": "*i32", "BITS": "*i32", "PIECES": "*i32",
+    "RANKS": "*i64", "X": "*fp32", "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32",
     "COUNTS": "*i32", "SEQUENCE": "*i32", "POSITIONS": "*i64",
     "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
 }  # fmt: skip
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
     "block_size", "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
-    "T", "share", "first", "n_tiles", "slab", "entries", "n_chunks", "halvings",
-    "tokens",
+    "T", "share", "first", "n_tiles", "slab", "n_chunks", "halvings",
+    "tokens", "words", "pairs", "pieces", "per_group", "numbers",
 }  # fmt: skip
 
 
@@ -85,7 +87,7 @@ def _case(kernel: Any, label: str, dtype: str, constexprs: dict, tiles: tuple) -
     types = {n: _type(n, dtype) for n in kernel.arg_names if n not in constexprs}
     if constexprs.get("TMA"):
         types |= _descriptors(kernel, dtype, constexprs)
-    if kernel is block_select._block_topn_kernel:
+    if kernel in (block_select._block_topn_kernel, block_lists._pair_tiles_kernel):
         types["OUT"] = "*i32"
     # Edge tiles are loaded without a pipeline and may push registers to the stack for a moment; the
     # loops over whole tiles are what counts. dK/dV at D = 128 keeps some 300 bytes there: of the
@@ -173,22 +175,17 @@ def _gluon_cases() -> list[AotCase]:
     kernel = span_bwd_hopper._row_stats_kernel
     cases.append(AotCase(kernel.__name__, kernel, types, rows))
     module = block_attn_bwd_hopper
-    lists = dict(PIECES="*i64", OUT="*i64", pieces="i32")
     for heads in (4, 16):
         rows, share = max(heads, module.SWIZZLE_ROWS), module.piece_pairs(heads)
         per_chunk = block_lists.CHUNK // share
-        c = dict(VARLEN=heads == 4, HEADS=heads, N_SEL=16, ROWS=module.ROWS, KEYS=module.KEYS,
+        c = dict(VARLEN=heads == 4, HEADS=heads, ROWS=module.ROWS, KEYS=module.KEYS,
                  WIDTH=module.WIDTH, STAGES=module.STAGES, SHARE=share, PER_CHUNK=per_chunk)
-        types = dict(lists, QD=tile("bf16", 1, rows, 64), DOD=tile("bf16", 1, rows, 64),
+        types = dict(QD=tile("bf16", 1, rows, 64), DOD=tile("bf16", 1, rows, 64),
                      DQD=tile("fp32", 1, rows, 32))  # fmt: skip
         kernel = module._block_attn_bwd_hopper_kernel
         cases.append(
             case(kernel, f"H{heads}", types, c, module.WARPS, 0, module.START_REGISTERS)
         )
-    c = dict(PER_CHUNK=per_chunk, SHARE=share, BLOCK=1024)
-    kernel = module._piece_keys_kernel
-    types = {n: lists.get(n) or _type(n, "bf16") for n in kernel.arg_names if n not in c}
-    cases.append(AotCase(kernel.__name__, kernel, types, c))
     module = block_attn_fwd_hopper
     kernel = module._block_attn_fwd_hopper_kernel
     for dim, stages in module.STAGES.items():
@@ -324,16 +321,26 @@ def aot_cases(arch: int) -> list[AotCase]:
     size = dict(SIZE=block_lists.LIST_SIZE)
     chunk = dict(CHUNK=block_lists.CHUNK, **size)
     pair = dict(VARLEN=True, PER_BLOCK=2, **size)
+    members = dict(VARLEN=True, WORDS=block_lists.WORDS, SHARE=block_lists.SHARE)
+    count = dict(WORDS=block_lists.WORDS)
     cases += [
-        _case(block_lists._pair_tiles_kernel, "packed", "bf16", pair, (4, 2)),
+        _case(block_lists._pair_tiles_kernel, "map", "bf16", dict(pair, MARK=True), (4, 2)),
+        _case(block_lists._pair_tiles_kernel, "sort", "bf16", dict(pair, MARK=False), (4, 2)),
+        _case(block_lists._tile_counts_kernel, "all", "bf16", count, (1, 2)),
+        _case(block_lists._tile_members_kernel, "packed", "bf16", members, (1, 2)),
+        _case(block_lists._piece_ranks_kernel, "all", "bf16",
+              dict(PER_CHUNK=8, SHARE=64, **size), (4, 2)),
+        _case(block_lists._piece_order_kernel, "all", "bf16",
+              dict(BUCKETS=block_lists.BUCKETS, **size), (4, 2)),
         _case(block_lists._chunk_ends_kernel, "all", "bf16", chunk, (4, 2)),
         _case(block_lists._chunk_fill_kernel, "all", "bf16", chunk, (4, 2)),
-    ]
+    ]  # fmt: skip
     rows = dict(DV=128, BLOCK_DV=128, BLOCK_M=32)
     for kernel in (
         combine._combine_fwd_kernel, combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel
     ):  # fmt: skip
         cases.append(_case(kernel, "D128", "bf16", rows, (4, 2)))
+    cases.append(_case(sums._round_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)))
     cases.append(
         _case(
             block_attn_bwd._block_attn_bwd_sum_kernel, "D128", "bf16",

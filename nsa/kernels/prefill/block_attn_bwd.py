@@ -21,6 +21,7 @@ from nsa.kernels.prefill.block_lists import keys_of_tile, rows_of_tiles
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.span_common import load_kv
+from nsa.kernels.prefill.sums import rounded, zero_sums
 from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
 from nsa.kernels.prefill.union_attn import union_attention_dq
 from nsa.kernels.prefill.union_lists import in_union, lists_for
@@ -143,8 +144,8 @@ def _add_rows(OUT, x, row, live, offs, WIDTH: tl.constexpr):
 
 @triton.jit
 def _block_attn_bwd_dkdv_kernel(
-    Q, K, V, DO, LSE, DELTA, ORDER, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, DQ, OUT_K,
-    OUT_V, S, S_KV, G, H, q_start, n_sel, per_seq, scale, scale_log2,
+    Q, K, V, DO, LSE, DELTA, ROWS, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, DQ, OUT_K,
+    OUT_V, S, S_KV, G, H, q_start, per_seq, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, PAIRS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     BLOCK_DV: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
@@ -192,7 +193,7 @@ def _block_attn_bwd_dkdv_kernel(
     for p0 in tl.range(begin, end, PAIRS):
         pair = p0 + rows // HEADS
         live = (pair < end) & (head < H)
-        token = tl.load(ORDER + pair, mask=pair < end, other=0) // n_sel // G
+        token = tl.load(ROWS + pair, mask=pair < end, other=0) // G
         row_index = token.to(tl.int64) * (G * H) + group * H + head
         q = tl.load(
             Q + row_index[:, None] * D + offs_d[None, :],
@@ -371,42 +372,43 @@ def block_attention_bwd(
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
     per_seq = cdiv(max_seqlen if varlen else s_kv, tile)
+    longest = max_seqlen if varlen else s_q
     lists = rows_of_tiles(
-        block_indices, block_size // tile, n_seq, per_seq, cu_seqlens if varlen else None
+        block_indices, block_size // tile, n_seq, per_seq, longest, cu_seqlens if varlen else None
     )
     like = dict(dtype=torch.float32, device=q.device)
     if one_pass:
-        out_k, out_v = torch.zeros(k.shape, **like), torch.zeros(v.shape, **like)
+        out_k, out_v = zero_sums(k, v)
         acc = torch.zeros(q.shape, **like) if dq is None else dq
     else:
         out_k = torch.empty(lists.n_chunks, tile, dim, **like)
         out_v = torch.empty(lists.n_chunks, tile, dv_dim, **like)
         acc = delta  # not used
-    cu_arg = cu_seqlens if varlen else lists.order
+    cu_arg = cu_seqlens if varlen else lists.rows
     if in_gluon:
         in_gluon.add_block_gradients(
-            grad_out, q, k, v, lse, delta, lists, cu_seqlens, per_seq, block_indices.shape[-1],
-            softmax_scale, q_start, acc, out_k, out_v,
+            grad_out, q, k, v, lse, delta, lists, cu_seqlens, per_seq, softmax_scale, q_start, acc,
+            out_k, out_v,
         )  # fmt: skip
     else:
         rows, warps, stages = fused or dkdv_tiles(arch, dim, dv_dim, q.element_size())
         heads_padded = pow2(heads)
         d1, d2 = split_dim(dim)
         _block_attn_bwd_dkdv_kernel[(lists.n_chunks,)](
-            q, k, v, grad_out, lse, delta, lists.order, lists.chunk_tile, lists.chunk_begin,
+            q, k, v, grad_out, lse, delta, lists.rows, lists.chunk_tile, lists.chunk_begin,
             lists.chunk_end, cu_arg, acc, out_k, out_v, s_q, s_kv, groups, heads, q_start,
-            block_indices.shape[-1], per_seq, softmax_scale, softmax_scale * LOG2E,
+            per_seq, softmax_scale, softmax_scale * LOG2E,
             D=dim, DV=dv_dim, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1),
             HEADS=heads_padded, BLOCK_N=tile, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim),
             ADD=fused is not None, PRECISION=dot_precision(q.dtype), num_warps=warps,
             num_stages=stages,
         )  # fmt: skip
         launches.bump("_block_attn_bwd_dkdv_kernel")
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
     if one_pass:
         if dq is None:
-            dq = torch.mul(acc, softmax_scale, out=torch.empty_like(q))
-        return dq, torch.mul(out_k, softmax_scale, out=dk), dv.copy_(out_v)
+            dq = rounded(acc, softmax_scale, q)
+        return dq, rounded(out_k, softmax_scale, k), rounded(out_v, 1.0, v)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
     rows = min(tile, 16)
     for part, grad, width in ((out_k, dk, dim), (out_v, dv, dv_dim)):
         _block_attn_bwd_sum_kernel[(lists.n_tiles, cdiv(tile, rows))](

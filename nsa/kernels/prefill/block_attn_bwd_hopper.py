@@ -26,7 +26,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,7 +41,7 @@ from nsa import launches
 from nsa.kernels.prefill import block_lists
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
 from nsa.kernels.row_tiles import shared_layout, tma_usable
-from nsa.kernels.tiles import LOG2E, cdiv
+from nsa.kernels.tiles import LOG2E
 
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # before triton 3.7
 
@@ -57,27 +56,6 @@ START_REGISTERS, LEAST_REGISTERS = 128, tl.constexpr(24)
 SWIZZLE, SWIZZLE_ROWS = 128, 8
 
 
-@triton.jit
-def _piece_keys_kernel(
-    ORDER, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END, OUT, pieces, n_sel, per_seq,
-    PER_CHUNK: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sort keys of the chunks' pieces of SHARE pairs: (sequence, group), then the middle query.
-
-    A unit is token * G + group. Empty pieces come last.
-    """
-    piece = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    chunk = piece // PER_CHUNK
-    begin = tl.load(CHUNK_BEGIN + chunk, mask=piece < pieces, other=0)
-    end = tl.load(CHUNK_END + chunk, mask=piece < pieces, other=0)
-    begin += piece % PER_CHUNK * SHARE
-    end = tl.minimum(begin + SHARE, end)
-    tile = tl.load(CHUNK_TILE + chunk, mask=piece < pieces, other=0)
-    unit = tl.load(ORDER + (begin + end) // 2, mask=begin < end, other=0) // n_sel
-    key = ((tile // per_seq).to(tl.int64) << 32) + unit
-    tl.store(OUT + piece, tl.where(begin < end, key, 1 << 62), mask=piece < pieces)
-
-
 @gluon.jit
 def _tile_of_turn(turn, tiles):
     """The last tile, which may be incomplete, comes first: masked tiles are one run of turns."""
@@ -86,8 +64,8 @@ def _tile_of_turn(turn, tiles):
 
 @gluon.jit
 def _move_rows(
-    QD, DOD, DQD, LSE, DELTA, ORDER, buffers, bars, tiles, begin, end,
-    HEADS: gl.constexpr, N_SEL: gl.constexpr, STAGES: gl.constexpr,
+    QD, DOD, DQD, LSE, DELTA, UNITS, buffers, bars, tiles, begin, end,
+    HEADS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The moving warp: adds dQ of the tile in a place, then fetches a later tile's rows there."""
     k_place, v_place, places, lse_smem, delta_smem, unit_smem, ds_smem = buffers
@@ -107,7 +85,7 @@ def _move_rows(
         pair = p0 + row // PADDED
         live = (pair < end) & (turn < tiles)
         # Rows past the end see no key: their unit is before every key's first one.
-        unit = gl.load(ORDER + pair, mask=live, other=0) // N_SEL
+        unit = gl.load(UNITS + pair, mask=live, other=0)
         at = unit * HEADS + head
         unit = gl.where(live, unit, -2147483648)
         live = live & (head < HEADS)
@@ -124,7 +102,7 @@ def _move_rows(
             a0 = begin + _tile_of_turn(turn - STAGES, tiles) * QUERIES
             for i in gl.static_range(QUERIES):
                 # Past the end: zeros, for the last query.
-                to = gl.load(ORDER + gl.minimum(a0 + i, end - 1)) // N_SEL
+                to = gl.load(UNITS + gl.minimum(a0 + i, end - 1))
                 for part in gl.static_range(SUM_PARTS):
                     _tma_add(DQD, [to, 0, part * SUM_WIDE], sums.index(part * QUERIES + i))
             tma.store_wait(0)
@@ -137,7 +115,7 @@ def _move_rows(
             mbarrier.expect(bar, 2 * PARTS * QUERIES * QD.block_type.nbytes)
             rows = place._reinterpret(QD.dtype, [2 * PARTS * QUERIES, 1, PADDED, WIDE], QD.layout)
             for i in gl.static_range(QUERIES):
-                source = gl.load(ORDER + gl.minimum(p0 + i, end - 1)) // N_SEL
+                source = gl.load(UNITS + gl.minimum(p0 + i, end - 1))
                 for part in gl.static_range(PARTS):
                     q = rows.index(part * QUERIES + i)
                     do = rows.index((PARTS + part) * QUERIES + i)
@@ -256,22 +234,25 @@ def _block_walk(
 
 @gluon.jit
 def _block_attn_bwd_hopper_kernel(
-    K, V, LSE, DELTA, QD, DOD, DQD, OUT_K, OUT_V, ORDER, PIECES, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END,
+    K, V, LSE, DELTA, QD, DOD, DQD, OUT_K, OUT_V, UNITS, PIECES, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END,
     CU_SEQLENS, S, S_KV, G, q_start, per_seq, scale_log2,
-    VARLEN: gl.constexpr, HEADS: gl.constexpr, N_SEL: gl.constexpr, ROWS: gl.constexpr,
+    VARLEN: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
     PER_CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Adds a piece's part of dQ, dK and dV to fp32 tensors, dQ and dK without the softmax scale.
 
-    PIECES: the pieces of the chunks, in the order in which programs take them.
+    PIECES: how many pieces of chunks there are, and these in the order in which programs take them.
     """
     QUERIES: gl.constexpr = ROWS // QD.block_type.shape[1]
     dtype: gl.constexpr = QD.dtype
-    piece = gl.load(PIECES + gl.program_id(0)).to(gl.int32)
+    turn = gl.program_id(0)
+    live = turn < gl.load(PIECES)
+    piece = gl.load(PIECES + 1 + turn, mask=live, other=0)
     chunk = piece // PER_CHUNK
     begin = gl.load(CHUNK_BEGIN + chunk).to(gl.int32) + piece % PER_CHUNK * SHARE
     end = gl.minimum(begin + SHARE, gl.load(CHUNK_END + chunk).to(gl.int32))
+    end = gl.where(live, end, begin)
     tile = gl.load(CHUNK_TILE + chunk)
     group = tile // per_seq % G
     sequence = tile // per_seq // G
@@ -292,7 +273,7 @@ def _block_attn_bwd_hopper_kernel(
         n_keys = 0
     # Pairs are in the order of their tokens, so those that do not see all keys come first.
     pair = begin + gl.arange(0, SHARE, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    unit = gl.load(ORDER + pair, mask=pair < end, other=2147483647) // N_SEL
+    unit = gl.load(UNITS + pair, mask=pair < end, other=2147483647)
     partial = (pair < end) & (unit < first_unit + (KEYS - 1) * G)
     # And one more, see _tile_of_turn.
     masked_tiles = (gl.sum(partial.to(gl.int32), 0) + QUERIES - 1) // QUERIES + 1
@@ -323,7 +304,7 @@ def _block_attn_bwd_hopper_kernel(
             G, first_unit, scale_log2, STAGES,
         )),
         (_move_rows, (
-            QD, DOD, DQD, LSE, DELTA, ORDER, buffers, bars, tiles, begin, end, HEADS, N_SEL, STAGES,
+            QD, DOD, DQD, LSE, DELTA, UNITS, buffers, bars, tiles, begin, end, HEADS, STAGES,
         )),
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
@@ -368,8 +349,8 @@ def usable(
 def add_block_gradients(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor, lists: block_lists.TileRows, cu_seqlens: torch.Tensor | None,
-    per_seq: int, n_sel: int, softmax_scale: float, q_start: int, acc: torch.Tensor,
-    out_k: torch.Tensor, out_v: torch.Tensor,
+    per_seq: int, softmax_scale: float, q_start: int, acc: torch.Tensor, out_k: torch.Tensor,
+    out_v: torch.Tensor,
 ) -> None:  # fmt: skip
     """Add dQ / softmax_scale to acc, dK / softmax_scale to out_k and dV to out_v, fp32 tensors like
     q, k and v, for inputs that are usable(). lists, per_seq: see block_attention_bwd."""
@@ -379,19 +360,13 @@ def add_block_gradients(
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
     share = piece_pairs(heads)
-    per_chunk = block_lists.CHUNK // share
-    pieces = torch.empty(lists.n_chunks * per_chunk, device=q.device, dtype=torch.int64)
-    _piece_keys_kernel[(cdiv(pieces.numel(), 1024),)](
-        lists.order, *chunks, pieces, pieces.numel(), n_sel, per_seq,
-        PER_CHUNK=per_chunk, SHARE=share, BLOCK=1024,
-    )  # fmt: skip
-    launches.bump("_piece_keys_kernel")
-    _block_attn_bwd_hopper_kernel[(pieces.numel(),)](
+    tokens = lse.numel() // q.shape[-2]
+    pieces, per_chunk = block_lists.pieces_in_order(lists, share, tokens, groups)
+    _block_attn_bwd_hopper_kernel[(pieces.numel() - 1,)](
         k, v, lse, delta, _head_tiles(q, groups), _head_tiles(grad_out, groups),
-        _head_tiles(acc, groups), out_k, out_v, lists.order, pieces.argsort(), *chunks,
-        cu_seqlens if varlen else lists.order, s_q, s_kv, groups, q_start, per_seq,
-        softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, N_SEL=n_sel, ROWS=ROWS, KEYS=KEYS,
-        WIDTH=WIDTH, STAGES=STAGES, SHARE=share, PER_CHUNK=per_chunk, num_warps=WARPS,
-        maxnreg=START_REGISTERS,
+        _head_tiles(acc, groups), out_k, out_v, lists.rows, pieces, *chunks,
+        cu_seqlens if varlen else lists.rows, s_q, s_kv, groups, q_start, per_seq,
+        softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
+        STAGES=STAGES, SHARE=share, PER_CHUNK=per_chunk, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip
     launches.bump("_block_attn_bwd_hopper_kernel")

@@ -42,9 +42,9 @@ def _tile_rows_kernel(
     VARLEN: tl.constexpr, UNION: tl.constexpr, N_PAD: tl.constexpr, TOKENS: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
-    """Entries of block_indices by slab of tokens and key tile. COUNTS [slabs, n_tiles + 1]: without
-    FILL those of tile i are counted in i + 1; with FILL it is where the next one of tile i goes in
-    the slab's part of ORDER [slabs, slab * G * n_sel], as an entry of the slab."""
+    """Entries of block_indices by slab of tokens and key tile. Without FILL, COUNTS
+    [slabs, n_tiles] counts them; with FILL it is [slabs, n_tiles + 1] and where the next one of a
+    tile goes in the slab's part of ORDER [slabs, slab * G * n_sel], as an entry of the slab."""
     at = tl.arange(0, TOKENS * N_PAD)
     token = tl.program_id(0) * TOKENS + at // N_PAD
     rank = at % N_PAD
@@ -60,13 +60,13 @@ def _tile_rows_kernel(
     if UNION > 0:
         live = live & ~in_union(STATE, tl.minimum(token, T - 1), group, G, UNION)
     part = (token // slab).to(tl.int64)
-    counts = COUNTS + part * (n_tiles + 1) + (sequence * G + group) * per_seq + block
+    counts = COUNTS + (sequence * G + group) * per_seq + block
     if FILL:
-        to = tl.atomic_add(counts, 1, mask=live, sem="relaxed")
+        to = tl.atomic_add(counts + part * (n_tiles + 1), 1, mask=live, sem="relaxed")
         entry = (token % slab * G + group) * n_sel + rank
         tl.store(ORDER + part * slab * G * n_sel + to, entry, mask=live)
     else:
-        tl.atomic_add(counts + 1, 1, mask=live, sem="relaxed")
+        tl.atomic_add(counts + part * n_tiles, 1, mask=live, sem="relaxed")
 
 
 @triton.jit
@@ -244,11 +244,11 @@ def _rows_by_tile(
         )  # fmt: skip
         launches.bump("_tile_rows_kernel")
 
-    counts = torch.zeros(slabs, n_tiles + 1, **kw)
+    counts = torch.zeros(slabs, n_tiles, **kw)
     file_rows(counts, False)
-    bounds = counts.cumsum(1, dtype=torch.int32)
-    file_rows(bounds.clone(), True)
-    return order, chunks_of(bounds, slab * groups * n_sel, CHUNK)
+    chunks = chunks_of(counts, slab * groups * n_sel, CHUNK)
+    file_rows(chunks.bounds.to(torch.int32), True)
+    return order, chunks
 
 
 def block_attention_outer(

@@ -1,8 +1,8 @@
 """Which rows attend a tile of keys: the inverse of the block indices, for the dK/dV pass.
 
-A pair is (entry of block_indices, key tile). Pairs are sorted by tile with a stable sort, so a
-tile's rows keep their order and gradients are bitwise repeatable. Long lists are cut into chunks:
-block 0 and the local blocks are attended by thousands of rows, a random block by dozens.
+A pair is (entry of block_indices, key tile). A tile's rows are in ascending order, so gradients are
+bitwise repeatable. Long lists are cut into chunks: block 0 and the local blocks are attended by
+thousands of rows, a random block by dozens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import launches
-from nsa.kernels.tiles import cdiv
+from nsa.kernels.tiles import cdiv, pow2
 
 CHUNK = 512
 LIST_SIZE = 1024  # pairs, tiles or chunks that a program of the lists takes at once
+MAP_BYTES = 1 << 26  # of the map of rows and tiles, at most
+BUCKETS = 1024  # of pieces, by group and query
+WORDS, SHARE = 128, 512  # of the map: that a program takes at once, and in all
 
 
 @triton.jit
@@ -47,13 +50,15 @@ def keys_of_tile(
 class Chunks:
     """Chunk c covers the pairs chunk_begin[c] .. chunk_end[c] of tile chunk_tile[c]; both are 0
     past the last chunk.
-    tile_chunks [n_tiles + 1]: the chunks of a tile. Tiles count over (sequence, group, tile).
+    tile_chunks, bounds [n_tiles + 1]: the chunks and the pairs of a tile. Tiles count over
+    (sequence, group, tile).
     """
 
     chunk_tile: Tensor
     chunk_begin: Tensor
     chunk_end: Tensor
     tile_chunks: Tensor
+    bounds: Tensor
     n_chunks: int
     n_tiles: int
 
@@ -65,18 +70,26 @@ def token_sequences(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 @triton.jit
-def _chunk_ends_kernel(BOUNDS, TILE_CHUNKS, n_tiles, CHUNK: tl.constexpr, SIZE: tl.constexpr):
-    """TILE_CHUNKS [.., n_tiles + 1]: running sums of the chunks of each tile, for one slab."""
-    slab = tl.program_id(0).to(tl.int64) * (n_tiles + 1)
-    tl.store(TILE_CHUNKS + slab, 0)
+def _chunk_ends_kernel(
+    COUNTS, BOUNDS, TILE_CHUNKS, n_tiles, CHUNK: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """BOUNDS and TILE_CHUNKS [.., n_tiles + 1]: running sums of COUNTS, the pairs of each tile, and
+    of their chunks, for one slab."""
+    slab = tl.program_id(0).to(tl.int64)
+    bounds = BOUNDS + slab * (n_tiles + 1)
+    tile_chunks = TILE_CHUNKS + slab * (n_tiles + 1)
+    tl.store(bounds, 0)
+    tl.store(tile_chunks, 0)
+    pairs_before = tl.zeros((), dtype=tl.int64)
     before = tl.zeros((), dtype=tl.int64)
     for first in range(0, n_tiles, SIZE):
         tile = first + tl.arange(0, SIZE)
         live = tile < n_tiles
-        begin = tl.load(BOUNDS + slab + tile, mask=live, other=0).to(tl.int64)
-        end = tl.load(BOUNDS + slab + tile + 1, mask=live, other=0).to(tl.int64)
-        chunks = (end - begin + CHUNK - 1) // CHUNK
-        tl.store(TILE_CHUNKS + slab + tile + 1, before + tl.cumsum(chunks, 0), mask=live)
+        pairs = tl.load(COUNTS + slab * n_tiles + tile, mask=live, other=0).to(tl.int64)
+        chunks = (pairs + CHUNK - 1) // CHUNK
+        tl.store(bounds + tile + 1, pairs_before + tl.cumsum(pairs, 0), mask=live)
+        tl.store(tile_chunks + tile + 1, before + tl.cumsum(chunks, 0), mask=live)
+        pairs_before += tl.sum(pairs, 0)
         before += tl.sum(chunks, 0)
 
 
@@ -100,7 +113,7 @@ def _chunk_fill_kernel(
         after = tl.where(begun, after, middle)
     nth = chunk - tl.load(tile_chunks + tile, mask=live, other=0)
     begin = tl.load(bounds + tile, mask=live, other=0) + nth * CHUNK
-    end = tl.load(bounds + tile + 1, mask=live, other=0).to(tl.int64)
+    end = tl.load(bounds + tile + 1, mask=live, other=0)
     there = chunk < n_chunks
     to = slab * n_chunks + chunk
     tl.store(CHUNK_TILE + to, tile, mask=there)
@@ -108,83 +121,234 @@ def _chunk_fill_kernel(
     tl.store(CHUNK_END + to, tl.where(live, tl.minimum(begin + CHUNK, end), 0), mask=there)
 
 
-def chunks_of(bounds: Tensor, most: int, size: int) -> Chunks:
-    """Chunks of `size` pairs: tile i has bounds[.., i] .. bounds[.., i + 1], `most` at most in all.
+def chunks_of(counts: Tensor, most: int, size: int) -> Chunks:
+    """Chunks of `size` pairs: tile i has counts int32 [.., i] of them, `most` at most in all.
 
     Leading dimensions are slabs, each with its own lists. No host synchronisation: n_chunks is a
     bound that shapes give, so most late chunks may be empty.
     """
-    n_tiles, lead = bounds.shape[-1] - 1, bounds.shape[:-1]
+    n_tiles, lead = counts.shape[-1], counts.shape[:-1]
     slabs = math.prod(lead)
     n_chunks = most // size + min(n_tiles, most)
     n_chunks += -n_chunks % 4  # every slab's begin at 16 bytes
-    make = lambda n, dtype: torch.empty(*lead, n, dtype=dtype, device=bounds.device)
-    tile_chunks, chunk_tile = make(n_tiles + 1, torch.int64), make(n_chunks, torch.int32)
+    make = lambda n, dtype: torch.empty(*lead, n, dtype=dtype, device=counts.device)
+    bounds, tile_chunks = make(n_tiles + 1, torch.int64), make(n_tiles + 1, torch.int64)
+    chunk_tile = make(n_chunks, torch.int32)
     begin, end = make(n_chunks, torch.int64), make(n_chunks, torch.int64)
-    _chunk_ends_kernel[(slabs,)](bounds, tile_chunks, n_tiles, CHUNK=size, SIZE=LIST_SIZE)
+    _chunk_ends_kernel[(slabs,)](counts, bounds, tile_chunks, n_tiles, CHUNK=size, SIZE=LIST_SIZE)
     launches.bump("_chunk_ends_kernel")
     _chunk_fill_kernel[(cdiv(n_chunks, LIST_SIZE), slabs)](
         bounds, tile_chunks, chunk_tile, begin, end, n_tiles, n_chunks,
         max(n_tiles - 1, 0).bit_length(), CHUNK=size, SIZE=LIST_SIZE,
     )  # fmt: skip
     launches.bump("_chunk_fill_kernel")
-    return Chunks(chunk_tile, begin, end, tile_chunks, n_chunks, n_tiles)
+    return Chunks(chunk_tile, begin, end, tile_chunks, bounds, n_chunks, n_tiles)
 
 
 @dataclass(frozen=True)
 class TileRows(Chunks):
-    """order: the flat entry of block_indices of each pair, by tile."""
+    """rows: token * G + group of each pair, by tile and ascending."""
 
-    order: Tensor
+    rows: Tensor
 
 
 @triton.jit
 def _pair_tiles_kernel(
-    BLOCK_INDICES, SEQUENCE, TILES, entries, S, G, n_sel, per_seq, n_tiles,
-    VARLEN: tl.constexpr, PER_BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_INDICES, SEQUENCE, CU_SEQLENS, OUT, pairs, S, G, n_sel, per_seq, n_tiles, words,
+    VARLEN: tl.constexpr, PER_BLOCK: tl.constexpr, MARK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """TILES [entries, PER_BLOCK]: the key tiles of each entry's block, n_tiles where there is none.
-    Tiles past the end of a short sequence hold no key that a row of it sees."""
+    """The key tiles of each entry's block. Tiles past the end of a short sequence hold no key that
+    a row of it sees. MARK: OUT [n_tiles, words] gets the bit of the row's place in its sequence, a
+    word for 32 rows; else OUT [pairs] is the tile, n_tiles where there is none."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     entry = at // PER_BLOCK
-    live = entry < entries
+    live = at < pairs
     row = entry // n_sel
     token = row // G
     if VARLEN:
         sequence = tl.load(SEQUENCE + token, mask=live, other=0)
+        place = token - tl.load(CU_SEQLENS + sequence, mask=live, other=0)
     else:
         sequence = token // S
+        place = token % S
     block = tl.load(BLOCK_INDICES + entry, mask=live, other=-1)
     known = (block >= 0) & (block < tl.cdiv(per_seq, PER_BLOCK))
     tile = tl.where(known, block, 0) * PER_BLOCK + (at % PER_BLOCK).to(tl.int32)
-    tile = tl.where(known & (tile < per_seq), (sequence * G + row % G) * per_seq + tile, n_tiles)
-    tl.store(TILES + at, tile, mask=live)
+    known = known & (tile < per_seq)
+    tile = tl.where(known, (sequence * G + row % G) * per_seq + tile, n_tiles)
+    known = known & (tile < n_tiles)  # packed rows past the last sequence
+    if MARK:
+        word = OUT + tile.to(tl.int64) * words + place // 32
+        bit = tl.full((SIZE,), 1, tl.int32) << (place % 32).to(tl.int32)
+        tl.atomic_or(word, bit, mask=known & (place < words * 32), sem="relaxed")
+    else:
+        tl.store(OUT + at, tile, mask=live)
+
+
+@triton.jit
+def _ones(word):
+    """How many bits of each 32-bit word are set."""
+    x = word.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return ((x + (x >> 16)) & 63).to(tl.int32)
+
+
+@triton.jit
+def _ones_before(BITS, words, WORDS: tl.constexpr):
+    """Of the first `words` words."""
+    total = tl.zeros((WORDS,), tl.int32)
+    for first in range(0, words, WORDS):
+        at = first + tl.arange(0, WORDS)
+        total += _ones(tl.load(BITS + at, mask=at < words, other=0))
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _tile_counts_kernel(BITS, COUNTS, words, WORDS: tl.constexpr):
+    tile = tl.program_id(0)
+    tl.store(COUNTS + tile, _ones_before(BITS + tile.to(tl.int64) * words, words, WORDS))
+
+
+@triton.jit
+def _tile_members_kernel(
+    BITS, BOUNDS, CU_SEQLENS, ROWS, words, S, G, per_seq,
+    VARLEN: tl.constexpr, WORDS: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """The rows of one tile whose bits are in a share of its words."""
+    tile = tl.program_id(0)
+    share = tl.program_id(1) * SHARE
+    bits = BITS + tile.to(tl.int64) * words
+    group = tile // per_seq % G
+    sequence = tile // per_seq // G
+    if VARLEN:
+        first_token = tl.load(CU_SEQLENS + sequence).to(tl.int64)
+    else:
+        first_token = sequence.to(tl.int64) * S
+    to = tl.load(BOUNDS + tile) + _ones_before(bits, share, WORDS)
+    for first in range(share, tl.minimum(share + SHARE, words), WORDS):
+        at = first + tl.arange(0, WORDS)
+        word = tl.load(bits + at, mask=at < words, other=0)
+        ones = _ones(word)
+        place = to + tl.cumsum(ones, 0) - ones
+        to += tl.sum(ones, 0)
+        while tl.max(ones, 0) > 0:
+            lowest = word & -word
+            token = first_token + at * 32 + _ones(lowest - 1)
+            tl.store(ROWS + place, (token * G + group).to(tl.int32), mask=ones > 0)
+            word = word ^ lowest
+            place += 1
+            ones -= 1
 
 
 def rows_of_tiles(
-    block_indices: Tensor, tiles_per_block: int, n_seq: int, per_seq: int,
+    block_indices: Tensor, tiles_per_block: int, n_seq: int, per_seq: int, longest: int,
     cu_seqlens: Tensor | None = None,
 ) -> TileRows:  # fmt: skip
     """Invert block_indices int32 [.., G, n_sel] (-1 is none); no host synchronisation.
 
     per_seq tiles per sequence and group; dense rows are n_seq equal sequences, packed rows follow
-    cu_seqlens.
+    cu_seqlens, of `longest` rows at most each.
+
+    A map with a bit for each row and tile is made where it is small, and read tile by tile. It
+    grows with the square of the length: long sequences are sorted.
     """
     groups, n_sel = block_indices.shape[-2:]
     blocks = block_indices.reshape(-1, groups, n_sel).contiguous()
     tokens, device = blocks.shape[0], blocks.device
-    n_tiles, entries = n_seq * groups * per_seq, blocks.numel()
-    sequence = blocks if cu_seqlens is None else token_sequences(cu_seqlens, tokens)
-    tile = torch.empty(entries * tiles_per_block, dtype=torch.int32, device=device)
-    _pair_tiles_kernel[(cdiv(tile.numel(), LIST_SIZE),)](
-        blocks, sequence, tile, entries, max(tokens // n_seq, 1), groups, n_sel, per_seq, n_tiles,
-        VARLEN=cu_seqlens is not None, PER_BLOCK=tiles_per_block, SIZE=LIST_SIZE,
+    n_tiles, pairs = n_seq * groups * per_seq, blocks.numel() * tiles_per_block
+    packed = cu_seqlens is not None
+    cu_arg = cu_seqlens if packed else blocks
+    seqlen = max(tokens // n_seq, 1)
+    words = cdiv(longest, 32)
+    mark = n_tiles * words * 4 <= MAP_BYTES
+    kw = dict(dtype=torch.int32, device=device)
+    out = torch.zeros(n_tiles, words, **kw) if mark else torch.empty(pairs, **kw)
+    _pair_tiles_kernel[(cdiv(pairs, LIST_SIZE),)](
+        blocks, token_sequences(cu_seqlens, tokens) if packed else blocks, cu_arg, out, pairs,
+        seqlen, groups, n_sel, per_seq, n_tiles, words, VARLEN=packed, PER_BLOCK=tiles_per_block,
+        MARK=mark, SIZE=LIST_SIZE,
     )  # fmt: skip
     launches.bump("_pair_tiles_kernel")
-    tile, order = torch.sort(tile, stable=True)
-    if tiles_per_block > 1:
-        order = order // tiles_per_block
+    if not mark:
+        tile, order = torch.sort(out, stable=True)
+        bounds = torch.searchsorted(tile, torch.arange(n_tiles + 1, **kw))
+        rows = (order // (tiles_per_block * n_sel)).to(torch.int32)
+        return TileRows(**vars(chunks_of(bounds.diff(), pairs, CHUNK)), rows=rows)
+    counts, rows = torch.empty(n_tiles, **kw), torch.empty(pairs, **kw)
+    _tile_counts_kernel[(n_tiles,)](out, counts, words, WORDS=WORDS, num_warps=1)
+    launches.bump("_tile_counts_kernel")
+    chunks = chunks_of(counts, pairs, CHUNK)
+    _tile_members_kernel[(n_tiles, cdiv(words, SHARE))](
+        out, chunks.bounds, cu_arg, rows, words, seqlen, groups, per_seq, VARLEN=packed,
+        WORDS=WORDS, SHARE=SHARE, num_warps=1,
+    )  # fmt: skip
+    launches.bump("_tile_members_kernel")
+    return TileRows(**vars(chunks), rows=rows)
 
-    bounds = torch.searchsorted(tile, torch.arange(n_tiles + 1, device=device, dtype=tile.dtype))
-    chunks = chunks_of(bounds, tile.numel(), CHUNK)
-    return TileRows(**vars(chunks), order=order.to(torch.int32))
+
+@triton.jit
+def _piece_ranks_kernel(
+    ROWS, CHUNK_BEGIN, CHUNK_END, COUNTS, RANKS, pieces, tokens, G, per_group,
+    PER_CHUNK: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Each piece of SHARE pairs of a chunk goes to a bucket by its group and its middle token.
+
+    COUNTS: pieces of each bucket; RANKS: bucket << 32 | how many came to it before, -1 for empty
+    pieces. per_group: buckets of a group.
+    """
+    piece = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    chunk = piece // PER_CHUNK
+    begin = tl.load(CHUNK_BEGIN + chunk, mask=piece < pieces, other=0)
+    end = tl.load(CHUNK_END + chunk, mask=piece < pieces, other=0)
+    begin += piece % PER_CHUNK * SHARE
+    end = tl.minimum(begin + SHARE, end)
+    live = begin < end
+    unit = tl.load(ROWS + (begin + end) // 2, mask=live, other=0)
+    bucket = unit % G * per_group + ((unit // G).to(tl.int64) * per_group // tokens).to(tl.int32)
+    rank = tl.atomic_add(COUNTS + bucket, 1, mask=live, sem="relaxed")
+    packed = (bucket.to(tl.int64) << 32) | rank.to(tl.int64)
+    tl.store(RANKS + piece, tl.where(live, packed, -1), mask=piece < pieces)
+
+
+@triton.jit
+def _piece_order_kernel(
+    COUNTS, RANKS, PIECES, pieces, BUCKETS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """PIECES [1 + pieces]: how many pieces there are that are not empty, and these by bucket."""
+    counts = tl.load(COUNTS + tl.arange(0, BUCKETS))
+    first = tl.cumsum(counts, 0) - counts
+    tl.store(PIECES, tl.sum(counts, 0))
+    piece = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    packed = tl.load(RANKS + piece, mask=piece < pieces, other=-1)
+    bucket = tl.maximum(packed >> 32, 0).to(tl.int32)
+    to = tl.gather(first, bucket, 0) + packed.to(tl.int32)
+    tl.store(PIECES + 1 + to, piece, mask=packed >= 0)
+
+
+def pieces_in_order(
+    lists: TileRows, share: int, tokens: int, groups: int
+) -> tuple[Tensor, int]:  # fmt: skip
+    """Pieces of `share` pairs of the chunks, as a pass takes them that adds to dQ: group by group,
+    whose K and V stay in the L2, and about in the order of their queries.
+
+    Returns int32 [1 + pieces], how many pieces there are and the number of each, with nothing after
+    them, and the pieces of a chunk. Among pieces of a bucket the order changes from run to run.
+    tokens: of all sequences.
+    """
+    device, per_chunk = lists.rows.device, CHUNK // share
+    pieces, buckets = lists.n_chunks * per_chunk, max(BUCKETS, pow2(groups))
+    counts = torch.zeros(buckets, dtype=torch.int32, device=device)
+    ranks = torch.empty(pieces, dtype=torch.int64, device=device)
+    order = torch.empty(1 + pieces, dtype=torch.int32, device=device)
+    grid = (cdiv(pieces, LIST_SIZE),)
+    _piece_ranks_kernel[grid](
+        lists.rows, lists.chunk_begin, lists.chunk_end, counts, ranks, pieces, tokens, groups,
+        buckets // groups, PER_CHUNK=per_chunk, SHARE=share, SIZE=LIST_SIZE,
+    )  # fmt: skip
+    launches.bump("_piece_ranks_kernel")
+    _piece_order_kernel[grid](counts, ranks, order, pieces, BUCKETS=buckets, SIZE=LIST_SIZE)
+    launches.bump("_piece_order_kernel")
+    return order, per_chunk

@@ -89,6 +89,7 @@ def _prefill_bwd(
     from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
     from nsa.kernels.prefill.combine import combine_bwd
     from nsa.kernels.prefill.span_bwd import span_attention_bwd
+    from nsa.kernels.prefill.sums import rounded
 
     s, window = _sizes(sizes), sizes[6]
     grad_out = grad_out.contiguous()
@@ -113,8 +114,7 @@ def _prefill_bwd(
         softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen, max_cmp, delta=deltas[CMP], dq=acc,
         q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
-    dq = torch.mul(acc, softmax_scale, out=torch.empty_like(q))
-    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
+    return rounded(acc, softmax_scale, q), dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
 @_prefill_bwd.register_fake

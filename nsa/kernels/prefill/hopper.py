@@ -112,7 +112,7 @@ def block_backward_kernels(
     from nsa.kernels.prefill import block_attn_bwd
 
     if block_backward(q, k, v, grad_out, block_size):
-        return ("_piece_keys_kernel", "_block_attn_bwd_hopper_kernel")
+        return ("_piece_ranks_kernel", "_piece_order_kernel", "_block_attn_bwd_hopper_kernel")
     heads = q.shape[-2] // k.shape[-2]
     shape = (arch_of(q.device), heads, q.shape[-1], v.shape[-1], q.element_size())
     dq = () if block_attn_bwd.fused_tiles(*shape) else ("_block_attn_bwd_dq_kernel",)

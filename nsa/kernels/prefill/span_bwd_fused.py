@@ -18,6 +18,7 @@ import triton.language as tl
 from nsa import launches
 from nsa.kernels.prefill.span_common import sequence_bounds
 from nsa.kernels.prefill.span_kinds import Span
+from nsa.kernels.prefill.sums import rounded, zero_sums
 from nsa.kernels.row_tiles import head_tiles, row_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, pow2, sm_count, split_dim
 
@@ -240,9 +241,8 @@ def gradient_sums(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What one pass adds dQ to, and what it writes dK and dV to, or adds where it is split."""
     acc = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
-    make = torch.zeros if splits > 1 else torch.empty
-    like = lambda x: make(x.shape, device=x.device, dtype=torch.float32 if splits > 1 else x.dtype)
-    return acc, like(k), like(v)
+    dk, dv = zero_sums(k, v) if splits > 1 else (torch.empty_like(k), torch.empty_like(v))
+    return acc, dk, dv
 
 
 def compressed_attention_bwd_fused(
@@ -279,5 +279,5 @@ def compressed_attention_bwd_fused(
     )  # fmt: skip
     launches.bump("_span_bwd_fused_kernel")
     if dq is None:
-        dq = torch.mul(acc, softmax_scale, out=torch.empty_like(q))
+        dq = rounded(acc, softmax_scale, q)
     return dq, dk.to(k.dtype), dv.to(v.dtype)

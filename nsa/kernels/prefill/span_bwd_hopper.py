@@ -44,6 +44,7 @@ from nsa import launches
 from nsa.kernels.prefill import span_bwd_fused
 from nsa.kernels.prefill.span_common import sequence_bounds
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
+from nsa.kernels.prefill.sums import rounded
 from nsa.kernels.row_tiles import shared_layout
 from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
@@ -517,5 +518,5 @@ def span_attention_bwd_hopper(
     )  # fmt: skip
     launches.bump("_span_bwd_hopper_kernel")
     if dq is None:
-        dq = torch.mul(acc, softmax_scale, out=torch.empty_like(q))
+        dq = rounded(acc, softmax_scale, q)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
