@@ -161,7 +161,7 @@ def asked_for(on_hopper, monkeypatch):
     say("block_backward", SimpleNamespace(add_block_gradients=lambda *a: None))
     for module in (span_bwd, block_attn_bwd):
         monkeypatch.setattr(module, "attention_delta", delta)
-    monkeypatch.setattr(block_attn_bwd, "rows_of_tiles", lambda *a: SimpleNamespace(order=None))
+    monkeypatch.setattr(block_attn_bwd, "rows_of_tiles", lambda *a: SimpleNamespace(rows=None))
     monkeypatch.setattr(
         block_select, "block_select",
         lambda q, k, *a, n_sel, **kw: torch.zeros(*q.shape[:-2], k.shape[-2], n_sel).int(),

@@ -29,7 +29,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from nsa import launches
 from nsa.kernels.prefill import tile_blocks
@@ -143,6 +148,36 @@ def _attend(acc, m, l, q, k, v, last, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _attend_together(acc, m, l, q, k, v, scale_log2):
+    """_attend of the four warps of a group that all take this block and see all of it."""
+    KEYS: gl.constexpr = k.shape[0]
+    WIDTH: gl.constexpr = k.shape[1]
+    ROWS: gl.constexpr = acc.shape[0]
+    LAYOUT: gl.constexpr = acc.type.layout
+    WARPS: gl.constexpr = gl.num_warps()
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
+    s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
+    for part in gl.static_range(len(q)):
+        left = gl.convert_layout(q[part], LEFT, assert_trivial=True)
+        right = k.slice(part * 16, 16, dim=1).permute([1, 0])
+        s = warpgroup_mma(left, right, s, use_acc=part > 0, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    s = gl.convert_layout(s, LAYOUT, assert_trivial=True)
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    p = gl.exp2(s * scale_log2 - m_new[:, None])
+    alpha = gl.exp2(m - m_new)
+    left = gl.convert_layout(p.to(v.dtype), RIGHT, assert_trivial=True)
+    acc = gl.convert_layout(acc * alpha[:, None], ACC_LAYOUT, assert_trivial=True)
+    acc = warpgroup_mma(left, v, acc, is_async=True)
+    l = l * alpha + gl.sum(p, 1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    return gl.convert_layout(acc, LAYOUT, assert_trivial=True), m_new, l
+
+
+@gluon.jit
 def _gated(X, place, gate, live):
     x = gl.load(X + place, mask=live[:, None], other=0.0).to(gl.float32)
     return x * gl.load(gate, mask=live, other=0.0).to(gl.float32)[:, None]
@@ -190,11 +225,17 @@ def _consume(
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
         l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
         for i in range(count):
-            mine = (entry.to(gl.int32) >> warp) & 1
+            chosen = entry.to(gl.int32)
+            mine = (chosen >> warp) & 1
             last = own - (entry >> 32).to(gl.int32)
+            together = ((chosen >> (warp & 4)) & 15 == 15) & (last - (warp & 3) >= KEYS - 1)
             entry = gl.load(entries + gl.minimum(i + 1, ROOM - 1))
             _await(slot, parity)
-            if mine != 0:
+            if together:
+                acc, m, l = _attend_together(
+                    acc, m, l, q, k_ring.index(slot), v_ring.index(slot), scale_log2
+                )
+            elif mine != 0:
                 k = k_ring.index(slot)
                 v = v_ring.index(slot)
                 if last < KEYS - 1:
