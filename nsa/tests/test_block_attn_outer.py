@@ -48,7 +48,7 @@ def small(monkeypatch):
     monkeypatch.setattr(block_attn_outer, "MIN_PAIRS", 1)
     monkeypatch.setattr(block_attn_outer, "MIN_PAIRS_PER_TILE", 0)
     monkeypatch.setattr(
-        block_attn_outer, "slab_tokens", lambda row_bytes: 29 if row_bytes < 2000 else 300
+        block_attn_outer, "slab_tokens", lambda row_bytes, _: 29 if row_bytes < 2000 else 300
     )
 
 

@@ -4,7 +4,7 @@ One query's blocks are 32 KB of K and V each, read for a product of `heads` rows
 reading is all the time. Here a program keeps one key tile and gathers the queries that chose it, 64
 rows at a time. What a query gets from one block is a partial output: 16 bits, with its maximum and
 its log-sum-exp beside it. A second kernel merges a query's partial outputs. Queries go by slabs, so
-that these take PART_BYTES at most.
+that these take less than the gated sum of the branches does afterwards, or LEAST_PARTS.
 
 Queries of one block see different keys of it, and 0 * NaN is NaN: tiles of queries with an output
 that is not finite are left to the kernel that serves one query at a time.
@@ -22,8 +22,10 @@ from nsa.kernels.prefill.block_lists import Chunks, chunks_of, keys_of_tile, tok
 from nsa.kernels.prefill.union_lists import UnionLists, in_union
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2
 
-PART_BYTES = 1 << 30  # half of it takes 6 % longer
-CHUNK = 256  # pairs of a program; 512 take 3 % longer, 128 the same
+# Bytes of partial outputs at a time. H200, 8 groups of 4 heads, 32k tokens: 1024 MiB 4.9 ms, 512
+# 5.1, 256 5.4, 160 5.9.
+LEAST_PARTS, MOST_PARTS = 192 << 20, 1 << 30
+CHUNK = 128  # pairs of a program; of slabs of 256 MiB, 256 pairs take 5 % longer
 # (query, block) pairs. H200, 8 groups, heads of 128, random blocks, in ms beside single queries and
 # unions without this: 4 heads, 8k tokens (2^20 pairs) 1.6 and 1.7, 16k 2.9 and 4.3, 32k 5.2 and
 # 11.2; 8 heads, 16k 4.9 and 5.5; 16 heads of 4 groups, 32k 9.6 and 6.7.
@@ -216,9 +218,12 @@ def outer_applies(
     )
 
 
-def slab_tokens(row_bytes: int) -> int:
-    """How many queries go at a time; row_bytes: partial outputs of one."""
-    return max(PART_BYTES // row_bytes, 1)
+def slab_tokens(row_bytes: int, out_bytes: int) -> int:
+    """How many queries go at a time; row_bytes: partial outputs of one, out_bytes: all outputs.
+
+    A quarter of the room is for the lists.
+    """
+    return max(min(max(out_bytes * 3 // 4, LEAST_PARTS), MOST_PARTS) // row_bytes, 1)
 
 
 def _rows_by_tile(
@@ -277,7 +282,8 @@ def block_attention_outer(
     union = unions.queries if unions else 0
     redo = union or REDO
     again = torch.zeros(cdiv(tokens, redo), groups, 2, dtype=torch.int32, device=q.device)
-    slab = min(slab_tokens(groups * n_sel * heads * dv * 2), tokens)
+    out_bytes = out.numel() * out.element_size()
+    slab = min(slab_tokens(groups * n_sel * heads * dv * 2, out_bytes), tokens)
     parts = torch.empty(slab * groups * n_sel * heads, dv, dtype=torch.float16, device=q.device)
     parts_lse = torch.empty(parts.shape[0], dtype=torch.float32, device=q.device)
     parts_top = torch.empty_like(parts_lse)
