@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -145,6 +146,23 @@ def test_train_gpu_model_does_not_see_the_future(gpu_run, text, cuda):
     assert selftest.leaks
 
 
+def by_network(names: Iterable[str]) -> dict[str, list[str]]:
+    """Parameters by what they are compared as: those of a compression or a gate are one."""
+    networks: dict[str, list[str]] = {}
+    for name in names:
+        networks.setdefault(re.sub(r"\.(inner|outer|position)\b.*", "", name), []).append(name)
+    return networks
+
+
+def test_train_smoke_networks_cover_the_model():
+    names = [name for name, _ in NSALanguageModel(TINY.config, ts.VOCAB, 2).named_parameters()]
+    networks = by_network(names)
+    assert sorted(sum(networks.values(), [])) == sorted(names)
+    attention = {f"blocks.{i}.attention.{part}" for i in (0, 1)
+                 for part in ("qkv.weight", "out.weight", "gate", "phi_k", "phi_v")}  # fmt: skip
+    assert attention < set(networks) and len(networks) == 20
+
+
 def test_train_gpu_loss_and_gradients_agree_with_the_reference_route(text, cuda):
     batch = training.windows(text[0], torch.tensor([0, 700]), 512).to(cuda)
     seen = {}
@@ -160,11 +178,7 @@ def test_train_gpu_loss_and_gradients_agree_with_the_reference_route(text, cuda)
     # A near tie may choose other blocks in bf16, so directions are compared, not elements; those of
     # a compression or gate network as one: what moves all compressed keys alike (its last bias)
     # changes no softmax, and its gradient is rounding noise.
-    networks: dict[str, list[str]] = {}
-    for name in fast_grads:
-        networks.setdefault(re.sub(r"\.(inner|outer|position)\b.*", "", name), []).append(name)
-    assert len(networks) > 20
-    for network, names in networks.items():
+    for network, names in by_network(fast_grads).items():
         a, b = (torch.cat([g[n].flatten() for n in names]) for g in (fast_grads, slow_grads))
         cosine = torch.cosine_similarity(a, b, dim=0)
         assert cosine > 0.98, f"{network}: cosine {cosine.item():.4f}"
