@@ -372,6 +372,26 @@ def test_whole(shape, device):
     check("whole", x, names, ours, theirs, kernels)
 
 
+@pytest.mark.parametrize("shape", [Shape((53,), h=1), SHAPES[2], SHAPES[6], SHAPES[9]], ids=str)
+def test_without_gradients_the_same_in_less_memory(shape, device, monkeypatch):
+    """Where nobody will ask for a gradient the output of selection is not kept."""
+    from nsa.kernels.prefill import fused
+
+    x, kept = Inputs(shape, device, seed=6), []
+    operator = fused._prefill
+    monkeypatch.setattr(fused, "_prefill", lambda *a: kept.append(operator(*a)) or kept[-1])
+    names = ["q", "k_cmp", "v_cmp", "k", "v", "k_win", "v_win", "gates"]
+    tensors = [x.layout(getattr(x, n)).detach().requires_grad_() for n in names]
+    how = dict(shape.sizes, n_init=1, n_local=2, window=shape.w, **x.packing(compressed=True))
+    out, aux = prefill.nsa_prefill_triton(*tensors, **how)
+    with torch.no_grad():
+        again, same = prefill.nsa_prefill_triton(*tensors, **how)
+    plain, _ = prefill.nsa_prefill_triton(*(t.detach() for t in tensors), **how)
+    assert out.requires_grad and torch.equal(again, out) and torch.equal(plain, out)
+    assert all(torch.equal(aux[n], same[n]) for n in aux)
+    assert [results[3].numel() for results in kept] == [out.numel(), 0, 0]
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("shape", [Shape((5, 17, 1, 9), packed=True), SHAPES[6]], ids=str)
 def test_deterministic_gradients_repeat_bitwise(shape, device):

@@ -190,7 +190,7 @@ def _gluon_cases() -> list[AotCase]:
     kernel = module._block_attn_fwd_hopper_kernel
     for dim, stages in module.STAGES.items():
         c = dict(VARLEN=dim == 64, HEADS=module.HEADS, ROOM=tile_blocks.room(module.WARPS, 16),
-                 STAGES=stages, GATED=dim == 128)  # fmt: skip
+                 STAGES=stages, GATED=dim == 128, KEEP=True)  # fmt: skip
         types = dict(KD=tile("bf16", module.KEYS, dim), VD=tile("bf16", module.KEYS, dim))
         one = case(kernel, f"D{dim}", types, c, module.WARPS, 32, module.START_REGISTERS)
         cases.append(replace(one, parting="again:"))

@@ -9,6 +9,7 @@ queries of 9 to 16 heads share what they read instead (block_attn_fwd_hopper.py)
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -196,10 +197,11 @@ def gated_block_attention_fwd(
     others: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, *,
     block_size: int, softmax_scale: float, seq_begin: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, max_seqlen: int = 0, q_start: int = 0,
-    use_gluon: bool | None = None,
+    use_gluon: bool | None = None, keep: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs; with
     others (outputs of compressed and sliding attention, gates) the gated sum of the three as well.
+    Where only that is wanted (keep is False), out is empty and takes no memory.
 
     Dense q [B, S, HQ, D], k [B, N, G, D]; packed q [T, HQ, D], k [T, G, D] with cu_seqlens,
     max_seqlen and seq_begin int32 [T], the first row of each token's sequence. block_indices int32
@@ -212,19 +214,20 @@ def gated_block_attention_fwd(
     groups, dv = v.shape[-2:]
     heads = hq // groups
     out = torch.empty(*q.shape[:-1], dv, dtype=q.dtype, device=q.device)
+    nothing = torch.empty(0, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     tokens = lse.numel() // max(hq, 1)
     if tokens == 0:
-        return out, lse, torch.empty_like(out) if others else None
+        return out if keep else nothing, lse, torch.empty_like(out) if others else None
     n_sel, size = block_indices.shape[-1], q.element_size()
     on_hopper = hopper.block_forward(q, k, v, n_sel, block_size, softmax_scale, use_gluon)
     if on_hopper:
-        total = torch.empty_like(out) if others else None
+        total = (torch.empty_like(out) if keep else out) if others else None
         on_hopper.attend_blocks(
-            q, k, v, block_indices, out, lse, softmax_scale=softmax_scale, seq_begin=seq_begin,
-            q_start=q_start, others=others, total=total,
+            q, k, v, block_indices, out if keep else None, lse, softmax_scale=softmax_scale,
+            seq_begin=seq_begin, q_start=q_start, others=others, total=total,
         )  # fmt: skip
-        return out, lse, total
+        return out if keep else nothing, lse, total
     arch = arch_of(q.device)
     keys = (cu_seqlens.numel() - 1) * max_seqlen if varlen else k.shape[0] * k.shape[1]
     outer = outer_applies(arch, tokens, keys, groups, heads, n_sel, block_size, dim, dv, size)
@@ -237,6 +240,7 @@ def gated_block_attention_fwd(
             q, k, v, lists, out, lse, block_size=block_size, softmax_scale=softmax_scale,
             seq_begin=seq_begin, q_start=q_start, tiles=union_fwd_tiles(arch, dim, dv),
         )  # fmt: skip
+        lists = replace(lists, entries=None)  # whose memory serves what comes now
     union = lists.queries if lists else 0
     state, piece = (lists.state, min(PIECE, union)) if lists else (block_indices, 1)
     if outer:
@@ -265,4 +269,5 @@ def gated_block_attention_fwd(
     if others is None:
         return out, lse, None
     o_cmp, o_win, gates = others
-    return out, lse, combine_fwd(o_cmp, out, o_win, gates)
+    total = combine_fwd(o_cmp, out, o_win, gates, into=None if keep else out)
+    return out if keep else nothing, lse, total

@@ -188,6 +188,7 @@ def _consume(
     Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, k_ring, v_ring, T, S, S_KV, G, H,
     q_start, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, GATED: gl.constexpr,
+    KEEP: gl.constexpr,
 ):  # fmt: skip
     """A warp for each query of a tile, tile after tile."""
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -257,7 +258,8 @@ def _consume(
         out = (acc * (1.0 / gl.where(l > 0, l, 1.0))[:, None]).to(O.dtype.element_ty)
         columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
         place = row[:, None] * WIDTH + columns[None, :]
-        gl.store(O + place, out, mask=live[:, None])
+        if KEEP:
+            gl.store(O + place, out, mask=live[:, None])
         if GATED:  # as _combine_fwd_kernel
             total = _gated(O_CMP, place, GATES + row * 3, live)
             gate = gl.load(GATES + row * 3 + 1, mask=live, other=0.0).to(gl.float32)
@@ -302,9 +304,9 @@ def _block_attn_fwd_hopper_kernel(
     Q, KD, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, T, S, S_KV, G, H, q_start,
     scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr,
+    GATED: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
-    """O and LSE, and with GATED the gated SUM of O_CMP, O and O_WIN."""
+    """LSE, with KEEP O, and with GATED the gated SUM of O_CMP, O and O_WIN."""
     dtype: gl.constexpr = KD.dtype
     WARPS: gl.constexpr = gl.num_warps()
     TILE: gl.constexpr = KD.block_type.nbytes // UNIT
@@ -325,7 +327,7 @@ def _block_attn_fwd_hopper_kernel(
     gl.warp_specialize([
         (_consume, (
             Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, k_ring, v_ring, T, S, S_KV, G, H,
-            q_start, scale_log2, VARLEN, HEADS, ROOM, GATED,
+            q_start, scale_log2, VARLEN, HEADS, ROOM, GATED, KEEP,
         )),
         (_produce, (KD, VD, ENTRIES, COUNTS, k_ring, v_ring, bars, T, G, WARPS, ROOM)),
     ], [1], [LEAST_REGISTERS])  # fmt: skip
@@ -361,11 +363,12 @@ def usable(
 
 
 def attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, *,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor | None, lse: Tensor, *,
     softmax_scale: float, seq_begin: Tensor | None, q_start: int,
     others: tuple[Tensor, Tensor, Tensor] | None = None, total: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill out, lse and total for inputs that are usable(); see gated_block_attention_fwd."""
+    """Fill lse, and out and total where they are given, for inputs that are usable(); see
+    gated_block_attention_fwd."""
     varlen = seq_begin is not None
     hq, width = q.shape[-2:]
     groups = k.shape[-2]
@@ -375,11 +378,13 @@ def attend_blocks(
         block_indices, seq_begin, s_q, s_kv, q_start, KEYS, queries=WARPS
     )
     programs = min(lists.counts.numel(), sm_count(q.device))
+    keep, gated = out is not None, others is not None
+    out, total = (out if keep else total), (total if gated else out)
     _block_attn_fwd_hopper_kernel[(programs,)](
         q, _blocks(k), _blocks(v), out, lse, *(others or (out, out, out)),
-        out if total is None else total, lists.entries, lists.counts, tokens, s_q, s_kv, groups,
+        total, lists.entries, lists.counts, tokens, s_q, s_kv, groups,
         hq // groups, q_start, softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS,
-        ROOM=lists.entries.shape[-1], STAGES=STAGES[width], GATED=others is not None,
+        ROOM=lists.entries.shape[-1], STAGES=STAGES[width], GATED=gated, KEEP=keep,
         num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip
     launches.bump("_block_attn_fwd_hopper_kernel")

@@ -4,7 +4,7 @@ One query's blocks are 32 KB of K and V each, read for a product of `heads` rows
 reading is all the time. Here a program keeps one key tile and gathers the queries that chose it, 64
 rows at a time. What a query gets from one block is a partial output: 16 bits, with its maximum and
 its log-sum-exp beside it. A second kernel merges a query's partial outputs. Queries go by slabs, so
-that these take less than the gated sum of the branches does afterwards, or LEAST_PARTS.
+that these take less than an output of a branch, or LEAST_PARTS.
 
 Queries of one block see different keys of it, and 0 * NaN is NaN: tiles of queries with an output
 that is not finite are left to the kernel that serves one query at a time.
@@ -24,7 +24,7 @@ from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow
 
 # Bytes of partial outputs at a time. H200, 8 groups of 4 heads, 32k tokens: 1024 MiB 4.9 ms, 512
 # 5.1, 256 5.4, 160 5.9.
-LEAST_PARTS, MOST_PARTS = 192 << 20, 1 << 30
+LEAST_PARTS, MOST_PARTS = 176 << 20, 1 << 30
 CHUNK = 128  # pairs of a program; of slabs of 256 MiB, 256 pairs take 5 % longer
 # (query, block) pairs. H200, 8 groups, heads of 128, random blocks, in ms beside single queries and
 # unions without this: 4 heads, 8k tokens (2^20 pairs) 1.6 and 1.7, 16k 2.9 and 4.3, 32k 5.2 and

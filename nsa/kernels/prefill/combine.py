@@ -65,10 +65,14 @@ def _combine_bwd_kernel(
 
 
 def combine_fwd(
-    o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor
-) -> torch.Tensor:
-    """sum_b gates[.., b] * o_b for contiguous [.., HQ, Dv] outputs and gates [.., HQ, 3]."""
-    out = torch.empty_like(o_cmp)
+    o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor,
+    into: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """sum_b gates[.., b] * o_b for contiguous [.., HQ, Dv] outputs and gates [.., HQ, 3].
+
+    into: where it goes, which may be one of the outputs.
+    """
+    out = torch.empty_like(o_cmp) if into is None else into
     n_rows = gates.numel() // 3
     if out.numel():
         dv = out.shape[-1]

@@ -38,10 +38,10 @@ def _prefill(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, sizes: list[int], softmax_scale: float,
     cu_seqlens: Tensor | None, cu_seqlens_cmp: Tensor | None, max_seqlen: int, q_start: int,
-    use_gluon: bool | None = None,
+    use_gluon: bool | None = None, for_backward: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, block_indices, the three branches' outputs and their log-sum-exps (sizes: as _sizes,
-    then the window)."""
+    then the window). Without for_backward the output of selection is empty."""
     from nsa.kernels.prefill.block_attn_fwd import gated_block_attention_fwd
     from nsa.kernels.prefill.block_select import block_select
     from nsa.kernels.prefill.span_fwd import span_attention_fwd
@@ -64,17 +64,19 @@ def _prefill(
         q, k_sel, v_sel, block_indices, (o_cmp, o_win, gates), block_size=s["l_sel"],
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
         cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_start=q_start, use_gluon=use_gluon,
+        keep=for_backward,
     )  # fmt: skip
     return out, block_indices, o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win
 
 
 @_prefill.register_fake
 def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, cu_seqlens,
-      cu_seqlens_cmp, max_seqlen, q_start, use_gluon=None):  # fmt: skip
+      cu_seqlens_cmp, max_seqlen, q_start, use_gluon=None, for_backward=True):  # fmt: skip
     out = lambda: q.new_empty(*q.shape[:-1], v_cmp.shape[-1])
     lse = lambda: q.new_empty(q.shape[:-1], dtype=torch.float32)
     blocks = q.new_empty(*q.shape[:-2], k_cmp.shape[-2], sizes[3], dtype=torch.int32)
-    return out(), blocks, out(), out(), out(), lse(), lse(), lse()
+    selected = out() if for_backward else q.new_empty(0)
+    return out(), blocks, out(), selected, out(), lse(), lse(), lse()
 
 
 @torch.library.custom_op("nsa::prefill_bwd", mutates_args=())
@@ -128,19 +130,19 @@ def _setup_context(ctx, inputs, output):
     tensors, sizes, softmax_scale, cu_seqlens, cu_seqlens_cmp, *rest = inputs[:8], *inputs[8:]
     ctx.save_for_backward(*tensors, *output[1:], cu_seqlens, cu_seqlens_cmp)
     ctx.scalars = (sizes, softmax_scale)
-    ctx.rest = rest  # max_seqlen, q_start, use_gluon
+    ctx.rest = rest[:3]  # max_seqlen, q_start, use_gluon
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # else each of these gets a gradient of zeros, 3 GiB at 64k
 
 
 def _backward(ctx, grad_out, *unused):
     if grad_out is None:
-        return (None,) * 15
+        return (None,) * 16
     *saved, cu_seqlens, cu_seqlens_cmp = ctx.saved_tensors
     grads = torch.ops.nsa.prefill_bwd(
         grad_out, *saved, *ctx.scalars, cu_seqlens, cu_seqlens_cmp, *ctx.rest
     )
-    return (*grads, *(None,) * 7)
+    return (*grads, *(None,) * 8)
 
 
 _prefill.register_autograd(_backward, setup_context=_setup_context)
@@ -164,8 +166,9 @@ def nsa_prefill_triton(
     check_block_size("l_sel", l_sel)
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    for_backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     out, block_indices, *_, lse, _, _ = _prefill(
         *(t.contiguous() for t in tensors), [l, d, l_sel, n_sel, n_init, n_local, window], scale,
-        cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, q_start, use_gluon,
+        cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, q_start, use_gluon, for_backward,
     )  # fmt: skip
     return out, {"block_indices": block_indices, "lse": lse}

@@ -38,13 +38,14 @@ class UnionLists:
 
     state int32 [tiles, G, 2]: the number of blocks in the tile's union, -1 where its queries go one
     by one, and the mask of queries that chose their own block. entries int64 [tiles, G, room]:
-    block << 32 | mask of the queries that chose it, for blocks before the queries' own.
+    block << 32 | mask of the queries that chose it, for blocks before the queries' own; None once
+    the unions are served.
     work int32 [tiles * G]: tile * G + group of the unions, in any order, for one forward, which
     uses up counts int32 [2]: how many there are and were taken.
     """
 
     state: Tensor
-    entries: Tensor
+    entries: Tensor | None
     work: Tensor
     counts: Tensor
     queries: int
