@@ -17,10 +17,46 @@ from nsa.kernels.tiles import split_dim
 
 @functools.cache
 def shared_layout(swizzle: int, bits: int, rank: int) -> Any:
-    """Gluon's layout of a tile that the copy engine fills; making one takes the host some 10 us."""
+    """Gluon's layout of a tile that the copy engine fills. Making one takes the host some 10 us,
+    and its name, for which Triton asks at every launch, some 4."""
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout(swizzle, bits, rank)
+    name = repr(gl.NVMMASharedLayout(swizzle, bits, rank))
+
+    class Named(gl.NVMMASharedLayout):
+        def __repr__(self) -> str:
+            return name
+
+    return Named(swizzle, bits, rank)
+
+
+_forms: dict[tuple, dict[str, Any]] = {}  # of descriptors that Triton found right
+MOST_FORMS = 4096
+
+
+def descriptor(x: Tensor, block: tuple[int, ...], layout: Any = None) -> Any:
+    """Descriptor of tiles of x, in Gluon with a layout from shared_layout().
+
+    What Triton checks of a descriptor, some 5 us of the host, it checks once for all tensors of
+    x's dtype, shape and strides.
+    """
+    if layout is None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+    else:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    form = (x.dtype, x.shape, x.stride(), block, id(layout))
+    fields = _forms.get(form)
+    if fields is None or x.data_ptr() % 16:
+        made = TensorDescriptor.from_tensor(x, list(block), *(() if layout is None else (layout,)))
+        if len(_forms) >= MOST_FORMS:
+            _forms.clear()
+        _forms[form] = {**vars(made), "base": None}  # holds no tensor
+        return made
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(fields)
+    made.base = x
+    return made
 
 
 def tma_usable(arch: int, split: Tensor, *, whole: Tensor | None = None) -> bool:
@@ -45,19 +81,12 @@ def tma_usable(arch: int, split: Tensor, *, whole: Tensor | None = None) -> bool
 
 def row_tiles(x: Tensor, rows: int, columns: int) -> Any:
     """Descriptor of [rows, columns] tiles of x [.., groups, width] seen as [-1, groups * width]."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    flat = x.view(-1, x.shape[-2] * x.shape[-1])
-    return TensorDescriptor.from_tensor(flat, [rows, columns])
+    return descriptor(x.view(-1, x.shape[-2] * x.shape[-1]), (rows, columns))
 
 
 def head_tiles(x: Tensor, tokens: int, heads: int, columns: int) -> Any:
     """Descriptor of [tokens, heads, columns] tiles of x [.., heads in all, width]."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(
-        x.view(-1, *x.shape[-2:]), [tokens, heads, columns]
-    )
+    return descriptor(x.view(-1, *x.shape[-2:]), (tokens, heads, columns))
 
 
 def k_tiles(k: Tensor, rows: int, use: bool) -> tuple[Any, Any]:

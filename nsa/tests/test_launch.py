@@ -143,3 +143,40 @@ def test_a_layer_works_on_a_card_that_is_not_the_current_one(cuda):
     for a, b in zip(*found, strict=True):
         assert a.isfinite().all()
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("gluon", [False, True])
+def test_descriptors_are_those_that_triton_makes(gluon):
+    """Also from the second on, which Triton does not check; one form is not taken for another."""
+    pytest.importorskip("triton")
+    from nsa.kernels import row_tiles
+
+    layout = row_tiles.shared_layout(128, 16, 2) if gluon else None
+    more = () if layout is None else (layout,)
+    row_tiles._forms.clear()
+    for rows, stride, block, dtype in (
+        (24, 64, (8, 64), torch.float16), (24, 128, (8, 64), torch.float16),
+        (16, 128, (8, 64), torch.float16), (24, 128, (16, 64), torch.float16),
+        (24, 128, (8, 64), torch.bfloat16),
+    ):  # fmt: skip
+        for _ in range(2):
+            base = torch.zeros(rows, stride, dtype=dtype)[:, :64]
+            got = row_tiles.descriptor(base, block, layout)
+            want = type(got).from_tensor(base, list(block), *more)
+            assert got.base is base and type(got) is type(want)
+            assert {**vars(got), "base": None} == {**vars(want), "base": None}
+    assert len(row_tiles._forms) == 5
+    assert all(fields["base"] is None for fields in row_tiles._forms.values())
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="16-byte aligned"):
+            row_tiles.descriptor(torch.zeros(24 * 64 + 1).half()[1:].view(24, 64), (8, 64), layout)
+
+
+def test_a_layout_has_the_name_of_tritons():
+    pytest.importorskip("triton")
+    from triton.experimental.gluon import language as gl
+
+    from nsa.kernels.row_tiles import shared_layout
+
+    for sizes in ((128, 16, 2), (0, 32, 1)):
+        assert repr(shared_layout(*sizes)) == repr(gl.NVMMASharedLayout(*sizes))

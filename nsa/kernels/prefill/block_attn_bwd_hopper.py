@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa import launches
 from nsa.kernels.prefill import block_lists
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
-from nsa.kernels.row_tiles import shared_layout, tma_usable
+from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
 from nsa.kernels.tiles import LOG2E
 
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # before triton 3.7
@@ -314,12 +314,10 @@ def _head_tiles(x: torch.Tensor, groups: int) -> Any:
 
     The copy engine fills groups of fewer heads than SWIZZLE_ROWS up with zeros.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     layout = shared_layout(SWIZZLE, x.element_size() * 8, 3)
     heads = x.shape[-2] // groups
-    block = [1, max(heads, SWIZZLE_ROWS), SWIZZLE // x.element_size()]
-    return TensorDescriptor.from_tensor(x.view(-1, heads, x.shape[-1]), block, layout)
+    block = (1, max(heads, SWIZZLE_ROWS), SWIZZLE // x.element_size())
+    return descriptor(x.view(-1, heads, x.shape[-1]), block, layout)
 
 
 def piece_pairs(heads: int) -> int:

@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa import launches
 from nsa.kernels.prefill import tile_blocks
 from nsa.kernels.prefill.block_attn_bwd_hopper import _barrier
-from nsa.kernels.row_tiles import shared_layout, tma_usable
+from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
 from nsa.kernels.tiles import LOG2E, sm_count
 
 KEYS = 64
@@ -335,11 +335,9 @@ def _block_attn_fwd_hopper_kernel(
 
 def _blocks(x: Tensor) -> Any:
     """Descriptor of one group's blocks of keys in x [.., G, width]."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     width = x.shape[-1]
     layout = shared_layout(128, x.element_size() * 8, 2)
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-2] * width), [KEYS, width], layout)
+    return descriptor(x.view(-1, x.shape[-2] * width), (KEYS, width), layout)
 
 
 def usable(

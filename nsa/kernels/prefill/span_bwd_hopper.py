@@ -45,7 +45,7 @@ from nsa.kernels.prefill import span_bwd_fused
 from nsa.kernels.prefill.span_common import sequence_bounds
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.prefill.sums import rounded
-from nsa.kernels.row_tiles import shared_layout
+from nsa.kernels.row_tiles import descriptor, shared_layout
 from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
 # A tile: (query, head) rows, keys, width of a head. 226 of 227 KB of shared memory.
@@ -438,11 +438,8 @@ def _span_bwd_hopper_kernel(
 
 def _head_tiles(x: torch.Tensor, block_q: int, heads: int) -> Any:
     """Descriptor of [block_q, heads, width] tiles of x [.., heads in all, width]."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     layout = shared_layout(128, x.element_size() * 8, 3)
-    rows = x.view(-1, *x.shape[-2:])
-    return TensorDescriptor.from_tensor(rows, [block_q, heads, x.shape[-1]], layout)
+    return descriptor(x.view(-1, *x.shape[-2:]), (block_q, heads, x.shape[-1]), layout)
 
 
 def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> bool:
@@ -487,8 +484,6 @@ def span_attention_bwd_hopper(
     cu_k: torch.Tensor | None, batch: int, sq: int, sk: int, dq: torch.Tensor | None, q_start: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv as span_attention_bwd returns them, for inputs that are usable()."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     varlen = cu_q is not None
     hq, dim = q.shape[-2:]
     groups = v.shape[-2]
@@ -506,7 +501,7 @@ def span_attention_bwd_hopper(
         share, splits = window_share(sq, span_a, block_q, programs, sms)
     acc, dk, dv = span_bwd_fused.gradient_sums(q, k, v, dq, splits)
     stats = row_stats(lse, delta, heads)
-    stats_tiles = TensorDescriptor.from_tensor(stats, [ROWS], shared_layout(0, 32, 1))
+    stats_tiles = descriptor(stats, (ROWS,), shared_layout(0, 32, 1))
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
     _span_bwd_hopper_kernel[(tiles, batch * groups, splits)](
         q, k, v, grad_out, stats, _head_tiles(q, block_q, heads),

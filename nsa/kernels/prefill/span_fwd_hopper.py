@@ -14,8 +14,6 @@ board (clocks fall to it with either): compressed 7.7 ms against 9.7, window 512
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa import launches
 from nsa.kernels.prefill.span_common import span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
-from nsa.kernels.row_tiles import shared_layout
+from nsa.kernels.row_tiles import descriptor, shared_layout
 from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
 CONSUMERS = 2
@@ -444,14 +442,6 @@ def hopper_tiles(mode: int) -> tuple[int, int, int, int]:
     return (128, 2, 2, 2) if mode == 0 else (64, 4, 4, 2)
 
 
-def _tiles_of(x: torch.Tensor, block: list[int]) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(
-        x, list(x.shape), list(x.stride()), block, shared_layout(128, 16, 3)
-    )
-
-
 def span_attention_fwd_hopper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, softmax_scale: float,
     cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None, q_start: int = 0,
@@ -477,12 +467,13 @@ def span_attention_fwd_hopper(
         items = (q.shape[0] // queries + batch) * groups
     else:
         items = cdiv(sq, queries) * batch * groups
-    q_block, k_block = [per_warpgroup, heads, dim], [1, block_n, dim]
+    layout = shared_layout(128, 16, 3)
     keys = (1, -1) if varlen else (batch, sk)
+    of_queries = lambda x: descriptor(x.view(-1, hq, dim), (per_warpgroup, heads, dim), layout)
+    of_keys = lambda x: descriptor(x.view(*keys, groups * dim), (1, block_n, dim), layout)
     sms = sm_count(q.device)
     _span_fwd_hopper_kernel[(min(items, sms),)](
-        _tiles_of(q.view(-1, hq, dim), q_block), _tiles_of(k.view(*keys, groups * dim), k_block),
-        _tiles_of(v.view(*keys, groups * dim), k_block), _tiles_of(out.view(-1, hq, dim), q_block),
+        of_queries(q), of_keys(k), of_keys(v), of_queries(out),
         out, lse, cu_q if varlen else lse, cu_k if varlen else lse, sq, sk, groups, batch, items,
         q_start, span.a, span.b, softmax_scale * LOG2E,
         MODE=span.mode, VARLEN=varlen, HEADS=heads, BLOCK_N=block_n, D=dim, K_STAGES=k_stages,
