@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from nsa.kernels.tiles import arch_of, dot_size, split_dim
@@ -18,6 +20,7 @@ _HEADS = {
 }
 
 
+@functools.cache
 def most_heads(arch: int, d: int, dv: int, itemsize: int) -> int:
     """Query heads per KV group for which forward and backward fit; the interpreter takes any."""
     if arch == 0:
