@@ -212,13 +212,18 @@ def _wide_cases(arch: int) -> list[AotCase]:
     span = _case(
         span_bwd._span_bwd_dkdv_kernel, f"bf16-D128-H{h}", "bf16", {**wide, **tile}, launch
     )
-    rows, *launch = block_attn_bwd.dkdv_tiles(arch, 128, 128, 2)
-    tile = dict(BLOCK_N=block_attn_bwd.key_tile(64, 128, 2), PAIRS=max(rows // h, 1), ADD=False)
-    blocks = _case(
-        block_attn_bwd._block_attn_bwd_dkdv_kernel, f"bf16-D128-H{h}", "bf16", {**wide, **tile},
-        launch,
-    )  # fmt: skip
-    return [span, blocks]
+    return [span, _many_heads_case(arch, 128, h)]
+
+
+def _many_heads_case(arch: int, d: int, h: int) -> AotCase:
+    """dK and dV of selection, in two passes."""
+    rows, *launch = block_attn_bwd.dkdv_tiles(arch, d, 128, 2, h)
+    d1, d2 = split_dim(d)
+    tile = dict(BLOCK_N=block_attn_bwd.key_tile(64, d, 2, h, arch), PAIRS=max(rows // h, 1),
+                ADD=False, D=d, DV=128, VARLEN=False, HEADS=h, BLOCK_D=d1, BLOCK_D2=d2,
+                BLOCK_DV=128, PRECISION="tf32")  # fmt: skip
+    kernel = block_attn_bwd._block_attn_bwd_dkdv_kernel
+    return _case(kernel, f"bf16-D{d}-H{h}", "bf16", tile, launch)
 
 
 def aot_cases(arch: int) -> list[AotCase]:
@@ -280,8 +285,8 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(
             _case(block_attn_bwd._block_attn_bwd_dq_kernel, label, dtype, {**bwd, **more}, launch)
         )
-        keys, few = block_attn_bwd.key_tile(64, max(d, dv), size), min(h, 8)
-        passes = [("parts", h, keys, block_attn_bwd.dkdv_tiles(arch, d, dv, size))]
+        keys, few = block_attn_bwd.key_tile(64, max(d, dv), size, h, arch), min(h, 8)
+        passes = [("parts", h, keys, block_attn_bwd.dkdv_tiles(arch, d, dv, size, h))]
         for block_n in (keys, 16) if d == 128 and arch < 89 else (keys,):
             launch = block_attn_bwd.fused_tiles(arch, few, d, dv, size, block_n)
             passes.append((f"fused-{few}-heads-{block_n}", few, block_n, launch))
@@ -306,6 +311,8 @@ def aot_cases(arch: int) -> list[AotCase]:
                     more = dict(**union, **extra, BLOCK_N=block_n, OWN_N=own_n)
                     cases.append(_case(kernel, label, dtype, {**wide, **more}, launch))
     cases += _wide_cases(arch)
+    if arch == 80:  # where these left registers on the stack
+        cases += [_many_heads_case(arch, 192, h) for h in (32, 64)]
     file = dict(VARLEN=True, UNION=16, N_PAD=16, TOKENS=64, FILL=True)
     cases.append(_case(block_attn_outer._tile_rows_kernel, "fill", "bf16", file, (4, 2)))
     for heads in (4, 8) if arch in (90, 120) else (4,):

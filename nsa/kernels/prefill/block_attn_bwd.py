@@ -29,9 +29,16 @@ from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, split_dim
 
 
-def key_tile(block_size: int, widest: int, itemsize: int) -> int:
+def _many_wide_heads(arch: int, widest: int, heads: int) -> bool:
+    """Groups of more than 16 wide heads, for which parts before and beside SM 9.0 and 10.0 put 4 KB
+    of registers on the stack, or 300 bytes, unless a program has 32 keys and 8 warps."""
+    return heads > 16 and widest > 128 and arch not in (90, 100, 103)
+
+
+def key_tile(block_size: int, widest: int, itemsize: int, heads: int, arch: int) -> int:
     """Keys per program of the dK/dV kernel: as many as hold K, V, dK and dV on chip."""
-    return min(block_size, 64 if widest <= (192 if itemsize == 2 else 128) else 32)
+    few = widest > (192 if itemsize == 2 else 128) or _many_wide_heads(arch, widest, heads)
+    return min(block_size, 32 if few else 64)
 
 
 @triton.jit
@@ -319,7 +326,7 @@ def fused_tiles(
     return (32, 8, 1) if widest <= 192 else (32, 4, 1)
 
 
-def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
+def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int, heads: int) -> tuple[int, int, int]:
     """(rows gathered a step, num_warps, num_stages) of the dK/dV kernel; keys are key_tile()."""
     if arch == 0:
         return 32, 4, 1
@@ -329,7 +336,9 @@ def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int
     if widest <= 128:
         return 64, 4, 1  # H200, 64k tokens: 14.9 ms
     if widest <= 192:
-        return (32, 4, 1) if arch in (90, 100, 103) else (16, 4, 1)
+        if arch in (90, 100, 103):
+            return 32, 4, 1
+        return 16, 8 if _many_wide_heads(arch, widest, heads) else 4, 1
     return 32, 4, 1
 
 
@@ -356,13 +365,14 @@ def block_attention_bwd(
         return torch.zeros_like(q) if dq is None else dq, torch.zeros_like(k), torch.zeros_like(v)
     check_block_size("block_size", block_size)
     arch = arch_of(q.device)
-    tile = key_tile(block_size, max(dim, dv_dim), q.element_size()) if arch else 16
+    size = q.element_size()
+    tile = key_tile(block_size, max(dim, dv_dim), size, heads, arch) if arch else 16
     if delta is None:
         delta = attention_delta(out, grad_out)
     in_gluon = fused = None
     if not torch.are_deterministic_algorithms_enabled():
         in_gluon = hopper.block_backward(q, k, v, grad_out, block_size, use_gluon)
-        fused = fused_tiles(arch, heads, dim, dv_dim, q.element_size(), tile)
+        fused = fused_tiles(arch, heads, dim, dv_dim, size, tile)
     one_pass = in_gluon or fused
     if not one_pass:
         dq = _dq_by_rows(
@@ -391,7 +401,7 @@ def block_attention_bwd(
             out_k, out_v,
         )  # fmt: skip
     else:
-        rows, warps, stages = fused or dkdv_tiles(arch, dim, dv_dim, q.element_size())
+        rows, warps, stages = fused or dkdv_tiles(arch, dim, dv_dim, size, heads)
         heads_padded = pow2(heads)
         d1, d2 = split_dim(dim)
         _block_attn_bwd_dkdv_kernel[(lists.n_chunks,)](
