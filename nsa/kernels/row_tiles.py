@@ -47,7 +47,7 @@ def descriptor(x: Tensor, block: tuple[int, ...], layout: Any = None) -> Any:
 
     form = (x.dtype, x.shape, x.stride(), block, id(layout))
     fields = _forms.get(form)
-    if fields is None or x.data_ptr() % 16:
+    if fields is None or x.data_ptr() % 16:  # which Triton refuses
         made = TensorDescriptor.from_tensor(x, list(block), *(() if layout is None else (layout,)))
         if len(_forms) >= MOST_FORMS:
             _forms.clear()

@@ -372,6 +372,7 @@ def test_whole(shape, device):
     check("whole", x, names, ours, theirs, kernels)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("shape", [Shape((53,), h=1), SHAPES[2], SHAPES[6], SHAPES[9]], ids=str)
 def test_without_gradients_the_same_in_less_memory(shape, device, monkeypatch):
     """Where nobody will ask for a gradient the output of selection is not kept."""

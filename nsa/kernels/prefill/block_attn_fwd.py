@@ -214,11 +214,11 @@ def gated_block_attention_fwd(
     groups, dv = v.shape[-2:]
     heads = hq // groups
     out = torch.empty(*q.shape[:-1], dv, dtype=q.dtype, device=q.device)
-    nothing = torch.empty(0, dtype=q.dtype, device=q.device)
+    kept = out if keep else torch.empty(0, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     tokens = lse.numel() // max(hq, 1)
     if tokens == 0:
-        return out if keep else nothing, lse, torch.empty_like(out) if others else None
+        return kept, lse, torch.empty_like(out) if others else None
     n_sel, size = block_indices.shape[-1], q.element_size()
     on_hopper = hopper.block_forward(q, k, v, n_sel, block_size, softmax_scale, use_gluon)
     if on_hopper:
@@ -227,7 +227,7 @@ def gated_block_attention_fwd(
             q, k, v, block_indices, out if keep else None, lse, softmax_scale=softmax_scale,
             seq_begin=seq_begin, q_start=q_start, others=others, total=total,
         )  # fmt: skip
-        return out if keep else nothing, lse, total
+        return kept, lse, total
     arch = arch_of(q.device)
     keys = (cu_seqlens.numel() - 1) * max_seqlen if varlen else k.shape[0] * k.shape[1]
     outer = outer_applies(arch, tokens, keys, groups, heads, n_sel, block_size, dim, dv, size)
@@ -269,5 +269,4 @@ def gated_block_attention_fwd(
     if others is None:
         return out, lse, None
     o_cmp, o_win, gates = others
-    total = combine_fwd(o_cmp, out, o_win, gates, into=None if keep else out)
-    return out if keep else nothing, lse, total
+    return kept, lse, combine_fwd(o_cmp, out, o_win, gates, into=None if keep else out)

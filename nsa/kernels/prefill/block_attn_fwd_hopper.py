@@ -5,9 +5,10 @@ its own blocks. Here a program has a tile of eight queries, a warp for each, and
 brings every block of the tile once (tile_blocks.py), in the order of the keys, through a ring in
 shared memory: of random blocks that is a quarter of the reads at 4k tokens and 70 % at 64k. A warp
 works on the blocks that its query chose, and only on those, so no product is wasted, rows need no
-mask and the outcome does not depend on the neighbours. The ring lets fast warps run ahead of slow
-ones by as many blocks as it holds. The outputs of the other branches are at hand by then: their
-gated sum (combine.py) is taken at the end, beside the reads from the L2.
+mask and the outcome does not depend on the neighbours. Four warps that all take a block, and see
+all of it, do so in one product of their warpgroup, which reads it once. The ring lets fast warps
+run ahead of slow ones by as many blocks as it holds. The outputs of the other branches are at hand
+by then: their gated sum (combine.py) is taken at the end, beside the reads from the L2.
 
 Gluon knows no control flow of single warps. It follows here from a scalar that differs between
 warps, the number of the warp: a branch on it is taken by whole warps, and everything inside keeps
@@ -229,6 +230,7 @@ def _consume(
             chosen = entry.to(gl.int32)
             mine = (chosen >> warp) & 1
             last = own - (entry >> 32).to(gl.int32)
+            # The group's first query sees the fewest keys: asked of it, all four decide alike.
             together = ((chosen >> (warp & 4)) & 15 == 15) & (last - (warp & 3) >= KEYS - 1)
             entry = gl.load(entries + gl.minimum(i + 1, ROOM - 1))
             _await(slot, parity)
