@@ -1,6 +1,4 @@
 """How launchers launch: on the device of their tensors, and twice the same without being looked up.
-
-Importing this needs PyTorch only.
 """
 
 from __future__ import annotations
@@ -11,8 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor  # torch.library evaluates the annotations of what is wrapped here
+from triton import knobs
+from triton.runtime import driver
 
 from nsa import launches
+
+LARGE = 1 << 31
 
 
 def on_its_device(launcher: Callable) -> Callable:
@@ -32,31 +34,119 @@ def on_its_device(launcher: Callable) -> Callable:
     return there
 
 
-def launch(
-    kernel: Any, grid: tuple[int, int, int], args: tuple, constants: dict[str, Any],
-    compiled: dict[int, tuple],
-) -> None:  # fmt: skip
-    """kernel[grid](*args, **constants) and its count, from the second time on as compiled.
+Made = tuple[Any, Any, tuple]  # a kernel, what Triton compiled of it, the constexprs of that
+_made: dict[tuple, Made] = {}
+MOST_MADE = 4096
 
-    To find what it compiled Triton takes 12 to 25 us of the host for every launch; `compiled`, from
-    by_layout(), keeps it. args: all parameters but the constexprs, which follow them in the
-    kernel's signature. Triton's settings (debug, instrumentation) count at the first launch alone,
-    its launch hooks always. torch.compile cannot trace it: its callers are untraced.
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """kernel[grid](*args, **constants) and its count, the second time without Triton's lookup.
+
+    That lookup, and calling hooks where there are none, take 20 to 40 us of the host for every
+    launch. args: all parameters but the constexprs, which follow them in the kernel's signature.
+    Triton's settings (debug, instrumentation) count at the first launch alone, its launch hooks
+    always.
     """
-    found = compiled.get(id(kernel))
+    key = _key(kernel, args, constants)
+    found = None if key is None else _made.get(key)
     if found is not None:
-        _, made, values = found
-        made[grid](*args, *values)
+        _again(found, grid, args)
     else:
-        made = kernel[grid](*args, **constants)
-        if hasattr(made, "packed_metadata"):  # nothing comes back from the interpreter
-            values = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-            compiled[id(kernel)] = kernel, made, values
+        found = _first(kernel, grid, args, constants)
+        if found is not None and key is not None:
+            if len(_made) >= MOST_MADE:
+                _made.clear()
+            _made[key] = found
     launches.bump(kernel.__name__)
 
 
-def by_layout(memory: dict[tuple, dict], numbers: tuple, tensors: tuple[Tensor, ...]) -> dict:
-    """The part of `memory`, which is one device's, that launch() may use for these arguments: of
-    pointers Triton compiles for dtype and alignment, of ints for what they are."""
+def launch_planned(
+    kernel: Any, grid: tuple[int, int, int], args: tuple, constants: dict[str, Any],
+    compiled: dict[int, Made],
+) -> None:  # fmt: skip
+    """launch() without looking at its arguments: `compiled`, from by_layout(), knows them.
+
+    Of what is compiled already addresses will do for tensors.
+    """
+    found = compiled.get(id(kernel))
+    if found is not None:
+        _again(found, grid, args)
+    else:
+        found = _first(kernel, grid, args, constants)
+        if found is not None:
+            compiled[id(kernel)] = found
+    launches.bump(kernel.__name__)
+
+
+def prepare_planned(
+    kernel: Any, grid: tuple, args: tuple, constants: dict[str, Any], compiled: dict[int, Made]
+) -> None:
+    """launch_planned()'s compilation and loading, without the launch. Not for the interpreter."""
+    if id(kernel) not in compiled:
+        made = kernel.warmup(*args, grid=grid, **constants)
+        made._init_handles()
+        compiled[id(kernel)] = _kept(kernel, made, args, constants)
+
+
+def _kept(kernel: Any, made: Any, args: tuple, constants: dict[str, Any]) -> Made:
+    return kernel, made, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+
+
+def _first(kernel: Any, grid: tuple, args: tuple, constants: dict[str, Any]) -> Made | None:
+    made = kernel[grid](*args, **constants)
+    if not hasattr(made, "packed_metadata"):  # nothing comes back from the interpreter
+        return None
+    return _kept(kernel, made, args, constants)
+
+
+def _again(found: Made, grid: tuple, args: tuple) -> None:
+    _, made, values = found
+    if _hooked():
+        made[(*grid, 1, 1)[:3]](*args, *values)
+        return
+    active = driver.active
+    stream = active.get_current_stream(active.get_current_device())
+    made.run(
+        *(*grid, 1, 1)[:3], stream, made.function, made.packed_metadata, None, None, None, *args,
+        *values,
+    )  # fmt: skip
+
+
+def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple | None:
+    """What tells compiled kernels apart, as finely as Triton does; None for what it does not know.
+
+    Of tensors dtype and alignment; of ints whether they are 1, or a multiple of 16, or need more
+    than 32 bits.
+    """
+    if not hasattr(kernel, "device_caches"):  # the interpreter's
+        return None
+    key = [id(kernel), driver.active.get_current_device()]
+    for x in args:
+        kind = type(x)
+        if kind is int:
+            key.append("1" if x == 1 else (x & 15 == 0, -LARGE <= x < LARGE, x < LARGE << 32))
+        elif isinstance(x, Tensor):
+            key.append((x.dtype, x.data_ptr() & 15 == 0))
+        elif kind is float or kind is bool or x is None:
+            key.append(kind)
+        elif hasattr(x, "kind"):  # of descriptor()
+            key.append(x.kind)
+        else:
+            return None
+    key.append(tuple(constants.items()))
+    return tuple(key)
+
+
+def _hooked() -> bool:
+    """Does a profiler wait for Triton's launches?"""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
+def by_layout(
+    memory: dict[tuple, dict], numbers: tuple, tensors: tuple[Tensor, ...]
+) -> dict[int, Made]:
+    """The part of `memory`, which is one device's, that launch_planned() may use for these
+    arguments: of pointers Triton compiles for dtype and alignment, of ints for what they are."""
     kinds = tuple([(x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
     return memory.setdefault((numbers, kinds), {})

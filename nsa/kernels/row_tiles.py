@@ -49,6 +49,7 @@ def descriptor(x: Tensor, block: tuple[int, ...], layout: Any = None) -> Any:
     fields = _forms.get(form)
     if fields is None or x.data_ptr() % 16:  # which Triton refuses
         made = TensorDescriptor.from_tensor(x, list(block), *(() if layout is None else (layout,)))
+        made.kind = (x.dtype, block, id(layout))  # for launch(): as much as Triton compiles for
         if len(_forms) >= MOST_FORMS:
             _forms.clear()
         _forms[form] = {**vars(made), "base": None}  # holds no tensor

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-
 import pytest
 import torch
 
 from nsa import NSAAttention, NSAConfig, launches
 from nsa.flags import Flags
-from nsa.kernels.launch import by_layout, launch, on_its_device
+from nsa.kernels.launch import (
+    by_layout,
+    launch,
+    launch_planned,
+    on_its_device,
+    prepare_planned,
+)
+from nsa.kernels.row_tiles import descriptor
 from nsa.tests.helpers import randn
 
 CONFIG = NSAConfig(
@@ -22,6 +27,7 @@ class FakeKernel:
 
     __name__ = "_fake_kernel"
     arg_names = ("X", "n", "BLOCK", "MASKED")
+    device_caches = None
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
@@ -29,35 +35,151 @@ class FakeKernel:
     def __getitem__(self, grid):
         def first(*args, **constants):
             self.calls.append(("jit", grid, args, constants))
-            return Compiled(self.calls, "metadata")
+            return Compiled(self.calls)
 
         return first
 
+    def warmup(self, *args, grid, **constants):
+        self.calls.append(("warmup", grid, args, constants))
+        return Compiled(self.calls)
 
-class Compiled(namedtuple("Compiled", "calls packed_metadata")):
+
+class Compiled:
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, calls: list[tuple]) -> None:
+        self.calls = calls
+
+    def _init_handles(self) -> None:
+        self.calls.append("loaded")
+
     def __getitem__(self, grid):
-        return lambda *args: self.calls.append(("compiled", grid, args))
+        return lambda *args: self.calls.append(("hooked", grid, args))
+
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *args):
+        assert (function, metadata) == ("function", "metadata")
+        assert launch_metadata is enter is leave is None
+        self.calls.append(("run", (x, y, z), stream, args))
 
 
-def test_the_second_launch_gets_every_parameter_in_the_order_of_the_signature():
+class FakeDriver:
+    device = 0
+
+    def get_current_device(self):
+        return self.device
+
+    def get_current_stream(self, device):
+        return f"stream of {device}"
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    from types import SimpleNamespace
+
+    from nsa.kernels import launch as module
+
+    fake = FakeDriver()
+    monkeypatch.setattr(module, "driver", SimpleNamespace(active=fake))
+    monkeypatch.setattr(module, "_made", {})
+    return fake
+
+
+CONSTANTS = dict(MASKED=True, num_warps=4, BLOCK=64)
+
+
+def test_the_second_launch_gets_every_parameter_in_the_order_of_the_signature(driver):
     kernel, compiled, other = FakeKernel(), {}, {}
-    constants = dict(MASKED=True, num_warps=4, BLOCK=64)
     launches.reset()
     for n, cache in ((1, compiled), (2, compiled), (3, other)):
-        launch(kernel, (n, 2, 1), ("x", n), constants, cache)
+        launch_planned(kernel, (n, 2, 1), ("x", n), CONSTANTS, cache)
     assert kernel.calls == [
-        ("jit", (1, 2, 1), ("x", 1), constants),
-        ("compiled", (2, 2, 1), ("x", 2, 64, True)),
-        ("jit", (3, 2, 1), ("x", 3), constants),
+        ("jit", (1, 2, 1), ("x", 1), CONSTANTS),
+        ("run", (2, 2, 1), "stream of 0", ("x", 2, 64, True)),
+        ("jit", (3, 2, 1), ("x", 3), CONSTANTS),
     ]
     assert launches.counts()["_fake_kernel"] == 3
 
 
-def test_another_kernel_of_the_same_name_is_not_taken_for_the_compiled_one():
+def test_what_was_prepared_is_launched_without_compiling(driver):
+    kernel, compiled = FakeKernel(), {}
+    launches.reset()
+    for _ in range(2):
+        prepare_planned(kernel, (1, 2, 1), ("x", 1), CONSTANTS, compiled)
+    assert kernel.calls == [("warmup", (1, 2, 1), ("x", 1), CONSTANTS), "loaded"]
+    assert "_fake_kernel" not in launches.counts()
+    launch_planned(kernel, (5, 2, 1), ("x", 1), CONSTANTS, compiled)
+    assert kernel.calls[2:] == [("run", (5, 2, 1), "stream of 0", ("x", 1, 64, True))]
+
+
+def test_another_kernel_of_the_same_name_is_not_taken_for_the_compiled_one(driver):
     first, second, compiled = FakeKernel(), FakeKernel(), {}
-    launch(first, (1, 1, 1), ("x", 1), dict(BLOCK=16, MASKED=False), compiled)
-    launch(second, (1, 1, 1), ("x", 1), dict(BLOCK=16, MASKED=False), compiled)
+    launch_planned(first, (1, 1, 1), ("x", 1), dict(BLOCK=16, MASKED=False), compiled)
+    launch_planned(second, (1, 1, 1), ("x", 1), dict(BLOCK=16, MASKED=False), compiled)
     assert [len(k.calls) for k in (first, second)] == [1, 1] and second.calls[0][0] == "jit"
+
+
+def test_a_launch_that_triton_would_compile_alike_is_not_looked_up_again(driver):
+    kernel, x = FakeKernel(), torch.zeros(64, dtype=torch.float16)
+    launches.reset()
+    go = lambda *args, grid=(2,), **changed: launch(kernel, grid, *args, **{**CONSTANTS, **changed})
+    go(x, 48)
+    alike = [(x, 48), (x[8:], 16), (torch.ones(3, dtype=torch.float16), 1 << 20)]
+    for args in alike:
+        go(*args, grid=(3, 2))
+    assert [c[0] for c in kernel.calls] == ["jit"] + ["run"] * 3
+    assert kernel.calls[1][1:] == ((3, 2, 1), "stream of 0", (x, 48, 64, True))
+    others = [
+        (x, 1), (x, 47), (x, 1 << 31), (x, 1 << 63), (x, True), (x, 2.0), (x, None),
+        (x[1:], 48), (x.float(), 48),
+    ]  # fmt: skip
+    for args in others:
+        before = len(kernel.calls)
+        go(*args)
+        go(*args)
+        assert [c[0] for c in kernel.calls[before:]] == ["jit", "run"], args
+    for changed in (dict(MASKED=False), dict(BLOCK=32), dict(num_warps=8)):
+        go(x, 48, **changed)
+        assert kernel.calls[-1][0] == "jit", changed
+    driver.device = 1
+    go(x, 48)
+    assert kernel.calls[-1][0] == "jit"
+    go(x, 48)
+    assert kernel.calls[-1][:3] == ("run", (2, 1, 1), "stream of 1")
+    for _ in range(2):  # unknown kinds are Triton's business every time
+        go(x, object())
+        assert kernel.calls[-1][0] == "jit"
+    assert launches.counts()["_fake_kernel"] == len(kernel.calls)
+
+
+def test_descriptors_are_told_apart_by_what_triton_compiles_for(driver):
+    kernel = FakeKernel()
+    x = torch.zeros(32, 64, dtype=torch.float16)
+    for made, how in (
+        (descriptor(x, (16, 64)), "jit"), (descriptor(x, (16, 64)), "run"),
+        (descriptor(x[:16], (16, 64)), "run"), (descriptor(x, (16, 32)), "jit"),
+        (descriptor(x.bfloat16(), (16, 64)), "jit"),
+    ):  # fmt: skip
+        launch(kernel, (1,), made, 16, **CONSTANTS)
+        assert kernel.calls[-1][0] == how
+
+
+def test_triton_calls_its_hooks_where_there_are_any(driver, monkeypatch):
+    from triton import knobs
+
+    kernel = FakeKernel()
+    launch(kernel, (4,), "x", 1, **CONSTANTS)
+    launch_planned(kernel, (4, 1, 1), ("x", 1), CONSTANTS, compiled := {})
+    called = []
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        hook = getattr(knobs.runtime, name)
+        hook.add(called.append)
+        try:
+            launch_planned(kernel, (4, 1, 1), ("x", 1), CONSTANTS, compiled)
+        finally:
+            hook.remove(called.append)
+        assert kernel.calls[-1] == ("hooked", (4, 1, 1), ("x", 1, 64, True))
+    launch_planned(kernel, (4, 1, 1), ("x", 1), CONSTANTS, compiled)
+    assert kernel.calls[-1][0] == "run"
 
 
 def test_layouts_tell_types_alignment_and_ints_apart():
@@ -137,7 +259,7 @@ def test_a_layer_works_on_a_card_that_is_not_the_current_one(cuda):
             cache = there.make_cache(2, 80)
             steps = [there.step(mine[:, :69].detach(), cache)]
             steps.append(there.step(mine[:, 69:].detach(), cache))
-        assert counts["_decode_append_kernel"] == 1 and counts["_decode_merge_kernel"] == 1
+        assert counts["_decode_append_kernel"] == counts["_decode_team_kernel"] == 1
         found.append([t.detach().cpu() for t in (out, mine.grad, *steps)])
         assert torch.cuda.current_device() == 0
     for a, b in zip(*found, strict=True):
@@ -164,7 +286,7 @@ def test_descriptors_are_those_that_triton_makes(gluon):
             got = row_tiles.descriptor(base, block, layout)
             want = type(got).from_tensor(base, list(block), *more)
             assert got.base is base and type(got) is type(want)
-            assert {**vars(got), "base": None} == {**vars(want), "base": None}
+            assert {**vars(got), "base": None} == {**vars(want), "base": None, "kind": got.kind}
     assert len(row_tiles._forms) == 5
     assert all(fields["base"] is None for fields in row_tiles._forms.values())
     for _ in range(2):

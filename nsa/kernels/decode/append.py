@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import launches
 from nsa.kernels.decode.tile import visible
-from nsa.kernels.launch import by_layout, launch, on_its_device
+from nsa.kernels.launch import by_layout, launch, launch_planned, on_its_device
 from nsa.kernels.tiles import cdiv, pow2
 from nsa.untraced import untraced
 
@@ -149,7 +148,7 @@ def _decode_emit_kernel(
 
 @functools.cache
 def _append_plan(c: NSAConfig, device: torch.device) -> tuple[int, dict[str, int], dict]:
-    """(programs of a token, constants, by layout of the arguments what launch() keeps)."""
+    """(programs of a token, constants, by layout of the arguments what launch_planned() keeps)."""
     parts = cdiv(c.heads, BLOCK_H) + 6 * cdiv(c.groups, BLOCK_H)
     return parts, dict(
         D=c.d_k, DV=c.d_v, BLOCK_HALF=pow2(c.d_k // 2),
@@ -157,7 +156,7 @@ def _append_plan(c: NSAConfig, device: torch.device) -> tuple[int, dict[str, int
     ), {}  # fmt: skip
 
 
-@untraced  # launch() goes by addresses
+@untraced  # launch_planned() goes by addresses
 @on_its_device
 def append_turned(qkv: Tensor, cache: NSACache) -> Tensor:
     """Write T new tokens into the cache's raw, selection and window rows; the turned queries.
@@ -174,7 +173,7 @@ def append_turned(qkv: Tensor, cache: NSACache) -> Tensor:
     buffers = cache.k_raw, cache.v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
     rows = cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1]
     compiled = by_layout(layouts, (tokens, *rows), (qkv, cache.lens, *buffers))
-    launch(
+    launch_planned(
         _decode_append_kernel, (batch * tokens, parts, 1),
         (qkv, cache.lens, cache.frequencies, out, *buffers, tokens, c.heads, c.groups, *rows),
         sizes, compiled,
@@ -191,10 +190,10 @@ def due_rows(
     batch, rows, groups = k_raw.shape[:3]
     k, v = (x.new_empty(batch * due, l, *x.shape[2:]) for x in (k_raw, v_raw))
     widths = groups * k.shape[-1], groups * v.shape[-1]
-    _decode_raw_kernel[(batch * due * l, cdiv(max(widths), BLOCK))](
+    launch(
+        _decode_raw_kernel, (batch * due * l, cdiv(max(widths), BLOCK)),
         k_raw, v_raw, lens, k, v, *widths, rows, due, l, d, BLOCK=BLOCK
     )
-    launches.bump("_decode_raw_kernel")
     return k, v
 
 
@@ -203,8 +202,8 @@ def emit_due(k: Tensor, v: Tensor, cache: NSACache, due: int, T: int) -> None:
     """Store the compressed tokens [B * due, 1, G, *] of due_rows whose blocks T new tokens fill."""
     c = cache.config
     widths = c.groups * c.d_k, c.groups * c.d_v
-    _decode_emit_kernel[(cache.batch * due, cdiv(max(widths), BLOCK))](
+    launch(
+        _decode_emit_kernel, (cache.batch * due, cdiv(max(widths), BLOCK)),
         k.contiguous(), v.contiguous(), cache.lens, cache.k_cmp, cache.v_cmp, *widths,
         cache.k_cmp.shape[1], due, T, c.l, c.d, BLOCK=BLOCK,
     )  # fmt: skip
-    launches.bump("_decode_emit_kernel")

@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
-from nsa.kernels.launch import by_layout, launch, on_its_device
+from nsa.kernels.launch import by_layout, launch_planned, on_its_device
 from nsa.kernels.tiles import (
     LOG2E,
     arch_of,
@@ -211,7 +211,7 @@ def _plan(
     )  # fmt: skip
 
 
-@untraced  # launch() goes by addresses
+@untraced  # launch_planned() goes by addresses
 @on_its_device
 def nsa_decode_triton(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
@@ -275,7 +275,7 @@ def nsa_decode_triton(
         (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices),
     )  # fmt: skip
     if splits_all:
-        launch(
+        launch_planned(
             _decode_scan_kernel, (programs, splits_all, 1),
             (q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
              tile_max, table_len, cmp_rows, win_rows, groups, heads, tokens, splits_cmp, splits_all,
@@ -283,21 +283,21 @@ def nsa_decode_triton(
             dict(PAGE=0 if window_ring else page, RING=window_ring, **plan.scan), compiled,
         )  # fmt: skip
     if branch is None and plan.candidates:
-        launch(
+        launch_planned(
             _decode_candidates_kernel, (plan.chunks, programs, tokens),
             (lens, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, groups, heads, tokens,
              splits_cmp, splits_all, n_tiles, l, d, l_sel, plan.chunks),
             plan.choice, compiled,
         )  # fmt: skip
     if splits_sel:
-        launch(
+        launch_planned(
             _decode_selected_kernel, (splits_sel, programs, tokens),
             (q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, scan_m, scan_l, pooled,
              spill, tile_max, keys, blocks, table_len, sel_rows, groups, heads, tokens, splits_sel,
              plan.share, splits_cmp, splits_all, n_tiles, l, d, l_sel, plan.chunks, scale_log2),
             dict(PAGE=page, **plan.selected), compiled,
         )  # fmt: skip
-    launch(
+    launch_planned(
         _decode_merge_kernel, (programs, tokens * heads, 1),
         (scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens, splits_cmp,
          splits_all, splits_sel), plan.merge, compiled,

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn_fwd import past_blocks, token_position
 from nsa.kernels.prefill.block_lists import keys_of_tile, rows_of_tiles
@@ -404,7 +404,8 @@ def block_attention_bwd(
         rows, warps, stages = fused or dkdv_tiles(arch, dim, dv_dim, size, heads)
         heads_padded = pow2(heads)
         d1, d2 = split_dim(dim)
-        _block_attn_bwd_dkdv_kernel[(lists.n_chunks,)](
+        launch(
+            _block_attn_bwd_dkdv_kernel, (lists.n_chunks,),
             q, k, v, grad_out, lse, delta, lists.rows, lists.chunk_tile, lists.chunk_begin,
             lists.chunk_end, cu_arg, acc, out_k, out_v, s_q, s_kv, groups, heads, q_start,
             per_seq, softmax_scale, softmax_scale * LOG2E,
@@ -413,7 +414,6 @@ def block_attention_bwd(
             ADD=fused is not None, PRECISION=dot_precision(q.dtype), num_warps=warps,
             num_stages=stages,
         )  # fmt: skip
-        launches.bump("_block_attn_bwd_dkdv_kernel")
     if one_pass:
         if dq is None:
             dq = rounded(acc, softmax_scale, q)
@@ -421,11 +421,11 @@ def block_attention_bwd(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     rows = min(tile, 16)
     for part, grad, width in ((out_k, dk, dim), (out_v, dv, dv_dim)):
-        _block_attn_bwd_sum_kernel[(lists.n_tiles, cdiv(tile, rows))](
+        launch(
+            _block_attn_bwd_sum_kernel, (lists.n_tiles, cdiv(tile, rows)),
             part, grad, lists.tile_chunks, cu_arg, s_kv, groups, per_seq,
             DIM=width, BLOCK_DIM=dot_size(width), BLOCK_N=tile, ROWS=rows, VARLEN=varlen,
         )  # fmt: skip
-        launches.bump("_block_attn_bwd_sum_kernel")
     return dq, dk, dv
 
 
@@ -459,7 +459,8 @@ def _dq_by_rows(
     d1, d2 = split_dim(dim)
     n_sel = block_indices.shape[-1]
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
-    _block_attn_bwd_dq_kernel[(lse.numel() // hq, groups)](
+    launch(
+        _block_attn_bwd_dq_kernel, (lse.numel() // hq, groups),
         q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
         seq_begin if varlen else block_indices, unions.state if unions else block_indices,
         grad_out, lse, delta, dq, s_q, s_kv, groups, heads, q_start, n_sel, block_size, scale,
@@ -469,5 +470,4 @@ def _dq_by_rows(
         UNION=unions.queries if unions else 0, ACCUMULATE=accumulate, TMA=tma,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    launches.bump("_block_attn_bwd_dq_kernel")
     return dq

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
@@ -360,11 +360,11 @@ def add_block_gradients(
     share = piece_pairs(heads)
     tokens = lse.numel() // q.shape[-2]
     pieces, per_chunk = block_lists.pieces_in_order(lists, share, tokens, groups)
-    _block_attn_bwd_hopper_kernel[(pieces.numel() - 1,)](
+    launch(
+        _block_attn_bwd_hopper_kernel, (pieces.numel() - 1,),
         k, v, lse, delta, _head_tiles(q, groups), _head_tiles(grad_out, groups),
         _head_tiles(acc, groups), out_k, out_v, lists.rows, pieces, *chunks,
         cu_seqlens if varlen else lists.rows, s_q, s_kv, groups, q_start, per_seq,
         softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
         STAGES=STAGES, SHARE=share, PER_CHUNK=per_chunk, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip
-    launches.bump("_block_attn_bwd_hopper_kernel")

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn_outer import block_attention_outer, outer_applies
 from nsa.kernels.prefill.combine import combine_fwd
@@ -254,7 +254,8 @@ def gated_block_attention_fwd(
     block_n = min(block_n, dot_size(block_size))
     d1, d2 = split_dim(dim)
     tma = tma_usable(arch, k, whole=v)
-    _block_attn_fwd_kernel[(cdiv(tokens, piece), groups)](
+    launch(
+        _block_attn_fwd_kernel, (cdiv(tokens, piece), groups),
         q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
         seq_begin if varlen else block_indices, state, out, lse, tokens,
         1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups, heads,
@@ -265,7 +266,6 @@ def gated_block_attention_fwd(
         UNION=union, PIECE=piece, TMA=tma, PRECISION=dot_precision(q.dtype),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    launches.bump("_block_attn_fwd_kernel")
     if others is None:
         return out, lse, None
     o_cmp, o_win, gates = others

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill import tile_blocks
 from nsa.kernels.prefill.block_attn_bwd_hopper import _barrier
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
@@ -380,11 +380,11 @@ def attend_blocks(
     programs = min(lists.counts.numel(), sm_count(q.device))
     keep, gated = out is not None, others is not None
     out, total = (out if keep else total), (total if gated else out)
-    _block_attn_fwd_hopper_kernel[(programs,)](
+    launch(
+        _block_attn_fwd_hopper_kernel, (programs,),
         q, _blocks(k), _blocks(v), out, lse, *(others or (out, out, out)),
         total, lists.entries, lists.counts, tokens, s_q, s_kv, groups,
         hq // groups, q_start, softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS,
         ROOM=lists.entries.shape[-1], STAGES=STAGES[width], GATED=gated, KEEP=keep,
         num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip
-    launches.bump("_block_attn_fwd_hopper_kernel")

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill.block_lists import Chunks, chunks_of, keys_of_tile, token_sequences
 from nsa.kernels.prefill.union_lists import UnionLists, in_union
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2
@@ -241,13 +241,13 @@ def _rows_by_tile(
     per_program = max(LIST_ENTRIES // n_pad, 1)
 
     def file_rows(counts: Tensor, fill: bool) -> None:
-        _tile_rows_kernel[(cdiv(tokens, per_program), groups)](
+        launch(
+            _tile_rows_kernel, (cdiv(tokens, per_program), groups),
             block_indices, block_indices if sequence is None else sequence,
             unions.state if unions else block_indices, counts, order, tokens, seqlen, groups, n_sel,
             per_seq, n_tiles, slab, VARLEN=sequence is not None,
             UNION=unions.queries if unions else 0, N_PAD=n_pad, TOKENS=per_program, FILL=fill,
         )  # fmt: skip
-        launches.bump("_tile_rows_kernel")
 
     counts = torch.zeros(slabs, n_tiles, **kw)
     file_rows(counts, False)
@@ -277,7 +277,7 @@ def block_attention_outer(
     sequence = None
     if varlen:
         sequence = token_sequences(cu_seqlens, tokens).clamp_(max=n_seq - 1).int()
-    rows, launch = outer_tiles(arch_of(q.device), heads, dim, dv, q.element_size())
+    rows, tiles = outer_tiles(arch_of(q.device), heads, dim, dv, q.element_size())
     heads_padded = pow2(heads)
     union = unions.queries if unions else 0
     redo = union or REDO
@@ -289,20 +289,20 @@ def block_attention_outer(
     parts_top = torch.empty_like(parts_lse)
     order, chunks = _rows_by_tile(block_indices, sequence, unions, s_q, per_seq, n_seq, slab)
     for i, first in enumerate(range(0, tokens, slab)):
-        _block_attn_outer_kernel[(chunks.n_chunks,)](
+        launch(
+            _block_attn_outer_kernel, (chunks.n_chunks,),
             q, k, v, order[i], chunks.chunk_tile[i], chunks.chunk_begin[i], chunks.chunk_end[i],
             cu_seqlens if varlen else order, parts, parts_lse, parts_top, first, s_q, s_kv, groups,
             heads, q_start, n_sel, per_seq, softmax_scale * LOG2E,
             D=dim, DV=dv, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded,
             BLOCK_N=block_size, BLOCK_D=dot_size(dim), BLOCK_DV=dot_size(dv),
-            PRECISION=dot_precision(q.dtype), **launch,
+            PRECISION=dot_precision(q.dtype), **tiles,
         )  # fmt: skip
-        launches.bump("_block_attn_outer_kernel")
-        _block_attn_merge_kernel[(min(slab, tokens - first), groups)](
+        launch(
+            _block_attn_merge_kernel, (min(slab, tokens - first), groups),
             parts, parts_lse, parts_top, block_indices, unions.state if unions else block_indices,
             again, out, lse, first, groups, heads, n_sel, per_seq, DV=dv, HEADS=heads_padded,
             N_PAD=pow2(n_sel), BLOCK_DV=dot_size(dv), UNION=union, REDO=redo,
             num_warps=1,
         )  # fmt: skip
-        launches.bump("_block_attn_merge_kernel")
     return again, redo

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.tiles import cdiv, pow2
 
 CHUNK = 512
@@ -135,13 +135,15 @@ def chunks_of(counts: Tensor, most: int, size: int) -> Chunks:
     bounds, tile_chunks = make(n_tiles + 1, torch.int64), make(n_tiles + 1, torch.int64)
     chunk_tile = make(n_chunks, torch.int32)
     begin, end = make(n_chunks, torch.int64), make(n_chunks, torch.int64)
-    _chunk_ends_kernel[(slabs,)](counts, bounds, tile_chunks, n_tiles, CHUNK=size, SIZE=LIST_SIZE)
-    launches.bump("_chunk_ends_kernel")
-    _chunk_fill_kernel[(cdiv(n_chunks, LIST_SIZE), slabs)](
+    launch(
+        _chunk_ends_kernel, (slabs,),
+        counts, bounds, tile_chunks, n_tiles, CHUNK=size, SIZE=LIST_SIZE,
+    )  # fmt: skip
+    launch(
+        _chunk_fill_kernel, (cdiv(n_chunks, LIST_SIZE), slabs),
         bounds, tile_chunks, chunk_tile, begin, end, n_tiles, n_chunks,
         max(n_tiles - 1, 0).bit_length(), CHUNK=size, SIZE=LIST_SIZE,
     )  # fmt: skip
-    launches.bump("_chunk_fill_kernel")
     return Chunks(chunk_tile, begin, end, tile_chunks, bounds, n_chunks, n_tiles)
 
 
@@ -266,26 +268,25 @@ def rows_of_tiles(
     mark = n_tiles * words * 4 <= MAP_BYTES
     kw = dict(dtype=torch.int32, device=device)
     out = torch.zeros(n_tiles, words, **kw) if mark else torch.empty(pairs, **kw)
-    _pair_tiles_kernel[(cdiv(pairs, LIST_SIZE),)](
+    launch(
+        _pair_tiles_kernel, (cdiv(pairs, LIST_SIZE),),
         blocks, token_sequences(cu_seqlens, tokens) if packed else blocks, cu_arg, out, pairs,
         seqlen, groups, n_sel, per_seq, n_tiles, words, VARLEN=packed, PER_BLOCK=tiles_per_block,
         MARK=mark, SIZE=LIST_SIZE,
     )  # fmt: skip
-    launches.bump("_pair_tiles_kernel")
     if not mark:
         tile, order = torch.sort(out, stable=True)
         bounds = torch.searchsorted(tile, torch.arange(n_tiles + 1, **kw))
         rows = (order // (tiles_per_block * n_sel)).to(torch.int32)
         return TileRows(**vars(chunks_of(bounds.diff(), pairs, CHUNK)), rows=rows)
     counts, rows = torch.empty(n_tiles, **kw), torch.empty(pairs, **kw)
-    _tile_counts_kernel[(n_tiles,)](out, counts, words, WORDS=WORDS, num_warps=1)
-    launches.bump("_tile_counts_kernel")
+    launch(_tile_counts_kernel, (n_tiles,), out, counts, words, WORDS=WORDS, num_warps=1)
     chunks = chunks_of(counts, pairs, CHUNK)
-    _tile_members_kernel[(n_tiles, cdiv(words, SHARE))](
+    launch(
+        _tile_members_kernel, (n_tiles, cdiv(words, SHARE)),
         out, chunks.bounds, cu_arg, rows, words, seqlen, groups, per_seq, VARLEN=packed,
         WORDS=WORDS, SHARE=SHARE, num_warps=1,
     )  # fmt: skip
-    launches.bump("_tile_members_kernel")
     return TileRows(**vars(chunks), rows=rows)
 
 
@@ -344,11 +345,10 @@ def pieces_in_order(
     ranks = torch.empty(pieces, dtype=torch.int64, device=device)
     order = torch.empty(1 + pieces, dtype=torch.int32, device=device)
     grid = (cdiv(pieces, LIST_SIZE),)
-    _piece_ranks_kernel[grid](
+    launch(
+        _piece_ranks_kernel, grid,
         lists.rows, lists.chunk_begin, lists.chunk_end, counts, ranks, pieces, tokens, groups,
         buckets // groups, PER_CHUNK=per_chunk, SHARE=share, SIZE=LIST_SIZE,
     )  # fmt: skip
-    launches.bump("_piece_ranks_kernel")
-    _piece_order_kernel[grid](counts, ranks, order, pieces, BUCKETS=buckets, SIZE=LIST_SIZE)
-    launches.bump("_piece_order_kernel")
+    launch(_piece_order_kernel, grid, counts, ranks, order, pieces, BUCKETS=buckets, SIZE=LIST_SIZE)
     return order, per_chunk

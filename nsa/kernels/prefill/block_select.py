@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa import launches
 from nsa.kernels.block_keys import block_keys
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_rows, sequence_bounds, span_hi
 from nsa.kernels.row_tiles import k_tiles, tma_usable
@@ -235,7 +235,8 @@ def block_select(
     k1, k2 = k_tiles(k_cmp, block_n, tma)
     for begin in range(0, sq, slab):
         queries = min(slab, sq - begin)
-        _block_score_kernel[(cdiv(queries, block_q), batch * groups)](
+        launch(
+            _block_score_kernel, (cdiv(queries, block_q), batch * groups),
             q, k_cmp, k1, k2, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, q_start,
             begin, slab, n_ld, l, d, l_sel, softmax_scale * LOG2E,
             D=dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded, BLOCK_N=block_n, NB=nb,
@@ -243,15 +244,14 @@ def block_select(
             POOL_DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, TMA=tma,
             PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        launches.bump("_block_score_kernel")
         # Early slabs have fewer blocks to rank: H200, 64k, 1.37 -> 0.97 ms.
         blocks = max(pow2(cdiv(q_start + begin + queries, l_sel)), 32)
-        _block_topn_kernel[(queries, batch * groups)](
+        launch(
+            _block_topn_kernel, (queries, batch * groups),
             scores, out, cu_q_arg, cu_k_arg, sq, sk, groups, q_start, begin, slab, n_ld, l, d,
             l_sel,
             VARLEN=varlen, BLOCK_Q=block_q, BLOCK_N=block_n, NB=nb, BLOCKS=blocks, N_SEL=n_sel,
             N_PAD=pow2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
             num_warps=max(1, min(blocks // 1024, 16)), num_stages=1,
         )  # fmt: skip
-        launches.bump("_block_topn_kernel")
     return out

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.tiles import cdiv, dot_size
 
 
@@ -76,10 +76,10 @@ def combine_fwd(
     n_rows = gates.numel() // 3
     if out.numel():
         dv = out.shape[-1]
-        _combine_fwd_kernel[(cdiv(n_rows, 32),)](
+        launch(
+            _combine_fwd_kernel, (cdiv(n_rows, 32),),
             o_cmp, o_sel, o_win, gates, out, n_rows, DV=dv, BLOCK_DV=dot_size(dv), BLOCK_M=32
         )
-        launches.bump("_combine_fwd_kernel")
     return out
 
 
@@ -97,9 +97,9 @@ def combine_bwd(
     n_rows = gates.numel() // 3
     if n_rows:
         dv = grad_out.shape[-1]
-        _combine_bwd_kernel[(cdiv(n_rows, 32),)](
+        launch(
+            _combine_bwd_kernel, (cdiv(n_rows, 32),),
             grad_out, *outs, *lses, gates, dgates, deltas, folded, n_rows, DV=dv,
             BLOCK_DV=dot_size(dv), BLOCK_M=32,
         )  # fmt: skip
-        launches.bump("_combine_bwd_kernel")
     return dgates, deltas, folded

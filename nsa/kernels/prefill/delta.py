@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.tiles import cdiv, dot_size
 
 
@@ -29,8 +29,8 @@ def attention_delta(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
     n_rows = delta.numel()
     if n_rows:
         dv = out.shape[-1]
-        _attn_bwd_delta_kernel[(cdiv(n_rows, 32),)](
+        launch(
+            _attn_bwd_delta_kernel, (cdiv(n_rows, 32),),
             out, grad_out, delta, n_rows, DV=dv, BLOCK_DV=dot_size(dv), BLOCK_M=32
         )
-        launches.bump("_attn_bwd_delta_kernel")
     return delta

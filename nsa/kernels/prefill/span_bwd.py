@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper, span_bwd_fused
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
@@ -440,13 +440,13 @@ def span_attention_bwd(
     rows, block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
     block_q = max(rows // heads_padded, 1)
     tma = tma_usable(arch, k, whole=v)
-    _span_bwd_dq_kernel[(cdiv(sq, block_q), batch * groups)](
+    launch(
+        _span_bwd_dq_kernel, (cdiv(sq, block_q), batch * groups),
         q, k, v, *kv_tiles(k, v, block_n, tma), grad_out, lse, delta, dq, cu_q_arg,
         cu_k_arg, sq, sk, groups, heads, q_start, span.a, span.b, dq_scale, scale_log2,
         BLOCK_Q=block_q, BLOCK_N=block_n, ACCUMULATE=accumulate, TMA=tma, num_warps=warps,
         num_stages=stages, **common,
     )  # fmt: skip
-    launches.bump("_span_bwd_dq_kernel")
 
     rows, block_n, warps, stages = dkdv_tiles(arch, dim, dv_dim, q.element_size())
     block_q = max(rows // heads_padded, 1)
@@ -468,12 +468,12 @@ def span_attention_bwd(
         )  # fmt: skip
     else:
         descriptors = (q, q, grad_out)
-    _span_bwd_dkdv_kernel[(tiles, batch * groups, splits)](
+    launch(
+        _span_bwd_dkdv_kernel, (tiles, batch * groups, splits),
         q, k, v, *descriptors, grad_out, lse, delta, dk, dv, cu_q_arg, cu_k_arg, sq,
         sk, groups, heads, k_rows, q_start, span.a, span.b, softmax_scale, scale_log2,
         BLOCK_Q=block_q, BLOCK_N=block_n, TMA=tma, num_warps=warps, num_stages=stages, **common,
     )  # fmt: skip
-    launches.bump("_span_bwd_dkdv_kernel")
     if splits == 1:
         return dq, dk[0], dv[0]
     return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill.span_common import sequence_bounds
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.prefill.sums import rounded, zero_sums
@@ -267,7 +267,8 @@ def compressed_attention_bwd_fused(
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
     tma_add = arch != 0  # the interpreter has no adding descriptors
     add_tiles = lambda width: head_tiles(acc, block_q, heads, width) if tma_add else acc
-    _span_bwd_fused_kernel[(tiles, batch * groups, splits)](
+    launch(
+        _span_bwd_fused_kernel, (tiles, batch * groups, splits),
         q, k, v, grad_out, head_tiles(q, block_q, heads, d1),
         head_tiles(q, block_q, heads, d2 or d1), head_tiles(grad_out, block_q, heads, dv_dim),
         row_tiles(lse[..., None], block_q, heads), row_tiles(delta[..., None], block_q, heads),
@@ -277,7 +278,6 @@ def compressed_attention_bwd_fused(
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, SPLIT=splits > 1, TMA_ADD=tma_add,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    launches.bump("_span_bwd_fused_kernel")
     if dq is None:
         dq = rounded(acc, softmax_scale, q)
     return dq, dk.to(k.dtype), dv.to(v.dtype)

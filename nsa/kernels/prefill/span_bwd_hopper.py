@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill import span_bwd_fused
 from nsa.kernels.prefill.span_common import sequence_bounds
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
@@ -456,10 +456,10 @@ def row_stats(lse: torch.Tensor, delta: torch.Tensor, heads: int) -> torch.Tenso
     """lse and delta [.., HQ] as P and dS need them, in the order in which a group reads them."""
     hq = lse.shape[-1]
     out = torch.empty(2 * lse.numel(), device=lse.device, dtype=torch.float32)
-    _row_stats_kernel[(cdiv(lse.numel(), 1024),)](
+    launch(
+        _row_stats_kernel, (cdiv(lse.numel(), 1024),),
         lse, delta, out, lse.numel() // hq, hq, HEADS=heads, BLOCK=1024
     )
-    launches.bump("_row_stats_kernel")
     return out
 
 
@@ -503,7 +503,8 @@ def span_attention_bwd_hopper(
     stats = row_stats(lse, delta, heads)
     stats_tiles = descriptor(stats, (ROWS,), shared_layout(0, 32, 1))
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
-    _span_bwd_hopper_kernel[(tiles, batch * groups, splits)](
+    launch(
+        _span_bwd_hopper_kernel, (tiles, batch * groups, splits),
         q, k, v, grad_out, stats, _head_tiles(q, block_q, heads),
         _head_tiles(grad_out, block_q, heads), stats_tiles, _head_tiles(acc, block_q, heads),
         dk, dv, cu_q_arg, cu_k_arg, sq, sk, groups, q.numel() // (hq * dim), share, q_start,
@@ -511,7 +512,6 @@ def span_attention_bwd_hopper(
         MODE=span.mode, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads, KEYS=KEYS, WIDTH=WIDTH,
         STAGES=STAGES, SPLIT=splits > 1, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip
-    launches.bump("_span_bwd_hopper_kernel")
     if dq is None:
         dq = rounded(acc, softmax_scale, q)
     return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
@@ -190,7 +190,8 @@ def span_attention_fwd(
     d1, d2 = split_dim(dim)
     grid = (cdiv(sq, block_q), batch * groups)
     tma = tma_usable(arch, k, whole=v)
-    _span_fwd_kernel[grid](
+    launch(
+        _span_fwd_kernel, grid,
         q, k, v, *kv_tiles(k, v, block_n, tma), out, lse, cu_q if varlen else lse,
         cu_k if varlen else lse,
         sq, sk, groups, heads, q_start, span.a, span.b, softmax_scale * LOG2E,
@@ -198,6 +199,5 @@ def span_attention_fwd(
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv), TMA=tma,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    launches.bump("_span_fwd_kernel")
     return out, lse
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill.span_common import span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import descriptor, shared_layout
@@ -472,12 +472,12 @@ def span_attention_fwd_hopper(
     of_queries = lambda x: descriptor(x.view(-1, hq, dim), (per_warpgroup, heads, dim), layout)
     of_keys = lambda x: descriptor(x.view(*keys, groups * dim), (1, block_n, dim), layout)
     sms = sm_count(q.device)
-    _span_fwd_hopper_kernel[(min(items, sms),)](
+    launch(
+        _span_fwd_hopper_kernel, (min(items, sms),),
         of_queries(q), of_keys(k), of_keys(v), of_queries(out),
         out, lse, cu_q if varlen else lse, cu_k if varlen else lse, sq, sk, groups, batch, items,
         q_start, span.a, span.b, softmax_scale * LOG2E,
         MODE=span.mode, VARLEN=varlen, HEADS=heads, BLOCK_N=block_n, D=dim, K_STAGES=k_stages,
         V_STAGES=v_stages, Q_STAGES=q_stages, num_warps=4, maxnreg=168,
     )  # fmt: skip
-    launches.bump("_span_fwd_hopper_kernel")
     return out, lse

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.tiles import cdiv
 
 SIZE = 4096  # numbers that a program rounds
@@ -32,6 +32,5 @@ def rounded(x: torch.Tensor, scale: float, like: torch.Tensor) -> torch.Tensor:
     """x * scale for a contiguous fp32 x, of the dtype of `like`."""
     out = torch.empty(x.shape, dtype=like.dtype, device=x.device)
     if out.numel():
-        _round_kernel[(cdiv(out.numel(), SIZE),)](x, out, out.numel(), scale, SIZE=SIZE)
-        launches.bump("_round_kernel")
+        launch(_round_kernel, (cdiv(out.numel(), SIZE),), x, out, out.numel(), scale, SIZE=SIZE)
     return out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill.union_lists import chosen_by, lists_warps
 from nsa.kernels.tiles import cdiv, pow2
 
@@ -99,10 +99,10 @@ def tile_blocks(
     entries = torch.empty(tiles, groups, size, dtype=torch.int64, device=device)
     counts = torch.empty(tiles, groups, dtype=torch.int32, device=device)
     varlen = seq_begin is not None
-    _tile_blocks_kernel[(tiles, groups)](
+    launch(
+        _tile_blocks_kernel, (tiles, groups),
         block_indices, seq_begin if varlen else block_indices, entries, counts, tokens, seqlen,
         kv_len, groups, n_sel, q_start, block_size, VARLEN=varlen, QUERIES=queries,
         N_PAD=pow2(n_sel), num_warps=lists_warps(queries, pow2(n_sel), REGISTERS),
     )  # fmt: skip
-    launches.bump("_tile_blocks_kernel")
     return TileBlocks(entries, counts, queries)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.tiles import cdiv, pow2
 
 PAIRS = 2048  # pairs of elements that a program turns at once
@@ -128,8 +128,8 @@ def turn_split(
     (heads, d_k), (groups, d_v) = q.shape[-2:], v.shape[-2:]
     tiles = turn_tiles(d_k, d_v)
     programs = cdiv(heads, BLOCK_H) + 6 * cdiv(groups, BLOCK_H)
-    _turn_kernel[(cdiv(tokens, tiles["BLOCK_T"]), programs)](
+    launch(
+        _turn_kernel, (cdiv(tokens, tiles["BLOCK_T"]), programs),
         qkv, positions, *parts, tokens, positions.numel(), HQ=heads, G=groups, D=d_k, DV=d_v,
         OCTAVES=octaves(rope_base, d_k), BACKWARD=backward, **tiles,
     )  # fmt: skip
-    launches.bump("_turn_kernel")

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
@@ -322,11 +322,11 @@ def union_attention_fwd(
     tensors, sizes, constants = _arguments(
         q, k, v, lists, tiles, block_size=block_size, seq_begin=seq_begin
     )
-    _union_attn_fwd_kernel[(min(programs(q.device, UNIONS_PER_SM), lists.work.numel()),)](
+    launch(
+        _union_attn_fwd_kernel, (min(programs(q.device, UNIONS_PER_SM), lists.work.numel()),),
         *tensors, lists.work, lists.counts, out, lse, *sizes, q_start, block_size,
         softmax_scale * LOG2E, **constants,
     )  # fmt: skip
-    launches.bump("_union_attn_fwd_kernel")
 
 
 def union_attention_dq(
@@ -340,9 +340,9 @@ def union_attention_dq(
     tensors, sizes, constants = _arguments(
         q, k, v, lists, tiles, block_size=block_size, seq_begin=seq_begin
     )
-    _union_attn_bwd_dq_kernel[lists.state.shape[:2]](
+    launch(
+        _union_attn_bwd_dq_kernel, lists.state.shape[:2],
         *tensors, grad_out, lse, delta, dq, *sizes, q_start, block_size,
         softmax_scale if dq_scale is None else dq_scale, softmax_scale * LOG2E,
         ACCUMULATE=accumulate, **constants,
     )  # fmt: skip
-    launches.bump("_union_attn_bwd_dq_kernel")

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import launches
+from nsa.kernels.launch import launch
 from nsa.kernels.tiles import arch_of, cdiv, pow2, sm_count
 
 # Blocks of a union per (query, block) pair of its tile, in 1/1024, up to which the union is faster.
@@ -164,12 +164,12 @@ def union_lists(
     work = torch.empty(tiles * groups, dtype=torch.int32, **kw)
     counts = torch.zeros(2, dtype=torch.int32, **kw)
     varlen = seq_begin is not None
-    _union_lists_kernel[(tiles, groups)](
+    launch(
+        _union_lists_kernel, (tiles, groups),
         block_indices, seq_begin if varlen else block_indices, entries, state, work, counts, tokens,
         seqlen, groups, n_sel, q_start, block_size, share, VARLEN=varlen, QUERIES=queries,
         N_PAD=n_pad, num_warps=lists_warps(queries, n_pad),
     )  # fmt: skip
-    launches.bump("_union_lists_kernel")
     return UnionLists(state, entries, work, counts, queries, heads)
 
 

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import launches
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import launch, on_its_device
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pow2
 from nsa.kernels.triton_sel_kernel.inputs import units_of_8
 from nsa.kernels.triton_sel_kernel.rows import (
@@ -242,12 +241,12 @@ def sel_bwd_ranges(
     delta = torch.empty_like(lse)
     common = dict(D=D, DV=dv_dim, PRECISION=dot_precision(q.dtype))
     heads = head_tile(H, D, dv_dim, size, group=True)
-    _sel_attn_bwd_dq_kernel[(rows, cdiv(H, heads))](
+    launch(
+        _sel_attn_bwd_dq_kernel, (rows, cdiv(H, heads)),
         q, k, v, starts, cum, out, grad_out, lse, delta, dq, S, G, H, n, *k_strides, *v_strides,
         softmax_scale, softmax_scale * LOG2E, NR=spans_per_pass(n), ROWS=heads, **common,
         **_dq_meta(dq_tiles(arch, D, dv_dim, size)),
     )  # fmt: skip
-    launches.bump("_sel_attn_bwd_dq_kernel")
     if not needs_kv:
         return dq, None, None
 
@@ -259,20 +258,20 @@ def sel_bwd_ranges(
     dv = torch.empty(B, G, n_keys, dv_dim, dtype=v.dtype, device=v.device)
     part_dk = torch.empty(lists.n_slots, KEY_TILE, D, dtype=torch.float32, device=k.device)
     part_dv = torch.empty(lists.n_slots, KEY_TILE, dv_dim, dtype=torch.float32, device=k.device)
-    _sel_attn_bwd_dkdv_kernel[(lists.n_items, KEY_TILE // tiles.block_l)](
+    launch(
+        _sel_attn_bwd_dkdv_kernel, (lists.n_items, KEY_TILE // tiles.block_l),
         q, k, v, grad_out, lse, delta, lists.rows, lists.masks, lists.tile_begin,
         lists.item_begin, lists.item_tile, lists.slot_begin, dk, dv, part_dk, part_dv,
         lists.n_tiles, lists.tiles_per_group, lists.chunk, n_keys, G, H, *k_strides, *v_strides,
         softmax_scale, softmax_scale * LOG2E, TILE=KEY_TILE,
         HEADS=padded_heads(H), ROWS=tiles.rows, **common, **_dq_meta(tiles),
     )  # fmt: skip
-    launches.bump("_sel_attn_bwd_dkdv_kernel")
     for part, x in ((part_dk, dk), (part_dv, dv)):
         dim = x.shape[-1]
         block = 1024
-        _sel_attn_bwd_sum_kernel[(lists.n_tiles, cdiv(KEY_TILE * dim, block))](
+        launch(
+            _sel_attn_bwd_sum_kernel, (lists.n_tiles, cdiv(KEY_TILE * dim, block)),
             part, x, lists.item_begin, lists.slot_begin, lists.tiles_per_group, n_keys,
             DIM=dim, TILE=KEY_TILE, BLOCK=block, num_warps=4,
         )  # fmt: skip
-        launches.bump("_sel_attn_bwd_sum_kernel")
     return dq, dk, dv

@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import launches
 from nsa.checks import check_int, scale_of
 from nsa.flags import Flags
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import launch, on_its_device
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, sm_count
 from nsa.kernels.triton_sel_kernel.inputs import (
     aligned,
@@ -259,19 +258,18 @@ class Launch:
         )  # fmt: skip
 
     def run(self, kernel, *args, **meta) -> None:
-        kernel[self.grid](*args, **self.meta, **meta)
-        launches.bump(kernel.__name__)
+        launch(kernel, self.grid, *args, **self.meta, **meta)
         if self.splits > 1:
-            _sel_attn_merge_kernel[(self.rows * self.heads,)](
+            launch(
+                _sel_attn_merge_kernel, (self.rows * self.heads,),
                 self.part_o, self.part_lse, self.out, self.lse, self.heads, DV=self.dv,
                 BLOCK_DV=dot_size(self.dv), SPLITS=self.splits,
                 num_warps=4,
             )  # fmt: skip
-            launches.bump("_sel_attn_merge_kernel")
 
 
-def _result(launch: Launch, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    return (launch.out, launch.lse) if return_lse else launch.out
+def _result(sized: Launch, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    return (sized.out, sized.lse) if return_lse else sized.out
 
 
 @on_its_device
@@ -299,7 +297,7 @@ def _launch_spans(
     """Dense kernels on k [B, G, L, D]; rows (b, s, g) of q [B*S*G, H, D], spans [rows, 2]."""
     rows, H, D = q.shape
     L = k.shape[2]
-    launch = Launch(
+    sized = Launch(
         q, rows, H, v.shape[-1], L, group=group, tiles=tiles, flags=flags, splits=splits
     )
     if rows and H:
@@ -307,12 +305,12 @@ def _launch_spans(
         k, k_strides = units_of_8(k)
         v, v_strides = units_of_8(v)
         kernel = _sel_attn_fwd_dense_group_kernel if group else _sel_attn_fwd_dense_kernel
-        launch.run(
-            kernel, q, k, v, q if spans is None else spans, launch.part_o, launch.part_lse, S,
+        sized.run(
+            kernel, q, k, v, q if spans is None else spans, sized.part_o, sized.part_lse, S,
             k.shape[1], H, L, *k_strides, *v_strides, scale_of(softmax_scale, D) * LOG2E,
             HAS_SPANS=spans is not None,
         )  # fmt: skip
-    return _result(launch, return_lse)
+    return _result(sized, return_lse)
 
 
 @on_its_device
@@ -333,16 +331,16 @@ def _varlen(
     check_int("max_len", max_len, 0, optional=True)
     # The mean length stands in for the longest: it needs no device wait.
     key_len = max_len if max_len is not None else 2 * cdiv(k.shape[0], max(N, 1))
-    launch = Launch(
+    sized = Launch(
         q, N, H, v.shape[-1], key_len, group=group, tiles=tiles, flags=flags, splits=splits
     )
     if N and H:
         kernel = _sel_attn_fwd_varlen_group_kernel if group else _sel_attn_fwd_varlen_kernel
-        launch.run(
+        sized.run(
             kernel, aligned(q), aligned(k), aligned(v), cu_seqlens.contiguous(),
-            launch.part_o, launch.part_lse, H, scale_of(softmax_scale, D) * LOG2E,
+            sized.part_o, sized.part_lse, H, scale_of(softmax_scale, D) * LOG2E,
         )  # fmt: skip
-    return _result(launch, return_lse)
+    return _result(sized, return_lse)
 
 
 def sel_attn_fwd_dense(
@@ -430,19 +428,19 @@ def sel_fwd_ranges(
     """(out, lse) over any clean spans (see spans.clean_spans); K and V of any strides."""
     B, S, G, H, D = q.shape
     n = starts.shape[-1]
-    launch = Launch(
+    sized = Launch(
         q, B * S * G, H, v.shape[-1], k.shape[2], group=True, tiles=tiles, flags=flags,
         splits=splits, ranges=True,
     )  # fmt: skip
-    if launch.rows and H:
+    if sized.rows and H:
         k, k_strides = units_of_8(k)
         v, v_strides = units_of_8(v)
-        launch.run(
-            _sel_attn_fwd_ranges_kernel, aligned(q), k, v, starts, cum, launch.part_o,
-            launch.part_lse, S, G, H, n, *k_strides, *v_strides, scale_of(softmax_scale, D) * LOG2E,
+        sized.run(
+            _sel_attn_fwd_ranges_kernel, aligned(q), k, v, starts, cum, sized.part_o,
+            sized.part_lse, S, G, H, n, *k_strides, *v_strides, scale_of(softmax_scale, D) * LOG2E,
             NR=spans_per_pass(n),
         )  # fmt: skip
-    return launch.out.view(B, S, G, H, v.shape[-1]), launch.lse.view(B, S, G, H)
+    return sized.out.view(B, S, G, H, v.shape[-1]), sized.lse.view(B, S, G, H)
 
 
 def spans_per_pass(n: int) -> int:

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import launches
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import launch, on_its_device
 from nsa.kernels.tiles import cdiv, pow2
 from nsa.kernels.triton_sel_kernel.rows import load_range
 from nsa.kernels.triton_sel_kernel.tiles import KEY_TILE, MAX_SPANS_PER_PASS
@@ -62,10 +61,10 @@ def clean_spans(ranges: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
         return starts, cum
     starts = torch.empty(rows, n, dtype=torch.int32, device=ranges.device)
     cum = torch.empty(rows, n + 1, dtype=torch.int32, device=ranges.device)
-    _sel_spans_kernel[(rows,)](
+    launch(
+        _sel_spans_kernel, (rows,),
         ranges, starts, cum, n, n_keys, NR=pow2(n), num_warps=1
     )
-    launches.bump("_sel_spans_kernel")
     return starts, cum
 
 
@@ -167,11 +166,11 @@ def key_lists(
     item_tile = torch.searchsorted(item_begin[1:].contiguous(), item, right=True)
     masks = torch.empty(capacity, dtype=torch.int64, device=device)
     if capacity:
-        _sel_key_masks_kernel[(cdiv(capacity, 128),)](
+        launch(
+            _sel_key_masks_kernel, (cdiv(capacity, 128),),
             rows, key, starts, cum, masks, capacity, n, n_tiles, per_group,
             TILE=KEY_TILE, BLOCK=128, num_warps=4,
         )  # fmt: skip
-        launches.bump("_sel_key_masks_kernel")
     return KeyLists(
         rows, masks, tile_begin, item_begin, item_tile, slot_begin, n_tiles, per_group, n_items,
         2 * capacity // chunk, chunk,
