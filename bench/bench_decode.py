@@ -81,8 +81,11 @@ PRESETS = {
     ),
 }
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-STEP_KERNELS = ("_decode_scan_kernel", "_decode_selected_kernel", "_decode_merge_kernel")
-BRANCH_KERNELS = {"cmp": STEP_KERNELS[::2], "sel": STEP_KERNELS[1:], "win": STEP_KERNELS[::2]}
+_MERGE = "_decode_merge_kernel"
+BRANCH_KERNELS = {
+    "cmp": ("_decode_scan_kernel", _MERGE), "sel": ("_decode_selected_kernel", _MERGE),
+    "win": ("_decode_scan_kernel", _MERGE),
+}  # fmt: skip
 CSV_COLUMNS = (
     "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "reads_actual", "reads_expected",
     "reads_actual_decode", "reads_expected_decode", "reads_cmp", "reads_sel", "reads_win",
@@ -120,7 +123,7 @@ def total_case(step: Step, columns: dict[str, Any]) -> Case:
     keys = read.cmp + read.sel + read.win
     return Case(
         "decode", case_name(len(q), step.S),
-        Contender("nsa", step.total(), step.path, STEP_KERNELS if step.fused else ()),
+        Contender("nsa", step.total(), step.path, step.kernels()),
         refill=step.refill, inputs=step.inputs, oracle=lambda: step.total_truth(chosen[0]),
         same_dtype=lambda: step.total_plain(chosen[0]), baselines=dense_contenders(step), view=view,
         requested=step.requested,

@@ -85,7 +85,7 @@ def attention_graph(step: Step, case: Case, tools: dict[str, Any]) -> BenchRow:
     if why:
         raise GraphUnavailable(why)
     replay, seen = capture(case.candidate.call)
-    missing = [k for k in case.candidate.kernels if not seen.get(k)]
+    missing = [k for k in step.kernels(in_graph=True) if not seen.get(k)]
     if missing:
         raise GraphUnavailable(f"the graph does not hold {', '.join(missing)}")
     out = replay()
@@ -136,9 +136,10 @@ class ModuleStep:
         for x in (self.x, self.cache.k_raw, self.cache.v_raw):
             x.normal_(generator=gen)
 
-    def kernels(self, total: Case) -> tuple[str, ...]:
+    def kernels(self, *, in_graph: bool = False) -> tuple[str, ...]:
         """What must run: the attention step's kernels, and the one that appends for them."""
-        return (*total.candidate.kernels, *("_decode_append_kernel",) * self.step.fused)
+        appended = ("_decode_append_kernel",) * self.step.fused
+        return *self.step.kernels(in_graph=in_graph), *appended
 
     def eager(self) -> Callable[[], Tensor]:
         def call() -> Tensor:
@@ -207,7 +208,7 @@ class ModuleStep:
         graph = kind == "module_graph"
         ours = Contender(
             f"nsa {kind.replace('_', ' ')}", call, GRAPH_PATH if graph else self.step.path,
-            () if graph else self.kernels(total),
+            () if graph else self.kernels(),
         )  # fmt: skip
         return Case(
             "decode_module", f"{total.name}/{kind}", ours, refill=self.refill,
@@ -233,7 +234,7 @@ def more_rows(
     if "module" not in missing:
         rows["module"] = measure(module.case(module.eager(), "module", total, columns), **tools)
         try:
-            call = module.graph(module.kernels(total))
+            call = module.graph(module.kernels(in_graph=True))
             rows["module_graph"] = measure(
                 module.case(call, "module_graph", total, columns), **tools
             )

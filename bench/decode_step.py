@@ -108,6 +108,17 @@ class Step:
         if wanted is Route.TRITON and not self.fused and self.fallback != "unsupported":
             self.requested = "triton"
 
+    def kernels(self, *, in_graph: bool = False) -> tuple[str, ...]:
+        """Names of the Triton kernels of a step, none where PyTorch does it."""
+        if not self.fused:
+            return ()
+        from nsa.kernels.decode import step_kernels
+
+        c = self.config
+        return step_kernels(
+            self.q, c.groups, c.d_v, max_len=self.S, in_graph=in_graph, **c.sizes()
+        )
+
     # ---- inputs ------------------------------------------------------------------------------
 
     def inputs(self) -> list[Tensor]:

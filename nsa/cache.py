@@ -97,6 +97,8 @@ class NSACache:
         self.k_win, self.v_win = self._buffers(config.w + max_step - 1)
         self.k_raw, self.v_raw = self._buffers(config.l + max_step - 1)
         self.lens = torch.zeros(batch, dtype=torch.int32, device=device)
+        # By which the programs of one step wait for each other, a line of memory for each group.
+        self.counters = torch.zeros(batch, config.groups, 32, dtype=torch.int32, device=device)
         self._steps = torch.arange(max_step, device=device)
         self._block = torch.arange(config.l, device=device)
         self._batch = torch.arange(batch, device=device)[:, None]
@@ -157,7 +159,7 @@ class NSACache:
         one.batch, one.lengths, one.growable = 1, [self.lengths[b]], False
         one.highest = [self.highest[b]]
         one.count_reads, one._counted = False, []
-        for name in (*_BUFFERS, "lens"):
+        for name in (*_BUFFERS, "lens", "counters"):
             setattr(one, name, getattr(self, name)[b : b + 1])
         one._batch = self._batch[:1]
         return one

@@ -150,6 +150,7 @@ def decode(
         make(B, T, 2 * h, D), *kv(4), *kv(page or 8), *kv(page or 520), make(B, T, 2 * h, 3),
         torch.zeros(B, dtype=torch.int32), l=32, d=16, l_sel=l_sel, n_sel=n_sel, n_init=1,
         n_local=2, window=512, max_len=max_len, block_table=table, window_ring=not page,
+        counters=torch.zeros(B, 2, 32, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -173,6 +174,7 @@ def grid(arch: int, quick: bool) -> Iterator[Call]:
         ):
             yield prefill, (*shape, packed, l_sel, use, fixed)
     if quick:
+        yield decode, (1, 1, 16, 128, 128, BF16, 8192)
         return
     rows = [(1, 1), (1, 4), (1, 16), (2, 16), (4, 16), (8, 16), (1, 128)]
     for (D, Dv), (T, h) in itertools.product(sizes, rows):

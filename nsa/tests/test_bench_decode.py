@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import bench_decode, summarize_decode_csv
-from bench.bench_decode import BRANCH_KERNELS, STEP_KERNELS, branch_case, total_case
+from bench.bench_decode import BRANCH_KERNELS, branch_case, total_case
 from bench.clock import HostClock
 from bench.decode_step import BRANCHES, Step
 from bench.records import read_csv
@@ -276,7 +276,8 @@ def test_the_triton_step_and_its_branches_are_proven_by_their_launches(kernel_de
     assert (step.path, step.requested) == ("triton", "triton")
     case = total_case(step, {})
     parity, _ = prove(case, case.candidate, 1, "step")
-    assert set(parity.launches) >= set(STEP_KERNELS) and parity.path_taken == "triton"
+    assert set(parity.launches) == set(step.kernels()) and parity.path_taken == "triton"
+    assert set(step.kernels(in_graph=True)) >= {*BRANCH_KERNELS["cmp"], *BRANCH_KERNELS["sel"]}
     for branch in BRANCHES:
         case = branch_case(step, branch, {})
         parity, _ = prove(case, case.candidate, 2, branch)

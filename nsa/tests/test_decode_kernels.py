@@ -60,6 +60,10 @@ STEPS = [
     Step((2000, 700), T=4, h=8, D=192, Dv=128, dtype=BF16, n_sel=16, page=64, **PAPER),
     Step((2000, 700, 64), T=2, h=4, D=64, Dv=64, n_sel=8, ring=True, **PAPER),
     Step((4096, 700), T=8, G=1, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, **PAPER),
+    Step((3000,), G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, ring=True, **PAPER),
+    Step((9000, 2000), G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, page=64, ring=True,
+         **{**PAPER, "capacity": 10000}),
+    Step((500, 700), T=2, h=16, D=128, Dv=64, n_sel=16, **{**PAPER, "capacity": 1500}),
     Step((1,) * 17 + (4000,), G=2, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, **PAPER),
 ]
 
@@ -89,7 +93,9 @@ class Caches:
             out.append(x)
         return out[0], out[1]
 
-    def run(self, softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, softmax_scale: float | None = None, counters: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         from nsa.kernels.decode import nsa_decode_triton
 
         s, table = self.step, None
@@ -108,7 +114,22 @@ class Caches:
             self.q, *self.cmp, *sel, *win, self.gates, self.lens, l=s.l, d=s.d, l_sel=s.l_sel,
             n_sel=s.n_sel, n_init=1, n_local=2, window=s.w, max_len=s.capacity, block_table=table,
             window_ring=s.ring, return_indices=True, softmax_scale=softmax_scale,
+            counters=counters,
         )  # fmt: skip
+
+    def counters(self) -> Tensor:
+        s = self.step
+        return torch.zeros(len(s.lens), s.G, 32, dtype=torch.int32, device=self.device)
+
+    def kernels(self) -> list[str]:
+        """What a step with counters launches outside graphs."""
+        from nsa.kernels.decode import step_kernels
+
+        s = self.step
+        return list(step_kernels(
+            self.q, s.G, s.Dv, max_len=s.capacity, in_graph=False, l=s.l, d=s.d, l_sel=s.l_sel,
+            n_sel=s.n_sel, n_init=1, n_local=2, window=s.w,
+        ))  # fmt: skip
 
     def paged(self, x: Tensor, order: Tensor, pages: int) -> Tensor:
         page = self.step.page
@@ -154,7 +175,7 @@ class Caches:
         return torch.cat(parts)
 
 
-CORE = (1, 3, 5, 6, 7)  # what every report runs
+CORE = (1, 3, 5, 6, 7, 9, 10)  # what every report runs
 
 
 @pytest.mark.parametrize(
@@ -162,18 +183,30 @@ CORE = (1, 3, 5, 6, 7)  # what every report runs
     [pytest.param(s, marks=[pytest.mark.core] if i in CORE else []) for i, s in enumerate(STEPS)],
     ids=str,
 )
-def test_step(step, kernel_device):
+@pytest.mark.parametrize("team", [False, True], ids=["launches", "team"])
+def test_step(step, team, kernel_device, tune):
     if step.T > min(step.lens):
         pytest.skip("a sequence is shorter than its new tokens")
     if kernel_device == "cpu" and step.big:
         pytest.skip("a GPU's size: the interpreter would take hours")
-    caches = Caches(step, kernel_device)
+    caches, counters, kernels = Caches(step, kernel_device), None, KERNELS
+    if team:
+        tune(LEAST_TEAM=2, **{"TEAM_PER_SM": 64} if kernel_device == "cpu" else {})
+        counters = caches.counters()
+        kernels = caches.kernels()
+        if kernels != ["_decode_team_kernel"]:
+            pytest.skip("too large for one launch")
     with launches.recording() as counts:
-        out, indices = caches.run()
+        out, indices = caches.run(counters=counters)
+    if team:
+        assert set(counts) == set(kernels)
+        again, same = caches.run(counters=counters)  # which finds the counters' signs turned
+        assert torch.equal(again, out) and torch.equal(same, indices)
+        assert not (counters & 0x7FFFFFFF).any(), "programs were left waiting"
     assert_parity(
         f"decode/{step}", "decode", out, caches.expected(indices, torch.float64),
         caches.expected(indices, step.dtype), path_requested="triton", path_taken="triton",
-        launches=counts, expect_kernels=KERNELS, seed=0,
+        launches=counts, expect_kernels=kernels, seed=0,
     )  # fmt: skip
     wrong = total = 0
     for b, n in enumerate(step.lens):
@@ -216,6 +249,65 @@ def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, tune):
     assert ("_decode_candidates_kernel" in counts) == (blocks == 16)
     assert torch.equal(same, indices)
     assert torch.equal(again, out)
+
+
+def test_a_team_chooses_and_merges_as_launches_do(kernel_device, tune):
+    """With candidates of several chunks; a part of the team has nothing to scan."""
+    caches = Caches(Step((577, 45), T=2, h=4, n_sel=4, capacity=600), kernel_device)
+    tune(SINGLE_BLOCKS=16, CHUNK_BLOCKS=(16, 16), LEAST_TEAM=2, TEAM_PER_SM=64)
+    out, indices = caches.run()
+    assert caches.kernels() == ["_decode_team_kernel"]
+    with launches.recording() as counts:
+        again, same = caches.run(counters=caches.counters())
+    assert set(counts) == {"_decode_team_kernel"}
+    assert torch.equal(same, indices)
+    torch.testing.assert_close(again, out, rtol=1e-3, atol=1e-3)
+
+
+def test_the_first_step_of_a_team_compiles_what_a_graph_launches(cuda, tune):
+    from nsa.kernels.decode import step
+
+    tune(LEAST_TEAM=16)
+    caches = Caches(Step((577,), h=4, capacity=600), "cuda")
+    counters = caches.counters()
+    with launches.recording() as counts:
+        out, _ = caches.run(counters=counters)
+    assert set(counts) == {"_decode_team_kernel"}
+    plans = []
+    real = step._plan
+    step._plan = lambda *args: plans.append(real(*args)) or plans[-1]
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), launches.recording() as captured:
+            again, _ = caches.run(counters=counters)
+        assert set(captured) == set(KERNELS) == set(plans[0].kernels)
+        (compiled,) = plans[0].compiled.values()
+        assert len(compiled) == 3
+    finally:
+        step._plan = real
+    graph.replay()
+    torch.testing.assert_close(again, out, rtol=1e-3, atol=1e-3)
+
+
+def test_which_steps_are_one_launch(monkeypatch, kernel_device):
+    from nsa.kernels.decode import step
+
+    monkeypatch.setattr(step, "sm_count", lambda device: 132)
+
+    def team(batch=1, T=1, dtype=BF16, D=128, max_len=8192, arch=90, alone=True, branch=None):
+        monkeypatch.setattr(step, "arch_of", lambda device: arch)
+        return step._plan.__wrapped__(
+            batch, T, 64, 4, D, D, dtype, torch.device("cuda"), 32, 16, 64, 16, 1, 2, 512, max_len,
+            branch, alone,
+        ).team  # fmt: skip
+
+    assert team() == 16 == team(batch=4)
+    assert team(T=2) == 32
+    for other in (
+        dict(batch=5), dict(max_len=16385), dict(dtype=F32), dict(D=256), dict(arch=120),
+        dict(alone=False), dict(branch="cmp"), dict(T=4),
+    ):  # fmt: skip
+        assert team(**other) == 0, other
 
 
 @pytest.mark.parametrize("ranks", [128, 1])

@@ -1,5 +1,5 @@
 """One decoded step over caches: few launches, no host synchronisation, CUDA-graph capturable."""
 
-from nsa.kernels.decode.step import nsa_decode_triton, why_not_decode
+from nsa.kernels.decode.step import nsa_decode_triton, step_kernels, why_not_decode
 
-__all__ = ["nsa_decode_triton", "why_not_decode"]
+__all__ = ["nsa_decode_triton", "step_kernels", "why_not_decode"]

@@ -18,6 +18,7 @@ from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.decode.step import (
+    SMALL,
     choice_sizes,
     choice_warps,
     large_tiles,
@@ -26,6 +27,7 @@ from nsa.kernels.decode.step import (
     scan_warps,
     selected_warps,
 )
+from nsa.kernels.decode.team import _decode_team_kernel
 from nsa.kernels.tiles import dot_size, split_dim
 
 # dtype, element bytes, D, Dv, (token, head) rows, page
@@ -41,7 +43,7 @@ _POINTERS = {
     **{n: "*fp32" for n in ("PART_O", "PART_M", "PART_L", "POOLED", "SPILL", "TILE_MAX",
                             "SCAN_O", "SCAN_M", "SCAN_L", "SEL_O", "SEL_M", "SEL_L")},
     "FREQUENCIES": "*fp64",
-    **{n: "*i32" for n in ("LENS", "TABLE", "INDICES", "KEYS", "BLOCKS")},
+    **{n: "*i32" for n in ("LENS", "TABLE", "INDICES", "KEYS", "BLOCKS", "COUNTERS")},
 }  # fmt: skip
 
 
@@ -88,6 +90,13 @@ def aot_cases(arch: int) -> list[AotCase]:
                 warps = choice_warps(choice["CHUNK"] * small // 4, programs, 132)
                 cases.append(_case(_decode_candidates_kernel, f"{label}-S{length}-W{warps}", dtype,
                                    some, warps, 1))  # fmt: skip
+        for length in (4096, 8192) if d == 128 and arch not in SMALL else ():
+            n_tiles = length // 16 // small
+            _, choice = choice_sizes(n_tiles, small // 4, length // 64, 16)
+            team = dict(ROWS=rows, HEADS=16, TILE_N=small, BLOCK_N=small, NB=small // 4, PAGE=page,
+                        RING=True, POOL_DTYPE=pool, SPLITS_CMP=n_tiles, SPLITS_WIN=8, SPLITS_SEL=16,
+                        N_SEL=16, N_INIT=1, N_LOCAL=2, PHASE=-1, **choice, **dims)  # fmt: skip
+            cases.append(_case(_decode_team_kernel, f"{label}-S{length}", dtype, team, 4, 2))
         if size == 2:
             append = dict(D=d, DV=dv, BLOCK_HALF=dot_size(d // 2), BLOCK_DV=dot_size(dv),
                           BLOCK_H=BLOCK_H)  # fmt: skip

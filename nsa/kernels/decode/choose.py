@@ -83,20 +83,16 @@ def top_places(key, N: tl.constexpr, N_SEL: tl.constexpr, RANKED: tl.constexpr):
 
 
 @triton.jit
-def _decode_candidates_kernel(
-    LENS, PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS,
+def store_candidates(
+    chunk, bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS,
     G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,
     ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
     NB: tl.constexpr, CHUNK: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
     N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Of a long context, the best N_SEL blocks of each CHUNK tiles: KEYS and BLOCKS
+    """Of a long context, the best N_SEL blocks of CHUNK tiles: KEYS and BLOCKS
     [B * G, T, chunks, N_PAD], ascending by block, key -1 where there is none.
     """
-    chunk = tl.program_id(0)
-    bg = tl.program_id(1)
-    token = tl.program_id(2)
-    length = tl.load(LENS + bg // G)
     own = (length - T + token) // l_sel
     score = tile_scores(
         chunk * CHUNK, bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, H, splits_cmp,
@@ -114,15 +110,34 @@ def _decode_candidates_kernel(
 
 
 @triton.jit
+def _decode_candidates_kernel(
+    LENS, PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS,
+    G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
+    NB: tl.constexpr, CHUNK: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
+    N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
+):  # fmt: skip
+    """store_candidates() of every chunk, sequence, group and token."""
+    bg = tl.program_id(1)
+    store_candidates(
+        tl.program_id(0), bg, tl.program_id(2), tl.load(LENS + bg // G),
+        PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, G, H, T, splits_cmp,
+        splits_all, n_tiles, l, d, l_sel, chunks, ROWS, HEADS, SPLITS, TILE_N, NB, CHUNK, N_SEL,
+        N_PAD, N_INIT, N_LOCAL,
+    )  # fmt: skip
+
+
+@triton.jit
 def choose_blocks(
-    bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, out,
+    bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS,
     H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,
     ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
     NB: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, N: tl.constexpr,
     RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
     N_LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Store at `out` N_SEL blocks of one token and group, ascending, -1 padded (Eq. 9-12).
+    """The N_SEL blocks of one token and group (Eq. 9-12): of N, which are kept, their places in
+    ascending order and the blocks themselves.
 
     SINGLE: one chunk holds all N blocks and is summed here; else the best are among N candidates.
     """
@@ -143,6 +158,4 @@ def choose_blocks(
         key = tl.load(KEYS + candidates + at, mask=at < chunks * N_PAD, other=-1)
         block = tl.load(BLOCKS + candidates + at, mask=key >= 0, other=0)
     keep, place = top_places(key, N, N_SEL, RANKED)
-    tl.store(out + place, block, mask=keep)
-    pad = tl.arange(0, N_PAD)
-    tl.store(out + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL))
+    return keep, place, block

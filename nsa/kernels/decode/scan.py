@@ -14,8 +14,8 @@ from nsa.kernels.decode.tile import attend, cache_row, load_rows, visible
 
 
 @triton.jit
-def _decode_scan_kernel(
-    Q, KC, VC, KW, VW, LENS, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX,
+def scan_split(
+    bg, split, length, Q, KC, VC, KW, VW, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX,
     table_len, cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel,
     window, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -27,13 +27,8 @@ def _decode_scan_kernel(
     Compressed tiles also leave their probabilities pooled to selection blocks, per row, relative
     to the tile's maximum: the selection needs no second look at the keys.
     """
-    # Long splits, of the compressed keys, come first, so that the last wave is short work; groups
-    # of a sequence, which are neighbours in memory, run side by side.
-    bg = tl.program_id(0)
-    split = tl.program_id(1)
     batch = bg // G
     group = bg % G
-    length = tl.load(LENS + batch)
     rows = tl.arange(0, ROWS)
     token = rows // H
     live = rows < T * H
@@ -121,3 +116,27 @@ def _decode_scan_kernel(
         acc,
         mask=live[:, None] & (offs_dv < DV)[None, :],
     )
+
+
+@triton.jit
+def _decode_scan_kernel(
+    Q, KC, VC, KW, VW, LENS, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX,
+    table_len, cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel,
+    window, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE: tl.constexpr, RING: tl.constexpr, POOL_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """scan_split() of every sequence, group and split.
+
+    Long splits, of the compressed keys, come first, so that the last wave is short work; groups of
+    a sequence, which are neighbours in memory, run side by side.
+    """
+    bg = tl.program_id(0)
+    scan_split(
+        bg, tl.program_id(1), tl.load(LENS + bg // G),
+        Q, KC, VC, KW, VW, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX, table_len,
+        cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, window,
+        scale_log2, D, DV, ROWS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, RING, POOL_DTYPE,
+        PRECISION,
+    )  # fmt: skip

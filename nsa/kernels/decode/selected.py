@@ -10,9 +10,10 @@ from nsa.kernels.decode.tile import attend, cache_row, load_rows
 
 
 @triton.jit
-def _decode_selected_kernel(
-    Q, KS, VS, LENS, TABLE, INDICES, PART_O, PART_M, PART_L, SCAN_M, SCAN_L, POOLED, SPILL,
-    TILE_MAX, KEYS, BLOCKS,
+def attend_selected(
+    split, bg, token, length,
+    Q, KS, VS, TABLE, INDICES, PART_O, PART_M, PART_L, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX,
+    KEYS, BLOCKS,
     table_len, capacity, G, H, T, splits, share, splits_cmp, splits_all, n_tiles, l, d, l_sel,
     chunks, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
@@ -25,22 +26,11 @@ def _decode_selected_kernel(
     """Partial attention of one token over `share` of its blocks; rows are heads. With CHOOSE every
     split chooses the blocks for itself, which is cheaper than a launch.
     """
-    split = tl.program_id(0)
-    bg = tl.program_id(1)
-    token = tl.program_id(2)
     batch = bg // G
     group = bg % G
-    length = tl.load(LENS + batch)
     position = length - T + token
     token_row = (batch.to(tl.int64) * T + token) * (G * H) + group * H
     indices = INDICES + ((batch.to(tl.int64) * T + token) * G + group) * N_SEL
-    if CHOOSE:
-        choose_blocks(
-            bg, token, length, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, indices, H,
-            T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, ROWS, HEADS, SPLITS, TILE_N,
-            NB, CHUNK, SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
-        )  # fmt: skip
-        tl.debug_barrier()
     cols = tl.arange(0, BLOCK_DV)
     first = split * share
     last = tl.minimum(first + share, N_SEL)
@@ -56,6 +46,19 @@ def _decode_selected_kernel(
     else:
         offs_d2 = offs_d
         q2 = q
+    if CHOOSE:
+        keep, place, chosen = choose_blocks(
+            bg, token, length, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, H, T,
+            splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, ROWS, HEADS, SPLITS, TILE_N, NB,
+            CHUNK, SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
+        )  # fmt: skip
+        tl.store(indices + place, chosen, mask=keep)
+        pad = tl.arange(0, N_PAD)
+        own = position // l_sel
+        tl.store(
+            indices + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL)
+        )
+        tl.debug_barrier()
     tiles_per_block = (l_sel + BLOCK_N - 1) // BLOCK_N
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
     m_i = tl.full([HEADS], float("-inf"), tl.float32)
@@ -86,6 +89,31 @@ def _decode_selected_kernel(
 
 
 @triton.jit
+def _decode_selected_kernel(
+    Q, KS, VS, LENS, TABLE, INDICES, PART_O, PART_M, PART_L, SCAN_M, SCAN_L, POOLED, SPILL,
+    TILE_MAX, KEYS, BLOCKS,
+    table_len, capacity, G, H, T, splits, share, splits_cmp, splits_all, n_tiles, l, d, l_sel,
+    chunks, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr, CHOOSE: tl.constexpr, SPLITS: tl.constexpr,
+    TILE_N: tl.constexpr, NB: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr,
+    N: tl.constexpr, RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
+    N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
+):  # fmt: skip
+    """attend_selected() of every split, sequence, group and token."""
+    bg = tl.program_id(1)
+    attend_selected(
+        tl.program_id(0), bg, tl.program_id(2), tl.load(LENS + bg // G),
+        Q, KS, VS, TABLE, INDICES, PART_O, PART_M, PART_L, SCAN_M, SCAN_L, POOLED, SPILL,
+        TILE_MAX, KEYS, BLOCKS, table_len, capacity, G, H, T, splits, share, splits_cmp, splits_all,
+        n_tiles, l, d, l_sel, chunks, scale_log2, D, DV, ROWS, HEADS, BLOCK_N, BLOCK_D, BLOCK_D2,
+        BLOCK_DV, PAGE, PRECISION, CHOOSE, SPLITS, TILE_N, NB, CHUNK, SINGLE, N, RANKED, N_SEL,
+        N_PAD, N_INIT, N_LOCAL,
+    )  # fmt: skip
+
+
+@triton.jit
 def _partials(
     PART_O, PART_M, PART_L, base, stride, begin, end, cols, DV, mask, SPLITS: tl.constexpr
 ):
@@ -111,16 +139,15 @@ def _merged(m, s, o):
 
 
 @triton.jit
-def _decode_merge_kernel(
-    SCAN_O, SCAN_M, SCAN_L, SEL_O, SEL_M, SEL_L, GATES, OUT,
+def merge_row(
+    bg, row_of_group, SCAN_O, SCAN_M, SCAN_L, SEL_O, SEL_M, SEL_L, GATES, OUT,
     G, H, T, splits_cmp, splits_all, splits_sel,
     DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_DV: tl.constexpr,
     SPLITS_CMP: tl.constexpr, SPLITS_WIN: tl.constexpr, SPLITS_SEL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of each branch and add the branches with their gates (Eq. 5)."""
-    bg = tl.program_id(0)
-    token = tl.program_id(1) // H
-    head = tl.program_id(1) % H
+    token = row_of_group // H
+    head = row_of_group % H
     batch = bg // G
     group = bg % G
     cols = tl.arange(0, BLOCK_DV)
@@ -146,3 +173,18 @@ def _decode_merge_kernel(
     out += _merged(m_sel, s_sel, o_sel) * g_sel
     out += _merged(m_win, s_win, o_win) * g_win
     tl.store(OUT + row * DV + cols, out.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _decode_merge_kernel(
+    SCAN_O, SCAN_M, SCAN_L, SEL_O, SEL_M, SEL_L, GATES, OUT,
+    G, H, T, splits_cmp, splits_all, splits_sel,
+    DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SPLITS_CMP: tl.constexpr, SPLITS_WIN: tl.constexpr, SPLITS_SEL: tl.constexpr,
+):  # fmt: skip
+    """merge_row() of every sequence, group, token and head."""
+    merge_row(
+        tl.program_id(0), tl.program_id(1),
+        SCAN_O, SCAN_M, SCAN_L, SEL_O, SEL_M, SEL_L, GATES, OUT, G, H, T, splits_cmp, splits_all,
+        splits_sel, DV, ROWS, HEADS, BLOCK_DV, SPLITS_CMP, SPLITS_WIN, SPLITS_SEL,
+    )  # fmt: skip

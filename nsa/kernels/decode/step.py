@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch import Tensor
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
-from nsa.kernels.launch import by_layout, launch_planned, on_its_device
+from nsa.kernels.decode.team import _decode_team_kernel
+from nsa.kernels.launch import by_layout, launch_planned, on_its_device, prepare_planned
 from nsa.kernels.tiles import (
     LOG2E,
     arch_of,
@@ -35,6 +38,9 @@ MANY_TILES = 8  # of 64 keys per SM: from here on larger tiles
 SINGLE_BLOCKS = 64  # of which the kernel of the selected blocks itself sums and ranks the scores
 CHUNK_BLOCKS = 32, 128  # more go by chunks of so many, of which a launch of its own takes the best
 RANK_CANDIDATES = 128  # up to here comparing all with all is quicker than a search
+TEAM_PER_SM = 2  # programs of the step in one launch that run at a time
+LEAST_TEAM = 16  # for a sequence and group: smaller teams are slower than several launches
+TEAM_BLOCKS = 256  # of longer contexts too: H200, 64k, 42 us and 30
 SEARCH_CANDIDATES = 1 << 15  # a search holds each against 32 cuts, and tensors of 2^20 are the most
 
 
@@ -105,8 +111,9 @@ def why_not_decode(l: int, d: int, l_sel: int) -> str | None:
 @dataclass(frozen=True)
 class StepPlan:
     """What a step launches, from shapes alone. floats: sizes of the scratch buffers of 4 bytes an
-    element, in the order in which nsa_decode_triton names them. scan, choice, selected, merge:
-    constants of the four kernels. compiled: of each layout of the arguments, see by_layout()."""
+    element, in the order in which nsa_decode_triton names them, from `offsets` (bytes) on. scan,
+    choice, selected, merge, whole: constants of the kernels. compiled: of each layout of the
+    arguments, see by_layout()."""
 
     splits_cmp: int
     splits_win: int
@@ -115,12 +122,40 @@ class StepPlan:
     n_tiles: int
     chunks: int
     candidates: bool  # a launch of its own takes them
+    team: int  # programs for a sequence and group, of a step in one launch; 0 for several launches
+    phases: tuple[int, ...]  # of a team: all at once, where programs run at the same time
     floats: list[int]
+    offsets: list[int]
     scan: dict[str, Any]
     choice: dict[str, Any]
     selected: dict[str, Any]
     merge: dict[str, Any]
+    whole: dict[str, Any]
     compiled: dict[tuple, dict[int, tuple]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of those that are launched."""
+        if self.team:
+            return ("_decode_team_kernel",)
+        launched = {
+            "_decode_scan_kernel": self.splits_cmp + self.splits_win,
+            "_decode_candidates_kernel": self.candidates and self.splits_cmp and self.splits_sel,
+            "_decode_selected_kernel": self.splits_sel, "_decode_merge_kernel": 1,
+        }  # fmt: skip
+        return tuple(name for name, programs in launched.items() if programs)
+
+    def buffers(self, scratch: Tensor, lens: Tensor, compiled: dict) -> list[Tensor | int]:
+        """The scratch buffers; of compiled kernels addresses: splitting takes 10 to 16 us."""
+        if len(compiled) == len(self.kernels):
+            base = scratch.data_ptr()
+            found = [base + offset for offset in self.offsets]
+        else:
+            found = list(torch.split_with_sizes(scratch, self.floats))
+            found[-2:] = (x.view(torch.int32) for x in found[-2:])
+        if not self.candidates:
+            found[-2:] = lens, lens
+        return found
 
 
 # Cached: in eager mode this arithmetic would take as long as two launches.
@@ -128,7 +163,7 @@ class StepPlan:
 def _plan(
     batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int, dtype: torch.dtype,
     device: torch.device, l: int, d: int, l_sel: int, n_sel: int, n_init: int, n_local: int,
-    window: int, max_len: int, branch: str | None,
+    window: int, max_len: int, branch: str | None, alone: bool = False,
 ) -> StepPlan:  # fmt: skip
     heads = hq // groups
     d1, d2 = split_dim(dim)
@@ -175,8 +210,9 @@ def _plan(
     tiles = programs * rows * n_tiles
     parts = programs * tokens * splits_sel * heads_padded
     candidates = 0 if choice["SINGLE"] else programs * tokens * chunks * choice["N_PAD"]
-    floats = [scans * dv, scans, scans, tiles * nb, tiles, tiles, parts * dv, parts, parts,
-              candidates, candidates]  # fmt: skip
+    floats = [cdiv(n, 4) * 4 for n in (  # every buffer begins at 16 bytes
+              scans * dv, scans, scans, tiles * nb, tiles, tiles, parts * dv, parts, parts,
+              candidates, candidates)]  # fmt: skip
     dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
                 PRECISION=dot_precision(dtype))  # fmt: skip
     merged = [pow2(splits) for splits in (splits_cmp, splits_win, splits_sel)]
@@ -184,11 +220,23 @@ def _plan(
         ROWS=rows, HEADS=heads_padded, SPLITS=merged[0], TILE_N=block_n, NB=nb,
         CHUNK=choice["CHUNK"], N_SEL=n_sel, N_PAD=choice["N_PAD"], N_INIT=n_init, N_LOCAL=n_local,
     )  # fmt: skip
+    selected = dict(
+        BLOCK_N=min(block_n, 64, dot_size(l_sel)), SINGLE=choice["SINGLE"], N=choice["N"],
+        RANKED=choice["RANKED"],
+    )  # fmt: skip
+    room = TEAM_PER_SM * sms // programs
+    together = (
+        alone and branch is None and room >= max(LEAST_TEAM, splits_cmp + splits_win)
+        and cdiv(max_len, l_sel) <= TEAM_BLOCKS and arch not in SMALL and block_n <= 64
+        and large_tiles(dtype.itemsize, dim, dv, rows)
+    )  # fmt: skip
+    team = max(splits_cmp + splits_win, min(max(splits_sel, heads) * tokens, room))
     return StepPlan(
         splits_cmp=splits_cmp, splits_win=splits_win, splits_sel=splits_sel, share=share,
         n_tiles=n_tiles, chunks=chunks,
-        candidates=not choice["SINGLE"],
-        floats=[cdiv(n, 4) * 4 for n in floats],  # every buffer begins at 16 bytes
+        candidates=not choice["SINGLE"], team=team if together else 0,
+        phases=(0, 1, 2, 3) if interpret else (-1,),
+        floats=floats, offsets=[4 * n for n in itertools.accumulate(floats[:-1], initial=0)],
         scan=dict(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
             num_warps=scan_warps(rows), num_stages=2, **dims,
@@ -198,15 +246,19 @@ def _plan(
             num_stages=1, **choosing,
         ),
         selected=dict(
-            BLOCK_N=min(block_n, 64, dot_size(l_sel)),
-            CHOOSE=branch is None, SINGLE=choice["SINGLE"], N=choice["N"],
-            RANKED=choice["RANKED"], num_warps=selected_warps(choice["N"]), num_stages=2,
-            **choosing, **dims,
+            CHOOSE=branch is None, num_warps=selected_warps(choice["N"]), num_stages=2,
+            **selected, **choosing, **dims,
         ),
         merge=dict(
             DV=dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv, SPLITS_CMP=merged[0],
             SPLITS_WIN=merged[1], SPLITS_SEL=merged[2],
             num_warps=merge_warps(sum(merged), block_dv),
+        ),
+        whole=dict(
+            POOL_DTYPE=tl.float16, SPLITS_CMP=merged[0], SPLITS_WIN=merged[1],
+            SPLITS_SEL=merged[2], num_warps=4, num_stages=2,
+            **{"launch_cooperative_grid": True} if not interpret else {},
+            **{n: x for n, x in choosing.items() if n != "SPLITS"}, **selected, **dims,
         ),
     )  # fmt: skip
 
@@ -219,6 +271,7 @@ def nsa_decode_triton(
     n_init: int, n_local: int, window: int, max_len: int, softmax_scale: float | None = None,
     block_table: Tensor | None = None, window_ring: bool = False, return_indices: bool = False,
     branch: str | None = None, block_indices: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of T new tokens per sequence over its caches; out [B, T, HQ, Dv].
 
@@ -229,6 +282,9 @@ def nsa_decode_triton(
     gates [B, T, HQ, 3]; lens int32 [B] on the device, the length including the T new tokens, whose
     keys are in the caches already. max_len bounds every length the call (or a graph captured from
     it) will see. Nothing synchronises with the host; rows beyond a length are never read.
+    counters int32 [B, G, 32], zeros at first and these sequences' alone: with them few sequences of
+    up to 16k tokens (256 blocks) are one launch outside CUDA graphs; the first such call compiles
+    what a graph will launch.
     branch "cmp", "sel" or "win" launches that branch's programs alone, for measuring: the others
     add nothing. "sel" attends to block_indices int32 [B, T, G, n_sel] that an earlier step chose.
     Raises NotImplementedError for sizes that no kernel serves.
@@ -245,61 +301,89 @@ def nsa_decode_triton(
         raise NotImplementedError(reason)
     if tokens * heads > 128:
         raise NotImplementedError(f"q: T * heads per group must be <= 128, got {tokens * heads}")
-    plan = _plan(
-        batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init, n_local,
-        window, max_len, branch,
+    # In a graph launches cost nothing, and several take the device no longer than one.
+    alone = counters is not None and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    planned = functools.partial(
+        _plan, batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init,
+        n_local, window, max_len, branch,
     )  # fmt: skip
-    scale = 1.0 / math.sqrt(dim) if softmax_scale is None else softmax_scale
-    scale_log2 = scale * LOG2E
-    scratch = torch.empty(sum(plan.floats), dtype=torch.float32, device=q.device)
-    (
-        scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l, keys, blocks,
-    ) = torch.split_with_sizes(scratch, plan.floats)  # fmt: skip
-    if plan.candidates:
-        keys, blocks = keys.view(torch.int32), blocks.view(torch.int32)
-    else:
-        keys = blocks = lens
+    scale_log2 = LOG2E * (1.0 / math.sqrt(dim) if softmax_scale is None else softmax_scale)
     indices = block_indices
     if indices is None:
         indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=q.device)
     out = torch.empty(batch, tokens, hq, dv, dtype=q.dtype, device=q.device)
-
     page = 0 if block_table is None else k_sel.shape[1]
     table = lens if block_table is None else block_table
     table_len = 0 if block_table is None else block_table.shape[1]
-    programs, splits_cmp, splits_sel = batch * groups, plan.splits_cmp, plan.splits_sel
-    splits_all, n_tiles = plan.splits_cmp + plan.splits_win, plan.n_tiles
     cmp_rows, sel_rows, win_rows = k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
-    compiled = by_layout(
-        plan.compiled, (page, window_ring, table_len, cmp_rows, sel_rows, win_rows),
-        (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices),
-    )  # fmt: skip
-    if splits_all:
-        launch_planned(
-            _decode_scan_kernel, (programs, splits_all, 1),
-            (q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
-             tile_max, table_len, cmp_rows, win_rows, groups, heads, tokens, splits_cmp, splits_all,
-             n_tiles, l, d, l_sel, window, scale_log2),
-            dict(PAGE=0 if window_ring else page, RING=window_ring, **plan.scan), compiled,
+    programs = batch * groups
+
+    def run(plan: StepPlan, go: Callable[..., None]) -> None:
+        splits_cmp, splits_sel, chunks = plan.splits_cmp, plan.splits_sel, plan.chunks
+        splits_all, n_tiles = plan.splits_cmp + plan.splits_win, plan.n_tiles
+        compiled = by_layout(
+            plan.compiled, (page, window_ring, table_len, cmp_rows, sel_rows, win_rows),
+            (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices),
         )  # fmt: skip
-    if branch is None and plan.candidates:
-        launch_planned(
-            _decode_candidates_kernel, (plan.chunks, programs, tokens),
-            (lens, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, groups, heads, tokens,
-             splits_cmp, splits_all, n_tiles, l, d, l_sel, plan.chunks),
-            plan.choice, compiled,
+        if plan.team and plan.phases == (-1,) and not compiled:
+            run(planned(False), prepare_planned)  # for a graph, whose capture is no time to compile
+        scratch = torch.empty(sum(plan.floats), dtype=torch.float32, device=q.device)
+        (
+            scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l, keys, blocks,
+        ) = plan.buffers(scratch, lens, compiled)  # fmt: skip
+        if plan.team:
+            for phase in plan.phases:
+                go(
+                    _decode_team_kernel, (plan.team, programs, 1),
+                    (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices, out,
+                     counters, scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l,
+                     keys, blocks, table_len, cmp_rows, sel_rows, win_rows, groups, heads, tokens,
+                     splits_cmp, splits_all, splits_sel, plan.share, chunks, n_tiles, l, d, l_sel,
+                     window, scale_log2),
+                    dict(PAGE=page, RING=window_ring, PHASE=phase, **plan.whole), compiled,
+                )  # fmt: skip
+            return
+        if splits_all:
+            go(
+                _decode_scan_kernel, (programs, splits_all, 1),
+                (q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
+                 tile_max, table_len, cmp_rows, win_rows, groups, heads, tokens, splits_cmp,
+                 splits_all, n_tiles, l, d, l_sel, window, scale_log2),
+                dict(PAGE=0 if window_ring else page, RING=window_ring, **plan.scan), compiled,
+            )  # fmt: skip
+        if branch is None and plan.candidates:
+            go(
+                _decode_candidates_kernel, (chunks, programs, tokens),
+                (lens, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, groups, heads, tokens,
+                 splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks),
+                plan.choice, compiled,
+            )  # fmt: skip
+        if splits_sel:
+            go(
+                _decode_selected_kernel, (splits_sel, programs, tokens),
+                (q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, scan_m, scan_l, pooled,
+                 spill, tile_max, keys, blocks, table_len, sel_rows, groups, heads, tokens,
+                 splits_sel, plan.share, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,
+                 scale_log2),
+                dict(PAGE=page, **plan.selected), compiled,
+            )  # fmt: skip
+        go(
+            _decode_merge_kernel, (programs, tokens * heads, 1),
+            (scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens,
+             splits_cmp, splits_all, splits_sel), plan.merge, compiled,
         )  # fmt: skip
-    if splits_sel:
-        launch_planned(
-            _decode_selected_kernel, (splits_sel, programs, tokens),
-            (q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, scan_m, scan_l, pooled,
-             spill, tile_max, keys, blocks, table_len, sel_rows, groups, heads, tokens, splits_sel,
-             plan.share, splits_cmp, splits_all, n_tiles, l, d, l_sel, plan.chunks, scale_log2),
-            dict(PAGE=page, **plan.selected), compiled,
-        )  # fmt: skip
-    launch_planned(
-        _decode_merge_kernel, (programs, tokens * heads, 1),
-        (scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens, splits_cmp,
-         splits_all, splits_sel), plan.merge, compiled,
-    )  # fmt: skip
+
+    run(planned(alone), launch_planned)
     return (out, indices) if return_indices else out
+
+
+def step_kernels(
+    q: Tensor, groups: int, dv: int, *, max_len: int, in_graph: bool, l: int, d: int, l_sel: int,
+    n_sel: int, n_init: int, n_local: int, window: int,
+) -> tuple[str, ...]:  # fmt: skip
+    """Names of the kernels that a step of q [B, T, HQ, Dk] with counters launches."""
+    batch, tokens, hq, dim = q.shape
+    return _plan(
+        batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init, n_local,
+        window, max_len, None, not in_graph,
+    ).kernels  # fmt: skip
