@@ -289,6 +289,17 @@ def test_the_first_step_of_a_team_compiles_what_a_graph_launches(cuda, tune):
     torch.testing.assert_close(again, out, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("n_tiles, tiles_win, room, splits", [
+    (8, 8, 66, (8, 8)), (64, 8, 66, (32, 8)), (128, 8, 66, (64, 8)), (32, 8, 16, (11, 5)),
+    (8, 8, 4, (2, 2)), (32, 4, 4, (3, 1)), (16, 4, 0, (1, 1)), (1, 1, 1000, (1, 1)),
+    (10**6, 8, 66, (64, 8)), (1, 100, 66, (1, 8)),
+])  # fmt: skip
+def test_splits_are_as_many_as_run_at_a_time(n_tiles, tiles_win, room, splits, kernel_device):
+    from nsa.kernels.decode.step import scan_splits
+
+    assert scan_splits(n_tiles, tiles_win, room) == splits
+
+
 def test_which_steps_are_one_launch(monkeypatch, kernel_device):
     from nsa.kernels.decode import step
 
