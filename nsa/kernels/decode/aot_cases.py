@@ -90,7 +90,7 @@ def aot_cases(arch: int) -> list[AotCase]:
                 warps = choice_warps(choice["CHUNK"] * small // 4, programs, 132)
                 cases.append(_case(_decode_candidates_kernel, f"{label}-S{length}-W{warps}", dtype,
                                    some, warps, 1))  # fmt: skip
-        for length in (4096, 8192) if d == 128 and arch not in SMALL else ():
+        for length in (4096, 8192)[arch not in _FULL :] if d == 128 and arch not in SMALL else ():
             n_tiles = length // 16 // small
             _, choice = choice_sizes(n_tiles, small // 4, length // 64, 16)
             team = dict(ROWS=rows, HEADS=16, TILE_N=small, BLOCK_N=small, NB=small // 4, PAGE=page,
