@@ -1,5 +1,4 @@
-"""How launchers launch: on the device of their tensors, and twice the same without being looked up.
-"""
+"""How launchers launch: on the device of their tensors, and twice the same without a lookup."""
 
 from __future__ import annotations
 
@@ -15,6 +14,9 @@ from triton.runtime import driver
 from nsa import launches
 
 LARGE = 1 << 31
+MOST_MADE = 4096
+Made = tuple[Any, Any, tuple]  # a kernel, what Triton compiled of it, the constexprs of that
+_made: dict[tuple, Made] = {}
 
 
 def on_its_device(launcher: Callable) -> Callable:
@@ -32,11 +34,6 @@ def on_its_device(launcher: Callable) -> Callable:
             return launcher(*args, **kwargs)
 
     return there
-
-
-Made = tuple[Any, Any, tuple]  # a kernel, what Triton compiled of it, the constexprs of that
-_made: dict[tuple, Made] = {}
-MOST_MADE = 4096
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

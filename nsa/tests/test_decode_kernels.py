@@ -264,6 +264,34 @@ def test_a_team_chooses_and_merges_as_launches_do(kernel_device, tune):
     torch.testing.assert_close(again, out, rtol=1e-3, atol=1e-3)
 
 
+def test_where_a_team_does_not_fit_the_step_takes_several_launches(
+    kernel_device, tune, monkeypatch
+):
+    from nsa.kernels.decode import step
+
+    caches = Caches(Step((45,), G=1), kernel_device)
+    want = caches.run()
+    tune(LEAST_TEAM=2, TEAM_PER_SM=64)
+    tried, real = [], step.launch_planned
+
+    def refuse(kernel, *args):
+        tried.append(kernel.__name__)
+        if "team" in kernel.__name__:
+            raise RuntimeError(why)
+        real(kernel, *args)
+
+    monkeypatch.setattr(step, "launch_planned", refuse)
+    monkeypatch.setattr(step, "_no_team", set())
+    why = "Triton Error [CUDA]: an illegal memory access was encountered"
+    with pytest.raises(RuntimeError, match="illegal"):
+        caches.run(counters=caches.counters())
+    why = "Triton Error [CUDA]: too many blocks in cooperative launch"
+    for times in (1, 1):  # tried once
+        got = caches.run(counters=caches.counters())
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert tried.count("_decode_team_kernel") == 1 + times
+
+
 def test_the_first_step_of_a_team_compiles_what_a_graph_launches(cuda, tune):
     from nsa.kernels.decode import step
 

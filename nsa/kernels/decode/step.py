@@ -171,6 +171,9 @@ class StepPlan:
         return found
 
 
+_no_team: set[torch.device] = set()  # on which a team did not fit
+
+
 # Cached: in eager mode this arithmetic would take as long as two launches.
 @functools.lru_cache(maxsize=1024)
 def _plan(
@@ -385,7 +388,15 @@ def nsa_decode_triton(
              splits_cmp, splits_all, splits_sel), plan.merge, compiled,
         )  # fmt: skip
 
-    run(planned(alone), launch_planned)
+    plan = planned(alone and q.device not in _no_team)
+    try:
+        run(plan, launch_planned)
+    except RuntimeError as error:
+        # Less of the GPU is ours than it has (MPS, green contexts): nothing ran.
+        if not plan.team or "cooperative launch" not in str(error):
+            raise
+        _no_team.add(q.device)
+        run(planned(False), launch_planned)
     return (out, indices) if return_indices else out
 
 
