@@ -1,9 +1,12 @@
-"""Checks of single arguments that the public functions and the kernels' wrappers share."""
+"""Checks of arguments that the public functions and the kernels' wrappers share."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> None:
@@ -15,6 +18,11 @@ def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> N
         raise TypeError(f"{name} must be {none}an int, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be {none}at least {least}, got {value}")
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """True when autograd would record an operation on any of the tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def scale_of(softmax_scale: float | None, d: int) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.checks import needs_grad
 from nsa.errors import must_raise
 from nsa.flags import Flags, get_flags
 from nsa.log import enabled, log, once, warn_once
@@ -35,7 +36,7 @@ from nsa.routes import (
 
 __all__ = [
     "LADDER", "REASONS", "Branch", "Decision", "Request", "Route", "RouteUnavailable", "decide",
-    "guarded", "interpreting", "log_device", "make_request", "must_raise", "needs_grad",
+    "guarded", "interpreting", "log_device", "make_request", "must_raise",
     "parse_backend", "resolve_flags", "run", "run_prefill", "trace", "warn_launch_error", "why_not",
 ]  # fmt: skip
 
@@ -72,11 +73,6 @@ def resolve_flags(flags: Flags | None, tensor: Tensor) -> Flags:
             raise TypeError(f"flags must be an nsa.Flags, got {type(flags).__name__}")
         return flags
     return get_flags(_device_name(tensor.device.index) if tensor.is_cuda else None)
-
-
-def needs_grad(*tensors: Tensor | None) -> bool:
-    """True when autograd would record an operation on any of the tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def make_request(

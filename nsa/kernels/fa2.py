@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.blocks import cu_seqlens_compressed, num_compressed
+from nsa.checks import needs_grad
 from nsa.kernels import fa2_wheels
 
 FORMS = ("auto", "varlen", "dense")
@@ -195,7 +196,7 @@ def _require(q: Tensor, k: Tensor, v: Tensor) -> Probe:
     if D > 256:
         raise NotImplementedError(f"FA-2 takes head dimensions up to 256, got {D}")
     sm = torch.cuda.get_device_capability(q.device)
-    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    grad = needs_grad(q, k, v)
     if grad and D > 224 and (sm in ((8, 6), (8, 9)) or sm[0] == 12):
         raise NotImplementedError(
             f"FA-2 has no backward for head dimension {D} on SM {sm[0]}.{sm[1]}"

@@ -83,7 +83,7 @@ def aot_cases(arch: int) -> list[AotCase]:
                             N_SEL=16, N_INIT=1, N_LOCAL=2, BLOCK_N=small, PAGE=page,
                             CHOOSE=True, **choice, **dims)  # fmt: skip
             cases.append(_case(_decode_selected_kernel, f"{label}-S{length}", dtype, selected,
-                               selected_warps(choice["N"]), 2))  # fmt: skip
+                               selected_warps(choice["N"], 16, d), 2))  # fmt: skip
             some = {n: selected[n] for n in _decode_candidates_kernel.arg_names if n in selected}
             few_and_many = (1, 4096) if d == 128 else (1,)
             for programs in () if choice["SINGLE"] else few_and_many:
@@ -116,4 +116,10 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(
             _case(_decode_scan_kernel, f"D{d}-R{rows}", "bf16", c, scan_warps(rows), 2)
         )
+    if arch == 80:  # where ptxas leaves 128 heads of 256 on 4 warps 32 registers and 9 KB of stack
+        c = dict(D=256, DV=256, BLOCK_D=256, BLOCK_D2=0, BLOCK_DV=256, PRECISION="tf32", ROWS=128,
+                 HEADS=128, BLOCK_N=64, PAGE=0, CHOOSE=True, SPLITS=8, TILE_N=64, NB=16, N_SEL=16,
+                 N_INIT=1, N_LOCAL=2, **choice_sizes(8, 16, 128, 16)[1])  # fmt: skip
+        warps = selected_warps(c["N"], 128, 256)
+        cases.append(_case(_decode_selected_kernel, "D256-H128", "bf16", c, warps, 2))
     return cases

@@ -79,8 +79,9 @@ def merge_warps(splits: int, width: int) -> int:
     return pow2(cdiv(splits * width, 32 * 176))
 
 
-def selected_warps(candidates: int) -> int:
-    return 4 if candidates <= 1024 else 8
+def selected_warps(candidates: int, heads: int, width: int) -> int:
+    """Neither the candidates nor the output of many wide heads fit the registers of 4 warps."""
+    return 4 if candidates <= 1024 and heads * width <= 1 << 14 else 8
 
 
 def scan_tile(arch: int, size: int, dim: int, dv: int, rows: int) -> int:
@@ -261,7 +262,8 @@ def _plan(
             num_stages=1, **choosing,
         ),
         selected=dict(
-            CHOOSE=branch is None, num_warps=selected_warps(choice["N"]), num_stages=2,
+            CHOOSE=branch is None, num_stages=2,
+            num_warps=selected_warps(choice["N"], heads_padded, max(dim, dv)),
             **selected, **choosing, **dims,
         ),
         merge=dict(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.arrival import await_selection
+from nsa.checks import needs_grad
 from nsa.kernels.launch import on_its_device
 from nsa.kernels.prefill.block_attn import sequence_begins
 from nsa.kernels.prefill.limits import check_block_size
@@ -166,9 +167,8 @@ def nsa_prefill_triton(
     check_block_size("l_sel", l_sel)
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    for_backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     out, block_indices, *_, lse, _, _ = _prefill(
         *(t.contiguous() for t in tensors), [l, d, l_sel, n_sel, n_init, n_local, window], scale,
-        cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, q_start, use_gluon, for_backward,
+        cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, q_start, use_gluon, needs_grad(*tensors),
     )  # fmt: skip
     return out, {"block_indices": block_indices, "lse": lse}
