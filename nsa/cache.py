@@ -72,7 +72,8 @@ class NSACache:
     the greatest length that each sequence was written up to. Sequences grow together; stack() makes
     a cache of sequences of different lengths. growable: a longer sequence doubles the buffers
     (which moves them, so not inside a CUDA graph) instead of raising ValueError. count_reads keeps
-    what each step read.
+    what each step read. Steps over one cache have to go one after another, on one stream or on
+    streams that wait for each other.
     """
 
     def __init__(
