@@ -98,8 +98,7 @@ class NSACache:
         self.k_win, self.v_win = self._buffers(config.w + max_step - 1)
         self.k_raw, self.v_raw = self._buffers(config.l + max_step - 1)
         self.lens = torch.zeros(batch, dtype=torch.int32, device=device)
-        # At which the programs of one step meet, a line of memory for each group: steps over one
-        # cache go one after another, on streams that wait for each other.
+        # At which the programs of one step meet, a line of memory for each group.
         self.counters = torch.zeros(batch, config.groups, 32, dtype=torch.int32, device=device)
         self._steps = torch.arange(max_step, device=device)
         self._block = torch.arange(config.l, device=device)

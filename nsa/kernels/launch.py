@@ -44,17 +44,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     Triton's settings (debug, instrumentation) count at the first launch alone, its launch hooks
     always.
     """
-    key = _key(kernel, args, constants)
-    found = None if key is None else _made.get(key)
-    if found is not None:
-        _again(found, grid, args)
-    else:
-        found = _first(kernel, grid, args, constants)
-        if found is not None and key is not None:
-            if len(_made) >= MOST_MADE:
-                _made.clear()
-            _made[key] = found
-    launches.bump(kernel.__name__)
+    if len(_made) >= MOST_MADE:
+        _made.clear()
+    _launch(_made, _key(kernel, args, constants), kernel, grid, args, constants)
 
 
 def launch_planned(
@@ -65,14 +57,7 @@ def launch_planned(
 
     Of what is compiled already addresses will do for tensors.
     """
-    found = compiled.get(id(kernel))
-    if found is not None:
-        _again(found, grid, args)
-    else:
-        found = _first(kernel, grid, args, constants)
-        if found is not None:
-            compiled[id(kernel)] = found
-    launches.bump(kernel.__name__)
+    _launch(compiled, id(kernel), kernel, grid, args, constants)
 
 
 def prepare_planned(
@@ -89,11 +74,20 @@ def _kept(kernel: Any, made: Any, args: tuple, constants: dict[str, Any]) -> Mad
     return kernel, made, tuple(constants[name] for name in kernel.arg_names[len(args) :])
 
 
-def _first(kernel: Any, grid: tuple, args: tuple, constants: dict[str, Any]) -> Made | None:
-    made = kernel[grid](*args, **constants)
-    if not hasattr(made, "packed_metadata"):  # nothing comes back from the interpreter
-        return None
-    return _kept(kernel, made, args, constants)
+def _launch(
+    memory: dict[Any, Made], key: Any, kernel: Any, grid: tuple, args: tuple,
+    constants: dict[str, Any],
+) -> None:  # fmt: skip
+    """As `memory` has it under `key`; a key of None is not kept."""
+    found = memory.get(key)
+    if found is not None:
+        _again(found, grid, args)
+    else:
+        made = kernel[grid](*args, **constants)
+        # Nothing comes back from the interpreter.
+        if key is not None and hasattr(made, "packed_metadata"):
+            memory[key] = _kept(kernel, made, args, constants)
+    launches.bump(kernel.__name__)
 
 
 def _again(found: Made, grid: tuple, args: tuple) -> None:

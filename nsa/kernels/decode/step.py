@@ -410,5 +410,5 @@ def step_kernels(
     batch, tokens, hq, dim = q.shape
     return _plan(
         batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init, n_local,
-        window, max_len, None, not in_graph,
+        window, max_len, None, not in_graph and q.device not in _no_team,
     ).kernels  # fmt: skip

@@ -61,10 +61,7 @@ def clean_spans(ranges: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
         return starts, cum
     starts = torch.empty(rows, n, dtype=torch.int32, device=ranges.device)
     cum = torch.empty(rows, n + 1, dtype=torch.int32, device=ranges.device)
-    launch(
-        _sel_spans_kernel, (rows,),
-        ranges, starts, cum, n, n_keys, NR=pow2(n), num_warps=1
-    )
+    launch(_sel_spans_kernel, (rows,), ranges, starts, cum, n, n_keys, NR=pow2(n), num_warps=1)
     return starts, cum
 
 
