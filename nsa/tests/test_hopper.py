@@ -417,9 +417,9 @@ def test_nan_stays_where_it_belongs(device):
 
 @pytest.mark.kernel
 @pytest.mark.core
-@pytest.mark.parametrize("kind", ["compressed", "sliding"])
+@pytest.mark.parametrize("window", [None, 48, 512])  # None: compressed attention
 @pytest.mark.parametrize("bad", [0, 2])
-def test_a_nan_stays_in_its_packed_sequence(kind, bad, device):
+def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
     """Tiles of keys reach past the end of a sequence, the second of which has no compressed key."""
     from nsa import blocks
     from nsa.kernels import prefill
@@ -427,7 +427,7 @@ def test_a_nan_stays_in_its_packed_sequence(kind, bad, device):
     lengths = [70, 20, 333]
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
-    cu_keys = cu_cmp if kind == "compressed" else cu
+    cu_keys = cu if window else cu_cmp
     q, k, v = (
         randn(n, h, 128, seed=h, dtype=BF16, device=device)
         for n, h in ((sum(lengths), 16), (int(cu_keys[-1]), 2), (int(cu_keys[-1]), 2))
@@ -436,12 +436,12 @@ def test_a_nan_stays_in_its_packed_sequence(kind, bad, device):
     def run():
         packed = dict(cu_seqlens=cu, max_seqlen=max(lengths))
         with launches.recording() as counts:
-            if kind == "compressed":
+            if window:
+                got = prefill.sliding_attention_triton(q, k, v, window=window, **packed)
+            else:
                 got = prefill.compressed_attention_triton(
                     q, k, v, l=32, d=16, cu_seqlens_cmp=cu_cmp, **packed
                 )
-            else:
-                got = prefill.sliding_attention_triton(q, k, v, window=48, **packed)
         assert counts[FORWARD] == 1
         return got
 
@@ -454,6 +454,34 @@ def test_a_nan_stays_in_its_packed_sequence(kind, bad, device):
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a[others], b[others])
     assert got[0][~others][40:].isnan().all()
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("window", [1, 100, 128, 512, 10**9])
+@pytest.mark.parametrize(
+    "heads, width", [(1, 128), (2, 128), (4, 64), (8, 128), (16, 128), (64, 64)]
+)
+def test_windows_forward(heads, width, window, device):
+    """Whole and odd windows, with every width of the narrow tile; against fp64."""
+    from nsa.kernels.prefill.span_fwd import span_attention_fwd
+    from nsa.kernels.prefill.span_kinds import SLIDING, Span
+
+    start, s = 137, 700
+    q = randn(1, s, 2 * heads, width, seed=heads, dtype=torch.float16, device=device)
+    k, v = (
+        randn(1, start + s, 2, width, seed=i, dtype=torch.float16, device=device) for i in (7, 8)
+    )
+    with launches.recording() as counts:
+        out, lse = span_attention_fwd(q, k, v, Span(SLIDING, window), 0.1, q_start=start)
+    assert counts[FORWARD] == 1
+    keys, values = (x[0].double().repeat_interleave(heads, 1) for x in (k, v))
+    behind = torch.arange(start, start + s, device=device)[:, None]
+    behind = behind - torch.arange(start + s, device=device)
+    scores = torch.einsum("shd,thd->hst", q[0].double(), keys) * 0.1
+    scores.masked_fill_((behind < 0) | (behind >= window), float("-inf"))
+    want = torch.einsum("hst,thd->shd", scores.softmax(-1), values)
+    torch.testing.assert_close(out[0].double(), want, atol=3e-3, rtol=0)
+    torch.testing.assert_close(lse[0].double(), scores.logsumexp(-1).T, atol=1e-4, rtol=0)
 
 
 @pytest.mark.kernel

@@ -336,6 +336,45 @@ def test_slabs_of_queries_choose_what_all_at_once_do(shape, device, monkeypatch)
     assert torch.equal(slabs, whole)
 
 
+RANKINGS = {
+    "random": lambda n: torch.rand(n, generator=torch.Generator().manual_seed(n)),
+    "ties": lambda n: torch.arange(n) * 7 % 5 / 4.0,
+    "equal": lambda n: torch.ones(n),
+    "nothing": lambda n: torch.zeros(n),
+    "rising": lambda n: torch.arange(n) * 1e-3,
+    "nan": lambda n: torch.where(torch.arange(n) % 3 == 0, float("nan"), torch.arange(n) * 1.0),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("n_sel, n_init, n_local", [(1, 0, 1), (3, 1, 2), (5, 0, 1), (16, 1, 2)])
+@pytest.mark.parametrize("seen", [1, 16, 17, 64, 250])
+def test_ranks(seen, n_sel, n_init, n_local, kernel_device):
+    """The kernel alone, one query: forced blocks, then scores, then the lower index; no write past
+    its row."""
+    from nsa.kernels.prefill.block_select import _block_topn_kernel
+
+    blocks = max(32, 1 << (seen - 1).bit_length())
+    own = seen - 1
+    forced = {b: 2 * seen - (own - b) for b in range(seen) if own - b < n_local}
+    forced |= {b: seen for b in range(min(n_init, seen)) if b not in forced}
+    for kind, ranking in RANKINGS.items():
+        scores = torch.full((2 * blocks,), 1e9)  # what lies behind the query must not count
+        scores[:seen] = ranking(seen)
+        out = torch.full((3, n_sel), 99, dtype=torch.int32, device=kernel_device)
+        # Tokens, keys and blocks are one: the query at seen - 1 sees as many blocks.
+        _block_topn_kernel[(1, 1)](
+            scores.to(kernel_device), out[1:], out, out, 1, seen, 1, own, 0, 1, 2 * blocks, 1, 1, 1,
+            VARLEN=False, BLOCK_Q=1, BLOCK_N=16, NB=16, BLOCKS=blocks, N_SEL=n_sel,
+            N_PAD=1 << (n_sel - 1).bit_length(), N_INIT=n_init, N_LOCAL=n_local, num_warps=1,
+        )  # fmt: skip
+        score = scores.nan_to_num(0.0).tolist()
+        order = sorted(range(seen), key=lambda b, s=score: (-forced.get(b, 0), -s[b], b))
+        want = sorted(order[:n_sel])
+        assert out[1].tolist() == want + [-1] * (n_sel - len(want)), kind
+        assert (out[0] == 99).all() and (out[2] == 99).all(), kind
+
+
 @ALL
 def test_whole(shape, device):
     """The fused operator: block choice as the kernels made it, everything else against fp64."""

@@ -24,7 +24,7 @@ from nsa.kernels.prefill import (
     union_attn,
     union_lists,
 )
-from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING
+from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 from nsa.kernels.tiles import dot_size, split_dim
 
 # dtype, element bytes, D, Dv, query heads per group
@@ -148,14 +148,23 @@ def _gluon_cases() -> list[AotCase]:
 
     cases = []
     kernel = span_fwd_hopper._span_fwd_hopper_kernel
-    for mode, heads, dim in ((COMPRESSED, 16, 128), (SLIDING, 4, 64)):
-        block_n, k_stages, v_stages, q_stages = span_fwd_hopper.hopper_tiles(mode)
-        c = dict(MODE=mode, VARLEN=mode == SLIDING, HEADS=heads, BLOCK_N=block_n, D=dim,
-                 K_STAGES=k_stages, V_STAGES=v_stages, Q_STAGES=q_stages)  # fmt: skip
-        rows, keys = tile("bf16", 64 // heads, heads, dim), tile("bf16", 1, block_n, dim)
-        types = dict(QD=rows, OD=rows, KD=keys, VD=keys, LSE="*fp32", BATCH="i32", ITEMS="i32",
-                     a="i32", b="i32")  # fmt: skip
-        cases.append(case(kernel, f"{mode}-H{heads}-D{dim}", types, c, 4, 64))
+    for span, heads, dim in (
+        (Span(COMPRESSED, 32, 16), 16, 128), (Span(SLIDING, 512), 16, 128),
+        (Span(SLIDING, 100), 4, 64),
+    ):  # fmt: skip
+        queries = span_fwd_hopper.ROWS // heads
+        tiles = span_fwd_hopper.hopper_tiles(span, span_fwd_hopper.CONSUMERS * queries)
+        c = dict(MODE=span.mode, VARLEN=heads == 4, HEADS=heads, BLOCK_N=tiles.keys,
+                 NARROW=tiles.narrow, D=dim, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
+                 Q_STAGES=tiles.q_stages)  # fmt: skip
+        rows, keys, few = (
+            tile("bf16", *shape)
+            for shape in ((queries, heads, dim), (1, tiles.keys, dim),
+                          (1, tiles.narrow or tiles.keys, dim))
+        )  # fmt: skip
+        types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KN=few, VN=few, LSE="*fp32", BATCH="i32",
+                     ITEMS="i32", a="i32", b="i32")  # fmt: skip
+        cases.append(case(kernel, f"{span.mode}-H{heads}-D{dim}", types, c, 4, 64))
     kernel = span_bwd_hopper._span_bwd_hopper_kernel
     width = span_bwd_hopper.WIDTH
     for mode, heads in ((COMPRESSED, 4), (COMPRESSED, 16), (SLIDING, 4), (SLIDING, 16)):
@@ -255,17 +264,17 @@ def aot_cases(arch: int) -> list[AotCase]:
                 varlen = mode == SLIDING
                 more = f"{label}-{'whole' if varlen else 'split'}"
                 cases.append(_fused_case(more, dtype, d, dv, h, varlen, fused))
-        rows, block_n, *launch = block_select.score_tiles(arch, d, size)
-        block_n = max(block_n, 32)
-        tile = dict(
-            VARLEN=False, BLOCK_Q=max(rows // h, 1), HEADS=h, BLOCK_N=block_n, NB=block_n // 4,
-            TMA=tma,
-        )  # fmt: skip
         # The type of the pooling's operands is a keyword of the kernel, not one of its tensors.
         pool = {"POOL_DTYPE": _triton_type("fp32" if size == 4 else "fp16")}
-        cases.append(
-            _case(block_select._block_score_kernel, label, dtype, {**dims, **tile, **pool}, launch)
-        )
+        for keys in (512, 4096) if d == 128 and size == 2 else (4096,):
+            rows, block_n, *launch = block_select.score_tiles(arch, d, size, keys)
+            block_n = max(block_n, 32)
+            tile = dict(
+                VARLEN=False, BLOCK_Q=max(rows // h, 1), HEADS=h, BLOCK_N=block_n, NB=block_n // 4,
+                TMA=tma,
+            )  # fmt: skip
+            c, kernel = {**dims, **tile, **pool}, block_select._block_score_kernel
+            cases.append(_case(kernel, f"{label}-{keys}", dtype, c, launch))
         queries, heads = union_lists.tile_shape(arch, h, size)
         block_n, *launch = block_attn_fwd.fwd_tiles(arch, d, dv, size)
         one = dict(VARLEN=False, HEADS=max(h, 16), BLOCK_N=block_n, N_PAD=16, TMA=tma,
