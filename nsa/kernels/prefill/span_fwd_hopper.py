@@ -5,6 +5,8 @@ The same function as span_fwd.py, in Gluon, Triton's lower level, for what plain
   while one does its softmax the other keeps the tensor cores busy.
 - Within a warpgroup P V of one tile and Q K^T of the next are in flight at the same time, and the
   softmax of the next hides the product with V.
+- The few keys of a window that only neighbours of its first query see make a tile of their own
+  width, whose softmax is that of the first whole tile.
 - A program stays for many work items: the queries and keys of the next one arrive under the last
   products of the one before, and outputs leave on their own.
 
