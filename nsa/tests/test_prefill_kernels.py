@@ -346,9 +346,15 @@ RANKINGS = {
 }
 
 
+RANKED = [
+    (seen, *sizes)
+    for seen in (1, 16, 17, 64, 250)
+    for sizes in ((1, 0, 1), (3, 1, 2), (5, 0, 1), (16, 1, 2))
+]
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("n_sel, n_init, n_local", [(1, 0, 1), (3, 1, 2), (5, 0, 1), (16, 1, 2)])
-@pytest.mark.parametrize("seen", [1, 16, 17, 64, 250])
+@pytest.mark.parametrize("seen, n_sel, n_init, n_local", [*RANKED, (33000, 16, 1, 2)])
 def test_ranks(seen, n_sel, n_init, n_local, kernel_device):
     """The kernel alone, one query: forced blocks, then scores, then the lower index; no write past
     its row."""
@@ -366,7 +372,8 @@ def test_ranks(seen, n_sel, n_init, n_local, kernel_device):
         _block_topn_kernel[(1, 1)](
             scores.to(kernel_device), out[1:], out, out, 1, seen, 1, own, 0, 1, 2 * blocks, 1, 1, 1,
             VARLEN=False, BLOCK_Q=1, BLOCK_N=16, NB=16, BLOCKS=blocks, N_SEL=n_sel,
-            N_PAD=1 << (n_sel - 1).bit_length(), N_INIT=n_init, N_LOCAL=n_local, num_warps=1,
+            N_PAD=1 << (n_sel - 1).bit_length(), N_INIT=n_init, N_LOCAL=n_local,
+            num_warps=min(max(blocks // 1024, 1), 16),
         )  # fmt: skip
         score = scores.nan_to_num(0.0).tolist()
         order = sorted(range(seen), key=lambda b, s=score: (-forced.get(b, 0), -s[b], b))
