@@ -561,12 +561,11 @@ def span_attention_fwd_hopper(
     keys = (1, -1) if varlen else (batch, sk)
     of_queries = lambda x: descriptor(x.view(-1, hq, dim), (per_warpgroup, heads, dim), layout)
     of_keys = lambda x, n: descriptor(x.view(*keys, groups * dim), (1, n, dim), layout)
-    few = tiles.narrow or tiles.keys
-    sms = sm_count(q.device)
+    tile = of_keys(k, tiles.keys), of_keys(v, tiles.keys)
+    few = (of_keys(k, tiles.narrow), of_keys(v, tiles.narrow)) if tiles.narrow else tile
     launch(
-        _span_fwd_hopper_kernel, (min(items, sms),),
-        of_queries(q), of_keys(k, tiles.keys), of_keys(v, tiles.keys), of_keys(k, few),
-        of_keys(v, few), of_queries(out),
+        _span_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
+        of_queries(q), *tile, *few, of_queries(out),
         out, lse, cu_q if varlen else lse, cu_k if varlen else lse, sq, sk, groups, batch, items,
         q_start, span.a, span.b, softmax_scale * LOG2E,
         MODE=span.mode, VARLEN=varlen, HEADS=heads, BLOCK_N=tiles.keys, NARROW=tiles.narrow, D=dim,
