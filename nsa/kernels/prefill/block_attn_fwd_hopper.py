@@ -64,16 +64,21 @@ def _warp():
 
 
 @gluon.jit
+def _barriers():
+    """Address of the first barrier; to be asked for once, since a warp waits for the answer."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, global_smem;", "=r", [], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _await(barrier, parity):
-    """This warp waits for a phase of the barrier of that number."""
+    """This warp waits for a phase of the barrier at that address."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred done;
-        .reg .u32 at;
-        mov.u32 at, global_smem;
-        mad.lo.u32 at, $1, 8, at;
         again:
-        mbarrier.try_wait.parity.shared::cta.b64 done, [at], $2;
+        mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2;
         @!done bra.uni again;
         mov.u32 $0, 0;
         }""",
@@ -83,16 +88,12 @@ def _await(barrier, parity):
 
 @gluon.jit
 def _leave(barrier):
-    """This warp arrives, once, at the barrier of that number."""
+    """This warp arrives, once, at the barrier at that address."""
     gl.inline_asm_elementwise(
         """{
-        .reg .pred first;
-        .reg .u32 at, lane;
-        mov.u32 at, global_smem;
-        mad.lo.u32 at, $1, 8, at;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        @first mbarrier.arrive.shared::cta.b64 _, [at];
+        .reg .pred one;
+        elect.sync _|one, 0xffffffff;
+        @one mbarrier.arrive.shared::cta.b64 _, [$1];
         mov.u32 $0, 0;
         }""",
         "=r,r", [barrier], gl.int32, is_pure=False, pack=1,
@@ -122,6 +123,26 @@ def _check_address(unit):
 
 
 @gluon.jit
+def _by_thread(x):
+    """[rows, keys] as [rows, keys / 8, 8], whose middle axis lies within a thread."""
+    return x.reshape([x.shape[0], x.shape[1] // 8, 8])
+
+
+@gluon.jit
+def _largest(s):
+    """Of every row; first within a thread, in several chains instead of one."""
+    m = gl.max(gl.max(_by_thread(s), 1), 1)
+    return gl.convert_layout(m, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def _summed(l, alpha, p):
+    """Sums of the rows so far, l [rows, 8]: they stay with the threads until the end."""
+    scale = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
+    return l * scale[:, None] + gl.sum(_by_thread(p), 1)
+
+
+@gluon.jit
 def _attend(acc, m, l, q, k, v, last, scale_log2, MASKED: gl.constexpr):
     """Online softmax over one block, of which keys up to `last` are seen."""
     KEYS: gl.constexpr = k.shape[0]
@@ -136,7 +157,7 @@ def _attend(acc, m, l, q, k, v, last, scale_log2, MASKED: gl.constexpr):
     if MASKED:
         key = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
         s = gl.where((key <= last)[None, :], s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    m_new = gl.maximum(m, _largest(s) * scale_log2)
     p = gl.exp2(s * scale_log2 - m_new[:, None])
     alpha = gl.exp2(m - m_new)
     right = v.load(RIGHT)
@@ -145,7 +166,7 @@ def _attend(acc, m, l, q, k, v, last, scale_log2, MASKED: gl.constexpr):
         right = gl.where((key <= last)[:, None], right, 0.0)
     left = gl.convert_layout(p.to(v.dtype), LEFT, assert_trivial=True)
     acc = mma_v2(left, right, acc * alpha[:, None])
-    return acc, m_new, l * alpha + gl.sum(p, 1)
+    return acc, m_new, _summed(l, alpha, p)
 
 
 @gluon.jit
@@ -167,13 +188,13 @@ def _attend_together(acc, m, l, q, k, v, scale_log2):
         s = warpgroup_mma(left, right, s, use_acc=part > 0, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     s = gl.convert_layout(s, LAYOUT, assert_trivial=True)
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    m_new = gl.maximum(m, _largest(s) * scale_log2)
     p = gl.exp2(s * scale_log2 - m_new[:, None])
     alpha = gl.exp2(m - m_new)
     left = gl.convert_layout(p.to(v.dtype), RIGHT, assert_trivial=True)
     acc = gl.convert_layout(acc * alpha[:, None], ACC_LAYOUT, assert_trivial=True)
     acc = warpgroup_mma(left, v, acc, is_async=True)
-    l = l * alpha + gl.sum(p, 1)
+    l = _summed(l, alpha, p)
     acc = warpgroup_mma_wait(0, deps=[acc])
     return gl.convert_layout(acc, LAYOUT, assert_trivial=True), m_new, l
 
@@ -200,6 +221,7 @@ def _consume(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [QUERIES, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     warp = _warp()
+    first = _barriers()
     tiles = (T + QUERIES - 1) // QUERIES
     slot = 0
     parity = 0
@@ -225,7 +247,7 @@ def _consume(
             q = q + (gl.load(Q + q_row[:, None] * WIDTH + (part * 16 + columns)[None, :]),)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
-        l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
+        l = gl.sum(_by_thread(gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)), 1)
         for i in range(count):
             chosen = entry.to(gl.int32)
             mine = (chosen >> warp) & 1
@@ -233,7 +255,7 @@ def _consume(
             # The group's first query sees the fewest keys: asked of it, all four decide alike.
             together = ((chosen >> (warp & 4)) & 15 == 15) & (last - (warp & 3) >= KEYS - 1)
             entry = gl.load(entries + gl.minimum(i + 1, ROOM - 1))
-            _await(slot, parity)
+            _await(first + slot * 8, parity)
             if together:
                 acc, m, l = _attend_together(
                     acc, m, l, q, k_ring.index(slot), v_ring.index(slot), scale_log2
@@ -245,7 +267,7 @@ def _consume(
                     acc, m, l = _attend(acc, m, l, q, k, v, last, scale_log2, True)
                 else:
                     acc, m, l = _attend(acc, m, l, q, k, v, last, scale_log2, False)
-            _leave(STAGES + slot)
+            _leave(first + (STAGES + slot) * 8)
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -254,6 +276,7 @@ def _consume(
         its_token = tile * QUERIES + rows // HEADS
         live = (its_token < T) & (rows % HEADS < H)
         row = (its_token.to(gl.int64) * G + group) * H + rows % HEADS
+        l = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
         # A row that attends nothing has l = 0: output 0 and lse = -inf.
         lse = gl.where(l > 0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
         gl.store(LSE + row, lse, mask=live)
