@@ -358,9 +358,10 @@ RANKED = [
 def test_ranks(seen, n_sel, n_init, n_local, kernel_device):
     """The kernel alone, one query: forced blocks, then scores, then the lower index; no write past
     its row."""
-    from nsa.kernels.prefill.block_select import _block_topn_kernel
+    from nsa.kernels.prefill.block_select import _block_topn_kernel, topn_warps
+    from nsa.kernels.tiles import pow2
 
-    blocks = max(32, 1 << (seen - 1).bit_length())
+    blocks = max(pow2(seen), 32)
     own = seen - 1
     forced = {b: 2 * seen - (own - b) for b in range(seen) if own - b < n_local}
     forced |= {b: seen for b in range(min(n_init, seen)) if b not in forced}
@@ -372,8 +373,7 @@ def test_ranks(seen, n_sel, n_init, n_local, kernel_device):
         _block_topn_kernel[(1, 1)](
             scores.to(kernel_device), out[1:], out, out, 1, seen, 1, own, 0, 1, 2 * blocks, 1, 1, 1,
             VARLEN=False, BLOCK_Q=1, BLOCK_N=16, NB=16, BLOCKS=blocks, N_SEL=n_sel,
-            N_PAD=1 << (n_sel - 1).bit_length(), N_INIT=n_init, N_LOCAL=n_local,
-            num_warps=min(max(blocks // 1024, 1), 16),
+            N_PAD=pow2(n_sel), N_INIT=n_init, N_LOCAL=n_local, num_warps=topn_warps(blocks),
         )  # fmt: skip
         score = scores.nan_to_num(0.0).tolist()
         order = sorted(range(seen), key=lambda b, s=score: (-forced.get(b, 0), -s[b], b))

@@ -155,8 +155,7 @@ def _gluon_cases() -> list[AotCase]:
         queries = span_fwd_hopper.ROWS // heads
         tiles = span_fwd_hopper.hopper_tiles(span, span_fwd_hopper.CONSUMERS * queries)
         c = dict(MODE=span.mode, VARLEN=heads == 4, HEADS=heads, BLOCK_N=tiles.keys,
-                 NARROW=tiles.narrow, D=dim, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
-                 Q_STAGES=tiles.q_stages)  # fmt: skip
+                 NARROW=tiles.narrow, D=dim, STAGES=tiles.stages)  # fmt: skip
         rows, keys, few = (
             tile("bf16", *shape)
             for shape in ((queries, heads, dim), (1, tiles.keys, dim),
@@ -379,7 +378,7 @@ def aot_cases(arch: int) -> list[AotCase]:
             _case(
                 block_select._block_topn_kernel, f"{blocks}", "bf16",
                 dict(VARLEN=False, BLOCK_Q=8, BLOCK_N=64, NB=16, BLOCKS=blocks, N_SEL=16,
-                     N_PAD=16, N_INIT=1, N_LOCAL=2), (max(1, blocks // 1024), 1),
+                     N_PAD=16, N_INIT=1, N_LOCAL=2), (block_select.topn_warps(blocks), 1),
             )  # fmt: skip
         )
     return cases + _gluon_cases() if arch == 90 else cases

@@ -171,10 +171,10 @@ def _block_topn_kernel(
     above = key >= high
     equal = (key >= low) & (key < high)
     room = N_SEL - tl.sum(above.to(tl.int32), 0)
-    # How many of either come before a block, in one sum.
-    HALF: tl.constexpr = 16 if BLOCKS < 32768 else 32
-    both = above.to(tl.int32) if BLOCKS < 32768 else above.to(tl.int64)
-    both += equal.to(both.dtype) << HALF
+    # How many of either come before a block, in one sum: those above in its lower half.
+    COUNT: tl.constexpr = tl.int32 if BLOCKS < 32768 else tl.int64
+    HALF: tl.constexpr = COUNT.primitive_bitwidth // 2
+    both = above.to(COUNT) + (equal.to(COUNT) << HALF)
     before = tl.cumsum(both, 0) - both
     equal_before = (before >> HALF).to(tl.int32)
     keep = above | (equal & (equal_before < room))
@@ -198,6 +198,10 @@ def score_tiles(arch: int, d: int, itemsize: int, keys: int) -> tuple[int, int, 
     # H200, HQ64 G4 D128 bf16, 64k tokens: 5.7 ms with 128 rows, 6.2 with 64 rows on 4 warps. With
     # 32 keys instead of 64, top-n included: 4k 72 -> 66 us, 8k 171 -> 162, but 16k 494 -> 505.
     return 128, 32 if keys <= 512 else 64, 8, 2
+
+
+def topn_warps(blocks: int) -> int:
+    return max(1, min(blocks // 1024, 16))
 
 
 def why_not_block_select(l: int, d: int, l_sel: int) -> str | None:
@@ -269,6 +273,6 @@ def block_select(
             l_sel,
             VARLEN=varlen, BLOCK_Q=block_q, BLOCK_N=block_n, NB=nb, BLOCKS=blocks, N_SEL=n_sel,
             N_PAD=pow2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
-            num_warps=max(1, min(blocks // 1024, 16)), num_stages=1,
+            num_warps=topn_warps(blocks), num_stages=1,
         )  # fmt: skip
     return out

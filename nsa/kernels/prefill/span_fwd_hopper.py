@@ -37,6 +37,7 @@ from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
 CONSUMERS = 2
 ROWS = 64  # per consumer: the rows of one warpgroup's matrix product
+Q_STAGES = gl.constexpr(2)  # work items whose queries are in flight
 
 
 @gluon.jit
@@ -102,21 +103,14 @@ def _key_tiles(
 
 
 @gluon.jit
-def _bring(KD, VD, batch, row, column, k_mem, v_mem, bars, count):
-    """Start the loads of key tile `count` and of its values, once their places are free."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full = bars
-    K_STAGES: gl.constexpr = k_mem.shape[0]
-    V_STAGES: gl.constexpr = v_mem.shape[0]
-    slot = count % K_STAGES
-    mbarrier.wait(k_empty.index(slot), (count // K_STAGES) & 1 ^ 1)
-    mbarrier.expect(k_full.index(slot), KD.block_type.nbytes)
-    place = _tile(k_mem, count, KD.block_type.shape[1])
-    tma.async_copy_global_to_shared(KD, [batch, row, column], k_full.index(slot), place)
-    slot = count % V_STAGES
-    mbarrier.wait(v_empty.index(slot), (count // V_STAGES) & 1 ^ 1)
-    mbarrier.expect(v_full.index(slot), VD.block_type.nbytes)
-    place = _tile(v_mem, count, VD.block_type.shape[1])
-    tma.async_copy_global_to_shared(VD, [batch, row, column], v_full.index(slot), place)
+def _bring(XD, batch, row, column, memory, full, empty, count):
+    """Start the load of key tile `count`, or of its values, once its place is free."""
+    STAGES: gl.constexpr = memory.shape[0]
+    slot = count % STAGES
+    mbarrier.wait(empty.index(slot), (count // STAGES) & 1 ^ 1)
+    mbarrier.expect(full.index(slot), XD.block_type.nbytes)
+    place = _tile(memory, count, XD.block_type.shape[1])
+    tma.async_copy_global_to_shared(XD, [batch, row, column], full.index(slot), place)
 
 
 @gluon.jit
@@ -133,8 +127,7 @@ def _produce(
     QD, KD, VD, KN, VN, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, q_start, a,
     b,
     MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
-    NARROW: gl.constexpr, D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
+    NARROW: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """One warp: queries, then the narrow keys and the tiles from the last to the first, item after
     item."""
@@ -163,11 +156,13 @@ def _produce(
         done += 1
         if NARROW > 0:
             row = k_begin + begin + tiles * BLOCK_N
-            _bring(KN, VN, k_batch, row, group * D, k_mem, v_mem, bars, count)
+            _bring(KN, k_batch, row, group * D, k_mem, k_full, k_empty, count)
+            _bring(VN, k_batch, row, group * D, v_mem, v_full, v_empty, count)
             count += 1
         for j in range(tiles):
             row = k_begin + begin + (tiles - 1 - j) * BLOCK_N
-            _bring(KD, VD, k_batch, row, group * D, k_mem, v_mem, bars, count)
+            _bring(KD, k_batch, row, group * D, k_mem, k_full, k_empty, count)
+            _bring(VD, k_batch, row, group * D, v_mem, v_full, v_empty, count)
             count += 1
 
 
@@ -222,13 +217,16 @@ def _rounded(x, DTYPE: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _await_keys(count, bars, pred, K_STAGES: gl.constexpr):
-    mbarrier.wait(bars[2].index(count % K_STAGES), (count // K_STAGES) & 1, pred=pred)
+def _await(full, count, pred=True):
+    """Wait for key tile `count`, or for its values, where pred is true."""
+    STAGES: gl.constexpr = full.shape[0]
+    mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1, pred=pred)
 
 
 @gluon.jit
-def _await_values(count, bars, V_STAGES: gl.constexpr):
-    mbarrier.wait(bars[4].index(count % V_STAGES), (count // V_STAGES) & 1)
+def _free(empty, count):
+    """This warpgroup has no more use for key tile `count`, or for its values."""
+    mbarrier.arrive(empty.index(count % empty.shape[0]), count=1)
 
 
 @gluon.jit
@@ -242,26 +240,24 @@ def _scores(q, count, k_mem, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _output(acc, alpha, p, count, v_mem, bars):
+def _output(acc, alpha, p, count, v_mem, v_full):
     """Start the product of the probabilities of tile `count` with its values."""
     KEYS: gl.constexpr = p.shape[1]
-    V_STAGES: gl.constexpr = v_mem.shape[0]
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    _await_values(count, bars, V_STAGES)
+    _await(v_full, count)
     v = _tile(v_mem, count, KEYS).reshape([KEYS, v_mem.shape[3]])
     return warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
-def _clear_past_end(count, rows, v_mem, bars, KEYS: gl.constexpr):
+def _clear_past_end(count, rows, v_mem, v_full, KEYS: gl.constexpr):
     """Zeros for the values of tile `count` from row `rows` on: they are the next sequence's, and a
     NaN among them would pass through a probability of 0. Both consumers do it, before their own
     product reads the tile."""
     D: gl.constexpr = v_mem.shape[3]
-    V_STAGES: gl.constexpr = v_mem.shape[0]
     PART: gl.constexpr = 16  # rows at a time: registers are short
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    _await_values(count, bars, V_STAGES)
+    _await(v_full, count)
     v = _tile(v_mem, count, KEYS).reshape([KEYS, D])
     for part in gl.static_range(KEYS // PART):
         if rows < (part + 1) * PART:
@@ -276,8 +272,7 @@ def _consume(
     C: gl.constexpr, O, LSE, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
     q_start, a, b, scale_log2,
     MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
-    NARROW: gl.constexpr, D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
+    NARROW: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: softmax and output of 64 rows of every work item.
 
@@ -311,27 +306,27 @@ def _consume(
             behind = begin + tiles * BLOCK_N
             if VARLEN:
                 if k_len - behind < NARROW:
-                    _clear_past_end(count, k_len - behind, v_mem, bars, NARROW)
-            _await_keys(count, bars, True, K_STAGES)
+                    _clear_past_end(count, k_len - behind, v_mem, v_full, NARROW)
+            _await(k_full, count)
             few = _scores(q, count, k_mem, NARROW)
             count += 1
         if VARLEN:
             in_sequence = k_len - (begin + (tiles - 1) * BLOCK_N)
             if in_sequence < BLOCK_N:
-                _clear_past_end(count, in_sequence, v_mem, bars, BLOCK_N)
-        _await_keys(count, bars, True, K_STAGES)
+                _clear_past_end(count, in_sequence, v_mem, v_full, BLOCK_N)
+        _await(k_full, count)
         s = _scores(q, count, k_mem, BLOCK_N)
         m = gl.full([64], float("-inf"), gl.float32, row_layout)
         l = gl.zeros([64], gl.float32, row_layout)
         if NARROW > 0:
             few, s = warpgroup_mma_wait(0, deps=(few, s))
             few_rows: gl.constexpr = gl.SliceLayout(1, few.type.layout)
-            mbarrier.arrive(k_empty.index((count - 1) % K_STAGES), count=1)
+            _free(k_empty, count - 1)
             few = _masked(few, behind, own, q_start, a, b, k_len, MODE, HEADS)
             m = gl.convert_layout(gl.max(few, 1), row_layout) * scale_log2
         else:
             s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(count % K_STAGES), count=1)
+        _free(k_empty, count)
         pf, m, l, alpha = _softmax(
             s, m, l, begin + (tiles - 1) * BLOCK_N,
             # Without narrow keys the last tile is masked for nearly every item.
@@ -343,34 +338,34 @@ def _consume(
             few = gl.exp2(few * scale_log2 - gl.convert_layout(m, few_rows)[:, None])
             l += gl.convert_layout(gl.sum(few, 1), row_layout)
             alpha = gl.full([64], 1.0, gl.float32, row_layout)  # all by the same maximum
-            _await_values(count - 1, bars, V_STAGES)
+            _await(v_full, count - 1)
             v = _tile(v_mem, count - 1, NARROW).reshape([NARROW, D])
             acc = warpgroup_mma(
                 _rounded(few, DTYPE, p_layout), v, acc, use_acc=False, is_async=True
             )
-        _await_keys(count + 1, bars, tiles > 1, K_STAGES)
+        _await(k_full, count + 1, tiles > 1)
         if NARROW > 0:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index((count - 1) % V_STAGES), count=1)
+            _free(v_empty, count - 1)
         for j in range(1, tiles):
             count += 1
             tile = tiles - 1 - j
             p = _rounded(pf, DTYPE, p_layout)
             s = _scores(q, count, k_mem, BLOCK_N)
-            acc = _output(acc, alpha, p, count - 1, v_mem, bars)
+            acc = _output(acc, alpha, p, count - 1, v_mem, v_full)
             s = warpgroup_mma_wait(1, deps=(s,))
-            mbarrier.arrive(k_empty.index(count % K_STAGES), count=1)
+            _free(k_empty, count)
             pf, m, l, alpha = _softmax(
                 s, m, l, begin + tile * BLOCK_N, (tile >= full_begin) & (tile < full_end), own,
                 q_start, a, b, k_len, scale_log2, MODE, HEADS,
             )  # fmt: skip
             # The branch in this wait keeps the softmax above the wait for the product below, where
             # the assembler would not leave it: it hides the product.
-            _await_keys(count + 1, bars, j + 1 < tiles, K_STAGES)
+            _await(k_full, count + 1, j + 1 < tiles)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index((count + V_STAGES - 1) % V_STAGES), count=1)
+            _free(v_empty, count + v_empty.shape[0] - 1)  # count - 1, but unsigned
 
-        acc = _output(acc, alpha, _rounded(pf, DTYPE, p_layout), count, v_mem, bars)
+        acc = _output(acc, alpha, _rounded(pf, DTYPE, p_layout), count, v_mem, v_full)
         # A row that sees no key has l = 0: output 0 and lse = -inf.
         t = own + rows // HEADS
         live = t < q_len
@@ -379,7 +374,7 @@ def _consume(
         gl.store(LSE + row_index, lse, mask=live)
         inv = gl.convert_layout(1.0 / gl.where(l > 0, l, 1.0), gl.SliceLayout(1, o_layout))
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_empty.index(count % V_STAGES), count=1)
+        _free(v_empty, count)
         out = (acc * inv[:, None]).to(DTYPE)
         if own + PER_WARPGROUP <= q_len:
             # The place of the queries is free by now: the output leaves through it.
@@ -398,7 +393,7 @@ def _consume(
 @gluon.jit
 def _send(
     OD, q_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
-    VARLEN: gl.constexpr, HEADS: gl.constexpr, Q_STAGES: gl.constexpr,
+    VARLEN: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """One warp: outputs to global memory; then their place is free for queries."""
     q_empty = bars[1]
@@ -428,29 +423,28 @@ def _send(
 def _span_fwd_hopper_kernel(
     QD, KD, VD, KN, VN, OD, O, LSE, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, q_start, a, b, scale_log2,
     MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
-    NARROW: gl.constexpr, D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
+    NARROW: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = QD.dtype
     q_mem = gl.allocate_shared_memory(DTYPE, [2 * Q_STAGES] + QD.block_type.shape, QD.layout)
-    k_mem = gl.allocate_shared_memory(DTYPE, [K_STAGES] + KD.block_type.shape, KD.layout)
-    v_mem = gl.allocate_shared_memory(DTYPE, [V_STAGES] + VD.block_type.shape, VD.layout)
+    k_mem = gl.allocate_shared_memory(DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
+    v_mem = gl.allocate_shared_memory(DTYPE, [STAGES] + VD.block_type.shape, VD.layout)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], bar)
     o_full = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], bar)
-    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
-    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for i in gl.static_range(2 * Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
         mbarrier.init(o_full.index(i), count=1)
-    for i in gl.static_range(K_STAGES):
+    for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
-    for i in gl.static_range(V_STAGES):
+    for i in gl.static_range(STAGES):
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full)
@@ -460,30 +454,27 @@ def _span_fwd_hopper_kernel(
                 _consume,
                 (
                     0, O, LSE, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
-                    q_start, a, b, scale_log2, MODE, VARLEN, HEADS, BLOCK_N, NARROW, D, K_STAGES,
-                    V_STAGES, Q_STAGES,
+                    q_start, a, b, scale_log2, MODE, VARLEN, HEADS, BLOCK_N, NARROW, D,
                 ),
             ),
             (
                 _consume,
                 (
                     1, O, LSE, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
-                    q_start, a, b, scale_log2, MODE, VARLEN, HEADS, BLOCK_N, NARROW, D, K_STAGES,
-                    V_STAGES, Q_STAGES,
+                    q_start, a, b, scale_log2, MODE, VARLEN, HEADS, BLOCK_N, NARROW, D,
                 ),
             ),
             (
                 _produce,
                 (
                     QD, KD, VD, KN, VN, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH,
-                    ITEMS, q_start, a, b, MODE, VARLEN, HEADS, BLOCK_N, NARROW, D, K_STAGES,
-                    V_STAGES, Q_STAGES,
+                    ITEMS, q_start, a, b, MODE, VARLEN, HEADS, BLOCK_N, NARROW, D,
                 ),
             ),
             (
                 _send,
                 (
-                    OD, q_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, VARLEN, HEADS, Q_STAGES,
+                    OD, q_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, VARLEN, HEADS,
                 ),
             ),
         ],
@@ -508,13 +499,11 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Keys of a tile and of the narrow one (0: none), and how many of K, V and Q are in flight."""
+    """Keys of a tile and of the narrow one (0: none), and how many tiles are in flight."""
 
     keys: int
     narrow: int
-    k_stages: int = 2
-    v_stages: int = 2
-    q_stages: int = 2
+    stages: int = 2
 
 
 def hopper_tiles(span: Span, queries: int) -> Tiles:
@@ -528,7 +517,7 @@ def hopper_tiles(span: Span, queries: int) -> Tiles:
         return Tiles(128, 0)
     narrow = max(16, queries) if queries <= 64 else 0
     if span.a % 128 and span.a < 1024:  # wide tiles would waste more
-        return Tiles(64, narrow, 4, 4)
+        return Tiles(64, narrow, 4)
     return Tiles(128, narrow)
 
 
@@ -569,7 +558,6 @@ def span_attention_fwd_hopper(
         out, lse, cu_q if varlen else lse, cu_k if varlen else lse, sq, sk, groups, batch, items,
         q_start, span.a, span.b, softmax_scale * LOG2E,
         MODE=span.mode, VARLEN=varlen, HEADS=heads, BLOCK_N=tiles.keys, NARROW=tiles.narrow, D=dim,
-        K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages, Q_STAGES=tiles.q_stages, num_warps=4,
-        maxnreg=168,
+        STAGES=tiles.stages, num_warps=4, maxnreg=168,
     )  # fmt: skip
     return out, lse
