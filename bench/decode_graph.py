@@ -137,9 +137,9 @@ class ModuleStep:
             x.normal_(generator=gen)
 
     def kernels(self, *, in_graph: bool = False) -> tuple[str, ...]:
-        """What must run: the attention step's kernels, and those of the gates and the append."""
-        beside = ("_decode_gate_kernel", "_decode_append_kernel") * self.step.fused
-        return *self.step.kernels(in_graph=in_graph), *beside
+        """What must run: the attention step's kernels, and the one that appends for them."""
+        appended = ("_decode_append_kernel",) * self.step.fused
+        return *self.step.kernels(in_graph=in_graph), *appended
 
     def eager(self) -> Callable[[], Tensor]:
         def call() -> Tensor:

@@ -468,42 +468,33 @@ def append_projected(
 ) -> Tensor | None:  # fmt: skip
     """NSACache.append_projected where the policy of the decode step allows Triton: turned queries.
 
-    qkv gives the projections. None, with nothing appended, where PyTorch has to do it.
-    """
-    call = lambda: cache.append_projected(qkv(), phi_k, phi_v)
-    return beside_step("append", call, cache, backend=backend, flags=flags)
-
-
-def beside_step(
-    what: str, kernel: Callable[[], Tensor | None], cache: NSACache, *, backend: str | None = None,
-    flags: Flags | None = None,
-) -> Tensor | None:  # fmt: skip
-    """kernel() where the policy of the decode step allows Triton, None where PyTorch has to do it.
-
-    A kernel that fails is logged as `what`, as any fallback, and not tried again with this cache.
+    qkv gives the projections. None, with nothing appended, where PyTorch has to do it; a kernel
+    that fails is logged, as any fallback, and not tried again with this cache.
     """
     flags = dispatch.resolve_flags(flags, cache.k_sel)
-    key = (what, backend, flags)
-    if key not in cache.fused:
+    key = (backend, flags)
+    if key not in cache.fused_append:
         request = dispatch.make_request(
             Branch.STEP, cache.k_sel, cache.k_sel, cache.v_sel, cache.length, flags, backend
         )
         try:
-            cache.fused[key] = dispatch.decide(request, flags, backend).route is Route.TRITON
+            cache.fused_append[key] = (
+                dispatch.decide(request, flags, backend).route is Route.TRITON
+            )
         except dispatch.RouteUnavailable:
-            cache.fused[key] = False
-    if not cache.fused[key]:
+            cache.fused_append[key] = False
+    if not cache.fused_append[key]:
         return None
     try:
-        return kernel()
+        return cache.append_projected(qkv(), phi_k, phi_v)
     except (TypeError, ValueError):
         raise
     except Exception as error:
         if backend is not None or dispatch.must_raise(error):
             raise
-        cache.fused[key] = False
-        dispatch.warn_launch_error(f"the decode step's {what} on triton", error)
-        log(f"{what}.triton.fallback", flags=flags, reason="launch_error",
+        cache.fused_append[key] = False
+        dispatch.warn_launch_error("the decode step's append on triton", error)
+        log("append.triton.fallback", flags=flags, reason="launch_error",
             error=f"{type(error).__name__}: {error}"[:300])  # fmt: skip
         return None
 

@@ -106,8 +106,8 @@ class NSACache:
         half = torch.arange(config.d_k // 2, device=device, dtype=torch.float64) * 2 / config.d_k
         self.frequencies = config.rope_base**-half  # rotary, fp64 [Dk / 2]
         self._counted: list[tuple[Tensor, Tensor, Tensor]] = []
-        # (what, backend, flags) -> is it a kernel's; see attention.beside_step.
-        self.fused: dict[tuple[str, Any, Any], bool] = {}
+        # (backend, flags) -> does append_projected take the kernel; see attention.py.
+        self.fused_append: dict[tuple[Any, Any], bool] = {}
 
     def _buffers(self, rows: int) -> tuple[Tensor, Tensor]:
         c = self.config

@@ -35,26 +35,7 @@ class GateMLP(nn.Module):
         self.outer = nn.Linear(hidden or max(heads, dim // 4), heads * 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.behind(self.inner(x))
-
-    def behind(self, hidden: Tensor) -> Tensor:
-        """What follows the hidden layer."""
-        return self.outer(F.silu(hidden)).sigmoid().unflatten(-1, (self.heads, 3))
-
-    def fused(self, hidden: Tensor) -> Tensor | None:
-        """behind() without gradients in one Triton kernel.
-
-        None where a hook, another class of layer or of weight, or autocast has its say.
-        """
-        outer = self.outer
-        if type(outer) is not nn.Linear or outer._forward_hooks or outer._forward_pre_hooks:
-            return None
-        weight, bias = outer.weight, outer.bias
-        if type(weight) is not nn.Parameter or bias is None or weight.dtype != hidden.dtype:
-            return None
-        from nsa.kernels.decode.gate import gate
-
-        return gate(hidden, weight, bias).unflatten(-1, (self.heads, 3))
+        return self.outer(F.silu(self.inner(x))).sigmoid().unflatten(-1, (self.heads, 3))
 
 
 class NSAAttention(nn.Module):
@@ -99,17 +80,6 @@ class NSAAttention(nn.Module):
         both = turn(both.unflatten(-1, (c.heads + 3 * c.groups, c.d_k)), angle)
         v = v.unflatten(-1, (3 * c.groups, c.d_v))
         return both[..., : c.heads, :].contiguous(), branches(both[..., c.heads :, :], v)
-
-    def _gates_at(self, x: Tensor, cache: NSACache) -> Tensor:
-        """The gates of a few tokens, in two launches instead of four where policy allows."""
-        gate = self.gate
-        if type(gate) is not GateMLP or gate._forward_hooks or gate._forward_pre_hooks:
-            return gate(x)
-        hidden = gate.inner(x)
-        gates = attention.beside_step(
-            "gate", lambda: gate.fused(hidden), cache, backend=self.backend, flags=self.flags
-        )
-        return gate.behind(hidden) if gates is None else gates
 
     def _check(self, x: Tensor, ndim: int) -> None:
         if not isinstance(x, Tensor):
@@ -175,7 +145,7 @@ class NSAAttention(nn.Module):
             return x.clone()
         # The ring keeps enough for max_step queries; more of them need the keys before they go.
         many = x.shape[1] > cache.max_step
-        gates = self.gate(x) if many else self._gates_at(x, cache)
+        gates = self.gate(x)
         window = q = None
         if not many:
             q = attention.append_projected(

@@ -149,7 +149,7 @@ def test_a_kernel_that_fails_is_told_and_not_tried_again(allowed, capsys):
     layer = layer_of(SMALL, "cpu", torch.float32)
     layer.backend, layer.flags = None, Flags(debug_log=True)
     cache, plain = layer.make_cache(1, 8), layer.make_cache(1, 8)
-    cache.fused["append", None, layer.flags] = True
+    cache.fused_append[(None, layer.flags)] = True
     x = randn(1, 1, 24, seed=2)
     for _ in range(2):
         assert torch.equal(layer.step(x, cache), layer.step(x, plain))
@@ -166,7 +166,7 @@ def test_what_no_fallback_may_hide_is_raised(error, allowed):
     layer = layer_of(SMALL, "cpu", torch.float32)
     layer.backend, layer.flags = None, Flags()
     cache = layer.make_cache(1, 8)
-    cache.fused["append", None, layer.flags] = True
+    cache.fused_append[(None, layer.flags)] = True
     with pytest.raises(type(error)):
         layer.step(randn(1, 1, 24, seed=2), cache)
     assert cache.length == 0
@@ -175,7 +175,7 @@ def test_what_no_fallback_may_hide_is_raised(error, allowed):
 def test_a_named_backend_raises_its_error(allowed):
     layer = layer_of(SMALL, "cpu", torch.float32)
     cache = layer.make_cache(1, 8)
-    cache.fused["append", "triton", TRITON] = True
+    cache.fused_append[("triton", TRITON)] = True
     with pytest.raises(RuntimeError, match="no such instruction"):
         layer.step(randn(1, 1, 24, seed=2), cache)
 

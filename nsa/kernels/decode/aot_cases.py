@@ -15,7 +15,6 @@ from nsa.kernels.decode.append import (
     _decode_raw_kernel,
 )
 from nsa.kernels.decode.choose import _decode_candidates_kernel
-from nsa.kernels.decode.gate import COLUMNS, DEPTH, ROWS, _decode_gate_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.decode.step import (
@@ -98,9 +97,6 @@ def aot_cases(arch: int) -> list[AotCase]:
                         RING=True, POOL_DTYPE=pool, SPLITS_CMP=n_tiles, SPLITS_WIN=8, SPLITS_SEL=16,
                         N_SEL=16, N_INIT=1, N_LOCAL=2, PHASE=-1, **choice, **dims)  # fmt: skip
             cases.append(_case(_decode_team_kernel, f"{label}-S{length}", dtype, team, 4, 2))
-        gate = dict(ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, PRECISION=dims["PRECISION"])
-        if d in (64, 128):  # bf16 and fp32
-            cases.append(_case(_decode_gate_kernel, dtype, dtype, gate, 2, 4))
         if size == 2:
             append = dict(D=d, DV=dv, BLOCK_HALF=dot_size(d // 2), BLOCK_DV=dot_size(dv),
                           BLOCK_H=BLOCK_H)  # fmt: skip
