@@ -156,11 +156,8 @@ def _gluon_cases() -> list[AotCase]:
         tiles = span_fwd_hopper.hopper_tiles(span, span_fwd_hopper.CONSUMERS * queries)
         c = dict(MODE=span.mode, VARLEN=heads == 4, HEADS=heads, BLOCK_N=tiles.keys,
                  NARROW=tiles.narrow, D=dim, STAGES=tiles.stages)  # fmt: skip
-        rows, keys, few = (
-            tile("bf16", *shape)
-            for shape in ((queries, heads, dim), (1, tiles.keys, dim),
-                          (1, tiles.narrow or tiles.keys, dim))
-        )  # fmt: skip
+        rows, keys = tile("bf16", queries, heads, dim), tile("bf16", 1, tiles.keys, dim)
+        few = tile("bf16", 1, tiles.narrow, dim) if tiles.narrow else keys
         types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KN=few, VN=few, LSE="*fp32", BATCH="i32",
                      ITEMS="i32", a="i32", b="i32")  # fmt: skip
         cases.append(case(kernel, f"{span.mode}-H{heads}-D{dim}", types, c, 4, 64))

@@ -51,6 +51,7 @@ STAGES = {64: 14, 128: 7}  # blocks that fit, by the width of a head
 # that a thread can have then go to the eight: 240.
 START_REGISTERS, LEAST_REGISTERS = 168, gl.constexpr(24)
 UNIT = gl.constexpr(1024)  # bytes: what a swizzled tile must be aligned to
+BARRIER = gl.constexpr(8)  # bytes
 MARK = gl.constexpr(0x6E7361)
 
 
@@ -64,16 +65,16 @@ def _warp():
 
 
 @gluon.jit
-def _barriers():
-    """Address of the first barrier; to be asked for once, since a warp waits for the answer."""
+def _first_barrier():
+    """Its address; to be asked for once, since a warp waits for the answer."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, global_smem;", "=r", [], gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _await(barrier, parity):
-    """This warp waits for a phase of the barrier at that address."""
+def _await(first, number, parity):
+    """This warp waits for a phase of the barrier of that number."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred done;
@@ -82,13 +83,13 @@ def _await(barrier, parity):
         @!done bra.uni again;
         mov.u32 $0, 0;
         }""",
-        "=r,r,r", [barrier, parity], gl.int32, is_pure=False, pack=1,
+        "=r,r,r", [first + number * BARRIER, parity], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def _leave(barrier):
-    """This warp arrives, once, at the barrier at that address."""
+def _leave(first, number):
+    """This warp arrives, once, at the barrier of that number."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred one;
@@ -96,13 +97,13 @@ def _leave(barrier):
         @one mbarrier.arrive.shared::cta.b64 _, [$1];
         mov.u32 $0, 0;
         }""",
-        "=r,r", [barrier], gl.int32, is_pure=False, pack=1,
+        "=r,r", [first + number * BARRIER], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def _check_address(unit):
-    """Stops the kernel if the memory of `unit` is not where _await looks for it."""
+    """Stops the kernel if the memory of `unit` is not where _first_barrier says."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = unit._reinterpret(gl.int32, [UNIT // 4], layout)
     spread: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -129,10 +130,13 @@ def _by_thread(x):
 
 
 @gluon.jit
-def _largest(s):
-    """Of every row; first within a thread, in several chains instead of one."""
-    m = gl.max(gl.max(_by_thread(s), 1), 1)
-    return gl.convert_layout(m, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+def _weights(s, m, scale_log2):
+    """(probabilities, the largest score so far, what scales those before), in base 2."""
+    # First within a thread, in several chains instead of one.
+    top = gl.max(gl.max(_by_thread(s), 1), 1)
+    top = gl.convert_layout(top, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+    m_new = gl.maximum(m, top * scale_log2)
+    return gl.exp2(s * scale_log2 - m_new[:, None]), m_new, gl.exp2(m - m_new)
 
 
 @gluon.jit
@@ -157,16 +161,14 @@ def _attend(acc, m, l, q, k, v, last, scale_log2, MASKED: gl.constexpr):
     if MASKED:
         key = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
         s = gl.where((key <= last)[None, :], s, float("-inf"))
-    m_new = gl.maximum(m, _largest(s) * scale_log2)
-    p = gl.exp2(s * scale_log2 - m_new[:, None])
-    alpha = gl.exp2(m - m_new)
+    p, m, alpha = _weights(s, m, scale_log2)
     right = v.load(RIGHT)
     if MASKED:  # what lies behind may be NaN
         key = gl.arange(0, KEYS, gl.SliceLayout(1, RIGHT))
         right = gl.where((key <= last)[:, None], right, 0.0)
     left = gl.convert_layout(p.to(v.dtype), LEFT, assert_trivial=True)
     acc = mma_v2(left, right, acc * alpha[:, None])
-    return acc, m_new, _summed(l, alpha, p)
+    return acc, m, _summed(l, alpha, p)
 
 
 @gluon.jit
@@ -188,15 +190,13 @@ def _attend_together(acc, m, l, q, k, v, scale_log2):
         s = warpgroup_mma(left, right, s, use_acc=part > 0, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     s = gl.convert_layout(s, LAYOUT, assert_trivial=True)
-    m_new = gl.maximum(m, _largest(s) * scale_log2)
-    p = gl.exp2(s * scale_log2 - m_new[:, None])
-    alpha = gl.exp2(m - m_new)
+    p, m, alpha = _weights(s, m, scale_log2)
     left = gl.convert_layout(p.to(v.dtype), RIGHT, assert_trivial=True)
     acc = gl.convert_layout(acc * alpha[:, None], ACC_LAYOUT, assert_trivial=True)
     acc = warpgroup_mma(left, v, acc, is_async=True)
     l = _summed(l, alpha, p)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    return gl.convert_layout(acc, LAYOUT, assert_trivial=True), m_new, l
+    return gl.convert_layout(acc, LAYOUT, assert_trivial=True), m, l
 
 
 @gluon.jit
@@ -221,7 +221,7 @@ def _consume(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [QUERIES, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     warp = _warp()
-    first = _barriers()
+    first = _first_barrier()
     tiles = (T + QUERIES - 1) // QUERIES
     slot = 0
     parity = 0
@@ -255,7 +255,7 @@ def _consume(
             # The group's first query sees the fewest keys: asked of it, all four decide alike.
             together = ((chosen >> (warp & 4)) & 15 == 15) & (last - (warp & 3) >= KEYS - 1)
             entry = gl.load(entries + gl.minimum(i + 1, ROOM - 1))
-            _await(first + slot * 8, parity)
+            _await(first, slot, parity)
             if together:
                 acc, m, l = _attend_together(
                     acc, m, l, q, k_ring.index(slot), v_ring.index(slot), scale_log2
@@ -267,7 +267,7 @@ def _consume(
                     acc, m, l = _attend(acc, m, l, q, k, v, last, scale_log2, True)
                 else:
                     acc, m, l = _attend(acc, m, l, q, k, v, last, scale_log2, False)
-            _leave(first + (STAGES + slot) * 8)
+            _leave(first, STAGES + slot)
             slot += 1
             if slot == STAGES:
                 slot = 0

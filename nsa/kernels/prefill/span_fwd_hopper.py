@@ -124,8 +124,8 @@ def _tile(memory, count, KEYS: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    QD, KD, VD, KN, VN, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, q_start, a,
-    b,
+    QD, KD, VD, KN, VN, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
+    q_start, a, b,
     MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
     NARROW: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -257,14 +257,15 @@ def _clear_past_end(count, rows, v_mem, v_full, KEYS: gl.constexpr):
     D: gl.constexpr = v_mem.shape[3]
     PART: gl.constexpr = 16  # rows at a time: registers are short
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    _await(v_full, count)
-    v = _tile(v_mem, count, KEYS).reshape([KEYS, D])
-    for part in gl.static_range(KEYS // PART):
-        if rows < (part + 1) * PART:
-            piece = v.slice(part * PART, PART, dim=0)
-            at = part * PART + gl.arange(0, PART, gl.SliceLayout(1, layout))
-            piece.store(gl.where(at[:, None] < rows, piece.load(layout), 0.0))
-    fence_async_shared()
+    if rows < KEYS:
+        _await(v_full, count)
+        v = _tile(v_mem, count, KEYS).reshape([KEYS, D])
+        for part in gl.static_range(KEYS // PART):
+            if rows < (part + 1) * PART:
+                piece = v.slice(part * PART, PART, dim=0)
+                at = part * PART + gl.arange(0, PART, gl.SliceLayout(1, layout))
+                piece.store(gl.where(at[:, None] < rows, piece.load(layout), 0.0))
+        fence_async_shared()
 
 
 @gluon.jit
@@ -305,15 +306,13 @@ def _consume(
         if NARROW > 0:
             behind = begin + tiles * BLOCK_N
             if VARLEN:
-                if k_len - behind < NARROW:
-                    _clear_past_end(count, k_len - behind, v_mem, v_full, NARROW)
+                _clear_past_end(count, k_len - behind, v_mem, v_full, NARROW)
             _await(k_full, count)
             few = _scores(q, count, k_mem, NARROW)
             count += 1
         if VARLEN:
             in_sequence = k_len - (begin + (tiles - 1) * BLOCK_N)
-            if in_sequence < BLOCK_N:
-                _clear_past_end(count, in_sequence, v_mem, v_full, BLOCK_N)
+            _clear_past_end(count, in_sequence, v_mem, v_full, BLOCK_N)
         _await(k_full, count)
         s = _scores(q, count, k_mem, BLOCK_N)
         m = gl.full([64], float("-inf"), gl.float32, row_layout)
@@ -363,7 +362,7 @@ def _consume(
             # the assembler would not leave it: it hides the product.
             _await(k_full, count + 1, j + 1 < tiles)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            _free(v_empty, count + v_empty.shape[0] - 1)  # count - 1, but unsigned
+            _free(v_empty, count + v_empty.shape[0] - 1)  # that of count - 1, as it was measured
 
         acc = _output(acc, alpha, _rounded(pf, DTYPE, p_layout), count, v_mem, v_full)
         # A row that sees no key has l = 0: output 0 and lse = -inf.
@@ -444,7 +443,6 @@ def _span_fwd_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
-    for i in gl.static_range(STAGES):
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full)
