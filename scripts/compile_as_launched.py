@@ -105,7 +105,8 @@ def prefill(
     S: int, h: int, D: int, Dv: int, dtype: torch.dtype, packed: bool, l_sel: int,
     use_gluon: bool | None, deterministic: bool,
 ) -> None:  # fmt: skip
-    """Forward and backward of the whole operator with h query heads on each of two groups."""
+    """Forward and backward of the whole operator with h query heads on each of two groups, and the
+    forward alone."""
     from nsa.kernels.prefill import nsa_prefill_triton
 
     make = lambda n, *tail: torch.zeros(1, n, *tail, dtype=dtype)
@@ -119,11 +120,14 @@ def prefill(
     for x in tensors:
         x.requires_grad_()
     torch.use_deterministic_algorithms(deterministic)
-    out, _ = nsa_prefill_triton(
+    run = lambda: nsa_prefill_triton(
         *tensors, l=32, d=16, l_sel=l_sel, n_sel=16, n_init=1, n_local=2, window=512,
         use_gluon=use_gluon, **more,
-    )  # fmt: skip
+    )[0]  # fmt: skip
+    out = run()
     torch.autograd.grad(out, tensors, torch.zeros_like(out))
+    with torch.no_grad():
+        run()
 
 
 def turn(h: int, D: int, Dv: int, dtype: torch.dtype) -> None:

@@ -378,7 +378,9 @@ def test_kernels_that_must_run_in_prefill_are_there(S, HQ, G, arch, release, mon
     for names in (*forward.values(), *backward.values()):
         assert names and names <= defined, names - defined
     gluon = arch == 90 and release == "3.6.0" and HQ != 48
-    assert ("_span_fwd_hopper_kernel" in forward["full"] & forward["win"]) == gluon
+    assert ("_span_fwd_hopper_kernel" in forward["cmp"] & forward["win"]) == gluon
+    assert ("_span_pair_fwd_hopper_kernel" in forward["full"]) == gluon
+    assert ("_span_fwd_kernel" in forward["full"] & forward["win"]) == (not gluon)
     assert ("_block_attn_bwd_hopper_kernel" in backward["full"] & backward["sel"]) == gluon
     assert ("_span_bwd_hopper_kernel" in backward["cmp"] & backward["win"]) == gluon
     assert (set(block_attn_outer.KERNELS) <= forward["full"] & forward["sel"]) == (HQ // G == 4)

@@ -65,6 +65,11 @@ def tensors(S=64, hq=8, g=2, d=128, dv=128, dtype=BF16):
 def test_they_serve_unless_switched_off(on_hopper, monkeypatch):
     q, k, v, do = tensors()
     assert on_hopper.forward_kernel(q, k, v) == FORWARD
+    assert on_hopper.pair_forward_kernels(q, k, v, k, v) == ("_span_pair_fwd_hopper_kernel",)
+    narrow = v[..., :64].contiguous()
+    assert on_hopper.forward_pair(q, k, v, k, narrow) is None is on_hopper.forward_pair(
+        q, k, narrow, k, v
+    )
     assert on_hopper.backward_kernels(q, k, v, do)[-1] == BACKWARD
     assert on_hopper.block_backward_kernels(q, k, v, do, 64)[-1] == SELECTION
     wide, *_ = tensors(hq=32)
@@ -72,6 +77,7 @@ def test_they_serve_unless_switched_off(on_hopper, monkeypatch):
     monkeypatch.setenv("NSA_USE_GLUON", "0")
     clear_flags_cache()
     assert on_hopper.forward(q, k, v) is None and on_hopper.backward(q, k, v, do) is None
+    assert on_hopper.pair_forward_kernels(q, k, v, k, v) == ("_span_fwd_kernel",) * 2
     assert on_hopper.block_backward(q, k, v, do, 64) is None
     assert on_hopper.block_forward_kernels(wide, k, v, 16, 64) == ("_block_attn_fwd_kernel",)
 
@@ -454,6 +460,68 @@ def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a[others], b[others])
     assert got[0][~others][40:].isnan().all()
+
+
+@pytest.mark.kernel
+@pytest.mark.core
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("heads", [2, 16])
+def test_a_nan_stays_in_its_packed_sequence_of_both(heads, bad, device):
+    """Compressed and sliding attention in one kernel, whose tiles share their places."""
+    from nsa import blocks
+    from nsa.kernels.prefill.span_fwd_hopper import span_pair_fwd_hopper
+    from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
+
+    lengths = [70, 20, 333]
+    cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
+    draw = lambda i, n, h, d=128: randn(int(n), h, d, seed=i, dtype=BF16, device=device)
+    q, gates = draw(0, cu[-1], 2 * heads), draw(1, cu[-1], 2 * heads, 3).sigmoid()
+    keys = [draw(i, n, 2) for i, n in ((2, cu_cmp[-1]), (3, cu_cmp[-1]), (4, cu[-1]), (5, cu[-1]))]
+    spans = Span(COMPRESSED, 32, 16), Span(SLIDING, 48)
+    run = lambda: span_pair_fwd_hopper(q, *keys, gates, *spans, 0.1, cu, cu_cmp)
+    want = run()
+    for x, ends in ((q, cu), *zip(keys, (cu_cmp, cu_cmp, cu, cu), strict=True)):
+        x[ends[bad] : ends[bad + 1]] = float("nan")
+    others = torch.ones(sum(lengths), dtype=torch.bool, device=device)
+    others[cu[bad] : cu[bad + 1]] = False
+    got = run()
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a[others], b[others])
+    assert got[0][~others].isnan().all()
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("window", [1, 100, 512])
+@pytest.mark.parametrize("heads, width", [(1, 128), (2, 64), (8, 128), (16, 128), (64, 64)])
+def test_both_spans_of_a_chunk(heads, width, window, device):
+    """The gated sum of compressed and sliding attention by one kernel; against fp64."""
+    from nsa import reference
+    from nsa.kernels.prefill.span_fwd_hopper import span_pair_fwd_hopper
+    from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
+
+    start, s, dtype = 137, 700, torch.float16
+    draw = lambda i, n, h, d=width: randn(1, n, h, d, seed=i, dtype=dtype, device=device)
+    q, gates = draw(0, s, 2 * heads), draw(1, s, 2 * heads, 3).sigmoid()
+    n_cmp = (start + s - 32) // 16 + 1
+    k_cmp, v_cmp, k, v = (draw(i, n, 2) for i, n in ((2, n_cmp), (3, n_cmp), (4, start + s),
+                                                     (5, start + s)))  # fmt: skip
+    spans = Span(COMPRESSED, 32, 16), Span(SLIDING, window)
+    with launches.recording() as counts:
+        out, lse = span_pair_fwd_hopper(
+            q, k_cmp, v_cmp, k, v, gates, *spans, 0.1, q_start=start, win_start=start
+        )
+    assert counts["_span_pair_fwd_hopper_kernel"] == 1
+    wide = [x.double() for x in (q, k_cmp, v_cmp, k, v, gates)]
+    cmp, want_lse = reference.compressed_attention(
+        *wide[:3], l=32, d=16, q_start=start, softmax_scale=0.1
+    )
+    win = reference.sliding_attention(
+        wide[0], *wide[3:5], window=window, q_start=start, softmax_scale=0.1
+    )
+    want = wide[5][..., :1] * cmp + wide[5][..., 2:] * win
+    torch.testing.assert_close(out.double(), want, atol=4e-3, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse.double(), atol=1e-4, rtol=0)
 
 
 @pytest.mark.kernel

@@ -148,19 +148,32 @@ def _gluon_cases() -> list[AotCase]:
 
     cases = []
     kernel = span_fwd_hopper._span_fwd_hopper_kernel
+    launch = span_fwd_hopper.WARPS, 64, span_fwd_hopper.START_REGISTERS
     for span, heads, dim in (
         (Span(COMPRESSED, 32, 16), 16, 128), (Span(SLIDING, 512), 16, 128),
         (Span(SLIDING, 100), 4, 64),
     ):  # fmt: skip
         queries = span_fwd_hopper.ROWS // heads
-        tiles = span_fwd_hopper.hopper_tiles(span, span_fwd_hopper.CONSUMERS * queries)
-        c = dict(MODE=span.mode, VARLEN=heads == 4, HEADS=heads, BLOCK_N=tiles.keys,
-                 NARROW=tiles.narrow, D=dim, STAGES=tiles.stages)  # fmt: skip
+        tiles = span_fwd_hopper.hopper_tiles(span, queries)
+        c = dict(TILES=((span.mode, tiles.keys, tiles.narrow),), VARLEN=heads == 4, HEADS=heads,
+                 D=dim, STAGES=tiles.stages)  # fmt: skip
         rows, keys = tile("bf16", queries, heads, dim), tile("bf16", 1, tiles.keys, dim)
         few = tile("bf16", 1, tiles.narrow, dim) if tiles.narrow else keys
         types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KN=few, VN=few, LSE="*fp32", BATCH="i32",
                      ITEMS="i32", a="i32", b="i32")  # fmt: skip
-        cases.append(case(kernel, f"{span.mode}-H{heads}-D{dim}", types, c, 4, 64))
+        one = case(kernel, f"{span.mode}-H{heads}-D{dim}", types, c, *launch)
+        cases.append(replace(one, parting="again:"))
+    kernel = span_fwd_hopper._span_pair_fwd_hopper_kernel
+    keys, few = tile("bf16", 1, 128, 128), tile("bf16", 1, 16, 128)
+    rows = tile("bf16", 8, 16, 128)
+    types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KW=keys, VW=keys, KN=few, VN=few, LSE="*fp32",
+                 BATCH="i32", ITEMS="i32", SW="i32", win_start="i32", window="i32")  # fmt: skip
+    for varlen in (False, True):
+        c = dict(TILES=((COMPRESSED, 128, 0), (SLIDING, 128, 16)), VARLEN=varlen, HEADS=16, D=128,
+                 STAGES=2)  # fmt: skip
+        # Scalars, where one span ends and the other begins.
+        one = case(kernel, f"H16-D128-{varlen}", types, c, *launch)
+        cases.append(replace(one, parting="again:", max_spill=96))
     kernel = span_bwd_hopper._span_bwd_hopper_kernel
     width = span_bwd_hopper.WIDTH
     for mode, heads in ((COMPRESSED, 4), (COMPRESSED, 16), (SLIDING, 4), (SLIDING, 16)):
@@ -195,7 +208,7 @@ def _gluon_cases() -> list[AotCase]:
     kernel = module._block_attn_fwd_hopper_kernel
     for dim, stages in module.STAGES.items():
         c = dict(VARLEN=dim == 64, HEADS=module.HEADS, ROOM=tile_blocks.room(module.WARPS, 16),
-                 STAGES=stages, GATED=dim == 128, KEEP=True)  # fmt: skip
+                 STAGES=stages, OTHERS=2 if dim == 128 else 0, KEEP=True)  # fmt: skip
         types = dict(KD=tile("bf16", module.KEYS, dim), VD=tile("bf16", module.KEYS, dim))
         one = case(kernel, f"D{dim}", types, c, module.WARPS, 32, module.START_REGISTERS)
         cases.append(replace(one, parting="again:"))
@@ -348,9 +361,10 @@ def aot_cases(arch: int) -> list[AotCase]:
         _case(block_lists._chunk_fill_kernel, "all", "bf16", chunk, (4, 2)),
     ]  # fmt: skip
     rows = dict(DV=128, BLOCK_DV=128, BLOCK_M=32)
-    for kernel in (
-        combine._combine_fwd_kernel, combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel
-    ):  # fmt: skip
+    for summed in (False, True):
+        case = dict(rows, SUMMED=summed)
+        cases.append(_case(combine._combine_fwd_kernel, f"D128-{summed}", "bf16", case, (4, 2)))
+    for kernel in (combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel):
         cases.append(_case(kernel, "D128", "bf16", rows, (4, 2)))
     cases.append(_case(sums._round_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)))
     cases.append(

@@ -40,10 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
+from nsa.kernels.prefill.warps import program_barrier
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
 from nsa.kernels.tiles import LOG2E
-
-_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # before triton 3.7
 
 # A tile: (query, head) rows, keys, width of a head. 106 of the 113 KB that half a multiprocessor
 # has.
@@ -110,7 +109,7 @@ def _move_rows(
             lse_smem.index(slot).store(lse)
             delta_smem.index(slot).store(delta)
             unit_smem.index(slot).store(unit)
-            _barrier()
+            program_barrier()
             bar = ready.index(slot)
             mbarrier.expect(bar, 2 * PARTS * QUERIES * QD.block_type.nbytes)
             rows = place._reinterpret(QD.dtype, [2 * PARTS * QUERIES, 1, PADDED, WIDE], QD.layout)
@@ -172,10 +171,10 @@ def _block_turn(
     dk = warpgroup_mma(ds_place, q, dk, is_async=True)
     dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
     # All warps have read Q and dO: dQ takes their place.
-    _barrier()
+    program_barrier()
     place.permute([1, 0]).store(dq)
     fence_async_shared()
-    _barrier()
+    program_barrier()
     mbarrier.arrive(done.index(slot), count=1)
     return dk, dv
 
@@ -214,7 +213,7 @@ def _block_walk(
     k_place.index(0).store(_load_keys(K, key_row, key < n_keys, COPY_LAYOUT, WIDTH))
     v_place.index(0).store(_load_keys(V, key_row, key < n_keys, COPY_LAYOUT, WIDTH))
     fence_async_shared()
-    _barrier()
+    program_barrier()
     first = first_unit + gl.arange(0, KEYS, gl.SliceLayout(1, S_LAYOUT)) * G
     dk = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
     dv = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)

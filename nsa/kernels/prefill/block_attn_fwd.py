@@ -19,7 +19,7 @@ import triton.language as tl
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn_outer import block_attention_outer, outer_applies
-from nsa.kernels.prefill.combine import combine_fwd
+from nsa.kernels.prefill.combine import Others, combine_fwd
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
@@ -194,13 +194,13 @@ def block_attention_fwd(
 
 def gated_block_attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor,
-    others: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, *,
+    others: Others | None, *,
     block_size: int, softmax_scale: float, seq_begin: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, max_seqlen: int = 0, q_start: int = 0,
     use_gluon: bool | None = None, keep: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs; with
-    others (outputs of compressed and sliding attention, gates) the gated sum of the three as well.
+    others (of the other two branches) the gated sum of the three as well.
     Where only that is wanted (keep is False), out is empty and takes no memory.
 
     Dense q [B, S, HQ, D], k [B, N, G, D]; packed q [T, HQ, D], k [T, G, D] with cu_seqlens,
@@ -268,5 +268,4 @@ def gated_block_attention_fwd(
     )  # fmt: skip
     if others is None:
         return out, lse, None
-    o_cmp, o_win, gates = others
-    return kept, lse, combine_fwd(o_cmp, out, o_win, gates, into=None if keep else out)
+    return kept, lse, combine_fwd(out, others, into=None if keep else out)

@@ -10,13 +10,8 @@ all of it, do so in one product of their warpgroup, which reads it once. The rin
 run ahead of slow ones by as many blocks as it holds. The outputs of the other branches are at hand
 by then: their gated sum (combine.py) is taken at the end, beside the reads from the L2.
 
-Gluon knows no control flow of single warps. It follows here from a scalar that differs between
-warps, the number of the warp: a branch on it is taken by whole warps, and everything inside keeps
-to a warp (products of 16 rows, reductions over keys, operands from shared memory). Nothing may make
-all warps wait for each other: triton 3.6 puts a barrier of the whole program before each
-mbarrier.wait in a loop, and mbarrier.arrive arrives once for all warps, so both are PTX here. The
-barriers' address is where shared memory begins, since there is one allocation; the kernel stops
-where it is not.
+Everything keeps to a warp (warps.py): products of 16 rows, reductions over keys, operands from
+shared memory.
 
 Every warp passes all blocks of the ring, also those that it leaves out: one that skipped them could
 be overtaken by two rounds and would take the parity of a later round for its own.
@@ -39,7 +34,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import tile_blocks
-from nsa.kernels.prefill.block_attn_bwd_hopper import _barrier
+from nsa.kernels.prefill.combine import Others
+from nsa.kernels.prefill.warps import (
+    UNIT,
+    arrive,
+    await_phase,
+    check_address,
+    first_barrier,
+    program_barrier,
+    warp_number,
+)
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
 from nsa.kernels.tiles import LOG2E, sm_count
 
@@ -50,77 +54,6 @@ STAGES = {64: 14, 128: 7}  # blocks that fit, by the width of a head
 # 12 warps (the loading one counts as four) start with 168 registers a thread; all but the least
 # that a thread can have then go to the eight: 240.
 START_REGISTERS, LEAST_REGISTERS = 168, gl.constexpr(24)
-UNIT = gl.constexpr(1024)  # bytes: what a swizzled tile must be aligned to
-BARRIER = gl.constexpr(8)  # bytes
-MARK = gl.constexpr(0x6E7361)
-
-
-@gluon.jit
-def _warp():
-    """Number of the warp that runs, a scalar that differs between warps."""
-    thread = gl.inline_asm_elementwise(
-        "mov.u32 $0, %tid.x;", "=r", [], gl.int32, is_pure=True, pack=1
-    )
-    return thread >> 5
-
-
-@gluon.jit
-def _first_barrier():
-    """Its address; to be asked for once, since a warp waits for the answer."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, global_smem;", "=r", [], gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _await(first, number, parity):
-    """This warp waits for a phase of the barrier of that number."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred done;
-        again:
-        mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2;
-        @!done bra.uni again;
-        mov.u32 $0, 0;
-        }""",
-        "=r,r,r", [first + number * BARRIER, parity], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _leave(first, number):
-    """This warp arrives, once, at the barrier of that number."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred one;
-        elect.sync _|one, 0xffffffff;
-        @one mbarrier.arrive.shared::cta.b64 _, [$1];
-        mov.u32 $0, 0;
-        }""",
-        "=r,r", [first + number * BARRIER], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _check_address(unit):
-    """Stops the kernel if the memory of `unit` is not where _first_barrier says."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    words = unit._reinterpret(gl.int32, [UNIT // 4], layout)
-    spread: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    words.store(gl.full([UNIT // 4], MARK, gl.int32, spread))
-    _barrier()
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred wrong;
-        .reg .u32 word;
-        ld.shared.u32 word, [global_smem];
-        setp.ne.u32 wrong, word, $1;
-        @wrong trap;
-        mov.u32 $0, 0;
-        }""",
-        "=r,r", [MARK], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    _barrier()
 
 
 @gluon.jit
@@ -200,16 +133,19 @@ def _attend_together(acc, m, l, q, k, v, scale_log2):
 
 
 @gluon.jit
-def _gated(X, place, gate, live):
+def _other(X, place, gate, live, GATED: gl.constexpr):
+    """Another branch's output, by its gate unless it is gated already."""
     x = gl.load(X + place, mask=live[:, None], other=0.0).to(gl.float32)
-    return x * gl.load(gate, mask=live, other=0.0).to(gl.float32)[:, None]
+    if GATED:
+        x = x * gl.load(gate, mask=live, other=0.0).to(gl.float32)[:, None]
+    return x
 
 
 @gluon.jit
 def _consume(
     Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, k_ring, v_ring, T, S, S_KV, G, H,
     q_start, scale_log2,
-    VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, GATED: gl.constexpr,
+    VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, OTHERS: gl.constexpr,
     KEEP: gl.constexpr,
 ):  # fmt: skip
     """A warp for each query of a tile, tile after tile."""
@@ -220,8 +156,8 @@ def _consume(
     ROWS: gl.constexpr = QUERIES * HEADS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [QUERIES, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    warp = _warp()
-    first = _first_barrier()
+    warp = warp_number()
+    first = first_barrier()
     tiles = (T + QUERIES - 1) // QUERIES
     slot = 0
     parity = 0
@@ -255,7 +191,7 @@ def _consume(
             # The group's first query sees the fewest keys: asked of it, all four decide alike.
             together = ((chosen >> (warp & 4)) & 15 == 15) & (last - (warp & 3) >= KEYS - 1)
             entry = gl.load(entries + gl.minimum(i + 1, ROOM - 1))
-            _await(first, slot, parity)
+            await_phase(first, slot, parity)
             if together:
                 acc, m, l = _attend_together(
                     acc, m, l, q, k_ring.index(slot), v_ring.index(slot), scale_log2
@@ -267,7 +203,7 @@ def _consume(
                     acc, m, l = _attend(acc, m, l, q, k, v, last, scale_log2, True)
                 else:
                     acc, m, l = _attend(acc, m, l, q, k, v, last, scale_log2, False)
-            _leave(first, STAGES + slot)
+            arrive(first, STAGES + slot)
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -285,11 +221,12 @@ def _consume(
         place = row[:, None] * WIDTH + columns[None, :]
         if KEEP:
             gl.store(O + place, out, mask=live[:, None])
-        if GATED:  # as _combine_fwd_kernel
-            total = _gated(O_CMP, place, GATES + row * 3, live)
+        if OTHERS > 0:  # as _combine_fwd_kernel
+            total = _other(O_CMP, place, GATES + row * 3, live, OTHERS == 2)
             gate = gl.load(GATES + row * 3 + 1, mask=live, other=0.0).to(gl.float32)
             total += out.to(gl.float32) * gate[:, None]
-            total += _gated(O_WIN, place, GATES + row * 3 + 2, live)
+            if OTHERS == 2:
+                total += _other(O_WIN, place, GATES + row * 3 + 2, live, True)
             gl.store(SUM + place, total.to(SUM.dtype.element_ty), mask=live[:, None])
 
 
@@ -329,16 +266,17 @@ def _block_attn_fwd_hopper_kernel(
     Q, KD, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, T, S, S_KV, G, H, q_start,
     scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, KEEP: gl.constexpr,
+    OTHERS: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
-    """LSE, with KEEP O, and with GATED the gated SUM of O_CMP, O and O_WIN."""
+    """LSE, with KEEP O, and with OTHERS the gated SUM of O and two OTHERS, O_CMP and O_WIN, or one:
+    O_CMP, which is the gated sum of both."""
     dtype: gl.constexpr = KD.dtype
     WARPS: gl.constexpr = gl.num_warps()
     TILE: gl.constexpr = KD.block_type.nbytes // UNIT
     store = gl.allocate_shared_memory(
         gl.int8, [1 + 2 * STAGES * TILE, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    _check_address(store.index(0))
+    check_address(store.index(0))
     # Barriers `full` of all stages, then `empty`.
     bars = store.index(0)._reinterpret(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     k_ring = store.index(1)._reinterpret(dtype, [STAGES] + KD.block_type.shape, KD.layout)
@@ -348,11 +286,11 @@ def _block_attn_fwd_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
         mbarrier.init(bars.index(STAGES + i), count=WARPS)
-    _barrier()
+    program_barrier()
     gl.warp_specialize([
         (_consume, (
             Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, k_ring, v_ring, T, S, S_KV, G, H,
-            q_start, scale_log2, VARLEN, HEADS, ROOM, GATED, KEEP,
+            q_start, scale_log2, VARLEN, HEADS, ROOM, OTHERS, KEEP,
         )),
         (_produce, (KD, VD, ENTRIES, COUNTS, k_ring, v_ring, bars, T, G, WARPS, ROOM)),
     ], [1], [LEAST_REGISTERS])  # fmt: skip
@@ -388,7 +326,7 @@ def usable(
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor | None, lse: Tensor, *,
     softmax_scale: float, seq_begin: Tensor | None, q_start: int,
-    others: tuple[Tensor, Tensor, Tensor] | None = None, total: Tensor | None = None,
+    others: Others | None = None, total: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill lse, and out and total where they are given, for inputs that are usable(); see
     gated_block_attention_fwd."""
@@ -401,13 +339,15 @@ def attend_blocks(
         block_indices, seq_begin, s_q, s_kv, q_start, KEYS, queries=WARPS
     )
     programs = min(lists.counts.numel(), sm_count(q.device))
-    keep, gated = out is not None, others is not None
-    out, total = (out if keep else total), (total if gated else out)
+    keep = out is not None
+    out, total = (out if keep else total), (total if others else out)
+    o_cmp, o_win, gates = others or (out, None, out)
+    n_others = (1 if o_win is None else 2) if others else 0
     launch(
         _block_attn_fwd_hopper_kernel, (programs,),
-        q, _blocks(k), _blocks(v), out, lse, *(others or (out, out, out)),
+        q, _blocks(k), _blocks(v), out, lse, o_cmp, o_cmp if o_win is None else o_win, gates,
         total, lists.entries, lists.counts, tokens, s_q, s_kv, groups,
         hq // groups, q_start, softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS,
-        ROOM=lists.entries.shape[-1], STAGES=STAGES[width], GATED=gated, KEEP=keep,
+        ROOM=lists.entries.shape[-1], STAGES=STAGES[width], OTHERS=n_others, KEEP=keep,
         num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

@@ -9,27 +9,33 @@ import triton.language as tl
 from nsa.kernels.launch import launch
 from nsa.kernels.tiles import cdiv, dot_size
 
+# Outputs of compressed and sliding attention and the gates [.., HQ, 3]; where the second output is
+# None the first is the gated sum of both.
+Others = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+
 
 @triton.jit
 def _combine_fwd_kernel(
     O_CMP, O_SEL, O_WIN, GATES, OUT, n_rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
+    """SUMMED: O_CMP is the gated sum of two branches, and O_WIN is not read."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_DV)
     live = rows < n_rows
     mask = live[:, None] & (cols < DV)[None, :]
     at = rows[:, None] * DV + cols[None, :]
     gate = GATES + rows * 3
-    acc = tl.load(O_CMP + at, mask=mask, other=0.0).to(tl.float32) * (
-        tl.load(gate, mask=live, other=0.0).to(tl.float32)[:, None]
-    )
+    acc = tl.load(O_CMP + at, mask=mask, other=0.0).to(tl.float32)
+    if not SUMMED:
+        acc = acc * tl.load(gate, mask=live, other=0.0).to(tl.float32)[:, None]
     acc += tl.load(O_SEL + at, mask=mask, other=0.0).to(tl.float32) * (
         tl.load(gate + 1, mask=live, other=0.0).to(tl.float32)[:, None]
     )
-    acc += tl.load(O_WIN + at, mask=mask, other=0.0).to(tl.float32) * (
-        tl.load(gate + 2, mask=live, other=0.0).to(tl.float32)[:, None]
-    )
+    if not SUMMED:
+        acc += tl.load(O_WIN + at, mask=mask, other=0.0).to(tl.float32) * (
+            tl.load(gate + 2, mask=live, other=0.0).to(tl.float32)[:, None]
+        )
     tl.store(OUT + at, acc.to(OUT.dtype.element_ty), mask=mask)
 
 
@@ -65,21 +71,22 @@ def _combine_bwd_kernel(
 
 
 def combine_fwd(
-    o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor,
-    into: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    o_sel: torch.Tensor, others: Others, into: torch.Tensor | None = None
+) -> torch.Tensor:
     """sum_b gates[.., b] * o_b for contiguous [.., HQ, Dv] outputs and gates [.., HQ, 3].
 
     into: where it goes, which may be one of the outputs.
     """
+    o_cmp, o_win, gates = others
     out = torch.empty_like(o_cmp) if into is None else into
     n_rows = gates.numel() // 3
     if out.numel():
         dv = out.shape[-1]
         launch(
             _combine_fwd_kernel, (cdiv(n_rows, 32),),
-            o_cmp, o_sel, o_win, gates, out, n_rows, DV=dv, BLOCK_DV=dot_size(dv), BLOCK_M=32
-        )
+            o_cmp, o_sel, o_cmp if o_win is None else o_win, gates, out, n_rows, DV=dv,
+            BLOCK_DV=dot_size(dv), BLOCK_M=32, SUMMED=o_win is None,
+        )  # fmt: skip
     return out
 
 

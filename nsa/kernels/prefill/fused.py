@@ -17,6 +17,7 @@ from torch import Tensor
 from nsa.arrival import await_selection
 from nsa.checks import needs_grad
 from nsa.kernels.launch import on_its_device
+from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn import sequence_begins
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
@@ -42,24 +43,36 @@ def _prefill(
     use_gluon: bool | None = None, for_backward: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, block_indices, the three branches' outputs and their log-sum-exps (sizes: as _sizes,
-    then the window). Without for_backward the output of selection is empty."""
+    then the window). Without for_backward the outputs, and the window's lse, are empty."""
     from nsa.kernels.prefill.block_attn_fwd import gated_block_attention_fwd
     from nsa.kernels.prefill.block_select import block_select
     from nsa.kernels.prefill.span_fwd import span_attention_fwd
 
-    s, window = _sizes(sizes), sizes[6]
-    o_cmp, lse_cmp = span_attention_fwd(
-        q, k_cmp, v_cmp, Span(COMPRESSED, s["l"], s["d"]), softmax_scale, cu_seqlens,
-        cu_seqlens_cmp, max_seqlen, q_start, use_gluon,
-    )  # fmt: skip
+    s = _sizes(sizes)
+    compressed, sliding = Span(COMPRESSED, s["l"], s["d"]), Span(SLIDING, sizes[6])
+    win_start = _window_start(q, k_win, cu_seqlens)
+    # Only a backward needs the outputs of both apart.
+    pair = None if for_backward else hopper.forward_pair(q, k_cmp, v_cmp, k_win, v_win, use_gluon)
+    if pair:
+        o_cmp, lse_cmp = pair.span_pair_fwd_hopper(
+            q, k_cmp, v_cmp, k_win, v_win, gates, compressed, sliding, softmax_scale, cu_seqlens,
+            cu_seqlens_cmp, q_start, win_start,
+        )  # fmt: skip
+        o_win = lse_win = None
+    else:
+        o_cmp, lse_cmp = span_attention_fwd(
+            q, k_cmp, v_cmp, compressed, softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen,
+            q_start, use_gluon,
+        )  # fmt: skip
     block_indices = block_select(
         q, k_cmp, lse_cmp, **s, softmax_scale=softmax_scale, cu_q=cu_seqlens, cu_k=cu_seqlens_cmp,
         max_q=max_seqlen, q_start=q_start,
     )  # fmt: skip
-    o_win, lse_win = span_attention_fwd(
-        q, k_win, v_win, Span(SLIDING, window), softmax_scale, cu_seqlens, cu_seqlens, max_seqlen,
-        _window_start(q, k_win, cu_seqlens), use_gluon,
-    )  # fmt: skip
+    if not pair:
+        o_win, lse_win = span_attention_fwd(
+            q, k_win, v_win, sliding, softmax_scale, cu_seqlens, cu_seqlens, max_seqlen, win_start,
+            use_gluon,
+        )  # fmt: skip
     await_selection()
     o_sel, lse_sel, out = gated_block_attention_fwd(
         q, k_sel, v_sel, block_indices, (o_cmp, o_win, gates), block_size=s["l_sel"],
@@ -67,6 +80,8 @@ def _prefill(
         cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_start=q_start, use_gluon=use_gluon,
         keep=for_backward,
     )  # fmt: skip
+    if not for_backward:
+        o_cmp, o_win, lse_win = q.new_empty(0), q.new_empty(0), lse_cmp.new_empty(0)
     return out, block_indices, o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win
 
 
@@ -76,8 +91,10 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, 
     out = lambda: q.new_empty(*q.shape[:-1], v_cmp.shape[-1])
     lse = lambda: q.new_empty(q.shape[:-1], dtype=torch.float32)
     blocks = q.new_empty(*q.shape[:-2], k_cmp.shape[-2], sizes[3], dtype=torch.int32)
-    selected = out() if for_backward else q.new_empty(0)
-    return out(), blocks, out(), selected, out(), lse(), lse(), lse()
+    if not for_backward:
+        none = lambda: q.new_empty(0)
+        return out(), blocks, none(), none(), none(), lse(), lse(), lse().new_empty(0)
+    return out(), blocks, out(), out(), out(), lse(), lse(), lse()
 
 
 @torch.library.custom_op("nsa::prefill_bwd", mutates_args=())

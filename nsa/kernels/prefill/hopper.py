@@ -40,6 +40,15 @@ def forward(
     return span_fwd_hopper if span_fwd_hopper.usable(q, k, v) else None
 
 
+def forward_pair(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor,
+    use_gluon: bool | None = None,
+) -> ModuleType | None:  # fmt: skip
+    """The same for compressed and sliding attention at once; None: each takes its own way."""
+    of_window = forward(q, k_win, v_win, use_gluon)
+    return of_window and forward(q, k_cmp, v_cmp, use_gluon)
+
+
 def backward(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, use_gluon: bool | None = None
 ) -> ModuleType | None:
@@ -80,6 +89,15 @@ def block_backward(
 def forward_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Name of the kernel that span_attention_fwd launches."""
     return "_span_fwd_hopper_kernel" if forward(q, k, v) else "_span_fwd_kernel"
+
+
+def pair_forward_kernels(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor
+) -> tuple[str, ...]:
+    """Names of those that compressed and sliding attention take where no backward follows."""
+    if forward_pair(q, k_cmp, v_cmp, k_win, v_win):
+        return ("_span_pair_fwd_hopper_kernel",)
+    return (forward_kernel(q, k_cmp, v_cmp), forward_kernel(q, k_win, v_win))
 
 
 def backward_kernels(

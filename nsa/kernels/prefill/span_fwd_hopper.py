@@ -2,27 +2,30 @@
 
 The same function as span_fwd.py, in Gluon, Triton's lower level, for what plain Triton cannot say:
 - 128 rows share every key tile that is read from L2, yet the two warpgroups of 64 rows run freely:
-  while one does its softmax the other keeps the tensor cores busy.
+  while one does its softmax the other keeps the tensor cores busy. Both run the same instructions
+  (two copies of them do not fit the caches), and nothing makes warps wait for others (warps.py).
 - Within a warpgroup P V of one tile and Q K^T of the next are in flight at the same time, and the
   softmax of the next hides the product with V.
 - The few keys of a window that only neighbours of its first query see make a tile of their own
   width, whose softmax is that of the first whole tile.
 - A program stays for many work items: the queries and keys of the next one arrive under the last
   products of the one before, and outputs leave on their own.
+- Where no backward needs the two branches' outputs apart, one kernel does both for each work item
+  and writes their sum, each by its gate.
 
 H200, bf16, D=128, 64k tokens, 64 heads in 4 groups, both in one process under the power cap of the
-board (clocks fall to it with either): compressed 7.7 ms against 9.7, window 512 2.0 against 3.7.
+board (clocks fall to it with either): compressed 6.7 ms against 9.7, window 512 1.9 against 3.7.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -32,19 +35,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.span_common import span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
+from nsa.kernels.prefill.warps import (
+    UNIT,
+    arrive,
+    await_phase,
+    await_phase_if,
+    check_address,
+    first_barrier,
+    program_barrier,
+    warp_number,
+)
 from nsa.kernels.row_tiles import descriptor, shared_layout
 from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
-CONSUMERS = 2
-ROWS = 64  # per consumer: the rows of one warpgroup's matrix product
+ROWS = 128  # of a work item, 64 for each warpgroup's products
+WARPS = 8
+# 12 warps (the two that load and send count as four) start with 168 registers a thread; all but the
+# least that a thread can have then go to the eight: 240.
+START_REGISTERS, LEAST_REGISTERS = 168, gl.constexpr(24)
 Q_STAGES = gl.constexpr(2)  # work items whose queries are in flight
+# Numbers of barriers: queries are there, their place is free, an output is in it; then of the key
+# tiles, and their values, as many as there are places.
+Q_FULL, Q_EMPTY, O_FULL, RING = (gl.constexpr(i * 2) for i in range(4))
+K_FULL, K_EMPTY, V_FULL, V_EMPTY = (gl.constexpr(i) for i in range(4))
 
 
 @gluon.jit
-def _work(
-    item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, VARLEN: gl.constexpr, QUERIES: gl.constexpr
-):  # fmt: skip
-    """What a work item is: its group, where its sequence lies in Q and K, and its first query.
+def _work(item, ITEMS, CU_Q, SQ, G, BATCH, VARLEN: gl.constexpr, QUERIES: gl.constexpr):
+    """What a work item is: its group, sequence, where that lies in Q, and its first query.
 
     Late queries see most keys: they come first, so that the last items are short.
     """
@@ -63,9 +81,6 @@ def _work(
                 end = middle
         q_begin = gl.load(CU_Q + batch)
         q_len = gl.load(CU_Q + batch + 1) - q_begin
-        k_begin = gl.load(CU_K + batch)
-        k_len = gl.load(CU_K + batch + 1) - k_begin
-        k_batch = 0
         q0 = (tile - (q_begin // QUERIES + batch)) * QUERIES
     else:
         group = item % G
@@ -73,10 +88,17 @@ def _work(
         q0 = (ITEMS // (BATCH * G) - 1 - item // (BATCH * G)) * QUERIES
         q_begin = batch * SQ
         q_len = SQ
-        k_begin = 0
-        k_len = SK
-        k_batch = batch
-    return group, q0, q_begin, q_len, k_batch, k_begin, k_len
+    return group, batch, q0, q_begin, q_len
+
+
+@gluon.jit
+def _keys(batch, CU_K, SK, VARLEN: gl.constexpr):
+    """Where the keys of a sequence lie: (row of the descriptor's first axis, first key, keys)."""
+    if VARLEN:
+        k_begin = gl.load(CU_K + batch)
+        return 0, k_begin, gl.load(CU_K + batch + 1) - k_begin
+    else:
+        return batch, 0, SK
 
 
 @gluon.jit
@@ -103,14 +125,21 @@ def _key_tiles(
 
 
 @gluon.jit
-def _bring(XD, batch, row, column, memory, full, empty, count):
-    """Start the load of key tile `count`, or of its values, once its place is free."""
-    STAGES: gl.constexpr = memory.shape[0]
-    slot = count % STAGES
-    mbarrier.wait(empty.index(slot), (count // STAGES) & 1 ^ 1)
-    mbarrier.expect(full.index(slot), XD.block_type.nbytes)
-    place = _tile(memory, count, XD.block_type.shape[1])
-    tma.async_copy_global_to_shared(XD, [batch, row, column], full.index(slot), place)
+def _barrier(kind: gl.constexpr, count, STAGES: gl.constexpr):
+    """Number of the barrier of that kind for key tile `count`."""
+    return RING + kind * STAGES + count % STAGES
+
+
+@gluon.jit
+def _await(first, kind: gl.constexpr, count, STAGES: gl.constexpr):
+    """Wait for key tile `count`, or for its values."""
+    await_phase(first, _barrier(kind, count, STAGES), (count // STAGES) & 1)
+
+
+@gluon.jit
+def _free(first, kind: gl.constexpr, count, STAGES: gl.constexpr):
+    """This warp has no more use for key tile `count`, or for its values."""
+    arrive(first, _barrier(kind, count, STAGES))
 
 
 @gluon.jit
@@ -123,76 +152,111 @@ def _tile(memory, count, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
-    QD, KD, VD, KN, VN, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
-    q_start, a, b,
-    MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
-    NARROW: gl.constexpr, D: gl.constexpr,
+def _bring(
+    XD, batch, row, column, memory, bars, full: gl.constexpr, empty: gl.constexpr, count
 ):  # fmt: skip
-    """One warp: queries, then the narrow keys and the tiles from the last to the first, item after
-    item."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full = bars
-    PER_WARPGROUP: gl.constexpr = 64 // HEADS
-    QUERIES: gl.constexpr = 2 * PER_WARPGROUP
+    """Start the load of key tile `count`, or of its values, once its place is free."""
+    STAGES: gl.constexpr = memory.shape[0]
+    mbarrier.wait(bars.index(_barrier(empty, count, STAGES)), (count // STAGES) & 1 ^ 1)
+    bar = bars.index(_barrier(full, count, STAGES))
+    mbarrier.expect(bar, XD.block_type.nbytes)
+    place = _tile(memory, count, XD.block_type.shape[1])
+    tma.async_copy_global_to_shared(XD, [batch, row, column], bar, place)
+
+
+@gluon.jit
+def _bring_span(
+    span, q0, q_len, batch, column, k_mem, v_mem, bars, count,
+    MODE: gl.constexpr, BLOCK_N: gl.constexpr, NARROW: gl.constexpr, VARLEN: gl.constexpr,
+    QUERIES: gl.constexpr,
+):  # fmt: skip
+    """The narrow keys, and the tiles from the last to the first; returns how many there are now."""
+    KD, VD, KN, VN, CU_K, SK, q_start, a, b = span
+    k_batch, k_begin, k_len = _keys(batch, CU_K, SK, VARLEN)
+    begin, tiles, _, _ = _key_tiles(
+        q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N, NARROW
+    )
+    if NARROW > 0:
+        row = k_begin + begin + tiles * BLOCK_N
+        _bring(KN, k_batch, row, column, k_mem, bars, K_FULL, K_EMPTY, count)
+        _bring(VN, k_batch, row, column, v_mem, bars, V_FULL, V_EMPTY, count)
+        count += 1
+    for j in range(tiles):
+        row = k_begin + begin + (tiles - 1 - j) * BLOCK_N
+        _bring(KD, k_batch, row, column, k_mem, bars, K_FULL, K_EMPTY, count)
+        _bring(VD, k_batch, row, column, v_mem, bars, V_FULL, V_EMPTY, count)
+        count += 1
+    return count
+
+
+@gluon.jit
+def _produce(
+    QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """One warp: queries, then the key tiles of each span, item after item."""
+    QUERIES: gl.constexpr = QD.block_type.shape[0]
     done = 0
     count = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-        group, q0, q_begin, q_len, k_batch, k_begin, k_len = _work(
-            item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, VARLEN, QUERIES
+        group, batch, q0, q_begin, q_len = _work(
+            item, ITEMS, CU_Q, SQ, G, BATCH, VARLEN, QUERIES
         )
-        begin, tiles, _, _ = _key_tiles(
-            q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N, NARROW
+        at = done % Q_STAGES
+        mbarrier.wait(bars.index(Q_EMPTY + at), (done // Q_STAGES) & 1 ^ 1)
+        bar = bars.index(Q_FULL + at)
+        mbarrier.expect(bar, QD.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            QD, [q_begin + q0, group * HEADS, 0], bar, q_mem.index(at)
         )
-        q_slot = done % Q_STAGES
-        q_phase = (done // Q_STAGES) & 1
-        for c in gl.static_range(2):
-            at = q_slot * 2 + c
-            mbarrier.wait(q_empty.index(at), q_phase ^ 1)
-            mbarrier.expect(q_full.index(at), QD.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                QD, [q_begin + q0 + c * PER_WARPGROUP, group * HEADS, 0],
-                q_full.index(at), q_mem.index(at),
-            )  # fmt: skip
         done += 1
-        if NARROW > 0:
-            row = k_begin + begin + tiles * BLOCK_N
-            _bring(KN, k_batch, row, group * D, k_mem, k_full, k_empty, count)
-            _bring(VN, k_batch, row, group * D, v_mem, v_full, v_empty, count)
-            count += 1
-        for j in range(tiles):
-            row = k_begin + begin + (tiles - 1 - j) * BLOCK_N
-            _bring(KD, k_batch, row, group * D, k_mem, k_full, k_empty, count)
-            _bring(VD, k_batch, row, group * D, v_mem, v_full, v_empty, count)
-            count += 1
+        for i in gl.static_range(len(TILES)):
+            count = _bring_span(
+                spans[i], q0, q_len, batch, group * D, k_mem, v_mem, bars, count,
+                TILES[i][0], TILES[i][1], TILES[i][2], VARLEN, QUERIES,
+            )  # fmt: skip
 
 
 @gluon.jit
 def _masked(
-    s, n0, first, q_start, a, b, k_len, MODE: gl.constexpr, HEADS: gl.constexpr
+    s, n0, q0, q_start, a, b, k_len, MODE: gl.constexpr, HEADS: gl.constexpr
 ):  # fmt: skip
-    """Scores with -inf where a row does not see a key; n0: the tile's first key, first: query."""
-    t = first + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // HEADS + q_start
-    at = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    hi = gl.minimum(span_hi(t, a, b, MODE), k_len) - n0
-    seen = at[None, :] < hi[:, None]
+    """Scores with -inf where a row does not see a key; n0: the tile's first key, q0: query."""
+    LAYOUT: gl.constexpr = s.type.layout
+    t = q0 + gl.arange(0, s.shape[0], gl.SliceLayout(1, LAYOUT)) // HEADS + q_start
+    # A thread's columns are constants and one number of the thread: [rows, keys / 8, 4 threads, 2].
+    parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    NO_TWO: gl.constexpr = gl.SliceLayout(3, parts.type.layout)
+    NO_THREAD: gl.constexpr = gl.SliceLayout(2, NO_TWO)
+    eight = gl.arange(0, s.shape[1] // 8, gl.SliceLayout(0, NO_THREAD))
+    thread = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, NO_TWO)))
+    NO_EIGHT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, parts.type.layout))
+    two = gl.arange(0, 2, gl.SliceLayout(0, NO_EIGHT))
+    at = (eight * 8)[None, :, None, None] + two[None, None, None, :]
+    before = n0 + (thread * 2)[None, None, :, None]
+    hi = gl.minimum(span_hi(t, a, b, MODE), k_len)
+    hi = gl.convert_layout(hi, gl.SliceLayout(1, NO_THREAD), assert_trivial=True)
+    seen = at < hi[:, None, None, None] - before
     if MODE == 1:
-        lo = span_lo(t, a, MODE) - n0
-        seen = seen & (at[None, :] >= lo[:, None])
-    return gl.where(seen, s, float("-inf"))
+        lo = span_lo(t, a, MODE)
+        lo = gl.convert_layout(lo, gl.SliceLayout(1, NO_THREAD), assert_trivial=True)
+        seen = seen & (at >= lo[:, None, None, None] - before)
+    parts = gl.where(seen, parts, float("-inf"))
+    return gl.convert_layout(parts.reshape(s.shape), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _softmax(
-    s, m, l, n0, full, first, q_start, a, b, k_len, scale_log2,
+    s, m, l, n0, full, q0, q_start, a, b, k_len, scale_log2,
     MODE: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Online softmax of one tile in base 2; alpha rescales what was summed before.
 
-    The bounds of the rows, which start at query `first`, are found anew for every tile that is
-    not full: they are few, and registers are short.
+    The bounds of the rows, which start at query q0, are found anew for every tile that is not
+    full: they are few, and registers are short.
     """
     if not full:
-        s = _masked(s, n0, first, q_start, a, b, k_len, MODE, HEADS)
+        s = _masked(s, n0, q0, q_start, a, b, k_len, MODE, HEADS)
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     # Where nothing was seen so far any finite number will do.
     m_safe = gl.maximum(m_new, -1.0e30)
@@ -217,267 +281,403 @@ def _rounded(x, DTYPE: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _await(full, count, pred=True):
-    """Wait for key tile `count`, or for its values, where pred is true."""
-    STAGES: gl.constexpr = full.shape[0]
-    mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1, pred=pred)
-
-
-@gluon.jit
-def _free(empty, count):
-    """This warpgroup has no more use for key tile `count`, or for its values."""
-    mbarrier.arrive(empty.index(count % empty.shape[0]), count=1)
-
-
-@gluon.jit
 def _scores(q, count, k_mem, KEYS: gl.constexpr):
     """Start Q K^T of key tile `count`."""
-    D: gl.constexpr = k_mem.shape[3]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    k = _tile(k_mem, count, KEYS).reshape([KEYS, D]).permute((1, 0))
-    zero = gl.zeros([64, KEYS], gl.float32, layout)
+    ROWS: gl.constexpr = q.shape[0]
+    WARPS: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
+    k = _tile(k_mem, count, KEYS).reshape([KEYS, k_mem.shape[3]]).permute((1, 0))
+    zero = gl.zeros([ROWS, KEYS], gl.float32, layout)
     return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _output(acc, alpha, p, count, v_mem, v_full):
+def _output(acc, alpha, p, count, v_mem, first):
     """Start the product of the probabilities of tile `count` with its values."""
     KEYS: gl.constexpr = p.shape[1]
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    _await(v_full, count)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
+    acc = acc * alpha[:, None]
+    _await(first, V_FULL, count, v_mem.shape[0])
     v = _tile(v_mem, count, KEYS).reshape([KEYS, v_mem.shape[3]])
     return warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
-def _clear_past_end(count, rows, v_mem, v_full, KEYS: gl.constexpr):
+def _clear_past_end(count, rows, v_mem, first, V_AT: gl.constexpr, KEYS: gl.constexpr):
     """Zeros for the values of tile `count` from row `rows` on: they are the next sequence's, and a
-    NaN among them would pass through a probability of 0. Both consumers do it, before their own
-    product reads the tile."""
-    D: gl.constexpr = v_mem.shape[3]
-    PART: gl.constexpr = 16  # rows at a time: registers are short
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    NaN among them would pass through a probability of 0. Each warpgroup does it before its product
+    reads the tile; other warps are waited for in no other place."""
+    STAGES: gl.constexpr = v_mem.shape[0]
+    CHUNKS: gl.constexpr = v_mem.shape[3] // 64  # of 128 bytes, which keep to their row
     if rows < KEYS:
-        _await(v_full, count)
-        v = _tile(v_mem, count, KEYS).reshape([KEYS, D])
-        for part in gl.static_range(KEYS // PART):
-            if rows < (part + 1) * PART:
-                piece = v.slice(part * PART, PART, dim=0)
-                at = part * PART + gl.arange(0, PART, gl.SliceLayout(1, layout))
-                piece.store(gl.where(at[:, None] < rows, piece.load(layout), 0.0))
-        fence_async_shared()
+        _await(first, V_FULL, count, STAGES)
+        warp = warp_number()
+        place = first + V_AT + count % STAGES * (v_mem.shape[2] * v_mem.shape[3] * 2)
+        for row in range(gl.maximum(rows, 0) + warp % 4, KEYS, 4):
+            for chunk in gl.static_range(CHUNKS):
+                gl.inline_asm_elementwise(
+                    """{
+                    .reg .u32 lane;
+                    mov.u32 lane, %laneid;
+                    mad.lo.u32 lane, lane, 4, $1;
+                    st.shared.u32 [lane], 0;
+                    mov.u32 $0, 0;
+                    }""",
+                    "=r,r", [place + (chunk * KEYS + row) * 128], gl.int32, is_pure=False, pack=1,
+                )  # fmt: skip
+        gl.inline_asm_elementwise(
+            """{
+            fence.proxy.async.shared::cta;
+            barrier.sync.aligned $1, 128;
+            mov.u32 $0, 0;
+            }""",
+            "=r,r", [14 + warp // 4], gl.int32, is_pure=False, pack=1,  # Triton's come from 0 on
+        )  # fmt: skip
 
 
 @gluon.jit
-def _consume(
-    C: gl.constexpr, O, LSE, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
-    q_start, a, b, scale_log2,
-    MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
-    NARROW: gl.constexpr, D: gl.constexpr,
+def _first_scores(q, count, k_mem, first, BLOCK_N: gl.constexpr, NARROW: gl.constexpr):
+    """Start Q K^T of the NARROW keys and of the last tile, whose number comes with them."""
+    STAGES: gl.constexpr = k_mem.shape[0]
+    if NARROW > 0:
+        _await(first, K_FULL, count, STAGES)
+        few = _scores(q, count, k_mem, NARROW)
+        count += 1
+    _await(first, K_FULL, count, STAGES)
+    s = _scores(q, count, k_mem, BLOCK_N)
+    if NARROW == 0:
+        few = s
+    return few, s, count
+
+
+@gluon.jit
+def _attend(
+    few, s, q, q0, q_len, batch, span, k_mem, v_mem, first, count, scale_log2,
+    MODE: gl.constexpr, BLOCK_N: gl.constexpr, NARROW: gl.constexpr, VARLEN: gl.constexpr,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr, V_AT: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: softmax and output of 64 rows of every work item.
+    """A span's attention, whose _first_scores are given: output (its last product may still run),
+    maxima and sums of the rows, and the number of the last key tile.
 
     The NARROW keys and the last tile come first, in one softmax. Loop state: probabilities pf of
     the newest tile (their product with V is yet to start) and the output acc of the tiles before
     (its last product may still run).
     """
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full = bars
-    PER_WARPGROUP: gl.constexpr = 64 // HEADS
-    QUERIES: gl.constexpr = 2 * PER_WARPGROUP
+    KD, VD, KN, VN, CU_K, SK, q_start, a, b = span
+    STAGES: gl.constexpr = k_mem.shape[0]
+    ROWS: gl.constexpr = q.shape[0]
+    D: gl.constexpr = k_mem.shape[3]
     DTYPE: gl.constexpr = k_mem.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    WARPS: gl.constexpr = gl.num_warps()
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    rows = gl.arange(0, 64, row_layout)
+    _, _, k_len = _keys(batch, CU_K, SK, VARLEN)
+    begin, tiles, full_begin, full_end = _key_tiles(
+        q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N, NARROW
+    )
+    m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+    l = gl.zeros([ROWS], gl.float32, row_layout)
+    if NARROW > 0:
+        few, s = warpgroup_mma_wait(0, deps=(few, s))
+        few_rows: gl.constexpr = gl.SliceLayout(1, few.type.layout)
+        _free(first, K_EMPTY, count - 1, STAGES)
+        few = _masked(few, begin + tiles * BLOCK_N, q0, q_start, a, b, k_len, MODE, HEADS)
+        m = gl.convert_layout(gl.max(few, 1), row_layout, assert_trivial=True) * scale_log2
+    else:
+        s = warpgroup_mma_wait(0, deps=(s,))
+    _free(first, K_EMPTY, count, STAGES)
+    pf, m, l, alpha = _softmax(
+        s, m, l, begin + (tiles - 1) * BLOCK_N,
+        # Without narrow keys the last tile is masked for nearly every item.
+        (tiles > full_begin) & (tiles <= full_end) if NARROW > 0 else False,
+        q0, q_start, a, b, k_len, scale_log2, MODE, HEADS,
+    )  # fmt: skip
+    if VARLEN:  # not before: a value's place may be that of the span before until now
+        if NARROW > 0:
+            in_sequence = k_len - (begin + tiles * BLOCK_N)
+            _clear_past_end(count - 1, in_sequence, v_mem, first, V_AT, NARROW)
+        in_sequence = k_len - (begin + (tiles - 1) * BLOCK_N)
+        _clear_past_end(count, in_sequence, v_mem, first, V_AT, BLOCK_N)
+    acc = gl.zeros([ROWS, D], gl.float32, o_layout)
+    if NARROW > 0:
+        top = gl.convert_layout(m, few_rows, assert_trivial=True)
+        few = gl.exp2(few * scale_log2 - top[:, None])
+        l += gl.convert_layout(gl.sum(few, 1), row_layout, assert_trivial=True)
+        alpha = gl.full([ROWS], 1.0, gl.float32, row_layout)  # all by the same maximum
+        _await(first, V_FULL, count - 1, STAGES)
+        v = _tile(v_mem, count - 1, NARROW).reshape([NARROW, D])
+        few = _rounded(few, DTYPE, p_layout)
+        acc = warpgroup_mma(few, v, acc, use_acc=False, is_async=True)
+    ahead = count + 1
+    await_phase_if(
+        tiles > 1, first, _barrier(K_FULL, ahead, STAGES), (ahead // STAGES) & 1
+    )
+    if NARROW > 0:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        _free(first, V_EMPTY, count - 1, STAGES)
+    for j in range(1, tiles):
+        count += 1
+        tile = tiles - 1 - j
+        p = _rounded(pf, DTYPE, p_layout)
+        s = _scores(q, count, k_mem, BLOCK_N)
+        acc = _output(acc, alpha, p, count - 1, v_mem, first)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        _free(first, K_EMPTY, count, STAGES)
+        pf, m, l, alpha = _softmax(
+            s, m, l, begin + tile * BLOCK_N, (tile >= full_begin) & (tile < full_end),
+            q0, q_start, a, b, k_len, scale_log2, MODE, HEADS,
+        )  # fmt: skip
+        # The branch in this wait keeps the softmax above the wait for the product below, where
+        # the assembler would not leave it: it hides the product.
+        ahead = count + 1
+        await_phase_if(
+            j + 1 < tiles, first, _barrier(K_FULL, ahead, STAGES), (ahead // STAGES) & 1
+        )
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        _free(first, V_EMPTY, count - 1, STAGES)
+    acc = _output(acc, alpha, _rounded(pf, DTYPE, p_layout), count, v_mem, first)
+    return acc, m, l, count
+
+
+@gluon.jit
+def _lane():
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %laneid;", "=r", [], gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _leave_through(x, place):
+    """x [rows, D] of 16 bits to shared memory at address `place`, as the copy engine wants it:
+    chunks of 64 columns, every 16 bytes of a row swizzled by its number. A warp stores 16 rows."""
+    LAYOUT: gl.constexpr = x.type.layout
+    lane = _lane()
+    row = warp_number() * 16 + (lane & 15)
+    at = place + row * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
+    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    to = (at ^ (column // 16 % 4 * 32)) + column // 64 * (x.shape[0] * 128)
+    to = to[None, :] + gl.zeros(x.shape, gl.int32, LAYOUT)
+    gl.inline_asm_elementwise(
+        """{
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [$6], {$2, $3, $4, $5};
+        mov.u32 $0, 0;
+        mov.u32 $1, 0;
+        }""",
+        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [x, to], gl.int8, is_pure=False, pack=8,
+    )  # fmt: skip
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.shared::cta; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _own_places(x, place):
+    """Addresses for x [rows, D] of 16 bits by thread, eight elements at a time, from `place` on."""
+    LAYOUT: gl.constexpr = x.type.layout
+    THREADS: gl.constexpr = gl.num_warps() * 32
+    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    at = place + (warp_number() * 32 + _lane()) * 16 + column // 16 * (THREADS * 16)
+    return at[None, :] + gl.zeros(x.shape, gl.int32, LAYOUT)
+
+
+@gluon.jit
+def _put_aside(x, place):
+    """x in 16 bits to shared memory, whence the same threads take it with _taken_back."""
+    gl.inline_asm_elementwise(
+        """{
+        st.shared.v4.b32 [$6], {$2, $3, $4, $5};
+        mov.u32 $0, 0;
+        mov.u32 $1, 0;
+        }""",
+        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [x, _own_places(x, place)], gl.int8, is_pure=False, pack=8,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _taken_back(like, place, DTYPE: gl.constexpr):
+    """What _put_aside stored, which was laid out as `like`."""
+    OPERANDS: gl.constexpr = "=r,=r,=r,=r,r,r,r,r,r,r,r,r"
+    LOAD: gl.constexpr = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    at = _own_places(like, place)
+    if DTYPE == gl.bfloat16:
+        x = gl.inline_asm_elementwise(LOAD, OPERANDS, [at], gl.bfloat16, is_pure=False, pack=8)
+    else:
+        x = gl.inline_asm_elementwise(LOAD, OPERANDS, [at], gl.float16, is_pure=False, pack=8)
+    return x
+
+
+@gluon.jit
+def _consume(
+    O, LSE, GATES, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G, BATCH, ITEMS, scale_log2,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, Q_AT: gl.constexpr,
+    V_AT: gl.constexpr, ASIDE_AT: gl.constexpr,
+):  # fmt: skip
+    """Two warpgroups: softmax and output of 64 rows each of every work item; of two spans the sum
+    of their outputs, each by its gate. Q_AT, V_AT, ASIDE_AT: where memories begin, in bytes."""
+    ROWS: gl.constexpr = q_mem.shape[1] * q_mem.shape[2]
+    D: gl.constexpr = q_mem.shape[3]
+    QUERIES: gl.constexpr = q_mem.shape[1]
+    STAGES: gl.constexpr = k_mem.shape[0]
+    PAIR: gl.constexpr = len(TILES) == 2
+    DTYPE: gl.constexpr = k_mem.dtype
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+    first = first_barrier()
     done = 0
     count = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-        group, q0, q_begin, q_len, _, _, k_len = _work(
-            item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, VARLEN, QUERIES
+        group, batch, q0, q_begin, q_len = _work(
+            item, ITEMS, CU_Q, SQ, G, BATCH, VARLEN, QUERIES
         )
-        begin, tiles, full_begin, full_end = _key_tiles(
-            q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N, NARROW
-        )
-        own = q0 + C * PER_WARPGROUP
-        at = (done % Q_STAGES) * 2 + C
-        mbarrier.wait(q_full.index(at), (done // Q_STAGES) & 1)
-        q = q_mem.index(at).reshape([64, D])
-        if NARROW > 0:
-            behind = begin + tiles * BLOCK_N
-            if VARLEN:
-                _clear_past_end(count, k_len - behind, v_mem, v_full, NARROW)
-            _await(k_full, count)
-            few = _scores(q, count, k_mem, NARROW)
-            count += 1
-        if VARLEN:
-            in_sequence = k_len - (begin + (tiles - 1) * BLOCK_N)
-            _clear_past_end(count, in_sequence, v_mem, v_full, BLOCK_N)
-        _await(k_full, count)
-        s = _scores(q, count, k_mem, BLOCK_N)
-        m = gl.full([64], float("-inf"), gl.float32, row_layout)
-        l = gl.zeros([64], gl.float32, row_layout)
-        if NARROW > 0:
-            few, s = warpgroup_mma_wait(0, deps=(few, s))
-            few_rows: gl.constexpr = gl.SliceLayout(1, few.type.layout)
-            _free(k_empty, count - 1)
-            few = _masked(few, behind, own, q_start, a, b, k_len, MODE, HEADS)
-            m = gl.convert_layout(gl.max(few, 1), row_layout) * scale_log2
-        else:
-            s = warpgroup_mma_wait(0, deps=(s,))
-        _free(k_empty, count)
-        pf, m, l, alpha = _softmax(
-            s, m, l, begin + (tiles - 1) * BLOCK_N,
-            # Without narrow keys the last tile is masked for nearly every item.
-            (tiles > full_begin) & (tiles <= full_end) if NARROW > 0 else False, own,
-            q_start, a, b, k_len, scale_log2, MODE, HEADS,
-        )  # fmt: skip
-        acc = gl.zeros([64, D], gl.float32, o_layout)
-        if NARROW > 0:
-            few = gl.exp2(few * scale_log2 - gl.convert_layout(m, few_rows)[:, None])
-            l += gl.convert_layout(gl.sum(few, 1), row_layout)
-            alpha = gl.full([64], 1.0, gl.float32, row_layout)  # all by the same maximum
-            _await(v_full, count - 1)
-            v = _tile(v_mem, count - 1, NARROW).reshape([NARROW, D])
-            acc = warpgroup_mma(
-                _rounded(few, DTYPE, p_layout), v, acc, use_acc=False, is_async=True
-            )
-        _await(k_full, count + 1, tiles > 1)
-        if NARROW > 0:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            _free(v_empty, count - 1)
-        for j in range(1, tiles):
-            count += 1
-            tile = tiles - 1 - j
-            p = _rounded(pf, DTYPE, p_layout)
-            s = _scores(q, count, k_mem, BLOCK_N)
-            acc = _output(acc, alpha, p, count - 1, v_mem, v_full)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            _free(k_empty, count)
-            pf, m, l, alpha = _softmax(
-                s, m, l, begin + tile * BLOCK_N, (tile >= full_begin) & (tile < full_end), own,
-                q_start, a, b, k_len, scale_log2, MODE, HEADS,
-            )  # fmt: skip
-            # The branch in this wait keeps the softmax above the wait for the product below, where
-            # the assembler would not leave it: it hides the product.
-            _await(k_full, count + 1, j + 1 < tiles)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            _free(v_empty, count + v_empty.shape[0] - 1)  # that of count - 1, as it was measured
-
-        acc = _output(acc, alpha, _rounded(pf, DTYPE, p_layout), count, v_mem, v_full)
-        # A row that sees no key has l = 0: output 0 and lse = -inf.
-        t = own + rows // HEADS
+        at = done % Q_STAGES
+        await_phase(first, Q_FULL + at, (done // Q_STAGES) & 1)
+        q = q_mem.index(at).reshape([ROWS, D])
+        rows = gl.arange(0, ROWS, row_layout)
+        t = q0 + rows // HEADS
         live = t < q_len
-        lse = gl.where(l > 0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
-        row_index = (q_begin + t).to(gl.int64) * (G * HEADS) + group * HEADS + rows % HEADS
-        gl.store(LSE + row_index, lse, mask=live)
-        inv = gl.convert_layout(1.0 / gl.where(l > 0, l, 1.0), gl.SliceLayout(1, o_layout))
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        _free(v_empty, count)
-        out = (acc * inv[:, None]).to(DTYPE)
-        if own + PER_WARPGROUP <= q_len:
+        row = (q_begin + t).to(gl.int64) * (G * HEADS) + group * HEADS + rows % HEADS
+        few, s, count = _first_scores(q, count, k_mem, first, TILES[0][1], TILES[0][2])
+        for i in gl.static_range(len(TILES)):
+            if PAIR:  # gates of compressed, selected and sliding attention
+                gate = gl.load(GATES + row * 3 + 2 * i, mask=live, other=0.0)
+            acc, m, l, count = _attend(
+                few, s, q, q0, q_len, batch, spans[i], k_mem, v_mem, first, count, scale_log2,
+                TILES[i][0], TILES[i][1], TILES[i][2], VARLEN, HEADS, QUERIES, V_AT,
+            )  # fmt: skip
+            last = count
+            if i + 1 < len(TILES):
+                few, s, count = _first_scores(
+                    q, count + 1, k_mem, first, TILES[-1][1], TILES[-1][2]
+                )
+            l = gl.convert_layout(l, row_layout, assert_trivial=True)
+            if i == 0:
+                # A row that sees no key has l = 0: output 0 and lse = -inf.
+                m = gl.convert_layout(m, row_layout, assert_trivial=True)
+                lse = gl.where(l > 0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
+                gl.store(LSE + row, lse, mask=live)
+            inv = 1.0 / gl.where(l > 0, l, 1.0)
+            if PAIR:
+                inv = inv * gate.to(gl.float32)
+            if i + 1 < len(TILES):
+                acc = warpgroup_mma_wait(2 if TILES[-1][2] > 0 else 1, deps=(acc,))
+            else:
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+            _free(first, V_EMPTY, last, STAGES)
+            acc = acc * inv[:, None]
+            if i + 1 < len(TILES):
+                _put_aside(acc.to(DTYPE), first + ASIDE_AT)
+            elif PAIR:
+                acc += _taken_back(acc, first + ASIDE_AT, DTYPE).to(gl.float32)
+        out = acc.to(DTYPE)
+        if q0 + QUERIES <= q_len:
             # The place of the queries is free by now: the output leaves through it.
-            q.store(out)
-            fence_async_shared()
+            _leave_through(out, first + Q_AT + at * (ROWS * D * 2))
         else:
-            o_rows = gl.convert_layout(row_index, gl.SliceLayout(1, o_layout))
-            o_live = gl.convert_layout(live.to(gl.int32), gl.SliceLayout(1, o_layout)) > 0
             columns = gl.arange(0, D, gl.SliceLayout(0, o_layout))
-            gl.store(O + o_rows[:, None] * D + columns[None, :], out, mask=o_live[:, None])
-        mbarrier.arrive(o_full.index(at), count=1)
+            gl.store(O + row[:, None] * D + columns[None, :], out, mask=live[:, None])
+        arrive(first, O_FULL + at)
         done += 1
         count += 1
 
 
 @gluon.jit
 def _send(
-    OD, q_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
-    VARLEN: gl.constexpr, HEADS: gl.constexpr,
+    OD, q_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, VARLEN: gl.constexpr, HEADS: gl.constexpr
 ):  # fmt: skip
     """One warp: outputs to global memory; then their place is free for queries."""
-    q_empty = bars[1]
-    o_full = bars[6]
-    PER_WARPGROUP: gl.constexpr = 64 // HEADS
-    QUERIES: gl.constexpr = 2 * PER_WARPGROUP
+    QUERIES: gl.constexpr = q_mem.shape[1]
     done = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-        group, q0, q_begin, q_len, _, _, _ = _work(
-            item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, VARLEN, QUERIES
-        )
-        for c in gl.static_range(2):
-            at = (done % Q_STAGES) * 2 + c
-            own = q0 + c * PER_WARPGROUP
-            mbarrier.wait(o_full.index(at), (done // Q_STAGES) & 1)
-            # The rows past the end of a sequence may be those of another.
-            if own + PER_WARPGROUP <= q_len:
-                tma.async_copy_shared_to_global(
-                    OD, [q_begin + own, group * HEADS, 0], q_mem.index(at)
-                )
-                tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(at), count=1)
+        group, _, q0, q_begin, q_len = _work(item, ITEMS, CU_Q, SQ, G, BATCH, VARLEN, QUERIES)
+        at = done % Q_STAGES
+        mbarrier.wait(bars.index(O_FULL + at), (done // Q_STAGES) & 1)
+        # The rows past the end of a sequence may be those of another.
+        if q0 + QUERIES <= q_len:
+            tma.async_copy_shared_to_global(OD, [q_begin + q0, group * HEADS, 0], q_mem.index(at))
+            tma.store_wait(0)
+        mbarrier.arrive(bars.index(Q_EMPTY + at), count=1)
         done += 1
+
+
+@gluon.jit
+def _run(
+    QD, spans, OD, O, LSE, GATES, CU_Q, SQ, G, BATCH, ITEMS, scale_log2,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """spans: of each the descriptors of its keys and values, whole tiles and narrow ones, where its
+    keys lie, the position of query 0 among them, and a, b of Span; TILES: its mode and its tiles'
+    keys. All spans' tiles take turns in the places of the first one's, which are the widest."""
+    DTYPE: gl.constexpr = QD.dtype
+    KD = spans[0][0]
+    Q_UNITS: gl.constexpr = QD.block_type.nbytes // UNIT
+    K_UNITS: gl.constexpr = KD.block_type.nbytes // UNIT
+    K_AT: gl.constexpr = 1 + Q_STAGES * Q_UNITS
+    V_AT: gl.constexpr = K_AT + STAGES * K_UNITS
+    ASIDE_AT: gl.constexpr = V_AT + STAGES * K_UNITS
+    UNITS: gl.constexpr = ASIDE_AT + (len(TILES) - 1) * Q_UNITS
+    store = gl.allocate_shared_memory(gl.int8, [UNITS, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    check_address(store.index(0))
+    bars = store.index(0)._reinterpret(
+        gl.int64, [RING + 4 * STAGES, 1], mbarrier.MBarrierLayout()
+    )
+    q_mem = store.index(1)._reinterpret(DTYPE, [Q_STAGES] + QD.block_type.shape, QD.layout)
+    k_mem = store.index(K_AT)._reinterpret(DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
+    v_mem = store.index(V_AT)._reinterpret(DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
+    WARPS: gl.constexpr = gl.num_warps()
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(bars.index(Q_FULL + i), count=1)
+        mbarrier.init(bars.index(Q_EMPTY + i), count=1)
+        mbarrier.init(bars.index(O_FULL + i), count=WARPS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(_barrier(K_FULL, i, STAGES)), count=1)
+        mbarrier.init(bars.index(_barrier(K_EMPTY, i, STAGES)), count=WARPS)
+        mbarrier.init(bars.index(_barrier(V_FULL, i, STAGES)), count=1)
+        mbarrier.init(bars.index(_barrier(V_EMPTY, i, STAGES)), count=WARPS)
+    program_barrier()
+    gl.warp_specialize([
+        (_consume, (
+            O, LSE, GATES, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES,
+            VARLEN, HEADS, UNIT, V_AT * UNIT, ASIDE_AT * UNIT,
+        )),
+        (_produce, (
+            QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, TILES, VARLEN, HEADS,
+            D,
+        )),
+        (_send, (OD, q_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, VARLEN, HEADS)),
+    ], [1, 1], [LEAST_REGISTERS, LEAST_REGISTERS])  # fmt: skip
 
 
 @gluon.jit
 def _span_fwd_hopper_kernel(
     QD, KD, VD, KN, VN, OD, O, LSE, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, q_start, a, b, scale_log2,
-    MODE: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
-    NARROW: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    DTYPE: gl.constexpr = QD.dtype
-    q_mem = gl.allocate_shared_memory(DTYPE, [2 * Q_STAGES] + QD.block_type.shape, QD.layout)
-    k_mem = gl.allocate_shared_memory(DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
-    v_mem = gl.allocate_shared_memory(DTYPE, [STAGES] + VD.block_type.shape, VD.layout)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], bar)
-    o_full = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for i in gl.static_range(2 * Q_STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-        mbarrier.init(o_full.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full)
-    gl.warp_specialize(
-        [
-            (
-                _consume,
-                (
-                    0, O, LSE, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
-                    q_start, a, b, scale_log2, MODE, VARLEN, HEADS, BLOCK_N, NARROW, D,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    1, O, LSE, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS,
-                    q_start, a, b, scale_log2, MODE, VARLEN, HEADS, BLOCK_N, NARROW, D,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    QD, KD, VD, KN, VN, q_mem, k_mem, v_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH,
-                    ITEMS, q_start, a, b, MODE, VARLEN, HEADS, BLOCK_N, NARROW, D,
-                ),
-            ),
-            (
-                _send,
-                (
-                    OD, q_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, VARLEN, HEADS,
-                ),
-            ),
-        ],
-        [4, 1, 1],
-        [240, 24, 24],
+    """One span: its output and LSE."""
+    spans = ((KD, VD, KN, VN, CU_K, SK, q_start, a, b),)
+    _run(
+        QD, spans, OD, O, LSE, LSE, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES, VARLEN, HEADS, D,
+        STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _span_pair_fwd_hopper_kernel(
+    QD, KD, VD, KW, VW, KN, VN, OD, O, LSE, GATES, CU_Q, CU_K, SQ, SK, SW, G, BATCH, ITEMS, q_start,
+    win_start, l, d, window, scale_log2,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Compressed attention, with its LSE, and sliding attention: the sum of both by their gates."""
+    spans = (
+        (KD, VD, KD, VD, CU_K, SK, q_start, l, d), (KW, VW, KN, VN, CU_Q, SW, win_start, window, 1)
+    )  # fmt: skip
+    _run(
+        QD, spans, OD, O, LSE, GATES, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES, VARLEN, HEADS,
+        D, STAGES,
     )  # fmt: skip
 
 
@@ -485,7 +685,7 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """True where this kernel can serve: 16 bits, heads 64 or 128 wide and alike, a power of two of
     them per group, contiguous tensors."""
     heads, dim = q.shape[-2] // k.shape[-2], q.shape[-1]
-    if q.element_size() != 2 or heads > ROWS or heads & (heads - 1):
+    if q.element_size() != 2 or heads > ROWS // 2 or heads & (heads - 1):
         return False
     if dim not in (64, 128) or v.shape[-1] != dim:
         return False
@@ -519,43 +719,90 @@ def hopper_tiles(span: Span, queries: int) -> Tiles:
     return Tiles(128, narrow)
 
 
+def _key_descriptors(k: torch.Tensor, v: torch.Tensor, tiles: Tiles, varlen: bool) -> list[Any]:
+    """Of whole tiles of keys and values, then of the narrow ones."""
+    rows = (1, -1) if varlen else k.shape[:2]
+    layout = shared_layout(128, 16, 3)
+    return [
+        descriptor(x.view(*rows, k.shape[-2] * k.shape[-1]), (1, n, k.shape[-1]), layout)
+        for n in (tiles.keys, tiles.narrow or tiles.keys) for x in (k, v)
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a launch knows of its queries."""
+
+    batch: int
+    sq: int
+    items: int
+    tile: tuple[int, int, int]  # queries, heads and width of a work item
+
+    @classmethod
+    def of(cls, q: torch.Tensor, groups: int, cu_q: torch.Tensor | None) -> _Work:
+        heads = q.shape[-2] // groups
+        queries = ROWS // heads
+        tile = (queries, heads, q.shape[-1])
+        if cu_q is None:
+            batch, sq = q.shape[:2]
+            return cls(batch, sq, cdiv(sq, queries) * batch * groups, tile)
+        # The longest sequence is not needed: work items follow from cu_q.
+        batch = cu_q.numel() - 1
+        return cls(batch, 0, (q.shape[0] // queries + batch) * groups, tile)
+
+    def descriptor(self, x: torch.Tensor) -> Any:
+        return descriptor(x.view(-1, *x.shape[-2:]), self.tile, shared_layout(128, 16, 3))
+
+    def tiles(self, span: Span) -> Tiles:
+        return hopper_tiles(span, self.tile[0])
+
+
 def span_attention_fwd_hopper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, softmax_scale: float,
     cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None, q_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out and lse as span_attention_fwd gives them, for calls that are usable().
-
-    The longest sequence is not needed: work items follow from cu_q.
-    """
-    varlen = cu_q is not None
-    hq, dim = q.shape[-2:]
-    groups = k.shape[-2]
-    heads = hq // groups
-    if varlen:
-        batch, sq, sk = cu_q.numel() - 1, 0, 0
-    else:
-        batch, sq, sk = q.shape[0], q.shape[1], k.shape[1]
+    """out and lse as span_attention_fwd gives them, for calls that are usable()."""
+    varlen, groups = cu_q is not None, k.shape[-2]
+    work = _Work.of(q, groups, cu_q)
+    tiles = work.tiles(span)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    per_warpgroup = ROWS // heads
-    queries = CONSUMERS * per_warpgroup
-    tiles = hopper_tiles(span, queries)
-    if varlen:
-        items = (q.shape[0] // queries + batch) * groups
-    else:
-        items = cdiv(sq, queries) * batch * groups
-    layout = shared_layout(128, 16, 3)
-    keys = (1, -1) if varlen else (batch, sk)
-    of_queries = lambda x: descriptor(x.view(-1, hq, dim), (per_warpgroup, heads, dim), layout)
-    of_keys = lambda x, n: descriptor(x.view(*keys, groups * dim), (1, n, dim), layout)
-    tile = of_keys(k, tiles.keys), of_keys(v, tiles.keys)
-    few = (of_keys(k, tiles.narrow), of_keys(v, tiles.narrow)) if tiles.narrow else tile
     launch(
-        _span_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
-        of_queries(q), *tile, *few, of_queries(out),
-        out, lse, cu_q if varlen else lse, cu_k if varlen else lse, sq, sk, groups, batch, items,
-        q_start, span.a, span.b, softmax_scale * LOG2E,
-        MODE=span.mode, VARLEN=varlen, HEADS=heads, BLOCK_N=tiles.keys, NARROW=tiles.narrow, D=dim,
-        STAGES=tiles.stages, num_warps=4, maxnreg=168,
+        _span_fwd_hopper_kernel, (min(work.items, sm_count(q.device)),),
+        work.descriptor(q), *_key_descriptors(k, v, tiles, varlen), work.descriptor(out),
+        out, lse, cu_q if varlen else lse, cu_k if varlen else lse, work.sq,
+        0 if varlen else k.shape[1], groups, work.batch, work.items, q_start, span.a, span.b,
+        softmax_scale * LOG2E,
+        TILES=((span.mode, tiles.keys, tiles.narrow),), VARLEN=varlen, HEADS=work.tile[1],
+        D=work.tile[2], STAGES=tiles.stages, num_warps=WARPS, maxnreg=START_REGISTERS,
+    )  # fmt: skip
+    return out, lse
+
+
+def span_pair_fwd_hopper(
+    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_win: torch.Tensor,
+    v_win: torch.Tensor, gates: torch.Tensor, compressed: Span, sliding: Span,
+    softmax_scale: float, cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None,
+    q_start: int = 0, win_start: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The sum of compressed and sliding attention by their gates [.., HQ, 3], and the former's lse,
+    for calls of which both are usable(). win_start: q_start among the window's keys."""
+    varlen, groups = cu_q is not None, k_cmp.shape[-2]
+    work = _Work.of(q, groups, cu_q)
+    tiles, window = work.tiles(compressed), work.tiles(sliding)
+    both = ((compressed.mode, tiles), (sliding.mode, window))
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    sk, sw = (0, 0) if varlen else (k_cmp.shape[1], k_win.shape[1])
+    launch(
+        _span_pair_fwd_hopper_kernel, (min(work.items, sm_count(q.device)),),
+        work.descriptor(q), *_key_descriptors(k_cmp, v_cmp, tiles, varlen)[:2],
+        *_key_descriptors(k_win, v_win, window, varlen), work.descriptor(out), out, lse, gates,
+        cu_q if varlen else lse, cu_k if varlen else lse, work.sq, sk, sw, groups, work.batch,
+        work.items, q_start, win_start, compressed.a, compressed.b, sliding.a,
+        softmax_scale * LOG2E,
+        TILES=tuple((mode, tile.keys, tile.narrow) for mode, tile in both),
+        VARLEN=varlen, HEADS=work.tile[1], D=work.tile[2], STAGES=tiles.stages, num_warps=WARPS,
+        maxnreg=START_REGISTERS,
     )  # fmt: skip
     return out, lse
