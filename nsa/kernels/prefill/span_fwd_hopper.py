@@ -42,6 +42,7 @@ from nsa.kernels.prefill.warps import (
     await_phase_if,
     check_address,
     first_barrier,
+    lane_number,
     program_barrier,
     warp_number,
 )
@@ -56,7 +57,7 @@ START_REGISTERS, LEAST_REGISTERS = 168, gl.constexpr(24)
 Q_STAGES = gl.constexpr(2)  # work items whose queries are in flight
 # Numbers of barriers: queries are there, their place is free, an output is in it; then of the key
 # tiles, and their values, as many as there are places.
-Q_FULL, Q_EMPTY, O_FULL, RING = (gl.constexpr(i * 2) for i in range(4))
+Q_FULL, Q_EMPTY, O_FULL, RING = (gl.constexpr(i * Q_STAGES.value) for i in range(4))
 K_FULL, K_EMPTY, V_FULL, V_EMPTY = (gl.constexpr(i) for i in range(4))
 
 
@@ -331,7 +332,7 @@ def _clear_past_end(count, rows, v_mem, first, V_AT: gl.constexpr, KEYS: gl.cons
             barrier.sync.aligned $1, 128;
             mov.u32 $0, 0;
             }""",
-            "=r,r", [14 + warp // 4], gl.int32, is_pure=False, pack=1,  # Triton's come from 0 on
+            "=r,r", [14 + warp // 4], gl.int32, is_pure=False, pack=1,  # Triton's own begin at 0
         )  # fmt: skip
 
 
@@ -442,18 +443,11 @@ def _attend(
 
 
 @gluon.jit
-def _lane():
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %laneid;", "=r", [], gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _leave_through(x, place):
     """x [rows, D] of 16 bits to shared memory at address `place`, as the copy engine wants it:
     chunks of 64 columns, every 16 bytes of a row swizzled by its number. A warp stores 16 rows."""
     LAYOUT: gl.constexpr = x.type.layout
-    lane = _lane()
+    lane = lane_number()
     row = warp_number() * 16 + (lane & 15)
     at = place + row * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
     column = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
@@ -478,7 +472,7 @@ def _own_places(x, place):
     LAYOUT: gl.constexpr = x.type.layout
     THREADS: gl.constexpr = gl.num_warps() * 32
     column = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    at = place + (warp_number() * 32 + _lane()) * 16 + column // 16 * (THREADS * 16)
+    at = place + (warp_number() * 32 + lane_number()) * 16 + column // 16 * (THREADS * 16)
     return at[None, :] + gl.zeros(x.shape, gl.int32, LAYOUT)
 
 
@@ -572,7 +566,8 @@ def _consume(
                 acc += _taken_back(acc, first + ASIDE_AT, DTYPE).to(gl.float32)
         out = acc.to(DTYPE)
         if q0 + QUERIES <= q_len:
-            # The place of the queries is free by now: the output leaves through it.
+            # The output leaves through the place of the queries, which no warp of the group reads
+            # any more: all had to come to their last product together.
             _leave_through(out, first + Q_AT + at * (ROWS * D * 2))
         else:
             columns = gl.arange(0, D, gl.SliceLayout(0, o_layout))

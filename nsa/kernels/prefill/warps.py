@@ -28,6 +28,14 @@ def warp_number():
 
 
 @gluon.jit
+def lane_number():
+    """The same of threads: not for branches, which a whole warp takes."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %laneid;", "=r", [], gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def first_barrier():
     """Its address; to be asked for once, since a warp waits for the answer."""
     return gl.inline_asm_elementwise(
