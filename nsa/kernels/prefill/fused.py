@@ -1,9 +1,11 @@
 """All of NSA's prefill in one operator: three branches, the choice of blocks and the gated sum.
 
 Forward: compressed attention (its log-sum-exp serves the choice of blocks), block choice, selected
-and sliding attention, one pass for the gated sum. Backward: one pass gives the gates' gradients and
-each branch's softmax delta, and folds the gates into the log-sum-exps, so that gate * dO is never
-written (combine.py); the branches add to one fp32 dQ, rounded once.
+and sliding attention, one pass for the gated sum; on Hopper the sum is taken by the kernels that
+make its parts, and compressed and sliding attention are one kernel where no backward follows.
+Backward: one pass gives the gates' gradients and each branch's softmax delta, and folds the gates
+into the log-sum-exps, so that gate * dO is never written (combine.py); the branches add to one fp32
+dQ, rounded once.
 """
 
 from __future__ import annotations
