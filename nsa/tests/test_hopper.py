@@ -421,6 +421,21 @@ def test_nan_stays_where_it_belongs(device):
     assert others[2][2].all()  # dV does not depend on V
 
 
+def outcome_of_nan(run, tensors, bad):
+    """Outputs of sequence `bad` after its rows of all tensors, (tensor, where sequences begin),
+    became NaN, which the others' outputs do not feel, to the last bit."""
+    want = run()
+    for x, ends in tensors:
+        x[ends[bad] : ends[bad + 1]] = float("nan")
+    begin, end = tensors[0][1][bad : bad + 2]
+    others = torch.ones(len(want[0]), dtype=torch.bool, device=want[0].device)
+    others[begin:end] = False
+    got = run()
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a[others], b[others])
+    return got[0][~others]
+
+
 @pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("window", [None, 48, 512])  # None: compressed attention
@@ -451,15 +466,8 @@ def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
         assert counts[FORWARD] == 1
         return got
 
-    want = run()
-    for x, ends in ((q, cu), (k, cu_keys), (v, cu_keys)):
-        x[ends[bad] : ends[bad + 1]] = float("nan")
-    others = torch.ones(sum(lengths), dtype=torch.bool, device=device)
-    others[cu[bad] : cu[bad + 1]] = False
-    got = run()
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a[others], b[others])
-    assert got[0][~others][40:].isnan().all()
+    out = outcome_of_nan(run, ((q, cu), (k, cu_keys), (v, cu_keys)), bad)
+    assert out[40:].isnan().all()
 
 
 @pytest.mark.kernel
@@ -480,15 +488,9 @@ def test_a_nan_stays_in_its_packed_sequence_of_both(heads, bad, device):
     keys = [draw(i, n, 2) for i, n in ((2, cu_cmp[-1]), (3, cu_cmp[-1]), (4, cu[-1]), (5, cu[-1]))]
     spans = Span(COMPRESSED, 32, 16), Span(SLIDING, 48)
     run = lambda: span_pair_fwd_hopper(q, *keys, gates, *spans, 0.1, cu, cu_cmp)
-    want = run()
-    for x, ends in ((q, cu), *zip(keys, (cu_cmp, cu_cmp, cu, cu), strict=True)):
-        x[ends[bad] : ends[bad + 1]] = float("nan")
-    others = torch.ones(sum(lengths), dtype=torch.bool, device=device)
-    others[cu[bad] : cu[bad + 1]] = False
-    got = run()
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a[others], b[others])
-    assert got[0][~others].isnan().all()
+    ends = (cu, cu_cmp, cu_cmp, cu, cu)
+    out = outcome_of_nan(run, tuple(zip((q, *keys), ends, strict=True)), bad)
+    assert out.isnan().all()
 
 
 @pytest.mark.kernel

@@ -198,12 +198,6 @@ def forward_kernel(x: Inputs) -> str:
     return hopper.forward_kernel(x.q, x.k, x.v)
 
 
-def pair_kernels(x: Inputs) -> tuple[str, ...]:
-    from nsa.kernels.prefill import hopper
-
-    return hopper.pair_forward_kernels(x.q, x.k_cmp, x.v_cmp, x.k_win, x.v_win)
-
-
 def window_backward(x: Inputs) -> tuple[str, ...]:
     from nsa.kernels.prefill import hopper
     from nsa.kernels.prefill.span_kinds import SLIDING
@@ -404,6 +398,8 @@ def test_ranks(seen, n_sel, n_init, n_local, kernel_device):
 @ALL
 def test_whole(shape, device):
     """The fused operator: block choice as the kernels made it, everything else against fp64."""
+    from nsa.kernels.prefill import hopper
+
     x = Inputs(shape, device, seed=6)
     chosen: list[Tensor] = []
     names = ["q", "k_cmp", "v_cmp", "k", "v", "k_win", "v_win", "gates"]
@@ -434,9 +430,8 @@ def test_whole(shape, device):
 
     kernels = [forward_kernel(x), *selection_forward(x, gated=True), "_combine_bwd_kernel",
                *selection_backward(x), *window_backward(x)]  # fmt: skip
-    # As another test says, the same without gradients; not the same kernels where one does both.
-    alone = pair_kernels(x)
-    alone = [*alone, *selection_forward(x, gated=True)] if len(alone) == 1 else None
+    spans = hopper.pair_forward_kernels(x.q, x.k_cmp, x.v_cmp, x.k_win, x.v_win)
+    alone = [*spans, *selection_forward(x, gated=True)]
     check("whole", x, names, ours, theirs, kernels, alone)
 
 
@@ -445,7 +440,7 @@ def test_whole(shape, device):
 def test_without_gradients_the_same_in_less_memory(shape, device, monkeypatch):
     """Where nobody will ask for a gradient the branches' outputs are not kept; nor are compressed
     and sliding attention's rounded apart where one kernel does both."""
-    from nsa.kernels.prefill import fused
+    from nsa.kernels.prefill import fused, hopper
 
     x, kept = Inputs(shape, device, seed=6), []
     operator = fused._prefill
@@ -458,7 +453,7 @@ def test_without_gradients_the_same_in_less_memory(shape, device, monkeypatch):
         again, same = prefill.nsa_prefill_triton(*tensors, **how)
     plain, _ = prefill.nsa_prefill_triton(*(t.detach() for t in tensors), **how)
     assert out.requires_grad and torch.equal(plain, again)
-    if len(pair_kernels(x)) == 1:
+    if hopper.forward_pair(x.q, x.k_cmp, x.v_cmp, x.k_win, x.v_win):
         torch.testing.assert_close(again, out, atol=2e-2, rtol=2e-2)
     else:
         assert torch.equal(again, out)

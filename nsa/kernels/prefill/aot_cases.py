@@ -155,8 +155,7 @@ def _gluon_cases() -> list[AotCase]:
     ):  # fmt: skip
         queries = span_fwd_hopper.ROWS // heads
         tiles = span_fwd_hopper.hopper_tiles(span, queries)
-        c = dict(TILES=((span.mode, tiles.keys, tiles.narrow),), VARLEN=heads == 4, HEADS=heads,
-                 D=dim, STAGES=tiles.stages)  # fmt: skip
+        c = dict(TILES=(tiles.compiled,), VARLEN=heads == 4, STAGES=tiles.stages)
         rows, keys = tile("bf16", queries, heads, dim), tile("bf16", 1, tiles.keys, dim)
         few = tile("bf16", 1, tiles.narrow, dim) if tiles.narrow else keys
         types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KN=few, VN=few, LSE="*fp32", BATCH="i32",
@@ -164,13 +163,15 @@ def _gluon_cases() -> list[AotCase]:
         one = case(kernel, f"{span.mode}-H{heads}-D{dim}", types, c, *launch)
         cases.append(replace(one, parting="again:"))
     kernel = span_fwd_hopper._span_pair_fwd_hopper_kernel
-    keys, few = tile("bf16", 1, 128, 128), tile("bf16", 1, 16, 128)
-    rows = tile("bf16", 8, 16, 128)
-    types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KW=keys, VW=keys, KN=few, VN=few, LSE="*fp32",
+    compressed = span_fwd_hopper.hopper_tiles(Span(COMPRESSED, 32, 16), 8)
+    window = span_fwd_hopper.hopper_tiles(Span(SLIDING, 512), 8)
+    rows, keys = tile("bf16", 8, 16, 128), tile("bf16", 1, compressed.keys, 128)
+    wide, few = tile("bf16", 1, window.keys, 128), tile("bf16", 1, window.narrow, 128)
+    types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KW=wide, VW=wide, KN=few, VN=few, LSE="*fp32",
                  BATCH="i32", ITEMS="i32", SW="i32", win_start="i32", window="i32")  # fmt: skip
     for varlen in (False, True):
-        c = dict(TILES=((COMPRESSED, 128, 0), (SLIDING, 128, 16)), VARLEN=varlen, HEADS=16, D=128,
-                 STAGES=2)  # fmt: skip
+        c = dict(TILES=(compressed.compiled, window.compiled), VARLEN=varlen,
+                 STAGES=compressed.stages)  # fmt: skip
         # Scalars, where one span ends and the other begins.
         one = case(kernel, f"H16-D128-{varlen}", types, c, *launch)
         cases.append(replace(one, parting="again:", max_spill=96))

@@ -36,6 +36,8 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill import tile_blocks
 from nsa.kernels.prefill.combine import Others
 from nsa.kernels.prefill.warps import (
+    LEAST_REGISTERS,
+    START_REGISTERS,
     UNIT,
     arrive,
     await_phase,
@@ -51,9 +53,6 @@ KEYS = 64
 HEADS = 16  # rows of a warp's product
 WARPS = 8  # and queries of a tile: with 16, a third of the registers is missing
 STAGES = {64: 14, 128: 7}  # blocks that fit, by the width of a head
-# 12 warps (the loading one counts as four) start with 168 registers a thread; all but the least
-# that a thread can have then go to the eight: 240.
-START_REGISTERS, LEAST_REGISTERS = 168, gl.constexpr(24)
 
 
 @gluon.jit

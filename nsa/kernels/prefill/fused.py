@@ -56,25 +56,24 @@ def _prefill(
     # Only a backward needs the outputs of both apart.
     pair = None if for_backward else hopper.forward_pair(q, k_cmp, v_cmp, k_win, v_win, use_gluon)
     if pair:
+        o_win = lse_win = None
         o_cmp, lse_cmp = pair.span_pair_fwd_hopper(
             q, k_cmp, v_cmp, k_win, v_win, gates, compressed, sliding, softmax_scale, cu_seqlens,
             cu_seqlens_cmp, q_start, win_start,
         )  # fmt: skip
-        o_win = lse_win = None
     else:
         o_cmp, lse_cmp = span_attention_fwd(
             q, k_cmp, v_cmp, compressed, softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen,
             q_start, use_gluon,
         )  # fmt: skip
-    block_indices = block_select(
-        q, k_cmp, lse_cmp, **s, softmax_scale=softmax_scale, cu_q=cu_seqlens, cu_k=cu_seqlens_cmp,
-        max_q=max_seqlen, q_start=q_start,
-    )  # fmt: skip
-    if not pair:
         o_win, lse_win = span_attention_fwd(
             q, k_win, v_win, sliding, softmax_scale, cu_seqlens, cu_seqlens, max_seqlen, win_start,
             use_gluon,
         )  # fmt: skip
+    block_indices = block_select(
+        q, k_cmp, lse_cmp, **s, softmax_scale=softmax_scale, cu_q=cu_seqlens, cu_k=cu_seqlens_cmp,
+        max_q=max_seqlen, q_start=q_start,
+    )  # fmt: skip
     await_selection()
     o_sel, lse_sel, out = gated_block_attention_fwd(
         q, k_sel, v_sel, block_indices, (o_cmp, o_win, gates), block_size=s["l_sel"],
@@ -95,7 +94,7 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, 
     blocks = q.new_empty(*q.shape[:-2], k_cmp.shape[-2], sizes[3], dtype=torch.int32)
     if not for_backward:
         none = lambda: q.new_empty(0)
-        return out(), blocks, none(), none(), none(), lse(), lse(), lse().new_empty(0)
+        return out(), blocks, none(), none(), none(), lse(), lse(), none().float()
     return out(), blocks, out(), out(), out(), lse(), lse(), lse()
 
 

@@ -45,15 +45,13 @@ from nsa.kernels.prefill import span_bwd_fused
 from nsa.kernels.prefill.span_common import sequence_bounds
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.prefill.sums import rounded
+from nsa.kernels.prefill.warps import LEAST_REGISTERS, START_REGISTERS
 from nsa.kernels.row_tiles import descriptor, shared_layout
 from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
 # A tile: (query, head) rows, keys, width of a head. 226 of 227 KB of shared memory.
 ROWS, KEYS, WIDTH, STAGES = 64, 128, 128, 3
 WARPS = 8
-# 12 warps (the fetching one counts as four) start with 168 registers a thread; all but the least
-# that a thread can have then go to the eight: 240.
-START_REGISTERS, LEAST_REGISTERS = 168, tl.constexpr(24)
 
 
 @builtin

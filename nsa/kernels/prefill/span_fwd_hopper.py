@@ -26,6 +26,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -36,6 +37,8 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill.span_common import span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.prefill.warps import (
+    LEAST_REGISTERS,
+    START_REGISTERS,
     UNIT,
     arrive,
     await_phase,
@@ -44,6 +47,9 @@ from nsa.kernels.prefill.warps import (
     first_barrier,
     lane_number,
     program_barrier,
+    put_aside,
+    store_tile,
+    taken_back,
     warp_number,
 )
 from nsa.kernels.row_tiles import descriptor, shared_layout
@@ -51,9 +57,6 @@ from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
 ROWS = 128  # of a work item, 64 for each warpgroup's products
 WARPS = 8
-# 12 warps (the two that load and send count as four) start with 168 registers a thread; all but the
-# least that a thread can have then go to the eight: 240.
-START_REGISTERS, LEAST_REGISTERS = 168, gl.constexpr(24)
 Q_STAGES = gl.constexpr(2)  # work items whose queries are in flight
 # Numbers of barriers: queries are there, their place is free, an output is in it; then of the key
 # tiles, and their values, as many as there are places.
@@ -138,6 +141,12 @@ def _await(first, kind: gl.constexpr, count, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _await_if(asked, first, kind: gl.constexpr, count, STAGES: gl.constexpr):
+    """_await where `asked` is true."""
+    await_phase_if(asked, first, _barrier(kind, count, STAGES), (count // STAGES) & 1)
+
+
+@gluon.jit
 def _free(first, kind: gl.constexpr, count, STAGES: gl.constexpr):
     """This warp has no more use for key tile `count`, or for its values."""
     arrive(first, _barrier(kind, count, STAGES))
@@ -193,10 +202,12 @@ def _bring_span(
 @gluon.jit
 def _produce(
     QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS,
-    TILES: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
+    TILES: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """One warp: queries, then the key tiles of each span, item after item."""
     QUERIES: gl.constexpr = QD.block_type.shape[0]
+    HEADS: gl.constexpr = QD.block_type.shape[1]
+    D: gl.constexpr = QD.block_type.shape[2]
     done = 0
     count = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
@@ -316,23 +327,15 @@ def _clear_past_end(count, rows, v_mem, first, V_AT: gl.constexpr, KEYS: gl.cons
         place = first + V_AT + count % STAGES * (v_mem.shape[2] * v_mem.shape[3] * 2)
         for row in range(gl.maximum(rows, 0) + warp % 4, KEYS, 4):
             for chunk in gl.static_range(CHUNKS):
+                at = place + (chunk * KEYS + row) * 128 + lane_number() * 4
                 gl.inline_asm_elementwise(
-                    """{
-                    .reg .u32 lane;
-                    mov.u32 lane, %laneid;
-                    mad.lo.u32 lane, lane, 4, $1;
-                    st.shared.u32 [lane], 0;
-                    mov.u32 $0, 0;
-                    }""",
-                    "=r,r", [place + (chunk * KEYS + row) * 128], gl.int32, is_pure=False, pack=1,
+                    "st.shared.u32 [$1], 0; mov.u32 $0, 0;", "=r,r", [at], gl.int32, is_pure=False,
+                    pack=1,
                 )  # fmt: skip
+        fence_async_shared()
         gl.inline_asm_elementwise(
-            """{
-            fence.proxy.async.shared::cta;
-            barrier.sync.aligned $1, 128;
-            mov.u32 $0, 0;
-            }""",
-            "=r,r", [14 + warp // 4], gl.int32, is_pure=False, pack=1,  # Triton's own begin at 0
+            "barrier.sync.aligned $1, 128; mov.u32 $0, 0;", "=r,r",
+            [14 + warp // 4], gl.int32, is_pure=False, pack=1,  # Triton's own begin at 0
         )  # fmt: skip
 
 
@@ -411,10 +414,7 @@ def _attend(
         v = _tile(v_mem, count - 1, NARROW).reshape([NARROW, D])
         few = _rounded(few, DTYPE, p_layout)
         acc = warpgroup_mma(few, v, acc, use_acc=False, is_async=True)
-    ahead = count + 1
-    await_phase_if(
-        tiles > 1, first, _barrier(K_FULL, ahead, STAGES), (ahead // STAGES) & 1
-    )
+    _await_if(tiles > 1, first, K_FULL, count + 1, STAGES)
     if NARROW > 0:
         acc = warpgroup_mma_wait(0, deps=(acc,))
         _free(first, V_EMPTY, count - 1, STAGES)
@@ -432,10 +432,7 @@ def _attend(
         )  # fmt: skip
         # The branch in this wait keeps the softmax above the wait for the product below, where
         # the assembler would not leave it: it hides the product.
-        ahead = count + 1
-        await_phase_if(
-            j + 1 < tiles, first, _barrier(K_FULL, ahead, STAGES), (ahead // STAGES) & 1
-        )
+        _await_if(j + 1 < tiles, first, K_FULL, count + 1, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         _free(first, V_EMPTY, count - 1, STAGES)
     acc = _output(acc, alpha, _rounded(pf, DTYPE, p_layout), count, v_mem, first)
@@ -443,76 +440,17 @@ def _attend(
 
 
 @gluon.jit
-def _leave_through(x, place):
-    """x [rows, D] of 16 bits to shared memory at address `place`, as the copy engine wants it:
-    chunks of 64 columns, every 16 bytes of a row swizzled by its number. A warp stores 16 rows."""
-    LAYOUT: gl.constexpr = x.type.layout
-    lane = lane_number()
-    row = warp_number() * 16 + (lane & 15)
-    at = place + row * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
-    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    to = (at ^ (column // 16 % 4 * 32)) + column // 64 * (x.shape[0] * 128)
-    to = to[None, :] + gl.zeros(x.shape, gl.int32, LAYOUT)
-    gl.inline_asm_elementwise(
-        """{
-        stmatrix.sync.aligned.m8n8.x4.shared.b16 [$6], {$2, $3, $4, $5};
-        mov.u32 $0, 0;
-        mov.u32 $1, 0;
-        }""",
-        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [x, to], gl.int8, is_pure=False, pack=8,
-    )  # fmt: skip
-    gl.inline_asm_elementwise(
-        "fence.proxy.async.shared::cta; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _own_places(x, place):
-    """Addresses for x [rows, D] of 16 bits by thread, eight elements at a time, from `place` on."""
-    LAYOUT: gl.constexpr = x.type.layout
-    THREADS: gl.constexpr = gl.num_warps() * 32
-    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    at = place + (warp_number() * 32 + lane_number()) * 16 + column // 16 * (THREADS * 16)
-    return at[None, :] + gl.zeros(x.shape, gl.int32, LAYOUT)
-
-
-@gluon.jit
-def _put_aside(x, place):
-    """x in 16 bits to shared memory, whence the same threads take it with _taken_back."""
-    gl.inline_asm_elementwise(
-        """{
-        st.shared.v4.b32 [$6], {$2, $3, $4, $5};
-        mov.u32 $0, 0;
-        mov.u32 $1, 0;
-        }""",
-        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [x, _own_places(x, place)], gl.int8, is_pure=False, pack=8,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _taken_back(like, place, DTYPE: gl.constexpr):
-    """What _put_aside stored, which was laid out as `like`."""
-    OPERANDS: gl.constexpr = "=r,=r,=r,=r,r,r,r,r,r,r,r,r"
-    LOAD: gl.constexpr = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
-    at = _own_places(like, place)
-    if DTYPE == gl.bfloat16:
-        x = gl.inline_asm_elementwise(LOAD, OPERANDS, [at], gl.bfloat16, is_pure=False, pack=8)
-    else:
-        x = gl.inline_asm_elementwise(LOAD, OPERANDS, [at], gl.float16, is_pure=False, pack=8)
-    return x
-
-
-@gluon.jit
 def _consume(
     O, LSE, GATES, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G, BATCH, ITEMS, scale_log2,
-    TILES: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, Q_AT: gl.constexpr,
-    V_AT: gl.constexpr, ASIDE_AT: gl.constexpr,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, Q_AT: gl.constexpr, V_AT: gl.constexpr,
+    ASIDE_AT: gl.constexpr,
 ):  # fmt: skip
     """Two warpgroups: softmax and output of 64 rows each of every work item; of two spans the sum
     of their outputs, each by its gate. Q_AT, V_AT, ASIDE_AT: where memories begin, in bytes."""
-    ROWS: gl.constexpr = q_mem.shape[1] * q_mem.shape[2]
-    D: gl.constexpr = q_mem.shape[3]
     QUERIES: gl.constexpr = q_mem.shape[1]
+    HEADS: gl.constexpr = q_mem.shape[2]
+    ROWS: gl.constexpr = QUERIES * HEADS
+    D: gl.constexpr = q_mem.shape[3]
     STAGES: gl.constexpr = k_mem.shape[0]
     PAIR: gl.constexpr = len(TILES) == 2
     DTYPE: gl.constexpr = k_mem.dtype
@@ -561,14 +499,14 @@ def _consume(
             _free(first, V_EMPTY, last, STAGES)
             acc = acc * inv[:, None]
             if i + 1 < len(TILES):
-                _put_aside(acc.to(DTYPE), first + ASIDE_AT)
+                put_aside(acc.to(DTYPE), first + ASIDE_AT)
             elif PAIR:
-                acc += _taken_back(acc, first + ASIDE_AT, DTYPE).to(gl.float32)
+                acc += taken_back(acc, first + ASIDE_AT, DTYPE).to(gl.float32)
         out = acc.to(DTYPE)
         if q0 + QUERIES <= q_len:
             # The output leaves through the place of the queries, which no warp of the group reads
             # any more: all had to come to their last product together.
-            _leave_through(out, first + Q_AT + at * (ROWS * D * 2))
+            store_tile(out, first + Q_AT + at * (ROWS * D * 2))
         else:
             columns = gl.arange(0, D, gl.SliceLayout(0, o_layout))
             gl.store(O + row[:, None] * D + columns[None, :], out, mask=live[:, None])
@@ -578,11 +516,10 @@ def _consume(
 
 
 @gluon.jit
-def _send(
-    OD, q_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, VARLEN: gl.constexpr, HEADS: gl.constexpr
-):  # fmt: skip
+def _send(OD, q_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, VARLEN: gl.constexpr):
     """One warp: outputs to global memory; then their place is free for queries."""
     QUERIES: gl.constexpr = q_mem.shape[1]
+    HEADS: gl.constexpr = q_mem.shape[2]
     done = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
         group, _, q0, q_begin, q_len = _work(item, ITEMS, CU_Q, SQ, G, BATCH, VARLEN, QUERIES)
@@ -599,8 +536,7 @@ def _send(
 @gluon.jit
 def _run(
     QD, spans, OD, O, LSE, GATES, CU_Q, SQ, G, BATCH, ITEMS, scale_log2,
-    TILES: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """spans: of each the descriptors of its keys and values, whole tiles and narrow ones, where its
     keys lie, the position of query 0 among them, and a, b of Span; TILES: its mode and its tiles'
@@ -635,27 +571,24 @@ def _run(
     gl.warp_specialize([
         (_consume, (
             O, LSE, GATES, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES,
-            VARLEN, HEADS, UNIT, V_AT * UNIT, ASIDE_AT * UNIT,
+            VARLEN, UNIT, V_AT * UNIT, ASIDE_AT * UNIT,
         )),
         (_produce, (
-            QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, TILES, VARLEN, HEADS,
-            D,
+            QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, TILES, VARLEN,
         )),
-        (_send, (OD, q_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, VARLEN, HEADS)),
+        (_send, (OD, q_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, VARLEN)),
     ], [1, 1], [LEAST_REGISTERS, LEAST_REGISTERS])  # fmt: skip
 
 
 @gluon.jit
 def _span_fwd_hopper_kernel(
     QD, KD, VD, KN, VN, OD, O, LSE, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, q_start, a, b, scale_log2,
-    TILES: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One span: its output and LSE."""
     spans = ((KD, VD, KN, VN, CU_K, SK, q_start, a, b),)
     _run(
-        QD, spans, OD, O, LSE, LSE, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES, VARLEN, HEADS, D,
-        STAGES,
+        QD, spans, OD, O, LSE, LSE, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES, VARLEN, STAGES,
     )  # fmt: skip
 
 
@@ -663,16 +596,14 @@ def _span_fwd_hopper_kernel(
 def _span_pair_fwd_hopper_kernel(
     QD, KD, VD, KW, VW, KN, VN, OD, O, LSE, GATES, CU_Q, CU_K, SQ, SK, SW, G, BATCH, ITEMS, q_start,
     win_start, l, d, window, scale_log2,
-    TILES: gl.constexpr, VARLEN: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compressed attention, with its LSE, and sliding attention: the sum of both by their gates."""
     spans = (
         (KD, VD, KD, VD, CU_K, SK, q_start, l, d), (KW, VW, KN, VN, CU_Q, SW, win_start, window, 1)
     )  # fmt: skip
     _run(
-        QD, spans, OD, O, LSE, GATES, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES, VARLEN, HEADS,
-        D, STAGES,
+        QD, spans, OD, O, LSE, GATES, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES, VARLEN, STAGES,
     )  # fmt: skip
 
 
@@ -692,11 +623,18 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Keys of a tile and of the narrow one (0: none), and how many tiles are in flight."""
+    """Of a span's mode: keys of a tile and of the narrow one (0: none), and how many tiles are in
+    flight."""
 
+    mode: int
     keys: int
     narrow: int
     stages: int = 2
+
+    @property
+    def compiled(self) -> tuple[int, int, int]:
+        """Of TILES."""
+        return self.mode, self.keys, self.narrow
 
 
 def hopper_tiles(span: Span, queries: int) -> Tiles:
@@ -707,11 +645,11 @@ def hopper_tiles(span: Span, queries: int) -> Tiles:
     2.44 -> 2.02 ms).
     """
     if span.mode == COMPRESSED:
-        return Tiles(128, 0)
+        return Tiles(span.mode, 128, 0)
     narrow = max(16, queries) if queries <= 64 else 0
     if span.a % 128 and span.a < 1024:  # wide tiles would waste more
-        return Tiles(64, narrow, 4)
-    return Tiles(128, narrow)
+        return Tiles(span.mode, 64, narrow, 4)
+    return Tiles(span.mode, 128, narrow)
 
 
 def _key_descriptors(k: torch.Tensor, v: torch.Tensor, tiles: Tiles, varlen: bool) -> list[Any]:
@@ -768,8 +706,8 @@ def span_attention_fwd_hopper(
         out, lse, cu_q if varlen else lse, cu_k if varlen else lse, work.sq,
         0 if varlen else k.shape[1], groups, work.batch, work.items, q_start, span.a, span.b,
         softmax_scale * LOG2E,
-        TILES=((span.mode, tiles.keys, tiles.narrow),), VARLEN=varlen, HEADS=work.tile[1],
-        D=work.tile[2], STAGES=tiles.stages, num_warps=WARPS, maxnreg=START_REGISTERS,
+        TILES=(tiles.compiled,), VARLEN=varlen, STAGES=tiles.stages, num_warps=WARPS,
+        maxnreg=START_REGISTERS,
     )  # fmt: skip
     return out, lse
 
@@ -785,7 +723,6 @@ def span_pair_fwd_hopper(
     varlen, groups = cu_q is not None, k_cmp.shape[-2]
     work = _Work.of(q, groups, cu_q)
     tiles, window = work.tiles(compressed), work.tiles(sliding)
-    both = ((compressed.mode, tiles), (sliding.mode, window))
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     sk, sw = (0, 0) if varlen else (k_cmp.shape[1], k_win.shape[1])
@@ -796,8 +733,7 @@ def span_pair_fwd_hopper(
         cu_q if varlen else lse, cu_k if varlen else lse, work.sq, sk, sw, groups, work.batch,
         work.items, q_start, win_start, compressed.a, compressed.b, sliding.a,
         softmax_scale * LOG2E,
-        TILES=tuple((mode, tile.keys, tile.narrow) for mode, tile in both),
-        VARLEN=varlen, HEADS=work.tile[1], D=work.tile[2], STAGES=tiles.stages, num_warps=WARPS,
-        maxnreg=START_REGISTERS,
+        TILES=(tiles.compiled, window.compiled), VARLEN=varlen, STAGES=tiles.stages,
+        num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip
     return out, lse

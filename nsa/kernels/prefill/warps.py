@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-program_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # triton 3.6
+program_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7
 UNIT = gl.constexpr(1024)  # bytes: what a swizzled tile must be aligned to
 BARRIER = gl.constexpr(8)  # bytes
 MARK = gl.constexpr(0x6E7361)
+# Of a program with eight warps and up to four more, which count as four: all start with 168
+# registers a thread, and all but the least that a thread can have then go to the eight: 240.
+START_REGISTERS, LEAST_REGISTERS = 168, gl.constexpr(24)
 
 
 @gluon.jit
@@ -112,3 +116,61 @@ def check_address(unit):
         "=r,r", [MARK], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     program_barrier()
+
+
+@gluon.jit
+def store_tile(x, place):
+    """x [rows, D] of 16 bits to shared memory at address `place`, as the copy engine wants it:
+    chunks of 64 columns, every 16 bytes of a row swizzled by its number. A warp stores 16 rows."""
+    LAYOUT: gl.constexpr = x.type.layout
+    lane = lane_number()
+    row = warp_number() * 16 + (lane & 15)
+    at = place + row * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
+    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    to = (at ^ (column // 16 % 4 * 32)) + column // 64 * (x.shape[0] * 128)
+    to = to[None, :] + gl.zeros(x.shape, gl.int32, LAYOUT)
+    gl.inline_asm_elementwise(
+        """{
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [$6], {$2, $3, $4, $5};
+        mov.u32 $0, 0;
+        mov.u32 $1, 0;
+        }""",
+        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [x, to], gl.int8, is_pure=False, pack=8,
+    )  # fmt: skip
+    fence_async_shared()
+
+
+@gluon.jit
+def _own_places(x, place):
+    """Addresses for x [rows, D] of 16 bits by thread, eight elements at a time, from `place` on."""
+    LAYOUT: gl.constexpr = x.type.layout
+    THREADS: gl.constexpr = gl.num_warps() * 32
+    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    at = place + (warp_number() * 32 + lane_number()) * 16 + column // 16 * (THREADS * 16)
+    return at[None, :] + gl.zeros(x.shape, gl.int32, LAYOUT)
+
+
+@gluon.jit
+def put_aside(x, place):
+    """x in 16 bits to shared memory, whence the same threads take it with taken_back."""
+    gl.inline_asm_elementwise(
+        """{
+        st.shared.v4.b32 [$6], {$2, $3, $4, $5};
+        mov.u32 $0, 0;
+        mov.u32 $1, 0;
+        }""",
+        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [x, _own_places(x, place)], gl.int8, is_pure=False, pack=8,
+    )  # fmt: skip
+
+
+@gluon.jit
+def taken_back(like, place, DTYPE: gl.constexpr):
+    """What put_aside stored, which was laid out as `like`."""
+    OPERANDS: gl.constexpr = "=r,=r,=r,=r,r,r,r,r,r,r,r,r"
+    LOAD: gl.constexpr = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    at = _own_places(like, place)
+    if DTYPE == gl.bfloat16:
+        x = gl.inline_asm_elementwise(LOAD, OPERANDS, [at], gl.bfloat16, is_pure=False, pack=8)
+    else:
+        x = gl.inline_asm_elementwise(LOAD, OPERANDS, [at], gl.float16, is_pure=False, pack=8)
+    return x
