@@ -249,8 +249,9 @@ def _blocks_triton(args: Args, flags: Flags) -> Tensor:
                 args["q"], args["k"], args["k"], use_gluon=flags.use_gluon, **packed
             )
     return select_blocks_triton(
-        args["q"], args["k"], lse, **{**packed, **_only(args, *_SELECT)}
-    )
+        args["q"], args["k"], lse, use_gluon=flags.use_gluon,
+        **{**packed, **_only(args, *_SELECT)},
+    )  # fmt: skip
 
 
 # ---- the rotary turn of the projections ----------------------------------------------------------

@@ -131,6 +131,7 @@ def _gluon_cases() -> list[AotCase]:
     from nsa.kernels.prefill import (
         block_attn_bwd_hopper,
         block_attn_fwd_hopper,
+        block_score_hopper,
         span_bwd_hopper,
         span_fwd_hopper,
     )
@@ -175,6 +176,17 @@ def _gluon_cases() -> list[AotCase]:
         # Scalars, where one span ends and the other begins.
         one = case(kernel, f"H16-D128-{varlen}", types, c, *launch)
         cases.append(replace(one, parting="again:", max_spill=96))
+    module = block_score_hopper
+    kernel = module._block_score_hopper_kernel
+    for heads, dim, ratio in ((16, 128, 4), (8, 64, 4), (1, 128, 8)):
+        queries, keys = module.tile(heads)
+        c = dict(VARLEN=heads == 8, STAGES=module.STAGES, RATIO=ratio)
+        types = dict(QD=tile("bf16", queries, heads, dim), KD=tile("bf16", 1, keys, dim),
+                     LSE="*fp32", SCORES="*fp32", BATCH="i32", ITEMS="i32", slab_begin="i32",
+                     slab_len="i32", n_ld="i32", l_sel="i32")  # fmt: skip
+        launch = module.WARPS, 32, module.START_REGISTERS
+        one = case(kernel, f"H{heads}-D{dim}", types, c, *launch)
+        cases.append(replace(one, parting="again:"))
     kernel = span_bwd_hopper._span_bwd_hopper_kernel
     width = span_bwd_hopper.WIDTH
     for mode, heads in ((COMPRESSED, 4), (COMPRESSED, 16), (SLIDING, 4), (SLIDING, 16)):
@@ -188,7 +200,7 @@ def _gluon_cases() -> list[AotCase]:
                      STATS_ROWS="*fp32", total_q="i32")  # fmt: skip
         if split:
             types |= {"DK": "*fp32", "DV_OUT": "*fp32"}
-        cases.append(case(kernel, f"{mode}-H{heads}", types, c, span_bwd_hopper.WARPS, 96))
+        cases.append(case(kernel, f"{mode}-H{heads}", types, c, span_bwd_hopper.WARPS, 112))
     rows = dict(HEADS=16, BLOCK=1024)
     types = dict(LSE="*fp32", DELTA="*fp32", OUT="*fp32", rows="i32", HQ="i32")
     kernel = span_bwd_hopper._row_stats_kernel

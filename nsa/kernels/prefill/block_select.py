@@ -14,6 +14,7 @@ import triton.language as tl
 
 from nsa.kernels.block_keys import block_keys
 from nsa.kernels.launch import launch
+from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_rows, sequence_bounds, span_hi
 from nsa.kernels.row_tiles import k_tiles, tma_usable
@@ -217,12 +218,12 @@ def block_select(
     q: torch.Tensor, k_cmp: torch.Tensor, lse: torch.Tensor, *, l: int, d: int, l_sel: int,
     n_sel: int, n_init: int, n_local: int, softmax_scale: float,
     cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None, max_q: int | None = None,
-    q_start: int = 0,
+    q_start: int = 0, use_gluon: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """block_indices int32 [B, S, G, n_sel] (packed: [T, G, n_sel]), ascending, padded with -1.
 
     lse: natural-log normaliser of compressed attention, fp32 [.., HQ], -inf where nothing is seen.
-    q_start: position of query 0 in its sequence.
+    q_start: position of query 0 in its sequence. use_gluon: as hopper.py has it.
     """
     reason = why_not_block_select(l, d, l_sel)
     if reason:
@@ -240,12 +241,15 @@ def block_select(
     if out.numel() == 0:
         return out
     arch = arch_of(q.device)
-    rows, block_n, warps, stages = score_tiles(arch, dim, q.element_size(), (q_start + sq) // d)
-    heads_padded = pow2(heads)
-    block_q = max(rows // heads_padded, 1)
-    ratio = l_sel // d
-    block_n = max(block_n, 8 * ratio)
-    nb = block_n // ratio
+    on_hopper = hopper.block_scores(q, k_cmp, l, d, l_sel, use_gluon)
+    if on_hopper:
+        block_q, block_n = on_hopper.tile(heads)
+    else:
+        rows, block_n, warps, stages = score_tiles(
+            arch, dim, q.element_size(), (q_start + sq) // d
+        )
+        block_q, block_n = max(rows // pow2(heads), 1), max(block_n, 8 * (l_sel // d))
+    nb = block_n * d // l_sel
     n_ld = (cdiv(cdiv(q_start + sq, l_sel), nb) + 1) * nb
     slab = max(SLAB_BYTES // (4 * n_ld * batch * groups) // block_q, 1) * block_q
     slab = min(slab, cdiv(sq, block_q) * block_q)
@@ -256,15 +260,22 @@ def block_select(
     k1, k2 = k_tiles(k_cmp, block_n, tma)
     for begin in range(0, sq, slab):
         queries = min(slab, sq - begin)
-        launch(
-            _block_score_kernel, (cdiv(queries, block_q), batch * groups),
-            q, k_cmp, k1, k2, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, q_start,
-            begin, slab, n_ld, l, d, l_sel, softmax_scale * LOG2E,
-            D=dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded, BLOCK_N=block_n, NB=nb,
-            BLOCK_D=d1, BLOCK_D2=d2,
-            POOL_DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, TMA=tma,
-            PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+        if on_hopper:
+            on_hopper.block_scores(
+                q, k_cmp, lse, scores, l=l, d=d, l_sel=l_sel, softmax_scale=softmax_scale,
+                cu_q=cu_q, cu_k=cu_k, batch=batch, sq=sq, q_start=q_start, begin=begin,
+                queries=queries, slab=slab, n_ld=n_ld,
+            )  # fmt: skip
+        else:
+            launch(
+                _block_score_kernel, (cdiv(queries, block_q), batch * groups),
+                q, k_cmp, k1, k2, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, q_start,
+                begin, slab, n_ld, l, d, l_sel, softmax_scale * LOG2E,
+                D=dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=pow2(heads), BLOCK_N=block_n, NB=nb,
+                BLOCK_D=d1, BLOCK_D2=d2,
+                POOL_DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, TMA=tma,
+                PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
+            )  # fmt: skip
         # Early slabs have fewer blocks to rank: H200, 64k, 1.37 -> 0.97 ms.
         blocks = max(pow2(cdiv(q_start + begin + queries, l_sel)), 32)
         launch(

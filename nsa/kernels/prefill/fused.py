@@ -72,7 +72,7 @@ def _prefill(
         )  # fmt: skip
     block_indices = block_select(
         q, k_cmp, lse_cmp, **s, softmax_scale=softmax_scale, cu_q=cu_seqlens, cu_k=cu_seqlens_cmp,
-        max_q=max_seqlen, q_start=q_start,
+        max_q=max_seqlen, q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
     await_selection()
     o_sel, lse_sel, out = gated_block_attention_fwd(

@@ -49,6 +49,17 @@ def forward_pair(
     return of_window and forward(q, k_cmp, v_cmp, use_gluon)
 
 
+def block_scores(
+    q: Tensor, k_cmp: Tensor, l: int, d: int, l_sel: int, use_gluon: bool | None = None
+) -> ModuleType | None:
+    """The same for the scores of blocks; None: _block_score_kernel finds them."""
+    if not enabled(q.device, use_gluon):
+        return None
+    from nsa.kernels.prefill import block_score_hopper
+
+    return block_score_hopper if block_score_hopper.usable(q, k_cmp, l, d, l_sel) else None
+
+
 def backward(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, use_gluon: bool | None = None
 ) -> ModuleType | None:
@@ -98,6 +109,14 @@ def pair_forward_kernels(
     if forward_pair(q, k_cmp, v_cmp, k_win, v_win):
         return ("_span_pair_fwd_hopper_kernel",)
     return (forward_kernel(q, k_cmp, v_cmp), forward_kernel(q, k_win, v_win))
+
+
+def block_select_kernels(
+    q: Tensor, k_cmp: Tensor, l: int, d: int, l_sel: int
+) -> tuple[str, ...]:
+    """Names of those that the choice of blocks launches."""
+    hopper = block_scores(q, k_cmp, l, d, l_sel)
+    return ("_block_score_hopper_kernel" if hopper else "_block_score_kernel", "_block_topn_kernel")
 
 
 def backward_kernels(

@@ -9,7 +9,9 @@ Written in Gluon, the five products of a tile of rows queue up, and the arithmet
 
 Eight warps own 128 keys. S, dP, dK and dV have the keys as their rows, so that P is a left operand
 straight from registers; dS goes through shared memory, where dQ reads it by queries and the next
-tile's turn reads it by keys for dK. One more warp fetches rows, up to three tiles ahead.
+tile's turn reads it by keys for dK: there, once a turn, the eight wait for each other, and else for
+nobody (warps.py; Triton's own waits took six barriers a turn, 3 to 7 % of the time). One more warp
+fetches rows, up to three tiles ahead, and one hands tiles of dQ to their addition.
 
 ptxas gives up the queue ("wgmma serialized") where a product is in flight from one turn of a loop
 to the next and its sums are read there, where other instructions define sums meanwhile, or where
@@ -45,13 +47,31 @@ from nsa.kernels.prefill import span_bwd_fused
 from nsa.kernels.prefill.span_common import sequence_bounds
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.prefill.sums import rounded
-from nsa.kernels.prefill.warps import LEAST_REGISTERS, START_REGISTERS
+from nsa.kernels.prefill.warps import (
+    LEAST_REGISTERS,
+    START_REGISTERS,
+    arrive,
+    arrive_if,
+    await_phase,
+    await_phase_if,
+    check_address,
+    first_barrier,
+    kept,
+    lane_number,
+    place_of_rows,
+    program_barrier,
+    store_tile,
+    warp_number,
+)
 from nsa.kernels.row_tiles import descriptor, shared_layout
 from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
 # A tile: (query, head) rows, keys, width of a head. 226 of 227 KB of shared memory.
 ROWS, KEYS, WIDTH, STAGES = 64, 128, 128, 3
 WARPS = 8
+LINE = gl.constexpr(128)  # bytes of shared memory
+# Numbers of barriers: rows are there, their place is free; so is a tile of dQ, its place is free.
+READY, FREE, DQ_READY, DQ_FREE = (gl.constexpr(i) for i in (0, STAGES, 2 * STAGES, 2 * STAGES + 1))
 
 
 @builtin
@@ -107,13 +127,12 @@ def _fetch_rows(
 ):  # fmt: skip
     """The fetching warp: every tile as soon as the tile STAGES before it is done with its place."""
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = buffers
-    ready, free = bars
     ROWS: gl.constexpr = BLOCK_Q * HEADS
     for n in range(tiles):
         slot = n % STAGES
         # The phase before the first counts as complete.
-        mbarrier.wait(free.index(slot), ((n // STAGES) & 1) ^ 1)
-        bar = ready.index(slot)
+        mbarrier.wait(bars.index(FREE + slot), ((n // STAGES) & 1) ^ 1)
+        bar = bars.index(READY + slot)
         # [queries, heads, width] for the descriptor, rows for the products: the same bytes.
         q = q_smem.index(slot)._reinterpret(QD.dtype, QD.block_type.shape, QD.layout)
         do = do_smem.index(slot)._reinterpret(QD.dtype, QD.block_type.shape, QD.layout)
@@ -128,29 +147,68 @@ def _fetch_rows(
 
 
 @gluon.jit
-def _add_to_dq(DQD, dq_smem, dq, t, head0):
-    # The addition before has read its tile.
-    tma.store_wait(0)
-    dq_smem.store(dq)
-    fence_async_shared()
+def _add_tiles(DQD, dq_smem, bars, tiles, start, t0, head0, MODE: gl.constexpr):
+    """The adding warp: every tile of dQ to its addition."""
     tile = dq_smem._reinterpret(gl.float32, DQD.block_type.shape, DQD.layout)
-    _tma_add(DQD, [t, head0, 0], tile)
+    BLOCK_Q: gl.constexpr = DQD.block_type.shape[0]
+    for n in range(tiles):
+        mbarrier.wait(bars.index(DQ_READY), n & 1)
+        _tma_add(DQD, [t0 + _nth_tile(n, tiles, start, MODE) * BLOCK_Q, head0, 0], tile)
+        tma.store_wait(0)
+        mbarrier.arrive(bars.index(DQ_FREE), count=1)
+
+
+@gluon.jit
+def _place_in_dq(place):
+    """Where in a tile of dQ at address `place` a thread begins to store, see _put_dq."""
+    lane = lane_number()
+    warp = warp_number()
+    row = warp % 4 * 16 + (lane >> 2)
+    swizzled = ((((lane >> 1) & 1) ^ (lane >> 2)) << 4) + (lane & 1) * 8
+    return place + warp // 4 * (2 * 64 * 128) + row * 128 + swizzled
+
+
+@gluon.jit
+def _put_dq(dq, at):
+    """dq [64, 128] of eight warps, four down and two across, to shared memory, as the copy engine
+    wants it: chunks of 32 columns, every 16 bytes of a row swizzled by its number."""
+    LAYOUT: gl.constexpr = dq.type.layout
+    column = gl.arange(0, dq.shape[1], gl.SliceLayout(0, LAYOUT)) % 64
+    to = (at ^ (column // 8 % 4 * 32)) + column // 32 * (64 * 128)
+    to = to[None, :] + gl.zeros(dq.shape, gl.int32, LAYOUT)
+    gl.inline_asm_elementwise(
+        """{
+        st.shared.v2.f32 [$5], {$1, $2};
+        st.shared.v2.f32 [$5 + 1024], {$3, $4};
+        mov.u32 $0, 0;
+        }""",
+        "=r,f,f,f,f,r,r,r,r", [dq, to], gl.int8, is_pure=False, pack=4,
+    )  # fmt: skip
+    fence_async_shared()
+
+
+@gluon.jit
+def _meet():
+    """The eight warps wait for each other. Triton's own barriers begin at 0."""
+    gl.inline_asm_elementwise(
+        "barrier.sync.aligned 14, 256; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def _span_turn(
-    dk, dv, s, before, slot, phase, n, tiles, start, DQD, buffers, bars, t0, m_begin, head0, first,
-    window, scale_log2,
+    dk, dv, s, before, slot, phase, n, tiles, start, buffers, first_bar, ds_at, dq_at, m_begin,
+    first, window, scale_log2,
     MODE: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """P, dS, dV and dQ of the n-th tile, whose S is given, dK of the tile before, S of the next.
 
-    before, slot: places of the tile before and of this one. first, window: see _visible.
+    before, slot: places of the tile before and of this one. first, window: see _visible. ds_at,
+    dq_at: where this thread stores dS and dQ.
     """
     k_place, v_place, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = buffers
-    ready, free = bars
     ROWS: gl.constexpr = BLOCK_Q * HEADS
     KEYS: gl.constexpr = k_place.shape[1]
     WIDTH: gl.constexpr = k_place.shape[2]
@@ -178,23 +236,24 @@ def _span_turn(
     dv = warpgroup_mma(p16, do, dv, is_async=True)
 
     delta = delta_smem.index(slot).load(COLUMN)
-    dp = warpgroup_mma_wait(2, deps=[dp])
-    ds_place.store((p * (dp - delta[None, :])).to(dtype))
-    fence_async_shared()
+    dp, dk = warpgroup_mma_wait(1, deps=[dp, dk])
+    arrive_if(n > 0, first_bar, FREE + before)
+    # All warps have read this place: dK and dQ of the tile before last, before they last met.
+    store_tile((p * (dp - delta[None, :])).to(dtype), ds_at + (n & 1) * (KEYS * ROWS * 2))
+    _meet()
     zero_dq = gl.zeros([ROWS, WIDTH], gl.float32, DQ_LAYOUT)
     dq = warpgroup_mma(ds_place.permute([1, 0]), k, zero_dq, use_acc=False, is_async=True)
     ahead = gl.where(slot == STAGES - 1, 0, slot + 1)
     phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
-    mbarrier.wait(ready.index(ahead), phase, pred=n + 1 < tiles)
+    await_phase_if(n + 1 < tiles, first_bar, READY + ahead, phase)
     # After the last tile this reads an old tile, and nobody the result.
     q_ahead = q_smem.index(ahead).permute([1, 0])
     s = warpgroup_mma(k, q_ahead, zero, use_acc=False, is_async=True)
 
-    dq, dv, dk = warpgroup_mma_wait(1, deps=[dq, dv, dk])
-    _add_to_dq(DQD, dq_smem, dq, t0 + tile * BLOCK_Q, head0)
-    # All warps have passed that barrier, so none reads the tile before any more; dS was fenced
-    # after lse and delta had been read, so that the next fetch comes after them, too.
-    mbarrier.arrive(free.index(before), count=1, pred=n > 0)
+    dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+    await_phase(first_bar, DQ_FREE, (n & 1) ^ 1)
+    _put_dq(dq, dq_at)
+    arrive(first_bar, DQ_READY)
     s = warpgroup_mma_wait(0, deps=[s])
     return dk, dv, s, slot, ahead, phase
 
@@ -251,7 +310,11 @@ def _span_tail(
     # NaN, too.
     t = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, DQ_LAYOUT)) // HEADS
     dq = gl.where((t < q_len)[:, None], dq, 0.0)
-    _add_to_dq(DQD, dq_smem, dq, t0 + m0, head0)
+    dq_smem.store(dq)
+    fence_async_shared()
+    tile = dq_smem._reinterpret(gl.float32, DQD.block_type.shape, DQD.layout)
+    _tma_add(DQD, [t0 + m0, head0, 0], tile)
+    tma.store_wait(0)
     return dk, dv
 
 
@@ -268,15 +331,15 @@ def _put_keys(OUT, x, row, live, layout: gl.constexpr, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _span_walk(
-    Q, K, V, DO, STATS_ROWS, DQD, DK, DV_OUT, buffers, bars, masked_tiles, tiles, start, q_begin,
-    t0, m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G, lse_row, delta_row,
+    Q, K, V, DO, STATS_ROWS, DQD, DK, DV_OUT, buffers, masked_tiles, tiles, start, q_begin, t0,
+    m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G, lse_row, delta_row,
     q_start, span_a, span_b, scale, scale_log2,
     MODE: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr, DS_AT: gl.constexpr, DQ_AT: gl.constexpr,
 ):  # fmt: skip
-    """The eight warps: a share of the queries past one tile of keys. k_end: see the kernel."""
+    """The eight warps: a share of the queries past one tile of keys. k_end: see the kernel. DS_AT,
+    DQ_AT: where memories begin, in bytes."""
     k_place, v_place, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = buffers
-    ready, free = bars
     ROWS: gl.constexpr = BLOCK_Q * HEADS
     KEYS: gl.constexpr = k_place.shape[1]
     WIDTH: gl.constexpr = k_place.shape[2]
@@ -297,6 +360,7 @@ def _span_walk(
     # The first tile has none before it: its own Q times dS = 0.
     ds_smem.index(1).store(gl.zeros([KEYS, ROWS], q_smem.dtype, S_LAYOUT))
     fence_async_shared()
+    program_barrier()
 
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, S_LAYOUT))
     # The first query that sees a key; keys past the sequence are seen by none.
@@ -309,7 +373,10 @@ def _span_walk(
     dk = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
     dv = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
     zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
-    mbarrier.wait(ready.index(0), 0, pred=tiles > 0)
+    first_bar = first_barrier()
+    ds_at = kept(place_of_rows(first_bar + DS_AT))
+    dq_at = kept(_place_in_dq(first_bar + DQ_AT))
+    await_phase_if(tiles > 0, first_bar, READY, 0)
     q_ahead = q_smem.index(0).permute([1, 0])
     s = warpgroup_mma(k_place.index(0), q_ahead, zero, use_acc=False, is_async=True)
     # dK and dV take part so that their zeros are not written while the product runs.
@@ -319,19 +386,20 @@ def _span_walk(
     phase = tiles * 0
     for n in range(0, masked_tiles):
         dk, dv, s, before, slot, phase = _span_turn(
-            dk, dv, s, before, slot, phase, n, tiles, start, DQD, buffers, bars, t0, m_begin, head0,
-            first, window, scale_log2, MODE, BLOCK_Q, HEADS, STAGES, S_LAYOUT, ACC_LAYOUT,
+            dk, dv, s, before, slot, phase, n, tiles, start, buffers, first_bar, ds_at, dq_at,
+            m_begin, first, window, scale_log2, MODE, BLOCK_Q, HEADS, STAGES, S_LAYOUT, ACC_LAYOUT,
             DQ_LAYOUT, True,
         )  # fmt: skip
     if MODE == 0:
         for n in range(masked_tiles, tiles):
             dk, dv, s, before, slot, phase = _span_turn(
-                dk, dv, s, before, slot, phase, n, tiles, start, DQD, buffers, bars, t0, m_begin,
-                head0, first, window, scale_log2, MODE, BLOCK_Q, HEADS, STAGES, S_LAYOUT,
+                dk, dv, s, before, slot, phase, n, tiles, start, buffers, first_bar, ds_at, dq_at,
+                m_begin, first, window, scale_log2, MODE, BLOCK_Q, HEADS, STAGES, S_LAYOUT,
                 ACC_LAYOUT, DQ_LAYOUT, False,
             )  # fmt: skip
     if tiles > 0:
         dk = warpgroup_mma(ds_smem.index((tiles & 1) ^ 1), q_smem.index(before), dk)
+    await_phase(first_bar, DQ_FREE, (tiles & 1) ^ 1)  # the last addition has read its tile
     if whole_end < m_end:
         past = (whole_end - m_begin) * HEADS
         dk, dv = _span_tail(
@@ -343,7 +411,6 @@ def _span_walk(
     key_row = (k_begin + key) * G + group
     _put_keys(DK, dk * scale, key_row, key < k_end, ACC_LAYOUT, SPLIT)
     _put_keys(DV_OUT, dv, key_row, key < k_end, ACC_LAYOUT, SPLIT)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -398,22 +465,35 @@ def _span_bwd_hopper_kernel(
 
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     DQ_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    # In lines of 128 bytes: barriers, lse and delta, then tiles.
+    DELTA_AT: gl.constexpr = 1 + STAGES * ROWS * 4 // LINE
+    K_AT: gl.constexpr = (DELTA_AT + STAGES * ROWS * 4 // LINE + 7) // 8 * 8
+    V_AT: gl.constexpr = K_AT + KEYS * WIDTH * 2 // LINE
+    Q_AT: gl.constexpr = V_AT + KEYS * WIDTH * 2 // LINE
+    DO_AT: gl.constexpr = Q_AT + STAGES * ROWS * WIDTH * 2 // LINE
+    DS_AT: gl.constexpr = DO_AT + STAGES * ROWS * WIDTH * 2 // LINE
+    DQ_AT: gl.constexpr = DS_AT + 2 * KEYS * ROWS * 2 // LINE
+    LINES: gl.constexpr = DQ_AT + ROWS * WIDTH * 4 // LINE
+    store = gl.allocate_shared_memory(gl.int8, [LINES, LINE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    check_address(store.index(0))
+    bars = store.index(0)._reinterpret(gl.int64, [DQ_FREE + 1, 1], mbarrier.MBarrierLayout())
+    lse_smem = store.index(1)._reinterpret(gl.float32, [STAGES, ROWS], STATS.layout)
+    delta_smem = store.index(DELTA_AT)._reinterpret(gl.float32, [STAGES, ROWS], STATS.layout)
     # One K and one V, but indexed: see _span_turn.
-    k_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
-    v_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], LAYOUT)
-    do_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], LAYOUT)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], STATS.layout)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], STATS.layout)
-    ds_smem = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], LAYOUT)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [ROWS, WIDTH], DQ_SHARED)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_place = store.index(K_AT)._reinterpret(dtype, [1, KEYS, WIDTH], LAYOUT)
+    v_place = store.index(V_AT)._reinterpret(dtype, [1, KEYS, WIDTH], LAYOUT)
+    q_smem = store.index(Q_AT)._reinterpret(dtype, [STAGES, ROWS, WIDTH], LAYOUT)
+    do_smem = store.index(DO_AT)._reinterpret(dtype, [STAGES, ROWS, WIDTH], LAYOUT)
+    ds_smem = store.index(DS_AT)._reinterpret(dtype, [2, KEYS, ROWS], LAYOUT)
+    dq_smem = store.index(DQ_AT)._reinterpret(gl.float32, [ROWS, WIDTH], DQ_SHARED)
+    WARPS: gl.constexpr = gl.num_warps()
     for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+        mbarrier.init(bars.index(READY + i), count=1)
+        mbarrier.init(bars.index(FREE + i), count=WARPS)
+    mbarrier.init(bars.index(DQ_READY), count=WARPS)
+    mbarrier.init(bars.index(DQ_FREE), count=1)
+    program_barrier()
     buffers = (k_place, v_place, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem)
-    bars = (ready, free)
 
     # Rows of all sequences fit 31 bits, see usable().
     q_begin = q_begin.to(gl.int32)
@@ -422,16 +502,17 @@ def _span_bwd_hopper_kernel(
     delta_row = lse_row + total_q * G * HEADS
     gl.warp_specialize([
         (_span_walk, (
-            Q, K, V, DO, STATS_ROWS, DQD, DK, DV_OUT, buffers, bars, masked_tiles, tiles, start,
-            q_begin, t0, m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G,
-            lse_row, delta_row, q_start, span_a, span_b, scale, scale_log2, MODE, BLOCK_Q, HEADS,
-            STAGES, SPLIT,
+            Q, K, V, DO, STATS_ROWS, DQD, DK, DV_OUT, buffers, masked_tiles, tiles, start, q_begin,
+            t0, m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G, lse_row,
+            delta_row, q_start, span_a, span_b, scale, scale_log2, MODE, BLOCK_Q, HEADS, STAGES,
+            SPLIT, DS_AT * LINE, DQ_AT * LINE,
         )),
         (_fetch_rows, (
             QD, DOD, STATS, buffers, bars, tiles, start, t0, group * HEADS, lse_row, delta_row,
             MODE, BLOCK_Q, HEADS, STAGES,
         )),
-    ], [1], [LEAST_REGISTERS])  # fmt: skip
+        (_add_tiles, (DQD, dq_smem, bars, tiles, start, t0, group * HEADS, MODE)),
+    ], [1, 1], [LEAST_REGISTERS, LEAST_REGISTERS])  # fmt: skip
 
 
 def _head_tiles(x: torch.Tensor, block_q: int, heads: int) -> Any:

@@ -46,8 +46,10 @@ from nsa.kernels.prefill.warps import (
     check_address,
     first_barrier,
     lane_number,
+    place_of_rows,
     program_barrier,
     put_aside,
+    rescaled,
     store_tile,
     taken_back,
     warp_number,
@@ -262,16 +264,17 @@ def _softmax(
     s, m, l, n0, full, q0, q_start, a, b, k_len, scale_log2,
     MODE: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Online softmax of one tile in base 2; alpha rescales what was summed before.
+    """Online softmax of one tile in base 2, relative to m; alpha rescales what was summed before.
 
     The bounds of the rows, which start at query q0, are found anew for every tile that is not
     full: they are few, and registers are short.
     """
     if not full:
         s = _masked(s, n0, q0, q_start, a, b, k_len, MODE, HEADS)
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-    # Where nothing was seen so far any finite number will do.
-    m_safe = gl.maximum(m_new, -1.0e30)
+    m_new = gl.max(s, 1) * scale_log2
+    # The maximum so far serves until scores pass it by 8, probabilities by 256: hardly ever is the
+    # output rescaled then. Where nothing was seen so far any finite number will do.
+    m_safe = gl.maximum(gl.where(m_new > m + 8.0, m_new, m), -1.0e30)
     p = gl.exp2(s * scale_log2 - m_safe[:, None])
     alpha = gl.exp2(m - m_safe)
     return p, m_safe, l * alpha + gl.sum(p, 1), alpha
@@ -308,7 +311,7 @@ def _output(acc, alpha, p, count, v_mem, first):
     """Start the product of the probabilities of tile `count` with its values."""
     KEYS: gl.constexpr = p.shape[1]
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
-    acc = acc * alpha[:, None]
+    acc = rescaled(acc, alpha)
     _await(first, V_FULL, count, v_mem.shape[0])
     v = _tile(v_mem, count, KEYS).reshape([KEYS, v_mem.shape[3]])
     return warpgroup_mma(p, v, acc, is_async=True)
@@ -506,7 +509,7 @@ def _consume(
         if q0 + QUERIES <= q_len:
             # The output leaves through the place of the queries, which no warp of the group reads
             # any more: all had to come to their last product together.
-            store_tile(out, first + Q_AT + at * (ROWS * D * 2))
+            store_tile(out, place_of_rows(first + Q_AT + at * (ROWS * D * 2)))
         else:
             columns = gl.arange(0, D, gl.SliceLayout(0, o_layout))
             gl.store(O + row[:, None] * D + columns[None, :], out, mask=live[:, None])

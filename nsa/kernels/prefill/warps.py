@@ -97,8 +97,33 @@ def arrive(first, number):
 
 
 @gluon.jit
+def arrive_if(asked, first, number):
+    """The same where `asked` is true."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one, asked;
+        setp.ne.s32 asked, $2, 0;
+        elect.sync _|one, 0xffffffff;
+        and.pred one, one, asked;
+        @one mbarrier.arrive.shared::cta.b64 _, [$1];
+        mov.u32 $0, 0;
+        }""",
+        "=r,r,r", [first + number * BARRIER, asked.to(gl.int32)], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def kept(x):
+    """x, which the compiler does not find anew: what is found from the numbers of a warp or a
+    thread within a loop keeps all addresses there out of the registers that warps share."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def check_address(unit):
-    """Stops the kernel if the memory of `unit` is not where first_barrier says."""
+    """Stops the kernel if the memory from `unit` on is not where first_barrier says."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = unit._reinterpret(gl.int32, [UNIT // 4], layout)
     spread: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -118,14 +143,48 @@ def check_address(unit):
     program_barrier()
 
 
+_BY = 32  # registers in one piece of PTX: c0 c1 of a row, c0 c1 of the row 8 below, c8 ..
+_RESCALE = gl.constexpr(
+    f"""{{
+    .reg .pred one, other;
+    setp.neu.f32 one, ${2 * _BY}, 0f3F800000;
+    setp.neu.f32 other, ${2 * _BY + 2}, 0f3F800000;
+    or.pred one, one, other;
+    vote.sync.any.pred one, one, 0xffffffff;
+    """
+    + "".join(f"mov.b32 ${i}, ${_BY + i};\n" for i in range(_BY))
+    + "@!one bra.uni over;\n"
+    + "".join(f"mul.f32 ${i}, ${i}, ${2 * _BY + i};\n" for i in range(_BY))
+    + "over:\n}"
+)
+_RESCALE_OPERANDS = gl.constexpr(",".join(["=f"] * _BY + ["f"] * 2 * _BY))
+_RESCALE_PACK = gl.constexpr(_BY)
+
+
 @gluon.jit
-def store_tile(x, place):
-    """x [rows, D] of 16 bits to shared memory at address `place`, as the copy engine wants it:
-    chunks of 64 columns, every 16 bytes of a row swizzled by its number. A warp stores 16 rows."""
+def rescaled(x, factor):
+    """x [rows, columns], laid out as a warpgroup's product, times factor [rows]: by warps, and only
+    where one of its rows has a factor that is not 1."""
     LAYOUT: gl.constexpr = x.type.layout
+    factor = factor[:, None] + gl.zeros(x.shape, gl.float32, LAYOUT)
+    return gl.inline_asm_elementwise(
+        _RESCALE, _RESCALE_OPERANDS, [x, factor], gl.float32, is_pure=False, pack=_RESCALE_PACK
+    )
+
+
+@gluon.jit
+def place_of_rows(place):
+    """Where in a tile at address `place` a thread begins to store the 16 rows of its warp."""
     lane = lane_number()
     row = warp_number() * 16 + (lane & 15)
-    at = place + row * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
+    return place + row * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
+
+
+@gluon.jit
+def store_tile(x, at):
+    """x [rows, D] of 16 bits to shared memory, as the copy engine and products want it: chunks of
+    64 columns, every 16 bytes of a row swizzled by its number. at: place_of_rows."""
+    LAYOUT: gl.constexpr = x.type.layout
     column = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     to = (at ^ (column // 16 % 4 * 32)) + column // 64 * (x.shape[0] * 128)
     to = to[None, :] + gl.zeros(x.shape, gl.int32, LAYOUT)
