@@ -1,19 +1,46 @@
-"""Last two launches of a decode step: the chosen blocks, then every merge and the gates."""
+"""Last launches of a decode step: the chosen blocks, then every merge and the gates; both at once
+where nothing splits the blocks."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from nsa.kernels.decode.choose import choose_blocks
+from nsa.kernels.decode.choose import choose_blocks, store_blocks
 from nsa.kernels.decode.tile import attend, cache_row, load_rows
+
+
+@triton.jit
+def _scanned(
+    O, M, L, base, begin, end, ROWS, head, live, cols, DV: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Output [HEADS, BLOCK_DV] of the scan's splits begin..end; zero where all are empty."""
+    m = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
+    for split in range(begin, end):
+        at = base + split * ROWS + head
+        m_part = tl.load(M + at, mask=live, other=float("-inf"))
+        s_part = tl.load(L + at, mask=live, other=0.0)
+        o_part = tl.load(
+            O + at[:, None] * DV + cols[None, :], mask=live[:, None] & (cols < DV)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        m_new = tl.maximum(m, m_part)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        before, now = tl.math.exp2(m - m_safe), tl.math.exp2(m_part - m_safe)
+        total = total * before + s_part * now
+        acc = acc * before[:, None] + o_part * now[:, None]
+        m = m_new
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit
 def attend_selected(
     split, bg, token, length,
-    Q, KS, VS, TABLE, INDICES, PART_O, PART_M, PART_L, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX,
-    KEYS, BLOCKS,
+    Q, KS, VS, TABLE, INDICES, GATES, OUT, PART_O, PART_M, PART_L, SCAN_O, SCAN_M, SCAN_L, POOLED,
+    SPILL, TILE_MAX, KEYS, BLOCKS,
     table_len, capacity, G, H, T, splits, share, splits_cmp, splits_all, n_tiles, l, d, l_sel,
     chunks, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
@@ -21,10 +48,11 @@ def attend_selected(
     PAGE: tl.constexpr, PRECISION: tl.constexpr, CHOOSE: tl.constexpr, SPLITS: tl.constexpr,
     TILE_N: tl.constexpr, NB: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr,
     N: tl.constexpr, RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
-    N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
+    N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """Partial attention of one token over `share` of its blocks; rows are heads. With CHOOSE every
-    split chooses the blocks for itself, which is cheaper than a launch.
+    split chooses the blocks for itself, which is cheaper than a launch. With MERGE, of one split,
+    all three branches by their gates (Eq. 5).
     """
     batch = bg // G
     group = bg % G
@@ -52,12 +80,7 @@ def attend_selected(
             splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, ROWS, HEADS, SPLITS, TILE_N, NB,
             CHUNK, SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
         )  # fmt: skip
-        tl.store(indices + place, chosen, mask=keep)
-        pad = tl.arange(0, N_PAD)
-        own = position // l_sel
-        tl.store(
-            indices + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL)
-        )
+        store_blocks(indices, keep, place, chosen, position // l_sel, N_SEL, N_PAD)
         tl.debug_barrier()
     tiles_per_block = (l_sel + BLOCK_N - 1) // BLOCK_N
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
@@ -78,20 +101,36 @@ def attend_selected(
         acc, m_i, l_i, _, _ = attend(
             acc, m_i, l_i, q, q2, k, k2, v, seen[None, :], scale_log2, BLOCK_D2, PRECISION
         )
-    out_at = out_row + head
-    tl.store(PART_M + out_at, m_i, mask=live)
-    tl.store(PART_L + out_at, l_i, mask=live)
-    tl.store(
-        PART_O + out_at[:, None] * DV + cols[None, :],
-        acc,
-        mask=live[:, None] & (cols < DV)[None, :],
-    )
+    shown = live[:, None] & (cols < DV)[None, :]
+    if MERGE:
+        base = bg.to(tl.int64) * splits_all * ROWS + token * H
+        cmp = _scanned(
+            SCAN_O, SCAN_M, SCAN_L, base, 0, splits_cmp, ROWS, head, live, cols, DV, HEADS, BLOCK_DV
+        )
+        win = _scanned(
+            SCAN_O, SCAN_M, SCAN_L, base, splits_cmp, splits_all, ROWS, head, live, cols, DV, HEADS,
+            BLOCK_DV,
+        )  # fmt: skip
+        gate = GATES + row_index * 3
+        g_cmp = tl.load(gate, mask=live, other=0.0).to(tl.float32)
+        g_sel = tl.load(gate + 1, mask=live, other=0.0).to(tl.float32)
+        g_win = tl.load(gate + 2, mask=live, other=0.0).to(tl.float32)
+        out = cmp * g_cmp[:, None]
+        out += acc / tl.where(l_i > 0, l_i, 1.0)[:, None] * g_sel[:, None]
+        out += win * g_win[:, None]
+        at = row_index[:, None] * DV + cols[None, :]
+        tl.store(OUT + at, out.to(OUT.dtype.element_ty), mask=shown)
+    else:
+        out_at = out_row + head
+        tl.store(PART_M + out_at, m_i, mask=live)
+        tl.store(PART_L + out_at, l_i, mask=live)
+        tl.store(PART_O + out_at[:, None] * DV + cols[None, :], acc, mask=shown)
 
 
 @triton.jit
 def _decode_selected_kernel(
-    Q, KS, VS, LENS, TABLE, INDICES, PART_O, PART_M, PART_L, SCAN_M, SCAN_L, POOLED, SPILL,
-    TILE_MAX, KEYS, BLOCKS,
+    Q, KS, VS, LENS, TABLE, INDICES, GATES, OUT, PART_O, PART_M, PART_L, SCAN_O, SCAN_M, SCAN_L,
+    POOLED, SPILL, TILE_MAX, KEYS, BLOCKS,
     table_len, capacity, G, H, T, splits, share, splits_cmp, splits_all, n_tiles, l, d, l_sel,
     chunks, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
@@ -99,17 +138,17 @@ def _decode_selected_kernel(
     PAGE: tl.constexpr, PRECISION: tl.constexpr, CHOOSE: tl.constexpr, SPLITS: tl.constexpr,
     TILE_N: tl.constexpr, NB: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr,
     N: tl.constexpr, RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
-    N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
+    N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """attend_selected() of every split, sequence, group and token."""
     bg = tl.program_id(1)
     attend_selected(
         tl.program_id(0), bg, tl.program_id(2), tl.load(LENS + bg // G),
-        Q, KS, VS, TABLE, INDICES, PART_O, PART_M, PART_L, SCAN_M, SCAN_L, POOLED, SPILL,
-        TILE_MAX, KEYS, BLOCKS, table_len, capacity, G, H, T, splits, share, splits_cmp, splits_all,
-        n_tiles, l, d, l_sel, chunks, scale_log2, D, DV, ROWS, HEADS, BLOCK_N, BLOCK_D, BLOCK_D2,
-        BLOCK_DV, PAGE, PRECISION, CHOOSE, SPLITS, TILE_N, NB, CHUNK, SINGLE, N, RANKED, N_SEL,
-        N_PAD, N_INIT, N_LOCAL,
+        Q, KS, VS, TABLE, INDICES, GATES, OUT, PART_O, PART_M, PART_L, SCAN_O, SCAN_M, SCAN_L,
+        POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, table_len, capacity, G, H, T, splits, share,
+        splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, scale_log2, D, DV, ROWS, HEADS,
+        BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, PRECISION, CHOOSE, SPLITS, TILE_N, NB, CHUNK,
+        SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL, MERGE,
     )  # fmt: skip
 
 

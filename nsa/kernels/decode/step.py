@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.decode.choose import _decode_candidates_kernel
-from nsa.kernels.decode.scan import _decode_scan_kernel
+from nsa.kernels.decode.scan import _decode_scan_choose_kernel, _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.decode.team import _decode_team_kernel
 from nsa.kernels.launch import by_layout, launch_planned, on_its_device, prepare_planned
@@ -37,6 +37,7 @@ SELECTED_SPLITS = 16  # per token and group, a block each by default
 MANY_TILES = 8  # of 64 keys per SM: from here on larger tiles
 SINGLE_BLOCKS = 64  # of which the kernel of the selected blocks itself sums and ranks the scores
 CHUNK_BLOCKS = 32, 128  # more go by chunks of so many, of which a launch of its own takes the best
+ENTIRE_BLOCKS = 512  # of a sequence, up to which the program that scans all of its keys ranks them
 RANK_CANDIDATES = 128  # up to here comparing all with all is quicker than a search
 TEAM_PER_SM = 2  # programs of the step in one launch that run at a time
 LEAST_TEAM = 16  # for a sequence and group: smaller teams are slower than several launches
@@ -66,6 +67,14 @@ def choice_sizes(n_tiles: int, nb: int, n_blocks: int, n_sel: int) -> tuple[int,
     chunks = 1 if single else cdiv(n_blocks, chunk * nb)
     n = chunk * nb if single else pow2(chunks) * n_pad
     return chunks, dict(CHUNK=chunk, SINGLE=single, N=n, N_PAD=n_pad, RANKED=n <= RANK_CANDIDATES)
+
+
+def scan_entire(programs: int, splits: tuple[int, int], blocks: int, sms: int) -> bool:
+    """Is one program to scan all keys of a sequence and group, and to choose its blocks? Where
+    nothing splits them and they fill the places of the programs that run at a time."""
+    room = int(SCAN_PER_SM * sms)
+    filled = programs / (cdiv(programs, room) * room)
+    return splits == (1, 1) and blocks <= ENTIRE_BLOCKS and filled >= 0.8
 
 
 def choice_warps(blocks: int, programs: int, sms: int) -> int:
@@ -135,7 +144,10 @@ class StepPlan:
     share: int  # selected blocks of a split
     n_tiles: int
     chunks: int
+    sms: int
+    entire: bool  # the scan's programs choose the blocks
     candidates: bool  # a launch of its own takes them
+    merged: bool  # by the programs of the selected blocks
     team: int  # programs for a sequence and group, of a step in one launch; 0 for several launches
     phases: tuple[int, ...]  # of a team: all at once, where programs run at the same time
     floats: list[int]
@@ -153,9 +165,10 @@ class StepPlan:
         if self.team:
             return ("_decode_team_kernel",)
         launched = {
-            "_decode_scan_kernel": self.splits_cmp + self.splits_win,
+            "_decode_scan_choose_kernel": self.entire,
+            "_decode_scan_kernel": not self.entire and self.splits_cmp + self.splits_win,
             "_decode_candidates_kernel": self.candidates and self.splits_cmp and self.splits_sel,
-            "_decode_selected_kernel": self.splits_sel, "_decode_merge_kernel": 1,
+            "_decode_selected_kernel": self.splits_sel, "_decode_merge_kernel": not self.merged,
         }  # fmt: skip
         return tuple(name for name, programs in launched.items() if programs)
 
@@ -207,15 +220,21 @@ def _plan(
     nb = block_n // ratio
     n_tiles = max(cdiv(n_cmp, block_n), 1)
     splits_cmp, splits_win = scan_splits(
-        n_tiles, cdiv(window + tokens - 1, block_n), SCAN_PER_SM * sms // programs
+        n_tiles, cdiv(window + tokens - 1, block_n), int(SCAN_PER_SM * sms) // programs
     )
     splits_cmp = splits_cmp if branch in (None, "cmp") else 0
     splits_win = splits_win if branch in (None, "win") else 0
-    target = SELECTED_PER_SM * sms
+    target = int(SELECTED_PER_SM * sms)
     splits_sel = max(1, min(target // (programs * tokens), SELECTED_SPLITS))
     share = cdiv(n_sel, splits_sel)
     splits_sel = cdiv(n_sel, share) if branch in (None, "sel") else 0
-    chunks, choice = choice_sizes(n_tiles, nb, cdiv(max_len, l_sel), n_sel)
+    blocks = cdiv(max_len, l_sel)
+    chunks, choice = choice_sizes(n_tiles, nb, blocks, n_sel)
+    every = pow2(max(n_tiles, cdiv(blocks, nb)))
+    entire = branch is None and scan_entire(programs, (splits_cmp, splits_win), every * nb, sms)
+    if entire:
+        chunks = 1
+        choice |= dict(CHUNK=every, SINGLE=True, N=every * nb, RANKED=every * nb <= RANK_CANDIDATES)
     if not choice["RANKED"] and choice["N"] > SEARCH_CANDIDATES:
         raise NotImplementedError(
             f"max_len={max_len} with n_sel={n_sel}, l_sel={l_sel}: more blocks than one step can "
@@ -236,6 +255,10 @@ def _plan(
         ROWS=rows, HEADS=heads_padded, SPLITS=merged[0], TILE_N=block_n, NB=nb,
         CHUNK=choice["CHUNK"], N_SEL=n_sel, N_PAD=choice["N_PAD"], N_INIT=n_init, N_LOCAL=n_local,
     )  # fmt: skip
+    ranking = dict(
+        HEADS=heads_padded, CHUNK=choice["CHUNK"], N=choice["N"], RANKED=choice["RANKED"],
+        N_SEL=n_sel, N_PAD=choice["N_PAD"], N_INIT=n_init, N_LOCAL=n_local,
+    )  # fmt: skip
     selected = dict(
         BLOCK_N=min(block_n, 64, dot_size(l_sel)), SINGLE=choice["SINGLE"], N=choice["N"],
         RANKED=choice["RANKED"],
@@ -243,26 +266,28 @@ def _plan(
     room = TEAM_PER_SM * sms // programs
     together = (
         alone and branch is None and room >= max(LEAST_TEAM, splits_cmp + splits_win)
-        and cdiv(max_len, l_sel) <= TEAM_BLOCKS and arch not in SMALL and block_n <= 64
+        and blocks <= TEAM_BLOCKS and not entire and arch not in SMALL and block_n <= 64
         and large_tiles(dtype.itemsize, dim, dv, rows)
     )  # fmt: skip
     team = max(splits_cmp + splits_win, min(max(splits_sel, heads) * tokens, room))
     return StepPlan(
         splits_cmp=splits_cmp, splits_win=splits_win, splits_sel=splits_sel, share=share,
-        n_tiles=n_tiles, chunks=chunks,
-        candidates=not choice["SINGLE"], team=team if together else 0,
+        n_tiles=n_tiles, chunks=chunks, sms=sms,
+        entire=entire, candidates=not choice["SINGLE"],
+        merged=branch is None and splits_sel == 1 and not together, team=team if together else 0,
         phases=(0, 1, 2, 3) if interpret else (-1,),
         floats=floats, offsets=[4 * n for n in itertools.accumulate(floats[:-1], initial=0)],
         scan=dict(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
-            num_warps=scan_warps(rows), num_stages=2, **dims,
+            num_warps=scan_warps(rows), num_stages=2, **dims, **(ranking if entire else {}),
         ),
         choice=dict(
             num_warps=choice_warps(choice["CHUNK"] * nb, programs * tokens * chunks, sms),
             num_stages=1, **choosing,
         ),
         selected=dict(
-            CHOOSE=branch is None, num_stages=2,
+            CHOOSE=branch is None and not entire, num_stages=2,
+            MERGE=branch is None and splits_sel == 1 and not together,
             num_warps=selected_warps(choice["N"], heads_padded, max(dim, dv)),
             **selected, **choosing, **dims,
         ),
@@ -360,7 +385,15 @@ def nsa_decode_triton(
                     dict(PAGE=page, RING=window_ring, PHASE=phase, **plan.whole), compiled,
                 )  # fmt: skip
             return
-        if splits_all:
+        if plan.entire:
+            go(
+                _decode_scan_choose_kernel, (programs, 1, 1),
+                (q, k_cmp, v_cmp, k_win, v_win, lens, table, indices, scan_o, scan_m, scan_l,
+                 pooled, spill, tile_max, table_len, cmp_rows, win_rows, groups, heads, tokens,
+                 n_tiles, l, d, l_sel, window, scale_log2, plan.sms),
+                dict(PAGE=0 if window_ring else page, RING=window_ring, **plan.scan), compiled,
+            )  # fmt: skip
+        elif splits_all:
             go(
                 _decode_scan_kernel, (programs, splits_all, 1),
                 (q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
@@ -378,17 +411,18 @@ def nsa_decode_triton(
         if splits_sel:
             go(
                 _decode_selected_kernel, (splits_sel, programs, tokens),
-                (q, k_sel, v_sel, lens, table, indices, sel_o, sel_m, sel_l, scan_m, scan_l, pooled,
-                 spill, tile_max, keys, blocks, table_len, sel_rows, groups, heads, tokens,
-                 splits_sel, plan.share, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,
-                 scale_log2),
+                (q, k_sel, v_sel, lens, table, indices, gates, out, sel_o, sel_m, sel_l, scan_o,
+                 scan_m, scan_l, pooled, spill, tile_max, keys, blocks, table_len, sel_rows, groups,
+                 heads, tokens, splits_sel, plan.share, splits_cmp, splits_all, n_tiles, l, d,
+                 l_sel, chunks, scale_log2),
                 dict(PAGE=page, **plan.selected), compiled,
             )  # fmt: skip
-        go(
-            _decode_merge_kernel, (programs, tokens * heads, 1),
-            (scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens,
-             splits_cmp, splits_all, splits_sel), plan.merge, compiled,
-        )  # fmt: skip
+        if not plan.merged:
+            go(
+                _decode_merge_kernel, (programs, tokens * heads, 1),
+                (scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens,
+                 splits_cmp, splits_all, splits_sel), plan.merge, compiled,
+            )  # fmt: skip
 
     plan = planned(alone and q.device not in _no_team)
     try:

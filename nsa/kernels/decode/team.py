@@ -98,11 +98,12 @@ def _decode_team_kernel(
         for i in range(part, splits_sel * T, parts):
             attend_selected(
                 i % splits_sel, bg, i // splits_sel, length,
-                Q, KS, VS, TABLE, INDICES, SEL_O, SEL_M, SEL_L, SCAN_M, SCAN_L, POOLED, SPILL,
-                TILE_MAX, KEYS, BLOCKS, table_len, sel_capacity, G, H, T, splits_sel, share,
-                splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, scale_log2, D, DV, ROWS,
-                HEADS, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, PRECISION, True, SPLITS_CMP,
-                TILE_N, NB, CHUNK, SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
+                Q, KS, VS, TABLE, INDICES, GATES, OUT, SEL_O, SEL_M, SEL_L, SCAN_O, SCAN_M, SCAN_L,
+                POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, table_len, sel_capacity, G, H, T, splits_sel,
+                share, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, scale_log2, D, DV,
+                ROWS, HEADS, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, PRECISION, True,
+                SPLITS_CMP, TILE_N, NB, CHUNK, SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
+                False,
             )  # fmt: skip
     if PHASE == -1:
         sign = _meet(counter, sign, part, parts)
