@@ -65,13 +65,7 @@ STEPS = [
          **{**PAPER, "capacity": 10000}),
     Step((500, 700), T=2, h=16, D=128, Dv=64, n_sel=16, **{**PAPER, "capacity": 1500}),
     Step((1,) * 17 + (4000,), G=2, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, **PAPER),
-    Step((45, 3, 77, 64, 16, 30, 90, 17), T=2, h=4, n_sel=4),
-    Step((45, 3, 77, 64, 1, 30, 90, 17), ring=True, page=16),
-    Step((4096, 3, 700, 1025) * 16, G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, **PAPER),
-    Step((3000, 65, 64, 1025) * 16, T=2, G=4, h=16, D=128, Dv=128, n_sel=16, page=64, ring=True,
-         **PAPER),
 ]
-ENTIRE = STEPS[-4:]  # a program for all keys of a sequence and group: many sequences
 
 
 class Caches:
@@ -181,7 +175,7 @@ class Caches:
         return torch.cat(parts)
 
 
-CORE = (1, 3, 5, 6, 7, 9, 10, 13, 14, 15)  # what every report runs
+CORE = (1, 3, 5, 6, 7, 9, 10)  # what every report runs
 
 
 @pytest.mark.parametrize(
@@ -196,8 +190,6 @@ def test_step(step, team, kernel_device, tune):
     if kernel_device == "cpu" and step.big:
         pytest.skip("a GPU's size: the interpreter would take hours")
     caches, counters, kernels = Caches(step, kernel_device), None, KERNELS
-    if step in ENTIRE:
-        kernels = ["_decode_scan_choose_kernel", "_decode_selected_kernel"]
     if team:
         tune(LEAST_TEAM=2, **{"TEAM_PER_SM": 64} if kernel_device == "cpu" else {})
         counters = caches.counters()
@@ -206,7 +198,6 @@ def test_step(step, team, kernel_device, tune):
             pytest.skip("too large for one launch")
     with launches.recording() as counts:
         out, indices = caches.run(counters=counters)
-    assert ("_decode_merge_kernel" in kernels) == ("_decode_merge_kernel" in counts)
     if team:
         assert set(counts) == set(kernels)
         again, same = caches.run(counters=counters)  # which finds the counters' signs turned
@@ -260,26 +251,28 @@ def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, tune):
     assert torch.equal(again, out)
 
 
-@pytest.mark.parametrize("ranks", [2**20, 1])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_one_program_for_all_keys_does_what_several_do(splits, ranks, kernel_device, tune):
-    """Splits, their choice and their merge in launches of their own, or all in two; either can be
-    without the other."""
-    caches = Caches(Step((577, 45, 1, 300) * 2, h=4, n_sel=4, capacity=600), kernel_device)
-    on_gpu = kernel_device != "cpu"
-    sms = torch.cuda.get_device_properties(0).multi_processor_count if on_gpu else 8
-    room = dict(SCAN_PER_SM=16 / sms, SELECTED_PER_SM=16 * splits / sms)
-    tune(ENTIRE_BLOCKS=0, **{**room, "SELECTED_PER_SM": 64 / sms})
+@pytest.mark.core
+@pytest.mark.parametrize("step", [
+    Step((577, 45, 1, 300), h=4, n_sel=4, capacity=600),
+    Step((577, 45, 2, 300), T=2, h=3, Dv=32, n_sel=4, page=16, ring=True, capacity=600),
+], ids=str)  # fmt: skip
+def test_what_is_not_split_is_merged_at_once(step, kernel_device, tune):
+    """In the launch of the selected blocks, as by a launch of its own."""
+    caches = Caches(step, kernel_device)
+    tune(SELECTED_SPLITS=2, SELECTED_PER_SM=64)
     with launches.recording() as counts:
-        out, indices = caches.run()
-    assert set(counts) >= set(KERNELS)
-    tune(ENTIRE_BLOCKS=512, RANK_CANDIDATES=ranks, **room)
+        want, blocks = caches.run()
+    assert counts["_decode_merge_kernel"] == 1
+    tune(SELECTED_SPLITS=1)
     with launches.recording() as counts:
-        again, same = caches.run()
-    kernels = ["_decode_scan_choose_kernel", "_decode_selected_kernel"]
-    assert set(counts) == {*kernels, *KERNELS[2:][: splits - 1]}
-    assert torch.equal(same, indices)
-    torch.testing.assert_close(again, out, rtol=1e-3, atol=1e-3)
+        got, same = caches.run()
+    assert counts["_decode_selected_kernel"] == 1 and "_decode_merge_kernel" not in counts
+    assert torch.equal(same, blocks)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    tune(SELECTED_PER_SM=0)  # more programs than run at a time
+    with launches.recording() as counts:
+        caches.run()
+    assert counts["_decode_merge_kernel"] == 1
 
 
 def test_a_team_chooses_and_merges_as_launches_do(kernel_device, tune):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import triton.language as tl
@@ -16,11 +15,9 @@ from nsa.kernels.decode.append import (
     _decode_raw_kernel,
 )
 from nsa.kernels.decode.choose import _decode_candidates_kernel
-from nsa.kernels.decode.scan import _decode_scan_choose_kernel, _decode_scan_kernel
+from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.decode.step import (
-    ENTIRE_BLOCKS,
-    RANK_CANDIDATES,
     SMALL,
     choice_sizes,
     choice_warps,
@@ -77,12 +74,6 @@ def aot_cases(arch: int) -> list[AotCase]:
             constexprs = {**dims, **scan}
             name = f"{label}-N{block_n}"
             cases.append(_case(_decode_scan_kernel, name, dtype, constexprs, scan_warps(rows), 2))
-            for n in (128, ENTIRE_BLOCKS):  # blocks that the scan's programs rank
-                rank = dict(HEADS=16, CHUNK=n // (block_n // 4), N=n, RANKED=n <= RANK_CANDIDATES,
-                            N_SEL=16, N_PAD=16, N_INIT=1, N_LOCAL=2)  # fmt: skip
-                case = _case(_decode_scan_choose_kernel, f"{name}-{n}", dtype,
-                             {**constexprs, **rank}, scan_warps(rows), 2)  # fmt: skip
-                cases.append(replace(case, max_spill=64))  # between keys and choice
         # One sequence of 4k, of 32k and of a million tokens: the sizes of the choice.
         lengths = ((4096, 8), (32768, 64), (2**20, 64))
         for length, splits in lengths if d == 128 else lengths[1:2]:
@@ -90,12 +81,11 @@ def aot_cases(arch: int) -> list[AotCase]:
             _, choice = choice_sizes(n_tiles, small // 4, length // 64, 16)
             selected = dict(ROWS=rows, HEADS=16, TILE_N=small, NB=small // 4, SPLITS=splits,
                             N_SEL=16, N_INIT=1, N_LOCAL=2, BLOCK_N=small, PAGE=page,
-                            CHOOSE=True, MERGE=False, **choice, **dims)  # fmt: skip
+                            CHOOSE=True, **choice, **dims)  # fmt: skip
             warps = selected_warps(choice["N"], 16, d)
-            for merge, choose in ((False, True), (True, True), (True, False)):
-                selected |= dict(CHOOSE=choose, MERGE=merge)
-                cases.append(_case(_decode_selected_kernel, f"{label}-S{length}-{merge}{choose}",
-                                   dtype, dict(selected), warps, 2))  # fmt: skip
+            for merge in (False, True):
+                cases.append(_case(_decode_selected_kernel, f"{label}-S{length}-{merge}", dtype,
+                                   {**selected, "MERGE": merge}, warps, 2))  # fmt: skip
             some = {n: selected[n] for n in _decode_candidates_kernel.arg_names if n in selected}
             few_and_many = (1, 4096) if d == 128 else (1,)
             for programs in () if choice["SINGLE"] else few_and_many:
@@ -130,8 +120,8 @@ def aot_cases(arch: int) -> list[AotCase]:
         )
     if arch == 80:  # where ptxas leaves 128 heads of 256 on 4 warps 32 registers and 9 KB of stack
         c = dict(D=256, DV=256, BLOCK_D=256, BLOCK_D2=0, BLOCK_DV=256, PRECISION="tf32", ROWS=128,
-                 HEADS=128, BLOCK_N=64, PAGE=0, CHOOSE=True, MERGE=False, SPLITS=8, TILE_N=64, NB=16,
-                 N_SEL=16, N_INIT=1, N_LOCAL=2, **choice_sizes(8, 16, 128, 16)[1])  # fmt: skip
+                 HEADS=128, BLOCK_N=64, PAGE=0, CHOOSE=True, SPLITS=8, TILE_N=64, NB=16, N_SEL=16,
+                 N_INIT=1, N_LOCAL=2, MERGE=False, **choice_sizes(8, 16, 128, 16)[1])  # fmt: skip
         warps = selected_warps(c["N"], 128, 256)
         cases.append(_case(_decode_selected_kernel, "D256-H128", "bf16", c, warps, 2))
     return cases

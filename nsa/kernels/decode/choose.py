@@ -83,16 +83,6 @@ def top_places(key, N: tl.constexpr, N_SEL: tl.constexpr, RANKED: tl.constexpr):
 
 
 @triton.jit
-def store_blocks(indices, keep, place, block, own, N_SEL: tl.constexpr, N_PAD: tl.constexpr):
-    """What top_places keeps of `block` to a row of N_SEL indices, -1 behind it; own: last block."""
-    tl.store(indices + place, block, mask=keep)
-    pad = tl.arange(0, N_PAD)
-    tl.store(
-        indices + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL)
-    )
-
-
-@triton.jit
 def store_candidates(
     chunk, bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS,
     G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,

@@ -1,5 +1,4 @@
-"""First launch of a decode step: attention over the compressed and the window keys, split where
-there are few sequences; of many the programs that scan the keys choose the blocks, too.
+"""First launch of a decode step: split attention over the compressed and the window keys.
 
 A step has T new tokens (1 for plain decoding, more when speculating); token i of sequence b stands
 at position lens[b] - T + i. Lengths live on the device, so one captured graph serves every length
@@ -11,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.decode.choose import choose_blocks, store_blocks
 from nsa.kernels.decode.tile import attend, cache_row, load_rows, visible
 
 
@@ -142,42 +140,3 @@ def _decode_scan_kernel(
         scale_log2, D, DV, ROWS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, RING, POOL_DTYPE,
         PRECISION,
     )  # fmt: skip
-
-
-@triton.jit
-def _decode_scan_choose_kernel(
-    Q, KC, VC, KW, VW, LENS, TABLE, INDICES, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX,
-    table_len, cmp_capacity, win_capacity, G, H, T, n_tiles, l, d, l_sel, window, scale_log2, sms,
-    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr, NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, POOL_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, RANKED: tl.constexpr,
-    N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
-):  # fmt: skip
-    """All keys of a sequence and group by one program, and the blocks that its tokens choose.
-
-    The choice reads next to nothing: of two programs that share one of `sms` multiprocessors one
-    scans the window's keys first and the other last, so that one streams while the other chooses.
-    """
-    bg = tl.program_id(0)
-    length = tl.load(LENS + bg // G)
-    window_first = bg // sms % 2
-    for turn in range(2):
-        part = turn ^ window_first
-        scan_split(
-            bg, part, length, Q, KC, VC, KW, VW, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL,
-            TILE_MAX, table_len, cmp_capacity, win_capacity, G, H, T, 1, 2, n_tiles, l, d, l_sel,
-            window, scale_log2, D, DV, ROWS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, RING,
-            POOL_DTYPE, PRECISION,
-        )  # fmt: skip
-        if part == 0:
-            tl.debug_barrier()  # all of the program's threads have stored their sums
-            for token in range(T):
-                keep, place, block = choose_blocks(
-                    bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, INDICES, INDICES,
-                    H, T, 1, 2, n_tiles, l, d, l_sel, 1, ROWS, HEADS, 1, BLOCK_N, NB, CHUNK, True,
-                    N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
-                )  # fmt: skip
-                indices = INDICES + ((bg // G * T + token).to(tl.int64) * G + bg % G) * N_SEL
-                own = (length - T + token) // l_sel
-                store_blocks(indices, keep, place, block, own, N_SEL, N_PAD)

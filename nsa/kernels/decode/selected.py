@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.decode.choose import choose_blocks, store_blocks
+from nsa.kernels.decode.choose import choose_blocks
 from nsa.kernels.decode.tile import attend, cache_row, load_rows
 
 
@@ -80,7 +80,12 @@ def attend_selected(
             splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, ROWS, HEADS, SPLITS, TILE_N, NB,
             CHUNK, SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
         )  # fmt: skip
-        store_blocks(indices, keep, place, chosen, position // l_sel, N_SEL, N_PAD)
+        tl.store(indices + place, chosen, mask=keep)
+        pad = tl.arange(0, N_PAD)
+        own = position // l_sel
+        tl.store(
+            indices + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL)
+        )
         tl.debug_barrier()
     tiles_per_block = (l_sel + BLOCK_N - 1) // BLOCK_N
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)

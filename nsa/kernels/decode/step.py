@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.decode.choose import _decode_candidates_kernel
-from nsa.kernels.decode.scan import _decode_scan_choose_kernel, _decode_scan_kernel
+from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.decode.team import _decode_team_kernel
 from nsa.kernels.launch import by_layout, launch_planned, on_its_device, prepare_planned
@@ -37,7 +37,6 @@ SELECTED_SPLITS = 16  # per token and group, a block each by default
 MANY_TILES = 8  # of 64 keys per SM: from here on larger tiles
 SINGLE_BLOCKS = 64  # of which the kernel of the selected blocks itself sums and ranks the scores
 CHUNK_BLOCKS = 32, 128  # more go by chunks of so many, of which a launch of its own takes the best
-ENTIRE_BLOCKS = 512  # of a sequence, up to which the program that scans all of its keys ranks them
 RANK_CANDIDATES = 128  # up to here comparing all with all is quicker than a search
 TEAM_PER_SM = 2  # programs of the step in one launch that run at a time
 LEAST_TEAM = 16  # for a sequence and group: smaller teams are slower than several launches
@@ -67,14 +66,6 @@ def choice_sizes(n_tiles: int, nb: int, n_blocks: int, n_sel: int) -> tuple[int,
     chunks = 1 if single else cdiv(n_blocks, chunk * nb)
     n = chunk * nb if single else pow2(chunks) * n_pad
     return chunks, dict(CHUNK=chunk, SINGLE=single, N=n, N_PAD=n_pad, RANKED=n <= RANK_CANDIDATES)
-
-
-def scan_entire(programs: int, splits: tuple[int, int], blocks: int, sms: int) -> bool:
-    """Is one program to scan all keys of a sequence and group, and to choose its blocks? Where
-    nothing splits them and they fill the places of the programs that run at a time."""
-    room = int(SCAN_PER_SM * sms)
-    filled = programs / (cdiv(programs, room) * room)
-    return splits == (1, 1) and blocks <= ENTIRE_BLOCKS and filled >= 0.8
 
 
 def choice_warps(blocks: int, programs: int, sms: int) -> int:
@@ -144,8 +135,6 @@ class StepPlan:
     share: int  # selected blocks of a split
     n_tiles: int
     chunks: int
-    sms: int
-    entire: bool  # the scan's programs choose the blocks
     candidates: bool  # a launch of its own takes them
     merged: bool  # by the programs of the selected blocks
     team: int  # programs for a sequence and group, of a step in one launch; 0 for several launches
@@ -165,8 +154,7 @@ class StepPlan:
         if self.team:
             return ("_decode_team_kernel",)
         launched = {
-            "_decode_scan_choose_kernel": self.entire,
-            "_decode_scan_kernel": not self.entire and self.splits_cmp + self.splits_win,
+            "_decode_scan_kernel": self.splits_cmp + self.splits_win,
             "_decode_candidates_kernel": self.candidates and self.splits_cmp and self.splits_sel,
             "_decode_selected_kernel": self.splits_sel, "_decode_merge_kernel": not self.merged,
         }  # fmt: skip
@@ -220,21 +208,15 @@ def _plan(
     nb = block_n // ratio
     n_tiles = max(cdiv(n_cmp, block_n), 1)
     splits_cmp, splits_win = scan_splits(
-        n_tiles, cdiv(window + tokens - 1, block_n), int(SCAN_PER_SM * sms) // programs
+        n_tiles, cdiv(window + tokens - 1, block_n), SCAN_PER_SM * sms // programs
     )
     splits_cmp = splits_cmp if branch in (None, "cmp") else 0
     splits_win = splits_win if branch in (None, "win") else 0
-    target = int(SELECTED_PER_SM * sms)
+    target = SELECTED_PER_SM * sms
     splits_sel = max(1, min(target // (programs * tokens), SELECTED_SPLITS))
     share = cdiv(n_sel, splits_sel)
     splits_sel = cdiv(n_sel, share) if branch in (None, "sel") else 0
-    blocks = cdiv(max_len, l_sel)
-    chunks, choice = choice_sizes(n_tiles, nb, blocks, n_sel)
-    every = pow2(max(n_tiles, cdiv(blocks, nb)))
-    entire = branch is None and scan_entire(programs, (splits_cmp, splits_win), every * nb, sms)
-    if entire:
-        chunks = 1
-        choice |= dict(CHUNK=every, SINGLE=True, N=every * nb, RANKED=every * nb <= RANK_CANDIDATES)
+    chunks, choice = choice_sizes(n_tiles, nb, cdiv(max_len, l_sel), n_sel)
     if not choice["RANKED"] and choice["N"] > SEARCH_CANDIDATES:
         raise NotImplementedError(
             f"max_len={max_len} with n_sel={n_sel}, l_sel={l_sel}: more blocks than one step can "
@@ -250,14 +232,10 @@ def _plan(
               candidates, candidates)]  # fmt: skip
     dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
                 PRECISION=dot_precision(dtype))  # fmt: skip
-    merged = [pow2(splits) for splits in (splits_cmp, splits_win, splits_sel)]
+    padded = [pow2(splits) for splits in (splits_cmp, splits_win, splits_sel)]
     choosing = dict(
-        ROWS=rows, HEADS=heads_padded, SPLITS=merged[0], TILE_N=block_n, NB=nb,
+        ROWS=rows, HEADS=heads_padded, SPLITS=padded[0], TILE_N=block_n, NB=nb,
         CHUNK=choice["CHUNK"], N_SEL=n_sel, N_PAD=choice["N_PAD"], N_INIT=n_init, N_LOCAL=n_local,
-    )  # fmt: skip
-    ranking = dict(
-        HEADS=heads_padded, CHUNK=choice["CHUNK"], N=choice["N"], RANKED=choice["RANKED"],
-        N_SEL=n_sel, N_PAD=choice["N_PAD"], N_INIT=n_init, N_LOCAL=n_local,
     )  # fmt: skip
     selected = dict(
         BLOCK_N=min(block_n, 64, dot_size(l_sel)), SINGLE=choice["SINGLE"], N=choice["N"],
@@ -266,39 +244,43 @@ def _plan(
     room = TEAM_PER_SM * sms // programs
     together = (
         alone and branch is None and room >= max(LEAST_TEAM, splits_cmp + splits_win)
-        and blocks <= TEAM_BLOCKS and not entire and arch not in SMALL and block_n <= 64
+        and cdiv(max_len, l_sel) <= TEAM_BLOCKS and arch not in SMALL and block_n <= 64
         and large_tiles(dtype.itemsize, dim, dv, rows)
+    )  # fmt: skip
+    # What the merge adds lets fewer programs run at a time: H200, 128 sequences of 8k, 181 us and
+    # 168. Where all do nevertheless, 64 of 8k 102.5 -> 97.5. Many wide heads do not fit.
+    merged = (
+        branch is None and not together and splits_sel == 1 and programs * tokens <= target
+        and heads_padded * max(dim, dv) <= 1 << 12
     )  # fmt: skip
     team = max(splits_cmp + splits_win, min(max(splits_sel, heads) * tokens, room))
     return StepPlan(
         splits_cmp=splits_cmp, splits_win=splits_win, splits_sel=splits_sel, share=share,
-        n_tiles=n_tiles, chunks=chunks, sms=sms,
-        entire=entire, candidates=not choice["SINGLE"],
-        merged=branch is None and splits_sel == 1 and not together, team=team if together else 0,
+        n_tiles=n_tiles, chunks=chunks,
+        candidates=not choice["SINGLE"], merged=merged, team=team if together else 0,
         phases=(0, 1, 2, 3) if interpret else (-1,),
         floats=floats, offsets=[4 * n for n in itertools.accumulate(floats[:-1], initial=0)],
         scan=dict(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
-            num_warps=scan_warps(rows), num_stages=2, **dims, **(ranking if entire else {}),
+            num_warps=scan_warps(rows), num_stages=2, **dims,
         ),
         choice=dict(
             num_warps=choice_warps(choice["CHUNK"] * nb, programs * tokens * chunks, sms),
             num_stages=1, **choosing,
         ),
         selected=dict(
-            CHOOSE=branch is None and not entire, num_stages=2,
-            MERGE=branch is None and splits_sel == 1 and not together,
+            CHOOSE=branch is None, MERGE=merged, num_stages=2,
             num_warps=selected_warps(choice["N"], heads_padded, max(dim, dv)),
             **selected, **choosing, **dims,
         ),
         merge=dict(
-            DV=dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv, SPLITS_CMP=merged[0],
-            SPLITS_WIN=merged[1], SPLITS_SEL=merged[2],
-            num_warps=merge_warps(sum(merged), block_dv),
+            DV=dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv, SPLITS_CMP=padded[0],
+            SPLITS_WIN=padded[1], SPLITS_SEL=padded[2],
+            num_warps=merge_warps(sum(padded), block_dv),
         ),
         whole=dict(
-            POOL_DTYPE=tl.float16, SPLITS_CMP=merged[0], SPLITS_WIN=merged[1],
-            SPLITS_SEL=merged[2], num_warps=4, num_stages=2,
+            POOL_DTYPE=tl.float16, SPLITS_CMP=padded[0], SPLITS_WIN=padded[1],
+            SPLITS_SEL=padded[2], num_warps=4, num_stages=2,
             **{"launch_cooperative_grid": True} if not interpret else {},
             **{n: x for n, x in choosing.items() if n != "SPLITS"}, **selected, **dims,
         ),
@@ -385,15 +367,7 @@ def nsa_decode_triton(
                     dict(PAGE=page, RING=window_ring, PHASE=phase, **plan.whole), compiled,
                 )  # fmt: skip
             return
-        if plan.entire:
-            go(
-                _decode_scan_choose_kernel, (programs, 1, 1),
-                (q, k_cmp, v_cmp, k_win, v_win, lens, table, indices, scan_o, scan_m, scan_l,
-                 pooled, spill, tile_max, table_len, cmp_rows, win_rows, groups, heads, tokens,
-                 n_tiles, l, d, l_sel, window, scale_log2, plan.sms),
-                dict(PAGE=0 if window_ring else page, RING=window_ring, **plan.scan), compiled,
-            )  # fmt: skip
-        elif splits_all:
+        if splits_all:
             go(
                 _decode_scan_kernel, (programs, splits_all, 1),
                 (q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
