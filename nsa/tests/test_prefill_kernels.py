@@ -384,9 +384,10 @@ def test_ranks(seen, n_sel, n_init, n_local, kernel_device):
         out = torch.full((3, n_sel), 99, dtype=torch.int32, device=kernel_device)
         # Tokens, keys and blocks are one: the query at seen - 1 sees as many blocks.
         _block_topn_kernel[(1, 1)](
-            scores.to(kernel_device), out[1:], out, out, 1, seen, 1, own, 0, 1, 2 * blocks, 1, 1, 1,
+            scores.to(kernel_device), out[1:], out, out, 1, seen, own, 0, 1, 2 * blocks,
             VARLEN=False, BLOCK_Q=1, BLOCK_N=16, NB=16, BLOCKS=blocks, N_SEL=n_sel,
-            N_PAD=pow2(n_sel), N_INIT=n_init, N_LOCAL=n_local, num_warps=topn_warps(blocks),
+            N_PAD=pow2(n_sel), N_INIT=n_init, N_LOCAL=n_local, G=1, l=1, d=1, l_sel=1,
+            num_warps=topn_warps(blocks),
         )  # fmt: skip
         score = scores.nan_to_num(0.0).tolist()
         order = sorted(range(seen), key=lambda b, s=score: (-forced.get(b, 0), -s[b], b))

@@ -180,11 +180,12 @@ def _gluon_cases() -> list[AotCase]:
     kernel = module._block_score_hopper_kernel
     for heads, dim, ratio in ((16, 128, 4), (8, 64, 4), (1, 128, 8)):
         queries, keys = module.tile(heads)
-        c = dict(VARLEN=heads == 8, STAGES=module.STAGES, RATIO=ratio)
+        c = dict(VARLEN=heads == 8, STAGES=module.STAGES, l=32, d=16, l_sel=16 * ratio)
         types = dict(QD=tile("bf16", queries, heads, dim), KD=tile("bf16", 1, keys, dim),
                      LSE="*fp32", SCORES="*fp32", BATCH="i32", ITEMS="i32", slab_begin="i32",
-                     slab_len="i32", n_ld="i32", l_sel="i32")  # fmt: skip
-        launch = module.WARPS, 32, module.START_REGISTERS
+                     slab_len="i32", n_ld="i32")  # fmt: skip
+        # Scalars of the next work item.
+        launch = module.WARPS, 96, module.START_REGISTERS
         one = case(kernel, f"H{heads}-D{dim}", types, c, *launch)
         cases.append(replace(one, parting="again:"))
     kernel = span_bwd_hopper._span_bwd_hopper_kernel
@@ -402,7 +403,8 @@ def aot_cases(arch: int) -> list[AotCase]:
             _case(
                 block_select._block_topn_kernel, f"{blocks}", "bf16",
                 dict(VARLEN=False, BLOCK_Q=8, BLOCK_N=64, NB=16, BLOCKS=blocks, N_SEL=16,
-                     N_PAD=16, N_INIT=1, N_LOCAL=2), (block_select.topn_warps(blocks), 1),
+                     N_PAD=16, N_INIT=1, N_LOCAL=2, G=4, l=32, d=16, l_sel=64),
+                (block_select.topn_warps(blocks), 1),
             )  # fmt: skip
         )
     return cases + _gluon_cases() if arch == 90 else cases

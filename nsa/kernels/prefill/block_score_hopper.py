@@ -59,8 +59,8 @@ K_EMPTY, TURN = (gl.constexpr(K_FULL.value + i * STAGES) for i in (1, 2))
 
 @gluon.jit
 def _work(
-    item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, slab_begin, q_start, l, d,
-    VARLEN: gl.constexpr, QUERIES: gl.constexpr,
+    item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, slab_begin, q_start, l: gl.constexpr,
+    d: gl.constexpr, VARLEN: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """What a work item is: (sequence and group in one, batch, group, first query, first row and
     length of the sequence in Q and in K, keys that its first and its last query see).
@@ -80,8 +80,8 @@ def _work(
 
 @gluon.jit
 def _produce(
-    QD, KD, q_mem, k_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin, q_start, l, d,
-    VARLEN: gl.constexpr,
+    QD, KD, q_mem, k_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin, q_start,
+    VARLEN: gl.constexpr, l: gl.constexpr, d: gl.constexpr,
 ):  # fmt: skip
     """One warp: queries, then the key tiles from the first to the last, item after item."""
     QUERIES: gl.constexpr = QD.block_type.shape[0]
@@ -117,7 +117,10 @@ def _produce(
 
 
 @gluon.jit
-def _weights(first, l, d, l_sel, LAYOUT: gl.constexpr):
+def _weights(
+    first: gl.constexpr, l: gl.constexpr, d: gl.constexpr, l_sel: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Tokens of overlap of the PIECE keys from `first` on with the EIGHT blocks from key 0 on."""
     key = ((first + gl.arange(0, PIECE, gl.SliceLayout(1, LAYOUT))) * d)[:, None]
     block = (gl.arange(0, EIGHT, gl.SliceLayout(0, LAYOUT)) * l_sel)[None, :]
@@ -197,7 +200,8 @@ def _scores(q, k_mem, first, count, warpgroup, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _probabilities(
-    s, bias, scale_log2, n0, q0, q_start, l, d, k_len, hi_first, HEADS: gl.constexpr
+    s, bias, scale_log2, n0, q0, q_start, l: gl.constexpr, d: gl.constexpr, k_len, hi_first,
+    HEADS: gl.constexpr,
 ):  # fmt: skip
     """Of scores s of the keys from n0 on; 0 where a row does not see a key."""
     LAYOUT: gl.constexpr = s.type.layout
@@ -212,8 +216,9 @@ def _probabilities(
 
 @gluon.jit
 def _normalisers(
-    item, LSE, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, slab_begin, q_start, l, d,
-    VARLEN: gl.constexpr, QUERIES: gl.constexpr, HEADS: gl.constexpr, LAYOUT: gl.constexpr,
+    item, LSE, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, slab_begin, q_start, l: gl.constexpr,
+    d: gl.constexpr, VARLEN: gl.constexpr, QUERIES: gl.constexpr, HEADS: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The LSE of a work item's rows, -inf where there is none, and what else its sums take."""
     sequence, _, group, q0, q_begin, q_len, _, k_len, hi_first, hi_last = _work(
@@ -229,7 +234,8 @@ def _normalisers(
 @gluon.jit
 def _consume(
     SCORES, LSE, q_mem, k_mem, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin, slab_len, n_ld,
-    q_start, l, d, l_sel, scale_log2, VARLEN: gl.constexpr, RATIO: gl.constexpr,
+    q_start, scale_log2,
+    VARLEN: gl.constexpr, l: gl.constexpr, d: gl.constexpr, l_sel: gl.constexpr,
 ):  # fmt: skip
     """Four warpgroups: probabilities of 64 rows each, their sums over blocks and heads."""
     QUERIES: gl.constexpr = q_mem.shape[1]
@@ -238,8 +244,8 @@ def _consume(
     D: gl.constexpr = q_mem.shape[3]
     STAGES: gl.constexpr = k_mem.shape[0]
     KEYS: gl.constexpr = k_mem.shape[2]
-    BLOCKS: gl.constexpr = KEYS // RATIO  # of a tile
-    CHUNK: gl.constexpr = EIGHT * RATIO  # keys of eight blocks
+    BLOCKS: gl.constexpr = KEYS * d // l_sel  # of a tile
+    CHUNK: gl.constexpr = EIGHT * l_sel // d  # keys of eight blocks
     WARPS: gl.constexpr = gl.num_warps()
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
@@ -309,8 +315,9 @@ def _consume(
 @gluon.jit
 def _block_score_hopper_kernel(
     QD, KD, LSE, SCORES, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, q_start, slab_begin, slab_len, n_ld,
-    l, d, l_sel, scale_log2,
-    VARLEN: gl.constexpr, STAGES: gl.constexpr, RATIO: gl.constexpr,
+    scale_log2,
+    VARLEN: gl.constexpr, STAGES: gl.constexpr, l: gl.constexpr, d: gl.constexpr,
+    l_sel: gl.constexpr,
 ):  # fmt: skip
     """SCORES [B * G, slab_len, n_ld] fp32, as _block_score_kernel writes them with key tiles and
     queries of this kernel's size."""
@@ -337,11 +344,11 @@ def _block_score_hopper_kernel(
     gl.warp_specialize([
         (_consume, (
             SCORES, LSE, q_mem, k_mem, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin, slab_len,
-            n_ld, q_start, l, d, l_sel, scale_log2, VARLEN, RATIO,
+            n_ld, q_start, scale_log2, VARLEN, l, d, l_sel,
         )),
         (_produce, (
-            QD, KD, q_mem, k_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin, q_start, l,
-            d, VARLEN,
+            QD, KD, q_mem, k_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin, q_start,
+            VARLEN, l, d,
         )),
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
@@ -384,7 +391,8 @@ def block_scores(
         descriptor(q.view(-1, *q.shape[-2:]), (per_item, heads, dim), layout),
         descriptor(k_cmp.view(*rows, groups * dim), (1, KEYS, dim), layout),
         lse, scores, cu_q if varlen else lse, cu_k if varlen else lse, sq,
-        0 if varlen else k_cmp.shape[1], groups, batch, items, q_start, begin, slab, n_ld, l, d,
-        l_sel, softmax_scale * LOG2E,
-        VARLEN=varlen, STAGES=STAGES, RATIO=l_sel // d, num_warps=WARPS, maxnreg=START_REGISTERS,
+        0 if varlen else k_cmp.shape[1], groups, batch, items, q_start, begin, slab, n_ld,
+        softmax_scale * LOG2E,
+        VARLEN=varlen, STAGES=STAGES, l=l, d=d, l_sel=l_sel, num_warps=WARPS,
+        maxnreg=START_REGISTERS,
     )  # fmt: skip

@@ -130,10 +130,11 @@ def _block_score_kernel(
 
 @triton.jit
 def _block_topn_kernel(
-    SCORES, OUT, CU_Q, CU_K, SQ, SK, G, q_start, slab_begin, slab_len, n_ld, l, d, l_sel,
+    SCORES, OUT, CU_Q, CU_K, SQ, SK, q_start, slab_begin, slab_len, n_ld,
     VARLEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, NB: tl.constexpr,
     BLOCKS: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
-    N_LOCAL: tl.constexpr,
+    N_LOCAL: tl.constexpr, G: tl.constexpr, l: tl.constexpr, d: tl.constexpr,
+    l_sel: tl.constexpr,
 ):  # fmt: skip
     """The n best blocks of one query and group, ascending; ties go to the lower index."""
     batch = tl.program_id(1) // G
@@ -280,10 +281,9 @@ def block_select(
         blocks = max(pow2(cdiv(q_start + begin + queries, l_sel)), 32)
         launch(
             _block_topn_kernel, (queries, batch * groups),
-            scores, out, cu_q_arg, cu_k_arg, sq, sk, groups, q_start, begin, slab, n_ld, l, d,
-            l_sel,
+            scores, out, cu_q_arg, cu_k_arg, sq, sk, q_start, begin, slab, n_ld,
             VARLEN=varlen, BLOCK_Q=block_q, BLOCK_N=block_n, NB=nb, BLOCKS=blocks, N_SEL=n_sel,
-            N_PAD=pow2(n_sel), N_INIT=n_init, N_LOCAL=n_local,
+            N_PAD=pow2(n_sel), N_INIT=n_init, N_LOCAL=n_local, G=groups, l=l, d=d, l_sel=l_sel,
             num_warps=topn_warps(blocks), num_stages=1,
         )  # fmt: skip
     return out
