@@ -156,11 +156,11 @@ def _gluon_cases() -> list[AotCase]:
     ):  # fmt: skip
         queries = span_fwd_hopper.ROWS // heads
         tiles = span_fwd_hopper.hopper_tiles(span, queries)
-        c = dict(TILES=(tiles.compiled,), VARLEN=heads == 4, STAGES=tiles.stages)
+        c = dict(TILES=(tiles.compiled,), VARLEN=heads == 4, STAGES=tiles.stages, G=4)
         rows, keys = tile("bf16", queries, heads, dim), tile("bf16", 1, tiles.keys, dim)
         few = tile("bf16", 1, tiles.narrow, dim) if tiles.narrow else keys
         types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KN=few, VN=few, LSE="*fp32", BATCH="i32",
-                     ITEMS="i32", a="i32", b="i32")  # fmt: skip
+                     ITEMS="i32", a="i32")  # fmt: skip
         one = case(kernel, f"{span.mode}-H{heads}-D{dim}", types, c, *launch)
         cases.append(replace(one, parting="again:"))
     kernel = span_fwd_hopper._span_pair_fwd_hopper_kernel
@@ -172,7 +172,7 @@ def _gluon_cases() -> list[AotCase]:
                  BATCH="i32", ITEMS="i32", SW="i32", win_start="i32", window="i32")  # fmt: skip
     for varlen in (False, True):
         c = dict(TILES=(compressed.compiled, window.compiled), VARLEN=varlen,
-                 STAGES=compressed.stages)  # fmt: skip
+                 STAGES=compressed.stages, G=4)  # fmt: skip
         # Scalars, where one span ends and the other begins.
         one = case(kernel, f"H16-D128-{varlen}", types, c, *launch)
         cases.append(replace(one, parting="again:", max_spill=96))
@@ -180,7 +180,8 @@ def _gluon_cases() -> list[AotCase]:
     kernel = module._block_score_hopper_kernel
     for heads, dim, ratio in ((16, 128, 4), (8, 64, 4), (1, 128, 8)):
         queries, keys = module.tile(heads)
-        c = dict(VARLEN=heads == 8, STAGES=module.STAGES, l=32, d=16, l_sel=16 * ratio)
+        c = dict(VARLEN=heads == 8, STAGES=module.STAGES, G=4, l=32, d=16,
+                 l_sel=16 * ratio)  # fmt: skip
         types = dict(QD=tile("bf16", queries, heads, dim), KD=tile("bf16", 1, keys, dim),
                      LSE="*fp32", SCORES="*fp32", BATCH="i32", ITEMS="i32", slab_begin="i32",
                      slab_len="i32", n_ld="i32")  # fmt: skip

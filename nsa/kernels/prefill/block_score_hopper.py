@@ -59,29 +59,29 @@ K_EMPTY, TURN = (gl.constexpr(K_FULL.value + i * STAGES) for i in (1, 2))
 
 @gluon.jit
 def _work(
-    item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, slab_begin, q_start, l: gl.constexpr,
-    d: gl.constexpr, VARLEN: gl.constexpr, QUERIES: gl.constexpr,
+    item, ITEMS, CU_Q, CU_K, SQ, SK, G: gl.constexpr, BATCH, slab_begin, q_start,
+    l: gl.constexpr, d: gl.constexpr, VARLEN: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """What a work item is: (sequence and group in one, batch, group, first query, first row and
-    length of the sequence in Q and in K, keys that its first and its last query see).
+    """What a work item is: (batch, group, first query, first row and length of the sequence in Q
+    and in K, keys that its first and its last query see).
 
     Late queries see most keys: they come first, so that the last items are short.
     """
-    sequence = item % (BATCH * G)
-    batch = sequence // G
-    tile = ITEMS // (BATCH * G) - 1 - item // (BATCH * G)
+    group = item % G
+    batch = item // G % BATCH
+    tile = ITEMS // G // BATCH - 1 - item // G // BATCH
     q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
     q0 = slab_begin + tile * QUERIES
     last = gl.minimum(q0 + QUERIES, q_len) - 1 + q_start
     hi_first = gl.minimum(span_hi(q0 + q_start, l, d, 0), k_len)
     hi_last = gl.minimum(span_hi(last, l, d, 0), k_len)
-    return sequence, batch, sequence % G, q0, q_begin, q_len, k_begin, k_len, hi_first, hi_last
+    return batch, group, q0, q_begin, q_len, k_begin, k_len, hi_first, hi_last
 
 
 @gluon.jit
 def _produce(
-    QD, KD, q_mem, k_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin, q_start,
-    VARLEN: gl.constexpr, l: gl.constexpr, d: gl.constexpr,
+    QD, KD, q_mem, k_mem, bars, CU_Q, CU_K, SQ, SK, G: gl.constexpr, BATCH, ITEMS, slab_begin,
+    q_start, VARLEN: gl.constexpr, l: gl.constexpr, d: gl.constexpr,
 ):  # fmt: skip
     """One warp: queries, then the key tiles from the first to the last, item after item."""
     QUERIES: gl.constexpr = QD.block_type.shape[0]
@@ -92,7 +92,7 @@ def _produce(
     done = 0
     count = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-        _, batch, group, q0, q_begin, q_len, k_begin, _, _, hi_last = _work(
+        batch, group, q0, q_begin, q_len, k_begin, _, _, hi_last = _work(
             item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, slab_begin, q_start, l, d, VARLEN, QUERIES
         )
         if q0 < q_len:
@@ -216,25 +216,25 @@ def _probabilities(
 
 @gluon.jit
 def _normalisers(
-    item, LSE, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, slab_begin, q_start, l: gl.constexpr,
-    d: gl.constexpr, VARLEN: gl.constexpr, QUERIES: gl.constexpr, HEADS: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    item, LSE, ITEMS, CU_Q, CU_K, SQ, SK, G: gl.constexpr, BATCH, slab_begin, q_start,
+    l: gl.constexpr, d: gl.constexpr, VARLEN: gl.constexpr, QUERIES: gl.constexpr,
+    HEADS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The LSE of a work item's rows, -inf where there is none, and what else its sums take."""
-    sequence, _, group, q0, q_begin, q_len, _, k_len, hi_first, hi_last = _work(
+    batch, group, q0, q_begin, q_len, _, k_len, hi_first, hi_last = _work(
         item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, slab_begin, q_start, l, d, VARLEN, QUERIES
     )
     rows = gl.arange(0, QUERIES * HEADS, LAYOUT)
     t = q0 + rows // HEADS
     row = (q_begin + t) * (G * HEADS) + group * HEADS + rows % HEADS
     lse = gl.load(LSE + row, mask=(t < q_len) & (item < ITEMS), other=float("-inf"))
-    return lse, sequence, q0, q_len, k_len, hi_first, hi_last
+    return lse, batch * G + group, q0, q_len, k_len, hi_first, hi_last
 
 
 @gluon.jit
 def _consume(
-    SCORES, LSE, q_mem, k_mem, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin, slab_len, n_ld,
-    q_start, scale_log2,
+    SCORES, LSE, q_mem, k_mem, CU_Q, CU_K, SQ, SK, G: gl.constexpr, BATCH, ITEMS, slab_begin,
+    slab_len, n_ld, q_start, scale_log2,
     VARLEN: gl.constexpr, l: gl.constexpr, d: gl.constexpr, l_sel: gl.constexpr,
 ):  # fmt: skip
     """Four warpgroups: probabilities of 64 rows each, their sums over blocks and heads."""
@@ -314,9 +314,9 @@ def _consume(
 
 @gluon.jit
 def _block_score_hopper_kernel(
-    QD, KD, LSE, SCORES, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, q_start, slab_begin, slab_len, n_ld,
+    QD, KD, LSE, SCORES, CU_Q, CU_K, SQ, SK, BATCH, ITEMS, q_start, slab_begin, slab_len, n_ld,
     scale_log2,
-    VARLEN: gl.constexpr, STAGES: gl.constexpr, l: gl.constexpr, d: gl.constexpr,
+    VARLEN: gl.constexpr, STAGES: gl.constexpr, G: gl.constexpr, l: gl.constexpr, d: gl.constexpr,
     l_sel: gl.constexpr,
 ):  # fmt: skip
     """SCORES [B * G, slab_len, n_ld] fp32, as _block_score_kernel writes them with key tiles and
@@ -391,8 +391,8 @@ def block_scores(
         descriptor(q.view(-1, *q.shape[-2:]), (per_item, heads, dim), layout),
         descriptor(k_cmp.view(*rows, groups * dim), (1, KEYS, dim), layout),
         lse, scores, cu_q if varlen else lse, cu_k if varlen else lse, sq,
-        0 if varlen else k_cmp.shape[1], groups, batch, items, q_start, begin, slab, n_ld,
+        0 if varlen else k_cmp.shape[1], batch, items, q_start, begin, slab, n_ld,
         softmax_scale * LOG2E,
-        VARLEN=varlen, STAGES=STAGES, l=l, d=d, l_sel=l_sel, num_warps=WARPS,
+        VARLEN=varlen, STAGES=STAGES, G=groups, l=l, d=d, l_sel=l_sel, num_warps=WARPS,
         maxnreg=START_REGISTERS,
     )  # fmt: skip

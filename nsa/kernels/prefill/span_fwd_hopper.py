@@ -67,7 +67,9 @@ K_FULL, K_EMPTY, V_FULL, V_EMPTY = (gl.constexpr(i) for i in range(4))
 
 
 @gluon.jit
-def _work(item, ITEMS, CU_Q, SQ, G, BATCH, VARLEN: gl.constexpr, QUERIES: gl.constexpr):
+def _work(
+    item, ITEMS, CU_Q, SQ, G: gl.constexpr, BATCH, VARLEN: gl.constexpr, QUERIES: gl.constexpr
+):
     """What a work item is: its group, sequence, where that lies in Q, and its first query.
 
     Late queries see most keys: they come first, so that the last items are short.
@@ -90,8 +92,8 @@ def _work(item, ITEMS, CU_Q, SQ, G, BATCH, VARLEN: gl.constexpr, QUERIES: gl.con
         q0 = (tile - (q_begin // QUERIES + batch)) * QUERIES
     else:
         group = item % G
-        batch = (item // G) % BATCH
-        q0 = (ITEMS // (BATCH * G) - 1 - item // (BATCH * G)) * QUERIES
+        batch = item // G % BATCH
+        q0 = (ITEMS // G // BATCH - 1 - item // G // BATCH) * QUERIES
         q_begin = batch * SQ
         q_len = SQ
     return group, batch, q0, q_begin, q_len
@@ -109,7 +111,7 @@ def _keys(batch, CU_K, SK, VARLEN: gl.constexpr):
 
 @gluon.jit
 def _key_tiles(
-    q0, q_len, k_len, q_start, a, b,
+    q0, q_len, k_len, q_start, a, b: gl.constexpr,
     MODE: gl.constexpr, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """(first key, tiles, tiles from the first that need a mask, first of the last that do).
@@ -179,11 +181,11 @@ def _bring(
 @gluon.jit
 def _bring_span(
     span, q0, q_len, batch, column, k_mem, v_mem, bars, count,
-    MODE: gl.constexpr, BLOCK_N: gl.constexpr, NARROW: gl.constexpr, VARLEN: gl.constexpr,
-    QUERIES: gl.constexpr,
+    MODE: gl.constexpr, BLOCK_N: gl.constexpr, NARROW: gl.constexpr, b: gl.constexpr,
+    VARLEN: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """The narrow keys, and the tiles from the last to the first; returns how many there are now."""
-    KD, VD, KN, VN, CU_K, SK, q_start, a, b = span
+    KD, VD, KN, VN, CU_K, SK, q_start, a = span
     k_batch, k_begin, k_len = _keys(batch, CU_K, SK, VARLEN)
     begin, tiles, _, _ = _key_tiles(
         q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N, NARROW
@@ -203,7 +205,7 @@ def _bring_span(
 
 @gluon.jit
 def _produce(
-    QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS,
+    QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS,
     TILES: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """One warp: queries, then the key tiles of each span, item after item."""
@@ -227,13 +229,13 @@ def _produce(
         for i in gl.static_range(len(TILES)):
             count = _bring_span(
                 spans[i], q0, q_len, batch, group * D, k_mem, v_mem, bars, count,
-                TILES[i][0], TILES[i][1], TILES[i][2], VARLEN, QUERIES,
+                TILES[i][0], TILES[i][1], TILES[i][2], TILES[i][3], VARLEN, QUERIES,
             )  # fmt: skip
 
 
 @gluon.jit
 def _masked(
-    s, n0, q0, q_start, a, b, k_len, MODE: gl.constexpr, HEADS: gl.constexpr
+    s, n0, q0, q_start, a, b: gl.constexpr, k_len, MODE: gl.constexpr, HEADS: gl.constexpr
 ):  # fmt: skip
     """Scores with -inf where a row does not see a key; n0: the tile's first key, q0: query."""
     LAYOUT: gl.constexpr = s.type.layout
@@ -261,7 +263,7 @@ def _masked(
 
 @gluon.jit
 def _softmax(
-    s, m, l, n0, full, q0, q_start, a, b, k_len, scale_log2,
+    s, m, l, n0, full, q0, q_start, a, b: gl.constexpr, k_len, scale_log2,
     MODE: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Online softmax of one tile in base 2, relative to m; alpha rescales what was summed before.
@@ -360,8 +362,8 @@ def _first_scores(q, count, k_mem, first, BLOCK_N: gl.constexpr, NARROW: gl.cons
 @gluon.jit
 def _attend(
     few, s, q, q0, q_len, batch, span, k_mem, v_mem, first, count, scale_log2,
-    MODE: gl.constexpr, BLOCK_N: gl.constexpr, NARROW: gl.constexpr, VARLEN: gl.constexpr,
-    HEADS: gl.constexpr, QUERIES: gl.constexpr, V_AT: gl.constexpr,
+    MODE: gl.constexpr, BLOCK_N: gl.constexpr, NARROW: gl.constexpr, b: gl.constexpr,
+    VARLEN: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr, V_AT: gl.constexpr,
 ):  # fmt: skip
     """A span's attention, whose _first_scores are given: output (its last product may still run),
     maxima and sums of the rows, and the number of the last key tile.
@@ -370,7 +372,7 @@ def _attend(
     the newest tile (their product with V is yet to start) and the output acc of the tiles before
     (its last product may still run).
     """
-    KD, VD, KN, VN, CU_K, SK, q_start, a, b = span
+    KD, VD, KN, VN, CU_K, SK, q_start, a = span
     STAGES: gl.constexpr = k_mem.shape[0]
     ROWS: gl.constexpr = q.shape[0]
     D: gl.constexpr = k_mem.shape[3]
@@ -444,7 +446,7 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    O, LSE, GATES, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G, BATCH, ITEMS, scale_log2,
+    O, LSE, GATES, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, scale_log2,
     TILES: gl.constexpr, VARLEN: gl.constexpr, Q_AT: gl.constexpr, V_AT: gl.constexpr,
     ASIDE_AT: gl.constexpr,
 ):  # fmt: skip
@@ -479,7 +481,7 @@ def _consume(
                 gate = gl.load(GATES + row * 3 + 2 * i, mask=live, other=0.0)
             acc, m, l, count = _attend(
                 few, s, q, q0, q_len, batch, spans[i], k_mem, v_mem, first, count, scale_log2,
-                TILES[i][0], TILES[i][1], TILES[i][2], VARLEN, HEADS, QUERIES, V_AT,
+                TILES[i][0], TILES[i][1], TILES[i][2], TILES[i][3], VARLEN, HEADS, QUERIES, V_AT,
             )  # fmt: skip
             last = count
             if i + 1 < len(TILES):
@@ -519,7 +521,7 @@ def _consume(
 
 
 @gluon.jit
-def _send(OD, q_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, VARLEN: gl.constexpr):
+def _send(OD, q_mem, bars, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, VARLEN: gl.constexpr):
     """One warp: outputs to global memory; then their place is free for queries."""
     QUERIES: gl.constexpr = q_mem.shape[1]
     HEADS: gl.constexpr = q_mem.shape[2]
@@ -538,12 +540,12 @@ def _send(OD, q_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, VARLEN: gl.constexpr):
 
 @gluon.jit
 def _run(
-    QD, spans, OD, O, LSE, GATES, CU_Q, SQ, G, BATCH, ITEMS, scale_log2,
+    QD, spans, OD, O, LSE, GATES, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, scale_log2,
     TILES: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """spans: of each the descriptors of its keys and values, whole tiles and narrow ones, where its
-    keys lie, the position of query 0 among them, and a, b of Span; TILES: its mode and its tiles'
-    keys. All spans' tiles take turns in the places of the first one's, which are the widest."""
+    keys lie, the position of query 0 among them, and a of Span; TILES: see Tiles.compiled. All
+    spans' tiles take turns in the places of the first one's, which are the widest."""
     DTYPE: gl.constexpr = QD.dtype
     KD = spans[0][0]
     Q_UNITS: gl.constexpr = QD.block_type.nbytes // UNIT
@@ -585,11 +587,11 @@ def _run(
 
 @gluon.jit
 def _span_fwd_hopper_kernel(
-    QD, KD, VD, KN, VN, OD, O, LSE, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, q_start, a, b, scale_log2,
-    TILES: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr,
+    QD, KD, VD, KN, VN, OD, O, LSE, CU_Q, CU_K, SQ, SK, BATCH, ITEMS, q_start, a, scale_log2,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     """One span: its output and LSE."""
-    spans = ((KD, VD, KN, VN, CU_K, SK, q_start, a, b),)
+    spans = ((KD, VD, KN, VN, CU_K, SK, q_start, a),)
     _run(
         QD, spans, OD, O, LSE, LSE, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES, VARLEN, STAGES,
     )  # fmt: skip
@@ -597,13 +599,13 @@ def _span_fwd_hopper_kernel(
 
 @gluon.jit
 def _span_pair_fwd_hopper_kernel(
-    QD, KD, VD, KW, VW, KN, VN, OD, O, LSE, GATES, CU_Q, CU_K, SQ, SK, SW, G, BATCH, ITEMS, q_start,
-    win_start, l, d, window, scale_log2,
-    TILES: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr,
+    QD, KD, VD, KW, VW, KN, VN, OD, O, LSE, GATES, CU_Q, CU_K, SQ, SK, SW, BATCH, ITEMS, q_start,
+    win_start, l, window, scale_log2,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     """Compressed attention, with its LSE, and sliding attention: the sum of both by their gates."""
     spans = (
-        (KD, VD, KD, VD, CU_K, SK, q_start, l, d), (KW, VW, KN, VN, CU_Q, SW, win_start, window, 1)
+        (KD, VD, KD, VD, CU_K, SK, q_start, l), (KW, VW, KN, VN, CU_Q, SW, win_start, window)
     )  # fmt: skip
     _run(
         QD, spans, OD, O, LSE, GATES, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES, VARLEN, STAGES,
@@ -626,18 +628,17 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of a span's mode: keys of a tile and of the narrow one (0: none), and how many tiles are in
-    flight."""
+    """Of a span: keys of a tile and of the narrow one (0: none), how many tiles are in flight."""
 
-    mode: int
+    span: Span
     keys: int
     narrow: int
     stages: int = 2
 
     @property
-    def compiled(self) -> tuple[int, int, int]:
-        """Of TILES."""
-        return self.mode, self.keys, self.narrow
+    def compiled(self) -> tuple[int, int, int, int]:
+        """What a kernel is compiled for: (mode, keys, narrow, b of Span, by which it divides)."""
+        return self.span.mode, self.keys, self.narrow, self.span.b
 
 
 def hopper_tiles(span: Span, queries: int) -> Tiles:
@@ -648,11 +649,11 @@ def hopper_tiles(span: Span, queries: int) -> Tiles:
     2.44 -> 2.02 ms).
     """
     if span.mode == COMPRESSED:
-        return Tiles(span.mode, 128, 0)
+        return Tiles(span, 128, 0)
     narrow = max(16, queries) if queries <= 64 else 0
     if span.a % 128 and span.a < 1024:  # wide tiles would waste more
-        return Tiles(span.mode, 64, narrow, 4)
-    return Tiles(span.mode, 128, narrow)
+        return Tiles(span, 64, narrow, 4)
+    return Tiles(span, 128, narrow)
 
 
 def _key_descriptors(k: torch.Tensor, v: torch.Tensor, tiles: Tiles, varlen: bool) -> list[Any]:
@@ -707,9 +708,9 @@ def span_attention_fwd_hopper(
         _span_fwd_hopper_kernel, (min(work.items, sm_count(q.device)),),
         work.descriptor(q), *_key_descriptors(k, v, tiles, varlen), work.descriptor(out),
         out, lse, cu_q if varlen else lse, cu_k if varlen else lse, work.sq,
-        0 if varlen else k.shape[1], groups, work.batch, work.items, q_start, span.a, span.b,
+        0 if varlen else k.shape[1], work.batch, work.items, q_start, span.a,
         softmax_scale * LOG2E,
-        TILES=(tiles.compiled,), VARLEN=varlen, STAGES=tiles.stages, num_warps=WARPS,
+        TILES=(tiles.compiled,), VARLEN=varlen, STAGES=tiles.stages, G=groups, num_warps=WARPS,
         maxnreg=START_REGISTERS,
     )  # fmt: skip
     return out, lse
@@ -733,10 +734,9 @@ def span_pair_fwd_hopper(
         _span_pair_fwd_hopper_kernel, (min(work.items, sm_count(q.device)),),
         work.descriptor(q), *_key_descriptors(k_cmp, v_cmp, tiles, varlen)[:2],
         *_key_descriptors(k_win, v_win, window, varlen), work.descriptor(out), out, lse, gates,
-        cu_q if varlen else lse, cu_k if varlen else lse, work.sq, sk, sw, groups, work.batch,
-        work.items, q_start, win_start, compressed.a, compressed.b, sliding.a,
-        softmax_scale * LOG2E,
-        TILES=(tiles.compiled, window.compiled), VARLEN=varlen, STAGES=tiles.stages,
+        cu_q if varlen else lse, cu_k if varlen else lse, work.sq, sk, sw, work.batch, work.items,
+        q_start, win_start, compressed.a, sliding.a, softmax_scale * LOG2E,
+        TILES=(tiles.compiled, window.compiled), VARLEN=varlen, STAGES=tiles.stages, G=groups,
         num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip
     return out, lse
