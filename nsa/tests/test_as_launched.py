@@ -44,7 +44,7 @@ def test_what_hopper_launches_compiles_and_fits(tmp_path):
     names = set(done.stdout.splitlines()[-1].split())
     assert names >= {
         "_span_fwd_hopper_kernel", "_span_pair_fwd_hopper_kernel",
-        "_block_attn_fwd_hopper_kernel", "_span_bwd_hopper_kernel",
+        "_block_attn_fwd_hopper_kernel", "_span_bwd_hopper_kernel", "_block_score_hopper_kernel",
         "_block_attn_bwd_hopper_kernel", "_tile_blocks_kernel", "_turn_kernel",
         "_decode_team_kernel", "_decode_scan_kernel",
     }  # fmt: skip

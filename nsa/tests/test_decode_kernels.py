@@ -65,6 +65,8 @@ STEPS = [
          **{**PAPER, "capacity": 10000}),
     Step((500, 700), T=2, h=16, D=128, Dv=64, n_sel=16, **{**PAPER, "capacity": 1500}),
     Step((1,) * 17 + (4000,), G=2, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, **PAPER),
+    Step((4096, 3, 700, 1025) * 16, G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, **PAPER),
+    Step((3000, 65) * 16, T=2, G=4, h=16, D=128, Dv=128, n_sel=16, page=64, ring=True, **PAPER),
 ]
 
 
@@ -121,13 +123,13 @@ class Caches:
         s = self.step
         return torch.zeros(len(s.lens), s.G, 32, dtype=torch.int32, device=self.device)
 
-    def kernels(self) -> list[str]:
-        """What a step with counters launches outside graphs."""
+    def kernels(self, in_graph: bool = False) -> list[str]:
+        """What a step with counters launches, outside graphs or in one."""
         from nsa.kernels.decode import step_kernels
 
         s = self.step
         return list(step_kernels(
-            self.q, s.G, s.Dv, max_len=s.capacity, in_graph=False, l=s.l, d=s.d, l_sel=s.l_sel,
+            self.q, s.G, s.Dv, max_len=s.capacity, in_graph=in_graph, l=s.l, d=s.d, l_sel=s.l_sel,
             n_sel=s.n_sel, n_init=1, n_local=2, window=s.w,
         ))  # fmt: skip
 
@@ -189,7 +191,9 @@ def test_step(step, team, kernel_device, tune):
         pytest.skip("a sequence is shorter than its new tokens")
     if kernel_device == "cpu" and step.big:
         pytest.skip("a GPU's size: the interpreter would take hours")
-    caches, counters, kernels = Caches(step, kernel_device), None, KERNELS
+    caches, counters = Caches(step, kernel_device), None
+    kernels = caches.kernels(in_graph=True)
+    assert set(kernels) >= set(KERNELS[:2])
     if team:
         tune(LEAST_TEAM=2, **{"TEAM_PER_SM": 64} if kernel_device == "cpu" else {})
         counters = caches.counters()
@@ -198,8 +202,8 @@ def test_step(step, team, kernel_device, tune):
             pytest.skip("too large for one launch")
     with launches.recording() as counts:
         out, indices = caches.run(counters=counters)
+    assert set(counts) == set(kernels)
     if team:
-        assert set(counts) == set(kernels)
         again, same = caches.run(counters=counters)  # which finds the counters' signs turned
         assert torch.equal(again, out) and torch.equal(same, indices)
         assert not (counters & 0x7FFFFFFF).any(), "programs were left waiting"
@@ -266,13 +270,21 @@ def test_what_is_not_split_is_merged_at_once(step, kernel_device, tune):
     tune(SELECTED_SPLITS=1)
     with launches.recording() as counts:
         got, same = caches.run()
-    assert counts["_decode_selected_kernel"] == 1 and "_decode_merge_kernel" not in counts
+    assert set(counts) == set(caches.kernels(in_graph=True)) == set(KERNELS[:2])
     assert torch.equal(same, blocks)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
     tune(SELECTED_PER_SM=0)  # more programs than run at a time
     with launches.recording() as counts:
         caches.run()
     assert counts["_decode_merge_kernel"] == 1
+
+
+@pytest.mark.parametrize("heads, width, merged", [(32, 128, True), (33, 128, False),
+                                                  (16, 256, True), (17, 256, False)])  # fmt: skip
+def test_many_wide_heads_leave_the_merge_a_launch_of_its_own(heads, width, merged, tune):
+    tune(SELECTED_SPLITS=1, SELECTED_PER_SM=64)
+    caches = Caches(Step((45, 3), h=heads, D=width, Dv=width), "cpu")
+    assert ("_decode_merge_kernel" in caches.kernels(in_graph=True)) != merged
 
 
 def test_a_team_chooses_and_merges_as_launches_do(kernel_device, tune):

@@ -75,14 +75,14 @@ def test_they_serve_unless_switched_off(on_hopper, monkeypatch):
     assert on_hopper.block_backward_kernels(q, k, v, do, 64)[-1] == SELECTION
     wide, *_ = tensors(hq=32)
     assert on_hopper.block_forward_kernels(wide, k, v, 16, 64)[-1] == SHARED
-    assert on_hopper.block_select_kernels(q, k, 32, 16, 64)[0] == SCORES
+    assert on_hopper.block_score_kernel(q, k, 32, 16, 64) == SCORES
     monkeypatch.setenv("NSA_USE_GLUON", "0")
     clear_flags_cache()
     assert on_hopper.forward(q, k, v) is None and on_hopper.backward(q, k, v, do) is None
     assert on_hopper.pair_forward_kernels(q, k, v, k, v) == ("_span_fwd_kernel",) * 2
     assert on_hopper.block_backward(q, k, v, do, 64) is None
     assert on_hopper.block_forward_kernels(wide, k, v, 16, 64) == ("_block_attn_fwd_kernel",)
-    assert on_hopper.block_select_kernels(q, k, 32, 16, 64)[0] == "_block_score_kernel"
+    assert on_hopper.block_score_kernel(q, k, 32, 16, 64) == "_block_score_kernel"
 
 
 @pytest.mark.parametrize("arch, release", [(80, "3.6.0"), (100, "3.6.0"), (90, "3.5.1"),
@@ -136,11 +136,16 @@ def test_which_selections_share_their_reads(
     (dict(dtype=torch.float16), 256, 16, 64, True), (dict(hq=64), 32, 16, 64, False),
     (dict(hq=6), 32, 16, 64, False), (dict(d=192), 32, 16, 64, False),
     (dict(dtype=torch.float32), 32, 16, 64, False), (dict(S=0), 32, 16, 64, False),
-    ({}, 272, 16, 64, False), ({}, 16, 16, 16, False), ({}, 8, 4, 64, False),
+    ({}, 257, 16, 64, False), ({}, 16, 16, 16, False), ({}, 8, 4, 64, False),
+    ({}, 2048, 256, 2048, True), ({}, 4096, 512, 4096, False),
 ])  # fmt: skip
 def test_which_block_scores_they_find(how, l, d, l_sel, serves, asked, on_hopper):
     q, k, _, _ = tensors(**how)
     assert (on_hopper.block_scores(q, k, l, d, l_sel) is not None) == serves
+    assert on_hopper.block_scores(q, k[:, ::2], l, d, l_sel) is None  # not contiguous
+    if k.numel():
+        unaligned = torch.zeros(k.numel() + 1, dtype=k.dtype)[1:].view_as(k)
+        assert on_hopper.block_scores(q, unaligned, l, d, l_sel) is None
 
 
 def test_the_files_entry_of_the_gpu_switches_them_off(on_hopper, monkeypatch, tmp_path):
@@ -333,17 +338,21 @@ def test_choice_of_blocks(shape, device, monkeypatch):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("heads, width, l, d, l_sel, start", [
-    (16, 128, 32, 16, 64, 0), (16, 128, 32, 16, 64, 5000), (8, 64, 32, 16, 64, 137),
-    (4, 128, 64, 16, 32, 0), (2, 64, 16, 16, 128, 61), (1, 128, 256, 16, 64, 0),
-    (16, 128, 32, 32, 64, 0),
+@pytest.mark.parametrize("heads, width, l, d, l_sel, start, s", [
+    (16, 128, 32, 16, 64, 0, 515), (16, 128, 32, 16, 64, 9000, 4200), (8, 64, 32, 16, 64, 137, 515),
+    (4, 128, 64, 16, 32, 0, 515), (2, 64, 16, 16, 128, 61, 515), (1, 128, 256, 16, 64, 0, 515),
+    (16, 128, 32, 32, 64, 0, 515),
 ])  # fmt: skip
-def test_block_scores(heads, width, l, d, l_sel, start, device):
-    """The scores that the ranking reads of each query, all of them written; against fp64."""
+def test_block_scores(heads, width, l, d, l_sel, start, s, device):
+    """The scores that the ranking reads of each query, all of them written; against fp64. Once with
+    so many queries and keys that every place of the kernel's rings serves again and again."""
     from nsa.kernels.prefill import block_score_hopper as module
 
-    b, s, g = 2, 515, 2
+    b, g = (2, 2) if s < 1000 else (1, 2)
     n = (start + s - l) // d + 1
+    if s > 1000:
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        assert s // module.tile(heads)[0] * b * g > 3 * sms and n > 2 * module.STAGES * module.KEYS
     q = randn(b, s, g * heads, width, seed=1, dtype=BF16, device=device)
     k = randn(b, n, g, width, seed=2, dtype=BF16, device=device)
     key, t = torch.arange(n, device=device) * d, start + torch.arange(s, device=device)
@@ -375,6 +384,23 @@ def test_block_scores(heads, width, l, d, l_sel, start, device):
             want[:, :, begin : begin + queries, : (tiles + 1) * blocks], rtol=1e-3, atol=1e-5,
         )  # fmt: skip
         assert got[..., (tiles + 1) * blocks :].isnan().all()
+
+
+@pytest.mark.kernel
+def test_a_nan_query_changes_no_other_choice(device):
+    from nsa.kernels import prefill
+
+    q, k = (randn(1, n, h, 128, seed=n, dtype=BF16, device=device) for n, h in ((700, 32), (42, 2)))
+    lse = randn(1, 700, 32, seed=3, device=device)
+    how = dict(l=32, d=16, l_sel=64, n_sel=4, n_init=1, n_local=1)
+    want = prefill.select_blocks_triton(q, k, lse, **how)
+    q[:, 685] = float("nan")
+    with launches.recording() as counts:
+        got = prefill.select_blocks_triton(q, k, lse, **how)
+    others = torch.arange(700, device=device) != 685
+    assert counts[SCORES] == 1 and torch.equal(got[:, others], want[:, others])
+    for row in got[0, 685].tolist():
+        assert {0, 10} < set(row) <= set(range(11)) and row == sorted(set(row))
 
 
 @pytest.mark.kernel

@@ -15,7 +15,8 @@ def _scanned(
     O, M, L, base, begin, end, ROWS, head, live, cols, DV: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Output [HEADS, BLOCK_DV] of the scan's splits begin..end; zero where all are empty."""
+    """Output [HEADS, BLOCK_DV] of the scan's splits begin..end; zero where all are empty. One after
+    another, since all at once would not fit the registers beside the output of the blocks."""
     m = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
@@ -51,8 +52,8 @@ def attend_selected(
     N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """Partial attention of one token over `share` of its blocks; rows are heads. With CHOOSE every
-    split chooses the blocks for itself, which is cheaper than a launch. With MERGE, of one split,
-    all three branches by their gates (Eq. 5).
+    split chooses the blocks for itself, which is cheaper than a launch. With MERGE there is one
+    split, which leaves no partial output but writes OUT: all three branches by their gates (Eq. 5).
     """
     batch = bg // G
     group = bg % G

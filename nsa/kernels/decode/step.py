@@ -223,9 +223,22 @@ def _plan(
             "choose from"
         )
 
+    room = TEAM_PER_SM * sms // programs
+    together = (
+        alone and branch is None and room >= max(LEAST_TEAM, splits_cmp + splits_win)
+        and cdiv(max_len, l_sel) <= TEAM_BLOCKS and arch not in SMALL and block_n <= 64
+        and large_tiles(dtype.itemsize, dim, dv, rows)
+    )  # fmt: skip
+    # What the merge adds lets fewer programs run at a time: H200, 128 sequences of 8k, 168 us as a
+    # launch of its own and 181 without. Where all do nevertheless, 64 of 8k, 102.5 and 97.5. Many
+    # wide heads do not fit, and splits of the scan are merged one after another.
+    merged = (
+        branch is None and not together and splits_sel == 1 and programs * tokens <= target
+        and heads_padded * max(dim, dv) <= 1 << 12 and splits_cmp + splits_win <= 8
+    )  # fmt: skip
     scans = programs * (splits_cmp + splits_win) * rows
     tiles = programs * rows * n_tiles
-    parts = programs * tokens * splits_sel * heads_padded
+    parts = 0 if merged else programs * tokens * splits_sel * heads_padded
     candidates = 0 if choice["SINGLE"] else programs * tokens * chunks * choice["N_PAD"]
     floats = [cdiv(n, 4) * 4 for n in (  # every buffer begins at 16 bytes
               scans * dv, scans, scans, tiles * nb, tiles, tiles, parts * dv, parts, parts,
@@ -240,18 +253,6 @@ def _plan(
     selected = dict(
         BLOCK_N=min(block_n, 64, dot_size(l_sel)), SINGLE=choice["SINGLE"], N=choice["N"],
         RANKED=choice["RANKED"],
-    )  # fmt: skip
-    room = TEAM_PER_SM * sms // programs
-    together = (
-        alone and branch is None and room >= max(LEAST_TEAM, splits_cmp + splits_win)
-        and cdiv(max_len, l_sel) <= TEAM_BLOCKS and arch not in SMALL and block_n <= 64
-        and large_tiles(dtype.itemsize, dim, dv, rows)
-    )  # fmt: skip
-    # What the merge adds lets fewer programs run at a time: H200, 128 sequences of 8k, 181 us and
-    # 168. Where all do nevertheless, 64 of 8k 102.5 -> 97.5. Many wide heads do not fit.
-    merged = (
-        branch is None and not together and splits_sel == 1 and programs * tokens <= target
-        and heads_padded * max(dim, dv) <= 1 << 12
     )  # fmt: skip
     team = max(splits_cmp + splits_win, min(max(splits_sel, heads) * tokens, room))
     return StepPlan(

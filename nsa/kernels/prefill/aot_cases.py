@@ -125,7 +125,8 @@ def _fused_case(
 
 
 def _gluon_cases() -> list[AotCase]:
-    """The kernels for Hopper: both spans, the backwards with small and large groups."""
+    """The kernels for Hopper: both spans, block scores, selection, the backwards with small and
+    large groups."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from nsa.kernels.prefill import (
@@ -178,16 +179,16 @@ def _gluon_cases() -> list[AotCase]:
         cases.append(replace(one, parting="again:", max_spill=96))
     module = block_score_hopper
     kernel = module._block_score_hopper_kernel
-    for heads, dim, ratio in ((16, 128, 4), (8, 64, 4), (1, 128, 8)):
+    for heads, dim, ratio in ((16, 128, 4), (16, 128, 2), (8, 64, 4), (1, 128, 8)):
         queries, keys = module.tile(heads)
         c = dict(VARLEN=heads == 8, STAGES=module.STAGES, G=4, l=32, d=16,
                  l_sel=16 * ratio)  # fmt: skip
         types = dict(QD=tile("bf16", queries, heads, dim), KD=tile("bf16", 1, keys, dim),
                      LSE="*fp32", SCORES="*fp32", BATCH="i32", ITEMS="i32", slab_begin="i32",
                      slab_len="i32", n_ld="i32")  # fmt: skip
-        # Scalars of the next work item.
-        launch = module.WARPS, 96, module.START_REGISTERS
-        one = case(kernel, f"H{heads}-D{dim}", types, c, *launch)
+        label = f"H{heads}-D{dim}-R{ratio}"
+        # What spills are scalars of the next work item.
+        one = case(kernel, label, types, c, module.WARPS, 96, module.START_REGISTERS)
         cases.append(replace(one, parting="again:"))
     kernel = span_bwd_hopper._span_bwd_hopper_kernel
     width = span_bwd_hopper.WIDTH
@@ -202,6 +203,7 @@ def _gluon_cases() -> list[AotCase]:
                      STATS_ROWS="*fp32", total_q="i32")  # fmt: skip
         if split:
             types |= {"DK": "*fp32", "DV_OUT": "*fp32"}
+        # dK, dV and two tiles of scores leave no register for what the ends of a walk need.
         cases.append(case(kernel, f"{mode}-H{heads}", types, c, span_bwd_hopper.WARPS, 112))
     rows = dict(HEADS=16, BLOCK=1024)
     types = dict(LSE="*fp32", DELTA="*fp32", OUT="*fp32", rows="i32", HQ="i32")

@@ -118,11 +118,11 @@ def _produce(
 
 @gluon.jit
 def _weights(
-    first: gl.constexpr, l: gl.constexpr, d: gl.constexpr, l_sel: gl.constexpr,
+    key0: gl.constexpr, l: gl.constexpr, d: gl.constexpr, l_sel: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Tokens of overlap of the PIECE keys from `first` on with the EIGHT blocks from key 0 on."""
-    key = ((first + gl.arange(0, PIECE, gl.SliceLayout(1, LAYOUT))) * d)[:, None]
+    """Tokens of overlap of the PIECE keys from key0 on with the EIGHT blocks from key 0 on."""
+    key = ((key0 + gl.arange(0, PIECE, gl.SliceLayout(1, LAYOUT))) * d)[:, None]
     block = (gl.arange(0, EIGHT, gl.SliceLayout(0, LAYOUT)) * l_sel)[None, :]
     overlap = gl.minimum(key + l, block + l_sel) - gl.maximum(key, block)
     return gl.maximum(overlap, 0).to(gl.float16)
@@ -165,9 +165,9 @@ def _pooled(p, carry, own, spill, CHUNK: gl.constexpr):
         return sums, mma_v2(last, spill, gl.zeros_like(carry))
     else:
         a, b = _halves(p)
-        first, carry = _pooled(a, carry, own, spill, CHUNK)
-        second, carry = _pooled(b, carry, own, spill, CHUNK)
-        return _beside(first, second), carry
+        left, carry = _pooled(a, carry, own, spill, CHUNK)
+        right, carry = _pooled(b, carry, own, spill, CHUNK)
+        return _beside(left, right), carry
 
 
 @gluon.jit
@@ -203,7 +203,7 @@ def _probabilities(
     s, bias, scale_log2, n0, q0, q_start, l: gl.constexpr, d: gl.constexpr, k_len, hi_first,
     HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Of scores s of the keys from n0 on; 0 where a row does not see a key."""
+    """2^10 times those of scores s of the keys from n0 on; 0 where a row does not see a key."""
     LAYOUT: gl.constexpr = s.type.layout
     p = gl.exp2(s * scale_log2 + bias[:, None])
     if n0 + s.shape[1] > hi_first:

@@ -1,9 +1,12 @@
 """Block scores and top-n selection (Eq. 9 and 10) in two kernels over slabs of queries.
 
+On Hopper block_score_hopper.py finds the scores.
+
 The score kernel recomputes the compressed probabilities from the kept log-sum-exp, pools them to
 selection blocks with a small matrix product and sums them over the heads of a group. The top-n
 kernel bisects the bit pattern of a row's scores for the n-th largest. Scores exist for one slab of
-queries at a time (at most SLAB_BYTES), so memory does not grow with S^2.
+queries at a time (SLAB_BYTES, or one tile of queries of each sequence), so memory does not grow
+with S^2.
 """
 
 from __future__ import annotations
@@ -250,15 +253,15 @@ def block_select(
             arch, dim, q.element_size(), (q_start + sq) // d
         )
         block_q, block_n = max(rows // pow2(heads), 1), max(block_n, 8 * (l_sel // d))
+        d1, d2 = split_dim(dim)
+        tma = tma_usable(arch, k_cmp)
+        k1, k2 = k_tiles(k_cmp, block_n, tma)
     nb = block_n * d // l_sel
     n_ld = (cdiv(cdiv(q_start + sq, l_sel), nb) + 1) * nb
     slab = max(SLAB_BYTES // (4 * n_ld * batch * groups) // block_q, 1) * block_q
     slab = min(slab, cdiv(sq, block_q) * block_q)
     scores = torch.empty(batch * groups * slab * n_ld, dtype=torch.float32, device=q.device)
-    d1, d2 = split_dim(dim)
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
-    tma = tma_usable(arch, k_cmp)
-    k1, k2 = k_tiles(k_cmp, block_n, tma)
     for begin in range(0, sq, slab):
         queries = min(slab, sq - begin)
         if on_hopper:

@@ -111,12 +111,10 @@ def pair_forward_kernels(
     return (forward_kernel(q, k_cmp, v_cmp), forward_kernel(q, k_win, v_win))
 
 
-def block_select_kernels(
-    q: Tensor, k_cmp: Tensor, l: int, d: int, l_sel: int
-) -> tuple[str, ...]:
-    """Names of those that the choice of blocks launches."""
-    hopper = block_scores(q, k_cmp, l, d, l_sel)
-    return ("_block_score_hopper_kernel" if hopper else "_block_score_kernel", "_block_topn_kernel")
+def block_score_kernel(q: Tensor, k_cmp: Tensor, l: int, d: int, l_sel: int) -> str:
+    """Name of the one that the choice of blocks launches before it ranks them."""
+    found = block_scores(q, k_cmp, l, d, l_sel)
+    return "_block_score_hopper_kernel" if found else "_block_score_kernel"
 
 
 def backward_kernels(

@@ -222,7 +222,6 @@ def _span_turn(
     k = k_place.index(nought)
     v = v_place.index(nought)
     ds_place = ds_smem.index(n & 1)
-    tile = _nth_tile(n, tiles, start, MODE)
 
     zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
     dp = warpgroup_mma(v, do.permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -230,6 +229,7 @@ def _span_turn(
     lse = lse_smem.index(slot).load(COLUMN)
     p = gl.exp2(s * scale_log2 - lse[None, :])
     if MASKED:
+        tile = _nth_tile(n, tiles, start, MODE)
         t = m_begin + tile * BLOCK_Q + gl.arange(0, ROWS, COLUMN) // HEADS
         p = gl.where(_visible(t, first, window, MODE), p, 0.0)
     p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
@@ -331,7 +331,7 @@ def _put_keys(OUT, x, row, live, layout: gl.constexpr, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _span_walk(
-    Q, K, V, DO, STATS_ROWS, DQD, DK, DV_OUT, buffers, masked_tiles, tiles, start, q_begin, t0,
+    Q, K, V, DO, STATS_ROWS, DQD, DK, DV_OUT, buffers, masked_tiles, tiles, start, q_begin,
     m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G, lse_row, delta_row,
     q_start, span_a, span_b, scale, scale_log2,
     MODE: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
@@ -503,7 +503,7 @@ def _span_bwd_hopper_kernel(
     gl.warp_specialize([
         (_span_walk, (
             Q, K, V, DO, STATS_ROWS, DQD, DK, DV_OUT, buffers, masked_tiles, tiles, start, q_begin,
-            t0, m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G, lse_row,
+            m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G, lse_row,
             delta_row, q_start, span_a, span_b, scale, scale_log2, MODE, BLOCK_Q, HEADS, STAGES,
             SPLIT, DS_AT * LINE, DQ_AT * LINE,
         )),

@@ -151,20 +151,24 @@ _RESCALE = gl.constexpr(
     setp.neu.f32 other, ${2 * _BY + 2}, 0f3F800000;
     or.pred one, one, other;
     vote.sync.any.pred one, one, 0xffffffff;
+    @!one bra.uni over;
     """
-    + "".join(f"mov.b32 ${i}, ${_BY + i};\n" for i in range(_BY))
-    + "@!one bra.uni over;\n"
     + "".join(f"mul.f32 ${i}, ${i}, ${2 * _BY + i};\n" for i in range(_BY))
     + "over:\n}"
 )
-_RESCALE_OPERANDS = gl.constexpr(",".join(["=f"] * _BY + ["f"] * 2 * _BY))
+# Outputs are x in place, and are written before the last factors are read.
+_RESCALE_OPERANDS = gl.constexpr(
+    ",".join(["=&f"] * _BY + [str(i) for i in range(_BY)] + ["f"] * _BY)
+)
 _RESCALE_PACK = gl.constexpr(_BY)
 
 
 @gluon.jit
 def rescaled(x, factor):
-    """x [rows, columns], laid out as a warpgroup's product, times factor [rows]: by warps, and only
-    where one of its rows has a factor that is not 1."""
+    """x [16 rows of each warp, columns], laid out as a warpgroup's product, times factor [rows]: by
+    warps, and only where one of its rows has a factor that is not 1."""
+    gl.static_assert(x.shape[0] == 16 * gl.num_warps())  # so that a thread has two rows
+    gl.static_assert(x.shape[1] * 16 % (32 * _RESCALE_PACK) == 0)
     LAYOUT: gl.constexpr = x.type.layout
     factor = factor[:, None] + gl.zeros(x.shape, gl.float32, LAYOUT)
     return gl.inline_asm_elementwise(
