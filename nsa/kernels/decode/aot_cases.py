@@ -83,7 +83,7 @@ def aot_cases(arch: int) -> list[AotCase]:
                             N_SEL=16, N_INIT=1, N_LOCAL=2, BLOCK_N=small, PAGE=page,
                             CHOOSE=True, **choice, **dims)  # fmt: skip
             warps = selected_warps(choice["N"], 16, d)
-            for merge in (False, True):
+            for merge in (False, True) if length == 32768 else (False,):
                 cases.append(_case(_decode_selected_kernel, f"{label}-S{length}-{merge}", dtype,
                                    {**selected, "MERGE": merge}, warps, 2))  # fmt: skip
             some = {n: selected[n] for n in _decode_candidates_kernel.arg_names if n in selected}
