@@ -650,7 +650,8 @@ def test_both_spans_of_a_chunk(heads, width, window, scale, device):
     )
     want = wide[5][..., :1] * cmp + wide[5][..., 2:] * win
     torch.testing.assert_close(out.double(), want, atol=4e-3, rtol=0)
-    torch.testing.assert_close(lse.double(), want_lse.double(), atol=1e-4, rtol=1e-6)
+    rtol = 1e-6 if scale > 1 else 0  # of an lse in the hundreds
+    torch.testing.assert_close(lse.double(), want_lse.double(), atol=1e-4, rtol=rtol)
 
 
 @pytest.mark.kernel
@@ -680,8 +681,10 @@ def test_windows_forward(heads, width, window, scale, device):
     scores = torch.einsum("shd,thd->hst", q[0].double(), keys) * scale
     scores.masked_fill_((behind < 0) | (behind >= window), float("-inf"))
     want = torch.einsum("hst,thd->shd", scores.softmax(-1), values)
-    torch.testing.assert_close(out[0].double(), want, atol=3e-3, rtol=1e-3)
-    torch.testing.assert_close(lse[0].double(), scores.logsumexp(-1).T, atol=1e-4, rtol=1e-6)
+    # A large scale makes an output one value, not a mean of many, and an lse of hundreds.
+    wide, narrow = (1e-3, 1e-6) if scale > 1 else (0, 0)
+    torch.testing.assert_close(out[0].double(), want, atol=3e-3, rtol=wide)
+    torch.testing.assert_close(lse[0].double(), scores.logsumexp(-1).T, atol=1e-4, rtol=narrow)
 
 
 @pytest.mark.kernel
