@@ -247,7 +247,7 @@ def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, tune):
     """Candidates of several chunks or all blocks at once; the top by ranks or by search."""
     caches = Caches(Step((577, 45), T=2, h=4, n_sel=4, capacity=600), kernel_device)
     out, indices = caches.run()
-    tune(SINGLE_BLOCKS=blocks, CHUNK_BLOCKS=(blocks, blocks), RANK_CANDIDATES=ranks)
+    tune(SINGLE_BLOCKS=(blocks, blocks), CHUNK_BLOCKS=(blocks, blocks), RANKED=ranks)
     with launches.recording() as counts:
         again, same = caches.run()
     assert ("_decode_candidates_kernel" in counts) == (blocks == 16)
@@ -290,7 +290,7 @@ def test_many_wide_heads_leave_the_merge_a_launch_of_its_own(heads, width, merge
 def test_a_team_chooses_and_merges_as_launches_do(kernel_device, tune):
     """With candidates of several chunks; a part of the team has nothing to scan."""
     caches = Caches(Step((577, 45), T=2, h=4, n_sel=4, capacity=600), kernel_device)
-    tune(SINGLE_BLOCKS=16, CHUNK_BLOCKS=(16, 16), LEAST_TEAM=2, TEAM_PER_SM=64)
+    tune(SINGLE_BLOCKS=(16, 16), CHUNK_BLOCKS=(16, 16), LEAST_TEAM=2, TEAM_PER_SM=64)
     out, indices = caches.run()
     assert caches.kernels() == ["_decode_team_kernel"]
     with launches.recording() as counts:
@@ -365,6 +365,32 @@ def test_splits_are_as_many_as_run_at_a_time(n_tiles, tiles_win, room, splits, k
     assert scan_splits(n_tiles, tiles_win, room) == splits
 
 
+def test_few_programs_begin_while_the_launch_before_them_ends(kernel_device, monkeypatch):
+    """On SM 9.0 and later; a launch that may begin early waits for the one before it."""
+    from nsa.kernels.decode import step
+
+    def plan(batch, max_len, branch=None):
+        return step._plan.__wrapped__(
+            batch, 1, 64, 4, 128, 128, BF16, torch.device("cuda", 0), 32, 16, 64, 16, 1, 2, 512,
+            max_len, branch,
+        )  # fmt: skip
+
+    def early(p):
+        parts = dict(scan=p.scan, choice=p.choice, selected=p.selected, merge=p.merge)
+        for constants in parts.values():
+            assert constants.get("launch_pdl", False) <= constants["EARLY"]
+        return [n for n, c in parts.items() if c.get("launch_pdl")], p.scan["EARLY"]
+
+    monkeypatch.setattr(step, "sm_count", lambda device: 132)
+    for arch in (80, 89, 90, 100, 120):
+        monkeypatch.setattr(step, "arch_of", lambda device, arch=arch: arch)
+        some = ["selected", "merge"] if arch >= 90 else []
+        assert early(plan(1, 8192)) == early(plan(8, 65536)) == (some, arch >= 90)
+        # Many programs, more candidates than a few warps rank at once, one branch by itself.
+        for sizes in ((16, 8192), (1, 131072), (1, 8192, "sel"), (1, 8192, "cmp")):
+            assert early(plan(*sizes)) == ([], False)
+
+
 def test_which_steps_are_one_launch(monkeypatch, kernel_device):
     from nsa.kernels.decode import step
 
@@ -388,7 +414,7 @@ def test_which_steps_are_one_launch(monkeypatch, kernel_device):
 
 @pytest.mark.parametrize("ranks", [128, 1])
 def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(ranks, kernel_device, tune):
-    tune(RANK_CANDIDATES=ranks)
+    tune(RANKED=ranks)
     caches = Caches(Step((577, 445), h=4, n_sel=4, capacity=600), kernel_device)
     out, indices = caches.run()
     caches.q[0] = float("nan")

@@ -60,7 +60,7 @@ def _case(kernel: Any, label: str, dtype: str, constexprs: dict, warps: int, sta
 
 def aot_cases(arch: int) -> list[AotCase]:
     """What nsa_decode_triton would compile on `arch`, at representative shapes."""
-    cases = []
+    cases, early = [], arch >= 90
     for dtype, size, d, dv, rows, page in _SHAPES if arch in _FULL else _SHAPES[:1]:
         label = f"{dtype}-D{d}-Dv{dv}-R{rows}-P{page}"
         d1, d2 = split_dim(d)
@@ -70,20 +70,20 @@ def aot_cases(arch: int) -> list[AotCase]:
         pool = tl.float32 if size == 4 else tl.float16
         for block_n in (small, 128) if large_tiles(size, d, dv, rows) else (small,):
             scan = dict(ROWS=rows, BLOCK_N=block_n, NB=block_n // 4, PAGE=page, RING=not page,
-                        POOL_DTYPE=pool)  # fmt: skip
+                        POOL_DTYPE=pool, EARLY=early)  # fmt: skip
             constexprs = {**dims, **scan}
             name = f"{label}-N{block_n}"
             cases.append(_case(_decode_scan_kernel, name, dtype, constexprs, scan_warps(rows), 2))
-        # One sequence of 4k, of 32k and of a million tokens: the sizes of the choice.
-        lengths = ((4096, 8), (32768, 64), (2**20, 64))
-        for length, splits in lengths if d == 128 else lengths[1:2]:
+        # One sequence of 4k, of 32k and of a million tokens, and many of 8k: sizes of the choice.
+        lengths = ((32768, 64, 1), (4096, 8, 1), (2**20, 64, 1), (8192, 8, 256))
+        for length, splits, programs in lengths if d == 128 else lengths[:1]:
             n_tiles = length // 16 // small
-            _, choice = choice_sizes(n_tiles, small // 4, length // 64, 16)
+            _, choice = choice_sizes(n_tiles, small // 4, length // 64, 16, programs)
             selected = dict(ROWS=rows, HEADS=16, TILE_N=small, NB=small // 4, SPLITS=splits,
                             N_SEL=16, N_INIT=1, N_LOCAL=2, BLOCK_N=small, PAGE=page,
-                            CHOOSE=True, **choice, **dims)  # fmt: skip
+                            CHOOSE=True, EARLY=early, **choice, **dims)  # fmt: skip
             warps = selected_warps(choice["N"], 16, d)
-            for merge in (False, True) if length == 32768 else (False,):
+            for merge in (False, True) if length == 32768 else (programs > 1,):
                 cases.append(_case(_decode_selected_kernel, f"{label}-S{length}-{merge}", dtype,
                                    {**selected, "MERGE": merge}, warps, 2))  # fmt: skip
             some = {n: selected[n] for n in _decode_candidates_kernel.arg_names if n in selected}
@@ -107,21 +107,23 @@ def aot_cases(arch: int) -> list[AotCase]:
                 cases.append(_case(kernel, label, dtype, dict(BLOCK=BLOCK), 4, 3))
         for splits in ((64, 8, 16), (8, 8, 16)) if d == 128 else ((64, 8, 16),):
             merge = dict(DV=dv, ROWS=rows, HEADS=16, BLOCK_DV=dot_size(dv), SPLITS_CMP=splits[0],
-                         SPLITS_WIN=splits[1], SPLITS_SEL=splits[2])  # fmt: skip
+                         SPLITS_WIN=splits[1], SPLITS_SEL=splits[2], EARLY=early)  # fmt: skip
             cases.append(_case(_decode_merge_kernel, f"{label}-{sum(splits)}", dtype, merge,
                                merge_warps(sum(splits), dot_size(dv)), 2))  # fmt: skip
     # Eight tokens of 16 heads, or four: beside them a tile of keys has the least room.
     for d, dv, rows in ((192, 128, 128), (256, 256, 64)) if arch in _FULL else ():
         (d1, d2), block_n = split_dim(d), scan_tile(arch, 2, d, dv, rows)
         c = dict(D=d, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dv, PRECISION="tf32", ROWS=rows,
-                 BLOCK_N=block_n, NB=block_n // 4, PAGE=0, RING=True, POOL_DTYPE=tl.float16)
+                 BLOCK_N=block_n, NB=block_n // 4, PAGE=0, RING=True, POOL_DTYPE=tl.float16,
+                 EARLY=early)
         cases.append(
             _case(_decode_scan_kernel, f"D{d}-R{rows}", "bf16", c, scan_warps(rows), 2)
         )
     if arch == 80:  # where ptxas leaves 128 heads of 256 on 4 warps 32 registers and 9 KB of stack
         c = dict(D=256, DV=256, BLOCK_D=256, BLOCK_D2=0, BLOCK_DV=256, PRECISION="tf32", ROWS=128,
                  HEADS=128, BLOCK_N=64, PAGE=0, CHOOSE=True, SPLITS=8, TILE_N=64, NB=16, N_SEL=16,
-                 N_INIT=1, N_LOCAL=2, MERGE=False, **choice_sizes(8, 16, 128, 16)[1])  # fmt: skip
+                 N_INIT=1, N_LOCAL=2, MERGE=False, EARLY=early,
+                 **choice_sizes(8, 16, 128, 16)[1])  # fmt: skip
         warps = selected_warps(c["N"], 128, 256)
         cases.append(_case(_decode_selected_kernel, "D256-H128", "bf16", c, warps, 2))
     return cases

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.block_keys import block_keys
-from nsa.kernels.decode.tile import visible
+from nsa.kernels.decode.tile import await_last, begin_next, visible
 
 
 @triton.jit
@@ -52,34 +52,40 @@ def tile_scores(
 
 
 @triton.jit
-def top_places(key, N: tl.constexpr, N_SEL: tl.constexpr, RANKED: tl.constexpr):
-    """Which of N keys are the N_SEL largest (ties: the first; -1 is none), and their places in the
-    order of the keys. RANKED compares all with all, else the n-th largest key is searched.
-    """
-    if RANKED:
-        at = tl.arange(0, N)
-        ahead = (key[None, :] > key[:, None]) | (
-            (key[None, :] == key[:, None]) & (at[None, :] < at[:, None])
-        )
-        keep = ((tl.sum(ahead.to(tl.int32), 1) < N_SEL) & (key >= 0)).to(tl.int32)
-    else:
-        # By its bits: low reaches N_SEL keys (if there are so many), high does not.
-        cuts: tl.constexpr = 32
-        low = 0
-        high = tl.max(key, 0) + 1
-        while high - low > 1:
-            step = (high - low + cuts) // (cuts + 1)
-            cut = low + step * (tl.arange(0, cuts) + 1)
-            count = tl.sum((key[None, :] >= cut[:, None]).to(tl.int32), 1)
-            passed = tl.sum(((count >= N_SEL) & (cut < high)).to(tl.int32), 0)
-            high = tl.minimum(high, low + step * (passed + 1))
-            low = low + step * passed
-        above = key >= high
-        equal = (key >= low) & (key < high)
-        room = N_SEL - tl.sum(above.to(tl.int32), 0)
-        equal_rank = tl.cumsum(equal.to(tl.int32), 0)
-        keep = (above | (equal & (equal_rank <= room))).to(tl.int32)
-    return keep > 0, tl.cumsum(keep, 0) - keep
+def _ahead(key, at, other, other_at):
+    """How many of the others come before each key: larger, or as large and earlier. The sum goes
+    over the first axis, which lies within a thread; over the other each goes through a warp."""
+    before = (other[:, None] > key[None, :]) | (
+        (other[:, None] == key[None, :]) & (other_at[:, None] < at[None, :])
+    )
+    return tl.sum(before.to(tl.int32), 0)
+
+
+@triton.jit
+def _searched(key, N_SEL: tl.constexpr):
+    """Which are the N_SEL largest keys (ties: the first), by a search for the n-th largest."""
+    # By its bits: low reaches N_SEL keys (if there are so many), high does not.
+    cuts: tl.constexpr = 32
+    low = 0
+    high = tl.max(key, 0) + 1
+    while high - low > 1:
+        step = (high - low + cuts) // (cuts + 1)
+        cut = low + step * (tl.arange(0, cuts) + 1)
+        count = tl.sum((key[None, :] >= cut[:, None]).to(tl.int32), 1)
+        passed = tl.sum(((count >= N_SEL) & (cut < high)).to(tl.int32), 0)
+        high = tl.minimum(high, low + step * (passed + 1))
+        low = low + step * passed
+    above = key >= high
+    equal = (key >= low) & (key < high)
+    room = N_SEL - tl.sum(above.to(tl.int32), 0)
+    return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+
+
+@triton.jit
+def _places(keep):
+    """Places of those that are kept, in the order of the keys."""
+    kept = keep.to(tl.int32)
+    return tl.cumsum(kept, 0) - kept
 
 
 @triton.jit
@@ -100,7 +106,9 @@ def store_candidates(
     )  # fmt: skip
     block = chunk * CHUNK * NB + tl.arange(0, CHUNK * NB)
     key = block_keys(tl.reshape(score, [CHUNK * NB]), block, own, N_INIT, N_LOCAL)
-    keep, place = top_places(key, CHUNK * NB, N_SEL, True)
+    at = tl.arange(0, CHUNK * NB)
+    keep = (_ahead(key, at, key, at) < N_SEL) & (key >= 0)
+    place = _places(keep)
     to = ((bg.to(tl.int64) * T + token) * chunks + chunk) * N_PAD
     tl.store(KEYS + to + place, key, mask=keep)
     tl.store(BLOCKS + to + place, block, mask=keep)
@@ -115,12 +123,15 @@ def _decode_candidates_kernel(
     G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,
     ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
     NB: tl.constexpr, CHUNK: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
-    N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
+    N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """store_candidates() of every chunk, sequence, group and token."""
+    begin_next(EARLY)
     bg = tl.program_id(1)
+    length = tl.load(LENS + bg // G)
+    await_last(EARLY)
     store_candidates(
-        tl.program_id(0), bg, tl.program_id(2), tl.load(LENS + bg // G),
+        tl.program_id(0), bg, tl.program_id(2), length,
         PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, G, H, T, splits_cmp,
         splits_all, n_tiles, l, d, l_sel, chunks, ROWS, HEADS, SPLITS, TILE_N, NB, CHUNK, N_SEL,
         N_PAD, N_INIT, N_LOCAL,
@@ -140,6 +151,7 @@ def choose_blocks(
     ascending order and the blocks themselves.
 
     SINGLE: one chunk holds all N blocks and is summed here; else the best are among N candidates.
+    RANKED compares all with all, else the n-th largest key is searched. A key of -1 is no block.
     """
     own = (length - T + token) // l_sel
     at = tl.arange(0, N)
@@ -153,9 +165,27 @@ def choose_blocks(
             [N],
         )  # fmt: skip
         key = block_keys(score, block, own, N_INIT, N_LOCAL)
+        if RANKED:
+            keep = _ahead(key, at, key, at) < N_SEL
+        else:
+            keep = _searched(key, N_SEL)
     else:
         candidates = (bg.to(tl.int64) * T + token) * chunks * N_PAD
-        key = tl.load(KEYS + candidates + at, mask=at < chunks * N_PAD, other=-1)
-        block = tl.load(BLOCKS + candidates + at, mask=key >= 0, other=0)
-    keep, place = top_places(key, N, N_SEL, RANKED)
-    return keep, place, block
+        live = at < chunks * N_PAD
+        key = tl.load(KEYS + candidates + at, mask=live, other=-1)
+        block = tl.load(BLOCKS + candidates + at, mask=live, other=0)
+        if RANKED:
+            # Against a part of them at a time, as many as the registers hold.
+            part: tl.constexpr = min(N, 64)
+            rank = at * 0
+            for begin in tl.static_range(0, N, part):
+                other_at = begin + tl.arange(0, part)
+                other = tl.load(
+                    KEYS + candidates + other_at, mask=other_at < chunks * N_PAD, other=-1
+                )
+                rank += _ahead(key, at, other, other_at)
+            keep = rank < N_SEL
+        else:
+            keep = _searched(key, N_SEL)
+    keep = keep & (key >= 0)
+    return keep, _places(keep), block

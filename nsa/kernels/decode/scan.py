@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.decode.tile import attend, cache_row, load_rows, visible
+from nsa.kernels.decode.tile import attend, begin_next, cache_row, load_rows, visible
 
 
 @triton.jit
@@ -126,12 +126,14 @@ def _decode_scan_kernel(
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, RING: tl.constexpr, POOL_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """scan_split() of every sequence, group and split.
 
     Long splits, of the compressed keys, come first, so that the last wave is short work; groups of
     a sequence, which are neighbours in memory, run side by side.
     """
+    begin_next(EARLY)
     bg = tl.program_id(0)
     scan_split(
         bg, tl.program_id(1), tl.load(LENS + bg // G),

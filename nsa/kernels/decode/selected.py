@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.decode.choose import choose_blocks
-from nsa.kernels.decode.tile import attend, cache_row, load_rows
+from nsa.kernels.decode.tile import attend, await_last, begin_next, cache_row, load_rows
 
 
 @triton.jit
@@ -50,6 +50,7 @@ def attend_selected(
     TILE_N: tl.constexpr, NB: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr,
     N: tl.constexpr, RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
     N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, MERGE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Partial attention of one token over `share` of its blocks; rows are heads. With CHOOSE every
     split chooses the blocks for itself, which is cheaper than a launch. With MERGE there is one
@@ -75,6 +76,7 @@ def attend_selected(
     else:
         offs_d2 = offs_d
         q2 = q
+    await_last(EARLY)
     if CHOOSE:
         keep, place, chosen = choose_blocks(
             bg, token, length, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, H, T,
@@ -145,8 +147,10 @@ def _decode_selected_kernel(
     TILE_N: tl.constexpr, NB: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr,
     N: tl.constexpr, RANKED: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
     N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, MERGE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """attend_selected() of every split, sequence, group and token."""
+    begin_next(EARLY)
     bg = tl.program_id(1)
     attend_selected(
         tl.program_id(0), bg, tl.program_id(2), tl.load(LENS + bg // G),
@@ -154,7 +158,7 @@ def _decode_selected_kernel(
         POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, table_len, capacity, G, H, T, splits, share,
         splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, scale_log2, D, DV, ROWS, HEADS,
         BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, PRECISION, CHOOSE, SPLITS, TILE_N, NB, CHUNK,
-        SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL, MERGE,
+        SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL, MERGE, EARLY,
     )  # fmt: skip
 
 
@@ -189,6 +193,7 @@ def merge_row(
     G, H, T, splits_cmp, splits_all, splits_sel,
     DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_DV: tl.constexpr,
     SPLITS_CMP: tl.constexpr, SPLITS_WIN: tl.constexpr, SPLITS_SEL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of each branch and add the branches with their gates (Eq. 5)."""
     token = row_of_group // H
@@ -201,6 +206,10 @@ def merge_row(
     chosen = (bg.to(tl.int64) * T + token) * splits_sel * HEADS + head
     row = (batch.to(tl.int64) * T + token) * (G * H) + group * H + head
     gate = GATES + row * 3
+    g_cmp = tl.load(gate).to(tl.float32)
+    g_sel = tl.load(gate + 1).to(tl.float32)
+    g_win = tl.load(gate + 2).to(tl.float32)
+    await_last(EARLY)
     # All loads before any sum, which waits for its own.
     m_cmp, s_cmp, o_cmp = _partials(
         SCAN_O, SCAN_M, SCAN_L, scan, ROWS, 0, splits_cmp, cols, DV, mask, SPLITS_CMP
@@ -211,9 +220,6 @@ def merge_row(
     m_sel, s_sel, o_sel = _partials(
         SEL_O, SEL_M, SEL_L, chosen, HEADS, 0, splits_sel, cols, DV, mask, SPLITS_SEL
     )
-    g_cmp = tl.load(gate).to(tl.float32)
-    g_sel = tl.load(gate + 1).to(tl.float32)
-    g_win = tl.load(gate + 2).to(tl.float32)
     out = _merged(m_cmp, s_cmp, o_cmp) * g_cmp
     out += _merged(m_sel, s_sel, o_sel) * g_sel
     out += _merged(m_win, s_win, o_win) * g_win
@@ -226,10 +232,11 @@ def _decode_merge_kernel(
     G, H, T, splits_cmp, splits_all, splits_sel,
     DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_DV: tl.constexpr,
     SPLITS_CMP: tl.constexpr, SPLITS_WIN: tl.constexpr, SPLITS_SEL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """merge_row() of every sequence, group, token and head."""
     merge_row(
         tl.program_id(0), tl.program_id(1),
         SCAN_O, SCAN_M, SCAN_L, SEL_O, SEL_M, SEL_L, GATES, OUT, G, H, T, splits_cmp, splits_all,
-        splits_sel, DV, ROWS, HEADS, BLOCK_DV, SPLITS_CMP, SPLITS_WIN, SPLITS_SEL,
+        splits_sel, DV, ROWS, HEADS, BLOCK_DV, SPLITS_CMP, SPLITS_WIN, SPLITS_SEL, EARLY,
     )  # fmt: skip

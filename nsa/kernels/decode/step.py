@@ -34,10 +34,14 @@ SMALL = (86, 89, 120)  # 99 KB of shared memory, other parts have 163 and more
 SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
 SELECTED_PER_SM = 2  # the same of the selected blocks: more splits are more to merge
 SELECTED_SPLITS = 16  # per token and group, a block each by default
+EARLY_PROGRAMS = 32  # sequences * groups up to which the launches of a step overlap
 MANY_TILES = 8  # of 64 keys per SM: from here on larger tiles
-SINGLE_BLOCKS = 64  # of which the kernel of the selected blocks itself sums and ranks the scores
+# Blocks of which the kernel of the selected blocks itself sums and ranks the scores: for few
+# sequences and groups, and from EARLY_PROGRAMS on.
+SINGLE_BLOCKS = 64, 128
 CHUNK_BLOCKS = 32, 128  # more go by chunks of so many, of which a launch of its own takes the best
-RANK_CANDIDATES = 128  # up to here comparing all with all is quicker than a search
+CANDIDATES = 128  # that the chunks are to leave
+RANKED = 256  # up to here comparing all with all is quicker than a search
 TEAM_PER_SM = 2  # programs of the step in one launch that run at a time
 LEAST_TEAM = 16  # for a sequence and group: smaller teams are slower than several launches
 TEAM_BLOCKS = 256  # of longer contexts too: H200, 64k, 42 us and 30
@@ -54,23 +58,26 @@ def chunk_blocks(n_blocks: int, n_pad: int) -> int:
     but n_pad of each chunk are candidates, which are to be ranked as well. H200, 64 sequences of
     32k: 64 instead of 128 blocks take 12 instead of 22 us."""
     least, most = CHUNK_BLOCKS
-    return min(max(pow2(cdiv(n_blocks * n_pad, RANK_CANDIDATES)), least), most)
+    return min(max(pow2(cdiv(n_blocks * n_pad, CANDIDATES)), least), most)
 
 
-def choice_sizes(n_tiles: int, nb: int, n_blocks: int, n_sel: int) -> tuple[int, dict[str, int]]:
+def choice_sizes(
+    n_tiles: int, nb: int, n_blocks: int, n_sel: int, programs: int = 1
+) -> tuple[int, dict[str, int]]:
     """How the best of n_blocks are found that lie in n_tiles tiles of nb: (chunks, constants)."""
     chunk, n_pad = pow2(max(n_tiles, cdiv(n_blocks, nb))), pow2(n_sel)
-    single = chunk <= max(SINGLE_BLOCKS // nb, 1)
+    single = chunk <= max(SINGLE_BLOCKS[programs >= EARLY_PROGRAMS] // nb, 1)
     if not single:
         chunk = max(chunk_blocks(n_blocks, n_pad) // nb, 1)
     chunks = 1 if single else cdiv(n_blocks, chunk * nb)
     n = chunk * nb if single else pow2(chunks) * n_pad
-    return chunks, dict(CHUNK=chunk, SINGLE=single, N=n, N_PAD=n_pad, RANKED=n <= RANK_CANDIDATES)
+    return chunks, dict(CHUNK=chunk, SINGLE=single, N=n, N_PAD=n_pad, RANKED=n <= RANKED)
 
 
 def choice_warps(blocks: int, programs: int, sms: int) -> int:
-    """Many end one program soon; of programs with few more run at a time."""
-    return max(blocks // 16, 4) // (1 if programs <= 2 * sms else 2)
+    """Many for a few programs, which end one soon; of many programs what each warp does again
+    counts (addresses, barriers)."""
+    return max(blocks // 16, 4) if programs <= 2 * sms else max(blocks // 64, 1)
 
 
 def merge_warps(splits: int, width: int) -> int:
@@ -216,7 +223,7 @@ def _plan(
     splits_sel = max(1, min(target // (programs * tokens), SELECTED_SPLITS))
     share = cdiv(n_sel, splits_sel)
     splits_sel = cdiv(n_sel, share) if branch in (None, "sel") else 0
-    chunks, choice = choice_sizes(n_tiles, nb, cdiv(max_len, l_sel), n_sel)
+    chunks, choice = choice_sizes(n_tiles, nb, cdiv(max_len, l_sel), n_sel, programs)
     if not choice["RANKED"] and choice["N"] > SEARCH_CANDIDATES:
         raise NotImplementedError(
             f"max_len={max_len} with n_sel={n_sel}, l_sel={l_sel}: more blocks than one step can "
@@ -236,12 +243,12 @@ def _plan(
         branch is None and not together and splits_sel == 1 and programs * tokens <= target
         and heads_padded * max(dim, dv) <= 1 << 12 and splits_cmp + splits_win <= 8
     )  # fmt: skip
-    scans = programs * (splits_cmp + splits_win) * rows
+    partials = programs * (splits_cmp + splits_win) * rows
     tiles = programs * rows * n_tiles
     parts = 0 if merged else programs * tokens * splits_sel * heads_padded
     candidates = 0 if choice["SINGLE"] else programs * tokens * chunks * choice["N_PAD"]
     floats = [cdiv(n, 4) * 4 for n in (  # every buffer begins at 16 bytes
-              scans * dv, scans, scans, tiles * nb, tiles, tiles, parts * dv, parts, parts,
+              partials * dv, partials, partials, tiles * nb, tiles, tiles, parts * dv, parts, parts,
               candidates, candidates)]  # fmt: skip
     dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
                 PRECISION=dot_precision(dtype))  # fmt: skip
@@ -254,6 +261,12 @@ def _plan(
         BLOCK_N=min(block_n, 64, dot_size(l_sel)), SINGLE=choice["SINGLE"], N=choice["N"],
         RANKED=choice["RANKED"],
     )  # fmt: skip
+    # Where programs leave much of the GPU idle, those of a launch begin while the one before it
+    # ends. Not those of the candidates, which would take places and time from the scan.
+    early = (
+        arch >= 90 and branch is None and programs <= EARLY_PROGRAMS and choice["N"] <= CANDIDATES
+    )
+    ahead = {"launch_pdl": True} if early else {}
     team = max(splits_cmp + splits_win, min(max(splits_sel, heads) * tokens, room))
     return StepPlan(
         splits_cmp=splits_cmp, splits_win=splits_win, splits_sel=splits_sel, share=share,
@@ -263,21 +276,21 @@ def _plan(
         floats=floats, offsets=[4 * n for n in itertools.accumulate(floats[:-1], initial=0)],
         scan=dict(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
-            num_warps=scan_warps(rows), num_stages=2, **dims,
+            num_warps=scan_warps(rows), num_stages=2, EARLY=early, **dims,
         ),
         choice=dict(
             num_warps=choice_warps(choice["CHUNK"] * nb, programs * tokens * chunks, sms),
-            num_stages=1, **choosing,
+            num_stages=1, EARLY=early, **choosing,
         ),
         selected=dict(
-            CHOOSE=branch is None, MERGE=merged, num_stages=2,
+            CHOOSE=branch is None, MERGE=merged, EARLY=early, num_stages=2,
             num_warps=selected_warps(choice["N"], heads_padded, max(dim, dv)),
-            **selected, **choosing, **dims,
+            **selected, **choosing, **dims, **ahead,
         ),
         merge=dict(
             DV=dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv, SPLITS_CMP=padded[0],
             SPLITS_WIN=padded[1], SPLITS_SEL=padded[2],
-            num_warps=merge_warps(sum(padded), block_dv),
+            num_warps=merge_warps(sum(padded), block_dv), EARLY=early, **ahead,
         ),
         whole=dict(
             POOL_DTYPE=tl.float16, SPLITS_CMP=padded[0], SPLITS_WIN=padded[1],

@@ -103,7 +103,7 @@ def _decode_team_kernel(
                 share, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, scale_log2, D, DV,
                 ROWS, HEADS, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, PRECISION, True,
                 SPLITS_CMP, TILE_N, NB, CHUNK, SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
-                False,
+                False, False,
             )  # fmt: skip
     if PHASE == -1:
         sign = _meet(counter, sign, part, parts)
@@ -112,5 +112,5 @@ def _decode_team_kernel(
             merge_row(
                 bg, i, SCAN_O, SCAN_M, SCAN_L, SEL_O, SEL_M, SEL_L, GATES, OUT, G, H, T,
                 splits_cmp, splits_all, splits_sel, DV, ROWS, HEADS, BLOCK_DV, SPLITS_CMP,
-                SPLITS_WIN, SPLITS_SEL,
+                SPLITS_WIN, SPLITS_SEL, False,
             )  # fmt: skip

@@ -7,6 +7,22 @@ import triton.language as tl
 
 
 @triton.jit
+def begin_next(EARLY: tl.constexpr):
+    """With EARLY (SM 9.0 on) the programs of the next launch, if it is one that does not wait for
+    the end of this one, may take the places that are free."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def await_last(EARLY: tl.constexpr):
+    """With EARLY: the launch before this one has ended, and what it stored is there. Every program
+    waits, so that the end of a launch is also the end of all before it."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def cache_row(token, TABLE, batch, table_len, capacity, PAGE: tl.constexpr, RING: tl.constexpr):
     """Row of a token in a cache: contiguous [B, capacity], ring of `capacity`, or paged."""
     if PAGE > 0:
