@@ -38,7 +38,7 @@ _SHAPES = (
 # Architectures with the tiles of another one compile fewer of them: sm_89 and, but for fp32, sm_80
 # have those of sm_86 and at least its shared memory, sm_86 those of sm_120, sm_100 those of sm_90.
 _FEWER = {
-    80: {("bf16", 128), ("fp32", 128)}, 86: {("bf16", 128), ("fp32", 128)}, 89: {("bf16", 128)},
+    80: {("bf16", 128), ("fp32", 128)}, 86: {("bf16", 128)}, 89: {("bf16", 128)},
     100: {("bf16", 128)},
 }  # fmt: skip
 
