@@ -464,12 +464,15 @@ def turn_projected(
 
 def append_projected(
     qkv: Callable[[], Tensor], cache: NSACache, phi_k: Callable[[Tensor], Tensor],
-    phi_v: Callable[[Tensor], Tensor], *, backend: str | None = None, flags: Flags | None = None,
-) -> Tensor | None:  # fmt: skip
-    """NSACache.append_projected where the policy of the decode step allows Triton: turned queries.
+    phi_v: Callable[[Tensor], Tensor],
+    gate: Callable[[], tuple[Tensor, Tensor, Tensor] | None] = lambda: None, *,
+    backend: str | None = None, flags: Flags | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """NSACache.append_projected where the policy of the decode step allows Triton: turned queries
+    and gates.
 
-    qkv gives the projections. None, with nothing appended, where PyTorch has to do it; a kernel
-    that fails is logged, as any fallback, and not tried again with this cache.
+    qkv and gate give its arguments. The queries are None, with nothing appended, where PyTorch has
+    to do it; a kernel that fails is logged, as any fallback, and not tried again with this cache.
     """
     flags = dispatch.resolve_flags(flags, cache.k_sel)
     key = (backend, flags)
@@ -484,9 +487,9 @@ def append_projected(
         except dispatch.RouteUnavailable:
             cache.fused_append[key] = False
     if not cache.fused_append[key]:
-        return None
+        return None, None
     try:
-        return cache.append_projected(qkv(), phi_k, phi_v)
+        return cache.append_projected(qkv(), phi_k, phi_v, gate())
     except (TypeError, ValueError):
         raise
     except Exception as error:
@@ -496,7 +499,7 @@ def append_projected(
         dispatch.warn_launch_error("the decode step's append on triton", error)
         log("append.triton.fallback", flags=flags, reason="launch_error",
             error=f"{type(error).__name__}: {error}"[:300])  # fmt: skip
-        return None
+        return None, None
 
 
 @untraced  # as NSAAttention.step
@@ -524,10 +527,24 @@ def nsa_decode(
         q=q, k=cache.k_sel, v=cache.v_sel, cache=cache, window=window, gates=gates,
         sizes=c.sizes(), softmax_scale=scale_of(softmax_scale, q.shape[-1]), backend=backend,
     )  # fmt: skip
-    route = dispatch.parse_backend(backend)
+    key = (backend, flags)
     prefill = T > cache.max_step  # many tokens at once are work for the prefill kernels
+    if not prefill and key in cache.fused_step and not dispatch.observed(flags, q):
+        from nsa.rungs import step_triton
+
+        # Deciding again what cannot have changed would take the host as long as two launches.
+        try:
+            return step_triton(args, flags)
+        except Exception as error:
+            if dispatch.must_raise(error):
+                raise
+            cache.fused_step.discard(key)  # run() meets the error again and tells of it
+    route = dispatch.parse_backend(backend)
     if prefill or route not in (None, Route.TRITON):
         from nsa.rungs import decode_composed
 
         return decode_composed(args, flags)
-    return dispatch.run(Branch.STEP, args, flags, backend, key_len=cache.length)[0]
+    result, decision = dispatch.run(Branch.STEP, args, flags, backend, key_len=cache.length)
+    if decision.route is Route.TRITON:
+        cache.fused_step.add(key)
+    return result

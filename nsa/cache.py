@@ -108,6 +108,8 @@ class NSACache:
         self._counted: list[tuple[Tensor, Tensor, Tensor]] = []
         # (backend, flags) -> does append_projected take the kernel; see attention.py.
         self.fused_append: dict[tuple[Any, Any], bool] = {}
+        # (backend, flags) with which the fused step served this cache; see attention.py.
+        self.fused_step: set[tuple[Any, Any]] = set()
 
     def _buffers(self, rows: int) -> tuple[Tensor, Tensor]:
         c = self.config
@@ -260,14 +262,16 @@ class NSACache:
 
     @torch.no_grad()
     def append_projected(
-        self, qkv: Tensor, phi_k: Callable[[Tensor], Tensor], phi_v: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """append() of T <= max_step tokens and the rotary turn by Triton kernels.
+        self, qkv: Tensor, phi_k: Callable[[Tensor], Tensor], phi_v: Callable[[Tensor], Tensor],
+        gate: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """append() of T <= max_step tokens, the rotary turn and the gates by Triton kernels.
 
         qkv [B, T, HQ * Dk + 3 * G * Dk + 3 * G * Dv] as projected, of the cache's dtype and
-        device: queries, then keys and values by branch (cmp, sel, win). Returns the turned
-        queries [B, T, HQ, Dk]. Raises ValueError or TypeError that names the argument; nothing is
-        appended then.
+        device: queries, then keys and values by branch (cmp, sel, win). gate: the gates' hidden
+        layer [B, T, width] before silu, and weight [3 * HQ, width] and bias [3 * HQ] of the last.
+        Returns the turned queries [B, T, HQ, Dk] and the gates [B, T, HQ, 3], None without `gate`.
+        Raises ValueError or TypeError that names the argument; nothing is appended then.
         """
         from nsa.kernels.decode.append import append_turned, due_rows, emit_due
 
@@ -278,14 +282,24 @@ class NSACache:
                 f"{self.max_step}, got {list(qkv.shape)}"
             )
         self._check_new(qkv=(qkv, (self.batch, T, sum(c.qkv_widths))))
+        if gate is not None:
+            shapes = [tuple(x.shape) for x in gate]
+            width, gates = shapes[0][-1], 3 * c.heads
+            if shapes != [(self.batch, T, width), (gates, width), (gates,)]:
+                raise ValueError(
+                    f"gate must be hidden [{self.batch}, {T}, width], weight [{gates}, width] and "
+                    f"bias [{gates}], got {', '.join(str(list(shape)) for shape in shapes)}"
+                )
+            if any(x.device != qkv.device for x in gate):
+                raise ValueError(f"gate must be on qkv's {qkv.device}")
         self._make_room(T)
-        turned = append_turned(qkv, self)
+        turned, gates = append_turned(qkv, self, gate)
         due = self._due(T)
         if due:
             raw_k, raw_v = due_rows(self.k_raw, self.v_raw, self.lens, due, c.l, c.d)
             emit_due(phi_k(raw_k), phi_v(raw_v), self, due, T)
         self._advance(T)
-        return turned
+        return turned, gates
 
     def _make_room(self, T: int) -> None:
         end = self.length + T

@@ -36,7 +36,7 @@ from nsa.routes import (
 
 __all__ = [
     "LADDER", "REASONS", "Branch", "Decision", "Request", "Route", "RouteUnavailable", "decide",
-    "guarded", "interpreting", "log_device", "make_request", "must_raise",
+    "guarded", "interpreting", "log_device", "make_request", "must_raise", "observed",
     "parse_backend", "resolve_flags", "run", "run_prefill", "trace", "warn_launch_error", "why_not",
 ]  # fmt: skip
 
@@ -122,6 +122,14 @@ def _record(decision: Decision) -> None:
     for owner, taken in _sinks:
         if anyone or owner is None or owner == here.ident:
             taken.append(decision)
+
+
+def observed(flags: Flags, q: Tensor) -> bool:
+    """Does a trace(), a log line or a gradient depend on how a call is dispatched?"""
+    return bool(
+        _sinks or flags.debug_log or flags.debug_timing or flags.debug_shapes
+        or flags.debug_compare or (q.requires_grad and torch.is_grad_enabled())
+    )  # fmt: skip
 
 
 def guarded(

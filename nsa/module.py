@@ -20,6 +20,8 @@ from nsa.layouts import token_positions
 from nsa.rotary import branches, split_turned, turn
 from nsa.untraced import untraced
 
+FUSED_GATES = 64  # tokens of a step; of more the gates are worth a product of matrices
+
 
 class GateMLP(nn.Module):
     """Gates in (0, 1) per head and branch from the token: x [.., dim] -> [.., HQ, 3], in x's dtype.
@@ -36,6 +38,21 @@ class GateMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(F.silu(self.inner(x))).sigmoid().unflatten(-1, (self.heads, 3))
+
+    def unfinished(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """inner(x), and outer's weight and bias, for a kernel that does what follows.
+
+        None where the last layer is not what this class made it: hooks, adapters, other weights.
+        """
+        outer = self.outer
+        if (
+            type(self) is not GateMLP or self._forward_hooks or self._forward_pre_hooks
+            or type(outer) is not nn.Linear or outer._forward_hooks or outer._forward_pre_hooks
+            or type(outer.weight) is not nn.Parameter or type(outer.bias) is not nn.Parameter
+            or outer.weight.dtype not in (torch.float16, torch.bfloat16, torch.float32)
+        ):  # fmt: skip
+            return None
+        return self.inner(x), outer.weight, outer.bias
 
 
 class NSAAttention(nn.Module):
@@ -145,13 +162,16 @@ class NSAAttention(nn.Module):
             return x.clone()
         # The ring keeps enough for max_step queries; more of them need the keys before they go.
         many = x.shape[1] > cache.max_step
-        gates = self.gate(x)
-        window = q = None
+        window = q = gates = None
         if not many:
-            q = attention.append_projected(
-                lambda: self.qkv(x), cache, self.phi_k, self.phi_v, backend=self.backend,
+            few = x.shape[0] * x.shape[1] <= FUSED_GATES
+            q, gates = attention.append_projected(
+                lambda: self.qkv(x), cache, self.phi_k, self.phi_v,
+                lambda: self.gate.unfinished(x) if few else None, backend=self.backend,
                 flags=self.flags,
             )  # fmt: skip
+        if gates is None:
+            gates = self.gate(x)
         if q is None:
             positions = cache.positions(x.shape[1])
             if many:

@@ -312,7 +312,7 @@ def decode_composed(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     return out, aux["block_indices"]
 
 
-def _step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
+def step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     from nsa.kernels.decode import nsa_decode_triton
 
     cache = args["cache"]
@@ -347,5 +347,5 @@ RUNGS: dict[Branch, dict[Route, Callable[[Args, Flags], Any]]] = {
     },
     Branch.BLOCKS: {Route.TRITON: _blocks_triton, Route.REFERENCE: _blocks_reference},
     Branch.TURN: {Route.TRITON: _turn_triton, Route.REFERENCE: _turn_reference},
-    Branch.STEP: {Route.TRITON: _step_triton, Route.REFERENCE: decode_composed},
+    Branch.STEP: {Route.TRITON: step_triton, Route.REFERENCE: decode_composed},
 }

@@ -5,6 +5,7 @@ No GPU is needed: Triton compiles to a cubin for the named architecture.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -36,6 +37,10 @@ def own_cache(tmp_path, monkeypatch):
     """A stale cache entry would hide a compiler error."""
     monkeypatch.setenv("TRITON_CACHE_DIR", os.fspath(tmp_path))
     monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")  # an eighth of the time
+    gc.collect()
+    gc.disable()  # a sixth of it: the compiler's many objects set off search after search
+    yield
+    gc.enable()
 
 
 @pytest.mark.parametrize("arch", ARCHS)

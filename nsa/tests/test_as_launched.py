@@ -29,7 +29,8 @@ pytestmark = [
 
 def run(code, tmp_path):
     return subprocess.run(
-        [sys.executable, "-c", f"import sys\nfrom scripts import compile_as_launched as c\n{code}"],
+        [sys.executable, "-c", "import gc, sys\ngc.disable()\n"  # as in test_aot_compile.py
+         f"from scripts import compile_as_launched as c\n{code}"],
         cwd=ROOT, capture_output=True, text=True, timeout=400,
         env={**os.environ, "TRITON_CACHE_DIR": os.fspath(tmp_path)},
     )  # fmt: skip

@@ -12,7 +12,7 @@ from nsa import attention, launches
 from nsa.cache import NSACache
 from nsa.config import NSAConfig
 from nsa.flags import Flags
-from nsa.module import NSAAttention
+from nsa.module import GateMLP, NSAAttention
 from nsa.tests.helpers import randn
 
 KERNEL = "_decode_append_kernel"
@@ -57,7 +57,7 @@ def test_one_launch_does_what_pytorch_does(config, T, lengths, kernel_device):
     one, other = caches_at(layer, lengths, max(lengths) + 2 * T + 2)
     x = randn(len(lengths), T, config.dim, seed=3, dtype=dtype, device=kernel_device)
     with torch.no_grad(), launches.recording() as counts:
-        q = one.append_projected(layer.qkv(x), layer.phi_k, layer.phi_v)
+        q, _ = one.append_projected(layer.qkv(x), layer.phi_k, layer.phi_v)
     with torch.no_grad():
         same, kv = layer._project_at(x, other.angles(other.positions(T)))
         other.append(kv, layer.phi_k, layer.phi_v)
@@ -102,13 +102,64 @@ def test_due_tokens_are_those_of_pytorch(T, always, phi, kernel_device):
 
 
 @pytest.mark.kernel
+@pytest.mark.core
+@pytest.mark.parametrize("T, hidden, weights", [
+    (1, None, torch.float16), (3, 1100, torch.float16), (1, 40, torch.float32),
+])  # fmt: skip
+def test_gates_of_the_same_launch(T, hidden, weights, kernel_device):
+    """Also of a hidden layer that no program holds at once, and of weights as autocast has them."""
+    layer = layer_of(SMALL, kernel_device, torch.float16)
+    layer.gate = GateMLP(SMALL.dim, SMALL.heads, hidden).to(kernel_device, weights)
+    x = randn(2, T, SMALL.dim, seed=5, dtype=torch.float16, device=kernel_device)
+    with torch.no_grad(), torch.autocast(kernel_device, torch.float16, weights != x.dtype):
+        gate = layer.gate.unfinished(x)
+        assert gate[0].dtype == x.dtype and gate[1].dtype == weights
+        cache = caches_at(layer, (9, 30), 40)[0]
+        _, gates = cache.append_projected(layer.qkv(x), layer.phi_k, layer.phi_v, gate)
+        one, other = caches_at(layer, (9, 30), 40)
+        got = layer.step(x, one)
+        layer.gate.outer.register_forward_hook(lambda *_: None)
+        assert layer.gate.unfinished(x) is None
+        torch.testing.assert_close(got, layer.step(x, other), rtol=4e-3, atol=1e-3)
+    wide, weight, bias = (y.double() for y in gate)
+    want = torch.sigmoid(torch.nn.functional.silu(wide) @ weight.T + bias)
+    assert gates.dtype == x.dtype
+    torch.testing.assert_close(
+        gates.double().flatten(-2), want, rtol=0, atol=6e-4, msg=lambda m: f"{m}\n{gates}\n{want}"
+    )
+
+
+@pytest.mark.kernel
 def test_the_layers_step_takes_it(kernel_device):
     layer = layer_of(SMALL, kernel_device, torch.float16)
+    layer.gate.forward = lambda x: pytest.fail("gates of their own beside those of the launch")
     x = randn(2, 1, 24, seed=1, dtype=torch.float16, device=kernel_device)
     cache = caches_at(layer, (9, 30), 40)[0]
     with launches.recording() as counts:
         layer.step(x, cache)
     assert counts[KERNEL] == 1 and cache.lengths == [10, 31]
+
+
+class OtherLinear(torch.nn.Linear):
+    pass
+
+
+def replaced(gate):
+    gate.outer = OtherLinear(*reversed(gate.outer.weight.shape))
+
+
+@pytest.mark.parametrize("change", [
+    lambda gate: gate.register_forward_pre_hook(lambda *_: None), replaced,
+    lambda gate: gate.outer.register_forward_hook(lambda *_: None),
+    lambda gate: torch.nn.utils.parametrizations.weight_norm(gate.outer),
+    lambda gate: gate.outer.double(), lambda gate: gate.outer.register_parameter("bias", None),
+])  # fmt: skip
+def test_a_changed_gate_runs_as_it_is(change):
+    gate = GateMLP(24, 6)
+    x = randn(1, 1, 24, seed=1)
+    assert [tuple(y.shape) for y in gate.unfinished(x)] == [(1, 1, 6), (18, 6), (18,)]
+    change(gate)
+    assert gate.unfinished(x) is None
 
 
 # ---- when it is not taken, on any machine --------------------------------------------------------
@@ -121,10 +172,10 @@ def test_without_the_policys_leave_pytorch_appends(backend, flags):
     layer = layer_of(SMALL, "cpu", torch.float32)
     cache = layer.make_cache(1, 8)
     never = lambda: pytest.fail("projected for a kernel that is not allowed")
-    q = attention.append_projected(
-        never, cache, layer.phi_k, layer.phi_v, backend=backend, flags=flags
+    q, gates = attention.append_projected(
+        never, cache, layer.phi_k, layer.phi_v, never, backend=backend, flags=flags
     )
-    assert q is None and cache.length == 0
+    assert q is None and gates is None and cache.length == 0
 
 
 @pytest.fixture
@@ -180,11 +231,50 @@ def test_a_named_backend_raises_its_error(allowed):
         layer.step(randn(1, 1, 24, seed=2), cache)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no such instruction"), NotImplementedError("T"),
+                                   torch.OutOfMemoryError("full")])  # fmt: skip
+def test_a_step_that_served_before_and_fails_finds_another_route(error, monkeypatch):
+    from nsa import rungs
+
+    calls = []
+
+    def fails(*args):
+        calls.append(args)
+        raise error
+
+    monkeypatch.setattr(rungs, "step_triton", fails)
+    layer = layer_of(SMALL, "cpu", torch.float32)
+    layer.backend, layer.flags = None, Flags()
+    cache, plain = layer.make_cache(1, 8), layer.make_cache(1, 8)
+    cache.fused_step.add((None, layer.flags))
+    x = randn(1, 1, 24, seed=2)
+    if isinstance(error, torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError):
+            layer.step(x, cache)
+        return
+    for _ in range(2):
+        assert torch.equal(layer.step(x, cache), layer.step(x, plain))
+    assert len(calls) == 1 and not cache.fused_step
+
+
+def test_a_step_that_is_observed_is_decided_again(monkeypatch):
+    from nsa import dispatch, rungs
+
+    monkeypatch.setattr(rungs, "step_triton", lambda *_: pytest.fail("nobody heard of it"))
+    layer = layer_of(SMALL, "cpu", torch.float32)
+    layer.backend, layer.flags = None, Flags()
+    cache = layer.make_cache(1, 8)
+    cache.fused_step.add((None, layer.flags))
+    with dispatch.trace() as taken:
+        layer.step(randn(1, 1, 24, seed=2), cache)
+    assert [t.branch for t in taken if t.branch is dispatch.Branch.STEP]
+
+
 def test_bad_input_appends_nothing():
     layer = layer_of(SMALL, "cpu", torch.float32)
     cache = layer.make_cache(1, 2)
     x = torch.zeros(1, 1, 24)
-    append = lambda qkv: cache.append_projected(qkv, layer.phi_k, layer.phi_v)
+    append = lambda qkv, *gate: cache.append_projected(qkv, layer.phi_k, layer.phi_v, *gate)
     with torch.no_grad():
         with pytest.raises(TypeError, match="qkv must have the cache's torch.float32, got torch"):
             append(layer.qkv(x).half())
@@ -194,6 +284,11 @@ def test_bad_input_appends_nothing():
             append(layer.qkv(torch.zeros(1, 9, 24)))
         with pytest.raises(ValueError, match=r"max_len=2 tokens, got 0 \+ 3"):
             append(layer.qkv(torch.zeros(1, 3, 24)))
+        gate = layer.gate.unfinished(torch.zeros(1, 2, 24))
+        with pytest.raises(ValueError, match=r"gate must be hidden \[1, 1, width\].*\[1, 2, 6\]"):
+            append(layer.qkv(x), gate)
+        with pytest.raises(ValueError, match="gate must be on qkv's cpu"):
+            append(layer.qkv(x), [y[:, :1].to("meta") if y.ndim == 3 else y for y in gate])
     with pytest.raises(ValueError, match=r"x must have the cache's batch 1, got \[3, 1, 24\]"):
         layer.step(torch.zeros(3, 1, 24), cache)
     with pytest.raises(ValueError, match="x must be on the cache's cpu, got meta"):

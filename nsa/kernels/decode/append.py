@@ -1,5 +1,5 @@
-"""Before a decode step: the rotary turn of queries and keys, and the new tokens into the cache;
-then the compressed tokens that they complete, on either side of phi.
+"""Before a decode step: the rotary turn of queries and keys, the new tokens into the cache, and the
+gates; then the compressed tokens that the new ones complete, on either side of phi.
 
 In PyTorch that is some eighty small operations, more time than the attention.
 """
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from nsa.config import NSAConfig
 
 BLOCK_H = 4  # heads of a program
+GATES = 1  # of a program, whose weights it loads all at once, so
+DEPTH = 1024  # of their rows at a time
 BLOCK = 1024  # elements of a program that copies
 
 
@@ -58,24 +60,52 @@ def _copy(X, source, OUT, place, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
+def _gate(
+    HIDDEN, WEIGHT, BIAS, OUT, token, first, gates, width, GATES: tl.constexpr, DEPTH: tl.constexpr
+):
+    """GATES of a token's, from `first` on: sigmoid(silu(HIDDEN [.., width]) WEIGHT^T + BIAS)."""
+    gate = first + tl.arange(0, GATES)
+    some = gate < gates
+    acc = tl.zeros([GATES, DEPTH], tl.float32)
+    for begin in range(0, width, DEPTH):
+        at = begin + tl.arange(0, DEPTH)
+        x = tl.load(HIDDEN + token * width + at, mask=at < width, other=0.0).to(tl.float32)
+        there = some[:, None] & (at < width)[None, :]
+        w = tl.load(WEIGHT + gate[:, None] * width + at[None, :], mask=there, other=0.0)
+        acc += (x * tl.sigmoid(x))[None, :] * w.to(tl.float32)
+    bias = tl.load(BIAS + gate, mask=some, other=0.0).to(tl.float32)
+    out = tl.sigmoid(tl.sum(acc, 1) + bias)
+    tl.store(OUT + token * gates + gate, out.to(OUT.dtype.element_ty), mask=some)
+
+
+@triton.jit
 def _decode_append_kernel(
     QKV, LENS, FREQUENCIES, Q_OUT, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN,
-    T, HQ, G, raw_rows, sel_rows, win_rows,
+    HIDDEN, WEIGHT, BIAS, GATES_OUT,
+    T, HQ, G, raw_rows, sel_rows, win_rows, hidden_width,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK_H: tl.constexpr, GATES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """QKV [B, T, ..]: of each token HQ * D queries, 3 (raw, sel, win) * G * D keys and 3 * G * DV
-    values.
+    values. HIDDEN [B, T, hidden_width]: the gates' hidden layer before silu.
 
-    Programs of a token: BLOCK_H heads of Q each, then of K by branch, then of V by branch. Position
-    p of a ring lies in row p % rows; the other cache has a row per position.
+    Programs of a token: BLOCK_H heads of Q each, then of K by branch, then of V by branch, then
+    GATES of its 3 * HQ gates each. Position p of a ring lies in row p % rows; the other cache has
+    a row per position.
     """
     token = tl.program_id(0)
     part = tl.program_id(1)
     batch = (token // T).to(tl.int64)
-    position = tl.load(LENS + batch) + token % T
     q_parts = (HQ + BLOCK_H - 1) // BLOCK_H
     kv_parts = (G + BLOCK_H - 1) // BLOCK_H
+    if part >= q_parts + 6 * kv_parts:
+        first = (part - q_parts - 6 * kv_parts) * GATES
+        _gate(
+            HIDDEN, WEIGHT, BIAS, GATES_OUT, token.to(tl.int64), first, 3 * HQ, hidden_width, GATES,
+            DEPTH,
+        )  # fmt: skip
+        return
+    position = tl.load(LENS + batch) + token % T
     begin = token.to(tl.int64) * (HQ * D + 3 * G * (D + DV))
     if part < q_parts:
         head = part * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -147,38 +177,54 @@ def _decode_emit_kernel(
 
 
 @functools.cache
-def _append_plan(c: NSAConfig, device: torch.device) -> tuple[int, dict[str, int], dict]:
-    """(programs of a token, constants, by layout of the arguments what launch_planned() keeps)."""
+def _append_plan(
+    c: NSAConfig, device: torch.device, hidden: int
+) -> tuple[int, dict[str, int], dict]:
+    """(programs of a token, constants, by layout of the arguments what launch_planned() keeps).
+    hidden: width of the gates' hidden layer, 0 for a launch without gates."""
     parts = cdiv(c.heads, BLOCK_H) + 6 * cdiv(c.groups, BLOCK_H)
+    if hidden:
+        parts += cdiv(3 * c.heads, GATES)
     return parts, dict(
-        D=c.d_k, DV=c.d_v, BLOCK_HALF=pow2(c.d_k // 2),
-        BLOCK_DV=pow2(c.d_v), BLOCK_H=BLOCK_H, num_warps=1,
+        D=c.d_k, DV=c.d_v, BLOCK_HALF=pow2(c.d_k // 2), BLOCK_DV=pow2(c.d_v), BLOCK_H=BLOCK_H,
+        GATES=GATES, DEPTH=min(pow2(hidden), DEPTH), num_warps=1,
     ), {}  # fmt: skip
 
 
 @untraced  # launch_planned() goes by addresses
 @on_its_device
-def append_turned(qkv: Tensor, cache: NSACache) -> Tensor:
-    """Write T new tokens into the cache's raw, selection and window rows; the turned queries.
+def append_turned(
+    qkv: Tensor, cache: NSACache, gate: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Write T new tokens into the cache's raw, selection and window rows; the turned queries and
+    the gates.
 
     qkv [B, T, HQ * Dk + 3 * G * Dk + 3 * G * Dv] as projected (branches raw, sel, win), of the
-    cache's dtype, with T <= max_step. The cache's lengths stay as they are. Returns
-    [B, T, HQ, Dk].
+    cache's dtype, with T <= max_step. gate: hidden [B, T, width] before silu, weight
+    [3 * HQ, width] and bias [3 * HQ] behind it. The cache's lengths stay as they are. Returns
+    [B, T, HQ, Dk] and sigmoid(silu(hidden) weight^T + bias) as [B, T, HQ, 3] in hidden's dtype, or
+    None without gate.
     """
     c = cache.config
     batch, tokens = qkv.shape[:2]
     out = torch.empty(batch, tokens, c.heads, c.d_k, dtype=qkv.dtype, device=qkv.device)
-    parts, sizes, layouts = _append_plan(c, qkv.device)
     qkv = qkv.contiguous()
+    if gate is None:
+        gates, width, more = None, 0, (qkv, qkv, qkv, qkv)
+    else:
+        hidden, weight, bias = (x.contiguous() for x in gate)
+        gates = torch.empty(batch, tokens, c.heads, 3, dtype=hidden.dtype, device=qkv.device)
+        width, more = hidden.shape[-1], (hidden, weight, bias, gates)
+    parts, sizes, layouts = _append_plan(c, qkv.device, width)
     buffers = cache.k_raw, cache.v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
     rows = cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1]
-    compiled = by_layout(layouts, (tokens, *rows), (qkv, cache.lens, *buffers))
+    compiled = by_layout(layouts, (tokens, *rows), (qkv, cache.lens, *buffers, *more[:3]))
     launch_planned(
         _decode_append_kernel, (batch * tokens, parts, 1),
-        (qkv, cache.lens, cache.frequencies, out, *buffers, tokens, c.heads, c.groups, *rows),
-        sizes, compiled,
+        (qkv, cache.lens, cache.frequencies, out, *buffers, *more, tokens, c.heads, c.groups, *rows,
+         width), sizes, compiled,
     )  # fmt: skip
-    return out
+    return out, gates
 
 
 @on_its_device
