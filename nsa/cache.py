@@ -28,6 +28,7 @@ from torch import Tensor
 
 from nsa import select
 from nsa.blocks import num_compressed, visible_compressed
+from nsa.compress import MLPCompression
 from nsa.config import NSAConfig
 
 
@@ -273,7 +274,8 @@ class NSACache:
         Returns the turned queries [B, T, HQ, Dk] and the gates [B, T, HQ, 3], None without `gate`.
         Raises ValueError or TypeError that names the argument; nothing is appended then.
         """
-        from nsa.kernels.decode.append import append_turned, due_rows, emit_due
+        from nsa.kernels.decode import emit
+        from nsa.kernels.decode.append import append_turned
 
         c, T = self.config, qkv.shape[1] if qkv.ndim == 3 else 0
         if not 1 <= T <= self.max_step:
@@ -296,10 +298,21 @@ class NSACache:
         turned, gates = append_turned(qkv, self, gate)
         due = self._due(T)
         if due:
-            raw_k, raw_v = due_rows(self.k_raw, self.v_raw, self.lens, due, c.l, c.d)
-            emit_due(phi_k(raw_k), phi_v(raw_v), self, due, T)
+            learnt = [self._learnt(phi) for phi in (phi_k, phi_v)]
+            if all(one is not None and emit.serves(c, len(one[1])) for one in learnt):
+                emit.emit_mlp(self.lens, self, due, T, *learnt)
+            else:
+                raw_k, raw_v = emit.due_rows(self.k_raw, self.v_raw, self.lens, due, c.l, c.d)
+                emit.emit_due(phi_k(raw_k), phi_v(raw_v), self, due, T)
         self._advance(T)
         return turned, gates
+
+    def _learnt(self, phi: Any) -> tuple[Tensor, ...] | None:
+        """Weights of an MLP of this cache's block sizes and device, None of any other phi."""
+        weights = phi.for_kernel() if isinstance(phi, MLPCompression) else None
+        if weights is None or (phi.l, phi.d) != (self.config.l, self.config.d):
+            return None
+        return weights if weights[0].device == self.lens.device else None
 
     def _make_room(self, T: int) -> None:
         end = self.length + T

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> None:
@@ -34,3 +34,15 @@ def scale_of(softmax_scale: float | None, d: int) -> float:
     if not math.isfinite(softmax_scale):
         raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
     return float(softmax_scale)
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Is it of this very class, without hooks, and are its own parameters ordinary ones? Then a
+    kernel may do what it would: no adapter, parametrization or quantised weight has its say."""
+    return (
+        type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
+        and all(
+            type(p) is nn.Parameter and p.dtype in (torch.float16, torch.bfloat16, torch.float32)
+            for p in module._parameters.values()
+        )
+    )  # fmt: skip

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.blocks import num_compressed
+from nsa.checks import is_plain
 from nsa.config import check_blocks
 
 
@@ -67,6 +68,18 @@ class MLPCompression(nn.Module):
         blocks = blocks + self.position[:, None, :].to(x.dtype)
         flat = blocks.transpose(-3, -2).flatten(-2)  # [.., Nc, G, l * D]
         return self.outer(F.silu(self.inner(flat)))
+
+    def for_kernel(self) -> tuple[Tensor, ...] | None:
+        """p, W1, b1, W2 and b2 for a kernel that does forward()'s work.
+
+        None where hooks, adapters or other weights have their say.
+        """
+        inner, outer = self.inner, self.outer
+        if not is_plain(self, MLPCompression) or not all(
+            is_plain(layer, nn.Linear) for layer in (inner, outer)
+        ):
+            return None
+        return self.position, inner.weight, inner.bias, outer.weight, outer.bias
 
 
 def make_compression(kind: str, dim: int, l: int, d: int) -> nn.Module:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nsa import attention
 from nsa.cache import BranchKV, NSACache
+from nsa.checks import is_plain
 from nsa.compress import make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
@@ -45,12 +46,7 @@ class GateMLP(nn.Module):
         None where the last layer is not what this class made it: hooks, adapters, other weights.
         """
         outer = self.outer
-        if (
-            type(self) is not GateMLP or self._forward_hooks or self._forward_pre_hooks
-            or type(outer) is not nn.Linear or outer._forward_hooks or outer._forward_pre_hooks
-            or type(outer.weight) is not nn.Parameter or type(outer.bias) is not nn.Parameter
-            or outer.weight.dtype not in (torch.float16, torch.bfloat16, torch.float32)
-        ):  # fmt: skip
+        if not is_plain(self, GateMLP) or not is_plain(outer, nn.Linear):
             return None
         return self.inner(x), outer.weight, outer.bias
 

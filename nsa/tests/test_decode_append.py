@@ -10,6 +10,7 @@ import torch
 from bench.parity import assert_parity
 from nsa import attention, launches
 from nsa.cache import NSACache
+from nsa.compress import make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.module import GateMLP, NSAAttention
@@ -81,24 +82,47 @@ def test_one_launch_does_what_pytorch_does(config, T, lengths, kernel_device):
 
 @pytest.mark.kernel
 @pytest.mark.core
-@pytest.mark.parametrize("T, always, phi", [
-    (1, True, "mlp"), (1, False, "mean"), (8, True, "mean"), (8, False, "mlp"),
+@pytest.mark.parametrize("config, T, always, phi, dtype", [
+    (SMALL, 1, True, "mlp", torch.float16), (SMALL, 1, False, "mean", torch.float16),
+    (SMALL, 8, True, "mean", torch.float16), (SMALL, 8, False, "mlp", torch.float32),
+    (PAPER, 2, False, "mlp", torch.float16), (SMALL, 8, True, "hooked", torch.float16),
 ])  # fmt: skip
-def test_due_tokens_are_those_of_pytorch(T, always, phi, kernel_device):
+def test_due_tokens_are_those_of_pytorch(config, T, always, phi, dtype, kernel_device):
     """Before the first block, at its edge, one short of it, in mid-sequence, at the last row."""
-    lengths = (0, SMALL.l - T, SMALL.l - T - 1 if T == 1 else 1, 21, 40 - T)
-    layer = layer_of(SMALL, kernel_device, torch.float16, phi)
-    one, other = caches_at(layer, lengths, 40)
+    l = config.l
+    lengths = (0, l - T, l - T - 1 if T == 1 else 1, 2 * l + config.d + 1 - T, 5 * l - T)
+    layer = layer_of(config, kernel_device, dtype, phi.replace("hooked", "mlp"))
+    if phi == "hooked":
+        layer.phi_v.inner.register_forward_hook(lambda module, args, out: 2 * out)
+    one, other = caches_at(layer, lengths, 5 * l)
     one.emit_always = other.emit_always = always
-    x = randn(len(lengths), T, 24, seed=4, dtype=torch.float16, device=kernel_device)
+    x = randn(len(lengths), T, config.dim, seed=4, dtype=dtype, device=kernel_device)
     with torch.no_grad(), launches.recording() as counts:
         one.append_projected(layer.qkv(x), layer.phi_k, layer.phi_v)
         kv = layer._project_at(x, other.angles(other.positions(T)))[1]
         other.append(kv, layer.phi_k, layer.phi_v)
-    assert counts["_decode_raw_kernel"] == counts["_decode_emit_kernel"] == 1
+    first, second = (
+        ("_decode_phi_inner_kernel", "_decode_phi_outer_kernel") if phi == "mlp"
+        else ("_decode_raw_kernel", "_decode_emit_kernel")
+    )  # fmt: skip
+    assert counts == {KERNEL: 1, first: 1, second: 1}
     for name in ("k_cmp", "v_cmp"):
         a, b = getattr(one, name), getattr(other, name)
+        assert a.isnan().any() and not a.isnan().all()
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("change", [
+    lambda phi: phi.outer.register_forward_hook(lambda *_: None),
+    lambda phi: phi.register_forward_pre_hook(lambda *_: None),
+    lambda phi: torch.nn.utils.parametrizations.weight_norm(phi.inner),
+    lambda phi: phi.double(),
+])
+def test_a_changed_phi_runs_as_it_is(change):
+    phi = make_compression("mlp", 8, 8, 4)
+    assert [tuple(x.shape) for x in phi.for_kernel()] == [(8, 8), (8, 64), (8,), (8, 8), (8,)]
+    change(phi)
+    assert phi.for_kernel() is None
 
 
 @pytest.mark.kernel

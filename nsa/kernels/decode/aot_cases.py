@@ -7,16 +7,19 @@ from typing import Any
 import triton.language as tl
 
 from nsa.kernels.aot import AotCase
-from nsa.kernels.decode.append import (
-    BLOCK,
-    BLOCK_H,
-    DEPTH,
-    GATES,
-    _decode_append_kernel,
-    _decode_emit_kernel,
-    _decode_raw_kernel,
-)
+from nsa.kernels.decode.append import BLOCK_H, DEPTH, GATES, _decode_append_kernel
 from nsa.kernels.decode.choose import _decode_candidates_kernel
+from nsa.kernels.decode.emit import (
+    BLOCK,
+    COLUMNS,
+    OUTER_ROWS,
+    PARTS,
+    _decode_emit_kernel,
+    _decode_phi_inner_kernel,
+    _decode_phi_outer_kernel,
+    _decode_raw_kernel,
+    phi_rows,
+)
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.decode.step import (
@@ -44,7 +47,7 @@ _FULL = (90, 120)
 _POINTERS = {
     **{n: "*fp32" for n in ("PART_O", "PART_M", "PART_L", "POOLED", "SPILL", "TILE_MAX",
                             "SCAN_O", "SCAN_M", "SCAN_L", "SEL_O", "SEL_M", "SEL_L")},
-    "FREQUENCIES": "*fp64",
+    "FREQUENCIES": "*fp64", "K_PART": "*fp32", "V_PART": "*fp32",
     **{n: "*i32" for n in ("LENS", "TABLE", "INDICES", "KEYS", "BLOCKS", "COUNTERS")},
 }  # fmt: skip
 
@@ -107,6 +110,17 @@ def aot_cases(arch: int) -> list[AotCase]:
             cases.append(_case(_decode_append_kernel, label, dtype, append, 1, 3))
             for kernel in (_decode_raw_kernel, _decode_emit_kernel):
                 cases.append(_case(kernel, label, dtype, dict(BLOCK=BLOCK), 4, 3))
+            phi = dict(D=d, DV=dv, K_HIDDEN=d, V_HIDDEN=dv, COLUMNS=COLUMNS, PARTS=PARTS,
+                       PRECISION=dims["PRECISION"])  # fmt: skip
+            for many in {16, phi_rows(64, max(d, dv))}:
+                inner = dict(
+                    ROWS=many, BLOCK_D=dot_size(d), BLOCK_DV=dot_size(dv), TOKENS=4, **phi
+                )
+                cases.append(_case(
+                    _decode_phi_inner_kernel, f"{label}-{many}-rows", dtype, inner, 4, 3
+                ))  # fmt: skip
+            outer = dict(ROWS=OUTER_ROWS, BLOCK_K=dot_size(d), BLOCK_V=dot_size(dv), **phi)
+            cases.append(_case(_decode_phi_outer_kernel, label, dtype, outer, 8, 3))
         for splits in ((64, 8, 16), (8, 8, 16)) if d == 128 else ((64, 8, 16),):
             merge = dict(DV=dv, ROWS=rows, HEADS=16, BLOCK_DV=dot_size(dv), SPLITS_CMP=splits[0],
                          SPLITS_WIN=splits[1], SPLITS_SEL=splits[2], EARLY=early)  # fmt: skip

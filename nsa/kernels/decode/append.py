@@ -1,5 +1,5 @@
 """Before a decode step: the rotary turn of queries and keys, the new tokens into the cache, and the
-gates; then the compressed tokens that the new ones complete, on either side of phi.
+gates, in one launch.
 
 In PyTorch that is some eighty small operations, more time than the attention.
 """
@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.decode.tile import visible
-from nsa.kernels.launch import by_layout, launch, launch_planned, on_its_device
+from nsa.kernels.launch import by_layout, launch_planned, on_its_device
 from nsa.kernels.tiles import cdiv, pow2
 from nsa.untraced import untraced
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 BLOCK_H = 4  # heads of a program
 GATES = 1  # of a program, whose weights it loads all at once, so
 DEPTH = 1024  # of their rows at a time
-BLOCK = 1024  # elements of a program that copies
 
 
 @triton.jit
@@ -137,45 +135,6 @@ def _decode_append_kernel(
             _copy(QKV, source, v_out, place, group < G, DV, BLOCK_DV)
 
 
-@triton.jit
-def _move_row(X, source, OUT, place, width, live, BLOCK: tl.constexpr):
-    """A row of `width` elements, in the part that is this program's."""
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = live & (at < width)
-    x = tl.load(X + source * width + at, mask=mask)
-    tl.store(OUT + place * width + at, x.to(OUT.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _decode_raw_kernel(
-    K_RAW, V_RAW, LENS, K_OUT, V_OUT, k_width, v_width, raw_rows, due, l, d, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The l raw rows of each block that may be due, in order: K_OUT, V_OUT [B * due, l, width]."""
-    one = tl.program_id(0) // l
-    i = tl.program_id(0) % l
-    batch = (one // due).to(tl.int64)
-    block = visible(tl.load(LENS + batch) - 1, l, d) + one % due
-    source = batch * raw_rows + (block * d + i) % raw_rows
-    place = tl.program_id(0).to(tl.int64)
-    _move_row(K_RAW, source, K_OUT, place, k_width, True, BLOCK)
-    _move_row(V_RAW, source, V_OUT, place, v_width, True, BLOCK)
-
-
-@triton.jit
-def _decode_emit_kernel(
-    K_NEW, V_NEW, LENS, K_CMP, V_CMP, k_width, v_width, cmp_rows, due, T, l, d, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Compressed tokens [B * due, width] into the cache where their block is full by now."""
-    one = tl.program_id(0)
-    batch = (one // due).to(tl.int64)
-    length = tl.load(LENS + batch)
-    block = visible(length - 1, l, d) + one % due
-    full = (block * d + l <= length + T) & (block < cmp_rows)
-    place = batch * cmp_rows + block
-    _move_row(K_NEW, one.to(tl.int64), K_CMP, place, k_width, full, BLOCK)
-    _move_row(V_NEW, one.to(tl.int64), V_CMP, place, v_width, full, BLOCK)
-
-
 @functools.cache
 def _append_plan(
     c: NSAConfig, device: torch.device, hidden: int
@@ -225,31 +184,3 @@ def append_turned(
          width), sizes, compiled,
     )  # fmt: skip
     return out, gates
-
-
-@on_its_device
-def due_rows(
-    k_raw: Tensor, v_raw: Tensor, lens: Tensor, due: int, l: int, d: int
-) -> tuple[Tensor, Tensor]:
-    """The raw keys and values of the next `due` blocks: [B * due, l, G, Dk] and [.., Dv]. Of blocks
-    that are not full yet some rows are not there: whatever the ring holds."""
-    batch, rows, groups = k_raw.shape[:3]
-    k, v = (x.new_empty(batch * due, l, *x.shape[2:]) for x in (k_raw, v_raw))
-    widths = groups * k.shape[-1], groups * v.shape[-1]
-    launch(
-        _decode_raw_kernel, (batch * due * l, cdiv(max(widths), BLOCK)),
-        k_raw, v_raw, lens, k, v, *widths, rows, due, l, d, BLOCK=BLOCK
-    )
-    return k, v
-
-
-@on_its_device
-def emit_due(k: Tensor, v: Tensor, cache: NSACache, due: int, T: int) -> None:
-    """Store the compressed tokens [B * due, 1, G, *] of due_rows whose blocks T new tokens fill."""
-    c = cache.config
-    widths = c.groups * c.d_k, c.groups * c.d_v
-    launch(
-        _decode_emit_kernel, (cache.batch * due, cdiv(max(widths), BLOCK)),
-        k.contiguous(), v.contiguous(), cache.lens, cache.k_cmp, cache.v_cmp, *widths,
-        cache.k_cmp.shape[1], due, T, c.l, c.d, BLOCK=BLOCK,
-    )  # fmt: skip
