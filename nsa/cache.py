@@ -99,7 +99,7 @@ class NSACache:
         self.k_win, self.v_win = self._buffers(config.w + max_step - 1)
         self.k_raw, self.v_raw = self._buffers(config.l + max_step - 1)
         self.lens = torch.zeros(batch, dtype=torch.int32, device=device)
-        # At which the programs of one step meet, a line of memory for each group.
+        # At which the programs of one launch meet, a line of memory for each group.
         self.counters = torch.zeros(batch, config.groups, 32, dtype=torch.int32, device=device)
         self._steps = torch.arange(max_step, device=device)
         self._block = torch.arange(config.l, device=device)
@@ -261,7 +261,6 @@ class NSACache:
             self._append_chunk(new, phi_k, phi_v)
         self._advance(T)
 
-    @torch.no_grad()
     def append_projected(
         self, qkv: Tensor, phi_k: Callable[[Tensor], Tensor], phi_v: Callable[[Tensor], Tensor],
         gate: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -274,7 +273,6 @@ class NSACache:
         Returns the turned queries [B, T, HQ, Dk] and the gates [B, T, HQ, 3], None without `gate`.
         Raises ValueError or TypeError that names the argument; nothing is appended then.
         """
-        from nsa.kernels.decode import emit
         from nsa.kernels.decode.append import append_turned
 
         c, T = self.config, qkv.shape[1] if qkv.ndim == 3 else 0
@@ -296,16 +294,30 @@ class NSACache:
                 raise ValueError(f"gate must be on qkv's {qkv.device}")
         self._make_room(T)
         turned, gates = append_turned(qkv, self, gate)
-        due = self._due(T)
-        if due:
-            learnt = [self._learnt(phi) for phi in (phi_k, phi_v)]
-            if all(one is not None and emit.serves(c, len(one[1])) for one in learnt):
-                emit.emit_mlp(self.lens, self, due, T, *learnt)
-            else:
-                raw_k, raw_v = emit.due_rows(self.k_raw, self.v_raw, self.lens, due, c.l, c.d)
-                emit.emit_due(phi_k(raw_k), phi_v(raw_v), self, due, T)
-        self._advance(T)
+        try:
+            self._emit_fused(T, phi_k, phi_v)
+        except Exception:
+            self.lens -= T
+            raise
+        self.lengths = [n + T for n in self.lengths]
         return turned, gates
+
+    def _emit_fused(
+        self, T: int, phi_k: Callable[[Tensor], Tensor], phi_v: Callable[[Tensor], Tensor]
+    ) -> None:
+        """The compressed tokens that T new ones, in lens but not in lengths, complete."""
+        due, c = self._due(T), self.config
+        if not due:
+            return
+        from nsa.kernels.decode import emit
+
+        learnt = [self._learnt(phi) for phi in (phi_k, phi_v)]
+        if all(one is not None and emit.serves(c, len(one[1])) for one in learnt):
+            emit.emit_mlp(self.lens, self, due, T, *learnt)
+        else:
+            with torch.no_grad():
+                raw_k, raw_v = emit.due_rows(self.k_raw, self.v_raw, self.lens, due, T, c.l, c.d)
+                emit.emit_due(phi_k(raw_k), phi_v(raw_v), self, due, T)
 
     def _learnt(self, phi: Any) -> tuple[Tensor, ...] | None:
         """Weights of an MLP of this cache's block sizes and device, None of any other phi."""
@@ -326,7 +338,7 @@ class NSACache:
 
     def mark_written(self, T: int) -> None:
         """Rows of T tokens after the lengths are overwritten, whether or not the lengths follow."""
-        self.highest = [max(h, n + T) for h, n in zip(self.highest, self.lengths, strict=True)]
+        self.highest = list(map(max, self.highest, [n + T for n in self.lengths]))
 
     def _advance(self, T: int) -> None:
         self.lens += T
@@ -351,7 +363,8 @@ class NSACache:
         if self.emit_always:
             return (T - 1) // c.d + 1
         return max(
-            num_compressed(n + T, c.l, c.d) - num_compressed(n, c.l, c.d) for n in self.lengths
+            num_compressed(n + T, c.l, c.d) - num_compressed(n, c.l, c.d)
+            for n in set(self.lengths)
         )
 
     def _emit(self, T: int, phi_k: Callable, phi_v: Callable) -> None:

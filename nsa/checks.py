@@ -38,9 +38,10 @@ def scale_of(softmax_scale: float | None, d: int) -> float:
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Is it of this very class, without hooks, and are its own parameters ordinary ones? Then a
-    kernel may do what it would: no adapter, parametrization or quantised weight has its say."""
+    kernel may do what it would: no adapter, offloading or quantised weight has its say."""
     return (
-        type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
+        type(module) is kind and "forward" not in vars(module)
+        and not module._forward_hooks and not module._forward_pre_hooks
         and all(
             type(p) is nn.Parameter and p.dtype in (torch.float16, torch.bfloat16, torch.float32)
             for p in module._parameters.values()

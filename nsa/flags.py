@@ -158,6 +158,11 @@ class Flags:
                 )
         if self.fa2_force_varlen and self.fa2_force_dense:
             raise ValueError("NSA_FA2_FORCE_VARLEN and NSA_FA2_FORCE_DENSE exclude each other")
+        values = tuple(getattr(self, f.name) for f in flag_fields())
+        object.__setattr__(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:  # a key in every call, and of twenty fields 2 us a time
+        return self._hash
 
     @classmethod
     def from_env(

@@ -97,6 +97,8 @@ def _again(found: Made, grid: tuple, args: tuple) -> None:
         return
     active = driver.active
     stream = active.get_current_stream(active.get_current_device())
+    # Of a tensor Triton's launcher would ask the driver whether the GPU can reach it, 1 us each.
+    args = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
     made.run(
         *(*grid, 1, 1)[:3], stream, made.function, made.packed_metadata, None, None, None, *args,
         *values,
@@ -130,8 +132,12 @@ def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple | None:
 
 def _hooked() -> bool:
     """Does a profiler wait for Triton's launches?"""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    runtime = knobs.runtime
+    return _waits(runtime.launch_enter_hook) or _waits(runtime.launch_exit_hook)
+
+
+def _waits(hook: Any) -> bool:
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def by_layout(

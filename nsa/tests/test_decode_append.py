@@ -154,14 +154,35 @@ def test_gates_of_the_same_launch(T, hidden, weights, kernel_device):
 
 
 @pytest.mark.kernel
-def test_the_layers_step_takes_it(kernel_device):
+def test_the_layers_step_takes_it(kernel_device, monkeypatch):
     layer = layer_of(SMALL, kernel_device, torch.float16)
-    layer.gate.forward = lambda x: pytest.fail("gates of their own beside those of the launch")
+    monkeypatch.setattr(GateMLP, "forward", lambda *_: pytest.fail("gates apart from the launch"))
     x = randn(2, 1, 24, seed=1, dtype=torch.float16, device=kernel_device)
     cache = caches_at(layer, (9, 30), 40)[0]
     with launches.recording() as counts:
         layer.step(x, cache)
     assert counts[KERNEL] == 1 and cache.lengths == [10, 31]
+
+
+class NoPhi(torch.nn.Module):
+    def forward(self, x):
+        raise RuntimeError("no phi")
+
+
+@pytest.mark.kernel
+def test_what_fails_behind_the_launch_appends_nothing(kernel_device):
+    """A kernel that is to emit, or the model's own phi: the device's lengths go back as well."""
+    layer = layer_of(SMALL, kernel_device, torch.float16)
+    cache, other = caches_at(layer, (7, 7), 40)
+    layer.phi_k = NoPhi()
+    x = randn(2, 1, 24, seed=1, dtype=torch.float16, device=kernel_device)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no phi"):
+            layer.step(x, cache)
+        assert cache.lengths == cache.lens.tolist() == [7, 7] and not cache.counters.any()
+    layer.phi_k = make_compression("mean", SMALL.d_k, SMALL.l, SMALL.d)
+    torch.testing.assert_close(layer.step(x, cache), layer.step(x, other), rtol=0, atol=0)
+    assert cache.lens.tolist() == [8, 8]
 
 
 class OtherLinear(torch.nn.Linear):
@@ -177,6 +198,7 @@ def replaced(gate):
     lambda gate: gate.outer.register_forward_hook(lambda *_: None),
     lambda gate: torch.nn.utils.parametrizations.weight_norm(gate.outer),
     lambda gate: gate.outer.double(), lambda gate: gate.outer.register_parameter("bias", None),
+    lambda gate: setattr(gate.outer, "forward", gate.outer.forward),
 ])  # fmt: skip
 def test_a_changed_gate_runs_as_it_is(change):
     gate = GateMLP(24, 6)

@@ -127,7 +127,7 @@ def test_a_launch_that_triton_would_compile_alike_is_not_looked_up_again(driver)
     for args in alike:
         go(*args, grid=(3, 2))
     assert [c[0] for c in kernel.calls] == ["jit"] + ["run"] * 3
-    assert kernel.calls[1][1:] == ((3, 2, 1), "stream of 0", (x, 48, 64, True))
+    assert kernel.calls[1][1:] == ((3, 2, 1), "stream of 0", (x.data_ptr(), 48, 64, True))
     others = [
         (x, 1), (x, 47), (x, 1 << 31), (x, 1 << 63), (x, True), (x, 2.0), (x, None),
         (x[1:], 48), (x.float(), 48),

@@ -7,7 +7,7 @@ from typing import Any
 import triton.language as tl
 
 from nsa.kernels.aot import AotCase
-from nsa.kernels.decode.append import BLOCK_H, DEPTH, GATES, _decode_append_kernel
+from nsa.kernels.decode.append import BLOCK_H, COUNTER, DEPTH, GATES, _decode_append_kernel
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.emit import (
     BLOCK,
@@ -106,7 +106,7 @@ def aot_cases(arch: int) -> list[AotCase]:
             cases.append(_case(_decode_team_kernel, f"{label}-S{length}", dtype, team, 4, 2))
         if size == 2:
             append = dict(D=d, DV=dv, BLOCK_HALF=dot_size(d // 2), BLOCK_DV=dot_size(dv),
-                          BLOCK_H=BLOCK_H, GATES=GATES, DEPTH=DEPTH)  # fmt: skip
+                          BLOCK_H=BLOCK_H, GATES=GATES, DEPTH=DEPTH, COUNTER=COUNTER)  # fmt: skip
             cases.append(_case(_decode_append_kernel, label, dtype, append, 1, 3))
             for kernel in (_decode_raw_kernel, _decode_emit_kernel):
                 cases.append(_case(kernel, label, dtype, dict(BLOCK=BLOCK), 4, 3))

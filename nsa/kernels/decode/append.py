@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 BLOCK_H = 4  # heads of a program
 GATES = 1  # of a program, whose weights it loads all at once, so
 DEPTH = 1024  # of their rows at a time
+COUNTER = 16  # which word of the first group's line of counters; a team meets at the first
 
 
 @triton.jit
@@ -78,18 +79,19 @@ def _gate(
 
 @triton.jit
 def _decode_append_kernel(
-    QKV, LENS, FREQUENCIES, Q_OUT, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN,
+    QKV, LENS, COUNTERS, FREQUENCIES, Q_OUT, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN,
     HIDDEN, WEIGHT, BIAS, GATES_OUT,
     T, HQ, G, raw_rows, sel_rows, win_rows, hidden_width,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_H: tl.constexpr, GATES: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK_H: tl.constexpr, GATES: tl.constexpr, DEPTH: tl.constexpr, COUNTER: tl.constexpr,
 ):  # fmt: skip
     """QKV [B, T, ..]: of each token HQ * D queries, 3 (raw, sel, win) * G * D keys and 3 * G * DV
     values. HIDDEN [B, T, hidden_width]: the gates' hidden layer before silu.
 
     Programs of a token: BLOCK_H heads of Q each, then of K by branch, then of V by branch, then
     GATES of its 3 * HQ gates each. Position p of a ring lies in row p % rows; the other cache has
-    a row per position.
+    a row per position. LENS [B] grows by T once all programs of a sequence have read it, which
+    they count in COUNTERS [B, G, 32].
     """
     token = tl.program_id(0)
     part = tl.program_id(1)
@@ -103,7 +105,8 @@ def _decode_append_kernel(
             DEPTH,
         )  # fmt: skip
         return
-    position = tl.load(LENS + batch) + token % T
+    length = tl.load(LENS + batch)
+    position = length + token % T
     begin = token.to(tl.int64) * (HQ * D + 3 * G * (D + DV))
     if part < q_parts:
         head = part * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -133,6 +136,10 @@ def _decode_append_kernel(
         else:
             source = begin + (HQ + 3 * G) * D + head * DV
             _copy(QKV, source, v_out, place, group < G, DV, BLOCK_DV)
+    counter = COUNTERS + batch * G * 32 + COUNTER
+    if tl.atomic_add(counter, 1) == T * (q_parts + 6 * kv_parts) - 1:
+        tl.store(counter, 0)
+        tl.store(LENS + batch, length + T)
 
 
 @functools.cache
@@ -146,7 +153,7 @@ def _append_plan(
         parts += cdiv(3 * c.heads, GATES)
     return parts, dict(
         D=c.d_k, DV=c.d_v, BLOCK_HALF=pow2(c.d_k // 2), BLOCK_DV=pow2(c.d_v), BLOCK_H=BLOCK_H,
-        GATES=GATES, DEPTH=min(pow2(hidden), DEPTH), num_warps=1,
+        GATES=GATES, DEPTH=min(pow2(hidden), DEPTH), COUNTER=COUNTER, num_warps=1,
     ), {}  # fmt: skip
 
 
@@ -160,9 +167,9 @@ def append_turned(
 
     qkv [B, T, HQ * Dk + 3 * G * Dk + 3 * G * Dv] as projected (branches raw, sel, win), of the
     cache's dtype, with T <= max_step. gate: hidden [B, T, width] before silu, weight
-    [3 * HQ, width] and bias [3 * HQ] behind it. The cache's lengths stay as they are. Returns
-    [B, T, HQ, Dk] and sigmoid(silu(hidden) weight^T + bias) as [B, T, HQ, 3] in hidden's dtype, or
-    None without gate.
+    [3 * HQ, width] and bias [3 * HQ] behind it. cache.lens grows by T; what the host knows of the
+    lengths stays. Returns [B, T, HQ, Dk] and sigmoid(silu(hidden) weight^T + bias) as
+    [B, T, HQ, 3] in hidden's dtype, or None without gate.
     """
     c = cache.config
     batch, tokens = qkv.shape[:2]
@@ -177,10 +184,12 @@ def append_turned(
     parts, sizes, layouts = _append_plan(c, qkv.device, width)
     buffers = cache.k_raw, cache.v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
     rows = cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1]
-    compiled = by_layout(layouts, (tokens, *rows), (qkv, cache.lens, *buffers, *more[:3]))
+    compiled = by_layout(
+        layouts, (tokens, *rows), (qkv, cache.lens, cache.counters, *buffers, *more[:3])
+    )
     launch_planned(
         _decode_append_kernel, (batch * tokens, parts, 1),
-        (qkv, cache.lens, cache.frequencies, out, *buffers, *more, tokens, c.heads, c.groups, *rows,
-         width), sizes, compiled,
+        (qkv, cache.lens, cache.counters, cache.frequencies, out, *buffers, *more, tokens, c.heads,
+         c.groups, *rows, width), sizes, compiled,
     )  # fmt: skip
     return out, gates

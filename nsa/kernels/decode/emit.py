@@ -42,13 +42,14 @@ def _move_row(X, source, OUT, place, width, live, BLOCK: tl.constexpr):
 
 @triton.jit
 def _decode_raw_kernel(
-    K_RAW, V_RAW, LENS, K_OUT, V_OUT, k_width, v_width, raw_rows, due, l, d, BLOCK: tl.constexpr,
+    K_RAW, V_RAW, LENS, K_OUT, V_OUT, k_width, v_width, raw_rows, due, T, l, d,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The l raw rows of each block that may be due, in order: K_OUT, V_OUT [B * due, l, width]."""
     one = tl.program_id(0) // l
     i = tl.program_id(0) % l
     batch = (one // due).to(tl.int64)
-    block = visible(tl.load(LENS + batch) - 1, l, d) + one % due
+    block = visible(tl.load(LENS + batch) - T - 1, l, d) + one % due
     source = batch * raw_rows + (block * d + i) % raw_rows
     place = tl.program_id(0).to(tl.int64)
     _move_row(K_RAW, source, K_OUT, place, k_width, True, BLOCK)
@@ -63,8 +64,8 @@ def _decode_emit_kernel(
     one = tl.program_id(0)
     batch = (one // due).to(tl.int64)
     length = tl.load(LENS + batch)
-    block = visible(length - 1, l, d) + one % due
-    full = (block * d + l <= length + T) & (block < cmp_rows)
+    block = visible(length - T - 1, l, d) + one % due
+    full = (block * d + l <= length) & (block < cmp_rows)
     place = batch * cmp_rows + block
     _move_row(K_NEW, one.to(tl.int64), K_CMP, place, k_width, full, BLOCK)
     _move_row(V_NEW, one.to(tl.int64), V_CMP, place, v_width, full, BLOCK)
@@ -78,8 +79,8 @@ def _due(LENS, ROWS: tl.constexpr, rows, G, due, T, l, d, cmp_rows):
     one = row // G
     batch = (one // due).to(tl.int64)
     length = tl.load(LENS + batch, mask=live, other=0)
-    block = visible(length - 1, l, d) + one % due
-    full = live & (block * d + l <= length + T) & (block < cmp_rows)
+    block = visible(length - T - 1, l, d) + one % due
+    full = live & (block * d + l <= length) & (block < cmp_rows)
     return row, batch, block, row % G, full
 
 
@@ -181,16 +182,17 @@ def _decode_phi_outer_kernel(
 
 @on_its_device
 def due_rows(
-    k_raw: Tensor, v_raw: Tensor, lens: Tensor, due: int, l: int, d: int
+    k_raw: Tensor, v_raw: Tensor, lens: Tensor, due: int, T: int, l: int, d: int
 ) -> tuple[Tensor, Tensor]:
-    """The raw keys and values of the next `due` blocks: [B * due, l, G, Dk] and [.., Dv]. Of blocks
-    that are not full yet some rows are not there: whatever the ring holds."""
+    """The raw keys and values of the `due` blocks that T new tokens, counted in lens, may fill:
+    [B * due, l, G, Dk] and [.., Dv]. Of a block that is not full yet some rows are not there:
+    whatever the ring holds."""
     batch, rows, groups = k_raw.shape[:3]
     k, v = (x.new_empty(batch * due, l, *x.shape[2:]) for x in (k_raw, v_raw))
     widths = groups * k.shape[-1], groups * v.shape[-1]
     launch(
         _decode_raw_kernel, (batch * due * l, cdiv(max(widths), BLOCK)),
-        k_raw, v_raw, lens, k, v, *widths, rows, due, l, d, BLOCK=BLOCK
+        k_raw, v_raw, lens, k, v, *widths, rows, due, T, l, d, BLOCK=BLOCK
     )
     return k, v
 
@@ -248,7 +250,7 @@ def emit_mlp(
 
     k, v: of phi's MLP position [l, D], weight [hidden, l * D] and bias [hidden] of the first layer,
     weight [D, hidden] and bias [D] of the second, of which serves() says yes. lens: the lengths
-    without the T new tokens, whose raw keys and values the cache holds already.
+    with the T new tokens, whose raw keys and values the cache holds.
     """
     c = cache.config
     rows, hidden = cache.batch * due * c.groups, (len(k[1]), len(v[1]))
