@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 
 def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> None:
     """Raise TypeError or ValueError unless value is an int from `least` on, or None if optional."""
@@ -39,11 +41,12 @@ def scale_of(softmax_scale: float | None, d: int) -> float:
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Is it of this very class, without hooks, and are its own parameters ordinary ones? Then a
     kernel may do what it would: no adapter, offloading or quantised weight has its say."""
-    return (
-        type(module) is kind and "forward" not in vars(module)
-        and not module._forward_hooks and not module._forward_pre_hooks
-        and all(
-            type(p) is nn.Parameter and p.dtype in (torch.float16, torch.bfloat16, torch.float32)
-            for p in module._parameters.values()
-        )
-    )  # fmt: skip
+    if (
+        type(module) is not kind or "forward" in vars(module)
+        or module._forward_hooks or module._forward_pre_hooks
+    ):  # fmt: skip
+        return False
+    for p in module._parameters.values():
+        if type(p) is not nn.Parameter or p.dtype not in _KERNEL_DTYPES:
+            return False
+    return True

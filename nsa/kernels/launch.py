@@ -46,7 +46,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if len(_made) >= MOST_MADE:
         _made.clear()
-    _launch(_made, _key(kernel, args, constants), kernel, grid, args, constants)
+    key = _key(kernel, args, constants)
+    if key in _made:
+        args = tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in args])
+    _launch(_made, key, kernel, grid, args, constants)
 
 
 def launch_planned(
@@ -55,7 +58,8 @@ def launch_planned(
 ) -> None:  # fmt: skip
     """launch() without looking at its arguments: `compiled`, from by_layout(), knows them.
 
-    Of what is compiled already addresses will do for tensors.
+    Of what is compiled already addresses will do for tensors, and are quicker: of a tensor Triton's
+    launcher asks the driver whether the GPU can reach it, 1 us each.
     """
     _launch(compiled, id(kernel), kernel, grid, args, constants)
 
@@ -97,8 +101,6 @@ def _again(found: Made, grid: tuple, args: tuple) -> None:
         return
     active = driver.active
     stream = active.get_current_stream(active.get_current_device())
-    # Of a tensor Triton's launcher would ask the driver whether the GPU can reach it, 1 us each.
-    args = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
     made.run(
         *(*grid, 1, 1)[:3], stream, made.function, made.packed_metadata, None, None, None, *args,
         *values,
@@ -142,8 +144,10 @@ def _waits(hook: Any) -> bool:
 
 def by_layout(
     memory: dict[tuple, dict], numbers: tuple, tensors: tuple[Tensor, ...]
-) -> dict[int, Made]:
+) -> tuple[dict[int, Made], list[int]]:
     """The part of `memory`, which is one device's, that launch_planned() may use for these
-    arguments: of pointers Triton compiles for dtype and alignment, of ints for what they are."""
-    kinds = tuple([(x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
-    return memory.setdefault((numbers, kinds), {})
+    arguments, and the tensors' addresses: of pointers Triton compiles for dtype and alignment, of
+    ints for what they are."""
+    addresses = [x.data_ptr() for x in tensors]
+    kinds = tuple([(x.dtype, at % 16 == 0) for x, at in zip(tensors, addresses, strict=True)])
+    return memory.setdefault((numbers, kinds), {}), addresses

@@ -400,7 +400,7 @@ def test_which_steps_are_one_launch(monkeypatch, kernel_device):
         monkeypatch.setattr(step, "arch_of", lambda device: arch)
         return step._plan.__wrapped__(
             batch, T, 64, 4, D, D, dtype, torch.device("cuda"), 32, 16, 64, 16, 1, 2, 512, max_len,
-            branch, alone,
+            branch, 0, True, alone,
         ).team  # fmt: skip
 
     assert team() == 16 == team(batch=4)

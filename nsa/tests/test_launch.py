@@ -184,7 +184,8 @@ def test_triton_calls_its_hooks_where_there_are_any(driver, monkeypatch):
 
 def test_layouts_tell_types_alignment_and_ints_apart():
     x, memory = torch.zeros(64, dtype=torch.float16), {}
-    of = lambda n, y: by_layout(memory, (n,), (y,))
+    of = lambda n, y: by_layout(memory, (n,), (y,))[0]
+    assert by_layout({}, (), (x, x[1:])) == ({}, [x.data_ptr(), x.data_ptr() + 2])
     first = of(16, x)
     assert of(16, x[8:]) is first
     for n, y in ((16, x[1:]), (16, x.to(torch.bfloat16)), (32, x)):

@@ -184,12 +184,11 @@ def append_turned(
     parts, sizes, layouts = _append_plan(c, qkv.device, width)
     buffers = cache.k_raw, cache.v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
     rows = cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1]
-    compiled = by_layout(
-        layouts, (tokens, *rows), (qkv, cache.lens, cache.counters, *buffers, *more[:3])
-    )
+    tensors = (qkv, cache.lens, cache.counters, cache.frequencies, out, *buffers, *more)
+    compiled, addresses = by_layout(layouts, (tokens, *rows), tensors)
     launch_planned(
         _decode_append_kernel, (batch * tokens, parts, 1),
-        (qkv, cache.lens, cache.counters, cache.frequencies, out, *buffers, *more, tokens, c.heads,
-         c.groups, *rows, width), sizes, compiled,
+        (*(addresses if compiled else tensors), tokens, c.heads, c.groups, *rows, width), sizes,
+        compiled,
     )  # fmt: skip
     return out, gates

@@ -260,17 +260,19 @@ def emit_mlp(
     k, v = ([x.contiguous() for x in one] for one in (k, v))
     made = [torch.empty(PARTS, rows, n, dtype=torch.float32, device=lens.device) for n in hidden]
     raw_rows, cmp_rows = cache.k_raw.shape[1], cache.k_cmp.shape[1]
-    compiled = by_layout(
-        layouts, (due, T, raw_rows, cmp_rows),
-        (lens, cache.k_raw, cache.v_raw, cache.k_cmp, cache.v_cmp, *k, *v),
-    )  # fmt: skip
+    tensors = (lens, cache.k_raw, cache.v_raw, cache.k_cmp, cache.v_cmp, *made, *k, *v)
+    compiled, addresses = by_layout(layouts, (due, T, raw_rows, cmp_rows), tensors)
+    lens, k_raw, v_raw, k_cmp, v_cmp, k_made, v_made, *weights = (
+        addresses if len(compiled) == 2 else tensors
+    )
+    k, v = weights[:5], weights[5:]
     launch_planned(
         _decode_phi_inner_kernel, first,
-        (cache.k_raw, cache.v_raw, lens, k[0], v[0], k[1], v[1], *made, rows, c.groups, raw_rows,
+        (k_raw, v_raw, lens, k[0], v[0], k[1], v[1], k_made, v_made, rows, c.groups, raw_rows,
          cmp_rows, due, T, c.l, c.d), inner, compiled,
     )  # fmt: skip
     launch_planned(
         _decode_phi_outer_kernel, second,
-        (*made, lens, k[2], v[2], k[3], v[3], k[4], v[4], cache.k_cmp, cache.v_cmp, rows, c.groups,
+        (k_made, v_made, lens, k[2], v[2], k[3], v[3], k[4], v[4], k_cmp, v_cmp, rows, c.groups,
          cmp_rows, due, T, c.l, c.d), outer, compiled,
     )  # fmt: skip

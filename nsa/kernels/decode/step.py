@@ -133,8 +133,8 @@ def why_not_decode(l: int, d: int, l_sel: int) -> str | None:
 class StepPlan:
     """What a step launches, from shapes alone. floats: sizes of the scratch buffers of 4 bytes an
     element, in the order in which nsa_decode_triton names them, from `offsets` (bytes) on. scan,
-    choice, selected, merge, whole: constants of the kernels. compiled: of each layout of the
-    arguments, see by_layout()."""
+    choice, selected, merge: constants of the kernels; whole: of a team's, which has all phases or
+    one. compiled: of each layout of the arguments, see by_layout()."""
 
     splits_cmp: int
     splits_win: int
@@ -145,14 +145,13 @@ class StepPlan:
     candidates: bool  # a launch of its own takes them
     merged: bool  # by the programs of the selected blocks
     team: int  # programs for a sequence and group, of a step in one launch; 0 for several launches
-    phases: tuple[int, ...]  # of a team: all at once, where programs run at the same time
     floats: list[int]
     offsets: list[int]
     scan: dict[str, Any]
     choice: dict[str, Any]
     selected: dict[str, Any]
     merge: dict[str, Any]
-    whole: dict[str, Any]
+    whole: tuple[dict[str, Any], ...]
     compiled: dict[tuple, dict[int, tuple]] = field(default_factory=dict)
 
     @functools.cached_property
@@ -167,9 +166,16 @@ class StepPlan:
         }  # fmt: skip
         return tuple(name for name, programs in launched.items() if programs)
 
-    def buffers(self, scratch: Tensor, lens: Tensor, compiled: dict) -> list[Tensor | int]:
-        """The scratch buffers; of compiled kernels addresses: splitting takes 10 to 16 us."""
-        if len(compiled) == len(self.kernels):
+    @functools.cached_property
+    def size(self) -> int:
+        """Of all scratch buffers."""
+        return sum(self.floats)
+
+    def buffers(
+        self, scratch: Tensor, lens: Tensor | int, known: bool
+    ) -> list[Tensor] | list[int]:
+        """The scratch buffers; of kernels that are known addresses: splitting takes 10 to 16 us."""
+        if known:
             base = scratch.data_ptr()
             found = [base + offset for offset in self.offsets]
         else:
@@ -188,7 +194,8 @@ _no_team: set[torch.device] = set()  # on which a team did not fit
 def _plan(
     batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int, dtype: torch.dtype,
     device: torch.device, l: int, d: int, l_sel: int, n_sel: int, n_init: int, n_local: int,
-    window: int, max_len: int, branch: str | None, alone: bool = False,
+    window: int, max_len: int, branch: str | None, page: int = 0, ring: bool = False,
+    alone: bool = False,
 ) -> StepPlan:  # fmt: skip
     heads = hq // groups
     d1, d2 = split_dim(dim)
@@ -250,6 +257,7 @@ def _plan(
     floats = [cdiv(n, 4) * 4 for n in (  # every buffer begins at 16 bytes
               partials * dv, partials, partials, tiles * nb, tiles, tiles, parts * dv, parts, parts,
               candidates, candidates)]  # fmt: skip
+    win_page = 0 if ring else page
     dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
                 PRECISION=dot_precision(dtype))  # fmt: skip
     padded = [pow2(splits) for splits in (splits_cmp, splits_win, splits_sel)]
@@ -272,18 +280,18 @@ def _plan(
         splits_cmp=splits_cmp, splits_win=splits_win, splits_sel=splits_sel, share=share,
         n_tiles=n_tiles, chunks=chunks,
         candidates=not choice["SINGLE"], merged=merged, team=team if together else 0,
-        phases=(0, 1, 2, 3) if interpret else (-1,),
         floats=floats, offsets=[4 * n for n in itertools.accumulate(floats[:-1], initial=0)],
         scan=dict(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
-            num_warps=scan_warps(rows), num_stages=2, EARLY=early, **dims,
+            PAGE=win_page, RING=ring, num_warps=scan_warps(rows), num_stages=2, EARLY=early,
+            **dims,
         ),
         choice=dict(
             num_warps=choice_warps(choice["CHUNK"] * nb, programs * tokens * chunks, sms),
             num_stages=1, EARLY=early, **choosing,
         ),
         selected=dict(
-            CHOOSE=branch is None, MERGE=merged, EARLY=early, num_stages=2,
+            PAGE=page, CHOOSE=branch is None, MERGE=merged, EARLY=early, num_stages=2,
             num_warps=selected_warps(choice["N"], heads_padded, max(dim, dv)),
             **selected, **choosing, **dims, **ahead,
         ),
@@ -292,12 +300,13 @@ def _plan(
             SPLITS_WIN=padded[1], SPLITS_SEL=padded[2],
             num_warps=merge_warps(sum(padded), block_dv), EARLY=early, **ahead,
         ),
-        whole=dict(
-            POOL_DTYPE=tl.float16, SPLITS_CMP=padded[0], SPLITS_WIN=padded[1],
-            SPLITS_SEL=padded[2], num_warps=4, num_stages=2,
+        # One launch for all phases where programs run at the same time.
+        whole=tuple(dict(
+            PHASE=phase, PAGE=page, RING=ring, POOL_DTYPE=tl.float16, SPLITS_CMP=padded[0],
+            SPLITS_WIN=padded[1], SPLITS_SEL=padded[2], num_warps=4, num_stages=2,
             **{"launch_cooperative_grid": True} if not interpret else {},
             **{n: x for n, x in choosing.items() if n != "SPLITS"}, **selected, **dims,
-        ),
+        ) for phase in ((0, 1, 2, 3) if interpret else (-1,))),
     )  # fmt: skip
 
 
@@ -339,18 +348,18 @@ def nsa_decode_triton(
         raise NotImplementedError(reason)
     if tokens * heads > 128:
         raise NotImplementedError(f"q: T * heads per group must be <= 128, got {tokens * heads}")
+    page = 0 if block_table is None else k_sel.shape[1]
     # In a graph launches cost nothing, and several take the device no longer than one.
     alone = counters is not None and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
     planned = functools.partial(
         _plan, batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init,
-        n_local, window, max_len, branch,
+        n_local, window, max_len, branch, page, window_ring,
     )  # fmt: skip
     scale_log2 = LOG2E * (1.0 / math.sqrt(dim) if softmax_scale is None else softmax_scale)
     indices = block_indices
     if indices is None:
         indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=q.device)
     out = torch.empty(batch, tokens, hq, dv, dtype=q.dtype, device=q.device)
-    page = 0 if block_table is None else k_sel.shape[1]
     table = lens if block_table is None else block_table
     table_len = 0 if block_table is None else block_table.shape[1]
     cmp_rows, sel_rows, win_rows = k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
@@ -359,56 +368,60 @@ def nsa_decode_triton(
     def run(plan: StepPlan, go: Callable[..., None]) -> None:
         splits_cmp, splits_sel, chunks = plan.splits_cmp, plan.splits_sel, plan.chunks
         splits_all, n_tiles = plan.splits_cmp + plan.splits_win, plan.n_tiles
-        compiled = by_layout(
-            plan.compiled, (page, window_ring, table_len, cmp_rows, sel_rows, win_rows),
-            (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices),
-        )  # fmt: skip
-        if plan.team and plan.phases == (-1,) and not compiled:
+        tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices, out)
+        compiled, addresses = by_layout(
+            plan.compiled, (table_len, cmp_rows, sel_rows, win_rows), tensors
+        )
+        if plan.team and plan.whole[0]["PHASE"] == -1 and not compiled:
             run(planned(False), prepare_planned)  # for a graph, whose capture is no time to compile
-        scratch = torch.empty(sum(plan.floats), dtype=torch.float32, device=q.device)
+        scratch = torch.empty(plan.size, dtype=torch.float32, device=q.device)
+        known = len(compiled) == len(plan.kernels)
+        Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, INDICES, OUT = (
+            addresses if known else tensors
+        )
         (
             scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l, keys, blocks,
-        ) = plan.buffers(scratch, lens, compiled)  # fmt: skip
+        ) = plan.buffers(scratch, LENS, known)  # fmt: skip
         if plan.team:
-            for phase in plan.phases:
+            for constants in plan.whole:
                 go(
                     _decode_team_kernel, (plan.team, programs, 1),
-                    (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices, out,
-                     counters, scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l,
-                     keys, blocks, table_len, cmp_rows, sel_rows, win_rows, groups, heads, tokens,
-                     splits_cmp, splits_all, splits_sel, plan.share, chunks, n_tiles, l, d, l_sel,
-                     window, scale_log2),
-                    dict(PAGE=page, RING=window_ring, PHASE=phase, **plan.whole), compiled,
+                    (Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, INDICES, OUT, counters, scan_o,
+                     scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l, keys, blocks,
+                     table_len, cmp_rows, sel_rows, win_rows, groups, heads, tokens, splits_cmp,
+                     splits_all, splits_sel, plan.share, chunks, n_tiles, l, d, l_sel, window,
+                     scale_log2),
+                    constants, compiled,
                 )  # fmt: skip
             return
         if splits_all:
             go(
                 _decode_scan_kernel, (programs, splits_all, 1),
-                (q, k_cmp, v_cmp, k_win, v_win, lens, table, scan_o, scan_m, scan_l, pooled, spill,
+                (Q, KC, VC, KW, VW, LENS, TABLE, scan_o, scan_m, scan_l, pooled, spill,
                  tile_max, table_len, cmp_rows, win_rows, groups, heads, tokens, splits_cmp,
                  splits_all, n_tiles, l, d, l_sel, window, scale_log2),
-                dict(PAGE=0 if window_ring else page, RING=window_ring, **plan.scan), compiled,
+                plan.scan, compiled,
             )  # fmt: skip
         if branch is None and plan.candidates:
             go(
                 _decode_candidates_kernel, (chunks, programs, tokens),
-                (lens, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, groups, heads, tokens,
+                (LENS, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, groups, heads, tokens,
                  splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks),
                 plan.choice, compiled,
             )  # fmt: skip
         if splits_sel:
             go(
                 _decode_selected_kernel, (splits_sel, programs, tokens),
-                (q, k_sel, v_sel, lens, table, indices, gates, out, sel_o, sel_m, sel_l, scan_o,
+                (Q, KS, VS, LENS, TABLE, INDICES, GATES, OUT, sel_o, sel_m, sel_l, scan_o,
                  scan_m, scan_l, pooled, spill, tile_max, keys, blocks, table_len, sel_rows, groups,
                  heads, tokens, splits_sel, plan.share, splits_cmp, splits_all, n_tiles, l, d,
                  l_sel, chunks, scale_log2),
-                dict(PAGE=page, **plan.selected), compiled,
+                plan.selected, compiled,
             )  # fmt: skip
         if not plan.merged:
             go(
                 _decode_merge_kernel, (programs, tokens * heads, 1),
-                (scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, gates, out, groups, heads, tokens,
+                (scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, GATES, OUT, groups, heads, tokens,
                  splits_cmp, splits_all, splits_sel), plan.merge, compiled,
             )  # fmt: skip
 
@@ -432,5 +445,5 @@ def step_kernels(
     batch, tokens, hq, dim = q.shape
     return _plan(
         batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init, n_local,
-        window, max_len, None, not in_graph and q.device not in _no_team,
+        window, max_len, None, 0, True, not in_graph and q.device not in _no_team,
     ).kernels  # fmt: skip
