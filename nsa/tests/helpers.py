@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
@@ -202,3 +203,22 @@ def assert_finite(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         bad = ~x.isfinite()
         assert not bad.any(), f"{name} is not finite at {bad.nonzero()[0].tolist()}"
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def left_for_the_collector(call: Callable[[], object]) -> list[Tensor]:
+    """Tensors that `call` leaves in reference cycles: memory that Python frees only when its garbage
+    collector comes by."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        call()
+        gc.collect()
+        return [x for x in gc.garbage if isinstance(x, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

@@ -14,7 +14,7 @@ from nsa.compress import make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.module import GateMLP, NSAAttention
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import left_for_the_collector, randn
 
 KERNEL = "_decode_append_kernel"
 TRITON = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
@@ -162,6 +162,15 @@ def test_the_layers_step_takes_it(kernel_device, monkeypatch):
     with launches.recording() as counts:
         layer.step(x, cache)
     assert counts[KERNEL] == 1 and cache.lengths == [10, 31]
+
+
+@pytest.mark.kernel
+def test_a_step_frees_its_memory(kernel_device):
+    layer = layer_of(SMALL, kernel_device, torch.float16)
+    x = randn(2, 1, 24, seed=1, dtype=torch.float16, device=kernel_device)
+    cache = caches_at(layer, (9, 30), 40)[0]
+    layer.step(x, cache)
+    assert left_for_the_collector(lambda: layer.step(x, cache)) == []
 
 
 class NoPhi(torch.nn.Module):

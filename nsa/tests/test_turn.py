@@ -14,7 +14,7 @@ from nsa.flags import Flags
 from nsa.kernels.prefill import split_turned_triton
 from nsa.module import NSAAttention
 from nsa.rotary import split_turned
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import left_for_the_collector, randn
 
 KERNEL = "_turn_kernel"
 TRITON = Flags(
@@ -167,3 +167,16 @@ def test_compiled_projections_are_left_to_the_compiler(monkeypatch):
     monkeypatch.setattr(attention, "turn_projected", None)
     got, _ = torch.compile(layer._project, backend="eager", fullgraph=True)(x, at)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.kernel
+def test_a_training_step_frees_its_memory(kernel_device):
+    layer = NSAAttention(SMALL, backend="triton", flags=TRITON).to(kernel_device, torch.float16)
+    x = randn(1, 37, SMALL.dim, seed=1, dtype=torch.float16, device=kernel_device)
+
+    def step():
+        layer(x).sum().backward()
+        layer.zero_grad()
+
+    step()
+    assert left_for_the_collector(step) == []

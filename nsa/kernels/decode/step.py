@@ -365,7 +365,9 @@ def nsa_decode_triton(
     cmp_rows, sel_rows, win_rows = k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
     programs = batch * groups
 
-    def run(plan: StepPlan, go: Callable[..., None]) -> None:
+    # It is given itself: through a cell of its own it would keep all these tensors from being freed
+    # until the garbage collector comes by.
+    def run(run: Callable[..., None], plan: StepPlan, go: Callable[..., None]) -> None:
         splits_cmp, splits_sel, chunks = plan.splits_cmp, plan.splits_sel, plan.chunks
         splits_all, n_tiles = plan.splits_cmp + plan.splits_win, plan.n_tiles
         tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices, out)
@@ -373,7 +375,8 @@ def nsa_decode_triton(
             plan.compiled, (table_len, cmp_rows, sel_rows, win_rows), tensors
         )
         if plan.team and plan.whole[0]["PHASE"] == -1 and not compiled:
-            run(planned(False), prepare_planned)  # for a graph, whose capture is no time to compile
+            # For a graph, whose capture is no time to compile.
+            run(run, planned(False), prepare_planned)
         scratch = torch.empty(plan.size, dtype=torch.float32, device=q.device)
         known = len(compiled) == len(plan.kernels)
         Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, INDICES, OUT = (
@@ -427,13 +430,13 @@ def nsa_decode_triton(
 
     plan = planned(alone and q.device not in _no_team)
     try:
-        run(plan, launch_planned)
+        run(run, plan, launch_planned)
     except RuntimeError as error:
         # Less of the GPU is ours than it has (MPS, green contexts): nothing ran.
         if not plan.team or "cooperative launch" not in str(error):
             raise
         _no_team.add(q.device)
-        run(planned(False), launch_planned)
+        run(run, planned(False), launch_planned)
     return (out, indices) if return_indices else out
 
 
