@@ -209,7 +209,7 @@ def assert_finite(**tensors: Tensor) -> None:
 
 
 def left_for_the_collector(call: Callable[[], object]) -> list[Tensor]:
-    """Tensors that `call` leaves in reference cycles: memory that Python frees only when its garbage
+    """Tensors that `call` leaves in reference cycles: Python frees them only when its garbage
     collector comes by."""
     gc.collect()
     gc.disable()
