@@ -158,11 +158,18 @@ class Flags:
                 )
         if self.fa2_force_varlen and self.fa2_force_dense:
             raise ValueError("NSA_FA2_FORCE_VARLEN and NSA_FA2_FORCE_DENSE exclude each other")
-        values = tuple(getattr(self, f.name) for f in flag_fields())
-        object.__setattr__(self, "_hash", hash(values))
 
-    def __hash__(self) -> int:  # a key in every call, and of twenty fields 2 us a time
-        return self._hash
+    def __hash__(self) -> int:
+        # Kept: a key in every call, and of some twenty fields 2 us a time.
+        kept = vars(self).get("_hash")
+        if kept is None:
+            kept = hash(tuple(getattr(self, f.name) for f in flag_fields()))
+            object.__setattr__(self, "_hash", kept)
+        return kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which is another one in another process."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @classmethod
     def from_env(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import warnings
@@ -220,3 +221,12 @@ def test_import_nsa_loads_neither_torch_nor_triton_nor_yaml():
         "assert nsa.Flags is nsa.flags.Flags and 'nsa_attention' in dir(nsa)\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+def test_equal_flags_are_one_key_in_every_process():
+    flags = Flags(use_triton_sel=True, sel_triton_min_L=7)
+    same = Flags(use_triton_sel=True, sel_triton_min_L=7, sources={"sel_triton_min_L": (7, "x")})
+    other = replace(flags, sel_triton_min_L=8)
+    assert hash(flags) == hash(same) and {flags: 1}[same] == 1 and {flags: 1}.get(other) is None
+    there = pickle.loads(pickle.dumps(flags))
+    assert there == flags and "_hash" in vars(flags) and "_hash" not in vars(there)
