@@ -2,7 +2,7 @@
 
     python bench/bench_decode.py                              # the paper's sizes on this GPU
     python bench/bench_decode.py --S_list 512,4096 --csv decode.csv --branch_force_mode none
-    NSA_USE_TRITON_SEL=1 python bench/bench_decode.py --preset serving  # six batch and context sizes
+    NSA_USE_TRITON_SEL=1 python bench/bench_decode.py --preset serving  # six batches and contexts
 
 A step is what `NSAAttention.step` does after it appended the newest token: attention from one
 query over a cache of S tokens. Every sample sees these S tokens: nothing is appended between them.
