@@ -284,11 +284,11 @@ class NSACache:
         self._check_new(qkv=(qkv, (self.batch, T, sum(c.qkv_widths))))
         if gate is not None:
             shapes = [tuple(x.shape) for x in gate]
-            width, gates = shapes[0][-1], 3 * c.heads
-            if shapes != [(self.batch, T, width), (gates, width), (gates,)]:
+            width, n = shapes[0][-1], 3 * c.heads
+            if shapes != [(self.batch, T, width), (n, width), (n,)]:
                 raise ValueError(
-                    f"gate must be hidden [{self.batch}, {T}, width], weight [{gates}, width] and "
-                    f"bias [{gates}], got {', '.join(str(list(shape)) for shape in shapes)}"
+                    f"gate must be hidden [{self.batch}, {T}, width], weight [{n}, width] and "
+                    f"bias [{n}], got {', '.join(str(list(shape)) for shape in shapes)}"
                 )
             if any(x.device != qkv.device for x in gate):
                 raise ValueError(f"gate must be on qkv's {qkv.device}")
@@ -296,7 +296,7 @@ class NSACache:
         turned, gates = append_turned(qkv, self, gate)
         try:
             self._emit_fused(T, phi_k, phi_v)
-        except Exception:
+        except BaseException:  # an interrupt too
             self.lens -= T
             raise
         self.lengths = [n + T for n in self.lengths]
@@ -311,7 +311,7 @@ class NSACache:
             return
         from nsa.kernels.decode import emit
 
-        learnt = [self._learnt(phi) for phi in (phi_k, phi_v)]
+        learnt = [self._learnt(phi_k, c.d_k), self._learnt(phi_v, c.d_v)]
         if all(one is not None and emit.serves(c, len(one[1])) for one in learnt):
             emit.emit_mlp(self.lens, self, due, T, *learnt)
         else:
@@ -319,12 +319,19 @@ class NSACache:
                 raw_k, raw_v = emit.due_rows(self.k_raw, self.v_raw, self.lens, due, T, c.l, c.d)
                 emit.emit_due(phi_k(raw_k), phi_v(raw_v), self, due, T)
 
-    def _learnt(self, phi: Any) -> tuple[Tensor, ...] | None:
-        """Weights of an MLP of this cache's block sizes and device, None of any other phi."""
+    def _learnt(self, phi: Any, dim: int) -> tuple[Tensor, ...] | None:
+        """Weights of an MLP that takes this cache's raw rows, None of any other phi."""
         weights = phi.for_kernel() if isinstance(phi, MLPCompression) else None
         if weights is None or (phi.l, phi.d) != (self.config.l, self.config.d):
             return None
-        return weights if weights[0].device == self.lens.device else None
+        l, hidden = phi.l, len(weights[1])
+        shapes = (l, dim), (hidden, l * dim), (hidden,), (dim, hidden), (dim,)
+        if any(
+            x.shape != shape or x.device != self.lens.device
+            for x, shape in zip(weights, shapes, strict=True)
+        ):
+            return None
+        return weights
 
     def _make_room(self, T: int) -> None:
         end = self.length + T

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -44,6 +45,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     if (
         type(module) is not kind or "forward" in vars(module)
         or module._forward_hooks or module._forward_pre_hooks
+        or modules._global_forward_hooks or modules._global_forward_pre_hooks
     ):  # fmt: skip
         return False
     for p in module._parameters.values():

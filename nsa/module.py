@@ -40,15 +40,14 @@ class GateMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(F.silu(self.inner(x))).sigmoid().unflatten(-1, (self.heads, 3))
 
-    def unfinished(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """inner(x), and outer's weight and bias, for a kernel that does what follows.
+    def for_kernel(self) -> tuple[Tensor, Tensor] | None:
+        """Weight and bias of the last layer, for a kernel that does what follows inner(x).
 
-        None where the last layer is not what this class made it: hooks, adapters, other weights.
+        None where hooks, adapters or other weights have their say.
         """
-        outer = self.outer
-        if not is_plain(self, GateMLP) or not is_plain(outer, nn.Linear):
+        if not is_plain(self, GateMLP) or not is_plain(self.outer, nn.Linear):
             return None
-        return self.inner(x), outer.weight, outer.bias
+        return self.outer.weight, self.outer.bias
 
 
 class NSAAttention(nn.Module):
@@ -158,14 +157,18 @@ class NSAAttention(nn.Module):
             return x.clone()
         # The ring keeps enough for max_step queries; more of them need the keys before they go.
         many = x.shape[1] > cache.max_step
-        window = q = gates = None
+        window = q = gates = last = None
+        if not many and x.shape[0] * x.shape[1] <= FUSED_GATES and isinstance(self.gate, GateMLP):
+            last = self.gate.for_kernel()
+        if last is None:  # whatever may fail fails before the cache has grown
+            gates = self.gate(x)
         if not many:
-            few = x.shape[0] * x.shape[1] <= FUSED_GATES
-            q, gates = attention.append_projected(
+            q, made = attention.append_projected(
                 lambda: self.qkv(x), cache, self.phi_k, self.phi_v,
-                lambda: self.gate.unfinished(x) if few else None, backend=self.backend,
-                flags=self.flags,
+                lambda: None if last is None else (self.gate.inner(x), *last),
+                backend=self.backend, flags=self.flags,
             )  # fmt: skip
+            gates = made if gates is None else gates
         if gates is None:
             gates = self.gate(x)
         if q is None:

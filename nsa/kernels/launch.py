@@ -46,10 +46,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if len(_made) >= MOST_MADE:
         _made.clear()
-    key = _key(kernel, args, constants)
-    if key in _made:
-        args = tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in args])
-    _launch(_made, key, kernel, grid, args, constants)
+    key, given = _key(kernel, args, constants), args
+    if key in _made:  # `args` holds the tensors until they are launched with
+        given = tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in args])
+    _launch(_made, key, kernel, grid, given, constants)
 
 
 def launch_planned(
@@ -110,8 +110,8 @@ def _again(found: Made, grid: tuple, args: tuple) -> None:
 def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple | None:
     """What tells compiled kernels apart, as finely as Triton does; None for what it does not know.
 
-    Of tensors dtype and alignment; of ints whether they are 1, or a multiple of 16, or need more
-    than 32 bits.
+    Of tensors dtype and alignment, and whether a GPU reaches them, which addresses do not tell; of
+    ints whether they are 1, or a multiple of 16, or need more than 32 bits.
     """
     if not hasattr(kernel, "device_caches"):  # the interpreter's
         return None
@@ -121,7 +121,7 @@ def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple | None:
         if kind is int:
             key.append("1" if x == 1 else (x & 15 == 0, -LARGE <= x < LARGE, x < LARGE << 32))
         elif isinstance(x, Tensor):
-            key.append((x.dtype, x.data_ptr() & 15 == 0))
+            key.append((x.dtype, x.data_ptr() & 15 == 0, x.is_cuda))
         elif kind is float or kind is bool or x is None:
             key.append(kind)
         elif hasattr(x, "kind"):  # of descriptor()
@@ -147,7 +147,9 @@ def by_layout(
 ) -> tuple[dict[int, Made], list[int]]:
     """The part of `memory`, which is one device's, that launch_planned() may use for these
     arguments, and the tensors' addresses: of pointers Triton compiles for dtype and alignment, of
-    ints for what they are."""
+    ints for what they are. A tensor that a GPU does not reach is Triton's to refuse."""
     addresses = [x.data_ptr() for x in tensors]
-    kinds = tuple([(x.dtype, at % 16 == 0) for x, at in zip(tensors, addresses, strict=True)])
+    kinds = tuple(
+        [(x.dtype, at % 16 == 0, x.is_cuda) for x, at in zip(tensors, addresses, strict=True)]
+    )
     return memory.setdefault((numbers, kinds), {}), addresses

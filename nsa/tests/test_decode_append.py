@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from bench.parity import assert_parity
 from nsa import attention, launches
 from nsa.cache import BranchKV, NSACache
-from nsa.compress import make_compression
+from nsa.compress import MLPCompression, make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.module import GateMLP, NSAAttention
@@ -158,7 +158,7 @@ def test_gates_of_the_same_launch(T, hidden, weights, kernel_device):
     layer.gate = GateMLP(SMALL.dim, SMALL.heads, hidden).to(kernel_device, weights)
     x = randn(2, T, SMALL.dim, seed=5, dtype=torch.float16, device=kernel_device)
     with torch.no_grad(), torch.autocast(kernel_device, torch.float16, weights != x.dtype):
-        gate = layer.gate.unfinished(x)
+        gate = layer.gate.inner(x), *layer.gate.for_kernel()
         assert gate[0].dtype == x.dtype and gate[1].dtype == weights
         cache = caches_at(layer, (9, 30), 40)[0]
         with launches.recording() as counts:
@@ -166,7 +166,7 @@ def test_gates_of_the_same_launch(T, hidden, weights, kernel_device):
         one, other = caches_at(layer, (9, 30), 40)
         got = layer.step(x, one)
         layer.gate.outer.register_forward_hook(lambda *_: None)
-        assert layer.gate.unfinished(x) is None
+        assert layer.gate.for_kernel() is None
         torch.testing.assert_close(got, layer.step(x, other), rtol=4e-3, atol=1e-3)
     wide, weight, bias = (y.double() for y in gate)
     want = torch.sigmoid(F.silu(wide) @ weight.T + bias).unflatten(-1, (SMALL.heads, 3))
@@ -238,10 +238,60 @@ def replaced(gate):
 ])  # fmt: skip
 def test_a_changed_gate_runs_as_it_is(change):
     gate = GateMLP(24, 6)
-    x = randn(1, 1, 24, seed=1)
-    assert [tuple(y.shape) for y in gate.unfinished(x)] == [(1, 1, 6), (18, 6), (18,)]
+    assert [tuple(y.shape) for y in gate.for_kernel()] == [(18, 6), (18,)]
     change(gate)
-    assert gate.unfinished(x) is None
+    assert gate.for_kernel() is None
+
+
+def test_hooks_of_all_modules_see_gates_and_phi():
+    gate, phi = GateMLP(24, 6), make_compression("mlp", 8, 8, 4)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert gate.for_kernel() is None and phi.for_kernel() is None
+    finally:
+        handle.remove()
+    assert gate.for_kernel() and phi.for_kernel()
+
+
+@pytest.mark.kernel
+def test_another_module_makes_the_gates(kernel_device):
+    """And before anything is appended, so that what it raises leaves the cache as it was."""
+
+    class Halves(torch.nn.Module):
+        def forward(self, x):
+            if x.isnan().any():
+                raise RuntimeError("no gates")
+            return torch.full((*x.shape[:-1], SMALL.heads, 3), 0.5, dtype=x.dtype, device=x.device)
+
+    layer = layer_of(SMALL, kernel_device, torch.float16)
+    cache, other = caches_at(layer, (9, 30), 40)
+    x = randn(2, 1, 24, seed=1, dtype=torch.float16, device=kernel_device)
+    with torch.no_grad():
+        layer.gate.outer.weight.zero_()
+        layer.gate.outer.bias.zero_()
+    want = layer.step(x, other)
+    layer.gate = Halves()
+    with pytest.raises(RuntimeError, match="no gates"):
+        layer.step(x * float("nan"), cache)
+    assert cache.lengths == cache.lens.tolist() == [9, 30]
+    torch.testing.assert_close(layer.step(x, cache), want, rtol=0, atol=0)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("phi", [
+    MLPCompression(SMALL.d_k, SMALL.l, SMALL.d), MLPCompression(SMALL.d_v, SMALL.l, SMALL.d // 2),
+], ids=["of-keys", "stride"])  # fmt: skip
+def test_a_phi_of_other_sizes_is_refused_as_by_pytorch(phi, kernel_device):
+    """Here of values; its kernel would read what is not there."""
+    layer = layer_of(SMALL, kernel_device, torch.float16)
+    cache, other = caches_at(layer, (7,), 40)
+    phi = phi.to(kernel_device, torch.float16)
+    assert cache._learnt(layer.phi_v, SMALL.d_v) and cache._learnt(phi, SMALL.d_v) is None
+    if phi.d == SMALL.d:
+        layer.phi_v = phi
+        with pytest.raises(RuntimeError):
+            layer.step(randn(1, 1, 24, seed=1, dtype=torch.float16, device=kernel_device), cache)
+        assert cache.lengths == cache.lens.tolist() == [7]
 
 
 # ---- when it is not taken, on any machine --------------------------------------------------------
@@ -366,7 +416,7 @@ def test_bad_input_appends_nothing():
             append(layer.qkv(torch.zeros(1, 9, 24)))
         with pytest.raises(ValueError, match=r"max_len=2 tokens, got 0 \+ 3"):
             append(layer.qkv(torch.zeros(1, 3, 24)))
-        gate = layer.gate.unfinished(torch.zeros(1, 2, 24))
+        gate = layer.gate.inner(torch.zeros(1, 2, 24)), *layer.gate.for_kernel()
         with pytest.raises(ValueError, match=r"gate must be hidden \[1, 1, width\].*\[1, 2, 6\]"):
             append(layer.qkv(x), gate)
         with pytest.raises(ValueError, match="gate must be on qkv's cpu"):

@@ -108,7 +108,7 @@ def aot_cases(arch: int) -> list[AotCase]:
             append = dict(D=d, DV=dv, BLOCK_HALF=dot_size(d // 2), BLOCK_DV=dot_size(dv),
                           BLOCK_H=BLOCK_H, GATES=GATES, DEPTH=DEPTH, COUNTER=COUNTER)  # fmt: skip
             cases.append(_case(_decode_append_kernel, label, dtype, append, 1, 3))
-            for kernel in (_decode_raw_kernel, _decode_emit_kernel):
+            for kernel in (_decode_raw_kernel, _decode_emit_kernel) if d == 128 else ():
                 cases.append(_case(kernel, label, dtype, dict(BLOCK=BLOCK), 4, 3))
             phi = dict(D=d, DV=dv, K_HIDDEN=d, V_HIDDEN=dv, COLUMNS=COLUMNS, PARTS=PARTS,
                        PRECISION=dims["PRECISION"])  # fmt: skip
