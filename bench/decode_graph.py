@@ -185,6 +185,14 @@ class ModuleStep:
             got, want = buffer[:, at % buffer.shape[1]], getattr(new, name)[:, 0]
             if not torch.allclose(got, want, rtol=1e-2, atol=1e-2):
                 raise ValueError(f"the step did not append its token to {name}")
+        c = layer.config
+        if step.S >= c.l and (step.S - c.l) % c.d == 0:  # refill() left other tokens there
+            rows = torch.arange(step.S - c.l, step.S, device=self.x.device)
+            for name, phi in (("k", layer.phi_k), ("v", layer.phi_v)):
+                raw, made = getattr(cache, f"{name}_raw"), getattr(cache, f"{name}_cmp")
+                want = phi(raw[:, rows % raw.shape[1]])[:, 0]
+                if not torch.allclose(made[:, cache.emitted - 1], want, rtol=1e-2, atol=1e-2):
+                    raise ValueError(f"the step did not emit its token to {name}_cmp")
         step.q.copy_(q)
         step.gates.copy_(layer.gate(self.x))
         self._chosen = attention.nsa_decode(

@@ -157,20 +157,19 @@ class NSAAttention(nn.Module):
             return x.clone()
         # The ring keeps enough for max_step queries; more of them need the keys before they go.
         many = x.shape[1] > cache.max_step
-        window = q = gates = last = None
+        window = q = made = last = None
         if not many and x.shape[0] * x.shape[1] <= FUSED_GATES and isinstance(self.gate, GateMLP):
             last = self.gate.for_kernel()
-        if last is None:  # whatever may fail fails before the cache has grown
-            gates = self.gate(x)
+        # Whatever may fail fails before the cache has grown.
+        gates = self.gate(x) if last is None else None
         if not many:
             q, made = attention.append_projected(
                 lambda: self.qkv(x), cache, self.phi_k, self.phi_v,
                 lambda: None if last is None else (self.gate.inner(x), *last),
                 backend=self.backend, flags=self.flags,
             )  # fmt: skip
-            gates = made if gates is None else gates
         if gates is None:
-            gates = self.gate(x)
+            gates = self.gate(x) if made is None else made
         if q is None:
             positions = cache.positions(x.shape[1])
             if many:

@@ -421,6 +421,19 @@ def test_bench_sees_a_wrong_layer_step(bench_step, what, monkeypatch):
     assert rows["module"].status == "FAILED" and rows["module"].median_us is None
 
 
+@pytest.mark.parametrize("S, status", [(36, "FAILED"), (35, None)])
+def test_bench_sees_a_step_that_emits_nothing(S, status, monkeypatch):
+    layer = make(seed=2)
+    step = Step(layer, 2, S)
+    tools = dict(clock=clock_for("cpu"), cold=False, budget=Budget(0.02, 0.2, 6, warm_s=0))
+    total = bench_decode.total_case(step, {})
+    assert more_rows(layer, step, total, {}, tools)[0]["module"].status != "FAILED"
+    monkeypatch.setattr(NSACache, "_emit", lambda *_: None)
+    row = more_rows(layer, step, total, {}, tools)[0]["module"]
+    assert (row.status == "FAILED") == (status == "FAILED"), row.why
+    assert status is None or "did not emit its token to k_cmp" in row.why[0]
+
+
 def test_steps_in_a_row_end_where_the_step_stands_and_emit_once(bench_step, monkeypatch):
     layer, step = bench_step
     emitted, lengths = [], []

@@ -41,6 +41,13 @@ def _move_row(X, source, OUT, place, width, live, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _due_block(length, one, due, T, l, d, cmp_rows):
+    """Which block is the one % due-th that T new tokens of `length` may fill, and do they?"""
+    block = visible(length - T - 1, l, d) + one % due
+    return block, (block * d + l <= length) & (block < cmp_rows)
+
+
+@triton.jit
 def _decode_raw_kernel(
     K_RAW, V_RAW, LENS, K_OUT, V_OUT, k_width, v_width, raw_rows, due, T, l, d,
     BLOCK: tl.constexpr,
@@ -49,7 +56,7 @@ def _decode_raw_kernel(
     one = tl.program_id(0) // l
     i = tl.program_id(0) % l
     batch = (one // due).to(tl.int64)
-    block = visible(tl.load(LENS + batch) - T - 1, l, d) + one % due
+    block, _ = _due_block(tl.load(LENS + batch), one, due, T, l, d, 0)
     source = batch * raw_rows + (block * d + i) % raw_rows
     place = tl.program_id(0).to(tl.int64)
     _move_row(K_RAW, source, K_OUT, place, k_width, True, BLOCK)
@@ -63,9 +70,7 @@ def _decode_emit_kernel(
     """Compressed tokens [B * due, width] into the cache where their block is full by now."""
     one = tl.program_id(0)
     batch = (one // due).to(tl.int64)
-    length = tl.load(LENS + batch)
-    block = visible(length - T - 1, l, d) + one % due
-    full = (block * d + l <= length) & (block < cmp_rows)
+    block, full = _due_block(tl.load(LENS + batch), one, due, T, l, d, cmp_rows)
     place = batch * cmp_rows + block
     _move_row(K_NEW, one.to(tl.int64), K_CMP, place, k_width, full, BLOCK)
     _move_row(V_NEW, one.to(tl.int64), V_CMP, place, v_width, full, BLOCK)
@@ -79,9 +84,8 @@ def _due(LENS, ROWS: tl.constexpr, rows, G, due, T, l, d, cmp_rows):
     one = row // G
     batch = (one // due).to(tl.int64)
     length = tl.load(LENS + batch, mask=live, other=0)
-    block = visible(length - T - 1, l, d) + one % due
-    full = live & (block * d + l <= length) & (block < cmp_rows)
-    return row, batch, block, row % G, full
+    block, full = _due_block(length, one, due, T, l, d, cmp_rows)
+    return row, batch, block, row % G, live & full
 
 
 @triton.jit
