@@ -4,6 +4,7 @@ SHELL := /bin/bash
 .PHONY: help gpu-report test lint clean
 
 # Given on the command line or not at all: one that happens to be in the environment means nothing.
+# The recipe takes their `value`: make would expand a $ in it.
 PROFILE := $(if $(filter command line,$(origin PROFILE)),$(PROFILE))
 BUDGET := $(if $(filter command line,$(origin BUDGET)),$(BUDGET))
 PRICE := $(if $(filter command line,$(origin PRICE)),$(PRICE))
@@ -38,11 +39,11 @@ help: ## Show this list
 #:   python -m scripts.oneshot verify BUNDLE   is a bundle whole, consistent, free of secrets?
 #:
 #: Its last line is the true exit code (make itself turns any failure into 2): 0 passed, 1 wrong,
-#: 2 usage, 3 not run, 4 infrastructure, 5 invalid or unstable, 6 not redacted, 75 locked,
-#: 130 and 143 stopped by a signal.
+#: 2 usage, 3 a required stage could not run (no GPU, unfit box, no time left), 4 infrastructure,
+#: 5 invalid or unstable, 6 not redacted, 75 locked, 130 and 143 stopped by a signal.
 
 gpu-report: ## Prove and time the kernels on this machine; the report lands in artifacts/runner/<commit>/
-	@bash scripts/runner_oneshot.sh $(if $(OUT),$(call quoted,$(OUT))) $(call option,--profile,$(PROFILE)) $(call option,--budget,$(BUDGET)) $(call option,--price,$(PRICE)) $(call option,--only,$(ONLY)) $(call option,--skip,$(SKIP)) $(if $(filter-out 0 no off false,$(RESUME)),--resume) $(call option,--gpus,$(GPUS))
+	@bash scripts/runner_oneshot.sh $(if $(value OUT),$(call quoted,$(value OUT))) $(call option,--profile,$(value PROFILE)) $(call option,--budget,$(value BUDGET)) $(call option,--price,$(value PRICE)) $(call option,--only,$(value ONLY)) $(call option,--skip,$(value SKIP)) $(if $(filter-out 0 no off false,$(value RESUME)),--resume) $(call option,--gpus,$(value GPUS))
 
 test: ## Set up .venv and run every test that needs no GPU (kernels in Triton's interpreter)
 	@bash scripts/run_tests.sh

@@ -9,42 +9,37 @@ Each is held against fp64. Exit code: 0 all right, 1 one is wrong, 3 there is no
 from __future__ import annotations
 
 import argparse
-import os
+import dataclasses
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
 import torch
 
-from bench.parity import triton_path
-from bench.records import emit
+from bench.parity import measure_parity
+from bench.records import emit, note
 from nsa import launches
+from nsa.dispatch import interpreting
 
 
 def report(
-    case: str, out: torch.Tensor, ref: torch.Tensor, same: torch.Tensor, path: str, counts: dict
-) -> bool:
+    case: str, out: torch.Tensor, ref: torch.Tensor, same: torch.Tensor, path: str, seed: int,
+    counts: Mapping[str, int] | None = None, kernels: Sequence[str] = (),
+) -> bool:  # fmt: skip
     """Emit one parity row: `out` against the fp64 `ref`, beside `same`, PyTorch in out's dtype."""
-    error = (out.double().cpu() - ref).abs()
-    own = (same.double().cpu() - ref).abs().max().item()
-    limit = max(2.0 * own, 1e-6)
-    mae, worst = error.mean().item(), error.max().item()
-    limit_mae = 1e-4 if out.dtype is torch.float32 else 1e-3
-    good = bool(torch.isfinite(out).all()) and mae <= limit_mae and worst <= limit
-    good = good and (path != "triton" or sum(counts.values()) > 0)
-    emit("parity", {
-        "case": f"sanity/{case}", "op": case, "dtype": str(out.dtype).removeprefix("torch."),
-        "path_requested": path,
-        "path_taken": triton_path(counts) if path == "triton" else path, "launches": dict(counts),
-        "fallback_reason": None, "mae": mae, "max_abs": worst, "ref_same_dtype_max_abs": own,
-        "worst_row": error.flatten(0, -2).mean(-1).max().item(), "limit_mae": limit_mae,
-        "limit_max_abs": limit, "margin": worst / limit, "seed": 0,
-        "status": "PASS" if good else "FAIL",
-        "why": [] if good else [f"max-abs {worst:.3g}, limit {limit:.3g}; MAE {mae:.3g}"],
-    })  # fmt: skip
-    print(f"{'ok  ' if good else 'BAD '} {case:20} max-abs {worst:.3g} (limit {limit:.3g})")
+    parity = measure_parity(
+        f"sanity/{case}", case, out, ref, same, path_requested=path, path_taken=path,
+        launches=counts, expect_kernels=kernels, seed=seed,
+    )  # fmt: skip
+    emit("parity", dataclasses.asdict(parity))
+    good = parity.status == "PASS"
+    error = "-" if parity.max_abs is None else f"{parity.max_abs:.3g}"
+    limit = f"limit {parity.limit_max_abs:.3g}"
+    text = f"{'ok  ' if good else 'BAD '} {case:20} max-abs {error} ({limit})"
+    print("; ".join([text, *parity.why]))
     return good
 
 
@@ -54,7 +49,7 @@ def matmul(device: str, dtype: torch.dtype) -> bool:
     b = torch.randn(64, 64, generator=gen).to(dtype)
     ref = a.double() @ b.double()
     out = a.to(device) @ b.to(device)
-    return report("matmul", out, ref, a @ b, "torch", {})
+    return report("matmul", out, ref, a @ b, "torch", seed=0)
 
 
 def triton_axpy(device: str) -> bool:
@@ -83,7 +78,10 @@ def triton_axpy(device: str) -> bool:
         if counts.source != "hook":
             launches.bump("_axpy_kernel")
     emit("metric", {"name": "first_call_ms", "value": round(first_ms, 1), "unit": "ms"})
-    return report("triton_axpy", out, 2 * x.double() + y.double(), 2 * x + y, "triton", counts)
+    return report(
+        "triton_axpy", out, 2 * x.double() + y.double(), 2 * x + y, "triton", 1, counts,
+        kernels=("_axpy_kernel",),
+    )  # fmt: skip
 
 
 def selection(device: str, dtype: torch.dtype) -> bool:
@@ -104,7 +102,7 @@ def selection(device: str, dtype: torch.dtype) -> bool:
         out = sel_attn_fwd_dense(Q.to(device), K.to(device), V.to(device))
     return report(
         "sel_attn_fwd_dense", out, plain(Q.double(), K.double(), V.double()), plain(Q, K, V),
-        "triton", counts,
+        "triton", 2, counts,
     )  # fmt: skip
 
 
@@ -115,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--interpret", action="store_true", help="on CPU, kernels interpreted")
     args = parser.parse_args(argv)
     if args.interpret:
-        if os.environ.get("TRITON_INTERPRET") != "1":
+        if not interpreting():
             parser.error("--interpret needs TRITON_INTERPRET=1 in the environment")
         device, dtype = "cpu", torch.float16  # the interpreter's bf16 dot is wrong
     elif torch.cuda.is_available():
@@ -123,9 +121,7 @@ def main(argv: list[str] | None = None) -> int:
         properties = torch.cuda.get_device_properties(0)
         print(f"{properties.name}, SM {properties.major}.{properties.minor}")
     else:
-        text = "torch sees no CUDA device"
-        emit("note", {"level": "warn", "text": text})
-        print(text, file=sys.stderr)
+        note("torch sees no CUDA device", "warn")
         return 3
     good = [matmul(device, dtype), triton_axpy(device), selection(device, dtype)]
     return 0 if all(good) else 1

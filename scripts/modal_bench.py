@@ -28,6 +28,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
 from bench import threshold_optimizer
+from bench.records import MIN_SPEEDUP
+from scripts.oneshot.evidence import threshold_cells, valid_and_worst
 from scripts.oneshot.stages import plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,15 +102,10 @@ def _cell(value: Any) -> str:
 
 def _evidence(bench: list[dict[str, Any]]) -> list[str]:
     """One table line per selection length: how many cells are valid, and the worst of them."""
-    by_length: dict[int, list[dict[str, Any]]] = {}
-    for row in bench:
-        if str(row.get("bench", "")).startswith("sel") and isinstance(row.get("L"), int):
-            by_length.setdefault(row["L"], []).append(row)
     lines = []
-    for length, rows in sorted(by_length.items()):
-        timed = [r for r in rows if r.get("status") == "VALID" and r.get("speedup_ci95")]
-        if timed:
-            worst = min(timed, key=lambda r: r["speedup_ci95"][0])
+    for length, rows in threshold_cells(bench).items():
+        timed, worst = valid_and_worst(rows)
+        if worst:
             low, high = worst["speedup_ci95"]
             text = f"{worst['speedup']:.2f}x [{low:.2f}, {high:.2f}] | {_cell(worst['case'])}"
         else:
@@ -121,12 +118,16 @@ def _fa2(recommend: dict[str, Any]) -> list[str]:
     """The lines on FA-2's minimum lengths, where some are proposed."""
     names = ("fa2_min_len_win", "fa2_min_len_cmp")
     found = [f"`{name}` = {n}" for name in names if (n := recommend.get(name)) is not None]
-    return ["", f"FlashAttention-2, by the same rule: {', '.join(found)}."] if found else []
+    text = f"FlashAttention-2 with Triton off, by the same rule: {', '.join(found)}."
+    return ["", text] if found else []
 
 
-def propose(folder: Path, recommend: dict[str, Any], config: Path) -> int:
-    """Write what the bundle recommends into `config`, from its CSVs; the optimizer's exit code."""
-    needs = next(stage.needs for stage in plan("standard") if stage.id == "threshold")
+def propose(folder: Path, bundle: dict[str, Any], config: Path) -> int:
+    """Write what the bundle recommends into `config`, from the CSVs that its own profile decides
+    by; the optimizer's exit code."""
+    recommend = bundle.get("recommend") or {}
+    stages = plan(bundle.get("profile") or "standard")
+    needs = next(stage.needs for stage in stages if stage.id == "threshold")
     argv = [str(folder / name) for name in needs]
     if _fa2(recommend):
         argv += ["--fa2", str(folder / "fa2.csv")]
@@ -145,6 +146,8 @@ def pr_body(bundle: dict[str, Any]) -> str:
     if min_l is None:
         head = "Keep Triton selection disabled"
         why = f"Deciding cell: {recommend.get('blocking_case') or 'no selection bench ran'}."
+        why += " This is about `selection_attention` called alone: `nsa_attention`, the layers and"
+        why += " decode steps have no threshold and need only `NSA_USE_TRITON_SEL=1`."
     else:
         head = f"Set `sel_triton_min_L` = {min_l}"
         why = f"Evidence: {recommend.get('confidence') or 'see the table'}."
@@ -175,7 +178,7 @@ def pr_body(bundle: dict[str, Any]) -> str:
         ]
     lines += [
         "The threshold is the smallest tested length from which on every cell's lower bound is at "
-        "least 1.2x.",
+        f"least {recommend.get('min_speedup', MIN_SPEEDUP):g}x.",
         "Repeat it with `make gpu-report PROFILE=standard` on such a GPU.",
         "",
     ]
@@ -225,9 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     bundle = load_bundle(folder)
     (args.out / "pr_body.md").write_text(pr_body(bundle))
     print(args.out / "pr_body.md")
-    if args.config and bundle.get("recommend") and propose(
-        folder, bundle["recommend"], args.config
-    ):
+    if args.config and bundle.get("recommend") and propose(folder, bundle, args.config):
         return 2
     return code
 

@@ -282,6 +282,21 @@ def finish(python: str, why: str, hardware: str | None, problems: list[str], ins
             "missing": missing, "pythonpath": str(folder) if folder else ""}  # fmt: skip
 
 
+def usage_error(argv: list[str]) -> str | None:
+    """What the run would refuse `argv` with. A dry run says it, which needs the standard library
+    alone: nobody should wait for an installation to hear of a slip of the pen."""
+    here = [{"path": sys.executable}] if sys.version_info[:2] >= LEAST else distinct(interpreters())
+    try:
+        done = subprocess.run(
+            [here[0]["path"], "-m", "scripts.oneshot", "run", *argv, "--dry-run"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            timeout=60, check=False, cwd=str(ROOT),
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired, IndexError):
+        return None  # the run itself will say what is wrong
+    return done.stderr.decode("utf-8", "replace") if done.returncode == 2 else None
+
+
 def run_report(argv: list[str]) -> int:
     """Become `python -m scripts.oneshot run`. A failed set-up still gets a report that says so."""
     if {"--dry-run", "-h", "--help"} & set(argv):
@@ -290,6 +305,9 @@ def run_report(argv: list[str]) -> int:
             say("no Python 3.10 or later on PATH")
             return 3
         return become(able[0]["path"], ["-m", "scripts.oneshot", "run", *argv], "")
+    if (refused := usage_error(argv)) is not None:
+        say(refused.rstrip())
+        return 2
     try:
         choice = choose()
     except SetupFailed as error:

@@ -30,11 +30,22 @@ CANARIES = {
     "slack": "xoxb-" + "123456789012-abcdefABCDEF",
     "pypi": "pypi-" + "AgEIcHlwaS5vcmcCJDEyMzQ1",
     "npm": "npm_" + "abcdefghijklmnopqrstuvwxyz0123456789",
+    "groq": "gsk_" + "AbCdEfGhIj" * 5,
+    "replicate": "r8_" + "AbCdEfGhIj12345" * 2,
+    "nvidia": "nvapi-" + "Ab1-Cd2_Ef3" * 5,
+    "docker": "dckr_pat_" + "AbCdEfGhIj1234567_-x",
+    "google_oauth": "ya29." + "a0AfH6SMBx-1234567890_abcdef",
+    "azure": "DefaultEndpointsProtocol=https;AccountKey=" + "AbC+dEf/123==" * 3,
     "jwt": "eyJhbGciOiJIUzI1NiJ9" + ".eyJzdWIiOiIxMjM0NTY3ODkwIn0.c2lnbmF0dXJl",
     "digital_ocean": "dop_v1_" + "0123456789abcdef" * 4,
     "bearer": "Authorization: Bearer " + "opaqueBearerValue123456",
     "wandb": "wandb api key: " + "0123456789abcdef0123456789abcdef01234567",
+    "wandb_login": "wandb login --relogin " + "fedcba9876543210fedcba9876543210fedcba98",
     "password": "db_password=" + "correct-horse-battery",
+    "password_option": "mysql --password " + "hunter22",
+    "token_option": "tool --auth-token=" + "opaque-4f9d8c",
+    "header": "x-api-key: " + "opaque77777",
+    "cookie": "Cookie: session=" + "s3ss10n; csrf=n0body",
     "pem": "-----BEGIN RSA PRIVATE KEY-----\nMIIBOgIBAAJBAKj34GkxFhD9\n"
     "-----END RSA PRIVATE KEY-----",
     "url": "https://alice:" + "hunter2hunter2@git.example.com/o/r?sig=abcdef0123",
@@ -49,7 +60,13 @@ CANARIES = {
 PRIVATE = {name: text for name, text in CANARIES.items()} | {
     "bearer": "opaqueBearerValue123456",
     "wandb": "0123456789abcdef0123456789abcdef01234567",
+    "wandb_login": "fedcba9876543210fedcba9876543210fedcba98",
     "password": "correct-horse-battery",
+    "password_option": "hunter22",
+    "token_option": "opaque-4f9d8c",
+    "header": "opaque77777",
+    "cookie": "s3ss10n",
+    "azure": "AbC+dEf/123==",
     "pem": "MIIBOgIBAAJBAKj34GkxFhD9",
     "url": "hunter2hunter2",
     "webhook": "XXXXYYYYZZZZ",
@@ -701,7 +718,7 @@ def nvmlDeviceGetCurrentClocksEventReasons(handle): return 0
 """
 FAKE_SMI = (
     "GPU-12345678-9abc-def0-1234-56789abcdef0, Test GPU, 570.86, 24564, 12, 0, 8.9, 300.00, "
-    "450.00, 4, 4, 16, 16, [N/A], [N/A], 41, Enabled, 3105, 10501"
+    "450.00, 4, 4, 16, 16, [N/A], [N/A], 41, Enabled, 3105, 10501, 00000000:41:00.0"
 )
 
 

@@ -138,6 +138,61 @@ def test_a_repository_without_git_installed(sources, monkeypatch):
     assert env.git_facts(sources)["commit"] == commit
 
 
+def test_where_git_cannot_tell_the_hash_of_the_sources_does(sources):
+    """A copied tree with the commit it came from: nothing else sees that it was edited."""
+    before = env.git_facts(sources, "deadbeef01")
+    assert env.same_sources(before, env.git_facts(sources, "deadbeef01"))
+    (sources / "nsa" / "a.py").write_text("x = 3\n")
+    assert not env.same_sources(before, env.git_facts(sources, "deadbeef01"))
+    assert committed(sources)["source_sha256"] is None  # git tells
+    foreign = env.git_facts(sources, "deadbeef01")  # another .git came along
+    (sources / "nsa" / "b.py").write_text("new\n")
+    assert not env.same_sources(foreign, env.git_facts(sources, "deadbeef01"))
+
+
+@pytest.mark.parametrize("name", ["torch.py", "torch/__init__.py", "torch.so"])
+def test_a_module_in_the_root_is_no_clean_tree(sources, name):
+    clean = committed(sources)
+    (sources / "notes.txt").write_text("x")
+    assert env.git_facts(sources) == clean
+    without = env.source_hash(sources)
+    (sources / name).parent.mkdir(exist_ok=True)
+    (sources / name).write_text("x")
+    facts = env.git_facts(sources)
+    assert facts["dirty"] and facts["untracked"] == 1 and not env.same_sources(clean, facts)
+    assert env.source_hash(sources) != without
+
+
+def test_what_runs_wrote_is_no_source(sources):
+    """An output folder inside of the sources makes nothing dirty; a source beside it does."""
+    clean, out = committed(sources), sources / "nsa" / "mine"
+    hashed = env.source_hash(sources, out)
+    (out / "abc1234" / "logs").mkdir(parents=True)
+    for name in ("abc1234/events.jsonl", "abc1234/logs/a.log", "abc1234.tgz", ".abc1234.lock"):
+        (out / name).write_text("x")
+    assert env.git_facts(sources, out=out) == clean
+    assert env.source_hash(sources, out) == hashed
+    assert env.git_facts(sources)["untracked"] == 4
+    (out / "b.py").write_text("x")
+    (out / "package").mkdir()
+    (out / "package" / "c.py").write_text("x")
+    assert env.git_facts(sources, out=out)["untracked"] == 2
+    assert env.source_hash(sources, out) != hashed
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_worktree_without_git_installed(sources, monkeypatch, packed):
+    committed(sources)
+    tree = sources.parent / "tree"
+    git(sources, "worktree", "add", "-q", "-b", "other", str(tree))
+    git(tree, "commit", "-q", "--allow-empty", "-m", "two")
+    if packed:
+        git(sources, "pack-refs", "--all")
+    commit = env.git_facts(tree)["commit"]
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert env.git_facts(tree)["commit"] == commit != env.git_facts(sources)["commit"]
+
+
 def committed(sources):
     git(sources, "init", "-q", "-b", "main")
     git(sources, "add", ".")

@@ -15,6 +15,7 @@ import pytest
 
 from nsa.tests.oneshot_samples import write_sample
 from nsa.tests.test_oneshot_faults import DRIVER, ROOT, bundle_of, run
+from scripts import setup_env
 from scripts.oneshot import attach, judge, runner, stages
 from scripts.oneshot.arguments import seconds
 from scripts.oneshot.env import git_facts
@@ -161,11 +162,31 @@ def test_sources_edited_during_the_run_are_not_clean(tmp_path):
     assert bundle_of(folder)["git"]["dirty"] and bundle_of(folder)["resumed"] == {}
 
 
+def test_sources_without_git_are_told_by_their_hash(tmp_path):
+    """The commit is given, and there is no .git: an edit is seen by --resume and at the end."""
+    source = tmp_path / "src" / "nsa" / "a.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("x = 1\n")
+    env = {"ONESHOT_FAULT": json.dumps({"git": str(tmp_path / "src")}),
+           "CUDA_TEST_EDIT": str(source)}  # fmt: skip
+    _, _, folder = run(tmp_path / "out", "pass", env=env)
+    _, console, _ = run(tmp_path / "out", "pass,edit", "--resume", env=env)
+    bundle = bundle_of(folder)
+    assert list(bundle["resumed"].values()) == [["pass"]], console  # the same sources so far
+    assert bundle["git"]["dirty"] and bundle["git"]["changed_during_run"]
+    source.write_text("x = 1\n")
+    run(tmp_path / "out", "pass", env=env)
+    source.write_text("x = 3\n")
+    run(tmp_path / "out", "pass", "--resume", env=env)
+    assert bundle_of(folder)["resumed"] == {}
+
+
 def test_budget_skips_and_says_so(tmp_path):
     code, console, folder = run(tmp_path, "pass,hang", "--budget", "21s")
     bundle = bundle_of(folder)
     kinds = {s["id"]: s["kind"] for s in bundle["stages"]}
     assert code == 3 and bundle["ended_by"] == "budget" and kinds["hang"] == "BUDGET", console
+    assert "; its budget was spent; 0/0 tests; " in bundle["verdict"]["one_line"]
 
 
 def test_a_stage_gets_arguments_from_one_that_passed(tmp_path):
@@ -276,6 +297,23 @@ def test_gpu_profile_without_a_gpu_says_not_run(tmp_path):
     assert "NOT_RUN" in report
     assert "profile quick leaves out prefill_bench, fa2_bench, train_smoke" in report
     assert done.stdout.rstrip().endswith("exit code 3")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [(["--only", "nope"], "no stage 'nope'"), (["--budget", "0"], "a time such as 15m"),
+     (["a", "--out", "b"], "not both"), (["--profile", "cpu", "--skip", "fa2_bench"], "no stage")],
+)  # fmt: skip
+def test_a_usage_error_is_found_before_anything_is_installed(argv, says, monkeypatch, capsys):
+    monkeypatch.setattr(setup_env, "choose", lambda: pytest.fail("it would install"))
+    assert setup_env.run_report(argv) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_arguments_that_are_right_go_on_to_the_installation(monkeypatch):
+    monkeypatch.setattr(setup_env, "choose", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        setup_env.run_report(["--profile", "cpu", "--only", "sanity", "--budget", "9m"])
 
 
 def test_attach_follows_to_the_verdict(tmp_path):

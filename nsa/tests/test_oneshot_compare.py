@@ -11,7 +11,7 @@ import pytest
 from nsa.tests.oneshot_samples import bench_row, parity_row, test_row, write_sample
 from scripts.oneshot import bundle, compare
 from scripts.oneshot.comparison import compare as compared
-from scripts.oneshot.comparison import judge_case
+from scripts.oneshot.comparison import environment_changes, judge_case
 from scripts.oneshot.journal import dumps, read_events
 from scripts.oneshot.reading import rebuild
 
@@ -372,3 +372,15 @@ def test_two_names_for_one_case_by_candidate(tmp_path):
     a, b = (rebuild(made(tmp_path / n, rows))[0] for n in "ab")
     names = [c.case for c in compared(a, b).cells if c.case.startswith("t/x")]
     assert names == ["t/x [triton]", "t/x [fa2]"]
+
+
+@pytest.mark.parametrize("a, b, words", [
+    ({"diff_sha256": "aa"}, {"diff_sha256": None}, "uncommitted changes differ"),
+    ({"source_sha256": "aa"}, {"source_sha256": "bb"}, "the sources differ, by their hash"),
+    ({"source_sha256": "aa"}, {"source_sha256": None}, None),
+    ({"source_sha256": "aa"}, {"source_sha256": "aa"}, None),
+])  # fmt: skip
+def test_other_sources_of_one_commit_are_told(a, b, words):
+    bundle_of = lambda git: {"git": git, "env": {}, "device": {}}
+    changes = environment_changes(bundle_of(a), bundle_of(b))
+    assert changes == ([words] if words else [])

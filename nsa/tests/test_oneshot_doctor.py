@@ -64,7 +64,11 @@ SICK = [
     ({"torch": {"triton": "3.2.0"}}, "triton", "WARN", "torch names triton==3.6.0"),
     ({"torch": {"torch": "2.4.0+cu121"}}, "torch", "WARN", "older than 2.10"),
     ({"torch": {"torch": "2.4.0"}, "gpu": False}, "torch", "WARN", "older than 2.10"),
-    ({"torch": {"triton": "2.1.0", "triton_pin": None}}, "triton", "WARN", "older than 3.6"),
+    ({"torch": {"torch": "2.12.0", "triton": "2.1.0", "triton_pin": None}}, "triton", "WARN",
+     "older than 3.6"),
+    # A CPU wheel names none: the table speaks for it.
+    ({"torch": {"torch": "2.13.0+cpu", "triton": "3.6.0", "triton_pin": None}}, "triton", "WARN",
+     "torch names triton==3.7.1"),
     ({"torch": {"triton": "3.6.0", "triton_pin": "triton>=3.7; python_version > '3'"}},
      "triton", "WARN", "torch names triton>=3.7"),
     ({"torch": {"triton": "of unknown version"}}, "triton", "WARN", "unknown version"),
@@ -99,6 +103,22 @@ def test_sick_box(tmp_path, changes, name, level, words):
     assert check.level == level and words in check.text and check.fix
 
 
+def test_without_hardware_the_fix_is_to_pass_a_gpu_through(tmp_path):
+    """A restart helps a driver that does not answer, and no box without a card."""
+    none = {"driver": None, "name": None, "reason": "no NVIDIA hardware", "hardware": None}
+    check = examine(tmp_path, device=none)["driver"]
+    assert check.level == "BLOCK" and "--gpus all" in check.fix and "restart" not in check.fix
+    there = {**none, "reason": "nvidia-smi did not answer", "hardware": "PCI"}
+    assert "restart the box" in examine(tmp_path, device=there)["driver"].fix
+
+
+def test_a_check_that_fails_itself_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "check_space", lambda out: 1 / 0)
+    check = examine(tmp_path)["doctor"]
+    assert check.level == "WARN"
+    assert check.text == "the check of space failed itself: ZeroDivisionError: division by zero"
+
+
 def test_what_is_right_is_said_too(tmp_path):
     torch = {"triton": "3.6.0+git5b1", "triton_pin": "pytorch-triton==3.6.0+git5b1",
              "cuda_driver": "13.2"}  # fmt: skip
@@ -107,6 +127,22 @@ def test_what_is_right_is_said_too(tmp_path):
     assert "NVIDIA H200" in checks["gpu"].text
     chosen = examine(tmp_path, gpu=False)["gpu"]
     assert chosen.level == "OK" and "cpu profile was chosen" in chosen.text
+
+
+def test_the_table_of_pairs_is_the_readmes():
+    """There a column may hold several releases of torch, and the patch release that is meant."""
+    rows = [
+        [cell.strip() for cell in line.strip("| \n").split("|")]
+        for line in (doctor.ROOT / "README.md").read_text().splitlines()
+        if line.startswith(("| torch |", "| triton |"))
+    ]
+    (torch, triton) = rows
+    pairs = {
+        ".".join(release.split(".")[:2]): named
+        for column, named in zip(torch[1:], triton[1:], strict=True)
+        for release in column.split(", ")
+    }
+    assert pairs == doctor.TRITON_OF and len(pairs) == 11
 
 
 def test_the_least_versions_are_those_of_the_project():
@@ -197,7 +233,7 @@ def test_verb():
 def test_smi_is_parsed_and_its_failures_are_words(tmp_path, monkeypatch):
     fake = tmp_path / "nvidia-smi"
     row = ("GPU-1, NVIDIA GeForce RTX 4090, 570.86, 24564, 12, 0, 8.9, 300.00, 450.00, 4, 4, 4, "
-           "16, [N/A], [N/A], 41, Enabled, 3105, 10501")  # fmt: skip
+           "16, [N/A], [N/A], 41, Enabled, 3105, 10501, 00000000:41:00.0")  # fmt: skip
     fake.write_text(f"#!/bin/sh\necho '{row}'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -226,6 +262,24 @@ def test_fingerprint_changes_with_what_changes_results():
     assert base == box.fingerprint(DEVICE, TORCH, {"NSA_USE_FA2": "1", "NSA_COMMIT": "y"})
     assert base != box.fingerprint(DEVICE, TORCH, {})
     assert base != box.fingerprint({**DEVICE, "power_limit_w": 300}, TORCH, {"NSA_USE_FA2": "1"})
+
+
+GPU = {"uuid": "GPU-1", "pci": "0:41:0.0", "mig": "Disabled", "pcie_gen": 5, "temp_c": 41}
+
+
+@pytest.mark.parametrize(("same", "changes"), [
+    (False, {"gpus": [{**GPU, "uuid": "GPU-2"}]}), (False, {"gpus": [{**GPU, "pci": "0:42:0.0"}]}),
+    (False, {"gpus": [{**GPU, "mig": "Enabled"}]}), (False, {"gpus": [GPU, GPU]}),
+    (False, {"cpu": "another"}), (False, {"environ": {"CUDA_MODULE_LOADING": "EAGER"}}),
+    (False, {"environ": {"TRITON_INTERPRET": "1"}}), (False, {"environ": {"PYTHONPATH": "/x"}}),
+    (False, {"environ": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}),
+    (True, {"gpus": [{**GPU, "pcie_gen": 1, "temp_c": 60}]}),  # of an idle card
+    (True, {"environ": {"TRITON_CACHE_DIR": "/x", "CUDA_API_KEY": "1", "VIRTUAL_ENV": "/x"}}),
+])  # fmt: skip
+def test_fingerprint_is_of_this_box_and_no_other(same, changes):
+    base = {"environ": {}, "gpus": [GPU], "cpu": "a"}
+    found = [box.fingerprint(DEVICE, TORCH, **arguments) for arguments in (base, base | changes)]
+    assert (found[0] == found[1]) is same
 
 
 # ---- set-up of Python ----------------------------------------------------------------------------

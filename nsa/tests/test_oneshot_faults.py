@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,7 @@ import pytest
 
 from nsa.tests import oneshot_faults
 from nsa.tests.oneshot_faults import PRIVATE
+from scripts.oneshot import report, verify
 from scripts.oneshot.journal import read_events
 from scripts.oneshot.model import RunRecord
 
@@ -71,6 +73,11 @@ def test_journal_gives_the_same_record(everything):
         assert replayed[key] == bundle[key], key
 
 
+def test_events_are_numbered_to_the_end(everything):
+    numbers = [e["seq"] for e in read_events(everything[2] / "events.jsonl")]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
 def test_check_sums_hold_and_nothing_is_left_out(everything):
     folder = everything[2]
     done = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=folder, check=False)
@@ -118,6 +125,55 @@ def test_exit_code(tmp_path, stages, code, status):
     got, console, folder = run(tmp_path, stages)
     assert (got, bundle_of(folder)["verdict"]["status"]) == (code, status), console
     assert (folder / "report.md").read_text().startswith("This report speaks of no GPU")
+
+
+def test_private_values_that_are_words_of_the_report_garble_nothing(tmp_path):
+    pytest.importorskip("jinja2", reason="the report needs jinja2")
+    from nsa.tests.test_oneshot_page import inert
+
+    env = {"USER": "max", "SESSION_MODE": "stage_end", "AUTH_MODE": "required",
+           "X_AUTH": "duration"}  # fmt: skip
+    code, console, folder = run(tmp_path, "pass,bench", env=env, render=True)
+    assert code == 0, console
+    assert list(verify.check(folder)) == []
+    page = (folder / "report.html").read_text()
+    inert(page)
+    assert "max-content" in page and "max-abs" in page
+    rows = [json.loads(line) for line in (folder / "tests" / "pass.jsonl").read_text().splitlines()]
+    assert all("duration_s" in row for row in rows)
+
+
+def test_earlier_runs_stay_as_they_were_sealed(tmp_path):
+    """What is a secret only since then changes no byte of them."""
+    run(tmp_path, "pass")
+    code, _, folder = run(tmp_path, "pass", env={"MY_TOKEN": "Test GPU"})
+    (earlier,) = (folder / "prev").iterdir()
+    assert code == 0 and list(verify.check(folder)) == list(verify.check(earlier)) == []
+    assert "Test GPU" in (earlier / "env.txt").read_text()
+    assert "Test GPU" not in (folder / "env.txt").read_text()
+
+
+def test_a_killed_run_blames_no_stage(tmp_path):
+    """bundle.json and the journal say the same of the stage that the runner was killed in."""
+    _, _, folder = run(tmp_path, "pass,bench", env={"ONESHOT_FAULT": '{"kill": "row:bench"}'})
+    replayed = RunRecord.replay(read_events(folder / "events.jsonl")).to_bundle()
+    for bundle in (bundle_of(folder), replayed):
+        stage = next(s for s in bundle["stages"] if s["id"] == "bench")
+        assert (stage["status"], stage["kind"]) == ("CRASH", "RUNNER")
+        assert "--resume takes up what passed" in stage["reason"]
+    pytest.importorskip("jinja2", reason="the report needs jinja2")
+    report.render(folder)
+    text = (folder / "report.md").read_text()
+    assert "nothing says that the stage is at fault" in text and "crashes again" not in text
+
+
+def test_no_archive_of_an_earlier_run_stays_beside_a_later_one(tmp_path):
+    _, _, folder = run(tmp_path, "pass")
+    archive = folder.with_name(folder.name + ".tgz")
+    assert archive.exists()
+    code, _, _ = run(tmp_path, "pass", env={"ONESHOT_FAULT": '{"kill": "stage_start:pass"}'})
+    assert code == -9 and not archive.exists()
+    assert (next((folder / "prev").iterdir()) / "report.md").exists()
 
 
 def test_failed_gate_packs_nothing(tmp_path):
@@ -204,6 +260,16 @@ def test_a_gpu_that_is_lost_stops_gpu_stages_only(tmp_path, fake_gpu):
     assert "does not answer after gpu_dies" in texts and "SM 8.9" in texts
     assert "capped 300/450 W" in bundle["verdict"]["one_line"]
     assert "GPU-12345678" not in (folder / "events.jsonl").read_text()
+
+
+def test_nothing_is_taken_over_from_another_card(tmp_path, fake_gpu):
+    """A box of the same kind, rented again: its card has another UUID."""
+    options = ("--profile", "standard", "--resume")
+    for uuid, taken in (("GPU-12345678", []), ("GPU-12345678", ["pass"]), ("GPU-87654321", [])):
+        smi = tmp_path / "bin" / "nvidia-smi"
+        smi.write_text(re.sub(r"GPU-\d{8}", uuid, smi.read_text()))
+        _, console, folder = run(tmp_path / "out", "pass!", *options, env=fake_gpu)
+        assert sum(bundle_of(folder)["resumed"].values(), []) == taken, console
 
 
 def test_one_run_per_gpu_whatever_the_folder(tmp_path, fake_gpu):

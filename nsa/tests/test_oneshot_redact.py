@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 
@@ -55,7 +56,10 @@ def test_known_values_are_found_anywhere(redactor, private):
     "nsa/tests/test_a.py::test_b[N256-H8-D64-L512-many-bf16]", "a user of the root folder",
     "x[1::2] y[100::4] at 12:34.5 of 00:01:02.3, 1:2:3", "std::fe::dead add::be ::1 ::",
     "PCIe gen5 x16, PCI express 4.0", "GPU-accelerated GPU-0", "serial: N/A, serial run: 4 s",
-    "password: str = None", "/usr/lib/python3/users.py",
+    "password: str = None", "/usr/lib/python3/users.py", "cudnn 9.1.0.70", '"cudnn": "9.1.0.70"',
+    "cudnn-cu12: 9.10.2.21", "nvrtc=12.4.5.8", "cuBLAS v12.8.4.1", "tensorrt==10.3.0.26",
+    "--max-tokens 4096 --token-file x --key f --tokens abcdef", "cookie: none", "cookies: a=b",
+    "--no-password --token --verbose", "task gsk_ r8_ nvapi- ya29. wandb login",
     "GPU 0: NVIDIA H200, 143771 MiB", "malice and Alicedale", "at 1.5.2 of 3.10.1",
 ])  # fmt: skip
 def test_harmless_text_stays(redactor, text):
@@ -65,6 +69,9 @@ def test_harmless_text_stays(redactor, text):
 @pytest.mark.parametrize(("text", "private"), [
     ("connect to [fd00::1]:80", "fd00::1"), ("64:ff9b::1", "64:ff9b::1"),
     ("fe80::1%eth0: unreachable", "fe80::1"), ("from 2001:db8::7: refused", "2001:db8::7"),
+    ("NCCL: 10.0.0.70 refused", "10.0.0.70"), ("recudnn 10.0.0.70", "10.0.0.70"),
+    ("Set-Cookie: id=ab; Secure", "id=ab"), ("X-Access-Key: abcdefgh", "abcdefgh"),
+    ("--api-key 'abcd'", "abcd"), ("-password hunter22", "hunter22"), ("AccountKey=ab", "=ab"),
     ("DB_PASSWORD=abc", "abc"), ("PASSWORD=1234", "1234"), ("api_key=x&y=1", "=x"),
     ("{'serial': '16523', 'a': 1}", "16523"), ('{"board_id": 771}', "771"),
     ("Serial Number                     : 165230", "165230"),
@@ -87,6 +94,55 @@ def test_what_is_left_can_be_read(redactor, text, clean):
     assert redactor.text(text) == clean
 
 
+def test_a_secret_may_begin_with_a_slash_and_a_path_is_none(tmp_path):
+    """One secret key of AWS in 64 begins with it."""
+    key, path = "/bPxRfiCYEXAMPLEKEY/K7MDENG", str(tmp_path / "absent" / "key.json")
+    environ = {"AWS_SECRET_ACCESS_KEY": key, "SOME_KEY": f"/{key}", "CREDENTIALS": path,
+               "SSH_ASKPASS": "/usr/lib/absent"}  # fmt: skip
+    redactor = Redactor(environ, hostnames=(), user="", home="/home/alice")
+    assert key not in redactor.text(f"got {key} and /{key}")
+    assert redactor.text(f"{path} /usr/lib/absent") == f"{path} /usr/lib/absent"
+
+
+OWN = {"MY_TOKEN": "unverifiable-word", "USER": "max", "HOSTNAME": "median", "X_AUTH": "duration",
+       "AUTH_MODE": "required", "SESSION_MODE": "stage_end", "KEY_FILE": "report.html"}  # fmt: skip
+
+
+@pytest.fixture
+def common():
+    """On a box whose private values are words of the report."""
+    return Redactor(OWN, hostnames=("median",), user="max", home="/home/max")
+
+
+def test_words_of_our_own_records_stay(common):
+    record = {"ev": "stage_end", "required": True, "duration_s": 1.0, "median_us": 4.0,
+              "user": "max-abs of the median", "files": ["report.html"]}  # fmt: skip
+    assert common.value(record) == record and not common.counts
+    css = "grid-template-columns: max-content; mae, max-abs"
+    assert common.text(css) == css
+    assert common.value({"unverifiable-word": ["unverifiable-word"]}) == {
+        "<secret-1>": ["<secret-1>"]
+    }
+
+
+def test_a_number_or_several_words_of_ours_are_a_secret_all_the_same():
+    for secret in ("1_700_000_000", "median required", "duration!"):
+        redactor = Redactor({"MY_PASSWORD": secret}, hostnames=(), user="", home="/home/alice")
+        assert secret not in redactor.text(f"it said {secret}.")
+
+
+@pytest.mark.parametrize(("text", "clean"), [
+    ("USER=max LOGNAME=max", "USER=<user> LOGNAME=<user>"), ("for user 'max': no", "<user>"),
+    ("/scratch/max/x.py /home/max/y", "/scratch/<user>/x.py ~/y"),
+    ("max@median:~$", "<user>@<host>"), ("HOSTNAME=median", "=<host>"),
+    ("AUTH_MODE=required", "AUTH_MODE=<secret-"),
+    ("x: X_AUTH: duration", "X_AUTH: <secret-"),
+])  # fmt: skip
+def test_a_word_of_ours_that_names_somebody_is_found_by_what_stands_before_it(common, text, clean):
+    found = common.text(text)
+    assert clean in found and common.text(found) == found
+
+
 def test_placeholders_are_stable_and_distinct(redactor):
     first, second, third = redactor.text("203.0.113.7 203.0.113.8 203.0.113.7").split()
     assert first == third != second and first.startswith("<ip-")
@@ -94,6 +150,9 @@ def test_placeholders_are_stable_and_distinct(redactor):
 
 def test_only_allowlisted_variables_are_shown(redactor):
     assert redactor.variables(ENVIRON) == {"NSA_USE_FA2": "1"}
+    loads = {"PYTHONPATH": "/opt/x:/home/alice/y", "LD_PRELOAD": "/usr/lib/libjemalloc.so"}
+    shown = redactor.variables({**ENVIRON, **loads})  # what else is imported and loaded
+    assert shown == {"NSA_USE_FA2": "1", **loads, "PYTHONPATH": "/opt/x:~/y"}
 
 
 def test_processes_of_other_tenants_are_hidden(redactor):
@@ -135,6 +194,32 @@ def test_gate_cleans_every_file_and_name(tmp_path, redactor):
     json.loads((folder / "data.json").read_text())  # still JSON
     said = json.dumps(outcome)
     assert not any(private in said for private in PRIVATE.values())
+
+
+def test_gate_cleans_an_earlier_run_that_never_had_its_own(tmp_path, redactor):
+    folder = tmp_path / "bundle"
+    for run in ("sealed", "killed"):
+        (folder / "prev" / run / "logs").mkdir(parents=True)
+        (folder / "prev" / run / "logs" / "a.log").write_text("alice")
+    (folder / "prev" / "sealed" / "SHA256SUMS").write_text("")
+    assert gate(folder, redactor)["gate"] == "clean"
+    assert (folder / "prev" / "sealed" / "logs" / "a.log").read_text() == "alice"
+    assert (folder / "prev" / "killed" / "logs" / "a.log").read_text() == "<user>"
+
+
+def test_placeholders_in_markup_are_no_tags(tmp_path, redactor):
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    pre = "".join(f"<p>serial: 1652 {text}</p>\n" for text in ("alice", *CANARIES.values()))
+    for name in ("report.html", "tests.junit.xml", "plot.svg"):
+        (folder / name).write_text(f"<div>{pre.replace('&', '&amp;')}</div>")
+    assert gate(folder, redactor)["gate"] == "clean"
+    for path in folder.iterdir():
+        root = ElementTree.fromstring(path.read_text())
+        assert {e.tag for e in root.iter()} == {"div", "p"}
+        assert root[0].text == "serial: <board> <user>"
+        assert not any(private in path.read_text() for private in PRIVATE.values())
+    assert gate(folder, redactor)["findings"] == []
 
 
 def test_gate_fails_closed(tmp_path, redactor, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -58,6 +59,29 @@ def test_sources_that_cannot_be_looked_at_again_cost_nothing(half_run, monkeypat
     half_run._look_at_sources_again(1.0)
     monkeypatch.setattr(runner.box, "git_facts", lambda *_: {"commit": None, "problem": "no git"})
     half_run._look_at_sources_again(1.0)
+
+
+@pytest.mark.parametrize(
+    ("profile", "reports"),
+    [("standard", ["2026-11-22-h200/report-d446731.md", "2026-11-23-h200/report-4b67c03.md"]),
+     ("quick", ["2026-11-22-h200/report-1734828.md",
+                "2026-11-22-h200x2/report-gpus-all-313472f.md"])],
+)  # fmt: skip
+def test_estimates_are_what_the_committed_reports_took(profile, reports):
+    """A budget skips stages by them, and --dry-run adds them up."""
+    took = {}
+    for name in reports:
+        text = (stages.ROOT / "bench" / "results" / name).read_text()
+        for stage, minutes, seconds in re.findall(
+            r"^\| `(\w+)` \| PASS \| (?:(\d+) m )?(\d+(?:\.\d)?) s \|", text, re.M
+        ):
+            took.setdefault(stage, []).append(60 * int(minutes or 0) + float(seconds))
+    whole = 0.0
+    for stage in stages.plan(profile):
+        mean = sum(took[stage.id]) / len(took[stage.id])
+        assert abs(stage.estimate_s - mean) <= max(3.0, 0.3 * mean), (stage.id, mean)
+        whole += mean
+    assert sum(s.estimate_s for s in stages.plan(profile)) == pytest.approx(whole, rel=0.1)
 
 
 # ---- resume --------------------------------------------------------------------------------------

@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shutil
 import tarfile
 
 import pytest
 
 from nsa.tests.oneshot_samples import bench_row, write_sample
 from scripts.oneshot import bundle, reading, report, verify
+from scripts.oneshot.evidence import Shape
 from scripts.oneshot.journal import dumps, read_events, write_json
 from scripts.oneshot.model import RunRecord
+from scripts.oneshot.outputs import short_report
 
 CLEAN = {"ev": "redaction", "summary": {"gate": "clean", "replacements": 0, "rules_version": 1}}
 TOKEN = "ghp_" + "a1B2" * 9
@@ -29,15 +33,30 @@ def seal(folder, change=None):
     return folder
 
 
-@pytest.fixture
-def folder(tmp_path):
-    made = tmp_path / "8ac3f21"
+def write_reports(folder):
+    """As `render` does, without its plots."""
+    data = reading.rebuild(folder)[0]
+    (folder / "report.md").write_text(report.render_text(data, folder, Shape()))
+    (folder / "issue.md").write_text(report.issue_text(data, folder))
+    (folder / "report.html").write_text(report.render_page(data, folder))
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory):
+    """The folder of a run with its reports, which take long to make."""
+    pytest.importorskip("jinja2", reason="the report needs jinja2")
+    made = tmp_path_factory.mktemp("run") / "8ac3f21"
     write_sample(made, "gpu_fail")
     with open(made / "events.jsonl", "a") as file:
         file.write(dumps(CLEAN) + "\n")
-    pytest.importorskip("jinja2", reason="the report needs jinja2")
-    (made / "report.md").write_text("the report\n")
+    write_reports(made)
     return seal(made)
+
+
+@pytest.fixture
+def folder(rendered, tmp_path):
+    """A copy, to be spoilt."""
+    return shutil.copytree(rendered, tmp_path / rendered.name)
 
 
 def problems(path, capsys, code=1):
@@ -48,6 +67,7 @@ def problems(path, capsys, code=1):
 def test_a_sound_bundle_passes_as_folder_and_as_archive(folder, capsys):
     out = problems(folder, capsys, 0)
     assert out.startswith("OK ") and "FAIL - 9/10 tests" in out
+    assert "not checked: who made it" in out
     archive, _, _ = bundle.pack(folder)
     assert "OK " in problems(archive, capsys, 0)
 
@@ -64,6 +84,10 @@ def test_usage(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         verify.main([])
     assert stop.value.code == 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        verify.main(["--help"])
+    assert "It cannot tell who made a bundle" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------- sums
@@ -133,6 +157,62 @@ def first(data, key, **where):
 def test_a_bundle_that_breaks_its_own_rules(change, words, folder, capsys):
     seal(folder, change)
     assert words in problems(folder, capsys)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"median_us": 90.0}, "median_us 90 lies outside of its own interval"),
+        ({"ci95_us": [90.0, 91.0]}, "lies outside of its own interval [90, 91]"),
+        ({"base_ci95_us": [90.0, 91.0]}, "base_median_us"),
+        ({"min_us": 90.0}, "min_us 90 is over"), ({"p20_us": 90.0}, "p20_us 90 is over median_us"),
+        ({"p80_us": 1.0}, "is over p80_us 1"),
+    ],
+)  # fmt: skip
+def test_a_time_that_is_not_of_its_own_samples(change, words, folder, capsys):
+    """The row is edited in the journal too, and everything made anew of it."""
+    events = read_events(folder / "events.jsonl")
+    row = next(e["row"] for e in events if e["ev"] == "row" and e["row"].get("status") == "VALID")
+    row.update(change)
+    (folder / "events.jsonl").write_text("".join(dumps(e) + "\n" for e in events))
+    write_reports(folder)
+    out = problems(seal(folder), capsys)
+    assert words in out and set(re.findall("FAIL (.*?) ", out)) == {"bench"}
+
+
+@pytest.mark.parametrize(
+    "us, every, words",
+    [
+        ([6.0, 7.0, 9.0], 1, None), ([8.0, 7.0001, 3.0], 1, None), ([6.0, 9.0, 9.0], 2, None),
+        ([6.0, 9.0, 9.0], 1, "median_us 7 is 9 by its raw times"),
+        ([], 1, None), (["x"], 1, None),
+    ],
+)  # fmt: skip
+def test_a_median_is_that_of_the_raw_times(us, every, words, folder):
+    row = bench_row("c", 7.0, 1.1)
+    line = {k: row[k] for k in ("bench", "case", "candidate", "cache")}
+    (folder / "bench").mkdir()
+    text = dumps({**line, "us": us, "us_every": every})
+    (folder / "bench" / "samples.jsonl").write_text(f"{text}\n{text[:40]}")
+    found = "; ".join(verify.check_samples({"bench": [row]}, folder))
+    assert (words in found) if words else not found
+
+
+@pytest.mark.parametrize("name", ["report.md", "issue.md", "report.html"])
+def test_a_report_with_another_verdict(name, folder, capsys):
+    text = (folder / name).read_text()
+    line = next(t for t in text.splitlines() if "FAIL - 9/10 tests" in t)
+    (folder / name).write_text(text.replace(line, line.replace("FAIL - 9/10", "PASS - 10/10")))
+    out = problems(seal(folder), capsys)
+    assert out.startswith(f"FAIL {name} does not begin with the verdict of bundle.json\n1 prob")
+
+
+def test_the_short_report_has_the_verdict_too(folder, capsys):
+    for name in ("report.html", "issue.md"):
+        (folder / name).unlink()
+    data = json.loads((folder / "bundle.json").read_text())
+    (folder / "report.md").write_text(short_report(data))
+    problems(seal(folder), capsys, 0)
 
 
 def test_a_pass_without_evidence_and_an_infinity_are_found_by_the_rules_alone():

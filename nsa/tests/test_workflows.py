@@ -150,7 +150,7 @@ def test_benchmark_command_line_and_choices_are_those_of_the_script():
 def cell(length: int, case: str, low: float, status: str = "VALID") -> dict:
     timed = {"speedup": low + 0.05, "speedup_ci95": [low, low + 0.1]}
     blank = {"speedup": None, "speedup_ci95": None}
-    row = {"bench": "sel_triton", "case": case, "L": length, "status": status}
+    row = {"bench": "sel", "mode": "dense", "case": case, "L": length, "status": status}
     return row | (timed if status == "VALID" else blank)
 
 
@@ -168,6 +168,7 @@ def bundle(recommend: dict | None) -> dict:
             cell(512, "sel/L=512/many", 1.25),
             cell(128, "sel/L=128/many", 0.0, "UNSTABLE"),
             {"bench": "decode", "case": "decode/S=4096", "L": 9, "status": "VALID"},
+            cell(512, "sel/decode/L=512", 0.8) | {"mode": "decode"},  # no evidence
         ],
     }
 
@@ -205,9 +206,10 @@ def test_pull_request_body_is_the_golden_one():
 DISABLED = """\
 ## Keep Triton selection disabled on NVIDIA H100 80GB HBM3
 
-Deciding cell: sel/L=1024/many.
+Deciding cell: sel/L=1024/many. This is about `selection_attention` called alone: `nsa_attention`, \
+the layers and decode steps have no threshold and need only `NSA_USE_TRITON_SEL=1`.
 
-FlashAttention-2, by the same rule: `fa2_min_len_win` = 64, `fa2_min_len_cmp` = 3.
+FlashAttention-2 with Triton off, by the same rule: `fa2_min_len_win` = 64, `fa2_min_len_cmp` = 3.
 """
 
 

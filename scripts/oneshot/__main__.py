@@ -7,8 +7,9 @@
     python -m scripts.oneshot verify BUNDLE               check sums, rules and secrets of a bundle
     python -m scripts.oneshot attach [out_dir]            follow a running or detached run
 
-Exit codes of `run`: 0 all required stages passed; 1 a check failed; 2 usage; 3 not run (no GPU,
-unsuitable host, nothing executed); 4 infrastructure (timeout, crash, out of memory, no space);
+Exit codes of `run`: 0 all required stages passed; 1 a check failed; 2 usage; 3 a required stage
+could not run (no GPU, unfit box, or no time left of its budget), or nothing was proven;
+4 infrastructure (timeout, crash, out of memory, no space);
 5 only invalid or unstable results; 6 redaction failed, nothing packed; 75 another run holds the GPU
 or the folder; 130/143 stopped by SIGINT/SIGTERM after saving what was there. SIGHUP stops nothing.
 """

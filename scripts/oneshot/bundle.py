@@ -98,6 +98,11 @@ def renew_sums(folder: Path, names: Iterable[str]) -> None:
     write_atomic(path, "".join(f"{lines[name]}  {name}\n" for name in sorted(lines)))
 
 
+def archive(folder: Path) -> Path:
+    """Where the archive of `folder` lies: beside it."""
+    return folder.with_name(folder.name + ".tgz")
+
+
 def pack(folder: Path) -> tuple[Path, str, int]:
     """<folder>.tgz with nobody's name in it: (path, sha256, bytes). ValueError when over 25 MiB."""
     buffer = io.BytesIO()
@@ -112,7 +117,7 @@ def pack(folder: Path) -> tuple[Path, str, int]:
     if len(data) > REFUSE_BYTES:
         size = f"{len(data) / 2**20:.1f} MiB"
         raise ValueError(f"the archive is {size}, over the limit of {REFUSE_BYTES // 2**20} MiB")
-    target = folder.with_name(folder.name + ".tgz")
+    target = archive(folder)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.write_bytes(data)
     os.replace(temporary, target)

@@ -15,8 +15,9 @@ from pathlib import PurePath
 from typing import Any
 
 from scripts.oneshot import env as box
-from scripts.oneshot.markdown import cell, is_number, num, pct
+from scripts.oneshot.markdown import cell, num, pct
 from scripts.oneshot.model import Stage
+from scripts.oneshot.rows import is_number
 
 PER_CARD = ("health", "sanity", "triton_fwd", "triton_bwd", "prefill_parity")
 MOST = 16

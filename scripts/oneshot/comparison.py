@@ -9,8 +9,9 @@ from typing import Any
 
 from scripts.oneshot.capture import plain
 from scripts.oneshot.evidence import ASSUMED_FLOOR, NUMBERED, noise_floor
-from scripts.oneshot.markdown import is_interval, is_number
+from scripts.oneshot.markdown import is_interval
 from scripts.oneshot.reading import held_to_rules
+from scripts.oneshot.rows import is_number
 
 EXIT_SAME, EXIT_WORSE, EXIT_USAGE, EXIT_NOT_COMPARABLE = 0, 1, 2, 5
 VERDICTS = ("FASTER", "SLOWER", "SAME", "AMBIGUOUS", "NEW", "GONE", "NOT_COMPARABLE")
@@ -274,8 +275,14 @@ def environment_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]
         x, y = left.get(key), right.get(key)
         if x != y:
             out.append(plain(f"{key} {'-' if x is None else x} -> {'-' if y is None else y}")[:300])
-    if a["git"].get("diff_sha256") != b["git"].get("diff_sha256"):
-        out.append("uncommitted changes differ")
+    for name, words in (
+        ("diff_sha256", "uncommitted changes differ"),
+        ("source_sha256", "the sources differ, by their hash"),
+    ):
+        x, y = a["git"].get(name), b["git"].get(name)
+        # Only where git cannot tell the sources have a hash, so one side alone says nothing.
+        if x != y and (name == "diff_sha256" or x and y):
+            out.append(words)
     return out
 
 

@@ -24,6 +24,11 @@ from scripts.oneshot import env as box
 ROOT = Path(__file__).resolve().parent.parent.parent
 WANTED_MIB = 500
 LEAST_TORCH, LEAST_TRITON = "2.10", "3.6"
+# What the metadata of each torch names on Linux, for a torch whose own names none.
+TRITON_OF = {
+    "2.2": "2.2", "2.3": "2.3.1", "2.4": "3.0.0", "2.5": "3.1.0", "2.6": "3.2.0", "2.7": "3.3.1",
+    "2.8": "3.4.0", "2.9": "3.5.1", "2.10": "3.6.0", "2.11": "3.6.0", "2.13": "3.7.1",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,15 @@ def _old(name: str, version: str, least: str) -> Check | None:
     return Check(name, "WARN", text, f"install torch {LEAST_TORCH} or later; it names its triton")
 
 
+def _pin_of(torch: Any) -> str | None:
+    """Triton's release for a torch whose metadata names none, as that of CPU wheels."""
+    release = TRITON_OF.get(".".join(str(torch).split("+")[0].split(".")[:2]))
+    return release and f"triton=={release}"
+
+
 def check_triton(torch: Mapping[str, Any]) -> Check:
-    version, pin = torch.get("triton"), torch.get("triton_pin")
+    version = torch.get("triton")
+    pin = torch.get("triton_pin") or _pin_of(torch.get("torch"))
     if not version:
         return Check(
             "triton",
@@ -113,8 +125,12 @@ def check_gpu(device: Mapping[str, Any], gpu: bool) -> Check | None:
         "gpu",
         "WARN",
         "no NVIDIA hardware is visible: cpu profile, which says nothing about any GPU",
-        "on a box with a GPU, start the container with it (docker: --gpus all)",
+        PASS_THROUGH,
     )
+
+
+# A box without a sign of NVIDIA hardware is no broken one.
+PASS_THROUGH = "on a box with a GPU, start the container with it (docker: --gpus all)"
 
 
 def check_cuda(torch: Mapping[str, Any]) -> Check | None:
@@ -147,7 +163,9 @@ def check_driver(device: Mapping[str, Any]) -> Check:
         "driver",
         "BLOCK",
         f"no usable GPU: {reason}",
-        "restart the box; if it stays so, take another one",
+        "restart the box; if it stays so, take another one"
+        if device.get("hardware")
+        else PASS_THROUGH,
     )
 
 
@@ -424,44 +442,44 @@ def examine(
     setup: Mapping[str, Any] | None = None,
 ) -> list[Check]:
     """Every check that applies; a check that fails itself is a WARN."""
-    probes: list[Any] = [
-        lambda: check_python(torch),
-        lambda: check_gpu(device, gpu),
-        lambda: check_torch(torch, gpu),
-        lambda: check_triton(torch) if torch.get("torch") else None,
-        lambda: check_packages(torch),
-        lambda: check_compiler(torch) if gpu else None,
-        lambda: check_flags(environ),
-        lambda: check_writable(out),
-        lambda: check_space(out),
-        check_memory,
-        check_cpus,
-        lambda: check_git(git),
-        check_clock,
+    probes: list[tuple[str, Any]] = [
+        ("python", lambda: check_python(torch)),
+        ("gpu", lambda: check_gpu(device, gpu)),
+        ("torch", lambda: check_torch(torch, gpu)),
+        ("triton", lambda: check_triton(torch) if torch.get("torch") else None),
+        ("packages", lambda: check_packages(torch)),
+        ("compiler", lambda: check_compiler(torch) if gpu else None),
+        ("flags", lambda: check_flags(environ)),
+        ("writable", lambda: check_writable(out)),
+        ("space", lambda: check_space(out)),
+        ("memory", check_memory),
+        ("cpus", check_cpus),
+        ("git", lambda: check_git(git)),
+        ("clock", check_clock),
     ]
     if gpu:
-        probes[1:1] = [lambda: check_driver(device)]
+        probes[1:1] = [("driver", lambda: check_driver(device))]
         probes += [
-            lambda: check_cuda(torch),
-            lambda: check_arch(torch),
-            lambda: check_shm(device),
-            lambda: check_power(device),
-            lambda: check_quiet(device),
-            lambda: check_pcie(device),
-            lambda: check_mig(device),
-            lambda: check_flash_attn(torch),
+            ("cuda", lambda: check_cuda(torch)),
+            ("arch", lambda: check_arch(torch)),
+            ("shm", lambda: check_shm(device)),
+            ("power", lambda: check_power(device)),
+            ("quiet", lambda: check_quiet(device)),
+            ("pcie", lambda: check_pcie(device)),
+            ("mig", lambda: check_mig(device)),
+            ("flash-attn", lambda: check_flash_attn(torch)),
         ]
     checks = []
     for note in (setup or {}).get("problems", []):
         checks.append(Check("setup", "WARN", str(note), "see the lines above the run"))
-    for probe in probes:
+    for name, probe in probes:
         try:
             check = probe()
         except Exception as error:  # a broken probe must not hide the others
             check = Check(
                 "doctor",
                 "WARN",
-                f"a check failed: {type(error).__name__}: {error}",
+                f"the check of {name} failed itself: {type(error).__name__}: {error}",
                 "please report this",
             )
         if check is not None:

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.oneshot.journal import dumps, utc_now
+from scripts.oneshot.redact import ALLOWED_VARIABLES, SECRET_NAME
 
 SOURCES = ("nsa", "bench", "scripts", "templates", "configs")
+# In the root: a stage starts there and would import them, whatever their name shadows.
+_IMPORTABLE = ("*.py", "*.so", "*/__init__.py")
 _SMI_FIELDS = {
     "uuid": "uuid", "name": "name", "driver": "driver_version", "mem_mib": "memory.total",
     "mem_used_mib": "memory.used", "util_pct": "utilization.gpu", "sm": "compute_cap",
@@ -27,8 +30,10 @@ _SMI_FIELDS = {
     "pcie_width": "pcie.link.width.current", "pcie_width_max": "pcie.link.width.max",
     "ecc": "ecc.mode.current", "mig": "mig.mode.current", "temp_c": "temperature.gpu",
     "persistence": "persistence_mode", "sm_mhz_max": "clocks.max.sm",
-    "mem_mhz_max": "clocks.max.mem",
+    "mem_mhz_max": "clocks.max.mem", "pci": "pci.bus_id",
 }  # fmt: skip
+# Shown like the others, but where something lies or how it is built changes no result.
+_NO_RESULT = ("NSA_COMMIT", "TRITON_CACHE_DIR", "MAX_JOBS", "VIRTUAL_ENV", "CONDA_PREFIX")
 
 
 class ProbeFailed(Exception):
@@ -85,16 +90,21 @@ def abort() -> None:
 # ---------------------------------------------------------------------------------- git
 
 
-def git_facts(root: Path, commit: str | None = None, timeout_s: float = 20.0) -> dict[str, Any]:
+def git_facts(
+    root: Path, commit: str | None = None, out: Path | None = None, timeout_s: float = 20.0
+) -> dict[str, Any]:
     """Which sources these are. `commit` (from --commit or NSA_COMMIT) wins over the repository.
 
     Where it is not the commit that git has checked out, `head` is that one, and whether the sources
-    are clean is unknown: a copied tree may carry another .git along. Without git or a readable
-    repository the short name is `nogit-<hash of the sources>`. timeout_s: of each question to git.
+    are clean is unknown: a copied tree may carry another .git along. Where git cannot tell that,
+    `source_sha256` is the hash of the sources. Without git or a readable repository the short name
+    is `nogit-<that hash>`. What runs wrote into `out` is no source. timeout_s: of each question to
+    git.
     """
     facts: dict[str, Any] = {
         "commit": None, "short": None, "head": None, "branch": None, "dirty": None,
         "diff_sha256": None, "diffstat": None, "untracked": None, "remote": None, "source": "git",
+        "source_sha256": None,
     }  # fmt: skip
 
     def git(*args: str) -> str:
@@ -112,7 +122,9 @@ def git_facts(root: Path, commit: str | None = None, timeout_s: float = 20.0) ->
         with suppress(ProbeFailed):
             facts["remote"] = plain_remote(git("remote", "get-url", "origin").strip())
         diff = git("diff", "HEAD", "--no-ext-diff", "--binary")
-        extra = git("ls-files", "--others", "--exclude-standard", "--", *SOURCES).splitlines()
+        where = [*SOURCES, *(f":(glob){name}" for name in _IMPORTABLE)]
+        extra = git("ls-files", "--others", "--exclude-standard", "-z", "--", *where).split("\0")
+        extra = [name for name in extra if name and not _is_output(root / name, out)]
         facts["untracked"] = len(extra)
         facts["dirty"] = bool(diff.strip() or extra)
         if facts["dirty"]:
@@ -139,16 +151,29 @@ def git_facts(root: Path, commit: str | None = None, timeout_s: float = 20.0) ->
         read = _head_without_git(root)
         if read:
             facts.update(commit=read, short=read[:7], source=".git read without git")
-        else:
-            name = f"nogit-{source_hash(root)[:10]}"
-            facts.update(short=name, source="hash of the sources")
+    if facts["dirty"] is None or "problem" in facts:
+        facts["source_sha256"] = source_hash(root, out)
+    if not facts["short"]:
+        name = f"nogit-{facts['source_sha256'][:10]}"
+        facts.update(short=name, source="hash of the sources")
     facts["short"] = re.sub(r"[^A-Za-z0-9._-]", "-", facts["short"])[:40].lstrip(".-") or "unnamed"
     return facts
 
 
 def same_sources(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Do two answers of git_facts speak of the same sources, as far as they can tell?"""
-    return all(a.get(k) == b.get(k) for k in ("commit", "short", "head", "diff_sha256"))
+    told = ("commit", "short", "head", "diff_sha256", "source_sha256")
+    return all(a.get(k) == b.get(k) for k in told)
+
+
+def _is_output(path: Path, out: Path | None) -> bool:
+    """Did a run write `path` into `out`: in its folder, or as its archive or lock beside that?"""
+    if out is None or out not in path.parents:
+        return False
+    first = out / path.relative_to(out).parts[0]
+    if first == path:
+        return path.suffix in (".tgz", ".lock")
+    return (first / "events.jsonl").is_file()
 
 
 def plain_remote(url: str) -> str:
@@ -162,26 +187,31 @@ def plain_remote(url: str) -> str:
 def _head_without_git(root: Path) -> str | None:
     """The commit of .git/HEAD, for a box that has the repository but no git."""
     with suppress(OSError):
-        head = (root / ".git" / "HEAD").read_text().strip()
+        folder = root / ".git"
+        if folder.is_file():  # of a worktree: the folder is named inside
+            folder = root / folder.read_text().strip().removeprefix("gitdir: ")
+        head = (folder / "HEAD").read_text().strip()
         if not head.startswith("ref: "):
             return head if re.fullmatch(r"[0-9a-f]{40,64}", head) else None
         ref = head[5:]
+        with suppress(OSError):  # a worktree has its branch in the folder of the repository
+            folder = folder / (folder / "commondir").read_text().strip()
         with suppress(OSError):
-            return (root / ".git" / ref).read_text().strip()
-        for line in (root / ".git" / "packed-refs").read_text().splitlines():
+            return (folder / ref).read_text().strip()
+        for line in (folder / "packed-refs").read_text().splitlines():
             if line.endswith(" " + ref):
                 return line.split()[0]
     return None
 
 
-def source_hash(root: Path) -> str:
-    """sha256 over names and contents of the sources."""
+def source_hash(root: Path, out: Path | None = None) -> str:
+    """sha256 over names and contents of the sources, without what runs wrote into `out`."""
     digest = hashlib.sha256()
-    for folder in SOURCES:
-        for path in sorted((root / folder).rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                digest.update(path.relative_to(root).as_posix().encode() + b"\0")
-                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    paths = {path for folder in SOURCES for path in (root / folder).rglob("*")}
+    for path in sorted(paths.union(*(root.glob(name) for name in _IMPORTABLE))):
+        if path.is_file() and "__pycache__" not in path.parts and not _is_output(path, out):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
@@ -357,10 +387,18 @@ def system_facts(out: Path) -> dict[str, Any]:
     }
 
 
-def fingerprint(device: Mapping[str, Any], torch: Mapping[str, Any], environ: Any) -> str:
-    """Equal only where times and results may be taken over from an earlier run."""
-    flags = {k: v for k, v in environ.items() if k.startswith("NSA_") and k != "NSA_COMMIT"}
+def fingerprint(
+    device: Mapping[str, Any], torch: Mapping[str, Any], environ: Mapping[str, str],
+    gpus: Sequence[Mapping[str, Any]] = (), cpu: str | None = None,
+) -> str:  # fmt: skip
+    """Equal only where times and results may be taken over from an earlier run: on this very box
+    (`gpus` of nvidia-smi, the model of its `cpu`), with the same software and variables."""
+    flags = {
+        k: v for k, v in environ.items()
+        if ALLOWED_VARIABLES.fullmatch(k) and not SECRET_NAME.search(k) and k not in _NO_RESULT
+    }  # fmt: skip
     parts = {
+        "cards": [[gpu.get(k) for k in ("uuid", "pci", "mig")] for gpu in gpus], "cpu": cpu,
         "gpu": device.get("name"), "driver": device.get("driver"),
         "power": device.get("power_limit_w"), "python": torch.get("python"),
         "torch": torch.get("torch"), "cuda": torch.get("cuda_build"),

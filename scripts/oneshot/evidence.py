@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.oneshot.markdown import cell, code, is_interval, is_number, num, pct, us, us_ci
+from bench.records import MIN_SPEEDUP
+from scripts.oneshot.markdown import cell, code, is_interval, num, pct, us, us_ci
+from scripts.oneshot.rows import is_number
 
 ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where it did not run
 NUMBERED = ("VALID", "UNSTABLE")
@@ -57,6 +59,15 @@ def noise_floor(health: Mapping[str, Any] | None) -> float | None:
     return floor if is_number(floor) and 0 <= floor < 1 else None
 
 
+def ceiling_words(scope: str, health: Mapping[str, Any] | None) -> str:
+    """Whose ceilings the benches took their shares of; the rule is bench.device.ceilings'."""
+    if scope == "cpu":
+        return "which nobody knows of a CPU here"
+    if is_number((health or {}).get("copy_gbs")):
+        return "as measured under Box health"
+    return "by the card's nominal numbers, for its health was not measured"
+
+
 def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> dict[str, Any]:
     """One bench row as cells. Without VALID or UNSTABLE there is nothing but status and why."""
     why = cell("; ".join(row["why"]), text)
@@ -68,6 +79,7 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
     if row["status"] not in NUMBERED or not is_number(row.get("median_us")):
         return view
     same, speedup = speedup_text(row, floor)
+    limit = row["parity"].get("limit_max_abs")
     peak = pct(row.get("peak_frac"))
     notes = [f"n {row['n']}"] if is_number(row.get("n")) else []
     if is_number(row.get("p20_us")) and is_number(row.get("p80_us")):
@@ -80,9 +92,10 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
     if is_number(row.get("efficiency")):
         notes.insert(0, f"efficiency {pct(row['efficiency'])}")
     if row.get("launch_bound"):
-        words = f"launch bound, wall {us(row.get('wall_us'))}"
+        words = f"launch bound, wall {rough_us(row.get('wall_us'))}"
         if is_number(row.get("base_wall_us")) and is_number(row.get("wall_speedup")):
-            words += f" (baseline's {us(row['base_wall_us'])}: {row['wall_speedup']:.2f}x)"
+            words += (f" (baseline's {rough_us(row['base_wall_us'])}: "
+                      f"{rough_ratio(row['wall_speedup'])})")  # fmt: skip
         notes.append(words)
     if is_number(row.get("gap_batches")) and row["gap_batches"] and is_number(row.get("batches")):
         notes.append(f"host gaps in {row['gap_batches']} of {row['batches']} batches")
@@ -98,10 +111,21 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
         if is_number(row.get("base_median_us")) else cell(row.get("baseline"), 60),
         "path": code(row.get("path_taken"), 80)
         + (f", max-abs {num(row['parity']['max_abs'])}"
+           + (f" (limit {num(limit)})" if is_number(limit) else "")
            if is_number(row["parity"].get("max_abs")) else ""),
         "ceiling": f"{peak} {cell(row['bound'], 20)}" if row.get("bound") else peak,
         "notes": cell("; ".join(notes), text),
     }  # fmt: skip
+
+
+def rough_us(value: Any) -> str:
+    """A host's time: taken once and without an interval, it differs by up to twice between runs."""
+    return f"about {us(float(f'{value:.2g}'))}" if is_number(value) else "-"
+
+
+def rough_ratio(value: float) -> str:
+    """The ratio of two such times; within 10 % there is none."""
+    return "about the same" if abs(value - 1) < 0.0999 else f"about {value:.1f}x"
 
 
 def speedup_text(row: Mapping[str, Any], floor: float | None) -> tuple[bool, str]:
@@ -127,7 +151,8 @@ def benches(
         mine = [r for r in rows if str(r.get("bench")) == name]
         if not mine:
             continue
-        mine.sort(key=lambda r: r["status"] in NUMBERED)  # what is wrong first
+        doubt = {"VALID": 2, "UNSTABLE": 1}  # what is wrong first, then what is doubtful
+        mine.sort(key=lambda r: doubt.get(r["status"], 0))
         views = [bench_view(r, floor, shape.text) for r in mine]
         shown = [
             v for v in views
@@ -138,11 +163,20 @@ def benches(
             "title": known.get(name, cell(name, 60)),
             "rows": shown[: shape.rows], "left_out": len(views) - len(shown[: shape.rows]),
             "counts": counts_text(Counter(r["status"] for r in mine)),
-            "problems": [] if name in NAMED_BY_CASE else problems(mine),
+            "problems": [] if name in NAMED_BY_CASE else problems(mine) + _toy(name, mine),
             "branches": _branches(rows)[: shape.rows]
             if name == "decode" and shape.evidence else [],
         })  # fmt: skip
     return out
+
+
+def _toy(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where the sizes are that a server would ask about, if `rows` have none of them."""
+    widths = [r.get("dim") for r in rows]
+    if name != "decode" or not all(is_number(w) and w < 1024 for w in widths):
+        return []
+    return ["a small model; serving sizes are timed in the profile full, or by "
+            "`bench/bench_decode.py --preset serving`"]  # fmt: skip
 
 
 def problem(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -256,28 +290,48 @@ def _walls(rows: Sequence[Mapping[str, Any]]) -> str:
     if not bound:
         return ""
     worst = min(bound, key=lambda r: r["wall_speedup"])
-    return (f"; {len(bound)} of its {len(rows)} cells are launch bound: as a host sees them, "
-            f"{worst['wall_speedup']:.2f}x at the least ({code(worst['case'])})")  # fmt: skip
+    least = f"{rough_ratio(worst['wall_speedup'])} at the least ({code(worst['case'])})"
+    return f"; {len(bound)} of its {len(rows)} cells are launch bound: as a host sees them, {least}"
+
+
+def threshold_cells(
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[int, list[Mapping[str, Any]]]:
+    """What a threshold is made of, by ascending selected length: not of decode steps."""
+    by_length: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if (
+            row.get("bench") == "sel" and row.get("mode") != "decode"
+            and isinstance(row.get("L"), int)
+        ):  # fmt: skip
+            by_length.setdefault(row["L"], []).append(row)
+    return dict(sorted(by_length.items()))
+
+
+def valid_and_worst(
+    rows: Sequence[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None]:
+    """The VALID ones of `rows` and the one of them with the smallest lower bound."""
+    good = [r for r in rows if r["status"] == "VALID" and is_interval(r.get("speedup_ci95"))]
+    return good, min(good, key=lambda r: r["speedup_ci95"][0], default=None)
 
 
 def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The proposed threshold with what speaks for it: the smallest lower bound per length."""
-    by_length: dict[int, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row.get("bench") == "sel" and isinstance(row.get("L"), int):
-            by_length.setdefault(row["L"], []).append(row)
+    proposal = data["recommend"]
+    least = (proposal or {}).get("min_speedup")
+    least = least if is_number(least) else MIN_SPEEDUP
+    by_length = threshold_cells(rows)
     evidence = []
-    for length, mine in sorted(by_length.items()):
-        good = [r for r in mine if r["status"] == "VALID" and is_interval(r.get("speedup_ci95"))]
-        low = min(good, key=lambda r: r["speedup_ci95"][0], default=None)
+    for length, mine in by_length.items():
+        good, low = valid_and_worst(mine)
         evidence.append({
             "L": length, "cells": len(mine), "valid": len(good),
             "low": f"{low['speedup_ci95'][0]:.2f}x" if low else "-",
             "case": code(low["case"]) if low else "-",
-            "holds": bool(low) and len(good) == len(mine) and low["speedup_ci95"][0] >= 1.2,
+            "holds": bool(low) and len(good) == len(mine) and low["speedup_ci95"][0] >= least,
         })  # fmt: skip
-    proposal = data["recommend"]
-    out = {"evidence": evidence, "text": "", "doubt": ""}
+    out = {"evidence": evidence, "text": "", "doubt": "", "scope": ""}
     if data["scope"] == "cpu":
         out["text"] = "None: a CPU says nothing about the threshold of a GPU."
         return {**out, "evidence": []}
@@ -287,7 +341,7 @@ def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
         out["text"] = f"None: no threshold was proposed in this run{why}. Keep the configured one."
         return out
     value, blocking = proposal.get("sel_triton_min_L"), proposal.get("blocking_case")
-    words, switch = cell(proposal.get("confidence") or proposal.get("text") or ""), ""
+    words = cell(proposal.get("confidence") or proposal.get("text") or "")
     if isinstance(value, int) and not isinstance(value, bool):
         out["text"] = f"**`sel_triton_min_L: {value}`** ({words})"
         out["text"] += _walls([r for n, mine in by_length.items() if n >= value for r in mine])
@@ -296,41 +350,91 @@ def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
             lengths = ", ".join(str(e["L"]) for e in against) or "any L"
             out["doubt"] = (
                 f"The rows of this run do not carry it alone: not every cell of L = {lengths} "
-                "is VALID with a lower bound of 1.2x."
+                f"is VALID with a lower bound of {least:g}x."
             )
     else:
-        out["text"] = f"**Keep Triton selection disabled** ({words})"
-        switch = ("; NSA_USE_TRITON_SEL is the one switch of all Triton routes, so that off, the "
-                  "fused prefill and decode kernels do not serve either")  # fmt: skip
+        out["text"] = ("**Keep Triton selection disabled in `selection_attention` called alone** "
+                       f"({words})")  # fmt: skip
+        value = None
     if blocking:
         out["text"] += f"; stopped by {code(blocking)}"
-    out["text"] += switch
-    return out
+    return {**out, "scope": _scope(value, max(by_length, default=None), rows)}
+
+
+def _scope(value: int | None, longest: int | None, rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the threshold decides, and what it does not: the one switch turns on much more."""
+    text = ("The threshold is about `selection_attention` called alone: it takes the Triton kernel "
+            "for rows of at least that many selected keys, and packed SDPA below. Its baseline "
+            "here reads keys that are packed already; the time of packing them (`pack_ms` in the "
+            "CSVs), which that route pays at every call, is not in the speedup. ")  # fmt: skip
+    if value is None and longest is not None:
+        text += (f"With `NSA_SEL_TRITON_MIN_L` over {longest} (its default is 4096) it stays on "
+                 "packed SDPA at these lengths with Triton on as well. ")  # fmt: skip
+    text += ("`nsa_attention`, the layers and decode steps have no threshold: "
+             "`NSA_USE_TRITON_SEL=1` gives them their fused kernels (training wants "
+             "`NSA_SEL_TRITON_ALLOW_GRAD=1` besides), and 0 takes these away")  # fmt: skip
+    whole = [r for r in rows if r["status"] == "VALID" and is_number(r.get("speedup"))
+             and r.get("path_requested") == "triton"]  # fmt: skip
+    found = []
+    for words, mine in (
+        ("prefill", [r for r in whole if r.get("bench") == "prefill" and r.get("op") == "full"]),
+        ("decode step", [r for r in whole if r.get("bench") == "decode"]),
+    ):
+        ratios = sorted(r["speedup"] for r in mine)
+        if ratios:
+            found.append(f"{words} {ratios[0]:.2f}x to {ratios[-1]:.2f}x")
+    return text + (f"; against dense attention at the sizes timed here: {', '.join(found)}."
+                   if found else ".")  # fmt: skip
+
+
+# What serves without FA-2 at each value of Triton's switch: (baseline, value, words, what to do
+# where a length is named). Without one the advice is to leave FA-2 off.
+FA2_SETTINGS = (
+    ("sdpa", "0", "SDPA is what is left", "set `NSA_USE_FA2=1` with the lengths that are named"),
+    ("triton", "1", "the branch's Triton kernel serves, and FA-2, which comes before it, takes "
+     "`nsa_attention` out of its fused operator", "leave `NSA_USE_FA2=0` unless the branches are "
+     "called one by one, with the lengths that are named"),
+)  # fmt: skip
 
 
 def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The proposed minimum lengths of FA-2, in keys, and per branch and length what was measured
-    against the faster of its baselines."""
-    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    """The proposed minimum lengths of FA-2, in keys, for Triton off and on, and what was measured
+    per branch, baseline and length."""
+    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row.get("bench") == "fa2" and isinstance(row.get("key_len"), int):
-            groups.setdefault((str(row.get("branch")), row["key_len"]), []).append(row)
+            key = (str(row.get("branch")), str(row.get("baseline")), row["key_len"])
+            groups.setdefault(key, []).append(row)
     evidence = []
-    for (branch, keys), mine in sorted(groups.items()):
-        good = [r for r in mine if r["status"] == "VALID" and is_interval(r.get("speedup_ci95"))]
-        low = min(good, key=lambda r: r["speedup_ci95"][0], default=None)
+    for (branch, baseline, keys), mine in sorted(groups.items()):
+        good, low = valid_and_worst(mine)
         evidence.append({
             "branch": cell(branch, 20), "length": keys, "cells": len(mine), "valid": len(good),
             "low": f"{low['speedup_ci95'][0]:.2f}x" if low else "-",
-            "baseline": cell(low.get("baseline"), 60) if low else "-",
+            "baseline": cell(baseline, 60) if low else "-",
             "case": code(low["case"]) if low else "-",
         })  # fmt: skip
-    proposal, texts = data["recommend"] or {}, []
-    for branch in ("win", "cmp"):
-        value, why = proposal.get(f"fa2_min_len_{branch}"), proposal.get(f"fa2_{branch}_why")
-        if isinstance(value, int) and not isinstance(value, bool):
+    proposal, settings = data["recommend"] or {}, []
+    # A run before there was an answer for each setting has one, against the faster of the two.
+    both = any(k.startswith("fa2_") and "_triton" in k for k in proposal)
+    for baseline, value, words, advice in FA2_SETTINGS if both else (("",) * 4,):
+        more, texts, named = "_triton" if baseline == "triton" else "", [], False
+        for branch in ("win", "cmp"):
+            why = proposal.get(f"fa2_{branch}{more}_why")
+            least = proposal.get(f"fa2_min_len_{branch}{more}")
+            found = isinstance(least, int) and not isinstance(least, bool)
+            held = [r for (b, name, keys), mine in groups.items() for r in mine
+                    if b == branch and baseline in ("", name) and not (found and keys < least)]
             told = f" ({cell(why)})" if why else ""
-            texts.append(f"`fa2_min_len_{branch}: {value}` keys{told}")
-        elif why:
-            texts.append(f"no `fa2_min_len_{branch}` ({cell(why)})")
-    return {"evidence": evidence, "texts": texts}
+            named |= found
+            if found:
+                texts.append(f"`fa2_min_len_{branch}: {least}` keys{told}{_walls(held)}")
+            elif why:
+                texts.append(f"no `fa2_min_len_{branch}`{told}{_walls(held)}")
+        head = "Against the faster of SDPA and the Triton kernel"
+        if both:
+            advice = advice if named else "leave `NSA_USE_FA2=0`"
+            head = f"With `NSA_USE_TRITON_SEL={value}`, {words}: {advice}"
+        if texts:
+            settings.append({"head": head, "lengths": texts})
+    return {"evidence": evidence, "settings": settings}

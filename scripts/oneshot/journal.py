@@ -39,26 +39,26 @@ def _constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-MAX_DEPTH = 80
+MAX_EVENT_DEPTH = 80
 
 
 def parse_json(data: bytes | str) -> Any:
-    """JSON that may come from anywhere: no NaN, no infinity, not nested deeper than MAX_DEPTH.
+    """JSON that may come from anywhere: no NaN, no infinity, no more than MAX_EVENT_DEPTH deep.
 
     Raises ValueError.
     """
     try:
         value = json.loads(data, parse_float=_float, parse_constant=_constant)
     except RecursionError:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
+        raise ValueError(f"nested deeper than {MAX_EVENT_DEPTH}") from None
     brackets = ("[", "{") if isinstance(data, str) else (b"[", b"{")
-    if sum(map(data.count, brackets)) > MAX_DEPTH:
+    if sum(map(data.count, brackets)) > MAX_EVENT_DEPTH:
         level = [value]
-        for _ in range(MAX_DEPTH):
+        for _ in range(MAX_EVENT_DEPTH):
             level = [v for item in level if isinstance(item, (dict, list))
                      for v in (item.values() if isinstance(item, dict) else item)]  # fmt: skip
         if level:
-            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+            raise ValueError(f"nested deeper than {MAX_EVENT_DEPTH}")
     return value
 
 
@@ -119,20 +119,21 @@ class Journal:
         path: Path,
         clean: Callable[[Any], Any] | None = None,
         make_room: Callable[[], bool] = lambda: False,
+        seq: int = 0,
     ) -> None:
         self.path, self._make_room = path, make_room
         self.started = time.monotonic()
         self.lost = 0  # events that did not fit on the disk
         self._clean = clean or (lambda value: value)
-        self._seq = 0
+        self.seq = seq  # of the last event; a journal that is opened again counts on
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def append(self, ev: str, *, sync: bool = True, **fields: Any) -> dict[str, Any]:
         """Write one event and return it as it was written. A full disk loses it, never raises."""
-        self._seq += 1
+        self.seq += 1
         elapsed = round(time.monotonic() - self.started, 3)
-        event = self._clean({"seq": self._seq, "t": utc_now(), "m": elapsed, "ev": ev, **fields})
+        event = self._clean({"seq": self.seq, "t": utc_now(), "m": elapsed, "ev": ev, **fields})
         line = dumps(event)
         data = (line + "\n").encode("utf-8", "replace")
         while not self._written(data, sync):

@@ -148,6 +148,14 @@ def _named(stage: StageResult) -> str:
     return f"{stage.id} (GPU {stage.gpus[0]})" if len(stage.gpus) == 1 else stage.id
 
 
+def _cause(absent: list[StageResult]) -> str:
+    """Why stages that had to run did not, in a few words; the first one drags others along."""
+    if any(s.kind == "BUDGET" for s in absent):
+        return "its budget was spent"
+    words = " ".join(str(absent[0].reason).split())
+    return words if len(words) <= 120 else words[:117] + "..."
+
+
 def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     """Status, exit code and the one line of the whole run."""
     tests = record.rows_of("test")
@@ -198,6 +206,8 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     parts = []
     if record.scope == "cpu":
         parts.append("CPU profile, says nothing about any GPU")
+    if status == "NOT_RUN" and absent:
+        parts.append(_cause(absent))
     parts.append(f"{passed}/{passed + failed} tests" + (f" ({skipped} skipped)" if skipped else ""))
     parts.append(f"parity {parity_pass}/{len(parity)}")
     if bench:

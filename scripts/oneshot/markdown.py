@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
 from scripts.oneshot.capture import plain
+from scripts.oneshot.rows import is_number
 
 CELL_LIMIT = 400
 LINE_LIMIT = 300
@@ -16,11 +16,6 @@ _SPECIAL = re.compile(r"([\\`*\[\]~|$!#]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z]))")
 _LINKED = re.compile(r"(@|#|\bGH-)(?=\w)")
 _URL = re.compile(r"(?i)\b(https?|ftp)://|\b(www)\.")
 _SPARKS = "▁▂▃▄▅▆▇█"
-
-
-def is_number(value: Any) -> bool:
-    """A finite number; true and false are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _one_line(value: Any, limit: int) -> str:

@@ -2,13 +2,15 @@
 
 `events.jsonl` is the source of truth. `RunRecord.apply(event)` is its only reader, and the running
 supervisor goes through the same function, so `bundle.json` after a crash is what replaying the
-journal gives. The shape of `bundle.json` (schema `nsa.gpu-report/1`), `RunRecord.to_bundle()`:
+journal gives up to the last edge of a stage. The shape of `bundle.json` (schema
+`nsa.gpu-report/1`), `RunRecord.to_bundle()`:
 
     schema, run_id, profile, scope ("gpu" | "cpu"), argv, started, ended, monotonic_s, complete
     ended_by     normal | sigint | sigterm | budget | crash
     partial      why this is not the whole profile (--only, --skip), or null
     git          commit, short, head (git's, where another commit was given), branch, dirty,
-                 diff_sha256, diffstat, untracked, remote, source, changed_during_run
+                 diff_sha256, diffstat, untracked, remote, source, source_sha256 (where git
+                 cannot tell whether the sources are clean), changed_during_run
     device       name, sm, mem_mib, driver, power_limit_w, power_default_w, pcie, ecc, mig, ...
     env          {section: {key: value}}; a probe that failed is the text "<probe failed: ...>"
     env_fingerprint, price_per_hour, doctor [{name, level OK|WARN|BLOCK, text, fix}]
@@ -284,7 +286,9 @@ class RunRecord:
                     known = is_number(began) and is_number(last) and last >= began
                     done = StageResult(
                         status=Status.CRASH,
-                        reason="the run ended while this stage was running; when is unknown",
+                        kind="RUNNER",
+                        reason="the runner ended during this stage, when is unknown; "
+                        "--resume takes up what passed",
                         wall_s=round(last - began, 3) if known else 0.0,
                         started=self.running.get("t"),
                         start_s=self.running.get("m"),

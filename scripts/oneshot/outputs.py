@@ -36,21 +36,41 @@ def junit_xml(stage: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*xml, "</testsuite>", ""])
 
 
+WRITES = ("--csv", "--json", "--out")  # options of the stages whose value is written
+
+
+def typed(argv: Sequence[str]) -> str:
+    """The command of a stage as a person types it: what it writes goes to /tmp, and what it reads
+    comes from the run's own folder, $BUNDLE."""
+    parts = []
+    for before, part in zip(("", *argv), argv, strict=False):
+        part = part.replace("{python}", "python")
+        if before in WRITES:
+            part = part.replace("{out}", "/tmp")
+        pieces = part.split("{out}")
+        parts.append('"$BUNDLE"'.join(shlex.quote(p) if p or len(pieces) == 1 else ""
+                                      for p in pieces))  # fmt: skip
+    return " ".join(parts)
+
+
 def repro_script(result: StageResult, rows: Sequence[Mapping[str, Any]]) -> str:
     """The one command that shows the failure of a stage again."""
     failed = [
         r["nodeid"] for r in rows if r["kind"] == "test" and r["outcome"] in ("failed", "error")
     ]
-    argv = [a.replace("{python}", "python").replace("{out}", "/tmp") for a in result.argv]
+    argv = list(result.argv)
     if failed and "pytest" in argv:
         argv = [*argv[: argv.index("pytest") + 1], "--tb=short", *failed[:20]]
     variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(result.env.items()))
     why = " ".join((result.reason or "").split())
+    command = typed(argv)
+    folder = 'BUNDLE="${BUNDLE:-$(cd "$(dirname "$0")/.." && pwd)}"\n'
     return (
         "#!/usr/bin/env bash\n"
         f"# {result.status}: {why}\n"
         "# Run it in the root of the sources, with the python of the run.\n"
-        f"{variables + ' ' if variables else ''}{shlex.join(argv)}\n"
+        f"{folder if '$BUNDLE' in command else ''}"
+        f"{variables + ' ' if variables else ''}{command}\n"
     )
 
 

@@ -17,15 +17,16 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-RULES_VERSION = 2
+RULES_VERSION = 3
 
 ALLOWED_VARIABLES = re.compile(
-    r"(NSA|CUDA|TORCH|PYTORCH|TRITON|FLASH|NCCL|OMP)_\w+|MAX_JOBS|LD_LIBRARY_PATH|VIRTUAL_ENV"
-    r"|CONDA_PREFIX"
+    r"(NSA|CUDA|TORCH|PYTORCH|TRITON|FLASH|NCCL|OMP)_\w+|MAX_JOBS|LD_LIBRARY_PATH|LD_PRELOAD"
+    r"|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX"
 )
 SECRET_NAME = re.compile(
     r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|WEBHOOK", re.IGNORECASE
@@ -46,6 +47,22 @@ _COMMON = frozenset(
     " node host true false none kernel train model".split()
 )
 
+# Where the words of records and reports come from: keys, statuses, headings, names of files.
+_OWN_TEXTS = (("templates", "*.j2"), ("scripts/oneshot", "*.py"), ("bench", "*.py"))
+# What stands around a name or a secret that is also a word of ours, where it is meant after all.
+_IS = r"'?[ \t]*[:= ][ \t]*[\"']?"
+_NEAR = {
+    "user": (
+        rf"((?<![A-Za-z0-9])(?i:user(?:name)?|login|logname|account){_IS}){{}}(?![\w-])",
+        r"(?<![\w.+-])(){}(?=@[\w<-])",
+        r"((?<![\w.>~-])/(?:[\w.-]+/)*){}(?![\w-])",
+    ),
+    "host": (
+        rf"((?<![A-Za-z0-9])(?i:host(?:name)?|node|server|pod){_IS}){{}}(?![\w-])",
+        r"(@){}(?![\w-])",
+    ),
+}
+
 # Prefixes so distinct that they count inside a word too.
 _DISTINCT = (
     r"gh[oprsu]_[A-Za-z0-9]{30,}",
@@ -62,14 +79,19 @@ _TOKENS = (
     r"xox[a-z]-[A-Za-z0-9-]{10,}",
     r"pypi-[A-Za-z0-9_-]{16,}",
     r"npm_[A-Za-z0-9]{20,}",
+    r"gsk_[A-Za-z0-9]{20,}",
+    r"r8_[A-Za-z0-9]{20,}",
+    r"nvapi-[A-Za-z0-9_-]{20,}",
+    r"dckr_[a-z]{2,4}_[A-Za-z0-9_-]{16,}",
+    r"ya29\.[A-Za-z0-9_-]{16,}",
     r"dop_v1_[a-f0-9]{32,}",
     r"a[ks]-[A-Za-z0-9]{22}(?![A-Za-z0-9])",
     r"eyJ[A-Za-z0-9_-]{5,}\.eyJ[A-Za-z0-9_-]{5,}(?:\.[A-Za-z0-9_-]*)?",
 )
 _QUOTE = r"[\"']?"
 _SECRET_WORD = (
-    r"(?:password|passwd|secret|api_?key|access_?key|(?:access|auth|api)_token"
-    r"|secret_?key|private_?key)"
+    r"(?:password|passwd|passphrase|secret|(?:api|access|account|secret|private)[_-]?key"
+    r"|(?:access|auth|api)[_-]token)"
 )
 # (rule, pattern). Of a pattern with a group only the group is replaced. `(?!<)`: not a placeholder.
 SHAPES: tuple[tuple[str, re.Pattern[str]], ...] = (
@@ -80,21 +102,36 @@ SHAPES: tuple[tuple[str, re.Pattern[str]], ...] = (
         "auth",
         re.compile(
             rf"(?i)\b(?:proxy-)?authorization{_QUOTE}\s*[:=]\s*{_QUOTE}"
-            r"((?:(?:bearer|basic|token|digest)\s+)?(?!<)[^\s\"',;]{4,})"
+            r"((?:(?:bearer|basic|token|digest)\s+)?(?!<)(?:(?!</)[^\s\"',;]){4,})"
         ),
     ),
     ("auth", re.compile(r"(?i)\bbearer\s+((?!<)[A-Za-z0-9._~+/=-]{12,})")),
     (
         "key",
         re.compile(
-            rf"(?i)\b(?:wandb|api|key)\w*{_QUOTE}[ \t:=]{{1,4}}{_QUOTE}([0-9a-f]{{40}})(?![0-9a-f])"
+            r"(?i)\b(?:wandb[ \t]+login(?:[ \t]+--?\w+)*|(?:wandb|api|key)\w*)"
+            rf"{_QUOTE}[ \t:=]{{1,4}}{_QUOTE}([0-9a-f]{{40}})(?![0-9a-f])"
         ),
     ),
     (
         "password",
         re.compile(
             rf"(?i){_SECRET_WORD}{_QUOTE}\s*[:=]\s*{_QUOTE}"
-            r"((?!<|\d+(?:\.\d+)?\b|None\b|null\b)[^\s\"',;&]{6,})"
+            r"((?!<|\d+(?:\.\d+)?\b|None\b|null\b)(?:(?!</)[^\s\"',;&]){6,})"
+        ),
+    ),
+    (
+        "password",  # as an option of a command
+        re.compile(
+            rf"(?i)(?<![\w-])--?(?:[a-z]+-)*(?:token|{_SECRET_WORD}){_QUOTE}(?:=|[ \t]+){_QUOTE}"
+            r"((?!<|&lt;|-|None\b|null\b)(?:(?!</)[^\s\"',;&]){4,})"
+        ),
+    ),
+    (
+        "cookie",
+        re.compile(
+            rf"(?i)\b(?:set-)?cookie{_QUOTE}\s*:\s*{_QUOTE}"
+            r"([^\s=;,\"'<&]+=(?:(?!</)[^\r\n\"'])+)"
         ),
     ),
     # As a shell writes it, however short.
@@ -117,6 +154,12 @@ _MAC = re.compile(r"(?<![0-9A-Fa-f:])[0-9A-Fa-f]{2}(?::[0-9A-Fa-f]{2}){5}(?![0-9
 _IPV4 = re.compile(
     r"(?<![\w.])(?<!==)(?<!-cu)(\d{1,3}(?:\.\d{1,3}){3})(?!\w|\.\d|-py|\.dist-info|\.whl)"
 )
+# What stands before a version of four parts. Not NCCL's or CUDA's: theirs have three, and logs of
+# NCCL are full of addresses.
+_LIBRARY = re.compile(
+    r"(?i)(?<![a-z])(?:version|cudnn|cublas(?:lt)?|cufft|curand|cusolver|cusparse(?:lt)?|cupti"
+    r"|nvrtc|nvjitlink|nvtx|tensorrt)(?:[-_]cu\d+)?[\"']?[ \t]*[:=]{0,2}[ \t]*[\"']?v?$"
+)
 _IPV6 = re.compile(r"(?<![\w:.])([0-9A-Fa-f]{1,4}(?::[0-9A-Fa-f]{0,4}){2,7})(?![\w:])")
 # What is in use; `a::b` of a program and the step of a slice are not.
 _IPV6_NETS = [
@@ -134,7 +177,7 @@ _PCI_NAMED = re.compile(
 )
 _BOARD = re.compile(
     rf"(?i)\b((?:serial(?:[ _]number)?|board[ _]id|(?:board|gpu)[ _]part[ _]number){_QUOTE}"
-    rf"\s*[:=]\s*{_QUOTE})(?!<|N/A|None\b|null\b)[^\s\"',;}}\]]+"
+    rf"\s*[:=]\s*{_QUOTE})(?!<|&lt;|N/A|None\b|null\b)[^\s\"',;}}\]]+"
 )
 _SMI_PROCESS = re.compile(
     r"^(\|\s+\d+\s+\S+\s+\S+\s+)\d+(\s+(?:C|G|C\+G|M\+C)\s+)(.*?)(\s+(?:\d+MiB|N/A)\s*\|)$", re.M
@@ -142,6 +185,12 @@ _SMI_PROCESS = re.compile(
 _HOME = re.compile(
     r"(?:(?<![\w/:.-])(?:/[\w.-]+){1,2})?/(?:home|homes|Users|users)/(?!<)[A-Za-z0-9._-]+"
 )
+
+
+def _is_path(text: str) -> bool:
+    """Is `text` a path of this file system? A key in base64 may begin with "/" too."""
+    first = text.split("/")[1] if text.startswith("/") else ""
+    return bool(first) and os.path.isdir(f"/{first}")
 
 
 def _site_prefixes() -> list[str]:
@@ -153,8 +202,39 @@ def _site_prefixes() -> list[str]:
     return sorted(found, key=len, reverse=True)
 
 
+@lru_cache(maxsize=1)
+def _own_words() -> tuple[str, frozenset[str]]:
+    """The words of our records and reports, as lines and cut into names.
+
+    They are public, and a report in which `required` or `max` is replaced cannot be read any more.
+    Comments and docstrings reach no report.
+    """
+    root = Path(__file__).resolve().parent.parent.parent
+    words: set[str] = set()
+    for folder, pattern in _OWN_TEXTS:
+        for path in (root / folder).glob(pattern):
+            with suppress(OSError):
+                text = path.read_text(encoding="utf-8")
+                if path.suffix == ".py":
+                    text = re.sub(r'""".*?"""|#[^\n]*', "", text, flags=re.S)
+                words.update(re.findall(r"[A-Za-z_][\w./-]*", text))
+    names = {name for word in words for name in re.split(r"\W+", word)}
+    return "\n".join(sorted(words)), frozenset(names)
+
+
+def _is_own(rule: str, text: str) -> bool:
+    """Would replacing `text` garble words of our own? A secret is found inside of words too."""
+    words, names = _own_words()
+    if rule == "env_secret":
+        return text in words
+    return rule in _NEAR and text in names
+
+
 class Redactor:
     """Replaces private text by placeholders and counts what it replaced, by rule.
+
+    A name or a secret that is a word of our own records (`USER=max`, `AUTH_MODE=required`) is
+    replaced only where what stands before it says what it is.
 
     `keep` names categories left alone on the user's request: "host", "ip". Without `literals` only
     what has a private shape is found: for a bundle that was made on another box.
@@ -177,11 +257,12 @@ class Redactor:
         self._numbers: dict[tuple[str, str], str] = {}
         self._kinds: Counter[str] = Counter()
         self._literals: dict[str, tuple[str, str]] = {}  # text -> (rule, placeholder)
+        self._near: list[tuple[str, re.Pattern[str], str]] = []  # rule, pattern, replacement
         for name, value in environ.items():
             if SECRET_NAME.search(name) and name not in _NOT_SECRET:
                 for piece in {value, *re.split(r"[:@\s]", value)}:
-                    if len(piece) >= 8 and piece.lower() not in _COMMON and "/" != piece[:1]:
-                        self._add("env_secret", piece, self._placeholder("secret", piece))
+                    if len(piece) >= 8 and piece.lower() not in _COMMON and not _is_path(piece):
+                        self._add("env_secret", piece, self._placeholder("secret", piece), name)
         if "host" not in self.keep:
             if hostnames is None:
                 hostnames = (socket.gethostname(), os.uname().nodename)
@@ -211,11 +292,20 @@ class Redactor:
                 self._add("user", name, "<user>")
         if not literals:
             self._literals.clear()
+            self._near.clear()
         self._compile()
 
-    def _add(self, rule: str, text: str, placeholder: str) -> None:
-        if text and text not in self._literals:
+    def _add(self, rule: str, text: str, placeholder: str, variable: str = "") -> None:
+        """Search for `text` from now on. variable: the name of the one that it is the value of."""
+        if not text or text in self._literals:
+            return
+        if not _is_own(rule, text):
             self._literals[text] = (rule, placeholder)
+            return
+        named = rf"((?<![A-Za-z0-9]){re.escape(variable)}{_IS}){{}}"
+        for pattern in _NEAR.get(rule, (named,)):
+            found = re.compile(pattern.replace("{}", re.escape(text)))
+            self._near.append((rule, found, rf"\g<1>{placeholder}"))
 
     def _compile(self) -> None:
         forms: dict[str, tuple[str, str]] = {}
@@ -255,6 +345,9 @@ class Redactor:
 
             return replace
 
+        if "://" in text:  # before a placeholder is in the middle of it
+            text = self._sub("url", _URL_USERINFO, r"\1", text)
+            text = self._sub("url", _URL_QUERY, r"\1", text)
         if self._literal_pattern is not None:
 
             def literal(match: re.Match[str]) -> str:
@@ -263,11 +356,11 @@ class Redactor:
                 return placeholder
 
             text = self._literal_pattern.sub(literal, text)
+        for rule, pattern, replacement in self._near:
+            text = self._sub(rule, pattern, replacement, text)
         for rule, pattern in SHAPES:
             text = pattern.sub(numbered(rule, "secret"), text)
-        if "://" in text or "@" in text:
-            text = self._sub("url", _URL_USERINFO, r"\1", text)
-            text = self._sub("url", _URL_QUERY, r"\1", text)
+        if "@" in text:
             text = self._sub("url", _SSH_REMOTE, r"\1/", text)
             text = self._sub("url", _SSH_GIT, "", text)
             text = _EMAIL.sub(numbered("email", "email"), text)
@@ -299,8 +392,8 @@ class Redactor:
             address = ipaddress.IPv4Address(match.group(1))
         except ValueError:
             return match.group(0)  # a part over 255: a version
-        before = match.string[max(0, match.start() - 12) : match.start()].lower()
-        if address.is_loopback or address.is_unspecified or before.endswith(("version ", "-cu")):
+        before = match.string[max(0, match.start() - 40) : match.start()]
+        if address.is_loopback or address.is_unspecified or _LIBRARY.search(before):
             return match.group(0)
         self.counts["ip"] += 1
         return self._placeholder("ip", str(address))
@@ -337,6 +430,10 @@ class Redactor:
 # ---------------------------------------------------------------------------------- the last gate
 
 _PICTURES = {".png": b"\x89PNG\r\n\x1a\n"}
+_MARKUP = (".html", ".htm", ".svg", ".xml")
+_PLACEHOLDER = re.compile(
+    r"<((?:secret|email|gpu|pci|mac|ip)-\d+|user|host|venv|repo|board|pid|process)>"
+)
 
 
 def gate(folder: Path, redactor: Redactor) -> dict[str, Any]:
@@ -344,10 +441,11 @@ def gate(folder: Path, redactor: Redactor) -> dict[str, Any]:
 
     Returns {"gate": "clean"|"failed", "findings": [{rule, file, line, count}], "removed": [...]}.
     A file that is neither UTF-8 text nor a known picture is removed: nobody can vouch for it.
+    An earlier run with check sums passed its own gate and is left as it was sealed.
     """
     findings: list[dict[str, Any]] = []
     removed: list[str] = []
-    for path in sorted(folder.rglob("*"), key=lambda p: -len(p.parts)):
+    for path in sorted(_unsealed(folder), key=lambda p: -len(p.parts)):
         if path.is_symlink():
             path.unlink()
             removed.append(redactor.text(path.name))
@@ -362,6 +460,14 @@ def gate(folder: Path, redactor: Redactor) -> dict[str, Any]:
     for file, rule in still:
         findings.append({"rule": rule, "file": file, "line": None, "count": 1})
     return {"gate": "failed" if still else "clean", "findings": findings, "removed": removed}
+
+
+def _unsealed(folder: Path) -> list[Path]:
+    """Everything under `folder` but prev/<run id> of runs that were sealed by their check sums."""
+    sealed = {sums.parent for sums in folder.glob("prev/*/SHA256SUMS")}
+    return sorted(
+        path for path in folder.rglob("*") if path not in sealed and sealed.isdisjoint(path.parents)
+    )
 
 
 def _safe_name(name: str, redactor: Redactor) -> str:
@@ -404,6 +510,8 @@ def _clean_file(
         return
     before = Counter(redactor.counts)
     clean = redactor.text(text)
+    if path.suffix in _MARKUP:  # there a bare placeholder would be a tag
+        clean = _PLACEHOLDER.sub(r"&lt;\1&gt;", clean)
     if clean == text:
         return
     for number, line in enumerate(text.split("\n"), 1):
@@ -425,7 +533,7 @@ def _hits(folder: Path, redactor: Redactor) -> list[tuple[str, str]]:
     """(file, rule) of everything private that is still there; counts are left as they were."""
     kept = Counter(redactor.counts)
     out = []
-    for path in sorted(folder.rglob("*")):
+    for path in _unsealed(folder):
         name = path.relative_to(folder).as_posix()
         text = _decode(path) if path.is_file() else ""
         for subject in (name, text or ""):

@@ -9,7 +9,6 @@ import argparse
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -33,6 +32,16 @@ LADDER = (
     replace(_SMALL, evidence=False, log_lines=0, rows=40, text=200),
     replace(_SMALL, evidence=False, log_lines=0, rows=12, text=120),
 )  # fmt: skip
+
+
+# What a Shape may leave out, in words, in the order of LADDER.
+_LEFT_OUT = {
+    "plots": "plots", "environment": "environment and flags", "timeline": "timeline",
+    "passing": "the single parity rows that passed",
+    "same": "benches without a measurable difference",
+    "evidence": "valid benches, evidence of the thresholds, box health, training, files",
+    "log_lines": "excerpts of the logs",
+}  # fmt: skip
 
 
 def _machine(data: Mapping[str, Any]) -> str:
@@ -69,10 +78,10 @@ def context(
     extra += cards.warnings(data)
     floor = noise_floor(data["health"])
     stages = data["stages"]
-    skipped = Counter(str(r.get("reason")) for r in rows["test"] if r["outcome"] == "skipped")
     unproven = [s for s in stages if s["status"] in ("SKIPPED", "NOT_RUN")]
     return {
         "cpu": data["scope"] == "cpu", "shape": shape, "data": data, "verdict": data["verdict"],
+        "shortened": ", ".join(w for name, w in _LEFT_OUT.items() if not getattr(shape, name)),
         "one_line": cell(data["verdict"]["one_line"], 1000), "facts": sections.facts_section(data),
         "stages": [
             (code(s["id"], 60), s["status"], span(s.get("wall_s")),
@@ -80,12 +89,13 @@ def context(
         ],
         "not_run": [(code(s["id"], 60), s["status"], cell(s["reason"], shape.text),
                      "required" if s.get("required", True) else "optional") for s in unproven],
-        "skipped_tests": [(n, cell(r, shape.text)) for r, n in skipped.most_common(shape.rows)],
+        "skipped_tests": sections.skipped_section(rows["test"], shape),
         "warnings": sections.warnings_section(data, rows, floor, extra, shape),
         "failures": sections.failures_section(stages, rows, folder, shape),
         "parity": evidence.parity(rows["parity"], shape),
         "benches": evidence.benches(rows["bench"], floor, shape),
         "floor": pct(floor, 1) if floor is not None else None,
+        "ceiling": evidence.ceiling_words(data["scope"], data["health"]),
         "recommend": evidence.recommendation(data, rows["bench"]),
         "precision": [cell(p) for p in dict.fromkeys(
             str(r["precision"]) for r in rows["bench"] if r.get("precision"))],

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bench.records import NUMBERS, path_agrees
+from bench.records import BENCH_STATUSES, NUMBERS, path_agrees
 
 ROW_KINDS = (
     "test",
@@ -28,7 +28,6 @@ ROW_KINDS = (
 
 OUTCOMES = ("passed", "failed", "skipped", "error")
 PARITY_STATUSES = ("PASS", "FAIL", "INVALID")
-BENCH_STATUSES = ("VALID", "UNSTABLE", "INVALID", "SKIPPED", "FAILED")
 
 
 class RowError(ValueError):
@@ -36,7 +35,7 @@ class RowError(ValueError):
 
 
 _NONFINITE = object()
-MAX_DEPTH = 40
+MAX_ROW_DEPTH = 40
 
 
 def parse_row(line: bytes | str) -> dict[str, Any]:
@@ -75,8 +74,8 @@ def is_row(row: Any) -> bool:
 
 def _finite(value: Any, path: str, lost: list[str], depth: int = 0) -> Any:
     """`value` with every NaN and infinity as None; their paths are appended to `lost`."""
-    if depth > MAX_DEPTH:
-        raise RowError(f"nested deeper than {MAX_DEPTH}")
+    if depth > MAX_ROW_DEPTH:
+        raise RowError(f"nested deeper than {MAX_ROW_DEPTH}")
     if value is _NONFINITE or (isinstance(value, float) and not math.isfinite(value)):
         lost.append(path)
         return None
@@ -97,7 +96,13 @@ def _launched(row: Mapping[str, Any]) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """A finite number, which a float can hold; true and false are none."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
 
 
 def _whys(row: Mapping[str, Any]) -> list[str]:

@@ -90,9 +90,9 @@ class Run:
         self.event("note", level=level, text=text)
         self.progress.line(f"{level.upper():5} {text}")
 
-    def _open_journal(self) -> Journal:
+    def _open_journal(self, seq: int = 0) -> Journal:
         room = self.ballast.release
-        return Journal(self.folder / "events.jsonl", self.redactor.value, room)
+        return Journal(self.folder / "events.jsonl", self.redactor.value, room, seq)
 
     def save(self, files: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """bundle.json as of now."""
@@ -177,7 +177,11 @@ class Run:
             self._attempt(context, stage)
 
     def _take_previous(self) -> None:
-        """Keep what an earlier run of this commit left, and read it for --resume."""
+        """Keep what an earlier run of this commit left, and read it for --resume.
+
+        Its archive goes, or it would pass for this run's; all that was in it is kept.
+        """
+        bundles.archive(self.folder).unlink(missing_ok=True)
         events = read_events(self.folder / "events.jsonl")
         old = RunRecord.replay(events) if events else None
         if self.folder.exists():
@@ -191,7 +195,7 @@ class Run:
         stage = ENV_STAGE
         self.progress.next()
         self.progress.begin(stage)
-        self.event("stage_start", stage=stage.id, attempt=1, log=None)
+        self._start(stage, 1, None)
         t0 = time.monotonic()
         answer: dict[str, Any] = {}
 
@@ -238,7 +242,10 @@ class Run:
             "facts",
             env=env,
             device=device,
-            env_fingerprint=box.fingerprint(device, torch, os.environ),
+            env_fingerprint=box.fingerprint(
+                device, torch, os.environ, () if isinstance(self.smi, str) else self.smi,
+                env["system"]["cpu"],
+            ),  # fmt: skip
             doctor=[
                 {"name": c.name, "level": c.level, "text": c.text, "fix": c.fix} for c in checks
             ],
@@ -295,7 +302,7 @@ class Run:
             if half:
                 stage = replace(stage, argv=(*stage.argv, "--shrink", "2"))
             self.watch.before_stage()
-            self.event("stage_start", stage=stage.id, attempt=attempt, log=stage.log_path)
+            self._start(stage, attempt, stage.log_path)
             if attempt == 1:
                 self.progress.begin(stage)
             result = run_stage(
@@ -323,6 +330,10 @@ class Run:
                 self.out_of_budget = True
             break
         self._end(result)
+
+    def _start(self, stage: Stage, attempt: int, log: str | None) -> None:
+        self.event("stage_start", stage=stage.id, attempt=attempt, log=log)
+        self.save()
 
     def _end(self, result: StageResult) -> None:
         if result.gpus and result.reason and not result.reason.startswith("GPU"):
@@ -378,7 +389,7 @@ class Run:
                 return None
             self.write(name, source.read_text(encoding="utf-8", errors="replace"))
         self.progress.begin(stage)
-        self.event("stage_start", stage=stage.id, attempt=done.attempt, log=done.log)
+        self._start(stage, done.attempt, done.log)
         for row in rows:
             self.event("row", stage=stage.id, row=row, sync=False)
         self._take_over_samples(folder / SAMPLES, rows)
@@ -450,18 +461,18 @@ class Run:
             except (OSError, ValueError) as error:
                 self.progress.line(f"WARN  no archive: {self.redactor.text(str(error))}")
         else:
-            self.folder.with_name(self.folder.name + ".tgz").unlink(missing_ok=True)
+            bundles.archive(self.folder).unlink(missing_ok=True)
         self._last_words(data, packed, code)
         return code
 
     def _look_at_sources_again(self, timeout_s: float) -> None:
         """Sources that were edited while the stages ran are not those of the commit."""
-        now = box.guarded(lambda: box.git_facts(ROOT, self._commit, timeout_s))
+        now = box.guarded(lambda: box.git_facts(ROOT, self._commit, self.folder.parent, timeout_s))
         if not isinstance(now, dict) or now.get("problem") != self.git.get("problem"):
             return  # nothing can be said
         if box.same_sources(self.git, now):
             return
-        changed = {k: now[k] for k in ("diff_sha256", "diffstat", "untracked")}
+        changed = {k: now[k] for k in ("diff_sha256", "diffstat", "untracked", "source_sha256")}
         self.event("facts", git={**self.git, **changed, "dirty": True, "changed_during_run": True})
         self.note("the sources were changed while the run was going on: nothing tells which stage "
                   "ran with which of them")  # fmt: skip
@@ -483,7 +494,7 @@ class Run:
             "removed_files": outcome["removed"],
             "kept": sorted(self.redactor.keep),
         }
-        self.journal = self._open_journal()
+        self.journal = self._open_journal(self.journal.seq)
         self.journal.started = self.started
         self.event("redaction", summary=summary)
         self.journal.close()
@@ -681,7 +692,7 @@ def _main(argv: list[str]) -> int:
     several = several if len(several) > 1 else []
     # nvidia-smi's numbers are meant, here and in every stage.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    git = box.git_facts(ROOT, given_commit(args))
+    git = box.git_facts(ROOT, given_commit(args), out)
     folder = out / git["short"]
     if args.dry_run:
         return _dry_run(profile, stages, folder)

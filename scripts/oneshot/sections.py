@@ -17,7 +17,6 @@ from scripts.oneshot.markdown import (
     code,
     fence,
     is_interval,
-    is_number,
     num,
     pct,
     size,
@@ -25,9 +24,12 @@ from scripts.oneshot.markdown import (
     sparkline,
     us,
 )
+from scripts.oneshot.outputs import typed
+from scripts.oneshot.rows import is_number
 
 BAD_STAGES = ("FAIL", "TIMEOUT", "CRASH", "INFRA")
 MAX_TIMELINE = 30
+NAMED = 3  # cases of one kind by name in a warning
 MADE_HERE = ("report.md", "report.html", "issue.md")
 STILL_CHANGING = ("bundle.json", "events.jsonl", "redactions.json", bundles.SUMS)
 
@@ -51,6 +53,7 @@ TRY = {
     "BENCH": "run the command below; the log holds the error",
     "BUDGET": "give the run more time (BUDGET=)",
     "CHANNEL": "run the stage again; its result lines were damaged",
+    "RUNNER": "nothing says that the stage is at fault; run again with RESUME=1",
     "PREEMPTED": "the box was taken away; run again with RESUME=1",
 }
 TRY_BY_STATUS = {
@@ -63,7 +66,7 @@ HEALTH = {  # key: (words, unit, key of the share of the nominal value)
     "copy_gbs": ("device copy", "GB/s", "copy_frac"),
     "gemm_bf16_tflops": ("bf16 matmul", "TFLOP/s", "gemm_frac"),
     "h2d_gbs": ("host to device", "GB/s", None),
-    "launch_us": ("launch of an empty kernel", "us", None),
+    "launch_us": ("torch's `x.add_(1)` on one element, host time a call", "us", None),
 }
 HEALTH_MORE = {  # key: (words, unit), after the noise floor
     "aa_worst": ("largest difference among its trials", "%"),
@@ -150,10 +153,16 @@ def repro(stage: Mapping[str, Any], folder: Path) -> str | None:
     written = read_text(folder, f"repro/{stage['id']}.sh")
     if written:
         lines = [s for s in written.splitlines() if s.strip() and not s.startswith("#")]
-        return lines[-1] if lines else None
-    argv = [str(a).replace("{python}", "python").replace("{out}", "/tmp") for a in stage["argv"]]
-    variables = [f"{k}={shlex.quote(str(v))}" for k, v in sorted((stage.get("env") or {}).items())]
-    return " ".join([*variables, shlex.join(argv)]) if argv else None
+        command = lines[-1] if lines else None
+    else:
+        given = sorted((stage.get("env") or {}).items())
+        variables = [f"{k}={shlex.quote(str(v))}" for k, v in given]
+        argv = [str(a) for a in stage["argv"]]
+        command = " ".join([*variables, typed(argv)]) if argv else None
+    if command and "$BUNDLE" in command:
+        where = shlex.quote(f"artifacts/runner/{folder.name}")
+        return f"BUNDLE={where}  # the folder of this report\n{command}"
+    return command
 
 
 def failures_section(
@@ -201,6 +210,14 @@ def failures_section(
 # ----------------------------------------------------------------------------------- warnings
 
 
+def _digest(git: Mapping[str, Any]) -> str:
+    """What tells changed sources apart: of their difference, or without git of all of them."""
+    name, words = ("diff_sha256", "the diff")
+    if not git.get(name):
+        name, words = ("source_sha256", "the sources")
+    return f"sha256 of {words} {code(git.get(name), 80)}"
+
+
 def warnings_section(
     data: Mapping[str, Any], rows: Mapping[str, list], floor: float | None, extra: list[str],
     shape: Shape,
@@ -221,7 +238,7 @@ def warnings_section(
         out.append(
             f"DIRTY tree: this is not commit {code(git.get('short'), 40)} alone but "
             f"{cell(git.get('diffstat') or 'changed files', t)}, {num(git.get('untracked') or 0)} "
-            f"untracked source files, sha256 of the diff {code(git.get('diff_sha256'), 80)}"
+            f"untracked source files, {_digest(git)}"
         )
     elif not git.get("commit"):
         out.append("The sources are not a git checkout that could be read: the commit is unknown")
@@ -256,11 +273,11 @@ def warnings_section(
     for status in ("UNSTABLE", "INVALID", "SKIPPED", "FAILED"):
         mine = [r for r in rows["bench"] if r["status"] == status]
         if mine:
-            reasons = sorted({"; ".join(r["why"]) for r in mine})
-            more = f" (and {len(reasons) - 3} other reasons)" if len(reasons) > 3 else ""
-            words = cell(" / ".join(reasons[:3]), t)
+            named = [f"{code(r['case'], 120)} ({cell('; '.join(r['why']), t // 3)})"
+                     for r in mine[:NAMED]]  # fmt: skip
+            more = f"; and {len(mine) - NAMED} more, see Benchmarks" if len(mine) > NAMED else ""
             cases = "case" if len(mine) == 1 else "cases"
-            out.append(f"{len(mine)} bench {cases} {status}: {words}{more}")
+            out.append(f"{len(mine)} bench {cases} {status}: {'; '.join(named)}{more}")
     for stage in stages:
         if stage.get("flaky"):
             out.append(f"FLAKY: {code(stage['id'], 60)} passed only at the second attempt")
@@ -298,6 +315,20 @@ def warnings_section(
 
 
 # ----------------------------------------------------------------------------------- the rest
+
+
+def skipped_section(tests: Sequence[Mapping[str, Any]], shape: Shape) -> list[tuple[int, str]]:
+    """How many tests were skipped for each reason, and which, the most frequent reason first."""
+    found: dict[str, list[str]] = {}
+    for row in tests:
+        if row["outcome"] == "skipped":
+            found.setdefault(str(row.get("reason")), []).append(row["nodeid"])
+    out = []
+    for reason, names in sorted(found.items(), key=lambda one: -len(one[1]))[: shape.rows]:
+        named = ", ".join(code(name, 120) for name in names[:NAMED])
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        out.append((len(names), f"{cell(reason, shape.text)}: {named}{more}"))
+    return out
 
 
 def health_section(health: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
@@ -391,6 +422,15 @@ def flags_section(data: Mapping[str, Any], folder: Path) -> list[tuple[str, str,
     return found
 
 
+CGROUP = ("cgroup_cpu", "cgroup_memory")
+
+
+def _unlimited(value: Any) -> bool:
+    """Do these words of a cgroup stand for no limit? Version 1 has -1, or the largest page."""
+    first = str(value).split(" ")[0]
+    return first in ("max", "-1") or (first.isdecimal() and len(first) < 25 and int(first) >= 2**60)
+
+
 def environment_section(env: Mapping[str, Any]) -> list[dict[str, Any]]:
     out = []
     for section, values in env.items():
@@ -399,7 +439,8 @@ def environment_section(env: Mapping[str, Any]) -> list[dict[str, Any]]:
             continue
         text = values.get("text")
         rows = [
-            (cell(k, 80), num(v) if not isinstance(v, (dict, list)) else cell(json.dumps(v)))
+            (cell(k, 80), "no limit" if k in CGROUP and _unlimited(v)
+             else num(v) if not isinstance(v, (dict, list)) else cell(json.dumps(v)))
             for k, v in values.items() if k != "text" and v is not None
         ]  # fmt: skip
         block = fence(clip_mid(text, 80)) if isinstance(text, str) and text.strip() else None
@@ -420,10 +461,13 @@ def timeline_section(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         length = max(1, round(1000 * wall))
         tag = tags.get(stage["status"], "active")
         group = re.sub(r"\W", "_", str(stage.get("group")))[:20]
+        mark = ""
+        if stage.get("resumed_from"):  # its start counts from the beginning of that run
+            group, mark = "earlier run", " (earlier run)"
         line = f"{name} :{tag}, {round(1000 * stage['start_s'])}, {length}ms"
         start = f"{stage['start_s']:.1f} s"
         bars.append({"group": group, "start": start, "wall": span(wall), "line": line,
-                     "id": code(stage["id"], 60), "status": stage["status"],
+                     "id": code(stage["id"], 60) + mark, "status": stage["status"],
                      "left": f"{100 * stage['start_s'] / whole:.2f}",
                      "width": f"{100 * wall / whole:.2f}"})  # fmt: skip
     return {"bars": bars, "gantt": 0 < len(bars) <= MAX_TIMELINE}
@@ -467,7 +511,8 @@ def facts_section(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("versions", ", ".join([f"python {python.get('version')}", *versions])),
         *([("FA-2", f"{fa2} {probe.get('fa2_version') or ''}".strip())] if fa2 else []),
         ("profile", f"{data['profile']} {' '.join(map(str, data['argv']))}".strip()),
-        ("run", f"{data['run_id']}, started {data['started']}, ended {data['ended']}"),
+        ("run", f"{data['run_id']}, started {data['started']}, "
+         + (f"ended {data['ended']}" if data["ended"] else "its end was not recorded")),
     ]  # fmt: skip
     if data["scope"] == "cpu":
         rows[0] = ("GPU", "none was used")

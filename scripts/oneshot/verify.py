@@ -1,8 +1,13 @@
 """The `verify` verb: is a bundle whole, does it keep its own rules, does it leak nothing by shape.
 
-Checks the sums of every file, the schema, that bundle.json says what the journal says, that no
-number stands without its proof and nothing but PASS stands without a reason, and looks for secrets
+Checks the sums of every file, the schema, that bundle.json says what the journal says and the
+reports give its verdict, that no number stands without its proof, that a time agrees with its own
+interval and its raw times, that nothing but PASS stands without a reason, and looks for secrets
 once more. Exit code 0: all of it holds; 1: something does not; 2: usage, or no bundle there.
+
+It finds what was damaged or edited by halves. It cannot tell who made a bundle, or that the times
+were taken: whoever invents journal, raw times and reports together, with new sums, is not found.
+The rest of a report (tables, plots, logs) is not compared with bundle.json: `render` makes it anew.
 """
 
 from __future__ import annotations
@@ -11,22 +16,28 @@ import argparse
 import json
 import math
 import re
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from bench.records import NUMBERS
 from scripts.oneshot import bundle as bundles
 from scripts.oneshot.capture import plain
-from scripts.oneshot.journal import dumps, read_events
+from scripts.oneshot.journal import dumps, parse_json, read_events
 from scripts.oneshot.judge import Status
+from scripts.oneshot.markdown import cell, is_interval
 from scripts.oneshot.model import RunRecord
+from scripts.oneshot.outputs import short_report
 from scripts.oneshot.reading import BundleError, NoBundle, opened, read_bundle
 from scripts.oneshot.redact import Redactor
-from scripts.oneshot.rows import RowError, parse_row, path_agrees
+from scripts.oneshot.rows import RowError, is_number, parse_row, path_agrees
 
+SAMPLES = "bench/samples.jsonl"
 PNG = b"\x89PNG\r\n\x1a\n"
 # By a later `render`, which renews their sums.
 REWRITTEN = ("report.md", "report.html", "issue.md", "plots/")
@@ -43,6 +54,8 @@ def check(folder: Path) -> Iterator[str]:
     try:
         yield from check_rules(data)
         yield from check_journal(data, folder)
+        yield from check_samples(data, folder)
+        yield from check_reports(data, folder)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         yield f"bundle.json has not the shape of its schema: {type(error).__name__}: {error}"
     redaction = data.get("redaction")
@@ -146,9 +159,72 @@ def _check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
         numbers = [name for name in NUMBERS if row.get(name) is not None]
         if numbers:
             yield f"{case} is {status} and still has numbers: {', '.join(numbers)}"
+    for what in _out_of_order(row):
+        yield f"{case}: {what}"
     agrees = path_agrees(row.get("path_requested"), row.get("path_taken"))
     if row.get("path_requested") and not agrees and status in ("PASS", "VALID", "UNSTABLE"):
         yield f"{case}: asked for {row['path_requested']}, ran {row.get('path_taken')}"
+
+
+def _out_of_order(row: Mapping[str, Any]) -> Iterator[str]:
+    """Which times of a row cannot be of the same samples."""
+    for name in ("median_us", "base_median_us"):
+        median, ci = row.get(name), row.get(name.replace("median", "ci95"))
+        if is_number(median) and is_interval(ci) and not ci[0] <= median <= ci[1]:
+            yield f"{name} {median:g} lies outside of its own interval [{ci[0]:g}, {ci[1]:g}]"
+    ascending = [n for n in ("min_us", "p20_us", "median_us", "p80_us", "p95_us")
+                 if is_number(row.get(n))]  # fmt: skip
+    for low, high in pairwise(ascending):
+        if row[low] > row[high] * (1 + 1e-9):
+            yield f"{low} {row[low]:g} is over {high} {row[high]:g}"
+
+
+def check_samples(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """The median of a row is that of its raw times, where all of them were kept."""
+    raw: dict[tuple[Any, ...], list[float]] = {}
+    names = ("bench", "case", "candidate", "cache")
+    try:
+        lines = (folder / SAMPLES).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # none, or dropped on a full disk
+        return
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):  # half a line of a stage that was killed
+            kept = parse_json(line)
+            whole = kept["us_every"] == 1
+            median = statistics.median(map(float, kept["us"])) if whole else math.nan
+            raw.setdefault(tuple(kept[n] for n in names), []).append(median)
+    for row in data["bench"]:
+        found = raw.get(tuple(row.get(n) for n in names))
+        median = row.get("median_us")
+        # Written in ns; a stage that ran twice, or on several cards, has left several lines.
+        unknown = not found or any(map(math.isnan, found))
+        if not unknown and is_number(median) and not any(abs(m - median) < 0.002 for m in found):
+            yield f"bench {row['case']}: median_us {median:g} is {found[0]:g} by its raw times"
+
+
+def check_reports(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """The reports begin with the verdict of bundle.json. Those of a cut run may be older."""
+    if not (folder / bundles.SUMS).is_file():
+        return
+    line = cell(data["verdict"]["one_line"], 1000)
+    short = [t for t in short_report(data).splitlines() if t.startswith("**")]
+    for name in ("report.md", "issue.md", "report.html"):
+        try:
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        if name == "report.html":
+            try:
+                from scripts.oneshot.page import inline
+            except ImportError:  # it comes with jinja2
+                continue
+            head = re.search(r"<h1>.*?</h1>", text, re.S)
+            right = bool(head) and head[0] == f"<h1>{inline(line)}</h1>"
+        else:
+            head = next((t for t in text.splitlines() if t.startswith("**")), None)
+            right = head in (f"**{line}**", *short)
+        if not right:
+            yield f"{name} does not begin with the verdict of bundle.json"
 
 
 def check_journal(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
@@ -202,7 +278,10 @@ def check_secrets(folder: Path, keep: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="oneshot verify", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(
+        prog="oneshot verify", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     p.add_argument("bundle", type=Path, help="folder or .tgz of a run")
     args = p.parse_args(argv)
     try:
@@ -220,6 +299,7 @@ def main(argv: list[str]) -> int:
     if problems:
         print(f"{len(problems)} problems")
         return 1
-    print(f"OK {files} files, rules kept, nothing private by shape")
+    print(f"OK {files} files, rules kept, nothing private by shape; not checked: who made it, "
+          "whether the times were taken at all, the tables and plots of its reports")  # fmt: skip
     print(plain(verdict)[:1000])
     return 0

@@ -1,0 +1,84 @@
+"""Does the smallest stage of a report judge as all others do, and say what is wrong?"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+from scripts import gpu_sanity
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The rows that a call sends: `sent(call, *args)` gives (its result, rows)."""
+
+    def call(function, *args, **kwargs):
+        read, write = os.pipe()
+        with monkeypatch.context() as patch:
+            patch.setenv("NSA_RESULT_FD", str(write))
+            result = function(*args, **kwargs)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            return result, [json.loads(line) for line in pipe]
+
+    return call
+
+
+def test_one_bad_row_and_a_nan_are_wrong_as_in_every_other_stage(sent, capsys):
+    """The mean and the largest error pass; docs/design.md holds every record to more than these."""
+    ref = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    same = ref.float()
+    same[0, 0] += 4e-5  # PyTorch's own largest error, which allows twice as much anywhere
+    row = ref.float()
+    row[7] += 6e-5
+    good, (record,) = sent(gpu_sanity.report, "x", row, ref, same, "torch", 5)
+    assert not good and record["status"] == "FAIL" and record["seed"] == 5
+    assert record["worst_row_index"] == [7] and "row [7] has mean error" in record["why"][0]
+    assert "BAD  x" in capsys.readouterr().out
+    row = ref.float()
+    row[1, 2] = float("nan")
+    good, (record,) = sent(gpu_sanity.report, "x", row, ref, same, "torch", 5)
+    assert not good and "NaN at 1 other places, first [1, 2]" in record["why"][0]
+    assert sent(gpu_sanity.report, "x", ref.float(), ref, same, "torch", 5)[0]
+
+
+def test_a_kernel_that_was_never_launched_proves_nothing(sent):
+    x = torch.ones(4, 4)
+    call = lambda counts: sent(gpu_sanity.report, "x", x, x.double(), x, "triton", 1, counts,
+                               kernels=("_axpy_kernel",))  # fmt: skip
+    assert call({})[1][0]["status"] == call({"_other": 1})[1][0]["status"] == "INVALID"
+    assert call({"_axpy_kernel": 1})[0]
+
+
+def test_a_box_without_cuda_is_told_once(sent, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, rows = sent(gpu_sanity.main, [])
+    assert code == 3 and capsys.readouterr().err == "torch sees no CUDA device\n"
+    assert rows == [{"kind": "note", "level": "warn", "text": "torch sees no CUDA device"}]
+
+
+def test_interpreting_is_what_the_library_takes_for_it(monkeypatch, capsys):
+    """TRITON_INTERPRET=true counts as well as 1."""
+    monkeypatch.setenv("TRITON_INTERPRET", "true")
+    for name in ("matmul", "triton_axpy", "selection"):
+        monkeypatch.setattr(gpu_sanity, name, lambda *args: True)
+    assert gpu_sanity.main(["--interpret"]) == 0
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(SystemExit):
+        gpu_sanity.main(["--interpret"])
+    assert "--interpret needs TRITON_INTERPRET=1" in capsys.readouterr().err
+
+
+@pytest.mark.kernel
+def test_the_three_proofs_hold_here_and_name_their_seeds(sent, kernel_device):
+    dtype = torch.float16
+    checks = [(gpu_sanity.matmul, dtype), (gpu_sanity.triton_axpy,), (gpu_sanity.selection, dtype)]
+    seeds = []
+    for check, *more in checks:
+        good, rows = sent(check, kernel_device, *more)
+        seeds += [r["seed"] for r in rows if r["kind"] == "parity"]
+        assert good, rows
+    assert seeds == [0, 1, 2]
