@@ -42,6 +42,7 @@ from bench.records import (
     BenchRow,
     add_csv_argument,
     add_shrink_argument,
+    check_flags,
     integers,
     note,
     positive,
@@ -304,6 +305,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_csv_argument(parser)
     add_shrink_argument(parser)
     args = parser.parse_args(argv)
+    check_flags(parser)
     args.directions = args.directions.split(",")
     if not set(args.directions) <= {"fwd", "bwd"}:
         parser.error(f"--directions must be from fwd, bwd, got {','.join(args.directions)}")
@@ -319,7 +321,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         args.S_list = list(dict.fromkeys(args.S_list))
     args.backend = "triton" if cuda else "reference"
     args.torch_dtype = torch.bfloat16 if cuda else torch.float32
-    args.flags = Flags(use_triton_sel=cuda, sel_triton_allow_grad=cuda, sel_triton_min_L=1)
+    # As every direct kernel bench it is not gated by the SM 8.9 policy.
+    args.flags = Flags(
+        use_triton_sel=cuda, triton_sel_force=cuda, sel_triton_allow_grad=cuda, sel_triton_min_L=1
+    )
     return args
 
 

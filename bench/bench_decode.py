@@ -66,6 +66,7 @@ from bench.records import (
     say,
     shrunk,
     write_csv,
+    write_so_far,
 )
 from bench.timing import Budget, Case, Contender, measure
 from nsa.config import NSAConfig
@@ -354,9 +355,8 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
             torch.cuda.empty_cache()
         lines.append(line)
         say(args, _line(line))
-        write_csv(args.csv if args.csv != "-" else None, lines, CSV_COLUMNS)
-    if args.csv == "-":
-        write_csv("-", lines, CSV_COLUMNS)
+        write_so_far(args.csv, lines, CSV_COLUMNS)
+    write_csv(args.csv, lines, CSV_COLUMNS)
     statuses = [
         line.get(name) or "" for line in lines
         for name in ("status", "branch_status", "more_status")

@@ -4,9 +4,9 @@
     python bench/bench_fa2.py --S_list 2048 --dtype fp16 --form varlen --csv fa2.csv
 
 The candidate is the flash-attn package where it imports, else the FA-2 inside torch (column `path`
-says which); the baseline (column of that name) is the faster of the branch's Triton kernel and
-torch's SDPA: they are the ladder's next rungs, Triton where it is switched on. key_len: the keys
-that NSA_FA2_MIN_LEN_* is compared with. Parity against fp64 comes before and after each number.
+says which). Each case has a row per baseline (column of that name): torch's SDPA, which is what is
+left with NSA_USE_TRITON_SEL=0, and the branch's Triton kernel, which serves with 1. key_len: what
+NSA_FA2_MIN_LEN_* is compared with. Parity against fp64 comes before and after each number.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run (the reason is printed).
 """
@@ -29,6 +29,7 @@ from bench.device import Gpu, ceilings
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
 from bench.records import (
+    BenchRow,
     add_csv_argument,
     add_shrink_argument,
     check_flags,
@@ -40,16 +41,18 @@ from bench.records import (
     seconds,
     shrunk,
     write_csv,
+    write_so_far,
 )
 from bench.roofline import Shape, bytes_needed, check_sizes, flops
 from bench.timing import Budget, Case, Contender, measure
 from nsa import reference
 from nsa.blocks import num_compressed
+from nsa.errors import must_raise
 from nsa.kernels import fa2, sdpa
 
-# Down to where FA-2 may lose: a minimum length needs several numbers of keys in each branch, and
-# the window caps those of `win`.
-LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096]
+# Down to where FA-2 may lose: a minimum length needs three numbers of keys in each branch, and the
+# window caps those of `win`. No more, because each is measured against two baselines.
+LENGTHS = [64, 256, 1024, 4096]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COLUMNS = (
     "branch", "S", "key_len", "B", "HQ", "G", "D", "w", "l", "d", "form", "dtype",
@@ -104,28 +107,36 @@ class Branch:
 
 
 def baselines(x: Branch) -> list[Contender]:
-    """The branch by the ladder's next rungs; without Triton, by SDPA alone."""
+    """What serves the branch without FA-2: SDPA, and where Triton has a kernel for it, that."""
     # FA-2 has its lse for nothing; SDPA would compute all scores again for it.
     plain = {"need_lse": False} if x.branch == "cmp" else {}
     found = [Contender("sdpa", torch.no_grad()(lambda: x.run(sdpa, **plain)), "sdpa")]
     try:
         from nsa.kernels.prefill import hopper
-    except ImportError:
+
+        kernel = hopper.forward_kernel(x.q, x.k, x.v)
+        x.triton()
+    except Exception as error:  # what cannot serve here is no baseline, whatever it raises
+        if must_raise(error):
+            raise
+        note(f"fa2/{x.branch}/S={x.shape.S}: no Triton baseline: {type(error).__name__}: {error}")
         return found
-    kernel = hopper.forward_kernel(x.q, x.k, x.v)
     return [*found, Contender("triton", torch.no_grad()(x.triton), "triton", (kernel,))]
 
 
-def case_of(x: Branch, form: str, columns: dict[str, Any]) -> Case:
+def case_name(branch: str, S: int, dtype: str, form: str) -> str:
+    return f"fa2/{branch}/S={S}/{dtype}/{form}"
+
+
+def case_of(x: Branch, form: str, columns: dict[str, Any], baseline: Contender) -> Case:
     source = f"fa2_{fa2.probe().source}"
-    name = f"fa2/{x.branch}/S={x.shape.S}/{columns['dtype']}/{form}"
+    name = case_name(x.branch, x.shape.S, columns["dtype"], form)
     return Case(
-        "fa2", name,
+        "fa2", f"{name}/{baseline.name}",
         Contender("fa2", torch.no_grad()(lambda: x.run(fa2, form=form)), source,
                   (f"{source}_{form}",)),
         refill=x.refill, inputs=x.inputs, oracle=x.exact, same_dtype=lambda: x.exact(x.q.dtype),
-        baselines=baselines(x),
-        requested="fa2", bytes_needed=bytes_needed(x.shape, x.branch),
+        baselines=[baseline], requested="fa2", bytes_needed=bytes_needed(x.shape, x.branch),
         flops=flops(x.shape, x.branch), columns={**columns, "key_len": x.key_len or None},
     )  # fmt: skip
 
@@ -170,13 +181,24 @@ def main(argv: list[str] | None = None) -> int:
         sizes = {n: getattr(args, n) for n in ("B", "HQ", "G", "D", "w", "l", "d")}
         shape = Shape(S, Dv=args.D, **sizes)
         columns = {"branch": branch, "S": S, **sizes, "form": args.form, "dtype": dtype, **about}
-        x = Branch(branch, shape, DTYPES[dtype])
-        row = measure(case_of(x, args.form, columns), clock, gpu=gpu, ceiling=ceiling,
-                      budget=budget)  # fmt: skip
-        flat = row.csv()
-        written.append({**flat, "fa2_ms": flat["ms"], "ref_ms": flat["base_ms"]})
-        failed |= row.status == "FAILED"
-        say(args, row.line())
+        try:
+            x = Branch(branch, shape, DTYPES[dtype])
+            cases = [case_of(x, args.form, columns, one) for one in baselines(x)]
+        except torch.cuda.OutOfMemoryError as error:
+            why = f"out of memory: {str(error).splitlines()[0]}"
+            cases = []
+            row = BenchRow("fa2", case_name(branch, S, dtype, args.form), "SKIPPED", why=(why,),
+                           columns=columns).emit()  # fmt: skip
+            written.append(row.csv())
+            say(args, row.line())
+            write_so_far(args.csv, written, COLUMNS)
+        for case in cases:
+            row = measure(case, clock, gpu=gpu, ceiling=ceiling, budget=budget)
+            flat = row.csv()
+            written.append({**flat, "fa2_ms": flat["ms"], "ref_ms": flat["base_ms"]})
+            failed |= row.status == "FAILED"
+            say(args, row.line())
+            write_so_far(args.csv, written, COLUMNS)
     write_csv(args.csv, written, COLUMNS)
     return 1 if failed else 0
 

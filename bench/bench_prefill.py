@@ -8,7 +8,8 @@ Sizes default to the paper's: 64 query heads on 4 KV groups, head size 128, l=32
 the baseline is causal dense attention by the fastest backend that torch's SDPA has (GQA). Results
 are checked on sampled queries (column `compared`) against fp64 before and after the timing; NSA and
 dense attention each against their own. bwd is the backward pass alone. turn, the rotary turn of a
-layer's projections into a tensor per branch, comes before `full` and is no part of it.
+layer's projections into a tensor per branch, comes before `full` and is no part of it. sel gets its
+blocks ascending, as the choice of blocks leaves them; nsa.selection_attention sorts them first.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
@@ -20,6 +21,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.clock import CudaClock
 from bench.device import Gpu, ceilings
@@ -37,7 +39,6 @@ from bench.prefill_inputs import Prefill, Projections, sampled_gradients
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
 from bench.records import (
-    BenchRow,
     add_csv_argument,
     add_shrink_argument,
     check_flags,
@@ -50,11 +51,12 @@ from bench.records import (
     seconds,
     shrunk,
     write_csv,
+    write_so_far,
 )
 from bench.roofline import Shape, bytes_needed, check_sizes, flops
-from bench.timing import Budget, Case, Contender, measure
+from bench.sdpa_baselines import BACKENDS, usable
+from bench.timing import Budget, Case, Contender, Unbuilt, measure
 from nsa import launches
-from nsa.kernels.sdpa import BACKENDS
 
 OPS = ("full", "cmp", "sel", "win", "select", "turn")
 COLUMNS = (
@@ -116,24 +118,20 @@ def backward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
 
 def dense_calls(x: Prefill) -> list[tuple[str, Callable[[], Tensor]]]:
     """Causal dense attention of the same length by each SDPA backend that takes it."""
-    found = []
-    for name, backend in BACKENDS.items():
-        if name in ("math", "efficient"):  # S x S scores, or no GQA
-            continue
 
-        def run(backend=backend) -> Tensor:
-            q, k, v = (t.transpose(1, 2) for t in (x.q, x.k_sel, x.v_sel))
-            with sdpa_kernel(backend):
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return out.transpose(1, 2)
+    def run(backend: SDPBackend) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (x.q, x.k_sel, x.v_sel))
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
 
-        try:
-            with torch.no_grad():
-                run()
-        except RuntimeError:
-            continue
-        found.append((f"dense sdpa_{name} gqa", run))
-    return found
+    # The others make S x S scores, or copies of K and V for every head.
+    found = usable({
+        f"dense sdpa_{name} gqa": partial(run, BACKENDS[name]) for name in ("flash", "cudnn")
+    })  # fmt: skip
+    if why := found.why_none():
+        note(f"prefill bench: no dense attention to compare with at S={x.shape.S}: {why}", "warn")
+    return list(found.calls.items())
 
 
 def forward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
@@ -318,19 +316,15 @@ def main(argv: list[str] | None = None) -> int:
         torch.cuda.reset_peak_memory_stats()
         name = f"prefill/{op}/{direction}/S={S}"
         about_case = {**columns, "op": op, "direction": direction}
-        try:
-            case = case_of(shape, op, direction, columns)
-            row = measure(case, clock, gpu=gpu, ceiling=ceiling, budget=budget)
-        except torch.cuda.OutOfMemoryError as error:
-            why = (f"out of memory: {str(error).splitlines()[0][:200]}",)
-            row = BenchRow("prefill", name, "SKIPPED", why, columns=about_case).emit()
-        except AssertionError as error:
-            row = BenchRow("prefill", name, "FAILED", (str(error),), columns=about_case).emit()
+        build = partial(case_of, shape, op, direction, columns)
+        row = measure(Unbuilt("prefill", name, build, about_case), clock, gpu=gpu, ceiling=ceiling,
+                      budget=budget)  # fmt: skip
         peak = torch.cuda.max_memory_allocated() / 2**20
         flat = row.csv()
         written.append({**flat, "dense_ms": flat["base_ms"], "peak_mem_mib": round(peak)})
         failed |= row.status == "FAILED"
         say(args, row.line())
+        write_so_far(args.csv, written, COLUMNS)
         torch.cuda.empty_cache()
     write_csv(args.csv, written, COLUMNS)
     return 1 if failed else 0

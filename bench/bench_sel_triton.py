@@ -54,11 +54,12 @@ from bench.records import (
     seconds,
     shrunk,
     write_csv,
+    write_so_far,
 )
-from bench.timing import Budget, Case, Contender, measure
+from bench.sdpa_baselines import packed_baselines
+from bench.timing import Budget, Case, Contender, Unbuilt, measure
 from nsa.errors import is_sticky
 from nsa.flags import get_flags
-from nsa.kernels import sdpa
 
 DISTRIBUTIONS = ("few", "many", "mixed")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -285,12 +286,13 @@ class Cell(NamedTuple):
         return Rows(self.mode, self.dist, *sizes, dtype, self.n_sel or 16)
 
 
-def case_of(cell: Cell, rows: Rows, dtype: str, flags: Any, more: dict[str, Any]) -> Case:
+def case_of(cell: Cell, rows: Rows, flags: Any, columns: dict[str, Any]) -> Case:
     rows.refill(0)
     call, path, kernel = candidate(rows, flags)
-    found = sdpa.baselines(rows.q, rows.k, rows.v)
+    found = packed_baselines(rows.q, rows.k, rows.v)
+    if why := found.why_none():
+        raise RuntimeError(f"no backend of SDPA takes these rows: {why}")
     N, H, D, Dv = cell.N, cell.H, cell.D, cell.Dv
-    columns = {**cell._asdict(), "nspans": rows.nspans, "dtype": dtype, **more}
     run = on_streams(call, N, cell.streams)
     return Case(
         "sel", cell.name, Contender("triton", run, path, (kernel,)),
@@ -298,7 +300,7 @@ def case_of(cell: Cell, rows: Rows, dtype: str, flags: Any, more: dict[str, Any]
         same_dtype=lambda: rows.exact(rows.q.dtype),
         baselines=[Contender(n, c, "sdpa", (n,)) for n, c in found.calls.items()],
         requested="triton", bytes_needed=rows.bytes_needed, flops=2 * N * H * rows.L * (D + Dv),
-        columns=columns,
+        columns={**columns, "nspans": rows.nspans},
     )  # fmt: skip
 
 
@@ -433,17 +435,24 @@ def main(argv: list[str] | None = None) -> int:
     written, failed = [], False
     matrix = list(cases(args))
     for number, cell in enumerate(matrix, 1):
-        rows = cell.rows(DTYPES[args.dtype])
-        case = case_of(cell, rows, args.dtype, flags, about)
-        row = measure(case, clock, gpu=gpu, ceiling=ceiling, budget=budget)
+        columns = {**cell._asdict(), "dtype": args.dtype, **about}
+        made: list[Rows] = []
+
+        def build(cell: Cell = cell, columns: dict = columns, made: list = made) -> Case:
+            made.append(cell.rows(DTYPES[args.dtype]))
+            return case_of(cell, made[0], flags, columns)
+
+        unbuilt = Unbuilt("sel", cell.name, build, columns)
+        row = measure(unbuilt, clock, gpu=gpu, ceiling=ceiling, budget=budget)
         pack_ms = None
-        if rows.cache:
-            pack_ms = statistics.median(clock.run([rows.pack] * 12, cold=True)[2:]) / 1e3
+        if row.median_us is not None and made[0].cache:
+            pack_ms = statistics.median(clock.run([made[0].pack] * 12, cold=True)[2:]) / 1e3
         flat = row.csv()
         names = {"tri_ms": flat["ms"], "ref_ms": flat["base_ms"], "pack_ms": pack_ms}
         written.append({**flat, **names})
         failed |= row.status == "FAILED"
         say(args, row.line())
+        write_so_far(args.csv, written, COLUMNS)
         done = {"done": number, "total": len(matrix), "text": f"{number} of {len(matrix)} cells"}
         emit("progress", done)
     write_csv(args.csv, written, COLUMNS)

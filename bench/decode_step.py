@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.records import note
+from bench.sdpa_baselines import BACKENDS, usable
 from bench.timing import Contender
 from nsa import attention, blocks, dispatch, oracle, reference, select
 from nsa.dispatch import Branch, Route
@@ -21,10 +22,6 @@ from nsa.module import NSAAttention
 BRANCHES = ("cmp", "sel", "win")
 ORACLE_TOKENS = 1 << 17  # caches of more are judged by the vectorised reference in fp64
 FILL_TOKENS = 1 << 16  # of all sequences at once, while the cache is filled
-_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -357,22 +354,14 @@ def dense_contenders(step: Step) -> list[Contender]:
 
     names = ("flash", "cudnn") if q.is_cuda else ("flash", "math")
     if q.is_cuda and step.exact:  # the others copy K and V to every head, or to fp32
-        names = tuple(_BACKENDS)
+        names = tuple(BACKENDS)
     forms = [("rows", rows), ("gqa", gqa)]
     if step.v_padded is not None:
         wide = step.v_padded.transpose(1, 2)
         forms += [("rows padded", lambda: rows(wide)), ("gqa padded", lambda: gqa(wide))]
-    usable = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a backend that refuses says at length why
-        for backend in names:
-            for layout, form in forms:
-                one = contender(f"{backend} {layout}", _BACKENDS[backend], form)
-                try:
-                    one.call()
-                except RuntimeError as error:
-                    if dispatch.must_raise(error):
-                        raise
-                    continue
-                usable.append(one)
-    return usable
+    every = [contender(f"{name} {layout}", BACKENDS[name], form)
+             for name in names for layout, form in forms]  # fmt: skip
+    found = usable({one.name: one.call for one in every})
+    if why := found.why_none():
+        note(f"decode bench: no dense attention to compare with at S={step.S}: {why}", "warn")
+    return [one for one in every if one.name in found.calls]

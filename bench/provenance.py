@@ -1,4 +1,4 @@
-"""What a row was measured on: device, software and commit, the same columns in every CSV."""
+"""What a row was measured on: device, software, commit and day, the same columns in every CSV."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import subprocess
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from bench.device import Gpu
 from bench.records import out_dir
 
-COLUMNS = ("device", "torch", "triton", "cuda", "driver", "commit", "precision")
+COLUMNS = ("device", "torch", "triton", "cuda", "driver", "commit", "date", "precision")
 
 
 @functools.cache
@@ -71,5 +72,6 @@ def provenance(gpu: Gpu | None) -> dict[str, str | None]:
     return {
         "device": "cpu" if gpu is None else gpu.name, "torch": torch.__version__,
         "triton": triton, "cuda": torch.version.cuda if gpu else None, "driver": driver,
-        "commit": commit(), "precision": fix_precision(),
+        "commit": commit(), "date": datetime.now(timezone.utc).date().isoformat(),
+        "precision": fix_precision(),
     }  # fmt: skip

@@ -36,6 +36,8 @@ VARIANTS = {
     "fa2": {"torch", "flash", "attn", "dense", "varlen"},
 }  # fmt: skip
 CSV_STDOUT = "-"
+# What the lower bound of every speedup has to be for a threshold to lie so low.
+MIN_SPEEDUP = 1.2
 
 
 def _plain(value: Any) -> Any:
@@ -376,6 +378,16 @@ def write_csv(
         sys.stdout.write(text)
         return
     write_atomic(Path(target), text)
+
+
+def write_so_far(
+    target: str | None, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]
+) -> None:
+    """The rows that there are, so that a bench that is stopped leaves them; stdout gets all at the
+    end, from write_csv(), and that is where a disk without room is an error."""
+    if target != CSV_STDOUT:
+        with contextlib.suppress(OSError):
+            write_csv(target, rows, columns)
 
 
 def read_csv(path: str | Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:

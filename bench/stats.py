@@ -102,20 +102,3 @@ def instability(samples: Sequence[float], resolution: float) -> list[str]:
 def noise_floor(ratios: Sequence[float]) -> float:
     """What identical code differs by: max(1 %, 95th percentile of |ratio - 1|)."""
     return max(LEAST_FLOOR, quantile([abs(r - 1.0) for r in ratios], 0.95))
-
-
-def change(interval: Sequence[float], floor: float) -> str:
-    """The word for a speedup known as an interval: FASTER, SLOWER, SAME or AMBIGUOUS.
-
-    FASTER and SLOWER need the whole interval beyond 1 by more than half the floor and its centre
-    beyond the floor; SAME needs the whole interval within the floor.
-    """
-    low, high = interval
-    centre = (low + high) / 2
-    if centre > 1 + floor and low > 1 + floor / 2:
-        return "FASTER"
-    if centre < 1 - floor and high < 1 - floor / 2:
-        return "SLOWER"
-    if low >= 1 - floor and high <= 1 + floor:
-        return "SAME"
-    return "AMBIGUOUS"

@@ -8,7 +8,9 @@
 --min-speedup or above; otherwise Triton selection stays disabled and the deciding cell is named.
 An UNSTABLE or SKIPPED row is a failing one, and so is one whose case raised an error. Every length
 needs the distributions few, many and mixed, each at every setting that any length was measured at.
-The FA-2 minimum lengths, in keys, follow the same rule per branch against the bench's own baseline.
+The FA-2 minimum lengths, in keys, follow the same rule per branch and baseline: SDPA, what is left
+with NSA_USE_TRITON_SEL=0, and the branch's Triton kernel. --write writes those against SDPA: with
+Triton on, NSA_USE_FA2 is best left off, for only without it is nsa_attention one operator.
 
 Exit code: 0 an answer ("keep disabled" is one), 1 rows that cannot be trusted, 2 usage, 3 too few
 lengths.
@@ -18,6 +20,7 @@ Standard library and PyYAML only.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 import sys
@@ -30,8 +33,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 import yaml
 
-from bench.records import BENCH_STATUSES, emit, note, path_agrees, read_csv, write_atomic
+from bench.records import (
+    BENCH_STATUSES,
+    MIN_SPEEDUP,
+    emit,
+    note,
+    path_agrees,
+    read_csv,
+    write_atomic,
+)
 
+# What would serve without FA-2, and what stands behind the names of its answers in the record.
+FA2_BASELINES = {"sdpa": "", "triton": "_triton"}
 DISTRIBUTIONS = ("few", "many", "mixed")
 MIN_LENGTHS = 3
 ROUNDING = 1e-5  # a CSV holds seven digits
@@ -185,8 +198,11 @@ def selection_cells(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[Cell]
     return cells
 
 
-def fa2_cells(rows: Sequence[tuple[str, Mapping[str, str]]], branch: str) -> list[Cell]:
-    """The cells of one branch ("win" or "cmp") of bench_fa2.py rows, by key length.
+def fa2_cells(
+    rows: Sequence[tuple[str, Mapping[str, str]]], branch: str, baseline: str = "sdpa"
+) -> list[Cell]:
+    """The cells of one branch ("win" or "cmp") of bench_fa2.py rows against one baseline ("sdpa" or
+    "triton"), by key length. A row that names no baseline was held against SDPA.
 
     The length that NSA_FA2_MIN_LEN_* is compared with: column key_len, else min(w, S) for the
     window and the number of compressed keys of S tokens for the compressed branch.
@@ -196,7 +212,7 @@ def fa2_cells(rows: Sequence[tuple[str, Mapping[str, str]]], branch: str) -> lis
         kind = row["branch"].strip()
         if kind not in ("win", "cmp"):
             raise Untrusted(f"{where}: branch must be win or cmp, got {kind!r}")
-        if kind != branch:
+        if kind != branch or (row.get("baseline") or "sdpa") != baseline:
             continue
         speedup, low, why = _judge(row, where, "fa2" if row.get("path") else None)
         S = _count(row, "S", where)
@@ -351,9 +367,9 @@ def write_config(
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def _words(answer: Answer, name: str, unit: str = "") -> str:
-    head = f"{name} = {answer.min_length}{unit}" if answer.min_length is not None else (
-        f"{name}: keep disabled"
+def _words(answer: Answer, name: str, unit: str = "", baseline: str = "") -> str:
+    head = f"{name} = {answer.min_length}{unit}{baseline}" if answer.min_length is not None else (
+        f"{name}{baseline}: keep disabled"
     )  # fmt: skip
     lines = [head, f"  {answer.confidence}"]
     if answer.blocking:
@@ -369,7 +385,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("csv", nargs="+", metavar="CSV", help="rows of bench_sel_triton.py")
     parser.add_argument("--fa2", metavar="CSV", help="rows of bench_fa2.py")
     parser.add_argument("--write", type=Path, metavar="YAML", help="set the device's entry here")
-    parser.add_argument("--min-speedup", type=float, default=1.2, help="default 1.2")
+    parser.add_argument(
+        "--min-speedup", type=float, default=MIN_SPEEDUP, help=f"default {MIN_SPEEDUP}"
+    )
     return parser
 
 
@@ -379,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     least = args.min_speedup
     if not (math.isfinite(least) and least >= 1):
         parser.error(f"argument --min-speedup: must be a finite number of 1 or more, got {least}")
-    fa2: dict[str, Answer] = {}
+    fa2: dict[tuple[str, str], Answer] = {}  # by branch and baseline
     try:
         rows = [row for path in args.csv for row in load(path, _SEL_COLUMNS)]
         more = load(args.fa2, _FA2_COLUMNS) if args.fa2 else []
@@ -387,13 +405,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             same_environment(rows + more)
         cells = selection_cells(rows)
         gaps = missing_evidence(cells, DISTRIBUTIONS)
-        for branch in ("win", "cmp") if args.fa2 else ():
-            found = fa2_cells(more, branch)
+        baselines = FA2_BASELINES if args.fa2 else ()
+        for baseline, branch in itertools.product(baselines, ("win", "cmp")):
+            found = fa2_cells(more, branch, baseline)
             lacking = missing_evidence(found, ())
             if lacking:
-                note(f"fa2_min_len_{branch}: no proposal: {'; '.join(lacking)}")
+                note(f"fa2_min_len_{branch} against {baseline}: no proposal: {'; '.join(lacking)}")
             else:
-                fa2[branch] = smallest(found, (), least)
+                fa2[branch, baseline] = smallest(found, (), least)
     except Untrusted as error:
         note(f"no threshold can be proposed: {error}", "warn")
         return 1
@@ -402,18 +421,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     answer = smallest(cells, DISTRIBUTIONS, least)
     device = rows[0][1]["device"].strip()
-    lengths = {b: fa2[b].min_length if b in fa2 else None for b in ("win", "cmp")}
+    lengths = {
+        (b, name): fa2[b, name].min_length if (b, name) in fa2 else None
+        for name in FA2_BASELINES for b in ("win", "cmp")
+    }  # fmt: skip
     print(f"device: {device}; {len(rows)} rows; at least {least:g}x at the lower bound")
     print(_words(answer, "sel_triton_min_L"))
-    for branch, result in fa2.items():
-        print(_words(result, f"fa2_min_len_{branch}", " keys"))
+    print("  for selection_attention called alone; nsa_attention, the layers and decode steps need "
+          "NSA_USE_TRITON_SEL=1 only")  # fmt: skip
+    for (branch, baseline), result in fa2.items():
+        print(_words(result, f"fa2_min_len_{branch}", " keys", f" against {baseline}"))
     emit("recommend", {
-        "sel_triton_min_L": answer.min_length, "fa2_min_len_win": lengths["win"],
-        "fa2_min_len_cmp": lengths["cmp"], "confidence": answer.confidence,
+        "sel_triton_min_L": answer.min_length,
+        **{f"fa2_min_len_{b}{FA2_BASELINES[name]}": n for (b, name), n in lengths.items()},
+        "confidence": answer.confidence,
         "blocking_case": answer.blocking, "device": device, "rows": answer.rows,
         "min_speedup": least,
-        **{f"fa2_{b}_why": f"{a.confidence}; {a.blocking}" if a.blocking else a.confidence
-           for b, a in fa2.items()},
+        **{f"fa2_{b}{FA2_BASELINES[name]}_why":
+           f"{a.confidence}; {a.blocking}" if a.blocking else a.confidence
+           for (b, name), a in fa2.items()},
     })  # fmt: skip
     if args.write:
         names = " ".join(Path(path).name for path in args.csv)
@@ -423,7 +449,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             settings = {"sel_triton_min_L": answer.min_length}
             comment = f"{names}: {answer.confidence}"
-        settings |= {f"fa2_min_len_{b}": n for b, n in lengths.items() if n is not None}
+        fresh = {f"fa2_min_len_{b}": n for (b, name), n in lengths.items()
+                 if name == "sdpa" and n is not None}  # fmt: skip
+        if fresh:
+            settings |= fresh
+            comment += "; fa2_min_len_*: against SDPA, for NSA_USE_FA2=1 with Triton off"
         try:
             write_config(args.write, device, settings, comment)
         except (OSError, ValueError) as error:

@@ -76,6 +76,16 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Unbuilt:
+    """A case whose inputs measure() makes: too little memory for them is a row as well."""
+
+    bench: str
+    name: str
+    build: Callable[[], Case]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Budget:
     """When to stop sampling: a narrow interval, or the time is up."""
 
@@ -291,9 +301,9 @@ def _reason(error: BaseException) -> str:
 
 
 def measure(
-    case: Case, clock: Clock, *, gpu: Gpu | None = None, ceiling: Ceilings | None = None,
-    nominal: Ceilings | None = None, cold: bool = True, budget: Budget | None = None,
-    save: Callable[[BenchRow, Samples], None] = save_samples,
+    case: Case | Unbuilt, clock: Clock, *, gpu: Gpu | None = None,
+    ceiling: Ceilings | None = None, nominal: Ceilings | None = None, cold: bool = True,
+    budget: Budget | None = None, save: Callable[[BenchRow, Samples], None] = save_samples,
 ) -> BenchRow:  # fmt: skip
     """Time one case by the rules above; every outcome is a row, sent to the runner.
 
@@ -307,11 +317,17 @@ def measure(
     nominal = nominal or (gpu.nominal() if gpu else Ceilings(None, None, "unknown"))
     ceiling = ceiling or nominal
     row = BenchRow(
-        case.bench, case.name, "FAILED", why=("not measured",), candidate=case.candidate.name,
-        path_requested=case.requested or case.candidate.path, cache="cold" if cold else "warm",
+        case.bench, case.name, "FAILED", why=("not measured",), cache="cold" if cold else "warm",
         timer=clock.timer, columns=case.columns,
     )  # fmt: skip
     try:
+        if isinstance(case, Unbuilt):
+            case = case.build()
+        row = replace(
+            row, candidate=case.candidate.name, columns=case.columns,
+            path_requested=case.requested or case.candidate.path,
+            baseline=case.baselines[0].name if len(case.baselines) == 1 else None,
+        )  # fmt: skip
         row, samples = _measured(case, clock, row, gpu, ceiling, nominal, cold, budget)
         save(row, samples)
     except NotRight as error:

@@ -64,7 +64,8 @@ def _in_the_way(reason: str, request: dispatch.Request, flags: Flags) -> str:
 def routing(dtype: str, head_dim: int, config: NSAConfig | None = None) -> dict:
     """Flags, ladder and decisions on the current device, as one JSON object.
 
-    PREFILL is all branches in one operator; where it is not taken, each branch goes its own way.
+    PREFILL is all branches in one operator; where it is not taken, each branch goes its own way,
+    selection then without the threshold, which is about selection_attention by itself.
     """
     config = config or PAPER
     cuda = torch.cuda.is_available()

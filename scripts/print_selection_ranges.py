@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 import torch
 
-from bench.records import emit
+from bench.records import check_flags, emit
 from nsa import oracle
 from nsa.attention import select_blocks
 from nsa.compress import mean_pool
+from nsa.config import check_blocks
 from nsa.select import blocks_to_ranges
 
 
@@ -58,8 +59,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, metavar="PATH", help="default: stdout")
     args = parser.parse_args(argv)
-    if args.S < 1 or args.queries < 1:
-        parser.error(f"--S and --queries must be at least 1, got {args.S} and {args.queries}")
+    for name in ("S", "queries", "heads", "groups", "dk", "n_sel"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.heads % args.groups:
+        parser.error(f"--groups must divide --heads {args.heads}, got {args.groups}")
+    try:
+        check_blocks(args.l, args.d, args.l_sel)
+        torch.empty(1, device=args.device)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        parser.error(str(error))
+    check_flags(parser)
 
     generator = torch.Generator().manual_seed(args.seed)
     q = torch.randn(1, args.S, args.heads, args.dk, generator=generator).to(args.device)

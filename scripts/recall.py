@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.records import emit, integers, note, write_csv
+from bench.records import check_flags, emit, integers, note, write_csv
 from scripts.needle import DEPTHS
 from scripts.train import ATTENTIONS, new_model
 from scripts.training import PRESETS, autocast, learning_rate, make_optimizer
@@ -226,6 +226,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         args.lengths = sorted([*args.lengths, args.seq])
     if cuda and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
+    check_flags(parser)
     return args
 
 

@@ -44,7 +44,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from bench.ranks import join_ranks, leave_ranks
-from bench.records import emit, integers, note, write_csv
+from bench.records import check_flags, emit, integers, note, write_csv
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
@@ -198,6 +198,7 @@ def presets(
         parser.error(f"--attention must be from {', '.join(ATTENTIONS)}, got {args.attention!r}")
     if args.save and "nsa" not in names:
         parser.error("--save is for the NSA model, which --attention leaves out")
+    check_flags(parser)
     sizes = {n: v for n in ("dim", "heads", "groups") if (v := getattr(args, n)) is not None}
     try:
         config = replace(base.config, **sizes)

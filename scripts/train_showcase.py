@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.records import emit
+from bench.records import emit, note
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
@@ -224,8 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type not in PRESETS:
         parser.error(f"--device must be cpu or cuda, got {args.device!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        emit("note", {"level": "warn", "text": "no CUDA device"})
-        print("no CUDA device", file=sys.stderr)
+        note("no CUDA device", "warn")
         return 3
     names = ("steps", "seq", "batch", "lr")
     given = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
@@ -277,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
     metrics += [(f"launches/{name}", n, "1") for name, n in sorted(run.launches.items())]
     if run.fallbacks and device.type == "cuda":
         text = "; ".join(f"{name} ({n} times)" for name, n in sorted(run.fallbacks.items()))
-        emit("note", {"level": "warn", "text": f"routes passed over in training: {text}"})
+        note(f"routes passed over in training: {text}", "warn")
     for name, value, unit in metrics:
         value = value if value is not None and math.isfinite(value) else None
         emit("metric", {"name": name, "value": value, "unit": unit})

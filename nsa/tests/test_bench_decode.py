@@ -171,7 +171,7 @@ def test_every_sample_sees_the_same_context(step):
 def test_a_branch_alone_does_no_other_branchs_work(step, branch, monkeypatch):
     """The other branches' keys may hold anything, and their functions are never called."""
     case = branch_case(step, branch, {})
-    names = {"cmp": "compressed_attention", "sel": "selection_attention",
+    names = {"cmp": "compressed_attention", "sel": "_selected",
              "win": "sliding_attention"}  # fmt: skip
 
     def never(*_, **__):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench import bench_fa2, bench_prefill, bench_sel_triton, timing
-from bench.records import BenchRow
+from bench.device import Ceilings
+from bench.provenance import provenance
+from bench.records import BenchRow, read_csv
 from bench.threshold_optimizer import MIN_LENGTHS, fa2_cells, missing_evidence
 from scripts.oneshot.stages import plan
 
@@ -131,3 +135,46 @@ def test_samples_of_a_long_series_are_thinned(tmp_path, monkeypatch):
     saved = json.loads((tmp_path / "bench" / "samples.jsonl").read_text())
     assert saved["n"] == 1000 and saved["us_every"] == 5 and saved["base_us"] == [1.0]
     assert len(saved["us"]) == 200 and saved["us"][1] == 5.333
+
+
+class NoCard:
+    name = "a card"
+
+
+@pytest.mark.parametrize("bench, argv, cells", [
+    (bench_sel_triton, ["--L_list", "64,128", "--dist", "few"], 4),
+    (bench_prefill, ["--S_list", "64", "--ops", "cmp,win", "--directions", "fwd"], 2),
+    (bench_fa2, ["--S_list", "64,128", "--branches", "win", "--dtype", "bf16"], 2),
+], ids=["sel", "prefill", "fa2"])  # fmt: skip
+def test_a_bench_goes_on_where_a_case_does_not_fit(bench, argv, cells, tmp_path, monkeypatch):
+    """Out of memory while a case is built: a row, on disk before the next begins."""
+    path = tmp_path / "rows.csv"
+    seen = []
+
+    def first_fails(*args, **kwargs):
+        if seen:
+            assert [r["status"] for r in read_csv(path)] == ["SKIPPED"] * len(seen)
+        seen.append(args)
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("reset_peak_memory_stats", "max_memory_allocated", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(bench, "Gpu", NoCard)
+    monkeypatch.setattr(bench, "CudaClock", lambda: SimpleNamespace(timer="none"))
+    monkeypatch.setattr(bench, "provenance", lambda gpu: provenance(None))
+    monkeypatch.setattr(bench, "ceilings", lambda *_: Ceilings(None, None, "unknown"))
+    monkeypatch.setattr(timing, "Ceilings", lambda *_: None)
+    monkeypatch.setattr(NoCard, "nominal", lambda self: None, raising=False)
+    if bench is bench_sel_triton:
+        monkeypatch.setattr(bench.Cell, "rows", first_fails)
+    elif bench is bench_prefill:
+        monkeypatch.setattr(bench, "case_of", first_fails)
+    else:
+        monkeypatch.setattr(bench, "Branch", first_fails)
+        monkeypatch.setattr(bench.fa2, "probe", lambda: SimpleNamespace(why_not=None, source="x"))
+    assert bench.main([*argv, "--csv", str(path)]) == 0
+    rows = read_csv(path)
+    assert len(seen) == len(rows) == cells
+    assert all(r["status"] == "SKIPPED" and "out of memory" in r["why"] for r in rows)
+    assert len({tuple(r.items()) for r in rows}) == cells  # each says which it is

@@ -237,14 +237,22 @@ def test_fa2_is_held_against_the_triton_kernel_too(branch, kernel_device):
     x.k, x.v = (torch.empty(1, n, 2, 16, **like) for _ in range(2))
     for i, t in enumerate(x.inputs()):
         t.normal_(generator=torch.Generator(kernel_device).manual_seed(i))
-    case = bench_fa2.case_of(x, "dense", {"dtype": "fp16"})
-    assert case.columns["key_len"] == x.key_len
-    assert [c.name for c in case.baselines] == ["sdpa", "triton"]
-    for contender in case.baselines:
+    found = bench_fa2.baselines(x)
+    assert [c.name for c in found] == ["sdpa", "triton"]
+    for contender in found:
+        case = bench_fa2.case_of(x, "dense", {"dtype": "fp16"}, contender)
+        assert case.columns["key_len"] == x.key_len
+        assert case.baselines == [contender] and case.name.endswith(f"/{contender.name}")
         with launches.recording() as seen:
             out = contender.call()
         torch.testing.assert_close(out.double(), x.exact(), rtol=0, atol=2e-3)
         assert set(contender.kernels) <= set(seen)
+
+    def no_kernel():
+        raise NotImplementedError("no tiles fit")
+
+    x.triton = no_kernel  # then both of Triton's settings leave SDPA
+    assert [c.name for c in bench_fa2.baselines(x)] == ["sdpa"]
 
 
 class FakeGpu:

@@ -95,7 +95,7 @@ def test_resume_can_be_off(tree, resume, on):
 
 
 def test_spaces_and_quotes_reach_the_run_whole(tree, tmp_path):
-    tree("make", "gpu-report", "OUT=/my out/it's", "ONLY=a, b", "PRICE=0.4")
+    tree("make", "gpu-report", "OUT=/my out/it's $x $(y)", "ONLY=a, b", "PRICE=0.4")
     words = (tmp_path / "ran.words").read_text().splitlines()
-    assert words == ["scripts/setup_env.py", "--run", "/my out/it's", "--price", "0.4", "--only",
-                     "a, b"]  # fmt: skip
+    assert words == ["scripts/setup_env.py", "--run", "/my out/it's $x $(y)", "--price", "0.4",
+                     "--only", "a, b"]  # fmt: skip

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa import dispatch, nsa_attention
+from nsa import dispatch, nsa_attention, selection_attention
 from nsa.compress import mean_pool
 from nsa.config import NSAConfig
 from nsa.dispatch import Branch
@@ -42,6 +42,9 @@ def test_lengths_are_those_of_the_calls(monkeypatch):
             layer.prefill(torch.randn(1, S - 1, 32), cache)
             layer.step(torch.randn(1, 1, 32), cache)
             layer(torch.randn(1, S, 32))
+        # The threshold is about selection by itself, not as a branch of those above.
+        blocks = torch.zeros(1, S, 1, SIZES["n_sel"], dtype=torch.int32)
+        selection_attention(q, k, k, blocks, block_size=SIZES["l_sel"])
         want = {b: print_routing.key_length(b, S, CONFIG) for b in Branch}
         assert seen == want
 

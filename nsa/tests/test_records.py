@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from bench.records import (
     read_csv,
     write_atomic,
     write_csv,
+    write_so_far,
 )
 
 GOOD = {
@@ -133,6 +135,9 @@ def test_a_row_says_the_precision_that_its_bench_fixed():
         text = provenance.provenance(None)["precision"]
         assert text.startswith("fp32 matmul highest, TF32 off (cuDNN off)")
         assert "precision" in provenance.COLUMNS
+        found = provenance.provenance(None)
+        assert set(found) == set(provenance.COLUMNS)
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", found["date"])
         assert not torch.backends.cuda.matmul.allow_tf32
     finally:
         torch.set_float32_matmul_precision(before[0])
@@ -157,3 +162,12 @@ def test_a_row_as_csv_and_for_people():
     lost = BenchRow("sel", "c", "SKIPPED", ("out of memory",))
     assert lost.csv()["ms"] is None and lost.csv()["why"] == "out of memory"
     assert lost.line().endswith("SKIPPED: out of memory")
+
+
+def test_rows_so_far_are_on_disk_before_the_end_and_stdout_gets_them_once(tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    write_so_far(str(path), [{"a": 1}], ("a",))
+    assert read_csv(path) == [{"a": "1"}]
+    write_so_far("-", [{"a": 1}], ("a",))
+    write_so_far(None, [{"a": 1}], ("a",))
+    assert capsys.readouterr().out == ""

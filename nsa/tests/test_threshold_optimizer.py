@@ -203,17 +203,38 @@ def test_fa2_lengths_are_the_keys_that_the_flag_counts(run):
     proposal = recommended(sent)
     assert code == 0 and proposal["fa2_min_len_win"] == 512
     assert proposal["fa2_min_len_cmp"] == 63  # (1024 - 32) // 16 + 1
-    assert "cmp keys=31 S=512" in out and "fa2_min_len_cmp = 63 keys" in out
+    assert "cmp keys=31 S=512" in out and "fa2_min_len_cmp = 63 keys against sdpa" in out
     assert "cmp keys=31" in proposal["fa2_cmp_why"] and "all 4 cells" in proposal["fa2_win_why"]
     rows = [{**r, "baseline": "sdpa" if r["S"] < 4096 else "triton"} for r in rows]
     assert recommended(run(grid(), fa2=rows)[1])["fa2_min_len_win"] == 512  # whoever is faster
+
+
+def test_fa2_has_an_answer_for_triton_off_and_one_for_triton_on(run, config):
+    """What loses to Triton's kernel may beat SDPA, and SDPA is what is left with Triton off."""
+    pairs = [("sdpa", 2.3), ("triton", 0.4)]
+    rows = [fa2_row("win", S, low, baseline=name) for S in (64, 256, 512) for name, low in pairs]
+    rows += [fa2_row("cmp", S, 1.5, baseline=name) for S in (64, 256, 512) for name, _ in pairs[:1]]
+    code, sent, out, err = run(grid(), "--write", str(config), fa2=rows)
+    proposal = recommended(sent)
+    assert code == 0
+    assert (proposal["fa2_min_len_win"], proposal["fa2_min_len_win_triton"]) == (64, None)
+    assert (proposal["fa2_min_len_cmp"], proposal["fa2_min_len_cmp_triton"]) == (3, None)
+    assert "all 3 cells" in proposal["fa2_win_why"]
+    assert "lower bound 0.4x < 1.2x" in proposal["fa2_win_triton_why"]
+    assert "fa2_cmp_triton_why" not in proposal
+    assert "fa2_min_len_cmp against triton: no proposal: at least 3 lengths are needed" in err
+    assert "fa2_min_len_win = 64 keys against sdpa" in out
+    assert "fa2_min_len_win against triton: keep disabled" in out
+    assert (flags(config).fa2_min_len_win, flags(config).fa2_min_len_cmp) == (64, 3)
+    assert "fa2_min_len_*: against SDPA" in config.read_text().partition("  devices:\n")[2]
 
 
 def test_fa2_says_what_is_missing_and_refuses_other_environments(run):
     rows = [fa2_row("win", S, 1.3) for S in (4096, 8192, 16384)]  # the window caps all of them
     code, sent, _, err = run(grid(), fa2=rows)
     assert code == 0 and recommended(sent)["fa2_min_len_win"] is None
-    assert "fa2_min_len_win: no proposal: at least 3 lengths are needed, got 4096" in err
+    says = "fa2_min_len_win against sdpa: no proposal: at least 3 lengths are needed, got 4096"
+    assert says in err
     code, _, _, err = run(grid(), fa2=[fa2_row("win", 512, 1.3, device="NVIDIA L4")])
     assert code == 1 and "fa2.csv:2: device is 'NVIDIA L4'" in err
 

@@ -14,8 +14,9 @@ import torch
 from bench import stats, timing
 from bench.clock import HostClock
 from bench.device import Ceilings
-from bench.timing import Budget, Case, Contender, measure, strongest
+from bench.timing import Budget, Case, Contender, Unbuilt, measure, strongest
 from nsa import launches
+from scripts.oneshot.evidence import NO_DIFFERENCE, speedup_text
 
 BUDGET = Budget(device_s=0.02, wall_s=5.0, warm_s=0.0)
 KERNEL = "_planted_kernel"
@@ -218,6 +219,7 @@ def test_a_wrong_baseline_is_not_compared_with():
     bad = Contender("bad", lambda: torch.zeros(64, 32), "torch")
     row = timed(planted(baselines=[bad]))
     assert row.status == "FAILED" and "no baseline is right" in said(row)
+    assert row.baseline == bad.name  # what it was to be held against, also without a number
 
 
 def test_strongest_baseline_is_chosen():
@@ -287,12 +289,13 @@ def test_unstable_is_said():
 
 
 def test_planted_slowdowns_get_the_right_word():
-    """3 % is found, 0.3 % is the same; neither word may depend on the seed."""
-    for slow, word in ((1.03, "SLOWER"), (1.003, "SAME"), (1 / 1.03, "FASTER")):
+    """3 % is found, 0.3 % is no difference; neither word may depend on the seed."""
+    for slow, word in ((1.03, "0.97x"), (1.003, NO_DIFFERENCE), (1 / 1.03, "1.03x")):
         for seed in range(10):
             clock = SimulatedClock({"ours": 50.0 * slow, "base": 50.0}, seed=seed)
             row = measure(planted(), clock, budget=BUDGET)
-            assert stats.change(row.speedup_ci95, 0.01) == word, (slow, seed, row.speedup_ci95)
+            _, said = speedup_text(row.record(), 0.01)
+            assert said.startswith(word), (slow, seed, row.speedup_ci95)
 
 
 def test_identical_code_is_the_same():
@@ -300,9 +303,8 @@ def test_identical_code_is_the_same():
     for seed in range(60):
         clock = SimulatedClock({"ours": 50.0, "base": 50.0}, seed=seed)
         row = measure(planted(), clock, budget=BUDGET)
-        words.append(stats.change(row.speedup_ci95, 0.01))
-    assert words.count("FASTER") + words.count("SLOWER") == 0, words
-    assert words.count("SAME") >= 57
+        words.append(speedup_text(row.record(), 0.01)[1])
+    assert set(words) == {NO_DIFFERENCE}, words
 
 
 def test_median_interval_is_the_textbooks():
@@ -351,3 +353,24 @@ def test_wall_time_is_of_the_calls_that_were_made(monkeypatch):
     made.clear()
     assert HostClock().wall(call, n=4) == pytest.approx(3.0)
     assert made == ["call"] * 7
+
+
+@pytest.mark.parametrize("error, status", [
+    (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried"), "SKIPPED"),
+    (RuntimeError("no inputs"), "FAILED"),
+])  # fmt: skip
+def test_a_case_that_cannot_be_built_is_a_row(error, status):
+    def build():
+        raise error
+
+    row = measure(Unbuilt("sel", "sel/huge", build, {"L": 64}), SimulatedClock({}), budget=BUDGET)
+    assert (row.status, row.case, row.columns["L"]) == (status, "sel/huge", 64)
+    assert str(error).split(".")[0] in said(row) and row.median_us is None
+
+
+def test_a_case_is_built_by_measuring_it():
+    case = planted()
+    unbuilt = Unbuilt(case.bench, case.name, lambda: replace(case, columns={"L": 64, "nspans": 2}))
+    row = measure(unbuilt, SimulatedClock({"ours": 50.0, "base": 60.0}), budget=BUDGET)
+    assert row.status == "VALID" and row.columns == {"L": 64, "nspans": 2}
+    assert row.candidate == case.candidate.name and row.path_requested == case.requested

@@ -95,8 +95,8 @@ def test_untrained_model_fails_the_fall_check(text):
 LEAKS = {
     "window": ("sliding_attention", lambda f: lambda q, k, v, **kw: f(q, k.roll(-1, 1), v, **kw)),
     "selected": (
-        "selection_attention",
-        lambda f: lambda q, k, v, b, **kw: f(q, k, v.roll(-1, 1), b, **kw),
+        "_selected",
+        lambda f: lambda q, k, v, *rest, **kw: f(q, k, v.roll(-1, 1), *rest, **kw),
     ),
     "compressed": (
         "compressed_attention",

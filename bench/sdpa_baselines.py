@@ -1,0 +1,117 @@
+"""Dense attention by each backend of torch's SDPA, as benches compare with: who takes a call, and
+why the others do not."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nsa import launches
+from nsa.checks import scale_of
+from nsa.errors import is_sticky
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+FORMULATIONS = ("gqa", "mqa_rows")
+
+
+@dataclass(frozen=True)
+class Usable:
+    """calls: name -> one call of that baseline. refused: name -> why it cannot run here."""
+
+    calls: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def why_none(self) -> str:
+        """What to say where no call is usable; empty where one is."""
+        if self.calls:
+            return ""
+        return "; ".join(f"{name}: {why}" for name, why in self.refused.items()) or "none was tried"
+
+
+def usable(calls: Mapping[str, Callable[[], Tensor]]) -> Usable:
+    """Which of these calls really run here, each tried once.
+
+    Too little memory for one is a reason as any other. Raises an error after which the device
+    cannot be used any more.
+    """
+    found = Usable()
+    for name, call in calls.items():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")  # a backend that refuses says there why
+            try:
+                with torch.no_grad():
+                    out = call()
+                if out.is_cuda:
+                    torch.cuda.synchronize(out.device)
+            except RuntimeError as error:
+                if is_sticky(error):
+                    raise
+                words = [str(error), *(str(w.message) for w in said)]
+                found.refused[name] = _first_reason(words)
+                continue
+        found.calls[name] = call
+    return found
+
+
+def _first_reason(words: list[str]) -> str:
+    """The most telling line: torch warns why each backend was refused, then raises in general."""
+    lines = [w.split(" (Triggered internally")[0].strip() for w in words]
+    telling = [x for x in lines[1:] if x and not x.endswith("not used because:")]
+    return (telling or lines)[0].splitlines()[0]
+
+
+def packed_sdpa(
+    Q: Tensor, K: Tensor, V: Tensor, *, backend: str, formulation: str,
+    softmax_scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """One SDPA call, on exactly the named backend, for rows with keys of their own.
+
+    Q [N, H, D], K [N, L, D], V [N, L, Dv] -> [N, H, Dv]. formulation "gqa": H heads share one K
+    head (enable_gqa); "mqa_rows": the H heads are query rows of one head. Both are views. backend:
+    flash, efficient, cudnn or math.
+
+    Raises ValueError for unknown names, RuntimeError when the backend cannot run the call.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if formulation not in FORMULATIONS:
+        raise ValueError(
+            f"formulation must be one of {', '.join(FORMULATIONS)}, got {formulation!r}"
+        )
+    scale = scale_of(softmax_scale, Q.shape[-1])
+    with sdpa_kernel(BACKENDS[backend]):
+        if formulation == "mqa_rows":
+            out = F.scaled_dot_product_attention(
+                Q[:, None], K[:, None], V[:, None], scale=scale
+            )[:, 0]
+        else:
+            out = F.scaled_dot_product_attention(
+                Q[:, :, None], K[:, None], V[:, None], scale=scale, enable_gqa=True
+            )[:, :, 0]
+    launches.bump(f"sdpa_{backend}_{formulation}", library=True)
+    return out
+
+
+def packed_baselines(Q: Tensor, K: Tensor, V: Tensor) -> Usable:
+    """Every packed_sdpa that runs on Q [N, H, D], K [N, L, D], V [N, L, Dv].
+
+    Names are "sdpa_<backend>_<formulation>".
+    """
+    return usable({
+        f"sdpa_{backend}_{formulation}": functools.partial(
+            packed_sdpa, Q, K, V, backend=backend, formulation=formulation
+        )
+        for backend in BACKENDS for formulation in FORMULATIONS
+    })  # fmt: skip
