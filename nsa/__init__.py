@@ -29,6 +29,8 @@ _WHERE = {
     "GraphUnavailable": "nsa.decode_graph",
 }
 
+_MODULES = ("compress", "generate", "layouts", "parallel")  # public, by their own names
+
 __all__ = ["__version__", *_WHERE]
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to _WHERE
@@ -51,6 +53,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"nsa.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'nsa' has no attribute {name!r}")
     value = getattr(importlib.import_module(_WHERE[name]), name)

@@ -22,8 +22,8 @@ from nsa import dispatch, select
 from nsa.arrival import await_selection
 from nsa.blocks import num_compressed
 from nsa.cache import BranchKV, NSACache
-from nsa.checks import check_int, scale_of
-from nsa.config import NSAConfig, check_blocks
+from nsa.checks import scale_of
+from nsa.config import NSAConfig, check_blocks, check_compression, check_int
 from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
 from nsa.log import log
@@ -179,7 +179,8 @@ def compressed_attention(
 
     k_cmp [B, Nc, G, Dk], v_cmp [B, Nc, G, Dv] (see nsa/compress.py); packed ones follow the
     sequences. Query s stands at position q_start + s. Returns out [B, S, HQ, Dv] and natural-log
-    lse fp32 [B, S, HQ]; a query that sees no key has 0 and -inf.
+    lse fp32 [B, S, HQ], which has no gradient on any route; a query that sees no key has 0 and
+    -inf.
 
     >>> from nsa.compress import mean_pool
     >>> q, k, v = torch.randn(1, 96, 4, 16), torch.randn(1, 96, 2, 16), torch.randn(1, 96, 2, 8)
@@ -190,7 +191,7 @@ def compressed_attention(
     31
     """
     _check_tensors(q, k_cmp, v_cmp, cu_seqlens, "_cmp")
-    check_blocks(l, d, d)
+    check_compression(l, d)
     _check_start(q_start, cu_seqlens)
     max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
@@ -202,7 +203,8 @@ def compressed_attention(
     )  # fmt: skip
     longest = max_seqlen if cu_seqlens is not None else q_start + q.shape[1]
     key_len = min(num_compressed(longest, l, d), k_cmp.shape[-3])
-    return dispatch.run(Branch.COMPRESSED, args, flags, backend, key_len=key_len)[0]
+    out, lse = dispatch.run(Branch.COMPRESSED, args, flags, backend, key_len=key_len)[0]
+    return out, lse.detach()
 
 
 def select_blocks(
@@ -257,6 +259,19 @@ def selection_attention(
     [B, S, G, n, 2] of [start, end), which are cut to the keys, but not after the query: the caller
     answers for causality there. Overlaps count once; an empty row gives 0 and zero gradients.
     """
+    return _selected(
+        q, k, v, block_indices, ranges, block_size, q_start, softmax_scale=softmax_scale,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, backend=backend, flags=flags,
+    )  # fmt: skip
+
+
+def _selected(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None, ranges: Tensor | None,
+    block_size: int, q_start: int, *, softmax_scale: float | None, cu_seqlens: Tensor | None,
+    max_seqlen: int | None, backend: str | None, flags: Flags | None, alone: bool = True,
+) -> Tensor:  # fmt: skip
+    """selection_attention; not `alone` it is a branch of a whole attention, which the threshold is
+    not about."""
     _check_tensors(q, k, v, cu_seqlens)
     _check_start(q_start, cu_seqlens)
     check_int("block_size", block_size, 1)
@@ -287,6 +302,8 @@ def selection_attention(
         key_len = min(block_indices.shape[-1] * block_size, k.shape[-3])
         if block_indices.dtype == torch.int64:  # cut first: a plain cast would wrap around
             block_indices = block_indices.clamp(-1, 2**31 - 1).to(torch.int32)
+    if not alone:
+        key_len = max(key_len, flags.sel_triton_min_L)
     args = dict(
         q=q, k=k, v=v, block_indices=block_indices, ranges=ranges, block_size=block_size,
         q_start=q_start, softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
@@ -309,7 +326,7 @@ def sliding_attention(
     check_int("window", window, 1)
     max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     if q_start is None:
-        q_start = 0 if cu_seqlens is not None else k.shape[1] - q.shape[1]
+        q_start = 0 if cu_seqlens is not None else max(k.shape[1] - q.shape[1], 0)
     _check_start(q_start, cu_seqlens)
     _check_reach("k", k, q, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
@@ -419,8 +436,8 @@ def nsa_attention(
             )  # fmt: skip
             win = sliding_attention(q, k_win, v_win, window=window, backend=backend, **common)
             await_selection()
-            sel = selection_attention(
-                q, k_sel, v_sel, block_indices, block_size=l_sel, q_start=q_start, backend=backend,
+            sel = _selected(
+                q, k_sel, v_sel, block_indices, None, l_sel, q_start, backend=backend, alone=False,
                 **common,
             )  # fmt: skip
         routes = {decision.branch.value: decision.route.value for decision in taken}

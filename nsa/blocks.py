@@ -10,8 +10,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nsa.config import check_blocks
-
 Count = TypeVar("Count", int, Tensor)
 
 
@@ -30,18 +28,6 @@ def visible_compressed(t: Count, l: int, d: int) -> Count:
 def num_sel_blocks(S: Count, l_sel: int) -> Count:
     """Selection blocks that start before S, the last one possibly partial."""
     return -(-S // l_sel)
-
-
-def overlap_matrix(
-    n_cmp: int, n_blocks: int, l: int, d: int, l_sel: int, *,
-    dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
-) -> Tensor:  # fmt: skip
-    """[n_cmp, n_blocks]: share of compressed block i's l tokens that lie in selection block j."""
-    check_blocks(l, d, l_sel)
-    start = torch.arange(n_cmp, device=device)[:, None] * d
-    block = torch.arange(n_blocks, device=device)[None, :] * l_sel
-    tokens = torch.minimum(start + l, block + l_sel) - torch.maximum(start, block)
-    return tokens.clamp(min=0).to(dtype) / l
 
 
 def cu_seqlens_compressed(cu_seqlens: Tensor, l: int, d: int) -> Tensor:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch import Tensor
 from nsa import select
 from nsa.blocks import num_compressed, visible_compressed
 from nsa.compress import MLPCompression
-from nsa.config import NSAConfig
+from nsa.config import NSAConfig, check_int
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,17 @@ class Reads:
         return self.cmp + self.sel + self.win
 
 
+_RINGS = ("k_win", "v_win", "k_raw", "v_raw")
 _BUFFERS = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw")
+
+
+class Mark(NamedTuple):
+    """What a cache was before tokens were appended to it, see NSACache.mark()."""
+
+    lengths: list[int]
+    highest: list[int]
+    counted: int
+    rings: dict[str, Tensor]
 
 
 class NSACache:
@@ -83,8 +93,9 @@ class NSACache:
         max_step: int = 8, growable: bool = False, count_reads: bool = False,
     ) -> None:  # fmt: skip
         for name, value in (("batch", batch), ("max_len", max_len), ("max_step", max_step)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive int, got {value!r}")
+            check_int(name, value, 1)
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating type, got {dtype}")
         self.config, self.batch, self.max_len, self.max_step = config, batch, max_len, max_step
         self.growable, self.count_reads = growable, count_reads
         self.lengths = [0] * batch
@@ -125,17 +136,24 @@ class NSACache:
 
         max_len: capacity of the new cache, at least every length; default the largest capacity.
         growable and count_reads are theirs, counted reads stay with them. Raises ValueError when
-        they disagree, and for sequences of different lengths with count_reads.
+        they disagree, and for sequences of different lengths with count_reads; TypeError for what
+        is no NSACache.
         """
         if not caches:
             raise ValueError("caches must hold at least one NSACache, got none")
+        for c in caches:
+            if not isinstance(c, NSACache):
+                raise TypeError(f"caches must be NSACaches, got {type(c).__name__}")
         first = caches[0]
-        traits = lambda c: (c.config, c.max_step, c._like, c.growable, c.count_reads)
-        if any(traits(c) != traits(first) for c in caches):
-            raise ValueError(
-                "caches must agree in config, max_step, dtype, device, growable and count_reads"
-            )
         longest = max(c.length for c in caches)
+        for name in ("config", "max_step", "dtype", "device", "growable", "count_reads"):
+            for c in caches:
+                if getattr(c, name) != getattr(first, name):
+                    raise ValueError(
+                        f"caches must agree in {name}, got {getattr(first, name)} and "
+                        f"{getattr(c, name)}"
+                    )
+        check_int("max_len", max_len, 1, optional=True)
         max_len = max(c.max_len for c in caches) if max_len is None else max_len
         if max_len < longest:
             raise ValueError(f"max_len must be at least the longest {longest}, got {max_len}")
@@ -158,7 +176,11 @@ class NSACache:
         return result
 
     def row(self, b: int) -> NSACache:
-        """Sequence b alone: a cache of batch 1 whose buffers are views of this one's."""
+        """Sequence b alone, to read: a cache of batch 1 whose buffers are views of this one's.
+
+        Appended to, it would write into this cache, whose lengths do not follow. stack([c.row(b)])
+        makes a cache of its own.
+        """
         one = copy.copy(self)
         one.batch, one.lengths, one.growable = 1, [self.lengths[b]], False
         one.highest = [self.highest[b]]
@@ -170,6 +192,23 @@ class NSACache:
 
     def __len__(self) -> int:
         return self.length
+
+    def __bool__(self) -> bool:  # an empty cache is one all the same: `cache or make_cache()`
+        return True
+
+    def __repr__(self) -> str:
+        return (
+            f"NSACache(lengths={self.lengths}, max_len={self.max_len}, max_step={self.max_step}, "
+            f"{self.dtype}, {self.device})"
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k_sel.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.k_sel.device
 
     @property
     def length(self) -> int:
@@ -415,24 +454,62 @@ class NSACache:
         rows = torch.arange(end - keep, end, device=self.lens.device) % ring.shape[1]
         ring[:, rows] = x[:, x.shape[1] - keep :]
 
-    def rewind(self, n: int) -> None:
+    def rewind(self, n: int | Sequence[int]) -> None:
         """Forget the n newest tokens of every sequence, as when drafted tokens are refused.
 
-        The rings go back to max_step tokens below the greatest length ever written, earlier
-        rewinds and the trial steps of a StepGraph included. Raises ValueError beyond.
+        n: a number for all sequences, or one for each. The rings go back to max_step tokens below
+        the greatest length ever written, earlier rewinds and the trial steps of a StepGraph
+        included. Raises ValueError beyond, and for different n with count_reads.
         """
-        highest = map(max, self.highest, self.lengths)
-        most = min(
-            n - max(0, h - self.max_step) for n, h in zip(self.lengths, highest, strict=True)
-        )
-        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= most:
-            raise ValueError(
-                f"n must be an int from 0 to {most}, got {n!r}: a cache of "
-                f"max_step={self.max_step} keeps no more"
-            )
-        if n:
-            self.lens -= n
-            self.lengths = [length - n for length in self.lengths]
+        same = not isinstance(n, Sequence)
+        each = [n] * self.batch if same else list(n)
+        if len(each) != self.batch:
+            raise ValueError(f"n must be an int or {self.batch} of them, got {n!r}")
+        written = map(max, self.highest, self.lengths)
+        most = [
+            length - max(0, h - self.max_step)
+            for length, h in zip(self.lengths, written, strict=True)
+        ]
+        if same:
+            most = [min(most)] * self.batch
+        for b, (one, limit) in enumerate(zip(each, most, strict=True)):
+            if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= limit:
+                which = "n" if same else f"n[{b}]"
+                raise ValueError(
+                    f"{which} must be an int from 0 to {limit}, got {one!r}: a cache of "
+                    f"max_step={self.max_step} keeps no more"
+                )
+        if self.count_reads and len(set(each)) > 1:
+            raise ValueError(f"n must be the same for all sequences with count_reads, got {n!r}")
+        if len(set(each)) == 1:
+            self.lens -= each[0]
+        else:
+            self.lens -= torch.tensor(each, dtype=torch.int32, device=self.device)
+        self.lengths = [length - one for length, one in zip(self.lengths, each, strict=True)]
+
+    def reset(self) -> None:
+        """Forget all tokens, for new sequences in the same buffers: a StepGraph stays right."""
+        self.lens.zero_()
+        self.lengths = [0] * self.batch
+        self.highest = [0] * self.batch
+        self._counted.clear()
+
+    def mark(self, T: int) -> Mark:
+        """What restore() needs to undo an append of T tokens."""
+        kept = _RINGS if T > self.max_step and self.length else ()
+        rings = {name: getattr(self, name).clone() for name in kept}
+        return Mark(self.lengths, self.highest, len(self._counted), rings)
+
+    def restore(self, mark: Mark) -> None:
+        """Back to a mark() after T tokens were appended, or none, and nothing else was done."""
+        if self.lengths != mark.lengths:
+            self.lens -= self.lengths[0] - mark.lengths[0]
+            self.lengths = mark.lengths
+        for name, was in mark.rings.items():
+            getattr(self, name).copy_(was)
+        if mark.rings or not any(mark.lengths):  # else rows below are overwritten for good
+            self.highest = mark.highest
+        del self._counted[mark.counted :]
 
     def _check(self, new: BranchKV) -> None:
         c, T = self.config, new.k_sel.shape[1]

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> None:
-    """Raise TypeError or ValueError unless value is an int from `least` on, or None if optional."""
-    if optional and value is None:
-        return
-    none = "None or " if optional else ""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be {none}an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be {none}at least {least}, got {value}")
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -28,14 +17,26 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def autocast_on(device: torch.device) -> bool:
+    """Is autocast enabled there? Meta tensors have none, and asking whether a device has one would
+    break a graph that torch 2.11 traces."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def takes_forward_derivatives() -> bool:
+    """True inside torch.func.jvp and forward_ad.dual_level()."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
 def scale_of(softmax_scale: float | None, d: int) -> float:
-    """softmax_scale or its default; raises TypeError or ValueError for what is no finite number."""
+    """softmax_scale or its default; raises TypeError or ValueError for what is no finite number
+    above 0: kernels take the maximum before they scale."""
     if softmax_scale is None:
         return 1.0 / math.sqrt(d)
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise TypeError(f"softmax_scale must be None or a number, got {softmax_scale!r}")
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+        raise ValueError(f"softmax_scale must be a finite number above 0, got {softmax_scale}")
     return float(softmax_scale)
 
 

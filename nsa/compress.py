@@ -8,16 +8,22 @@ from torch import Tensor, nn
 
 from nsa.blocks import num_compressed
 from nsa.checks import is_plain
-from nsa.config import check_blocks
+from nsa.config import check_compression
 
 
 def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """The l tokens of every whole block: x [B, S, G, D] -> [B, Nc, l, G, D].
 
     With cu_seqlens (int32 [nseq + 1]), x is packed [T, G, D] -> [N_total, l, G, D] and no block
-    spans two sequences.
+    spans two sequences; a GPU is waited for, since the lengths say how many blocks there are.
+    Raises ValueError or TypeError that names the argument.
     """
-    check_blocks(l, d, d)
+    check_compression(l, d)
+    if x.ndim != (4 if cu_seqlens is None else 3):
+        lead = "[B, S, G, D]" if cu_seqlens is None else "[T, G, D] with cu_seqlens"
+        raise ValueError(f"x must be {lead}, got shape {list(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be of a floating dtype, got {x.dtype}")
     if cu_seqlens is None:
         B, S, G, D = x.shape
         if S < l:
@@ -25,9 +31,9 @@ def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -
         return x.unfold(1, l, d).permute(0, 1, 4, 2, 3)
     counts = num_compressed(cu_seqlens[1:] - cu_seqlens[:-1], l, d).long()
     before = F.pad(counts.cumsum(0), (1, 0))[:-1]
-    block = torch.arange(int(counts.sum()), device=x.device)
-    start = block - before.repeat_interleave(counts)
-    start = start * d + cu_seqlens[:-1].long().repeat_interleave(counts)
+    n = int(counts.sum())
+    start = torch.arange(n, device=x.device) - before.repeat_interleave(counts, output_size=n)
+    start = start * d + cu_seqlens[:-1].long().repeat_interleave(counts, output_size=n)
     return x[start[:, None] + torch.arange(l, device=x.device)]
 
 
@@ -57,11 +63,16 @@ class MLPCompression(nn.Module):
 
     def __init__(self, dim: int, l: int, d: int, hidden: int | None = None) -> None:
         super().__init__()
-        check_blocks(l, d, d)
+        check_compression(l, d)
         self.l, self.d = l, d
-        self.position = nn.Parameter(torch.randn(l, dim) * 0.02)
+        self.position = nn.Parameter(torch.empty(l, dim))
+        self.reset_parameters()
         self.inner = nn.Linear(l * dim, hidden or dim)
         self.outer = nn.Linear(hidden or dim, dim)
+
+    def reset_parameters(self) -> None:
+        """Initialise p; the linear layers have their own, as modules on meta tensors need it."""
+        nn.init.normal_(self.position, std=0.02)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         blocks = block_windows(x, self.l, self.d, cu_seqlens)  # [.., Nc, l, G, D]

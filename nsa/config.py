@@ -41,18 +41,14 @@ class NSAConfig:
             value = getattr(self, f.name)
             if f.name in ("rope_base", "phi"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{f.name} must be an integer, got {value!r}")
-            least = 0 if f.name == "n_init" else 1
-            if value < least:
-                raise ValueError(f"{f.name} must be at least {least}, got {value}")
+            check_int(f.name, value, 0 if f.name == "n_init" else 1)
         if self.heads % self.groups:
             raise ValueError(
                 f"groups must divide heads, got heads={self.heads} groups={self.groups}"
             )
         if self.d_k % 2:
             raise ValueError(f"d_k must be even for the rotary embedding, got {self.d_k}")
-        if not isinstance(self.rope_base, (int, float)) or not 1 < self.rope_base < float("inf"):
+        if not isinstance(self.rope_base, (int, float)) or not 1 < self.rope_base < 1e300:
             raise ValueError(f"rope_base must be a finite number above 1, got {self.rope_base!r}")
         if self.phi not in ("mlp", "mean"):
             raise ValueError(f"phi must be 'mlp' or 'mean', got {self.phi!r}")
@@ -111,10 +107,29 @@ class NSAConfig:
         return cls(**values)
 
 
+def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> None:
+    """Raise TypeError or ValueError unless value is an int from `least` on, or None if optional."""
+    if optional and value is None:
+        return
+    none = "None or " if optional else ""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be {none}an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be {none}at least {least}, got {value}")
+
+
+def check_compression(l: int, d: int) -> None:
+    """Raise TypeError or ValueError unless d divides l."""
+    check_int("l", l, 1)
+    check_int("d", d, 1)
+    if l % d:
+        raise ValueError(f"d must divide l, got l={l} d={d}")
+
+
 def check_blocks(l: int, d: int, l_sel: int) -> None:
-    """Raise ValueError unless d divides l and l_sel (the paper's condition on block sizes)."""
+    """Raise TypeError or ValueError unless d divides l and l_sel (the paper's condition on block
+    sizes)."""
     for name, value in (("l", l), ("d", d), ("l_sel", l_sel)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        check_int(name, value, 1)
     if l % d or l_sel % d:
         raise ValueError(f"d must divide l and l_sel, got l={l} d={d} l_sel={l_sel}")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.checks import needs_grad
+from nsa.checks import autocast_on, needs_grad, takes_forward_derivatives
 from nsa.errors import must_raise
 from nsa.flags import Flags, get_flags
 from nsa.log import enabled, log, once, warn_once
@@ -33,6 +33,7 @@ from nsa.routes import (
     parse_backend,
     why_not,
 )
+from nsa.untraced import constant
 
 __all__ = [
     "LADDER", "REASONS", "Branch", "Decision", "Request", "Route", "RouteUnavailable", "decide",
@@ -44,21 +45,12 @@ __all__ = [
 # ---- from tensors to a request -------------------------------------------------------------------
 
 
-@functools.cache
-def _device_name(index: int) -> str:
-    return torch.cuda.get_device_name(index)
+_device_name = constant(functools.cache(lambda index: torch.cuda.get_device_name(index)))
+_capability = constant(functools.cache(lambda index: torch.cuda.get_device_capability(index)))
+_has_triton = constant(functools.cache(lambda: importlib.util.find_spec("triton") is not None))
 
 
-@functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
+@constant
 def interpreting() -> bool:
     """True when Triton was asked to interpret kernels on CPU (TRITON_INTERPRET=1)."""
     import os
@@ -83,6 +75,7 @@ def make_request(
     request = Request(
         branch=branch, device=q.device.type, dtype=str(q.dtype).removeprefix("torch."),
         d_k=q.shape[-1], d_v=v.shape[-1], key_len=key_len, needs_grad=needs_grad(q, k, v),
+        forward_ad=takes_forward_derivatives(),
         capability=_capability(q.device.index) if q.is_cuda else None, has_triton=_has_triton(),
         interpret=interpreting(), no_fa2=None,
     )  # fmt: skip
@@ -129,6 +122,7 @@ def observed(flags: Flags, q: Tensor) -> bool:
     return bool(
         _sinks or flags.debug_log or flags.debug_timing or flags.debug_shapes
         or flags.debug_compare or (q.requires_grad and torch.is_grad_enabled())
+        or takes_forward_derivatives()
     )  # fmt: skip
 
 
@@ -139,9 +133,10 @@ def guarded(
     """Run the first rung that may and can: (its result, the decision as it was really taken).
 
     A named backend runs alone and its error is the caller's; arguments that it has no kernel for
-    are RouteUnavailable. Otherwise an error of a rung other than the reference is logged
-    (`<branch>.<route>.fallback reason=`) and the next rung runs; a kernel that fails is a
-    RuntimeWarning too, once per branch and error. Out of memory and sticky CUDA errors are raised.
+    are RouteUnavailable. Otherwise an error of a rung other than the reference is logged (as
+    `sel.triton.fallback reason=`, by branch and route) and the next rung runs; a kernel that fails
+    is a RuntimeWarning too, once per branch and error. Out of memory and sticky CUDA errors are
+    raised.
     """
     decision = decide(request, flags, backend)
     rejected = list(decision.rejected)
@@ -176,7 +171,7 @@ def guarded(
         taken = decision
         if route is not decision.route:
             taken = replace(decision, route=route, rejected=tuple(rejected))
-        log(f"{request.branch.value}.path", flags=flags, route=route.value,
+        log(f"{_LOG_PREFIX[request.branch]}.path", flags=flags, route=route.value,
             requested=taken.requested and taken.requested.value)  # fmt: skip
         if _sinks:
             _record(taken)
@@ -227,7 +222,7 @@ def log_device(device: torch.device, flags: Flags) -> None:
 
 def _inputs_decide(device: torch.device) -> contextlib.AbstractContextManager:
     """No autocast inside: it would turn the fp32 scores of the PyTorch rungs into bf16."""
-    if torch.is_autocast_enabled(device.type):
+    if autocast_on(device):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CONFIG_PATH = Path(__file__).resolve().parent.parent / "configs" / "base.yaml"
+_ROOT = Path(__file__).resolve().parent.parent
+CONFIG_PATH = _ROOT / "configs" / "base.yaml"  # of a checkout; site-packages may hold others' files
 
 # Of the report runner and the benches; not settings of the library.
 RUNNER_VARIABLES = ("NSA_RESULT_FD", "NSA_OUT_DIR", "NSA_COMMIT")
@@ -128,7 +129,9 @@ class Flags:
         "NSA_DEBUG_COMPARE", _parse_bool, False, "log the error against the reference (slow)"
     )
     debug_log: bool = _flag(
-        "NSA_DEBUG_LOG", _parse_bool, False, "log sel.triton.* and fa2.*", alias="NSA_DEBUG_TRITON"
+        "NSA_DEBUG_LOG", _parse_bool, False,
+        "log device, fallbacks with their reason and reads: sel.triton.*, fa2.* and the like",
+        alias="NSA_DEBUG_TRITON",
     )
     log_limit: int | None = _flag(
         "NSA_LOG_LIMIT", _parse_limit, None, "cap on repeats of a log tag, or none"
@@ -187,7 +190,9 @@ class Flags:
         """
         env = os.environ if mapping is None else mapping
         _warn_unknown(env)
-        values, sources = _runtime_values(Path(config_path or CONFIG_PATH), device_name)
+        if config_path is None and (_ROOT / "pyproject.toml").is_file():
+            config_path = CONFIG_PATH
+        values, sources = _runtime_values(config_path and Path(config_path), device_name)
         for f in flag_fields():
             seen: dict[str, Any] = {}
             for name in filter(None, (f.metadata["env"], f.metadata["alias"])):
@@ -278,10 +283,10 @@ def _mapping(value: Any, where: str) -> Mapping:
 
 
 def _runtime_values(
-    path: Path, device_name: str | None
+    path: Path | None, device_name: str | None
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, str]]]:
     """Values and sources from the file's `runtime` section: common keys, then the device's."""
-    if not path.is_file():
+    if path is None or not path.is_file():
         return {}, {}
     import yaml  # only here: importing nsa needs the standard library alone
 
@@ -321,19 +326,21 @@ _lock = threading.Lock()
 
 
 def get_flags(device_name: str | None = None) -> Flags:
-    """The flags of this process, read once per device name (see clear_flags_cache)."""
+    """The flags of this process, read once per device name (see clear_flags_cache).
+
+    What torch.compile compiled keeps those that it was compiled with, until torch.compiler.reset().
+    """
     with _lock:
         if device_name not in _cache:
             _cache[device_name] = Flags.from_env(device_name=device_name)
         return _cache[device_name]
 
 
+# torch.compile calls it once and takes the answer for a constant, as all calls do that follow.
+get_flags._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def clear_flags_cache() -> None:
     """Forget cached flags, so that the next get_flags() reads the environment again."""
     with _lock:
         _cache.clear()
-
-
-def effective(device_name: str | None = None) -> list[dict[str, Any]]:
-    """One {name, value, source} per variable for this process and device."""
-    return get_flags(device_name).effective()

@@ -50,7 +50,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> NSALanguageModel:
-    """Rebuild the model of `save_checkpoint`. Loads data only (weights_only), never code.
+    """Rebuild the model of `save_checkpoint`, in its dtype. Loads data only (weights_only), never
+    code.
 
     Raises ValueError when the file is not such a checkpoint or holds other weights than its
     configuration describes.
@@ -65,11 +66,14 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> NSA
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
     if found != FORMAT:
         raise ValueError(f"checkpoint {path} must have format {FORMAT!r}, got {found!r}")
-    model = NSALanguageModel(
-        NSAConfig(**saved["config"]), vocab_size=saved["vocab_size"], n_layers=saved["n_layers"]
-    )
     try:
-        model.load_state_dict(saved["state"])
+        config, sizes = NSAConfig(**saved["config"]), (saved["vocab_size"], saved["n_layers"])
+        model = NSALanguageModel(config, *sizes)
+        model.load_state_dict(saved["state"], assign=True)  # in the dtype that was saved
+    except KeyError as e:
+        raise ValueError(f"checkpoint {path} lacks {e}") from e
+    except (TypeError, ValueError, AttributeError) as e:
+        raise ValueError(f"checkpoint {path} has a configuration of another kind: {e}") from e
     except RuntimeError as e:
         raise ValueError(f"checkpoint {path} does not fit its own configuration: {e}") from e
     return model.to(device).eval()
@@ -102,7 +106,6 @@ def pick(
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
 
 
-@torch.inference_mode()
 def generate(
     model: NSALanguageModel,
     prompt: Tensor,
@@ -136,25 +139,26 @@ def generate(
 
     generator = torch.Generator().manual_seed(seed)
     start = clock()
-    logits, caches = model.prefill(prompt, prompt.shape[1] + max_new_tokens)
-    tokens = [prompt, pick(logits[:, -1], temperature, top_k, generator).to(prompt.device)]
-    prefilled = clock()
-    step: Callable[[Tensor], Tensor] = lambda x: model.step(x, caches)
-    graphed, why = False, None
-    begin = prefilled
-    if graph and max_new_tokens > 1:
-        try:
-            step, graphed = StepGraph(step, tokens[-1], caches), True
-        except GraphUnavailable as error:
-            why = str(error)
-        begin = clock()
-    for _ in range(max_new_tokens - 1):
-        logits = step(tokens[-1])
-        tokens.append(pick(logits[:, -1], temperature, top_k, generator).to(prompt.device))
-    decoded = clock()
+    with torch.inference_mode():
+        logits, caches = model.prefill(prompt, prompt.shape[1] + max_new_tokens)
+        tokens = [prompt, pick(logits[:, -1], temperature, top_k, generator).to(prompt.device)]
+        prefilled = clock()
+        step: Callable[[Tensor], Tensor] = lambda x: model.step(x, caches)
+        graphed, why = False, None
+        begin = prefilled
+        if graph and max_new_tokens > 1:
+            try:
+                step, graphed = StepGraph(step, tokens[-1], caches), True
+            except GraphUnavailable as error:
+                why = str(error)
+            begin = clock()
+        for _ in range(max_new_tokens - 1):
+            logits = step(tokens[-1])
+            tokens.append(pick(logits[:, -1], temperature, top_k, generator).to(prompt.device))
+        decoded = clock()
     batch, steps = prompt.shape[0], max_new_tokens - 1
     return Generated(
-        tokens=torch.cat(tokens, dim=1),
+        tokens=torch.cat(tokens, dim=1),  # outside, so that a model can be trained on them
         prefill_tokens_per_s=prompt.numel() / (prefilled - start),
         decode_tokens_per_s=batch * steps / (decoded - begin) if steps else None,
         graphed=graphed,

@@ -36,6 +36,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa.config import check_int
 from nsa.select import blocks_to_ranges
 
 _DIMS = {"BSGn": 4, "BGSn": 4, "TGn": 3, "GTn": 3}
@@ -80,6 +81,7 @@ def token_positions(shape: torch.Size | list[int], cu_seqlens: Tensor | None) ->
 
 def _own_block(x: Tensor, block_size: int, cu_seqlens: Tensor | None) -> Tensor:
     """[S or T, 1, 1]: the block that holds each query of x in our layout."""
+    check_int("block_size", block_size, 1)
     if x.ndim != (4 if cu_seqlens is None else 3):
         want = "[B, S, G, n], or packed with cu_seqlens"
         raise ValueError(f"block_indices must be {want}, got shape {list(x.shape)}")
@@ -179,6 +181,8 @@ def from_ranges(
     A range starts where a block does and ends where one does, or after the query. Raises ValueError
     for other ranges and for more than n blocks. Looks at the values, so it waits for a GPU.
     """
+    if ranges.ndim < 2 or ranges.shape[-1] != 2:
+        raise ValueError(f"ranges must be [.., n, 2] of [start, end), got {list(ranges.shape)}")
     own = _own_block(ranges[..., 0], block_size, cu_seqlens)
     t = token_positions(ranges.shape, cu_seqlens).to(ranges.device)[:, None, None]
     start, end = ranges.long().unbind(-1)
@@ -197,10 +201,17 @@ def from_ranges(
 
 
 def to_mask(block_indices: Tensor, n_blocks: int) -> Tensor:
-    """bool [B, G, S, n_blocks]: block j is chosen. block_indices [B, S, G, n]."""
+    """bool [B, G, S, n_blocks]: block j is chosen. block_indices [B, S, G, n].
+
+    Raises ValueError for a block at or beyond n_blocks; looks at the values, so it waits for a GPU.
+    """
     if block_indices.ndim != 4:
         raise ValueError(f"block_indices must be [B, S, G, n], got {list(block_indices.shape)}")
+    check_int("n_blocks", n_blocks, 0)
     x = block_indices.long()
+    if x.numel() and int(x.max()) >= n_blocks:
+        raise ValueError(f"n_blocks must be over every block, of which {int(x.max())} is one, "
+                         f"got {n_blocks}")  # fmt: skip
     mask = torch.zeros(*x.shape[:-1], n_blocks + 1, dtype=torch.bool, device=x.device)
     mask.scatter_(-1, torch.where(x < 0, n_blocks, x), True)  # none goes to a column cut off
     return mask[..., :n_blocks].transpose(1, 2)

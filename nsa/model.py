@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.cache import NSACache
-from nsa.config import NSAConfig
+from nsa.config import NSAConfig, check_int
 from nsa.flags import Flags
 from nsa.module import NSABlock
 
@@ -29,9 +29,8 @@ class NSALanguageModel(nn.Module):
         flags: Flags | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        for name, value in (("vocab_size", vocab_size), ("n_layers", n_layers)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        check_int("vocab_size", vocab_size, 1)
+        check_int("n_layers", n_layers, 1)
         self.config, self.vocab_size, self.n_layers = config, vocab_size, n_layers
         self.embedding = nn.Embedding(vocab_size, config.dim)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -61,16 +60,17 @@ class NSALanguageModel(nn.Module):
     def prefill(
         self, tokens: Tensor, max_len: int | None = None, *, count_reads: bool = False
     ) -> tuple[Tensor, list[NSACache]]:
-        """Logits [B, S, vocab] of the prompt and one cache per layer.
+        """Logits [B, S, vocab] of the prompt, without gradients, and one cache per layer.
 
         max_len: fixed capacity of the caches, at least S or ValueError; None lets them grow.
         """
+        check_int("max_len", max_len, max(tokens.shape[1], 1), optional=True)
         x = self.embedding(tokens)
+        room = max(2 * tokens.shape[1], 64) if max_len is None else max_len
         caches = [
             block.attention.make_cache(
-                tokens.shape[0], max_len or max(2 * tokens.shape[1], 64), growable=max_len is None,
-                count_reads=count_reads,
-            )  # fmt: skip
+                tokens.shape[0], room, growable=max_len is None, count_reads=count_reads
+            )
             for block in self.blocks
         ]
         for block, cache in zip(self.blocks, caches, strict=True):
@@ -79,14 +79,22 @@ class NSALanguageModel(nn.Module):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, caches: list[NSACache]) -> Tensor:
-        """Logits [B, T, vocab] of the T newest tokens [B, T]; the caches take them up.
+        """Logits [B, T, vocab] of the T newest tokens [B, T], without gradients; the caches take
+        them up.
 
         caches: one per layer, as prefill() made them. Raises ValueError when they are not as many,
-        or tokens have not their batch, or do not fit any more.
+        or tokens have not their batch, or do not fit any more. A step that raises leaves all
+        caches as they were.
         """
         if len(caches) != self.n_layers:
             raise ValueError(f"caches must be {self.n_layers}, one per layer, got {len(caches)}")
         x = self.embedding(tokens)
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x = block.step(x, cache)
-        return self._logits(x)
+        before = [cache.mark(tokens.shape[1]) for cache in caches]
+        try:
+            for block, cache in zip(self.blocks, caches, strict=True):
+                x = block.step(x, cache)
+            return self._logits(x)
+        except BaseException:  # an interrupt too
+            for cache, mark in zip(caches, before, strict=True):
+                cache.restore(mark)
+            raise

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa import attention
+from nsa import attention, dispatch
 from nsa.cache import BranchKV, NSACache
-from nsa.checks import is_plain
+from nsa.checks import autocast_on, is_plain
 from nsa.compress import make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
@@ -53,13 +53,21 @@ class GateMLP(nn.Module):
 class NSAAttention(nn.Module):
     """Native Sparse Attention layer (arXiv 2502.11089, section 3): [B, S, dim] -> [B, S, dim].
 
-    flags and backend are passed to nsa_attention; None follows the environment.
+    flags and backend are passed to nsa_attention; None follows the environment. phi_k and phi_v may
+    be replaced by modules that take (x, cu_seqlens=None) as nsa.compress.MLPCompression does, gate
+    by one that makes [.., HQ, 3] of x. Raises ValueError or TypeError for an unknown backend, and
+    for a config or flags of another kind.
     """
 
     def __init__(
         self, config: NSAConfig, *, backend: str | None = None, flags: Flags | None = None
     ) -> None:
         super().__init__()
+        if not isinstance(config, NSAConfig):
+            raise TypeError(f"config must be an nsa.NSAConfig, got {type(config).__name__}")
+        if flags is not None and not isinstance(flags, Flags):
+            raise TypeError(f"flags must be an nsa.Flags, got {type(flags).__name__}")
+        dispatch.parse_backend(backend)
         c = self.config = config
         self.backend, self.flags = backend, flags
         # One product for queries, keys (cmp, sel, win) and values (the same): eager decoding is
@@ -69,6 +77,13 @@ class NSAAttention(nn.Module):
         self.gate = GateMLP(c.dim, c.heads)
         self.phi_k = make_compression(c.phi, c.d_k, c.l, c.d)
         self.phi_v = make_compression(c.phi, c.d_v, c.l, c.d)
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return (
+            f"heads={c.heads}, groups={c.groups}, d_k={c.d_k}, d_v={c.d_v}, l={c.l}, d={c.d}, "
+            f"l_sel={c.l_sel}, n_sel={c.n_sel}, w={c.w}"
+        )
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         """Weights from before the three projections were one are joined."""
@@ -122,20 +137,44 @@ class NSAAttention(nn.Module):
         )  # fmt: skip
         return self.out(out.flatten(-2))
 
-    def make_cache(self, batch: int, max_len: int, **kwargs) -> NSACache:
-        """An empty cache for this layer on its device; kwargs as for NSACache."""
-        weight = self.qkv.weight
-        dtype = weight.dtype
-        if torch.is_autocast_enabled(weight.device.type):
-            dtype = torch.get_autocast_dtype(weight.device.type)
-        kwargs = {"device": weight.device, "dtype": dtype, **kwargs}
-        return NSACache(self.config, batch, max_len, **kwargs)
+    def make_cache(
+        self, batch: int, max_len: int, *, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, max_step: int = 8, growable: bool = False,
+        count_reads: bool = False,
+    ) -> NSACache:  # fmt: skip
+        """An empty cache for this layer, as NSACache; device and dtype are its weights' (under
+        autocast the dtype is autocast's) unless given."""
+        if device is None or dtype is None:  # else weights of another kind are not looked at
+            weight = self.qkv.weight
+            device = weight.device if device is None else device
+            if dtype is None:
+                dtype = weight.dtype
+                if autocast_on(weight.device):
+                    dtype = torch.get_autocast_dtype(weight.device.type)
+        return NSACache(
+            self.config, batch, max_len, device=device, dtype=dtype, max_step=max_step,
+            growable=growable, count_reads=count_reads,
+        )  # fmt: skip
+
+    def _check_cache(self, cache: NSACache) -> None:
+        """Raise unless the cache was made for sizes like this layer's."""
+        if not isinstance(cache, NSACache):
+            raise TypeError(f"cache must be an NSACache, got {type(cache).__name__}")
+        if cache.config is self.config:
+            return
+        for name, ours in vars(self.config).items():
+            theirs = getattr(cache.config, name)
+            if ours != theirs and name not in ("dim", "phi"):
+                raise ValueError(
+                    f"cache must be of a layer with {name}={ours} as this one, got {name}={theirs}"
+                )
 
     def prefill(self, x: Tensor, cache: NSACache) -> Tensor:
-        """Attend within x [B, S, dim] and fill the empty cache with it.
+        """Attend within x [B, S, dim] and fill the empty cache with it; without gradients.
 
         Raises ValueError when the cache holds tokens, and as step() does.
         """
+        self._check_cache(cache)
         if cache.length:
             raise ValueError(f"cache must be empty for prefill, it holds {cache.length} tokens")
         return self.step(x, cache)
@@ -144,23 +183,34 @@ class NSAAttention(nn.Module):
     @torch.no_grad()
     @untraced
     def step(self, x: Tensor, cache: NSACache) -> Tensor:
-        """Append the T newest tokens x [B, T, dim] to the cache and attend from them.
+        """Append the T newest tokens x [B, T, dim] to the cache and attend from them; without
+        gradients.
 
-        Raises ValueError when x has not the cache's batch or device, or does not fit any more.
+        Raises ValueError when x has not the cache's batch or device, or does not fit any more, and
+        when the cache is of a layer with other sizes. A step that raises leaves the cache as it
+        was.
         """
         self._check(x, 3)
+        self._check_cache(cache)
         if x.shape[0] != cache.batch:
             raise ValueError(f"x must have the cache's batch {cache.batch}, got {list(x.shape)}")
         if x.device != cache.lens.device:
             raise ValueError(f"x must be on the cache's {cache.lens.device}, got {x.device}")
         if x.shape[1] == 0:
             return x.clone()
+        before = cache.mark(x.shape[1])
+        try:
+            return self._step(x, cache)
+        except BaseException:  # an interrupt too
+            cache.restore(before)
+            raise
+
+    def _step(self, x: Tensor, cache: NSACache) -> Tensor:
         # The ring keeps enough for max_step queries; more of them need the keys before they go.
         many = x.shape[1] > cache.max_step
         window = q = made = last = None
         if not many and x.shape[0] * x.shape[1] <= FUSED_GATES and isinstance(self.gate, GateMLP):
             last = self.gate.for_kernel()
-        # Whatever may fail fails before the cache has grown.
         gates = self.gate(x) if last is None else None
         if not many:
             q, made = attention.append_projected(
@@ -235,10 +285,12 @@ class NSABlock(nn.Module):
 
     @torch.no_grad()
     def prefill(self, x: Tensor, cache: NSACache) -> Tensor:
-        """forward() of x [B, S, dim] that fills the empty cache. ValueError as NSAAttention's."""
+        """forward() of x [B, S, dim] that fills the empty cache, without gradients. ValueError as
+        NSAAttention's."""
         return self._finish(x, self.attention.prefill(self.attention_norm(x), cache))
 
     @torch.no_grad()
     def step(self, x: Tensor, cache: NSACache) -> Tensor:
-        """forward() of the T newest tokens x [B, T, dim]. ValueError as NSAAttention.step's."""
+        """forward() of the T newest tokens x [B, T, dim], without gradients. ValueError as
+        NSAAttention.step's."""
         return self._finish(x, self.attention.step(self.attention_norm(x), cache))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa.blocks import visible_compressed
+from nsa.checks import scale_of
 
 _CHUNK_SCORES = 1 << 23  # scores of one chunk: 32 MiB in fp32
 
@@ -40,7 +41,7 @@ def _chunked(
     """Attention over query chunks; mask_of(first, last) gives the mask of those queries."""
     B, S, HQ, Dk = q.shape
     N, G = k.shape[1], k.shape[2]
-    scale = 1.0 / math.sqrt(Dk) if softmax_scale is None else softmax_scale
+    scale = scale_of(softmax_scale, Dk)
     if N == 0 or S == 0:
         # Multiplying by empty sums keeps the result connected, with zero gradients.
         zero = q.sum() * 0 + k.sum() * 0 + v.sum() * 0
@@ -112,7 +113,7 @@ def selection_attention(
         part = ranges[:, first:last]
         mask = torch.zeros(*part.shape[:3], len(key), dtype=torch.bool, device=q.device)
         for span in part.unbind(3):
-            mask |= (key >= span[..., :1]) & (key < span[..., 1:])
+            mask = mask | (key >= span[..., :1]) & (key < span[..., 1:])
         return mask
 
     return _chunked(q, k, v, mask_of, softmax_scale)[0]

@@ -54,7 +54,8 @@ REASONS: dict[str, str] = {
     "head_dim": "Dk or Dv is over 256",
     "below_min_L": "the selected length is below NSA_SEL_TRITON_MIN_L",
     "below_min_len": "the key length is below NSA_FA2_MIN_LEN_*",
-    "needs_grad": "a gradient is needed; NSA_SEL_TRITON_ALLOW_GRAD is off or there is no backward",
+    "needs_grad": "a gradient is needed; NSA_SEL_TRITON_ALLOW_GRAD is off or there is no backward "
+    "(forward-mode derivatives have none)",
     "unsupported": "this combination of arguments has no kernel on this route",
     "launch_error": "the kernel failed to compile or launch",
     "wrong_branch": "the route does not serve this branch",
@@ -82,7 +83,8 @@ class Request:
 
     key_len: keys a row may see (selected tokens, visible compressed keys, or the window), an upper
     bound that needs no device synchronisation. no_fa2: why FA-2 is unusable, None if it works.
-    interpret: Triton interprets kernels on CPU (only a named route uses it).
+    interpret: Triton interprets kernels on CPU (only a named route uses it). forward_ad: forward-
+    mode derivatives are being taken.
     """
 
     branch: Branch
@@ -92,6 +94,7 @@ class Request:
     d_v: int
     key_len: int
     needs_grad: bool = False
+    forward_ad: bool = False
     capability: tuple[int, int] | None = None
     has_triton: bool = True
     interpret: bool = False
@@ -131,6 +134,8 @@ def _reasons(route: Route, r: Request, flags: Flags, named: bool) -> Iterator[st
     if route is Route.SDPA:
         if r.branch is Branch.SELECTED and not flags.use_sel_pack:
             yield "not_enabled"
+        if r.branch is Branch.SELECTED and r.device == "meta":  # packing goes by values
+            yield "unsupported"
         return
     enabled = flags.use_triton_sel if route is Route.TRITON else flags.use_fa2
     if not enabled:
@@ -152,6 +157,8 @@ def _reasons(route: Route, r: Request, flags: Flags, named: bool) -> Iterator[st
         yield "align8"
     if max(r.d_k, r.d_v) > MAX_HEAD_DIM:
         yield "head_dim"
+    if r.forward_ad:
+        yield "needs_grad"
     if route is Route.FA2:
         least = (
             flags.fa2_min_len_win if r.branch is Branch.SLIDING else flags.fa2_min_len_cmp

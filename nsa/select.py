@@ -5,12 +5,12 @@ The choice of blocks is not differentiable; everything here runs without gradien
 
 from __future__ import annotations
 
-import math
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.blocks import num_sel_blocks, overlap_matrix, visible_compressed
+from nsa.blocks import num_sel_blocks, visible_compressed
+from nsa.checks import scale_of
 from nsa.log import capturing
 
 _CHUNK_SCORES = 1 << 23
@@ -30,7 +30,7 @@ def group_block_scores(
     wide = torch.promote_types(q.dtype, torch.float32)
     if N == 0:
         return torch.zeros(B, S, G, n_blocks, dtype=wide, device=q.device)
-    scale = 1.0 / math.sqrt(Dk) if softmax_scale is None else softmax_scale
+    scale = scale_of(softmax_scale, Dk)
     scores = torch.einsum(
         "bsghd,bngd->bsghn", q.unflatten(2, (G, HQ // G)).to(wide), k_cmp.to(wide)
     )
@@ -39,7 +39,20 @@ def group_block_scores(
     seen = seen[None, :, None, None, :]
     scores = (scores * scale).masked_fill(~seen, torch.finfo(wide).min)
     p = (torch.softmax(scores, dim=-1) * seen).sum(3)  # over the group's heads
-    return p @ overlap_matrix(N, n_blocks, l, d, l_sel, dtype=wide, device=q.device)
+    return _pooled(p, l, d, l_sel, n_blocks)
+
+
+def _pooled(p: Tensor, l: int, d: int, l_sel: int, n_blocks: int) -> Tensor:
+    """[.., n_blocks]: p [.., N] of compressed keys, each by the share of its l tokens that lie in a
+    block. Every block adds in the same order, so that equal ones come out equal, whatever the
+    length: a matrix product rounds each column in its own way, and ties would not be ties."""
+    ratio, before = l_sel // d, l // d - 1  # compressed keys that begin in a block, and before it
+    p = F.pad(p, (before, n_blocks * ratio - p.shape[-1]))
+    total = torch.zeros(*p.shape[:-1], n_blocks, dtype=p.dtype, device=p.device)
+    for i in range(-before, ratio):
+        tokens = min(i * d + l, l_sel) - max(i * d, 0)
+        total += p[..., before + i :: ratio][..., :n_blocks] * (tokens / l)
+    return total
 
 
 def top_blocks(

@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves as they are: what they call is not traced either."""
+"""Functions that torch.compile does not trace: it leaves them as they are, or asks them once."""
 
 from __future__ import annotations
 
@@ -30,4 +30,15 @@ def untraced(fn: Callable) -> Callable:
             disabled.append(torch.compiler.disable(fn))
         return disabled[0](*args, **kwargs)
 
+    return call
+
+
+def constant(fn: Callable) -> Callable:
+    """fn for torch.compile to call while it traces, taking the answer for a constant."""
+
+    @functools.wraps(fn)
+    def call(*args: Any) -> Any:
+        return fn(*args)
+
+    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return call

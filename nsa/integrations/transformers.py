@@ -41,6 +41,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from nsa.attention import nsa_attention
+from nsa.checks import autocast_on
 from nsa.compress import make_compression, mean_pool
 from nsa.module import GateMLP
 
@@ -82,7 +83,13 @@ class NSAParameters(nn.Module):
         self.gates: Tensor | None = None
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.gates = self.gate(args[0] if args else kwargs["hidden_states"])
+        self.gates = None
+        if layer.config._attn_implementation == NAME:  # another function would not take them
+            self.gates = self.gate(args[0] if args else kwargs["hidden_states"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the gates that a forward pass left that failed: they cannot be copied."""
+        return {**super().__getstate__(), "gates": None}
 
 
 def add_nsa_parameters(model: PreTrainedModel, phi: str = "mlp") -> list[NSAParameters]:
@@ -125,6 +132,14 @@ def load_pretrained(
     knows no such parameters and would drop them. Registers the name. Raises ValueError for a model
     that was saved without them: from_pretrained loads it, and add_nsa_parameters adds new ones.
     """
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        raise TypeError(
+            "model_class must be the model's own class, such as LlamaForCausalLM, got "
+            f"{getattr(model_class, '__name__', model_class)}"
+        )
+    for name in ("attn_implementation", "output_loading_info"):
+        if name in kwargs:
+            raise TypeError(f"{name} must not be given: load_pretrained sets it itself")
     register()
     missing = ValueError(
         f"path must hold a model saved with NSA parameters, got {path} without: load it by "
@@ -233,9 +248,8 @@ def nsa_attention_forward(
 
 def _attention_dtype(q: Tensor) -> torch.dtype:
     """Autocast's dtype where it is on and takes q, as torch's SDPA has it, else q's own."""
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
+    if autocast_on(q.device) and q.dtype != torch.float64:
+        return torch.get_autocast_dtype(q.device.type)
     return q.dtype
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.blocks import cu_seqlens_compressed, num_compressed
-from nsa.checks import needs_grad
+from nsa.checks import needs_grad, scale_of
 from nsa.kernels import fa2_wheels
 
 FORMS = ("auto", "varlen", "dense")
@@ -268,10 +268,6 @@ def _longest(cu_seqlens: Tensor, max_seqlen: int | None) -> int:
     return int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if max_seqlen is None else max_seqlen
 
 
-def _scale(q: Tensor, softmax_scale: float | None) -> float:
-    return 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-
-
 # ---- sliding -------------------------------------------------------------------------------------
 
 
@@ -287,7 +283,7 @@ def sliding_fa2(
     fp16 or bf16 on CUDA, head dimensions up to 256; NotImplementedError says what is missing.
     """
     _check_form(form, cu_seqlens is not None)
-    scale = _scale(q, softmax_scale)
+    scale = scale_of(softmax_scale, q.shape[-1])
     if q.shape[-3] == 0:
         return q.new_zeros(*q.shape[:-1], v.shape[-1]) + (q.sum() + k[:0].sum() + v[:0].sum())
     if cu_seqlens is not None:
@@ -329,7 +325,7 @@ def compressed_fa2(
     k and v [sum of Nc, ..], cu_seqlens int32 [nseq + 1] of q. form and limits as in sliding_fa2.
     """
     _check_form(form, cu_seqlens is not None)
-    scale = _scale(q, softmax_scale)
+    scale = scale_of(softmax_scale, q.shape[-1])
     if cu_seqlens is not None:
         return _compressed_packed(q, k, v, l, d, scale, cu_seqlens, max_seqlen)
     B, S, HQ, _ = q.shape

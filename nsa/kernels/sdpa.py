@@ -1,4 +1,4 @@
-"""The branches on torch's scaled_dot_product_attention, and its named variants for benches.
+"""The branches on torch's scaled_dot_product_attention.
 
 The heads of a group become query rows of one head, so that K and V are never copied per head and
 every backend may run. Queries go in chunks: no S x S mask exists. Every row of a call sees at
@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from nsa import launches, log
 from nsa.blocks import num_compressed, visible_compressed
-from nsa.errors import is_sticky
+from nsa.checks import scale_of
 from nsa.flags import Flags
 from nsa.packing import length_buckets, packed_positions
 
@@ -32,12 +29,9 @@ _CHUNK_ROWS = 1 << 15  # packed rows of one call; they are the grid's last dimen
 
 def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    launches.bump(name, library=True)
+    if not torch.compiler.is_compiling():  # a compiled call has no one to count it
+        launches.bump(name, library=True)
     return out
-
-
-def _scale(q: Tensor, softmax_scale: float | None) -> float:
-    return 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
@@ -81,7 +75,7 @@ def selection_sdpa(
     """
     B, S, HQ, Dk = q.shape
     G, n = k.shape[2], ranges.shape[3]
-    h, scale, flags = HQ // G, _scale(q, softmax_scale), flags or Flags()
+    h, scale, flags = HQ // G, scale_of(softmax_scale, q.shape[-1]), flags or Flags()
     key, _, lengths = packed_positions(ranges.reshape(B * S * G, n, 2))
     first = F.pad(lengths.cumsum(0), (1, 0))
     rows_q = q.reshape(B * S * G, 1, h, Dk)
@@ -134,7 +128,7 @@ def sliding_sdpa(
     q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv] -> [B, S, HQ, Dv]. A chunk of queries reads
     its band of keys only: time and memory are O(S * (window + chunk)). Differentiable.
     """
-    S, scale = q.shape[1], _scale(q, softmax_scale)
+    S, scale = q.shape[1], scale_of(softmax_scale, q.shape[-1])
     step = min(max(_CHUNK, window), 4 * _CHUNK)
     outs = [_nothing(q, k, v, 0)]
     for first in range(0, S, step):
@@ -163,7 +157,7 @@ def compressed_sdpa(
     need_lse=False saves that and returns None.
     """
     B, S, HQ, _ = q.shape
-    scale = _scale(q, softmax_scale)
+    scale = scale_of(softmax_scale, q.shape[-1])
     seen = lambda s: min(num_compressed(q_start + s, l, d), k.shape[1])  # by queries before s
     blind = S if seen(S) == 0 else max(0, min(S, l - 1 - q_start))  # queries that see no key
     outs = [_nothing(q, k, v, blind)]
@@ -207,90 +201,3 @@ def _lse(mask: Tensor | None, scale: float, q: Tensor, k: Tensor) -> Tensor:
     if mask is not None:
         scores = scores.masked_fill(~mask.repeat(q.shape[2] // G, 1), -math.inf)
     return _heads_of_rows(torch.logsumexp(scores, -1), s)
-
-
-# ---- named baselines for benches -----------------------------------------------------------------
-
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-FORMULATIONS = ("gqa", "mqa_rows")
-
-
-def packed_sdpa(
-    Q: Tensor, K: Tensor, V: Tensor, *, backend: str, formulation: str,
-    softmax_scale: float | None = None,
-) -> Tensor:  # fmt: skip
-    """One SDPA call, on exactly the named backend, for rows with keys of their own.
-
-    Q [N, H, D], K [N, L, D], V [N, L, Dv] -> [N, H, Dv]. formulation "gqa": H heads share one K
-    head (enable_gqa); "mqa_rows": the H heads are query rows of one head. Both are views. backend:
-    flash, efficient, cudnn or math.
-
-    Raises ValueError for unknown names, RuntimeError when the backend cannot run the call.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if formulation not in FORMULATIONS:
-        raise ValueError(
-            f"formulation must be one of {', '.join(FORMULATIONS)}, got {formulation!r}"
-        )
-    scale = _scale(Q, softmax_scale)
-    with sdpa_kernel(BACKENDS[backend]):
-        if formulation == "mqa_rows":
-            out = F.scaled_dot_product_attention(
-                Q[:, None], K[:, None], V[:, None], scale=scale
-            )[:, 0]
-        else:
-            out = F.scaled_dot_product_attention(
-                Q[:, :, None], K[:, None], V[:, None], scale=scale, enable_gqa=True
-            )[:, :, 0]
-    launches.bump(f"sdpa_{backend}_{formulation}", library=True)
-    return out
-
-
-@dataclass(frozen=True)
-class Baselines:
-    """calls: name -> one call of that baseline. refused: name -> why it cannot run here."""
-
-    calls: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-
-
-def baselines(Q: Tensor, K: Tensor, V: Tensor) -> Baselines:
-    """Every named packed_sdpa that really runs on these tensors, each tried once.
-
-    Q [N, H, D], K [N, L, D], V [N, L, Dv]. Names are "sdpa_<backend>_<formulation>". Raises an
-    error after which the device cannot be used any more.
-    """
-    found = Baselines()
-    for backend in BACKENDS:
-        for formulation in FORMULATIONS:
-            name = f"sdpa_{backend}_{formulation}"
-            call = functools.partial(
-                packed_sdpa, Q, K, V, backend=backend, formulation=formulation
-            )
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                try:
-                    call()
-                    if Q.is_cuda:
-                        torch.cuda.synchronize(Q.device)
-                except RuntimeError as error:
-                    if is_sticky(error):
-                        raise
-                    words = [str(error), *(str(w.message) for w in said)]
-                    found.refused[name] = _first_reason(words)
-                    continue
-            found.calls[name] = call
-    return found
-
-
-def _first_reason(words: list[str]) -> str:
-    """The most telling line: torch warns why each backend was refused, then raises in general."""
-    lines = [w.split(" (Triggered internally")[0].strip() for w in words]
-    telling = [x for x in lines[1:] if x and not x.endswith("not used because:")]
-    return (telling or lines)[0].splitlines()[0]

@@ -46,6 +46,17 @@ def arch_of(device: torch.device) -> int:
     return major * 10 + minor
 
 
+def datacenter(arch: int) -> bool:
+    """sm_90 and the sm_100 family: 227 KB of shared memory per block."""
+    return arch in (90, 100, 103)
+
+
+def small_shared(arch: int) -> bool:
+    """Parts with 99 KB of shared memory per block (sm_86, 89, 120 and what is not known), where
+    sm_80 has 163 and datacenter() ones have 227. The interpreter (0) is none of them."""
+    return arch != 0 and arch != 80 and not datacenter(arch)
+
+
 @functools.cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of the device; the interpreter counts as one, so little is split there."""

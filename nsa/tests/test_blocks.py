@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa import blocks, oracle
+from nsa import blocks, oracle, select
 from nsa.config import NSAConfig, check_blocks
 
 SIZES = [(32, 16, 64), (8, 4, 8), (8, 8, 16), (4, 2, 12), (6, 3, 3), (16, 4, 8), (1, 1, 1)]
@@ -28,7 +28,7 @@ def test_counts(l, d, l_sel):
 def test_overlap_counts_tokens(l, d, l_sel):
     S = 3 * l + 2 * l_sel + 1
     n_cmp, n_blocks = blocks.num_compressed(S, l, d), blocks.num_sel_blocks(S, l_sel)
-    got = blocks.overlap_matrix(n_cmp, n_blocks, l, d, l_sel, dtype=torch.float64)
+    got = select._pooled(torch.eye(n_cmp, dtype=torch.float64), l, d, l_sel, n_blocks)
     for i in range(n_cmp):
         p = [0.0] * n_cmp
         p[i] = 1.0
@@ -38,7 +38,7 @@ def test_overlap_counts_tokens(l, d, l_sel):
 
 
 def test_paper_sizes_pool_with_one_two_two_two_one():
-    matrix = blocks.overlap_matrix(9, 2, 32, 16, 64)
+    matrix = select._pooled(torch.eye(9), 32, 16, 64, n_blocks=2)
     assert (matrix[:, 1] * 2).tolist() == [0, 0, 0, 1, 2, 2, 2, 1, 0]
 
 
@@ -67,11 +67,16 @@ def test_reads_at_paper_sizes():
 @pytest.mark.parametrize(
     ("sizes", "match"),
     [((32, 12, 64), "d must divide"), ((32, 16, 24), "d must divide"), ((0, 1, 1), "l must"),
-     ((8, 0, 8), "d must"), ((8, 4, -8), "l_sel must"), ((8.0, 4, 8), "l must")],
+     ((8, 0, 8), "d must"), ((8, 4, -8), "l_sel must")],
 )  # fmt: skip
 def test_bad_sizes(sizes, match):
     with pytest.raises(ValueError, match=match):
         check_blocks(*sizes)
+
+
+def test_a_size_that_is_no_int():
+    with pytest.raises(TypeError, match="l must be an int, got 8.0"):
+        check_blocks(8.0, 4, 8)
 
 
 GOOD = dict(dim=64, heads=4, groups=2, d_k=16, d_v=16)
@@ -85,8 +90,8 @@ GOOD = dict(dim=64, heads=4, groups=2, d_k=16, d_v=16)
         ({"n_sel": 0}, ValueError, "n_sel must be at least 1, got 0"),
         ({"w": 0}, ValueError, "w must be at least 1"),
         ({"n_local": 0}, ValueError, "n_local"),
-        ({"heads": 4.0}, TypeError, "heads must be an integer"),
-        ({"l": True}, TypeError, "l must be an integer"),
+        ({"heads": 4.0}, TypeError, "heads must be an int, got"),
+        ({"l": True}, TypeError, "l must be an int, got"),
         ({"phi": "max"}, ValueError, "phi must be 'mlp' or 'mean'"),
         ({"rope_base": float("inf")}, ValueError, "rope_base"),
         ({"l": 32, "d": 12}, ValueError, "d must divide"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 
 import nsa
-from nsa import blocks, oracle
+from nsa import attention, blocks, oracle
 from nsa.cache import BranchKV, NSACache
 from nsa.compress import mean_pool
 from nsa.config import NSAConfig
+from nsa.model import NSALanguageModel
 from nsa.module import NSAAttention
 from nsa.tests.helpers import randn
 
@@ -20,8 +24,6 @@ S = 43
 @pytest.fixture(scope="module", params=["mlp", "mean"])
 def layer(request):
     torch.manual_seed(0)
-    from dataclasses import replace
-
     module = NSAAttention(replace(CONFIG, phi=request.param)).double()
     x = randn(2, S, 24, seed=1, dtype=torch.float64)
     with torch.no_grad():
@@ -155,10 +157,16 @@ def test_full_cache_raises_or_grows():
 
 def test_hostile_cache_use(layer):
     module, x, _ = layer
-    with pytest.raises(ValueError, match="batch must be a positive int, got 0"):
+    with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
         NSACache(CONFIG, 0, 4)
-    with pytest.raises(ValueError, match="max_len must be a positive int, got 2.0"):
+    with pytest.raises(TypeError, match="max_len must be an int, got 2.0"):
         NSACache(CONFIG, 1, 2.0)
+    with pytest.raises(TypeError, match="dtype must be a floating type, got torch.int32"):
+        NSACache(CONFIG, 1, 2, dtype=torch.int32)
+    with pytest.raises(TypeError, match="caches must be NSACaches, got dict"):
+        NSACache.stack([cache(), {}])
+    with pytest.raises(ValueError, match="caches must agree in max_step, got 8 and 2"):
+        NSACache.stack([cache(), cache(max_step=2)])
     with pytest.raises(ValueError, match=r"k_sel must be \[1, 2, 2, 8\], got \[3, 2, 2, 8\]"):
         bad = tokens(2, seed=6)
         cache().append(BranchKV(**{**vars(bad), "k_sel": bad.k_sel.expand(3, -1, -1, -1)}),
@@ -266,3 +274,108 @@ def test_model_decodes_what_it_computes_in_one_pass():
         model.step(ids[:, :1], caches[:1])
     with pytest.raises(ValueError, match="max_len=13"):
         model.step(ids[:, :1], model.prefill(ids[:, :13], max_len=13)[1])
+
+
+def same_tokens(module, c, x, first):
+    """What decoding gives from here on must be what a whole forward gives."""
+    out = torch.cat([module.step(x[:, t : t + 1], c) for t in range(first, x.shape[1])], 1)
+    torch.testing.assert_close(out, module(x)[:, first:], atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("n, T", [(0, 5), (20, 1), (20, 8), (20, 15), (30, 12)])
+def test_a_step_that_raises_leaves_the_cache_as_it_was(layer, n, T, monkeypatch):
+    """Also a chunk that overwrites the rings: the step after it finds what was there before."""
+    module, x, _ = layer
+    c = module.make_cache(2, S)
+    if n:
+        module.prefill(x[:, :n], c)
+
+    def fails(*args, **kwargs):
+        assert c.length == n + T
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "nsa_decode", fails)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            module.step(torch.full_like(x[:, :T], 9.0), c)
+    assert c.lengths == [n, n] and c.lens.tolist() == [n, n]
+    if n == 0:
+        assert c.highest == [0, 0]
+        module.prefill(x[:, :5], c)
+    c.rewind(0)
+    same_tokens(module, c, x, n or 5)
+
+
+def test_a_model_whose_layer_raises_takes_no_token(monkeypatch):
+    torch.manual_seed(0)
+    model = NSALanguageModel(CONFIG, 50, n_layers=2)
+    tokens = torch.randint(50, (2, 14))
+    _, caches = model.prefill(tokens[:, :12], 14, count_reads=True)
+    for block in (model.blocks[1], model.blocks[1].mlp):
+        with monkeypatch.context() as patch:
+            patch.setattr(block, "forward" if block is model.blocks[1].mlp else "step", None)
+            with pytest.raises(TypeError):
+                model.step(tokens[:, 12:13], caches)
+        assert [c.lengths for c in caches] == [[12, 12]] * 2
+        assert [len(c.reads()) for c in caches] == [1, 1]
+    out = torch.cat([model.step(tokens[:, t : t + 1], caches) for t in (12, 13)], 1)
+    torch.testing.assert_close(out, model(tokens)[:, 12:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("change", [
+    {"w": 9}, {"n_sel": 2}, {"n_local": 1}, {"rope_base": 500.0}, {"l": 16}, {"groups": 4},
+])  # fmt: skip
+def test_a_cache_of_other_sizes_is_refused(layer, change):
+    module, x, _ = layer
+    other = NSACache(replace(CONFIG, **change), 2, S)
+    (name, value), = change.items()
+    ours = getattr(CONFIG, name)
+    for call in (module.prefill, module.step):
+        with pytest.raises(ValueError, match=f"with {name}={ours} as this one, got {name}={value}"):
+            call(x[:, :3], other)
+    assert other.length == 0
+    other = NSACache(replace(module.config, dim=8), 2, S, dtype=x.dtype)  # it knows no dim
+    module.step(x[:, :3], other)
+    with pytest.raises(TypeError, match="cache must be an NSACache, got NoneType"):
+        module.step(x[:, :3], None)
+
+
+def test_sequences_take_back_what_each_was_refused(layer):
+    module, x, _ = layer
+    c = module.make_cache(2, S)
+    module.prefill(x[:, :20], c)
+    module.step(torch.full_like(x[:, :4], 3.0), c)
+    c.rewind([3, 1])
+    assert c.lengths == [21, 23] and c.lens.tolist() == [21, 23]
+    c.rewind([1, 3])
+    same_tokens(module, c, x, 20)
+    for n, words in (([1], "an int or 2 of them"), ([9, 0], r"n\[0\] must be an int from 0 to"),
+                     ([0, True], r"n\[1\] must be"), (2.0, "n must be an int from 0")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            c.rewind(n)
+    counted = module.make_cache(2, S, count_reads=True)
+    module.prefill(x[:, :9], counted)
+    with pytest.raises(ValueError, match="the same for all sequences with count_reads"):
+        counted.rewind([1, 0])
+
+
+def test_an_emptied_cache_is_as_a_new_one(layer):
+    module, x, _ = layer
+    c = module.make_cache(2, S)
+    assert c and not len(c)  # empty, but there
+    module.prefill(-x, c)
+    buffers = [getattr(c, n).data_ptr() for n in ("k_sel", "k_cmp", "k_win", "k_raw", "lens")]
+    c.reset()
+    assert c.lengths == [0, 0] and c.lens.tolist() == [0, 0] and c.highest == [0, 0]
+    module.prefill(x[:, :7], c)
+    same_tokens(module, c, x, 7)
+    assert [getattr(c, n).data_ptr() for n in ("k_sel", "k_cmp", "k_win", "k_raw", "lens")
+            ] == buffers  # fmt: skip
+
+
+def test_a_cache_for_weights_of_another_kind(layer):
+    """Quantised layers have no weight to look at; dtype and device are given then."""
+    module = copy.deepcopy(layer[0])
+    module.qkv.weight = None
+    c = module.make_cache(2, S, dtype=torch.float64, device="cpu")
+    assert (c.dtype, c.device.type) == (torch.float64, "cpu")

@@ -157,7 +157,7 @@ def test_a_stack_grows_and_counts_as_its_caches(double):
     assert len(cache.reads()) == 1 and cache.max_len >= 12
     with pytest.raises(ValueError, match="count_reads needs sequences of one length"):
         NSACache.stack([filled(layer, x[:1], n, **kinds) for n in (8, 9)])
-    with pytest.raises(ValueError, match="agree in .* growable"):
+    with pytest.raises(ValueError, match="agree in growable"):
         NSACache.stack([filled(layer, x[:1], 9, **kinds), filled(layer, x[:1], 9)])
 
 
@@ -187,7 +187,7 @@ def test_hostile_use_of_mixed_caches(double):
         NSACache.stack([])
     with pytest.raises(ValueError, match="at least the longest 28, got 27"):
         NSACache.stack([filled(layer, x, 28)], max_len=27)
-    with pytest.raises(ValueError, match="agree in config"):
+    with pytest.raises(ValueError, match="agree in max_step, got 8 and 4"):
         NSACache.stack([filled(layer, x, 3), filled(layer, x, 3, max_step=4)])
     full = NSACache.stack([filled(layer, x[:1], 3), filled(layer, x[:1], S)])
     with pytest.raises(ValueError, match=f"max_len={S} tokens, got {S} \\+ 1"):

@@ -424,9 +424,11 @@ def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(ranks, kernel_de
         assert {0, 35, 36} < set(blocks) <= set(range(37)) and blocks == sorted(set(blocks))
 
 
-def test_a_softmax_scale_of_zero_is_taken_as_given(kernel_device):
+def test_a_softmax_scale_of_zero_is_refused_and_a_small_one_taken_as_given(kernel_device):
     caches = Caches(Step((30,), G=1, h=1), kernel_device)
-    out, indices = caches.run(softmax_scale=0.0)
+    with pytest.raises(ValueError, match="softmax_scale must be a finite number above 0, got 0.0"):
+        caches.run(softmax_scale=0.0)
+    out, indices = caches.run(softmax_scale=1e-30)
     caches.q.zero_()
     want, same = caches.run()
     assert torch.equal(indices, same) and torch.equal(out, want)
@@ -446,6 +448,7 @@ def test_more_rows_than_a_tile_holds_are_refused():
 
 @pytest.mark.parametrize("arch, dtype, D, rows, keys", [
     (90, BF16, 256, 128, 64), (120, BF16, 128, 128, 64), (120, BF16, 192, 128, 32),
+    (121, BF16, 192, 128, 32), (103, BF16, 256, 128, 64),
     (89, BF16, 256, 64, 32), (86, BF16, 256, 16, 64), (86, BF16, 256, 128, None),
     (120, F32, 128, 128, None), (80, F32, 128, 128, 32),
 ])  # fmt: skip

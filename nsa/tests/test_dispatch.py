@@ -15,6 +15,7 @@ import torch
 
 import nsa
 from nsa import dispatch
+from nsa.blocks import num_compressed
 from nsa.dispatch import (
     LADDER,
     REASONS,
@@ -318,3 +319,41 @@ def test_cpu_run_never_imports_triton():
         "assert not bad, bad\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
+
+
+def test_forward_mode_derivatives_take_no_kernel(monkeypatch):
+    """A kernel knows no tangents: it would give 0 for them."""
+    q, k, v = (randn(1, 9, 2, 8, seed=i) for i in range(3))
+    f = lambda q: nsa.sliding_attention(q, k, v, window=4, flags=Flags(use_triton_sel=True)).sum()
+    with dispatch.trace() as taken:
+        _, tangent = torch.func.jvp(f, (q,), (torch.ones_like(q),))
+    torch.testing.assert_close(tangent, (torch.func.grad(f)(q)).sum())
+    request = Request(
+        Branch.SLIDING, "cuda", "float16", 64, 64, 512, capability=(9, 0), no_fa2=None
+    )
+    assert why_not(Route.TRITON, request, ON) is None
+    for route in (Route.TRITON, Route.FA2):
+        assert why_not(route, replace(request, forward_ad=True), ON) == "needs_grad"
+    assert taken[0].route in (Route.SDPA, Route.REFERENCE)
+
+
+def test_the_threshold_is_not_about_the_branches_of_a_whole_attention(monkeypatch):
+    """With FA-2 or a debug flag the branches go one by one; packing would be what it costs."""
+    seen = []
+    real = dispatch.run
+
+    def run(branch, args, flags, backend=None, *, key_len):
+        seen.append((branch, key_len < flags.sel_triton_min_L))
+        return real(branch, args, flags, backend, key_len=key_len)
+
+    monkeypatch.setattr(dispatch, "run", run)
+    flags = Flags(use_triton_sel=True, use_fa2=True, sel_triton_min_L=4096)
+    q, k = randn(1, 40, 4, 8, seed=1), randn(1, 40, 2, 8, seed=2)
+    n = num_compressed(40, 8, 4)
+    nsa.nsa_attention(
+        q, k[:, :n], k[:, :n], k, k, k, k, torch.rand(1, 40, 4, 3), l=8, d=4, l_sel=8, n_sel=2,
+        window=8, flags=flags,
+    )  # fmt: skip
+    assert (Branch.SELECTED, False) in seen
+    nsa.selection_attention(q, k, k, torch.zeros(1, 40, 2, 1).int(), block_size=8, flags=flags)
+    assert seen[-1] == (Branch.SELECTED, True)

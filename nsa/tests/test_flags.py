@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nsa import flags as flags_module
-from nsa.flags import Flags, effective, flag_fields, get_flags, known_names, unknown_names
+from nsa.flags import Flags, flag_fields, get_flags, known_names, unknown_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -196,7 +196,7 @@ def test_cached_once_per_process_until_cleared(monkeypatch):
     assert get_flags() is before
     flags_module.clear_flags_cache()
     assert get_flags().sel_triton_min_L == 77
-    row = next(r for r in effective() if r["name"] == "NSA_SEL_TRITON_MIN_L")
+    row = next(r for r in get_flags().effective() if r["name"] == "NSA_SEL_TRITON_MIN_L")
     assert row == {
         "name": "NSA_SEL_TRITON_MIN_L", "value": 77, "source": "env NSA_SEL_TRITON_MIN_L"
     }  # fmt: skip
@@ -230,3 +230,16 @@ def test_equal_flags_are_one_key_in_every_process():
     assert hash(flags) == hash(same) and {flags: 1}[same] == 1 and {flags: 1}.get(other) is None
     there = pickle.loads(pickle.dumps(flags))
     assert there == flags and "_hash" in vars(flags) and "_hash" not in vars(there)
+
+
+def test_only_a_checkout_has_a_configuration_of_its_own(tmp_path, monkeypatch):
+    """In site-packages a folder configs/ may be another package's."""
+    for name in ("configs/base.yaml", "pyproject.toml"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("runtime: {sel_triton_min_L: 77}\n" if name.endswith("yaml") else "")
+    monkeypatch.setattr(flags_module, "_ROOT", tmp_path)
+    monkeypatch.setattr(flags_module, "CONFIG_PATH", tmp_path / "configs/base.yaml")
+    assert Flags.from_env({}).sel_triton_min_L == 77
+    (tmp_path / "pyproject.toml").unlink()
+    assert Flags.from_env({}).sel_triton_min_L == 4096

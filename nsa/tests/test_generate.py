@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -218,3 +219,30 @@ def test_needle_says_in_a_line_what_is_not_here(argv, words, monkeypatch, capsys
 def test_needle_64k_gpu(cuda):
     argv = ["--tokens", "65536", "--queries", "32", "--device", "cuda", "--dtype", "bf16"]
     assert needle.main([*argv, "--backend", "triton"]) == 0
+
+
+def test_a_model_can_be_trained_on_what_was_generated(model):
+    tokens = gen.generate(model, torch.tensor([[1, 2, 3]]), 4).tokens
+    assert not tokens.is_inference()
+    model(tokens[:, :-1]).sum().backward()
+    assert model.embedding.weight.grad.abs().sum() > 0
+    model.zero_grad(set_to_none=True)
+
+
+def test_a_checkpoint_keeps_its_dtype_and_says_what_it_lacks(model, tmp_path):
+    path = tmp_path / "m.pt"
+    gen.save_checkpoint(path, copy.deepcopy(model).bfloat16())
+    again = gen.load_checkpoint(path)
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
+    assert all(p.requires_grad for p in again.parameters())
+    saved = torch.load(path, weights_only=True)
+    for change, words in (
+        (lambda s: s.pop("n_layers"), "lacks 'n_layers'"),
+        (lambda s: s["config"].update(depth=3), "another kind: .*depth"),
+        (lambda s: s.update(config=[1]), "another kind"),
+    ):
+        broken = copy.deepcopy(saved)
+        change(broken)
+        torch.save(broken, path)
+        with pytest.raises(ValueError, match=words):
+            gen.load_checkpoint(path)

@@ -56,13 +56,17 @@ BAD = {
     "window 0": (lambda: slide(window=0), ValueError, "window must be at least 1, got 0"),
     "window float": (lambda: slide(window=4.0), TypeError, "window must be an int, got 4.0"),
     "window bool": (lambda: slide(window=True), TypeError, "window must be an int, got True"),
-    "fewer keys than queries": (lambda: slide(k=k[:, :9], v=v[:, :9]), ValueError, "q_start"),
+    "fewer keys than queries": (
+        lambda: slide(k=k[:, :9], v=v[:, :9]), ValueError, "k must hold .* query at 15, got 9",
+    ),
     "q beyond keys": (lambda: slide(q_start=1), ValueError, "up to the last query at 16, got 16"),
     "negative start": (lambda: select(q_start=-1), ValueError, "q_start must be at least 0"),
     "scale text": (
         lambda: slide(softmax_scale="1"), TypeError, "softmax_scale must be None or a number"
     ),
-    "scale nan": (lambda: slide(softmax_scale=math.nan), ValueError, "softmax_scale must be fini"),
+    "scale nan": (lambda: slide(softmax_scale=math.nan), ValueError, "softmax_scale must be a fin"),
+    "scale 0": (lambda: slide(softmax_scale=0.0), ValueError, "number above 0, got 0.0"),
+    "scale below 0": (lambda: compressed(softmax_scale=-1), ValueError, "number above 0, got -1"),
     "backend": (lambda: slide(backend="fast"), ValueError, "backend must be"),
     "flags dict": (lambda: slide(flags={}), TypeError, "flags must be an nsa.Flags"),
     "both index kinds": (
@@ -79,7 +83,7 @@ BAD = {
         r"ranges must be \[2, 16, 2, 'n', 2\]",
     ),
     "block_size": (lambda: select(block_size=0), ValueError, "block_size must be at least 1"),
-    "d not dividing l": (lambda: compressed(d=3), ValueError, "d must divide l"),
+    "d not dividing l": (lambda: compressed(d=3), ValueError, "d must divide l, got l=8 d=3$"),
     "too few compressed": (
         lambda: compressed(k=k[:, :2], v=v[:, :2]), ValueError,
         "k_cmp must have 3 compressed keys for q_start \\+ S tokens, got 2",
@@ -169,9 +173,9 @@ def layer(**change):
         ({"q": q[0]}, r"q must be \[B, S, H, D\], got shape \[16, 4, 8\]"),
         *[({n: None}, f"{n} must be a tensor, got NoneType") for n in
           ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")],
-        ({"l_sel": None}, "l_sel must be a positive integer, got None"),
-        ({"d": 0}, "d must be a positive integer, got 0"),
-        ({"d": "x"}, "d must be a positive integer, got 'x'"),
+        ({"l_sel": None}, "l_sel must be an int, got None"),
+        ({"d": 0}, "d must be at least 1, got 0"),
+        ({"d": "x"}, "d must be an int, got 'x'"),
         ({"l_sel": 6}, "d must divide l and l_sel"),
         ({"n_sel": 0}, "n_sel must be at least 1"),
         *[({"q_start": x}, f"q_start must be an int, got {x!r}") for x in ("a", "0", None)],

@@ -129,3 +129,21 @@ def test_what_cannot_be_converted_is_refused():
 def test_the_migration_note_runs(code):
     assert len(EXAMPLES) == 2
     exec(compile(code, "migration.md", "exec"), {"__name__": "migration"})
+
+
+@pytest.mark.parametrize("n_blocks, words", [
+    (3, "n_blocks must be over every block, of which 3 is one, got 3"), (-1, "at least 0, got -1"),
+    (2.0, "n_blocks must be an int"),
+])  # fmt: skip
+def test_a_mask_too_narrow_for_a_block_is_refused(n_blocks, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        layouts.to_mask(torch.tensor([0, 3, -1]).expand(1, 40, 1, 3), n_blocks)
+
+
+def test_sizes_and_shapes_that_cannot_be_are_named():
+    blocks = torch.zeros(1, 8, 1, 2).int()
+    for size in (0, -8):
+        with pytest.raises(ValueError, match=f"block_size must be at least 1, got {size}"):
+            layouts.clean(blocks, size)
+    with pytest.raises(ValueError, match=r"ranges must be \[.., n, 2\] .*, got \[1, 8, 1, 2, 3\]"):
+        layouts.from_ranges(torch.zeros(1, 8, 1, 2, 3).int(), 8, 2)

@@ -33,7 +33,7 @@ def test_off_by_default(capsys):
     [
         ("sel.triton.fallback", "debug_log"), ("fa2.fallback", "debug_log"),
         ("sel.triton.reads", "debug_log"), ("sel.triton.bucket_timing", "debug_timing"),
-        ("selected.path", "debug_timing"), ("sel.triton.shapes", "debug_shapes"),
+        ("sel.path", "debug_timing"), ("sel.triton.shapes", "debug_shapes"),
         ("sel.triton.compare", "debug_compare"),
     ],
 )  # fmt: skip

@@ -143,7 +143,39 @@ def test_wrong_inputs(block):
         block.attention(
             torch.zeros(1, 3, 24).double(), torch.tensor([0, 3], dtype=torch.int32)
         )
-    with pytest.raises(ValueError, match="n_layers must be a positive int, got 0"):
+    with pytest.raises(ValueError, match="n_layers must be at least 1, got 0"):
         nsa.NSALanguageModel(CONFIG, vocab_size=4, n_layers=0)
     with pytest.raises(ValueError, match="backend must be"):
         NSAAttention(CONFIG, backend="cudnn")(torch.zeros(1, 3, 24))
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_layer_on_meta_tensors_has_shapes():
+    layer = NSAAttention(CONFIG).to("meta")
+    y = layer(torch.empty(2, 40, CONFIG.dim, device="meta"))
+    assert y.shape == (2, 40, CONFIG.dim) and y.device.type == "meta"
+
+
+def test_a_layer_says_its_sizes_and_what_it_cannot_be_made_of():
+    assert "l=8, d=4, l_sel=8, n_sel=3, w=12" in repr(NSAAttention(CONFIG))
+    for given, error, words in (
+        (dict(backend="fast"), ValueError, "backend must be"),
+        (dict(flags={}), TypeError, "flags must be an nsa.Flags, got dict"),
+    ):
+        with pytest.raises(error, match=words):
+            NSAAttention(CONFIG, **given)
+    with pytest.raises(TypeError, match="config must be an nsa.NSAConfig, got dict"):
+        NSAAttention({})
+
+
+def test_a_layer_made_on_meta_tensors_gets_its_parameters():
+    with torch.device("meta"):
+        layer = NSAAttention(CONFIG)
+    layer = layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.fill_(float("nan"))
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert layer(torch.randn(1, 20, CONFIG.dim)).isfinite().all()

@@ -31,7 +31,7 @@ from nsa import (
     nsa_attention,
     parallel,
 )
-from nsa.attention import selection_attention, sliding_attention
+from nsa.attention import sliding_attention
 from nsa.compress import MLPCompression, mean_pool
 from nsa.errors import ExchangeFailed
 from nsa.tests.conftest import _poisoned
@@ -150,7 +150,7 @@ def _run_overlap(rank: int, world: int) -> None:
 
     with (
         mock.patch.object(attention, "sliding_attention", noted("win", sliding_attention)),
-        mock.patch.object(attention, "selection_attention", noted("sel", selection_attention)),
+        mock.patch.object(attention, "_selected", noted("sel", attention._selected)),
         mock.patch.object(exchange, "land", landed),
     ):
         run(backend="reference")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,7 +81,9 @@ def test_examples_in_docstrings_run(name):
 
 
 def test_the_wheel_has_the_library_and_no_corpus(monkeypatch):
-    setuptools = pytest.importorskip("setuptools", reason="setuptools is not installed")
+    setuptools = pytest.importorskip(
+        "setuptools", minversion="77", reason="setuptools 77, which builds the wheel, is missing"
+    )
     monkeypatch.chdir(Path(nsa.__file__).parents[1])
     whole = setuptools.Distribution({"script_name": "setup.py"})
     whole.parse_config_files(["pyproject.toml"])
@@ -89,3 +93,9 @@ def test_the_wheel_has_the_library_and_no_corpus(monkeypatch):
     assert {"nsa/py.typed", "nsa/attention.py", "nsa/integrations/transformers.py"} <= files
     assert not [name for name in files if name.startswith(("nsa/tests", "nsa/data"))]
     assert all(name.endswith((".py", "py.typed")) for name in files)
+
+
+def test_public_modules_need_no_import_of_their_own():
+    code = "import nsa; print(nsa.layouts.clean.__name__, nsa.parallel, nsa.compress)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("clean <module 'nsa.parallel'")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+pytest.importorskip("hypothesis", reason="random cases need hypothesis")
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nsa
-from nsa import oracle, select
+from nsa import blocks, oracle, select
 from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges, randn
 
 
@@ -155,3 +158,31 @@ def test_own_block_is_always_attended_up_to_the_query():
         for t, seen in enumerate(tokens(ranges)):
             assert seen >= set(range(t // 8 * 8, t + 1))
             assert max(seen) == t
+
+
+@pytest.mark.parametrize(
+    "l, d, l_sel", [(32, 16, 64), (8, 4, 8), (16, 4, 8), (4, 2, 12), (8, 8, 8)]
+)
+def test_pooling_is_the_oracles_at_every_length(l, d, l_sel):
+    for S in (5, l, l_sel + 1, 200):
+        N, n_blocks = blocks.num_compressed(S, l, d), blocks.num_sel_blocks(S, l_sel)
+        p = torch.rand(2, 3, 1, N, dtype=torch.float64)
+        want = [oracle.block_scores(row.tolist(), l, d, l_sel, n_blocks) for row in p.flatten(0, 2)]
+        got = select._pooled(p, l, d, l_sel, n_blocks).flatten(0, 2)
+        torch.testing.assert_close(got, torch.tensor(want, dtype=p.dtype))
+
+
+def test_exact_ties_go_to_the_lower_index_at_every_length():
+    """A zero query scores all keys alike: of the blocks that no border cuts the first are chosen,
+    and a longer sequence changes nothing."""
+    S, how = 531, dict(l=32, d=16, l_sel=64, n_sel=6)
+    k = randn(1, blocks.num_compressed(S, 32, 16), 1, 16, seed=1)
+    whole = select.select_blocks(torch.zeros(1, S, 1, 16), k, **how)
+    assert whole[0, 385, 0].tolist() == [0, 1, 2, 3, 5, 6]
+    for n in range(33, S, 37):
+        keys = k[:, : blocks.num_compressed(n, 32, 16)]
+        part = select.select_blocks(torch.zeros(1, n, 1, 16), keys, **how)
+        assert torch.equal(part, whole[:, :n]), n
+    for t in range(0, S, 53):
+        one = select.select_blocks(torch.zeros(1, 1, 1, 16), k, q_start=t, **how)
+        assert torch.equal(one[:, 0], whole[:, t]), t

@@ -216,3 +216,25 @@ def test_what_nsa_lacks_is_refused():
         integration.add_nsa_parameters(model)
     with pytest.raises(ValueError, match="q_proj and k_proj"):
         integration.add_nsa_parameters(torch.nn.Linear(2, 2))
+
+
+def test_gates_that_nobody_took_are_in_nobodys_way():
+    """Another attention function takes none; one that fails leaves them behind."""
+    model = make()
+    parts = integration.add_nsa_parameters(model)
+    model.set_attn_implementation("sdpa")
+    model(torch.randint(61, (1, 20)))
+    assert [part.gates for part in parts] == [None, None]
+    for part in parts:
+        part.gates = part.gate(torch.randn(1, 2, 32, dtype=part.gate.inner.weight.dtype))
+    again = [m for m in copy.deepcopy(model).modules() if isinstance(m, type(parts[0]))]
+    assert [part.gates for part in again] == [None, None]
+
+
+def test_a_class_that_is_no_model_is_named(tmp_path):
+    with pytest.raises(TypeError, match="the model's own class, .* got AutoModelForCausalLM"):
+        integration.load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    with pytest.raises(TypeError, match="attn_implementation must not be given"):
+        integration.load_pretrained(
+            transformers.LlamaForCausalLM, tmp_path, attn_implementation="nsa"
+        )

@@ -154,7 +154,7 @@ def test_expanded_gradient_of_the_output(kernel_device):
         (dict(Q_dtype=torch.int32), TypeError, "Q must be float16 or .* got torch.int32"),
         (dict(Q_dtype=torch.float8_e4m3fn), TypeError, "Q must be float16 or .* got torch.float8"),
         (dict(V_dtype=torch.complex64), TypeError, "V must be float16 or .* got torch.complex64"),
-        (dict(scale=float("nan")), ValueError, "softmax_scale must be finite, got nan"),
+        (dict(scale=float("nan")), ValueError, "softmax_scale must be a finite .*, got nan"),
         (dict(scale="1"), TypeError, "softmax_scale must be None or a number, got '1'"),
         (dict(path="fastest"), ValueError, "path must be None or one of"),
     ],

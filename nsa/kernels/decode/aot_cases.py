@@ -23,7 +23,6 @@ from nsa.kernels.decode.emit import (
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.decode.step import (
-    SMALL,
     choice_sizes,
     choice_warps,
     large_tiles,
@@ -33,7 +32,7 @@ from nsa.kernels.decode.step import (
     selected_warps,
 )
 from nsa.kernels.decode.team import _decode_team_kernel
-from nsa.kernels.tiles import dot_size, split_dim
+from nsa.kernels.tiles import dot_size, small_shared, split_dim
 
 # dtype, element bytes, D, Dv, (token, head) rows, page
 _SHAPES = (
@@ -97,7 +96,8 @@ def aot_cases(arch: int) -> list[AotCase]:
                 warps = choice_warps(choice["CHUNK"] * small // 4, programs, 132)
                 cases.append(_case(_decode_candidates_kernel, f"{label}-S{length}-W{warps}", dtype,
                                    some, warps, 1))  # fmt: skip
-        for length in (4096, 8192)[arch not in _FULL :] if d == 128 and arch not in SMALL else ():
+        lengths = () if d != 128 or small_shared(arch) else (4096, 8192)[arch not in _FULL :]
+        for length in lengths:
             n_tiles = length // 16 // small
             _, choice = choice_sizes(n_tiles, small // 4, length // 64, 16)
             team = dict(ROWS=rows, HEADS=16, TILE_N=small, BLOCK_N=small, NB=small // 4, PAGE=page,

@@ -91,7 +91,7 @@ def _places(keep):
 @triton.jit
 def store_candidates(
     chunk, bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS,
-    G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,
+    H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,
     ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, TILE_N: tl.constexpr,
     NB: tl.constexpr, CHUNK: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
     N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
@@ -132,7 +132,7 @@ def _decode_candidates_kernel(
     await_last(EARLY)
     store_candidates(
         tl.program_id(0), bg, tl.program_id(2), length,
-        PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, G, H, T, splits_cmp,
+        PART_M, PART_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, H, T, splits_cmp,
         splits_all, n_tiles, l, d, l_sel, chunks, ROWS, HEADS, SPLITS, TILE_N, NB, CHUNK, N_SEL,
         N_PAD, N_INIT, N_LOCAL,
     )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from nsa.checks import scale_of
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
@@ -26,11 +26,11 @@ from nsa.kernels.tiles import (
     dot_size,
     pow2,
     sm_count,
+    small_shared,
     split_dim,
 )
 from nsa.untraced import untraced
 
-SMALL = (86, 89, 120)  # 99 KB of shared memory, other parts have 163 and more
 SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
 SELECTED_PER_SM = 2  # the same of the selected blocks: more splits are more to merge
 SELECTED_SPLITS = 16  # per token and group, a block each by default
@@ -96,7 +96,7 @@ def scan_tile(arch: int, size: int, dim: int, dv: int, rows: int) -> int:
     if arch == 0:
         return 16
     widest = max(dim, dv)
-    if arch in SMALL and (widest > 128 and rows > 64 or widest > 192 and rows > 16):
+    if small_shared(arch) and (widest > 128 and rows > 64 or widest > 192 and rows > 16):
         return 32
     return 32 if size == 4 else 64
 
@@ -206,7 +206,7 @@ def _plan(
     rows = dot_size(tokens * heads)
     arch = arch_of(device)
     widest = 384 // dtype.itemsize  # beside more than 64 rows
-    if arch in SMALL and rows > 64 and max(dim, dv) > widest:
+    if small_shared(arch) and rows > 64 and max(dim, dv) > widest:
         raise NotImplementedError(
             f"q: T * heads per group must be <= 64 for head sizes above {widest} on sm_{arch}, got "
             f"{tokens * heads}"
@@ -240,7 +240,7 @@ def _plan(
     room = TEAM_PER_SM * sms // programs
     together = (
         alone and branch is None and room >= max(LEAST_TEAM, splits_cmp + splits_win)
-        and cdiv(max_len, l_sel) <= TEAM_BLOCKS and arch not in SMALL and block_n <= 64
+        and cdiv(max_len, l_sel) <= TEAM_BLOCKS and not small_shared(arch) and block_n <= 64
         and large_tiles(dtype.itemsize, dim, dv, rows)
     )  # fmt: skip
     # What the merge adds lets fewer programs run at a time: H200, 128 sequences of 8k, 168 us as a
@@ -355,7 +355,7 @@ def nsa_decode_triton(
         _plan, batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init,
         n_local, window, max_len, branch, page, window_ring,
     )  # fmt: skip
-    scale_log2 = LOG2E * (1.0 / math.sqrt(dim) if softmax_scale is None else softmax_scale)
+    scale_log2 = LOG2E * scale_of(softmax_scale, dim)
     indices = block_indices
     if indices is None:
         indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=q.device)

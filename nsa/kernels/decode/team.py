@@ -89,7 +89,7 @@ def _decode_team_kernel(
             for i in range(part, chunks * T, parts):
                 store_candidates(
                     i % chunks, bg, i // chunks, length, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX,
-                    KEYS, BLOCKS, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,
+                    KEYS, BLOCKS, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks,
                     ROWS, HEADS, SPLITS_CMP, TILE_N, NB, CHUNK, N_SEL, N_PAD, N_INIT, N_LOCAL,
                 )  # fmt: skip
         if PHASE == -1:

@@ -92,7 +92,7 @@ def _case(kernel: Any, label: str, dtype: str, constexprs: dict, tiles: tuple) -
     # Edge tiles are loaded without a pipeline and may push registers to the stack for a moment; the
     # loops over whole tiles are what counts. dK/dV at D = 128 keeps some 300 bytes there: of the
     # tiles that were timed on an H200 these were the fastest all the same.
-    limit = 128 if constexprs.get("D", 0) <= 128 else 208
+    limit = 136 if constexprs.get("D", 0) <= 128 else 208
     if kernel is span_bwd._span_bwd_dkdv_kernel and constexprs["D"] == 128:
         limit = 336
     if constexprs.get("ADD"):  # adding dQ: addresses of gathered rows, which each lane holds

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from nsa.checks import scale_of
 from nsa.kernels.launch import on_its_device
 from nsa.kernels.prefill.limits import check_block_size
 
@@ -115,7 +114,7 @@ def selection_blocks_triton(
     more heads per KV group than limits.most_heads.
     """
     check_block_size("block_size", block_size)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+    scale = scale_of(softmax_scale, q.shape[-1])
     if not is_ascending:
         block_indices = ascending(block_indices)
     out, _ = _block_attention(

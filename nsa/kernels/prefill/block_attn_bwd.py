@@ -26,13 +26,22 @@ from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
 from nsa.kernels.prefill.union_attn import union_attention_dq
 from nsa.kernels.prefill.union_lists import in_union, lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, split_dim
+from nsa.kernels.tiles import (
+    LOG2E,
+    arch_of,
+    cdiv,
+    datacenter,
+    dot_precision,
+    dot_size,
+    pow2,
+    split_dim,
+)
 
 
 def _many_wide_heads(arch: int, widest: int, heads: int) -> bool:
     """Groups of more than 16 wide heads, for which parts before and beside SM 9.0 and 10.0 put 4 KB
     of registers on the stack, or 300 bytes, unless a program has 32 keys and 8 warps."""
-    return heads > 16 and widest > 128 and arch not in (90, 100, 103)
+    return heads > 16 and widest > 128 and not datacenter(arch)
 
 
 def key_tile(block_size: int, widest: int, itemsize: int, heads: int, arch: int) -> int:
@@ -317,7 +326,7 @@ def fused_tiles(
     widest = max(d, dv)
     if itemsize == 4 or heads > 8:
         return None
-    if arch not in (90, 100, 103):
+    if not datacenter(arch):
         # Of tiles of 16 keys ptxas puts all but 32 registers on the stack at 32 rows (sm_80).
         rows = 32 if arch < 90 and keys == 64 else 16
         return (rows, 8, 1) if widest <= 128 else None
@@ -336,7 +345,7 @@ def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int, heads: int) -> tuple[i
     if widest <= 128:
         return 64, 4, 1  # H200, 64k tokens: 14.9 ms
     if widest <= 192:
-        if arch in (90, 100, 103):
+        if datacenter(arch):
             return 32, 4, 1
         return 16, 8 if _many_wide_heads(arch, widest, heads) else 4, 1
     return 32, 4, 1

@@ -10,14 +10,13 @@ dQ, rounded once.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa.arrival import await_selection
-from nsa.checks import needs_grad
+from nsa.checks import needs_grad, scale_of
 from nsa.kernels.launch import on_its_device
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn import sequence_begins
@@ -183,7 +182,7 @@ def nsa_prefill_triton(
     for more heads per KV group than limits.most_heads.
     """
     check_block_size("l_sel", l_sel)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+    scale = scale_of(softmax_scale, q.shape[-1])
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     out, block_indices, *_, lse, _, _ = _prefill(
         *(t.contiguous() for t in tensors), [l, d, l_sel, n_sel, n_init, n_local, window], scale,

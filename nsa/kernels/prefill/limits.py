@@ -6,7 +6,7 @@ import functools
 
 from torch import Tensor
 
-from nsa.kernels.tiles import arch_of, dot_size, split_dim
+from nsa.kernels.tiles import arch_of, datacenter, dot_size, small_shared, split_dim
 
 # Query heads per KV group, which are the rows of one tile and share memory with the keys. By bytes
 # per element and head size as padded: for parts with 227, 163 and 99 KB of shared memory per block.
@@ -28,7 +28,7 @@ def most_heads(arch: int, d: int, dv: int, itemsize: int) -> int:
     width = max(sum(split_dim(d)), dot_size(dv))
     size = 2 if itemsize == 2 else 4
     widest = min(w for s, w in _HEADS if s == size and w >= width)
-    column = 0 if arch in (90, 100, 103) else 1 if arch == 80 else 2
+    column = 0 if datacenter(arch) else 2 if small_shared(arch) else 1
     return _HEADS[size, widest][column]
 
 

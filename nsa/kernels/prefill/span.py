@@ -6,11 +6,10 @@ checkpointing treat each as one opaque node with known output shapes.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from nsa.checks import scale_of
 from nsa.kernels.launch import on_its_device
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 
@@ -101,10 +100,6 @@ def _(q, k_cmp, lse, l, d, l_sel, n_sel, n_init, n_local, softmax_scale, cu_q, c
     return q.new_empty(*q.shape[:-2], k_cmp.shape[-2], n_sel, dtype=torch.int32)
 
 
-def _scale(q: Tensor, softmax_scale: float | None) -> float:
-    return 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-
-
 def compressed_attention_triton(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, l: int, d: int, softmax_scale: float | None = None,
     cu_seqlens: Tensor | None = None, cu_seqlens_cmp: Tensor | None = None,
@@ -123,7 +118,7 @@ def compressed_attention_triton(
     max_k = k_cmp.shape[1] if cu_seqlens is None else max(0, ((max_seqlen or 0) - l) // d + 1)
     return _span_attention(
         q.contiguous(), k_cmp.contiguous(), v_cmp.contiguous(), COMPRESSED, l, d,
-        _scale(q, softmax_scale), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, max_k,
+        scale_of(softmax_scale, q.shape[-1]), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, max_k,
         q_start, use_gluon,
     )  # fmt: skip
 
@@ -137,8 +132,8 @@ def sliding_attention_triton(
     as for compressed."""
     return _span_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), SLIDING, window, 1,
-        _scale(q, softmax_scale), cu_seqlens, cu_seqlens, max_seqlen or 0, max_seqlen or k.shape[1],
-        q_start, use_gluon,
+        scale_of(softmax_scale, q.shape[-1]), cu_seqlens, cu_seqlens, max_seqlen or 0,
+        max_seqlen or k.shape[1], q_start, use_gluon,
     )  # fmt: skip
 
 
@@ -156,6 +151,6 @@ def select_blocks_triton(
     """
     return _block_select(
         q.detach().contiguous(), k_cmp.detach().contiguous(), lse, l, d, l_sel, n_sel, n_init,
-        n_local, _scale(q, softmax_scale), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, q_start,
-        use_gluon,
+        n_local, scale_of(softmax_scale, q.shape[-1]), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0,
+        q_start, use_gluon,
     )  # fmt: skip

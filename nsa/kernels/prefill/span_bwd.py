@@ -28,6 +28,7 @@ from nsa.kernels.tiles import (
     LOG2E,
     arch_of,
     cdiv,
+    datacenter,
     dot_precision,
     dot_size,
     pow2,
@@ -349,7 +350,7 @@ def dq_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int, 
         return (32, 32, 4, 1) if arch == 80 and widest <= 128 else (16, 16, 8, 1)
     if widest > 192:
         return 32, 32, 4, 1
-    if arch in (90, 100, 103):
+    if datacenter(arch):
         # H200, bf16, D=128, 64k tokens, descriptors: compressed 10.3 ms, 128 rows 11.2.
         return (64, 64, 4, 2) if widest <= 128 else (128, 64, 8, 2)
     return (64, 64, 8, 1) if widest <= 128 else (32, 32, 4, 1)
@@ -364,7 +365,7 @@ def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int
         return 16, 16, 8, 1
     if widest > 192:
         return 32, 32, 4, 1
-    if arch in (90, 100, 103):
+    if datacenter(arch):
         if widest > 128:
             return 32, 64, 8, 2
         # H200, bf16, D=128, 64k tokens, descriptors: compressed 21.6 ms, sliding 6.5.

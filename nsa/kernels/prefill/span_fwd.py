@@ -12,7 +12,16 @@ from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, split_dim
+from nsa.kernels.tiles import (
+    LOG2E,
+    arch_of,
+    cdiv,
+    datacenter,
+    dot_precision,
+    dot_size,
+    pow2,
+    split_dim,
+)
 
 
 @triton.jit
@@ -143,7 +152,7 @@ def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int,
     if arch == 0:  # interpreter: small tiles exercise every loop at small shapes
         return 32, 16, 4, 1
     widest = max(d, dv)
-    hopper = arch in (90, 100, 103)
+    hopper = datacenter(arch)
     if itemsize == 4:
         return (16, 32, 8, 1) if widest <= 128 else (16, 16, 4, 1)
     if widest > 192:

@@ -15,7 +15,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, dot_precision, dot_size, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, datacenter, dot_precision, dot_size, split_dim
 
 
 @triton.jit
@@ -265,7 +265,7 @@ def fwd_tiles(arch: int, d: int, dv: int) -> tuple[int, int, int, int]:
     if arch == 0:
         return 16, 16, 4, 1
     warps = 4 if max(d, dv) <= 192 else 8
-    if arch in (90, 100, 103):
+    if datacenter(arch):
         return 64, 64, warps, 2
     return (64 if max(d, dv) <= 128 else 32), 32, warps, 2
 
@@ -275,7 +275,7 @@ def dq_tiles(arch: int, d: int, dv: int) -> tuple[int, int, int, int] | None:
     if arch == 0:
         return 16, 16, 4, 1
     widest = max(d, dv)
-    if arch in (90, 100, 103):
+    if datacenter(arch):
         return (64, 64, 4 if widest <= 128 else 8, 2) if widest <= 192 else (32, 32, 8, 2)
     return (32, 32, 4, 2) if widest <= 128 else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa.checks import check_int
+from nsa.config import check_int
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

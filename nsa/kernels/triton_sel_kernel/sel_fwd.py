@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.checks import check_int, scale_of
+from nsa.checks import scale_of
+from nsa.config import check_int
 from nsa.flags import Flags
 from nsa.kernels.launch import launch, on_its_device
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, sm_count

@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nsa.flags import Flags
-from nsa.kernels.tiles import cdiv, dot_size, pow2
-
-_LARGE = (80, 90, 100, 103)  # 163 KB of shared memory per block or more
+from nsa.kernels.tiles import cdiv, dot_size, pow2, small_shared
 
 # (bytes per element, widest head size) -> (keys per tile, warps, stages). On large parts by how
 # many programs there are: at most one per multiprocessor, fewer than four, four or more. The last
@@ -84,8 +82,13 @@ def _key(itemsize: int, d: int, dv: int) -> tuple[int, int]:
     return (2 if itemsize == 2 else 4, max(64, pow2(max(d, dv))))
 
 
+def _large(arch: int) -> bool:
+    """163 KB of shared memory per block or more. The interpreter takes small tiles."""
+    return arch != 0 and not small_shared(arch)
+
+
 def _row(table: dict, arch: int, itemsize: int, d: int, dv: int) -> tuple[int, ...]:
-    return table[_key(itemsize, d, dv)][0 if arch in _LARGE else 1]
+    return table[_key(itemsize, d, dv)][0 if _large(arch) else 1]
 
 
 def fwd_tiles(
@@ -94,7 +97,7 @@ def fwd_tiles(
 ) -> Tiles:  # fmt: skip
     """Tiles of the forward for rows of at most key_len keys; NSA_SEL_TRITON_BLOCK_* win."""
     key = _key(itemsize, d, dv)
-    if arch in _LARGE:
+    if _large(arch):
         tier = 0 if programs <= n_sm and key_len > 64 else 1 if programs < 4 * n_sm else 2
         block_l, warps, stages = _FWD[key][tier]
         if ranges and tier == 2:
