@@ -20,7 +20,7 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def forward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
         x.refill(seed)
         x.prepare(op)
 
-    oracle_fn, same, view = lambda: x.exact(op), lambda: x.exact(op, torch.bfloat16), pick
+    oracle_fn, same, view = lambda: x.exact(op), lambda: x.exact(op, x.q.dtype), pick
     if op == "select":
         view, same = x.block_quality, None
         oracle_fn = lambda: torch.ones(shape.B, len(x.at), shape.G, dtype=torch.float64)
@@ -151,7 +151,7 @@ def forward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
     if op == "full":
         baselines = [
             Contender(name, torch.no_grad()(run), "sdpa", oracle=lambda: x.exact("dense"),
-                      same_dtype=lambda: x.exact("dense", torch.bfloat16))
+                      same_dtype=lambda: x.exact("dense", x.q.dtype))
             for name, run in dense_calls(x)
         ]  # fmt: skip
     return Case(
@@ -164,29 +164,35 @@ def forward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
     )  # fmt: skip
 
 
-def check_key_gradients(x: Prefill, op: str, state: dict[str, Any]) -> str | None:
-    """Why dK, dV or the gates' gradients are wrong, None if they are right.
+def check_key_gradients(
+    x: Prefill, op: str, state: dict[str, Any], path: str = "triton",
+    kernels: Sequence[str] | None = None,
+    truth: Callable[[torch.dtype], list[Tensor]] | None = None,
+) -> str | None:  # fmt: skip
+    """Why dQ, dK, dV or the gates' gradients are wrong, None if they are right.
 
-    With do = 0 but for the sampled queries, these few make up all of them in fp64 too.
+    With do = 0 but for the sampled queries, these few make up all of them in fp64 too. kernels and
+    truth(dtype): what another implementation on `path` launches, and its gradients; NSA's own else.
     """
+    truth = truth or partial(sampled_gradients, x, op)
+    kernels = backward_kernels(x, op) if kernels is None else kernels
     do = torch.zeros_like(x.do)
     do[:, x.at] = x.do[:, x.at]
     with launches.recording() as seen:
         got = torch.autograd.grad(state["out"], state["leaves"], do, retain_graph=True)
-    want = sampled_gradients(x, op, torch.float64)
-    same = sampled_gradients(x, op, torch.bfloat16)
-    for i, (g, w, s) in enumerate(zip(got, want, same, strict=True)):
+    of = "" if path == "triton" else f" of {path}"
+    for i, (g, w, s) in enumerate(zip(got, truth(torch.float64), truth(x.q.dtype), strict=True)):
         if i == 0:
             g = g[:, x.at]
         size = max(1.0, w.abs().max().item())
         parity = measure_parity(
-            f"prefill/{op}/bwd/S={x.shape.S}/gradient {i}", "prefill_bwd", g, w, s,
-            path_requested="triton", path_taken="triton", launches=seen,
-            expect_kernels=backward_kernels(x, op), seed=0, limit_mae=2e-3 * size,
+            f"prefill/{op}/bwd/S={x.shape.S}/gradient {i}{of}", "prefill_bwd", g, w, s,
+            path_requested=path, path_taken=path, launches=seen, expect_kernels=kernels, seed=0,
+            limit_mae=2e-3 * size,
         )  # fmt: skip
         emit("parity", dataclasses.asdict(parity))
         if parity.status != "PASS":
-            return f"gradient {i} of {op}: {'; '.join(parity.why)}"
+            return f"gradient {i} of {op}{of}: {'; '.join(parity.why)}"
     return None
 
 
@@ -223,10 +229,10 @@ def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
         Contender("nsa" if op == "full" else f"nsa {op}", call, "triton",
                   backward_kernels(x, op)),
         refill=refill, inputs=x.inputs, oracle=lambda: dq(op, torch.float64),
-        same_dtype=lambda: dq(op, torch.bfloat16),
+        same_dtype=lambda: dq(op, x.q.dtype),
         baselines=[
             Contender(name, dense_call(name), "sdpa", oracle=lambda: dq("dense", torch.float64),
-                      same_dtype=lambda: dq("dense", torch.bfloat16))
+                      same_dtype=lambda: dq("dense", x.q.dtype))
             for name, _ in dense
         ],
         view=lambda grads: grads[0][:, x.at],

@@ -22,9 +22,12 @@ def sampled(shape: Shape, samples: int) -> list[int]:
 class Prefill:
     """Inputs of one length, the calls on them, and fp64 results on a sample of the queries."""
 
-    def __init__(self, shape: Shape, samples: int = 12) -> None:
+    def __init__(
+        self, shape: Shape, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
+        samples: int = 12,
+    ) -> None:  # fmt: skip
         s = self.shape = shape
-        like = {"dtype": torch.bfloat16, "device": "cuda"}
+        like = {"dtype": dtype, "device": device}
         kv = lambda n, width: torch.empty(s.B, n, s.G, width, **like)
         n_cmp = max(num_compressed(s.S, s.l, s.d), 1)
         self.q = torch.empty(s.B, s.S, s.HQ, s.D, **like)
@@ -43,7 +46,7 @@ class Prefill:
         return f"{len(self.at)} of {self.shape.S} queries"
 
     def refill(self, seed: int) -> None:
-        gen = torch.Generator("cuda").manual_seed(seed)
+        gen = torch.Generator(self.q.device).manual_seed(seed)
         for x in self.inputs():
             x.detach().normal_(generator=gen)
         self.gates.detach().uniform_(generator=gen)
@@ -143,7 +146,7 @@ class Prefill:
     def selected(self, t: int, dtype: torch.dtype) -> Tensor:
         q = self.q[:, t : t + 1].detach().to(dtype)
         spans = select.blocks_to_ranges(
-            self.blocks[:, t : t + 1], self.shape.l_sel, torch.tensor([t], device="cuda")
+            self.blocks[:, t : t + 1], self.shape.l_sel, torch.tensor([t], device=q.device)
         )
         clean = select.clean_ranges(spans, t + 1)
         k, v = (x[:, : t + 1].detach().to(dtype) for x in (self.k_sel, self.v_sel))
@@ -209,7 +212,7 @@ def sampled_gradients(x: Prefill, part: str, dtype: torch.dtype) -> list[Tensor]
             parts.append(attend(qt, leaves["k_cmp"][:, :seen], leaves["v_cmp"][:, :seen]))
         if part in ("sel", "full"):
             spans = select.blocks_to_ranges(
-                x.blocks[:, t : t + 1], s.l_sel, torch.tensor([t], device="cuda")
+                x.blocks[:, t : t + 1], s.l_sel, torch.tensor([t], device=q.device)
             )
             k, v = (leaves[n][:, : t + 1] for n in ("k_sel", "v_sel"))
             parts.append(

@@ -1,0 +1,274 @@
+"""All of NSA beside the fastest other public NSA and dense attention, on the same tensors.
+
+    git clone https://github.com/mdy666/Scalable-Flash-Native-Sparse-Attention peers/sfnsa
+    python bench/bench_peers.py --sfnsa peers/sfnsa --S_list 4096,8192,16384 --csv peers.csv
+
+A row for every length, direction and contender: NSA and that contender take turns (ABBA), `speedup`
+is its time over NSA's. Both must be right, on sampled queries (`compared`) against fp64: NSA before
+and after the timing, a contender before it, each with its own gates and blocks, and with a backward
+the gradients of keys, values and gates as well. `choice` is the worst of these queries: the scores
+of the blocks that the contender chose over those of the best. peak_mib and base_peak_mib are what
+one call of either allocates on top of its inputs. Sizes default to the paper's, in bf16. Nothing of
+a peer is in this repository; what its import needs (sfnsa: pkg_resources) must be installed.
+
+Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+import torch
+from torch import Tensor
+
+from bench import peer_sfnsa
+from bench.bench_prefill import (
+    backward_kernels,
+    check_key_gradients,
+    dense_calls,
+    forward_case,
+    forward_kernels,
+)
+from bench.clock import CudaClock
+from bench.device import Gpu, ceilings
+from bench.peer_sfnsa import Sfnsa
+from bench.prefill_inputs import Prefill, sampled_gradients
+from bench.provenance import COLUMNS as PROVENANCE
+from bench.provenance import provenance
+from bench.records import (
+    add_csv_argument,
+    check_flags,
+    integers,
+    note,
+    out_dir,
+    positive,
+    say,
+    seconds,
+    write_csv,
+    write_so_far,
+)
+from bench.roofline import Shape, bytes_needed, check_sizes, flops
+from bench.timing import Budget, Case, Contender, Unbuilt, measure
+from nsa.kernels import fa2
+
+DIRECTIONS = ("fwd", "fwd+bwd")
+SIZES = ("HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w")
+COLUMNS = (
+    "against", "direction", "S", *SIZES, "dtype", "ms", "ms_low", "ms_high", "baseline", "base_ms",
+    "speedup", "ci_low", "ci_high", "path", "parity", "compared", "mae", "max_abs", "choice",
+    "wall_ms", "base_wall_ms", "peak_mib", "base_peak_mib", "n", "status", "why", "sm_mhz",
+    "power_w", "peer_commit", *PROVENANCE,
+)  # fmt: skip
+Both = tuple[Tensor, ...]  # an output and the gradients
+
+
+def with_backward(
+    forward: Callable[[], Tensor], leaves: Callable[[], list[Tensor]], do: Tensor
+) -> Both:
+    out = forward()
+    return (out, *torch.autograd.grad(out, leaves(), do))
+
+
+def training_case(x: Prefill, columns: dict[str, Any]) -> Case:
+    """NSA's forward and backward in one call; in each check dq of the sampled queries is compared.
+
+    Raises AssertionError when a gradient of keys, values or gates is wrong.
+    """
+    shape = x.shape
+    leaves = lambda: x.leaves("full")
+    x.refill(0)
+    for t in leaves():
+        t.requires_grad_(True)
+    wrong = check_key_gradients(x, "full", {"out": x.forward("full"), "leaves": leaves()})
+    if wrong:
+        raise AssertionError(wrong)
+    work = [count(shape, "full") + count(shape, "full", backward=True)
+            for count in (bytes_needed, flops)]  # fmt: skip
+    return Case(
+        "peers", f"peers/fwd+bwd/S={shape.S}",
+        Contender("nsa", lambda: with_backward(lambda: x.forward("full"), leaves, x.do), "triton",
+                  tuple({*forward_kernels(x, "full"), *backward_kernels(x, "full")})),
+        refill=x.refill, inputs=x.inputs,
+        oracle=lambda: sampled_gradients(x, "full", torch.float64)[0],
+        same_dtype=lambda: sampled_gradients(x, "full", x.q.dtype)[0],
+        view=lambda got: got[1][:, x.at], bytes_needed=work[0], flops=work[1],
+        columns={**columns, "compared": x.compared},
+    )  # fmt: skip
+
+
+def dense_contenders(x: Prefill, direction: str) -> list[Contender]:
+    """Causal dense attention by each SDPA backend that takes this shape."""
+    found = []
+    for name, run in dense_calls(x):
+        if direction == "fwd":
+            found.append(Contender(
+                name, torch.no_grad()(run), "sdpa", oracle=lambda: x.exact("dense"),
+                same_dtype=lambda: x.exact("dense", x.q.dtype),
+            ))  # fmt: skip
+            continue
+        found.append(Contender(
+            name, partial(with_backward, run, lambda: [x.q, x.k_sel, x.v_sel], x.do), "sdpa",
+            oracle=lambda: sampled_gradients(x, "dense", torch.float64)[0],
+            same_dtype=lambda: sampled_gradients(x, "dense", x.q.dtype)[0],
+        ))  # fmt: skip
+    return found
+
+
+def peer_contender(peer: Sfnsa, direction: str) -> Contender:
+    """Raises AssertionError when a gradient of the peer's is wrong."""
+    if direction == "fwd":
+        return Contender(peer.name, torch.no_grad()(peer.forward), peer.name, oracle=peer.exact,
+                         same_dtype=lambda: peer.exact(peer.x.q.dtype))  # fmt: skip
+    for t in peer.leaves():
+        t.requires_grad_(True)
+    state = {"out": peer.forward(), "leaves": peer.leaves()}
+    wrong = check_key_gradients(peer.x, "full", state, peer.name, (), peer.gradients)
+    if wrong:
+        raise AssertionError(wrong)
+    return Contender(
+        peer.name, lambda: with_backward(peer.forward, peer.leaves, peer.x.do), peer.name,
+        oracle=lambda: peer.gradients()[0],
+        same_dtype=lambda: peer.gradients(peer.x.q.dtype)[0],
+    )  # fmt: skip
+
+
+class Match:
+    """NSA against one contender at one length: dense attention, or the peer in `package`.
+
+    case() makes the inputs, so that too little memory for them is a row as well; make(shape) and
+    window are what it makes them with and what the peer has for its window.
+    """
+
+    def __init__(
+        self, shape: Shape, direction: str, columns: dict[str, Any],
+        package: ModuleType | None = None, make: Callable[[Shape], Prefill] = Prefill,
+        window: Callable[..., Tensor] = fa2.sliding_fa2,
+    ) -> None:  # fmt: skip
+        self.shape, self.direction, self.columns = shape, direction, columns
+        self.package, self.make, self.window = package, make, window
+        self.peer: Sfnsa | None = None
+        self.made: Case | None = None
+
+    def case(self) -> Case:
+        x = self.make(self.shape)
+        x.refill(0)
+        nsa = forward_case(x, "full", {}) if self.direction == "fwd" else training_case(x, {})
+        rivals, refill, inputs = (), x.refill, x.inputs
+        if self.package is None:
+            rivals = dense_contenders(x, self.direction)
+            if not rivals:
+                raise RuntimeError("no SDPA backend takes this shape")
+        else:
+            peer = self.peer = Sfnsa(self.package, x, self.window)
+            peer.refill()
+            rivals = [peer_contender(peer, self.direction)]
+            inputs = lambda: [*x.inputs(), *peer.inputs()]
+
+            def refill(seed: int) -> None:
+                x.refill(seed)
+                peer.refill()
+
+        self.made = dataclasses.replace(
+            nsa, bench="peers", name=f"peers/{self.direction}/S={self.shape.S}", baselines=rivals,
+            refill=refill, inputs=inputs, columns={**self.columns, "compared": x.compared},
+        )  # fmt: skip
+        return self.made
+
+    def peaks(self, baseline: str) -> dict[str, int]:
+        """MiB that one call of either allocates on top of what there was."""
+        rival = next(c for c in self.made.baselines if c.name == baseline)
+        found = {}
+        for name, one in (("peak_mib", self.made.candidate), ("base_peak_mib", rival)):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            one.call()
+            torch.cuda.synchronize()
+            found[name] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
+        return found
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sfnsa", type=Path, metavar="FOLDER", help="checkout of sfnsa")
+    parser.add_argument("--S_list", type=integers, default=[4096, 8192, 16384, 32768, 65536],
+                        help="tokens")  # fmt: skip
+    parser.add_argument("--directions", default=",".join(DIRECTIONS),
+                        help=f"from {', '.join(DIRECTIONS)}")  # fmt: skip
+    parser.add_argument("--no_dense", action="store_true", help="leave dense attention out")
+    default = Shape(1)
+    for name in SIZES:
+        parser.add_argument(f"--{name}", type=positive, default=getattr(default, name))
+    parser.add_argument("--seconds", type=seconds, default=1.0, help="device time a row, at most")
+    add_csv_argument(parser)
+    args = parser.parse_args(argv)
+    args.directions = args.directions.split(",")
+    if not set(args.directions) <= set(DIRECTIONS):
+        parser.error(
+            f"--directions must be from {', '.join(DIRECTIONS)}, got {','.join(args.directions)}"
+        )
+    if args.sfnsa is None and args.no_dense:
+        parser.error("--sfnsa must name a checkout when --no_dense leaves nothing else")
+    if args.sfnsa is not None and not (args.sfnsa / peer_sfnsa.PACKAGE / "__init__.py").is_file():
+        parser.error(f"--sfnsa must be a folder with {peer_sfnsa.PACKAGE}/, got {args.sfnsa}")
+    check_sizes(parser, args)
+    check_flags(parser)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if not torch.cuda.is_available():
+        note("torch sees no CUDA device: nothing was timed", "warn")
+        return 3
+    package = peer_commit = None
+    if args.sfnsa is not None:
+        try:
+            package = peer_sfnsa.load(args.sfnsa)
+        except Exception as error:  # whatever another project's import raises
+            note(f"sfnsa cannot be imported: {type(error).__name__}: {error}", "warn")
+            return 3
+        peer_commit = peer_sfnsa.commit(args.sfnsa)
+    gpu, clock = Gpu(), CudaClock()
+    about, ceiling = provenance(gpu), ceilings(gpu, out_dir())
+    budget = Budget(device_s=args.seconds, min_n=20, warm_s=0.05, warm_cap_s=1.0)
+    rivals = [("sfnsa", package)] * (package is not None) + [("dense", None)] * (not args.no_dense)
+    written, failed = [], False
+    for S, direction, (against, found) in itertools.product(args.S_list, args.directions, rivals):
+        shape = Shape(S, **{n: getattr(args, n) for n in SIZES})
+        columns = {
+            "S": S, **{n: getattr(args, n) for n in SIZES}, "dtype": "bf16", **about,
+            "direction": direction, "against": against,
+            "peer_commit": peer_commit if found else None,
+        }  # fmt: skip
+        match = Match(shape, direction, columns, found)
+        unbuilt = Unbuilt("peers", f"peers/{direction}/S={S}", match.case, columns)
+        row = measure(unbuilt, clock, gpu=gpu, ceiling=ceiling, budget=budget)
+        flat = row.csv()
+        if row.median_us is not None:
+            flat |= match.peaks(row.baseline)
+            flat["choice"] = match.peer.choice() if match.peer else None
+        written.append(flat)
+        failed |= row.status == "FAILED"
+        say(args, row.line())
+        write_so_far(args.csv, written, COLUMNS)
+        del match
+        torch.cuda.empty_cache()
+    write_csv(args.csv, written, COLUMNS)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
