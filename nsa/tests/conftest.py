@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
@@ -83,6 +84,21 @@ def language_patched_once() -> Iterator[None]:
     interpreter._patch_lang = patch_once
     yield
     interpreter._patch_lang = patch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_idle_overflow_checks() -> Iterator[None]:
+    """The interpreter works out for every sum and product of integers whether it overflows, and
+    asserts it in debug mode alone, which is off: a quarter of the time of these tests."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    builder = getattr(interpreter, "interpreter_builder", None)
+    options = getattr(builder, "options", None)
+    if not _interpreting() or not hasattr(options, "sanitize_overflow") or options.debug:
+        yield
+        return
+    builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    yield
+    builder.options = options
 
 
 # `with torch.device(...)` notes at its first use which functions it serves: not the poisoned.
