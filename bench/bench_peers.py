@@ -97,7 +97,7 @@ def training_case(x: Prefill, columns: dict[str, Any]) -> Case:
     return Case(
         "peers", f"peers/fwd+bwd/S={shape.S}",
         Contender("nsa", lambda: with_backward(lambda: x.forward("full"), leaves, x.do), "triton",
-                  tuple({*forward_kernels(x, "full"), *backward_kernels(x, "full")})),
+                  (*forward_kernels(x, "full", training=True), *backward_kernels(x, "full"))),
         refill=x.refill, inputs=x.inputs,
         oracle=lambda: sampled_gradients(x, "full", torch.float64)[0],
         same_dtype=lambda: sampled_gradients(x, "full", x.q.dtype)[0],

@@ -75,8 +75,11 @@ KERNELS = {
 }  # fmt: skip
 
 
-def forward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
-    """What the forward launches for these inputs: by unions and key tiles from some length on."""
+def forward_kernels(x: Prefill, op: str, training: bool = False) -> tuple[str, ...]:
+    """What the forward launches for these inputs: by unions and key tiles from some length on.
+
+    training: a backward follows, which wants the outputs of all branches apart.
+    """
     from nsa.kernels.prefill import block_attn_outer, hopper
     from nsa.kernels.prefill.union_lists import unions_apply
     from nsa.kernels.tiles import arch_of
@@ -93,7 +96,7 @@ def forward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
         x.q.element_size(),
     )
     span = (hopper.forward_kernel(x.q, x.k_sel, x.v_sel),)
-    if op == "full":
+    if op == "full" and not training:
         span = hopper.pair_forward_kernels(x.q, x.k_cmp, x.v_cmp, x.k_win, x.v_win)
     on_hopper = {"_span_fwd_kernel": span, "_block_attn_fwd_kernel": sel}
     if op in ("select", "full"):

@@ -389,6 +389,9 @@ def test_kernels_that_must_run_in_prefill_are_there(S, HQ, G, arch, release, mon
     assert ("_span_fwd_hopper_kernel" in forward["cmp"] & forward["win"]) == gluon
     assert ("_span_pair_fwd_hopper_kernel" in forward["full"]) == gluon
     assert ("_span_fwd_kernel" in forward["full"] & forward["win"]) == (not gluon)
+    training = set(bench_prefill.forward_kernels(x, "full", training=True))
+    assert forward["cmp"] | forward["win"] <= training <= defined
+    assert "_span_pair_fwd_hopper_kernel" not in training
     assert ("_block_attn_bwd_hopper_kernel" in backward["full"] & backward["sel"]) == gluon
     assert ("_span_bwd_hopper_kernel" in backward["cmp"] & backward["win"]) == gluon
     assert (set(block_attn_outer.KERNELS) <= forward["full"] & forward["sel"]) == (HQ // G == 4)
