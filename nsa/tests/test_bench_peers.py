@@ -57,7 +57,8 @@ PEER = """
     def select_attn(q, k, v, topk, sm_scale):
         size, n = NSAHelper.sizes["block_size"], NSAHelper.tokens
         start = topk.transpose(0, 1)[None] * size
-        end = torch.minimum(start + size, torch.arange(1, n + 1)[None, :, None, None])
+        last = torch.arange(1, n + 1, device=topk.device)[None, :, None, None]
+        end = torch.minimum(start + size, last)
         ranges = torch.stack([start.clamp(max=n), end.clamp(max=n)], -1)
         return reference.selection_attention(
             q[None], k[None], v[None], ranges, softmax_scale=sm_scale
