@@ -350,6 +350,28 @@ def test_summary_shows_shares_reads_and_gaps(tmp_path, capsys):
     assert out.startswith("Decode step on NVIDIA H200, cold cache")
 
 
+def test_the_second_table_says_whose_time_is_whose_and_what_binds(tmp_path, capsys):
+    names = [name for _, *three in summarize_decode_csv.MORE for name in three if name]
+    more = {name: str(i) for i, name in enumerate(names, 1)}
+    rows = [line(**more, B="1", launch_bound="True"),
+            line(**more, B="64", launch_bound="False"),
+            line(**dict.fromkeys(names, ""), B="2", launch_bound="")]  # fmt: skip
+    header = (*summarize_decode_csv.NEEDED, *names, "B", "launch_bound")
+    code, out, _ = summary(tmp_path, capsys, rows, header)
+    assert code == 0
+    _, _, table = out.partition("As a CUDA graph")
+    head, _, *lines = [[c.strip() for c in t.strip("| ").split(" | ")]
+                       for t in table.splitlines() if t.startswith("|")]  # fmt: skip
+    first, second = (dict(zip(head, cells, strict=True)) for cells in lines)
+    assert (first["B"], first["eager step launch-bound"]) == ("1", "yes")
+    assert (second["B"], second["eager step launch-bound"]) == ("64", "no")
+    assert first["graph ms [95 %]"] == "1.0000 [2.0000, 3.0000]"
+    assert first["dense graph ms"] == "4.0000" and first["over dense"] == "5.00 [6.00, 7.00]"
+    assert first["layer eager, wall ms"] == "8.0000"
+    assert first["layer eager, device ms"] == "9.0000 [10.0000, 11.0000]"
+    assert first["layer graph ms"] == "12.0000 [13.0000, 14.0000]"
+
+
 def test_summary_of_nothing_and_of_something_else(tmp_path, capsys):
     code, out, err = summary(tmp_path, capsys, [])
     assert (code, out) == (3, "") and "has no rows" in err

@@ -13,7 +13,7 @@ import torch
 
 from bench import bench_fa2, bench_prefill, bench_sel_triton, health
 from bench.clock import HostClock
-from bench.device import Ceilings, ceilings, reason_names
+from bench.device import Ceilings, Gpu, ceilings, reason_names
 from bench.prefill_inputs import Prefill, Projections
 from bench.roofline import BACKWARD, Shape, bytes_needed, flops, pairs
 from bench.timing import Budget, measure
@@ -335,6 +335,44 @@ def test_measured_ceilings_are_those_of_this_card(tmp_path):
     (tmp_path / "health.json").write_text(json.dumps({**row, "device": "another"}))
     assert ceilings(gpu, tmp_path).source == "nominal"
     assert ceilings(None, tmp_path).gbs is None
+
+
+def card(name="NVIDIA Fake", **answers):
+    """A Gpu without its device; `answers` by the name of the NVML query."""
+    gpu = object.__new__(Gpu)
+    gpu.name, nvml = name, types.SimpleNamespace(NVML_CLOCK_MEM=2, NVML_CLOCK_SM=1,
+                                                 NVML_TEMPERATURE_GPU=0)  # fmt: skip
+    vars(gpu)["nvml"] = (nvml, None)
+    gpu.ask = lambda query, *args: answers.get(query)
+    return gpu
+
+
+def test_the_nominal_bandwidth_is_the_data_sheets():
+    """H100 SXM: 5120 bits at 2619 MHz, two transfers a clock, 3.35 TB/s."""
+    gpu = card(nvmlDeviceGetMemoryBusWidth=5120, nvmlDeviceGetMaxClockInfo=2619)
+    assert gpu.bus_gbs == pytest.approx(3352, rel=1e-3)
+    assert card(nvmlDeviceGetMemoryBusWidth=5120).bus_gbs is None
+
+
+@pytest.mark.parametrize("name, peak", [
+    ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 NVL", 835.0),
+    ("NVIDIA L4", 121.0), ("NVIDIA L40", 181.0), ("NVIDIA L40S", 362.0), ("NVIDIA A10", 125.0),
+    ("NVIDIA A10G", 70.0), ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA GeForce RTX 4090", 165.2),
+    ("NVIDIA GH200 480GB", 989.0), ("NVIDIA Titan V", None),
+])  # fmt: skip
+def test_a_tensor_peak_is_of_that_card_and_no_namesake(name, peak):
+    assert card(name).tensor_tflops == peak
+
+
+def test_a_cards_state_is_in_the_units_it_says():
+    """Milliwatts of NVML become watts; reasons come by either name of the query."""
+    answers = {"nvmlDeviceGetPowerUsage": 512_300, "nvmlDeviceGetClockInfo": 1980}
+    new = card(**answers, nvmlDeviceGetCurrentClocksEventReasons=0x8 | 0x1)
+    old = card(**answers, nvmlDeviceGetCurrentClocksThrottleReasons=0x8)
+    for gpu in (new, old):
+        state = gpu.state()
+        assert (state["power_w"], state["sm_mhz"]) == (512.3, 1980)
+        assert state["reasons"] == ["HwSlowdown"]
 
 
 def test_throttle_reasons_by_bit():

@@ -86,6 +86,21 @@ def test_a_dead_row_hides_from_the_mean_but_not_from_the_row():
     assert parity.worst_row_index == [2, 3]
 
 
+def test_the_allowance_for_rounding_is_one_rounding():
+    """Of 16 only where sums of fp32 are compared: of bf16 these would be 12 % of the result."""
+    want = torch.full((8, 64), 1.0, dtype=torch.float64)
+    step, kw = 2**-7, dict(path_requested="sdpa", path_taken="sdpa")  # what bf16 tells apart at 1
+    for same, good, bad in ((want.bfloat16(), 1, 2), (None, 1, 2)):
+        for steps, status in ((good, "PASS"), (bad, "FAIL")):
+            out = want.bfloat16()
+            out[3, 5] += steps * step
+            parity = measure_parity("c", "op", out, want, same, **kw)
+            assert parity.status == status and parity.limit_max_abs == step, (steps, parity.why)
+    same = want.bfloat16()
+    same[0, 0] += step
+    assert measure_parity("c", "op", same, want, same, **kw).limit_max_abs == 3 * step
+
+
 def test_same_infinities_agree():
     lse = torch.tensor([[0.5, -math.inf]], dtype=torch.float64)
     kw = dict(path_requested="sdpa", path_taken="sdpa", rows=False)
@@ -103,6 +118,9 @@ def test_same_infinities_agree():
         (dict(path_requested="triton", path_taken="triton"), "no kernel launch was counted"),
         (dict(path_requested="triton", path_taken="triton", launches={"_other_kernel": 1},
               expect_kernels=["_sel_kernel"]), "never launched: _sel_kernel"),
+        (dict(path_requested="triton", path_taken="triton",
+              launches={"_other_kernel": 1, "_sel_kernel": 0}, expect_kernels=["_sel_kernel"]),
+         "never launched: _sel_kernel"),
         (dict(path_requested="triton", path_taken=None), "ran None"),
     ],
 )  # fmt: skip

@@ -296,6 +296,24 @@ def test_health_rows_of_all_cards_are_kept_whatever_their_order():
     assert {k: v["copy_gbs"] for k, v in record.health["gpus"].items()} == {"2": 2.0, "1": 1.0}
 
 
+@pytest.mark.parametrize("status", ["FAIL", "CRASH", "TIMEOUT", "INFRA", "NOT_RUN", "SKIPPED"])
+def test_a_card_is_judged_by_its_own_stages_and_numbers(status):
+    """One that was never measured has no numbers, and one that proved nothing is not good."""
+    stage = lambda id, gpu, status="PASS": {"id": id, "status": status, "gpus": [gpu],
+                                            "reason": None if status == "PASS" else "why"}
+    data = {"health": {"device": "X", "copy_gbs": 4321.0, "gemm_bf16_tflops": 765.0},
+            "stages": [stage("health", 0), stage("triton_fwd", 0), stage("health_gpu1", 1),
+                       stage("triton_fwd_gpu1", 1, status)]}  # fmt: skip
+    proof = [{"stage": "triton_fwd", "status": "PASS"}, {"stage": "triton_fwd", "status": "PASS"},
+             {"stage": "triton_fwd_gpu1", "status": "FAIL"}]  # fmt: skip
+    first, second = cards.section(data, proof)
+    assert (first["verdict"], first["parity"], first["bandwidth"]) == (cards.GOOD, "2/2", "4321")
+    assert (second["parity"], second["name"], second["bandwidth"]) == ("0/1", "-", "-")
+    assert second["verdict"].replace("\\", "") == f"triton_fwd_gpu1 {status}: why"
+    (said,) = cards.warnings(data)
+    assert said.startswith("GPU 1 is not good")
+
+
 def test_only_the_benched_card_gives_the_ceilings(tmp_path, monkeypatch, capsys):
     from bench import health
 

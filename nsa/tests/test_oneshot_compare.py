@@ -191,6 +191,7 @@ def test_a_stage_that_died_says_so_for_each_of_its_cases(tmp_path, capsys):
         ("name", "NVIDIA H100", "GPU NVIDIA H200 -> NVIDIA H100"),
         ("power_limit_w", 500.0, "power limit 700.0 -> 500.0"),
         ("driver", "570.10", "driver major 580 -> 570"),
+        ("mig", True, "MIG False -> True"),
     ],
 )
 def test_times_of_unlike_boxes_are_not_compared(field, value, words, tmp_path, capsys):
@@ -242,6 +243,59 @@ def test_parity_is_compared_on_unlike_boxes_too(tmp_path, capsys):
     assert run(a, b, "--fail-on", "slower", capsys=capsys)[0] == 5
     code, result = run(b, a, capsys=capsys)
     assert code == 5 and "parity p/one FAIL -> PASS" in result["repaired"]
+
+
+@pytest.mark.parametrize(
+    ("floors", "taken"),
+    [((0.012, 0.05), 0.05), ((0.05, 0.012), 0.05), ((None, 0.05), 0.05), ((0.002, None), 0.01)],
+)
+def test_the_noisier_box_sets_the_floor(floors, taken, tmp_path, capsys):
+    """4 % between a quiet and a noisy box is no speedup, whichever of them was first."""
+    rows, folders = [bench_row("t/x", 50.0, None), bench_row("t/x", 48.0, None)], []
+    for name, row_, floor in zip("ab", rows, floors, strict=True):
+        def change(events, floor=floor):
+            for event in events:
+                if event["ev"] == "row" and event["row"]["kind"] == "health":
+                    event["row"]["aa_noise_floor"] = floor
+
+        folders.append(made(tmp_path / name, [row_], change=change))
+    _, result = run(*folders, capsys=capsys)
+    assert result["floor"] == taken
+    assert (cell(result, "t/x")["verdict"] == "FASTER") == (taken < 0.03)
+
+
+@pytest.mark.parametrize("before", ["VALID", "UNSTABLE"])
+@pytest.mark.parametrize("after", ["INVALID", "FAILED"])
+def test_a_time_that_lost_its_proof_is_a_regression_however_shaky_it_was(
+    before, after, tmp_path, capsys
+):
+    why = ["drift"] if before == "UNSTABLE" else []
+    a = made(tmp_path / "a", [bench_row("t/x", 50.0, 1.5, status=before, why=why)])
+    b = made(tmp_path / "b", [bench_row("t/x", 50.0, 1.5, status=after, why=["mae"])])
+    code, result = run(a, b, capsys=capsys)
+    assert code == 1 and f"bench t/x {before} -> {after} (mae)" in result["regressions"]
+
+
+def test_proof_is_compared_by_dtype_in_whatever_order_it_came(tmp_path, capsys):
+    """Else what was repaired in one dtype hides what broke in the other."""
+    rows = [parity_row("p/one", dtype=dtype, **({} if good else {"status": "FAIL", "why": ["mae"]}))
+            for dtype, good in (("bf16", 1), ("fp16", 0), ("fp16", 1), ("bf16", 0))]  # fmt: skip
+    a = made(tmp_path / "a", rows[:2], stage="triton_fwd")
+    b = made(tmp_path / "b", rows[2:], stage="triton_fwd")
+    code, result = run(a, b, capsys=capsys)
+    assert code == 1 and result["regressions"] == ["parity p/one PASS -> FAIL (mae)"]
+    assert result["repaired"] == ["parity p/one FAIL -> PASS"]
+
+
+@pytest.mark.parametrize("status", ["FAIL", "CRASH", "TIMEOUT", "INFRA"])
+def test_a_stage_that_ended_otherwise_is_a_regression(status, tmp_path, capsys):
+    def change(events):
+        for event in events:
+            if event["ev"] == "stage_end" and event["stage"] == "fa2_probe":
+                event["result"].update(status=status, reason="why", required=False)
+
+    code, result = run(made(tmp_path / "a"), made(tmp_path / "b", change=change), capsys=capsys)
+    assert code == 1 and result["regressions"] == [f"stage fa2_probe PASS -> {status}"]
 
 
 PROOF = [*(parity_row(f"p/{i}") for i in range(5)), test_row("t.py::one"), test_row("t.py::two")]

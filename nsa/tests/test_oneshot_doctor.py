@@ -79,6 +79,8 @@ SICK = [
     ({"torch": {"python": "3.9.1"}}, "python", "BLOCK", "3.9.1"),
     ({"torch": {"device": {"sm": "7.5"}}}, "arch", "BLOCK", "7.5"),
     ({"torch": {"device": {"sm": "11.0"}}}, "arch", "BLOCK", "sm_110"),
+    ({"torch": {"device": {"sm": "8.0"}, "arch_list": ["sm_86", "sm_90"]}}, "arch", "BLOCK",
+     "sm_80"),  # an older card does not run what is built for a newer one
     ({"torch": {"python_h": False}}, "compiler", "WARN", "Python.h"),
     ({"torch": {"packages": {}}}, "packages", "BLOCK", "pytest"),
     ({"torch": {"flash_attn": "broken: built for another torch (undefined symbol)"}},

@@ -141,6 +141,12 @@ def checked(row):
     ({"mae": 9.0, "limit_mae": None}, "FAIL", "limit_mae is missing"),
     ({"limit_max_abs": None}, "FAIL", "limit_max_abs is missing"),
     ({"margin": 7.0}, "FAIL", "margin 7 is over 1"),
+    ({"mae": 1.5e-3}, "FAIL", "mae 0.0015 is over its limit 0.001"),
+    ({"max_abs": 6.3e-3}, "FAIL", "max_abs 0.0063 is over its limit 0.0062"),
+    ({"margin": 1.01}, "FAIL", "margin 1.01 is over 1"),
+    ({"max_abs": None}, "FAIL", "max_abs is missing"),
+    ({"worst_row": float("nan")}, "FAIL", "not finite: worst_row"),
+    ({"launches": {"_k": 0}}, "INVALID", "no launch"),
     ({"path_requested": "sdpa", "path_taken": "sdpa", "launches": {}}, "PASS", None),
 ])  # fmt: skip
 def test_parity_row_is_held_to_its_evidence(changes, status, why):
@@ -156,6 +162,9 @@ def test_parity_row_is_held_to_its_evidence(changes, status, why):
     ({"path_taken": "sdpa"}, "INVALID"),
     ({"median_us": float("nan")}, "INVALID"),
     ({"median_us": -5.0}, "INVALID"),
+    ({"median_us": 0.0}, "INVALID"),
+    ({"path_requested": None}, "VALID"),
+    ({"path_taken": None}, "INVALID"),
     ({"path_requested": None, "path_taken": None}, "INVALID"),
     ({"parity": {"status": "PASS", "margin": 7.0}}, "INVALID"),
     ({"parity": {"status": "PASS", "mae": 9.0, "limit_mae": 1e-3}}, "INVALID"),
@@ -229,6 +238,31 @@ def test_row_stage_wants_a_result_that_was_made(row, status):
     assert judge(stage("row", ("{python}", "b.py")), 0, [checked(row)]).status is status
 
 
+@pytest.mark.parametrize("proof", ["tests", "parity", "bench", "row", "output"])
+def test_what_a_stage_had_to_write_and_did_not_is_no_pass(proof):
+    """Whatever rows it sent: the file that lies there may be of an earlier stage."""
+    rows = [checked(r) for r in (row_of_test("a"), parity_row("c"), bench_row("b", 1.0, 1.0))]
+    argv = ("{python}", "b.py")
+    assert judge(stage(proof, argv), 0, rows).status is Status.PASS
+    said = judge(stage(proof, argv), 0, rows, missing_outputs=("sel.csv",))
+    assert said.status is Status.NOT_RUN and "not written: sel.csv" in said.reason
+
+
+def test_one_line_that_cannot_be_read_is_one_too_many():
+    """It may have been the row that failed."""
+    said = judge(stage(), 0, [checked(row_of_test("a"))], unreadable=1)
+    assert (said.status, said.kind) == (Status.INFRA, "CHANNEL")
+    assert said.reason.startswith("1 lines of the result channel were unreadable")
+
+
+def test_some_valid_cells_beside_unstable_ones_are_a_pass_and_none_is_not():
+    argv = ("{python}", "b.py")
+    shaky = [checked(bench_row(f"u{i}", 1.0, 1.0, status="UNSTABLE", why=["x"])) for i in range(3)]
+    good = checked(bench_row("a", 1.0, 1.0))
+    assert judge(stage("bench", argv), 0, [*shaky, good]).status is Status.PASS
+    assert judge(stage("bench", argv), 0, shaky).reason == "all 3 bench cases unstable"
+
+
 def test_the_cpu_profile_does_not_fail_by_noise():
     (decode,) = [s for s in plan("cpu") if s.id == "decode_bench"]
     unstable = checked(bench_row("a", 1.0, 1.0, status="UNSTABLE", why=["drift"]))
@@ -269,6 +303,25 @@ def test_the_time_of_a_run_ends_with_it(tmp_path):
     after = RunRecord.replay([*events[: at + 1], later]).to_bundle()
     assert after["monotonic_s"] == whole["monotonic_s"] == events[at]["m"]
     assert after["verdict"]["one_line"] == whole["verdict"]["one_line"]
+
+
+def test_the_health_of_card_0_is_not_the_runs_where_another_card_is_first():
+    row = lambda **health: {"ev": "row", "stage": "h", "row": {"kind": "health", **health}}
+    first, other = row(copy_gbs=2.0), row(copy_gbs=1.0, gpu=0)
+    for events in ([first, other], [other, first]):
+        found = RunRecord.replay(events).health
+        assert found["copy_gbs"] == 2.0 and found["gpus"]["0"]["copy_gbs"] == 1.0
+
+
+def test_a_second_attempt_speaks_for_its_stage_alone():
+    """Neither a failure nor a proof of the attempt before it counts."""
+    plan = [{"id": "a"}]
+    row = lambda row: {"ev": "row", "stage": "a", "row": row}
+    events = [{"ev": "run_start", "plan": plan}, {"ev": "stage_start", "stage": "a"},
+              row(row_of_test("t::one", "failed", "x")), row(parity_row("p/one")),
+              {"ev": "stage_start", "stage": "a"}, row(row_of_test("t::two"))]  # fmt: skip
+    data = RunRecord.replay(events).to_bundle()
+    assert [t["nodeid"] for t in data["tests"]] == ["t::two"] and data["parity"] == []
 
 
 def test_a_stage_that_died_with_the_run_has_the_time_that_is_known(tmp_path):
@@ -329,3 +382,50 @@ def test_failed_tests_beside_a_crash_are_both_said():
     said = judge(stage("parity"), 139, [*rows, checked(parity_row("c", launches={}))])
     assert "exit code 139" in said.reason
     assert "exit code" not in judge(stage(), 1, rows).reason
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_stage_that_the_budget_cut_is_not_proven(required):
+    """TIMEOUT by the budget is nobody's fault, and no PASS either: an optional stage was asked for
+    as well."""
+    cut = StageResult("a", Status.TIMEOUT, "cut by the budget of the run after 9 s", "BUDGET",
+                      required=required)  # fmt: skip
+    said = verdict_of([parity_row("p")], cut, ended_by="budget")
+    assert (said["status"], said["exit_code"]) == ("NOT_RUN", 3)
+    assert "its budget was spent" in said["one_line"] and "not run: a" in said["one_line"]
+
+
+def test_a_runner_that_died_is_broken_even_if_every_stage_passed():
+    said = verdict_of([parity_row("p")], StageResult("a", Status.PASS), ended_by="crash")
+    assert (said["status"], said["exit_code"]) == ("BROKEN", 4)
+
+
+def test_one_wrong_parity_case_or_test_fails_the_run_whatever_its_stage_says():
+    good = StageResult("a", Status.PASS)
+    for bad in (parity_row("p", status="FAIL"), parity_row("p", status="INVALID"),
+                row_of_test("t", "failed"), row_of_test("t", "error")):  # fmt: skip
+        said = verdict_of([parity_row("q"), row_of_test("s"), bad], good)
+        assert (said["status"], said["exit_code"]) == ("FAIL", 1), bad
+    assert verdict_of([parity_row("q"), row_of_test("s")], good)["exit_code"] == 0
+
+
+@pytest.mark.parametrize("kind", ["XID", "GPU_LOST", "CHANNEL", None])
+def test_a_stage_without_infrastructure_breaks_the_run(kind):
+    said = verdict_of([parity_row("p")], StageResult("a", Status.INFRA, "why", kind))
+    assert (said["status"], said["exit_code"]) == ("BROKEN", 4) and "broken: a" in said["one_line"]
+
+
+def test_counts_of_the_verdict_are_of_what_ran():
+    rows = [row_of_test("a"), row_of_test("b", "skipped", "no GPU"), row_of_test("c", "skipped"),
+            parity_row("p")]  # fmt: skip
+    said = verdict_of(rows)
+    assert "; ".join(said["one_line"].split("; ")[:2]) == (
+        "PASS - 1/1 tests (2 skipped); parity 1/1"
+    )
+    assert (said["executed_tests"], said["skipped"]) == (1, 2)
+
+
+def test_an_exit_code_beside_failed_tests_is_said_for_every_code_that_loses_tests():
+    rows = [checked(r) for r in (row_of_test("a"), row_of_test("b", "failed", "x"))]
+    for rc in (2, 3, 4, 5, 139):
+        assert f"exit code {rc}: tests may be missing" in judge(stage(), rc, rows).reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
+from urllib.parse import quote
 
 import pytest
 
@@ -92,6 +93,50 @@ def test_short_forms_are_found_too(redactor, text, private):
 ])  # fmt: skip
 def test_what_is_left_can_be_read(redactor, text, clean):
     assert redactor.text(text) == clean
+
+
+@pytest.mark.parametrize(("text", "private"), [
+    *((f"push {kind}_{'a1B2' * 9}", f"{kind}_") for kind in ("ghp", "gho", "ghu", "ghs", "ghr")),
+    *((f"key {kind}IOSFODNN7EXAMPLE", "IOSFODNN7") for kind in ("AKIA", "ASIA")),
+    *((f"{kind}-123456789012-abcdef", "123456789012") for kind in ("xoxb", "xoxp", "xoxa", "xoxs")),
+    *((f"{kind}://b/x.bin?sig=abcdef01", "abcdef01") for kind in ("https", "s3", "gs", "wss")),
+    ("MIG-12345678-9abc-def0-1234-56789abcdef0", "12345678-9abc"), ("MIG-1a2b3c4d", "1a2b3c4d"),
+    ("00000000:3B:00.0 off", "3B:00"), ("0000:3b:00.0 off", "3b:00"),
+    ("|    0   N/A  N/A     41234    M+C   python other.py     1810MiB |", "other.py"),
+    ("|    0   N/A  N/A     41234    C+G   python other.py         N/A |", "41234"),
+])  # fmt: skip
+def test_every_kind_of_a_shape_is_found(redactor, text, private):
+    """A pattern that lists kinds knows all of them, not the one that the canary shows."""
+    clean = redactor.text(text)
+    assert private not in clean and redactor.text(clean) == clean
+
+
+def test_a_secret_is_found_as_urls_and_json_write_it():
+    secret = 'say"cheese/now+then\\end'
+    redactor = Redactor({"MY_TOKEN": secret}, hostnames=(), user="", home="/home/alice")
+    for form in (secret, json.dumps([secret]), quote(secret, safe="")):
+        assert "cheese" not in redactor.text(f"got {form}."), form
+
+
+def test_what_a_box_is_called_is_found_in_every_form(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    environ = {"PUBLIC_IPADDR": "203.0.113.9", "RUNPOD_PUBLIC_IP": "203.0.113.8",
+               "CI_WEBHOOK": "https://ci.example.com/hidden-path-7"}  # fmt: skip
+    redactor = Redactor(environ, hostnames=("gpu-box-17.lab.example",), user="",
+                        home=str(tmp_path / "link"))  # fmt: skip
+    said = redactor.text("gpu-box-17.lab.example gpu-box-17 version 203.0.113.9 version "
+                         "203.0.113.8 https://ci.example.com/hidden-path-7")  # fmt: skip
+    for private in ("gpu-box", "203.0.113", "hidden-path"):
+        assert private not in said
+    for name in ("real", "link"):  # Python says the one, a shell the other
+        assert redactor.text(f"at {tmp_path / name}/x.py") == "at ~/x.py"
+
+
+def test_a_name_that_stays_private_fails_the_gate(tmp_path, redactor, monkeypatch):
+    (tmp_path / "alice.txt").write_text("fine\n")
+    monkeypatch.setattr("pathlib.Path.rename", lambda self, target: None)
+    assert gate(tmp_path, redactor)["gate"] == "failed"
 
 
 def test_a_secret_may_begin_with_a_slash_and_a_path_is_none(tmp_path):

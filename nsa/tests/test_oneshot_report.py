@@ -310,6 +310,66 @@ def test_the_ceiling_says_where_it_is_from(tmp_path):
     assert "compute, which nobody knows of a CPU" in rendered(tmp_path / "c")
 
 
+def proposed(rows, **recommend):
+    recommend = {"sel_triton_min_L": 64, "confidence": "as measured", "min_speedup": 1.2,
+                 **recommend}  # fmt: skip
+    data = {"scope": "gpu", "recommend": recommend, "stages": []}
+    return evidence.recommendation(data, rows), evidence.fa2_lengths(data, rows)
+
+
+def sel_row(L, speedup, **changes):
+    return bench_row(f"sel/L={L}/{speedup}", 50.0, speedup, L=L, **{"mode": "varlen", **changes})
+
+
+@pytest.mark.parametrize(
+    ("cells", "holds"),
+    [
+        ([(1.3, {}), (1.4, {})], True),
+        ([(1.21, {})], False),  # its lower bound is 1.19
+        ([(1.3, {}), (3.0, dict(status="UNSTABLE", why=["drift"]))], False),
+        ([(1.3, {}), (3.0, dict(status="SKIPPED", why=["no memory"]))], False),
+        ([(1.3, {}), (3.0, dict(speedup_ci95=None))], False),
+        ([(1.3, {}), (0.5, dict(mode="decode"))], True),  # a decode step has no threshold
+        ([(0.5, dict(mode="decode"))], None),
+    ],
+)
+def test_a_length_holds_only_with_every_cell_valid_and_its_lower_bound(cells, holds):
+    """At the proposed length itself too, and a longer one that holds makes up for nothing."""
+    rows = [sel_row(64, speedup, **changes) for speedup, changes in cells]
+    found, _ = proposed([*rows, sel_row(128, 1.5)])
+    by_length = {e["L"]: e["holds"] for e in found["evidence"]}
+    assert by_length == ({128: True} if holds is None else {64: holds, 128: True})
+    assert ("not every cell of L = 64 is VALID" in found["doubt"]) == (holds is False)
+    shown = next((e for e in found["evidence"] if e["L"] == 64), None)
+    assert shown is None or shown["low"] == f"{0.98 * cells[0][0]:.2f}x"  # never of a doubtful one
+
+
+def test_the_walls_beside_a_threshold_are_of_its_own_cells_and_the_least():
+    wall = lambda ratio: dict(launch_bound=True, wall_us=60.0, base_wall_us=60.0 * ratio,
+                              wall_speedup=ratio)  # fmt: skip
+    rows = [sel_row(32, 1.5, **wall(0.2)), sel_row(64, 1.5, **wall(3.0)),
+            sel_row(128, 1.5, **wall(0.5)), sel_row(256, 1.5)]  # fmt: skip
+    text = proposed(rows)[0]["text"]
+    assert "; 2 of its 3 cells are launch bound" in text and "about 0.5x at the least" in text
+    like = dict(bench="fa2", branch="win")
+    rows = [bench_row(f"fa2/{name}/{keys}", 10.0, 1.5, baseline=name, key_len=keys, **like,
+                      **wall(ratio))
+            for name, keys, ratio in (("sdpa", 64, 0.2), ("sdpa", 256, 0.5), ("triton", 256, 0.3),
+                                      ("triton", 512, 3.0))]  # fmt: skip
+    off, on = proposed(rows, fa2_min_len_win=256, fa2_win_why="a", fa2_min_len_win_triton=512,
+                       fa2_win_triton_why="b")[1]["settings"]  # fmt: skip
+    for setting, least in ((off, "0.5x"), (on, "3.0x")):
+        (text,) = setting["lengths"]
+        assert "; 1 of its 1 cells are launch bound" in text and f"about {least} at the" in text
+
+
+def test_the_worst_parity_case_of_an_operator_is_the_one_nearest_to_its_limit():
+    rows = [{**parity_row(name, margin=margin), "why": []}
+            for name, margin in (("p/a", 0.1), ("p/b", 0.9), ("p/c", None))]  # fmt: skip
+    (op,) = evidence.parity(rows, Shape())["ops"]
+    assert op["worst"]["case"] == "`p/b`" and (op["passed"], op["total"]) == (3, 3)
+
+
 def test_unstable_rows_come_before_valid_ones_with_their_limit_and_their_name_on_top(tmp_path):
     shaky = dict(status="UNSTABLE", why=["drift: last third +3.9%"])
     proof = {"mae": 2e-4, "max_abs": 3e-3, "limit_max_abs": 4.5e-3, "status": "PASS"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -145,3 +146,57 @@ def test_raw_times_are_taken_over_with_their_stage(resumed, half_run):
     for _ in range(2):  # never twice
         assert resumed(stage, [row], stage.outputs)
         assert target.read_text() == f"{line('of this run')}\n{line('mine')}\n"
+
+
+LONG_AGO = "2025-11-21T01:34:55.000Z"
+
+
+@pytest.mark.parametrize(
+    ("of_stage", "of_run", "taken"),
+    [
+        ({}, {}, True),
+        ({"argv": ("{python}", "other.py")}, {}, False),
+        ({"env": {"NSA_USE_FA2": "1"}}, {}, False),
+        ({"status": Status.FAIL, "reason": "x"}, {}, False),
+        ({"status": Status.TIMEOUT, "reason": "x"}, {}, False),
+        ({"started": LONG_AGO}, {}, False),  # taken over by yesterday's run already
+        ({"started": LONG_AGO}, {"started": utc_now()}, False),
+        ({"started": None}, {"started": utc_now()}, True),
+        ({"started": None}, {"started": None}, False),
+        ({}, {"env_fingerprint": "another box"}, False),
+        ({}, {"git": {"commit": "b", "short": "b"}}, False),
+        ({}, {"git": {"commit": "a", "short": "a", "diff_sha256": "c0ffee"}}, False),
+        ({}, {"git": {"commit": "a", "short": "a", "source_sha256": "c0ffee"}}, False),
+        ({}, {"git": {"commit": "a", "short": "a", "changed_during_run": True}}, False),
+        ({"resumed_from": "the first"}, {}, True),
+    ],
+)
+def test_only_the_same_question_on_the_same_box_is_taken_over(
+    resumed, half_run, of_stage, of_run, taken
+):
+    stage = planned("triton_fwd")
+    assert resumed(stage)
+    old, folder = half_run.previous
+    old.results[stage.id] = replace(old.results[stage.id], **of_stage)
+    half_run.previous = replace(old, **of_run), folder
+    found = half_run._reusable(stage)
+    assert (found is not None) == taken
+    if taken:  # the run that it is really of
+        assert found.resumed_from == of_stage.get("resumed_from", "r")
+
+
+@pytest.mark.parametrize("status", [*Status, None])
+def test_a_stage_waits_for_a_pass_and_for_nothing_less(half_run, status):
+    """No time of a kernel whose parity stage timed out, was skipped or never ran."""
+    stage = planned("fa2_bench")
+    half_run.watch = SimpleNamespace(why_not=lambda stage: None)
+    half_run.args, half_run.stages = SimpleNamespace(budget=None), stages.plan("standard")
+    half_run.record = RunRecord()
+    if status is not None:
+        half_run.record.results[stage.after] = StageResult(stage.after, status, "as it went")
+    found = half_run._why_not(stage, None)
+    if status is Status.PASS:
+        assert found is None
+    else:
+        assert found[0] is (Status.SKIPPED if status is Status.SKIPPED else Status.NOT_RUN)
+        assert found[1].startswith("needs fa2_varlen, ")

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from nsa.tests import oneshot_faults as faults
+from scripts.oneshot import supervise
 from scripts.oneshot.capture import StageLog, cause_of, plain
+from scripts.oneshot.journal import dumps
 from scripts.oneshot.judge import Status
 from scripts.oneshot.model import Stage, StageResult
 from scripts.oneshot.processes import TAG
@@ -134,6 +136,42 @@ def test_missing_output_is_not_a_pass(context):
     (context.out / "made.csv").write_text("old")
     os.utime(context.out / "made.csv", (1, 1))
     assert run_stage(context, stage).status is Status.NOT_RUN  # an older file proves nothing
+
+
+def test_an_empty_file_is_no_output(context):
+    stage = Stage("x", "x", ("{python}", "-c", "open(r'{out}/made.csv', 'w')"), proof="output",
+                  timeout_s=20, outputs=("made.csv",))  # fmt: skip
+    result = run_stage(context, stage)
+    assert result.status is Status.NOT_RUN and "not written: made.csv" in result.reason
+
+
+def test_a_large_budget_lengthens_no_limit(context):
+    result = run_stage(context, faults.stage("pass", timeout_s=30.0), budget_left_s=900.0)
+    assert (result.status, result.timeout_s) == (Status.PASS, 30.0)
+    assert run_stage(context, faults.stage("pass"), budget_left_s=20.0).timeout_s == 20.0
+
+
+def test_one_test_over_its_own_limit_is_a_timeout(context):
+    """pytest-timeout ends the process with 1, as a failed test does."""
+    code = "print('+++++ Timeout +++++'); raise SystemExit(1)"
+    stage = Stage("x", "x", ("{python}", "-c", code), proof="tests", timeout_s=20)
+    assert run_stage(context, stage).status is Status.TIMEOUT
+
+
+def test_no_row_is_lost_silently(context, monkeypatch):
+    """Neither a last one without its newline nor those beyond the cap nor one that is too long."""
+    row = dumps({"kind": "test", "nodeid": "t", "outcome": "failed"}).encode()
+    channel = supervise._Channel(context, faults.stage("pass"))
+    channel.feed(row + b"\n" + row)
+    channel.close()
+    assert (len(channel.rows), channel.unreadable) == (2, 0)
+    monkeypatch.setattr(supervise, "ROWS_CAP", 1)
+    monkeypatch.setattr(supervise, "ROW_CAP_BYTES", 200)
+    channel = supervise._Channel(context, faults.stage("pass"))
+    channel.feed(row + b"\n" + row + b"\n" + b"x" * 300)
+    channel.feed(b"y" * 300 + b"\n")
+    channel.close()
+    assert (len(channel.rows), channel.unreadable) == (1, 2)
 
 
 def test_child_environment_is_an_allowlist():

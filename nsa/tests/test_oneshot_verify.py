@@ -11,7 +11,8 @@ import tarfile
 
 import pytest
 
-from nsa.tests.oneshot_samples import bench_row, write_sample
+from bench.records import NUMBERS
+from nsa.tests.oneshot_samples import bench_row, test_row, write_sample
 from scripts.oneshot import bundle, reading, report, verify
 from scripts.oneshot.evidence import Shape
 from scripts.oneshot.journal import dumps, read_events, write_json
@@ -20,6 +21,11 @@ from scripts.oneshot.outputs import short_report
 
 CLEAN = {"ev": "redaction", "summary": {"gate": "clean", "replacements": 0, "rules_version": 1}}
 TOKEN = "ghp_" + "a1B2" * 9
+
+
+def lost(status):
+    """A bench row that has lost its numbers."""
+    return {**bench_row("b", 5.0, 1.1, why=["x"]), **dict.fromkeys(NUMBERS), "status": status}
 
 
 def seal(folder, change=None):
@@ -185,6 +191,7 @@ def test_a_time_that_is_not_of_its_own_samples(change, words, folder, capsys):
     [
         ([6.0, 7.0, 9.0], 1, None), ([8.0, 7.0001, 3.0], 1, None), ([6.0, 9.0, 9.0], 2, None),
         ([6.0, 9.0, 9.0], 1, "median_us 7 is 9 by its raw times"),
+        ([6.0, 7.01, 9.0], 1, "median_us 7 is 7.01 by its raw times"),
         ([], 1, None), (["x"], 1, None),
     ],
 )  # fmt: skip
@@ -228,6 +235,46 @@ def test_a_pass_without_evidence_and_an_infinity_are_found_by_the_rules_alone():
     assert len(found) == 2
 
 
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({"bench": [lost("INVALID")]}, "1 failed or invalid rows"),
+        ({"bench": [lost("FAILED")]}, "1 failed or invalid rows"),
+        ({"tests": [test_row("t", "error", "x"), test_row("s")]}, "1 failed or invalid rows"),
+        ({"tests": [test_row("t", "skipped", "x")]}, "no test or parity case ran in it"),
+        ({"tests": [test_row("t", "skipped", "")]}, "skipped without a reason"),
+        ({"tests": [test_row("s")]}, None),
+    ],
+)
+def test_a_stage_is_no_pass_with_rows_that_are_none(rows, words):
+    """Nothing of it is left to the runner that wrote the bundle."""
+    rows = {kind: [{**r, "stage": "s"} for r in rows.get(kind, ())]
+            for kind in ("tests", "parity", "bench")}  # fmt: skip
+    stage = {"id": "s", "status": "PASS", "group": "other" if rows["bench"] else "parity"}
+    data = {**rows, "stages": [stage], "redaction": {"gate": "clean"},
+            "verdict": {"status": "PASS", "exit_code": 0}}  # fmt: skip
+    found = "; ".join(verify.check_rules(data))
+    assert words in found if words else not found
+
+
+def test_nothing_in_bundle_json_is_the_bundles_own_invention(folder):
+    data = json.loads((folder / "bundle.json").read_text())
+    for key in data:
+        found = "; ".join(verify.check_journal({**data, key: []}, folder))
+        said = f"{key} in bundle.json is not what events.jsonl gives" in found
+        assert said == (data[key] != [] and key != "files"), key
+    found = "; ".join(verify.check_journal({**data, "notes": [{"text": "quiet box"}]}, folder))
+    assert "notes in bundle.json is not what" in found
+
+
+@pytest.mark.parametrize(("status", "code"), [("PASS", 3), ("FAIL", 0), ("NOT_RUN", 0)])
+def test_a_verdict_and_its_exit_code_are_one(status, code):
+    data = {**dict.fromkeys(("parity", "bench", "stages", "tests"), ()),
+            "redaction": {"gate": "clean"},
+            "verdict": {"status": status, "exit_code": code}}  # fmt: skip
+    assert list(verify.check_rules(data)) == [f"the verdict is {status} with exit code {code}"]
+
+
 def test_a_file_list_that_is_not_the_folder(folder, capsys):
     data = json.loads((folder / "bundle.json").read_text())
     data["files"][0]["sha256"] = "0" * 64
@@ -250,6 +297,7 @@ def test_a_file_list_that_is_not_the_folder(folder, capsys):
         ("logs/a.log", "-----BEGIN RSA PRIVATE KEY-----\nabc\n", "pem x1"),
         (f"logs/{TOKEN}.log", "x\n", "token x1"),
         ("logs/a.bin", "\0\1", "neither text nor a picture"),
+        ("logs/a.png", "\0\1", "neither text nor a picture"),
     ],
 )
 def test_what_looks_private_is_named_by_rule_and_never_shown(name, text, rule, folder, capsys):

@@ -133,6 +133,44 @@ def test_a_report_says_once_that_nothing_can_be_heard(nvml):
     ]
 
 
+def hearing(*heard):
+    """A Watch whose listener of card `index` hands out each (index, number) of `heard` once."""
+    watch = Watch([], "no card", lambda *_, **__: None, lambda *_: None, lambda *_: None)
+    for index, number in heard:
+        left = [Xid(number)]
+        take = lambda left=left: [left.pop()] if left else []
+        watch._listeners.append((index, SimpleNamespace(take=take, problem=None)))
+    return watch
+
+
+@pytest.mark.parametrize(("heard", "gpus", "was", "status", "kind"), [
+    ([(None, 48)], (), Status.PASS, Status.INFRA, "XID"),
+    ([(None, 79)], (), Status.PASS, Status.INFRA, "GPU_LOST"),
+    ([(None, 94), (None, 79)], (), Status.PASS, Status.INFRA, "GPU_LOST"),
+    ([(None, 999)], (), Status.PASS, Status.INFRA, "XID"),  # what nobody knows is no good sign
+    ([(None, 31)], (), Status.PASS, Status.PASS, None),  # a fault of the program
+    ([(None, 48)], (), Status.FAIL, Status.FAIL, "XID"),
+    ([(None, 48)], (), Status.TIMEOUT, Status.TIMEOUT, "XID"),
+    ([(1, 48)], (0,), Status.PASS, Status.PASS, None),
+    ([(1, 48)], (0, 1), Status.PASS, Status.INFRA, "XID"),
+    ([(0, 79), (1, 48)], (0,), Status.PASS, Status.INFRA, "GPU_LOST"),
+])  # fmt: skip
+def test_what_passed_beside_a_faulty_card_is_not_proven(heard, gpus, was, status, kind):
+    reason = None if was is Status.PASS else "as it went"
+    found = hearing(*heard).beside_faults(StageResult("a", was, reason, gpus=gpus))
+    assert (found.status, found.kind) == (status, kind)
+    if kind:
+        number = 79 if kind == "GPU_LOST" else heard[0][1]
+        assert f"Xid {number} (" in found.reason
+        assert found.reason.endswith("as it went") == bool(reason)
+
+
+def test_a_fault_between_two_stages_is_of_neither():
+    watch = hearing((None, 48))
+    watch.before_stage()
+    assert watch.beside_faults(StageResult("a", Status.PASS)).status is Status.PASS
+
+
 @pytest.mark.parametrize(("answer", "free", "words", "kind"), [
     ("ended with 15: GPU is lost", True, "does not answer", "GPU_LOST"),
     ("nvidia-smi did not answer within 10 s", True, "does not answer", "NO_GPU"),

@@ -16,6 +16,7 @@ from bench.records import (
     add_csv_argument,
     csv_text,
     emit,
+    path_agrees,
     read_csv,
     write_atomic,
     write_csv,
@@ -39,6 +40,7 @@ GOOD = {
         ({"median_us": 0.0}, "median_us"),
         ({"path_taken": None}, "path"),
         ({"speedup": 2.0}, "interval"),
+        ({"speedup": 2.0, "ci95_us": (4.9, 5.1)}, "a speedup needs its confidence interval"),
         ({"status": "UNSTABLE"}, "why"),
         ({"status": "INVALID", "why": ("x",)}, "no numbers"),
         ({"status": "FAILED", "why": ("x",), "median_us": None, "wall_us": 5.0}, "got wall_us"),
@@ -146,13 +148,13 @@ def test_a_row_says_the_precision_that_its_bench_fixed():
 
 def test_a_row_as_csv_and_for_people():
     numbers = {
-        "ci95_us": (4.9, 5.2), "base_median_us": 10.0, "wall_us": 7.0, "speedup": 2.0,
-        "speedup_ci95": (1.9, 2.1), "baseline": "plain", "peak_frac": 0.5, "bound": "memory",
-        "sm_mhz": [1500, 1980], "columns": {"L": 64},
+        "ci95_us": (4.9, 5.2), "base_median_us": 10.0, "wall_us": 7.0, "base_wall_us": 11.0,
+        "speedup": 2.0, "speedup_ci95": (1.9, 2.1), "baseline": "plain", "peak_frac": 0.5,
+        "bound": "memory", "sm_mhz": [1500, 1980], "columns": {"L": 64},
     }  # fmt: skip
     flat = BenchRow(**{**GOOD, **numbers}).csv()
-    times = [flat[n] for n in ("ms", "ms_low", "ms_high", "base_ms", "wall_ms")]
-    assert times == pytest.approx([0.005, 0.0049, 0.0052, 0.01, 0.007])
+    times = [flat[n] for n in ("ms", "ms_low", "ms_high", "base_ms", "wall_ms", "base_wall_ms")]
+    assert times == pytest.approx([0.005, 0.0049, 0.0052, 0.01, 0.007, 0.011])
     assert (flat["ci_low"], flat["ci_high"], flat["parity"], flat["sm_mhz"]) == (
         1.9, 2.1, "PASS", 1500,
     )  # fmt: skip
@@ -171,3 +173,10 @@ def test_rows_so_far_are_on_disk_before_the_end_and_stdout_gets_them_once(tmp_pa
     write_so_far("-", [{"a": 1}], ("a",))
     write_so_far(None, [{"a": 1}], ("a",))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("taken", ["triton_dense_sdpa", "triton_sdpa_dense", "triton_", "sdpa"])
+def test_one_known_word_makes_no_variant(taken):
+    assert not path_agrees("triton", taken)
+    assert path_agrees("triton", "triton_dense_group") and path_agrees("triton", "triton")
+    assert not path_agrees("sdpa", "sdpa_dense")  # which has no variants

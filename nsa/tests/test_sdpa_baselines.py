@@ -33,6 +33,23 @@ def test_every_baseline_that_works_is_right():
         assert launched == {name: 1}
 
 
+def test_a_backend_that_cannot_run_here_lends_its_name_to_no_other():
+    """On a CPU: no time of `math` may stand under the name of a kernel that was never there."""
+    Q, K = randn(2, 4, 16, seed=1), randn(2, 24, 16, seed=2)
+    found = sdpa_baselines.packed_baselines(Q, K, K)
+    gone = {f"sdpa_{b}_{f}" for b in ("efficient", "cudnn") for f in sdpa_baselines.FORMULATIONS}
+    assert gone <= set(found.refused) and not gone & set(found.calls)
+
+
+@pytest.mark.parametrize("formulation", sdpa_baselines.FORMULATIONS)
+def test_a_baseline_takes_the_scale_that_it_is_given(formulation):
+    Q, K, V = randn(2, 4, 16, seed=1), randn(2, 24, 16, seed=2), randn(2, 24, 16, seed=3)
+    call = lambda **kw: sdpa_baselines.packed_sdpa(Q, K, V, backend="math",
+                                                   formulation=formulation, **kw)  # fmt: skip
+    torch.testing.assert_close(call(), _rows(Q, K, V))
+    torch.testing.assert_close(call(softmax_scale=0.5), _rows(2.0 * Q, K, V))
+
+
 @pytest.mark.parametrize("text, raises", [
     ("CUDA error: unspecified launch failure", True), ("CUDA error: misaligned address", True),
     ("CUDA out of memory", False), ("No available kernel", False),

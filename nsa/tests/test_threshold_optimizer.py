@@ -75,6 +75,13 @@ def test_all_cells_hold(run):
     assert "sel_triton_min_L = 64" in out
 
 
+def test_the_confidence_names_the_weakest_cell_of_all(run):
+    rows = [row(r["L"], r["dist"], 1.3 if (r["L"], r["dist"]) == (256, "many") else 2.0)
+            for r in grid()]  # fmt: skip
+    said = recommended(run(rows)[1])["confidence"]
+    assert "smallest lower bound 1.30x (L=256 dist=many" in said
+
+
 @pytest.mark.parametrize(
     "bad, expected, says",
     [
@@ -143,6 +150,8 @@ def test_too_little_evidence_is_said(run, rows, says):
     "change, says",
     [
         ({"parity": "FAIL", "status": "FAILED", "why": "mae"}, "parity must be PASS, got 'FAIL'"),
+        ({"parity": "FAIL", "status": "FAILED", "why": "mae", "speedup": None, "ci_low": None,
+          "ci_high": None}, "parity must be PASS, got 'FAIL'"),
         ({"parity": ""}, "parity must be PASS, got 'nothing'"),
         ({"device": " "}, "device is"),
         ({"torch": "2.13.0"}, "torch is '2.13.0', but '2.11.0'"),
@@ -164,7 +173,7 @@ def test_too_little_evidence_is_said(run, rows, says):
         ({"status": "GREAT"}, "status must be one of"),
         ({"status": "SKIPPED"}, "a SKIPPED row has no speedup"),
     ],
-)
+)  # fmt: skip
 def test_rows_without_proof_are_refused_by_file_and_line(run, change, says):
     rows = grid()
     rows[4] = {**rows[4], **change}
@@ -227,6 +236,23 @@ def test_fa2_has_an_answer_for_triton_off_and_one_for_triton_on(run, config):
     assert "fa2_min_len_win against triton: keep disabled" in out
     assert (flags(config).fa2_min_len_win, flags(config).fa2_min_len_cmp) == (64, 3)
     assert "fa2_min_len_*: against SDPA" in config.read_text().partition("  devices:\n")[2]
+
+
+def test_only_the_lengths_against_sdpa_are_written(run, config):
+    """With Triton on FA-2 is best left off, so what beats Triton's kernel sets no length."""
+    lows = {"sdpa": {64: 1.0}, "triton": {64: 1.0, 256: 1.0}}
+    rows = [fa2_row("win", S, low.get(S, 1.5), baseline=name)
+            for S in (64, 256, 512) for name, low in lows.items()]  # fmt: skip
+    proposal = recommended(run(grid(), "--write", str(config), fa2=rows)[1])
+    assert (proposal["fa2_min_len_win"], proposal["fa2_min_len_win_triton"]) == (256, 512)
+    assert flags(config).fa2_min_len_win == 256
+
+
+@pytest.mark.parametrize("named", [{}, {"baseline": ""}])
+def test_an_fa2_row_that_names_no_baseline_was_held_against_sdpa(run, named):
+    rows = [fa2_row("win", S, 1.5, **named) for S in (64, 256, 512)]
+    proposal = recommended(run(grid(), fa2=rows)[1])
+    assert (proposal["fa2_min_len_win"], proposal["fa2_min_len_win_triton"]) == (64, None)
 
 
 def test_fa2_says_what_is_missing_and_refuses_other_environments(run):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 
 from bench import stats, timing
 from bench.clock import HostClock
-from bench.device import Ceilings
+from bench.device import Ceilings, Watch
 from bench.timing import Budget, Case, Contender, Unbuilt, measure, strongest
 from nsa import launches
 from scripts.oneshot.evidence import NO_DIFFERENCE, speedup_text
@@ -374,3 +377,130 @@ def test_a_case_is_built_by_measuring_it():
     row = measure(unbuilt, SimulatedClock({"ours": 50.0, "base": 60.0}), budget=BUDGET)
     assert row.status == "VALID" and row.columns == {"L": 64, "nspans": 2}
     assert row.candidate == case.candidate.name and row.path_requested == case.requested
+
+
+# ---- what a row must not leave out ---------------------------------------------------------------
+
+
+class OneDrifts(SimulatedClock):
+    """Only the baseline's calls become slower."""
+
+    def run(self, calls, *, cold):
+        pace, self.drift = self.drift, 1.0
+        times = super().run(calls, cold=cold)
+        self.lengths["base"] *= pace
+        self.drift = pace
+        return times
+
+
+def test_a_baseline_that_drifts_makes_the_row_unstable():
+    """Its ratio is of that baseline, however steady the candidate is."""
+    clock = OneDrifts({"ours": 50.0, "base": 100.0}, drift=1.01)
+    row = measure(planted(), clock, budget=replace(BUDGET, min_n=100, device_s=0.1))
+    assert row.status == "UNSTABLE"
+    assert row.why and all(w.startswith("baseline ") for w in row.why)
+
+
+def card_that_says(*reasons):
+    """A card whose watch saw these reasons in the middle of the case."""
+    quiet = {"sm_mhz": 1980, "power_w": 500.0, "temp_c": 50, "reasons": []}
+    states = [quiet, {**quiet, "sm_mhz": 1200, "reasons": list(reasons)}, quiet]
+    return SimpleNamespace(watch=lambda: nullcontext(Watch(None, states=states)),
+                           nominal=lambda: Ceilings(4800.0, 989.0, "nominal"))  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", ["HwSlowdown", "HwThermal", "SwThermal", "HwPowerBrake"])
+def test_a_card_that_was_throttled_for_a_moment_makes_the_row_unstable(reason):
+    """Also where its samples agree, and where it was over before the last reading."""
+    row = timed(planted(), gpu=card_that_says(reason, "SwPowerCap"), nominal=None)
+    assert row.status == "UNSTABLE" and said(row) == f"throttled: {reason}"
+    assert row.reasons == sorted([reason, "SwPowerCap"]) and row.sm_mhz == [1200, 1980]
+    assert row.sm_mhz_median == 1980
+    assert timed(planted(), gpu=card_that_says("SwPowerCap"), nominal=None).status == "VALID"
+
+
+def test_a_baselines_numbers_are_its_own():
+    row = timed(planted())
+    low, high = row.base_ci95_us
+    assert 98 < low <= row.base_median_us <= high < 104
+
+
+def test_shares_are_of_the_measured_ceiling_and_truth_is_of_the_nominal_one():
+    """A card that copies at half its nominal rate: 100 % of what it can, and not impossible."""
+    measured = Ceilings(2400.0, 500.0, "measured")
+    row = timed(planted(bytes_needed=126_000_000, flops=2_048), ceiling=measured)
+    assert row.status == "VALID", row.why
+    assert row.bound == "memory" and row.gbs == pytest.approx(126e6 / row.median_us / 1e3)
+    assert row.peak_frac == pytest.approx(row.gbs / 2400)
+
+
+def test_the_freed_memory_is_poisoned_ahead_of_every_checked_call(monkeypatch):
+    """A kernel that writes nothing must find NaN there, not what an earlier call left."""
+    seen = []
+    monkeypatch.setattr(timing, "poison", lambda like, copies=3: seen.append(tuple(like.shape)))
+    case = planted(lambda x, n: seen.append("call") or 2 * x)
+    timing.prove(case, case.candidate, 0, "check")
+    assert seen == [(64, 32), "call"]
+
+
+def test_sampling_goes_on_until_the_ratio_is_known_too():
+    """Times that move against each other: each is narrow long before their ratio is."""
+    draw = random.Random(3)
+
+    def run(calls, *, cold):
+        times = []
+        for _ in range(0, len(calls), 4):
+            e = draw.gauss(0, 0.012)
+            times += [50 * (1 + e), 100 * (1 - e), 100 * (1 - e), 50 * (1 + e)]
+        return times
+
+    clock = SimpleNamespace(run=run, gaps=lambda: False)
+    budget = replace(BUDGET, device_s=1e9, wall_s=60.0)
+    found = timing.sample(clock, lambda: None, lambda: None, True, budget)
+    low, high = stats.bootstrap_ci(found.ratios, 500)
+    assert found.stop == "noise"
+    assert (high - low) / 2 < budget.rel_half_width * stats.quantile(found.ratios, 0.5)
+
+
+@pytest.mark.parametrize("n", [6, 31, 999, 1000, 1001, 2000])
+def test_the_median_interval_of_any_length_is_exact(n):
+    """Over 1000 samples by logarithms: at 2.5 % on either side, by whole numbers."""
+    k, tail = 0, 0
+    while (tail := tail + math.comb(n, k)) * 40 <= 2**n:
+        k += 1
+    assert stats.median_ci(range(1, n + 1)) == (k, n + 1 - k)
+
+
+def test_a_ratios_interval_covers_95_percent():
+    """Ranks of a resampled median lie +-1.96 * sqrt(n) / 2 around the middle."""
+    low, high = stats.bootstrap_ci(range(1, 402))
+    assert (low, high) == pytest.approx((201 - 19.6, 201 + 19.6), abs=1.2)
+
+
+def shuffled(values, seed=0):
+    values = list(values)
+    random.Random(seed).shuffle(values)
+    return values
+
+
+@pytest.mark.parametrize(
+    "samples, says",
+    [
+        ([100 - 0.1 * i for i in range(90)], "drift: last third -"),  # a card that warms up late
+        ([100 + 0.1 * i for i in range(90)], "drift: last third +"),
+        (shuffled(100 + 0.5 * i for i in range(30)), "spread"),  # known to 3 % only
+        (shuffled(70 + 60 * i / 6000 for i in range(6000)), "spread"),  # well known, of no one time
+        (shuffled(95 + 10 * i / 3000 for i in range(3000)), None),  # a short kernel, well known
+        ([100.0] * 20 + [150.0] * 3, None),
+    ],
+)
+def test_what_does_not_settle_is_named(samples, says):
+    why = stats.instability(samples, 0.5)
+    assert (len(why) == 1 and why[0].startswith(says)) if says else not why, why
+    assert stats.instability(samples, 200.0) == []  # what the clock cannot tell apart
+
+
+def test_the_noise_floor_counts_both_ways():
+    assert stats.noise_floor([1.0, 1.002, 0.999]) == stats.LEAST_FLOOR
+    assert stats.noise_floor([0.95] * 20) == stats.noise_floor([1.05] * 20) == pytest.approx(0.05)
+    assert stats.noise_floor([1.0] * 90 + [0.9] * 10) == pytest.approx(0.1)

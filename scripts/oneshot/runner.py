@@ -579,7 +579,7 @@ def _where(error: Exception) -> str:
 
 def _age_s(stamp: str | None) -> float:
     with suppress(ValueError, TypeError):
-        then = datetime.fromisoformat(stamp.replace("Z", "+00:00"))
+        then = datetime.fromisoformat((stamp or "").replace("Z", "+00:00"))
         return (datetime.now(timezone.utc) - then).total_seconds()
     return float("inf")
 
