@@ -38,6 +38,24 @@ def test_backward_parity_ranges(kind, kernel_device):
     run(f"bwd-{kind}", torch.float16, ranges, kernel_device)
 
 
+@pytest.mark.parametrize("path", ["ranges", "varlen", "dense"])
+def test_a_softmax_scale_is_taken_as_given(path, kernel_device):
+    """Twice the default is the same as queries twice as large; buckets of equal and other rows."""
+    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
+
+    kw = {"dtype": torch.float32, "device": kernel_device}
+    q = randn(1, 4, 1, 2, 16, seed=1, **kw)
+    k, v = randn(1, 1, 70, 16, seed=2, **kw), randn(1, 1, 70, 24, seed=3, **kw)
+    ends = torch.tensor([9, 12, 40, 40], dtype=torch.int32, device=kernel_device)
+    ranges = torch.stack([ends * 0, ends], -1)[None, :, None, None]
+    grad_out = randn(1, 4, 1, 2, 24, seed=4, **kw)
+    attend = lambda *x, **how: selection_ranges_triton(*x, ranges, path=path, **how)
+    scaled = gradients(lambda *x: attend(*x, softmax_scale=0.5), (q, k, v), grad_out)
+    doubled = gradients(lambda q, k, v: attend(2 * q, k, v), (q, k, v), grad_out)
+    for got, want in zip(scaled, doubled, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("path", ["ranges", "varlen"])
 def test_backward_parity_mixed_lengths(path, kernel_device):
     """Rows of 0, 1, 17 and 70 keys in one call, keys that no row attends included."""
@@ -61,7 +79,8 @@ def test_backward_parity_shapes(h, D, Dv, kernel_device):
     )
 
 
-def test_backward_parity_long_lists_are_split(kernel_device, monkeypatch):
+@pytest.mark.parametrize("kind, size, parts", [("few", 4, 5), ("whole", 10, 2)])
+def test_backward_parity_long_lists_are_split(kind, size, parts, kernel_device, monkeypatch):
     """More rows on one key tile than an item holds: partial sums, joined in a fixed order."""
     from nsa.kernels.triton_sel_kernel import sel_bwd
 
@@ -69,14 +88,14 @@ def test_backward_parity_long_lists_are_split(kernel_device, monkeypatch):
     seen = []
 
     def small_chunks(*args):
-        lists = real(*args[:-1], 4)
+        lists = real(*args[:-1], size)
         seen.append((lists.item_begin[1:] - lists.item_begin[:-1]).max().item())
         return lists
 
     monkeypatch.setattr(sel_bwd, "key_lists", small_chunks)
-    ranges = make_ranges("few", 1, 19, 1, 70, 65, device=kernel_device)
+    ranges = make_ranges(kind, 1, 19, 1, 70, 65, device=kernel_device)
     first = run("bwd-split", torch.float32, ranges, kernel_device, S=19, G=1)
-    assert seen[0] == 5, "19 rows in items of 4"
+    assert seen[0] == parts, f"19 rows in items of {size}"
     again = run("bwd-split", torch.float32, ranges, kernel_device, S=19, G=1)
     for a, b in zip(first, again, strict=True):
         assert torch.equal(a, b), "gradients must be bitwise repeatable"

@@ -22,6 +22,8 @@ KERNEL = "_decode_append_kernel"
 TRITON = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
 SMALL = NSAConfig(dim=24, heads=6, groups=2, d_k=24, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=12)
 PAPER = NSAConfig(dim=16, heads=3, groups=1, d_k=192, d_v=128)
+# More groups than a program of the append takes, rows wider than one that copies them.
+WIDE = replace(SMALL, heads=6, groups=6, d_k=176)
 BUFFERS = ("k_raw", "v_raw", "k_sel", "v_sel", "k_win", "v_win", "k_cmp", "v_cmp")
 
 
@@ -97,6 +99,7 @@ def test_one_launch_does_what_pytorch_does(config, T, lengths, kernel_device):
     (SMALL, 1, True, "mlp", torch.float16), (SMALL, 1, False, "mean", torch.float16),
     (SMALL, 8, True, "mean", torch.float16), (SMALL, 8, False, "mlp", torch.float32),
     (PAPER, 2, False, "mlp", torch.float16), (SMALL, 8, True, "hooked", torch.float16),
+    (WIDE, 1, True, "mean", torch.float16),
 ])  # fmt: skip
 def test_due_tokens_are_those_of_pytorch(config, T, always, phi, dtype, kernel_device):
     """Before the first block, at its edge, one short of it, in mid-sequence, at the last row."""

@@ -255,6 +255,26 @@ def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, tune):
     assert torch.equal(again, out)
 
 
+@pytest.mark.parametrize("blocks, ranks", [(16, 2**20), (16, 1), (2**20, 2**20), (2**20, 1)])
+def test_ties_go_to_the_lower_block(blocks, ranks, kernel_device, tune):
+    """64 keys are seen alike: no weight is rounded, so blocks whose keys lie in two tiles tie."""
+    tune(SINGLE_BLOCKS=(blocks, blocks), CHUNK_BLOCKS=(blocks, blocks), RANKED=ranks)
+    step = Step((263,), n_sel=8, capacity=300)
+    caches = Caches(step, kernel_device)
+    caches.q.zero_()
+    _, indices = caches.run()
+    assert indices[0, 0].tolist() == [[0, 1, 2, 3, 4, 5, 15, 16]] * step.G
+
+
+def test_a_key_of_two_blocks_counts_for_the_one_in_the_next_tile(kernel_device):
+    step = Step((263,), n_sel=5, capacity=300)
+    caches = Caches(step, kernel_device)
+    caches.q.fill_(1)
+    caches.cmp[0][:, 15] = 3  # the last of 16 keys: half of its tokens in block 3, half in block 4
+    _, indices = caches.run()
+    assert indices[0, 0].tolist() == [[0, 3, 4, 15, 16]] * step.G
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("step", [
     Step((577, 45, 1, 300), h=4, n_sel=4, capacity=600),

@@ -252,6 +252,55 @@ def test_sliding(shape, device):
     check("sliding", x, ["q", "k", "v"], ours, theirs, kernels)
 
 
+# Tiles of 16 keys and 16 queries: a window whose first or last key, a compressed key whose first
+# query is the neighbour of a tile's edge, so that the tile without a mask is one further.
+EDGES = [Shape((70,), G=1, dtype=F32, w=31), Shape((70,), G=1, D=48, w=34)]
+
+
+@pytest.mark.parametrize("shape", EDGES, ids=lambda s: f"w{s.w}-D{s.D}")
+def test_windows_that_end_beside_the_edge_of_a_tile(shape, device):
+    test_sliding(shape, device)
+
+
+def test_keys_first_seen_beside_the_edge_of_a_tile(kernel_device):
+    test_compressed(Shape((50,), G=1, dtype=F32, l=4, d=2), kernel_device)
+
+
+def test_queries_of_a_key_split_over_programs(kernel_device, monkeypatch):
+    """As on a GPU, where the splits are many: whole tiles for each, none for the last."""
+    from nsa.kernels.prefill import span_bwd
+
+    if kernel_device == "cuda":
+        pytest.skip("there the launcher splits them itself")
+    real, seen = span_bwd.launch, []
+
+    def split(kernel, grid, *args, **constants):
+        if kernel is not span_bwd._span_bwd_dkdv_kernel:
+            return real(kernel, grid, *args, **constants)
+        whole = args[9:11]
+        parts = [x.new_full((4, *x.shape[1:]), float("nan"), dtype=F32) for x in whole]
+        real(kernel, (*grid[:2], 4), *args[:9], *parts, *args[11:], **constants)
+        for x, part in zip(whole, parts, strict=True):
+            x[0] = part.sum(0)
+        seen.append(len(whole))
+
+    monkeypatch.setattr(span_bwd, "launch", split)
+    shape = Shape((90,), G=1, dtype=F32)
+    with deterministic():
+        test_compressed(shape, kernel_device)
+        test_sliding(shape, kernel_device)
+    assert seen == [2, 2]
+
+
+# 17 compressed keys, of which max_seqlen allows no more: one in a tile of its own.
+ONE_KEY_MORE = Shape((68, 5), G=1, l=4, d=4, packed=True)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_longest_packed_sequence_ends_in_a_tile_of_one_key(whole, kernel_device):
+    (test_whole if whole else test_compressed)(ONE_KEY_MORE, kernel_device)
+
+
 def selected_case(shape: Shape, device: str, kind: str, seed: int) -> None:
     x = Inputs(shape, device, seed=seed)
     indices = [
@@ -347,6 +396,29 @@ def test_slabs_of_queries_choose_what_all_at_once_do(shape, device, monkeypatch)
         slabs = choose()
     assert counts["_block_topn_kernel"] >= 2
     assert torch.equal(slabs, whole)
+
+
+# Compressed keys reach beyond the forced blocks, and into blocks of the next tile of 16 keys; the
+# last of 79 tokens see two such tiles exactly.
+OVERLAPPING = dict(l=16, d=2, l_sel=4, n_sel=6)
+CHOICES = [
+    (Shape((79,), G=1, dtype=F32, **{**OVERLAPPING, "n_sel": 17}), 0),
+    (Shape((79,), G=1, h=1, D=48, **OVERLAPPING), 0),
+    (Shape((151,), dtype=F32, **OVERLAPPING), 131),  # more than the 32 blocks of the least ranking
+]
+
+
+@pytest.mark.parametrize("shape, start", CHOICES, ids=lambda x: str(x))
+def test_choice_among_several_tiles_of_keys(shape, start, device):
+    x = Inputs(shape, device, seed=11)
+    q, k, sizes = x.layout(x.q)[:, start:], x.layout(x.k_cmp), dict(l=shape.l, d=shape.d)
+    _, lse = prefill.compressed_attention_triton(q, k, k, **sizes, q_start=start)
+    got = prefill.select_blocks_triton(q, k, lse, **shape.sizes, q_start=start).cpu()
+    want = oracle.select_blocks(
+        q.double().cpu(), k.double().cpu(), **shape.sizes, q_start=start
+    )
+    differ = (got != want).any(-1).float().mean().item()
+    assert differ <= (1e-3 if shape.dtype == F32 else 0.02), f"{differ:.2%} of the rows differ"
 
 
 RANKINGS = {
@@ -563,14 +635,14 @@ def _forwards(x: Inputs) -> dict[str, tuple]:
     some = lambda *names: [leaf[name] for name in names]
     chosen = torch.zeros(*leaf["q"].shape[:-2], n.G, 1, dtype=torch.int32, device=x.device)
     return {
-        "prefill": (list(leaf.values()), lambda *t: prefill.nsa_prefill_triton(
-            *t, **n.sizes, n_init=1, n_local=2, window=n.w)),
-        "compressed": (some("q", "k_cmp", "v_cmp"), lambda *t: prefill.compressed_attention_triton(
-            *t, l=n.l, d=n.d)),
-        "sliding": (some("q", "k_win", "v_win"), lambda *t: prefill.sliding_attention_triton(
-            *t, window=n.w)),
-        "selected": (some("q", "k", "v"), lambda *t: (prefill.selection_blocks_triton(
-            *t, chosen, block_size=n.l_sel), None)),
+        "prefill": (list(leaf.values()), lambda *t, **kw: prefill.nsa_prefill_triton(
+            *t, **n.sizes, n_init=1, n_local=2, window=n.w, **kw)),
+        "compressed": (some("q", "k_cmp", "v_cmp"),
+            lambda *t, **kw: prefill.compressed_attention_triton(*t, l=n.l, d=n.d, **kw)),
+        "sliding": (some("q", "k_win", "v_win"),
+            lambda *t, **kw: prefill.sliding_attention_triton(*t, window=n.w, **kw)),
+        "selected": (some("q", "k", "v"), lambda *t, **kw: (prefill.selection_blocks_triton(
+            *t, chosen, block_size=n.l_sel, **kw), None)),
     }  # fmt: skip
 
 
@@ -592,6 +664,34 @@ def test_only_the_output_carries_a_gradient(name, kernel_device):
         _NoGradient.apply(call(*leaves)[0]).sum(), leaves, allow_unused=True
     )
     assert unused == (None,) * len(leaves)
+
+
+@pytest.mark.parametrize("name", ["prefill", "compressed", "sliding", "selected"])
+def test_a_softmax_scale_is_taken_as_given(name, kernel_device):
+    """Twice the default is the same as queries twice as large, to the last bit of the scores."""
+    leaves, call = _forwards(Inputs(Shape((39,), G=1), kernel_device))[name]
+    q, *rest = leaves
+    scaled, more = call(q, *rest, softmax_scale=0.5)
+    doubled, same = call(2 * q, *rest)
+    torch.testing.assert_close(scaled, doubled, rtol=1e-3, atol=1e-3)
+    if name == "prefill":
+        assert torch.equal(more["block_indices"], same["block_indices"])
+    do = torch.ones_like(scaled)
+    for got, want in zip(*(torch.autograd.grad(y, leaves, do) for y in (scaled, doubled)),
+                         strict=True):  # fmt: skip
+        torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)
+
+
+def test_the_choice_of_blocks_takes_a_softmax_scale_as_given(kernel_device):
+    x = Inputs(Shape((50,), G=1, dtype=F32, **OVERLAPPING), kernel_device)
+    q, k, sizes = x.layout(x.q), x.layout(x.k_cmp), dict(l=16, d=2)
+
+    def choice(q: Tensor, **scale: float) -> Tensor:
+        _, lse = prefill.compressed_attention_triton(q, k, k, **sizes, **scale)
+        return prefill.select_blocks_triton(q, k, lse, **x.shape.sizes, **scale)
+
+    assert torch.equal(choice(q, softmax_scale=0.5), choice(2 * q))
+    assert not torch.equal(choice(q), choice(2 * q))
 
 
 def test_block_sizes_without_a_kernel_are_refused():

@@ -67,6 +67,15 @@ def test_compressed(shape, device):
     assert counts[FUSED] == 1 and not TWO_PASSES & set(counts), dict(counts)
 
 
+# A key first seen by the second query of a tile; 17 compressed keys, one in a tile of its own.
+@pytest.mark.parametrize(
+    "shape", [Shape((45,), G=1, h=4, l=4, d=2), Shape((68, 5), G=1, h=4, l=4, d=4, packed=True)],
+    ids=str,
+)  # fmt: skip
+def test_keys_beside_the_edges_of_tiles(shape, device):
+    test_compressed(shape, device)
+
+
 @SMALL
 def test_many_programs_share_a_key(shape, device, short_shares):
     kernels_of.test_compressed(shape, device)

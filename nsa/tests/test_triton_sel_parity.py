@@ -100,6 +100,24 @@ def test_splits_merge_to_the_same(splits, kernel_device):
     torch.testing.assert_close(lse, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+def test_ranges_of_a_batch_in_parts(splits, kernel_device):
+    """One row has no key: all of its parts are empty."""
+    from nsa.kernels.triton_sel_kernel.sel_fwd import sel_fwd_ranges
+    from nsa.kernels.triton_sel_kernel.spans import clean_spans
+    from nsa.kernels.triton_sel_kernel.tiles import Tiles
+
+    q, k, v = cache_inputs(FULL, kernel_device, B=2, seed=13)
+    ranges = make_ranges("mixed", 2, 4, 2, 70, 60, device=kernel_device, seed=3)
+    ranges[1, 2, 0] = 0
+    out, lse = sel_fwd_ranges(
+        q, k, v, *clean_spans(ranges, 70), None, splits=splits, tiles=Tiles(16, 16, 32, 4, 1)
+    )
+    want = oracle_ranges(*(x.double().cpu() for x in (q, k, v)), ranges.cpu())
+    torch.testing.assert_close(out.cpu().double(), want, rtol=1e-4, atol=1e-5)
+    assert (lse[1, 2, 0] == -torch.inf).all()
+
+
 def test_softmax_scale_reaches_the_kernel(kernel_device):
     from nsa.kernels.triton_sel_kernel.sel_fwd import sel_attn_fwd_dense
 
@@ -166,12 +184,14 @@ def test_one_range_per_row_takes_the_dense_kernel(group, kernel_device):
 
 
 def test_more_spans_than_one_pass_holds(kernel_device):
-    """70 single-key ranges, shuffled, some twice: two passes over spans, torch's cleaning."""
+    """70 single keys apart from each other, shuffled, two of them twice: two passes over spans,
+    torch's cleaning."""
     from nsa.kernels.triton_sel_kernel import selection_ranges_triton
 
     q, k, v = cache_inputs(HALF, kernel_device, S=2, G=1, Skv=150, seed=9)
     gen = torch.Generator().manual_seed(0)
-    starts = torch.stack([torch.randint(0, 150, (70,), generator=gen) for _ in range(2)])
+    starts = torch.stack([2 * torch.randperm(75, generator=gen)[:70] for _ in range(2)])
+    starts = torch.cat([starts, starts[:, :2]], -1)
     ranges = torch.stack([starts, starts + 1], -1)[None, :, None].to(kernel_device)
     with launches.recording() as launched:
         out = selection_ranges_triton(q, k, v, ranges)
