@@ -114,6 +114,7 @@ def test_config_from_yaml(tmp_path):
     path.write_text("model: {dim: 64}\nnsa: {}\n")
     with pytest.raises(ValueError, match="missing heads, groups, d_k, d_v"):
         NSAConfig.from_yaml(path)
-    path.write_text("nsa: {}\n")
-    with pytest.raises(ValueError, match="section model"):
-        NSAConfig.from_yaml(path)
+    for text, missing in (("nsa: {}\n", "model"), ("model: {dim: 64}\n", "nsa")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"section {missing} must be a mapping, got None"):
+            NSAConfig.from_yaml(path)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import nsa
-from nsa import attention, blocks, oracle
+from nsa import attention, blocks, dispatch, oracle
 from nsa.cache import BranchKV, NSACache
 from nsa.compress import mean_pool
 from nsa.config import NSAConfig
+from nsa.flags import Flags
 from nsa.model import NSALanguageModel
 from nsa.module import NSAAttention
 from nsa.tests.helpers import randn
@@ -146,6 +147,9 @@ def test_full_cache_raises_or_grows():
     with pytest.raises(ValueError, match="max_len=10 tokens, got 10 \\+ 1"):
         c.append(tokens(1, seed=4), mean, mean)
     assert c.length == 10
+    at_once = cache(max_len=4, growable=True)
+    at_once.append(tokens(33, seed=5), mean, mean)  # more than twice the room
+    assert at_once.length == 33 and torch.equal(at_once.selectable()[0], tokens(33, seed=5).k_sel)
     grown = cache(max_len=10, growable=True)
     raw = tokens(33, seed=5)
     for a in range(0, 33, 3):
@@ -167,6 +171,8 @@ def test_hostile_cache_use(layer):
         NSACache.stack([cache(), {}])
     with pytest.raises(ValueError, match="caches must agree in max_step, got 8 and 2"):
         NSACache.stack([cache(), cache(max_step=2)])
+    with pytest.raises(ValueError, match="agree in dtype, got torch.float64 and torch.float32"):
+        NSACache.stack([cache(), NSACache(CONFIG, 1, 64)])
     with pytest.raises(ValueError, match=r"k_sel must be \[1, 2, 2, 8\], got \[3, 2, 2, 8\]"):
         bad = tokens(2, seed=6)
         cache().append(BranchKV(**{**vars(bad), "k_sel": bad.k_sel.expand(3, -1, -1, -1)}),
@@ -179,9 +185,13 @@ def test_hostile_cache_use(layer):
         module.prefill(x[:, :5], used)
     with pytest.raises(ValueError, match=r"x must be \[B, S, dim\] with dim=24, got \[5, 24\]"):
         module.step(x[0, :5], used)
+    with pytest.raises(ValueError, match=r"the cache's batch 2, got \[1, 1, 24\]"):
+        module.step(x[:1, :1], used)  # which would pass for both by broadcasting
     with pytest.raises(ValueError, match="T must be at most max_step=8, got 9"):
         used.window(9)
-    assert module.step(x[:, :0], used).shape == (2, 0, 24) and used.length == 5
+    none = x[:, :0]
+    out = module.step(none, used)
+    assert out.shape == (2, 0, 24) and out is not none and used.length == 5
 
 
 # ---- reads ---------------------------------------------------------------------------------------
@@ -254,10 +264,42 @@ def test_the_fused_steps_reads_are_those_of_the_devices_lengths(T, at, layer):
         c.reads()
 
 
+@pytest.mark.parametrize("how", [dict(flags=Flags(force_parity=True)), dict(backend="reference")])
+def test_every_way_to_run_follows_the_layers_settings(how):
+    torch.manual_seed(0)
+    module, x = NSAAttention(CONFIG, **how), randn(1, 24, 24, seed=1)
+    caches = [module.make_cache(1, 40) for _ in range(2)]
+    ways = (
+        lambda: module(x),
+        lambda: [module.prefill(x[:, :n], c) for n, c in zip((20, 11), caches, strict=True)],
+        lambda: module.step(x[:, :1], caches[0]),
+        lambda: module.step(x[:, :1].repeat(2, 1, 1), NSACache.stack(caches)),
+    )
+    for way in ways:
+        with dispatch.trace() as taken:
+            way()
+        assert taken and {d.route for d in taken} == {dispatch.Route.REFERENCE}
+
+
+def test_decoding_takes_a_softmax_scale(layer):
+    module, x, _ = layer
+    c = module.make_cache(2, S)
+    module.prefill(x[:, :30], c)
+    q = randn(2, 3, 4, 8, seed=8, dtype=x.dtype)
+    gates = randn(2, 3, 4, 3, seed=9, dtype=x.dtype).sigmoid()
+    got = attention.nsa_decode(q, c, None, gates, softmax_scale=0.7)[0]
+    want = attention.nsa_decode(q * 0.7 * 8**0.5, c, None, gates)[0]
+    torch.testing.assert_close(got, want, atol=1e-13, rtol=0)
+
+
 def test_no_counting_unless_asked(layer):
     module, x, _ = layer
     _, c = decode(module, x, 40, [1])
     assert c.reads() == []
+    _, c = decode(module, x, S - 1, [1], count_reads=True)
+    q, gates = randn(1, 1, 4, 8, seed=8, dtype=x.dtype), torch.ones(1, 1, 4, 3, dtype=x.dtype)
+    attention.nsa_decode(q, c.row(0), None, gates)  # a view to read, not a step of the batch
+    assert len(c.reads()) == 2
 
 
 def test_model_decodes_what_it_computes_in_one_pass():
@@ -270,8 +312,11 @@ def test_model_decodes_what_it_computes_in_one_pass():
     for at in range(13, 30):
         parts.append(model.step(ids[:, at : at + 1], caches))
     torch.testing.assert_close(torch.cat(parts, 1), whole.detach(), atol=1e-12, rtol=0)
-    with pytest.raises(ValueError, match="caches must be 2, one per layer, got 1"):
-        model.step(ids[:, :1], caches[:1])
+    for some in (caches[:1], caches * 2):
+        with pytest.raises(ValueError, match=f"must be 2, one per layer, got {len(some)}"):
+            model.step(ids[:, :1], some)
+    with pytest.raises(ValueError, match="max_len must be None or at least 13, got 12"):
+        model.prefill(ids[:, :13], max_len=12)
     with pytest.raises(ValueError, match="max_len=13"):
         model.step(ids[:, :1], model.prefill(ids[:, :13], max_len=13)[1])
 
@@ -290,15 +335,17 @@ def test_a_step_that_raises_leaves_the_cache_as_it_was(layer, n, T, monkeypatch)
     if n:
         module.prefill(x[:, :n], c)
 
-    def fails(*args, **kwargs):
-        assert c.length == n + T
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+    for error in (torch.cuda.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()):
 
-    with monkeypatch.context() as patch:
-        patch.setattr(attention, "nsa_decode", fails)
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            module.step(torch.full_like(x[:, :T], 9.0), c)
-    assert c.lengths == [n, n] and c.lens.tolist() == [n, n]
+        def fails(*args, _error=error, **kwargs):
+            assert c.length == n + T
+            raise _error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "nsa_decode", fails)
+            with pytest.raises(type(error)):
+                module.step(torch.full_like(x[:, :T], 9.0), c)
+        assert c.lengths == [n, n] and c.lens.tolist() == [n, n]
     if n == 0:
         assert c.highest == [0, 0]
         module.prefill(x[:, :5], c)
@@ -311,10 +358,18 @@ def test_a_model_whose_layer_raises_takes_no_token(monkeypatch):
     model = NSALanguageModel(CONFIG, 50, n_layers=2)
     tokens = torch.randint(50, (2, 14))
     _, caches = model.prefill(tokens[:, :12], 14, count_reads=True)
-    for block in (model.blocks[1], model.blocks[1].mlp):
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    last = model.blocks[1]
+    for where, name, call, error in (
+        (last, "step", None, TypeError), (last.mlp, "forward", None, TypeError),
+        (last, "step", interrupted, KeyboardInterrupt),
+    ):  # fmt: skip
         with monkeypatch.context() as patch:
-            patch.setattr(block, "forward" if block is model.blocks[1].mlp else "step", None)
-            with pytest.raises(TypeError):
+            patch.setattr(where, name, call)
+            with pytest.raises(error):
                 model.step(tokens[:, 12:13], caches)
         assert [c.lengths for c in caches] == [[12, 12]] * 2
         assert [len(c.reads()) for c in caches] == [1, 1]
@@ -324,6 +379,7 @@ def test_a_model_whose_layer_raises_takes_no_token(monkeypatch):
 
 @pytest.mark.parametrize("change", [
     {"w": 9}, {"n_sel": 2}, {"n_local": 1}, {"rope_base": 500.0}, {"l": 16}, {"groups": 4},
+    {"n_init": 0}, {"d": 2}, {"l_sel": 16}, {"heads": 2}, {"d_k": 6}, {"d_v": 8},
 ])  # fmt: skip
 def test_a_cache_of_other_sizes_is_refused(layer, change):
     module, x, _ = layer
@@ -361,12 +417,14 @@ def test_sequences_take_back_what_each_was_refused(layer):
 
 def test_an_emptied_cache_is_as_a_new_one(layer):
     module, x, _ = layer
-    c = module.make_cache(2, S)
+    c = module.make_cache(2, S, count_reads=True)
     assert c and not len(c)  # empty, but there
     module.prefill(-x, c)
+    assert len(c.reads()) == 1
     buffers = [getattr(c, n).data_ptr() for n in ("k_sel", "k_cmp", "k_win", "k_raw", "lens")]
     c.reset()
     assert c.lengths == [0, 0] and c.lens.tolist() == [0, 0] and c.highest == [0, 0]
+    assert c.reads() == []
     module.prefill(x[:, :7], c)
     same_tokens(module, c, x, 7)
     assert [getattr(c, n).data_ptr() for n in ("k_sel", "k_cmp", "k_win", "k_raw", "lens")

@@ -345,8 +345,10 @@ def test_a_kernel_that_fails_is_told_and_not_tried_again(allowed, capsys):
     assert "no_such_instruction" in err
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"),
-                                   torch.OutOfMemoryError("full")])  # fmt: skip
+@pytest.mark.parametrize("error", [
+    RuntimeError("CUDA error: an illegal memory access"), torch.OutOfMemoryError("full"),
+    ValueError("the caller's"), TypeError("the caller's"),
+])  # fmt: skip
 def test_what_no_fallback_may_hide_is_raised(error, allowed):
     allowed[1][0] = error
     layer = layer_of(SMALL, "cpu", torch.float32)
@@ -403,6 +405,8 @@ def test_a_step_that_is_observed_is_decided_again(monkeypatch):
     with dispatch.trace() as taken:
         layer.step(randn(1, 1, 24, seed=2), cache)
     assert [t.branch for t in taken if t.branch is dispatch.Branch.STEP]
+    with torch.autograd.forward_ad.dual_level():  # no kernel knows tangents
+        layer.step(randn(1, 1, 24, seed=2), cache)
 
 
 def test_bad_input_appends_nothing():

@@ -172,6 +172,10 @@ def test_a_step_that_emits_always_changes_nothing_else(double):
         for name in ("k_cmp", "v_cmp"):
             a, b = (getattr(c, name).nan_to_num(7.0) for c in caches)
             assert torch.equal(a, b)
+    short = layer.make_cache(len(x), 5)  # no compressed token will ever fit
+    short.emit_always = True
+    out = torch.cat([layer.step(x[:, t : t + 1], short) for t in range(5)], 1)
+    torch.testing.assert_close(out, layer(x[:, :5]), atol=1e-13, rtol=0)
 
 
 def test_hostile_use_of_mixed_caches(double):
@@ -179,8 +183,14 @@ def test_hostile_use_of_mixed_caches(double):
     cache = mixed(layer, x)
     with pytest.raises(ValueError, match="chunk of 9 tokens .* needs sequences of one length"):
         layer.step(x[:, :9], cache)
+    for name in ("compressed", "selectable"):
+        with pytest.raises(ValueError, match=rf"{name}\(\) needs sequences of one length, got"):
+            getattr(cache, name)()
+    with pytest.raises(ValueError, match=r"window\(\) needs sequences of one length, got"):
+        cache.window(1)
     with pytest.raises(ValueError, match="n must be an int from 0 to 1, got 2"):
         cache.rewind(2)
+    assert most_back(mixed(layer, x, (28, 3))) == 3  # one number has to serve both
     with pytest.raises(ValueError, match="n must be an int from 0 to 8, got 9"):
         filled(layer, x, 28).rewind(9)
     with pytest.raises(ValueError, match="at least one NSACache, got none"):

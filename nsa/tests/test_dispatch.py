@@ -54,6 +54,7 @@ BLK, STEP = replace(GPU, branch=Branch.BLOCKS), replace(GPU, branch=Branch.STEP)
          Route.TRITON, None),
         (replace(GPU, capability=(8, 6)), ON, Route.TRITON, None),
         (replace(GPU, capability=(12, 0)), ON, Route.TRITON, None),
+        (replace(GPU, capability=(8, 0)), ON, Route.TRITON, None),
         (replace(GPU, capability=(7, 5)), ON, Route.SDPA, "capability"),
         (replace(GPU, dtype="float32"), ON, Route.SDPA, "dtype"),
         (replace(GPU, d_k=100), ON, Route.SDPA, "align8"),
@@ -121,11 +122,29 @@ def test_named_route_is_strict(change, flags, backend, reason):
     assert reason in str(caught.value) and REASONS[reason] in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "backend", "detail"),
+    [
+        ({"device": "xpu", "capability": None}, "triton", "device xpu"),
+        ({"dtype": "float32"}, "triton", "got float32"),
+        ({"d_k": 12, "d_v": 8}, "triton", "got Dk=12 Dv=8"),
+        ({"d_v": 264}, "triton", "got Dk=128 Dv=264"),
+        ({"capability": (7, 5)}, "triton", r"got SM \(7, 5\)"),
+        ({}, "fa2", "fa2 for the selected branch"),
+        ({"branch": Branch.SLIDING, "no_fa2": "no wheel x"}, "fa2", "no wheel x"),
+    ],
+)
+def test_a_refusal_says_what_it_saw(change, backend, detail):
+    with pytest.raises(RouteUnavailable, match=f": {detail}$"):
+        decide(replace(GPU, **change), Flags(), backend)
+
+
 def test_named_route_waives_preferences_only():
     short = replace(GPU, key_len=1)
     assert decide(short, Flags(), "triton") == Decision(
         Branch.SELECTED, Route.TRITON, requested=Route.TRITON
     )
+    assert decide(replace(WIN, key_len=1), Flags(), "fa2").route is Route.FA2
     interpreted = replace(short, device="cpu", capability=None, interpret=True)
     assert decide(interpreted, Flags(), "triton").route is Route.TRITON
     assert why_not(Route.SDPA, GPU, Flags(use_sel_pack=False), named=True) is None
@@ -212,6 +231,8 @@ def test_a_kernel_that_fails_is_a_warning_once():
         warnings.simplefilter("error")
         guarded(GPU, calls, ON)
         guarded(GPU, rungs(triton=NotImplementedError("no"), sdpa="s"), ON)
+    with pytest.warns(RuntimeWarning, match="RuntimeError: another"):
+        guarded(GPU, rungs(triton=RuntimeError("another"), sdpa="s"), ON)
 
 
 def test_a_trace_holds_the_decisions_of_its_thread():
@@ -255,6 +276,40 @@ def test_debug_flags_log_shapes_and_the_error_against_the_reference(capsys):
     )
     mae = float(second.split("mae=")[1].split()[0])
     assert second.startswith("NSA-LOG win.reference.compare mae=") and 0 < mae < 0.01
+    flags = Flags(debug_compare=True)
+    blocks = make_block_indices("random", 1, 6, 1, 1, 4)
+    nsa.compressed_attention(q, k[:, :2], v[:, :2], l=4, d=2, flags=flags)
+    nsa.selection_attention(q, k, v, blocks, block_size=4, flags=flags)
+    tags = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
+    assert tags == ["cmp.sdpa.compare", "sel.sdpa.compare"]
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", "on"])
+def test_tritons_words_for_interpreting(text, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", text)
+    assert dispatch.interpreting()
+    for no in ("0", "false", ""):
+        monkeypatch.setenv("TRITON_INTERPRET", no)
+        assert not dispatch.interpreting()
+
+
+def test_the_device_of_the_kernels_is_logged_once(monkeypatch, capsys):
+    monkeypatch.setattr(dispatch, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(dispatch, "_device_name", lambda _: "NVIDIA H200")
+    flags = Flags(debug_log=True)
+    for index in (0, 0, 1):
+        dispatch.log_device(torch.device("cuda", index), flags)
+    dispatch.log_device(torch.device("cpu"), flags)
+    line = "NSA-LOG sel.triton.device name=NVIDIA_H200 sm=9.0\n"
+    assert capsys.readouterr().err == 2 * line  # two devices
+    devices = []
+    monkeypatch.setattr(dispatch, "log_device", lambda device, _: devices.append(device.type))
+    q, k, v = make_qkv(1, 6, 2, 1, 4)
+    for taken in (Route.TRITON, Route.SDPA):
+        decision = Decision(Branch.SLIDING, taken)
+        monkeypatch.setattr(dispatch, "guarded", lambda *_, d=decision: (q, d))
+        nsa.sliding_attention(q, k, v, window=3)
+    assert devices == ["cpu"]
 
 
 # ---- on this machine's CPU -----------------------------------------------------------------------
@@ -357,3 +412,43 @@ def test_the_threshold_is_not_about_the_branches_of_a_whole_attention(monkeypatc
     assert (Branch.SELECTED, False) in seen
     nsa.selection_attention(q, k, k, torch.zeros(1, 40, 2, 1).int(), block_size=8, flags=flags)
     assert seen[-1] == (Branch.SELECTED, True)
+
+
+def test_thresholds_see_the_keys_of_chunks_and_of_the_longest_sequence(monkeypatch):
+    seen = {}
+    real = dispatch.run
+
+    def run(branch, args, flags, backend=None, *, key_len):
+        seen[branch] = key_len
+        return real(branch, args, flags, backend, key_len=key_len)
+
+    monkeypatch.setattr(dispatch, "run", run)
+    q, k, v = make_qkv(1, 40, 4, 2, 8)
+    cmp = dict(l=8, d=4)
+    nsa.compressed_attention(q[:, :1], k[:, :9], v[:, :9], **cmp, q_start=39)
+    nsa.sliding_attention(q[:, :1], k, v, window=64)
+    assert seen == {Branch.COMPRESSED: 9, Branch.SLIDING: 40}
+    cu = torch.tensor([0, 6, 40], dtype=torch.int32)
+    nsa.compressed_attention(q[0], k[0, :7], v[0, :7], **cmp, cu_seqlens=cu)
+    nsa.sliding_attention(q[0], k[0], v[0], window=64, cu_seqlens=cu)
+    assert seen == {Branch.COMPRESSED: 7, Branch.SLIDING: 34}
+
+
+def test_a_gradient_of_any_tensor_counts_for_the_operator_of_all_branches(monkeypatch):
+    """Its backward gives all of them: that of the gates alone needs it as well."""
+    seen = []
+    real = dispatch.why_not
+
+    def asked(route, request, flags, **how):
+        if (route, request.branch) == (Route.TRITON, Branch.PREFILL):
+            seen.append(request.needs_grad)
+        return real(route, request, flags, **how)
+
+    monkeypatch.setattr(dispatch, "why_not", asked)
+    args, sizes = layer()
+    for i in range(len(args)):
+        nsa.nsa_attention(*(x.requires_grad_() if i == j else x.detach()
+                            for j, x in enumerate(x.clone() for x in args)), **sizes)  # fmt: skip
+    assert seen == [True] * 8
+    nsa.nsa_attention(*args, **sizes)
+    assert seen[8:] == [False]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +191,57 @@ def test_a_call_that_succeeds_is_logged(calls, capsys):
         "NSA-LOG fa2.call call=sliding_fa2 form=varlen q=[1,30,4,8] k=[1,30,2,8]"
     )
     assert second.startswith("NSA-LOG fa2.call call=compressed_fa2 form=dense ")
+
+
+USABLE = fa2.Probe("torch", "2", None, None, "")
+
+
+def test_a_call_gets_one_head_dimension_a_multiple_of_eight(monkeypatch):
+    seen = []
+
+    def operator(q, k, v, scale, causal, left, cu_q, cu_k, max_q, max_k):
+        seen.append((q.shape[-1], k.shape[-1], v.shape[-1], max_q, max_k))
+        parts = [_one(*x, scale, causal, left) for x in zip(q, k, v, strict=True)]
+        return torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
+
+    monkeypatch.setattr(fa2, "_require", lambda *_: USABLE)
+    monkeypatch.setattr(fa2, "_torch_call", operator)
+    q, k, v = make_qkv(2, 9, 4, 2, 12, 6)
+    out, lse = fa2._call(q, k, v, scale=0.3, causal=True)
+    assert seen == [(16, 16, 16, 9, 9)] and lse.shape == (2, 9, 4)
+    want = oracle.sliding_attention(q, k, v, window=9, softmax_scale=0.3)
+    torch.testing.assert_close(out, want.float())
+    monkeypatch.setattr(fa2, "_GRID", 3)
+    with pytest.raises(NotImplementedError, match="up to 3 sequences and heads, got 2 and 4"):
+        fa2._call(q, k, v, scale=0.3, causal=True)
+
+
+def test_only_a_dense_causal_call_leaves_its_right_side_open():
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    right = {(c, left, packed): fa2._right(c, left, cu if packed else None)
+             for c in (True, False) for left in (-1, 4) for packed in (True, False)}  # fmt: skip
+    assert {how for how, side in right.items() if side == 0} == {
+        (True, -1, True), (True, 4, True), (True, 4, False)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sm, dims, grad, refused", [
+    ((8, 9), (192, 232), True, True), ((8, 6), (232, 64), True, True),
+    ((12, 0), (232, 232), True, True), ((12, 1), (232, 232), True, True),
+    ((12, 0), (224, 224), True, False), ((12, 0), (232, 232), False, False),
+    ((9, 0), (256, 256), True, False), ((8, 0), (256, 256), True, False),
+])  # fmt: skip
+def test_large_heads_have_no_backward_on_small_cards(sm, dims, grad, refused, monkeypatch):
+    monkeypatch.setattr(fa2, "probe", lambda: USABLE)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: sm)
+    like = dict(is_cuda=True, dtype=torch.float16, device="cuda:0", requires_grad=grad)
+    q, v = (SimpleNamespace(shape=(1, 9, 4, D), **like) for D in dims)
+    if refused:
+        words = f"no backward for head dimension 232 on SM {sm[0]}.{sm[1]}"
+        with pytest.raises(NotImplementedError, match=words):
+            fa2._require(q, q, v)
+    else:
+        assert fa2._require(q, q, v) is USABLE
 
 
 # ---- refusals and the probe ----------------------------------------------------------------------

@@ -67,6 +67,7 @@ def test_booleans_parse_alike(f, tmp_path):
         ("NSA_SEL_TRITON_MIN_L", ""), ("NSA_SEL_TRITON_MIN_L", "1e3"),
         ("NSA_SEL_TRITON_BLOCK_L", "96"), ("NSA_SEL_TRITON_BLOCK_D", "8"),
         ("NSA_LOG_LIMIT", "many"), ("NSA_FA2_MIN_LEN_WIN", "16.0"), ("NSA_DEBUG_TRITON", "maybe"),
+        ("NSA_LOG_LIMIT", "١٢"),
     ],
 )  # fmt: skip
 def test_malformed_number_names_the_flag(name, text, tmp_path):
@@ -241,5 +242,10 @@ def test_only_a_checkout_has_a_configuration_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(flags_module, "_ROOT", tmp_path)
     monkeypatch.setattr(flags_module, "CONFIG_PATH", tmp_path / "configs/base.yaml")
     assert Flags.from_env({}).sel_triton_min_L == 77
+    (tmp_path / "configs/base.yaml").write_text(
+        "runtime: {sel_triton_min_L: 77, devices: {X: {sel_triton_min_L: 9}}}\n"
+    )
+    by_device = [get_flags(name).sel_triton_min_L for name in (None, "X", "Y", "X")]
+    assert by_device == [77, 9, 77, 9] and get_flags("X") is get_flags("X")
     (tmp_path / "pyproject.toml").unlink()
     assert Flags.from_env({}).sel_triton_min_L == 4096

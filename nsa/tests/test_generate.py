@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +38,13 @@ def test_greedy_generation_equals_full_forward(model, prompt_len):
     out = gen.generate(model, prompt, 27)
     assert torch.equal(out.tokens, greedy_by_full_forward(model, prompt, 27))
     assert out.prefill_tokens_per_s > 0 and out.decode_tokens_per_s > 0
+
+
+def test_rates_are_those_of_the_whole_batch(model, monkeypatch):
+    monkeypatch.setattr(gen, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    out = gen.generate(model, torch.zeros(3, 5, dtype=torch.long), 7)
+    assert (out.prefill_tokens_per_s, out.decode_tokens_per_s) == (15, 18)  # a second each
+    assert gen.generate(model, torch.zeros(3, 5).long(), 1).decode_tokens_per_s is None
 
 
 def test_sampling_is_fixed_by_the_seed(model):
@@ -98,6 +107,15 @@ def test_command_line_generates_from_a_saved_model(model, tmp_path, capsys):
     assert "tokens/s" in err
 
 
+def test_every_option_reaches_generate(model, tmp_path, monkeypatch):
+    path, real, seen = tmp_path / "m.pt", gen.generate, []
+    gen.save_checkpoint(path, model)
+    monkeypatch.setattr(gen, "generate", lambda *a, **how: (seen.append(how), real(*a, **how))[1])
+    options = ["--temperature", "0.7", "--top_k", "5", "--seed", "3", "--max_new_tokens", "2"]
+    assert gen.main([str(path), *options, "--device", "cpu"]) == 0
+    assert seen == [dict(temperature=0.7, top_k=5, seed=3, graph=False)]
+
+
 @pytest.mark.parametrize(
     ("device", "words"),
     [("cuda", "CUDA devices"), ("cuda:99", "'cuda:99' is not here"), ("gpu", "cpu, cuda or cuda:N"),
@@ -125,7 +143,7 @@ class Evil:
         return (print, ("code ran",))
 
 
-@pytest.mark.parametrize("content", [b"not a checkpoint", {"format": "other"}, Evil()])
+@pytest.mark.parametrize("content", [b"not a checkpoint", b"", {"format": "other"}, Evil()])
 def test_foreign_file_is_refused_without_running_it(content, tmp_path, capsys):
     path = tmp_path / "m.pt"
     if isinstance(content, bytes):
@@ -234,7 +252,7 @@ def test_a_checkpoint_keeps_its_dtype_and_says_what_it_lacks(model, tmp_path):
     gen.save_checkpoint(path, copy.deepcopy(model).bfloat16())
     again = gen.load_checkpoint(path)
     assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
-    assert all(p.requires_grad for p in again.parameters())
+    assert all(p.requires_grad for p in again.parameters()) and not again.training
     saved = torch.load(path, weights_only=True)
     for change, words in (
         (lambda s: s.pop("n_layers"), "lacks 'n_layers'"),

@@ -138,8 +138,12 @@ BAD = {
     "max_seqlen alone": (lambda: slide(max_seqlen=9), ValueError, "max_seqlen needs cu_seqlens"),
     "packed 4-D": (lambda: slide(cu_seqlens=CU), ValueError, r"q must be \[T, H, D\]"),
     "packed start": (
-        lambda: select(q[0], k[0], v[0], BLOCKS[0], cu_seqlens=CU, q_start=3), ValueError,
-        "q_start must be 0 with cu_seqlens, got 3",
+        lambda: select(q[0], k[0], v[0], BLOCKS[0], cu_seqlens=CU, q_start=1), ValueError,
+        "q_start must be 0 with cu_seqlens, got 1",
+    ),
+    "packed compressed": (
+        lambda: compressed(q[0], k[0, :3], v[0, :3], cu_seqlens=CU), ValueError,
+        "k_cmp must have 1 compressed keys for the packed sequences, got 3",
     ),
 }  # fmt: skip
 
@@ -239,6 +243,17 @@ def test_decode_names_what_does_not_fit_the_cache(new, gates, match, decoding):
         nsa_decode(new, decoding[1], None, gates)
 
 
+def test_decode_refuses_more_queries_than_the_shortest_sequence_holds(decoding):
+    from nsa.attention import nsa_decode
+
+    module, cache = decoding
+    short = module.make_cache(1, 20)
+    module.prefill(randn(1, 3, 12, seed=5), short)
+    mixed = nsa.NSACache.stack([cache, short])
+    with pytest.raises(ValueError, match=r"in the cache: T=4, lengths \[9, 9, 3\]"):
+        nsa_decode(randn(3, 4, 4, 8, seed=6), mixed, None, torch.ones(3, 4, 4, 3))
+
+
 @pytest.mark.parametrize(
     ("x", "packed", "match"),
     [
@@ -284,7 +299,8 @@ def test_hostile_ranges_attend_their_valid_union(kind, backend):
 
 @pytest.mark.parametrize("backend", ROUTES)
 def test_block_indices_beyond_the_keys_or_the_query_are_cut(backend):
-    blocks = torch.tensor([0, 3, 9, 1000], dtype=torch.int64).expand(2, 16, 2, 4)
+    far = 1 << 32  # in the low half of the last two stands block 1
+    blocks = torch.tensor([0, 3, 9, 1000, far + 1, 1 - far]).expand(2, 16, 2, 6)
     got = select(b=blocks, backend=backend)
     want = select(b=torch.tensor([0, 3], dtype=torch.int32).expand(2, 16, 2, 2), backend=backend)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import nsa
-from nsa import oracle
+from nsa import oracle, reference
+from nsa.attention import gated_sum
 from nsa.compress import mean_pool
 from nsa.rotary import rotary
 from nsa.tests.helpers import make_qkv, randn
@@ -221,3 +222,27 @@ def test_low_precision_is_close_to_the_oracle(backend, dtype):
     error = (out.double() - want).abs()
     # Compressed keys are rounded to the dtype before use; hence more than the 1e-3 of a branch.
     assert error.mean() < (1e-5 if dtype == torch.float32 else 4e-3), error.mean()
+
+
+def test_chunks_of_the_reference_change_nothing(monkeypatch):
+    x = layer_inputs(45, seed=3)
+    whole = run(x, "reference")
+    monkeypatch.setattr(reference, "_CHUNK_SCORES", 4 * 45 * 7)  # compressed keys: 31 queries
+    same(run(x, "reference"), whole)
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+def test_lse_has_no_gradient(backend):
+    q, k, v = make_qkv(1, 20, 4, 2, 8, 6, Skv=4, requires_grad=True)
+    out, lse = nsa.compressed_attention(q, k, v, l=8, d=4, backend=backend)
+    assert out.requires_grad and not lse.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gates_are_summed_in_fp32(dtype):
+    """One rounding, at the end."""
+    x = [randn(1, 9, 4, 6, seed=i, dtype=dtype) for i in range(3)]
+    gates = randn(1, 9, 4, 3, seed=4, dtype=dtype).sigmoid()
+    wide = sum(gates[..., i : i + 1].double() * x[i].double() for i in range(3))
+    got = gated_sum(gates, *x)
+    assert got.dtype == dtype and torch.equal(got, wide.float().to(dtype))

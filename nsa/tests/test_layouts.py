@@ -123,6 +123,9 @@ def test_what_cannot_be_converted_is_refused():
         ValueError, match=r"whole blocks of 8 tokens .* \[3, 8\] at \[0, 30, 0, 0\]"
     ):
         layouts.from_ranges(odd, SIZE, 4)
+    odd[0, 30, 0, 0] = torch.tensor([24, 32])  # a whole block, but beyond the query
+    with pytest.raises(ValueError, match=r"up to the query, got \[24, 32\] at \[0, 30, 0, 0\]"):
+        layouts.from_ranges(odd, SIZE, 4)
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(1, len(EXAMPLES) + 1))

@@ -83,3 +83,22 @@ def test_launch_recordings_nest_and_count_only_their_block():
     else:  # on a GPU Triton itself counts, and these names were never launched
         assert (outer, inner) == ({"b": 1}, {"b": 1})
     assert launches.counts() == {"a": 3, "b": 2}
+
+
+def test_a_recording_that_ends_takes_no_other_of_like_content_with_it():
+    with launches.recording() as outer:
+        with launches.recording() as inner:
+            launches.bump("a", library=True)
+        assert inner == outer == {"a": 1}
+        launches.bump("a", library=True)
+    assert (outer, inner) == ({"a": 2}, {"a": 1})
+
+
+def test_tritons_hook_reads_the_name_of_either_kind_of_metadata(monkeypatch):
+    seen = launches.Recording()
+    seen.source = "hook"
+    monkeypatch.setattr(launches, "_active", [seen, launches.Recording()])
+    lazy = SimpleNamespace(data={"name": "new"}, get=lambda: pytest.fail("evaluated"))
+    launches._hook(lazy)
+    launches._hook(SimpleNamespace(get=lambda: {"name": "old"}))
+    assert launches._active == [{"new": 1, "old": 1}, {}]

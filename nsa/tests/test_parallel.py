@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,11 +27,13 @@ from nsa import (
     NSAAttention,
     NSAConfig,
     attention,
+    dispatch,
     exchange,
     launches,
     nsa_attention,
     parallel,
 )
+from nsa.arrival import await_selection, selection_waits
 from nsa.attention import sliding_attention
 from nsa.compress import MLPCompression, mean_pool
 from nsa.errors import ExchangeFailed
@@ -55,7 +58,7 @@ def _inputs(B: int, S: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 # name: batch, tokens per chunk, dtype, what differs from SIZES, backend, phi
-CASES: dict[str, tuple[int, int, torch.dtype, dict[str, int], str | None, str]] = {
+CASES: dict[str, tuple[int, int, torch.dtype, dict[str, Any], str | None, str]] = {
     "fp64": (2, 8, F64, {}, "reference", "mean"),
     "fp32": (1, 16, F32, {}, None, "mean"),
     "chunks-cut-blocks": (1, 12, F64, {"l_sel": 16, "n_sel": 4}, "reference", "mean"),
@@ -66,6 +69,8 @@ CASES: dict[str, tuple[int, int, torch.dtype, dict[str, int], str | None, str]] 
     "blocks-apart": (1, 8, F64, {"l": 4}, "reference", "mean"),
     "mlp": (1, 8, F64, {}, "reference", "mlp"),
     "bf16": (1, 16, BF16, {}, None, "mean"),
+    "scale": (1, 8, F64, {"softmax_scale": 1.3}, "reference", "mean"),
+    "forced": (1, 16, F64, {"n_init": 0, "n_local": 1}, "reference", "mean"),
 }
 
 
@@ -128,6 +133,23 @@ def _run_layer(rank: int, world: int) -> None:
         torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-9)
 
 
+def _run_settings(rank: int, world: int) -> None:
+    """Flags and the layer's settings reach the calls on chunks."""
+    x = {n: parallel.shard(t) for n, t in _inputs(1, 16 * world, F32).items()}
+    pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
+    parity = Flags(force_parity=True)
+    for flags, routes in ((parity, {"reference"}), (None, {"reference", "sdpa"})):
+        _, aux = parallel.nsa_attention_parallel(
+            *(x[n] for n in NAMES), phi_k=pool, phi_v=pool, flags=flags, return_aux=True, **SIZES
+        )
+        assert set(aux["routes"].values()) == routes, aux["routes"]
+    config = NSAConfig(dim=16, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=9)
+    for how in (dict(flags=parity), dict(backend="reference")):
+        with dispatch.trace() as taken:
+            parallel.nsa_layer_parallel(NSAAttention(config, **how), torch.zeros(1, 16, 16))
+        assert {d.route.value for d in taken} == {"reference"}, taken
+
+
 def _run_overlap(rank: int, world: int) -> None:
     """Selection's keys arrive after the window was attended and before the blocks are; an exchange
     that fails then is the call's error, whatever routes are left, and no result."""
@@ -154,7 +176,14 @@ def _run_overlap(rank: int, world: int) -> None:
         mock.patch.object(exchange, "land", landed),
     ):
         run(backend="reference")
-    assert order == ["win", "land", "sel", "win", "sel"], order
+        assert order == ["win", "land", "sel", "win", "sel"], order
+        order.clear()
+        both = {n: t.repeat(2, 1, 1, 1) for n, t in x.items()}
+        parallel.nsa_attention_parallel(
+            *(both[n] for n in NAMES), phi_k=pool, phi_v=pool, backend="reference", **SIZES
+        )
+    # A kernel copies the start of several sequences before it asks for anything.
+    assert order == ["land", "win", "sel", "win", "sel"], order
 
     def lost(pending: Any) -> Any:
         if pending[2] == "v_sel":
@@ -205,6 +234,8 @@ def _run_bad(kind: str, rank: int, world: int) -> str:
         x["q"], x["gates"] = x["q"][:, :-1], x["gates"][:, :-1]
     elif kind == "stride":
         x = {n: t[:, :12] for n, t in x.items()}
+    elif kind == "group":
+        how["group"] = "all"
     elif not odd:
         pass
     elif kind in ("one-length", "unshard"):
@@ -227,6 +258,8 @@ def _run_bad(kind: str, rank: int, world: int) -> str:
         how["backend"] = "trton"
     elif kind == "backend":
         how["backend"] = "sdpa"
+    elif kind == "scale":
+        how["softmax_scale"] = 0.5
     elif kind == "phi-raises":
         phi = lambda t: {}["phi"]
     elif kind == "phi-rows":
@@ -239,9 +272,10 @@ def _run_bad(kind: str, rank: int, world: int) -> str:
         elif kind.startswith("layer"):
             _layer_call(kind, odd)
         else:
-            parallel.nsa_attention_parallel(
-                *(x[n] for n in NAMES), phi_k=phi, phi_v=pool, **how, **sizes
-            )
+            with torch.set_grad_enabled(kind != "grad-mode" or not odd):
+                parallel.nsa_attention_parallel(
+                    *(x[n] for n in NAMES), phi_k=phi, phi_v=pool, **how, **sizes
+                )
     except (ValueError, TypeError, LookupError) as error:
         return str(error)
     return "no error"
@@ -263,6 +297,7 @@ def _layer_call(kind: str, odd: bool) -> None:
 BAD = {
     "length": ("must have q's B and S / W", "must have q's B and S / W"),
     "stride": ("at least l - d = 4 tokens", "got 12 tokens per rank"),
+    "group": ("group must be a ProcessGroup or DeviceMesh, got str",) * 2,
     "one-length": ("ranks must agree on q: rank", "ranks must agree on q: rank"),
     "one-refused": ("refused its arguments", "k_sel must have q's B and S / W"),
     "dtype": ("ranks must agree on q: rank", "torch.float64"),
@@ -271,6 +306,8 @@ BAD = {
     "no-size": ("refused its arguments", "'str'"),
     "no-backend": ("refused its arguments", "got 'trton'"),
     "backend": ("softmax_scale, backend and grad mode", "backend sdpa"),
+    "scale": ("sizes, softmax_scale, backend", "softmax_scale 0.5, backend reference"),
+    "grad-mode": ("backend and grad mode: rank", "differs from rank 0"),
     "phi-raises": ("refused its compression", "'phi'"),
     "phi-rows": ("refused its compression", "phi_k must give [2, 2, 2, 8] in torch.float32 for 2"),
     "phi-grad": ("whether phi_k and phi_v have gradients", "whether phi_k and phi_v have"),
@@ -348,6 +385,7 @@ def _worker(rank: int, world: int, folder: str, mode: str) -> None:
     )  # fmt: skip
     jobs: dict[str, Any] = {name: lambda n=name: _run_case(n, rank, world) for name in CASES}
     jobs["layer"] = lambda: _run_layer(rank, world)
+    jobs["settings"] = lambda: _run_settings(rank, world)
     jobs["overlap"] = lambda: _run_overlap(rank, world)
     jobs["no-waiting"] = lambda: _run_no_waiting(rank, world)
     jobs |= {f"bad-{kind}": lambda k=kind: _run_bad(k, rank, world) for kind in BAD}
@@ -395,7 +433,7 @@ def found(request, tmp_path_factory) -> list[dict[str, Any]]:
     return _start(request.param, tmp_path_factory.mktemp("ranks"), "gloo")
 
 
-@pytest.mark.parametrize("name", [*CASES, "layer", "overlap", "no-waiting"])
+@pytest.mark.parametrize("name", [*CASES, "layer", "settings", "overlap", "no-waiting"])
 def test_equals_one_process(found, name):
     for rank, results in enumerate(found):
         _, error, _ = results[name]
@@ -431,6 +469,39 @@ def test_kernels_on_chunks(kernel_device, world, tmp_path):
     for rank, result in enumerate(results):
         _, error, _ = result["triton"]
         assert error is None, f"rank {rank}: {error}"
+
+
+def test_half_precision_gradients_are_added_in_fp32(monkeypatch):
+    def added(out, x, **_):
+        out.copy_(x[:1] + x[1:])
+
+    monkeypatch.setattr(exchange, "_REDUCE_SCATTER", added)
+    x = torch.tensor([[1.0], [2.0**-12]], dtype=BF16)
+    two = SimpleNamespace(size=lambda: 2)
+    got = exchange.finish(exchange.reduce_scatter(x, two, "x"))
+    assert got.dtype == F32 and got.item() == 1 + 2.0**-12
+
+
+def test_who_asks_again_for_what_was_lost_meets_the_error_again(monkeypatch):
+    class Gone:
+        def wait(self):
+            raise RuntimeError("gone")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    landings = [((torch.zeros(1), Gone(), "k_sel"), torch.zeros(1))]
+    for _ in range(2):
+        with pytest.raises(ExchangeFailed, match="the exchange of k_sel failed"):
+            exchange.land(landings)
+
+
+def test_keys_arrive_before_the_call_ends_though_nobody_read_them():
+    came = []
+    with selection_waits(lambda: came.append("end")):
+        assert came == []
+    with pytest.raises(KeyError), selection_waits(lambda: came.append("error")):
+        raise KeyError
+    await_selection()  # nothing is waited for outside
+    assert came == ["end", "error"]
 
 
 def test_a_world_size_must_divide():

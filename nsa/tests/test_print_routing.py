@@ -77,7 +77,10 @@ def test_the_threshold_in_the_way_is_named(gpu):
     assert at_8k["prefill"]["route"] == "triton" and not at_8k["prefill"]["rejected"]
 
 
-@pytest.mark.parametrize(("more", "route"), [({}, "triton"), ({"debug_timing": True}, "reference")])
+@pytest.mark.parametrize(("more", "route"), [({}, "triton"), *(
+    ({name: True}, "reference") for name in
+    ("use_fa2", "debug_timing", "debug_shapes", "debug_compare")
+)])  # fmt: skip
 def test_prefill_is_one_operator_only_where_nothing_works_by_branch(gpu, more, route):
     rows = gpu(use_triton_sel=True, sel_triton_min_L=1, **more)
     (row,) = [r for r in rows if r["branch"] == "prefill" and r["call"].startswith("prefill, 8")]

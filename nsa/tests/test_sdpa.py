@@ -66,6 +66,27 @@ def test_selection_rows_of_all_lengths_share_calls():
     torch.testing.assert_close(out, oracle.selection_attention(q, k, v, ranges))
 
 
+def test_no_call_has_more_rows_than_a_grid_takes(monkeypatch):
+    monkeypatch.setattr(sdpa, "_CHUNK_ROWS", 5)
+    q, k, v = make_qkv(1, 12, 4, 2, 8)
+    ranges = torch.tensor([3, 9], dtype=torch.int32).expand(1, 12, 2, 1, 2)
+    with launches.recording() as launched:
+        out = sdpa.selection_sdpa(q, k, v, ranges)
+    assert launched == {"sdpa_selection": 5}  # 24 rows
+    torch.testing.assert_close(out, oracle.selection_attention(q, k, v, ranges).float())
+
+
+def test_calls_are_counted_by_branch():
+    q, k, v = make_qkv(1, 12, 4, 2, 8)
+    for run, name in (
+        (lambda: sdpa.sliding_sdpa(q, k, v, window=4), "sdpa_sliding"),
+        (lambda: sdpa.compressed_sdpa(q, k[:, :5], v[:, :5], l=4, d=2), "sdpa_compressed"),
+    ):
+        with launches.recording() as launched:
+            run()
+        assert launched == {name: 1}
+
+
 def test_selection_reads_no_stranger():
     """NaN in keys that a row did not select reaches neither it nor its gradients."""
     q, k, v = make_qkv(1, 4, 2, 1, 8, Skv=12)

@@ -29,6 +29,7 @@ CASES = [
     dict(l=16, d=4, l_sel=8, n_sel=4, n_init=2, n_local=1),
     dict(l=8, d=8, l_sel=8, n_sel=5, n_init=0, n_local=3),
     dict(l=8, d=4, l_sel=4, n_sel=2, n_init=2, n_local=2),
+    dict(l=8, d=4, l_sel=8, n_sel=3, n_init=0, n_local=1, softmax_scale=0.05),
 ]
 
 
@@ -42,13 +43,17 @@ def test_blocks_match_the_oracle(sizes, q_start):
     want = oracle.select_blocks(q, k, q_start=q_start, **sizes)
     assert got.dtype == torch.int32
     assert torch.equal(got, want), (got != want).nonzero()[0]
+    if "softmax_scale" in sizes:  # the sum over a group's heads makes it matter
+        plain = {n: s for n, s in sizes.items() if n != "softmax_scale"}
+        assert not torch.equal(nsa.select_blocks(q, k, q_start=q_start, **plain), got)
 
 
 def test_chunks_do_not_change_the_choice(monkeypatch):
     q, k = randn(1, 50, 4, 8, seed=3), randn(1, 11, 2, 8, seed=4)
-    whole = nsa.select_blocks(q, k, **CASES[0])
+    sizes = {**CASES[0], "n_sel": 5}  # two more than are forced
+    whole = nsa.select_blocks(q, k, **sizes)
     monkeypatch.setattr(select, "_CHUNK_SCORES", 4 * 11 * 7)
-    assert torch.equal(nsa.select_blocks(q, k, **CASES[0]), whole)
+    assert torch.equal(nsa.select_blocks(q, k, **sizes), whole)
 
 
 def test_forced_blocks_and_their_order_when_n_sel_is_small():
@@ -58,6 +63,7 @@ def test_forced_blocks_and_their_order_when_n_sel_is_small():
     assert blocks_of(scores, **kw, n_sel=2) == [4, 5]
     assert blocks_of(scores, **kw, n_sel=3) == [0, 4, 5]
     assert blocks_of(scores, **kw, n_sel=4) == [0, 1, 4, 5]
+    assert blocks_of(scores, **kw, n_sel=3, n_init=2) == [0, 4, 5]  # not 1 for its score
     assert blocks_of(scores, **kw, n_sel=5, n_init=0, n_local=1) == [0, 1, 2, 3, 5]
     assert blocks_of(scores, **kw, n_sel=20) == [0, 1, 2, 3, 4, 5]
 
@@ -78,6 +84,23 @@ def test_top_blocks_against_the_oracle(scores, t, n_sel, n_init, n_local):
     t = min(t, len(scores) * 4 - 1)
     kw = dict(l_sel=4, n_sel=n_sel, n_init=n_init, n_local=n_local)
     assert blocks_of(scores, t, **kw) == oracle.top_blocks(scores, t, **kw)
+
+
+def test_fp64_is_chosen_in_fp64():
+    """A difference that fp32 does not see decides."""
+    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    k = torch.tensor([0.0, 1.0, 1.0 + 1e-10, 0.0], dtype=torch.float64).view(1, 4, 1, 1)
+    how = dict(l=4, d=4, l_sel=4, n_sel=2, n_init=0, n_local=1, q_start=15)
+    assert nsa.select_blocks(q, k, **how).flatten().tolist() == [2, 3]
+    assert nsa.select_blocks(q.float(), k.float(), **how).flatten().tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_chosen_in_fp32(dtype):
+    q, k = randn(1, 300, 4, 8, seed=1, dtype=dtype), randn(1, 74, 2, 8, seed=2, dtype=dtype)
+    sizes = {**CASES[0], "n_sel": 6}
+    got = nsa.select_blocks(q, k, **sizes)
+    assert torch.equal(got, nsa.select_blocks(q.float(), k.float(), **sizes))
 
 
 def test_the_future_does_not_choose_blocks():

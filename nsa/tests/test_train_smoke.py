@@ -84,6 +84,28 @@ def test_trained_model_does_not_see_the_future(run, text):
     assert selftest.leaks
 
 
+def test_train_gradients_are_clipped_to_norm_one(text, monkeypatch):
+    norms, loss = [], training.next_byte_loss
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure=None):
+            grads = [p.grad.flatten() for g in self.param_groups for p in g["params"]]
+            norms.append(torch.cat(grads).norm().item())
+
+    monkeypatch.setattr(training, "make_optimizer", lambda m, lr: Watched(m.parameters(), lr))
+    monkeypatch.setattr(training, "next_byte_loss", lambda *args: 100 * loss(*args))
+    run = ts.train(replace(TINY, steps=1), *text, CPU, seed=3)
+    assert run.grad_norms[0] > 10 and norms == [pytest.approx(1.0, rel=1e-3)]
+
+
+def test_train_decays_matrices_alone():
+    model = NSALanguageModel(TINY.config, ts.VOCAB, 1)
+    groups = training.make_optimizer(model, 0.1).param_groups
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert [{p.ndim for p in g["params"]} for g in groups] == [{2}, {1}]
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+
+
 def test_untrained_model_fails_the_fall_check(text):
     still = ts.train(replace(TINY, steps=3, lr=0.0), *text, CPU, seed=3)
     probe = ts.Probe(0.0, 1.0, 1e-3, (3,))

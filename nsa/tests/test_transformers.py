@@ -107,6 +107,22 @@ def test_padding_changes_nothing():
     assert torch.equal(both[1, 13:], single[0])
 
 
+def test_a_sequence_of_padding_alone_is_in_nobodys_way():
+    model, ids = make(), tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1] = 0
+    got = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(got[:1], model(ids[:1]).logits)
+    assert got.isfinite().all()
+
+
+def test_a_mask_is_that_of_the_keys():
+    longer = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])
+    assert integration.nsa_mask(1, 4, 4, attention_mask=longer[:1]) is None
+    got = integration.nsa_mask(2, 4, 4, attention_mask=longer)
+    assert torch.equal(got, longer[:, 2:])
+
+
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_it_trains_and_saves(checkpointing, tmp_path):
     model = make().float().train()
@@ -208,6 +224,12 @@ def test_what_nsa_lacks_is_refused():
         hole = torch.ones_like(ids)
         hole[0, 4] = 0
         make()(ids, attention_mask=hole)
+    layer, (q, k) = make().model.layers[0].self_attn, (torch.zeros(1, h, 12, 8) for h in (4, 2))
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q"):
+        with pytest.raises(NotImplementedError, match=f"does not take {name}, got 3"):
+            integration.nsa_attention_forward(layer, q, k, k, None, **{name: 3})
+    with pytest.raises(NotImplementedError, match=r"got attention_mask \[1, 1, 12, 12\]"):
+        integration.nsa_attention_forward(layer, q, k, k, torch.ones(1, 1, 12, 12))
     with pytest.raises(ValueError, match="got 'blocks'"):
         make(nsa={"blocks": 3})(ids)
     model = make()
@@ -221,7 +243,9 @@ def test_what_nsa_lacks_is_refused():
 def test_gates_that_nobody_took_are_in_nobodys_way():
     """Another attention function takes none; one that fails leaves them behind."""
     model = make()
-    parts = integration.add_nsa_parameters(model)
+    parts = [part.double() for part in integration.add_nsa_parameters(model)]
+    model(torch.randint(61, (1, 20)))
+    assert [part.gates for part in parts] == [None, None]  # taken, and not kept in memory
     model.set_attn_implementation("sdpa")
     model(torch.randint(61, (1, 20)))
     assert [part.gates for part in parts] == [None, None]
