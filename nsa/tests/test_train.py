@@ -204,6 +204,26 @@ def test_random_states_are_restored(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
+def test_checkpoints_are_due_found_and_told_apart(tmp_path):
+    due = lambda every: [n for n in range(1, 8) if Checkpoints(tmp_path, {}, every=every).due(n)]
+    assert due(3) == [3, 6] and due(0) == []
+    for name in ("step-00000009", "step-00000050.tmp", "step-7", ".step-00000002.part"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".step-00000002.part" / "torn").touch()  # of a run that was killed while it wrote
+    model = torch.nn.Linear(2, 2)
+    optimizer, draw = torch.optim.AdamW(model.parameters()), torch.Generator()
+    for step in (2, 3, 4):
+        Checkpoints(tmp_path, {}).save(step, model, optimizer, draw, [], [], {})
+    left = {p.name for p in tmp_path.glob("step-0*")} - {"step-00000050.tmp"}
+    # One of a longer run before this one is nobody's to delete.
+    assert left == {"step-00000003", "step-00000004", "step-00000009"}
+    shutil.rmtree(tmp_path / "step-00000009")
+    again = Checkpoints(tmp_path, {"seed": 1}, resume=True)
+    assert again.latest().name == "step-00000004" and not list(again.latest().glob("torn"))
+    with pytest.raises(CheckpointError, match="made with seed = None, this run has 1"):
+        again.resume(model, optimizer, draw)
+
+
 def test_compiled_and_recomputed_training_is_the_same(both, tmp_path):
     out, options = both
     options = [*options, "--compile", "--compile_backend", "aot_eager", "--recompute"]
@@ -263,6 +283,7 @@ def test_ranks_must_divide_the_batch(monkeypatch, capsys):
         (4, ["64,128,512"], [(64, 32), (128, 16), (512, 4)]),  # a long one for every rank
         (3, ["64"], [(64, 6)]),
         (4, ["64,512", "--batch", "8"], [(64, 8), (512, 4)]),  # as asked for, and told
+        (4, ["64,136"], [(64, 12), (136, 4)]),  # 8.5 short ones for a long one on every rank
     ],
 )
 def test_longer_sequences_keep_the_tokens_per_step(world, options, expected, monkeypatch):
@@ -278,6 +299,14 @@ def test_tokens_per_step_that_differ_are_told(tmp_path, capsys):
     assert train.main(options) == 0
     assert "tokens per step differ: 256 at --seq 64, 192 at --seq 96" in capsys.readouterr().err
     assert [r["tokens_per_step"] for r in rates(tmp_path)] == ["256", "192"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_needle_lies_where_a_query_must_look(seed):
+    tokens, queries = 8192, 100
+    needles = needle.make_case(tokens, queries, seed=seed).needles // needle.L_SEL
+    first = (tokens - queries) // needle.L_SEL  # the earliest query's own block
+    assert needles.min() >= needle.N_INIT and needles.max() <= first - needle.N_LOCAL
 
 
 def test_needles_are_counted_by_depth_and_drawn(tmp_path, capsys):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -204,3 +206,73 @@ def test_train_gpu_loss_and_gradients_agree_with_the_reference_route(text, cuda)
         a, b = (torch.cat([g[n].flatten() for n in names]) for g in (fast_grads, slow_grads))
         cosine = torch.cosine_similarity(a, b, dim=0)
         assert cosine > 0.98, f"{network}: cosine {cosine.item():.4f}"
+
+
+def test_train_rate_warms_up_and_falls_to_a_tenth():
+    rates = [training.learning_rate(step, 300, 2.0) for step in range(301)]
+    assert rates[:20] == pytest.approx([2.0 * (n + 1) / 20 for n in range(20)])
+    assert rates[20] == 2.0 and rates[300] == pytest.approx(0.2)
+    assert rates[160] == pytest.approx(1.1) and rates[20:] == sorted(rates[20:], reverse=True)
+    assert training.learning_rate(0, 5, 2.0) == 2.0
+
+
+def small(preset):
+    return torch.nn.Sequential(torch.nn.Embedding(ts.VOCAB, 4), torch.nn.Linear(4, ts.VOCAB))
+
+
+def test_train_a_held_out_loss_ends_in_training_again():
+    model = small(TINY).eval()
+    modes = []
+    model.register_forward_hook(lambda m, *_: modes.append(m.training))
+    training.held_out_loss(model, [torch.zeros(1, 5, dtype=torch.long)])
+    assert modes == [False] and model.training
+
+
+def test_train_windows_may_end_where_the_text_ends(text):
+    """Of seq + 1 bytes there is one window, and a target for each of its inputs."""
+    preset = replace(TINY, steps=4, batch=8)
+    run = ts.train(preset, text[0][: TINY.seq + 1], text[1], CPU, seed=0, make=small)
+    assert len(run.rows) == 4
+
+
+def test_train_ranks_share_the_batches_of_one_process(text, monkeypatch):
+    """Each its own part of every batch and of what is held out; losses and rates are of all."""
+    seen, loss = [], training.next_byte_loss
+
+    def watched(model, batch):
+        seen.append(batch[:, :8].clone())
+        return loss(model, batch)
+
+    monkeypatch.setattr(training, "next_byte_loss", watched)
+    monkeypatch.setattr(
+        training, "average", lambda x, mesh: x if mesh is None else torch.full_like(x, 7.0)
+    )
+    preset = replace(TINY, steps=4, batch=4, val_windows=4)
+
+    def batches(mesh):
+        seen.clear()
+        monkeypatch.setattr(  # a second between any two readings
+            training, "time", SimpleNamespace(perf_counter=itertools.count().__next__)
+        )
+        run = ts.train(preset, *text, CPU, seed=3, log_every=2, make=small, mesh=mesh)
+        return run, torch.cat(seen[:4]), torch.cat(seen[4:])
+
+    mesh = lambda rank: SimpleNamespace(get_local_rank=lambda: rank, size=lambda: 2)
+    _, whole, held_out = batches(None)
+    parts = [batches(mesh(rank)) for rank in range(2)]
+    per_step = [part.unflatten(0, (4, 2)) for _, part, _ in parts]
+    assert torch.equal(torch.cat(per_step, 1).flatten(0, 1), whole)
+    every = torch.stack([part for *_, part in parts], 1).flatten(0, 1)
+    assert torch.equal(every, held_out)
+    rows = parts[1][0].rows
+    assert [r["loss"] for r in rows] == [7.0] * 4 and rows[-1]["val_loss"] == 7.0
+    assert [r["tokens_per_s"] for r in rows] == [None, 4 * 96, 2 * 4 * 96, 2 * 4 * 96]
+
+
+def test_train_flags_of_the_environment_stay(monkeypatch):
+    monkeypatch.setenv("NSA_USE_TRITON_SEL", "0")
+    monkeypatch.setattr(training.dispatch, "resolve_flags", lambda *_: Flags.from_env())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *_, **__: None)
+        flags = training.training_flags(torch.device("cuda"))
+    assert not flags.use_triton_sel and flags.sel_triton_allow_grad and flags.sel_triton_min_L == 1
