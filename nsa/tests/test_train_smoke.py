@@ -271,6 +271,8 @@ def test_train_ranks_share_the_batches_of_one_process(text, monkeypatch):
 
 def test_train_flags_of_the_environment_stay(monkeypatch):
     monkeypatch.setenv("NSA_USE_TRITON_SEL", "0")
+    for free in ("NSA_SEL_TRITON_ALLOW_GRAD", "NSA_SEL_TRITON_MIN_L"):
+        monkeypatch.delenv(free, raising=False)
     monkeypatch.setattr(training.dispatch, "resolve_flags", lambda *_: Flags.from_env())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *_, **__: None)
