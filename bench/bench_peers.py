@@ -20,7 +20,7 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -36,15 +36,17 @@ from bench.bench_prefill import (
     backward_kernels,
     check_key_gradients,
     dense_calls,
+    dense_forward,
     forward_case,
     forward_kernels,
+    judged,
 )
 from bench.clock import CudaClock
 from bench.device import Gpu, ceilings
 from bench.peer_sfnsa import Sfnsa
 from bench.prefill_inputs import Prefill, sampled_gradients
 from bench.provenance import COLUMNS as PROVENANCE
-from bench.provenance import provenance
+from bench.provenance import described, provenance
 from bench.records import (
     add_csv_argument,
     check_flags,
@@ -79,67 +81,51 @@ def with_backward(
     return (out, *torch.autograd.grad(out, leaves(), do))
 
 
-def training_case(x: Prefill, columns: dict[str, Any]) -> Case:
+def training_case(x: Prefill, columns: dict[str, Any], baselines: Sequence[Contender]) -> Case:
     """NSA's forward and backward in one call; in each check dq of the sampled queries is compared.
 
     Raises AssertionError when a gradient of keys, values or gates is wrong.
     """
     shape = x.shape
     leaves = lambda: x.leaves("full")
-    x.refill(0)
     for t in leaves():
         t.requires_grad_(True)
-    wrong = check_key_gradients(x, "full", {"out": x.forward("full"), "leaves": leaves()})
-    if wrong:
-        raise AssertionError(wrong)
+    check_key_gradients(x, "full", {"out": x.forward("full"), "leaves": leaves()})
     work = [count(shape, "full") + count(shape, "full", backward=True)
             for count in (bytes_needed, flops)]  # fmt: skip
+    truth = lambda dtype: sampled_gradients(x, "full", dtype)[0]
     return Case(
-        "peers", f"peers/fwd+bwd/S={shape.S}",
-        Contender("nsa", lambda: with_backward(lambda: x.forward("full"), leaves, x.do), "triton",
-                  (*forward_kernels(x, "full", training=True), *backward_kernels(x, "full"))),
-        refill=x.refill, inputs=x.inputs,
-        oracle=lambda: sampled_gradients(x, "full", torch.float64)[0],
-        same_dtype=lambda: sampled_gradients(x, "full", x.q.dtype)[0],
-        view=lambda got: got[1][:, x.at], bytes_needed=work[0], flops=work[1],
-        columns={**columns, "compared": x.compared},
+        "peers", "", Contender(
+            "nsa", lambda: with_backward(lambda: x.forward("full"), leaves, x.do), "triton",
+            (*forward_kernels(x, "full", training=True), *backward_kernels(x, "full")),
+        ),
+        refill=x.refill, inputs=x.inputs, oracle=lambda: truth(torch.float64),
+        same_dtype=lambda: truth(x.q.dtype), baselines=baselines,
+        view=lambda got: got[1][:, x.at], bytes_needed=work[0], flops=work[1], columns=columns,
     )  # fmt: skip
 
 
 def dense_contenders(x: Prefill, direction: str) -> list[Contender]:
     """Causal dense attention by each SDPA backend that takes this shape."""
-    found = []
-    for name, run in dense_calls(x):
-        if direction == "fwd":
-            found.append(Contender(
-                name, torch.no_grad()(run), "sdpa", oracle=lambda: x.exact("dense"),
-                same_dtype=lambda: x.exact("dense", x.q.dtype),
-            ))  # fmt: skip
-            continue
-        found.append(Contender(
-            name, partial(with_backward, run, lambda: [x.q, x.k_sel, x.v_sel], x.do), "sdpa",
-            oracle=lambda: sampled_gradients(x, "dense", torch.float64)[0],
-            same_dtype=lambda: sampled_gradients(x, "dense", x.q.dtype)[0],
-        ))  # fmt: skip
-    return found
+    if direction == "fwd":
+        return dense_forward(x)
+    leaves = lambda: [x.q, x.k_sel, x.v_sel]
+    truth = lambda dtype: sampled_gradients(x, "dense", dtype)[0]
+    return [judged(name, partial(with_backward, run, leaves, x.do), "sdpa", x, truth)
+            for name, run in dense_calls(x)]  # fmt: skip
 
 
 def peer_contender(peer: Sfnsa, direction: str) -> Contender:
     """Raises AssertionError when a gradient of the peer's is wrong."""
+    x = peer.x
     if direction == "fwd":
-        return Contender(peer.name, torch.no_grad()(peer.forward), peer.name, oracle=peer.exact,
-                         same_dtype=lambda: peer.exact(peer.x.q.dtype))  # fmt: skip
+        return judged(peer.name, torch.no_grad()(peer.forward), peer.name, x, peer.exact)
     for t in peer.leaves():
         t.requires_grad_(True)
     state = {"out": peer.forward(), "leaves": peer.leaves()}
-    wrong = check_key_gradients(peer.x, "full", state, peer.name, (), peer.gradients)
-    if wrong:
-        raise AssertionError(wrong)
-    return Contender(
-        peer.name, lambda: with_backward(peer.forward, peer.leaves, peer.x.do), peer.name,
-        oracle=lambda: peer.gradients()[0],
-        same_dtype=lambda: peer.gradients(peer.x.q.dtype)[0],
-    )  # fmt: skip
+    check_key_gradients(x, "full", state, peer.name, (), peer.gradients)
+    call = partial(with_backward, peer.forward, peer.leaves, x.do)
+    return judged(peer.name, call, peer.name, x, lambda dtype: peer.gradients(dtype)[0])
 
 
 class Match:
@@ -162,8 +148,7 @@ class Match:
     def case(self) -> Case:
         x = self.make(self.shape)
         x.refill(0)
-        nsa = forward_case(x, "full", {}) if self.direction == "fwd" else training_case(x, {})
-        rivals, refill, inputs = (), x.refill, x.inputs
+        refill, inputs = x.refill, x.inputs
         if self.package is None:
             rivals = dense_contenders(x, self.direction)
             if not rivals:
@@ -178,9 +163,14 @@ class Match:
                 x.refill(seed)
                 peer.refill()
 
+        columns = {**self.columns, "compared": x.compared}
+        if self.direction == "fwd":
+            nsa = forward_case(x, "full", columns, rivals)
+        else:
+            nsa = training_case(x, columns, rivals)
         self.made = dataclasses.replace(
-            nsa, bench="peers", name=f"peers/{self.direction}/S={self.shape.S}", baselines=rivals,
-            refill=refill, inputs=inputs, columns={**self.columns, "compared": x.compared},
+            nsa, bench="peers", name=f"peers/{self.direction}/S={self.shape.S}", refill=refill,
+            inputs=inputs, columns=columns,
         )  # fmt: skip
         return self.made
 
@@ -240,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
         except Exception as error:  # whatever another project's import raises
             note(f"sfnsa cannot be imported: {type(error).__name__}: {error}", "warn")
             return 3
-        peer_commit = peer_sfnsa.commit(args.sfnsa)
+        peer_commit = described(args.sfnsa)
     gpu, clock = Gpu(), CudaClock()
     about, ceiling = provenance(gpu), ceilings(gpu, out_dir())
     budget = Budget(device_s=args.seconds, min_n=20, warm_s=0.05, warm_cap_s=1.0)

@@ -137,7 +137,24 @@ def dense_calls(x: Prefill) -> list[tuple[str, Callable[[], Tensor]]]:
     return list(found.calls.items())
 
 
-def forward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
+def judged(
+    name: str, call: Callable[[], Any], path: str, x: Prefill,
+    truth: Callable[[torch.dtype], Tensor],
+) -> Contender:  # fmt: skip
+    """A contender that computes something else than NSA does: truth(dtype) is its own result."""
+    return Contender(name, call, path, oracle=lambda: truth(torch.float64),
+                     same_dtype=lambda: truth(x.q.dtype))  # fmt: skip
+
+
+def dense_forward(x: Prefill) -> list[Contender]:
+    truth = partial(x.exact, "dense")
+    return [judged(name, torch.no_grad()(run), "sdpa", x, truth) for name, run in dense_calls(x)]
+
+
+def forward_case(
+    x: Prefill, op: str, columns: dict[str, Any], baselines: Sequence[Contender] | None = None
+) -> Case:
+    """baselines: what `full` is timed against, dense attention unless given."""
     shape = x.shape
     pick = lambda out: out[:, x.at]
     call = torch.no_grad()(lambda: x.forward(op))
@@ -150,13 +167,8 @@ def forward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
     if op == "select":
         view, same = x.block_quality, None
         oracle_fn = lambda: torch.ones(shape.B, len(x.at), shape.G, dtype=torch.float64)
-    baselines = []
-    if op == "full":
-        baselines = [
-            Contender(name, torch.no_grad()(run), "sdpa", oracle=lambda: x.exact("dense"),
-                      same_dtype=lambda: x.exact("dense", x.q.dtype))
-            for name, run in dense_calls(x)
-        ]  # fmt: skip
+    if baselines is None:
+        baselines = dense_forward(x) if op == "full" else ()
     return Case(
         "prefill", f"prefill/{op}/fwd/S={shape.S}",
         Contender("nsa" if op == "full" else f"nsa {op}", call, "triton",
@@ -171,8 +183,8 @@ def check_key_gradients(
     x: Prefill, op: str, state: dict[str, Any], path: str = "triton",
     kernels: Sequence[str] | None = None,
     truth: Callable[[torch.dtype], list[Tensor]] | None = None,
-) -> str | None:  # fmt: skip
-    """Why dQ, dK, dV or the gates' gradients are wrong, None if they are right.
+) -> None:  # fmt: skip
+    """Raises AssertionError when dQ, dK, dV or the gates' gradients are wrong.
 
     With do = 0 but for the sampled queries, these few make up all of them in fp64 too. kernels and
     truth(dtype): what another implementation on `path` launches, and its gradients; NSA's own else.
@@ -195,8 +207,7 @@ def check_key_gradients(
         )  # fmt: skip
         emit("parity", dataclasses.asdict(parity))
         if parity.status != "PASS":
-            return f"gradient {i} of {op}{of}: {'; '.join(parity.why)}"
-    return None
+            raise AssertionError(f"gradient {i} of {op}{of}: {'; '.join(parity.why)}")
 
 
 def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
@@ -224,9 +235,7 @@ def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
 
     dq = lambda part, dtype: sampled_gradients(x, part, dtype)[0]
     refill(0)
-    wrong = check_key_gradients(x, op, state)
-    if wrong:
-        raise AssertionError(wrong)
+    check_key_gradients(x, op, state)
     return Case(
         "prefill", f"prefill/{op}/bwd/S={shape.S}",
         Contender("nsa" if op == "full" else f"nsa {op}", call, "triton",
@@ -234,9 +243,7 @@ def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
         refill=refill, inputs=x.inputs, oracle=lambda: dq(op, torch.float64),
         same_dtype=lambda: dq(op, x.q.dtype),
         baselines=[
-            Contender(name, dense_call(name), "sdpa", oracle=lambda: dq("dense", torch.float64),
-                      same_dtype=lambda: dq("dense", x.q.dtype))
-            for name, _ in dense
+            judged(name, dense_call(name), "sdpa", x, partial(dq, "dense")) for name, _ in dense
         ],
         view=lambda grads: grads[0][:, x.at],
         bytes_needed=bytes_needed(shape, op, backward=True), flops=flops(shape, op, backward=True),

@@ -32,11 +32,14 @@ def commit() -> str | None:
             return git["short"] + ("-dirty" if git.get("dirty") else "")
     if given := os.environ.get("NSA_COMMIT", "").strip():
         return given[:7]
+    return described(Path(__file__).parent)
+
+
+def described(folder: Path) -> str | None:
+    """The commit of a checkout, with "-dirty" when tracked files differ; None without git."""
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
-        run = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
-        )
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return run.stdout.strip() or None if run.returncode == 0 else None
