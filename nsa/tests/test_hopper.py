@@ -27,6 +27,7 @@ FORWARD, BACKWARD = "_span_fwd_hopper_kernel", "_span_bwd_hopper_kernel"
 SELECTION = "_block_attn_bwd_hopper_kernel"
 SHARED = "_block_attn_fwd_hopper_kernel"
 SCORES = "_block_score_hopper_kernel"
+HALVES = "_round_halves_kernel"
 SHAPES = [
     Shape((1000,), G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=8, **PAPER),
     Shape((1531, 1531), G=2, h=4, D=128, Dv=128, n_sel=4, **PAPER),
@@ -168,8 +169,8 @@ def asked_for(on_hopper, monkeypatch):
     from nsa.kernels.prefill import block_attn_bwd, block_select, combine, span_bwd, sums
 
     seen = []
-    delta = lambda out, do: torch.zeros(out.shape[:-1])
-    zeros = lambda q, v: (q.new_zeros(*q.shape[:-1], v.shape[-1]), delta(q, q))
+    delta = lambda out, do: (torch.zeros(out.shape[:-1]),) * 2
+    zeros = lambda q, v: (q.new_zeros(*q.shape[:-1], v.shape[-1]), delta(q, q)[0])
     like = lambda *x: tuple(map(torch.zeros_like, x))
 
     def say(name, module):
@@ -184,11 +185,13 @@ def asked_for(on_hopper, monkeypatch):
     say("backward", SimpleNamespace(
         span_attention_bwd_hopper=lambda do, q, k, v, *a: like(q, k, v)
     ))  # fmt: skip
-    say("block_backward", SimpleNamespace(add_block_gradients=lambda *a: None))
+    say("block_backward", SimpleNamespace(
+        add_block_gradients=lambda *a: None, adds_halves=lambda *a: False
+    ))  # fmt: skip
     for module in (span_bwd, block_attn_bwd):
         monkeypatch.setattr(module, "attention_delta", delta)
     for module in (sums, block_attn_bwd):
-        monkeypatch.setattr(module, "rounded", lambda x, scale, like: x.to(like.dtype))
+        monkeypatch.setattr(module, "rounded", lambda x, scale, like, halves=None: x.to(like.dtype))
     monkeypatch.setattr(block_attn_bwd, "rows_of_tiles", lambda *a: SimpleNamespace(rows=None))
     say("block_scores", SimpleNamespace(
         tile=lambda heads: (16, 64), block_scores=lambda *a, **how: None
@@ -196,7 +199,7 @@ def asked_for(on_hopper, monkeypatch):
     rank = lambda kernel, grid, scores, out, *args, **constexprs: out.zero_()
     monkeypatch.setattr(block_select, "launch", rank)
     monkeypatch.setattr(combine, "combine_bwd", lambda do, outs, lses, gates: (
-        torch.zeros_like(gates), [delta(o, do) for o in outs], lses
+        torch.zeros_like(gates), [delta(o, do)[0] for o in outs], lses, delta(outs[0], do)[1]
     ))  # fmt: skip
     monkeypatch.setattr(dispatch, "interpreting", lambda: True)
     return seen
@@ -495,6 +498,7 @@ BLOCKS = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)
     (Case((515,), G=8, h=4, q_start=777, **BLOCKS), "random"),
     (Case((300,), h=16, q_start=37, batch=3, **BLOCKS), "ragged"),
     (Case((1, 700, 63, 1063, 31, 129), h=4, **BLOCKS), "ragged"),
+    (Case((700,), h=16, **{**BLOCKS, "dtype": torch.float16}), "random"),
 ], ids=str)  # fmt: skip
 def test_selection_agrees_with_two_passes(case, kind, device, monkeypatch):
     x = selection.Backward(case, kind, device, monkeypatch)
@@ -503,9 +507,74 @@ def test_selection_agrees_with_two_passes(case, kind, device, monkeypatch):
     with deterministic():
         want, without = x.run()
     assert counts[SELECTION] == 1 and SELECTION not in without
+    assert counts[HALVES] == (case.dtype == BF16)
     selection.close(got, want, case.dtype)
     added = ((added[0] - 3.0) * x.x.how["softmax_scale"], *added[1:])
     selection.close(added, want, case.dtype)
+
+
+def row_errors(got, want):
+    """Norm of each row's error over that of the row."""
+    got, want = got.double(), want.double()
+    assert got.isfinite().all() and (want.norm(dim=-1) > 0).all()
+    return (got - want).norm(dim=-1) / want.norm(dim=-1)
+
+
+def halves_and_fp32(x):
+    """dQ summed in fp16, and in fp32 as into a given buffer, which rounds as much before."""
+    (dq, *_), counts = x.run()
+    assert counts[SELECTION] == counts[HALVES] == 1
+    (exact, *_), counts = x.run(torch.zeros(dq.shape, device=dq.device))
+    assert counts[SELECTION] == 1 and HALVES not in counts
+    return dq, exact * x.x.how["softmax_scale"]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("case", [
+    Case((1500,), G=1, h=16, **BLOCKS), Case((200, 900), h=4, **BLOCKS),
+    Case((2000,), G=1, h=8, **{**BLOCKS, "n": 32}),
+], ids=str)  # fmt: skip
+def test_rows_of_any_size_keep_their_gradient(case, device, monkeypatch):
+    """Sums in fp16 of rows from 2**-90 to 2**60, and one number of K and one of V far larger than
+    all others."""
+    x = selection.Backward(case, "random", device, monkeypatch)
+    rows = x.x.do.shape[:-1]
+    generator = torch.Generator().manual_seed(7)
+    sizes = torch.randint(-90, 61, rows, generator=generator).to(device)
+    x.x.do *= (2.0**sizes)[..., None]
+    x.x.k[..., 5, 0, 3] = 50.0
+    x.x.v[..., 9, 0, 3] = 1000.0
+    x.out, x.lse = forward_of(x.x)
+    dq, exact = halves_and_fp32(x)
+    first = torch.zeros(rows, dtype=torch.bool, device=device)  # a query that sees one key: dS = 0
+    for begin in (0, case.lengths[0]) if case.packed else (0,):
+        first[..., begin, :] = True
+    errors = row_errors(dq[~first], exact[~first])
+    assert errors.max() < 1.5e-2 and errors.mean() < 2.5e-3
+    assert dq[first].isfinite().all()
+
+
+def forward_of(x):
+    from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
+
+    return block_attention_fwd(x.q, x.k, x.v, x.blocks, **x.how, **x.packed)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
+@pytest.mark.parametrize("case", [Case((600,), G=1, h=16, **BLOCKS)], ids=str)
+def test_sums_come_near_their_bound_without_overflow(case, size, device, monkeypatch):
+    """Equal probabilities, values of both signs and keys of the same ones: no dQ can be larger."""
+    x = selection.Backward(case, "one_block", device, monkeypatch)
+    sign = 1.0 - 2.0 * (torch.arange(x.x.k.shape[1], device=device) % 2)
+    x.x.q.zero_()
+    x.x.do.fill_(1.0)
+    for tensor in (x.x.k, x.x.v):
+        tensor.copy_((sign * size)[None, :, None, None].expand_as(tensor))
+    x.out, x.lse = forward_of(x.x)
+    dq, exact = halves_and_fp32(x)
+    assert exact.abs().max() > 120 * size**2 * x.x.how["softmax_scale"]
+    assert row_errors(dq[:, 1:], exact[:, 1:]).max() < 5e-3
 
 
 @pytest.mark.kernel

@@ -52,12 +52,14 @@ _POINTERS = {
     "RANKS": "*i64", "X": "*fp32", "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32",
     "COUNTS": "*i32", "SEQUENCE": "*i32", "POSITIONS": "*i64",
     "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
+    "REACH": "*fp32", "LARGEST": "*fp32", "SCALES": "*fp32", "SUMS": "*fp16",
 }  # fmt: skip
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
     "block_size", "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
     "T", "share", "first", "n_tiles", "slab", "n_chunks", "halvings",
     "tokens", "words", "pairs", "pieces", "per_group", "numbers",
+    "k_numbers", "v_numbers",
 }  # fmt: skip
 
 
@@ -210,16 +212,19 @@ def _gluon_cases() -> list[AotCase]:
     kernel = span_bwd_hopper._row_stats_kernel
     cases.append(AotCase(kernel.__name__, kernel, types, rows))
     module = block_attn_bwd_hopper
-    for heads in (4, 16):
-        rows, share = max(heads, module.SWIZZLE_ROWS), module.piece_pairs(heads)
+    for heads, halves in ((4, True), (16, True), (16, False)):
+        rows, share = max(heads, module.SWIZZLE_ROWS), module.piece_pairs(heads, halves)
         per_chunk = block_lists.CHUNK // share
         c = dict(VARLEN=heads == 4, HEADS=heads, ROWS=module.ROWS, KEYS=module.KEYS,
                  WIDTH=module.WIDTH, STAGES=module.STAGES, SHARE=share, PER_CHUNK=per_chunk)
-        types = dict(QD=tile("bf16", 1, rows, 64), DOD=tile("bf16", 1, rows, 64),
-                     DQD=tile("fp32", 1, rows, 32))  # fmt: skip
+        dq = tile("fp16", 1, rows, 64) if halves else tile("fp32", 1, rows, 32)
+        types = dict(QD=tile("bf16", 1, rows, 64), DOD=tile("bf16", 1, rows, 64), DQD=dq)
         kernel = module._block_attn_bwd_hopper_kernel
         cases.append(
-            case(kernel, f"H{heads}", types, c, module.WARPS, 0, module.START_REGISTERS)
+            case(
+                kernel, f"H{heads}-{'halves' if halves else 'fp32'}", types, c, module.WARPS, 0,
+                module.START_REGISTERS,
+            )  # fmt: skip
         )
     module = block_attn_fwd_hopper
     kernel = module._block_attn_fwd_hopper_kernel
@@ -384,6 +389,13 @@ def aot_cases(arch: int) -> list[AotCase]:
     for kernel in (combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel):
         cases.append(_case(kernel, "D128", "bf16", rows, (4, 2)))
     cases.append(_case(sums._round_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)))
+    if arch == 90:
+        halves = dict(D=128, ROWS=sums.SIZE // 128, BOTH=True)
+        cases += [
+            _case(sums._round_halves_kernel, "D128", "bf16", halves, (4, 2)),
+            _case(sums._largest_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)),
+            _case(sums._half_scales_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)),
+        ]
     cases.append(
         _case(
             block_attn_bwd._block_attn_bwd_sum_kernel, "D128", "bf16",

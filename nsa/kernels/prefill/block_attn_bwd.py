@@ -21,7 +21,7 @@ from nsa.kernels.prefill.block_lists import keys_of_tile, rows_of_tiles
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.span_common import load_kv
-from nsa.kernels.prefill.sums import rounded, zero_sums
+from nsa.kernels.prefill.sums import HalfSums, rounded, zero_halves, zero_sums
 from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
 from nsa.kernels.prefill.union_attn import union_attention_dq
 from nsa.kernels.prefill.union_lists import in_union, lists_for
@@ -357,14 +357,16 @@ def block_attention_bwd(
     softmax_scale: float, seq_begin: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, max_seqlen: int = 0,
     delta: torch.Tensor | None = None,
-    dq: torch.Tensor | None = None, q_start: int = 0, use_gluon: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dq: torch.Tensor | None = None, reach: torch.Tensor | None = None, q_start: int = 0,
+    use_gluon: bool | None = None,
+) -> tuple[torch.Tensor | HalfSums, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv like q, k, v; arguments as for block_attention_fwd.
 
     delta [.., HQ] fp32 is rowsum(grad_out * out), computed when not given (out is not read then).
     With dq given (fp32, like q), dQ / softmax_scale of this branch is added to it in place and dq
-    itself is returned. use_gluon: see hopper.py. Raises NotImplementedError for a block_size that
-    has no key tile.
+    itself is returned; or, with reach as well (gate * rowsum |grad_out|, fp32 [.., HQ]) and where
+    that is faster, HalfSums to be added to it. use_gluon: see hopper.py. Raises NotImplementedError
+    for a block_size that has no key tile.
     """
     varlen = seq_begin is not None
     hq, dim = q.shape[-2:]
@@ -377,7 +379,8 @@ def block_attention_bwd(
     size = q.element_size()
     tile = key_tile(block_size, max(dim, dv_dim), size, heads, arch) if arch else 16
     if delta is None:
-        delta = attention_delta(out, grad_out)
+        delta, own_reach = attention_delta(out, grad_out)
+        reach = own_reach if dq is None else reach
     in_gluon = fused = None
     if not torch.are_deterministic_algorithms_enabled():
         in_gluon = hopper.block_backward(q, k, v, grad_out, block_size, use_gluon)
@@ -398,7 +401,10 @@ def block_attention_bwd(
     like = dict(dtype=torch.float32, device=q.device)
     if one_pass:
         out_k, out_v = zero_sums(k, v)
-        acc = torch.zeros(q.shape, **like) if dq is None else dq
+        if in_gluon and reach is not None and in_gluon.adds_halves(q, block_indices.shape[-1]):
+            acc = zero_halves(q, k, v, reach)
+        else:
+            acc = torch.zeros(q.shape, **like) if dq is None else dq
     else:
         out_k = torch.empty(lists.n_chunks, tile, dim, **like)
         out_v = torch.empty(lists.n_chunks, tile, dv_dim, **like)
@@ -425,8 +431,9 @@ def block_attention_bwd(
         )  # fmt: skip
     if one_pass:
         if dq is None:
-            dq = rounded(acc, softmax_scale, q)
-        return dq, rounded(out_k, softmax_scale, k), rounded(out_v, 1.0, v)
+            halves = acc if isinstance(acc, HalfSums) else None
+            acc = rounded(None if halves else acc, softmax_scale, q, halves)
+        return acc, rounded(out_k, softmax_scale, k), rounded(out_v, 1.0, v)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     rows = min(tile, 16)
     for part, grad, width in ((out_k, dk, dim), (out_v, dv, dv_dim)):

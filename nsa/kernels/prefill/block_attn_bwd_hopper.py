@@ -1,8 +1,9 @@
 """Backward of selection attention on Hopper, in one pass by blocks of keys.
 
-The mathematics and the rounding are those of the pass of block_attn_bwd.py that adds dQ, and so are
-the lists of the rows that attend a block. Here a program has four warps with 64 keys and 64 rows of
-Q and dO at a time, and one more warp that moves rows, query by query, through the copy engine:
+The mathematics are those of the pass of block_attn_bwd.py that adds dQ, and so are the lists of the
+rows that attend a block and the rounding, but for sums of dQ in fp16. Here a program has four warps
+with 64 keys and 64 rows of Q and dO at a time, and one more warp that moves rows, query by query,
+through the copy engine:
 
     four warps   S, dP  P  dV  dS  dK, dQ  dQ into the place of Q and dO
     one warp     dQ of a tile from there on to its addition, then Q and dO of the next but one
@@ -10,15 +11,16 @@ Q and dO at a time, and one more warp that moves rows, query by query, through t
 Two programs share a multiprocessor: one's products run beside the other's arithmetic. What bounds
 them is the L2: on an H200 it adds fp32 at 3.7 TB/s, whoever asks for it, from registers or from
 shared memory, and at 1.3 to 1.7 where the sums are not in it. A pair of a query and a block adds 8
-KB at 16 heads. Pieces of the lists are short, therefore, and run in the order of their queries: the
-rows of the queries that are under way stay in the L2. (Without additions a pass of 64k tokens takes
-12 ms; with additions that all hit the L2 17; with those of 512 pairs at a time, by blocks, 29.)
+KB at 16 heads, or 4 in fp16 (sums.py), which inputs of bf16 take. Pieces of the lists are short,
+therefore, and run in the order of their queries: the rows of the queries that are under way stay in
+the L2. (A pass of 64k tokens takes 12.4 ms, 18.7 with sums in fp32, with those of 512 pairs at a
+time, by blocks, 29.)
 
 S, dP, dK and dV have the keys as their rows, so that P is a left operand straight from registers;
-dS goes through shared memory. dQ is computed with its width as rows: written from there, its
-swizzled place has no bank conflicts. ptxas gives up overlapping products ("wgmma serialized") where
-232 registers do not suffice: dP starts from -delta, which saves the registers of delta, and dV is
-waited for before dQ.
+dS goes through shared memory. dQ in fp32 is computed with its width as rows: written from there,
+its swizzled place has no bank conflicts. ptxas gives up overlapping products ("wgmma serialized")
+where 232 registers do not suffice: dP starts from -delta, which saves the registers of delta, and
+dV is waited for before dQ.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
+from nsa.kernels.prefill.sums import MOST_PARTS, HalfSums
 from nsa.kernels.prefill.warps import program_barrier
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
 from nsa.kernels.tiles import LOG2E
@@ -63,11 +66,11 @@ def _tile_of_turn(turn, tiles):
 
 @gluon.jit
 def _move_rows(
-    QD, DOD, DQD, LSE, DELTA, UNITS, buffers, bars, tiles, begin, end,
+    QD, DOD, DQD, LSE, DELTA, SCALES, UNITS, buffers, bars, tiles, begin, end,
     HEADS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The moving warp: adds dQ of the tile in a place, then fetches a later tile's rows there."""
-    k_place, v_place, places, lse_smem, delta_smem, unit_smem, ds_smem = buffers
+    k_place, v_place, places, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
     ready, done = bars
     ROWS: gl.constexpr = places.shape[1]
     PADDED: gl.constexpr = QD.block_type.shape[1]
@@ -90,13 +93,15 @@ def _move_rows(
         live = live & (head < HEADS)
         lse = gl.load(LSE + at, mask=live, other=float("inf"))
         delta = gl.load(DELTA + at, mask=live, other=0.0)
+        if DQD.dtype == gl.float16:
+            scale = gl.load(SCALES + at, mask=live, other=0.0)
         lse = gl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
         # The phase before the first counts as complete.
         mbarrier.wait(done.index(slot), ((turn // STAGES) & 1) ^ 1)
         place = places.index(slot)
         if turn >= STAGES:
             sums = place._reinterpret(
-                gl.float32, [SUM_PARTS * QUERIES, 1, PADDED, SUM_WIDE], DQD.layout
+                DQD.dtype, [SUM_PARTS * QUERIES, 1, PADDED, SUM_WIDE], DQD.layout
             )
             a0 = begin + _tile_of_turn(turn - STAGES, tiles) * QUERIES
             for i in gl.static_range(QUERIES):
@@ -108,6 +113,8 @@ def _move_rows(
         if turn < tiles:
             lse_smem.index(slot).store(lse)
             delta_smem.index(slot).store(delta)
+            if DQD.dtype == gl.float16:
+                scale_smem.index(slot).store(scale)
             unit_smem.index(slot).store(unit)
             program_barrier()
             bar = ready.index(slot)
@@ -125,10 +132,11 @@ def _move_rows(
 @gluon.jit
 def _block_turn(
     dk, dv, turn, buffers, bars, first, scale_log2,
-    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, MASKED: gl.constexpr,
+    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, HALVES: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     """dV, dK and dQ of a tile of rows. Units from `first` on see a key."""
-    k_place, v_place, places, lse_smem, delta_smem, unit_smem, ds_smem = buffers
+    k_place, v_place, places, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
     ready, done = bars
     KEYS: gl.constexpr = k_place.shape[1]
     WIDTH: gl.constexpr = k_place.shape[2]
@@ -166,13 +174,22 @@ def _block_turn(
     ds_place.store((p * dp).to(dtype))
     dv = warpgroup_mma_wait(0, deps=[dv])
     fence_async_shared()
-    zero_dq = gl.zeros([WIDTH, ROWS], gl.float32, S_LAYOUT)
-    dq = warpgroup_mma(k.permute([1, 0]), ds_place, zero_dq, use_acc=False, is_async=True)
+    if HALVES:
+        zero_dq = gl.zeros([ROWS, WIDTH], gl.float32, ACC_LAYOUT)
+        dq = warpgroup_mma(ds_place.permute([1, 0]), k, zero_dq, use_acc=False, is_async=True)
+    else:
+        zero_dq = gl.zeros([WIDTH, ROWS], gl.float32, S_LAYOUT)
+        dq = warpgroup_mma(k.permute([1, 0]), ds_place, zero_dq, use_acc=False, is_async=True)
     dk = warpgroup_mma(ds_place, q, dk, is_async=True)
     dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
     # All warps have read Q and dO: dQ takes their place.
     program_barrier()
-    place.permute([1, 0]).store(dq)
+    if HALVES:
+        scale = scale_smem.index(slot).load(gl.SliceLayout(1, ACC_LAYOUT))
+        halves = place._reinterpret(gl.float16, [2, ROWS, WIDTH], k_place.layout)
+        halves.index(nought).store((dq * scale[:, None]).to(gl.float16))
+    else:
+        place.permute([1, 0]).store(dq)
     fence_async_shared()
     program_barrier()
     mbarrier.arrive(done.index(slot), count=1)
@@ -196,10 +213,10 @@ def _add_keys(OUT, x, row, live, layout: gl.constexpr):
 @gluon.jit
 def _block_walk(
     K, V, OUT_K, OUT_V, buffers, bars, masked_tiles, tiles, first_key, n0, n_keys, group, G,
-    first_unit, scale_log2, STAGES: gl.constexpr,
+    first_unit, scale_log2, STAGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """The four warps: a piece of the rows that attend one block of keys."""
-    k_place, v_place, places, lse_smem, delta_smem, unit_smem, ds_smem = buffers
+    k_place, v_place, places, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
     KEYS: gl.constexpr = k_place.shape[1]
     WIDTH: gl.constexpr = k_place.shape[2]
     ROWS: gl.constexpr = places.shape[1]
@@ -219,12 +236,14 @@ def _block_walk(
     dv = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
     for turn in range(0, masked_tiles):
         dk, dv = _block_turn(
-            dk, dv, turn, buffers, bars, first, scale_log2, STAGES, S_LAYOUT, ACC_LAYOUT, True
-        )
+            dk, dv, turn, buffers, bars, first, scale_log2, STAGES, S_LAYOUT, ACC_LAYOUT, HALVES,
+            True,
+        )  # fmt: skip
     for turn in range(masked_tiles, tiles):
         dk, dv = _block_turn(
-            dk, dv, turn, buffers, bars, first, scale_log2, STAGES, S_LAYOUT, ACC_LAYOUT, False
-        )
+            dk, dv, turn, buffers, bars, first, scale_log2, STAGES, S_LAYOUT, ACC_LAYOUT, HALVES,
+            False,
+        )  # fmt: skip
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, ACC_LAYOUT))
     key_row = (first_key + key) * G + group
     _add_keys(OUT_K, dk, key_row, key < n_keys, ACC_LAYOUT)
@@ -233,13 +252,14 @@ def _block_walk(
 
 @gluon.jit
 def _block_attn_bwd_hopper_kernel(
-    K, V, LSE, DELTA, QD, DOD, DQD, OUT_K, OUT_V, UNITS, PIECES, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END,
-    CU_SEQLENS, S, S_KV, G, q_start, per_seq, scale_log2,
+    K, V, LSE, DELTA, SCALES, QD, DOD, DQD, OUT_K, OUT_V, UNITS, PIECES, CHUNK_TILE, CHUNK_BEGIN,
+    CHUNK_END, CU_SEQLENS, S, S_KV, G, q_start, per_seq, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
     PER_CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Adds a piece's part of dQ, dK and dV to fp32 tensors, dQ and dK without the softmax scale.
+    """Adds a piece's part of dQ, dK and dV to fp32 tensors, dQ and dK without the softmax scale. Or
+    dQ, times SCALES of its rows, to one of fp16.
 
     PIECES: how many pieces of chunks there are, and these in the order in which programs take them.
     """
@@ -285,25 +305,27 @@ def _block_attn_bwd_hopper_kernel(
     k_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
     v_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
     ds_smem = gl.allocate_shared_memory(dtype, [1, KEYS, ROWS], LAYOUT)
-    # Q and dO of a tile, 16 bits each, and then its dQ in fp32.
+    # Q and dO of a tile, 16 bits each, and then its dQ, at most 32.
     places = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, WIDTH], PLACE)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
+    scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
     unit_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], PLAIN)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(done.index(i), count=1)
-    buffers = (k_place, v_place, places, lse_smem, delta_smem, unit_smem, ds_smem)
+    buffers = (k_place, v_place, places, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem)
     bars = (ready, done)
     gl.warp_specialize([
         (_block_walk, (
             K, V, OUT_K, OUT_V, buffers, bars, masked_tiles, tiles, first_key, n0, n_keys, group,
-            G, first_unit, scale_log2, STAGES,
+            G, first_unit, scale_log2, STAGES, DQD.dtype == gl.float16,
         )),
         (_move_rows, (
-            QD, DOD, DQD, LSE, DELTA, UNITS, buffers, bars, tiles, begin, end, HEADS, STAGES,
+            QD, DOD, DQD, LSE, DELTA, SCALES, UNITS, buffers, bars, tiles, begin, end, HEADS,
+            STAGES,
         )),
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
@@ -319,13 +341,13 @@ def _head_tiles(x: torch.Tensor, groups: int) -> Any:
     return descriptor(x.view(-1, heads, x.shape[-1]), block, layout)
 
 
-def piece_pairs(heads: int) -> int:
+def piece_pairs(heads: int, halves: bool) -> int:
     """Pairs of a program. Many programs add dK and dV often; few of them spread over more queries
     than the L2 holds.
 
-    H200, 16 heads, 64k random blocks: 64 pairs 19.9 ms, 128 21.7, 256 24.2, 512 27.0.
+    H200, 16 heads, 64k random blocks: 64 pairs 18.7 ms, 128 19.3; sums in fp16 12.9 and 12.4.
     """
-    return min(1024 // heads, block_lists.CHUNK)
+    return min((2048 if halves else 1024) // heads, block_lists.CHUNK)
 
 
 def usable(
@@ -343,26 +365,34 @@ def usable(
     )
 
 
+def adds_halves(q: torch.Tensor, n_sel: int) -> bool:
+    """True where dQ of n_sel blocks is summed in fp16: not if dQ itself has as many bits."""
+    return q.dtype == torch.bfloat16 and n_sel <= MOST_PARTS
+
+
 def add_block_gradients(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor, lists: block_lists.TileRows, cu_seqlens: torch.Tensor | None,
-    per_seq: int, softmax_scale: float, q_start: int, acc: torch.Tensor, out_k: torch.Tensor,
-    out_v: torch.Tensor,
+    per_seq: int, softmax_scale: float, q_start: int, acc: torch.Tensor | HalfSums,
+    out_k: torch.Tensor, out_v: torch.Tensor,
 ) -> None:  # fmt: skip
     """Add dQ / softmax_scale to acc, dK / softmax_scale to out_k and dV to out_v, fp32 tensors like
-    q, k and v, for inputs that are usable(). lists, per_seq: see block_attention_bwd."""
+    q, k and v (acc: or HalfSums), for inputs that are usable(). lists, per_seq: see
+    block_attention_bwd."""
     varlen = cu_seqlens is not None
     groups = v.shape[-2]
     heads = q.shape[-2] // groups
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
-    share = piece_pairs(heads)
+    halves = isinstance(acc, HalfSums)
+    sums, scales = acc if halves else (acc, delta)
+    share = piece_pairs(heads, halves)
     tokens = lse.numel() // q.shape[-2]
     pieces, per_chunk = block_lists.pieces_in_order(lists, share, tokens, groups)
     launch(
         _block_attn_bwd_hopper_kernel, (pieces.numel() - 1,),
-        k, v, lse, delta, _head_tiles(q, groups), _head_tiles(grad_out, groups),
-        _head_tiles(acc, groups), out_k, out_v, lists.rows, pieces, *chunks,
+        k, v, lse, delta, scales, _head_tiles(q, groups), _head_tiles(grad_out, groups),
+        _head_tiles(sums, groups), out_k, out_v, lists.rows, pieces, *chunks,
         cu_seqlens if varlen else lists.rows, s_q, s_kv, groups, q_start, per_seq,
         softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
         STAGES=STAGES, SHARE=share, PER_CHUNK=per_chunk, num_warps=WARPS, maxnreg=START_REGISTERS,

@@ -41,11 +41,11 @@ def _combine_fwd_kernel(
 
 @triton.jit
 def _combine_bwd_kernel(
-    DO, O_CMP, O_SEL, O_WIN, LSE_CMP, LSE_SEL, LSE_WIN, GATES, DGATES, DELTAS, LSES, n_rows,
+    DO, O_CMP, O_SEL, O_WIN, LSE_CMP, LSE_SEL, LSE_WIN, GATES, DGATES, DELTAS, LSES, REACH, n_rows,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dgate_b = rowsum(dO * O_b), which is also branch b's delta once its gate is folded into lse:
-    exp(s - (lse - ln g)) = g * p."""
+    exp(s - (lse - ln g)) = g * p. REACH: g * rowsum |dO| of selection, see sums.py."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_DV)
     live = rows < n_rows
@@ -68,6 +68,8 @@ def _combine_bwd_kernel(
         tl.store(DGATES + rows * 3 + branch, dgate.to(DGATES.dtype.element_ty), mask=live)
         tl.store(DELTAS + to, dgate, mask=live)
         tl.store(LSES + to, folded, mask=live)
+        if branch == 1:
+            tl.store(REACH + rows, gate * tl.sum(tl.abs(do), 1), mask=live)
 
 
 def combine_fwd(
@@ -93,20 +95,22 @@ def combine_fwd(
 def combine_bwd(
     grad_out: torch.Tensor, outs: tuple[torch.Tensor, ...], lses: tuple[torch.Tensor, ...],
     gates: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dgates like gates; fp32 [3, .., HQ]: each branch's delta, its lse with the gate folded in.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dgates like gates; fp32 [3, .., HQ]: each branch's delta, its lse with the gate folded in;
+    fp32 [.., HQ]: selection's gate * rowsum |dO|.
 
     outs and lses: of cmp, sel and win. Gates must not be negative (NaN gradients otherwise).
     """
     dgates = torch.empty_like(gates)
     deltas = torch.empty((3, *gates.shape[:-1]), dtype=torch.float32, device=gates.device)
     folded = torch.empty_like(deltas)
+    reach = torch.empty_like(deltas[0])
     n_rows = gates.numel() // 3
     if n_rows:
         dv = grad_out.shape[-1]
         launch(
             _combine_bwd_kernel, (cdiv(n_rows, 32),),
-            grad_out, *outs, *lses, gates, dgates, deltas, folded, n_rows, DV=dv,
-            BLOCK_DV=dot_size(dv), BLOCK_M=32,
+            grad_out, *outs, *lses, gates, dgates, deltas, folded, reach,
+            n_rows, DV=dv, BLOCK_DV=dot_size(dv), BLOCK_M=32,
         )  # fmt: skip
-    return dgates, deltas, folded
+    return dgates, deltas, folded, reach

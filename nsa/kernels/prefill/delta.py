@@ -1,4 +1,5 @@
-"""delta = rowsum(dO * O), which the softmax backward subtracts from dP."""
+"""delta = rowsum(dO * O), which the softmax backward subtracts from dP, and sum |dO|, which bounds
+dQ (sums.py)."""
 
 from __future__ import annotations
 
@@ -12,25 +13,28 @@ from nsa.kernels.tiles import cdiv, dot_size
 
 @triton.jit
 def _attn_bwd_delta_kernel(
-    O, DO, DELTA, n_rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr
+    O, DO, DELTA, REACH, n_rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """delta = rowsum(dO * O): what the softmax backward subtracts from dP."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_DV)
     mask = (rows < n_rows)[:, None] & (cols < DV)[None, :]
     o = tl.load(O + rows[:, None] * DV + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     do = tl.load(DO + rows[:, None] * DV + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.store(DELTA + rows, tl.sum(o * do, 1), mask=rows < n_rows)
+    tl.store(REACH + rows, tl.sum(tl.abs(do), 1), mask=rows < n_rows)
 
 
-def attention_delta(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
-    """rowsum(dO * O) over the head dimension, fp32, shape of the lse."""
+def attention_delta(
+    out: torch.Tensor, grad_out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rowsum(dO * O) and rowsum |dO| over the head dimension, fp32, shape of the lse."""
     delta = torch.empty(out.shape[:-1], dtype=torch.float32, device=out.device)
+    reach = torch.empty_like(delta)
     n_rows = delta.numel()
     if n_rows:
         dv = out.shape[-1]
         launch(
             _attn_bwd_delta_kernel, (cdiv(n_rows, 32),),
-            out, grad_out, delta, n_rows, DV=dv, BLOCK_DV=dot_size(dv), BLOCK_M=32
+            out, grad_out, delta, reach, n_rows, DV=dv, BLOCK_DV=dot_size(dv), BLOCK_M=32
         )
-    return delta
+    return delta, reach

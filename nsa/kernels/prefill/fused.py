@@ -5,7 +5,7 @@ and sliding attention, one pass for the gated sum; on Hopper the sum is taken by
 make its parts, and compressed and sliding attention are one kernel where no backward follows.
 Backward: one pass gives the gates' gradients and each branch's softmax delta, and folds the gates
 into the log-sum-exps, so that gate * dO is never written (combine.py); the branches add to one fp32
-dQ, rounded once.
+dQ, selection to one in fp16 where that is faster (sums.py); their sum is rounded once.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _prefill_bwd(
 
     s, window = _sizes(sizes), sizes[6]
     grad_out = grad_out.contiguous()
-    dgates, deltas, lses = combine_bwd(
+    dgates, deltas, lses, reach = combine_bwd(
         grad_out, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates
     )
     acc = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # dQ / softmax_scale
@@ -122,11 +122,11 @@ def _prefill_bwd(
         cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, delta=deltas[WIN], dq=acc, first=True,
         q_start=_window_start(q, k_win, cu_seqlens), use_gluon=use_gluon,
     )  # fmt: skip
-    _, dk_sel, dv_sel = block_attention_bwd(
+    halves, dk_sel, dv_sel = block_attention_bwd(
         grad_out, q, k_sel, v_sel, None, lses[SEL], block_indices, block_size=s["l_sel"],
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
         cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, delta=deltas[SEL],
-        dq=acc, q_start=q_start, use_gluon=use_gluon,
+        dq=acc, reach=reach, q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
     max_cmp = max(0, (max_seqlen - s["l"]) // s["d"] + 1)
     _, dk_cmp, dv_cmp = span_attention_bwd(
@@ -134,7 +134,8 @@ def _prefill_bwd(
         softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen, max_cmp, delta=deltas[CMP], dq=acc,
         q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
-    return rounded(acc, softmax_scale, q), dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
+    dq = rounded(acc, softmax_scale, q, None if halves is acc else halves)
+    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
 @_prefill_bwd.register_fake

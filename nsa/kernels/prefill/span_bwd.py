@@ -416,7 +416,7 @@ def span_attention_bwd(
             dq = (torch.empty_like(q) if dq is None else dq).zero_()
         return dq, torch.zeros_like(k), torch.zeros_like(v)
     if delta is None:
-        delta = attention_delta(out, grad_out)
+        delta, _ = attention_delta(out, grad_out)
     pass_of_both = one_pass(span, q, k, v, grad_out, use_gluon)
     if pass_of_both:
         if first and dq is not None:

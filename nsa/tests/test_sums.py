@@ -1,0 +1,113 @@
+"""Sums of gradients: rounding, and dQ in fp16 whose scales keep it from overflow (the kernel that
+adds to it: test_hopper.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa import launches
+from nsa.tests.helpers import randn
+
+pytestmark = pytest.mark.kernel
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def halves_of(device, k_size=1.0, v_size=1.0, reach=None, k=None):
+    from nsa.kernels.prefill import sums
+
+    q = randn(1, 67, 4, 128, seed=1, dtype=BF16, device=device)
+    k = randn(1, 67, 2, 128, seed=2, dtype=BF16, device=device) * k_size if k is None else k
+    v = randn(1, 67, 2, 128, seed=3, dtype=BF16, device=device) * v_size
+    reach = torch.rand(1, 67, 4, device=device) if reach is None else reach
+    return sums.zero_halves(q, k, v, reach), k, v, reach
+
+
+@pytest.mark.parametrize("k_size, v_size, size", [
+    (1.0, 1.0, 1.0), (1e-3, 40.0, 1e-6), (1e15, 1e-15, 1e20), (1e12, 1e12, 1e-30), (3.0, 1.0, 0.0),
+])  # fmt: skip
+def test_scales_leave_no_room_for_overflow_and_little_for_loss(
+    k_size, v_size, size, kernel_device
+):
+    reach = torch.rand(1, 67, 4, device=kernel_device) * size
+    halves, k, v, reach = halves_of(kernel_device, k_size, v_size, reach)
+    assert halves.sums.dtype == F16 and not halves.sums.any()
+    mantissa, _ = torch.frexp(halves.scales)
+    assert (mantissa == 0.5).all()  # powers of two
+    largest = k.abs().max().double() * v.abs().max().double()
+    bound = 2 * reach.double() * largest * halves.scales.double()
+    assert (bound <= 2**15).all()
+    within = halves.scales < 2.0**126
+    assert within.any() == (size > 0) and (bound[within] >= 2**11).all()
+
+
+def test_scales_of_huge_and_tiny_rows_stay_normal_numbers(kernel_device):
+    reach = torch.full((1, 67, 4), 3e38, device=kernel_device)
+    reach[:, ::2] = 1e-40
+    halves, *_ = halves_of(kernel_device, 1e20, 1e18, reach)
+    assert torch.equal(halves.scales[:, 1::2], torch.full_like(halves.scales[:, 1::2], 2.0**-126))
+    halves, *_ = halves_of(kernel_device, 1e-20, 1e-18, reach)
+    assert torch.equal(halves.scales[:, ::2], torch.full_like(halves.scales[:, ::2], 2.0**126))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_changes_no_scale(bad, kernel_device):
+    """Rows that see it have no gradient, and others have theirs."""
+    clean, k, _, reach = halves_of(kernel_device)
+    k = k.clone()
+    largest = k.abs().max()
+    k[0, 5, 1, 7] = bad
+    reach = reach.clone()
+    reach[0, 3, 2] = bad
+    halves, *_ = halves_of(kernel_device, reach=reach, k=k)
+    assert k.abs().nan_to_num(0, 0, 0).max() == largest
+    same = halves.scales == clean.scales
+    assert same.sum() >= same.numel() - 1 and halves.scales.isfinite().all()
+
+
+@pytest.mark.parametrize("largest_at", [0, 66])
+def test_the_largest_number_is_found_wherever_it_is(largest_at, kernel_device, monkeypatch):
+    from nsa.kernels.prefill import sums
+
+    monkeypatch.setattr(sums, "SIZE", 1024)  # 17 pieces for 4 programs
+    monkeypatch.setattr(sums, "PROGRAMS", 4)
+    clean, k, _, reach = halves_of(kernel_device)
+    k = k.clone()
+    k[0, largest_at, 1, 127] = -1024.0
+    halves, *_ = halves_of(kernel_device, reach=reach, k=k)
+    assert (halves.scales < clean.scales / 100).all()
+
+
+@pytest.mark.parametrize("dtype", [F16, F32])
+@pytest.mark.parametrize("rows, d", [(67, 128), (5, 16)])
+def test_rounded(rows, d, dtype, kernel_device):
+    from nsa.kernels.prefill import sums
+
+    x = randn(1, rows, 4, d, seed=1, dtype=F32, device=kernel_device)
+    half = randn(1, rows, 4, d, seed=2, dtype=F16, device=kernel_device)
+    scales = 2.0 ** torch.randint(-9, 9, (1, rows, 4), device=kernel_device).float()
+    halves, like = sums.HalfSums(half, scales), x.to(dtype)
+    part = half.float() / scales[..., None]
+    for got, want in (
+        (sums.rounded(x, 0.3, like), x), (sums.rounded(x, 0.3, like, halves), x + part),
+        (sums.rounded(None, 0.3, like, halves), part),
+    ):  # fmt: skip
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, (want * 0.3).to(dtype), rtol=1e-3, atol=1e-6)
+
+
+def test_reach_is_the_gate_times_the_sum_of_magnitudes(kernel_device):
+    from nsa.kernels.prefill.combine import combine_bwd
+    from nsa.kernels.prefill.delta import attention_delta
+
+    do, out = (randn(1, 37, 3, 24, seed=s, dtype=F16, device=kernel_device) for s in (1, 2))
+    lse = randn(1, 37, 3, seed=3, dtype=F32, device=kernel_device)
+    gates = torch.rand(1, 37, 3, 3, device=kernel_device).to(F16)
+    want = do.float().abs().sum(-1)
+    with launches.recording() as counts:
+        delta, reach = attention_delta(out, do)
+    assert counts["_attn_bwd_delta_kernel"] == 1
+    torch.testing.assert_close(reach, want)
+    torch.testing.assert_close(delta, (do.float() * out.float()).sum(-1), atol=1e-4, rtol=1e-4)
+    *_, reach = combine_bwd(do, (out, out, out), (lse, lse, lse), gates)
+    torch.testing.assert_close(reach, want * gates[..., 1].float())
