@@ -507,17 +507,10 @@ def test_selection_agrees_with_two_passes(case, kind, device, monkeypatch):
     with deterministic():
         want, without = x.run()
     assert counts[SELECTION] == 1 and SELECTION not in without
-    assert counts[HALVES] == (case.dtype == BF16)
+    assert (HALVES in counts) == (case.dtype == BF16)
     selection.close(got, want, case.dtype)
     added = ((added[0] - 3.0) * x.x.how["softmax_scale"], *added[1:])
     selection.close(added, want, case.dtype)
-
-
-def row_errors(got, want):
-    """Norm of each row's error over that of the row."""
-    got, want = got.double(), want.double()
-    assert got.isfinite().all() and (want.norm(dim=-1) > 0).all()
-    return (got - want).norm(dim=-1) / want.norm(dim=-1)
 
 
 def halves_and_fp32(x):
@@ -535,23 +528,23 @@ def halves_and_fp32(x):
     Case((2000,), G=1, h=8, **{**BLOCKS, "n": 32}),
 ], ids=str)  # fmt: skip
 def test_rows_of_any_size_keep_their_gradient(case, device, monkeypatch):
-    """Sums in fp16 of rows from 2**-90 to 2**60, and one number of K and one of V far larger than
-    all others."""
+    """Sums in fp16 of rows from 2**-90 to 2**60, with one number of K and one of V far larger than
+    all others. What is less than 2**-30 of a row's bound may get lost."""
     x = selection.Backward(case, "random", device, monkeypatch)
     rows = x.x.do.shape[:-1]
     generator = torch.Generator().manual_seed(7)
     sizes = torch.randint(-90, 61, rows, generator=generator).to(device)
     x.x.do *= (2.0**sizes)[..., None]
-    x.x.k[..., 5, 0, 3] = 50.0
-    x.x.v[..., 9, 0, 3] = 1000.0
+    x.x.k[..., 5, 0, 3] = 20.0
+    x.x.v[..., 9, 0, 3] = 100.0
     x.out, x.lse = forward_of(x.x)
-    dq, exact = halves_and_fp32(x)
-    first = torch.zeros(rows, dtype=torch.bool, device=device)  # a query that sees one key: dS = 0
-    for begin in (0, case.lengths[0]) if case.packed else (0,):
-        first[..., begin, :] = True
-    errors = row_errors(dq[~first], exact[~first])
-    assert errors.max() < 1.5e-2 and errors.mean() < 2.5e-3
-    assert dq[first].isfinite().all()
+    dq, exact = (t.double() for t in halves_and_fp32(x))
+    bound = 2 * x.x.do.double().abs().sum(-1) * 20 * 100 * x.x.how["softmax_scale"]
+    error, norm = (dq - exact).norm(dim=-1), exact.norm(dim=-1)
+    assert (error <= 8e-3 * norm + 2**-30 * bound).all()
+    common = norm > 2**-20 * bound
+    assert common.sum() > 0.5 * common.numel()
+    assert (error[common] / norm[common]).mean() < 2.5e-3
 
 
 def forward_of(x):
@@ -574,7 +567,8 @@ def test_sums_come_near_their_bound_without_overflow(case, size, device, monkeyp
     x.out, x.lse = forward_of(x.x)
     dq, exact = halves_and_fp32(x)
     assert exact.abs().max() > 120 * size**2 * x.x.how["softmax_scale"]
-    assert row_errors(dq[:, 1:], exact[:, 1:]).max() < 5e-3
+    error, norm = ((t[:, 1:].double()).norm(dim=-1) for t in (dq - exact, exact))
+    assert (error < 5e-3 * norm).all()
 
 
 @pytest.mark.kernel

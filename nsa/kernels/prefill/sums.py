@@ -25,7 +25,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.tiles import cdiv
 
 SIZE = 4096  # numbers that a program rounds, or looks at in a turn
-PROGRAMS = 512  # that look for the largest: few, since each adds to the same two numbers
+PROGRAMS = 1056  # that look for the largest: few, since each adds to the same two numbers
 MOST_PARTS = 64  # of a sum in fp16, whose error grows with the square root of their number
 
 
@@ -62,11 +62,12 @@ def _round_halves_kernel(
 @triton.jit
 def _largest(X, numbers, SIZE: tl.constexpr):
     """The largest finite magnitude in this program's share of X."""
+    at = tl.arange(0, SIZE)
     step = tl.num_programs(0).to(tl.int64) * SIZE
     found = tl.zeros([SIZE], tl.float32)
     for begin in range(tl.program_id(0).to(tl.int64) * SIZE, numbers, step):
-        at = begin + tl.arange(0, SIZE)
-        x = tl.abs(tl.load(X + at, mask=at < numbers, other=0.0).to(tl.float32))
+        x = tl.load(X + begin + at, mask=at < numbers - begin, other=0.0)
+        x = tl.abs(x.to(tl.float32))
         found = tl.maximum(found, tl.where(x < float("inf"), x, 0.0))
     return tl.max(found, 0)
 
