@@ -84,16 +84,25 @@ def test_rounded(rows, d, dtype, kernel_device):
     from nsa.kernels.prefill import sums
 
     x = randn(1, rows, 4, d, seed=1, dtype=F32, device=kernel_device)
+    got = sums.rounded(x, 0.3, x.to(dtype))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, (x * 0.3).to(dtype), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("rows, d", [(67, 128), (5, 16)])
+def test_rounded_halves_stay_where_they_are(rows, d, both, kernel_device):
+    from nsa.kernels.prefill import sums
+
+    x = randn(1, rows, 4, d, seed=1, dtype=F32, device=kernel_device) if both else None
     half = randn(1, rows, 4, d, seed=2, dtype=F16, device=kernel_device)
     scales = 2.0 ** torch.randint(-9, 9, (1, rows, 4), device=kernel_device).float()
-    halves, like = sums.HalfSums(half, scales), x.to(dtype)
-    part = half.float() / scales[..., None]
-    for got, want in (
-        (sums.rounded(x, 0.3, like), x), (sums.rounded(x, 0.3, like, halves), x + part),
-        (sums.rounded(None, 0.3, like, halves), part),
-    ):  # fmt: skip
-        assert got.dtype == dtype
-        torch.testing.assert_close(got, (want * 0.3).to(dtype), rtol=1e-3, atol=1e-6)
+    want = half.float() / scales[..., None] + (x if both else 0)
+    like = torch.empty(1, rows, 4, d, dtype=BF16, device=kernel_device)
+    got = sums.rounded(x, 0.3, like, sums.HalfSums(half, scales))
+    assert got.dtype == BF16 and got.shape == like.shape
+    assert got.data_ptr() == half.data_ptr()
+    torch.testing.assert_close(got.float(), want * 0.3, rtol=8e-3, atol=1e-6)
 
 
 def test_reach_is_the_gate_times_the_sum_of_magnitudes(kernel_device):

@@ -48,7 +48,8 @@ def _round_kernel(X, OUT, numbers, scale, SIZE: tl.constexpr):
 def _round_halves_kernel(
     X, SUMS, SCALES, OUT, n_rows, scale, D: tl.constexpr, ROWS: tl.constexpr, BOTH: tl.constexpr
 ):
-    """Rows of HalfSums, and of fp32 X as well where BOTH."""
+    """Rows of HalfSums, and of fp32 X as well where BOTH. OUT may be where SUMS are: each number is
+    read before its place is written."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < n_rows
     at = row[:, None] * D + tl.arange(0, D)[None, :]
@@ -123,11 +124,14 @@ def rounded(
     x: torch.Tensor | None, scale: float, like: torch.Tensor, halves: HalfSums | None = None
 ) -> torch.Tensor:
     """(x + halves) * scale for a contiguous fp32 x, of the dtype of `like`. One of both may be
-    missing."""
-    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    if out.numel() and halves is None:
-        launch(_round_kernel, (cdiv(out.numel(), SIZE),), x, out, out.numel(), scale, SIZE=SIZE)
-    elif out.numel():
+    missing. Where halves are given, the result takes their memory."""
+    if halves is None:
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        if out.numel():
+            launch(_round_kernel, (cdiv(out.numel(), SIZE),), x, out, out.numel(), scale, SIZE=SIZE)
+        return out
+    out = halves.sums.view(like.dtype)
+    if out.numel():
         d = out.shape[-1]
         rows = out.numel() // d
         launch(
