@@ -69,6 +69,27 @@ def test_what_is_found_is_counted_by_depth():
     assert 0.2 < recall.share(near, 100) < 0.7
 
 
+def test_depth_is_a_pairs_place_in_the_whole_text(monkeypatch):
+    """Of 90 tokens, the questions among them."""
+    made, real = [], recall.make_texts
+    monkeypatch.setattr(recall, "make_texts", lambda *a: made.append(real(*a)) or made[-1])
+    rows = recall.ask(Looks(10**6), 90, 30, 5, CPU)
+    (t,) = made
+    want = [sum(i <= p / 9 < i + 1 for p in t.places.flatten().tolist()) for i in range(10)]
+    assert [r["n"] for r in rows] == want and want[8] > 0 and want[9] == 0
+
+
+def test_the_likeliest_of_all_bytes_is_the_answer():
+    class Hesitates(Looks):
+        def forward(self, tokens):
+            logits = super().forward(tokens)
+            logits[..., 7] = 2.0  # likelier than the right value, which is the likeliest of values
+            return logits
+
+    rows = recall.ask(Hesitates(10**6), 96, 3, 6, CPU)
+    assert sum(r["n"] for r in rows) == 18 and recall.share(rows, 96) == 0
+
+
 def test_short_texts_come_first():
     first, last = (recall.lengths_at(step, 100, 256, 6) for step in (0, 99))
     assert max(first) == 128 and max(last) == 256 and min(first) == min(last) == 32
@@ -106,6 +127,33 @@ def test_ctrl_c_asks_what_was_learnt_so_far(tmp_path, monkeypatch, capsys):
     argv = [*TINY, "--steps", "50", "--least", "0", "--out", str(tmp_path)]
     assert recall.main(argv) == 0 and set(steps) == {0, 1}
     assert "step 2/50" in capsys.readouterr().out and (tmp_path / "recall.csv").is_file()
+
+
+def test_a_second_ctrl_c_ends_it_at_once_and_the_handler_comes_back(tmp_path, monkeypatch):
+    def rate(step, *rest):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("went on")
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(recall, "learning_rate", rate)
+    with pytest.raises(KeyboardInterrupt):
+        recall.main([*TINY, "--out", str(tmp_path)])
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not (tmp_path / "recall.csv").exists()
+
+
+@pytest.mark.parametrize("trained, longer, code", [(1.0, 0.0, 0), (0.0, 1.0, 1)])
+def test_what_must_be_found_is_asked_at_the_trained_length(
+    trained, longer, code, tmp_path, monkeypatch
+):
+    def ask(model, tokens, texts, pairs, device):
+        found = trained if tokens == 48 else longer
+        return [{"tokens": tokens, "depth": 0.0, "found": int(found * 10), "n": 10}]
+
+    monkeypatch.setattr(recall, "train", lambda *a: [1.0])
+    monkeypatch.setattr(recall, "ask", ask)
+    assert recall.main([*TINY, "--least", "0.5", "--out", str(tmp_path)]) == code
 
 
 def test_a_loss_that_is_not_finite_is_told(tmp_path, capsys):

@@ -301,12 +301,38 @@ def test_tokens_per_step_that_differ_are_told(tmp_path, capsys):
     assert [r["tokens_per_step"] for r in rates(tmp_path)] == ["256", "192"]
 
 
+@pytest.mark.parametrize("bad, code", [(None, 0), (0, 1), (1, 1)])
+def test_one_loss_that_is_not_finite_decides_the_exit_code(bad, code, tmp_path, monkeypatch):
+    """Of two models: the last one's loss does not make up for the first one's."""
+    real, runs = train.train, []
+
+    def spoilt(*args, **how):
+        run = real(*args, **how)
+        if len(runs) == bad:
+            run.rows[0]["loss"] = float("nan")
+        runs.append(run)
+        return run
+
+    monkeypatch.setattr(train, "train", spoilt)
+    options = [*SMALL, "--steps", "3", "--attention", "dense,nsa", "--out", str(tmp_path)]
+    assert train.main(options) == code and len(runs) == 2
+    assert len(runs[0].rows) > 1
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_needle_lies_where_a_query_must_look(seed):
     tokens, queries = 8192, 100
     needles = needle.make_case(tokens, queries, seed=seed).needles // needle.L_SEL
     first = (tokens - queries) // needle.L_SEL  # the earliest query's own block
     assert needles.min() >= needle.N_INIT and needles.max() <= first - needle.N_LOCAL
+
+
+def test_a_needles_depth_is_its_place_in_the_whole_text():
+    first = lambda q, k_cmp, **kw: torch.zeros(1, 100, 2, 1, dtype=torch.int32)
+    rows = needle.by_depth([8192], 3, 100, 16, select=first)
+    cases = [needle.make_case(8192, 100, seed=seed) for seed in range(3)]
+    depths = [p / 819.2 for c in cases for p in c.needles.flatten().tolist()]
+    assert [r["n"] for r in rows] == [sum(i <= d < i + 1 for d in depths) for i in range(10)]
 
 
 def test_needles_are_counted_by_depth_and_drawn(tmp_path, capsys):
