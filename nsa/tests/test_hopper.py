@@ -253,6 +253,62 @@ def test_what_the_flags_argument_says_reaches_every_pass(
     assert leaves[0].grad is not None
 
 
+@pytest.mark.parametrize("dtype, n_sel, serves", [
+    (BF16, 16, True), (BF16, 64, True), (BF16, 65, False), (torch.float16, 16, False),
+])  # fmt: skip
+def test_which_dq_is_summed_in_fp16(dtype, n_sel, serves, on_hopper):
+    module = on_hopper.block_backward(*tensors(dtype=dtype), 64, True)
+    assert module.adds_halves(tensors(dtype=dtype)[0], n_sel) is serves
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name, asks", [("prefill", 1), ("selected", 1), ("given", 0)])
+def test_sums_in_fp16_become_part_of_dq(name, asks, kernel_device, monkeypatch):
+    """A pass that adds 3 to every dQ: the same gradients whichever sums it adds it to."""
+    from nsa.kernels.prefill import hopper
+    from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
+    from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
+    from nsa.kernels.prefill.sums import HalfSums
+
+    if kernel_device == "cuda":
+        pytest.skip("the interpreter's size")
+    seen: list[bool] = []
+
+    def add(*args):
+        acc = args[11]
+        seen.append(isinstance(acc, HalfSums))
+        if seen[-1]:
+            assert (acc.scales >= 0.5).all()
+            acc.sums.add_((3 * acc.scales[..., None]).half())
+        else:
+            acc.add_(3.0)
+
+    x = kernels_of.Inputs(Shape((39,), G=1), kernel_device)
+    leaves, call = kernels_of._forwards(x)["prefill" if name == "prefill" else "selected"]
+    blocks = torch.zeros(1, 39, 1, 1, dtype=torch.int32)
+
+    def gradients(halves):
+        module = SimpleNamespace(add_block_gradients=add, adds_halves=lambda q, n: halves)
+        monkeypatch.setattr(hopper, "block_backward", lambda *a: module)
+        if name != "given":
+            out = call(*leaves)[0]
+            return torch.autograd.grad(out, leaves, torch.full_like(out, 0.1))
+        q, k, v = (t.detach() for t in leaves)
+        how = dict(block_size=16, softmax_scale=0.25)
+        out, lse = block_attention_fwd(q, k, v, blocks, **how)
+        dq = torch.full(q.shape, 5.0)
+        got, *rest = block_attention_bwd(out, q, k, v, out, lse, blocks, **how, dq=dq)
+        assert got is dq and (dq == 8.0).all()
+        return got, *rest
+
+    want, got = gradients(False), gradients(True)
+    assert seen == [False, bool(asks)]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    if name == "selected":
+        torch.testing.assert_close(got[0], torch.full_like(got[0], 3 * leaves[0].shape[-1] ** -0.5))
+
+
 class TwoPasses(Exception):
     pass
 
