@@ -580,8 +580,8 @@ def halves_and_fp32(x):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("case", [
-    Case((1500,), G=1, h=16, **BLOCKS), Case((200, 900), h=4, **BLOCKS),
-    Case((2000,), G=1, h=8, **{**BLOCKS, "n": 32}),
+    pytest.param(Case((1500,), G=1, h=16, **BLOCKS), marks=pytest.mark.core),
+    Case((200, 900), h=4, **BLOCKS), Case((2000,), G=1, h=8, **{**BLOCKS, "n": 32}),
 ], ids=str)  # fmt: skip
 def test_rows_of_any_size_keep_their_gradient(case, device, monkeypatch):
     """Sums in fp16 of rows from 2**-90 to 2**60, with one number of K and one of V far larger than
@@ -610,6 +610,7 @@ def forward_of(x):
 
 
 @pytest.mark.kernel
+@pytest.mark.core
 @pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
 @pytest.mark.parametrize("case", [Case((600,), G=1, h=16, **BLOCKS)], ids=str)
 def test_sums_come_near_their_bound_without_overflow(case, size, device, monkeypatch):

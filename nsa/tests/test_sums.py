@@ -23,6 +23,7 @@ def halves_of(device, k_size=1.0, v_size=1.0, reach=None, k=None):
     return sums.zero_halves(q, k, v, reach), k, v, reach
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("k_size, v_size, size", [
     (1.0, 1.0, 1.0), (1e-3, 40.0, 1e-6), (1e15, 1e-15, 1e20), (1e12, 1e12, 1e-30), (3.0, 1.0, 0.0),
 ])  # fmt: skip
@@ -95,6 +96,7 @@ def test_rounded(rows, d, dtype, kernel_device):
     torch.testing.assert_close(got, (x * 0.3).to(dtype), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("rows, d", [(67, 128), (5, 16)])
 def test_rounded_halves_stay_where_they_are(rows, d, both, kernel_device):
