@@ -62,9 +62,13 @@ class Backward:
     """Gradients of a problem whose forward ran once."""
 
     def __init__(self, case: Case, kind: str, device: str, monkeypatch) -> None:
+        self.case, self.x = case, Problem(case, kind, device, monkeypatch)
+        self.forward()
+
+    def forward(self) -> None:
+        """To be called again where tensors of the problem are changed."""
         from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
 
-        self.case, self.x = case, Problem(case, kind, device, monkeypatch)
         x = self.x
         self.out, self.lse = block_attention_fwd(x.q, x.k, x.v, x.blocks, **x.how, **x.packed)
 

@@ -3,10 +3,13 @@ adds to it: test_hopper.py)."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from nsa import launches
+from nsa.tests import test_prefill_kernels as kernels_of
 from nsa.tests.helpers import randn
 
 pytestmark = pytest.mark.kernel
@@ -102,12 +105,12 @@ def test_rounded(rows, d, dtype, kernel_device):
 def test_rounded_halves_stay_where_they_are(rows, d, both, kernel_device):
     from nsa.kernels.prefill import sums
 
-    x = randn(1, rows, 4, d, seed=1, dtype=F32, device=kernel_device) if both else None
+    more = randn(1, rows, 4, d, seed=1, dtype=F32, device=kernel_device) if both else None
     half = randn(1, rows, 4, d, seed=2, dtype=F16, device=kernel_device)
     scales = 2.0 ** torch.randint(-9, 9, (1, rows, 4), device=kernel_device).float()
-    want = half.float() / scales[..., None] + (x if both else 0)
+    want = half.float() / scales[..., None] + (more if both else 0)
     like = torch.empty(1, rows, 4, d, dtype=BF16, device=kernel_device)
-    got = sums.rounded(x, 0.3, like, sums.HalfSums(half, scales))
+    got = sums.rounded(sums.HalfSums(half, scales), 0.3, like, more)
     assert got.dtype == BF16 and got.shape == like.shape
     assert got.data_ptr() == half.data_ptr()
     torch.testing.assert_close(got.float(), want * 0.3, rtol=8e-3, atol=1e-6)
@@ -128,3 +131,50 @@ def test_reach_is_the_gate_times_the_sum_of_magnitudes(kernel_device):
     torch.testing.assert_close(delta, (do.float() * out.float()).sum(-1), atol=1e-4, rtol=1e-4)
     *_, reach = combine_bwd(do, (out, out, out), (lse, lse, lse), gates)
     torch.testing.assert_close(reach, want * gates[..., 1].float())
+
+
+@pytest.mark.parametrize("name, asks", [("prefill", 1), ("selected", 1), ("given", 0)])
+def test_sums_in_fp16_become_part_of_dq(name, asks, kernel_device, monkeypatch):
+    """A pass that adds 3 to every dQ: the same gradients whichever sums it adds it to."""
+    from nsa.kernels.prefill import hopper
+    from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
+    from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
+    from nsa.kernels.prefill.sums import HalfSums
+
+    if kernel_device == "cuda":
+        pytest.skip("the interpreter's size")
+    seen: list[bool] = []
+
+    def add(*args):
+        acc = args[11]
+        seen.append(isinstance(acc, HalfSums))
+        if seen[-1]:
+            assert (acc.scales >= 0.5).all()
+            acc.sums.add_((3 * acc.scales[..., None]).half())
+        else:
+            acc.add_(3.0)
+
+    x = kernels_of.Inputs(kernels_of.Shape((39,), G=1), kernel_device)
+    leaves, call = kernels_of._forwards(x)["prefill" if name == "prefill" else "selected"]
+    blocks = torch.zeros(1, 39, 1, 1, dtype=torch.int32)
+
+    def gradients(halves):
+        module = SimpleNamespace(add_block_gradients=add, adds_halves=lambda q, n: halves)
+        monkeypatch.setattr(hopper, "block_backward", lambda *a: module)
+        if name != "given":
+            out = call(*leaves)[0]
+            return torch.autograd.grad(out, leaves, torch.full_like(out, 0.1))
+        q, k, v = (t.detach() for t in leaves)
+        how = dict(block_size=16, softmax_scale=0.25)
+        out, lse = block_attention_fwd(q, k, v, blocks, **how)
+        dq = torch.full(q.shape, 5.0)
+        got, *rest = block_attention_bwd(out, q, k, v, out, lse, blocks, **how, dq=dq)
+        assert got is dq and (dq == 8.0).all()
+        return got, *rest
+
+    want, got = gradients(False), gradients(True)
+    assert seen == [False, bool(asks)]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    if name == "selected":
+        torch.testing.assert_close(got[0], torch.full_like(got[0], 3 * leaves[0].shape[-1] ** -0.5))

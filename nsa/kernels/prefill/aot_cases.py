@@ -226,6 +226,12 @@ def _gluon_cases() -> list[AotCase]:
                 module.START_REGISTERS,
             )  # fmt: skip
         )
+    rows = dict(D=128, ROWS=sums.SIZE // 128, BOTH=True)
+    cases += [
+        _case(sums._round_halves_kernel, "D128", "bf16", rows, (4, 2)),
+        _case(sums._largest_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)),
+        _case(sums._half_scales_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)),
+    ]
     module = block_attn_fwd_hopper
     kernel = module._block_attn_fwd_hopper_kernel
     for dim, stages in module.STAGES.items():
@@ -389,13 +395,6 @@ def aot_cases(arch: int) -> list[AotCase]:
     for kernel in (combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel):
         cases.append(_case(kernel, "D128", "bf16", rows, (4, 2)))
     cases.append(_case(sums._round_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)))
-    if arch == 90:
-        halves = dict(D=128, ROWS=sums.SIZE // 128, BOTH=True)
-        cases += [
-            _case(sums._round_halves_kernel, "D128", "bf16", halves, (4, 2)),
-            _case(sums._largest_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)),
-            _case(sums._half_scales_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)),
-        ]
     cases.append(
         _case(
             block_attn_bwd._block_attn_bwd_sum_kernel, "D128", "bf16",

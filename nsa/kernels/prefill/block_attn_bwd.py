@@ -431,8 +431,7 @@ def block_attention_bwd(
         )  # fmt: skip
     if one_pass:
         if dq is None:
-            halves = acc if isinstance(acc, HalfSums) else None
-            acc = rounded(None if halves else acc, softmax_scale, q, halves)
+            acc = rounded(acc, softmax_scale, q)
         return acc, rounded(out_k, softmax_scale, k), rounded(out_v, 1.0, v)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     rows = min(tile, 16)

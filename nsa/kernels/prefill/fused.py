@@ -122,7 +122,7 @@ def _prefill_bwd(
         cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, delta=deltas[WIN], dq=acc, first=True,
         q_start=_window_start(q, k_win, cu_seqlens), use_gluon=use_gluon,
     )  # fmt: skip
-    halves, dk_sel, dv_sel = block_attention_bwd(
+    of_sel, dk_sel, dv_sel = block_attention_bwd(
         grad_out, q, k_sel, v_sel, None, lses[SEL], block_indices, block_size=s["l_sel"],
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
         cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, delta=deltas[SEL],
@@ -134,7 +134,7 @@ def _prefill_bwd(
         softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen, max_cmp, delta=deltas[CMP], dq=acc,
         q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
-    dq = rounded(acc, softmax_scale, q, None if halves is acc else halves)
+    dq = rounded(of_sel, softmax_scale, q, None if of_sel is acc else acc)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 

@@ -121,21 +121,20 @@ def zero_halves(
 
 
 def rounded(
-    x: torch.Tensor | None, scale: float, like: torch.Tensor, halves: HalfSums | None = None
+    x: torch.Tensor | HalfSums, scale: float, like: torch.Tensor, more: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(x + halves) * scale for a contiguous fp32 x, of the dtype of `like`. One of both may be
-    missing. Where halves are given, the result takes their memory."""
-    if halves is None:
-        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        if out.numel():
-            launch(_round_kernel, (cdiv(out.numel(), SIZE),), x, out, out.numel(), scale, SIZE=SIZE)
-        return out
-    out = halves.sums.view(like.dtype)
-    if out.numel():
+    """x * scale for a contiguous fp32 x, of the dtype of `like`. HalfSums, to which `more` in fp32
+    may be added, give the result their memory."""
+    if isinstance(x, HalfSums):
+        out = x.sums.view(like.dtype)
         d = out.shape[-1]
         rows = out.numel() // d
         launch(
-            _round_halves_kernel, (cdiv(rows, SIZE // d),), halves.sums if x is None else x,
-            *halves, out, rows, scale, D=d, ROWS=SIZE // d, BOTH=x is not None,
+            _round_halves_kernel, (cdiv(rows, SIZE // d),), out if more is None else more, *x, out,
+            rows, scale, D=d, ROWS=SIZE // d, BOTH=more is not None,
         )  # fmt: skip
+        return out
+    out = torch.empty(x.shape, dtype=like.dtype, device=x.device)
+    if out.numel():
+        launch(_round_kernel, (cdiv(out.numel(), SIZE),), x, out, out.numel(), scale, SIZE=SIZE)
     return out
