@@ -41,6 +41,7 @@ from nsa.kernels.aot import ARCHS, SHARED_LIMIT, usage
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
 SPILLED = 336  # bytes of stack from which a kernel is listed; the slowest kept tile has as many
+LONG = 320  # keys from which selection takes the kernels for long sequences
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -77,7 +78,7 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
     compiled: by hash (name, registers, bytes of stack) of every kernel that a launch compiles.
     """
     from nsa.kernels.decode import step
-    from nsa.kernels.prefill import hopper
+    from nsa.kernels.prefill import block_attn_fwd_hopper, hopper
 
     driver.set_active(CompileOnly(arch))
     for found in pkgutil.walk_packages(kernels.__path__, "nsa.kernels."):
@@ -88,6 +89,7 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
                 if hasattr(module, attribute):
                     setattr(module, attribute, lambda device, value=value: value)
     hopper.enabled = lambda device, use_gluon=None: arch == 90 and use_gluon is not False
+    block_attn_fwd_hopper.SPLIT_KEYS = LONG
     plan = step._plan  # it asks for the type of the device
     step._plan = lambda *sizes: plan(*sizes[:7], torch.device("cuda", 0), *sizes[8:])
     load = CompiledKernel._init_handles
@@ -166,6 +168,8 @@ def grid(arch: int, quick: bool) -> Iterator[Call]:
     sizes = [(128, 128)] if quick else [(64, 64), (128, 128), (192, 128), (256, 256)]
     heads = [16] if quick else [1, 2, 4, 8, 16, 32]
     shapes = [(256, h, *size, BF16) for size in sizes for h in heads]
+    if arch == 90:
+        yield prefill, (LONG, 16, 128, 128, BF16, False, 64, None, False)
     if not quick:
         shapes += [(256, 16, 128, 128, F16), (32, 16, 128, 128, BF16), (32, 2, 32, 32, F16)]
         shapes += [(256, 4, D, Dv, F32) for D, Dv in sizes]

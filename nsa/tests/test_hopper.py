@@ -27,6 +27,7 @@ FORWARD, BACKWARD = "_span_fwd_hopper_kernel", "_span_bwd_hopper_kernel"
 SELECTION = "_block_attn_bwd_hopper_kernel"
 SHARED = "_block_attn_fwd_hopper_kernel"
 SCORES = "_block_score_hopper_kernel"
+BY_KEYS = ("_block_attn_keys_hopper_kernel", "_block_attn_finish_kernel")
 HALVES = "_round_halves_kernel"
 SHAPES = [
     Shape((1000,), G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=8, **PAPER),
@@ -259,6 +260,19 @@ def test_what_the_flags_argument_says_reaches_every_pass(
 def test_which_dq_is_summed_in_fp16(dtype, n_sel, serves, on_hopper):
     module = on_hopper.block_backward(*tensors(dtype=dtype), 64, True)
     assert module.adds_halves(tensors(dtype=dtype)[0], n_sel) is serves
+
+
+def test_long_sequences_of_bf16_go_by_keys(on_hopper, asked):
+    q, k, v, _ = tensors(S=16384, hq=32)
+    names = lambda *x: on_hopper.block_forward_kernels(*x, 16, 64)
+    assert names(q, k, v) == ("_tile_blocks_kernel", *BY_KEYS, SHARED)
+    assert names(q.half(), k.half(), v.half()) == ("_tile_blocks_kernel", SHARED)
+    assert names(q[:, 1:], k[:, 1:], v[:, 1:]) == ("_tile_blocks_kernel", SHARED)
+    assert names(q[:, :, :24].contiguous(), k, v) == ("_tile_blocks_kernel", SHARED)
+    with deterministic():
+        assert names(q, k, v) == ("_tile_blocks_kernel", SHARED)
+    module = on_hopper.block_forward(q, k, v, 65, 64, 1.0)
+    assert not module.splits(q, v, 65, 16384) and module.splits(q, v, 64, 16384)
 
 
 class TwoPasses(Exception):
@@ -494,6 +508,136 @@ def test_what_is_shared_does_not_depend_on_neighbours(device, monkeypatch):
         rows = sees.repeat_interleave(16, 1)[None]
         assert counts[SHARED] == 1 and torch.equal(poisoned[~rows], out[~rows])
         assert poisoned[rows].isnan().all()
+
+
+LONG = [
+    pytest.param(Case((2500,), G=4, h=16, n=16, q_start=3000, **ROUND), marks=pytest.mark.core),
+    Case((515,), h=16, n=5, q_start=777, batch=2, **ROUND),
+    Case((1, 1700, 63, 3063, 31, 129), h=16, n=16, **ROUND),
+    Case((7,), G=1, h=16, n=3, q_start=4000, **ROUND),
+]
+
+
+@pytest.fixture
+def by_keys(monkeypatch):
+    """Selection goes by keys however few they are, in every tile where anything can."""
+    from nsa.kernels.prefill import block_attn_fwd_hopper, tile_blocks
+
+    monkeypatch.setattr(block_attn_fwd_hopper, "SPLIT_KEYS", 0)
+    monkeypatch.setattr(tile_blocks, "TOGETHER", -(10**6))
+
+
+def attend_both(x, **changes):
+    """(out, lse) by keys, and as without them."""
+    got, counts = attend(x, **changes)
+    assert counts[BY_KEYS[0]] == 2 and counts[BY_KEYS[1]] == counts[SHARED] == 1, dict(counts)
+    with deterministic():
+        want, counts = attend(x, **changes)
+    assert not set(BY_KEYS) & set(counts) and counts[SHARED] == 1
+    return got, want
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("kind", ["random", "ragged", "clustered"])
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_selection_by_keys_agrees_with_shared_reads(case, kind, device, by_keys, monkeypatch):
+    x = Problem(case, kind, device, monkeypatch)
+    (out, lse), (want, want_lse) = attend_both(x)
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+    norm = want.double().norm()
+    assert (out.double() - want.double()).norm() < 4e-3 * norm
+    for _ in range(20):  # the order of additions changes
+        (again, again_lse), _ = attend(x)
+        assert (again.double() - out.double()).norm() < 1e-3 * norm
+        torch.testing.assert_close(again_lse, lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.kernel
+@pytest.mark.core
+def test_where_tiles_pay_some_go_by_keys(device, by_keys, monkeypatch):
+    """The bound between both ways is in the middle of the tiles, and the way of each shows."""
+    from nsa.kernels.prefill import tile_blocks
+
+    x = Problem(LONG[0].values[0], "ragged", device, monkeypatch)
+    monkeypatch.setattr(tile_blocks, "TOGETHER", 4500)
+    rest = tile_blocks.tile_blocks(
+        x.blocks, None, 2500, 5500, 3000, 64, queries=8, split=True
+    ).rest
+    share = rest.whole[0].item() / rest.counts.numel()
+    assert 0.1 < share < 0.9
+    (out, _), (want, _) = attend_both(x)
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+    whole = (rest.counts == 0).repeat_interleave(8, 0)[:2500].repeat_interleave(16, 1)[None]
+    assert torch.equal(out[whole], want[whole]) and not torch.equal(out[~whole], want[~whole])
+
+
+@pytest.mark.kernel
+def test_what_goes_by_keys_does_not_feel_what_it_cannot_see(device, by_keys, monkeypatch):
+    case = LONG[0].values[0]
+    x = Problem(case, "random", device, monkeypatch)
+    (out, lse), _ = attend(x)
+    position = torch.arange(2500, device=device) + case.q_start
+    for row in (5 * 64 + 3, 5 * 64 + 63, int(position[700]), int(position[-1])):
+        k, v = x.k.clone(), x.v.clone()
+        k[:, row], v[:, row] = float("inf"), float("nan")
+        sees = (x.blocks[0] == row // 64).any(-1) & (position >= row)[:, None]
+        assert sees.any() and not sees.all()
+        (poisoned, poisoned_lse), _ = attend(x, k=k, v=v)
+        rows = sees.repeat_interleave(16, 1)[None]
+        torch.testing.assert_close(poisoned[~rows], out[~rows], rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(poisoned_lse[~rows], lse[~rows], rtol=1e-5, atol=1e-5)
+        assert poisoned[rows].isnan().all()
+
+
+@pytest.mark.kernel
+def test_columns_of_any_size_keep_their_precision(device, by_keys, monkeypatch):
+    """Sums in fp16 of columns of V from 2**-90 to 2**90, one value of each far above the others;
+    scores from flat to steep."""
+    case = LONG[0].values[0]
+    x = Problem(case, "random", device, monkeypatch)
+    sizes = torch.linspace(-90, 90, 128, device=device).round()
+    x.v *= 2.0**sizes
+    x.v[:, 77] *= 100.0
+    x.q *= torch.logspace(-3, 1, case.h, device=device).repeat(case.G)[:, None].to(x.q.dtype)
+    (out, _), (want, _) = attend_both(x)
+    error = (out.double() - want.double()).norm(dim=1)
+    assert (error < 5e-3 * want.double().norm(dim=1)).all()
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("size", [1.0, 3e4, 1e35])
+def test_sums_by_keys_come_near_their_bound(size, device, by_keys, monkeypatch):
+    """Equal weights of equal values: no sum can be larger. And what cancels leaves nothing."""
+    x = Problem(LONG[0].values[0], "random", device, monkeypatch)
+    x.q.zero_()
+    x.v.fill_(size)
+    x.v[..., 1::2] *= 1.0 - 2.0 * (torch.arange(x.v.shape[1], device=device) % 2)[:, None, None]
+    out, _ = attend(x)[0]
+    assert (out[..., ::2].double() / size - 1).abs().max() < 8e-3
+    assert out[..., 1::2].abs().max() < 0.07 * size  # an odd number of keys, in the own block
+
+
+@pytest.mark.kernel
+@pytest.mark.core
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_whole_operator_by_keys(packed, device, by_keys, monkeypatch):
+    """Gated sums with and without a backward, and gradients, as without sums by keys."""
+    lengths = (1500, 40, 2100) if packed else (3000,)
+    shape = Shape(lengths, G=2, h=16, D=128, Dv=128, dtype=BF16, n_sel=8, packed=packed, **PAPER)
+    with launches.recording() as counts:
+        kernels_of.test_whole(shape, device)
+    assert counts[BY_KEYS[0]] >= 2 and counts[BY_KEYS[1]] >= 1, dict(counts)
+    q, k, v = (randn(1, 3000, n, 128, seed=n, dtype=BF16, device=device) for n in (32, 2, 2))
+    kc, vc = (randn(1, 186, 2, 128, seed=n, dtype=BF16, device=device) for n in (5, 6))
+    gates = torch.rand(1, 3000, 32, 3, device=device).to(BF16)
+    run = lambda: nsa.nsa_attention(q, kc, vc, k, v, k, v, gates, n_sel=8, backend="triton")
+    with launches.recording() as counts:
+        got = run()
+    with deterministic():
+        want = run()
+    assert counts[BY_KEYS[1]] == 1
+    assert (got.double() - want.double()).norm() < 4e-3 * want.double().norm()
 
 
 BLOCKS = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)

@@ -52,14 +52,15 @@ _POINTERS = {
     "RANKS": "*i64", "X": "*fp32", "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32",
     "COUNTS": "*i32", "SEQUENCE": "*i32", "POSITIONS": "*i64",
     "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
-    "REACH": "*fp32", "LARGEST": "*fp32", "SCALES": "*fp32", "SUMS": "*fp16",
+    "REACH": "*fp32", "LARGEST": "*fp32", "SCALES": "*fp32", "SUMS": "*fp16", "TOP": "*fp32",
+    "TOTAL": "*fp32", "REST": "*i32", "REST_COUNTS": "*i32", "WHOLE": "*i32", "TODO": "*i32",
 }  # fmt: skip
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
     "block_size", "per_seq", "n_rows", "slab_begin", "slab_len", "n_ld", "l", "d", "l_sel",
     "T", "share", "first", "n_tiles", "slab", "n_chunks", "halvings",
     "tokens", "words", "pairs", "pieces", "per_group", "numbers",
-    "k_numbers", "v_numbers",
+    "k_numbers", "v_numbers", "columns", "bits",
 }  # fmt: skip
 
 
@@ -133,8 +134,11 @@ def _gluon_cases() -> list[AotCase]:
 
     from nsa.kernels.prefill import (
         block_attn_bwd_hopper,
+        block_attn_finish,
         block_attn_fwd_hopper,
+        block_attn_keys_hopper,
         block_score_hopper,
+        key_sums,
         span_bwd_hopper,
         span_fwd_hopper,
     )
@@ -236,13 +240,45 @@ def _gluon_cases() -> list[AotCase]:
     kernel = module._block_attn_fwd_hopper_kernel
     for dim, stages in module.STAGES.items():
         c = dict(VARLEN=dim == 64, HEADS=module.HEADS, ROOM=tile_blocks.room(module.WARPS, 16),
-                 STAGES=stages, OTHERS=2 if dim == 128 else 0, KEEP=True)  # fmt: skip
+                 STAGES=stages, OTHERS=2 if dim == 128 else 0, KEEP=True, BEGUN=dim == 128)
         types = dict(KD=tile("bf16", module.KEYS, dim), VD=tile("bf16", module.KEYS, dim))
         one = case(kernel, f"D{dim}", types, c, module.WARPS, 32, module.START_REGISTERS)
         cases.append(replace(one, parting="again:"))
-    tile_list = dict(VARLEN=True, QUERIES=module.WARPS, N_PAD=16)
+    tile_list = dict(VARLEN=True, QUERIES=module.WARPS, N_PAD=16, LEAST=tile_blocks.LEAST,
+                     READ=tile_blocks.READ, PAIR=tile_blocks.PAIR, DENSE=tile_blocks.DENSE,
+                     REST_PAIR=tile_blocks.REST_PAIR, TOGETHER=tile_blocks.TOGETHER)  # fmt: skip
     launch = (union_lists.lists_warps(module.WARPS, 16, tile_blocks.REGISTERS), 2)
     cases.append(_case(tile_blocks._tile_blocks_kernel, "16", "bf16", tile_list, launch))
+    module = block_attn_keys_hopper
+    clear = dict(QUERIES=block_attn_fwd_hopper.WARPS, D=module.WIDTH, HEADS=module.HEADS)
+    columns = dict(COLUMNS=key_sums.COLUMNS)
+    search = dict(**columns, SLICE=key_sums.SLICE)
+    cases += [
+        _case(key_sums._clear_kernel, "D128", "bf16", clear, (4, 2)),
+        _case(key_sums._column_scales_kernel, "all", "bf16", columns, (4, 2)),
+        _case(key_sums._largest_columns_kernel, "all", "bf16", search, (4, 2)),
+    ]
+    finish = block_attn_finish
+    c = dict(VARLEN=False, TILE=block_attn_fwd_hopper.WARPS, QUERIES=finish.QUERIES,
+             HEADS=module.HEADS, D=module.WIDTH,
+             ROOM=tile_blocks.room(block_attn_fwd_hopper.WARPS, 16),
+             PER_BLOCK=finish.BLOCK // finish.KEYS, KEYS=finish.KEYS, OTHERS=1, KEEP=False,
+             PRECISION="tf32")  # fmt: skip
+    one = _case(finish._block_attn_finish_kernel, "D128", "bf16", c, (finish.WARPS, finish.STAGES))
+    one = replace(one, max_registers=finish.REGISTERS)
+    blocks = f"tensordesc<bf16[{finish.KEYS}, {module.WIDTH}]>"
+    cases.append(replace(one, types={**one.types, "KD": blocks, "VD": blocks}, max_spill=64))
+    for summing in (False, True):
+        c = dict(VARLEN=not summing, HEADS=module.HEADS, ROWS=module.ROWS, KEYS=module.KEYS,
+                 WIDTH=module.WIDTH, SUM=summing)  # fmt: skip
+        rows = (1, module.HEADS, 64)
+        types = dict(QD=tile("bf16", *rows), SUMSD=tile("fp16", *rows))
+        cases.append(
+            case(
+                module._block_attn_keys_hopper_kernel, "sums" if summing else "maxima", types, c,
+                module.WARPS, 0, module.START_REGISTERS[summing],
+            )  # fmt: skip
+        )
     return cases
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,7 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill import tile_blocks
+from nsa.kernels.prefill import block_attn_keys_hopper, tile_blocks
+from nsa.kernels.prefill.block_attn_finish import finish_tiles
 from nsa.kernels.prefill.combine import Others
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
@@ -53,6 +55,7 @@ KEYS = 64
 HEADS = 16  # rows of a warp's product
 WARPS = 8  # and queries of a tile: with 16, a third of the registers is missing
 STAGES = {64: 14, 128: 7}  # blocks that fit, by the width of a head
+SPLIT_KEYS = 16384  # from so many on tiles whose queries agree on little may go by keys
 
 
 @gluon.jit
@@ -132,6 +135,22 @@ def _attend_together(acc, m, l, q, k, v, scale_log2):
 
 
 @gluon.jit
+def _begun(acc, l, SUMS, TOP, TOTAL, SCALES, place, row, group, live):
+    """(acc, m, l) of the rows whose sums block_attn_keys_hopper.py began."""
+    WIDTH: gl.constexpr = acc.shape[1]
+    top = gl.load(TOP + row, mask=live, other=float("-inf"))
+    total = gl.load(TOTAL + row, mask=live, other=0.0)
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, acc.type.layout))
+    scale = 1.0 / gl.load(SCALES + group * WIDTH + columns)
+    sums = gl.load(SUMS + place, mask=live[:, None], other=0.0)
+    # Of the parts of a row's sum, which add up to it, one has it all.
+    total = gl.convert_layout(total, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
+    part = gl.arange(0, l.shape[1], gl.SliceLayout(0, l.type.layout))
+    l = gl.where((part == 0)[None, :], total[:, None], l)
+    return sums.to(gl.float32) * scale[None, :], top, l
+
+
+@gluon.jit
 def _other(X, place, gate, live, GATED: gl.constexpr):
     """Another branch's output, by its gate unless it is gated already."""
     x = gl.load(X + place, mask=live[:, None], other=0.0).to(gl.float32)
@@ -141,11 +160,49 @@ def _other(X, place, gate, live, GATED: gl.constexpr):
 
 
 @gluon.jit
+def _rows(
+    tile, group, T, G, H, HEADS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """(row of the outputs, whether there is one, where its numbers are) of each row of a tile."""
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    token = tile * (ROWS // HEADS) + rows // HEADS
+    row = (token.to(gl.int64) * G + group) * H + rows % HEADS
+    place = row[:, None] * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+    return row, (token < T) & (rows % HEADS < H), place
+
+
+@gluon.jit
+def _query_of(ROWS: gl.constexpr, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The query in its tile of each row."""
+    return gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) // HEADS
+
+
+@gluon.jit
+def _items(WHOLE, tiles, G, BEGUN: gl.constexpr):
+    """How many tiles there are for all programs."""
+    if BEGUN:
+        return gl.load(WHOLE)
+    else:
+        return tiles * G
+
+
+@gluon.jit
+def _item(item, WHOLE, tiles, G, BEGUN: gl.constexpr):
+    """(tile, group). Group is the slow axis: its K and V stay in L2 while its tiles pass."""
+    if BEGUN:
+        at = gl.load(WHOLE + 1 + item)
+        return at // G, at % G
+    else:
+        return item % tiles, item // tiles
+
+
+@gluon.jit
 def _consume(
-    Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, k_ring, v_ring, T, S, S_KV, G, H,
-    q_start, scale_log2,
+    Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, REST_COUNTS, WHOLE, TODO, TOP, TOTAL,
+    SUMS, SCALES, k_ring, v_ring, T, S, S_KV, G, H, q_start, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, OTHERS: gl.constexpr,
-    KEEP: gl.constexpr,
+    KEEP: gl.constexpr, BEGUN: gl.constexpr,
 ):  # fmt: skip
     """A warp for each query of a tile, tile after tile."""
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -160,10 +217,8 @@ def _consume(
     tiles = (T + QUERIES - 1) // QUERIES
     slot = 0
     parity = 0
-    for item in range(gl.program_id(0), tiles * G, gl.num_programs(0)):
-        # Group is the slow axis: one group's K and V stay in L2 while its tiles pass.
-        group = item // tiles
-        tile = item % tiles
+    for item in range(gl.program_id(0), _items(WHOLE, tiles, G, BEGUN), gl.num_programs(0)):
+        tile, group = _item(item, WHOLE, tiles, G, BEGUN)
         at = tile * G + group
         count = gl.load(COUNTS + at)
         entries = ENTRIES + at.to(gl.int64) * ROOM
@@ -183,6 +238,10 @@ def _consume(
         acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
         l = gl.sum(_by_thread(gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)), 1)
+        if BEGUN:
+            if gl.load(REST_COUNTS + at) > 0:
+                row, live, place = _rows(tile, group, T, G, H, HEADS, ROWS, WIDTH, LAYOUT)
+                acc, m, l = _begun(acc, l, SUMS, TOP, TOTAL, SCALES, place, row, group, live)
         for i in range(count):
             chosen = entry.to(gl.int32)
             mine = (chosen >> warp) & 1
@@ -207,17 +266,15 @@ def _consume(
             if slot == STAGES:
                 slot = 0
                 parity ^= 1
-        rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        its_token = tile * QUERIES + rows // HEADS
-        live = (its_token < T) & (rows % HEADS < H)
-        row = (its_token.to(gl.int64) * G + group) * H + rows % HEADS
+        row, live, place = _rows(tile, group, T, G, H, HEADS, ROWS, WIDTH, LAYOUT)
+        if BEGUN:
+            todo = gl.load(TODO + at)
+            live = live & (((todo >> (_query_of(ROWS, HEADS, LAYOUT) // 4)) & 1) > 0)
         l = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
         # A row that attends nothing has l = 0: output 0 and lse = -inf.
         lse = gl.where(l > 0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
         gl.store(LSE + row, lse, mask=live)
         out = (acc * (1.0 / gl.where(l > 0, l, 1.0))[:, None]).to(O.dtype.element_ty)
-        columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-        place = row[:, None] * WIDTH + columns[None, :]
         if KEEP:
             gl.store(O + place, out, mask=live[:, None])
         if OTHERS > 0:  # as _combine_fwd_kernel
@@ -231,8 +288,8 @@ def _consume(
 
 @gluon.jit
 def _produce(
-    KD, VD, ENTRIES, COUNTS, k_ring, v_ring, bars, T, G,
-    QUERIES: gl.constexpr, ROOM: gl.constexpr,
+    KD, VD, ENTRIES, COUNTS, WHOLE, k_ring, v_ring, bars, T, G,
+    QUERIES: gl.constexpr, ROOM: gl.constexpr, BEGUN: gl.constexpr,
 ):  # fmt: skip
     """The warp that brings the blocks."""
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -240,9 +297,9 @@ def _produce(
     tiles = (T + QUERIES - 1) // QUERIES
     slot = 0
     parity = 1  # the phase before the first counts as complete
-    for item in range(gl.program_id(0), tiles * G, gl.num_programs(0)):
-        group = item // tiles
-        at = item % tiles * G + group
+    for item in range(gl.program_id(0), _items(WHOLE, tiles, G, BEGUN), gl.num_programs(0)):
+        tile, group = _item(item, WHOLE, tiles, G, BEGUN)
+        at = tile * G + group
         count = gl.load(COUNTS + at)
         entries = ENTRIES + at.to(gl.int64) * ROOM
         entry = gl.load(entries)
@@ -262,13 +319,14 @@ def _produce(
 
 @gluon.jit
 def _block_attn_fwd_hopper_kernel(
-    Q, KD, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, T, S, S_KV, G, H, q_start,
-    scale_log2,
+    Q, KD, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, REST_COUNTS, WHOLE, TODO, TOP,
+    TOTAL, SUMS, SCALES, T, S, S_KV, G, H, q_start, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, STAGES: gl.constexpr,
-    OTHERS: gl.constexpr, KEEP: gl.constexpr,
+    OTHERS: gl.constexpr, KEEP: gl.constexpr, BEGUN: gl.constexpr,
 ):  # fmt: skip
     """LSE, with KEEP O, and with OTHERS the gated SUM of O and two OTHERS, O_CMP and O_WIN, or one:
-    O_CMP, which is the gated sum of both."""
+    O_CMP, which is the gated sum of both. BEGUN: rows begin with KeySums; SUMS may be where SUM or
+    O is, since the threads that write a number are those that read it."""
     dtype: gl.constexpr = KD.dtype
     WARPS: gl.constexpr = gl.num_warps()
     TILE: gl.constexpr = KD.block_type.nbytes // UNIT
@@ -288,10 +346,13 @@ def _block_attn_fwd_hopper_kernel(
     program_barrier()
     gl.warp_specialize([
         (_consume, (
-            Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, k_ring, v_ring, T, S, S_KV, G, H,
-            q_start, scale_log2, VARLEN, HEADS, ROOM, OTHERS, KEEP,
+            Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, REST_COUNTS, WHOLE, TODO, TOP,
+            TOTAL, SUMS, SCALES, k_ring, v_ring, T, S, S_KV, G, H, q_start, scale_log2, VARLEN,
+            HEADS, ROOM, OTHERS, KEEP, BEGUN,
         )),
-        (_produce, (KD, VD, ENTRIES, COUNTS, k_ring, v_ring, bars, T, G, WARPS, ROOM)),
+        (_produce, (
+            KD, VD, ENTRIES, COUNTS, WHOLE, k_ring, v_ring, bars, T, G, WARPS, ROOM, BEGUN,
+        )),
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
 
@@ -322,10 +383,20 @@ def usable(
     )
 
 
+def splits(q: Tensor, v: Tensor, n_sel: int, longest: int) -> bool:
+    """Whether tiles may go by keys for inputs that are usable(), in part, where that pays. longest:
+    keys of the longest sequence. Sums by keys do not repeat bitwise."""
+    return (
+        longest >= SPLIT_KEYS
+        and block_attn_keys_hopper.usable(q, v, n_sel)
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor | None, lse: Tensor, *,
-    softmax_scale: float, seq_begin: Tensor | None, q_start: int,
-    others: Others | None = None, total: Tensor | None = None,
+    softmax_scale: float, seq_begin: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int,
+    q_start: int, others: Others | None = None, total: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill lse, and out and total where they are given, for inputs that are usable(); see
     gated_block_attention_fwd."""
@@ -334,19 +405,31 @@ def attend_blocks(
     groups = k.shape[-2]
     tokens = q.numel() // (hq * width)
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
-    lists = tile_blocks.tile_blocks(
-        block_indices, seq_begin, s_q, s_kv, q_start, KEYS, queries=WARPS
-    )
-    programs = min(lists.counts.numel(), sm_count(q.device))
     keep = out is not None
     out, total = (out if keep else total), (total if others else out)
+    split = splits(q, v, block_indices.shape[-1], max_seqlen if varlen else s_kv)
+    lists = tile_blocks.tile_blocks(
+        block_indices, seq_begin, s_q, s_kv, q_start, KEYS, queries=WARPS, split=split
+    )
+    begun = (*(lists.counts,) * 3, lse, lse, out, lse)
+    if split:
+        sums = block_attn_keys_hopper.sums_by_keys(
+            q, k, v, lists.rest, WARPS, total, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )  # fmt: skip
+        finish_tiles(
+            q, k, v, lists, sums, out if keep else None, lse, others, total,
+            softmax_scale=softmax_scale, q_start=q_start, packed=varlen,
+        )  # fmt: skip
+        begun = (lists.rest.counts, lists.rest.whole, lists.rest.todo, *sums)
+    programs = min(lists.counts.numel(), sm_count(q.device))
     o_cmp, o_win, gates = others or (out, None, out)
     n_others = (1 if o_win is None else 2) if others else 0
     launch(
         _block_attn_fwd_hopper_kernel, (programs,),
         q, _blocks(k), _blocks(v), out, lse, o_cmp, o_cmp if o_win is None else o_win, gates,
-        total, lists.entries, lists.counts, tokens, s_q, s_kv, groups,
+        total, lists.entries, lists.counts, *begun, tokens, s_q, s_kv, groups,
         hq // groups, q_start, softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS,
-        ROOM=lists.entries.shape[-1], STAGES=STAGES[width], OTHERS=n_others, KEEP=keep,
+        ROOM=lists.entries.shape[-1], STAGES=STAGES[width], OTHERS=n_others, KEEP=keep, BEGUN=split,
         num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

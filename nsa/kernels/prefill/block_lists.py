@@ -49,7 +49,7 @@ def keys_of_tile(
 @dataclass(frozen=True)
 class Chunks:
     """Chunk c covers the pairs chunk_begin[c] .. chunk_end[c] of tile chunk_tile[c]; both are 0
-    past the last chunk.
+    past the last chunk. size: pairs of a chunk, at most.
     tile_chunks, bounds [n_tiles + 1]: the chunks and the pairs of a tile. Tiles count over
     (sequence, group, tile).
     """
@@ -61,6 +61,7 @@ class Chunks:
     bounds: Tensor
     n_chunks: int
     n_tiles: int
+    size: int
 
 
 def token_sequences(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -144,7 +145,7 @@ def chunks_of(counts: Tensor, most: int, size: int) -> Chunks:
         bounds, tile_chunks, chunk_tile, begin, end, n_tiles, n_chunks,
         max(n_tiles - 1, 0).bit_length(), CHUNK=size, SIZE=LIST_SIZE,
     )  # fmt: skip
-    return Chunks(chunk_tile, begin, end, tile_chunks, bounds, n_chunks, n_tiles)
+    return Chunks(chunk_tile, begin, end, tile_chunks, bounds, n_chunks, n_tiles, size)
 
 
 @dataclass(frozen=True)
@@ -247,16 +248,17 @@ def _tile_members_kernel(
 
 def rows_of_tiles(
     block_indices: Tensor, tiles_per_block: int, n_seq: int, per_seq: int, longest: int,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, chunk: int | None = None,
 ) -> TileRows:  # fmt: skip
     """Invert block_indices int32 [.., G, n_sel] (-1 is none); no host synchronisation.
 
     per_seq tiles per sequence and group; dense rows are n_seq equal sequences, packed rows follow
-    cu_seqlens, of `longest` rows at most each.
+    cu_seqlens, of `longest` rows at most each. chunk: pairs, CHUNK by default.
 
     A map with a bit for each row and tile is made where it is small, and read tile by tile. It
     grows with the square of the length: long sequences are sorted.
     """
+    chunk = chunk or CHUNK
     groups, n_sel = block_indices.shape[-2:]
     blocks = block_indices.reshape(-1, groups, n_sel).contiguous()
     tokens, device = blocks.shape[0], blocks.device
@@ -278,10 +280,10 @@ def rows_of_tiles(
         tile, order = torch.sort(out, stable=True)
         bounds = torch.searchsorted(tile, torch.arange(n_tiles + 1, **kw))
         rows = (order // (tiles_per_block * n_sel)).to(torch.int32)
-        return TileRows(**vars(chunks_of(bounds.diff(), pairs, CHUNK)), rows=rows)
+        return TileRows(**vars(chunks_of(bounds.diff(), pairs, chunk)), rows=rows)
     counts, rows = torch.empty(n_tiles, **kw), torch.empty(pairs, **kw)
     launch(_tile_counts_kernel, (n_tiles,), out, counts, words, WORDS=WORDS, num_warps=1)
-    chunks = chunks_of(counts, pairs, CHUNK)
+    chunks = chunks_of(counts, pairs, chunk)
     launch(
         _tile_members_kernel, (n_tiles, cdiv(words, SHARE)),
         out, chunks.bounds, cu_arg, rows, words, seqlen, groups, per_seq, VARLEN=packed,
@@ -339,7 +341,7 @@ def pieces_in_order(
     them, and the pieces of a chunk. Among pieces of a bucket the order changes from run to run.
     tokens: of all sequences.
     """
-    device, per_chunk = lists.rows.device, CHUNK // share
+    device, per_chunk = lists.rows.device, lists.size // share
     pieces, buckets = lists.n_chunks * per_chunk, max(BUCKETS, pow2(groups))
     counts = torch.zeros(buckets, dtype=torch.int32, device=device)
     ranks = torch.empty(pieces, dtype=torch.int64, device=device)

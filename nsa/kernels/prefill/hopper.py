@@ -134,9 +134,13 @@ def block_forward_kernels(
     q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, gated: bool = False
 ) -> tuple[str, ...]:
     """Names of those that the forward of selection by blocks always launches, with the gated sum of
-    the branches where `gated`; block_attn_fwd adds others where neighbouring queries agree."""
-    if block_forward(q, k, v, n_sel, block_size, 1.0):
-        return ("_tile_blocks_kernel", "_block_attn_fwd_hopper_kernel")  # which sums up itself
+    the branches where `gated`; block_attn_fwd adds others where neighbouring queries agree, and
+    block_attn_fwd_hopper where long packed sequences do not."""
+    module = block_forward(q, k, v, n_sel, block_size, 1.0)
+    if module:  # which sums up itself
+        by_keys = ("_block_attn_keys_hopper_kernel", "_block_attn_finish_kernel")
+        split = q.dim() == 4 and module.splits(q, v, n_sel, k.shape[1])
+        return ("_tile_blocks_kernel", *by_keys * split, "_block_attn_fwd_hopper_kernel")
     return ("_block_attn_fwd_kernel", *("_combine_fwd_kernel",) * gated)
 
 

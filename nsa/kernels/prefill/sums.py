@@ -82,7 +82,7 @@ def _largest_kernel(K, V, LARGEST, k_numbers, v_numbers, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _exponent(x):
+def exponent(x):
     """e with x < 2**(e + 1), for x >= 0."""
     return ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127
 
@@ -93,8 +93,8 @@ def _half_scales_kernel(REACH, LARGEST, SCALES, n_rows, SIZE: tl.constexpr):
     each below 2**(e + 1), and one for the 2."""
     row = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = row < n_rows
-    spread = _exponent(tl.load(LARGEST)) + _exponent(tl.load(LARGEST + 1))
-    spread += _exponent(tl.load(REACH + row, mask=live, other=0.0))
+    spread = exponent(tl.load(LARGEST)) + exponent(tl.load(LARGEST + 1))
+    spread += exponent(tl.load(REACH + row, mask=live, other=0.0))
     power = tl.minimum(tl.maximum(11 - spread, -126), 126)
     scales = ((power + 127) << 23).to(tl.float32, bitcast=True)
     tl.store(SCALES + row, scales, mask=live)

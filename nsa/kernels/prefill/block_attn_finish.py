@@ -1,0 +1,141 @@
+"""What the queries of a tile share, on top of what few of them chose: the end of selection
+attention where that went by keys (block_attn_keys_hopper.py).
+
+A program has half a tile: four queries with all heads of a group. Each block of the tile's list is
+one product, with no weight for the rows that did not choose it, and the sums by keys join at the
+end; so do the other branches' outputs. What holds a row that is not finite is left to
+block_attn_fwd_hopper.py, since 0 * NaN may come from a key that only a neighbour attends.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.kernels.launch import launch
+from nsa.kernels.prefill.combine import Others
+from nsa.kernels.prefill.key_sums import KeySums
+from nsa.kernels.prefill.tile_blocks import TileBlocks
+from nsa.kernels.row_tiles import row_tiles
+from nsa.kernels.tiles import LOG2E, dot_precision
+
+BLOCK, KEYS = 64, 32  # keys of a block, and of a product
+# Three programs of 64 rows share a multiprocessor. (One of 128 rows would take 243 registers.)
+QUERIES, WARPS, STAGES, REGISTERS = 4, 4, 2, 168
+
+
+@triton.jit
+def _gated(x, gate, live, GATED: tl.constexpr):
+    """Another branch's output, by its gate unless it is gated already."""
+    x = tl.load(x, mask=live[:, None], other=0.0).to(tl.float32)
+    if GATED:
+        x = x * tl.load(gate, mask=live, other=0.0).to(tl.float32)[:, None]
+    return x
+
+
+@triton.jit
+def _block_attn_finish_kernel(
+    Q, KD, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, REST_COUNTS, WHOLE, TODO, TOP,
+    TOTAL, SUMS, SCALES, T, S, S_KV, G, q_start, scale_log2,
+    VARLEN: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr,
+    ROOM: tl.constexpr, PER_BLOCK: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+    OTHERS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """QUERIES of a TILE and group; the outputs are those of _block_attn_fwd_hopper_kernel."""
+    # Group is the slow axis: one group's K and V stay in L2 while its tiles pass.
+    part = tl.program_id(0) % (TILE // QUERIES)
+    tile = tl.program_id(0) // (TILE // QUERIES)
+    group = tl.program_id(1)
+    at = tile.to(tl.int64) * G + group
+    if tl.load(REST_COUNTS + at) == 0:
+        return
+    count = tl.load(COUNTS + at)
+    rows = tl.arange(0, QUERIES * HEADS)
+    query = rows // HEADS
+    first_token = tile * TILE + part * QUERIES
+    token = first_token + query
+    live = token < T
+    if VARLEN:  # the row of its own key, which is the last one seen
+        own = token + q_start
+    else:
+        own = token // S * S_KV + token % S + q_start
+    first_row = (first_token.to(tl.int64) * G + group) * HEADS
+    row = query * G * HEADS + rows % HEADS  # from the first one on
+    columns = tl.arange(0, D)
+    place = row[:, None] * D + columns[None, :]
+    q = tl.load(Q + first_row * D + place, mask=live[:, None], other=0.0)
+    acc = tl.zeros([QUERIES * HEADS, D], tl.float32)
+    m = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
+    l = tl.zeros([QUERIES * HEADS], tl.float32)
+    key = tl.arange(0, KEYS)
+    for i in tl.range(0, count * PER_BLOCK):
+        entry = tl.load(ENTRIES + at * ROOM + i // PER_BLOCK)
+        first = (entry >> 32).to(tl.int32) + i % PER_BLOCK * KEYS
+        chosen = ((entry.to(tl.int32) >> (part * QUERIES + query)) & 1) > 0
+        last = tl.where(chosen, own - first, -1)
+        s = tl.dot(q, tl.trans(KD.load([first, group * D])), input_precision=PRECISION)
+        s = tl.where(key[None, :] <= last[:, None], s * scale_log2, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.math.exp2(s - m_safe[:, None])
+        alpha = tl.math.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 1)
+        v = VD.load([first, group * D])
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    if tl.max(tl.max((acc * 0.0 != 0.0).to(tl.int32), 1), 0) > 0:
+        if tl.atomic_or(TODO + at, 1 << part, sem="relaxed") == 0:
+            tl.store(WHOLE + 1 + tl.atomic_add(WHOLE, 1, sem="relaxed"), at.to(tl.int32))
+        return
+    top = tl.load(TOP + first_row + row, mask=live, other=0.0)
+    m_new = tl.maximum(m, top)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.math.exp2(m - m_safe)
+    beta = tl.math.exp2(top - m_safe)
+    l = l * alpha + tl.load(TOTAL + first_row + row, mask=live, other=0.0) * beta
+    scale = 1.0 / tl.load(SCALES + group * D + columns)
+    acc = acc * alpha[:, None]
+    begun = tl.load(SUMS + first_row * D + place, mask=live[:, None], other=0.0)
+    acc += begun.to(tl.float32) * scale[None, :] * beta[:, None]
+    # A row that attends nothing has l = 0: output 0 and lse = -inf.
+    nothing = l == 0
+    l = tl.where(nothing, 1.0, l)
+    lse = tl.where(nothing, float("-inf"), (m_safe + tl.math.log2(l)) * 0.6931471805599453)
+    tl.store(LSE + first_row + row, lse, mask=live)
+    out = (acc * (1.0 / l)[:, None]).to(O.dtype.element_ty)
+    if KEEP:
+        tl.store(O + first_row * D + place, out, mask=live[:, None])
+    if OTHERS > 0:  # as _combine_fwd_kernel
+        gates = GATES + first_row * 3 + row * 3
+        total = _gated(O_CMP + first_row * D + place, gates, live, OTHERS == 2)
+        gate = tl.load(gates + 1, mask=live, other=0.0).to(tl.float32)
+        total += out.to(tl.float32) * gate[:, None]
+        if OTHERS == 2:
+            total += _gated(O_WIN + first_row * D + place, gates + 2, live, True)
+        tl.store(SUM + first_row * D + place, total.to(SUM.dtype.element_ty), mask=live[:, None])
+
+
+def finish_tiles(
+    q: Tensor, k: Tensor, v: Tensor, lists: TileBlocks, sums: KeySums, out: Tensor | None,
+    lse: Tensor, others: Others | None, total: Tensor, *, softmax_scale: float, q_start: int,
+    packed: bool,
+) -> None:  # fmt: skip
+    """Fill lse, and out and total as attend_blocks does, of the tiles with a rest; those that are
+    not finite go to lists.rest.whole. Contiguous inputs; sums.sums may be where total is."""
+    hq, width = q.shape[-2:]
+    groups, parts = k.shape[-2], lists.queries // QUERIES
+    o_cmp, o_win, gates = others or (total, None, total)
+    launch(
+        _block_attn_finish_kernel, (len(lists.counts) * parts, groups),
+        q, row_tiles(k, KEYS, width), row_tiles(v, KEYS, width), total if out is None else out, lse,
+        o_cmp, o_cmp if o_win is None else o_win, gates, total, lists.entries, lists.counts,
+        lists.rest.counts, lists.rest.whole, lists.rest.todo, *sums, q.numel() // (hq * width),
+        1 if packed else q.shape[1], 0 if packed else k.shape[1], groups, q_start,
+        softmax_scale * LOG2E, VARLEN=packed, TILE=lists.queries, QUERIES=QUERIES,
+        HEADS=hq // groups, ROOM=lists.entries.shape[-1], PER_BLOCK=BLOCK // KEYS, KEYS=KEYS,
+        D=width,
+        OTHERS=(1 if o_win is None else 2) if others else 0, KEEP=out is not None,
+        PRECISION=dot_precision(q.dtype), num_warps=WARPS, num_stages=STAGES,
+        maxnreg=REGISTERS,
+    )  # fmt: skip

@@ -1,0 +1,280 @@
+"""Forward of selection attention on Hopper, by blocks of keys, for what no neighbours share.
+
+A query that reads a block which none beside it chose takes 32 KB from the L2 for it. By blocks, as
+the backward goes (block_attn_bwd_hopper.py), a pair of a query and a block takes three times the 4
+KB of a query of 16 heads: Q for the row maxima, Q again, and the sums of exp2(s - max) V that go to
+the L2's adders in fp16 (key_sums.py). block_attn_finish.py goes on with what neighbours share.
+
+Three programs share a multiprocessor. Each has four warps, with a block's K and V and two places
+for 64 rows of Q, and for each place a warp that fetches rows, query by query, and adds what the
+four have put in their place. The lists' pieces are short and run in the order of their queries, so
+that sums under way stay in the L2 (H200, 64k random blocks: pieces of 128 pairs 5.0 ms, two of them
+a program 6.3; a fixed share of programs for all that there are, which drift apart, 7.2).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nsa.kernels.launch import launch
+from nsa.kernels.prefill import block_lists
+from nsa.kernels.prefill.block_attn_bwd_hopper import _head_tiles, _load_keys
+from nsa.kernels.prefill.key_sums import KeySums, begin_sums
+from nsa.kernels.prefill.span_bwd_hopper import _tma_add
+from nsa.kernels.prefill.sums import MOST_PARTS
+from nsa.kernels.prefill.tile_blocks import Rest
+from nsa.kernels.prefill.warps import program_barrier
+from nsa.kernels.tiles import LOG2E, cdiv
+
+HEADS, ROWS, KEYS, WIDTH = 16, 64, 64, 128
+WARPS = 4
+PAIRS = 128  # of a program
+# A program has eight warps, of which the moving ones count as four. Three programs share a
+# multiprocessor where V is in shared memory as well, four where it is not.
+START_REGISTERS = {True: 80, False: 64}
+LEAST_REGISTERS = tl.constexpr(24)
+PLACES = tl.constexpr(2)
+
+
+@gluon.jit
+def _add_rows(SUMSD, UNITS, place, begin, end):
+    """The sums in a place to those of their queries, which are the pairs from begin on."""
+    PADDED: gl.constexpr = SUMSD.block_type.shape[1]
+    WIDE: gl.constexpr = SUMSD.block_type.shape[2]
+    QUERIES: gl.constexpr = place.shape[0] // PADDED
+    PARTS: gl.constexpr = place.shape[1] // WIDE
+    sums = place._reinterpret(SUMSD.dtype, [PARTS * QUERIES, 1, PADDED, WIDE], SUMSD.layout)
+    units = ()
+    for i in gl.static_range(QUERIES):
+        units = units + (gl.load(UNITS + gl.minimum(begin + i, gl.maximum(end - 1, 0))),)
+    for i in gl.static_range(QUERIES):
+        if begin + i < end:
+            for part in gl.static_range(PARTS):
+                _tma_add(SUMSD, [units[i], 0, part * WIDE], sums.index(part * QUERIES + i))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _move(
+    QD, SUMSD, TOP, UNITS, buffers, bars, begin, end,
+    HEADS: gl.constexpr, MINE: gl.constexpr, SUM: gl.constexpr,
+):  # fmt: skip
+    """The warp of one place: adds the sums that are there, then fetches other rows."""
+    k_place, v_place, places, top_smem, unit_smem = buffers
+    ready, done = bars
+    ROWS: gl.constexpr = places.shape[1]
+    PADDED: gl.constexpr = QD.block_type.shape[1]
+    QUERIES: gl.constexpr = ROWS // PADDED
+    WIDE: gl.constexpr = QD.block_type.shape[2]
+    PARTS: gl.constexpr = places.shape[2] // WIDE
+    row = gl.arange(0, ROWS, gl.BlockedLayout([2], [32], [1], [0]))
+    place = places.index(MINE)
+    bar = ready.index(MINE)
+    rows = place._reinterpret(QD.dtype, [PARTS * QUERIES, 1, PADDED, WIDE], QD.layout)
+    parity = 1  # the phase before the first counts as complete
+    last = end
+    for first in range(begin + MINE * QUERIES, end, PLACES * QUERIES):
+        pair = first + row // PADDED
+        unit = gl.load(UNITS + pair, mask=pair < end, other=-1)
+        if SUM:
+            top = gl.load(TOP + unit * HEADS + row % PADDED, mask=pair < end, other=0.0)
+        mbarrier.wait(done.index(MINE), parity)
+        parity ^= 1
+        if SUM:
+            _add_rows(SUMSD, UNITS, place, last, end)
+            last = first
+            top_smem.index(MINE).store(top)
+        unit_smem.index(MINE).store(unit)
+        program_barrier()
+        mbarrier.expect(bar, PARTS * QUERIES * QD.block_type.nbytes)
+        for i in gl.static_range(QUERIES):
+            source = gl.load(UNITS + gl.minimum(first + i, end - 1))
+            for part in gl.static_range(PARTS):
+                q = rows.index(part * QUERIES + i)
+                tma.async_copy_global_to_shared(QD, [source, 0, part * WIDE], bar, q)
+    mbarrier.wait(done.index(MINE), parity)
+    if SUM:
+        _add_rows(SUMSD, UNITS, place, last, end)
+
+
+@gluon.jit
+def _attend(
+    turn, TOP, TOTAL, buffers, bars, scale_log2,
+    HEADS: gl.constexpr, PADDED: gl.constexpr, SUM: gl.constexpr,
+):  # fmt: skip
+    """A tile of rows: their maxima, or their sums relative to those."""
+    k_place, v_place, places, top_smem, unit_smem = buffers
+    ready, done = bars
+    ROWS: gl.constexpr = places.shape[1]
+    KEYS: gl.constexpr = k_place.shape[1]
+    WIDTH: gl.constexpr = k_place.shape[2]
+    WARPS: gl.constexpr = gl.num_warps()
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    # Always 0, which the compiler cannot know: else it keeps the address of every slice of K and V
+    # in registers throughout the loop.
+    nought = turn >> 30
+    slot = turn % PLACES
+    q = places.index(slot)
+    mbarrier.wait(ready.index(slot), (turn // PLACES) & 1)
+    zero = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
+    k = k_place.index(nought).permute([1, 0])
+    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    unit = unit_smem.index(slot).load(ROW)
+    if SUM:
+        top = top_smem.index(slot).load(ROW)
+    head = gl.arange(0, ROWS, ROW) % PADDED
+    at = unit * HEADS + head
+    live = (unit >= 0) & (head < HEADS)
+    s = warpgroup_mma_wait(0, deps=[s])
+    if SUM:
+        p = gl.exp2(s * scale_log2 - top[:, None])
+        zero_o = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
+        weights = gl.convert_layout(p.to(k_place.dtype), LEFT, assert_trivial=True)
+        v = v_place.index(nought)
+        o = warpgroup_mma(weights, v, zero_o, use_acc=False, is_async=True)
+        gl.atomic_add(TOTAL + at, gl.sum(p, 1), mask=live, sem="relaxed")
+        o = warpgroup_mma_wait(0, deps=[o])
+        # The sums take the place of Q, of which a warp has read the rows that it writes.
+        q._reinterpret(gl.float16, [ROWS, WIDTH], q.layout).store(o.to(gl.float16))
+        fence_async_shared()
+        program_barrier()
+        mbarrier.arrive(done.index(slot), count=1)
+    else:
+        program_barrier()
+        mbarrier.arrive(done.index(slot), count=1)
+        gl.atomic_max(TOP + at, gl.max(s, 1) * scale_log2, mask=live, sem="relaxed")
+
+
+@gluon.jit
+def _walk(
+    K, V, TOP, TOTAL, SCALES, buffers, bars, tile, begin, end, first_key, group, per_seq, G,
+    scale_log2, HEADS: gl.constexpr, PADDED: gl.constexpr, SUM: gl.constexpr,
+):  # fmt: skip
+    """The four warps: a piece of the rows that attend one block of keys."""
+    k_place, v_place, places, top_smem, unit_smem = buffers
+    QUERIES: gl.constexpr = places.shape[1] // PADDED
+    KEYS: gl.constexpr = k_place.shape[1]
+    WIDTH: gl.constexpr = k_place.shape[2]
+    COPY_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    key = tile % per_seq * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
+    key_row = (first_key + key) * G + group
+    here = (key >= 0) & (begin < end)  # rows see all keys of a block: it lies within the sequence
+    k_place.index(0).store(_load_keys(K, key_row, here, COPY_LAYOUT, WIDTH))
+    if SUM:
+        v = _load_keys(V, key_row, here, COPY_LAYOUT, WIDTH)
+        column = group * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY_LAYOUT))
+        scale = gl.load(SCALES + column)
+        v_place.index(0).store((v.to(gl.float32) * scale[None, :]).to(v.dtype))
+    fence_async_shared()
+    program_barrier()
+    for turn in range((end - begin + QUERIES - 1) // QUERIES):
+        _attend(turn, TOP, TOTAL, buffers, bars, scale_log2, HEADS, PADDED, SUM)
+
+
+@gluon.jit
+def _block_attn_keys_hopper_kernel(
+    K, V, QD, SUMSD, TOP, TOTAL, SCALES, UNITS, PIECES, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END,
+    CU_SEQLENS, S_KV, G, per_seq, scale_log2,
+    VARLEN: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    WIDTH: gl.constexpr, SUM: gl.constexpr,
+):  # fmt: skip
+    """Raises TOP to the maxima of the rows; with SUM adds what is relative to these to TOTAL and,
+    by SUMSD, to the sums (KeySums).
+
+    PIECES: how many chunks there are, and these in the order in which programs take them.
+    """
+    PADDED: gl.constexpr = QD.block_type.shape[1]
+    dtype: gl.constexpr = QD.dtype
+    turn = gl.program_id(0)
+    live = turn < gl.load(PIECES)
+    # Programs without a piece cannot return before their warps part: they have no pairs.
+    chunk = gl.load(PIECES + 1 + turn, mask=live, other=0)
+    begin = gl.load(CHUNK_BEGIN + chunk, mask=live, other=0).to(gl.int32)
+    end = gl.load(CHUNK_END + chunk, mask=live, other=0).to(gl.int32)
+    tile = gl.load(CHUNK_TILE + chunk, mask=live, other=0)
+    group = tile // per_seq % G
+    sequence = tile // per_seq // G
+    if VARLEN:
+        first_key = gl.load(CU_SEQLENS + sequence).to(gl.int64)
+    else:
+        first_key = sequence.to(gl.int64) * S_KV
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
+    v_place = k_place
+    if SUM:
+        v_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
+    places = gl.allocate_shared_memory(dtype, [PLACES, ROWS, WIDTH], LAYOUT)
+    top_smem = gl.allocate_shared_memory(gl.float32, [PLACES, ROWS], PLAIN)
+    unit_smem = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS], PLAIN)
+    ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PLACES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(done.index(i), count=1)
+    buffers = (k_place, v_place, places, top_smem, unit_smem)
+    bars = (ready, done)
+    gl.warp_specialize([
+        (_walk, (
+            K, V, TOP, TOTAL, SCALES, buffers, bars, tile, begin, end, first_key, group, per_seq, G,
+            scale_log2, HEADS, PADDED, SUM,
+        )),
+        (_move, (QD, SUMSD, TOP, UNITS, buffers, bars, begin, end, HEADS, 0, SUM)),
+        (_move, (QD, SUMSD, TOP, UNITS, buffers, bars, begin, end, HEADS, 1, SUM)),
+    ], [1, 1], [LEAST_REGISTERS, LEAST_REGISTERS])  # fmt: skip
+
+
+def usable(q: Tensor, v: Tensor, n_sel: int) -> bool:
+    """True where sums in fp16 serve a call that block_attn_fwd_hopper.py takes: bf16, whose
+    rounding costs more than theirs, 16 heads a group, 128 wide."""
+    return (
+        q.dtype == torch.bfloat16
+        and q.shape[-2] == HEADS * v.shape[-2]
+        and v.shape[-1] == WIDTH
+        and n_sel <= MOST_PARTS
+        and q.numel() // WIDTH < 2**31 - 2**16
+    )
+
+
+def sums_by_keys(
+    q: Tensor, k: Tensor, v: Tensor, rest: Rest, queries: int, memory: Tensor, *,
+    softmax_scale: float, cu_seqlens: Tensor | None, max_seqlen: int,
+) -> KeySums:  # fmt: skip
+    """Sums over the rest of tiles of so many queries, which see all keys of its blocks, for
+    contiguous inputs that are usable(). memory: like q, for the sums."""
+    varlen, groups = cu_seqlens is not None, v.shape[-2]
+    tokens = q.numel() // (q.shape[-2] * WIDTH)
+    s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
+    n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
+    per_seq = cdiv(max_seqlen if varlen else s_kv, KEYS)
+    result = begin_sums(q, v, rest, queries, KEYS, memory)
+    top, total, sums, scales = result
+    lists = block_lists.rows_of_tiles(
+        rest.blocks, 1, n_seq, per_seq, max_seqlen if varlen else s_q, cu_seqlens, PAIRS
+    )
+    pieces, _ = block_lists.pieces_in_order(lists, PAIRS, tokens, groups)  # a chunk each
+    chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
+    q_tiles, sum_tiles = _head_tiles(q, groups), _head_tiles(sums, groups)
+    for summing in (False, True):
+        launch(
+            _block_attn_keys_hopper_kernel, (pieces.numel() - 1,),
+            k, v, q_tiles, sum_tiles, top, total, scales, lists.rows, pieces, *chunks,
+            cu_seqlens if varlen else lists.rows, s_kv, groups, per_seq, softmax_scale * LOG2E,
+            VARLEN=varlen, HEADS=HEADS, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH, SUM=summing,
+            num_warps=WARPS, maxnreg=START_REGISTERS[summing],
+        )  # fmt: skip
+    return result

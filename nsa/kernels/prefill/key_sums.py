@@ -1,0 +1,112 @@
+"""Sums of selection attention's forward that several programs add to, in fp16.
+
+A row adds at most MOST_PARTS parts, one for a block, whose weights are at most 1 each. Each column
+of a group's V has a power of two, therefore, which its sums cannot overflow with:
+
+    |sum_j p_j V_jc| * scale_c <= n_sel * keys of a block * max_j |V_jc| * scale_c < 2**15
+
+With n_sel = 16 a row whose weight is all on one key has 18 bits down to fp16's least normal number.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.kernels.launch import launch
+from nsa.kernels.prefill.sums import exponent
+from nsa.kernels.prefill.tile_blocks import Rest
+from nsa.kernels.tiles import cdiv, pow2
+
+COLUMNS, SLICE = 128, 64  # of V, and rows, that are searched at a time
+SEARCHES = 1024  # programs: few, since each raises the same numbers
+
+
+class KeySums(NamedTuple):
+    """Of each query head: top [.., HQ] fp32, the largest score in base 2; total [.., HQ] fp32, the
+    sum of exp2(score - top); sums [.., HQ, D] fp16, that of exp2(score - top) V times scales
+    [G, D], fp32 powers of two. All but scales hold nothing where Rest.counts is 0.
+    """
+
+    top: Tensor
+    total: Tensor
+    sums: Tensor
+    scales: Tensor
+
+
+@triton.jit
+def _largest_columns_kernel(
+    V, LARGEST, n_rows, columns, COLUMNS: tl.constexpr, SLICE: tl.constexpr
+):  # fmt: skip
+    """Raises LARGEST [columns] to the largest finite magnitudes of the columns of V. What is not
+    finite does not count: rows that see it are not finite either, others shall not suffer."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    found = tl.zeros([SLICE, COLUMNS], tl.float32)
+    for begin in range(tl.program_id(0) * SLICE, n_rows, tl.num_programs(0) * SLICE):
+        row = begin + tl.arange(0, SLICE)
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        x = tl.load(V + at, mask=(row < n_rows)[:, None] & (column < columns)[None, :], other=0.0)
+        x = tl.abs(x.to(tl.float32))
+        found = tl.maximum(found, tl.where(x < float("inf"), x, 0.0))
+    tl.atomic_max(LARGEST + column, tl.max(found, 0), mask=column < columns, sem="relaxed")
+
+
+@triton.jit
+def _column_scales_kernel(LARGEST, columns, bits, COLUMNS: tl.constexpr):
+    """Scales in the place of the largest: 2**bits of these times a scale stay below 2**15."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    largest = tl.load(LARGEST + column, mask=column < columns, other=0.0)
+    power = tl.minimum(tl.maximum(14 - exponent(largest) - bits, -126), 126)
+    scale = ((power + 127) << 23).to(tl.float32, bitcast=True)
+    tl.store(LARGEST + column, scale, mask=column < columns)
+
+
+@triton.jit
+def _clear_kernel(
+    REST_COUNTS, TOP, TOTAL, SUMS, tokens, G, H,
+    QUERIES: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Nothing yet in the tiles of queries that have blocks in the rest."""
+    tile = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    if tl.load(REST_COUNTS + tile * G + group) == 0:
+        return
+    head = tl.arange(0, HEADS)
+    for i in tl.static_range(QUERIES):
+        token = tile * QUERIES + i
+        row = (token * G + group) * H + head
+        live = (token < tokens) & (head < H)
+        tl.store(TOP + row, tl.full([HEADS], float("-inf"), tl.float32), mask=live)
+        tl.store(TOTAL + row, tl.zeros([HEADS], tl.float32), mask=live)
+        to = SUMS + row[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(to, tl.zeros([HEADS, D], tl.float16), mask=live[:, None])
+
+
+def begin_sums(
+    q: Tensor, v: Tensor, rest: Rest, queries: int, block_size: int, memory: Tensor
+) -> KeySums:
+    """No sums yet where tiles of so many queries have a rest, for contiguous q [.., HQ, D] and
+    v [.., G, D]. memory: of 16 bits, like q, for the sums."""
+    groups, width = v.shape[-2:]
+    heads = q.shape[-2] // groups
+    top, total = torch.empty(2, *q.shape[:-1], dtype=torch.float32, device=q.device)
+    scales = torch.zeros(groups, width, dtype=torch.float32, device=q.device)
+    result = KeySums(top, total, memory.view(torch.float16), scales)
+    columns, rows = groups * width, v.numel() // (groups * width)
+    across = cdiv(columns, COLUMNS)
+    launch(
+        _largest_columns_kernel, (min(cdiv(rows, SLICE), max(SEARCHES // across, 1)), across),
+        v, scales, rows, columns, COLUMNS=COLUMNS, SLICE=SLICE,
+    )  # fmt: skip
+    bits = (rest.blocks.shape[-1] * block_size - 1).bit_length()
+    launch(_column_scales_kernel, (across,), scales, columns, bits, COLUMNS=COLUMNS)
+    launch(
+        _clear_kernel, tuple(rest.counts.shape),
+        rest.counts, top, total, result.sums, top.numel() // q.shape[-2], groups, heads,
+        QUERIES=queries, D=width, HEADS=pow2(heads),
+    )  # fmt: skip
+    return result

@@ -1,0 +1,215 @@
+"""What sums by keys begin with, and the kernel that ends them, against fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import launches
+from nsa.tests.helpers import randn
+from nsa.tests.test_union_attn import BF16, F16, Case
+
+pytestmark = pytest.mark.kernel
+TILE = 8  # queries
+FEW = dict(h=4, D=16, Dv=16, block=64, n=3)
+MANY = dict(h=16, D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)
+CASES = [
+    Case((45,), q_start=320, **FEW), Case((19,), G=1, q_start=251, batch=2, **FEW),
+    Case((3, 150, 70), **FEW),
+    pytest.param(Case((2000,), q_start=6000, **MANY), marks=pytest.mark.core),
+    Case((1, 1700, 63, 2500), **MANY),
+]
+
+
+@pytest.fixture
+def device(kernel_device, case):
+    if (kernel_device == "cuda") != case.big:
+        pytest.skip("a size of the other kind of device")
+    return kernel_device
+
+
+class Split:
+    """Tensors of a case, its lists with as much in the rest as there can be, and the rest's sums,
+    found in fp64 and stored as the kernels by keys do."""
+
+    def __init__(self, case: Case, kind: str, device: str, monkeypatch) -> None:
+        from nsa.kernels.prefill import block_attn_finish, key_sums, tile_blocks
+
+        monkeypatch.setattr(tile_blocks, "TOGETHER", -(10**6))
+        self.case, self.module = case, block_attn_finish
+        lead = (sum(case.lengths),) if case.packed else (case.batch, sum(case.lengths))
+        keys = lead if case.packed else (case.batch, case.q_start + sum(case.lengths))
+        draw = lambda seed, *shape: randn(*shape, seed=seed, dtype=case.dtype, device=device)
+        self.q = draw(1, *lead, case.G * case.h, case.D)
+        self.k, self.v = draw(2, *keys, case.G, case.D), draw(3, *keys, case.G, case.D)
+        self.blocks = case.indices(kind, device)
+        begins = case.begins(device)[1]
+        self.tokens = case.batch * sum(case.lengths)
+        flat = torch.arange(self.tokens, device=device)
+        if case.packed:
+            self.first, self.position = begins.long(), flat - begins
+        else:
+            self.first = flat // lead[1] * keys[1]
+            self.position = flat % lead[1] + case.q_start
+        # Every third tile, of one group at least, has nothing for a rest.
+        none = (flat // TILE % 3 == 1)[:, None] & (torch.arange(case.G, device=device) != 1)
+        rows = self.blocks.view(self.tokens, case.G, case.n)
+        rows[none] = -1
+        rows[..., 0][none] = (self.position // case.block)[:, None].expand_as(none)[none].int()
+        self.lists = tile_blocks.tile_blocks(
+            self.blocks, begins, 1 if case.packed else lead[1], 0 if case.packed else keys[1],
+            case.q_start, case.block, queries=TILE, split=True,
+        )  # fmt: skip
+        memory = torch.full_like(self.q, math.nan)
+        self.sums = key_sums.begin_sums(self.q, self.v, self.lists.rest, TILE, case.block, memory)
+        s, v = self.scores(self.lists.rest.blocks), self.rows(self.v)
+        top = s.amax(-1)
+        p = (s - top[..., None]).exp().nan_to_num(0.0)
+        o = torch.einsum("tghk,gkd->tghd", p, v) * self.sums.scales[:, None].double()
+        has = (self.lists.rest.counts > 0).repeat_interleave(TILE, 0)[: self.tokens, :, None]
+        to = lambda x: x.view(self.tokens, case.G, case.h, *x.shape[len(lead) + 1 :])
+        for mine, found in ((self.sums.top, top / math.log(2)), (self.sums.total, p.sum(-1))):
+            to(mine).copy_(torch.where(has, found, math.nan))
+        to(self.sums.sums).copy_(torch.where(has[..., None], o, math.nan))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """All rows of K or V [G, rows, D] in fp64."""
+        return x.double().reshape(-1, *x.shape[-2:]).transpose(0, 1)
+
+    def scores(self, blocks: Tensor) -> Tensor:
+        """[tokens, G, h, rows of K], natural, -inf where the blocks do not let a query look."""
+        case, rows = self.case, self.k.numel() // (self.case.G * self.case.D)
+        q = self.q.double().view(self.tokens, case.G, case.h, case.D)
+        s = torch.einsum("tghd,gkd->tghk", q, self.rows(self.k)) / math.sqrt(case.D)
+        key = torch.arange(rows, device=q.device) - self.first[:, None]  # [tokens, rows]
+        causal = (key >= 0) & (key <= self.position[:, None])
+        at = (key.clamp(min=0) // case.block)[:, None, :, None]
+        chosen = (blocks.view(self.tokens, case.G, 1, -1) == at).any(-1) & causal[:, None]
+        return s.masked_fill(~chosen[:, :, None], -math.inf)
+
+    def want(self) -> tuple[Tensor, Tensor]:
+        s = self.scores(self.blocks)
+        lse = s.logsumexp(-1)
+        p = (s - lse[..., None]).exp().nan_to_num(0.0)
+        return torch.einsum("tghk,gkd->tghd", p, self.rows(self.v)).reshape(self.q.shape), lse
+
+    def finish(self, others=None, keep=True) -> tuple[Tensor, Tensor, Tensor]:
+        """out, lse and the gated sum; NaN where the kernel wrote nothing."""
+        out = torch.full_like(self.q, math.nan) if keep else None
+        lse = torch.full(self.q.shape[:-1], math.nan, device=self.q.device)
+        total = self.sums.sums.view(self.q.dtype) if others else out
+        with launches.recording() as counts:
+            self.module.finish_tiles(
+                self.q, self.k, self.v, self.lists, self.sums, out, lse, others, total,
+                softmax_scale=self.case.D**-0.5, q_start=self.case.q_start,
+                packed=self.case.packed,
+            )  # fmt: skip
+        assert counts["_block_attn_finish_kernel"] == 1
+        return out, lse, total
+
+    def close(self, got: Tensor, want: Tensor, rows: Tensor) -> None:
+        tol = 4e-3 if self.case.dtype == F16 else 2e-2
+        torch.testing.assert_close(got[rows].double(), want[rows], rtol=tol, atol=tol)
+
+    def split_rows(self) -> Tensor:
+        """[.., HQ]: rows of tiles with a rest."""
+        has = (self.lists.rest.counts > 0).repeat_interleave(TILE, 0)[: self.tokens]
+        return has.repeat_interleave(self.case.h, 1).view(self.q.shape[:-1])
+
+
+@pytest.mark.parametrize("kind", ["random", "ragged"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tiles_end_with_what_all_of_their_blocks_give(case, kind, device, monkeypatch):
+    x = Split(case, kind, device, monkeypatch)
+    rows = x.split_rows()
+    assert rows.any() and not rows.all()
+    out, lse, _ = x.finish()
+    want, want_lse = x.want()
+    x.close(out, want, rows)
+    torch.testing.assert_close(
+        lse[rows].double(), want_lse.reshape(lse.shape)[rows], rtol=1e-4, atol=2e-3
+    )
+    assert out[~rows].isnan().all() and lse[~rows].isnan().all()
+    assert int(x.lists.rest.whole[0]) == (x.lists.rest.counts == 0).sum()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("case", CASES[1:4:2], ids=str)
+def test_gates_and_other_branches(case, both, keep, device, monkeypatch):
+    """The gated sum takes the place of the sums by keys, and out is what it is without it."""
+    x = Split(case, "random", device, monkeypatch)
+    rows = x.split_rows()
+    o_cmp, o_win = (randn(*x.q.shape, seed=s, dtype=case.dtype, device=device) for s in (7, 8))
+    gates = torch.rand(*x.q.shape[:-1], 3, device=device).to(case.dtype)
+    out, _, total = x.finish((o_cmp, o_win if both else None, gates), keep)
+    want, _ = x.want()
+    if keep:
+        x.close(out, want, rows)
+    g = gates.double()
+    others = o_cmp.double()
+    if both:
+        others = others * g[..., :1] + o_win.double() * g[..., 2:]
+    assert total.data_ptr() == x.sums.sums.data_ptr()
+    x.close(total, others + want * g[..., 1:2], rows)
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+@pytest.mark.parametrize("case", CASES[:1] + CASES[3:4], ids=str)
+def test_what_is_not_finite_is_left_to_the_other_kernel(case, bad, device, monkeypatch):
+    """A part of a tile that lists a bad value is in the list once, with its sums as they were."""
+    x = Split(case, "random", device, monkeypatch)
+    rows = x.split_rows()
+    want = x.want()[0]
+    before = x.sums.sums.clone()
+    known = x.lists.rest.whole[: 1 + int(x.lists.rest.whole[0])].tolist()
+    x.v[0, case.q_start + 20, 0, 5] = float(bad)  # which the own blocks of many hold
+    gates = torch.ones(*x.q.shape[:-1], 3, dtype=case.dtype, device=device)
+    _, lse, total = x.finish((torch.zeros_like(x.q), None, gates), False)
+    left = rows & lse.isnan()
+    assert left[..., : case.h].any() and not left[..., case.h :].any()  # of the first group alone
+    assert (rows & ~left).any()
+    x.close(total, want, rows & ~left)
+    assert torch.equal(x.sums.sums[left].view(torch.int16), before[left].view(torch.int16))
+    whole = x.lists.rest.whole.tolist()
+    added = whole[len(known) : 1 + whole[0]]
+    assert whole[1 : len(known)] == known[1:] and len(added) == len(set(added))
+    parts = left.view(x.tokens, case.G, case.h).all(-1).nonzero().tolist()
+    want_parts = {(token // TILE, g, token % TILE // 4) for token, g in parts}
+    todo = x.lists.rest.todo
+    got = {(at // case.G, at % case.G, part) for at in added for part in (0, 1)
+           if int(todo.view(-1)[at]) >> part & 1}  # fmt: skip
+    assert got == want_parts
+
+
+@pytest.mark.parametrize("case", CASES[:1] + CASES[3:4], ids=str)
+def test_what_sums_begin_with(case, device, monkeypatch):
+    """Zeros where tiles have a rest, nothing elsewhere; a scale for each column."""
+    from nsa.kernels.prefill import key_sums
+
+    monkeypatch.setattr(key_sums, "SEARCHES", 2)  # several turns each
+    monkeypatch.setattr(key_sums, "SLICE", 16)
+    x = Split(case, "ragged", device, monkeypatch)
+    x.v[:] = x.v.sign() * 2.0 ** torch.randint(-6, 7, x.v.shape, device=device)
+    x.v[0, 30, :, 3] = torch.tensor([math.nan, -math.inf])[: case.G].to(device)
+    x.v[..., 0, 5] = 0.0
+    x.v[..., 0, 7] = 0.25
+    memory = torch.full_like(x.q, 7.0)
+    top, total, sums, scales = key_sums.begin_sums(
+        x.q, x.v, x.lists.rest, TILE, case.block, memory
+    )
+    rows = x.split_rows()
+    assert rows.any() and not rows.all()
+    assert sums.data_ptr() == memory.data_ptr()
+    assert (memory[~rows] == 7.0).all() and (sums[rows].view(torch.int16) == 0).all()
+    assert (top[rows] == -math.inf).all() and (total[rows] == 0).all()
+    v = x.v.double().reshape(-1, case.G, case.D)
+    largest = v.nan_to_num(0, 0, 0).abs().amax(0)
+    bound = largest * scales.double() * case.block * case.n
+    assert (bound < 2**15).all()
+    assert (bound[largest > 0] >= 2**13 * case.block * case.n / 2 ** math.ceil(
+        math.log2(case.block * case.n))).all()  # fmt: skip
+    assert scales.isfinite().all() and (scales.log2() == scales.log2().round()).all()
