@@ -549,7 +549,7 @@ def test_selection_by_keys_agrees_with_shared_reads(case, kind, device, by_keys,
     assert (out.double() - want.double()).norm() < 4e-3 * norm
     for _ in range(20):  # the order of additions changes
         (again, again_lse), _ = attend(x)
-        assert (again.double() - out.double()).norm() < 1e-3 * norm
+        assert (again.double() - out.double()).norm() < 2e-3 * norm
         torch.testing.assert_close(again_lse, lse, rtol=1e-5, atol=1e-5)
 
 
@@ -557,12 +557,13 @@ def test_selection_by_keys_agrees_with_shared_reads(case, kind, device, by_keys,
 @pytest.mark.core
 def test_where_tiles_pay_some_go_by_keys(device, by_keys, monkeypatch):
     """The bound between both ways is in the middle of the tiles, and the way of each shows."""
-    from nsa.kernels.prefill import tile_blocks
+    from nsa.kernels.prefill import key_sums, tile_blocks
 
     x = Problem(LONG[0].values[0], "ragged", device, monkeypatch)
-    monkeypatch.setattr(tile_blocks, "TOGETHER", 4500)
+    monkeypatch.setattr(tile_blocks, "TOGETHER", 2000)
+    sums = key_sums.begin_sums(x.q, x.v, 16, 64, torch.empty_like(x.q))
     rest = tile_blocks.tile_blocks(
-        x.blocks, None, 2500, 5500, 3000, 64, queries=8, split=True
+        x.blocks, None, 2500, 5500, 3000, 64, queries=8, sums=sums
     ).rest
     share = rest.whole[0].item() / rest.counts.numel()
     assert 0.1 < share < 0.9
@@ -601,8 +602,8 @@ def test_columns_of_any_size_keep_their_precision(device, by_keys, monkeypatch):
     x.v[:, 77] *= 100.0
     x.q *= torch.logspace(-3, 1, case.h, device=device).repeat(case.G)[:, None].to(x.q.dtype)
     (out, _), (want, _) = attend_both(x)
-    error = (out.double() - want.double()).norm(dim=1)
-    assert (error < 5e-3 * want.double().norm(dim=1)).all()
+    error = (out.double() - want.double()).norm(dim=1) / want.double().norm(dim=1)
+    assert error.max() < 8e-3 and error.mean() < 3e-3, (error.max(), error.argmax(), error.mean())
 
 
 @pytest.mark.kernel

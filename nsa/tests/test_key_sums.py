@@ -35,8 +35,11 @@ class Split:
     """Tensors of a case, its lists with as much in the rest as there can be, and the rest's sums,
     found in fp64 and stored as the kernels by keys do."""
 
-    def __init__(self, case: Case, kind: str, device: str, monkeypatch) -> None:
-        from nsa.kernels.prefill import block_attn_finish, key_sums, tile_blocks
+    def __init__(
+        self, case: Case, kind: str, device: str, monkeypatch, *, bare: bool = False, spread=None
+    ) -> None:
+        """bare: without the rest's sums. spread: changes V first."""
+        from nsa.kernels.prefill import block_attn_finish, tile_blocks
 
         monkeypatch.setattr(tile_blocks, "TOGETHER", -(10**6))
         self.case, self.module = case, block_attn_finish
@@ -45,6 +48,8 @@ class Split:
         draw = lambda seed, *shape: randn(*shape, seed=seed, dtype=case.dtype, device=device)
         self.q = draw(1, *lead, case.G * case.h, case.D)
         self.k, self.v = draw(2, *keys, case.G, case.D), draw(3, *keys, case.G, case.D)
+        if spread:
+            spread(self.v)
         self.blocks = case.indices(kind, device)
         begins = case.begins(device)[1]
         self.tokens = case.batch * sum(case.lengths)
@@ -59,12 +64,13 @@ class Split:
         rows = self.blocks.view(self.tokens, case.G, case.n)
         rows[none] = -1
         rows[..., 0][none] = (self.position // case.block)[:, None].expand_as(none)[none].int()
+        self.sums = self.begin(torch.full_like(self.q, math.nan))
         self.lists = tile_blocks.tile_blocks(
             self.blocks, begins, 1 if case.packed else lead[1], 0 if case.packed else keys[1],
-            case.q_start, case.block, queries=TILE, split=True,
+            case.q_start, case.block, queries=TILE, sums=self.sums,
         )  # fmt: skip
-        memory = torch.full_like(self.q, math.nan)
-        self.sums = key_sums.begin_sums(self.q, self.v, self.lists.rest, TILE, case.block, memory)
+        if bare:
+            return
         s, v = self.scores(self.lists.rest.blocks), self.rows(self.v)
         top = s.amax(-1)
         p = (s - top[..., None]).exp().nan_to_num(0.0)
@@ -74,6 +80,11 @@ class Split:
         for mine, found in ((self.sums.top, top / math.log(2)), (self.sums.total, p.sum(-1))):
             to(mine).copy_(torch.where(has, found, math.nan))
         to(self.sums.sums).copy_(torch.where(has[..., None], o, math.nan))
+
+    def begin(self, memory: Tensor):
+        from nsa.kernels.prefill.key_sums import begin_sums
+
+        return begin_sums(self.q, self.v, self.case.n, self.case.block, memory)
 
     def rows(self, x: Tensor) -> Tensor:
         """All rows of K or V [G, rows, D] in fp64."""
@@ -192,20 +203,21 @@ def test_what_sums_begin_with(case, device, monkeypatch):
 
     monkeypatch.setattr(key_sums, "SEARCHES", 2)  # several turns each
     monkeypatch.setattr(key_sums, "SLICE", 16)
-    x = Split(case, "ragged", device, monkeypatch)
-    x.v[:] = x.v.sign() * 2.0 ** torch.randint(-6, 7, x.v.shape, device=device)
-    x.v[0, 30, :, 3] = torch.tensor([math.nan, -math.inf])[: case.G].to(device)
-    x.v[..., 0, 5] = 0.0
-    x.v[..., 0, 7] = 0.25
-    memory = torch.full_like(x.q, 7.0)
-    top, total, sums, scales = key_sums.begin_sums(
-        x.q, x.v, x.lists.rest, TILE, case.block, memory
-    )
+
+    def spread(v: Tensor) -> None:
+        v[:] = v.sign() * 2.0 ** torch.randint(-6, 7, v.shape, device=device)
+        v.view(-1, case.G, case.D)[30, :, 3] = torch.tensor([math.nan, -math.inf, 1, 1])[: case.G]
+        v[..., 0, 5] = 0.0
+        v[..., 0, 7] = 0.25
+
+    x = Split(case, "ragged", device, monkeypatch, bare=True, spread=spread)
+    top, total, sums, scales = x.sums
     rows = x.split_rows()
     assert rows.any() and not rows.all()
-    assert sums.data_ptr() == memory.data_ptr()
-    assert (memory[~rows] == 7.0).all() and (sums[rows].view(torch.int16) == 0).all()
+    assert sums[~rows].isnan().all() and (sums[rows].view(torch.int16) == 0).all()
     assert (top[rows] == -math.inf).all() and (total[rows] == 0).all()
+    memory = torch.empty_like(x.q)
+    assert x.begin(memory).sums.data_ptr() == memory.data_ptr()
     v = x.v.double().reshape(-1, case.G, case.D)
     largest = v.nan_to_num(0, 0, 0).abs().amax(0)
     bound = largest * scales.double() * case.block * case.n

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from nsa.tests.test_union_attn import CASES, Case, members
 
@@ -64,6 +65,7 @@ def test_each_block_is_listed_once_in_order(case, kind, kernel_device):
 def test_the_rest_is_what_few_chose(case, kind, together, kernel_device, monkeypatch):
     """Of tiles where it pays, and never a block in which one of the tile's queries stands."""
     from nsa.kernels.prefill import tile_blocks as module
+    from nsa.kernels.prefill.key_sums import KeySums
 
     monkeypatch.setattr(module, "TOGETHER", together)
     monkeypatch.setattr(module, "LEAST", 3)
@@ -71,9 +73,12 @@ def test_the_rest_is_what_few_chose(case, kind, together, kernel_device, monkeyp
     blocks = case.indices(kind, kernel_device)
     own_length = 1 if case.packed else case.lengths[0]
     keys = 0 if case.packed else case.q_start + case.lengths[0]
+    rows_of = torch.full((*blocks.shape[:-2], case.G * 3), 7.0, device=kernel_device)
+    sums = torch.full((*rows_of.shape, 16), 7.0, dtype=torch.float16, device=kernel_device)
+    sums = KeySums(rows_of, rows_of.clone(), sums, None)
     lists = module.tile_blocks(
         blocks, case.begins(kernel_device)[1], own_length, keys, case.q_start, case.block,
-        queries=QUERIES, split=True,
+        queries=QUERIES, sums=sums,
     )  # fmt: skip
     home = [(begin if case.packed else b * keys, s) for b in range(case.batch)
             for begin, n in zip(starts(case), case.lengths, strict=True) for s in range(n)]
@@ -103,5 +108,9 @@ def test_the_rest_is_what_few_chose(case, kind, together, kernel_device, monkeyp
         assert {e >> 32: members(e & 0xFFFFFFFF) for e in entries} == listed
     assert lists.rest.whole[0] == len(whole)
     assert sorted(lists.rest.whole[1 : 1 + len(whole)].tolist()) == sorted(whole)
+    cleared = (lists.rest.counts > 0).repeat_interleave(QUERIES, 0)[: len(home)]
+    cleared = cleared.repeat_interleave(3, 1).view(sums.top.shape)
+    for x, zero in zip(sums, (-float("inf"), 0.0, 0.0), strict=False):
+        assert (x[cleared] == zero).all() and (x[~cleared] == 7.0).all()
     if together != 900 or case.n == 6:
         assert (split > 0) == (together < 10**6)

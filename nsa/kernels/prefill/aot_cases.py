@@ -244,17 +244,16 @@ def _gluon_cases() -> list[AotCase]:
         types = dict(KD=tile("bf16", module.KEYS, dim), VD=tile("bf16", module.KEYS, dim))
         one = case(kernel, f"D{dim}", types, c, module.WARPS, 32, module.START_REGISTERS)
         cases.append(replace(one, parting="again:"))
-    tile_list = dict(VARLEN=True, QUERIES=module.WARPS, N_PAD=16, LEAST=tile_blocks.LEAST,
+    tile_list = dict(VARLEN=True, QUERIES=module.WARPS, N_PAD=16,
+                     LEAST=tile_blocks.LEAST, HEADS=16, D=128,
                      READ=tile_blocks.READ, PAIR=tile_blocks.PAIR, DENSE=tile_blocks.DENSE,
                      REST_PAIR=tile_blocks.REST_PAIR, TOGETHER=tile_blocks.TOGETHER)  # fmt: skip
     launch = (union_lists.lists_warps(module.WARPS, 16, tile_blocks.REGISTERS), 2)
     cases.append(_case(tile_blocks._tile_blocks_kernel, "16", "bf16", tile_list, launch))
     module = block_attn_keys_hopper
-    clear = dict(QUERIES=block_attn_fwd_hopper.WARPS, D=module.WIDTH, HEADS=module.HEADS)
     columns = dict(COLUMNS=key_sums.COLUMNS)
     search = dict(**columns, SLICE=key_sums.SLICE)
     cases += [
-        _case(key_sums._clear_kernel, "D128", "bf16", clear, (4, 2)),
         _case(key_sums._column_scales_kernel, "all", "bf16", columns, (4, 2)),
         _case(key_sums._largest_columns_kernel, "all", "bf16", search, (4, 2)),
     ]
@@ -267,7 +266,7 @@ def _gluon_cases() -> list[AotCase]:
     one = _case(finish._block_attn_finish_kernel, "D128", "bf16", c, (finish.WARPS, finish.STAGES))
     one = replace(one, max_registers=finish.REGISTERS)
     blocks = f"tensordesc<bf16[{finish.KEYS}, {module.WIDTH}]>"
-    cases.append(replace(one, types={**one.types, "KD": blocks, "VD": blocks}, max_spill=64))
+    cases.append(replace(one, types={**one.types, "KD": blocks, "VD": blocks}, max_spill=0))
     for summing in (False, True):
         c = dict(VARLEN=not summing, HEADS=module.HEADS, ROWS=module.ROWS, KEYS=module.KEYS,
                  WIDTH=module.WIDTH, SUM=summing)  # fmt: skip

@@ -1,9 +1,10 @@
 """What the queries of a tile share, on top of what few of them chose: the end of selection
 attention where that went by keys (block_attn_keys_hopper.py).
 
-A program has half a tile: four queries with all heads of a group. Each block of the tile's list is
-one product, with no weight for the rows that did not choose it, and the sums by keys join at the
-end; so do the other branches' outputs. What holds a row that is not finite is left to
+A program has half a tile, four queries with all heads of a group, and begins with their sums by
+keys (key_sums.py). Each block of the tile's list is
+one product, with no weight for the rows that did not choose it. The other branches' outputs join at
+the end. What holds a row that is not finite is left to
 block_attn_fwd_hopper.py, since 0 * NaN may come from a key that only a neighbour attends.
 """
 
@@ -65,9 +66,10 @@ def _block_attn_finish_kernel(
     columns = tl.arange(0, D)
     place = row[:, None] * D + columns[None, :]
     q = tl.load(Q + first_row * D + place, mask=live[:, None], other=0.0)
-    acc = tl.zeros([QUERIES * HEADS, D], tl.float32)
-    m = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
-    l = tl.zeros([QUERIES * HEADS], tl.float32)
+    m = tl.load(TOP + first_row + row, mask=live, other=float("-inf"))
+    l = tl.load(TOTAL + first_row + row, mask=live, other=0.0)
+    begun = tl.load(SUMS + first_row * D + place, mask=live[:, None], other=0.0)
+    acc = begun.to(tl.float32) * (1.0 / tl.load(SCALES + group * D + columns))[None, :]
     key = tl.arange(0, KEYS)
     for i in tl.range(0, count * PER_BLOCK):
         entry = tl.load(ENTRIES + at * ROOM + i // PER_BLOCK)
@@ -88,20 +90,10 @@ def _block_attn_finish_kernel(
         if tl.atomic_or(TODO + at, 1 << part, sem="relaxed") == 0:
             tl.store(WHOLE + 1 + tl.atomic_add(WHOLE, 1, sem="relaxed"), at.to(tl.int32))
         return
-    top = tl.load(TOP + first_row + row, mask=live, other=0.0)
-    m_new = tl.maximum(m, top)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.math.exp2(m - m_safe)
-    beta = tl.math.exp2(top - m_safe)
-    l = l * alpha + tl.load(TOTAL + first_row + row, mask=live, other=0.0) * beta
-    scale = 1.0 / tl.load(SCALES + group * D + columns)
-    acc = acc * alpha[:, None]
-    begun = tl.load(SUMS + first_row * D + place, mask=live[:, None], other=0.0)
-    acc += begun.to(tl.float32) * scale[None, :] * beta[:, None]
     # A row that attends nothing has l = 0: output 0 and lse = -inf.
     nothing = l == 0
     l = tl.where(nothing, 1.0, l)
-    lse = tl.where(nothing, float("-inf"), (m_safe + tl.math.log2(l)) * 0.6931471805599453)
+    lse = tl.where(nothing, float("-inf"), (m + tl.math.log2(l)) * 0.6931471805599453)
     tl.store(LSE + first_row + row, lse, mask=live)
     out = (acc * (1.0 / l)[:, None]).to(O.dtype.element_ty)
     if KEEP:

@@ -37,6 +37,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_attn_keys_hopper, tile_blocks
 from nsa.kernels.prefill.block_attn_finish import finish_tiles
 from nsa.kernels.prefill.combine import Others
+from nsa.kernels.prefill.key_sums import begin_sums
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
     START_REGISTERS,
@@ -407,21 +408,23 @@ def attend_blocks(
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     keep = out is not None
     out, total = (out if keep else total), (total if others else out)
-    split = splits(q, v, block_indices.shape[-1], max_seqlen if varlen else s_kv)
+    n_sel, sums = block_indices.shape[-1], None
+    if splits(q, v, n_sel, max_seqlen if varlen else s_kv):
+        sums = begin_sums(q, v, n_sel, KEYS, total)
     lists = tile_blocks.tile_blocks(
-        block_indices, seq_begin, s_q, s_kv, q_start, KEYS, queries=WARPS, split=split
+        block_indices, seq_begin, s_q, s_kv, q_start, KEYS, queries=WARPS, sums=sums
     )
     begun = (*(lists.counts,) * 3, lse, lse, out, lse)
-    if split:
-        sums = block_attn_keys_hopper.sums_by_keys(
-            q, k, v, lists.rest, WARPS, total, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens,
+    if sums:
+        block_attn_keys_hopper.add_sums(
+            q, k, v, lists.rest.blocks, sums, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
         )  # fmt: skip
         finish_tiles(
             q, k, v, lists, sums, out if keep else None, lse, others, total,
             softmax_scale=softmax_scale, q_start=q_start, packed=varlen,
         )  # fmt: skip
-        begun = (lists.rest.counts, lists.rest.whole, lists.rest.todo, *sums)
+        begun = (*lists.rest[1:], *sums)
     programs = min(lists.counts.numel(), sm_count(q.device))
     o_cmp, o_win, gates = others or (out, None, out)
     n_others = (1 if o_win is None else 2) if others else 0
@@ -430,6 +433,6 @@ def attend_blocks(
         q, _blocks(k), _blocks(v), out, lse, o_cmp, o_cmp if o_win is None else o_win, gates,
         total, lists.entries, lists.counts, *begun, tokens, s_q, s_kv, groups,
         hq // groups, q_start, softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS,
-        ROOM=lists.entries.shape[-1], STAGES=STAGES[width], OTHERS=n_others, KEEP=keep, BEGUN=split,
-        num_warps=WARPS, maxnreg=START_REGISTERS,
+        ROOM=lists.entries.shape[-1], STAGES=STAGES[width], OTHERS=n_others, KEEP=keep,
+        BEGUN=sums is not None, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

@@ -30,10 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists
 from nsa.kernels.prefill.block_attn_bwd_hopper import _head_tiles, _load_keys
-from nsa.kernels.prefill.key_sums import KeySums, begin_sums
+from nsa.kernels.prefill.key_sums import KeySums
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
 from nsa.kernels.prefill.sums import MOST_PARTS
-from nsa.kernels.prefill.tile_blocks import Rest
 from nsa.kernels.prefill.warps import program_barrier
 from nsa.kernels.tiles import LOG2E, cdiv
 
@@ -250,31 +249,29 @@ def usable(q: Tensor, v: Tensor, n_sel: int) -> bool:
     )
 
 
-def sums_by_keys(
-    q: Tensor, k: Tensor, v: Tensor, rest: Rest, queries: int, memory: Tensor, *,
-    softmax_scale: float, cu_seqlens: Tensor | None, max_seqlen: int,
-) -> KeySums:  # fmt: skip
-    """Sums over the rest of tiles of so many queries, which see all keys of its blocks, for
-    contiguous inputs that are usable(). memory: like q, for the sums."""
+def add_sums(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, sums: KeySums, *, softmax_scale: float,
+    cu_seqlens: Tensor | None, max_seqlen: int,
+) -> None:  # fmt: skip
+    """Fill sums, which are clear, with those over tile_blocks.Rest.blocks, of which a query sees
+    all keys, for contiguous inputs that are usable()."""
     varlen, groups = cu_seqlens is not None, v.shape[-2]
     tokens = q.numel() // (q.shape[-2] * WIDTH)
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
     per_seq = cdiv(max_seqlen if varlen else s_kv, KEYS)
-    result = begin_sums(q, v, rest, queries, KEYS, memory)
-    top, total, sums, scales = result
     lists = block_lists.rows_of_tiles(
-        rest.blocks, 1, n_seq, per_seq, max_seqlen if varlen else s_q, cu_seqlens, PAIRS
+        blocks, 1, n_seq, per_seq, max_seqlen if varlen else s_q, cu_seqlens, PAIRS
     )
     pieces, _ = block_lists.pieces_in_order(lists, PAIRS, tokens, groups)  # a chunk each
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
-    q_tiles, sum_tiles = _head_tiles(q, groups), _head_tiles(sums, groups)
+    q_tiles, sum_tiles = _head_tiles(q, groups), _head_tiles(sums.sums, groups)
     for summing in (False, True):
         launch(
             _block_attn_keys_hopper_kernel, (pieces.numel() - 1,),
-            k, v, q_tiles, sum_tiles, top, total, scales, lists.rows, pieces, *chunks,
-            cu_seqlens if varlen else lists.rows, s_kv, groups, per_seq, softmax_scale * LOG2E,
+            k, v, q_tiles, sum_tiles, sums.top, sums.total, sums.scales, lists.rows, pieces,
+            *chunks, cu_seqlens if varlen else lists.rows, s_kv, groups, per_seq,
+            softmax_scale * LOG2E,
             VARLEN=varlen, HEADS=HEADS, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH, SUM=summing,
             num_warps=WARPS, maxnreg=START_REGISTERS[summing],
         )  # fmt: skip
-    return result

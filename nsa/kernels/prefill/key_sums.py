@@ -19,8 +19,7 @@ from torch import Tensor
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.sums import exponent
-from nsa.kernels.prefill.tile_blocks import Rest
-from nsa.kernels.tiles import cdiv, pow2
+from nsa.kernels.tiles import cdiv
 
 COLUMNS, SLICE = 128, 64  # of V, and rows, that are searched at a time
 SEARCHES = 1024  # programs: few, since each raises the same numbers
@@ -29,7 +28,8 @@ SEARCHES = 1024  # programs: few, since each raises the same numbers
 class KeySums(NamedTuple):
     """Of each query head: top [.., HQ] fp32, the largest score in base 2; total [.., HQ] fp32, the
     sum of exp2(score - top); sums [.., HQ, D] fp16, that of exp2(score - top) V times scales
-    [G, D], fp32 powers of two. All but scales hold nothing where Rest.counts is 0.
+    [G, D], fp32 powers of two. All but scales hold nothing where tile_blocks.Rest.counts
+    is 0.
     """
 
     top: Tensor
@@ -65,48 +65,18 @@ def _column_scales_kernel(LARGEST, columns, bits, COLUMNS: tl.constexpr):
     tl.store(LARGEST + column, scale, mask=column < columns)
 
 
-@triton.jit
-def _clear_kernel(
-    REST_COUNTS, TOP, TOTAL, SUMS, tokens, G, H,
-    QUERIES: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """Nothing yet in the tiles of queries that have blocks in the rest."""
-    tile = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
-    if tl.load(REST_COUNTS + tile * G + group) == 0:
-        return
-    head = tl.arange(0, HEADS)
-    for i in tl.static_range(QUERIES):
-        token = tile * QUERIES + i
-        row = (token * G + group) * H + head
-        live = (token < tokens) & (head < H)
-        tl.store(TOP + row, tl.full([HEADS], float("-inf"), tl.float32), mask=live)
-        tl.store(TOTAL + row, tl.zeros([HEADS], tl.float32), mask=live)
-        to = SUMS + row[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(to, tl.zeros([HEADS, D], tl.float16), mask=live[:, None])
-
-
-def begin_sums(
-    q: Tensor, v: Tensor, rest: Rest, queries: int, block_size: int, memory: Tensor
-) -> KeySums:
-    """No sums yet where tiles of so many queries have a rest, for contiguous q [.., HQ, D] and
-    v [.., G, D]. memory: of 16 bits, like q, for the sums."""
+def begin_sums(q: Tensor, v: Tensor, n_sel: int, block_size: int, memory: Tensor) -> KeySums:
+    """Scales, and room for what tile_blocks() clears and kernels add to, for contiguous q
+    [.., HQ, D] and v [.., G, D]. memory: of 16 bits, like q, for the sums."""
     groups, width = v.shape[-2:]
-    heads = q.shape[-2] // groups
     top, total = torch.empty(2, *q.shape[:-1], dtype=torch.float32, device=q.device)
     scales = torch.zeros(groups, width, dtype=torch.float32, device=q.device)
-    result = KeySums(top, total, memory.view(torch.float16), scales)
     columns, rows = groups * width, v.numel() // (groups * width)
     across = cdiv(columns, COLUMNS)
     launch(
         _largest_columns_kernel, (min(cdiv(rows, SLICE), max(SEARCHES // across, 1)), across),
         v, scales, rows, columns, COLUMNS=COLUMNS, SLICE=SLICE,
     )  # fmt: skip
-    bits = (rest.blocks.shape[-1] * block_size - 1).bit_length()
+    bits = (n_sel * block_size - 1).bit_length()
     launch(_column_scales_kernel, (across,), scales, columns, bits, COLUMNS=COLUMNS)
-    launch(
-        _clear_kernel, tuple(rest.counts.shape),
-        rest.counts, top, total, result.sums, top.numel() // q.shape[-2], groups, heads,
-        QUERIES=queries, D=width, HEADS=pow2(heads),
-    )  # fmt: skip
-    return result
+    return KeySums(top, total, memory.view(torch.float16), scales)

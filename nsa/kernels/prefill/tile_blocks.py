@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.launch import launch
+from nsa.kernels.prefill.key_sums import KeySums
 from nsa.kernels.prefill.union_lists import chosen_by, lists_warps
 from nsa.kernels.tiles import cdiv, pow2
 
@@ -56,12 +57,29 @@ class Rest(NamedTuple):
 
 
 @triton.jit
+def _clear(
+    TOP, TOTAL, SUMS, tile, group, T, G, H,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """No sums yet of a tile's rows. Here, where it costs little beside the sort."""
+    head = tl.arange(0, HEADS)
+    for i in tl.static_range(QUERIES):
+        token = tile * QUERIES + i
+        row = (token.to(tl.int64) * G + group) * H + head
+        live = (token < T) & (head < H)
+        tl.store(TOP + row, tl.full([HEADS], float("-inf"), tl.float32), mask=live)
+        tl.store(TOTAL + row, tl.zeros([HEADS], tl.float32), mask=live)
+        to = SUMS + row[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(to, tl.zeros([HEADS, D], tl.float16), mask=live[:, None])
+
+
+@triton.jit
 def _tile_blocks_kernel(
-    BLOCK_INDICES, SEQ_BEGIN, ENTRIES, COUNTS, REST, REST_COUNTS, WHOLE, TODO, T, S, S_KV, G,
-    n_sel, q_start, block_size,
+    BLOCK_INDICES, SEQ_BEGIN, ENTRIES, COUNTS, REST, REST_COUNTS, WHOLE, TODO, TOP, TOTAL, SUMS,
+    T, S, S_KV, G, H, n_sel, q_start, block_size,
     VARLEN: tl.constexpr, QUERIES: tl.constexpr, N_PAD: tl.constexpr, LEAST: tl.constexpr,
-    READ: tl.constexpr, PAIR: tl.constexpr, REST_PAIR: tl.constexpr, DENSE: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, READ: tl.constexpr, PAIR: tl.constexpr,
+    REST_PAIR: tl.constexpr, DENSE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """LEAST: queries that a listed block needs; 1 lists all, without a rest."""
     tile = tl.program_id(0)
@@ -110,6 +128,8 @@ def _tile_blocks_kernel(
         tl.store(TODO + at, tl.where(n_rest == 0, -1, 0))
         if n_rest == 0:
             tl.store(WHOLE + 1 + tl.atomic_add(WHOLE, 1, sem="relaxed"), at.to(tl.int32))
+        else:
+            _clear(TOP, TOTAL, SUMS, tile, group, T, G, H, QUERIES, HEADS, D)
         seen = seen & (rest == 0)
     first = seen & ((mask & ((1 << query) - 1)) == 0)  # the first query of those that chose it
     packed = (row.to(tl.int64) << 32) | (mask.to(tl.int64) & 0xFFFFFFFF)
@@ -125,15 +145,15 @@ def room(queries: int, n_sel: int) -> int:
 
 def tile_blocks(
     block_indices: Tensor, seq_begin: Tensor | None, seqlen: int, kv_len: int, q_start: int,
-    block_size: int, queries: int, split: bool = False,
+    block_size: int, queries: int, sums: KeySums | None = None,
 ) -> TileBlocks:  # fmt: skip
     """Lists of the tiles of `queries` queries for block_indices int32 [.., G, n_sel]; a tile may
     reach over the border of two sequences.
 
     Rows are without repetitions, -1 is none. seqlen, kv_len: queries and keys per batch entry;
-    packed rows have seq_begin. room(queries, n_sel) is at most MOST_ENTRIES. split: what fewer than
-    LEAST queries chose is the rest of tiles where that pays, but for blocks that one of the tile's
-    queries stands in.
+    packed rows have seq_begin. room(queries, n_sel) is at most MOST_ENTRIES. With sums, what fewer
+    than LEAST queries chose is the rest of tiles where that pays, but for blocks that one of the
+    tile's queries stands in; sums are cleared there.
     """
     groups, n_sel = block_indices.shape[-2:]
     tokens = block_indices.numel() // (groups * n_sel)
@@ -141,18 +161,21 @@ def tile_blocks(
     device = block_indices.device
     entries = torch.empty(tiles, groups, size, dtype=torch.int64, device=device)
     counts = torch.empty(tiles, groups, dtype=torch.int32, device=device)
-    varlen, rest = seq_begin is not None, None
-    if split:
+    varlen, rest, d = seq_begin is not None, None, 1
+    to_clear: tuple[Tensor, ...] = (counts,) * 3
+    if sums:
         whole = torch.empty(1 + tiles * groups, dtype=torch.int32, device=device)
         whole[:1].zero_()
         rest_counts, todo = torch.empty_like(counts), torch.empty_like(counts)
         rest = Rest(torch.empty_like(block_indices), rest_counts, whole, todo)
+        to_clear, d = sums[:3], sums.sums.shape[-1]
+    heads = to_clear[0].numel() // max(tokens * groups, 1) if sums else 1
     launch(
         _tile_blocks_kernel, (tiles, groups),
         block_indices, seq_begin if varlen else block_indices, entries, counts,
-        *(rest or (counts,) * 4), tokens, seqlen, kv_len, groups, n_sel, q_start, block_size,
-        VARLEN=varlen, QUERIES=queries, N_PAD=pow2(n_sel), LEAST=LEAST if split else 1, READ=READ,
-        PAIR=PAIR, REST_PAIR=REST_PAIR, DENSE=DENSE, TOGETHER=TOGETHER,
-        num_warps=lists_warps(queries, pow2(n_sel), REGISTERS),
+        *(rest or (counts,) * 4), *to_clear, tokens, seqlen, kv_len, groups, heads, n_sel, q_start,
+        block_size, VARLEN=varlen, QUERIES=queries, N_PAD=pow2(n_sel), LEAST=LEAST if sums else 1,
+        HEADS=pow2(heads), D=d, READ=READ, PAIR=PAIR, REST_PAIR=REST_PAIR, DENSE=DENSE,
+        TOGETHER=TOGETHER, num_warps=lists_warps(queries, pow2(n_sel), REGISTERS),
     )  # fmt: skip
     return TileBlocks(entries, counts, queries, rest)
