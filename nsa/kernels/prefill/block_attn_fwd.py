@@ -4,7 +4,7 @@ A row is one token of one KV group with all its query heads (paper 3.4): the hea
 so a block's K and V are loaded once for all of them. The blocks end at the token itself.
 Neighbouring rows whose choices agree go together, as union tiles (union_lists.py, union_attn.py);
 with few heads the others go by key tiles (block_attn_outer.py). On Hopper eight neighbouring
-queries of 9 to 16 heads share what they read instead (block_attn_fwd_hopper.py).
+queries of 9 to 16 heads share what they read instead (block_attn_fwd_hopper.py), or go by keys.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ all of it, do so in one product of their warpgroup, which reads it once. The rin
 run ahead of slow ones by as many blocks as it holds. The outputs of the other branches are at hand
 by then: their gated sum (combine.py) is taken at the end, beside the reads from the L2.
 
+In long sequences tiles whose queries agree on little go by keys (tile_blocks.py), and what is left
+for this kernel is the others, and tiles with rows that are not finite.
+
 Everything keeps to a warp (warps.py): products of 16 rows, reductions over keys, operands from
 shared memory.
 

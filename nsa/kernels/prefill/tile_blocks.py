@@ -1,6 +1,8 @@
 """The distinct blocks of a tile of neighbouring queries, in the order of their keys.
 
-block_attn_fwd_hopper.py reads each of them once, for all queries of the tile that chose it.
+block_attn_fwd_hopper.py reads each of them once, for all queries of the tile that chose it. Where
+few queries chose most of them it is faster to go by keys (block_attn_keys_hopper.py): those blocks
+are the rest of the tile, which is decided tile by tile and on the device.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ MOST_ENTRIES = 1024  # (query, rank) pairs of a tile that a program sorts
 REGISTERS = 8  # of a thread, for their comparison: the sort needs some as well
 # What the forward takes, in 10 ps of an H200 at 16 heads of 128: to read a block that a tile lists
 # and for each query that chose it (block_attn_fwd_hopper.py); or for each pair of the rest
-# (block_attn_keys_hopper.py), for a block that the others list, and to put both together.
-READ, PAIR, REST_PAIR, DENSE, TOGETHER = 215, 95, 200, 800, 2000
+# (block_attn_keys_hopper.py), for a block that is listed all the same, and to put both together
+# (block_attn_finish.py).
+READ, PAIR, REST_PAIR, DENSE, TOGETHER = 215, 95, 200, 800, 500
 LEAST = 4  # queries that a listed block needs where there is a rest
 
 
