@@ -263,7 +263,7 @@ def test_which_dq_is_summed_in_fp16(dtype, n_sel, serves, on_hopper):
 
 
 def test_long_sequences_of_bf16_go_by_keys(on_hopper, asked):
-    q, k, v, _ = tensors(S=16384, hq=32)
+    q, k, v, _ = tensors(S=24576, hq=32)
     names = lambda *x: on_hopper.block_forward_kernels(*x, 16, 64)
     assert names(q, k, v) == ("_tile_blocks_kernel", *BY_KEYS, SHARED)
     assert names(q.half(), k.half(), v.half()) == ("_tile_blocks_kernel", SHARED)
@@ -272,7 +272,7 @@ def test_long_sequences_of_bf16_go_by_keys(on_hopper, asked):
     with deterministic():
         assert names(q, k, v) == ("_tile_blocks_kernel", SHARED)
     module = on_hopper.block_forward(q, k, v, 65, 64, 1.0)
-    assert not module.splits(q, v, 65, 16384) and module.splits(q, v, 64, 16384)
+    assert not module.splits(q, v, 65, 24576) and module.splits(q, v, 64, 24576)
 
 
 class TwoPasses(Exception):

@@ -59,7 +59,7 @@ KEYS = 64
 HEADS = 16  # rows of a warp's product
 WARPS = 8  # and queries of a tile: with 16, a third of the registers is missing
 STAGES = {64: 14, 128: 7}  # blocks that fit, by the width of a head
-SPLIT_KEYS = 16384  # from so many on tiles whose queries agree on little may go by keys
+SPLIT_KEYS = 24576  # from so many on tiles whose queries agree on little may go by keys
 
 
 @gluon.jit
