@@ -89,7 +89,7 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
                 if hasattr(module, attribute):
                     setattr(module, attribute, lambda device, value=value: value)
     hopper.enabled = lambda device, use_gluon=None: arch == 90 and use_gluon is not False
-    block_attn_fwd_hopper.SPLIT_KEYS = LONG
+    block_attn_fwd_hopper.SPLIT_KEYS, block_attn_fwd_hopper.SPLIT_QUERIES = LONG, 0
     plan = step._plan  # it asks for the type of the device
     step._plan = lambda *sizes: plan(*sizes[:7], torch.device("cuda", 0), *sizes[8:])
     load = CompiledKernel._init_handles

@@ -268,6 +268,8 @@ def test_long_sequences_of_bf16_go_by_keys(on_hopper, asked):
     assert names(q, k, v) == ("_tile_blocks_kernel", *BY_KEYS, SHARED)
     assert names(q.half(), k.half(), v.half()) == ("_tile_blocks_kernel", SHARED)
     assert names(q[:, 1:], k[:, 1:], v[:, 1:]) == ("_tile_blocks_kernel", SHARED)
+    assert BY_KEYS[0] in names(q[:, 8192:], k, v)  # a chunk of a prompt
+    assert names(q[:, 8193:], k, v) == ("_tile_blocks_kernel", SHARED)
     assert names(q[:, :, :24].contiguous(), k, v) == ("_tile_blocks_kernel", SHARED)
     with deterministic():
         assert names(q, k, v) == ("_tile_blocks_kernel", SHARED)
@@ -524,6 +526,7 @@ def by_keys(monkeypatch):
     from nsa.kernels.prefill import block_attn_fwd_hopper, tile_blocks
 
     monkeypatch.setattr(block_attn_fwd_hopper, "SPLIT_KEYS", 0)
+    monkeypatch.setattr(block_attn_fwd_hopper, "SPLIT_QUERIES", 0)
     monkeypatch.setattr(tile_blocks, "TOGETHER", -(10**6))
 
 

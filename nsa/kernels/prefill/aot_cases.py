@@ -258,7 +258,7 @@ def _gluon_cases() -> list[AotCase]:
         _case(key_sums._largest_columns_kernel, "all", "bf16", search, (4, 2)),
     ]
     finish = block_attn_finish
-    c = dict(VARLEN=False, TILE=block_attn_fwd_hopper.WARPS, QUERIES=finish.QUERIES,
+    c = dict(VARLEN=False, TILE=block_attn_fwd_hopper.WARPS, QUERIES=tile_blocks.PART.value,
              HEADS=module.HEADS, D=module.WIDTH,
              ROOM=tile_blocks.room(block_attn_fwd_hopper.WARPS, 16),
              PER_BLOCK=finish.BLOCK // finish.KEYS, KEYS=finish.KEYS, OTHERS=1, KEEP=False,

@@ -1,11 +1,10 @@
 """What the queries of a tile share, on top of what few of them chose: the end of selection
 attention where that went by keys (block_attn_keys_hopper.py).
 
-A program has half a tile, four queries with all heads of a group, and begins with their sums by
-keys (key_sums.py). Each block of the tile's list is
-one product, with no weight for the rows that did not choose it. The other branches' outputs join at
-the end. What holds a row that is not finite is left to
-block_attn_fwd_hopper.py, since 0 * NaN may come from a key that only a neighbour attends.
+A program has part of a tile, four queries with all heads of a group, and begins with their sums by
+keys (key_sums.py). Each block of the tile's list is one product, with no weight for the rows that
+did not choose it. The other branches' outputs join at the end. A part with a row that is not finite
+is left to block_attn_fwd_hopper.py: 0 * NaN may come from a key that only a neighbour attends.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torch import Tensor
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.combine import Others
 from nsa.kernels.prefill.key_sums import KeySums
-from nsa.kernels.prefill.tile_blocks import TileBlocks
+from nsa.kernels.prefill.tile_blocks import PART, TileBlocks
 from nsa.kernels.row_tiles import row_tiles
 from nsa.kernels.tiles import LOG2E, dot_precision
 
 BLOCK, KEYS = 64, 32  # keys of a block, and of a product
 # Three programs of 64 rows share a multiprocessor. (One of 128 rows would take 243 registers.)
-QUERIES, WARPS, STAGES, REGISTERS = 4, 4, 2, 168
+WARPS, STAGES, REGISTERS = 4, 2, 168
 
 
 @triton.jit
@@ -116,7 +115,7 @@ def finish_tiles(
     """Fill lse, and out and total as attend_blocks does, of the tiles with a rest; those that are
     not finite go to lists.rest.whole. Contiguous inputs; sums.sums may be where total is."""
     hq, width = q.shape[-2:]
-    groups, parts = k.shape[-2], lists.queries // QUERIES
+    groups, parts = k.shape[-2], lists.queries // PART.value
     o_cmp, o_win, gates = others or (total, None, total)
     launch(
         _block_attn_finish_kernel, (len(lists.counts) * parts, groups),
@@ -124,7 +123,7 @@ def finish_tiles(
         o_cmp, o_cmp if o_win is None else o_win, gates, total, lists.entries, lists.counts,
         lists.rest.counts, lists.rest.whole, lists.rest.todo, *sums, q.numel() // (hq * width),
         1 if packed else q.shape[1], 0 if packed else k.shape[1], groups, q_start,
-        softmax_scale * LOG2E, VARLEN=packed, TILE=lists.queries, QUERIES=QUERIES,
+        softmax_scale * LOG2E, VARLEN=packed, TILE=lists.queries, QUERIES=PART.value,
         HEADS=hq // groups, ROOM=lists.entries.shape[-1], PER_BLOCK=BLOCK // KEYS, KEYS=KEYS,
         D=width,
         OTHERS=(1 if o_win is None else 2) if others else 0, KEEP=out is not None,

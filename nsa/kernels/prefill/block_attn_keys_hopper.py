@@ -271,7 +271,6 @@ def add_sums(
             _block_attn_keys_hopper_kernel, (pieces.numel() - 1,),
             k, v, q_tiles, sum_tiles, sums.top, sums.total, sums.scales, lists.rows, pieces,
             *chunks, cu_seqlens if varlen else lists.rows, s_kv, groups, per_seq,
-            softmax_scale * LOG2E,
-            VARLEN=varlen, HEADS=HEADS, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH, SUM=summing,
-            num_warps=WARPS, maxnreg=START_REGISTERS[summing],
+            softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
+            SUM=summing, num_warps=WARPS, maxnreg=START_REGISTERS[summing],
         )  # fmt: skip

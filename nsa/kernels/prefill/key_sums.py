@@ -6,6 +6,8 @@ of a group's V has a power of two, therefore, which its sums cannot overflow wit
     |sum_j p_j V_jc| * scale_c <= n_sel * keys of a block * max_j |V_jc| * scale_c < 2**15
 
 With n_sel = 16 a row whose weight is all on one key has 18 bits down to fp16's least normal number.
+Rounding: sums of 13 random blocks are off by 6e-4 of their norm, while rounding to bf16 alone costs
+17e-4.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ REGISTERS = 8  # of a thread, for their comparison: the sort needs some as well
 # (block_attn_finish.py).
 READ, PAIR, REST_PAIR, DENSE, TOGETHER = 215, 95, 200, 800, 500
 LEAST = 4  # queries that a listed block needs where there is a rest
+PART = tl.constexpr(4)  # queries of a tile that block_attn_finish.py does at a time
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Rest(NamedTuple):
     """blocks int32, like block_indices: those that few of a tile's queries chose, -1 in place of
     others. counts int32 [tiles, G]: how many. whole int32 [1 + tiles * G]: the number of tiles that
     have none, and tile * G + group of each, in any order; block_attn_finish.py adds those that it
-    cannot do. todo int32 [tiles, G]: which parts of four queries of a tile are still to be done by
+    cannot do. todo int32 [tiles, G]: which parts of PART queries of a tile are still to be done by
     those that read this list.
     """
 
