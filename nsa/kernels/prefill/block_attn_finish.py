@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill.combine import Others
+from nsa.kernels.prefill.combine import Others, gated_sum
 from nsa.kernels.prefill.key_sums import KeySums
 from nsa.kernels.prefill.tile_blocks import PART, TileBlocks
 from nsa.kernels.row_tiles import row_tiles
@@ -23,15 +23,6 @@ from nsa.kernels.tiles import LOG2E, dot_precision
 BLOCK, KEYS = 64, 32  # keys of a block, and of a product
 # Three programs of 64 rows share a multiprocessor. (One of 128 rows would take 243 registers.)
 WARPS, STAGES, REGISTERS = 4, 2, 168
-
-
-@triton.jit
-def _gated(x, gate, live, GATED: tl.constexpr):
-    """Another branch's output, by its gate unless it is gated already."""
-    x = tl.load(x, mask=live[:, None], other=0.0).to(tl.float32)
-    if GATED:
-        x = x * tl.load(gate, mask=live, other=0.0).to(tl.float32)[:, None]
-    return x
 
 
 @triton.jit
@@ -97,13 +88,10 @@ def _block_attn_finish_kernel(
     out = (acc * (1.0 / l)[:, None]).to(O.dtype.element_ty)
     if KEEP:
         tl.store(O + first_row * D + place, out, mask=live[:, None])
-    if OTHERS > 0:  # as _combine_fwd_kernel
-        gates = GATES + first_row * 3 + row * 3
-        total = _gated(O_CMP + first_row * D + place, gates, live, OTHERS == 2)
-        gate = tl.load(gates + 1, mask=live, other=0.0).to(tl.float32)
-        total += out.to(tl.float32) * gate[:, None]
-        if OTHERS == 2:
-            total += _gated(O_WIN + first_row * D + place, gates + 2, live, True)
+    if OTHERS > 0:
+        o_cmp, o_win = O_CMP + first_row * D + place, O_WIN + first_row * D + place
+        gate = GATES + first_row * 3 + row * 3
+        total = gated_sum(o_cmp, out, o_win, gate, live, live[:, None], OTHERS == 1)
         tl.store(SUM + first_row * D + place, total.to(SUM.dtype.element_ty), mask=live[:, None])
 
 
@@ -125,8 +113,6 @@ def finish_tiles(
         1 if packed else q.shape[1], 0 if packed else k.shape[1], groups, q_start,
         softmax_scale * LOG2E, VARLEN=packed, TILE=lists.queries, QUERIES=PART.value,
         HEADS=hq // groups, ROOM=lists.entries.shape[-1], PER_BLOCK=BLOCK // KEYS, KEYS=KEYS,
-        D=width,
-        OTHERS=(1 if o_win is None else 2) if others else 0, KEEP=out is not None,
-        PRECISION=dot_precision(q.dtype), num_warps=WARPS, num_stages=STAGES,
-        maxnreg=REGISTERS,
+        D=width, OTHERS=(1 if o_win is None else 2) if others else 0, KEEP=out is not None,
+        PRECISION=dot_precision(q.dtype), num_warps=WARPS, num_stages=STAGES, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -15,6 +15,21 @@ Others = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
 @triton.jit
+def gated_sum(o_cmp, o_sel, o_win, gate, live, mask, SUMMED: tl.constexpr):
+    """fp32 sum of o_sel, a tile of outputs, and of the two that o_cmp and o_win point to, by gates
+    from `gate` on; with SUMMED o_cmp points to the gated sum of both."""
+    acc = tl.load(o_cmp, mask=mask, other=0.0).to(tl.float32)
+    if not SUMMED:
+        acc = acc * tl.load(gate, mask=live, other=0.0).to(tl.float32)[:, None]
+    acc += o_sel.to(tl.float32) * tl.load(gate + 1, mask=live, other=0.0).to(tl.float32)[:, None]
+    if not SUMMED:
+        acc += tl.load(o_win, mask=mask, other=0.0).to(tl.float32) * (
+            tl.load(gate + 2, mask=live, other=0.0).to(tl.float32)[:, None]
+        )
+    return acc
+
+
+@triton.jit
 def _combine_fwd_kernel(
     O_CMP, O_SEL, O_WIN, GATES, OUT, n_rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, SUMMED: tl.constexpr,
@@ -25,17 +40,8 @@ def _combine_fwd_kernel(
     live = rows < n_rows
     mask = live[:, None] & (cols < DV)[None, :]
     at = rows[:, None] * DV + cols[None, :]
-    gate = GATES + rows * 3
-    acc = tl.load(O_CMP + at, mask=mask, other=0.0).to(tl.float32)
-    if not SUMMED:
-        acc = acc * tl.load(gate, mask=live, other=0.0).to(tl.float32)[:, None]
-    acc += tl.load(O_SEL + at, mask=mask, other=0.0).to(tl.float32) * (
-        tl.load(gate + 1, mask=live, other=0.0).to(tl.float32)[:, None]
-    )
-    if not SUMMED:
-        acc += tl.load(O_WIN + at, mask=mask, other=0.0).to(tl.float32) * (
-            tl.load(gate + 2, mask=live, other=0.0).to(tl.float32)[:, None]
-        )
+    o_sel = tl.load(O_SEL + at, mask=mask, other=0.0)
+    acc = gated_sum(O_CMP + at, o_sel, O_WIN + at, GATES + rows * 3, live, mask, SUMMED)
     tl.store(OUT + at, acc.to(OUT.dtype.element_ty), mask=mask)
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill.sums import exponent
+from nsa.kernels.prefill.sums import exponent, power_of_two
 from nsa.kernels.tiles import cdiv
 
 COLUMNS, SLICE = 128, 64  # of V, and rows, that are searched at a time
@@ -62,8 +62,7 @@ def _column_scales_kernel(LARGEST, columns, bits, COLUMNS: tl.constexpr):
     """Scales in the place of the largest: 2**bits of these times a scale stay below 2**15."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     largest = tl.load(LARGEST + column, mask=column < columns, other=0.0)
-    power = tl.minimum(tl.maximum(14 - exponent(largest) - bits, -126), 126)
-    scale = ((power + 127) << 23).to(tl.float32, bitcast=True)
+    scale = power_of_two(14 - exponent(largest) - bits)
     tl.store(LARGEST + column, scale, mask=column < columns)
 
 

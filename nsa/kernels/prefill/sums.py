@@ -88,6 +88,13 @@ def exponent(x):
 
 
 @triton.jit
+def power_of_two(power):
+    """2**power in fp32, within what is a normal number and has a normal inverse."""
+    power = tl.minimum(tl.maximum(power, -126), 126)
+    return ((power + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _half_scales_kernel(REACH, LARGEST, SCALES, n_rows, SIZE: tl.constexpr):
     """By exponents, which neither overflow nor underflow: 2**11 over those of the three factors,
     each below 2**(e + 1), and one for the 2."""
@@ -95,9 +102,7 @@ def _half_scales_kernel(REACH, LARGEST, SCALES, n_rows, SIZE: tl.constexpr):
     live = row < n_rows
     spread = exponent(tl.load(LARGEST)) + exponent(tl.load(LARGEST + 1))
     spread += exponent(tl.load(REACH + row, mask=live, other=0.0))
-    power = tl.minimum(tl.maximum(11 - spread, -126), 126)
-    scales = ((power + 127) << 23).to(tl.float32, bitcast=True)
-    tl.store(SCALES + row, scales, mask=live)
+    tl.store(SCALES + row, power_of_two(11 - spread), mask=live)
 
 
 def zero_sums(*tensors: torch.Tensor) -> list[torch.Tensor]:

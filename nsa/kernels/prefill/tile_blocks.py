@@ -112,6 +112,7 @@ def _tile_blocks_kernel(
     rows_of = BLOCK_INDICES + (other_token.to(tl.int64) * G + group) * n_sel
     other_own = tl.where(tile * QUERIES + other < T, other_own, -1)
     mask = chosen_by(row, rows_of, n_sel, other_begin, other_own, block_size, QUERIES)
+    first = seen & ((mask & ((1 << query) - 1)) == 0)  # the first query of those that chose it
     at = tile.to(tl.int64) * G + group
     if LEAST > 1:
         choosing = tl.zeros_like(mask)
@@ -120,10 +121,9 @@ def _tile_blocks_kernel(
         # The own block of any of them is listed: in the rest a query sees all keys of a block.
         ends_here = row[:, None] == (other_begin + other_own * block_size)[None, :]
         rest = seen & (choosing < LEAST) & (tl.max(ends_here.to(tl.int32), 1) == 0)
-        leads = seen & ((mask & ((1 << query) - 1)) == 0)
         n_rest = tl.sum(rest.to(tl.int32), 0)
-        together = READ * tl.sum(leads.to(tl.int32), 0) + PAIR * tl.sum(seen.to(tl.int32), 0)
-        dense = DENSE * tl.sum((leads & (rest == 0)).to(tl.int32), 0)
+        together = READ * tl.sum(first.to(tl.int32), 0) + PAIR * tl.sum(seen.to(tl.int32), 0)
+        dense = DENSE * tl.sum((first & (rest == 0)).to(tl.int32), 0)
         pays = TOGETHER + REST_PAIR * n_rest + dense < together
         rest = rest & pays
         n_rest = tl.where(pays, n_rest, 0)
@@ -134,8 +134,7 @@ def _tile_blocks_kernel(
             tl.store(WHOLE + 1 + tl.atomic_add(WHOLE, 1, sem="relaxed"), at.to(tl.int32))
         else:
             _clear(TOP, TOTAL, SUMS, tile, group, T, G, H, QUERIES, HEADS, D)
-        seen = seen & (rest == 0)
-    first = seen & ((mask & ((1 << query) - 1)) == 0)  # the first query of those that chose it
+        first = first & (rest == 0)
     packed = (row.to(tl.int64) << 32) | (mask.to(tl.int64) & 0xFFFFFFFF)
     packed = tl.where(first, packed, 0x7FFFFFFFFFFFFFFF)
     tl.store(ENTRIES + at * (QUERIES * N_PAD) + entry, tl.sort(packed, 0))
@@ -165,15 +164,14 @@ def tile_blocks(
     device = block_indices.device
     entries = torch.empty(tiles, groups, size, dtype=torch.int64, device=device)
     counts = torch.empty(tiles, groups, dtype=torch.int32, device=device)
-    varlen, rest, d = seq_begin is not None, None, 1
+    varlen, rest, heads, d = seq_begin is not None, None, 1, 1
     to_clear: tuple[Tensor, ...] = (counts,) * 3
     if sums:
         whole = torch.empty(1 + tiles * groups, dtype=torch.int32, device=device)
         whole[:1].zero_()
         rest_counts, todo = torch.empty_like(counts), torch.empty_like(counts)
         rest = Rest(torch.empty_like(block_indices), rest_counts, whole, todo)
-        to_clear, d = sums[:3], sums.sums.shape[-1]
-    heads = to_clear[0].numel() // max(tokens * groups, 1) if sums else 1
+        to_clear, heads, d = sums[:3], sums.top.shape[-1] // groups, sums.sums.shape[-1]
     launch(
         _tile_blocks_kernel, (tiles, groups),
         block_indices, seq_begin if varlen else block_indices, entries, counts,
