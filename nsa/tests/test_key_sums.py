@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.tests.helpers import randn
-from nsa.tests.test_union_attn import BF16, F16, Case
+from nsa.tests.test_union_attn import BF16, F16, Case, Problem
 
 pytestmark = pytest.mark.kernel
 TILE = 8  # queries
@@ -43,16 +43,12 @@ class Split:
 
         monkeypatch.setattr(tile_blocks, "TOGETHER", -(10**6))
         self.case, self.module = case, block_attn_finish
-        lead = (sum(case.lengths),) if case.packed else (case.batch, sum(case.lengths))
-        keys = lead if case.packed else (case.batch, case.q_start + sum(case.lengths))
-        draw = lambda seed, *shape: randn(*shape, seed=seed, dtype=case.dtype, device=device)
-        self.q = draw(1, *lead, case.G * case.h, case.D)
-        self.k, self.v = draw(2, *keys, case.G, case.D), draw(3, *keys, case.G, case.D)
+        x = Problem(case, kind, device, monkeypatch)
+        self.q, self.k, self.v, self.blocks, begins = x.q, x.k, x.v, x.blocks, x.begin
+        lead, keys = self.q.shape[:-2], self.k.shape[:-2]
         self.v[..., 1:, :] *= 0.25  # a scale of its own for each group
         if spread:
             spread(self.v)
-        self.blocks = case.indices(kind, device)
-        begins = case.begins(device)[1]
         self.tokens = case.batch * sum(case.lengths)
         flat = torch.arange(self.tokens, device=device)
         if case.packed:
