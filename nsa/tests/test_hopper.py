@@ -557,7 +557,6 @@ def test_selection_by_keys_agrees_with_shared_reads(case, kind, device, by_keys,
 
 
 @pytest.mark.kernel
-@pytest.mark.core
 def test_where_tiles_pay_some_go_by_keys(device, by_keys, monkeypatch):
     """The bound between both ways is in the middle of the tiles, and the way of each shows."""
     from nsa.kernels.prefill import key_sums, tile_blocks
@@ -623,8 +622,7 @@ def test_sums_by_keys_come_near_their_bound(size, device, by_keys, monkeypatch):
 
 
 @pytest.mark.kernel
-@pytest.mark.core
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.core), True])
 def test_the_whole_operator_by_keys(packed, device, by_keys, monkeypatch):
     """Gated sums with and without a backward, and gradients, as without sums by keys."""
     lengths = (1500, 40, 2100) if packed else (3000,)
