@@ -1,4 +1,4 @@
-"""What sums by keys begin with, and the kernel that ends them, against fp64."""
+"""Both ends of sums by keys against fp64, with what lies between them done in fp64."""
 
 from __future__ import annotations
 
@@ -32,17 +32,15 @@ def device(kernel_device, case):
 
 
 class Split:
-    """Tensors of a case, its lists with as much in the rest as there can be, and the rest's sums,
-    found in fp64 and stored as the kernels by keys do."""
+    """Tensors of a case and its lists, with as much in the rest as there can be. The rest's sums
+    are found in fp64 and added as the kernel by keys adds them."""
 
-    def __init__(
-        self, case: Case, kind: str, device: str, monkeypatch, *, bare: bool = False, spread=None
-    ) -> None:
-        """bare: without the rest's sums. spread: changes V first."""
-        from nsa.kernels.prefill import block_attn_finish, tile_blocks
+    def __init__(self, case: Case, kind: str, device: str, monkeypatch, spread=None) -> None:
+        """spread: changes V first."""
+        from nsa.kernels.prefill import block_attn_ends, tile_blocks
 
         monkeypatch.setattr(tile_blocks, "TOGETHER", -(10**6))
-        self.case, self.module = case, block_attn_finish
+        self.case, self.module = case, block_attn_ends
         x = Problem(case, kind, device, monkeypatch)
         self.q, self.k, self.v, self.blocks, begins = x.q, x.k, x.v, x.blocks, x.begin
         lead, keys = self.q.shape[:-2], self.k.shape[:-2]
@@ -56,27 +54,47 @@ class Split:
         else:
             self.first = flat // lead[1] * keys[1]
             self.position = flat % lead[1] + case.q_start
+        rows = self.blocks.view(self.tokens, case.G, case.n)
+        # All see their own block, so that tiles may split.
+        own = (self.position // case.block).int()[:, None]
+        rows[..., 0][(rows != own[..., None]).all(-1)] = own.expand(-1, case.G)[
+            (rows != own[..., None]).all(-1)
+        ]
         # Every third tile, of one group at least, has nothing for a rest.
         none = (flat // TILE % 3 == 1)[:, None] & (torch.arange(case.G, device=device) != 1)
-        rows = self.blocks.view(self.tokens, case.G, case.n)
         rows[none] = -1
-        rows[..., 0][none] = (self.position // case.block)[:, None].expand_as(none)[none].int()
-        self.sums = self.begin(torch.full_like(self.q, math.nan))
+        rows[..., 0][none] = own.expand_as(none)[none]
         self.lists = tile_blocks.tile_blocks(
             self.blocks, begins, 1 if case.packed else lead[1], 0 if case.packed else keys[1],
-            case.q_start, case.block, queries=TILE, sums=self.sums,
+            case.q_start, case.block, queries=TILE, split=True,
         )  # fmt: skip
-        if bare:
-            return
-        s, v = self.scores(self.lists.rest.blocks), self.rows(self.v)
-        top = s.amax(-1)
-        p = (s - top[..., None]).exp().nan_to_num(0.0)
-        o = torch.einsum("tghk,gkd->tghd", p, v) * self.sums.scales[:, None].double()
-        has = (self.lists.rest.counts > 0).repeat_interleave(TILE, 0)[: self.tokens, :, None]
-        to = lambda x: x.view(self.tokens, case.G, case.h, *x.shape[len(lead) + 1 :])
-        for mine, found in ((self.sums.top, top / math.log(2)), (self.sums.total, p.sum(-1))):
-            to(mine).copy_(torch.where(has, found, math.nan))
-        to(self.sums.sums).copy_(torch.where(has[..., None], o, math.nan))
+        self.sums = self.begin(torch.full_like(self.q, math.nan))
+        for x in self.sums[:2]:
+            x.fill_(math.nan)
+
+    def begun(self) -> Split:
+        with launches.recording() as counts:
+            self.module.begin_tiles(
+                self.q, self.k, self.v, self.lists, self.sums, softmax_scale=self.case.D**-0.5,
+                q_start=self.case.q_start, packed=self.case.packed,
+            )  # fmt: skip
+        assert counts["_block_attn_begin_kernel"] == 1
+        return self
+
+    def added(self) -> Split:
+        """What blocks give to rows of tiles with a rest, on top of what is there."""
+        p, o = self.relative(self.lists.rest.blocks)
+        self.sums.total.copy_(self.sums.total + p.sum(-1).view(self.sums.total.shape))
+        self.sums.sums.copy_(self.sums.sums + o.reshape(self.q.shape))
+        return self
+
+    def relative(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of rows relative to top, and scaled sums."""
+        s = self.scores(blocks)
+        top = self.sums.top.double().view(self.tokens, self.case.G, self.case.h, 1)
+        p = (s - top * math.log(2)).exp().masked_fill(s == -math.inf, 0.0)
+        o = torch.einsum("tghk,gkd->tghd", p, self.rows(self.v))
+        return p, o * self.sums.scales[:, None].double()
 
     def begin(self, memory: Tensor):
         from nsa.kernels.prefill.key_sums import begin_sums
@@ -104,18 +122,14 @@ class Split:
         p = (s - lse[..., None]).exp().nan_to_num(0.0)
         return torch.einsum("tghk,gkd->tghd", p, self.rows(self.v)).reshape(self.q.shape), lse
 
-    def finish(self, others=None, keep=True) -> tuple[Tensor, Tensor, Tensor]:
+    def end(self, others=None, keep=True) -> tuple[Tensor, Tensor, Tensor]:
         """out, lse and the gated sum; NaN where the kernel wrote nothing."""
         out = torch.full_like(self.q, math.nan) if keep else None
         lse = torch.full(self.q.shape[:-1], math.nan, device=self.q.device)
         total = self.sums.sums.view(self.q.dtype) if others else out
         with launches.recording() as counts:
-            self.module.finish_tiles(
-                self.q, self.k, self.v, self.lists, self.sums, out, lse, others, total,
-                softmax_scale=self.case.D**-0.5, q_start=self.case.q_start,
-                packed=self.case.packed,
-            )  # fmt: skip
-        assert counts["_block_attn_finish_kernel"] == 1
+            self.module.end_tiles(self.lists, self.sums, out, lse, others, total)
+        assert counts["_block_attn_end_kernel"] == 1
         return out, lse, total
 
     def close(self, got: Tensor, want: Tensor, rows: Tensor) -> None:
@@ -124,24 +138,25 @@ class Split:
 
     def split_rows(self) -> Tensor:
         """[.., HQ]: rows of tiles with a rest."""
-        has = (self.lists.rest.counts > 0).repeat_interleave(TILE, 0)[: self.tokens]
+        has = self.lists.rest.listed < self.lists.counts
+        has = has.repeat_interleave(TILE, 0)[: self.tokens]
         return has.repeat_interleave(self.case.h, 1).view(self.q.shape[:-1])
 
 
 @pytest.mark.parametrize("kind", ["random", "ragged"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tiles_end_with_what_all_of_their_blocks_give(case, kind, device, monkeypatch):
-    x = Split(case, kind, device, monkeypatch)
+    x = Split(case, kind, device, monkeypatch).begun().added()
     rows = x.split_rows()
     assert rows.any() and not rows.all()
-    out, lse, _ = x.finish()
+    out, lse, _ = x.end()
     want, want_lse = x.want()
     x.close(out, want, rows)
     torch.testing.assert_close(
         lse[rows].double(), want_lse.reshape(lse.shape)[rows], rtol=1e-4, atol=2e-3
     )
     assert out[~rows].isnan().all() and lse[~rows].isnan().all()
-    assert int(x.lists.rest.whole[0]) == (x.lists.rest.counts == 0).sum()
+    assert int(x.lists.rest.whole[0]) == (x.lists.rest.listed == x.lists.counts).sum()
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -149,11 +164,11 @@ def test_tiles_end_with_what_all_of_their_blocks_give(case, kind, device, monkey
 @pytest.mark.parametrize("case", CASES[1:4:2], ids=str)
 def test_gates_and_other_branches(case, both, keep, device, monkeypatch):
     """The gated sum takes the place of the sums by keys, and out is what it is without it."""
-    x = Split(case, "random", device, monkeypatch)
+    x = Split(case, "random", device, monkeypatch).begun().added()
     rows = x.split_rows()
     o_cmp, o_win = (randn(*x.q.shape, seed=s, dtype=case.dtype, device=device) for s in (7, 8))
     gates = torch.rand(*x.q.shape[:-1], 3, device=device).to(case.dtype)
-    out, _, total = x.finish((o_cmp, o_win if both else None, gates), keep)
+    out, _, total = x.end((o_cmp, o_win if both else None, gates), keep)
     want, _ = x.want()
     if keep:
         x.close(out, want, rows)
@@ -165,21 +180,28 @@ def test_gates_and_other_branches(case, both, keep, device, monkeypatch):
     x.close(total, others + want * g[..., 1:2], rows)
 
 
-@pytest.mark.parametrize("bad", ["nan", "inf"])
+@pytest.mark.parametrize("bad", ["nan", "inf", "large"])
 @pytest.mark.parametrize("case", CASES[:1] + CASES[3:4], ids=str)
 def test_what_is_not_finite_is_left_to_the_other_kernel(case, bad, device, monkeypatch):
-    """A part of a tile that lists a bad value is in the list once, with its sums as they were."""
+    """A part of a tile that lists a bad value, or chose a key whose score is far above those of its
+    neighbourhood, is in the list once, with its sums as they were."""
     x = Split(case, "random", device, monkeypatch)
     rows = x.split_rows()
     want = x.want()[0]
-    before = x.sums.sums.clone()
     known = x.lists.rest.whole[: 1 + int(x.lists.rest.whole[0])].tolist()
-    x.v[0, case.q_start + 20, 0, 5] = float(bad)  # which the own blocks of many hold
+    if bad == "large":
+        x.k[0, 130, 0] *= 100  # in a block that few chose
+    else:
+        x.v[0, case.q_start + 20, 0, 5] = float(bad)  # which the own blocks of many hold
+    x.begun().added()
+    before = x.sums.sums.clone()
     gates = torch.ones(*x.q.shape[:-1], 3, dtype=case.dtype, device=device)
-    _, lse, total = x.finish((torch.zeros_like(x.q), None, gates), False)
+    _, lse, total = x.end((torch.zeros_like(x.q), None, gates), False)
     left = rows & lse.isnan()
     assert left[..., : case.h].any() and not left[..., case.h :].any()  # of the first group alone
     assert (rows & ~left).any()
+    if bad == "large":
+        want = x.want()[0]
     x.close(total, want, rows & ~left)
     assert torch.equal(x.sums.sums[left].view(torch.int16), before[left].view(torch.int16))
     whole = x.lists.rest.whole.tolist()
@@ -193,9 +215,28 @@ def test_what_is_not_finite_is_left_to_the_other_kernel(case, bad, device, monke
     assert got == want_parts
 
 
+@pytest.mark.parametrize("kind", ["random", "ragged"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sums_begin_with_what_tiles_list(case, kind, device, monkeypatch):
+    x = Split(case, kind, device, monkeypatch).begun()
+    rows = x.split_rows()
+    assert rows.any() and not rows.all()
+    for found in x.sums[:3]:
+        assert found[~rows].isnan().all() and found[rows].isfinite().all()
+    rest = x.lists.rest.blocks
+    s = x.scores(x.blocks).masked_fill(x.scores(rest) > -math.inf, -math.inf)
+    top = s.amax(-1).view(rows.shape) / math.log(2)
+    torch.testing.assert_close(x.sums.top[rows].double(), top[rows], rtol=1e-3, atol=1e-3)
+    (p, o), (less_p, less_o) = x.relative(x.blocks), x.relative(rest)
+    p, o = (p - less_p).sum(-1).view(rows.shape), (o - less_o).reshape(x.q.shape)
+    torch.testing.assert_close(x.sums.total[rows].double(), p[rows], rtol=2e-3, atol=0)
+    tol = 4e-3 if case.dtype == F16 else 2e-2
+    size = o[rows].abs().amax(-1, keepdim=True)
+    assert ((x.sums.sums[rows].double() - o[rows]).abs() < tol * size).all()
+
+
 @pytest.mark.parametrize("case", CASES[:1] + CASES[3:4], ids=str)
-def test_what_sums_begin_with(case, device, monkeypatch):
-    """Zeros where tiles have a rest, nothing elsewhere; a scale for each column."""
+def test_every_column_has_a_scale(case, device, monkeypatch):
     from nsa.kernels.prefill import key_sums
 
     monkeypatch.setattr(key_sums, "SEARCHES", 2)  # several turns each
@@ -209,19 +250,15 @@ def test_what_sums_begin_with(case, device, monkeypatch):
         columns[5, 3], columns[6, 4] = math.nan, -math.inf
         columns[:, 6] = 0.0
 
-    x = Split(case, "ragged", device, monkeypatch, bare=True, spread=spread)
-    top, total, sums, scales = x.sums
-    rows = x.split_rows()
-    assert rows.any() and not rows.all()
-    assert sums[~rows].isnan().all() and (sums[rows].view(torch.int16) == 0).all()
-    assert (top[rows] == -math.inf).all() and (total[rows] == 0).all()
+    x = Split(case, "ragged", device, monkeypatch, spread)
+    scales = x.sums.scales
     memory = torch.empty_like(x.q)
     assert x.begin(memory).sums.data_ptr() == memory.data_ptr()
     v = x.v.double().reshape(-1, case.G, case.D)
     largest = v.nan_to_num(0, 0, 0).abs().amax(0)
-    bits = math.ceil(math.log2(case.block * case.n))
+    bits = math.ceil(math.log2(case.block * case.n)) + key_sums.ABOVE
     some = largest > 0
     assert (~some).sum() == 1 and scales[~some] == 2.0**126
     want = 2.0 ** (14 - largest[some].log2().floor() - bits)
     assert torch.equal(scales[some].double(), want)
-    assert (largest * scales.double() * case.block * case.n < 2**15).all()
+    assert (largest * scales.double() * 2.0**bits < 2**15).all()

@@ -134,7 +134,7 @@ def _gluon_cases() -> list[AotCase]:
 
     from nsa.kernels.prefill import (
         block_attn_bwd_hopper,
-        block_attn_finish,
+        block_attn_ends,
         block_attn_fwd_hopper,
         block_attn_keys_hopper,
         block_score_hopper,
@@ -240,12 +240,12 @@ def _gluon_cases() -> list[AotCase]:
     kernel = module._block_attn_fwd_hopper_kernel
     for dim, stages in module.STAGES.items():
         c = dict(VARLEN=dim == 64, HEADS=module.HEADS, ROOM=tile_blocks.room(module.WARPS, 16),
-                 STAGES=stages, OTHERS=2 if dim == 128 else 0, KEEP=True, BEGUN=dim == 128)
+                 STAGES=stages, OTHERS=2 if dim == 128 else 0, KEEP=True, SOME=dim == 128)
         types = dict(KD=tile("bf16", module.KEYS, dim), VD=tile("bf16", module.KEYS, dim))
         one = case(kernel, f"D{dim}", types, c, module.WARPS, 32, module.START_REGISTERS)
         cases.append(replace(one, parting="again:"))
     tile_list = dict(VARLEN=True, QUERIES=module.WARPS, N_PAD=16,
-                     LEAST=tile_blocks.LEAST, HEADS=16, D=128,
+                     LEAST=tile_blocks.LEAST,
                      READ=tile_blocks.READ, PAIR=tile_blocks.PAIR, DENSE=tile_blocks.DENSE,
                      REST_PAIR=tile_blocks.REST_PAIR, TOGETHER=tile_blocks.TOGETHER)  # fmt: skip
     launch = (union_lists.lists_warps(module.WARPS, 16, tile_blocks.REGISTERS), 2)
@@ -257,27 +257,27 @@ def _gluon_cases() -> list[AotCase]:
         _case(key_sums._column_scales_kernel, "all", "bf16", columns, (4, 2)),
         _case(key_sums._largest_columns_kernel, "all", "bf16", search, (4, 2)),
     ]
-    finish = block_attn_finish
-    c = dict(VARLEN=False, TILE=block_attn_fwd_hopper.WARPS, QUERIES=tile_blocks.PART.value,
-             HEADS=module.HEADS, D=module.WIDTH,
-             ROOM=tile_blocks.room(block_attn_fwd_hopper.WARPS, 16),
-             PER_BLOCK=finish.BLOCK // finish.KEYS, KEYS=finish.KEYS, OTHERS=1, KEEP=False,
-             PRECISION="tf32")  # fmt: skip
-    one = _case(finish._block_attn_finish_kernel, "D128", "bf16", c, (finish.WARPS, finish.STAGES))
-    one = replace(one, max_registers=finish.REGISTERS)
-    blocks = f"tensordesc<bf16[{finish.KEYS}, {module.WIDTH}]>"
+    ends = block_attn_ends
+    part = dict(TILE=block_attn_fwd_hopper.WARPS, QUERIES=tile_blocks.PART.value,
+                HEADS=module.HEADS, D=module.WIDTH)  # fmt: skip
+    c = dict(VARLEN=False, ROOM=tile_blocks.room(block_attn_fwd_hopper.WARPS, 16),
+             KEYS=ends.KEYS, PRECISION="tf32", **part)  # fmt: skip
+    one = _case(ends._block_attn_begin_kernel, "D128", "bf16", c, (ends.WARPS, ends.STAGES))
+    one = replace(one, max_registers=ends.REGISTERS)
+    blocks = f"tensordesc<bf16[{ends.KEYS}, {module.WIDTH}]>"
     cases.append(replace(one, types={**one.types, "KD": blocks, "VD": blocks}, max_spill=0))
-    for summing in (False, True):
-        c = dict(VARLEN=not summing, HEADS=module.HEADS, ROWS=module.ROWS, KEYS=module.KEYS,
-                 WIDTH=module.WIDTH, SUM=summing)  # fmt: skip
-        rows = (1, module.HEADS, 64)
-        types = dict(QD=tile("bf16", *rows), SUMSD=tile("fp16", *rows))
-        cases.append(
-            case(
-                module._block_attn_keys_hopper_kernel, "sums" if summing else "maxima", types, c,
-                module.WARPS, 0, module.START_REGISTERS[summing],
-            )  # fmt: skip
-        )
+    c = dict(OTHERS=1, KEEP=False, **part)
+    cases.append(_case(ends._block_attn_end_kernel, "D128", "bf16", c, (ends.WARPS, 2)))
+    c = dict(VARLEN=False, HEADS=module.HEADS, ROWS=module.ROWS, KEYS=module.KEYS,
+             WIDTH=module.WIDTH)  # fmt: skip
+    rows = (1, module.HEADS, 64)
+    types = dict(QD=tile("bf16", *rows), SUMSD=tile("fp16", *rows))
+    cases.append(
+        case(
+            module._block_attn_keys_hopper_kernel, "D128", types, c, module.WARPS, 0,
+            module.START_REGISTERS,
+        )  # fmt: skip
+    )
     return cases
 
 

@@ -11,7 +11,8 @@ run ahead of slow ones by as many blocks as it holds. The outputs of the other b
 by then: their gated sum (combine.py) is taken at the end, beside the reads from the L2.
 
 In long sequences tiles whose queries agree on little go by keys (tile_blocks.py), and what is left
-for this kernel is the others, and tiles with rows that are not finite.
+for this kernel is the others, and those with rows that are not finite, which it does from the
+start.
 
 Everything keeps to a warp (warps.py): products of 16 rows, reductions over keys, operands from
 shared memory.
@@ -38,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_attn_keys_hopper, tile_blocks
-from nsa.kernels.prefill.block_attn_finish import finish_tiles
+from nsa.kernels.prefill.block_attn_ends import begin_tiles, end_tiles
 from nsa.kernels.prefill.combine import Others
 from nsa.kernels.prefill.key_sums import begin_sums
 from nsa.kernels.prefill.tile_blocks import PART
@@ -61,9 +62,9 @@ HEADS = 16  # rows of a warp's product
 WARPS = 8  # and queries of a tile: with 16, a third of the registers is missing
 STAGES = {64: 14, 128: 7}  # blocks that fit, by the width of a head
 # From so many keys of a sequence, and queries of all, tiles whose queries agree on little may go by
-# keys. H200, random blocks of one sequence: 16k tokens no difference, 32k 0.5 ms of 5.4. Chunks of
-# fewer queries, for which the lists weigh more, were not measured.
-SPLIT_KEYS, SPLIT_QUERIES = 24576, 16384
+# keys. H200, random blocks of one sequence, full forward: 8k tokens 0.03 ms slower, 12k 0.13 faster.
+# Chunks of fewer queries, for which the lists weigh more, were not measured.
+SPLIT_KEYS, SPLIT_QUERIES = 10240, 10240
 
 
 @gluon.jit
@@ -143,22 +144,6 @@ def _attend_together(acc, m, l, q, k, v, scale_log2):
 
 
 @gluon.jit
-def _begun(acc, l, SUMS, TOP, TOTAL, SCALES, place, row, group, live):
-    """(acc, m, l) of the rows whose sums block_attn_keys_hopper.py began."""
-    WIDTH: gl.constexpr = acc.shape[1]
-    top = gl.load(TOP + row, mask=live, other=float("-inf"))
-    total = gl.load(TOTAL + row, mask=live, other=0.0)
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, acc.type.layout))
-    scale = 1.0 / gl.load(SCALES + group * WIDTH + columns)
-    sums = gl.load(SUMS + place, mask=live[:, None], other=0.0)
-    # Of the parts of a row's sum, which add up to it, one has it all.
-    total = gl.convert_layout(total, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
-    part = gl.arange(0, l.shape[1], gl.SliceLayout(0, l.type.layout))
-    l = gl.where((part == 0)[None, :], total[:, None], l)
-    return sums.to(gl.float32) * scale[None, :], top, l
-
-
-@gluon.jit
 def _other(X, place, gate, live, GATED: gl.constexpr):
     """Another branch's output, by its gate unless it is gated already."""
     x = gl.load(X + place, mask=live[:, None], other=0.0).to(gl.float32)
@@ -187,18 +172,18 @@ def _query_of(ROWS: gl.constexpr, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _items(WHOLE, tiles, G, BEGUN: gl.constexpr):
+def _items(WHOLE, tiles, G, SOME: gl.constexpr):
     """How many tiles there are for all programs."""
-    if BEGUN:
+    if SOME:
         return gl.load(WHOLE)
     else:
         return tiles * G
 
 
 @gluon.jit
-def _item(item, WHOLE, tiles, G, BEGUN: gl.constexpr):
+def _item(item, WHOLE, tiles, G, SOME: gl.constexpr):
     """(tile, group). Group is the slow axis: its K and V stay in L2 while its tiles pass."""
-    if BEGUN:
+    if SOME:
         at = gl.load(WHOLE + 1 + item)
         return at // G, at % G
     else:
@@ -207,10 +192,10 @@ def _item(item, WHOLE, tiles, G, BEGUN: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, REST_COUNTS, WHOLE, TODO, TOP, TOTAL,
-    SUMS, SCALES, k_ring, v_ring, T, S, S_KV, G, H, q_start, scale_log2,
+    Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, k_ring, v_ring, T, S, S_KV,
+    G, H, q_start, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, OTHERS: gl.constexpr,
-    KEEP: gl.constexpr, BEGUN: gl.constexpr,
+    KEEP: gl.constexpr, SOME: gl.constexpr,
 ):  # fmt: skip
     """A warp for each query of a tile, tile after tile."""
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -225,8 +210,8 @@ def _consume(
     tiles = (T + QUERIES - 1) // QUERIES
     slot = 0
     parity = 0
-    for item in range(gl.program_id(0), _items(WHOLE, tiles, G, BEGUN), gl.num_programs(0)):
-        tile, group = _item(item, WHOLE, tiles, G, BEGUN)
+    for item in range(gl.program_id(0), _items(WHOLE, tiles, G, SOME), gl.num_programs(0)):
+        tile, group = _item(item, WHOLE, tiles, G, SOME)
         at = tile * G + group
         count = gl.load(COUNTS + at)
         entries = ENTRIES + at.to(gl.int64) * ROOM
@@ -246,10 +231,6 @@ def _consume(
         acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
         l = gl.sum(_by_thread(gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)), 1)
-        if BEGUN:
-            if gl.load(REST_COUNTS + at) > 0:
-                row, live, place = _rows(tile, group, T, G, H, HEADS, ROWS, WIDTH, LAYOUT)
-                acc, m, l = _begun(acc, l, SUMS, TOP, TOTAL, SCALES, place, row, group, live)
         for i in range(count):
             chosen = entry.to(gl.int32)
             mine = (chosen >> warp) & 1
@@ -275,7 +256,7 @@ def _consume(
                 slot = 0
                 parity ^= 1
         row, live, place = _rows(tile, group, T, G, H, HEADS, ROWS, WIDTH, LAYOUT)
-        if BEGUN:
+        if SOME:
             todo = gl.load(TODO + at)
             live = live & (((todo >> (_query_of(ROWS, HEADS, LAYOUT) // PART)) & 1) > 0)
         l = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
@@ -297,7 +278,7 @@ def _consume(
 @gluon.jit
 def _produce(
     KD, VD, ENTRIES, COUNTS, WHOLE, k_ring, v_ring, bars, T, G,
-    QUERIES: gl.constexpr, ROOM: gl.constexpr, BEGUN: gl.constexpr,
+    QUERIES: gl.constexpr, ROOM: gl.constexpr, SOME: gl.constexpr,
 ):  # fmt: skip
     """The warp that brings the blocks."""
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -305,8 +286,8 @@ def _produce(
     tiles = (T + QUERIES - 1) // QUERIES
     slot = 0
     parity = 1  # the phase before the first counts as complete
-    for item in range(gl.program_id(0), _items(WHOLE, tiles, G, BEGUN), gl.num_programs(0)):
-        tile, group = _item(item, WHOLE, tiles, G, BEGUN)
+    for item in range(gl.program_id(0), _items(WHOLE, tiles, G, SOME), gl.num_programs(0)):
+        tile, group = _item(item, WHOLE, tiles, G, SOME)
         at = tile * G + group
         count = gl.load(COUNTS + at)
         entries = ENTRIES + at.to(gl.int64) * ROOM
@@ -327,14 +308,14 @@ def _produce(
 
 @gluon.jit
 def _block_attn_fwd_hopper_kernel(
-    Q, KD, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, REST_COUNTS, WHOLE, TODO, TOP,
-    TOTAL, SUMS, SCALES, T, S, S_KV, G, H, q_start, scale_log2,
+    Q, KD, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, T, S, S_KV, G, H,
+    q_start, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, STAGES: gl.constexpr,
-    OTHERS: gl.constexpr, KEEP: gl.constexpr, BEGUN: gl.constexpr,
+    OTHERS: gl.constexpr, KEEP: gl.constexpr, SOME: gl.constexpr,
 ):  # fmt: skip
     """LSE, with KEEP O, and with OTHERS the gated SUM of O and two OTHERS, O_CMP and O_WIN, or one:
-    O_CMP, which is the gated sum of both. BEGUN: rows begin with KeySums; SUMS may be where SUM or
-    O is, since the threads that write a number are those that read it."""
+    O_CMP, which is the gated sum of both. SOME: of the tiles in WHOLE what is in TODO
+    (tile_blocks.Rest)."""
     dtype: gl.constexpr = KD.dtype
     WARPS: gl.constexpr = gl.num_warps()
     TILE: gl.constexpr = KD.block_type.nbytes // UNIT
@@ -354,12 +335,11 @@ def _block_attn_fwd_hopper_kernel(
     program_barrier()
     gl.warp_specialize([
         (_consume, (
-            Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, REST_COUNTS, WHOLE, TODO, TOP,
-            TOTAL, SUMS, SCALES, k_ring, v_ring, T, S, S_KV, G, H, q_start, scale_log2, VARLEN,
-            HEADS, ROOM, OTHERS, KEEP, BEGUN,
+            Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, k_ring, v_ring, T, S,
+            S_KV, G, H, q_start, scale_log2, VARLEN, HEADS, ROOM, OTHERS, KEEP, SOME,
         )),
         (_produce, (
-            KD, VD, ENTRIES, COUNTS, WHOLE, k_ring, v_ring, bars, T, G, WARPS, ROOM, BEGUN,
+            KD, VD, ENTRIES, COUNTS, WHOLE, k_ring, v_ring, bars, T, G, WARPS, ROOM, SOME,
         )),
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
@@ -416,31 +396,31 @@ def attend_blocks(
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     keep = out is not None
     out, total = (out if keep else total), (total if others else out)
-    n_sel, sums = block_indices.shape[-1], None
-    if splits(q, v, n_sel, max_seqlen if varlen else s_kv):
-        sums = begin_sums(q, v, n_sel, KEYS, total)
+    n_sel = block_indices.shape[-1]
+    split = splits(q, v, n_sel, max_seqlen if varlen else s_kv)
     lists = tile_blocks.tile_blocks(
-        block_indices, seq_begin, s_q, s_kv, q_start, KEYS, queries=WARPS, sums=sums
+        block_indices, seq_begin, s_q, s_kv, q_start, KEYS, queries=WARPS, split=split
     )
-    begun = (*(lists.counts,) * 3, lse, lse, out, lse)
-    if sums:
+    some = (lists.counts,) * 2
+    if split:
+        sums = begin_sums(q, v, n_sel, KEYS, total)
+        begin_tiles(
+            q, k, v, lists, sums, softmax_scale=softmax_scale, q_start=q_start, packed=varlen
+        )
         block_attn_keys_hopper.add_sums(
             q, k, v, lists.rest.blocks, sums, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
         )  # fmt: skip
-        finish_tiles(
-            q, k, v, lists, sums, out if keep else None, lse, others, total,
-            softmax_scale=softmax_scale, q_start=q_start, packed=varlen,
-        )  # fmt: skip
-        begun = (*lists.rest[1:], *sums)
+        end_tiles(lists, sums, out if keep else None, lse, others, total)
+        some = (lists.rest.whole, lists.rest.todo)
     programs = min(lists.counts.numel(), sm_count(q.device))
     o_cmp, o_win, gates = others or (out, None, out)
     n_others = (1 if o_win is None else 2) if others else 0
     launch(
         _block_attn_fwd_hopper_kernel, (programs,),
         q, _blocks(k), _blocks(v), out, lse, o_cmp, o_cmp if o_win is None else o_win, gates,
-        total, lists.entries, lists.counts, *begun, tokens, s_q, s_kv, groups,
+        total, lists.entries, lists.counts, *some, tokens, s_q, s_kv, groups,
         hq // groups, q_start, softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS,
         ROOM=lists.entries.shape[-1], STAGES=STAGES[width], OTHERS=n_others, KEEP=keep,
-        BEGUN=sums is not None, num_warps=WARPS, maxnreg=START_REGISTERS,
+        SOME=split, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

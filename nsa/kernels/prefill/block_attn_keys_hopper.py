@@ -1,9 +1,9 @@
 """Forward of selection attention on Hopper, by blocks of keys, for what no neighbours share.
 
 A query that reads a block which none beside it chose takes 32 KB from the L2 for it. By blocks, as
-the backward goes (block_attn_bwd_hopper.py), a pair of a query and a block takes three times the 4
-KB of a query of 16 heads: Q for the row maxima, Q again, and the sums of exp2(s - max) V that go to
-the L2's adders in fp16 (key_sums.py). block_attn_finish.py goes on with what neighbours share.
+the backward goes (block_attn_bwd_hopper.py), a pair of a query and a block takes twice the 4 KB of
+a query of 16 heads: its Q, and the sums of exp2(s - top) V that go to the L2's adders in fp16
+(key_sums.py). block_attn_ends.py begins the sums, and top, and ends them.
 
 Three programs share a multiprocessor. Each has four warps, with a block's K and V and two places
 for 64 rows of Q, and for each place a warp that fetches rows, query by query, and adds what the
@@ -39,9 +39,7 @@ from nsa.kernels.tiles import LOG2E, cdiv
 HEADS, ROWS, KEYS, WIDTH = 16, 64, 64, 128
 WARPS = 4
 PAIRS = 128  # of a program
-# A program has eight warps, of which the moving ones count as four. Three programs share a
-# multiprocessor where V is in shared memory as well, four where it is not.
-START_REGISTERS = {True: 80, False: 64}
+START_REGISTERS = 80  # a program has eight warps, of which the moving ones count as four
 LEAST_REGISTERS = tl.constexpr(24)
 PLACES = tl.constexpr(2)
 
@@ -67,7 +65,7 @@ def _add_rows(SUMSD, UNITS, place, begin, end):
 @gluon.jit
 def _move(
     QD, SUMSD, TOP, UNITS, buffers, bars, begin, end,
-    HEADS: gl.constexpr, MINE: gl.constexpr, SUM: gl.constexpr,
+    HEADS: gl.constexpr, MINE: gl.constexpr,
 ):  # fmt: skip
     """The warp of one place: adds the sums that are there, then fetches other rows."""
     k_place, v_place, places, top_smem, unit_smem = buffers
@@ -86,14 +84,12 @@ def _move(
     for first in range(begin + MINE * QUERIES, end, PLACES * QUERIES):
         pair = first + row // PADDED
         unit = gl.load(UNITS + pair, mask=pair < end, other=-1)
-        if SUM:
-            top = gl.load(TOP + unit * HEADS + row % PADDED, mask=pair < end, other=0.0)
+        top = gl.load(TOP + unit * HEADS + row % PADDED, mask=pair < end, other=0.0)
         mbarrier.wait(done.index(MINE), parity)
         parity ^= 1
-        if SUM:
-            _add_rows(SUMSD, UNITS, place, last, end)
-            last = first
-            top_smem.index(MINE).store(top)
+        _add_rows(SUMSD, UNITS, place, last, end)
+        last = first
+        top_smem.index(MINE).store(top)
         unit_smem.index(MINE).store(unit)
         program_barrier()
         mbarrier.expect(bar, PARTS * QUERIES * QD.block_type.nbytes)
@@ -103,16 +99,14 @@ def _move(
                 q = rows.index(part * QUERIES + i)
                 tma.async_copy_global_to_shared(QD, [source, 0, part * WIDE], bar, q)
     mbarrier.wait(done.index(MINE), parity)
-    if SUM:
-        _add_rows(SUMSD, UNITS, place, last, end)
+    _add_rows(SUMSD, UNITS, place, last, end)
 
 
 @gluon.jit
 def _attend(
-    turn, TOP, TOTAL, buffers, bars, scale_log2,
-    HEADS: gl.constexpr, PADDED: gl.constexpr, SUM: gl.constexpr,
-):  # fmt: skip
-    """A tile of rows: their maxima, or their sums relative to those."""
+    turn, TOTAL, buffers, bars, scale_log2, HEADS: gl.constexpr, PADDED: gl.constexpr
+):
+    """A tile of rows: what they add to their sums."""
     k_place, v_place, places, top_smem, unit_smem = buffers
     ready, done = bars
     ROWS: gl.constexpr = places.shape[1]
@@ -133,35 +127,29 @@ def _attend(
     k = k_place.index(nought).permute([1, 0])
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     unit = unit_smem.index(slot).load(ROW)
-    if SUM:
-        top = top_smem.index(slot).load(ROW)
+    top = top_smem.index(slot).load(ROW)
     head = gl.arange(0, ROWS, ROW) % PADDED
     at = unit * HEADS + head
     live = (unit >= 0) & (head < HEADS)
     s = warpgroup_mma_wait(0, deps=[s])
-    if SUM:
-        p = gl.exp2(s * scale_log2 - top[:, None])
-        zero_o = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
-        weights = gl.convert_layout(p.to(k_place.dtype), LEFT, assert_trivial=True)
-        v = v_place.index(nought)
-        o = warpgroup_mma(weights, v, zero_o, use_acc=False, is_async=True)
-        gl.atomic_add(TOTAL + at, gl.sum(p, 1), mask=live, sem="relaxed")
-        o = warpgroup_mma_wait(0, deps=[o])
-        # The sums take the place of Q, of which a warp has read the rows that it writes.
-        q._reinterpret(gl.float16, [ROWS, WIDTH], q.layout).store(o.to(gl.float16))
-        fence_async_shared()
-        program_barrier()
-        mbarrier.arrive(done.index(slot), count=1)
-    else:
-        program_barrier()
-        mbarrier.arrive(done.index(slot), count=1)
-        gl.atomic_max(TOP + at, gl.max(s, 1) * scale_log2, mask=live, sem="relaxed")
+    p = gl.exp2(s * scale_log2 - top[:, None])
+    zero_o = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
+    weights = gl.convert_layout(p.to(k_place.dtype), LEFT, assert_trivial=True)
+    v = v_place.index(nought)
+    o = warpgroup_mma(weights, v, zero_o, use_acc=False, is_async=True)
+    gl.atomic_add(TOTAL + at, gl.sum(p, 1), mask=live, sem="relaxed")
+    o = warpgroup_mma_wait(0, deps=[o])
+    # The sums take the place of Q, of which a warp has read the rows that it writes.
+    q._reinterpret(gl.float16, [ROWS, WIDTH], q.layout).store(o.to(gl.float16))
+    fence_async_shared()
+    program_barrier()
+    mbarrier.arrive(done.index(slot), count=1)
 
 
 @gluon.jit
 def _walk(
-    K, V, TOP, TOTAL, SCALES, buffers, bars, tile, begin, end, first_key, group, per_seq, G,
-    scale_log2, HEADS: gl.constexpr, PADDED: gl.constexpr, SUM: gl.constexpr,
+    K, V, TOTAL, SCALES, buffers, bars, tile, begin, end, first_key, group, per_seq, G,
+    scale_log2, HEADS: gl.constexpr, PADDED: gl.constexpr,
 ):  # fmt: skip
     """The four warps: a piece of the rows that attend one block of keys."""
     k_place, v_place, places, top_smem, unit_smem = buffers
@@ -173,15 +161,14 @@ def _walk(
     key_row = (first_key + key) * G + group
     here = (key >= 0) & (begin < end)  # rows see all keys of a block: it lies within the sequence
     k_place.index(0).store(_load_keys(K, key_row, here, COPY_LAYOUT, WIDTH))
-    if SUM:
-        v = _load_keys(V, key_row, here, COPY_LAYOUT, WIDTH)
-        column = group * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY_LAYOUT))
-        scale = gl.load(SCALES + column)
-        v_place.index(0).store((v.to(gl.float32) * scale[None, :]).to(v.dtype))
+    v = _load_keys(V, key_row, here, COPY_LAYOUT, WIDTH)
+    column = group * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY_LAYOUT))
+    scale = gl.load(SCALES + column)
+    v_place.index(0).store((v.to(gl.float32) * scale[None, :]).to(v.dtype))
     fence_async_shared()
     program_barrier()
     for turn in range((end - begin + QUERIES - 1) // QUERIES):
-        _attend(turn, TOP, TOTAL, buffers, bars, scale_log2, HEADS, PADDED, SUM)
+        _attend(turn, TOTAL, buffers, bars, scale_log2, HEADS, PADDED)
 
 
 @gluon.jit
@@ -189,10 +176,9 @@ def _block_attn_keys_hopper_kernel(
     K, V, QD, SUMSD, TOP, TOTAL, SCALES, UNITS, PIECES, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END,
     CU_SEQLENS, S_KV, G, per_seq, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-    WIDTH: gl.constexpr, SUM: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Raises TOP to the maxima of the rows; with SUM adds what is relative to these to TOTAL and,
-    by SUMSD, to the sums (KeySums).
+    """Adds what is relative to TOP to TOTAL and, by SUMSD, to the sums (KeySums).
 
     PIECES: how many chunks there are, and these in the order in which programs take them.
     """
@@ -214,9 +200,7 @@ def _block_attn_keys_hopper_kernel(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
-    v_place = k_place
-    if SUM:
-        v_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
+    v_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
     places = gl.allocate_shared_memory(dtype, [PLACES, ROWS, WIDTH], LAYOUT)
     top_smem = gl.allocate_shared_memory(gl.float32, [PLACES, ROWS], PLAIN)
     unit_smem = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS], PLAIN)
@@ -229,11 +213,11 @@ def _block_attn_keys_hopper_kernel(
     bars = (ready, done)
     gl.warp_specialize([
         (_walk, (
-            K, V, TOP, TOTAL, SCALES, buffers, bars, tile, begin, end, first_key, group, per_seq, G,
-            scale_log2, HEADS, PADDED, SUM,
+            K, V, TOTAL, SCALES, buffers, bars, tile, begin, end, first_key, group, per_seq, G,
+            scale_log2, HEADS, PADDED,
         )),
-        (_move, (QD, SUMSD, TOP, UNITS, buffers, bars, begin, end, HEADS, 0, SUM)),
-        (_move, (QD, SUMSD, TOP, UNITS, buffers, bars, begin, end, HEADS, 1, SUM)),
+        (_move, (QD, SUMSD, TOP, UNITS, buffers, bars, begin, end, HEADS, 0)),
+        (_move, (QD, SUMSD, TOP, UNITS, buffers, bars, begin, end, HEADS, 1)),
     ], [1, 1], [LEAST_REGISTERS, LEAST_REGISTERS])  # fmt: skip
 
 
@@ -253,8 +237,8 @@ def add_sums(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, sums: KeySums, *, softmax_scale: float,
     cu_seqlens: Tensor | None, max_seqlen: int,
 ) -> None:  # fmt: skip
-    """Fill sums, which are clear, with those over tile_blocks.Rest.blocks, of which a query sees
-    all keys, for contiguous inputs that are usable()."""
+    """Add to sums, which block_attn_ends.py began, what tile_blocks.Rest.blocks give, of which a
+    query sees all keys, for contiguous inputs that are usable()."""
     varlen, groups = cu_seqlens is not None, v.shape[-2]
     tokens = q.numel() // (q.shape[-2] * WIDTH)
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
@@ -266,11 +250,10 @@ def add_sums(
     pieces, _ = block_lists.pieces_in_order(lists, PAIRS, tokens, groups)  # a chunk each
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
     q_tiles, sum_tiles = _head_tiles(q, groups), _head_tiles(sums.sums, groups)
-    for summing in (False, True):
-        launch(
-            _block_attn_keys_hopper_kernel, (pieces.numel() - 1,),
-            k, v, q_tiles, sum_tiles, sums.top, sums.total, sums.scales, lists.rows, pieces,
-            *chunks, cu_seqlens if varlen else lists.rows, s_kv, groups, per_seq,
-            softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
-            SUM=summing, num_warps=WARPS, maxnreg=START_REGISTERS[summing],
-        )  # fmt: skip
+    launch(
+        _block_attn_keys_hopper_kernel, (pieces.numel() - 1,),
+        k, v, q_tiles, sum_tiles, sums.top, sums.total, sums.scales, lists.rows, pieces,
+        *chunks, cu_seqlens if varlen else lists.rows, s_kv, groups, per_seq,
+        softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
+        num_warps=WARPS, maxnreg=START_REGISTERS,
+    )  # fmt: skip

@@ -138,7 +138,9 @@ def block_forward_kernels(
     block_attn_fwd_hopper where long packed sequences do not."""
     module = block_forward(q, k, v, n_sel, block_size, 1.0)
     if module:  # which sums up itself
-        by_keys = ("_block_attn_keys_hopper_kernel", "_block_attn_finish_kernel")
+        by_keys = (
+            "_block_attn_begin_kernel", "_block_attn_keys_hopper_kernel", "_block_attn_end_kernel"
+        )  # fmt: skip
         split = q.dim() == 4 and module.splits(q, v, n_sel, k.shape[1])
         return ("_tile_blocks_kernel", *by_keys * split, "_block_attn_fwd_hopper_kernel")
     return ("_block_attn_fwd_kernel", *("_combine_fwd_kernel",) * gated)

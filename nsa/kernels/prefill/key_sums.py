@@ -1,13 +1,17 @@
 """Sums of selection attention's forward that several programs add to, in fp16.
 
-A row adds at most MOST_PARTS parts, one for a block, whose weights are at most 1 each. Each column
-of a group's V has a power of two, therefore, which its sums cannot overflow with:
+A row adds at most MOST_PARTS parts, one for a block, and begins with what it shares with its
+neighbours (block_attn_ends.py), whose largest score is the one that weights are relative to. Each
+column of a group's V has a power of two, with which sums do not overflow as long as no score is
+more than ABOVE over that:
 
-    |sum_j p_j V_jc| * scale_c <= n_sel * keys of a block * max_j |V_jc| * scale_c < 2**15
+    |sum_j p_j V_jc| * scale_c <= n_sel * block_size * 2**ABOVE * max_j |V_jc| * scale_c < 2**15
 
-With n_sel = 16 a row whose weight is all on one key has 18 bits down to fp16's least normal number.
-Rounding: sums of 13 random blocks are off by 6e-4 of their norm, while rounding to bf16 alone costs
-17e-4.
+With n_sel = 16 a single key can be 16 over it, a factor of 65536 in its weight. What does overflow
+stays infinite, and the query goes another way. Downwards, the largest of a column is 11 bits above
+fp16's least normal number and 21 above its least one, where a row has all its weight on one key;
+rows that share it add up to more. Rounding: sums of 13 random blocks are off by 6e-4 of their norm,
+while rounding to bf16 alone costs 17e-4.
 """
 
 from __future__ import annotations
@@ -25,13 +29,14 @@ from nsa.kernels.tiles import cdiv
 
 COLUMNS, SLICE = 128, 64  # of V, and rows, that are searched at a time
 SEARCHES = 1024  # programs: few, since each raises the same numbers
+ABOVE = 6  # in base 2
 
 
 class KeySums(NamedTuple):
-    """Of each query head: top [.., HQ] fp32, the largest score in base 2; total [.., HQ] fp32, the
-    sum of exp2(score - top); sums [.., HQ, D] fp16, that of exp2(score - top) V times scales
-    [G, D], fp32 powers of two. All but scales hold nothing where tile_blocks.Rest.counts
-    is 0.
+    """Of each query head: top [.., HQ] fp32, in base 2, the largest score of what its tile lists;
+    total [.., HQ] fp32, the sum of exp2(score - top); sums [.., HQ, D] fp16, that of
+    exp2(score - top) V times scales [G, D], fp32 powers of two. All but scales hold nothing where a
+    tile has no rest (tile_blocks.py).
     """
 
     top: Tensor
@@ -67,8 +72,8 @@ def _column_scales_kernel(LARGEST, columns, bits, COLUMNS: tl.constexpr):
 
 
 def begin_sums(q: Tensor, v: Tensor, n_sel: int, block_size: int, memory: Tensor) -> KeySums:
-    """Scales, and room for what tile_blocks() clears and kernels add to, for contiguous q
-    [.., HQ, D] and v [.., G, D]. memory: of 16 bits, like q, for the sums."""
+    """Scales, and room for the others, for contiguous q [.., HQ, D] and v [.., G, D]. memory: of 16
+    bits, like q, for the sums."""
     groups, width = v.shape[-2:]
     top, total = torch.empty(2, *q.shape[:-1], dtype=torch.float32, device=q.device)
     scales = torch.zeros(groups, width, dtype=torch.float32, device=q.device)
@@ -78,6 +83,6 @@ def begin_sums(q: Tensor, v: Tensor, n_sel: int, block_size: int, memory: Tensor
         _largest_columns_kernel, (min(cdiv(rows, SLICE), max(SEARCHES // across, 1)), across),
         v, scales, rows, columns, COLUMNS=COLUMNS, SLICE=SLICE,
     )  # fmt: skip
-    bits = (n_sel * block_size - 1).bit_length()
+    bits = (n_sel * block_size - 1).bit_length() + ABOVE
     launch(_column_scales_kernel, (across,), scales, columns, bits, COLUMNS=COLUMNS)
     return KeySums(top, total, memory.view(torch.float16), scales)

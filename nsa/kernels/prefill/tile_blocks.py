@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill.key_sums import KeySums
 from nsa.kernels.prefill.union_lists import chosen_by, lists_warps
 from nsa.kernels.tiles import cdiv, pow2
 
@@ -25,10 +24,10 @@ REGISTERS = 8  # of a thread, for their comparison: the sort needs some as well
 # What the forward takes, in 10 ps of an H200 at 16 heads of 128: to read a block that a tile lists
 # and for each query that chose it (block_attn_fwd_hopper.py); or for each pair of the rest
 # (block_attn_keys_hopper.py), for a block that is listed all the same, and to put both together
-# (block_attn_finish.py).
-READ, PAIR, REST_PAIR, DENSE, TOGETHER = 215, 95, 200, 800, 500
-LEAST = 4  # queries that a listed block needs where there is a rest
-PART = tl.constexpr(4)  # queries of a tile that block_attn_finish.py does at a time
+# (block_attn_ends.py).
+READ, PAIR, REST_PAIR, DENSE, TOGETHER = 215, 95, 145, 950, 4800
+LEAST = 5  # queries that a listed block needs where there is a rest
+PART = tl.constexpr(4)  # queries of a tile that block_attn_ends.py does at a time
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class TileBlocks:
 
     entries int64 [tiles, G, room]: row of the block's first key << 32 | mask of the queries that
     chose it, ascending; rows count over all sequences. counts int32 [tiles, G]: how many there are.
-    rest: blocks that are not among them; None where all are.
+    rest: those that go by keys, which come after the others; None where none can.
     """
 
     entries: Tensor
@@ -48,42 +47,25 @@ class TileBlocks:
 
 class Rest(NamedTuple):
     """blocks int32, like block_indices: those that few of a tile's queries chose, -1 in place of
-    others. counts int32 [tiles, G]: how many. whole int32 [1 + tiles * G]: the number of tiles that
-    have none, and tile * G + group of each, in any order; block_attn_finish.py adds those that it
-    cannot do. todo int32 [tiles, G]: which parts of PART queries of a tile are still to be done by
-    those that read this list.
+    others. listed int32 [tiles, G]: how many of the entries are others, all where a tile has no
+    rest. whole int32 [1 + tiles * G]: the number of tiles that have none, and tile * G + group of
+    each, in any order; block_attn_ends.py adds those that it cannot do. todo int32 [tiles, G]:
+    which parts of PART queries of a tile are still to be done by those that read this list.
     """
 
     blocks: Tensor
-    counts: Tensor
+    listed: Tensor
     whole: Tensor
     todo: Tensor
 
 
 @triton.jit
-def _clear(
-    TOP, TOTAL, SUMS, tile, group, T, G, H,
-    QUERIES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """No sums yet of a tile's rows. Here, where it costs little beside the sort."""
-    head = tl.arange(0, HEADS)
-    for i in tl.static_range(QUERIES):
-        token = tile * QUERIES + i
-        row = (token.to(tl.int64) * G + group) * H + head
-        live = (token < T) & (head < H)
-        tl.store(TOP + row, tl.full([HEADS], float("-inf"), tl.float32), mask=live)
-        tl.store(TOTAL + row, tl.zeros([HEADS], tl.float32), mask=live)
-        to = SUMS + row[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(to, tl.zeros([HEADS, D], tl.float16), mask=live[:, None])
-
-
-@triton.jit
 def _tile_blocks_kernel(
-    BLOCK_INDICES, SEQ_BEGIN, ENTRIES, COUNTS, REST, REST_COUNTS, WHOLE, TODO, TOP, TOTAL, SUMS,
-    T, S, S_KV, G, H, n_sel, q_start, block_size,
+    BLOCK_INDICES, SEQ_BEGIN, ENTRIES, COUNTS, REST, LISTED, WHOLE, TODO, T, S, S_KV, G, n_sel,
+    q_start, block_size,
     VARLEN: tl.constexpr, QUERIES: tl.constexpr, N_PAD: tl.constexpr, LEAST: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, READ: tl.constexpr, PAIR: tl.constexpr,
-    REST_PAIR: tl.constexpr, DENSE: tl.constexpr, TOGETHER: tl.constexpr,
+    READ: tl.constexpr, PAIR: tl.constexpr, REST_PAIR: tl.constexpr, DENSE: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """LEAST: queries that a listed block needs; 1 lists all, without a rest."""
     tile = tl.program_id(0)
@@ -113,6 +95,8 @@ def _tile_blocks_kernel(
     other_own = tl.where(tile * QUERIES + other < T, other_own, -1)
     mask = chosen_by(row, rows_of, n_sel, other_begin, other_own, block_size, QUERIES)
     first = seen & ((mask & ((1 << query) - 1)) == 0)  # the first query of those that chose it
+    packed = (row.to(tl.int64) << 32) | (mask.to(tl.int64) & 0xFFFFFFFF)
+    packed = tl.where(first, packed, 0x7FFFFFFFFFFFFFFF)
     at = tile.to(tl.int64) * G + group
     if LEAST > 1:
         choosing = tl.zeros_like(mask)
@@ -125,19 +109,22 @@ def _tile_blocks_kernel(
         together = READ * tl.sum(first.to(tl.int32), 0) + PAIR * tl.sum(seen.to(tl.int32), 0)
         dense = DENSE * tl.sum((first & (rest == 0)).to(tl.int32), 0)
         pays = TOGETHER + REST_PAIR * n_rest + dense < together
+        # Sums begin with what is listed of a query.
+        split = tl.sum(tl.reshape(rest.to(tl.int32), [QUERIES, N_PAD]), 1)
+        chose = tl.sum(tl.reshape(seen.to(tl.int32), [QUERIES, N_PAD]), 1)
+        pays = pays & (tl.max(((split > 0) & (split == chose)).to(tl.int32), 0) == 0)
         rest = rest & pays
         n_rest = tl.where(pays, n_rest, 0)
         tl.store(REST + place, tl.where(rest, block, -1), mask=live)
-        tl.store(REST_COUNTS + at, n_rest)
         tl.store(TODO + at, tl.where(n_rest == 0, -1, 0))
         if n_rest == 0:
             tl.store(WHOLE + 1 + tl.atomic_add(WHOLE, 1, sem="relaxed"), at.to(tl.int32))
-        else:
-            _clear(TOP, TOTAL, SUMS, tile, group, T, G, H, QUERIES, HEADS, D)
-        first = first & (rest == 0)
-    packed = (row.to(tl.int64) << 32) | (mask.to(tl.int64) & 0xFFFFFFFF)
-    packed = tl.where(first, packed, 0x7FFFFFFFFFFFFFFF)
-    tl.store(ENTRIES + at * (QUERIES * N_PAD) + entry, tl.sort(packed, 0))
+        listed = first & (rest == 0)
+        tl.store(LISTED + at, tl.sum(listed.to(tl.int32), 0))
+        # By their sign they come before the rest.
+        packed = tl.where(listed, packed | (-1 << 63), packed)
+    packed = tl.sort(packed, 0) & 0x7FFFFFFFFFFFFFFF
+    tl.store(ENTRIES + at * (QUERIES * N_PAD) + entry, packed)
     tl.store(COUNTS + at, tl.sum(first.to(tl.int32), 0))
 
 
@@ -148,15 +135,15 @@ def room(queries: int, n_sel: int) -> int:
 
 def tile_blocks(
     block_indices: Tensor, seq_begin: Tensor | None, seqlen: int, kv_len: int, q_start: int,
-    block_size: int, queries: int, sums: KeySums | None = None,
+    block_size: int, queries: int, split: bool = False,
 ) -> TileBlocks:  # fmt: skip
     """Lists of the tiles of `queries` queries for block_indices int32 [.., G, n_sel]; a tile may
     reach over the border of two sequences.
 
     Rows are without repetitions, -1 is none. seqlen, kv_len: queries and keys per batch entry;
-    packed rows have seq_begin. room(queries, n_sel) is at most MOST_ENTRIES. With sums, what fewer
-    than LEAST queries chose is the rest of tiles where that pays, but for blocks that one of the
-    tile's queries stands in; sums are cleared there.
+    packed rows have seq_begin. room(queries, n_sel) is at most MOST_ENTRIES. With split, what
+    fewer than LEAST queries chose is the rest of tiles where that pays, but for blocks that one of
+    the tile's queries stands in; and but for tiles where it would be all that a query chose.
     """
     groups, n_sel = block_indices.shape[-2:]
     tokens = block_indices.numel() // (groups * n_sel)
@@ -164,20 +151,18 @@ def tile_blocks(
     device = block_indices.device
     entries = torch.empty(tiles, groups, size, dtype=torch.int64, device=device)
     counts = torch.empty(tiles, groups, dtype=torch.int32, device=device)
-    varlen, rest, heads, d = seq_begin is not None, None, 1, 1
-    to_clear: tuple[Tensor, ...] = (counts,) * 3
-    if sums:
+    varlen, rest = seq_begin is not None, None
+    if split:
         whole = torch.empty(1 + tiles * groups, dtype=torch.int32, device=device)
         whole[:1].zero_()
-        rest_counts, todo = torch.empty_like(counts), torch.empty_like(counts)
-        rest = Rest(torch.empty_like(block_indices), rest_counts, whole, todo)
-        to_clear, heads, d = sums[:3], sums.top.shape[-1] // groups, sums.sums.shape[-1]
+        listed, todo = torch.empty_like(counts), torch.empty_like(counts)
+        rest = Rest(torch.empty_like(block_indices), listed, whole, todo)
     launch(
         _tile_blocks_kernel, (tiles, groups),
         block_indices, seq_begin if varlen else block_indices, entries, counts,
-        *(rest or (counts,) * 4), *to_clear, tokens, seqlen, kv_len, groups, heads, n_sel, q_start,
-        block_size, VARLEN=varlen, QUERIES=queries, N_PAD=pow2(n_sel), LEAST=LEAST if sums else 1,
-        HEADS=pow2(heads), D=d, READ=READ, PAIR=PAIR, REST_PAIR=REST_PAIR, DENSE=DENSE,
-        TOGETHER=TOGETHER, num_warps=lists_warps(queries, pow2(n_sel), REGISTERS),
+        *(rest or (counts,) * 4), tokens, seqlen, kv_len, groups, n_sel, q_start, block_size,
+        VARLEN=varlen, QUERIES=queries, N_PAD=pow2(n_sel), LEAST=LEAST if split else 1, READ=READ,
+        PAIR=PAIR, REST_PAIR=REST_PAIR, DENSE=DENSE, TOGETHER=TOGETHER,
+        num_warps=lists_warps(queries, pow2(n_sel), REGISTERS),
     )  # fmt: skip
     return TileBlocks(entries, counts, queries, rest)
