@@ -89,7 +89,8 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
                 if hasattr(module, attribute):
                     setattr(module, attribute, lambda device, value=value: value)
     hopper.enabled = lambda device, use_gluon=None: arch == 90 and use_gluon is not False
-    block_attn_fwd_hopper.SPLIT_KEYS, block_attn_fwd_hopper.SPLIT_QUERIES = LONG, 0
+    for least in (block_attn_fwd_hopper.SPLIT_KEYS, block_attn_fwd_hopper.SPLIT_QUERIES):
+        least.update(dict.fromkeys(least, LONG))
     plan = step._plan  # it asks for the type of the device
     step._plan = lambda *sizes: plan(*sizes[:7], torch.device("cuda", 0), *sizes[8:])
     load = CompiledKernel._init_handles
@@ -169,7 +170,8 @@ def grid(arch: int, quick: bool) -> Iterator[Call]:
     heads = [16] if quick else [1, 2, 4, 8, 16, 32]
     shapes = [(256, h, *size, BF16) for size in sizes for h in heads]
     if arch == 90:
-        yield prefill, (LONG, 16, 128, 128, BF16, False, 64, None, False)
+        for h in (16, 4) if quick else (16, 8, 4):
+            yield prefill, (LONG, h, 128, 128, BF16, False, 64, None, False)
     if not quick:
         shapes += [(256, 16, 128, 128, F16), (32, 16, 128, 128, BF16), (32, 2, 32, 32, F16)]
         shapes += [(256, 4, D, Dv, F32) for D, Dv in sizes]

@@ -56,53 +56,56 @@ def test_each_block_is_listed_once_in_order(case, kind, kernel_device):
         assert {e >> 32: members(e & 0xFFFFFFFF) for e in entries[:count]} == expected
 
 
-@pytest.mark.parametrize("together", [-(10**6), 900, 10**6], ids=["all", "some", "none"])
+@pytest.mark.parametrize("together", [-(10**6), 900, 10**6, None], ids=str)
 @pytest.mark.parametrize("kind", ["random", "ragged"])
 @pytest.mark.parametrize(
     "case", [CASES[1], Case((77,), G=2, n=6, q_start=150), Case((5, 90, 1, 33), n=4)], ids=str
 )
 def test_the_rest_is_what_few_chose(case, kind, together, kernel_device, monkeypatch):
-    """Of tiles where it pays, never a block in which one of the tile's queries stands, and never
-    all that a query chose."""
+    """Of tiles where it pays, or of all with few heads a group; not a query's last two."""
     from nsa.kernels.prefill import tile_blocks as module
 
-    monkeypatch.setattr(module, "TOGETHER", together)
-    monkeypatch.setattr(module, "LEAST", 3)
+    heads = 4 if together is None else 16
+    queries = module.queries_of(heads)
+    assert queries == (16 if heads == 4 else QUERIES)
+    monkeypatch.setattr(module, "TOGETHER", together or 0)
+    monkeypatch.setitem(module.LEAST, heads, 3)
     monkeypatch.setattr(module, "DENSE", 300)
     blocks = case.indices(kind, kernel_device)
     own_length = 1 if case.packed else case.lengths[0]
     keys = 0 if case.packed else case.q_start + case.lengths[0]
     lists = module.tile_blocks(
         blocks, case.begins(kernel_device)[1], own_length, keys, case.q_start, case.block,
-        queries=QUERIES, split=True,
+        queries=queries, heads=heads,
     )  # fmt: skip
+    assert lists.part == 64 // heads and lists.queries == queries
     home = [(begin if case.packed else b * keys, s) for b in range(case.batch)
             for begin, n in zip(starts(case), case.lengths, strict=True) for s in range(n)]
     rows = blocks.reshape(len(home), case.G, -1).tolist()
     got = lists.rest.blocks.reshape(len(home), case.G, -1).tolist()
-    whole, split, alone = [], 0, 0
-    for (tile, g), chosen in plain_lists(case, rows, QUERIES).items():
-        tokens = range(tile * QUERIES, min((tile + 1) * QUERIES, len(home)))
-        own = {home[t][0] + (home[t][1] + case.q_start) // case.block * case.block for t in tokens}
-        rest = {row for row, by in chosen.items() if len(by) < 3 and row not in own}
+    whole, split = [], 0
+    for (tile, g), chosen in plain_lists(case, rows, queries).items():
+        tokens = range(tile * queries, min((tile + 1) * queries, len(home)))
+        last = {row for query in range(queries)
+                for row in sorted(row for row, by in chosen.items() if query in by)[-2:]}
+        rest = {row for row, by in chosen.items() if len(by) < 3 and row not in last}
         n_rest = sum(len(chosen[row]) for row in rest)
         cost = module.READ * len(chosen) + module.PAIR * sum(map(len, chosen.values()))
-        listed_of = set().union(*(by for row, by in chosen.items() if row not in rest))
-        only_rest = set().union(*chosen.values()) - listed_of
-        alone += bool(only_rest)
         dense = 300 * (len(chosen) - len(rest))
-        if only_rest or together + module.REST_PAIR * n_rest + dense >= cost:
-            rest, n_rest = set(), 0
-        split += n_rest > 0
-        whole += [tile * case.G + g] * (n_rest == 0)
-        assert lists.rest.todo[tile, g] == (-1 if n_rest == 0 else 0)
+        by_keys = together is None
+        if together is not None:
+            by_keys = n_rest > 0 and together + module.REST_PAIR * n_rest + dense < cost
+        if not by_keys:
+            rest = set()
+            whole.append(tile * case.G + g)
+        split += by_keys
+        assert lists.rest.todo[tile, g] == (0 if by_keys else -1)
         for t in tokens:
             first = home[t][0]
             assert got[t][g] == [
                 block if first + block * case.block in rest else -1 for block in rows[t][g]
             ]
-        n_listed = int(lists.rest.listed[tile, g])
-        assert n_listed == len(chosen) - len(rest)
+        assert lists.rest.listed[tile, g] == (len(chosen) - len(rest) if by_keys else -1)
         entries = lists.entries[tile, g, : lists.counts[tile, g]].tolist()
         its_rows = [e >> 32 for e in entries]
         assert its_rows == sorted(set(chosen) - rest) + sorted(rest)
@@ -110,4 +113,4 @@ def test_the_rest_is_what_few_chose(case, kind, together, kernel_device, monkeyp
     assert lists.rest.whole[0] == len(whole)
     assert sorted(lists.rest.whole[1 : 1 + len(whole)].tolist()) == sorted(whole)
     if together != 900 or case.n == 6:
-        assert (split > 0) == (together < 10**6)
+        assert (split > 0) == (together != 10**6)

@@ -240,15 +240,16 @@ def _gluon_cases() -> list[AotCase]:
     kernel = module._block_attn_fwd_hopper_kernel
     for dim, stages in module.STAGES.items():
         c = dict(VARLEN=dim == 64, HEADS=module.HEADS, ROOM=tile_blocks.room(module.WARPS, 16),
-                 STAGES=stages, OTHERS=2 if dim == 128 else 0, KEEP=True, SOME=dim == 128)
+                 STAGES=stages, OTHERS=2 if dim == 128 else 0, KEEP=True, SOME=dim == 128,
+                 EIGHTS=1 + (dim == 128), PART=16)
         types = dict(KD=tile("bf16", module.KEYS, dim), VD=tile("bf16", module.KEYS, dim))
         one = case(kernel, f"D{dim}", types, c, module.WARPS, 32, module.START_REGISTERS)
         cases.append(replace(one, parting="again:"))
     tile_list = dict(VARLEN=True, QUERIES=module.WARPS, N_PAD=16,
-                     LEAST=tile_blocks.LEAST,
+                     LEAST=tile_blocks.LEAST[16], BOTH=True,
                      READ=tile_blocks.READ, PAIR=tile_blocks.PAIR, DENSE=tile_blocks.DENSE,
                      REST_PAIR=tile_blocks.REST_PAIR, TOGETHER=tile_blocks.TOGETHER)  # fmt: skip
-    launch = (union_lists.lists_warps(module.WARPS, 16, tile_blocks.REGISTERS), 2)
+    launch = (module.WARPS * 16 // tile_blocks.PER_WARP, 2)
     cases.append(_case(tile_blocks._tile_blocks_kernel, "16", "bf16", tile_list, launch))
     module = block_attn_keys_hopper
     columns = dict(COLUMNS=key_sums.COLUMNS)
@@ -258,9 +259,9 @@ def _gluon_cases() -> list[AotCase]:
         _case(key_sums._largest_columns_kernel, "all", "bf16", search, (4, 2)),
     ]
     ends = block_attn_ends
-    part = dict(TILE=block_attn_fwd_hopper.WARPS, QUERIES=tile_blocks.PART.value,
-                HEADS=module.HEADS, D=module.WIDTH)  # fmt: skip
-    c = dict(VARLEN=False, ROOM=tile_blocks.room(block_attn_fwd_hopper.WARPS, 16),
+    queries = tile_blocks.queries_of(4)
+    part = dict(TILE=queries, QUERIES=queries, HEADS=4, D=module.WIDTH)
+    c = dict(VARLEN=False, ROOM=tile_blocks.room(queries, 16),
              KEYS=ends.KEYS, PRECISION="tf32", **part)  # fmt: skip
     one = _case(ends._block_attn_begin_kernel, "D128", "bf16", c, (ends.WARPS, ends.STAGES))
     one = replace(one, max_registers=ends.REGISTERS)
@@ -268,16 +269,17 @@ def _gluon_cases() -> list[AotCase]:
     cases.append(replace(one, types={**one.types, "KD": blocks, "VD": blocks}, max_spill=0))
     c = dict(OTHERS=1, KEEP=False, **part)
     cases.append(_case(ends._block_attn_end_kernel, "D128", "bf16", c, (ends.WARPS, 2)))
-    c = dict(VARLEN=False, HEADS=module.HEADS, ROWS=module.ROWS, KEYS=module.KEYS,
-             WIDTH=module.WIDTH)  # fmt: skip
-    rows = (1, module.HEADS, 64)
-    types = dict(QD=tile("bf16", *rows), SUMSD=tile("fp16", *rows))
-    cases.append(
-        case(
-            module._block_attn_keys_hopper_kernel, "D128", types, c, module.WARPS, 0,
-            module.START_REGISTERS,
-        )  # fmt: skip
-    )
+    for heads in module.PAIRS:
+        c = dict(VARLEN=heads == 8, HEADS=heads, ROWS=module.ROWS, KEYS=module.KEYS,
+                 WIDTH=module.WIDTH)  # fmt: skip
+        rows = (1, max(heads, 8), 64)
+        types = dict(QD=tile("bf16", *rows), SUMSD=tile("fp16", *rows))
+        cases.append(
+            case(
+                module._block_attn_keys_hopper_kernel, f"H{heads}", types, c, module.WARPS, 0,
+                module.START_REGISTERS,
+            )  # fmt: skip
+        )
     return cases
 
 

@@ -1,7 +1,7 @@
 """Both ends of selection attention by keys: what the queries of a tile share, with which the sums
 begin, and what becomes of the sums.
 
-A program has part of a tile, four queries with all heads of a group. At the beginning each block
+A program has 64 rows of a tile, some queries with all heads of a group. At the beginning each block
 that the tile lists (tile_blocks.py) is one product, with no weight for the rows that did not choose
 it. The largest score among these blocks, which a query's own neighbourhood belongs to, then stands
 for the largest of all, so that block_attn_keys_hopper.py need not look for it before it adds the
@@ -21,7 +21,7 @@ from torch import Tensor
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.combine import Others, gated_sum
 from nsa.kernels.prefill.key_sums import KeySums
-from nsa.kernels.prefill.tile_blocks import PART, TileBlocks
+from nsa.kernels.prefill.tile_blocks import EIGHT, TileBlocks
 from nsa.kernels.row_tiles import row_tiles
 from nsa.kernels.tiles import LOG2E, dot_precision
 
@@ -29,23 +29,24 @@ KEYS = 64  # of a block
 # Three programs of 64 rows share a multiprocessor, and hide each other's loads. H200, 32k random
 # blocks: 0.86 ms, with loads in flight 0.97 to 1.03, with products of 32 keys 0.97 and more.
 WARPS, STAGES, REGISTERS = 4, 1, 168
+END_WARPS = 2  # 32k: 0.60 ms, four 0.68
 
 
 @triton.jit
 def _block_attn_begin_kernel(
-    Q, KD, VD, ENTRIES, COUNTS, LISTED, TOP, TOTAL, SUMS, SCALES, T, S, S_KV, G, q_start,
+    Q, KD, VD, ENTRIES, LISTED, TOP, TOTAL, SUMS, SCALES, T, S, S_KV, G, q_start,
     scale_log2,
     VARLEN: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr,
     ROOM: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """KeySums of QUERIES of a TILE and group over the LISTED blocks alone."""
+    """KeySums of QUERIES of a TILE and group over the listed blocks alone."""
     # Group is the slow axis: one group's K and V stay in L2 while its tiles pass.
     part = tl.program_id(0) % (TILE // QUERIES)
     tile = tl.program_id(0) // (TILE // QUERIES)
     group = tl.program_id(1)
     at = tile.to(tl.int64) * G + group
     count = tl.load(LISTED + at)
-    if tl.load(COUNTS + at) == count:
+    if count < 0:
         return
     rows = tl.arange(0, QUERIES * HEADS)
     query = rows // HEADS
@@ -88,7 +89,7 @@ def _block_attn_begin_kernel(
 
 @triton.jit
 def _block_attn_end_kernel(
-    O, LSE, O_CMP, O_WIN, GATES, SUM, COUNTS, LISTED, WHOLE, TODO, TOP, TOTAL, SUMS, SCALES, T, G,
+    O, LSE, O_CMP, O_WIN, GATES, SUM, LISTED, WHOLE, TODO, TOP, TOTAL, SUMS, SCALES, T, G,
     TILE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     OTHERS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +99,7 @@ def _block_attn_end_kernel(
     tile = tl.program_id(0) // (TILE // QUERIES)
     group = tl.program_id(1)
     at = tile.to(tl.int64) * G + group
-    if tl.load(COUNTS + at) == tl.load(LISTED + at):
+    if tl.load(LISTED + at) < 0:
         return
     rows = tl.arange(0, QUERIES * HEADS)
     query = rows // HEADS
@@ -112,7 +113,10 @@ def _block_attn_end_kernel(
     l = tl.load(TOTAL + first_row + row, mask=live, other=0.0)
     if tl.max(tl.max((sums * l[:, None] * 0.0 != 0.0).to(tl.int32), 1), 0) > 0:
         if tl.atomic_or(TODO + at, 1 << part, sem="relaxed") == 0:
-            tl.store(WHOLE + 1 + tl.atomic_add(WHOLE, 1, sem="relaxed"), at.to(tl.int32))
+            EIGHTS: tl.constexpr = TILE // EIGHT
+            to = tl.atomic_add(WHOLE, EIGHTS, sem="relaxed")
+            for i in tl.static_range(EIGHTS):
+                tl.store(WHOLE + 1 + to + i, (tile * EIGHTS + i) * G + group)
         return
     # A row that attends nothing has l = 0: output 0 and lse = -inf.
     nothing = l == 0
@@ -135,15 +139,15 @@ def begin_tiles(
     q: Tensor, k: Tensor, v: Tensor, lists: TileBlocks, sums: KeySums, *, softmax_scale: float,
     q_start: int, packed: bool,
 ) -> None:  # fmt: skip
-    """Fill sums, but for their scales, of the tiles with a rest. Contiguous inputs."""
+    """Fill sums, but for their scales, of the tiles that go by keys. Contiguous inputs."""
     hq, width = q.shape[-2:]
-    groups, parts = k.shape[-2], lists.queries // PART.value
+    groups, parts = k.shape[-2], lists.queries // lists.part
     launch(
         _block_attn_begin_kernel, (len(lists.counts) * parts, groups),
-        q, row_tiles(k, KEYS, width), row_tiles(v, KEYS, width), lists.entries, lists.counts,
+        q, row_tiles(k, KEYS, width), row_tiles(v, KEYS, width), lists.entries,
         lists.rest.listed, *sums, q.numel() // (hq * width), 1 if packed else q.shape[1],
         0 if packed else k.shape[1], groups, q_start, softmax_scale * LOG2E, VARLEN=packed,
-        TILE=lists.queries, QUERIES=PART.value, HEADS=hq // groups, ROOM=lists.entries.shape[-1],
+        TILE=lists.queries, QUERIES=lists.part, HEADS=hq // groups, ROOM=lists.entries.shape[-1],
         KEYS=KEYS, D=width, PRECISION=dot_precision(q.dtype), num_warps=WARPS, num_stages=STAGES,
         maxnreg=REGISTERS,
     )  # fmt: skip
@@ -153,16 +157,16 @@ def end_tiles(
     lists: TileBlocks, sums: KeySums, out: Tensor | None, lse: Tensor, others: Others | None,
     total: Tensor,
 ) -> None:  # fmt: skip
-    """Fill lse, and out and total as attend_blocks does, of the tiles with a rest; those that are
-    not finite go to lists.rest.whole. sums.sums may be where total is."""
+    """Fill lse, and out and total as attend_blocks does, of the tiles that go by keys; those that
+    are not finite go to lists.rest.whole. sums.sums may be where total is."""
     hq, width = total.shape[-2:]
-    groups, parts = lists.counts.shape[1], lists.queries // PART.value
+    groups, parts = lists.counts.shape[1], lists.queries // lists.part
     o_cmp, o_win, gates = others or (total, None, total)
     launch(
         _block_attn_end_kernel, (len(lists.counts) * parts, groups),
         total if out is None else out, lse, o_cmp, o_cmp if o_win is None else o_win, gates, total,
-        lists.counts, lists.rest.listed, lists.rest.whole, lists.rest.todo, *sums,
-        total.numel() // (hq * width), groups, TILE=lists.queries, QUERIES=PART.value,
+        lists.rest.listed, lists.rest.whole, lists.rest.todo, *sums,
+        total.numel() // (hq * width), groups, TILE=lists.queries, QUERIES=lists.part,
         HEADS=hq // groups, D=width, OTHERS=(1 if o_win is None else 2) if others else 0,
-        KEEP=out is not None, num_warps=WARPS,
+        KEEP=out is not None, num_warps=END_WARPS,
     )  # fmt: skip

@@ -4,7 +4,8 @@ A row is one token of one KV group with all its query heads (paper 3.4): the hea
 so a block's K and V are loaded once for all of them. The blocks end at the token itself.
 Neighbouring rows whose choices agree go together, as union tiles (union_lists.py, union_attn.py);
 with few heads the others go by key tiles (block_attn_outer.py). On Hopper eight neighbouring
-queries of 9 to 16 heads share what they read instead (block_attn_fwd_hopper.py), or go by keys.
+queries of 9 to 16 heads share what they read instead, and long sequences go by keys
+(block_attn_fwd_hopper.py).
 """
 
 from __future__ import annotations
@@ -220,7 +221,10 @@ def gated_block_attention_fwd(
     if tokens == 0:
         return kept, lse, torch.empty_like(out) if others else None
     n_sel, size = block_indices.shape[-1], q.element_size()
-    on_hopper = hopper.block_forward(q, k, v, n_sel, block_size, softmax_scale, use_gluon)
+    longest = max_seqlen if varlen else k.shape[1]
+    on_hopper = hopper.block_forward(
+        q, k, v, n_sel, block_size, softmax_scale, longest, use_gluon
+    )
     if on_hopper:
         total = (torch.empty_like(out) if keep else out) if others else None
         on_hopper.attend_blocks(

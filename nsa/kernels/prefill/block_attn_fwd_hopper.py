@@ -12,7 +12,7 @@ by then: their gated sum (combine.py) is taken at the end, beside the reads from
 
 In long sequences tiles whose queries agree on little go by keys (tile_blocks.py), and what is left
 for this kernel is the others, and those with rows that are not finite, which it does from the
-start.
+start. With 4 or 8 heads a group all tiles do, which may be of more queries than eight.
 
 Everything keeps to a warp (warps.py): products of 16 rows, reductions over keys, operands from
 shared memory.
@@ -42,7 +42,6 @@ from nsa.kernels.prefill import block_attn_keys_hopper, tile_blocks
 from nsa.kernels.prefill.block_attn_ends import begin_tiles, end_tiles
 from nsa.kernels.prefill.combine import Others
 from nsa.kernels.prefill.key_sums import begin_sums
-from nsa.kernels.prefill.tile_blocks import PART
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
     START_REGISTERS,
@@ -61,10 +60,13 @@ KEYS = 64
 HEADS = 16  # rows of a warp's product
 WARPS = 8  # and queries of a tile: with 16, a third of the registers is missing
 STAGES = {64: 14, 128: 7}  # blocks that fit, by the width of a head
-# From so many keys of a sequence, and queries of all, tiles whose queries agree on little may go by
-# keys. H200, random blocks of one sequence, full forward: 8k tokens 0.03 ms slower, 12k 0.13 faster.
-# Chunks of fewer queries, for which the lists weigh more, were not measured.
-SPLIT_KEYS, SPLIT_QUERIES = 10240, 10240
+# From so many keys of a sequence, and queries of all, tiles may go by keys, by heads of a group.
+# H200, random blocks of one sequence, full forward: 16 heads, 8k tokens 0.03 ms slower, 12k 0.13
+# faster; 4 heads, 4k tokens 0.61 ms instead of 0.69, but the host has seven launches more to do.
+# Chunks of 64k keys, selection alone: 16 heads, 1k queries 0.22 ms and 0.24 by keys, 4k 0.82 and
+# 0.59; 8 heads, 1k 0.46 and 0.34; 4 heads, 1k 0.46 and 0.31.
+SPLIT_KEYS = {4: 6144, 8: 4096, 16: 10240}
+SPLIT_QUERIES = {4: 1024, 8: 1024, 16: 4096}
 
 
 @gluon.jit
@@ -182,7 +184,7 @@ def _items(WHOLE, tiles, G, SOME: gl.constexpr):
 
 @gluon.jit
 def _item(item, WHOLE, tiles, G, SOME: gl.constexpr):
-    """(tile, group). Group is the slow axis: its K and V stay in L2 while its tiles pass."""
+    """(tile of eight, group). Group is the slow axis: its K and V stay in L2 while tiles pass."""
     if SOME:
         at = gl.load(WHOLE + 1 + item)
         return at // G, at % G
@@ -195,7 +197,7 @@ def _consume(
     Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, k_ring, v_ring, T, S, S_KV,
     G, H, q_start, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, OTHERS: gl.constexpr,
-    KEEP: gl.constexpr, SOME: gl.constexpr,
+    KEEP: gl.constexpr, SOME: gl.constexpr, EIGHTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """A warp for each query of a tile, tile after tile."""
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -212,7 +214,9 @@ def _consume(
     parity = 0
     for item in range(gl.program_id(0), _items(WHOLE, tiles, G, SOME), gl.num_programs(0)):
         tile, group = _item(item, WHOLE, tiles, G, SOME)
-        at = tile * G + group
+        at = tile // EIGHTS * G + group
+        # The first of these queries in the tile that the lists are of.
+        before = tile % EIGHTS * QUERIES
         count = gl.load(COUNTS + at)
         entries = ENTRIES + at.to(gl.int64) * ROOM
         entry = gl.load(entries)
@@ -232,7 +236,7 @@ def _consume(
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
         l = gl.sum(_by_thread(gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)), 1)
         for i in range(count):
-            chosen = entry.to(gl.int32)
+            chosen = entry.to(gl.int32) >> before
             mine = (chosen >> warp) & 1
             last = own - (entry >> 32).to(gl.int32)
             # The group's first query sees the fewest keys: asked of it, all four decide alike.
@@ -258,7 +262,8 @@ def _consume(
         row, live, place = _rows(tile, group, T, G, H, HEADS, ROWS, WIDTH, LAYOUT)
         if SOME:
             todo = gl.load(TODO + at)
-            live = live & (((todo >> (_query_of(ROWS, HEADS, LAYOUT) // PART)) & 1) > 0)
+            part = (before + _query_of(ROWS, HEADS, LAYOUT)) // PART
+            live = live & (((todo >> part) & 1) > 0)
         l = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
         # A row that attends nothing has l = 0: output 0 and lse = -inf.
         lse = gl.where(l > 0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
@@ -278,7 +283,7 @@ def _consume(
 @gluon.jit
 def _produce(
     KD, VD, ENTRIES, COUNTS, WHOLE, k_ring, v_ring, bars, T, G,
-    QUERIES: gl.constexpr, ROOM: gl.constexpr, SOME: gl.constexpr,
+    QUERIES: gl.constexpr, ROOM: gl.constexpr, SOME: gl.constexpr, EIGHTS: gl.constexpr,
 ):  # fmt: skip
     """The warp that brings the blocks."""
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -288,7 +293,7 @@ def _produce(
     parity = 1  # the phase before the first counts as complete
     for item in range(gl.program_id(0), _items(WHOLE, tiles, G, SOME), gl.num_programs(0)):
         tile, group = _item(item, WHOLE, tiles, G, SOME)
-        at = tile * G + group
+        at = tile // EIGHTS * G + group
         count = gl.load(COUNTS + at)
         entries = ENTRIES + at.to(gl.int64) * ROOM
         entry = gl.load(entries)
@@ -311,11 +316,12 @@ def _block_attn_fwd_hopper_kernel(
     Q, KD, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, T, S, S_KV, G, H,
     q_start, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, STAGES: gl.constexpr,
-    OTHERS: gl.constexpr, KEEP: gl.constexpr, SOME: gl.constexpr,
+    OTHERS: gl.constexpr, KEEP: gl.constexpr, SOME: gl.constexpr, EIGHTS: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
     """LSE, with KEEP O, and with OTHERS the gated SUM of O and two OTHERS, O_CMP and O_WIN, or one:
     O_CMP, which is the gated sum of both. SOME: of the tiles in WHOLE what is in TODO
-    (tile_blocks.Rest)."""
+    (tile_blocks.Rest), by lists of EIGHTS times as many queries, in parts of PART."""
     dtype: gl.constexpr = KD.dtype
     WARPS: gl.constexpr = gl.num_warps()
     TILE: gl.constexpr = KD.block_type.nbytes // UNIT
@@ -336,10 +342,11 @@ def _block_attn_fwd_hopper_kernel(
     gl.warp_specialize([
         (_consume, (
             Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, k_ring, v_ring, T, S,
-            S_KV, G, H, q_start, scale_log2, VARLEN, HEADS, ROOM, OTHERS, KEEP, SOME,
+            S_KV, G, H, q_start, scale_log2, VARLEN, HEADS, ROOM, OTHERS, KEEP, SOME, EIGHTS, PART,
         )),
         (_produce, (
             KD, VD, ENTRIES, COUNTS, WHOLE, k_ring, v_ring, bars, T, G, WARPS, ROOM, SOME,
+            EIGHTS,
         )),
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
@@ -352,18 +359,21 @@ def _blocks(x: Tensor) -> Any:
 
 
 def usable(
-    q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, softmax_scale: float
+    q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, softmax_scale: float, longest: int
 ) -> bool:
-    """True where this kernel can serve: 16 bits, heads 64 or 128 wide, more than 8 and at most 16
-    of them a group, blocks of 64 keys, contiguous tensors."""
+    """True where this module can serve: 16 bits, heads 64 or 128 wide, more than 8 and at most 16
+    of them a group, or as many as may go by keys; blocks of 64 keys, contiguous tensors. longest:
+    keys of the longest sequence."""
     heads = q.shape[-2] // k.shape[-2]
+    shares = HEADS // 2 < heads <= HEADS
     return (
         block_size == KEYS
-        and HEADS // 2 < heads <= HEADS
+        and (shares or splits(q, v, n_sel, longest))
         and q.shape[-1] == v.shape[-1]
         and q.shape[-1] in STAGES
         and n_sel > 0
-        and tile_blocks.room(WARPS, n_sel) <= tile_blocks.MOST_ENTRIES
+        and tile_blocks.room(WARPS if shares else tile_blocks.queries_of(heads), n_sel)
+        <= tile_blocks.MOST_ENTRIES
         and softmax_scale > 0  # the maximum is that of unscaled scores
         and k.numel() // (k.shape[-2] * k.shape[-1]) < 2**31
         and tma_usable(90, q, whole=k)
@@ -372,12 +382,13 @@ def usable(
 
 
 def splits(q: Tensor, v: Tensor, n_sel: int, longest: int) -> bool:
-    """Whether tiles may go by keys for inputs that are usable(), in part, where that pays. longest:
-    keys of the longest sequence. Sums by keys do not repeat bitwise."""
+    """Whether tiles may go by keys for inputs that are usable(). longest: keys of the longest
+    sequence. Sums by keys do not repeat bitwise."""
+    heads = q.shape[-2] // v.shape[-2]
     return (
-        longest >= SPLIT_KEYS
-        and q.numel() // (q.shape[-2] * q.shape[-1]) >= SPLIT_QUERIES
-        and block_attn_keys_hopper.usable(q, v, n_sel)
+        block_attn_keys_hopper.usable(q, v, n_sel)
+        and longest >= SPLIT_KEYS[heads]
+        and q.numel() // (q.shape[-2] * q.shape[-1]) >= SPLIT_QUERIES[heads]
         and not torch.are_deterministic_algorithms_enabled()
     )
 
@@ -398,9 +409,11 @@ def attend_blocks(
     out, total = (out if keep else total), (total if others else out)
     n_sel = block_indices.shape[-1]
     split = splits(q, v, n_sel, max_seqlen if varlen else s_kv)
+    heads = hq // groups
     lists = tile_blocks.tile_blocks(
-        block_indices, seq_begin, s_q, s_kv, q_start, KEYS, queries=WARPS, split=split
-    )
+        block_indices, seq_begin, s_q, s_kv, q_start, KEYS, heads=heads if split else 0,
+        queries=tile_blocks.queries_of(heads) if split else WARPS,
+    )  # fmt: skip
     some = (lists.counts,) * 2
     if split:
         sums = begin_sums(q, v, n_sel, KEYS, total)
@@ -420,7 +433,8 @@ def attend_blocks(
         _block_attn_fwd_hopper_kernel, (programs,),
         q, _blocks(k), _blocks(v), out, lse, o_cmp, o_cmp if o_win is None else o_win, gates,
         total, lists.entries, lists.counts, *some, tokens, s_q, s_kv, groups,
-        hq // groups, q_start, softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS,
+        heads, q_start, softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS,
         ROOM=lists.entries.shape[-1], STAGES=STAGES[width], OTHERS=n_others, KEEP=keep,
-        SOME=split, num_warps=WARPS, maxnreg=START_REGISTERS,
+        SOME=split, EIGHTS=lists.queries // WARPS, PART=max(lists.part, 1), num_warps=WARPS,
+        maxnreg=START_REGISTERS,
     )  # fmt: skip

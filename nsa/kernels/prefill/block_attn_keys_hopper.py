@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill import block_lists
+from nsa.kernels.prefill import block_lists, tile_blocks
 from nsa.kernels.prefill.block_attn_bwd_hopper import _head_tiles, _load_keys
 from nsa.kernels.prefill.key_sums import KeySums
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
@@ -36,9 +36,9 @@ from nsa.kernels.prefill.sums import MOST_PARTS
 from nsa.kernels.prefill.warps import program_barrier
 from nsa.kernels.tiles import LOG2E, cdiv
 
-HEADS, ROWS, KEYS, WIDTH = 16, 64, 64, 128
+ROWS, KEYS, WIDTH = 64, 64, 128
 WARPS = 4
-PAIRS = 128  # of a program
+PAIRS = {4: 512, 8: 256, 16: 128}  # of a program, by heads of a group
 START_REGISTERS = 80  # a program has eight warps, of which the moving ones count as four
 LEAST_REGISTERS = tl.constexpr(24)
 PLACES = tl.constexpr(2)
@@ -223,10 +223,10 @@ def _block_attn_keys_hopper_kernel(
 
 def usable(q: Tensor, v: Tensor, n_sel: int) -> bool:
     """True where sums in fp16 serve a call that block_attn_fwd_hopper.py takes: bf16, whose
-    rounding costs more than theirs, 16 heads a group, 128 wide."""
+    rounding costs more than theirs, 4, 8 or 16 heads a group, 128 wide."""
     return (
         q.dtype == torch.bfloat16
-        and q.shape[-2] == HEADS * v.shape[-2]
+        and q.shape[-2] in [heads * v.shape[-2] for heads in tile_blocks.LEAST]
         and v.shape[-1] == WIDTH
         and n_sel <= MOST_PARTS
         and q.numel() // WIDTH < 2**31 - 2**16
@@ -240,20 +240,21 @@ def add_sums(
     """Add to sums, which block_attn_ends.py began, what tile_blocks.Rest.blocks give, of which a
     query sees all keys, for contiguous inputs that are usable()."""
     varlen, groups = cu_seqlens is not None, v.shape[-2]
-    tokens = q.numel() // (q.shape[-2] * WIDTH)
+    tokens, heads = q.numel() // (q.shape[-2] * WIDTH), q.shape[-2] // groups
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
     per_seq = cdiv(max_seqlen if varlen else s_kv, KEYS)
+    pairs = PAIRS[heads]
     lists = block_lists.rows_of_tiles(
-        blocks, 1, n_seq, per_seq, max_seqlen if varlen else s_q, cu_seqlens, PAIRS
+        blocks, 1, n_seq, per_seq, max_seqlen if varlen else s_q, cu_seqlens, pairs
     )
-    pieces, _ = block_lists.pieces_in_order(lists, PAIRS, tokens, groups)  # a chunk each
+    pieces, _ = block_lists.pieces_in_order(lists, pairs, tokens, groups)  # a chunk each
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
     q_tiles, sum_tiles = _head_tiles(q, groups), _head_tiles(sums.sums, groups)
     launch(
         _block_attn_keys_hopper_kernel, (pieces.numel() - 1,),
         k, v, q_tiles, sum_tiles, sums.top, sums.total, sums.scales, lists.rows, pieces,
         *chunks, cu_seqlens if varlen else lists.rows, s_kv, groups, per_seq,
-        softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
+        softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
         num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

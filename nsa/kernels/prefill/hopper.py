@@ -73,14 +73,15 @@ def backward(
 
 def block_forward(
     q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, softmax_scale: float,
-    use_gluon: bool | None = None,
+    longest: int, use_gluon: bool | None = None,
 ) -> ModuleType | None:  # fmt: skip
-    """The same for the forward of selection by blocks; None: block_attn_fwd does."""
+    """The same for the forward of selection by blocks, where the longest sequence has so many keys;
+    None: block_attn_fwd does."""
     if not enabled(q.device, use_gluon):
         return None
     from nsa.kernels.prefill import block_attn_fwd_hopper
 
-    fits = block_attn_fwd_hopper.usable(q, k, v, n_sel, block_size, softmax_scale)
+    fits = block_attn_fwd_hopper.usable(q, k, v, n_sel, block_size, softmax_scale, longest)
     return block_attn_fwd_hopper if fits else None
 
 
@@ -131,17 +132,20 @@ def backward_kernels(
 
 
 def block_forward_kernels(
-    q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, gated: bool = False
-) -> tuple[str, ...]:
+    q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, gated: bool = False,
+    longest: int | None = None,
+) -> tuple[str, ...]:  # fmt: skip
     """Names of those that the forward of selection by blocks always launches, with the gated sum of
-    the branches where `gated`; block_attn_fwd adds others where neighbouring queries agree, and
-    block_attn_fwd_hopper where long packed sequences do not."""
-    module = block_forward(q, k, v, n_sel, block_size, 1.0)
+    the branches where `gated`; block_attn_fwd adds others where neighbouring queries agree.
+    longest: keys of the longest of packed sequences."""
+    if longest is None:
+        longest = k.shape[1] if k.dim() == 4 else 0
+    module = block_forward(q, k, v, n_sel, block_size, 1.0, longest)
     if module:  # which sums up itself
         by_keys = (
             "_block_attn_begin_kernel", "_block_attn_keys_hopper_kernel", "_block_attn_end_kernel"
         )  # fmt: skip
-        split = q.dim() == 4 and module.splits(q, v, n_sel, k.shape[1])
+        split = module.splits(q, v, n_sel, longest)
         return ("_tile_blocks_kernel", *by_keys * split, "_block_attn_fwd_hopper_kernel")
     return ("_block_attn_fwd_kernel", *("_combine_fwd_kernel",) * gated)
 

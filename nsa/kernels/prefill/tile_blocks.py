@@ -16,18 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill.union_lists import chosen_by, lists_warps
 from nsa.kernels.tiles import cdiv, pow2
 
 MOST_ENTRIES = 1024  # (query, rank) pairs of a tile that a program sorts
-REGISTERS = 8  # of a thread, for their comparison: the sort needs some as well
-# What the forward takes, in 10 ps of an H200 at 16 heads of 128: to read a block that a tile lists
+PER_WARP = 128  # of them
+NO_ROW = tl.constexpr(0x7FFFFFFF)
+# What the forward takes, in 10 ps of an H200 at 16 heads of 128: to read a block that a tile shares
 # and for each query that chose it (block_attn_fwd_hopper.py); or for each pair of the rest
 # (block_attn_keys_hopper.py), for a block that is listed all the same, and to put both together
 # (block_attn_ends.py).
 READ, PAIR, REST_PAIR, DENSE, TOGETHER = 215, 95, 145, 950, 4800
-LEAST = 5  # queries that a listed block needs where there is a rest
-PART = tl.constexpr(4)  # queries of a tile that block_attn_ends.py does at a time
+# Queries of a tile that a block needs for not going by keys, by heads of a group.
+LEAST = {4: 14, 8: 8, 16: 5}
+EIGHT = tl.constexpr(8)  # queries that share reads in block_attn_fwd_hopper.py
+ROWS = 64  # query heads that block_attn_ends.py does at a time
 
 
 @dataclass(frozen=True)
@@ -36,21 +38,23 @@ class TileBlocks:
 
     entries int64 [tiles, G, room]: row of the block's first key << 32 | mask of the queries that
     chose it, ascending; rows count over all sequences. counts int32 [tiles, G]: how many there are.
-    rest: those that go by keys, which come after the others; None where none can.
+    rest: those that go by keys, which come after the others; None where none can. part: queries
+    that block_attn_ends.py does at a time then.
     """
 
     entries: Tensor
     counts: Tensor
     queries: int
     rest: Rest | None = None
+    part: int = 0
 
 
 class Rest(NamedTuple):
     """blocks int32, like block_indices: those that few of a tile's queries chose, -1 in place of
-    others. listed int32 [tiles, G]: how many of the entries are others, all where a tile has no
-    rest. whole int32 [1 + tiles * G]: the number of tiles that have none, and tile * G + group of
-    each, in any order; block_attn_ends.py adds those that it cannot do. todo int32 [tiles, G]:
-    which parts of PART queries of a tile are still to be done by those that read this list.
+    others. listed int32 [tiles, G]: how many of the entries are others; -1 where a tile does not go
+    by keys. whole int32 [1 + eights * G], of tiles of EIGHT queries: how many do not, and
+    eight * G + group of each, in any order; block_attn_ends.py adds those that it cannot do. todo
+    int32 [tiles, G]: which parts of a tile are still to be done by those that read this list.
     """
 
     blocks: Tensor
@@ -60,72 +64,123 @@ class Rest(NamedTuple):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _last(row, QUERIES: tl.constexpr, N_PAD: tl.constexpr):
+    """The largest row of each query, for all of its entries."""
+    last = tl.max(tl.reshape(row, [QUERIES, N_PAD]), 1)
+    last = tl.broadcast_to(last[:, None], [QUERIES, N_PAD])
+    return tl.reshape(last, [QUERIES * N_PAD])
+
+
+@triton.jit
+def _entry(
+    index, tile, group, SEQ_BEGIN, T, S, S_KV, G, n_sel, q_start,
+    VARLEN: tl.constexpr, QUERIES: tl.constexpr, N_PAD: tl.constexpr,
+):  # fmt: skip
+    """Of a tile's entries, by query and rank: the query's position, the first row of its keys,
+    whether there is one, and where its block is."""
+    token = tile * QUERIES + index // N_PAD
+    rank = index % N_PAD
+    live = (token < T) & (rank < n_sel)
+    token = tl.minimum(token, T - 1)
+    if VARLEN:
+        begin = tl.load(SEQ_BEGIN + token)
+        own = token - begin + q_start
+    else:
+        begin = token // S * S_KV
+        own = token % S + q_start
+    return own, begin, live, (token.to(tl.int64) * G + group) * n_sel + rank
+
+
+@triton.jit
 def _tile_blocks_kernel(
     BLOCK_INDICES, SEQ_BEGIN, ENTRIES, COUNTS, REST, LISTED, WHOLE, TODO, T, S, S_KV, G, n_sel,
     q_start, block_size,
     VARLEN: tl.constexpr, QUERIES: tl.constexpr, N_PAD: tl.constexpr, LEAST: tl.constexpr,
-    READ: tl.constexpr, PAIR: tl.constexpr, REST_PAIR: tl.constexpr, DENSE: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    BOTH: tl.constexpr, READ: tl.constexpr, PAIR: tl.constexpr, REST_PAIR: tl.constexpr,
+    DENSE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """LEAST: queries that a listed block needs; 1 lists all, without a rest."""
+    """LEAST: queries that a listed block needs; 1 lists all, without a rest. BOTH: a tile of EIGHT
+    queries goes by keys where that pays, else all do."""
     tile = tl.program_id(0)
     group = tl.program_id(1)
-    entry = tl.arange(0, QUERIES * N_PAD)
-    query = entry // N_PAD
-    rank = entry % N_PAD
-    other = tl.arange(0, QUERIES)
-    token = tl.minimum(tile * QUERIES + query, T - 1)
-    other_token = tl.minimum(tile * QUERIES + other, T - 1)
-    if VARLEN:
-        begin = tl.load(SEQ_BEGIN + token)
-        other_begin = tl.load(SEQ_BEGIN + other_token)
-        own = (token - begin + q_start) // block_size
-        other_own = (other_token - other_begin + q_start) // block_size
-    else:
-        begin = token // S * S_KV
-        other_begin = other_token // S * S_KV
-        own = (token % S + q_start) // block_size
-        other_own = (other_token % S + q_start) // block_size
-    live = (tile * QUERIES + query < T) & (rank < n_sel)
-    place = (token.to(tl.int64) * G + group) * n_sel + rank
+    SIZE: tl.constexpr = QUERIES * N_PAD
+    index = tl.arange(0, SIZE)
+    own, begin, live, place = _entry(
+        index, tile, group, SEQ_BEGIN, T, S, S_KV, G, n_sel, q_start, VARLEN, QUERIES, N_PAD
+    )
     block = tl.load(BLOCK_INDICES + place, mask=live, other=-1)
-    seen = (block >= 0) & (block <= own)
-    row = tl.where(seen, begin + block * block_size, -1)
-    rows_of = BLOCK_INDICES + (other_token.to(tl.int64) * G + group) * n_sel
-    other_own = tl.where(tile * QUERIES + other < T, other_own, -1)
-    mask = chosen_by(row, rows_of, n_sel, other_begin, other_own, block_size, QUERIES)
-    first = seen & ((mask & ((1 << query) - 1)) == 0)  # the first query of those that chose it
-    packed = (row.to(tl.int64) << 32) | (mask.to(tl.int64) & 0xFFFFFFFF)
-    packed = tl.where(first, packed, 0x7FFFFFFFFFFFFFFF)
+    seen = (block >= 0) & (block <= own // block_size)
+    row = tl.where(seen, begin + block * block_size, NO_ROW)
+    # The last two blocks of each query: its sums begin there, and one may show it a single key.
+    last = _last(tl.where(seen, row, -1), QUERIES, N_PAD)
+    is_last = row == last
+    is_last = is_last | (row == _last(tl.where(seen & (is_last == 0), row, -1), QUERIES, N_PAD))
+    key = (row.to(tl.int64) << 20) | (index << 1) | is_last.to(tl.int32)
+    key = tl.sort(key, 0)
+    # From here on entries are in the order of their rows, those of a block in a run.
+    row = (key >> 20).to(tl.int32)
+    seen = row < NO_ROW
+    entry = (key >> 1).to(tl.int32) & (SIZE - 1)
+    query = entry // N_PAD
+    first = seen & ((index == 0) | (row != tl.gather(row, tl.maximum(index - 1, 0), 0)))
+    at_end = (index == SIZE - 1) | (row != tl.gather(row, tl.minimum(index + 1, SIZE - 1), 0))
+    run = tl.associative_scan(tl.where(first, index, 0), 0, _larger)
+    run_end = tl.associative_scan(tl.where(at_end, index, SIZE), 0, _smaller, reverse=True)
+    # A query is in a run once: sums of bits are masks; above them, how many have it last.
+    bits = tl.where(seen, (1 << query) + ((key & 1).to(tl.int32) << QUERIES), 0)
+    before = tl.cumsum(bits, 0) - bits
+    bits = tl.gather(before + bits, run_end, 0) - tl.gather(before, run, 0)
+    mask = bits & ((1 << QUERIES) - 1)
+    count = tl.sum(first.to(tl.int32), 0)
+    packed = (row.to(tl.int64) << 32) | mask.to(tl.int64)
     at = tile.to(tl.int64) * G + group
+    entries = ENTRIES + at * SIZE
+    listed = first
     if LEAST > 1:
         choosing = tl.zeros_like(mask)
         for i in tl.static_range(QUERIES):
             choosing += (mask >> i) & 1
-        # The own block of any of them is listed: in the rest a query sees all keys of a block.
-        ends_here = row[:, None] == (other_begin + other_own * block_size)[None, :]
-        rest = seen & (choosing < LEAST) & (tl.max(ends_here.to(tl.int32), 1) == 0)
-        n_rest = tl.sum(rest.to(tl.int32), 0)
-        together = READ * tl.sum(first.to(tl.int32), 0) + PAIR * tl.sum(seen.to(tl.int32), 0)
-        dense = DENSE * tl.sum((first & (rest == 0)).to(tl.int32), 0)
-        pays = TOGETHER + REST_PAIR * n_rest + dense < together
-        # Sums begin with what is listed of a query.
-        split = tl.sum(tl.reshape(rest.to(tl.int32), [QUERIES, N_PAD]), 1)
-        chose = tl.sum(tl.reshape(seen.to(tl.int32), [QUERIES, N_PAD]), 1)
-        pays = pays & (tl.max(((split > 0) & (split == chose)).to(tl.int32), 0) == 0)
-        rest = rest & pays
-        n_rest = tl.where(pays, n_rest, 0)
+        # Not a query's last blocks, one of which may be its own: in the rest it sees all keys.
+        rest = seen & (choosing < LEAST) & ((bits >> QUERIES) == 0)
+        todo = 0
+        if BOTH:
+            n_rest = tl.sum(rest.to(tl.int32), 0)
+            together = READ * count + PAIR * tl.sum(seen.to(tl.int32), 0)
+            dense = DENSE * tl.sum((first & (rest == 0)).to(tl.int32), 0)
+            pays = (n_rest > 0) & (TOGETHER + REST_PAIR * n_rest + dense < together)
+            rest = rest & pays
+            todo = tl.where(pays, 0, -1)
+            if todo < 0:
+                tl.store(WHOLE + 1 + tl.atomic_add(WHOLE, 1, sem="relaxed"), at.to(tl.int32))
+        _, _, live, place = _entry(
+            entry, tile, group, SEQ_BEGIN, T, S, S_KV, G, n_sel, q_start, VARLEN, QUERIES, N_PAD
+        )
+        block = tl.load(BLOCK_INDICES + place, mask=live, other=-1)
         tl.store(REST + place, tl.where(rest, block, -1), mask=live)
-        tl.store(TODO + at, tl.where(n_rest == 0, -1, 0))
-        if n_rest == 0:
-            tl.store(WHOLE + 1 + tl.atomic_add(WHOLE, 1, sem="relaxed"), at.to(tl.int32))
+        tl.store(TODO + at, todo)
         listed = first & (rest == 0)
-        tl.store(LISTED + at, tl.sum(listed.to(tl.int32), 0))
-        # By their sign they come before the rest.
-        packed = tl.where(listed, packed | (-1 << 63), packed)
-    packed = tl.sort(packed, 0) & 0x7FFFFFFFFFFFFFFF
-    tl.store(ENTRIES + at * (QUERIES * N_PAD) + entry, packed)
-    tl.store(COUNTS + at, tl.sum(first.to(tl.int32), 0))
+        n_listed = tl.sum(listed.to(tl.int32), 0)
+        tl.store(LISTED + at, tl.where(todo < 0, -1, n_listed))
+        other = (first & rest).to(tl.int32)
+        tl.store(entries + n_listed + tl.cumsum(other, 0) - other, packed, mask=other > 0)
+    there = listed.to(tl.int32)
+    tl.store(entries + tl.cumsum(there, 0) - there, packed, mask=listed)
+    tl.store(COUNTS + at, count)
+
+
+def queries_of(heads: int) -> int:
+    """Of a tile that may go by keys."""
+    return max(ROWS // heads, EIGHT.value)
 
 
 def room(queries: int, n_sel: int) -> int:
@@ -135,15 +190,16 @@ def room(queries: int, n_sel: int) -> int:
 
 def tile_blocks(
     block_indices: Tensor, seq_begin: Tensor | None, seqlen: int, kv_len: int, q_start: int,
-    block_size: int, queries: int, split: bool = False,
+    block_size: int, queries: int, heads: int = 0,
 ) -> TileBlocks:  # fmt: skip
     """Lists of the tiles of `queries` queries for block_indices int32 [.., G, n_sel]; a tile may
     reach over the border of two sequences.
 
     Rows are without repetitions, -1 is none. seqlen, kv_len: queries and keys per batch entry;
-    packed rows have seq_begin. room(queries, n_sel) is at most MOST_ENTRIES. With split, what
-    fewer than LEAST queries chose is the rest of tiles where that pays, but for blocks that one of
-    the tile's queries stands in; and but for tiles where it would be all that a query chose.
+    packed rows have seq_begin. room(queries, n_sel) is at most MOST_ENTRIES. heads: of a
+    group, in which case tiles may go by keys: what fewer than LEAST queries chose is their rest,
+    but for the last two blocks of each query. With more than eight heads a tile does so where that
+    pays.
     """
     groups, n_sel = block_indices.shape[-2:]
     tokens = block_indices.numel() // (groups * n_sel)
@@ -152,8 +208,9 @@ def tile_blocks(
     entries = torch.empty(tiles, groups, size, dtype=torch.int64, device=device)
     counts = torch.empty(tiles, groups, dtype=torch.int32, device=device)
     varlen, rest = seq_begin is not None, None
-    if split:
-        whole = torch.empty(1 + tiles * groups, dtype=torch.int32, device=device)
+    if heads:
+        eights = tiles * (queries // EIGHT.value)
+        whole = torch.empty(1 + eights * groups, dtype=torch.int32, device=device)
         whole[:1].zero_()
         listed, todo = torch.empty_like(counts), torch.empty_like(counts)
         rest = Rest(torch.empty_like(block_indices), listed, whole, todo)
@@ -161,8 +218,8 @@ def tile_blocks(
         _tile_blocks_kernel, (tiles, groups),
         block_indices, seq_begin if varlen else block_indices, entries, counts,
         *(rest or (counts,) * 4), tokens, seqlen, kv_len, groups, n_sel, q_start, block_size,
-        VARLEN=varlen, QUERIES=queries, N_PAD=pow2(n_sel), LEAST=LEAST if split else 1, READ=READ,
-        PAIR=PAIR, REST_PAIR=REST_PAIR, DENSE=DENSE, TOGETHER=TOGETHER,
-        num_warps=lists_warps(queries, pow2(n_sel), REGISTERS),
+        VARLEN=varlen, QUERIES=queries, N_PAD=pow2(n_sel), LEAST=LEAST[heads] if heads else 1,
+        BOTH=heads > 8, READ=READ, PAIR=PAIR, REST_PAIR=REST_PAIR, DENSE=DENSE, TOGETHER=TOGETHER,
+        num_warps=cdiv(size, PER_WARP),
     )  # fmt: skip
-    return TileBlocks(entries, counts, queries, rest)
+    return TileBlocks(entries, counts, queries, rest, ROWS // heads if heads else 0)

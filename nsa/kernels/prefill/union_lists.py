@@ -203,6 +203,6 @@ def lists_for(
     )
 
 
-def lists_warps(queries: int, n_pad: int, registers: int = 32) -> int:
-    """Warps that hold the [entries, queries] comparison in so many registers a thread."""
-    return min(max(queries * queries * n_pad // (32 * registers), 1), 16)
+def lists_warps(queries: int, n_pad: int) -> int:
+    """Warps that hold the [entries, queries] comparison in 32 registers a thread."""
+    return min(max(queries * queries * n_pad // (32 * 32), 1), 16)
