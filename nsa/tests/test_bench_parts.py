@@ -432,7 +432,9 @@ def test_kernels_that_must_run_in_prefill_are_there(S, HQ, G, arch, release, mon
     assert "_span_pair_fwd_hopper_kernel" not in training
     assert ("_block_attn_bwd_hopper_kernel" in backward["full"] & backward["sel"]) == gluon
     assert ("_span_bwd_hopper_kernel" in backward["cmp"] & backward["win"]) == gluon
-    assert (set(block_attn_outer.KERNELS) <= forward["full"] & forward["sel"]) == (HQ // G == 4)
-    shared = arch == 90 and release == "3.6.0" and HQ // G > 8
-    assert ("_block_attn_fwd_hopper_kernel" in forward["full"] & forward["sel"]) == shared
-    assert ("_block_attn_fwd_kernel" in forward["full"] & forward["sel"]) == (not shared)
+    in_gluon = arch == 90 and release == "3.6.0"
+    outer = HQ // G == 4 and not in_gluon
+    assert (set(block_attn_outer.KERNELS) <= forward["full"] & forward["sel"]) == outer
+    assert ("_block_attn_keys_hopper_kernel" in forward["full"] & forward["sel"]) == gluon
+    assert ("_block_attn_fwd_hopper_kernel" in forward["full"] & forward["sel"]) == in_gluon
+    assert ("_block_attn_fwd_kernel" in forward["full"] & forward["sel"]) == (not in_gluon)

@@ -577,7 +577,7 @@ def test_where_tiles_pay_some_go_by_keys(device, by_keys, monkeypatch):
     from nsa.kernels.prefill import tile_blocks
 
     x = Problem(LONG[0].values[0], "ragged", device, monkeypatch)
-    monkeypatch.setattr(tile_blocks, "TOGETHER", 5500)
+    monkeypatch.setattr(tile_blocks, "TOGETHER", 1500)
     lists = tile_blocks.tile_blocks(x.blocks, None, 2500, 5500, 3000, 64, queries=8, heads=16)
     whole = lists.rest.listed < 0
     share = whole.double().mean().item()
