@@ -431,6 +431,14 @@ def fault_big_or_half() -> int:
     return 0
 
 
+def fault_big_or_few() -> int:
+    """The same for tests in several processes, unless they are fewer at a time."""
+    if "--fewer" not in sys.argv:
+        raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
+    passed()
+    return 0
+
+
 def fault_big_always() -> int:
     return fault_oom_device()
 

@@ -28,7 +28,7 @@ from nsa.tests.test_oneshot_page import inert
 from scripts.oneshot import report, verify
 from scripts.oneshot.evidence import Shape
 from scripts.oneshot.journal import read_events
-from scripts.oneshot.model import RunRecord
+from scripts.oneshot.model import SHARDS, RunRecord
 from scripts.oneshot.processes import TAG
 from scripts.oneshot.reading import rebuild
 
@@ -345,6 +345,9 @@ CASES |= {
     "out of GPU memory, fits at half size": Case(
         "pass!,big_or_half!+", 0, "PASS", gpu=True, check=lambda o: half_size(o, "big_or_half"),
     ),
+    "out of GPU memory, fits with fewer processes": Case(
+        f"pass!,big_or_few={SHARDS}!", 0, "PASS", gpu=True, check=lambda o: fewer(o, "big_or_few"),
+    ),
     "out of GPU memory at any size": Case(
         "pass!,big_always!+", 4, "BROKEN", gpu=True,
         check=lambda o: kind(o, "big_always", "OOM_DEVICE"),
@@ -390,6 +393,13 @@ def half_size(outcome: Outcome, stage: str) -> None:
     assert found["attempt"] == 2 and found["half_size"] and not found["flaky"]
     assert found["argv"][-2:] == ["--shrink", "2"]
     noted(outcome, "one more try at half size", "64 here instead of 128")
+
+
+def fewer(outcome: Outcome, stage: str) -> None:
+    found = outcome.stage(stage)
+    assert found["attempt"] == 2 and found["flaky"] and not found["half_size"]
+    assert found["argv"][-3:] == [SHARDS, "--fewer", "4"]
+    noted(outcome, "one more try with a quarter of the processes")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from nsa.tests import conftest
-from scripts.oneshot import shards
+from scripts.oneshot import shards, stages
 from scripts.oneshot.processes import is_running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,28 @@ def test_exit_codes_combine(codes, one):
     assert shards.combined(codes) == one
 
 
-@pytest.mark.parametrize("argv", [["-n", "2"], ["echo", "x"], ["-n", "-1", "pytest"]])
+@pytest.mark.parametrize(
+    ("argv", "n"), [([], 12), (["--fewer", "4"], 3), (["--fewer", "99"], 1), (["-n", "2"], 2)]
+)
+def test_how_many_processes(argv, n, monkeypatch):
+    monkeypatch.setattr(shards, "default_shards", lambda: 12)
+    monkeypatch.setattr(shards, "run", lambda *given: given)
+    assert shards.main([*argv, "pytest", "-q"]) == (n, ["pytest", "-q"])
+
+
+def test_stages_of_tests_have_fewer_processes_once_memory_was_short():
+    some = [stage for stage in stages.plan("standard") if stage.side_by_side]
+    assert {"prefill_parity", "triton_fwd"} <= {stage.id for stage in some}
+    for stage in some:
+        assert not stage.shrinks
+        argv = stage.smaller().argv
+        assert argv[:5] == ("{python}", "-m", "scripts.oneshot.shards", "--fewer", "4")
+        assert argv[5:] == stage.argv[3:]
+
+
+@pytest.mark.parametrize(
+    "argv", [["-n", "2"], ["echo", "x"], ["-n", "-1", "pytest"], ["--fewer", "0", "pytest"]]
+)
 def test_usage(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         shards.main(argv)

@@ -40,6 +40,9 @@ from scripts.oneshot.rows import is_number, is_row, test_counts
 SCHEMA = "nsa.gpu-report/1"
 
 
+SHARDS = "scripts.oneshot.shards"  # module that runs a stage's tests in several processes
+
+
 @dataclass(frozen=True)
 class Stage:
     """One child process of the run.
@@ -75,6 +78,21 @@ class Stage:
             raise ValueError(f"Stage.proof of {self.id} is unknown: {self.proof!r}")
         if self.timeout_s <= 0:
             raise ValueError(f"Stage.timeout_s of {self.id} must be > 0, got {self.timeout_s}")
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether its tests run in several processes at a time."""
+        return SHARDS in self.argv
+
+    def smaller(self) -> Stage:
+        """What to try once the GPU was out of memory: half its sizes, or a quarter of its processes
+        at a time; the same again where it has neither."""
+        if self.shrinks:
+            return replace(self, argv=(*self.argv, "--shrink", "2"))
+        if self.side_by_side:
+            at = self.argv.index(SHARDS) + 1
+            return replace(self, argv=(*self.argv[:at], "--fewer", "4", *self.argv[at:]))
+        return self
 
     @property
     def log_path(self) -> str:

@@ -296,11 +296,11 @@ class Run:
         return self.args.budget - RENDER_RESERVE_S - (time.monotonic() - self.started)
 
     def _attempt(self, context: Context, stage: Stage) -> None:
-        """Run a stage; a second time, at half size, only after the GPU was out of memory."""
+        """Run a stage; a second time, and smaller, only after the GPU was out of memory."""
         for attempt in (1, 2):
             half = attempt == 2 and stage.shrinks
-            if half:
-                stage = replace(stage, argv=(*stage.argv, "--shrink", "2"))
+            if attempt == 2:
+                stage = stage.smaller()
             self.watch.before_stage()
             self._start(stage, attempt, stage.log_path)
             if attempt == 1:
@@ -319,6 +319,8 @@ class Run:
             again = attempt == 1 and result.kind == "OOM_DEVICE"
             if again and not (self.stop.by or self.watch.gone):
                 size = " at half size" if stage.shrinks else ""
+                if stage.side_by_side:
+                    size = " with a quarter of the processes at a time"
                 self.note(f"{stage.id}: the GPU was out of memory; one more try{size}")
                 continue
             if attempt == 2:

@@ -96,11 +96,14 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-n", type=int, default=0, help="processes; 0 chooses by the host")
+    parser.add_argument("--fewer", type=int, default=1, metavar="K",
+                        help="a K-th of the processes that the host would get")  # fmt: skip
     parser.add_argument("command", nargs=argparse.REMAINDER, help="pytest and its arguments")
     args = parser.parse_args(argv)
-    if args.command[:1] != ["pytest"] or args.n < 0:
-        parser.error(f"wants [-n N] pytest ARGUMENTS, got -n {args.n} {' '.join(args.command)}")
-    return run(args.n or default_shards(), args.command)
+    if args.command[:1] != ["pytest"] or args.n < 0 or args.fewer < 1:
+        got = f"-n {args.n} --fewer {args.fewer} {' '.join(args.command)}"
+        parser.error(f"wants [-n N] [--fewer K] pytest ARGUMENTS, N >= 0, K >= 1, got {got}")
+    return run(args.n or max(default_shards() // args.fewer, 1), args.command)
 
 
 if __name__ == "__main__":

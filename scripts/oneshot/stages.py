@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.oneshot.model import Stage
+from scripts.oneshot.model import SHARDS, Stage
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROFILES = ("cpu", "quick", "standard", "full")
 PYTEST = ("{python}", "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short", "--durations=8")
 # Compiling kernels takes most of a parity stage: several processes share it.
-SHARDED = ("{python}", "-m", "scripts.oneshot.shards", *PYTEST[2:])
+SHARDED = ("{python}", "-m", SHARDS, *PYTEST[2:])
 NO_TEST = "nsa/tests/no_such_test_file.py"  # pytest then ends with a usage error, never with PASS
 
 ENV_STAGE = Stage(
