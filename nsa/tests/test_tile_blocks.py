@@ -30,7 +30,10 @@ def starts(case: Case) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["random", "ragged", "clustered"])
-@pytest.mark.parametrize("case", [*CASES[:3], Case((40,), G=1, n=2, q_start=1 << 21)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES[:3], Case((40,), G=1, n=2, q_start=1 << 21), Case((21,), n=1, q_start=90)], ids=str,
+)  # fmt: skip
 def test_each_block_is_listed_once_in_order(case, kind, kernel_device):
     from nsa.kernels.prefill.tile_blocks import tile_blocks
 

@@ -245,12 +245,16 @@ def _gluon_cases() -> list[AotCase]:
         types = dict(KD=tile("bf16", module.KEYS, dim), VD=tile("bf16", module.KEYS, dim))
         one = case(kernel, f"D{dim}", types, c, module.WARPS, 32, module.START_REGISTERS)
         cases.append(replace(one, parting="again:"))
-    tile_list = dict(VARLEN=True, QUERIES=module.WARPS, N_PAD=16,
-                     LEAST=tile_blocks.LEAST[16], BOTH=True,
-                     READ=tile_blocks.READ, PAIR=tile_blocks.PAIR, DENSE=tile_blocks.DENSE,
-                     REST_PAIR=tile_blocks.REST_PAIR, TOGETHER=tile_blocks.TOGETHER)  # fmt: skip
-    launch = (module.WARPS * 16 // tile_blocks.PER_WARP, 2)
-    cases.append(_case(tile_blocks._tile_blocks_kernel, "16", "bf16", tile_list, launch))
+    costs = dict(READ=tile_blocks.READ, PAIR=tile_blocks.PAIR, DENSE=tile_blocks.DENSE,
+                 REST_PAIR=tile_blocks.REST_PAIR, TOGETHER=tile_blocks.TOGETHER)  # fmt: skip
+    # Heads of a group, 0 for lists without a rest, and blocks of a query: few, usual, most.
+    for heads, n_pad in [(0, 1), (16, 16), (0, 128), (4, 64)]:
+        queries = tile_blocks.queries_of(heads or 16)
+        c = dict(VARLEN=heads > 0, QUERIES=queries, N_PAD=n_pad, BOTH=heads > 8,
+                 LEAST=tile_blocks.LEAST[heads] if heads else 1, **costs)  # fmt: skip
+        launch = (tile_blocks.warps_of(queries, n_pad), 2)
+        name = f"H{heads}-{n_pad}"
+        cases.append(_case(tile_blocks._tile_blocks_kernel, name, "bf16", c, launch))
     module = block_attn_keys_hopper
     columns = dict(COLUMNS=key_sums.COLUMNS)
     search = dict(**columns, SLICE=key_sums.SLICE)

@@ -188,6 +188,10 @@ def room(queries: int, n_sel: int) -> int:
     return queries * pow2(n_sel)
 
 
+def warps_of(queries: int, n_sel: int) -> int:
+    return cdiv(room(queries, n_sel), PER_WARP)
+
+
 def tile_blocks(
     block_indices: Tensor, seq_begin: Tensor | None, seqlen: int, kv_len: int, q_start: int,
     block_size: int, queries: int, heads: int = 0,
@@ -220,6 +224,6 @@ def tile_blocks(
         *(rest or (counts,) * 4), tokens, seqlen, kv_len, groups, n_sel, q_start, block_size,
         VARLEN=varlen, QUERIES=queries, N_PAD=pow2(n_sel), LEAST=LEAST[heads] if heads else 1,
         BOTH=heads > 8, READ=READ, PAIR=PAIR, REST_PAIR=REST_PAIR, DENSE=DENSE, TOGETHER=TOGETHER,
-        num_warps=cdiv(size, PER_WARP),
+        num_warps=warps_of(queries, n_sel),
     )  # fmt: skip
     return TileBlocks(entries, counts, queries, rest, ROWS // heads if heads else 0)
