@@ -58,7 +58,7 @@ from nsa.kernels.tiles import LOG2E, sm_count
 
 KEYS = 64
 HEADS = 16  # rows of a warp's product
-WARPS = 8  # and queries of a tile: with 16, a third of the registers is missing
+WARPS = tile_blocks.EIGHT.value  # one a query: with 16, a third of the registers is missing
 STAGES = {64: 14, 128: 7}  # blocks that fit, by the width of a head
 # From so many keys of a sequence, and queries of all, tiles may go by keys, by heads of a group.
 # H200, random blocks of one sequence, full forward: 16 heads, 8k tokens 0.03 ms slower, 12k 0.13

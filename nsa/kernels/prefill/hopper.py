@@ -132,14 +132,12 @@ def backward_kernels(
 
 
 def block_forward_kernels(
-    q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, gated: bool = False,
-    longest: int | None = None,
-) -> tuple[str, ...]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, gated: bool = False
+) -> tuple[str, ...]:
     """Names of those that the forward of selection by blocks always launches, with the gated sum of
-    the branches where `gated`; block_attn_fwd adds others where neighbouring queries agree.
-    longest: keys of the longest of packed sequences."""
-    if longest is None:
-        longest = k.shape[1] if k.dim() == 4 else 0
+    the branches where `gated`; block_attn_fwd adds others where neighbouring queries agree. Packed
+    sequences count as short ones, which do not go by keys."""
+    longest = k.shape[1] if k.dim() == 4 else 0
     module = block_forward(q, k, v, n_sel, block_size, 1.0, longest)
     if module:  # which sums up itself
         by_keys = (

@@ -36,7 +36,7 @@ class KeySums(NamedTuple):
     """Of each query head: top [.., HQ] fp32, in base 2, the largest score of what its tile lists;
     total [.., HQ] fp32, the sum of exp2(score - top); sums [.., HQ, D] fp16, that of
     exp2(score - top) V times scales [G, D], fp32 powers of two. All but scales hold nothing where a
-    tile has no rest (tile_blocks.py).
+    tile does not go by keys (tile_blocks.py).
     """
 
     top: Tensor
