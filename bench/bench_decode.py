@@ -82,11 +82,6 @@ PRESETS = {
     ),
 }
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_MERGE = "_decode_merge_kernel"
-BRANCH_KERNELS = {
-    "cmp": ("_decode_scan_kernel", _MERGE), "sel": ("_decode_selected_kernel", _MERGE),
-    "win": ("_decode_scan_kernel", _MERGE),
-}  # fmt: skip
 CSV_COLUMNS = (
     "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "reads_actual", "reads_expected",
     "reads_actual_decode", "reads_expected_decode", "reads_cmp", "reads_sel", "reads_win",
@@ -138,8 +133,7 @@ def branch_case(step: Step, branch: str, columns: dict[str, Any]) -> Case:
     path = step.branch_path(branch)
     return Case(
         "decode_branch", f"{case_name(len(step.q), step.S)}/{branch}",
-        Contender(f"nsa {branch}", step.alone(branch), path,
-                  BRANCH_KERNELS[branch] if step.fused else ()),
+        Contender(f"nsa {branch}", step.alone(branch), path, step.kernels(branch=branch)),
         refill=step.refill, inputs=step.inputs,
         oracle=lambda: step.truth(branch, step.blocks),
         same_dtype=lambda: step.plain(branch, step.blocks), columns=columns,

@@ -105,16 +105,17 @@ class Step:
         if wanted is Route.TRITON and not self.fused and self.fallback != "unsupported":
             self.requested = "triton"
 
-    def kernels(self, *, in_graph: bool = False) -> tuple[str, ...]:
-        """Names of the Triton kernels of a step, none where PyTorch does it."""
+    def kernels(self, *, in_graph: bool = False, branch: str | None = None) -> tuple[str, ...]:
+        """Names of our kernels of a step, or of one branch of it, none where PyTorch does it."""
         if not self.fused:
             return ()
         from nsa.kernels.decode import step_kernels
 
         c = self.config
         return step_kernels(
-            self.q, c.groups, c.d_v, max_len=self.S, in_graph=in_graph, **c.sizes()
-        )
+            self.q, c.groups, c.d_v, max_len=self.S, in_graph=in_graph, branch=branch,
+            use_cluster=self.flags.use_cluster, **c.sizes(),
+        )  # fmt: skip
 
     # ---- inputs ------------------------------------------------------------------------------
 
@@ -182,6 +183,7 @@ class Step:
                 self.q, cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
                 cache.v_win, self.open_gates, cache.lens, **c.sizes(), max_len=self.S,
                 window_ring=True, branch=branch, block_indices=chosen,
+                use_cluster=flags.use_cluster,
             ))  # fmt: skip
         at = self.S - 1
         calls = {

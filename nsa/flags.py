@@ -100,6 +100,10 @@ class Flags:
         "NSA_USE_GLUON", _parse_bool, True,
         "Gluon kernels where SM and Triton are ones that they were run with, else Triton's",
     )  # fmt: skip
+    use_cluster: bool = _flag(
+        "NSA_USE_CLUSTER", _parse_bool, True,
+        "decode steps by thread block clusters where SM and sizes allow, else Triton's",
+    )  # fmt: skip
     use_sel_pack: bool = _flag(
         "NSA_USE_SEL_PACK", _parse_bool, True, "packed SDPA is the selection fallback"
     )

@@ -177,6 +177,12 @@ class Caches:
         return torch.cat(parts)
 
 
+@pytest.fixture(autouse=True)
+def without_clusters(monkeypatch):
+    """Those have test_decode_cluster.py."""
+    monkeypatch.setenv("NSA_USE_CLUSTER", "0")
+
+
 CORE = (1, 3, 5, 6, 7, 9, 10)  # what every report runs
 
 

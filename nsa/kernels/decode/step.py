@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.checks import scale_of
+from nsa.kernels.decode import cluster
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
@@ -318,7 +319,7 @@ def nsa_decode_triton(
     n_init: int, n_local: int, window: int, max_len: int, softmax_scale: float | None = None,
     block_table: Tensor | None = None, window_ring: bool = False, return_indices: bool = False,
     branch: str | None = None, block_indices: Tensor | None = None,
-    counters: Tensor | None = None,
+    counters: Tensor | None = None, use_cluster: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of T new tokens per sequence over its caches; out [B, T, HQ, Dv].
 
@@ -330,10 +331,11 @@ def nsa_decode_triton(
     keys are in the caches already. max_len bounds every length the call (or a graph captured from
     it) will see. Nothing synchronises with the host; rows beyond a length are never read.
     counters int32 [B, G, 32], zeros at first and these sequences' alone: with them few sequences of
-    up to 16k tokens (256 blocks) are one launch outside CUDA graphs; the first such call compiles
-    what a graph will launch.
+    up to 16k tokens (256 blocks) are one launch outside CUDA graphs where the kernel for clusters
+    does not serve; the first such call compiles what a graph will launch.
     branch "cmp", "sel" or "win" launches that branch's programs alone, for measuring: the others
     add nothing. "sel" attends to block_indices int32 [B, T, G, n_sel] that an earlier step chose.
+    use_cluster: Flags.use_cluster, by default this process's; see cluster.py.
     Raises NotImplementedError for sizes that no kernel serves.
     """
     if branch not in (None, "cmp", "sel", "win"):
@@ -364,13 +366,22 @@ def nsa_decode_triton(
     table_len = 0 if block_table is None else block_table.shape[1]
     cmp_rows, sel_rows, win_rows = k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
     programs = batch * groups
+    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices, out)
+    whole = cluster.cluster_kernel(
+        use_cluster, batch, tokens, hq, groups, dim, dv, q.dtype, gates.dtype, q.device, l, d,
+        l_sel, n_sel, n_init, n_local, window, max_len, page, window_ring,
+    )  # fmt: skip
+    if whole and whole(
+        tensors, (table_len, cmp_rows, sel_rows, win_rows, groups, cluster.MODES[branch]),
+        scale_log2,
+    ):  # fmt: skip
+        return (out, indices) if return_indices else out
 
     # It is given itself: through a cell of its own it would keep all these tensors from being freed
     # until the garbage collector comes by.
     def run(run: Callable[..., None], plan: StepPlan, go: Callable[..., None]) -> None:
         splits_cmp, splits_sel, chunks = plan.splits_cmp, plan.splits_sel, plan.chunks
         splits_all, n_tiles = plan.splits_cmp + plan.splits_win, plan.n_tiles
-        tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices, out)
         compiled, addresses = by_layout(
             plan.compiled, (table_len, cmp_rows, sel_rows, win_rows), tensors
         )
@@ -442,11 +453,18 @@ def nsa_decode_triton(
 
 def step_kernels(
     q: Tensor, groups: int, dv: int, *, max_len: int, in_graph: bool, l: int, d: int, l_sel: int,
-    n_sel: int, n_init: int, n_local: int, window: int,
+    n_sel: int, n_init: int, n_local: int, window: int, branch: str | None = None, page: int = 0,
+    ring: bool = True, gate_dtype: torch.dtype | None = None, use_cluster: bool | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
     """Names of the kernels that a step of q [B, T, HQ, Dk] with counters launches."""
     batch, tokens, hq, dim = q.shape
+    sizes = (l, d, l_sel, n_sel, n_init, n_local, window, max_len)
+    if cluster.cluster_kernel(
+        use_cluster, batch, tokens, hq, groups, dim, dv, q.dtype, gate_dtype or q.dtype, q.device,
+        *sizes, page, ring,
+    ):  # fmt: skip
+        return (cluster.NAME,)
     return _plan(
-        batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init, n_local,
-        window, max_len, None, 0, True, not in_graph and q.device not in _no_team,
+        batch, tokens, hq, groups, dim, dv, q.dtype, q.device, *sizes, branch, page, ring,
+        branch is None and not in_graph and q.device not in _no_team,
     ).kernels  # fmt: skip

@@ -1,0 +1,762 @@
+// A whole decode step in one launch, for Hopper: a cluster of thread blocks for each sequence and
+// KV group. Compiled at run time (cluster.py) with -D for what stands in capitals; no headers, so
+// that NVRTC needs no toolkit.
+//
+// The thread blocks of a cluster share the keys of their sequence and group:
+//   1. compressed keys stream through each warp's own ring of shared memory (cp.async), 16 at a
+//      time, so that no warp waits for another; their probabilities are pooled to selection blocks
+//      as they come (Eq. 9), relative to the maximum so far;
+//   2. log-sum-exps go to every thread block of the cluster, block scores are summed over the heads
+//      (Eq. 10), and the best selection blocks are found by rank: of each thread block's, then of
+//      the cluster's. The window's keys arrive meanwhile;
+//   3. window, forced and chosen blocks stream through the same rings;
+//   4. outputs are gated and summed over warps, then over the cluster (Eq. 5).
+// What thread blocks tell each other goes from shared memory to shared memory, by stores that
+// arrive at a barrier of the receiver's. All sums have a fixed order, so steps repeat bitwise.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+#define UNIT 16         // keys that a warp takes at a time
+#define ROW (D * 2)     // bytes of a key
+#define CHUNKS (D / 8)  // of 16 bytes
+#define STAGE (2 * UNIT * ROW)
+#define THREADS (WARPS * 32)
+#define UNITS_PER_BLOCK (L_SEL / UNIT)
+#define FREE (N_SEL - N_INIT - N_LOCAL)  // blocks that scores choose
+// Units of which half a warp sums the scores at a time.
+#define AT_ONCE (UNITS * 16 >= 4 * THREADS ? 4 : UNITS * 16 >= 2 * THREADS ? 2 : 1)
+#define SURVIVORS (UNITS * 4 > CLUSTER * FREE ? UNITS * 4 : CLUSTER * FREE)
+#define INFINITY_ __int_as_float(0x7f800000)
+#define NEVER (-1.0e30f)  // a maximum before any key
+#define POOL_SCALE 32.0f  // of sums in fp16: at most 36864, and 2^-29 of a maximum is not lost
+#define PAGE_ROWS (PAGE > 0 ? PAGE : 1)
+#define ALL 0xffffffffu
+
+enum { STEP = 0, CMP = 1, SEL = 2, WIN = 3 };  // what a launch does
+
+struct Params {
+  const u16 *q, *kc, *vc, *ks, *vs, *kw, *vw;
+  const GATE *gates;
+  const int *lens, *table;
+  int *indices;
+  u16 *out;
+  int table_len, cmp_rows, sel_rows, win_rows, groups, mode;
+  float scale_log2;
+};
+
+struct Shared {
+  u16 q[16][D];
+#if CLUSTER > 1
+  float recv[CLUSTER][2][16 * D / CLUSTER];  // outputs, of the heads that this block ends
+#endif
+  int keys[UNITS * 4];           // of the blocks whose keys this block of the cluster has
+  int recv_key[CLUSTER * FREE];  // of the best of every block of the cluster
+  int recv_block[CLUSTER * FREE];
+  int2 survivors[SURVIVORS];
+  int best_key[FREE], best_at[FREE];
+  int survived[2];  // how many there are, in the block and in the cluster
+  int chosen[N_SEL];
+  float2 recv_ml[CLUSTER][2][16];  // maxima and sums of compressed and window keys, of every block
+  float2 recv_sel_ml[CLUSTER][16];  // of the selected ones
+  float2 recv_spill[16];            // of the last unit of the block before, and its maxima
+  float2 warp_ml[WARPS][2][16];
+  float2 warp_sel_ml[WARPS][16];
+  u64 bars[4];  // of all blocks: two branches' normalisers, candidates, outputs have arrived
+  float unit_max[UNITS][16];  // what the sums of a unit are relative to
+  u16 spill[UNITS][16];       // what its last key gives to the selection block behind
+  u16 pooled[UNITS][16][4];
+};
+static_assert(WARPS * STAGES * STAGE + sizeof(Shared) <= SHARED, "cluster.py counts fewer bytes");
+
+// ---- instructions -----------------------------------------------------------------------------
+
+__device__ __forceinline__ float exp2_(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2_(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 y;
+#if BF16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#endif
+  return y;
+}
+__device__ __forceinline__ u16 to_half(float x) {
+  u16 y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float from_half(u16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+__device__ __forceinline__ float gate_of(float x) { return x; }
+__device__ __forceinline__ float gate_of(u16 x) {
+#if BF16
+  return __uint_as_float((u32)x << 16);
+#else
+  return from_half(x);
+#endif
+}
+__device__ __forceinline__ u32 shared_address(const void *p) {
+  return (u32)__cvta_generic_to_shared(p);
+}
+__device__ __forceinline__ void product(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if BF16
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#endif
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void matrices(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void matrices_turned(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void copy16(u32 to, const void *from, bool live) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(live ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// All but the newest `left` groups of this thread's copies have arrived.
+__device__ __forceinline__ void await_copies(int left) {
+  if (left == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
+  else if (left == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+  else if (left == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+  else asm volatile("cp.async.wait_group 3;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+#if CLUSTER > 1
+  u32 r;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+#else
+  return 0;
+#endif
+}
+// Address `at` in block `rank` of the cluster. (The cluster's own barrier tells as well, but its
+// release waits for all loads under way.)
+__device__ __forceinline__ u32 of_block(u32 at, int rank) {
+#if CLUSTER > 1
+  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
+#endif
+  return at;
+}
+__device__ __forceinline__ void send(const void *to, u32 x, int rank, const u64 *bar) {
+#if CLUSTER > 1
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               :: "r"(of_block(shared_address(to), rank)), "r"(x),
+                  "r"(of_block(shared_address(bar), rank)) : "memory");
+#else
+  *(u32 *)to = x;
+#endif
+}
+__device__ __forceinline__ void send(const void *to, float2 x, int rank, const u64 *bar) {
+#if CLUSTER > 1
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];"
+               :: "r"(of_block(shared_address(to), rank)), "f"(x.x), "f"(x.y),
+                  "r"(of_block(shared_address(bar), rank)) : "memory");
+#else
+  *(float2 *)to = x;
+#endif
+}
+__device__ __forceinline__ void send(const void *to, float4 x, int rank, const u64 *bar) {
+#if CLUSTER > 1
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+               "[%0], {%1,%2,%3,%4}, [%5];"
+               :: "r"(of_block(shared_address(to), rank)), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w),
+                  "r"(of_block(shared_address(bar), rank)) : "memory");
+#else
+  *(float4 *)to = x;
+#endif
+}
+__device__ __forceinline__ void init(const u64 *bar) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(bar)) : "memory");
+}
+// So many bytes will arrive at a barrier of this block.
+__device__ __forceinline__ void expect(const u64 *bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :: "r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+// All that was sent to this block has arrived.
+__device__ __forceinline__ void receive(const u64 *bar) {
+#if CLUSTER > 1
+  asm volatile("{\n.reg .pred done;\n"
+               "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+               "@!done bra again;\n}" :: "r"(shared_address(bar)) : "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// ---- attention over one unit ------------------------------------------------------------------
+
+// Rows are heads: a thread has columns of heads lane / 4 and lane / 4 + 8.
+struct Sums {
+  float o[D / 8][4];
+  float m[2], l[2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) o[i][j] = 0.0f;
+    m[0] = m[1] = NEVER;
+    l[0] = l[1] = 0.0f;
+  }
+  // l of whole rows: until then each thread has its own columns'.
+  __device__ __forceinline__ void close() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      l[r] += __shfl_xor_sync(ALL, l[r], 1);
+      l[r] += __shfl_xor_sync(ALL, l[r], 2);
+    }
+  }
+};
+
+// Keys begin..end of the unit are seen. p: the probabilities, relative to sums.m.
+__device__ __forceinline__ void attend(
+    Sums &sums, float (&p)[2][4], u32 q, u32 k, int begin, int end, float scale) {
+  const int lane = threadIdx.x % 32, row = lane % 16;
+  const u32 v = k + UNIT * ROW;
+  const u32 at_q = q + row * ROW + ((lane / 16 ^ (row & 7)) << 4);
+  const u32 at_k = k + (row & 7) * ROW + ((lane / 8 ^ (row & 7)) << 4);
+  float s[2][4] = {};
+#pragma unroll
+  for (int j = 0; j < D / 32; ++j) {
+    u32 a[2][4], b[2][4];
+    matrices(a[0], at_q ^ (2 * j << 5));
+    matrices(a[1], at_q ^ ((2 * j + 1) << 5));
+    matrices(b[0], at_k ^ (j << 6));
+    matrices(b[1], (at_k ^ (j << 6)) + 8 * ROW);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile)
+        product(s[tile], a[half], b[tile][2 * half], b[tile][2 * half + 1]);
+  }
+  if (begin > 0 || end < UNIT) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int key = tile * 8 + lane % 4 * 2 + j % 2;
+        if (key < begin || key >= end) s[tile][j] = -INFINITY_;
+      }
+  }
+  float top[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float x = fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1]));
+    x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
+    top[r] = fmaxf(x, __shfl_xor_sync(ALL, x, 2)) * scale;
+  }
+  // A maximum serves until scores pass it by 8, probabilities by 256: outputs are rescaled seldom.
+  if (__any_sync(ALL, top[0] > sums.m[0] + 8.0f || top[1] > sums.m[1] + 8.0f)) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float m = top[r] > sums.m[r] + 8.0f ? top[r] : sums.m[r];
+      const float alpha = exp2_(sums.m[r] - m);
+      sums.m[r] = m;
+      sums.l[r] *= alpha;
+#pragma unroll
+      for (int i = 0; i < D / 8; ++i) {
+        sums.o[i][2 * r] *= alpha;
+        sums.o[i][2 * r + 1] *= alpha;
+      }
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      p[tile][j] = exp2_(s[tile][j] * scale - sums.m[j / 2]);
+      sums.l[j / 2] += p[tile][j];
+    }
+  const u32 a[4] = {pack(p[0][0], p[0][1]), pack(p[0][2], p[0][3]), pack(p[1][0], p[1][1]),
+                    pack(p[1][2], p[1][3])};
+  const u32 at = v + row * ROW + ((lane / 16 ^ (row & 7)) << 4);
+#pragma unroll
+  for (int j = 0; j < D / 16; ++j) {
+    u32 b[4];
+    matrices_turned(b, at ^ (j << 5));
+    product(sums.o[2 * j], a, b[0], b[1]);
+    product(sums.o[2 * j + 1], a, b[2], b[3]);
+  }
+}
+
+// Probabilities of a unit's compressed keys to its four selection blocks. A key that reaches into
+// the block behind its own gives half of its weight there (l = 2 d), or nothing does (l = d).
+__device__ __forceinline__ void pool(
+    Shared &shared, int unit, const float (&p)[2][4], const float (&m)[2], bool live) {
+  const int lane = threadIdx.x % 32, t = lane % 4;
+  const bool last = OVERLAP && t % 2 == 1;  // this thread has the last key of a block
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int head = lane / 4 + 8 * r;
+    float before = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      const float second = p[tile][2 * r + 1] * (last ? 0.5f : 1.0f);
+      float own = p[tile][2 * r] + second;
+      own += __shfl_xor_sync(ALL, own, 1);
+      const float over = __shfl_sync(ALL, last ? second : 0.0f, (lane & ~3) | ((t + 3) & 3));
+      own += t == 2 ? over : before;
+      if (live && t % 2 == 0)
+        shared.pooled[unit][head][tile * 2 + t / 2] = to_half(own * POOL_SCALE);
+      before = over;
+    }
+    if (live && t == 0) {
+      shared.spill[unit][head] = to_half(before * POOL_SCALE);
+      shared.unit_max[unit][head] = m[r];
+    }
+  }
+}
+
+// The best FREE of n keys by rank (ties: the earlier), and where they stand; the whole block calls.
+// Of many only those are ranked that reach what FREE of the lanes' largest reach.
+__device__ __forceinline__ void find_best(Shared &shared, const int *keys, int n, int &survived) {
+  const int lane = threadIdx.x % 32;
+  int top = 0, rank = 0;
+#pragma unroll 4
+  for (int i = lane; i < n; i += 32) top = max(top, keys[i]);
+#pragma unroll
+  for (int i = 1; i < 32; ++i) {
+    const int other = __shfl_sync(ALL, top, (lane + i) % 32);
+    rank += other > top || (other == top && (lane + i) % 32 < lane);
+  }
+  if (n <= 32) {
+    if (threadIdx.x < 32 && top > 0 && rank < FREE) {
+      shared.best_key[rank] = top;
+      shared.best_at[rank] = lane;
+    }
+  } else {
+    const int bound = max(__reduce_max_sync(ALL, rank == FREE - 1 ? top : 0), 1);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (n + 31) / 32 * 32; i += THREADS) {
+      const int key = i < n ? keys[i] : 0;
+      const u32 those = __ballot_sync(ALL, key >= bound);
+      int at = 0;
+      if (lane == 0 && those) at = atomicAdd(&survived, __popc(those));
+      at = __shfl_sync(ALL, at, 0) + __popc(those & ((1u << lane) - 1));
+      if (key >= bound) shared.survivors[at] = make_int2(key, i);
+    }
+    __syncthreads();
+    const int all = survived;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < all; i += THREADS) {
+      const int2 mine = shared.survivors[i];
+      int before = 0;
+#pragma unroll 4
+      for (int j = 0; j < all; ++j) {
+        const int2 other = shared.survivors[j];
+        before += other.x > mine.x || (other.x == mine.x && other.y < mine.y);
+      }
+      if (before < FREE) {
+        shared.best_key[before] = mine.x;
+        shared.best_at[before] = mine.y;
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// ---- the step ---------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY)
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+_decode_cluster_kernel(const __grid_constant__ Params args) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  Shared &shared = *reinterpret_cast<Shared *>(memory + WARPS * STAGES * STAGE);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int rank = cluster_rank(), program = blockIdx.x / CLUSTER;
+  const int G = args.groups, batch = program / G, group = program % G, mode = args.mode;
+  if (threadIdx.x < 2) shared.survived[threadIdx.x] = 0;
+  if (threadIdx.x < FREE) shared.best_key[threadIdx.x] = 0;
+#if CLUSTER > 1
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 4; ++i) init(shared.bars + i);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+  const int length = args.lens[batch];
+
+  const i64 first_head = (i64)program * HEADS;
+  for (int i = threadIdx.x; i < 16 * CHUNKS; i += THREADS) {
+    const int head = i / CHUNKS, chunk = i % CHUNKS;
+    copy16(shared_address(shared.q[head]) + ((chunk ^ (head & 7)) << 4),
+           args.q + (first_head + (head < HEADS ? head : 0)) * D + chunk * 8, head < HEADS);
+  }
+  commit();
+  GATE gates[2][3];  // of this thread's heads
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int head = lane / 4 + 8 * r < HEADS ? lane / 4 + 8 * r : 0;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) gates[r][i] = args.gates[(first_head + head) * 3 + i];
+  }
+
+  // What this block has to do, in units: compressed, window, forced and (later) chosen keys.
+  const int own = (length - 1) / L_SEL;
+  const int n_cmp = length >= L ? (length - L) / STRIDE + 1 : 0;
+  const int all_units = own / 4 + 1;
+  const int share = (all_units + CLUSTER - 1) / CLUSTER;
+  const int first_unit = min(rank * share, all_units);
+#if CLUSTER > 1
+  if (threadIdx.x == 0) {
+    expect(shared.bars, CLUSTER * 16 * 8 + (rank > 0) * 16 * 8);
+    expect(shared.bars + 1, CLUSTER * 16 * 8);
+    expect(shared.bars + 2, CLUSTER * min(FREE, share * 4) * 8);
+    expect(shared.bars + 3, 2 * 16 * D * 4 + 16 * 8);
+  }
+#endif
+  const bool whole = mode == STEP, few = own + 1 <= N_SEL;
+  const int cmp_units = whole || mode == CMP ? min(share, all_units - first_unit) : 0;
+  const int win_begin = max(length - WINDOW, 0);
+  const int win_all = whole || mode == WIN ? (length - 1) / UNIT - win_begin / UNIT + 1 : 0;
+  const int win_units = (win_all - rank + CLUSTER - 1) / CLUSTER;
+  const int forced = few ? own + 1 : N_INIT + N_LOCAL;
+  const int forced_all = whole ? forced * UNITS_PER_BLOCK : 0;
+  const int from_end = CLUSTER - 1 - rank;  // who has one window unit more has no forced one more
+  const int forced_units = (forced_all - from_end + CLUSTER - 1) / CLUSTER;
+  const int known = cmp_units + win_units + forced_units;
+  const int chosen_all = (mode == SEL ? N_SEL : whole && !few ? FREE : 0) * UNITS_PER_BLOCK;
+  const int total = known + (chosen_all - rank + CLUSTER - 1) / CLUSTER;
+
+  if (mode == SEL && threadIdx.x < N_SEL)
+    shared.chosen[threadIdx.x] = args.indices[(i64)program * N_SEL + threadIdx.x];
+  if (mode == SEL) __syncthreads();
+
+  auto forced_block = [&](int i) { return few || i < N_INIT ? i : own - N_LOCAL + 1 + i - N_INIT; };
+  // Calls this warp's next units into its ring, as many as there is room for.
+  const u32 ring = shared_address(memory) + warp * STAGES * STAGE;
+  const int width = G * D;
+  int issued = 0, done = 0;
+  u64 seen = 0;  // of those under way the first seen key, and the first that is not, a byte each
+  auto bring = [&](int limit) {
+#pragma unroll 1
+    for (; issued - done < STAGES && warp + issued * WARPS < limit; ++issued) {
+      const u16 *K, *V;
+      int i = warp + issued * WARPS, key, begin = 0, end = length, rows, wrap = UNIT;
+      i64 slot;
+      if (i < cmp_units) {
+        K = args.kc, V = args.vc, rows = args.cmp_rows;
+        slot = key = (first_unit + i) * UNIT;
+        end = n_cmp;
+      } else {
+        i -= cmp_units;
+        const bool window = i < win_units;
+        if (window) {
+          K = args.kw, V = args.vw, rows = args.win_rows;
+          key = (win_begin / UNIT + rank + i * CLUSTER) * UNIT;
+          begin = win_begin - key;
+        } else {
+          K = args.ks, V = args.vs, rows = args.sel_rows;
+          i -= win_units;
+          int block;
+          if (i < forced_units) {
+            i = from_end + i * CLUSTER;
+            block = forced_block(i / UNITS_PER_BLOCK);
+          } else {
+            i = rank + (i - forced_units) * CLUSTER;
+            block = shared.chosen[i / UNITS_PER_BLOCK];
+          }
+          key = block * L_SEL + i % UNITS_PER_BLOCK * UNIT;
+          if (block < 0) end = key;  // none: nothing is seen
+        }
+        slot = key;
+        if (RING && window) {
+          slot = key % rows;
+          wrap = rows - (int)slot;  // rows from there on lie where the ring begins
+        } else if (PAGE > 0) {
+          slot = key % PAGE_ROWS;
+          const int *page = args.table + (i64)batch * args.table_len + key / PAGE_ROWS;
+          if (end > key) slot += (i64)*page * PAGE;
+          rows = 0;
+        }
+      }
+      begin = max(begin, 0), end = min(max(end - key, 0), UNIT);
+      const int stage = issued % STAGES;
+      seen = seen & ~(0xffffull << stage * 16) | (u64)(begin | end << 8) << stage * 16;
+      const int chunk = lane % CHUNKS, step = 32 / CHUNKS;
+      i64 from = (((i64)batch * rows + slot + lane / CHUNKS) * G + group) * D + chunk * 8;
+      const u32 to = ring + stage * STAGE + lane / CHUNKS * ROW;
+#pragma unroll
+      for (int j = 0; j < UNIT / step; ++j, from += step * width) {
+        const int r = lane / CHUNKS + j * step;
+        const bool live = r >= begin && r < end;  // else nothing is read, and zeros are stored
+        i64 at = RING && r >= wrap ? from - (i64)rows * width : from;
+        if (!live) at = 0;
+        const u32 where = to + j * step * ROW + ((chunk ^ (r & 7)) << 4);
+        copy16(where, K + at, live);
+        copy16(where + UNIT * ROW, V + at, live);
+      }
+      commit();
+    }
+  };
+
+  // Compressed keys, then the window's, then forced and chosen blocks. There is one piece of code
+  // for all three: a step runs with cold caches, and its instructions come as late as its keys. So
+  // each warp also goes through it once while its first keys are under way, with none of them seen.
+  float kept[D / 8][4];  // outputs of compressed and window keys, each by its gate
+#pragma unroll
+  for (int i = 0; i < D / 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) kept[i][j] = 0.0f;
+  Sums sums;
+  sums.clear();
+  int limit = mode == SEL ? total : known;
+  bool live = false;
+#pragma unroll 1
+  for (int phase = 0;; ++phase) {
+    const int phase_end = phase == 0 ? cmp_units : phase == 1 ? cmp_units + win_units : total;
+#pragma unroll 1
+    for (;;) {
+      bring(limit);
+      const int i = warp + done * WARPS, stage = done % STAGES;
+      if (live && i >= phase_end) break;
+      if (live) await_copies(issued - done - 1);
+      __syncwarp();
+      const u32 ends = live ? seen >> stage * 16 : 0;
+      float p[2][4];
+      attend(sums, p, shared_address(shared.q), ring + stage * STAGE, ends & 255, ends >> 8 & 255,
+             args.scale_log2);
+      if (whole && phase == 0) pool(shared, i, p, sums.m, live);
+      __syncwarp();
+      if (live) {
+        ++done;
+      } else {
+        sums.clear();
+        await_copies(issued);  // of the queries
+        __syncthreads();
+        live = true;
+      }
+    }
+    sums.close();
+    if (phase == 2) break;
+
+    // The branch's log-sum-exps over the cluster; then its output by its gate.
+    if (lane % 4 == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        shared.warp_ml[warp][phase][lane / 4 + 8 * r] = make_float2(sums.m[r], sums.l[r]);
+    }
+    __syncthreads();
+#if CLUSTER > 1
+    if (phase == 0)  // everyone's barriers are there
+      asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+    for (int i = threadIdx.x; i < CLUSTER * 16; i += THREADS) {
+      const int head = i % 16;
+      float m = NEVER, l = 0.0f;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) m = fmaxf(m, shared.warp_ml[w][phase][head].x);
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) {
+        const float2 part = shared.warp_ml[w][phase][head];
+        l += part.y * exp2_(part.x - m);
+      }
+      send(&shared.recv_ml[rank][phase][head], make_float2(m, l), i / 16, shared.bars + phase);
+      if (CLUSTER > 1 && phase == 0 && i / 16 == rank + 1) {
+        const int last = max(cmp_units - 1, 0);
+        send(&shared.recv_spill[head],
+             make_float2(from_half(shared.spill[last][head]), shared.unit_max[last][head]),
+             rank + 1, shared.bars);
+      }
+    }
+    receive(shared.bars + phase);
+    float lse;  // of head lane % 16
+    {
+      float m = NEVER, l = 0.0f;
+#pragma unroll
+      for (int c = 0; c < CLUSTER; ++c) m = fmaxf(m, shared.recv_ml[c][phase][lane % 16].x);
+#pragma unroll
+      for (int c = 0; c < CLUSTER; ++c) {
+        const float2 part = shared.recv_ml[c][phase][lane % 16];
+        l += part.y * exp2_(part.x - m);
+      }
+      lse = l > 0.0f ? m + log2_(l) : l == 0.0f ? INFINITY_ : l;  // a NaN stays one
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float gate = gate_of(phase == 0 ? gates[r][0] : gates[r][2]);
+      const float by = gate * exp2_(sums.m[r] - __shfl_sync(ALL, lse, lane / 4 + 8 * r));
+#pragma unroll
+      for (int i = 0; i < D / 8; ++i) {
+        kept[i][2 * r] += sums.o[i][2 * r] * by;
+        kept[i][2 * r + 1] += sums.o[i][2 * r + 1] * by;
+      }
+    }
+    if (phase == 1) {
+      sums.clear();
+      continue;
+    }
+
+    // The best blocks, in every block of the cluster alike.
+    if (whole && !few) {
+      // Half a warp takes a unit, a thread a head.
+      const int head = lane % 16, which = lane % 4;
+#pragma unroll 1
+      for (int begin = threadIdx.x / 32 * 2; begin < cmp_units; begin += AT_ONCE * THREADS / 16) {
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+          const int unit = begin + lane / 16 + k * THREADS / 16, at = min(unit, cmp_units - 1);
+          const float weight = head < HEADS ? exp2_(shared.unit_max[at][head] - lse) : 0.0f;
+          const u16 *pooled = shared.pooled[at][head];
+          float score[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) score[i] = from_half(pooled[i]) * weight;
+          if (OVERLAP && head < HEADS && first_unit + at > 0) {
+            const float2 before = at > 0 ? make_float2(from_half(shared.spill[at - 1][head]),
+                                                       shared.unit_max[at - 1][head])
+                                         : shared.recv_spill[head];
+            score[0] += before.x * exp2_(before.y - lse);
+          }
+          // Sums over the half warp: block `which` is left to a thread.
+          const bool odd = which & 1, high = which & 2;
+          float a = odd ? score[1] : score[0], b = odd ? score[3] : score[2];
+          a += __shfl_xor_sync(ALL, odd ? score[0] : score[1], 1);
+          b += __shfl_xor_sync(ALL, odd ? score[2] : score[3], 1);
+          float x = (high ? b : a) + __shfl_xor_sync(ALL, high ? a : b, 2);
+          x += __shfl_xor_sync(ALL, x, 4);
+          x += __shfl_xor_sync(ALL, x, 8);
+          if (head < 4 && unit < cmp_units) {
+            const int block = (first_unit + unit) * 4 + which;
+            const bool free = block >= N_INIT && own - block >= N_LOCAL;
+            shared.keys[unit * 4 + which] = free ? __float_as_int(x == x ? x : 0.0f) + 1 : 0;
+          }
+        }
+      }
+      __syncthreads();
+      // Of this block; then each block's best go to every block, and of those.
+      const int each = min(FREE, share * 4);
+#pragma unroll 1
+      for (int level = 0; level < (CLUSTER > 1 ? 2 : 1); ++level) {
+        find_best(shared, level == 0 ? shared.keys : shared.recv_key,
+                  level == 0 ? cmp_units * 4 : CLUSTER * each, shared.survived[level]);
+        if (CLUSTER == 1 || level == 1) break;
+        for (int i = threadIdx.x; i < CLUSTER * each; i += THREADS) {
+          const int from = i % each, at = rank * each + from;
+          send(&shared.recv_key[at], (u32)shared.best_key[from], i / each, shared.bars + 2);
+          send(&shared.recv_block[at], (u32)(first_unit * 4 + shared.best_at[from]), i / each,
+               shared.bars + 2);
+        }
+        receive(shared.bars + 2);
+      }
+      if (threadIdx.x < FREE) {
+        const int at = shared.best_at[threadIdx.x];
+        shared.chosen[threadIdx.x] = CLUSTER > 1 ? shared.recv_block[at] : at;
+      }
+      __syncthreads();
+    }
+    if (whole && rank == 0 && warp == WARPS - 1 && lane < N_SEL) {  // ascending
+      auto number = [&](int i) {
+        return i < forced ? forced_block(i) : few ? (1 << 30) + i : shared.chosen[i - forced];
+      };
+      const int mine = number(lane);
+      int at = 0;
+      for (int i = 0; i < N_SEL; ++i) at += number(i) < mine;
+      args.indices[(i64)program * N_SEL + at] = few && lane > own ? -1 : mine;
+    }
+    limit = total;
+    sums.clear();
+  }
+
+  // Sums over the warps: outputs of both kinds, through the rings. Chunks of 8 columns take turns
+  // by the head's number, so that threads of a warp hit different banks.
+  float *mine = (float *)(memory + warp * STAGES * STAGE);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int head = lane / 4 + 8 * r;
+    const float gate = gate_of(gates[r][1]);
+    if (lane % 4 == 0)
+      shared.warp_sel_ml[warp][head] = make_float2(sums.m[r], sums.l[r]);
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i) {
+      float *to = mine + head * D + (i ^ (head & 7)) * 8 + lane % 4 * 2;
+      *(float2 *)to = make_float2(kept[i][2 * r], kept[i][2 * r + 1]);
+      *(float2 *)(to + 16 * D) = make_float2(sums.o[i][2 * r] * gate, sums.o[i][2 * r + 1] * gate);
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 16 * D / 4; i += THREADS) {
+    const int head = i / (D / 4), column = i % (D / 4) * 4;
+    const int at = head * D + ((column / 8) ^ (head & 7)) * 8 + column % 8;
+    float m = NEVER, l = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) m = fmaxf(m, shared.warp_sel_ml[w][head].x);
+    float4 sum = make_float4(0, 0, 0, 0), sel = sum;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float2 ml = shared.warp_sel_ml[w][head];
+      const float weight = exp2_(ml.x - m);
+      l += ml.y * weight;
+      const float *from = (const float *)(memory + w * STAGES * STAGE) + at;
+      const float4 a = *(const float4 *)from, b = *(const float4 *)(from + 16 * D);
+      sum.x += a.x, sum.y += a.y, sum.z += a.z, sum.w += a.w;
+      sel.x += b.x * weight, sel.y += b.y * weight, sel.z += b.z * weight, sel.w += b.w * weight;
+    }
+#if CLUSTER > 1
+    const int part = 16 * D / CLUSTER, to = i * 4 / part;
+    send(&shared.recv[rank][0][i * 4 % part], sum, to, shared.bars + 3);
+    send(&shared.recv[rank][1][i * 4 % part], sel, to, shared.bars + 3);
+    if (column == 0)  // a block ends whole heads
+      send(&shared.recv_sel_ml[rank][head], make_float2(m, l), to, shared.bars + 3);
+#else
+    if (head < HEADS) {
+      const float by = l == 0.0f ? 0.0f : 1.0f / l;
+      *(uint2 *)(args.out + (first_head + head) * D + column) =
+          make_uint2(pack(sum.x + sel.x * by, sum.y + sel.y * by),
+                     pack(sum.z + sel.z * by, sum.w + sel.w * by));
+    }
+#endif
+  }
+#if CLUSTER > 1
+  receive(shared.bars + 3);
+  const int part = 16 * D / CLUSTER;
+  for (int i = threadIdx.x * 2; i < part; i += THREADS * 2) {
+    const int head = (rank * part + i) / D, column = (rank * part + i) % D;
+    float m = NEVER, l = 0.0f;
+    float2 sum = make_float2(0, 0), sel = sum;
+#pragma unroll
+    for (int c = 0; c < CLUSTER; ++c) m = fmaxf(m, shared.recv_sel_ml[c][head].x);
+#pragma unroll
+    for (int c = 0; c < CLUSTER; ++c) {
+      const float2 ml = shared.recv_sel_ml[c][head];
+      const float weight = exp2_(ml.x - m);
+      l += ml.y * weight;
+      const float2 a = *(const float2 *)&shared.recv[c][0][i];
+      const float2 b = *(const float2 *)&shared.recv[c][1][i];
+      sum.x += a.x, sum.y += a.y;
+      sel.x += b.x * weight, sel.y += b.y * weight;
+    }
+    const float by = l == 0.0f ? 0.0f : 1.0f / l;
+    if (head < HEADS)
+      *(u32 *)(args.out + (first_head + head) * D + column) =
+          pack(sum.x + sel.x * by, sum.y + sel.y * by);
+  }
+#endif
+}

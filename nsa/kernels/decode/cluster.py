@@ -1,0 +1,274 @@
+"""A decode step in one launch on Hopper: cluster.cu, compiled at run time, and who may take it.
+
+Blocks of a thread block cluster write into each other's shared memory and wait for what arrives
+there, which Triton does not offer. With it the phases of a step follow each other in one kernel,
+which also keeps the memory busy while blocks are chosen. H200, 64 heads in 4 groups, by graph,
+us: one sequence of 8k tokens 17.5 -> 14.7, of 64k 24.5 -> 18.1, 16 of them 78.6 -> 60.3, 64 of 32k
+148 -> 122.
+
+NVRTC, which comes with PyTorch, compiles the kernel for its sizes when it is first asked for; the
+result is kept beside what Triton keeps. Whatever is not served goes to the kernels of step.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa import launches
+from nsa.flags import get_flags
+from nsa.kernels.tiles import arch_of, cdiv, pow2
+from nsa.log import warn_once
+
+NAME = "_decode_cluster_kernel"
+SOURCE = Path(__file__).with_suffix(".cu")
+UNIT = 16  # keys that a warp takes at a time
+HEADS = 16  # rows of a product
+MOST_SELECTED = 32
+SHARED_MOST = {1: 227 << 10, 2: 113 << 10}  # bytes of a block, of so many on a multiprocessor
+# For up to so many sequences * groups: blocks of a cluster, warps of a block, and how many blocks a
+# multiprocessor takes, which the rest have as well. Large clusters do not fit beside each other as
+# often as their blocks would: H200, 16 of 8 blocks take turns.
+SHAPES = ((4, 16, 8, 1), (8, 8, 8, 1), (16, 4, 8, 1), (32, 4, 4, 2), (66, 2, 8, 1), (132, 2, 4, 2))
+REST = (1, 4, 2)
+MOST_BLOCKS = 16  # of a cluster
+LEAST_UNITS = 4  # of compressed keys, for a block: telling more blocks takes longer
+MODES = {None: 0, "cmp": 1, "sel": 2, "win": 3}
+GATES = {torch.float32: "float", torch.bfloat16: "u16", torch.float16: "u16"}
+_PARAMS = struct.Struct("12Q6if4x")
+
+
+class Unavailable(RuntimeError):
+    """NVRTC or the driver's interface is not here, or refuses."""
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """cluster: blocks of one; units: of compressed keys that a block may get."""
+
+    cluster: int
+    warps: int
+    stages: int
+    occupancy: int
+    units: int
+
+    def shared(self, dim: int, n_sel: int, free: int) -> int:
+        """Bytes of shared memory: the rings of keys, then `Shared` of cluster.cu."""
+        rings = self.warps * self.stages * 2 * UNIT * dim * 2
+        parts = HEADS * dim * (2 + 8 * (self.cluster > 1))
+        normalisers = 3 * HEADS * 8 * (self.cluster + self.warps) + HEADS * 8
+        keys = 4 * (4 * self.units + 2 * self.cluster * free + 2 * free + n_sel)
+        keys += 8 * max(4 * self.units, self.cluster * free)
+        return rings + parts + normalisers + keys + self.units * HEADS * (4 + 2 + 8) + 128
+
+
+def why_not(
+    *, tokens: int, heads: int, dim: int, dv: int, dtype: torch.dtype, l: int, d: int, l_sel: int,
+    n_sel: int, n_init: int, n_local: int, window: int, page: int,
+) -> str | None:  # fmt: skip
+    """Why these sizes have no cluster kernel, None when they have."""
+    if tokens != 1 or not 1 <= heads <= HEADS:
+        return f"one token of up to {HEADS} heads a group, got {tokens} of {heads}"
+    if dtype not in (torch.float16, torch.bfloat16) or dim != dv or dim not in (64, 128):
+        return f"fp16 or bf16 heads of 64 or 128, got {dtype} of {dim} and {dv}"
+    if l_sel != 4 * d or l not in (d, 2 * d) or l_sel % UNIT:
+        return f"l_sel = 4 d, l = d or 2 d, got l={l}, d={d}, l_sel={l_sel}"
+    if not 1 <= n_local < n_sel - n_init or n_sel > MOST_SELECTED:
+        return f"local and chosen blocks among up to {MOST_SELECTED}, got n_sel={n_sel}"
+    if page % UNIT or window < UNIT:
+        return f"pages of multiples of {UNIT} tokens, windows of {UNIT}, got {page} and {window}"
+    return None
+
+
+def plan(
+    programs: int, dim: int, n_sel: int, free: int, l_sel: int, max_len: int
+) -> ClusterPlan | None:
+    """For so many sequences * groups; None where block sums do not fit."""
+    cluster, warps, occupancy = next((x for most, *x in SHAPES if programs <= most), REST)
+    all_units = cdiv(cdiv(max_len, l_sel), 4)
+    while cluster > 1 and cdiv(all_units, cluster) < LEAST_UNITS:
+        cluster //= 2
+    while cluster <= MOST_BLOCKS:
+        found = ClusterPlan(cluster, warps, 2, occupancy, pow2(cdiv(all_units, cluster)))
+        if found.shared(dim, n_sel, free) <= SHARED_MOST[occupancy]:
+            return found
+        cluster *= 2
+    return None
+
+
+def compile_cluster(macros: Iterable[tuple[str, Any]], arch: int) -> bytes:
+    """cluster.cu as a cubin for sm_`arch`. Raises Unavailable, with the compiler's words."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise Unavailable(f"cuda.bindings cannot be imported: {error}") from error
+    options = [f"--gpu-architecture=sm_{arch}", "--std=c++17"]
+    options = [x.encode() for x in (*options, *(f"-D{name}={x}" for name, x in macros))]
+    source = SOURCE.read_bytes()
+    program = _check(*nvrtc.nvrtcCreateProgram(source, b"cluster.cu", 0, [], []))
+    try:
+        code, *_ = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if code:
+            size = _check(*nvrtc.nvrtcGetProgramLogSize(program))
+            log = bytes(size)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise Unavailable(f"{code.name}: {log.decode(errors='replace').strip()}")
+        cubin = bytes(_check(*nvrtc.nvrtcGetCUBINSize(program)))
+        _check(*nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _check(code: Any, *values: Any) -> Any:
+    if code:
+        raise Unavailable(f"{type(code).__name__}: {code.name}")
+    return values[0] if values else None
+
+
+def _cubin(macros: tuple[tuple[str, Any], ...], arch: int) -> bytes:
+    """compile_cluster() through Triton's cache of compiled kernels."""
+    from cuda.bindings import nvrtc
+    from triton.runtime.cache import get_cache_manager
+
+    version = nvrtc.nvrtcVersion()
+    known = repr((SOURCE.read_bytes(), macros, arch, version))
+    cache = get_cache_manager(hashlib.sha256(known.encode()).hexdigest())
+    kept = cache.get_file("cluster.cubin")
+    if kept:
+        return Path(kept).read_bytes()
+    cubin = compile_cluster(macros, arch)
+    cache.put(cubin, "cluster.cubin", binary=True)
+    return cubin
+
+
+@dataclass(frozen=True)
+class ClusterKernel:
+    """A loaded kernel and how it is launched."""
+
+    function: Any
+    launch: Any  # cuLaunchKernel
+    blocks: int
+    threads: int
+    shared: int
+
+    def __call__(
+        self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], scale_log2: float
+    ) -> bool:
+        """Launch; False where a tensor does not begin at 16 bytes, and nothing is launched.
+
+        tensors and numbers in the order of `Params` of cluster.cu.
+        """
+        addresses = [x.data_ptr() for x in tensors]
+        if any([at % 16 for at in addresses[:7]]):  # queries, keys and values
+            return False
+        packed = ctypes.create_string_buffer(
+            _PARAMS.pack(*addresses, *numbers, scale_log2), _PARAMS.size
+        )
+        params = ctypes.c_void_p(ctypes.addressof(packed))
+        stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
+        code, *_ = self.launch(
+            self.function, self.blocks, 1, 1, self.threads, 1, 1, self.shared, stream,
+            ctypes.addressof(params), 0,
+        )  # fmt: skip
+        if code:
+            raise RuntimeError(f"{NAME}: {code.name}")
+        launches.bump(NAME, library=True)  # Triton's hook does not see it
+        return True
+
+
+def cluster_kernel(use_cluster: bool | None, *sizes: Any) -> ClusterKernel | None:
+    """The kernel for steps of these sizes (see _kernel), None where step.py's serve.
+
+    use_cluster: Flags.use_cluster, None for this process's. The first call of a size compiles.
+    """
+    return _kernel(*sizes) if use_cluster is not False and _enabled(use_cluster, sizes[8]) else None
+
+
+def _enabled(use_cluster: bool | None, device: torch.device) -> bool:
+    if arch_of(device) != 90:
+        return False
+    return use_cluster or get_flags(torch.cuda.get_device_name(device)).use_cluster
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(
+    batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int, dtype: torch.dtype,
+    gate_dtype: torch.dtype, device: torch.device, l: int, d: int, l_sel: int, n_sel: int,
+    n_init: int, n_local: int, window: int, max_len: int, page: int, ring: bool,
+) -> ClusterKernel | None:  # fmt: skip
+    if gate_dtype not in (torch.float32, dtype):
+        return None
+    if why_not(
+        tokens=tokens, heads=hq // groups, dim=dim, dv=dv, dtype=dtype, l=l, d=d, l_sel=l_sel,
+        n_sel=n_sel, n_init=n_init, n_local=n_local, window=window, page=page,
+    ):  # fmt: skip
+        return None
+    free = n_sel - n_init - n_local
+    found = plan(batch * groups, dim, n_sel, free, l_sel, max_len)
+    if found is None:
+        return None
+    shared = found.shared(dim, n_sel, free)
+    macros = dict(
+        D=dim, BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], HEADS=hq // groups, L=l,
+        STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local, WINDOW=window,
+        OVERLAP=int(l > d), PAGE=page, RING=int(ring), CLUSTER=found.cluster, WARPS=found.warps,
+        STAGES=found.stages, OCCUPANCY=found.occupancy, UNITS=found.units, SHARED=shared,
+    )  # fmt: skip
+    blocks = batch * groups * found.cluster
+    try:
+        return _load(tuple(macros.items()), blocks, 32 * found.warps, shared)
+    except RuntimeError as error:  # Unavailable, and what cuda.bindings raises without a library
+        warn_once(f"decode steps take several launches, since {NAME} cannot be had: {error}")
+        return None
+
+
+def _load(
+    macros: tuple[tuple[str, Any], ...], blocks: int, threads: int, shared: int
+) -> ClusterKernel:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise Unavailable(f"cuda.bindings cannot be imported: {error}") from error
+    cubin = _cubin(macros, 90)
+    # A graph may be under capture, and loading is no part of it.
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    mode = _check(*driver.cuThreadExchangeStreamCaptureMode(relaxed))
+    try:
+        module = _check(*driver.cuModuleLoadData(cubin))
+        function = _check(*driver.cuModuleGetFunction(module, NAME.encode()))
+        kind = driver.CUfunction_attribute
+        for attribute, value in (
+            (kind.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared),
+            (kind.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+        ):
+            _check(*driver.cuFuncSetAttribute(function, attribute, value))
+        cluster = dict(macros)["CLUSTER"]
+        if cluster > 1 and not _most_clusters(driver, function, cluster, blocks, threads, shared):
+            raise Unavailable(f"no cluster of {cluster} blocks fits what is there of the GPU")
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(mode)
+    return ClusterKernel(function, driver.cuLaunchKernel, blocks, threads, shared)
+
+
+def _most_clusters(
+    driver: Any, function: Any, cluster: int, blocks: int, threads: int, shared: int
+) -> int:
+    """How many run at a time: a part of a GPU (MIG, MPS) may have no room for a large one."""
+    config, size = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1
+    config.attrs, config.numAttrs = [size], 1
+    return _check(*driver.cuOccupancyMaxActiveClusters(function, config))

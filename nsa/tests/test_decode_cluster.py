@@ -1,0 +1,323 @@
+"""The decode step of one launch (cluster.cu): right on a GPU of SM 9.0, sized and built anywhere.
+
+The kernel is CUDA C++, so no interpreter runs it. Caches hold NaN wherever a step may not read.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.parity import assert_parity
+from nsa import launches, select
+from nsa.blocks import num_compressed
+from nsa.kernels.tiles import cdiv
+from nsa.tests.test_decode_kernels import BF16, F16, F32, PAPER, Caches, Step
+
+NAME = "_decode_cluster_kernel"
+WIDE = dict(h=16, D=128, Dv=128, n_sel=16, dtype=BF16, **PAPER)
+STEPS = [
+    # Clusters of 16, 8, 4 (one and two on a multiprocessor), 2 (likewise) and single blocks.
+    Step((9000,), G=4, ring=True, **{**WIDE, "capacity": 20000}),
+    Step((3000, 1025), G=4, ring=True, **{**WIDE, "capacity": 10000}),
+    Step((4096, 17, 1024, 2000), G=4, **WIDE),
+    Step((3000, 17, 1025, 31, 32, 33, 63, 64), G=4, **WIDE),
+    Step((4096, 3, 700, 1025) * 3, G=4, ring=True, **WIDE),
+    Step((4000, 1, 1100, 65) * 6, G=4, **WIDE),
+    Step((4096, 3, 700, 1025) * 16, G=4, ring=True, **WIDE),
+    # Every kind of cache, other head sizes, heads and dtypes, keys of one block only (l = d).
+    Step((9000, 2000), G=4, page=64, ring=True, **{**WIDE, "capacity": 10000}),
+    Step((2000, 700), G=2, page=16, **WIDE),
+    Step((2000, 700, 64), G=2, ring=True, **{**WIDE, "h": 4, "D": 64, "Dv": 64, "dtype": F16}),
+    Step((2500, 1500), G=1, **{**WIDE, "h": 8, "dtype": F16, "n_sel": 8}),
+    Step((2500, 99), G=3, **{**WIDE, "h": 1, "n_sel": 32}),
+    Step((4000, 2049), G=2, ring=True, **{**WIDE, "l": 16}),
+    Step((3999, 130), G=2, **{**WIDE, "d": 8, "l": 16, "l_sel": 32, "w": 48}),
+]
+
+
+@pytest.fixture
+def served(cuda, monkeypatch):
+    """A GPU whose steps go this way."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel for clusters serves SM 9.0")
+    monkeypatch.setenv("NSA_USE_CLUSTER", "1")
+
+
+def launched(caches):
+    """A step that was one launch of this kernel."""
+    with launches.recording() as counts:
+        out, indices = caches.run()
+    assert dict(counts) == {NAME: 1}
+    return out, indices, counts
+
+
+def chosen(caches):
+    """The blocks by the reference in fp64."""
+    s, parts = caches.step, []
+    for b, n in enumerate(s.lens):
+        k_cmp = caches.cmp[0][b : b + 1, : num_compressed(n, s.l, s.d)].double()
+        parts.append(select.select_blocks(
+            caches.q[b : b + 1].double(), k_cmp, l=s.l, d=s.d, l_sel=s.l_sel, n_sel=s.n_sel,
+            q_start=n - 1,
+        ))  # fmt: skip
+    return torch.cat(parts)
+
+
+@pytest.mark.kernel
+@pytest.mark.core
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_step(step, served):
+    caches = Caches(step, "cuda")
+    out, indices, counts = launched(caches)
+    assert_parity(
+        f"decode/cluster/{step}", "decode", out, caches.expected(indices, torch.float64),
+        caches.expected(indices, step.dtype), path_requested="triton", path_taken="triton",
+        launches=counts, expect_kernels=[NAME], seed=0,
+    )  # fmt: skip
+    want = chosen(caches)
+    assert torch.equal((indices < 0).sum(-1), (want < 0).sum(-1))
+    wrong = (indices != want).any(-1).sum().item()
+    assert wrong <= 0.05 * want[..., 0].numel(), f"{wrong} rows chose other blocks"
+    again, same, _ = launched(caches)  # sums have a fixed order
+    assert torch.equal(again, out) and torch.equal(same, indices)
+
+
+@pytest.mark.kernel
+@pytest.mark.core
+@pytest.mark.parametrize("lens", [(4000,), (2500, 4000) * 5, (4000, 90) * 10, (2500,) * 40],
+                         ids=lambda x: str(len(x)))  # fmt: skip
+def test_ties_go_to_the_lower_block(lens, served):
+    """Of keys all alike, also where the blocks of a cluster share them."""
+    step = Step(lens, G=4, **WIDE)
+    caches = Caches(step, "cuda")
+    caches.q.zero_()
+    _, indices, _ = launched(caches)
+    for got, n in zip(indices[:, 0].tolist(), lens, strict=True):
+        own = (n - 1) // 64
+        want = [0, *range(1, 14), own - 1, own] if own >= 16 else [*range(own + 1)]
+        assert got == [want + [-1] * (16 - len(want))] * 4
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("block", [3, 4, 7, 15, 31, 32, 47])
+def test_a_key_of_two_blocks_counts_for_both(block, served):
+    """At the edges of a warp's units and of the cluster's blocks."""
+    caches = Caches(Step((4000,), G=4, **{**WIDE, "n_sel": 5}), "cuda")
+    caches.q.fill_(1)
+    caches.cmp[0][:, 4 * block + 3] = 3  # half of its tokens in this block, half in the next
+    _, indices, _ = launched(caches)
+    assert indices[0, 0].tolist() == [[0, block, block + 1, 61, 62]] * 4
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("page", [0, 64])
+def test_branches_add_up_to_the_step(page, served):
+    from nsa.kernels.decode import nsa_decode_triton
+
+    step = Step((4000, 20, 1500), G=4, page=page, **WIDE)
+    caches = Caches(step, "cuda")
+    out, indices, _ = launched(caches)
+    total, real = 0, nsa_decode_triton
+    for branch in ("cmp", "sel", "win"):
+        given = indices if branch == "sel" else None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "nsa.kernels.decode.nsa_decode_triton",
+                lambda *args, branch=branch, given=given, **kw: real(
+                    *args, **kw, branch=branch, block_indices=given
+                ),
+            )
+            part, _, _ = launched(caches)
+        assert part.float().norm() > 0.01 * out.float().norm()
+        total = total + part.float()
+    torch.testing.assert_close(total, out.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.kernel
+def test_one_graph_serves_all_lengths(served):
+    lens = [(4000, 3999), (1, 2), (31, 32), (1024, 1025), (700, 2111)]
+    step = Step(lens[0], G=4, **WIDE)
+    caches = {n: Caches(replace(step, lens=n), "cuda", seed=9 * i) for i, n in enumerate(lens)}
+    for one in caches.values():  # all keys are there; only the length says which count
+        for name in ("cmp", "sel", "win"):
+            for mine, first in zip(getattr(one, name), getattr(caches[lens[0]], name), strict=True):
+                mine.copy_(first)
+    first = caches[lens[0]]
+    wants = {n: one.run() for n, one in caches.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, indices = first.run()
+    for n, (want, blocks) in wants.items():
+        first.lens.copy_(torch.tensor(n, device="cuda"))
+        first.q.copy_(caches[n].q)
+        first.gates.copy_(caches[n].gates)
+        graph.replay()
+        assert torch.equal(out, want) and torch.equal(indices, blocks), n
+
+
+@pytest.mark.kernel
+def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(served):
+    caches = Caches(Step((4000, 2500), G=4, **WIDE), "cuda")
+    out, indices, _ = launched(caches)
+    caches.q[0] = float("nan")
+    other, blocks, _ = launched(caches)
+    assert torch.equal(blocks[1], indices[1]) and torch.equal(other[1], out[1])
+    assert other[0].isnan().all()
+    for found in blocks[0].flatten(0, -2).tolist():
+        assert {0, 61, 62} < set(found) <= set(range(63)) and found == sorted(set(found))
+
+
+@pytest.mark.kernel
+def test_who_asks_for_triton_or_has_unaligned_queries_gets_triton(served, monkeypatch):
+    caches = Caches(Step((4000,), G=4, **WIDE), "cuda")
+    out, indices, _ = launched(caches)
+    room = caches.q.new_empty(caches.q.numel() + 4)
+    aligned, caches.q = caches.q, room[4:].view_as(caches.q).copy_(caches.q)
+    monkeypatch.setenv("NSA_USE_CLUSTER", "1")
+    with launches.recording() as counts:
+        again, same = caches.run()
+    assert NAME not in counts and "_decode_scan_kernel" in counts
+    torch.testing.assert_close(again, out, rtol=2e-2, atol=2e-2)
+    caches.q = aligned
+    assert caches.kernels() == [NAME]
+    monkeypatch.setenv("NSA_USE_CLUSTER", "0")
+    from nsa.flags import clear_flags_cache
+
+    clear_flags_cache()
+    assert NAME not in caches.kernels()
+    with launches.recording() as counts:
+        caches.run()
+    assert set(counts) == set(caches.kernels(in_graph=True))
+
+
+# ---- without a GPU -----------------------------------------------------------------------------
+
+
+def sizes(**changed):
+    known = dict(
+        tokens=1, heads=16, dim=128, dv=128, dtype=BF16, l=32, d=16, l_sel=64, n_sel=16, n_init=1,
+        n_local=2, window=512, page=64,
+    )  # fmt: skip
+    return {**known, **changed}
+
+
+@pytest.mark.parametrize("changed, why", [
+    ({}, None), (dict(dim=64, dv=64, dtype=F16, heads=1), None), (dict(l=16, page=0), None),
+    (dict(tokens=2), "one token"), (dict(heads=17), "one token"), (dict(dtype=F32), "fp16 or bf16"),
+    (dict(dv=64), "fp16 or bf16"), (dict(dim=192, dv=192), "fp16 or bf16"), (dict(l=48), "l_sel"),
+    (dict(d=32, l_sel=64), "l_sel"), (dict(d=2, l=4, l_sel=8), "l_sel"), (dict(n_sel=3), "local"),
+    (dict(n_local=0), "local"), (dict(n_sel=33), "local"), (dict(page=24), "pages"),
+    (dict(window=15), "windows"),
+])  # fmt: skip
+def test_which_sizes_are_served(changed, why):
+    from nsa.kernels.decode.cluster import why_not
+
+    found = why_not(**sizes(**changed))
+    assert found is None if why is None else why in found
+
+
+@pytest.mark.parametrize("n_sel, free", [(16, 13), (32, 29), (4, 1)])
+@pytest.mark.parametrize("max_len", [64, 4096, 8192, 65536, 1 << 17, 1 << 18, 1 << 20])
+def test_plans_hold_all_keys_and_fit(max_len, n_sel, free):
+    from nsa.kernels.decode.cluster import MOST_BLOCKS, SHARED_MOST, plan
+
+    for dim in (64, 128):
+        for programs in (1, 4, 5, 8, 16, 17, 32, 64, 66, 67, 128, 132, 133, 256, 4096):
+            found = plan(programs, dim, n_sel, free, 64, max_len)
+            if found is None:  # only where a cluster's shared memory cannot hold the block sums
+                assert max_len >= 1 << 18
+                continue
+            assert found.cluster <= MOST_BLOCKS and found.cluster & (found.cluster - 1) == 0
+            assert found.cluster * found.units * 4 >= cdiv(max_len, 64)
+            assert found.shared(dim, n_sel, free) <= SHARED_MOST[found.occupancy]
+            assert 2 * 16 * dim * 4 <= found.stages * 2 * 16 * dim * 2  # outputs go through rings
+
+
+def macros(programs, max_len, **changed):
+    from nsa.kernels.decode.cluster import plan
+
+    known = dict(
+        D=128, BF16=1, GATE="u16", HEADS=16, L=32, STRIDE=16, L_SEL=64, N_SEL=16, N_INIT=1,
+        N_LOCAL=2, WINDOW=512, OVERLAP=1, PAGE=0, RING=1,
+    )  # fmt: skip
+    known.update(changed)
+    free = known["N_SEL"] - known["N_INIT"] - known["N_LOCAL"]
+    p = plan(programs, known["D"], known["N_SEL"], free, known["L_SEL"], max_len)
+    return p, dict(
+        known, CLUSTER=p.cluster, WARPS=p.warps, STAGES=p.stages, OCCUPANCY=p.occupancy,
+        UNITS=p.units, SHARED=p.shared(known["D"], known["N_SEL"], free),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("programs, max_len, changed", [
+    (4, 1 << 17, {}), (4, 8192, dict(PAGE=64)), (8, 65536, dict(GATE="float")),
+    (16, 65536, dict(HEADS=4, RING=0)), (32, 8192, dict(BF16=0)), (64, 65536, {}),
+    (132, 8192, dict(N_SEL=32)), (256, 32768, {}), (256, 8192, dict(PAGE=16, RING=0, HEADS=1)),
+    (256, 8192, dict(D=64, L=16, OVERLAP=0)),
+], ids=str)  # fmt: skip
+def test_every_form_compiles_and_fits(programs, max_len, changed):
+    """By NVRTC, for sm_90; cluster.cu itself holds its memory against what cluster.py counts."""
+    from nsa.kernels.aot import usage
+    from nsa.kernels.decode.cluster import compile_cluster
+
+    p, defined = macros(programs, max_len, **changed)
+    registers, stack = usage(compile_cluster(defined.items(), 90))
+    assert stack == 0, f"{stack} bytes of registers spilled"
+    assert registers * 32 * p.warps * p.occupancy <= 1 << 16
+
+
+def test_what_does_not_compile_is_said(monkeypatch):
+    from nsa.kernels.decode import cluster
+
+    _, defined = macros(4, 8192)
+    with pytest.raises(cluster.Unavailable, match="cluster.py counts fewer bytes"):
+        cluster.compile_cluster({**defined, "SHARED": defined["SHARED"] - 200}.items(), 90)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(cluster.Unavailable, match="cuda.bindings cannot be imported"):
+        cluster.compile_cluster(defined.items(), 90)
+
+
+def test_where_it_cannot_be_had_steps_take_several_launches(monkeypatch):
+    from nsa.kernels.decode import cluster
+
+    given = (
+        1, 1, 64, 4, 128, 128, BF16, BF16, torch.device("cuda", 0), 32, 16, 64, 16, 1, 2, 512,
+        8192, 0, True,
+    )  # fmt: skip
+    asked = []
+
+    def load(*args):
+        asked.append(args)
+        raise cluster.Unavailable("no such library")
+
+    monkeypatch.setattr(cluster, "arch_of", lambda device: 90)
+    monkeypatch.setattr(cluster, "_load", load)
+    cluster._kernel.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="take several launches.*no such library"):
+            assert cluster.cluster_kernel(True, *given) is None
+        assert cluster.cluster_kernel(True, *given) is None and len(asked) == 1
+        assert cluster.cluster_kernel(False, *given) is None
+        (defined, blocks, threads, shared), = asked
+        assert blocks == 4 * dict(defined)["CLUSTER"] and shared == dict(defined)["SHARED"]
+        assert threads == 32 * dict(defined)["WARPS"]
+        for at, value in ((1, 2), (6, F32), (7, F32), (7, F16), (17, 24)):
+            changed = (*given[:at], value, *given[at + 1 :])
+            assert cluster.cluster_kernel(True, *changed) is None
+        assert len(asked) == 2  # of fp32 gates alone
+    finally:
+        cluster._kernel.cache_clear()
+
+
+def test_older_cards_and_processors_are_not_asked(monkeypatch):
+    from nsa.kernels.decode import cluster
+
+    monkeypatch.setattr(cluster, "_kernel", lambda *sizes: "taken")
+    for arch, taken in ((0, None), (80, None), (89, None), (90, "taken"), (100, None)):
+        monkeypatch.setattr(cluster, "arch_of", lambda device, arch=arch: arch)
+        assert cluster.cluster_kernel(True, *[None] * 9) == taken
+        assert cluster.cluster_kernel(False, *[None] * 9) is None
