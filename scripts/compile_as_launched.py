@@ -157,7 +157,7 @@ def decode(
         make(B, T, 2 * h, D), *kv(4), *kv(page or 8), *kv(page or 520), make(B, T, 2 * h, 3),
         torch.zeros(B, dtype=torch.int32), l=32, d=16, l_sel=l_sel, n_sel=n_sel, n_init=1,
         n_local=2, window=512, max_len=max_len, block_table=table, window_ring=not page,
-        counters=torch.zeros(B, 2, 32, dtype=torch.int32),
+        counters=torch.zeros(B, 2, 32, dtype=torch.int32), use_cluster=False,
     )  # fmt: skip
 
 

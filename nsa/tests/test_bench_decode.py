@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import bench_decode, summarize_decode_csv
-from bench.bench_decode import BRANCH_KERNELS, branch_case, total_case
+from bench.bench_decode import branch_case, total_case
 from bench.clock import HostClock
 from bench.decode_step import BRANCHES, Step
 from bench.records import read_csv
@@ -279,12 +279,16 @@ def test_the_triton_step_and_its_branches_are_proven_by_their_launches(kernel_de
     case = total_case(step, {})
     parity, _ = prove(case, case.candidate, 1, "step")
     assert set(parity.launches) == set(step.kernels()) and parity.path_taken == "triton"
-    assert set(step.kernels(in_graph=True)) >= {*BRANCH_KERNELS["cmp"], *BRANCH_KERNELS["sel"]}
+    assert step.kernels(branch="cmp") == step.kernels(branch="win")
+    assert step.kernels(branch="sel")[0] == "_decode_selected_kernel"
+    assert {*step.kernels(branch="cmp"), *step.kernels(branch="sel")} == {
+        "_decode_scan_kernel", "_decode_selected_kernel", "_decode_merge_kernel",
+    }  # fmt: skip
     for branch in BRANCHES:
         case = branch_case(step, branch, {})
         parity, _ = prove(case, case.candidate, 2, branch)
         ours = {k: n for k, n in parity.launches.items() if k.startswith("_decode")}
-        assert ours == dict.fromkeys(BRANCH_KERNELS[branch], 1)
+        assert ours == dict.fromkeys(step.kernels(branch=branch), 1)
 
 
 @pytest.mark.kernel

@@ -91,8 +91,9 @@ def test_the_wheel_has_the_library_and_no_corpus(monkeypatch):
     command.ensure_finalized()
     files = {path.partition("lib/")[2] for path in command.get_outputs()}
     assert {"nsa/py.typed", "nsa/attention.py", "nsa/integrations/transformers.py"} <= files
+    assert "nsa/kernels/decode/cluster.cu" in files
     assert not [name for name in files if name.startswith(("nsa/tests", "nsa/data"))]
-    assert all(name.endswith((".py", "py.typed")) for name in files)
+    assert all(name.endswith((".py", "py.typed", ".cu")) for name in files)
 
 
 def test_public_modules_need_no_import_of_their_own():
