@@ -100,8 +100,12 @@ def forward_kernels(x: Prefill, op: str, training: bool = False) -> tuple[str, .
         span = hopper.pair_forward_kernels(x.q, x.k_cmp, x.v_cmp, x.k_win, x.v_win)
     on_hopper = {"_span_fwd_kernel": span, "_block_attn_fwd_kernel": sel}
     if op in ("select", "full"):
-        score = hopper.block_score_kernel(x.q, x.k_cmp, s.l, s.d, s.l_sel)
-        on_hopper["_block_score_kernel"] = (score,)
+        score: tuple[str, ...] = (hopper.block_score_kernel(x.q, x.k_cmp, s.l, s.d, s.l_sel),)
+        if op == "full" and hopper.forward_with_scores(
+            x.q, x.k_cmp, x.v_cmp, s.l, s.d, s.l_sel
+        ):
+            score = ()  # compressed attention finds them
+        on_hopper["_block_score_kernel"] = score
     names = tuple(name for kernel in KERNELS[op] for name in on_hopper.get(kernel, (kernel,)))
     names += ("_union_lists_kernel", "_union_attn_fwd_kernel") * unions
     return tuple(dict.fromkeys(names + block_attn_outer.KERNELS * outer))

@@ -157,6 +157,25 @@ def test_which_block_scores_they_find(how, l, d, l_sel, serves, asked, on_hopper
         assert on_hopper.block_scores(q, unaligned, l, d, l_sel) is None
 
 
+@pytest.mark.parametrize("how, l, d, l_sel, serves", [
+    (dict(hq=8), 32, 16, 64, True), (dict(hq=16), 16, 8, 32, True), (dict(hq=32), 32, 16, 64, True),
+    (dict(hq=32, d=64, dv=64), 32, 16, 64, True), (dict(hq=4), 32, 16, 64, False),
+    (dict(hq=64), 32, 16, 64, False), ({}, 32, 16, 32, False), ({}, 64, 16, 64, False),
+    (dict(dv=64), 32, 16, 64, False), (dict(S=63), 32, 16, 64, False),
+])  # fmt: skip
+def test_where_attention_scores_blocks(how, l, d, l_sel, serves, asked, on_hopper, monkeypatch):
+    from nsa.kernels.prefill import block_sums
+
+    q, k, v, _ = tensors(**how)
+    assert on_hopper.forward_with_scores(q, k, v, l, d, l_sel) is None  # too few keys
+    monkeypatch.setattr(block_sums, "LEAST_KEYS", 64)
+    assert (on_hopper.forward_with_scores(q, k, v, l, d, l_sel) is not None) == serves
+    assert on_hopper.forward_with_scores(q, k, v, l, d, l_sel, packed=True) is None
+    assert on_hopper.forward_with_scores(q, k, v, l, d, l_sel, use_gluon=False) is None
+    monkeypatch.setattr(block_sums, "MOST_KEYS", 63)
+    assert on_hopper.forward_with_scores(q, k, v, l, d, l_sel) is None
+
+
 def test_the_files_entry_of_the_gpu_switches_them_off(on_hopper, monkeypatch, tmp_path):
     path = tmp_path / "base.yaml"
     path.write_text("runtime: {devices: {NVIDIA H200: {use_gluon: false}}}")
@@ -421,6 +440,145 @@ def test_block_scores(heads, width, l, d, l_sel, start, s, device):
             want[:, :, begin : begin + queries, : (tiles + 1) * blocks], rtol=1e-3, atol=1e-5,
         )  # fmt: skip
         assert got[..., (tiles + 1) * blocks :].isnan().all()
+
+
+def by_attention(q, k, v, scale, start, pair):
+    """(out, lse, NaN or scores [B, G, S, n_ld] of what attention writes), and out, lse without."""
+    from nsa.kernels.prefill import span_fwd_hopper as module
+    from nsa.kernels.prefill.block_select import Slab
+    from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
+
+    (b, s, hq, _), g = q.shape, k.shape[2]
+    queries, _ = module.scores_tile(hq // g)
+    n_ld, rows = (-(-(start + s) // 2048) + 1) * 32, -(-s // queries) * queries
+    scores = torch.full((b * g, rows, n_ld), float("nan"), device=q.device)
+    slabs = [Slab(0, s, scores, rows, n_ld)]
+    cmp = Span(COMPRESSED, 32, 16)
+    if pair:
+        keys = randn(b, start + s, g, q.shape[-1], seed=7, dtype=q.dtype, device=q.device)
+        gates = randn(b, s, hq, 3, seed=8, dtype=q.dtype, device=q.device)
+        run = lambda slabs: module.span_pair_fwd_hopper(
+            q, k, v, keys, keys, gates, cmp, Span(SLIDING, 512), scale, q_start=start,
+            win_start=start, slabs=slabs,
+        )  # fmt: skip
+    else:
+        run = lambda slabs: module.span_attention_fwd_hopper(
+            q, k, v, cmp, scale, q_start=start, slabs=slabs
+        )
+    return (*run(slabs), scores.unflatten(0, (b, g))[:, :, :s]), run(None)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("pair", [True, False])
+@pytest.mark.parametrize("heads, width, start, s, scale, dtype", [
+    (16, 128, 0, 515, 0.1, BF16), (16, 128, 9000, 4200, 0.1, BF16), (8, 64, 137, 515, 0.1, BF16),
+    (4, 128, 0, 2100, 0.1, torch.float16), (16, 64, 3000, 40, 0.1, torch.float16),
+    (8, 128, 0, 2600, 2.0, torch.float16), (4, 128, 0, 40, 0.1, BF16),
+])  # fmt: skip
+def test_scores_of_attentions_own(heads, width, start, s, scale, dtype, pair, device):
+    """All that the ranking reads is written, and nothing else; against fp64. With the large scale
+    maxima rise again and again."""
+    from nsa.kernels.prefill.block_sums import SCALE
+    from nsa.kernels.prefill.span_fwd_hopper import scores_tile
+
+    b, g = (2, 2) if s < 1000 else (1, 2)
+    n = (start + s - 32) // 16 + 1
+    q = randn(b, s, g * heads, width, seed=1, dtype=dtype, device=device)
+    k = randn(b, n, g, width, seed=2, dtype=dtype, device=device)
+    (out, lse, scores), (want_out, want_lse) = by_attention(q, k, k, scale, start, pair)
+    torch.testing.assert_close(out, want_out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-4)
+    queries, keys = scores_tile(heads)
+    key, position = torch.arange(n, device=device) * 16, torch.arange(s, device=device) + start
+    block = torch.arange(scores.shape[-1], device=device) * 64
+    overlap = torch.minimum(key[:, None] + 32, block + 64) - torch.maximum(key[:, None], block)
+    for begin in range(0, s, 64):
+        t = position[begin : begin + 64]
+        logits = torch.einsum(
+            "bsghc,bngc->bgshn", q[:, begin : begin + 64].double().unflatten(2, (g, heads)),
+            k.double(),
+        ) * scale  # fmt: skip
+        logits.masked_fill_(key + 32 > t[:, None, None] + 1, float("-inf"))
+        p = logits.softmax(-1).nan_to_num().sum(3)
+        want = p @ overlap.clamp(min=0).double() / 32
+        got = scores[:, :, begin : begin + 64].double() / 2.0**SCALE.value
+        ends = (t - start) // queries * queries + queries - 1
+        seen = (ends.clamp(max=s - 1) + start + 1 - 32) // 16 + 1
+        written = ((-(-seen // keys)).clamp(min=1) + 1) * 32
+        here = (block // 64 < written[:, None]).expand_as(got)
+        assert got[~here].isnan().all()
+        torch.testing.assert_close(got[here], want[here], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("kind", ["random", "clustered", "constant"])
+@pytest.mark.parametrize(
+    "heads, b, start, s", [(16, 1, 0, 3100), (8, 2, 777, 1531), (4, 2, 0, 999)]
+)
+def test_attention_chooses_as_good_blocks(heads, b, start, s, kind, device, monkeypatch):
+    """As the kernel that does the products again, for all queries at once and by slabs."""
+    from nsa.kernels.prefill import block_select, block_sums, nsa_prefill_triton
+
+    g, n = 2, (start + s - 32) // 16 + 1
+    draw = lambda i, m, h: randn(b, m, h, 128, seed=i, dtype=BF16, device=device)
+    q, k_cmp, keys = draw(1, s, g * heads), draw(2, n, g), draw(3, start + s, g)
+    if kind == "constant":
+        q, k_cmp = torch.full_like(q, 0.25), torch.full_like(k_cmp, 0.5)
+    elif kind == "clustered":
+        centre = draw(4, 8, g)
+        k_cmp = 2 * centre[:, torch.arange(n, device=device) // 37 % 8] + k_cmp / 2
+    gates = randn(b, s, g * heads, 3, seed=5, dtype=BF16, device=device)
+
+    def choose(least, slab_bytes=block_select.SLAB_BYTES):
+        monkeypatch.setattr(block_sums, "LEAST_KEYS", least)
+        monkeypatch.setattr(block_select, "SLAB_BYTES", slab_bytes)
+        with launches.recording() as counts, torch.no_grad():
+            out, info = nsa_prefill_triton(
+                q, k_cmp, k_cmp, keys, keys, keys, keys, gates, l=32, d=16, l_sel=64, n_sel=8,
+                n_init=1, n_local=2, window=512, q_start=start,
+            )  # fmt: skip
+        return info["block_indices"], info["lse"], counts
+
+    want, lse, counts = choose(1 << 20)
+    assert counts[SCORES] == 1
+    got, _, counts = choose(0)
+    assert SCORES not in counts and counts["_block_topn_kernel"] == 1
+    by_slabs, _, counts = choose(0, 1)
+    assert counts["_block_topn_kernel"] == counts["_span_pair_fwd_hopper_kernel"] > 1
+    assert torch.equal(by_slabs, got)
+    if kind == "constant":
+        assert torch.equal(got, want)
+        return
+    key, block = torch.arange(n, device=device) * 16, torch.arange(-(-(start + s) // 64)) * 64
+    block = block.to(device)
+    overlap = torch.minimum(key[:, None] + 32, block + 64) - torch.maximum(key[:, None], block)
+    overlap = overlap.clamp(min=0).double()
+    for at in range(0, s, 97):
+        logits = torch.einsum(
+            "bghc,bngc->bghn", q[:, at].double().unflatten(1, (g, heads)), k_cmp.double()
+        ) / 128**0.5  # fmt: skip
+        logits.masked_fill_(key + 32 > start + at + 1, float("-inf"))
+        p = (logits - lse[:, at].double().unflatten(1, (g, heads))[..., None]).exp()
+        sums = p.nan_to_num().sum(2) @ overlap
+        mine, best = (
+            (sums.gather(2, x[:, at].long().clamp(min=0)) * (x[:, at] >= 0)).sum(2)
+            for x in (got, want)
+        )
+        assert (mine >= best * 0.9995).all()
+
+
+@pytest.mark.kernel
+def test_a_nan_query_changes_no_other_score(device):
+    for heads in (4, 8, 16):
+        q, k = (randn(2, n, h, 128, seed=n, dtype=BF16, device=device)
+                for n, h in ((700, 2 * heads), (42, 2)))  # fmt: skip
+        (_, _, want), _ = by_attention(q, k, k, 0.1, 0, True)
+        q[:, 685] = float("nan")
+        (_, _, got), _ = by_attention(q, k, k, 0.1, 0, True)
+        others = torch.arange(700, device=device) != 685
+        torch.testing.assert_close(
+            got[:, :, others], want[:, :, others], rtol=0, atol=0, equal_nan=True
+        )
 
 
 @pytest.mark.kernel

@@ -155,6 +155,7 @@ def _gluon_cases() -> list[AotCase]:
                        gluon=True, max_registers=registers)  # fmt: skip
 
     cases = []
+    of_scores = dict(SUMS="*u8", slab_rows="i32", room="i32")
     kernel = span_fwd_hopper._span_fwd_hopper_kernel
     launch = span_fwd_hopper.WARPS, 64, span_fwd_hopper.START_REGISTERS
     for span, heads, dim in (
@@ -163,11 +164,12 @@ def _gluon_cases() -> list[AotCase]:
     ):  # fmt: skip
         queries = span_fwd_hopper.ROWS // heads
         tiles = span_fwd_hopper.hopper_tiles(span, queries)
-        c = dict(TILES=(tiles.compiled,), VARLEN=heads == 4, STAGES=tiles.stages, G=4)
+        c = dict(TILES=(tiles.compiled,), VARLEN=heads == 4, SCORED=span.mode == COMPRESSED,
+                 STAGES=tiles.stages, G=4)  # fmt: skip
         rows, keys = tile("bf16", queries, heads, dim), tile("bf16", 1, tiles.keys, dim)
         few = tile("bf16", 1, tiles.narrow, dim) if tiles.narrow else keys
-        types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KN=few, VN=few, LSE="*fp32", BATCH="i32",
-                     ITEMS="i32", a="i32")  # fmt: skip
+        types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KN=few, VN=few, BATCH="i32", ITEMS="i32",
+                     a="i32", **of_scores)  # fmt: skip
         one = case(kernel, f"{span.mode}-H{heads}-D{dim}", types, c, *launch)
         cases.append(replace(one, parting="again:"))
     kernel = span_fwd_hopper._span_pair_fwd_hopper_kernel
@@ -175,13 +177,13 @@ def _gluon_cases() -> list[AotCase]:
     window = span_fwd_hopper.hopper_tiles(Span(SLIDING, 512), 8)
     rows, keys = tile("bf16", 8, 16, 128), tile("bf16", 1, compressed.keys, 128)
     wide, few = tile("bf16", 1, window.keys, 128), tile("bf16", 1, window.narrow, 128)
-    types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KW=wide, VW=wide, KN=few, VN=few, LSE="*fp32",
-                 BATCH="i32", ITEMS="i32", SW="i32", win_start="i32", window="i32")  # fmt: skip
-    for varlen in (False, True):
-        c = dict(TILES=(compressed.compiled, window.compiled), VARLEN=varlen,
+    types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KW=wide, VW=wide, KN=few, VN=few, BATCH="i32",
+                 ITEMS="i32", SW="i32", win_start="i32", window="i32", **of_scores)  # fmt: skip
+    for varlen, scored in ((False, False), (False, True), (True, False)):
+        c = dict(TILES=(compressed.compiled, window.compiled), VARLEN=varlen, SCORED=scored,
                  STAGES=compressed.stages, G=4)  # fmt: skip
         # Scalars, where one span ends and the other begins.
-        one = case(kernel, f"H16-D128-{varlen}", types, c, *launch)
+        one = case(kernel, f"H16-D128-{varlen}-{scored}", types, c, *launch)
         cases.append(replace(one, parting="again:", max_spill=96))
     module = block_score_hopper
     kernel = module._block_score_hopper_kernel

@@ -11,6 +11,9 @@ with S^2.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -218,6 +221,78 @@ def why_not_block_select(l: int, d: int, l_sel: int) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Slab:
+    """Queries of each sequence from `begin` on that are scored, and ranked, at once: their scores
+    [B * G, rows, n_ld] fp32."""
+
+    begin: int
+    queries: int
+    scores: torch.Tensor
+    rows: int
+    n_ld: int
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The choice of blocks by scores that somebody else finds, slab by slab."""
+
+    out: torch.Tensor  # int32 [.., G, n_sel]
+    batch: int
+    groups: int
+    sq: int
+    sk: int
+    q_start: int
+    l: int
+    d: int
+    l_sel: int
+    n_init: int
+    n_local: int
+    cu: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def of(
+        cls, q: torch.Tensor, k_cmp: torch.Tensor, *, l: int, d: int, l_sel: int, n_sel: int,
+        n_init: int, n_local: int, cu_q: torch.Tensor | None = None,
+        cu_k: torch.Tensor | None = None, max_q: int | None = None, q_start: int = 0,
+    ) -> Ranking:  # fmt: skip
+        groups = k_cmp.shape[-2]
+        if cu_q is None:
+            sizes = q.shape[0], groups, q.shape[1], k_cmp.shape[1]
+        else:
+            sizes = cu_q.numel() - 1, groups, max_q, 0
+        out = torch.empty(*q.shape[:-2], groups, n_sel, dtype=torch.int32, device=q.device)
+        cu = None if cu_q is None else (cu_q, cu_k)
+        return cls(out, *sizes, q_start, l, d, l_sel, n_init, n_local, cu)
+
+    def slabs(self, block_q: int, block_n: int) -> Iterator[Slab]:
+        """Slabs whose scores are to be found, for which the caller has the time until it asks for
+        the next one. block_q, block_n: queries and keys of a tile of scores; of each such tile of
+        queries all blocks of whole key tiles and one more tile of blocks must be written."""
+        out, q_start, n_sel = self.out, self.q_start, self.out.shape[-1]
+        if out.numel() == 0:
+            return
+        nb, rows = block_n * self.d // self.l_sel, self.batch * self.groups
+        n_ld = (cdiv(cdiv(q_start + self.sq, self.l_sel), nb) + 1) * nb
+        slab = max(SLAB_BYTES // (4 * n_ld * rows) // block_q, 1) * block_q
+        slab = min(slab, cdiv(self.sq, block_q) * block_q)
+        scores = torch.empty(rows * slab * n_ld, dtype=torch.float32, device=out.device)
+        for begin in range(0, self.sq, slab):
+            queries = min(slab, self.sq - begin)
+            yield Slab(begin, queries, scores, slab, n_ld)
+            # Early slabs have fewer blocks to rank: H200, 64k, 1.37 -> 0.97 ms.
+            blocks = max(pow2(cdiv(q_start + begin + queries, self.l_sel)), 32)
+            launch(
+                _block_topn_kernel, (queries, rows),
+                scores, out, *(self.cu or (scores, scores)), self.sq, self.sk, q_start, begin, slab,
+                n_ld,
+                VARLEN=self.cu is not None, BLOCK_Q=block_q, BLOCK_N=block_n, NB=nb, BLOCKS=blocks,
+                N_SEL=n_sel, N_PAD=pow2(n_sel), N_INIT=self.n_init, N_LOCAL=self.n_local,
+                G=self.groups, l=self.l, d=self.d, l_sel=self.l_sel,
+                num_warps=topn_warps(blocks), num_stages=1,
+            )  # fmt: skip
+
+
 def block_select(
     q: torch.Tensor, k_cmp: torch.Tensor, lse: torch.Tensor, *, l: int, d: int, l_sel: int,
     n_sel: int, n_init: int, n_local: int, softmax_scale: float,
@@ -237,13 +312,11 @@ def block_select(
     hq, dim = q.shape[-2:]
     groups = k_cmp.shape[-2]
     heads = hq // groups
-    if varlen:
-        batch, sq, sk = cu_q.numel() - 1, max_q, 0
-    else:
-        batch, sq, sk = q.shape[0], q.shape[1], k_cmp.shape[1]
-    out = torch.empty(*q.shape[:-2], groups, n_sel, dtype=torch.int32, device=q.device)
-    if out.numel() == 0:
-        return out
+    ranking = Ranking.of(
+        q, k_cmp, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, cu_q=cu_q,
+        cu_k=cu_k, max_q=max_q, q_start=q_start,
+    )  # fmt: skip
+    batch, sq, sk = ranking.batch, ranking.sq, ranking.sk
     arch = arch_of(q.device)
     on_hopper = hopper.block_scores(q, k_cmp, l, d, l_sel, use_gluon)
     if on_hopper:
@@ -256,37 +329,22 @@ def block_select(
         d1, d2 = split_dim(dim)
         tma = tma_usable(arch, k_cmp)
         k1, k2 = k_tiles(k_cmp, block_n, tma)
-    nb = block_n * d // l_sel
-    n_ld = (cdiv(cdiv(q_start + sq, l_sel), nb) + 1) * nb
-    slab = max(SLAB_BYTES // (4 * n_ld * batch * groups) // block_q, 1) * block_q
-    slab = min(slab, cdiv(sq, block_q) * block_q)
-    scores = torch.empty(batch * groups * slab * n_ld, dtype=torch.float32, device=q.device)
     cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
-    for begin in range(0, sq, slab):
-        queries = min(slab, sq - begin)
+    for slab in ranking.slabs(block_q, block_n):
         if on_hopper:
             on_hopper.block_scores(
-                q, k_cmp, lse, scores, l=l, d=d, l_sel=l_sel, softmax_scale=softmax_scale,
-                cu_q=cu_q, cu_k=cu_k, batch=batch, sq=sq, q_start=q_start, begin=begin,
-                queries=queries, slab=slab, n_ld=n_ld,
+                q, k_cmp, lse, slab.scores, l=l, d=d, l_sel=l_sel, softmax_scale=softmax_scale,
+                cu_q=cu_q, cu_k=cu_k, batch=batch, sq=sq, q_start=q_start, begin=slab.begin,
+                queries=slab.queries, slab=slab.rows, n_ld=slab.n_ld,
             )  # fmt: skip
         else:
             launch(
-                _block_score_kernel, (cdiv(queries, block_q), batch * groups),
-                q, k_cmp, k1, k2, lse, scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads, q_start,
-                begin, slab, n_ld, l, d, l_sel, softmax_scale * LOG2E,
-                D=dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=pow2(heads), BLOCK_N=block_n, NB=nb,
-                BLOCK_D=d1, BLOCK_D2=d2,
+                _block_score_kernel, (cdiv(slab.queries, block_q), batch * groups),
+                q, k_cmp, k1, k2, lse, slab.scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads,
+                q_start, slab.begin, slab.rows, slab.n_ld, l, d, l_sel, softmax_scale * LOG2E,
+                D=dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=pow2(heads), BLOCK_N=block_n,
+                NB=block_n * d // l_sel, BLOCK_D=d1, BLOCK_D2=d2,
                 POOL_DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, TMA=tma,
                 PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
             )  # fmt: skip
-        # Early slabs have fewer blocks to rank: H200, 64k, 1.37 -> 0.97 ms.
-        blocks = max(pow2(cdiv(q_start + begin + queries, l_sel)), 32)
-        launch(
-            _block_topn_kernel, (queries, batch * groups),
-            scores, out, cu_q_arg, cu_k_arg, sq, sk, q_start, begin, slab, n_ld,
-            VARLEN=varlen, BLOCK_Q=block_q, BLOCK_N=block_n, NB=nb, BLOCKS=blocks, N_SEL=n_sel,
-            N_PAD=pow2(n_sel), N_INIT=n_init, N_LOCAL=n_local, G=groups, l=l, d=d, l_sel=l_sel,
-            num_warps=topn_warps(blocks), num_stages=1,
-        )  # fmt: skip
-    return out
+    return ranking.out

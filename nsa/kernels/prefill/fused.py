@@ -2,7 +2,8 @@
 
 Forward: compressed attention (its log-sum-exp serves the choice of blocks), block choice, selected
 and sliding attention, one pass for the gated sum; on Hopper the sum is taken by the kernels that
-make its parts, and compressed and sliding attention are one kernel where no backward follows.
+make its parts, compressed and sliding attention are one kernel where no backward follows, and
+compressed attention may find the blocks' scores (hopper.forward_with_scores).
 Backward: one pass gives the gates' gradients and each branch's softmax delta, and folds the gates
 into the log-sum-exps, so that gate * dO is never written (combine.py); the branches add to one fp32
 dQ, selection to one in fp16 where that is faster (sums.py); their sum is rounded once.
@@ -46,7 +47,7 @@ def _prefill(
     """out, block_indices, the three branches' outputs and their log-sum-exps (sizes: as _sizes,
     then the window). Without for_backward the outputs, and the window's lse, are empty."""
     from nsa.kernels.prefill.block_attn_fwd import gated_block_attention_fwd
-    from nsa.kernels.prefill.block_select import block_select
+    from nsa.kernels.prefill.block_select import Ranking, block_select
     from nsa.kernels.prefill.span_fwd import span_attention_fwd
 
     s = _sizes(sizes)
@@ -54,25 +55,40 @@ def _prefill(
     win_start = _window_start(q, k_win, cu_seqlens)
     # Only a backward needs the outputs of both apart.
     pair = None if for_backward else hopper.forward_pair(q, k_cmp, v_cmp, k_win, v_win, use_gluon)
+    scoring = hopper.forward_with_scores(
+        q, k_cmp, v_cmp, s["l"], s["d"], s["l_sel"], cu_seqlens is not None, use_gluon
+    )
+    slabs = None
+    if scoring:
+        ranking = Ranking.of(q, k_cmp, **s, q_start=q_start)
+        slabs = ranking.slabs(*scoring.scores_tile(q.shape[-2] // k_cmp.shape[-2]))
     if pair:
         o_win = lse_win = None
         o_cmp, lse_cmp = pair.span_pair_fwd_hopper(
             q, k_cmp, v_cmp, k_win, v_win, gates, compressed, sliding, softmax_scale, cu_seqlens,
-            cu_seqlens_cmp, q_start, win_start,
+            cu_seqlens_cmp, q_start, win_start, slabs,
         )  # fmt: skip
     else:
-        o_cmp, lse_cmp = span_attention_fwd(
-            q, k_cmp, v_cmp, compressed, softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen,
-            q_start, use_gluon,
-        )  # fmt: skip
+        if scoring:
+            o_cmp, lse_cmp = scoring.span_attention_fwd_hopper(
+                q, k_cmp, v_cmp, compressed, softmax_scale, q_start=q_start, slabs=slabs
+            )
+        else:
+            o_cmp, lse_cmp = span_attention_fwd(
+                q, k_cmp, v_cmp, compressed, softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen,
+                q_start, use_gluon,
+            )  # fmt: skip
         o_win, lse_win = span_attention_fwd(
             q, k_win, v_win, sliding, softmax_scale, cu_seqlens, cu_seqlens, max_seqlen, win_start,
             use_gluon,
         )  # fmt: skip
-    block_indices = block_select(
-        q, k_cmp, lse_cmp, **s, softmax_scale=softmax_scale, cu_q=cu_seqlens, cu_k=cu_seqlens_cmp,
-        max_q=max_seqlen, q_start=q_start, use_gluon=use_gluon,
-    )  # fmt: skip
+    if scoring:
+        block_indices = ranking.out
+    else:
+        block_indices = block_select(
+            q, k_cmp, lse_cmp, **s, softmax_scale=softmax_scale, cu_q=cu_seqlens,
+            cu_k=cu_seqlens_cmp, max_q=max_seqlen, q_start=q_start, use_gluon=use_gluon,
+        )  # fmt: skip
     await_selection()
     o_sel, lse_sel, out = gated_block_attention_fwd(
         q, k_sel, v_sel, block_indices, (o_cmp, o_win, gates), block_size=s["l_sel"],

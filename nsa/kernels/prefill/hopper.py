@@ -49,6 +49,19 @@ def forward_pair(
     return of_window and forward(q, k_cmp, v_cmp, use_gluon)
 
 
+def forward_with_scores(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, l: int, d: int, l_sel: int, packed: bool = False,
+    use_gluon: bool | None = None,
+) -> ModuleType | None:  # fmt: skip
+    """The same for compressed attention, alone or with the window, that finds the scores of blocks
+    too; None: block_select finds them, from the log-sum-exp."""
+    if packed or not enabled(q.device, use_gluon):
+        return None
+    from nsa.kernels.prefill import block_sums
+
+    return forward(q, k_cmp, v_cmp, use_gluon) if block_sums.usable(q, k_cmp, l, d, l_sel) else None
+
+
 def block_scores(
     q: Tensor, k_cmp: Tensor, l: int, d: int, l_sel: int, use_gluon: bool | None = None
 ) -> ModuleType | None:

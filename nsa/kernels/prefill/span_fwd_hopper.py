@@ -13,6 +13,8 @@ The same function as span_fwd.py, in Gluon, Triton's lower level, for what plain
   products of the one before, and outputs leave on their own.
 - Where no backward needs the two branches' outputs apart, one kernel does both for each work item
   and writes their sum, each by its gate.
+- Compressed attention may find the scores of blocks besides (block_sums.py), slab by slab of
+  queries.
 
 H200, bf16, D=128, 64k tokens, 64 heads in 4 groups, under the power cap of the board (clocks fall
 to it with either kernel): compressed 6.8 ms against 9.7, window 512 2.1 against 3.7.
@@ -20,6 +22,7 @@ to it with either kernel): compressed 6.8 ms against 9.7, window 512 2.1 against
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.kernels.launch import launch
+from nsa.kernels.prefill import block_sums
+from nsa.kernels.prefill.block_select import Slab
 from nsa.kernels.prefill.span_common import span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.prefill.warps import (
@@ -69,9 +74,11 @@ K_FULL, K_EMPTY, V_FULL, V_EMPTY = (gl.constexpr(i) for i in range(4))
 
 @gluon.jit
 def _work(
-    item, ITEMS, CU_Q, SQ, G: gl.constexpr, BATCH, VARLEN: gl.constexpr, QUERIES: gl.constexpr
-):
-    """What a work item is: its group, sequence, where that lies in Q, and its first query.
+    item, ITEMS, CU_Q, SQ, G: gl.constexpr, BATCH, slab_begin, VARLEN: gl.constexpr,
+    QUERIES: gl.constexpr,
+):  # fmt: skip
+    """What a work item is: its group, sequence, where that lies in Q, and its first query, which is
+    slab_begin in the first one of a sequence.
 
     Late queries see most keys: they come first, so that the last items are short.
     """
@@ -94,7 +101,7 @@ def _work(
     else:
         group = item % G
         batch = item // G % BATCH
-        q0 = (ITEMS // G // BATCH - 1 - item // G // BATCH) * QUERIES
+        q0 = slab_begin + (ITEMS // G // BATCH - 1 - item // G // BATCH) * QUERIES
         q_begin = batch * SQ
         q_len = SQ
     return group, batch, q0, q_begin, q_len
@@ -206,7 +213,7 @@ def _bring_span(
 
 @gluon.jit
 def _produce(
-    QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS,
+    QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, slab_begin,
     TILES: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """One warp: queries, then the key tiles of each span, item after item."""
@@ -217,7 +224,7 @@ def _produce(
     count = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
         group, batch, q0, q_begin, q_len = _work(
-            item, ITEMS, CU_Q, SQ, G, BATCH, VARLEN, QUERIES
+            item, ITEMS, CU_Q, SQ, G, BATCH, slab_begin, VARLEN, QUERIES
         )
         at = done % Q_STAGES
         mbarrier.wait(bars.index(Q_EMPTY + at), (done // Q_STAGES) & 1 ^ 1)
@@ -265,9 +272,10 @@ def _masked(
 @gluon.jit
 def _softmax(
     s, m, l, n0, full, q0, q_start, a, b: gl.constexpr, k_len, scale_log2,
-    MODE: gl.constexpr, HEADS: gl.constexpr,
+    MODE: gl.constexpr, HEADS: gl.constexpr, LEAD: gl.constexpr,
 ):  # fmt: skip
     """Online softmax of one tile in base 2, relative to m; alpha rescales what was summed before.
+    m is the maximum less LEAD.
 
     The bounds of the rows, which start at query q0, are found anew for every tile that is not
     full: they are few, and registers are short.
@@ -277,16 +285,16 @@ def _softmax(
     m_new = gl.max(s, 1) * scale_log2
     # The maximum so far serves until scores pass it by 8, probabilities by 256: hardly ever is the
     # output rescaled then. Where nothing was seen so far any finite number will do.
-    m_safe = gl.maximum(gl.where(m_new > m + 8.0, m_new, m), -1.0e30)
+    m_safe = gl.maximum(gl.where(m_new > m + (8.0 + LEAD), m_new - LEAD, m), -1.0e30)
     p = gl.exp2(s * scale_log2 - m_safe[:, None])
     alpha = gl.exp2(m - m_safe)
     return p, m_safe, l * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
-def _rounded(x, DTYPE: gl.constexpr, layout: gl.constexpr):
-    """x in 16 bits as the left operand of a product, converted here: the compiler would move an
-    ordinary conversion to its use, behind the next scores, which doubles the registers in use."""
+def _rounded(x, DTYPE: gl.constexpr):
+    """x in 16 bits, converted here: the compiler would move an ordinary conversion to its use,
+    behind the next scores, which doubles the registers in use."""
     if DTYPE == gl.bfloat16:
         x = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, is_pure=False, pack=2
@@ -295,7 +303,7 @@ def _rounded(x, DTYPE: gl.constexpr, layout: gl.constexpr):
         x = gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.float16, is_pure=False, pack=2
         )
-    return gl.convert_layout(x, layout)
+    return x
 
 
 @gluon.jit
@@ -310,11 +318,16 @@ def _scores(q, count, k_mem, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _output(acc, alpha, p, count, v_mem, first):
+def _rescaled(acc, alpha):
+    """The output so far, relative to the maxima now."""
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
+    return rescaled(acc, alpha)
+
+
+@gluon.jit
+def _output(acc, p, count, v_mem, first):
     """Start the product of the probabilities of tile `count` with its values."""
     KEYS: gl.constexpr = p.shape[1]
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
-    acc = rescaled(acc, alpha)
     _await(first, V_FULL, count, v_mem.shape[0])
     v = _tile(v_mem, count, KEYS).reshape([KEYS, v_mem.shape[3]])
     return warpgroup_mma(p, v, acc, is_async=True)
@@ -362,12 +375,15 @@ def _first_scores(q, count, k_mem, first, BLOCK_N: gl.constexpr, NARROW: gl.cons
 
 @gluon.jit
 def _attend(
-    few, s, q, q0, q_len, batch, span, k_mem, v_mem, first, count, scale_log2,
+    few, s, q, q0, q_len, batch, span, k_mem, v_mem, first, count, scale_log2, sums, aside, to,
     MODE: gl.constexpr, BLOCK_N: gl.constexpr, NARROW: gl.constexpr, b: gl.constexpr,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr, V_AT: gl.constexpr,
+    SCORED: gl.constexpr,
 ):  # fmt: skip
     """A span's attention, whose _first_scores are given: output (its last product may still run),
-    maxima and sums of the rows, and the number of the last key tile.
+    maxima and sums of the rows, the number of the last key tile, and how many there were. SCORED:
+    its probabilities are pooled to blocks, see block_sums.py; to: of the work item before address
+    of the scores, n_ld, tiles; and what block_sums.weights gives.
 
     The NARROW keys and the last tile come first, in one softmax. Loop state: probabilities pf of
     the newest tile (their product with V is yet to start) and the output acc of the tiles before
@@ -387,6 +403,12 @@ def _attend(
     begin, tiles, full_begin, full_end = _key_tiles(
         q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N, NARROW
     )
+    LEAD: gl.constexpr = block_sums.LEAD if SCORED else 0.0
+    if SCORED:
+        out, n_ld, tiles_before, own, corner = to
+        lse2 = block_sums.begin(sums, aside)
+        before = (out, n_ld, tiles_before, lse2)
+        block_sums.score(tiles, tiles_before, sums, lse2, aside, out, n_ld, HEADS)
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     l = gl.zeros([ROWS], gl.float32, row_layout)
     if NARROW > 0:
@@ -402,7 +424,7 @@ def _attend(
         s, m, l, begin + (tiles - 1) * BLOCK_N,
         # Without narrow keys the last tile is masked for nearly every item.
         (tiles > full_begin) & (tiles <= full_end) if NARROW > 0 else False,
-        q0, q_start, a, b, k_len, scale_log2, MODE, HEADS,
+        q0, q_start, a, b, k_len, scale_log2, MODE, HEADS, LEAD,
     )  # fmt: skip
     if VARLEN:  # not before: a value's place may be that of the span before until now
         if NARROW > 0:
@@ -418,7 +440,7 @@ def _attend(
         alpha = gl.full([ROWS], 1.0, gl.float32, row_layout)  # all by the same maximum
         _await(first, V_FULL, count - 1, STAGES)
         v = _tile(v_mem, count - 1, NARROW).reshape([NARROW, D])
-        few = _rounded(few, DTYPE, p_layout)
+        few = gl.convert_layout(_rounded(few, DTYPE), p_layout)
         acc = warpgroup_mma(few, v, acc, use_acc=False, is_async=True)
     _await_if(tiles > 1, first, K_FULL, count + 1, STAGES)
     if NARROW > 0:
@@ -427,32 +449,47 @@ def _attend(
     for j in range(1, tiles):
         count += 1
         tile = tiles - 1 - j
-        p = _rounded(pf, DTYPE, p_layout)
+        p = _rounded(pf, DTYPE)
+        if SCORED:
+            pooled = block_sums.pool(p, own, tile + 1, sums)
+            acc = _rescaled(acc, alpha)  # whose branch keeps the next product behind those
         s = _scores(q, count, k_mem, BLOCK_N)
-        acc = _output(acc, alpha, p, count - 1, v_mem, first)
+        if not SCORED:
+            acc = _rescaled(acc, alpha)
+        acc = _output(acc, gl.convert_layout(p, p_layout), count - 1, v_mem, first)
+        if SCORED:
+            block_sums.put(pooled, m, alpha, corner, tile + 1, sums, aside, before, HEADS)
         s = warpgroup_mma_wait(1, deps=(s,))
         _free(first, K_EMPTY, count, STAGES)
         pf, m, l, alpha = _softmax(
             s, m, l, begin + tile * BLOCK_N, (tile >= full_begin) & (tile < full_end),
-            q0, q_start, a, b, k_len, scale_log2, MODE, HEADS,
+            q0, q_start, a, b, k_len, scale_log2, MODE, HEADS, LEAD,
         )  # fmt: skip
         # The branch in this wait keeps the softmax above the wait for the product below, where
         # the assembler would not leave it: it hides the product.
         _await_if(j + 1 < tiles, first, K_FULL, count + 1, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         _free(first, V_EMPTY, count - 1, STAGES)
-    acc = _output(acc, alpha, _rounded(pf, DTYPE, p_layout), count, v_mem, first)
-    return acc, m, l, count
+    p = _rounded(pf, DTYPE)
+    if SCORED:
+        pooled = block_sums.pool(p, own, 0, sums)
+    acc = _rescaled(acc, alpha)
+    acc = _output(acc, gl.convert_layout(p, p_layout), count, v_mem, first)
+    if SCORED:
+        block_sums.put(pooled, m, alpha, corner, 0, sums, aside, before, HEADS)
+    return acc, m, l, count, tiles
 
 
 @gluon.jit
 def _consume(
-    O, LSE, GATES, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, scale_log2,
-    TILES: gl.constexpr, VARLEN: gl.constexpr, Q_AT: gl.constexpr, V_AT: gl.constexpr,
-    ASIDE_AT: gl.constexpr,
+    O, LSE, GATES, scored, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS,
+    scale_log2, slab_begin,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, SCORED: gl.constexpr, Q_AT: gl.constexpr,
+    V_AT: gl.constexpr, ASIDE_AT: gl.constexpr,
 ):  # fmt: skip
     """Two warpgroups: softmax and output of 64 rows each of every work item; of two spans the sum
     of their outputs, each by its gate. Q_AT, V_AT, ASIDE_AT: where memories begin, in bytes."""
+    SCORES, SUMS, slab_rows, n_ld, room = scored
     QUERIES: gl.constexpr = q_mem.shape[1]
     HEADS: gl.constexpr = q_mem.shape[2]
     ROWS: gl.constexpr = QUERIES * HEADS
@@ -463,11 +500,21 @@ def _consume(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     first = first_barrier()
+    warp = warp_number()
+    aside = first + block_sums.ASIDE + warp * 32
+    sums = block_sums.sums_of_warp(SUMS, warp, room)
+    # Of the item before: where its scores go, and how many tiles of sums it left.
+    before = SCORES.to(gl.int64)
+    tiles_before = 0
+    if SCORED:
+        own, corner = block_sums.weights(DTYPE)
+    else:
+        own, corner = 0, 0
     done = 0
     count = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
         group, batch, q0, q_begin, q_len = _work(
-            item, ITEMS, CU_Q, SQ, G, BATCH, VARLEN, QUERIES
+            item, ITEMS, CU_Q, SQ, G, BATCH, slab_begin, VARLEN, QUERIES
         )
         at = done % Q_STAGES
         await_phase(first, Q_FULL + at, (done // Q_STAGES) & 1)
@@ -480,9 +527,10 @@ def _consume(
         for i in gl.static_range(len(TILES)):
             if PAIR:  # gates of compressed, selected and sliding attention
                 gate = gl.load(GATES + row * 3 + 2 * i, mask=live, other=0.0)
-            acc, m, l, count = _attend(
-                few, s, q, q0, q_len, batch, spans[i], k_mem, v_mem, first, count, scale_log2,
-                TILES[i][0], TILES[i][1], TILES[i][2], TILES[i][3], VARLEN, HEADS, QUERIES, V_AT,
+            acc, m, l, count, tiles = _attend(
+                few, s, q, q0, q_len, batch, spans[i], k_mem, v_mem, first, count, scale_log2, sums,
+                aside, (before, n_ld, tiles_before, own, corner), TILES[i][0], TILES[i][1],
+                TILES[i][2], TILES[i][3], VARLEN, HEADS, QUERIES, V_AT, SCORED and i == 0,
             )  # fmt: skip
             last = count
             if i + 1 < len(TILES):
@@ -493,8 +541,15 @@ def _consume(
             if i == 0:
                 # A row that sees no key has l = 0: output 0 and lse = -inf.
                 m = gl.convert_layout(m, row_layout, assert_trivial=True)
-                lse = gl.where(l > 0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
-                gl.store(LSE + row, lse, mask=live)
+                lse2 = gl.where(l > 0, m + gl.log2(l), float("-inf"))
+                gl.store(LSE + row, lse2 * 0.6931471805599453, mask=live)
+                if SCORED:
+                    # Rows that see no compressed key contribute nothing.
+                    lse2 = gl.where(l > 0, lse2, float("inf"))
+                    to = (batch * G + group).to(gl.int64) * slab_rows + q0 - slab_begin
+                    before = SCORES.to(gl.int64) + (to + warp * (16 // HEADS)) * n_ld * 4
+                    tiles_before = tiles
+                    block_sums.finish(m, lse2, tiles, sums, aside, before, n_ld, HEADS)
             inv = 1.0 / gl.where(l > 0, l, 1.0)
             if PAIR:
                 inv = inv * gate.to(gl.float32)
@@ -519,16 +574,23 @@ def _consume(
         arrive(first, O_FULL + at)
         done += 1
         count += 1
+    if SCORED:
+        lse2 = block_sums.begin(sums, aside)
+        block_sums.score(0, tiles_before, sums, lse2, aside, before, n_ld, HEADS)
 
 
 @gluon.jit
-def _send(OD, q_mem, bars, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, VARLEN: gl.constexpr):
+def _send(
+    OD, q_mem, bars, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, slab_begin, VARLEN: gl.constexpr
+):
     """One warp: outputs to global memory; then their place is free for queries."""
     QUERIES: gl.constexpr = q_mem.shape[1]
     HEADS: gl.constexpr = q_mem.shape[2]
     done = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-        group, _, q0, q_begin, q_len = _work(item, ITEMS, CU_Q, SQ, G, BATCH, VARLEN, QUERIES)
+        group, _, q0, q_begin, q_len = _work(
+            item, ITEMS, CU_Q, SQ, G, BATCH, slab_begin, VARLEN, QUERIES
+        )
         at = done % Q_STAGES
         mbarrier.wait(bars.index(O_FULL + at), (done // Q_STAGES) & 1)
         # The rows past the end of a sequence may be those of another.
@@ -541,10 +603,12 @@ def _send(OD, q_mem, bars, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, VARLEN: gl.c
 
 @gluon.jit
 def _run(
-    QD, spans, OD, O, LSE, GATES, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, scale_log2,
-    TILES: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr,
+    QD, spans, OD, O, LSE, GATES, scored, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, scale_log2,
+    slab_begin,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, SCORED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """spans: of each the descriptors of its keys and values, whole tiles and narrow ones, where its
+    """scored: SCORES and the memory of block_sums.py, rows of a slab, n_ld, tiles of a warp;
+    spans: of each the descriptors of its keys and values, whole tiles and narrow ones, where its
     keys lie, the position of query 0 among them, and a of Span; TILES: see Tiles.compiled. All
     spans' tiles take turns in the places of the first one's, which are the widest."""
     DTYPE: gl.constexpr = QD.dtype
@@ -576,40 +640,49 @@ def _run(
     program_barrier()
     gl.warp_specialize([
         (_consume, (
-            O, LSE, GATES, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES,
-            VARLEN, UNIT, V_AT * UNIT, ASIDE_AT * UNIT,
+            O, LSE, GATES, scored, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G, BATCH, ITEMS,
+            scale_log2, slab_begin, TILES, VARLEN, SCORED, UNIT, V_AT * UNIT, ASIDE_AT * UNIT,
         )),
         (_produce, (
-            QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, TILES, VARLEN,
+            QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, slab_begin, TILES,
+            VARLEN,
         )),
-        (_send, (OD, q_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, VARLEN)),
+        (_send, (OD, q_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, slab_begin, VARLEN)),
     ], [1, 1], [LEAST_REGISTERS, LEAST_REGISTERS])  # fmt: skip
 
 
 @gluon.jit
 def _span_fwd_hopper_kernel(
-    QD, KD, VD, KN, VN, OD, O, LSE, CU_Q, CU_K, SQ, SK, BATCH, ITEMS, q_start, a, scale_log2,
-    TILES: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr, G: gl.constexpr,
+    QD, KD, VD, KN, VN, OD, O, LSE, SCORES, SUMS, CU_Q, CU_K, SQ, SK, BATCH, ITEMS, q_start, a,
+    scale_log2, slab_begin, slab_rows, n_ld, room,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, SCORED: gl.constexpr, STAGES: gl.constexpr,
+    G: gl.constexpr,
 ):  # fmt: skip
-    """One span: its output and LSE."""
+    """One span: its output and LSE; SCORED: of compressed attention block scores too."""
     spans = ((KD, VD, KN, VN, CU_K, SK, q_start, a),)
+    scored = (SCORES, SUMS, slab_rows, n_ld, room)
     _run(
-        QD, spans, OD, O, LSE, LSE, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES, VARLEN, STAGES,
+        QD, spans, OD, O, LSE, LSE, scored, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, slab_begin,
+        TILES, VARLEN, SCORED, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def _span_pair_fwd_hopper_kernel(
-    QD, KD, VD, KW, VW, KN, VN, OD, O, LSE, GATES, CU_Q, CU_K, SQ, SK, SW, BATCH, ITEMS, q_start,
-    win_start, l, window, scale_log2,
-    TILES: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr, G: gl.constexpr,
+    QD, KD, VD, KW, VW, KN, VN, OD, O, LSE, GATES, SCORES, SUMS, CU_Q, CU_K, SQ, SK, SW, BATCH,
+    ITEMS, q_start, win_start, l, window, scale_log2, slab_begin, slab_rows, n_ld, room,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, SCORED: gl.constexpr, STAGES: gl.constexpr,
+    G: gl.constexpr,
 ):  # fmt: skip
-    """Compressed attention, with its LSE, and sliding attention: the sum of both by their gates."""
+    """Compressed attention, with its LSE, and sliding attention: the sum of both by their gates;
+    SCORED: block scores too."""
     spans = (
         (KD, VD, KD, VD, CU_K, SK, q_start, l), (KW, VW, KN, VN, CU_Q, SW, win_start, window)
     )  # fmt: skip
+    scored = (SCORES, SUMS, slab_rows, n_ld, room)
     _run(
-        QD, spans, OD, O, LSE, GATES, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, TILES, VARLEN, STAGES,
+        QD, spans, OD, O, LSE, GATES, scored, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, slab_begin,
+        TILES, VARLEN, SCORED, STAGES,
     )  # fmt: skip
 
 
@@ -691,29 +764,52 @@ class _Work:
     def descriptor(self, x: torch.Tensor) -> Any:
         return descriptor(x.view(-1, *x.shape[-2:]), self.tile, shared_layout(128, 16, 3))
 
+    def slabs(
+        self, slabs: Iterable[Slab] | None, lse: torch.Tensor, k: torch.Tensor, varlen: bool
+    ) -> Iterator[tuple[Slab | None, int, tuple]]:
+        """(slab, work items, what the kernels take for it) of every launch; without scores one for
+        all queries."""
+        if slabs is None:
+            yield None, self.items, (lse, lse, 0, 0, 0, 0)
+            return
+        room, sums = block_sums.room(k.shape[1]), None
+        for slab in slabs:
+            items = cdiv(slab.queries, self.tile[0]) * (self.items // cdiv(self.sq, self.tile[0]))
+            if sums is None:
+                sums = block_sums.memory(k.device, k.shape[1], WARPS)
+            yield slab, items, (slab.scores, sums, slab.begin, slab.rows, slab.n_ld, room)
+
     def tiles(self, span: Span) -> Tiles:
         return hopper_tiles(span, self.tile[0])
+
+
+def scores_tile(heads: int) -> tuple[int, int]:
+    """(queries, keys) of what is scored together, as the ranking counts them."""
+    return ROWS // heads, block_sums.KEYS
 
 
 def span_attention_fwd_hopper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, softmax_scale: float,
     cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None, q_start: int = 0,
+    slabs: Iterable[Slab] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out and lse as span_attention_fwd gives them, for calls that are usable()."""
+    """out and lse as span_attention_fwd gives them, for calls that are usable(); with slabs of
+    scores_tile, block scores of all queries too, slab by slab."""
     varlen, groups = cu_q is not None, k.shape[-2]
     work = _Work.of(q, groups, cu_q)
     tiles = work.tiles(span)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    launch(
-        _span_fwd_hopper_kernel, (min(work.items, sm_count(q.device)),),
-        work.descriptor(q), *_key_descriptors(k, v, tiles, varlen), work.descriptor(out),
-        out, lse, cu_q if varlen else lse, cu_k if varlen else lse, work.sq,
-        0 if varlen else k.shape[1], work.batch, work.items, q_start, span.a,
-        softmax_scale * LOG2E,
-        TILES=(tiles.compiled,), VARLEN=varlen, STAGES=tiles.stages, G=groups, num_warps=WARPS,
-        maxnreg=START_REGISTERS,
-    )  # fmt: skip
+    rows, keys = work.descriptor(q), _key_descriptors(k, v, tiles, varlen)
+    for slab, items, of_slab in work.slabs(slabs, lse, k, varlen):
+        launch(
+            _span_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
+            rows, *keys, work.descriptor(out), out, lse, *of_slab[:2], cu_q if varlen else lse,
+            cu_k if varlen else lse, work.sq, 0 if varlen else k.shape[1], work.batch, items,
+            q_start, span.a, softmax_scale * LOG2E, *of_slab[2:],
+            TILES=(tiles.compiled,), VARLEN=varlen, SCORED=slab is not None, STAGES=tiles.stages,
+            G=groups, num_warps=WARPS, maxnreg=START_REGISTERS,
+        )  # fmt: skip
     return out, lse
 
 
@@ -721,23 +817,27 @@ def span_pair_fwd_hopper(
     q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_win: torch.Tensor,
     v_win: torch.Tensor, gates: torch.Tensor, compressed: Span, sliding: Span,
     softmax_scale: float, cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None,
-    q_start: int = 0, win_start: int = 0,
+    q_start: int = 0, win_start: int = 0, slabs: Iterable[Slab] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The sum of compressed and sliding attention by their gates [.., HQ, 3], and the former's lse,
-    for calls of which both are usable(). win_start: q_start among the window's keys."""
+    for calls of which both are usable(). win_start: q_start among the window's keys; slabs: as for
+    span_attention_fwd_hopper."""
     varlen, groups = cu_q is not None, k_cmp.shape[-2]
     work = _Work.of(q, groups, cu_q)
     tiles, window = work.tiles(compressed), work.tiles(sliding)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     sk, sw = (0, 0) if varlen else (k_cmp.shape[1], k_win.shape[1])
-    launch(
-        _span_pair_fwd_hopper_kernel, (min(work.items, sm_count(q.device)),),
-        work.descriptor(q), *_key_descriptors(k_cmp, v_cmp, tiles, varlen)[:2],
-        *_key_descriptors(k_win, v_win, window, varlen), work.descriptor(out), out, lse, gates,
-        cu_q if varlen else lse, cu_k if varlen else lse, work.sq, sk, sw, work.batch, work.items,
-        q_start, win_start, compressed.a, sliding.a, softmax_scale * LOG2E,
-        TILES=(tiles.compiled, window.compiled), VARLEN=varlen, STAGES=tiles.stages, G=groups,
-        num_warps=WARPS, maxnreg=START_REGISTERS,
-    )  # fmt: skip
+    rows = work.descriptor(q)
+    keys = _key_descriptors(k_cmp, v_cmp, tiles, varlen)[:2]
+    keys += _key_descriptors(k_win, v_win, window, varlen)
+    for slab, items, of_slab in work.slabs(slabs, lse, k_cmp, varlen):
+        launch(
+            _span_pair_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
+            rows, *keys, work.descriptor(out), out, lse, gates, *of_slab[:2],
+            cu_q if varlen else lse, cu_k if varlen else lse, work.sq, sk, sw, work.batch, items,
+            q_start, win_start, compressed.a, sliding.a, softmax_scale * LOG2E, *of_slab[2:],
+            TILES=(tiles.compiled, window.compiled), VARLEN=varlen, SCORED=slab is not None,
+            STAGES=tiles.stages, G=groups, num_warps=WARPS, maxnreg=START_REGISTERS,
+        )  # fmt: skip
     return out, lse
