@@ -351,12 +351,6 @@ def nsa_decode_triton(
     if tokens * heads > 128:
         raise NotImplementedError(f"q: T * heads per group must be <= 128, got {tokens * heads}")
     page = 0 if block_table is None else k_sel.shape[1]
-    # In a graph launches cost nothing, and several take the device no longer than one.
-    alone = counters is not None and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
-    planned = functools.partial(
-        _plan, batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init,
-        n_local, window, max_len, branch, page, window_ring,
-    )  # fmt: skip
     scale_log2 = LOG2E * scale_of(softmax_scale, dim)
     indices = block_indices
     if indices is None:
@@ -365,7 +359,6 @@ def nsa_decode_triton(
     table = lens if block_table is None else block_table
     table_len = 0 if block_table is None else block_table.shape[1]
     cmp_rows, sel_rows, win_rows = k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
-    programs = batch * groups
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices, out)
     whole = cluster.cluster_kernel(
         use_cluster, batch, tokens, hq, groups, dim, dv, q.dtype, gates.dtype, q.device, l, d,
@@ -376,6 +369,14 @@ def nsa_decode_triton(
         scale_log2,
     ):  # fmt: skip
         return (out, indices) if return_indices else out
+
+    # In a graph launches cost nothing, and several take the device no longer than one.
+    alone = counters is not None and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    planned = functools.partial(
+        _plan, batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init,
+        n_local, window, max_len, branch, page, window_ring,
+    )  # fmt: skip
+    programs = batch * groups
 
     # It is given itself: through a cell of its own it would keep all these tensors from being freed
     # until the garbage collector comes by.
