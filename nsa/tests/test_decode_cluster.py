@@ -237,6 +237,14 @@ def test_plans_hold_all_keys_and_fit(max_len, n_sel, free):
             assert 2 * 16 * dim * 4 <= found.stages * 2 * 16 * dim * 2  # outputs go through rings
 
 
+def test_a_smaller_gpu_is_filled_as_the_larger():
+    from nsa.kernels.decode.cluster import plan
+
+    for programs, sms, like in ((32, 132, 32), (32, 66, 64), (40, 78, 68), (64, 114, 132)):
+        given = 128, 16, 13, 64, 65536
+        assert plan(programs, *given, sms) == plan(like, *given)
+
+
 def macros(programs, max_len, **changed):
     from nsa.kernels.decode.cluster import plan
 
@@ -295,6 +303,7 @@ def test_where_it_cannot_be_had_steps_take_several_launches(monkeypatch):
         raise cluster.Unavailable("no such library")
 
     monkeypatch.setattr(cluster, "arch_of", lambda device: 90)
+    monkeypatch.setattr(cluster, "sm_count", lambda device: 132)
     monkeypatch.setattr(cluster, "_load", load)
     cluster._kernel.cache_clear()
     try:

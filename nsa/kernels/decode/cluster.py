@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.flags import get_flags
-from nsa.kernels.tiles import arch_of, cdiv, pow2
+from nsa.kernels.tiles import arch_of, cdiv, pow2, sm_count
 from nsa.log import warn_once
 
 NAME = "_decode_cluster_kernel"
@@ -35,6 +35,7 @@ UNIT = 16  # keys that a warp takes at a time
 HEADS = 16  # rows of a product
 MOST_SELECTED = 32
 SHARED_MOST = {1: 227 << 10, 2: 113 << 10}  # bytes of a block, of so many on a multiprocessor
+SMS = 132  # of an H100 or H200 (SXM), for which the following is
 # For up to so many sequences * groups: blocks of a cluster, warps of a block, and how many blocks a
 # multiprocessor takes, which the rest have as well. Large clusters do not fit beside each other as
 # often as their blocks would: H200, 16 of 8 blocks take turns.
@@ -90,10 +91,11 @@ def why_not(
 
 
 def plan(
-    programs: int, dim: int, n_sel: int, free: int, l_sel: int, max_len: int
+    programs: int, dim: int, n_sel: int, free: int, l_sel: int, max_len: int, sms: int = SMS
 ) -> ClusterPlan | None:
     """For so many sequences * groups; None where block sums do not fit."""
-    cluster, warps, occupancy = next((x for most, *x in SHAPES if programs <= most), REST)
+    filled = programs * SMS / sms
+    cluster, warps, occupancy = next((x for most, *x in SHAPES if filled <= most), REST)
     all_units = cdiv(cdiv(max_len, l_sel), 4)
     while cluster > 1 and cdiv(all_units, cluster) < LEAST_UNITS:
         cluster //= 2
@@ -214,7 +216,7 @@ def _kernel(
     ):  # fmt: skip
         return None
     free = n_sel - n_init - n_local
-    found = plan(batch * groups, dim, n_sel, free, l_sel, max_len)
+    found = plan(batch * groups, dim, n_sel, free, l_sel, max_len, sm_count(device))
     if found is None:
         return None
     shared = found.shared(dim, n_sel, free)
