@@ -41,7 +41,7 @@ from nsa.kernels.aot import ARCHS, SHARED_LIMIT, usage
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
 SPILLED = 336  # bytes of stack from which a kernel is listed; the slowest kept tile has as many
-LONG = 320  # keys from which selection takes the kernels for long sequences
+LONG = 320  # keys from which the kernels for long sequences serve
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -78,7 +78,7 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
     compiled: by hash (name, registers, bytes of stack) of every kernel that a launch compiles.
     """
     from nsa.kernels.decode import step
-    from nsa.kernels.prefill import block_attn_fwd_hopper, hopper
+    from nsa.kernels.prefill import block_attn_fwd_hopper, block_sums, hopper
 
     driver.set_active(CompileOnly(arch))
     for found in pkgutil.walk_packages(kernels.__path__, "nsa.kernels."):
@@ -91,6 +91,7 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
     hopper.enabled = lambda device, use_gluon=None: arch == 90 and use_gluon is not False
     for least in (block_attn_fwd_hopper.SPLIT_KEYS, block_attn_fwd_hopper.SPLIT_QUERIES):
         least.update(dict.fromkeys(least, LONG))
+    block_sums.LEAST_KEYS = (LONG - 32) // 16 + 1
     plan = step._plan  # it asks for the type of the device
     step._plan = lambda *sizes: plan(*sizes[:7], torch.device("cuda", 0), *sizes[8:])
     load = CompiledKernel._init_handles
