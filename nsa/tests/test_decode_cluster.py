@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from bench.parity import assert_parity
-from nsa import launches, select
-from nsa.blocks import num_compressed
+from nsa import launches
 from nsa.kernels.tiles import cdiv
 from nsa.tests.test_decode_kernels import BF16, F16, F32, PAPER, Caches, Step
 
@@ -55,18 +54,6 @@ def launched(caches):
     return out, indices, counts
 
 
-def chosen(caches):
-    """The blocks by the reference in fp64."""
-    s, parts = caches.step, []
-    for b, n in enumerate(s.lens):
-        k_cmp = caches.cmp[0][b : b + 1, : num_compressed(n, s.l, s.d)].double()
-        parts.append(select.select_blocks(
-            caches.q[b : b + 1].double(), k_cmp, l=s.l, d=s.d, l_sel=s.l_sel, n_sel=s.n_sel,
-            q_start=n - 1,
-        ))  # fmt: skip
-    return torch.cat(parts)
-
-
 @pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("step", STEPS, ids=str)
@@ -78,7 +65,7 @@ def test_step(step, served):
         caches.expected(indices, step.dtype), path_requested="triton", path_taken="triton",
         launches=counts, expect_kernels=[NAME], seed=0,
     )  # fmt: skip
-    want = chosen(caches)
+    want = caches.chosen()
     assert torch.equal((indices < 0).sum(-1), (want < 0).sum(-1))
     wrong = (indices != want).any(-1).sum().item()
     assert wrong <= 0.05 * want[..., 0].numel(), f"{wrong} rows chose other blocks"
@@ -177,7 +164,6 @@ def test_who_asks_for_triton_or_has_unaligned_queries_gets_triton(served, monkey
     out, indices, _ = launched(caches)
     room = caches.q.new_empty(caches.q.numel() + 4)
     aligned, caches.q = caches.q, room[4:].view_as(caches.q).copy_(caches.q)
-    monkeypatch.setenv("NSA_USE_CLUSTER", "1")
     with launches.recording() as counts:
         again, same = caches.run()
     assert NAME not in counts and "_decode_scan_kernel" in counts
@@ -293,7 +279,7 @@ def test_where_it_cannot_be_had_steps_take_several_launches(monkeypatch):
     from nsa.kernels.decode import cluster
 
     given = (
-        1, 1, 64, 4, 128, 128, BF16, BF16, torch.device("cuda", 0), 32, 16, 64, 16, 1, 2, 512,
+        torch.device("cuda", 0), 1, 1, 64, 4, 128, 128, BF16, BF16, 32, 16, 64, 16, 1, 2, 512,
         8192, 0, True,
     )  # fmt: skip
     asked = []
@@ -314,7 +300,7 @@ def test_where_it_cannot_be_had_steps_take_several_launches(monkeypatch):
         (defined, blocks, threads, shared), = asked
         assert blocks == 4 * dict(defined)["CLUSTER"] and shared == dict(defined)["SHARED"]
         assert threads == 32 * dict(defined)["WARPS"]
-        for at, value in ((1, 2), (6, F32), (7, F32), (7, F16), (17, 24)):
+        for at, value in ((2, 2), (7, F32), (8, F32), (8, F16), (17, 24)):
             changed = (*given[:at], value, *given[at + 1 :])
             assert cluster.cluster_kernel(True, *changed) is None
         assert len(asked) == 2  # of fp32 gates alone

@@ -176,6 +176,19 @@ class Caches:
             parts.append(g[..., :1] * cmp + g[..., 1:2] * sel + g[..., 2:] * win)
         return torch.cat(parts)
 
+    def chosen(self) -> Tensor:
+        """The blocks by the oracle in fp64, of big steps by the reference."""
+        s, parts = self.step, []
+        where = self.device if s.big else "cpu"
+        choose = select.select_blocks if s.big else oracle.select_blocks
+        for b, n in enumerate(s.lens):
+            k_cmp = self.cmp[0][b : b + 1, : num_compressed(n, s.l, s.d)]
+            parts.append(choose(
+                self.q[b : b + 1].to(where).double(), k_cmp.to(where).double(), l=s.l, d=s.d,
+                l_sel=s.l_sel, n_sel=s.n_sel, q_start=n - s.T,
+            ))  # fmt: skip
+        return torch.cat(parts)
+
 
 @pytest.fixture(autouse=True)
 def without_clusters(monkeypatch):
@@ -218,19 +231,10 @@ def test_step(step, team, kernel_device, tune):
         caches.expected(indices, step.dtype), path_requested="triton", path_taken="triton",
         launches=counts, expect_kernels=kernels, seed=0,
     )  # fmt: skip
-    wrong = total = 0
-    for b, n in enumerate(step.lens):
-        where = kernel_device if step.big else "cpu"
-        k_cmp = caches.cmp[0][b : b + 1, : num_compressed(n, step.l, step.d)]
-        choose = select.select_blocks if step.big else oracle.select_blocks
-        want = choose(
-            caches.q[b : b + 1].to(where).double(), k_cmp.to(where).double(), l=step.l, d=step.d,
-            l_sel=step.l_sel, n_sel=step.n_sel, q_start=n - step.T,
-        )  # fmt: skip
-        got = indices[b : b + 1].to(where)
-        assert torch.equal((got < 0).sum(-1), (want < 0).sum(-1))
-        wrong += int((got != want).any(-1).sum())
-        total += got[..., 0].numel()
+    want = caches.chosen()
+    got = indices.to(want.device)
+    assert torch.equal((got < 0).sum(-1), (want < 0).sum(-1))
+    wrong, total = int((got != want).any(-1).sum()), got[..., 0].numel()
     assert wrong <= 0.05 * total, f"{wrong} of {total} rows chose other blocks"
 
 

@@ -188,24 +188,24 @@ class ClusterKernel:
         return True
 
 
-def cluster_kernel(use_cluster: bool | None, *sizes: Any) -> ClusterKernel | None:
+def cluster_kernel(
+    use_cluster: bool | None, device: torch.device, *sizes: Any
+) -> ClusterKernel | None:
     """The kernel for steps of these sizes (see _kernel), None where step.py's serve.
 
     use_cluster: Flags.use_cluster, None for this process's. The first call of a size compiles.
     """
-    return _kernel(*sizes) if use_cluster is not False and _enabled(use_cluster, sizes[8]) else None
-
-
-def _enabled(use_cluster: bool | None, device: torch.device) -> bool:
-    if arch_of(device) != 90:
-        return False
-    return use_cluster or get_flags(torch.cuda.get_device_name(device)).use_cluster
+    if use_cluster is False or arch_of(device) != 90:
+        return None
+    if use_cluster is None and not get_flags(torch.cuda.get_device_name(device)).use_cluster:
+        return None
+    return _kernel(device, *sizes)
 
 
 @functools.lru_cache(maxsize=256)
 def _kernel(
-    batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int, dtype: torch.dtype,
-    gate_dtype: torch.dtype, device: torch.device, l: int, d: int, l_sel: int, n_sel: int,
+    device: torch.device, batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int,
+    dtype: torch.dtype, gate_dtype: torch.dtype, l: int, d: int, l_sel: int, n_sel: int,
     n_init: int, n_local: int, window: int, max_len: int, page: int, ring: bool,
 ) -> ClusterKernel | None:  # fmt: skip
     if gate_dtype not in (torch.float32, dtype):

@@ -361,7 +361,7 @@ def nsa_decode_triton(
     cmp_rows, sel_rows, win_rows = k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices, out)
     whole = cluster.cluster_kernel(
-        use_cluster, batch, tokens, hq, groups, dim, dv, q.dtype, gates.dtype, q.device, l, d,
+        use_cluster, q.device, batch, tokens, hq, groups, dim, dv, q.dtype, gates.dtype, l, d,
         l_sel, n_sel, n_init, n_local, window, max_len, page, window_ring,
     )  # fmt: skip
     if whole and whole(
@@ -461,7 +461,7 @@ def step_kernels(
     batch, tokens, hq, dim = q.shape
     sizes = (l, d, l_sel, n_sel, n_init, n_local, window, max_len)
     if cluster.cluster_kernel(
-        use_cluster, batch, tokens, hq, groups, dim, dv, q.dtype, gate_dtype or q.dtype, q.device,
+        use_cluster, q.device, batch, tokens, hq, groups, dim, dv, q.dtype, gate_dtype or q.dtype,
         *sizes, page, ring,
     ):  # fmt: skip
         return (cluster.NAME,)

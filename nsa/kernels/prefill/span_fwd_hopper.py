@@ -765,18 +765,17 @@ class _Work:
         return descriptor(x.view(-1, *x.shape[-2:]), self.tile, shared_layout(128, 16, 3))
 
     def slabs(
-        self, slabs: Iterable[Slab] | None, lse: torch.Tensor, k: torch.Tensor, varlen: bool
+        self, slabs: Iterable[Slab] | None, lse: torch.Tensor, k: torch.Tensor
     ) -> Iterator[tuple[Slab | None, int, tuple]]:
         """(slab, work items, what the kernels take for it) of every launch; without scores one for
         all queries."""
         if slabs is None:
             yield None, self.items, (lse, lse, 0, 0, 0, 0)
             return
-        room, sums = block_sums.room(k.shape[1]), None
+        room = block_sums.room(k.shape[1])
+        sums = block_sums.memory(k.device, k.shape[1], WARPS)
         for slab in slabs:
             items = cdiv(slab.queries, self.tile[0]) * (self.items // cdiv(self.sq, self.tile[0]))
-            if sums is None:
-                sums = block_sums.memory(k.device, k.shape[1], WARPS)
             yield slab, items, (slab.scores, sums, slab.begin, slab.rows, slab.n_ld, room)
 
     def tiles(self, span: Span) -> Tiles:
@@ -800,11 +799,12 @@ def span_attention_fwd_hopper(
     tiles = work.tiles(span)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    rows, keys = work.descriptor(q), _key_descriptors(k, v, tiles, varlen)
-    for slab, items, of_slab in work.slabs(slabs, lse, k, varlen):
+    rows, outs = work.descriptor(q), work.descriptor(out)
+    keys = _key_descriptors(k, v, tiles, varlen)
+    for slab, items, of_slab in work.slabs(slabs, lse, k):
         launch(
             _span_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
-            rows, *keys, work.descriptor(out), out, lse, *of_slab[:2], cu_q if varlen else lse,
+            rows, *keys, outs, out, lse, *of_slab[:2], cu_q if varlen else lse,
             cu_k if varlen else lse, work.sq, 0 if varlen else k.shape[1], work.batch, items,
             q_start, span.a, softmax_scale * LOG2E, *of_slab[2:],
             TILES=(tiles.compiled,), VARLEN=varlen, SCORED=slab is not None, STAGES=tiles.stages,
@@ -828,13 +828,13 @@ def span_pair_fwd_hopper(
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     sk, sw = (0, 0) if varlen else (k_cmp.shape[1], k_win.shape[1])
-    rows = work.descriptor(q)
+    rows, outs = work.descriptor(q), work.descriptor(out)
     keys = _key_descriptors(k_cmp, v_cmp, tiles, varlen)[:2]
     keys += _key_descriptors(k_win, v_win, window, varlen)
-    for slab, items, of_slab in work.slabs(slabs, lse, k_cmp, varlen):
+    for slab, items, of_slab in work.slabs(slabs, lse, k_cmp):
         launch(
             _span_pair_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
-            rows, *keys, work.descriptor(out), out, lse, gates, *of_slab[:2],
+            rows, *keys, outs, out, lse, gates, *of_slab[:2],
             cu_q if varlen else lse, cu_k if varlen else lse, work.sq, sk, sw, work.batch, items,
             q_start, win_start, compressed.a, sliding.a, softmax_scale * LOG2E, *of_slab[2:],
             TILES=(tiles.compiled, window.compiled), VARLEN=varlen, SCORED=slab is not None,
