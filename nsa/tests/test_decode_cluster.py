@@ -27,6 +27,12 @@ STEPS = [
     Step((4096, 3, 700, 1025) * 3, G=4, ring=True, **WIDE),
     Step((4000, 1, 1100, 65) * 6, G=4, **WIDE),
     Step((4096, 3, 700, 1025) * 16, G=4, ring=True, **WIDE),
+    # One exchange of normalisers, blocks of four and eight warps; many keys to choose from, whose
+    # best each block finds first, by rank or of those that reach a bound.
+    Step((4000,), G=4, **WIDE),
+    Step((14000,), G=4, page=64, **{**WIDE, "capacity": 16000}),
+    Step((28000, 30000, 12000, 8200), G=4, ring=True, **{**WIDE, "capacity": 32000}),
+    Step((7000, 300, 90, 2000), G=34, **{**WIDE, "h": 1, "capacity": 8192}),
     # Every kind of cache, other head sizes, heads and dtypes, keys of one block only (l = d).
     Step((9000, 2000), G=4, page=64, ring=True, **{**WIDE, "capacity": 10000}),
     Step((2000, 700), G=2, page=16, **WIDE),
@@ -223,6 +229,18 @@ def test_plans_hold_all_keys_and_fit(max_len, n_sel, free):
             assert 2 * 16 * dim * 4 <= found.stages * 2 * 16 * dim * 2  # outputs go through rings
 
 
+def test_few_steps_of_short_contexts_take_the_quick_way():
+    from nsa.kernels.decode.cluster import plan
+
+    for programs, max_len, early, warps in (
+        (4, 1024, True, 4), (4, 8192, True, 4), (4, 16384, True, 8), (4, 16640, False, 8),
+        (5, 8192, False, 8), (256, 1024, False, 4),
+    ):  # fmt: skip
+        found = plan(programs, 128, 16, 13, 64, max_len)
+        assert (found.early, found.warps) == (early, warps), (programs, max_len)
+        assert found.told == (min(4, found.units) if found.cluster > 1 else 0)
+
+
 def test_a_smaller_gpu_is_filled_as_the_larger():
     from nsa.kernels.decode.cluster import plan
 
@@ -241,14 +259,12 @@ def macros(programs, max_len, **changed):
     known.update(changed)
     free = known["N_SEL"] - known["N_INIT"] - known["N_LOCAL"]
     p = plan(programs, known["D"], known["N_SEL"], free, known["L_SEL"], max_len)
-    return p, dict(
-        known, CLUSTER=p.cluster, WARPS=p.warps, STAGES=p.stages, OCCUPANCY=p.occupancy,
-        UNITS=p.units, SHARED=p.shared(known["D"], known["N_SEL"], free),
-    )  # fmt: skip
+    return p, {**known, **p.macros(known["D"], known["N_SEL"], free)}
 
 
 @pytest.mark.parametrize("programs, max_len, changed", [
-    (4, 1 << 17, {}), (4, 8192, dict(PAGE=64)), (8, 65536, dict(GATE="float")),
+    (4, 1 << 17, {}), (4, 8192, dict(PAGE=64)), (4, 16384, dict(N_SEL=32)),
+    (8, 65536, dict(GATE="float")),
     (16, 65536, dict(HEADS=4, RING=0)), (32, 8192, dict(BF16=0)), (64, 65536, {}),
     (132, 8192, dict(N_SEL=32)), (256, 32768, {}), (256, 8192, dict(PAGE=16, RING=0, HEADS=1)),
     (256, 8192, dict(D=64, L=16, OVERLAP=0)),
@@ -297,9 +313,8 @@ def test_where_it_cannot_be_had_steps_take_several_launches(monkeypatch):
             assert cluster.cluster_kernel(True, *given) is None
         assert cluster.cluster_kernel(True, *given) is None and len(asked) == 1
         assert cluster.cluster_kernel(False, *given) is None
-        (defined, blocks, threads, shared), = asked
-        assert blocks == 4 * dict(defined)["CLUSTER"] and shared == dict(defined)["SHARED"]
-        assert threads == 32 * dict(defined)["WARPS"]
+        (defined, grid), = asked
+        assert grid == (4 * defined["CLUSTER"], 1) and defined["HEADS"] == 16
         for at, value in ((2, 2), (7, F32), (8, F32), (8, F16), (17, 24)):
             changed = (*given[:at], value, *given[at + 1 :])
             assert cluster.cluster_kernel(True, *changed) is None

@@ -7,8 +7,9 @@
 //      time, so that no warp waits for another; their probabilities are pooled to selection blocks
 //      as they come (Eq. 9), relative to the maximum so far;
 //   2. log-sum-exps go to every thread block of the cluster, block scores are summed over the heads
-//      (Eq. 10), and the best selection blocks are found by rank: of each thread block's, then of
-//      the cluster's. The window's keys arrive meanwhile;
+//      (Eq. 10), and the best selection blocks are found by rank: each thread block tells all of
+//      its best and ranks them among everyone's. In short contexts all block sums go with the
+//      log-sum-exps, so that every thread block has all scores. The window's keys arrive meanwhile;
 //   3. window, forced and chosen blocks stream through the same rings;
 //   4. outputs are gated and summed over warps, then over the cluster (Eq. 5).
 // What thread blocks tell each other goes from shared memory to shared memory, by stores that
@@ -26,9 +27,10 @@ typedef unsigned long long u64;
 #define THREADS (WARPS * 32)
 #define UNITS_PER_BLOCK (L_SEL / UNIT)
 #define FREE (N_SEL - N_INIT - N_LOCAL)  // blocks that scores choose
+// Units whose block sums a block has: its own, or everyone's where these are at most TOLD a block.
+#define KEPT (CLUSTER > 1 && CLUSTER * TOLD > UNITS ? CLUSTER * TOLD : UNITS)
 // Units of which half a warp sums the scores at a time.
-#define AT_ONCE (UNITS * 16 >= 4 * THREADS ? 4 : UNITS * 16 >= 2 * THREADS ? 2 : 1)
-#define SURVIVORS (UNITS * 4 > CLUSTER * FREE ? UNITS * 4 : CLUSTER * FREE)
+#define AT_ONCE (KEPT * 16 >= 4 * THREADS ? 4 : KEPT * 16 >= 2 * THREADS ? 2 : 1)
 #define INFINITY_ __int_as_float(0x7f800000)
 #define NEVER (-1.0e30f)  // a maximum before any key
 #define POOL_SCALE 32.0f  // of sums in fp16: at most 36864, and 2^-29 of a maximum is not lost
@@ -47,28 +49,34 @@ struct Params {
   float scale_log2;
 };
 
+// What a unit of compressed keys gives to the scores of its four selection blocks.
+struct __align__(16) Pooled {
+  u16 block[16][4];  // of each head
+  float max[16];     // what they are relative to
+  u16 spill[16];     // what its last key gives to the selection block behind
+};
+
 struct Shared {
   u16 q[16][D];
 #if CLUSTER > 1
   float recv[CLUSTER][2][16 * D / CLUSTER];  // outputs, of the heads that this block ends
 #endif
-  int keys[UNITS * 4];           // of the blocks whose keys this block of the cluster has
+  Pooled pooled[KEPT];
+  int keys[KEPT * 4];            // of the selection blocks that this block of the cluster scores
   int recv_key[CLUSTER * FREE];  // of the best of every block of the cluster
   int recv_block[CLUSTER * FREE];
-  int2 survivors[SURVIVORS];
+  int2 survivors[UNITS * 4];
   int best_key[FREE], best_at[FREE];
-  int survived[2];  // how many there are, in the block and in the cluster
+  int survived;  // how many there are
   int chosen[N_SEL];
   float2 recv_ml[CLUSTER][2][16];  // maxima and sums of compressed and window keys, of every block
   float2 recv_sel_ml[CLUSTER][16];  // of the selected ones
   float2 recv_spill[16];            // of the last unit of the block before, and its maxima
   float2 warp_ml[WARPS][2][16];
   float2 warp_sel_ml[WARPS][16];
-  u64 bars[4];  // of all blocks: two branches' normalisers, candidates, outputs have arrived
-  float unit_max[UNITS][16];  // what the sums of a unit are relative to
-  u16 spill[UNITS][16];       // what its last key gives to the selection block behind
-  u16 pooled[UNITS][16][4];
+  u64 bars[5];  // of all blocks: two branches' normalisers, candidates, the best, outputs are here
 };
+static_assert(STAGES == 2, "await_copies() and `seen` are for two");
 static_assert(WARPS * STAGES * STAGE + sizeof(Shared) <= SHARED, "cluster.py counts fewer bytes");
 
 // ---- instructions -----------------------------------------------------------------------------
@@ -135,14 +143,17 @@ __device__ __forceinline__ void copy16(u32 to, const void *from, bool live) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(live ? 16 : 0) : "memory");
 }
+__device__ __forceinline__ void copy16(u32 to, const void *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+               :: "r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
+}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // All but the newest `left` groups of this thread's copies have arrived.
 __device__ __forceinline__ void await_copies(int left) {
   if (left == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
   else if (left == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
-  else if (left == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
-  else asm volatile("cp.async.wait_group 3;" ::: "memory");
+  else asm volatile("cp.async.wait_group 2;" ::: "memory");
 }
 
 __device__ __forceinline__ u32 cluster_rank() {
@@ -241,7 +252,7 @@ __device__ __forceinline__ void attend(
   const u32 v = k + UNIT * ROW;
   const u32 at_q = q + row * ROW + ((lane / 16 ^ (row & 7)) << 4);
   const u32 at_k = k + (row & 7) * ROW + ((lane / 8 ^ (row & 7)) << 4);
-  float s[2][4] = {};
+  float s[2][4] = {}, more[2][4] = {};  // two sums: a product waits for the one before
 #pragma unroll
   for (int j = 0; j < D / 32; ++j) {
     u32 a[2][4], b[2][4];
@@ -250,11 +261,15 @@ __device__ __forceinline__ void attend(
     matrices(b[0], at_k ^ (j << 6));
     matrices(b[1], (at_k ^ (j << 6)) + 8 * ROW);
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile)
-        product(s[tile], a[half], b[tile][2 * half], b[tile][2 * half + 1]);
+    for (int tile = 0; tile < 2; ++tile) {
+      product(s[tile], a[0], b[tile][0], b[tile][1]);
+      product(more[tile], a[1], b[tile][2], b[tile][3]);
+    }
   }
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) s[tile][j] += more[tile][j];
   if (begin > 0 || end < UNIT) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
@@ -308,7 +323,7 @@ __device__ __forceinline__ void attend(
 // Probabilities of a unit's compressed keys to its four selection blocks. A key that reaches into
 // the block behind its own gives half of its weight there (l = 2 d), or nothing does (l = d).
 __device__ __forceinline__ void pool(
-    Shared &shared, int unit, const float (&p)[2][4], const float (&m)[2], bool live) {
+    Pooled &pooled, const float (&p)[2][4], const float (&m)[2], bool live) {
   const int lane = threadIdx.x % 32, t = lane % 4;
   const bool last = OVERLAP && t % 2 == 1;  // this thread has the last key of a block
 #pragma unroll
@@ -323,62 +338,79 @@ __device__ __forceinline__ void pool(
       const float over = __shfl_sync(ALL, last ? second : 0.0f, (lane & ~3) | ((t + 3) & 3));
       own += t == 2 ? over : before;
       if (live && t % 2 == 0)
-        shared.pooled[unit][head][tile * 2 + t / 2] = to_half(own * POOL_SCALE);
+        pooled.block[head][tile * 2 + t / 2] = to_half(own * POOL_SCALE);
       before = over;
     }
     if (live && t == 0) {
-      shared.spill[unit][head] = to_half(before * POOL_SCALE);
-      shared.unit_max[unit][head] = m[r];
+      pooled.spill[head] = to_half(before * POOL_SCALE);
+      pooled.max[head] = m[r];
     }
   }
 }
 
-// The best FREE of n keys by rank (ties: the earlier), and where they stand; the whole block calls.
-// Of many only those are ranked that reach what FREE of the lanes' largest reach.
-__device__ __forceinline__ void find_best(Shared &shared, const int *keys, int n, int &survived) {
+// 1 where x > y, neither below -1: two instructions, and no predicate to wait for.
+__device__ __forceinline__ int above(int x, int y) { return (u32)(y - x) >> 31; }
+
+#define TEAM 8  // threads that rank a key
+#define FEW 96  // keys that are ranked each
+
+// The rank of key i among n, the earlier of equal ones first; TEAM neighbouring threads call it.
+__device__ __forceinline__ int rank_of(const int *keys, int n, int i) {
+  const int part = threadIdx.x % TEAM, fours = n / 4, mine = keys[i];
+  int before[4] = {};
+#pragma unroll 2
+  for (int four = part; four < fours; four += TEAM) {
+    const int4 other = ((const int4 *)keys)[four];
+    const int below = mine - above(i / 4, four);  // of those ahead also the equal ones come first
+    before[0] += above(other.x, below), before[1] += above(other.y, below);
+    before[2] += above(other.z, below), before[3] += above(other.w, below);
+  }
+  if (part < 3) {  // of the same four, and those behind the last four
+    const int j = i / 4 * 4 + part, rest = fours * 4 + part;
+    if (j < i && j < fours * 4) before[0] += keys[j] == mine;
+    if (rest < n) before[1] += above(keys[rest], mine - above(i, rest));
+  }
+  int rank = before[0] + before[1] + before[2] + before[3];
+#pragma unroll
+  for (int i = 1; i < TEAM; i *= 2) rank += __shfl_xor_sync(ALL, rank, i);
+  return rank;
+}
+
+// The best FREE of many keys by rank, and where they stand; the whole block calls. Only those are
+// ranked that reach what FREE of the lanes' largest reach.
+__device__ __forceinline__ void find_of_many(Shared &shared, const int *keys, int n) {
   const int lane = threadIdx.x % 32;
-  int top = 0, rank = 0;
+  int top = 0, larger = 0;
 #pragma unroll 4
   for (int i = lane; i < n; i += 32) top = max(top, keys[i]);
-#pragma unroll
-  for (int i = 1; i < 32; ++i) {
-    const int other = __shfl_sync(ALL, top, (lane + i) % 32);
-    rank += other > top || (other == top && (lane + i) % 32 < lane);
-  }
-  if (n <= 32) {
-    if (threadIdx.x < 32 && top > 0 && rank < FREE) {
-      shared.best_key[rank] = top;
-      shared.best_at[rank] = lane;
-    }
-  } else {
-    const int bound = max(__reduce_max_sync(ALL, rank == FREE - 1 ? top : 0), 1);
+#pragma unroll 8
+  for (int i = 1; i < 32; ++i) larger += above(__shfl_sync(ALL, top, lane + i), top);
+  const int bound = max(__reduce_min_sync(ALL, larger < FREE ? top : 0x7fffffff), 1);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (n + 31) / 32 * 32; i += THREADS) {
-      const int key = i < n ? keys[i] : 0;
-      const u32 those = __ballot_sync(ALL, key >= bound);
-      int at = 0;
-      if (lane == 0 && those) at = atomicAdd(&survived, __popc(those));
-      at = __shfl_sync(ALL, at, 0) + __popc(those & ((1u << lane) - 1));
-      if (key >= bound) shared.survivors[at] = make_int2(key, i);
-    }
-    __syncthreads();
-    const int all = survived;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < all; i += THREADS) {
-      const int2 mine = shared.survivors[i];
-      int before = 0;
-#pragma unroll 4
-      for (int j = 0; j < all; ++j) {
-        const int2 other = shared.survivors[j];
-        before += other.x > mine.x || (other.x == mine.x && other.y < mine.y);
-      }
-      if (before < FREE) {
-        shared.best_key[before] = mine.x;
-        shared.best_at[before] = mine.y;
-      }
-    }
+  for (int i = threadIdx.x; i < (n + 31) / 32 * 32; i += THREADS) {
+    const int key = i < n ? keys[i] : 0;
+    const u32 those = __ballot_sync(ALL, key >= bound);
+    int at = 0;
+    if (lane == 0 && those) at = atomicAdd(&shared.survived, __popc(those));
+    at = __shfl_sync(ALL, at, 0) + __popc(those & ((1u << lane) - 1));
+    if (key >= bound) shared.survivors[at] = make_int2(key, i);
   }
   __syncthreads();
+  const int all = shared.survived;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < all; i += THREADS) {
+    const int2 mine = shared.survivors[i];
+    int before = 0;
+#pragma unroll 4
+    for (int j = 0; j < all; ++j) {
+      const int2 other = shared.survivors[j];
+      before += other.x > mine.x || (other.x == mine.x && other.y < mine.y);
+    }
+    if (before < FREE) {
+      shared.best_key[before] = mine.x;
+      shared.best_at[before] = mine.y;
+    }
+  }
 }
 
 // ---- the step ---------------------------------------------------------------------------------
@@ -391,18 +423,18 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared &shared = *reinterpret_cast<Shared *>(memory + WARPS * STAGES * STAGE);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rank = cluster_rank(), program = blockIdx.x / CLUSTER;
-  const int G = args.groups, batch = program / G, group = program % G, mode = args.mode;
-  if (threadIdx.x < 2) shared.survived[threadIdx.x] = 0;
+  const int rank = cluster_rank(), group = blockIdx.x / CLUSTER, batch = blockIdx.y;
+  const int G = args.groups, program = batch * G + group, mode = args.mode;
+  const int length = args.lens[batch];
+  if (threadIdx.x == 0) shared.survived = 0;
   if (threadIdx.x < FREE) shared.best_key[threadIdx.x] = 0;
 #if CLUSTER > 1
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 4; ++i) init(shared.bars + i);
+    for (int i = 0; i < 5; ++i) init(shared.bars + i);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
-  const int length = args.lens[batch];
 
   const i64 first_head = (i64)program * HEADS;
   for (int i = threadIdx.x; i < 16 * CHUNKS; i += THREADS) {
@@ -415,8 +447,9 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int head = lane / 4 + 8 * r < HEADS ? lane / 4 + 8 * r : 0;
+    const GATE *from = args.gates + (first_head + head) * 3;
 #pragma unroll
-    for (int i = 0; i < 3; ++i) gates[r][i] = args.gates[(first_head + head) * 3 + i];
+    for (int i = 0; i < 3; ++i) gates[r][i] = from[i];
   }
 
   // What this block has to do, in units: compressed, window, forced and (later) chosen keys.
@@ -425,16 +458,21 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   const int all_units = own / 4 + 1;
   const int share = (all_units + CLUSTER - 1) / CLUSTER;
   const int first_unit = min(rank * share, all_units);
-#if CLUSTER > 1
-  if (threadIdx.x == 0) {
-    expect(shared.bars, CLUSTER * 16 * 8 + (rank > 0) * 16 * 8);
-    expect(shared.bars + 1, CLUSTER * 16 * 8);
-    expect(shared.bars + 2, CLUSTER * min(FREE, share * 4) * 8);
-    expect(shared.bars + 3, 2 * 16 * D * 4 + 16 * 8);
-  }
-#endif
   const bool whole = mode == STEP, few = own + 1 <= N_SEL;
   const int cmp_units = whole || mode == CMP ? min(share, all_units - first_unit) : 0;
+  // Every block gets all block sums and finds the best by itself; else each tells its best ones.
+  const bool told = CLUSTER > 1 && whole && !few && share <= TOLD;
+  const int kept_from = told ? first_unit : 0;  // where this block's own are kept
+#if CLUSTER > 1
+  if (threadIdx.x == 0) {
+    const int sums = told ? (all_units - cmp_units) * (int)sizeof(Pooled) : rank > 0 ? 16 * 8 : 0;
+    expect(shared.bars, (EARLY ? 2 : 1) * CLUSTER * 16 * 8 + sums);
+    expect(shared.bars + 1, CLUSTER * 16 * 8);
+    expect(shared.bars + 2, CLUSTER * min(FREE, share * 4) * 8);
+    expect(shared.bars + 3, FREE * 4);
+    expect(shared.bars + 4, 2 * 16 * D * 4 + 16 * 8);
+  }
+#endif
   const int win_begin = max(length - WINDOW, 0);
   const int win_all = whole || mode == WIN ? (length - 1) / UNIT - win_begin / UNIT + 1 : 0;
   const int win_units = (win_all - rank + CLUSTER - 1) / CLUSTER;
@@ -501,18 +539,29 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       begin = max(begin, 0), end = min(max(end - key, 0), UNIT);
       const int stage = issued % STAGES;
       seen = seen & ~(0xffffull << stage * 16) | (u64)(begin | end << 8) << stage * 16;
+      // A lane copies the same 16 bytes of every row / CHUNKS.
       const int chunk = lane % CHUNKS, step = 32 / CHUNKS;
-      i64 from = (((i64)batch * rows + slot + lane / CHUNKS) * G + group) * D + chunk * 8;
+      const i64 from = (((i64)batch * rows + slot + lane / CHUNKS) * G + group) * D + chunk * 8;
       const u32 to = ring + stage * STAGE + lane / CHUNKS * ROW;
+      const u16 *k = K + from, *v = V + from;
+      if (begin == 0 && end == UNIT && (!RING || wrap >= UNIT)) {
 #pragma unroll
-      for (int j = 0; j < UNIT / step; ++j, from += step * width) {
-        const int r = lane / CHUNKS + j * step;
-        const bool live = r >= begin && r < end;  // else nothing is read, and zeros are stored
-        i64 at = RING && r >= wrap ? from - (i64)rows * width : from;
-        if (!live) at = 0;
-        const u32 where = to + j * step * ROW + ((chunk ^ (r & 7)) << 4);
-        copy16(where, K + at, live);
-        copy16(where + UNIT * ROW, V + at, live);
+        for (int j = 0; j < UNIT / step; ++j, k += step * width, v += step * width) {
+          const u32 where = to + j * step * ROW + ((chunk ^ (lane / CHUNKS + j * step & 7)) << 4);
+          copy16(where, k);
+          copy16(where + UNIT * ROW, v);
+        }
+      } else {
+#pragma unroll 1
+        for (int j = 0; j < UNIT / step; ++j) {
+          const int r = lane / CHUNKS + j * step;
+          const bool live = r >= begin && r < end;  // else nothing is read, and zeros are stored
+          i64 at = (i64)j * step * width;
+          if (RING && r >= wrap) at -= (i64)rows * width;
+          const u32 where = to + j * step * ROW + ((chunk ^ (r & 7)) << 4);
+          copy16(where, live ? k + at : K, live);
+          copy16(where + UNIT * ROW, live ? v + at : V, live);
+        }
       }
       commit();
     }
@@ -521,18 +570,28 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   // Compressed keys, then the window's, then forced and chosen blocks. There is one piece of code
   // for all three: a step runs with cold caches, and its instructions come as late as its keys. So
   // each warp also goes through it once while its first keys are under way, with none of them seen.
+  // EARLY: the window is attended before blocks are chosen, and one exchange serves the normalisers
+  // of both. Else the window's keys arrive while blocks are chosen, which keeps the memory busy
+  // where many steps share it.
   float kept[D / 8][4];  // outputs of compressed and window keys, each by its gate
+  if (!EARLY) {
 #pragma unroll
-  for (int i = 0; i < D / 8; ++i)
+    for (int i = 0; i < D / 8; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) kept[i][j] = 0.0f;
+      for (int j = 0; j < 4; ++j) kept[i][j] = 0.0f;
+  }
+  float lse;  // of head lane % 16; EARLY: each half warp has a branch's
+  float kept_m[2];  // EARLY: what those of compressed keys are relative to until then
   Sums sums;
-  sums.clear();
   int limit = mode == SEL ? total : known;
   bool live = false;
 #pragma unroll 1
   for (int phase = 0;; ++phase) {
-    const int phase_end = phase == 0 ? cmp_units : phase == 1 ? cmp_units + win_units : total;
+    // EARLY: phase 2 has no keys, but brings some of the next.
+    const bool last = phase == (EARLY ? 3 : 2);
+    const int phase_end =
+        phase == 0 ? cmp_units : phase == 1 ? cmp_units + win_units : last ? total : 0;
+    if (!EARLY || phase != 2) sums.clear();
 #pragma unroll 1
     for (;;) {
       bring(limit);
@@ -544,7 +603,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       float p[2][4];
       attend(sums, p, shared_address(shared.q), ring + stage * STAGE, ends & 255, ends >> 8 & 255,
              args.scale_log2);
-      if (whole && phase == 0) pool(shared, i, p, sums.m, live);
+      if (whole && phase == 0) pool(shared.pooled[kept_from + i], p, sums.m, live);
       __syncwarp();
       if (live) {
         ++done;
@@ -555,156 +614,196 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         live = true;
       }
     }
-    sums.close();
-    if (phase == 2) break;
-
-    // The branch's log-sum-exps over the cluster; then its output by its gate.
-    if (lane % 4 == 0) {
+    if (last) break;
+    if (phase < 2) sums.close();
+    if (phase < 2 && lane % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         shared.warp_ml[warp][phase][lane / 4 + 8 * r] = make_float2(sums.m[r], sums.l[r]);
     }
-    __syncthreads();
-#if CLUSTER > 1
-    if (phase == 0)  // everyone's barriers are there
-      asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-    for (int i = threadIdx.x; i < CLUSTER * 16; i += THREADS) {
-      const int head = i % 16;
-      float m = NEVER, l = 0.0f;
+    if (EARLY && phase == 0) {
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) m = fmaxf(m, shared.warp_ml[w][phase][head].x);
+      for (int r = 0; r < 2; ++r) {
+        kept_m[r] = sums.m[r];
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        const float2 part = shared.warp_ml[w][phase][head];
-        l += part.y * exp2_(part.x - m);
+        for (int i = 0; i < D / 8; ++i) {
+          kept[i][2 * r] = sums.o[i][2 * r];
+          kept[i][2 * r + 1] = sums.o[i][2 * r + 1];
+        }
       }
-      send(&shared.recv_ml[rank][phase][head], make_float2(m, l), i / 16, shared.bars + phase);
-      if (CLUSTER > 1 && phase == 0 && i / 16 == rank + 1) {
-        const int last = max(cmp_units - 1, 0);
-        send(&shared.recv_spill[head],
-             make_float2(from_half(shared.spill[last][head]), shared.unit_max[last][head]),
-             rank + 1, shared.bars);
-      }
-    }
-    receive(shared.bars + phase);
-    float lse;  // of head lane % 16
-    {
-      float m = NEVER, l = 0.0f;
-#pragma unroll
-      for (int c = 0; c < CLUSTER; ++c) m = fmaxf(m, shared.recv_ml[c][phase][lane % 16].x);
-#pragma unroll
-      for (int c = 0; c < CLUSTER; ++c) {
-        const float2 part = shared.recv_ml[c][phase][lane % 16];
-        l += part.y * exp2_(part.x - m);
-      }
-      lse = l > 0.0f ? m + log2_(l) : l == 0.0f ? INFINITY_ : l;  // a NaN stays one
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float gate = gate_of(phase == 0 ? gates[r][0] : gates[r][2]);
-      const float by = gate * exp2_(sums.m[r] - __shfl_sync(ALL, lse, lane / 4 + 8 * r));
-#pragma unroll
-      for (int i = 0; i < D / 8; ++i) {
-        kept[i][2 * r] += sums.o[i][2 * r] * by;
-        kept[i][2 * r + 1] += sums.o[i][2 * r + 1] * by;
-      }
-    }
-    if (phase == 1) {
-      sums.clear();
       continue;
     }
 
-    // The best blocks, in every block of the cluster alike.
-    if (whole && !few) {
-      // Half a warp takes a unit, a thread a head.
-      const int head = lane % 16, which = lane % 4;
+    if (phase < 2) {
+      // Log-sum-exps over the cluster, of this branch or of both.
+      const int first = EARLY ? 0 : phase;
+      __syncthreads();
+#if CLUSTER > 1
+      if (first == 0)  // everyone's barriers are there
+        asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
 #pragma unroll 1
-      for (int begin = threadIdx.x / 32 * 2; begin < cmp_units; begin += AT_ONCE * THREADS / 16) {
+      for (int i = threadIdx.x; i < (EARLY ? 2 : 1) * CLUSTER * 16; i += THREADS) {
+        const int head = i % 16, to = i / 16 % CLUSTER, branch = first + i / 16 / CLUSTER;
+        float m = NEVER, l = 0.0f;
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
-          const int unit = begin + lane / 16 + k * THREADS / 16, at = min(unit, cmp_units - 1);
-          const float weight = head < HEADS ? exp2_(shared.unit_max[at][head] - lse) : 0.0f;
-          const u16 *pooled = shared.pooled[at][head];
-          float score[4];
+        for (int w = 0; w < WARPS; ++w) m = fmaxf(m, shared.warp_ml[w][branch][head].x);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) score[i] = from_half(pooled[i]) * weight;
-          if (OVERLAP && head < HEADS && first_unit + at > 0) {
-            const float2 before = at > 0 ? make_float2(from_half(shared.spill[at - 1][head]),
-                                                       shared.unit_max[at - 1][head])
-                                         : shared.recv_spill[head];
-            score[0] += before.x * exp2_(before.y - lse);
-          }
-          // Sums over the half warp: block `which` is left to a thread.
-          const bool odd = which & 1, high = which & 2;
-          float a = odd ? score[1] : score[0], b = odd ? score[3] : score[2];
-          a += __shfl_xor_sync(ALL, odd ? score[0] : score[1], 1);
-          b += __shfl_xor_sync(ALL, odd ? score[2] : score[3], 1);
-          float x = (high ? b : a) + __shfl_xor_sync(ALL, high ? a : b, 2);
-          x += __shfl_xor_sync(ALL, x, 4);
-          x += __shfl_xor_sync(ALL, x, 8);
-          if (head < 4 && unit < cmp_units) {
-            const int block = (first_unit + unit) * 4 + which;
-            const bool free = block >= N_INIT && own - block >= N_LOCAL;
-            shared.keys[unit * 4 + which] = free ? __float_as_int(x == x ? x : 0.0f) + 1 : 0;
-          }
+        for (int w = 0; w < WARPS; ++w) {
+          const float2 part = shared.warp_ml[w][branch][head];
+          l += part.y * exp2_(part.x - m);
+        }
+        send(&shared.recv_ml[rank][branch][head], make_float2(m, l), to, shared.bars + first);
+        if (CLUSTER > 1 && !told && branch == 0 && to == rank + 1) {
+          const Pooled &end = shared.pooled[max(cmp_units - 1, 0)];
+          send(&shared.recv_spill[head], make_float2(from_half(end.spill[head]), end.max[head]),
+               to, shared.bars);
         }
       }
-      __syncthreads();
-      // Of this block; then each block's best go to every block, and of those.
-      const int each = min(FREE, share * 4);
+      if (told && first == 0) {
+        const float4 *mine = (const float4 *)(shared.pooled + kept_from);
 #pragma unroll 1
-      for (int level = 0; level < (CLUSTER > 1 ? 2 : 1); ++level) {
-        find_best(shared, level == 0 ? shared.keys : shared.recv_key,
-                  level == 0 ? cmp_units * 4 : CLUSTER * each, shared.survived[level]);
-        if (CLUSTER == 1 || level == 1) break;
-        for (int i = threadIdx.x; i < CLUSTER * each; i += THREADS) {
-          const int from = i % each, at = rank * each + from;
-          send(&shared.recv_key[at], (u32)shared.best_key[from], i / each, shared.bars + 2);
-          send(&shared.recv_block[at], (u32)(first_unit * 4 + shared.best_at[from]), i / each,
-               shared.bars + 2);
+        for (int to = warp; to < CLUSTER; to += WARPS)
+          for (int i = lane; i < cmp_units * (int)(sizeof(Pooled) / 16) && to != rank; i += 32)
+            send(mine + i, mine[i], to, shared.bars);
+      }
+      receive(shared.bars + first);
+      {
+        const int branch = EARLY ? lane / 16 : phase;
+        float m = NEVER, l = 0.0f;
+#pragma unroll
+        for (int c = 0; c < CLUSTER; ++c) m = fmaxf(m, shared.recv_ml[c][branch][lane % 16].x);
+#pragma unroll
+        for (int c = 0; c < CLUSTER; ++c) {
+          const float2 part = shared.recv_ml[c][branch][lane % 16];
+          l += part.y * exp2_(part.x - m);
         }
-        receive(shared.bars + 2);
+        lse = l > 0.0f ? m + log2_(l) : l == 0.0f ? INFINITY_ : l;  // a NaN stays one
       }
-      if (threadIdx.x < FREE) {
-        const int at = shared.best_at[threadIdx.x];
-        shared.chosen[threadIdx.x] = CLUSTER > 1 ? shared.recv_block[at] : at;
+      // The best blocks, in every block of the cluster alike.
+      if (first == 0 && whole && !few) {
+        // Half a warp takes a unit, a thread a head.
+        const int head = lane % 16, which = lane % 4;
+        const float cmp_lse = EARLY ? __shfl_sync(ALL, lse, head) : lse;
+        const int units = told ? all_units : cmp_units, behind = told ? 0 : first_unit;
+#pragma unroll 1
+        for (int begin = threadIdx.x / 32 * 2; begin < units; begin += AT_ONCE * THREADS / 16) {
+#pragma unroll
+          for (int k = 0; k < AT_ONCE; ++k) {
+            const int unit = begin + lane / 16 + k * THREADS / 16, at = min(unit, units - 1);
+            const Pooled &pooled = shared.pooled[at];
+            const float weight = head < HEADS ? exp2_(pooled.max[head] - cmp_lse) : 0.0f;
+            float score[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) score[i] = from_half(pooled.block[head][i]) * weight;
+            if (OVERLAP && head < HEADS && behind + at > 0) {
+              const Pooled &previous = shared.pooled[max(at - 1, 0)];
+              const float2 before = at > 0 ? make_float2(from_half(previous.spill[head]),
+                                                         previous.max[head])
+                                           : shared.recv_spill[head];
+              score[0] += before.x * exp2_(before.y - cmp_lse);
+            }
+            // Sums over the half warp: block `which` is left to a thread.
+            const bool odd = which & 1, high = which & 2;
+            float a = odd ? score[1] : score[0], b = odd ? score[3] : score[2];
+            a += __shfl_xor_sync(ALL, odd ? score[0] : score[1], 1);
+            b += __shfl_xor_sync(ALL, odd ? score[2] : score[3], 1);
+            float x = (high ? b : a) + __shfl_xor_sync(ALL, high ? a : b, 2);
+            x += __shfl_xor_sync(ALL, x, 4);
+            x += __shfl_xor_sync(ALL, x, 8);
+            if (head < 4 && unit < units) {
+              const int block = (behind + unit) * 4 + which;
+              const bool free = block >= N_INIT && own - block >= N_LOCAL;
+              shared.keys[unit * 4 + which] = free ? __float_as_int(x == x ? x : 0.0f) + 1 : 0;
+            }
+          }
+        }
+        __syncthreads();
+        // The best of this block go to every block; then each ranks its own among all of them,
+        // and tells which are the best. Where all have all keys, only the latter.
+        const int each = min(FREE, share * 4);
+#pragma unroll 1
+        for (int level = told; level <= (CLUSTER > 1); ++level) {
+          const bool own_keys = level == 0 || told;
+          const int *keys = own_keys ? shared.keys : shared.recv_key;
+          const int n = own_keys ? units * 4 : CLUSTER * each;
+          const int from = told ? first_unit * 4 : level == 0 ? 0 : rank * each;
+          const int count = own_keys ? cmp_units * 4 : each;
+          if (level == 0 && n > FEW) {
+            find_of_many(shared, keys, n);
+          } else {
+#pragma unroll 1
+            for (int first = warp * 32 / TEAM; first < count; first += THREADS / TEAM) {
+              const int i = from + min(first + lane / TEAM, count - 1), at = rank_of(keys, n, i);
+              if (first + lane / TEAM >= count || at >= FREE) continue;
+              if (level == 0) {
+                shared.best_key[at] = keys[i], shared.best_at[at] = i;
+              } else {
+                const u32 block = told ? i : shared.recv_block[i];
+                for (int to = lane % TEAM; to < CLUSTER; to += TEAM)
+                  send(&shared.chosen[at], block, to, shared.bars + 3);
+              }
+            }
+          }
+          if (level == 0) {
+            __syncthreads();
+#if CLUSTER > 1
+#pragma unroll 1
+            for (int i = threadIdx.x; i < CLUSTER * FREE; i += THREADS) {
+              const int which = i % FREE, to = i / FREE, at = rank * each + which;
+              if (which >= each) continue;
+              send(&shared.recv_key[at], (u32)shared.best_key[which], to, shared.bars + 2);
+              send(&shared.recv_block[at], (u32)(first_unit * 4 + shared.best_at[which]), to,
+                   shared.bars + 2);
+            }
+#else
+            if (threadIdx.x < FREE) shared.chosen[threadIdx.x] = shared.best_at[threadIdx.x];
+#endif
+          }
+          receive(shared.bars + 2 + level);
+        }
       }
-      __syncthreads();
+      limit = total;
+      if (EARLY) continue;
     }
-    if (whole && rank == 0 && warp == WARPS - 1 && lane < N_SEL) {  // ascending
-      auto number = [&](int i) {
-        return i < forced ? forced_block(i) : few ? (1 << 30) + i : shared.chosen[i - forced];
-      };
-      const int mine = number(lane);
-      int at = 0;
-      for (int i = 0; i < N_SEL; ++i) at += number(i) < mine;
-      args.indices[(i64)program * N_SEL + at] = few && lane > own ? -1 : mine;
+
+    // Outputs by their gates.
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int head = lane / 4 + 8 * r;
+      const float gate = gate_of(!EARLY && phase == 0 ? gates[r][0] : gates[r][2]);
+      const float by = gate * exp2_(sums.m[r] - __shfl_sync(ALL, lse, EARLY * 16 + head));
+      float kept_by = 1.0f;
+      if (EARLY) kept_by = gate_of(gates[r][0]) * exp2_(kept_m[r] - __shfl_sync(ALL, lse, head));
+#pragma unroll
+      for (int i = 0; i < D / 8; ++i)
+#pragma unroll
+        for (int j = 2 * r; j < 2 * r + 2; ++j)
+          kept[i][j] = kept[i][j] * kept_by + sums.o[i][j] * by;
     }
-    limit = total;
-    sums.clear();
   }
 
   // Sums over the warps: outputs of both kinds, through the rings. Chunks of 8 columns take turns
   // by the head's number, so that threads of a warp hit different banks.
-  float *mine = (float *)(memory + warp * STAGES * STAGE);
+  sums.close();
+  const int corner = warp * STAGES * STAGE + lane / 4 * (D * 4 + 32) + lane % 4 * 8;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int head = lane / 4 + 8 * r;
     const float gate = gate_of(gates[r][1]);
     if (lane % 4 == 0)
-      shared.warp_sel_ml[warp][head] = make_float2(sums.m[r], sums.l[r]);
+      shared.warp_sel_ml[warp][lane / 4 + 8 * r] = make_float2(sums.m[r], sums.l[r]);
 #pragma unroll
     for (int i = 0; i < D / 8; ++i) {
-      float *to = mine + head * D + (i ^ (head & 7)) * 8 + lane % 4 * 2;
+      unsigned char *to = memory + (corner ^ i * 32) + r * 8 * D * 4;
       *(float2 *)to = make_float2(kept[i][2 * r], kept[i][2 * r + 1]);
-      *(float2 *)(to + 16 * D) = make_float2(sums.o[i][2 * r] * gate, sums.o[i][2 * r + 1] * gate);
+      *(float2 *)(to + STAGE) = make_float2(sums.o[i][2 * r] * gate, sums.o[i][2 * r + 1] * gate);
     }
   }
   __syncthreads();
+#pragma unroll 1
   for (int i = threadIdx.x; i < 16 * D / 4; i += THREADS) {
     const int head = i / (D / 4), column = i % (D / 4) * 4;
-    const int at = head * D + ((column / 8) ^ (head & 7)) * 8 + column % 8;
+    const int at = (head * D + ((column / 8) ^ (head & 7)) * 8 + column % 8) * 4;
     float m = NEVER, l = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) m = fmaxf(m, shared.warp_sel_ml[w][head].x);
@@ -714,17 +813,17 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       const float2 ml = shared.warp_sel_ml[w][head];
       const float weight = exp2_(ml.x - m);
       l += ml.y * weight;
-      const float *from = (const float *)(memory + w * STAGES * STAGE) + at;
-      const float4 a = *(const float4 *)from, b = *(const float4 *)(from + 16 * D);
+      const unsigned char *from = memory + w * STAGES * STAGE + at;
+      const float4 a = *(const float4 *)from, b = *(const float4 *)(from + STAGE);
       sum.x += a.x, sum.y += a.y, sum.z += a.z, sum.w += a.w;
       sel.x += b.x * weight, sel.y += b.y * weight, sel.z += b.z * weight, sel.w += b.w * weight;
     }
 #if CLUSTER > 1
     const int part = 16 * D / CLUSTER, to = i * 4 / part;
-    send(&shared.recv[rank][0][i * 4 % part], sum, to, shared.bars + 3);
-    send(&shared.recv[rank][1][i * 4 % part], sel, to, shared.bars + 3);
+    send(&shared.recv[rank][0][i * 4 % part], sum, to, shared.bars + 4);
+    send(&shared.recv[rank][1][i * 4 % part], sel, to, shared.bars + 4);
     if (column == 0)  // a block ends whole heads
-      send(&shared.recv_sel_ml[rank][head], make_float2(m, l), to, shared.bars + 3);
+      send(&shared.recv_sel_ml[rank][head], make_float2(m, l), to, shared.bars + 4);
 #else
     if (head < HEADS) {
       const float by = l == 0.0f ? 0.0f : 1.0f / l;
@@ -734,8 +833,16 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     }
 #endif
   }
+  if (whole && rank == 0 && warp == WARPS - 1) {  // ascending
+    const int mine = lane >= N_SEL || (few && lane > own) ? (1 << 30) + lane
+                     : lane < forced ? forced_block(lane) : shared.chosen[lane - forced];
+    int at = 0;
+#pragma unroll 4
+    for (int i = 0; i < N_SEL; ++i) at += __shfl_sync(ALL, mine, i) < mine;
+    if (lane < N_SEL) args.indices[(i64)program * N_SEL + at] = few && lane > own ? -1 : mine;
+  }
 #if CLUSTER > 1
-  receive(shared.bars + 3);
+  receive(shared.bars + 4);
   const int part = 16 * D / CLUSTER;
   for (int i = threadIdx.x * 2; i < part; i += THREADS * 2) {
     const int head = (rank * part + i) / D, column = (rank * part + i) % D;

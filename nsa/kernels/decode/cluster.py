@@ -3,7 +3,7 @@
 Blocks of a thread block cluster write into each other's shared memory and wait for what arrives
 there, which Triton does not offer. With it the phases of a step follow each other in one kernel,
 which also keeps the memory busy while blocks are chosen. H200, 64 heads in 4 groups, by graph,
-us: one sequence of 8k tokens 17.5 -> 14.7, of 64k 24.5 -> 18.1, 16 of them 78.6 -> 60.3, 64 of 32k
+us: one sequence of 8k tokens 17.5 -> 13.8, of 64k 24.5 -> 17.2, 16 of them 78.6 -> 60.3, 64 of 32k
 148 -> 122.
 
 NVRTC, which comes with PyTorch, compiles the kernel for its sizes when it is first asked for; the
@@ -42,7 +42,11 @@ SMS = 132  # of an H100 or H200 (SXM), for which the following is
 SHAPES = ((4, 16, 8, 1), (8, 8, 8, 1), (16, 4, 8, 1), (32, 4, 4, 2), (66, 2, 8, 1), (132, 2, 4, 2))
 REST = (1, 4, 2)
 MOST_BLOCKS = 16  # of a cluster
-LEAST_UNITS = 4  # of compressed keys, for a block: telling more blocks takes longer
+TOLD = 4  # units of each block up to which every block is told all block sums
+# Sequences * groups up to which the window comes before the choice, in contexts where every block
+# is told all. Blocks of few units have four warps then, whose outputs are sooner summed.
+EARLY_PROGRAMS, EARLY_UNITS, EARLY_WARPS = 4, 2, 4
+MOST_SEQUENCES = 65535  # the second extent of a grid
 MODES = {None: 0, "cmp": 1, "sel": 2, "win": 3}
 GATES = {torch.float32: "float", torch.bfloat16: "u16", torch.float16: "u16"}
 _PARAMS = struct.Struct("12Q6if4x")
@@ -54,22 +58,37 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """cluster: blocks of one; units: of compressed keys that a block may get."""
+    """cluster: blocks of one; units: of compressed keys that a block may get; early: EARLY of
+    cluster.cu."""
 
     cluster: int
     warps: int
     stages: int
     occupancy: int
     units: int
+    early: bool
+
+    @property
+    def told(self) -> int:
+        return min(TOLD, self.units) if self.cluster > 1 else 0
 
     def shared(self, dim: int, n_sel: int, free: int) -> int:
         """Bytes of shared memory: the rings of keys, then `Shared` of cluster.cu."""
         rings = self.warps * self.stages * 2 * UNIT * dim * 2
         parts = HEADS * dim * (2 + 8 * (self.cluster > 1))
         normalisers = 3 * HEADS * 8 * (self.cluster + self.warps) + HEADS * 8
-        keys = 4 * (4 * self.units + 2 * self.cluster * free + 2 * free + n_sel)
-        keys += 8 * max(4 * self.units, self.cluster * free)
-        return rings + parts + normalisers + keys + self.units * HEADS * (4 + 2 + 8) + 128
+        kept = max(self.units, self.cluster * self.told)
+        keys = 4 * (4 * kept + 2 * self.cluster * free + 2 * free + n_sel)
+        keys += 8 * 4 * self.units
+        return rings + parts + normalisers + keys + kept * HEADS * (4 + 2 + 8) + 128
+
+    def macros(self, dim: int, n_sel: int, free: int) -> dict[str, int]:
+        """What cluster.cu is compiled with for this."""
+        return dict(
+            CLUSTER=self.cluster, WARPS=self.warps, STAGES=self.stages, OCCUPANCY=self.occupancy,
+            UNITS=self.units, TOLD=self.told, EARLY=int(self.early),
+            SHARED=self.shared(dim, n_sel, free),
+        )  # fmt: skip
 
 
 def why_not(
@@ -97,10 +116,12 @@ def plan(
     filled = programs * SMS / sms
     cluster, warps, occupancy = next((x for most, *x in SHAPES if filled <= most), REST)
     all_units = cdiv(cdiv(max_len, l_sel), 4)
-    while cluster > 1 and cdiv(all_units, cluster) < LEAST_UNITS:
-        cluster //= 2
     while cluster <= MOST_BLOCKS:
-        found = ClusterPlan(cluster, warps, 2, occupancy, pow2(cdiv(all_units, cluster)))
+        units = pow2(cdiv(all_units, cluster))
+        early = cluster > 1 and filled <= EARLY_PROGRAMS and units <= TOLD
+        if early and units <= EARLY_UNITS:
+            warps = EARLY_WARPS
+        found = ClusterPlan(cluster, warps, 2, occupancy, units, early)
         if found.shared(dim, n_sel, free) <= SHARED_MOST[occupancy]:
             return found
         cluster *= 2
@@ -159,7 +180,7 @@ class ClusterKernel:
 
     function: Any
     launch: Any  # cuLaunchKernel
-    blocks: int
+    grid: tuple[int, int]
     threads: int
     shared: int
 
@@ -179,7 +200,7 @@ class ClusterKernel:
         params = ctypes.c_void_p(ctypes.addressof(packed))
         stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
         code, *_ = self.launch(
-            self.function, self.blocks, 1, 1, self.threads, 1, 1, self.shared, stream,
+            self.function, *self.grid, 1, self.threads, 1, 1, self.shared, stream,
             ctypes.addressof(params), 0,
         )  # fmt: skip
         if code:
@@ -217,31 +238,27 @@ def _kernel(
         return None
     free = n_sel - n_init - n_local
     found = plan(batch * groups, dim, n_sel, free, l_sel, max_len, sm_count(device))
-    if found is None:
+    if found is None or batch > MOST_SEQUENCES:
         return None
-    shared = found.shared(dim, n_sel, free)
     macros = dict(
         D=dim, BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], HEADS=hq // groups, L=l,
         STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local, WINDOW=window,
-        OVERLAP=int(l > d), PAGE=page, RING=int(ring), CLUSTER=found.cluster, WARPS=found.warps,
-        STAGES=found.stages, OCCUPANCY=found.occupancy, UNITS=found.units, SHARED=shared,
+        OVERLAP=int(l > d), PAGE=page, RING=int(ring), **found.macros(dim, n_sel, free),
     )  # fmt: skip
-    blocks = batch * groups * found.cluster
     try:
-        return _load(tuple(macros.items()), blocks, 32 * found.warps, shared)
+        return _load(macros, (groups * found.cluster, batch))
     except RuntimeError as error:  # Unavailable, and what cuda.bindings raises without a library
         warn_once(f"decode steps take several launches, since {NAME} cannot be had: {error}")
         return None
 
 
-def _load(
-    macros: tuple[tuple[str, Any], ...], blocks: int, threads: int, shared: int
-) -> ClusterKernel:
+def _load(macros: dict[str, Any], grid: tuple[int, int]) -> ClusterKernel:
     try:
         from cuda.bindings import driver
     except ImportError as error:
         raise Unavailable(f"cuda.bindings cannot be imported: {error}") from error
-    cubin = _cubin(macros, 90)
+    cubin = _cubin(tuple(macros.items()), 90)
+    cluster, threads, shared = macros["CLUSTER"], 32 * macros["WARPS"], macros["SHARED"]
     # A graph may be under capture, and loading is no part of it.
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     mode = _check(*driver.cuThreadExchangeStreamCaptureMode(relaxed))
@@ -254,20 +271,19 @@ def _load(
             (kind.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
         ):
             _check(*driver.cuFuncSetAttribute(function, attribute, value))
-        cluster = dict(macros)["CLUSTER"]
-        if cluster > 1 and not _most_clusters(driver, function, cluster, blocks, threads, shared):
+        if cluster > 1 and not _most_clusters(driver, function, cluster, grid, threads, shared):
             raise Unavailable(f"no cluster of {cluster} blocks fits what is there of the GPU")
     finally:
         driver.cuThreadExchangeStreamCaptureMode(mode)
-    return ClusterKernel(function, driver.cuLaunchKernel, blocks, threads, shared)
+    return ClusterKernel(function, driver.cuLaunchKernel, grid, threads, shared)
 
 
 def _most_clusters(
-    driver: Any, function: Any, cluster: int, blocks: int, threads: int, shared: int
+    driver: Any, function: Any, cluster: int, grid: tuple[int, int], threads: int, shared: int
 ) -> int:
     """How many run at a time: a part of a GPU (MIG, MPS) may have no room for a large one."""
     config, size = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared
     size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
