@@ -175,7 +175,7 @@ def _toy(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     widths = [r.get("dim") for r in rows]
     if name != "decode" or not all(is_number(w) and w < 1024 for w in widths):
         return []
-    return ["a small model; serving sizes are timed in the profile full, or by "
+    return ["a small model; serving sizes are timed by the stage `decode_serving`, or by "
             "`bench/bench_decode.py --preset serving`"]  # fmt: skip
 
 

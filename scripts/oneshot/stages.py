@@ -30,7 +30,7 @@ def tests(*patterns: str) -> tuple[str, ...]:
 
 
 # Stages of the standard profile that a profile does not have; the report says so.
-LEFT_OUT = {"quick": ("prefill_bench", "fa2_bench", "train_smoke")}
+LEFT_OUT = {"quick": ("decode_serving", "prefill_bench", "fa2_bench", "train_smoke")}
 
 
 def plan(profile: str) -> list[Stage]:
@@ -103,11 +103,16 @@ def _gpu(profile: str) -> list[Stage]:
         proof="row", timeout_s=60, estimate_s=1, needs=spans, log="threshold.txt",
         also={"fa2_bench": ("--fa2", "{out}/fa2.csv")}, group="bench",
     )  # fmt: skip
+    sizes = ("--preset", "serving") if full else (
+        "--S_list", "8192,65536", "--heads", "64", "--groups", "4", "--dk", "128", "--dv", "128",
+        "--branch_force_mode", "none",
+    )  # fmt: skip
     serving = Stage(
         "decode_serving", "Decode at serving sizes: eager, as a graph, and the layer's whole step",
-        ("{python}", "bench/bench_decode.py", "--preset", "serving", "--quick", "--csv",
+        ("{python}", "bench/bench_decode.py", *sizes, "--quick", "--csv",
          "{out}/decode_serving.csv"),
-        proof="bench", timeout_s=600, estimate_s=90, required=False,
+        proof="bench", timeout_s=600 if full else 240, estimate_s=150 if full else 45,
+        required=False,
         env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
         log="decode_serving.txt", outputs=("decode_serving.csv",), group="bench", shrinks=True,
     )  # fmt: skip
@@ -181,7 +186,7 @@ def _gpu(profile: str) -> list[Stage]:
             proof="output", timeout_s=60, estimate_s=1, needs=("decode_gpu_final.csv",),
             log="decode_summary.txt", outputs=("decode_summary.txt",), group="bench",
         ),
-        *((serving,) if full else ()),
+        serving,
         Stage(
             "prefill_bench", "Prefill: NSA against dense attention",
             ("{python}", "bench/bench_prefill.py", "--csv", "{out}/prefill.csv",
