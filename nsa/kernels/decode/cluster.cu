@@ -353,7 +353,6 @@ __device__ __forceinline__ int above(int x, int y) { return (u32)(y - x) >> 31; 
 
 #define TEAM 8  // threads that rank a key
 #define FEW 96  // keys that are ranked each
-#define ALONE 64  // that a block ranks by itself: sooner done than telling the others
 
 // The rank of key i among n, the earlier of equal ones first; TEAM neighbouring threads call it.
 __device__ __forceinline__ int rank_of(const int *keys, int n, int i) {
@@ -721,17 +720,15 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         }
         __syncthreads();
         // The best of this block go to every block; then each ranks its own among all of them,
-        // and tells which are the best. Where all have all keys, only the latter. Few are ranked
-        // by every block.
+        // and tells which are the best. Where all have all keys, only the latter.
         const int each = min(FREE, share * 4);
 #pragma unroll 1
         for (int level = told; level <= (CLUSTER > 1); ++level) {
           const bool own_keys = level == 0 || told;
           const int *keys = own_keys ? shared.keys : shared.recv_key;
           const int n = own_keys ? units * 4 : CLUSTER * each;
-          const bool alone = level == 0 || n <= ALONE;
-          const int from = alone ? 0 : told ? first_unit * 4 : rank * each;
-          const int count = alone ? n : told ? cmp_units * 4 : each;
+          const int from = told ? first_unit * 4 : level == 0 ? 0 : rank * each;
+          const int count = own_keys ? cmp_units * 4 : each;
           if (level == 0 && n > FEW) {
             find_of_many(shared, keys, n);
           } else {
@@ -743,8 +740,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
                 shared.best_key[at] = keys[i], shared.best_at[at] = i;
               } else {
                 const u32 block = told ? i : shared.recv_block[i];
-                if (alone) shared.chosen[at] = block;
-                for (int to = lane % TEAM; to < CLUSTER && !alone; to += TEAM)
+                for (int to = lane % TEAM; to < CLUSTER; to += TEAM)
                   send(&shared.chosen[at], block, to, shared.bars + 3);
               }
             }
@@ -764,8 +760,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
             if (threadIdx.x < FREE) shared.chosen[threadIdx.x] = shared.best_at[threadIdx.x];
 #endif
           }
-          if (level == 1 && alone) __syncthreads();
-          else receive(shared.bars + 2 + level);
+          receive(shared.bars + 2 + level);
         }
       }
       limit = total;
