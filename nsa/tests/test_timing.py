@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench import stats, timing
-from bench.clock import HostClock
+from bench.clock import HostClock, median_of_rounds
 from bench.device import Ceilings, Watch
 from bench.timing import Budget, Case, Contender, Unbuilt, measure, strongest
 from nsa import launches
@@ -356,6 +356,21 @@ def test_wall_time_is_of_the_calls_that_were_made(monkeypatch):
     made.clear()
     assert HostClock().wall(call, n=4) == pytest.approx(3.0)
     assert made == ["call"] * 7
+
+
+@pytest.mark.parametrize("round_s, pauses, rounds", [(0.004, 2, 9), (0.025, 1, 3), (1.0, 1, 3)])
+def test_a_pause_of_the_host_is_no_wall_time(round_s, pauses, rounds, monkeypatch):
+    now, took = [0.0], [0.01 + round_s] * pauses + [round_s] * 9
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    left = iter(took)
+
+    def once():
+        seconds = next(left)
+        now[0] += seconds
+        return seconds * 1e6
+
+    assert median_of_rounds(once) == pytest.approx(round_s * 1e6)
+    assert len(took) - len(list(left)) <= rounds
 
 
 @pytest.mark.parametrize("error, status", [
