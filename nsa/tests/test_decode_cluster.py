@@ -25,13 +25,13 @@ STEPS = [
     Step((4096, 17, 1024, 2000), G=4, **WIDE),
     Step((3000, 17, 1025, 31, 32, 33, 63, 64), G=4, **WIDE),
     Step((4096, 3, 700, 1025) * 3, G=4, ring=True, **WIDE),
-    Step((4000, 1, 1100, 65), G=24, **WIDE),
-    Step((4096, 3, 700, 1025) * 2, G=32, ring=True, **WIDE),
+    Step((4000, 1, 1100, 65), G=17, **WIDE),
+    Step((4096, 3, 700, 1025, 64), G=27, ring=True, **WIDE),
     # One exchange of normalisers, blocks of four and eight warps; many keys to choose from, whose
     # best each block finds first, by rank or of those that reach a bound.
     Step((4000,), G=4, **WIDE),
     Step((14000,), G=4, page=64, **{**WIDE, "capacity": 16000}),
-    Step((28000, 30000, 12000, 8200), G=4, ring=True, **{**WIDE, "capacity": 32000}),
+    Step((28000, 8200), G=5, ring=True, **{**WIDE, "capacity": 28160}),
     Step((7000, 300, 90, 2000), G=34, **{**WIDE, "h": 1, "capacity": 8192}),
     # Every kind of cache, other head sizes, heads and dtypes, keys of one block only (l = d).
     Step((9000, 2000), G=4, page=64, ring=True, **{**WIDE, "capacity": 10000}),
@@ -86,7 +86,7 @@ def test_step(step, served):
 ], ids=str)  # fmt: skip
 def test_ties_go_to_the_lower_block(lens, groups, served):
     """Of keys all alike, also where the blocks of a cluster share them."""
-    step = Step(lens, G=groups, **WIDE)
+    step = Step(lens, G=groups, **{**WIDE, "capacity": cdiv(max(lens), 64) * 64})
     caches = Caches(step, "cuda")
     caches.q.zero_()
     _, indices, _ = launched(caches)

@@ -147,7 +147,7 @@ def _gpu(profile: str) -> list[Stage]:
                               "test_turn.py"),
              "-m", "kernel" if full else "kernel and core"),
             proof="parity", timeout_s=(900 if full else 420) * slow,
-            estimate_s=300 if full else 83, env=PARITY,
+            estimate_s=300 if full else 80, env=PARITY,
             log="prefill_parity.txt", group="parity",
         ),
         Stage(
