@@ -75,12 +75,13 @@ from nsa.module import NSAAttention
 
 MODES = ("none", "env", *BRANCHES)
 # (sequences, context) of each cell, and the sizes that they share unless an option says otherwise.
+SERVING = dict(heads=64, groups=4, dk=128, dv=128, branch_force_mode="none")
 PRESETS = {
     "serving": (
-        ((1, 8192), (1, 65536), (1, 131072), (16, 65536), (64, 8192), (64, 32768)),
-        dict(heads=64, groups=4, dk=128, dv=128, branch_force_mode="none"),
+        ((1, 8192), (1, 65536), (1, 131072), (16, 65536), (64, 8192), (64, 32768)), SERVING,
     ),
-}
+    "serving_short": (((1, 8192), (1, 65536)), SERVING),
+}  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 CSV_COLUMNS = (
     "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "reads_actual", "reads_expected",

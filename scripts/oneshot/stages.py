@@ -103,14 +103,10 @@ def _gpu(profile: str) -> list[Stage]:
         proof="row", timeout_s=60, estimate_s=1, needs=spans, log="threshold.txt",
         also={"fa2_bench": ("--fa2", "{out}/fa2.csv")}, group="bench",
     )  # fmt: skip
-    sizes = ("--preset", "serving") if full else (
-        "--S_list", "8192,65536", "--heads", "64", "--groups", "4", "--dk", "128", "--dv", "128",
-        "--branch_force_mode", "none",
-    )  # fmt: skip
     serving = Stage(
         "decode_serving", "Decode at serving sizes: eager, as a graph, and the layer's whole step",
-        ("{python}", "bench/bench_decode.py", *sizes, "--quick", "--csv",
-         "{out}/decode_serving.csv"),
+        ("{python}", "bench/bench_decode.py", "--preset", "serving" if full else "serving_short",
+         "--quick", "--csv", "{out}/decode_serving.csv"),
         proof="bench", timeout_s=600 if full else 240, estimate_s=150 if full else 52,
         required=False,
         env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},

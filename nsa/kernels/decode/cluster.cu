@@ -7,8 +7,8 @@
 //      time, so that no warp waits for another; their probabilities are pooled to selection blocks
 //      as they come (Eq. 9), relative to the maximum so far;
 //   2. log-sum-exps go to every thread block of the cluster, block scores are summed over the heads
-//      (Eq. 10), and the best selection blocks are found by rank: each thread block tells all of
-//      its best and ranks them among everyone's. In short contexts all block sums go with the
+//      (Eq. 10), and the best selection blocks are found by rank: each thread block tells its best
+//      to all and then ranks them among everyone's. In short contexts all block sums go with the
 //      log-sum-exps, so that every thread block has all scores. The window's keys arrive meanwhile;
 //   3. window, forced and chosen blocks stream through the same rings;
 //   4. outputs are gated and summed over warps, then over the cluster (Eq. 5).
