@@ -139,13 +139,30 @@ __device__ __forceinline__ void matrices_turned(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
+// Keys are read once: in the L2 they make room before anything else does. Where a single block has
+// a program, steps are 1 to 3 % slower with that.
+#if CLUSTER > 1
+#define COPY16 "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16"
+#define POLICY(i) ", %" #i ";"
+#else
+#define COPY16 "cp.async.cg.shared.global [%0], [%1], 16"
+#define POLICY(i) ";"
+#endif
+__device__ __forceinline__ u64 evict_first() {
+  u64 policy = 0;
+#if CLUSTER > 1
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
 __device__ __forceinline__ void copy16(u32 to, const void *from, bool live) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(live ? 16 : 0) : "memory");
+  asm volatile(COPY16 ", %2" POLICY(3)
+               :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(live ? 16 : 0),
+                  "l"(evict_first()) : "memory");
 }
 __device__ __forceinline__ void copy16(u32 to, const void *from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-               :: "r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
+  asm volatile(COPY16 POLICY(2)
+               :: "r"(to), "l"(__cvta_generic_to_global(from)), "l"(evict_first()) : "memory");
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -413,6 +430,97 @@ __device__ __forceinline__ void find_of_many(Shared &shared, const int *keys, in
   }
 }
 
+// Keys of the selection blocks of `units` units, of which first_unit is the first: scores over all
+// heads as whole numbers of the same order, 0 for blocks that are forced anyway.
+// lse: of head lane % 16; EARLY: of the compressed keys in the lower half of a warp.
+__device__ __forceinline__ void score_blocks(
+    Shared &shared, int first_unit, int units, int own, float lse) {
+  // Half a warp takes a unit, a thread a head.
+  const int lane = threadIdx.x % 32, head = lane % 16, which = lane % 4;
+  if (EARLY) lse = __shfl_sync(ALL, lse, head);
+#pragma unroll 1
+  for (int begin = threadIdx.x / 32 * 2; begin < units; begin += AT_ONCE * THREADS / 16) {
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const int unit = begin + lane / 16 + k * THREADS / 16, at = min(unit, units - 1);
+      const Pooled &pooled = shared.pooled[at];
+      const float weight = head < HEADS ? exp2_(pooled.max[head] - lse) : 0.0f;
+      float score[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) score[i] = from_half(pooled.block[head][i]) * weight;
+      if (OVERLAP && head < HEADS && first_unit + at > 0) {
+        const Pooled &previous = shared.pooled[max(at - 1, 0)];
+        const float2 before = at > 0 ? make_float2(from_half(previous.spill[head]),
+                                                   previous.max[head])
+                                     : shared.recv_spill[head];
+        score[0] += before.x * exp2_(before.y - lse);
+      }
+      // Sums over the half warp: block `which` is left to a thread.
+      const bool odd = which & 1, high = which & 2;
+      float a = odd ? score[1] : score[0], b = odd ? score[3] : score[2];
+      a += __shfl_xor_sync(ALL, odd ? score[0] : score[1], 1);
+      b += __shfl_xor_sync(ALL, odd ? score[2] : score[3], 1);
+      float x = (high ? b : a) + __shfl_xor_sync(ALL, high ? a : b, 2);
+      x += __shfl_xor_sync(ALL, x, 4);
+      x += __shfl_xor_sync(ALL, x, 8);
+      if (head < 4 && unit < units) {
+        const int block = (first_unit + unit) * 4 + which;
+        const bool free = block >= N_INIT && own - block >= N_LOCAL;
+        shared.keys[unit * 4 + which] = free ? __float_as_int(x == x ? x : 0.0f) + 1 : 0;
+      }
+    }
+  }
+}
+
+// The best blocks, in every thread block of the cluster alike: the best of each go to all; then each
+// ranks its own among all of them, and tells which are chosen. If told, all have all keys already.
+// units: whose keys are here; of them cmp_units from first_unit on are this block's. each: how many
+// selection blocks a block tells.
+__device__ __forceinline__ void choose_blocks(
+    Shared &shared, bool told, int units, int first_unit, int cmp_units, int each, int rank) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 1
+  for (int level = told; level <= (CLUSTER > 1); ++level) {
+    const bool own_keys = level == 0 || told;
+    const int *keys = own_keys ? shared.keys : shared.recv_key;
+    const int n = own_keys ? units * 4 : CLUSTER * each;
+    const int from = told ? first_unit * 4 : level == 0 ? 0 : rank * each;
+    const int count = own_keys ? cmp_units * 4 : each;
+    if (level == 0 && n > FEW) {
+      find_of_many(shared, keys, n);
+    } else {
+#pragma unroll 1
+      for (int first = warp * 32 / TEAM; first < count; first += THREADS / TEAM) {
+        const int i = from + min(first + lane / TEAM, count - 1), at = rank_of(keys, n, i);
+        if (first + lane / TEAM >= count || at >= FREE) continue;
+        if (level == 0) {
+          shared.best_key[at] = keys[i], shared.best_at[at] = i;
+        } else {
+          const u32 block = told ? i : shared.recv_block[i];
+          for (int to = lane % TEAM; to < CLUSTER; to += TEAM)
+            send(&shared.chosen[at], block, to, shared.bars + 3);
+        }
+      }
+    }
+    if (level == 0) {
+      __syncthreads();
+#if CLUSTER > 1
+#pragma unroll 1
+      for (int i = threadIdx.x; i < CLUSTER * FREE; i += THREADS) {
+        const int which = i % FREE, to = i / FREE, at = rank * each + which;
+        if (which >= each) continue;
+        send(&shared.recv_key[at], (u32)shared.best_key[which], to, shared.bars + 2);
+        send(&shared.recv_block[at], (u32)(first_unit * 4 + shared.best_at[which]), to,
+             shared.bars + 2);
+      }
+#else
+      if (threadIdx.x < FREE) shared.chosen[threadIdx.x] = shared.best_at[threadIdx.x];
+#endif
+    }
+    receive(shared.bars + 2 + level);
+  }
+}
+
 // ---- the step ---------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY)
@@ -484,9 +592,11 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   const int chosen_all = (mode == SEL ? N_SEL : whole && !few ? FREE : 0) * UNITS_PER_BLOCK;
   const int total = known + (chosen_all - rank + CLUSTER - 1) / CLUSTER;
 
-  if (mode == SEL && threadIdx.x < N_SEL)
-    shared.chosen[threadIdx.x] = args.indices[(i64)program * N_SEL + threadIdx.x];
-  if (mode == SEL) __syncthreads();
+  if (mode == SEL) {
+    if (threadIdx.x < N_SEL)
+      shared.chosen[threadIdx.x] = args.indices[(i64)program * N_SEL + threadIdx.x];
+    __syncthreads();
+  }
 
   auto forced_block = [&](int i) { return few || i < N_INIT ? i : own - N_LOCAL + 1 + i - N_INIT; };
   // Calls this warp's next units into its ring, as many as there is room for.
@@ -680,88 +790,11 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         }
         lse = l > 0.0f ? m + log2_(l) : l == 0.0f ? INFINITY_ : l;  // a NaN stays one
       }
-      // The best blocks, in every block of the cluster alike.
       if (first == 0 && whole && !few) {
-        // Half a warp takes a unit, a thread a head.
-        const int head = lane % 16, which = lane % 4;
-        const float cmp_lse = EARLY ? __shfl_sync(ALL, lse, head) : lse;
-        const int units = told ? all_units : cmp_units, behind = told ? 0 : first_unit;
-#pragma unroll 1
-        for (int begin = threadIdx.x / 32 * 2; begin < units; begin += AT_ONCE * THREADS / 16) {
-#pragma unroll
-          for (int k = 0; k < AT_ONCE; ++k) {
-            const int unit = begin + lane / 16 + k * THREADS / 16, at = min(unit, units - 1);
-            const Pooled &pooled = shared.pooled[at];
-            const float weight = head < HEADS ? exp2_(pooled.max[head] - cmp_lse) : 0.0f;
-            float score[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) score[i] = from_half(pooled.block[head][i]) * weight;
-            if (OVERLAP && head < HEADS && behind + at > 0) {
-              const Pooled &previous = shared.pooled[max(at - 1, 0)];
-              const float2 before = at > 0 ? make_float2(from_half(previous.spill[head]),
-                                                         previous.max[head])
-                                           : shared.recv_spill[head];
-              score[0] += before.x * exp2_(before.y - cmp_lse);
-            }
-            // Sums over the half warp: block `which` is left to a thread.
-            const bool odd = which & 1, high = which & 2;
-            float a = odd ? score[1] : score[0], b = odd ? score[3] : score[2];
-            a += __shfl_xor_sync(ALL, odd ? score[0] : score[1], 1);
-            b += __shfl_xor_sync(ALL, odd ? score[2] : score[3], 1);
-            float x = (high ? b : a) + __shfl_xor_sync(ALL, high ? a : b, 2);
-            x += __shfl_xor_sync(ALL, x, 4);
-            x += __shfl_xor_sync(ALL, x, 8);
-            if (head < 4 && unit < units) {
-              const int block = (behind + unit) * 4 + which;
-              const bool free = block >= N_INIT && own - block >= N_LOCAL;
-              shared.keys[unit * 4 + which] = free ? __float_as_int(x == x ? x : 0.0f) + 1 : 0;
-            }
-          }
-        }
+        const int units = told ? all_units : cmp_units;
+        score_blocks(shared, told ? 0 : first_unit, units, own, lse);
         __syncthreads();
-        // The best of this block go to every block; then each ranks its own among all of them,
-        // and tells which are the best. Where all have all keys, only the latter.
-        const int each = min(FREE, share * 4);
-#pragma unroll 1
-        for (int level = told; level <= (CLUSTER > 1); ++level) {
-          const bool own_keys = level == 0 || told;
-          const int *keys = own_keys ? shared.keys : shared.recv_key;
-          const int n = own_keys ? units * 4 : CLUSTER * each;
-          const int from = told ? first_unit * 4 : level == 0 ? 0 : rank * each;
-          const int count = own_keys ? cmp_units * 4 : each;
-          if (level == 0 && n > FEW) {
-            find_of_many(shared, keys, n);
-          } else {
-#pragma unroll 1
-            for (int first = warp * 32 / TEAM; first < count; first += THREADS / TEAM) {
-              const int i = from + min(first + lane / TEAM, count - 1), at = rank_of(keys, n, i);
-              if (first + lane / TEAM >= count || at >= FREE) continue;
-              if (level == 0) {
-                shared.best_key[at] = keys[i], shared.best_at[at] = i;
-              } else {
-                const u32 block = told ? i : shared.recv_block[i];
-                for (int to = lane % TEAM; to < CLUSTER; to += TEAM)
-                  send(&shared.chosen[at], block, to, shared.bars + 3);
-              }
-            }
-          }
-          if (level == 0) {
-            __syncthreads();
-#if CLUSTER > 1
-#pragma unroll 1
-            for (int i = threadIdx.x; i < CLUSTER * FREE; i += THREADS) {
-              const int which = i % FREE, to = i / FREE, at = rank * each + which;
-              if (which >= each) continue;
-              send(&shared.recv_key[at], (u32)shared.best_key[which], to, shared.bars + 2);
-              send(&shared.recv_block[at], (u32)(first_unit * 4 + shared.best_at[which]), to,
-                   shared.bars + 2);
-            }
-#else
-            if (threadIdx.x < FREE) shared.chosen[threadIdx.x] = shared.best_at[threadIdx.x];
-#endif
-          }
-          receive(shared.bars + 2 + level);
-        }
+        choose_blocks(shared, told, units, first_unit, cmp_units, min(FREE, share * 4), rank);
       }
       limit = total;
       if (EARLY) continue;
