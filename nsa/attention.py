@@ -539,6 +539,17 @@ def nsa_decode(
     _check_beside("gates", gates, q, (*q.shape[:-1], 3))
     if T > min(cache.lengths):
         raise ValueError(f"q must be of tokens in the cache: T={T}, lengths {cache.lengths}")
+    return decode_appended(
+        q, cache, window, gates, softmax_scale=softmax_scale, backend=backend, flags=flags
+    )
+
+
+def decode_appended(
+    q: Tensor, cache: NSACache, window: tuple[Tensor, Tensor] | None, gates: Tensor, *,
+    softmax_scale: float | None = None, backend: str | None = None, flags: Flags | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """nsa_decode() of what is known to fit: what append_projected() gave."""
+    c, T = cache.config, q.shape[1]
     flags = dispatch.resolve_flags(flags, q)
     args = dict(
         q=q, k=cache.k_sel, v=cache.v_sel, cache=cache, window=window, gates=gates,

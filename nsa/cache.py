@@ -322,15 +322,18 @@ class NSACache:
             )
         self._check_new(qkv=(qkv, (self.batch, T, sum(c.qkv_widths))))
         if gate is not None:
-            shapes = [tuple(x.shape) for x in gate]
-            width, n = shapes[0][-1], 3 * c.heads
-            if shapes != [(self.batch, T, width), (n, width), (n,)]:
+            hidden, weight, bias = gate
+            width, n, device = hidden.shape[-1], 3 * c.heads, qkv.device
+            if (
+                hidden.shape != (self.batch, T, width) or weight.shape != (n, width)
+                or bias.shape != (n,)
+            ):  # fmt: skip
                 raise ValueError(
                     f"gate must be hidden [{self.batch}, {T}, width], weight [{n}, width] and "
-                    f"bias [{n}], got {', '.join(str(list(shape)) for shape in shapes)}"
+                    f"bias [{n}], got {', '.join(str(list(x.shape)) for x in gate)}"
                 )
-            if any(x.device != qkv.device for x in gate):
-                raise ValueError(f"gate must be on qkv's {qkv.device}")
+            if hidden.device != device or weight.device != device or bias.device != device:
+                raise ValueError(f"gate must be on qkv's {device}")
         self._make_room(T)
         turned, gates = append_turned(qkv, self, gate)
         try:

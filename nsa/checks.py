@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
@@ -50,6 +51,14 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     ):  # fmt: skip
         return False
     for p in module._parameters.values():
-        if type(p) is not nn.Parameter or p.dtype not in _KERNEL_DTYPES:
+        if p is not None and (type(p) is not nn.Parameter or p.dtype not in _KERNEL_DTYPES):
             return False
     return True
+
+
+def apply_linear(linear: nn.Module, x: Tensor) -> Tensor:
+    """linear(x), without what calling a module takes of the host (5 to 10 us) where it is plain."""
+    if not is_plain(linear, nn.Linear):
+        return linear(x)
+    own = linear._parameters
+    return F.linear(x, own["weight"], own["bias"])

@@ -87,7 +87,7 @@ class MLPCompression(nn.Module):
         """
         inner, outer = self.inner, self.outer
         if not is_plain(self, MLPCompression) or not all(
-            is_plain(layer, nn.Linear) for layer in (inner, outer)
+            is_plain(layer, nn.Linear) and layer.bias is not None for layer in (inner, outer)
         ):
             return None
         return self.position, inner.weight, inner.bias, outer.weight, outer.bias

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nsa import attention, dispatch
 from nsa.cache import BranchKV, NSACache
-from nsa.checks import autocast_on, is_plain
+from nsa.checks import apply_linear, autocast_on, is_plain
 from nsa.compress import make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
@@ -45,9 +45,10 @@ class GateMLP(nn.Module):
 
         None where hooks, adapters or other weights have their say.
         """
-        if not is_plain(self, GateMLP) or not is_plain(self.outer, nn.Linear):
+        outer = self.outer
+        if not is_plain(self, GateMLP) or not is_plain(outer, nn.Linear) or outer.bias is None:
             return None
-        return self.outer.weight, self.outer.bias
+        return outer.weight, outer.bias
 
 
 class NSAAttention(nn.Module):
@@ -214,8 +215,8 @@ class NSAAttention(nn.Module):
         gates = self.gate(x) if last is None else None
         if not many:
             q, made = attention.append_projected(
-                lambda: self.qkv(x), cache, self.phi_k, self.phi_v,
-                lambda: None if last is None else (self.gate.inner(x), *last),
+                lambda: apply_linear(self.qkv, x), cache, self.phi_k, self.phi_v,
+                lambda: None if last is None else (apply_linear(self.gate.inner, x), *last),
                 backend=self.backend, flags=self.flags,
             )  # fmt: skip
         if gates is None:
@@ -228,10 +229,9 @@ class NSAAttention(nn.Module):
             else:
                 q, kv = self._project_at(x, cache.angles(positions))
             cache.append(kv, self.phi_k, self.phi_v)
-        out, _ = attention.nsa_decode(
-            q, cache, window, gates, backend=self.backend, flags=self.flags
-        )
-        return self.out(out.flatten(-2))
+        decode = attention.nsa_decode if made is None else attention.decode_appended
+        out, _ = decode(q, cache, window, gates, backend=self.backend, flags=self.flags)
+        return apply_linear(self.out, out.flatten(-2))
 
 
 class SwiGLU(nn.Module):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from bench.parity import assert_parity
 from nsa import attention, launches
 from nsa.cache import BranchKV, NSACache
+from nsa.checks import apply_linear
 from nsa.compress import MLPCompression, make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
@@ -244,6 +245,25 @@ def test_a_changed_gate_runs_as_it_is(change):
     assert [tuple(y.shape) for y in gate.for_kernel()] == [(18, 6), (18,)]
     change(gate)
     assert gate.for_kernel() is None
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def doubled(linear):
+    linear.register_forward_hook(lambda _, args, out: 2 * out)
+    return linear
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_projection_that_is_more_than_its_weights_runs_as_it_is(bias):
+    x, plain = randn(2, 3, 8, seed=1), torch.nn.Linear(8, 4, bias=bias)
+    assert torch.equal(apply_linear(plain, x), plain(x))
+    for changed in (Doubled(8, 4, bias=bias), doubled(torch.nn.Linear(8, 4, bias=bias))):
+        changed.load_state_dict(plain.state_dict())
+        torch.testing.assert_close(apply_linear(changed, x), 2 * plain(x))
 
 
 def test_hooks_of_all_modules_see_gates_and_phi():
