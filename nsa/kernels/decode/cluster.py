@@ -3,7 +3,7 @@
 Blocks of a thread block cluster write into each other's shared memory and wait for what arrives
 there, which Triton does not offer. With it the phases of a step follow each other in one kernel,
 which also keeps the memory busy while blocks are chosen. H200, 64 heads in 4 groups, by graph,
-us: one sequence of 8k tokens 17.5 -> 13.8, of 64k 24.5 -> 17.2, 16 of them 78.6 -> 60.3, 64 of 32k
+us: one sequence of 8k tokens 17.5 -> 13.7, of 64k 24.5 -> 17.7, 16 of them 78.6 -> 57.6, 64 of 32k
 148 -> 122.
 
 NVRTC, which comes with PyTorch, compiles the kernel for its sizes when it is first asked for; the
