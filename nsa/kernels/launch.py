@@ -149,12 +149,7 @@ def by_layout(
     arguments, and the tensors' addresses: of pointers Triton compiles for dtype and alignment, of
     ints for what they are. A tensor that a GPU does not reach is Triton's to refuse."""
     addresses = [x.data_ptr() for x in tensors]
-    # Three flat tuples: a tuple for each tensor would take twice as long to make and to hash.
-    key = (
-        numbers, *[x.dtype for x in tensors], *[x.is_cuda for x in tensors],
-        *[at & 15 == 0 for at in addresses],
-    )  # fmt: skip
-    found = memory.get(key)
-    if found is None:
-        found = memory[key] = {}
-    return found, addresses
+    kinds = tuple(
+        [(x.dtype, at % 16 == 0, x.is_cuda) for x, at in zip(tensors, addresses, strict=True)]
+    )
+    return memory.setdefault((numbers, kinds), {}), addresses

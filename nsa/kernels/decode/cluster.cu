@@ -139,8 +139,8 @@ __device__ __forceinline__ void matrices_turned(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
-// Keys are read once: in the L2 they make room before anything else does. Where a single block has
-// a program, steps are 1 to 3 % slower with that.
+// Keys are read once: in the L2 they make room before anything else does, and the few queries with
+// them. Where a program has a single block, steps are 1 to 3 % slower with that.
 #if CLUSTER > 1
 #define COPY16 "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16"
 #define POLICY(i) ", %" #i ";"
