@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class NSAConfig:
@@ -108,11 +110,14 @@ class NSAConfig:
 
 
 def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> None:
-    """Raise TypeError or ValueError unless value is an int from `least` on, or None if optional."""
+    """Raise TypeError or ValueError unless value is an int from `least` on, or None if optional.
+
+    The symbol that stands for a length in a traced call is an int.
+    """
     if optional and value is None:
         return
     none = "None or " if optional else ""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be {none}an int, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be {none}at least {least}, got {value}")
