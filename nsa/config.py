@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -117,10 +116,15 @@ def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> N
     if optional and value is None:
         return
     none = "None or " if optional else ""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+    if isinstance(value, bool) or not isinstance(value, int) and not _is_symbol(value):
         raise TypeError(f"{name} must be {none}an int, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be {none}at least {least}, got {value}")
+
+
+def _is_symbol(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # without which there is none
+    return torch is not None and isinstance(value, torch.SymInt)
 
 
 def check_compression(l: int, d: int) -> None:

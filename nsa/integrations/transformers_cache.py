@@ -36,6 +36,7 @@ class NSACacheLayer(DynamicLayer):
     first: list[int]
     columns: int
     fresh: tuple[Tensor, Tensor] | None = None
+    several = False  # sequences in a row, which were a pack: none of them goes on
 
     @classmethod
     def of(cls, layer: DynamicLayer) -> NSACacheLayer:
@@ -66,7 +67,7 @@ class NSACacheLayer(DynamicLayer):
     def reset(self) -> None:
         self._forget()
         self.keys = self.values = None
-        self.is_initialized = False
+        self.is_initialized = self.several = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens: -n of them, or all but n as older releases of Transformers."""
@@ -138,6 +139,10 @@ class NSACacheLayer(DynamicLayer):
         Raises ValueError for other padding than there was.
         """
         nsa, fresh = self.nsa, self.fresh
+        if self.several:
+            raise NotImplementedError(
+                "nsa takes one sequence a row behind a cache, which holds packed ones"
+            )
         if nsa is None:
             return None
         if fresh is None or key is not fresh[0]:
@@ -147,7 +152,7 @@ class NSACacheLayer(DynamicLayer):
             return None
         first = [begin for begin, _ in rows]
         end = self.columns + q.shape[1]
-        if first != self.first or any(stop not in (None, end) for _, stop in rows):
+        if first != self.first or any(stop != end for _, stop in rows):
             raise ValueError(
                 "attention_mask must have the padding that it had with the tokens before: "
                 f"{self.first} columns on the left, got {rows}"
@@ -162,15 +167,16 @@ class NSACacheLayer(DynamicLayer):
 
     def fill(
         self, heads: int, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor,
-        rows: list[tuple[int, int]], how: dict[str, Any],
+        rows: list[tuple[int, int]] | None, how: dict[str, Any],
     ) -> None:  # fmt: skip
         """Hand the layer's keys over to an NSACache, where all sequences end at the last column.
 
         k, v [B, N, G, D]; k_cmp, v_cmp [B, Nc, G, D], or packed [N_total, G, D]. rows: the columns
-        of each sequence.
+        of each sequence, None where a row has several.
         """
         B, N, G, d_k = k.shape
-        if d_k % 2 or any(end != N for _, end in rows):
+        self.several = rows is None
+        if rows is None or d_k % 2 or any(end != N for _, end in rows):
             return
         sizes = {name: how[name] for name in ("l", "d", "l_sel", "n_sel", "n_init", "n_local")}
         config = NSAConfig(

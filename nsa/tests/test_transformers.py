@@ -132,6 +132,9 @@ def test_positions_of_one_sequence_are_no_pack():
     torch.testing.assert_close(changed[:, 10:], model(ids[:, 10:]).logits)
     with pytest.raises(NotImplementedError, match="empty cache only, got 24 tokens"):
         model(ids, position_ids=positions, **{CACHE: cache})
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="holds packed ones"):
+        cache = model(ids, position_ids=positions).past_key_values
+        model(ids[:, :1], position_ids=torch.tensor([[24]]), **{CACHE: cache})
 
 
 def test_cu_seq_lens_are_a_pack():

@@ -1,5 +1,5 @@
-"""generate() of Transformers' models with NSA: an NSACache inside of the dynamic cache, equal to all
-keys made anew at every step."""
+"""generate() of Transformers' models with NSA: an NSACache inside of the dynamic cache gives what
+all keys made anew at every step give."""
 
 from __future__ import annotations
 
