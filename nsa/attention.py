@@ -18,13 +18,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nsa import dispatch, select
+from nsa import dispatch, failed, select
 from nsa.arrival import await_selection
 from nsa.blocks import num_compressed
 from nsa.cache import BranchKV, NSACache
 from nsa.checks import scale_of
 from nsa.config import NSAConfig, check_blocks, check_compression, check_int
 from nsa.dispatch import Branch, Route
+from nsa.errors import told
 from nsa.flags import Flags
 from nsa.log import log
 from nsa.untraced import untraced
@@ -476,7 +477,7 @@ def turn_projected(
     request = replace(request, d_k=config.d_k, d_v=config.d_v)
     args = dict(qkv=qkv, positions=positions, config=config)
     calls = dispatch.rung_calls(Branch.TURN, args, flags)
-    return dispatch.guarded(request, calls, flags, choice)[0]
+    return dispatch.guarded(request, calls, flags, choice, args)[0]
 
 
 def append_projected(
@@ -489,20 +490,12 @@ def append_projected(
     and gates.
 
     qkv and gate give its arguments. The queries are None, with nothing appended, where PyTorch has
-    to do it; a kernel that fails is logged, as any fallback, and not tried again with this cache.
+    to do it; a kernel that fails is logged, as any fallback, and not tried again for such a cache.
     """
     flags = dispatch.resolve_flags(flags, cache.k_sel)
     key = (backend, flags)
     if key not in cache.fused_append:
-        request = dispatch.make_request(
-            Branch.STEP, cache.k_sel, cache.k_sel, cache.v_sel, cache.length, flags, backend
-        )
-        try:
-            cache.fused_append[key] = (
-                dispatch.decide(request, flags, backend).route is Route.TRITON
-            )
-        except dispatch.RouteUnavailable:
-            cache.fused_append[key] = False
+        cache.fused_append[key] = _may_append(cache, backend, flags)
     if not cache.fused_append[key]:
         return None, None
     try:
@@ -510,13 +503,33 @@ def append_projected(
     except (TypeError, ValueError):
         raise
     except Exception as error:
-        if backend is not None or dispatch.must_raise(error):
+        if dispatch.parse_backend(backend) is not None or dispatch.must_raise(error):
             raise
         cache.fused_append[key] = False
-        dispatch.warn_launch_error("the decode step's append on triton", error)
-        log("append.triton.fallback", flags=flags, reason="launch_error",
-            error=f"{type(error).__name__}: {error}"[:300])  # fmt: skip
+        failed.remember(*_append_kind(cache, backend, flags), told(error))
+        dispatch.warn_launch_error("the decode step's append on triton", told(error))
+        log("append.triton.fallback", flags=flags, reason="launch_error", error=told(error))
         return None, None
+
+
+def _append_kind(
+    cache: NSACache, backend: str | None, flags: Flags
+) -> tuple[Route, dispatch.Request, Flags, tuple[str, Tensor]]:
+    """append_projected's calls as failed.py takes them."""
+    k, v = cache.k_sel, cache.v_sel
+    request = dispatch.make_request(Branch.STEP, k, k, v, cache.max_len, flags, backend)
+    return Route.TRITON, request, flags, ("append", k)
+
+
+def _may_append(cache: NSACache, backend: str | None, flags: Flags) -> bool:
+    kind = _append_kind(cache, backend, flags)
+    try:
+        route = dispatch.decide(kind[1], flags, backend).route
+    except dispatch.RouteUnavailable:
+        return False
+    if dispatch.parse_backend(backend) is None and failed.known(*kind):
+        return False
+    return route is Route.TRITON
 
 
 @untraced  # as NSAAttention.step

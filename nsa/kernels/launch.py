@@ -46,10 +46,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if len(_made) >= MOST_MADE:
         _made.clear()
-    key, given = _key(kernel, args, constants), args
-    if key in _made:  # `args` holds the tensors until they are launched with
-        given = tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in args])
-    _launch(_made, key, kernel, grid, given, constants)
+    key = _key(kernel, args, constants)
+    found = _made.get(key)  # asked once: another thread may clear it any time
+    if found is None:
+        _launch_first(_made, key, kernel, grid, args, constants)
+    else:  # `args` holds the tensors until they are launched with
+        _again(found, grid, tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in args]))
+    launches.bump(kernel.__name__)
 
 
 def launch_planned(
@@ -61,7 +64,12 @@ def launch_planned(
     Of what is compiled already addresses will do for tensors, and are quicker: of a tensor Triton's
     launcher asks the driver whether the GPU can reach it, 1 us each.
     """
-    _launch(compiled, id(kernel), kernel, grid, args, constants)
+    found = compiled.get(id(kernel))
+    if found is None:
+        _launch_first(compiled, id(kernel), kernel, grid, args, constants)
+    else:
+        _again(found, grid, args)
+    launches.bump(kernel.__name__)
 
 
 def prepare_planned(
@@ -78,20 +86,15 @@ def _kept(kernel: Any, made: Any, args: tuple, constants: dict[str, Any]) -> Mad
     return kernel, made, tuple(constants[name] for name in kernel.arg_names[len(args) :])
 
 
-def _launch(
+def _launch_first(
     memory: dict[Any, Made], key: Any, kernel: Any, grid: tuple, args: tuple,
     constants: dict[str, Any],
 ) -> None:  # fmt: skip
-    """As `memory` has it under `key`; a key of None is not kept."""
-    found = memory.get(key)
-    if found is not None:
-        _again(found, grid, args)
-    else:
-        made = kernel[grid](*args, **constants)
-        # Nothing comes back from the interpreter.
-        if key is not None and hasattr(made, "packed_metadata"):
-            memory[key] = _kept(kernel, made, args, constants)
-    launches.bump(kernel.__name__)
+    """By Triton, and what it compiled into `memory`; a key of None is not kept."""
+    made = kernel[grid](*args, **constants)
+    # Nothing comes back from the interpreter.
+    if key is not None and hasattr(made, "packed_metadata"):
+        memory[key] = _kept(kernel, made, args, constants)
 
 
 def _again(found: Made, grid: tuple, args: tuple) -> None:

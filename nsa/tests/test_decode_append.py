@@ -365,6 +365,28 @@ def test_a_kernel_that_fails_is_told_and_not_tried_again(allowed, capsys):
     assert "no_such_instruction" in err
 
 
+@pytest.mark.filterwarnings("ignore:nsa. the decode step's append on triton failed")
+def test_a_kernel_that_fails_is_not_tried_again_for_the_next_cache(allowed, monkeypatch):
+    from nsa import dispatch
+
+    taken = dispatch.Decision(dispatch.Branch.STEP, dispatch.Route.TRITON)
+    monkeypatch.setattr(dispatch, "decide", lambda *_: taken)
+    calls, _ = allowed
+    layer = layer_of(SMALL, "cpu", torch.float32)
+    layer.backend, layer.flags = None, Flags()
+
+    def tries(backend=None, **how):
+        before, cache = len(calls), layer.make_cache(1, 8, **how)
+        found = attention.append_projected(
+            lambda: torch.zeros(1, 1, sum(SMALL.qkv_widths), dtype=cache.dtype), cache,
+            layer.phi_k, layer.phi_v, backend=backend, flags=layer.flags,
+        )  # fmt: skip
+        assert found == (None, None) and cache.length == 0
+        return len(calls) - before
+
+    assert [tries(), tries(), tries("auto"), tries(dtype=torch.float64)] == [1, 0, 0, 1]
+
+
 @pytest.mark.parametrize("error", [
     RuntimeError("CUDA error: an illegal memory access"), torch.OutOfMemoryError("full"),
     ValueError("the caller's"), TypeError("the caller's"),
