@@ -317,8 +317,8 @@ def step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
 
     cache = args["cache"]
     out, block_indices = nsa_decode_triton(
-        args["q"].contiguous(), cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
-        cache.v_win, args["gates"].contiguous(), cache.lens, max_len=cache.max_len,
+        args["q"], cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
+        cache.v_win, args["gates"], cache.lens, max_len=cache.max_len,
         softmax_scale=args["softmax_scale"], window_ring=True, return_indices=True,
         counters=cache.counters, use_cluster=flags.use_cluster, **args["sizes"],
     )  # fmt: skip

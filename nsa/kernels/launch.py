@@ -36,6 +36,11 @@ def on_its_device(launcher: Callable) -> Callable:
     return there
 
 
+def packed_ends(*cu_seqlens: Tensor | None) -> list[Tensor | None]:
+    """cu_seqlens as kernels read them, which take no strides; None stays None."""
+    return [None if x is None else x.contiguous() for x in cu_seqlens]
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """kernel[grid](*args, **constants) and its count, the second time without Triton's lookup.
 

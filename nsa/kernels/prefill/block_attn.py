@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa.checks import scale_of
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import on_its_device, packed_ends
 from nsa.kernels.prefill.limits import check_block_size
 
 
@@ -119,6 +119,6 @@ def selection_blocks_triton(
         block_indices = ascending(block_indices)
     out, _ = _block_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), block_indices.contiguous(),
-        block_size, scale, cu_seqlens, max_seqlen or 0, q_start, use_gluon,
+        block_size, scale, *packed_ends(cu_seqlens), max_seqlen or 0, q_start, use_gluon,
     )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.arrival import await_selection
 from nsa.checks import needs_grad, scale_of
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import on_its_device, packed_ends
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn import sequence_begins
 from nsa.kernels.prefill.limits import check_block_size
@@ -203,6 +203,7 @@ def nsa_prefill_triton(
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     out, block_indices, *_, lse, _, _ = _prefill(
         *(t.contiguous() for t in tensors), [l, d, l_sel, n_sel, n_init, n_local, window], scale,
-        cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, q_start, use_gluon, needs_grad(*tensors),
+        *packed_ends(cu_seqlens, cu_seqlens_cmp), max_seqlen or 0, q_start, use_gluon,
+        needs_grad(*tensors),
     )  # fmt: skip
     return out, {"block_indices": block_indices, "lse": lse}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa.checks import scale_of
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import on_its_device, packed_ends
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 
 
@@ -118,8 +118,8 @@ def compressed_attention_triton(
     max_k = k_cmp.shape[1] if cu_seqlens is None else max(0, ((max_seqlen or 0) - l) // d + 1)
     return _span_attention(
         q.contiguous(), k_cmp.contiguous(), v_cmp.contiguous(), COMPRESSED, l, d,
-        scale_of(softmax_scale, q.shape[-1]), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, max_k,
-        q_start, use_gluon,
+        scale_of(softmax_scale, q.shape[-1]), *packed_ends(cu_seqlens, cu_seqlens_cmp),
+        max_seqlen or 0, max_k, q_start, use_gluon,
     )  # fmt: skip
 
 
@@ -132,8 +132,8 @@ def sliding_attention_triton(
     as for compressed."""
     return _span_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), SLIDING, window, 1,
-        scale_of(softmax_scale, q.shape[-1]), cu_seqlens, cu_seqlens, max_seqlen or 0,
-        max_seqlen or k.shape[1], q_start, use_gluon,
+        scale_of(softmax_scale, q.shape[-1]), *packed_ends(cu_seqlens, cu_seqlens),
+        max_seqlen or 0, max_seqlen or k.shape[1], q_start, use_gluon,
     )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def select_blocks_triton(
     Flags.use_gluon, by default this process's.
     """
     return _block_select(
-        q.detach().contiguous(), k_cmp.detach().contiguous(), lse, l, d, l_sel, n_sel, n_init,
-        n_local, scale_of(softmax_scale, q.shape[-1]), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0,
-        q_start, use_gluon,
+        q.detach().contiguous(), k_cmp.detach().contiguous(), lse.detach().float().contiguous(), l,
+        d, l_sel, n_sel, n_init, n_local, scale_of(softmax_scale, q.shape[-1]),
+        *packed_ends(cu_seqlens, cu_seqlens_cmp), max_seqlen or 0, q_start, use_gluon,
     )  # fmt: skip
