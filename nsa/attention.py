@@ -20,10 +20,10 @@ from torch import Tensor
 
 from nsa import dispatch, failed, select
 from nsa.arrival import await_selection
-from nsa.blocks import num_compressed
+from nsa.blocks import num_compressed, num_sel_blocks
 from nsa.cache import BranchKV, NSACache
 from nsa.checks import scale_of
-from nsa.config import NSAConfig, check_blocks, check_compression, check_int
+from nsa.config import NSAConfig, check_blocks, check_choice, check_compression, check_int
 from nsa.dispatch import Branch, Route
 from nsa.errors import told
 from nsa.flags import Flags
@@ -153,19 +153,50 @@ def _check_window(
 
 
 def _check_compressed_count(
-    k_cmp: Tensor, q: Tensor, l: int, d: int, q_start: int, cu_seqlens: Tensor | None
-) -> None:
-    """k_cmp must hold every compressed key that the last query may see."""
+    k_cmp: Tensor, q: Tensor, l: int, d: int, q_start: int, cu_seqlens: Tensor | None,
+    raw: int | None = None,
+) -> None:  # fmt: skip
+    """k_cmp must hold every compressed key that the last query may see. It may be a longer buffer,
+    but not as long as the keys before compression, of which there are `raw`."""
+    have = k_cmp.shape[-3]
     if cu_seqlens is None:
         need, where = num_compressed(q_start + q.shape[1], l, d), "q_start + S tokens"
+        raw = q_start + q.shape[1] if raw is None else raw
+        if have > need and have >= raw and have > num_compressed(raw, l, d):
+            raise ValueError(
+                f"k_cmp must have {need} compressed keys for {where}, got {have}, where there are "
+                f"{raw} raw keys: nsa.compress makes one of several; cut a buffer, k_cmp[:, :n]"
+            )
     elif cu_seqlens.is_cuda:
+        most = q.shape[0] // d  # without waiting for the sequences' lengths
+        if not torch.compiler.is_compiling() and have > most:
+            raise ValueError(
+                f"k_cmp must have at most T // d = {most} compressed keys for T={q.shape[0]} "
+                f"packed tokens, got {have}"
+            )
         return
     else:
         need = int(num_compressed(cu_seqlens[1:] - cu_seqlens[:-1], l, d).sum())
         where = "the packed sequences"
-    have = k_cmp.shape[-3]
     if have < need or (cu_seqlens is not None and have != need):
         raise ValueError(f"k_cmp must have {need} compressed keys for {where}, got {have}")
+
+
+def _check_block_indices(block_indices: Tensor, block_size: int, keys: int) -> None:
+    """No block may lie behind the last of so many keys: such indices are of another block size.
+
+    Raises ValueError on a CPU. A GPU, which nobody shall wait for, and a compiled graph check by an
+    assertion of their own.
+    """
+    if not block_indices.numel() or block_indices.device.type == "meta":
+        return
+    blocks = num_sel_blocks(keys, block_size)
+    must = f"block_indices must be below {blocks}, the blocks of {block_size} in {keys} keys"
+    largest = block_indices.max()
+    if block_indices.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(largest < blocks, must)
+    elif largest >= blocks:
+        raise ValueError(f"{must}, got {int(largest)}")
 
 
 # ---- branches ------------------------------------------------------------------------------------
@@ -218,7 +249,7 @@ def select_blocks(
 
     Returns int32 [B, S, G, n_sel], ascending, -1 at the end. Block j covers [j*l_sel, (j+1)*l_sel)
     cut after the query. The query's block, the n_local - 1 before it and the n_init first are
-    always chosen, in this order if n_sel is smaller; ties go to the lower index. lse: what
+    always chosen, so that n_sel is at least n_init + n_local; ties go to the lower index. lse: what
     compressed_attention returned for the same q and k_cmp, which saves a pass. No gradient.
 
     >>> from nsa.compress import mean_pool
@@ -229,9 +260,7 @@ def select_blocks(
     """
     _check_tensors(q, k_cmp, None, cu_seqlens, "_cmp", keys_only=True)
     check_blocks(l, d, l_sel)
-    check_int("n_sel", n_sel, 1)
-    check_int("n_init", n_init, 0)
-    check_int("n_local", n_local, 1)
+    check_choice(n_sel, n_init, n_local)
     _check_start(q_start, cu_seqlens)
     max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
@@ -259,6 +288,8 @@ def selection_attention(
     cut after query t = q_start + s, -1 none; k reaches the last query) or by ranges int
     [B, S, G, n, 2] of [start, end), which are cut to the keys, but not after the query: the caller
     answers for causality there. Overlaps count once; an empty row gives 0 and zero gradients.
+    A block behind the last key (packed: of max_seqlen keys) is a ValueError; on a GPU and under
+    torch.compile it is a device-side assertion, as PyTorch's own for indices.
     """
     return _selected(
         q, k, v, block_indices, ranges, block_size, q_start, softmax_scale=softmax_scale,
@@ -301,6 +332,10 @@ def _selected(
     else:
         # An upper bound: the true length would need the indices' values, a device wait.
         key_len = min(block_indices.shape[-1] * block_size, k.shape[-3])
+        if alone:
+            _check_block_indices(
+                block_indices, block_size, k.shape[-3] if max_seqlen is None else max_seqlen
+            )
         if block_indices.dtype == torch.int64:  # cut first: a plain cast would wrap around
             block_indices = block_indices.clamp(-1, 2**31 - 1).to(torch.int32)
     if not alone:
@@ -391,7 +426,8 @@ def nsa_attention(
 ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
     """Native Sparse Attention: compressed, selected and sliding attention, gated (Eq. 5).
 
-    q [B, S, HQ, Dk]; k_cmp, v_cmp already compressed [B, Nc, G, D]; k_sel, v_sel [B, N, G, D] and
+    q [B, S, HQ, Dk]; k_cmp, v_cmp already compressed [B, Nc, G, D], Nc < N; k_sel, v_sel
+    [B, N, G, D] and
     k_win, v_win, each branch with its own projection; gates [B, S, HQ, 3] (cmp, sel, win), after
     the sigmoid: the Triton backward gives NaN for negative ones. A chunk of a sequence, or
     decoding: q_start is the position of the first query; the last query stands at k_win's last
@@ -410,12 +446,11 @@ def nsa_attention(
         if x.shape[-1] != v_cmp.shape[-1]:
             raise ValueError(f"{name} must have v_cmp's Dv={v_cmp.shape[-1]}, got {list(x.shape)}")
     check_blocks(l, d, l_sel)
-    for name, value, least in (("n_sel", n_sel, 1), ("n_init", n_init, 0), ("n_local", n_local, 1),
-                               ("window", window, 1)):  # fmt: skip
-        check_int(name, value, least)
+    check_choice(n_sel, n_init, n_local)
+    check_int("window", window, 1)
     _check_start(q_start, cu_seqlens)
     max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
-    _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
+    _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens, k_sel.shape[-3])
     _check_reach("k_sel", k_sel, q, q_start, cu_seqlens)
     _check_window(k_win, q, window, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
@@ -427,12 +462,15 @@ def nsa_attention(
     choice = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
 
     def by_branches() -> tuple[Tensor, dict[str, Any]]:
+        k, v = k_cmp, v_cmp
+        if cu_seqlens is None:  # what is behind them in a longer buffer is nobody's
+            k, v = (x[:, : num_compressed(q_start + q.shape[1], l, d)] for x in (k, v))
         with dispatch.trace() as taken:
             cmp, lse = compressed_attention(
-                q, k_cmp, v_cmp, l=l, d=d, q_start=q_start, backend=backend, **common
+                q, k, v, l=l, d=d, q_start=q_start, backend=backend, **common
             )
             block_indices = select_blocks(
-                q, k_cmp, lse, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local,
+                q, k, lse, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local,
                 q_start=q_start, backend=choice, **common,
             )  # fmt: skip
             win = sliding_attention(q, k_win, v_win, window=window, backend=backend, **common)

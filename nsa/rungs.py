@@ -67,8 +67,7 @@ def _ranges(args: Args) -> Tensor:
         return select.clean_ranges(args["ranges"], args["k"].shape[1])
     S = args["q"].shape[1]
     t = torch.arange(args["q_start"], args["q_start"] + S, device=args["q"].device)
-    ranges = select.blocks_to_ranges(args["block_indices"], args["block_size"], t)
-    return select.clean_ranges(ranges, args["k"].shape[1])
+    return select.blocks_to_ranges(args["block_indices"], args["block_size"], t)
 
 
 def _block_tokens(

@@ -485,7 +485,7 @@ def test_the_threshold_is_not_about_the_branches_of_a_whole_attention(monkeypatc
     q, k = randn(1, 40, 4, 8, seed=1), randn(1, 40, 2, 8, seed=2)
     n = num_compressed(40, 8, 4)
     nsa.nsa_attention(
-        q, k[:, :n], k[:, :n], k, k, k, k, torch.rand(1, 40, 4, 3), l=8, d=4, l_sel=8, n_sel=2,
+        q, k[:, :n], k[:, :n], k, k, k, k, torch.rand(1, 40, 4, 3), l=8, d=4, l_sel=8, n_sel=3,
         window=8, flags=flags,
     )  # fmt: skip
     assert (Branch.SELECTED, False) in seen

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.checks import needs_grad, scale_of
+from nsa.config import check_choice
 from nsa.kernels.decode import cluster
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
@@ -199,6 +200,7 @@ def _plan(
     window: int, max_len: int, branch: str | None, page: int = 0, ring: bool = False,
     alone: bool = False,
 ) -> StepPlan:  # fmt: skip
+    check_choice(n_sel, n_init, n_local)
     heads = hq // groups
     d1, d2 = split_dim(dim)
     block_dv = dot_size(dv)

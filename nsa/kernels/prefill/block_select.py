@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa.config import check_choice
 from nsa.kernels.block_keys import block_keys
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
@@ -256,6 +257,7 @@ class Ranking:
         n_init: int, n_local: int, cu_q: torch.Tensor | None = None,
         cu_k: torch.Tensor | None = None, max_q: int | None = None, q_start: int = 0,
     ) -> Ranking:  # fmt: skip
+        check_choice(n_sel, n_init, n_local)
         groups = k_cmp.shape[-2]
         if cu_q is None:
             sizes = q.shape[0], groups, q.shape[1], k_cmp.shape[1]
