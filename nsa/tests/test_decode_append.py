@@ -17,6 +17,7 @@ from nsa.compress import MLPCompression, make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.module import GateMLP, NSAAttention
+from nsa.routes import RouteUnavailable
 from nsa.tests.helpers import left_for_the_collector, randn
 
 KERNEL = "_decode_append_kernel"
@@ -408,6 +409,38 @@ def test_a_named_backend_raises_its_error(allowed):
     cache.fused_append[("triton", TRITON)] = True
     with pytest.raises(RuntimeError, match="no such instruction"):
         layer.step(randn(1, 1, 24, seed=2), cache)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("needs", ["q", "gates"])
+def test_a_gradient_is_pytorchs_or_refused(needs, kernel_device):
+    """Also of a cache whose steps were fused before; the kernels have none."""
+    layer = layer_of(SMALL, kernel_device, torch.float16)
+    cache, _ = caches_at(layer, [7], 9)
+    make = lambda seed, width: randn(
+        1, 1, 6, width, seed=seed, dtype=torch.float16, device=kernel_device
+    )
+    x = dict(q=make(1, 24), gates=make(2, 3).sigmoid())
+    decode = lambda **how: attention.nsa_decode(x["q"], cache, None, x["gates"], **how)[0]
+    cache.fused_step.add((None, TRITON))
+    with launches.recording() as fused:
+        want = decode(flags=TRITON)
+    assert any(name.startswith("_decode") for name in fused)
+    x[needs].requires_grad_()
+    out = decode(flags=TRITON)
+    (grad,) = torch.autograd.grad(out.float().sum(), x[needs])
+    torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
+    (plain,) = torch.autograd.grad(decode(backend="reference").float().sum(), x[needs])
+    assert plain.any()
+    torch.testing.assert_close(grad, plain, rtol=2e-3, atol=2e-3)
+    with pytest.raises(RouteUnavailable, match="needs_grad"):
+        decode(backend="triton", flags=TRITON)
+    qkv = torch.zeros(
+        1, 1, sum(SMALL.qkv_widths), dtype=torch.float16, device=kernel_device, requires_grad=True
+    )
+    with pytest.raises(ValueError, match="qkv must need no gradient"):
+        cache.append_projected(qkv, layer.phi_k, layer.phi_v)
+    assert cache.lengths == [7]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such instruction"), NotImplementedError("T"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -332,6 +334,47 @@ def test_block_indices_beyond_the_query_are_cut(backend):
 def test_no_index_is_cut_to_one_that_is_there():
     with pytest.raises(ValueError, match=f"must be below 4, .* got {(1 << 32) + 1}"):
         select(b=torch.tensor([0, (1 << 32) + 1]).expand(2, 16, 2, 2))
+
+
+def test_a_compiled_graph_tells_of_a_block_behind_the_keys():
+    torch.compiler.reset()
+    call = torch.compile(lambda b: select(b=b, backend="reference"), backend="aot_eager",
+                         fullgraph=True)  # fmt: skip
+    torch.testing.assert_close(call(BLOCKS), select(backend="reference"))
+    with pytest.raises(RuntimeError, match="block_indices must be below 4, the blocks of 4 in 16"):
+        call(BLOCKS + 4)
+
+
+GPU = """
+import torch, nsa
+x = torch.randn(2, 40, 2, 16, device="cuda", dtype=torch.float16)
+last, behind = (torch.full((2, 40, 2, 1), b, device="cuda") for b in (2, 3))
+run = lambda b: nsa.selection_attention(x, x, x, b, block_size=16, backend="triton")
+run(last)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):  # nothing waits for the device
+    run(last)
+graph.replay()
+torch.cuda.synchronize()
+print("fine so far", flush=True)
+run(behind)
+torch.cuda.synchronize()
+"""
+
+
+def test_a_gpu_tells_of_a_block_behind_the_keys(cuda):
+    """By an assertion on the device, after which it is of no use to this process."""
+    done = subprocess.run([sys.executable, "-c", GPU], capture_output=True, text=True)
+    assert "fine so far" in done.stdout and done.returncode
+    assert "must be below 3, the blocks of 16 in 40 keys" in done.stderr
+    assert "device-side assert" in done.stderr
+
+
+def test_raw_keys_of_a_pack_are_told_without_waiting_for_a_gpu(cuda):
+    x, cu = k[0].to(cuda), CU.to(cuda)
+    how = dict(l=8, d=4, cu_seqlens=cu, max_seqlen=10)
+    with pytest.raises(ValueError, match=r"at most T // d = 4 compressed keys .* T=16 .* got 16"):
+        nsa.compressed_attention(q[0].to(cuda), x, x, **how)
 
 
 @pytest.mark.parametrize("backend", ROUTES)
