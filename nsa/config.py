@@ -15,9 +15,9 @@ class NSAConfig:
 
     dim: model width. heads: query heads HQ. groups: KV groups G, a divisor of heads.
     d_k, d_v: head dimensions of q/k and of v. l, d: compression block length and stride.
-    l_sel: selection block length. n_sel: blocks per query, forced ones included.
-    n_init, n_local: forced blocks, at most n_sel, at the start and around the query (its own block and those
-    before it). w: sliding window. rope_base: rotary base. phi: "mlp" or "mean" compression.
+    l_sel: selection block length. n_sel: blocks per query, forced ones included. n_init, n_local:
+    forced blocks at the start and around the query (its own block and those before it), no more
+    than n_sel in all. w: sliding window. rope_base: rotary base. phi: "mlp" or "mean" compression.
     Raises ValueError or TypeError that names the field.
     """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 FORCED = tl.constexpr(0x7FC00000)  # above infinity, and 2^22 below where integers end
 
 

@@ -92,7 +92,7 @@ BAD = {
     ),
     "raw keys": (
         lambda: compressed(k=k, v=v), ValueError,
-        r"k_cmp must have 3 compressed keys for q_start \+ S tokens, got 16, where there are 16 raw",
+        "k_cmp must have 3 compressed keys for .* tokens, got 16, where there are 16 raw keys",
     ),
     "raw keys of blocks": (lambda: choose(k=k), ValueError, "k_cmp must have 3 .* got 16, where"),
     "n_sel below the forced blocks": (
