@@ -80,7 +80,7 @@ def call_kernels(dtype: str, config: NSAConfig) -> list[dict[str, Any]]:
     for what, call in calls:
         plan = plans.plan_call(call)
         rows.append({
-            "call": what, "kernels": list(plan.kernels), "passed_over": plan.passed_over,
+            "call": what, "kernels": counted(plan.kernels), "passed_over": plan.passed_over,
             "routes": sorted({f"{d.branch.value}: {d.route.value}" for d in plan.decisions}),
         })  # fmt: skip
     return rows
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
         what = f"{d['branch']:10} {d['call']:24} {d['key_len']:5} keys -> {d['route']:9}"
         print(f"{what} {f'({why})' if why else ''}".rstrip())
     for call in data["calls"]:
-        print(f"{call['call']}: {', '.join(counted(call['kernels'])) or 'no kernel of ours'}")
+        print(f"{call['call']}: {', '.join(call['kernels']) or 'no kernel of ours'}")
         for kernel, reason in call["passed_over"].items():
             print(f"  not {kernel}: {reason}")
     if args.json:
