@@ -69,12 +69,12 @@ def planning() -> Iterator[Planned]:
         _state.planned = outer
 
 
-def on_its_device(launcher: Callable) -> Callable:
+def on_its_device(launcher: Callable, whole: Callable | None = None) -> Callable:
     """Return a launcher whose kernels run where its first argument is, as PyTorch's operators do.
 
     Triton launches on the current device, whichever device its pointers are of. A call that meets a
     kernel which is not compiled yet is planned, all its kernels are compiled side by side, and it
-    is made again.
+    is made again. whole: what is planned instead, such as the call with its backward.
     """
 
     @functools.wraps(launcher)
@@ -95,7 +95,7 @@ def on_its_device(launcher: Callable) -> Callable:
         finally:
             _state.in_call = False
         with planning() as planned:
-            launcher(*args, **kwargs)
+            (whole or launcher)(*args, **kwargs)
         compile_side_by_side(planned.launches)
         return launcher(*args, **kwargs)
 

@@ -40,9 +40,28 @@ class Operator:
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
         """Register the gradient, as torch.library.CustomOpDef.register_autograd takes it."""
         self.traced.register_autograd(backward, setup_context=setup_context)
+
+
+        def with_backward(*args: Any) -> None:
+            ctx = _PlannedContext()
+            output = launch(*args)
+            setup_context(ctx, args, output)
+            outputs = output if isinstance(output, tuple) else (output,)
+            constant = {id(x) for x in ctx.constant}
+            backward(ctx, *(None if id(x) in constant else torch.empty_like(x) for x in outputs))
+
+        launch = self.launcher
+        launcher = on_its_device(launch, with_backward)
+
+        # A forward that sets up its context itself: with setup_context apart, PyTorch looks at the
+        # signature in every call (50 us).
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = launcher(*args)
+            setup_context(ctx, args, output)
+            return output
+
         members = {
-            "forward": staticmethod(self.launcher),
-            "setup_context": staticmethod(setup_context),
+            "forward": staticmethod(forward),
             "backward": staticmethod(once_differentiable(backward)),
         }
         self.function = type(self.name, (torch.autograd.Function,), members)
@@ -54,6 +73,22 @@ class Operator:
         if self.function is not None and needs_grad(*tensors):
             return self.function.apply(*args)
         return self.launcher(*args)
+
+
+class _PlannedContext:
+    """An autograd context for a backward that is planned right behind its forward."""
+
+    saved_tensors: tuple[Tensor | None, ...] = ()
+    constant: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        self.constant = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
 
 
 def operator(name: str) -> Callable[[Callable], Operator]:
