@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nsa import dispatch, failed, select
+from nsa import dispatch, failed
 from nsa.arrival import await_selection
 from nsa.blocks import num_compressed, num_sel_blocks
 from nsa.cache import BranchKV, NSACache
@@ -302,8 +302,8 @@ def _selected(
     block_size: int, q_start: int, *, softmax_scale: float | None, cu_seqlens: Tensor | None,
     max_seqlen: int | None, backend: str | None, flags: Flags | None, alone: bool = True,
 ) -> Tensor:  # fmt: skip
-    """selection_attention; not `alone` it is a branch of a whole attention, which the threshold is
-    not about."""
+    """selection_attention; not `alone` it is a branch of a whole attention, which has no
+    threshold."""
     _check_tensors(q, k, v, cu_seqlens)
     _check_start(q_start, cu_seqlens)
     check_int("block_size", block_size, 1)
@@ -325,27 +325,21 @@ def _selected(
     if cu_seqlens is not None or ranges is None:
         _check_reach("k", k, q, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
-    if ranges is not None:
-        least = flags.sel_triton_min_L if flags.use_triton_sel else 0  # 0: nothing to decide
-        bound = k.shape[-3] if max_seqlen is None else max_seqlen
-        key_len = select.longest_row(ranges, bound, least)
-    else:
-        # An upper bound: the true length would need the indices' values, a device wait.
-        key_len = min(block_indices.shape[-1] * block_size, k.shape[-3])
+    # Upper bounds: true lengths would need values of the device, which is a wait.
+    key_len = k.shape[-3] if max_seqlen is None else max_seqlen
+    if block_indices is not None:
         if alone:
-            _check_block_indices(
-                block_indices, block_size, k.shape[-3] if max_seqlen is None else max_seqlen
-            )
+            _check_block_indices(block_indices, block_size, key_len)
+        key_len = min(block_indices.shape[-1] * block_size, key_len)
         if block_indices.dtype == torch.int64:  # cut first: a plain cast would wrap around
             block_indices = block_indices.clamp(-1, 2**31 - 1).to(torch.int32)
-    if not alone:
-        key_len = max(key_len, flags.sel_triton_min_L)
     args = dict(
         q=q, k=k, v=v, block_indices=block_indices, ranges=ranges, block_size=block_size,
         q_start=q_start, softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
     )  # fmt: skip
-    return dispatch.run(Branch.SELECTED, args, flags, backend, key_len=key_len)[0]
+    key = key_len if alone else None
+    return dispatch.run(Branch.SELECTED, args, flags, backend, key_len=key)[0]
 
 
 def sliding_attention(

@@ -31,15 +31,18 @@ from nsa.routes import (
     Route,
     RouteUnavailable,
     decide,
+    least_selected,
     parse_backend,
+    slow_because,
     why_not,
 )
 from nsa.untraced import constant
 
 __all__ = [
     "LADDER", "REASONS", "Branch", "Decision", "Request", "Route", "RouteUnavailable", "decide",
-    "guarded", "interpreting", "log_device", "make_request", "must_raise", "observed",
-    "parse_backend", "resolve_flags", "run", "run_prefill", "trace", "warn_launch_error", "why_not",
+    "guarded", "interpreting", "least_selected", "log_device", "make_request", "must_raise",
+    "observed", "parse_backend", "resolve_flags", "run", "run_prefill", "trace",
+    "warn_launch_error", "why_not",
 ]  # fmt: skip
 
 
@@ -69,7 +72,7 @@ def resolve_flags(flags: Flags | None, tensor: Tensor) -> Flags:
 
 
 def make_request(
-    branch: Branch, q: Tensor, k: Tensor, v: Tensor, key_len: int, flags: Flags,
+    branch: Branch, q: Tensor, k: Tensor, v: Tensor, key_len: int | None, flags: Flags,
     backend: str | Route | None = None,
 ) -> Request:  # fmt: skip
     """Describe a call. FA-2 is probed only where it could be taken."""
@@ -135,15 +138,17 @@ def guarded(
 
     A named backend runs alone and its error is the caller's; arguments that it has no kernel for
     are RouteUnavailable. Otherwise an error of a rung other than the reference is logged (as
-    `sel.triton.fallback reason=`, by branch and route) and the next rung runs; a kernel that fails
-    is a RuntimeWarning too, once per branch and error, and not tried again for calls like this one
-    (failed.py; args: what tells calls of one request apart). Out of memory and sticky CUDA errors
-    are raised.
+    `sel.triton.fallback reason=`, by branch and route) and the next rung runs. A kernel that fails,
+    and a GPU that runs PyTorch although it has kernels, is a RuntimeWarning too, once per cause;
+    a kernel that fails is not tried again for calls of this kind (failed.py; args: what tells calls
+    of one request apart). Out of memory and sticky CUDA errors are raised.
     """
     decision = decide(request, flags, backend)
     rejected = list(decision.rejected)
     for route, reason in rejected:
         _log_fallback(request, route, reason, flags)
+        if route is Route.TRITON:
+            _tell_slow(request, reason, flags)
     ladder = LADDER[request.branch]
     for route in ladder[ladder.index(decision.route) :]:
         if route is not decision.route:
@@ -175,6 +180,8 @@ def guarded(
             if reason == "launch_error":
                 failed.remember(route, request, flags, args, text)
                 warn_launch_error(f"{request.branch.value} on {route.value}", text)
+            elif route is Route.TRITON:
+                _tell_slow(request, reason, flags, str(error))
             continue
         taken = decision
         if route is not decision.route:
@@ -206,12 +213,22 @@ def _log_fallback(
     if reason in ("below_min_L", "below_min_len"):
         extra["L"] = r.key_len
     if reason == "below_min_L":
-        extra["min_L"] = flags.sel_triton_min_L
+        extra["min_L"] = least_selected(flags, r.capability)
     if reason == "dtype":
         extra["dtype"] = r.dtype
     if error is not None:
         extra["error"] = error
     log(f"{prefix}.fallback", flags=flags, reason=reason, **extra)
+
+
+def _tell_slow(request: Request, reason: str, flags: Flags, detail: str = "") -> None:
+    text = slow_because(request, reason, flags, detail)
+    if text is not None:
+        _warn_once(text)
+
+
+# What is traced is told while it is traced, and costs the graph nothing.
+_warn_once = constant(warn_once)
 
 
 def warn_launch_error(what: str, error: str) -> None:
@@ -247,7 +264,7 @@ def rung_calls(
 
 def run(
     branch: Branch, args: dict[str, Any], flags: Flags, backend: str | Route | None = None,
-    *, key_len: int,
+    *, key_len: int | None,
 ) -> tuple[Any, Decision]:  # fmt: skip
     """Run one branch on checked arguments (see nsa/attention.py, which checks them)."""
     q, k, v = args["q"], args["k"], args["v"]

@@ -35,7 +35,7 @@ def _scale(x: Any) -> Hashable:
 
 
 def _kind(route: Route, request: Request, flags: Flags, args: Any) -> Hashable:
-    request = replace(request, key_len=request.key_len.bit_length())
+    request = replace(request, key_len=_scale(request.key_len))
     return route, request, flags, _scale(args)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import dispatch, errors
+from nsa import dispatch, errors, log
 from nsa.blocks import num_compressed
 from nsa.dispatch import (
     LADDER,
@@ -36,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GPU = Request(
     Branch.SELECTED, "cuda", "bfloat16", 128, 128, 8192, capability=(9, 0), no_fa2=None
 )
-ON = Flags(use_triton_sel=True, use_fa2=True)
+ON = Flags(use_fa2=True)  # Triton is wherever it can serve
+FA2 = Flags(use_fa2=True, use_triton_sel=False)
 WIN, CMP = replace(GPU, branch=Branch.SLIDING), replace(GPU, branch=Branch.COMPRESSED)
 BLK, STEP = replace(GPU, branch=Branch.BLOCKS), replace(GPU, branch=Branch.STEP)
 
@@ -45,14 +47,14 @@ BLK, STEP = replace(GPU, branch=Branch.BLOCKS), replace(GPU, branch=Branch.STEP)
     ("request_", "flags", "route", "reason"),
     [
         (GPU, ON, Route.TRITON, None),
-        (GPU, Flags(), Route.SDPA, "not_enabled"),
+        (GPU, Flags(), Route.TRITON, None),
+        (GPU, Flags(use_triton_sel=False), Route.SDPA, "not_enabled"),
         (GPU, Flags(use_triton_sel=True, force_parity=True), Route.REFERENCE, "force_parity"),
         (replace(GPU, device="cpu", capability=None), ON, Route.SDPA, "no_cuda"),
         (replace(GPU, device="cpu", capability=None, interpret=True), ON, Route.SDPA, "no_cuda"),
         (replace(GPU, has_triton=False), ON, Route.SDPA, "no_triton"),
         (replace(GPU, capability=(8, 9)), ON, Route.SDPA, "sm89_policy"),
-        (replace(GPU, capability=(8, 9)), Flags(use_triton_sel=True, triton_sel_force=True),
-         Route.TRITON, None),
+        (replace(GPU, capability=(8, 9)), Flags(triton_sel_force=True), Route.TRITON, None),
         (replace(GPU, capability=(8, 6)), ON, Route.TRITON, None),
         (replace(GPU, capability=(12, 0)), ON, Route.TRITON, None),
         (replace(GPU, capability=(8, 0)), ON, Route.TRITON, None),
@@ -63,32 +65,34 @@ BLK, STEP = replace(GPU, branch=Branch.BLOCKS), replace(GPU, branch=Branch.STEP)
         (replace(GPU, d_k=264), ON, Route.SDPA, "head_dim"),
         (replace(GPU, d_k=256, d_v=256), ON, Route.TRITON, None),
         (replace(BLK, d_v=512), ON, Route.REFERENCE, "head_dim"),
-        (replace(GPU, key_len=4095), ON, Route.SDPA, "below_min_L"),
-        (replace(GPU, key_len=4096), ON, Route.TRITON, None),
+        (replace(GPU, key_len=63), ON, Route.SDPA, "below_min_L"),
+        (replace(GPU, key_len=64), ON, Route.TRITON, None),
+        (replace(GPU, key_len=4095, capability=(8, 9)), Flags(triton_sel_force=True), Route.SDPA,
+         "below_min_L"),
+        (replace(GPU, key_len=255), Flags(sel_triton_min_L=256), Route.SDPA, "below_min_L"),
+        (replace(GPU, key_len=None), Flags(sel_triton_min_L=1 << 40), Route.TRITON, None),
         (replace(GPU, branch=Branch.PREFILL, key_len=1), ON, Route.TRITON, None),
         (replace(GPU, key_len=1), Flags(use_triton_sel=True, sel_triton_min_L=1), Route.TRITON,
          None),
-        (replace(GPU, needs_grad=True), ON, Route.SDPA, "needs_grad"),
-        (replace(GPU, needs_grad=True), Flags(use_triton_sel=True, sel_triton_allow_grad=True),
-         Route.TRITON, None),
-        (GPU, Flags(use_sel_pack=False), Route.REFERENCE, "not_enabled"),
+        (replace(GPU, needs_grad=True), Flags(sel_triton_allow_grad=False), Route.SDPA,
+         "needs_grad"),
+        (replace(GPU, needs_grad=True), Flags(), Route.TRITON, None),
+        (GPU, Flags(use_triton_sel=False, use_sel_pack=False), Route.REFERENCE, "not_enabled"),
         (WIN, ON, Route.FA2, None),
         (CMP, ON, Route.FA2, None),
         (WIN, Flags(use_triton_sel=True), Route.TRITON, "not_enabled"),
         (replace(WIN, key_len=1), Flags(use_triton_sel=True), Route.TRITON, "not_enabled"),
-        (replace(WIN, no_fa2="no wheel"), Flags(use_fa2=True), Route.SDPA, "no_fa2"),
-        (replace(WIN, key_len=15), Flags(use_fa2=True), Route.SDPA, "below_min_len"),
+        (replace(WIN, no_fa2="no wheel"), FA2, Route.SDPA, "no_fa2"),
+        (replace(WIN, key_len=15), FA2, Route.SDPA, "below_min_len"),
         (replace(WIN, key_len=15), Flags(use_fa2=True, fa2_min_len_win=15), Route.FA2, None),
-        (replace(CMP, key_len=15), Flags(use_fa2=True, fa2_min_len_win=1), Route.SDPA,
-         "below_min_len"),
+        (replace(CMP, key_len=15), replace(FA2, fa2_min_len_win=1), Route.SDPA, "below_min_len"),
         (replace(WIN, d_k=264), Flags(use_fa2=True), Route.SDPA, "head_dim"),
         (replace(WIN, dtype="float32"), ON, Route.SDPA, "dtype"),
         (WIN, Flags(use_fa2=True, force_parity=True), Route.REFERENCE, "force_parity"),
         (BLK, ON, Route.TRITON, None),
         (replace(BLK, needs_grad=True, key_len=1), ON, Route.TRITON, "x"),
         (STEP, ON, Route.TRITON, None),
-        (replace(STEP, needs_grad=True), Flags(use_triton_sel=True, sel_triton_allow_grad=True),
-         Route.REFERENCE, "needs_grad"),
+        (replace(STEP, needs_grad=True), ON, Route.REFERENCE, "needs_grad"),
     ],
 )  # fmt: skip
 def test_decision_table(request_, flags, route, reason):
@@ -109,7 +113,7 @@ def test_decision_table(request_, flags, route, reason):
         ({"capability": (8, 9)}, Flags(), "triton", "sm89_policy"),
         ({"dtype": "float32"}, Flags(), "triton", "dtype"),
         ({"d_k": 12}, Flags(), "triton", "align8"),
-        ({"needs_grad": True}, Flags(), "triton", "needs_grad"),
+        ({"needs_grad": True}, Flags(sel_triton_allow_grad=False), "triton", "needs_grad"),
         ({"device": "cpu", "capability": None}, Flags(), "triton", "no_cuda"),
         ({}, Flags(), "fa2", "wrong_branch"),
         ({"branch": Branch.BLOCKS}, Flags(), "sdpa", "wrong_branch"),
@@ -275,7 +279,6 @@ def test_a_kernel_that_fails_is_a_warning_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         guarded(GPU, calls, ON)
-        guarded(GPU, rungs(triton=NotImplementedError("no"), sdpa="s"), ON)
     with pytest.warns(RuntimeWarning, match="RuntimeError: another"):
         guarded(replace(GPU, d_k=64), rungs(triton=RuntimeError("another"), sdpa="s"), ON)
 
@@ -314,6 +317,56 @@ def test_a_kernel_that_fails_is_tried_once_per_kind_of_call(capsys):
     assert capsys.readouterr().err.count(line) == 2  # told all the same
 
 
+@pytest.mark.parametrize(
+    ("change", "flags", "told"),
+    [
+        ({}, Flags(use_triton_sel=False), r"use_triton_sel \(argument\) turns them off"),
+        ({}, Flags.from_env({"NSA_USE_TRITON_SEL": "0"}), "NSA_USE_TRITON_SEL=0 turns them off"),
+        ({}, Flags(force_parity=True), "unset it"),
+        ({"has_triton": False}, Flags(), "install"),
+        ({"capability": (8, 9)}, Flags(), "NSA_TRITON_SEL_FORCE=1"),
+        ({"dtype": "float32"}, Flags(), "fp16 and bf16.*float32.*autocast"),
+        ({"d_k": 100}, Flags(), "multiples of 8.*Dk=100"),
+        ({"d_v": 264}, Flags(), "up to 256.*Dv=264"),
+        ({"needs_grad": True}, Flags(sel_triton_allow_grad=False), "NSA_SEL_TRITON_ALLOW_GRAD=0"),
+        ({"forward_ad": True}, Flags(), "forward mode"),
+    ],
+)
+def test_a_gpu_that_runs_pytorch_says_so_once_per_cause(change, flags, told):
+    log.reset()
+    for branch in (Branch.SELECTED, Branch.SLIDING):
+        request = replace(GPU, branch=branch, **change)
+        run = functools.partial(guarded, request, rungs(sdpa="s", reference="r"), flags)
+        if branch is Branch.SELECTED:
+            with pytest.warns(RuntimeWarning, match=f"PyTorch serves instead.*{told}"):
+                run()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run()
+
+
+def test_arguments_without_a_kernel_are_told():
+    with pytest.warns(RuntimeWarning, match="no kernel takes these arguments: l_sel must be"):
+        guarded(GPU, rungs(triton=NotImplementedError("l_sel must be 16"), sdpa="s"), ON)
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "backend"),
+    [
+        ({"device": "cpu", "capability": None}, Flags(), None),
+        ({"capability": (7, 5)}, Flags(), None),
+        ({"key_len": 8}, Flags(), None),  # below the threshold PyTorch is the faster one
+        ({}, Flags(use_triton_sel=False), "sdpa"),  # asked for by name
+        ({"branch": Branch.STEP, "needs_grad": True}, Flags(), None),  # composed of kernels
+    ],
+)
+def test_nothing_is_told_where_pytorch_is_right(change, flags, backend):
+    log.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guarded(replace(GPU, **change), rungs(sdpa="s", reference="r"), flags, backend)
+
+
 def test_a_trace_holds_the_decisions_of_its_thread():
     """And of threads that Python did not start, as those in which a GPU's backward recomputes."""
     calls = rungs(triton=None)
@@ -338,7 +391,7 @@ def test_rungs_that_policy_forbids_are_skipped_after_an_error():
 
 
 def test_fallback_lines_carry_the_numbers(capsys):
-    flags = Flags(use_triton_sel=True, debug_log=True)
+    flags = Flags(sel_triton_min_L=4096, debug_log=True)
     guarded(replace(GPU, key_len=96), rungs(sdpa="s"), flags)
     expected = "NSA-LOG sel.triton.fallback reason=below_min_L L=96 min_L=4096\n"
     assert capsys.readouterr().err == expected
@@ -477,7 +530,7 @@ def test_the_threshold_is_not_about_the_branches_of_a_whole_attention(monkeypatc
     real = dispatch.run
 
     def run(branch, args, flags, backend=None, *, key_len):
-        seen.append((branch, key_len < flags.sel_triton_min_L))
+        seen.append((branch, key_len is not None and key_len < flags.sel_triton_min_L))
         return real(branch, args, flags, backend, key_len=key_len)
 
     monkeypatch.setattr(dispatch, "run", run)

@@ -499,7 +499,12 @@ def hostile(tmp_path):
     for name in ("triton_bwd", "sel_bench", "decode_bench"):
         (tmp_path / "logs" / f"{name}.log").write_bytes(log)
     (tmp_path / "train.jsonl").write_bytes(b'{"step": 1, "loss": NaN}\n[]\nnull\n\xff\n')
-    (tmp_path / "routing.json").write_text(json.dumps({"flags": [{"name": EVIL}]}))
+    (tmp_path / "routing.json").write_text(
+        json.dumps({
+            "flags": [{"name": EVIL}],
+            "calls": [{"call": EVIL, "kernels": [EVIL] * 99, "passed_over": {EVIL: EVIL}}],
+        })
+    )  # fmt: skip
     return tmp_path
 
 
@@ -744,6 +749,18 @@ def test_without_routing_the_flags_are_not_called_complete(tmp_path):
     (tmp_path / "routing.json").write_text(json.dumps({"flags": flags}))
     text = rendered(tmp_path)
     assert "| `NSA_USE_FA2` | `0` | default |" in text and "not recorded" not in text
+
+
+def test_the_kernels_of_a_call_stand_beside_why_faster_ones_do_not(tmp_path):
+    write_sample(tmp_path, "all_pass")
+    assert "Kernels of a call" not in rendered(tmp_path)
+    calls = [{"call": "prefill, 8192 tokens", "kernels": ["_turn_kernel", "_combine_kernel x2"],
+              "passed_over": {"_fast_kernel": "heads must be 64 wide"}}]  # fmt: skip
+    (tmp_path / "routing.json").write_text(json.dumps({"flags": [], "calls": calls}))
+    assert (
+        "| prefill, 8192 tokens | `_turn_kernel`, `_combine_kernel x2` "
+        "| `_fast_kernel`: heads must be 64 wide |"
+    ) in rendered(tmp_path)
 
 
 # ---------------------------------------------------------------------------------- plots

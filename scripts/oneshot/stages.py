@@ -1,7 +1,7 @@
 """The whole run as data: which stages, with which command, proof, limit and order.
 
 Cheap and decisive first, so that a run that is cut short has the valuable part. `estimate_s` is
-what the stage took in the reports of an H200 under bench/results; a budget skips stages by it.
+what the stage took in the runs of bench/results/stage_seconds.csv; a budget skips stages by it.
 """
 
 from __future__ import annotations

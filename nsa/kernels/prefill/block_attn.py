@@ -1,4 +1,4 @@
-"""Selection attention by block indices as a torch custom operator with autograd."""
+"""Selection attention by block indices as an operator with autograd."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from nsa.checks import scale_of
-from nsa.kernels.launch import on_its_device, packed_ends
+from nsa.kernels.launch import packed_ends
+from nsa.kernels.operator import operator
 from nsa.kernels.prefill.limits import check_block_size
 
 
@@ -19,8 +20,7 @@ def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
     return cu_seqlens[token_sequences(cu_seqlens, tokens).clamp_(max=cu_seqlens.numel() - 2)]
 
 
-@torch.library.custom_op("nsa::block_attention", mutates_args=())
-@on_its_device
+@operator("nsa::block_attention")
 def _block_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, softmax_scale: float,
     cu_seqlens: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
@@ -41,8 +41,7 @@ def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen,
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("nsa::block_attention_bwd", mutates_args=())
-@on_its_device
+@operator("nsa::block_attention_bwd")
 def _block_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     block_indices: Tensor, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None,
@@ -77,7 +76,7 @@ def _backward(ctx, grad_out, _):
     if grad_out is None:
         return (None,) * 10
     q, k, v, out, lse, block_indices, cu_seqlens = ctx.saved_tensors
-    dq, dk, dv = torch.ops.nsa.block_attention_bwd(
+    dq, dk, dv = _block_attention_bwd(
         grad_out, q, k, v, out, lse, block_indices, *ctx.scalars, cu_seqlens, *ctx.rest
     )
     return dq, dk, dv, *(None,) * 7

@@ -1,7 +1,4 @@
-"""Compressed and sliding attention and block selection as torch custom operators with autograd.
-
-Custom operators (rather than a bare autograd.Function) let torch.compile and activation
-checkpointing treat each as one opaque node with known output shapes.
+"""Compressed and sliding attention and block selection as operators with autograd.
 """
 
 from __future__ import annotations
@@ -10,12 +7,12 @@ import torch
 from torch import Tensor
 
 from nsa.checks import scale_of
-from nsa.kernels.launch import on_its_device, packed_ends
+from nsa.kernels.launch import packed_ends
+from nsa.kernels.operator import operator
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 
 
-@torch.library.custom_op("nsa::span_attention", mutates_args=())
-@on_its_device
+@operator("nsa::span_attention")
 def _span_attention(
     q: Tensor, k: Tensor, v: Tensor, mode: int, a: int, b: int, softmax_scale: float,
     cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, q_start: int,
@@ -34,8 +31,7 @@ def _(q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k, q_start, use
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("nsa::span_attention_bwd", mutates_args=())
-@on_its_device
+@operator("nsa::span_attention_bwd")
 def _span_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mode: int, a: int,
     b: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
@@ -69,7 +65,7 @@ def _backward(ctx, grad_out, _):
     if grad_out is None:
         return (None,) * 13
     q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-    dq, dk, dv = torch.ops.nsa.span_attention_bwd(
+    dq, dk, dv = _span_attention_bwd(
         grad_out, q, k, v, out, lse, *ctx.scalars, cu_q, cu_k, *ctx.rest
     )
     return dq, dk, dv, *(None,) * 10
@@ -78,8 +74,7 @@ def _backward(ctx, grad_out, _):
 _span_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("nsa::block_select", mutates_args=())
-@on_its_device
+@operator("nsa::block_select")
 def _block_select(
     q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int, n_init: int,
     n_local: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int,

@@ -22,7 +22,7 @@ from nsa.checks import scale_of
 from nsa.flags import Flags
 from nsa.kernels.triton_sel_kernel.inputs import check_qkv, check_tensor
 from nsa.packing import length_buckets, packed_positions
-from nsa.select import clean_ranges, longest_row, range_lengths
+from nsa.select import clean_ranges, range_lengths
 
 if TYPE_CHECKING:
     from nsa.dispatch import Route
@@ -45,8 +45,7 @@ def selection_attention_triton(
 
     backend None follows flags and policy down to packed SDPA and the PyTorch reference, logging
     `sel.triton.fallback reason=` (see nsa.dispatch.REASONS); "triton" runs that or raises
-    RouteUnavailable. NSA_SEL_TRITON_MIN_L is compared with the longest row; only a threshold
-    between 2 and Skv makes that wait for the device.
+    RouteUnavailable. NSA_SEL_TRITON_MIN_L is compared with Skv, the most that a row may have.
     Raises TypeError or ValueError for inputs of the wrong kind or shape.
     """
     # The one place where a kernel package looks up: this wrapper is itself a fallback ladder.
@@ -60,8 +59,7 @@ def selection_attention_triton(
         ranges=ranges, path=path, q_start=0, softmax_scale=softmax_scale, cu_seqlens=None,
         max_seqlen=None,
     )  # fmt: skip
-    key_len = longest_row(ranges, K.shape[2], flags.sel_triton_min_L)
-    out, _ = dispatch.run(dispatch.Branch.SELECTED, args, flags, backend, key_len=key_len)
+    out, _ = dispatch.run(dispatch.Branch.SELECTED, args, flags, backend, key_len=K.shape[2])
     return out.unflatten(2, Q.shape[2:4])
 
 
