@@ -149,7 +149,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     key = _key(kernel, args, constants)
     found = _made.get(key)  # asked once: another thread may clear it any time
     if found is None or _state.planned is not None:
-        return _launch_new(_made, key, kernel, grid, args, constants)
+        return _launch(_made, key, kernel, grid, args, constants)
     # `args` holds the tensors until they are launched with.
     _again(found, grid, tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in args]))
     launches.bump(kernel.__name__)
@@ -166,7 +166,7 @@ def launch_planned(
     """
     found = compiled.get(id(kernel))
     if found is None or _state.planned is not None:
-        return _launch_new(compiled, id(kernel), kernel, grid, args, constants)
+        return _launch(compiled, id(kernel), kernel, grid, args, constants)
     _again(found, grid, args)
     launches.bump(kernel.__name__)
 
@@ -202,7 +202,7 @@ def _kept(kernel: Any, made: Any, args: tuple, constants: dict[str, Any]) -> Mad
     return kernel, made, tuple(constants[name] for name in kernel.arg_names[len(args) :])
 
 
-def _launch_new(
+def _launch(
     memory: dict[Any, Made], key: Any, kernel: Any, grid: tuple, args: tuple,
     constants: dict[str, Any],
 ) -> None:  # fmt: skip
