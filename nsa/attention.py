@@ -22,7 +22,7 @@ from nsa import dispatch, failed
 from nsa.arrival import await_selection
 from nsa.blocks import num_compressed, num_sel_blocks
 from nsa.cache import BranchKV, NSACache
-from nsa.checks import scale_of
+from nsa.checks import needs_grad, scale_of
 from nsa.config import NSAConfig, check_blocks, check_choice, check_compression, check_int
 from nsa.dispatch import Branch, Route
 from nsa.errors import told
@@ -573,8 +573,8 @@ def nsa_decode(
 
     q [B, T, HQ, Dk], gates [B, T, HQ, 3]; the tokens are in the cache already. window: what
     cache.window_with gave before they were appended, needed for T > cache.max_step.
-    One fused Triton step where policy allows and T <= cache.max_step, else nsa_attention on views
-    of the cache. Raises ValueError or TypeError that names the argument.
+    One fused Triton step where policy allows, T <= cache.max_step and no gradient is needed, else
+    nsa_attention on views of the cache. Raises ValueError or TypeError that names the argument.
     """
     c = cache.config
     T = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else 0
@@ -601,7 +601,10 @@ def decode_appended(
         sizes=c.sizes(), softmax_scale=scale_of(softmax_scale, q.shape[-1]), backend=backend,
     )  # fmt: skip
     key = (backend, flags)
-    prefill = T > cache.max_step  # many tokens at once are work for the prefill kernels
+    # Many tokens at once are work for the prefill kernels, which have a gradient too.
+    prefill = T > cache.max_step or torch.is_grad_enabled() and needs_grad(
+        q, gates, cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
+    )
     if not prefill and key in cache.fused_step and not dispatch.observed(flags, q):
         from nsa.rungs import step_triton
 

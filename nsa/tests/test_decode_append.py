@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.parity import assert_parity
-from nsa import attention, launches
+from nsa import attention, launches, rungs
 from nsa.cache import BranchKV, NSACache
 from nsa.checks import apply_linear
 from nsa.compress import MLPCompression, make_compression
@@ -413,9 +413,10 @@ def test_a_named_backend_raises_its_error(allowed):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("needs", ["q", "gates"])
-def test_a_gradient_is_pytorchs_or_refused(needs, kernel_device):
-    """Also of a cache whose steps were fused before; the kernels have none."""
-    layer = layer_of(SMALL, kernel_device, torch.float16)
+def test_a_gradient_is_that_of_prefill_or_refused(needs, kernel_device):
+    """Also of a cache whose steps were fused before; the step's own kernels have none."""
+    config = replace(SMALL, l_sel=16)
+    layer = layer_of(config, kernel_device, torch.float16)
     cache, _ = caches_at(layer, [7], 9)
     make = lambda seed, width: randn(
         1, 1, 6, width, seed=seed, dtype=torch.float16, device=kernel_device
@@ -427,16 +428,17 @@ def test_a_gradient_is_pytorchs_or_refused(needs, kernel_device):
         want = decode(flags=TRITON)
     assert any(name.startswith("_decode") for name in fused)
     x[needs].requires_grad_()
-    out = decode(flags=TRITON)
-    (grad,) = torch.autograd.grad(out.float().sum(), x[needs])
-    torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
     (plain,) = torch.autograd.grad(decode(backend="reference").float().sum(), x[needs])
     assert plain.any()
-    torch.testing.assert_close(grad, plain, rtol=2e-3, atol=2e-3)
-    with pytest.raises(RouteUnavailable, match="needs_grad"):
-        decode(backend="triton", flags=TRITON)
+    for backend in (None, "triton"):
+        out = decode(backend=backend, flags=replace(TRITON, sel_triton_allow_grad=True))
+        (grad,) = torch.autograd.grad(out.float().sum(), x[needs])
+        torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
+        torch.testing.assert_close(grad, plain, rtol=2e-3, atol=2e-3)
+    with pytest.raises(RouteUnavailable, match="needs_grad.*a decode step has no gradient of q"):
+        rungs.step_triton(dict(x, cache=cache, softmax_scale=1.0, sizes=config.sizes()), TRITON)
     qkv = torch.zeros(
-        1, 1, sum(SMALL.qkv_widths), dtype=torch.float16, device=kernel_device, requires_grad=True
+        1, 1, sum(config.qkv_widths), dtype=torch.float16, device=kernel_device, requires_grad=True
     )
     with pytest.raises(ValueError, match="qkv must need no gradient"):
         cache.append_projected(qkv, layer.phi_k, layer.phi_v)
