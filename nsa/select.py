@@ -11,7 +11,6 @@ from torch import Tensor
 
 from nsa.blocks import num_sel_blocks, visible_compressed
 from nsa.checks import scale_of
-from nsa.log import capturing
 
 _CHUNK_SCORES = 1 << 23
 
@@ -149,7 +148,7 @@ def blocks_to_ranges(block_indices: Tensor, l_sel: int, positions: Tensor) -> Te
     positions: t of every query, broadcastable to block_indices.shape[:-2] ([S], or [B, S]).
     Neighbouring blocks are merged, duplicates count once.
     """
-    start = block_indices.long() * l_sel
+    start = block_indices.long().clamp(max=2**31 - 1) * l_sel  # no product wraps around
     end = torch.where(block_indices >= 0, start + l_sel, start.clamp(max=0))
     ranges = torch.stack([start.clamp(min=0), end], dim=-1)
     limit = (positions.long() + 1)[..., None].expand(block_indices.shape[:-1])
@@ -159,16 +158,3 @@ def blocks_to_ranges(block_indices: Tensor, l_sel: int, positions: Tensor) -> Te
 def range_lengths(ranges: Tensor) -> Tensor:
     """Selected tokens per row: disjoint ranges [.., n, 2] -> int64 [..]."""
     return (ranges[..., 1].long() - ranges[..., 0].long()).sum(-1)
-
-
-def longest_row(ranges: Tensor, n_keys: int, least: int) -> int:
-    """Tokens of the longest row of ranges [.., n, 2] in n_keys keys, to be compared with `least`.
-
-    n_keys, a bound of it, where that decides already, and where the values cannot be had: on a GPU
-    reading them waits for the device, which a stream that is being captured must not do.
-    """
-    if not ranges.is_cuda or least <= 1 or n_keys < least or not ranges.numel():
-        return n_keys
-    if capturing(ranges):
-        return n_keys
-    return int(range_lengths(clean_ranges(ranges, n_keys)).max())
