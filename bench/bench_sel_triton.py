@@ -72,6 +72,7 @@ from nsa.flags import get_flags
 DISTRIBUTIONS = ("few", "many", "mixed")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_STREAMS = 32
+DEVICE = "cuda"
 CACHE_LEN = 8192  # keys of the cache that `ranges` rows point into
 COLUMNS = (
     "mode", "N", "H", "D", "Dv", "L", "dist", "nspans", "streams", "tri_ms", "ref_ms", "speedup",
@@ -135,10 +136,10 @@ class Rows:
         if mode == "decode":  # the last block is cut
             L -= L // n_sel // 2
         self.L = L
-        like = {"dtype": dtype, "device": "cuda"}
+        like = {"dtype": dtype, "device": DEVICE}
         self.q = torch.empty(N, H, D, **like)
         self.k, self.v = torch.empty(N, L, D, **like), torch.empty(N, L, Dv, **like)
-        self.cu = torch.arange(N + 1, device="cuda", dtype=torch.int32) * L
+        self.cu = torch.arange(N + 1, device=DEVICE, dtype=torch.int32) * L
         self.cache: list[Tensor] = []
         self.nspans = 1
         if mode not in ("ranges", "route", "decode"):
@@ -155,15 +156,15 @@ class Rows:
                 rows.append(spans_of(dist, L, n_keys, gen))
         self.nspans = max(map(len, rows))
         padded = [[*r, *[(0, 0)] * (self.nspans - len(r))] for r in rows]
-        ranges = torch.tensor(padded, dtype=torch.int32, device="cuda")
+        ranges = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
         shape = (N, 1, 1) if mode == "decode" else (1, N, 1)
         self.ranges = ranges.view(*shape, self.nspans, 2)
-        at = torch.tensor([[i for a, b in r for i in range(a, b)] for r in rows], device="cuda")
-        owner = torch.arange(N, device="cuda")[:, None] if mode == "decode" else 0
+        at = torch.tensor([[i for a, b in r for i in range(a, b)] for r in rows], device=DEVICE)
+        owner = torch.arange(N, device=DEVICE)[:, None] if mode == "decode" else 0
         self.at = (owner, 0, at)
 
     def refill(self, seed: int) -> None:
-        gen = torch.Generator("cuda").manual_seed(seed)
+        gen = torch.Generator(DEVICE).manual_seed(seed)
         for x in (self.q, *(self.cache or (self.k, self.v))):
             x.normal_(generator=gen)
         if self.cache:
