@@ -6,6 +6,7 @@ as they are; the PyTorch rungs take them one by one. Kernels are imported here a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -132,16 +133,42 @@ def _selected_triton(args: Args, flags: Flags) -> Tensor:
         return out
     from nsa.kernels.triton_sel_kernel import selection_ranges_triton
 
-    def one(a: Args) -> Tensor:
-        G = a["k"].shape[2]
-        out = selection_ranges_triton(
-            a["q"].unflatten(2, (G, a["q"].shape[2] // G)), a["k"].transpose(1, 2),
-            a["v"].transpose(1, 2), a["ranges"], softmax_scale=a["softmax_scale"],
-            path=a.get("path"), flags=flags,
-        )  # fmt: skip
-        return out.flatten(2, 3)
+    q, k, v, ranges, cu = (args[n] for n in ("q", "k", "v", "ranges", "cu_seqlens"))
+    if cu is not None:
+        q, k, v, ranges = (x[None] for x in (q, k, v, _in_pack(ranges, cu)))
+    out = selection_ranges_triton(
+        q.unflatten(2, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), ranges,
+        softmax_scale=args["softmax_scale"], path=args.get("path"), flags=flags,
+    ).flatten(2, 3)  # fmt: skip
+    return out if cu is None else out[0]
 
-    return _each_sequence(args, one)
+
+def _in_pack(ranges: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Ranges [T, G, n, 2] of the keys of each query's own sequence as ranges of the whole pack's;
+    empty for a query that is of no sequence. Does not wait for the device."""
+    from nsa.kernels.prefill.block_lists import token_sequences
+
+    ends = torch.nn.functional.pad(cu_seqlens, (0, 1))  # behind the last sequence: none ends
+    sequence = token_sequences(cu_seqlens, ranges.shape[0])
+    begin = ends[sequence][:, None, None, None]
+    length = (ends[sequence + 1][:, None, None, None] - begin).clamp(min=0)
+    return ranges.clamp(min=0).minimum(length) + begin
+
+
+def selected_again(args: Args, flags: Flags) -> Callable[..., Tensor | None] | None:
+    """What Triton's rung does with (q, k, v, block_indices or ranges) like these, not packed; for
+    settled.keep()."""
+    if args["block_indices"] is not None:
+        from nsa.kernels.prefill import selection_blocks_triton
+
+        return functools.partial(
+            selection_blocks_triton, use_gluon=flags.use_gluon, q_start=args["q_start"],
+            block_size=args["block_size"], softmax_scale=args["softmax_scale"],
+        )  # fmt: skip
+    from nsa.kernels.triton_sel_kernel import planned
+
+    k, v = (args[n].transpose(1, 2) for n in ("k", "v"))
+    return planned(args["q"], k, v, args["ranges"], args["softmax_scale"], flags)
 
 
 # ---- compressed ----------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from nsa.blocks import num_sel_blocks, visible_compressed
 from nsa.checks import scale_of
-from nsa.log import capturing
 
 _CHUNK_SCORES = 1 << 23
 
@@ -153,16 +152,3 @@ def blocks_to_ranges(block_indices: Tensor, l_sel: int, positions: Tensor) -> Te
 def range_lengths(ranges: Tensor) -> Tensor:
     """Selected tokens per row: disjoint ranges [.., n, 2] -> int64 [..]."""
     return (ranges[..., 1].long() - ranges[..., 0].long()).sum(-1)
-
-
-def longest_row(ranges: Tensor, n_keys: int, least: int) -> int:
-    """Tokens of the longest row of ranges [.., n, 2] in n_keys keys, to be compared with `least`.
-
-    n_keys, a bound of it, where that decides already, and where the values cannot be had: on a GPU
-    reading them waits for the device, which a stream that is being captured must not do.
-    """
-    if not ranges.is_cuda or least <= 1 or n_keys < least or not ranges.numel():
-        return n_keys
-    if capturing(ranges):
-        return n_keys
-    return int(range_lengths(clean_ranges(ranges, n_keys)).max())

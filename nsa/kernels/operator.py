@@ -11,13 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nsa.checks import needs_grad
+from nsa.checks import is_eager, needs_grad
 from nsa.kernels.launch import on_its_device
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class Operator:
@@ -68,7 +66,7 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
-        if _is_traced() or any(type(x) not in _PLAIN for x in tensors):
+        if not is_eager(*tensors):
             return self.traced(*args)
         if self.function is not None and needs_grad(*tensors):
             return self.function.apply(*args)
@@ -94,10 +92,3 @@ class _PlannedContext:
 def operator(name: str) -> Callable[[Callable], Operator]:
     """Return a decorator that makes an Operator of a launcher with annotated arguments."""
     return lambda launcher: Operator(name, launcher)
-
-
-def _is_traced() -> bool:
-    """Return whether a compiler, a dispatch mode or a function transform looks at operators."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return torch._C._functorch.peek_interpreter_stack() is not None

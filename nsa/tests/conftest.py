@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench.records import emit
-from nsa import failed, log
+from nsa import failed, log, settled
 from nsa.flags import Flags, clear_flags_cache
 
 # NSA_TEST_<group>=1 means that the group's tests must run here, so a skip is a failure.
@@ -119,6 +119,12 @@ def _poisoned(make):
         return tensor
 
     return poisoned
+
+
+@pytest.fixture(autouse=True)
+def nothing_settled() -> None:
+    """A test may change what a call that another one made was decided by."""
+    settled._calls.clear()
 
 
 @pytest.fixture(autouse=True)

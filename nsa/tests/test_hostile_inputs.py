@@ -294,24 +294,6 @@ def test_the_module_names_the_argument(x, packed, match, decoding):
         decoding[0](x, **packed)
 
 
-class OnGPU:
-    """Stands for ranges whose values a test may not ask for."""
-
-    is_cuda = True
-
-    def numel(self):
-        return 8
-
-
-@pytest.mark.parametrize("n_keys, least, capturing", [(64, 65, False), (64, 1, False),
-                                                      (64, 0, False), (64, 32, True)])  # fmt: skip
-def test_a_threshold_that_needs_no_values_asks_for_none(n_keys, least, capturing, monkeypatch):
-    from nsa.select import longest_row
-
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    assert longest_row(OnGPU(), n_keys, least) == n_keys
-
-
 @pytest.mark.parametrize("backend", ROUTES)
 @pytest.mark.parametrize("kind", RANGE_KINDS + HOSTILE_RANGE_KINDS)
 def test_hostile_ranges_attend_their_valid_union(kind, backend):

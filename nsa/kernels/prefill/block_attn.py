@@ -8,6 +8,7 @@ from torch import Tensor
 from nsa.checks import scale_of
 from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
+from nsa.kernels.prefill.ascending import ascending
 from nsa.kernels.prefill.limits import check_block_size
 
 
@@ -85,16 +86,6 @@ def _backward(ctx, grad_out, _):
 _block_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def ascending(block_indices: Tensor) -> Tensor:
-    """Each row sorted without repetitions, -1 at its end: a block counts once."""
-    last = torch.iinfo(torch.int32).max
-    ordered = block_indices.masked_fill(block_indices < 0, last).sort(-1).values
-    again = torch.zeros_like(ordered, dtype=torch.bool)
-    again[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
-    ordered = ordered.masked_fill(again, last).sort(-1).values
-    return ordered.masked_fill(ordered == last, -1)
-
-
 def selection_blocks_triton(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, block_size: int,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
@@ -103,14 +94,14 @@ def selection_blocks_triton(
 ) -> Tensor:  # fmt: skip
     """Attention over the selected blocks of each query and group, cut after the query (Eq. 12).
 
-    q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv], block_indices int32 [B, S, G, n]: any order,
-    repetitions count once, -1 is none; query s stands at key q_start + s < N.
+    q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv], block_indices [B, S, G, n], int32 or int64:
+    any order, repetitions count once, -1 is none; query s stands at key q_start + s < N.
     Packed without B, with int32 cu_seqlens and max_seqlen. block_size: 16, 32 or a multiple of 64.
     use_gluon: Flags.use_gluon, by default this process's.
     Returns [.., HQ, Dv] in q's dtype (fp16, bf16 or fp32), differentiable in q, k, v; a row without
-    keys gives 0. is_ascending: the rows are known to be ascending, without repetitions and -1 last,
-    as select_blocks_triton leaves them. Raises NotImplementedError for another block_size and for
-    more heads per KV group than limits.most_heads.
+    keys gives 0. is_ascending: the rows are int32 and known to be ascending, without repetitions
+    and -1 last, as select_blocks_triton leaves them. Raises NotImplementedError for another
+    block_size and for more heads per KV group than limits.most_heads.
     """
     check_block_size("block_size", block_size)
     scale = scale_of(softmax_scale, q.shape[-1])
