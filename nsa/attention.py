@@ -113,7 +113,7 @@ def check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor) -
     tokens, ends = x.shape[0], cu_seqlens.tolist()
     lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
     if ends[0] != 0 or ends[-1] > tokens or min(lengths) < 0:
-        raise ValueError(f"cu_seqlens must rise from 0 to T={tokens} at most, got {ends}")
+        raise ValueError(f"cu_seqlens must rise from 0 to T={tokens} or less, got {ends}")
     if max_seqlen is not None and max_seqlen < max(lengths):
         raise ValueError(f"max_seqlen must be at least {max(lengths)}, got {max_seqlen}")
     return max(lengths)

@@ -6,6 +6,7 @@ import importlib
 import math
 import pkgutil
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -25,20 +26,23 @@ TRITON = dict(
     flags=Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1),
 )
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, n_init=1, n_local=1, window=11)
+ON_GPU = dict(l=32, d=16, l_sel=64, n_sel=4, n_init=1, n_local=1, window=100)
 NAMES = "q k_cmp v_cmp k_sel v_sel k_win v_win gates".split()
 # One long and many short ones, empty ones, none long enough for a compressed key; rows of none.
 PACKS = [((0, 70, 1, 3, 0, 5, 2, 16, 1, 0), 9), ((7, 5, 0, 1), 20), ((0, 0), 3)]
 
 
-def cu_of(lengths: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
+def cu_of(lengths: Sequence[int], device: str = "cpu") -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
-def tensors(T: int, n_cmp: int, h: int, dtype: torch.dtype, device: str, G: int = 2) -> list:
+def tensors(
+    T: int, n_cmp: int, h: int, dtype: torch.dtype, device: str, G: int = 2, D: int = 16
+) -> list:
     """As nsa_attention takes them, packed."""
     draw = lambda seed, n, *tail: randn(n, *tail, seed=seed, dtype=dtype, device=device)
-    kv = [draw(2 + i, n_cmp if i < 2 else T, G, 16) for i in range(6)]
-    return [draw(1, T, G * h, 16), *kv, draw(9, T, G * h, 3).sigmoid()]
+    kv = [draw(2 + i, n_cmp if i < 2 else T, G, D) for i in range(6)]
+    return [draw(1, T, G * h, D), *kv, draw(9, T, G * h, 3).sigmoid()]
 
 
 def gradients(xs: list, do: torch.Tensor, run) -> tuple:
@@ -47,9 +51,9 @@ def gradients(xs: list, do: torch.Tensor, run) -> tuple:
     return out.detach(), aux, torch.autograd.grad(out, leaves, do, materialize_grads=True)
 
 
-def alone(xs: list, do: torch.Tensor, lengths: tuple[int, ...], run) -> tuple:
+def alone(xs: list, do: torch.Tensor, lengths: Sequence[int], sizes: dict, run) -> tuple:
     """What run() gives of each sequence as a batch of one, joined: out, blocks, gradients."""
-    n_cmp = [blocks.num_compressed(n, SIZES["l"], SIZES["d"]) for n in lengths]
+    n_cmp = [blocks.num_compressed(n, sizes["l"], sizes["d"]) for n in lengths]
     rows = [n_cmp if name.endswith("cmp") else list(lengths) for name in NAMES]
     parts = [x[: sum(n)].split(n) for x, n in zip(xs, rows, strict=True)]
     done = [
@@ -68,14 +72,18 @@ def alone(xs: list, do: torch.Tensor, lengths: tuple[int, ...], run) -> tuple:
 @pytest.mark.parametrize("lengths, more", PACKS, ids=str)
 def test_a_pack_is_each_sequence_alone(lengths, more, h, fixed, kernel_device):
     """Forward and gradients; rows of no sequence are 0 and get none, whatever they hold."""
+    sizes, D = SIZES, 16
+    if kernel_device == "cuda":  # whose kernels have tiles of 64 keys and more, and heads of 128
+        sizes, D = ON_GPU, 128
+        lengths, more, h = [29 * n for n in lengths], 29 * more, 4 * h
     cu, real = cu_of(lengths, kernel_device), sum(lengths)
-    n_cmp = int(blocks.cu_seqlens_compressed(cu, SIZES["l"], SIZES["d"])[-1])
-    xs = tensors(real + more, n_cmp, h, F16, kernel_device)
-    do = randn(real + more, 2 * h, 16, seed=20, dtype=F16, device=kernel_device)
+    n_cmp = int(blocks.cu_seqlens_compressed(cu, sizes["l"], sizes["d"])[-1])
+    xs = tensors(real + more, n_cmp, h, F16, kernel_device, D=D)
+    do = randn(real + more, 2 * h, D, seed=20, dtype=F16, device=kernel_device)
     for x in (*xs, do):
         if len(x) > real:
             x[real:] = math.nan
-    how = dict(SIZES, **TRITON, return_aux=True)
+    how = dict(sizes, **TRITON, return_aux=True)
     with launches.recording() as counts:
         call = lambda *x: nsa.nsa_attention(*x, cu_seqlens=cu, max_seqlen=real + more, **how)
         with deterministic() if fixed else launches.recording():
@@ -88,11 +96,13 @@ def test_a_pack_is_each_sequence_alone(lengths, more, h, fixed, kernel_device):
         assert torch.equal(g[real:], torch.zeros_like(g[real:])), name
     if not real:
         return
-    want, chosen, want_grads = alone(xs, do, lengths, lambda *x: nsa.nsa_attention(*x, **how))
+    call = lambda *x: nsa.nsa_attention(*x, **how)
+    want, chosen, want_grads = alone(xs, do, lengths, sizes, call)
     assert torch.equal(aux["block_indices"][:real], chosen)
     torch.testing.assert_close(out[:real], want, **CLOSE)
     for name, g, w in zip(NAMES, grads, want_grads, strict=True):
-        torch.testing.assert_close(g[: len(w)], w, msg=lambda m, n=name: f"d{n}: {m}", **CLOSE)
+        tol = {n: x * max([1.0, *w.flatten().abs().tolist()]) for n, x in CLOSE.items()}
+        torch.testing.assert_close(g[: len(w)], w, msg=lambda m, n=name: f"d{n}: {m}", **tol)
 
 
 @pytest.mark.kernel
@@ -162,13 +172,15 @@ def test_max_seqlen_is_a_bound_for_the_choice_of_blocks_alone(kernel_device):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("kind", ["random", "overlap"])
+@pytest.mark.parametrize("kind", ["few", "mixed"])
 def test_ranges_of_a_pack_take_one_launch(kind, kernel_device):
     lengths, more, G, h = (40, 1, 0, 9, 3), 4, 2, 4
     cu, real = cu_of(lengths, kernel_device), sum(lengths)
     draw = lambda i, H: randn(real + more, H, 16, seed=i, dtype=F16, device=kernel_device)
     q, k, v = draw(1, G * h), draw(2, G), draw(3, G)
-    parts = [make_ranges(kind, 1, n, G, 3, 1, n, seed=i)[0] for i, n in enumerate(lengths) if n]
+    pad = lambda x: torch.nn.functional.pad(x, (0, 0, 0, 8 - x.shape[-2]))
+    make = lambda n: pad(make_ranges(kind, 1, n, G, n, 1 + n // 2, seed=n)[0])
+    parts = [make(n) for n in lengths if n]
     ranges = torch.cat([*parts, parts[0][:more]]).to(kernel_device)
     with launches.recording() as counts:
         got = nsa.selection_attention(q, k, v, ranges=ranges, cu_seqlens=cu, **TRITON)
