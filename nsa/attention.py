@@ -1,8 +1,9 @@
 """Public functions, flash-attn layout: nsa_attention and its branches, checked and dispatched.
 
 Dense: q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv]; query head j reads group j // (HQ // G).
-Packed: q [T, HQ, Dk] with cu_seqlens int32 [nseq + 1] (0 first, T last, not decreasing); k and v
-without the batch dimension too. softmax_scale is 1/sqrt(Dk) unless given.
+Packed: q [T, HQ, Dk] with cu_seqlens int32 [nseq + 1] (0 first, not decreasing, T or less last);
+k and v without the batch dimension too. Rows past the last sequence, which belong to none, give 0
+and get no gradient. softmax_scale is 1/sqrt(Dk) unless given.
 
 backend: None or "auto" follows flags and policy and falls back; "triton", "fa2", "sdpa" and
 "reference" run exactly that or raise nsa.RouteUnavailable with the reason. flags: an nsa.Flags
@@ -27,6 +28,7 @@ from nsa.config import NSAConfig, check_blocks, check_choice, check_compression,
 from nsa.dispatch import Branch, Route
 from nsa.errors import told
 from nsa.flags import Flags
+from nsa.layouts import outside
 from nsa.log import log
 from nsa.untraced import untraced
 
@@ -89,7 +91,8 @@ def check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor) -
     """max_seqlen of packed tokens x [T, ..]; without it a GPU has to be waited for.
 
     Raises TypeError or ValueError that names the argument. With max_seqlen, values of cu_seqlens
-    are checked on CPU only.
+    are checked on CPU only; on a GPU kernels that need max_seqlen stop the device if it is too
+    small, others do without it.
     """
     if max_seqlen is not None:
         check_int("max_seqlen", max_seqlen, 0)
@@ -110,8 +113,8 @@ def check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor) -
         return max_seqlen
     tokens, ends = x.shape[0], cu_seqlens.tolist()
     lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
-    if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0:
-        raise ValueError(f"cu_seqlens must rise from 0 to T={tokens}, got {ends}")
+    if ends[0] != 0 or ends[-1] > tokens or min(lengths) < 0:
+        raise ValueError(f"cu_seqlens must rise from 0 to T={tokens} or less, got {ends}")
     if max_seqlen is not None and max_seqlen < max(lengths):
         raise ValueError(f"max_seqlen must be at least {max(lengths)}, got {max_seqlen}")
     return max(lengths)
@@ -457,6 +460,8 @@ def nsa_attention(
     _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens, k_sel.shape[-3])
     _check_reach("k_sel", k_sel, q, q_start, cu_seqlens)
     _check_window(k_win, q, window, q_start, cu_seqlens)
+    if cu_seqlens is not None:  # whatever the gates of rows outside, which get 0
+        gates = gates.masked_fill(outside(cu_seqlens, q.shape[0])[:, None, None], 0)
     flags = dispatch.resolve_flags(flags, q)
     route = dispatch.parse_backend(backend)
     common: dict[str, Any] = dict(
