@@ -6,6 +6,7 @@ as they are; the PyTorch rungs take them one by one. Kernels are imported here a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,17 +77,7 @@ def _ranges(args: Args) -> Tensor:
         return select.clean_ranges(args["ranges"], args["k"].shape[1])
     S = args["q"].shape[1]
     t = torch.arange(args["q_start"], args["q_start"] + S, device=args["q"].device)
-    ranges = select.blocks_to_ranges(args["block_indices"], args["block_size"], t)
-    return select.clean_ranges(ranges, args["k"].shape[1])
-
-
-def _packed_ranges(ranges: Tensor, cu: Tensor) -> Tensor:
-    """Ranges [T, G, n, 2] of each row's sequence as ranges of all packed keys."""
-    token = torch.arange(ranges.shape[0], dtype=cu.dtype, device=cu.device)
-    sequence = torch.searchsorted(cu[1:], token, right=True)
-    length = torch.nn.functional.pad(cu.diff(), (0, 1))  # rows of no sequence have no keys
-    at, most = (x[sequence][:, None, None, None] for x in (cu, length))
-    return ranges.clamp(min=0).minimum(most) + at
+    return select.blocks_to_ranges(args["block_indices"], args["block_size"], t)
 
 
 def _block_tokens(
@@ -151,17 +142,42 @@ def _selected_triton(args: Args, flags: Flags) -> Tensor:
         return out
     from nsa.kernels.triton_sel_kernel import selection_ranges_triton
 
-    q, k, v, ranges = (args[n] for n in ("q", "k", "v", "ranges"))
-    packed = args["cu_seqlens"] is not None
-    if packed:
-        ranges = _packed_ranges(ranges, args["cu_seqlens"])
-        q, k, v, ranges = (x[None] for x in (q, k, v, ranges))
-    G = k.shape[2]
+    q, k, v, ranges, cu = (args[n] for n in ("q", "k", "v", "ranges", "cu_seqlens"))
+    if cu is not None:
+        q, k, v, ranges = (x[None] for x in (q, k, v, _in_pack(ranges, cu)))
     out = selection_ranges_triton(
-        q.unflatten(2, (G, q.shape[2] // G)), k.transpose(1, 2), v.transpose(1, 2), ranges,
+        q.unflatten(2, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), ranges,
         softmax_scale=args["softmax_scale"], path=args.get("path"), flags=flags,
     ).flatten(2, 3)  # fmt: skip
-    return out[0] if packed else out
+    return out if cu is None else out[0]
+
+
+def _in_pack(ranges: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Ranges [T, G, n, 2] of the keys of each query's own sequence as ranges of the whole pack's;
+    empty for a query that is of no sequence. Does not wait for the device."""
+    from nsa.kernels.prefill.packs import token_sequences
+
+    ends = torch.nn.functional.pad(cu_seqlens, (0, 1))  # behind the last sequence: none ends
+    sequence = token_sequences(cu_seqlens, ranges.shape[0])
+    begin = ends[sequence][:, None, None, None]
+    length = (ends[sequence + 1][:, None, None, None] - begin).clamp(min=0)
+    return ranges.clamp(min=0).minimum(length) + begin
+
+
+def selected_again(args: Args, flags: Flags) -> Callable[..., Tensor | None] | None:
+    """What Triton's rung does with (q, k, v, block_indices or ranges) like these, not packed; for
+    settled.keep()."""
+    if args["block_indices"] is not None:
+        from nsa.kernels.prefill import selection_blocks_triton
+
+        return functools.partial(
+            selection_blocks_triton, use_gluon=flags.use_gluon, q_start=args["q_start"],
+            block_size=args["block_size"], softmax_scale=args["softmax_scale"],
+        )  # fmt: skip
+    from nsa.kernels.triton_sel_kernel import planned
+
+    k, v = (args[n].transpose(1, 2) for n in ("k", "v"))
+    return planned(args["q"], k, v, args["ranges"], args["softmax_scale"], flags)
 
 
 # ---- compressed ----------------------------------------------------------------------------------
@@ -335,8 +351,8 @@ def step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
 
     cache = args["cache"]
     out, block_indices = nsa_decode_triton(
-        args["q"].contiguous(), cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
-        cache.v_win, args["gates"].contiguous(), cache.lens, max_len=cache.max_len,
+        args["q"], cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
+        cache.v_win, args["gates"], cache.lens, max_len=cache.max_len,
         softmax_scale=args["softmax_scale"], window_ring=True, return_indices=True,
         counters=cache.counters, use_cluster=flags.use_cluster, **args["sizes"],
     )  # fmt: skip

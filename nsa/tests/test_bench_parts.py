@@ -18,6 +18,7 @@ from bench.prefill_inputs import Pack, Prefill, Projections
 from bench.roofline import BACKWARD, Shape, bytes_needed, flops, pairs
 from bench.timing import Budget, measure
 from nsa import launches, oracle
+from nsa.flags import Flags
 from nsa.kernels.row_tiles import tma_usable
 
 SMALL = Shape(77, B=2, HQ=6, G=2, D=16, Dv=8, l=8, d=4, l_sel=16, n_sel=3, w=20)
@@ -243,6 +244,36 @@ def test_a_pack_is_timed_beside_its_parts(direction, kernel_device, monkeypatch)
     wrong = lambda x, op: real(x, op) + 0.1 * x.q  # the gradient of q alone
     monkeypatch.setattr(Pack, "forward", wrong)
     assert row().median_us is None
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dist", ["few", "mixed"])
+def test_routes_are_timed_beside_their_proof(dist, kernel_device, monkeypatch):
+    """What a caller gets on Triton against packing plus SDPA; who returns something else has no
+    number."""
+    monkeypatch.setattr(bench_sel_triton, "DEVICE", kernel_device)
+    monkeypatch.setattr(bench_sel_triton, "CACHE_LEN", 64)
+    cell = bench_sel_triton.Cell("route", dist, 4, 2, 16, 16, 12, 1)
+    budget = Budget(device_s=0.02, wall_s=1.0, warm_s=0.0, warm_calls=1, min_n=3)
+
+    def row():
+        case = bench_sel_triton.case_of(cell, cell.rows(torch.float16), Flags(), {})
+        return measure(case, HostClock(), cold=False, budget=budget)
+
+    right = row()
+    assert right.status in ("VALID", "UNSTABLE") and right.parity["status"] == "PASS", right.why
+    assert right.path_taken == ("triton_ranges_single" if dist == "few" else "triton_ranges")
+    assert (right.baseline, right.path_requested) == ("packing", "triton")
+    low, high = right.wall_speedup_ci95
+    assert 0 < low <= right.wall_speedup <= high
+    from nsa.kernels.triton_sel_kernel import in_place
+
+    real = in_place.in_place
+
+    beside = lambda q, k, v, ranges, plan: real(q, k, v, ranges + 1, plan)
+    monkeypatch.setattr(in_place, "in_place", beside)
+    wrong = row()
+    assert wrong.status == "FAILED" and wrong.median_us is None
 
 
 @pytest.mark.kernel

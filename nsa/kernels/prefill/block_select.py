@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from nsa.checks import assert_longest
+from nsa.config import check_choice
 from nsa.kernels.block_keys import block_keys
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
@@ -270,6 +271,7 @@ class Ranking:
         n_init: int, n_local: int, cu_q: torch.Tensor | None = None,
         cu_k: torch.Tensor | None = None, max_q: int = 0, q_start: int = 0,
     ) -> Ranking:  # fmt: skip
+        check_choice(n_sel, n_init, n_local)
         at = Rows.of(q, k_cmp, cu_q, cu_k)
         longest = q.shape[1] if cu_q is None else min(max_q, at.tokens)
         if cu_q is not None:

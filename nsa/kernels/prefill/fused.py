@@ -18,7 +18,8 @@ from torch import Tensor
 
 from nsa.arrival import await_selection
 from nsa.checks import needs_grad, scale_of
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import packed_ends
+from nsa.kernels.operator import operator
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn import sequence_begins
 from nsa.kernels.prefill.limits import check_block_size
@@ -36,8 +37,7 @@ def _window_start(q: Tensor, k_win: Tensor, cu_seqlens: Tensor | None) -> int:
     return 0 if cu_seqlens is not None else k_win.shape[1] - q.shape[1]
 
 
-@torch.library.custom_op("nsa::prefill", mutates_args=())
-@on_its_device
+@operator("nsa::prefill")
 def _prefill(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, sizes: list[int], softmax_scale: float,
@@ -112,8 +112,7 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, 
     return out(), blocks, out(), out(), out(), lse(), lse(), lse()
 
 
-@torch.library.custom_op("nsa::prefill_bwd", mutates_args=())
-@on_its_device
+@operator("nsa::prefill_bwd")
 def _prefill_bwd(
     grad_out: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor,
     k_win: Tensor, v_win: Tensor, gates: Tensor, block_indices: Tensor, o_cmp: Tensor,
@@ -172,7 +171,7 @@ def _backward(ctx, grad_out, *unused):
     if grad_out is None:
         return (None,) * 16
     *saved, cu_seqlens, cu_seqlens_cmp = ctx.saved_tensors
-    grads = torch.ops.nsa.prefill_bwd(
+    grads = _prefill_bwd(
         grad_out, *saved, *ctx.scalars, cu_seqlens, cu_seqlens_cmp, *ctx.rest
     )
     return (*grads, *(None,) * 8)
@@ -201,6 +200,7 @@ def nsa_prefill_triton(
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     out, block_indices, *_, lse, _, _ = _prefill(
         *(t.contiguous() for t in tensors), [l, d, l_sel, n_sel, n_init, n_local, window], scale,
-        cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, q_start, use_gluon, needs_grad(*tensors),
+        *packed_ends(cu_seqlens, cu_seqlens_cmp), max_seqlen or 0, q_start, use_gluon,
+        needs_grad(*tensors),
     )  # fmt: skip
     return out, {"block_indices": block_indices, "lse": lse}

@@ -1,7 +1,4 @@
-"""Compressed and sliding attention and block selection as torch custom operators with autograd.
-
-Custom operators (rather than a bare autograd.Function) let torch.compile and activation
-checkpointing treat each as one opaque node with known output shapes.
+"""Compressed and sliding attention and block selection as operators with autograd.
 """
 
 from __future__ import annotations
@@ -10,12 +7,12 @@ import torch
 from torch import Tensor
 
 from nsa.checks import scale_of
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import packed_ends
+from nsa.kernels.operator import operator
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 
 
-@torch.library.custom_op("nsa::span_attention", mutates_args=())
-@on_its_device
+@operator("nsa::span_attention")
 def _span_attention(
     q: Tensor, k: Tensor, v: Tensor, mode: int, a: int, b: int, softmax_scale: float,
     cu_q: Tensor | None, cu_k: Tensor | None, q_start: int, use_gluon: bool | None = None,
@@ -33,8 +30,7 @@ def _(q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, q_start, use_gluon=None):
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("nsa::span_attention_bwd", mutates_args=())
-@on_its_device
+@operator("nsa::span_attention_bwd")
 def _span_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mode: int, a: int,
     b: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, q_start: int,
@@ -68,7 +64,7 @@ def _backward(ctx, grad_out, _):
     if grad_out is None:
         return (None,) * 11
     q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-    dq, dk, dv = torch.ops.nsa.span_attention_bwd(
+    dq, dk, dv = _span_attention_bwd(
         grad_out, q, k, v, out, lse, *ctx.scalars, cu_q, cu_k, *ctx.rest
     )
     return dq, dk, dv, *(None,) * 8
@@ -77,8 +73,7 @@ def _backward(ctx, grad_out, _):
 _span_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("nsa::block_select", mutates_args=())
-@on_its_device
+@operator("nsa::block_select")
 def _block_select(
     q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int, n_init: int,
     n_local: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int,
@@ -116,7 +111,8 @@ def compressed_attention_triton(
     """
     return _span_attention(
         q.contiguous(), k_cmp.contiguous(), v_cmp.contiguous(), COMPRESSED, l, d,
-        scale_of(softmax_scale, q.shape[-1]), cu_seqlens, cu_seqlens_cmp, q_start, use_gluon,
+        scale_of(softmax_scale, q.shape[-1]), *packed_ends(cu_seqlens, cu_seqlens_cmp), q_start,
+        use_gluon,
     )  # fmt: skip
 
 
@@ -128,7 +124,8 @@ def sliding_attention_triton(
     as for compressed."""
     return _span_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), SLIDING, window, 1,
-        scale_of(softmax_scale, q.shape[-1]), cu_seqlens, cu_seqlens, q_start, use_gluon,
+        scale_of(softmax_scale, q.shape[-1]), *packed_ends(cu_seqlens, cu_seqlens), q_start,
+        use_gluon,
     )  # fmt: skip
 
 
@@ -146,7 +143,7 @@ def select_blocks_triton(
     Flags.use_gluon, by default this process's.
     """
     return _block_select(
-        q.detach().contiguous(), k_cmp.detach().contiguous(), lse, l, d, l_sel, n_sel, n_init,
-        n_local, scale_of(softmax_scale, q.shape[-1]), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0,
-        q_start, use_gluon,
+        q.detach().contiguous(), k_cmp.detach().contiguous(), lse.detach().float().contiguous(), l,
+        d, l_sel, n_sel, n_init, n_local, scale_of(softmax_scale, q.shape[-1]),
+        *packed_ends(cu_seqlens, cu_seqlens_cmp), max_seqlen or 0, q_start, use_gluon,
     )  # fmt: skip

@@ -89,7 +89,7 @@ def _tma_add(descriptor, coord, source, _semantic=None):
 def _row_stats_kernel(LSE, DELTA, OUT, rows, HQ, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """OUT [2, G, rows * HEADS]: lse in units of log2 (inf for rows without keys), then delta."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = rows.to(tl.int64) * HQ
+    total = tl.cast(rows, tl.int64) * HQ
     live = at < total
     head = at % HQ
     to = (head // HEADS * rows + at // HQ) * HEADS + head % HEADS
