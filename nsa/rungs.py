@@ -144,7 +144,7 @@ def _selected_triton(args: Args, flags: Flags) -> Tensor:
 
     q, k, v, ranges, cu = (args[n] for n in ("q", "k", "v", "ranges", "cu_seqlens"))
     if cu is not None:
-        q, k, v, ranges = (x[None] for x in (q, k, v, _packed_ranges(ranges, cu)))
+        q, k, v, ranges = (x[None] for x in (q, k, v, _in_pack(ranges, cu)))
     out = selection_ranges_triton(
         q.unflatten(2, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), ranges,
         softmax_scale=args["softmax_scale"], path=args.get("path"), flags=flags,

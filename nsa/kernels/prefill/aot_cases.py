@@ -439,7 +439,7 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(_case(combine._combine_fwd_kernel, f"D128-{summed}", "bf16", case, (4, 2)))
     for kernel in (combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel):
         cases.append(_case(kernel, "D128", "bf16", rows, (4, 2)))
-    order = dict(PACKED=False, ROWS=16, N=16, CHUNK=16)
+    order = dict(ROWS=16, N=16, CHUNK=16)
     cases.append(_case(ascending._ascending_kernel, "n16", "bf16", order, (4, 2)))
     cases.append(_case(sums._round_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)))
     cases.append(

@@ -10,6 +10,7 @@ from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
 from nsa.kernels.prefill.ascending import ascending
 from nsa.kernels.prefill.limits import check_block_size
+from nsa.layouts import outside, token_positions
 
 
 def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
