@@ -42,6 +42,14 @@ def is_eager(*tensors: object) -> bool:
     return all([type(x) in _PLAIN for x in tensors])
 
 
+def assert_longest(cu_seqlens: Tensor, max_seqlen: int) -> None:
+    """Stop the device, for which nobody waits, if a sequence is longer than max_seqlen."""
+    torch._assert_async(
+        (cu_seqlens[1:] - cu_seqlens[:-1]).amax() <= max_seqlen,
+        f"max_seqlen must be at least the longest sequence of cu_seqlens, got {max_seqlen}",
+    )
+
+
 def scale_of(softmax_scale: float | None, d: int) -> float:
     """softmax_scale or its default; raises TypeError or ValueError for what is no finite number
     above 0: kernels take the maximum before they scale."""

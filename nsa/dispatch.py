@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa import failed
 from nsa.checks import autocast_on, needs_grad, takes_forward_derivatives
-from nsa.errors import must_raise
+from nsa.errors import must_raise, told
 from nsa.flags import Flags, get_flags
 from nsa.log import enabled, log, once, warn_once
 from nsa.routes import (
@@ -131,15 +132,16 @@ def observed(flags: Flags, q: Tensor) -> bool:
 
 def guarded(
     request: Request, rungs: Mapping[Route, Callable[[], Any]], flags: Flags,
-    backend: str | Route | None = None,
+    backend: str | Route | None = None, args: Any = None,
 ) -> tuple[Any, Decision]:  # fmt: skip
     """Run the first rung that may and can: (its result, the decision as it was really taken).
 
     A named backend runs alone and its error is the caller's; arguments that it has no kernel for
     are RouteUnavailable. Otherwise an error of a rung other than the reference is logged (as
     `sel.triton.fallback reason=`, by branch and route) and the next rung runs. A kernel that fails,
-    and a GPU that runs PyTorch although it has kernels, is a RuntimeWarning too, once per cause.
-    Out of memory and sticky CUDA errors are raised.
+    and a GPU that runs PyTorch although it has kernels, is a RuntimeWarning too, once per cause;
+    a kernel that fails is not tried again for calls of this kind (failed.py; args: what tells calls
+    of one request apart). Out of memory and sticky CUDA errors are raised.
     """
     decision = decide(request, flags, backend)
     rejected = list(decision.rejected)
@@ -154,6 +156,10 @@ def guarded(
             if reason is not None:
                 rejected.append((route, reason))
                 continue
+        if decision.requested is None and (text := failed.known(route, request, flags, args)):
+            rejected.append((route, "launch_error"))
+            _log_fallback(request, route, "launch_error", flags, text)
+            continue
         try:
             result = rungs[route]()
         except Exception as error:
@@ -169,9 +175,11 @@ def guarded(
             elif isinstance(error, NotImplementedError):
                 reason = "unsupported"
             rejected.append((route, reason))
-            _log_fallback(request, route, reason, flags, error)
+            text = told(error)
+            _log_fallback(request, route, reason, flags, text)
             if reason == "launch_error":
-                warn_launch_error(f"{request.branch.value} on {route.value}", error)
+                failed.remember(route, request, flags, args, text)
+                warn_launch_error(f"{request.branch.value} on {route.value}", text)
             elif route is Route.TRITON:
                 _tell_slow(request, reason, flags, str(error))
             continue
@@ -198,7 +206,7 @@ _LOG_PREFIX = {
 
 
 def _log_fallback(
-    r: Request, route: Route, reason: str, flags: Flags, error: Exception | None = None
+    r: Request, route: Route, reason: str, flags: Flags, error: str | None = None
 ) -> None:
     prefix = "fa2" if route is Route.FA2 else f"{_LOG_PREFIX[r.branch]}.{route.value}"
     extra: dict[str, Any] = {"branch": r.branch.value} if route is Route.FA2 else {}
@@ -209,7 +217,7 @@ def _log_fallback(
     if reason == "dtype":
         extra["dtype"] = r.dtype
     if error is not None:
-        extra["error"] = f"{type(error).__name__}: {error}"[:300]
+        extra["error"] = error
     log(f"{prefix}.fallback", flags=flags, reason=reason, **extra)
 
 
@@ -223,10 +231,9 @@ def _tell_slow(request: Request, reason: str, flags: Flags, detail: str = "") ->
 _warn_once = constant(warn_once)
 
 
-def warn_launch_error(what: str, error: Exception) -> None:
+def warn_launch_error(what: str, error: str) -> None:
     """Say once per error, with no debug flag, that a slower route serves instead of a kernel."""
-    text = f"{type(error).__name__}: {error}"[:300]
-    warn_once(f"nsa: {what} failed, another route serves instead: {text}")
+    warn_once(f"nsa: {what} failed, another route serves instead: {error}")
 
 
 def log_device(device: torch.device, flags: Flags) -> None:
@@ -263,7 +270,9 @@ def run(
     q, k, v = args["q"], args["k"], args["v"]
     request = make_request(branch, q, k, v, key_len, flags, backend)
     with _inputs_decide(q.device):
-        result, decision = guarded(request, rung_calls(branch, args, flags), flags, backend)
+        result, decision = guarded(
+            request, rung_calls(branch, args, flags), flags, backend, args
+        )
         tag = f"{_LOG_PREFIX[branch]}.{decision.route.value}"
         if decision.route is Route.TRITON:
             log_device(q.device, flags)
@@ -311,7 +320,7 @@ def run_prefill(
         Route.TRITON: lambda: rungs.prefill_triton(args, flags), Route.REFERENCE: by_branches
     }  # fmt: skip
     with _inputs_decide(q.device):
-        (out, aux), decision = guarded(request, rungs_here, flags, backend)
+        (out, aux), decision = guarded(request, rungs_here, flags, backend, args)
     if decision.route is Route.TRITON:
         log_device(q.device, flags)
         rungs.log_block_reads(

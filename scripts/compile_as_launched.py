@@ -191,7 +191,7 @@ def grid(arch: int, quick: bool) -> Iterator[Call]:
     for (D, Dv), (T, h) in itertools.product(sizes, rows):
         for batch, max_len in [(1, 8192), (64, 32768)]:
             yield decode, (batch, T, h, D, Dv, BF16, max_len)
-    for max_len, n_sel in itertools.product((20, 1000, 131072, 1 << 20), (1, 16, 64)):
+    for max_len, n_sel in itertools.product((20, 1000, 131072, 1 << 20), (3, 16, 64)):
         yield decode, (1, 1, 16, 128, 128, BF16, max_len, 0, n_sel)
     for page in (16, 64, 256):
         yield decode, (2, 1, 16, 128, 128, BF16, 8192, page)

@@ -102,6 +102,11 @@ def on_its_device(launcher: Callable, whole: Callable | None = None) -> Callable
     return there
 
 
+def packed_ends(*cu_seqlens: Tensor | None) -> list[Tensor | None]:
+    """cu_seqlens as kernels read them, which take no strides; None stays None."""
+    return [None if x is None else x.contiguous() for x in cu_seqlens]
+
+
 def pass_over(kernel: str, reason: str | None) -> bool:
     """Return whether there is a reason against a kernel, which a planned call keeps."""
     if reason is not None and _state.planned is not None:
@@ -142,8 +147,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     if len(_made) >= MOST_MADE:
         _made.clear()
     key, given = _key(kernel, args, constants)
-    # `args` holds the tensors until they are launched with.
-    _launch(_made, key, kernel, grid, given if key in _made else args, constants)
+    found = _made.get(key)  # asked once: another thread may clear it any time
+    if found is None or _state.planned is not None:
+        return _launch(_made, key, kernel, grid, args, constants)
+    _again(found, grid, given)  # `args` holds the tensors until they are launched with
+    launches.bump(kernel.__name__)
 
 
 def launch_planned(
@@ -155,7 +163,11 @@ def launch_planned(
     Of what is compiled already addresses will do for tensors, and are quicker: of a tensor Triton's
     launcher asks the driver whether the GPU can reach it, 1 us each.
     """
-    _launch(compiled, id(kernel), kernel, grid, args, constants)
+    found = compiled.get(id(kernel))
+    if found is None or _state.planned is not None:
+        return _launch(compiled, id(kernel), kernel, grid, args, constants)
+    _again(found, grid, args)
+    launches.bump(kernel.__name__)
 
 
 def prepare_planned(
@@ -193,20 +205,16 @@ def _launch(
     memory: dict[Any, Made], key: Any, kernel: Any, grid: tuple, args: tuple,
     constants: dict[str, Any],
 ) -> None:  # fmt: skip
-    """As `memory` has it under `key`; a key of None is not kept."""
+    """By Triton, and what it compiled into memory[key]; a key of None is not kept."""
     if _state.planned is not None:
         _state.planned.launches.append(Launch(kernel, grid, args, constants, memory, key))
         return
-    found = memory.get(key)
-    if found is not None:
-        _again(found, grid, args)
-    else:
-        if _state.in_call and key is not None and hasattr(kernel, "warmup"):
-            raise _Uncompiled
-        made = kernel[grid](*args, **constants)
-        # Nothing comes back from the interpreter.
-        if key is not None and hasattr(made, "packed_metadata"):
-            memory[key] = _kept(kernel, made, args, constants)
+    if _state.in_call and key is not None and hasattr(kernel, "warmup"):
+        raise _Uncompiled
+    made = kernel[grid](*args, **constants)
+    # Nothing comes back from the interpreter.
+    if key is not None and hasattr(made, "packed_metadata"):
+        memory[key] = _kept(kernel, made, args, constants)
     launches.bump(kernel.__name__)
 
 

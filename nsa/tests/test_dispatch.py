@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import functools
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import dispatch, log
+from nsa import dispatch, errors, log
 from nsa.blocks import num_compressed
 from nsa.dispatch import (
     LADDER,
@@ -206,6 +207,8 @@ def test_reason_of_a_failed_rung(error, reason):
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
         RuntimeError("CUDA error: misaligned address"),
+        RuntimeError("_decode_cluster_kernel: CUDA_ERROR_ILLEGAL_ADDRESS"),
+        RuntimeError("_decode_cluster_kernel: CUDA_ERROR_OUT_OF_MEMORY"),
         MemoryError(),
         KeyboardInterrupt(),
     ],
@@ -213,6 +216,48 @@ def test_reason_of_a_failed_rung(error, reason):
 def test_out_of_memory_and_sticky_errors_are_not_fallen_back_from(error):
     with pytest.raises(type(error)):
         guarded(GPU, rungs(triton=error, sdpa="s", reference="r"), ON)
+
+
+# What cuGetErrorString says of the errors that end a process's use of its device.
+FINAL_WORDS = (
+    "an illegal memory access was encountered", "the launch timed out and was terminated",
+    "context is destroyed", "device-side assert triggered", "hardware stack error",
+    "an illegal instruction was encountered", "misaligned address",
+    "operation not supported on global/shared address space", "invalid program counter",
+    "unspecified launch failure", "uncorrectable ECC error encountered",
+    "uncorrectable NVLink error detected during the execution", "unknown error",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["CUDA error: ", "Triton Error [CUDA]: "])
+def test_the_words_of_sticky_errors_are_known(prefix):
+    assert [w for w in FINAL_WORDS if not errors.is_sticky(RuntimeError(prefix + w))] == []
+    for words in ("invalid device function", "too many resources requested for launch",
+                  "no kernel image is available", "invalid argument"):  # fmt: skip
+        assert not errors.must_raise(RuntimeError(prefix + words))
+
+
+FINAL_NAMES = {
+    f"CUDA_ERROR_{name}" for name in (
+        "ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "CONTEXT_IS_DESTROYED", "ASSERT",
+        "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS",
+        "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED", "TENSOR_MEMORY_LEAK", "CONTAINED",
+        "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "EXTERNAL_DEVICE", "MPS_CLIENT_TERMINATED",
+        "UNKNOWN",
+    )
+}  # fmt: skip
+
+
+def test_the_drivers_names_of_sticky_errors_are_known():
+    driver = pytest.importorskip("cuda.bindings.driver")
+    for code in driver.CUresult:
+        error = RuntimeError(f"_decode_cluster_kernel: {code.name}")
+        assert errors.is_sticky(error) == (code.name in FINAL_NAMES), code.name
+        out_of_memory = code.name == "CUDA_ERROR_OUT_OF_MEMORY"
+        assert errors.must_raise(error) == (out_of_memory or code.name in FINAL_NAMES), code.name
+        said = " ".join((code.__doc__ or "").split())  # newer bindings tell what ends a process
+        if "terminated and relaunched" in said or "cannot be used anymore" in said:
+            assert code.name in FINAL_NAMES, said
 
 
 def test_named_route_and_reference_raise_their_own_error():
@@ -235,7 +280,41 @@ def test_a_kernel_that_fails_is_a_warning_once():
         warnings.simplefilter("error")
         guarded(GPU, calls, ON)
     with pytest.warns(RuntimeWarning, match="RuntimeError: another"):
-        guarded(GPU, rungs(triton=RuntimeError("another"), sdpa="s"), ON)
+        guarded(replace(GPU, d_k=64), rungs(triton=RuntimeError("another"), sdpa="s"), ON)
+
+
+@pytest.mark.filterwarnings("ignore:nsa. selected on triton failed")
+def test_a_kernel_that_fails_is_tried_once_per_kind_of_call(capsys):
+    tries = []
+
+    def fails():
+        tries.append(1)
+        raise RuntimeError("ptxas died")
+
+    def tried(request=GPU, flags=ON, backend=None, x=(2, 300), **args):
+        before = len(tries)
+        args = dict(args, q=torch.empty(x, device="meta"))
+        calls = {Route.TRITON: fails, Route.SDPA: lambda: "s"}
+        with contextlib.suppress(RuntimeError):
+            result, decision = guarded(request, calls, flags, backend, args)
+            assert result == "s" and decision.rejected[0] == (Route.TRITON, "launch_error")
+        return len(tries) - before
+
+    alike = {}, dict(x=(3, 511)), dict(request=replace(GPU, key_len=9000))
+    assert [tried(**call) for call in (*alike, {})] == [1, 0, 0, 0]
+    others = (
+        dict(x=(2, 512)), dict(x=(2, 300, 1)), dict(sizes={"l": 32}), dict(sizes={"l": 64}),
+        dict(request=replace(GPU, key_len=1 << 14)), dict(request=replace(GPU, dtype="float16")),
+        dict(flags=replace(ON, use_gluon=False)),
+    )  # fmt: skip
+    for call in others:
+        assert [tried(**call), tried(**call)] == [1, 0], call
+    assert [tried(backend="triton"), tried(backend="triton")] == [1, 1]  # its error is the caller's
+    capsys.readouterr()
+    assert tried(flags=replace(ON, debug_log=True)) == 1
+    assert tried(flags=replace(ON, debug_log=True)) == 0
+    line = "sel.triton.fallback reason=launch_error error=RuntimeError:_ptxas_died"
+    assert capsys.readouterr().err.count(line) == 2  # told all the same
 
 
 @pytest.mark.parametrize(
@@ -459,7 +538,7 @@ def test_the_threshold_is_not_about_the_branches_of_a_whole_attention(monkeypatc
     q, k = randn(1, 40, 4, 8, seed=1), randn(1, 40, 2, 8, seed=2)
     n = num_compressed(40, 8, 4)
     nsa.nsa_attention(
-        q, k[:, :n], k[:, :n], k, k, k, k, torch.rand(1, 40, 4, 3), l=8, d=4, l_sel=8, n_sel=2,
+        q, k[:, :n], k[:, :n], k, k, k, k, torch.rand(1, 40, 4, 3), l=8, d=4, l_sel=8, n_sel=3,
         window=8, flags=flags,
     )  # fmt: skip
     assert (Branch.SELECTED, False) in seen

@@ -621,6 +621,7 @@ def attend(x: Problem, **changes) -> tuple[tuple[torch.Tensor, torch.Tensor], di
     from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
 
     given = dict(q=x.q, k=x.k, v=x.v, block_indices=x.blocks, **x.how, **x.packed)
+    given["max_seqlen"] = max(x.case.lengths)
     with launches.recording() as counts:
         result = block_attention_fwd(**given | changes)
     return result, counts
@@ -988,7 +989,7 @@ def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
     )
 
     def run():
-        packed = dict(cu_seqlens=cu, max_seqlen=max(lengths))
+        packed = dict(cu_seqlens=cu)
         with launches.recording() as counts:
             if window:
                 got = prefill.sliding_attention_triton(q, k, v, window=window, **packed)
@@ -1138,7 +1139,7 @@ def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, kernel, device, 
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
     cu_keys = cu_cmp if kind == "compressed" else cu
-    packed = dict(cu_seqlens=cu, max_seqlen=max(lengths))
+    packed = dict(cu_seqlens=cu)
     rows, keys = cu.tolist(), cu_keys.tolist()
     q, k, v = (
         randn(n, h, 128, seed=h, dtype=BF16, device=device).requires_grad_()

@@ -217,6 +217,31 @@ def test_a_launch_that_triton_would_compile_alike_is_not_looked_up_again(driver)
     assert launches.counts()["_fake_kernel"] == len(kernel.calls)
 
 
+class ClearedByAnother(dict):
+    """What another thread empties right after each look into it."""
+
+    def get(self, key):
+        found = super().get(key)
+        self.clear()
+        return found
+
+    def __contains__(self, key):
+        return self.get(key) is not None
+
+
+def test_a_memory_that_another_thread_clears_never_makes_triton_compile_for_an_address(
+    driver, monkeypatch
+):
+    from nsa.kernels import launch as module
+
+    monkeypatch.setattr(module, "_made", ClearedByAnother())
+    kernel, x = FakeKernel(), torch.zeros(64, dtype=torch.float16)
+    for _ in range(4):
+        launch(kernel, (2,), x, 48, **CONSTANTS)
+    assert [how for how, *_ in kernel.calls] == ["jit", "run"] * 2
+    assert all(args[0] is x for how, _, args, *_ in kernel.calls if how == "jit")
+
+
 def test_descriptors_are_told_apart_by_what_triton_compiles_for(driver):
     kernel = FakeKernel()
     x = torch.zeros(32, 64, dtype=torch.float16)

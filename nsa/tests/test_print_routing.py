@@ -16,7 +16,7 @@ from nsa.kernels import fa2
 from nsa.module import NSAAttention
 from scripts import print_routing
 
-SIZES = dict(l=8, d=4, l_sel=16, n_sel=2, w=24)
+SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, w=24)
 CONFIG = NSAConfig(dim=32, heads=2, groups=1, d_k=16, d_v=16, **SIZES)
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from nsa import launches
+from nsa.errors import must_raise
 from nsa.flags import get_flags
 from nsa.kernels.launch import is_planned
 from nsa.kernels.tiles import arch_of, cdiv, pow2, sm_count
@@ -248,14 +249,28 @@ def _kernel(
         STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local, WINDOW=window,
         OVERLAP=int(l > d), PAGE=page, RING=int(ring), **found.macros(dim, n_sel, free),
     )  # fmt: skip
+    function = _function(device, tuple(macros.items()))
+    if function is None:
+        return None
+    grid = groups * found.cluster, batch
+    return ClusterKernel(*function, grid, 32 * found.warps, macros["SHARED"])
+
+
+# Of all lengths that take as many units, and never unloaded, since a graph may hold the function:
+# seven shapes and a power of two of units for a layer's sizes.
+@functools.cache
+def _function(device: torch.device, macros: tuple[tuple[str, Any], ...]) -> tuple[Any, Any] | None:
+    """The kernel so compiled and cuLaunchKernel, None where they cannot be had."""
     try:
-        return _load(macros, (groups * found.cluster, batch))
+        return _load(dict(macros))
     except RuntimeError as error:  # Unavailable, and what cuda.bindings raises without a library
+        if must_raise(error):
+            raise
         warn_once(f"decode steps take several launches, since {NAME} cannot be had: {error}")
         return None
 
 
-def _load(macros: dict[str, Any], grid: tuple[int, int]) -> ClusterKernel:
+def _load(macros: dict[str, Any]) -> tuple[Any, Any]:
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -274,19 +289,17 @@ def _load(macros: dict[str, Any], grid: tuple[int, int]) -> ClusterKernel:
             (kind.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
         ):
             _check(*driver.cuFuncSetAttribute(function, attribute, value))
-        if cluster > 1 and not _most_clusters(driver, function, cluster, grid, threads, shared):
+        if cluster > 1 and not _most_clusters(driver, function, cluster, threads, shared):
             raise Unavailable(f"no cluster of {cluster} blocks fits what is there of the GPU")
     finally:
         driver.cuThreadExchangeStreamCaptureMode(mode)
-    return ClusterKernel(function, driver.cuLaunchKernel, grid, threads, shared)
+    return function, driver.cuLaunchKernel
 
 
-def _most_clusters(
-    driver: Any, function: Any, cluster: int, grid: tuple[int, int], threads: int, shared: int
-) -> int:
+def _most_clusters(driver: Any, function: Any, cluster: int, threads: int, shared: int) -> int:
     """How many run at a time: a part of a GPU (MIG, MPS) may have no room for a large one."""
     config, size = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
-    config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared
     size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION

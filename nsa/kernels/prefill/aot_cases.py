@@ -51,7 +51,8 @@ _POINTERS = {
     "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
     "BOUNDS": "*i64", "ROWS": "*i32", "UNITS": "*i32", "BITS": "*i32", "PIECES": "*i32",
     "RANKS": "*i64", "X": "*fp32", "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32",
-    "COUNTS": "*i32", "ORDERED": "*i32", "SEQUENCE": "*i32", "POSITIONS": "*i64",
+    "COUNTS": "*i32", "ORDERED": "*i32", "OWN": "*i32", "SEQUENCE": "*i32",
+    "FIRST_TILE": "*i32", "POSITIONS": "*i64",
     "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
     "REACH": "*fp32", "LARGEST": "*fp32", "SCALES": "*fp32", "SUMS": "*fp16", "TOP": "*fp32",
     "TOTAL": "*fp32", "REST": "*i32", "LISTED": "*i32", "WHOLE": "*i32", "TODO": "*i32",
@@ -310,8 +311,8 @@ def _many_heads_case(arch: int, d: int, h: int) -> AotCase:
     rows, *launch = block_attn_bwd.dkdv_tiles(arch, d, 128, 2, h)
     d1, d2 = split_dim(d)
     tile = dict(BLOCK_N=block_attn_bwd.key_tile(64, d, 2, h, arch), PAIRS=max(rows // h, 1),
-                ADD=False, D=d, DV=128, VARLEN=False, HEADS=h, BLOCK_D=d1, BLOCK_D2=d2,
-                BLOCK_DV=128, PRECISION="tf32")  # fmt: skip
+                ADD=False, CHUNK=block_lists.CHUNK, D=d, DV=128, VARLEN=False, HEADS=h, BLOCK_D=d1,
+                BLOCK_D2=d2, BLOCK_DV=128, PRECISION="tf32")  # fmt: skip
     kernel = block_attn_bwd._block_attn_bwd_dkdv_kernel
     return _case(kernel, f"bf16-D{d}-H{h}", "bf16", tile, launch)
 
@@ -385,7 +386,7 @@ def aot_cases(arch: int) -> list[AotCase]:
                 rows, *launch = launch
                 add = how != "parts"
                 tile = dict(VARLEN=not add, PAIRS=max(rows // heads, 1), HEADS=heads, ADD=add,
-                            BLOCK_N=block_n)  # fmt: skip
+                            BLOCK_N=block_n, CHUNK=block_lists.CHUNK)  # fmt: skip
                 kernel = block_attn_bwd._block_attn_bwd_dkdv_kernel
                 cases.append(_case(kernel, f"{label}-{how}", dtype, {**wide, **tile}, launch))
         if queries:
@@ -417,8 +418,8 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(_case(kernel, f"D128-H{heads}", "bf16", merge, (1, 2)))
     size = dict(SIZE=block_lists.LIST_SIZE)
     chunk = dict(CHUNK=block_lists.CHUNK, **size)
-    pair = dict(VARLEN=True, PER_BLOCK=2, **size)
-    members = dict(VARLEN=True, WORDS=block_lists.WORDS, SHARE=block_lists.SHARE)
+    pair = dict(VARLEN=True, TILE=64, PER_BLOCK=2, **size)
+    members = dict(VARLEN=True, TILE=64, WORDS=block_lists.WORDS, SHARE=block_lists.SHARE)
     count = dict(WORDS=block_lists.WORDS)
     cases += [
         _case(block_lists._pair_tiles_kernel, "map", "bf16", dict(pair, MARK=True), (4, 2)),
@@ -438,13 +439,14 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(_case(combine._combine_fwd_kernel, f"D128-{summed}", "bf16", case, (4, 2)))
     for kernel in (combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel):
         cases.append(_case(kernel, "D128", "bf16", rows, (4, 2)))
-    order = dict(ROWS=16, N=16, CHUNK=16)
+    order = dict(PACKED=False, ROWS=16, N=16, CHUNK=16)
     cases.append(_case(ascending._ascending_kernel, "n16", "bf16", order, (4, 2)))
     cases.append(_case(sums._round_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)))
     cases.append(
         _case(
             block_attn_bwd._block_attn_bwd_sum_kernel, "D128", "bf16",
-            dict(DIM=128, BLOCK_DIM=128, BLOCK_N=64, ROWS=16, VARLEN=False), (4, 2),
+            dict(DIM=128, BLOCK_DIM=128, BLOCK_N=64, CHUNK=block_lists.CHUNK, ROWS=16,
+                 VARLEN=True), (4, 2),
         )  # fmt: skip
     )
     for dim, heads in ((128, 16), (192, 3)) if arch in (90, 120) else ((128, 16),):

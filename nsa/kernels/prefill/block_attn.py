@@ -6,18 +6,20 @@ import torch
 from torch import Tensor
 
 from nsa.checks import scale_of
+from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
 from nsa.kernels.prefill.ascending import ascending
 from nsa.kernels.prefill.limits import check_block_size
 
 
 def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
-    """int32 [T]: the first row of each packed token's sequence; None for dense inputs."""
+    """int32 [T]: the first row of each packed token's sequence, or of the rows that belong to none;
+    None for dense inputs."""
     if cu_seqlens is None:
         return None
-    from nsa.kernels.prefill.block_lists import token_sequences
+    from nsa.kernels.prefill.packs import token_sequences
 
-    return cu_seqlens[token_sequences(cu_seqlens, tokens).clamp_(max=cu_seqlens.numel() - 2)]
+    return cu_seqlens[token_sequences(cu_seqlens, tokens)]
 
 
 @operator("nsa::block_attention")
@@ -45,29 +47,29 @@ def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen,
 def _block_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     block_indices: Tensor, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None,
-    max_seqlen: int, q_start: int, use_gluon: bool | None = None,
+    q_start: int, use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
 
     return block_attention_bwd(
         grad_out.contiguous(), q, k, v, out, lse, block_indices, block_size=block_size,
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_start=q_start, use_gluon=use_gluon,
+        cu_seqlens=cu_seqlens, q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
 
 
 @_block_attention_bwd.register_fake
-def _(grad_out, q, k, v, out, lse, block_indices, block_size, softmax_scale, cu_seqlens,
-      max_seqlen, q_start, use_gluon=None):  # fmt: skip
+def _(grad_out, q, k, v, out, lse, block_indices, block_size, softmax_scale, cu_seqlens, q_start,
+      use_gluon=None):  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, *rest = inputs
+    q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, _, *rest = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, block_indices, cu_seqlens)
     ctx.scalars = (block_size, softmax_scale)
-    ctx.rest = rest  # max_seqlen, q_start, use_gluon
+    ctx.rest = rest  # q_start, use_gluon
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
@@ -95,19 +97,20 @@ def selection_blocks_triton(
 
     q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv], block_indices [B, S, G, n], int32 or int64:
     any order, repetitions count once, -1 is none; query s stands at key q_start + s < N.
-    Packed without B, with int32 cu_seqlens and max_seqlen. block_size: 16, 32 or a multiple of 64.
-    use_gluon: Flags.use_gluon, by default this process's.
+    Packed without B, with int32 cu_seqlens; max_seqlen says whether there are long sequences.
+    block_size: 16, 32 or a multiple of 64. use_gluon: Flags.use_gluon, by default this process's.
     Returns [.., HQ, Dv] in q's dtype (fp16, bf16 or fp32), differentiable in q, k, v; a row without
-    keys gives 0. is_ascending: the rows are int32 and known to be ascending, without repetitions
-    and -1 last, as select_blocks_triton leaves them. Raises NotImplementedError for another
-    block_size and for more heads per KV group than limits.most_heads.
+    keys gives 0, as one of no sequence does. is_ascending: the rows are int32 and known to be
+    ascending, without repetitions and blocks after the query, -1 last, as select_blocks_triton
+    leaves them. Raises NotImplementedError for another block_size and for more heads per KV group
+    than limits.most_heads.
     """
     check_block_size("block_size", block_size)
     scale = scale_of(softmax_scale, q.shape[-1])
     if not is_ascending:
-        block_indices = ascending(block_indices)
+        block_indices = ascending(block_indices, block_size, q_start, cu_seqlens)
     out, _ = _block_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), block_indices.contiguous(),
-        block_size, scale, cu_seqlens, max_seqlen or 0, q_start, use_gluon,
+        block_size, scale, *packed_ends(cu_seqlens), max_seqlen or 0, q_start, use_gluon,
     )  # fmt: skip
     return out

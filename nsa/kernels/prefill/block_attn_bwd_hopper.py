@@ -273,17 +273,11 @@ def _block_attn_bwd_hopper_kernel(
     end = gl.minimum(begin + SHARE, gl.load(CHUNK_END + chunk).to(gl.int32))
     end = gl.where(live, end, begin)
     tile = gl.load(CHUNK_TILE + chunk)
-    group = tile // per_seq % G
-    sequence = tile // per_seq // G
-    n0 = tile % per_seq * KEYS
-    if VARLEN:
-        first_query = gl.load(CU_SEQLENS + sequence)
-        n_keys = gl.load(CU_SEQLENS + sequence + 1) - first_query
-        first_key = first_query.to(gl.int64)
-    else:
+    group, sequence, n0, n_keys, first_query, first_key = block_lists.keys_of_tile(
+        tile, CU_SEQLENS, S_KV, G, per_seq, KEYS, VARLEN
+    )
+    if not VARLEN:
         first_query = sequence * S
-        n_keys = S_KV
-        first_key = sequence.to(gl.int64) * S_KV
     # A unit is token * G + group. This one is the first that sees the block's first key.
     first_unit = (first_query + n0 - q_start) * G + group
     tiles = gl.maximum(end - begin + QUERIES - 1, 0) // QUERIES
@@ -373,16 +367,15 @@ def adds_halves(q: torch.Tensor, n_sel: int) -> bool:
 def add_block_gradients(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor, lists: block_lists.TileRows, cu_seqlens: torch.Tensor | None,
-    per_seq: int, softmax_scale: float, q_start: int, acc: torch.Tensor | HalfSums,
-    out_k: torch.Tensor, out_v: torch.Tensor,
+    softmax_scale: float, q_start: int, acc: torch.Tensor | HalfSums, out_k: torch.Tensor,
+    out_v: torch.Tensor,
 ) -> None:  # fmt: skip
     """Add dQ / softmax_scale to acc, dK / softmax_scale to out_k and dV to out_v, fp32 tensors like
-    q, k and v (acc: or HalfSums), for inputs that are usable(). lists, per_seq: see
-    block_attention_bwd."""
+    q, k and v (acc: or HalfSums), for inputs that are usable(). lists: see block_attention_bwd."""
     varlen = cu_seqlens is not None
     groups = v.shape[-2]
     heads = q.shape[-2] // groups
-    s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
+    s_q, s_kv = (1, cu_seqlens.numel() - 1) if varlen else (q.shape[1], k.shape[1])
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
     halves = isinstance(acc, HalfSums)
     sums, scales = acc if halves else (acc, delta)
@@ -393,7 +386,7 @@ def add_block_gradients(
         _block_attn_bwd_hopper_kernel, (pieces.numel() - 1,),
         k, v, lse, delta, scales, _head_tiles(q, groups), _head_tiles(grad_out, groups),
         _head_tiles(sums, groups), out_k, out_v, lists.rows, pieces, *chunks,
-        cu_seqlens if varlen else lists.rows, s_q, s_kv, groups, q_start, per_seq,
+        cu_seqlens if varlen else lists.rows, s_q, s_kv, groups, q_start, lists.per_seq,
         softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
         STAGES=STAGES, SHARE=share, PER_CHUNK=per_chunk, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

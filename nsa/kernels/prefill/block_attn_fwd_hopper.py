@@ -395,11 +395,11 @@ def splits(q: Tensor, v: Tensor, n_sel: int, longest: int) -> bool:
 
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor | None, lse: Tensor, *,
-    softmax_scale: float, seq_begin: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int,
+    softmax_scale: float, seq_begin: Tensor | None, cu_seqlens: Tensor | None, longest: int,
     q_start: int, others: Others | None = None, total: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill lse, and out and total where they are given, for inputs that are usable(); see
-    gated_block_attention_fwd."""
+    gated_block_attention_fwd. longest: keys of the longest sequence."""
     varlen = seq_begin is not None
     hq, width = q.shape[-2:]
     groups = k.shape[-2]
@@ -408,7 +408,7 @@ def attend_blocks(
     keep = out is not None
     out, total = (out if keep else total), (total if others else out)
     n_sel = block_indices.shape[-1]
-    split = splits(q, v, n_sel, max_seqlen if varlen else s_kv)
+    split = splits(q, v, n_sel, longest)
     heads = hq // groups
     lists = tile_blocks.tile_blocks(
         block_indices, seq_begin, s_q, s_kv, q_start, KEYS, heads=heads if split else 0,
@@ -421,9 +421,8 @@ def attend_blocks(
             q, k, v, lists, sums, softmax_scale=softmax_scale, q_start=q_start, packed=varlen
         )
         block_attn_keys_hopper.add_sums(
-            q, k, v, lists.rest.blocks, sums, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-        )  # fmt: skip
+            q, k, v, lists.rest.blocks, sums, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens
+        )
         end_tiles(lists, sums, out if keep else None, lse, others, total)
         some = (lists.rest.whole, lists.rest.todo)
     programs = min(lists.counts.numel(), sm_count(q.device))

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from nsa.flags import get_flags
+from nsa.kernels.prefill.packs import MOST_BATCH
 from nsa.kernels.prefill.span_kinds import COMPRESSED
 from nsa.kernels.tiles import arch_of
 
@@ -55,8 +56,8 @@ def forward_with_scores(
 ) -> ModuleType | None:  # fmt: skip
     """The same for compressed attention, alone or with the window, that finds the scores of blocks
     too; None: block_select finds them, from the log-sum-exp."""
-    if packed or not enabled(q.device, use_gluon):
-        return None
+    if packed or q.shape[0] * k_cmp.shape[-2] > MOST_BATCH or not enabled(q.device, use_gluon):
+        return None  # which ranks packed tiles, see Rows
     from nsa.kernels.prefill import block_sums
 
     return forward(q, k_cmp, v_cmp, use_gluon) if block_sums.usable(q, k_cmp, l, d, l_sel) else None

@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import span_bwd_fused
-from nsa.kernels.prefill.span_common import sequence_bounds
+from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.prefill.sums import rounded
 from nsa.kernels.prefill.warps import (
@@ -89,7 +89,7 @@ def _tma_add(descriptor, coord, source, _semantic=None):
 def _row_stats_kernel(LSE, DELTA, OUT, rows, HQ, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """OUT [2, G, rows * HEADS]: lse in units of log2 (inf for rows without keys), then delta."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = rows.to(tl.int64) * HQ
+    total = tl.cast(rows, tl.int64) * HQ
     live = at < total
     head = at % HQ
     to = (head // HEADS * rows + at // HQ) * HEADS + head % HEADS
@@ -423,11 +423,11 @@ def _span_bwd_hopper_kernel(
     """As _span_bwd_fused_kernel. STATS_ROWS, STATS: what _row_stats_kernel wrote, two ways."""
     ROWS: gl.constexpr = BLOCK_Q * HEADS
     dtype: gl.constexpr = QD.dtype
-    batch = gl.program_id(1) // G
-    group = gl.program_id(1) % G
-    split = gl.num_programs(2) - 1 - gl.program_id(2)
+    batch, group, tile, split, share = share_of_program(
+        CU_Q, CU_K, SQ, SK, G, share, MODE, KEYS, BLOCK_Q, VARLEN
+    )
     q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
-    n0 = gl.program_id(0) * KEYS
+    n0 = tile * KEYS
     n_last = gl.minimum(n0 + KEYS, k_len) - 1
     if MODE == 0:
         m_begin = gl.maximum(n0 * span_b + span_a - 1 - q_start, 0) // BLOCK_Q * BLOCK_Q
@@ -559,37 +559,33 @@ def window_share(sq: int, window: int, block_q: int, programs: int, sms: int) ->
 
 def span_attention_bwd_hopper(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
-    delta: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None, batch: int, sq: int, sk: int, dq: torch.Tensor | None, q_start: int,
+    delta: torch.Tensor, span: Span, softmax_scale: float, at: Rows, dq: torch.Tensor | None,
+    q_start: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv as span_attention_bwd returns them, for inputs that are usable()."""
-    varlen = cu_q is not None
     hq, dim = q.shape[-2:]
     groups = v.shape[-2]
     heads = hq // groups
     block_q = ROWS // heads
-    tiles = cdiv(sk, KEYS)
     sms = sm_count(q.device)
-    programs = tiles * batch * groups
     if span.mode == COMPRESSED:
         span_a = span.a
-        share = span_bwd_fused.query_share(sq, programs, block_q, sms)
-        splits = cdiv(sq, share)
+        share, splits = span_bwd_fused.query_shares(at, KEYS, groups, block_q, sms)
     else:
-        span_a = min(span.a, q_start + sq)  # more changes nothing but could overflow
-        share, splits = window_share(sq, span_a, block_q, programs, sms)
-    acc, dk, dv = span_bwd_fused.gradient_sums(q, k, v, dq, splits)
+        span_a = min(span.a, q_start + at.longest)  # more changes nothing but could overflow
+        programs = at.filled_tiles(KEYS) * groups
+        share, splits = window_share(at.longest, span_a, block_q, programs, sms)
+    acc, dk, dv = span_bwd_fused.gradient_sums(q, k, v, dq, splits, at.cu is not None)
     stats = row_stats(lse, delta, heads)
     stats_tiles = descriptor(stats, (ROWS,), shared_layout(0, 32, 1))
-    cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
     launch(
-        _span_bwd_hopper_kernel, (tiles, batch * groups, splits),
+        _span_bwd_hopper_kernel, at.shares(KEYS, groups, share, splits),
         q, k, v, grad_out, stats, _head_tiles(q, block_q, heads),
         _head_tiles(grad_out, block_q, heads), stats_tiles, _head_tiles(acc, block_q, heads),
-        dk, dv, cu_q_arg, cu_k_arg, sq, sk, groups, q.numel() // (hq * dim), share, q_start,
-        span_a, span.b, softmax_scale, softmax_scale * LOG2E,
-        MODE=span.mode, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads, KEYS=KEYS, WIDTH=WIDTH,
-        STAGES=STAGES, SPLIT=splits > 1, num_warps=WARPS, maxnreg=START_REGISTERS,
+        dk, dv, *(at.cu or (lse, lse)), at.sq, splits if at.cu else at.sk, groups, at.tokens,
+        share, q_start, span_a, span.b, softmax_scale, softmax_scale * LOG2E,
+        MODE=span.mode, VARLEN=at.cu is not None, BLOCK_Q=block_q, HEADS=heads, KEYS=KEYS,
+        WIDTH=WIDTH, STAGES=STAGES, SPLIT=splits > 1, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip
     if dq is None:
         dq = rounded(acc, softmax_scale, q)

@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_sums
 from nsa.kernels.prefill.block_select import Slab
+from nsa.kernels.prefill.packs import packed_bounds, packed_tiles, sequence_of
 from nsa.kernels.prefill.span_common import span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.prefill.warps import (
@@ -84,20 +85,9 @@ def _work(
     """
     if VARLEN:
         group = item % G
-        tile = ITEMS // G - 1 - item // G
-        # Sequence i owns the tiles from cu_q[i] // QUERIES + i on. That leaves room for all of it,
-        # and at most one tile unused, whatever the lengths.
-        batch = 0
-        end = BATCH
-        while end - batch > 1:
-            middle = (batch + end) // 2
-            if gl.load(CU_Q + middle) // QUERIES + middle <= tile:
-                batch = middle
-            else:
-                end = middle
-        q_begin = gl.load(CU_Q + batch)
-        q_len = gl.load(CU_Q + batch + 1) - q_begin
-        q0 = (tile - (q_begin // QUERIES + batch)) * QUERIES
+        batch, tile = sequence_of(ITEMS // G - 1 - item // G, CU_Q, BATCH, QUERIES)
+        q_begin, q_len = packed_bounds(CU_Q, batch, BATCH, SQ)
+        q0 = tile * QUERIES
     else:
         group = item % G
         batch = item // G % BATCH
@@ -111,8 +101,8 @@ def _work(
 def _keys(batch, CU_K, SK, VARLEN: gl.constexpr):
     """Where the keys of a sequence lie: (row of the descriptor's first axis, first key, keys)."""
     if VARLEN:
-        k_begin = gl.load(CU_K + batch)
-        return 0, k_begin, gl.load(CU_K + batch + 1) - k_begin
+        k_begin, k_len = packed_bounds(CU_K, batch, SK, 0)
+        return 0, k_begin, k_len
     else:
         return batch, 0, SK
 
@@ -742,7 +732,7 @@ def _key_descriptors(k: torch.Tensor, v: torch.Tensor, tiles: Tiles, varlen: boo
 
 @dataclass(frozen=True)
 class _Work:
-    """What a launch knows of its queries."""
+    """What a launch knows of its queries; of packed ones sq are all of them, as for Rows."""
 
     batch: int
     sq: int
@@ -757,9 +747,8 @@ class _Work:
         if cu_q is None:
             batch, sq = q.shape[:2]
             return cls(batch, sq, cdiv(sq, queries) * batch * groups, tile)
-        # The longest sequence is not needed: work items follow from cu_q.
-        batch = cu_q.numel() - 1
-        return cls(batch, 0, (q.shape[0] // queries + batch) * groups, tile)
+        tiles = packed_tiles(q.shape[0], queries, cu_q)
+        return cls(cu_q.numel() - 1, q.shape[0], tiles * groups, tile)
 
     def descriptor(self, x: torch.Tensor) -> Any:
         return descriptor(x.view(-1, *x.shape[-2:]), self.tile, shared_layout(128, 16, 3))
@@ -805,8 +794,8 @@ def span_attention_fwd_hopper(
         launch(
             _span_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
             rows, *keys, outs, out, lse, *of_slab[:2], cu_q if varlen else lse,
-            cu_k if varlen else lse, work.sq, 0 if varlen else k.shape[1], work.batch, items,
-            q_start, span.a, softmax_scale * LOG2E, *of_slab[2:],
+            cu_k if varlen else lse, work.sq, work.batch if varlen else k.shape[1], work.batch,
+            items, q_start, span.a, softmax_scale * LOG2E, *of_slab[2:],
             TILES=(tiles.compiled,), VARLEN=varlen, SCORED=slab is not None, STAGES=tiles.stages,
             G=groups, num_warps=WARPS, maxnreg=START_REGISTERS,
         )  # fmt: skip
@@ -827,7 +816,7 @@ def span_pair_fwd_hopper(
     tiles, window = work.tiles(compressed), work.tiles(sliding)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    sk, sw = (0, 0) if varlen else (k_cmp.shape[1], k_win.shape[1])
+    sk, sw = (work.batch,) * 2 if varlen else (k_cmp.shape[1], k_win.shape[1])
     rows, outs = work.descriptor(q), work.descriptor(out)
     keys = _key_descriptors(k_cmp, v_cmp, tiles, varlen)[:2]
     keys += _key_descriptors(k_win, v_win, window, varlen)
