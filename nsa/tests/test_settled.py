@@ -67,8 +67,8 @@ def test_any_number_of_ranges(n, kernel_device, no_second_look):
         assert n or (out == 0).all()
 
 
-@pytest.mark.parametrize("splits", [2, 8])
-def test_more_ranges_than_a_pass_holds_are_split_pass_by_pass(splits, kernel_device):
+@pytest.mark.parametrize("splits, keep_lse", [(2, True), (8, False)])
+def test_more_ranges_than_a_pass_holds_are_split_pass_by_pass(splits, keep_lse, kernel_device):
     from nsa.kernels.triton_sel_kernel.in_place import sel_fwd_in_place
     from nsa.kernels.triton_sel_kernel.tiles import Tiles
 
@@ -76,10 +76,11 @@ def test_more_ranges_than_a_pass_holds_are_split_pass_by_pass(splits, kernel_dev
     start = torch.stack([torch.randperm(100, generator=torch.Generator().manual_seed(i))[:90] * 3
                          for i in range(4)]).view(1, 2, 2, 90)  # fmt: skip
     ranges = torch.stack([start, start + 2], -1).to(kernel_device)
-    out, _ = sel_fwd_in_place(
+    out, lse = sel_fwd_in_place(
         q.unflatten(2, (2, 2)), k.transpose(1, 2), v.transpose(1, 2), ranges, None, splits=splits,
-        tiles=Tiles(16, 16, 32, 4, 1),
+        keep_lse=keep_lse, tiles=Tiles(16, 16, 32, 4, 1),
     )  # fmt: skip
+    assert (lse is not None) == keep_lse
     want = oracle.selection_attention(*(x.double().cpu() for x in (q, k, v)), ranges.cpu())
     torch.testing.assert_close(out.flatten(2, 3).double().cpu(), want, rtol=1e-4, atol=1e-5)
 
