@@ -354,8 +354,22 @@ def _selected(
     if settled_by is not None and decision.route is Route.TRITON:
         from nsa.rungs import selected_again
 
-        settled.keep(settled_by, selected_again(args, flags))
+        call = selected_again(args, flags)
+        if block_indices is not None:
+            call = _with_blocks_checked(call, block_size, k.shape[1])
+        settled.keep(settled_by, call)
     return out
+
+
+def _with_blocks_checked(call: Callable[..., Tensor], block_size: int, keys: int) -> Callable:
+    """Return call(q, k, v, block_indices) behind the check of its indices: values differ from call
+    to call."""
+
+    def checked(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor) -> Tensor:
+        _check_block_indices(block_indices, block_size, keys)
+        return call(q, k, v, block_indices)
+
+    return checked
 
 
 def sliding_attention(
