@@ -356,7 +356,7 @@ def _walls(
     """Host time per call of each of `calls`, taking turns, round by round; of a long call, whose
     host time is its device time, few are made."""
     often = [
-        max(2, min(20, int(20_000 / max(us, clock.wall(call, 2)))))
+        max(2, min(100, int(20_000 / max(us, clock.wall(call, 2)))))
         for call, us in zip(calls, device_us, strict=True)
     ]
     once = lambda: tuple(clock.wall(c, n) for c, n in zip(calls, often, strict=True))

@@ -294,9 +294,18 @@ def selection_attention(
     A block behind the last key (packed: of max_seqlen keys) is a ValueError; on a GPU and under
     torch.compile it is a device-side assertion, as PyTorch's own for indices.
     """
+    settled_by = None
+    if cu_seqlens is None and max_seqlen is None and (ranges is None or block_indices is None):
+        given = ranges if block_indices is None else block_indices
+        rest = (ranges is None, block_size, q_start, softmax_scale, backend)
+        settled_by = settled.key_of((q, k, v, given), flags, *rest)
+        out = settled.again(settled_by, q, k, v, given)
+        if out is not None:
+            return out
     return _selected(
         q, k, v, block_indices, ranges, block_size, q_start, softmax_scale=softmax_scale,
         cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, backend=backend, flags=flags,
+        settled_by=settled_by,
     )  # fmt: skip
 
 
@@ -304,16 +313,10 @@ def _selected(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None, ranges: Tensor | None,
     block_size: int, q_start: int, *, softmax_scale: float | None, cu_seqlens: Tensor | None,
     max_seqlen: int | None, backend: str | None, flags: Flags | None, alone: bool = True,
+    settled_by: tuple | None = None,
 ) -> Tensor:  # fmt: skip
-    """selection_attention; not `alone` it is a branch of a whole attention, which has no
-    threshold."""
-    given = ranges if block_indices is None else block_indices
-    settled_by = None
-    if cu_seqlens is None and max_seqlen is None and (ranges is None or block_indices is None):
-        rest = (ranges is None, block_size, q_start, softmax_scale, backend, alone)
-        settled_by = settled.key_of((q, k, v, given), flags, *rest)
-        if (out := settled.again(settled_by, q, k, v, given)) is not None:
-            return out
+    """selection_attention; not `alone` it is a branch of a whole attention, which has no threshold.
+    What Triton serves is kept under settled_by."""
     _check_tensors(q, k, v, cu_seqlens)
     _check_start(q_start, cu_seqlens)
     check_int("block_size", block_size, 1)
@@ -321,7 +324,7 @@ def _selected(
     if (block_indices is None) == (ranges is None):
         raise ValueError("give either block_indices or ranges")
     rows = [*q.shape[:-2], k.shape[-2]]
-    name = "ranges" if block_indices is None else "block_indices"
+    name, given = ("ranges", ranges) if block_indices is None else ("block_indices", block_indices)
     tail = [2] if block_indices is None else []
     if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
         kind = getattr(given, "dtype", type(given).__name__)

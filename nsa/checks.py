@@ -29,6 +29,14 @@ def takes_forward_derivatives() -> bool:
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
+def assert_longest(cu_seqlens: Tensor, max_seqlen: int) -> None:
+    """Stop the device, for which nobody waits, if a sequence is longer than max_seqlen."""
+    torch._assert_async(
+        (cu_seqlens[1:] - cu_seqlens[:-1]).amax() <= max_seqlen,
+        f"max_seqlen must be at least the longest sequence of cu_seqlens, got {max_seqlen}",
+    )
+
+
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -40,14 +48,6 @@ def is_eager(*tensors: object) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return all([type(x) in _PLAIN for x in tensors])
-
-
-def assert_longest(cu_seqlens: Tensor, max_seqlen: int) -> None:
-    """Stop the device, for which nobody waits, if a sequence is longer than max_seqlen."""
-    torch._assert_async(
-        (cu_seqlens[1:] - cu_seqlens[:-1]).amax() <= max_seqlen,
-        f"max_seqlen must be at least the longest sequence of cu_seqlens, got {max_seqlen}",
-    )
 
 
 def scale_of(softmax_scale: float | None, d: int) -> float:

@@ -80,15 +80,6 @@ def _ranges(args: Args) -> Tensor:
     return select.blocks_to_ranges(args["block_indices"], args["block_size"], t)
 
 
-def _packed_ranges(ranges: Tensor, cu: Tensor) -> Tensor:
-    """Ranges [T, G, n, 2] of each row's sequence as ranges of all packed keys."""
-    token = torch.arange(ranges.shape[0], dtype=cu.dtype, device=cu.device)
-    sequence = torch.searchsorted(cu[1:], token, right=True)
-    length = torch.nn.functional.pad(cu.diff(), (0, 1))  # rows of no sequence have no keys
-    at, most = (x[sequence][:, None, None, None] for x in (cu, length))
-    return ranges.clamp(min=0).minimum(most) + at
-
-
 def _block_tokens(
     block_indices: Tensor, block_size: int, q_start: int, cu_seqlens: Tensor | None
 ) -> int:
@@ -153,12 +144,24 @@ def _selected_triton(args: Args, flags: Flags) -> Tensor:
 
     q, k, v, ranges, cu = (args[n] for n in ("q", "k", "v", "ranges", "cu_seqlens"))
     if cu is not None:
-        q, k, v, ranges = (x[None] for x in (q, k, v, _packed_ranges(ranges, cu)))
+        q, k, v, ranges = (x[None] for x in (q, k, v, _in_pack(ranges, cu)))
     out = selection_ranges_triton(
         q.unflatten(2, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), ranges,
         softmax_scale=args["softmax_scale"], path=args.get("path"), flags=flags,
     ).flatten(2, 3)  # fmt: skip
     return out if cu is None else out[0]
+
+
+def _in_pack(ranges: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Ranges [T, G, n, 2] of the keys of each query's own sequence as ranges of the whole pack's;
+    empty for a query that is of no sequence. Does not wait for the device."""
+    from nsa.kernels.prefill.packs import token_sequences
+
+    ends = torch.nn.functional.pad(cu_seqlens, (0, 1))  # behind the last sequence: none ends
+    sequence = token_sequences(cu_seqlens, ranges.shape[0])
+    begin = ends[sequence][:, None, None, None]
+    length = (ends[sequence + 1][:, None, None, None] - begin).clamp(min=0)
+    return ranges.clamp(min=0).minimum(length) + begin
 
 
 def selected_again(args: Args, flags: Flags) -> Callable[..., Tensor | None] | None:

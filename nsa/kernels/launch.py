@@ -148,12 +148,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if len(_made) >= MOST_MADE:
         _made.clear()
-    key = _key(kernel, args, constants)
+    key, given = _key(kernel, args, constants)
     found = _made.get(key)  # asked once: another thread may clear it any time
     if found is None or _state.planned is not None:
         return _launch(_made, key, kernel, grid, args, constants)
-    # `args` holds the tensors until they are launched with.
-    _again(found, grid, tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in args]))
+    _again(found, grid, given)  # `args` holds the tensors until they are launched with
     launches.bump(kernel.__name__)
 
 
@@ -234,29 +233,34 @@ def _again(found: Made, grid: tuple, args: tuple) -> None:
     )  # fmt: skip
 
 
-def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple | None:
-    """What tells compiled kernels apart, as finely as Triton does; None for what it does not know.
+def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple[tuple | None, list]:
+    """What tells compiled kernels apart, as finely as Triton does, None for what it does not know;
+    and the arguments with addresses for tensors.
 
     Of tensors dtype and alignment, and whether a GPU reaches them, which addresses do not tell; of
     ints whether they are 1, or a multiple of 16, or need more than 32 bits.
     """
+    given: list[Any] = []
     if not hasattr(kernel, "device_caches"):  # the interpreter's
-        return None
+        return None, given
     key = [id(kernel), driver.active.get_current_device()]
     for x in args:
         kind = type(x)
         if kind is int:
             key.append("1" if x == 1 else (x & 15 == 0, -LARGE <= x < LARGE, x < LARGE << 32))
-        elif isinstance(x, Tensor):
-            key.append((x.dtype, x.data_ptr() & 15 == 0, x.is_cuda))
+        elif kind is Tensor or isinstance(x, Tensor):
+            at = x.data_ptr()
+            key.append((x.dtype, at & 15 == 0, x.is_cuda))
+            x = at
         elif kind is float or kind is bool or x is None:
             key.append(kind)
         elif hasattr(x, "kind"):  # of descriptor()
             key.append(x.kind)
         else:
-            return None
+            return None, given
+        given.append(x)
     key.append(tuple(constants.items()))
-    return tuple(key)
+    return tuple(key), given
 
 
 def _hooked() -> bool:

@@ -226,6 +226,27 @@ def test_the_rotary_turn_is_timed_beside_its_proof(direction, kernel_device, mon
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_pack_is_timed_beside_its_parts(direction, kernel_device, monkeypatch):
+    shape = Shape(64, HQ=4, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=2, w=12)
+    budget = Budget(device_s=0.02, wall_s=1.0, warm_s=0.0, warm_calls=1, min_n=3)
+
+    def row():
+        x = Pack(shape, kernel_device, torch.float16)
+        assert x.where(31) == (0, 0, 31) and x.where(50) == (48, 10, 2)
+        case = bench_prefill.pack_case(x, direction, {"S": 64})
+        return measure(case, HostClock(), cold=False, budget=budget)
+
+    right = row()
+    assert right.status in ("VALID", "UNSTABLE") and right.parity["status"] == "PASS", right.why
+    assert right.baseline == "nsa its parts" and right.columns["op"] == "pack"
+    real = Pack.forward
+    wrong = lambda x, op: real(x, op) + 0.1 * x.q  # the gradient of q alone
+    monkeypatch.setattr(Pack, "forward", wrong)
+    assert row().median_us is None
+
+
+@pytest.mark.kernel
 @pytest.mark.parametrize("dist", ["few", "mixed"])
 def test_routes_are_timed_beside_their_proof(dist, kernel_device, monkeypatch):
     """What a caller gets on Triton against packing plus SDPA; who returns something else has no
@@ -253,27 +274,6 @@ def test_routes_are_timed_beside_their_proof(dist, kernel_device, monkeypatch):
     monkeypatch.setattr(in_place, "in_place", beside)
     wrong = row()
     assert wrong.status == "FAILED" and wrong.median_us is None
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_a_pack_is_timed_beside_its_parts(direction, kernel_device, monkeypatch):
-    shape = Shape(64, HQ=4, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=2, w=12)
-    budget = Budget(device_s=0.02, wall_s=1.0, warm_s=0.0, warm_calls=1, min_n=3)
-
-    def row():
-        x = Pack(shape, kernel_device, torch.float16)
-        assert x.where(31) == (0, 0, 31) and x.where(50) == (48, 10, 2)
-        case = bench_prefill.pack_case(x, direction, {"S": 64})
-        return measure(case, HostClock(), cold=False, budget=budget)
-
-    right = row()
-    assert right.status in ("VALID", "UNSTABLE") and right.parity["status"] == "PASS", right.why
-    assert right.baseline == "nsa its parts" and right.columns["op"] == "pack"
-    real = Pack.forward
-    wrong = lambda x, op: real(x, op) + 0.1 * x.q  # the gradient of q alone
-    monkeypatch.setattr(Pack, "forward", wrong)
-    assert row().median_us is None
 
 
 @pytest.mark.kernel

@@ -67,8 +67,8 @@ def test_any_number_of_ranges(n, kernel_device, no_second_look):
         assert n or (out == 0).all()
 
 
-@pytest.mark.parametrize("splits", [2, 8])
-def test_more_ranges_than_a_pass_holds_are_split_pass_by_pass(splits, kernel_device):
+@pytest.mark.parametrize("splits, keep_lse", [(2, True), (8, False)])
+def test_more_ranges_than_a_pass_holds_are_split_pass_by_pass(splits, keep_lse, kernel_device):
     from nsa.kernels.triton_sel_kernel.in_place import sel_fwd_in_place
     from nsa.kernels.triton_sel_kernel.tiles import Tiles
 
@@ -76,10 +76,11 @@ def test_more_ranges_than_a_pass_holds_are_split_pass_by_pass(splits, kernel_dev
     start = torch.stack([torch.randperm(100, generator=torch.Generator().manual_seed(i))[:90] * 3
                          for i in range(4)]).view(1, 2, 2, 90)  # fmt: skip
     ranges = torch.stack([start, start + 2], -1).to(kernel_device)
-    out, _ = sel_fwd_in_place(
+    out, lse = sel_fwd_in_place(
         q.unflatten(2, (2, 2)), k.transpose(1, 2), v.transpose(1, 2), ranges, None, splits=splits,
-        tiles=Tiles(16, 16, 32, 4, 1),
+        keep_lse=keep_lse, tiles=Tiles(16, 16, 32, 4, 1),
     )  # fmt: skip
+    assert (lse is not None) == keep_lse
     want = oracle.selection_attention(*(x.double().cpu() for x in (q, k, v)), ranges.cpu())
     torch.testing.assert_close(out.flatten(2, 3).double().cpu(), want, rtol=1e-4, atol=1e-5)
 
@@ -91,8 +92,8 @@ def test_blocks_in_any_order_and_more_than_once(dtype, kernel_device, no_second_
     blocks = torch.randint(-1, 3, (1, 40, 2, 5), generator=gen).to(dtype)
     blocks[0, :7, 0] = -1
     if dtype == torch.int64:
-        blocks[0, 8:, 1, 0] = -(1 << 40)  # no block, not block 0
-    spans = oracle.blocks_to_ranges(blocks.clamp(min=-1), 16)
+        blocks[0, 8:, 1, 0] = 1 << 40  # no block, not block 0
+    spans = oracle.blocks_to_ranges(blocks.where(blocks < 3, -1), 16)
     for again in (False, True):
         if again:
             no_second_look()
@@ -108,14 +109,10 @@ def test_sorted_blocks_are_each_once_and_none_at_the_end(n, kernel_device):
     gen = torch.Generator().manual_seed(n)
     blocks = torch.randint(-2, max(n, 3), (5, 2, n), generator=gen)
     blocks[0, 0, 0], blocks[1, 1, 0] = 2**31 - 1, -(2**40) + 3
-    cu = torch.tensor([0, 3, 4], dtype=torch.int32, device=kernel_device)  # row 4 is of none
-    dense = [(2 * n + s) // 2 for s in range(5)]
-    for ends, start, own_block in ((None, 2 * n, dense), (cu, 0, [0, 0, 1, 0, -1])):
-        got = ascending(blocks.to(kernel_device), 2, start, ends)
-        assert got.dtype == torch.int32
-        for i, row in enumerate(blocks.flatten(0, 1).tolist()):
-            chosen = sorted({x for x in row if 0 <= x <= own_block[i // 2]})
-            assert got.flatten(0, 1)[i].tolist() == chosen + [-1] * (n - len(chosen))
+    got = ascending(blocks.to(kernel_device)).tolist()
+    for row, mine in zip(blocks.flatten(0, 1).tolist(), sum(got, []), strict=True):
+        chosen = sorted({x for x in row if 0 <= x < 2**31 - 1})
+        assert mine == chosen + [-1] * (n - len(chosen))
 
 
 def test_packed_sequences_by_ranges_with_gradients(kernel_device):

@@ -51,8 +51,8 @@ _POINTERS = {
     "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
     "BOUNDS": "*i64", "ROWS": "*i32", "UNITS": "*i32", "BITS": "*i32", "PIECES": "*i32",
     "RANKS": "*i64", "X": "*fp32", "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32",
-    "COUNTS": "*i32", "ORDERED": "*i32", "OWN": "*i32", "SEQUENCE": "*i32",
-    "FIRST_TILE": "*i32", "POSITIONS": "*i64",
+    "COUNTS": "*i32", "ORDERED": "*i32", "SEQUENCE": "*i32", "FIRST_TILE": "*i32",
+    "POSITIONS": "*i64",
     "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
     "REACH": "*fp32", "LARGEST": "*fp32", "SCALES": "*fp32", "SUMS": "*fp16", "TOP": "*fp32",
     "TOTAL": "*fp32", "REST": "*i32", "LISTED": "*i32", "WHOLE": "*i32", "TODO": "*i32",
@@ -440,7 +440,7 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(_case(combine._combine_fwd_kernel, f"D128-{summed}", "bf16", case, (4, 2)))
     for kernel in (combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel):
         cases.append(_case(kernel, "D128", "bf16", rows, (4, 2)))
-    order = dict(PACKED=False, ROWS=16, N=16, CHUNK=16)
+    order = dict(ROWS=16, N=16, CHUNK=16)
     cases.append(_case(ascending._ascending_kernel, "n16", "bf16", order, (4, 2)))
     cases.append(_case(sums._round_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)))
     cases.append(

@@ -1,7 +1,4 @@
-"""Block indices as users give them -> ascending and each once, as kernels read them: one launch.
-
-Blocks that begin after their query are left out, and all blocks of packed rows of no sequence.
-"""
+"""Block indices as users give them -> ascending and each once, as kernels read them: one launch."""
 
 from __future__ import annotations
 
@@ -13,38 +10,32 @@ from torch import Tensor
 from nsa.kernels.launch import launch
 from nsa.kernels.operator import operator
 from nsa.kernels.tiles import cdiv, pow2
-from nsa.layouts import outside, token_positions
 
 
 @triton.jit
-def load_blocks(at, live, own):
-    """Indices as int32; what is negative or behind a row's own block is none, and comes last."""
+def load_blocks(at, live):
+    """Indices as int32; what is negative or needs more bits is no block, and comes last."""
     block = tl.load(at, mask=live, other=-1)
     block = tl.minimum(tl.maximum(block, -1), 2147483647).to(tl.int32)
-    return tl.where((block < 0) | (block > own), 2147483647, block)
+    return tl.where(block < 0, 2147483647, block)
 
 
 @triton.jit
 def _ascending_kernel(
-    BLOCK_INDICES, OWN, ORDERED, n_rows, n_sel, groups, queries, q_start, block_size,
-    PACKED: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_INDICES, ORDERED, n_rows, n_sel, ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows: each index goes to its rank among those that are chosen for the first time."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mine = tl.arange(0, N)
     inside = (row < n_rows)[:, None]
-    if PACKED:
-        own = tl.load(OWN + row // groups, mask=row < n_rows, other=-1)[:, None]
-    else:
-        own = (((row // groups) % queries + q_start) // block_size).to(tl.int32)[:, None]
     live = inside & (mine < n_sel)[None, :]
-    block = load_blocks(BLOCK_INDICES + row[:, None] * n_sel + mine[None, :], live, own)
+    block = load_blocks(BLOCK_INDICES + row[:, None] * n_sel + mine[None, :], live)
     rank = tl.zeros([ROWS, N], tl.int32)
     repeats = tl.zeros([ROWS, N], tl.int32)
     for first in tl.range(0, n_sel, CHUNK):
         other = first + tl.arange(0, CHUNK)
         at = BLOCK_INDICES + row[:, None] * n_sel + other[None, :]
-        there = load_blocks(at, inside & (other < n_sel)[None, :], own)[:, None, :]
+        there = load_blocks(at, inside & (other < n_sel)[None, :])[:, None, :]
         here = block[:, :, None]
         order = mine[:, None] - other[None, :]
         same = here == there
@@ -58,17 +49,10 @@ def _ascending_kernel(
 
 
 @operator("nsa::ascending")
-def ascending(
-    block_indices: Tensor, block_size: int, q_start: int, cu_seqlens: Tensor | None
-) -> Tensor:
-    """Return each row of block indices [.., S, G, n], int32 or int64, sorted, without repetitions
-    and as int32, -1 (no block) at its end."""
+def ascending(block_indices: Tensor) -> Tensor:
+    """Each row of block indices [.., n], int32 or int64, sorted without repetitions and as int32,
+    -1 (no block) at its end."""
     block_indices = block_indices.contiguous()
-    queries, groups, _ = block_indices.shape[-3:]
-    own = block_indices  # not read
-    if cu_seqlens is not None:
-        own = token_positions(block_indices.shape, cu_seqlens).to(block_indices.device)
-        own = (own // block_size).masked_fill(outside(cu_seqlens, queries), -1).to(torch.int32)
     out = torch.empty(block_indices.shape, dtype=torch.int32, device=block_indices.device)
     if out.numel():
         n = out.shape[-1]
@@ -76,13 +60,12 @@ def ascending(
         chunk = max(1, min(width, 4096 // width))  # 4096 pairs at a time: 32 a thread
         tile = max(1, min(4096 // (width * chunk), 256, pow2(rows)))
         launch(
-            _ascending_kernel, (cdiv(rows, tile),), block_indices, own, out, rows, n, groups,
-            queries, q_start, block_size, PACKED=cu_seqlens is not None, ROWS=tile, N=width,
-            CHUNK=chunk, num_warps=4,
+            _ascending_kernel, (cdiv(rows, tile),), block_indices, out, rows, n, ROWS=tile,
+            N=width, CHUNK=chunk, num_warps=4,
         )  # fmt: skip
     return out
 
 
 @ascending.register_fake
-def _(block_indices, block_size, q_start, cu_seqlens):
+def _(block_indices):
     return torch.empty_like(block_indices, dtype=torch.int32)

@@ -10,6 +10,7 @@ from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
 from nsa.kernels.prefill.ascending import ascending
 from nsa.kernels.prefill.limits import check_block_size
+from nsa.layouts import outside, token_positions
 
 
 def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
@@ -87,6 +88,14 @@ def _backward(ctx, grad_out, _):
 _block_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
+def _in_own_sequence(block_indices: Tensor, block_size: int, cu_seqlens: Tensor) -> Tensor:
+    """Packed block indices with -1 for blocks after the query, where the next sequence may be, and
+    for all of rows that belong to no sequence."""
+    own = token_positions(block_indices.shape, cu_seqlens) // block_size
+    own = own.masked_fill(outside(cu_seqlens, len(own)), -1)
+    return block_indices.masked_fill(block_indices > own[:, None, None], -1)
+
+
 def selection_blocks_triton(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, block_size: int,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
@@ -101,14 +110,16 @@ def selection_blocks_triton(
     block_size: 16, 32 or a multiple of 64. use_gluon: Flags.use_gluon, by default this process's.
     Returns [.., HQ, Dv] in q's dtype (fp16, bf16 or fp32), differentiable in q, k, v; a row without
     keys gives 0, as one of no sequence does. is_ascending: the rows are int32 and known to be
-    ascending, without repetitions and blocks after the query, -1 last, as select_blocks_triton
-    leaves them. Raises NotImplementedError for another block_size and for more heads per KV group
-    than limits.most_heads.
+    ascending, without repetitions, packed ones without blocks after the query, and -1 last, as
+    select_blocks_triton leaves them. Raises NotImplementedError for another block_size and for
+    more heads per KV group than limits.most_heads.
     """
     check_block_size("block_size", block_size)
     scale = scale_of(softmax_scale, q.shape[-1])
     if not is_ascending:
-        block_indices = ascending(block_indices, block_size, q_start, cu_seqlens)
+        if cu_seqlens is not None:
+            block_indices = _in_own_sequence(block_indices, block_size, cu_seqlens)
+        block_indices = ascending(block_indices)
     out, _ = _block_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), block_indices.contiguous(),
         block_size, scale, *packed_ends(cu_seqlens), max_seqlen or 0, q_start, use_gluon,

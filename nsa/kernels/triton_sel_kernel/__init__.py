@@ -104,7 +104,7 @@ def selection_ranges_triton(
     scale = scale_of(softmax_scale, d)
     if needs_grad(Q, K, V):
         return _Selection.apply(Q, K, V, ranges, scale, path, flags)
-    return _forward(Q, K, V, ranges, scale, path, flags)[0]
+    return _forward(Q, K, V, ranges, scale, path, flags, keep_lse=False)[0]
 
 
 def planned(
@@ -123,7 +123,7 @@ def planned(
         return None
     plan = in_place.plan_in_place(
         q.shape, q.dtype, q.device, K.shape[2], V.shape[3], n, strides[0][1], strides[1][1],
-        K.shape[1], scale, n == 1, flags,
+        K.shape[1], scale, n == 1, False, flags,
     )  # fmt: skip
     return functools.partial(in_place.output, plan)
 
@@ -179,16 +179,19 @@ class _Selection(torch.autograd.Function):
 
 
 def _forward(
-    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, path: str, flags: Flags
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) by one of PATHS."""
+    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, path: str, flags: Flags, *,
+    keep_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(out, lse if it is kept) by one of PATHS."""
     from nsa.kernels.triton_sel_kernel.in_place import sel_fwd_in_place
 
     if path == "varlen":
         return _forward_varlen(Q.contiguous(), K, V, ranges, scale, flags)
     elements = lambda: _tokens(ranges, K.shape[2]) * (K.shape[3] + V.shape[3])
     with log.timed(TIMING, K, flags, elements, bucket=path):
-        return sel_fwd_in_place(Q, K, V, ranges, scale, single=path == "dense", flags=flags)
+        return sel_fwd_in_place(
+            Q, K, V, ranges, scale, single=path == "dense", keep_lse=keep_lse, flags=flags
+        )
 
 
 def _forward_varlen(

@@ -47,7 +47,8 @@ class InPlace:
 def plan_in_place(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, n_keys: int, dv: int, n: int,
     k_strides: tuple[int, ...], v_strides: tuple[int, ...], groups: int, scale: float,
-    single: bool, flags: Flags | None, tiles: Tiles | None = None, splits: int | None = None,
+    single: bool, keep_lse: bool, flags: Flags | None, tiles: Tiles | None = None,
+    splits: int | None = None,
 ) -> InPlace:  # fmt: skip
     """For q of `shape` ([B, S, G, H, D] or [B, S, G * H, D]), n ranges a row and strides in units
     of 8 (see inputs.units_of_8); single: n is 1, and the dense kernels serve."""
@@ -55,44 +56,46 @@ def plan_in_place(
     heads = math.prod(shape[2:-1]) // groups
     group = not single or bool(flags and flags.sel_triton_group)
     sized = sized_for(
-        dtype, device, B * S * groups, heads, d, dv, n_keys, group, tiles, flags, splits,
-        not single,
+        dtype, device, B * S * groups, heads, d, dv, n_keys, keep_lse, group, tiles, flags,
+        splits, not single,
     )  # fmt: skip
     sizes = (S, groups, heads, n_keys) if single else (S, groups, heads, n_keys, n)
-    more = {"HAS_SPANS": True} if single else {"NR": spans_per_pass(n)}
+    many = n > MAX_SPANS_PER_PASS
+    more = {"HAS_SPANS": True} if single else {"NR": spans_per_pass(n), "MANY": many}
     kernel = dense_kernel(group) if single else _sel_attn_fwd_ranges_kernel
     return InPlace(
         sized, shape[:-1], kernel, (*sizes, *k_strides, *v_strides, scale * LOG2E),
-        {**sized.constants, **more}, n_keys, n > MAX_SPANS_PER_PASS,
+        {**sized.constants, **more}, n_keys, many,
     )  # fmt: skip
 
 
 @on_its_device
 def in_place(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, plan: InPlace
-) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) of tensors as `plan` was made for, q and ranges contiguous; None, with nothing
-    done, for those that do not begin at 16 bytes."""
+) -> tuple[Tensor, Tensor | None] | None:
+    """(out, lse if it is kept) of tensors as `plan` was made for, q and ranges contiguous; None,
+    with nothing done, for those that do not begin at 16 bytes."""
     if plan.cleans:
         ranges = clean_ranges(ranges, plan.n_keys)
     at = [x.data_ptr() for x in (q, k, v, ranges)]
     if (at[0] | at[1] | at[2]) & 15:
         return None
     sized = plan.sized
-    out, lse, part_o, part_lse = sized.buffers(q, plan.shape)
+    out, lse, parts = sized.buffers(q, plan.shape)
     if not sized.rows * sized.heads:
         return out, lse
     compiled = plan.compiled.setdefault((ranges.dtype, at[3] % 16 == 0), {})
-    args = (q, k, v, ranges, part_o, part_lse)
-    if id(plan.kernel) in compiled:  # which takes addresses for tensors
-        args = (*at, part_o.data_ptr(), part_lse.data_ptr())
+    ends = (out, out if lse is None else lse)
+    to = ends if parts is None else (parts, parts[sized.partial :])
+    args: tuple = (q, k, v, ranges, *to)
+    if known := id(plan.kernel) in compiled:  # which takes addresses for tensors
+        to = [x.data_ptr() for x in to]
+        args = (*at, *to)
     launch_planned(plan.kernel, sized.grid, (*args, *plan.numbers), plan.constants, compiled)
     if sized.merge:
         kernel, grid, constants = sized.merge
-        parts = (part_o, part_lse, out, lse)
-        if id(kernel) in compiled:
-            parts = tuple([x.data_ptr() for x in parts])
-        launch_planned(kernel, grid, (*parts, sized.heads), constants, compiled)
+        ends = [x.data_ptr() for x in ends] if known else ends
+        launch_planned(kernel, grid, (*to, *ends, sized.heads), constants, compiled)
     return out, lse
 
 
@@ -104,10 +107,11 @@ def output(plan: InPlace, q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Te
 
 def sel_fwd_in_place(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, softmax_scale: float | None, *,
-    single: bool = False, flags: Flags | None = None, tiles: Tiles | None = None,
-    splits: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) over any ranges of a cache, which the kernel cuts to it and makes disjoint.
+    single: bool = False, keep_lse: bool = True, flags: Flags | None = None,
+    tiles: Tiles | None = None, splits: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(out, lse if it is kept) over any ranges of a cache: the kernel makes them disjoint and cuts
+    them to it.
 
     q [B, S, G, H, D], k [B, G, Skv, D] and v of any strides, ranges [B, S, G, n, 2] int32 or int64.
     single: n is 1, which the dense kernels take.
@@ -117,7 +121,7 @@ def sel_fwd_in_place(
     q, ranges = aligned(q), ranges.contiguous()
     plan = plan_in_place(
         q.shape, q.dtype, q.device, k.shape[2], v.shape[-1], ranges.shape[3], k_strides, v_strides,
-        k.shape[1], scale_of(softmax_scale, q.shape[-1]), single, flags, tiles, splits,
+        k.shape[1], scale_of(softmax_scale, q.shape[-1]), single, keep_lse, flags, tiles, splits,
     )  # fmt: skip
     result = in_place(q, k, v, ranges, plan)
     assert result is not None

@@ -148,9 +148,10 @@ def key_share(length, part, SPLITS: tl.constexpr, BLOCK_L: tl.constexpr):
 @triton.jit
 def finish_row(
     O, LSE, row, part, head, live, H, acc, m_i, l_i,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Store the normalised output and its lse; with splits, as partial `part` of the row.
+    """Store the normalised output and, if it is kept, its lse; with splits both, as partial `part`
+    of the row.
 
     A row (or part) without keys has l = 0: output 0, lse -inf.
     """
@@ -165,4 +166,5 @@ def finish_row(
     if SPLITS > 1:
         at = row * SPLITS + part
     store_row_chunks(O, at * H * DV, DV, head, live, out, DV, BLOCK_DV)
-    tl.store(LSE + at * H + head, lse, mask=live)
+    if KEEP_LSE or SPLITS > 1:
+        tl.store(LSE + at * H + head, lse, mask=live)

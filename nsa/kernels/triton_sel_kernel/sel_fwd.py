@@ -54,7 +54,7 @@ def _dense_row(
     stride_vl, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, HAS_SPANS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The group is the slowest: one group's K and V stay in L2 while its rows pass.
     pid = tl.program_id(0)
@@ -82,14 +82,15 @@ def _dense_row(
         acc, m_i, l_i, qs, k_base, v_base, stride_kl * 8, stride_vl * 8, m_i, m_i, begin, end,
         scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, False, PRECISION, ROWS,
     )  # fmt: skip
-    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
+    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS, KEEP_LSE)
 
 
 @triton.jit
 def _varlen_row(
     Q, K, V, CU, O, LSE, H, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -106,7 +107,7 @@ def _varlen_row(
         acc, m_i, l_i, qs, K + first.to(tl.int64) * D, V + first.to(tl.int64) * DV, D, DV, m_i,
         m_i, begin, end, scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, False, PRECISION, ROWS,
     )  # fmt: skip
-    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
+    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS, KEEP_LSE)
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -118,13 +119,13 @@ def _sel_attn_fwd_dense_kernel(
     stride_vl, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, HAS_SPANS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, split, tile of 16 heads)."""
     _dense_row(
         Q, K, V, SPANS, O, LSE, S, G, H, L, stride_kb, stride_kg, stride_kl, stride_vb,
         stride_vg, stride_vl, scale_log2, D, DV, HAS_SPANS, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV,
-        SPLITS, PRECISION,
+        SPLITS, KEEP_LSE, PRECISION,
     )  # fmt: skip
 
 
@@ -134,13 +135,13 @@ def _sel_attn_fwd_dense_group_kernel(
     stride_vl, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, HAS_SPANS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, split) serves all heads of the row, if one head tile holds them."""
     _dense_row(
         Q, K, V, SPANS, O, LSE, S, G, H, L, stride_kb, stride_kg, stride_kl, stride_vb,
         stride_vg, stride_vl, scale_log2, D, DV, HAS_SPANS, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV,
-        SPLITS, PRECISION,
+        SPLITS, KEEP_LSE, PRECISION,
     )  # fmt: skip
 
 
@@ -148,12 +149,13 @@ def _sel_attn_fwd_dense_group_kernel(
 def _sel_attn_fwd_varlen_kernel(
     Q, K, V, CU, O, LSE, H, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, split, tile of 16 heads)."""
     _varlen_row(
         Q, K, V, CU, O, LSE, H, scale_log2, D, DV, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV, SPLITS,
-        PRECISION,
+        KEEP_LSE, PRECISION,
     )  # fmt: skip
 
 
@@ -161,12 +163,13 @@ def _sel_attn_fwd_varlen_kernel(
 def _sel_attn_fwd_varlen_group_kernel(
     Q, K, V, CU, O, LSE, H, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, split) serves all heads of the row, if one head tile holds them."""
     _varlen_row(
         Q, K, V, CU, O, LSE, H, scale_log2, D, DV, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV, SPLITS,
-        PRECISION,
+        KEEP_LSE, PRECISION,
     )  # fmt: skip
 
 
@@ -174,12 +177,12 @@ def _sel_attn_fwd_varlen_group_kernel(
 def _sel_attn_fwd_ranges_kernel(
     Q, K, V, RANGES, O, LSE, S, G, H, L, n, stride_kb, stride_kg, stride_kl, stride_vb, stride_vg,
     stride_vl, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, NR: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, NR: tl.constexpr, MANY: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, split, tile of heads); keys straight from the cache, by ranges that it
-    cleans itself. Of more than NR the ranges come clean, and each NR are split by themselves."""
+    """One program per (row, split, tile of heads); keys straight from the cache, by up to NR ranges
+    that it cleans itself. With MANY more they come clean, and each NR are split by themselves."""
     pid = tl.program_id(0)
     b = (pid // S // G).to(tl.int64)
     g = pid // S % G
@@ -193,20 +196,21 @@ def _sel_attn_fwd_ranges_kernel(
     acc = zero_chunks(ROWS, DV, BLOCK_DV)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
-    for first in tl.range(0, n, NR):
+    # A loop that may go around takes 60 registers more (sm_90, D = 128), also where it does not.
+    for first in tl.range(0, n if MANY else 1, NR):
         key, length, slot, _ = clean_row(RANGES + row * n * 2, n, first, L, NR)
         lo, hi = key_share(tl.sum(length, 0), part, SPLITS, BLOCK_L)
         acc, m_i, l_i = attend(
             acc, m_i, l_i, qs, k_base, v_base, stride_kl * 8, stride_vl * 8, slot, key - slot, lo,
             hi, scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, True, PRECISION, ROWS,
         )  # fmt: skip
-    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
+    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS, KEEP_LSE)
 
 
 @triton.jit
 def _sel_attn_merge_kernel(
     PART_O, PART_LSE, O, LSE, H,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr,
 ):  # fmt: skip
     """Join the partials of one (row, head): softmax over their lse."""
     pid = tl.program_id(0).to(tl.int64)
@@ -222,7 +226,8 @@ def _sel_attn_merge_kernel(
     o = tl.load(PART_O + at[:, None] * DV + offs[None, :], mask=(offs < DV)[None, :], other=0.0)
     o = tl.sum(o * w[:, None], 0)
     tl.store(O + pid * DV + offs, o.to(O.dtype.element_ty), mask=offs < DV)
-    tl.store(LSE + pid, tl.where(total > 0, safe + tl.log(total), float("-inf")))
+    if KEEP_LSE:
+        tl.store(LSE + pid, tl.where(total > 0, safe + tl.log(total), float("-inf")))
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -240,22 +245,31 @@ class Sized:
     constants: dict[str, Any]
     merge: tuple[Any, tuple[int, int, int], dict[str, Any]] | None  # of the splits, if several
 
-    def buffers(self, q: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(out [*shape, Dv], lse fp32 [*shape], and both for each of a row's splits)."""
+    @property
+    def partial(self) -> int:
+        """Elements of the splits' outputs."""
+        return self.rows * self.splits * self.heads * self.dv
+
+    def buffers(
+        self, q: Tensor, shape: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(out [*shape, Dv], lse fp32 [*shape] if it is kept, with splits the fp32 buffer of their
+        outputs and, behind these, their lse)."""
         out = torch.empty(*shape, self.dv, dtype=q.dtype, device=q.device)
-        wide = dict(dtype=torch.float32, device=q.device)
-        lse = torch.empty(shape, **wide)
-        if not self.merge:
-            return out, lse, out, lse
-        parts = (self.rows, self.splits, self.heads)
-        return out, lse, torch.empty(*parts, self.dv, **wide), torch.empty(parts, **wide)
+        lse = parts = None
+        if self.constants["KEEP_LSE"]:
+            lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        if self.merge:
+            size = self.partial + self.partial // self.dv
+            parts = torch.empty(size, dtype=torch.float32, device=q.device)
+        return out, lse, parts
 
 
 @functools.lru_cache(maxsize=MOST_MADE)
 def sized_for(
     dtype: torch.dtype, device: torch.device, rows: int, heads: int, d: int, dv: int,
-    key_len: int, group: bool, tiles: Tiles | None, flags: Flags | None, splits: int | None,
-    ranges: bool = False,
+    key_len: int, keep_lse: bool, group: bool, tiles: Tiles | None, flags: Flags | None,
+    splits: int | None, ranges: bool = False,
 ) -> Sized:  # fmt: skip
     head_rows = head_tile(heads, d, dv, dtype.itemsize, group=group)
     head_tiles = cdiv(heads, head_rows)
@@ -266,12 +280,14 @@ def sized_for(
     splits = splits or split_count(programs, key_len, tiles.block_l, n_sm)
     constants = dict(
         D=d, DV=dv, ROWS=head_rows, BLOCK_L=tiles.block_l, BLOCK_D=tiles.block_d,
-        BLOCK_DV=tiles.block_dv, SPLITS=splits, PRECISION=dot_precision(dtype),
+        BLOCK_DV=tiles.block_dv, SPLITS=splits, KEEP_LSE=keep_lse, PRECISION=dot_precision(dtype),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     merge = None
     if splits > 1:
-        more = dict(DV=dv, BLOCK_DV=dot_size(dv), SPLITS=splits, num_warps=4)
+        more = dict(
+            DV=dv, BLOCK_DV=dot_size(dv), SPLITS=splits, KEEP_LSE=keep_lse, num_warps=4
+        )
         merge = _sel_attn_merge_kernel, (rows * heads, 1, 1), more
     return Sized(rows, heads, dv, splits, (rows, splits, head_tiles), constants, merge)
 
@@ -281,20 +297,19 @@ def dense_kernel(group: bool) -> Any:
 
 
 def _packed(
-    kernel: Any, sized: Sized, tensors: tuple[Tensor, ...], numbers: tuple, return_lse: bool,
-    **more: Any,
+    kernel: Any, sized: Sized, tensors: tuple[Tensor, ...], numbers: tuple, **more: Any
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Launch a kernel of packed rows: tensors are q [rows, H, D], k, v and what says where a row's
-    keys are."""
-    out, lse, part_o, part_lse = sized.buffers(tensors[0], (sized.rows, sized.heads))
+    keys are. Gives out, with KEEP_LSE also lse."""
+    out, lse, parts = sized.buffers(tensors[0], (sized.rows, sized.heads))
     if sized.rows and sized.heads:
-        launch(
-            kernel, sized.grid, *tensors, part_o, part_lse, *numbers, **sized.constants, **more
-        )
+        ends = (out, out if lse is None else lse)
+        to = ends if parts is None else (parts, parts[sized.partial :])
+        launch(kernel, sized.grid, *tensors, *to, *numbers, **sized.constants, **more)
         if sized.merge:
             kernel, grid, constants = sized.merge
-            launch(kernel, grid, part_o, part_lse, out, lse, sized.heads, **constants)
-    return (out, lse) if return_lse else out
+            launch(kernel, grid, *to, *ends, sized.heads, **constants)
+    return out if lse is None else (out, lse)
 
 
 @on_its_device
@@ -309,13 +324,15 @@ def _dense(
             f"K must be [N={N}, L, D] and V [N, L, Dv], got {list(k.shape)} and {list(v.shape)}"
         )
     H, D, L, dv = *q.shape[1:], *v.shape[1:]
-    sized = sized_for(q.dtype, q.device, N, H, D, dv, L, group, tiles, flags, splits)
+    sized = sized_for(
+        q.dtype, q.device, N, H, D, dv, L, return_lse, group, tiles, flags, splits
+    )
     q = aligned(q)
     k, k_strides = units_of_8(k[:, None])
     v, v_strides = units_of_8(v[:, None])
     kernel = dense_kernel(group)
     numbers = (1, 1, H, L, *k_strides, *v_strides, scale_of(softmax_scale, D) * LOG2E)
-    return _packed(kernel, sized, (q, k, v, q), numbers, return_lse, HAS_SPANS=False)
+    return _packed(kernel, sized, (q, k, v, q), numbers, HAS_SPANS=False)
 
 
 @on_its_device
@@ -337,11 +354,11 @@ def _varlen(
     # The mean length stands in for the longest: it needs no device wait.
     key_len = max_len if max_len is not None else 2 * cdiv(k.shape[0], max(N, 1))
     sized = sized_for(
-        q.dtype, q.device, N, H, D, v.shape[-1], key_len, group, tiles, flags, splits
+        q.dtype, q.device, N, H, D, v.shape[-1], key_len, return_lse, group, tiles, flags, splits
     )
     kernel = _sel_attn_fwd_varlen_group_kernel if group else _sel_attn_fwd_varlen_kernel
     tensors = (aligned(q), aligned(k), aligned(v), cu_seqlens.contiguous())
-    return _packed(kernel, sized, tensors, (H, scale_of(softmax_scale, D) * LOG2E), return_lse)
+    return _packed(kernel, sized, tensors, (H, scale_of(softmax_scale, D) * LOG2E))
 
 
 def sel_attn_fwd_dense(
