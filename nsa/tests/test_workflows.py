@@ -348,7 +348,7 @@ def test_the_proposal_is_what_the_optimizer_writes(recommend, low, entry, tmp_pa
     config.write_text((ROOT / "configs" / "base.yaml").read_text())
     folder.mkdir()
     (folder / "bundle.json").write_text(json.dumps(bundle(recommend)))
-    device = {"device": "NVIDIA H100 80GB HBM3"}
+    device = {"device": "NVIDIA H100 NVL"}  # without an entry so far
     rows = evidence.grid(low=low, **device)
     (folder / "sel_route.csv").write_text(csv_text(rows, evidence.COLUMNS))
     rows = [
@@ -362,4 +362,4 @@ def test_the_proposal_is_what_the_optimizer_writes(recommend, low, entry, tmp_pa
         patch.delenv("NSA_RESULT_FD", raising=False)  # no proposal of the run that tests this
         assert modal_bench.main(argv) == 0
     written = yaml.safe_load(config.read_text())["runtime"]["devices"]
-    assert written.get("NVIDIA H100 80GB HBM3") == entry
+    assert written.get("NVIDIA H100 NVL") == entry

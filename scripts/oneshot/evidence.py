@@ -119,7 +119,7 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
 
 
 def rough_us(value: Any) -> str:
-    """A host's time: taken once and without an interval, it differs by up to twice between runs."""
+    """A host's time: it differs by up to twice between runs."""
     return f"about {us(float(f'{value:.2g}'))}" if is_number(value) else "-"
 
 
