@@ -237,11 +237,26 @@ def warn_launch_error(what: str, error: str) -> None:
 
 
 def log_device(device: torch.device, flags: Flags) -> None:
-    """Log the device that Triton selection runs on, once (`sel.triton.device`)."""
+    """Log the device that Triton selection runs on, once (`sel.triton.device`); warn where it is a
+    Hopper GPU whose faster kernels are out."""
     if device.type == "cuda":
         major, minor = _capability(device.index)
         once("sel.triton.device", device.index, flags=flags,
              name=_device_name(device.index), sm=f"{major}.{minor}")  # fmt: skip
+        if (major, minor) == (9, 0):
+            _tell_generic(device, flags.use_gluon)
+
+
+@functools.cache
+def _tell_generic(device: torch.device, use_gluon: bool) -> None:
+    from nsa.kernels.prefill import hopper
+
+    reason = hopper.why_not(device, use_gluon)
+    if reason is not None:
+        warn_once(f"nsa: the kernels for Hopper do not serve: {reason}")
+
+
+_tell_generic = constant(_tell_generic)
 
 
 def _inputs_decide(device: torch.device) -> contextlib.AbstractContextManager:

@@ -88,7 +88,7 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
             for attribute, value in (("arch_of", arch), ("sm_count", MULTIPROCESSORS[arch])):
                 if hasattr(module, attribute):
                     setattr(module, attribute, lambda device, value=value: value)
-    hopper.enabled = lambda device, use_gluon=None: arch == 90 and use_gluon is not False
+    hopper.why_not = lambda device, use_gluon=None: "off" if use_gluon is False else None
     for least in (block_attn_fwd_hopper.SPLIT_KEYS, block_attn_fwd_hopper.SPLIT_QUERIES):
         least.update(dict.fromkeys(least, LONG))
     block_sums.LEAST_KEYS = (LONG - 32) // 16 + 1

@@ -345,6 +345,23 @@ def test_a_gpu_that_runs_pytorch_says_so_once_per_cause(change, flags, told):
             run()
 
 
+def test_a_hopper_gpu_without_its_kernels_is_told_once(monkeypatch):
+    pytest.importorskip("triton")
+    from nsa.kernels.prefill import hopper
+
+    device = torch.device("cuda", 7)
+    monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(dispatch, "_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(hopper, "why_not", lambda *_: "triton 3.8.0: unproven; use 3.7")
+    with pytest.warns(RuntimeWarning, match="kernels for Hopper do not serve: triton 3.8.0"):
+        dispatch.log_device(device, Flags())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dispatch.log_device(device, Flags())
+        monkeypatch.setattr(dispatch, "_capability", lambda index: (8, 0))
+        dispatch.log_device(torch.device("cuda", 6), Flags())
+
+
 def test_arguments_without_a_kernel_are_told():
     with pytest.warns(RuntimeWarning, match="no kernel takes these arguments: l_sel must be"):
         guarded(GPU, rungs(triton=NotImplementedError("l_sel must be 16"), sdpa="s"), ON)
@@ -426,13 +443,13 @@ def test_tritons_words_for_interpreting(text, monkeypatch):
 
 
 def test_the_device_of_the_kernels_is_logged_once(monkeypatch, capsys):
-    monkeypatch.setattr(dispatch, "_capability", lambda _: (9, 0))
-    monkeypatch.setattr(dispatch, "_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(dispatch, "_capability", lambda _: (8, 0))
+    monkeypatch.setattr(dispatch, "_device_name", lambda _: "NVIDIA A100")
     flags = Flags(debug_log=True)
     for index in (0, 0, 1):
         dispatch.log_device(torch.device("cuda", index), flags)
     dispatch.log_device(torch.device("cpu"), flags)
-    line = "NSA-LOG sel.triton.device name=NVIDIA_H200 sm=9.0\n"
+    line = "NSA-LOG sel.triton.device name=NVIDIA_A100 sm=8.0\n"
     assert capsys.readouterr().err == 2 * line  # two devices
     devices = []
     monkeypatch.setattr(dispatch, "log_device", lambda device, _: devices.append(device.type))

@@ -27,7 +27,7 @@ from torch import Tensor
 from nsa import launches
 from nsa.errors import must_raise
 from nsa.flags import get_flags
-from nsa.kernels.launch import is_planned
+from nsa.kernels.launch import is_planned, pass_over
 from nsa.kernels.tiles import arch_of, cdiv, pow2, sm_count
 from nsa.log import warn_once
 
@@ -224,7 +224,11 @@ def cluster_kernel(
         return None
     if use_cluster is None and not get_flags(torch.cuda.get_device_name(device)).use_cluster:
         return None
-    return _kernel(device, *sizes)
+    found = _kernel(device, *sizes)
+    if isinstance(found, str):
+        pass_over(NAME, found)
+        return None
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -232,18 +236,20 @@ def _kernel(
     device: torch.device, batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int,
     dtype: torch.dtype, gate_dtype: torch.dtype, l: int, d: int, l_sel: int, n_sel: int,
     n_init: int, n_local: int, window: int, max_len: int, page: int, ring: bool,
-) -> ClusterKernel | None:  # fmt: skip
+) -> ClusterKernel | str:  # fmt: skip
+    """The kernel, or why it does not serve."""
     if gate_dtype not in (torch.float32, dtype):
-        return None
-    if why_not(
+        return f"gates are fp32 or as the keys, got {gate_dtype}"
+    reason = why_not(
         tokens=tokens, heads=hq // groups, dim=dim, dv=dv, dtype=dtype, l=l, d=d, l_sel=l_sel,
         n_sel=n_sel, n_init=n_init, n_local=n_local, window=window, page=page,
-    ):  # fmt: skip
-        return None
+    )  # fmt: skip
+    if reason:
+        return reason
     free = n_sel - n_init - n_local
     found = plan(batch * groups, dim, n_sel, free, l_sel, max_len, sm_count(device))
     if found is None or batch > MOST_SEQUENCES:
-        return None
+        return "its block sums do not fit, or there are too many sequences"
     macros = dict(
         D=dim, BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], HEADS=hq // groups, L=l,
         STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local, WINDOW=window,
@@ -251,7 +257,7 @@ def _kernel(
     )  # fmt: skip
     function = _function(device, tuple(macros.items()))
     if function is None:
-        return None
+        return "NVRTC or cuda.bindings is not there"
     grid = groups * found.cluster, batch
     return ClusterKernel(*function, grid, 32 * found.warps, macros["SHARED"])
 

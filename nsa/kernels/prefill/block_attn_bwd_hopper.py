@@ -341,11 +341,13 @@ def piece_pairs(heads: int, halves: bool) -> int:
     return min((2048 if halves else 1024) // heads, block_lists.CHUNK)
 
 
+TAKES = "16-bit heads, 128 wide for Dk = Dv, 4, 8 or 16 a group, and blocks of 64 keys"
+
+
 def usable(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, block_size: int
 ) -> bool:
-    """True where this pass can serve: 16 bits, heads 128 wide, 4, 8 or 16 of them a group, blocks
-    of 64 keys, contiguous tensors."""
+    """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     return (
         block_size == KEYS
         and q.shape[-1] == v.shape[-1] == WIDTH

@@ -378,11 +378,16 @@ def _blocks(x: Tensor) -> Any:
     return descriptor(x.view(-1, x.shape[-2] * width), (KEYS, width), layout)
 
 
+TAKES = (
+    "16-bit heads, 64 or 128 wide for Dk = Dv, "
+    "9 to 16 a group (4 or 8 in long sequences), and blocks of 64 keys"
+)
+
+
 def usable(
     q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, softmax_scale: float, longest: int
 ) -> bool:
-    """True where this module can serve: 16 bits, heads 64 or 128 wide, more than 8 and at most 16
-    of them a group, or as many as may go by keys; blocks of 64 keys, contiguous tensors. longest:
+    """Return whether this module takes the call: see TAKES, and contiguous tensors. longest:
     keys of the longest sequence."""
     heads = q.shape[-2] // k.shape[-2]
     shares = HEADS // 2 < heads <= HEADS

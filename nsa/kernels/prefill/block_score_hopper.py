@@ -361,9 +361,14 @@ def _block_score_hopper_kernel(
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
 
+TAKES = (
+    "16-bit heads, 64 or 128 wide, a power of two of up to 16 a group, "
+    "and l_sel of 2, 4 or 8 strides"
+)
+
+
 def usable(q: torch.Tensor, k_cmp: torch.Tensor, l: int, d: int, l_sel: int) -> bool:
-    """True where this kernel can serve: 16 bits, heads 64 or 128 wide, a power of two of up to 16
-    of them per group, eight blocks of 16 to 64 compressed keys, contiguous tensors."""
+    """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     heads, dim = q.shape[-2] // k_cmp.shape[-2], q.shape[-1]
     if q.element_size() != 2 or heads > 16 or heads & (heads - 1) or dim not in (64, 128):
         return False

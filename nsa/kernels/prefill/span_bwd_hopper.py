@@ -520,8 +520,11 @@ def _head_tiles(x: torch.Tensor, block_q: int, heads: int) -> Any:
     return descriptor(x.view(-1, *x.shape[-2:]), (block_q, heads, x.shape[-1]), layout)
 
 
+TAKES = "16-bit heads, 128 wide for Dk = Dv, a power of two of them from 4 on a group"
+
+
 def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> bool:
-    """True where this pass can serve: what span_bwd_fused takes, heads 128 wide."""
+    """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     return (
         q.shape[-1] == v.shape[-1] == WIDTH
         and q.element_size() == 2

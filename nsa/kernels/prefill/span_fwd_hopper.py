@@ -678,9 +678,11 @@ def _span_pair_fwd_hopper_kernel(
     )  # fmt: skip
 
 
+TAKES = "16-bit heads, 64 or 128 wide for Dk = Dv, a power of two of up to 64 a group"
+
+
 def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """True where this kernel can serve: 16 bits, heads 64 or 128 wide and alike, a power of two of
-    them per group, contiguous tensors."""
+    """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     heads, dim = q.shape[-2] // k.shape[-2], q.shape[-1]
     if q.element_size() != 2 or heads > ROWS // 2 or heads & (heads - 1):
         return False
