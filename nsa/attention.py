@@ -189,9 +189,11 @@ def _check_block_indices(block_indices: Tensor, block_size: int, keys: int) -> N
     """No block may lie behind the last of so many keys: such indices are of another block size.
 
     Raises ValueError on a CPU. A GPU, which nobody shall wait for, and a compiled graph check by an
-    assertion of their own.
+    assertion of their own; under vmap, where values cannot be had, nothing is checked.
     """
     if not block_indices.numel() or block_indices.device.type == "meta":
+        return
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(block_indices):
         return
     blocks = num_sel_blocks(keys, block_size)
     must = f"block_indices must be below {blocks}, the blocks of {block_size} in {keys} keys"

@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa.flags import Flags
@@ -41,8 +42,11 @@ def _kind(route: Route, request: Request, flags: Flags, args: Any) -> Hashable:
 
 def known(route: Route, request: Request, flags: Flags, args: Any) -> str | None:
     """What `route` failed with when it was tried for a call of this kind, None if it was not or did
-    not. args: of the call, any nesting of tuples, lists and dicts."""
-    return _failed.get(_kind(route, request, flags, args)) if _failed else None
+    not, and in a compiled graph, whose sizes may be symbols and where no kernel runs yet. args: of
+    the call, any nesting of tuples, lists and dicts."""
+    if not _failed or torch.compiler.is_compiling():
+        return None
+    return _failed.get(_kind(route, request, flags, args))
 
 
 def remember(route: Route, request: Request, flags: Flags, args: Any, error: str) -> None:

@@ -111,6 +111,8 @@ def _source(case: AotCase, ones: Collection[str] = ()) -> tuple[Any, dict[str, A
     """The case as Triton's compiler takes it, and its options."""
     from triton.compiler import ASTSource
 
+    from nsa.kernels.launch import OPTIONS
+
     names = list(case.kernel.arg_names)
     given = set(case.types) | set(case.constexprs)
     if given != set(names):
@@ -125,7 +127,7 @@ def _source(case: AotCase, ones: Collection[str] = ()) -> tuple[Any, dict[str, A
         fn=case.kernel, signature=signature, constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )  # fmt: skip
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = OPTIONS | {"num_warps": case.num_warps, "num_stages": case.num_stages}
     if case.max_registers:
         options["maxnreg"] = case.max_registers
     return source, options

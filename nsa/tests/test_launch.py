@@ -10,6 +10,7 @@ import torch
 from nsa import NSAAttention, NSAConfig, launches
 from nsa.flags import Flags
 from nsa.kernels.launch import (
+    OPTIONS,
     by_layout,
     is_planned,
     launch,
@@ -99,9 +100,9 @@ def test_the_second_launch_gets_every_parameter_in_the_order_of_the_signature(dr
     for n, cache in ((1, compiled), (2, compiled), (3, other)):
         launch_planned(kernel, (n, 2, 1), ("x", n), CONSTANTS, cache)
     assert kernel.calls == [
-        ("jit", (1, 2, 1), ("x", 1), CONSTANTS),
+        ("jit", (1, 2, 1), ("x", 1), OPTIONS | CONSTANTS),
         ("run", (2, 2, 1), "stream of 0", ("x", 2, 64, True)),
-        ("jit", (3, 2, 1), ("x", 3), CONSTANTS),
+        ("jit", (3, 2, 1), ("x", 3), OPTIONS | CONSTANTS),
     ]
     assert launches.counts()["_fake_kernel"] == 3
 
@@ -111,7 +112,7 @@ def test_what_was_prepared_is_launched_without_compiling(driver):
     launches.reset()
     for _ in range(2):
         prepare_planned(kernel, (1, 2, 1), ("x", 1), CONSTANTS, compiled)
-    assert kernel.calls == [("warmup", (1, 2, 1), ("x", 1), CONSTANTS), "loaded"]
+    assert kernel.calls == [("warmup", (1, 2, 1), ("x", 1), OPTIONS | CONSTANTS), "loaded"]
     assert "_fake_kernel" not in launches.counts()
     launch_planned(kernel, (5, 2, 1), ("x", 1), CONSTANTS, compiled)
     assert kernel.calls[2:] == [("run", (5, 2, 1), "stream of 0", ("x", 1, 64, True))]

@@ -34,8 +34,9 @@ def commands(workflow: dict) -> list[str]:
     return [line.strip() for s in steps(workflow) for line in s.get("run", "").splitlines()]
 
 
-def test_the_three_workflows_are_there():
-    assert [p.name for p in WORKFLOWS] == ["ci.yml", "gpu-benchmark.yml", "triton-gpu-smoke.yml"]
+def test_the_workflows_are_there():
+    names = ["ci.yml", "gpu-benchmark.yml", "nightly.yml", "triton-gpu-smoke.yml"]
+    assert [p.name for p in WORKFLOWS] == names
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)

@@ -321,6 +321,22 @@ def _int32(x: Tensor) -> Tensor:
     return x.to(torch.int32).contiguous()
 
 
+def _as_read(
+    q: Tensor, gates: Tensor, lens: Tensor, caches: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, gates and lens as kernels read them, which take no strides. Raises for what has to be
+    read in place and cannot, and where a gradient is needed."""
+    if torch.is_grad_enabled() and needs_grad(q, gates, *caches):
+        detail = "a decode step has no gradient of q, gates, keys and values"
+        raise RouteUnavailable("triton", "needs_grad", detail)
+    apart = [not x.is_contiguous() for x in caches]
+    if True in apart:  # a copy in every step would be slow without a word
+        which = apart.index(True)
+        name = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")[which]
+        raise ValueError(f"{name} must be contiguous, got strides {caches[which].stride()}")
+    return q.contiguous(), gates.contiguous(), _int32(lens)
+
+
 @untraced  # launch_planned() goes by addresses
 @on_its_device
 def nsa_decode_triton(
@@ -350,14 +366,7 @@ def nsa_decode_triton(
     Raises NotImplementedError for sizes that no kernel serves, RouteUnavailable where a gradient is
     needed, which nsa.nsa_attention has, and ValueError for caches that are not contiguous.
     """
-    caches = dict(k_cmp=k_cmp, v_cmp=v_cmp, k_sel=k_sel, v_sel=v_sel, k_win=k_win, v_win=v_win)
-    if needs_grad(q, gates, *caches.values()):
-        detail = "a decode step has no gradient of q, gates, keys and values"
-        raise RouteUnavailable("triton", "needs_grad", detail)
-    for name, x in caches.items():
-        if not x.is_contiguous():  # a copy in every step would be slow without a word
-            raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
-    q, gates, lens = q.contiguous(), gates.contiguous(), _int32(lens)
+    q, gates, lens = _as_read(q, gates, lens, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win))
     if branch not in (None, "cmp", "sel", "win"):
         raise ValueError(f"branch must be None, 'cmp', 'sel' or 'win', got {branch!r}")
     if (branch == "sel") != (block_indices is not None):

@@ -36,14 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists
+from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
 from nsa.kernels.prefill.sums import MOST_PARTS, HalfSums
-from nsa.kernels.prefill.warps import program_barrier
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
 from nsa.kernels.tiles import LOG2E
 
@@ -100,9 +99,7 @@ def _move_rows(
         mbarrier.wait(done.index(slot), ((turn // STAGES) & 1) ^ 1)
         place = places.index(slot)
         if turn >= STAGES:
-            sums = place._reinterpret(
-                DQD.dtype, [SUM_PARTS * QUERIES, 1, PADDED, SUM_WIDE], DQD.layout
-            )
+            sums = view(place, DQD.dtype, [SUM_PARTS * QUERIES, 1, PADDED, SUM_WIDE], DQD.layout)
             a0 = begin + _tile_of_turn(turn - STAGES, tiles) * QUERIES
             for i in gl.static_range(QUERIES):
                 # Past the end: zeros, for the last query.
@@ -119,14 +116,14 @@ def _move_rows(
             program_barrier()
             bar = ready.index(slot)
             mbarrier.expect(bar, 2 * PARTS * QUERIES * QD.block_type.nbytes)
-            rows = place._reinterpret(QD.dtype, [2 * PARTS * QUERIES, 1, PADDED, WIDE], QD.layout)
+            rows = view(place, QD.dtype, [2 * PARTS * QUERIES, 1, PADDED, WIDE], QD.layout)
             for i in gl.static_range(QUERIES):
                 source = gl.load(UNITS + gl.minimum(p0 + i, end - 1))
                 for part in gl.static_range(PARTS):
                     q = rows.index(part * QUERIES + i)
                     do = rows.index((PARTS + part) * QUERIES + i)
-                    tma.async_copy_global_to_shared(QD, [source, 0, part * WIDE], bar, q)
-                    tma.async_copy_global_to_shared(DOD, [source, 0, part * WIDE], bar, do)
+                    tma_load(QD, [source, 0, part * WIDE], bar, q)
+                    tma_load(DOD, [source, 0, part * WIDE], bar, do)
 
 
 @gluon.jit
@@ -152,7 +149,7 @@ def _block_turn(
     ds_place = ds_smem.index(nought)
     slot = turn % STAGES
     place = places.index(slot)
-    rows = place._reinterpret(dtype, [2, ROWS, WIDTH], k_place.layout)
+    rows = view(place, dtype, [2, ROWS, WIDTH], k_place.layout)
     q = rows.index(0)
     do = rows.index(1)
     mbarrier.wait(ready.index(slot), (turn // STAGES) & 1)
@@ -186,7 +183,7 @@ def _block_turn(
     program_barrier()
     if HALVES:
         scale = scale_smem.index(slot).load(gl.SliceLayout(1, ACC_LAYOUT))
-        halves = place._reinterpret(gl.float16, [2, ROWS, WIDTH], k_place.layout)
+        halves = view(place, gl.float16, [2, ROWS, WIDTH], k_place.layout)
         halves.index(nought).store((dq * scale[:, None]).to(gl.float16))
     else:
         place.permute([1, 0]).store(dq)

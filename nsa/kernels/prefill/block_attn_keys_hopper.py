@@ -24,16 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists, tile_blocks
 from nsa.kernels.prefill.block_attn_bwd_hopper import _head_tiles, _load_keys
 from nsa.kernels.prefill.key_sums import KeySums
+from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
 from nsa.kernels.prefill.sums import MOST_PARTS
-from nsa.kernels.prefill.warps import program_barrier
 from nsa.kernels.tiles import LOG2E
 
 ROWS, KEYS, WIDTH = 64, 64, 128
@@ -51,7 +50,7 @@ def _add_rows(SUMSD, UNITS, place, begin, end):
     WIDE: gl.constexpr = SUMSD.block_type.shape[2]
     QUERIES: gl.constexpr = place.shape[0] // PADDED
     PARTS: gl.constexpr = place.shape[1] // WIDE
-    sums = place._reinterpret(SUMSD.dtype, [PARTS * QUERIES, 1, PADDED, WIDE], SUMSD.layout)
+    sums = view(place, SUMSD.dtype, [PARTS * QUERIES, 1, PADDED, WIDE], SUMSD.layout)
     units = ()
     for i in gl.static_range(QUERIES):
         units = units + (gl.load(UNITS + gl.minimum(begin + i, gl.maximum(end - 1, 0))),)
@@ -78,7 +77,7 @@ def _move(
     row = gl.arange(0, ROWS, gl.BlockedLayout([2], [32], [1], [0]))
     place = places.index(MINE)
     bar = ready.index(MINE)
-    rows = place._reinterpret(QD.dtype, [PARTS * QUERIES, 1, PADDED, WIDE], QD.layout)
+    rows = view(place, QD.dtype, [PARTS * QUERIES, 1, PADDED, WIDE], QD.layout)
     parity = 1  # the phase before the first counts as complete
     last = end
     for first in range(begin + MINE * QUERIES, end, PLACES * QUERIES):
@@ -97,7 +96,7 @@ def _move(
             source = gl.load(UNITS + gl.minimum(first + i, end - 1))
             for part in gl.static_range(PARTS):
                 q = rows.index(part * QUERIES + i)
-                tma.async_copy_global_to_shared(QD, [source, 0, part * WIDE], bar, q)
+                tma_load(QD, [source, 0, part * WIDE], bar, q)
     mbarrier.wait(done.index(MINE), parity)
     _add_rows(SUMSD, UNITS, place, last, end)
 
@@ -140,7 +139,7 @@ def _attend(
     gl.atomic_add(TOTAL + at, gl.sum(p, 1), mask=live, sem="relaxed")
     o = warpgroup_mma_wait(0, deps=[o])
     # The sums take the place of Q, of which a warp has read the rows that it writes.
-    q._reinterpret(gl.float16, [ROWS, WIDTH], q.layout).store(o.to(gl.float16))
+    view(q, gl.float16, [ROWS, WIDTH], q.layout).store(o.to(gl.float16))
     fence_async_shared()
     program_barrier()
     mbarrier.arrive(done.index(slot), count=1)

@@ -21,16 +21,12 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.block_select import Slab
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, sequence_of
+from nsa.kernels.prefill.releases import carve, program_barrier, tma_load, warpgroup_mma_wait
 from nsa.kernels.prefill.span_common import span_hi
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
@@ -39,7 +35,6 @@ from nsa.kernels.prefill.warps import (
     await_phase,
     check_address,
     first_barrier,
-    program_barrier,
     warp_number,
 )
 from nsa.kernels.row_tiles import descriptor, shared_layout
@@ -107,7 +102,7 @@ def _produce(
             bar = bars.index(Q_FULL + at)
             mbarrier.expect(bar, QD.block_type.nbytes)
             row = (q_begin + q0).to(gl.int32)
-            tma.async_copy_global_to_shared(QD, [row, group * HEADS, 0], bar, q_mem.index(at))
+            tma_load(QD, [row, group * HEADS, 0], bar, q_mem.index(at))
             done += 1
             for n0 in range(0, hi_last, KEYS):
                 at = count % STAGES
@@ -118,7 +113,7 @@ def _produce(
                     where = [0, k_begin.to(gl.int32) + n0, group * D]
                 else:
                     where = [batch, n0, group * D]
-                tma.async_copy_global_to_shared(KD, where, bar, k_mem.index(at))
+                tma_load(KD, where, bar, k_mem.index(at))
                 count += 1
 
 
@@ -341,10 +336,10 @@ def _block_score_hopper_kernel(
     WARPS: gl.constexpr = gl.num_warps()
     BARRIERS: gl.constexpr = TURN + WARPS // 4
     store = gl.allocate_shared_memory(gl.int8, [UNITS, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    check_address(store.index(0))
-    bars = store.index(0)._reinterpret(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    q_mem = store.index(1)._reinterpret(QD.dtype, [Q_STAGES] + QD.block_type.shape, QD.layout)
-    k_mem = store.index(K_AT)._reinterpret(KD.dtype, [STAGES] + KD.block_type.shape, KD.layout)
+    check_address(store)
+    bars = carve(store, 0, gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    q_mem = carve(store, 1, QD.dtype, [Q_STAGES] + QD.block_type.shape, QD.layout)
+    k_mem = carve(store, K_AT, KD.dtype, [STAGES] + KD.block_type.shape, KD.layout)
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(bars.index(Q_FULL + i), count=1)
         mbarrier.init(bars.index(Q_EMPTY + i), count=WARPS)

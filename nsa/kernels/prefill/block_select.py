@@ -186,7 +186,7 @@ def _block_topn_kernel(
     low = 0
     PARTS: tl.constexpr = max(32, N_PAD)  # a warp: what all lanes know needs no care in the loop
     if BLOCKS > PARTS:
-        largest = tl.max(tl.reshape(key, [BLOCKS // PARTS, PARTS], can_reorder=True), 0)
+        largest = tl.max(tl.reshape(key, [BLOCKS // PARTS, PARTS]), 0)
         low = tl.maximum(tl.min(largest, 0), 0)
     high = tl.where(own + 1 > N_SEL, tl.max(ranked, 0) + 1, 0)
     while high - low > 1:

@@ -382,10 +382,9 @@ def _by_thread(x, dtype: gl.constexpr):
 def weights(DTYPE: gl.constexpr):
     """What pool() takes, of each thread; and where in a place it stores."""
     PTX: gl.constexpr = _WEIGHTS[DTYPE == gl.bfloat16]
-    TYPES: gl.constexpr = (gl.int32,) * 5
     lane = lane_number()
     own = gl.inline_asm_elementwise(
-        PTX, "=&r,=&r,=&r,=&r,=&r,r", [lane], TYPES, is_pure=False, pack=1
+        PTX, "=&r,=&r,=&r,=&r,=&r,r", [lane], (gl.int32,) * 5, is_pure=False, pack=1
     )
     corner = lane % 4 * 16 + lane // 4 % 4 * 4 + lane // 16 * HALF
     return own, kept(corner)
@@ -403,9 +402,10 @@ def begin(sums, aside):
 
 @gluon.jit
 def _load(sums, tile):
-    TYPES: gl.constexpr = (gl.int32,) * 9
     at = [_by_thread(sums + (HEADER + tile * PLACE), gl.int64)]
-    return gl.inline_asm_elementwise(_LOAD, _LOAD_OPERANDS, at, TYPES, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        _LOAD, _LOAD_OPERANDS, at, (gl.int32,) * 9, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

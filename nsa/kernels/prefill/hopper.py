@@ -18,16 +18,33 @@ from nsa.kernels.prefill.packs import MOST_BATCH
 from nsa.kernels.prefill.span_kinds import COMPRESSED
 from nsa.kernels.tiles import arch_of
 
-RELEASES = ("3.6.",)  # of Triton, on an H200
+RELEASES = ("3.6.", "3.7.")  # of Triton, on an H100
+REMEDY = "Triton kernels serve, up to 1.8 times slower; use torch 2.11 (triton 3.6) or 2.13 (3.7)"
+FAULTS = {
+    "3.8.": "its Gluon cannot take views of another size from shared memory",
+    "3.9.": "the Gluon kernels compile with it, but are not proven with its assembler",
+}
 
 
-def enabled(device: torch.device, use_gluon: bool | None = None) -> bool:
-    if arch_of(device) != 90 or not triton.__version__.startswith(RELEASES):
-        return False
+def why_not(device: torch.device, use_gluon: bool | None = None) -> str | None:
+    """Return a sentence that says why no call on this device goes to these kernels; None if some
+    do."""
+    arch = arch_of(device)
+    if arch != 90:
+        here = f"this is SM {arch // 10}.{arch % 10}" if arch else f"{device} has no SM"
+        return f"the Gluon kernels are for SM 9.0, and {here}"
+    release = triton.__version__
+    if not release.startswith(RELEASES):
+        fault = FAULTS.get(release[:4], "the Gluon kernels were not run with it")
+        return f"triton {release}: {fault}; {REMEDY}"
     if use_gluon is None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         use_gluon = get_flags(name).use_gluon
-    return use_gluon
+    return None if use_gluon else "use_gluon is off (NSA_USE_GLUON, or configs/base.yaml)"
+
+
+def enabled(device: torch.device, use_gluon: bool | None = None) -> bool:
+    return why_not(device, use_gluon) is None
 
 
 def forward(

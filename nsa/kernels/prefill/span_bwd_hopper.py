@@ -39,12 +39,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import span_bwd_fused
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
+from nsa.kernels.prefill.releases import carve, program_barrier, tma_load, view, warpgroup_mma_wait
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.prefill.sums import rounded
 from nsa.kernels.prefill.warps import (
@@ -59,7 +59,6 @@ from nsa.kernels.prefill.warps import (
     kept,
     lane_number,
     place_of_rows,
-    program_barrier,
     store_tile,
     warp_number,
 )
@@ -134,22 +133,22 @@ def _fetch_rows(
         mbarrier.wait(bars.index(FREE + slot), ((n // STAGES) & 1) ^ 1)
         bar = bars.index(READY + slot)
         # [queries, heads, width] for the descriptor, rows for the products: the same bytes.
-        q = q_smem.index(slot)._reinterpret(QD.dtype, QD.block_type.shape, QD.layout)
-        do = do_smem.index(slot)._reinterpret(QD.dtype, QD.block_type.shape, QD.layout)
+        q = view(q_smem.index(slot), QD.dtype, QD.block_type.shape, QD.layout)
+        do = view(do_smem.index(slot), QD.dtype, QD.block_type.shape, QD.layout)
         tile = _nth_tile(n, tiles, start, MODE)
         t = t0 + tile * BLOCK_Q
         row = tile * ROWS
         mbarrier.expect(bar, 2 * QD.block_type.nbytes + 2 * STATS.block_type.nbytes)
-        tma.async_copy_global_to_shared(QD, [t, head0, 0], bar, q)
-        tma.async_copy_global_to_shared(STATS, [lse_row + row], bar, lse_smem.index(slot))
-        tma.async_copy_global_to_shared(DOD, [t, head0, 0], bar, do)
-        tma.async_copy_global_to_shared(STATS, [delta_row + row], bar, delta_smem.index(slot))
+        tma_load(QD, [t, head0, 0], bar, q)
+        tma_load(STATS, [lse_row + row], bar, lse_smem.index(slot))
+        tma_load(DOD, [t, head0, 0], bar, do)
+        tma_load(STATS, [delta_row + row], bar, delta_smem.index(slot))
 
 
 @gluon.jit
 def _add_tiles(DQD, dq_smem, bars, tiles, start, t0, head0, MODE: gl.constexpr):
     """The adding warp: every tile of dQ to its addition."""
-    tile = dq_smem._reinterpret(gl.float32, DQD.block_type.shape, DQD.layout)
+    tile = view(dq_smem, gl.float32, DQD.block_type.shape, DQD.layout)
     BLOCK_Q: gl.constexpr = DQD.block_type.shape[0]
     for n in range(tiles):
         mbarrier.wait(bars.index(DQ_READY), n & 1)
@@ -312,7 +311,7 @@ def _span_tail(
     dq = gl.where((t < q_len)[:, None], dq, 0.0)
     dq_smem.store(dq)
     fence_async_shared()
-    tile = dq_smem._reinterpret(gl.float32, DQD.block_type.shape, DQD.layout)
+    tile = view(dq_smem, gl.float32, DQD.block_type.shape, DQD.layout)
     _tma_add(DQD, [t0 + m0, head0, 0], tile)
     tma.store_wait(0)
     return dk, dv
@@ -475,17 +474,17 @@ def _span_bwd_hopper_kernel(
     DQ_AT: gl.constexpr = DS_AT + 2 * KEYS * ROWS * 2 // LINE
     LINES: gl.constexpr = DQ_AT + ROWS * WIDTH * 4 // LINE
     store = gl.allocate_shared_memory(gl.int8, [LINES, LINE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    check_address(store.index(0))
-    bars = store.index(0)._reinterpret(gl.int64, [DQ_FREE + 1, 1], mbarrier.MBarrierLayout())
-    lse_smem = store.index(1)._reinterpret(gl.float32, [STAGES, ROWS], STATS.layout)
-    delta_smem = store.index(DELTA_AT)._reinterpret(gl.float32, [STAGES, ROWS], STATS.layout)
+    check_address(store)
+    bars = carve(store, 0, gl.int64, [DQ_FREE + 1, 1], mbarrier.MBarrierLayout())
+    lse_smem = carve(store, 1, gl.float32, [STAGES, ROWS], STATS.layout)
+    delta_smem = carve(store, DELTA_AT, gl.float32, [STAGES, ROWS], STATS.layout)
     # One K and one V, but indexed: see _span_turn.
-    k_place = store.index(K_AT)._reinterpret(dtype, [1, KEYS, WIDTH], LAYOUT)
-    v_place = store.index(V_AT)._reinterpret(dtype, [1, KEYS, WIDTH], LAYOUT)
-    q_smem = store.index(Q_AT)._reinterpret(dtype, [STAGES, ROWS, WIDTH], LAYOUT)
-    do_smem = store.index(DO_AT)._reinterpret(dtype, [STAGES, ROWS, WIDTH], LAYOUT)
-    ds_smem = store.index(DS_AT)._reinterpret(dtype, [2, KEYS, ROWS], LAYOUT)
-    dq_smem = store.index(DQ_AT)._reinterpret(gl.float32, [ROWS, WIDTH], DQ_SHARED)
+    k_place = carve(store, K_AT, dtype, [1, KEYS, WIDTH], LAYOUT)
+    v_place = carve(store, V_AT, dtype, [1, KEYS, WIDTH], LAYOUT)
+    q_smem = carve(store, Q_AT, dtype, [STAGES, ROWS, WIDTH], LAYOUT)
+    do_smem = carve(store, DO_AT, dtype, [STAGES, ROWS, WIDTH], LAYOUT)
+    ds_smem = carve(store, DS_AT, dtype, [2, KEYS, ROWS], LAYOUT)
+    dq_smem = carve(store, DQ_AT, gl.float32, [ROWS, WIDTH], DQ_SHARED)
     WARPS: gl.constexpr = gl.num_warps()
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(READY + i), count=1)

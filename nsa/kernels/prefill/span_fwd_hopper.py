@@ -34,13 +34,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_sums
 from nsa.kernels.prefill.block_select import Slab
 from nsa.kernels.prefill.packs import packed_bounds, packed_tiles, sequence_of
+from nsa.kernels.prefill.releases import (
+    carve,
+    program_barrier,
+    tma_load,
+    tma_store,
+    view,
+    warpgroup_mma_wait,
+)
 from nsa.kernels.prefill.span_common import span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.prefill.warps import (
@@ -54,7 +61,6 @@ from nsa.kernels.prefill.warps import (
     first_barrier,
     lane_number,
     place_of_rows,
-    program_barrier,
     put_aside,
     rescaled,
     store_tile,
@@ -159,7 +165,7 @@ def _tile(memory, count, KEYS: gl.constexpr):
     """The place [1, KEYS, D] of key tile `count`, which may take less than all of it."""
     place = memory.index(count % memory.shape[0])
     if KEYS < memory.shape[2]:
-        place = place._reinterpret(memory.dtype, [1, KEYS, memory.shape[3]], memory.layout)
+        place = view(place, memory.dtype, [1, KEYS, memory.shape[3]], memory.layout)
     return place
 
 
@@ -173,7 +179,7 @@ def _bring(
     bar = bars.index(_barrier(full, count, STAGES))
     mbarrier.expect(bar, XD.block_type.nbytes)
     place = _tile(memory, count, XD.block_type.shape[1])
-    tma.async_copy_global_to_shared(XD, [batch, row, column], bar, place)
+    tma_load(XD, [batch, row, column], bar, place)
 
 
 @gluon.jit
@@ -220,9 +226,7 @@ def _produce(
         mbarrier.wait(bars.index(Q_EMPTY + at), (done // Q_STAGES) & 1 ^ 1)
         bar = bars.index(Q_FULL + at)
         mbarrier.expect(bar, QD.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            QD, [q_begin + q0, group * HEADS, 0], bar, q_mem.index(at)
-        )
+        tma_load(QD, [q_begin + q0, group * HEADS, 0], bar, q_mem.index(at))
         done += 1
         for i in gl.static_range(len(TILES)):
             count = _bring_span(
@@ -585,7 +589,7 @@ def _send(
         mbarrier.wait(bars.index(O_FULL + at), (done // Q_STAGES) & 1)
         # The rows past the end of a sequence may be those of another.
         if q0 + QUERIES <= q_len:
-            tma.async_copy_shared_to_global(OD, [q_begin + q0, group * HEADS, 0], q_mem.index(at))
+            tma_store(OD, [q_begin + q0, group * HEADS, 0], q_mem.index(at))
             tma.store_wait(0)
         mbarrier.arrive(bars.index(Q_EMPTY + at), count=1)
         done += 1
@@ -610,13 +614,11 @@ def _run(
     ASIDE_AT: gl.constexpr = V_AT + STAGES * K_UNITS
     UNITS: gl.constexpr = ASIDE_AT + (len(TILES) - 1) * Q_UNITS
     store = gl.allocate_shared_memory(gl.int8, [UNITS, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    check_address(store.index(0))
-    bars = store.index(0)._reinterpret(
-        gl.int64, [RING + 4 * STAGES, 1], mbarrier.MBarrierLayout()
-    )
-    q_mem = store.index(1)._reinterpret(DTYPE, [Q_STAGES] + QD.block_type.shape, QD.layout)
-    k_mem = store.index(K_AT)._reinterpret(DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
-    v_mem = store.index(V_AT)._reinterpret(DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
+    check_address(store)
+    bars = carve(store, 0, gl.int64, [RING + 4 * STAGES, 1], mbarrier.MBarrierLayout())
+    q_mem = carve(store, 1, DTYPE, [Q_STAGES] + QD.block_type.shape, QD.layout)
+    k_mem = carve(store, K_AT, DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
+    v_mem = carve(store, V_AT, DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
     WARPS: gl.constexpr = gl.num_warps()
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(bars.index(Q_FULL + i), count=1)
