@@ -233,8 +233,9 @@ class Pack(Prefill):
 
     def parts(self) -> Tensor:
         """The same in two calls: of the long sequence, and of the short ones."""
-        long, short = self._packed(0, 1), self._packed(1, len(self.begins))
-        return torch.cat([long[0], short[0]], 1)
+        parts = zip(self._packed(0, 1), self._packed(1, len(self.begins)), strict=True)
+        out, self.blocks = (torch.cat(x, 1) for x in parts)
+        return out
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

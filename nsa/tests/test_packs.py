@@ -317,8 +317,8 @@ def test_blocks_after_the_query_or_past_the_sequence_are_nobodys(kernel_device):
 
     def run(chosen):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = nsa.selection_attention(
-            *leaves, chosen, block_size=16, cu_seqlens=cu, max_seqlen=50, **TRITON
+        out = prefill.selection_blocks_triton(
+            *leaves, chosen, block_size=16, cu_seqlens=cu, max_seqlen=50
         )
         return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
