@@ -30,6 +30,8 @@ from nsa.errors import told
 from nsa.flags import Flags
 from nsa.layouts import outside
 from nsa.log import log
+from nsa.nested import refuse_nested
+from nsa.transforms import transformable
 from nsa.untraced import untraced
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -55,6 +57,7 @@ def _check_tensors(
     for name, x in named:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        refuse_nested(name, x)
         if x.ndim != ndim:
             raise ValueError(f"{name} must be {lead}, got shape {list(x.shape)}")
         _check_float(name, x, q)
@@ -82,6 +85,7 @@ def _check_beside(
     """Raise unless x is a float tensor of this shape on other's device, of whichever dtype."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    refuse_nested(name, x)
     if x.shape != shape:
         raise ValueError(f"{name} must be {list(shape)}, got {list(x.shape)}")
     _check_float(name, x, other, owner)
@@ -207,6 +211,7 @@ def _check_block_indices(block_indices: Tensor, block_size: int, keys: int) -> N
 # ---- branches ------------------------------------------------------------------------------------
 
 
+@transformable
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, l: int = 32, d: int = 16, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
@@ -239,11 +244,12 @@ def compressed_attention(
         max_seqlen=max_seqlen,
     )  # fmt: skip
     longest = max_seqlen if cu_seqlens is not None else q_start + q.shape[1]
-    key_len = min(num_compressed(longest, l, d), k_cmp.shape[-3])
+    key_len = torch.sym_min(num_compressed(longest, l, d), k_cmp.shape[-3])
     out, lse = dispatch.run(Branch.COMPRESSED, args, flags, backend, key_len=key_len)[0]
     return out, lse.detach()
 
 
+@transformable
 def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None = None, *, l: int = 32, d: int = 16,
     l_sel: int = 64, n_sel: int = 16, n_init: int = 1, n_local: int = 2, q_start: int = 0,
@@ -281,6 +287,7 @@ def select_blocks(
     return dispatch.run(Branch.BLOCKS, args, flags, backend, key_len=k_cmp.shape[-3])[0]
 
 
+@transformable
 def selection_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
     ranges: Tensor | None = None, block_size: int = 64, q_start: int = 0,
@@ -345,7 +352,7 @@ def _selected(
     if block_indices is not None:
         if alone:
             _check_block_indices(block_indices, block_size, key_len)
-        key_len = min(block_indices.shape[-1] * block_size, key_len)
+        key_len = torch.sym_min(block_indices.shape[-1] * block_size, key_len)
     args = dict(
         q=q, k=k, v=v, block_indices=block_indices, ranges=ranges, block_size=block_size,
         q_start=q_start, softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
@@ -374,6 +381,7 @@ def _with_blocks_checked(call: Callable[..., Tensor], block_size: int, keys: int
     return checked
 
 
+@transformable
 def sliding_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int = 512, q_start: int | None = None,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
@@ -397,7 +405,7 @@ def sliding_attention(
         softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
     )  # fmt: skip
-    key_len = min(window, k.shape[1] if max_seqlen is None else max_seqlen)
+    key_len = torch.sym_min(window, k.shape[1] if max_seqlen is None else max_seqlen)
     return dispatch.run(Branch.SLIDING, args, flags, backend, key_len=key_len)[0]
 
 
@@ -442,6 +450,7 @@ def nsa_attention(
 ) -> Tensor | tuple[Tensor, dict[str, Any]]: ...  # fmt: skip
 
 
+@transformable
 def nsa_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,

@@ -1,6 +1,7 @@
 """Block arithmetic: which tokens a compressed key or a selection block covers, and how many exist.
 
-Counts take an int or an integer tensor and return the same kind.
+Counts take an int or an integer tensor and return the same kind. A traced call may have a symbol in
+place of a length: counts of it hold for every length, without a branch that ties the trace to some.
 """
 
 from __future__ import annotations
@@ -13,11 +14,30 @@ from torch import Tensor
 Count = TypeVar("Count", int, Tensor)
 
 
+def is_symbol(n: int | torch.SymInt) -> bool:
+    """Return whether n is no number yet, in a traced call that is to serve several lengths."""
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # takes 0.6 s to import
+
+    return not has_static_value(n)
+
+
+def chunks(rows: int, width: int, most: int) -> list[tuple[int, int]]:
+    """Return (first, last) of chunks of rows: `most` values of `width` in each row, and at least a
+    row. All rows are one chunk where their number, or the width, is a symbol."""
+    if is_symbol(rows) or is_symbol(width):
+        return [(0, rows)]
+    step = max(1, most // max(1, width))
+    return [(first, min(rows, first + step)) for first in range(0, rows, step)]
+
+
 def num_compressed(S: Count, l: int, d: int) -> Count:
     """Compressed keys of S tokens: 0 if S < l, else (S - l) // d + 1 (Eq. 7, no padding)."""
+    whole = (S - l) // d + 1
     if isinstance(S, Tensor):
-        return torch.where(S < l, torch.zeros_like(S), (S - l) // d + 1)
-    return 0 if S < l else (S - l) // d + 1
+        return whole.clamp(min=0)
+    return max(0, whole) if isinstance(S, int) else torch.sym_max(0, whole)
 
 
 def visible_compressed(t: Count, l: int, d: int) -> Count:

@@ -191,6 +191,23 @@ class NSACache:
         one._batch = self._batch[:1]
         return one
 
+    def select(self, rows: Tensor) -> NSACache:
+        """Sequences `rows`, int64 [n], in this order as a cache of their own; some may repeat.
+
+        Counted reads stay here.
+        """
+        which = rows.tolist()
+        one = copy.copy(self)
+        one.batch = len(which)
+        one.lengths = [self.lengths[b] for b in which]
+        one.highest = [self.highest[b] for b in which]
+        for name in (*_BUFFERS, "lens"):
+            setattr(one, name, getattr(self, name).index_select(0, rows))
+        one.counters = self.counters.new_zeros(one.batch, *self.counters.shape[1:])
+        one._batch = torch.arange(one.batch, device=self.device)[:, None]
+        one._counted, one.fused_append, one.fused_step = [], {}, set()
+        return one
+
     def __len__(self) -> int:
         return self.length
 
@@ -300,6 +317,34 @@ class NSACache:
         else:
             self._append_chunk(new, phi_k, phi_v)
         self._advance(T)
+
+    @torch.no_grad()
+    def fill(
+        self, new: BranchKV, k_cmp: Tensor, v_cmp: Tensor, lengths: Sequence[int]
+    ) -> None:  # fmt: skip
+        """Take up the first tokens of every sequence, and the compressed ones that they made.
+
+        new: [B, N, G, D], of which sequence b has the first lengths[b] rows; k_cmp, v_cmp
+        [B, Nc, G, D]. What stands in later rows does not matter. Raises ValueError when the cache
+        holds tokens, and where tokens do not fit.
+        """
+        if self.length:
+            raise ValueError(f"cache must be empty to be filled, it holds {self.length} tokens")
+        self._check(new)
+        N, Nc = new.k_sel.shape[1], k_cmp.shape[1]
+        self._make_room(N)
+        self.k_sel[:, :N], self.v_sel[:, :N] = new.k_sel, new.v_sel
+        self.k_cmp[:, :Nc], self.v_cmp[:, :Nc] = k_cmp, v_cmp
+        self.lengths, self.highest = list(lengths), list(lengths)
+        self.lens.copy_(torch.tensor(self.lengths, dtype=torch.int32))
+        for ring, x in (
+            (self.k_win, new.k_win), (self.v_win, new.v_win), (self.k_raw, new.k_cmp),
+            (self.v_raw, new.v_cmp),
+        ):  # fmt: skip
+            rows = ring.shape[1]
+            row = torch.arange(rows, device=ring.device)
+            last = (self.lens[:, None] - 1 - row).clamp(min=0) // rows * rows + row  # that is there
+            ring.copy_(x[self._batch, last.clamp(max=N - 1)])
 
     def append_projected(
         self, qkv: Tensor, phi_k: Callable[[Tensor], Tensor], phi_v: Callable[[Tensor], Tensor],

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa.blocks import num_compressed
+from nsa.blocks import is_symbol, num_compressed
 from nsa.checks import is_plain
 from nsa.config import check_compression
+from nsa.nested import refuse_nested
 
 
 def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -19,6 +20,7 @@ def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -
     Raises ValueError or TypeError that names the argument.
     """
     check_compression(l, d)
+    refuse_nested("x", x)
     if x.ndim != (4 if cu_seqlens is None else 3):
         lead = "[B, S, G, D]" if cu_seqlens is None else "[T, G, D] with cu_seqlens"
         raise ValueError(f"x must be {lead}, got shape {list(x.shape)}")
@@ -26,6 +28,12 @@ def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -
         raise TypeError(f"x must be of a floating dtype, got {x.dtype}")
     if cu_seqlens is None:
         B, S, G, D = x.shape
+        if is_symbol(S):  # S // d + 3 blocks: more than one whatever S is, and nobody sees the last
+            x = F.pad(x, (0, 0, 0, 0, 0, l + 2 * d))
+            if l == d:  # is a view of these contiguous? a tracer would have to know S
+                start = torch.arange(S // d + 3, device=x.device)[:, None] * d
+                return x[:, start + torch.arange(l, device=x.device)]
+            return x.unfold(1, l, d).permute(0, 1, 4, 2, 3)
         if S < l:
             return x.new_zeros(B, 0, l, G, D)
         return x.unfold(1, l, d).permute(0, 1, 4, 2, 3)
@@ -78,6 +86,11 @@ class MLPCompression(nn.Module):
         blocks = block_windows(x, self.l, self.d, cu_seqlens)  # [.., Nc, l, G, D]
         blocks = blocks + self.position[:, None, :].to(x.dtype)
         flat = blocks.transpose(-3, -2).flatten(-2)  # [.., Nc, G, l * D]
+        if is_symbol(x.shape[-3]):  # to a tracer Nc * G can be taken apart by numbers alone
+            return self._layers(flat.transpose(-3, -2)).transpose(-3, -2)
+        return self._layers(flat)
+
+    def _layers(self, flat: Tensor) -> Tensor:
         return self.outer(F.silu(self.inner(flat)))
 
     def for_kernel(self) -> tuple[Tensor, ...] | None:

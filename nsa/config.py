@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,14 +110,22 @@ class NSAConfig:
 
 
 def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> None:
-    """Raise TypeError or ValueError unless value is an int from `least` on, or None if optional."""
+    """Raise TypeError or ValueError unless value is an int from `least` on, or None if optional.
+
+    The symbol that stands for a length in a traced call is an int.
+    """
     if optional and value is None:
         return
     none = "None or " if optional else ""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int) and not _is_symbol(value):
         raise TypeError(f"{name} must be {none}an int, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be {none}at least {least}, got {value}")
+
+
+def _is_symbol(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # without which there is none
+    return torch is not None and isinstance(value, torch.SymInt)
 
 
 def check_compression(l: int, d: int) -> None:

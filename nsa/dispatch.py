@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nsa import failed
+from nsa.blocks import is_symbol
 from nsa.checks import autocast_on, needs_grad, takes_forward_derivatives
 from nsa.errors import must_raise, told
 from nsa.flags import Flags, get_flags
@@ -76,10 +77,12 @@ def make_request(
     backend: str | Route | None = None,
 ) -> Request:  # fmt: skip
     """Describe a call. FA-2 is probed only where it could be taken."""
+    traced = torch.compiler.is_compiling()
     request = Request(
         branch=branch, device=q.device.type, dtype=str(q.dtype).removeprefix("torch."),
         d_k=q.shape[-1], d_v=v.shape[-1], key_len=key_len, needs_grad=needs_grad(q, k, v),
-        forward_ad=takes_forward_derivatives(),
+        forward_ad=takes_forward_derivatives(), traced=traced,
+        symbols=traced and any([is_symbol(n) for n in (*q.shape, *k.shape)]),
         capability=_capability(q.device.index) if q.is_cuda else None, has_triton=_has_triton(),
         interpret=interpreting(), no_fa2=None,
     )  # fmt: skip
@@ -321,7 +324,7 @@ def run_prefill(
 
     q, k, v = args["tensors"][0], args["tensors"][3], args["tensors"][4]
     sizes = args["sizes"]
-    key_len = min(sizes["n_sel"] * sizes["l_sel"], k.shape[-3])
+    key_len = torch.sym_min(sizes["n_sel"] * sizes["l_sel"], k.shape[-3])
     request = make_request(Branch.PREFILL, q, k, v, key_len, flags, backend)
     request = replace(request, needs_grad=needs_grad(*args["tensors"]))
     route = parse_backend(backend)

@@ -10,6 +10,7 @@ from nsa.cache import NSACache
 from nsa.config import NSAConfig, check_int
 from nsa.flags import Flags
 from nsa.module import NSABlock
+from nsa.nested import run_packed
 
 
 class NSALanguageModel(nn.Module):
@@ -48,9 +49,11 @@ class NSALanguageModel(nn.Module):
         """Logits [B, S, vocab] of tokens int64 [B, S]; [T, vocab] of packed [T].
 
         cu_seqlens int32 [nseq + 1] and max_seqlen as in nsa/attention.py, with its ValueError or
-        TypeError. A token outside of the vocabulary is nn.Embedding's IndexError on a CPU; a GPU
-        stops with a device-side assert.
+        TypeError; jagged nested tokens [B, j] are a pack. A token outside of the vocabulary is
+        nn.Embedding's IndexError on a CPU; a GPU stops with a device-side assert.
         """
+        if tokens.is_nested:
+            return run_packed(self.forward, tokens, cu_seqlens)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cu_seqlens, max_seqlen)

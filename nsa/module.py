@@ -18,7 +18,9 @@ from nsa.compress import make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.layouts import token_positions
+from nsa.nested import refuse_nested, run_packed
 from nsa.rotary import branches, split_turned, turn
+from nsa.transforms import transforming
 from nsa.untraced import untraced
 
 FUSED_GATES = 64  # tokens of a step; of more the gates are worth a product of matrices
@@ -95,7 +97,7 @@ class NSAAttention(nn.Module):
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, BranchKV]:
         """q [.., S, HQ, Dk] and the raw keys and values of the three branches."""
-        if torch.compiler.is_compiling():  # which fuses what PyTorch does
+        if torch.compiler.is_compiling() or transforming():  # the first fuses what PyTorch does
             return split_turned(self.qkv(x), positions, self.config)
         return attention.turn_projected(
             self.qkv(x), positions, self.config, backend=self.backend, flags=self.flags
@@ -112,6 +114,7 @@ class NSAAttention(nn.Module):
     def _check(self, x: Tensor, ndim: int) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+        refuse_nested("x", x)
         if x.ndim != ndim or x.shape[-1] != self.config.dim:
             lead = "[B, S, dim]" if ndim == 3 else "[T, dim]"
             raise ValueError(f"x must be {lead} with dim={self.config.dim}, got {list(x.shape)}")
@@ -121,9 +124,11 @@ class NSAAttention(nn.Module):
     ) -> Tensor:
         """Attend within x [B, S, dim], or within each sequence of packed x [T, dim].
 
-        cu_seqlens int32 [nseq + 1] and max_seqlen as in nsa/attention.py. Raises ValueError or
-        TypeError that names the argument.
+        cu_seqlens int32 [nseq + 1] and max_seqlen as in nsa/attention.py. A jagged nested tensor
+        [B, j, dim] is a pack. Raises ValueError or TypeError that names the argument.
         """
+        if isinstance(x, Tensor) and x.is_nested:
+            return run_packed(self.forward, x, cu_seqlens)
         self._check(x, 3 if cu_seqlens is None else 2)
         max_seqlen = attention.check_packed(cu_seqlens, max_seqlen, x)
         if cu_seqlens is None:
@@ -281,6 +286,8 @@ class NSABlock(nn.Module):
         Arguments and errors as for NSAAttention; of a last dimension other than dim the norm
         complains first (RuntimeError).
         """
+        if isinstance(x, Tensor) and x.is_nested:
+            return run_packed(self.forward, x, cu_seqlens)
         return self._finish(x, self.attention(self.attention_norm(x), cu_seqlens, max_seqlen))
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nsa.blocks import visible_compressed
+from nsa.blocks import chunks, is_symbol, visible_compressed
 from nsa.checks import scale_of
 
 _CHUNK_SCORES = 1 << 23  # scores of one chunk: 32 MiB in fp32
@@ -42,19 +42,18 @@ def _chunked(
     B, S, HQ, Dk = q.shape
     N, G = k.shape[1], k.shape[2]
     scale = scale_of(softmax_scale, Dk)
-    if N == 0 or S == 0:
+    if not is_symbol(S) and (N == 0 or S == 0):
         # Multiplying by empty sums keeps the result connected, with zero gradients.
         zero = q.sum() * 0 + k.sum() * 0 + v.sum() * 0
         out = q.new_zeros(B, S, HQ, v.shape[-1]) + zero.to(q.dtype)
         return out, torch.full((B, S, HQ), -math.inf, device=q.device, dtype=_lse_dtype(q))
-    step = max(1, _CHUNK_SCORES // max(1, B * HQ * N))
     grouped = q.view(B, S, G, HQ // G, Dk) if q.is_contiguous() else q.unflatten(2, (G, HQ // G))
     outs, lses = [], []
-    for first in range(0, S, step):
-        last = min(S, first + step)
+    bounds = chunks(S, B * HQ * N, _CHUNK_SCORES)
+    for first, last in bounds:
         mask = mask_of(first, last)
         args = (grouped[:, first:last], k, v, mask, scale)
-        if step < S and torch.is_grad_enabled():
+        if len(bounds) > 1 and torch.is_grad_enabled():
             out, lse = checkpoint(_attend, *args, use_reentrant=False)
         else:
             out, lse = _attend(*args)
@@ -111,7 +110,7 @@ def selection_attention(
 
     def mask_of(first: int, last: int) -> Tensor:
         part = ranges[:, first:last]
-        mask = torch.zeros(*part.shape[:3], len(key), dtype=torch.bool, device=q.device)
+        mask = torch.zeros(*part.shape[:3], k.shape[1], dtype=torch.bool, device=q.device)
         for span in part.unbind(3):
             mask = mask | (key >= span[..., :1]) & (key < span[..., 1:])
         return mask

@@ -101,7 +101,8 @@ class Request:
     bound that needs no device synchronisation; None for selection inside a whole attention, to
     which no threshold applies. no_fa2: why FA-2 is unusable, None if it works.
     interpret: Triton interprets kernels on CPU (only a named route uses it). forward_ad: forward-
-    mode derivatives are being taken.
+    mode derivatives are being taken. traced: a compiler looks at the call and no value can be read;
+    symbols: it stands for several sizes, so that nothing can go chunk by chunk.
     """
 
     branch: Branch
@@ -112,6 +113,8 @@ class Request:
     key_len: int | None
     needs_grad: bool = False
     forward_ad: bool = False
+    traced: bool = False
+    symbols: bool = False
     capability: tuple[int, int] | None = None
     has_triton: bool = True
     interpret: bool = False
@@ -151,7 +154,8 @@ def _reasons(route: Route, r: Request, flags: Flags, named: bool) -> Iterator[st
     if route is Route.SDPA:
         if r.branch is Branch.SELECTED and not flags.use_sel_pack:
             yield "not_enabled"
-        if r.branch is Branch.SELECTED and r.device == "meta":  # packing goes by values
+        by_values = r.branch is Branch.SELECTED and (r.traced or r.device == "meta")  # packing is
+        if by_values or r.symbols:
             yield "unsupported"
         return
     enabled = flags.use_triton_sel is not False if route is Route.TRITON else flags.use_fa2

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.blocks import num_sel_blocks, visible_compressed
+from nsa.blocks import chunks, is_symbol, num_sel_blocks, visible_compressed
 from nsa.checks import scale_of
 
 _CHUNK_SCORES = 1 << 23
@@ -27,7 +27,7 @@ def group_block_scores(
     B, S, HQ, Dk = q.shape
     G, N = k_cmp.shape[2], k_cmp.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
-    if N == 0:
+    if not is_symbol(N) and N == 0:
         return torch.zeros(B, S, G, n_blocks, dtype=wide, device=q.device)
     scale = scale_of(softmax_scale, Dk)
     scores = torch.einsum(
@@ -46,11 +46,11 @@ def _pooled(p: Tensor, l: int, d: int, l_sel: int, n_blocks: int) -> Tensor:
     block. Every block adds in the same order, so that equal ones come out equal, whatever the
     length: a matrix product rounds each column in its own way, and ties would not be ties."""
     ratio, before = l_sel // d, l // d - 1  # compressed keys that begin in a block, and before it
-    p = F.pad(p, (before, n_blocks * ratio - p.shape[-1]))
-    total = torch.zeros(*p.shape[:-1], n_blocks, dtype=p.dtype, device=p.device)
+    p = F.pad(p, (before, n_blocks * ratio - p.shape[-1])).unfold(-1, before + ratio, ratio)
+    total = torch.zeros_like(p[..., 0])
     for i in range(-before, ratio):
         tokens = min(i * d + l, l_sel) - max(i * d, 0)
-        total += p[..., before + i :: ratio][..., :n_blocks] * (tokens / l)
+        total = total + p[..., before + i] * (tokens / l)
     return total
 
 
@@ -73,13 +73,11 @@ def top_blocks(
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     tiers = tier[None, :, None, :].expand(B, S, G, n_blocks).gather(-1, order)
     by_tier = tiers.sort(dim=-1, descending=True, stable=True).indices
-    best = order.gather(-1, by_tier)[..., :n_sel]
-    best = torch.where(best > own[None, :, None, :], n_blocks, best)  # never a future block
+    none = torch.iinfo(torch.int32).max  # a number, which n_blocks may not be in a trace
+    best = F.pad(order.gather(-1, by_tier), (0, n_sel), value=none)[..., :n_sel]
+    best = torch.where(best > own[None, :, None, :], none, best)  # never a future block
     best = best.sort(dim=-1).values
-    best = torch.where(best == n_blocks, -1, best)
-    if n_blocks < n_sel:
-        best = torch.nn.functional.pad(best, (0, n_sel - n_blocks), value=-1)
-    return best.to(torch.int32)
+    return torch.where(best == none, -1, best).to(torch.int32)
 
 
 @torch.no_grad()
@@ -93,11 +91,12 @@ def select_blocks(
     """
     B, S, HQ, _ = q.shape
     n_blocks = num_sel_blocks(q_start + S, l_sel)
-    step = max(1, _CHUNK_SCORES // max(1, B * HQ * max(1, k_cmp.shape[1])))
+    if is_symbol(S):
+        n_blocks = n_blocks + 4  # over all compressed keys, whatever S is; nobody's candidates
     rows = [q.new_zeros(B, 0, k_cmp.shape[2], n_sel, dtype=torch.int32)]
-    for first in range(0, S, step):
+    for first, last in chunks(S, B * HQ * k_cmp.shape[1], _CHUNK_SCORES):
         scores = group_block_scores(
-            q[:, first : first + step], k_cmp, l=l, d=d, l_sel=l_sel, n_blocks=n_blocks,
+            q[:, first:last], k_cmp, l=l, d=d, l_sel=l_sel, n_blocks=n_blocks,
             softmax_scale=softmax_scale, q_start=q_start + first,
         )  # fmt: skip
         rows.append(

@@ -1,9 +1,10 @@
 """NSA in Transformers' own models, by name: equal to dense attention where it must be, trained,
-generating with a cache and with padding."""
+packed, padded, saved and loaded, and refused by name where it does not belong."""
 
 from __future__ import annotations
 
 import copy
+from inspect import signature
 
 import pytest
 import torch
@@ -15,12 +16,10 @@ from nsa.compress import mean_pool  # noqa: E402
 from nsa.integrations import transformers as integration  # noqa: E402
 
 SIZES = {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "window": 6, "backend": "reference"}
+# The cache's name in forward(), by release: the other one is, or becomes, an error.
+LAYER = transformers.models.llama.modeling_llama.LlamaAttention
+CACHE = next(x for x in ("cache", "past_key_values") if x in signature(LAYER.forward).parameters)
 KINDS = {"llama": ("LlamaConfig", "LlamaForCausalLM"), "qwen3": ("Qwen3Config", "Qwen3ForCausalLM")}
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    integration.register()
 
 
 def make(kind: str = "llama", name: str = "nsa", nsa: dict | None = None, **more):
@@ -71,24 +70,6 @@ def test_the_function_is_nsa_attention():
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("learnt", [False, True], ids=["plain", "learnt"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_generate_with_cache_equals_without(kind, learnt):
-    model = make(kind)
-    if learnt:
-        for part in integration.add_nsa_parameters(model):
-            part.double()
-    ids = tokens(2, 21)
-    run = lambda cache: model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=14, do_sample=False,
-        use_cache=cache, output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
-    with_cache, without = run(True), run(False)
-    assert torch.equal(with_cache.sequences, without.sequences)
-    for a, b in zip(with_cache.logits, without.logits, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_padding_changes_nothing():
     model = make()
     one, two = tokens(1, 30, seed=5), tokens(1, 17, seed=6)
@@ -99,12 +80,73 @@ def test_padding_changes_nothing():
         got = model(ids, attention_mask=(ids != 0).long()).logits
         torch.testing.assert_close(got[:1], alone[0])
         torch.testing.assert_close(got[1:, 13:] if left else got[1:, :17], alone[1])
-    ids = torch.cat([one, torch.cat([pad, two], 1)])
-    both = model.generate(ids, attention_mask=(ids != 0).long(), max_new_tokens=9, do_sample=False)
-    single = model.generate(
-        two, attention_mask=torch.ones_like(two), max_new_tokens=9, do_sample=False
-    )
-    assert torch.equal(both[1, 13:], single[0])
+
+
+def test_padding_runs_as_one_pack(monkeypatch):
+    """One call of NSA for each layer, whatever the number of sequences and their lengths."""
+    model, seen = make(), []
+
+    def spy(q, *tensors, **kwargs):
+        seen.append((list(q.shape), kwargs["cu_seqlens"].tolist()))
+        return nsa_attention(q, *tensors, **kwargs)
+
+    monkeypatch.setattr(integration, "nsa_attention", spy)
+    ids = tokens(4, 30)
+    mask = torch.ones_like(ids)
+    mask[0, 25:], mask[1, :11], mask[3] = 0, 0, 0
+    model(ids, attention_mask=mask)
+    assert seen == 2 * [([74, 4, 8], [0, 25, 44, 74])]
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cache", "no-cache"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_position_ids_that_begin_anew_are_a_pack(kind, cached):
+    """Each sequence as if alone, gradients too; in training the cache is on by default."""
+    model = make(kind).train()
+    integration.add_nsa_parameters(model)
+    model.double()
+    ids, lengths = tokens(2, 30), (11, 5, 14)
+    positions = torch.cat([torch.arange(n) for n in lengths]).expand(2, -1)
+    got = model(ids, position_ids=positions, use_cache=cached).logits
+    parts = ids.split(lengths, 1)
+    want = torch.cat([model(part, use_cache=cached).logits for part in parts], 1)
+    torch.testing.assert_close(got, want)
+    grads = [torch.autograd.grad(x.logsumexp(-1).sum(), model.parameters()) for x in (got, want)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+    one = model(ids[:1], position_ids=positions[:1], use_cache=cached).logits  # not expanded
+    torch.testing.assert_close(one, want[:1])
+
+
+def test_positions_of_one_sequence_are_no_pack():
+    """Neither an offset nor a second chunk begins anew; the same tensor changed in place does."""
+    model, ids = make(), tokens(1, 24)
+    want = model(ids).logits
+    positions = torch.arange(24)[None]
+    torch.testing.assert_close(model(ids, position_ids=positions).logits, want)
+    cache = transformers.DynamicCache(config=model.config)
+    parts = [model(ids[:, a:b], **{CACHE: cache}).logits for a, b in ((0, 14), (14, 24))]
+    torch.testing.assert_close(torch.cat(parts, 1), want)
+    positions[:, 10:] -= 10
+    changed = model(ids, position_ids=positions).logits
+    torch.testing.assert_close(changed[:, 10:], model(ids[:, 10:]).logits)
+    with pytest.raises(NotImplementedError, match="empty cache only, got 24 tokens"):
+        model(ids, position_ids=positions, **{CACHE: cache})
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="holds packed ones"):
+        cache = model(ids, position_ids=positions).past_key_values
+        model(ids[:, :1], position_ids=torch.tensor([[24]]), **{CACHE: cache})
+
+
+def test_cu_seq_lens_are_a_pack():
+    """As flash-attn's integration takes them, and without a look at positions."""
+    model, ids = make(), tokens(1, 40)
+    ends = torch.tensor([0, 15, 40], dtype=torch.int64)
+    got = model(
+        ids, position_ids=torch.cat([torch.arange(15), torch.arange(25)])[None], use_cache=False,
+        cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=25, max_length_k=25,
+    ).logits  # fmt: skip
+    want = [model(part).logits for part in ids.split((15, 25), 1)]
+    torch.testing.assert_close(got, torch.cat(want, 1))
 
 
 def test_a_sequence_of_padding_alone_is_in_nobodys_way():
@@ -149,34 +191,146 @@ def test_it_trains_and_saves(checkpointing, tmp_path):
     torch.testing.assert_close(again(ids).logits, model.eval()(ids).logits)
 
 
-@pytest.mark.parametrize("phi", ["mlp", "mean"])
+@pytest.mark.parametrize("phi", [None, "mlp", "mean"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_and_loaded_by_folder(kind, phi, tmp_path):
+def test_a_saved_model_is_loaded_as_nsa(kind, phi, tmp_path, capfd):
+    """By from_pretrained alone, AutoModelForCausalLM's too, however often it is saved again."""
     model = make(kind).float()
-    integration.add_nsa_parameters(model, phi)
+    if phi:
+        integration.add_nsa_parameters(model, phi)
     model.save_pretrained(tmp_path)
-    loaded = integration.load_pretrained(type(model), tmp_path)
-    assert type(loaded) is type(model)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model) and loaded.config._attn_implementation == "nsa"
     ids = tokens(2, 33)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     loaded.save_pretrained(tmp_path / "again")
-    again = integration.load_pretrained(type(model), tmp_path / "again", dtype=torch.bfloat16)
+    again = type(model).from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
+    assert again.config._attn_implementation == "nsa"
     assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
-    # Transformers itself drops the parameters, with no more than a warning.
-    dropped = type(model).from_pretrained(tmp_path, attn_implementation="nsa")
-    with pytest.raises(ValueError, match=r"load_pretrained"):
-        dropped(ids)
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert "UNEXPECTED" not in (said := capfd.readouterr().err) and "MISSING" not in said
+    if phi:
+        dense = type(model).from_pretrained(tmp_path, attn_implementation="sdpa")
+        with pytest.warns(RuntimeWarning, match="runs without them, by attn_implementation='sdpa'"):
+            dense(ids)
+        model.model.layers[0].self_attn.nsa = None
+        with pytest.raises(ValueError, match="before it is loaded"):
+            model(ids)
 
 
-def test_a_model_without_nsa_parameters_is_not_loaded_as_one_with_them(tmp_path):
+def test_missing_parameters_are_named(tmp_path):
     model = make().float()
+    model.config.nsa["phi"] = "mlp"  # as it is said to be, but the weights lack them
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="then call add_nsa_parameters"):
-        integration.load_pretrained(type(model), tmp_path)
-    model.config.nsa["phi"] = "mlp"  # as it is said to be, but the weights are missing
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="then call add_nsa_parameters"):
-        integration.load_pretrained(type(model), tmp_path)
+    with pytest.raises(ValueError, match="lack gate.inner.weight: .* call add_nsa_parameters"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def llava(implementation: str | dict) -> torch.nn.Module:
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        image_size=32, patch_size=8,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=make().config.to_dict() | {"attn_implementation": None},
+        image_token_index=60, image_seq_length=16, vision_feature_layer=-1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration
+    return model._from_config(config, attn_implementation=implementation).eval()
+
+
+def test_of_a_multimodal_model_the_language_is_served(tmp_path):
+    """Its vision tower keeps its own implementation, or is refused by name; parameters go to
+    language layers alone; what is loaded again has the tower's default."""
+    ids, image = tokens(1, 40).clamp(max=59), torch.randn(1, 3, 32, 32)
+    ids[:, 3:19] = 60
+    model = llava({"text_config": "nsa"})
+    dense = llava("sdpa")
+    dense.load_state_dict(model.state_dict())
+    features = [m.get_image_features(image).pooler_output[0] for m in (model, dense)]
+    assert torch.equal(*features)
+    parts = integration.add_nsa_parameters(model)
+    assert [n for n, m in model.named_modules() if m in parts] == [
+        f"model.language_model.layers.{i}.self_attn.nsa" for i in (0, 1)
+    ]
+    want = model(input_ids=ids, pixel_values=image).logits
+    everywhere = llava("nsa")
+    with pytest.raises(NotImplementedError, match='CLIPAttention is not .*{"text_config": "nsa"}'):
+        everywhere(input_ids=ids, pixel_values=image)
+    assert len(integration.add_nsa_parameters(everywhere)) == 2
+    everywhere.load_state_dict(model.state_dict())
+    for saved in (model, everywhere):
+        saved.save_pretrained(tmp_path)
+        again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
+        assert torch.equal(again(input_ids=ids, pixel_values=image).logits, want)
+
+
+def tower(name: str, **more) -> torch.nn.Module:
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        image_size=32, patch_size=8, **more,
+    )  # fmt: skip
+    return getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="nsa")
+
+
+@pytest.mark.parametrize("name", ["SiglipVision", "CLIPVision"])
+def test_vision_towers_are_refused(name):
+    model = tower(name)
+    with pytest.raises(NotImplementedError, match=r"which (Siglip|CLIP)Attention is not"):
+        model(torch.randn(1, 3, 32, 32))
+    with pytest.raises(ValueError, match="causal self-attention layers"):
+        integration.add_nsa_parameters(model)
+
+
+def test_encoders_and_cross_attention_are_refused():
+    config = transformers.WhisperConfig(
+        vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8,
+        max_source_positions=20, max_target_positions=40, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration._from_config(
+        config, attn_implementation="nsa"
+    ).eval()
+    sound, ids = torch.randn(1, 8, 40), tokens(1, 20)
+    with pytest.raises(NotImplementedError, match="which WhisperAttention is not"):
+        model.model.encoder(sound)
+    with pytest.raises(NotImplementedError, match="which WhisperAttention is not"):
+        model.model.decoder(input_ids=ids, encoder_hidden_states=torch.randn(1, 20, 32))
+    integration.add_nsa_parameters(model)
+    assert [n for n, m in model.named_modules() if hasattr(m, "phi_k")] == [
+        f"model.decoder.layers.{i}.self_attn.nsa" for i in (0, 1)
+    ]
+    layer, (q, k) = make().model.layers[0].self_attn, (torch.zeros(1, h, 12, 8) for h in (4, 2))
+    for keys, more in ((k, {"is_causal": False}), (k[:, :, :5], {})):
+        with pytest.raises(NotImplementedError, match="which LlamaAttention is not"):
+            integration.nsa_attention_forward(layer, q, keys, keys, None, **more)
+    # Some models say so of one query, which a kernel need not mask.
+    integration.nsa_attention_forward(layer, q[:, :, :1], k, k, None, is_causal=False)
+    layer.is_cross_attention = True
+    with pytest.raises(NotImplementedError, match="which LlamaAttention is not"):
+        integration.nsa_attention_forward(layer, q, k, k, None)
+
+
+def test_masks_that_are_not_causal_are_refused():
+    """Whatever a mask function is called: it is asked what it shows."""
+    from transformers import masking_utils as masks
+
+    sequence = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    packed = masks.and_masks(
+        masks.causal_mask_function, masks.packed_sequence_mask_function(sequence)
+    )
+    ask = lambda f, **more: integration.nsa_mask(1, 8, 8, mask_function=f, **more)
+    assert ask(packed).tolist() == [[1, 1, 1, 2, 2, 2, 2, 2]]
+    block = masks.or_masks(packed, lambda b, h, q, k: (q < 2) & (k < 2))
+    for other in (
+        block, masks.bidirectional_mask_function, masks.sliding_window_causal_mask_function(3),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="causal attention of whole sequences only"):
+            ask(other)
+    with pytest.raises(NotImplementedError, match="causal attention of whole sequences only"):
+        ask(packed, use_vmap=True)
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cache", "no-cache"])
@@ -217,15 +371,12 @@ def test_what_nsa_lacks_is_refused():
     with pytest.raises(NotImplementedError, match="dynamic cache only"):
         make().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3,
                         do_sample=False, cache_implementation="static")  # fmt: skip
-    with pytest.raises(NotImplementedError, match="packed by position_ids"):
-        packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]])
-        make()(ids, position_ids=packed, use_cache=False)
     with pytest.raises(NotImplementedError, match="inside sequence 0"):
         hole = torch.ones_like(ids)
         hole[0, 4] = 0
         make()(ids, attention_mask=hole)
     layer, (q, k) = make().model.layers[0].self_attn, (torch.zeros(1, h, 12, 8) for h in (4, 2))
-    for name in ("sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q"):
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         with pytest.raises(NotImplementedError, match=f"does not take {name}, got 3"):
             integration.nsa_attention_forward(layer, q, k, k, None, **{name: 3})
     with pytest.raises(NotImplementedError, match=r"got attention_mask \[1, 1, 12, 12\]"):
@@ -253,12 +404,3 @@ def test_gates_that_nobody_took_are_in_nobodys_way():
         part.gates = part.gate(torch.randn(1, 2, 32, dtype=part.gate.inner.weight.dtype))
     again = [m for m in copy.deepcopy(model).modules() if isinstance(m, type(parts[0]))]
     assert [part.gates for part in again] == [None, None]
-
-
-def test_a_class_that_is_no_model_is_named(tmp_path):
-    with pytest.raises(TypeError, match="the model's own class, .* got AutoModelForCausalLM"):
-        integration.load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
-    with pytest.raises(TypeError, match="attn_implementation must not be given"):
-        integration.load_pretrained(
-            transformers.LlamaForCausalLM, tmp_path, attn_implementation="nsa"
-        )

@@ -1,0 +1,67 @@
+"""Traced calls that stand for any length: torch.export, and torch.compile with dynamic shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.export import Dim
+
+from nsa import NSAAttention, NSAConfig
+from nsa.flags import clear_flags_cache
+from nsa.tests.helpers import randn
+
+SMALL = dict(dim=32, heads=4, groups=2, d_k=16, d_v=16)
+CASES = {"default": {}, "l=d": dict(l=16, d=16, l_sel=16), "mean": dict(l=8, d=4, phi="mean")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exported_for_any_length(name):
+    """Shorter than a compressed block, exactly as long, and far longer than the example."""
+    torch.manual_seed(0)
+    layer = NSAAttention(NSAConfig(**SMALL, **CASES[name]))
+    shapes = {"x": {0: Dim("B", max=8), 1: Dim("S", min=20, max=512)}}
+    program = torch.export.export(
+        layer, (torch.randn(2, 100, 32),), dynamic_shapes=shapes, strict=False
+    ).module()
+    for B, S in ((2, 20), (2, 31), (1, 32), (3, 33), (2, 290)):
+        x = randn(B, S, 32, seed=S)
+        torch.testing.assert_close(program(x), layer(x))
+
+
+def check_compiled(
+    layer: torch.nn.Module, lengths: tuple[int, ...], dtype: torch.dtype, device: str, close: dict
+) -> None:
+    """Forward and backward at changing lengths by two graphs: of the first length, and of any."""
+    counters = torch._dynamo.utils.counters
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for S in lengths:
+        x, grads = randn(1, S, 32, seed=S, dtype=dtype, device=device), []
+        for run in (compiled, layer):
+            layer.zero_grad()
+            out = run(x)
+            out.float().square().sum().backward()
+            grads.append([out, *(p.grad.clone() for p in layer.parameters())])
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, **close)
+    assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
+
+
+def test_compiled_for_any_length():
+    torch.manual_seed(0)
+    config = NSAConfig(**SMALL, l=8, d=4, l_sel=8, n_sel=3, w=16)
+    close = dict(atol=1e-5, rtol=1e-4)
+    check_compiled(NSAAttention(config), (40, 52, 7, 61), torch.float32, "cpu", close)
+
+
+@pytest.mark.kernel
+def test_kernels_compiled_for_any_length(kernel_device, monkeypatch):
+    for name in ("NSA_USE_TRITON_SEL", "NSA_SEL_TRITON_ALLOW_GRAD", "NSA_TRITON_SEL_FORCE"):
+        monkeypatch.setenv(name, "1")
+    clear_flags_cache()
+    torch.manual_seed(0)
+    config = NSAConfig(dim=32, heads=2, groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=2, w=9)
+    layer = NSAAttention(config, backend="triton").to(kernel_device, torch.float16)
+    close = dict(atol=4e-3, rtol=4e-3)
+    check_compiled(layer, (18, 27, 21), torch.float16, kernel_device, close)

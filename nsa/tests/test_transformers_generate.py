@@ -1,0 +1,175 @@
+"""generate() of Transformers' models with NSA: an NSACache inside of the dynamic cache gives what
+all keys made anew at every step give."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from nsa.integrations import transformers as integration  # noqa: E402
+from nsa.integrations.transformers_cache import NSACacheLayer  # noqa: E402
+from nsa.tests.test_transformers import CACHE, make, tokens  # noqa: E402
+
+NEW = 13
+
+
+def learnt() -> torch.nn.Module:
+    model = make()
+    integration.add_nsa_parameters(model)
+    return model.double()
+
+
+def padded(prompt: int = 21, pad: int = 9) -> dict[str, torch.Tensor]:
+    ids = tokens(2, prompt)
+    mask = torch.ones_like(ids)
+    ids[1, :pad], mask[1, :pad] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, inputs, cache: bool, **more) -> torch.Tensor:
+    torch.manual_seed(1)
+    options = {"max_new_tokens": NEW, "do_sample": False, "use_cache": cache, **more}
+    return model.generate(**inputs, **options)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["learnt", "plain"])
+@pytest.mark.parametrize("pad", [0, 9])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3},
+     {"prefill_chunk_size": 8}],
+    ids=["greedy", "beams", "samples", "chunks"],
+)  # fmt: skip
+def test_a_cache_changes_nothing(how, pad, plain):
+    model, inputs = make() if plain else learnt(), padded(pad=pad)
+    without = {name: x for name, x in how.items() if name != "prefill_chunk_size"}
+    want = generate(model, inputs, False, **without)
+    assert torch.equal(generate(model, inputs, True, **how), want)
+
+
+@pytest.mark.parametrize("drafts", ["prompt", "model"])
+def test_refused_drafts_change_nothing(drafts):
+    """Assisted decoding crops the cache after every round, here by up to ten tokens."""
+    model = learnt()
+    inputs = {"input_ids": tokens(1, 8).repeat(1, 4), "attention_mask": torch.ones(1, 32)}
+    want = generate(model, inputs, False)
+    how = {"prompt_lookup_num_tokens": 10}
+    if drafts == "model":
+        helper = learnt()
+        helper.generation_config.num_assistant_tokens = 10
+        helper.generation_config.assistant_confidence_threshold = 0.0
+        how = {"assistant_model": helper}
+    assert torch.equal(generate(model, inputs, True, **how), want)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("pad", [0, 9])
+def test_what_is_compressed_is_kept(pad, how, monkeypatch):
+    """phi sees the prompt once, and then the last l tokens whenever a block is full."""
+    model, inputs, seen = learnt(), padded(pad=pad), []
+    phi = model.model.layers[1].self_attn.nsa.phi_v
+    forward = phi.forward
+
+    def spy(x, cu_seqlens=None):
+        seen.append(x.shape[:-2].numel())
+        return forward(x, cu_seqlens)
+
+    monkeypatch.setattr(phi, "forward", spy)
+    generate(model, inputs, True, **how)
+    beams = how.get("num_beams", 1)
+    assert seen[0] == beams * (42 - pad)
+    # d = 4 of which one length is due in each step, or one of two lengths that differ by one.
+    due = [n for n in range(22, 21 + NEW) if n % 4 == 0 or (n - pad) % 4 == 0]
+    assert seen[1:] == [2 * beams * 8] * len(due)
+
+
+def filled(pad: int = 9):
+    """A model, its cache behind a padded prompt of 21 and four steps, and what it was given."""
+    model, inputs = learnt(), padded(pad=pad)
+    cache = transformers.DynamicCache(config=model.config)
+    ids = torch.cat([inputs["input_ids"], tokens(2, 4, seed=3)], 1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 4, dtype=torch.long)], 1)
+    with torch.no_grad():
+        model(ids[:, :21], attention_mask=mask[:, :21], **{CACHE: cache})
+        for at in range(21, 25):
+            model(ids[:, at : at + 1], attention_mask=mask[:, : at + 1], **{CACHE: cache})
+    assert all(type(x) is NSACacheLayer and x.nsa is not None for x in cache.layers)
+    return model, cache, ids, mask
+
+
+def last_logits(model, ids, mask, cache=None, new: int = 1) -> torch.Tensor:
+    with torch.no_grad():
+        part = ids if cache is None else ids[:, -new:]
+        return model(part, attention_mask=mask, **{CACHE: cache}, use_cache=cache is not None
+                     ).logits[:, -new:]  # fmt: skip
+
+
+CHANGES = {
+    "reorder": (lambda c: c.reorder_cache(torch.tensor([1, 1])), lambda x: x[[1, 1]]),
+    "repeat": (lambda c: c.batch_repeat_interleave(3), lambda x: x.repeat_interleave(3, 0)),
+    "select": (lambda c: c.batch_select_indices(torch.tensor([1])), lambda x: x[1:]),
+    "mask": (lambda c: c.batch_select_indices(torch.tensor([True, False])), lambda x: x[:1]),
+    "crop": (lambda c: c.crop(-3), lambda x: x[:, :-3]),
+    "far": (lambda c: c.crop(-14), lambda x: x[:, :-14]),  # into the second one's padding's end
+    "plain": (lambda c: [x.leave() for x in c.layers], lambda x: x),
+    "copy": (lambda c: copy.deepcopy(c), lambda x: x),
+}
+
+
+@pytest.mark.parametrize("pad, new", [(9, 1), (9, 11), (0, 11)], ids=["one", "many", "no-pad"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_cache_is_as_one_made_anew(pad, change, new):
+    """As the dynamic cache changes, and further tokens of any number behind it."""
+    model, cache, ids, mask = filled(pad)
+    on_cache, on_inputs = CHANGES[change]
+    result = on_cache(cache)
+    cache = result if change == "copy" else cache
+    ids, mask = on_inputs(ids), on_inputs(mask)
+    ids = torch.cat([ids, tokens(len(ids), new, seed=5)], 1)
+    mask = torch.cat([mask, torch.ones(len(ids), new, dtype=torch.long)], 1)
+    assert cache.get_seq_length() == ids.shape[1] - new
+    got = last_logits(model, ids, mask, cache, new)
+    torch.testing.assert_close(got, last_logits(model, ids, mask, new=new))
+    assert all(layer.nsa is not None for layer in cache.layers)  # at once, or filled anew
+
+
+def test_others_see_keys_and_values():
+    """As a dynamic cache has them: [B, G, N, D], and by itself again where gradients are taken or
+    another implementation attends."""
+    model, cache, ids, mask = filled()
+    plain = transformers.DynamicCache(config=model.config)
+    ones = torch.ones_like(mask)
+    with torch.enable_grad():
+        model(ids, attention_mask=mask, **{CACHE: plain})
+    assert type(plain.layers[0]).__name__ == "DynamicLayer"
+    for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+        for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            assert a.shape == b.shape
+            torch.testing.assert_close(a[0], b[0])
+            torch.testing.assert_close(a[1, :, 9:], b[1, :, 9:])
+    more = torch.cat([ids, tokens(2, 1)], 1), torch.cat([mask, ones[:, :1]], 1)
+    with torch.enable_grad():
+        got = model(more[0][:, -1:], attention_mask=more[1], **{CACHE: cache}).logits
+    torch.testing.assert_close(got, last_logits(model, *more))
+    assert cache.layers[0].nsa is None and got.requires_grad
+    model, cache, ids, mask = filled(pad=0)
+    model.set_attn_implementation("sdpa")
+    got = last_logits(model, ids, None, cache)
+    assert cache.layers[0].nsa is None
+    cache.crop(-1)
+    torch.testing.assert_close(got, last_logits(model, ids, None, cache))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_other_padding_than_before_is_told():
+    model, cache, ids, mask = filled()
+    with pytest.raises(ValueError, match=r"padding that it had .*: \[0, 9\] columns"):
+        last_logits(model, ids, torch.ones(2, 26, dtype=torch.long), cache)
+    mask[1] = 0
+    with pytest.raises(ValueError, match=r"padding that it had"):
+        last_logits(model, ids, torch.cat([mask, mask[:1, :1].expand(2, 1)], 1), cache)
