@@ -80,12 +80,14 @@ def test_estimates_are_what_the_kept_runs_took(profile):
         later, same = times("standard"), {s.id: s.argv for s in stages.plan("standard")}
         shared = [s.id for s in stages.plan("quick") if same.get(s.id) == s.argv]
         took.update({id: later[id] for id in shared})
+    known = [s for s in stages.plan(profile) if s.id in took]
+    assert {s.id for s in stages.plan(profile)} - set(took) <= {"sel_route"}  # of no kept run yet
     whole = 0.0
-    for stage in stages.plan(profile):
+    for stage in known:
         mean = sum(took[stage.id]) / len(took[stage.id])
         assert abs(stage.estimate_s - mean) <= max(3.0, 0.3 * mean), (stage.id, mean)
         whole += mean
-    assert sum(s.estimate_s for s in stages.plan(profile)) == pytest.approx(whole, rel=0.1)
+    assert sum(s.estimate_s for s in known) == pytest.approx(whole, rel=0.1)
 
 
 # ---- resume --------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def _gpu(profile: str) -> list[Stage]:
         "sel_route", "Selection bench: Triton against packing plus SDPA, as callers get them",
         ("{python}", "bench/bench_sel_triton.py", "--route", "1", *routes, "--iters", "10",
          "--seconds", "0.005", "--csv", "{out}/sel_route.csv"),
-        proof="bench", timeout_s=400 if full else 120, estimate_s=100 if full else 20, env=bench,
+        proof="bench", timeout_s=400 if full else 120, estimate_s=110 if full else 25, env=bench,
         log="sel_route.txt", outputs=("sel_route.csv",), group="bench", shrinks=True,
     ))  # fmt: skip
     # A decode step has no threshold, so these cells are not among its evidence.
