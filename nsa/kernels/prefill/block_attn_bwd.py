@@ -266,10 +266,12 @@ def _block_attn_bwd_dkdv_kernel(
         _add_rows(OUT_V, dv, key_row, live_n, offs_dv, DV)
     else:
         is_first = (chunk == 0) | (tl.load(CHUNK_TILE + tl.maximum(chunk, 1) - 1) != tile)
-        part = _row_of_chunk(begin, CHUNK, BLOCK_N) + tl.arange(0, BLOCK_N)
-        part = tl.where(is_first, key_row, part)
+        # Found anew, or the rows of the keys would take registers throughout the loop.
+        local = tl.arange(0, BLOCK_N)
+        row = tl.where(is_first, (first_key + n0) * G + group, _row_of_chunk(begin, CHUNK, BLOCK_N))
+        part = row + local * tl.where(is_first, G, 1)
+        live = (local < n_keys - n0)[:, None]
         k_at = OUT_K + part[:, None] * D
-        live = live_n[:, None]
         tl.store(k_at + offs_d[None, :], dk * scale, mask=live & (offs_d < D)[None, :])
         if BLOCK_D2 > 0:
             tl.store(k_at + offs_d2[None, :], dk2 * scale, mask=live & (offs_d2 < D)[None, :])
