@@ -55,7 +55,7 @@ PAPER = dict(l=32, d=16, l_sel=64, w=512, big=True)
 SHAPES = [
     Shape((53,)),
     Shape((34, 34), dtype=F32),
-    Shape((5, 41, 1, 22), packed=True),
+    Shape((5, 0, 41, 1, 2, 22), packed=True),
     Shape((37,), G=1, h=3, D=24, Dv=16),
     Shape((7,), G=1, h=1, D=16, Dv=32, dtype=F32),
     Shape((50,), G=1, h=2, l=8, d=8, l_sel=32, n_sel=5, w=64),
