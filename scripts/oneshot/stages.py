@@ -173,6 +173,13 @@ def _gpu(profile: str) -> list[Stage]:
         ),
         *(() if full else selection),
         Stage(
+            "warmup", "All kernels of a layer, compiled side by side (nsa.warmup)",
+            ("{python}", "-m", "nsa.plans", "--seqlens", "8192,32768", "--training", "--decode",
+             "8192"),
+            proof="output", timeout_s=120, estimate_s=15, required=False, log="warmup.txt",
+            group="bench",  # the benches find them in Triton's cache
+        ),
+        Stage(
             "decode_bench", "Decode step, by branch",
             ("{python}", "bench/bench_decode.py", "--B", "1", "--dim", "256", "--heads", "8",
              "--groups", "2", "--dk", "32", "--dv", "32", "--l", "16", "--d", "8", "--l_sel",
