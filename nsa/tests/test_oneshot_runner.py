@@ -81,7 +81,8 @@ def test_estimates_are_what_the_kept_runs_took(profile):
         shared = [s.id for s in stages.plan("quick") if same.get(s.id) == s.argv]
         took.update({id: later[id] for id in shared})
     known = [s for s in stages.plan(profile) if s.id in took]
-    assert {s.id for s in stages.plan(profile)} - set(took) <= {"sel_route", "warmup"}  # of no kept run yet
+    # Of no kept run yet:
+    assert {s.id for s in stages.plan(profile)} - set(took) <= {"sel_route", "warmup"}
     whole = 0.0
     for stage in known:
         mean = sum(took[stage.id]) / len(took[stage.id])

@@ -31,8 +31,9 @@ def tests(*patterns: str) -> tuple[str, ...]:
 
 # Stages of the standard profile that a profile does not have; the report says so.
 LEFT_OUT = {
-    "quick": ("sel_dense", "sel_varlen", "sel_mixed", "decode_serving", "prefill_bench",
+    "quick": ("sel_dense", "sel_varlen", "sel_mixed", "warmup", "decode_serving", "prefill_bench",
               "fa2_bench", "train_smoke"),
+    "full": ("warmup",),
 }  # fmt: skip
 
 
