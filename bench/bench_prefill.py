@@ -10,6 +10,8 @@ are checked on sampled queries (column `compared`) against fp64 before and after
 dense attention each against their own. bwd is the backward pass alone. turn, the rotary turn of a
 layer's projections into a tensor per branch, comes before `full` and is no part of it. sel gets its
 blocks ascending, as the choice of blocks leaves them; nsa.selection_attention sorts them first.
+pack is all of NSA on a pack of one sequence of half the tokens and many of 16; its baseline is not
+dense attention but the two kinds, one call after the other.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
@@ -35,7 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.clock import CudaClock
 from bench.device import Gpu, ceilings
 from bench.parity import measure_parity
-from bench.prefill_inputs import Prefill, Projections, sampled_gradients
+from bench.prefill_inputs import Pack, Prefill, Projections, sampled_gradients
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
 from bench.records import (
@@ -58,7 +60,7 @@ from bench.sdpa_baselines import BACKENDS, usable
 from bench.timing import Budget, Case, Contender, Unbuilt, measure
 from nsa import launches
 
-OPS = ("full", "cmp", "sel", "win", "select", "turn")
+OPS = ("full", "cmp", "sel", "win", "select", "turn", "pack")
 COLUMNS = (
     "op", "direction", "S", "B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w", "dtype",
     "ms", "ms_low", "ms_high", "dense_ms",
@@ -71,7 +73,7 @@ KERNELS = {
     "sel": ("_block_attn_fwd_kernel",), "select": ("_block_score_kernel", "_block_topn_kernel"),
     "full": ("_span_fwd_kernel", "_block_score_kernel", "_block_topn_kernel",
              "_block_attn_fwd_kernel"),
-    "turn": ("_turn_kernel",),
+    "turn": ("_turn_kernel",), "pack": ("_block_topn_kernel",),
 }  # fmt: skip
 
 
@@ -286,9 +288,48 @@ def turn_case(x: Projections, direction: str, columns: dict[str, Any]) -> Case:
     )  # fmt: skip
 
 
+def pack_case(x: Pack, direction: str, columns: dict[str, Any]) -> Case:
+    """A pack of one long and many short sequences against these two kinds, one after the other."""
+    shape, backward = x.shape, direction == "bwd"
+    leaves, state = x.leaves("full"), {}
+    makers = {"nsa pack": lambda: x.forward("full"), "nsa its parts": x.parts}
+
+    def refill(seed: int) -> None:
+        state.clear()
+        x.refill(seed)
+        for t in leaves:
+            t.requires_grad_(backward)
+        if backward:
+            state.update({name: make() for name, make in makers.items()})
+
+    def call(name: str) -> Any:
+        if not backward:
+            with torch.no_grad():
+                return makers[name]()
+        return torch.autograd.grad(state[name], leaves, x.do, retain_graph=True)
+
+    def exact(dtype: torch.dtype = torch.float64) -> Tensor:
+        return sampled_gradients(x, "full", dtype)[0] if backward else x.exact("full", dtype)
+
+    kernels = backward_kernels(x, "full") if backward else forward_kernels(x, "pack")
+    whole, parts = (Contender(name, partial(call, name), "triton", kernels) for name in makers)
+    short = dataclasses.replace(shape, S=x.SHORT, B=len(x.begins) - 1)
+    kinds = dataclasses.replace(shape, S=x.long), short
+    return Case(
+        "prefill", f"prefill/pack/{direction}/S={shape.S}", whole, refill=refill, inputs=x.inputs,
+        oracle=exact, same_dtype=lambda: exact(x.q.dtype), baselines=[parts],
+        view=lambda result: (result[0] if backward else result)[:, x.at],
+        bytes_needed=sum(bytes_needed(kind, "full", backward) for kind in kinds),
+        flops=sum(flops(kind, "full", backward) for kind in kinds),
+        columns={**columns, "op": "pack", "direction": direction, "compared": x.compared},
+    )  # fmt: skip
+
+
 def case_of(shape: Shape, op: str, direction: str, columns: dict[str, Any]) -> Case:
     if op == "turn":
         return turn_case(Projections(shape), direction, columns)
+    if op == "pack":
+        return pack_case(Pack(dataclasses.replace(shape, B=1)), direction, {**columns, "B": 1})
     make = forward_case if direction == "fwd" else backward_case
     return make(Prefill(shape), op, columns)
 

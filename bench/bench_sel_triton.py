@@ -1,6 +1,7 @@
 """Triton selection attention against packed SDPA, row by row: N rows of H heads over L keys each.
 
     python bench/bench_sel_triton.py                                  # a sensible default
+    python bench/bench_sel_triton.py --route 1                        # routes as callers get them
     python bench/bench_sel_triton.py --N 1024 --H 8 --D 128 --Dv 128 --L_list 64,256,1024 \\
         --dist mixed --streams 2 --csv sel.csv
     python bench/bench_sel_triton.py --N 64,1024 --H 2,4,8 --D 64,128 # every combination
@@ -13,11 +14,16 @@ Modes (column `mode`):
   ranges   the wrapper's default: K, V read in place through ranges, one cache for all rows
   decode   ranges with S = 1: a cache per sequence, n_sel blocks of L / n_sel keys, the last of
            which ends in its middle, at t; by default 2 and 4 heads, 8 and 16 blocks
+  route    nsa.selection_attention on Triton, cleaning of ranges included, against its fallback,
+           packing plus SDPA (backend "sdpa"), on one cache: what sel_triton_min_L chooses between.
+           Times are of the device's kernels (timer `kernels`), since packing waits for the device
+           in its middle; wall_speedup and its lower bound wall_low are what the host sees
 
-The baseline of every mode is the fastest that torch's SDPA offers on keys that are packed already:
-each backend as GQA and with the heads as query rows of one head. What packing costs is a column of
-its own (pack_ms). Distributions of a row's L keys: few [(0, L)]; many, 8 equal spans; mixed, 2, 4
-or 8 random spans. Inputs are N(0, 1) with fixed seeds; parity is checked before and after timing.
+The baseline of every other mode is the fastest that torch's SDPA offers on keys that are packed
+already: each backend as GQA and with the heads as query rows of one head. What packing costs is a
+column of its own (pack_ms); these rows compare kernels and decide nothing. Distributions of a row's
+L keys: few [(0, L)]; many, 8 equal spans; mixed, 2, 4 or 8 random spans. Inputs are N(0, 1) with
+fixed seeds; parity is checked before and after timing.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
@@ -29,6 +35,7 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
-from bench.clock import CudaClock
+from bench.clock import CudaClock, busy_clock
 from bench.device import Gpu, ceilings
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
@@ -58,18 +65,20 @@ from bench.records import (
 )
 from bench.sdpa_baselines import packed_baselines
 from bench.timing import Budget, Case, Contender, Unbuilt, measure
+from nsa import selection_attention
 from nsa.errors import is_sticky
 from nsa.flags import get_flags
 
 DISTRIBUTIONS = ("few", "many", "mixed")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_STREAMS = 32
+DEVICE = "cuda"
 CACHE_LEN = 8192  # keys of the cache that `ranges` rows point into
 COLUMNS = (
     "mode", "N", "H", "D", "Dv", "L", "dist", "nspans", "streams", "tri_ms", "ref_ms", "speedup",
     "ci_low", "ci_high", "mae", "max_abs", "parity", "bytes", "gbs", "peak_frac", "bound",
-    "pack_ms", "wall_ms", "base_wall_ms", "wall_speedup", "launch_bound", "first_call_ms", "n",
-    "path", "baseline", "cache", "status", "why",
+    "pack_ms", "wall_ms", "base_wall_ms", "wall_speedup", "wall_low", "launch_bound",
+    "first_call_ms", "n", "path", "baseline", "cache", "status", "why",
     "dtype", "sm_mhz", "power_w", "n_sel", "run", *PROVENANCE,
 )  # fmt: skip
 SWEEP_COLUMNS = (
@@ -114,8 +123,8 @@ def block_spans(L: int, n_sel: int, n_keys: int, gen: torch.Generator) -> list[t
 class Rows:
     """Inputs of one case: queries [N, H, D], keys and values, the rows' ranges, packed copies.
 
-    mode "ranges" keeps K and V in one cache, "decode" in a cache per row; the packed copies of the
-    baseline are gathered anew at every refill.
+    modes "ranges" and "route" keep K and V in one cache, "decode" in a cache per row; the packed
+    copies are gathered anew at every refill.
     """
 
     def __init__(
@@ -127,16 +136,16 @@ class Rows:
         if mode == "decode":  # the last block is cut
             L -= L // n_sel // 2
         self.L = L
-        like = {"dtype": dtype, "device": "cuda"}
+        like = {"dtype": dtype, "device": DEVICE}
         self.q = torch.empty(N, H, D, **like)
         self.k, self.v = torch.empty(N, L, D, **like), torch.empty(N, L, Dv, **like)
-        self.cu = torch.arange(N + 1, device="cuda", dtype=torch.int32) * L
+        self.cu = torch.arange(N + 1, device=DEVICE, dtype=torch.int32) * L
         self.cache: list[Tensor] = []
         self.nspans = 1
-        if mode not in ("ranges", "decode"):
+        if mode not in ("ranges", "route", "decode"):
             return
         caches = N if mode == "decode" else 1
-        n_keys = max(CACHE_LEN, 2 * L) if mode == "ranges" else max(4096, 2 * nominal)
+        n_keys = max(4096, 2 * nominal) if mode == "decode" else max(CACHE_LEN, 2 * L)
         self.cache = [torch.empty(caches, 1, n_keys, x, **like) for x in (D, Dv)]
         gen = torch.Generator().manual_seed(N * 1009 + L)
         rows = []
@@ -147,15 +156,15 @@ class Rows:
                 rows.append(spans_of(dist, L, n_keys, gen))
         self.nspans = max(map(len, rows))
         padded = [[*r, *[(0, 0)] * (self.nspans - len(r))] for r in rows]
-        ranges = torch.tensor(padded, dtype=torch.int32, device="cuda")
+        ranges = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
         shape = (N, 1, 1) if mode == "decode" else (1, N, 1)
         self.ranges = ranges.view(*shape, self.nspans, 2)
-        at = torch.tensor([[i for a, b in r for i in range(a, b)] for r in rows], device="cuda")
-        owner = torch.arange(N, device="cuda")[:, None] if mode == "decode" else 0
+        at = torch.tensor([[i for a, b in r for i in range(a, b)] for r in rows], device=DEVICE)
+        owner = torch.arange(N, device=DEVICE)[:, None] if mode == "decode" else 0
         self.at = (owner, 0, at)
 
     def refill(self, seed: int) -> None:
-        gen = torch.Generator("cuda").manual_seed(seed)
+        gen = torch.Generator(DEVICE).manual_seed(seed)
         for x in (self.q, *(self.cache or (self.k, self.v))):
             x.normal_(generator=gen)
         if self.cache:
@@ -190,7 +199,7 @@ class Rows:
         size, N, H = self.q.element_size(), *self.q.shape[:2]
         width = self.k.shape[-1] + self.v.shape[-1]
         keys = N * self.L
-        if self.mode == "ranges":
+        if self.mode in ("ranges", "route"):
             keys = int(torch.unique(self.flat_index()).numel())
         return size * width * (keys + N * H)
 
@@ -220,7 +229,13 @@ def candidate(rows: Rows, flags: Any, tiles: Any = None) -> tuple[Run, str, str]
             return fn(rows.q[part], k, v, cu, max_len=rows.L, flags=flags, tiles=tiles)
 
         return call, f"triton_varlen{tail}", f"_sel_attn_fwd_varlen{tail}_kernel"
-    single = rows.nspans == 1
+    kernel = "_sel_attn_fwd_ranges_kernel"
+    path = "triton_ranges"
+    if rows.nspans == 1:
+        path, kernel = "triton_ranges_single", f"_sel_attn_fwd_dense{tail}_kernel"
+    if rows.mode == "route":
+        run = by_route(rows, flags, "triton")
+        return lambda part: run(), path, kernel
 
     def call(part: slice) -> Tensor:
         if rows.mode == "decode":
@@ -232,9 +247,27 @@ def candidate(rows: Rows, flags: Any, tiles: Any = None) -> tuple[Run, str, str]
             out = triton_sel_kernel.selection_ranges_triton(q, *kv, ranges, flags=flags)
         return out.reshape(-1, *out.shape[-2:])
 
-    if single:
-        return call, "triton_ranges_single", f"_sel_attn_fwd_dense{tail}_kernel"
-    return call, "triton_ranges", "_sel_attn_fwd_ranges_kernel"
+    return call, path, kernel
+
+
+def by_route(rows: Rows, flags: Any, backend: str) -> Callable[[], Tensor]:
+    """A call of selection_attention on all rows, each a query of one sequence, as a user makes
+    it."""
+    q, (k, v) = rows.q[None], (x.transpose(1, 2) for x in rows.cache)
+    flags = replace(flags, triton_sel_force=True)  # SM 8.9: this may be what overturns the policy
+    return lambda: selection_attention(
+        q, k, v, ranges=rows.ranges, backend=backend, flags=flags
+    )
+
+
+def baselines(rows: Rows, flags: Any) -> list[Contender]:
+    """What the candidate is held against. Raises RuntimeError where nothing takes the rows."""
+    if rows.mode == "route":
+        return [Contender("packing", by_route(rows, flags, "sdpa"), "sdpa", ("sdpa_selection",))]
+    found = packed_baselines(rows.q, rows.k, rows.v)
+    if why := found.why_none():
+        raise RuntimeError(f"no backend of SDPA takes these rows: {why}")
+    return [Contender(name, call, "sdpa", (name,)) for name, call in found.calls.items()]
 
 
 def on_streams(call: Callable[[slice], Tensor], N: int, streams: int) -> Callable[[], Tensor]:
@@ -289,16 +322,13 @@ class Cell(NamedTuple):
 def case_of(cell: Cell, rows: Rows, flags: Any, columns: dict[str, Any]) -> Case:
     rows.refill(0)
     call, path, kernel = candidate(rows, flags)
-    found = packed_baselines(rows.q, rows.k, rows.v)
-    if why := found.why_none():
-        raise RuntimeError(f"no backend of SDPA takes these rows: {why}")
     N, H, D, Dv = cell.N, cell.H, cell.D, cell.Dv
     run = on_streams(call, N, cell.streams)
     return Case(
         "sel", cell.name, Contender("triton", run, path, (kernel,)),
         refill=rows.refill, inputs=rows.inputs, oracle=rows.exact,
         same_dtype=lambda: rows.exact(rows.q.dtype),
-        baselines=[Contender(n, c, "sdpa", (n,)) for n, c in found.calls.items()],
+        baselines=baselines(rows, flags), view=lambda out: out.view(N, H, Dv),
         requested="triton", bytes_needed=rows.bytes_needed, flops=2 * N * H * rows.L * (D + Dv),
         columns={**columns, "nspans": rows.nspans},
     )  # fmt: skip
@@ -313,8 +343,8 @@ def cases(args: argparse.Namespace) -> Iterator[Cell]:
         runs, args.L_list, dists, args.N, args.H, widths, args.streams,
         args.n_sel if args.decode else [None],
     ):  # fmt: skip
-        modes = ["decode"] if args.decode else ["dense" if dist == "few" else "varlen", "ranges"]
-        for mode in modes:
+        modes = ["dense" if dist == "few" else "varlen", "ranges"]
+        for mode in ["decode"] if args.decode else ["route"] if args.route else modes:
             yield Cell(mode, dist, N, H, *width, L, streams, n_sel, run)
 
 
@@ -379,7 +409,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iters", type=positive, default=30, help="least samples of each side")
     parser.add_argument("--warmup", type=int, default=10, help="least warm-up calls")
     parser.add_argument("--streams", type=integers, default=[1], help="CUDA streams: 1, 2 or 1,2")
-    parser.add_argument("--decode", type=int, choices=(0, 1), default=0)
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--decode", type=int, choices=(0, 1), default=0, help="mode decode alone")
+    only.add_argument("--route", type=int, choices=(0, 1), default=0, help="mode route alone")
     parser.add_argument(
         "--n_sel", type=integers, default=[8, 16], help="blocks per row with --decode 1"
     )
@@ -390,6 +422,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_csv_argument(parser)
     add_shrink_argument(parser)
     args = parser.parse_args(argv)
+    if args.route and args.streams != [1]:
+        parser.error(f"--streams must be 1 with --route 1, got {args.streams}")
     args.L_list = args.L_list or ([128, 256, 512] if args.decode else [64, 128, 256, 512, 1024])
     args.H = args.H or ([2, 4] if args.decode else [8])
     args.dist = args.dist.split(",")
@@ -424,13 +458,17 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         note("torch sees no CUDA device: nothing was timed", "warn")
         return 3
-    gpu, clock = Gpu(), CudaClock()
+    gpu, clock = Gpu(), busy_clock() if args.route else CudaClock()
     flags, about = get_flags(gpu.name), provenance(gpu)
     if args.sweep:
         tried = sweep(args, clock, flags)
         write_csv(args.csv, [{**row, **about} for row in tried], SWEEP_COLUMNS)
         return 0
-    budget = Budget(device_s=args.seconds, min_n=args.iters, warm_calls=args.warmup)
+    # Packing takes the host 4 ms a call, and its kernels are warm after some twenty.
+    budget = Budget(
+        device_s=args.seconds, min_n=args.iters, warm_calls=args.warmup,
+        warm_cap_s=0.5 if args.route else Budget.warm_cap_s,
+    )  # fmt: skip
     ceiling = ceilings(gpu, out_dir())
     written, failed = [], False
     matrix = list(cases(args))
@@ -445,7 +483,7 @@ def main(argv: list[str] | None = None) -> int:
         unbuilt = Unbuilt("sel", cell.name, build, columns)
         row = measure(unbuilt, clock, gpu=gpu, ceiling=ceiling, budget=budget)
         pack_ms = None
-        if row.median_us is not None and made[0].cache:
+        if row.median_us is not None and made[0].cache and not args.route:
             pack_ms = statistics.median(clock.run([made[0].pack] * 12, cold=True)[2:]) / 1e3
         flat = row.csv()
         names = {"tri_ms": flat["ms"], "ref_ms": flat["base_ms"], "pack_ms": pack_ms}

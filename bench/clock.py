@@ -1,4 +1,5 @@
-"""Clocks that time calls: CUDA events with a flushed L2 and a blocked queue, or the host's counter.
+"""Clocks that time calls: CUDA events with a flushed L2 and a blocked queue, the device's kernels
+by themselves, or the host's counter.
 
 A clock runs a list of calls in order and gives each one's own time, so that callers can interleave
 candidates within one thermal state. A call with an attribute `before` has that called ahead of it,
@@ -8,12 +9,14 @@ makes several calls by that, as a program would, and says how many: wall() is of
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from bench.records import note
+from nsa.errors import is_sticky
 
 Call = Callable[[], Any]
 
@@ -36,12 +39,13 @@ def repeat(call: Call, n: int) -> int:
     return n
 
 
-def median_of_rounds(once: Callable[[], float]) -> float:
-    """The median of three rounds, of up to nine while they are short: a host pauses for longer."""
-    begin, rounds = time.perf_counter(), []
-    while len(rounds) < 3 or (len(rounds) < 9 and time.perf_counter() - begin < 0.06):
-        rounds.append(once())
-    return statistics.median(rounds)
+def rounds(once: Callable[[], Any], least: int = 3) -> list[Any]:
+    """What `once` gives in `least` rounds, in up to nine while they are short: a host pauses for
+    longer."""
+    begin, found = time.perf_counter(), []
+    while len(found) < least or (len(found) < 9 and time.perf_counter() - begin < 0.06):
+        found.append(once())
+    return found
 
 
 class Clock(Protocol):
@@ -56,7 +60,8 @@ class Clock(Protocol):
         """Call each in order; microseconds of each. cold: with the L2 cache flushed before."""
 
     def wall(self, call: Call, n: int = 20) -> float:
-        """Microseconds per call as a host sees it that calls back to back and waits at the end."""
+        """Microseconds per call, of one round, as a host sees it that calls back to back and waits
+        at the end."""
 
     def gaps(self) -> bool:
         """True when the last run() timed the host as well: it could not enqueue ahead."""
@@ -115,17 +120,80 @@ class CudaClock:
         return [first.elapsed_time(last) * 1e3 for first, last in marks], ahead, host_us
 
     def wall(self, call: Call, n: int = 20) -> float:
-        def once() -> float:
-            torch.cuda.synchronize(self.device)
-            begin = time.perf_counter()
-            made = repeat(call, n)
-            torch.cuda.synchronize(self.device)
-            return (time.perf_counter() - begin) * 1e6 / made
-
-        return median_of_rounds(once)
+        torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        made = repeat(call, n)
+        torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - begin) * 1e6 / made
 
     def gaps(self) -> bool:
         return self._gaps
+
+
+class BusyClock(CudaClock):
+    """What the device works for each call: the sum of its kernels' and copies' own times, by
+    PyTorch's profiler, on the current stream.
+
+    For calls that wait for the device in their middle: events around these would count the time in
+    which the device has nothing to do as well.
+    """
+
+    timer = "kernels"
+
+    def run(self, calls: Sequence[Call], *, cold: bool) -> list[float]:
+        with self._profiled() as profile:
+            for call in calls:
+                prepare(call)
+                if cold:
+                    self._flush.zero_()
+                torch.cuda._sleep(1)  # a kernel of its own name marks both ends
+                call()
+                torch.cuda._sleep(1)
+            torch.cuda.synchronize(self.device)
+        return busy_between(self._spans(profile), len(calls))
+
+    @staticmethod
+    def _profiled() -> torch.profiler.profile:
+        return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    @staticmethod
+    def _spans(profile: torch.profiler.profile) -> list[tuple[float, float, str]]:
+        """(start in us, us, name) of what the device did."""
+        on_device = torch.autograd.DeviceType.CUDA
+        return [
+            (e.time_range.start, e.time_range.elapsed_us(), e.name)
+            for e in profile.events() if e.device_type == on_device
+        ]  # fmt: skip
+
+
+def busy_between(spans: Sequence[tuple[float, float, str]], calls: int) -> list[float]:
+    """Sums of the durations between each two marks of BusyClock, in order. Raises RuntimeError
+    where there are not two marks for each of that many calls: the profiler then saw a part only."""
+    sums: list[float] = []
+    marks, inside = 0, False
+    for _, took, name in sorted(spans):
+        if "spin_kernel" in name:
+            marks, inside = marks + 1, not inside
+            if inside:
+                sums.append(0.0)
+        elif inside:
+            sums[-1] += took
+    if marks != 2 * calls:
+        raise RuntimeError(f"the profiler saw {marks} of {2 * calls} marks")
+    return sums
+
+
+def busy_clock() -> CudaClock:
+    """BusyClock, or CudaClock where PyTorch's profiler does not see kernels, which a note says."""
+    clock = BusyClock()
+    try:
+        clock.run([lambda: None] * 2, cold=False)
+    except RuntimeError as error:
+        if is_sticky(error):
+            raise
+        note(f"device times are events' and hold waits: no kernel times here ({error})", "warn")
+        return CudaClock()
+    return clock
 
 
 class HostClock:

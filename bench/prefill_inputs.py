@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from bench.roofline import Shape
 from nsa import reference, select
-from nsa.blocks import num_compressed, visible_compressed
+from nsa.blocks import cu_seqlens_compressed, num_compressed, visible_compressed
 
 
 def sampled(shape: Shape, samples: int) -> list[int]:
@@ -112,16 +113,21 @@ class Prefill:
 
     # ---- truth -------------------------------------------------------------------------------
 
+    def where(self, t: int) -> tuple[int, int, int]:
+        """First row, and first compressed row, of query t's sequence, and its position there."""
+        return 0, 0, t
+
     def one(self, t: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """Queries at t and the keys that each branch shows them: (q, k, v) in `dtype`."""
         s = self.shape
         q = self.q[:, t : t + 1].detach().to(dtype)
-        seen = visible_compressed(t, s.l, s.d)
+        first, first_cmp, at = self.where(t)
+        seen = visible_compressed(at, s.l, s.d)
         take = lambda k, v, a, b: (q, k[:, a:b].detach().to(dtype), v[:, a:b].detach().to(dtype))
         return {
-            "cmp": take(self.k_cmp, self.v_cmp, 0, seen),
-            "win": take(self.k_win, self.v_win, max(0, t + 1 - s.w), t + 1),
-            "dense": take(self.k_sel, self.v_sel, 0, t + 1),
+            "cmp": take(self.k_cmp, self.v_cmp, first_cmp, first_cmp + seen),
+            "win": take(self.k_win, self.v_win, max(first, t + 1 - s.w), t + 1),
+            "dense": take(self.k_sel, self.v_sel, first, t + 1),
         }
 
     @torch.no_grad()
@@ -145,12 +151,17 @@ class Prefill:
 
     def selected(self, t: int, dtype: torch.dtype) -> Tensor:
         q = self.q[:, t : t + 1].detach().to(dtype)
+        k, v = (x.detach().to(dtype) for x in (self.k_sel, self.v_sel))
+        return self.attend_selected(t, q, k, v)
+
+    def attend_selected(self, t: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Query t over its chosen blocks of all keys k and values v."""
+        first, _, at = self.where(t)
         spans = select.blocks_to_ranges(
-            self.blocks[:, t : t + 1], self.shape.l_sel, torch.tensor([t], device=q.device)
+            self.blocks[:, t : t + 1], self.shape.l_sel, torch.tensor([at], device=q.device)
         )
-        clean = select.clean_ranges(spans, t + 1)
-        k, v = (x[:, : t + 1].detach().to(dtype) for x in (self.k_sel, self.v_sel))
-        return reference.selection_attention(q, k, v, clean)
+        clean = select.clean_ranges(spans, at + 1)
+        return reference.selection_attention(q, k[:, first : t + 1], v[:, first : t + 1], clean)
 
     def block_quality(self, chosen: Tensor) -> Tensor:
         """Per sampled query and group [B, n, G]: the chosen blocks' scores over the best possible.
@@ -182,6 +193,51 @@ class Prefill:
         return torch.cat(rows, 1).float()
 
 
+class Pack(Prefill):
+    """One sequence of half the tokens, packed with as many tokens in sequences of SHORT each."""
+
+    SHORT = 16
+
+    def __init__(self, shape: Shape, *how: Any) -> None:
+        super().__init__(shape, *how)
+        s, self.long = shape, shape.S // 2
+        begins = [0, *range(self.long, s.S, self.SHORT)]
+        self.cu = torch.tensor([*begins, s.S], dtype=torch.int32, device=self.q.device)
+        self.cu_cmp = cu_seqlens_compressed(self.cu, s.l, s.d)
+        self.begins, self.begins_cmp = begins, self.cu_cmp.tolist()
+        rows = self.begins_cmp[-1]
+        self.k_cmp, self.v_cmp = (x[:, :rows].contiguous() for x in (self.k_cmp, self.v_cmp))
+
+    def where(self, t: int) -> tuple[int, int, int]:
+        i = bisect.bisect_right(self.begins, t) - 1
+        return self.begins[i], self.begins_cmp[i], t - self.begins[i]
+
+    def _packed(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """out and blocks of sequences first .. last."""
+        from nsa.kernels import prefill
+
+        cu, cu_cmp = (x[first : last + 1] - x[first] for x in (self.cu, self.cu_cmp))
+        rows = slice(self.begins[first], self.begins[last] if last < len(self.begins) else None)
+        of_cmp = slice(self.begins_cmp[first], self.begins_cmp[last])
+        names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+        xs = [getattr(self, n)[0, of_cmp if n.endswith("cmp") else rows] for n in names]
+        out, aux = prefill.nsa_prefill_triton(
+            *xs, **self.sizes, window=self.shape.w, cu_seqlens=cu, cu_seqlens_cmp=cu_cmp,
+            max_seqlen=self.SHORT if first else self.long,
+        )  # fmt: skip
+        return out[None], aux["block_indices"][None]
+
+    def forward(self, op: str) -> Tensor:
+        out, self.blocks = self._packed(0, len(self.begins))
+        return out
+
+    def parts(self) -> Tensor:
+        """The same in two calls: of the long sequence, and of the short ones."""
+        parts = zip(self._packed(0, 1), self._packed(1, len(self.begins)), strict=True)
+        out, self.blocks = (torch.cat(x, 1) for x in parts)
+        return out
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [B, 1, HQ, D] over all of k [B, N, G, D], v: softmax attention in the tensors' dtype."""
     h = q.shape[2] // k.shape[2]
@@ -207,22 +263,17 @@ def sampled_gradients(x: Prefill, part: str, dtype: torch.dtype) -> list[Tensor]
     s, total = x.shape, 0.0
     for i, t in enumerate(x.at):
         qt, parts = q[:, i : i + 1], []
+        first, first_cmp, at = x.where(t)
         if part in ("cmp", "full"):
-            seen = visible_compressed(t, s.l, s.d)
-            parts.append(attend(qt, leaves["k_cmp"][:, :seen], leaves["v_cmp"][:, :seen]))
+            seen = slice(first_cmp, first_cmp + visible_compressed(at, s.l, s.d))
+            parts.append(attend(qt, leaves["k_cmp"][:, seen], leaves["v_cmp"][:, seen]))
         if part in ("sel", "full"):
-            spans = select.blocks_to_ranges(
-                x.blocks[:, t : t + 1], s.l_sel, torch.tensor([t], device=q.device)
-            )
-            k, v = (leaves[n][:, : t + 1] for n in ("k_sel", "v_sel"))
-            parts.append(
-                reference.selection_attention(qt, k, v, select.clean_ranges(spans, t + 1))
-            )
+            parts.append(x.attend_selected(t, qt, leaves["k_sel"], leaves["v_sel"]))
         if part in ("win", "full"):
-            low = max(0, t + 1 - s.w)
+            low = max(first, t + 1 - s.w)
             parts.append(attend(qt, *(leaves[n][:, low : t + 1] for n in ("k_win", "v_win"))))
         if part == "dense":
-            parts.append(attend(qt, *(leaves[n][:, : t + 1] for n in ("k_sel", "v_sel"))))
+            parts.append(attend(qt, *(leaves[n][:, first : t + 1] for n in ("k_sel", "v_sel"))))
         if part == "full":
             g = leaves["gates"][:, t : t + 1]
             parts = [sum(g[..., j : j + 1] * p for j, p in enumerate(parts))]

@@ -26,9 +26,9 @@ BENCH_STATUSES = ("VALID", "UNSTABLE", "INVALID", "SKIPPED", "FAILED")
 # What no row may hold without a passed parity: fields of BenchRow, and columns of single benches.
 NUMBERS = (
     "median_us", "p20_us", "p80_us", "p95_us", "min_us", "ci95_us", "base_median_us",
-    "base_ci95_us", "wall_us", "base_wall_us", "wall_speedup", "speedup", "speedup_ci95", "gbs",
-    "tflops", "peak_frac", "busbw_gbs", "algbw_gbs", "efficiency", "tokens_per_s", "ms_total",
-    "ms_cmp", "ms_sel", "ms_win",
+    "base_ci95_us", "wall_us", "base_wall_us", "wall_speedup", "wall_speedup_ci95", "speedup",
+    "speedup_ci95", "gbs", "tflops", "peak_frac", "busbw_gbs", "algbw_gbs", "efficiency",
+    "tokens_per_s", "ms_total", "ms_cmp", "ms_sel", "ms_win",
 )  # fmt: skip
 # What may stand behind the name of a route: the words of its variants (triton_dense_group).
 VARIANTS = {
@@ -38,6 +38,17 @@ VARIANTS = {
 CSV_STDOUT = "-"
 # What the lower bound of every speedup has to be for a threshold to lie so low.
 MIN_SPEEDUP = 1.2
+
+
+def carries(status: str, lows: Iterable[float | None], least: float) -> bool:
+    """Return whether a row with these lower bounds carries a threshold that asks for `least`.
+
+    A VALID row does where none is lower; an UNSTABLE one, whose samples drift or spread by a few
+    percent, where none is below twice that.
+    """
+    factor = {"VALID": 1.0, "UNSTABLE": 2.0}.get(status)
+    return factor is not None and all(low is not None and low >= factor * least for low in lows)
+
 
 
 def _plain(value: Any) -> Any:
@@ -144,6 +155,7 @@ class BenchRow:
     wall_us: float | None = None  # per call as a host sees it that calls back to back
     base_wall_us: float | None = None
     wall_speedup: float | None = None
+    wall_speedup_ci95: Sequence[float] | None = None
     first_call_ms: float | None = None
     speedup: float | None = None
     speedup_ci95: Sequence[float] | None = None
@@ -196,18 +208,19 @@ class BenchRow:
     def csv(self) -> dict[str, Any]:
         """The row as CSV wants it: times in ms, intervals in columns of their own, one `why`.
 
-        ms [ms_low, ms_high], base_ms, wall_ms, base_wall_ms; speedup [ci_low, ci_high];
-        parity, mae, max_abs.
+        ms [ms_low, ms_high], base_ms, wall_ms, base_wall_ms; speedup [ci_low, ci_high],
+        wall_speedup [wall_low, wall_high]; parity, mae, max_abs.
         """
         ms = lambda us: None if us is None else us / 1e3
         low, high = self.ci95_us or (None, None)
         slow, fast = self.speedup_ci95 or (None, None)
+        wall_low, wall_high = self.wall_speedup_ci95 or (None, None)
         proof = self.parity or {}
         return {
             **self.record(), "ms": ms(self.median_us), "ms_low": ms(low), "ms_high": ms(high),
             "base_ms": ms(self.base_median_us), "wall_ms": ms(self.wall_us),
-            "base_wall_ms": ms(self.base_wall_us), "ci_low": slow,
-            "ci_high": fast, "parity": proof.get("status"), "mae": proof.get("mae"),
+            "base_wall_ms": ms(self.base_wall_us), "wall_low": wall_low, "wall_high": wall_high,
+            "ci_low": slow, "ci_high": fast, "parity": proof.get("status"), "mae": proof.get("mae"),
             "max_abs": proof.get("max_abs"), "path": self.path_taken, "why": "; ".join(self.why),
             "sm_mhz": self.sm_mhz and self.sm_mhz[0],
         }  # fmt: skip

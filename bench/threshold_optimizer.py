@@ -1,19 +1,22 @@
-"""The smallest selected length from which on Triton selection is safely faster, from bench CSVs.
+"""The smallest selected length from which on Triton selection is safely the faster route.
 
-    python bench/threshold_optimizer.py sel_dense.csv sel_varlen.csv sel_mixed.csv --fa2 fa2.csv
+    python bench/threshold_optimizer.py sel_route.csv --fa2 fa2.csv
     python bench/threshold_optimizer.py results/*.csv --write configs/base.yaml
 
-`sel_triton_min_L` is the smallest tested L such that at it and at every larger tested L each row
-(heads, dimensions, N, streams, distribution) is VALID and has its lower bound of the speedup at
---min-speedup or above; otherwise Triton selection stays disabled and the deciding cell is named.
-An UNSTABLE or SKIPPED row is a failing one, and so is one whose case raised an error. Every length
-needs the distributions few, many and mixed, each at every setting that any length was measured at.
-The FA-2 minimum lengths, in keys, follow the same rule per branch and baseline: SDPA, what is left
-with NSA_USE_TRITON_SEL=0, and the branch's Triton kernel. --write writes those against SDPA: with
-Triton on, NSA_USE_FA2 is best left off, for only without it is nsa_attention one operator.
+`sel_triton_min_L` is the smallest tested L such that at it and at every larger tested L each row of
+mode `route` (bench_sel_triton.py --route 1; heads, dimensions, N, distribution) has the lower
+bounds of its speedup by the device's time and by the host's (wall) at --min-speedup or above. The
+rows of other modes compare kernels on packed keys and decide nothing. An UNSTABLE row has to reach
+twice that; a SKIPPED one fails, and so does one whose case raised an error. Every length needs the
+distributions few, many and mixed, each at every setting that any length was measured at. Where the
+longest length fails nothing is proposed, and the deciding cell is named.
+The FA-2 minimum lengths, in keys, follow the same rule, by the device's time, per branch and
+baseline: SDPA, what is left with NSA_USE_TRITON_SEL=0, and the branch's Triton kernel. --write
+writes those against SDPA: with Triton on, NSA_USE_FA2 is best left off, for only without it is
+nsa_attention one operator.
 
-Exit code: 0 an answer ("keep disabled" is one), 1 rows that cannot be trusted, 2 usage, 3 too few
-lengths.
+Exit code: 0 an answer ("no length qualifies" is one), 1 rows that cannot be trusted, 2 usage, 3 too
+few lengths.
 Standard library and PyYAML only.
 """
 
@@ -36,6 +39,7 @@ import yaml
 from bench.records import (
     BENCH_STATUSES,
     MIN_SPEEDUP,
+    carries,
     emit,
     note,
     path_agrees,
@@ -49,9 +53,10 @@ DISTRIBUTIONS = ("few", "many", "mixed")
 MIN_LENGTHS = 3
 ROUNDING = 1e-5  # a CSV holds seven digits
 ENVIRONMENT = ("device", "torch", "triton", "driver", "commit")
+MODE = "route"  # of the rows that decide
 _SEL_COLUMNS = (
-    "N", "H", "D", "Dv", "L", "dist", "streams", "speedup", "ci_low", "ci_high", "parity",
-    "status", "path", *ENVIRONMENT,
+    "mode", "N", "H", "D", "Dv", "L", "dist", "streams", "speedup", "ci_low", "ci_high",
+    "wall_low", "parity", "status", "path", *ENVIRONMENT,
 )  # fmt: skip
 _FA2_COLUMNS = ("branch", "S", "speedup", "ci_low", "ci_high", "parity", "status", "device")
 
@@ -62,21 +67,29 @@ class Untrusted(ValueError):
 
 @dataclass(frozen=True)
 class Cell:
-    """One bench row as the rule needs it. why: what makes it fail on its own, None if nothing."""
+    """One bench row as the rule needs it. lows: the lower bound of its speedup by the device's time
+    and, of a route, by wall. why: what is wrong with it by itself, None if nothing."""
 
     where: str  # file:line
     name: str
     length: int
     group: str  # distribution, or the FA-2 branch
-    speedup: float | None
-    low: float | None
+    status: str
+    lows: dict[str, float]
     why: str | None
-    setting: str = ""  # everything else that was measured at this length: heads, sizes, mode, ...
+    setting: str = ""  # everything else that was measured at this length: heads, sizes, ...
+
+    @property
+    def low(self) -> float:
+        return min(self.lows.values(), default=math.inf)
 
     def failure(self, least: float) -> str | None:
         """Why this cell does not carry the threshold, None when it does."""
-        if self.why is None and self.low is not None and self.low < least:
-            return f"lower bound {self.low:.3g}x < {least:g}x"
+        if self.lows and carries(self.status, self.lows.values(), least):
+            return None
+        for name, low in self.lows.items():
+            if low < least:
+                return f"lower bound {low:.3g}x < {least:g}x{name}"
         return self.why
 
 
@@ -127,8 +140,8 @@ def load(path: str | Path, columns: Sequence[str]) -> list[tuple[str, dict[str, 
 
 def _judge(
     row: Mapping[str, str], where: str, route: str | None
-) -> tuple[float | None, float | None, str | None]:
-    """(speedup, lower bound, own failure) of a row that may be trusted; raises Untrusted."""
+) -> tuple[float | None, str | None]:
+    """(lower bound of the speedup, own failure) of a row that may be trusted; raises Untrusted."""
     status = row["status"].strip()
     if status not in BENCH_STATUSES:
         raise Untrusted(
@@ -141,9 +154,9 @@ def _judge(
     if status == "SKIPPED":
         if speedup is not None:
             raise Untrusted(f"{where}: a SKIPPED row has no speedup, got {speedup:g}")
-        return None, None, f"SKIPPED: {reason}"
+        return None, f"SKIPPED: {reason}"
     if status == "FAILED" and not row["parity"].strip() and speedup is None:  # it raised
-        return None, None, f"FAILED: {reason}"
+        return None, f"FAILED: {reason}"
     if row["parity"].strip() != "PASS":
         raise Untrusted(
             f"{where}: parity must be PASS, got {row['parity'].strip() or 'nothing'!r} "
@@ -153,17 +166,17 @@ def _judge(
     if route and not path_agrees(route, path):
         raise Untrusted(f"{where}: path must be {route}, got {path or 'nothing'!r}")
     if status in ("INVALID", "FAILED"):
-        return None, None, f"{status}: {reason}"
+        return None, f"{status}: {reason}"
     if speedup is None or low is None or high is None:
         if (speedup, low, high) != (None, None, None):
             raise Untrusted(f"{where}: speedup, ci_low and ci_high must come together")
-        return None, None, f"no ratio: {reason if row.get('why') else 'too short for the clock'}"
+        return None, f"no ratio: {reason if row.get('why') else 'too short for the clock'}"
     if not 0 < low <= high or speedup <= 0:
         raise Untrusted(f"{where}: ci_low must be in 0..ci_high, got {low:g} and {high:g}")
     if not low * (1 - ROUNDING) <= speedup <= high * (1 + ROUNDING):
         raise Untrusted(f"{where}: speedup must lie in its interval, got {speedup:g} and "
                         f"{low:g}..{high:g}")  # fmt: skip
-    return speedup, low, f"UNSTABLE: {reason}" if status == "UNSTABLE" else None
+    return low, f"UNSTABLE: {reason}" if status == "UNSTABLE" else None
 
 
 def same_environment(rows: Sequence[tuple[str, Mapping[str, str]]]) -> None:
@@ -183,18 +196,23 @@ def _named(row: Mapping[str, str], columns: Sequence[str]) -> str:
 
 
 def selection_cells(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[Cell]:
-    """The cells of bench_sel_triton.py rows. Raises Untrusted."""
+    """The cells of bench_sel_triton.py's rows of routes. Raises Untrusted."""
     cells = []
     for where, row in rows:
-        speedup, low, why = _judge(row, where, "triton")
-        names = ("dist", "mode", "N", "H", "D", "Dv", "streams", "dtype")
-        setting = _named(row, names)
-        name = f"L={row['L']} {setting}"
+        if row["mode"].strip() != MODE:
+            continue
+        low, why = _judge(row, where, "triton")
+        wall = _number(row, "wall_low", where)
+        if low is not None and wall is None:
+            raise Untrusted(f"{where}: wall_low must come with a speedup")
         for column in ("N", "H", "D", "Dv", "streams"):
             _count(row, column, where)
-        length = _count(row, "L", where)
-        dist = row["dist"].strip()
-        cells.append(Cell(where, name, length, dist, speedup, low, why, setting))
+        setting = _named(row, ("dist", "N", "H", "D", "Dv", "streams", "dtype"))
+        lows = {} if low is None else {"": low, " by wall": wall}
+        cells.append(
+            Cell(where, f"L={row['L']} {setting}", _count(row, "L", where), row["dist"].strip(),
+                 row["status"].strip(), lows, why, setting)
+        )  # fmt: skip
     return cells
 
 
@@ -214,7 +232,7 @@ def fa2_cells(
             raise Untrusted(f"{where}: branch must be win or cmp, got {kind!r}")
         if kind != branch or (row.get("baseline") or "sdpa") != baseline:
             continue
-        speedup, low, why = _judge(row, where, "fa2" if row.get("path") else None)
+        low, why = _judge(row, where, "fa2" if row.get("path") else None)
         S = _count(row, "S", where)
         needed = ("key_len",) if row.get("key_len") else ("w",) if kind == "win" else ("l", "d")
         for column in needed:
@@ -227,7 +245,8 @@ def fa2_cells(
         setting = _named(row, ("HQ", "G", "D", "form", "dtype"))
         name = f"{kind} keys={length} {_named(row, ('S', 'w', 'l', 'd', 'baseline'))} "
         name = (name + setting).rstrip()
-        cells.append(Cell(where, name, length, kind, speedup, low, why, setting))
+        lows = {} if low is None else {"": low}
+        cells.append(Cell(where, name, length, kind, row["status"].strip(), lows, why, setting))
     return cells
 
 
@@ -248,8 +267,8 @@ def missing_evidence(cells: Sequence[Cell], groups: Sequence[str]) -> list[str]:
 
 
 def smallest(cells: Sequence[Cell], groups: Sequence[str], least: float) -> Answer:
-    """Walk down from the longest length until a cell fails, or a setting (heads, sizes, mode, ...)
-    that was tested at another length was not tested there."""
+    """Walk down from the longest length until a cell fails, or a setting (heads, sizes, ...) that
+    was tested at another length was not tested there."""
     best, blocking = None, None
     wanted = {(c.group, c.setting) for c in cells if not groups or c.group in groups}
     wanted |= {(g, "") for g in set(groups) - {group for group, _ in wanted}}
@@ -271,7 +290,7 @@ def smallest(cells: Sequence[Cell], groups: Sequence[str], least: float) -> Answ
         best = length
     carried = [cell for cell in cells if best is not None and cell.length >= best]
     if carried:
-        worst = min(carried, key=lambda cell: cell.low or math.inf)
+        worst = min(carried, key=lambda cell: cell.low)
         lengths = len({cell.length for cell in carried})
         text = (
             f"all {len(carried)} cells at {lengths} lengths from {best} on; smallest lower bound "
@@ -292,9 +311,9 @@ def propose_config(
 ) -> str:
     """YAML `text` with `runtime.devices.<device>` given these settings; every other line stays.
 
-    comment stands behind the first setting written. A threshold takes an earlier "keep disabled"
-    (`use_triton_sel: false`) away. Raises ValueError when the file has no `runtime.devices` in the
-    layout that it ships with.
+    comment stands behind the first setting written. A threshold takes a `use_triton_sel: false`
+    away that earlier releases wrote. Raises ValueError when the file has no `runtime.devices` in
+    the layout that it ships with.
     """
     try:
         expected = yaml.safe_load(text)
@@ -369,7 +388,7 @@ def write_config(
 
 def _words(answer: Answer, name: str, unit: str = "", baseline: str = "") -> str:
     head = f"{name} = {answer.min_length}{unit}{baseline}" if answer.min_length is not None else (
-        f"{name}{baseline}: keep disabled"
+        f"{name}{baseline}: no length qualifies, nothing is proposed"
     )  # fmt: skip
     lines = [head, f"  {answer.confidence}"]
     if answer.blocking:
@@ -382,7 +401,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("csv", nargs="+", metavar="CSV", help="rows of bench_sel_triton.py")
+    parser.add_argument(
+        "csv", nargs="+", metavar="CSV", help="rows of bench_sel_triton.py --route 1"
+    )
     parser.add_argument("--fa2", metavar="CSV", help="rows of bench_fa2.py")
     parser.add_argument("--write", type=Path, metavar="YAML", help="set the device's entry here")
     parser.add_argument(
@@ -417,7 +438,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         note(f"no threshold can be proposed: {error}", "warn")
         return 1
     if gaps:
-        note(f"no threshold can be proposed: {'; '.join(gaps)}")
+        note(f"no threshold can be proposed: rows of mode {MODE}: {'; '.join(gaps)}")
         return 3
     answer = smallest(cells, DISTRIBUTIONS, least)
     device = rows[0][1]["device"].strip()
@@ -427,8 +448,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     print(f"device: {device}; {len(rows)} rows; at least {least:g}x at the lower bound")
     print(_words(answer, "sel_triton_min_L"))
-    print("  for selection_attention called alone; nsa_attention, the layers and decode steps need "
-          "NSA_USE_TRITON_SEL=1 only")  # fmt: skip
+    print("  for selection_attention called alone; nsa_attention, the layers and decode steps have "
+          "no threshold")  # fmt: skip
     for (branch, baseline), result in fa2.items():
         print(_words(result, f"fa2_min_len_{branch}", " keys", f" against {baseline}"))
     emit("recommend", {
@@ -443,19 +464,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     })  # fmt: skip
     if args.write:
         names = " ".join(Path(path).name for path in args.csv)
-        if answer.min_length is None:
-            settings: dict[str, Any] = {"use_triton_sel": False}
-            comment = f"{names}: {answer.blocking}; NSA_USE_TRITON_SEL=1 overrides this"
-        else:
-            settings = {"sel_triton_min_L": answer.min_length}
-            comment = f"{names}: {answer.confidence}"
+        settings: dict[str, Any] = {}
+        comments = []
+        if answer.min_length is not None:
+            settings["sel_triton_min_L"] = answer.min_length
+            comments.append(f"{names}: {answer.confidence}")
         fresh = {f"fa2_min_len_{b}": n for (b, name), n in lengths.items()
                  if name == "sdpa" and n is not None}  # fmt: skip
         if fresh:
             settings |= fresh
-            comment += "; fa2_min_len_*: against SDPA, for NSA_USE_FA2=1 with Triton off"
+            comments.append("fa2_min_len_*: against SDPA, for NSA_USE_FA2=1 with Triton off")
+        if not settings:
+            print(f"nothing to write in {args.write}")
+            return 0
         try:
-            write_config(args.write, device, settings, comment)
+            write_config(args.write, device, settings, "; ".join(comments))
         except (OSError, ValueError) as error:
             print(f"threshold_optimizer: {args.write}: {error}", file=sys.stderr)
             return 2

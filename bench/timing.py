@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench import stats
-from bench.clock import Clock, prepare
+from bench.clock import Clock, prepare, rounds
 from bench.device import THROTTLED, Ceilings, Gpu, Watch
 from bench.parity import Parity, measure_parity
 from bench.records import BenchRow, out_dir
@@ -350,9 +350,17 @@ def _proof(parity: Parity) -> dict[str, Any]:
     return {**{name: getattr(parity, name) for name in names}, "launches": parity.launches}
 
 
-def _wall(clock: Clock, call: Callable[[], Any], device_us: float) -> float:
-    """Host time per call; of a long call, whose host time is its device time, few are made."""
-    return clock.wall(call, n=max(2, min(20, int(20_000 / device_us))))
+def _walls(
+    clock: Clock, calls: Sequence[Callable[[], Any]], device_us: Sequence[float]
+) -> list[tuple[float, ...]]:
+    """Host time per call of each of `calls`, taking turns, round by round; of a long call, whose
+    host time is its device time, few are made."""
+    often = [
+        max(2, min(100, int(20_000 / max(us, clock.wall(call, 2)))))
+        for call, us in zip(calls, device_us, strict=True)
+    ]
+    once = lambda: tuple(clock.wall(c, n) for c, n in zip(calls, often, strict=True))
+    return rounds(once, least=3 if len(calls) == 1 else stats.MIN_CI_N)
 
 
 def _measured(
@@ -408,7 +416,11 @@ def _measured(
     throttled = sorted(THROTTLED & set(state["reasons"]))
     if throttled:
         reasons.append(f"throttled: {', '.join(throttled)}")
-    wall = _wall(clock, ours.call, median)
+    centre = statistics.median(samples.base) if base else None
+    walls = _walls(clock, [ours.call, base.call], [median, centre]) if base else _walls(
+        clock, [ours.call], [median]
+    )
+    wall, *base_wall = (statistics.median(one) for one in zip(*walls, strict=True))
     # Times with gaps hold the host's share: where most do, wall and device cannot differ any more.
     bound = 2 * samples.gap_batches > samples.batches
     if not hasattr(ours.call, "in_a_row"):  # whose wall time is of other calls than the median
@@ -422,12 +434,12 @@ def _measured(
         "batches": samples.batches, "gap_batches": samples.gap_batches,
     }  # fmt: skip
     if base:
-        centre = statistics.median(samples.base)
-        base_wall = _wall(clock, base.call, centre)
+        ratios = [theirs / mine for mine, theirs in walls]
         numbers |= {
             "baseline": base.name, "order": "ABBA", "pairs": len(samples.ratios),
             "base_median_us": centre, "base_ci95_us": stats.median_ci(samples.base),
-            "base_wall_us": base_wall, "wall_speedup": base_wall / wall,
+            "base_wall_us": base_wall[0], "wall_speedup": statistics.median(ratios),
+            "wall_speedup_ci95": stats.bootstrap_ci(ratios),
         }  # fmt: skip
         if min(median, centre) >= RATIO_FLOOR_US and len(samples.ratios) >= stats.MIN_CI_N:
             numbers["speedup"] = statistics.median(samples.ratios)

@@ -27,6 +27,7 @@ _WHERE = {
     "NSALanguageModel": "nsa.model",
     "StepGraph": "nsa.decode_graph",
     "GraphUnavailable": "nsa.decode_graph",
+    "warmup": "nsa.plans",
 }
 
 _MODULES = ("compress", "generate", "layouts", "parallel")  # public, by their own names
@@ -50,6 +51,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from nsa.model import NSALanguageModel as NSALanguageModel
     from nsa.module import NSAAttention as NSAAttention
     from nsa.module import NSABlock as NSABlock
+    from nsa.plans import warmup as warmup
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,9 @@
 """Public functions, flash-attn layout: nsa_attention and its branches, checked and dispatched.
 
 Dense: q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv]; query head j reads group j // (HQ // G).
-Packed: q [T, HQ, Dk] with cu_seqlens int32 [nseq + 1] (0 first, T last, not decreasing); k and v
-without the batch dimension too. softmax_scale is 1/sqrt(Dk) unless given.
+Packed: q [T, HQ, Dk] with cu_seqlens int32 [nseq + 1] (0 first, not decreasing, T or less last);
+k and v without the batch dimension too. Rows past the last sequence, which belong to none, give 0
+and get no gradient. softmax_scale is 1/sqrt(Dk) unless given.
 
 backend: None or "auto" follows flags and policy and falls back; "triton", "fa2", "sdpa" and
 "reference" run exactly that or raise nsa.RouteUnavailable with the reason. flags: an nsa.Flags
@@ -18,14 +19,16 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nsa import dispatch, select
+from nsa import dispatch, failed, settled
 from nsa.arrival import await_selection
-from nsa.blocks import num_compressed
+from nsa.blocks import num_compressed, num_sel_blocks
 from nsa.cache import BranchKV, NSACache
-from nsa.checks import scale_of
-from nsa.config import NSAConfig, check_blocks, check_compression, check_int
+from nsa.checks import needs_grad, scale_of
+from nsa.config import NSAConfig, check_blocks, check_choice, check_compression, check_int
 from nsa.dispatch import Branch, Route
+from nsa.errors import told
 from nsa.flags import Flags
+from nsa.layouts import outside
 from nsa.log import log
 from nsa.nested import refuse_nested
 from nsa.transforms import transformable
@@ -92,7 +95,8 @@ def check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor) -
     """max_seqlen of packed tokens x [T, ..]; without it a GPU has to be waited for.
 
     Raises TypeError or ValueError that names the argument. With max_seqlen, values of cu_seqlens
-    are checked on CPU only.
+    are checked on CPU only; on a GPU kernels that need max_seqlen stop the device if it is too
+    small, others do without it.
     """
     if max_seqlen is not None:
         check_int("max_seqlen", max_seqlen, 0)
@@ -113,8 +117,8 @@ def check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor) -
         return max_seqlen
     tokens, ends = x.shape[0], cu_seqlens.tolist()
     lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
-    if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0:
-        raise ValueError(f"cu_seqlens must rise from 0 to T={tokens}, got {ends}")
+    if ends[0] != 0 or ends[-1] > tokens or min(lengths) < 0:
+        raise ValueError(f"cu_seqlens must rise from 0 to T={tokens} or less, got {ends}")
     if max_seqlen is not None and max_seqlen < max(lengths):
         raise ValueError(f"max_seqlen must be at least {max(lengths)}, got {max_seqlen}")
     return max(lengths)
@@ -156,19 +160,52 @@ def _check_window(
 
 
 def _check_compressed_count(
-    k_cmp: Tensor, q: Tensor, l: int, d: int, q_start: int, cu_seqlens: Tensor | None
-) -> None:
-    """k_cmp must hold every compressed key that the last query may see."""
+    k_cmp: Tensor, q: Tensor, l: int, d: int, q_start: int, cu_seqlens: Tensor | None,
+    raw: int | None = None,
+) -> None:  # fmt: skip
+    """k_cmp must hold every compressed key that the last query may see. It may be a longer buffer,
+    but not as long as the keys before compression, of which there are `raw`."""
+    have = k_cmp.shape[-3]
     if cu_seqlens is None:
         need, where = num_compressed(q_start + q.shape[1], l, d), "q_start + S tokens"
+        raw = q_start + q.shape[1] if raw is None else raw
+        if have > need and have >= raw and have > num_compressed(raw, l, d):
+            raise ValueError(
+                f"k_cmp must have {need} compressed keys for {where}, got {have}, where there are "
+                f"{raw} raw keys: nsa.compress makes one of several; cut a buffer, k_cmp[:, :n]"
+            )
     elif cu_seqlens.is_cuda:
+        most = q.shape[0] // d  # without waiting for the sequences' lengths
+        if not torch.compiler.is_compiling() and have > most:
+            raise ValueError(
+                f"k_cmp must have at most T // d = {most} compressed keys for T={q.shape[0]} "
+                f"packed tokens, got {have}"
+            )
         return
     else:
         need = int(num_compressed(cu_seqlens[1:] - cu_seqlens[:-1], l, d).sum())
         where = "the packed sequences"
-    have = k_cmp.shape[-3]
     if have < need or (cu_seqlens is not None and have != need):
         raise ValueError(f"k_cmp must have {need} compressed keys for {where}, got {have}")
+
+
+def _check_block_indices(block_indices: Tensor, block_size: int, keys: int) -> None:
+    """No block may lie behind the last of so many keys: such indices are of another block size.
+
+    Raises ValueError on a CPU. A GPU, which nobody shall wait for, and a compiled graph check by an
+    assertion of their own; under vmap, where values cannot be had, nothing is checked.
+    """
+    if not block_indices.numel() or block_indices.device.type == "meta":
+        return
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(block_indices):
+        return
+    blocks = num_sel_blocks(keys, block_size)
+    must = f"block_indices must be below {blocks}, the blocks of {block_size} in {keys} keys"
+    largest = block_indices.max()
+    if block_indices.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(largest < blocks, must)
+    elif largest >= blocks:
+        raise ValueError(f"{must}, got {int(largest)}")
 
 
 # ---- branches ------------------------------------------------------------------------------------
@@ -223,7 +260,7 @@ def select_blocks(
 
     Returns int32 [B, S, G, n_sel], ascending, -1 at the end. Block j covers [j*l_sel, (j+1)*l_sel)
     cut after the query. The query's block, the n_local - 1 before it and the n_init first are
-    always chosen, in this order if n_sel is smaller; ties go to the lower index. lse: what
+    always chosen, so that n_sel is at least n_init + n_local; ties go to the lower index. lse: what
     compressed_attention returned for the same q and k_cmp, which saves a pass. No gradient.
 
     >>> from nsa.compress import mean_pool
@@ -234,9 +271,7 @@ def select_blocks(
     """
     _check_tensors(q, k_cmp, None, cu_seqlens, "_cmp", keys_only=True)
     check_blocks(l, d, l_sel)
-    check_int("n_sel", n_sel, 1)
-    check_int("n_init", n_init, 0)
-    check_int("n_local", n_local, 1)
+    check_choice(n_sel, n_init, n_local)
     _check_start(q_start, cu_seqlens)
     max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
@@ -265,10 +300,21 @@ def selection_attention(
     cut after query t = q_start + s, -1 none; k reaches the last query) or by ranges int
     [B, S, G, n, 2] of [start, end), which are cut to the keys, but not after the query: the caller
     answers for causality there. Overlaps count once; an empty row gives 0 and zero gradients.
+    A block behind the last key (packed: of max_seqlen keys) is a ValueError; on a GPU and under
+    torch.compile it is a device-side assertion, as PyTorch's own for indices.
     """
+    settled_by = None
+    if cu_seqlens is None and max_seqlen is None and (ranges is None or block_indices is None):
+        given = ranges if block_indices is None else block_indices
+        rest = (ranges is None, block_size, q_start, softmax_scale, backend)
+        settled_by = settled.key_of((q, k, v, given), flags, *rest)
+        out = settled.again(settled_by, q, k, v, given)
+        if out is not None:
+            return out
     return _selected(
         q, k, v, block_indices, ranges, block_size, q_start, softmax_scale=softmax_scale,
         cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, backend=backend, flags=flags,
+        settled_by=settled_by,
     )  # fmt: skip
 
 
@@ -276,9 +322,10 @@ def _selected(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None, ranges: Tensor | None,
     block_size: int, q_start: int, *, softmax_scale: float | None, cu_seqlens: Tensor | None,
     max_seqlen: int | None, backend: str | None, flags: Flags | None, alone: bool = True,
+    settled_by: tuple | None = None,
 ) -> Tensor:  # fmt: skip
-    """selection_attention; not `alone` it is a branch of a whole attention, which the threshold is
-    not about."""
+    """selection_attention; not `alone` it is a branch of a whole attention, which has no threshold.
+    What Triton serves is kept under settled_by."""
     _check_tensors(q, k, v, cu_seqlens)
     _check_start(q_start, cu_seqlens)
     check_int("block_size", block_size, 1)
@@ -300,23 +347,38 @@ def _selected(
     if cu_seqlens is not None or ranges is None:
         _check_reach("k", k, q, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
-    if ranges is not None:
-        least = flags.sel_triton_min_L if flags.use_triton_sel else 0  # 0: nothing to decide
-        bound = k.shape[-3] if max_seqlen is None else max_seqlen
-        key_len = select.longest_row(ranges, bound, least)
-    else:
-        # An upper bound: the true length would need the indices' values, a device wait.
-        key_len = torch.sym_min(block_indices.shape[-1] * block_size, k.shape[-3])
-        if block_indices.dtype == torch.int64:  # cut first: a plain cast would wrap around
-            block_indices = block_indices.clamp(-1, 2**31 - 1).to(torch.int32)
-    if not alone:
-        key_len = max(key_len, flags.sel_triton_min_L)
+    # Upper bounds: true lengths would need values of the device, which is a wait.
+    key_len = k.shape[-3] if max_seqlen is None else max_seqlen
+    if block_indices is not None:
+        if alone:
+            _check_block_indices(block_indices, block_size, key_len)
+        key_len = torch.sym_min(block_indices.shape[-1] * block_size, key_len)
     args = dict(
         q=q, k=k, v=v, block_indices=block_indices, ranges=ranges, block_size=block_size,
         q_start=q_start, softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
     )  # fmt: skip
-    return dispatch.run(Branch.SELECTED, args, flags, backend, key_len=key_len)[0]
+    least = key_len if alone else None
+    out, decision = dispatch.run(Branch.SELECTED, args, flags, backend, key_len=least)
+    if settled_by is not None and decision.route is Route.TRITON:
+        from nsa.rungs import selected_again
+
+        call = selected_again(args, flags)
+        if block_indices is not None:
+            call = _with_blocks_checked(call, block_size, k.shape[1])
+        settled.keep(settled_by, call)
+    return out
+
+
+def _with_blocks_checked(call: Callable[..., Tensor], block_size: int, keys: int) -> Callable:
+    """Return call(q, k, v, block_indices) behind the check of its indices: values differ from call
+    to call."""
+
+    def checked(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor) -> Tensor:
+        _check_block_indices(block_indices, block_size, keys)
+        return call(q, k, v, block_indices)
+
+    return checked
 
 
 @transformable
@@ -399,7 +461,8 @@ def nsa_attention(
 ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
     """Native Sparse Attention: compressed, selected and sliding attention, gated (Eq. 5).
 
-    q [B, S, HQ, Dk]; k_cmp, v_cmp already compressed [B, Nc, G, D]; k_sel, v_sel [B, N, G, D] and
+    q [B, S, HQ, Dk]; k_cmp, v_cmp already compressed [B, Nc, G, D], Nc < N; k_sel, v_sel
+    [B, N, G, D] and
     k_win, v_win, each branch with its own projection; gates [B, S, HQ, 3] (cmp, sel, win), after
     the sigmoid: the Triton backward gives NaN for negative ones. A chunk of a sequence, or
     decoding: q_start is the position of the first query; the last query stands at k_win's last
@@ -418,14 +481,15 @@ def nsa_attention(
         if x.shape[-1] != v_cmp.shape[-1]:
             raise ValueError(f"{name} must have v_cmp's Dv={v_cmp.shape[-1]}, got {list(x.shape)}")
     check_blocks(l, d, l_sel)
-    for name, value, least in (("n_sel", n_sel, 1), ("n_init", n_init, 0), ("n_local", n_local, 1),
-                               ("window", window, 1)):  # fmt: skip
-        check_int(name, value, least)
+    check_choice(n_sel, n_init, n_local)
+    check_int("window", window, 1)
     _check_start(q_start, cu_seqlens)
     max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
-    _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
+    _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens, k_sel.shape[-3])
     _check_reach("k_sel", k_sel, q, q_start, cu_seqlens)
     _check_window(k_win, q, window, q_start, cu_seqlens)
+    if cu_seqlens is not None:  # whatever the gates of rows outside, which get 0
+        gates = gates.masked_fill(outside(cu_seqlens, q.shape[0])[:, None, None], 0)
     flags = dispatch.resolve_flags(flags, q)
     route = dispatch.parse_backend(backend)
     common: dict[str, Any] = dict(
@@ -435,12 +499,15 @@ def nsa_attention(
     choice = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
 
     def by_branches() -> tuple[Tensor, dict[str, Any]]:
+        k, v = k_cmp, v_cmp
+        if cu_seqlens is None:  # what is behind them in a longer buffer is nobody's
+            k, v = (x[:, : num_compressed(q_start + q.shape[1], l, d)] for x in (k, v))
         with dispatch.trace() as taken:
             cmp, lse = compressed_attention(
-                q, k_cmp, v_cmp, l=l, d=d, q_start=q_start, backend=backend, **common
+                q, k, v, l=l, d=d, q_start=q_start, backend=backend, **common
             )
             block_indices = select_blocks(
-                q, k_cmp, lse, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local,
+                q, k, lse, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local,
                 q_start=q_start, backend=choice, **common,
             )  # fmt: skip
             win = sliding_attention(q, k_win, v_win, window=window, backend=backend, **common)
@@ -485,7 +552,7 @@ def turn_projected(
     request = replace(request, d_k=config.d_k, d_v=config.d_v)
     args = dict(qkv=qkv, positions=positions, config=config)
     calls = dispatch.rung_calls(Branch.TURN, args, flags)
-    return dispatch.guarded(request, calls, flags, choice)[0]
+    return dispatch.guarded(request, calls, flags, choice, args)[0]
 
 
 def append_projected(
@@ -498,20 +565,12 @@ def append_projected(
     and gates.
 
     qkv and gate give its arguments. The queries are None, with nothing appended, where PyTorch has
-    to do it; a kernel that fails is logged, as any fallback, and not tried again with this cache.
+    to do it; a kernel that fails is logged, as any fallback, and not tried again for such a cache.
     """
     flags = dispatch.resolve_flags(flags, cache.k_sel)
     key = (backend, flags)
     if key not in cache.fused_append:
-        request = dispatch.make_request(
-            Branch.STEP, cache.k_sel, cache.k_sel, cache.v_sel, cache.length, flags, backend
-        )
-        try:
-            cache.fused_append[key] = (
-                dispatch.decide(request, flags, backend).route is Route.TRITON
-            )
-        except dispatch.RouteUnavailable:
-            cache.fused_append[key] = False
+        cache.fused_append[key] = _may_append(cache, backend, flags)
     if not cache.fused_append[key]:
         return None, None
     try:
@@ -519,13 +578,33 @@ def append_projected(
     except (TypeError, ValueError):
         raise
     except Exception as error:
-        if backend is not None or dispatch.must_raise(error):
+        if dispatch.parse_backend(backend) is not None or dispatch.must_raise(error):
             raise
         cache.fused_append[key] = False
-        dispatch.warn_launch_error("the decode step's append on triton", error)
-        log("append.triton.fallback", flags=flags, reason="launch_error",
-            error=f"{type(error).__name__}: {error}"[:300])  # fmt: skip
+        failed.remember(*_append_kind(cache, backend, flags), told(error))
+        dispatch.warn_launch_error("the decode step's append on triton", told(error))
+        log("append.triton.fallback", flags=flags, reason="launch_error", error=told(error))
         return None, None
+
+
+def _append_kind(
+    cache: NSACache, backend: str | None, flags: Flags
+) -> tuple[Route, dispatch.Request, Flags, tuple[str, Tensor]]:
+    """append_projected's calls as failed.py takes them."""
+    k, v = cache.k_sel, cache.v_sel
+    request = dispatch.make_request(Branch.STEP, k, k, v, cache.max_len, flags, backend)
+    return Route.TRITON, request, flags, ("append", k)
+
+
+def _may_append(cache: NSACache, backend: str | None, flags: Flags) -> bool:
+    kind = _append_kind(cache, backend, flags)
+    try:
+        route = dispatch.decide(kind[1], flags, backend).route
+    except dispatch.RouteUnavailable:
+        return False
+    if dispatch.parse_backend(backend) is None and failed.known(*kind):
+        return False
+    return route is Route.TRITON
 
 
 @untraced  # as NSAAttention.step
@@ -537,8 +616,8 @@ def nsa_decode(
 
     q [B, T, HQ, Dk], gates [B, T, HQ, 3]; the tokens are in the cache already. window: what
     cache.window_with gave before they were appended, needed for T > cache.max_step.
-    One fused Triton step where policy allows and T <= cache.max_step, else nsa_attention on views
-    of the cache. Raises ValueError or TypeError that names the argument.
+    One fused Triton step where policy allows, T <= cache.max_step and no gradient is needed, else
+    nsa_attention on views of the cache. Raises ValueError or TypeError that names the argument.
     """
     c = cache.config
     T = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else 0
@@ -565,7 +644,10 @@ def decode_appended(
         sizes=c.sizes(), softmax_scale=scale_of(softmax_scale, q.shape[-1]), backend=backend,
     )  # fmt: skip
     key = (backend, flags)
-    prefill = T > cache.max_step  # many tokens at once are work for the prefill kernels
+    # Many tokens at once are work for the prefill kernels, which have a gradient too.
+    prefill = T > cache.max_step or torch.is_grad_enabled() and needs_grad(
+        q, gates, cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
+    )
     if not prefill and key in cache.fused_step and not dispatch.observed(flags, q):
         from nsa.rungs import step_triton
 

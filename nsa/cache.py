@@ -28,6 +28,7 @@ from torch import Tensor
 
 from nsa import select
 from nsa.blocks import num_compressed, visible_compressed
+from nsa.checks import needs_grad
 from nsa.compress import MLPCompression
 from nsa.config import NSAConfig, check_int
 
@@ -355,7 +356,8 @@ class NSACache:
         device: queries, then keys and values by branch (cmp, sel, win). gate: the gates' hidden
         layer [B, T, width] before silu, and weight [3 * HQ, width] and bias [3 * HQ] of the last.
         Returns the turned queries [B, T, HQ, Dk] and the gates [B, T, HQ, 3], None without `gate`.
-        Raises ValueError or TypeError that names the argument; nothing is appended then.
+        Raises ValueError or TypeError that names the argument, also where a gradient of it is
+        needed; nothing is appended then.
         """
         from nsa.kernels.decode.append import append_turned
 
@@ -379,6 +381,9 @@ class NSACache:
                 )
             if hidden.device != device or weight.device != device or bias.device != device:
                 raise ValueError(f"gate must be on qkv's {device}")
+        for name, given in (("qkv", (qkv,)), ("gate", gate or ())):
+            if needs_grad(*given):
+                raise ValueError(f"{name} must need no gradient, of which the kernels keep nothing")
         self._make_room(T)
         turned, gates = append_turned(qkv, self, gate)
         try:

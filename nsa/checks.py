@@ -29,6 +29,27 @@ def takes_forward_derivatives() -> bool:
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
+def assert_longest(cu_seqlens: Tensor, max_seqlen: int) -> None:
+    """Stop the device, for which nobody waits, if a sequence is longer than max_seqlen."""
+    torch._assert_async(
+        (cu_seqlens[1:] - cu_seqlens[:-1]).amax() <= max_seqlen,
+        f"max_seqlen must be at least the longest sequence of cu_seqlens, got {max_seqlen}",
+    )
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def is_eager(*tensors: object) -> bool:
+    """Return whether these are ordinary tensors in an eager call: no compiler, dispatch mode or
+    function transform looks at what is done with them."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all([type(x) in _PLAIN for x in tensors])
+
+
 def scale_of(softmax_scale: float | None, d: int) -> float:
     """softmax_scale or its default; raises TypeError or ValueError for what is no finite number
     above 0: kernels take the maximum before they scale."""

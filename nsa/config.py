@@ -16,9 +16,9 @@ class NSAConfig:
 
     dim: model width. heads: query heads HQ. groups: KV groups G, a divisor of heads.
     d_k, d_v: head dimensions of q/k and of v. l, d: compression block length and stride.
-    l_sel: selection block length. n_sel: blocks per query, forced ones included.
-    n_init, n_local: forced blocks at the start and around the query (its own block and those
-    before it). w: sliding window. rope_base: rotary base. phi: "mlp" or "mean" compression.
+    l_sel: selection block length. n_sel: blocks per query, forced ones included. n_init, n_local:
+    forced blocks at the start and around the query (its own block and those before it), no more
+    than n_sel in all. w: sliding window. rope_base: rotary base. phi: "mlp" or "mean" compression.
     Raises ValueError or TypeError that names the field.
     """
 
@@ -54,6 +54,7 @@ class NSAConfig:
         if self.phi not in ("mlp", "mean"):
             raise ValueError(f"phi must be 'mlp' or 'mean', got {self.phi!r}")
         check_blocks(self.l, self.d, self.l_sel)
+        check_choice(self.n_sel, self.n_init, self.n_local)
 
     @property
     def heads_per_group(self) -> int:
@@ -142,3 +143,14 @@ def check_blocks(l: int, d: int, l_sel: int) -> None:
         check_int(name, value, 1)
     if l % d or l_sel % d:
         raise ValueError(f"d must divide l and l_sel, got l={l} d={d} l_sel={l_sel}")
+
+
+def check_choice(n_sel: int, n_init: int, n_local: int) -> None:
+    """Raise TypeError or ValueError unless n_sel blocks hold those that are always chosen."""
+    for name, value, least in (("n_sel", n_sel, 1), ("n_init", n_init, 0), ("n_local", n_local, 1)):
+        check_int(name, value, least)
+    if n_sel < n_init + n_local:
+        raise ValueError(
+            "n_sel must be at least n_init + n_local, the blocks that are always chosen, got "
+            f"n_sel={n_sel} n_init={n_init} n_local={n_local}"
+        )

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa import failed
 from nsa.blocks import is_symbol
 from nsa.checks import autocast_on, needs_grad, takes_forward_derivatives
-from nsa.errors import must_raise
+from nsa.errors import must_raise, told
 from nsa.flags import Flags, get_flags
 from nsa.log import enabled, log, once, warn_once
 from nsa.routes import (
@@ -31,15 +32,18 @@ from nsa.routes import (
     Route,
     RouteUnavailable,
     decide,
+    least_selected,
     parse_backend,
+    slow_because,
     why_not,
 )
 from nsa.untraced import constant
 
 __all__ = [
     "LADDER", "REASONS", "Branch", "Decision", "Request", "Route", "RouteUnavailable", "decide",
-    "guarded", "interpreting", "log_device", "make_request", "must_raise", "observed",
-    "parse_backend", "resolve_flags", "run", "run_prefill", "trace", "warn_launch_error", "why_not",
+    "guarded", "interpreting", "least_selected", "log_device", "make_request", "must_raise",
+    "observed", "parse_backend", "resolve_flags", "run", "run_prefill", "trace",
+    "warn_launch_error", "why_not",
 ]  # fmt: skip
 
 
@@ -69,7 +73,7 @@ def resolve_flags(flags: Flags | None, tensor: Tensor) -> Flags:
 
 
 def make_request(
-    branch: Branch, q: Tensor, k: Tensor, v: Tensor, key_len: int, flags: Flags,
+    branch: Branch, q: Tensor, k: Tensor, v: Tensor, key_len: int | None, flags: Flags,
     backend: str | Route | None = None,
 ) -> Request:  # fmt: skip
     """Describe a call. FA-2 is probed only where it could be taken."""
@@ -131,20 +135,23 @@ def observed(flags: Flags, q: Tensor) -> bool:
 
 def guarded(
     request: Request, rungs: Mapping[Route, Callable[[], Any]], flags: Flags,
-    backend: str | Route | None = None,
+    backend: str | Route | None = None, args: Any = None,
 ) -> tuple[Any, Decision]:  # fmt: skip
     """Run the first rung that may and can: (its result, the decision as it was really taken).
 
     A named backend runs alone and its error is the caller's; arguments that it has no kernel for
     are RouteUnavailable. Otherwise an error of a rung other than the reference is logged (as
-    `sel.triton.fallback reason=`, by branch and route) and the next rung runs; a kernel that fails
-    is a RuntimeWarning too, once per branch and error. Out of memory and sticky CUDA errors are
-    raised.
+    `sel.triton.fallback reason=`, by branch and route) and the next rung runs. A kernel that fails,
+    and a GPU that runs PyTorch although it has kernels, is a RuntimeWarning too, once per cause;
+    a kernel that fails is not tried again for calls of this kind (failed.py; args: what tells calls
+    of one request apart). Out of memory and sticky CUDA errors are raised.
     """
     decision = decide(request, flags, backend)
     rejected = list(decision.rejected)
     for route, reason in rejected:
         _log_fallback(request, route, reason, flags)
+        if route is Route.TRITON:
+            _tell_slow(request, reason, flags)
     ladder = LADDER[request.branch]
     for route in ladder[ladder.index(decision.route) :]:
         if route is not decision.route:
@@ -152,6 +159,10 @@ def guarded(
             if reason is not None:
                 rejected.append((route, reason))
                 continue
+        if decision.requested is None and (text := failed.known(route, request, flags, args)):
+            rejected.append((route, "launch_error"))
+            _log_fallback(request, route, "launch_error", flags, text)
+            continue
         try:
             result = rungs[route]()
         except Exception as error:
@@ -167,9 +178,13 @@ def guarded(
             elif isinstance(error, NotImplementedError):
                 reason = "unsupported"
             rejected.append((route, reason))
-            _log_fallback(request, route, reason, flags, error)
+            text = told(error)
+            _log_fallback(request, route, reason, flags, text)
             if reason == "launch_error":
-                warn_launch_error(f"{request.branch.value} on {route.value}", error)
+                failed.remember(route, request, flags, args, text)
+                warn_launch_error(f"{request.branch.value} on {route.value}", text)
+            elif route is Route.TRITON:
+                _tell_slow(request, reason, flags, str(error))
             continue
         taken = decision
         if route is not decision.route:
@@ -194,33 +209,57 @@ _LOG_PREFIX = {
 
 
 def _log_fallback(
-    r: Request, route: Route, reason: str, flags: Flags, error: Exception | None = None
+    r: Request, route: Route, reason: str, flags: Flags, error: str | None = None
 ) -> None:
     prefix = "fa2" if route is Route.FA2 else f"{_LOG_PREFIX[r.branch]}.{route.value}"
     extra: dict[str, Any] = {"branch": r.branch.value} if route is Route.FA2 else {}
     if reason in ("below_min_L", "below_min_len"):
         extra["L"] = r.key_len
     if reason == "below_min_L":
-        extra["min_L"] = flags.sel_triton_min_L
+        extra["min_L"] = least_selected(flags, r.capability)
     if reason == "dtype":
         extra["dtype"] = r.dtype
     if error is not None:
-        extra["error"] = f"{type(error).__name__}: {error}"[:300]
+        extra["error"] = error
     log(f"{prefix}.fallback", flags=flags, reason=reason, **extra)
 
 
-def warn_launch_error(what: str, error: Exception) -> None:
+def _tell_slow(request: Request, reason: str, flags: Flags, detail: str = "") -> None:
+    text = slow_because(request, reason, flags, detail)
+    if text is not None:
+        _warn_once(text)
+
+
+# What is traced is told while it is traced, and costs the graph nothing.
+_warn_once = constant(warn_once)
+
+
+def warn_launch_error(what: str, error: str) -> None:
     """Say once per error, with no debug flag, that a slower route serves instead of a kernel."""
-    text = f"{type(error).__name__}: {error}"[:300]
-    warn_once(f"nsa: {what} failed, another route serves instead: {text}")
+    warn_once(f"nsa: {what} failed, another route serves instead: {error}")
 
 
 def log_device(device: torch.device, flags: Flags) -> None:
-    """Log the device that Triton selection runs on, once (`sel.triton.device`)."""
+    """Log the device that Triton selection runs on, once (`sel.triton.device`); warn where it is a
+    Hopper GPU whose faster kernels are out."""
     if device.type == "cuda":
         major, minor = _capability(device.index)
         once("sel.triton.device", device.index, flags=flags,
              name=_device_name(device.index), sm=f"{major}.{minor}")  # fmt: skip
+        if (major, minor) == (9, 0):
+            _tell_generic(device, flags.use_gluon)
+
+
+@functools.cache
+def _tell_generic(device: torch.device, use_gluon: bool) -> None:
+    from nsa.kernels.prefill import hopper
+
+    reason = hopper.why_not(device, use_gluon)
+    if reason is not None:
+        warn_once(f"nsa: the kernels for Hopper do not serve: {reason}")
+
+
+_tell_generic = constant(_tell_generic)
 
 
 def _inputs_decide(device: torch.device) -> contextlib.AbstractContextManager:
@@ -243,13 +282,15 @@ def rung_calls(
 
 def run(
     branch: Branch, args: dict[str, Any], flags: Flags, backend: str | Route | None = None,
-    *, key_len: int,
+    *, key_len: int | None,
 ) -> tuple[Any, Decision]:  # fmt: skip
     """Run one branch on checked arguments (see nsa/attention.py, which checks them)."""
     q, k, v = args["q"], args["k"], args["v"]
     request = make_request(branch, q, k, v, key_len, flags, backend)
     with _inputs_decide(q.device):
-        result, decision = guarded(request, rung_calls(branch, args, flags), flags, backend)
+        result, decision = guarded(
+            request, rung_calls(branch, args, flags), flags, backend, args
+        )
         tag = f"{_LOG_PREFIX[branch]}.{decision.route.value}"
         if decision.route is Route.TRITON:
             log_device(q.device, flags)
@@ -297,7 +338,7 @@ def run_prefill(
         Route.TRITON: lambda: rungs.prefill_triton(args, flags), Route.REFERENCE: by_branches
     }  # fmt: skip
     with _inputs_decide(q.device):
-        (out, aux), decision = guarded(request, rungs_here, flags, backend)
+        (out, aux), decision = guarded(request, rungs_here, flags, backend, args)
     if decision.route is Route.TRITON:
         log_device(q.device, flags)
         rungs.log_block_reads(

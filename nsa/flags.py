@@ -37,10 +37,23 @@ def _parse_bool(text: str) -> bool:
     raise ValueError("one of 1/true/yes/on or 0/false/no/off")
 
 
+def _parse_switch(text: str) -> bool | None:
+    if text.strip().lower() in ("auto", "none"):
+        return None
+    try:
+        return _parse_bool(text)
+    except ValueError as error:
+        raise ValueError(f"auto, or {error}") from None
+
+
 def _parse_count(text: str) -> int:
     if not re.fullmatch(r"\s*\d{1,18}\s*", text, re.ASCII):
         raise ValueError("an integer of 0 or more, of at most 18 digits")
     return int(text)
+
+
+def _parse_threshold(text: str) -> int | None:
+    return None if text.strip().lower() in ("auto", "none") else _parse_count(text)
 
 
 def _parse_tile(text: str) -> int | None:
@@ -70,18 +83,22 @@ class Flags:
     Raises TypeError or ValueError that names the field for a value of the wrong kind.
     """
 
-    use_triton_sel: bool = _flag(
-        "NSA_USE_TRITON_SEL", _parse_bool, False, "Triton kernels on (selection and its neighbours)"
-    )
+    use_triton_sel: bool | None = _flag(
+        "NSA_USE_TRITON_SEL", _parse_switch, None,
+        "kernels (Triton, Gluon, CUDA C++): auto or 1, wherever they serve; 0, nowhere",
+    )  # fmt: skip
     triton_sel_force: bool = _flag(
         "NSA_TRITON_SEL_FORCE", _parse_bool, False, "override the SM 8.9 policy; experiments only"
     )
-    sel_triton_allow_grad: bool = _flag(
-        "NSA_SEL_TRITON_ALLOW_GRAD", _parse_bool, False, "allow the Triton backward"
-    )
-    sel_triton_min_L: int = _flag(
-        "NSA_SEL_TRITON_MIN_L", _parse_count, 4096,
-        "least total selected length of a row for Triton instead of packed SDPA",
+    sel_triton_allow_grad: bool | None = _flag(
+        "NSA_SEL_TRITON_ALLOW_GRAD", _parse_switch, None,
+        "the kernels' backward: auto or 1, as the forward; 0, calls that need a gradient take "
+        "PyTorch",
+    )  # fmt: skip
+    sel_triton_min_L: int | None = _flag(
+        "NSA_SEL_TRITON_MIN_L", _parse_threshold, None,
+        "least selected length of a row for Triton instead of packed SDPA, where "
+        "selection_attention is called alone; auto: 64, on SM 8.9 4096",
     )  # fmt: skip
     sel_triton_group: bool = _flag(
         "NSA_SEL_TRITON_GROUP", _parse_bool, False,
@@ -160,9 +177,8 @@ class Flags:
             except ValueError as e:
                 raise ValueError(f"Flags.{f.name} must be {e}, got {_short(value)}") from None
             if type(parsed) is not type(value):
-                raise TypeError(
-                    f"Flags.{f.name} must be {type(parsed).__name__}, got {value!r}"
-                )
+                kind = "None (auto)" if parsed is None else type(parsed).__name__
+                raise TypeError(f"Flags.{f.name} must be {kind}, got {value!r}")
         if self.fa2_force_varlen and self.fa2_force_dense:
             raise ValueError("NSA_FA2_FORCE_VARLEN and NSA_FA2_FORCE_DENSE exclude each other")
 
@@ -227,7 +243,8 @@ class Flags:
         for f in flag_fields():
             value, source = getattr(self, f.name), self.source(f.name)
             for name in filter(None, (f.metadata["env"], f.metadata["alias"])):
-                rows.append({"name": name, "value": value, "source": source})
+                shown = "auto" if value is None and f.name != "log_limit" else value
+                rows.append({"name": name, "value": shown, "source": source})
         return rows
 
 

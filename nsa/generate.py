@@ -4,9 +4,8 @@
     python -m nsa.generate showcase.pt --temperature 0.8 --top_k 40 --seed 1
 
 Without --temperature the most likely byte is taken each time. Text goes to stdout, the rates to
-stderr. On a GPU it runs under bf16 autocast, and the NSA_* flags choose the kernels
-(NSA_USE_TRITON_SEL=1). --graph replays each step as one CUDA graph; where that is impossible it
-decodes without and says why. Exit code: 0, or 2 for a usage error.
+stderr. On a GPU it runs under bf16 autocast. --graph replays each step as one CUDA graph; where
+that is impossible it decodes without and says why. Exit code: 0, or 2 for a usage error.
 """
 
 from __future__ import annotations

@@ -71,12 +71,17 @@ def permute(block_indices: Tensor, source: str, target: str, batch: int | None =
 
 
 def token_positions(shape: torch.Size | list[int], cu_seqlens: Tensor | None) -> Tensor:
-    """Position of every query in its sequence: [S] for dense [B, S, ..], [T] for packed [T, ..]."""
+    """Position of every query in its sequence: int64 [S] for dense [B, S, ..], [T] for packed
+    [T, ..], where rows past the last sequence count from its end on."""
     if cu_seqlens is None:
         return torch.arange(shape[1])
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    starts = cu_seqlens[:-1].long().repeat_interleave(lengths, output_size=shape[0])
-    return torch.arange(shape[0], device=cu_seqlens.device) - starts
+    token = torch.arange(shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return (token - cu_seqlens[torch.searchsorted(cu_seqlens[1:], token, right=True)]).long()
+
+
+def outside(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """bool [tokens]: packed rows past the last sequence, which belong to none."""
+    return torch.arange(tokens, device=cu_seqlens.device) >= cu_seqlens[-1]
 
 
 def _own_block(x: Tensor, block_size: int, cu_seqlens: Tensor | None) -> Tensor:

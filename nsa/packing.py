@@ -25,6 +25,15 @@ def packed_positions(ranges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return key, owner // max(n, 1), range_lengths(ranges)
 
 
+def slot_keys(ranges: Tensor, slot: Tensor) -> Tensor:
+    """The key in each slot int32 [R, L] of rows with clean ranges int32 [R, n, 2], n > 0: int32.
+    Every slot is below its row's length."""
+    start, end = ranges.unbind(-1)
+    behind = (end - start).cumsum(-1, dtype=torch.int32)
+    span = torch.searchsorted(behind, slot, right=True)
+    return slot + (end - behind).gather(-1, span)
+
+
 def length_buckets(lengths: Tensor) -> dict[int, Tensor]:
     """Rows by the power of two at or above their length: {bucket: int64 row numbers}; 0 holds the
     empty rows. Padding within a bucket is less than half. Synchronises the device."""

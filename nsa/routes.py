@@ -42,7 +42,7 @@ LADDER: dict[Branch, tuple[Route, ...]] = {
 }
 
 REASONS: dict[str, str] = {
-    "not_enabled": "the flag that enables this route is off",
+    "not_enabled": "a flag turns this route off",
     "force_parity": "NSA_FORCE_PARITY=1 allows the reference only",
     "no_cuda": "the tensors are not on a CUDA device",
     "no_triton": "Triton is not installed",
@@ -54,8 +54,8 @@ REASONS: dict[str, str] = {
     "head_dim": "Dk or Dv is over 256",
     "below_min_L": "the selected length is below NSA_SEL_TRITON_MIN_L",
     "below_min_len": "the key length is below NSA_FA2_MIN_LEN_*",
-    "needs_grad": "a gradient is needed; NSA_SEL_TRITON_ALLOW_GRAD is off or there is no backward "
-    "(forward-mode derivatives have none)",
+    "needs_grad": "a gradient is needed; NSA_SEL_TRITON_ALLOW_GRAD=0 or there is no backward "
+    "(of a decode step; in forward mode)",
     "unsupported": "this combination of arguments has no kernel on this route",
     "launch_error": "the kernel failed to compile or launch",
     "wrong_branch": "the route does not serve this branch",
@@ -65,6 +65,22 @@ MAX_HEAD_DIM = 256  # of Dk and Dv, on the Triton and FA-2 routes
 
 # Preferences rather than abilities: naming a route overrides them.
 _PREFERENCES = frozenset({"not_enabled", "below_min_L", "below_min_len"})
+
+# Why a GPU that has kernels runs PyTorch instead, and what to do about it. Reasons that are not
+# here say that PyTorch is the faster choice, or that the GPU has no kernels.
+_REMEDIES: dict[str, str] = {
+    "not_enabled": "{off} turns them off; leave it out to have them",
+    "force_parity": "NSA_FORCE_PARITY=1 asks for the slow reference; unset it",
+    "no_triton": "Triton is not installed; install the release that torch's metadata names",
+    "sm89_policy": "they are off by default on SM 8.9, where early measurements spoke for PyTorch; "
+    "NSA_TRITON_SEL_FORCE=1 turns them on",
+    "dtype": "they take fp16 and bf16, and the tensors are {dtype}; cast them, or use "
+    "torch.autocast around the layer",
+    "align8": "they take head sizes that are multiples of 8, and got Dk={d_k} and Dv={d_v}",
+    "head_dim": "they take head sizes up to 256, and got Dk={d_k} and Dv={d_v}",
+    "needs_grad": "{no_grad}",
+    "unsupported": "no kernel takes these arguments: {detail}",
+}
 
 
 class RouteUnavailable(RuntimeError):
@@ -82,7 +98,8 @@ class Request:
     """What a decision depends on; no tensors.
 
     key_len: keys a row may see (selected tokens, visible compressed keys, or the window), an upper
-    bound that needs no device synchronisation. no_fa2: why FA-2 is unusable, None if it works.
+    bound that needs no device synchronisation; None for selection inside a whole attention, to
+    which no threshold applies. no_fa2: why FA-2 is unusable, None if it works.
     interpret: Triton interprets kernels on CPU (only a named route uses it). forward_ad: forward-
     mode derivatives are being taken. traced: a compiler looks at the call and no value can be read;
     symbols: it stands for several sizes, so that nothing can go chunk by chunk.
@@ -93,7 +110,7 @@ class Request:
     dtype: str
     d_k: int
     d_v: int
-    key_len: int
+    key_len: int | None
     needs_grad: bool = False
     forward_ad: bool = False
     traced: bool = False
@@ -141,7 +158,7 @@ def _reasons(route: Route, r: Request, flags: Flags, named: bool) -> Iterator[st
         if by_values or r.symbols:
             yield "unsupported"
         return
-    enabled = flags.use_triton_sel if route is Route.TRITON else flags.use_fa2
+    enabled = flags.use_triton_sel is not False if route is Route.TRITON else flags.use_fa2
     if not enabled:
         yield "not_enabled"
     if r.device != "cuda" and not (named and route is Route.TRITON and r.interpret):
@@ -170,11 +187,40 @@ def _reasons(route: Route, r: Request, flags: Flags, named: bool) -> Iterator[st
         if r.key_len < least:
             yield "below_min_len"
         return
-    # The fused operators take no part in this: packed SDPA is not what they stand against.
-    if r.branch is Branch.SELECTED and r.key_len < flags.sel_triton_min_L:
-        yield "below_min_L"
-    if r.needs_grad and (r.branch is Branch.STEP or not flags.sel_triton_allow_grad):
+    if r.branch is Branch.SELECTED and r.key_len is not None:
+        if r.key_len < least_selected(flags, r.capability):
+            yield "below_min_L"
+    if r.needs_grad and (r.branch is Branch.STEP or flags.sel_triton_allow_grad is False):
         yield "needs_grad"
+
+
+def least_selected(flags: Flags, capability: tuple[int, int] | None) -> int:
+    """Selected tokens of a row from which selection_attention alone takes Triton on this GPU."""
+    if flags.sel_triton_min_L is not None:
+        return flags.sel_triton_min_L
+    return 4096 if capability == (8, 9) else 64
+
+
+def slow_because(request: Request, reason: str, flags: Flags, detail: str = "") -> str | None:
+    """Return the sentence that tells a user of a GPU with kernels why PyTorch serves this call.
+
+    None where there is nothing to tell: a GPU without kernels, a reason for which PyTorch is the
+    better choice, or a branch whose other route calls kernels itself.
+    """
+    on_gpu = request.device == "cuda" and request.capability and request.capability >= (8, 0)
+    composed = request.branch in (Branch.PREFILL, Branch.STEP)
+    if not on_gpu or composed or reason not in _REMEDIES:
+        return None
+    source = flags.source("use_triton_sel")
+    off = "NSA_USE_TRITON_SEL=0" if source.startswith("env") else f"use_triton_sel ({source})"
+    no_grad = "they have no derivatives in forward mode"
+    if flags.sel_triton_allow_grad is False:
+        no_grad = "NSA_SEL_TRITON_ALLOW_GRAD=0 keeps their backward off; leave it out to have it"
+    why = _REMEDIES[reason].format(
+        off=off, dtype=request.dtype, d_k=request.d_k, d_v=request.d_v, no_grad=no_grad,
+        detail=detail,
+    )  # fmt: skip
+    return f"nsa: PyTorch serves instead of the GPU kernels, usually many times slower: {why}"
 
 
 def decide(request: Request, flags: Flags, backend: str | Route | None = None) -> Decision:

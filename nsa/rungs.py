@@ -6,7 +6,9 @@ as they are; the PyTorch rungs take them one by one. Kernels are imported here a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ def _only(args: Args, *names: str) -> Args:
     return {name: args[name] for name in names}
 
 
-def _each_sequence(args: Args, run: Callable[[Args], Any]) -> Any:
-    """run() on each packed sequence as a batch of one; results concatenated as packed again."""
+def _each_sequence(args: Args, run: Callable[[Args], Any], fill: float = 0) -> Any:
+    """run() on each packed sequence as a batch of one; results concatenated as packed again, with
+    `fill` for rows of no sequence, whose lse is -inf."""
     cu = args["cu_seqlens"]
     if cu is None:
         return run(args)
@@ -46,19 +49,26 @@ def _each_sequence(args: Args, run: Callable[[Args], Any]) -> Any:
             one[name] = one[name][at_k : at_k + n_k][None]
         at_k += n_k
         parts.append(run(one))
+
+    def joined(results: Sequence[Tensor], fill: float) -> Tensor:
+        rows = [x[0] for x in results]
+        rest = (args["q"].shape[0] - ends[-1], *rows[0].shape[1:])
+        return torch.cat([*rows, rows[0].new_full(rest, fill)])
+
     if isinstance(parts[0], tuple):
-        return tuple(torch.cat([p[i][0] for p in parts]) for i in range(len(parts[0])))
-    return torch.cat([p[0] for p in parts])
+        outs, lses = zip(*parts, strict=True)
+        return joined(outs, fill), joined(lses, -math.inf)
+    return joined(parts, fill)
 
 
-def _packed(args: Args) -> Args:
-    return _only(args, "softmax_scale", "cu_seqlens", "max_seqlen", "q_start")
+def _packed(args: Args, *names: str) -> Args:
+    return _only(args, "softmax_scale", "cu_seqlens", "q_start", *names)
 
 
 def _packed_compressed(args: Args) -> Args:
     cu = args["cu_seqlens"]
     cu_cmp = None if cu is None else cu_seqlens_compressed(cu, args["l"], args["d"])
-    return {**_packed(args), "cu_seqlens_cmp": cu_cmp, **_only(args, "l", "d")}
+    return {**_packed(args, "l", "d"), "cu_seqlens_cmp": cu_cmp}
 
 
 def _ranges(args: Args) -> Tensor:
@@ -126,22 +136,48 @@ def _selected_triton(args: Args, flags: Flags) -> Tensor:
         with log.timed(TIMING, k, flags, elements, bucket="blocks"):
             out = selection_blocks_triton(
                 args["q"], k, v, blocks, block_size=size, use_gluon=flags.use_gluon,
-                **_packed(args),
+                **_packed(args, "max_seqlen"),
             )  # fmt: skip
         log_block_reads(*where, flags)
         return out
     from nsa.kernels.triton_sel_kernel import selection_ranges_triton
 
-    def one(a: Args) -> Tensor:
-        G = a["k"].shape[2]
-        out = selection_ranges_triton(
-            a["q"].unflatten(2, (G, a["q"].shape[2] // G)), a["k"].transpose(1, 2),
-            a["v"].transpose(1, 2), a["ranges"], softmax_scale=a["softmax_scale"],
-            path=a.get("path"), flags=flags,
-        )  # fmt: skip
-        return out.flatten(2, 3)
+    q, k, v, ranges, cu = (args[n] for n in ("q", "k", "v", "ranges", "cu_seqlens"))
+    if cu is not None:
+        q, k, v, ranges = (x[None] for x in (q, k, v, _in_pack(ranges, cu)))
+    out = selection_ranges_triton(
+        q.unflatten(2, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), ranges,
+        softmax_scale=args["softmax_scale"], path=args.get("path"), flags=flags,
+    ).flatten(2, 3)  # fmt: skip
+    return out if cu is None else out[0]
 
-    return _each_sequence(args, one)
+
+def _in_pack(ranges: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Ranges [T, G, n, 2] of the keys of each query's own sequence as ranges of the whole pack's;
+    empty for a query that is of no sequence. Does not wait for the device."""
+    from nsa.kernels.prefill.packs import token_sequences
+
+    ends = torch.nn.functional.pad(cu_seqlens, (0, 1))  # behind the last sequence: none ends
+    sequence = token_sequences(cu_seqlens, ranges.shape[0])
+    begin = ends[sequence][:, None, None, None]
+    length = (ends[sequence + 1][:, None, None, None] - begin).clamp(min=0)
+    return ranges.clamp(min=0).minimum(length) + begin
+
+
+def selected_again(args: Args, flags: Flags) -> Callable[..., Tensor | None] | None:
+    """What Triton's rung does with (q, k, v, block_indices or ranges) like these, not packed; for
+    settled.keep()."""
+    if args["block_indices"] is not None:
+        from nsa.kernels.prefill import selection_blocks_triton
+
+        return functools.partial(
+            selection_blocks_triton, use_gluon=flags.use_gluon, q_start=args["q_start"],
+            block_size=args["block_size"], softmax_scale=args["softmax_scale"],
+        )  # fmt: skip
+    from nsa.kernels.triton_sel_kernel import planned
+
+    k, v = (args[n].transpose(1, 2) for n in ("k", "v"))
+    return planned(args["q"], k, v, args["ranges"], args["softmax_scale"], flags)
 
 
 # ---- compressed ----------------------------------------------------------------------------------
@@ -221,9 +257,8 @@ def _sliding_triton(args: Args, flags: Flags) -> Tensor:
     from nsa.kernels.prefill import sliding_attention_triton
 
     out, _ = sliding_attention_triton(
-        args["q"], args["k"], args["v"], window=args["window"], use_gluon=flags.use_gluon,
-        **_packed(args),
-    )  # fmt: skip
+        args["q"], args["k"], args["v"], use_gluon=flags.use_gluon, **_packed(args, "window")
+    )
     return out
 
 
@@ -234,7 +269,7 @@ _SELECT = ("l", "d", "l_sel", "n_sel", "n_init", "n_local", "softmax_scale")
 
 def _blocks_reference(args: Args, flags: Flags) -> Tensor:
     return _each_sequence(
-        args, lambda a: select.select_blocks(a["q"], a["k"], **_only(a, *_SELECT, "q_start"))
+        args, lambda a: select.select_blocks(a["q"], a["k"], **_only(a, *_SELECT, "q_start")), -1
     )
 
 
@@ -249,7 +284,7 @@ def _blocks_triton(args: Args, flags: Flags) -> Tensor:
             )
     return select_blocks_triton(
         args["q"], args["k"], lse, use_gluon=flags.use_gluon,
-        **{**packed, **_only(args, *_SELECT)},
+        **{**packed, **_only(args, "max_seqlen", *_SELECT)},
     )  # fmt: skip
 
 
@@ -281,7 +316,7 @@ def prefill_triton(args: Args, flags: Flags) -> tuple[Tensor, dict[str, Any]]:
     cu, sizes = args["cu_seqlens"], args["sizes"]
     cu_cmp = None if cu is None else cu_seqlens_compressed(cu, sizes["l"], sizes["d"])
     return nsa_prefill_triton(
-        *args["tensors"], **sizes, **_packed(args), cu_seqlens_cmp=cu_cmp,
+        *args["tensors"], **sizes, **_packed(args, "max_seqlen"), cu_seqlens_cmp=cu_cmp,
         use_gluon=flags.use_gluon,
     )  # fmt: skip
 
@@ -316,8 +351,8 @@ def step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
 
     cache = args["cache"]
     out, block_indices = nsa_decode_triton(
-        args["q"].contiguous(), cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
-        cache.v_win, args["gates"].contiguous(), cache.lens, max_len=cache.max_len,
+        args["q"], cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
+        cache.v_win, args["gates"], cache.lens, max_len=cache.max_len,
         softmax_scale=args["softmax_scale"], window_ring=True, return_indices=True,
         counters=cache.counters, use_cluster=flags.use_cluster, **args["sizes"],
     )  # fmt: skip

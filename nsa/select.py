@@ -11,7 +11,6 @@ from torch import Tensor
 
 from nsa.blocks import chunks, is_symbol, num_sel_blocks, visible_compressed
 from nsa.checks import scale_of
-from nsa.log import capturing
 
 _CHUNK_SCORES = 1 << 23
 
@@ -61,20 +60,16 @@ def top_blocks(
     """The n_sel best blocks per row: scores [B, S, G, n_blocks] -> int32 [B, S, G, n_sel].
 
     Candidates start at or before t = q_start + s. Forced blocks come first: the one that holds t,
-    the n_local - 1 before it, the n_init first; when n_sel is too small they are kept in this
-    order. Ties go to the lower index. Ascending, padded with -1 at the end.
+    the n_local - 1 before it, the n_init first. Ties go to the lower index. Ascending, padded with
+    -1 at the end.
     """
     B, S, G, n_blocks = scores.shape
     t = torch.arange(q_start, q_start + S, device=scores.device)
     own = (t // l_sel)[:, None]
     block = torch.arange(n_blocks, device=scores.device)[None, :]
     # Rank first by tier, then by score: two stable sorts, so equal scores keep index order.
-    back = own - block
-    tier = torch.full_like(block.expand(S, -1), 1)
-    tier = torch.where(block < n_init, 1 + n_init - block, tier)
-    local = (back >= 0) & (back < max(n_local, 1))
-    tier = torch.where(local, 1 + n_init + max(n_local, 1) - back, tier)  # the own block highest
-    tier = tier.masked_fill(back < 0, 0)
+    tier = torch.where((block < n_init) | (own - block < n_local), 2, 1)
+    tier = tier.masked_fill(block > own, 0)
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     tiers = tier[None, :, None, :].expand(B, S, G, n_blocks).gather(-1, order)
     by_tier = tiers.sort(dim=-1, descending=True, stable=True).indices
@@ -122,9 +117,8 @@ def clean_ranges(ranges: Tensor, limit: Tensor | int) -> Tensor:
     n = ranges.shape[-2]
     if n == 0:
         return ranges.to(torch.int32)
-    ranges = ranges.long()
-    limit = torch.as_tensor(limit, device=ranges.device, dtype=torch.long)[..., None]
-    start, end = ranges[..., 0].clamp(min=0), torch.minimum(ranges[..., 1], limit)
+    limit = torch.as_tensor(limit, device=ranges.device, dtype=ranges.dtype)[..., None]
+    start, end = (torch.minimum(x, limit).clamp(min=0).to(torch.int32) for x in ranges.unbind(-1))
     empty = end <= start
     far = torch.iinfo(torch.int32).max
     start = start.masked_fill(empty, far)
@@ -134,12 +128,12 @@ def clean_ranges(ranges: Tensor, limit: Tensor | int) -> Tensor:
     reach = end.cummax(dim=-1).values  # the furthest end so far
     before = torch.nn.functional.pad(reach[..., :-1], (1, 0), value=-1)
     fresh = (start > before) & ~empty
-    slot = fresh.long().cumsum(-1) - 1
+    slot = fresh.cumsum(-1) - 1
     slot = torch.where(empty, n, slot)  # empty ones go to a column that is cut off
     shape = (*start.shape[:-1], n + 1)
     first = start.new_zeros(shape).scatter_reduce(-1, slot, start, "amin", include_self=False)
     last = end.new_zeros(shape).scatter_reduce(-1, slot, end, "amax", include_self=False)
-    return torch.stack([first[..., :n], last[..., :n]], dim=-1).to(torch.int32)
+    return torch.stack([first[..., :n], last[..., :n]], dim=-1)
 
 
 def blocks_to_ranges(block_indices: Tensor, l_sel: int, positions: Tensor) -> Tensor:
@@ -148,26 +142,12 @@ def blocks_to_ranges(block_indices: Tensor, l_sel: int, positions: Tensor) -> Te
     positions: t of every query, broadcastable to block_indices.shape[:-2] ([S], or [B, S]).
     Neighbouring blocks are merged, duplicates count once.
     """
-    start = block_indices.long() * l_sel
-    end = torch.where(block_indices >= 0, start + l_sel, start.clamp(max=0))
-    ranges = torch.stack([start.clamp(min=0), end], dim=-1)
-    limit = (positions.long() + 1)[..., None].expand(block_indices.shape[:-1])
-    return clean_ranges(ranges, limit)
+    limit = (positions + 1).to(torch.int32)[..., None].expand(block_indices.shape[:-1])
+    none = limit[..., None] // l_sel + 1  # behind the query, where no product overflows
+    start = torch.where(block_indices >= 0, torch.minimum(block_indices, none), none) * l_sel
+    return clean_ranges(torch.stack([start, start + l_sel], dim=-1), limit)
 
 
 def range_lengths(ranges: Tensor) -> Tensor:
     """Selected tokens per row: disjoint ranges [.., n, 2] -> int64 [..]."""
     return (ranges[..., 1].long() - ranges[..., 0].long()).sum(-1)
-
-
-def longest_row(ranges: Tensor, n_keys: int, least: int) -> int:
-    """Tokens of the longest row of ranges [.., n, 2] in n_keys keys, to be compared with `least`.
-
-    n_keys, a bound of it, where that decides already, and where the values cannot be had: on a GPU
-    reading them waits for the device, which a stream that is being captured must not do.
-    """
-    if not ranges.is_cuda or least <= 1 or n_keys < least or not ranges.numel():
-        return n_keys
-    if capturing(ranges):
-        return n_keys
-    return int(range_lengths(clean_ranges(ranges, n_keys)).max())

@@ -88,7 +88,7 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
             for attribute, value in (("arch_of", arch), ("sm_count", MULTIPROCESSORS[arch])):
                 if hasattr(module, attribute):
                     setattr(module, attribute, lambda device, value=value: value)
-    hopper.enabled = lambda device, use_gluon=None: arch == 90 and use_gluon is not False
+    hopper.why_not = lambda device, use_gluon=None: "off" if use_gluon is False else None
     for least in (block_attn_fwd_hopper.SPLIT_KEYS, block_attn_fwd_hopper.SPLIT_QUERIES):
         least.update(dict.fromkeys(least, LONG))
     block_sums.LEAST_KEYS = (LONG - 32) // 16 + 1
@@ -191,7 +191,7 @@ def grid(arch: int, quick: bool) -> Iterator[Call]:
     for (D, Dv), (T, h) in itertools.product(sizes, rows):
         for batch, max_len in [(1, 8192), (64, 32768)]:
             yield decode, (batch, T, h, D, Dv, BF16, max_len)
-    for max_len, n_sel in itertools.product((20, 1000, 131072, 1 << 20), (1, 16, 64)):
+    for max_len, n_sel in itertools.product((20, 1000, 131072, 1 << 20), (3, 16, 64)):
         yield decode, (1, 1, 16, 128, 128, BF16, max_len, 0, n_sel)
     for page in (16, 64, 256):
         yield decode, (2, 1, 16, 128, 128, BF16, 8192, page)

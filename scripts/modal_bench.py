@@ -8,7 +8,7 @@ The remote machine runs the same `scripts/runner_oneshot.sh` as any box; nothing
 
 Needs `pip install modal` and a Modal token for the first form only. Writes `<out>/<name>.tgz`, the
 unpacked bundle, `pr_body.md` and, with --config, what bench/threshold_optimizer.py --write makes of
-the bundle's CSVs (a threshold or "keep disabled", and FA-2's minimum lengths). Exit code: the
+the bundle's CSVs (a threshold, if one qualifies, and FA-2's minimum lengths). Exit code: the
 runner's own (0 all required stages passed), 2 for a usage error or a file that cannot be edited, 4
 when no bundle came back.
 """
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 from bench import threshold_optimizer
 from bench.records import MIN_SPEEDUP
-from scripts.oneshot.evidence import threshold_cells, valid_and_worst
+from scripts.oneshot.evidence import routes_at, threshold_cells
 from scripts.oneshot.stages import plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,17 +100,13 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _evidence(bench: list[dict[str, Any]]) -> list[str]:
-    """One table line per selection length: how many cells are valid, and the worst of them."""
+def _evidence(bench: list[dict[str, Any]], least: float) -> list[str]:
+    """One table line per selection length: how many cells carry it, and the worst of them."""
     lines = []
     for length, rows in threshold_cells(bench).items():
-        timed, worst = valid_and_worst(rows)
-        if worst:
-            low, high = worst["speedup_ci95"]
-            text = f"{worst['speedup']:.2f}x [{low:.2f}, {high:.2f}] | {_cell(worst['case'])}"
-        else:
-            text = "- | no valid cell"
-        lines.append(f"| {length} | {len(timed)}/{len(rows)} | {text} |")
+        e = routes_at(rows, least)
+        lines.append(f"| {length} | {e['carry']}/{e['cells']} | {e['low']} | {e['wall']} | "
+                     f"{e['case']} |")  # fmt: skip
     return lines
 
 
@@ -138,16 +134,16 @@ def pr_body(bundle: dict[str, Any]) -> str:
     """The pull-request text for one bundle (the contents of its bundle.json).
 
     Proposes a threshold only where the bundle's own recommendation names one; otherwise it says
-    that Triton selection stays disabled and which cell decided it.
+    that no length qualifies and which cell decided it.
     """
     device, git, verdict = bundle["device"], bundle["git"], bundle["verdict"]
     recommend = bundle.get("recommend") or {}
     min_l = recommend.get("sel_triton_min_L")
     if min_l is None:
-        head = "Keep Triton selection disabled"
+        head = "No `sel_triton_min_L` qualifies"
         why = f"Deciding cell: {recommend.get('blocking_case') or 'no selection bench ran'}."
-        why += " This is about `selection_attention` called alone: `nsa_attention`, the layers and"
-        why += " decode steps have no threshold and need only `NSA_USE_TRITON_SEL=1`."
+        why += " What is set stays. This is about `selection_attention` called alone:"
+        why += " `nsa_attention`, the layers and decode steps have no threshold."
     else:
         head = f"Set `sel_triton_min_L` = {min_l}"
         why = f"Evidence: {recommend.get('confidence') or 'see the table'}."
@@ -166,19 +162,20 @@ def pr_body(bundle: dict[str, Any]) -> str:
         f"| profile | {bundle.get('profile', '?')}, run {bundle.get('run_id', '?')} |",
         "",
     ]
-    table = _evidence(bundle.get("bench") or [])
+    least = recommend.get("min_speedup", MIN_SPEEDUP)
+    table = _evidence(bundle.get("bench") or [], least)
     if table:
         lines += [
-            "Worst valid cell per selected length (speedup over packed SDPA, 95 % interval):",
+            "Lower bounds of the speedup over packing plus SDPA, the smallest per selected length:",
             "",
-            "| L | valid cells | speedup | case |",
-            "|---|---|---|---|",
+            "| L | cells that carry it | device | wall | case of the smallest |",
+            "|---|---|---|---|---|",
             *table,
             "",
         ]
     lines += [
-        "The threshold is the smallest tested length from which on every cell's lower bound is at "
-        f"least {recommend.get('min_speedup', MIN_SPEEDUP):g}x.",
+        "The threshold is the smallest tested length from which on every cell's lower bounds, by "
+        f"the device's time and by wall, are at least {least:g}x.",
         "Repeat it with `make gpu-report PROFILE=standard` on such a GPU.",
         "",
     ]

@@ -2,10 +2,11 @@
 
     python scripts/print_routing.py
     python scripts/print_routing.py --json routing.json
-    NSA_USE_TRITON_SEL=1 python scripts/print_routing.py --dtype float16
+    NSA_USE_TRITON_SEL=0 python scripts/print_routing.py --dtype float16
 
 The decisions are those of nsa.dispatch.decide for a few typical calls with the paper's sizes, not a
-second opinion; keys is the length that a threshold is compared with.
+second opinion; keys is the length that a threshold is compared with. On a GPU the kernels of each
+call follow, as its own launchers name them, with the reason against each faster one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
@@ -25,6 +30,7 @@ from nsa.blocks import num_compressed
 from nsa.config import NSAConfig
 from nsa.dispatch import Branch
 from nsa.flags import Flags, get_flags
+from nsa.module import NSAAttention
 
 # (what it is, tokens, gradient)
 CALLS = (
@@ -57,8 +63,27 @@ def _in_the_way(reason: str, request: dispatch.Request, flags: Flags) -> str:
     if reason == "below_min_len" and request.branch is Branch.SLIDING:
         name = "NSA_FA2_MIN_LEN_WIN"
     (flag,) = [f for f in flags.effective() if f["name"] == name]
-    what = "selected length" if reason == "below_min_L" else "key length"
-    return f"{what} {request.key_len} is below {name}={flag['value']} ({flag['source']})"
+    what, value = "key length", flag["value"]
+    if reason == "below_min_L":
+        what, value = "selected length", dispatch.least_selected(flags, request.capability)
+    return f"{what} {request.key_len} is below {name}={value} ({flag['source']})"
+
+
+def call_kernels(dtype: str, config: NSAConfig) -> list[dict[str, Any]]:
+    """Return the kernels of each call of a layer of these sizes, in order; none of them runs."""
+    from nsa import plans
+
+    layer = NSAAttention(config).to("cuda", getattr(torch, dtype))
+    calls = [(what, plans.layer_call(layer, tokens, training=grad)) for what, tokens, grad in CALLS]
+    calls.append((STEP[0], plans.step_call(layer, STEP[1])))
+    rows = []
+    for what, call in calls:
+        plan = plans.plan_call(call)
+        rows.append({
+            "call": what, "kernels": counted(plan.kernels), "passed_over": plan.passed_over,
+            "routes": sorted({f"{d.branch.value}: {d.route.value}" for d in plan.decisions}),
+        })  # fmt: skip
+    return rows
 
 
 def routing(dtype: str, head_dim: int, config: NSAConfig | None = None) -> dict:
@@ -68,6 +93,7 @@ def routing(dtype: str, head_dim: int, config: NSAConfig | None = None) -> dict:
     selection then without the threshold, which is about selection_attention by itself.
     """
     config = config or PAPER
+    sized = replace(config, d_k=head_dim, d_v=head_dim)
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name(0) if cuda else None
     flags = get_flags(name)
@@ -110,7 +136,14 @@ def routing(dtype: str, head_dim: int, config: NSAConfig | None = None) -> dict:
         "fa2": no_fa2,
         "flags": flags.effective(),
         "decisions": decisions,
+        "calls": call_kernels(dtype, sized) if cuda and dispatch._has_triton() else [],
     }
+
+
+def counted(names: Sequence[str]) -> list[str]:
+    """Return names in order, each once, with how many times it stands there if more than once."""
+    times = Counter(names)
+    return [name if n == 1 else f"{name} x{n}" for name, n in times.items()]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -119,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the object there too")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--head_dim", type=int, default=64)
+    parser.add_argument("--head_dim", type=int, default=128)
     args = parser.parse_args(argv)
     try:
         data = routing(args.dtype, args.head_dim)
@@ -137,6 +170,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         what = f"{d['branch']:10} {d['call']:24} {d['key_len']:5} keys -> {d['route']:9}"
         print(f"{what} {f'({why})' if why else ''}".rstrip())
+    for call in data["calls"]:
+        print(f"{call['call']}: {', '.join(call['kernels']) or 'no kernel of ours'}")
+        for kernel, reason in call["passed_over"].items():
+            print(f"  not {kernel}: {reason}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(data, indent=1) + "\n")

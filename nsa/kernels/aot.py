@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,24 +73,8 @@ def compile_case(case: AotCase, arch: int) -> Resources:
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    names = list(case.kernel.arg_names)
-    given = set(case.types) | set(case.constexprs)
-    if given != set(names):
-        raise ValueError(f"{case.name}: arguments differ: {sorted(given ^ set(names))}")
-    signature = {n: case.types.get(n, "constexpr") for n in names}
-    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*")]
-    make = ASTSource
-    if case.gluon:
-        from triton.experimental.gluon._runtime import GluonASTSource as make
-    source = make(
-        fn=case.kernel, signature=signature, constexprs=dict(case.constexprs),
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-    )  # fmt: skip
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
-    if case.max_registers:
-        options["maxnreg"] = case.max_registers
+    source, options = _source(case)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack = usage(compiled.asm["cubin"])
     barriers = 0
@@ -99,6 +84,53 @@ def compile_case(case: AotCase, arch: int) -> Resources:
             raise ValueError(f"{case.name}: no {case.parting!r} in its PTX")
         barriers = behind.count("bar.sync")
     return Resources(compiled.metadata.shared, registers, stack, barriers)
+
+
+def lower_case(case: AotCase, arch: int, ones: Collection[str]) -> None:
+    """Only read the kernel, a fraction of what compiling takes, with these int arguments 1.
+
+    Triton takes an int of 1 for a constant, on which methods of its tensors fail. Raises what
+    Triton raises.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import ir, make_backend
+
+    target = GPUTarget("cuda", arch, 32)
+    backend, context = make_backend(target), ir.context()
+    source, options = _source(case, ones)
+    options = backend.parse_options({**options, **source.parse_options()})
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(),
+        context,
+    )  # fmt: skip
+
+
+def _source(case: AotCase, ones: Collection[str] = ()) -> tuple[Any, dict[str, Any]]:
+    """The case as Triton's compiler takes it, and its options."""
+    from triton.compiler import ASTSource
+
+    from nsa.kernels.launch import OPTIONS
+
+    names = list(case.kernel.arg_names)
+    given = set(case.types) | set(case.constexprs)
+    if given != set(names):
+        raise ValueError(f"{case.name}: arguments differ: {sorted(given ^ set(names))}")
+    constants = {**case.constexprs, **dict.fromkeys(ones, 1)}
+    signature = {n: "constexpr" if n in constants else case.types[n] for n in names}
+    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*")]
+    make = ASTSource
+    if case.gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource as make
+    source = make(
+        fn=case.kernel, signature=signature, constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )  # fmt: skip
+    options = OPTIONS | {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    if case.max_registers:
+        options["maxnreg"] = case.max_registers
+    return source, options
 
 
 def usage(cubin: bytes) -> tuple[int, int]:

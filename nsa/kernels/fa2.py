@@ -20,8 +20,10 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.blocks import cu_seqlens_compressed, num_compressed
-from nsa.checks import needs_grad, scale_of
+from nsa.checks import assert_longest, needs_grad, scale_of
+from nsa.errors import must_raise
 from nsa.kernels import fa2_wheels
+from nsa.layouts import outside
 
 FORMS = ("auto", "varlen", "dense")
 _GRID = 65535  # batch and heads are grid dimensions y and z
@@ -121,6 +123,8 @@ def _try_torch() -> str | None:
         if out.sum().item() != 256:
             return f"the FA-2 of torch {torch.__version__} returns wrong numbers"
     except RuntimeError as error:
+        if must_raise(error):
+            raise
         return f"the FA-2 of torch {torch.__version__} fails: {str(error).splitlines()[0][:300]}"
     return None
 
@@ -265,7 +269,10 @@ def _check_form(form: str, packed: bool) -> None:
 
 
 def _longest(cu_seqlens: Tensor, max_seqlen: int | None) -> int:
-    return int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if max_seqlen is None else max_seqlen
+    if max_seqlen is None:
+        return int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    assert_longest(cu_seqlens, max_seqlen)  # FA-2 leaves out what is behind
+    return max_seqlen
 
 
 # ---- sliding -------------------------------------------------------------------------------------
@@ -288,10 +295,13 @@ def sliding_fa2(
         return q.new_zeros(*q.shape[:-1], v.shape[-1]) + (q.sum() + k[:0].sum() + v[:0].sum())
     if cu_seqlens is not None:
         longest = _longest(cu_seqlens, max_seqlen)
+        # FA-2 writes neither outputs nor gradients of rows that belong to no sequence.
+        out_of = outside(cu_seqlens, q.shape[0])[:, None, None]
+        q, k, v = (x.masked_fill(out_of, 0) for x in (q, k, v))
         return _call(
             q, k, v, scale=scale, causal=True, left=window - 1, cu_q=cu_seqlens, cu_k=cu_seqlens,
             max_q=longest, max_k=longest,
-        )[0]  # fmt: skip
+        )[0].masked_fill(out_of, 0)  # fmt: skip
     low, high = max(0, q_start + 1 - window), q_start + q.shape[1]
     return _batched(q, k[:, low:high], v[:, low:high], form, scale, window - 1)[0]
 
@@ -379,7 +389,7 @@ def _compressed_packed(
     token = torch.arange(q.shape[0], device=q.device, dtype=cu.dtype)
     owner = torch.searchsorted(cu[1:], token, right=True)
     past = token - cu[owner] - (l - 1)  # queries since the first that sees a key
-    blind = past < 0
+    blind = (past < 0) | outside(cu, q.shape[0])
     slot = (cu_rows[owner] * d + past).masked_fill(blind, 0).long()
     out = _unfold(out, G, d).flatten(0, 1)[slot].masked_fill(blind[:, None, None], 0)
     lse = _unfold(lse[..., None], G, d)[..., 0].flatten(0, 1)[slot]

@@ -1,10 +1,16 @@
-"""How launchers launch: on the device of their tensors, and twice the same without a lookup."""
+"""How launchers launch: on the device of their tensors, without Triton's lookup from the second
+time on, and with all kernels of a call compiled side by side before the first time."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor  # torch.library evaluates the annotations of what is wrapped here
@@ -13,27 +19,123 @@ from triton.runtime import driver
 
 from nsa import launches
 
+# Multiplications and additions in one: the default until 3.8, of which 3.9 warns that it changes.
+OPTIONS = {"enable_fp_fusion": True}
 LARGE = 1 << 31
 MOST_MADE = 4096
 Made = tuple[Any, Any, tuple]  # a kernel, what Triton compiled of it, the constexprs of that
 _made: dict[tuple, Made] = {}
 
 
-def on_its_device(launcher: Callable) -> Callable:
-    """A launcher whose kernels run where its first argument is, as PyTorch's operators do.
+class Launch(NamedTuple):
+    """One launch that a planned call would make; memory[key] is where its compiled kernel goes."""
 
-    Triton launches on the current device, whichever device its pointers are of.
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple
+    constants: dict[str, Any]
+    memory: dict[Any, Made]
+    key: Any
+
+
+class Planned(NamedTuple):
+    """What a call would launch, in order, and why faster kernels were passed over, by name."""
+
+    launches: list[Launch]
+    passed_over: dict[str, str]
+
+
+class _State(threading.local):
+    planned: Planned | None = None  # collects launches instead of making them
+    in_call: bool = False
+
+
+class _Uncompiled(Exception):
+    """A kernel of this call was not compiled yet."""
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[Planned]:
+    """Collect the launches that this thread's launchers would make; no kernel runs.
+
+    Outputs are what their memory held. Run a backward under
+    torch.autograd.set_multithreading_enabled(False), so that it stays on this thread.
+    """
+    outer, _state.planned = _state.planned, Planned([], {})
+    try:
+        yield _state.planned
+    finally:
+        _state.planned = outer
+
+
+def on_its_device(launcher: Callable, whole: Callable | None = None) -> Callable:
+    """Return a launcher whose kernels run where its first argument is, as PyTorch's operators do.
+
+    Triton launches on the current device, whichever device its pointers are of. A call that meets a
+    kernel which is not compiled yet is planned, all its kernels are compiled side by side, and it
+    is made again. whole: what is planned instead, such as the call with its backward.
     """
 
     @functools.wraps(launcher)
     def there(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else next(iter(kwargs.values()), None)
-        if not getattr(x, "is_cuda", False) or x.device.index == torch.cuda.current_device():
+        if not getattr(x, "is_cuda", False):
             return launcher(*args, **kwargs)
-        with torch.cuda.device(x.device):
+        if x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                return there(*args, **kwargs)
+        if _state.in_call or _state.planned is not None:
             return launcher(*args, **kwargs)
+        _state.in_call = True
+        try:
+            return launcher(*args, **kwargs)
+        except _Uncompiled:
+            pass
+        finally:
+            _state.in_call = False
+        with planning() as planned:
+            (whole or launcher)(*args, **kwargs)
+        compile_side_by_side(planned.launches)
+        return launcher(*args, **kwargs)
 
     return there
+
+
+def packed_ends(*cu_seqlens: Tensor | None) -> list[Tensor | None]:
+    """cu_seqlens as kernels read them, which take no strides; None stays None."""
+    return [None if x is None else x.contiguous() for x in cu_seqlens]
+
+
+def pass_over(kernel: str, reason: str | None) -> bool:
+    """Return whether there is a reason against a kernel, which a planned call keeps."""
+    if reason is not None and _state.planned is not None:
+        _state.planned.passed_over[kernel] = reason
+    return reason is not None
+
+
+def compile_side_by_side(wanted: Iterable[Launch]) -> None:
+    """Compile and load what is not yet of these launches, in as many threads as there are cores.
+
+    Most of a compilation runs outside Python's lock. Raises the first error, after all have ended.
+    """
+    missing: dict[tuple, Launch] = {}
+    for one in wanted:
+        if one.key is not None and one.key not in one.memory:
+            missing.setdefault((id(one.memory), one.key), one)
+    device = driver.active.get_current_device()
+
+    def compile_one(one: Launch) -> None:
+        driver.active.set_current_device(device)
+        prepare_planned(one.kernel, one.grid, one.args, one.constants, one.memory, one.key)
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(max(1, min(len(missing), cores or 1))) as pool:
+        running = [pool.submit(compile_one, one) for one in missing.values()]
+    for one in running:
+        one.result()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -46,10 +148,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if len(_made) >= MOST_MADE:
         _made.clear()
-    key, given = _key(kernel, args, constants), args
-    if key in _made:  # `args` holds the tensors until they are launched with
-        given = tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in args])
-    _launch(_made, key, kernel, grid, given, constants)
+    key, given = _key(kernel, args, constants)
+    found = _made.get(key)  # asked once: another thread may clear it any time
+    if found is None or _state.planned is not None:
+        return _launch(_made, key, kernel, grid, args, constants)
+    _again(found, grid, given)  # `args` holds the tensors until they are launched with
+    launches.bump(kernel.__name__)
 
 
 def launch_planned(
@@ -61,17 +165,38 @@ def launch_planned(
     Of what is compiled already addresses will do for tensors, and are quicker: of a tensor Triton's
     launcher asks the driver whether the GPU can reach it, 1 us each.
     """
-    _launch(compiled, id(kernel), kernel, grid, args, constants)
+    found = compiled.get(id(kernel))
+    if found is None or _state.planned is not None:
+        return _launch(compiled, id(kernel), kernel, grid, args, constants)
+    _again(found, grid, args)
+    launches.bump(kernel.__name__)
 
 
 def prepare_planned(
-    kernel: Any, grid: tuple, args: tuple, constants: dict[str, Any], compiled: dict[int, Made]
-) -> None:
-    """launch_planned()'s compilation and loading, without the launch. Not for the interpreter."""
-    if id(kernel) not in compiled:
-        made = kernel.warmup(*args, grid=grid, **constants)
+    kernel: Any, grid: tuple, args: tuple, constants: dict[str, Any], compiled: dict[Any, Made],
+    key: Any = None,
+) -> None:  # fmt: skip
+    """Compile and load a kernel, under `key` or as launch_planned() would, without launching it.
+
+    Not for the interpreter.
+    """
+    key = id(kernel) if key is None else key
+    if key not in compiled:
+        made = kernel.warmup(*args, grid=grid, **OPTIONS, **constants)
         made._init_handles()
-        compiled[id(kernel)] = _kept(kernel, made, args, constants)
+        compiled[key] = _kept(kernel, made, args, constants)
+
+
+def is_planned(name: str) -> bool:
+    """Return whether this thread plans, so that a launch which is not Triton's must not be made.
+
+    Its name is then kept among the planned launches.
+    """
+    if _state.planned is None:
+        return False
+    kernel = SimpleNamespace(__name__=name)
+    _state.planned.launches.append(Launch(kernel, (), (), {}, {}, None))
+    return True
 
 
 def _kept(kernel: Any, made: Any, args: tuple, constants: dict[str, Any]) -> Made:
@@ -82,15 +207,16 @@ def _launch(
     memory: dict[Any, Made], key: Any, kernel: Any, grid: tuple, args: tuple,
     constants: dict[str, Any],
 ) -> None:  # fmt: skip
-    """As `memory` has it under `key`; a key of None is not kept."""
-    found = memory.get(key)
-    if found is not None:
-        _again(found, grid, args)
-    else:
-        made = kernel[grid](*args, **constants)
-        # Nothing comes back from the interpreter.
-        if key is not None and hasattr(made, "packed_metadata"):
-            memory[key] = _kept(kernel, made, args, constants)
+    """By Triton, and what it compiled into memory[key]; a key of None is not kept."""
+    if _state.planned is not None:
+        _state.planned.launches.append(Launch(kernel, grid, args, constants, memory, key))
+        return
+    if _state.in_call and key is not None and hasattr(kernel, "warmup"):
+        raise _Uncompiled
+    made = kernel[grid](*args, **OPTIONS, **constants)
+    # Nothing comes back from the interpreter.
+    if key is not None and hasattr(made, "packed_metadata"):
+        memory[key] = _kept(kernel, made, args, constants)
     launches.bump(kernel.__name__)
 
 
@@ -107,29 +233,34 @@ def _again(found: Made, grid: tuple, args: tuple) -> None:
     )  # fmt: skip
 
 
-def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple | None:
-    """What tells compiled kernels apart, as finely as Triton does; None for what it does not know.
+def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple[tuple | None, list]:
+    """What tells compiled kernels apart, as finely as Triton does, None for what it does not know;
+    and the arguments with addresses for tensors.
 
     Of tensors dtype and alignment, and whether a GPU reaches them, which addresses do not tell; of
     ints whether they are 1, or a multiple of 16, or need more than 32 bits.
     """
+    given: list[Any] = []
     if not hasattr(kernel, "device_caches"):  # the interpreter's
-        return None
+        return None, given
     key = [id(kernel), driver.active.get_current_device()]
     for x in args:
         kind = type(x)
         if kind is int:
             key.append("1" if x == 1 else (x & 15 == 0, -LARGE <= x < LARGE, x < LARGE << 32))
-        elif isinstance(x, Tensor):
-            key.append((x.dtype, x.data_ptr() & 15 == 0, x.is_cuda))
+        elif kind is Tensor or isinstance(x, Tensor):
+            at = x.data_ptr()
+            key.append((x.dtype, at & 15 == 0, x.is_cuda))
+            x = at
         elif kind is float or kind is bool or x is None:
             key.append(kind)
         elif hasattr(x, "kind"):  # of descriptor()
             key.append(x.kind)
         else:
-            return None
+            return None, given
+        given.append(x)
     key.append(tuple(constants.items()))
-    return tuple(key)
+    return tuple(key), given
 
 
 def _hooked() -> bool:

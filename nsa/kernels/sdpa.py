@@ -20,7 +20,8 @@ from nsa import launches, log
 from nsa.blocks import num_compressed, visible_compressed
 from nsa.checks import scale_of
 from nsa.flags import Flags
-from nsa.packing import length_buckets, packed_positions
+from nsa.packing import length_buckets, slot_keys
+from nsa.select import range_lengths
 
 _CHUNK = 256  # least queries of one call
 _CHUNK_ELEMENTS = 1 << 27  # gathered key or score elements of one call: 256 MiB in bf16
@@ -70,14 +71,15 @@ def selection_sdpa(
 
     q [B, S, HQ, Dk], k [B, Skv, G, Dk], v [B, Skv, G, Dv], clean ranges [B, S, G, n, 2] as
     select.clean_ranges leaves them -> [B, S, HQ, Dv]. Rows of like length (next power of two) share
-    one call, split where the gathered keys would pass 2^27 elements. Differentiable; a row without
-    keys gives 0. Waits for the device to learn the lengths. flags: whether packing is timed.
+    one call, split where the gathered keys would pass 2^27 elements; which keys a row holds is
+    worked out in its call. Differentiable; a row without keys gives 0. Waits for the device to
+    learn the lengths. flags: whether packing is timed.
     """
     B, S, HQ, Dk = q.shape
-    G, n = k.shape[2], ranges.shape[3]
+    G = k.shape[2]
     h, scale, flags = HQ // G, scale_of(softmax_scale, q.shape[-1]), flags or Flags()
-    key, _, lengths = packed_positions(ranges.reshape(B * S * G, n, 2))
-    first = F.pad(lengths.cumsum(0), (1, 0))
+    spans = ranges.flatten(0, 2)
+    lengths = range_lengths(spans)
     rows_q = q.reshape(B * S * G, 1, h, Dk)
     width = max(Dk, v.shape[-1], h)
 
@@ -87,7 +89,7 @@ def selection_sdpa(
         count = lengths[rows, None]
         slot = torch.arange(longest, device=q.device)[None]
         # A slot past the end repeats the row's own last key: masked, and no stranger's NaN.
-        at = key[first[rows, None] + torch.minimum(slot, count - 1)]
+        at = slot_keys(spans[rows], torch.minimum(slot, count - 1).to(torch.int32))
         b, g = rows[:, None] // (S * G), rows[:, None] % G
         mask = (slot < count)[:, None, None].expand(-1, 1, h, -1) if padded else None
         with log.timed("sel.sdpa.pack", k, flags, rows=len(rows), longest=longest):

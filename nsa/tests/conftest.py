@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench.records import emit
-from nsa import log
+from nsa import failed, log, settled
 from nsa.flags import Flags, clear_flags_cache
 
 # NSA_TEST_<group>=1 means that the group's tests must run here, so a skip is a failure.
@@ -50,12 +50,13 @@ def cuda() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def fresh_flags() -> Iterator[None]:
-    """Flags are read anew in every test, and again after it."""
-    clear_flags_cache()
-    log.reset()
+    """Flags are read anew in every test, and again after it; what failed before is forgotten."""
+    resets = clear_flags_cache, log.reset, failed.reset
+    for reset in resets:
+        reset()
     yield
-    clear_flags_cache()
-    log.reset()
+    for reset in resets:
+        reset()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -118,6 +119,12 @@ def _poisoned(make):
         return tensor
 
     return poisoned
+
+
+@pytest.fixture(autouse=True)
+def nothing_settled() -> None:
+    """A test may change what a call that another one made was decided by."""
+    settled._calls.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nsa import dispatch, kernels
-from nsa.kernels.aot import ARCHS, SHARED_LIMIT, AotCase, Resources, compile_case
+from nsa.kernels.aot import ARCHS, SHARED_LIMIT, AotCase, Resources, compile_case, lower_case
 
 # Every kernel package offers its configurations in a module aot_cases.
 MODULES = sorted(
@@ -67,6 +67,32 @@ def test_cases_compile_and_fit(module, arch, part):
             bad.append(f"{case.name}: {used.shared} B of shared memory for each of {TEAM_PER_SM}")
         bad += [f"{case.name}: {p}" for p in used.problems(arch, case.max_spill)]
     assert not bad, f"{len(bad)} of {len(cases)} on sm_{arch}:\n" + "\n".join(bad)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("module", MODULES)
+def test_every_int_argument_may_be_one(module, part):
+    """All of them at once in every case, and each alone in one case of every kernel; those for
+    sm_90 have every kernel."""
+    alone, bad = {}, []
+
+    def attempt(case, ones):
+        try:
+            lower_case(case, 90, ones)
+        except Exception as error:
+            why = str(error.__cause__ or error)[-200:]
+            bad.append(f"{case.name} with {', '.join(ones)} = 1: {type(error).__name__}: {why}")
+
+    for case in importlib.import_module(module).aot_cases(90):
+        alone.setdefault(case.kernel.__name__, case)
+    names = sorted(alone)[part::PARTS]
+    for case in importlib.import_module(module).aot_cases(90):
+        name, ints = case.kernel.__name__, [n for n, t in case.types.items() if t in ("i32", "i64")]
+        if name in names and ints:
+            attempt(case, ints)
+            for one in ints if case.name == alone[name].name else ():
+                attempt(case, [one])
+    assert names and not bad, "\n".join(bad)
 
 
 def test_problems_name_what_does_not_fit():

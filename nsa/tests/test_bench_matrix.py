@@ -67,8 +67,6 @@ def test_full_is_the_whole_matrix():
         assert len(found) == 2 * len(want) and {c.dist for c in found} == {dist}
     decode = {(c.H, c.n_sel, c.L, (c.D, c.Dv)) for c in cells(planned["sel_decode"])}
     assert decode == set(itertools.product((2, 4), (8, 16), (128, 256, 512), WIDTHS))
-    repeated = cells(planned["sel_repeat"])
-    assert {c.run for c in repeated} == {1, 2, 3} and len(repeated) == 3 * 7 * 3 * 2
     names = [c.name for c in cells(*(s for s in planned.values() if s.id.startswith("sel_")
                                      and "bench/bench_sel_triton.py" in s.argv))]  # fmt: skip
     assert len(set(names)) == len(names) > 3000  # `compare` finds a case by its name
@@ -79,8 +77,15 @@ def test_full_is_the_whole_matrix():
 def test_a_half_hour_of_cells_comes_last():
     order = list(stages("full"))
     assert order[-6:] == [
-        "sel_decode", "sel_dense", "sel_varlen", "sel_mixed", "sel_repeat", "threshold"
+        "sel_decode", "sel_dense", "sel_varlen", "sel_mixed", "sel_route", "threshold"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("profile", MINUTES)
+def test_the_threshold_is_made_of_routes(profile):
+    planned = stages(profile)
+    assert planned["threshold"].needs == ("sel_route.csv",)
+    assert {c.mode for c in cells(planned["sel_route"])} == {"route"}
 
 
 def test_the_decode_bench_runs_its_kernels_on_sm89_too():
@@ -104,7 +109,8 @@ def test_single_values_and_the_default_still_work():
 
 @pytest.mark.parametrize(
     "argv",
-    ["--N 0", "--D 64,x", "--repeat 0", "--decode 1 --n_sel 8,12", "--decode 1 --n_sel 2"],
+    ["--N 0", "--D 64,x", "--repeat 0", "--decode 1 --n_sel 8,12", "--decode 1 --n_sel 2",
+     "--route 1 --streams 1,2", "--decode 1 --route 1"],
 )
 def test_bad_sizes_are_usage_errors(argv, capsys):
     with pytest.raises(SystemExit) as stop:

@@ -14,10 +14,11 @@ import torch
 from bench import bench_fa2, bench_prefill, bench_sel_triton, health
 from bench.clock import HostClock
 from bench.device import Ceilings, Gpu, ceilings, reason_names
-from bench.prefill_inputs import Prefill, Projections
+from bench.prefill_inputs import Pack, Prefill, Projections
 from bench.roofline import BACKWARD, Shape, bytes_needed, flops, pairs
 from bench.timing import Budget, measure
 from nsa import launches, oracle
+from nsa.flags import Flags
 from nsa.kernels.row_tiles import tma_usable
 
 SMALL = Shape(77, B=2, HQ=6, G=2, D=16, Dv=8, l=8, d=4, l_sel=16, n_sel=3, w=20)
@@ -225,6 +226,59 @@ def test_the_rotary_turn_is_timed_beside_its_proof(direction, kernel_device, mon
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_pack_is_timed_beside_its_parts(direction, kernel_device, monkeypatch):
+    shape = Shape(32, HQ=4, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=3, w=12)
+    budget = Budget(device_s=0.02, wall_s=1.0, warm_s=0.0, warm_calls=1, min_n=3)
+
+    def row():
+        x = Pack(shape, kernel_device, torch.float16)
+        assert x.where(15) == (0, 0, 15) and x.where(18) == (16, 3, 2)
+        case = bench_prefill.pack_case(x, direction, {"S": 32})
+        return measure(case, HostClock(), cold=False, budget=budget)
+
+    right = row()
+    assert right.status in ("VALID", "UNSTABLE") and right.parity["status"] == "PASS", right.why
+    assert right.baseline == "nsa its parts" and right.columns["op"] == "pack"
+    if direction == "bwd":
+        return
+    real = Pack.forward
+    wrong = lambda x, op: real(x, op) + 0.1 * x.q
+    monkeypatch.setattr(Pack, "forward", wrong)
+    assert row().median_us is None
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dist", ["few", "mixed"])
+def test_routes_are_timed_beside_their_proof(dist, kernel_device, monkeypatch):
+    """What a caller gets on Triton against packing plus SDPA; who returns something else has no
+    number."""
+    monkeypatch.setattr(bench_sel_triton, "DEVICE", kernel_device)
+    monkeypatch.setattr(bench_sel_triton, "CACHE_LEN", 64)
+    cell = bench_sel_triton.Cell("route", dist, 4, 2, 16, 16, 12, 1)
+    budget = Budget(device_s=0.02, wall_s=1.0, warm_s=0.0, warm_calls=1, min_n=3)
+
+    def row():
+        case = bench_sel_triton.case_of(cell, cell.rows(torch.float16), Flags(), {})
+        return measure(case, HostClock(), cold=False, budget=budget)
+
+    right = row()
+    assert right.status in ("VALID", "UNSTABLE") and right.parity["status"] == "PASS", right.why
+    assert right.path_taken == ("triton_ranges_single" if dist == "few" else "triton_ranges")
+    assert (right.baseline, right.path_requested) == ("packing", "triton")
+    low, high = right.wall_speedup_ci95
+    assert 0 < low <= right.wall_speedup <= high
+    from nsa.kernels.triton_sel_kernel import in_place
+
+    real = in_place.in_place
+
+    beside = lambda q, k, v, ranges, plan: real(q, k, v, ranges + 1, plan)
+    monkeypatch.setattr(in_place, "in_place", beside)
+    wrong = row()
+    assert wrong.status == "FAILED" and wrong.median_us is None
+
+
+@pytest.mark.kernel
 @pytest.mark.parametrize("branch", ["win", "cmp"])
 def test_fa2_is_held_against_the_triton_kernel_too(branch, kernel_device):
     """Both rungs that would serve instead give the branch's result; the row tells the keys."""
@@ -399,7 +453,7 @@ def test_descriptors_are_used_where_tiles_are_whole(arch, dtype, width, whole, u
     assert not tma_usable(arch, k[:, :, ::2], whole=v)
 
 
-@pytest.mark.parametrize("arch, release", [(90, "3.6.0"), (90, "3.7.1"), (80, "3.6.0")])
+@pytest.mark.parametrize("arch, release", [(90, "3.6.0"), (90, "3.8.0"), (80, "3.6.0")])
 @pytest.mark.parametrize("S, HQ, G", [(65536, 64, 4), (32768, 32, 8), (1024, 48, 4)])
 def test_kernels_that_must_run_in_prefill_are_there(S, HQ, G, arch, release, monkeypatch):
     """Whatever the shape, by name; no kernel is launched."""

@@ -140,35 +140,40 @@ def test_lists_hold_every_pair_once_and_in_order(
     monkeypatch.setattr(block_lists, "MAP_BYTES", most)
     x = Problem(case, "ragged", kernel_device, monkeypatch)
     x.blocks.view(-1, case.n)[3] = torch.tensor([2, 3, 2**31 - 1][: case.n])
-    n_seq, per_seq = len(case.lengths) * case.batch, 3
+    per_seq, tile, kv_len = 3, 16, 48
     blocks, cu = x.blocks, x.cu
     if case.packed:
         blocks = torch.cat([blocks, torch.zeros_like(blocks[:5])])
     with launches.recording() as counts:
-        lists = block_lists.rows_of_tiles(
-            blocks, per_block, n_seq, per_seq, max(case.lengths), cu
-        )
+        lists = block_lists.rows_of_tiles(blocks, per_block, tile, kv_len, cu)
     assert ("_tile_members_kernel" in counts) == (most > 0)
     begins = [case.lengths[0] * b for b in range(case.batch)]
     if case.packed:
         begins = cu.tolist()[:-1]
+        first_tiles = [first // tile + i for i, first in enumerate(begins)]
+        assert lists.per_seq == len(blocks) // tile + len(begins) + 1
     want = {}
     for at, block in enumerate(x.blocks.flatten().tolist()):
         row = at // case.n
         token, group = row // case.G, row % case.G
         sequence = max(i for i, first in enumerate(begins) if first <= token)
-        for tile in range(block * per_block, (block + 1) * per_block):
-            if 0 <= tile < per_seq:
-                want.setdefault((sequence, group, tile), []).append(row)
+        for nth in range(block * per_block, (block + 1) * per_block):
+            if case.packed and 0 <= nth * tile <= token - begins[sequence]:
+                want.setdefault((group, sequence, nth), []).append(row)
+            elif not case.packed and 0 <= nth < per_seq:
+                want.setdefault((sequence, group, nth), []).append(row)
     got, rows = {}, lists.rows.tolist()
-    for tile, begin, end in zip(
+    for number, begin, end in zip(
         lists.chunk_tile.tolist(), lists.chunk_begin.tolist(), lists.chunk_end.tolist(),
         strict=True,
     ):  # fmt: skip
         if begin < end:
             assert end - begin <= 4
-            rest, block = divmod(tile, per_seq)
-            run = (*divmod(rest, case.G), block)
+            rest, nth = divmod(number, lists.per_seq)
+            run = (*divmod(rest, case.G), nth)
+            if case.packed:
+                sequence = max(i for i, first in enumerate(first_tiles) if first <= nth)
+                run = (rest, sequence, nth - first_tiles[sequence])
             assert run >= max(got, default=run)
             got.setdefault(run, []).extend(rows[begin:end])
     assert got == want
@@ -182,7 +187,7 @@ def test_pieces_come_once_by_group_and_about_in_order(case, kernel_device, monke
     monkeypatch.setattr(block_lists, "BUCKETS", 16)
     x = Problem(case, "random", kernel_device, monkeypatch)
     tokens = sum(case.lengths)
-    lists = block_lists.rows_of_tiles(x.blocks, 1, len(case.lengths), 9, max(case.lengths), x.cu)
+    lists = block_lists.rows_of_tiles(x.blocks, 1, case.block, 90, x.cu)
     pieces, per_chunk = block_lists.pieces_in_order(lists, 4, tokens, case.G)
     assert per_chunk == 4 and len(pieces) == 1 + 4 * lists.n_chunks
     spans = {}

@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from bench.parity import assert_parity
-from nsa import attention, launches
+from nsa import attention, launches, rungs
 from nsa.cache import BranchKV, NSACache
 from nsa.checks import apply_linear
 from nsa.compress import MLPCompression, make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.module import GateMLP, NSAAttention
+from nsa.routes import RouteUnavailable
 from nsa.tests.helpers import left_for_the_collector, randn
 
 KERNEL = "_decode_append_kernel"
@@ -365,6 +366,28 @@ def test_a_kernel_that_fails_is_told_and_not_tried_again(allowed, capsys):
     assert "no_such_instruction" in err
 
 
+@pytest.mark.filterwarnings("ignore:nsa. the decode step's append on triton failed")
+def test_a_kernel_that_fails_is_not_tried_again_for_the_next_cache(allowed, monkeypatch):
+    from nsa import dispatch
+
+    taken = dispatch.Decision(dispatch.Branch.STEP, dispatch.Route.TRITON)
+    monkeypatch.setattr(dispatch, "decide", lambda *_: taken)
+    calls, _ = allowed
+    layer = layer_of(SMALL, "cpu", torch.float32)
+    layer.backend, layer.flags = None, Flags()
+
+    def tries(backend=None, **how):
+        before, cache = len(calls), layer.make_cache(1, 8, **how)
+        found = attention.append_projected(
+            lambda: torch.zeros(1, 1, sum(SMALL.qkv_widths), dtype=cache.dtype), cache,
+            layer.phi_k, layer.phi_v, backend=backend, flags=layer.flags,
+        )  # fmt: skip
+        assert found == (None, None) and cache.length == 0
+        return len(calls) - before
+
+    assert [tries(), tries(), tries("auto"), tries(dtype=torch.float64)] == [1, 0, 0, 1]
+
+
 @pytest.mark.parametrize("error", [
     RuntimeError("CUDA error: an illegal memory access"), torch.OutOfMemoryError("full"),
     ValueError("the caller's"), TypeError("the caller's"),
@@ -386,6 +409,40 @@ def test_a_named_backend_raises_its_error(allowed):
     cache.fused_append[("triton", TRITON)] = True
     with pytest.raises(RuntimeError, match="no such instruction"):
         layer.step(randn(1, 1, 24, seed=2), cache)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("needs", ["q", "gates"])
+def test_a_gradient_is_that_of_prefill_or_refused(needs, kernel_device):
+    """Also of a cache whose steps were fused before; the step's own kernels have none."""
+    config = replace(SMALL, l_sel=16)
+    layer = layer_of(config, kernel_device, torch.float16)
+    cache, _ = caches_at(layer, [7], 9)
+    make = lambda seed, width: randn(
+        1, 1, 6, width, seed=seed, dtype=torch.float16, device=kernel_device
+    )
+    x = dict(q=make(1, 24), gates=make(2, 3).sigmoid())
+    decode = lambda **how: attention.nsa_decode(x["q"], cache, None, x["gates"], **how)[0]
+    cache.fused_step.add((None, TRITON))
+    with launches.recording() as fused:
+        want = decode(flags=TRITON)
+    assert any(name.startswith("_decode") for name in fused)
+    x[needs].requires_grad_()
+    (plain,) = torch.autograd.grad(decode(backend="reference").float().sum(), x[needs])
+    assert plain.any()
+    for backend in (None, "triton"):
+        out = decode(backend=backend, flags=replace(TRITON, sel_triton_allow_grad=True))
+        (grad,) = torch.autograd.grad(out.float().sum(), x[needs])
+        torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
+        torch.testing.assert_close(grad, plain, rtol=2e-3, atol=2e-3)
+    with pytest.raises(RouteUnavailable, match="needs_grad.*a decode step has no gradient of q"):
+        rungs.step_triton(dict(x, cache=cache, softmax_scale=1.0, sizes=config.sizes()), TRITON)
+    qkv = torch.zeros(
+        1, 1, sum(config.qkv_widths), dtype=torch.float16, device=kernel_device, requires_grad=True
+    )
+    with pytest.raises(ValueError, match="qkv must need no gradient"):
+        cache.append_projected(qkv, layer.phi_k, layer.phi_v)
+    assert cache.lengths == [7]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such instruction"), NotImplementedError("T"),

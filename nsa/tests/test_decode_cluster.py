@@ -292,43 +292,87 @@ def test_what_does_not_compile_is_said(monkeypatch):
         cluster.compile_cluster(defined.items(), 90)
 
 
-def test_where_it_cannot_be_had_steps_take_several_launches(monkeypatch):
+@pytest.fixture
+def loads(monkeypatch):
+    """What is asked for to be loaded, as on an H200; `loads.error` is raised instead."""
     from nsa.kernels.decode import cluster
 
-    given = (
-        torch.device("cuda", 0), 1, 1, 64, 4, 128, 128, BF16, BF16, 32, 16, 64, 16, 1, 2, 512,
-        8192, 0, True,
-    )  # fmt: skip
-    asked = []
+    class Loads(list):
+        error = None
 
-    def load(*args):
-        asked.append(args)
-        raise cluster.Unavailable("no such library")
+    asked = Loads()
+
+    def load(macros):
+        asked.append(macros)
+        if asked.error:
+            raise asked.error
+        return f"function {len(asked)}", "cuLaunchKernel"
 
     monkeypatch.setattr(cluster, "arch_of", lambda device: 90)
     monkeypatch.setattr(cluster, "sm_count", lambda device: 132)
     monkeypatch.setattr(cluster, "_load", load)
-    cluster._kernel.cache_clear()
-    try:
-        with pytest.warns(RuntimeWarning, match="take several launches.*no such library"):
-            assert cluster.cluster_kernel(True, *given) is None
-        assert cluster.cluster_kernel(True, *given) is None and len(asked) == 1
-        assert cluster.cluster_kernel(False, *given) is None
-        (defined, grid), = asked
-        assert grid == (4 * defined["CLUSTER"], 1) and defined["HEADS"] == 16
-        for at, value in ((2, 2), (7, F32), (8, F32), (8, F16), (17, 24)):
-            changed = (*given[:at], value, *given[at + 1 :])
-            assert cluster.cluster_kernel(True, *changed) is None
-        assert len(asked) == 2  # of fp32 gates alone
-    finally:
-        cluster._kernel.cache_clear()
+    for cached in (cluster._kernel, cluster._function):
+        cached.cache_clear()
+    yield asked
+    for cached in (cluster._kernel, cluster._function):
+        cached.cache_clear()
+
+
+GIVEN = (
+    torch.device("cuda", 0), 1, 1, 64, 4, 128, 128, BF16, BF16, 32, 16, 64, 16, 1, 2, 512, 8192, 0,
+    True,
+)  # fmt: skip
+
+
+def given(**changed):
+    """GIVEN with values at other places, which are numbers behind a letter."""
+    return [changed.get(f"n{at}", value) for at, value in enumerate(GIVEN)]
+
+
+def test_where_it_cannot_be_had_steps_take_several_launches(loads):
+    from nsa.kernels.decode import cluster
+
+    loads.error = cluster.Unavailable("no such library")
+    with pytest.warns(RuntimeWarning, match="take several launches.*no such library"):
+        assert cluster.cluster_kernel(True, *GIVEN) is None
+    assert cluster.cluster_kernel(True, *GIVEN) is None
+    assert cluster.cluster_kernel(True, *given(n16=8000)) is None  # the cause is the same
+    assert cluster.cluster_kernel(False, *GIVEN) is None
+    assert len(loads) == 1 and loads[0]["HEADS"] == 16
+    for changed in (dict(n2=2), dict(n7=F32), dict(n8=F32), dict(n8=F16), dict(n17=24)):
+        assert cluster.cluster_kernel(True, *given(**changed)) is None
+    assert len(loads) == 2  # of fp32 gates alone
+
+
+def test_a_dead_context_is_not_taken_for_a_kernel_that_cannot_be_had(loads):
+    from nsa.kernels.decode import cluster
+
+    loads.error = cluster.Unavailable("CUresult: CUDA_ERROR_ILLEGAL_ADDRESS")
+    for _ in range(2):
+        with pytest.raises(cluster.Unavailable, match="ILLEGAL_ADDRESS"):
+            cluster.cluster_kernel(True, *GIVEN)
+
+
+def test_caches_of_many_lengths_load_few_modules(loads):
+    from nsa.kernels.decode import cluster
+
+    def kernels(batch):
+        return [
+            cluster.cluster_kernel(True, *given(n1=batch, n16=max_len))
+            for max_len in (*range(100, 100_000, 99), 100)
+        ]
+
+    for batch in (1, 2, 3):
+        assert all(k.grid == (4 * loads[-1]["CLUSTER"], batch) for k in kernels(batch)[-1:])
+    assert len(loads) <= 3 * 12  # clusters of three sizes, a power of two of units each
+    assert len({tuple(macros.items()) for macros in loads}) == len(loads)
 
 
 def test_older_cards_and_processors_are_not_asked(monkeypatch):
     from nsa.kernels.decode import cluster
 
-    monkeypatch.setattr(cluster, "_kernel", lambda *sizes: "taken")
-    for arch, taken in ((0, None), (80, None), (89, None), (90, "taken"), (100, None)):
+    monkeypatch.setattr(cluster, "_kernel", lambda *sizes: 7)
+    for arch, taken in ((0, None), (80, None), (89, None), (90, 7), (100, None)):
         monkeypatch.setattr(cluster, "arch_of", lambda device, arch=arch: arch)
         assert cluster.cluster_kernel(True, *[None] * 9) == taken
         assert cluster.cluster_kernel(False, *[None] * 9) is None

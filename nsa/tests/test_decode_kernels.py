@@ -472,7 +472,7 @@ def test_more_rows_than_a_tile_holds_are_refused():
     with pytest.raises(NotImplementedError, match="<= 128, got 144"):
         nsa_decode_triton(
             q, *[cache] * 6, torch.zeros(1, 9, 16, 3), torch.tensor([64]), l=8, d=4, l_sel=16,
-            n_sel=2, n_init=1, n_local=2, window=16, max_len=64,
+            n_sel=3, n_init=1, n_local=2, window=16, max_len=64,
         )  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
+import functools
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import dispatch
+from nsa import dispatch, errors, log
 from nsa.blocks import num_compressed
 from nsa.dispatch import (
     LADDER,
@@ -35,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GPU = Request(
     Branch.SELECTED, "cuda", "bfloat16", 128, 128, 8192, capability=(9, 0), no_fa2=None
 )
-ON = Flags(use_triton_sel=True, use_fa2=True)
+ON = Flags(use_fa2=True)  # Triton is wherever it can serve
+FA2 = Flags(use_fa2=True, use_triton_sel=False)
 WIN, CMP = replace(GPU, branch=Branch.SLIDING), replace(GPU, branch=Branch.COMPRESSED)
 BLK, STEP = replace(GPU, branch=Branch.BLOCKS), replace(GPU, branch=Branch.STEP)
 
@@ -44,14 +47,14 @@ BLK, STEP = replace(GPU, branch=Branch.BLOCKS), replace(GPU, branch=Branch.STEP)
     ("request_", "flags", "route", "reason"),
     [
         (GPU, ON, Route.TRITON, None),
-        (GPU, Flags(), Route.SDPA, "not_enabled"),
+        (GPU, Flags(), Route.TRITON, None),
+        (GPU, Flags(use_triton_sel=False), Route.SDPA, "not_enabled"),
         (GPU, Flags(use_triton_sel=True, force_parity=True), Route.REFERENCE, "force_parity"),
         (replace(GPU, device="cpu", capability=None), ON, Route.SDPA, "no_cuda"),
         (replace(GPU, device="cpu", capability=None, interpret=True), ON, Route.SDPA, "no_cuda"),
         (replace(GPU, has_triton=False), ON, Route.SDPA, "no_triton"),
         (replace(GPU, capability=(8, 9)), ON, Route.SDPA, "sm89_policy"),
-        (replace(GPU, capability=(8, 9)), Flags(use_triton_sel=True, triton_sel_force=True),
-         Route.TRITON, None),
+        (replace(GPU, capability=(8, 9)), Flags(triton_sel_force=True), Route.TRITON, None),
         (replace(GPU, capability=(8, 6)), ON, Route.TRITON, None),
         (replace(GPU, capability=(12, 0)), ON, Route.TRITON, None),
         (replace(GPU, capability=(8, 0)), ON, Route.TRITON, None),
@@ -62,32 +65,34 @@ BLK, STEP = replace(GPU, branch=Branch.BLOCKS), replace(GPU, branch=Branch.STEP)
         (replace(GPU, d_k=264), ON, Route.SDPA, "head_dim"),
         (replace(GPU, d_k=256, d_v=256), ON, Route.TRITON, None),
         (replace(BLK, d_v=512), ON, Route.REFERENCE, "head_dim"),
-        (replace(GPU, key_len=4095), ON, Route.SDPA, "below_min_L"),
-        (replace(GPU, key_len=4096), ON, Route.TRITON, None),
+        (replace(GPU, key_len=63), ON, Route.SDPA, "below_min_L"),
+        (replace(GPU, key_len=64), ON, Route.TRITON, None),
+        (replace(GPU, key_len=4095, capability=(8, 9)), Flags(triton_sel_force=True), Route.SDPA,
+         "below_min_L"),
+        (replace(GPU, key_len=255), Flags(sel_triton_min_L=256), Route.SDPA, "below_min_L"),
+        (replace(GPU, key_len=None), Flags(sel_triton_min_L=1 << 40), Route.TRITON, None),
         (replace(GPU, branch=Branch.PREFILL, key_len=1), ON, Route.TRITON, None),
         (replace(GPU, key_len=1), Flags(use_triton_sel=True, sel_triton_min_L=1), Route.TRITON,
          None),
-        (replace(GPU, needs_grad=True), ON, Route.SDPA, "needs_grad"),
-        (replace(GPU, needs_grad=True), Flags(use_triton_sel=True, sel_triton_allow_grad=True),
-         Route.TRITON, None),
-        (GPU, Flags(use_sel_pack=False), Route.REFERENCE, "not_enabled"),
+        (replace(GPU, needs_grad=True), Flags(sel_triton_allow_grad=False), Route.SDPA,
+         "needs_grad"),
+        (replace(GPU, needs_grad=True), Flags(), Route.TRITON, None),
+        (GPU, Flags(use_triton_sel=False, use_sel_pack=False), Route.REFERENCE, "not_enabled"),
         (WIN, ON, Route.FA2, None),
         (CMP, ON, Route.FA2, None),
         (WIN, Flags(use_triton_sel=True), Route.TRITON, "not_enabled"),
         (replace(WIN, key_len=1), Flags(use_triton_sel=True), Route.TRITON, "not_enabled"),
-        (replace(WIN, no_fa2="no wheel"), Flags(use_fa2=True), Route.SDPA, "no_fa2"),
-        (replace(WIN, key_len=15), Flags(use_fa2=True), Route.SDPA, "below_min_len"),
+        (replace(WIN, no_fa2="no wheel"), FA2, Route.SDPA, "no_fa2"),
+        (replace(WIN, key_len=15), FA2, Route.SDPA, "below_min_len"),
         (replace(WIN, key_len=15), Flags(use_fa2=True, fa2_min_len_win=15), Route.FA2, None),
-        (replace(CMP, key_len=15), Flags(use_fa2=True, fa2_min_len_win=1), Route.SDPA,
-         "below_min_len"),
+        (replace(CMP, key_len=15), replace(FA2, fa2_min_len_win=1), Route.SDPA, "below_min_len"),
         (replace(WIN, d_k=264), Flags(use_fa2=True), Route.SDPA, "head_dim"),
         (replace(WIN, dtype="float32"), ON, Route.SDPA, "dtype"),
         (WIN, Flags(use_fa2=True, force_parity=True), Route.REFERENCE, "force_parity"),
         (BLK, ON, Route.TRITON, None),
         (replace(BLK, needs_grad=True, key_len=1), ON, Route.TRITON, "x"),
         (STEP, ON, Route.TRITON, None),
-        (replace(STEP, needs_grad=True), Flags(use_triton_sel=True, sel_triton_allow_grad=True),
-         Route.REFERENCE, "needs_grad"),
+        (replace(STEP, needs_grad=True), ON, Route.REFERENCE, "needs_grad"),
     ],
 )  # fmt: skip
 def test_decision_table(request_, flags, route, reason):
@@ -108,7 +113,7 @@ def test_decision_table(request_, flags, route, reason):
         ({"capability": (8, 9)}, Flags(), "triton", "sm89_policy"),
         ({"dtype": "float32"}, Flags(), "triton", "dtype"),
         ({"d_k": 12}, Flags(), "triton", "align8"),
-        ({"needs_grad": True}, Flags(), "triton", "needs_grad"),
+        ({"needs_grad": True}, Flags(sel_triton_allow_grad=False), "triton", "needs_grad"),
         ({"device": "cpu", "capability": None}, Flags(), "triton", "no_cuda"),
         ({}, Flags(), "fa2", "wrong_branch"),
         ({"branch": Branch.BLOCKS}, Flags(), "sdpa", "wrong_branch"),
@@ -202,6 +207,8 @@ def test_reason_of_a_failed_rung(error, reason):
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
         RuntimeError("CUDA error: misaligned address"),
+        RuntimeError("_decode_cluster_kernel: CUDA_ERROR_ILLEGAL_ADDRESS"),
+        RuntimeError("_decode_cluster_kernel: CUDA_ERROR_OUT_OF_MEMORY"),
         MemoryError(),
         KeyboardInterrupt(),
     ],
@@ -209,6 +216,48 @@ def test_reason_of_a_failed_rung(error, reason):
 def test_out_of_memory_and_sticky_errors_are_not_fallen_back_from(error):
     with pytest.raises(type(error)):
         guarded(GPU, rungs(triton=error, sdpa="s", reference="r"), ON)
+
+
+# What cuGetErrorString says of the errors that end a process's use of its device.
+FINAL_WORDS = (
+    "an illegal memory access was encountered", "the launch timed out and was terminated",
+    "context is destroyed", "device-side assert triggered", "hardware stack error",
+    "an illegal instruction was encountered", "misaligned address",
+    "operation not supported on global/shared address space", "invalid program counter",
+    "unspecified launch failure", "uncorrectable ECC error encountered",
+    "uncorrectable NVLink error detected during the execution", "unknown error",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["CUDA error: ", "Triton Error [CUDA]: "])
+def test_the_words_of_sticky_errors_are_known(prefix):
+    assert [w for w in FINAL_WORDS if not errors.is_sticky(RuntimeError(prefix + w))] == []
+    for words in ("invalid device function", "too many resources requested for launch",
+                  "no kernel image is available", "invalid argument"):  # fmt: skip
+        assert not errors.must_raise(RuntimeError(prefix + words))
+
+
+FINAL_NAMES = {
+    f"CUDA_ERROR_{name}" for name in (
+        "ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "CONTEXT_IS_DESTROYED", "ASSERT",
+        "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS",
+        "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED", "TENSOR_MEMORY_LEAK", "CONTAINED",
+        "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "EXTERNAL_DEVICE", "MPS_CLIENT_TERMINATED",
+        "UNKNOWN",
+    )
+}  # fmt: skip
+
+
+def test_the_drivers_names_of_sticky_errors_are_known():
+    driver = pytest.importorskip("cuda.bindings.driver")
+    for code in driver.CUresult:
+        error = RuntimeError(f"_decode_cluster_kernel: {code.name}")
+        assert errors.is_sticky(error) == (code.name in FINAL_NAMES), code.name
+        out_of_memory = code.name == "CUDA_ERROR_OUT_OF_MEMORY"
+        assert errors.must_raise(error) == (out_of_memory or code.name in FINAL_NAMES), code.name
+        said = " ".join((code.__doc__ or "").split())  # newer bindings tell what ends a process
+        if "terminated and relaunched" in said or "cannot be used anymore" in said:
+            assert code.name in FINAL_NAMES, said
 
 
 def test_named_route_and_reference_raise_their_own_error():
@@ -230,9 +279,109 @@ def test_a_kernel_that_fails_is_a_warning_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         guarded(GPU, calls, ON)
-        guarded(GPU, rungs(triton=NotImplementedError("no"), sdpa="s"), ON)
     with pytest.warns(RuntimeWarning, match="RuntimeError: another"):
-        guarded(GPU, rungs(triton=RuntimeError("another"), sdpa="s"), ON)
+        guarded(replace(GPU, d_k=64), rungs(triton=RuntimeError("another"), sdpa="s"), ON)
+
+
+@pytest.mark.filterwarnings("ignore:nsa. selected on triton failed")
+def test_a_kernel_that_fails_is_tried_once_per_kind_of_call(capsys):
+    tries = []
+
+    def fails():
+        tries.append(1)
+        raise RuntimeError("ptxas died")
+
+    def tried(request=GPU, flags=ON, backend=None, x=(2, 300), **args):
+        before = len(tries)
+        args = dict(args, q=torch.empty(x, device="meta"))
+        calls = {Route.TRITON: fails, Route.SDPA: lambda: "s"}
+        with contextlib.suppress(RuntimeError):
+            result, decision = guarded(request, calls, flags, backend, args)
+            assert result == "s" and decision.rejected[0] == (Route.TRITON, "launch_error")
+        return len(tries) - before
+
+    alike = {}, dict(x=(3, 511)), dict(request=replace(GPU, key_len=9000))
+    assert [tried(**call) for call in (*alike, {})] == [1, 0, 0, 0]
+    others = (
+        dict(x=(2, 512)), dict(x=(2, 300, 1)), dict(sizes={"l": 32}), dict(sizes={"l": 64}),
+        dict(request=replace(GPU, key_len=1 << 14)), dict(request=replace(GPU, dtype="float16")),
+        dict(flags=replace(ON, use_gluon=False)),
+    )  # fmt: skip
+    for call in others:
+        assert [tried(**call), tried(**call)] == [1, 0], call
+    assert [tried(backend="triton"), tried(backend="triton")] == [1, 1]  # its error is the caller's
+    capsys.readouterr()
+    assert tried(flags=replace(ON, debug_log=True)) == 1
+    assert tried(flags=replace(ON, debug_log=True)) == 0
+    line = "sel.triton.fallback reason=launch_error error=RuntimeError:_ptxas_died"
+    assert capsys.readouterr().err.count(line) == 2  # told all the same
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "told"),
+    [
+        ({}, Flags(use_triton_sel=False), r"use_triton_sel \(argument\) turns them off"),
+        ({}, Flags.from_env({"NSA_USE_TRITON_SEL": "0"}), "NSA_USE_TRITON_SEL=0 turns them off"),
+        ({}, Flags(force_parity=True), "unset it"),
+        ({"has_triton": False}, Flags(), "install"),
+        ({"capability": (8, 9)}, Flags(), "NSA_TRITON_SEL_FORCE=1"),
+        ({"dtype": "float32"}, Flags(), "fp16 and bf16.*float32.*autocast"),
+        ({"d_k": 100}, Flags(), "multiples of 8.*Dk=100"),
+        ({"d_v": 264}, Flags(), "up to 256.*Dv=264"),
+        ({"needs_grad": True}, Flags(sel_triton_allow_grad=False), "NSA_SEL_TRITON_ALLOW_GRAD=0"),
+        ({"forward_ad": True}, Flags(), "forward mode"),
+    ],
+)
+def test_a_gpu_that_runs_pytorch_says_so_once_per_cause(change, flags, told):
+    log.reset()
+    for branch in (Branch.SELECTED, Branch.SLIDING):
+        request = replace(GPU, branch=branch, **change)
+        run = functools.partial(guarded, request, rungs(sdpa="s", reference="r"), flags)
+        if branch is Branch.SELECTED:
+            with pytest.warns(RuntimeWarning, match=f"PyTorch serves instead.*{told}"):
+                run()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run()
+
+
+def test_a_hopper_gpu_without_its_kernels_is_told_once(monkeypatch):
+    pytest.importorskip("triton")
+    from nsa.kernels.prefill import hopper
+
+    device = torch.device("cuda", 7)
+    monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(dispatch, "_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(hopper, "why_not", lambda *_: "triton 3.8.0: unproven; use 3.7")
+    with pytest.warns(RuntimeWarning, match="kernels for Hopper do not serve: triton 3.8.0"):
+        dispatch.log_device(device, Flags())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dispatch.log_device(device, Flags())
+        monkeypatch.setattr(dispatch, "_capability", lambda index: (8, 0))
+        dispatch.log_device(torch.device("cuda", 6), Flags())
+
+
+def test_arguments_without_a_kernel_are_told():
+    with pytest.warns(RuntimeWarning, match="no kernel takes these arguments: l_sel must be"):
+        guarded(GPU, rungs(triton=NotImplementedError("l_sel must be 16"), sdpa="s"), ON)
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "backend"),
+    [
+        ({"device": "cpu", "capability": None}, Flags(), None),
+        ({"capability": (7, 5)}, Flags(), None),
+        ({"key_len": 8}, Flags(), None),  # below the threshold PyTorch is the faster one
+        ({}, Flags(use_triton_sel=False), "sdpa"),  # asked for by name
+        ({"branch": Branch.STEP, "needs_grad": True}, Flags(), None),  # composed of kernels
+    ],
+)
+def test_nothing_is_told_where_pytorch_is_right(change, flags, backend):
+    log.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guarded(replace(GPU, **change), rungs(sdpa="s", reference="r"), flags, backend)
 
 
 def test_a_trace_holds_the_decisions_of_its_thread():
@@ -259,7 +408,7 @@ def test_rungs_that_policy_forbids_are_skipped_after_an_error():
 
 
 def test_fallback_lines_carry_the_numbers(capsys):
-    flags = Flags(use_triton_sel=True, debug_log=True)
+    flags = Flags(sel_triton_min_L=4096, debug_log=True)
     guarded(replace(GPU, key_len=96), rungs(sdpa="s"), flags)
     expected = "NSA-LOG sel.triton.fallback reason=below_min_L L=96 min_L=4096\n"
     assert capsys.readouterr().err == expected
@@ -294,13 +443,13 @@ def test_tritons_words_for_interpreting(text, monkeypatch):
 
 
 def test_the_device_of_the_kernels_is_logged_once(monkeypatch, capsys):
-    monkeypatch.setattr(dispatch, "_capability", lambda _: (9, 0))
-    monkeypatch.setattr(dispatch, "_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(dispatch, "_capability", lambda _: (8, 0))
+    monkeypatch.setattr(dispatch, "_device_name", lambda _: "NVIDIA A100")
     flags = Flags(debug_log=True)
     for index in (0, 0, 1):
         dispatch.log_device(torch.device("cuda", index), flags)
     dispatch.log_device(torch.device("cpu"), flags)
-    line = "NSA-LOG sel.triton.device name=NVIDIA_H200 sm=9.0\n"
+    line = "NSA-LOG sel.triton.device name=NVIDIA_A100 sm=8.0\n"
     assert capsys.readouterr().err == 2 * line  # two devices
     devices = []
     monkeypatch.setattr(dispatch, "log_device", lambda device, _: devices.append(device.type))
@@ -398,7 +547,7 @@ def test_the_threshold_is_not_about_the_branches_of_a_whole_attention(monkeypatc
     real = dispatch.run
 
     def run(branch, args, flags, backend=None, *, key_len):
-        seen.append((branch, key_len < flags.sel_triton_min_L))
+        seen.append((branch, key_len is not None and key_len < flags.sel_triton_min_L))
         return real(branch, args, flags, backend, key_len=key_len)
 
     monkeypatch.setattr(dispatch, "run", run)
@@ -406,7 +555,7 @@ def test_the_threshold_is_not_about_the_branches_of_a_whole_attention(monkeypatc
     q, k = randn(1, 40, 4, 8, seed=1), randn(1, 40, 2, 8, seed=2)
     n = num_compressed(40, 8, 4)
     nsa.nsa_attention(
-        q, k[:, :n], k[:, :n], k, k, k, k, torch.rand(1, 40, 4, 3), l=8, d=4, l_sel=8, n_sel=2,
+        q, k[:, :n], k[:, :n], k, k, k, k, torch.rand(1, 40, 4, 3), l=8, d=4, l_sel=8, n_sel=3,
         window=8, flags=flags,
     )  # fmt: skip
     assert (Branch.SELECTED, False) in seen

@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # requirements: variable -> default of the code (the shipped file may set the same value)
 DEFAULTS = {
-    "NSA_USE_TRITON_SEL": False, "NSA_TRITON_SEL_FORCE": False, "NSA_SEL_TRITON_ALLOW_GRAD": False,
-    "NSA_SEL_TRITON_MIN_L": 4096, "NSA_SEL_TRITON_GROUP": False, "NSA_SEL_TRITON_BLOCK_D": None,
-    "NSA_SEL_TRITON_BLOCK_L": None, "NSA_SEL_TRITON_BLOCK_DV": None, "NSA_USE_SEL_PACK": True,
+    "NSA_USE_TRITON_SEL": "auto", "NSA_TRITON_SEL_FORCE": False,
+    "NSA_SEL_TRITON_ALLOW_GRAD": "auto", "NSA_SEL_TRITON_MIN_L": "auto",
+    "NSA_SEL_TRITON_GROUP": False, "NSA_SEL_TRITON_BLOCK_D": "auto",
+    "NSA_SEL_TRITON_BLOCK_L": "auto", "NSA_SEL_TRITON_BLOCK_DV": "auto", "NSA_USE_SEL_PACK": True,
     "NSA_USE_GLUON": True, "NSA_USE_CLUSTER": True,
     "NSA_FORCE_PARITY": False, "NSA_USE_FA2": False, "NSA_FA2_MIN_LEN_WIN": 16,
     "NSA_FA2_MIN_LEN_CMP": 16, "NSA_FA2_FORCE_VARLEN": False, "NSA_FA2_FORCE_DENSE": False,
@@ -58,6 +59,22 @@ def test_booleans_parse_alike(f, tmp_path):
     for text in ("2", "tru", "enable", "-1", "١"):
         with pytest.raises(ValueError, match=rf"{name} .*{text}"):
             no_config(tmp_path, **{name: text})
+
+
+def test_switches_are_auto_or_a_boolean(tmp_path):
+    for name in ("NSA_USE_TRITON_SEL", "NSA_SEL_TRITON_ALLOW_GRAD"):
+        field = name.removeprefix("NSA_").lower()
+        for text, value in (("auto", None), (" AUTO", None), ("1", True), ("off", False)):
+            assert getattr(no_config(tmp_path, **{name: text}), field) is value
+        with pytest.raises(ValueError, match=f"{name} must be auto, or one of 1/true.*maybe"):
+            no_config(tmp_path, **{name: "maybe"})
+    with pytest.raises(TypeError, match=r"use_triton_sel must be None \(auto\), got 'auto'"):
+        Flags(use_triton_sel="auto")
+    # An explicit 1 is over the configuration, as the environment is over all of it.
+    text = "runtime: {use_triton_sel: false}"
+    assert config(tmp_path, text).use_triton_sel is False
+    assert config(tmp_path, text, NSA_USE_TRITON_SEL="1").use_triton_sel is True
+    assert config(tmp_path, "runtime: {use_triton_sel: auto}").use_triton_sel is None
 
 
 @pytest.mark.parametrize(
@@ -105,7 +122,7 @@ runtime:
     here = config(tmp_path, text, "NVIDIA H200")
     assert (here.sel_triton_min_L, here.use_triton_sel, here.fa2_min_len_win) == (256, True, 99)
     other = config(tmp_path, text, "NVIDIA A100")
-    assert (other.sel_triton_min_L, other.use_triton_sel) == (2048, False)
+    assert (other.sel_triton_min_L, other.use_triton_sel) == (2048, None)
     env = config(tmp_path, text, "NVIDIA H200", NSA_SEL_TRITON_MIN_L="64", NSA_USE_TRITON_SEL="0")
     assert (env.sel_triton_min_L, env.use_triton_sel) == (64, False)
     source = {r["name"]: r["source"] for r in env.effective()}
@@ -156,7 +173,11 @@ def test_an_empty_section_says_nothing(tmp_path):
 
 
 def test_shipped_config_is_valid():
-    assert Flags.from_env({}).sel_triton_min_L >= 1
+    """It leaves the kernels on, and no device's entry turns them off."""
+    for device in (None, "NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        flags = Flags.from_env({}, device_name=device)
+        assert flags.use_triton_sel is None and flags.sel_triton_allow_grad is None
+        assert (flags.sel_triton_min_L or 1) >= 1
 
 
 @pytest.mark.parametrize("name", ["NSA_DEBUG_LOG", "NSA_DEBUG_TRITON"])
@@ -248,4 +269,4 @@ def test_only_a_checkout_has_a_configuration_of_its_own(tmp_path, monkeypatch):
     by_device = [get_flags(name).sel_triton_min_L for name in (None, "X", "Y", "X")]
     assert by_device == [77, 9, 77, 9] and get_flags("X") is get_flags("X")
     (tmp_path / "pyproject.toml").unlink()
-    assert Flags.from_env({}).sel_triton_min_L == 4096
+    assert Flags.from_env({}).sel_triton_min_L is None

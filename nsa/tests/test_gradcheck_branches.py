@@ -69,7 +69,7 @@ def layer(S=19, dtype=D):
 
 @pytest.mark.parametrize("backend", ROUTES)
 def test_layer_gradients_match_the_oracle(backend):
-    sizes = dict(l=4, d=2, l_sel=4, n_sel=2, window=5)
+    sizes = dict(l=4, d=2, l_sel=4, n_sel=3, window=5)
     grad_out = randn(1, 19, 4, 6, seed=8, dtype=D)
     grads = []
     for fn, kw in ((nsa.nsa_attention, {"backend": backend}), (oracle.nsa_attention, {})):

@@ -6,10 +6,12 @@ On an H100 or H200:  python -m pytest nsa/tests/test_hopper.py
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from torch.utils.checkpoint import checkpoint
 
 import nsa
@@ -90,7 +92,7 @@ def test_they_serve_unless_switched_off(on_hopper, monkeypatch):
 
 
 @pytest.mark.parametrize("arch, release", [(80, "3.6.0"), (100, "3.6.0"), (90, "3.5.1"),
-                                           (90, "3.7.1"), (0, "3.6.0")])  # fmt: skip
+                                           (90, "3.8.0"), (0, "3.6.0")])  # fmt: skip
 def test_another_card_or_release_keeps_the_triton_kernels(
     arch, release, asked, on_hopper, monkeypatch
 ):
@@ -99,6 +101,67 @@ def test_another_card_or_release_keeps_the_triton_kernels(
     q, k, v, do = tensors()
     assert on_hopper.forward_kernel(q, k, v) == "_span_fwd_kernel"
     assert on_hopper.backward_kernels(q, k, v, do) == ("_span_bwd_fused_kernel",)
+
+
+@pytest.mark.parametrize("release, cause", [
+    ("3.5.1", "not run with it"), ("3.6.0", None), ("3.7.0", None), ("3.7.1", None),
+    ("3.8.0", "views of another size"), ("3.8.1+git12", "views of another size"),
+    ("3.9.0", "not proven with its assembler"), ("3.10.0", "not run with it"),
+])  # fmt: skip
+def test_which_releases_serve_and_why_not_the_others(release, cause, asked, on_hopper, monkeypatch):
+    monkeypatch.setattr(on_hopper.triton, "__version__", release)
+    why = on_hopper.why_not(torch.device("cuda"), True)
+    assert on_hopper.enabled(torch.device("cuda"), True) == (why is None) == (cause is None)
+    if cause:
+        assert why.startswith(f"triton {release}: ") and cause in why
+        assert "use torch 2.11 (triton 3.6) or 2.13 (3.7)" in why
+
+
+def test_why_another_card_or_a_flag_keeps_the_triton_kernels(on_hopper, monkeypatch):
+    device = torch.device("cuda")
+    assert "NSA_USE_GLUON" in on_hopper.why_not(device, False)
+    for arch, named in ((89, "SM 8.9"), (100, "SM 10.0"), (0, "cuda has no SM")):
+        monkeypatch.setattr(on_hopper, "arch_of", lambda device, arch=arch: arch)
+        assert named in on_hopper.why_not(device, True)
+
+
+class FakeMemory:
+    """Shared memory of 100 units of 128 bytes, which notes how it is cut."""
+
+    shape = (100, 128)
+
+    def __init__(self, *cuts):
+        self.cuts = cuts
+
+    def __getattr__(self, name):
+        return lambda *args, _semantic: FakeMemory(*self.cuts, (name, *args))
+
+
+@pytest.mark.parametrize("shape, cut", [
+    ([1, 1], ("slice", 3, 1)), ([16, 1], ("slice", 3, 1)), ([17, 1], ("slice", 3, 2)),
+    ([2, 64, 64], ("slice", 3, 512)),
+])  # fmt: skip
+@pytest.mark.parametrize("since_3_9", [False, True])
+def test_shared_memory_is_carved_as_each_release_wants_it(shape, cut, since_3_9, monkeypatch):
+    pytest.importorskip("triton")
+    from triton.experimental.gluon import language as gl
+
+    from nsa.kernels.prefill import releases
+
+    monkeypatch.setattr(releases, "SINCE_3_9", since_3_9)
+    made = releases.carve(FakeMemory(), 3, gl.int64, shape, "layout", _semantic=1).cuts
+    name = "reinterpret" if since_3_9 else "_reinterpret"
+    assert made == (cut if since_3_9 else ("index", 3), (name, gl.int64, shape, "layout"))
+    seen = releases.view(FakeMemory(), gl.int64, shape, "layout", _semantic=1).cuts
+    assert seen == ((name, gl.int64, shape, "layout"),)
+
+
+def test_the_nightly_lane_compiles_for_every_release_that_serves():
+    from nsa.kernels.prefill.hopper import RELEASES
+
+    path = Path(nsa.__file__).parents[1] / ".github/workflows/nightly.yml"
+    releases = yaml.safe_load(path.read_text())["jobs"]["hopper"]["strategy"]["matrix"]["triton"]
+    assert set(RELEASES) <= {f"{r.rpartition('.')[0]}." for r in releases}
 
 
 @pytest.mark.parametrize("how, forward, backward, blocks", [
@@ -621,6 +684,7 @@ def attend(x: Problem, **changes) -> tuple[tuple[torch.Tensor, torch.Tensor], di
     from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
 
     given = dict(q=x.q, k=x.k, v=x.v, block_indices=x.blocks, **x.how, **x.packed)
+    given["max_seqlen"] = max(x.case.lengths)
     with launches.recording() as counts:
         result = block_attention_fwd(**given | changes)
     return result, counts
@@ -988,7 +1052,7 @@ def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
     )
 
     def run():
-        packed = dict(cu_seqlens=cu, max_seqlen=max(lengths))
+        packed = dict(cu_seqlens=cu)
         with launches.recording() as counts:
             if window:
                 got = prefill.sliding_attention_triton(q, k, v, window=window, **packed)
@@ -1138,7 +1202,7 @@ def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, kernel, device, 
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
     cu_keys = cu_cmp if kind == "compressed" else cu
-    packed = dict(cu_seqlens=cu, max_seqlen=max(lengths))
+    packed = dict(cu_seqlens=cu)
     rows, keys = cu.tolist(), cu_keys.tolist()
     q, k, v = (
         randn(n, h, 128, seed=h, dtype=BF16, device=device).requires_grad_()

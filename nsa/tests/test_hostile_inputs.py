@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ def compressed(q=q, k=k[:, :3], v=v[:, :3], l=8, d=4, **kw):
 
 
 def choose(q=q, k=k[:, :3], lse=None, **kw):
-    return nsa.select_blocks(q, k, lse, **{**dict(l=8, d=4, l_sel=8, n_sel=2), **kw})
+    return nsa.select_blocks(q, k, lse, **{**dict(l=8, d=4, l_sel=8, n_sel=3), **kw})
 
 
 BAD = {
@@ -88,6 +90,27 @@ BAD = {
         lambda: compressed(k=k[:, :2], v=v[:, :2]), ValueError,
         "k_cmp must have 3 compressed keys for q_start \\+ S tokens, got 2",
     ),
+    "raw keys": (
+        lambda: compressed(k=k, v=v), ValueError,
+        "k_cmp must have 3 compressed keys for .* tokens, got 16, where there are 16 raw keys",
+    ),
+    "raw keys of blocks": (lambda: choose(k=k), ValueError, "k_cmp must have 3 .* got 16, where"),
+    "n_sel below the forced blocks": (
+        lambda: choose(n_sel=3, n_init=2), ValueError,
+        r"n_sel must be at least n_init \+ n_local, .* got n_sel=3 n_init=2 n_local=2",
+    ),
+    "block behind the keys": (
+        lambda: select(b=torch.tensor([99, 0]).expand(2, 16, 2, 2)), ValueError,
+        "block_indices must be below 4, the blocks of 4 in 16 keys, got 99",
+    ),
+    "blocks of another size": (
+        lambda: select(block_size=16), ValueError,
+        r"block_indices must be below 1, the blocks of 16 in 16 keys, got 3",
+    ),
+    "packed block behind the keys": (
+        lambda: select(q[0], k[0], v[0], BLOCKS[0], cu_seqlens=CU), ValueError,
+        "block_indices must be below 3, the blocks of 4 in 10 keys, got 3",
+    ),
     "n_sel 0": (lambda: choose(n_sel=0), ValueError, "n_sel must be at least 1, got 0"),
     "n_local 0": (lambda: choose(n_local=0), ValueError, "n_local must be at least 1"),
     "l_sel": (lambda: choose(l_sel=6), ValueError, "d must divide l and l_sel"),
@@ -103,7 +126,7 @@ BAD = {
     ),
     "cu falling": (
         lambda: slide(q[0], k[0], v[0], cu_seqlens=torch.tensor([0, 12, 9, 16]).int()), ValueError,
-        r"rise from 0 to T=16, got \[0, 12, 9, 16\]",
+        r"rise from 0 to T=16 or less, got \[0, 12, 9, 16\]",
     ),
     "max_seqlen small": (
         lambda: slide(q[0], k[0], v[0], cu_seqlens=CU, max_seqlen=9), ValueError, "at least 10",
@@ -162,7 +185,7 @@ LAYER = dict(
 
 
 def layer(**change):
-    sizes = dict(l=8, d=4, l_sel=8, n_sel=2, window=5)
+    sizes = dict(l=8, d=4, l_sel=8, n_sel=3, window=5)
     return nsa.nsa_attention(**{**LAYER, **sizes, **change})
 
 
@@ -182,6 +205,8 @@ def layer(**change):
         ({"d": "x"}, "d must be an int, got 'x'"),
         ({"l_sel": 6}, "d must divide l and l_sel"),
         ({"n_sel": 0}, "n_sel must be at least 1"),
+        ({"n_sel": 2}, r"n_sel must be at least n_init \+ n_local, .* got n_sel=2 n_init=1 n_lo"),
+        ({"k_cmp": k, "v_cmp": v}, "k_cmp must have 3 compressed keys .* got 16, where .* 16 raw"),
         *[({"q_start": x}, f"q_start must be an int, got {x!r}") for x in ("a", "0", None)],
         ({"k_win": k[:, :3], "v_win": v[:, :3]}, "k_win must have 16 to 16 keys, .* got 3"),
         ({"q": q[:, :9], "gates": torch.ones(2, 9, 4, 3), "q_start": 7,
@@ -214,7 +239,7 @@ def test_a_window_longer_than_the_sequence_would_show_the_future():
 @pytest.fixture(scope="module")
 def decoding():
     torch.manual_seed(0)
-    sizes = dict(l=8, d=4, l_sel=8, n_sel=2, w=5)
+    sizes = dict(l=8, d=4, l_sel=8, n_sel=3, w=5)
     module = nsa.NSAAttention(
         nsa.NSAConfig(dim=12, heads=4, groups=2, d_k=8, d_v=6, **sizes)
     )
@@ -259,7 +284,7 @@ def test_decode_refuses_more_queries_than_the_shortest_sequence_holds(decoding):
     [
         ([1.0], {}, "x must be a tensor, got list"),
         (randn(16, 12, seed=1), {"cu_seqlens": CU + 1}, "rise from 0 to T=16"),
-        (randn(16, 12, seed=1), {"cu_seqlens": CU[:-1]}, r"T=16, got \[0, 10\]"),
+        (randn(16, 12, seed=1), {"cu_seqlens": CU * 2}, r"T=16 or less, got \[0, 20, 32\]"),
         (randn(16, 12, seed=1), {"cu_seqlens": [0, 16]}, "cu_seqlens must be an int32 tensor"),
         (randn(16, 12, seed=1), {"cu_seqlens": CU, "max_seqlen": "a"}, "max_seqlen must be an"),
     ],
@@ -267,24 +292,6 @@ def test_decode_refuses_more_queries_than_the_shortest_sequence_holds(decoding):
 def test_the_module_names_the_argument(x, packed, match, decoding):
     with pytest.raises((TypeError, ValueError), match=match):
         decoding[0](x, **packed)
-
-
-class OnGPU:
-    """Stands for ranges whose values a test may not ask for."""
-
-    is_cuda = True
-
-    def numel(self):
-        return 8
-
-
-@pytest.mark.parametrize("n_keys, least, capturing", [(64, 65, False), (64, 1, False),
-                                                      (64, 0, False), (64, 32, True)])  # fmt: skip
-def test_a_threshold_that_needs_no_values_asks_for_none(n_keys, least, capturing, monkeypatch):
-    from nsa.select import longest_row
-
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    assert longest_row(OnGPU(), n_keys, least) == n_keys
 
 
 @pytest.mark.parametrize("backend", ROUTES)
@@ -298,12 +305,70 @@ def test_hostile_ranges_attend_their_valid_union(kind, backend):
 
 
 @pytest.mark.parametrize("backend", ROUTES)
-def test_block_indices_beyond_the_keys_or_the_query_are_cut(backend):
-    far = 1 << 32  # in the low half of the last two stands block 1
-    blocks = torch.tensor([0, 3, 9, 1000, far + 1, 1 - far]).expand(2, 16, 2, 6)
+def test_block_indices_beyond_the_query_are_cut(backend):
+    far = 1 << 32  # in the low half of the last one stands block 1
+    blocks = torch.tensor([0, 3, -7, 1 - far]).expand(2, 16, 2, 4)
     got = select(b=blocks, backend=backend)
     want = select(b=torch.tensor([0, 3], dtype=torch.int32).expand(2, 16, 2, 2), backend=backend)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+
+
+def test_no_index_is_cut_to_one_that_is_there():
+    with pytest.raises(ValueError, match=f"must be below 4, .* got {(1 << 32) + 1}"):
+        select(b=torch.tensor([0, (1 << 32) + 1]).expand(2, 16, 2, 2))
+
+
+def test_a_compiled_graph_tells_of_a_block_behind_the_keys():
+    torch.compiler.reset()
+    call = torch.compile(lambda b: select(b=b, backend="reference"), backend="aot_eager",
+                         fullgraph=True)  # fmt: skip
+    torch.testing.assert_close(call(BLOCKS), select(backend="reference"))
+    with pytest.raises(RuntimeError, match="block_indices must be below 4, the blocks of 4 in 16"):
+        call(BLOCKS + 4)
+
+
+GPU = """
+import torch, nsa
+x = torch.randn(2, 40, 2, 16, device="cuda", dtype=torch.float16)
+last, behind = (torch.full((2, 40, 2, 1), b, device="cuda") for b in (2, 3))
+run = lambda b: nsa.selection_attention(x, x, x, b, block_size=16, backend="triton")
+run(last)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):  # nothing waits for the device
+    run(last)
+graph.replay()
+torch.cuda.synchronize()
+print("fine so far", flush=True)
+run(behind)
+torch.cuda.synchronize()
+"""
+
+
+def test_a_gpu_tells_of_a_block_behind_the_keys(cuda):
+    """By an assertion on the device, after which it is of no use to this process."""
+    done = subprocess.run([sys.executable, "-c", GPU], capture_output=True, text=True)
+    assert "fine so far" in done.stdout and done.returncode
+    assert "must be below 3, the blocks of 16 in 40 keys" in done.stderr
+    assert "device-side assert" in done.stderr
+
+
+def test_raw_keys_of_a_pack_are_told_without_waiting_for_a_gpu(cuda):
+    x, cu = k[0].to(cuda), CU.to(cuda)
+    how = dict(l=8, d=4, cu_seqlens=cu, max_seqlen=10)
+    with pytest.raises(ValueError, match=r"at most T // d = 4 compressed keys .* T=16 .* got 16"):
+        nsa.compressed_attention(q[0].to(cuda), x, x, **how)
+
+
+@pytest.mark.parametrize("backend", ROUTES)
+def test_compressed_keys_may_be_rows_of_a_longer_buffer(backend):
+    """As many as its raw keys have room for: those of a step of a long cache."""
+    longer = lambda x, rows: torch.cat([x, x.new_full((2, rows, *x.shape[2:]), 7.0)], 1)
+    room = dict(k_sel=longer(k, 84), v_sel=longer(v, 84))
+    room.update({name: longer(LAYER[name], 21) for name in ("k_cmp", "v_cmp")})
+    torch.testing.assert_close(layer(**room, backend=backend), layer(backend=backend))
+    cut = {name: room[name][:, :3] for name in ("k_cmp", "v_cmp")}
+    out, lse = compressed(k=cut["k_cmp"], v=cut["v_cmp"], backend=backend)
+    torch.testing.assert_close((out, lse), compressed(backend=backend))
 
 
 @pytest.mark.parametrize("backend", ROUTES)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from nsa import NSAAttention, NSAConfig, launches
 from nsa.flags import Flags
 from nsa.kernels.launch import (
+    OPTIONS,
     by_layout,
+    is_planned,
     launch,
     launch_planned,
     on_its_device,
+    pass_over,
+    planning,
     prepare_planned,
 )
 from nsa.kernels.row_tiles import descriptor
@@ -68,14 +74,15 @@ class FakeDriver:
     def get_current_device(self):
         return self.device
 
+    def set_current_device(self, device):
+        assert device == self.device
+
     def get_current_stream(self, device):
         return f"stream of {device}"
 
 
 @pytest.fixture
 def driver(monkeypatch):
-    from types import SimpleNamespace
-
     from nsa.kernels import launch as module
 
     fake = FakeDriver()
@@ -93,9 +100,9 @@ def test_the_second_launch_gets_every_parameter_in_the_order_of_the_signature(dr
     for n, cache in ((1, compiled), (2, compiled), (3, other)):
         launch_planned(kernel, (n, 2, 1), ("x", n), CONSTANTS, cache)
     assert kernel.calls == [
-        ("jit", (1, 2, 1), ("x", 1), CONSTANTS),
+        ("jit", (1, 2, 1), ("x", 1), OPTIONS | CONSTANTS),
         ("run", (2, 2, 1), "stream of 0", ("x", 2, 64, True)),
-        ("jit", (3, 2, 1), ("x", 3), CONSTANTS),
+        ("jit", (3, 2, 1), ("x", 3), OPTIONS | CONSTANTS),
     ]
     assert launches.counts()["_fake_kernel"] == 3
 
@@ -105,10 +112,70 @@ def test_what_was_prepared_is_launched_without_compiling(driver):
     launches.reset()
     for _ in range(2):
         prepare_planned(kernel, (1, 2, 1), ("x", 1), CONSTANTS, compiled)
-    assert kernel.calls == [("warmup", (1, 2, 1), ("x", 1), CONSTANTS), "loaded"]
+    assert kernel.calls == [("warmup", (1, 2, 1), ("x", 1), OPTIONS | CONSTANTS), "loaded"]
     assert "_fake_kernel" not in launches.counts()
     launch_planned(kernel, (5, 2, 1), ("x", 1), CONSTANTS, compiled)
     assert kernel.calls[2:] == [("run", (5, 2, 1), "stream of 0", ("x", 1, 64, True))]
+
+
+@pytest.fixture
+def call(driver, monkeypatch):
+    """A launcher of three kernels, one of them twice, and those kernels."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernels = [FakeKernel() for _ in range(3)]
+    x = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
+
+    @on_its_device
+    def launcher(x):
+        for i, kernel in enumerate([*kernels, kernels[0]]):
+            launch(kernel, (1,), 16, 16 * i + 16, **CONSTANTS)
+        return "done"
+
+    return (lambda: launcher(x)), kernels
+
+
+def kinds(kernel):
+    return [c if isinstance(c, str) else c[0] for c in kernel.calls]
+
+
+def test_all_kernels_of_a_call_are_compiled_before_the_first_is_launched(call):
+    go, kernels = call
+    launches.reset()
+    assert go() == "done" and go() == "done"
+    assert [kinds(k) for k in kernels] == [
+        ["warmup", "loaded"] + ["run"] * 4, *[["warmup", "loaded", "run", "run"]] * 2
+    ]
+    assert launches.counts()["_fake_kernel"] == 8
+
+
+def test_an_error_of_a_compilation_is_the_calls(call, monkeypatch):
+    go, kernels = call
+
+    def fails(*args, grid, **constants):
+        raise RuntimeError("PTX failed")
+
+    monkeypatch.setattr(kernels[1], "warmup", fails)
+    with pytest.raises(RuntimeError, match="PTX failed"):
+        go()
+    assert kinds(kernels[2]) == ["warmup", "loaded"]
+    monkeypatch.undo()
+
+
+def test_a_planned_call_launches_nothing_and_says_what_it_would(call):
+    go, kernels = call
+    launches.reset()
+    with planning() as planned:
+        assert go() == "done" and is_planned("_other_kernel")
+        assert pass_over("_faster_kernel", "heads must be 64 wide")
+        assert not pass_over("_good_kernel", None)
+    assert [one.kernel.__name__ for one in planned.launches] == ["_fake_kernel"] * 4 + [
+        "_other_kernel"
+    ]
+    assert planned.passed_over == {"_faster_kernel": "heads must be 64 wide"}
+    assert not any(k.calls for k in kernels) and "_fake_kernel" not in launches.counts()
+    assert not is_planned("_other_kernel")
+    go()
+    assert kinds(kernels[1]) == ["warmup", "loaded", "run"]
 
 
 def test_another_kernel_of_the_same_name_is_not_taken_for_the_compiled_one(driver):
@@ -149,6 +216,31 @@ def test_a_launch_that_triton_would_compile_alike_is_not_looked_up_again(driver)
         go(x, object())
         assert kernel.calls[-1][0] == "jit"
     assert launches.counts()["_fake_kernel"] == len(kernel.calls)
+
+
+class ClearedByAnother(dict):
+    """What another thread empties right after each look into it."""
+
+    def get(self, key):
+        found = super().get(key)
+        self.clear()
+        return found
+
+    def __contains__(self, key):
+        return self.get(key) is not None
+
+
+def test_a_memory_that_another_thread_clears_never_makes_triton_compile_for_an_address(
+    driver, monkeypatch
+):
+    from nsa.kernels import launch as module
+
+    monkeypatch.setattr(module, "_made", ClearedByAnother())
+    kernel, x = FakeKernel(), torch.zeros(64, dtype=torch.float16)
+    for _ in range(4):
+        launch(kernel, (2,), x, 48, **CONSTANTS)
+    assert [how for how, *_ in kernel.calls] == ["jit", "run"] * 2
+    assert all(args[0] is x for how, _, args, *_ in kernel.calls if how == "jit")
 
 
 def test_descriptors_are_told_apart_by_what_triton_compiles_for(driver):

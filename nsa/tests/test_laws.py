@@ -58,7 +58,7 @@ def test_layer_matches_the_oracle(S, backend):
 @pytest.mark.parametrize("backend", ROUTES)
 @pytest.mark.parametrize(
     "change",
-    [dict(l=4, d=4, l_sel=4, n_sel=2), dict(l=16, d=4, l_sel=8, n_sel=2), dict(n_sel=16),
+    [dict(l=4, d=4, l_sel=4, n_sel=3), dict(l=16, d=4, l_sel=8, n_sel=3), dict(n_sel=16),
      dict(window=1), dict(window=1000), dict(n_init=0, n_local=1, n_sel=1), dict(softmax_scale=0.3),
      dict(n_init=2, n_local=3, n_sel=5, l_sel=4)],
     ids=str,

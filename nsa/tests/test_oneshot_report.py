@@ -216,19 +216,13 @@ def test_the_decode_plot_joins_rows_of_one_problem_only():
     assert all(n == 1 for _, n in drawn)
 
 
-def test_a_launch_bound_row_shows_both_walls_and_the_recommendation_says_so(tmp_path):
+def test_a_launch_bound_row_shows_both_walls(tmp_path):
     wall = dict(launch_bound=True, wall_us=60.0, base_wall_us=54.0, wall_speedup=0.9,
                 batches=9, gap_batches=1)  # fmt: skip
-    rows = [bench_row("sel/dense/L=512/few", 50.0, 1.5, L=512, **wall),
-            bench_row("sel/dense/L=512/many", 50.0, 1.5, L=512),
-            {"kind": "recommend", "sel_triton_min_L": 512, "blocking_case": None,
-             "confidence": "as measured"}]  # fmt: skip
-    text = rendered(with_rows(tmp_path, rows))
+    text = rendered(with_rows(tmp_path, [bench_row("sel/dense/L=512/few", 50.0, 1.5, **wall)]))
     assert "p20-p80 49.5 us to 50.5 us" in text
     assert ("launch bound, wall about 60 us (baseline's about 54 us: about 0.9x); "
             "host gaps in 1 of 9 batches") in text  # fmt: skip
-    assert ("1 of its 2 cells are launch bound: as a host sees them, about 0.9x at the least "
-            "(`sel/dense/L=512/few`)") in text  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -251,7 +245,7 @@ def test_fa2_has_a_table_and_a_heading_of_its_own(tmp_path):
     ]  # fmt: skip
     text = rendered(with_rows(tmp_path, rows))
     first, _, second = text.partition("## FA-2 minimum lengths")
-    assert ("**Keep Triton selection disabled in `selection_attention` called alone** (too slow); "
+    assert ("**None: no length that was timed qualifies, so keep what is set** (too slow); "
             "stopped by `L=64`") in first  # fmt: skip
     assert "fa2_min_len" not in first and "Against the faster of SDPA and the Triton" in second
     assert "- `fa2_min_len_win: 64` keys (all 1 cells)" in second
@@ -289,15 +283,14 @@ def test_the_advice_on_selection_says_what_it_is_about(tmp_path):
             bench_row("sel/dense/L=1024", 28.0, 0.98, L=1024), proposal]  # fmt: skip
     text = rendered(with_rows(tmp_path, rows)).partition("## Recommended")[2]
     assert "The threshold is about `selection_attention` called alone" in text
-    assert "reads keys that are packed already" in text and "`pack_ms`" in text
-    assert "With `NSA_SEL_TRITON_MIN_L` over 1024 (its default is 4096) it stays on packed" in text
-    assert ("`NSA_USE_TRITON_SEL=1` gives them their fused kernels (training wants "
-            "`NSA_SEL_TRITON_ALLOW_GRAD=1` besides), and 0 takes these away; against dense "
+    assert "Both are timed as a caller gets them, Triton with the cleaning of ranges" in text
+    assert "use_triton_sel" not in text.partition("## ")[0]  # nobody is told to turn it off
+    assert ("`nsa_attention`, the layers and decode steps have no threshold; against dense "
             "attention at the sizes timed here: prefill 1.11x to 4.45x, "
             "decode step 0.70x to 0.70x.") in text  # fmt: skip
     rows[-1] = {**proposal, "sel_triton_min_L": 512}
     text = rendered(with_rows(tmp_path / "b", rows))
-    assert "`selection_attention` called alone" in text and "over 1024" not in text
+    assert "`selection_attention` called alone" in text and "keep what is set" not in text
 
 
 def test_the_ceiling_says_where_it_is_from(tmp_path):
@@ -318,7 +311,8 @@ def proposed(rows, **recommend):
 
 
 def sel_row(L, speedup, **changes):
-    return bench_row(f"sel/L={L}/{speedup}", 50.0, speedup, L=L, **{"mode": "varlen", **changes})
+    wall = dict(mode="route", wall_speedup_ci95=[9.0, 9.9])
+    return bench_row(f"sel/L={L}/{speedup}", 50.0, speedup, L=L, **{**wall, **changes})
 
 
 @pytest.mark.parametrize(
@@ -326,31 +320,29 @@ def sel_row(L, speedup, **changes):
     [
         ([(1.3, {}), (1.4, {})], True),
         ([(1.21, {})], False),  # its lower bound is 1.19
-        ([(1.3, {}), (3.0, dict(status="UNSTABLE", why=["drift"]))], False),
+        ([(1.3, {}), (2.4, dict(status="UNSTABLE", why=["drift"]))], False),  # lower bound 2.35
+        ([(1.3, {}), (2.5, dict(status="UNSTABLE", why=["drift"]))], True),
+        ([(1.3, {}), (3.0, dict(wall_speedup_ci95=[1.1, 1.3]))], False),  # the host is slower
         ([(1.3, {}), (3.0, dict(status="SKIPPED", why=["no memory"]))], False),
         ([(1.3, {}), (3.0, dict(speedup_ci95=None))], False),
-        ([(1.3, {}), (0.5, dict(mode="decode"))], True),  # a decode step has no threshold
-        ([(0.5, dict(mode="decode"))], None),
+        ([(1.3, {}), (0.5, dict(mode="decode"))], True),  # other modes decide nothing
+        ([(0.5, dict(mode="dense"))], None),
     ],
 )
-def test_a_length_holds_only_with_every_cell_valid_and_its_lower_bound(cells, holds):
+def test_a_length_holds_only_with_every_cell_and_both_its_lower_bounds(cells, holds):
     """At the proposed length itself too, and a longer one that holds makes up for nothing."""
     rows = [sel_row(64, speedup, **changes) for speedup, changes in cells]
     found, _ = proposed([*rows, sel_row(128, 1.5)])
     by_length = {e["L"]: e["holds"] for e in found["evidence"]}
     assert by_length == ({128: True} if holds is None else {64: holds, 128: True})
-    assert ("not every cell of L = 64 is VALID" in found["doubt"]) == (holds is False)
+    assert ("not every cell of L = 64 has lower" in found["doubt"]) == (holds is False)
     shown = next((e for e in found["evidence"] if e["L"] == 64), None)
     assert shown is None or shown["low"] == f"{0.98 * cells[0][0]:.2f}x"  # never of a doubtful one
 
 
-def test_the_walls_beside_a_threshold_are_of_its_own_cells_and_the_least():
+def test_the_walls_beside_fa2_lengths_are_of_their_own_cells_and_the_least():
     wall = lambda ratio: dict(launch_bound=True, wall_us=60.0, base_wall_us=60.0 * ratio,
                               wall_speedup=ratio)  # fmt: skip
-    rows = [sel_row(32, 1.5, **wall(0.2)), sel_row(64, 1.5, **wall(3.0)),
-            sel_row(128, 1.5, **wall(0.5)), sel_row(256, 1.5)]  # fmt: skip
-    text = proposed(rows)[0]["text"]
-    assert "; 2 of its 3 cells are launch bound" in text and "about 0.5x at the least" in text
     like = dict(bench="fa2", branch="win")
     rows = [bench_row(f"fa2/{name}/{keys}", 10.0, 1.5, baseline=name, key_len=keys, **like,
                       **wall(ratio))
@@ -440,18 +432,19 @@ def test_an_unstable_row_is_marked_and_a_skipped_stage_has_its_exact_reason(tmp_
 def test_a_recommendation_that_the_rows_do_not_carry_is_doubted(tmp_path):
     proposal = {"kind": "recommend", "sel_triton_min_L": 512, "blocking_case": None,
                 "confidence": "as measured"}  # fmt: skip
-    slow = bench_row("sel/dense/L=1024/few", 50.0, 1.1, L=1024, speedup_ci95=[1.05, 1.15])
-    fast = bench_row("sel/dense/L=512/few", 50.0, 1.5, L=512)
+    like = dict(mode="route", wall_speedup_ci95=[9.0, 9.9])
+    slow = bench_row("sel/route/L=1024/few", 50.0, 1.1, L=1024, speedup_ci95=[1.05, 1.15], **like)
+    fast = bench_row("sel/route/L=512/few", 50.0, 1.5, L=512, **like)
     text = rendered(with_rows(tmp_path, [fast, slow, proposal]))
     assert "`sel_triton_min_L: 512`" in text and "not every cell of L = 1024" in text
     sound = {**slow, "speedup_ci95": [1.25, 1.3], "speedup": 1.28}
     assert "not every cell" not in rendered(with_rows(tmp_path / "b", [fast, sound, proposal]))
-    step = {**slow, "case": "sel/decode/L=1024", "mode": "decode"}  # no evidence for a threshold
+    step = {**slow, "case": "sel/dense/L=1024", "mode": "dense"}  # no evidence for a threshold
     text = rendered(with_rows(tmp_path / "c", [fast, sound, step, proposal]))
     assert "not every cell" not in text and "| 1024 | 1/1 |" in text
     strict = {**proposal, "min_speedup": 1.4}
     text = rendered(with_rows(tmp_path / "d", [fast, sound, strict]))
-    assert "L = 1024 is VALID with a lower bound of 1.4x" in text
+    assert "L = 1024 has lower bounds of 1.4x, of 2.8x where it is UNSTABLE" in text
 
 
 # ---------------------------------------------------------------------------------- hostile text
@@ -499,7 +492,12 @@ def hostile(tmp_path):
     for name in ("triton_bwd", "sel_bench", "decode_bench"):
         (tmp_path / "logs" / f"{name}.log").write_bytes(log)
     (tmp_path / "train.jsonl").write_bytes(b'{"step": 1, "loss": NaN}\n[]\nnull\n\xff\n')
-    (tmp_path / "routing.json").write_text(json.dumps({"flags": [{"name": EVIL}]}))
+    (tmp_path / "routing.json").write_text(
+        json.dumps({
+            "flags": [{"name": EVIL}],
+            "calls": [{"call": EVIL, "kernels": [EVIL] * 99, "passed_over": {EVIL: EVIL}}],
+        })
+    )  # fmt: skip
     return tmp_path
 
 
@@ -640,8 +638,8 @@ def test_a_command_takes_its_inputs_from_the_bundle(tmp_path):
     argv = (*stage.argv, *stage.also["fa2_bench"])
     done = StageResult("threshold", "FAIL", reason="wrong", argv=argv)
     script = outputs.repro_script(done, [])
-    want = ('python bench/threshold_optimizer.py "$BUNDLE"/sel_dense.csv "$BUNDLE"/sel_varlen.csv '
-            '"$BUNDLE"/sel_mixed.csv --fa2 "$BUNDLE"/fa2.csv')  # fmt: skip
+    want = ('python bench/threshold_optimizer.py "$BUNDLE"/sel_route.csv '
+            '--fa2 "$BUNDLE"/fa2.csv')  # fmt: skip
     assert script.endswith(f'/.." && pwd)}}"\n{want}\n')
     (tmp_path / "repro").mkdir()
     for given in (script, None):  # as the run wrote it, and without its file
@@ -744,6 +742,18 @@ def test_without_routing_the_flags_are_not_called_complete(tmp_path):
     (tmp_path / "routing.json").write_text(json.dumps({"flags": flags}))
     text = rendered(tmp_path)
     assert "| `NSA_USE_FA2` | `0` | default |" in text and "not recorded" not in text
+
+
+def test_the_kernels_of_a_call_stand_beside_why_faster_ones_do_not(tmp_path):
+    write_sample(tmp_path, "all_pass")
+    assert "Kernels of a call" not in rendered(tmp_path)
+    calls = [{"call": "prefill, 8192 tokens", "kernels": ["_turn_kernel", "_combine_kernel x2"],
+              "passed_over": {"_fast_kernel": "heads must be 64 wide"}}]  # fmt: skip
+    (tmp_path / "routing.json").write_text(json.dumps({"flags": [], "calls": calls}))
+    assert (
+        "| prefill, 8192 tokens | `_turn_kernel`, `_combine_kernel x2` "
+        "| `_fast_kernel`: heads must be 64 wide |"
+    ) in rendered(tmp_path)
 
 
 # ---------------------------------------------------------------------------------- plots

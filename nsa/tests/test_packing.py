@@ -20,6 +20,10 @@ def test_rows_hold_their_tokens(kind):
         assert key[owner == row].tolist() == list(want)
         assert lengths[row] == len(want)
     assert len(key) == len(owner) == lengths.sum() and (owner.diff() >= 0).all()
+    for row in lengths.nonzero().flatten().tolist():
+        slot = torch.arange(int(lengths[row]), dtype=torch.int32)[None]
+        at = packing.slot_keys(ranges[row : row + 1], slot)
+        assert at.dtype == torch.int32 and torch.equal(at[0].long(), key[owner == row])
 
 
 def test_buckets_are_powers_of_two():

@@ -15,6 +15,7 @@ from bench.parity import MAE_LIMIT, assert_parity
 from nsa import blocks, launches, oracle, reference, select
 from nsa.compress import mean_pool
 from nsa.kernels import prefill
+from nsa.kernels.prefill import block_attn, fused, span
 from nsa.tests.helpers import BLOCK_KINDS, deterministic, make_block_indices, randn
 
 pytestmark = pytest.mark.kernel
@@ -54,7 +55,7 @@ PAPER = dict(l=32, d=16, l_sel=64, w=512, big=True)
 SHAPES = [
     Shape((53,)),
     Shape((34, 34), dtype=F32),
-    Shape((5, 41, 1, 22), packed=True),
+    Shape((5, 0, 41, 1, 2, 22), packed=True),
     Shape((37,), G=1, h=3, D=24, Dv=16),
     Shape((7,), G=1, h=1, D=16, Dv=32, dtype=F32),
     Shape((50,), G=1, h=2, l=8, d=8, l_sel=32, n_sel=5, w=64),
@@ -114,15 +115,15 @@ class Inputs:
             return x.contiguous()
         return x.view(len(self.shape.lengths), -1, *x.shape[1:])
 
-    def packing(self, compressed: bool = False) -> dict:
+    def packing(self, compressed: bool = False, longest: bool = False) -> dict:
         if not self.shape.packed:
             return {}
         ends = torch.tensor([0, *self.shape.lengths]).cumsum(0)
         cu = ends.to(device=self.device, dtype=torch.int32)
-        more = {}
+        more = {"max_seqlen": max(self.shape.lengths) + 3} if longest else {}
         if compressed:
-            more = {"cu_seqlens_cmp": blocks.cu_seqlens_compressed(cu, self.shape.l, self.shape.d)}
-        return {"cu_seqlens": cu, "max_seqlen": max(self.shape.lengths) + 3, **more}
+            more["cu_seqlens_cmp"] = blocks.cu_seqlens_compressed(cu, self.shape.l, self.shape.d)
+        return {"cu_seqlens": cu, **more}
 
 
 def flat(x: Tensor, like: Tensor) -> Tensor:
@@ -358,7 +359,7 @@ def test_choice_of_blocks(shape, device):
     )  # fmt: skip
     with launches.recording() as counts:
         got = prefill.select_blocks_triton(
-            x.layout(x.q), x.layout(x.k_cmp), lse, **shape.sizes, **x.packing(compressed=True)
+            x.layout(x.q), x.layout(x.k_cmp), lse, **shape.sizes, **x.packing(True, longest=True)
         )
     assert sum(counts.values()) >= 1
     got = got.reshape(-1, shape.G, shape.n_sel)
@@ -389,6 +390,7 @@ def test_slabs_of_queries_choose_what_all_at_once_do(shape, device, monkeypatch)
     x = Inputs(shape, device, seed=8)
     packing, q, k = x.packing(compressed=True), x.layout(x.q), x.layout(x.k_cmp)
     _, lse = prefill.compressed_attention_triton(q, k, k, l=shape.l, d=shape.d, **packing)
+    packing = x.packing(compressed=True, longest=True)
     choose = lambda: prefill.select_blocks_triton(q, k, lse, **shape.sizes, **packing)
     whole = choose()
     monkeypatch.setattr(block_select, "SLAB_BYTES", 1)
@@ -480,7 +482,7 @@ def test_whole(shape, device):
     def ours(*tensors):
         out, aux = prefill.nsa_prefill_triton(
             *tensors, **shape.sizes, n_init=1, n_local=2, window=shape.w,
-            **x.packing(compressed=True),
+            **x.packing(compressed=True, longest=True),
         )  # fmt: skip
         chosen[:] = x.split(aux["block_indices"].reshape(-1, shape.G, shape.n_sel))
         return out
@@ -520,7 +522,7 @@ def test_without_gradients_the_same_in_less_memory(shape, device, monkeypatch):
     monkeypatch.setattr(fused, "_prefill", lambda *a: kept.append(operator(*a)) or kept[-1])
     names = ["q", "k_cmp", "v_cmp", "k", "v", "k_win", "v_win", "gates"]
     tensors = [x.layout(getattr(x, n)).detach().requires_grad_() for n in names]
-    how = dict(shape.sizes, n_init=1, n_local=2, window=shape.w, **x.packing(compressed=True))
+    how = dict(shape.sizes, n_init=1, n_local=2, window=shape.w, **x.packing(True, longest=True))
     out, aux = prefill.nsa_prefill_triton(*tensors, **how)
     with torch.no_grad():
         again, same = prefill.nsa_prefill_triton(*tensors, **how)
@@ -570,7 +572,7 @@ def test_deterministic_gradients_repeat_bitwise(shape, device):
         leaves = [getattr(x, n).detach().clone().requires_grad_() for n in names]
         out, _ = prefill.nsa_prefill_triton(
             *(x.layout(t) for t in leaves), **shape.sizes, n_init=1, n_local=2, window=shape.w,
-            **x.packing(compressed=True),
+            **x.packing(compressed=True, longest=True),
         )  # fmt: skip
         return torch.autograd.grad(flat(out, x.do), leaves, x.do)
 
@@ -647,8 +649,13 @@ def _forwards(x: Inputs) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("name", ["prefill", "compressed", "sliding", "selected"])
-def test_only_the_output_carries_a_gradient(name, kernel_device):
+def test_only_the_output_carries_a_gradient(name, kernel_device, monkeypatch):
     """A gradient of zeros for what the forward keeps would be written, and held, at every step."""
+    backward = {"prefill": fused._prefill_bwd, "selected": block_attn._block_attention_bwd}.get(
+        name, span._span_attention_bwd
+    )
+    launcher = torch.profiler.record_function("nsa::backward")(backward.launcher)
+    monkeypatch.setattr(backward, "launcher", launcher)
     leaves, call = _forwards(Inputs(SHAPES[0], kernel_device))[name]
     out, more = call(*leaves)
     lse = more["lse"] if isinstance(more, dict) else more
@@ -656,7 +663,7 @@ def test_only_the_output_carries_a_gradient(name, kernel_device):
     do = torch.ones_like(out)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         torch.autograd.grad(out, leaves, do)
-    kernels = min(e.time_range.start for e in seen.events() if e.name.startswith("nsa::"))
+    kernels = min(e.time_range.start for e in seen.events() if e.name == "nsa::backward")
     before = [e.name for e in seen.events() if e.time_range.start < kernels]
     assert not {"aten::zeros", "aten::zero_", "aten::fill_"} & set(before), before
 

@@ -16,7 +16,7 @@ from nsa.kernels import fa2
 from nsa.module import NSAAttention
 from scripts import print_routing
 
-SIZES = dict(l=8, d=4, l_sel=16, n_sel=2, w=24)
+SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, w=24)
 CONFIG = NSAConfig(dim=32, heads=2, groups=1, d_k=16, d_v=16, **SIZES)
 
 
@@ -60,19 +60,20 @@ def gpu(monkeypatch):
 
     def rows(**flags):
         monkeypatch.setattr(print_routing, "get_flags", lambda _: Flags(**flags))
+        monkeypatch.setattr(print_routing, "call_kernels", lambda *_: [])
         return print_routing.routing("bfloat16", 64)["decisions"]
 
     return rows
 
 
 def test_the_threshold_in_the_way_is_named(gpu):
-    """The paper selects 1024 keys however long the prefill is: below the default of 4096."""
-    rows = gpu(use_triton_sel=True)
+    """The paper selects 1024 keys however long the prefill is."""
+    rows = gpu(sel_triton_min_L=4096)
     assert {r["branch"] for r in rows} == {b.value for b in Branch}
     at_8k = {r["branch"]: r for r in rows if r["call"].startswith("prefill, 8")}
     triton = at_8k["selected"]["rejected"][0]
     assert at_8k["selected"]["key_len"] == 1024 and triton["reason"] == "below_min_L"
-    assert triton["meaning"] == "selected length 1024 is below NSA_SEL_TRITON_MIN_L=4096 (default)"
+    assert triton["meaning"] == "selected length 1024 is below NSA_SEL_TRITON_MIN_L=4096 (argument)"
     # All of NSA in one operator does not stand against packed SDPA.
     assert at_8k["prefill"]["route"] == "triton" and not at_8k["prefill"]["rejected"]
 
@@ -82,7 +83,7 @@ def test_the_threshold_in_the_way_is_named(gpu):
     ("use_fa2", "debug_timing", "debug_shapes", "debug_compare")
 )])  # fmt: skip
 def test_prefill_is_one_operator_only_where_nothing_works_by_branch(gpu, more, route):
-    rows = gpu(use_triton_sel=True, sel_triton_min_L=1, **more)
+    rows = gpu(**more)
     (row,) = [r for r in rows if r["branch"] == "prefill" and r["call"].startswith("prefill, 8")]
     assert row["route"] == route
     assert [r["reason"] for r in row["rejected"]] == ["unsupported"] * (route != "triton")

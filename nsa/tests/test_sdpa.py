@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nsa import launches, oracle, reference, select
 from nsa.blocks import num_compressed
@@ -15,6 +17,7 @@ from nsa.tests.helpers import (
     RANGE_KINDS,
     assert_finite,
     grads,
+    make_block_indices,
     make_qkv,
     make_ranges,
     randn,
@@ -74,6 +77,35 @@ def test_no_call_has_more_rows_than_a_grid_takes(monkeypatch):
         out = sdpa.selection_sdpa(q, k, v, ranges)
     assert launched == {"sdpa_selection": 5}  # 24 rows
     torch.testing.assert_close(out, oracle.selection_attention(q, k, v, ranges).float())
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.bytes = max(self.bytes, x.numel() * x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_positions_of_selected_keys_are_never_there_for_all_rows_at_once(grad, monkeypatch):
+    """1,024 rows of 128 keys: int64 positions would take 1 MiB, rows and ranges take a quarter."""
+    monkeypatch.setattr(sdpa, "_CHUNK_ELEMENTS", 1 << 15)
+    q, k, v = (x.requires_grad_(grad) for x in make_qkv(1, 512, 4, 2, 16, dtype=torch.float16))
+    blocks = make_block_indices("random", 1, 512, 2, 8, 16, q_start=512)
+    with Largest() as made:
+        ranges = select.blocks_to_ranges(blocks, 16, torch.arange(512, 1024))
+        out = sdpa.selection_sdpa(q, k[:, :1].expand(-1, 1024, -1, -1), v[:, :1].expand(
+            -1, 1024, -1, -1), ranges)  # fmt: skip
+        if grad:
+            out.sum().backward()
+    rows = 512 * 2
+    assert made.bytes <= rows * 256
 
 
 def test_calls_are_counted_by_branch():

@@ -24,11 +24,11 @@ def blocks_of(scores, t, **kw):
 CASES = [
     dict(l=8, d=4, l_sel=8, n_sel=3),
     dict(l=8, d=4, l_sel=8, n_sel=16),  # more than there are
-    dict(l=8, d=4, l_sel=16, n_sel=1),
-    dict(l=4, d=2, l_sel=4, n_sel=2),
+    dict(l=8, d=4, l_sel=16, n_sel=1, n_init=0, n_local=1),
+    dict(l=4, d=2, l_sel=4, n_sel=3),
     dict(l=16, d=4, l_sel=8, n_sel=4, n_init=2, n_local=1),
     dict(l=8, d=8, l_sel=8, n_sel=5, n_init=0, n_local=3),
-    dict(l=8, d=4, l_sel=4, n_sel=2, n_init=2, n_local=2),
+    dict(l=8, d=4, l_sel=4, n_sel=4, n_init=2, n_local=2),
     dict(l=8, d=4, l_sel=8, n_sel=3, n_init=0, n_local=1, softmax_scale=0.05),
 ]
 
@@ -56,14 +56,12 @@ def test_chunks_do_not_change_the_choice(monkeypatch):
     assert torch.equal(nsa.select_blocks(q, k, **sizes), whole)
 
 
-def test_forced_blocks_and_their_order_when_n_sel_is_small():
+def test_forced_blocks_are_chosen_whatever_their_score():
     scores = [0.0, 9.0, 8.0, 7.0, 0.0, 0.0, 99.0]  # block 6 starts after t
     kw = dict(t=5 * 8 + 3, l_sel=8)
-    assert blocks_of(scores, **kw, n_sel=1) == [5]
-    assert blocks_of(scores, **kw, n_sel=2) == [4, 5]
     assert blocks_of(scores, **kw, n_sel=3) == [0, 4, 5]
     assert blocks_of(scores, **kw, n_sel=4) == [0, 1, 4, 5]
-    assert blocks_of(scores, **kw, n_sel=3, n_init=2) == [0, 4, 5]  # not 1 for its score
+    assert blocks_of(scores, **kw, n_sel=4, n_init=0, n_local=3) == [1, 3, 4, 5]
     assert blocks_of(scores, **kw, n_sel=5, n_init=0, n_local=1) == [0, 1, 2, 3, 5]
     assert blocks_of(scores, **kw, n_sel=20) == [0, 1, 2, 3, 4, 5]
 
@@ -81,7 +79,7 @@ def test_ties_go_to_the_lower_index():
     n_local=st.integers(1, 3),
 )  # fmt: skip
 def test_top_blocks_against_the_oracle(scores, t, n_sel, n_init, n_local):
-    t = min(t, len(scores) * 4 - 1)
+    t, n_sel = min(t, len(scores) * 4 - 1), max(n_sel, n_init + n_local)
     kw = dict(l_sel=4, n_sel=n_sel, n_init=n_init, n_local=n_local)
     assert blocks_of(scores, t, **kw) == oracle.top_blocks(scores, t, **kw)
 
@@ -175,8 +173,9 @@ def test_blocks_to_ranges_against_the_oracle(row, t):
 
 def test_own_block_is_always_attended_up_to_the_query():
     q, k = randn(1, 37, 2, 8, seed=10), randn(1, 8, 1, 8, seed=11)
-    for n_sel in (1, 2, 4):
-        indices = nsa.select_blocks(q, k, l=8, d=4, l_sel=8, n_sel=n_sel)
+    for n_sel, forced in ((1, (0, 1)), (2, (1, 1)), (4, (1, 2))):
+        how = dict(n_sel=n_sel, n_init=forced[0], n_local=forced[1])
+        indices = nsa.select_blocks(q, k, l=8, d=4, l_sel=8, **how)
         ranges = select.blocks_to_ranges(indices, 8, torch.arange(37))
         for t, seen in enumerate(tokens(ranges)):
             assert seen >= set(range(t // 8 * 8, t + 1))

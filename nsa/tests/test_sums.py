@@ -146,7 +146,7 @@ def test_sums_in_fp16_become_part_of_dq(name, asks, kernel_device, monkeypatch):
     seen: list[bool] = []
 
     def add(*args):
-        acc = args[11]
+        acc = args[10]
         seen.append(isinstance(acc, HalfSums))
         if seen[-1]:
             assert (acc.scales >= 0.5).all()

@@ -16,8 +16,8 @@ from nsa.flags import Flags
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = (
     "mode", "N", "H", "D", "Dv", "L", "dist", "nspans", "streams", "tri_ms", "ref_ms", "speedup",
-    "ci_low", "ci_high", "mae", "max_abs", "parity", "bytes", "gbs", "path", "baseline", "status",
-    "why", "device", "torch", "triton", "cuda", "driver", "dtype", "commit",
+    "ci_low", "ci_high", "wall_low", "mae", "max_abs", "parity", "bytes", "gbs", "path", "baseline",
+    "status", "why", "device", "torch", "triton", "cuda", "driver", "dtype", "commit",
 )  # fmt: skip
 HERE = {
     "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0",
@@ -27,9 +27,9 @@ HERE = {
 
 def row(L, dist, low=1.5, **changes):
     base = {
-        "mode": "prefill", "N": 256, "H": 8, "D": 64, "Dv": 64, "L": L, "dist": dist, "streams": 1,
-        "speedup": low * 1.1, "ci_low": low, "ci_high": low * 1.2, "mae": 1e-4, "parity": "PASS",
-        "path": "triton_dense", "status": "VALID", "dtype": "bf16", **HERE,
+        "mode": "route", "N": 256, "H": 8, "D": 64, "Dv": 64, "L": L, "dist": dist, "streams": 1,
+        "speedup": low * 1.1, "ci_low": low, "ci_high": low * 1.2, "wall_low": low * 3, "mae": 1e-4,
+        "parity": "PASS", "path": "triton_dense", "status": "VALID", "dtype": "bf16", **HERE,
     }  # fmt: skip
     return {**base, **changes}
 
@@ -87,8 +87,9 @@ def test_the_confidence_names_the_weakest_cell_of_all(run):
     [
         (row(128, "many", 1.19), 256, "lower bound 1.19x < 1.2x"),
         (row(64, "few", 0.8), 128, "H=8 D=64"),
-        (row(512, "mixed", 1.1, N=64), None, "L=512 dist=mixed mode=prefill N=64"),
-        (row(256, "few", status="UNSTABLE", why="drift: 4 %"), 512, "UNSTABLE: drift: 4 %"),
+        (row(512, "mixed", 1.1, N=64), None, "L=512 dist=mixed N=64"),
+        (row(256, "few", 2.39, status="UNSTABLE", why="drift: 4 %"), 512, "UNSTABLE: drift: 4 %"),
+        (row(128, "few", wall_low=1.1), 256, "lower bound 1.1x < 1.2x by wall"),
         (row(64, "few", status="VALID", speedup=None, ci_low=None, ci_high=None, why=""), 128,
          "too short for the clock"),
         (row(128, "few", status="SKIPPED", why="out of memory", parity="", path="", speedup=None,
@@ -103,7 +104,23 @@ def test_one_bad_cell_moves_or_forbids_the_threshold(run, bad, expected, says):
     proposal = recommended(sent)
     assert code == 0 and proposal["sel_triton_min_L"] == expected
     assert says in proposal["blocking_case"] and "(sel.csv:14)" in proposal["blocking_case"]
-    assert ("keep disabled" in out) == (expected is None)
+    assert ("no length qualifies, nothing is proposed" in out) == (expected is None)
+
+
+def test_an_unstable_row_far_above_the_bound_carries_it(run):
+    """A few percent of drift do not turn 2.4 times into less than 1.2."""
+    rows = [*grid(), row(64, "few", 2.4, status="UNSTABLE", why="drift: 4 %")]
+    assert recommended(run(rows)[1])["sel_triton_min_L"] == 64
+
+
+def test_kernels_on_packed_keys_decide_nothing(run):
+    """However slow: a caller pays for packing."""
+    kernels = [row(L, "few", 0.5, mode=mode, wall_low=None) for L in (64, 512)
+               for mode in ("dense", "varlen", "ranges", "decode")]  # fmt: skip
+    proposal = recommended(run([*kernels, *grid()])[1])
+    assert proposal["sel_triton_min_L"] == 64 and proposal["rows"] == 12
+    code, sent, _, err = run(kernels)
+    assert code == 3 and "rows of mode route: at least 3 lengths are needed, got none" in err
 
 
 def test_exactly_at_the_bound_holds_and_a_longer_gap_does_not(run):
@@ -118,7 +135,7 @@ def test_a_distribution_untested_at_one_length_fails_there(run):
     rows = [r for r in grid() if (r["L"], r["dist"]) != (128, "mixed")]
     proposal = recommended(run(rows)[1])
     assert proposal["sel_triton_min_L"] == 256
-    assert proposal["blocking_case"].startswith("L=128 dist=mixed mode=prefill N=256 H=8 D=64")
+    assert proposal["blocking_case"].startswith("L=128 dist=mixed N=256 H=8 D=64")
     assert proposal["blocking_case"].endswith(": not tested")
 
 
@@ -127,7 +144,7 @@ def test_a_head_size_untested_at_a_longer_length_fails_there(run):
     rows = [*grid(), *[row(64, dist, 0.5, D=128) for dist in ("few", "many", "mixed")]]
     code, sent, out, _ = run(rows)
     proposal = recommended(sent)
-    assert code == 0 and proposal["sel_triton_min_L"] is None and "keep disabled" in out
+    assert code == 0 and proposal["sel_triton_min_L"] is None and "no length qualifies" in out
     assert "L=512 dist=few" in proposal["blocking_case"] and "D=128" in proposal["blocking_case"]
     assert proposal["blocking_case"].endswith(": not tested, and 2 more")
 
@@ -165,6 +182,7 @@ def test_too_little_evidence_is_said(run, rows, says):
         ({"speedup": "inf"}, "speedup must be finite, got inf"),
         ({"speedup": "fast"}, "speedup must be a number, got 'fast'"),
         ({"ci_low": None}, "must come together"),
+        ({"wall_low": None}, "wall_low must come with a speedup"),
         ({"ci_low": 1.9, "ci_high": 1.8}, "ci_low must be in 0..ci_high"),
         ({"speedup": 2.5}, "speedup must lie in its interval, got 2.5 and 1.5..1.8"),
         ({"status": "FAILED", "parity": ""}, "parity must be PASS, got 'nothing'"),
@@ -184,7 +202,7 @@ def test_rows_without_proof_are_refused_by_file_and_line(run, change, says):
 
 @pytest.mark.parametrize(
     "text, says",
-    [("", "no header"), ("L,dist\n64,few\n", "no column N, H"), ("a,b\n1\n", ":2 has not")],
+    [("", "no header"), ("L,dist\n64,few\n", "no column mode, N, H"), ("a,b\n1\n", ":2 has not")],
 )
 def test_files_that_are_no_bench_csv_are_refused(tmp_path, capsys, text, says):
     path = tmp_path / "x.csv"
@@ -233,7 +251,7 @@ def test_fa2_has_an_answer_for_triton_off_and_one_for_triton_on(run, config):
     assert "fa2_cmp_triton_why" not in proposal
     assert "fa2_min_len_cmp against triton: no proposal: at least 3 lengths are needed" in err
     assert "fa2_min_len_win = 64 keys against sdpa" in out
-    assert "fa2_min_len_win against triton: keep disabled" in out
+    assert "fa2_min_len_win against triton: no length qualifies" in out
     assert (flags(config).fa2_min_len_win, flags(config).fa2_min_len_cmp) == (64, 3)
     assert "fa2_min_len_*: against SDPA" in config.read_text().partition("  devices:\n")[2]
 
@@ -289,20 +307,27 @@ def test_write_sets_the_devices_entry_and_nothing_else(run, config):
     after = config.read_text().splitlines()
     assert code == 0 and [line for line in before if line not in after] == ["  devices: {}"]
     assert flags(config).sel_triton_min_L == 64
-    assert flags(config, "another").sel_triton_min_L == 4096
-    assert not flags(config).use_triton_sel
+    assert flags(config, "another").sel_triton_min_L is None  # auto
+    assert flags(config).use_triton_sel is None
     assert not list(config.parent.glob(".base*"))
 
 
-def test_keep_disabled_is_written_with_its_evidence_and_taken_back(run, config):
+def test_where_no_length_qualifies_the_file_stays_as_it_is(run, config):
     run(grid(), "--write", str(config))
-    run(grid(low=1.0), "--write", str(config))
-    (line,) = [x for x in config.read_text().splitlines() if "use_triton_sel: false  #" in x]
-    assert "sel.csv" in line and "lower bound 1x < 1.2x" in line
-    assert "NSA_USE_TRITON_SEL=1 overrides this" in line
-    assert flags(config).sel_triton_min_L == 64 and not flags(config).use_triton_sel
-    run(grid(), "--write", str(config))
+    before = config.read_text()
+    code, _, out, _ = run(grid(low=1.0), "--write", str(config))
+    assert code == 0 and config.read_text() == before and "nothing to write" in out
+    rows = [fa2_row("win", S, 1.5) for S in (64, 256, 512)]  # FA-2's lengths are another matter
+    run(grid(low=1.0), "--write", str(config), fa2=rows)
     entry = yaml.safe_load(config.read_text())["runtime"]["devices"]["NVIDIA H200"]
+    assert entry == {"sel_triton_min_L": 64, "fa2_min_len_win": 64}
+
+
+def test_a_threshold_takes_an_earlier_false_away(run, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("runtime:\n  devices:\n    NVIDIA H200:\n      use_triton_sel: false  # slow\n")
+    run(grid(), "--write", str(path))
+    entry = yaml.safe_load(path.read_text())["runtime"]["devices"]["NVIDIA H200"]
     assert entry == {"sel_triton_min_L": 64}
 
 
@@ -313,8 +338,6 @@ def test_nothing_else_of_the_entry_is_lost(run, tmp_path):
     read = lambda: yaml.safe_load(path.read_text())["runtime"]["devices"]["NVIDIA H200"]
     run(grid(), "--write", str(path))  # a threshold leaves the user's own `true` alone
     assert read() == {"use_triton_sel": True, "sel_triton_group": True, "sel_triton_min_L": 64}
-    run(grid(low=1.0), "--write", str(path))
-    assert read() == {"use_triton_sel": False, "sel_triton_group": True, "sel_triton_min_L": 64}
 
 
 SEVERAL = """# head

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from bench import stats, timing
-from bench.clock import HostClock, median_of_rounds
+from bench.clock import HostClock, busy_between, rounds
 from bench.device import Ceilings, Watch
 from bench.timing import Budget, Case, Contender, Unbuilt, measure, strongest
 from nsa import launches
@@ -358,8 +359,8 @@ def test_wall_time_is_of_the_calls_that_were_made(monkeypatch):
     assert made == ["call"] * 7
 
 
-@pytest.mark.parametrize("round_s, pauses, rounds", [(0.004, 2, 9), (0.025, 1, 3), (1.0, 1, 3)])
-def test_a_pause_of_the_host_is_no_wall_time(round_s, pauses, rounds, monkeypatch):
+@pytest.mark.parametrize("round_s, pauses, most", [(0.004, 2, 9), (0.025, 1, 3), (1.0, 1, 3)])
+def test_a_pause_of_the_host_is_no_wall_time(round_s, pauses, most, monkeypatch):
     now, took = [0.0], [0.01 + round_s] * pauses + [round_s] * 9
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     left = iter(took)
@@ -369,8 +370,49 @@ def test_a_pause_of_the_host_is_no_wall_time(round_s, pauses, rounds, monkeypatc
         now[0] += seconds
         return seconds * 1e6
 
-    assert median_of_rounds(once) == pytest.approx(round_s * 1e6)
-    assert len(took) - len(list(left)) <= rounds
+    assert statistics.median(rounds(once)) == pytest.approx(round_s * 1e6)
+    assert len(took) - len(list(left)) <= most
+
+
+def test_host_times_of_both_are_taken_in_turn_and_bounded():
+    """A host that slows down between two rounds slows both: the ratio stays, and its bound."""
+    clock, calls = SimulatedClock({"ours": 50.0, "base": 100.0}), []
+    paces = iter([1.0, 1.0, *(1.0 + 0.1 * n for n in range(99))])
+
+    def wall(call, n=20):
+        call()
+        calls.append(LAST[0])
+        wall.pace = next(paces) if LAST[0] == "ours" else wall.pace
+        return clock.lengths[LAST[0]] * wall.pace
+
+    clock.wall = wall
+    row = measure(planted(), clock, budget=BUDGET)
+    assert calls == ["ours", "base"] * (len(calls) // 2) and len(calls) >= 2 * (1 + stats.MIN_CI_N)
+    assert row.wall_us > 60 and row.wall_speedup == pytest.approx(2.0)
+    assert row.wall_speedup_ci95 == pytest.approx((2.0, 2.0))
+    assert row.csv()["wall_low"] == pytest.approx(2.0)
+
+
+def test_the_devices_own_time_is_what_lies_between_two_marks():
+    mark = lambda at: (at, 1.0, "void at::cuda::spin_kernel(long)")
+    spans = [mark(0), (5, 2.0, "a"), (90, 3.0, "copy"), mark(95), (96, 50.0, "flush"), mark(200),
+             mark(201)]  # fmt: skip
+    assert busy_between(spans[::-1], 2) == [5.0, 0.0]
+    with pytest.raises(RuntimeError, match="saw 4 of 6 marks"):
+        busy_between(spans, 3)
+
+
+def test_without_kernels_in_the_profile_events_are_the_clock(monkeypatch, capsys):
+    from bench import clock as module
+
+    class Blind(HostClock):
+        def run(self, calls, *, cold):
+            raise RuntimeError("the profiler saw 0 of 4 marks")
+
+    monkeypatch.setattr(module, "BusyClock", Blind)
+    monkeypatch.setattr(module, "CudaClock", HostClock)
+    assert type(module.busy_clock()) is HostClock
+    assert "events" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error, status", [

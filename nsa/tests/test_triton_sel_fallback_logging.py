@@ -145,7 +145,7 @@ def test_block_sizes_without_a_kernel_are_unavailable(kernel_device):
     with pytest.raises(nsa.RouteUnavailable, match="unsupported.*block_size must be"):
         nsa.selection_attention(q, k, k, blocks, block_size=48, **forced)
     with pytest.raises(nsa.RouteUnavailable, match="unsupported"):
-        nsa.select_blocks(q, k[:, :1], l=8, d=4, l_sel=12, n_sel=1, **forced)
+        nsa.select_blocks(q, k[:, :1], l=8, d=4, l_sel=12, n_sel=3, **forced)
 
 
 @pytest.mark.kernel

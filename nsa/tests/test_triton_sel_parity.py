@@ -103,15 +103,14 @@ def test_splits_merge_to_the_same(splits, kernel_device):
 @pytest.mark.parametrize("splits", [1, 4])
 def test_ranges_of_a_batch_in_parts(splits, kernel_device):
     """One row has no key: all of its parts are empty."""
-    from nsa.kernels.triton_sel_kernel.sel_fwd import sel_fwd_ranges
-    from nsa.kernels.triton_sel_kernel.spans import clean_spans
+    from nsa.kernels.triton_sel_kernel.in_place import sel_fwd_in_place
     from nsa.kernels.triton_sel_kernel.tiles import Tiles
 
     q, k, v = cache_inputs(FULL, kernel_device, B=2, seed=13)
     ranges = make_ranges("mixed", 2, 4, 2, 70, 60, device=kernel_device, seed=3)
     ranges[1, 2, 0] = 0
-    out, lse = sel_fwd_ranges(
-        q, k, v, *clean_spans(ranges, 70), None, splits=splits, tiles=Tiles(16, 16, 32, 4, 1)
+    out, lse = sel_fwd_in_place(
+        q, k, v, ranges, None, splits=splits, tiles=Tiles(16, 16, 32, 4, 1)
     )
     want = oracle_ranges(*(x.double().cpu() for x in (q, k, v)), ranges.cpu())
     torch.testing.assert_close(out.cpu().double(), want, rtol=1e-4, atol=1e-5)
@@ -154,7 +153,7 @@ def test_ranges(kind, path, kernel_device):
     ranges = make_ranges(kind, 1, 4, 2, 70, 40, device=kernel_device, seed=3)
     with launches.recording() as launched:
         out = selection_ranges_triton(q, k, v, ranges, path=path)
-    kernels = [] if path == "varlen" else ["_sel_spans_kernel", "_sel_attn_fwd_ranges_kernel"]
+    kernels = [] if path == "varlen" else ["_sel_attn_fwd_ranges_kernel"]
     if path == "varlen" and kind == "empty":  # no bucket holds a key
         assert (out == 0).all() and not launched
         return

@@ -111,7 +111,7 @@ class Problem:
         self.k, self.v = draw(3, *keys, case.G, case.D), draw(4, *keys, case.G, case.Dv)
         self.blocks = case.indices(kind, device)
         self.cu, self.begin = case.begins(device)
-        self.packed = dict(cu_seqlens=self.cu, max_seqlen=max(case.lengths))
+        self.packed = dict(cu_seqlens=self.cu)
         self.how = dict(
             block_size=case.block, softmax_scale=1 / math.sqrt(case.D), seq_begin=self.begin,
             q_start=case.q_start,

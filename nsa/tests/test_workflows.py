@@ -34,8 +34,9 @@ def commands(workflow: dict) -> list[str]:
     return [line.strip() for s in steps(workflow) for line in s.get("run", "").splitlines()]
 
 
-def test_the_three_workflows_are_there():
-    assert [p.name for p in WORKFLOWS] == ["ci.yml", "gpu-benchmark.yml", "triton-gpu-smoke.yml"]
+def test_the_workflows_are_there():
+    names = ["ci.yml", "gpu-benchmark.yml", "nightly.yml", "triton-gpu-smoke.yml"]
+    assert [p.name for p in WORKFLOWS] == names
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
@@ -148,9 +149,10 @@ def test_benchmark_command_line_and_choices_are_those_of_the_script():
 
 
 def cell(length: int, case: str, low: float, status: str = "VALID") -> dict:
-    timed = {"speedup": low + 0.05, "speedup_ci95": [low, low + 0.1]}
+    wall = {"wall_speedup_ci95": [low + 2, low + 3]}
+    timed = {"speedup": low + 0.05, "speedup_ci95": [low, low + 0.1], **wall}
     blank = {"speedup": None, "speedup_ci95": None}
-    row = {"bench": "sel", "mode": "dense", "case": case, "L": length, "status": status}
+    row = {"bench": "sel", "mode": "route", "case": case, "L": length, "status": status}
     return row | (timed if status == "VALID" else blank)
 
 
@@ -168,7 +170,7 @@ def bundle(recommend: dict | None) -> dict:
             cell(512, "sel/L=512/many", 1.25),
             cell(128, "sel/L=128/many", 0.0, "UNSTABLE"),
             {"bench": "decode", "case": "decode/S=4096", "L": 9, "status": "VALID"},
-            cell(512, "sel/decode/L=512", 0.8) | {"mode": "decode"},  # no evidence
+            cell(512, "sel/dense/L=512", 0.8) | {"mode": "dense"},  # no evidence
         ],
     }
 
@@ -185,15 +187,16 @@ Evidence: lower CI >= 1.2 at L>=512 in few,many.
 | device | NVIDIA H100 80GB HBM3, SM 9.0, driver 570.86 |
 | profile | standard, run 20251121T013455Z-7f3a |
 
-Worst valid cell per selected length (speedup over packed SDPA, 95 % interval):
+Lower bounds of the speedup over packing plus SDPA, the smallest per selected length:
 
-| L | valid cells | speedup | case |
-|---|---|---|---|
-| 128 | 0/1 | - | no valid cell |
-| 512 | 2/2 | 1.30x [1.25, 1.35] | sel/L=512/many |
-| 1024 | 1/1 | 1.55x [1.50, 1.60] | sel/L=1024/few |
+| L | cells that carry it | device | wall | case of the smallest |
+|---|---|---|---|---|
+| 128 | 0/1 | - | - | - |
+| 512 | 2/2 | 1.25x | 3.25x | `sel/L=512/many` |
+| 1024 | 1/1 | 1.50x | 3.50x | `sel/L=1024/few` |
 
-The threshold is the smallest tested length from which on every cell's lower bound is at least 1.2x.
+The threshold is the smallest tested length from which on every cell's lower bounds, by the \
+device's time and by wall, are at least 1.2x.
 Repeat it with `make gpu-report PROFILE=standard` on such a GPU.
 """
 
@@ -203,25 +206,25 @@ def test_pull_request_body_is_the_golden_one():
     assert pr_body(bundle(evidence)) == GOLDEN
 
 
-DISABLED = """\
-## Keep Triton selection disabled on NVIDIA H100 80GB HBM3
+NOTHING = """\
+## No `sel_triton_min_L` qualifies on NVIDIA H100 80GB HBM3
 
-Deciding cell: sel/L=1024/many. This is about `selection_attention` called alone: `nsa_attention`, \
-the layers and decode steps have no threshold and need only `NSA_USE_TRITON_SEL=1`.
+Deciding cell: sel/L=1024/many. What is set stays. This is about `selection_attention` called \
+alone: `nsa_attention`, the layers and decode steps have no threshold.
 
 FlashAttention-2 with Triton off, by the same rule: `fa2_min_len_win` = 64, `fa2_min_len_cmp` = 3.
 """
 
 
-def test_pull_request_body_that_keeps_it_disabled_is_the_golden_one():
+def test_pull_request_body_that_proposes_nothing_is_the_golden_one():
     recommend = {"sel_triton_min_L": None, "blocking_case": "sel/L=1024/many",
                  "fa2_min_len_win": 64, "fa2_min_len_cmp": 3}  # fmt: skip
-    assert pr_body(bundle(recommend)) == DISABLED + GOLDEN[GOLDEN.index("\n| | |") :]
+    assert pr_body(bundle(recommend)) == NOTHING + GOLDEN[GOLDEN.index("\n| | |") :]
 
 
 def test_pull_request_body_without_an_answer_says_so():
     text = pr_body(bundle(None))
-    assert text.startswith("## Keep Triton selection disabled")
+    assert text.startswith("## No `sel_triton_min_L` qualifies")
     assert "Deciding cell: no selection bench ran." in text and "FlashAttention" not in text
 
 
@@ -322,7 +325,7 @@ def test_proposal_edits_only_the_device_entry_and_flags_read_it(tmp_path):
 
     assert min_l("NVIDIA H100 80GB HBM3") == 1024
     assert min_l("NVIDIA GeForce: RTX #4090") == 2048
-    assert min_l("another card") == Flags.from_env({}).sel_triton_min_L == 4096
+    assert min_l("another card") is None  # auto
 
 
 def test_proposal_refuses_a_configuration_without_devices():
@@ -335,7 +338,7 @@ def test_proposal_refuses_a_configuration_without_devices():
     [
         (None, 1.5, None),
         ({"sel_triton_min_L": 64}, 1.5, {"sel_triton_min_L": 64}),
-        ({"sel_triton_min_L": None}, 1.0, {"use_triton_sel": False}),
+        ({"sel_triton_min_L": None}, 1.0, None),
         ({"sel_triton_min_L": 64, "fa2_min_len_win": 16}, 1.5,
          {"sel_triton_min_L": 64, "fa2_min_len_win": 16}),
     ],
@@ -345,10 +348,9 @@ def test_the_proposal_is_what_the_optimizer_writes(recommend, low, entry, tmp_pa
     config.write_text((ROOT / "configs" / "base.yaml").read_text())
     folder.mkdir()
     (folder / "bundle.json").write_text(json.dumps(bundle(recommend)))
-    device = {"device": "NVIDIA H100 80GB HBM3"}
-    for name in ("dense", "varlen", "mixed"):
-        rows = evidence.grid(low=low, **device)
-        (folder / f"sel_{name}.csv").write_text(csv_text(rows, evidence.COLUMNS))
+    device = {"device": "NVIDIA H100 NVL"}  # without an entry so far
+    rows = evidence.grid(low=low, **device)
+    (folder / "sel_route.csv").write_text(csv_text(rows, evidence.COLUMNS))
     rows = [
         {"branch": "win", "S": S, "w": 64, "speedup": 1.6, "ci_low": 1.5, "ci_high": 1.7,
          "parity": "PASS", "status": "VALID", **evidence.HERE, **device}
@@ -360,4 +362,4 @@ def test_the_proposal_is_what_the_optimizer_writes(recommend, low, entry, tmp_pa
         patch.delenv("NSA_RESULT_FD", raising=False)  # no proposal of the run that tests this
         assert modal_bench.main(argv) == 0
     written = yaml.safe_load(config.read_text())["runtime"]["devices"]
-    assert written.get("NVIDIA H100 80GB HBM3") == entry
+    assert written.get("NVIDIA H100 NVL") == entry

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.records import MIN_SPEEDUP
+from bench.records import MIN_SPEEDUP, carries
 from scripts.oneshot.markdown import cell, code, is_interval, num, pct, us, us_ci
 from scripts.oneshot.rows import is_number
 
@@ -119,7 +119,7 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
 
 
 def rough_us(value: Any) -> str:
-    """A host's time: taken once and without an interval, it differs by up to twice between runs."""
+    """A host's time: it differs by up to twice between runs."""
     return f"about {us(float(f'{value:.2g}'))}" if is_number(value) else "-"
 
 
@@ -297,15 +297,38 @@ def _walls(rows: Sequence[Mapping[str, Any]]) -> str:
 def threshold_cells(
     rows: Sequence[Mapping[str, Any]],
 ) -> dict[int, list[Mapping[str, Any]]]:
-    """What a threshold is made of, by ascending selected length: not of decode steps."""
+    """What a threshold is made of, by ascending selected length: rows of routes, not of kernels."""
     by_length: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
         if (
-            row.get("bench") == "sel" and row.get("mode") != "decode"
+            row.get("bench") == "sel" and row.get("mode") == "route"
             and isinstance(row.get("L"), int)
         ):  # fmt: skip
             by_length.setdefault(row["L"], []).append(row)
     return dict(sorted(by_length.items()))
+
+
+def lower_bounds(row: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The lower bounds of a row's speedup by the device's time and by wall, if it has both."""
+    device, wall = row.get("speedup_ci95"), row.get("wall_speedup_ci95")
+    if row["status"] not in NUMBERED or not (is_interval(device) and is_interval(wall)):
+        return None
+    return device[0], wall[0]
+
+
+def routes_at(rows: Sequence[Mapping[str, Any]], least: float) -> dict[str, Any]:
+    """The cells of one length: how many there are and carry a threshold, the smallest lower bounds
+    and the case of the smallest of all; "-" without any."""
+    bounds = [(lower_bounds(r) or (None, None), r) for r in rows]
+    found = [(low, wall, r) for (low, wall), r in bounds if low is not None]
+    worst = min(found, key=lambda one: min(one[:2]), default=None)
+    carry = [r for lows, r in bounds if carries(r["status"], lows, least)]
+    return {
+        "cells": len(rows), "carry": len(carry), "holds": len(carry) == len(rows) > 0,
+        "low": f"{min(low for low, _, _ in found):.2f}x" if worst else "-",
+        "wall": f"{min(wall for _, wall, _ in found):.2f}x" if worst else "-",
+        "case": code(worst[2]["case"]) if worst else "-",
+    }  # fmt: skip
 
 
 def valid_and_worst(
@@ -317,20 +340,12 @@ def valid_and_worst(
 
 
 def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The proposed threshold with what speaks for it: the smallest lower bound per length."""
+    """The proposed threshold with what speaks for it: the smallest lower bounds per length."""
     proposal = data["recommend"]
     least = (proposal or {}).get("min_speedup")
     least = least if is_number(least) else MIN_SPEEDUP
-    by_length = threshold_cells(rows)
-    evidence = []
-    for length, mine in by_length.items():
-        good, low = valid_and_worst(mine)
-        evidence.append({
-            "L": length, "cells": len(mine), "valid": len(good),
-            "low": f"{low['speedup_ci95'][0]:.2f}x" if low else "-",
-            "case": code(low["case"]) if low else "-",
-            "holds": bool(low) and len(good) == len(mine) and low["speedup_ci95"][0] >= least,
-        })  # fmt: skip
+    evidence = [{"L": length, **routes_at(mine, least)}
+                for length, mine in threshold_cells(rows).items()]  # fmt: skip
     out = {"evidence": evidence, "text": "", "doubt": "", "scope": ""}
     if data["scope"] == "cpu":
         out["text"] = "None: a CPU says nothing about the threshold of a GPU."
@@ -344,35 +359,28 @@ def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
     words = cell(proposal.get("confidence") or proposal.get("text") or "")
     if isinstance(value, int) and not isinstance(value, bool):
         out["text"] = f"**`sel_triton_min_L: {value}`** ({words})"
-        out["text"] += _walls([r for n, mine in by_length.items() if n >= value for r in mine])
         against = [e for e in evidence if e["L"] >= value and not e["holds"]]
         if against or not any(e["L"] >= value for e in evidence):
             lengths = ", ".join(str(e["L"]) for e in against) or "any L"
             out["doubt"] = (
                 f"The rows of this run do not carry it alone: not every cell of L = {lengths} "
-                f"is VALID with a lower bound of {least:g}x."
+                f"has lower bounds of {least:g}x, of {2 * least:g}x where it is UNSTABLE."
             )
     else:
-        out["text"] = ("**Keep Triton selection disabled in `selection_attention` called alone** "
-                       f"({words})")  # fmt: skip
-        value = None
+        out["text"] = f"**None: no length that was timed qualifies, so keep what is set** ({words})"
     if blocking:
         out["text"] += f"; stopped by {code(blocking)}"
-    return {**out, "scope": _scope(value, max(by_length, default=None), rows)}
+    return {**out, "scope": _scope(rows)}
 
 
-def _scope(value: int | None, longest: int | None, rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the threshold decides, and what it does not: the one switch turns on much more."""
-    text = ("The threshold is about `selection_attention` called alone: it takes the Triton kernel "
-            "for rows of at least that many selected keys, and packed SDPA below. Its baseline "
-            "here reads keys that are packed already; the time of packing them (`pack_ms` in the "
-            "CSVs), which that route pays at every call, is not in the speedup. ")  # fmt: skip
-    if value is None and longest is not None:
-        text += (f"With `NSA_SEL_TRITON_MIN_L` over {longest} (its default is 4096) it stays on "
-                 "packed SDPA at these lengths with Triton on as well. ")  # fmt: skip
-    text += ("`nsa_attention`, the layers and decode steps have no threshold: "
-             "`NSA_USE_TRITON_SEL=1` gives them their fused kernels (training wants "
-             "`NSA_SEL_TRITON_ALLOW_GRAD=1` besides), and 0 takes these away")  # fmt: skip
+def _scope(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the threshold decides, and what it does not."""
+    text = ("The threshold is about `selection_attention` called alone: where a row may select at "
+            "least that many keys, by the shapes of the call, Triton serves, and packing plus SDPA "
+            "below. Both are timed as a caller gets them, Triton with the cleaning of ranges, by "
+            "the device's kernels and by wall. Rows of `bench_sel_triton.py` in other modes "
+            "compare kernels on packed keys and decide nothing. `nsa_attention`, the layers and "
+            "decode steps have no threshold")  # fmt: skip
     whole = [r for r in rows if r["status"] == "VALID" and is_number(r.get("speedup"))
              and r.get("path_requested") == "triton"]  # fmt: skip
     found = []

@@ -103,7 +103,7 @@ def context(
         "health": sections.health_section(data["health"]),
         "cards": cards.section(data, rows["parity"]),
         "training": sections.training_section(data, rows, folder),
-        "flags": sections.flags_section(data, folder),
+        "flags": sections.flags_section(data, folder), "calls": sections.calls_section(folder),
         "environment": sections.environment_section(data["env"]),
         "doctor": [(cell(c.get("name"), 60), cell(c.get("level"), 20), cell(c.get("text")))
                    for c in data["doctor"]],

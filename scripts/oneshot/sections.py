@@ -422,6 +422,23 @@ def flags_section(data: Mapping[str, Any], folder: Path) -> list[tuple[str, str,
     return found
 
 
+def calls_section(folder: Path) -> list[tuple[str, str, str]]:
+    """Return (call, its kernels, faster kernels with the reason against each) of routing.json."""
+    text = read_text(folder, "routing.json")
+    try:
+        return [
+            (
+                cell(call["call"], 60),
+                ", ".join(code(k, 80) for k in call["kernels"][:60]) or "none of ours",
+                "; ".join(f"{code(k, 80)}: {cell(why, 200)}"
+                          for k, why in list(call["passed_over"].items())[:20]),
+            )
+            for call in (json.loads(text)["calls"] if text else [])
+        ]  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
 CGROUP = ("cgroup_cpu", "cgroup_memory")
 
 

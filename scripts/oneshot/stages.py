@@ -1,7 +1,7 @@
 """The whole run as data: which stages, with which command, proof, limit and order.
 
 Cheap and decisive first, so that a run that is cut short has the valuable part. `estimate_s` is
-what the stage took in the reports of an H200 under bench/results; a budget skips stages by it.
+what the stage took in the runs of bench/results/stage_seconds.csv; a budget skips stages by it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def tests(*patterns: str) -> tuple[str, ...]:
 
 
 # Stages of the standard profile that a profile does not have; the report says so.
-LEFT_OUT = {"quick": ("decode_serving", "prefill_bench", "fa2_bench", "train_smoke")}
+LEFT_OUT = {
+    "quick": ("sel_dense", "sel_varlen", "sel_mixed", "warmup", "decode_serving", "prefill_bench",
+              "fa2_bench", "train_smoke"),
+    "full": ("warmup",),
+}  # fmt: skip
 
 
 def plan(profile: str) -> list[Stage]:
@@ -58,7 +62,7 @@ def _gpu(profile: str) -> list[Stage]:
     slow = 3.0 if full else 1.0
     bench = {"NSA_SEL_TRITON_MIN_L": "64"}
     cells = {
-        "quick": (*ONE_SHAPE, "--L_list", "128,256,512"),
+        "quick": (),  # rows of kernels, which decide nothing
         "standard": (*ONE_SHAPE, "--L_list", "64,128,256,512,1024", "--seconds", "0.05"),
         "full": ("--N", "64,256,1024", "--H", "2,4,8", "--D", "64,128", "--Dv", "64,128",
                  "--streams", "1,2", "--L_list", ALL_LENGTHS, "--seconds", "0.03"),
@@ -70,7 +74,7 @@ def _gpu(profile: str) -> list[Stage]:
             ("{python}", "bench/bench_sel_triton.py", *cells, "--dist", dist, "--csv",
              "{out}/" + id + ".csv"),
             proof="bench", timeout_s=1200 if full else 180,
-            estimate_s={"quick": 18, "standard": 20, "full": 540}[profile],
+            estimate_s=540 if full else 20,
             env=bench, log=f"{id}.txt", outputs=(f"{id}.csv",), group="bench", shrinks=True,
         )
         for id, dist, what in (
@@ -79,15 +83,19 @@ def _gpu(profile: str) -> list[Stage]:
             ("sel_mixed", "mixed", "2, 4 or 8 spans of random length"),
         )
     ]
-    if full:
-        selection.append(Stage(
-            "sel_repeat", "Selection bench: one shape three times, far apart",
-            ("{python}", "bench/bench_sel_triton.py", *ONE_SHAPE, "--L_list", ALL_LENGTHS,
-             "--repeat", "3", "--seconds", "0.1", "--csv", "{out}/sel_repeat.csv"),
-            proof="bench", timeout_s=360, estimate_s=90, env=bench, log="sel_repeat.txt",
-            outputs=("sel_repeat.csv",), group="bench", shrinks=True,
-        ))  # fmt: skip
-    spans = tuple(f"{stage.id}.csv" for stage in selection)
+    # What the threshold is decided by.
+    routes = {
+        "quick": (*ONE_SHAPE, "--L_list", "16,128,1024"),
+        "standard": (*ONE_SHAPE, "--L_list", "16,64,256,1024"),
+        "full": ("--N", "64,1024", "--H", "2,8", "--D", "64,128", "--L_list", "16,64,128,256,1024"),
+    }[profile]
+    selection.append(Stage(
+        "sel_route", "Selection bench: Triton against packing plus SDPA, as callers get them",
+        ("{python}", "bench/bench_sel_triton.py", "--route", "1", *routes, "--iters", "10",
+         "--seconds", "0.005", "--csv", "{out}/sel_route.csv"),
+        proof="bench", timeout_s=400 if full else 120, estimate_s=110 if full else 25, env=bench,
+        log="sel_route.txt", outputs=("sel_route.csv",), group="bench", shrinks=True,
+    ))  # fmt: skip
     # A decode step has no threshold, so these cells are not among its evidence.
     decode = Stage(
         "sel_decode", "Selection bench: one query per sequence, blocks of the paper's choice",
@@ -99,8 +107,8 @@ def _gpu(profile: str) -> list[Stage]:
     )  # fmt: skip
     threshold = Stage(
         "threshold", "Proposed sel_triton_min_L",
-        ("{python}", "bench/threshold_optimizer.py", *("{out}/" + name for name in spans)),
-        proof="row", timeout_s=60, estimate_s=1, needs=spans, log="threshold.txt",
+        ("{python}", "bench/threshold_optimizer.py", "{out}/sel_route.csv"),
+        proof="row", timeout_s=60, estimate_s=1, needs=("sel_route.csv",), log="threshold.txt",
         also={"fa2_bench": ("--fa2", "{out}/fa2.csv")}, group="bench",
     )  # fmt: skip
     serving = Stage(
@@ -140,7 +148,7 @@ def _gpu(profile: str) -> list[Stage]:
             (*SHARDED, *tests("test_prefill*.py", "test_decode*.py", "test_block_attn_*.py",
                               "test_union_attn.py", "test_span_bwd_fused.py", "test_hopper.py",
                               "test_sums.py", "test_key_sums.py", "test_tile_blocks.py",
-                              "test_turn.py"),
+                              "test_turn.py", "test_packs.py"),
              "-m", "kernel" if full else "kernel and core"),
             proof="parity", timeout_s=(900 if full else 420) * slow,
             estimate_s=300 if full else 80, env=PARITY,
@@ -165,6 +173,13 @@ def _gpu(profile: str) -> list[Stage]:
             outputs=("health.json",), group="box",  # the benches take their peaks from it
         ),
         *(() if full else selection),
+        Stage(
+            "warmup", "All kernels of a layer, compiled side by side (nsa.warmup)",
+            ("{python}", "-m", "nsa.plans", "--seqlens", "8192,32768", "--training", "--decode",
+             "8192"),
+            proof="output", timeout_s=120, estimate_s=15, required=False, log="warmup.txt",
+            group="bench",  # the benches find them in Triton's cache
+        ),
         Stage(
             "decode_bench", "Decode step, by branch",
             ("{python}", "bench/bench_decode.py", "--B", "1", "--dim", "256", "--heads", "8",

@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from nsa import launches
+from nsa.errors import must_raise
 from nsa.flags import get_flags
+from nsa.kernels.launch import is_planned, pass_over
 from nsa.kernels.tiles import arch_of, cdiv, pow2, sm_count
 from nsa.log import warn_once
 
@@ -194,6 +196,8 @@ class ClusterKernel:
         addresses = [x.data_ptr() for x in tensors]
         if any([at % 16 for at in addresses[:7]]):  # queries, keys and values
             return False
+        if is_planned(NAME):
+            return True
         packed = ctypes.create_string_buffer(
             _PARAMS.pack(*addresses, *numbers, scale_log2), _PARAMS.size
         )
@@ -220,7 +224,11 @@ def cluster_kernel(
         return None
     if use_cluster is None and not get_flags(torch.cuda.get_device_name(device)).use_cluster:
         return None
-    return _kernel(device, *sizes)
+    found = _kernel(device, *sizes)
+    if isinstance(found, str):
+        pass_over(NAME, found)
+        return None
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -228,31 +236,47 @@ def _kernel(
     device: torch.device, batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int,
     dtype: torch.dtype, gate_dtype: torch.dtype, l: int, d: int, l_sel: int, n_sel: int,
     n_init: int, n_local: int, window: int, max_len: int, page: int, ring: bool,
-) -> ClusterKernel | None:  # fmt: skip
+) -> ClusterKernel | str:  # fmt: skip
+    """The kernel, or why it does not serve."""
     if gate_dtype not in (torch.float32, dtype):
-        return None
-    if why_not(
+        return f"gates are fp32 or as the keys, got {gate_dtype}"
+    reason = why_not(
         tokens=tokens, heads=hq // groups, dim=dim, dv=dv, dtype=dtype, l=l, d=d, l_sel=l_sel,
         n_sel=n_sel, n_init=n_init, n_local=n_local, window=window, page=page,
-    ):  # fmt: skip
-        return None
+    )  # fmt: skip
+    if reason:
+        return reason
     free = n_sel - n_init - n_local
     found = plan(batch * groups, dim, n_sel, free, l_sel, max_len, sm_count(device))
     if found is None or batch > MOST_SEQUENCES:
-        return None
+        return "its block sums do not fit, or there are too many sequences"
     macros = dict(
         D=dim, BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], HEADS=hq // groups, L=l,
         STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local, WINDOW=window,
         OVERLAP=int(l > d), PAGE=page, RING=int(ring), **found.macros(dim, n_sel, free),
     )  # fmt: skip
+    function = _function(device, tuple(macros.items()))
+    if function is None:
+        return "NVRTC or cuda.bindings is not there"
+    grid = groups * found.cluster, batch
+    return ClusterKernel(*function, grid, 32 * found.warps, macros["SHARED"])
+
+
+# Of all lengths that take as many units, and never unloaded, since a graph may hold the function:
+# seven shapes and a power of two of units for a layer's sizes.
+@functools.cache
+def _function(device: torch.device, macros: tuple[tuple[str, Any], ...]) -> tuple[Any, Any] | None:
+    """The kernel so compiled and cuLaunchKernel, None where they cannot be had."""
     try:
-        return _load(macros, (groups * found.cluster, batch))
+        return _load(dict(macros))
     except RuntimeError as error:  # Unavailable, and what cuda.bindings raises without a library
+        if must_raise(error):
+            raise
         warn_once(f"decode steps take several launches, since {NAME} cannot be had: {error}")
         return None
 
 
-def _load(macros: dict[str, Any], grid: tuple[int, int]) -> ClusterKernel:
+def _load(macros: dict[str, Any]) -> tuple[Any, Any]:
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -271,19 +295,17 @@ def _load(macros: dict[str, Any], grid: tuple[int, int]) -> ClusterKernel:
             (kind.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
         ):
             _check(*driver.cuFuncSetAttribute(function, attribute, value))
-        if cluster > 1 and not _most_clusters(driver, function, cluster, grid, threads, shared):
+        if cluster > 1 and not _most_clusters(driver, function, cluster, threads, shared):
             raise Unavailable(f"no cluster of {cluster} blocks fits what is there of the GPU")
     finally:
         driver.cuThreadExchangeStreamCaptureMode(mode)
-    return ClusterKernel(function, driver.cuLaunchKernel, grid, threads, shared)
+    return function, driver.cuLaunchKernel
 
 
-def _most_clusters(
-    driver: Any, function: Any, cluster: int, grid: tuple[int, int], threads: int, shared: int
-) -> int:
+def _most_clusters(driver: Any, function: Any, cluster: int, threads: int, shared: int) -> int:
     """How many run at a time: a part of a GPU (MIG, MPS) may have no room for a large one."""
     config, size = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
-    config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared
     size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION

@@ -12,7 +12,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from nsa.checks import scale_of
+from nsa.checks import needs_grad, scale_of
+from nsa.config import check_choice
 from nsa.kernels.decode import cluster
 from nsa.kernels.decode.choose import _decode_candidates_kernel
 from nsa.kernels.decode.scan import _decode_scan_kernel
@@ -30,6 +31,7 @@ from nsa.kernels.tiles import (
     small_shared,
     split_dim,
 )
+from nsa.routes import RouteUnavailable
 from nsa.untraced import untraced
 
 SCAN_PER_SM = 2  # programs that the scan aims at: as many as run at a time, all of one length
@@ -198,6 +200,7 @@ def _plan(
     window: int, max_len: int, branch: str | None, page: int = 0, ring: bool = False,
     alone: bool = False,
 ) -> StepPlan:  # fmt: skip
+    check_choice(n_sel, n_init, n_local)
     heads = hq // groups
     d1, d2 = split_dim(dim)
     block_dv = dot_size(dv)
@@ -311,6 +314,29 @@ def _plan(
     )  # fmt: skip
 
 
+def _int32(x: Tensor) -> Tensor:
+    """x as kernels read it: asked for first, since this is each step's."""
+    if x.dtype is torch.int32 and x.is_contiguous():
+        return x
+    return x.to(torch.int32).contiguous()
+
+
+def _as_read(
+    q: Tensor, gates: Tensor, lens: Tensor, caches: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, gates and lens as kernels read them, which take no strides. Raises for what has to be
+    read in place and cannot, and where a gradient is needed."""
+    if torch.is_grad_enabled() and needs_grad(q, gates, *caches):
+        detail = "a decode step has no gradient of q, gates, keys and values"
+        raise RouteUnavailable("triton", "needs_grad", detail)
+    apart = [not x.is_contiguous() for x in caches]
+    if True in apart:  # a copy in every step would be slow without a word
+        which = apart.index(True)
+        name = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")[which]
+        raise ValueError(f"{name} must be contiguous, got strides {caches[which].stride()}")
+    return q.contiguous(), gates.contiguous(), _int32(lens)
+
+
 @untraced  # launch_planned() goes by addresses
 @on_its_device
 def nsa_decode_triton(
@@ -326,8 +352,9 @@ def nsa_decode_triton(
     q [B, T, HQ, Dk] with T * (HQ / G) <= 128 (sm_86, 89 and 120: 64 where heads have more than 384
     bytes); k_cmp [B, N_max, G, Dk], v_cmp [B, N_max, G, Dv];
     k_sel, v_sel [B, capacity, G, *], or pages [P, page, G, *] with block_table int32 [B, n];
-    k_win, v_win likewise, or a ring of `capacity` >= window + T - 1 rows when window_ring.
-    gates [B, T, HQ, 3]; lens int32 [B] on the device, the length including the T new tokens, whose
+    k_win, v_win likewise, or a ring of `capacity` >= window + T - 1 rows when window_ring; all of
+    these contiguous.
+    gates [B, T, HQ, 3]; lens int [B] on the device, the length including the T new tokens, whose
     keys are in the caches already. max_len bounds every length the call (or a graph captured from
     it) will see. Nothing synchronises with the host; rows beyond a length are never read.
     counters int32 [B, G, 32], zeros at first and these sequences' alone: with them few sequences of
@@ -336,8 +363,10 @@ def nsa_decode_triton(
     branch "cmp", "sel" or "win" launches that branch's programs alone, for measuring: the others
     add nothing. "sel" attends to block_indices int32 [B, T, G, n_sel] that an earlier step chose.
     use_cluster: Flags.use_cluster, by default this process's; see cluster.py.
-    Raises NotImplementedError for sizes that no kernel serves.
+    Raises NotImplementedError for sizes that no kernel serves, RouteUnavailable where a gradient is
+    needed, which nsa.nsa_attention has, and ValueError for caches that are not contiguous.
     """
+    q, gates, lens = _as_read(q, gates, lens, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win))
     if branch not in (None, "cmp", "sel", "win"):
         raise ValueError(f"branch must be None, 'cmp', 'sel' or 'win', got {branch!r}")
     if (branch == "sel") != (block_indices is not None):
@@ -352,11 +381,12 @@ def nsa_decode_triton(
         raise NotImplementedError(f"q: T * heads per group must be <= 128, got {tokens * heads}")
     page = 0 if block_table is None else k_sel.shape[1]
     scale_log2 = LOG2E * scale_of(softmax_scale, dim)
-    indices = block_indices
-    if indices is None:
+    if block_indices is not None:
+        indices = _int32(block_indices)
+    else:
         indices = torch.empty(batch, tokens, groups, n_sel, dtype=torch.int32, device=q.device)
     out = torch.empty(batch, tokens, hq, dv, dtype=q.dtype, device=q.device)
-    table = lens if block_table is None else block_table
+    table = lens if block_table is None else _int32(block_table)
     table_len = 0 if block_table is None else block_table.shape[1]
     cmp_rows, sel_rows, win_rows = k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices, out)

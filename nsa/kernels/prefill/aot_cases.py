@@ -7,6 +7,7 @@ from typing import Any
 
 from nsa.kernels.aot import AotCase
 from nsa.kernels.prefill import (
+    ascending,
     block_attn_bwd,
     block_attn_fwd,
     block_attn_outer,
@@ -50,7 +51,8 @@ _POINTERS = {
     "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
     "BOUNDS": "*i64", "ROWS": "*i32", "UNITS": "*i32", "BITS": "*i32", "PIECES": "*i32",
     "RANKS": "*i64", "X": "*fp32", "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32",
-    "COUNTS": "*i32", "SEQUENCE": "*i32", "POSITIONS": "*i64",
+    "COUNTS": "*i32", "ORDERED": "*i32", "SEQUENCE": "*i32", "FIRST_TILE": "*i32",
+    "POSITIONS": "*i64",
     "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
     "REACH": "*fp32", "LARGEST": "*fp32", "SCALES": "*fp32", "SUMS": "*fp16", "TOP": "*fp32",
     "TOTAL": "*fp32", "REST": "*i32", "LISTED": "*i32", "WHOLE": "*i32", "TODO": "*i32",
@@ -154,10 +156,11 @@ def _gluon_cases() -> list[AotCase]:
         return AotCase(f"{kernel.__name__}-{label}", kernel, types, c, warps, max_spill=spill,
                        gluon=True, max_registers=registers)  # fmt: skip
 
+    # Limits of the stack hold for ptxas 12.8 (triton 3.6, 3.7) and 13.4 (3.9), which takes more.
     cases = []
     of_scores = dict(SUMS="*u8", slab_rows="i32", room="i32")
     kernel = span_fwd_hopper._span_fwd_hopper_kernel
-    launch = span_fwd_hopper.WARPS, 64, span_fwd_hopper.START_REGISTERS
+    launch = span_fwd_hopper.WARPS, 112, span_fwd_hopper.START_REGISTERS
     for span, heads, dim in (
         (Span(COMPRESSED, 32, 16), 16, 128), (Span(SLIDING, 512), 16, 128),
         (Span(SLIDING, 100), 4, 64),
@@ -171,7 +174,7 @@ def _gluon_cases() -> list[AotCase]:
         types = dict(QD=rows, OD=rows, KD=keys, VD=keys, KN=few, VN=few, BATCH="i32", ITEMS="i32",
                      a="i32", **of_scores)  # fmt: skip
         one = case(kernel, f"{span.mode}-H{heads}-D{dim}", types, c, *launch)
-        cases.append(replace(one, parting="again:"))
+        cases.append(replace(one, parting="barrier.sync"))
     kernel = span_fwd_hopper._span_pair_fwd_hopper_kernel
     compressed = span_fwd_hopper.hopper_tiles(Span(COMPRESSED, 32, 16), 8)
     window = span_fwd_hopper.hopper_tiles(Span(SLIDING, 512), 8)
@@ -184,7 +187,7 @@ def _gluon_cases() -> list[AotCase]:
                  STAGES=compressed.stages, G=4)  # fmt: skip
         # Scalars, where one span ends and the other begins.
         one = case(kernel, f"H16-D128-{varlen}-{scored}", types, c, *launch)
-        cases.append(replace(one, parting="again:", max_spill=96))
+        cases.append(replace(one, parting="barrier.sync", max_spill=136))
     module = block_score_hopper
     kernel = module._block_score_hopper_kernel
     for heads, dim, ratio in ((16, 128, 4), (16, 128, 2), (8, 64, 4), (1, 128, 8)):
@@ -197,7 +200,7 @@ def _gluon_cases() -> list[AotCase]:
         label = f"H{heads}-D{dim}-R{ratio}"
         # What spills are scalars of the next work item.
         one = case(kernel, label, types, c, module.WARPS, 96, module.START_REGISTERS)
-        cases.append(replace(one, parting="again:"))
+        cases.append(replace(one, parting="barrier.sync"))
     kernel = span_bwd_hopper._span_bwd_hopper_kernel
     width = span_bwd_hopper.WIDTH
     for mode, heads in ((COMPRESSED, 4), (COMPRESSED, 16), (SLIDING, 4), (SLIDING, 16)):
@@ -212,7 +215,7 @@ def _gluon_cases() -> list[AotCase]:
         if split:
             types |= {"DK": "*fp32", "DV_OUT": "*fp32"}
         # dK, dV and two tiles of scores leave no register for what the ends of a walk need.
-        cases.append(case(kernel, f"{mode}-H{heads}", types, c, span_bwd_hopper.WARPS, 112))
+        cases.append(case(kernel, f"{mode}-H{heads}", types, c, span_bwd_hopper.WARPS, 192))
     rows = dict(HEADS=16, BLOCK=1024)
     types = dict(LSE="*fp32", DELTA="*fp32", OUT="*fp32", rows="i32", HQ="i32")
     kernel = span_bwd_hopper._row_stats_kernel
@@ -228,7 +231,7 @@ def _gluon_cases() -> list[AotCase]:
         kernel = module._block_attn_bwd_hopper_kernel
         cases.append(
             case(
-                kernel, f"H{heads}-{'halves' if halves else 'fp32'}", types, c, module.WARPS, 0,
+                kernel, f"H{heads}-{'halves' if halves else 'fp32'}", types, c, module.WARPS, 40,
                 module.START_REGISTERS,
             )  # fmt: skip
         )
@@ -245,8 +248,8 @@ def _gluon_cases() -> list[AotCase]:
                  STAGES=stages, OTHERS=2 if dim == 128 else 0, KEEP=True, SOME=dim == 128,
                  EIGHTS=1 + (dim == 128), PART=16)
         types = dict(KD=tile("bf16", module.KEYS, dim), VD=tile("bf16", module.KEYS, dim))
-        one = case(kernel, f"D{dim}", types, c, module.WARPS, 32, module.START_REGISTERS)
-        cases.append(replace(one, parting="again:"))
+        one = case(kernel, f"D{dim}", types, c, module.WARPS, 40, module.START_REGISTERS)
+        cases.append(replace(one, parting="barrier.sync"))
     costs = dict(READ=tile_blocks.READ, PAIR=tile_blocks.PAIR, DENSE=tile_blocks.DENSE,
                  REST_PAIR=tile_blocks.REST_PAIR, TOGETHER=tile_blocks.TOGETHER)  # fmt: skip
     # Heads of a group, 0 for lists without a rest, and blocks of a query: few, usual, most.
@@ -309,8 +312,8 @@ def _many_heads_case(arch: int, d: int, h: int) -> AotCase:
     rows, *launch = block_attn_bwd.dkdv_tiles(arch, d, 128, 2, h)
     d1, d2 = split_dim(d)
     tile = dict(BLOCK_N=block_attn_bwd.key_tile(64, d, 2, h, arch), PAIRS=max(rows // h, 1),
-                ADD=False, D=d, DV=128, VARLEN=False, HEADS=h, BLOCK_D=d1, BLOCK_D2=d2,
-                BLOCK_DV=128, PRECISION="tf32")  # fmt: skip
+                ADD=False, CHUNK=block_lists.CHUNK, D=d, DV=128, VARLEN=False, HEADS=h, BLOCK_D=d1,
+                BLOCK_D2=d2, BLOCK_DV=128, PRECISION="tf32")  # fmt: skip
     kernel = block_attn_bwd._block_attn_bwd_dkdv_kernel
     return _case(kernel, f"bf16-D{d}-H{h}", "bf16", tile, launch)
 
@@ -384,7 +387,7 @@ def aot_cases(arch: int) -> list[AotCase]:
                 rows, *launch = launch
                 add = how != "parts"
                 tile = dict(VARLEN=not add, PAIRS=max(rows // heads, 1), HEADS=heads, ADD=add,
-                            BLOCK_N=block_n)  # fmt: skip
+                            BLOCK_N=block_n, CHUNK=block_lists.CHUNK)  # fmt: skip
                 kernel = block_attn_bwd._block_attn_bwd_dkdv_kernel
                 cases.append(_case(kernel, f"{label}-{how}", dtype, {**wide, **tile}, launch))
         if queries:
@@ -416,8 +419,8 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(_case(kernel, f"D128-H{heads}", "bf16", merge, (1, 2)))
     size = dict(SIZE=block_lists.LIST_SIZE)
     chunk = dict(CHUNK=block_lists.CHUNK, **size)
-    pair = dict(VARLEN=True, PER_BLOCK=2, **size)
-    members = dict(VARLEN=True, WORDS=block_lists.WORDS, SHARE=block_lists.SHARE)
+    pair = dict(VARLEN=True, TILE=64, PER_BLOCK=2, **size)
+    members = dict(VARLEN=True, TILE=64, WORDS=block_lists.WORDS, SHARE=block_lists.SHARE)
     count = dict(WORDS=block_lists.WORDS)
     cases += [
         _case(block_lists._pair_tiles_kernel, "map", "bf16", dict(pair, MARK=True), (4, 2)),
@@ -437,11 +440,14 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(_case(combine._combine_fwd_kernel, f"D128-{summed}", "bf16", case, (4, 2)))
     for kernel in (combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel):
         cases.append(_case(kernel, "D128", "bf16", rows, (4, 2)))
+    order = dict(ROWS=16, N=16, CHUNK=16)
+    cases.append(_case(ascending._ascending_kernel, "n16", "bf16", order, (4, 2)))
     cases.append(_case(sums._round_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)))
     cases.append(
         _case(
             block_attn_bwd._block_attn_bwd_sum_kernel, "D128", "bf16",
-            dict(DIM=128, BLOCK_DIM=128, BLOCK_N=64, ROWS=16, VARLEN=False), (4, 2),
+            dict(DIM=128, BLOCK_DIM=128, BLOCK_N=64, CHUNK=block_lists.CHUNK, ROWS=16,
+                 VARLEN=True), (4, 2),
         )  # fmt: skip
     )
     for dim, heads in ((128, 16), (192, 3)) if arch in (90, 120) else ((128, 16),):

@@ -1,4 +1,4 @@
-"""Selection attention by block indices as a torch custom operator with autograd."""
+"""Selection attention by block indices as an operator with autograd."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import torch
 from torch import Tensor
 
 from nsa.checks import scale_of
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import packed_ends
+from nsa.kernels.operator import operator
+from nsa.kernels.prefill.ascending import ascending
 from nsa.kernels.prefill.limits import check_block_size
+from nsa.layouts import outside, token_positions
 
 
 def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
-    """int32 [T]: the first row of each packed token's sequence; None for dense inputs."""
+    """int32 [T]: the first row of each packed token's sequence, or of the rows that belong to none;
+    None for dense inputs."""
     if cu_seqlens is None:
         return None
-    from nsa.kernels.prefill.block_lists import token_sequences
+    from nsa.kernels.prefill.packs import token_sequences
 
-    return cu_seqlens[token_sequences(cu_seqlens, tokens).clamp_(max=cu_seqlens.numel() - 2)]
+    return cu_seqlens[token_sequences(cu_seqlens, tokens)]
 
 
-@torch.library.custom_op("nsa::block_attention", mutates_args=())
-@on_its_device
+@operator("nsa::block_attention")
 def _block_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, softmax_scale: float,
     cu_seqlens: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
@@ -41,34 +44,33 @@ def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen,
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("nsa::block_attention_bwd", mutates_args=())
-@on_its_device
+@operator("nsa::block_attention_bwd")
 def _block_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     block_indices: Tensor, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None,
-    max_seqlen: int, q_start: int, use_gluon: bool | None = None,
+    q_start: int, use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
 
     return block_attention_bwd(
         grad_out.contiguous(), q, k, v, out, lse, block_indices, block_size=block_size,
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_start=q_start, use_gluon=use_gluon,
+        cu_seqlens=cu_seqlens, q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
 
 
 @_block_attention_bwd.register_fake
-def _(grad_out, q, k, v, out, lse, block_indices, block_size, softmax_scale, cu_seqlens,
-      max_seqlen, q_start, use_gluon=None):  # fmt: skip
+def _(grad_out, q, k, v, out, lse, block_indices, block_size, softmax_scale, cu_seqlens, q_start,
+      use_gluon=None):  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, *rest = inputs
+    q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, _, *rest = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, block_indices, cu_seqlens)
     ctx.scalars = (block_size, softmax_scale)
-    ctx.rest = rest  # max_seqlen, q_start, use_gluon
+    ctx.rest = rest  # q_start, use_gluon
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
@@ -77,7 +79,7 @@ def _backward(ctx, grad_out, _):
     if grad_out is None:
         return (None,) * 10
     q, k, v, out, lse, block_indices, cu_seqlens = ctx.saved_tensors
-    dq, dk, dv = torch.ops.nsa.block_attention_bwd(
+    dq, dk, dv = _block_attention_bwd(
         grad_out, q, k, v, out, lse, block_indices, *ctx.scalars, cu_seqlens, *ctx.rest
     )
     return dq, dk, dv, *(None,) * 7
@@ -86,14 +88,12 @@ def _backward(ctx, grad_out, _):
 _block_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def ascending(block_indices: Tensor) -> Tensor:
-    """Each row sorted without repetitions, -1 at its end: a block counts once."""
-    last = torch.iinfo(torch.int32).max
-    ordered = block_indices.masked_fill(block_indices < 0, last).sort(-1).values
-    again = torch.zeros_like(ordered, dtype=torch.bool)
-    again[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
-    ordered = ordered.masked_fill(again, last).sort(-1).values
-    return ordered.masked_fill(ordered == last, -1)
+def _in_own_sequence(block_indices: Tensor, block_size: int, cu_seqlens: Tensor) -> Tensor:
+    """Packed block indices with -1 for blocks after the query, where the next sequence may be, and
+    for all of rows that belong to no sequence."""
+    own = token_positions(block_indices.shape, cu_seqlens) // block_size
+    own = own.masked_fill(outside(cu_seqlens, len(own)), -1)
+    return block_indices.masked_fill(block_indices > own[:, None, None], -1)
 
 
 def selection_blocks_triton(
@@ -104,21 +104,24 @@ def selection_blocks_triton(
 ) -> Tensor:  # fmt: skip
     """Attention over the selected blocks of each query and group, cut after the query (Eq. 12).
 
-    q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv], block_indices int32 [B, S, G, n]: any order,
-    repetitions count once, -1 is none; query s stands at key q_start + s < N.
-    Packed without B, with int32 cu_seqlens and max_seqlen. block_size: 16, 32 or a multiple of 64.
-    use_gluon: Flags.use_gluon, by default this process's.
+    q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv], block_indices [B, S, G, n], int32 or int64:
+    any order, repetitions count once, -1 is none; query s stands at key q_start + s < N.
+    Packed without B, with int32 cu_seqlens; max_seqlen says whether there are long sequences.
+    block_size: 16, 32 or a multiple of 64. use_gluon: Flags.use_gluon, by default this process's.
     Returns [.., HQ, Dv] in q's dtype (fp16, bf16 or fp32), differentiable in q, k, v; a row without
-    keys gives 0. is_ascending: the rows are known to be ascending, without repetitions and -1 last,
-    as select_blocks_triton leaves them. Raises NotImplementedError for another block_size and for
+    keys gives 0, as one of no sequence does. is_ascending: the rows are int32 and known to be
+    ascending, without repetitions, packed ones without blocks after the query, and -1 last, as
+    select_blocks_triton leaves them. Raises NotImplementedError for another block_size and for
     more heads per KV group than limits.most_heads.
     """
     check_block_size("block_size", block_size)
     scale = scale_of(softmax_scale, q.shape[-1])
     if not is_ascending:
+        if cu_seqlens is not None:
+            block_indices = _in_own_sequence(block_indices, block_size, cu_seqlens)
         block_indices = ascending(block_indices)
     out, _ = _block_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), block_indices.contiguous(),
-        block_size, scale, cu_seqlens, max_seqlen or 0, q_start, use_gluon,
+        block_size, scale, *packed_ends(cu_seqlens), max_seqlen or 0, q_start, use_gluon,
     )  # fmt: skip
     return out

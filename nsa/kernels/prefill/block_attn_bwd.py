@@ -17,7 +17,7 @@ import triton.language as tl
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn_fwd import past_blocks, token_position
-from nsa.kernels.prefill.block_lists import keys_of_tile, rows_of_tiles
+from nsa.kernels.prefill.block_lists import TileRows, keys_of_tile, rows_of_tiles
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.span_common import load_kv
@@ -159,17 +159,24 @@ def _add_rows(OUT, x, row, live, offs, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _row_of_chunk(begin, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Its first row in _partial_rows(), for a chunk that begins with that pair."""
+    return -(begin // CHUNK) * BLOCK_N
+
+
+@triton.jit
 def _block_attn_bwd_dkdv_kernel(
     Q, K, V, DO, LSE, DELTA, ROWS, CHUNK_TILE, CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, DQ, OUT_K,
     OUT_V, S, S_KV, G, H, q_start, per_seq, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, PAIRS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV of one key tile from one chunk of its rows: fp32 OUT_[chunk, BLOCK_N, D].
+    """dK, dV of one key tile from one chunk of its rows.
 
     ADD: OUT_K and OUT_V are fp32 [.., G, D], zeroed; the chunk's part is added to them, and that of
-    dQ to DQ, fp32 [.., HQ, D]. dQ and dK are then without the softmax scale.
+    dQ to DQ, fp32 [.., HQ, D]. dQ and dK are then without the softmax scale. Else they are what
+    _partial_rows() made.
     """
     chunk = tl.program_id(0)
     begin = tl.load(CHUNK_BEGIN + chunk)
@@ -177,9 +184,10 @@ def _block_attn_bwd_dkdv_kernel(
     if begin >= end:
         return
     tile = tl.load(CHUNK_TILE + chunk)
-    group, offs_n, n_keys, first_row, first_key = keys_of_tile(
+    group, _, n0, n_keys, first_row, first_key = keys_of_tile(
         tile, CU_SEQLENS, S_KV, G, per_seq, BLOCK_N, VARLEN
     )
+    offs_n = n0 + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     live_n = offs_n < n_keys
@@ -257,48 +265,45 @@ def _block_attn_bwd_dkdv_kernel(
             _add_rows(OUT_K, dk2, key_row, live_n, offs_d2, D)
         _add_rows(OUT_V, dv, key_row, live_n, offs_dv, DV)
     else:
-        part = chunk.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_first = (chunk == 0) | (tl.load(CHUNK_TILE + tl.maximum(chunk, 1) - 1) != tile)
+        # Found anew, or the rows of the keys would take registers throughout the loop.
+        local = tl.arange(0, BLOCK_N)
+        row = tl.where(is_first, (first_key + n0) * G + group, _row_of_chunk(begin, CHUNK, BLOCK_N))
+        part = row + local * tl.where(is_first, G, 1)
+        live = (local < n_keys - n0)[:, None]
         k_at = OUT_K + part[:, None] * D
-        tl.store(k_at + offs_d[None, :], dk * scale, mask=(offs_d < D)[None, :])
+        tl.store(k_at + offs_d[None, :], dk * scale, mask=live & (offs_d < D)[None, :])
         if BLOCK_D2 > 0:
-            tl.store(k_at + offs_d2[None, :], dk2 * scale, mask=(offs_d2 < D)[None, :])
+            tl.store(k_at + offs_d2[None, :], dk2 * scale, mask=live & (offs_d2 < D)[None, :])
         v_at = OUT_V + part[:, None] * DV
-        tl.store(v_at + offs_dv[None, :], dv, mask=(offs_dv < DV)[None, :])
+        tl.store(v_at + offs_dv[None, :], dv, mask=live & (offs_dv < DV)[None, :])
 
 
 @triton.jit
 def _block_attn_bwd_sum_kernel(
-    PART, OUT, TILE_CHUNKS, CU_SEQLENS, S_KV, G, per_seq,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    VARLEN: tl.constexpr,
+    PART, OUT, TILE_CHUNKS, CHUNK_BEGIN, CU_SEQLENS, S_KV, G, per_seq,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Sum a tile's chunks in order and write them where the tile's keys are."""
     tile = tl.program_id(0)
-    local = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    group = tile // per_seq % G
-    sequence = tile // per_seq // G
-    key = tile % per_seq * BLOCK_N + local
-    if VARLEN:
-        first_key = tl.load(CU_SEQLENS + sequence)
-        n_keys = tl.load(CU_SEQLENS + sequence + 1) - first_key
-        first_key = first_key.to(tl.int64)
-    else:
-        n_keys = S_KV
-        first_key = sequence.to(tl.int64) * S_KV
-    base = OUT + (first_key * G + group) * DIM
+    at = tl.program_id(1) * ROWS
+    group, _, n0, n_keys, _, first_key = keys_of_tile(
+        tile, CU_SEQLENS, S_KV, G, per_seq, BLOCK_N, VARLEN
+    )
+    key = n0 + at + tl.arange(0, ROWS)
+    key_row = (first_key + key) * G + group
     cols = tl.arange(0, BLOCK_DIM)
-    mask = (local < BLOCK_N)[:, None] & (cols < DIM)[None, :]
-    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    mask = (key < n_keys)[:, None] & (cols < DIM)[None, :]
     first = tl.load(TILE_CHUNKS + tile)
     last = tl.load(TILE_CHUNKS + tile + 1)
-    for chunk in tl.range(first, last):
-        at = (chunk * BLOCK_N + local)[:, None] * DIM + cols[None, :]
-        acc += tl.load(PART + at, mask=mask, other=0.0)
-    tl.store(
-        base + key.to(tl.int64)[:, None] * (G * DIM) + cols[None, :],
-        acc.to(OUT.dtype.element_ty),
-        mask=mask & (key < n_keys)[:, None],
-    )
+    own = key_row[:, None] * DIM + cols[None, :]
+    acc = tl.load(PART + own, mask=mask & (first < last), other=0.0)
+    for chunk in tl.range(first + 1, last):
+        row = _row_of_chunk(tl.load(CHUNK_BEGIN + chunk), CHUNK, BLOCK_N) + at
+        row += tl.arange(0, ROWS)
+        acc += tl.load(PART + row[:, None] * DIM + cols[None, :], mask=mask, other=0.0)
+    tl.store(OUT + own, acc.to(OUT.dtype.element_ty), mask=mask)
 
 
 def dq_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int]:
@@ -355,8 +360,7 @@ def block_attention_bwd(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     out: torch.Tensor | None, lse: torch.Tensor, block_indices: torch.Tensor, *, block_size: int,
     softmax_scale: float, seq_begin: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None, max_seqlen: int = 0,
-    delta: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, delta: torch.Tensor | None = None,
     dq: torch.Tensor | None = None, reach: torch.Tensor | None = None, q_start: int = 0,
     use_gluon: bool | None = None,
 ) -> tuple[torch.Tensor | HalfSums, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -391,12 +395,9 @@ def block_attention_bwd(
             grad_out, q, k, v, lse, delta, block_indices, dq, block_size=block_size,
             softmax_scale=softmax_scale, seq_begin=seq_begin, q_start=q_start,
         )  # fmt: skip
-    s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
-    n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
-    per_seq = cdiv(max_seqlen if varlen else s_kv, tile)
-    longest = max_seqlen if varlen else s_q
+    s_q, s_kv = (1, cu_seqlens.numel() - 1) if varlen else (q.shape[1], k.shape[1])
     lists = rows_of_tiles(
-        block_indices, block_size // tile, n_seq, per_seq, longest, cu_seqlens if varlen else None
+        block_indices, block_size // tile, tile, s_kv, cu_seqlens if varlen else None
     )
     like = dict(dtype=torch.float32, device=q.device)
     if one_pass:
@@ -406,14 +407,13 @@ def block_attention_bwd(
         else:
             acc = torch.zeros(q.shape, **like) if dq is None else dq
     else:
-        out_k = torch.empty(lists.n_chunks, tile, dim, **like)
-        out_v = torch.empty(lists.n_chunks, tile, dv_dim, **like)
+        out_k, out_v = _partial_rows(k, lists, tile), _partial_rows(v, lists, tile)
         acc = delta  # not used
     cu_arg = cu_seqlens if varlen else lists.rows
     if in_gluon:
         in_gluon.add_block_gradients(
-            grad_out, q, k, v, lse, delta, lists, cu_seqlens, per_seq, softmax_scale, q_start, acc,
-            out_k, out_v,
+            grad_out, q, k, v, lse, delta, lists, cu_seqlens, softmax_scale, q_start, acc, out_k,
+            out_v,
         )  # fmt: skip
     else:
         rows, warps, stages = fused or dkdv_tiles(arch, dim, dv_dim, size, heads)
@@ -423,25 +423,37 @@ def block_attention_bwd(
             _block_attn_bwd_dkdv_kernel, (lists.n_chunks,),
             q, k, v, grad_out, lse, delta, lists.rows, lists.chunk_tile, lists.chunk_begin,
             lists.chunk_end, cu_arg, acc, out_k, out_v, s_q, s_kv, groups, heads, q_start,
-            per_seq, softmax_scale, softmax_scale * LOG2E,
+            lists.per_seq, softmax_scale, softmax_scale * LOG2E,
             D=dim, DV=dv_dim, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1),
             HEADS=heads_padded, BLOCK_N=tile, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim),
-            ADD=fused is not None, PRECISION=dot_precision(q.dtype), num_warps=warps,
-            num_stages=stages,
+            ADD=fused is not None, CHUNK=lists.size, PRECISION=dot_precision(q.dtype),
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if one_pass:
         if dq is None:
             acc = rounded(acc, softmax_scale, q)
         return acc, rounded(out_k, softmax_scale, k), rounded(out_v, 1.0, v)
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    make = torch.zeros_like if varlen else torch.empty_like  # keys may be in no sequence
+    dk, dv = make(k), make(v)
     rows = min(tile, 16)
     for part, grad, width in ((out_k, dk, dim), (out_v, dv, dv_dim)):
         launch(
             _block_attn_bwd_sum_kernel, (lists.n_tiles, cdiv(tile, rows)),
-            part, grad, lists.tile_chunks, cu_arg, s_kv, groups, per_seq,
-            DIM=width, BLOCK_DIM=dot_size(width), BLOCK_N=tile, ROWS=rows, VARLEN=varlen,
+            part, grad, lists.tile_chunks, lists.chunk_begin, cu_arg, s_kv, groups, lists.per_seq,
+            DIM=width, BLOCK_DIM=dot_size(width), BLOCK_N=tile, CHUNK=lists.size, ROWS=rows,
+            VARLEN=varlen,
         )  # fmt: skip
     return dq, dk, dv
+
+
+def _partial_rows(x: torch.Tensor, lists: TileRows, tile: int) -> torch.Tensor:
+    """fp32 rows of the gradient of x, keys or values: of each tile the part of its first chunk. In
+    front of them those of other chunks, of which there are fewer than whole chunks of pairs."""
+    more = lists.rows.numel() // lists.size * tile
+    rows = torch.empty(
+        more + x.shape[:-1].numel(), x.shape[-1], dtype=torch.float32, device=x.device
+    )
+    return rows[more:]
 
 
 def _dq_by_rows(

@@ -36,14 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists
+from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
 from nsa.kernels.prefill.sums import MOST_PARTS, HalfSums
-from nsa.kernels.prefill.warps import program_barrier
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
 from nsa.kernels.tiles import LOG2E
 
@@ -100,9 +99,7 @@ def _move_rows(
         mbarrier.wait(done.index(slot), ((turn // STAGES) & 1) ^ 1)
         place = places.index(slot)
         if turn >= STAGES:
-            sums = place._reinterpret(
-                DQD.dtype, [SUM_PARTS * QUERIES, 1, PADDED, SUM_WIDE], DQD.layout
-            )
+            sums = view(place, DQD.dtype, [SUM_PARTS * QUERIES, 1, PADDED, SUM_WIDE], DQD.layout)
             a0 = begin + _tile_of_turn(turn - STAGES, tiles) * QUERIES
             for i in gl.static_range(QUERIES):
                 # Past the end: zeros, for the last query.
@@ -119,14 +116,14 @@ def _move_rows(
             program_barrier()
             bar = ready.index(slot)
             mbarrier.expect(bar, 2 * PARTS * QUERIES * QD.block_type.nbytes)
-            rows = place._reinterpret(QD.dtype, [2 * PARTS * QUERIES, 1, PADDED, WIDE], QD.layout)
+            rows = view(place, QD.dtype, [2 * PARTS * QUERIES, 1, PADDED, WIDE], QD.layout)
             for i in gl.static_range(QUERIES):
                 source = gl.load(UNITS + gl.minimum(p0 + i, end - 1))
                 for part in gl.static_range(PARTS):
                     q = rows.index(part * QUERIES + i)
                     do = rows.index((PARTS + part) * QUERIES + i)
-                    tma.async_copy_global_to_shared(QD, [source, 0, part * WIDE], bar, q)
-                    tma.async_copy_global_to_shared(DOD, [source, 0, part * WIDE], bar, do)
+                    tma_load(QD, [source, 0, part * WIDE], bar, q)
+                    tma_load(DOD, [source, 0, part * WIDE], bar, do)
 
 
 @gluon.jit
@@ -152,7 +149,7 @@ def _block_turn(
     ds_place = ds_smem.index(nought)
     slot = turn % STAGES
     place = places.index(slot)
-    rows = place._reinterpret(dtype, [2, ROWS, WIDTH], k_place.layout)
+    rows = view(place, dtype, [2, ROWS, WIDTH], k_place.layout)
     q = rows.index(0)
     do = rows.index(1)
     mbarrier.wait(ready.index(slot), (turn // STAGES) & 1)
@@ -186,7 +183,7 @@ def _block_turn(
     program_barrier()
     if HALVES:
         scale = scale_smem.index(slot).load(gl.SliceLayout(1, ACC_LAYOUT))
-        halves = place._reinterpret(gl.float16, [2, ROWS, WIDTH], k_place.layout)
+        halves = view(place, gl.float16, [2, ROWS, WIDTH], k_place.layout)
         halves.index(nought).store((dq * scale[:, None]).to(gl.float16))
     else:
         place.permute([1, 0]).store(dq)
@@ -273,17 +270,11 @@ def _block_attn_bwd_hopper_kernel(
     end = gl.minimum(begin + SHARE, gl.load(CHUNK_END + chunk).to(gl.int32))
     end = gl.where(live, end, begin)
     tile = gl.load(CHUNK_TILE + chunk)
-    group = tile // per_seq % G
-    sequence = tile // per_seq // G
-    n0 = tile % per_seq * KEYS
-    if VARLEN:
-        first_query = gl.load(CU_SEQLENS + sequence)
-        n_keys = gl.load(CU_SEQLENS + sequence + 1) - first_query
-        first_key = first_query.to(gl.int64)
-    else:
+    group, sequence, n0, n_keys, first_query, first_key = block_lists.keys_of_tile(
+        tile, CU_SEQLENS, S_KV, G, per_seq, KEYS, VARLEN
+    )
+    if not VARLEN:
         first_query = sequence * S
-        n_keys = S_KV
-        first_key = sequence.to(gl.int64) * S_KV
     # A unit is token * G + group. This one is the first that sees the block's first key.
     first_unit = (first_query + n0 - q_start) * G + group
     tiles = gl.maximum(end - begin + QUERIES - 1, 0) // QUERIES
@@ -350,11 +341,13 @@ def piece_pairs(heads: int, halves: bool) -> int:
     return min((2048 if halves else 1024) // heads, block_lists.CHUNK)
 
 
+TAKES = "16-bit heads, 128 wide for Dk = Dv, 4, 8 or 16 a group, and blocks of 64 keys"
+
+
 def usable(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, block_size: int
 ) -> bool:
-    """True where this pass can serve: 16 bits, heads 128 wide, 4, 8 or 16 of them a group, blocks
-    of 64 keys, contiguous tensors."""
+    """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     return (
         block_size == KEYS
         and q.shape[-1] == v.shape[-1] == WIDTH
@@ -373,16 +366,15 @@ def adds_halves(q: torch.Tensor, n_sel: int) -> bool:
 def add_block_gradients(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor, lists: block_lists.TileRows, cu_seqlens: torch.Tensor | None,
-    per_seq: int, softmax_scale: float, q_start: int, acc: torch.Tensor | HalfSums,
-    out_k: torch.Tensor, out_v: torch.Tensor,
+    softmax_scale: float, q_start: int, acc: torch.Tensor | HalfSums, out_k: torch.Tensor,
+    out_v: torch.Tensor,
 ) -> None:  # fmt: skip
     """Add dQ / softmax_scale to acc, dK / softmax_scale to out_k and dV to out_v, fp32 tensors like
-    q, k and v (acc: or HalfSums), for inputs that are usable(). lists, per_seq: see
-    block_attention_bwd."""
+    q, k and v (acc: or HalfSums), for inputs that are usable(). lists: see block_attention_bwd."""
     varlen = cu_seqlens is not None
     groups = v.shape[-2]
     heads = q.shape[-2] // groups
-    s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
+    s_q, s_kv = (1, cu_seqlens.numel() - 1) if varlen else (q.shape[1], k.shape[1])
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
     halves = isinstance(acc, HalfSums)
     sums, scales = acc if halves else (acc, delta)
@@ -393,7 +385,7 @@ def add_block_gradients(
         _block_attn_bwd_hopper_kernel, (pieces.numel() - 1,),
         k, v, lse, delta, scales, _head_tiles(q, groups), _head_tiles(grad_out, groups),
         _head_tiles(sums, groups), out_k, out_v, lists.rows, pieces, *chunks,
-        cu_seqlens if varlen else lists.rows, s_q, s_kv, groups, q_start, per_seq,
+        cu_seqlens if varlen else lists.rows, s_q, s_kv, groups, q_start, lists.per_seq,
         softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
         STAGES=STAGES, SHARE=share, PER_CHUNK=per_chunk, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

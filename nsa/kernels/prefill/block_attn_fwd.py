@@ -204,9 +204,10 @@ def gated_block_attention_fwd(
     others (of the other two branches) the gated sum of the three as well.
     Where only that is wanted (keep is False), out is empty and takes no memory.
 
-    Dense q [B, S, HQ, D], k [B, N, G, D]; packed q [T, HQ, D], k [T, G, D] with cu_seqlens,
-    max_seqlen and seq_begin int32 [T], the first row of each token's sequence. block_indices int32
-    [.., G, n_sel], ascending, -1 (no block) at the end.
+    Dense q [B, S, HQ, D], k [B, N, G, D]; packed q [T, HQ, D], k [T, G, D] with cu_seqlens and
+    seq_begin int32 [T], the first row of each token's sequence; max_seqlen says whether there are
+    long ones. block_indices int32 [.., G, n_sel], ascending, none after the query, -1 (no block) at
+    the end; queries that belong to no sequence have none.
     q_start: key position of query 0. use_gluon: see hopper.py.
     """
     check_heads(q, k, v)
@@ -221,7 +222,7 @@ def gated_block_attention_fwd(
     if tokens == 0:
         return kept, lse, torch.empty_like(out) if others else None
     n_sel, size = block_indices.shape[-1], q.element_size()
-    longest = max_seqlen if varlen else k.shape[1]
+    longest = min(max_seqlen, tokens) if varlen else k.shape[1]
     on_hopper = hopper.block_forward(
         q, k, v, n_sel, block_size, softmax_scale, longest, use_gluon
     )
@@ -229,12 +230,12 @@ def gated_block_attention_fwd(
         total = (torch.empty_like(out) if keep else out) if others else None
         on_hopper.attend_blocks(
             q, k, v, block_indices, out if keep else None, lse, softmax_scale=softmax_scale,
-            seq_begin=seq_begin, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_start=q_start,
+            seq_begin=seq_begin, cu_seqlens=cu_seqlens, longest=longest, q_start=q_start,
             others=others, total=total,
         )  # fmt: skip
         return kept, lse, total
     arch = arch_of(q.device)
-    keys = (cu_seqlens.numel() - 1) * max_seqlen if varlen else k.shape[0] * k.shape[1]
+    keys = k.shape[:-2].numel()
     outer = outer_applies(arch, tokens, keys, groups, heads, n_sel, block_size, dim, dv, size)
     lists = lists_for(
         "fwd_outer" if outer else "fwd", q, block_indices, seq_begin=seq_begin, q_start=q_start,
@@ -251,8 +252,7 @@ def gated_block_attention_fwd(
     if outer:
         state, union = block_attention_outer(
             q, k, v, block_indices, lists, out, lse, block_size=block_size,
-            softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            q_start=q_start,
+            softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, q_start=q_start,
         )  # fmt: skip
         piece = union  # hardly ever is there one to do
     block_n, warps, stages = fwd_tiles(arch, dim, dv, size)

@@ -30,18 +30,20 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_attn_keys_hopper, tile_blocks
 from nsa.kernels.prefill.block_attn_ends import begin_tiles, end_tiles
 from nsa.kernels.prefill.combine import Others
 from nsa.kernels.prefill.key_sums import begin_sums
+from nsa.kernels.prefill.releases import (
+    SINCE_3_9,
+    carve,
+    program_barrier,
+    tma_load,
+    warpgroup_mma_wait,
+)
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
     START_REGISTERS,
@@ -50,12 +52,14 @@ from nsa.kernels.prefill.warps import (
     await_phase,
     check_address,
     first_barrier,
-    program_barrier,
     warp_number,
 )
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
 from nsa.kernels.tiles import LOG2E, sm_count
 
+# P V of a block that is not seen to its end goes by 16 keys at a time. In one, ptxas 13.4 keeps 320
+# bytes on the stack, some of them in the loops over whole blocks; so it keeps 40, and none there.
+IN_STEPS = gl.constexpr(SINCE_3_9)
 KEYS = 64
 HEADS = 16  # rows of a warp's product
 WARPS = tile_blocks.EIGHT.value  # one a query: with 16, a third of the registers is missing
@@ -93,6 +97,12 @@ def _summed(l, alpha, p):
 
 
 @gluon.jit
+def _halves(x):
+    """x [rows, keys] as two of half the keys."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]))
+
+
+@gluon.jit
 def _attend(acc, m, l, q, k, v, last, scale_log2, MASKED: gl.constexpr):
     """Online softmax over one block, of which keys up to `last` are seen."""
     KEYS: gl.constexpr = k.shape[0]
@@ -108,13 +118,25 @@ def _attend(acc, m, l, q, k, v, last, scale_log2, MASKED: gl.constexpr):
         key = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
         s = gl.where((key <= last)[None, :], s, float("-inf"))
     p, m, alpha = _weights(s, m, scale_log2)
-    right = v.load(RIGHT)
-    if MASKED:  # what lies behind may be NaN
-        key = gl.arange(0, KEYS, gl.SliceLayout(1, RIGHT))
-        right = gl.where((key <= last)[:, None], right, 0.0)
-    left = gl.convert_layout(p.to(v.dtype), LEFT, assert_trivial=True)
-    acc = mma_v2(left, right, acc * alpha[:, None])
-    return acc, m, _summed(l, alpha, p)
+    if MASKED and IN_STEPS:
+        l = _summed(l, alpha, p)
+        acc = acc * alpha[:, None]
+        a, b = _halves(p.to(v.dtype))
+        parts = _halves(a) + _halves(b)
+        for part in gl.static_range(len(parts)):
+            left = gl.convert_layout(parts[part], LEFT, assert_trivial=True)
+            live = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, RIGHT)) <= last
+            right = gl.where(live[:, None], v.slice(part * 16, 16).load(RIGHT), 0.0)
+            acc = mma_v2(left, right, acc)
+    else:
+        right = v.load(RIGHT)
+        if MASKED:  # what lies behind may be NaN
+            key = gl.arange(0, KEYS, gl.SliceLayout(1, RIGHT))
+            right = gl.where((key <= last)[:, None], right, 0.0)
+        left = gl.convert_layout(p.to(v.dtype), LEFT, assert_trivial=True)
+        acc = mma_v2(left, right, acc * alpha[:, None])
+        l = _summed(l, alpha, p)
+    return acc, m, l
 
 
 @gluon.jit
@@ -303,8 +325,8 @@ def _produce(
             bar = bars.index(slot)
             mbarrier.wait(bars.index(STAGES + slot), parity)
             mbarrier.expect(bar, 2 * KD.block_type.nbytes)
-            tma.async_copy_global_to_shared(KD, [row, group * WIDTH], bar, k_ring.index(slot))
-            tma.async_copy_global_to_shared(VD, [row, group * WIDTH], bar, v_ring.index(slot))
+            tma_load(KD, [row, group * WIDTH], bar, k_ring.index(slot))
+            tma_load(VD, [row, group * WIDTH], bar, v_ring.index(slot))
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -328,13 +350,11 @@ def _block_attn_fwd_hopper_kernel(
     store = gl.allocate_shared_memory(
         gl.int8, [1 + 2 * STAGES * TILE, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    check_address(store.index(0))
+    check_address(store)
     # Barriers `full` of all stages, then `empty`.
-    bars = store.index(0)._reinterpret(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    k_ring = store.index(1)._reinterpret(dtype, [STAGES] + KD.block_type.shape, KD.layout)
-    v_ring = store.index(1 + STAGES * TILE)._reinterpret(
-        dtype, [STAGES] + VD.block_type.shape, VD.layout
-    )
+    bars = carve(store, 0, gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    k_ring = carve(store, 1, dtype, [STAGES] + KD.block_type.shape, KD.layout)
+    v_ring = carve(store, 1 + STAGES * TILE, dtype, [STAGES] + VD.block_type.shape, VD.layout)
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
         mbarrier.init(bars.index(STAGES + i), count=WARPS)
@@ -358,11 +378,16 @@ def _blocks(x: Tensor) -> Any:
     return descriptor(x.view(-1, x.shape[-2] * width), (KEYS, width), layout)
 
 
+TAKES = (
+    "16-bit heads, 64 or 128 wide for Dk = Dv, "
+    "9 to 16 a group (4 or 8 in long sequences), and blocks of 64 keys"
+)
+
+
 def usable(
     q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, softmax_scale: float, longest: int
 ) -> bool:
-    """True where this module can serve: 16 bits, heads 64 or 128 wide, more than 8 and at most 16
-    of them a group, or as many as may go by keys; blocks of 64 keys, contiguous tensors. longest:
+    """Return whether this module takes the call: see TAKES, and contiguous tensors. longest:
     keys of the longest sequence."""
     heads = q.shape[-2] // k.shape[-2]
     shares = HEADS // 2 < heads <= HEADS
@@ -395,11 +420,11 @@ def splits(q: Tensor, v: Tensor, n_sel: int, longest: int) -> bool:
 
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor | None, lse: Tensor, *,
-    softmax_scale: float, seq_begin: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int,
+    softmax_scale: float, seq_begin: Tensor | None, cu_seqlens: Tensor | None, longest: int,
     q_start: int, others: Others | None = None, total: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill lse, and out and total where they are given, for inputs that are usable(); see
-    gated_block_attention_fwd."""
+    gated_block_attention_fwd. longest: keys of the longest sequence."""
     varlen = seq_begin is not None
     hq, width = q.shape[-2:]
     groups = k.shape[-2]
@@ -408,7 +433,7 @@ def attend_blocks(
     keep = out is not None
     out, total = (out if keep else total), (total if others else out)
     n_sel = block_indices.shape[-1]
-    split = splits(q, v, n_sel, max_seqlen if varlen else s_kv)
+    split = splits(q, v, n_sel, longest)
     heads = hq // groups
     lists = tile_blocks.tile_blocks(
         block_indices, seq_begin, s_q, s_kv, q_start, KEYS, heads=heads if split else 0,
@@ -421,9 +446,8 @@ def attend_blocks(
             q, k, v, lists, sums, softmax_scale=softmax_scale, q_start=q_start, packed=varlen
         )
         block_attn_keys_hopper.add_sums(
-            q, k, v, lists.rest.blocks, sums, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-        )  # fmt: skip
+            q, k, v, lists.rest.blocks, sums, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens
+        )
         end_tiles(lists, sums, out if keep else None, lse, others, total)
         some = (lists.rest.whole, lists.rest.todo)
     programs = min(lists.counts.numel(), sm_count(q.device))

@@ -24,17 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists, tile_blocks
 from nsa.kernels.prefill.block_attn_bwd_hopper import _head_tiles, _load_keys
 from nsa.kernels.prefill.key_sums import KeySums
+from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add
 from nsa.kernels.prefill.sums import MOST_PARTS
-from nsa.kernels.prefill.warps import program_barrier
-from nsa.kernels.tiles import LOG2E, cdiv
+from nsa.kernels.tiles import LOG2E
 
 ROWS, KEYS, WIDTH = 64, 64, 128
 WARPS = 4
@@ -51,7 +50,7 @@ def _add_rows(SUMSD, UNITS, place, begin, end):
     WIDE: gl.constexpr = SUMSD.block_type.shape[2]
     QUERIES: gl.constexpr = place.shape[0] // PADDED
     PARTS: gl.constexpr = place.shape[1] // WIDE
-    sums = place._reinterpret(SUMSD.dtype, [PARTS * QUERIES, 1, PADDED, WIDE], SUMSD.layout)
+    sums = view(place, SUMSD.dtype, [PARTS * QUERIES, 1, PADDED, WIDE], SUMSD.layout)
     units = ()
     for i in gl.static_range(QUERIES):
         units = units + (gl.load(UNITS + gl.minimum(begin + i, gl.maximum(end - 1, 0))),)
@@ -78,7 +77,7 @@ def _move(
     row = gl.arange(0, ROWS, gl.BlockedLayout([2], [32], [1], [0]))
     place = places.index(MINE)
     bar = ready.index(MINE)
-    rows = place._reinterpret(QD.dtype, [PARTS * QUERIES, 1, PADDED, WIDE], QD.layout)
+    rows = view(place, QD.dtype, [PARTS * QUERIES, 1, PADDED, WIDE], QD.layout)
     parity = 1  # the phase before the first counts as complete
     last = end
     for first in range(begin + MINE * QUERIES, end, PLACES * QUERIES):
@@ -97,7 +96,7 @@ def _move(
             source = gl.load(UNITS + gl.minimum(first + i, end - 1))
             for part in gl.static_range(PARTS):
                 q = rows.index(part * QUERIES + i)
-                tma.async_copy_global_to_shared(QD, [source, 0, part * WIDE], bar, q)
+                tma_load(QD, [source, 0, part * WIDE], bar, q)
     mbarrier.wait(done.index(MINE), parity)
     _add_rows(SUMSD, UNITS, place, last, end)
 
@@ -140,7 +139,7 @@ def _attend(
     gl.atomic_add(TOTAL + at, gl.sum(p, 1), mask=live, sem="relaxed")
     o = warpgroup_mma_wait(0, deps=[o])
     # The sums take the place of Q, of which a warp has read the rows that it writes.
-    q._reinterpret(gl.float16, [ROWS, WIDTH], q.layout).store(o.to(gl.float16))
+    view(q, gl.float16, [ROWS, WIDTH], q.layout).store(o.to(gl.float16))
     fence_async_shared()
     program_barrier()
     mbarrier.arrive(done.index(slot), count=1)
@@ -148,7 +147,7 @@ def _attend(
 
 @gluon.jit
 def _walk(
-    K, V, TOTAL, SCALES, buffers, bars, tile, begin, end, first_key, group, per_seq, G,
+    K, V, TOTAL, SCALES, buffers, bars, n0, begin, end, first_key, group, G,
     scale_log2, HEADS: gl.constexpr, PADDED: gl.constexpr,
 ):  # fmt: skip
     """The four warps: a piece of the rows that attend one block of keys."""
@@ -157,7 +156,7 @@ def _walk(
     KEYS: gl.constexpr = k_place.shape[1]
     WIDTH: gl.constexpr = k_place.shape[2]
     COPY_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    key = tile % per_seq * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
+    key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
     key_row = (first_key + key) * G + group
     here = (key >= 0) & (begin < end)  # rows see all keys of a block: it lies within the sequence
     k_place.index(0).store(_load_keys(K, key_row, here, COPY_LAYOUT, WIDTH))
@@ -191,12 +190,9 @@ def _block_attn_keys_hopper_kernel(
     begin = gl.load(CHUNK_BEGIN + chunk, mask=live, other=0).to(gl.int32)
     end = gl.load(CHUNK_END + chunk, mask=live, other=0).to(gl.int32)
     tile = gl.load(CHUNK_TILE + chunk, mask=live, other=0)
-    group = tile // per_seq % G
-    sequence = tile // per_seq // G
-    if VARLEN:
-        first_key = gl.load(CU_SEQLENS + sequence).to(gl.int64)
-    else:
-        first_key = sequence.to(gl.int64) * S_KV
+    group, _, n0, _, _, first_key = block_lists.keys_of_tile(
+        tile, CU_SEQLENS, S_KV, G, per_seq, KEYS, VARLEN
+    )
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
@@ -213,7 +209,7 @@ def _block_attn_keys_hopper_kernel(
     bars = (ready, done)
     gl.warp_specialize([
         (_walk, (
-            K, V, TOTAL, SCALES, buffers, bars, tile, begin, end, first_key, group, per_seq, G,
+            K, V, TOTAL, SCALES, buffers, bars, n0, begin, end, first_key, group, G,
             scale_log2, HEADS, PADDED,
         )),
         (_move, (QD, SUMSD, TOP, UNITS, buffers, bars, begin, end, HEADS, 0)),
@@ -235,26 +231,22 @@ def usable(q: Tensor, v: Tensor, n_sel: int) -> bool:
 
 def add_sums(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, sums: KeySums, *, softmax_scale: float,
-    cu_seqlens: Tensor | None, max_seqlen: int,
+    cu_seqlens: Tensor | None,
 ) -> None:  # fmt: skip
     """Add to sums, which block_attn_ends.py began, what tile_blocks.Rest.blocks give, of which a
     query sees all keys, for contiguous inputs that are usable()."""
     varlen, groups = cu_seqlens is not None, v.shape[-2]
     tokens, heads = q.numel() // (q.shape[-2] * WIDTH), q.shape[-2] // groups
-    s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
-    n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
-    per_seq = cdiv(max_seqlen if varlen else s_kv, KEYS)
+    s_kv = cu_seqlens.numel() - 1 if varlen else k.shape[1]
     pairs = PAIRS[heads]
-    lists = block_lists.rows_of_tiles(
-        blocks, 1, n_seq, per_seq, max_seqlen if varlen else s_q, cu_seqlens, pairs
-    )
+    lists = block_lists.rows_of_tiles(blocks, 1, KEYS, s_kv, cu_seqlens, pairs)
     pieces, _ = block_lists.pieces_in_order(lists, pairs, tokens, groups)  # a chunk each
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
     q_tiles, sum_tiles = _head_tiles(q, groups), _head_tiles(sums.sums, groups)
     launch(
         _block_attn_keys_hopper_kernel, (pieces.numel() - 1,),
         k, v, q_tiles, sum_tiles, sums.top, sums.total, sums.scales, lists.rows, pieces,
-        *chunks, cu_seqlens if varlen else lists.rows, s_kv, groups, per_seq,
+        *chunks, cu_seqlens if varlen else lists.rows, s_kv, groups, lists.per_seq,
         softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
         num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill.block_lists import Chunks, chunks_of, keys_of_tile, token_sequences
+from nsa.kernels.prefill.block_lists import Chunks, chunks_of, keys_of_tile
+from nsa.kernels.prefill.packs import packed_tiles, token_sequences
 from nsa.kernels.prefill.union_lists import UnionLists, in_union
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2
 
@@ -40,29 +41,29 @@ KERNELS = ("_tile_rows_kernel", "_block_attn_outer_kernel", "_block_attn_merge_k
 
 @triton.jit
 def _tile_rows_kernel(
-    BLOCK_INDICES, SEQUENCE, STATE, COUNTS, ORDER, T, S, G, n_sel, per_seq, n_tiles, slab,
+    BLOCK_INDICES, FIRST_TILE, STATE, COUNTS, ORDER, T, S, G, n_sel, per_seq, n_tiles, slab,
     VARLEN: tl.constexpr, UNION: tl.constexpr, N_PAD: tl.constexpr, TOKENS: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
     """Entries of block_indices by slab of tokens and key tile. Without FILL, COUNTS
     [slabs, n_tiles] counts them; with FILL it is [slabs, n_tiles + 1] and where the next one of a
-    tile goes in the slab's part of ORDER [slabs, slab * G * n_sel], as an entry of the slab."""
+    tile goes in the slab's part of ORDER [slabs, slab * G * n_sel], as an entry of the slab.
+    FIRST_TILE: of each packed token's sequence."""
     at = tl.arange(0, TOKENS * N_PAD)
     token = tl.program_id(0) * TOKENS + at // N_PAD
     rank = at % N_PAD
     group = tl.program_id(1)
     live = (token < T) & (rank < n_sel)
-    if VARLEN:
-        sequence = tl.load(SEQUENCE + token, mask=live, other=0)
-    else:
-        sequence = token // S
     row = token.to(tl.int64) * G + group
     block = tl.load(BLOCK_INDICES + row * n_sel + rank, mask=live, other=-1)
     live = live & (block >= 0) & (block < per_seq)
     if UNION > 0:
         live = live & ~in_union(STATE, tl.minimum(token, T - 1), group, G, UNION)
     part = (token // slab).to(tl.int64)
-    counts = COUNTS + (sequence * G + group) * per_seq + block
+    if VARLEN:
+        counts = COUNTS + group * per_seq + tl.load(FIRST_TILE + token, mask=live, other=0) + block
+    else:
+        counts = COUNTS + (token // S * G + group) * per_seq + block
     if FILL:
         to = tl.atomic_add(counts + part * (n_tiles + 1), 1, mask=live, sem="relaxed")
         entry = (token % slab * G + group) * n_sel + rank
@@ -87,9 +88,10 @@ def _block_attn_outer_kernel(
     if begin >= end:
         return
     tile = tl.load(CHUNK_TILE + chunk)
-    group, offs_n, n_keys, first_row, first_key = keys_of_tile(
+    group, _, n0, n_keys, first_row, first_key = keys_of_tile(
         tile, CU_SEQLENS, S_KV, G, per_seq, BLOCK_N, VARLEN
     )
+    offs_n = n0 + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     live_n = (offs_n < n_keys)[:, None]
@@ -227,14 +229,14 @@ def slab_tokens(row_bytes: int, out_bytes: int) -> int:
 
 
 def _rows_by_tile(
-    block_indices: Tensor, sequence: Tensor | None, unions: UnionLists | None, seqlen: int,
-    per_seq: int, n_seq: int, slab: int,
+    block_indices: Tensor, first_tile: Tensor | None, unions: UnionLists | None, seqlen: int,
+    per_seq: int, batch: int, slab: int,
 ) -> tuple[Tensor, Chunks]:  # fmt: skip
     """Of every slab of tokens: entries by key tile, and the tiles' chunks. No host
     synchronisation, and two launches however many slabs there are."""
     groups, n_sel = block_indices.shape[-2:]
     tokens = block_indices.numel() // (groups * n_sel)
-    slabs, n_tiles = cdiv(tokens, slab), n_seq * groups * per_seq
+    slabs, n_tiles = cdiv(tokens, slab), batch * groups * per_seq
     kw = dict(device=block_indices.device, dtype=torch.int32)
     order = torch.empty(slabs, slab * groups * n_sel, **kw)
     n_pad = pow2(n_sel)
@@ -243,9 +245,9 @@ def _rows_by_tile(
     def file_rows(counts: Tensor, fill: bool) -> None:
         launch(
             _tile_rows_kernel, (cdiv(tokens, per_program), groups),
-            block_indices, block_indices if sequence is None else sequence,
+            block_indices, block_indices if first_tile is None else first_tile,
             unions.state if unions else block_indices, counts, order, tokens, seqlen, groups, n_sel,
-            per_seq, n_tiles, slab, VARLEN=sequence is not None,
+            per_seq, n_tiles, slab, VARLEN=first_tile is not None,
             UNION=unions.queries if unions else 0, N_PAD=n_pad, TOKENS=per_program, FILL=fill,
         )  # fmt: skip
 
@@ -258,8 +260,7 @@ def _rows_by_tile(
 
 def block_attention_outer(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, unions: UnionLists | None, out: Tensor,
-    lse: Tensor, *, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None,
-    max_seqlen: int, q_start: int,
+    lse: Tensor, *, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None, q_start: int,
 ) -> tuple[Tensor, int]:  # fmt: skip
     """Fill out and lse of the queries in no union; arguments as for block_attention_fwd.
 
@@ -271,12 +272,15 @@ def block_attention_outer(
     groups, dv = v.shape[-2:]
     heads, n_sel = hq // groups, block_indices.shape[-1]
     tokens = lse.numel() // hq
-    s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
-    n_seq = cu_seqlens.numel() - 1 if varlen else q.shape[0]
-    per_seq = cdiv(max_seqlen if varlen else s_kv, block_size)
-    sequence = None
     if varlen:
-        sequence = token_sequences(cu_seqlens, tokens).clamp_(max=n_seq - 1).int()
+        s_q, s_kv, batch = 1, cu_seqlens.numel() - 1, 1
+        per_seq = packed_tiles(tokens, block_size, cu_seqlens)
+        first_tile = torch.arange(s_kv + 1, dtype=torch.int32, device=q.device)
+        first_tile += cu_seqlens // block_size
+        first_tile = first_tile[token_sequences(cu_seqlens, tokens)]
+    else:
+        (batch, s_q), s_kv, first_tile = q.shape[:2], k.shape[1], None
+        per_seq = cdiv(s_kv, block_size)
     rows, tiles = outer_tiles(arch_of(q.device), heads, dim, dv, q.element_size())
     heads_padded = pow2(heads)
     union = unions.queries if unions else 0
@@ -287,7 +291,7 @@ def block_attention_outer(
     parts = torch.empty(slab * groups * n_sel * heads, dv, dtype=torch.float16, device=q.device)
     parts_lse = torch.empty(parts.shape[0], dtype=torch.float32, device=q.device)
     parts_top = torch.empty_like(parts_lse)
-    order, chunks = _rows_by_tile(block_indices, sequence, unions, s_q, per_seq, n_seq, slab)
+    order, chunks = _rows_by_tile(block_indices, first_tile, unions, s_q, per_seq, batch, slab)
     for i, first in enumerate(range(0, tokens, slab)):
         launch(
             _block_attn_outer_kernel, (chunks.n_chunks,),

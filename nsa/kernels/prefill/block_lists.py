@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.launch import launch
+from nsa.kernels.prefill.packs import packed_bounds, packed_tiles, sequence_of, token_sequences
 from nsa.kernels.tiles import cdiv, pow2
 
 CHUNK = 512
@@ -29,29 +30,32 @@ WORDS, SHARE = 128, 512  # of the map: that a program takes at once, and in all
 def keys_of_tile(
     tile, CU_SEQLENS, S_KV, G, per_seq, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr
 ):  # fmt: skip
-    """What a key tile is: its group, the positions of its keys, how many keys their sequence has,
-    that sequence's first packed row (0 for dense inputs) and its first row of K."""
-    # Numbered (sequence, group, tile): one group's rows follow each other through L2.
+    """What a key tile is: its group, its sequence, the position of its first key, how many keys the
+    sequence has, that sequence's first packed row (0 for dense inputs) and its first row of K.
+
+    Numbered (sequence, group, tile), or (group, tile) of a pack (TileRows.per_seq): one group's
+    rows follow each other through L2. S_KV: keys of a sequence, of a pack how many sequences.
+    """
     group = tile // per_seq % G
-    sequence = tile // per_seq // G
-    offs_n = tile % per_seq * BLOCK_N + tl.arange(0, BLOCK_N)
     if VARLEN:
-        first_row = tl.load(CU_SEQLENS + sequence)
-        n_keys = tl.load(CU_SEQLENS + sequence + 1) - first_row
+        sequence, n0 = sequence_of(tile % per_seq, CU_SEQLENS, S_KV, BLOCK_N)
+        n0 = n0 * BLOCK_N
+        first_row, n_keys = packed_bounds(CU_SEQLENS, sequence, S_KV, 0)
         first_key = first_row.to(tl.int64)
     else:
+        sequence = tile // per_seq // G
+        n0 = tile % per_seq * BLOCK_N
         first_row = 0
         n_keys = S_KV
         first_key = sequence.to(tl.int64) * S_KV
-    return group, offs_n, n_keys, first_row, first_key
+    return group, sequence, n0, n_keys, first_row, first_key
 
 
 @dataclass(frozen=True)
 class Chunks:
     """Chunk c covers the pairs chunk_begin[c] .. chunk_end[c] of tile chunk_tile[c]; both are 0
     past the last chunk. size: pairs of a chunk, at most.
-    tile_chunks, bounds [n_tiles + 1]: the chunks and the pairs of a tile. Tiles count over
-    (sequence, group, tile).
+    tile_chunks, bounds [n_tiles + 1]: the chunks and the pairs of a tile.
     """
 
     chunk_tile: Tensor
@@ -62,12 +66,6 @@ class Chunks:
     n_chunks: int
     n_tiles: int
     size: int
-
-
-def token_sequences(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """int64 [tokens]: the sequence of each packed row; n_seq past the last one."""
-    token = torch.arange(tokens, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
 
 
 @triton.jit
@@ -150,19 +148,22 @@ def chunks_of(counts: Tensor, most: int, size: int) -> Chunks:
 
 @dataclass(frozen=True)
 class TileRows(Chunks):
-    """rows: token * G + group of each pair, by tile and ascending."""
+    """rows: token * G + group of each pair, by tile and ascending. per_seq: tiles of a sequence and
+    group; of a pack those of all sequences, see packs.py. For keys_of_tile."""
 
     rows: Tensor
+    per_seq: int
 
 
 @triton.jit
 def _pair_tiles_kernel(
     BLOCK_INDICES, SEQUENCE, CU_SEQLENS, OUT, pairs, S, G, n_sel, per_seq, n_tiles, words,
-    VARLEN: tl.constexpr, PER_BLOCK: tl.constexpr, MARK: tl.constexpr, SIZE: tl.constexpr,
+    VARLEN: tl.constexpr, TILE: tl.constexpr, PER_BLOCK: tl.constexpr, MARK: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The key tiles of each entry's block. Tiles past the end of a short sequence hold no key that
-    a row of it sees. MARK: OUT [n_tiles, words] gets the bit of the row's place in its sequence, a
-    word for 32 rows; else OUT [pairs] is the tile, n_tiles where there is none."""
+    """The tiles of TILE keys of each entry's block. S: rows of a sequence, of a pack how many
+    sequences. MARK: OUT [n_tiles, words] gets the bit of the row's place in its sequence, a word
+    for 32 rows; else OUT [pairs] is the tile, n_tiles where there is none."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     entry = at // PER_BLOCK
     live = at < pairs
@@ -170,16 +171,22 @@ def _pair_tiles_kernel(
     token = row // G
     if VARLEN:
         sequence = tl.load(SEQUENCE + token, mask=live, other=0)
-        place = token - tl.load(CU_SEQLENS + sequence, mask=live, other=0)
+        first_row = tl.load(CU_SEQLENS + sequence, mask=live, other=0)
+        place = token - first_row
     else:
         sequence = token // S
         place = token % S
     block = tl.load(BLOCK_INDICES + entry, mask=live, other=-1)
     known = (block >= 0) & (block < tl.cdiv(per_seq, PER_BLOCK))
     tile = tl.where(known, block, 0) * PER_BLOCK + (at % PER_BLOCK).to(tl.int32)
+    if VARLEN:
+        # Tiles behind a row may be another sequence's.
+        known = known & (tile * TILE <= place) & (sequence < S)
+        tile += first_row // TILE + sequence
+        sequence = 0
     known = known & (tile < per_seq)
     tile = tl.where(known, (sequence * G + row % G) * per_seq + tile, n_tiles)
-    known = known & (tile < n_tiles)  # packed rows past the last sequence
+    known = known & (tile < n_tiles)
     if MARK:
         word = OUT + tile.to(tl.int64) * words + place // 32
         bit = tl.full((SIZE,), 1, tl.int32) << (place % 32).to(tl.int32)
@@ -218,18 +225,15 @@ def _tile_counts_kernel(BITS, COUNTS, words, WORDS: tl.constexpr):
 @triton.jit
 def _tile_members_kernel(
     BITS, BOUNDS, CU_SEQLENS, ROWS, words, S, G, per_seq,
-    VARLEN: tl.constexpr, WORDS: tl.constexpr, SHARE: tl.constexpr,
+    VARLEN: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile whose bits are in a share of its words."""
     tile = tl.program_id(0)
     share = tl.program_id(1) * SHARE
     bits = BITS + tile.to(tl.int64) * words
-    group = tile // per_seq % G
-    sequence = tile // per_seq // G
-    if VARLEN:
-        first_token = tl.load(CU_SEQLENS + sequence).to(tl.int64)
-    else:
-        first_token = sequence.to(tl.int64) * S
+    group, sequence, _, _, _, first_token = keys_of_tile(
+        tile, CU_SEQLENS, S, G, per_seq, TILE, VARLEN
+    )
     to = tl.load(BOUNDS + tile) + _ones_before(bits, share, WORDS)
     for first in range(share, tl.minimum(share + SHARE, words), WORDS):
         at = first + tl.arange(0, WORDS)
@@ -247,13 +251,12 @@ def _tile_members_kernel(
 
 
 def rows_of_tiles(
-    block_indices: Tensor, tiles_per_block: int, n_seq: int, per_seq: int, longest: int,
+    block_indices: Tensor, tiles_per_block: int, tile: int, kv_len: int,
     cu_seqlens: Tensor | None = None, chunk: int | None = None,
 ) -> TileRows:  # fmt: skip
-    """Invert block_indices int32 [.., G, n_sel] (-1 is none); no host synchronisation.
-
-    per_seq tiles per sequence and group; dense rows are n_seq equal sequences, packed rows follow
-    cu_seqlens, of `longest` rows at most each. chunk: pairs, CHUNK by default.
+    """Invert block_indices int32 [B, S, G, n_sel], or packed [T, G, n_sel] (-1 is none), by tiles
+    of `tile` keys; no host synchronisation. kv_len: keys of each dense sequence. chunk: pairs,
+    CHUNK by default.
 
     A map with a bit for each row and tile is made where it is small, and read tile by tile. It
     grows with the square of the length: long sequences are sorted.
@@ -262,34 +265,39 @@ def rows_of_tiles(
     groups, n_sel = block_indices.shape[-2:]
     blocks = block_indices.reshape(-1, groups, n_sel).contiguous()
     tokens, device = blocks.shape[0], blocks.device
-    n_tiles, pairs = n_seq * groups * per_seq, blocks.numel() * tiles_per_block
     packed = cu_seqlens is not None
+    if packed:
+        batch, per_seq, s_arg = 1, packed_tiles(tokens, tile, cu_seqlens), cu_seqlens.numel() - 1
+    else:
+        batch, per_seq = block_indices.shape[0], cdiv(kv_len, tile)
+        s_arg = max(tokens // batch, 1)
+    n_tiles, pairs = batch * groups * per_seq, blocks.numel() * tiles_per_block
     cu_arg = cu_seqlens if packed else blocks
-    seqlen = max(tokens // n_seq, 1)
-    words = cdiv(longest, 32)
+    words = cdiv(tokens // batch, 32)
     mark = n_tiles * words * 4 <= MAP_BYTES
     kw = dict(dtype=torch.int32, device=device)
     out = torch.zeros(n_tiles, words, **kw) if mark else torch.empty(pairs, **kw)
     launch(
         _pair_tiles_kernel, (cdiv(pairs, LIST_SIZE),),
         blocks, token_sequences(cu_seqlens, tokens) if packed else blocks, cu_arg, out, pairs,
-        seqlen, groups, n_sel, per_seq, n_tiles, words, VARLEN=packed, PER_BLOCK=tiles_per_block,
-        MARK=mark, SIZE=LIST_SIZE,
+        s_arg, groups, n_sel, per_seq, n_tiles, words, VARLEN=packed, TILE=tile,
+        PER_BLOCK=tiles_per_block, MARK=mark, SIZE=LIST_SIZE,
     )  # fmt: skip
     if not mark:
-        tile, order = torch.sort(out, stable=True)
-        bounds = torch.searchsorted(tile, torch.arange(n_tiles + 1, **kw))
+        of_pair, order = torch.sort(out, stable=True)
+        bounds = torch.searchsorted(of_pair, torch.arange(n_tiles + 1, **kw))
         rows = (order // (tiles_per_block * n_sel)).to(torch.int32)
-        return TileRows(**vars(chunks_of(bounds.diff(), pairs, chunk)), rows=rows)
+        chunks = chunks_of(bounds.diff(), pairs, chunk)
+        return TileRows(**vars(chunks), rows=rows, per_seq=per_seq)
     counts, rows = torch.empty(n_tiles, **kw), torch.empty(pairs, **kw)
     launch(_tile_counts_kernel, (n_tiles,), out, counts, words, WORDS=WORDS, num_warps=1)
     chunks = chunks_of(counts, pairs, chunk)
     launch(
         _tile_members_kernel, (n_tiles, cdiv(words, SHARE)),
-        out, chunks.bounds, cu_arg, rows, words, seqlen, groups, per_seq, VARLEN=packed,
+        out, chunks.bounds, cu_arg, rows, words, s_arg, groups, per_seq, VARLEN=packed, TILE=tile,
         WORDS=WORDS, SHARE=SHARE, num_warps=1,
     )  # fmt: skip
-    return TileRows(**vars(chunks), rows=rows)
+    return TileRows(**vars(chunks), rows=rows, per_seq=per_seq)
 
 
 @triton.jit

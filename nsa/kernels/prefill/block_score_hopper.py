@@ -21,15 +21,13 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill.span_common import sequence_bounds, span_hi
+from nsa.kernels.prefill.block_select import Slab
+from nsa.kernels.prefill.packs import Rows, sequence_bounds, sequence_of
+from nsa.kernels.prefill.releases import carve, program_barrier, tma_load, warpgroup_mma_wait
+from nsa.kernels.prefill.span_common import span_hi
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
     UNIT,
@@ -37,7 +35,6 @@ from nsa.kernels.prefill.warps import (
     await_phase,
     check_address,
     first_barrier,
-    program_barrier,
     warp_number,
 )
 from nsa.kernels.row_tiles import descriptor, shared_layout
@@ -70,8 +67,12 @@ def _work(
     group = item % G
     batch = item // G % BATCH
     tile = ITEMS // G // BATCH - 1 - item // G // BATCH
+    if VARLEN:
+        batch, tile = sequence_of(slab_begin // QUERIES + tile, CU_Q, SQ, QUERIES)
+        q0 = tile * QUERIES
+    else:
+        q0 = slab_begin + tile * QUERIES
     q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
-    q0 = slab_begin + tile * QUERIES
     last = gl.minimum(q0 + QUERIES, q_len) - 1 + q_start
     hi_first = gl.minimum(span_hi(q0 + q_start, l, d, 0), k_len)
     hi_last = gl.minimum(span_hi(last, l, d, 0), k_len)
@@ -101,7 +102,7 @@ def _produce(
             bar = bars.index(Q_FULL + at)
             mbarrier.expect(bar, QD.block_type.nbytes)
             row = (q_begin + q0).to(gl.int32)
-            tma.async_copy_global_to_shared(QD, [row, group * HEADS, 0], bar, q_mem.index(at))
+            tma_load(QD, [row, group * HEADS, 0], bar, q_mem.index(at))
             done += 1
             for n0 in range(0, hi_last, KEYS):
                 at = count % STAGES
@@ -112,7 +113,7 @@ def _produce(
                     where = [0, k_begin.to(gl.int32) + n0, group * D]
                 else:
                     where = [batch, n0, group * D]
-                tma.async_copy_global_to_shared(KD, where, bar, k_mem.index(at))
+                tma_load(KD, where, bar, k_mem.index(at))
                 count += 1
 
 
@@ -216,7 +217,7 @@ def _probabilities(
 
 @gluon.jit
 def _normalisers(
-    item, LSE, ITEMS, CU_Q, CU_K, SQ, SK, G: gl.constexpr, BATCH, slab_begin, q_start,
+    item, LSE, ITEMS, CU_Q, CU_K, SQ, SK, G: gl.constexpr, BATCH, slab_begin, slab_len, q_start,
     l: gl.constexpr, d: gl.constexpr, VARLEN: gl.constexpr, QUERIES: gl.constexpr,
     HEADS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -228,7 +229,11 @@ def _normalisers(
     t = q0 + rows // HEADS
     row = (q_begin + t) * (G * HEADS) + group * HEADS + rows % HEADS
     lse = gl.load(LSE + row, mask=(t < q_len) & (item < ITEMS), other=float("-inf"))
-    return lse, batch * G + group, q0, q_len, k_len, hi_first, hi_last
+    if VARLEN:  # the row of its scores
+        sequence = group * slab_len + (ITEMS // G - 1 - item // G) * QUERIES
+    else:
+        sequence = batch * G + group
+    return lse, sequence, q0, q_len, k_len, hi_first, hi_last
 
 
 @gluon.jit
@@ -260,19 +265,22 @@ def _consume(
     done = 0
     count = 0
     lse, sequence, q0, q_len, k_len, hi_first, hi_last = _normalisers(
-        gl.program_id(0), LSE, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, slab_begin, q_start, l, d,
-        VARLEN, QUERIES, HEADS, ROW_LAYOUT,
+        gl.program_id(0), LSE, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, slab_begin, slab_len, q_start,
+        l, d, VARLEN, QUERIES, HEADS, ROW_LAYOUT,
     )  # fmt: skip
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
         following = _normalisers(
             item + gl.num_programs(0), LSE, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, slab_begin,
-            q_start, l, d, VARLEN, QUERIES, HEADS, ROW_LAYOUT,
+            slab_len, q_start, l, d, VARLEN, QUERIES, HEADS, ROW_LAYOUT,
         )  # fmt: skip
         if q0 < q_len:
             at = done % Q_STAGES
             await_phase(first, Q_FULL + at, (done // Q_STAGES) & 1)
             q = q_mem.index(at).reshape([ROWS, D])
-            to = SCORES + (sequence.to(gl.int64) * slab_len + (q0 - slab_begin)) * n_ld
+            if VARLEN:
+                to = SCORES + sequence.to(gl.int64) * n_ld
+            else:
+                to = SCORES + (sequence.to(gl.int64) * slab_len + (q0 - slab_begin)) * n_ld
             tiles = (hi_last + KEYS - 1) // KEYS
             carry = gl.zeros([ROWS, EIGHT], gl.float32, SUM_LAYOUT)
             if tiles > 0:
@@ -319,8 +327,8 @@ def _block_score_hopper_kernel(
     VARLEN: gl.constexpr, STAGES: gl.constexpr, G: gl.constexpr, l: gl.constexpr, d: gl.constexpr,
     l_sel: gl.constexpr,
 ):  # fmt: skip
-    """SCORES [B * G, slab_len, n_ld] fp32, as _block_score_kernel writes them with key tiles and
-    queries of this kernel's size."""
+    """SCORES fp32, as _block_score_kernel writes them with key tiles and queries of this kernel's
+    size."""
     Q_UNITS: gl.constexpr = QD.block_type.nbytes // UNIT
     K_UNITS: gl.constexpr = KD.block_type.nbytes // UNIT
     K_AT: gl.constexpr = 1 + Q_STAGES * Q_UNITS
@@ -328,10 +336,10 @@ def _block_score_hopper_kernel(
     WARPS: gl.constexpr = gl.num_warps()
     BARRIERS: gl.constexpr = TURN + WARPS // 4
     store = gl.allocate_shared_memory(gl.int8, [UNITS, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    check_address(store.index(0))
-    bars = store.index(0)._reinterpret(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    q_mem = store.index(1)._reinterpret(QD.dtype, [Q_STAGES] + QD.block_type.shape, QD.layout)
-    k_mem = store.index(K_AT)._reinterpret(KD.dtype, [STAGES] + KD.block_type.shape, KD.layout)
+    check_address(store)
+    bars = carve(store, 0, gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    q_mem = carve(store, 1, QD.dtype, [Q_STAGES] + QD.block_type.shape, QD.layout)
+    k_mem = carve(store, K_AT, KD.dtype, [STAGES] + KD.block_type.shape, KD.layout)
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(bars.index(Q_FULL + i), count=1)
         mbarrier.init(bars.index(Q_EMPTY + i), count=WARPS)
@@ -353,9 +361,14 @@ def _block_score_hopper_kernel(
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
 
+TAKES = (
+    "16-bit heads, 64 or 128 wide, a power of two of up to 16 a group, "
+    "and l_sel of 2, 4 or 8 strides"
+)
+
+
 def usable(q: torch.Tensor, k_cmp: torch.Tensor, l: int, d: int, l_sel: int) -> bool:
-    """True where this kernel can serve: 16 bits, heads 64 or 128 wide, a power of two of up to 16
-    of them per group, eight blocks of 16 to 64 compressed keys, contiguous tensors."""
+    """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     heads, dim = q.shape[-2] // k_cmp.shape[-2], q.shape[-1]
     if q.element_size() != 2 or heads > 16 or heads & (heads - 1) or dim not in (64, 128):
         return False
@@ -374,25 +387,21 @@ def tile(heads: int) -> tuple[int, int]:
 
 
 def block_scores(
-    q: torch.Tensor, k_cmp: torch.Tensor, lse: torch.Tensor, scores: torch.Tensor, *, l: int,
-    d: int, l_sel: int, softmax_scale: float, cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None, batch: int, sq: int, q_start: int, begin: int, queries: int,
-    slab: int, n_ld: int,
+    q: torch.Tensor, k_cmp: torch.Tensor, lse: torch.Tensor, *, l: int,
+    d: int, l_sel: int, softmax_scale: float, at: Rows, q_start: int, slab: Slab,
 ) -> None:  # fmt: skip
-    """Scores of `queries` queries of each sequence from `begin` on, in slabs of `slab` rows of
-    `n_ld`, for calls that are usable()."""
-    varlen, groups = cu_q is not None, k_cmp.shape[-2]
+    """Scores of a slab for calls that are usable()."""
+    varlen, groups = at.cu is not None, k_cmp.shape[-2]
     heads, dim = q.shape[-2] // groups, q.shape[-1]
     per_item, layout = ROWS // heads, shared_layout(128, 16, 3)
-    items = cdiv(queries, per_item) * batch * groups
+    items = cdiv(slab.queries, per_item) * at.batch * groups
     rows = (1, -1) if varlen else k_cmp.shape[:2]
     launch(
         _block_score_hopper_kernel, (min(items, sm_count(q.device)),),
         descriptor(q.view(-1, *q.shape[-2:]), (per_item, heads, dim), layout),
         descriptor(k_cmp.view(*rows, groups * dim), (1, KEYS, dim), layout),
-        lse, scores, cu_q if varlen else lse, cu_k if varlen else lse, sq,
-        0 if varlen else k_cmp.shape[1], batch, items, q_start, begin, slab, n_ld,
-        softmax_scale * LOG2E,
+        lse, slab.scores, *(at.cu or (lse, lse)), at.sq, at.sk, at.batch, items, q_start,
+        slab.begin, slab.rows, slab.n_ld, softmax_scale * LOG2E,
         VARLEN=varlen, STAGES=STAGES, G=groups, l=l, d=d, l_sel=l_sel, num_warps=WARPS,
         maxnreg=START_REGISTERS,
     )  # fmt: skip

@@ -18,11 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa.checks import assert_longest
+from nsa.config import check_choice
 from nsa.kernels.block_keys import block_keys
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
-from nsa.kernels.prefill.span_common import load_rows, sequence_bounds, span_hi
+from nsa.kernels.prefill.packs import Rows, sequence_bounds, sequence_of
+from nsa.kernels.prefill.span_common import load_rows, span_hi
 from nsa.kernels.row_tiles import k_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pow2, split_dim
 
@@ -70,12 +73,19 @@ def _block_score_kernel(
     BLOCK_N: tl.constexpr, NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     POOL_DTYPE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """SCORES [B * G, slab_len, n_ld] fp32, up to a constant factor that does not change ranks."""
+    """SCORES [B * G, slab_len, n_ld] fp32, up to a constant factor that does not change ranks;
+    packed: [G, slab_len, n_ld] of the tiles of BLOCK_Q queries of all sequences."""
     BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
-    batch = tl.program_id(1) // G
-    group = tl.program_id(1) % G
+    nth = tl.num_programs(0) - 1 - tl.program_id(0)
+    if VARLEN:
+        group = tl.program_id(1)
+        batch, tile = sequence_of(slab_begin // BLOCK_Q + nth, CU_Q, SQ, BLOCK_Q)
+        q0 = tile * BLOCK_Q
+    else:
+        batch = tl.program_id(1) // G
+        group = tl.program_id(1) % G
+        q0 = slab_begin + nth * BLOCK_Q
     q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
-    q0 = slab_begin + (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     if q0 >= q_len:
         return
     rows = tl.arange(0, BLOCK_M)
@@ -116,7 +126,7 @@ def _block_score_kernel(
     pool = tl.maximum(overlap, 0).to(POOL_DTYPE)
 
     offs_q = tl.arange(0, BLOCK_Q)
-    slab_row = tl.program_id(1).to(tl.int64) * slab_len + (q0 - slab_begin) + offs_q
+    slab_row = tl.program_id(1).to(tl.int64) * slab_len + nth * BLOCK_Q + offs_q
     score_ptrs = SCORES + slab_row[:, None] * n_ld + tl.arange(0, NB)[None, :]
     carry = tl.zeros([BLOCK_Q, NB], tl.float32)
     for n0 in tl.range(0, full_end, BLOCK_N):
@@ -143,10 +153,16 @@ def _block_topn_kernel(
     l_sel: tl.constexpr,
 ):  # fmt: skip
     """The n best blocks of one query and group, ascending; ties go to the lower index."""
-    batch = tl.program_id(1) // G
-    group = tl.program_id(1) % G
+    if VARLEN:
+        group = tl.program_id(1)
+        place = slab_begin + tl.program_id(0)
+        batch, tile = sequence_of(place // BLOCK_Q, CU_Q, SQ, BLOCK_Q)
+        t = tile * BLOCK_Q + place % BLOCK_Q
+    else:
+        batch = tl.program_id(1) // G
+        group = tl.program_id(1) % G
+        t = slab_begin + tl.program_id(0)
     q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
-    t = slab_begin + tl.program_id(0)
     if t >= q_len:
         return
     # What the score kernel wrote for the tile that holds t: whole key tiles and one carry.
@@ -156,6 +172,8 @@ def _block_topn_kernel(
     block = tl.arange(0, BLOCKS)
     row = tl.program_id(1).to(tl.int64) * slab_len + tl.program_id(0)
     own = (t + q_start) // l_sel
+    if VARLEN:  # a query of no sequence has no block
+        own = tl.where(batch < SQ, own, -1)
     # The mask changes at whole tiles, for loads of 16 bytes; block_keys drops what t does not see.
     score = tl.load(SCORES + row * n_ld + block, mask=block < n_written, other=0.0)
     key = block_keys(score, block, own, N_INIT, N_LOCAL)
@@ -168,7 +186,7 @@ def _block_topn_kernel(
     low = 0
     PARTS: tl.constexpr = max(32, N_PAD)  # a warp: what all lanes know needs no care in the loop
     if BLOCKS > PARTS:
-        largest = tl.max(tl.reshape(key, [BLOCKS // PARTS, PARTS], can_reorder=True), 0)
+        largest = tl.max(tl.reshape(key, [BLOCKS // PARTS, PARTS]), 0)
         low = tl.maximum(tl.min(largest, 0), 0)
     high = tl.where(own + 1 > N_SEL, tl.max(ranked, 0) + 1, 0)
     while high - low > 1:
@@ -224,7 +242,7 @@ def why_not_block_select(l: int, d: int, l_sel: int) -> str | None:
 @dataclass(frozen=True)
 class Slab:
     """Queries of each sequence from `begin` on that are scored, and ranked, at once: their scores
-    [B * G, rows, n_ld] fp32."""
+    [B * G, rows, n_ld] fp32. Of a pack the places of queries in its tiles, [G, rows, n_ld]."""
 
     begin: int
     queries: int
@@ -238,77 +256,75 @@ class Ranking:
     """The choice of blocks by scores that somebody else finds, slab by slab."""
 
     out: torch.Tensor  # int32 [.., G, n_sel]
-    batch: int
-    groups: int
-    sq: int
-    sk: int
+    at: Rows
+    longest: int  # queries of a sequence, at most
     q_start: int
     l: int
     d: int
     l_sel: int
     n_init: int
     n_local: int
-    cu: tuple[torch.Tensor, torch.Tensor] | None
 
     @classmethod
     def of(
         cls, q: torch.Tensor, k_cmp: torch.Tensor, *, l: int, d: int, l_sel: int, n_sel: int,
         n_init: int, n_local: int, cu_q: torch.Tensor | None = None,
-        cu_k: torch.Tensor | None = None, max_q: int | None = None, q_start: int = 0,
+        cu_k: torch.Tensor | None = None, max_q: int = 0, q_start: int = 0,
     ) -> Ranking:  # fmt: skip
-        groups = k_cmp.shape[-2]
-        if cu_q is None:
-            sizes = q.shape[0], groups, q.shape[1], k_cmp.shape[1]
-        else:
-            sizes = cu_q.numel() - 1, groups, max_q, 0
-        out = torch.empty(*q.shape[:-2], groups, n_sel, dtype=torch.int32, device=q.device)
-        cu = None if cu_q is None else (cu_q, cu_k)
-        return cls(out, *sizes, q_start, l, d, l_sel, n_init, n_local, cu)
+        check_choice(n_sel, n_init, n_local)
+        at = Rows.of(q, k_cmp, cu_q, cu_k)
+        longest = q.shape[1] if cu_q is None else min(max_q, at.tokens)
+        if cu_q is not None:
+            assert_longest(cu_q, longest)
+        out = torch.empty(
+            *q.shape[:-2], k_cmp.shape[-2], n_sel, dtype=torch.int32, device=q.device
+        )
+        return cls(out, at, longest, q_start, l, d, l_sel, n_init, n_local)
 
     def slabs(self, block_q: int, block_n: int) -> Iterator[Slab]:
         """Slabs whose scores are to be found, for which the caller has the time until it asks for
         the next one. block_q, block_n: queries and keys of a tile of scores; of each such tile of
         queries all blocks of whole key tiles and one more tile of blocks must be written."""
-        out, q_start, n_sel = self.out, self.q_start, self.out.shape[-1]
+        out, q_start, (groups, n_sel), at = self.out, self.q_start, self.out.shape[-2:], self.at
         if out.numel() == 0:
             return
-        nb, rows = block_n * self.d // self.l_sel, self.batch * self.groups
-        n_ld = (cdiv(cdiv(q_start + self.sq, self.l_sel), nb) + 1) * nb
-        slab = max(SLAB_BYTES // (4 * n_ld * rows) // block_q, 1) * block_q
-        slab = min(slab, cdiv(self.sq, block_q) * block_q)
+        nb, rows = block_n * self.d // self.l_sel, at.batch * groups
+        n_ld = (cdiv(cdiv(q_start + self.longest, self.l_sel), nb) + 1) * nb
+        all_rows = at.query_tiles(block_q) * block_q
+        slab = min(max(SLAB_BYTES // (4 * n_ld * rows) // block_q, 1) * block_q, all_rows)
         scores = torch.empty(rows * slab * n_ld, dtype=torch.float32, device=out.device)
-        for begin in range(0, self.sq, slab):
-            queries = min(slab, self.sq - begin)
+        for begin in range(0, all_rows if at.cu else at.sq, slab):
+            queries = min(slab, (all_rows if at.cu else at.sq) - begin)
             yield Slab(begin, queries, scores, slab, n_ld)
             # Early slabs have fewer blocks to rank: H200, 64k, 1.37 -> 0.97 ms.
-            blocks = max(pow2(cdiv(q_start + begin + queries, self.l_sel)), 32)
+            seen = self.longest if at.cu else begin + queries
+            blocks = max(pow2(cdiv(q_start + seen, self.l_sel)), 32)
             launch(
                 _block_topn_kernel, (queries, rows),
-                scores, out, *(self.cu or (scores, scores)), self.sq, self.sk, q_start, begin, slab,
-                n_ld,
-                VARLEN=self.cu is not None, BLOCK_Q=block_q, BLOCK_N=block_n, NB=nb, BLOCKS=blocks,
+                scores, out, *(at.cu or (scores, scores)), at.sq, at.sk, q_start, begin, slab, n_ld,
+                VARLEN=at.cu is not None, BLOCK_Q=block_q, BLOCK_N=block_n, NB=nb, BLOCKS=blocks,
                 N_SEL=n_sel, N_PAD=pow2(n_sel), N_INIT=self.n_init, N_LOCAL=self.n_local,
-                G=self.groups, l=self.l, d=self.d, l_sel=self.l_sel,
-                num_warps=topn_warps(blocks), num_stages=1,
+                G=groups, l=self.l, d=self.d, l_sel=self.l_sel, num_warps=topn_warps(blocks),
+                num_stages=1,
             )  # fmt: skip
 
 
 def block_select(
     q: torch.Tensor, k_cmp: torch.Tensor, lse: torch.Tensor, *, l: int, d: int, l_sel: int,
     n_sel: int, n_init: int, n_local: int, softmax_scale: float,
-    cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None, max_q: int | None = None,
+    cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None, max_q: int = 0,
     q_start: int = 0, use_gluon: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """block_indices int32 [B, S, G, n_sel] (packed: [T, G, n_sel]), ascending, padded with -1.
 
     lse: natural-log normaliser of compressed attention, fp32 [.., HQ], -inf where nothing is seen.
+    max_q: queries of the longest packed sequence, at least; a smaller number stops the device.
     q_start: position of query 0 in its sequence. use_gluon: as hopper.py has it.
     """
     reason = why_not_block_select(l, d, l_sel)
     if reason:
         raise NotImplementedError(reason)
     check_heads(q, k_cmp, k_cmp)
-    varlen = cu_q is not None
     hq, dim = q.shape[-2:]
     groups = k_cmp.shape[-2]
     heads = hq // groups
@@ -316,35 +332,30 @@ def block_select(
         q, k_cmp, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, cu_q=cu_q,
         cu_k=cu_k, max_q=max_q, q_start=q_start,
     )  # fmt: skip
-    batch, sq, sk = ranking.batch, ranking.sq, ranking.sk
-    arch = arch_of(q.device)
+    at, arch = ranking.at, arch_of(q.device)
     on_hopper = hopper.block_scores(q, k_cmp, l, d, l_sel, use_gluon)
     if on_hopper:
-        block_q, block_n = on_hopper.tile(heads)
-    else:
-        rows, block_n, warps, stages = score_tiles(
-            arch, dim, q.element_size(), (q_start + sq) // d
-        )
-        block_q, block_n = max(rows // pow2(heads), 1), max(block_n, 8 * (l_sel // d))
-        d1, d2 = split_dim(dim)
-        tma = tma_usable(arch, k_cmp)
-        k1, k2 = k_tiles(k_cmp, block_n, tma)
-    cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
-    for slab in ranking.slabs(block_q, block_n):
-        if on_hopper:
+        for slab in ranking.slabs(*on_hopper.tile(heads)):
             on_hopper.block_scores(
-                q, k_cmp, lse, slab.scores, l=l, d=d, l_sel=l_sel, softmax_scale=softmax_scale,
-                cu_q=cu_q, cu_k=cu_k, batch=batch, sq=sq, q_start=q_start, begin=slab.begin,
-                queries=slab.queries, slab=slab.rows, n_ld=slab.n_ld,
+                q, k_cmp, lse, l=l, d=d, l_sel=l_sel, softmax_scale=softmax_scale, at=at,
+                q_start=q_start, slab=slab,
             )  # fmt: skip
-        else:
-            launch(
-                _block_score_kernel, (cdiv(slab.queries, block_q), batch * groups),
-                q, k_cmp, k1, k2, lse, slab.scores, cu_q_arg, cu_k_arg, sq, sk, groups, heads,
-                q_start, slab.begin, slab.rows, slab.n_ld, l, d, l_sel, softmax_scale * LOG2E,
-                D=dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=pow2(heads), BLOCK_N=block_n,
-                NB=block_n * d // l_sel, BLOCK_D=d1, BLOCK_D2=d2,
-                POOL_DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, TMA=tma,
-                PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
-            )  # fmt: skip
+        return ranking.out
+    rows, block_n, warps, stages = score_tiles(
+        arch, dim, q.element_size(), (q_start + ranking.longest) // d
+    )
+    block_q, block_n = max(rows // pow2(heads), 1), max(block_n, 8 * (l_sel // d))
+    d1, d2 = split_dim(dim)
+    tma = tma_usable(arch, k_cmp)
+    k1, k2 = k_tiles(k_cmp, block_n, tma)
+    for slab in ranking.slabs(block_q, block_n):
+        launch(
+            _block_score_kernel, (cdiv(slab.queries, block_q), at.batch * groups),
+            q, k_cmp, k1, k2, lse, slab.scores, *(at.cu or (lse, lse)), at.sq, at.sk, groups, heads,
+            q_start, slab.begin, slab.rows, slab.n_ld, l, d, l_sel, softmax_scale * LOG2E,
+            D=dim, VARLEN=at.cu is not None, BLOCK_Q=block_q, HEADS=pow2(heads), BLOCK_N=block_n,
+            NB=block_n * d // l_sel, BLOCK_D=d1, BLOCK_D2=d2,
+            POOL_DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, TMA=tma,
+            PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return ranking.out

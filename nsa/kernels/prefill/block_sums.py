@@ -382,10 +382,9 @@ def _by_thread(x, dtype: gl.constexpr):
 def weights(DTYPE: gl.constexpr):
     """What pool() takes, of each thread; and where in a place it stores."""
     PTX: gl.constexpr = _WEIGHTS[DTYPE == gl.bfloat16]
-    TYPES: gl.constexpr = (gl.int32,) * 5
     lane = lane_number()
     own = gl.inline_asm_elementwise(
-        PTX, "=&r,=&r,=&r,=&r,=&r,r", [lane], TYPES, is_pure=False, pack=1
+        PTX, "=&r,=&r,=&r,=&r,=&r,r", [lane], (gl.int32,) * 5, is_pure=False, pack=1
     )
     corner = lane % 4 * 16 + lane // 4 % 4 * 4 + lane // 16 * HALF
     return own, kept(corner)
@@ -403,9 +402,10 @@ def begin(sums, aside):
 
 @gluon.jit
 def _load(sums, tile):
-    TYPES: gl.constexpr = (gl.int32,) * 9
     at = [_by_thread(sums + (HEADER + tile * PLACE), gl.int64)]
-    return gl.inline_asm_elementwise(_LOAD, _LOAD_OPERANDS, at, TYPES, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        _LOAD, _LOAD_OPERANDS, at, (gl.int32,) * 9, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -499,8 +499,11 @@ def finish(m, lse2, tiles, sums, aside, out, n_ld, HEADS: gl.constexpr):
     )  # fmt: skip
 
 
+TAKES = "1000 to 4096 compressed keys, 4, 8 or 16 heads a group, l = 2 d and l_sel = 4 d"
+
+
 def usable(q: torch.Tensor, k_cmp: torch.Tensor, l: int, d: int, l_sel: int) -> bool:
-    """True where attention can pool its probabilities to blocks, and is the faster for it."""
+    """Return whether attention can pool its probabilities to blocks, and is the faster for it."""
     if not LEAST_KEYS <= k_cmp.shape[1] <= MOST_KEYS:
         return False
     return q.shape[-2] // k_cmp.shape[-2] in (4, 8, 16) and l == 2 * d and l_sel == 4 * d

@@ -70,7 +70,7 @@ def _combine_bwd_kernel(
         lse = tl.load(lse_of + rows, mask=live, other=0.0)
         # g = 0 gives +inf: no probability at all. Rows without keys keep their -inf.
         folded = tl.where(lse == float("-inf"), lse, lse - tl.math.log2(gate) * 0.6931471805599453)
-        to = branch * n_rows.to(tl.int64) + rows
+        to = branch * tl.cast(n_rows, tl.int64) + rows
         tl.store(DGATES + rows * 3 + branch, dgate.to(DGATES.dtype.element_ty), mask=live)
         tl.store(DELTAS + to, dgate, mask=live)
         tl.store(LSES + to, folded, mask=live)

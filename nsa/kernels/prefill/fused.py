@@ -18,7 +18,8 @@ from torch import Tensor
 
 from nsa.arrival import await_selection
 from nsa.checks import needs_grad, scale_of
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import packed_ends
+from nsa.kernels.operator import operator
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn import sequence_begins
 from nsa.kernels.prefill.limits import check_block_size
@@ -36,8 +37,7 @@ def _window_start(q: Tensor, k_win: Tensor, cu_seqlens: Tensor | None) -> int:
     return 0 if cu_seqlens is not None else k_win.shape[1] - q.shape[1]
 
 
-@torch.library.custom_op("nsa::prefill", mutates_args=())
-@on_its_device
+@operator("nsa::prefill")
 def _prefill(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, sizes: list[int], softmax_scale: float,
@@ -75,13 +75,12 @@ def _prefill(
             )
         else:
             o_cmp, lse_cmp = span_attention_fwd(
-                q, k_cmp, v_cmp, compressed, softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen,
-                q_start, use_gluon,
+                q, k_cmp, v_cmp, compressed, softmax_scale, cu_seqlens, cu_seqlens_cmp, q_start,
+                use_gluon,
             )  # fmt: skip
         o_win, lse_win = span_attention_fwd(
-            q, k_win, v_win, sliding, softmax_scale, cu_seqlens, cu_seqlens, max_seqlen, win_start,
-            use_gluon,
-        )  # fmt: skip
+            q, k_win, v_win, sliding, softmax_scale, cu_seqlens, cu_seqlens, win_start, use_gluon
+        )
     if scoring:
         block_indices = ranking.out
     else:
@@ -113,14 +112,13 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, 
     return out(), blocks, out(), out(), out(), lse(), lse(), lse()
 
 
-@torch.library.custom_op("nsa::prefill_bwd", mutates_args=())
-@on_its_device
+@operator("nsa::prefill_bwd")
 def _prefill_bwd(
     grad_out: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor,
     k_win: Tensor, v_win: Tensor, gates: Tensor, block_indices: Tensor, o_cmp: Tensor,
     o_sel: Tensor, o_win: Tensor, lse_cmp: Tensor, lse_sel: Tensor, lse_win: Tensor,
     sizes: list[int], softmax_scale: float, cu_seqlens: Tensor | None,
-    cu_seqlens_cmp: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
+    cu_seqlens_cmp: Tensor | None, q_start: int, use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
     from nsa.kernels.prefill.combine import combine_bwd
@@ -135,20 +133,19 @@ def _prefill_bwd(
     acc = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # dQ / softmax_scale
     _, dk_win, dv_win = span_attention_bwd(
         grad_out, q, k_win, v_win, o_win, lses[WIN], Span(SLIDING, window), softmax_scale,
-        cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, delta=deltas[WIN], dq=acc, first=True,
+        cu_seqlens, cu_seqlens, delta=deltas[WIN], dq=acc, first=True,
         q_start=_window_start(q, k_win, cu_seqlens), use_gluon=use_gluon,
     )  # fmt: skip
     of_sel, dk_sel, dv_sel = block_attention_bwd(
         grad_out, q, k_sel, v_sel, None, lses[SEL], block_indices, block_size=s["l_sel"],
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, delta=deltas[SEL],
-        dq=acc, reach=reach, q_start=q_start, use_gluon=use_gluon,
+        cu_seqlens=cu_seqlens, delta=deltas[SEL], dq=acc, reach=reach, q_start=q_start,
+        use_gluon=use_gluon,
     )  # fmt: skip
-    max_cmp = max(0, (max_seqlen - s["l"]) // s["d"] + 1)
     _, dk_cmp, dv_cmp = span_attention_bwd(
         grad_out, q, k_cmp, v_cmp, o_cmp, lses[CMP], Span(COMPRESSED, s["l"], s["d"]),
-        softmax_scale, cu_seqlens, cu_seqlens_cmp, max_seqlen, max_cmp, delta=deltas[CMP], dq=acc,
-        q_start=q_start, use_gluon=use_gluon,
+        softmax_scale, cu_seqlens, cu_seqlens_cmp, delta=deltas[CMP], dq=acc, q_start=q_start,
+        use_gluon=use_gluon,
     )  # fmt: skip
     dq = rounded(of_sel, softmax_scale, q, None if of_sel is acc else acc)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
@@ -162,10 +159,10 @@ def _(grad_out, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *rest):
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, sizes, softmax_scale, cu_seqlens, cu_seqlens_cmp, *rest = inputs[:8], *inputs[8:]
+    tensors, sizes, softmax_scale, cu_seqlens, cu_seqlens_cmp, _, *rest = inputs[:8], *inputs[8:]
     ctx.save_for_backward(*tensors, *output[1:], cu_seqlens, cu_seqlens_cmp)
     ctx.scalars = (sizes, softmax_scale)
-    ctx.rest = rest[:3]  # max_seqlen, q_start, use_gluon
+    ctx.rest = rest[:2]  # q_start, use_gluon
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # else each of these gets a gradient of zeros, 3 GiB at 64k
 
@@ -174,7 +171,7 @@ def _backward(ctx, grad_out, *unused):
     if grad_out is None:
         return (None,) * 16
     *saved, cu_seqlens, cu_seqlens_cmp = ctx.saved_tensors
-    grads = torch.ops.nsa.prefill_bwd(
+    grads = _prefill_bwd(
         grad_out, *saved, *ctx.scalars, cu_seqlens, cu_seqlens_cmp, *ctx.rest
     )
     return (*grads, *(None,) * 8)
@@ -203,6 +200,7 @@ def nsa_prefill_triton(
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     out, block_indices, *_, lse, _, _ = _prefill(
         *(t.contiguous() for t in tensors), [l, d, l_sel, n_sel, n_init, n_local, window], scale,
-        cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, q_start, use_gluon, needs_grad(*tensors),
+        *packed_ends(cu_seqlens, cu_seqlens_cmp), max_seqlen or 0, q_start, use_gluon,
+        needs_grad(*tensors),
     )  # fmt: skip
     return out, {"block_indices": block_indices, "lse": lse}

@@ -7,37 +7,73 @@ use_gluon is what the caller's flags say; None: those of this process for the de
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from nsa.flags import get_flags
+from nsa.kernels.launch import pass_over
+from nsa.kernels.prefill.packs import MOST_BATCH
 from nsa.kernels.prefill.span_kinds import COMPRESSED
 from nsa.kernels.tiles import arch_of
 
-RELEASES = ("3.6.",)  # of Triton, on an H200
+RELEASES = ("3.6.", "3.7.")  # of Triton, on an H100
+REMEDY = "Triton kernels serve, up to 1.8 times slower; use torch 2.11 (triton 3.6) or 2.13 (3.7)"
+FAULTS = {
+    "3.8.": "its Gluon cannot take views of another size from shared memory",
+    "3.9.": "the Gluon kernels compile with it, but are not proven with its assembler",
+}
 
 
-def enabled(device: torch.device, use_gluon: bool | None = None) -> bool:
-    if arch_of(device) != 90 or not triton.__version__.startswith(RELEASES):
-        return False
+def why_not(device: torch.device, use_gluon: bool | None = None) -> str | None:
+    """Return a sentence that says why no call on this device goes to these kernels; None if some
+    do."""
+    arch = arch_of(device)
+    if arch != 90:
+        here = f"this is SM {arch // 10}.{arch % 10}" if arch else f"{device} has no SM"
+        return f"the Gluon kernels are for SM 9.0, and {here}"
+    release = triton.__version__
+    if not release.startswith(RELEASES):
+        fault = FAULTS.get(release[:4], "the Gluon kernels were not run with it")
+        return f"triton {release}: {fault}; {REMEDY}"
     if use_gluon is None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         use_gluon = get_flags(name).use_gluon
-    return use_gluon
+    return None if use_gluon else "use_gluon is off (NSA_USE_GLUON, or configs/base.yaml)"
+
+
+def enabled(device: torch.device, use_gluon: bool | None = None) -> bool:
+    return why_not(device, use_gluon) is None
+
+
+def _serving(
+    name: str, device: torch.device, use_gluon: bool | None, *args: Any
+) -> ModuleType | None:
+    """Return the module of this package if it serves a call with these arguments of its usable().
+
+    A planned call keeps why not.
+    """
+    if arch_of(device) != 90:
+        return None
+    reason = why_not(device, use_gluon)
+    if reason is None:
+        module = importlib.import_module(f"nsa.kernels.prefill.{name}")
+        if module.usable(*args):
+            return module
+        reason = f"it takes {module.TAKES}"
+    pass_over(name, reason)
+    return None
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, use_gluon: bool | None = None
 ) -> ModuleType | None:
     """The module that serves this call of span_attention_fwd; None: span_fwd does."""
-    if not enabled(q.device, use_gluon):
-        return None
-    from nsa.kernels.prefill import span_fwd_hopper
-
-    return span_fwd_hopper if span_fwd_hopper.usable(q, k, v) else None
+    return _serving("span_fwd_hopper", q.device, use_gluon, q, k, v)
 
 
 def forward_pair(
@@ -55,33 +91,24 @@ def forward_with_scores(
 ) -> ModuleType | None:  # fmt: skip
     """The same for compressed attention, alone or with the window, that finds the scores of blocks
     too; None: block_select finds them, from the log-sum-exp."""
-    if packed or not enabled(q.device, use_gluon):
-        return None
-    from nsa.kernels.prefill import block_sums
-
-    return forward(q, k_cmp, v_cmp, use_gluon) if block_sums.usable(q, k_cmp, l, d, l_sel) else None
+    if packed or q.shape[0] * k_cmp.shape[-2] > MOST_BATCH:
+        return None  # which ranks packed tiles, see Rows
+    scores = _serving("block_sums", q.device, use_gluon, q, k_cmp, l, d, l_sel)
+    return scores and forward(q, k_cmp, v_cmp, use_gluon)
 
 
 def block_scores(
     q: Tensor, k_cmp: Tensor, l: int, d: int, l_sel: int, use_gluon: bool | None = None
 ) -> ModuleType | None:
     """The same for the scores of blocks; None: _block_score_kernel finds them."""
-    if not enabled(q.device, use_gluon):
-        return None
-    from nsa.kernels.prefill import block_score_hopper
-
-    return block_score_hopper if block_score_hopper.usable(q, k_cmp, l, d, l_sel) else None
+    return _serving("block_score_hopper", q.device, use_gluon, q, k_cmp, l, d, l_sel)
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, use_gluon: bool | None = None
 ) -> ModuleType | None:
     """The same for the backward of both spans in one pass; None: span_bwd, or span_bwd_fused."""
-    if not enabled(q.device, use_gluon):
-        return None
-    from nsa.kernels.prefill import span_bwd_hopper
-
-    return span_bwd_hopper if span_bwd_hopper.usable(q, k, v, grad_out) else None
+    return _serving("span_bwd_hopper", q.device, use_gluon, q, k, v, grad_out)
 
 
 def block_forward(
@@ -90,12 +117,8 @@ def block_forward(
 ) -> ModuleType | None:  # fmt: skip
     """The same for the forward of selection by blocks, where the longest sequence has so many keys;
     None: block_attn_fwd does."""
-    if not enabled(q.device, use_gluon):
-        return None
-    from nsa.kernels.prefill import block_attn_fwd_hopper
-
-    fits = block_attn_fwd_hopper.usable(q, k, v, n_sel, block_size, softmax_scale, longest)
-    return block_attn_fwd_hopper if fits else None
+    sizes = (n_sel, block_size, softmax_scale, longest)
+    return _serving("block_attn_fwd_hopper", q.device, use_gluon, q, k, v, *sizes)
 
 
 def block_backward(
@@ -103,12 +126,7 @@ def block_backward(
     use_gluon: bool | None = None,
 ) -> ModuleType | None:  # fmt: skip
     """The same for the backward of selection by blocks in one pass; None: block_attn_bwd does."""
-    if not enabled(q.device, use_gluon):
-        return None
-    from nsa.kernels.prefill import block_attn_bwd_hopper
-
-    fits = block_attn_bwd_hopper.usable(q, k, v, grad_out, block_size)
-    return block_attn_bwd_hopper if fits else None
+    return _serving("block_attn_bwd_hopper", q.device, use_gluon, q, k, v, grad_out, block_size)
 
 
 def forward_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:

@@ -1,7 +1,4 @@
-"""Compressed and sliding attention and block selection as torch custom operators with autograd.
-
-Custom operators (rather than a bare autograd.Function) let torch.compile and activation
-checkpointing treat each as one opaque node with known output shapes.
+"""Compressed and sliding attention and block selection as operators with autograd.
 """
 
 from __future__ import annotations
@@ -10,76 +7,73 @@ import torch
 from torch import Tensor
 
 from nsa.checks import scale_of
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.launch import packed_ends
+from nsa.kernels.operator import operator
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 
 
-@torch.library.custom_op("nsa::span_attention", mutates_args=())
-@on_its_device
+@operator("nsa::span_attention")
 def _span_attention(
     q: Tensor, k: Tensor, v: Tensor, mode: int, a: int, b: int, softmax_scale: float,
-    cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, q_start: int,
-    use_gluon: bool | None = None,
+    cu_q: Tensor | None, cu_k: Tensor | None, q_start: int, use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.span_fwd import span_attention_fwd
 
     return span_attention_fwd(
-        q, k, v, Span(mode, a, b), softmax_scale, cu_q, cu_k, max_q, q_start, use_gluon
+        q, k, v, Span(mode, a, b), softmax_scale, cu_q, cu_k, q_start, use_gluon
     )
 
 
 @_span_attention.register_fake
-def _(q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k, q_start, use_gluon=None):
+def _(q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, q_start, use_gluon=None):
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("nsa::span_attention_bwd", mutates_args=())
-@on_its_device
+@operator("nsa::span_attention_bwd")
 def _span_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mode: int, a: int,
-    b: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
-    q_start: int, use_gluon: bool | None = None,
+    b: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, q_start: int,
+    use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.span_bwd import span_attention_bwd
 
     return span_attention_bwd(
         grad_out.contiguous(), q, k, v, out, lse, Span(mode, a, b), softmax_scale, cu_q, cu_k,
-        max_q, max_k, q_start=q_start, use_gluon=use_gluon,
+        q_start=q_start, use_gluon=use_gluon,
     )  # fmt: skip
 
 
 @_span_attention_bwd.register_fake
-def _(grad_out, q, k, v, out, lse, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k, q_start,
+def _(grad_out, q, k, v, out, lse, mode, a, b, softmax_scale, cu_q, cu_k, q_start,
       use_gluon=None):  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, max_q, max_k, q_start, use_gluon = inputs
+    q, k, v, mode, a, b, softmax_scale, cu_q, cu_k, q_start, use_gluon = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
     ctx.scalars = (mode, a, b, softmax_scale)
-    ctx.rest = (max_q, max_k, q_start, use_gluon)
+    ctx.rest = (q_start, use_gluon)
     ctx.mark_non_differentiable(lse)  # it serves the choice of blocks, which has no gradient
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_out, _):
     if grad_out is None:
-        return (None,) * 13
+        return (None,) * 11
     q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-    dq, dk, dv = torch.ops.nsa.span_attention_bwd(
+    dq, dk, dv = _span_attention_bwd(
         grad_out, q, k, v, out, lse, *ctx.scalars, cu_q, cu_k, *ctx.rest
     )
-    return dq, dk, dv, *(None,) * 10
+    return dq, dk, dv, *(None,) * 8
 
 
 _span_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("nsa::block_select", mutates_args=())
-@on_its_device
+@operator("nsa::block_select")
 def _block_select(
     q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int, n_init: int,
     n_local: int, softmax_scale: float, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int,
@@ -102,38 +96,36 @@ def _(q, k_cmp, lse, l, d, l_sel, n_sel, n_init, n_local, softmax_scale, cu_q, c
 
 def compressed_attention_triton(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, l: int, d: int, softmax_scale: float | None = None,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cmp: Tensor | None = None,
-    max_seqlen: int | None = None, q_start: int = 0, use_gluon: bool | None = None,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cmp: Tensor | None = None, q_start: int = 0,
+    use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over the compressed keys that query t may see (arXiv 2502.11089, Eq. 7 and 8).
 
     q [B, S, HQ, Dk], k_cmp [B, N, G, Dk], v_cmp [B, N, G, Dv]; packed: q [T, HQ, Dk], k_cmp
-    [N_total, G, Dk] with int32 cu_seqlens (tokens), cu_seqlens_cmp (compressed keys), max_seqlen.
+    [N_total, G, Dk] with int32 cu_seqlens (tokens) and cu_seqlens_cmp (compressed keys).
     Returns out (zeros where no key is visible) and natural-log lse fp32 [.., HQ] (-inf there).
     use_gluon: Flags.use_gluon, by default this process's.
     Query s stands at position q_start + s (q_start 0 for packed inputs). fp16, bf16 or fp32.
     Gradients flow through out to q, k_cmp, v_cmp; lse carries none. Raises NotImplementedError for
     more heads per KV group than limits.most_heads.
     """
-    max_k = k_cmp.shape[1] if cu_seqlens is None else max(0, ((max_seqlen or 0) - l) // d + 1)
     return _span_attention(
         q.contiguous(), k_cmp.contiguous(), v_cmp.contiguous(), COMPRESSED, l, d,
-        scale_of(softmax_scale, q.shape[-1]), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0, max_k,
-        q_start, use_gluon,
+        scale_of(softmax_scale, q.shape[-1]), *packed_ends(cu_seqlens, cu_seqlens_cmp), q_start,
+        use_gluon,
     )  # fmt: skip
 
 
 def sliding_attention_triton(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, softmax_scale: float | None = None,
-    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, q_start: int = 0,
-    use_gluon: bool | None = None,
+    cu_seqlens: Tensor | None = None, q_start: int = 0, use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over keys max(0, t + 1 - window) .. t of query t = q_start + s; layouts and returns
     as for compressed."""
     return _span_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), SLIDING, window, 1,
-        scale_of(softmax_scale, q.shape[-1]), cu_seqlens, cu_seqlens, max_seqlen or 0,
-        max_seqlen or k.shape[1], q_start, use_gluon,
+        scale_of(softmax_scale, q.shape[-1]), *packed_ends(cu_seqlens, cu_seqlens), q_start,
+        use_gluon,
     )  # fmt: skip
 
 
@@ -146,11 +138,12 @@ def select_blocks_triton(
     """Top-n selection blocks per query and group (Eq. 9 to 11), int32 [.., G, n_sel], -1 padded.
 
     lse is what compressed_attention_triton returned for the same q and k_cmp. Ascending indices;
-    the own block, the n_local - 1 before it and the first n_init are always chosen. use_gluon:
+    the own block, the n_local - 1 before it and the first n_init are always chosen. Packed: no
+    sequence may be longer than max_seqlen, by which the memory for scores goes. use_gluon:
     Flags.use_gluon, by default this process's.
     """
     return _block_select(
-        q.detach().contiguous(), k_cmp.detach().contiguous(), lse, l, d, l_sel, n_sel, n_init,
-        n_local, scale_of(softmax_scale, q.shape[-1]), cu_seqlens, cu_seqlens_cmp, max_seqlen or 0,
-        q_start, use_gluon,
+        q.detach().contiguous(), k_cmp.detach().contiguous(), lse.detach().float().contiguous(), l,
+        d, l_sel, n_sel, n_init, n_local, scale_of(softmax_scale, q.shape[-1]),
+        *packed_ends(cu_seqlens, cu_seqlens_cmp), max_seqlen or 0, q_start, use_gluon,
     )  # fmt: skip

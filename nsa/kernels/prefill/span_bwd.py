@@ -21,7 +21,8 @@ import triton.language as tl
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper, span_bwd_fused
 from nsa.kernels.prefill.delta import attention_delta
-from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
+from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
+from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.row_tiles import head_tiles, kv_tiles, tma_usable
 from nsa.kernels.tiles import (
@@ -66,10 +67,10 @@ def _span_bwd_dq_kernel(
     ACCUMULATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
-    batch = tl.program_id(1) // G
-    group = tl.program_id(1) % G
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch, group, tile = tile_of_program(tile, CU_Q, SQ, G, BLOCK_Q, VARLEN)
     q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
-    q0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
+    q0 = tile * BLOCK_Q
     if q0 >= q_len:
         return
     rows = tl.arange(0, BLOCK_M)
@@ -226,12 +227,11 @@ def _span_bwd_dkdv_kernel(
     DK, DV_OUT are [n_splits, k_rows, G, D]: fp32 partials, or the gradients themselves when
     there is one split.
     """
-    batch = tl.program_id(1) // G
-    group = tl.program_id(1) % G
+    batch, group, tile = tile_of_program(tl.program_id(0), CU_K, SQ, G, BLOCK_N, VARLEN)
     split = tl.program_id(2)
     n_splits = tl.num_programs(2)
     q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
-    n0 = tl.program_id(0) * BLOCK_N
+    n0 = tile * BLOCK_N
     if n0 >= k_len:
         return
     offs_n = n0 + tl.arange(0, BLOCK_N)
@@ -286,6 +286,9 @@ def _span_bwd_dkdv_kernel(
     full_end = all_end // BLOCK_Q * BLOCK_Q
     full_begin = tl.minimum(tl.maximum(full_begin, m_begin), m_end)
     full_end = tl.minimum(tl.maximum(full_end, full_begin), m_end)
+    if VARLEN:  # whose gradients are zeros already
+        if m_begin >= m_end:
+            return
 
     stride_row = G * H
     stride_q = stride_row * D
@@ -391,8 +394,7 @@ def one_pass(
 def span_attention_bwd(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None = None,
-    cu_k: torch.Tensor | None = None, max_q: int | None = None, max_k: int | None = None,
-    delta: torch.Tensor | None = None,
+    cu_k: torch.Tensor | None = None, delta: torch.Tensor | None = None,
     dq: torch.Tensor | None = None, first: bool = False, q_start: int = 0,
     use_gluon: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -402,38 +404,32 @@ def span_attention_bwd(
     like q), this branch's dQ / softmax_scale is added to it in place, or written over what it holds
     where `first`, and dq itself is returned. use_gluon: see hopper.py.
     """
-    varlen = cu_q is not None
     hq, dim = q.shape[-2:]
     groups, dv_dim = v.shape[-2:]
     heads = hq // groups
-    if varlen:
-        batch, sq, sk = cu_q.numel() - 1, max_q, max_k
-    else:
-        batch, sq, sk = q.shape[0], q.shape[1], k.shape[1]
-    k_rows = k.numel() // max(groups * dim, 1)
-    if q.numel() == 0 or k_rows == 0:
+    if q.numel() == 0 or k.numel() == 0:
         if dq is None or first:
             dq = (torch.empty_like(q) if dq is None else dq).zero_()
         return dq, torch.zeros_like(k), torch.zeros_like(v)
     if delta is None:
         delta, _ = attention_delta(out, grad_out)
+    at = Rows.of(q, k, cu_q, cu_k)
     pass_of_both = one_pass(span, q, k, v, grad_out, use_gluon)
     if pass_of_both:
         if first and dq is not None:
             dq.zero_()
         return pass_of_both(
-            grad_out, q, k, v, lse, delta, span, softmax_scale, cu_q, cu_k, batch, sq, sk, dq,
-            q_start,
-        )  # fmt: skip
+            grad_out, q, k, v, lse, delta, span, softmax_scale, at, dq, q_start
+        )
     accumulate = dq is not None and not first
     dq, dq_scale = (torch.empty_like(q), softmax_scale) if dq is None else (dq, 1.0)
     arch = arch_of(q.device)
     heads_padded = pow2(heads)
     d1, d2 = split_dim(dim)
     scale_log2 = softmax_scale * LOG2E
-    cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
+    cu_args = at.cu or (lse, lse)
     common = dict(
-        D=dim, DV=dv_dim, MODE=span.mode, VARLEN=varlen, HEADS=heads_padded, BLOCK_D=d1,
+        D=dim, DV=dv_dim, MODE=span.mode, VARLEN=at.cu is not None, HEADS=heads_padded, BLOCK_D=d1,
         BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim),
         PRECISION=dot_precision(q.dtype),
     )  # fmt: skip
@@ -442,25 +438,24 @@ def span_attention_bwd(
     block_q = max(rows // heads_padded, 1)
     tma = tma_usable(arch, k, whole=v)
     launch(
-        _span_bwd_dq_kernel, (cdiv(sq, block_q), batch * groups),
-        q, k, v, *kv_tiles(k, v, block_n, tma), grad_out, lse, delta, dq, cu_q_arg,
-        cu_k_arg, sq, sk, groups, heads, q_start, span.a, span.b, dq_scale, scale_log2,
+        _span_bwd_dq_kernel, (at.query_tiles(block_q), at.batch * groups),
+        q, k, v, *kv_tiles(k, v, block_n, tma), grad_out, lse, delta, dq, *cu_args, at.sq, at.sk,
+        groups, heads, q_start, span.a, span.b, dq_scale, scale_log2,
         BLOCK_Q=block_q, BLOCK_N=block_n, ACCUMULATE=accumulate, TMA=tma, num_warps=warps,
         num_stages=stages, **common,
     )  # fmt: skip
 
     rows, block_n, warps, stages = dkdv_tiles(arch, dim, dv_dim, q.element_size())
     block_q = max(rows // heads_padded, 1)
-    tiles = cdiv(sk, block_n)
     # Compressed keys are few and seen by thousands of queries: split the queries until the grid
     # fills the chip about eight times (causal work per tile is uneven).
     splits = 1
     if span.mode == COMPRESSED and q.device.type == "cuda":
-        wanted = 8 * sm_count(q.device)
-        splits = max(1, min(cdiv(wanted, tiles * batch * groups), cdiv(sq, 256), 64))
+        wanted, filled = 8 * sm_count(q.device), at.filled_tiles(block_n) * groups
+        splits = max(1, min(cdiv(wanted, filled), cdiv(at.longest, 256), 64))
     partial_dtype = q.dtype if splits == 1 else torch.float32
-    dk = torch.empty((splits, *k.shape), dtype=partial_dtype, device=k.device)
-    dv = torch.empty((splits, *v.shape), dtype=partial_dtype, device=v.device)
+    make = torch.zeros if at.cu else torch.empty  # of keys of no sequence no program thinks
+    dk, dv = (make((splits, *x.shape), dtype=partial_dtype, device=x.device) for x in (k, v))
     tma = heads == heads_padded and tma_usable(arch, q, whole=grad_out)
     if tma:
         descriptors = (
@@ -470,9 +465,9 @@ def span_attention_bwd(
     else:
         descriptors = (q, q, grad_out)
     launch(
-        _span_bwd_dkdv_kernel, (tiles, batch * groups, splits),
-        q, k, v, *descriptors, grad_out, lse, delta, dk, dv, cu_q_arg, cu_k_arg, sq,
-        sk, groups, heads, k_rows, q_start, span.a, span.b, softmax_scale, scale_log2,
+        _span_bwd_dkdv_kernel, (at.key_tiles(block_n), at.batch * groups, splits),
+        q, k, v, *descriptors, grad_out, lse, delta, dk, dv, *cu_args, at.sq, at.sk, groups,
+        heads, at.keys, q_start, span.a, span.b, softmax_scale, scale_log2,
         BLOCK_Q=block_q, BLOCK_N=block_n, TMA=tma, num_warps=warps, num_stages=stages, **common,
     )  # fmt: skip
     if splits == 1:

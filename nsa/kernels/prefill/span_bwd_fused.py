@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill.span_common import sequence_bounds
+from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.prefill.sums import rounded, zero_sums
 from nsa.kernels.row_tiles import head_tiles, row_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, pow2, sm_count, split_dim
+
+MOST_SHARES = 128  # of a packed sequence: programs are launched for tiles that could have as many
 
 
 @triton.jit
@@ -132,13 +134,14 @@ def _span_bwd_fused_kernel(
     """dK, dV of one key tile of one group from one share of the queries that see it, their dQ.
 
     DQ: fp32 [.., HQ, D], zeroed, still without the softmax scale. DK, DV_OUT: like K, V; fp32 and
-    zeroed where SPLIT. share: queries of a program, a multiple of BLOCK_Q.
+    zeroed where SPLIT. share: queries of a program, a multiple of BLOCK_Q; of a pack SK is how many
+    shares a sequence may have.
     """
-    batch = tl.program_id(1) // G
-    group = tl.program_id(1) % G
-    split = tl.num_programs(2) - 1 - tl.program_id(2)
+    batch, group, tile, split, share = share_of_program(
+        CU_Q, CU_K, SQ, SK, G, share, 0, BLOCK_N, BLOCK_Q, VARLEN
+    )
     q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
-    n0 = tl.program_id(0) * BLOCK_N
+    n0 = tile * BLOCK_N
     if n0 >= k_len:
         return
     offs_n = n0 + tl.arange(0, BLOCK_N)
@@ -236,45 +239,54 @@ def query_share(sq: int, columns: int, block_q: int, sms: int) -> int:
     return cdiv(min(max(share, 128), 2048), block_q) * block_q
 
 
+def query_shares(
+    at: Rows, block_n: int, groups: int, block_q: int, sms: int
+) -> tuple[int, int]:
+    """(share, splits): query_share, and how many shares a sequence has at most."""
+    share = query_share(at.longest, at.filled_tiles(block_n) * groups, block_q, sms)
+    splits = cdiv(at.longest, share)
+    return share, min(splits, MOST_SHARES) if at.cu else splits
+
+
 def gradient_sums(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dq: torch.Tensor | None, splits: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What one pass adds dQ to, and what it writes dK and dV to, or adds where it is split."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dq: torch.Tensor | None, splits: int,
+    packed: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What one pass adds dQ to, and what it writes dK and dV to, or adds where it is split; keys of
+    a pack may be in no sequence."""
     acc = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
-    dk, dv = zero_sums(k, v) if splits > 1 else (torch.empty_like(k), torch.empty_like(v))
-    return acc, dk, dv
+    if splits > 1:
+        return acc, *zero_sums(k, v)
+    make = torch.zeros_like if packed else torch.empty_like
+    return acc, make(k), make(v)
 
 
 def compressed_attention_bwd_fused(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
-    delta: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None, batch: int, sq: int, sk: int, dq: torch.Tensor | None, q_start: int,
+    delta: torch.Tensor, span: Span, softmax_scale: float, at: Rows, dq: torch.Tensor | None,
+    q_start: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv as span_attention_bwd returns them, for inputs that are usable()."""
-    varlen = cu_q is not None
     hq, dim = q.shape[-2:]
     groups, dv_dim = v.shape[-2:]
     heads = hq // groups
     arch = arch_of(q.device)
     rows, block_n, warps, stages = fused_tiles(arch, dim, dv_dim)
     block_q = rows // heads
-    tiles = cdiv(sk, block_n)
-    sms = sm_count(q.device)
-    share = query_share(sq, tiles * batch * groups, block_q, sms)
-    splits = cdiv(sq, share)
-    acc, dk, dv = gradient_sums(q, k, v, dq, splits)
+    share, splits = query_shares(at, block_n, groups, block_q, sm_count(q.device))
+    acc, dk, dv = gradient_sums(q, k, v, dq, splits, at.cu is not None)
     d1, d2 = split_dim(dim)
-    cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
     tma_add = arch != 0  # the interpreter has no adding descriptors
     add_tiles = lambda width: head_tiles(acc, block_q, heads, width) if tma_add else acc
     launch(
-        _span_bwd_fused_kernel, (tiles, batch * groups, splits),
+        _span_bwd_fused_kernel, at.shares(block_n, groups, share, splits),
         q, k, v, grad_out, head_tiles(q, block_q, heads, d1),
         head_tiles(q, block_q, heads, d2 or d1), head_tiles(grad_out, block_q, heads, dv_dim),
         row_tiles(lse[..., None], block_q, heads), row_tiles(delta[..., None], block_q, heads),
-        lse, delta, acc, add_tiles(d1), add_tiles(d2 or d1), dk, dv, cu_q_arg, cu_k_arg, sq, sk,
-        groups, share, q_start, span.a, span.b, softmax_scale, softmax_scale * LOG2E,
-        D=dim, DV=dv_dim, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads,
+        lse, delta, acc, add_tiles(d1), add_tiles(d2 or d1), dk, dv, *(at.cu or (lse, lse)), at.sq,
+        splits if at.cu else at.sk, groups, share, q_start, span.a, span.b, softmax_scale,
+        softmax_scale * LOG2E,
+        D=dim, DV=dv_dim, VARLEN=at.cu is not None, BLOCK_Q=block_q, HEADS=heads,
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, SPLIT=splits > 1, TMA_ADD=tma_add,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

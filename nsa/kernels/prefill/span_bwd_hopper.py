@@ -39,12 +39,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import span_bwd_fused
-from nsa.kernels.prefill.span_common import sequence_bounds
+from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
+from nsa.kernels.prefill.releases import carve, program_barrier, tma_load, view, warpgroup_mma_wait
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.prefill.sums import rounded
 from nsa.kernels.prefill.warps import (
@@ -59,7 +59,6 @@ from nsa.kernels.prefill.warps import (
     kept,
     lane_number,
     place_of_rows,
-    program_barrier,
     store_tile,
     warp_number,
 )
@@ -89,7 +88,7 @@ def _tma_add(descriptor, coord, source, _semantic=None):
 def _row_stats_kernel(LSE, DELTA, OUT, rows, HQ, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """OUT [2, G, rows * HEADS]: lse in units of log2 (inf for rows without keys), then delta."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = rows.to(tl.int64) * HQ
+    total = tl.cast(rows, tl.int64) * HQ
     live = at < total
     head = at % HQ
     to = (head // HEADS * rows + at // HQ) * HEADS + head % HEADS
@@ -134,22 +133,22 @@ def _fetch_rows(
         mbarrier.wait(bars.index(FREE + slot), ((n // STAGES) & 1) ^ 1)
         bar = bars.index(READY + slot)
         # [queries, heads, width] for the descriptor, rows for the products: the same bytes.
-        q = q_smem.index(slot)._reinterpret(QD.dtype, QD.block_type.shape, QD.layout)
-        do = do_smem.index(slot)._reinterpret(QD.dtype, QD.block_type.shape, QD.layout)
+        q = view(q_smem.index(slot), QD.dtype, QD.block_type.shape, QD.layout)
+        do = view(do_smem.index(slot), QD.dtype, QD.block_type.shape, QD.layout)
         tile = _nth_tile(n, tiles, start, MODE)
         t = t0 + tile * BLOCK_Q
         row = tile * ROWS
         mbarrier.expect(bar, 2 * QD.block_type.nbytes + 2 * STATS.block_type.nbytes)
-        tma.async_copy_global_to_shared(QD, [t, head0, 0], bar, q)
-        tma.async_copy_global_to_shared(STATS, [lse_row + row], bar, lse_smem.index(slot))
-        tma.async_copy_global_to_shared(DOD, [t, head0, 0], bar, do)
-        tma.async_copy_global_to_shared(STATS, [delta_row + row], bar, delta_smem.index(slot))
+        tma_load(QD, [t, head0, 0], bar, q)
+        tma_load(STATS, [lse_row + row], bar, lse_smem.index(slot))
+        tma_load(DOD, [t, head0, 0], bar, do)
+        tma_load(STATS, [delta_row + row], bar, delta_smem.index(slot))
 
 
 @gluon.jit
 def _add_tiles(DQD, dq_smem, bars, tiles, start, t0, head0, MODE: gl.constexpr):
     """The adding warp: every tile of dQ to its addition."""
-    tile = dq_smem._reinterpret(gl.float32, DQD.block_type.shape, DQD.layout)
+    tile = view(dq_smem, gl.float32, DQD.block_type.shape, DQD.layout)
     BLOCK_Q: gl.constexpr = DQD.block_type.shape[0]
     for n in range(tiles):
         mbarrier.wait(bars.index(DQ_READY), n & 1)
@@ -312,7 +311,7 @@ def _span_tail(
     dq = gl.where((t < q_len)[:, None], dq, 0.0)
     dq_smem.store(dq)
     fence_async_shared()
-    tile = dq_smem._reinterpret(gl.float32, DQD.block_type.shape, DQD.layout)
+    tile = view(dq_smem, gl.float32, DQD.block_type.shape, DQD.layout)
     _tma_add(DQD, [t0 + m0, head0, 0], tile)
     tma.store_wait(0)
     return dk, dv
@@ -423,11 +422,11 @@ def _span_bwd_hopper_kernel(
     """As _span_bwd_fused_kernel. STATS_ROWS, STATS: what _row_stats_kernel wrote, two ways."""
     ROWS: gl.constexpr = BLOCK_Q * HEADS
     dtype: gl.constexpr = QD.dtype
-    batch = gl.program_id(1) // G
-    group = gl.program_id(1) % G
-    split = gl.num_programs(2) - 1 - gl.program_id(2)
+    batch, group, tile, split, share = share_of_program(
+        CU_Q, CU_K, SQ, SK, G, share, MODE, KEYS, BLOCK_Q, VARLEN
+    )
     q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
-    n0 = gl.program_id(0) * KEYS
+    n0 = tile * KEYS
     n_last = gl.minimum(n0 + KEYS, k_len) - 1
     if MODE == 0:
         m_begin = gl.maximum(n0 * span_b + span_a - 1 - q_start, 0) // BLOCK_Q * BLOCK_Q
@@ -475,17 +474,17 @@ def _span_bwd_hopper_kernel(
     DQ_AT: gl.constexpr = DS_AT + 2 * KEYS * ROWS * 2 // LINE
     LINES: gl.constexpr = DQ_AT + ROWS * WIDTH * 4 // LINE
     store = gl.allocate_shared_memory(gl.int8, [LINES, LINE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    check_address(store.index(0))
-    bars = store.index(0)._reinterpret(gl.int64, [DQ_FREE + 1, 1], mbarrier.MBarrierLayout())
-    lse_smem = store.index(1)._reinterpret(gl.float32, [STAGES, ROWS], STATS.layout)
-    delta_smem = store.index(DELTA_AT)._reinterpret(gl.float32, [STAGES, ROWS], STATS.layout)
+    check_address(store)
+    bars = carve(store, 0, gl.int64, [DQ_FREE + 1, 1], mbarrier.MBarrierLayout())
+    lse_smem = carve(store, 1, gl.float32, [STAGES, ROWS], STATS.layout)
+    delta_smem = carve(store, DELTA_AT, gl.float32, [STAGES, ROWS], STATS.layout)
     # One K and one V, but indexed: see _span_turn.
-    k_place = store.index(K_AT)._reinterpret(dtype, [1, KEYS, WIDTH], LAYOUT)
-    v_place = store.index(V_AT)._reinterpret(dtype, [1, KEYS, WIDTH], LAYOUT)
-    q_smem = store.index(Q_AT)._reinterpret(dtype, [STAGES, ROWS, WIDTH], LAYOUT)
-    do_smem = store.index(DO_AT)._reinterpret(dtype, [STAGES, ROWS, WIDTH], LAYOUT)
-    ds_smem = store.index(DS_AT)._reinterpret(dtype, [2, KEYS, ROWS], LAYOUT)
-    dq_smem = store.index(DQ_AT)._reinterpret(gl.float32, [ROWS, WIDTH], DQ_SHARED)
+    k_place = carve(store, K_AT, dtype, [1, KEYS, WIDTH], LAYOUT)
+    v_place = carve(store, V_AT, dtype, [1, KEYS, WIDTH], LAYOUT)
+    q_smem = carve(store, Q_AT, dtype, [STAGES, ROWS, WIDTH], LAYOUT)
+    do_smem = carve(store, DO_AT, dtype, [STAGES, ROWS, WIDTH], LAYOUT)
+    ds_smem = carve(store, DS_AT, dtype, [2, KEYS, ROWS], LAYOUT)
+    dq_smem = carve(store, DQ_AT, gl.float32, [ROWS, WIDTH], DQ_SHARED)
     WARPS: gl.constexpr = gl.num_warps()
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(READY + i), count=1)
@@ -521,8 +520,11 @@ def _head_tiles(x: torch.Tensor, block_q: int, heads: int) -> Any:
     return descriptor(x.view(-1, *x.shape[-2:]), (block_q, heads, x.shape[-1]), layout)
 
 
+TAKES = "16-bit heads, 128 wide for Dk = Dv, a power of two of them from 4 on a group"
+
+
 def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> bool:
-    """True where this pass can serve: what span_bwd_fused takes, heads 128 wide."""
+    """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     return (
         q.shape[-1] == v.shape[-1] == WIDTH
         and q.element_size() == 2
@@ -559,37 +561,33 @@ def window_share(sq: int, window: int, block_q: int, programs: int, sms: int) ->
 
 def span_attention_bwd_hopper(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
-    delta: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None, batch: int, sq: int, sk: int, dq: torch.Tensor | None, q_start: int,
+    delta: torch.Tensor, span: Span, softmax_scale: float, at: Rows, dq: torch.Tensor | None,
+    q_start: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv as span_attention_bwd returns them, for inputs that are usable()."""
-    varlen = cu_q is not None
     hq, dim = q.shape[-2:]
     groups = v.shape[-2]
     heads = hq // groups
     block_q = ROWS // heads
-    tiles = cdiv(sk, KEYS)
     sms = sm_count(q.device)
-    programs = tiles * batch * groups
     if span.mode == COMPRESSED:
         span_a = span.a
-        share = span_bwd_fused.query_share(sq, programs, block_q, sms)
-        splits = cdiv(sq, share)
+        share, splits = span_bwd_fused.query_shares(at, KEYS, groups, block_q, sms)
     else:
-        span_a = min(span.a, q_start + sq)  # more changes nothing but could overflow
-        share, splits = window_share(sq, span_a, block_q, programs, sms)
-    acc, dk, dv = span_bwd_fused.gradient_sums(q, k, v, dq, splits)
+        span_a = min(span.a, q_start + at.longest)  # more changes nothing but could overflow
+        programs = at.filled_tiles(KEYS) * groups
+        share, splits = window_share(at.longest, span_a, block_q, programs, sms)
+    acc, dk, dv = span_bwd_fused.gradient_sums(q, k, v, dq, splits, at.cu is not None)
     stats = row_stats(lse, delta, heads)
     stats_tiles = descriptor(stats, (ROWS,), shared_layout(0, 32, 1))
-    cu_q_arg, cu_k_arg = (cu_q, cu_k) if varlen else (lse, lse)
     launch(
-        _span_bwd_hopper_kernel, (tiles, batch * groups, splits),
+        _span_bwd_hopper_kernel, at.shares(KEYS, groups, share, splits),
         q, k, v, grad_out, stats, _head_tiles(q, block_q, heads),
         _head_tiles(grad_out, block_q, heads), stats_tiles, _head_tiles(acc, block_q, heads),
-        dk, dv, cu_q_arg, cu_k_arg, sq, sk, groups, q.numel() // (hq * dim), share, q_start,
-        span_a, span.b, softmax_scale, softmax_scale * LOG2E,
-        MODE=span.mode, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads, KEYS=KEYS, WIDTH=WIDTH,
-        STAGES=STAGES, SPLIT=splits > 1, num_warps=WARPS, maxnreg=START_REGISTERS,
+        dk, dv, *(at.cu or (lse, lse)), at.sq, splits if at.cu else at.sk, groups, at.tokens,
+        share, q_start, span_a, span.b, softmax_scale, softmax_scale * LOG2E,
+        MODE=span.mode, VARLEN=at.cu is not None, BLOCK_Q=block_q, HEADS=heads, KEYS=KEYS,
+        WIDTH=WIDTH, STAGES=STAGES, SPLIT=splits > 1, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip
     if dq is None:
         dq = rounded(acc, softmax_scale, q)

@@ -36,22 +36,6 @@ def span_hi(t, a, b, MODE: tl.constexpr):
 
 
 @triton.jit
-def sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN: tl.constexpr):
-    """First row and length of a sequence in Q and in K: packed (cu_seqlens) or one batch entry."""
-    if VARLEN:
-        q_begin = tl.load(CU_Q + batch).to(tl.int64)
-        q_len = (tl.load(CU_Q + batch + 1) - q_begin).to(tl.int32)
-        k_begin = tl.load(CU_K + batch).to(tl.int64)
-        k_len = (tl.load(CU_K + batch + 1) - k_begin).to(tl.int32)
-    else:
-        q_begin = batch.to(tl.int64) * SQ
-        q_len = SQ
-        k_begin = batch.to(tl.int64) * SK
-        k_len = SK
-    return q_begin, q_len, k_begin, k_len
-
-
-@triton.jit
 def load_rows(
     X, XD, first_key, n0, live, group, G, offs,
     WIDTH: tl.constexpr, BEGIN: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -9,13 +9,13 @@ import triton.language as tl
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
-from nsa.kernels.prefill.span_common import load_kv, sequence_bounds, span_hi, span_lo
+from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
+from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import (
     LOG2E,
     arch_of,
-    cdiv,
     datacenter,
     dot_precision,
     dot_size,
@@ -58,11 +58,11 @@ def _span_fwd_kernel(
     BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
-    batch = tl.program_id(1) // G
-    group = tl.program_id(1) % G
-    q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
     # Late queries see most keys: start them first, so that the last wave is short work.
-    q0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch, group, tile = tile_of_program(tile, CU_Q, SQ, G, BLOCK_Q, VARLEN)
+    q_begin, q_len, k_begin, k_len = sequence_bounds(CU_Q, CU_K, batch, SQ, SK, VARLEN)
+    q0 = tile * BLOCK_Q
     if q0 >= q_len:
         return
     rows = tl.arange(0, BLOCK_M)
@@ -165,14 +165,14 @@ def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int,
 
 def span_attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, softmax_scale: float,
-    cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None,
-    max_q: int | None = None, q_start: int = 0, use_gluon: bool | None = None,
+    cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None, q_start: int = 0,
+    use_gluon: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs.
 
     Dense: q [B, S, HQ, D], k [B, N, G, D]. Packed: q [T, HQ, D], k [N_total, G, D] with cu_q and
-    cu_k int32 [n_seq + 1] and max_q the longest query sequence. q_start: key position of query 0.
-    use_gluon: see hopper.py.
+    cu_k int32 [n_seq + 1]; rows of q past the last sequence see no key. q_start: key position of
+    query 0. use_gluon: see hopper.py.
     """
     check_heads(q, k, v)
     in_gluon = hopper.forward(q, k, v, use_gluon)
@@ -180,14 +180,9 @@ def span_attention_fwd(
         return in_gluon.span_attention_fwd_hopper(
             q, k, v, span, softmax_scale, cu_q, cu_k, q_start
         )
-    varlen = cu_q is not None
     hq, dim = q.shape[-2:]
     groups, dv = v.shape[-2:]
     heads = hq // groups
-    if varlen:
-        batch, sq, sk = cu_q.numel() - 1, max_q, 0
-    else:
-        batch, sq, sk = q.shape[0], q.shape[1], k.shape[1]
     out = torch.empty(*q.shape[:-1], dv, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if out.numel() == 0:
@@ -197,14 +192,13 @@ def span_attention_fwd(
     heads_padded = pow2(heads)
     block_q = max(rows // heads_padded, 1)
     d1, d2 = split_dim(dim)
-    grid = (cdiv(sq, block_q), batch * groups)
+    at = Rows.of(q, k, cu_q, cu_k)
     tma = tma_usable(arch, k, whole=v)
     launch(
-        _span_fwd_kernel, grid,
-        q, k, v, *kv_tiles(k, v, block_n, tma), out, lse, cu_q if varlen else lse,
-        cu_k if varlen else lse,
-        sq, sk, groups, heads, q_start, span.a, span.b, softmax_scale * LOG2E,
-        D=dim, DV=dv, MODE=span.mode, VARLEN=varlen, BLOCK_Q=block_q, HEADS=heads_padded,
+        _span_fwd_kernel, (at.query_tiles(block_q), at.batch * groups),
+        q, k, v, *kv_tiles(k, v, block_n, tma), out, lse, *(at.cu or (lse, lse)), at.sq, at.sk,
+        groups, heads, q_start, span.a, span.b, softmax_scale * LOG2E,
+        D=dim, DV=dv, MODE=span.mode, VARLEN=at.cu is not None, BLOCK_Q=block_q, HEADS=heads_padded,
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv), TMA=tma,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -34,12 +34,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_sums
 from nsa.kernels.prefill.block_select import Slab
+from nsa.kernels.prefill.packs import packed_bounds, packed_tiles, sequence_of
+from nsa.kernels.prefill.releases import (
+    carve,
+    program_barrier,
+    tma_load,
+    tma_store,
+    view,
+    warpgroup_mma_wait,
+)
 from nsa.kernels.prefill.span_common import span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.prefill.warps import (
@@ -53,7 +61,6 @@ from nsa.kernels.prefill.warps import (
     first_barrier,
     lane_number,
     place_of_rows,
-    program_barrier,
     put_aside,
     rescaled,
     store_tile,
@@ -84,20 +91,9 @@ def _work(
     """
     if VARLEN:
         group = item % G
-        tile = ITEMS // G - 1 - item // G
-        # Sequence i owns the tiles from cu_q[i] // QUERIES + i on. That leaves room for all of it,
-        # and at most one tile unused, whatever the lengths.
-        batch = 0
-        end = BATCH
-        while end - batch > 1:
-            middle = (batch + end) // 2
-            if gl.load(CU_Q + middle) // QUERIES + middle <= tile:
-                batch = middle
-            else:
-                end = middle
-        q_begin = gl.load(CU_Q + batch)
-        q_len = gl.load(CU_Q + batch + 1) - q_begin
-        q0 = (tile - (q_begin // QUERIES + batch)) * QUERIES
+        batch, tile = sequence_of(ITEMS // G - 1 - item // G, CU_Q, BATCH, QUERIES)
+        q_begin, q_len = packed_bounds(CU_Q, batch, BATCH, SQ)
+        q0 = tile * QUERIES
     else:
         group = item % G
         batch = item // G % BATCH
@@ -111,8 +107,8 @@ def _work(
 def _keys(batch, CU_K, SK, VARLEN: gl.constexpr):
     """Where the keys of a sequence lie: (row of the descriptor's first axis, first key, keys)."""
     if VARLEN:
-        k_begin = gl.load(CU_K + batch)
-        return 0, k_begin, gl.load(CU_K + batch + 1) - k_begin
+        k_begin, k_len = packed_bounds(CU_K, batch, SK, 0)
+        return 0, k_begin, k_len
     else:
         return batch, 0, SK
 
@@ -169,7 +165,7 @@ def _tile(memory, count, KEYS: gl.constexpr):
     """The place [1, KEYS, D] of key tile `count`, which may take less than all of it."""
     place = memory.index(count % memory.shape[0])
     if KEYS < memory.shape[2]:
-        place = place._reinterpret(memory.dtype, [1, KEYS, memory.shape[3]], memory.layout)
+        place = view(place, memory.dtype, [1, KEYS, memory.shape[3]], memory.layout)
     return place
 
 
@@ -183,7 +179,7 @@ def _bring(
     bar = bars.index(_barrier(full, count, STAGES))
     mbarrier.expect(bar, XD.block_type.nbytes)
     place = _tile(memory, count, XD.block_type.shape[1])
-    tma.async_copy_global_to_shared(XD, [batch, row, column], bar, place)
+    tma_load(XD, [batch, row, column], bar, place)
 
 
 @gluon.jit
@@ -230,9 +226,7 @@ def _produce(
         mbarrier.wait(bars.index(Q_EMPTY + at), (done // Q_STAGES) & 1 ^ 1)
         bar = bars.index(Q_FULL + at)
         mbarrier.expect(bar, QD.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            QD, [q_begin + q0, group * HEADS, 0], bar, q_mem.index(at)
-        )
+        tma_load(QD, [q_begin + q0, group * HEADS, 0], bar, q_mem.index(at))
         done += 1
         for i in gl.static_range(len(TILES)):
             count = _bring_span(
@@ -595,7 +589,7 @@ def _send(
         mbarrier.wait(bars.index(O_FULL + at), (done // Q_STAGES) & 1)
         # The rows past the end of a sequence may be those of another.
         if q0 + QUERIES <= q_len:
-            tma.async_copy_shared_to_global(OD, [q_begin + q0, group * HEADS, 0], q_mem.index(at))
+            tma_store(OD, [q_begin + q0, group * HEADS, 0], q_mem.index(at))
             tma.store_wait(0)
         mbarrier.arrive(bars.index(Q_EMPTY + at), count=1)
         done += 1
@@ -620,13 +614,11 @@ def _run(
     ASIDE_AT: gl.constexpr = V_AT + STAGES * K_UNITS
     UNITS: gl.constexpr = ASIDE_AT + (len(TILES) - 1) * Q_UNITS
     store = gl.allocate_shared_memory(gl.int8, [UNITS, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    check_address(store.index(0))
-    bars = store.index(0)._reinterpret(
-        gl.int64, [RING + 4 * STAGES, 1], mbarrier.MBarrierLayout()
-    )
-    q_mem = store.index(1)._reinterpret(DTYPE, [Q_STAGES] + QD.block_type.shape, QD.layout)
-    k_mem = store.index(K_AT)._reinterpret(DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
-    v_mem = store.index(V_AT)._reinterpret(DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
+    check_address(store)
+    bars = carve(store, 0, gl.int64, [RING + 4 * STAGES, 1], mbarrier.MBarrierLayout())
+    q_mem = carve(store, 1, DTYPE, [Q_STAGES] + QD.block_type.shape, QD.layout)
+    k_mem = carve(store, K_AT, DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
+    v_mem = carve(store, V_AT, DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
     WARPS: gl.constexpr = gl.num_warps()
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(bars.index(Q_FULL + i), count=1)
@@ -686,9 +678,11 @@ def _span_pair_fwd_hopper_kernel(
     )  # fmt: skip
 
 
+TAKES = "16-bit heads, 64 or 128 wide for Dk = Dv, a power of two of up to 64 a group"
+
+
 def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """True where this kernel can serve: 16 bits, heads 64 or 128 wide and alike, a power of two of
-    them per group, contiguous tensors."""
+    """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     heads, dim = q.shape[-2] // k.shape[-2], q.shape[-1]
     if q.element_size() != 2 or heads > ROWS // 2 or heads & (heads - 1):
         return False
@@ -742,7 +736,7 @@ def _key_descriptors(k: torch.Tensor, v: torch.Tensor, tiles: Tiles, varlen: boo
 
 @dataclass(frozen=True)
 class _Work:
-    """What a launch knows of its queries."""
+    """What a launch knows of its queries; of packed ones sq are all of them, as for Rows."""
 
     batch: int
     sq: int
@@ -757,9 +751,8 @@ class _Work:
         if cu_q is None:
             batch, sq = q.shape[:2]
             return cls(batch, sq, cdiv(sq, queries) * batch * groups, tile)
-        # The longest sequence is not needed: work items follow from cu_q.
-        batch = cu_q.numel() - 1
-        return cls(batch, 0, (q.shape[0] // queries + batch) * groups, tile)
+        tiles = packed_tiles(q.shape[0], queries, cu_q)
+        return cls(cu_q.numel() - 1, q.shape[0], tiles * groups, tile)
 
     def descriptor(self, x: torch.Tensor) -> Any:
         return descriptor(x.view(-1, *x.shape[-2:]), self.tile, shared_layout(128, 16, 3))
@@ -805,8 +798,8 @@ def span_attention_fwd_hopper(
         launch(
             _span_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
             rows, *keys, outs, out, lse, *of_slab[:2], cu_q if varlen else lse,
-            cu_k if varlen else lse, work.sq, 0 if varlen else k.shape[1], work.batch, items,
-            q_start, span.a, softmax_scale * LOG2E, *of_slab[2:],
+            cu_k if varlen else lse, work.sq, work.batch if varlen else k.shape[1], work.batch,
+            items, q_start, span.a, softmax_scale * LOG2E, *of_slab[2:],
             TILES=(tiles.compiled,), VARLEN=varlen, SCORED=slab is not None, STAGES=tiles.stages,
             G=groups, num_warps=WARPS, maxnreg=START_REGISTERS,
         )  # fmt: skip
@@ -827,7 +820,7 @@ def span_pair_fwd_hopper(
     tiles, window = work.tiles(compressed), work.tiles(sliding)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    sk, sw = (0, 0) if varlen else (k_cmp.shape[1], k_win.shape[1])
+    sk, sw = (work.batch,) * 2 if varlen else (k_cmp.shape[1], k_win.shape[1])
     rows, outs = work.descriptor(q), work.descriptor(out)
     keys = _key_descriptors(k_cmp, v_cmp, tiles, varlen)[:2]
     keys += _key_descriptors(k_win, v_win, window, varlen)

@@ -1,15 +1,13 @@
-"""The rotary turn of a layer's projections as a torch custom operator with autograd."""
+"""The rotary turn of a layer's projections as an operator with autograd."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from nsa.kernels.launch import on_its_device
+from nsa.kernels.operator import operator
 
 
-@torch.library.custom_op("nsa::turn", mutates_args=())
-@on_its_device
+@operator("nsa::turn")
 def _split_turned(
     qkv: Tensor, positions: Tensor, heads: int, groups: int, d_k: int, d_v: int, rope_base: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -27,8 +25,7 @@ def _split_turned_like(qkv, positions, heads, groups, d_k, d_v, rope_base):
     return (make(heads, d_k), *kv(), *kv(), *kv())
 
 
-@torch.library.custom_op("nsa::turn_bwd", mutates_args=())
-@on_its_device
+@operator("nsa::turn_bwd")
 def _split_turned_bwd(
     dq: Tensor, dk_cmp: Tensor, dv_cmp: Tensor, dk_sel: Tensor, dv_sel: Tensor, dk_win: Tensor,
     dv_win: Tensor, positions: Tensor, rope_base: float,
@@ -57,7 +54,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, *grads):
     (positions,) = ctx.saved_tensors
-    return torch.ops.nsa.turn_bwd(*grads, positions, ctx.rope_base), *(None,) * 6
+    return _split_turned_bwd(*grads, positions, ctx.rope_base), *(None,) * 6
 
 
 _split_turned.register_autograd(_backward, setup_context=_setup_context)

@@ -13,7 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-program_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 3.6, 3.7
+from nsa.kernels.prefill.releases import carve, program_barrier
+
 UNIT = gl.constexpr(1024)  # bytes: what a swizzled tile must be aligned to
 BARRIER = gl.constexpr(8)  # bytes
 MARK = gl.constexpr(0x6E7361)
@@ -122,10 +123,10 @@ def kept(x):
 
 
 @gluon.jit
-def check_address(unit):
-    """Stops the kernel if the memory from `unit` on is not where first_barrier says."""
+def check_address(store):
+    """Stops the kernel if `store`, the memory to carve() from, is not where first_barrier says."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    words = unit._reinterpret(gl.int32, [UNIT // 4], layout)
+    words = carve(store, 0, gl.int32, [UNIT // 4], layout)
     spread: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     words.store(gl.full([UNIT // 4], MARK, gl.int32, spread))
     program_barrier()

@@ -11,18 +11,20 @@ The backward is the same for all: it reads K and V through the ranges.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from nsa import log
-from nsa.checks import scale_of
+from nsa.checks import needs_grad, scale_of
 from nsa.flags import Flags
-from nsa.kernels.triton_sel_kernel.inputs import check_qkv, check_tensor
+from nsa.kernels.triton_sel_kernel.inputs import check_qkv, check_tensor, units_of_8
 from nsa.packing import length_buckets, packed_positions
-from nsa.select import clean_ranges, longest_row, range_lengths
+from nsa.select import clean_ranges, range_lengths
 
 if TYPE_CHECKING:
     from nsa.dispatch import Route
@@ -45,13 +47,16 @@ def selection_attention_triton(
 
     backend None follows flags and policy down to packed SDPA and the PyTorch reference, logging
     `sel.triton.fallback reason=` (see nsa.dispatch.REASONS); "triton" runs that or raises
-    RouteUnavailable. NSA_SEL_TRITON_MIN_L is compared with the longest row; only a threshold
-    between 2 and Skv makes that wait for the device.
+    RouteUnavailable. NSA_SEL_TRITON_MIN_L is compared with Skv, the most that a row may have.
     Raises TypeError or ValueError for inputs of the wrong kind or shape.
     """
     # The one place where a kernel package looks up: this wrapper is itself a fallback ladder.
-    from nsa import dispatch
+    from nsa import dispatch, settled
 
+    tensors = (Q, K, V, ranges)
+    settled_by = settled.key_of(tensors, flags, "wrapper", softmax_scale, path, backend)
+    if (out := settled.again(settled_by, *tensors)) is not None:
+        return out
     _check(Q, K, V, ranges, path)
     softmax_scale = scale_of(softmax_scale, Q.shape[-1])
     flags = dispatch.resolve_flags(flags, Q)
@@ -60,8 +65,11 @@ def selection_attention_triton(
         ranges=ranges, path=path, q_start=0, softmax_scale=softmax_scale, cu_seqlens=None,
         max_seqlen=None,
     )  # fmt: skip
-    key_len = longest_row(ranges, K.shape[2], flags.sel_triton_min_L)
-    out, _ = dispatch.run(dispatch.Branch.SELECTED, args, flags, backend, key_len=key_len)
+    out, decision = dispatch.run(
+        dispatch.Branch.SELECTED, args, flags, backend, key_len=K.shape[2]
+    )
+    if settled_by is not None and path is None and decision.route is dispatch.Route.TRITON:
+        settled.keep(settled_by, planned(Q, K, V, ranges, softmax_scale, flags))
     return out.unflatten(2, Q.shape[2:4])
 
 
@@ -85,18 +93,44 @@ def selection_ranges_triton(
     if max(d, dv) > 256:
         raise dispatch.RouteUnavailable("triton", "head_dim", f"got Dk={d} Dv={dv}, at most 256")
     dispatch.log_device(Q.device, flags)
-    if ranges.shape[3] == 0:
-        ranges = torch.nn.functional.pad(ranges, (0, 0, 0, 1))
     path = path or ("dense" if ranges.shape[3] == 1 else "ranges")
     if path == "dense" and ranges.shape[3] != 1:
         raise ValueError(f"path 'dense' needs one range per row, got n = {ranges.shape[3]}")
     log.log("sel.triton.path", flags=flags, path=path, rows=Q.shape[:3].numel(), H=Q.shape[3],
             n=ranges.shape[3], Skv=K.shape[2])  # fmt: skip
     if log.enabled("sel.triton.reads", flags) and not log.capturing(ranges):
-        tokens = int(range_lengths(clean_ranges(ranges, K.shape[2])).sum())
-        log.log("sel.triton.reads", flags=flags, tokens=tokens, rows=Q.shape[:3].numel())
+        log.log("sel.triton.reads", flags=flags, tokens=_tokens(ranges, K.shape[2]),
+                rows=Q.shape[:3].numel())  # fmt: skip
     scale = scale_of(softmax_scale, d)
-    return _Selection.apply(Q, K, V, ranges, scale, path, flags)
+    if needs_grad(Q, K, V):
+        return _Selection.apply(Q, K, V, ranges, scale, path, flags)
+    return _forward(Q, K, V, ranges, scale, path, flags, keep_lse=False)[0]
+
+
+def planned(
+    q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, flags: Flags
+) -> Callable[..., Tensor | None] | None:
+    """The launch of selection_ranges_triton() for tensors of these sizes, types, strides and
+    device as a function of (q, k, v, ranges) alone; it gives None for those that do not begin at
+    16 bytes. q [B, S, G, h, Dk] or [B, S, G * h, Dk]. None where something has to be copied."""
+    from nsa.kernels.triton_sel_kernel import in_place
+
+    n = ranges.shape[3]
+    if not (q.is_contiguous() and ranges.is_contiguous()):
+        return None
+    strides = [units_of_8(x) for x in (K, V)]
+    if any(x is not y for (x, _), y in zip(strides, (K, V), strict=True)):
+        return None
+    plan = in_place.plan_in_place(
+        q.shape, q.dtype, q.device, K.shape[2], V.shape[3], n, strides[0][1], strides[1][1],
+        K.shape[1], scale, n == 1, False, flags,
+    )  # fmt: skip
+    return functools.partial(in_place.output, plan)
+
+
+def _tokens(ranges: Tensor, n_keys: int) -> int:
+    """Selected tokens, summed over rows. Waits for the device."""
+    return int(range_lengths(clean_ranges(ranges, n_keys)).sum())
 
 
 def _check(Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, path: str | None) -> None:
@@ -124,7 +158,7 @@ class _Selection(torch.autograd.Function):
         flags: Flags,
     ) -> Tensor:  # fmt: skip
         Q = Q.contiguous()
-        out, lse = _FORWARD[path](Q, K, V, ranges.contiguous(), scale, flags)
+        out, lse = _forward(Q, K, V, ranges, scale, path, flags)
         ctx.save_for_backward(Q, K, V, ranges, out, lse)
         ctx.scale = scale
         return out
@@ -144,28 +178,20 @@ class _Selection(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None
 
 
-def _forward_ranges(
-    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, flags: Flags
-) -> tuple[Tensor, Tensor]:
-    from nsa.kernels.triton_sel_kernel.sel_fwd import sel_fwd_ranges
-    from nsa.kernels.triton_sel_kernel.spans import clean_spans
+def _forward(
+    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, path: str, flags: Flags, *,
+    keep_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(out, lse if it is kept) by one of PATHS."""
+    from nsa.kernels.triton_sel_kernel.in_place import sel_fwd_in_place
 
-    starts, cum = clean_spans(ranges, K.shape[2])
-    width = K.shape[3] + V.shape[3]
-    elements = lambda: int(cum[:, -1].sum()) * width
-    with log.timed(TIMING, K, flags, elements, bucket="ranges"):
-        return sel_fwd_ranges(Q, K, V, starts, cum, scale, flags=flags)
-
-
-def _forward_dense(
-    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, flags: Flags
-) -> tuple[Tensor, Tensor]:
-    from nsa.kernels.triton_sel_kernel.sel_fwd import sel_fwd_spans
-
-    width = K.shape[3] + V.shape[3]
-    elements = lambda: int(range_lengths(clean_ranges(ranges, K.shape[2])).sum()) * width
-    with log.timed(TIMING, K, flags, elements, bucket="dense"):
-        return sel_fwd_spans(Q, K, V, ranges, scale, group=flags.sel_triton_group, flags=flags)
+    if path == "varlen":
+        return _forward_varlen(Q.contiguous(), K, V, ranges, scale, flags)
+    elements = lambda: _tokens(ranges, K.shape[2]) * (K.shape[3] + V.shape[3])
+    with log.timed(TIMING, K, flags, elements, bucket=path):
+        return sel_fwd_in_place(
+            Q, K, V, ranges, scale, single=path == "dense", keep_lse=keep_lse, flags=flags
+        )
 
 
 def _forward_varlen(
@@ -175,7 +201,7 @@ def _forward_varlen(
     from nsa.kernels.triton_sel_kernel import sel_fwd
 
     B, S, G, H, D = Q.shape
-    clean = clean_ranges(ranges, K.shape[2]).view(B * S * G, -1, 2)
+    clean = clean_ranges(ranges, K.shape[2]).view(B * S * G, ranges.shape[3], 2)
     lengths = range_lengths(clean)
     q = Q.view(-1, H, D)
     out = q.new_zeros(q.shape[0], H, V.shape[-1])
@@ -208,6 +234,3 @@ def _forward_varlen(
                 )  # fmt: skip
         out[rows], lse[rows] = o, e
     return out.view(B, S, G, H, V.shape[-1]), lse.view(B, S, G, H)
-
-
-_FORWARD = {"ranges": _forward_ranges, "dense": _forward_dense, "varlen": _forward_varlen}

@@ -65,12 +65,13 @@ def aot_cases(arch: int) -> list[AotCase]:
         block = lambda t: dict(BLOCK_L=t.block_l, BLOCK_D=t.block_d, BLOCK_DV=t.block_dv)
         launch = lambda t: dict(num_warps=t.num_warps, num_stages=t.num_stages)
         rows = dict(ROWS=tiles.head_tile(h, d, dv, size, group=True))
-        forward = {**common, **block(fwd), **rows}
+        forward = {**common, **block(fwd), **rows, "KEEP_LSE": True}
         if h <= 16:
             cases.append(
                 _case(
                     sel_fwd._sel_attn_fwd_ranges_kernel, label, dtype,
-                    {**forward, **block(by_range), "NR": 16, "SPLITS": 1}, **launch(by_range),
+                    {**forward, **block(by_range), "NR": 16, "MANY": False, "SPLITS": 1},
+                    **launch(by_range),
                 )  # fmt: skip
             )
         if (dtype, d) == ("bf16", 128):  # one range per row, read from 64 bits
@@ -120,7 +121,7 @@ def aot_cases(arch: int) -> list[AotCase]:
         ),
         _case(
             sel_fwd._sel_attn_merge_kernel, "D256", "bf16",
-            {"DV": 256, "BLOCK_DV": 256, "SPLITS": 64},
+            {"DV": 256, "BLOCK_DV": 256, "SPLITS": 64, "KEEP_LSE": True},
         ),  # fmt: skip
         _case(
             sel_bwd._sel_attn_bwd_sum_kernel, "D128", "bf16",

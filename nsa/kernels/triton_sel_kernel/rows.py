@@ -58,31 +58,43 @@ def load_range(at, live, limit):
 
 
 @triton.jit
-def load_spans(STARTS, CUM, row, n, first, NR: tl.constexpr):
-    """Spans first .. first + NR - 1 of a row as (slot where each begins, step of key - slot).
-
-    The key in slot p is p + the sum of the steps of the spans that begin at or before p.
-    """
-    i = first + tl.arange(0, NR)
-    live = i < n
-    cum = tl.load(CUM + row * (n + 1) + i, mask=live, other=2147483647)
-    gap = tl.load(STARTS + row * n + i, mask=live, other=0) - cum
-    inner = live & (i > first)
-    before = tl.load(STARTS + row * n + i - 1, mask=inner, other=0) - tl.load(
-        CUM + row * (n + 1) + i - 1, mask=inner, other=0
+def clean_row(RANGES, n, first, limit, NR: tl.constexpr):
+    """Disjoint spans of ranges first .. first + NR - 1 of a row, in the order of the ranges: key
+    where each begins, keys, slot where it begins, rank by key. Together they are the ranges' union:
+    what several hold is left to the first by key; what is empty has no keys."""
+    i = tl.arange(0, NR)
+    start, end = load_range(RANGES + (first + i) * 2, first + i < n, limit)
+    start = tl.where(end <= start, 2147483647, start)
+    end = tl.where(start == 2147483647, 0, end)
+    # All pairs: does range i (rows) come before range j (columns)?
+    before = (start[:, None] < start[None, :]) | (
+        (start[:, None] == start[None, :]) & (i[:, None] < i[None, :])
     )
-    return cum, tl.where(live, gap - before, 0)
+    begin = tl.maximum(start, tl.max(tl.where(before, end[:, None], 0), 0))
+    length = tl.maximum(end - begin, 0)
+    slot = tl.sum(tl.where(before, length[:, None], 0), 0)
+    return tl.where(length > 0, begin, 0), length, slot, tl.sum(before.to(tl.int32), 0)
 
 
 @triton.jit
-def slot_to_key(slot, cum, step):
-    # Spans on the first axis: the sum stays within a thread.
-    return slot + tl.sum(tl.where(cum[:, None] <= slot[None, :], step[:, None], 0), 0)
+def load_spans(STARTS, CUM, row, n, first, NR: tl.constexpr):
+    """Spans first .. first + NR - 1 of a row as (slot where each begins, key - slot in it)."""
+    i = first + tl.arange(0, NR)
+    slot = tl.load(CUM + row * (n + 1) + i, mask=i < n, other=2147483647)
+    return slot, tl.load(STARTS + row * n + i, mask=i < n, other=0) - slot
+
+
+@triton.jit
+def slot_to_key(slot, begin, step):
+    """The key in each slot: spans are disjoint, so that key - slot grows from one to the next, in
+    whichever order they come; it is below 1 in those without keys."""
+    # Spans on the first axis: the maximum stays within a thread.
+    return slot + tl.max(tl.where(begin[:, None] <= slot[None, :], step[:, None], 0), 0)
 
 
 @triton.jit
 def attend(
-    acc, m_i, l_i, qs, k_base, v_base, stride_kl, stride_vl, cum, step, begin, end, scale_log2,
+    acc, m_i, l_i, qs, k_base, v_base, stride_kl, stride_vl, spans, step, begin, end, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MAPPED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -92,7 +104,7 @@ def attend(
         slot = n0 + tl.arange(0, BLOCK_L)
         live = slot < end
         if MAPPED:
-            key = slot_to_key(slot, cum, step).to(tl.int64)
+            key = slot_to_key(slot, spans, step).to(tl.int64)
         else:
             key = slot.to(tl.int64)
         s = tl.zeros([ROWS, BLOCK_L], tl.float32)
@@ -136,9 +148,10 @@ def key_share(length, part, SPLITS: tl.constexpr, BLOCK_L: tl.constexpr):
 @triton.jit
 def finish_row(
     O, LSE, row, part, head, live, H, acc, m_i, l_i,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Store the normalised output and its lse; with splits, as partial `part` of the row.
+    """Store the normalised output and, if it is kept, its lse; with splits both, as partial `part`
+    of the row.
 
     A row (or part) without keys has l = 0: output 0, lse -inf.
     """
@@ -153,4 +166,5 @@ def finish_row(
     if SPLITS > 1:
         at = row * SPLITS + part
     store_row_chunks(O, at * H * DV, DV, head, live, out, DV, BLOCK_DV)
-    tl.store(LSE + at * H + head, lse, mask=live)
+    if KEEP_LSE or SPLITS > 1:
+        tl.store(LSE + at * H + head, lse, mask=live)

@@ -23,7 +23,6 @@ from nsa.kernels.triton_sel_kernel.rows import (
     store_row_chunks,
     zero_chunks,
 )
-from nsa.kernels.triton_sel_kernel.sel_fwd import spans_per_pass
 from nsa.kernels.triton_sel_kernel.spans import key_lists
 from nsa.kernels.triton_sel_kernel.tiles import (
     KEY_TILE,
@@ -32,6 +31,7 @@ from nsa.kernels.triton_sel_kernel.tiles import (
     dq_tiles,
     head_tile,
     padded_heads,
+    spans_per_pass,
 )
 
 

@@ -11,6 +11,10 @@ too few for the GPU are split over keys and merged by a second kernel, in a fixe
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,8 +23,8 @@ from torch import Tensor
 from nsa.checks import scale_of
 from nsa.config import check_int
 from nsa.flags import Flags
-from nsa.kernels.launch import launch, on_its_device
-from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, sm_count
+from nsa.kernels.launch import MOST_MADE, launch, on_its_device
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, sm_count
 from nsa.kernels.triton_sel_kernel.inputs import (
     aligned,
     check_kernel_inputs,
@@ -29,15 +33,14 @@ from nsa.kernels.triton_sel_kernel.inputs import (
 )
 from nsa.kernels.triton_sel_kernel.rows import (
     attend,
+    clean_row,
     finish_row,
     key_share,
     load_range,
     load_row_chunks,
-    load_spans,
     zero_chunks,
 )
 from nsa.kernels.triton_sel_kernel.tiles import (
-    MAX_SPANS_PER_PASS,
     Tiles,
     fwd_tiles,
     head_tile,
@@ -51,7 +54,7 @@ def _dense_row(
     stride_vl, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, HAS_SPANS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The group is the slowest: one group's K and V stay in L2 while its rows pass.
     pid = tl.program_id(0)
@@ -79,14 +82,15 @@ def _dense_row(
         acc, m_i, l_i, qs, k_base, v_base, stride_kl * 8, stride_vl * 8, m_i, m_i, begin, end,
         scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, False, PRECISION, ROWS,
     )  # fmt: skip
-    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
+    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS, KEEP_LSE)
 
 
 @triton.jit
 def _varlen_row(
     Q, K, V, CU, O, LSE, H, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -103,7 +107,7 @@ def _varlen_row(
         acc, m_i, l_i, qs, K + first.to(tl.int64) * D, V + first.to(tl.int64) * DV, D, DV, m_i,
         m_i, begin, end, scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, False, PRECISION, ROWS,
     )  # fmt: skip
-    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
+    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS, KEEP_LSE)
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -115,13 +119,13 @@ def _sel_attn_fwd_dense_kernel(
     stride_vl, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, HAS_SPANS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, split, tile of 16 heads)."""
     _dense_row(
         Q, K, V, SPANS, O, LSE, S, G, H, L, stride_kb, stride_kg, stride_kl, stride_vb,
         stride_vg, stride_vl, scale_log2, D, DV, HAS_SPANS, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV,
-        SPLITS, PRECISION,
+        SPLITS, KEEP_LSE, PRECISION,
     )  # fmt: skip
 
 
@@ -131,13 +135,13 @@ def _sel_attn_fwd_dense_group_kernel(
     stride_vl, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, HAS_SPANS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, split) serves all heads of the row, if one head tile holds them."""
     _dense_row(
         Q, K, V, SPANS, O, LSE, S, G, H, L, stride_kb, stride_kg, stride_kl, stride_vb,
         stride_vg, stride_vl, scale_log2, D, DV, HAS_SPANS, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV,
-        SPLITS, PRECISION,
+        SPLITS, KEEP_LSE, PRECISION,
     )  # fmt: skip
 
 
@@ -145,12 +149,13 @@ def _sel_attn_fwd_dense_group_kernel(
 def _sel_attn_fwd_varlen_kernel(
     Q, K, V, CU, O, LSE, H, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, split, tile of 16 heads)."""
     _varlen_row(
         Q, K, V, CU, O, LSE, H, scale_log2, D, DV, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV, SPLITS,
-        PRECISION,
+        KEEP_LSE, PRECISION,
     )  # fmt: skip
 
 
@@ -158,24 +163,26 @@ def _sel_attn_fwd_varlen_kernel(
 def _sel_attn_fwd_varlen_group_kernel(
     Q, K, V, CU, O, LSE, H, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, split) serves all heads of the row, if one head tile holds them."""
     _varlen_row(
         Q, K, V, CU, O, LSE, H, scale_log2, D, DV, ROWS, BLOCK_L, BLOCK_D, BLOCK_DV, SPLITS,
-        PRECISION,
+        KEEP_LSE, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
 def _sel_attn_fwd_ranges_kernel(
-    Q, K, V, STARTS, CUM, O, LSE, S, G, H, n, stride_kb, stride_kg, stride_kl, stride_vb,
-    stride_vg, stride_vl, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, NR: tl.constexpr, ROWS: tl.constexpr,
+    Q, K, V, RANGES, O, LSE, S, G, H, L, n, stride_kb, stride_kg, stride_kl, stride_vb, stride_vg,
+    stride_vl, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, NR: tl.constexpr, MANY: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, split, tile of heads); keys straight from the cache by spans."""
+    """One program per (row, split, tile of heads); keys straight from the cache, by up to NR ranges
+    that it cleans itself. With MANY more they come clean, and each NR are split by themselves."""
     pid = tl.program_id(0)
     b = (pid // S // G).to(tl.int64)
     g = pid // S % G
@@ -189,22 +196,21 @@ def _sel_attn_fwd_ranges_kernel(
     acc = zero_chunks(ROWS, DV, BLOCK_DV)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
-    begin, end = key_share(tl.load(CUM + row * (n + 1) + n), part, SPLITS, BLOCK_L)
-    for first in tl.range(0, n, NR):
-        cum, step = load_spans(STARTS, CUM, row, n, first, NR)
-        lo = tl.maximum(begin, tl.load(CUM + row * (n + 1) + first))
-        hi = tl.minimum(end, tl.load(CUM + row * (n + 1) + tl.minimum(first + NR, n)))
+    # A loop that may go around takes 60 registers more (sm_90, D = 128), also where it does not.
+    for first in tl.range(0, n if MANY else 1, NR):
+        key, length, slot, _ = clean_row(RANGES + row * n * 2, n, first, L, NR)
+        lo, hi = key_share(tl.sum(length, 0), part, SPLITS, BLOCK_L)
         acc, m_i, l_i = attend(
-            acc, m_i, l_i, qs, k_base, v_base, stride_kl * 8, stride_vl * 8, cum, step, lo, hi,
-            scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, True, PRECISION, ROWS,
+            acc, m_i, l_i, qs, k_base, v_base, stride_kl * 8, stride_vl * 8, slot, key - slot, lo,
+            hi, scale_log2, D, DV, BLOCK_L, BLOCK_D, BLOCK_DV, True, PRECISION, ROWS,
         )  # fmt: skip
-    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS)
+    finish_row(O, LSE, row, part, head, live, H, acc, m_i, l_i, DV, BLOCK_DV, SPLITS, KEEP_LSE)
 
 
 @triton.jit
 def _sel_attn_merge_kernel(
     PART_O, PART_LSE, O, LSE, H,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP_LSE: tl.constexpr,
 ):  # fmt: skip
     """Join the partials of one (row, head): softmax over their lse."""
     pid = tl.program_id(0).to(tl.int64)
@@ -220,57 +226,90 @@ def _sel_attn_merge_kernel(
     o = tl.load(PART_O + at[:, None] * DV + offs[None, :], mask=(offs < DV)[None, :], other=0.0)
     o = tl.sum(o * w[:, None], 0)
     tl.store(O + pid * DV + offs, o.to(O.dtype.element_ty), mask=offs < DV)
-    tl.store(LSE + pid, tl.where(total > 0, safe + tl.log(total), float("-inf")))
+    if KEEP_LSE:
+        tl.store(LSE + pid, tl.where(total > 0, safe + tl.log(total), float("-inf")))
 
 
 # ---- launchers -----------------------------------------------------------------------------------
 
 
-class Launch:
-    """Sizes, outputs and partials that every forward launch needs."""
+@dataclass(frozen=True)
+class Sized:
+    """What a forward launch of so many rows takes, from sizes alone."""
 
-    def __init__(
-        self, q: Tensor, rows: int, heads: int, dv: int, key_len: int, *, group: bool,
-        tiles: Tiles | None, flags: Flags | None, splits: int | None, ranges: bool = False,
-    ) -> None:  # fmt: skip
-        d = q.shape[-1]
-        self.rows, self.heads, self.dv = rows, heads, dv
-        self.head_tile = head_tile(heads, d, dv, q.element_size(), group=group)
-        head_tiles = cdiv(heads, self.head_tile)
-        programs, n_sm = rows * head_tiles, sm_count(q.device)
-        self.tiles = tiles or fwd_tiles(
-            arch_of(q.device), d, dv, q.element_size(), key_len, programs, n_sm, flags,
-            ranges=ranges,
+    rows: int
+    heads: int
+    dv: int
+    splits: int
+    grid: tuple[int, int, int]
+    constants: dict[str, Any]
+    merge: tuple[Any, tuple[int, int, int], dict[str, Any]] | None  # of the splits, if several
+
+    @property
+    def partial(self) -> int:
+        """Elements of the splits' outputs."""
+        return self.rows * self.splits * self.heads * self.dv
+
+    def buffers(
+        self, q: Tensor, shape: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(out [*shape, Dv], lse fp32 [*shape] if it is kept, with splits the fp32 buffer of their
+        outputs and, behind these, their lse)."""
+        out = torch.empty(*shape, self.dv, dtype=q.dtype, device=q.device)
+        lse = parts = None
+        if self.constants["KEEP_LSE"]:
+            lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        if self.merge:
+            size = self.partial + self.partial // self.dv
+            parts = torch.empty(size, dtype=torch.float32, device=q.device)
+        return out, lse, parts
+
+
+@functools.lru_cache(maxsize=MOST_MADE)
+def sized_for(
+    dtype: torch.dtype, device: torch.device, rows: int, heads: int, d: int, dv: int,
+    key_len: int, keep_lse: bool, group: bool, tiles: Tiles | None, flags: Flags | None,
+    splits: int | None, ranges: bool = False,
+) -> Sized:  # fmt: skip
+    head_rows = head_tile(heads, d, dv, dtype.itemsize, group=group)
+    head_tiles = cdiv(heads, head_rows)
+    programs, n_sm = rows * head_tiles, sm_count(device)
+    tiles = tiles or fwd_tiles(
+        arch_of(device), d, dv, dtype.itemsize, key_len, programs, n_sm, flags, ranges=ranges
+    )
+    splits = splits or split_count(programs, key_len, tiles.block_l, n_sm)
+    constants = dict(
+        D=d, DV=dv, ROWS=head_rows, BLOCK_L=tiles.block_l, BLOCK_D=tiles.block_d,
+        BLOCK_DV=tiles.block_dv, SPLITS=splits, KEEP_LSE=keep_lse, PRECISION=dot_precision(dtype),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    merge = None
+    if splits > 1:
+        more = dict(
+            DV=dv, BLOCK_DV=dot_size(dv), SPLITS=splits, KEEP_LSE=keep_lse, num_warps=4
         )
-        self.splits = splits or split_count(programs, key_len, self.tiles.block_l, n_sm)
-        self.grid = (rows, self.splits, head_tiles)
-        self.out = torch.empty(rows, heads, dv, dtype=q.dtype, device=q.device)
-        self.lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-        self.part_o, self.part_lse = self.out, self.lse
-        if self.splits > 1:
-            shape = (rows, self.splits, heads)
-            self.part_o = torch.empty(*shape, dv, dtype=torch.float32, device=q.device)
-            self.part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        self.meta = dict(
-            D=d, DV=dv, ROWS=self.head_tile, BLOCK_L=self.tiles.block_l,
-            BLOCK_D=self.tiles.block_d, BLOCK_DV=self.tiles.block_dv, SPLITS=self.splits,
-            PRECISION=dot_precision(q.dtype), num_warps=self.tiles.num_warps,
-            num_stages=self.tiles.num_stages,
-        )  # fmt: skip
-
-    def run(self, kernel, *args, **meta) -> None:
-        launch(kernel, self.grid, *args, **self.meta, **meta)
-        if self.splits > 1:
-            launch(
-                _sel_attn_merge_kernel, (self.rows * self.heads,),
-                self.part_o, self.part_lse, self.out, self.lse, self.heads, DV=self.dv,
-                BLOCK_DV=dot_size(self.dv), SPLITS=self.splits,
-                num_warps=4,
-            )  # fmt: skip
+        merge = _sel_attn_merge_kernel, (rows * heads, 1, 1), more
+    return Sized(rows, heads, dv, splits, (rows, splits, head_tiles), constants, merge)
 
 
-def _result(sized: Launch, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    return (sized.out, sized.lse) if return_lse else sized.out
+def dense_kernel(group: bool) -> Any:
+    return _sel_attn_fwd_dense_group_kernel if group else _sel_attn_fwd_dense_kernel
+
+
+def _packed(
+    kernel: Any, sized: Sized, tensors: tuple[Tensor, ...], numbers: tuple, **more: Any
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch a kernel of packed rows: tensors are q [rows, H, D], k, v and what says where a row's
+    keys are. Gives out, with KEEP_LSE also lse."""
+    out, lse, parts = sized.buffers(tensors[0], (sized.rows, sized.heads))
+    if sized.rows and sized.heads:
+        ends = (out, out if lse is None else lse)
+        to = ends if parts is None else (parts, parts[sized.partial :])
+        launch(kernel, sized.grid, *tensors, *to, *numbers, **sized.constants, **more)
+        if sized.merge:
+            kernel, grid, constants = sized.merge
+            launch(kernel, grid, *to, *ends, sized.heads, **constants)
+    return out if lse is None else (out, lse)
 
 
 @on_its_device
@@ -284,34 +323,16 @@ def _dense(
         raise ValueError(
             f"K must be [N={N}, L, D] and V [N, L, Dv], got {list(k.shape)} and {list(v.shape)}"
         )
-    return _launch_spans(
-        q, k[:, None], v[:, None], None, 1, group=group, softmax_scale=softmax_scale,
-        return_lse=return_lse, tiles=tiles, flags=flags, splits=splits,
-    )  # fmt: skip
-
-
-def _launch_spans(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, S: int, *, group: bool,
-    softmax_scale: float | None, return_lse: bool, tiles: Tiles | None = None,
-    flags: Flags | None = None, splits: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Dense kernels on k [B, G, L, D]; rows (b, s, g) of q [B*S*G, H, D], spans [rows, 2]."""
-    rows, H, D = q.shape
-    L = k.shape[2]
-    sized = Launch(
-        q, rows, H, v.shape[-1], L, group=group, tiles=tiles, flags=flags, splits=splits
+    H, D, L, dv = *q.shape[1:], *v.shape[1:]
+    sized = sized_for(
+        q.dtype, q.device, N, H, D, dv, L, return_lse, group, tiles, flags, splits
     )
-    if rows and H:
-        q = aligned(q)
-        k, k_strides = units_of_8(k)
-        v, v_strides = units_of_8(v)
-        kernel = _sel_attn_fwd_dense_group_kernel if group else _sel_attn_fwd_dense_kernel
-        sized.run(
-            kernel, q, k, v, q if spans is None else spans, sized.part_o, sized.part_lse, S,
-            k.shape[1], H, L, *k_strides, *v_strides, scale_of(softmax_scale, D) * LOG2E,
-            HAS_SPANS=spans is not None,
-        )  # fmt: skip
-    return _result(sized, return_lse)
+    q = aligned(q)
+    k, k_strides = units_of_8(k[:, None])
+    v, v_strides = units_of_8(v[:, None])
+    kernel = dense_kernel(group)
+    numbers = (1, 1, H, L, *k_strides, *v_strides, scale_of(softmax_scale, D) * LOG2E)
+    return _packed(kernel, sized, (q, k, v, q), numbers, HAS_SPANS=False)
 
 
 @on_its_device
@@ -332,16 +353,12 @@ def _varlen(
     check_int("max_len", max_len, 0, optional=True)
     # The mean length stands in for the longest: it needs no device wait.
     key_len = max_len if max_len is not None else 2 * cdiv(k.shape[0], max(N, 1))
-    sized = Launch(
-        q, N, H, v.shape[-1], key_len, group=group, tiles=tiles, flags=flags, splits=splits
+    sized = sized_for(
+        q.dtype, q.device, N, H, D, v.shape[-1], key_len, return_lse, group, tiles, flags, splits
     )
-    if N and H:
-        kernel = _sel_attn_fwd_varlen_group_kernel if group else _sel_attn_fwd_varlen_kernel
-        sized.run(
-            kernel, aligned(q), aligned(k), aligned(v), cu_seqlens.contiguous(),
-            sized.part_o, sized.part_lse, H, scale_of(softmax_scale, D) * LOG2E,
-        )  # fmt: skip
-    return _result(sized, return_lse)
+    kernel = _sel_attn_fwd_varlen_group_kernel if group else _sel_attn_fwd_varlen_kernel
+    tensors = (aligned(q), aligned(k), aligned(v), cu_seqlens.contiguous())
+    return _packed(kernel, sized, tensors, (H, scale_of(softmax_scale, D) * LOG2E))
 
 
 def sel_attn_fwd_dense(
@@ -401,48 +418,3 @@ def sel_attn_fwd_varlen_group(
         q, k_all, v_all, cu_seqlens, group=True, softmax_scale=softmax_scale,
         return_lse=return_lse, max_len=max_len, tiles=tiles, flags=flags, splits=splits,
     )  # fmt: skip
-
-
-@on_its_device
-def sel_fwd_spans(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, softmax_scale: float | None, *,
-    group: bool = True, flags: Flags | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) where every row has one range: the dense kernels read the cache in place.
-
-    q [B, S, G, H, D] contiguous, k [B, G, Skv, D] and v of any strides, ranges [B, S, G, 1, 2]
-    int32 or int64, clamped to [0, Skv) by the kernel.
-    """
-    B, S, G, H, D = q.shape
-    out, lse = _launch_spans(
-        q.view(-1, H, D), k, v, ranges.contiguous(), S, group=group,
-        softmax_scale=softmax_scale, return_lse=True, flags=flags,
-    )  # fmt: skip
-    return out.view(B, S, G, H, v.shape[-1]), lse.view(B, S, G, H)
-
-
-@on_its_device
-def sel_fwd_ranges(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, cum: Tensor, softmax_scale: float | None, *,
-    flags: Flags | None = None, tiles: Tiles | None = None, splits: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) over any clean spans (see spans.clean_spans); K and V of any strides."""
-    B, S, G, H, D = q.shape
-    n = starts.shape[-1]
-    sized = Launch(
-        q, B * S * G, H, v.shape[-1], k.shape[2], group=True, tiles=tiles, flags=flags,
-        splits=splits, ranges=True,
-    )  # fmt: skip
-    if sized.rows and H:
-        k, k_strides = units_of_8(k)
-        v, v_strides = units_of_8(v)
-        sized.run(
-            _sel_attn_fwd_ranges_kernel, aligned(q), k, v, starts, cum, sized.part_o,
-            sized.part_lse, S, G, H, n, *k_strides, *v_strides, scale_of(softmax_scale, D) * LOG2E,
-            NR=spans_per_pass(n),
-        )  # fmt: skip
-    return sized.out.view(B, S, G, H, v.shape[-1]), sized.lse.view(B, S, G, H)
-
-
-def spans_per_pass(n: int) -> int:
-    return min(MAX_SPANS_PER_PASS, pow2(n))

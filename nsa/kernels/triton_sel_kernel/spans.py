@@ -16,30 +16,18 @@ from torch import Tensor
 
 from nsa.kernels.launch import launch, on_its_device
 from nsa.kernels.tiles import cdiv, pow2
-from nsa.kernels.triton_sel_kernel.rows import load_range
+from nsa.kernels.triton_sel_kernel.rows import clean_row
 from nsa.kernels.triton_sel_kernel.tiles import KEY_TILE, MAX_SPANS_PER_PASS
 from nsa.select import clean_ranges
 
 
 @triton.jit
 def _sel_spans_kernel(RANGES, STARTS, CUM, n, limit, NR: tl.constexpr):
-    """One row: rank ranges by start, cut each at the furthest end before it, add up lengths."""
+    """One row's ranges as its clean spans."""
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, NR)
-    live = i < n
-    start, end = load_range(RANGES + (row * n + i) * 2, live, limit)
-    start = tl.where(end <= start, 2147483647, start)
-    end = tl.where(start == 2147483647, 0, end)
-    # All pairs: does range i (rows) come before range j (columns)?
-    before = (start[:, None] < start[None, :]) | (
-        (start[:, None] == start[None, :]) & (i[:, None] < i[None, :])
-    )
-    reach = tl.max(tl.where(before, end[:, None], 0), 0)
-    first = tl.maximum(start, reach)
-    length = tl.maximum(end - first, 0)
-    rank = tl.sum(before.to(tl.int32), 0)
-    slot = tl.sum(tl.where(before, length[:, None], 0), 0)
-    tl.store(STARTS + row * n + rank, tl.where(length > 0, first, 0), mask=live)
+    begin, length, slot, rank = clean_row(RANGES + row * n * 2, n, 0, limit, NR)
+    live = tl.arange(0, NR) < n
+    tl.store(STARTS + row * n + rank, begin, mask=live)
     tl.store(CUM + row * (n + 1) + rank, slot, mask=live)
     tl.store(CUM + row * (n + 1) + n, tl.sum(length, 0))
 

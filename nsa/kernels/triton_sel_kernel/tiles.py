@@ -148,3 +148,7 @@ def split_count(programs: int, key_len: int, block_l: int, n_sm: int) -> int:
     if want < 4:
         return 1
     return max(1, min(want, 64, pow2(key_len // (4 * block_l))))
+
+
+def spans_per_pass(n: int) -> int:
+    return min(MAX_SPANS_PER_PASS, pow2(n))

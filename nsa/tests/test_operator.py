@@ -1,0 +1,125 @@
+"""Is an operator the launcher itself in eager calls, and one opaque node where something traces?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa.kernels import launch
+from nsa.kernels.operator import operator
+
+calls: list[str] = []
+
+
+@operator("nsa_test::double")
+def double(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    calls.append("forward")
+    return x * n, x.sum()
+
+
+@operator("nsa_test::double_bwd")
+def double_bwd(grad: Tensor, n: int) -> Tensor:
+    calls.append("backward")
+    return grad * n
+
+
+@double.register_fake
+def _(x, n):
+    return torch.empty_like(x), x.new_empty(())
+
+
+@double_bwd.register_fake
+def _(grad, n):
+    return torch.empty_like(grad)
+
+
+def _context(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+    ctx.n = inputs[1]
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+double.register_autograd(
+    lambda ctx, grad, _: (double_bwd(grad, ctx.n), None), setup_context=_context
+)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_are_the_same_eager_traced_and_compiled():
+    x = torch.randn(5, requires_grad=True)
+    for call in (double, torch.compile(double, backend="aot_eager", fullgraph=True)):
+        y, total = call(x, 3)
+        assert y.requires_grad and not total.requires_grad
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close((y, grad), (x * 3, torch.full((5,), 3.0)))
+    with Seen() as seen:
+        (grad,) = torch.autograd.grad(double(x, 3)[0].sum(), x)
+    assert {"nsa_test::double", "nsa_test::double_bwd"} <= set(seen.names)
+    assert torch.equal(grad, torch.full((5,), 3.0))
+
+
+def test_what_has_no_second_derivative_says_so():
+    x = torch.randn(5, requires_grad=True)
+    (grad,) = torch.autograd.grad(double(x, 3)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_an_eager_call_does_not_import_the_compiler():
+    """It takes seconds. Gradients go by backward(): autograd.grad with gradients imports sympy."""
+    code = (
+        "import sys, torch\n"
+        "from nsa.tests.test_operator import double\n"
+        "x = torch.ones(3, requires_grad=True)\n"
+        "double(x, 2)[0].sum().backward()\n"
+        "bad = {'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules)\n"
+        "assert x.grad.tolist() == [2.0] * 3 and not bad, bad\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_call_that_needs_a_gradient_is_planned_with_its_backward(monkeypatch):
+    """So that all its kernels are compiled side by side, those of the backward too."""
+    planned = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "compile_side_by_side", planned.append)
+
+    @operator("nsa_test::launching")
+    def launching(x: Tensor) -> Tensor:
+        launch._launch({}, "key", kernel("_forward"), (), (), {})
+        return x.detach().clone()
+
+    def kernel(name):
+        run = lambda *args, **constants: None
+        return SimpleNamespace(__name__=name, warmup=None, __getitem__=None, run=run)
+
+    def backward(ctx, grad):
+        launch._launch({}, "key", kernel("_backward"), (), (), {})
+        return grad
+
+    launching.register_autograd(backward, setup_context=lambda *_: None)
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+        device = SimpleNamespace(index=0, type="meta")
+
+    x = torch.ones(3).as_subclass(OnGPU).requires_grad_()
+    with pytest.raises(TypeError):  # the fake kernel cannot be launched
+        launching.function.apply(x)
+    assert [one.kernel.__name__ for one in planned[0]] == ["_forward", "_backward"]

@@ -1,0 +1,327 @@
+"""Packed sequences: as each alone, whatever their lengths, and at the cost of their tokens."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import nsa
+from nsa import Flags, blocks, launches
+from nsa.compress import mean_pool
+from nsa.kernels import prefill
+from nsa.kernels.prefill import packs
+from nsa.layouts import outside, token_positions
+from nsa.tests.helpers import deterministic, make_block_indices, make_ranges, randn
+
+F16 = torch.float16
+CLOSE = dict(rtol=2e-3, atol=2e-3)
+TRITON = dict(
+    backend="triton",
+    flags=Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1),
+)
+SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, n_init=1, n_local=1, window=11)
+ON_GPU = dict(l=32, d=16, l_sel=64, n_sel=4, n_init=1, n_local=1, window=100)
+NAMES = "q k_cmp v_cmp k_sel v_sel k_win v_win gates".split()
+# One long and many short ones, empty ones, none long enough for a compressed key; rows of none.
+PACKS = [((0, 70, 1, 3, 0, 5, 2, 16, 1, 0), 9), ((7, 5, 0, 1), 20), ((0, 0), 3)]
+
+
+def cu_of(lengths: Sequence[int], device: str = "cpu") -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+
+def tensors(
+    T: int, n_cmp: int, h: int, dtype: torch.dtype, device: str, G: int = 2, D: int = 16
+) -> list:
+    """As nsa_attention takes them, packed."""
+    draw = lambda seed, n, *tail: randn(n, *tail, seed=seed, dtype=dtype, device=device)
+    kv = [draw(2 + i, n_cmp if i < 2 else T, G, D) for i in range(6)]
+    return [draw(1, T, G * h, D), *kv, draw(9, T, G * h, 3).sigmoid()]
+
+
+def gradients(xs: list, do: torch.Tensor, run) -> tuple:
+    leaves = [x.detach().clone().requires_grad_() for x in xs]
+    out, aux = run(*leaves)
+    return out.detach(), aux, torch.autograd.grad(out, leaves, do, materialize_grads=True)
+
+
+def alone(xs: list, do: torch.Tensor, lengths: Sequence[int], sizes: dict, run) -> tuple:
+    """What run() gives of each sequence as a batch of one, joined: out, blocks, gradients."""
+    n_cmp = [blocks.num_compressed(n, sizes["l"], sizes["d"]) for n in lengths]
+    rows = [n_cmp if name.endswith("cmp") else list(lengths) for name in NAMES]
+    parts = [x[: sum(n)].split(n) for x, n in zip(xs, rows, strict=True)]
+    done = [
+        gradients([p[i][None] for p in parts], piece[None], run)
+        for i, piece in enumerate(do[: sum(lengths)].split(list(lengths)))
+        if lengths[i]
+    ]
+    join = lambda pieces: torch.cat([x[0] for x in pieces])
+    out, chosen = join([d[0] for d in done]), join([d[1]["block_indices"] for d in done])
+    return out, chosen, [join(g) for g in zip(*(d[2] for d in done), strict=True)]
+
+
+@pytest.mark.kernel
+@pytest.mark.core
+@pytest.mark.parametrize("h, fixed", [(4, False), (4, True), (2, False)])
+@pytest.mark.parametrize("lengths, more", PACKS, ids=str)
+def test_a_pack_is_each_sequence_alone(lengths, more, h, fixed, kernel_device):
+    """Forward and gradients; rows of no sequence are 0 and get none, whatever they hold."""
+    sizes, D = SIZES, 16
+    if kernel_device == "cuda":  # whose kernels have tiles of 64 keys and more, and heads of 128
+        sizes, D = ON_GPU, 128
+        lengths, more, h = [29 * n for n in lengths], 29 * more, 4 * h
+    cu, real = cu_of(lengths, kernel_device), sum(lengths)
+    n_cmp = int(blocks.cu_seqlens_compressed(cu, sizes["l"], sizes["d"])[-1])
+    xs = tensors(real + more, n_cmp, h, F16, kernel_device, D=D)
+    do = randn(real + more, 2 * h, D, seed=20, dtype=F16, device=kernel_device)
+    for x in (*xs, do):
+        if len(x) > real:
+            x[real:] = math.nan
+    how = dict(sizes, **TRITON, return_aux=True)
+    with launches.recording() as counts:
+        call = lambda *x: nsa.nsa_attention(*x, cu_seqlens=cu, max_seqlen=real + more, **how)
+        with deterministic() if fixed else launches.recording():
+            out, aux, grads = gradients(xs, do, call)
+    assert counts["_block_topn_kernel"] == 1
+    assert torch.equal(out[real:], torch.zeros_like(out[real:]))
+    assert (aux["block_indices"][real:] == -1).all()
+    assert aux["lse"][real:].eq(-math.inf).all()
+    for name, g in zip(NAMES, grads, strict=True):
+        assert torch.equal(g[real:], torch.zeros_like(g[real:])), name
+    if not real:
+        return
+    call = lambda *x: nsa.nsa_attention(*x, **how)
+    want, chosen, want_grads = alone(xs, do, lengths, sizes, call)
+    assert torch.equal(aux["block_indices"][:real], chosen)
+    torch.testing.assert_close(out[:real], want, **CLOSE)
+    for name, g, w in zip(NAMES, grads, want_grads, strict=True):
+        tol = {n: x * max([1.0, *w.flatten().abs().tolist()]) for n, x in CLOSE.items()}
+        torch.testing.assert_close(g[: len(w)], w, msg=lambda m, n=name: f"d{n}: {m}", **tol)
+
+
+@pytest.mark.kernel
+@pytest.mark.core
+@pytest.mark.parametrize("h", [4, 2])
+def test_more_sequences_than_a_grid_has_room_for(h, kernel_device, monkeypatch):
+    """They are a pack, whose grids go by tiles; with a chunk, whose queries stand behind keys."""
+    from nsa.kernels.prefill import hopper
+
+    S, start, B = 9, 21, 3
+    n_cmp = blocks.num_compressed(start + S, SIZES["l"], SIZES["d"])
+    draw = lambda i, n, *tail: randn(B, n, *tail, seed=i, dtype=F16, device=kernel_device)
+    kv = [draw(2 + i, n_cmp if i < 2 else start + S, 2, 16) for i in range(6)]
+    xs = [draw(1, S, 2 * h, 16), *kv, draw(9, S, 2 * h, 3).sigmoid()]
+    do = draw(10, S, 2 * h, 16)
+    sizes = dict(SIZES, **TRITON, q_start=start, return_aux=True)
+    call = lambda *x: nsa.nsa_attention(*x, **sizes)
+    for fixed in (False, True):
+        grids = {}
+        real = packs.Rows.of
+
+        def seen(*args, grids=grids, real=real):
+            at = real(*args)
+            grids[at.batch] = at.cu is not None
+            return at
+
+        monkeypatch.setattr(packs.Rows, "of", seen)
+        torch.use_deterministic_algorithms(fixed)
+        want = gradients(xs, do, call)
+        assert grids == {B: False}
+        with monkeypatch.context() as patch:
+            patch.setattr(packs, "MOST_BATCH", 2 * B - 1)
+            patch.setattr(hopper, "MOST_BATCH", 2 * B - 1)
+            got = gradients(xs, do, call)
+        torch.use_deterministic_algorithms(False)
+        monkeypatch.setattr(packs.Rows, "of", real)
+        assert grids == {B: False, 1: True}
+        assert torch.equal(got[1]["block_indices"], want[1]["block_indices"])
+        for a, b in zip((got[0], *got[2]), (want[0], *want[2]), strict=True):
+            torch.testing.assert_close(a, b, **CLOSE)
+
+
+@pytest.mark.kernel
+def test_max_seqlen_is_a_bound_for_the_choice_of_blocks_alone(kernel_device):
+    """Elsewhere any number will do, since grids and lists follow from cu_seqlens."""
+    if kernel_device == "cuda":
+        pytest.skip("the assertion would end this process's use of the GPU")
+    lengths = (70, 1, 3)
+    cu = cu_of(lengths)
+    cu_cmp = blocks.cu_seqlens_compressed(cu, 8, 4)
+    q, k_cmp, v_cmp, k, v, *_ = tensors(74, int(cu_cmp[-1]), 4, F16, "cpu")
+    _, lse = prefill.compressed_attention_triton(
+        q, k_cmp, v_cmp, l=8, d=4, cu_seqlens=cu, cu_seqlens_cmp=cu_cmp
+    )
+    choose = lambda n: prefill.select_blocks_triton(
+        q, k_cmp, lse, l=8, d=4, l_sel=16, n_sel=3, cu_seqlens=cu, cu_seqlens_cmp=cu_cmp,
+        max_seqlen=n,
+    )  # fmt: skip
+    chosen = choose(70)
+    assert torch.equal(choose(1 << 20), chosen)
+    with pytest.raises(RuntimeError, match="max_seqlen must be at least the longest.*got 69"):
+        choose(69)
+    attend = lambda n: prefill.selection_blocks_triton(
+        q, k, v, chosen, block_size=16, cu_seqlens=cu, max_seqlen=n
+    )
+    assert torch.equal(attend(1), attend(70))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("kind", ["few", "mixed"])
+def test_ranges_of_a_pack_take_one_launch(kind, kernel_device):
+    lengths, more, G, h = (40, 1, 0, 9, 3), 4, 2, 4
+    cu, real = cu_of(lengths, kernel_device), sum(lengths)
+    draw = lambda i, H: randn(real + more, H, 16, seed=i, dtype=F16, device=kernel_device)
+    q, k, v = draw(1, G * h), draw(2, G), draw(3, G)
+    pad = lambda x: torch.nn.functional.pad(x, (0, 0, 0, 8 - x.shape[-2]))
+    make = lambda n: pad(make_ranges(kind, 1, n, G, n, 1 + n // 2, seed=n)[0])
+    parts = [make(n) for n in lengths if n]
+    ranges = torch.cat([*parts, parts[0][:more]]).to(kernel_device)
+    with launches.recording() as counts:
+        got = nsa.selection_attention(q, k, v, ranges=ranges, cu_seqlens=cu, **TRITON)
+    assert set(counts.values()) == {1}
+    want = nsa.selection_attention(q, k, v, ranges=ranges, cu_seqlens=cu, backend="reference")
+    torch.testing.assert_close(got, want, **CLOSE)
+    assert not got[real:].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_rows_of_no_sequence_on_the_other_routes(backend):
+    lengths, more = (30, 0, 5), 7
+    cu, real = cu_of(lengths), sum(lengths)
+    xs = tensors(real + more, blocks.num_compressed(30, 8, 4), 2, torch.float64, "cpu")
+    do = randn(real + more, 4, 16, seed=20, dtype=torch.float64)
+    call = lambda cu, *x: nsa.nsa_attention(
+        *x, cu_seqlens=cu, backend=backend, return_aux=True, **SIZES
+    )
+    short = [x if "cmp" in n else x[:real] for n, x in zip(NAMES, xs, strict=True)]
+    want, _, want_grads = gradients(short, do[:real], lambda *x: call(cu, *x))
+    for name, x in zip(NAMES, xs, strict=True):
+        if "cmp" not in name:
+            x[real:] = math.nan
+    out, aux, grads = gradients(xs, do, lambda *x: call(cu, *x))
+    assert torch.equal(out[:real], want) and not out[real:].any()
+    assert (aux["block_indices"][real:] == -1).all() and aux["lse"][real:].eq(-math.inf).all()
+    for name, g, w in zip(NAMES, grads, want_grads, strict=True):
+        assert torch.equal(g[: len(w)], w) and not g[len(w) :].any(), name
+
+
+def test_positions_of_packed_rows():
+    cu = cu_of((3, 0, 2))
+    assert token_positions((8, 1), cu).tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert outside(cu, 8).tolist() == [False] * 5 + [True] * 3
+    x, config = torch.randn(8, 32), nsa.NSAConfig(
+        dim=32, heads=4, groups=2, d_k=8, d_v=8, l=2, d=2, l_sel=2, n_sel=3, w=4
+    )
+    layer = nsa.NSAAttention(config)
+    out = layer(x, cu_seqlens=cu, max_seqlen=3)
+    torch.testing.assert_close(out[:5], layer(x[:5], cu_seqlens=cu, max_seqlen=3))
+
+
+@pytest.fixture(params=[0, 90], ids=["interpreter", "Hopper"])
+def costs(request, monkeypatch) -> Counter:
+    """Launches nothing: launchers count their programs here, with the tiles of that GPU, and the
+    bytes that they ask for."""
+    from nsa.kernels.prefill import block_select, hopper
+
+    found = Counter()
+
+    def counted(make):
+        def made(*args, **kwargs):
+            x = make(*args, **kwargs)
+            found["bytes"] += x.numel() * x.element_size()
+            return x
+
+        return made
+
+    for name in ("empty", "zeros", "empty_like", "zeros_like"):
+        monkeypatch.setattr(torch, name, counted(getattr(torch, name)))
+
+    def count(kernel, grid, *args, **constants):
+        found[kernel.__name__] += math.prod(grid)
+        assert all(n <= 65535 for n in grid[1:])
+
+    for module in pkgutil.iter_modules(prefill.__path__, prefill.__name__ + "."):
+        loaded = importlib.import_module(module.name)
+        for name, value in (
+            ("launch", count), ("arch_of", lambda device: request.param),
+            ("sm_count", lambda device: 132),
+        ):  # fmt: skip
+            if hasattr(loaded, name):
+                monkeypatch.setattr(loaded, name, value)
+    monkeypatch.setattr(hopper, "enabled", lambda device, use_gluon=None: request.param == 90)
+    monkeypatch.setattr(block_select, "SLAB_BYTES", 1 << 18)
+    return found
+
+
+# Of one sequence of 4096 tokens, the first.
+MIXES = {
+    "one": (4096,), "long and short": (2048, *[16] * 128), "short": (32,) * 128,
+    "tiny": (2048, *[1] * 2048), "middling": (128,) * 32, "empty": (4096, *[0] * 2000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["one-pass", "two-pass"])
+@pytest.mark.parametrize("mix", [m for m in MIXES if m != "one"])
+def test_a_pack_costs_what_its_tokens_do(mix, fixed, costs):
+    """Programs and bytes, beside one sequence of as many tokens, whatever max_seqlen."""
+    G, h, D = 2, 16, 128
+
+    def cost(lengths: tuple[int, ...]) -> Counter:
+        T, cu = sum(lengths), cu_of(lengths)
+        cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
+        make = lambda n, *tail: torch.zeros(n, *tail, dtype=torch.bfloat16, requires_grad=True)
+        kv = lambda n: (make(n, G, D), make(n, G, D))
+        n_cmp = int(cu_cmp[-1])
+        xs = [make(T, G * h, D), *kv(n_cmp), *kv(T), *kv(T), make(T, G * h, 3)]
+        costs.clear()
+        with deterministic() if fixed else launches.recording():
+            out, _ = prefill.nsa_prefill_triton(
+                *xs, l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512,
+                cu_seqlens=cu, cu_seqlens_cmp=cu_cmp, max_seqlen=T,
+            )  # fmt: skip
+            torch.autograd.grad(out, xs, torch.zeros_like(out))
+        return Counter(costs)
+
+    one, got = cost(MIXES["one"]), cost(MIXES[mix])
+    assert got.keys() <= one.keys()
+    n_seq = len(MIXES[mix])
+    assert got.pop("bytes") <= 1.05 * one.pop("bytes") + n_seq * 1024
+    for name, n in got.items():
+        assert n <= 1.5 * one[name] + 20 * G * (n_seq + 1), (name, n, one[name])
+
+
+def test_packed_compression_of_rows_of_no_sequence():
+    cu, x = cu_of((9, 4)), torch.randn(20, 2, 3, requires_grad=True)
+    pooled = mean_pool(x, 4, 4, cu)
+    torch.testing.assert_close(pooled, mean_pool(x[:13], 4, 4, cu))
+    (grad,) = torch.autograd.grad(pooled.sum(), x)
+    assert not grad[13:].any()
+
+
+@pytest.mark.kernel
+def test_blocks_after_the_query_or_past_the_sequence_are_nobodys(kernel_device):
+    """A pack's next sequence has keys where they would be."""
+    lengths, G, h = (20, 50), 1, 4
+    cu = cu_of(lengths, kernel_device)
+    q, _, _, k, v, *_ = tensors(70, 1, h, F16, kernel_device, G=G)
+    kept = [make_block_indices("ragged", 1, n, G, 3, 16, seed=i)[0] for i, n in enumerate(lengths)]
+    kept = torch.cat(kept).to(kernel_device)
+    far = kept.masked_fill(kept < 0, 4)
+    far[-1] = 1 << 20
+
+    def run(chosen):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = prefill.selection_blocks_triton(
+            *leaves, chosen, block_size=16, cu_seqlens=cu, max_seqlen=50
+        )
+        return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    kept[-1] = -1
+    for a, b in zip(run(far), run(kept), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
