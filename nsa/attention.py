@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nsa import dispatch, failed, settled
 from nsa.arrival import await_selection
-from nsa.blocks import num_compressed, num_sel_blocks
+from nsa.blocks import is_symbol, num_compressed, num_sel_blocks
 from nsa.cache import BranchKV, NSACache
 from nsa.checks import needs_grad, scale_of
 from nsa.config import NSAConfig, check_blocks, check_choice, check_compression, check_int
@@ -169,7 +169,9 @@ def _check_compressed_count(
     if cu_seqlens is None:
         need, where = num_compressed(q_start + q.shape[1], l, d), "q_start + S tokens"
         raw = q_start + q.shape[1] if raw is None else raw
-        if have > need and have >= raw and have > num_compressed(raw, l, d):
+        # Traced for every length there are a few more, see block_windows().
+        many = not is_symbol(have) and have > need
+        if many and have >= raw and have > num_compressed(raw, l, d):
             raise ValueError(
                 f"k_cmp must have {need} compressed keys for {where}, got {have}, where there are "
                 f"{raw} raw keys: nsa.compress makes one of several; cut a buffer, k_cmp[:, :n]"
@@ -501,7 +503,12 @@ def nsa_attention(
     def by_branches() -> tuple[Tensor, dict[str, Any]]:
         k, v = k_cmp, v_cmp
         if cu_seqlens is None:  # what is behind them in a longer buffer is nobody's
-            k, v = (x[:, : num_compressed(q_start + q.shape[1], l, d)] for x in (k, v))
+            n = num_compressed(q_start + q.shape[1], l, d)
+            if is_symbol(k.shape[1]):  # no length to cut at: zeros, which nobody sees
+                own = (torch.arange(k.shape[1], device=k.device) < n)[:, None, None]
+                k, v = (torch.where(own, x, 0) for x in (k, v))
+            else:
+                k, v = k[:, :n], v[:, :n]
         with dispatch.trace() as taken:
             cmp, lse = compressed_attention(
                 q, k, v, l=l, d=d, q_start=q_start, backend=backend, **common
