@@ -61,7 +61,7 @@ def test_kernels_compiled_for_any_length(kernel_device, monkeypatch):
         monkeypatch.setenv(name, "1")
     clear_flags_cache()
     torch.manual_seed(0)
-    config = NSAConfig(dim=32, heads=2, groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=2, w=9)
+    config = NSAConfig(dim=32, heads=2, groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=3, w=9)
     layer = NSAAttention(config, backend="triton").to(kernel_device, torch.float16)
     close = dict(atol=4e-3, rtol=4e-3)
     check_compiled(layer, (18, 27, 21), torch.float16, kernel_device, close)
