@@ -169,14 +169,15 @@ class NSACacheLayer(DynamicLayer):
         self, heads: int, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor,
         rows: list[tuple[int, int]] | None, how: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Hand the layer's keys over to an NSACache, where all sequences end at the last column.
+        """Hand the layer's keys over to an NSACache, where all sequences have tokens and end at the
+        last column.
 
         k, v [B, N, G, D]; k_cmp, v_cmp [B, Nc, G, D], or packed [N_total, G, D]. rows: the columns
         of each sequence, None where a row has several.
         """
         B, N, G, d_k = k.shape
         self.several = rows is None
-        if rows is None or d_k % 2 or any(end != N for _, end in rows):
+        if rows is None or d_k % 2 or any(end != N or first == N for first, end in rows):
             return
         sizes = {name: how[name] for name in ("l", "d", "l_sel", "n_sel", "n_init", "n_local")}
         config = NSAConfig(
