@@ -89,8 +89,8 @@ def test_a_run_gives_proven_rows_and_a_table(run, tmp_path, capsys):
         assert row["baseline"].startswith("dense sdpa") and row["path"] == "composed"
         assert int(row["reads_actual_decode"]) == blocks.reads(S, **SIZES)
         assert int(row["reads_actual"]) == sum(blocks.reads(s, **SIZES) for s in range(1, S + 1))
-    assert bench_decode.not_asked_for(rows)  # which a GPU's run says, where there are kernels
-    assert not bench_decode.not_asked_for([{**row, "fallback": ""} for row in rows])
+    assert {row["fallback"] for row in rows} == {"no_cuda"} and not bench_decode.not_asked_for(rows)
+    assert bench_decode.not_asked_for([{**row, "fallback": "not_enabled"} for row in rows])
     capsys.readouterr()
     assert summarize_decode_csv.main([str(tmp_path / "decode.csv")]) == 0
     out = capsys.readouterr().out

@@ -256,7 +256,14 @@ def test_the_files_entry_of_the_gpu_switches_them_off(on_hopper, monkeypatch, tm
 def asked_for(on_hopper, monkeypatch):
     """(operator, use_gluon) of each choice of a kernel; none is launched, results are zeros."""
     from nsa import dispatch
-    from nsa.kernels.prefill import block_attn_bwd, block_select, combine, span_bwd, sums
+    from nsa.kernels.prefill import (
+        block_attn,
+        block_attn_bwd,
+        block_select,
+        combine,
+        span_bwd,
+        sums,
+    )
 
     seen = []
     delta = lambda out, do: (torch.zeros(out.shape[:-1]),) * 2
@@ -288,6 +295,7 @@ def asked_for(on_hopper, monkeypatch):
     ))  # fmt: skip
     rank = lambda kernel, grid, scores, out, *args, **constexprs: out.zero_()
     monkeypatch.setattr(block_select, "launch", rank)
+    monkeypatch.setattr(block_attn, "ascending", lambda blocks: blocks)
     monkeypatch.setattr(combine, "combine_bwd", lambda do, outs, lses, gates: (
         torch.zeros_like(gates), [delta(o, do)[0] for o in outs], lses, delta(outs[0], do)[1]
     ))  # fmt: skip

@@ -42,8 +42,8 @@ def test_packed_sdpa_serves_cpu_tensors(kind):
 @pytest.mark.parametrize(
     "flags, route, reason",
     [
-        (Flags(), "sdpa", "not_enabled"),
-        (Flags(use_sel_pack=False), "reference", "not_enabled"),
+        (Flags(), "sdpa", "no_cuda"),
+        (Flags(use_sel_pack=False), "reference", "no_cuda"),
         (Flags(force_parity=True), "reference", "force_parity"),
     ],
 )
