@@ -13,7 +13,7 @@ import pytest
 from bench import bench_context_parallel
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--S_list", "64", "--l", "8", "--d", "4", "--l_sel", "16", "--n_sel", "2", "--w", "20"]
+SMALL = ["--S_list", "64", "--l", "8", "--d", "4", "--l_sel", "16", "--n_sel", "3", "--w", "20"]
 
 
 def test_two_ranks_are_checked_and_timed(tmp_path):

@@ -48,7 +48,7 @@ CASES = {
 
 @pytest.mark.parametrize("reason", CASES)
 def test_reason_is_logged_and_sdpa_answers(reason, monkeypatch, capfd):
-    taken = call(monkeypatch, Flags(**ON), **CASES[reason])
+    taken = call(monkeypatch, Flags(**ON, sel_triton_allow_grad=False), **CASES[reason])
     assert (taken.route.value, taken.fallback_reason) == ("sdpa", reason)
     lines = [x for x in capfd.readouterr().err.splitlines() if "sel.triton.fallback" in x]
     assert len(lines) == 1 and f"reason={reason}" in lines[0]

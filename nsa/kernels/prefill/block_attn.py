@@ -9,7 +9,7 @@ from nsa.checks import scale_of
 from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
 from nsa.kernels.prefill.ascending import ascending
-from nsa.kernels.prefill.limits import check_block_size
+from nsa.kernels.prefill.limits import check_block_size, check_heads
 from nsa.layouts import outside, token_positions
 
 
@@ -115,6 +115,7 @@ def selection_blocks_triton(
     more heads per KV group than limits.most_heads.
     """
     check_block_size("block_size", block_size)
+    check_heads(q, k, v)
     scale = scale_of(softmax_scale, q.shape[-1])
     if not is_ascending:
         if cu_seqlens is not None:
