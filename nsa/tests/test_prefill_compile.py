@@ -46,11 +46,11 @@ def test_operators_pass_opcheck(kernel_device, monkeypatch):
     scale = D**-0.5
     blocks = make_block_indices("random", 1, S, G, 3, 16, device=kernel_device)
     lse = torch.ops.nsa.span_attention(
-        q.detach(), k_cmp.detach(), v_cmp.detach(), 0, 8, 4, scale, None, None, 0, 0, 0
+        q.detach(), k_cmp.detach(), v_cmp.detach(), 0, 8, 4, scale, None, None, 0
     )[1]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     cases = {
-        "span_attention": (q, k_cmp, v_cmp, 0, 8, 4, scale, None, None, 0, k_cmp.shape[1], 0),
+        "span_attention": (q, k_cmp, v_cmp, 0, 8, 4, scale, None, None, 0),
         "block_attention": (q, k, v, blocks, 16, scale, None, 0, 0),
         "block_select": (
             q.detach(), k_cmp.detach(), lse, 8, 4, 16, 3, 1, 2, scale, None, None, 0, 0,
