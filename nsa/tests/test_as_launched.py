@@ -48,7 +48,7 @@ def test_what_hopper_launches_compiles_and_fits(tmp_path):
         "_block_attn_fwd_hopper_kernel", "_span_bwd_hopper_kernel", "_block_score_hopper_kernel",
         "_block_attn_bwd_hopper_kernel", "_tile_blocks_kernel", "_turn_kernel",
         "_block_attn_begin_kernel", "_block_attn_keys_hopper_kernel", "_block_attn_end_kernel",
-        "_largest_columns_kernel",
+        "_column_sizes_kernel", "_block_attn_dq_anew_kernel",
         "_decode_team_kernel", "_decode_scan_kernel",
     }  # fmt: skip
 

@@ -54,8 +54,9 @@ _POINTERS = {
     "COUNTS": "*i32", "ORDERED": "*i32", "SEQUENCE": "*i32", "FIRST_TILE": "*i32",
     "POSITIONS": "*i64",
     "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
-    "REACH": "*fp32", "LARGEST": "*fp32", "SCALES": "*fp32", "SUMS": "*fp16", "TOP": "*fp32",
+    "REACH": "*fp32", "SIZES": "*fp32", "MORE": "*fp32", "SCALES": "*fp32", "SUMS": "*fp16", "TOP": "*fp32",
     "TOTAL": "*fp32", "REST": "*i32", "LISTED": "*i32", "WHOLE": "*i32", "TODO": "*i32",
+    "LOST": "*i32",
 }  # fmt: skip
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
@@ -235,10 +236,10 @@ def _gluon_cases() -> list[AotCase]:
                 module.START_REGISTERS,
             )  # fmt: skip
         )
-    rows = dict(D=128, ROWS=sums.SIZE // 128, BOTH=True)
+    rows = dict(D=128, ROWS=sums.SIZE // 128, HEADS=16, BOTH=True)
     cases += [
         _case(sums._round_halves_kernel, "D128", "bf16", rows, (4, 2)),
-        _case(sums._largest_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)),
+        _case(sums._sizes_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)),
         _case(sums._half_scales_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)),
     ]
     module = block_attn_fwd_hopper
@@ -265,7 +266,7 @@ def _gluon_cases() -> list[AotCase]:
     search = dict(**columns, SLICE=key_sums.SLICE)
     cases += [
         _case(key_sums._column_scales_kernel, "all", "bf16", columns, (4, 2)),
-        _case(key_sums._largest_columns_kernel, "all", "bf16", search, (4, 2)),
+        _case(key_sums._column_sizes_kernel, "all", "bf16", search, (4, 2)),
     ]
     ends = block_attn_ends
     queries = tile_blocks.queries_of(4)
@@ -377,6 +378,10 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(
             _case(block_attn_bwd._block_attn_bwd_dq_kernel, label, dtype, {**bwd, **more}, launch)
         )
+        if arch == 90 and d == 128:
+            del more["UNION"]
+            kernel = block_attn_bwd._block_attn_dq_anew_kernel
+            cases.append(_case(kernel, label, dtype, {**bwd, **more}, launch))
         keys, few = block_attn_bwd.key_tile(64, max(d, dv), size, h, arch), min(h, 8)
         passes = [("parts", h, keys, block_attn_bwd.dkdv_tiles(arch, d, dv, size, h))]
         for block_n in (keys, 16) if d == 128 and arch < 89 else (keys,):

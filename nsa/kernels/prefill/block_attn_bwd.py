@@ -10,6 +10,9 @@ the forward, by union tiles where they pay (union_lists.py).
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -34,8 +37,11 @@ from nsa.kernels.tiles import (
     dot_precision,
     dot_size,
     pow2,
+    sm_count,
     split_dim,
 )
+
+ANEW_PER_SM = 4  # programs that look for dQ to be found anew; hardly ever is there any
 
 
 def _many_wide_heads(arch: int, widest: int, heads: int) -> bool:
@@ -70,19 +76,15 @@ def _block_attn_dq_step(
 
 
 @triton.jit
-def _block_attn_bwd_dq_kernel(
-    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, STATE, DO, LSE, DELTA, DQ, S, S_KV, G, H,
-    q_start, n_sel, block_size, scale, scale_log2,
+def _dq_of_query(
+    token, group, Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA, MORE, DQ, S,
+    S_KV, G, H, q_start, n_sel, block_size, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    OWN_N: tl.constexpr, N_PAD: tl.constexpr, UNION: tl.constexpr, ACCUMULATE: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    OWN_N: tl.constexpr, N_PAD: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    group = tl.program_id(1)
-    if UNION > 0:
-        if in_union(STATE, token, group, G, UNION):
-            return
+    """scale times dQ of one token's query heads of a group, and times MORE where ACCUMULATE."""
     batch, t, first_row = token_position(token, SEQ_BEGIN, S, VARLEN)
     t += q_start
     token = token.to(tl.int64)
@@ -139,17 +141,55 @@ def _block_attn_bwd_dq_kernel(
             dq, dq2, q, q2, do, lse2, delta, k, k2, v, live, scale_log2, BLOCK_D2,
             True, PRECISION,
         )  # fmt: skip
-    dq_ptrs = DQ + row_index[:, None] * D + offs_d[None, :]
-    dq *= scale
+    at = row_index[:, None] * D + offs_d[None, :]
     if ACCUMULATE:
-        dq += tl.load(dq_ptrs, mask=live_d, other=0.0).to(tl.float32)
-    tl.store(dq_ptrs, dq.to(DQ.dtype.element_ty), mask=live_d)
+        dq += tl.load(MORE + at, mask=live_d, other=0.0).to(tl.float32)
+    tl.store(DQ + at, (dq * scale).to(DQ.dtype.element_ty), mask=live_d)
     if BLOCK_D2 > 0:
-        dq2_ptrs = DQ + row_index[:, None] * D + offs_d2[None, :]
-        dq2 *= scale
+        at = row_index[:, None] * D + offs_d2[None, :]
         if ACCUMULATE:
-            dq2 += tl.load(dq2_ptrs, mask=live_d2, other=0.0).to(tl.float32)
-        tl.store(dq2_ptrs, dq2.to(DQ.dtype.element_ty), mask=live_d2)
+            dq2 += tl.load(MORE + at, mask=live_d2, other=0.0).to(tl.float32)
+        tl.store(DQ + at, (dq2 * scale).to(DQ.dtype.element_ty), mask=live_d2)
+
+
+@triton.jit
+def _block_attn_bwd_dq_kernel(
+    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, STATE, DO, LSE, DELTA, DQ, S, S_KV, G, H,
+    q_start, n_sel, block_size, scale, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
+    OWN_N: tl.constexpr, N_PAD: tl.constexpr, UNION: tl.constexpr, ACCUMULATE: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    group = tl.program_id(1)
+    if UNION > 0:
+        if in_union(STATE, token, group, G, UNION):
+            return
+    _dq_of_query(
+        token, group, Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA, DQ, DQ, S,
+        S_KV, G, H, q_start, n_sel, block_size, scale, scale_log2, D, DV, VARLEN, HEADS, BLOCK_N,
+        BLOCK_D, BLOCK_D2, BLOCK_DV, OWN_N, N_PAD, ACCUMULATE, TMA, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _block_attn_dq_anew_kernel(
+    Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, LOST, DO, LSE, DELTA, MORE, DQ, S, S_KV, G, H,
+    q_start, n_sel, block_size, scale, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
+    OWN_N: tl.constexpr, N_PAD: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The units of LOST, see sums.HalfSums: hardly ever is there one."""
+    for i in tl.range(tl.program_id(0), tl.load(LOST), tl.num_programs(0)):
+        unit = tl.load(LOST + 1 + i)
+        _dq_of_query(
+            unit // G, unit % G, Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA,
+            MORE, DQ, S, S_KV, G, H, q_start, n_sel, block_size, scale, scale_log2, D, DV, VARLEN,
+            HEADS, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, OWN_N, N_PAD, ACCUMULATE, TMA, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -403,7 +443,12 @@ def block_attention_bwd(
     if one_pass:
         out_k, out_v = zero_sums(k, v)
         if in_gluon and reach is not None and in_gluon.adds_halves(q, block_indices.shape[-1]):
-            acc = zero_halves(q, k, v, reach)
+            anew = partial(
+                _dq_anew, grad_out=grad_out, q=q, k=k, v=v, lse=lse, delta=delta,
+                block_indices=block_indices, block_size=block_size, softmax_scale=softmax_scale,
+                seq_begin=seq_begin, q_start=q_start,
+            )  # fmt: skip
+            acc = zero_halves(q, k, v, reach, anew)
         else:
             acc = torch.zeros(q.shape, **like) if dq is None else dq
     else:
@@ -462,10 +507,8 @@ def _dq_by_rows(
     softmax_scale: float, seq_begin: torch.Tensor | None, q_start: int,
 ) -> torch.Tensor:  # fmt: skip
     """dQ, or dq with dQ / softmax_scale added to it: one program per token and group."""
-    varlen = seq_begin is not None
     hq, dim = q.shape[-2:]
     groups, dv_dim = v.shape[-2:]
-    heads = hq // groups
     arch = arch_of(q.device)
     accumulate = dq is not None
     dq, scale = (dq, 1.0) if accumulate else (torch.empty_like(q), softmax_scale)
@@ -480,6 +523,37 @@ def _dq_by_rows(
             softmax_scale=softmax_scale, seq_begin=seq_begin, q_start=q_start,
             accumulate=accumulate, tiles=union_tiles, dq_scale=scale,
         )  # fmt: skip
+    _launch_dq(
+        _block_attn_bwd_dq_kernel, (lse.numel() // hq, groups),
+        unions.state if unions else block_indices, (dq,), grad_out, q, k, v, lse, delta,
+        block_indices, block_size=block_size, softmax_scale=softmax_scale, seq_begin=seq_begin,
+        q_start=q_start, scale=scale, accumulate=accumulate, UNION=unions.queries if unions else 0,
+    )  # fmt: skip
+    return dq
+
+
+def _dq_anew(
+    lost: torch.Tensor, out: torch.Tensor, more: torch.Tensor | None, scale: float, **how: Any
+) -> None:
+    """See sums.HalfSums; how: of _launch_dq."""
+    programs = min(lost.numel() - 1, sm_count(out.device) * ANEW_PER_SM)
+    _launch_dq(
+        _block_attn_dq_anew_kernel, (programs,), lost, (out if more is None else more, out),
+        scale=scale, accumulate=more is not None, **how,
+    )  # fmt: skip
+
+
+def _launch_dq(
+    kernel: Any, grid: tuple[int, ...], which: torch.Tensor, outputs: tuple[torch.Tensor, ...],
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
+    delta: torch.Tensor, block_indices: torch.Tensor, *, block_size: int, softmax_scale: float,
+    seq_begin: torch.Tensor | None, q_start: int, scale: float, accumulate: bool, **more: int,
+) -> None:  # fmt: skip
+    """One of the two kernels of dQ by rows; which, outputs: STATE and DQ, or LOST and MORE, DQ."""
+    varlen = seq_begin is not None
+    hq, dim = q.shape[-2:]
+    groups, dv_dim = v.shape[-2:]
+    arch = arch_of(q.device)
     block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
     block_n = min(block_n, dot_size(block_size))
     tma = tma_usable(arch, k, whole=v)
@@ -487,14 +561,12 @@ def _dq_by_rows(
     n_sel = block_indices.shape[-1]
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     launch(
-        _block_attn_bwd_dq_kernel, (lse.numel() // hq, groups),
+        kernel, grid,
         q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
-        seq_begin if varlen else block_indices, unions.state if unions else block_indices,
-        grad_out, lse, delta, dq, s_q, s_kv, groups, heads, q_start, n_sel, block_size, scale,
-        softmax_scale * LOG2E, D=dim, DV=dv_dim, VARLEN=varlen,
-        HEADS=dot_size(heads), BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2,
-        BLOCK_DV=dot_size(dv_dim), OWN_N=min(block_n, 32), N_PAD=pow2(n_sel),
-        UNION=unions.queries if unions else 0, ACCUMULATE=accumulate, TMA=tma,
-        PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
+        seq_begin if varlen else block_indices, which, grad_out, lse, delta, *outputs, s_q, s_kv,
+        groups, hq // groups, q_start, n_sel, block_size, scale, softmax_scale * LOG2E,
+        D=dim, DV=dv_dim, VARLEN=varlen, HEADS=dot_size(hq // groups), BLOCK_N=block_n,
+        BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim), OWN_N=min(block_n, 32),
+        N_PAD=pow2(n_sel), ACCUMULATE=accumulate, TMA=tma, PRECISION=dot_precision(q.dtype),
+        **more, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return dq

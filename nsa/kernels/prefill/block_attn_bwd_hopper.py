@@ -377,7 +377,7 @@ def add_block_gradients(
     s_q, s_kv = (1, cu_seqlens.numel() - 1) if varlen else (q.shape[1], k.shape[1])
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
     halves = isinstance(acc, HalfSums)
-    sums, scales = acc if halves else (acc, delta)
+    sums, scales = acc[:2] if halves else (acc, delta)
     share = piece_pairs(heads, halves)
     tokens = lse.numel() // q.shape[-2]
     pieces, per_chunk = block_lists.pieces_in_order(lists, share, tokens, groups)

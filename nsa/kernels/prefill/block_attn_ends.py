@@ -8,8 +8,10 @@ for the largest of all, so that block_attn_keys_hopper.py need not look for it b
 others (key_sums.py says how far they may rise above it). At the end rows are divided by their
 weights, and the other branches' outputs join.
 
-A part with a row that is not finite by then is left to block_attn_fwd_hopper.py: a score was too
-large for fp16, or 0 * NaN came from a key that only a neighbour attends.
+A part is left to block_attn_fwd_hopper.py where a row is not finite by then: a score was too large
+for fp16, or 0 * NaN came from a key that only a neighbour attends. Or where the largest of a row is
+so small that fp16's least steps, in the column whose scale is the smallest, are as much as what
+bf16 rounds: its values are far below what is typical of V.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.combine import Others, gated_sum
 from nsa.kernels.prefill.key_sums import KeySums
+from nsa.kernels.prefill.sums import LEAST_SUM
 from nsa.kernels.prefill.tile_blocks import EIGHT, TileBlocks
 from nsa.kernels.row_tiles import row_tiles
 from nsa.kernels.tiles import LOG2E, dot_precision
@@ -111,7 +114,11 @@ def _block_attn_end_kernel(
     place = row[:, None] * D + columns[None, :]
     sums = tl.load(SUMS + first_row * D + place, mask=live[:, None], other=0.0).to(tl.float32)
     l = tl.load(TOTAL + first_row + row, mask=live, other=0.0)
-    if tl.max(tl.max((sums * l[:, None] * 0.0 != 0.0).to(tl.int32), 1), 0) > 0:
+    inverse = 1.0 / tl.load(SCALES + group * D + columns)
+    acc = sums * inverse[None, :]
+    largest = tl.max(tl.where(acc * 0.0 == 0.0, tl.abs(acc), float("inf")), 1)
+    lost = (largest < tl.max(inverse, 0) * LEAST_SUM) & (l > 0)
+    if tl.max((lost | (largest * l * 0.0 != 0.0)).to(tl.int32), 0) > 0:
         if tl.atomic_or(TODO + at, 1 << part, sem="relaxed") == 0:
             EIGHTS: tl.constexpr = TILE // EIGHT
             to = tl.atomic_add(WHOLE, EIGHTS, sem="relaxed")
@@ -124,7 +131,6 @@ def _block_attn_end_kernel(
     top = tl.load(TOP + first_row + row, mask=live, other=0.0)
     lse = tl.where(nothing, float("-inf"), (top + tl.math.log2(l)) * 0.6931471805599453)
     tl.store(LSE + first_row + row, lse, mask=live)
-    acc = sums * (1.0 / tl.load(SCALES + group * D + columns))[None, :]
     out = (acc * (1.0 / l)[:, None]).to(O.dtype.element_ty)
     if KEEP:
         tl.store(O + first_row * D + place, out, mask=live[:, None])

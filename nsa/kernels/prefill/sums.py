@@ -2,19 +2,22 @@
 scaled and rounded in one pass over memory, where PyTorch's operations reach 3.0 TB/s on an H200.
 
 dQ of selection may be summed in fp16 (HalfSums), since a query adds as many parts as it chose
-blocks, few: half the bytes through the L2's adders, which bind that pass. Each row has a scale that
-its dQ cannot overflow with. The softmax's weights of a row sum up to 1, so that with
-reach = gate * sum |dO| and what is largest of K and of V in magnitude
+blocks, few: half the bytes through the L2's adders, which bind that pass. Each row has a scale. The
+softmax's weights of a row sum up to 1, so that with reach = |gate| * sum |dO|
 
-    |dQ| / softmax_scale <= sum_j p_j |dP_j - delta| |K_j| <= 2 * reach * largest V * largest K
+    |dQ| / softmax_scale <= sum_j p_j |dP_j - delta| |K_j| <= 2 * reach * |V| * |K|
 
-and scales are powers of two that keep this at most 2**15. From there 29 bits are left down to
-fp16's least normal number. Rounding: on random inputs of 16 blocks the sums are off by 6e-4 of
-their norm, while rounding to bf16 alone costs 17e-4.
+and scales are powers of two that keep this at most 2**15 for elements of V and K of TYPICAL size: a
+mean of exponents, which a few values of any size, seen or not, hardly change. dQ of random inputs
+is 2**13 below that bound, and 2**15 above the least that fp16 holds with all its bits. A row that
+overflows nevertheless, or that has lost its bits, is found when the sums are rounded, and its dQ is
+computed anew, by itself. Rounding: on random inputs of 16 blocks the sums are off by 6e-4 of their
+norm, while rounding to bf16 alone costs 17e-4.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,15 +28,27 @@ from nsa.kernels.launch import launch
 from nsa.kernels.tiles import cdiv
 
 SIZE = 4096  # numbers that a program rounds, or looks at in a turn
-PROGRAMS = 1056  # that look for the largest: few, since each adds to the same two numbers
+PROGRAMS = 1056  # that look at K and V: few, since each adds to the same numbers
 MOST_PARTS = 64  # of a sum in fp16, whose error grows with the square root of their number
+TYPICAL = tl.constexpr(4)  # bits over a mean of exponents that nearly all elements stay below
+# A row has lost its bits where the largest of its sums is below this: additions round to multiples
+# of 2**-24, which is by then as much as what bf16 rounds.
+LEAST_SUM = tl.constexpr(2.0**-13)
+MOST_POWER = tl.constexpr(126)
+MOST_SCALE = tl.constexpr(2.0**126)
 
 
 class HalfSums(NamedTuple):
-    """sums [.., HQ, D], fp16: dQ / softmax_scale times scales [.., HQ], fp32 powers of two."""
+    """sums [.., HQ, D], fp16: dQ / softmax_scale times scales [.., HQ], fp32 powers of two.
+
+    anew: called with (lost, out, more, scale), fills out with (dQ / softmax_scale + more) * scale
+    of units; lost int32 [1 + tokens * groups]: how many, and token * groups + group of each.
+    """
 
     sums: torch.Tensor
     scales: torch.Tensor
+    groups: int
+    anew: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, float], None]
 
 
 @triton.jit
@@ -46,39 +61,66 @@ def _round_kernel(X, OUT, numbers, scale, SIZE: tl.constexpr):
 
 @triton.jit
 def _round_halves_kernel(
-    X, SUMS, SCALES, OUT, n_rows, scale, D: tl.constexpr, ROWS: tl.constexpr, BOTH: tl.constexpr
-):
+    X, SUMS, SCALES, OUT, LOST, n_rows, scale,
+    D: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BOTH: tl.constexpr,
+):  # fmt: skip
     """Rows of HalfSums, and of fp32 X as well where BOTH. OUT may be where SUMS are: each number is
-    read before its place is written."""
+    read before its place is written. Units of HEADS rows that fp16 did not serve go to LOST."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < n_rows
     at = row[:, None] * D + tl.arange(0, D)[None, :]
     scales = tl.load(SCALES + row, mask=live, other=1.0)
-    x = tl.load(SUMS + at, mask=live[:, None], other=0.0).to(tl.float32) * (1.0 / scales)[:, None]
+    sums = tl.load(SUMS + at, mask=live[:, None], other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(sums), 1)
+    broken = tl.max((sums * 0.0 != 0.0).to(tl.int32), 1) > 0
+    # A scale at its limit is that of a row without a gradient of its output.
+    lost = live & (broken | ((largest < LEAST_SUM) & (scales < MOST_SCALE)))
+    lost = tl.max(tl.reshape(lost.to(tl.int32), [ROWS // HEADS, HEADS]), 1)
+    n_lost = tl.sum(lost, 0)
+    if n_lost > 0:
+        unit = tl.program_id(0) * (ROWS // HEADS) + tl.arange(0, ROWS // HEADS)
+        to = tl.atomic_add(LOST, n_lost, sem="relaxed") + tl.cumsum(lost, 0)
+        tl.store(LOST + to, unit, mask=lost > 0)
+    x = sums * (1.0 / scales)[:, None]
     if BOTH:
         x += tl.load(X + at, mask=live[:, None], other=0.0)
     tl.store(OUT + at, (x * scale).to(OUT.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
-def _largest(X, numbers, SIZE: tl.constexpr):
-    """The largest finite magnitude in this program's share of X."""
-    at = tl.arange(0, SIZE)
-    step = tl.num_programs(0).to(tl.int64) * SIZE
-    found = tl.zeros([SIZE], tl.float32)
-    for begin in range(tl.program_id(0).to(tl.int64) * SIZE, numbers, step):
-        x = tl.load(X + begin + at, mask=at < numbers - begin, other=0.0)
-        x = tl.abs(x.to(tl.float32))
-        found = tl.maximum(found, tl.where(x < float("inf"), x, 0.0))
-    return tl.max(found, 0)
+def size_of(x):
+    """(exponent, 1) of each element in fp32, (0, 0) of those that are 0 or not finite."""
+    x = tl.abs(x.to(tl.float32))
+    counts = (x > 0.0) & (x < float("inf"))
+    return tl.where(counts, exponent(x).to(tl.float32), 0.0), counts.to(tl.float32)
 
 
 @triton.jit
-def _largest_kernel(K, V, LARGEST, k_numbers, v_numbers, SIZE: tl.constexpr):
-    """Raises LARGEST [2] to the largest magnitudes of K and V. What is not finite does not count:
-    rows that see it are not finite either, others shall not suffer."""
-    tl.atomic_max(LARGEST, _largest(K, k_numbers, SIZE), sem="relaxed")
-    tl.atomic_max(LARGEST + 1, _largest(V, v_numbers, SIZE), sem="relaxed")
+def typical_exponent(sizes, found):
+    """e with nearly all below 2**(e + 1): of so many elements whose exponents sum up to `sizes`."""
+    return tl.math.floor(sizes / tl.maximum(found, 1.0)).to(tl.int32) + TYPICAL
+
+
+@triton.jit
+def _sizes(X, SIZES, numbers, SIZE: tl.constexpr):
+    """Adds to SIZES [2] what size_of gives of this program's share of X."""
+    at = tl.arange(0, SIZE)
+    step = tl.num_programs(0).to(tl.int64) * SIZE
+    sizes = tl.zeros([SIZE], tl.float32)
+    found = tl.zeros([SIZE], tl.float32)
+    for begin in range(tl.program_id(0).to(tl.int64) * SIZE, numbers, step):
+        size, counts = size_of(tl.load(X + begin + at, mask=at < numbers - begin, other=0.0))
+        sizes += size
+        found += counts
+    tl.atomic_add(SIZES, tl.sum(sizes, 0), sem="relaxed")
+    tl.atomic_add(SIZES + 1, tl.sum(found, 0), sem="relaxed")
+
+
+@triton.jit
+def _sizes_kernel(K, V, SIZES, k_numbers, v_numbers, SIZE: tl.constexpr):
+    """Adds to SIZES [4] those of K and of V."""
+    _sizes(K, SIZES, k_numbers, SIZE)
+    _sizes(V, SIZES + 2, v_numbers, SIZE)
 
 
 @triton.jit
@@ -90,17 +132,18 @@ def exponent(x):
 @triton.jit
 def power_of_two(power):
     """2**power in fp32, within what is a normal number and has a normal inverse."""
-    power = tl.minimum(tl.maximum(power, -126), 126)
+    power = tl.minimum(tl.maximum(power, -126), MOST_POWER)
     return ((power + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _half_scales_kernel(REACH, LARGEST, SCALES, n_rows, SIZE: tl.constexpr):
+def _half_scales_kernel(REACH, SIZES, SCALES, n_rows, SIZE: tl.constexpr):
     """By exponents, which neither overflow nor underflow: 2**11 over those of the three factors,
     each below 2**(e + 1), and one for the 2."""
     row = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = row < n_rows
-    spread = exponent(tl.load(LARGEST)) + exponent(tl.load(LARGEST + 1))
+    spread = typical_exponent(tl.load(SIZES), tl.load(SIZES + 1))
+    spread += typical_exponent(tl.load(SIZES + 2), tl.load(SIZES + 3))
     spread += exponent(tl.load(REACH + row, mask=live, other=0.0))
     tl.store(SCALES + row, power_of_two(11 - spread), mask=live)
 
@@ -113,16 +156,18 @@ def zero_sums(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def zero_halves(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: torch.Tensor, anew: Callable
 ) -> HalfSums:
-    """No dQ yet, for contiguous q, k, v. reach [.., HQ], fp32: gate * sum |dO| of each row."""
-    largest = torch.zeros(2, dtype=torch.float32, device=q.device)
+    """No dQ yet, for contiguous q, k, v. reach [.., HQ], fp32: |gate| * sum |dO| of each row; anew:
+    of HalfSums."""
+    sizes = torch.zeros(4, dtype=torch.float32, device=q.device)
     programs = min(cdiv(max(k.numel(), v.numel()), SIZE), PROGRAMS)
-    launch(_largest_kernel, (programs,), k, v, largest, k.numel(), v.numel(), SIZE=SIZE)
+    launch(_sizes_kernel, (programs,), k, v, sizes, k.numel(), v.numel(), SIZE=SIZE)
     scales = torch.empty_like(reach)
     rows = reach.numel()
-    launch(_half_scales_kernel, (cdiv(rows, SIZE),), reach, largest, scales, rows, SIZE=SIZE)
-    return HalfSums(torch.zeros(q.shape, dtype=torch.float16, device=q.device), scales)
+    launch(_half_scales_kernel, (cdiv(rows, SIZE),), reach, sizes, scales, rows, SIZE=SIZE)
+    sums = torch.zeros(q.shape, dtype=torch.float16, device=q.device)
+    return HalfSums(sums, scales, k.shape[-2], anew)
 
 
 def rounded(
@@ -132,12 +177,16 @@ def rounded(
     may be added, give the result their memory."""
     if isinstance(x, HalfSums):
         out = x.sums.view(like.dtype)
-        d = out.shape[-1]
-        rows = out.numel() // d
+        hq, d = out.shape[-2:]
+        rows, heads = out.numel() // d, hq // x.groups
+        lost = torch.empty(1 + rows // heads, dtype=torch.int32, device=out.device)
+        lost[:1].zero_()
+        at_once = SIZE // d
         launch(
-            _round_halves_kernel, (cdiv(rows, SIZE // d),), out if more is None else more, *x, out,
-            rows, scale, D=d, ROWS=SIZE // d, BOTH=more is not None,
+            _round_halves_kernel, (cdiv(rows, at_once),), out if more is None else more, x.sums,
+            x.scales, out, lost, rows, scale, D=d, ROWS=at_once, HEADS=heads, BOTH=more is not None,
         )  # fmt: skip
+        x.anew(lost, out, more, scale)
         return out
     out = torch.empty(x.shape, dtype=like.dtype, device=x.device)
     if out.numel():
