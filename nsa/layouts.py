@@ -238,3 +238,9 @@ def _compact(chosen: Tensor, n: int) -> Tensor:
     place = torch.where(chosen, torch.arange(N, device=chosen.device), N).sort(-1).values
     place = torch.nn.functional.pad(place, (0, max(0, n - N)), value=N)[..., :n]
     return place.masked_fill(place == N, -1).to(torch.int32)
+
+
+def seen_rows(x: Tensor, rows: int, cu_seqlens: Tensor | None) -> Tensor:
+    """Keys or values [B, N, ..] without those behind the first `rows`, which no query sees: what is
+    there, in a buffer for more, has no effect. Packed ones as they are."""
+    return x if cu_seqlens is not None or x.shape[1] <= rows else x[:, :rows]

@@ -10,7 +10,7 @@ from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
 from nsa.kernels.prefill.ascending import ascending
 from nsa.kernels.prefill.limits import check_block_size, check_heads
-from nsa.layouts import outside, token_positions
+from nsa.layouts import outside, seen_rows, token_positions
 
 
 def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
@@ -116,6 +116,7 @@ def selection_blocks_triton(
     """
     check_block_size("block_size", block_size)
     check_heads(q, k, v)
+    k, v = (seen_rows(x, q_start + q.shape[1], cu_seqlens) for x in (k, v))
     scale = scale_of(softmax_scale, q.shape[-1])
     if not is_ascending:
         if cu_seqlens is not None:

@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists
 from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
-from nsa.kernels.prefill.span_bwd_hopper import _tma_add
+from nsa.kernels.prefill.span_bwd_hopper import _tma_add, finite
 from nsa.kernels.prefill.sums import MOST_PARTS, HalfSums
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
 from nsa.kernels.tiles import LOG2E
@@ -168,7 +168,10 @@ def _block_turn(
     p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
     dv = warpgroup_mma(p16, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds_place.store((p * dp).to(dtype))
+    ds = p * dp
+    if MASKED:  # a row whose delta is NaN leaves alone the keys that it does not see
+        ds = gl.where(unit[None, :] >= first[:, None], ds, 0.0)
+    ds_place.store(ds.to(dtype))
     dv = warpgroup_mma_wait(0, deps=[dv])
     fence_async_shared()
     if HALVES:
@@ -224,8 +227,8 @@ def _block_walk(
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
     key_row = (first_key + key) * G + group
     # By pointers and once: keys past the sequence must be zeros, not the next one's.
-    k_place.index(0).store(_load_keys(K, key_row, key < n_keys, COPY_LAYOUT, WIDTH))
-    v_place.index(0).store(_load_keys(V, key_row, key < n_keys, COPY_LAYOUT, WIDTH))
+    k_place.index(0).store(finite(_load_keys(K, key_row, key < n_keys, COPY_LAYOUT, WIDTH)))
+    v_place.index(0).store(finite(_load_keys(V, key_row, key < n_keys, COPY_LAYOUT, WIDTH)))
     fence_async_shared()
     program_barrier()
     first = first_unit + gl.arange(0, KEYS, gl.SliceLayout(1, S_LAYOUT)) * G

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nsa.arrival import await_selection
+from nsa.blocks import num_compressed
 from nsa.checks import needs_grad, scale_of
 from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
@@ -24,6 +25,7 @@ from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn import sequence_begins
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
+from nsa.layouts import seen_rows
 
 CMP, SEL, WIN = range(3)  # columns of the gates
 
@@ -197,7 +199,12 @@ def nsa_prefill_triton(
     """
     check_block_size("l_sel", l_sel)
     scale = scale_of(softmax_scale, q.shape[-1])
-    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    end = q_start + q.shape[1]
+    of_cmp = lambda x: seen_rows(x, num_compressed(end, l, d), cu_seqlens)
+    of_sel = lambda x: seen_rows(x, end, cu_seqlens)
+    tensors = (
+        q, of_cmp(k_cmp), of_cmp(v_cmp), of_sel(k_sel), of_sel(v_sel), k_win, v_win, gates
+    )  # fmt: skip
     out, block_indices, *_, lse, _, _ = _prefill(
         *(t.contiguous() for t in tensors), [l, d, l_sel, n_sel, n_init, n_local, window], scale,
         *packed_ends(cu_seqlens, cu_seqlens_cmp), max_seqlen or 0, q_start, use_gluon,

@@ -6,10 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa.blocks import num_compressed
 from nsa.checks import scale_of
 from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
+from nsa.layouts import seen_rows
 
 
 @operator("nsa::span_attention")
@@ -109,6 +111,8 @@ def compressed_attention_triton(
     Gradients flow through out to q, k_cmp, v_cmp; lse carries none. Raises NotImplementedError for
     more heads per KV group than limits.most_heads.
     """
+    seen = num_compressed(q_start + q.shape[1], l, d)
+    k_cmp, v_cmp = (seen_rows(x, seen, cu_seqlens) for x in (k_cmp, v_cmp))
     return _span_attention(
         q.contiguous(), k_cmp.contiguous(), v_cmp.contiguous(), COMPRESSED, l, d,
         scale_of(softmax_scale, q.shape[-1]), *packed_ends(cu_seqlens, cu_seqlens_cmp), q_start,

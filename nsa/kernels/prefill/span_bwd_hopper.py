@@ -265,6 +265,13 @@ def _masked_rows(X, row, live, layout: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def finite(x):
+    """x with 0 for what is not finite: a backward needs no other mark of a row that sees such a
+    key, whose delta is NaN, and other rows would get 0 * NaN."""
+    return gl.where(x.to(gl.float32) * 0.0 == 0.0, x, 0.0)
+
+
+@gluon.jit
 def _span_tail(
     dk, dv, Q, DO, STATS_ROWS, DQD, buffers, t0, m0, q_len, head0, HQ, lse_row, delta_row, first,
     window, scale_log2,
@@ -354,8 +361,8 @@ def _span_walk(
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
     key_row = (k_begin + key) * G + group
     # By pointers and once: keys past the sequence must be zeros, not the next one's.
-    k_place.index(0).store(_masked_rows(K, key_row, key < k_end, COPY_LAYOUT, WIDTH))
-    v_place.index(0).store(_masked_rows(V, key_row, key < k_end, COPY_LAYOUT, WIDTH))
+    k_place.index(0).store(finite(_masked_rows(K, key_row, key < k_end, COPY_LAYOUT, WIDTH)))
+    v_place.index(0).store(finite(_masked_rows(V, key_row, key < k_end, COPY_LAYOUT, WIDTH)))
     # The first tile has none before it: its own Q times dS = 0.
     ds_smem.index(1).store(gl.zeros([KEYS, ROWS], q_smem.dtype, S_LAYOUT))
     fence_async_shared()
