@@ -54,9 +54,9 @@ _POINTERS = {
     "COUNTS": "*i32", "ORDERED": "*i32", "SEQUENCE": "*i32", "FIRST_TILE": "*i32",
     "POSITIONS": "*i64",
     "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
-    "REACH": "*fp32", "SIZES": "*fp32", "MORE": "*fp32", "SCALES": "*fp32", "SUMS": "*fp16", "TOP": "*fp32",
-    "TOTAL": "*fp32", "REST": "*i32", "LISTED": "*i32", "WHOLE": "*i32", "TODO": "*i32",
-    "LOST": "*i32",
+    "REACH": "*fp32", "SIZES": "*fp32", "MORE": "*fp32", "SCALES": "*fp32", "SUMS": "*fp16",
+    "TOP": "*fp32", "TOTAL": "*fp32", "REST": "*i32", "LISTED": "*i32", "WHOLE": "*i32",
+    "TODO": "*i32", "LOST": "*i32",
 }  # fmt: skip
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
