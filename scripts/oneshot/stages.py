@@ -148,7 +148,7 @@ def _gpu(profile: str) -> list[Stage]:
             (*SHARDED, *tests("test_prefill*.py", "test_decode*.py", "test_block_attn_*.py",
                               "test_union_attn.py", "test_span_bwd_fused.py", "test_hopper.py",
                               "test_sums.py", "test_key_sums.py", "test_tile_blocks.py",
-                              "test_turn.py", "test_packs.py"),
+                              "test_turn.py", "test_packs.py", "test_distributions.py"),
              "-m", "kernel" if full else "kernel and core"),
             proof="parity", timeout_s=(900 if full else 420) * slow,
             estimate_s=300 if full else 80, env=PARITY,

@@ -1,0 +1,186 @@
+"""Inputs that are not random normal numbers: every kernel of a branch against fp64, row by row,
+beside PyTorch's attention in the same dtype.
+
+A row's error is relative to its own largest number, so that a row of small ones counts as much as
+one that sees an outlier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa
+from bench.parity import assert_parity
+from nsa import blocks, launches
+from nsa.flags import Flags
+from nsa.tests.helpers import make_block_indices, randn
+
+pytestmark = pytest.mark.kernel
+F16, BF16 = torch.float16, torch.bfloat16
+FLAGS = Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Queries [B, S] that stand behind q_start keys, and the sizes of NSA."""
+
+    S: int
+    q_start: int
+    B: int = 2
+    G: int = 1
+    h: int = 2
+    D: int = 16
+    dtype: torch.dtype = F16
+    l: int = 8
+    d: int = 4
+    l_sel: int = 16
+    n_sel: int = 4
+    w: int = 11
+    big: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.B}x{self.S}+{self.q_start}-G{self.G}h{self.h}-D{self.D}"
+
+    @property
+    def keys(self) -> int:
+        return self.q_start + self.S
+
+
+PAPER = dict(D=128, dtype=BF16, l=32, d=16, l_sel=64, n_sel=16, w=512, big=True)
+SHAPES = [
+    Shape(37, 20), Shape(45, 0, G=2, h=1),
+    Shape(512, 1000, G=2, h=16, **PAPER),
+    # By keys, with sums in fp16: 16 heads, 8 and 4 (block_attn_fwd_hopper.SPLIT_KEYS, _QUERIES).
+    Shape(2100, 8200, h=16, **PAPER), Shape(1024, 5200, h=8, **PAPER),
+    Shape(1024, 5200, h=4, **PAPER),
+]  # fmt: skip
+
+
+def scaled(x: Tensor, size: float) -> None:
+    """In place, within what the dtype holds."""
+    x.copy_((x.double() * size).clamp(*(s * torch.finfo(x.dtype).max / 2 for s in (-1, 1))))
+
+
+def spread(kind: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Outliers of the size that language models have."""
+    token = torch.tensor([0, 3, k.shape[1] // 2, k.shape[1] * 2 // 3], device=k.device)
+    large, wide = (300, 20) if k.dtype == F16 else (3000, 100)
+    if kind in ("tokens", "both"):
+        for x in (k, v):
+            rows = x[:, token]
+            scaled(rows, large)
+            x[:, token] = rows
+    if kind in ("channels", "both"):
+        for x in (k, v):
+            scaled(x[..., 5], wide)
+            scaled(x[..., 11], wide)
+    if kind == "peaked":
+        scaled(q, 8)
+    if kind == "apart":  # one sequence of the batch has nothing to do with the other
+        scaled(v[1], 2.0**9 if v.dtype == F16 else 1e6)
+        scaled(v[0], 2.0**-6 if v.dtype == F16 else 1e-4)
+    if kind == "large":
+        scaled(v, torch.finfo(v.dtype).max / 64)
+    if kind == "small":
+        scaled(v, 2.0**-6 if v.dtype == F16 else 1e-30)
+
+
+KINDS = ["tokens", "channels", "both", "peaked", "apart", "large", "small"]
+WITH_GRADIENTS = KINDS[:5]  # the others' do not fit the dtype
+BRANCHES = {
+    "compressed": lambda s, x, **how: nsa.compressed_attention(
+        x["q"], x["k_cmp"], x["v_cmp"], l=s.l, d=s.d, q_start=s.q_start, **how)[0],
+    "sliding": lambda s, x, **how: nsa.sliding_attention(
+        x["q"], x["k"], x["v"], window=s.w, q_start=s.q_start, **how),
+    "selected": lambda s, x, **how: nsa.selection_attention(
+        x["q"], x["k"], x["v"], x["blocks"], block_size=s.l_sel, q_start=s.q_start, **how),
+}  # fmt: skip
+LEAVES = {"compressed": ("q", "k_cmp", "v_cmp")}
+
+
+def inputs(shape: Shape, kind: str, device: str) -> dict[str, Tensor]:
+    kw = dict(dtype=shape.dtype, device=device)
+    n_cmp = blocks.num_compressed(shape.keys, shape.l, shape.d)
+    x = {"q": randn(shape.B, shape.S, shape.G * shape.h, shape.D, seed=1, **kw)}
+    for i, (name, n) in enumerate([("k", shape.keys), ("k_cmp", n_cmp)]):
+        x[name] = randn(shape.B, n, shape.G, shape.D, seed=2 + i, **kw)
+        x["v" + name[1:]] = randn(shape.B, n, shape.G, shape.D, seed=4 + i, **kw)
+        spread(kind if i == 0 or kind != "peaked" else "", x["q"], x[name], x["v" + name[1:]])
+    chosen = [
+        make_block_indices("random", 1, shape.keys, shape.G, shape.n_sel, shape.l_sel, seed=b,
+                           device=device)[:, shape.q_start :]
+        for b in range(shape.B)
+    ]  # fmt: skip
+    x["blocks"] = torch.cat(chosen).contiguous()
+    return x
+
+
+def run(branch: str, shape: Shape, x: dict, grad_out: Tensor | None, dtype, backend: str) -> dict:
+    """out, and gradients where grad_out is given, of a branch in that dtype by that backend."""
+    names = LEAVES.get(branch, ("q", "k", "v"))
+    leaves = {n: x[n].detach().to(dtype).requires_grad_(grad_out is not None) for n in names}
+    out = BRANCHES[branch](shape, {**x, **leaves}, backend=backend, flags=FLAGS)
+    found = {"out": out.detach()}
+    if grad_out is not None:
+        grads = torch.autograd.grad(out, list(leaves.values()), grad_out.to(dtype))
+        found |= {f"d{n}": g for n, g in zip(names, grads, strict=True)}
+    return found
+
+
+def in_parts(branch: str, shape: Shape, x: dict, grad_out: Tensor | None) -> dict:
+    """In fp64, one sequence of the batch at a time: a large shape's scores are 0.7 GB each."""
+    parts = []
+    for b in range(shape.B):
+        one = {n: t[b : b + 1] for n, t in x.items()}
+        do = None if grad_out is None else grad_out[b : b + 1]
+        parts.append(run(branch, shape, one, do, torch.float64, "reference"))
+    return {n: torch.cat([p[n] for p in parts]) for n in parts[0]}
+
+
+def by_row(x: Tensor, truth: Tensor) -> Tensor:
+    """x with the largest number of each row of truth between 1 and 2; exact."""
+    largest = truth.abs().amax(-1, keepdim=True)
+    exponent = torch.frexp(torch.where(largest > 0, largest, 1.0))[1] - 1
+    return torch.ldexp(x.double(), -exponent)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=[pytest.mark.core] if s.big else []) for s in SHAPES], ids=str
+)
+def test_rows_are_as_exact_as_pytorchs(shape, branch, kind, kernel_device):
+    if shape.big != (kernel_device == "cuda"):
+        pytest.skip("a size of the other kind of device")
+    if shape.S > 512 and branch != "selected":
+        pytest.skip("for sums by keys, which other branches have not")
+    x = inputs(shape, kind, kernel_device)
+    grad_out = None
+    if kind in WITH_GRADIENTS:
+        grad_out = randn(*x["q"].shape, seed=9, dtype=shape.dtype, device=kernel_device)
+    with launches.recording() as counts:
+        got = run(branch, shape, x, grad_out, shape.dtype, "triton")
+    truth = in_parts(branch, shape, x, grad_out)
+    torchs = run(branch, shape, x, grad_out, shape.dtype, "sdpa")
+    for name, want in truth.items():
+        ours, theirs, exact = (by_row(t, want) for t in (got[name], torchs[name], want))
+        eps = torch.finfo(shape.dtype).eps
+        if name == "out":
+            # Twice the error of the other, in mean and in the worst row; and what rounding gives.
+            limit = 2 * (theirs - exact).abs().mean().item() + eps / 8
+            assert_parity(
+                f"{branch}/{shape}/{kind}", f"{branch}-{kind}", ours.to(shape.dtype), exact,
+                theirs.to(shape.dtype), path_requested="triton", path_taken="triton",
+                launches=counts, limit_mae=limit, seed=1,
+            )  # fmt: skip
+            continue
+        # On average, over rows that are no difference of numbers a thousand times as large.
+        size = want.norm(dim=-1)
+        some = size > 1e-3 * size.flatten(1).median(1).values[:, None, None]
+        errors = [(t - exact).norm(dim=-1) / exact.norm(dim=-1) for t in (ours, theirs)]
+        mine, its = (e[some].clamp(max=1.0).mean().item() for e in errors)
+        assert mine <= 2 * its + eps, (name, mine, its)
