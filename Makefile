@@ -1,7 +1,7 @@
 # Every target is one line that a person could type. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help gpu-report test lint clean
+.PHONY: help gpu-report test test-all lock lint clean
 
 # Given on the command line or not at all: one that happens to be in the environment means nothing.
 # The recipe takes their `value`: make would expand a $ in it.
@@ -47,6 +47,12 @@ gpu-report: ## Prove and time the kernels on this machine; the report lands in a
 
 test: ## Set up .venv and run every test that needs no GPU (kernels in Triton's interpreter)
 	@bash scripts/run_tests.sh
+
+test-all: ## The same, and compile every kernel configuration, also those that did not change
+	@NSA_TEST_ALL=1 bash scripts/run_tests.sh
+
+lock: ## Compile kernel configurations that changed, and write down what became of them
+	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" scripts/lock.py
 
 lint: ## Set up .venv and check style with ruff
 	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" -m ruff check nsa bench scripts

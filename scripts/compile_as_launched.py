@@ -199,6 +199,21 @@ def grid(arch: int, quick: bool) -> Iterator[Call]:
         yield decode, (1, 1, 16, 128, 128, BF16, 8192, 0, 16, l_sel)
 
 
+def some_calls() -> Iterator[Call]:
+    """Calls whose kernels a lock keeps in mind: few, of all kinds."""
+    sizes, heads = [(64, 64), (128, 128), (192, 128)], (2, 4, 12, 16)
+    for size, h, packed in itertools.product(sizes, heads, (False, True)):
+        yield prefill, (LONG, h, *size, BF16, packed, 64, None, False)
+    for l_sel, use, fixed in [(16, None, False), (128, None, False), (64, False, False),
+                              (64, None, True)]:  # fmt: skip
+        yield prefill, (256, 16, 128, 128, BF16, False, l_sel, use, fixed)
+    yield prefill, (32, 4, 128, 128, F32, False, 64, None, False)
+    for size in sizes:
+        yield turn, (16, *size, BF16)
+        for T, h, max_len, page in [(1, 16, 8192, 0), (4, 4, 131072, 0), (1, 16, 8192, 64)]:
+            yield decode, (2, T, h, *size, BF16, max_len, page)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

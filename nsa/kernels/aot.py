@@ -7,13 +7,25 @@ GPU. It cannot run under TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import importlib
+import inspect
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection
+import textwrap
+import types
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+# Every kernel package offers its configurations in a module aot_cases.
+MODULES = sorted(
+    f"nsa.kernels.{path.parent.name}.aot_cases"
+    for path in Path(__file__).parent.glob("*/aot_cases.py")
+)
 ARCHS = (80, 86, 89, 90, 100, 120)
 
 # Shared memory that one block may use, bytes (CUDA C++ programming guide, compute capabilities).
@@ -43,8 +55,7 @@ class AotCase:
     parting: str | None = None
 
 
-@dataclass(frozen=True)
-class Resources:
+class Resources(NamedTuple):
     """What one program needs: shared memory in bytes, registers per thread, stack in bytes; and how
     many barriers of all warps there are behind AotCase.parting."""
 
@@ -65,8 +76,59 @@ class Resources:
         return found
 
 
-def compile_case(case: AotCase, arch: int) -> Resources:
-    """Compile for compute capability `arch` (90 for sm_90) and report the resources used.
+def cases_of(module: str, arch: int) -> list[AotCase]:
+    """What a module of MODULES offers for that architecture."""
+    return importlib.import_module(module).aot_cases(arch)
+
+
+def content(case: AotCase, arch: int) -> str:
+    """What the case is made from, as a hash: see scripts/lock.py. Triton's release is not
+    part of it."""
+    given = [sorted(x.items()) for x in (case.types, case.constexprs)]
+    options = (case.num_warps, case.num_stages, case.gluon, case.max_registers, case.parting)
+    parts = [*_code(case.kernel, set()), repr(given), repr(options), str(arch)]
+    return _hash("\n".join(parts))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _code(fn: Any, seen: set[int]) -> Iterator[str]:
+    """The code of a kernel or of a function that kernels call, of all of the project's that it
+    calls, and the constants that it reads."""
+    if id(fn) in seen:
+        return
+    seen.add(id(fn))
+    compiled = hasattr(fn, "src")
+    function = ast.parse(fn.src if compiled else textwrap.dedent(inspect.getsource(fn))).body[0]
+    if ast.get_docstring(function) is not None:
+        function.body = function.body[1:]
+    yield ast.dump(function)
+    python = fn.fn if compiled else inspect.unwrap(fn)
+    outer = {}
+    if isinstance(python, types.FunctionType):
+        outer = {**python.__globals__, **inspect.getclosurevars(python).nonlocals}
+
+    def value(node: ast.AST) -> Any:
+        if isinstance(node, ast.Name):
+            return outer.get(node.id)
+        of = value(node.value) if isinstance(node, ast.Attribute) else None
+        return getattr(of, node.attr, None) if isinstance(of, types.ModuleType) else None
+
+    for node in ast.walk(function):
+        found = value(node)
+        if found is None or isinstance(found, types.ModuleType):
+            continue
+        if getattr(found, "__module__", "").startswith("nsa.") and callable(found):
+            yield from _code(found, seen)
+        elif type(found).__name__ == "constexpr" or isinstance(found, (int, float, str, tuple)):
+            yield f"{ast.unparse(node)} = {getattr(found, 'value', found)!r}"
+
+
+def compile_case(case: AotCase, arch: int) -> tuple[Resources, str]:
+    """Compile for compute capability `arch` (90 for sm_90): the resources used, and a hash of the
+    PTX.
 
     Pointers and strides count as multiples of 16, as the launchers see to it. Raises ValueError
     when a case misses or invents an argument of its kernel, or has no `parting`.
@@ -83,7 +145,21 @@ def compile_case(case: AotCase, arch: int) -> Resources:
         if not behind:
             raise ValueError(f"{case.name}: no {case.parting!r} in its PTX")
         barriers = behind.count("bar.sync")
-    return Resources(compiled.metadata.shared, registers, stack, barriers)
+    used = Resources(compiled.metadata.shared, registers, stack, barriers)
+    return used, _hash(re.sub(r"//.*", "", compiled.asm["ptx"]))
+
+
+def ones_of(cases: list[AotCase]) -> Iterator[tuple[AotCase, list[str]]]:
+    """Which int arguments to lower_case() with 1: all of a case at once, and each alone in the
+    first case of every kernel."""
+    seen = set()
+    for case in cases:
+        ints = [n for n, t in case.types.items() if t in ("i32", "i64")]
+        if ints:
+            yield case, ints
+        if case.kernel.__name__ not in seen:
+            yield from ((case, [one]) for one in ints)
+        seen.add(case.kernel.__name__)
 
 
 def lower_case(case: AotCase, arch: int, ones: Collection[str]) -> None:

@@ -5,22 +5,25 @@ No GPU is needed: Triton compiles to a cubin for the named architecture.
 
 from __future__ import annotations
 
-import gc
-import importlib
 import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 
-from nsa import dispatch, kernels
-from nsa.kernels.aot import ARCHS, SHARED_LIMIT, AotCase, Resources, compile_case, lower_case
-
-# Every kernel package offers its configurations in a module aot_cases.
-MODULES = sorted(
-    f"nsa.kernels.{path.parent.name}.aot_cases"
-    for path in Path(kernels.__file__).parent.glob("*/aot_cases.py")
+from nsa import dispatch
+from nsa.kernels.aot import (
+    ARCHS,
+    MODULES,
+    SHARED_LIMIT,
+    AotCase,
+    Resources,
+    cases_of,
+    compile_case,
+    content,
+    lower_case,
+    ones_of,
 )
+from scripts import lock as locks
 
 PARTS = 4  # of a module's cases for one architecture: a slow machine has minutes for each
 
@@ -35,14 +38,14 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """A stale cache entry would hide a compiler error."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", os.fspath(tmp_path))
-    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")  # an eighth of the time
-    gc.collect()
-    gc.disable()  # a sixth of it: the compiler's many objects set off search after search
-    yield
-    gc.enable()
+def own_cache():
+    with locks.fresh_cache():
+        yield
+
+
+def known() -> dict[str, list]:
+    """What the lock knows; nothing where all is to be compiled."""
+    return {} if os.environ.get("NSA_TEST_ALL") else locks.read()["kernels"]
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -51,16 +54,23 @@ def own_cache(tmp_path, monkeypatch):
 def test_cases_compile_and_fit(module, arch, part):
     from nsa.kernels.decode.step import TEAM_PER_SM
 
-    every = importlib.import_module(module).aot_cases(arch)
+    every, lock = cases_of(module, arch), locks.read()["kernels"]
     cases = every[part::PARTS]
     assert cases and len({c.name for c in every}) == len(every)
-    bad = []
+    bad, trusted = [], known()
     for case in cases:
-        try:
-            used = compile_case(case, arch)
-        except Exception as error:
-            bad.append(f"{case.name}: {type(error).__name__}: {str(error)[-300:]}")
-            continue
+        name = f"sm_{arch} {case.name}"
+        entry = trusted.get(name)
+        if entry and entry[0] == content(case, arch):
+            used = Resources(*entry[2:])
+        else:
+            try:
+                used, ptx = compile_case(case, arch)
+            except Exception as error:
+                bad.append(f"{case.name}: {type(error).__name__}: {str(error)[-300:]}")
+                continue
+            if lock and lock.get(name, [0, 0])[1] != ptx:
+                bad.append(f"{case.name}: other PTX than the lock's; `make lock`, and say so")
         assert used.registers > 0
         # All programs of a team run at a time, so many on a multiprocessor.
         if "_team_kernel" in case.name and used.shared * TEAM_PER_SM > SHARED_LIMIT[arch]:
@@ -69,30 +79,68 @@ def test_cases_compile_and_fit(module, arch, part):
     assert not bad, f"{len(bad)} of {len(cases)} on sm_{arch}:\n" + "\n".join(bad)
 
 
+def test_the_lock_has_no_other_cases():
+    lock = locks.read()["kernels"]
+    if not lock:
+        pytest.skip("the lock is of another release of Triton")
+    names = {f"sm_{arch} {c.name}" for m in MODULES for arch in ARCHS for c in cases_of(m, arch)}
+    assert set(lock) == names, "`make lock`"
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("module", MODULES)
 def test_every_int_argument_may_be_one(module, part):
-    """All of them at once in every case, and each alone in one case of every kernel; those for
-    sm_90 have every kernel."""
-    alone, bad = {}, []
-
-    def attempt(case, ones):
+    """Those for sm_90 have every kernel. What the lock knows has passed."""
+    cases, trusted, bad = cases_of(module, 90), known(), []
+    names = sorted({c.kernel.__name__ for c in cases})[part::PARTS]
+    for case, ones in ones_of(cases):
+        if case.kernel.__name__ not in names:
+            continue
+        if trusted.get(f"sm_90 {case.name}", [None])[0] == content(case, 90):
+            continue
         try:
             lower_case(case, 90, ones)
         except Exception as error:
             why = str(error.__cause__ or error)[-200:]
             bad.append(f"{case.name} with {', '.join(ones)} = 1: {type(error).__name__}: {why}")
-
-    for case in importlib.import_module(module).aot_cases(90):
-        alone.setdefault(case.kernel.__name__, case)
-    names = sorted(alone)[part::PARTS]
-    for case in importlib.import_module(module).aot_cases(90):
-        name, ints = case.kernel.__name__, [n for n, t in case.types.items() if t in ("i32", "i64")]
-        if name in names and ints:
-            attempt(case, ints)
-            for one in ints if case.name == alone[name].name else ():
-                attempt(case, [one])
     assert names and not bad, "\n".join(bad)
+
+
+# Code that says the same is the same content, what it calls or reads is part of it.
+HELPER = """
+import triton, triton.language as tl
+from nsa.tests import test_aot_compile as here
+WIDTH = tl.constexpr({width})
+
+@triton.jit
+def add(x, y):
+    {comment}
+    return x {sign} y
+
+@triton.jit
+def kernel(X, n, D: tl.constexpr):
+    tl.store(X + n, add(D, WIDTH))
+"""
+
+
+def test_content_is_code_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(os.fspath(tmp_path))
+
+    def made(name, width=4, sign="+", comment="# none", D=2, arch=90):
+        package = tmp_path / name / "nsa_case.py"
+        package.parent.mkdir()
+        text = HELPER.format(width=width, sign=sign, comment=comment)
+        package.write_text("\n" * len(name) + text)
+        spec = importlib.util.spec_from_file_location("nsa.case", package)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        case = AotCase("c", module.kernel, {"X": "*i32", "n": "i32"}, {"D": D})
+        return content(case, arch)
+
+    first = made("a")
+    assert made("bb") == first and made("ccc", comment='"""Other words."""') == first
+    others = [made("d", width=8), made("e", sign="-"), made("f", D=3), made("g", arch=80)]
+    assert len({first, *others}) == 5
 
 
 def test_problems_name_what_does_not_fit():
@@ -112,7 +160,7 @@ def test_an_oversized_tile_is_caught():
     huge = AotCase(
         case.name, case.kernel, case.types, {**case.constexprs, "BLOCK_L": 256}, 8, 3
     )
-    assert any("shared" in p for p in compile_case(huge, 90).problems(90))
+    assert any("shared" in p for p in compile_case(huge, 90)[0].problems(90))
 
 
 def test_a_case_with_wrong_arguments_is_refused():

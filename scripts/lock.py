@@ -1,0 +1,183 @@
+"""What nobody shall change without saying so: nsa/tests/locks, which `make lock` writes anew.
+
+    python scripts/lock.py               # all three; compiles what has changed
+    python scripts/lock.py --calls 90    # prints one part of calls.txt
+
+api.txt: the public names and their signatures. calls.txt: which kernels calls launch, in order, by
+architecture. kernels.json: what kernels compile to, by what they are made from. A configuration
+(nsa/kernels/aot.py) is known by its content: the code of its kernel and of all that this calls,
+without comments, docstrings and places; its types, constants and options; Triton's release.
+
+`make test` compares all three. It compiles only what kernels.json does not know, and fails where PTX
+has changed, so that a commit which changes kernels says so. `make test-all` compiles everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # an eighth of the time
+
+LOCKS = Path(__file__).resolve().parent.parent / "nsa" / "tests" / "locks"
+LOCK = LOCKS / "kernels.json"
+CALLS_OF = (80, 90, 120)  # one each of three ways to fit kernels
+PARTS = 16  # pieces of work for each module and architecture
+
+
+@contextlib.contextmanager
+def fresh_cache() -> Iterator[None]:
+    """A stale entry would hide a compiler error; and the compiler's many objects set off one search
+    for garbage after the other."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    gc.disable()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            gc.enable()
+            os.environ.pop("TRITON_CACHE_DIR")
+            if before is not None:
+                os.environ["TRITON_CACHE_DIR"] = before
+
+
+def api() -> list[str]:
+    """The public names and their signatures."""
+    import nsa
+
+    lines = []
+    for name in sorted(nsa.__all__):
+        found = getattr(nsa, name)
+        try:
+            lines.append(f"{name}{inspect.signature(found)}")
+        except (TypeError, ValueError):
+            lines.append(name)
+        if inspect.isclass(found):
+            for method, value in sorted(vars(found).items()):
+                if callable(value) and not method.startswith("_"):
+                    lines.append(f"{name}.{method}{inspect.signature(value)}")
+    return lines
+
+
+def calls(arch: int) -> list[str]:
+    """Which kernels calls launch on a GPU of that architecture. For a process of its own."""
+    import torch
+
+    from nsa.kernels.launch import planning
+    from scripts import compile_as_launched as launched
+
+    launched.pretend(arch, {})
+    torch.autograd.set_multithreading_enabled(False)
+    lines = []
+    for call, shape in launched.some_calls():
+        with planning() as planned:
+            try:
+                call(*shape)
+            except NotImplementedError as error:
+                lines.append(f"sm_{arch} {call.__name__}{shape}: {error}")
+                continue
+        names = " ".join(one.kernel.__name__ for one in planned.launches)
+        lines.append(f"sm_{arch} {call.__name__}{shape}: {names}")
+    return lines
+
+
+def calls_apart(arch: int) -> list[str]:
+    """calls() by another process."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--calls", str(arch)], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout.splitlines()
+
+
+def read() -> dict:
+    """{"triton": its release, "kernels": {"sm_90 name": [content, PTX, shared, registers, stack,
+    barriers]}}; without kernels where the file is of another release."""
+    import triton
+
+    found = json.loads(LOCK.read_text()) if LOCK.exists() else {}
+    if found.get("triton") != triton.__version__:
+        found = {"triton": triton.__version__, "kernels": {}}
+    return found
+
+
+def part(work: tuple[str, int, int, dict[str, list]]) -> dict[str, list]:
+    """The entries of every PARTS-th case of a module for an architecture, compiled where `known`
+    has not their content.
+
+    Raises RuntimeError for a case that does not fit, or what Triton raises.
+    """
+    from nsa.kernels import aot
+
+    module, arch, number, known = work
+    found, changed = {}, []
+    with fresh_cache():
+        cases = aot.cases_of(module, arch)
+        for case in cases[number::PARTS]:
+            name = f"sm_{arch} {case.name}"
+            content = aot.content(case, arch)
+            if known.get(name, [None])[0] == content:
+                found[name] = known[name]
+                continue
+            changed.append(case.name)
+            used, ptx = aot.compile_case(case, arch)
+            problems = used.problems(arch, case.max_spill)
+            if problems:
+                raise RuntimeError(f"{name}: {'; '.join(problems)}")
+            found[name] = [content, ptx, *used]
+        if arch == 90:
+            for case, ones in aot.ones_of(cases):
+                if case.name in changed:
+                    aot.lower_case(case, arch, ones)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--calls", type=int, choices=CALLS_OF, metavar="SM",
+                        help=f"only print what calls launch on one of {CALLS_OF}")  # fmt: skip
+    args = parser.parse_args(argv)
+    if args.calls:
+        print("\n".join(calls(args.calls)))
+        return 0
+    import triton
+
+    from nsa.kernels import aot
+
+    before = read()["kernels"]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    work = [(m, a, i, before) for m in aot.MODULES for a in aot.ARCHS for i in range(PARTS)]
+    with ProcessPoolExecutor(cores) as pool:
+        entries = dict(sorted(e for done in pool.map(part, work) for e in done.items()))
+    changed = sorted(n for n in before | entries if before.get(n) != entries.get(n))
+    compiled = [n for n in changed if before.get(n, [0, 0])[1] != entries.get(n, [0, 0])[1]]
+    print(f"{len(entries)} configurations, {len(changed)} made of other code, "
+          f"{len(compiled)} with other PTX")  # fmt: skip
+    LOCKS.mkdir(exist_ok=True)
+    (LOCKS / "api.txt").write_text("\n".join(api()) + "\n")
+    launched = [line for arch in CALLS_OF for line in calls_apart(arch)]
+    (LOCKS / "calls.txt").write_text("\n".join(launched) + "\n")
+    lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(e)}" for n, e in entries.items())
+    head = f'"triton": {json.dumps(triton.__version__)}'
+    LOCK.write_text(f'{{{head}, "kernels": {{\n{lines}\n}}}}\n')
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
