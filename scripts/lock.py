@@ -8,8 +8,8 @@ architecture. kernels.json: what kernels compile to, by what they are made from.
 (nsa/kernels/aot.py) is known by its content: the code of its kernel and of all that this calls,
 without comments, docstrings and places; its types, constants and options; Triton's release.
 
-`make test` compares all three. It compiles only what kernels.json does not know, and fails where PTX
-has changed, so that a commit which changes kernels says so. `make test-all` compiles everything.
+`make test` compares all three. It compiles only what kernels.json does not know, and fails where
+PTX has changed, so that a commit which changes kernels says so. `make test-all` compiles everything.
 """
 
 from __future__ import annotations
