@@ -130,20 +130,20 @@ def _prefill_bwd(
 
     s, sliding = _sizes(sizes), Span(SLIDING, sizes[6])
     grad_out = grad_out.contiguous()
-    # dQ / softmax_scale, and behind it whether a gate is negative: zeros at once where both are.
-    zeroed = one_pass(sliding, q, k_win, v_win, grad_out, use_gluon) is not None
-    make = torch.zeros if zeroed else torch.empty
+    # dQ / softmax_scale and, behind it, whether a gate is negative, which begins as 0.
+    of_window = one_pass(sliding, q, k_win, v_win, grad_out, use_gluon)
+    make = torch.zeros if of_window else torch.empty
     room = make(q.numel() + 1, dtype=torch.float32, device=q.device)
     acc, any_negative = room[:-1].view(q.shape), room[-1:].view(torch.int32)
-    if not zeroed:
+    if not of_window:
         any_negative.zero_()
     dgates, deltas, lses, reach = combine_bwd(
         grad_out, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates, any_negative
     )
     _, dk_win, dv_win = span_attention_bwd(
         grad_out, q, k_win, v_win, o_win, lses[WIN], sliding, softmax_scale, cu_seqlens,
-        cu_seqlens, delta=deltas[WIN], dq=acc, first=not zeroed,
-        q_start=_window_start(q, k_win, cu_seqlens), use_gluon=use_gluon, any_negative=any_negative,
+        cu_seqlens, delta=deltas[WIN], dq=acc, first=not of_window,
+        q_start=_window_start(q, k_win, cu_seqlens), any_negative=any_negative, chosen=of_window,
     )  # fmt: skip
     of_sel, dk_sel, dv_sel = block_attention_bwd(
         grad_out, q, k_sel, v_sel, None, lses[SEL], block_indices, block_size=s["l_sel"],

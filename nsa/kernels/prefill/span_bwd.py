@@ -402,13 +402,14 @@ def span_attention_bwd(
     cu_k: torch.Tensor | None = None, delta: torch.Tensor | None = None,
     dq: torch.Tensor | None = None, first: bool = False, q_start: int = 0,
     use_gluon: bool | None = None, any_negative: torch.Tensor | None = None,
+    chosen: Callable | bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv with the shapes and dtypes of q, k, v. All inputs contiguous.
 
     delta [.., HQ] fp32 is rowsum(grad_out * out), computed when not given. With dq given (fp32,
     like q), this branch's dQ / softmax_scale is added to it in place, or written over what it holds
     where `first`, and dq itself is returned. use_gluon: see hopper.py. any_negative: combine_bwd's,
-    where lse and delta are.
+    where lse and delta are. chosen: what one_pass gave, if the caller has asked.
     """
     hq, dim = q.shape[-2:]
     groups, dv_dim = v.shape[-2:]
@@ -420,7 +421,9 @@ def span_attention_bwd(
     if delta is None:
         delta, _ = attention_delta(out, grad_out)
     at = Rows.of(q, k, cu_q, cu_k)
-    pass_of_both = one_pass(span, q, k, v, grad_out, use_gluon)
+    pass_of_both = chosen
+    if chosen is False:
+        pass_of_both = one_pass(span, q, k, v, grad_out, use_gluon)
     if pass_of_both:
         if first and dq is not None:
             dq.zero_()
