@@ -465,10 +465,10 @@ def nsa_attention(
 
     q [B, S, HQ, Dk]; k_cmp, v_cmp already compressed [B, Nc, G, D], Nc < N; k_sel, v_sel
     [B, N, G, D] and
-    k_win, v_win, each branch with its own projection; gates [B, S, HQ, 3] (cmp, sel, win), after
-    the sigmoid: the Triton backward gives NaN for negative ones. A chunk of a sequence, or
-    decoding: q_start is the position of the first query; the last query stands at k_win's last
-    key, so k_win may leave out what lies before the first query's window.
+    k_win, v_win, each branch with its own projection; gates [B, S, HQ, 3] (cmp, sel, win), any
+    real numbers; the paper's are after a sigmoid. A chunk of a sequence, or decoding: q_start is
+    the position of the first query; the last query stands at k_win's last key, so k_win may leave
+    out what lies before the first query's window.
 
     Returns out [B, S, HQ, Dv]; with return_aux also {"block_indices", "lse", "routes": {branch:
     route really taken}}. Raises ValueError or TypeError that names the argument.

@@ -296,7 +296,7 @@ def asked_for(on_hopper, monkeypatch):
     rank = lambda kernel, grid, scores, out, *args, **constexprs: out.zero_()
     monkeypatch.setattr(block_select, "launch", rank)
     monkeypatch.setattr(block_attn, "ascending", lambda blocks: blocks)
-    monkeypatch.setattr(combine, "combine_bwd", lambda do, outs, lses, gates: (
+    monkeypatch.setattr(combine, "combine_bwd", lambda do, outs, lses, gates, flag: (
         torch.zeros_like(gates), [delta(o, do)[0] for o in outs], lses, delta(outs[0], do)[1]
     ))  # fmt: skip
     monkeypatch.setattr(dispatch, "interpreting", lambda: True)

@@ -5,12 +5,14 @@ Small shapes run in Triton's interpreter and on a GPU; those marked `big` on a G
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
+import nsa
 from bench.parity import MAE_LIMIT, assert_parity
 from nsa import blocks, launches, oracle, reference, select
 from nsa.compress import mean_pool
@@ -473,14 +475,18 @@ def test_ranks(seen, n_sel, n_init, n_local, kernel_device):
 @ALL
 def test_whole(shape, device):
     """The fused operator: block choice as the kernels made it, everything else against fp64."""
+    whole_case("whole", Inputs(shape, device, seed=6))
+
+
+def whole_case(case: str, x: Inputs, call=prefill.nsa_prefill_triton) -> None:
     from nsa.kernels.prefill import hopper
 
-    x = Inputs(shape, device, seed=6)
+    shape = x.shape
     chosen: list[Tensor] = []
     names = ["q", "k_cmp", "v_cmp", "k", "v", "k_win", "v_win", "gates"]
 
     def ours(*tensors):
-        out, aux = prefill.nsa_prefill_triton(
+        out, aux = call(
             *tensors, **shape.sizes, n_init=1, n_local=2, window=shape.w,
             **x.packing(compressed=True, longest=True),
         )  # fmt: skip
@@ -507,7 +513,76 @@ def test_whole(shape, device):
                *selection_backward(x), *window_backward(x)]  # fmt: skip
     spans = hopper.pair_forward_kernels(x.q, x.k_cmp, x.v_cmp, x.k_win, x.v_win)
     alone = [*spans, *selection_forward(x, gated=True)]
-    check("whole", x, names, ours, theirs, kernels, alone)
+    check(case, x, names, ours, theirs, kernels, alone)
+
+
+def any_gates(x: Inputs) -> Tensor:
+    """Of both signs, some 0, some large; the last query's are positive."""
+    gates = randn(*x.gates.shape, seed=70, device=x.device)
+    at = torch.arange(gates.numel(), device=x.device).view(gates.shape)
+    gates = gates.masked_fill(at % 7 == 0, 0.0).masked_fill(at % 7 == 1, -0.0)
+    gates = torch.where(at % 41 == 2, gates * 30, gates)
+    gates[-1] = gates[-1].abs()
+    return gates.to(x.shape.dtype)
+
+
+# Groups of four heads or more take the passes that add dQ. The last tiles have dead rows.
+SIGNED = [
+    Shape((53,), h=4),
+    Shape((34, 34), h=4, dtype=F32),
+    Shape((5, 0, 41, 1, 2, 22), h=4, packed=True),
+    Shape((37,), G=1, h=3, D=48, Dv=16, dtype=F32),
+    Shape((1003,), G=2, h=16, D=128, Dv=128, dtype=BF16, n_sel=8, **PAPER),
+    Shape((1, 700, 63, 64, 65, 333), G=2, h=4, D=128, Dv=128, dtype=BF16, n_sel=4, packed=True,
+          **PAPER),
+    Shape((600,), G=2, h=8, D=64, Dv=64, n_sel=4, **PAPER),
+]  # fmt: skip
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("shape", SIGNED, ids=str)
+def test_gates_of_any_sign(shape, passes, device):
+    x = Inputs(shape, device, seed=6)
+    x.gates = any_gates(x)
+    with deterministic() if passes == 2 else contextlib.nullcontext():
+        whole_case(f"signs-{passes}", x)
+
+
+@pytest.mark.parametrize("shape", [SIGNED[0], SIGNED[2], SIGNED[4]], ids=str)
+def test_gates_of_any_sign_through_the_library(shape, device):
+    x = Inputs(shape, device, seed=6)
+    x.gates = any_gates(x)
+
+    def call(*tensors, cu_seqlens_cmp=None, **how):
+        return nsa.nsa_attention(*tensors, **how, backend="triton", return_aux=True)
+
+    whole_case("signs-library", x, call)
+
+
+def test_all_gates_negative_or_none(kernel_device):
+    """The flag that spares calls without negative gates the signs; 100 rows are four programs."""
+    from nsa.kernels.prefill.combine import combine_bwd
+
+    like = dict(dtype=F32, device=kernel_device)
+    do, lse = randn(1, 50, 2, 16, seed=1, **like), randn(1, 50, 2, seed=2, **like)
+    lse[0, 7] = float("-inf")
+    gates = randn(1, 50, 2, 3, seed=3, **like).abs()
+    gates[0, 9] = 0.0
+    folded = {}
+    for sign in (1, -1):
+        flag = torch.zeros(1, dtype=torch.int32, device=kernel_device)
+        _, _, folded[sign], _ = combine_bwd(do, (do,) * 3, (lse,) * 3, sign * gates, flag)
+        assert flag.item() == (sign < 0)
+    flag.zero_()
+    gates[0, 49, 1, 2] *= -1
+    combine_bwd(do, (do,) * 3, (lse,) * 3, gates, flag)
+    assert flag.item() == 1
+    infinite = folded[1].isinf()
+    assert torch.equal(infinite, folded[-1].isinf()) and infinite.sum() == 3 * 2 * 2
+    assert torch.equal(folded[1][infinite], folded[-1][infinite])
+    bits = folded[-1].view(torch.int32) - folded[1].view(torch.int32)
+    assert torch.equal(bits, (~infinite).int())
 
 
 @pytest.mark.core

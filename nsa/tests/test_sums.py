@@ -135,21 +135,23 @@ def test_rounded_halves_stay_where_they_are(rows, d, both, kernel_device):
     torch.testing.assert_close(got.float(), want * 0.3, rtol=8e-3, atol=1e-6, equal_nan=True)
 
 
-def test_reach_is_the_gate_times_the_sum_of_magnitudes(kernel_device):
+def test_reach_is_the_size_of_the_gate_times_the_sum_of_magnitudes(kernel_device):
     from nsa.kernels.prefill.combine import combine_bwd
     from nsa.kernels.prefill.delta import attention_delta
 
     do, out = (randn(1, 37, 3, 24, seed=s, dtype=F16, device=kernel_device) for s in (1, 2))
     lse = randn(1, 37, 3, seed=3, dtype=F32, device=kernel_device)
     gates = torch.rand(1, 37, 3, 3, device=kernel_device).to(F16)
+    gates[:, 5:9] *= -1
+    any_negative = torch.zeros(1, dtype=torch.int32, device=kernel_device)
     want = do.float().abs().sum(-1)
     with launches.recording() as counts:
         delta, reach = attention_delta(out, do)
     assert counts["_attn_bwd_delta_kernel"] == 1
     torch.testing.assert_close(reach, want)
     torch.testing.assert_close(delta, (do.float() * out.float()).sum(-1), atol=1e-4, rtol=1e-4)
-    *_, reach = combine_bwd(do, (out, out, out), (lse, lse, lse), gates)
-    torch.testing.assert_close(reach, want * gates[..., 1].float())
+    *_, reach = combine_bwd(do, (out, out, out), (lse, lse, lse), gates, any_negative)
+    torch.testing.assert_close(reach, want * gates[..., 1].float().abs())
 
 
 @pytest.mark.parametrize("name, asks", [("prefill", 1), ("selected", 1), ("given", 0)])
@@ -209,6 +211,7 @@ def test_what_fp16_did_not_serve_is_found_anew(lengths, name, left, kernel_devic
     if kernel_device == "cuda":
         pytest.skip("the interpreter's size")
     x = kernels_of.Inputs(kernels_of.Shape(lengths, packed=len(lengths) == 3), kernel_device)
+    x.gates.view(-1)[::2] *= -1
     leaves, call = kernels_of._forwards(x)[name]
     how = x.packing(compressed=name == "prefill", longest=name == "prefill")
     grad_out = x.layout(x.do)

@@ -56,7 +56,7 @@ _POINTERS = {
     "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
     "REACH": "*fp32", "SIZES": "*fp32", "MORE": "*fp32", "SCALES": "*fp32", "SUMS": "*fp16",
     "TOP": "*fp32", "TOTAL": "*fp32", "REST": "*i32", "LISTED": "*i32", "WHOLE": "*i32",
-    "TODO": "*i32", "LOST": "*i32",
+    "TODO": "*i32", "LOST": "*i32", "ANY_NEGATIVE": "*i32",
 }  # fmt: skip
 _INTS = {
     "SQ", "SK", "S", "S_KV", "G", "H", "q_start", "k_rows", "span_a", "span_b", "n_sel",
@@ -90,6 +90,8 @@ def _descriptors(kernel: Any, dtype: str, c: dict) -> dict[str, str]:
 
 
 def _case(kernel: Any, label: str, dtype: str, constexprs: dict, tiles: tuple) -> AotCase:
+    if "SIGNED" in kernel.arg_names:  # as in prefill's backward, which does more
+        constexprs = {**constexprs, "SIGNED": True}
     types = {n: _type(n, dtype) for n in kernel.arg_names if n not in constexprs}
     if constexprs.get("TMA"):
         types |= _descriptors(kernel, dtype, constexprs)
@@ -117,7 +119,7 @@ def _fused_case(
     rows, block_n, warps, stages = tiles
     d1, d2 = split_dim(d)
     c = dict(D=d, DV=dv, VARLEN=varlen, BLOCK_Q=rows // h, HEADS=h, BLOCK_N=block_n, BLOCK_D=d1,
-             BLOCK_D2=d2, SPLIT=not varlen, TMA_ADD=True)  # fmt: skip
+             BLOCK_D2=d2, SPLIT=not varlen, TMA_ADD=True, SIGNED=True)  # fmt: skip
     tile = lambda element, *width: f"tensordesc<{element}{[rows // h, h, *width]}>"
     types = {n: _type(n, dtype) for n in kernel.arg_names if n not in c}
     types |= {"QD": tile(dtype, d1), "QD2": tile(dtype, d2 or d1), "DOD": tile(dtype, dv),
@@ -204,11 +206,15 @@ def _gluon_cases() -> list[AotCase]:
         cases.append(replace(one, parting="barrier.sync"))
     kernel = span_bwd_hopper._span_bwd_hopper_kernel
     width = span_bwd_hopper.WIDTH
-    for mode, heads in ((COMPRESSED, 4), (COMPRESSED, 16), (SLIDING, 4), (SLIDING, 16)):
+    for mode, heads, signed in (
+        (COMPRESSED, 4, True), (COMPRESSED, 16, True), (COMPRESSED, 16, False), (SLIDING, 4, True),
+        (SLIDING, 16, True), (SLIDING, 16, False),
+    ):  # fmt: skip
         block_q = span_bwd_hopper.ROWS // heads
         split = mode == COMPRESSED
         c = dict(MODE=mode, VARLEN=heads == 4, BLOCK_Q=block_q, HEADS=heads, WIDTH=width,
-                 KEYS=span_bwd_hopper.KEYS, STAGES=span_bwd_hopper.STAGES, SPLIT=split)  # fmt: skip
+                 KEYS=span_bwd_hopper.KEYS, STAGES=span_bwd_hopper.STAGES, SPLIT=split,
+                 SIGNED=signed)  # fmt: skip
         rows = tile("bf16", block_q, heads, width)
         stats = f"tensordesc<fp32[{span_bwd_hopper.ROWS}],{NVMMASharedLayout(0, 32, rank=1)!r}>"
         types = dict(QD=rows, DOD=rows, DQD=tile("fp32", block_q, heads, width), STATS=stats,
@@ -216,26 +222,26 @@ def _gluon_cases() -> list[AotCase]:
         if split:
             types |= {"DK": "*fp32", "DV_OUT": "*fp32"}
         # dK, dV and two tiles of scores leave no register for what the ends of a walk need.
-        cases.append(case(kernel, f"{mode}-H{heads}", types, c, span_bwd_hopper.WARPS, 192))
-    rows = dict(HEADS=16, BLOCK=1024)
+        label = f"{mode}-H{heads}-{'signed' if signed else 'alone'}"
+        cases.append(case(kernel, label, types, c, span_bwd_hopper.WARPS, 192))
+    rows = dict(HEADS=16, BLOCK=1024, SIGNED=True)
     types = dict(LSE="*fp32", DELTA="*fp32", OUT="*fp32", rows="i32", HQ="i32")
     kernel = span_bwd_hopper._row_stats_kernel
     cases.append(AotCase(kernel.__name__, kernel, types, rows))
     module = block_attn_bwd_hopper
-    for heads, halves in ((4, True), (16, True), (16, False)):
+    for heads, halves, signed in (
+        (4, True, True), (16, True, True), (16, False, True), (16, True, False)
+    ):  # fmt: skip
         rows, share = max(heads, module.SWIZZLE_ROWS), module.piece_pairs(heads, halves)
         per_chunk = block_lists.CHUNK // share
         c = dict(VARLEN=heads == 4, HEADS=heads, ROWS=module.ROWS, KEYS=module.KEYS,
-                 WIDTH=module.WIDTH, STAGES=module.STAGES, SHARE=share, PER_CHUNK=per_chunk)
+                 WIDTH=module.WIDTH, STAGES=module.STAGES, SHARE=share, PER_CHUNK=per_chunk,
+                 SIGNED=signed)  # fmt: skip
         dq = tile("fp16", 1, rows, 64) if halves else tile("fp32", 1, rows, 32)
         types = dict(QD=tile("bf16", 1, rows, 64), DOD=tile("bf16", 1, rows, 64), DQD=dq)
         kernel = module._block_attn_bwd_hopper_kernel
-        cases.append(
-            case(
-                kernel, f"H{heads}-{'halves' if halves else 'fp32'}", types, c, module.WARPS, 40,
-                module.START_REGISTERS,
-            )  # fmt: skip
-        )
+        label = f"H{heads}-{'halves' if halves else 'fp32'}-{'signed' if signed else 'alone'}"
+        cases.append(case(kernel, label, types, c, module.WARPS, 40, module.START_REGISTERS))
     rows = dict(D=128, ROWS=sums.SIZE // 128, HEADS=16, BOTH=True)
     cases += [
         _case(sums._round_halves_kernel, "D128", "bf16", rows, (4, 2)),

@@ -22,6 +22,7 @@ from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn_fwd import past_blocks, token_position
 from nsa.kernels.prefill.block_lists import TileRows, keys_of_tile, rows_of_tiles
 from nsa.kernels.prefill.delta import attention_delta
+from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.sums import HalfSums, rounded, zero_halves, zero_sums
@@ -59,12 +60,14 @@ def key_tile(block_size: int, widest: int, itemsize: int, heads: int, arch: int)
 @triton.jit
 def _block_attn_dq_step(
     dq, dq2, q, q2, do, lse2, delta, k, k2, v, seen, scale_log2,
-    BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
     p = tl.math.exp2(s * scale_log2 - lse2[:, None])
+    if SIGNED:
+        p = signed_by(p, lse2[:, None])
     if MASKED:
         p = tl.where(seen[None, :], p, 0.0)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -82,7 +85,7 @@ def _dq_of_query(
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
     OWN_N: tl.constexpr, N_PAD: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """scale times dQ of one token's query heads of a group, and times MORE where ACCUMULATE."""
     batch, t, first_row = token_position(token, SEQ_BEGIN, S, VARLEN)
@@ -101,7 +104,7 @@ def _dq_of_query(
         other=0.0,
     )
     lse = tl.load(LSE + row_index, mask=head_live, other=float("inf"))
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    lse2 = in_log2(lse, SIGNED)
     delta = tl.load(DELTA + row_index, mask=head_live, other=0.0)
     first_key = batch.to(tl.int64) * S_KV + first_row
     dq = tl.zeros([HEADS, BLOCK_D], tl.float32)
@@ -128,7 +131,7 @@ def _dq_of_query(
         )  # fmt: skip
         dq, dq2 = _block_attn_dq_step(
             dq, dq2, q, q2, do, lse2, delta, k, k2, v, live, scale_log2, BLOCK_D2,
-            False, PRECISION,
+            False, PRECISION, SIGNED,
         )  # fmt: skip
     begin = own * block_size
     for n0 in tl.range(begin, begin + has_own * (t + 1 - begin), OWN_N, num_stages=1):
@@ -139,7 +142,7 @@ def _dq_of_query(
         )  # fmt: skip
         dq, dq2 = _block_attn_dq_step(
             dq, dq2, q, q2, do, lse2, delta, k, k2, v, live, scale_log2, BLOCK_D2,
-            True, PRECISION,
+            True, PRECISION, SIGNED,
         )  # fmt: skip
     at = row_index[:, None] * D + offs_d[None, :]
     if ACCUMULATE:
@@ -159,7 +162,7 @@ def _block_attn_bwd_dq_kernel(
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
     OWN_N: tl.constexpr, N_PAD: tl.constexpr, UNION: tl.constexpr, ACCUMULATE: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     group = tl.program_id(1)
@@ -169,7 +172,7 @@ def _block_attn_bwd_dq_kernel(
     _dq_of_query(
         token, group, Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA, DQ, DQ, S,
         S_KV, G, H, q_start, n_sel, block_size, scale, scale_log2, D, DV, VARLEN, HEADS, BLOCK_N,
-        BLOCK_D, BLOCK_D2, BLOCK_DV, OWN_N, N_PAD, ACCUMULATE, TMA, PRECISION,
+        BLOCK_D, BLOCK_D2, BLOCK_DV, OWN_N, N_PAD, ACCUMULATE, TMA, PRECISION, SIGNED,
     )  # fmt: skip
 
 
@@ -180,7 +183,7 @@ def _block_attn_dq_anew_kernel(
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
     OWN_N: tl.constexpr, N_PAD: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """The units of LOST, see sums.HalfSums: hardly ever is there one."""
     for i in tl.range(tl.program_id(0), tl.load(LOST), tl.num_programs(0)):
@@ -189,6 +192,7 @@ def _block_attn_dq_anew_kernel(
             unit // G, unit % G, Q, K, V, KD, KD2, VD, BLOCK_INDICES, SEQ_BEGIN, DO, LSE, DELTA,
             MORE, DQ, S, S_KV, G, H, q_start, n_sel, block_size, scale, scale_log2, D, DV, VARLEN,
             HEADS, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, OWN_N, N_PAD, ACCUMULATE, TMA, PRECISION,
+            SIGNED,
         )  # fmt: skip
 
 
@@ -211,6 +215,7 @@ def _block_attn_bwd_dkdv_kernel(
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, PAIRS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     BLOCK_DV: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):  # fmt: skip
     """dK, dV of one key tile from one chunk of its rows.
 
@@ -271,7 +276,7 @@ def _block_attn_bwd_dkdv_kernel(
         )
         lse = tl.load(LSE + row_index, mask=live, other=float("inf"))
         delta = tl.load(DELTA + row_index, mask=live, other=0.0)
-        lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+        lse2 = in_log2(lse, SIGNED)
         if VARLEN:
             t = token - first_row
         else:
@@ -285,6 +290,8 @@ def _block_attn_bwd_dkdv_kernel(
             )
             s = tl.dot(k2, tl.trans(q2), s, input_precision=PRECISION)
         p = tl.math.exp2(s * scale_log2 - lse2[None, :])
+        if SIGNED:
+            p = signed_by(p, lse2[None, :])
         p = tl.where(offs_n[:, None] <= t[None, :], p, 0.0)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -402,15 +409,16 @@ def block_attention_bwd(
     softmax_scale: float, seq_begin: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, delta: torch.Tensor | None = None,
     dq: torch.Tensor | None = None, reach: torch.Tensor | None = None, q_start: int = 0,
-    use_gluon: bool | None = None,
+    use_gluon: bool | None = None, any_negative: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | HalfSums, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv like q, k, v; arguments as for block_attention_fwd.
 
     delta [.., HQ] fp32 is rowsum(grad_out * out), computed when not given (out is not read then).
     With dq given (fp32, like q), dQ / softmax_scale of this branch is added to it in place and dq
-    itself is returned; or, with reach as well (gate * rowsum |grad_out|, fp32 [.., HQ]) and where
-    that is faster, HalfSums to be added to it. use_gluon: see hopper.py. Raises NotImplementedError
-    for a block_size that has no key tile.
+    itself is returned; or, with reach as well (|gate| * rowsum |grad_out|, fp32 [.., HQ]) and where
+    that is faster, HalfSums to be added to it. use_gluon: see hopper.py. any_negative:
+    combine_bwd's, where lse and delta are. Raises NotImplementedError for a block_size that has no
+    key tile.
     """
     varlen = seq_begin is not None
     hq, dim = q.shape[-2:]
@@ -434,6 +442,7 @@ def block_attention_bwd(
         dq = _dq_by_rows(
             grad_out, q, k, v, lse, delta, block_indices, dq, block_size=block_size,
             softmax_scale=softmax_scale, seq_begin=seq_begin, q_start=q_start,
+            signed=any_negative is not None,
         )  # fmt: skip
     s_q, s_kv = (1, cu_seqlens.numel() - 1) if varlen else (q.shape[1], k.shape[1])
     lists = rows_of_tiles(
@@ -446,7 +455,7 @@ def block_attention_bwd(
             anew = partial(
                 _dq_anew, grad_out=grad_out, q=q, k=k, v=v, lse=lse, delta=delta,
                 block_indices=block_indices, block_size=block_size, softmax_scale=softmax_scale,
-                seq_begin=seq_begin, q_start=q_start,
+                seq_begin=seq_begin, q_start=q_start, SIGNED=any_negative is not None,
             )  # fmt: skip
             acc = zero_halves(q, k, v, reach, anew)
         else:
@@ -458,7 +467,7 @@ def block_attention_bwd(
     if in_gluon:
         in_gluon.add_block_gradients(
             grad_out, q, k, v, lse, delta, lists, cu_seqlens, softmax_scale, q_start, acc, out_k,
-            out_v,
+            out_v, any_negative,
         )  # fmt: skip
     else:
         rows, warps, stages = fused or dkdv_tiles(arch, dim, dv_dim, size, heads)
@@ -472,7 +481,7 @@ def block_attention_bwd(
             D=dim, DV=dv_dim, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1),
             HEADS=heads_padded, BLOCK_N=tile, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim),
             ADD=fused is not None, CHUNK=lists.size, PRECISION=dot_precision(q.dtype),
-            num_warps=warps, num_stages=stages,
+            SIGNED=any_negative is not None, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if one_pass:
         if dq is None:
@@ -504,7 +513,7 @@ def _partial_rows(x: torch.Tensor, lists: TileRows, tile: int) -> torch.Tensor:
 def _dq_by_rows(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor, block_indices: torch.Tensor, dq: torch.Tensor | None, *, block_size: int,
-    softmax_scale: float, seq_begin: torch.Tensor | None, q_start: int,
+    softmax_scale: float, seq_begin: torch.Tensor | None, q_start: int, signed: bool,
 ) -> torch.Tensor:  # fmt: skip
     """dQ, or dq with dQ / softmax_scale added to it: one program per token and group."""
     hq, dim = q.shape[-2:]
@@ -521,13 +530,14 @@ def _dq_by_rows(
         union_attention_dq(
             grad_out, q, k, v, unions, lse, delta, dq, block_size=block_size,
             softmax_scale=softmax_scale, seq_begin=seq_begin, q_start=q_start,
-            accumulate=accumulate, tiles=union_tiles, dq_scale=scale,
+            accumulate=accumulate, tiles=union_tiles, dq_scale=scale, signed=signed,
         )  # fmt: skip
     _launch_dq(
         _block_attn_bwd_dq_kernel, (lse.numel() // hq, groups),
         unions.state if unions else block_indices, (dq,), grad_out, q, k, v, lse, delta,
         block_indices, block_size=block_size, softmax_scale=softmax_scale, seq_begin=seq_begin,
         q_start=q_start, scale=scale, accumulate=accumulate, UNION=unions.queries if unions else 0,
+        SIGNED=signed,
     )  # fmt: skip
     return dq
 

@@ -40,9 +40,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists
+from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add, finite
 from nsa.kernels.prefill.sums import MOST_PARTS, HalfSums
+from nsa.kernels.prefill.warps import found_here
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
 from nsa.kernels.tiles import LOG2E
 
@@ -66,7 +68,7 @@ def _tile_of_turn(turn, tiles):
 @gluon.jit
 def _move_rows(
     QD, DOD, DQD, LSE, DELTA, SCALES, UNITS, buffers, bars, tiles, begin, end,
-    HEADS: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, STAGES: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
     """The moving warp: adds dQ of the tile in a place, then fetches a later tile's rows there."""
     k_place, v_place, places, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
@@ -94,7 +96,7 @@ def _move_rows(
         delta = gl.load(DELTA + at, mask=live, other=0.0)
         if DQD.dtype == gl.float16:
             scale = gl.load(SCALES + at, mask=live, other=0.0)
-        lse = gl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+        lse = in_log2(lse, SIGNED)
         # The phase before the first counts as complete.
         mbarrier.wait(done.index(slot), ((turn // STAGES) & 1) ^ 1)
         place = places.index(slot)
@@ -128,11 +130,11 @@ def _move_rows(
 
 @gluon.jit
 def _block_turn(
-    dk, dv, turn, buffers, bars, first, scale_log2,
+    dk, dv, turn, buffers, bars, first, signed, scale_log2,
     STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, HALVES: gl.constexpr,
-    MASKED: gl.constexpr,
+    MASKED: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
-    """dV, dK and dQ of a tile of rows. Units from `first` on see a key."""
+    """dV, dK and dQ of a tile of rows. Units from `first` on see a key. signed: see _span_turn."""
     k_place, v_place, places, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
     ready, done = bars
     KEYS: gl.constexpr = k_place.shape[1]
@@ -165,7 +167,13 @@ def _block_turn(
     if MASKED:
         unit = unit_smem.index(slot).load(COLUMN)
         p = gl.where(unit[None, :] >= first[:, None], p, 0.0)
-    p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
+    if SIGNED:
+        if signed != 0:  # lse is read again, or it would take registers
+            p = signed_by(p, lse_smem.index(slot).load(COLUMN)[None, :])
+    p16 = p.to(dtype)
+    if SIGNED:
+        p16 = found_here(p16)
+    p16 = gl.convert_layout(p16, LEFT, assert_trivial=True)
     dv = warpgroup_mma(p16, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = p * dp
@@ -212,8 +220,9 @@ def _add_keys(OUT, x, row, live, layout: gl.constexpr):
 
 @gluon.jit
 def _block_walk(
-    K, V, OUT_K, OUT_V, buffers, bars, masked_tiles, tiles, first_key, n0, n_keys, group, G,
-    first_unit, scale_log2, STAGES: gl.constexpr, HALVES: gl.constexpr,
+    K, V, ANY_NEGATIVE, OUT_K, OUT_V, buffers, bars, masked_tiles, tiles, first_key, n0, n_keys,
+    group, G, first_unit, scale_log2, STAGES: gl.constexpr, HALVES: gl.constexpr,
+    SIGNED: gl.constexpr,
 ):  # fmt: skip
     """The four warps: a piece of the rows that attend one block of keys."""
     k_place, v_place, places, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
@@ -234,15 +243,18 @@ def _block_walk(
     first = first_unit + gl.arange(0, KEYS, gl.SliceLayout(1, S_LAYOUT)) * G
     dk = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
     dv = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
+    signed = tiles * 0
+    if SIGNED:
+        signed = gl.load(ANY_NEGATIVE)
     for turn in range(0, masked_tiles):
         dk, dv = _block_turn(
-            dk, dv, turn, buffers, bars, first, scale_log2, STAGES, S_LAYOUT, ACC_LAYOUT, HALVES,
-            True,
+            dk, dv, turn, buffers, bars, first, signed, scale_log2, STAGES, S_LAYOUT, ACC_LAYOUT,
+            HALVES, True, SIGNED,
         )  # fmt: skip
     for turn in range(masked_tiles, tiles):
         dk, dv = _block_turn(
-            dk, dv, turn, buffers, bars, first, scale_log2, STAGES, S_LAYOUT, ACC_LAYOUT, HALVES,
-            False,
+            dk, dv, turn, buffers, bars, first, signed, scale_log2, STAGES, S_LAYOUT, ACC_LAYOUT,
+            HALVES, False, SIGNED,
         )  # fmt: skip
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, ACC_LAYOUT))
     key_row = (first_key + key) * G + group
@@ -252,14 +264,14 @@ def _block_walk(
 
 @gluon.jit
 def _block_attn_bwd_hopper_kernel(
-    K, V, LSE, DELTA, SCALES, QD, DOD, DQD, OUT_K, OUT_V, UNITS, PIECES, CHUNK_TILE, CHUNK_BEGIN,
-    CHUNK_END, CU_SEQLENS, S, S_KV, G, q_start, per_seq, scale_log2,
+    K, V, LSE, DELTA, SCALES, ANY_NEGATIVE, QD, DOD, DQD, OUT_K, OUT_V, UNITS, PIECES, CHUNK_TILE,
+    CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, S, S_KV, G, q_start, per_seq, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
-    PER_CHUNK: gl.constexpr,
+    PER_CHUNK: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
     """Adds a piece's part of dQ, dK and dV to fp32 tensors, dQ and dK without the softmax scale. Or
-    dQ, times SCALES of its rows, to one of fp16.
+    dQ, times SCALES of its rows, to one of fp16. ANY_NEGATIVE: where SIGNED, combine_bwd's flag.
 
     PIECES: how many pieces of chunks there are, and these in the order in which programs take them.
     """
@@ -314,12 +326,12 @@ def _block_attn_bwd_hopper_kernel(
     bars = (ready, done)
     gl.warp_specialize([
         (_block_walk, (
-            K, V, OUT_K, OUT_V, buffers, bars, masked_tiles, tiles, first_key, n0, n_keys, group,
-            G, first_unit, scale_log2, STAGES, DQD.dtype == gl.float16,
+            K, V, ANY_NEGATIVE, OUT_K, OUT_V, buffers, bars, masked_tiles, tiles, first_key, n0,
+            n_keys, group, G, first_unit, scale_log2, STAGES, DQD.dtype == gl.float16, SIGNED,
         )),
         (_move_rows, (
             QD, DOD, DQD, LSE, DELTA, SCALES, UNITS, buffers, bars, tiles, begin, end, HEADS,
-            STAGES,
+            STAGES, SIGNED,
         )),
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
@@ -370,25 +382,27 @@ def add_block_gradients(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor, lists: block_lists.TileRows, cu_seqlens: torch.Tensor | None,
     softmax_scale: float, q_start: int, acc: torch.Tensor | HalfSums, out_k: torch.Tensor,
-    out_v: torch.Tensor,
+    out_v: torch.Tensor, any_negative: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Add dQ / softmax_scale to acc, dK / softmax_scale to out_k and dV to out_v, fp32 tensors like
-    q, k and v (acc: or HalfSums), for inputs that are usable(). lists: see block_attention_bwd."""
+    q, k and v (acc: or HalfSums), for inputs that are usable(). lists, any_negative: see
+    block_attention_bwd."""
     varlen = cu_seqlens is not None
     groups = v.shape[-2]
     heads = q.shape[-2] // groups
     s_q, s_kv = (1, cu_seqlens.numel() - 1) if varlen else (q.shape[1], k.shape[1])
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
-    halves = isinstance(acc, HalfSums)
+    halves, signed = isinstance(acc, HalfSums), any_negative is not None
     sums, scales = acc[:2] if halves else (acc, delta)
     share = piece_pairs(heads, halves)
     tokens = lse.numel() // q.shape[-2]
     pieces, per_chunk = block_lists.pieces_in_order(lists, share, tokens, groups)
     launch(
         _block_attn_bwd_hopper_kernel, (pieces.numel() - 1,),
-        k, v, lse, delta, scales, _head_tiles(q, groups), _head_tiles(grad_out, groups),
-        _head_tiles(sums, groups), out_k, out_v, lists.rows, pieces, *chunks,
-        cu_seqlens if varlen else lists.rows, s_q, s_kv, groups, q_start, lists.per_seq,
+        k, v, lse, delta, scales, any_negative if signed else lse, _head_tiles(q, groups),
+        _head_tiles(grad_out, groups), _head_tiles(sums, groups), out_k, out_v, lists.rows, pieces,
+        *chunks, cu_seqlens if varlen else lists.rows, s_q, s_kv, groups, q_start, lists.per_seq,
         softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
-        STAGES=STAGES, SHARE=share, PER_CHUNK=per_chunk, num_warps=WARPS, maxnreg=START_REGISTERS,
+        STAGES=STAGES, SHARE=share, PER_CHUNK=per_chunk, SIGNED=signed, num_warps=WARPS,
+        maxnreg=START_REGISTERS,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.launch import launch
+from nsa.kernels.prefill.gate_sign import mark_sign
 from nsa.kernels.tiles import cdiv, dot_size
 
 # Outputs of compressed and sliding attention and the gates [.., HQ, 3]; where the second output is
@@ -47,17 +48,19 @@ def _combine_fwd_kernel(
 
 @triton.jit
 def _combine_bwd_kernel(
-    DO, O_CMP, O_SEL, O_WIN, LSE_CMP, LSE_SEL, LSE_WIN, GATES, DGATES, DELTAS, LSES, REACH, n_rows,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    DO, O_CMP, O_SEL, O_WIN, LSE_CMP, LSE_SEL, LSE_WIN, GATES, DGATES, DELTAS, LSES, REACH,
+    ANY_NEGATIVE, n_rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dgate_b = rowsum(dO * O_b), which is also branch b's delta once its gate is folded into lse:
-    exp(s - (lse - ln g)) = g * p. REACH: g * rowsum |dO| of selection, see sums.py."""
+    exp(s - (lse - ln |g|)) = |g| * p; the sign is in its lowest bit (gate_sign.py). REACH:
+    |g| * rowsum |dO| of selection, see sums.py. ANY_NEGATIVE becomes 1 where a gate is."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_DV)
     live = rows < n_rows
     mask = live[:, None] & (cols < DV)[None, :]
     at = rows[:, None] * DV + cols[None, :]
     do = tl.load(DO + at, mask=mask, other=0.0).to(tl.float32)
+    any_negative = tl.zeros([BLOCK_M], tl.int32)
     for branch in tl.static_range(3):
         if branch == 0:
             out, lse_of = O_CMP, LSE_CMP
@@ -68,14 +71,19 @@ def _combine_bwd_kernel(
         dgate = tl.sum(do * tl.load(out + at, mask=mask, other=0.0).to(tl.float32), 1)
         gate = tl.load(GATES + rows * 3 + branch, mask=live, other=1.0).to(tl.float32)
         lse = tl.load(lse_of + rows, mask=live, other=0.0)
+        size = tl.abs(gate)
         # g = 0 gives +inf: no probability at all. Rows without keys keep their -inf.
-        folded = tl.where(lse == float("-inf"), lse, lse - tl.math.log2(gate) * 0.6931471805599453)
+        folded = tl.where(lse == float("-inf"), lse, lse - tl.math.log2(size) * 0.6931471805599453)
+        folded = mark_sign(folded, gate < 0)
+        any_negative |= (gate < 0).to(tl.int32)
         to = branch * tl.cast(n_rows, tl.int64) + rows
         tl.store(DGATES + rows * 3 + branch, dgate.to(DGATES.dtype.element_ty), mask=live)
         tl.store(DELTAS + to, dgate, mask=live)
         tl.store(LSES + to, folded, mask=live)
         if branch == 1:
-            tl.store(REACH + rows, gate * tl.sum(tl.abs(do), 1), mask=live)
+            tl.store(REACH + rows, size * tl.sum(tl.abs(do), 1), mask=live)
+    if tl.max(any_negative) > 0:
+        tl.atomic_max(ANY_NEGATIVE, 1, sem="relaxed")
 
 
 def combine_fwd(
@@ -100,12 +108,12 @@ def combine_fwd(
 
 def combine_bwd(
     grad_out: torch.Tensor, outs: tuple[torch.Tensor, ...], lses: tuple[torch.Tensor, ...],
-    gates: torch.Tensor,
+    gates: torch.Tensor, any_negative: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dgates like gates; fp32 [3, .., HQ]: each branch's delta, its lse with the gate folded in;
-    fp32 [.., HQ]: selection's gate * rowsum |dO|.
+    """dgates like gates; fp32 [3, .., HQ]: each branch's delta, its lse with the gate folded in, by
+    its lowest bit the sign; fp32 [.., HQ]: selection's |gate| * rowsum |dO|.
 
-    outs and lses: of cmp, sel and win. Gates must not be negative (NaN gradients otherwise).
+    outs and lses: of cmp, sel and win. any_negative: int32 [1], 0; 1 afterwards if a gate is.
     """
     dgates = torch.empty_like(gates)
     deltas = torch.empty((3, *gates.shape[:-1]), dtype=torch.float32, device=gates.device)
@@ -117,6 +125,6 @@ def combine_bwd(
         launch(
             _combine_bwd_kernel, (cdiv(n_rows, 32),),
             grad_out, *outs, *lses, gates, dgates, deltas, folded, reach,
-            n_rows, DV=dv, BLOCK_DV=dot_size(dv), BLOCK_M=32,
+            any_negative, n_rows, DV=dv, BLOCK_DV=dot_size(dv), BLOCK_M=32,
         )  # fmt: skip
     return dgates, deltas, folded, reach

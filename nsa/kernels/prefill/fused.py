@@ -5,8 +5,9 @@ and sliding attention, one pass for the gated sum; on Hopper the sum is taken by
 make its parts, compressed and sliding attention are one kernel where no backward follows, and
 compressed attention may find the blocks' scores (hopper.forward_with_scores).
 Backward: one pass gives the gates' gradients and each branch's softmax delta, and folds the gates
-into the log-sum-exps, so that gate * dO is never written (combine.py); the branches add to one fp32
-dQ, selection to one in fp16 where that is faster (sums.py); their sum is rounded once.
+into the log-sum-exps, so that gate * dO is never written (combine.py, gate_sign.py); the branches
+add to one fp32 dQ, selection to one in fp16 where that is faster (sums.py); their sum is rounded
+once.
 """
 
 from __future__ import annotations
@@ -124,30 +125,36 @@ def _prefill_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
     from nsa.kernels.prefill.combine import combine_bwd
-    from nsa.kernels.prefill.span_bwd import span_attention_bwd
+    from nsa.kernels.prefill.span_bwd import one_pass, span_attention_bwd
     from nsa.kernels.prefill.sums import rounded
 
-    s, window = _sizes(sizes), sizes[6]
+    s, sliding = _sizes(sizes), Span(SLIDING, sizes[6])
     grad_out = grad_out.contiguous()
+    # dQ / softmax_scale and, behind it, whether a gate is negative, which begins as 0.
+    of_window = one_pass(sliding, q, k_win, v_win, grad_out, use_gluon)
+    make = torch.zeros if of_window else torch.empty
+    room = make(q.numel() + 1, dtype=torch.float32, device=q.device)
+    acc, any_negative = room[:-1].view(q.shape), room[-1:].view(torch.int32)
+    if not of_window:
+        any_negative.zero_()
     dgates, deltas, lses, reach = combine_bwd(
-        grad_out, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates
+        grad_out, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates, any_negative
     )
-    acc = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # dQ / softmax_scale
     _, dk_win, dv_win = span_attention_bwd(
-        grad_out, q, k_win, v_win, o_win, lses[WIN], Span(SLIDING, window), softmax_scale,
-        cu_seqlens, cu_seqlens, delta=deltas[WIN], dq=acc, first=True,
-        q_start=_window_start(q, k_win, cu_seqlens), use_gluon=use_gluon,
+        grad_out, q, k_win, v_win, o_win, lses[WIN], sliding, softmax_scale, cu_seqlens,
+        cu_seqlens, delta=deltas[WIN], dq=acc, first=not of_window,
+        q_start=_window_start(q, k_win, cu_seqlens), any_negative=any_negative, chosen=of_window,
     )  # fmt: skip
     of_sel, dk_sel, dv_sel = block_attention_bwd(
         grad_out, q, k_sel, v_sel, None, lses[SEL], block_indices, block_size=s["l_sel"],
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
         cu_seqlens=cu_seqlens, delta=deltas[SEL], dq=acc, reach=reach, q_start=q_start,
-        use_gluon=use_gluon,
+        use_gluon=use_gluon, any_negative=any_negative,
     )  # fmt: skip
     _, dk_cmp, dv_cmp = span_attention_bwd(
         grad_out, q, k_cmp, v_cmp, o_cmp, lses[CMP], Span(COMPRESSED, s["l"], s["d"]),
         softmax_scale, cu_seqlens, cu_seqlens_cmp, delta=deltas[CMP], dq=acc, q_start=q_start,
-        use_gluon=use_gluon,
+        use_gluon=use_gluon, any_negative=any_negative,
     )  # fmt: skip
     dq = rounded(of_sel, softmax_scale, q, None if of_sel is acc else acc)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates

@@ -5,9 +5,10 @@ own fp32 partial that a fixed-order sum joins, so gradients are bitwise repeatab
 not ask for deterministic algorithms one pass, whose gradients are not, takes their place: that of
 span_bwd_fused.py for compressed attention, or that of span_bwd_hopper.py for both.
 
-A gate g > 0 per (token, head) that multiplied the output afterwards needs no code here: with
-lse - ln(g) for lse the probabilities come out as g * P, so that dV = (g P)^T dO, and with
-rowsum(dO * O) for delta dS = g P * (dP - delta). See combine.py.
+A gate g per (token, head) that multiplied the output afterwards needs hardly any code here: with
+lse - ln |g| for lse, and the sign of g in its lowest bit (gate_sign.py), the probabilities come out
+as g * P, so that dV = (g P)^T dO, and with rowsum(dO * O) for delta dS = g P * (dP - delta). See
+combine.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import triton.language as tl
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper, span_bwd_fused
 from nsa.kernels.prefill.delta import attention_delta
+from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
 from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
@@ -41,12 +43,14 @@ from nsa.kernels.tiles import (
 @triton.jit
 def _span_dq_step(
     dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2,
-    BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
     p = tl.math.exp2(s * scale_log2 - lse2[:, None])
+    if SIGNED:
+        p = signed_by(p, lse2[:, None])
     if MASKED:
         p = tl.where((offs_n[None, :] >= lo[:, None]) & (offs_n[None, :] < hi[:, None]), p, 0.0)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -64,7 +68,7 @@ def _span_bwd_dq_kernel(
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ACCUMULATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    ACCUMULATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -88,8 +92,7 @@ def _span_bwd_dq_kernel(
         other=0.0,
     )
     lse = tl.load(LSE + row_index, mask=row_live, other=float("inf"))
-    # Rows without keys: p = exp2(-inf) = 0 everywhere.
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    lse2 = in_log2(lse, SIGNED)
     delta = tl.load(DELTA + row_index, mask=row_live, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if BLOCK_D2 > 0:
@@ -119,7 +122,7 @@ def _span_bwd_dq_kernel(
         )  # fmt: skip
         dq, dq2 = _span_dq_step(
             dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2,
-            False, PRECISION,
+            False, PRECISION, SIGNED,
         )  # fmt: skip
     if MODE == 1:
         for n0 in tl.range(begin, tl.minimum(full_begin, hi_last), BLOCK_N):
@@ -130,7 +133,7 @@ def _span_bwd_dq_kernel(
             )  # fmt: skip
             dq, dq2 = _span_dq_step(
                 dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2,
-                BLOCK_D2, True, PRECISION,
+                BLOCK_D2, True, PRECISION, SIGNED,
             )  # fmt: skip
     for n0 in tl.range(full_end, hi_last, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
@@ -140,7 +143,7 @@ def _span_bwd_dq_kernel(
         )  # fmt: skip
         dq, dq2 = _span_dq_step(
             dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2,
-            True, PRECISION,
+            True, PRECISION, SIGNED,
         )  # fmt: skip
     dq_ptrs = DQ + row_index[:, None] * D + offs_d[None, :]
     dq *= scale
@@ -162,7 +165,7 @@ def _span_dkdv_step(
     span_b, offs_d, offs_d2, offs_dv, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, BLOCK_Q: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """One tile of (query, head) rows against a tile of keys, all transposed: keys are rows."""
     rows = tl.arange(0, BLOCK_Q * HEADS)
@@ -187,7 +190,7 @@ def _span_dkdv_step(
         )
     lse = tl.load(lse_base + t64 * stride_row + head, mask=live, other=float("inf"))
     delta = tl.load(delta_base + t64 * stride_row + head, mask=live, other=0.0)
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    lse2 = in_log2(lse, SIGNED)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     if BLOCK_D2 > 0:
         if TMA and not MASKED:
@@ -200,6 +203,8 @@ def _span_dkdv_step(
             )
         s = tl.dot(k2, tl.trans(q2), s, input_precision=PRECISION)
     p = tl.math.exp2(s * scale_log2 - lse2[None, :])
+    if SIGNED:
+        p = signed_by(p, lse2[None, :])
     if MASKED:
         lo = span_lo(t + q_start, span_a, MODE)
         hi = tl.minimum(span_hi(t + q_start, span_a, span_b, MODE), k_len)
@@ -220,7 +225,7 @@ def _span_bwd_dkdv_kernel(
     D: tl.constexpr, DV: tl.constexpr, MODE: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """dK, dV of one key tile of one group over one split of the queries that see it.
 
@@ -304,7 +309,7 @@ def _span_bwd_dkdv_kernel(
             dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, group * H, q_base, do_base, lse_base,
             delta_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
             q_start, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q,
-            HEADS, BLOCK_D, BLOCK_D2, True, TMA, PRECISION,
+            HEADS, BLOCK_D, BLOCK_D2, True, TMA, PRECISION, SIGNED,
         )  # fmt: skip
     for m0 in tl.range(full_begin, full_end, BLOCK_Q):
         tile_row = (q_begin + m0).to(tl.int32)
@@ -312,7 +317,7 @@ def _span_bwd_dkdv_kernel(
             dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, group * H, q_base, do_base, lse_base,
             delta_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
             q_start, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q,
-            HEADS, BLOCK_D, BLOCK_D2, False, TMA, PRECISION,
+            HEADS, BLOCK_D, BLOCK_D2, False, TMA, PRECISION, SIGNED,
         )  # fmt: skip
     for m0 in tl.range(full_end, m_end, BLOCK_Q):
         tile_row = (q_begin + m0).to(tl.int32)
@@ -320,7 +325,7 @@ def _span_bwd_dkdv_kernel(
             dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, group * H, q_base, do_base, lse_base,
             delta_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
             q_start, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q,
-            HEADS, BLOCK_D, BLOCK_D2, True, TMA, PRECISION,
+            HEADS, BLOCK_D, BLOCK_D2, True, TMA, PRECISION, SIGNED,
         )  # fmt: skip
 
     out_row = (split.to(tl.int64) * k_rows + k_begin + offs_n) * G + group
@@ -396,13 +401,15 @@ def span_attention_bwd(
     lse: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None = None,
     cu_k: torch.Tensor | None = None, delta: torch.Tensor | None = None,
     dq: torch.Tensor | None = None, first: bool = False, q_start: int = 0,
-    use_gluon: bool | None = None,
+    use_gluon: bool | None = None, any_negative: torch.Tensor | None = None,
+    chosen: Callable | bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv with the shapes and dtypes of q, k, v. All inputs contiguous.
 
     delta [.., HQ] fp32 is rowsum(grad_out * out), computed when not given. With dq given (fp32,
     like q), this branch's dQ / softmax_scale is added to it in place, or written over what it holds
-    where `first`, and dq itself is returned. use_gluon: see hopper.py.
+    where `first`, and dq itself is returned. use_gluon: see hopper.py. any_negative: combine_bwd's,
+    where lse and delta are. chosen: what one_pass gave, if the caller has asked.
     """
     hq, dim = q.shape[-2:]
     groups, dv_dim = v.shape[-2:]
@@ -414,12 +421,14 @@ def span_attention_bwd(
     if delta is None:
         delta, _ = attention_delta(out, grad_out)
     at = Rows.of(q, k, cu_q, cu_k)
-    pass_of_both = one_pass(span, q, k, v, grad_out, use_gluon)
+    pass_of_both = chosen
+    if chosen is False:
+        pass_of_both = one_pass(span, q, k, v, grad_out, use_gluon)
     if pass_of_both:
         if first and dq is not None:
             dq.zero_()
         return pass_of_both(
-            grad_out, q, k, v, lse, delta, span, softmax_scale, at, dq, q_start
+            grad_out, q, k, v, lse, delta, span, softmax_scale, at, dq, q_start, any_negative
         )
     accumulate = dq is not None and not first
     dq, dq_scale = (torch.empty_like(q), softmax_scale) if dq is None else (dq, 1.0)
@@ -431,7 +440,7 @@ def span_attention_bwd(
     common = dict(
         D=dim, DV=dv_dim, MODE=span.mode, VARLEN=at.cu is not None, HEADS=heads_padded, BLOCK_D=d1,
         BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim),
-        PRECISION=dot_precision(q.dtype),
+        PRECISION=dot_precision(q.dtype), SIGNED=any_negative is not None,
     )  # fmt: skip
 
     rows, block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.launch import launch
+from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.prefill.sums import rounded, zero_sums
@@ -61,7 +62,7 @@ def _span_fused_step(
     m0, q_len, G, group, first, offs_d, offs_d2, offs_dv, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
-    MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA_ADD: tl.constexpr,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA_ADD: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """One tile of (query, head) rows against the keys, which are the rows of S.
 
@@ -82,8 +83,7 @@ def _span_fused_step(
     else:
         lse = tl.load(LSE + row, mask=live, other=float("inf"))
         delta = tl.load(DELTA + row, mask=live, other=0.0)
-    # Rows without keys: p = exp2(-inf) = 0 everywhere.
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    lse2 = in_log2(lse, SIGNED)
     s = tl.dot(k, tl.trans(q))
     if BLOCK_D2 > 0:
         q2 = _query_tile(
@@ -92,6 +92,8 @@ def _span_fused_step(
         s = tl.dot(k2, tl.trans(q2), s)
     dp = tl.dot(v, tl.trans(do))
     p = tl.math.exp2(s * scale_log2 - lse2[None, :])
+    if SIGNED:
+        p = signed_by(p, lse2[None, :])
     if MASKED:
         p = tl.where(t[None, :] >= first[:, None], p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv)
@@ -129,7 +131,7 @@ def _span_bwd_fused_kernel(
     SQ, SK, G, share, q_start, span_a, span_b, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_D2: tl.constexpr, SPLIT: tl.constexpr, TMA_ADD: tl.constexpr,
+    BLOCK_D2: tl.constexpr, SPLIT: tl.constexpr, TMA_ADD: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """dK, dV of one key tile of one group from one share of the queries that see it, their dQ.
 
@@ -186,19 +188,19 @@ def _span_bwd_fused_kernel(
         dk, dk2, dv = _span_fused_step(
             dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2,
             q_begin, m0, q_len, G, group, first, offs_d, offs_d2, offs_dv, scale_log2,
-            D, DV, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, True, True, TMA_ADD,
+            D, DV, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, True, True, TMA_ADD, SIGNED,
         )  # fmt: skip
     for m0 in tl.range(full_begin, whole_end, BLOCK_Q):
         dk, dk2, dv = _span_fused_step(
             dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2,
             q_begin, m0, q_len, G, group, first, offs_d, offs_d2, offs_dv, scale_log2,
-            D, DV, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, False, True, TMA_ADD,
+            D, DV, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, False, True, TMA_ADD, SIGNED,
         )  # fmt: skip
     for m0 in tl.range(whole_end, m_end, BLOCK_Q, num_stages=1):
         dk, dk2, dv = _span_fused_step(
             dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2,
             q_begin, m0, q_len, G, group, first, offs_d, offs_d2, offs_dv, scale_log2,
-            D, DV, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, True, False, TMA_ADD,
+            D, DV, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, True, False, TMA_ADD, SIGNED,
         )  # fmt: skip
     _put_keys(DK, dk * scale, k_row, live_n, offs_d, D, SPLIT)
     if BLOCK_D2 > 0:
@@ -264,7 +266,7 @@ def gradient_sums(
 def compressed_attention_bwd_fused(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor, span: Span, softmax_scale: float, at: Rows, dq: torch.Tensor | None,
-    q_start: int,
+    q_start: int, any_negative: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv as span_attention_bwd returns them, for inputs that are usable()."""
     hq, dim = q.shape[-2:]
@@ -288,7 +290,7 @@ def compressed_attention_bwd_fused(
         softmax_scale * LOG2E,
         D=dim, DV=dv_dim, VARLEN=at.cu is not None, BLOCK_Q=block_q, HEADS=heads,
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, SPLIT=splits > 1, TMA_ADD=tma_add,
-        num_warps=warps, num_stages=stages,
+        SIGNED=any_negative is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if dq is None:
         dq = rounded(acc, softmax_scale, q)

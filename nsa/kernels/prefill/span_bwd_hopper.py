@@ -43,6 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import span_bwd_fused
+from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
 from nsa.kernels.prefill.releases import carve, program_barrier, tma_load, view, warpgroup_mma_wait
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
@@ -56,6 +57,7 @@ from nsa.kernels.prefill.warps import (
     await_phase_if,
     check_address,
     first_barrier,
+    found_here,
     kept,
     lane_number,
     place_of_rows,
@@ -85,16 +87,17 @@ def _tma_add(descriptor, coord, source, _semantic=None):
 
 
 @triton.jit
-def _row_stats_kernel(LSE, DELTA, OUT, rows, HQ, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """OUT [2, G, rows * HEADS]: lse in units of log2 (inf for rows without keys), then delta."""
+def _row_stats_kernel(
+    LSE, DELTA, OUT, rows, HQ, HEADS: tl.constexpr, BLOCK: tl.constexpr, SIGNED: tl.constexpr
+):
+    """OUT [2, G, rows * HEADS]: in_log2(lse), then delta."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.cast(rows, tl.int64) * HQ
     live = at < total
     head = at % HQ
     to = (head // HEADS * rows + at // HQ) * HEADS + head % HEADS
     lse = tl.load(LSE + at, mask=live, other=0.0)
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    tl.store(OUT + to, lse, mask=live)
+    tl.store(OUT + to, in_log2(lse, SIGNED), mask=live)
     tl.store(OUT + total + to, tl.load(DELTA + at, mask=live, other=0.0), mask=live)
 
 
@@ -197,15 +200,16 @@ def _meet():
 @gluon.jit
 def _span_turn(
     dk, dv, s, before, slot, phase, n, tiles, start, buffers, first_bar, ds_at, dq_at, m_begin,
-    first, window, scale_log2,
+    first, window, signed, scale_log2,
     MODE: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
-    MASKED: gl.constexpr,
+    MASKED: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
     """P, dS, dV and dQ of the n-th tile, whose S is given, dK of the tile before, S of the next.
 
     before, slot: places of the tile before and of this one. first, window: see _visible. ds_at,
-    dq_at: where this thread stores dS and dQ.
+    dq_at: where this thread stores dS and dQ. signed: where SIGNED, whether lse may hold a 1 for a
+    negative gate: to ask once for all costs less than to negate nothing.
     """
     k_place, v_place, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = buffers
     ROWS: gl.constexpr = BLOCK_Q * HEADS
@@ -227,11 +231,17 @@ def _span_turn(
     dk = warpgroup_mma(ds_smem.index((n & 1) ^ 1), q_smem.index(before), dk, is_async=True)
     lse = lse_smem.index(slot).load(COLUMN)
     p = gl.exp2(s * scale_log2 - lse[None, :])
+    if SIGNED:
+        if signed != 0:  # lse is read again, or it would take registers
+            p = signed_by(p, lse_smem.index(slot).load(COLUMN)[None, :])
     if MASKED:
         tile = _nth_tile(n, tiles, start, MODE)
         t = m_begin + tile * BLOCK_Q + gl.arange(0, ROWS, COLUMN) // HEADS
         p = gl.where(_visible(t, first, window, MODE), p, 0.0)
-    p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
+    p16 = p.to(dtype)
+    if SIGNED:
+        p16 = found_here(p16)
+    p16 = gl.convert_layout(p16, LEFT, assert_trivial=True)
     dv = warpgroup_mma(p16, do, dv, is_async=True)
 
     delta = delta_smem.index(slot).load(COLUMN)
@@ -277,6 +287,7 @@ def _span_tail(
     window, scale_log2,
     MODE: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, S_LAYOUT: gl.constexpr,
     ACC_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, COPY_LAYOUT: gl.constexpr,
+    SIGNED: gl.constexpr,
 ):  # fmt: skip
     """The last queries of a sequence where they fill no tile: read by mask, nothing in flight."""
     k_place, v_place, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = buffers
@@ -304,6 +315,8 @@ def _span_tail(
     zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
     s = warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False)
     p = gl.exp2(s * scale_log2 - lse[None, :])
+    if SIGNED:
+        p = signed_by(p, lse[None, :])
     p = gl.where(_visible(t, first, window, MODE), p, 0.0)
     dp = warpgroup_mma(v, do.permute([1, 0]), zero, use_acc=False)
     dv = warpgroup_mma(gl.convert_layout(p.to(dtype), LEFT), do, dv)
@@ -337,11 +350,11 @@ def _put_keys(OUT, x, row, live, layout: gl.constexpr, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _span_walk(
-    Q, K, V, DO, STATS_ROWS, DQD, DK, DV_OUT, buffers, masked_tiles, tiles, start, q_begin,
-    m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G, lse_row, delta_row,
-    q_start, span_a, span_b, scale, scale_log2,
+    Q, K, V, DO, STATS_ROWS, ANY_NEGATIVE, DQD, DK, DV_OUT, buffers, masked_tiles, tiles, start,
+    q_begin, m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G, lse_row,
+    delta_row, q_start, span_a, span_b, scale, scale_log2,
     MODE: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, DS_AT: gl.constexpr, DQ_AT: gl.constexpr,
+    SPLIT: gl.constexpr, SIGNED: gl.constexpr, DS_AT: gl.constexpr, DQ_AT: gl.constexpr,
 ):  # fmt: skip
     """The eight warps: a share of the queries past one tile of keys. k_end: see the kernel. DS_AT,
     DQ_AT: where memories begin, in bytes."""
@@ -387,21 +400,24 @@ def _span_walk(
     s = warpgroup_mma(k_place.index(0), q_ahead, zero, use_acc=False, is_async=True)
     # dK and dV take part so that their zeros are not written while the product runs.
     s, dk, dv = warpgroup_mma_wait(0, deps=[s, dk, dv])
+    signed = tiles * 0
+    if SIGNED:
+        signed = gl.load(ANY_NEGATIVE)
     before = tiles * 0
     slot = tiles * 0
     phase = tiles * 0
     for n in range(0, masked_tiles):
         dk, dv, s, before, slot, phase = _span_turn(
             dk, dv, s, before, slot, phase, n, tiles, start, buffers, first_bar, ds_at, dq_at,
-            m_begin, first, window, scale_log2, MODE, BLOCK_Q, HEADS, STAGES, S_LAYOUT, ACC_LAYOUT,
-            DQ_LAYOUT, True,
+            m_begin, first, window, signed, scale_log2, MODE, BLOCK_Q, HEADS, STAGES, S_LAYOUT,
+            ACC_LAYOUT, DQ_LAYOUT, True, SIGNED,
         )  # fmt: skip
     if MODE == 0:
         for n in range(masked_tiles, tiles):
             dk, dv, s, before, slot, phase = _span_turn(
                 dk, dv, s, before, slot, phase, n, tiles, start, buffers, first_bar, ds_at, dq_at,
-                m_begin, first, window, scale_log2, MODE, BLOCK_Q, HEADS, STAGES, S_LAYOUT,
-                ACC_LAYOUT, DQ_LAYOUT, False,
+                m_begin, first, window, signed, scale_log2, MODE, BLOCK_Q, HEADS, STAGES, S_LAYOUT,
+                ACC_LAYOUT, DQ_LAYOUT, False, SIGNED,
             )  # fmt: skip
     if tiles > 0:
         dk = warpgroup_mma(ds_smem.index((tiles & 1) ^ 1), q_smem.index(before), dk)
@@ -411,7 +427,7 @@ def _span_walk(
         dk, dv = _span_tail(
             dk, dv, Q, DO, STATS_ROWS, DQD, buffers, q_begin, whole_end, q_len, head0, G * HEADS,
             lse_row + past, delta_row + past, first, window, scale_log2, MODE, BLOCK_Q, HEADS,
-            S_LAYOUT, ACC_LAYOUT, DQ_LAYOUT, COPY_LAYOUT,
+            S_LAYOUT, ACC_LAYOUT, DQ_LAYOUT, COPY_LAYOUT, SIGNED,
         )  # fmt: skip
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, ACC_LAYOUT))
     key_row = (k_begin + key) * G + group
@@ -421,12 +437,14 @@ def _span_walk(
 
 @gluon.jit
 def _span_bwd_hopper_kernel(
-    Q, K, V, DO, STATS_ROWS, QD, DOD, STATS, DQD, DK, DV_OUT, CU_Q, CU_K, SQ, SK, G, total_q,
-    share, q_start, span_a, span_b, scale, scale_log2,
+    Q, K, V, DO, STATS_ROWS, ANY_NEGATIVE, QD, DOD, STATS, DQD, DK, DV_OUT, CU_Q, CU_K, SQ, SK, G,
+    total_q, share, q_start, span_a, span_b, scale, scale_log2,
     MODE: gl.constexpr, VARLEN: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr,
     KEYS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    SIGNED: gl.constexpr,
 ):  # fmt: skip
-    """As _span_bwd_fused_kernel. STATS_ROWS, STATS: what _row_stats_kernel wrote, two ways."""
+    """As _span_bwd_fused_kernel. STATS_ROWS, STATS: what _row_stats_kernel wrote, two ways.
+    ANY_NEGATIVE: where SIGNED, combine_bwd's flag."""
     ROWS: gl.constexpr = BLOCK_Q * HEADS
     dtype: gl.constexpr = QD.dtype
     batch, group, tile, split, share = share_of_program(
@@ -508,10 +526,10 @@ def _span_bwd_hopper_kernel(
     delta_row = lse_row + total_q * G * HEADS
     gl.warp_specialize([
         (_span_walk, (
-            Q, K, V, DO, STATS_ROWS, DQD, DK, DV_OUT, buffers, masked_tiles, tiles, start, q_begin,
-            m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G, lse_row,
-            delta_row, q_start, span_a, span_b, scale, scale_log2, MODE, BLOCK_Q, HEADS, STAGES,
-            SPLIT, DS_AT * LINE, DQ_AT * LINE,
+            Q, K, V, DO, STATS_ROWS, ANY_NEGATIVE, DQD, DK, DV_OUT, buffers, masked_tiles, tiles,
+            start, q_begin, m_begin, whole_end, m_end, q_len, n0, k_begin, k_end, k_len, group, G,
+            lse_row, delta_row, q_start, span_a, span_b, scale, scale_log2, MODE, BLOCK_Q, HEADS,
+            STAGES, SPLIT, SIGNED, DS_AT * LINE, DQ_AT * LINE,
         )),
         (_fetch_rows, (
             QD, DOD, STATS, buffers, bars, tiles, start, t0, group * HEADS, lse_row, delta_row,
@@ -540,13 +558,15 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Te
     )
 
 
-def row_stats(lse: torch.Tensor, delta: torch.Tensor, heads: int) -> torch.Tensor:
+def row_stats(
+    lse: torch.Tensor, delta: torch.Tensor, heads: int, signed: bool
+) -> torch.Tensor:
     """lse and delta [.., HQ] as P and dS need them, in the order in which a group reads them."""
     hq = lse.shape[-1]
     out = torch.empty(2 * lse.numel(), device=lse.device, dtype=torch.float32)
     launch(
         _row_stats_kernel, (cdiv(lse.numel(), 1024),),
-        lse, delta, out, lse.numel() // hq, hq, HEADS=heads, BLOCK=1024
+        lse, delta, out, lse.numel() // hq, hq, HEADS=heads, BLOCK=1024, SIGNED=signed,
     )
     return out
 
@@ -569,7 +589,7 @@ def window_share(sq: int, window: int, block_q: int, programs: int, sms: int) ->
 def span_attention_bwd_hopper(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor, span: Span, softmax_scale: float, at: Rows, dq: torch.Tensor | None,
-    q_start: int,
+    q_start: int, any_negative: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv as span_attention_bwd returns them, for inputs that are usable()."""
     hq, dim = q.shape[-2:]
@@ -585,16 +605,19 @@ def span_attention_bwd_hopper(
         programs = at.filled_tiles(KEYS) * groups
         share, splits = window_share(at.longest, span_a, block_q, programs, sms)
     acc, dk, dv = span_bwd_fused.gradient_sums(q, k, v, dq, splits, at.cu is not None)
-    stats = row_stats(lse, delta, heads)
+    signed = any_negative is not None
+    stats = row_stats(lse, delta, heads, signed)
     stats_tiles = descriptor(stats, (ROWS,), shared_layout(0, 32, 1))
     launch(
         _span_bwd_hopper_kernel, at.shares(KEYS, groups, share, splits),
-        q, k, v, grad_out, stats, _head_tiles(q, block_q, heads),
-        _head_tiles(grad_out, block_q, heads), stats_tiles, _head_tiles(acc, block_q, heads),
-        dk, dv, *(at.cu or (lse, lse)), at.sq, splits if at.cu else at.sk, groups, at.tokens,
-        share, q_start, span_a, span.b, softmax_scale, softmax_scale * LOG2E,
+        q, k, v, grad_out, stats, any_negative if signed else stats,
+        _head_tiles(q, block_q, heads), _head_tiles(grad_out, block_q, heads), stats_tiles,
+        _head_tiles(acc, block_q, heads), dk, dv, *(at.cu or (lse, lse)), at.sq,
+        splits if at.cu else at.sk, groups, at.tokens, share, q_start, span_a, span.b,
+        softmax_scale, softmax_scale * LOG2E,
         MODE=span.mode, VARLEN=at.cu is not None, BLOCK_Q=block_q, HEADS=heads, KEYS=KEYS,
-        WIDTH=WIDTH, STAGES=STAGES, SPLIT=splits > 1, num_warps=WARPS, maxnreg=START_REGISTERS,
+        WIDTH=WIDTH, STAGES=STAGES, SPLIT=splits > 1, SIGNED=signed, num_warps=WARPS,
+        maxnreg=START_REGISTERS,
     )  # fmt: skip
     if dq is None:
         dq = rounded(acc, softmax_scale, q)

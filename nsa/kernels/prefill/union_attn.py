@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.launch import launch
+from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
@@ -151,12 +152,14 @@ def _union_attn_fwd_kernel(
 @triton.jit
 def _union_dq_step(
     dq, dq2, q, q2, do, lse2, delta, k, k2, v, chosen, seen, scale_log2,
-    BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
     p = tl.math.exp2(s * scale_log2 - tl.where(chosen, lse2, float("inf"))[:, None])
+    if SIGNED:
+        p = signed_by(p, lse2[:, None])
     if MASKED:
         p = tl.where(seen, p, 0.0)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -174,7 +177,7 @@ def _union_attn_bwd_dq_kernel(
     D: tl.constexpr, DV: tl.constexpr, VARLEN: tl.constexpr, QUERIES: tl.constexpr,
     HEADS: tl.constexpr, ROOM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, OWN_N: tl.constexpr,
-    ACCUMULATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    ACCUMULATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     group = tl.program_id(1)
@@ -198,7 +201,7 @@ def _union_attn_bwd_dq_kernel(
         other=0.0,
     )
     lse = tl.load(LSE + row, mask=live, other=float("inf"))
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    lse2 = in_log2(lse, SIGNED)
     delta = tl.load(DELTA + row, mask=live, other=0.0)
     dq = tl.zeros([QUERIES * HEADS, BLOCK_D], tl.float32)
     if BLOCK_D2 > 0:
@@ -223,7 +226,7 @@ def _union_attn_bwd_dq_kernel(
         )  # fmt: skip
         dq, dq2 = _union_dq_step(
             dq, dq2, q, q2, do, lse2, delta, k, k2, v, chosen, chosen[:, None], scale_log2,
-            BLOCK_D2, False, PRECISION,
+            BLOCK_D2, False, PRECISION, SIGNED,
         )  # fmt: skip
     begin = tl.min(t, 0) // block_size * block_size
     end = tl.where(own_mask != 0, tl.max(t, 0) + 1, begin)
@@ -238,7 +241,7 @@ def _union_attn_bwd_dq_kernel(
         )  # fmt: skip
         dq, dq2 = _union_dq_step(
             dq, dq2, q, q2, do, lse2, delta, k, k2, v, chosen, seen, scale_log2, BLOCK_D2, True,
-            PRECISION,
+            PRECISION, SIGNED,
         )  # fmt: skip
     lost = tl.max((dq != dq).to(tl.int32))
     if BLOCK_D2 > 0:
@@ -334,9 +337,10 @@ def union_attention_dq(
     lse: torch.Tensor, delta: torch.Tensor, dq: torch.Tensor, *, block_size: int,
     softmax_scale: float, seq_begin: torch.Tensor | None, q_start: int, accumulate: bool,
     tiles: tuple[int, int, int, int], dq_scale: float | None = None,
+    signed: bool = False,
 ) -> None:  # fmt: skip
     """Write (or add) dq of the queries in union tiles, times dq_scale (default: softmax_scale)
-    instead of it; tiles: see dq_tiles."""
+    instead of it; tiles: see dq_tiles; signed: see gate_sign.py."""
     tensors, sizes, constants = _arguments(
         q, k, v, lists, tiles, block_size=block_size, seq_begin=seq_begin
     )
@@ -344,5 +348,5 @@ def union_attention_dq(
         _union_attn_bwd_dq_kernel, lists.state.shape[:2],
         *tensors, grad_out, lse, delta, dq, *sizes, q_start, block_size,
         softmax_scale if dq_scale is None else dq_scale, softmax_scale * LOG2E,
-        ACCUMULATE=accumulate, **constants,
+        ACCUMULATE=accumulate, SIGNED=signed, **constants,
     )  # fmt: skip

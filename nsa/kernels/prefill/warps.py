@@ -123,6 +123,21 @@ def kept(x):
 
 
 @gluon.jit
+def found_here(x):
+    """x of 16 bits, which the compiler does not find later than here: an operand in registers that
+    is found between the products which read it makes one product of each, to be waited for."""
+    if x.dtype == gl.bfloat16:
+        x = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], gl.bfloat16, is_pure=False, pack=2
+        )
+    else:
+        x = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], gl.float16, is_pure=False, pack=2
+        )
+    return x
+
+
+@gluon.jit
 def check_address(store):
     """Stops the kernel if `store`, the memory to carve() from, is not where first_barrier says."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
