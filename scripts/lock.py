@@ -9,7 +9,7 @@ architecture. kernels.json: what kernels compile to, by what they are made from.
 without comments, docstrings and places; its types, constants and options; Triton's release.
 
 `make test` compares all three. It compiles only what kernels.json does not know, and fails where
-PTX has changed, so that a commit which changes kernels says so. `make test-all` compiles everything.
+PTX has changed, so that a commit which changes kernels says so. `make test-all` compiles all.
 """
 
 from __future__ import annotations
