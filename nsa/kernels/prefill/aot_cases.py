@@ -103,8 +103,9 @@ def _case(kernel: Any, label: str, dtype: str, constexprs: dict, tiles: tuple) -
     limit = 136 if constexprs.get("D", 0) <= 128 else 208
     if kernel is span_bwd._span_bwd_dkdv_kernel and constexprs["D"] == 128:
         limit = 336
-    if constexprs.get("ADD"):  # adding dQ: addresses of gathered rows, which each lane holds
-        limit = 176
+    # Adding dQ: addresses of gathered rows, which each lane holds; with signs of gates 88 more.
+    if constexprs.get("ADD"):
+        limit = 224
     return AotCase(
         f"{kernel.__name__}-{label}", kernel, types, constexprs, num_warps=tiles[0],
         num_stages=tiles[1], max_spill=limit,
