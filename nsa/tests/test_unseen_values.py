@@ -1,0 +1,396 @@
+"""What a query does not see changes neither its output nor the gradient of its q, NaN included:
+0 * NaN is NaN, so a probability of 0 does not keep such a value out of a product."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import nsa
+from nsa import oracle
+from nsa.blocks import num_compressed
+from nsa.flags import Flags
+from nsa.tests.helpers import deterministic, make_block_indices, make_qkv, randn
+
+FLAGS = Flags(use_triton_sel=True, sel_triton_allow_grad=True)
+L, D, L_SEL, W = 8, 4, 16, 9
+S = 40
+PYTORCH = ["reference", "sdpa"]
+BAD = [math.nan, math.inf, 60000.0]
+F16, F32 = torch.float16, torch.float32
+
+# ---- which keys a query sees, by the definitions -------------------------------------------------
+
+
+def sees_window(S, N, start=0):
+    t, key = torch.arange(start, start + S)[:, None], torch.arange(N)
+    return (key <= t) & (key > t - W)
+
+
+def sees_compressed(S, N, start=0):
+    t, key = torch.arange(start, start + S)[:, None], torch.arange(N)
+    return key * D + L - 1 <= t
+
+
+def sees_ranges(ranges, N):
+    """[B, S, G, N]"""
+    key = torch.arange(N)
+    return ((key >= ranges[..., :1]) & (key < ranges[..., 1:])).any(-2)
+
+
+def sees_blocks(blocks, N, start=0):
+    return sees_ranges(oracle.blocks_to_ranges(blocks, L_SEL, start), N)
+
+
+# ---- the check -----------------------------------------------------------------------------------
+
+
+def outcome(run, q, k, v):
+    """Output, and gradients of q, k and v."""
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = run(*leaves)
+    grad = randn(*out.shape, seed=77, dtype=out.dtype, device=out.device)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def check(run, q, k, v, sees, at, bad, parts=("k", "v")):
+    """Row(s) `at`, an index of k and v, become `bad` in one of `parts` at a time.
+
+    sees [(B,) S, (G,) N] of keys. Those who see none of the rows are as they were, to the bit where
+    the kernels take the same way; nobody sees a row: the gradients of k and v are as well.
+    """
+    groups, lead = k.shape[-2], q.shape[:-2]
+    if sees.ndim == len(lead) + 1 and q.ndim == 3 or sees.ndim == 2:
+        sees = sees[..., None, :].expand(*sees.shape[:-1], groups, -1)
+    hit = torch.zeros(k.shape[:-1], dtype=torch.bool)  # [(B,) N, G]
+    hit[at] = True
+    hit = hit.transpose(-1, -2)  # [(B,) G, N]
+    seeing = (sees & (hit[:, None] if q.ndim == 4 else hit)).any(-1).expand(*lead, groups)
+    blind = ~seeing
+    was = outcome(run, q, k, v)
+    for name in parts:
+        x = {"k": k.clone(), "v": v.clone()}
+        x[name][at] = bad
+        now = outcome(run, q, **x)
+        for what, a, b in zip(("out", "dq"), now, was, strict=False):
+            a, b = (y.cpu().unflatten(-2, (groups, -1))[blind].float() for y in (a, b))
+            assert b.isfinite().all()
+            assert a.isfinite().all(), f"{what} of rows that do not see {name} = {bad}"
+            tol = 2e-3 if q.dtype == F16 else 1e-5
+            torch.testing.assert_close(a, b, atol=tol, rtol=tol, msg=lambda m, w=what: f"{w} {m}")
+        if not seeing.any():
+            for what, a, b in zip(("dk", "dv"), now[2:], was[2:], strict=True):
+                tol = 5e-3 if q.dtype == F16 else 1e-5
+                torch.testing.assert_close(a, b, atol=tol, rtol=tol, msg=lambda m, w=what: w + m)
+        elif bad != 60000.0:
+            odd = ~now[0].cpu().unflatten(-2, (groups, -1))[seeing].isfinite()
+            assert odd.flatten(1).any(-1).all(), f"rows that see {name} = {bad} hide it"
+            if math.isnan(bad):
+                assert now[0].cpu().unflatten(-2, (groups, -1))[seeing].isnan().all()
+                assert now[1].cpu().unflatten(-2, (groups, -1))[seeing].isnan().any(-1).all()
+
+
+def inputs(N, *, B=1, dtype=F32, device="cpu", packed=False, h=2, S=S):
+    q, k, v = make_qkv(B, S, 2 * h, 2, 16, Skv=N, dtype=dtype, device=device, seed=N)
+    return (q[0], k[0], v[0]) if packed else (q, k, v)
+
+
+def sliding(backend, **how):
+    return lambda q, k, v: nsa.sliding_attention(
+        q, k, v, window=W, backend=backend, flags=FLAGS, **how
+    )
+
+
+def compressed(backend, **how):
+    return lambda q, k, v: nsa.compressed_attention(
+        q, k, v, l=L, d=D, backend=backend, flags=FLAGS, **how
+    )[0]
+
+
+def selected(backend, blocks, **how):
+    return lambda q, k, v: nsa.selection_attention(
+        q, k, v, blocks, block_size=L_SEL, backend=backend, flags=FLAGS, **how
+    )
+
+
+def by_ranges(backend, ranges, **how):
+    return lambda q, k, v: nsa.selection_attention(
+        q, k, v, ranges=ranges, backend=backend, flags=FLAGS, **how
+    )
+
+
+def causal_ranges(S, N, seed=0):
+    """Three ranges a row and group, different ones for all, none after the query."""
+    ranges = torch.randint(0, 12, (1, S, 2, 3, 2), generator=torch.Generator().manual_seed(seed))
+    start = ranges[..., 0] * 3
+    spans = torch.stack([start, start + ranges[..., 1]], -1).to(torch.int32)
+    t = torch.arange(N - S, N, dtype=torch.int32)[None, :, None, None, None]
+    return spans.minimum(t + 1)
+
+
+# ---- PyTorch's routes ----------------------------------------------------------------------------
+
+
+def branch_case(backend, name, dtype=F32, device="cpu", h=2):
+    """run, (q, k, v), sees and the places of the bad rows: the last key, one in the middle, rows
+    behind the end, and another sequence of the batch."""
+    how = dict(dtype=dtype, device=device, h=h)
+    later = (slice(None), slice(-1, None))
+    middle = (slice(None), slice(20, 21))
+    if name == "sliding":
+        x = inputs(S, B=2, **how)
+        return sliding(backend), x, sees_window(S, S), [later, middle, (1,)]
+    if name == "sliding chunk":  # of a longer sequence
+        x, run = inputs(S, B=1, S=6, **how), sliding(backend, q_start=34)
+        return run, x, sees_window(6, S, 34), [later, (slice(None), slice(30, 31))]
+    if name == "compressed":
+        n = num_compressed(S, L, D)
+        x = inputs(n + 2, B=2, **how)
+        stale = (slice(None), slice(n, None))
+        last = (slice(None), slice(n - 1, n))
+        return compressed(backend), x, sees_compressed(S, n + 2), [stale, last, (1,)]
+    if name == "blocks":
+        x = inputs(S + 5, B=2, **how)
+        blocks = make_block_indices("random", 2, S, 2, 2, L_SEL, seed=1)
+        run = selected(backend, blocks.to(device))
+        last = (slice(None), slice(S - 1, S))
+        stale = (slice(None), slice(S, None))
+        return run, x, sees_blocks(blocks, S + 5), [stale, last, middle, (1,)]
+    x, ranges = inputs(S + 5, B=1, **how), causal_ranges(S, S)
+    stale = (slice(None), slice(S, None))
+    run = by_ranges(backend, ranges.to(device))
+    return run, x, sees_ranges(ranges, S + 5), [stale, middle, later]
+
+
+BRANCHES = ["sliding", "sliding chunk", "compressed", "blocks", "ranges"]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("backend", PYTORCH)
+def test_branches_of_pytorch(backend, name, bad):
+    run, x, sees, places = branch_case(backend, name)
+    for at in places:
+        # Where a whole sequence is bad, what sees it is bad; the other sequence is what it was.
+        check(run, *x, sees, at, bad)
+
+
+CU = [0, 17, 17, 33]  # and rows of no sequence behind
+
+
+def packed_case(backend, name, dtype=F32, device="cpu", h=2):
+    """run, (q, k, v), sees and places: the first and the last key of a sequence, rows of none."""
+    how = dict(dtype=dtype, device=device, packed=True, h=h)
+    cu = torch.tensor(CU, dtype=torch.int32)
+    pack = dict(cu_seqlens=cu.to(device))
+    counts = [num_compressed(b - a, L, D) for a, b in zip(CU, CU[1:], strict=False)]
+    keys = sum(counts) if name == "compressed" else S
+    groups, sees = 2, torch.zeros(S, 2, keys, dtype=torch.bool)
+    blocks = torch.full((S, groups, 2), -1, dtype=torch.int32)
+    at = 0
+    for i, (a, b) in enumerate(zip(CU, CU[1:], strict=False)):
+        if name == "compressed":
+            sees[a:b, :, at : at + counts[i]] = sees_compressed(b - a, counts[i])[:, None]
+            at += counts[i]
+        elif name == "sliding":
+            sees[a:b, :, a:b] = sees_window(b - a, b - a)[:, None]
+        elif b > a:
+            one = make_block_indices("random", 1, b - a, groups, 2, L_SEL, seed=i)
+            blocks[a:b], sees[a:b, :, a:b] = one[0], sees_blocks(one, b - a)[0]
+    x = inputs(keys, **how)
+    if name == "compressed":
+        places = [(slice(counts[0], counts[0] + 1),), (slice(counts[0] - 1, counts[0]),)]
+        return compressed(backend, **pack), x, sees, places
+    places = [(slice(17, 18),), (slice(16, 17),), (slice(33, None),)]
+    if name == "sliding":
+        return sliding(backend, **pack), x, sees, places
+    if name == "blocks":
+        return selected(backend, blocks.to(device), **pack), x, sees, places
+    ranges = torch.zeros(S, groups, 2, 2, dtype=torch.int32)
+    for a, b in zip(CU, CU[1:], strict=False):
+        if b > a:
+            ranges[a:b] = oracle.blocks_to_ranges(blocks[a:b][None], L_SEL)[0]
+    return by_ranges(backend, ranges.to(device), **pack), x, sees, places
+
+
+PACKED = ["sliding", "compressed", "blocks", "ranges"]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("backend", PYTORCH)
+def test_packed_branches_of_pytorch(backend, name, bad):
+    run, x, sees, places = packed_case(backend, name)
+    for at in places:
+        check(run, *x, sees, at, bad)
+
+
+@pytest.mark.parametrize("backend", PYTORCH)
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_lse_is_that_of_the_seen_keys(backend, name):
+    """It is what blocks are chosen by: values have no part in it."""
+    n = num_compressed(S, L, D)
+    q, k, v = inputs(n)
+    x = dict(k=k, v=v)
+    lse_of = lambda k, v: nsa.compressed_attention(q, k, v, l=L, d=D, backend=backend)[1]
+    was = lse_of(**x)
+    x[name] = x[name].clone()
+    x[name][:, -1] = math.nan
+    now = lse_of(**x)
+    last = sees_compressed(S, n)[:, -1]
+    torch.testing.assert_close(now[:, ~last], was[:, ~last])
+    if name == "k":
+        assert now[:, last].isnan().all()
+    else:
+        torch.testing.assert_close(now, was)
+
+
+def layer(dtype=F32, device="cpu", B=2, h=2):
+    """What nsa_attention takes, buffers of compressed and selected keys longer than seen."""
+    n = num_compressed(S, L, D)
+    make = lambda seed, *dims: randn(B, *dims, seed=seed, dtype=dtype, device=device)
+    return [
+        make(1, S, 2 * h, 16), make(2, n + 2, 2, 16), make(3, n + 2, 2, 16), make(4, S + 3, 2, 16),
+        make(5, S + 3, 2, 16), make(6, S, 2, 16), make(7, S, 2, 16),
+        make(8, S, 2 * h, 3).sigmoid(),
+    ]  # fmt: skip
+
+
+def whole(tensors, backend):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = nsa.nsa_attention(
+        *leaves, l=L, d=D, l_sel=L_SEL, n_sel=3, window=W, backend=backend, flags=FLAGS
+    )
+    grad = randn(*out.shape, seed=9, dtype=out.dtype, device=out.device)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def check_whole(tensors, backend, bad, tol):
+    n, was = num_compressed(S, L, D), whole(tensors, backend)
+    last_of = {1: n - 1, 2: n - 1, 3: S - 1, 4: S - 1, 5: S - 1, 6: S - 1}
+    for i, last in last_of.items():
+        # Behind the end, where there is room.
+        places = [(0, slice(last, last + 1), S - (L if i < 3 else 1))]
+        if i < 5:
+            places.append((slice(None), slice(last + 1, None), S))
+        for b, rows, seen_from in places:
+            x = [t.clone() for t in tensors]
+            x[i][b, rows] = bad
+            now = whole(x, backend)
+            for what, a, c in zip(("out", "dq"), now, was, strict=False):
+                for got, want in ((a[:, :seen_from], c[:, :seen_from]), (a[1:], c[1:])):
+                    torch.testing.assert_close(
+                        got, want, atol=tol, rtol=tol, msg=lambda m, i=i, w=what: f"{i} {w} {m}"
+                    )
+            if seen_from < S and math.isnan(bad):
+                assert now[0][0, -1].isnan().all()
+            if seen_from == S:
+                assert all(g.isfinite().all() for g in now[1:]), i
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("backend", PYTORCH)
+def test_attention_of_pytorch(backend, bad):
+    check_whole(layer(), backend, bad, 1e-5)
+
+
+# ---- Triton's kernels ----------------------------------------------------------------------------
+
+# Backward passes over blocks are more than one kernel's.
+KERNEL_BAD = [math.nan, math.inf, 60000.0]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("bad", KERNEL_BAD)
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+@pytest.mark.parametrize("name", BRANCHES)
+def test_branches_of_triton(name, dtype, bad, kernel_device):
+    run, x, sees, places = branch_case("triton", name, dtype, kernel_device)
+    for at in places:
+        check(run, *x, sees, at, bad)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_branches_of_triton(name, bad, kernel_device):
+    run, x, sees, places = packed_case("triton", name, F16, kernel_device)
+    for at in places:
+        check(run, *x, sees, at, bad)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("bad", KERNEL_BAD)
+@pytest.mark.parametrize("two_passes", [False, True], ids=["fused", "two passes"])
+def test_compressed_backward_of_four_heads(two_passes, bad, kernel_device):
+    """Of which there is a kernel that finds all gradients in one pass."""
+    run, x, sees, places = branch_case("triton", "compressed", F16, kernel_device, h=4)
+    for at in places:
+        if two_passes:
+            with deterministic():
+                check(run, *x, sees, at, bad)
+        else:
+            check(run, *x, sees, at, bad)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("bad", KERNEL_BAD)
+def test_choice_of_blocks(bad, kernel_device):
+    n = num_compressed(S, L, D)
+    q, k, _ = inputs(n + 2, dtype=F16, device=kernel_device)
+    choose = lambda k: nsa.select_blocks(
+        q, k, l=L, d=D, l_sel=4, n_sel=5, backend="triton", flags=FLAGS
+    )
+    was = choose(k)
+    for row in (n, n - 1, 3):
+        bad_k = k.clone()
+        bad_k[:, row] = bad
+        blind = ~sees_compressed(S, n + 2)[:, row]
+        assert torch.equal(choose(bad_k)[:, blind], was[:, blind]), row
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("bad", KERNEL_BAD)
+@pytest.mark.parametrize("team", [False, True], ids=["launches", "team"])
+def test_decode_of_several_tokens(team, bad, kernel_device, monkeypatch):
+    """A new token's keys are not those of the tokens before it."""
+    from nsa.kernels.decode import nsa_decode_triton
+
+    monkeypatch.setenv("NSA_USE_CLUSTER", "0")
+    T, lens = 4, [39, 30]
+    make = lambda seed, *dims: randn(2, *dims, seed=seed, dtype=F16, device=kernel_device)
+    q, gates = make(1, T, 4, 16), make(2, T, 4, 3).sigmoid()
+    caches = [make(3 + i, 12 if i < 2 else 48, 2, 16) for i in range(6)]
+
+    def run(caches):
+        counters = torch.zeros(2, 2, 32, dtype=torch.int32, device=kernel_device)
+        with torch.no_grad():
+            return nsa_decode_triton(
+                q, *caches, gates, torch.tensor(lens, device=kernel_device), l=L, d=D, l_sel=L_SEL,
+                n_sel=3, n_init=1, n_local=2, window=W, max_len=48,
+                counters=counters if team else None,
+            )  # fmt: skip
+
+    was = run(caches)
+    for i, cache in enumerate(caches):
+        changed = [x.clone() for x in caches]
+        # The last compressed key of 39 tokens is that of the last one alone: (39 - 8) % 4 == 3.
+        row = num_compressed(lens[0], L, D) - 1 if i < 2 else lens[0] - 1
+        seen_from = (row * D + L - 1 if i < 2 else row) - (lens[0] - T)
+        changed[i][0, row] = bad
+        changed[i][0, row + 1 :] = bad
+        now = run(changed)
+        assert torch.equal(now[1], was[1]), i
+        seen_from = max(seen_from, 0)
+        torch.testing.assert_close(now[0, :seen_from], was[0, :seen_from], atol=0, rtol=0)
+        assert cache.shape == changed[i].shape
+        if math.isnan(bad):
+            assert now[0, seen_from:].isnan().all(), i
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("bad", KERNEL_BAD)
+def test_attention_of_triton(bad, kernel_device):
+    check_whole(layer(F16, kernel_device), "triton", bad, 4e-3)
