@@ -10,7 +10,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
-from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo
+from nsa.kernels.prefill.span_common import finite_rows, load_kv, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import (
@@ -38,6 +38,11 @@ def _span_fwd_step(
         s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        # 0 * NaN is NaN: values that are not finite leave the product, and who sees one gets NaN.
+        finite = finite_rows(v)
+        v = tl.where(finite[:, None], v, 0.0)
+        lost = tl.max((seen & (finite == 0)[None, :]).to(tl.int32), 1) > 0
+        acc = tl.where(lost[:, None], float("nan"), acc)
     else:
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
         m_safe = m_new
