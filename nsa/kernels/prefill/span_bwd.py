@@ -22,7 +22,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper, span_bwd_fused
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
-from nsa.kernels.prefill.span_common import finite_rows, load_kv, span_hi, span_lo
+from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.row_tiles import head_tiles, kv_tiles, tma_usable
 from nsa.kernels.tiles import (
@@ -43,25 +43,15 @@ def _span_dq_step(
     dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2,
     BLOCK_D2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if MASKED:
-        # Not even 0 times a key that is not finite is 0. Who sees one has it from delta, which is
-        # NaN as the output is, or has a probability of 0 for it.
-        finite = finite_rows(k)
-        if BLOCK_D2 > 0:
-            finite = finite & finite_rows(k2)
-            k2 = tl.where(finite[:, None], k2, 0.0)
-        k = tl.where(finite[:, None], k, 0.0)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
     p = tl.math.exp2(s * scale_log2 - lse2[:, None])
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    if MASKED:
-        seen = (offs_n[None, :] >= lo[:, None]) & (offs_n[None, :] < hi[:, None])
-        p = tl.where(seen & finite[None, :], p, 0.0)
-        ds = tl.where(seen, p * (dp - delta[:, None]), 0.0).to(k.dtype)
-    else:
-        ds = (p * (dp - delta[:, None])).to(k.dtype)
+    ds = p * (dp - delta[:, None])
+    if MASKED:  # at the end, since dp is NaN where a value is
+        ds = tl.where((offs_n[None, :] >= lo[:, None]) & (offs_n[None, :] < hi[:, None]), ds, 0.0)
+    ds = ds.to(k.dtype)
     dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     if BLOCK_D2 > 0:
         dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
@@ -214,13 +204,14 @@ def _span_dkdv_step(
     if MASKED:
         lo = span_lo(t + q_start, span_a, MODE)
         hi = tl.minimum(span_hi(t + q_start, span_a, span_b, MODE), k_len)
-        seen = (offs_n[:, None] >= lo[None, :]) & (offs_n[:, None] < hi[None, :]) & live[None, :]
+        hi = tl.where(live, hi, 0)  # or a row that does not exist sees keys
+        seen = (offs_n[:, None] >= lo[None, :]) & (offs_n[:, None] < hi[None, :])
         p = tl.where(seen, p, 0.0)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
     if MASKED:
-        ds = tl.where(seen, ds, 0.0)  # NaN of a value, or of a row's delta
+        ds = tl.where(seen, ds, 0.0)  # again: dp and delta may be NaN
     ds = ds.to(q.dtype)
     dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     if BLOCK_D2 > 0:
@@ -428,6 +419,9 @@ def span_attention_bwd(
         return dq, torch.zeros_like(k), torch.zeros_like(v)
     if delta is None:
         delta, _ = attention_delta(out, grad_out)
+    # 0 * NaN is NaN, in dS K of rows that do not see such a key. Who sees it has NaN from delta; or
+    # where infinity made the score -inf, from the largest number it is as low.
+    k = torch.nan_to_num(k, nan=0.0)
     at = Rows.of(q, k, cu_q, cu_k)
     pass_of_both = one_pass(span, q, k, v, grad_out, use_gluon)
     if pass_of_both:

@@ -17,7 +17,6 @@ import triton.language as tl
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
-from nsa.kernels.prefill.span_common import finite_rows
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.prefill.sums import rounded, zero_sums
 from nsa.kernels.row_tiles import head_tiles, row_tiles, tma_usable
@@ -59,15 +58,14 @@ def _add_to_dq(
 @triton.jit
 def _span_fused_step(
     dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2, q_begin,
-    m0, q_len, G, group, first, finite, offs_d, offs_d2, offs_dv, scale_log2,
+    m0, q_len, G, group, first, offs_d, offs_d2, offs_dv, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA_ADD: tl.constexpr,
 ):  # fmt: skip
     """One tile of (query, head) rows against the keys, which are the rows of S.
 
-    Queries from `first` on see a key; where it was not `finite` it is 0 here. WHOLE: every query
-    is live.
+    Queries from `first` on see a key. WHOLE: every query is live.
     """
     BLOCK_M: tl.constexpr = BLOCK_Q * HEADS
     rows = tl.arange(0, BLOCK_M)
@@ -95,12 +93,12 @@ def _span_fused_step(
     dp = tl.dot(v, tl.trans(do))
     p = tl.math.exp2(s * scale_log2 - lse2[None, :])
     if MASKED:
-        seen = (t[None, :] >= first[:, None]) & live[None, :]
-        p = tl.where(seen & finite[:, None], p, 0.0)
+        seen = tl.where(live, t, -2147483648)[None, :] >= first[:, None]  # no dead row sees a key
+        p = tl.where(seen, p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv)
     ds = p * (dp - delta[None, :])
     if MASKED:
-        ds = tl.where(seen, ds, 0.0)  # NaN of a value, or of a row's delta
+        ds = tl.where(seen, ds, 0.0)  # again: dp and delta may be NaN
     ds = ds.to(q.dtype)
     dk = tl.dot(ds, q, dk)
     # Transposed, both operands come from shared memory: fewer registers than dS^T as rows.
@@ -187,31 +185,23 @@ def _span_bwd_fused_kernel(
         offs_d2 = offs_d
         k2 = k
         dk2 = offs_n
-    # Not even 0 times a key that is not finite is 0. Who sees one has it from delta, which is NaN
-    # as the output is, or has a probability of 0 for it: which is in the masked steps.
-    finite = finite_rows(k)
-    if BLOCK_D2 > 0:
-        finite = finite & finite_rows(k2)
-        k2 = tl.where(finite[:, None], k2, 0.0)
-    k = tl.where(finite[:, None], k, 0.0)
-    full_begin = tl.where(tl.min(finite.to(tl.int32), 0) > 0, full_begin, whole_end)
 
     for m0 in tl.range(m_begin, full_begin, BLOCK_Q):
         dk, dk2, dv = _span_fused_step(
             dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2,
-            q_begin, m0, q_len, G, group, first, finite, offs_d, offs_d2, offs_dv, scale_log2,
+            q_begin, m0, q_len, G, group, first, offs_d, offs_d2, offs_dv, scale_log2,
             D, DV, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, True, True, TMA_ADD,
         )  # fmt: skip
     for m0 in tl.range(full_begin, whole_end, BLOCK_Q):
         dk, dk2, dv = _span_fused_step(
             dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2,
-            q_begin, m0, q_len, G, group, first, finite, offs_d, offs_d2, offs_dv, scale_log2,
+            q_begin, m0, q_len, G, group, first, offs_d, offs_d2, offs_dv, scale_log2,
             D, DV, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, False, True, TMA_ADD,
         )  # fmt: skip
     for m0 in tl.range(whole_end, m_end, BLOCK_Q, num_stages=1):
         dk, dk2, dv = _span_fused_step(
             dk, dk2, dv, k, k2, v, Q, DO, QD, QD2, DOD, LSED, DELTAD, LSE, DELTA, DQ, DQD, DQD2,
-            q_begin, m0, q_len, G, group, first, finite, offs_d, offs_d2, offs_dv, scale_log2,
+            q_begin, m0, q_len, G, group, first, offs_d, offs_d2, offs_dv, scale_log2,
             D, DV, BLOCK_Q, HEADS, BLOCK_D, BLOCK_D2, True, False, TMA_ADD,
         )  # fmt: skip
     _put_keys(DK, dk * scale, k_row, live_n, offs_d, D, SPLIT)
