@@ -96,10 +96,13 @@ def selection_sdpa(
         with log.timed("sel.sdpa.pack", k, flags, rows=len(rows), longest=longest):
             keys, values = k[b, at, g][:, None], v[b, at, g][:, None]
         out = _sdpa("sdpa_selection", qs, keys, values, mask, scale)
-        # On a CPU PyTorch takes a row whose scores are all NaN for one without keys.
+        if odd is None:
+            return out
         return out * nan_if(odd[b, at, g].any(1))[:, None, None, None].to(q.dtype)
 
-    odd = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+    odd = None
+    if q.device.type == "cpu":  # where PyTorch takes a row of NaN scores for one without keys
+        odd = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
     outs, order = [], []
     for bucket, members in length_buckets(lengths).items():
         if bucket == 0:
