@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.prefill.span_common import finite_rows
+from nsa.kernels.finite_rows import finite_rows
 
 
 @triton.jit

@@ -36,12 +36,6 @@ def span_hi(t, a, b, MODE: tl.constexpr):
 
 
 @triton.jit
-def finite_rows(x):
-    """Which rows of x hold neither NaN nor infinity."""
-    return tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
-
-
-@triton.jit
 def load_rows(
     X, XD, first_key, n0, live, group, G, offs,
     WIDTH: tl.constexpr, BEGIN: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -6,11 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa.kernels.finite_rows import finite_rows
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
-from nsa.kernels.prefill.span_common import finite_rows, load_kv, span_hi, span_lo
+from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import (
