@@ -59,6 +59,10 @@ def attend(
 ):  # fmt: skip
     """One tile: output, maxima (base 2) and sums with it, its probabilities and the maxima that
     they are relative to. APART: rows do not all see the same keys."""
+    if APART:
+        # 0 * NaN is NaN: values that are not finite leave the product, and who sees one gets NaN.
+        finite = finite_rows(v)
+        v = tl.where(finite[:, None], v, 0.0)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
@@ -68,11 +72,8 @@ def attend(
     p = tl.math.exp2(s - m_safe[:, None])
     alpha = tl.math.exp2(m - m_safe)
     total = total * alpha + tl.sum(p, 1)
+    weights = p
     if APART:
-        # 0 * NaN is NaN: values that are not finite leave the product, and who sees one gets NaN.
-        finite = finite_rows(v)
-        v = tl.where(finite[:, None], v, 0.0)
-        lost = tl.max((seen & (finite == 0)[None, :]).to(tl.int32), 1) > 0
-        acc = tl.where(lost[:, None], float("nan"), acc)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        weights = tl.where(seen & (finite == 0)[None, :], float("nan"), p)
+    acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_new, total, p, m_safe

@@ -39,17 +39,17 @@ def _span_fwd_step(
         s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        # 0 * NaN is NaN: values that are not finite leave the product, and who sees one gets NaN.
-        finite = finite_rows(v)
-        v = tl.where(finite[:, None], v, 0.0)
-        lost = tl.max((seen & (finite == 0)[None, :]).to(tl.int32), 1) > 0
-        acc = tl.where(lost[:, None], float("nan"), acc)
     else:
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
         m_safe = m_new
     p = tl.math.exp2(s * scale_log2 - m_safe[:, None])
     alpha = tl.math.exp2(m_i - m_safe)
     l_i = l_i * alpha + tl.sum(p, 1)
+    if MASKED:
+        # 0 * NaN is NaN: values that are not finite leave the product, and who sees one gets NaN.
+        finite = finite_rows(v)
+        v = tl.where(finite[:, None], v, 0.0)
+        p = tl.where(seen & (finite == 0)[None, :], float("nan"), p)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_new, l_i
 
