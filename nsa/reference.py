@@ -15,23 +15,28 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.blocks import chunks, is_symbol, visible_compressed
 from nsa.checks import scale_of
+from nsa.unseen import factor, finite
 
 _CHUNK_SCORES = 1 << 23  # scores of one chunk: 32 MiB in fp32
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q [B, s, G, h, Dk], k [B, N, G, Dk], v [B, N, G, Dv], mask [B|1, s, G|1, N] of seen keys."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, odd_k: Tensor, odd_v: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q [B, s, G, h, Dk], finite k [B, N, G, Dk] and v [B, N, G, Dv], odd [B, N, G] where either
+    was not, mask [B|1, s, G|1, N] of seen keys."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     scores = torch.einsum("bsghd,bngd->bsghn", q, k) * scale
-    mask = mask[:, :, :, None, :]
-    # A finite fill keeps empty rows free of NaN; multiplying by the mask makes them exactly 0.
-    scores = scores.masked_fill(~mask, torch.finfo(wide).min)
-    p = torch.softmax(scores, dim=-1) * mask
+    of_keys = factor(mask, odd_k)[..., None]  # the lse is the keys' alone
+    of_both = factor(mask, odd_k | odd_v)[..., None, None]
+    unseen = ~mask[:, :, :, None, :]
+    # A finite fill keeps empty rows free of NaN; the second one makes them exactly 0.
+    scores = scores.masked_fill(unseen, torch.finfo(wide).min)
+    p = (torch.softmax(scores, dim=-1) * of_both.to(wide)).masked_fill(unseen, 0)
     out = torch.einsum("bsghn,bngd->bsghd", p, v)
-    seen = mask.any(-1)
-    lse = torch.logsumexp(scores, dim=-1).masked_fill(~seen, -math.inf)
-    return out, lse
+    lse = torch.logsumexp(scores, dim=-1) * of_keys.to(wide)
+    return out, lse.masked_fill(unseen.all(-1), -math.inf)
 
 
 def _chunked(
@@ -48,11 +53,12 @@ def _chunked(
         out = q.new_zeros(B, S, HQ, v.shape[-1]) + zero.to(q.dtype)
         return out, torch.full((B, S, HQ), -math.inf, device=q.device, dtype=_lse_dtype(q))
     grouped = q.view(B, S, G, HQ // G, Dk) if q.is_contiguous() else q.unflatten(2, (G, HQ // G))
+    (k, odd_k), (v, odd_v) = finite(k), finite(v)
     outs, lses = [], []
     bounds = chunks(S, B * HQ * N, _CHUNK_SCORES)
     for first, last in bounds:
         mask = mask_of(first, last)
-        args = (grouped[:, first:last], k, v, mask, scale)
+        args = (grouped[:, first:last], k, v, odd_k, odd_v, mask, scale)
         if len(bounds) > 1 and torch.is_grad_enabled():
             out, lse = checkpoint(_attend, *args, use_reentrant=False)
         else:

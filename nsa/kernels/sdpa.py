@@ -22,6 +22,7 @@ from nsa.checks import scale_of
 from nsa.flags import Flags
 from nsa.packing import length_buckets, slot_keys
 from nsa.select import range_lengths
+from nsa.unseen import factor, finite, nan_if
 
 _CHUNK = 256  # least queries of one call
 _CHUNK_ELEMENTS = 1 << 27  # gathered key or score elements of one call: 256 MiB in bf16
@@ -94,8 +95,14 @@ def selection_sdpa(
         mask = (slot < count)[:, None, None].expand(-1, 1, h, -1) if padded else None
         with log.timed("sel.sdpa.pack", k, flags, rows=len(rows), longest=longest):
             keys, values = k[b, at, g][:, None], v[b, at, g][:, None]
-        return _sdpa("sdpa_selection", qs, keys, values, mask, scale)
+        out = _sdpa("sdpa_selection", qs, keys, values, mask, scale)
+        if odd is None:
+            return out
+        return out * nan_if(odd[b, at, g].any(1))[:, None, None, None].to(q.dtype)
 
+    odd = None
+    if q.device.type == "cpu":  # where PyTorch takes a row of NaN scores for one without keys
+        odd = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
     outs, order = [], []
     for bucket, members in length_buckets(lengths).items():
         if bucket == 0:
@@ -187,19 +194,30 @@ def _masked(
     name: str, mask: Tensor | None, scale: float, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     """Attention of one chunk under mask [s, n]; q [B, s, HQ, Dk] -> [B, s, HQ, Dv]."""
-    s, G = q.shape[1], k.shape[2]
+    s, G, rows = q.shape[1], k.shape[2], None
     if mask is not None:
-        mask = mask.repeat(q.shape[2] // G, 1)
-    out = _sdpa(name, _rows_of_heads(q, G), k.transpose(1, 2), v.transpose(1, 2), mask, scale)
-    return _heads_of_rows(out, s)
+        (k, odd_k), (v, odd_v) = finite(k), finite(v)
+        rows = mask.repeat(q.shape[2] // G, 1)
+    out = _sdpa(name, _rows_of_heads(q, G), k.transpose(1, 2), v.transpose(1, 2), rows, scale)
+    out = _heads_of_rows(out, s)
+    return out if mask is None else out * _of_heads(mask, odd_k | odd_v, q)[..., None]
+
+
+def _of_heads(mask: Tensor, odd: Tensor, q: Tensor) -> Tensor:
+    """unseen.factor of mask [s, n] for the heads of q, [B, s, HQ] in q's dtype."""
+    seen = factor(mask[None, :, None], odd).to(q.dtype)
+    return seen.repeat_interleave(q.shape[2] // odd.shape[2], 2)
 
 
 def _lse(mask: Tensor | None, scale: float, q: Tensor, k: Tensor) -> Tensor:
     """Log-sum-exp of the scores of one chunk, [B, s, HQ]."""
     s, G = q.shape[1], k.shape[2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if mask is not None:
+        k, odd = finite(k)
     rows = _rows_of_heads(q, G).to(wide)
     scores = rows @ k.permute(0, 2, 3, 1).to(wide) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask.repeat(q.shape[2] // G, 1), -math.inf)
-    return _heads_of_rows(torch.logsumexp(scores, -1), s)
+    lse = _heads_of_rows(torch.logsumexp(scores, -1), s)
+    return lse if mask is None else lse * _of_heads(mask, odd, q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import triton.language as tl
@@ -74,7 +75,7 @@ def aot_cases(arch: int) -> list[AotCase]:
         pool = tl.float32 if size == 4 else tl.float16
         for block_n in (small, 128) if large_tiles(size, d, dv, rows) else (small,):
             scan = dict(ROWS=rows, BLOCK_N=block_n, NB=block_n // 4, PAGE=page, RING=not page,
-                        POOL_DTYPE=pool, EARLY=early)  # fmt: skip
+                        POOL_DTYPE=pool, APART=rows > 16, EARLY=early)  # fmt: skip
             constexprs = {**dims, **scan}
             name = f"{label}-N{block_n}"
             cases.append(_case(_decode_scan_kernel, name, dtype, constexprs, scan_warps(rows), 2))
@@ -101,8 +102,9 @@ def aot_cases(arch: int) -> list[AotCase]:
             n_tiles = length // 16 // small
             _, choice = choice_sizes(n_tiles, small // 4, length // 64, 16)
             team = dict(ROWS=rows, HEADS=16, TILE_N=small, BLOCK_N=small, NB=small // 4, PAGE=page,
-                        RING=True, POOL_DTYPE=pool, SPLITS_CMP=n_tiles, SPLITS_WIN=8, SPLITS_SEL=16,
-                        N_SEL=16, N_INIT=1, N_LOCAL=2, PHASE=-1, **choice, **dims)  # fmt: skip
+                        RING=True, POOL_DTYPE=pool, APART=False, SPLITS_CMP=n_tiles, SPLITS_WIN=8,
+                        SPLITS_SEL=16, N_SEL=16, N_INIT=1, N_LOCAL=2, PHASE=-1, **choice,
+                        **dims)  # fmt: skip
             cases.append(_case(_decode_team_kernel, f"{label}-S{length}", dtype, team, 4, 2))
         if size == 2:
             append = dict(D=d, DV=dv, BLOCK_HALF=dot_size(d // 2), BLOCK_DV=dot_size(dv),
@@ -131,10 +133,9 @@ def aot_cases(arch: int) -> list[AotCase]:
         (d1, d2), block_n = split_dim(d), scan_tile(arch, 2, d, dv, rows)
         c = dict(D=d, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dv, PRECISION="tf32", ROWS=rows,
                  BLOCK_N=block_n, NB=block_n // 4, PAGE=0, RING=True, POOL_DTYPE=tl.float16,
-                 EARLY=early)
-        cases.append(
-            _case(_decode_scan_kernel, f"D{d}-R{rows}", "bf16", c, scan_warps(rows), 2)
-        )
+                 APART=True, EARLY=early)
+        case = _case(_decode_scan_kernel, f"D{d}-R{rows}", "bf16", c, scan_warps(rows), 2)
+        cases.append(replace(case, max_spill=48))  # on sm_120, since values are made finite
     if arch == 80:  # where ptxas leaves 128 heads of 256 on 4 warps 32 registers and 9 KB of stack
         c = dict(D=256, DV=256, BLOCK_D=256, BLOCK_D2=0, BLOCK_DV=256, PRECISION="tf32", ROWS=128,
                  HEADS=128, BLOCK_N=64, PAGE=0, CHOOSE=True, SPLITS=8, TILE_N=64, NB=16, N_SEL=16,

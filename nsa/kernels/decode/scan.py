@@ -20,9 +20,11 @@ def scan_split(
     window, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, RING: tl.constexpr, POOL_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, RING: tl.constexpr, POOL_DTYPE: tl.constexpr, APART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Partial attention of one split of the compressed or window keys; rows are (token, head).
+    """Partial attention of one split of the compressed or window keys; rows are (token, head), of
+    several tokens where APART.
 
     Compressed tiles also leave their probabilities pooled to selection blocks, per row, relative
     to the tile's maximum: the selection needs no second look at the keys.
@@ -90,7 +92,7 @@ def scan_split(
             k2 = load_rows(k_base, at, seen_any, offs_d2, D)
         seen = seen_any[None, :] & (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
         acc, m_i, l_i, p, m_safe = attend(
-            acc, m_i, l_i, q, q2, k, k2, v, seen, scale_log2, BLOCK_D2, PRECISION
+            acc, m_i, l_i, q, q2, k, k2, v, seen, scale_log2, BLOCK_D2, APART, PRECISION
         )
         if compressed:
             # Relative to the running maximum, which is stored with it.
@@ -125,8 +127,8 @@ def _decode_scan_kernel(
     window, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, RING: tl.constexpr, POOL_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    PAGE: tl.constexpr, RING: tl.constexpr, POOL_DTYPE: tl.constexpr, APART: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """scan_split() of every sequence, group and split.
 
@@ -140,5 +142,5 @@ def _decode_scan_kernel(
         Q, KC, VC, KW, VW, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX, table_len,
         cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, window,
         scale_log2, D, DV, ROWS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, RING, POOL_DTYPE,
-        PRECISION,
+        APART, PRECISION,
     )  # fmt: skip

@@ -107,7 +107,7 @@ def attend_selected(
         if BLOCK_D2 > 0:
             k2 = load_rows(KS, at, seen, offs_d2, D)
         acc, m_i, l_i, _, _ = attend(
-            acc, m_i, l_i, q, q2, k, k2, v, seen[None, :], scale_log2, BLOCK_D2, PRECISION
+            acc, m_i, l_i, q, q2, k, k2, v, seen[None, :], scale_log2, BLOCK_D2, False, PRECISION
         )
     shown = live[:, None] & (cols < DV)[None, :]
     if MERGE:

@@ -287,8 +287,8 @@ def _plan(
         floats=floats, offsets=[4 * n for n in itertools.accumulate(floats[:-1], initial=0)],
         scan=dict(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
-            PAGE=win_page, RING=ring, num_warps=scan_warps(rows), num_stages=2, EARLY=early,
-            **dims,
+            PAGE=win_page, RING=ring, APART=tokens > 1, num_warps=scan_warps(rows), num_stages=2,
+            EARLY=early, **dims,
         ),
         choice=dict(
             num_warps=choice_warps(choice["CHUNK"] * nb, programs * tokens * chunks, sms),
@@ -306,8 +306,9 @@ def _plan(
         ),
         # One launch for all phases where programs run at the same time.
         whole=tuple(dict(
-            PHASE=phase, PAGE=page, RING=ring, POOL_DTYPE=tl.float16, SPLITS_CMP=padded[0],
-            SPLITS_WIN=padded[1], SPLITS_SEL=padded[2], num_warps=4, num_stages=2,
+            PHASE=phase, PAGE=page, RING=ring, POOL_DTYPE=tl.float16, APART=tokens > 1,
+            SPLITS_CMP=padded[0], SPLITS_WIN=padded[1], SPLITS_SEL=padded[2], num_warps=4,
+            num_stages=2,
             **{"launch_cooperative_grid": True} if not interpret else {},
             **{n: x for n, x in choosing.items() if n != "SPLITS"}, **selected, **dims,
         ) for phase in ((0, 1, 2, 3) if interpret else (-1,))),

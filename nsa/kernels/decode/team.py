@@ -60,10 +60,11 @@ def _decode_team_kernel(
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
     TILE_N: tl.constexpr, BLOCK_N: tl.constexpr, NB: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr,
-    POOL_DTYPE: tl.constexpr, PRECISION: tl.constexpr, SPLITS_CMP: tl.constexpr,
-    SPLITS_WIN: tl.constexpr, SPLITS_SEL: tl.constexpr, CHUNK: tl.constexpr,
-    SINGLE: tl.constexpr, N: tl.constexpr, RANKED: tl.constexpr, N_SEL: tl.constexpr,
-    N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, PHASE: tl.constexpr,
+    POOL_DTYPE: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS_CMP: tl.constexpr, SPLITS_WIN: tl.constexpr, SPLITS_SEL: tl.constexpr,
+    CHUNK: tl.constexpr, SINGLE: tl.constexpr, N: tl.constexpr, RANKED: tl.constexpr,
+    N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
     """A whole step. PHASE -1 does all four phases, 0 to 3 one of them (for where programs run one
     after another). COUNTERS int32 [B, G, 32], zeros at first, one line of memory each.
@@ -80,7 +81,8 @@ def _decode_team_kernel(
                 bg, part, length, Q, KC, VC, KW, VW, TABLE, SCAN_O, SCAN_M, SCAN_L, POOLED, SPILL,
                 TILE_MAX, table_len, cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all,
                 n_tiles, l, d, l_sel, window, scale_log2, D, DV, ROWS, TILE_N, NB, BLOCK_D,
-                BLOCK_D2, BLOCK_DV, 0 if RING else PAGE, RING, POOL_DTYPE, PRECISION,
+                BLOCK_D2, BLOCK_DV, 0 if RING else PAGE, RING, POOL_DTYPE, APART,
+                PRECISION,
             )  # fmt: skip
     if PHASE == -1:
         sign = _meet(counter, sign, part, parts)

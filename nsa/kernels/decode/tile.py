@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa.kernels.finite_rows import finite_rows
+
 
 @triton.jit
 def begin_next(EARLY: tl.constexpr):
@@ -53,10 +55,14 @@ def load_rows(X, at, live, offs, WIDTH: tl.constexpr):
 @triton.jit
 def attend(
     acc, m, total, q, q2, k, k2, v, seen, scale_log2, BLOCK_D2: tl.constexpr,
-    PRECISION: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile: output, maxima (base 2) and sums with it, its probabilities and the maxima that
-    they are relative to."""
+    they are relative to. APART: rows do not all see the same keys."""
+    if APART:
+        # 0 * NaN is NaN: values that are not finite leave the product, and who sees one gets NaN.
+        finite = finite_rows(v)
+        v = tl.where(finite[:, None], v, 0.0)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
@@ -66,5 +72,8 @@ def attend(
     p = tl.math.exp2(s - m_safe[:, None])
     alpha = tl.math.exp2(m - m_safe)
     total = total * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    weights = p
+    if APART:
+        weights = tl.where(seen & (finite == 0)[None, :], float("nan"), p)
+    acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_new, total, p, m_safe

@@ -41,6 +41,7 @@ from nsa.kernels.tiles import (
     sm_count,
     split_dim,
 )
+from nsa.unseen import for_backward, values_for_backward
 
 ANEW_PER_SM = 4  # programs that look for dQ to be found anew; hardly ever is there any
 
@@ -292,10 +293,12 @@ def _block_attn_bwd_dkdv_kernel(
         p = tl.math.exp2(s * scale_log2 - lse2[None, :])
         if SIGNED:
             p = signed_by(p, lse2[None, :])
-        p = tl.where(offs_n[:, None] <= t[None, :], p, 0.0)
+        seen = offs_n[:, None] <= t[None, :]
+        p = tl.where(seen, p, 0.0)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        # Of a row whose delta is NaN other keys of the tile shall not suffer.
+        ds = tl.where(seen, p * (dp - delta[None, :]), 0.0).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if BLOCK_D2 > 0:
             dk2 = tl.dot(ds, q2, dk2, input_precision=PRECISION)
@@ -438,6 +441,8 @@ def block_attention_bwd(
         in_gluon = hopper.block_backward(q, k, v, grad_out, block_size, use_gluon)
         fused = fused_tiles(arch, heads, dim, dv_dim, size, tile)
     one_pass = in_gluon or fused
+    if not in_gluon:  # which does so itself
+        k, v = for_backward(k), values_for_backward(v)
     if not one_pass:
         dq = _dq_by_rows(
             grad_out, q, k, v, lse, delta, block_indices, dq, block_size=block_size,

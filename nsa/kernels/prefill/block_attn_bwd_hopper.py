@@ -42,7 +42,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
-from nsa.kernels.prefill.span_bwd_hopper import _tma_add, finite
+from nsa.kernels.prefill.span_bwd_hopper import _tma_add, bounded, finite
 from nsa.kernels.prefill.sums import MOST_PARTS, HalfSums
 from nsa.kernels.prefill.warps import found_here
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
@@ -236,7 +236,7 @@ def _block_walk(
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
     key_row = (first_key + key) * G + group
     # By pointers and once: keys past the sequence must be zeros, not the next one's.
-    k_place.index(0).store(finite(_load_keys(K, key_row, key < n_keys, COPY_LAYOUT, WIDTH)))
+    k_place.index(0).store(bounded(_load_keys(K, key_row, key < n_keys, COPY_LAYOUT, WIDTH)))
     v_place.index(0).store(finite(_load_keys(V, key_row, key < n_keys, COPY_LAYOUT, WIDTH)))
     fence_async_shared()
     program_barrier()

@@ -38,6 +38,7 @@ from nsa.kernels.tiles import (
     sm_count,
     split_dim,
 )
+from nsa.unseen import for_backward
 
 
 @triton.jit
@@ -51,10 +52,11 @@ def _span_dq_step(
     p = tl.math.exp2(s * scale_log2 - lse2[:, None])
     if SIGNED:
         p = signed_by(p, lse2[:, None])
-    if MASKED:
-        p = tl.where((offs_n[None, :] >= lo[:, None]) & (offs_n[None, :] < hi[:, None]), p, 0.0)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    ds = (p * (dp - delta[:, None])).to(k.dtype)
+    ds = p * (dp - delta[:, None])
+    if MASKED:  # at the end, since dp is NaN where a value is
+        ds = tl.where((offs_n[None, :] >= lo[:, None]) & (offs_n[None, :] < hi[:, None]), ds, 0.0)
+    ds = ds.to(k.dtype)
     dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     if BLOCK_D2 > 0:
         dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
@@ -208,10 +210,15 @@ def _span_dkdv_step(
     if MASKED:
         lo = span_lo(t + q_start, span_a, MODE)
         hi = tl.minimum(span_hi(t + q_start, span_a, span_b, MODE), k_len)
-        p = tl.where((offs_n[:, None] >= lo[None, :]) & (offs_n[:, None] < hi[None, :]), p, 0.0)
+        hi = tl.where(live, hi, 0)  # or a row that does not exist sees keys
+        seen = (offs_n[:, None] >= lo[None, :]) & (offs_n[:, None] < hi[None, :])
+        p = tl.where(seen, p, 0.0)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-    ds = (p * (dp - delta[None, :])).to(q.dtype)
+    ds = p * (dp - delta[None, :])
+    if MASKED:
+        ds = tl.where(seen, ds, 0.0)  # again: dp and delta may be NaN
+    ds = ds.to(q.dtype)
     dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     if BLOCK_D2 > 0:
         dk2 = tl.dot(ds, q2, dk2, input_precision=PRECISION)
@@ -430,6 +437,7 @@ def span_attention_bwd(
         return pass_of_both(
             grad_out, q, k, v, lse, delta, span, softmax_scale, at, dq, q_start, any_negative
         )
+    k = for_backward(k)
     accumulate = dq is not None and not first
     dq, dq_scale = (torch.empty_like(q), softmax_scale) if dq is None else (dq, 1.0)
     arch = arch_of(q.device)

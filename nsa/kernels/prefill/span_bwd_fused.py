@@ -22,6 +22,7 @@ from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.prefill.sums import rounded, zero_sums
 from nsa.kernels.row_tiles import head_tiles, row_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, pow2, sm_count, split_dim
+from nsa.unseen import for_backward
 
 MOST_SHARES = 128  # of a packed sequence: programs are launched for tiles that could have as many
 
@@ -95,9 +96,13 @@ def _span_fused_step(
     if SIGNED:
         p = signed_by(p, lse2[None, :])
     if MASKED:
-        p = tl.where(t[None, :] >= first[:, None], p, 0.0)
+        seen = tl.where(live, t, -2147483648)[None, :] >= first[:, None]  # no dead row sees a key
+        p = tl.where(seen, p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv)
-    ds = (p * (dp - delta[None, :])).to(q.dtype)
+    ds = p * (dp - delta[None, :])
+    if MASKED:
+        ds = tl.where(seen, ds, 0.0)  # again: dp and delta may be NaN
+    ds = ds.to(q.dtype)
     dk = tl.dot(ds, q, dk)
     # Transposed, both operands come from shared memory: fewer registers than dS^T as rows.
     dq = tl.trans(tl.dot(tl.trans(k), ds))
@@ -269,6 +274,7 @@ def compressed_attention_bwd_fused(
     q_start: int, any_negative: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv as span_attention_bwd returns them, for inputs that are usable()."""
+    k = for_backward(k)
     hq, dim = q.shape[-2:]
     groups, dv_dim = v.shape[-2:]
     heads = hq // groups

@@ -277,8 +277,17 @@ def _masked_rows(X, row, live, layout: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit
 def finite(x):
     """x with 0 for what is not finite: a backward needs no other mark of a row that sees such a
-    key, whose delta is NaN, and other rows would get 0 * NaN."""
+    value, whose delta is NaN, and other rows would get 0 * NaN."""
     return gl.where(x.to(gl.float32) * 0.0 == 0.0, x, 0.0)
+
+
+@gluon.jit
+def bounded(x):
+    """The same of keys; infinity made a score infinite, as the largest number does."""
+    MOST: gl.constexpr = 65504.0 if x.dtype == gl.float16 else 3.3895313892515355e38
+    y = x.to(gl.float32)
+    y = gl.where(y == y, gl.minimum(gl.maximum(y, -MOST), MOST), 0.0)
+    return y.to(x.dtype)
 
 
 @gluon.jit
@@ -374,7 +383,7 @@ def _span_walk(
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
     key_row = (k_begin + key) * G + group
     # By pointers and once: keys past the sequence must be zeros, not the next one's.
-    k_place.index(0).store(finite(_masked_rows(K, key_row, key < k_end, COPY_LAYOUT, WIDTH)))
+    k_place.index(0).store(bounded(_masked_rows(K, key_row, key < k_end, COPY_LAYOUT, WIDTH)))
     v_place.index(0).store(finite(_masked_rows(V, key_row, key < k_end, COPY_LAYOUT, WIDTH)))
     # The first tile has none before it: its own Q times dS = 0.
     ds_smem.index(1).store(gl.zeros([KEYS, ROWS], q_smem.dtype, S_LAYOUT))

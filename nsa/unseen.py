@@ -1,0 +1,42 @@
+"""Keys and values that are not finite, kept from the queries that do not see them.
+
+0 * NaN is NaN: a probability of 0 does not take such a value out of a product, nor a gradient of 0
+out of one with it. So products go without them, and whoever sees one gets NaN for it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def finite(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [B, N, G, D] with 0 for what is not finite, and [B, N, G]: in which rows there is such."""
+    odd = ~x.isfinite()
+    return x.masked_fill(odd, 0), odd.any(-1)
+
+
+def factor(mask: Tensor, odd: Tensor) -> Tensor:
+    """NaN for the rows of mask [B|1, s, G|1, N] that see one of the odd keys [B, N, G], 1 for the
+    others: fp32 [B, s, G]. A product with it, and not a choice, so that their gradients tell, too.
+    """
+    count = torch.einsum("bsgn,bng->bsg", mask.to(torch.float32), odd.to(torch.float32))
+    return nan_if(count > 0)
+
+
+def nan_if(rows: Tensor) -> Tensor:
+    """NaN where the mask is true, 1 elsewhere, in fp32."""
+    return torch.ones_like(rows, dtype=torch.float32).masked_fill(rows, math.nan)
+
+
+def for_backward(k: Tensor) -> Tensor:
+    """Keys as a backward may take them, of which 0 dS of a row that does not see them makes 0. Who
+    sees NaN has NaN from delta; infinity made a score infinite, as the largest number does."""
+    return torch.nan_to_num(k, nan=0.0)
+
+
+def values_for_backward(v: Tensor) -> Tensor:
+    """The same of values; who sees one that is not finite has NaN from delta."""
+    return torch.nan_to_num(v, nan=0.0, posinf=0.0, neginf=0.0)
