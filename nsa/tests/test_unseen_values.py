@@ -344,7 +344,6 @@ def test_attention_of_pytorch(backend, bad):
 # ---- Triton's kernels ----------------------------------------------------------------------------
 
 # What the kernels of blocks do in backward is a matter of its own.
-NOT_YET = pytest.mark.xfail(reason="dQ of blocks takes keys as they are", strict=False)
 
 
 @pytest.mark.kernel
@@ -352,8 +351,8 @@ NOT_YET = pytest.mark.xfail(reason="dQ of blocks takes keys as they are", strict
     ("name", "bad"),
     [(name, bad) for name in BRANCHES[:3] for bad in BAD] + [
         ("ranges", math.nan), ("ranges", math.inf),
-        pytest.param("blocks", math.nan, marks=NOT_YET),
-        pytest.param("blocks", math.inf, marks=NOT_YET),
+        ("blocks", math.nan),
+        ("blocks", math.inf),
     ],
 )  # fmt: skip
 def test_branches_of_triton(name, bad, kernel_device):
@@ -434,6 +433,5 @@ def test_decode_of_several_tokens(team, bad, kernel_device, monkeypatch):
 
 
 @pytest.mark.kernel
-@NOT_YET
 def test_attention_of_triton(kernel_device):
     check_whole(layer(F16, kernel_device), "triton", math.nan, 4e-3)
