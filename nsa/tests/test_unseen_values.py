@@ -343,16 +343,13 @@ def test_attention_of_pytorch(backend, bad):
 
 # ---- Triton's kernels ----------------------------------------------------------------------------
 
-# What the kernels of blocks do in backward is a matter of its own.
-
 
 @pytest.mark.kernel
 @pytest.mark.parametrize(
     ("name", "bad"),
     [(name, bad) for name in BRANCHES[:3] for bad in BAD] + [
         ("ranges", math.nan), ("ranges", math.inf),
-        ("blocks", math.nan),
-        ("blocks", math.inf),
+        ("blocks", math.nan), ("blocks", math.inf),
     ],
 )  # fmt: skip
 def test_branches_of_triton(name, bad, kernel_device):
@@ -435,3 +432,55 @@ def test_decode_of_several_tokens(team, bad, kernel_device, monkeypatch):
 @pytest.mark.kernel
 def test_attention_of_triton(kernel_device):
     check_whole(layer(F16, kernel_device), "triton", math.nan, 4e-3)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("bad", BAD[:2])
+@pytest.mark.parametrize("shape", [(1, 70, 2, 24), (50, 1, 16)], ids=str)
+def test_keys_tell_of_their_values(shape, bad, kernel_device):
+    from nsa.kernels.prefill.marked_keys import marked
+
+    k, v = (randn(*shape, seed=i, dtype=F16, device=kernel_device) for i in (1, 2))
+    odd = torch.zeros(shape[:-1], dtype=torch.bool, device=kernel_device)
+    odd.view(-1)[[0, 17, -1]] = True
+    v[..., 5] = v[..., 5].masked_fill(odd, bad)
+    new_k, new_v = marked(k, v)
+    assert torch.equal(new_k[~odd], k[~odd]) and torch.equal(new_v[~odd], v[~odd])
+    assert new_k[odd].isnan().all() and (new_v[odd] == 0).all()
+
+
+@pytest.mark.core
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", ["k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"])
+@pytest.mark.parametrize("h", [16, 4])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_at_a_gpus_sizes(packed, h, name, kernel_device):
+    """The last token of a sequence, whose kernels read 64 or 128 keys at a time."""
+    if kernel_device == "cpu":
+        pytest.skip("a GPU's size")
+    n, l, d = 700, 32, 16
+    kw = dict(dtype=torch.bfloat16, device=kernel_device)
+    n_cmp = num_compressed(n, l, d)
+    names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+    shapes = [(n, 2 * h, 128), *[(n_cmp, 2, 128)] * 2, *[(n, 2, 128)] * 4, (n, 2 * h, 3)]
+    x = {m: randn(2, *s, seed=i, **kw) for i, (m, s) in enumerate(zip(names, shapes, strict=True))}
+    last = (n_cmp - 1) * d + l - 1 if "cmp" in name else n - 1  # the first token that sees it
+    how = {}
+    if packed:
+        cu = torch.tensor([0, n, 2 * n], dtype=torch.int32, device=kernel_device)
+        how = dict(cu_seqlens=cu, max_seqlen=n)
+
+    def run(x):
+        x = {m: (t.flatten(0, 1) if packed else t).detach().requires_grad_() for m, t in x.items()}
+        out = nsa.nsa_attention(**x, **how, flags=FLAGS, backend="triton")
+        dq = torch.autograd.grad(out, x["q"], torch.ones_like(out))[0]
+        return [t.detach().view(2, n, *t.shape[-2:]) for t in (out, dq)]
+
+    with deterministic():
+        want = run(x)
+        x[name] = x[name].clone()
+        x[name][0, -1] = math.nan
+        got = run(x)
+    assert got[0][0, last:].isnan().all()
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a[0, :last], b[0, :last]) and torch.equal(a[1], b[1])

@@ -145,6 +145,7 @@ def _gluon_cases() -> list[AotCase]:
         block_attn_keys_hopper,
         block_score_hopper,
         key_sums,
+        marked_keys,
         span_bwd_hopper,
         span_fwd_hopper,
     )
@@ -243,6 +244,8 @@ def _gluon_cases() -> list[AotCase]:
         kernel = module._block_attn_bwd_hopper_kernel
         label = f"H{heads}-{'halves' if halves else 'fp32'}-{'signed' if signed else 'alone'}"
         cases.append(case(kernel, label, types, c, module.WARPS, 40, module.START_REGISTERS))
+    mark = dict(D=128, BLOCK_D=128, ROWS=marked_keys.ROWS)
+    cases.append(_case(marked_keys._mark_keys_kernel, "D128", "bf16", mark, (4, 2)))
     rows = dict(D=128, ROWS=sums.SIZE // 128, HEADS=16, BOTH=True)
     cases += [
         _case(sums._round_halves_kernel, "D128", "bf16", rows, (4, 2)),

@@ -155,9 +155,10 @@ def backward_kernels(
     """Names of those that the backward of a span launches, without delta's."""
     from nsa.kernels.prefill import span_bwd_fused
 
-    if backward(q, k, v, grad_out):
+    fixed = torch.are_deterministic_algorithms_enabled()
+    if not fixed and backward(q, k, v, grad_out):
         return ("_row_stats_kernel", "_span_bwd_hopper_kernel")
-    if mode == COMPRESSED and span_bwd_fused.usable(q, k, v, grad_out):
+    if not fixed and mode == COMPRESSED and span_bwd_fused.usable(q, k, v, grad_out):
         return ("_span_bwd_fused_kernel",)
     return ("_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel")
 
@@ -185,9 +186,10 @@ def block_backward_kernels(
     """Names of those that the backward of selection by blocks launches, without delta's."""
     from nsa.kernels.prefill import block_attn_bwd
 
-    if block_backward(q, k, v, grad_out, block_size):
+    fixed = torch.are_deterministic_algorithms_enabled()
+    if not fixed and block_backward(q, k, v, grad_out, block_size):
         return ("_piece_ranks_kernel", "_piece_order_kernel", "_block_attn_bwd_hopper_kernel")
     heads = q.shape[-2] // k.shape[-2]
     shape = (arch_of(q.device), heads, q.shape[-1], v.shape[-1], q.element_size())
-    dq = () if block_attn_bwd.fused_tiles(*shape) else ("_block_attn_bwd_dq_kernel",)
+    dq = () if not fixed and block_attn_bwd.fused_tiles(*shape) else ("_block_attn_bwd_dq_kernel",)
     return (*dq, "_block_attn_bwd_dkdv_kernel")

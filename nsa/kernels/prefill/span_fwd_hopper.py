@@ -15,6 +15,7 @@ The same function as span_fwd.py, in Gluon, Triton's lower level, for what plain
   and writes their sum, each by its gate.
 - Compressed attention may find the scores of blocks besides (block_sums.py), slab by slab of
   queries.
+- Values are finite: of others their keys tell (marked_keys.py).
 
 H200, bf16, D=128, 64k tokens, 64 heads in 4 groups, under the power cap of the board (clocks fall
 to it with either kernel): compressed 6.8 ms against 9.7, window 512 2.1 against 3.7.
@@ -30,7 +31,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_sums
 from nsa.kernels.prefill.block_select import Slab
+from nsa.kernels.prefill.marked_keys import marked
 from nsa.kernels.prefill.packs import packed_bounds, packed_tiles, sequence_of
 from nsa.kernels.prefill.releases import (
     carve,
@@ -59,7 +60,6 @@ from nsa.kernels.prefill.warps import (
     await_phase_if,
     check_address,
     first_barrier,
-    lane_number,
     place_of_rows,
     put_aside,
     rescaled,
@@ -328,31 +328,6 @@ def _output(acc, p, count, v_mem, first):
 
 
 @gluon.jit
-def _clear_past_end(count, rows, v_mem, first, V_AT: gl.constexpr, KEYS: gl.constexpr):
-    """Zeros for the values of tile `count` from row `rows` on: they are the next sequence's, and a
-    NaN among them would pass through a probability of 0. Each warpgroup does it before its product
-    reads the tile; other warps are waited for in no other place."""
-    STAGES: gl.constexpr = v_mem.shape[0]
-    CHUNKS: gl.constexpr = v_mem.shape[3] // 64  # of 128 bytes, which keep to their row
-    if rows < KEYS:
-        _await(first, V_FULL, count, STAGES)
-        warp = warp_number()
-        place = first + V_AT + count % STAGES * (v_mem.shape[2] * v_mem.shape[3] * 2)
-        for row in range(gl.maximum(rows, 0) + warp % 4, KEYS, 4):
-            for chunk in gl.static_range(CHUNKS):
-                at = place + (chunk * KEYS + row) * 128 + lane_number() * 4
-                gl.inline_asm_elementwise(
-                    "st.shared.u32 [$1], 0; mov.u32 $0, 0;", "=r,r", [at], gl.int32, is_pure=False,
-                    pack=1,
-                )  # fmt: skip
-        fence_async_shared()
-        gl.inline_asm_elementwise(
-            "barrier.sync.aligned $1, 128; mov.u32 $0, 0;", "=r,r",
-            [14 + warp // 4], gl.int32, is_pure=False, pack=1,  # Triton's own begin at 0
-        )  # fmt: skip
-
-
-@gluon.jit
 def _first_scores(q, count, k_mem, first, BLOCK_N: gl.constexpr, NARROW: gl.constexpr):
     """Start Q K^T of the NARROW keys and of the last tile, whose number comes with them."""
     STAGES: gl.constexpr = k_mem.shape[0]
@@ -371,7 +346,7 @@ def _first_scores(q, count, k_mem, first, BLOCK_N: gl.constexpr, NARROW: gl.cons
 def _attend(
     few, s, q, q0, q_len, batch, span, k_mem, v_mem, first, count, scale_log2, sums, aside, to,
     MODE: gl.constexpr, BLOCK_N: gl.constexpr, NARROW: gl.constexpr, b: gl.constexpr,
-    VARLEN: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr, V_AT: gl.constexpr,
+    VARLEN: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr,
     SCORED: gl.constexpr,
 ):  # fmt: skip
     """A span's attention, whose _first_scores are given: output (its last product may still run),
@@ -420,12 +395,6 @@ def _attend(
         (tiles > full_begin) & (tiles <= full_end) if NARROW > 0 else False,
         q0, q_start, a, b, k_len, scale_log2, MODE, HEADS, LEAD,
     )  # fmt: skip
-    if VARLEN:  # not before: a value's place may be that of the span before until now
-        if NARROW > 0:
-            in_sequence = k_len - (begin + tiles * BLOCK_N)
-            _clear_past_end(count - 1, in_sequence, v_mem, first, V_AT, NARROW)
-        in_sequence = k_len - (begin + (tiles - 1) * BLOCK_N)
-        _clear_past_end(count, in_sequence, v_mem, first, V_AT, BLOCK_N)
     acc = gl.zeros([ROWS, D], gl.float32, o_layout)
     if NARROW > 0:
         top = gl.convert_layout(m, few_rows, assert_trivial=True)
@@ -479,10 +448,10 @@ def _consume(
     O, LSE, GATES, scored, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS,
     scale_log2, slab_begin,
     TILES: gl.constexpr, VARLEN: gl.constexpr, SCORED: gl.constexpr, Q_AT: gl.constexpr,
-    V_AT: gl.constexpr, ASIDE_AT: gl.constexpr,
+    ASIDE_AT: gl.constexpr,
 ):  # fmt: skip
     """Two warpgroups: softmax and output of 64 rows each of every work item; of two spans the sum
-    of their outputs, each by its gate. Q_AT, V_AT, ASIDE_AT: where memories begin, in bytes."""
+    of their outputs, each by its gate. Q_AT, ASIDE_AT: where memories begin, in bytes."""
     SCORES, SUMS, slab_rows, n_ld, room = scored
     QUERIES: gl.constexpr = q_mem.shape[1]
     HEADS: gl.constexpr = q_mem.shape[2]
@@ -524,7 +493,7 @@ def _consume(
             acc, m, l, count, tiles = _attend(
                 few, s, q, q0, q_len, batch, spans[i], k_mem, v_mem, first, count, scale_log2, sums,
                 aside, (before, n_ld, tiles_before, own, corner), TILES[i][0], TILES[i][1],
-                TILES[i][2], TILES[i][3], VARLEN, HEADS, QUERIES, V_AT, SCORED and i == 0,
+                TILES[i][2], TILES[i][3], VARLEN, HEADS, QUERIES, SCORED and i == 0,
             )  # fmt: skip
             last = count
             if i + 1 < len(TILES):
@@ -633,7 +602,7 @@ def _run(
     gl.warp_specialize([
         (_consume, (
             O, LSE, GATES, scored, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G, BATCH, ITEMS,
-            scale_log2, slab_begin, TILES, VARLEN, SCORED, UNIT, V_AT * UNIT, ASIDE_AT * UNIT,
+            scale_log2, slab_begin, TILES, VARLEN, SCORED, UNIT, ASIDE_AT * UNIT,
         )),
         (_produce, (
             QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, slab_begin, TILES,
@@ -793,7 +762,7 @@ def span_attention_fwd_hopper(
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     rows, outs = work.descriptor(q), work.descriptor(out)
-    keys = _key_descriptors(k, v, tiles, varlen)
+    keys = _key_descriptors(*marked(k, v), tiles, varlen)
     for slab, items, of_slab in work.slabs(slabs, lse, k):
         launch(
             _span_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
@@ -822,8 +791,8 @@ def span_pair_fwd_hopper(
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     sk, sw = (work.batch,) * 2 if varlen else (k_cmp.shape[1], k_win.shape[1])
     rows, outs = work.descriptor(q), work.descriptor(out)
-    keys = _key_descriptors(k_cmp, v_cmp, tiles, varlen)[:2]
-    keys += _key_descriptors(k_win, v_win, window, varlen)
+    keys = _key_descriptors(*marked(k_cmp, v_cmp), tiles, varlen)[:2]
+    keys += _key_descriptors(*marked(k_win, v_win), window, varlen)
     for slab, items, of_slab in work.slabs(slabs, lse, k_cmp):
         launch(
             _span_pair_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
