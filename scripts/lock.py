@@ -115,16 +115,13 @@ def read() -> dict:
     return found
 
 
-def part(work: tuple[str, int, int, dict[str, list]]) -> dict[str, list]:
+def part(work: tuple[str, int, int, dict[str, list]]) -> tuple[dict[str, list], list[str]]:
     """The entries of every PARTS-th case of a module for an architecture, compiled where `known`
-    has not their content.
-
-    Raises RuntimeError for a case that does not fit, or what Triton raises.
-    """
+    has not their content; and what is wrong with those that have none."""
     from nsa.kernels import aot
 
     module, arch, number, known = work
-    found, changed = {}, []
+    found, changed, bad = {}, [], []
     with fresh_cache():
         cases = aot.cases_of(module, arch)
         for case in cases[number::PARTS]:
@@ -134,16 +131,26 @@ def part(work: tuple[str, int, int, dict[str, list]]) -> dict[str, list]:
                 found[name] = known[name]
                 continue
             changed.append(case.name)
-            used, ptx = aot.compile_case(case, arch)
+            try:
+                used, ptx = aot.compile_case(case, arch)
+            except Exception as error:
+                bad.append(f"{name}: {type(error).__name__}: {error}")
+                continue
             problems = used.problems(arch, case.max_spill)
-            if problems:
-                raise RuntimeError(f"{name}: {'; '.join(problems)}")
-            found[name] = [content, ptx, *used]
+            bad += [f"{name}: {problem}" for problem in problems]
+            if not problems:
+                found[name] = [content, ptx, *used]
         if arch == 90:
             for case, ones in aot.ones_of(cases):
-                if case.name in changed:
+                if case.name not in changed:
+                    continue
+                try:
                     aot.lower_case(case, arch, ones)
-    return found
+                except Exception as error:
+                    why = error.__cause__ or error
+                    bad.append(f"{case.name} with {', '.join(ones)} = 1: {why}")
+                    found.pop(f"sm_{arch} {case.name}", None)
+    return found, bad
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -164,7 +171,9 @@ def main(argv: list[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     work = [(m, a, i, before) for m in aot.MODULES for a in aot.ARCHS for i in range(PARTS)]
     with ProcessPoolExecutor(cores) as pool:
-        entries = dict(sorted(e for done in pool.map(part, work) for e in done.items()))
+        parts = list(pool.map(part, work))
+    entries = dict(sorted(entry for found, _ in parts for entry in found.items()))
+    bad = [problem for _, problems in parts for problem in problems]
     changed = sorted(n for n in before | entries if before.get(n) != entries.get(n))
     compiled = [n for n in changed if before.get(n, [0, 0])[1] != entries.get(n, [0, 0])[1]]
     print(f"{len(entries)} configurations, {len(changed)} made of other code, "
@@ -176,7 +185,8 @@ def main(argv: list[str] | None = None) -> int:
     lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(e)}" for n, e in entries.items())
     head = f'"triton": {json.dumps(triton.__version__)}'
     LOCK.write_text(f'{{{head}, "kernels": {{\n{lines}\n}}}}\n')
-    return 0
+    print("\n".join(bad))
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

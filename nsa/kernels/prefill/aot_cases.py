@@ -101,8 +101,8 @@ def _case(kernel: Any, label: str, dtype: str, constexprs: dict, tiles: tuple) -
     # loops over whole tiles are what counts. dK/dV at D = 128 keeps some 300 bytes there: of the
     # tiles that were timed on an H200 these were the fastest all the same.
     limit = 136 if constexprs.get("D", 0) <= 128 else 208
-    if kernel is span_bwd._span_bwd_dkdv_kernel and constexprs["D"] == 128:
-        limit = 336
+    if kernel is span_bwd._span_bwd_dkdv_kernel:  # masks of dS and signs of gates
+        limit = 336 if constexprs["D"] == 128 else max(limit, 168)
     # Adding dQ: addresses of gathered rows, which each lane holds; with signs of gates 88 more.
     if constexprs.get("ADD"):
         limit = 224
