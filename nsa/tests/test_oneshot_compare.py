@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from nsa.tests.oneshot_samples import bench_row, parity_row, test_row, write_sample
+from nsa.tests.oneshot_samples import bench_row, parity_row, test_row, write_derived, write_sample
 from scripts.oneshot import bundle, compare
 from scripts.oneshot.comparison import compare as compared
 from scripts.oneshot.comparison import environment_changes, judge_case
@@ -132,6 +132,7 @@ def made(folder, rows=(), *, name="all_pass", drop=(), change=None, stage="sel_b
     if change:
         change(events)
     (folder / "events.jsonl").write_text("".join(dumps(e) + "\n" for e in events))
+    write_derived(folder)
     return folder
 
 
@@ -148,6 +149,18 @@ def test_equal_bundles_are_the_same(tmp_path, capsys):
     a, b = made(tmp_path / "a"), made(tmp_path / "b")
     code, result = run(a, b, capsys=capsys)
     assert code == 0 and result["counts"] == {"SAME": 13} and result["environment"] == []
+
+
+def test_a_bundle_that_does_not_verify_is_no_proof(tmp_path, capsys):
+    """Edited in the journal too, and everything made anew of it."""
+    def change(events):
+        row = next(e["row"] for e in events if e["ev"] == "row" and e["row"].get("speedup"))
+        row["speedup"] *= 3
+
+    a, b = made(tmp_path / "a"), made(tmp_path / "b", change=change)
+    code, result = run(a, b, capsys=capsys)
+    assert code == 5 and "B does not verify: bench" in result["notes"][0]
+    assert "speedup" in result["notes"][0] and result["counts"] == {"SAME": 13}
 
 
 def test_faster_slower_new_gone(tmp_path, capsys):

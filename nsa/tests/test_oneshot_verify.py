@@ -7,10 +7,12 @@ import json
 import os
 import re
 import shutil
+import statistics
 import tarfile
 
 import pytest
 
+from bench import stats
 from bench.records import NUMBERS
 from nsa.tests.oneshot_samples import bench_row, test_row, write_sample
 from scripts.oneshot import bundle, reading, report, verify
@@ -186,23 +188,84 @@ def test_a_time_that_is_not_of_its_own_samples(change, words, folder, capsys):
     assert words in out and set(re.findall("FAIL (.*?) ", out)) == {"bench"}
 
 
+US = [7.0 + 0.01 * (i * 7 % 12) for i in range(12)]
+BASE = [1.25 * us + 0.003 * (i % 5) for i, us in enumerate(US)]
+
+
+def of_raw(us=US, base=BASE, **changes):
+    """A row as a bench makes it of these times, then changed."""
+    return {
+        **bench_row("c", 7.0, 1.1), "n": len(us), "min_us": min(us),
+        "median_us": statistics.median(us),
+        **{f"p{q}_us": stats.quantile(us, q / 100) for q in (20, 80, 95)},
+        "ci95_us": list(stats.median_ci(us)), "base_median_us": statistics.median(base),
+        "base_ci95_us": list(stats.median_ci(base)),
+        "speedup": statistics.median(b / a for a, b in zip(us, base, strict=True)), **changes,
+    }  # fmt: skip
+
+
+def beside(folder, row, us=US, base=BASE, every=1):
+    """What verify says of a row beside these raw times, and half a line more."""
+    line = {k: row[k] for k in ("bench", "case", "candidate", "cache")}
+    times = {"us": us, "us_every": every, "base_us": base, "base_us_every": every}
+    text = dumps({**line, **times})
+    (folder / "bench" / "samples.jsonl").write_text(f"{text}\n{text[:40]}")
+    return "; ".join(verify.check_samples({"bench": [row], "notes": []}, folder))
+
+
 @pytest.mark.parametrize(
-    "us, every, words",
+    "change",
+    [{"n": 13}, {"median_us": 7.06}, {"min_us": 6.99}, {"p20_us": 7.03}, {"p80_us": 7.1},
+     {"p95_us": 7.2}, {"ci95_us": [7.02, 7.07]}, {"base_median_us": 8.9},
+     {"base_ci95_us": [8.7, 8.9]}, {"speedup": 1.27}],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_numbers_are_those_of_the_raw_times(change, folder):
+    assert not beside(folder, of_raw())
+    rounded = [round(x, 3) for x in US]
+    assert not beside(folder, of_raw(), us=rounded)
+    changed = of_raw(**change)
+    assert next(iter(change)) in beside(folder, changed)
+    assert not beside(folder, changed, every=2)  # some were left out: nobody can tell
+    assert not beside(folder, changed, us=["x"])
+
+
+def test_a_row_that_is_valid_has_stable_raw_times(folder):
+    drifting = [7.0 * (1 + 0.03 * i) for i in range(12)]
+    row = of_raw(us=drifting)
+    assert "VALID, and its raw times are not: spread" in beside(folder, row, us=drifting)
+    assert not beside(folder, {**row, "status": "UNSTABLE"}, us=drifting)
+    few = of_raw(us=US[:7], base=BASE[:7])
+    assert "too few samples: 7" in beside(folder, few, us=US[:7], base=BASE[:7])
+
+
+def test_times_have_raw_times(folder):
+    row, other = of_raw(), of_raw()
+    beside(folder, row)
+    told = lambda *notes: list(verify.check_samples(
+        {"bench": [row, {**other, "case": "d"}], "notes": [{"text": n} for n in notes]}, folder
+    ))  # fmt: skip
+    assert told() == ["bench d: no raw times in bench/samples.jsonl"]
+    (folder / "bench" / "samples.jsonl").unlink()
+    assert told() == ["no bench/samples.jsonl: 2 rows have times and no raw times support them"]
+    assert not told("the disk is full: bench/samples.jsonl was given up")
+
+
+@pytest.mark.parametrize(
+    "change, words",
     [
-        ([6.0, 7.0, 9.0], 1, None), ([8.0, 7.0001, 3.0], 1, None), ([6.0, 9.0, 9.0], 2, None),
-        ([6.0, 9.0, 9.0], 1, "median_us 7 is 9 by its raw times"),
-        ([6.0, 7.01, 9.0], 1, "median_us 7 is 7.01 by its raw times"),
-        ([], 1, None), (["x"], 1, None),
+        ({"gbs": 5e3}, "gbs 5000 is 1198.37 by the row's other numbers"),
+        ({"tflops": 700.0}, "tflops 700 is 142.857 by"),
+        ({"speedup": 3.0}, "speedup 3 is not that of 7.7 over 7 us"),
+        ({"speedup": 1.2, "speedup_ci95": [1.05, 1.15]}, "speedup 1.2 lies outside of its own"),
+        ({"parity": {"status": "PASS", "mae": 1e-4, "limit_mae": 1e-3, "max_abs": 1e-3,
+                     "limit_max_abs": 4e-3, "margin": 0.1}}, "margin 0.1 is 0.25 by"),
     ],
 )  # fmt: skip
-def test_a_median_is_that_of_the_raw_times(us, every, words, folder):
-    row = bench_row("c", 7.0, 1.1)
-    line = {k: row[k] for k in ("bench", "case", "candidate", "cache")}
-    (folder / "bench").mkdir()
-    text = dumps({**line, "us": us, "us_every": every})
-    (folder / "bench" / "samples.jsonl").write_text(f"{text}\n{text[:40]}")
-    found = "; ".join(verify.check_samples({"bench": [row]}, folder))
-    assert (words in found) if words else not found
+def test_what_other_numbers_of_a_row_give(change, words):
+    assert not list(verify._check_row("bench", bench_row("c", 7.0, 1.1)))
+    found = "; ".join(verify._check_row("bench", {**bench_row("c", 7.0, 1.1), **change}))
+    assert words in found
 
 
 @pytest.mark.parametrize("name", ["report.md", "issue.md", "report.html"])

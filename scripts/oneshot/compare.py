@@ -8,7 +8,8 @@ Proof that A has and B does not is a regression, unless B was not asked for it (
 --only, --skip, fewer cards).
 
 Exit code 0: nothing worse; 1: a regression of the kinds in --fail-on; 2: usage; 5: no times could
-be compared, or B lacks times that it was asked for. Nothing of a bundle is executed.
+be compared, B lacks times that it was asked for, or one of them does not pass `verify`. Nothing of
+a bundle is executed.
 """
 
 from __future__ import annotations
@@ -19,13 +20,23 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from scripts.oneshot.bundle import SUMS
 from scripts.oneshot.capture import plain
-from scripts.oneshot.comparison import EXIT_USAGE, VERDICTS, Cell, Comparison, compare
+from scripts.oneshot.comparison import (
+    EXIT_NOT_COMPARABLE,
+    EXIT_SAME,
+    EXIT_USAGE,
+    VERDICTS,
+    Cell,
+    Comparison,
+    compare,
+)
 from scripts.oneshot.markdown import cell, code, us_ci
 from scripts.oneshot.reading import BundleError, opened, rebuild
+from scripts.oneshot.verify import check
 
 FAIL_ON = ("slower", "parity", "ambiguous")
-MAX_LISTED = 60
+MAX_LISTED, MAX_DOUBTS = 60, 5
 
 RULES = """How a case is judged (floor = the larger noise floor of A and B, at least 1 %):
   FASTER/SLOWER  the 95 % intervals are further apart than the floor, min and p80 moved the same
@@ -121,6 +132,14 @@ def _fail_on(text: str) -> list[str]:
     return names
 
 
+def _doubts(name: str, folder: Path) -> list[str]:
+    """What `verify` has against a bundle; but a run that did not come to its end has no sums."""
+    found = [p for p in dict.fromkeys(check(folder)) if not p.startswith(f"no {SUMS}")]
+    shown = [f"{name} does not verify: {problem}" for problem in found[:MAX_DOUBTS]]
+    more = len(found) - len(shown)
+    return shown + ([f"{name} does not verify: and {more} more problems"] if more else [])
+
+
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser(prog="oneshot compare", description=__doc__.split("\n")[0])
     p.add_argument("a", type=Path, help="folder or .tgz of the earlier run")
@@ -138,11 +157,15 @@ def main(argv: list[str]) -> int:
     try:
         with opened(args.a) as a, opened(args.b) as b:
             result = compare(rebuild(a)[0], rebuild(b)[0], args.force)
+            doubts = [*_doubts("A", a), *_doubts("B", b)]
     except (BundleError, KeyError, TypeError, AttributeError) as error:
         text = str(error) if isinstance(error, BundleError) else f"broken bundle: {error!r}"
         print(plain(text)[:500], file=sys.stderr)
         return EXIT_USAGE
+    result.notes[:0] = doubts
     status = result.exit_code(args.fail_on or ["slower", "parity"])
+    if doubts and status == EXIT_SAME:
+        status = EXIT_NOT_COMPARABLE
     if args.json:
         print(as_json(result, status))
     else:

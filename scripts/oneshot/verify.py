@@ -1,9 +1,10 @@
 """The `verify` verb: is a bundle whole, does it keep its own rules, does it leak nothing by shape.
 
 Checks the sums of every file, the schema, that bundle.json says what the journal says and the
-reports give its verdict, that no number stands without its proof, that a time agrees with its own
-interval and its raw times, that nothing but PASS stands without a reason, and looks for secrets
-once more. Exit code 0: all of it holds; 1: something does not; 2: usage, or no bundle there.
+reports give its verdict, that no number stands without its proof, that times, intervals, ratios,
+rates, margins and stability are those of the raw times, that nothing but PASS stands without a
+reason, and looks for secrets once more. Exit code 0: all of it holds; 1: something does not; 2:
+usage, or no bundle there.
 
 It finds what was damaged or edited by halves. It cannot tell who made a bundle, or that the times
 were taken: whoever invents journal, raw times and reports together, with new sums, is not found.
@@ -28,6 +29,7 @@ from typing import Any
 from bench.records import NUMBERS
 from scripts.oneshot import bundle as bundles
 from scripts.oneshot.capture import plain
+from scripts.oneshot.comparison import EVENT_RESOLUTION_US
 from scripts.oneshot.journal import dumps, parse_json, read_events
 from scripts.oneshot.judge import Status
 from scripts.oneshot.markdown import cell, is_interval
@@ -41,6 +43,8 @@ SAMPLES = "bench/samples.jsonl"
 PNG = b"\x89PNG\r\n\x1a\n"
 # By a later `render`, which renews their sums.
 REWRITTEN = ("report.md", "report.html", "issue.md", "plots/")
+ROUNDED_US = 0.002  # raw times are written in ns
+ALIKE = 1.25  # a median of ratios and the ratio of medians
 
 
 def check(folder: Path) -> Iterator[str]:
@@ -161,6 +165,8 @@ def _check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
             yield f"{case} is {status} and still has numbers: {', '.join(numbers)}"
     for what in _out_of_order(row):
         yield f"{case}: {what}"
+    for what in _not_derived(row):
+        yield f"{case}: {what}"
     agrees = path_agrees(row.get("path_requested"), row.get("path_taken"))
     if row.get("path_requested") and not agrees and status in ("PASS", "VALID", "UNSTABLE"):
         yield f"{case}: asked for {row['path_requested']}, ran {row.get('path_taken')}"
@@ -179,27 +185,101 @@ def _out_of_order(row: Mapping[str, Any]) -> Iterator[str]:
             yield f"{low} {row[low]:g} is over {high} {row[high]:g}"
 
 
+def _not_derived(row: Mapping[str, Any]) -> Iterator[str]:
+    """Which numbers of a row are not what its other numbers give."""
+    median = row.get("median_us")
+    given: list[tuple[str, Any, Any]] = []
+    if is_number(median) and median > 0:
+        for name, amount, unit in (("gbs", "bytes", 1e3), ("tflops", "flops", 1e6)):
+            if is_number(row.get(amount)):
+                given.append((name, row.get(name), row[amount] / median / unit))
+        base, speedup = row.get("base_median_us"), row.get("speedup")
+        if is_number(base) and is_number(speedup) and speedup > 0:
+            if not 1 / ALIKE < base / median / speedup < ALIKE:
+                yield f"speedup {speedup:g} is not that of {base:g} over {median:g} us"
+        ci = row.get("speedup_ci95")
+        if is_number(speedup) and is_interval(ci) and not ci[0] <= speedup <= ci[1]:
+            yield f"speedup {speedup:g} lies outside of its own interval [{ci[0]:g}, {ci[1]:g}]"
+    of = row.get("parity") if isinstance(row.get("parity"), dict) else row
+    error, limit = of.get("max_abs"), of.get("limit_max_abs")
+    if is_number(error) and is_number(limit) and limit > 0:
+        given.append(("margin", of.get("margin"), error / limit))
+    for name, value, right in given:
+        if is_number(value) and abs(value - right) > 1e-3 * abs(right) + 1e-12:
+            yield f"{name} {value:g} is {right:g} by the row's other numbers"
+
+
 def check_samples(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """The median of a row is that of its raw times, where all of them were kept."""
-    raw: dict[tuple[Any, ...], list[float]] = {}
+    """What a row says of its times is what its raw times give, where all of them were kept; and
+    there are raw times of every row of a bench that keeps them."""
+    raw: dict[tuple[Any, ...], list[Any]] = {}
+    benches = {row.get("bench") for row in data["bench"] if row.get("order") == "ABBA"}
     names = ("bench", "case", "candidate", "cache")
     try:
         lines = (folder / SAMPLES).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # none, or dropped on a full disk
-        return
+        lines = []
+        timed = [r for r in data["bench"] if r["status"] == "VALID" and r.get("bench") in benches]
+        if timed and not any("disk" in str(note.get("text")) for note in data["notes"]):
+            yield f"no {SAMPLES}: {len(timed)} rows have times and no raw times support them"
+        benches = set()
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):  # half a line of a stage that was killed
             kept = parse_json(line)
-            whole = kept["us_every"] == 1
-            median = statistics.median(map(float, kept["us"])) if whole else math.nan
-            raw.setdefault(tuple(kept[n] for n in names), []).append(median)
+            benches.add(kept["bench"])
+            raw.setdefault(tuple(kept[n] for n in names), []).append(kept)
     for row in data["bench"]:
+        if row["status"] not in ("VALID", "UNSTABLE"):
+            continue
         found = raw.get(tuple(row.get(n) for n in names))
-        median = row.get("median_us")
-        # Written in ns; a stage that ran twice, or on several cards, has left several lines.
-        unknown = not found or any(map(math.isnan, found))
-        if not unknown and is_number(median) and not any(abs(m - median) < 0.002 for m in found):
-            yield f"bench {row['case']}: median_us {median:g} is {found[0]:g} by its raw times"
+        if not found:
+            if row.get("bench") in benches and is_number(row.get("median_us")):
+                yield f"bench {row['case']}: no raw times in {SAMPLES}"
+            continue
+        # A stage that ran twice, or on several cards, has left several lines.
+        wrong = [list(_beside_raw(row, kept)) for kept in found]
+        if all(wrong):
+            yield from (f"bench {row['case']}: {what}" for what in wrong[0])
+
+
+def _beside_raw(row: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[str]:
+    """Which numbers of a row are not those of these raw times, which were written in ns; nothing
+    where some of them were left out."""
+    try:
+        us, base = ([float(x) for x in kept.get(n) or ()] for n in ("us", "base_us"))
+        whole = kept["us_every"] == 1 and kept.get("base_us_every", 1) == 1
+    except (ValueError, KeyError, TypeError):
+        return
+    if not whole or not us:
+        return
+    if is_number(row.get("n")) and row["n"] != len(us):
+        yield f"n is {row['n']} and there are {len(us)} raw times"
+    given: dict[str, float | None] = {"median_us": statistics.median(us), "min_us": min(us)}
+    if base:
+        given["base_median_us"] = statistics.median(base)
+    with suppress(ImportError):  # stats wants numpy
+        from bench import stats
+
+        given |= {f"p{q}_us": stats.quantile(us, q / 100) for q in (20, 80, 95)}
+        for name, times in (("ci95_us", us), ("base_ci95_us", base)):
+            ci = stats.median_ci(times) if times else None
+            of_row = row.get(name)
+            if ci and is_interval(of_row) and max(
+                abs(a - b) for a, b in zip(ci, of_row, strict=True)
+            ) > ROUNDED_US:  # fmt: skip
+                yield f"{name} is not the interval of its raw times"
+        if row["status"] == "VALID" and row.get("stop"):
+            shaky = stats.too_few(len(us)) + stats.instability(us, EVENT_RESOLUTION_US)
+            if shaky:
+                yield f"it is VALID, and its raw times are not: {'; '.join(shaky)}"
+    for name, value in given.items():
+        if is_number(row.get(name)) and abs(row[name] - value) > ROUNDED_US:
+            yield f"{name} {row[name]:g} is {value:g} by its raw times"
+    if is_number(row.get("speedup")) and len(base) == len(us) and min(us) > 0:
+        ratio = statistics.median(b / a for a, b in zip(us, base, strict=True))
+        rounding = ROUNDED_US / min(us) + ROUNDED_US / max(min(base), ROUNDED_US)
+        if abs(row["speedup"] / ratio - 1) > rounding + 1e-6:
+            yield f"speedup {row['speedup']:g} is {ratio:g} by its raw times"
 
 
 def check_reports(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
