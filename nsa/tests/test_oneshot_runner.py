@@ -108,7 +108,7 @@ def resumed(half_run):
     half_run.event = lambda ev, **fields: half_run.events.append((ev, fields))
     prev = half_run.folder / "prev" / "r"
 
-    def ask(stage, rows=(), files=()):
+    def ask(stage, rows=(), files=(), raw=True):
         done = StageResult(stage.id, Status.PASS, argv=stage.argv, env=dict(stage.env),
                            log=stage.log_path, started=utc_now())  # fmt: skip
         old = RunRecord(run_id="r", git=half_run.git, env_fingerprint="f",
@@ -116,6 +116,13 @@ def resumed(half_run):
         for name in (stage.log_path, *files):
             (prev / name).parent.mkdir(parents=True, exist_ok=True)
             (prev / name).write_text("{}")
+        if raw and rows:
+            named = ("bench", "case", "candidate", "cache")
+            (prev / "bench").mkdir(exist_ok=True)
+            (prev / "bench" / "samples.jsonl").write_text("".join(
+                json.dumps({**{k: r[k] for k in named}, "us": [5.0], "us_every": 9}) + "\n"
+                for r in rows
+            ))  # fmt: skip
         half_run.previous = (old, prev)
         return half_run._reusable(stage)
 
@@ -150,8 +157,21 @@ def test_raw_times_are_taken_over_with_their_stage(resumed, half_run):
     target.write_text(line("of this run") + "\n")
     stage = planned("sel_dense")
     for _ in range(2):  # never twice
-        assert resumed(stage, [row], stage.outputs)
+        assert resumed(stage, [row], stage.outputs, raw=False)
         assert target.read_text() == f"{line('of this run')}\n{line('mine')}\n"
+
+
+def test_rows_that_do_not_verify_are_not_taken_over(resumed, half_run):
+    stage, row = planned("sel_dense"), bench_row("a", 5.0, 1.5)
+    half_run.note = lambda text, level: said.append(text)
+    said = []
+    assert resumed(stage, [row], stage.outputs)
+    for wrong in ({"speedup": 3.0}, {"median_us": 4.0}, {"parity": None}):
+        assert resumed(stage, [{**row, **wrong}], stage.outputs) is None
+        assert f"stage {stage.id} is not taken over: bench a" in said[-1]
+    (half_run.folder / "prev" / "r" / "bench" / "samples.jsonl").unlink()
+    assert resumed(stage, [row], stage.outputs, raw=False) is None
+    assert "no bench/samples.jsonl" in said[-1]
 
 
 LONG_AGO = "2025-11-21T01:34:55.000Z"
@@ -169,6 +189,7 @@ LONG_AGO = "2025-11-21T01:34:55.000Z"
         ({"started": LONG_AGO}, {"started": utc_now()}, False),
         ({"started": None}, {"started": utc_now()}, True),
         ({"started": None}, {"started": None}, False),
+        ({"started": "2999-01-01T00:00:00.000Z"}, {}, False),  # nothing is that fresh
         ({}, {"env_fingerprint": "another box"}, False),
         ({}, {"git": {"commit": "b", "short": "b"}}, False),
         ({}, {"git": {"commit": "a", "short": "a", "diff_sha256": "c0ffee"}}, False),

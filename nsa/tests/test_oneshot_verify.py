@@ -158,6 +158,8 @@ def first(data, key, **where):
         (lambda d: d["verdict"].update(status="PASS"), "the verdict is PASS with exit code 1"),
         (lambda d: d["verdict"].update(one_line="PASS"), "verdict in bundle.json is not what"),
         (lambda d: d["redaction"].update(gate="pending"), "gate is 'pending'"),
+        (lambda d: d.update(started="2999-01-01T00:00:00.000Z"), "started: 2999-01-01T00:00:00"),
+        (lambda d: d.update(ended="2001-01-01T00:00:00.000Z"), "s before it began"),
         (lambda d: d.update(device={}), "device in bundle.json is not what events.jsonl gives"),
         (lambda d: d.pop("parity"), "has not the shape of its schema"),
     ],
@@ -263,8 +265,8 @@ def test_times_have_raw_times(folder):
     ],
 )  # fmt: skip
 def test_what_other_numbers_of_a_row_give(change, words):
-    assert not list(verify._check_row("bench", bench_row("c", 7.0, 1.1)))
-    found = "; ".join(verify._check_row("bench", {**bench_row("c", 7.0, 1.1), **change}))
+    assert not list(verify.check_row("bench", bench_row("c", 7.0, 1.1)))
+    found = "; ".join(verify.check_row("bench", {**bench_row("c", 7.0, 1.1), **change}))
     assert words in found
 
 

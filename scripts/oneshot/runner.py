@@ -36,6 +36,7 @@ from scripts.oneshot.progress import Progress
 from scripts.oneshot.redact import RULES_VERSION, Redactor, gate
 from scripts.oneshot.stages import ENV_STAGE, LEFT_OUT, choose, plan
 from scripts.oneshot.supervise import Context, Stop, not_run, run_stage
+from scripts.oneshot.verify import AHEAD, check_rows
 from scripts.oneshot.watch import Watch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -380,10 +381,14 @@ class Run:
             and box.same_sources(old.git, self.git)
             and not old.git.get("changed_during_run")
             and old.env_fingerprint == self.record.env_fingerprint
-            and _age_s(done.started or old.started) < RESUME_MAX_AGE_S
+            and -AHEAD.total_seconds() < _age_s(done.started or old.started) < RESUME_MAX_AGE_S
         )
         rows = old.rows.get(stage.id, [])
         if not same or any(r["kind"] == "bench" and r["status"] == "UNSTABLE" for r in rows):
+            return None
+        wrong = list(check_rows(rows, folder))
+        if wrong:
+            self.note(f"stage {stage.id} is not taken over: {wrong[0]}", "info")
             return None
         for name in (stage.log_path, *stage.outputs):
             source = folder / name

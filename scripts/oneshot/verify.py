@@ -20,8 +20,9 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -44,6 +45,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 # By a later `render`, which renews their sums.
 REWRITTEN = ("report.md", "report.html", "issue.md", "plots/")
 ROUNDED_US = 0.002  # raw times are written in ns
+AHEAD = timedelta(hours=1)
 ALIKE = 1.25  # a median of ratios and the ratio of medians
 
 
@@ -113,7 +115,7 @@ def check_rules(data: Mapping[str, Any]) -> Iterator[str]:
         yield f"{path} is not finite"
     for kind in ("parity", "bench"):
         for row in data[kind]:
-            yield from _check_row(kind, row)
+            yield from check_row(kind, row)
     known = {status.value for status in Status}
     for stage in data["stages"]:
         name, status = stage["id"], stage["status"]
@@ -126,12 +128,34 @@ def check_rules(data: Mapping[str, Any]) -> Iterator[str]:
     for test in data["tests"]:
         if test["outcome"] == "skipped" and not test.get("reason"):
             yield f"test {test['nodeid']} was skipped without a reason"
+    yield from check_dates(data)
     verdict = data["verdict"]
     if (verdict["status"] == "PASS") != (verdict["exit_code"] == 0):
         yield f"the verdict is {verdict['status']} with exit code {verdict['exit_code']}"
     gate = data["redaction"].get("gate")
     if gate != "clean":
         yield f"the redaction gate is {gate!r}, not clean"
+
+
+def check_dates(data: Mapping[str, Any]) -> Iterator[str]:
+    """A run does not lie in the future, beyond what clocks of two boxes may differ by, and does not
+    end before it began."""
+    dates = {name: parse_date(data.get(name)) for name in ("started", "ended")}
+    for stage in data["stages"]:
+        dates[f"stage {stage['id']}"] = parse_date(stage.get("started"))
+    now = datetime.now(timezone.utc)
+    for name, date in dates.items():
+        if date and date - now > AHEAD:
+            yield f"{name}: {date.isoformat()} lies in the future"
+    started, ended = dates["started"], dates["ended"]
+    if started and ended and ended < started:
+        yield f"the run ended {(started - ended).total_seconds():.0f} s before it began"
+
+
+def parse_date(text: Any) -> datetime | None:
+    with suppress(ValueError, TypeError, AttributeError):
+        return datetime.fromisoformat(text.replace("Z", "+00:00"))
+    return None
 
 
 def _check_pass(stage: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
@@ -147,7 +171,7 @@ def _check_pass(stage: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[s
         yield f"stage {stage['id']} is PASS and no test or parity case ran in it"
 
 
-def _check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
+def check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
     case = f"{kind} {row.get('case')}"
     try:
         held = parse_row(dumps({**row, "kind": kind}))
@@ -207,6 +231,15 @@ def _not_derived(row: Mapping[str, Any]) -> Iterator[str]:
     for name, value, right in given:
         if is_number(value) and abs(value - right) > 1e-3 * abs(right) + 1e-12:
             yield f"{name} {value:g} is {right:g} by the row's other numbers"
+
+
+def check_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> Iterator[str]:
+    """What speaks against rows of the journal of `folder`, which a later run would take over."""
+    of = {kind: [r for r in rows if r["kind"] == kind] for kind in ("parity", "bench")}
+    for kind, mine in of.items():
+        for row in mine:
+            yield from check_row(kind, row)
+    yield from check_samples({"bench": of["bench"], "notes": []}, folder)
 
 
 def check_samples(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
