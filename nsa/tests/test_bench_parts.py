@@ -229,7 +229,7 @@ def test_the_rotary_turn_is_timed_beside_its_proof(direction, kernel_device, mon
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_a_pack_is_timed_beside_its_parts(direction, kernel_device, monkeypatch):
     shape = Shape(32, HQ=4, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=3, w=12)
-    budget = Budget(device_s=0.02, wall_s=1.0, warm_s=0.0, warm_calls=1, min_n=3)
+    budget = Budget(device_s=0.02, wall_s=0.1, warm_s=0.0, warm_calls=1, min_n=3)
 
     def row():
         x = Pack(shape, kernel_device, torch.float16)

@@ -156,6 +156,8 @@ def by_row(x: Tensor, truth: Tensor) -> Tensor:
 def test_rows_are_as_exact_as_pytorchs(shape, branch, kind, kernel_device):
     if shape.big != (kernel_device == "cuda"):
         pytest.skip("a size of the other kind of device")
+    if shape is SHAPES[1] and kind not in ("both", "apart"):
+        pytest.skip("two groups are no matter of what is in them")
     if shape.S > 512 and branch != "selected":
         pytest.skip("for sums by keys, which other branches have not")
     x = inputs(shape, kind, kernel_device)
