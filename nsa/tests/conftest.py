@@ -168,6 +168,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     return report
 
 
+def _session(session: pytest.Session, ended: bool) -> None:
+    """Tell the report what will be run, and that it was: what ends in between is not whole."""
+    if not os.environ.get("PYTEST_XDIST_WORKER"):
+        emit("session", {"tests": len(getattr(session, "items", ())), "ended": ended})
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _session(session, False)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    _session(session, True)
+
+
 def _reason(report: pytest.TestReport) -> str:
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
@@ -181,10 +195,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
         if report.when == "teardown" and report.outcome == "skipped":
             return
-        outcome = report.outcome
+        outcome, reason = report.outcome, _reason(report)
         if outcome == "failed" and report.when != "call":
             outcome = "error"
+        if hasattr(report, "wasxfail"):  # whoever expects a failure has proven nothing
+            outcome, reason = "failed", f"marked as expected to fail: {report.wasxfail}"
         emit("test", {
             "nodeid": report.nodeid, "outcome": outcome, "duration_s": round(report.duration, 4),
-            "reason": "" if outcome == "passed" else _reason(report),
+            "reason": "" if outcome == "passed" else reason,
         })  # fmt: skip

@@ -557,12 +557,13 @@ def write_derived(folder: Path) -> dict[str, Any]:
     """bundle.json of the journal in `folder`, and of every timed row a part of its raw times."""
     bundle = RunRecord.replay(read_events(folder / "events.jsonl")).to_bundle()
     write_json(folder / "bundle.json", bundle)
-    (folder / "bench").mkdir(exist_ok=True)
     timed = [r for r in bundle["bench"] if r["status"] in ("VALID", "UNSTABLE")]
     lines = [
         dumps({**{n: r.get(n) for n in ("bench", "case", "candidate", "cache")},
                "us": [r.get("median_us")], "us_every": 60})
         for r in timed
     ]  # fmt: skip
-    (folder / "bench" / "samples.jsonl").write_text("".join(line + "\n" for line in lines))
+    if timed:
+        (folder / "bench").mkdir(exist_ok=True)
+        (folder / "bench" / "samples.jsonl").write_text("".join(line + "\n" for line in lines))
     return bundle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -183,6 +184,7 @@ def test_bench_number_stands_only_beside_proof(changes, status):
     b"", b"{", b"[]", b"1", b'{"kind": "else"}', b'{"kind": "test"}', b"\xff\xfe",
     b'{"kind": "test", "nodeid": "a", "outcome": "fine"}', b'{"kind": "parity", "case": "x"}',
     b'{"kind": "bench", "status": "VALID"}', b"[" * 5000,
+    b'{"kind": "session", "tests": true, "ended": true}', b'{"kind": "session", "tests": 3}',
 ])  # fmt: skip
 def test_what_is_no_row_is_refused(line):
     with pytest.raises(RowError):
@@ -211,6 +213,34 @@ def stage(proof="tests", argv=("{python}", "-m", "pytest")):
 ])  # fmt: skip
 def test_pytest_stage(proof, rc, rows, status):
     assert judge(stage(proof), rc, [checked(r) for r in rows]).status is status
+
+
+def session(tests, ended):
+    return {"kind": "session", "tests": tests, "ended": ended}
+
+
+@pytest.mark.parametrize(("rows", "least", "says"), [
+    ([session(1, False), row_of_test("a"), session(1, True)], 1, None),
+    ([session(2, False), row_of_test("a"), session(2, True)], 1, "1 of 2 announced tests reported"),
+    ([session(1, False), row_of_test("a")], 1, "0 of 1 processes came to the end"),
+    ([session(1, False), session(1, False), row_of_test("a"), row_of_test("b"), session(1, True)],
+     1, "1 of 2 processes came to the end"),
+    ([session(1, False), row_of_test("a"), session(1, True)], 2, "1 tests where this stage has 2"),
+    ([row_of_test("a"), row_of_test("b", "skipped", "why")], 2, None),
+])  # fmt: skip
+def test_a_stage_that_ends_before_its_tests_is_not_whole(rows, least, says):
+    """Exit code 0 is not the end of a stage."""
+    said = judge(replace(stage(), least=least), 0, [checked(r) for r in rows])
+    assert (said.status is Status.PASS) == (says is None)
+    assert says is None or says in said.reason
+
+
+def test_a_bench_has_all_of_its_cases():
+    one = stage("bench", ("{python}", "b.py"))
+    rows = [checked(bench_row("a", 1.0, 1.0))]
+    assert judge(replace(one, least=1), 0, rows).status is Status.PASS
+    said = judge(replace(one, least=2), 0, rows)
+    assert said.status is Status.NOT_RUN and "1 bench cases where this stage has 2" in said.reason
 
 
 @pytest.mark.parametrize(("rows", "status", "kind"), [
@@ -266,7 +296,7 @@ def test_some_valid_cells_beside_unstable_ones_are_a_pass_and_none_is_not():
 def test_the_cpu_profile_does_not_fail_by_noise():
     (decode,) = [s for s in plan("cpu") if s.id == "decode_bench"]
     unstable = checked(bench_row("a", 1.0, 1.0, status="UNSTABLE", why=["drift"]))
-    assert judge(decode, 0, [unstable]).status is Status.PASS
+    assert judge(decode, 0, [unstable] * decode.least).status is Status.PASS
     assert all(s.proof == "bench" for s in plan("standard") if s.group == "bench" and s.outputs
                and s.id != "decode_summary")  # fmt: skip
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,9 +15,10 @@ import pytest
 from nsa.tests.oneshot_samples import bench_row
 from scripts.oneshot import cards, runner, stages
 from scripts.oneshot.journal import Ballast, utc_now
-from scripts.oneshot.judge import Status
-from scripts.oneshot.model import RunRecord, StageResult
+from scripts.oneshot.judge import Status, judge
+from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.redact import Redactor
+from scripts.oneshot.rows import parse_row
 from scripts.oneshot.runner import Run
 
 
@@ -89,6 +93,50 @@ def test_estimates_are_what_the_kept_runs_took(profile):
         assert abs(stage.estimate_s - mean) <= max(3.0, 0.3 * mean), (stage.id, mean)
         whole += mean
     assert sum(s.estimate_s for s in known) == pytest.approx(whole, rel=0.1)
+
+
+# ---- what a stage has to show --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["triton_fwd", "prefill_parity", "triton_wrapper"])
+def test_the_least_number_of_tests_is_that_of_today(name):
+    """Those of the CPU profile are counted here; a GPU's are half of it, as sizes differ there."""
+    stage = next(s for s in stages.plan("cpu") if s.id == name)
+    done = subprocess.run(
+        [sys.executable, *stage.argv[1:], "--collect-only", "-qq"], cwd=stages.ROOT,
+        capture_output=True, text=True, env={**os.environ, **stage.env},
+    )  # fmt: skip
+    counts = [line.rpartition(": ")[2] for line in done.stdout.splitlines() if ".py: " in line]
+    found = sum(map(int, counts))
+    assert 0.9 * found <= stage.least <= found, f"{name}: least={found} in stages.py"
+
+
+DIES = """
+import os, pytest
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report):
+    if report.when == "teardown":
+        os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_early_exit_with_code_0_is_no_pass(dies, tmp_path):
+    (tmp_path / "dies.py").write_text(DIES)
+    read, write = os.pipe()
+    argv = ["-m", "pytest", "-q", "nsa/tests/test_blocks.py", "-p", "no:cacheprovider",
+            *(["-p", "dies"] if dies else [])]  # fmt: skip
+    env = {**os.environ, "NSA_RESULT_FD": str(write), "PYTHONPATH": os.fspath(tmp_path)}
+    env.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run([sys.executable, *argv], cwd=stages.ROOT, env=env, pass_fds=[write],
+                          capture_output=True)  # fmt: skip
+    os.close(write)
+    with open(read) as pipe:
+        rows = [parse_row(line) for line in pipe]
+    assert done.returncode == 0 and sum(r["kind"] == "test" for r in rows) > (not dies)
+    said = judge(Stage("s", "s", ("{python}", *argv), proof="tests", timeout_s=1), 0, rows)
+    assert said.status is (Status.CRASH if dies else Status.PASS), said
+    assert not dies or "announced tests reported" in said.reason
 
 
 # ---- resume --------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ def reader(fd):
     def finish():
         thread.join(timeout=60)
         assert not thread.is_alive(), "somebody still holds the pipe"
-        return b"".join(parts)
+        lines = b"".join(parts).splitlines(keepends=True)
+        return b"".join(x for x in lines if b'"kind": "session"' not in x)
 
     return finish
 

@@ -109,6 +109,13 @@ def judge(
             text = "; ".join(sorted(reasons)[:3])
             return Judgement(Status.NOT_RUN, f"all {counts['skipped']} tests skipped: {text}")
         return Judgement(Status.NOT_RUN, "exit code 0, but no test ran")
+    if unfinished := _unfinished(rows, sum(counts.values())):
+        return Judgement(Status.CRASH, unfinished)
+    found = sum(counts.values()) if runs_pytest or stage.proof == "tests" else len(bench)
+    if found < stage.least:
+        kind = "tests" if runs_pytest or stage.proof == "tests" else "bench cases"
+        text = f"exit code 0, but {found} {kind} where this stage has {stage.least}"
+        return Judgement(Status.NOT_RUN, text)
     if stage.proof == "parity" and not parity:
         return Judgement(Status.NOT_RUN, "exit code 0, but no parity case was recorded")
     if stage.proof == "bench" and not (by["VALID"] or by["UNSTABLE"] or by["INVALID"]):
@@ -136,6 +143,17 @@ def judge(
         text = f"all {len(by['UNSTABLE'])} bench cases unstable"
         return Judgement(Status.FAIL, text, "UNSTABLE")
     return Judgement(Status.PASS)
+
+
+def _unfinished(rows: list[dict[str, Any]], reported: int) -> str | None:
+    """What tests announced and did not show, where there was a session of pytest."""
+    begun = [r["tests"] for r in rows if r["kind"] == "session" and not r["ended"]]
+    ended = sum(r["kind"] == "session" and r["ended"] for r in rows)
+    if reported < sum(begun):
+        return f"exit code 0, but {reported} of {sum(begun)} announced tests reported"
+    if ended < len(begun):
+        return f"exit code 0, but {ended} of {len(begun)} processes came to the end of their tests"
+    return None
 
 
 def _memory(why: str) -> str | None:

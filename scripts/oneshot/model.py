@@ -68,6 +68,7 @@ class Stage:
     needs: tuple[str, ...] = ()  # files of earlier stages, without which it is not started
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # see completed()
     group: str = "other"  # parity | bench | train | box; the report groups its tables by it
+    least: int = 0  # tests or, of a bench, cases, without which it is not whole
     shrinks: bool = False  # takes `--shrink K`, which divides its sizes by K
     gpus: tuple[int, ...] = ()  # its cards by number, in a run on several (cards.py)
 

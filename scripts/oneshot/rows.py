@@ -15,6 +15,7 @@ from bench.records import BENCH_STATUSES, NUMBERS, path_agrees
 
 ROW_KINDS = (
     "test",
+    "session",
     "parity",
     "bench",
     "note",
@@ -52,11 +53,17 @@ def parse_row(line: bytes | str) -> dict[str, Any]:
         not isinstance(row.get("nodeid"), str) or row.get("outcome") not in OUTCOMES
     ):
         raise RowError("a test row needs nodeid and outcome passed|failed|skipped|error")
+    if row["kind"] == "session" and not _is_session(row):
+        raise RowError("a session row needs tests and ended")
     if row["kind"] == "parity":
         return _check_parity(row, lost)
     if row["kind"] == "bench":
         return _check_bench(row, lost)
     return row
+
+
+def _is_session(row: Mapping[str, Any]) -> bool:
+    return type(row.get("tests")) is int and isinstance(row.get("ended"), bool)
 
 
 def is_row(row: Any) -> bool:
@@ -65,6 +72,8 @@ def is_row(row: Any) -> bool:
         return False
     if row["kind"] == "test":
         return isinstance(row.get("nodeid"), str) and row.get("outcome") in OUTCOMES
+    if row["kind"] == "session":
+        return _is_session(row)
     if row["kind"] == "parity":
         return isinstance(row.get("case"), str) and row.get("status") in PARITY_STATUSES
     if row["kind"] == "bench":

@@ -134,13 +134,13 @@ def _gpu(profile: str) -> list[Stage]:
         Stage(
             "triton_fwd", "Triton selection forward parity",
             (*SHARDED, *tests("test_triton_sel_parity*.py"), "-k", "triton_sel_parity"),
-            proof="parity", timeout_s=420 * slow, estimate_s=32, env=PARITY,
+            proof="parity", least=50, timeout_s=420 * slow, estimate_s=32, env=PARITY,
             log="triton_fwd.txt", group="parity",
         ),
         Stage(
             "triton_bwd", "Triton selection backward parity",
             (*SHARDED, *tests("test_triton_sel_backward_gpu.py")),
-            proof="parity", timeout_s=420 * slow, estimate_s=23, env=PARITY,
+            proof="parity", least=8, timeout_s=420 * slow, estimate_s=23, env=PARITY,
             log="triton_bwd.txt", group="parity",
         ),
         Stage(
@@ -151,7 +151,7 @@ def _gpu(profile: str) -> list[Stage]:
                               "test_turn.py", "test_packs.py", "test_distributions.py",
                               "test_unseen_values.py"),
              "-m", "kernel" if full else "kernel and core"),
-            proof="parity", timeout_s=(900 if full else 420) * slow,
+            proof="parity", least=500 if full else 160, timeout_s=(900 if full else 420) * slow,
             estimate_s=300 if full else 80, env=PARITY,
             log="prefill_parity.txt", group="parity",
         ),
@@ -163,7 +163,7 @@ def _gpu(profile: str) -> list[Stage]:
         ),
         Stage(
             "fa2_varlen", "FlashAttention-2 parity, dense and varlen",
-            (*PYTEST, *tests("test_fa2*.py"), "-k", "fa2_gpu_varlen"),
+            (*PYTEST, *tests("test_fa2*.py"), "-k", "fa2_gpu_varlen"), least=28,
             proof="parity", timeout_s=240, estimate_s=13, required=False, after="fa2_probe",
             env={"NSA_USE_FA2": "1", "NSA_TEST_FA2": "1"}, log="fa2_varlen.txt", group="parity",
         ),
@@ -221,7 +221,7 @@ def _gpu(profile: str) -> list[Stage]:
             (*SHARDED, *tests("test_backward*.py", "test_gradcheck*.py", "test_train_smoke.py"),
              "-k", "backward_parity or gradcheck or train"),
             proof="tests", timeout_s=300, estimate_s=40, env={**PARITY, "NSA_TEST_TRAIN": "1"},
-            log="train_smoke.txt", group="train",
+            least=40, log="train_smoke.txt", group="train",
         ),
         Stage(
             "sel_ranges", "A sample of the ranges that selection makes",
@@ -265,17 +265,18 @@ def _cpu() -> list[Stage]:
             "triton_fwd", "Selection forward parity, interpreted",
             (*PYTEST, *tests("test_triton_sel_parity.py"), "-k", "triton_sel_parity", "-m",
              "kernel"),
-            "tests", env=interpret, estimate_s=20, group="parity",
+            "tests", env=interpret, estimate_s=20, least=79, group="parity",
         ),
         stage(
             "prefill_parity", "Prefill and decode kernels parity, interpreted",
             (*PYTEST, *tests("test_prefill_kernels.py", "test_decode_kernels.py"), "-m",
              "kernel and core"),
-            "tests", env=interpret, timeout_s=180, estimate_s=45, group="parity",
+            "tests", env=interpret, timeout_s=180, estimate_s=45, least=97, group="parity",
         ),
         stage(
             "triton_wrapper", "Selection wrapper and its fallbacks on CPU",
-            (*PYTEST, *tests("test_triton_sel_wrapper_cpu.py")), "tests", group="parity",
+            (*PYTEST, *tests("test_triton_sel_wrapper_cpu.py")), "tests", least=26,
+            group="parity",
         ),
         stage(
             "decode_bench", "Decode step on CPU (small)",
@@ -284,7 +285,7 @@ def _cpu() -> list[Stage]:
              "32", "--n_sel", "4", "--w", "64", "--S_list", "128,256", "--iters", "10",
              "--warmup", "2", "--csv", "{out}/decode_cpu.csv"),
             # UNSTABLE is shown, but a box without a quiet core proves the step all the same.
-            "row", outputs=("decode_cpu.csv",), group="bench",
+            "row", outputs=("decode_cpu.csv",), least=10, group="bench",
         ),
         stage(
             "decode_summary", "Decode summary",
@@ -300,7 +301,8 @@ def _cpu() -> list[Stage]:
             "train_showcase", "Training showcase (tiny)",
             ("{python}", "scripts/train_showcase.py", "--device", "cpu", "--steps", "20", "--out",
              "{out}"),
-            "tests", outputs=("train.jsonl",), timeout_s=150, estimate_s=15, group="train",
+            "tests", outputs=("train.jsonl",), timeout_s=150, estimate_s=15, least=4,
+            group="train",
         ),
     ]  # fmt: skip
 
