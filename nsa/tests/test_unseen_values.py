@@ -449,10 +449,9 @@ def test_keys_tell_of_their_values(shape, bad, kernel_device):
     assert new_k[odd].isnan().all() and (new_v[odd] == 0).all()
 
 
-@pytest.mark.core
 @pytest.mark.kernel
 @pytest.mark.parametrize("name", ["k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"])
-@pytest.mark.parametrize("h", [16, 4])
+@pytest.mark.parametrize("h", [pytest.param(16, marks=pytest.mark.core), 4])
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_at_a_gpus_sizes(packed, h, name, kernel_device):
     """The last token of a sequence, whose kernels read 64 or 128 keys at a time."""
