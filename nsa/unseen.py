@@ -32,11 +32,13 @@ def nan_if(rows: Tensor) -> Tensor:
 
 
 def for_backward(k: Tensor) -> Tensor:
-    """Keys as a backward may take them, of which 0 dS of a row that does not see them makes 0. Who
-    sees NaN has NaN from delta; infinity made a score infinite, as the largest number does."""
+    """Keys as a backward takes them: finite, so that dS = 0 of a row that does not see one adds 0.
+    A row that sees NaN has NaN from its delta. Infinity becomes the largest number of the dtype: a
+    score that was infinite in the forward stays as far away."""
     return torch.nan_to_num(k, nan=0.0)
 
 
 def values_for_backward(v: Tensor) -> Tensor:
-    """The same of values; who sees one that is not finite has NaN from delta."""
+    """Values as a backward takes them: 0 for what is not finite, since a row that sees such a value
+    has NaN from its delta."""
     return torch.nan_to_num(v, nan=0.0, posinf=0.0, neginf=0.0)

@@ -77,13 +77,13 @@ class Resources(NamedTuple):
 
 
 def cases_of(module: str, arch: int) -> list[AotCase]:
-    """What a module of MODULES offers for that architecture."""
+    """The configurations of one of MODULES for an architecture."""
     return importlib.import_module(module).aot_cases(arch)
 
 
 def content(case: AotCase, arch: int) -> str:
-    """What the case is made from, as a hash: see scripts/lock.py. Triton's release is not
-    part of it."""
+    """A hash of all that a case is compiled from, except for Triton's release: see scripts/lock.py.
+    """
     given = [sorted(x.items()) for x in (case.types, case.constexprs)]
     options = (case.num_warps, case.num_stages, case.gluon, case.max_registers, case.parting)
     parts = [*_code(case.kernel, set()), repr(given), repr(options), str(arch)]

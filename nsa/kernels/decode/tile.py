@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.finite_rows import finite_rows
+from nsa.kernels.finite_rows import kept_apart
 
 
 @triton.jit
@@ -59,10 +59,6 @@ def attend(
 ):  # fmt: skip
     """One tile: output, maxima (base 2) and sums with it, its probabilities and the maxima that
     they are relative to. APART: rows do not all see the same keys."""
-    if APART:
-        # 0 * NaN is NaN: values that are not finite leave the product, and who sees one gets NaN.
-        finite = finite_rows(v)
-        v = tl.where(finite[:, None], v, 0.0)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if BLOCK_D2 > 0:
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
@@ -74,6 +70,6 @@ def attend(
     total = total * alpha + tl.sum(p, 1)
     weights = p
     if APART:
-        weights = tl.where(seen & (finite == 0)[None, :], float("nan"), p)
+        weights, v = kept_apart(p, v, seen)
     acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_new, total, p, m_safe

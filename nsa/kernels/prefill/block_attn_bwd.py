@@ -297,7 +297,7 @@ def _block_attn_bwd_dkdv_kernel(
         p = tl.where(seen, p, 0.0)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-        # Of a row whose delta is NaN other keys of the tile shall not suffer.
+        # A row whose delta is NaN must not spoil keys of the tile that it does not see.
         ds = tl.where(seen, p * (dp - delta[None, :]), 0.0).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if BLOCK_D2 > 0:

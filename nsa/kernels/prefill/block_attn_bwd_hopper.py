@@ -44,7 +44,7 @@ from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add, bounded, finite
 from nsa.kernels.prefill.sums import MOST_PARTS, HalfSums
-from nsa.kernels.prefill.warps import found_here
+from nsa.kernels.prefill.warps import rounded_here
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
 from nsa.kernels.tiles import LOG2E
 
@@ -170,9 +170,10 @@ def _block_turn(
     if SIGNED:
         if signed != 0:  # lse is read again, or it would take registers
             p = signed_by(p, lse_smem.index(slot).load(COLUMN)[None, :])
-    p16 = p.to(dtype)
     if SIGNED:
-        p16 = found_here(p16)
+        p16 = rounded_here(p, dtype)
+    else:
+        p16 = p.to(dtype)
     p16 = gl.convert_layout(p16, LEFT, assert_trivial=True)
     dv = warpgroup_mma(p16, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])

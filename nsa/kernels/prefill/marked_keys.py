@@ -40,10 +40,10 @@ def marked(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Copies of contiguous k and v [.., D]: v with 0 in rows that are not finite, k with NaN there,
     so that who sees such a row gets NaN."""
     rows, d = k.numel() // k.shape[-1], k.shape[-1]
-    both = torch.empty(2, *k.shape, dtype=k.dtype, device=k.device)
+    to_k, to_v = torch.empty(2, *k.shape, dtype=k.dtype, device=k.device)
     if rows:
         launch(
-            _mark_keys_kernel, (cdiv(rows, ROWS),), k, v, both[0], both[1], rows, D=d,
+            _mark_keys_kernel, (cdiv(rows, ROWS),), k, v, to_k, to_v, rows, D=d,
             BLOCK_D=pow2(d), ROWS=ROWS,
         )  # fmt: skip
-    return both[0], both[1]
+    return to_k, to_v

@@ -57,10 +57,10 @@ from nsa.kernels.prefill.warps import (
     await_phase_if,
     check_address,
     first_barrier,
-    found_here,
     kept,
     lane_number,
     place_of_rows,
+    rounded_here,
     store_tile,
     warp_number,
 )
@@ -238,9 +238,10 @@ def _span_turn(
         tile = _nth_tile(n, tiles, start, MODE)
         t = m_begin + tile * BLOCK_Q + gl.arange(0, ROWS, COLUMN) // HEADS
         p = gl.where(_visible(t, first, window, MODE), p, 0.0)
-    p16 = p.to(dtype)
     if SIGNED:
-        p16 = found_here(p16)
+        p16 = rounded_here(p, dtype)
+    else:
+        p16 = p.to(dtype)
     p16 = gl.convert_layout(p16, LEFT, assert_trivial=True)
     dv = warpgroup_mma(p16, do, dv, is_async=True)
 
@@ -283,7 +284,8 @@ def finite(x):
 
 @gluon.jit
 def bounded(x):
-    """The same of keys; infinity made a score infinite, as the largest number does."""
+    """Keys as finite() makes values, but infinity becomes the largest number of the dtype: a score
+    that was infinite in the forward stays as far away."""
     MOST: gl.constexpr = 65504.0 if x.dtype == gl.float16 else 3.3895313892515355e38
     y = x.to(gl.float32)
     y = gl.where(y == y, gl.minimum(gl.maximum(y, -MOST), MOST), 0.0)

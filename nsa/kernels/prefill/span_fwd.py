@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa.kernels.finite_rows import finite_rows
+from nsa.kernels.finite_rows import kept_apart
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
@@ -46,10 +46,7 @@ def _span_fwd_step(
     alpha = tl.math.exp2(m_i - m_safe)
     l_i = l_i * alpha + tl.sum(p, 1)
     if MASKED:
-        # 0 * NaN is NaN: values that are not finite leave the product, and who sees one gets NaN.
-        finite = finite_rows(v)
-        v = tl.where(finite[:, None], v, 0.0)
-        p = tl.where(seen & (finite == 0)[None, :], float("nan"), p)
+        p, v = kept_apart(p, v, seen)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_new, l_i
 

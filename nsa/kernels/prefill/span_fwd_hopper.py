@@ -63,6 +63,7 @@ from nsa.kernels.prefill.warps import (
     place_of_rows,
     put_aside,
     rescaled,
+    rounded_here,
     store_tile,
     taken_back,
     warp_number,
@@ -286,21 +287,6 @@ def _softmax(
 
 
 @gluon.jit
-def _rounded(x, DTYPE: gl.constexpr):
-    """x in 16 bits, converted here: the compiler would move an ordinary conversion to its use,
-    behind the next scores, which doubles the registers in use."""
-    if DTYPE == gl.bfloat16:
-        x = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, is_pure=False, pack=2
-        )
-    else:
-        x = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.float16, is_pure=False, pack=2
-        )
-    return x
-
-
-@gluon.jit
 def _scores(q, count, k_mem, KEYS: gl.constexpr):
     """Start Q K^T of key tile `count`."""
     ROWS: gl.constexpr = q.shape[0]
@@ -346,8 +332,7 @@ def _first_scores(q, count, k_mem, first, BLOCK_N: gl.constexpr, NARROW: gl.cons
 def _attend(
     few, s, q, q0, q_len, batch, span, k_mem, v_mem, first, count, scale_log2, sums, aside, to,
     MODE: gl.constexpr, BLOCK_N: gl.constexpr, NARROW: gl.constexpr, b: gl.constexpr,
-    VARLEN: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr,
-    SCORED: gl.constexpr,
+    VARLEN: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr, SCORED: gl.constexpr,
 ):  # fmt: skip
     """A span's attention, whose _first_scores are given: output (its last product may still run),
     maxima and sums of the rows, the number of the last key tile, and how many there were. SCORED:
@@ -403,7 +388,7 @@ def _attend(
         alpha = gl.full([ROWS], 1.0, gl.float32, row_layout)  # all by the same maximum
         _await(first, V_FULL, count - 1, STAGES)
         v = _tile(v_mem, count - 1, NARROW).reshape([NARROW, D])
-        few = gl.convert_layout(_rounded(few, DTYPE), p_layout)
+        few = gl.convert_layout(rounded_here(few, DTYPE), p_layout)
         acc = warpgroup_mma(few, v, acc, use_acc=False, is_async=True)
     _await_if(tiles > 1, first, K_FULL, count + 1, STAGES)
     if NARROW > 0:
@@ -412,7 +397,7 @@ def _attend(
     for j in range(1, tiles):
         count += 1
         tile = tiles - 1 - j
-        p = _rounded(pf, DTYPE)
+        p = rounded_here(pf, DTYPE)
         if SCORED:
             pooled = block_sums.pool(p, own, tile + 1, sums)
             acc = _rescaled(acc, alpha)  # whose branch keeps the next product behind those
@@ -433,7 +418,7 @@ def _attend(
         _await_if(j + 1 < tiles, first, K_FULL, count + 1, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         _free(first, V_EMPTY, count - 1, STAGES)
-    p = _rounded(pf, DTYPE)
+    p = rounded_here(pf, DTYPE)
     if SCORED:
         pooled = block_sums.pool(p, own, 0, sums)
     acc = _rescaled(acc, alpha)

@@ -123,16 +123,17 @@ def kept(x):
 
 
 @gluon.jit
-def found_here(x):
-    """x of 16 bits, which the compiler does not find later than here: an operand in registers that
-    is found between the products which read it makes one product of each, to be waited for."""
-    if x.dtype == gl.bfloat16:
+def rounded_here(x, DTYPE: gl.constexpr):
+    """x of fp32 in 16 bits, converted here. The compiler would move an ordinary conversion to its
+    use: behind the next product, which doubles the registers in use, or between the products that
+    read it, which are then waited for one by one."""
+    if DTYPE == gl.bfloat16:
         x = gl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], gl.bfloat16, is_pure=False, pack=2
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, is_pure=False, pack=2
         )
     else:
         x = gl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], gl.float16, is_pure=False, pack=2
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.float16, is_pure=False, pack=2
         )
     return x
 
