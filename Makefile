@@ -49,7 +49,7 @@ test: ## Set up .venv and run every test that needs no GPU (kernels in Triton's 
 	@bash scripts/run_tests.sh
 
 test-all: ## The same, and compile every kernel configuration, also those that did not change
-	@NSA_TEST_ALL=1 bash scripts/run_tests.sh
+	@TEST_ALL=1 bash scripts/run_tests.sh
 
 lock: ## Compile kernel configurations that changed, and write down what became of them
 	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" scripts/lock.py

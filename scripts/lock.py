@@ -23,13 +23,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # an eighth of the time
+
+from nsa.kernels import aot
+from nsa.kernels.aot import AotCase
 
 LOCKS = Path(__file__).resolve().parent.parent / "nsa" / "tests" / "locks"
 LOCK = LOCKS / "kernels.json"
@@ -115,41 +118,64 @@ def read() -> dict:
     return found
 
 
-def part(work: tuple[str, int, int, dict[str, list]]) -> tuple[dict[str, list], list[str]]:
-    """The entries of every PARTS-th case of a module for an architecture, compiled where `known`
-    has not their content; and what is wrong with those that have none."""
-    from nsa.kernels import aot
+def label(case: AotCase, arch: int) -> str:
+    """Name of a configuration in the lock."""
+    return f"sm_{arch} {case.name}"
 
-    module, arch, number, known = work
-    found, changed, bad = {}, [], []
-    with fresh_cache():
-        cases = aot.cases_of(module, arch)
-        for case in cases[number::PARTS]:
-            name = f"sm_{arch} {case.name}"
-            content = aot.content(case, arch)
-            if known.get(name, [None])[0] == content:
-                found[name] = known[name]
-                continue
-            changed.append(case.name)
+
+def known_entry(kernels: dict[str, list], case: AotCase, arch: int) -> list | None:
+    """The entry of a configuration that has not changed since it was written."""
+    entry = kernels.get(label(case, arch))
+    return entry if entry and entry[0] == aot.content(case, arch) else None
+
+
+def compile_cases(
+    cases: list[AotCase], arch: int, kernels: dict[str, list]
+) -> tuple[dict[str, list], list[str]]:
+    """(Entries, what is wrong with cases that have none), compiled where `kernels` has no entry for
+    what a case is made from."""
+    found, bad = {}, []
+    for case in cases:
+        name, entry = label(case, arch), known_entry(kernels, case, arch)
+        if entry is None:
             try:
                 used, ptx = aot.compile_case(case, arch)
             except Exception as error:
-                bad.append(f"{name}: {type(error).__name__}: {error}")
+                bad.append(f"{name}: {type(error).__name__}: {str(error)[-300:]}")
                 continue
-            problems = used.problems(arch, case.max_spill)
-            bad += [f"{name}: {problem}" for problem in problems]
-            if not problems:
-                found[name] = [content, ptx, *used]
-        if arch == 90:
-            for case, ones in aot.ones_of(cases):
-                if case.name not in changed:
-                    continue
-                try:
-                    aot.lower_case(case, arch, ones)
-                except Exception as error:
-                    why = error.__cause__ or error
-                    bad.append(f"{case.name} with {', '.join(ones)} = 1: {why}")
-                    found.pop(f"sm_{arch} {case.name}", None)
+            entry = [aot.content(case, arch), ptx, *used]
+        problems = aot.Resources(*entry[2:]).problems(arch, case.max_spill)
+        bad += [f"{name}: {problem}" for problem in problems]
+        if not problems:
+            found[name] = entry
+    return found, bad
+
+
+def lower_with_ones(cases: list[AotCase], names: Collection[str]) -> dict[str, str]:
+    """By name of a case for SM 9.0, why it cannot be read with int arguments of 1; of `names`."""
+    bad = {}
+    for case, ones in aot.ones_of(cases):
+        if case.name in names:
+            try:
+                aot.lower_case(case, 90, ones)
+            except Exception as error:
+                why = str(error.__cause__ or error)[-200:]
+                bad[case.name] = f"{', '.join(ones)} = 1: {type(error).__name__}: {why}"
+    return bad
+
+
+def part(work: tuple[str, int, int, dict[str, list]]) -> tuple[dict[str, list], list[str]]:
+    """compile_cases() of every PARTS-th case of a module, which for SM 9.0 take ints of 1 too."""
+    module, arch, number, kernels = work
+    with fresh_cache():
+        cases = aot.cases_of(module, arch)
+        mine = {label(c, arch): c for c in cases[number::PARTS]}
+        found, bad = compile_cases(list(mine.values()), arch, kernels)
+        new = {mine[n].name for n, entry in found.items() if entry is not kernels.get(n)}
+        ones = lower_with_ones(cases, new) if arch == 90 else {}
+    for name, why in ones.items():
+        found.pop(f"sm_90 {name}", None)
+        bad.append(f"sm_90 {name} with {why}")
     return found, bad
 
 
@@ -165,12 +191,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     import triton
 
-    from nsa.kernels import aot
-
     before = read()["kernels"]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     work = [(m, a, i, before) for m in aot.MODULES for a in aot.ARCHS for i in range(PARTS)]
-    with ProcessPoolExecutor(cores) as pool:
+    with ProcessPoolExecutor() as pool:
         parts = list(pool.map(part, work))
     entries = dict(sorted(entry for found, _ in parts for entry in found.items()))
     bad = [problem for _, problems in parts for problem in problems]

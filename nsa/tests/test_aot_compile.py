@@ -20,8 +20,6 @@ from nsa.kernels.aot import (
     cases_of,
     compile_case,
     content,
-    lower_case,
-    ones_of,
 )
 from scripts import lock as locks
 
@@ -44,8 +42,8 @@ def own_cache():
 
 
 def known() -> dict[str, list]:
-    """What the lock knows; nothing where all is to be compiled."""
-    return {} if os.environ.get("NSA_TEST_ALL") else locks.read()["kernels"]
+    """Entries of the lock; none where TEST_ALL asks for every configuration to be compiled."""
+    return {} if os.environ.get("TEST_ALL") else locks.read()["kernels"]
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -57,53 +55,38 @@ def test_cases_compile_and_fit(module, arch, part):
     every, lock = cases_of(module, arch), locks.read()["kernels"]
     cases = every[part::PARTS]
     assert cases and len({c.name for c in every}) == len(every)
-    bad, trusted = [], known()
-    for case in cases:
-        name = f"sm_{arch} {case.name}"
-        entry = trusted.get(name)
-        if entry and entry[0] == content(case, arch):
-            used = Resources(*entry[2:])
-        else:
-            try:
-                used, ptx = compile_case(case, arch)
-            except Exception as error:
-                bad.append(f"{case.name}: {type(error).__name__}: {str(error)[-300:]}")
-                continue
-            if lock and lock.get(name, [0, 0])[1] != ptx:
-                bad.append(f"{case.name}: other PTX than the lock's; `make lock`, and say so")
+    found, bad = locks.compile_cases(cases, arch, known())
+    for name, (_, ptx, *used) in found.items():
+        used = Resources(*used)
+        if lock and lock.get(name, [0, 0])[1] != ptx:
+            bad.append(f"{name}: other PTX than the lock's; `make lock`, and say so")
         assert used.registers > 0
         # All programs of a team run at a time, so many on a multiprocessor.
-        if "_team_kernel" in case.name and used.shared * TEAM_PER_SM > SHARED_LIMIT[arch]:
-            bad.append(f"{case.name}: {used.shared} B of shared memory for each of {TEAM_PER_SM}")
-        bad += [f"{case.name}: {p}" for p in used.problems(arch, case.max_spill)]
-    assert not bad, f"{len(bad)} of {len(cases)} on sm_{arch}:\n" + "\n".join(bad)
+        if "_team_kernel" in name and used.shared * TEAM_PER_SM > SHARED_LIMIT[arch]:
+            bad.append(f"{name}: {used.shared} B of shared memory for each of {TEAM_PER_SM}")
+    assert len(found) == len(cases) and not bad, (
+        f"{len(bad)} of {len(cases)} on sm_{arch}:\n" + "\n".join(bad)
+    )
 
 
 def test_the_lock_has_no_other_cases():
     lock = locks.read()["kernels"]
     if not lock:
         pytest.skip("the lock is of another release of Triton")
-    names = {f"sm_{arch} {c.name}" for m in MODULES for arch in ARCHS for c in cases_of(m, arch)}
+    names = {locks.label(c, arch) for m in MODULES for arch in ARCHS for c in cases_of(m, arch)}
     assert set(lock) == names, "`make lock`"
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("module", MODULES)
 def test_every_int_argument_may_be_one(module, part):
-    """Those for sm_90 have every kernel. What the lock knows has passed."""
-    cases, trusted, bad = cases_of(module, 90), known(), []
-    names = sorted({c.kernel.__name__ for c in cases})[part::PARTS]
-    for case, ones in ones_of(cases):
-        if case.kernel.__name__ not in names:
-            continue
-        if trusted.get(f"sm_90 {case.name}", [None])[0] == content(case, 90):
-            continue
-        try:
-            lower_case(case, 90, ones)
-        except Exception as error:
-            why = str(error.__cause__ or error)[-200:]
-            bad.append(f"{case.name} with {', '.join(ones)} = 1: {type(error).__name__}: {why}")
-    assert names and not bad, "\n".join(bad)
+    """Cases for sm_90 are of every kernel. Those that the lock knows have passed."""
+    cases, trusted = cases_of(module, 90), known()
+    kernels = sorted({c.kernel.__name__ for c in cases})[part::PARTS]
+    names = {c.name for c in cases if c.kernel.__name__ in kernels
+             and locks.known_entry(trusted, c, 90) is None}  # fmt: skip
+    bad = locks.lower_with_ones(cases, names)
+    assert kernels and not bad, "\n".join(f"{name} with {why}" for name, why in bad.items())
 
 
 # Code that says the same is the same content, what it calls or reads is part of it.
