@@ -28,7 +28,7 @@ from nsa.config import NSAConfig, check_blocks, check_choice, check_compression,
 from nsa.dispatch import Branch, Route
 from nsa.errors import told
 from nsa.flags import Flags
-from nsa.layouts import outside
+from nsa.layouts import outside, seen_rows
 from nsa.log import log
 from nsa.nested import refuse_nested
 from nsa.transforms import transformable
@@ -508,7 +508,7 @@ def nsa_attention(
                 own = (torch.arange(k.shape[1], device=k.device) < n)[:, None, None]
                 k, v = (torch.where(own, x, 0) for x in (k, v))
             else:
-                k, v = k[:, :n], v[:, :n]
+                k, v = (seen_rows(x, n, cu_seqlens) for x in (k, v))
         with dispatch.trace() as taken:
             cmp, lse = compressed_attention(
                 q, k, v, l=l, d=d, q_start=q_start, backend=backend, **common

@@ -100,7 +100,8 @@ def test_estimates_are_what_the_kept_runs_took(profile):
 
 @pytest.mark.parametrize("name", ["triton_fwd", "prefill_parity", "triton_wrapper"])
 def test_the_least_number_of_tests_is_that_of_today(name):
-    """Those of the CPU profile are counted here; a GPU's are half of it, as sizes differ there."""
+    """The CPU profile's stages have all of their tests. For a GPU `least` is about half of them,
+    since which sizes there are differs by card."""
     stage = next(s for s in stages.plan("cpu") if s.id == name)
     done = subprocess.run(
         [sys.executable, *stage.argv[1:], "--collect-only", "-qq"], cwd=stages.ROOT,

@@ -101,7 +101,8 @@ def judge(
         text = "usage error, exit code 2" if rc == 2 else f"exit code {rc}"
         return Judgement(Status.CRASH, text)
 
-    if (runs_pytest or stage.proof == "tests") and counts["passed"] == 0:
+    of_tests, reported = runs_pytest or stage.proof == "tests", sum(counts.values())
+    if of_tests and counts["passed"] == 0:
         if counts["skipped"]:
             reasons = {
                 str(r.get("reason")) for r in rows if r["kind"] == "test" and r.get("reason")
@@ -109,12 +110,11 @@ def judge(
             text = "; ".join(sorted(reasons)[:3])
             return Judgement(Status.NOT_RUN, f"all {counts['skipped']} tests skipped: {text}")
         return Judgement(Status.NOT_RUN, "exit code 0, but no test ran")
-    if unfinished := _unfinished(rows, sum(counts.values())):
+    if unfinished := _unfinished(rows, reported):
         return Judgement(Status.CRASH, unfinished)
-    found = sum(counts.values()) if runs_pytest or stage.proof == "tests" else len(bench)
+    found, what = (reported, "tests") if of_tests else (len(bench), "bench cases")
     if found < stage.least:
-        kind = "tests" if runs_pytest or stage.proof == "tests" else "bench cases"
-        text = f"exit code 0, but {found} {kind} where this stage has {stage.least}"
+        text = f"exit code 0, but {found} {what} where this stage has {stage.least}"
         return Judgement(Status.NOT_RUN, text)
     if stage.proof == "parity" and not parity:
         return Judgement(Status.NOT_RUN, "exit code 0, but no parity case was recorded")

@@ -36,13 +36,12 @@ from scripts.oneshot.progress import Progress
 from scripts.oneshot.redact import RULES_VERSION, Redactor, gate
 from scripts.oneshot.stages import ENV_STAGE, LEFT_OUT, choose, plan
 from scripts.oneshot.supervise import Context, Stop, not_run, run_stage
-from scripts.oneshot.verify import AHEAD, check_rows
+from scripts.oneshot.verify import AHEAD, SAMPLES, check_rows, parse_date, raw_key
 from scripts.oneshot.watch import Watch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RENDER_RESERVE_S = 20.0
 DETACH_WAIT_S = 5.0
-SAMPLES = "bench/samples.jsonl"
 RESUME_MAX_AGE_S = 24 * 3600
 
 
@@ -405,15 +404,13 @@ class Run:
 
     def _take_over_samples(self, source: Path, rows: list[dict[str, Any]]) -> None:
         """The raw times behind the bench rows of a stage that is taken over."""
-        named = ("bench", "case", "candidate", "cache")
-        mine = {tuple(r.get(k) for k in named) for r in rows if r["kind"] == "bench"}
+        mine = {raw_key(r) for r in rows if r["kind"] == "bench"}
         lines = (self._read(SAMPLES) or "").splitlines()
         kept = len(lines)
         with suppress(OSError):
             for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
                 with suppress(ValueError, AttributeError, TypeError):
-                    row = json.loads(line)
-                    if tuple(row.get(k) for k in named) in mine and line not in lines:
+                    if raw_key(json.loads(line)) in mine and line not in lines:
                         lines.append(line)
         if len(lines) > kept:
             self.write(SAMPLES, "\n".join(lines) + "\n")
@@ -585,10 +582,8 @@ def _where(error: Exception) -> str:
 
 
 def _age_s(stamp: str | None) -> float:
-    with suppress(ValueError, TypeError):
-        then = datetime.fromisoformat((stamp or "").replace("Z", "+00:00"))
-        return (datetime.now(timezone.utc) - then).total_seconds()
-    return float("inf")
+    then = parse_date(stamp)
+    return (datetime.now(timezone.utc) - then).total_seconds() if then else float("inf")
 
 
 def given_commit(args: argparse.Namespace) -> str | None:

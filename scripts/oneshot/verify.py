@@ -242,12 +242,16 @@ def check_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> Iterator[str]
     yield from check_samples({"bench": of["bench"], "notes": []}, folder)
 
 
+def raw_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Which raw times a bench row's are."""
+    return tuple(row.get(name) for name in ("bench", "case", "candidate", "cache"))
+
+
 def check_samples(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
     """What a row says of its times is what its raw times give, where all of them were kept; and
     there are raw times of every row of a bench that keeps them."""
     raw: dict[tuple[Any, ...], list[Any]] = {}
     benches = {row.get("bench") for row in data["bench"] if row.get("order") == "ABBA"}
-    names = ("bench", "case", "candidate", "cache")
     try:
         lines = (folder / SAMPLES).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # none, or dropped on a full disk
@@ -260,11 +264,11 @@ def check_samples(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
         with suppress(ValueError, KeyError, TypeError):  # half a line of a stage that was killed
             kept = parse_json(line)
             benches.add(kept["bench"])
-            raw.setdefault(tuple(kept[n] for n in names), []).append(kept)
+            raw.setdefault(raw_key(kept), []).append(kept)
     for row in data["bench"]:
         if row["status"] not in ("VALID", "UNSTABLE"):
             continue
-        found = raw.get(tuple(row.get(n) for n in names))
+        found = raw.get(raw_key(row))
         if not found:
             if row.get("bench") in benches and is_number(row.get("median_us")):
                 yield f"bench {row['case']}: no raw times in {SAMPLES}"
