@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nsa import failed
-from nsa.blocks import is_symbol
+from nsa.blocks import is_symbol, smaller
 from nsa.checks import autocast_on, needs_grad, takes_forward_derivatives
 from nsa.errors import must_raise, told
 from nsa.flags import Flags, get_flags
@@ -324,7 +324,7 @@ def run_prefill(
 
     q, k, v = args["tensors"][0], args["tensors"][3], args["tensors"][4]
     sizes = args["sizes"]
-    key_len = torch.sym_min(sizes["n_sel"] * sizes["l_sel"], k.shape[-3])
+    key_len = smaller(sizes["n_sel"] * sizes["l_sel"], k.shape[-3])
     request = make_request(Branch.PREFILL, q, k, v, key_len, flags, backend)
     request = replace(request, needs_grad=needs_grad(*args["tensors"]))
     route = parse_backend(backend)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor  # torch.library evaluates the annotations of what is wrapped here
 from triton import knobs
-from triton.runtime import driver
+from triton.runtime import build, driver
 
 from nsa import launches
 
@@ -25,6 +25,25 @@ LARGE = 1 << 31
 MOST_MADE = 4096
 Made = tuple[Any, Any, tuple]  # a kernel, what Triton compiled of it, the constexprs of that
 _made: dict[tuple, Made] = {}
+
+
+def _one_at_a_time(load: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
+    """Return Triton's loader of compiled launchers, safe under threads.
+
+    Triton 3.6 names the extension module of every launcher alike. Python keeps one module of a name
+    and writes what it loads again into that, so a thread could read another launcher's function.
+    """
+    alone = threading.Lock()
+
+    @functools.wraps(load)
+    def load_alone(name: str, path: str) -> Any:
+        with alone:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    return load_alone
+
+
+build._load_module_from_path = _one_at_a_time(build._load_module_from_path)
 
 
 class Launch(NamedTuple):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from triton.runtime import build
 
 from nsa import NSAAttention, NSAConfig, launches
 from nsa.flags import Flags
@@ -92,6 +97,40 @@ def driver(monkeypatch):
 
 
 CONSTANTS = dict(MASKED=True, num_warps=4, BLOCK=64)
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "one_name", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_one_name(void) { return PyModule_Create(&module); }
+"""
+
+
+def test_threads_that_load_launchers_of_one_name_get_each_their_own():
+    """As those of Triton 3.6 are, of which Python keeps one module."""
+    if not (shutil.which("gcc") or shutil.which("clang")):
+        pytest.skip("no C compiler, which Triton compiles launchers with")
+    sources = [LAUNCHER % n for n in range(8)]
+
+    def module(n: int) -> Any:
+        return build.compile_module_from_src(src=sources[n], name="one_name")
+
+    def load(n: int) -> int:
+        return module(n).launch()
+
+    for _ in range(2):  # Python gives the one module from the second time on
+        modules = [module(n) for n in range(8)]
+        assert [m.launch() for m in modules] == list(range(8))
+    wanted = [*range(8)] * 300
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert [*pool.map(load, wanted)] == wanted
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_the_second_launch_gets_every_parameter_in_the_order_of_the_signature(driver):
