@@ -66,6 +66,7 @@ class Planned(NamedTuple):
 
 class _State(threading.local):
     planned: Planned | None = None  # collects launches instead of making them
+    recorder: Any = None  # is told of launches, see replay.py
     in_call: bool = False
 
 
@@ -88,6 +89,21 @@ def planning() -> Iterator[Planned]:
         yield _state.planned
     finally:
         _state.planned = outer
+
+
+@contextlib.contextmanager
+def recorded(recorder: Any) -> Iterator[None]:
+    """Tell a replay.Recorder of the launches that this thread's launchers make."""
+    _state.recorder = recorder
+    try:
+        yield
+    finally:
+        _state.recorder = None
+
+
+def busy() -> bool:
+    """Return whether this thread is in a launcher, or plans or records one."""
+    return _state.in_call or _state.planned is not None or _state.recorder is not None
 
 
 def on_its_device(launcher: Callable, whole: Callable | None = None) -> Callable:
@@ -173,6 +189,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         return _launch(_made, key, kernel, grid, args, constants)
     _again(found, grid, given)  # `args` holds the tensors until they are launched with
     launches.bump(kernel.__name__)
+    if _state.recorder is not None:
+        _state.recorder.launched(*found, grid, args)
 
 
 def launch_planned(
@@ -185,7 +203,7 @@ def launch_planned(
     launcher asks the driver whether the GPU can reach it, 1 us each.
     """
     found = compiled.get(id(kernel))
-    if found is None or _state.planned is not None:
+    if found is None or _state.planned is not None or _state.recorder is not None:
         return _launch(compiled, id(kernel), kernel, grid, args, constants)
     _again(found, grid, args)
     launches.bump(kernel.__name__)
@@ -211,6 +229,8 @@ def is_planned(name: str) -> bool:
 
     Its name is then kept among the planned launches.
     """
+    if _state.recorder is not None:
+        _state.recorder.refuse(f"{name} is launched by another way")
     if _state.planned is None:
         return False
     kernel = SimpleNamespace(__name__=name)
@@ -232,6 +252,8 @@ def _launch(
         return
     if _state.in_call and key is not None and hasattr(kernel, "warmup"):
         raise _Uncompiled
+    if _state.recorder is not None:
+        _state.recorder.refuse(f"{kernel.__name__} is launched by another way")
     made = kernel[grid](*args, **OPTIONS, **constants)
     # Nothing comes back from the interpreter.
     if key is not None and hasattr(made, "packed_metadata"):
@@ -241,7 +263,7 @@ def _launch(
 
 def _again(found: Made, grid: tuple, args: tuple) -> None:
     _, made, values = found
-    if _hooked():
+    if hooked():
         made[(*grid, 1, 1)[:3]](*args, *values)
         return
     active = driver.active
@@ -282,7 +304,7 @@ def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple[tuple | N
     return tuple(key), given
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Does a profiler wait for Triton's launches?"""
     runtime = knobs.runtime
     return _waits(runtime.launch_enter_hook) or _waits(runtime.launch_exit_hook)

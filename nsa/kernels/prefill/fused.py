@@ -130,13 +130,10 @@ def _prefill_bwd(
 
     s, sliding = _sizes(sizes), Span(SLIDING, sizes[6])
     grad_out = grad_out.contiguous()
-    # dQ / softmax_scale and, behind it, whether a gate is negative, which begins as 0.
     of_window = one_pass(sliding, q, k_win, v_win, grad_out, use_gluon)
     make = torch.zeros if of_window else torch.empty
-    room = make(q.numel() + 1, dtype=torch.float32, device=q.device)
-    acc, any_negative = room[:-1].view(q.shape), room[-1:].view(torch.int32)
-    if not of_window:
-        any_negative.zero_()
+    acc = make(q.shape, dtype=torch.float32, device=q.device)  # dQ / softmax_scale
+    any_negative = torch.zeros(1, dtype=torch.int32, device=q.device)  # of the gates
     dgates, deltas, lses, reach = combine_bwd(
         grad_out, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates, any_negative
     )
