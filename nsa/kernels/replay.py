@@ -128,17 +128,6 @@ class Recorder(TorchDispatchMode):
         self.at: dict[int, int] = {}  # where a storage begins -> its memory, the latest there
         self.steps: list[Step | Zeroing] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.refused is None:
-            try:
-                self._saw(func, args, result)
-            except Refused as why:
-                self.refused = str(why)
-        return result
-
     def _saw(self, func: Any, args: tuple, result: Any) -> None:
         packet = func.overloadpacket
         if packet in _EMPTY or packet in _ZEROS:
@@ -231,6 +220,22 @@ class Recorder(TorchDispatchMode):
                 memory, offset = -1, 0
             outputs.append(Output(memory, x.dtype, x.shape, x.stride(), offset))
         return Record(self, outputs, isinstance(result, tuple), device)
+
+
+def _watch(
+    self: Recorder, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+) -> Any:
+    result = func(*args, **(kwargs or {}))
+    if self.refused is None:
+        try:
+            self._saw(func, args, result)
+        except Refused as why:
+            self.refused = str(why)
+    return result
+
+
+# Of one that stands in the class PyTorch imports its compiler when it is first called: seconds.
+Recorder.__torch_dispatch__ = _watch  # type: ignore[method-assign, assignment]
 
 
 class Record:

@@ -125,8 +125,7 @@ def _poisoned(make):
     return poisoned
 
 
-def _forget_calls() -> None:
-    settled._calls.clear()
+def _forget_records() -> None:
     if "nsa.kernels.replay" in sys.modules:
         sys.modules["nsa.kernels.replay"].forget()
 
@@ -134,28 +133,29 @@ def _forget_calls() -> None:
 @pytest.fixture(autouse=True)
 def nothing_settled() -> None:
     """A test may change what a call that another one made was decided by."""
-    _forget_calls()
+    settled._calls.clear()
+    _forget_records()
 
 
 class _Forgetting(pytest.MonkeyPatch):
-    """What it changes may be what a kept call was decided by."""
+    """What it changes may be what a recorded call was decided by."""
 
     def setattr(self, *args, **kwargs) -> None:
         super().setattr(*args, **kwargs)
-        _forget_calls()
+        _forget_records()
 
     def setitem(self, *args, **kwargs) -> None:
         super().setitem(*args, **kwargs)
-        _forget_calls()
+        _forget_records()
 
 
 @pytest.fixture
 def monkeypatch() -> Iterator[pytest.MonkeyPatch]:
-    """pytest's own, after whose changes every call is decided anew."""
+    """pytest's own, after whose changes kernels are chosen anew."""
     patch = _Forgetting()
     yield patch
     patch.undo()
-    _forget_calls()
+    _forget_records()
 
 
 @pytest.fixture(autouse=True)
