@@ -29,6 +29,8 @@ ALIGNED = 256  # bytes, of what lies in a workspace; PyTorch's own memory is ali
 LARGEST = 1 << 30
 SMALL = 1 << 20  # bytes which are set to zero with others where a part of them is
 MOST = 1024
+MOST_READY = 256  # of a record: as many layers with memory of their own
+NOTHING = torch.Size([0])
 _SEEN, _REFUSED = "seen once", "not to be recorded"
 _generation = 0
 
@@ -263,13 +265,15 @@ class Record:
         self.inner = [(n, m.offset) for n, m in inner.items()]
         self.sizes = {n: (seen.memories[n].size, seen.memories[n].zeroed) for n in self.kept}
         self.memories = len(seen.memories)
-        self.last: tuple[list[int], list[list[Any]]] = ([], [])
         alone = {n: [x for x in outputs if x.memory == n] for n in self.kept}
         self.whole = {
-            n for n, of in alone.items() if len(of) == 1 and not self.sizes[n][1]
+            n for n, of in alone.items() if len(of) == 1
             and not any(isinstance(x, Zeroing) and x.place.memory == n for x in self.steps)
             and of[0].shape.numel() * of[0].dtype.itemsize == self.sizes[n][0]
         }  # fmt: skip
+        self.empty: dict[torch.dtype, Tensor] = {}
+        # By where everything begins: launches that are ready to be made, or that it was seen once.
+        self.ready: dict[tuple, list[Callable[[], Any] | None] | None] = {}
 
     def play(self, addresses: list[int]) -> Any:
         """Make the call on inputs at these addresses."""
@@ -285,10 +289,14 @@ class Record:
         for memory, dtype, shape, stride, offset in self.outputs:
             if memory in made:
                 x = made[memory].view(dtype).as_strided(shape, stride, offset)
+            elif memory < 0 and shape == NOTHING:
+                x = self.nothing(dtype)
             else:
                 x = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
                 if memory >= 0:
                     bases[memory] = x.data_ptr()
+                    if self.sizes[memory][1]:
+                        x.zero_()
             results.append(x)
         room = None
         if self.size:
@@ -301,15 +309,29 @@ class Record:
         self._launch(bases, room, made)
         return tuple(results) if self.several else results[0]
 
+    def nothing(self, dtype: torch.dtype) -> Tensor:
+        """An empty tensor, in less time than PyTorch takes to make one."""
+        if dtype not in self.empty:
+            self.empty[dtype] = torch.empty(NOTHING, dtype=dtype, device=self.device)
+        return self.empty[dtype].detach()
+
     def _launch(self, bases: list[int], room: Tensor | None, made: dict[int, Tensor]) -> None:
-        before, prepared = self.last
-        if before != bases:
-            prepared = [x.prepared(bases) if isinstance(x, Step) else [] for x in self.steps]
-            self.last = (bases, prepared)
-        hooked = launch.hooked()
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
-        for step, args in zip(self.steps, prepared, strict=True):
+        key = (stream, *bases)
+        ready = self.ready.get(key)
+        hooked = launch.hooked()
+        if ready is None and not hooked:
+            if len(self.ready) >= MOST_READY:
+                self.ready.clear()
+            again = key in self.ready
+            if again:
+                ready = [
+                    launch.ready(x.made, x.grid, stream, x.prepared(bases))
+                    if isinstance(x, Step) else None for x in self.steps
+                ]  # fmt: skip
+            self.ready[key] = ready
+        for n, step in enumerate(self.steps):
             if isinstance(step, Zeroing):
                 number, offset = step.place
                 whole = made.get(number)
@@ -317,12 +339,11 @@ class Record:
                     whole, offset = room, bases[number] - room.data_ptr() + offset
                 whole[offset : offset + step.size].zero_()
             elif hooked:
-                step.made[step.grid](*args)
+                step.made[step.grid](*step.prepared(bases))
+            elif ready is not None:
+                ready[n]()
             else:
-                step.made.run(
-                    *step.grid, stream, step.made.function, step.made.packed_metadata, None, None,
-                    None, *args,
-                )  # fmt: skip
+                launch.run(step.made, step.grid, stream, step.prepared(bases))
         launches.bump_all(self.names)
 
 

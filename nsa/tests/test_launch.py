@@ -24,6 +24,8 @@ from nsa.kernels.launch import (
     pass_over,
     planning,
     prepare_planned,
+    ready,
+    run,
 )
 from nsa.kernels.row_tiles import descriptor
 from nsa.tests.helpers import randn
@@ -131,6 +133,86 @@ def test_threads_that_load_launchers_of_one_name_get_each_their_own():
             assert [*pool.map(load, wanted)] == wanted
     finally:
         sys.setswitchinterval(before)
+
+
+def launcher_of(release: str, calls: list, scratch: int = 0):
+    """What Triton makes of a compiled kernel in Python, in front of its launcher in C."""
+    def in_c(*args):
+        calls.append(args)
+
+    def wrap_handle_tensordesc(launcher, signature, meta):
+        if not any(kind.startswith("tensordesc") for kind in signature.values()):
+            return launcher
+
+        def inner(*args):
+            head, own = (args[:3], args[3:]) if release == "3.6" else (args[:-1], args[-1])
+            own = [x for a in own for x in (a.made() if hasattr(a, "made") else [a])]
+            return launcher(*head, *own) if release == "3.6" else launcher(*head, own)
+
+        return inner
+
+    class Launcher:
+        global_scratch_size, profile_scratch_size = scratch, 0
+
+        def __init__(self, signature):
+            self.launch = wrap_handle_tensordesc(in_c, signature, None)
+
+        def __call__(self, x, y, z, stream, function, *args):
+            own = args if release == "3.6" else (args,)
+            self.launch(x, stream, function, *own)
+
+    return Launcher, wrap_handle_tensordesc
+
+
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("release", ["3.6", "3.7"])
+def test_a_launch_that_is_ready_makes_its_descriptors_once(release, described, monkeypatch):
+    calls, made = [], []
+
+    class Descriptor:
+        def made(self):
+            made.append(1)
+            return ["map", 3, 4]
+
+    Launcher, wrap = launcher_of(release, calls)
+    monkeypatch.setattr(sys.modules[__name__], "wrap_handle_tensordesc", wrap, raising=False)
+    signature = {"X": "*bf16", "D": "tensordesc<bf16[8, 8]>" if described else "i32"}
+    compiled = SimpleNamespace(
+        run=Launcher(signature), function="function", packed_metadata="metadata",
+        src=SimpleNamespace(signature=signature), metadata=SimpleNamespace(tensordesc_meta=None),
+    )  # fmt: skip
+    args = (7, Descriptor() if described else 5)
+    run(compiled, (2, 1, 1), "stream", args)
+    again = ready(compiled, (2, 1, 1), "stream", args)
+    assert len(made) == 2 * described and len(calls) == 1
+    for _ in range(3):
+        again()
+    assert len(made) == 2 * described and len(calls) == 4
+    assert all([*map(str, call)] == [*map(str, calls[0])] for call in calls)
+    assert calls[0][:3] == (2, "stream", "function")
+
+
+@pytest.mark.parametrize("without", ["launch", "global_scratch_size", "no scratch", "closure"])
+def test_a_launch_of_another_triton_is_made_as_ever(without):
+    calls = []
+
+    class Launcher:
+        global_scratch_size = profile_scratch_size = 0
+
+        def launch(self, *args): ...
+
+        def __call__(self, *args):
+            calls.append(args)
+
+    launcher = Launcher()
+    if without == "no scratch":
+        launcher.global_scratch_size = 8
+    elif without != "closure":
+        delattr(Launcher, without)
+    compiled = SimpleNamespace(run=launcher, function="f", packed_metadata="m")
+    for _ in range(2):
+        ready(compiled, (2, 1, 1), "stream", (5, 6))()
+    assert calls == [(2, 1, 1, "stream", "f", "m", None, None, None, 5, 6)] * 2
 
 
 def test_the_second_launch_gets_every_parameter_in_the_order_of_the_signature(driver):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -264,6 +265,30 @@ def test_a_call_that_fails_is_not_played(sums):
         with pytest.raises(ValueError, match="no"):
             call(ints(1))
     assert len(calls) == 3
+
+
+def test_memory_that_comes_again_finds_its_launches_ready(sums, monkeypatch):
+    """And other memory is not taken for it."""
+    call, _ = counted(chain(sums))
+    made = []
+    ready = replay.launch.ready
+    monkeypatch.setattr(replay.launch, "ready", lambda *a: made.append(1) or ready(*a))
+    monkeypatch.setattr(replay, "MOST_READY", 3)
+    rooms = [torch.empty(4096, dtype=torch.uint8) for _ in range(2)]
+    results = [torch.empty(3, dtype=I32) for _ in range(2)]
+    inputs = [(ints(1, 2, 3), ints(4, 5, 6)), (ints(7, 8, 9), ints(1, 1, 1))]
+    want = [[x + y + 6 for x, y in zip(a.tolist(), b.tolist(), strict=True)] for a, b in inputs]
+    for _ in range(3):
+        call(*inputs[0], 5)
+    for n in (0, 0, 0, 1, 1, 1, 0, 1):
+        left = results.copy()
+        with (  # monkeypatch would have it forget the record
+            mock.patch.object(torch, "empty", lambda *a, n=n, **k: rooms[n]),
+            mock.patch.object(torch, "empty_strided", lambda *a, left=left, **k: left.pop()),
+        ):
+            out, _ = call(*inputs[n], 5)
+        assert out.tolist() == want[n]
+    assert made
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

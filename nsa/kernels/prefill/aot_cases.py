@@ -245,7 +245,7 @@ def _gluon_cases() -> list[AotCase]:
         kernel = module._block_attn_bwd_hopper_kernel
         label = f"H{heads}-{'halves' if halves else 'fp32'}-{'signed' if signed else 'alone'}"
         cases.append(case(kernel, label, types, c, module.WARPS, 40, module.START_REGISTERS))
-    mark = dict(D=128, BLOCK_D=128, ROWS=marked_keys.ROWS)
+    mark = dict(D=128, DV=128, BLOCK_D=128, BLOCK_DV=128, ROWS=marked_keys.ROWS)
     cases.append(_case(marked_keys._mark_keys_kernel, "D128", "bf16", mark, (4, 2)))
     rows = dict(D=128, ROWS=sums.SIZE // 128, HEADS=16, BOTH=True)
     cases += [

@@ -48,7 +48,8 @@ def _prefill(
     use_gluon: bool | None = None, for_backward: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, block_indices, the three branches' outputs and their log-sum-exps (sizes: as _sizes,
-    then the window). Without for_backward the outputs, and the window's lse, are empty."""
+    then the window). Without for_backward the branches' outputs are empty, and all log-sum-exps but
+    the first."""
     from nsa.kernels.prefill.block_attn_fwd import gated_block_attention_fwd
     from nsa.kernels.prefill.block_select import Ranking, block_select
     from nsa.kernels.prefill.span_fwd import span_attention_fwd
@@ -99,7 +100,8 @@ def _prefill(
         keep=for_backward,
     )  # fmt: skip
     if not for_backward:
-        o_cmp, o_win, lse_win = q.new_empty(0), q.new_empty(0), lse_cmp.new_empty(0)
+        o_cmp, o_win = q.new_empty(0), q.new_empty(0)
+        lse_sel, lse_win = lse_cmp.new_empty(0), lse_cmp.new_empty(0)
     return out, block_indices, o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win
 
 
@@ -111,7 +113,7 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, 
     blocks = q.new_empty(*q.shape[:-2], k_cmp.shape[-2], sizes[3], dtype=torch.int32)
     if not for_backward:
         none = lambda: q.new_empty(0)
-        return out(), blocks, none(), none(), none(), lse(), lse(), none().float()
+        return out(), blocks, none(), none(), none(), lse(), none().float(), none().float()
     return out(), blocks, out(), out(), out(), lse(), lse(), lse()
 
 
