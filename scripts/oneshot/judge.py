@@ -174,6 +174,12 @@ def _cause(absent: list[StageResult]) -> str:
     return words if len(words) <= 120 else words[:117] + "..."
 
 
+def is_cut(stage: StageResult) -> bool:
+    """Was this stage left out because time or GPU memory was too short, and for nothing else?"""
+    no_memory = stage.status is Status.SKIPPED and stage.kind == "OOM_DEVICE"
+    return stage.kind == "BUDGET" or no_memory
+
+
 def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     """Status, exit code and the one line of the whole run."""
     tests = record.rows_of("test")
@@ -203,72 +209,59 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         for s in stages
         if (s.required and s.status in (Status.SKIPPED, Status.NOT_RUN)) or s.kind == "BUDGET"
     ]
-    passes = [s for s in stages if s.status is Status.PASS]
+    passes = any(s.status is Status.PASS for s in stages)
     proven = passed + parity_pass + bench_valid
+    doubtful = bool(shaky) or no_valid
+    bad_gate = record.redaction.get("gate") == "failed"
+    complete_but_for_cuts = passes and proven and not doubtful and all(map(is_cut, absent))
+    status, code = next(
+        (status, code)
+        for holds, status, code in (
+            (bad_gate, "FAIL", EXIT_REDACTION),
+            (record.ended_by in EXIT_BY_SIGNAL, "STOPPED", EXIT_BY_SIGNAL.get(record.ended_by)),
+            (wrong or failed or parity_pass < len(parity), "FAIL", EXIT_FAIL),
+            (broken or record.ended_by == "crash", "BROKEN", EXIT_INFRA),
+            (absent and complete_but_for_cuts, "INCOMPLETE", EXIT_NOT_RUN),
+            (absent or not passes or not (proven or doubtful), "NOT_RUN", EXIT_NOT_RUN),
+            (doubtful, "INVALID", EXIT_INVALID),
+            (True, "PASS", EXIT_OK),
+        )
+        if holds
+    )
 
-    if record.redaction.get("gate") == "failed":
-        status, code = "FAIL", EXIT_REDACTION
-    elif record.ended_by in EXIT_BY_SIGNAL:
-        status, code = "STOPPED", EXIT_BY_SIGNAL[record.ended_by]
-    elif wrong or failed or parity_pass < len(parity):
-        status, code = "FAIL", EXIT_FAIL
-    elif broken or record.ended_by == "crash":
-        status, code = "BROKEN", EXIT_INFRA
-    elif absent or not passes or not (proven or shaky or no_valid):
-        status, code = "NOT_RUN", EXIT_NOT_RUN
-    elif shaky or no_valid:
-        status, code = "INVALID", EXIT_INVALID
-    else:
-        status, code = "PASS", EXIT_OK
-
-    parts = []
-    if record.scope == "cpu":
-        parts.append("CPU profile, says nothing about any GPU")
-    if status == "NOT_RUN" and absent:
-        parts.append(_cause(absent))
-    parts.append(f"{passed}/{passed + failed} tests" + (f" ({skipped} skipped)" if skipped else ""))
-    parts.append(f"parity {parity_pass}/{len(parity)}")
-    if bench:
-        words = f"VALID {bench_valid}/{len(bench)}"
-        words += f" ({bench_skipped} skipped)" if bench_skipped else ""
-        parts.append(f"benches {'claim nothing, ' if record.scope == 'cpu' else ''}{words}")
-    if status == "NOT_RUN" and not absent:
-        parts.append("nothing was proven: no passed test, parity case or valid bench")
-    for title, group in (
-        ("wrong", wrong),
-        ("broken", broken),
-        ("stopped", stopped),
-        ("not run", absent),
-        ("invalid or unstable", shaky),
-    ):
-        if group:
-            parts.append(f"{title}: {', '.join(_named(s) for s in group)}")
-    if record.redaction.get("gate") == "failed":
-        parts.append("redaction FAILED, do not post this")
-    if record.partial:
-        parts.append(f"partial run ({record.partial})")
-    device = record.device.get("name") if record.scope == "gpu" else None
-    if device:
-        cap, full = record.device.get("power_limit_w"), record.device.get("power_default_w")
-        capped = is_number(cap) and is_number(full) and cap < full
-        parts.append(f"{device} (capped {cap:g}/{full:g} W)" if capped else str(device))
+    on_cpu = record.scope == "cpu"
+    device = None if on_cpu else record.device.get("name")
+    cap, full = record.device.get("power_limit_w"), record.device.get("power_default_w")
+    capped = is_number(cap) and is_number(full) and cap < full
     versions = record.env.get("python")
     versions = versions if isinstance(versions, dict) else {}  # or "<probe failed: ...>"
-    names = [
-        f"{n} {versions[n]}"
-        for n in ("torch", "triton")
-        if versions.get(n) and not str(versions[n]).startswith("<")
-    ]
-    if names:
-        parts.append(" ".join(names))
-    if record.git.get("short"):
-        words = f"commit {record.git['short']}" + (" DIRTY" if record.git.get("dirty") else "")
-        if head := record.git.get("head"):
-            words += f" as given, but git has {str(head)[:7]}"
-        parts.append(words)
-    if is_number(record.monotonic_s):
-        minutes, seconds = divmod(round(record.monotonic_s), 60)
-        parts.append(f"{minutes} m {seconds:02d} s" if minutes else f"{seconds} s")
+    names = [f"{n} {versions[n]}" for n in ("torch", "triton")
+             if versions.get(n) and not str(versions[n]).startswith("<")]  # fmt: skip
+    git, cut = record.git, status == "INCOMPLETE"
+    groups = {
+        "wrong": wrong, "broken": broken, "stopped": stopped,
+        "cut" if cut else "not run": absent, "invalid or unstable": shaky,
+    }  # fmt: skip
+    parts = [words for holds, words in (
+        (on_cpu, "CPU profile, says nothing about any GPU"),
+        (cut, "all that ran passed, " + ("its budget was spent" if any(
+            s.kind == "BUDGET" for s in absent) else "the GPU's memory was too small")),
+        (status == "NOT_RUN" and absent, absent and _cause(absent)),
+        (True, f"{passed}/{passed + failed} tests" + (f" ({skipped} skipped)" if skipped else "")),
+        (True, f"parity {parity_pass}/{len(parity)}"),
+        (bench, f"benches {'claim nothing, ' if on_cpu else ''}VALID {bench_valid}/{len(bench)}"
+         + (f" ({bench_skipped} skipped)" if bench_skipped else "")),
+        (status == "NOT_RUN" and not absent,
+         "nothing was proven: no passed test, parity case or valid bench"),
+        *((group, f"{title}: {', '.join(map(_named, group))}") for title, group in groups.items()),
+        (bad_gate, "redaction FAILED, do not post this"),
+        (record.partial, f"partial run ({record.partial})"),
+        (device, f"{device} (capped {cap:g}/{full:g} W)" if capped else str(device)),
+        (names, " ".join(names)),
+        (git.get("short"), f"commit {git.get('short')}" + (" DIRTY" if git.get("dirty") else "")
+         + (f" as given, but git has {str(git['head'])[:7]}" if git.get("head") else "")),
+        (is_number(record.monotonic_s), _minutes(record.monotonic_s)),
+    ) if holds]  # fmt: skip
     return {
         "status": status,
         "exit_code": code,
@@ -283,3 +276,10 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         "bench_total": len(bench),
         "not_run": sum(s.status is Status.NOT_RUN for s in stages),
     }
+
+
+def _minutes(seconds: Any) -> str:
+    if not is_number(seconds):
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} m {rest:02d} s" if minutes else f"{rest} s"

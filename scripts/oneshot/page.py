@@ -21,7 +21,7 @@ _ENTITIES = {"amp": "&", "lt": "<", "gt": ">"}
 _FENCE = re.compile(r"(?P<ticks>`{3,})\w*\n(?P<text>.*)\n(?P=ticks)", re.DOTALL)
 _COLOURS = {
     "PASS": "good", "VALID": "good", "SKIPPED": "quiet", "NOT_RUN": "quiet", "UNSTABLE": "doubt",
-    "STOPPED": "doubt", "INVALID": "doubt",
+    "STOPPED": "doubt", "INVALID": "doubt", "INCOMPLETE": "doubt",
 }  # fmt: skip
 
 
