@@ -1,4 +1,4 @@
-"""Bench and parity rows as cells of the report, and the threshold that they carry.
+"""Bench and parity rows as blocks of the report, and the thresholds that they carry.
 
 Every number shown stands beside its proof: a bench row that is neither VALID nor UNSTABLE shows its
 status and the reason only, a parity row on a wrong path shows no errors.
@@ -7,24 +7,25 @@ status and the reason only, a parity row on a wrong path shows no errors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.records import MIN_SPEEDUP, carries
+from scripts.oneshot.blocks import Bar, Head, Shape, Table, View
 from scripts.oneshot.markdown import cell, code, is_interval, num, pct, us, us_ci
 from scripts.oneshot.rows import is_number
 
 ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where it did not run
 NUMBERED = ("VALID", "UNSTABLE")
 NO_DIFFERENCE = "no difference measurable"
-BENCHES = (  # (`bench` of the row, heading)
-    ("decode", "Decode"), ("decode_branch", "Decode, one branch alone"),
-    ("decode_graph", "Decode step as a CUDA graph"),
-    ("decode_module", "Decode, the layer's whole step"), ("prefill", "Prefill"),
-    ("sel", "Selection"), ("fa2", "FlashAttention-2"), ("nccl", "NCCL between GPUs"),
-    ("context_parallel", "Context parallelism"),
-)  # fmt: skip
+BENCHES = {  # `bench` of the row: heading, in the order of the report
+    "prefill": "Prefill", "decode": "Decode", "decode_graph": "Decode step as a CUDA graph",
+    "decode_module": "Decode, the layer's whole step", "decode_branch": "Decode, one branch alone",
+    "sel": "Selection", "fa2": "FlashAttention-2", "nccl": "NCCL between GPUs",
+    "context_parallel": "Context parallelism",
+}  # fmt: skip
+APART = ("sel", "fa2")  # benches of single calls; they have sections of their own
+TOY_WIDTH = 1024  # a model narrower than this is none that anybody serves
 # (words, the columns that may hold it) of the problem that a table's rows measured.
 SIZES = (
     ("model width", ("dim",)), ("query heads", ("heads", "HQ")), ("KV groups", ("groups", "G")),
@@ -33,21 +34,9 @@ SIZES = (
 )  # fmt: skip
 VARIED = (("sequences", ("B",)), ("dtype", ("dtype",)))
 NAMED_BY_CASE = ("sel", "nccl")  # the case says every size
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How much is shown. The issue starts with everything and gives up in the order of LADDER."""
-
-    environment: bool = True
-    timeline: bool = True
-    passing: bool = True  # parity rows that passed
-    same: bool = True  # bench rows without a measurable difference
-    evidence: bool = True  # valid bench rows, training, files
-    log_lines: int = 15
-    rows: int = 1500  # of any one table
-    text: int = 400  # characters of a cell
-    plots: bool = True
+BRANCHES = "case|status|context|total ms|compressed|selected|sliding|keys read per group"
+COLUMNS = ("case", "status", "time", "baseline", "speedup", "path", "ceiling", "notes")
+ISSUE_COLUMNS = ("case", "status", "time", "baseline", "speedup", "why")
 
 
 # ---------------------------------------------------------------------------------- bench rows
@@ -70,23 +59,13 @@ def ceiling_words(scope: str, health: Mapping[str, Any] | None) -> str:
 
 def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> dict[str, Any]:
     """One bench row as cells. Without VALID or UNSTABLE there is nothing but status and why."""
-    why = cell("; ".join(row["why"]), text)
-    view = {
-        "case": code(row["case"], text), "status": row["status"], "numbers": False, "why": why,
-        "same": False, "time": "", "base": "", "speedup": "", "path": "", "ceiling": "",
-        "notes": why if row["why"] else "",
-    }  # fmt: skip
+    why = cell("; ".join(row["why"]), text) if row["why"] else ""
+    view = {"case": code(row["case"], text), "status": row["status"], "why": why, "time": "",
+            "baseline": "", "speedup": "", "path": "", "ceiling": "", "notes": why}  # fmt: skip
     if row["status"] not in NUMBERED or not is_number(row.get("median_us")):
         return view
-    same, speedup = speedup_text(row, floor)
     limit = row["parity"].get("limit_max_abs")
-    peak = pct(row.get("peak_frac"))
-    notes = [f"n {row['n']}"] if is_number(row.get("n")) else []
-    if is_number(row.get("p20_us")) and is_number(row.get("p80_us")):
-        notes.append(f"p20-p80 {us(row['p20_us'])} to {us(row['p80_us'])}")
-    notes += [str(row[k]) for k in ("cache", "timer") if row.get(k)]
-    if row.get("compared"):
-        notes.append(f"parity of {row['compared']}")
+    notes = [f"parity of {row['compared']}"] if row.get("compared") else []
     if is_number(row.get("busbw_gbs")):
         notes.insert(0, f"bus {num(row['busbw_gbs'])} GB/s")
     if is_number(row.get("efficiency")):
@@ -97,24 +76,24 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
             words += (f" (baseline's {rough_us(row['base_wall_us'])}: "
                       f"{rough_ratio(row['wall_speedup'])})")  # fmt: skip
         notes.append(words)
-    if is_number(row.get("gap_batches")) and row["gap_batches"] and is_number(row.get("batches")):
-        notes.append(f"host gaps in {row['gap_batches']} of {row['batches']} batches")
     if row.get("stop") in ("budget", "cap"):
         notes.append(f"stopped by the {row['stop']}")
     reasons = row.get("reasons") if isinstance(row.get("reasons"), list) else []
     notes += [f"clocks: {', '.join(map(str, reasons))}"] if reasons else []
     notes += [f"UNSTABLE: {'; '.join(row['why'])}"] if row["status"] == "UNSTABLE" else row["why"]
+    peak = pct(row["peak_frac"]) if is_number(row.get("peak_frac")) else ""
     return {
-        **view, "numbers": True, "same": same, "speedup": speedup,
+        **view, "speedup": speedup_text(row, floor)[1],
         "time": us_ci(row["median_us"], row.get("ci95_us")),
-        "base": f"{cell(row.get('baseline'), 60)} {us(row['base_median_us'])}"
-        if is_number(row.get("base_median_us")) else cell(row.get("baseline"), 60),
+        "baseline": " ".join(([cell(row["baseline"], 60)] if row.get("baseline") else [])
+                         + ([us(row["base_median_us"])] if is_number(row.get("base_median_us"))
+                            else [])),
         "path": code(row.get("path_taken"), 80)
         + (f", max-abs {num(row['parity']['max_abs'])}"
            + (f" (limit {num(limit)})" if is_number(limit) else "")
            if is_number(row["parity"].get("max_abs")) else ""),
-        "ceiling": f"{peak} {cell(row['bound'], 20)}" if row.get("bound") else peak,
-        "notes": cell("; ".join(notes), text),
+        "ceiling": f"{peak} {cell(row['bound'], 20)}" if peak and row.get("bound") else peak,
+        "notes": cell("; ".join(notes), text) if notes else "",
     }  # fmt: skip
 
 
@@ -132,7 +111,7 @@ def speedup_text(row: Mapping[str, Any], floor: float | None) -> tuple[bool, str
     """(nothing measurable, words) for the ratio of a row against its baseline."""
     ratio, ci = row.get("speedup"), row.get("speedup_ci95")
     if not is_number(ratio):
-        return False, "-"
+        return False, ""
     limit = ASSUMED_FLOOR if floor is None else floor
     if not is_interval(ci):
         return True, f"{NO_DIFFERENCE}: no interval"
@@ -141,42 +120,87 @@ def speedup_text(row: Mapping[str, Any], floor: float | None) -> tuple[bool, str
     return False, f"{ratio:.2f}x [{ci[0]:.2f}, {ci[1]:.2f}]"
 
 
-def benches(
-    rows: Sequence[Mapping[str, Any]], floor: float | None, shape: Shape
-) -> list[dict[str, Any]]:
-    known = dict(BENCHES)
-    names = [n for n, _ in BENCHES] + sorted({str(r.get("bench")) for r in rows} - set(known))
-    out = []
-    for name in names:
-        mine = [r for r in rows if str(r.get("bench")) == name]
-        if not mine:
+def timed(row: Mapping[str, Any]) -> bool:
+    """May the row show its time?"""
+    return row["status"] in NUMBERED and is_number(row.get("median_us"))
+
+
+def is_toy(row: Mapping[str, Any]) -> bool:
+    """Was the row measured on a model too small to be served?"""
+    return is_number(row.get("dim")) and row["dim"] < TOY_WIDTH
+
+
+def bench_blocks(view: View, keep: Callable[[Mapping[str, Any]], bool]) -> list[Any]:
+    """Heading, sizes and table of each bench that has rows for which `keep` holds."""
+    shape, every = view.shape, [r for r in view.rows["bench"] if keep(r)]
+    out: list[Any] = []
+    for name in dict.fromkeys([*BENCHES, *sorted(str(r.get("bench")) for r in every)]):
+        rows = [r for r in every if str(r.get("bench")) == name]
+        if not rows:
             continue
+        shown = rows
+        if shape.issue:  # what no baseline stands beside is in report.md
+            shown = [r for r in rows if r["status"] != "VALID" or is_number(r.get("speedup"))]
         doubt = {"VALID": 2, "UNSTABLE": 1}  # what is wrong first, then what is doubtful
-        mine.sort(key=lambda r: doubt.get(r["status"], 0))
-        views = [bench_view(r, floor, shape.text) for r in mine]
-        shown = [
-            v for v in views
-            if not v["numbers"] or v["status"] != "VALID"
-            or (shape.evidence and (shape.same or not v["same"]))
-        ]  # fmt: skip
-        out.append({
-            "title": known.get(name, cell(name, 60)),
-            "rows": shown[: shape.rows], "left_out": len(views) - len(shown[: shape.rows]),
-            "counts": counts_text(Counter(r["status"] for r in mine)),
-            "problems": [] if name in NAMED_BY_CASE else problems(mine) + _toy(name, mine),
-            "branches": _branches(rows)[: shape.rows]
-            if name == "decode" and shape.evidence else [],
-        })  # fmt: skip
-    return out
+        shown = sorted(shown, key=lambda r: doubt.get(r["status"], 0))[: shape.rows]
+        counts = counts_text(Counter(r["status"] for r in rows))
+        if len(shown) < len(rows):
+            counts += f"; {len(rows) - len(shown)} rows left out here, in bundle.json"
+        out += [Head(BENCHES.get(name, cell(name, 60))), counts]
+        if name not in NAMED_BY_CASE:
+            out.append(problems(rows))
+        out.append(
+            bench_table(
+                [bench_view(r, view.floor, shape.text) for r in shown],
+                ISSUE_COLUMNS if shape.issue else COLUMNS,
+            )
+        )
+        branches = _branches(view.rows["bench"], rows)[: shape.rows] if name == "decode" else []
+        if branches and not shape.issue:
+            out.append(Table(BRANCHES, branches))
+    return [block for block in out if block]
 
 
-def _toy(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where the sizes are that a server would ask about, if `rows` have none of them."""
-    widths = [r.get("dim") for r in rows]
-    if name != "decode" or not all(is_number(w) and w < 1024 for w in widths):
-        return []
-    return ["a small model; serving sizes are timed by the stage `decode_serving`, or by "
-            "`bench/bench_decode.py --preset serving`"]  # fmt: skip
+def bench_table(views: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Table | None:
+    """The rows as a table, without the columns in which every row is empty."""
+    used = [name for name in columns if any(v[name] for v in views)]
+    return Table(used, [[v[name] for name in used] for v in views]) if views else None
+
+
+def headline(view: View) -> list[Mapping[str, Any]]:
+    """The rows that a reader decides by: all of NSA at real sizes beside dense attention, prefill
+    first, a decode step as a graph where that was timed."""
+    rows = [r for r in view.rows["bench"] if timed(r) and not is_toy(r)
+            and is_number(r.get("S")) and is_number(r.get("base_median_us"))
+            and r["base_median_us"] > 0]  # fmt: skip
+    prefill = [r for r in rows if r.get("bench") == "prefill" and r.get("op") in ("full", None)]
+    prefill.sort(key=lambda r: (r.get("direction") != "fwd", r["S"]))
+    steps: dict[tuple, Mapping[str, Any]] = {}
+    for name in ("decode_graph", "decode"):
+        for r in (r for r in rows if r.get("bench") == name):
+            steps.setdefault((num(r.get("B")), r["S"], problem(r)), r)
+    batch = lambda r: r["B"] if is_number(r.get("B")) else 1
+    return [*prefill, *sorted(steps.values(), key=lambda r: (batch(r), r["S"]))]
+
+
+def tokens(count: float) -> str:
+    """A length, in units of 1024 where it is a multiple of them."""
+    return f"{count // 1024:g}k" if count >= 1024 and count % 1024 == 0 else f"{count:g}"
+
+
+def bar(row: Mapping[str, Any], floor: float | None, more: str = "") -> Bar:
+    """One row of `headline` as a pair of bars."""
+    S = tokens(row["S"])
+    if row.get("bench") == "prefill":
+        way = {"fwd": "forward", "bwd": "backward"}.get(str(row.get("direction")), "")
+        name = f"prefill, {S} tokens, {way}".rstrip(", ")
+    else:
+        batch = row.get("B")
+        name = f"decode, {S} tokens of context" + (
+            f", {batch} sequences" if is_number(batch) and batch > 1 else "")  # fmt: skip
+    star = "\\*" if row["status"] == "UNSTABLE" else ""
+    return Bar(name, row["median_us"], row["base_median_us"], us(row["median_us"]) + star,
+               us(row["base_median_us"]), speedup_text(row, floor)[1], more)  # fmt: skip
 
 
 def problem(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -204,29 +228,28 @@ def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return out
 
 
-def _branches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def _branches(
+    every: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
+) -> list[list[str]]:
     """Decode steps with their branches in milliseconds and the keys that they read.
 
     A branch is a column of the step's row (ms_cmp), or a row of its own (decode_branch).
     """
-    good = [r for r in rows if r["status"] in NUMBERED and is_number(r.get("median_us"))]
     key = lambda r, branch: (*(str(r.get(n)) for n in ("S", "B", "dtype")), problem(r), str(branch))
     alone = {
         key(r, r.get("branch")): r["median_us"] / 1e3
-        for r in good
-        if r.get("bench") == "decode_branch"
+        for r in every
+        if timed(r) and r.get("bench") == "decode_branch"
     }
     out = []
-    for r in good:
-        if r.get("bench") != "decode" or not is_number(r.get("S")):
+    for r in filter(timed, steps):
+        parts = [r.get(f"ms_{b}", alone.get(key(r, b))) for b in ("cmp", "sel", "win")]
+        if not any(map(is_number, parts)):
             continue
         total = r["ms_total"] if is_number(r.get("ms_total")) else r["median_us"] / 1e3
-        parts = {b: r.get(f"ms_{b}", alone.get(key(r, b))) for b in ("cmp", "sel", "win")}
         reads = f"{num(r.get('reads_actual'))} of {num(r.get('reads_expected'))}"
-        out.append({
-            "case": code(r["case"]), "status": r["status"], "S": num(r["S"]), "total": num(total),
-            **{b: num(v) for b, v in parts.items()}, "reads": reads,
-        })  # fmt: skip
+        out.append([code(r["case"]), r["status"], num(r.get("S")), num(total), *map(num, parts),
+                    reads])  # fmt: skip
     return out
 
 
@@ -257,27 +280,40 @@ def parity_view(row: Mapping[str, Any], text: int = 400) -> dict[str, str]:
     }  # fmt: skip
 
 
-def parity(rows: Sequence[Mapping[str, Any]], shape: Shape) -> dict[str, Any]:
+PARITY_HEADS = (
+    "case|dtype|status|asked → ran|launches|MAE|max-abs|worst row|margin|seed|why".split("|")
+)
+PARITY = "case dtype status path launches mae max_abs worst_row margin seed why".split()
+
+
+def worst_of(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The passed row nearest to its limit."""
+    margin = lambda r: r["margin"] if is_number(r.get("margin")) else -1.0
+    return max((r for r in rows if r["status"] == "PASS"), key=margin, default=None)
+
+
+def parity_ops(rows: Sequence[Mapping[str, Any]], shape: Shape) -> Iterator[list[Any]]:
+    """Per operator: how many cases passed, and the one nearest to its limit."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(str(row.get("op") or "other"), []).append(row)
-    ops = []
-    for op, mine in groups.items():
-        good = [r for r in mine if r["status"] == "PASS"]
-        worst = max(
-            good, key=lambda r: r["margin"] if is_number(r.get("margin")) else -1.0, default=None
-        )
-        ops.append({
-            "op": code(op, 60), "total": len(mine), "passed": len(good),
-            "worst": parity_view(worst, shape.text) if worst else None,
-            "paths": cell(", ".join(sorted({str(r.get("path_taken")) for r in mine})), 200),
-        })  # fmt: skip
-    bad = [parity_view(r, shape.text) for r in rows if r["status"] != "PASS"]
-    every = [parity_view(r, shape.text) for r in rows] if shape.passing else []
-    return {
-        "ops": ops[: shape.rows], "bad": bad[: shape.rows], "bad_left_out": len(bad[shape.rows :]),
-        "all": every[: shape.rows], "total": len(rows),
-    }  # fmt: skip
+    for op, mine in list(groups.items())[: shape.rows]:
+        worst = worst_of(mine)
+        view = parity_view(worst, shape.text) if worst else dict.fromkeys(PARITY, "-")
+        passed = sum(r["status"] == "PASS" for r in mine)
+        paths = cell(", ".join(sorted({str(r.get("path_taken")) for r in mine})), 200)
+        yield [code(op, 60), f"{passed}/{len(mine)}", view["case"], view["mae"], view["max_abs"],
+               view["worst_row"], view["margin"], paths]  # fmt: skip
+
+
+def parity_table(
+    rows: Sequence[Mapping[str, Any]], shape: Shape, left_out: Sequence[str]
+) -> Table:  # fmt: skip
+    """Parity rows, one by one, without the columns `left_out`."""
+    names = [name for name in PARITY if name not in left_out]
+    heads = [h for h, name in zip(PARITY_HEADS, PARITY, strict=True) if name in names]
+    views = [parity_view(r, shape.text) for r in rows[: shape.rows]]
+    return Table(heads, [[v[name] for name in names] for v in views])
 
 
 # ---------------------------------------------------------------------------------- threshold
@@ -431,8 +467,12 @@ def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> d
             why = proposal.get(f"fa2_{branch}{more}_why")
             least = proposal.get(f"fa2_min_len_{branch}{more}")
             found = isinstance(least, int) and not isinstance(least, bool)
-            held = [r for (b, name, keys), mine in groups.items() for r in mine
-                    if b == branch and baseline in ("", name) and not (found and keys < least)]
+            held = [
+                r
+                for (b, name, keys), mine in groups.items()
+                for r in mine
+                if b == branch and baseline in ("", name) and not (found and keys < least)
+            ]
             told = f" ({cell(why)})" if why else ""
             named |= found
             if found:

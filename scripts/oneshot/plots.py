@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import MIN_SPEEDUP
-from scripts.oneshot.evidence import NUMBERED, noise_floor
+from scripts.oneshot.evidence import NUMBERED, is_toy, noise_floor, timed, tokens
 from scripts.oneshot.journal import write_atomic
 from scripts.oneshot.markdown import is_interval
 from scripts.oneshot.reading import held_to_rules
@@ -56,8 +56,25 @@ def _lengths(ax: Any, values: Sequence[float]) -> None:
     """A base-2 axis whose ticks are the lengths that were measured."""
     ax.set_xscale("log", base=2)
     ticks = sorted(set(values))
-    ax.set_xticks(ticks, [f"{t:g}" for t in ticks], rotation=45 if len(ticks) > 10 else 0)
+    ax.set_xticks(ticks, map(tokens, ticks), rotation=45 if len(ticks) > 10 else 0)
     ax.minorticks_off()
+
+
+def _plain_log(ax: Any, *names: str) -> None:
+    """Logarithmic axes whose ticks are plain numbers, 1, 2 and 5 of each power of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    for name in names:
+        getattr(ax, f"set_{name}scale")("log")
+        axis = getattr(ax, f"{name}axis")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _several(rows: Rows, name: str) -> bool:
+    """Are there two values of `name`, between which a line says something?"""
+    return len({r[name] for r in rows}) > 1
 
 
 def _with_ci(value: float, ci: Any, scale: float = 1.0) -> tuple[float, float, float]:
@@ -82,7 +99,7 @@ def speedup(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
     """Selection: speedup against the key length."""
     rows = [r for r in rows if r.get("bench") == "sel" and is_number(r.get("L"))
             and is_number(r.get("speedup")) and is_interval(r.get("speedup_ci95"))]  # fmt: skip
-    if not rows:
+    if not _several(rows, "L"):
         return False
     names = ["mode", "dist", *_varying(rows, ("candidate", "N", "H", "D", "Dv", "streams"))]
     groups: dict[str, list] = {}
@@ -115,7 +132,7 @@ def speedup(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
 def _against_dense(ax: Any, rows: Rows, name_of: Callable[[Mapping], str], unit: str) -> bool:
     """Time against context length, each series beside its baseline."""
     rows = [r for r in rows if is_number(r.get("S"))]
-    if not rows:
+    if not _several(rows, "S"):
         return False
     scale = 1e-3 if unit == "ms" else 1.0
     groups: dict[str, list] = {}
@@ -137,7 +154,7 @@ def _against_dense(ax: Any, rows: Rows, name_of: Callable[[Mapping], str], unit:
                 _series(ax, words, base, colour, "--")
             seen.add(words)
     _lengths(ax, [r["S"] for r in rows])
-    ax.set_yscale("log")
+    _plain_log(ax, "y")
     ax.set(xlabel="context length S", ylabel=f"time, {unit}")
     ax.legend(ncols=2)
     return True
@@ -146,7 +163,7 @@ def _against_dense(ax: Any, rows: Rows, name_of: Callable[[Mapping], str], unit:
 def decode(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
     """Decode: a step and its branches beside dense attention."""
     ax.set_title("Decode step beside dense attention (dashed)")
-    rows = [r for r in rows if r.get("bench") in ("decode", "decode_branch")]
+    rows = [r for r in rows if r.get("bench") in ("decode", "decode_branch") and not is_toy(r)]
     more = _varying(rows, ("B", "heads", *PROBLEM))
 
     def name(r: Mapping[str, Any]) -> str:
@@ -195,8 +212,7 @@ def roofline(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
         high = max(high, 2 * ridge)
         ax.plot([low, ridge, high], [low * gbs / 1e3, peak, peak], color=INK, linewidth=1.2,
                 label=f"this box: copy {gbs:.0f} GB/s, bf16 matmul {peak:.0f} TFLOP/s")  # fmt: skip
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    _plain_log(ax, "x", "y")
     ax.set(xlabel="FLOP per byte that must move", ylabel="TFLOP/s reached", title="Roofline")
     ax.legend()
     return True
@@ -240,7 +256,7 @@ def draw(data: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
     from matplotlib.figure import Figure
 
     rows = [r for r in held_to_rules(data["bench"], "bench")[0]
-            if r["status"] in NUMBERED and is_number(r.get("median_us"))]  # fmt: skip
+            if timed(r)]
     curve = losses(folder)
     out = []
     for name, title, make, points in (
