@@ -327,18 +327,49 @@ def real_rows() -> tuple[dict, ...]:
     """All of NSA beside dense attention at the paper's sizes: prefill, and decode steps."""
     shape = dict(_PAPER, bench="prefill", op="full", HQ=64, G=4, D=128, Dv=128)
     rows = [
-        bench_row(f"prefill/full/{way}/S={S}", ms * 1e3, ratio, S=S, direction=way,
-                  baseline="dense sdpa_cudnn gqa", compared=f"18 of {S} queries", **shape)
-        for way, S, ms, ratio in (("fwd", 8192, 1.54, 1.13), ("fwd", 32768, 8.05, 3.51),
-                                  ("bwd", 8192, 2.96, 1.7), ("bwd", 32768, 16.5, 4.92))
-    ]  # fmt: skip
-    rows.append(bench_row("prefill/win/fwd/S=8192", 237.0, None, bench="prefill", op="win",
-                          direction="fwd", S=8192, baseline=None))  # fmt: skip
+        bench_row(
+            f"prefill/full/{way}/S={S}",
+            ms * 1e3,
+            ratio,
+            S=S,
+            direction=way,
+            baseline="dense sdpa_cudnn gqa",
+            compared=f"18 of {S} queries",
+            **shape,
+        )
+        for way, S, ms, ratio in (
+            ("fwd", 8192, 1.54, 1.13),
+            ("fwd", 32768, 8.05, 3.51),
+            ("bwd", 8192, 2.96, 1.7),
+            ("bwd", 32768, 16.5, 4.92),
+        )
+    ]
+    rows.append(
+        bench_row(
+            "prefill/win/fwd/S=8192",
+            237.0,
+            None,
+            bench="prefill",
+            op="win",
+            direction="fwd",
+            S=8192,
+            baseline=None,
+        )
+    )
     shape = dict(_PAPER, dim=2560, heads=64, groups=4, dk=128, dv=128)
     for S, us, ratio in ((8192, 14.3, 1.25), (65536, 18.4, 2.72)):
         for bench, more in (("decode", ""), ("decode_graph", "/graph")):
-            rows.append(bench_row(f"decode/S={S}{more}", us, ratio, bench=bench, S=S,
-                                  baseline="dense sdpa cudnn gqa", **shape))  # fmt: skip
+            rows.append(
+                bench_row(
+                    f"decode/S={S}{more}",
+                    us,
+                    ratio,
+                    bench=bench,
+                    S=S,
+                    baseline="dense sdpa cudnn gqa",
+                    **shape,
+                )
+            )
     return tuple(rows)
 
 
@@ -383,9 +414,15 @@ def _incomplete(w: _Writer) -> None:
     w.stage("health", (_HEALTH,), wall_s=14.0)
     w.stage("prefill_bench", real_rows(), wall_s=70.0)
     cut = dict(kind="BUDGET", wall_s=0.0)
-    w.stage("triton_bwd", _parity_cases("sel_bwd", 2), status="TIMEOUT", signal="SIGABRT",
-            log="test_sel_bwd.py ...\n", reason="cut by the budget of the run after 9 s",
-            **{**cut, "wall_s": 9.0})  # fmt: skip
+    w.stage(
+        "triton_bwd",
+        _parity_cases("sel_bwd", 2),
+        status="TIMEOUT",
+        signal="SIGABRT",
+        log="test_sel_bwd.py ...\n",
+        reason="cut by the budget of the run after 9 s",
+        **{**cut, "wall_s": 9.0},
+    )
     for stage in ("routing", "sanity", "sel_bench", "decode_bench", "fa2_probe", "train_showcase"):
         w.stage(stage, status="NOT_RUN", reason="budget: 3 s left", **cut)
     w.add("run_end", ended_by="budget", complete=True)
@@ -586,9 +623,13 @@ def write_sample(folder: Path, name: str) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     writer = _Writer(folder)
     {
-        "all_pass": _all_pass, "gpu_fail": _gpu_fail, "cpu": _cpu, "crash": _crash,
-        "incomplete": _incomplete, "no_gpu": _no_gpu,
-    }[name](writer)  # fmt: skip
+        "all_pass": _all_pass,
+        "gpu_fail": _gpu_fail,
+        "cpu": _cpu,
+        "crash": _crash,
+        "incomplete": _incomplete,
+        "no_gpu": _no_gpu,
+    }[name](writer)
     lines = "".join(dumps(event) + "\n" for event in writer.events)
     if name == "crash":
         lines += lines.splitlines()[-1][:40]

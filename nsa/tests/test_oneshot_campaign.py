@@ -573,7 +573,7 @@ def without(module: str) -> Callable[[Path], None]:
             assert "Numbers, logs and the journal are beside this file" in text
             assert f"no {module} here" in outcome.console
         else:
-            assert "## At a glance" in text and (outcome.folder / "report.html").exists()
+            assert "## What failed?" in text and (outcome.folder / "report.html").exists()
 
     return run
 

@@ -17,7 +17,7 @@ from scripts.oneshot.blocks import Shape
 from scripts.oneshot.reading import rebuild
 
 ATTACKS = (
-    '</pre></code></td></table></style></svg><script>alert(1)</script>"\'><img src=x onerror=a()>',
+    "</pre></code></td></table></style></svg><script>alert(1)</script>\"'><img src=x onerror=a()>",
     "javascript:alert(1) <a href=//evil.example/x onclick=a()> <iframe src=https://evil.example>",
     "`</code><script>` ``<b>`` \\`<i> **<u>** &lt;script&gt; &#60;b&#62; <!-- --> ]]> {{ 7*7 }}",
     "<svg><use href=http://evil.example/#a /></svg> <style>@import url(//evil.example)</style>",

@@ -77,8 +77,11 @@ PROVEN = dict(SIZES, device="NVIDIA H200", status="VALID", parity="PASS", direct
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_report_of_a_known_run_is_the_one_kept(name, tmp_path, committed_rows):
-    committed_rows("2026-11-20", "prefill-aaaaaaa.csv", dict(PROVEN, op="full", S=8192, ms=1.6,
-                                                             commit="aaaaaaa"))  # fmt: skip
+    committed_rows(
+        "2026-11-20",
+        "prefill-aaaaaaa.csv",
+        dict(PROVEN, op="full", S=8192, ms=1.6, commit="aaaaaaa"),
+    )
     write_sample(tmp_path, name)
     data = rebuild(tmp_path)[0]
     texts = {name: report.issue_text(data, tmp_path)}
@@ -221,9 +224,17 @@ def test_decode_tables_say_what_problem_they_measure(tmp_path):
 
 def test_sizes_that_are_no_numbers_break_no_table(tmp_path):
     odd = dict(bench="decode", S=64, heads=[1, {}], dtype={"a": "|"}, B=["<b>"])
-    text = rendered(with_rows(tmp_path, [bench_row("decode/odd", 9.0, None, **odd),
-                                         bench_row("decode/odd/win", 9.0, None, **{
-                                             **odd, "bench": "decode_branch", "branch": [2]})]))
+    text = rendered(
+        with_rows(
+            tmp_path,
+            [
+                bench_row("decode/odd", 9.0, None, **odd),
+                bench_row(
+                    "decode/odd/win", 9.0, None, **{**odd, "bench": "decode_branch", "branch": [2]}
+                ),
+            ],
+        )
+    )
     assert "`decode/odd`" in text and "<b>" not in text
 
 
@@ -310,9 +321,11 @@ def test_the_advice_on_selection_says_what_it_is_about(tmp_path):
     assert "The threshold is about `selection_attention` called alone" in text
     assert "Both are timed as a caller gets them, Triton with the cleaning of ranges" in text
     assert "use_triton_sel" not in text.partition("</details>")[0]  # nobody is to turn it off
-    assert ("`nsa_attention`, the layers and decode steps have no threshold; against dense "
-            "attention at the sizes timed here: prefill 1.11x to 4.92x, "
-            "decode step 0.70x to 2.72x.") in text  # fmt: skip
+    assert (
+        "`nsa_attention`, the layers and decode steps have no threshold; against dense "
+        "attention at the sizes timed here: prefill 1.11x to 4.92x, "
+        "decode step 0.70x to 2.72x."
+    ) in text
     rows[-1] = {**proposal, "sel_triton_min_L": 512}
     text = rendered(with_rows(tmp_path / "b", rows))
     assert "`selection_attention` called alone" in text and "keep what is set" not in text
@@ -397,9 +410,10 @@ def test_unstable_rows_come_before_valid_ones_with_their_limit_and_their_name_on
     order = re.findall(r"^\| `sel/(\w+)` \| [A-Z]", text, re.M)
     assert order == ["none", *[f"shaky{i}" for i in range(5)], "good"]
     assert "`triton_varlen`, max-abs 0.003 (limit 0.0045) |" in text
-    assert ("- 5 bench cases UNSTABLE: `sel/shaky0` (drift: last third +3.9%); `sel/shaky1` "
-            "(drift: last third +3.9%); `sel/shaky2` (drift: last third +3.9%); and 2 more\n"
-            ) in text  # fmt: skip
+    assert (
+        "- 5 bench cases UNSTABLE: `sel/shaky0` (drift: last third +3.9%); `sel/shaky1` "
+        "(drift: last third +3.9%); `sel/shaky2` (drift: last third +3.9%); and 2 more\n"
+    ) in text
     assert "- 1 bench case SKIPPED: `sel/none` (no memory)" in text
 
 
@@ -640,14 +654,23 @@ def test_an_issue_of_a_passing_run_is_two_screens_and_the_rest_is_folded(tmp_pat
     assert 20 < len([line for line in seen.splitlines() if line]) < 60
     assert "| `sel_bench` | PASS | 52.0 s |" in text and "52.0 s" not in seen
     folded = re.findall(r"<summary>(.*)</summary>", text)
-    assert folded == ["Speed at real sizes", "Selection called alone, and its threshold",
-                      "Box health", "Stages", "This run"]  # fmt: skip
+    assert folded == [
+        "Speed at real sizes",
+        "Selection called alone, and its threshold",
+        "Box health",
+        "Stages",
+        "This run",
+    ]
     assert "Every row, the environment and the plots are in `report.md`" in seen
 
 
 def test_a_longer_issue_gives_up_rows_and_logs(tmp_path):
-    folder = with_rows(tmp_path, [parity_row(f"p/{i}", status="FAIL", why=["wrong"])
-                                  for i in range(300)], stage="triton_bwd", name="gpu_fail")
+    folder = with_rows(
+        tmp_path,
+        [parity_row(f"p/{i}", status="FAIL", why=["wrong"]) for i in range(300)],
+        stage="triton_bwd",
+        name="gpu_fail",
+    )
     (folder / "logs" / "triton_bwd.log").write_text("line\n" * 90 + "E  assert\n")
     data = rebuild(folder)[0]
     texts = [report.render_text(data, folder, shape) for shape in report.LADDER]

@@ -114,8 +114,9 @@ class Bars:
         cells = []
         for bar in self.rows:
             length = round(BAR_CHARACTERS * bar.base_us / bar.ours_us / most)
-            cells.append([bar.name, bar.ours, bar.base, f"{bar.ratio} {'▇' * max(1, length)}",
-                          bar.more])  # fmt: skip
+            cells.append(
+                [bar.name, bar.ours, bar.base, f"{bar.ratio} {'▇' * max(1, length)}", bar.more]
+            )
         used = [i for i in range(5) if i < 4 or any(row[i] for row in cells)]
         return Table([self.heads[i] for i in used], [[row[i] for i in used] for row in cells])
 

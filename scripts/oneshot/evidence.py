@@ -19,11 +19,16 @@ ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where 
 NUMBERED = ("VALID", "UNSTABLE")
 NO_DIFFERENCE = "no difference measurable"
 BENCHES = {  # `bench` of the row: heading, in the order of the report
-    "prefill": "Prefill", "decode": "Decode", "decode_graph": "Decode step as a CUDA graph",
-    "decode_module": "Decode, the layer's whole step", "decode_branch": "Decode, one branch alone",
-    "sel": "Selection", "fa2": "FlashAttention-2", "nccl": "NCCL between GPUs",
+    "prefill": "Prefill",
+    "decode": "Decode",
+    "decode_graph": "Decode step as a CUDA graph",
+    "decode_module": "Decode, the layer's whole step",
+    "decode_branch": "Decode, one branch alone",
+    "sel": "Selection",
+    "fa2": "FlashAttention-2",
+    "nccl": "NCCL between GPUs",
     "context_parallel": "Context parallelism",
-}  # fmt: skip
+}
 APART = ("sel", "fa2")  # benches of single calls; they have sections of their own
 TOY_WIDTH = 1024  # a model narrower than this is none that anybody serves
 # (words, the columns that may hold it) of the problem that a table's rows measured.
@@ -60,8 +65,17 @@ def ceiling_words(scope: str, health: Mapping[str, Any] | None) -> str:
 def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> dict[str, Any]:
     """One bench row as cells. Without VALID or UNSTABLE there is nothing but status and why."""
     why = cell("; ".join(row["why"]), text) if row["why"] else ""
-    view = {"case": code(row["case"], text), "status": row["status"], "why": why, "time": "",
-            "baseline": "", "speedup": "", "path": "", "ceiling": "", "notes": why}  # fmt: skip
+    view = {
+        "case": code(row["case"], text),
+        "status": row["status"],
+        "why": why,
+        "time": "",
+        "baseline": "",
+        "speedup": "",
+        "path": "",
+        "ceiling": "",
+        "notes": why,
+    }
     if row["status"] not in NUMBERED or not is_number(row.get("median_us")):
         return view
     limit = row["parity"].get("limit_max_abs")
@@ -170,9 +184,15 @@ def bench_table(views: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> T
 def headline(view: View) -> list[Mapping[str, Any]]:
     """The rows that a reader decides by: all of NSA at real sizes beside dense attention, prefill
     first, a decode step as a graph where that was timed."""
-    rows = [r for r in view.rows["bench"] if timed(r) and not is_toy(r)
-            and is_number(r.get("S")) and is_number(r.get("base_median_us"))
-            and r["base_median_us"] > 0]  # fmt: skip
+    rows = [
+        r
+        for r in view.rows["bench"]
+        if timed(r)
+        and not is_toy(r)
+        and is_number(r.get("S"))
+        and is_number(r.get("base_median_us"))
+        and r["base_median_us"] > 0
+    ]
     prefill = [r for r in rows if r.get("bench") == "prefill" and r.get("op") in ("full", None)]
     prefill.sort(key=lambda r: (r.get("direction") != "fwd", r["S"]))
     steps: dict[tuple, Mapping[str, Any]] = {}
@@ -197,10 +217,18 @@ def bar(row: Mapping[str, Any], floor: float | None, more: str = "") -> Bar:
     else:
         batch = row.get("B")
         name = f"decode, {S} tokens of context" + (
-            f", {batch} sequences" if is_number(batch) and batch > 1 else "")  # fmt: skip
+            f", {batch} sequences" if is_number(batch) and batch > 1 else ""
+        )
     star = "\\*" if row["status"] == "UNSTABLE" else ""
-    return Bar(name, row["median_us"], row["base_median_us"], us(row["median_us"]) + star,
-               us(row["base_median_us"]), speedup_text(row, floor)[1], more)  # fmt: skip
+    return Bar(
+        name,
+        row["median_us"],
+        row["base_median_us"],
+        us(row["median_us"]) + star,
+        us(row["base_median_us"]),
+        speedup_text(row, floor)[1],
+        more,
+    )
 
 
 def problem(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -248,8 +276,9 @@ def _branches(
             continue
         total = r["ms_total"] if is_number(r.get("ms_total")) else r["median_us"] / 1e3
         reads = f"{num(r.get('reads_actual'))} of {num(r.get('reads_expected'))}"
-        out.append([code(r["case"]), r["status"], num(r.get("S")), num(total), *map(num, parts),
-                    reads])  # fmt: skip
+        out.append(
+            [code(r["case"]), r["status"], num(r.get("S")), num(total), *map(num, parts), reads]
+        )
     return out
 
 
@@ -280,8 +309,8 @@ def parity_view(row: Mapping[str, Any], text: int = 400) -> dict[str, str]:
     }  # fmt: skip
 
 
-PARITY_HEADS = (
-    "case|dtype|status|asked → ran|launches|MAE|max-abs|worst row|margin|seed|why".split("|")
+PARITY_HEADS = "case|dtype|status|asked → ran|launches|MAE|max-abs|worst row|margin|seed|why".split(
+    "|"
 )
 PARITY = "case dtype status path launches mae max_abs worst_row margin seed why".split()
 
@@ -302,13 +331,19 @@ def parity_ops(rows: Sequence[Mapping[str, Any]], shape: Shape) -> Iterator[list
         view = parity_view(worst, shape.text) if worst else dict.fromkeys(PARITY, "-")
         passed = sum(r["status"] == "PASS" for r in mine)
         paths = cell(", ".join(sorted({str(r.get("path_taken")) for r in mine})), 200)
-        yield [code(op, 60), f"{passed}/{len(mine)}", view["case"], view["mae"], view["max_abs"],
-               view["worst_row"], view["margin"], paths]  # fmt: skip
+        yield [
+            code(op, 60),
+            f"{passed}/{len(mine)}",
+            view["case"],
+            view["mae"],
+            view["max_abs"],
+            view["worst_row"],
+            view["margin"],
+            paths,
+        ]
 
 
-def parity_table(
-    rows: Sequence[Mapping[str, Any]], shape: Shape, left_out: Sequence[str]
-) -> Table:  # fmt: skip
+def parity_table(rows: Sequence[Mapping[str, Any]], shape: Shape, left_out: Sequence[str]) -> Table:
     """Parity rows, one by one, without the columns `left_out`."""
     names = [name for name in PARITY if name not in left_out]
     heads = [h for h, name in zip(PARITY_HEADS, PARITY, strict=True) if name in names]

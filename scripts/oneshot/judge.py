@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -182,12 +184,10 @@ def is_cut(stage: StageResult) -> bool:
 
 def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     """Status, exit code and the one line of the whole run."""
-    tests = record.rows_of("test")
-    parity = record.rows_of("parity")
-    bench = record.rows_of("bench")
-    passed = sum(t["outcome"] == "passed" for t in tests)
-    failed = sum(t["outcome"] in ("failed", "error") for t in tests)
-    skipped = sum(t["outcome"] == "skipped" for t in tests)
+    parity, bench = record.rows_of("parity"), record.rows_of("bench")
+    outcomes = Counter(t["outcome"] for t in record.rows_of("test"))
+    passed, skipped = outcomes["passed"], outcomes["skipped"]
+    failed = outcomes["failed"] + outcomes["error"]
     parity_pass = sum(p["status"] == "PASS" for p in parity)
     bench_valid = sum(b["status"] == "VALID" for b in bench)
     bench_skipped = sum(b["status"] == "SKIPPED" for b in bench)
@@ -210,7 +210,7 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         if (s.required and s.status in (Status.SKIPPED, Status.NOT_RUN)) or s.kind == "BUDGET"
     ]
     passes = any(s.status is Status.PASS for s in stages)
-    proven = passed + parity_pass + bench_valid
+    proven = passed or parity_pass or bench_valid
     doubtful = bool(shaky) or no_valid
     bad_gate = record.redaction.get("gate") == "failed"
     complete_but_for_cuts = passes and proven and not doubtful and all(map(is_cut, absent))
@@ -229,43 +229,37 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         if holds
     )
 
-    on_cpu = record.scope == "cpu"
-    device = None if on_cpu else record.device.get("name")
-    cap, full = record.device.get("power_limit_w"), record.device.get("power_default_w")
-    capped = is_number(cap) and is_number(full) and cap < full
-    versions = record.env.get("python")
-    versions = versions if isinstance(versions, dict) else {}  # or "<probe failed: ...>"
-    names = [f"{n} {versions[n]}" for n in ("torch", "triton")
-             if versions.get(n) and not str(versions[n]).startswith("<")]  # fmt: skip
-    git, cut = record.git, status == "INCOMPLETE"
+    cut, on_cpu = status == "INCOMPLETE", record.scope == "cpu"
+    no_time = any(s.kind == "BUDGET" for s in absent)
+    short = "its budget was spent" if no_time else "the GPU's memory was too small"
+    bench_words = f"VALID {bench_valid}/{len(bench)}"
+    bench_words += f" ({bench_skipped} skipped)" if bench_skipped else ""
     groups = {
-        "wrong": wrong, "broken": broken, "stopped": stopped,
-        "cut" if cut else "not run": absent, "invalid or unstable": shaky,
-    }  # fmt: skip
-    parts = [words for holds, words in (
-        (on_cpu, "CPU profile, says nothing about any GPU"),
-        (cut, "all that ran passed, " + ("its budget was spent" if any(
-            s.kind == "BUDGET" for s in absent) else "the GPU's memory was too small")),
-        (status == "NOT_RUN" and absent, absent and _cause(absent)),
-        (True, f"{passed}/{passed + failed} tests" + (f" ({skipped} skipped)" if skipped else "")),
-        (True, f"parity {parity_pass}/{len(parity)}"),
-        (bench, f"benches {'claim nothing, ' if on_cpu else ''}VALID {bench_valid}/{len(bench)}"
-         + (f" ({bench_skipped} skipped)" if bench_skipped else "")),
-        (status == "NOT_RUN" and not absent,
-         "nothing was proven: no passed test, parity case or valid bench"),
-        *((group, f"{title}: {', '.join(map(_named, group))}") for title, group in groups.items()),
-        (bad_gate, "redaction FAILED, do not post this"),
-        (record.partial, f"partial run ({record.partial})"),
-        (device, f"{device} (capped {cap:g}/{full:g} W)" if capped else str(device)),
-        (names, " ".join(names)),
-        (git.get("short"), f"commit {git.get('short')}" + (" DIRTY" if git.get("dirty") else "")
-         + (f" as given, but git has {str(git['head'])[:7]}" if git.get("head") else "")),
-        (is_number(record.monotonic_s), _minutes(record.monotonic_s)),
-    ) if holds]  # fmt: skip
+        "wrong": wrong,
+        "broken": broken,
+        "stopped": stopped,
+        "cut" if cut else "not run": absent,
+        "invalid or unstable": shaky,
+    }
+    parts = [
+        on_cpu and "CPU profile, says nothing about any GPU",
+        cut and f"all that ran passed, {short}",
+        status == "NOT_RUN" and absent and _cause(absent),
+        f"{passed}/{passed + failed} tests" + (f" ({skipped} skipped)" if skipped else ""),
+        f"parity {parity_pass}/{len(parity)}",
+        bench and f"benches {'claim nothing, ' if on_cpu else ''}{bench_words}",
+        status == "NOT_RUN"
+        and not absent
+        and "nothing was proven: no passed test, parity case or valid bench",
+        *(f"{title}: {', '.join(map(_named, group))}" for title, group in groups.items() if group),
+        bad_gate and "redaction FAILED, do not post this",
+        record.partial and f"partial run ({record.partial})",
+        *_facts(record),
+    ]
     return {
         "status": status,
         "exit_code": code,
-        "one_line": f"{status} - " + "; ".join(parts),
+        "one_line": f"{status} - " + "; ".join(part for part in parts if part),
         "executed_tests": passed + failed,
         "passed": passed,
         "failed": failed,
@@ -278,8 +272,19 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     }
 
 
-def _minutes(seconds: Any) -> str:
-    if not is_number(seconds):
-        return ""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} m {rest:02d} s" if minutes else f"{rest} s"
+def _facts(record: RunRecord) -> Iterator[str]:
+    """GPU, versions, commit and duration, as far as they are known."""
+    device, git, versions = record.device, record.git, record.env.get("python")
+    if record.scope == "gpu" and device.get("name"):
+        cap, full = device.get("power_limit_w"), device.get("power_default_w")
+        capped = is_number(cap) and is_number(full) and cap < full
+        yield f"{device['name']}" + (f" (capped {cap:g}/{full:g} W)" if capped else "")
+    versions = versions if isinstance(versions, dict) else {}  # or "<probe failed: ...>"
+    known = [n for n in ("torch", "triton") if not str(versions.get(n) or "<").startswith("<")]
+    yield " ".join(f"{n} {versions[n]}" for n in known)
+    if git.get("short"):
+        other = f" as given, but git has {str(git['head'])[:7]}" if git.get("head") else ""
+        yield f"commit {git['short']}" + (" DIRTY" if git.get("dirty") else "") + other
+    if is_number(record.monotonic_s):
+        minutes, seconds = divmod(round(record.monotonic_s), 60)
+        yield f"{minutes} m {seconds:02d} s" if minutes else f"{seconds} s"

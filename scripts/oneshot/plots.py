@@ -255,8 +255,7 @@ def draw(data: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    rows = [r for r in held_to_rules(data["bench"], "bench")[0]
-            if timed(r)]
+    rows = [r for r in held_to_rules(data["bench"], "bench")[0] if timed(r)]
     curve = losses(folder)
     out = []
     for name, title, make, points in (
