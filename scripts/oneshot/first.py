@@ -21,6 +21,7 @@ from scripts.oneshot.rows import is_number
 from scripts.oneshot.sections import NAMED, command_block, failing, flags_of
 
 OTHERS_MIB = 500  # below, the driver's own; as bench/health.py judges
+BARS = 16  # pairs of bars; the tables below have every row
 LOUD = 8  # remarks on the first screen; the rest is folded
 GPU_ONLY = "A CPU says nothing about a GPU"
 SHARES = (  # words, measured, unit, its share of the nominal value, the nominal value
@@ -128,7 +129,7 @@ def speed(view: View) -> Card:
     question, data = "How fast are they?", view.data
     if data["scope"] == "cpu":
         return Card(question, f"Not asked. {GPU_ONLY}, so its times are folded below.", "quiet")
-    rows = evidence.headline(view)
+    rows = evidence.headline(view)[:BARS]
     if not rows:
         toys = " Toy sizes are folded below." if view.rows["bench"] else ""
         return Card(question, f"No real sizes were timed in this run.{toys}", "quiet")
@@ -377,23 +378,20 @@ def _of_less_weight(view: View) -> Iterator[str]:
             if r["status"] == status
         ]
         if whys:
-            yield f"{_count(whys, 'bench case')} {status}: {_some(whys, '; ')}"
+            more = f"; and {len(whys) - NAMED} more" if len(whys) > NAMED else ""
+            yield f"{_count(whys, 'bench case')} {status}: {'; '.join(whys[:NAMED])}{more}"
     reasons: dict[str, list[str]] = {}
     for row in view.rows["test"]:
         if row["outcome"] == "skipped":
             reasons.setdefault(cell(row.get("reason"), t), []).append(code(row["nodeid"], 120))
     for reason, names in sorted(reasons.items(), key=lambda one: -len(one[1])):
-        yield f"{_count(names, 'test')} skipped: {reason}: {_some(names, ', ')}"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"{_count(names, 'test')} skipped: {reason}: {names[0]}{more}"
     yield from _notes(view, loud=False)
 
 
 def _count(items: Sequence[Any], word: str) -> str:
     return f"{len(items)} {word}{'' if len(items) == 1 else 's'}"
-
-
-def _some(items: list[str], between: str) -> str:
-    more = f"{between}and {len(items) - NAMED} more" if len(items) > NAMED else ""
-    return between.join(items[:NAMED]) + more
 
 
 def remark_blocks(view: View) -> list[Any]:

@@ -124,6 +124,7 @@ def speedup(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
     floor = noise_floor(data["health"]) or 0.0
     ax.axhspan(1 - floor, 1 + floor, color=INK, alpha=0.25, linewidth=0, label="noise floor")
     _lengths(ax, [r["L"] for r in rows])
+    _plain_log(ax, "y")
     ax.set(xlabel="key length L", ylabel="baseline time / ours", title=title)
     ax.legend(ncols=2)
     return True
@@ -187,8 +188,8 @@ def prefill(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
 
 def roofline(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
     """Every case by arithmetic intensity, under what the box reached itself."""
-    rows = [r for r in rows if all(is_number(r.get(k)) and r[k] > 0
-                                   for k in ("flops", "bytes", "tflops"))]  # fmt: skip
+    known = lambda r: all(is_number(r.get(k)) and r[k] > 0 for k in ("flops", "bytes", "tflops"))
+    rows = [r for r in rows if known(r) and not is_toy(r)]
     if not rows:
         return False
     names = list(dict.fromkeys(str(r.get("bench")) for r in rows))

@@ -23,6 +23,7 @@ from scripts.oneshot.markdown import cell
 from scripts.oneshot.reading import BundleError, held_to_rules, rebuild
 
 TEMPLATES = Path(__file__).resolve().parent.parent.parent / "templates"
+ISSUE_AIM = 12_000  # about two screens, the rest folded
 ISSUE_LIMIT = 60_000  # GitHub refuses 65,536 and more
 
 # What an issue tries, one after the other, until it is short enough.
@@ -127,11 +128,18 @@ def render_page(
 
 
 def issue_text(data: Mapping[str, Any], folder: Path, extra: Sequence[str] = ()) -> str:
-    """The report cut to ISSUE_LIMIT characters; verdict, first failures and warnings stay."""
+    """The report as an issue: its first screen, and the rest folded.
+
+    A run without failures aims at ISSUE_AIM bytes; no issue has over ISSUE_LIMIT characters.
+    Verdict, the five answers and the first failures stay.
+    """
+    aim = ISSUE_AIM if data["verdict"]["status"] in ("PASS", "INCOMPLETE") else ISSUE_LIMIT
     for shape in LADDER:
         text = render_text(data, folder, shape, extra=extra)
-        if len(text) <= ISSUE_LIMIT:
+        if len(text.encode()) <= aim:
             return text
+    if len(text) <= ISSUE_LIMIT:
+        return text
     # Cut between two sections: a fence or a table that is open would take what follows along.
     note = "\n\nCut here, because an issue may not be longer; report.md has the rest.\n"
     head = text[: ISSUE_LIMIT - len(note)]

@@ -91,7 +91,7 @@ COMMAND_LIMIT = 20_000  # characters; a longer one is in its file under repro/
 # ------------------------------------------------------------------------------- failures
 
 
-_TROUBLE = re.compile(r"^E  |\bFAILED\b|Error\b|\bfatal\b|\bassert|Traceback|Segmentation|signal ")
+_TROUBLE = re.compile(r"\bFAILED\b|Error\b|\bfatal\b|\bassert|Traceback|Segmentation|signal ")
 
 
 def excerpt(log: str, lines: int, source: str) -> str:
@@ -104,7 +104,10 @@ def excerpt(log: str, lines: int, source: str) -> str:
             len(rows) - 1,
         )
         return clip_mid("\n".join(rows[traces[-1] : end + 1]), lines, source)
-    at = next((i for i in range(len(rows) - 1, -1, -1) if _TROUBLE.search(rows[i])), len(rows) - 1)
+    at = max(
+        (i for i, r in enumerate(rows) if r.startswith("E  ")),
+        default=max((i for i, r in enumerate(rows) if _TROUBLE.search(r)), default=len(rows) - 1),
+    )
     first = max(0, min(at - lines * 2 // 3, len(rows) - lines))
     return "\n".join(rows[first : first + lines])
 
