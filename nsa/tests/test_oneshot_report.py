@@ -13,14 +13,23 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 
 pytest.importorskip("jinja2", reason="the report needs jinja2")
 
 from nsa.tests.oneshot_samples import SAMPLES, bench_row, parity_row, test_row, write_sample
-from scripts.oneshot import committed, evidence, markdown, outputs, report, stages
+from scripts.oneshot import (
+    about,
+    committed,
+    evidence,
+    failures,
+    markdown,
+    outputs,
+    report,
+    stages,
+    thresholds,
+)
 from scripts.oneshot.blocks import Shape
 from scripts.oneshot.journal import dumps, read_events
 from scripts.oneshot.model import StageResult
@@ -84,15 +93,12 @@ def test_the_report_of_a_known_run_is_the_one_kept(name, tmp_path, committed_row
     )
     write_sample(tmp_path, name)
     data = rebuild(tmp_path)[0]
-    texts = {name: report.issue_text(data, tmp_path)}
-    if name == "gpu_fail":
-        texts["report"] = rendered(tmp_path)
-    for golden, text in texts.items():
-        golden = GOLDENS / f"{golden}.md"
-        if os.environ.get("NSA_UPDATE_GOLDENS"):
-            GOLDENS.mkdir(exist_ok=True)
-            golden.write_text(text, encoding="utf-8")
-        assert text == golden.read_text(encoding="utf-8")
+    text = rendered(tmp_path) if name == "gpu_fail" else report.issue_text(data, tmp_path)
+    golden = GOLDENS / f"{name}.md"
+    if os.environ.get("NSA_UPDATE_GOLDENS"):
+        GOLDENS.mkdir(exist_ok=True)
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
 
 
 def test_render_writes_both_files_and_leaves_bundle_json_alone(tmp_path, capsys):
@@ -238,22 +244,6 @@ def test_sizes_that_are_no_numbers_break_no_table(tmp_path):
     assert "`decode/odd`" in text and "<b>" not in text
 
 
-def test_the_decode_plot_joins_rows_of_one_problem_only():
-    plots, drawn = pytest.importorskip("scripts.oneshot.plots"), []
-
-    class Axis(MagicMock):
-        def plot(self, xs, ys, *style, label=None, **kw):
-            drawn.extend([(label, len(xs))] if label else [])
-
-    rows = decode_rows()[:4]
-    assert not plots.decode(Axis(), rows, {"health": None})  # one length is no line
-    assert plots.decode(Axis(), [*rows, *({**r, "S": 8192} for r in rows)], {"health": None})
-    names = [name for name, _ in drawn if "for" not in name]
-    assert names == ["whole step B=1 dk=192", "cmp B=1 dk=192", "whole step B=1 dk=128",
-                     "whole step B=16 dk=128"]  # fmt: skip
-    assert all(n == 2 for _, n in drawn)
-
-
 def test_a_launch_bound_row_shows_both_walls(tmp_path):
     wall = dict(launch_bound=True, wall_us=60.0, base_wall_us=54.0, wall_speedup=0.9,
                 batches=9, gap_batches=1)  # fmt: skip
@@ -345,7 +335,7 @@ def proposed(rows, **recommend):
     recommend = {"sel_triton_min_L": 64, "confidence": "as measured", "min_speedup": 1.2,
                  **recommend}  # fmt: skip
     data = {"scope": "gpu", "recommend": recommend, "stages": []}
-    return evidence.recommendation(data, rows), evidence.fa2_lengths(data, rows)
+    return thresholds.recommendation(data, rows), thresholds.fa2_lengths(data, rows)
 
 
 def sel_row(L, speedup, **changes):
@@ -449,7 +439,7 @@ def test_no_end_and_no_limit_are_said_in_words(tmp_path):
     text = rendered(tmp_path)
     assert "its end was not recorded" in text and "ended None" not in text
     env = {"system": {"cgroup_memory": "9223372036854771712", "cgroup_cpu": "-1"}}
-    shown = lambda: [v for _, v in report.sections.probed(env)[0].blocks[0].rows]
+    shown = lambda: [v for _, v in about.probed(env)[0].blocks[0].rows]
     assert shown() == ["no limit", "no limit"]
     env = {"system": {"cgroup_memory": "17179869184", "cgroup_cpu": "max 100000", "cores": -1}}
     assert shown() == ["17179869184", "no limit", "-1"]
@@ -632,11 +622,11 @@ def test_an_undefined_value_in_the_template_is_an_error(tmp_path, monkeypatch):
 
 def test_the_right_part_of_a_log_is_shown():
     trace = "Traceback (most recent call last):\n  File 'a'\nValueError: the cause\n"
-    shown = report.sections.excerpt("x\n" * 500 + trace + "y\n" * 500, 15, "logs/a")
+    shown = failures.excerpt("x\n" * 500 + trace + "y\n" * 500, 15, "logs/a")
     assert shown.splitlines()[-1] == "ValueError: the cause" and len(shown.splitlines()) == 3
     failed = "ok\n" * 300 + "E  assert 1 == 2\n" + "tail\n" * 100
-    assert "E  assert 1 == 2" in report.sections.excerpt(failed, 15, "logs/a")
-    assert len(report.sections.excerpt(failed, 15, "logs/a").splitlines()) == 15
+    assert "E  assert 1 == 2" in failures.excerpt(failed, 15, "logs/a")
+    assert len(failures.excerpt(failed, 15, "logs/a").splitlines()) == 15
 
 
 # ---------------------------------------------------------------------------------- the issue
@@ -708,7 +698,7 @@ def test_a_command_takes_its_inputs_from_the_bundle(tmp_path):
     for given in (script, None):  # as the run wrote it, and without its file
         path = tmp_path / "repro" / "threshold.sh"
         path.write_text(given) if given else path.unlink()
-        shown = report.sections.repro(done.to_json(), tmp_path)
+        shown = failures.repro(done.to_json(), tmp_path)
         assert shown.splitlines()[1] == want
         assert shown.startswith(f"BUNDLE=artifacts/runner/{tmp_path.name}  # ")
     (tmp_path / "sel.csv").write_text("L\n")
@@ -849,13 +839,14 @@ def test_plots_are_drawn_from_rows_with_proof_and_shown_by_the_report(tmp_path):
     (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in curve))
     assert report.main([str(folder)]) == 0
     text = (folder / "report.md").read_text()
-    for name in ("decode", "prefill", "speedup", "roofline", "loss"):
+    for name in ("roofline", "loss"):
         image = folder / "plots" / f"{name}.svg"
         assert f"](plots/{name}.svg)" in text
         root = ElementTree.fromstring(image.read_text())
         assert root.tag.endswith("svg")
-    ticks = (folder / "plots" / "speedup.svg").read_text()
-    assert ">128</text>" in ticks and ">777</text>" not in ticks and "1.2x" in ticks
+    drawn = (folder / "plots" / "roofline.svg").read_text()
+    ticks = re.findall(r">([^<>]*)</text>", drawn)
+    assert "100" in ticks and not re.search(r"mathdefault|tspan|10\^", drawn)  # plain numbers
     assert "█" in text and "(100 steps with a finite loss)" in text
     first = {p.name: p.read_bytes() for p in (folder / "plots").iterdir()}
     assert report.main([str(folder)]) == 0

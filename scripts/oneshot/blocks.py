@@ -39,6 +39,9 @@ class View:
     plots: Sequence[tuple[str, str]] = ()  # (title, path in the folder)
     extra: Sequence[str] = ()  # notes of the rendering itself
 
+    def pictures(self, *names: str) -> list[Picture]:
+        return [Picture(title, path) for title, path in self.plots if Path(path).stem in names]
+
 
 @dataclass(frozen=True)
 class Head:
@@ -141,3 +144,8 @@ class Section:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", re.sub(r"\W+", "-", self.title.lower()).strip("-"))
+
+
+def paragraphs(text: str, **words: str) -> list[str]:
+    """The paragraphs of a wrapped text, with {words} filled in."""
+    return [" ".join(part.split()).format(**words) for part in text.strip().split("\n\n")]

@@ -12,13 +12,15 @@ from typing import Any
 from nsa.flags import Flags
 from nsa.routes import least_selected
 from scripts.oneshot import cards, committed, evidence
+from scripts.oneshot.about import flags_of
 from scripts.oneshot.blocks import Bars, Card, Code, Fold, View
 from scripts.oneshot.evidence import ASSUMED_FLOOR, NUMBERED
+from scripts.oneshot.failures import NAMED, command_block, failing
 from scripts.oneshot.judge import is_cut
 from scripts.oneshot.markdown import cell, code, fence, num, pct, us
 from scripts.oneshot.model import StageResult
 from scripts.oneshot.rows import is_number
-from scripts.oneshot.sections import NAMED, command_block, failing, flags_of
+from scripts.oneshot.thresholds import recommendation
 
 OTHERS_MIB = 500  # below, the driver's own; as bench/health.py judges
 BARS = 16  # pairs of bars; the tables below have every row
@@ -197,7 +199,7 @@ def to_set(view: View) -> Card:
     sm = tuple(int(n) for n in str(data["device"].get("sm")).split(".") if n.isdecimal())
     in_force = value if type(value) is int else least_selected(Flags(), sm)
     found, best = (
-        evidence.recommendation(data, view.rows["bench"]),
+        recommendation(data, view.rows["bench"]),
         proposal.get("sel_triton_min_L"),
     )
     if type(best) is not int or found["doubt"]:

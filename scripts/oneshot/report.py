@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from scripts.oneshot import about, first, sections
 from scripts.oneshot import bundle as bundles
-from scripts.oneshot import first, sections
 from scripts.oneshot.blocks import Shape, View
 from scripts.oneshot.evidence import noise_floor
 from scripts.oneshot.journal import write_atomic
 from scripts.oneshot.markdown import cell
-from scripts.oneshot.reading import BundleError, held_to_rules, rebuild
+from scripts.oneshot.reading import BundleError, held_to_rules, read_text, rebuild
 
 TEMPLATES = Path(__file__).resolve().parent.parent.parent / "templates"
 ISSUE_AIM = 12_000  # about two screens, the rest folded
@@ -77,7 +77,7 @@ def document(
         "cards": first.first_screen(view),
         "first": first.remark_blocks(view),
         "sections": sections.sections(view),
-        "last": sections.last_words(view),
+        "last": about.last_words(view),
         "machine": _machine(data),
     }
 
@@ -118,7 +118,7 @@ def render_page(
 
     drawings = {}
     for number, (title, path) in enumerate(plots):
-        source = sections.read_text(folder, path) or ""
+        source = read_text(folder, path) or ""
         with suppress(ValueError):  # a plot is an illustration
             drawings[path] = page.svg(source, f"p{number}-", title)
     shown = document(data, folder, Shape(), plots=plots, extra=extra)
@@ -169,7 +169,7 @@ def render(folder: Path) -> list[str]:
     text = render_text(data, folder, Shape(), plots=drawn, extra=notes)
     write_atomic(folder / "report.md", text)
     write_atomic(folder / "report.html", render_page(data, folder, plots=drawn, extra=notes))
-    bundles.renew_sums(folder, [*sections.MADE_HERE, *(path for _, path in drawn)])
+    bundles.renew_sums(folder, [*about.MADE_HERE, *(path for _, path in drawn)])
     return notes
 
 
