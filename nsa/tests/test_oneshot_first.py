@@ -349,5 +349,5 @@ def test_the_page_has_the_cards_before_anything_else(sample):
     assert report.main([str(sample)]) == 0
     text = Path(sample / "report.html").read_text()
     asked = re.findall(r'<div class="card \w+(?: big)?">\n<h2>(.*?)</h2>', text)
-    assert asked == [card.question for card in first.first_screen(view_of(sample))]
+    assert asked == [card.question for card in first.answers(view_of(sample))]
     assert len(asked) == 5 and text.index("<h2>What failed?</h2>") < text.index("<nav>")

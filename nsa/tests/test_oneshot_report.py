@@ -614,9 +614,9 @@ def test_an_undefined_value_in_the_template_is_an_error(tmp_path, monkeypatch):
 
     write_sample(tmp_path, "all_pass")
     whole = report.document
-    cut = lambda *a, **k: {n: v for n, v in whole(*a, **k).items() if n != "cards"}
+    cut = lambda *a, **k: {n: v for n, v in whole(*a, **k).items() if n != "answers"}
     monkeypatch.setattr(report, "document", cut)
-    with pytest.raises(jinja2.UndefinedError, match="cards"):
+    with pytest.raises(jinja2.UndefinedError, match="answers"):
         rendered(tmp_path)
 
 

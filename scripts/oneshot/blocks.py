@@ -1,4 +1,4 @@
-"""What a report is made of: cards and sections of blocks, which the templates write as Markdown or
+"""What a report is made of: answers and sections of blocks, which the templates write as Markdown or
 HTML.
 
 A block is a str (a paragraph), a list of str (bullets) or one of the classes below. Every text is
@@ -125,7 +125,7 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class Card:
+class Answer:
     """One question of the first screen. colour: good | doubt | bad | quiet."""
 
     question: str

@@ -13,7 +13,7 @@ from nsa.flags import Flags
 from nsa.routes import least_selected
 from scripts.oneshot import cards, committed, evidence
 from scripts.oneshot.about import flags_of
-from scripts.oneshot.blocks import Bars, Card, Code, Fold, View
+from scripts.oneshot.blocks import Bars, Answer, Code, Fold, View
 from scripts.oneshot.evidence import ASSUMED_FLOOR, NUMBERED
 from scripts.oneshot.failures import NAMED, command_block, failing
 from scripts.oneshot.judge import is_cut
@@ -38,18 +38,19 @@ ENDS = {  # of a run in which no stage went wrong
 }
 
 
-def first_screen(view: View) -> list[Card]:
+def answers(view: View) -> list[Answer]:
+    """The first screen."""
     return [make(view) for make in (box, kernels, speed, to_set, failed)]
 
 
 # --------------------------------------------------------------------------------- 1. the box
 
 
-def box(view: View) -> Card:
+def box(view: View) -> Answer:
     """Copy and matmul in per cent of what a card of this name can do, and what holds it back."""
     question, data = "Is this box good?", view.data
     if data["scope"] == "cpu":
-        return Card(question, f"Not asked. {GPU_ONLY}.", "quiet")
+        return Answer(question, f"Not asked. {GPU_ONLY}.", "quiet")
     health, facts = data["health"] or {}, list(_of_the_box(view))
     colour = ("bad" if _no_use(data) else "doubt") if facts else "good"
     measured = [
@@ -69,8 +70,8 @@ def box(view: View) -> Card:
         fine = sum(row["verdict"] == cards.GOOD for row in table)
         facts.append(f"{fine} of {len(table)} GPUs are good")
     if colour == "good" and not measured:
-        return Card(question, "Not measured.", "quiet", [facts])
-    return Card(question, "Yes." if colour == "good" else "No.", colour, [facts])
+        return Answer(question, "Not measured.", "quiet", [facts])
+    return Answer(question, "Yes." if colour == "good" else "No.", colour, [facts])
 
 
 def _no_use(data: Mapping[str, Any]) -> bool:
@@ -81,7 +82,7 @@ def _no_use(data: Mapping[str, Any]) -> bool:
 # ----------------------------------------------------------------------------- 2. the kernels
 
 
-def kernels(view: View) -> Card:
+def kernels(view: View) -> Answer:
     """How many results were held against what, and what was not proven."""
     question, parity = "Are the kernels right?", view.rows["parity"]
     outcomes = Counter(row["outcome"] for row in view.rows["test"])
@@ -115,26 +116,26 @@ def kernels(view: View) -> Card:
     if failed_tests:
         wrong.append(f"{failed_tests} of {passed + failed_tests} tests failed")
     if wrong:
-        return Card(question, f"**No**: {' and '.join(wrong)}.", "bad", [facts])
+        return Answer(question, f"**No**: {' and '.join(wrong)}.", "bad", [facts])
     if not parity and not passed:
-        return Card(question, "Not proven: nothing ran.", "quiet", [facts])
+        return Answer(question, "Not proven: nothing ran.", "quiet", [facts])
     if unproven:
-        return Card(question, "As far as they ran.", "doubt", [facts])
-    return Card(question, "Yes.", "good", [facts])
+        return Answer(question, "As far as they ran.", "doubt", [facts])
+    return Answer(question, "Yes.", "good", [facts])
 
 
 # --------------------------------------------------------------------------------- 3. the speed
 
 
-def speed(view: View) -> Card:
+def speed(view: View) -> Answer:
     """NSA beside dense attention at real sizes, and beside what the same card did before."""
     question, data = "How fast are they?", view.data
     if data["scope"] == "cpu":
-        return Card(question, f"Not asked. {GPU_ONLY}, so its times are folded below.", "quiet")
+        return Answer(question, f"Not asked. {GPU_ONLY}, so its times are folded below.", "quiet")
     rows = evidence.headline(view)[:BARS]
     if not rows:
         toys = " Toy sizes are folded below." if view.rows["bench"] else ""
-        return Card(question, f"No real sizes were timed in this run.{toys}", "quiet")
+        return Answer(question, f"No real sizes were timed in this run.{toys}", "quiet")
     device = str(data["device"].get("name"))
     before, bars = committed.times(device), []
     for row in rows:
@@ -161,7 +162,7 @@ def speed(view: View) -> Card:
     if prefill is not None and (pairs := committed.pairs(device, prefill)):
         notes.append(_beside(pairs, {r["S"] for r in rows if r.get("bench") == "prefill"}))
     heads = ("", "NSA", "dense", "times as fast", "the same card before")
-    return Card(question, answer, "doubt" if unstable else "good", [Bars(heads, bars), *notes])
+    return Answer(question, answer, "doubt" if unstable else "good", [Bars(heads, bars), *notes])
 
 
 def _ratios(rows: list[Mapping[str, Any]], floor: float | None) -> str:
@@ -188,11 +189,11 @@ def _beside(pairs: list[committed.Pair], here: set[int]) -> str:
 # ------------------------------------------------------------------------------- 4. what to set
 
 
-def to_set(view: View) -> Card:
+def to_set(view: View) -> Answer:
     """One line to paste, or that there is nothing to set."""
     question, data = "What should be set?", view.data
     if data["scope"] == "cpu":
-        return Card(question, f"Nothing. {GPU_ONLY}'s settings.", "quiet")
+        return Answer(question, f"Nothing. {GPU_ONLY}'s settings.", "quiet")
     flags, proposal = flags_of(view.folder), data["recommend"] or {}
     value, source = flags.get("NSA_SEL_TRITON_MIN_L", ("auto", "default"))
     switch, _ = flags.get("NSA_USE_TRITON_SEL", ("auto", "default"))
@@ -204,7 +205,7 @@ def to_set(view: View) -> Card:
     )
     if type(best) is not int or found["doubt"]:
         why = found["doubt"] or found["text"]
-        return Card(question, "Nothing: this run carries no other setting.", "quiet", [why])
+        return Answer(question, "Nothing: this run speaks for no other setting.", "quiet", [why])
     line, why = [], []
     if best < in_force or any(in_force <= e["L"] < best for e in found["evidence"]):
         line.append(f"NSA_SEL_TRITON_MIN_L={best}")
@@ -220,15 +221,15 @@ def to_set(view: View) -> Card:
         why.append("Triton is off here, and FA-2 was faster than SDPA from these lengths on.")
     if line:
         paste = Code(fence(f"export {' '.join(line)}", "bash"))
-        return Card(question, "This line.", "doubt", [paste, *why])
+        return Answer(question, "This line.", "doubt", [paste, *why])
     right = "what is set is right" if source == "environment" else "the defaults are right"
-    return Card(question, f"Nothing: {right}.", "good")
+    return Answer(question, f"Nothing: {right}.", "good")
 
 
 # ------------------------------------------------------------------------------- 5. what failed
 
 
-def failed(view: View) -> Card:
+def failed(view: View) -> Answer:
     """Each stage that went wrong with its reason and its whole command; then what was cut."""
     question, data = "What failed?", view.data
     wrong = failing(view)
@@ -255,13 +256,13 @@ def failed(view: View) -> Card:
     blocks += [f"Did not run: {', '.join(ids)}: {why}." for why, ids in reasons.items()]
     status = data["verdict"]["status"]
     if wrong:
-        return Card(question, f"**{_count(wrong, 'stage')}.**", "bad", blocks)
+        return Answer(question, f"**{_count(wrong, 'stage')}.**", "bad", blocks)
     if reasons or status not in ("PASS", "INCOMPLETE"):
         default = "Not everything ran." if reasons else "Nothing was proven."
-        return Card(question, ENDS.get(status, default), "bad", blocks)
+        return Answer(question, ENDS.get(status, default), "bad", blocks)
     if cut:
-        return Card(question, "Nothing, but not everything ran.", "doubt", blocks)
-    return Card(question, "Nothing.", "good")
+        return Answer(question, "Nothing, but not everything ran.", "doubt", blocks)
+    return Answer(question, "Nothing.", "good")
 
 
 # --------------------------------------------------------------------------------- remarks
