@@ -224,8 +224,6 @@ def test_decode_tables_say_what_problem_they_measure(tmp_path):
             "dtype bf16\n") in text  # fmt: skip
     assert "- 4 of 5 rows:" in text and "sequences 1, 16; dtype bf16\n" in text
     assert "### Decode, the layer's whole step" in text
-    times = [s for s in text.splitlines() if s.startswith("| `decode/") and "of -" in s]
-    assert [("| 0.04 |" in s) for s in times] == [True]  # and no other problem has a branch
 
 
 def test_sizes_that_are_no_numbers_break_no_table(tmp_path):

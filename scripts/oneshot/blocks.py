@@ -1,4 +1,4 @@
-"""What a report is made of: answers and sections of blocks, which the templates write as Markdown or
+"""What a report is made of: answers, and sections of blocks. The templates write them as Markdown or
 HTML.
 
 A block is a str (a paragraph), a list of str (bullets) or one of the classes below. Every text is

@@ -38,7 +38,6 @@ SIZES = (
 )  # fmt: skip
 VARIED = (("sequences", ("B",)), ("dtype", ("dtype",)))
 NAMED_BY_CASE = ("sel", "nccl")  # the case says every size
-BRANCHES = "case|status|context|total ms|compressed|selected|sliding|keys read per group"
 COLUMNS = ("case", "status", "time", "baseline", "speedup", "path", "ceiling", "notes")
 ISSUE_COLUMNS = ("case", "status", "time", "baseline", "speedup", "why")
 
@@ -153,6 +152,8 @@ def bench_blocks(view: View, keep: Callable[[Mapping[str, Any]], bool]) -> list[
         shown = rows
         if shape.issue:  # what no baseline stands beside is in report.md
             shown = [r for r in rows if r["status"] != "VALID" or is_number(r.get("speedup"))]
+            if not shown:
+                continue
         doubt = {"VALID": 2, "UNSTABLE": 1}  # what is wrong first, then what is doubtful
         shown = sorted(shown, key=lambda r: doubt.get(r["status"], 0))[: shape.rows]
         counts = counts_text(Counter(r["status"] for r in rows))
@@ -165,9 +166,6 @@ def bench_blocks(view: View, keep: Callable[[Mapping[str, Any]], bool]) -> list[
             problems(rows) if name not in NAMED_BY_CASE else None,
             bench_table(views, ISSUE_COLUMNS if shape.issue else COLUMNS),
         ]
-        branches = _branches(view.rows["bench"], rows)[: shape.rows] if name == "decode" else []
-        if branches and not shape.issue:
-            out.append(Table(BRANCHES, branches))
     return [block for block in out if block]
 
 
@@ -236,32 +234,6 @@ def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if parts:
             count = f"{len(mine)} of {len(rows)} rows: " if len(groups) > 1 else ""
             out.append(count + "; ".join(parts))
-    return out
-
-
-def _branches(
-    every: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
-) -> list[list[str]]:
-    """Decode steps with their branches in milliseconds and the keys that they read.
-
-    A branch is a column of the step's row (ms_cmp), or a row of its own (decode_branch).
-    """
-    key = lambda r, branch: (*(str(r.get(n)) for n in ("S", "B", "dtype")), problem(r), str(branch))
-    alone = {
-        key(r, r.get("branch")): r["median_us"] / 1e3
-        for r in every
-        if timed(r) and r.get("bench") == "decode_branch"
-    }
-    out = []
-    for r in filter(timed, steps):
-        parts = [r.get(f"ms_{b}", alone.get(key(r, b))) for b in ("cmp", "sel", "win")]
-        if not any(map(is_number, parts)):
-            continue
-        total = r["ms_total"] if is_number(r.get("ms_total")) else r["median_us"] / 1e3
-        reads = f"{num(r.get('reads_actual'))} of {num(r.get('reads_expected'))}"
-        out.append(
-            [code(r["case"]), r["status"], num(r.get("S")), num(total), *map(num, parts), reads]
-        )
     return out
 
 

@@ -13,7 +13,7 @@ from nsa.flags import Flags
 from nsa.routes import least_selected
 from scripts.oneshot import cards, committed, evidence
 from scripts.oneshot.about import flags_of
-from scripts.oneshot.blocks import Bars, Answer, Code, Fold, View
+from scripts.oneshot.blocks import Answer, Bars, Code, Fold, View
 from scripts.oneshot.evidence import ASSUMED_FLOOR, NUMBERED
 from scripts.oneshot.failures import NAMED, command_block, failing
 from scripts.oneshot.judge import is_cut
@@ -41,9 +41,6 @@ ENDS = {  # of a run in which no stage went wrong
 def answers(view: View) -> list[Answer]:
     """The first screen."""
     return [make(view) for make in (box, kernels, speed, to_set, failed)]
-
-
-# --------------------------------------------------------------------------------- 1. the box
 
 
 def box(view: View) -> Answer:
@@ -77,9 +74,6 @@ def box(view: View) -> Answer:
 def _no_use(data: Mapping[str, Any]) -> bool:
     blocked = any(check["level"] == "BLOCK" for check in data["doctor"])
     return blocked or data["device"].get("name") is None
-
-
-# ----------------------------------------------------------------------------- 2. the kernels
 
 
 def kernels(view: View) -> Answer:
@@ -122,9 +116,6 @@ def kernels(view: View) -> Answer:
     if unproven:
         return Answer(question, "As far as they ran.", "doubt", [facts])
     return Answer(question, "Yes.", "good", [facts])
-
-
-# --------------------------------------------------------------------------------- 3. the speed
 
 
 def speed(view: View) -> Answer:
@@ -186,9 +177,6 @@ def _beside(pairs: list[committed.Pair], here: set[int]) -> str:
     return f"Times as long as NSA took, in pairs on a card of this name (committed rows): {said}."
 
 
-# ------------------------------------------------------------------------------- 4. what to set
-
-
 def to_set(view: View) -> Answer:
     """One line to paste, or that there is nothing to set."""
     question, data = "What should be set?", view.data
@@ -224,9 +212,6 @@ def to_set(view: View) -> Answer:
         return Answer(question, "This line.", "doubt", [paste, *why])
     right = "what is set is right" if source == "environment" else "the defaults are right"
     return Answer(question, f"Nothing: {right}.", "good")
-
-
-# ------------------------------------------------------------------------------- 5. what failed
 
 
 def failed(view: View) -> Answer:
@@ -265,7 +250,7 @@ def failed(view: View) -> Answer:
     return Answer(question, "Nothing.", "good")
 
 
-# --------------------------------------------------------------------------------- remarks
+# ---------------------------------------------------------------------------------- remarks
 
 
 def _digest(git: Mapping[str, Any]) -> str:
@@ -371,7 +356,8 @@ def _of_less_weight(view: View) -> Iterator[str]:
         yield f"The commit {code(git.get('short'), 40)} is {source}; {clean}"
     if kept := data["redaction"].get("kept"):
         yield f"Not redacted, as asked: {cell(', '.join(map(str, kept)), 60)}"
-    if view.floor is None and any(r["status"] in NUMBERED for r in bench):
+    timed = data["scope"] == "gpu" and any(r["status"] in NUMBERED for r in bench)
+    if timed and view.floor is None:
         yield f"The noise floor was not measured; {pct(ASSUMED_FLOOR)} counts as no difference"
     yield from _doctor(view, ("WARN",))
     for status in ("INVALID", "FAILED", "UNSTABLE", "SKIPPED"):
