@@ -1,5 +1,4 @@
-"""What a report is made of: answers, and sections of blocks. The templates write them as Markdown or
-HTML.
+"""What a report is made of: answers, and sections of blocks, which the templates write as text.
 
 A block is a str (a paragraph), a list of str (bullets) or one of the classes below. Every text is
 inline Markdown as markdown.cell and markdown.code make it, so that no text of a log is markup.
