@@ -16,7 +16,7 @@ from bench import stats
 from bench.records import NUMBERS
 from nsa.tests.oneshot_samples import bench_row, test_row, write_sample
 from scripts.oneshot import bundle, reading, report, verify
-from scripts.oneshot.evidence import Shape
+from scripts.oneshot.blocks import Shape
 from scripts.oneshot.journal import dumps, read_events, write_json
 from scripts.oneshot.model import RunRecord
 from scripts.oneshot.outputs import short_report
