@@ -29,10 +29,11 @@ ALIGNED = 256  # bytes, of what lies in a workspace; PyTorch's own memory is ali
 LARGEST = 1 << 30
 SMALL = 1 << 20  # bytes which are set to zero with others where a part of them is
 MOST = 1024
-MOST_READY = 256  # of a record: as many layers with memory of their own
+MOST_READY = 1024  # of all records together; one takes some 100 KB of the host
 NOTHING = torch.Size([0])
 _SEEN, _REFUSED = "seen once", "not to be recorded"
 _generation = 0
+_ready: list[dict] = []  # each record's, once for each that is ready
 
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty,
@@ -322,15 +323,17 @@ class Record:
         ready = self.ready.get(key)
         hooked = launch.hooked()
         if ready is None and not hooked:
-            if len(self.ready) >= MOST_READY:
-                self.ready.clear()
-            again = key in self.ready
-            if again:
+            if len(_ready) >= MOST_READY:
+                for kept in _ready:
+                    kept.clear()
+                _ready.clear()
+            if key in self.ready:  # seen once, as a loop's memory soon is twice
                 ready = [
                     launch.ready(x.made, x.grid, stream, x.prepared(bases))
                     if isinstance(x, Step) else None for x in self.steps
                 ]  # fmt: skip
             self.ready[key] = ready
+            _ready.append(self.ready)
         for n, step in enumerate(self.steps):
             if isinstance(step, Zeroing):
                 number, offset = step.place
@@ -390,11 +393,11 @@ def replayed(launcher: Callable) -> Callable:
     chosen_by: tuple = ()
 
     @functools.wraps(launcher)
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         nonlocal chosen_by
-        first = args[0]
-        if not playable(first):
-            return launcher(*args)
+        first = args[0] if args else None
+        if named or not playable(first):
+            return launcher(*args, **named)
         flags = get_flags()
         if chosen_by != (flags, _generation) or len(calls) >= MOST:
             calls.clear()

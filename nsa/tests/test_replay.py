@@ -274,6 +274,7 @@ def test_memory_that_comes_again_finds_its_launches_ready(sums, monkeypatch):
     ready = replay.launch.ready
     monkeypatch.setattr(replay.launch, "ready", lambda *a: made.append(1) or ready(*a))
     monkeypatch.setattr(replay, "MOST_READY", 3)
+    monkeypatch.setattr(replay, "_ready", [])
     rooms = [torch.empty(4096, dtype=torch.uint8) for _ in range(2)]
     results = [torch.empty(3, dtype=I32) for _ in range(2)]
     inputs = [(ints(1, 2, 3), ints(4, 5, 6)), (ints(7, 8, 9), ints(1, 1, 1))]
