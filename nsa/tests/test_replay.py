@@ -13,7 +13,7 @@ import torch
 from nsa import launches
 from nsa.arrival import selection_waits
 from nsa.flags import Flags
-from nsa.kernels import replay
+from nsa.kernels import record, replay
 from nsa.kernels.launch import launch
 from nsa.tests.helpers import deterministic, randn
 
@@ -115,7 +115,7 @@ def test_a_call_is_played_from_the_third_time_on(sums):
         assert launches.counts() == {"_sum_kernel": 4}
         kept.append((out, out.clone()))
     assert len(calls) == 2
-    assert replay.Recorder.__torch_dispatch__ is replay._watch  # no compiler is imported for it
+    assert record.Recorder.__torch_dispatch__ is record._watch  # no compiler is imported for it
     assert all(torch.equal(x, then) for x, then in kept)  # no result is another's memory
 
 
