@@ -29,16 +29,3 @@ def factor(mask: Tensor, odd: Tensor) -> Tensor:
 def nan_if(rows: Tensor) -> Tensor:
     """NaN where the mask is true, 1 elsewhere, in fp32."""
     return torch.ones_like(rows, dtype=torch.float32).masked_fill(rows, math.nan)
-
-
-def for_backward(k: Tensor) -> Tensor:
-    """Keys as a backward takes them: finite, so that dS = 0 of a row that does not see one adds 0.
-    A row that sees NaN has NaN from its delta. Infinity becomes the largest number of the dtype: a
-    score that was infinite in the forward stays as far away."""
-    return torch.nan_to_num(k, nan=0.0)
-
-
-def values_for_backward(v: Tensor) -> Tensor:
-    """Values as a backward takes them: 0 for what is not finite, since a row that sees such a value
-    has NaN from its delta."""
-    return torch.nan_to_num(v, nan=0.0, posinf=0.0, neginf=0.0)

@@ -18,7 +18,7 @@ LISTS = {
     "_pair_tiles_kernel", "_tile_counts_kernel", "_tile_members_kernel", "_chunk_ends_kernel",
     "_chunk_fill_kernel",
 }  # fmt: skip
-SHARED = {*LISTS, "_attn_bwd_delta_kernel", "_block_attn_bwd_dkdv_kernel"}
+SHARED = {*LISTS, "_finite_kernel", "_attn_bwd_delta_kernel", "_block_attn_bwd_dkdv_kernel"}
 FUSED = {*SHARED, "_round_kernel", "_round_keys_kernel"}
 TWO_PASSES = {*SHARED, "_block_attn_bwd_dq_kernel", "_block_attn_bwd_sum_kernel"}
 BIG = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)

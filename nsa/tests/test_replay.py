@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -290,6 +293,20 @@ def test_memory_that_comes_again_finds_its_launches_ready(sums, monkeypatch):
             out, _ = call(*inputs[n], 5)
         assert out.tolist() == want[n]
     assert made
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_records_of_real_calls_name_the_memory_that_the_calls_used(arch):
+    """And no call of one sequence falls out of being recorded unnoticed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "nsa.tests.recorded_calls", str(arch)],
+        capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") > 20
+    for line in done.stdout.splitlines():
+        packed = ", torch.bfloat16, True, " in line
+        assert packed or "not recorded" not in line, line
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

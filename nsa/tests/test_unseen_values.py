@@ -452,6 +452,21 @@ def test_keys_tell_of_their_values(shape, dv, bad, kernel_device):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("dtype", [F16, torch.float32])
+def test_a_backward_takes_finite_keys_and_values(dtype, kernel_device):
+    from nsa.kernels.prefill.marked_keys import keys_for_backward, values_for_backward
+
+    x = randn(3, 70, 2, 24, seed=1, dtype=dtype, device=kernel_device)
+    x[0, 3, 1, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    for given in (x, x.transpose(1, 2)):
+        most = torch.finfo(dtype).max
+        want = torch.nan_to_num(given, nan=0.0, posinf=most, neginf=-most)
+        assert torch.equal(keys_for_backward(given), want)
+        want = torch.nan_to_num(given, nan=0.0, posinf=0.0, neginf=0.0)
+        assert torch.equal(values_for_backward(given), want)
+
+
+@pytest.mark.kernel
 @pytest.mark.parametrize("name", ["k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"])
 @pytest.mark.parametrize("h", [pytest.param(16, marks=pytest.mark.core), 4])
 @pytest.mark.parametrize("packed", [False, True])

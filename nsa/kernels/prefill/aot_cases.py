@@ -16,6 +16,7 @@ from nsa.kernels.prefill import (
     combine,
     delta,
     limits,
+    marked_keys,
     span_bwd,
     span_bwd_fused,
     span_fwd,
@@ -146,7 +147,6 @@ def _gluon_cases() -> list[AotCase]:
         block_attn_keys_hopper,
         block_score_hopper,
         key_sums,
-        marked_keys,
         span_bwd_hopper,
         span_fwd_hopper,
     )
@@ -245,8 +245,6 @@ def _gluon_cases() -> list[AotCase]:
         kernel = module._block_attn_bwd_hopper_kernel
         label = f"H{heads}-{'halves' if halves else 'fp32'}-{'signed' if signed else 'alone'}"
         cases.append(case(kernel, label, types, c, module.WARPS, 40, module.START_REGISTERS))
-    mark = dict(D=128, DV=128, BLOCK_D=128, BLOCK_DV=128, ROWS=marked_keys.ROWS)
-    cases.append(_case(marked_keys._mark_keys_kernel, "D128", "bf16", mark, (4, 2)))
     rows = dict(D=128, ROWS=sums.SIZE // 128, HEADS=16, BOTH=True)
     cases += [
         _case(sums._round_halves_kernel, "D128", "bf16", rows, (4, 2)),
@@ -460,6 +458,10 @@ def aot_cases(arch: int) -> list[AotCase]:
     cases.append(_case(ascending._ascending_kernel, "n16", "bf16", order, (4, 2)))
     for rounding in (sums._round_kernel, sums._round_keys_kernel):
         cases.append(_case(rounding, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)))
+    mark = dict(D=128, DV=128, BLOCK_D=128, BLOCK_DV=128, ROWS=marked_keys.ROWS)
+    cases.append(_case(marked_keys._mark_keys_kernel, "D128", "bf16", mark, (4, 2)))
+    finite = _case(marked_keys._finite_kernel, "all", "bf16", dict(SIZE=marked_keys.SIZE), (4, 2))
+    cases.append(replace(finite, types={**finite.types, "X": "*bf16", "most": "fp32"}))
     cases.append(
         _case(
             block_attn_bwd._block_attn_bwd_sum_kernel, "D128", "bf16",

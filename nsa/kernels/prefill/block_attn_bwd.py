@@ -24,6 +24,7 @@ from nsa.kernels.prefill.block_lists import TileRows, keys_of_tile, rows_of_tile
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.limits import check_block_size
+from nsa.kernels.prefill.marked_keys import keys_for_backward, values_for_backward
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.sums import HalfSums, rounded, rounded_keys, zero_halves, zero_sums
 from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
@@ -41,7 +42,6 @@ from nsa.kernels.tiles import (
     sm_count,
     split_dim,
 )
-from nsa.unseen import for_backward, values_for_backward
 
 ANEW_PER_SM = 4  # programs that look for dQ to be found anew; hardly ever is there any
 
@@ -442,7 +442,7 @@ def block_attention_bwd(
         fused = fused_tiles(arch, heads, dim, dv_dim, size, tile)
     one_pass = in_gluon or fused
     if not in_gluon:  # which does so itself
-        k, v = for_backward(k), values_for_backward(v)
+        k, v = keys_for_backward(k), values_for_backward(v)
     if not one_pass:
         dq = _dq_by_rows(
             grad_out, q, k, v, lse, delta, block_indices, dq, block_size=block_size,

@@ -18,6 +18,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.tiles import cdiv, pow2
 
 ROWS = 32  # keys of a program
+SIZE = 4096  # numbers of a program
 
 
 @triton.jit
@@ -50,3 +51,35 @@ def marked(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             BLOCK_D=pow2(d), BLOCK_DV=pow2(dv), ROWS=ROWS,
         )  # fmt: skip
     return to_k, to_v
+
+
+@triton.jit
+def _finite_kernel(X, OUT, numbers, most, SIZE: tl.constexpr):
+    """X, but 0 for NaN and `most` with its sign for infinity."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    live = at < numbers
+    x = tl.load(X + at, mask=live, other=0.0).to(tl.float32)
+    size = tl.abs(x)
+    bound = tl.where(size == float("inf"), tl.where(x > 0.0, most, -most), 0.0)
+    tl.store(OUT + at, tl.where(size < float("inf"), x, bound).to(OUT.dtype.element_ty), mask=live)
+
+
+def _finite(x: Tensor, most: float) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        launch(_finite_kernel, (cdiv(x.numel(), SIZE),), x, out, x.numel(), most, SIZE=SIZE)
+    return out
+
+
+def keys_for_backward(k: Tensor) -> Tensor:
+    """Keys as a backward takes them: finite, so that dS = 0 of a row that does not see
+    one adds 0. A row that sees NaN has NaN from its delta. Infinity becomes the largest number of
+    the dtype: a score that was infinite in the forward stays as far away."""
+    return _finite(k, torch.finfo(k.dtype).max)
+
+
+def values_for_backward(v: Tensor) -> Tensor:
+    """Values as a backward takes them: 0 for what is not finite, since a row that sees
+    such a value has NaN from its delta."""
+    return _finite(v, 0.0)

@@ -23,6 +23,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper, span_bwd_fused
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
+from nsa.kernels.prefill.marked_keys import keys_for_backward
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
 from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
@@ -38,7 +39,6 @@ from nsa.kernels.tiles import (
     sm_count,
     split_dim,
 )
-from nsa.unseen import for_backward
 
 
 @triton.jit
@@ -437,7 +437,7 @@ def span_attention_bwd(
         return pass_of_both(
             grad_out, q, k, v, lse, delta, span, softmax_scale, at, dq, q_start, any_negative
         )
-    k = for_backward(k)
+    k = keys_for_backward(k)
     accumulate = dq is not None and not first
     dq, dq_scale = (torch.empty_like(q), softmax_scale) if dq is None else (dq, 1.0)
     arch = arch_of(q.device)

@@ -17,12 +17,12 @@ import triton.language as tl
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
+from nsa.kernels.prefill.marked_keys import keys_for_backward
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.prefill.sums import rounded, rounded_keys, zero_sums
 from nsa.kernels.row_tiles import head_tiles, row_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, pow2, sm_count, split_dim
-from nsa.unseen import for_backward
 
 MOST_SHARES = 128  # of a packed sequence: programs are launched for tiles that could have as many
 
@@ -274,7 +274,7 @@ def compressed_attention_bwd_fused(
     q_start: int, any_negative: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv as span_attention_bwd returns them, for inputs that are usable()."""
-    k = for_backward(k)
+    k = keys_for_backward(k)
     hq, dim = q.shape[-2:]
     groups, dv_dim = v.shape[-2:]
     heads = hq // groups
