@@ -18,6 +18,7 @@ from nsa.attention import compressed_attention, sliding_attention
 from nsa.blocks import num_compressed
 from nsa.flags import Flags
 from nsa.kernels import fa2, fa2_wheels
+from nsa.tests import test_unseen_values as unseen
 from nsa.tests.helpers import grads, make_qkv, randn
 
 
@@ -50,7 +51,7 @@ def calls(monkeypatch):
             return torch.stack([p[0] for p in parts]), torch.stack([p[1].T for p in parts]).detach()
         assert cu_q.dtype == cu_k.dtype == torch.int32
         ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
-        assert ends_q[-1] == len(q) and ends_k[-1] == len(k)
+        assert ends_q[-1] <= len(q) and ends_k[-1] <= len(k)
         assert max_q == max(b - a for a, b in zip(ends_q, ends_q[1:], strict=False))
         assert max_k == max(b - a for a, b in zip(ends_k, ends_k[1:], strict=False))
         parts = [
@@ -58,7 +59,9 @@ def calls(monkeypatch):
             for a, b, c, e in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
             if a < b
         ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1].T for p in parts]).detach()
+        outs, lses = [p[0] for p in parts], [p[1].T for p in parts]
+        rest = q.new_full((len(q) - ends_q[-1], *outs[0].shape[1:]), math.nan)  # what memory held
+        return torch.cat([*outs, rest]), torch.cat([*lses, rest[..., 0]]).detach()
 
     monkeypatch.setattr(fa2, "_call", stand_in)
     return seen
@@ -153,6 +156,44 @@ def test_gradients_match_the_reference(packed, calls):
         got, want = grads(run, inputs, grad_out), grads(plain, inputs, grad_out)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)
+
+
+RUNS = {
+    "sliding": lambda q, k, v, **how: fa2.sliding_fa2(q, k, v, window=unseen.W, **how),
+    "sliding chunk": lambda q, k, v, **how: fa2.sliding_fa2(
+        q, k, v, window=unseen.W, q_start=unseen.S - 6, **how),
+    "compressed": lambda q, k, v, **how: fa2.compressed_fa2(
+        q, k, v, l=unseen.L, d=unseen.D, **how)[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", unseen.BAD)
+@pytest.mark.parametrize("form", ["auto", "varlen"])
+@pytest.mark.parametrize("name", RUNS)
+def test_unseen_values_have_no_effect(name, form, bad, calls):
+    _, x, sees, places = unseen.branch_case("reference", name)
+    unseen.check(lambda *x: RUNS[name](*x, form=form), x, sees, places, bad)
+
+
+@pytest.mark.parametrize("bad", unseen.BAD)
+@pytest.mark.parametrize("name", ["sliding", "compressed"])
+def test_unseen_values_of_a_pack_have_no_effect(name, bad, calls):
+    _, x, sees, places = unseen.packed_case("reference", name)
+    cu = torch.tensor(unseen.CU, dtype=torch.int32)
+    unseen.check(lambda *x: RUNS[name](*x, cu_seqlens=cu), x, sees, places, bad)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_lse_tells_of_keys_alone(packed, calls):
+    n = num_compressed(unseen.S, unseen.L, unseen.D)
+    q, k, v = unseen.inputs(n, packed=packed)
+    how = dict(cu_seqlens=torch.tensor([0, unseen.S], dtype=torch.int32)) if packed else {}
+    k, v = k.clone(), v.clone()
+    k[..., -1, :, 3], v[..., 0, :, 3] = math.inf, math.nan
+    lse = fa2.compressed_fa2(q, k, v, l=unseen.L, d=unseen.D, **how)[1]
+    sees = unseen.sees_compressed(unseen.S, n)[:, -1]
+    lse = lse if packed else lse[0]
+    assert lse[sees].isnan().all() and not lse[~sees].isnan().any()
 
 
 @pytest.mark.parametrize(
