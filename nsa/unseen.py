@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def finite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [.., N, G, D] with 0 for what is not finite, and [.., N, G]: in which rows there is such."""
+    """x [.., N, G, D] with 0 for what is not finite, and [.., N, G]: which rows have such."""
     odd = ~x.isfinite()
     return x.masked_fill(odd, 0), odd.any(-1)
 
