@@ -149,7 +149,10 @@ def judge(
         )
     norm = row(right)[counted]
     some = norm > 1e-3 * norm.median()
-    if int(some.sum()) * got.shape[-1] >= 4096:  # the means of fewer numbers are up to chance
+    # The means of fewer numbers are up to chance. On a CPU PyTorch's backward keeps in fp32 what
+    # every kernel on a GPU, its own as well, rounds for products.
+    fair = got.device.type == "cuda" or "gradient" not in name
+    if fair and int(some.sum()) * got.shape[-1] >= 4096:
         ours, other, most = ((x[counted][some] / norm[some]).clamp(max=1.0).mean().item()
                              for x in (error, its, rounding * row(sizes)))  # fmt: skip
         limit = 2 * other + info.eps + most / 8  # rounding to and fro
@@ -300,6 +303,10 @@ def gradient_of(case: Case, out: Tensor) -> Tensor:
     return laid_out(do.to(out.device), layout)
 
 
+def title(what: str) -> str:
+    return what if what == "out" else f"gradient of {what}"
+
+
 def rounding_of(case: Case) -> tuple[torch.finfo, float]:
     """The dtype's limits, and the rounding of scores' sums, which SDPA does in its own way: on a
     CPU in 16 bits."""
@@ -344,8 +351,8 @@ def check(case: Case, device: str) -> float:
         counted = torch.ones_like(mine[..., 0], dtype=torch.bool) if of_keys else ~want.hit
         logits = F.pad(want.logits.flatten(), (0, 1)).max() if of_keys else want.logits
         share = judge(
-            f"{name}, {what if what == 'out' else 'gradient of ' + what}", mine, want.right[what],
-            want.theirs[what], want.sizes[what], logits, counted, info, score_eps,
+            f"{name}, {title(what)}", mine, want.right[what], want.theirs[what], want.sizes[what],
+            logits, counted, info, score_eps,
         )  # fmt: skip
         worst = max(worst, share)
     if case.odd and case.odd[0][0] in "kv" and case.odd[2] == "nan":
@@ -379,8 +386,9 @@ def check_bits(
             results.append(outcome(out, x, do))
     for what in {"out", "q"} & set(results[0]):
         one, other = (r[what][~want.hit] for r in results)
-        if not torch.equal(one, other):
-            row = (one != other).any(-1).nonzero()[0].item()
+        differ = ((one != other) & ~(one.isnan() & other.isnan())).any(-1)
+        if differ.any():
+            row = differ.nonzero()[0].item()
             at = (~want.hit).nonzero()[row].tolist()
             raise Wrong(f"{name}, {what}: an odd {case.odd[0]} changes bits of row {at}")
 
@@ -506,7 +514,7 @@ def _judge_step(
         check_choice(alone.case, name, alone, chosen[b : b + 1])
         for what, mine in zip(("out", "q", "gates"), (out.detach(), *grads), strict=False):
             worst = max(worst, judge(
-                f"{name}, {what}", mine[b : b + 1], want.right[what], want.theirs[what],
+                f"{name}, {title(what)}", mine[b : b + 1], want.right[what], want.theirs[what],
                 want.sizes[what], want.logits, torch.ones_like(want.hit), *rounding_of(case),
             ))  # fmt: skip
     return worst
