@@ -23,7 +23,7 @@ from nsa import dispatch, failed, settled
 from nsa.arrival import await_selection
 from nsa.blocks import is_symbol, num_compressed, num_sel_blocks
 from nsa.cache import BranchKV, NSACache
-from nsa.checks import needs_grad, scale_of
+from nsa.checks import needs_grad, refuse_export, scale_of
 from nsa.config import NSAConfig, check_blocks, check_choice, check_compression, check_int
 from nsa.dispatch import Branch, Route
 from nsa.errors import told
@@ -115,6 +115,7 @@ def check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor) -
         )
     if cu_seqlens.is_cuda and max_seqlen is not None:
         return max_seqlen
+    refuse_export("cu_seqlens")
     tokens, ends = x.shape[0], cu_seqlens.tolist()
     lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
     if ends[0] != 0 or ends[-1] > tokens or min(lengths) < 0:
