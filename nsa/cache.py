@@ -31,6 +31,7 @@ from nsa.blocks import num_compressed, visible_compressed
 from nsa.checks import needs_grad
 from nsa.compress import MLPCompression
 from nsa.config import NSAConfig, check_int
+from nsa.transforms import refuse_vmap
 
 
 @dataclass(frozen=True)
@@ -426,6 +427,7 @@ class NSACache:
         return weights
 
     def _make_room(self, T: int) -> None:
+        refuse_vmap("a cache")
         end = self.length + T
         if end > self.max_len:
             if not self.growable:

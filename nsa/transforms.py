@@ -33,6 +33,14 @@ def _kinds() -> set[_Kind]:
     return {level.key() for level in _functorch.get_interpreter_stack()}
 
 
+def refuse_vmap(name: str) -> None:
+    """Raise NotImplementedError under torch.vmap, where every sample would write to `name`."""
+    if transforming() and _Kind.Vmap in _kinds():
+        raise NotImplementedError(
+            f"{name} takes no tokens under torch.vmap: give those of all samples as one batch"
+        )
+
+
 def transformable(fn: Fn) -> Fn:
     """Make a public function of nsa/attention.py right under torch.func.
 

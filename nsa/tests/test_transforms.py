@@ -114,6 +114,19 @@ def test_packs_are_refused_under_vmap():
         torch.vmap(lambda *x: nsa_attention(*x, cu_seqlens=cu_seqlens, **SIZES))(*packed)
 
 
+@pytest.mark.parametrize("call", ["step", "prefill"])
+def test_a_cache_is_refused_under_vmap(call):
+    layer = NSAAttention(CONFIG)
+    run = lambda x: getattr(layer, call)(x, layer.make_cache(1, 9))
+    x = randn(3, 1, 2, CONFIG.dim, seed=1)
+    with pytest.raises(NotImplementedError, match="a cache takes no tokens under torch.vmap"):
+        torch.vmap(run)(x)
+    of_all = torch.func.grad(lambda x: run(x).sum())(x[0])
+    leaf = x[0].clone().requires_grad_()
+    run(leaf).sum().backward()
+    torch.testing.assert_close(of_all, leaf.grad)
+
+
 def test_per_sample_gradients_of_a_layer():
     layer = NSAAttention(CONFIG).double()
     weights, x = dict(layer.named_parameters()), randn(3, 40, 32, seed=1, dtype=torch.float64)
