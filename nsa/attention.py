@@ -31,7 +31,7 @@ from nsa.flags import Flags
 from nsa.layouts import outside, seen_rows
 from nsa.log import log
 from nsa.nested import refuse_nested
-from nsa.transforms import transformable
+from nsa.transforms import refuse_vmap, transformable
 from nsa.untraced import untraced
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -627,6 +627,7 @@ def nsa_decode(
     One fused Triton step where policy allows, T <= cache.max_step and no gradient is needed, else
     nsa_attention on views of the cache. Raises ValueError or TypeError that names the argument.
     """
+    refuse_vmap("nsa_decode")
     c = cache.config
     T = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else 0
     _check_beside("q", q, cache.k_sel, (cache.batch, T, c.heads, c.d_k), "the cache's")

@@ -33,11 +33,20 @@ def _kinds() -> set[_Kind]:
     return {level.key() for level in _functorch.get_interpreter_stack()}
 
 
+def refuse_tokens() -> None:
+    """Raise NotImplementedError under torch.func, before a cache is written to."""
+    if transforming():
+        raise NotImplementedError(
+            "a cache takes no tokens under torch.func.grad and torch.vmap: call the layer on whole "
+            "sequences, which has gradients"
+        )
+
+
 def refuse_vmap(name: str) -> None:
-    """Raise NotImplementedError under torch.vmap, where every sample would write to `name`."""
+    """Raise NotImplementedError under torch.vmap."""
     if transforming() and _Kind.Vmap in _kinds():
         raise NotImplementedError(
-            f"{name} takes no tokens under torch.vmap: give those of all samples as one batch"
+            f"{name} does not run under torch.vmap: give the queries of all samples as one batch"
         )
 
 
