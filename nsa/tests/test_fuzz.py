@@ -1,4 +1,4 @@
-"""scripts/fuzz.py: a short run of it, and that it finds faults, tells them and repeats them."""
+"""scripts/fuzz: a short run of it, and that it finds faults, tells them and repeats them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ pytest.importorskip("hypothesis", reason="fuzzing needs hypothesis")
 
 from nsa import oracle, reference, select
 from nsa.tests.helpers import make_block_indices, make_qkv, randn
-from scripts import fuzz
-from scripts.fuzz_cases import OPERATIONS, Case
-from scripts.fuzz_judge import attend, attend_in_dtype, check
+from scripts.fuzz import __main__ as fuzz
+from scripts.fuzz.cases import OPERATIONS, Case
+from scripts.fuzz.check import check
+from scripts.fuzz.judge import attend, attend_in_dtype
 from scripts.oneshot import stages
 
 # ---- short runs ----------------------------------------------------------------------------------

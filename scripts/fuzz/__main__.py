@@ -5,7 +5,7 @@
     python -m scripts.fuzz --case '{"operation": "sliding", ...}'        # what a fault printed
 
 Shapes, packs, layouts in memory, outliers, values that are not finite and dtypes are drawn, forward
-and backward, and held against fp64 (fuzz_judge.py). A fault is made smaller before it is printed.
+and backward, and held against fp64 (judge.py). A fault is made smaller before it is printed.
 Exit code: 0 nothing was found, 1 something was, 2 usage, 3 hypothesis or the device is missing.
 """
 
@@ -28,8 +28,8 @@ import torch
 from bench.records import emit, note
 from nsa.dispatch import RouteUnavailable, interpreting
 from nsa.errors import must_raise
-from scripts.fuzz_cases import KEYS, LAYOUTS, ODD, OPERATIONS, VALUES, Case, Geometry
-from scripts.fuzz_judge import check
+from scripts.fuzz.cases import KEYS, LAYOUTS, ODD, OPERATIONS, VALUES, Case, Geometry
+from scripts.fuzz.check import check
 
 ROUND = 25  # examples of one operation before the next one's turn
 SHRINK_S = 60  # the longest that a fault is made smaller
@@ -267,7 +267,7 @@ def report(run: Run, operations: list[str], seed: int, took: float) -> int:
         outcome = "failed" if faults else "passed" if ran else "skipped"
         reason = faults[0].told() if faults else "" if ran else "no example ran"
         emit("test", {
-            "nodeid": f"scripts/fuzz.py::{operation}", "outcome": outcome, "reason": reason,
+            "nodeid": f"scripts/fuzz::{operation}", "outcome": outcome, "reason": reason,
             "duration_s": round(took * ran / max(1, total), 2),
         })  # fmt: skip
     emit("metric", {"name": "fuzz/examples", "value": total, "unit": "1"})
