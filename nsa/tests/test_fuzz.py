@@ -120,7 +120,8 @@ def test_a_planted_fault_is_found_and_repeated(name, monkeypatch, capsys, tmp_pa
     with monkeypatch.context() as faulty:
         faulty.setenv("NSA_RESULT_FD", str(rows))
         faulty.setattr(where, what, plant(getattr(where, what)))
-        argv = ["--operations", operation, "--routes", "reference", "--examples", "200"]
+        argv = ["--operations", operation, "--routes", "reference", "--examples", "200",
+                "--last", str(tmp_path / "last.json")]  # fmt: skip
         assert fuzz.main(argv) == 1
         printed = capsys.readouterr().out
         assert told in printed and "1 faults: seed 0" in printed
@@ -130,6 +131,7 @@ def test_a_planted_fault_is_found_and_repeated(name, monkeypatch, capsys, tmp_pa
         assert fuzz.main(again) == 1
         assert told in capsys.readouterr().out
     assert fuzz.main(again) == 0
+    assert Case.from_json((tmp_path / "last.json").read_text()).operation == operation
     sent = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     test = next(r for r in sent if r["kind"] == "test")
     assert test["outcome"] == "failed" and "again by" in test["reason"]

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -157,11 +158,13 @@ class Fault:
 
     case: Case
     error: BaseException
+    device: str
 
     def told(self) -> str:
         kind = type(self.error).__name__
-        where = "" if kind == "Wrong" else "".join(traceback.format_exception(self.error)[-4:])
-        command = f"python -m scripts.fuzz --case {shlex.quote(self.case.to_json())}"
+        where = "" if kind == "Wrong" else "".join(traceback.format_exception(self.error)[-4:-1])
+        command = f"python -m scripts.fuzz --device {self.device} --case "
+        command += shlex.quote(self.case.to_json())
         if interpreting():
             command = f"TRITON_INTERPRET=1 {command}"
         return f"{where}{kind}: {self.error}\n  again by: {command}"
@@ -170,8 +173,10 @@ class Fault:
 class Run:
     """Rounds of examples until the time is over; what came of them."""
 
-    def __init__(self, device: str, space: Space, until: float | None) -> None:
-        self.device, self.space, self.until = device, space, until
+    def __init__(
+        self, device: str, space: Space, until: float | None, last: Path | None = None
+    ) -> None:
+        self.device, self.space, self.until, self.last = device, space, until, last
         self.examples: Counter[tuple[str, str]] = Counter()
         self.refused: Counter[str] = Counter()
         self.worst: dict[tuple[str, str], float] = {}
@@ -189,6 +194,8 @@ class Run:
             return
         if self._fault is not None and time.monotonic() > self._since + SHRINK_S:
             raise Enough
+        if self.last is not None:
+            self.last.write_text(case.to_json() + "\n")
         try:
             share = check(case, self.device)
             if self.device == "cuda":
@@ -198,7 +205,7 @@ class Run:
         except Exception as error:
             if self._fault is None:
                 self._since = time.monotonic()
-            self._fault = Fault(case, error)
+            self._fault = Fault(case, error, self.device)
             if must_raise(error):
                 self.broken = True
                 raise Enough from error
@@ -224,11 +231,9 @@ class Run:
             body()
         except Enough:
             pass
-        except Exception as error:
+        except Exception:
             if self._fault is None:  # of the fuzzer's own making
                 raise
-            self._fault.error = error if isinstance(error, type(self._fault.error)) else (
-                self._fault.error)  # fmt: skip
         if self._fault is not None:
             self.faults.append(self._fault)
             print(f"FAULT {len(self.faults)}: {self._fault.told()}", flush=True)
@@ -236,10 +241,11 @@ class Run:
 
 def fuzz(
     device: str, space: Space, operations: list[str], seed: int, seconds: float | None,
-    examples: int,
+    examples: int, last: Path | None = None,
 ) -> Run:  # fmt: skip
-    """Rounds of the operations in turn, until `seconds` are over or each had so many examples."""
-    run = Run(device, space, None if seconds is None else time.monotonic() + seconds)
+    """Rounds of the operations in turn, until `seconds` are over or each had so many examples.
+    last: where a case is written before it runs."""
+    run = Run(device, space, None if seconds is None else time.monotonic() + seconds, last)
     done = 0
     while not run.over() and not run.broken and len(run.faults) < MOST_FAULTS:
         some = ROUND if seconds is not None else min(ROUND, examples - done)
@@ -288,6 +294,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--operations", type=split, default=list(OPERATIONS))
     parser.add_argument("--routes", type=split, help="all that the device has")
+    parser.add_argument("--last", type=Path, metavar="FILE",
+                        help="a file for the running case, which a crash leaves behind")  # fmt: skip
     parser.add_argument("--case", type=Case.from_json, help="run this one and no other")
     args = parser.parse_args(argv)
     if unknown := set(args.operations) - set(OPERATIONS):
@@ -299,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             share = check(args.case, args.device)
         except Exception as error:
-            print(Fault(args.case, error).told())
+            print(Fault(args.case, error, args.device).told())
             return 1
         print(f"right; the worst row is off by {share:.2f} of what it may be")
         return 0
@@ -313,7 +321,9 @@ def main(argv: list[str] | None = None) -> int:
     emit("session", {"tests": len(args.operations), "ended": False})
     print(f"seed {args.seed}, routes {', '.join(space.routes)}, on {args.device}", flush=True)
     begin = time.monotonic()
-    run = fuzz(args.device, space, args.operations, args.seed, args.seconds, args.examples)
+    run = fuzz(
+        args.device, space, args.operations, args.seed, args.seconds, args.examples, args.last
+    )
     code = report(run, args.operations, args.seed, time.monotonic() - begin)
     emit("session", {"tests": len(args.operations), "ended": True})
     return code

@@ -122,9 +122,10 @@ def _gpu(profile: str) -> list[Stage]:
     )  # fmt: skip
     fuzz = Stage(
         "fuzz", "Public functions on drawn shapes, packs, layouts, values and dtypes",
-        ("{python}", "-m", "scripts.fuzz", "--seconds", "600", "--device", "cuda"),
+        ("{python}", "-m", "scripts.fuzz", "--seconds", "600", "--device", "cuda",
+         "--last", "{out}/fuzz_last.json"),
         proof="tests", least=7, timeout_s=1200, estimate_s=610, required=False, env=PARITY,
-        log="fuzz.txt", group="parity",
+        log="fuzz.txt", outputs=("fuzz_last.json",), group="parity",
     )  # fmt: skip
     stages = [
         Stage(
