@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--operations", type=split, default=list(OPERATIONS))
     parser.add_argument("--routes", type=split, help="all that the device has")
     parser.add_argument("--last", type=Path, metavar="FILE",
-                        help="a file for the running case, which a crash leaves behind")  # fmt: skip
+                        help="where the running case stands, for a crash")  # fmt: skip
     parser.add_argument("--case", type=Case.from_json, help="run this one and no other")
     args = parser.parse_args(argv)
     if unknown := set(args.operations) - set(OPERATIONS):
