@@ -167,6 +167,12 @@ def test_nothing_that_ran_is_no_success(monkeypatch, capsys):
     assert "refused 3 times: sliding on route 'triton' is unavailable" in capsys.readouterr().out
 
 
+def test_an_operation_without_a_route_is_left_out():
+    space = fuzz.Space({"fa2": fuzz.LARGE}, 9, 9, 2)
+    run = fuzz.fuzz("cpu", space, ["choice"], 0, seconds=None, examples=3)
+    assert not run.examples and not run.faults
+
+
 def test_without_hypothesis_the_reason_is_told(monkeypatch, capsys):
     monkeypatch.setattr(fuzz.importlib.util, "find_spec", lambda name: None)
     assert fuzz.main([]) == 3
