@@ -20,6 +20,7 @@ from nsa.flags import Flags
 from nsa.kernels import fa2, fa2_wheels
 from nsa.tests import test_unseen_values as unseen
 from nsa.tests.helpers import grads, make_qkv, randn
+from scripts.fuzz.cases import LAYOUTS, laid_out
 
 
 def _one(q, k, v, scale, causal, left):
@@ -255,6 +256,28 @@ def test_a_call_gets_one_head_dimension_a_multiple_of_eight(monkeypatch):
     monkeypatch.setattr(fa2, "_GRID", 3)
     with pytest.raises(NotImplementedError, match="up to 3 sequences and heads, got 2 and 4"):
         fa2._call(q, k, v, scale=0.3, causal=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_call_gets_what_loads_of_16_bytes_may_read(layout, monkeypatch):
+    """FA-2 asks for the last stride alone, and an address that is not aligned ends the context."""
+    x = [laid_out(t, layout) for t in make_qkv(2, 9, 4, 2, 16, dtype=torch.float16)]
+    given = []
+
+    def operator(*args):
+        given.extend(args[:3])
+        parts = [_one(*(t.float() for t in one), *args[3:6]) for one in zip(*args[:3], strict=True)]
+        return torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
+
+    monkeypatch.setattr(fa2, "_require", lambda *_: USABLE)
+    monkeypatch.setattr(fa2, "_torch_call", operator)
+    fa2._call(*x, scale=0.25, causal=True)
+    base = [t.untyped_storage().data_ptr() for t in given]
+    for t, was, at in zip(given, x, base, strict=True):
+        assert torch.equal(t, was) and t.stride(-1) == 1
+        assert (t.data_ptr() - at) % 16 == 0 and all(n * 2 % 16 == 0 for n in t.stride()[:-1])
+    if layout in ("plain", "heads first", "sliced"):
+        assert all(t.data_ptr() == was.data_ptr() for t, was in zip(given, x, strict=True))
 
 
 def test_only_a_dense_causal_call_leaves_its_right_side_open():

@@ -20,7 +20,7 @@ from nsa.flags import Flags
 
 OPERATIONS = ("attention", "compressed", "sliding", "blocks", "ranges", "choice", "decode")
 KEYS = {"compressed": "cmp", "sliding": "win", "blocks": "sel", "ranges": "sel", "choice": "cmp"}
-LAYOUTS = ("plain", "heads first", "sliced", "odd", "strided", "shared")
+LAYOUTS = ("plain", "heads first", "sliced", "odd", "off by one", "strided", "shared")
 VALUES = ("normal", "tokens", "channels", "both", "peaked", "apart", "large", "small")
 ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "huge": 1e30}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -132,6 +132,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         wide = x.new_full((*x.shape[:-1], x.shape[-1] + 16), math.nan)
         part = wide[..., first : first + x.shape[-1]]
         return part.copy_(x)
+    if layout == "off by one":  # contiguous, from an address that no vector load takes
+        return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
     if layout == "strided":
         return torch.stack([x, x], -1)[..., 0]
     return x
