@@ -18,6 +18,9 @@ from scripts.fuzz.cases import OPERATIONS, Case
 from scripts.fuzz.check import check
 from scripts.fuzz.judge import attend, attend_in_dtype
 from scripts.oneshot import stages
+from scripts.oneshot.judge import judge
+from scripts.oneshot.model import Status
+from scripts.oneshot.rows import parse_row
 
 # ---- short runs ----------------------------------------------------------------------------------
 
@@ -111,6 +114,13 @@ PLANTED = {  # operation, where, what, and what is told
 }  # fmt: skip
 
 
+FUZZ = next(s for s in stages.plan("full") if s.id == "fuzz")
+
+
+def rows_of(path):
+    return [parse_row(line) for line in path.read_bytes().splitlines()]
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found_and_repeated(name, monkeypatch, capsys, tmp_path):
     operation, (where, what), plant, told = PLANTED[name]
@@ -132,10 +142,10 @@ def test_a_planted_fault_is_found_and_repeated(name, monkeypatch, capsys, tmp_pa
         assert told in capsys.readouterr().out
     assert fuzz.main(again) == 0
     assert Case.from_json((tmp_path / "last.json").read_text()).operation == operation
-    sent = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    sent = rows_of(tmp_path / "rows")
     test = next(r for r in sent if r["kind"] == "test")
     assert test["outcome"] == "failed" and "again by" in test["reason"]
-    assert [r["ended"] for r in sent if r["kind"] == "session"] == [False, True]
+    assert judge(FUZZ, 1, sent).status is Status.FAIL
 
 
 def test_an_error_of_the_device_ends_the_run(monkeypatch, capsys):
@@ -203,10 +213,16 @@ def test_a_case_is_its_json():
     same()
 
 
-def test_the_stage_has_a_test_for_each_operation():
-    plan = {s.id: s for s in stages.plan("full")}
-    assert plan["fuzz"].least == len(OPERATIONS)
+def test_the_stage_passes_where_every_operation_ran(monkeypatch, tmp_path):
+    assert FUZZ.least == len(OPERATIONS)
     assert "fuzz" not in {s.id for s in stages.plan("standard")}
+    monkeypatch.setattr(fuzz, "check", lambda case, device: 0.5)
+    for operations, status in ((OPERATIONS, Status.PASS), (OPERATIONS[1:], Status.NOT_RUN)):
+        rows = os.open(tmp_path / "rows", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        monkeypatch.setenv("NSA_RESULT_FD", str(rows))
+        argv = ["--operations", ",".join(operations), "--routes", "sdpa", "--examples", "3"]
+        assert fuzz.main(argv) == 0
+        assert judge(FUZZ, 0, rows_of(tmp_path / "rows")).status is status
 
 
 # ---- what it found -------------------------------------------------------------------------------
