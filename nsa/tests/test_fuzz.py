@@ -233,6 +233,14 @@ FOUND = {
         operation="attention", route="reference", dtype="fp32", lengths=[2], packed=True,
         odd=["q", 0, "nan"],
     ),
+    "a key of NaN that the only query sees, without a mask": dict(
+        operation="compressed", route="sdpa", dtype="fp32", lengths=[1], q_start=7,
+        odd=["k_cmp", 0, "nan"],
+    ),
+    "the same in a window": dict(
+        operation="sliding", route="sdpa", dtype="fp16", lengths=[1], q_start=7,
+        odd=["k_win", 999, "nan"],
+    ),
 }  # fmt: skip
 
 
