@@ -23,7 +23,7 @@ from nsa import dispatch, failed, settled
 from nsa.arrival import await_selection
 from nsa.blocks import is_symbol, num_compressed, num_sel_blocks, smaller
 from nsa.cache import BranchKV, NSACache
-from nsa.checks import needs_grad, scale_of
+from nsa.checks import needs_grad, refuse_export, scale_of
 from nsa.config import NSAConfig, check_blocks, check_choice, check_compression, check_int
 from nsa.dispatch import Branch, Route
 from nsa.errors import told
@@ -31,7 +31,7 @@ from nsa.flags import Flags
 from nsa.layouts import outside, seen_rows
 from nsa.log import log
 from nsa.nested import refuse_nested
-from nsa.transforms import transformable
+from nsa.transforms import refuse_vmap, transformable
 from nsa.untraced import untraced
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -115,6 +115,7 @@ def check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor) -
         )
     if cu_seqlens.is_cuda and max_seqlen is not None:
         return max_seqlen
+    refuse_export("cu_seqlens")
     tokens, ends = x.shape[0], cu_seqlens.tolist()
     lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
     if ends[0] != 0 or ends[-1] > tokens or min(lengths) < 0:
@@ -639,6 +640,7 @@ def nsa_decode(
     One fused Triton step where policy allows, T <= cache.max_step and no gradient is needed, else
     nsa_attention on views of the cache. Raises ValueError or TypeError that names the argument.
     """
+    refuse_vmap("nsa_decode")
     c = cache.config
     T = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else 0
     _check_beside("q", q, cache.k_sel, (cache.batch, T, c.heads, c.d_k), "the cache's")

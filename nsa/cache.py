@@ -31,6 +31,7 @@ from nsa.blocks import num_compressed, visible_compressed
 from nsa.checks import needs_grad
 from nsa.compress import MLPCompression
 from nsa.config import NSAConfig, check_int
+from nsa.transforms import refuse_tokens
 
 
 @dataclass(frozen=True)
@@ -308,6 +309,7 @@ class NSACache:
         then computes the tokens that might be due even where this length has none.
         Raises ValueError when the tokens do not fit.
         """
+        refuse_tokens()
         self._check(new)
         T = new.k_sel.shape[1]
         self._make_room(T)
@@ -328,6 +330,7 @@ class NSACache:
         [B, Nc, G, D]. What stands in later rows does not matter. Raises ValueError when the cache
         holds tokens, and where tokens do not fit.
         """
+        refuse_tokens()
         if self.length:
             raise ValueError(f"cache must be empty to be filled, it holds {self.length} tokens")
         self._check(new)

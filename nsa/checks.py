@@ -37,6 +37,16 @@ def assert_longest(cu_seqlens: Tensor, max_seqlen: int) -> None:
     )
 
 
+def refuse_export(name: str) -> None:
+    """Raise NotImplementedError inside torch.export, before `name` of a pack has to be read: how
+    many compressed keys there are depends on its values."""
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"torch.export takes no packed sequences: {name} would have to be read while tracing; "
+            "export the call of a batch [B, S, ..], whose length may be dynamic"
+        )
+
+
 _PLAIN = (Tensor, nn.Parameter)
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.blocks import is_symbol, num_compressed
-from nsa.checks import is_plain
+from nsa.checks import is_plain, refuse_export
 from nsa.config import check_compression
 from nsa.nested import refuse_nested
 
@@ -37,6 +37,7 @@ def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -
         if S < l:
             return x.new_zeros(B, 0, l, G, D)
         return x.unfold(1, l, d).permute(0, 1, 4, 2, 3)
+    refuse_export("cu_seqlens")
     counts = num_compressed(cu_seqlens[1:] - cu_seqlens[:-1], l, d).long()
     before = F.pad(counts.cumsum(0), (1, 0))[:-1]
     n = int(counts.sum())

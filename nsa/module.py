@@ -20,7 +20,7 @@ from nsa.flags import Flags
 from nsa.layouts import token_positions
 from nsa.nested import refuse_nested, run_packed
 from nsa.rotary import branches, split_turned, turn
-from nsa.transforms import transforming
+from nsa.transforms import refuse_tokens, transforming
 from nsa.untraced import untraced
 
 FUSED_GATES = 64  # tokens of a step; of more the gates are worth a product of matrices
@@ -196,6 +196,7 @@ class NSAAttention(nn.Module):
         when the cache is of a layer with other sizes. A step that raises leaves the cache as it
         was.
         """
+        refuse_tokens()
         self._check(x, 3)
         self._check_cache(cache)
         if x.shape[0] != cache.batch:

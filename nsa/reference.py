@@ -48,8 +48,8 @@ def _chunked(
     N, G = k.shape[1], k.shape[2]
     scale = scale_of(softmax_scale, Dk)
     if not is_symbol(S) and (N == 0 or S == 0):
-        # Multiplying by empty sums keeps the result connected, with zero gradients.
-        zero = q.sum() * 0 + k.sum() * 0 + v.sum() * 0
+        # Empty sums keep the result connected, with zero gradients, whatever is in the tensors.
+        zero = q[:0].sum() + k[:0].sum() + v[:0].sum()
         out = q.new_zeros(B, S, HQ, v.shape[-1]) + zero.to(q.dtype)
         return out, torch.full((B, S, HQ), -math.inf, device=q.device, dtype=_lse_dtype(q))
     grouped = q.view(B, S, G, HQ // G, Dk) if q.is_contiguous() else q.unflatten(2, (G, HQ // G))

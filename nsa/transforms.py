@@ -33,6 +33,23 @@ def _kinds() -> set[_Kind]:
     return {level.key() for level in _functorch.get_interpreter_stack()}
 
 
+def refuse_tokens() -> None:
+    """Raise NotImplementedError under torch.func, before a cache is written to."""
+    if transforming():
+        raise NotImplementedError(
+            "a cache takes no tokens under torch.func.grad and torch.vmap: call the layer on whole "
+            "sequences, which has gradients"
+        )
+
+
+def refuse_vmap(name: str) -> None:
+    """Raise NotImplementedError under torch.vmap."""
+    if transforming() and _Kind.Vmap in _kinds():
+        raise NotImplementedError(
+            f"{name} does not run under torch.vmap: give the queries of all samples as one batch"
+        )
+
+
 def transformable(fn: Fn) -> Fn:
     """Make a public function of nsa/attention.py right under torch.func.
 

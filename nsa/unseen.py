@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def finite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [B, N, G, D] with 0 for what is not finite, and [B, N, G]: in which rows there is such."""
+    """x [.., N, G, D] with 0 for what is not finite, and [.., N, G]: which rows have such."""
     odd = ~x.isfinite()
     return x.masked_fill(odd, 0), odd.any(-1)
 
@@ -24,6 +25,14 @@ def factor(mask: Tensor, odd: Tensor) -> Tensor:
     """
     count = torch.einsum("bsgn,bng->bsg", mask.to(torch.float32), odd.to(torch.float32))
     return nan_if(count > 0)
+
+
+def factor_between(odd: Tensor, first: Tensor, end: Tensor, heads: int) -> Tensor:
+    """factor() of queries that each see the keys from `first` to before `end` (integers [s]) of odd
+    [.., N, G], for every one of `heads` heads: fp32 [.., s, heads]."""
+    count = F.pad(odd.cumsum(-2, dtype=torch.int32), (0, 0, 1, 0))
+    sees = count.index_select(-2, end) > count.index_select(-2, first)
+    return nan_if(sees.repeat_interleave(heads // odd.shape[-1], -1))
 
 
 def nan_if(rows: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ SMALL = {
     "psutil": ("psutil", ()),
     "pytest": ("pytest", ("pluggy", "iniconfig", "packaging", "pygments")),
     "pytest_timeout": ("pytest-timeout", ()),
+    "hypothesis": ("hypothesis", ("sortedcontainers",)),
     "yaml": ("pyyaml", ()),
     "packaging": ("packaging", ()),
     "pynvml": ("nvidia-ml-py", ()),
@@ -47,7 +48,7 @@ SMALL = {
          "python-dateutil", "six", "packaging"),
     ),
 }  # fmt: skip
-# Named by pytest on Python 3.10 only.
+# Named by pytest and hypothesis on Python 3.10 only.
 SMALL_310 = ("exceptiongroup", "tomli", "typing_extensions")
 
 FACTS = """
@@ -200,7 +201,7 @@ def add_small_packages(python: str) -> tuple[Path | None, list[str], str | None]
     for module in missing:
         name, needs = SMALL[module]
         wanted += [name, *needs]
-        if module == "pytest" and tuple(facts["version"]) == (3, 10):
+        if module in ("pytest", "hypothesis") and tuple(facts["version"]) == (3, 10):
             wanted += SMALL_310
     wanted = sorted(set(wanted))
     if "numpy" not in missing and "numpy" in wanted:

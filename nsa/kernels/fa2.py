@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa import launches
-from nsa.blocks import cu_seqlens_compressed, num_compressed
+from nsa.blocks import cu_seqlens_compressed, num_compressed, visible_compressed
 from nsa.checks import assert_longest, needs_grad, scale_of
 from nsa.errors import must_raise
 from nsa.kernels import fa2_wheels
 from nsa.layouts import outside
+from nsa.unseen import factor_between, finite
 
 FORMS = ("auto", "varlen", "dense")
 _GRID = 65535  # batch and heads are grid dimensions y and z
@@ -221,7 +222,7 @@ def _call(
     Dv, D = v.shape[-1], -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
     # One head dimension for all three; zeros change neither scores nor the kept columns.
     q, k, v = (F.pad(x, (0, D - x.shape[-1])) if x.shape[-1] < D else x for x in (q, k, v))
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(_loadable, (q, k, v))
     batch = q.shape[0] if cu_q is None else len(cu_q) - 1
     if max(batch, q.shape[-2]) > _GRID:
         raise NotImplementedError(
@@ -240,6 +241,15 @@ def _call(
 
         out.grad_fn.register_hook(counted)
     return out[..., :Dv], lse.detach().transpose(-1, -2)  # [B, H, Sq] or [H, T]
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """x where FA-2 may load 16 bytes at a time of it, else a copy: it does not ask."""
+    step = 16 // x.element_size()
+    starts = (x.storage_offset(), *x.stride()[:-1])
+    if x.stride(-1) == 1 and all(n % step == 0 for n in starts):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _uniform(B: int, n: int, device: torch.device) -> Tensor:
@@ -298,12 +308,27 @@ def sliding_fa2(
         # FA-2 writes neither outputs nor gradients of rows that belong to no sequence.
         out_of = outside(cu_seqlens, q.shape[0])[:, None, None]
         q, k, v = (x.masked_fill(out_of, 0) for x in (q, k, v))
-        return _call(
+        (k, odd_k), (v, odd_v) = finite(k), finite(v)
+        out = _call(
             q, k, v, scale=scale, causal=True, left=window - 1, cu_q=cu_seqlens, cu_k=cu_seqlens,
             max_q=longest, max_k=longest,
         )[0].masked_fill(out_of, 0)  # fmt: skip
-    low, high = max(0, q_start + 1 - window), q_start + q.shape[1]
-    return _batched(q, k[:, low:high], v[:, low:high], form, scale, window - 1)[0]
+        t = torch.arange(q.shape[0], device=q.device)
+        begin = cu_seqlens[torch.searchsorted(cu_seqlens[1:], t, right=True)]
+    else:
+        begin, high = max(0, q_start + 1 - window), q_start + q.shape[1]
+        (k, odd_k), (v, odd_v) = (finite(x[:, begin:high]) for x in (k, v))
+        out = _batched(q, k, v, form, scale, window - 1)[0]
+        t = torch.arange(q_start - begin, high - begin, device=q.device)
+        begin = t.new_zeros(())
+    first = torch.maximum(t + 1 - window, begin)
+    return _told(out, odd_k | odd_v, first, t + 1)
+
+
+def _told(x: Tensor, odd: Tensor, first: Tensor, end: Tensor) -> Tensor:
+    """x [.., S, HQ, D], NaN for the queries that see an odd key: FA-2 is given finite ones, since
+    its products with a probability of 0 would tell others as well (nsa/unseen.py)."""
+    return x * factor_between(odd, first, end, x.shape[-2])[..., None].to(x.dtype)
 
 
 # ---- compressed ----------------------------------------------------------------------------------
@@ -348,6 +373,7 @@ def compressed_fa2(
         return q.new_zeros(B, S, HQ, v.shape[-1]) + zero, lse
     before = (q_start + blind - (l - 1)) % d  # queries missing from the first row
     seen = num_compressed(q_start + S, l, d)
+    (k, odd_k), (v, odd_v) = (finite(x[:, :seen]) for x in (k, v))
     rows = -(-(before + n) // d)
     if rows == 1:
         rows_q = q[:, None, blind:]
@@ -356,13 +382,22 @@ def compressed_fa2(
         m = d
         rows_q = F.pad(q[:, blind:], (0, 0, 0, 0, before, rows * d - before - n))
         rows_q = rows_q.unflatten(1, (rows, d))
-    out, lse = _batched(_fold(rows_q, G), k[:, :seen], v[:, :seen], form, scale, -1)
+    out, lse = _batched(_fold(rows_q, G), k, v, form, scale, -1)
     out = _unfold(out, G, m).flatten(1, 2)[:, before : before + n]
     lse = _unfold(lse[..., None], G, m)[..., 0].flatten(1, 2)[:, before : before + n]
     if blind:
         out = F.pad(out, (0, 0, 0, 0, blind, 0))
         lse = F.pad(lse, (0, 0, blind, 0), value=-math.inf)
-    return out, lse
+    end = visible_compressed(torch.arange(q_start, q_start + S, device=q.device), l, d)
+    return _both_told(out, lse, odd_k, odd_v, torch.zeros_like(end), end)
+
+
+def _both_told(
+    out: Tensor, lse: Tensor, odd_k: Tensor, odd_v: Tensor, first: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor]:
+    """out and lse, of which the latter is the keys' alone, as _told()."""
+    lse = _told(lse[..., None], odd_k, first, end)[..., 0]
+    return _told(out, odd_k | odd_v, first, end), lse
 
 
 def _compressed_packed(
@@ -382,6 +417,7 @@ def _compressed_packed(
     # Past the sequence's end its last query stands in: its result is not read.
     at = torch.minimum(at, cu[owner + 1][:, None] - 1)
     longest = num_compressed(_longest(cu, max_seqlen), l, d)
+    (k, odd_k), (v, odd_v) = finite(k), finite(v)
     out, lse = _call(
         _fold(q[at.long()], G), k, v, scale=scale, causal=True, cu_q=cu_rows, cu_k=cu_rows,
         max_q=longest, max_k=longest,
@@ -393,4 +429,7 @@ def _compressed_packed(
     slot = (cu_rows[owner] * d + past).masked_fill(blind, 0).long()
     out = _unfold(out, G, d).flatten(0, 1)[slot].masked_fill(blind[:, None, None], 0)
     lse = _unfold(lse[..., None], G, d)[..., 0].flatten(0, 1)[slot]
-    return out, lse.masked_fill(blind[:, None], -math.inf)
+    lse = lse.masked_fill(blind[:, None], -math.inf)
+    first = cu_rows[owner].long()
+    end = first + torch.where(blind, 0, past // d + 1)
+    return _both_told(out, lse, odd_k, odd_v, first, end)

@@ -195,6 +195,8 @@ def _masked(
 ) -> Tensor:
     """Attention of one chunk under mask [s, n]; q [B, s, HQ, Dk] -> [B, s, HQ, Dv]."""
     s, G, rows = q.shape[1], k.shape[2], None
+    if mask is None and q.device.type == "cpu":  # where a row of NaN scores passes for an empty one
+        mask = torch.ones(s, k.shape[1], dtype=torch.bool)
     if mask is not None:
         (k, odd_k), (v, odd_v) = finite(k), finite(v)
         rows = mask.repeat(q.shape[2] // G, 1)

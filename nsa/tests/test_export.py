@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.export import Dim
 
-from nsa import NSAAttention, NSAConfig
+from nsa import NSAAttention, NSAConfig, NSALanguageModel
 from nsa.flags import clear_flags_cache
 from nsa.tests.helpers import randn
 
@@ -26,6 +26,14 @@ def test_exported_for_any_length(name):
     for B, S in ((2, 20), (2, 31), (1, 32), (3, 33), (2, 290)):
         x = randn(B, S, 32, seed=S)
         torch.testing.assert_close(program(x), layer(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_packs_are_refused_by_name(strict):
+    layer = NSAAttention(NSAConfig(**SMALL))
+    pack = dict(cu_seqlens=torch.tensor([0, 40, 100], dtype=torch.int32), max_seqlen=60)
+    with pytest.raises(Exception, match="torch.export takes no packed sequences: cu_seqlens"):
+        torch.export.export(layer, (torch.randn(100, 32),), pack, strict=strict)
 
 
 def check_compiled(
@@ -65,3 +73,24 @@ def test_kernels_compiled_for_any_length(kernel_device, monkeypatch):
     layer = NSAAttention(config, backend="triton").to(kernel_device, torch.float16)
     close = dict(atol=4e-3, rtol=4e-3)
     check_compiled(layer, (18, 27, 21), torch.float16, kernel_device, close)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_by_every_mode(mode, cuda):
+    """Training at changing lengths, by inductor and by its CUDA graphs."""
+    torch.manual_seed(0)
+    config = NSAConfig(dim=256, heads=16, groups=1, d_k=64, d_v=64, w=128)
+    model = NSALanguageModel(config, 128, 1).to(cuda, torch.bfloat16)
+    torch.compiler.reset()
+    compiled = torch.compile(model, mode=mode)
+    off = lambda a, b: ((a.float() - b.float()).norm() / b.float().norm()).item()
+    for S in (512, 512, 512, 600):
+        tokens, results = torch.randint(128, (1, S), device=cuda), []
+        for run in (compiled, model):
+            torch.compiler.cudagraph_mark_step_begin()
+            model.zero_grad()
+            out = run(tokens)
+            out.float().logsumexp(-1).sum().backward()
+            results.append([out.detach().clone(), *(p.grad.clone() for p in model.parameters())])
+        for i, (a, b) in enumerate(zip(*results, strict=True)):
+            assert off(a, b) < (0.1 if i else 0.03), (S, i)

@@ -18,7 +18,9 @@ from nsa.attention import compressed_attention, sliding_attention
 from nsa.blocks import num_compressed
 from nsa.flags import Flags
 from nsa.kernels import fa2, fa2_wheels
+from nsa.tests import test_unseen_values as unseen
 from nsa.tests.helpers import grads, make_qkv, randn
+from scripts.fuzz.cases import LAYOUTS, laid_out
 
 
 def _one(q, k, v, scale, causal, left):
@@ -50,7 +52,7 @@ def calls(monkeypatch):
             return torch.stack([p[0] for p in parts]), torch.stack([p[1].T for p in parts]).detach()
         assert cu_q.dtype == cu_k.dtype == torch.int32
         ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
-        assert ends_q[-1] == len(q) and ends_k[-1] == len(k)
+        assert ends_q[-1] <= len(q) and ends_k[-1] <= len(k)
         assert max_q == max(b - a for a, b in zip(ends_q, ends_q[1:], strict=False))
         assert max_k == max(b - a for a, b in zip(ends_k, ends_k[1:], strict=False))
         parts = [
@@ -58,7 +60,9 @@ def calls(monkeypatch):
             for a, b, c, e in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
             if a < b
         ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1].T for p in parts]).detach()
+        outs, lses = [p[0] for p in parts], [p[1].T for p in parts]
+        rest = q.new_full((len(q) - ends_q[-1], *outs[0].shape[1:]), math.nan)  # what memory held
+        return torch.cat([*outs, rest]), torch.cat([*lses, rest[..., 0]]).detach()
 
     monkeypatch.setattr(fa2, "_call", stand_in)
     return seen
@@ -155,6 +159,44 @@ def test_gradients_match_the_reference(packed, calls):
             torch.testing.assert_close(a, b)
 
 
+RUNS = {
+    "sliding": lambda q, k, v, **how: fa2.sliding_fa2(q, k, v, window=unseen.W, **how),
+    "sliding chunk": lambda q, k, v, **how: fa2.sliding_fa2(
+        q, k, v, window=unseen.W, q_start=unseen.S - 6, **how),
+    "compressed": lambda q, k, v, **how: fa2.compressed_fa2(
+        q, k, v, l=unseen.L, d=unseen.D, **how)[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", unseen.BAD)
+@pytest.mark.parametrize("form", ["auto", "varlen"])
+@pytest.mark.parametrize("name", RUNS)
+def test_unseen_values_have_no_effect(name, form, bad, calls):
+    _, x, sees, places = unseen.branch_case("reference", name)
+    unseen.check(lambda *x: RUNS[name](*x, form=form), x, sees, places, bad)
+
+
+@pytest.mark.parametrize("bad", unseen.BAD)
+@pytest.mark.parametrize("name", ["sliding", "compressed"])
+def test_unseen_values_of_a_pack_have_no_effect(name, bad, calls):
+    _, x, sees, places = unseen.packed_case("reference", name)
+    cu = torch.tensor(unseen.CU, dtype=torch.int32)
+    unseen.check(lambda *x: RUNS[name](*x, cu_seqlens=cu), x, sees, places, bad)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_lse_tells_of_keys_alone(packed, calls):
+    n = num_compressed(unseen.S, unseen.L, unseen.D)
+    q, k, v = unseen.inputs(n, packed=packed)
+    how = dict(cu_seqlens=torch.tensor([0, unseen.S], dtype=torch.int32)) if packed else {}
+    k, v = k.clone(), v.clone()
+    k[..., -1, :, 3], v[..., 0, :, 3] = math.inf, math.nan
+    lse = fa2.compressed_fa2(q, k, v, l=unseen.L, d=unseen.D, **how)[1]
+    sees = unseen.sees_compressed(unseen.S, n)[:, -1]
+    lse = lse if packed else lse[0]
+    assert lse[sees].isnan().all() and not lse[~sees].isnan().any()
+
+
 @pytest.mark.parametrize(
     "flags, forms",
     [
@@ -214,6 +256,28 @@ def test_a_call_gets_one_head_dimension_a_multiple_of_eight(monkeypatch):
     monkeypatch.setattr(fa2, "_GRID", 3)
     with pytest.raises(NotImplementedError, match="up to 3 sequences and heads, got 2 and 4"):
         fa2._call(q, k, v, scale=0.3, causal=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_call_gets_what_loads_of_16_bytes_may_read(layout, monkeypatch):
+    """FA-2 asks for the last stride alone, and an address that is not aligned ends the context."""
+    x = [laid_out(t, layout) for t in make_qkv(2, 9, 4, 2, 16, dtype=torch.float16)]
+    given = []
+
+    def operator(*args):
+        given.extend(args[:3])
+        parts = [_one(*(t.float() for t in one), *args[3:6]) for one in zip(*args[:3], strict=True)]
+        return torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
+
+    monkeypatch.setattr(fa2, "_require", lambda *_: USABLE)
+    monkeypatch.setattr(fa2, "_torch_call", operator)
+    fa2._call(*x, scale=0.25, causal=True)
+    base = [t.untyped_storage().data_ptr() for t in given]
+    for t, was, at in zip(given, x, base, strict=True):
+        assert torch.equal(t, was) and t.stride(-1) == 1
+        assert (t.data_ptr() - at) % 16 == 0 and all(n * 2 % 16 == 0 for n in t.stride()[:-1])
+    if layout in ("plain", "heads first", "sliced"):
+        assert all(t.data_ptr() == was.data_ptr() for t, was in zip(given, x, strict=True))
 
 
 def test_only_a_dense_causal_call_leaves_its_right_side_open():

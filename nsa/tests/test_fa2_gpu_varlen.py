@@ -13,6 +13,7 @@ from nsa.attention import compressed_attention, sliding_attention
 from nsa.blocks import num_compressed
 from nsa.flags import Flags
 from nsa.kernels import fa2
+from nsa.tests import test_unseen_values as unseen
 from nsa.tests.helpers import make_qkv, randn
 
 HALF, BF = torch.float16, torch.bfloat16
@@ -149,3 +150,11 @@ def test_fa2_gpu_varlen_short_prompts_see_no_block(cuda, source):
     assert not out.any() and lse.isneginf().all()
     out.sum().backward()
     assert not q.grad.any()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_fa2_gpu_varlen_unseen_values_have_no_effect(branch, packed, source):
+    case = unseen.packed_case if packed else unseen.branch_case
+    run, x, sees, places = case("fa2", branch, HALF, "cuda")
+    unseen.check(run, x, sees, places, math.nan)

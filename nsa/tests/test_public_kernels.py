@@ -128,3 +128,24 @@ def test_decode_step(steps, kernel_device):
         path_taken="triton", launches=launched, expect_kernels=expected,
     )  # fmt: skip
     assert sum(r.cmp for r in cache.reads()[1:]) == 7 + 7 + 8  # blocks end at 31, 31 and 35
+
+
+@pytest.mark.parametrize("needs", ["q", "gates"])
+def test_a_decode_step_gives_the_gradients_that_it_is_asked_for(needs, kernel_device):
+    """The fused step has none: the kernels of prefill serve."""
+    from nsa.attention import nsa_decode
+
+    config = NSAConfig(dim=32, heads=4, groups=2, d_k=16, d_v=16, w=12, phi="mean", **SIZES)
+    torch.manual_seed(0)
+    layer = NSAAttention(config).to(kernel_device, H)
+    cache = layer.make_cache(1, 48)
+    layer.prefill(randn(1, 40, 32, seed=5, dtype=H, device=kernel_device), cache)
+    x = dict(q=randn(1, 2, 4, 16, seed=6, dtype=H, device=kernel_device),
+             gates=randn(1, 2, 4, 3, seed=7, dtype=H, device=kernel_device))  # fmt: skip
+    x[needs].requires_grad_()
+    grads = []
+    for backend in ("triton", "reference"):
+        out, _ = nsa_decode(x["q"], cache, None, x["gates"], backend=backend, flags=GRAD)
+        grads += torch.autograd.grad(out, x[needs], torch.ones_like(out))
+    assert grads[1].abs().max() > 0.1
+    torch.testing.assert_close(*grads, atol=4e-3, rtol=4e-3)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import nsa
 from nsa import NSAAttention, NSAConfig, NSALanguageModel, nsa_attention
+from nsa.attention import nsa_decode
 from nsa.compress import mean_pool
 from nsa.flags import clear_flags_cache
 from nsa.module import NSABlock
@@ -112,6 +113,31 @@ def test_packs_are_refused_under_vmap():
     packed = [torch.stack([x[0], x[0]]) for x in inputs(1)]
     with pytest.raises(NotImplementedError, match="nsa_attention takes no packed sequences under"):
         torch.vmap(lambda *x: nsa_attention(*x, cu_seqlens=cu_seqlens, **SIZES))(*packed)
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, lambda run: torch.func.grad(
+    lambda x: run(x).sum())], ids=["vmap", "grad"])  # fmt: skip
+@pytest.mark.parametrize("call", ["step", "prefill"])
+def test_a_cache_is_refused_under_transforms(call, transform):
+    """Its steps have no gradient, and a kernel that failed there would not be tried again."""
+    layer = NSAAttention(CONFIG)
+    run = lambda x: getattr(layer, call)(x, layer.make_cache(1, 9))
+    x = randn(3, 1, 2, CONFIG.dim, seed=1)
+    with pytest.raises(NotImplementedError, match="a cache takes no tokens under torch.func"):
+        transform(run)(x if transform is torch.vmap else x[0])
+
+
+def test_decode_under_transforms():
+    layer = NSAAttention(CONFIG)
+    cache, c = layer.make_cache(1, 30), CONFIG
+    layer.prefill(randn(1, 20, c.dim, seed=1), cache)
+    q, gates = randn(1, 2, c.heads, c.d_k, seed=2), randn(1, 2, c.heads, 3, seed=3)
+    run = lambda q: nsa_decode(q, cache, None, gates)[0].sum()
+    leaf = q.clone().requires_grad_()
+    run(leaf).backward()
+    torch.testing.assert_close(torch.func.grad(run)(q), leaf.grad)
+    with pytest.raises(NotImplementedError, match="nsa_decode does not run under torch.vmap"):
+        torch.vmap(run)(torch.stack([q, q]))
 
 
 def test_per_sample_gradients_of_a_layer():

@@ -341,6 +341,39 @@ def test_attention_of_pytorch(backend, bad):
     check_whole(layer(), backend, bad, 1e-5)
 
 
+def test_a_query_of_nan_that_sees_nothing():
+    """Where there is no compressed key at all."""
+    q, k, v = make_qkv(1, 5, 2, 1, 8, Skv=0)
+    q[0, 0] = math.nan
+    out, lse = nsa.compressed_attention(q, k, v, l=L, d=D, backend="reference")
+    assert not out.any() and lse.isneginf().all()
+
+
+def check_odd_gates(tensors, backend, odd, tol):
+    """Gates are real numbers. Of one that is none the row tells, by its output and by its q's
+    gradient; the others are what they were, and so is what the gradient of the gates is made of."""
+    was = whole(tensors, backend)
+    for branch in range(3):
+        x = [t.clone() for t in tensors]
+        x[7][0, 30, 1, branch] = odd
+        now = whole(x, backend)
+        others = torch.ones(now[0].shape[:-1], dtype=torch.bool)
+        others[0, 30, 1] = False
+        for got, want in zip(now[:2], was[:2], strict=True):
+            assert not got[~others].isfinite().all(-1).any(), (branch, "hidden")
+            torch.testing.assert_close(got[others], want[others], atol=tol, rtol=tol)
+        torch.testing.assert_close(now[8], was[8], atol=tol, rtol=tol)
+
+
+GATES = [math.inf, -math.inf, math.nan]
+
+
+@pytest.mark.parametrize("odd", GATES)
+@pytest.mark.parametrize("backend", PYTORCH)
+def test_gates_that_are_no_numbers(backend, odd):
+    check_odd_gates(layer(), backend, odd, 1e-5)
+
+
 # ---- Triton's kernels ----------------------------------------------------------------------------
 
 
@@ -432,6 +465,12 @@ def test_decode_of_several_tokens(team, bad, kernel_device, monkeypatch):
 @pytest.mark.kernel
 def test_attention_of_triton(kernel_device):
     check_whole(layer(F16, kernel_device), "triton", math.nan, 4e-3)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("odd", GATES)
+def test_gates_of_triton_that_are_no_numbers(odd, kernel_device):
+    check_odd_gates(layer(F16, kernel_device), "triton", odd, 4e-3)
 
 
 @pytest.mark.kernel

@@ -120,6 +120,13 @@ def _gpu(profile: str) -> list[Stage]:
         env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
         log="decode_serving.txt", outputs=("decode_serving.csv",), group="bench", shrinks=True,
     )  # fmt: skip
+    fuzz = Stage(
+        "fuzz", "Public functions on drawn shapes, packs, layouts, values and dtypes",
+        ("{python}", "-m", "scripts.fuzz", "--seconds", "600", "--device", "cuda",
+         "--last", "{out}/fuzz_last.json"),
+        proof="tests", least=7, timeout_s=1200, estimate_s=610, required=False, env=PARITY,
+        log="fuzz.txt", outputs=("fuzz_last.json",), group="parity",
+    )  # fmt: skip
     stages = [
         Stage(
             "routing", "Flags and the ladder of each branch",
@@ -236,8 +243,9 @@ def _gpu(profile: str) -> list[Stage]:
             proof="tests", timeout_s=300 * slow, estimate_s=30 if quick else 22, env=TRITON_ON,
             log="train_showcase.txt", outputs=("train.jsonl",), group="train",
         ),
-        # Half an hour of cells: last, so that a run that is cut short has everything else.
-        *((decode, *selection, threshold) if full else ()),
+        # Ten minutes of examples and half an hour of cells: last, so that a run that is cut short
+        # has everything else.
+        *((fuzz, decode, *selection, threshold) if full else ()),
     ]  # fmt: skip
     return [s for s in stages if s.id not in LEFT_OUT.get(profile, ())]
 

@@ -72,8 +72,10 @@ def _combine_bwd_kernel(
         gate = tl.load(GATES + rows * 3 + branch, mask=live, other=1.0).to(tl.float32)
         lse = tl.load(lse_of + rows, mask=live, other=0.0)
         size = tl.abs(gate)
-        # g = 0 gives +inf: no probability at all. Rows without keys keep their -inf.
-        folded = tl.where(lse == float("-inf"), lse, lse - tl.math.log2(size) * 0.6931471805599453)
+        # g = 0 gives +inf: no probability at all. Rows without keys keep their -inf. An infinite
+        # gate gives NaN: as -inf it would pass for a row without keys.
+        known = tl.where(size == float("inf"), float("nan"), size)
+        folded = tl.where(lse == float("-inf"), lse, lse - tl.math.log2(known) * 0.6931471805599453)
         folded = mark_sign(folded, gate < 0)
         any_negative |= (gate < 0).to(tl.int32)
         to = branch * tl.cast(n_rows, tl.int64) + rows

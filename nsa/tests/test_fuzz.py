@@ -1,0 +1,248 @@
+"""scripts/fuzz: a short run of it, and that it finds faults, tells them and repeats them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+
+import pytest
+import torch
+
+pytest.importorskip("hypothesis", reason="fuzzing needs hypothesis")
+
+from nsa import oracle, reference, select
+from nsa.tests.helpers import make_block_indices, make_qkv, randn
+from scripts.fuzz import __main__ as fuzz
+from scripts.fuzz.cases import OPERATIONS, Case
+from scripts.fuzz.check import check
+from scripts.fuzz.judge import attend, attend_in_dtype
+from scripts.oneshot import stages
+from scripts.oneshot.judge import judge
+from scripts.oneshot.model import Status
+from scripts.oneshot.rows import parse_row
+
+# ---- short runs ----------------------------------------------------------------------------------
+
+
+def run_all(space, examples):
+    run = fuzz.fuzz("cpu", space, list(OPERATIONS), seed=0, seconds=None, examples=examples)
+    assert not run.faults, run.faults[0].told()
+    for operation in OPERATIONS:
+        assert sum(n for (name, _), n in run.examples.items() if name == operation) == examples
+
+
+def test_routes_of_pytorch():
+    run_all(fuzz.Space.of("cpu", ["reference", "sdpa"]), 15)
+
+
+@pytest.mark.kernel
+def test_kernels_in_the_interpreter():
+    if not fuzz.interpreting():
+        pytest.skip("the stage fuzz runs them on a GPU")
+    run_all(fuzz.Space(fuzz.Space.of("cpu", ["triton"]).routes, 6, 16, 2), 2)
+
+
+# ---- what is right -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sliding", "compressed", "selected"])
+def test_what_is_right_is_the_oracles(kind):
+    N = {"compressed": 5}.get(kind, 21)
+    q, k, v = make_qkv(1, 21, 6, 2, 8, 5, Skv=N, dtype=torch.float64, requires_grad=True)
+    t, key = torch.arange(21)[:, None, None], torch.arange(N)
+    if kind == "sliding":
+        out, seen = oracle.sliding_attention(q, k, v, window=6), (key <= t) & (key > t - 6)
+    elif kind == "compressed":
+        out, _ = oracle.compressed_attention(q, k, v, l=4, d=4)
+        seen = key * 4 + 3 <= t
+    else:
+        blocks = make_block_indices("ragged", 1, 21, 2, 3, 4)
+        out = oracle.selection_attention(q, k, v, oracle.blocks_to_ranges(blocks, 4))
+        seen = (blocks[0][..., None] == key // 4).any(-2) & (key <= t)
+    do = randn(*out.shape, seed=3, dtype=torch.float64)
+    seen = seen.expand(21, 2, N)
+    part = attend(*(x[0].detach() for x in (q, k, v)), seen, 8**-0.5, do[0])
+    theirs = attend_in_dtype(*(x[0].detach() for x in (q, k, v)), seen, 8**-0.5)
+    torch.testing.assert_close(part.right["out"], out[0].detach())
+    torch.testing.assert_close(theirs, out[0].detach())
+    for name, x, grad in zip("qkv", (q, k, v), torch.autograd.grad(out, (q, k, v), do),
+                             strict=True):  # fmt: skip
+        torch.testing.assert_close(part.right[name], grad[0])
+        assert (part.sizes[name] >= part.right[name].abs() - 1e-12).all(), x.shape
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def rounded(attend):
+    """Attention whose output has lost its last bits."""
+
+    def run(*args):
+        out, lse = attend(*args)
+        return out + (out * (1 + 2.0**-8) - out).detach(), lse
+
+    return run
+
+
+def a_key_too_few(sliding):
+    return lambda q, k, v, *, window, **how: sliding(q, k, v, window=max(1, window - 1), **how)
+
+
+def raises(*args, **kwargs):
+    raise RuntimeError("no such thing")
+
+
+def without_forced(top_blocks):
+    return lambda scores, *, n_init, n_local, **how: top_blocks(
+        scores, n_init=0, n_local=1, **how
+    )
+
+
+PLANTED = {  # operation, where, what, and what is told
+    "a key too few": ("sliding", (reference, "sliding_attention"), a_key_too_few, "out: row"),
+    "lost bits": ("compressed", (reference, "_attend"), rounded, "out: row"),
+    "NaN that nobody sees": (
+        "sliding", (reference, "finite"),
+        lambda _: lambda x: (x, torch.zeros(x.shape[:-1], dtype=torch.bool)), "nan at",
+    ),
+    "NaN that is hidden": (
+        "blocks", (reference, "factor"), lambda _: lambda mask, odd: torch.ones(()), "hides it",
+    ),
+    "a block is missing": ("choice", (select, "top_blocks"), without_forced, "must be among"),
+    "an exception": ("decode", (reference, "_attend"), lambda _: raises, "no such thing"),
+}  # fmt: skip
+
+
+FUZZ = next(s for s in stages.plan("full") if s.id == "fuzz")
+
+
+def rows_of(path):
+    return [parse_row(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found_and_repeated(name, monkeypatch, capsys, tmp_path):
+    operation, (where, what), plant, told = PLANTED[name]
+    rows = os.open(tmp_path / "rows", os.O_CREAT | os.O_WRONLY)
+    monkeypatch.setattr(fuzz, "SHRINK_S", 2)
+    monkeypatch.setattr(fuzz, "MOST_FAULTS", 1)
+    with monkeypatch.context() as faulty:
+        faulty.setenv("NSA_RESULT_FD", str(rows))
+        faulty.setattr(where, what, plant(getattr(where, what)))
+        argv = ["--operations", operation, "--routes", "reference", "--examples", "200",
+                "--last", str(tmp_path / "last.json")]  # fmt: skip
+        assert fuzz.main(argv) == 1
+        printed = capsys.readouterr().out
+        assert told in printed and "1 faults: seed 0" in printed
+        command = next(x for x in printed.splitlines() if "again by: " in x)
+        again = shlex.split(command.partition("python -m scripts.fuzz ")[2])
+        faulty.delenv("NSA_RESULT_FD")
+        assert fuzz.main(again) == 1
+        assert told in capsys.readouterr().out
+    assert fuzz.main(again) == 0
+    assert Case.from_json((tmp_path / "last.json").read_text()).operation == operation
+    sent = rows_of(tmp_path / "rows")
+    test = next(r for r in sent if r["kind"] == "test")
+    assert test["outcome"] == "failed" and "again by" in test["reason"]
+    assert judge(FUZZ, 1, sent).status is Status.FAIL
+
+
+def test_an_error_of_the_device_ends_the_run(monkeypatch, capsys):
+    def lost(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(fuzz, "check", lost)
+    assert fuzz.main(["--examples", "50"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("FAULT") == 1 and "illegal memory access" in printed
+
+
+def test_time_is_kept(monkeypatch):
+    """No example begins once it is over."""
+    clock = iter(range(10_000))
+    monkeypatch.setattr(fuzz.time, "monotonic", lambda: float(next(clock)))
+    seen = []
+    monkeypatch.setattr(fuzz, "check", lambda case, device: seen.append(case) or 0.0)
+    run = fuzz.fuzz("cpu", fuzz.Space.of("cpu", None), ["sliding"], 0, seconds=30, examples=0)
+    assert 0 < len(seen) < 30 and sum(run.examples.values()) == len(seen)
+
+
+def test_nothing_that_ran_is_no_success(monkeypatch, capsys):
+    def refuse(*_):
+        raise fuzz.RouteUnavailable("triton", "no_triton")
+
+    monkeypatch.setattr(fuzz, "check", refuse)
+    assert fuzz.main(["--examples", "3", "--operations", "sliding"]) == 3
+    assert "refused 3 times: sliding on route 'triton' is unavailable" in capsys.readouterr().out
+
+
+def test_an_operation_without_a_route_is_left_out():
+    space = fuzz.Space({"fa2": fuzz.LARGE}, 9, 9, 2)
+    run = fuzz.fuzz("cpu", space, ["choice"], 0, seconds=None, examples=3)
+    assert not run.examples and not run.faults
+
+
+def test_without_hypothesis_the_reason_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(fuzz.importlib.util, "find_spec", lambda name: None)
+    assert fuzz.main([]) == 3
+    assert "needs hypothesis, which is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, told",
+    [(["--operations", "slide"], "got slide"), (["--routes", "triton,flash"], "got ")],
+)
+def test_a_name_that_is_none_is_told(argv, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        fuzz.main(argv)
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_case_is_its_json():
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    space = fuzz.Space.of("cpu", ["reference"])
+
+    @settings(max_examples=60, derandomize=True, database=None, deadline=None)
+    @given(st.one_of([fuzz.cases(operation, space) for operation in OPERATIONS]))
+    def same(case):
+        assert Case.from_json(case.to_json()) == case
+
+    same()
+
+
+def test_the_stage_passes_where_every_operation_ran(monkeypatch, tmp_path):
+    assert FUZZ.least == len(OPERATIONS)
+    assert "fuzz" not in {s.id for s in stages.plan("standard")}
+    monkeypatch.setattr(fuzz, "check", lambda case, device: 0.5)
+    for operations, status in ((OPERATIONS, Status.PASS), (OPERATIONS[1:], Status.NOT_RUN)):
+        rows = os.open(tmp_path / "rows", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        monkeypatch.setenv("NSA_RESULT_FD", str(rows))
+        argv = ["--operations", ",".join(operations), "--routes", "sdpa", "--examples", "3"]
+        assert fuzz.main(argv) == 0
+        assert judge(FUZZ, 0, rows_of(tmp_path / "rows")).status is status
+
+
+# ---- what it found -------------------------------------------------------------------------------
+
+TINY = dict(G=1, h=2, Dk=16, Dv=16, l=8, d=4, l_sel=16, n_sel=4, w=11)
+FOUND = {
+    "a query of NaN where there is no compressed key": dict(
+        operation="attention", route="reference", dtype="fp32", lengths=[2], packed=True,
+        odd=["q", 0, "nan"],
+    ),
+    "a key of NaN that the only query sees, without a mask": dict(
+        operation="compressed", route="sdpa", dtype="fp32", lengths=[1], q_start=7,
+        odd=["k_cmp", 0, "nan"],
+    ),
+    "the same in a window": dict(
+        operation="sliding", route="sdpa", dtype="fp16", lengths=[1], odd=["k_win", 0, "nan"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_it_found_is_right(name):
+    check(Case.from_json(json.dumps({**FOUND[name], "geometry": TINY})), "cpu")
