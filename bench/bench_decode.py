@@ -111,7 +111,7 @@ def total_case(step: Step, columns: dict[str, Any]) -> Case:
 
     def view(out: Any) -> Tensor:
         if isinstance(out, tuple):
-            chosen[0] = out[1].cpu()
+            chosen[0] = out[1]
             return out[0]
         return out
 
@@ -121,8 +121,9 @@ def total_case(step: Step, columns: dict[str, Any]) -> Case:
     return Case(
         "decode", case_name(len(q), step.S),
         Contender("nsa", step.total(), step.path, step.kernels()),
-        refill=step.refill, inputs=step.inputs, oracle=lambda: step.total_truth(chosen[0]),
-        same_dtype=lambda: step.total_plain(chosen[0]), baselines=dense_contenders(step), view=view,
+        refill=step.refill, inputs=step.inputs, oracle=lambda: step.total_truth(chosen[0].cpu()),
+        same_dtype=lambda: step.total_plain(chosen[0].cpu()), baselines=dense_contenders(step),
+        view=view, renew=step.renew, distinct=step.S > 1,
         requested=step.requested,
         bytes_needed=(keys * rows + q.shape[0] * c.heads * (c.d_k + c.d_v)) * itemsize,
         flops=2 * keys * rows * c.heads_per_group, columns=columns,
@@ -137,7 +138,8 @@ def branch_case(step: Step, branch: str, columns: dict[str, Any]) -> Case:
         Contender(f"nsa {branch}", step.alone(branch), path, step.kernels(branch=branch)),
         refill=step.refill, inputs=step.inputs,
         oracle=lambda: step.truth(branch, step.blocks),
-        same_dtype=lambda: step.plain(branch, step.blocks), columns=columns,
+        same_dtype=lambda: step.plain(branch, step.blocks), renew=step.renew,
+        distinct=getattr(step.counted, branch) > 1, columns=columns,
     )  # fmt: skip
 
 

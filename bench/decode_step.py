@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.records import note
-from bench.sdpa_baselines import BACKENDS, usable
+from bench.sdpa_baselines import BACKENDS, promised, usable
 from bench.timing import Contender
 from nsa import attention, blocks, dispatch, oracle, reference, select
 from nsa.dispatch import Branch, Route
@@ -144,6 +144,13 @@ class Step:
             self.q, self.cache.compressed()[0], **choosing, q_start=self.S - 1,
             backend="reference", flags=self.flags,
         ))  # fmt: skip
+
+    def renew(self, seed: int) -> None:
+        """Another query and gates over the same cache."""
+        self._dense = None
+        gen = torch.Generator(self.q.device).manual_seed(seed)
+        self.q.normal_(generator=gen)
+        self.gates.uniform_(generator=gen)
 
     @contextlib.contextmanager
     def at(self, length: int) -> Iterator[None]:
@@ -329,7 +336,8 @@ def dense_contenders(step: Step) -> list[Contender]:
     """Dense attention over the cache's S tokens by each backend of SDPA that takes it.
 
     In two layouts, rows: the heads of a group as query rows of one attention; gqa: one query per
-    head, keys shared. "padded": with values stored as wide as keys, where they are narrower.
+    head, keys shared. "padded": with values stored as wide as keys, where they are narrower;
+    "expanded": the backend copies the keys to every head.
     """
     q = step.q
     B, _, HQ, _ = q.shape
@@ -344,15 +352,14 @@ def dense_contenders(step: Step) -> list[Contender]:
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=True)
         return out[..., :d_v].transpose(1, 2)
 
-    def contender(name: str, backend: SDPBackend, form: Callable[[], Tensor]) -> Contender:
+    def on(backend: SDPBackend, form: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def call() -> Tensor:
             with torch.no_grad(), sdpa_kernel(backend):
                 return form()
 
-        return Contender(
-            f"dense sdpa {name}", call, "sdpa", oracle=step.dense_truth,
-            same_dtype=lambda: plain_attention(q, *step.cache.selectable()),
-        )  # fmt: skip
+        return call
+
+    keys, width = B * k.shape[2] * G, k.shape[-1] + d_v
 
     names = ("flash", "cudnn") if q.is_cuda else ("flash", "math")
     if q.is_cuda and step.exact:  # the others copy K and V to every head, or to fp32
@@ -361,9 +368,16 @@ def dense_contenders(step: Step) -> list[Contender]:
     if step.v_padded is not None:
         wide = step.v_padded.transpose(1, 2)
         forms += [("rows padded", lambda: rows(wide)), ("gqa padded", lambda: gqa(wide))]
-    every = [contender(f"{name} {layout}", BACKENDS[name], form)
-             for name in names for layout, form in forms]  # fmt: skip
-    found = usable({one.name: one.call for one in every})
+    found = usable({f"dense sdpa {name} {layout}": on(BACKENDS[name], form)
+                    for name in names for layout, form in forms})  # fmt: skip
     if why := found.why_none():
         note(f"decode bench: no dense attention to compare with at S={step.S}: {why}", "warn")
-    return [one for one in every if one.name in found.calls]
+    return [
+        Contender(
+            found.label(name), call, "sdpa", oracle=step.dense_truth,
+            same_dtype=lambda: plain_attention(q, *step.cache.selectable()),
+            bytes_needed=(keys + B * HQ) * width * q.element_size(),
+            flops=2 * keys * (HQ // G) * width, attends=promised(name),
+        )
+        for name, call in found.calls.items()
+    ]  # fmt: skip

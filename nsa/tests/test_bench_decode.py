@@ -236,7 +236,7 @@ def test_baselines_are_dense_and_right(step):
     case = total_case(step, {})
     names = {c.name for c in case.baselines}
     flash = {"dense sdpa flash rows padded", "dense sdpa flash gqa padded"}
-    assert flash | {"dense sdpa math rows", "dense sdpa math gqa"} <= names
+    assert flash | {"dense sdpa math rows", "dense sdpa math gqa expanded"} <= names
     assert "dense sdpa flash rows" not in names  # it needs Dk = Dv
     for contender in case.baselines:
         prove(case, contender, 1, "baseline")
