@@ -52,7 +52,7 @@ from torch import Tensor
 from bench.clock import clock_for
 from bench.decode_graph import more_rows
 from bench.decode_step import BRANCHES, Step, dense_contenders
-from bench.device import Gpu, ceilings
+from bench.device import Gpu, ceilings, host_ceilings
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
 from bench.records import (
@@ -89,7 +89,8 @@ CSV_COLUMNS = (
     "ci_low", "ci_high", "cmp_low", "cmp_high", "sel_low", "sel_high", "win_low", "win_high",
     "wall_ms", "baseline", "base_ms", "speedup", "speedup_low", "speedup_high", "n", "cache",
     "status", "why", "branch_status", "path", "branch_path", "fallback", "parity", "mae", "max_abs",
-    "base_wall_ms", "launch_bound", "ms_graph", "graph_low", "graph_high", "graph_baseline",
+    "base_wall_ms", "base_peak_frac", "base_ran",
+    "launch_bound", "ms_graph", "graph_low", "graph_high", "graph_baseline",
     "graph_base_ms",
     "graph_speedup", "graph_speedup_low", "graph_speedup_high", "ms_module_eager_wall",
     "ms_module_eager", "module_low", "module_high", "ms_module_graph", "module_graph_low",
@@ -186,6 +187,7 @@ def csv_row(
         **columns, **more, "S": step.S, "ms_total": _ms(row.median_us), "ci_low": _ms(low),
         "ci_high": _ms(high), "wall_ms": _ms(row.wall_us),
         "base_wall_ms": _ms(row.base_wall_us), "baseline": row.baseline,
+        "base_peak_frac": row.base_peak_frac, "base_ran": row.base_ran,
         "base_ms": _ms(row.base_median_us), "speedup": row.speedup, "speedup_low": slow,
         "speedup_high": fast, "n": row.n, "cache": row.cache, "status": row.status,
         "launch_bound": row.launch_bound,
@@ -327,7 +329,7 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
         "gpu": gpu,
         "cold": gpu is not None,
         "budget": budget,
-        "ceiling": ceilings(gpu, out_dir()),
+        "ceiling": ceilings(gpu, out_dir()) if gpu else None,
     }
     columns = {
         **{n: getattr(args, n) for n in ("dim", "heads", "groups", "dk", "dv", "l", "d",
@@ -336,6 +338,7 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     }  # fmt: skip
     if gpu is None:  # a step is too little work to share: more threads wait for each other
         torch.set_num_threads(1)
+        tools["ceiling"] = host_ceilings()
     torch.manual_seed(0)
     layer = NSAAttention(config).to(device=device, dtype=DTYPES[dtype]).eval()
     lines: list[dict[str, Any]] = []

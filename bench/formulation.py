@@ -91,13 +91,13 @@ def watch(call: Callable[[], Any]) -> Ran:
     return ran
 
 
-def why_another(contender: Contender, ran: Ran) -> str | None:
-    """Why what ran is not the formulation that the baseline's name promises."""
-    if contender.attends is None:
+def why_another(attends: str | None, name: str, ran: Ran) -> str | None:
+    """Why what ran is not the formulation that a baseline's name promises."""
+    if attends is None:
         return None
-    if ran.attention != Counter({contender.attends: 1}):
-        return f"it is named {contender.attends} and ran {ran.words() or 'no attention'}"
-    if ran.expanded and "expanded" not in contender.name:
+    if ran.attention != Counter({attends: 1}):
+        return f"it is named {attends} and ran {ran.words() or 'no attention'}"
+    if ran.expanded and "expanded" not in name:
         return "it copied the keys to every head, which its name does not say"
     return None
 

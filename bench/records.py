@@ -280,6 +280,8 @@ class BenchRow:
         if self.speedup is not None:
             low, high = self.speedup_ci95
             text += f"  {self.speedup:5.2f}x [{low:.2f}, {high:.2f}] of {self.baseline}"
+            if self.base_peak_frac:
+                text += f" (at {self.base_peak_frac:.0%} of its {self.base_bound})"
         if self.peak_frac:
             text += f"  {self.peak_frac:4.0%} of {self.bound}"
         return text + ("" if self.status == "VALID" else f"  {self.status}: {why}")

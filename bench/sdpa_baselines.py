@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.formulation import watch
+from bench.formulation import watch, why_another
 from nsa import launches
 from nsa.checks import scale_of
 from nsa.errors import is_sticky
@@ -60,8 +60,7 @@ def usable(calls: Mapping[str, Callable[[], Tensor]]) -> Usable:
             warnings.simplefilter("always")  # a backend that refuses says there why
             try:
                 with torch.no_grad():
-                    if watch(call).expanded:
-                        found.expanded.add(name)
+                    ran = watch(call)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
             except RuntimeError as error:
@@ -70,13 +69,19 @@ def usable(calls: Mapping[str, Callable[[], Tensor]]) -> Usable:
                 words = [str(error), *(str(w.message) for w in said)]
                 found.refused[name] = _first_reason(words)
                 continue
+        if ran.expanded:
+            found.expanded.add(name)
+        if why := why_another(promised(name), found.label(name), ran):
+            found.refused[name] = why
+            continue
         found.calls[name] = call
     return found
 
 
-def promised(name: str) -> str:
-    """The backend in a baseline's name, "dense sdpa flash gqa" or "sdpa_flash_gqa"."""
-    return re.search(rf"sdpa[_ ]({'|'.join(BACKENDS)})", name)[1]
+def promised(name: str) -> str | None:
+    """The backend in a baseline's name: "dense sdpa flash gqa", "sdpa_flash_gqa"; None without."""
+    match = re.search(rf"sdpa[_ ]({'|'.join(BACKENDS)})", name)
+    return match and match[1]
 
 
 def _first_reason(words: list[str]) -> str:

@@ -355,7 +355,8 @@ def _baseline(
     """
     ran = watch(base.watched or base.call)
     work = base if base.bytes_needed or base.flops else case
-    why = why_another(base, ran) or why_not_attention(base, ran, median_us, clock, cold)
+    why = why_another(base.attends, base.name, ran)
+    why = why or why_not_attention(base, ran, median_us, clock, cold)
     ideal = _ideal_us(work, ceiling)
     if ideal and not why:
         now = Reached(max(ideal.values()), median_us)
