@@ -64,9 +64,11 @@ TIMES = ("min_us", "p20_us", "median_us", "p80_us", "p95_us", "wall_us", "base_m
 def why_no_time(row: Mapping[str, Any]) -> list[str]:
     """Why a bench row's times cannot be true: not above zero, more than the host saw go by, or far
     under what the host waits for a call and that nothing else explains."""
-    number = lambda name: row[name] if isinstance(row.get(name), (int, float)) else None
-    why = [f"{name} is {row[name]:g}" for name in TIMES
-           if number(name) is not None and row[name] <= 0]  # fmt: skip
+    number = lambda name: (
+        row[name] if type(row.get(name)) in (int, float) and math.isfinite(row[name]) else None
+    )
+    given = {name: number(name) for name in TIMES}
+    why = [f"{name} is {us:g}" for name, us in given.items() if us is not None and us <= 0]
     timed, elapsed = number("timed_us"), number("elapsed_us")
     if timed is not None and elapsed is not None and timed > 1.02 * elapsed + 100.0:
         why.append(f"the clock counts {timed:.0f} us in calls that took the host {elapsed:.0f} us")

@@ -415,6 +415,45 @@ def test_the_devices_own_time_is_what_lies_between_two_marks():
         busy_between(spans, 3)
 
 
+def test_what_is_no_work_of_a_call_lies_outside_of_its_events(monkeypatch):
+    """On a card: inputs are renewed and caches flushed before the first event, marks are taken
+    after the last one."""
+    from bench import clock as module
+
+    order: list[str] = []
+
+    class Event:
+        made = 0
+
+        def __init__(self, enable_timing=True):
+            Event.made += 1
+            self.name = f"event{Event.made}"
+
+        def record(self):
+            order.append(self.name)
+
+        def query(self):
+            return False
+
+        def elapsed_time(self, other):
+            return 0.01
+
+    cuda = SimpleNamespace(
+        Event=Event, _sleep=lambda n: order.append("sleep"), synchronize=lambda *_: None,
+        get_device_properties=lambda _: SimpleNamespace(L2_cache_size=8, clock_rate=1e6),
+    )  # fmt: skip
+    monkeypatch.setattr(module.torch, "cuda", cuda)
+    clock = module.CudaClock("cpu")
+    clock._flush = SimpleNamespace(zero_=lambda: order.append("flush"))
+    call = lambda: order.append("call")
+    call.before = lambda: order.append("before")
+    call.after = lambda: order.append("after")
+    assert clock.run([call], cold=True) == [10.0]
+    assert order == ["sleep", "event3", "before", "flush", "event1", "call", "event2", "after"]
+    order.clear()
+    assert clock.wall(call, 3) >= clock.enqueue_us > 0 and order.count("call") == 3
+
+
 def test_without_kernels_in_the_profile_events_are_the_clock(monkeypatch, capsys):
     from bench import clock as module
 
