@@ -275,7 +275,8 @@ def bench_length(
     step = Step(layer, batch, S, backend=backend)
     read = step.counted
     own = {**columns, "S": S, "reads_actual": read.cmp + read.sel + read.win,
-           "reads_expected": read.expected_step, "fallback": step.fallback}  # fmt: skip
+           "reads_expected": read.expected_step, "reads_cmp": read.cmp, "reads_sel": read.sel,
+           "reads_win": read.win, "fallback": step.fallback}  # fmt: skip
 
     total = total_case(step, own)
     row = measure(total, **tools)

@@ -38,6 +38,7 @@ VARIANTS = {
     "fa2": {"torch", "flash", "attn", "dense", "varlen"},
 }  # fmt: skip
 CSV_STDOUT = "-"
+SAMPLES_KEPT = 200  # raw times of a row; of a longer series every k-th
 # What the lower bound of every speedup has to be for a threshold to lie so low.
 MIN_SPEEDUP = 1.2
 
@@ -391,7 +392,8 @@ def say(args: argparse.Namespace, text: str) -> None:
     print(text, file=sys.stderr if args.csv == CSV_STDOUT else sys.stdout, flush=True)
 
 
-def _cell(value: Any) -> str:
+def as_cell(value: Any) -> str:
+    """`value` as a cell of a CSV: empty for None and what is not finite, a float by 7 digits."""
     value = _plain(value)
     if value is None:
         return ""
@@ -408,7 +410,7 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
+    writer.writerows([as_cell(row.get(name)) for name in columns] for row in rows)
     return out.getvalue()
 
 

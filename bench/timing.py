@@ -29,11 +29,10 @@ from bench.device import THROTTLED, Ceilings, Gpu, Watch
 from bench.formulation import Reached, watch, why_another, why_not_attention, why_slow
 from bench.parity import Parity
 from bench.proof import NotProven, NotRight, SpotChecks, Turns, held, prove
-from bench.records import BenchRow, out_dir, why_no_time
+from bench.records import SAMPLES_KEPT, BenchRow, out_dir, why_no_time
 from nsa import launches
 
 RATIO_FLOOR_US = 2.0  # shorter calls get no ratio: the clock's own step is a quarter of that
-SAMPLES_KEPT = 200
 TOO_FAST = 1.05  # share of a nominal peak over which a time cannot be true
 WALL_US = 10_000  # of back-to-back calls in a round
 STEADY_US = 50.0  # the same time of every call, from here on, is no clock's that has steps
