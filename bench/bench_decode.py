@@ -27,7 +27,9 @@ clock starts: choosing them needs the compressed branch and is part of ms_total 
 
 reads_*: keys per KV group. reads_actual counts what filling the cache with S - 1 tokens and the one
 step after it really read, reads_actual_decode the step alone; both through the layer itself:
-tokens of the blocks it used, and rows of the compressed and window views that it was handed. The
+tokens of the blocks it used, and rows of the compressed and window views that it was handed.
+reads_seen, a second opinion: keys whose values the step's result depends on, by gradients; any
+other key may be NaN without a trace (caches of up to 128k tokens). The
 fused step reads the cache in place; its compressed and window keys are counted from the lengths on
 the device, which bound its loops.
 
@@ -86,6 +88,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 CSV_COLUMNS = (
     "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "reads_actual", "reads_expected",
     "reads_actual_decode", "reads_expected_decode", "reads_cmp", "reads_sel", "reads_win",
+    "reads_seen",
     "ci_low", "ci_high", "cmp_low", "cmp_high", "sel_low", "sel_high", "win_low", "win_high",
     "wall_ms", "baseline", "base_ms", "speedup", "speedup_low", "speedup_high", "n", "cache",
     "status", "why", "branch_status", "path", "branch_path", "fallback", "parity", "mae", "max_abs",
@@ -201,7 +204,7 @@ def csv_row(
         "reads_actual": read.total, "reads_expected": read.expected,
         "reads_actual_decode": read.cmp + read.sel + read.win,
         "reads_expected_decode": read.expected_step, "reads_cmp": read.cmp,
-        "reads_sel": read.sel, "reads_win": read.win,
+        "reads_sel": read.sel, "reads_win": read.win, "reads_seen": step.seen,
     }  # fmt: skip
     for branch, part in parts.items():
         line[f"ms_{branch}"] = _ms(part.median_us)
@@ -276,7 +279,7 @@ def bench_length(
     read = step.counted
     own = {**columns, "S": S, "reads_actual": read.cmp + read.sel + read.win,
            "reads_expected": read.expected_step, "reads_cmp": read.cmp, "reads_sel": read.sel,
-           "reads_win": read.win, "fallback": step.fallback}  # fmt: skip
+           "reads_win": read.win, "reads_seen": step.seen, "fallback": step.fallback}  # fmt: skip
 
     total = total_case(step, own)
     row = measure(total, **tools)

@@ -74,6 +74,51 @@ class Step:
         self.refill(0)
         with torch.no_grad():
             self._find_route()
+        # In fp16 the weight of a key may be 0.
+        self.seen = self._seen() if self.exact and self.q.dtype != torch.float16 else None
+
+    def _seen(self) -> int:
+        """Keys per group that one step's output depends on, by the gradients of their values.
+
+        The cache counts what it handed out, by the lengths; this asks the result. Raises
+        AssertionError where the two differ, or where the step also takes anything else in: all
+        other rows are NaN then.
+        """
+        cache = self.cache
+        names = {n: (getattr(cache, f"k_{n}"), getattr(cache, f"v_{n}")) for n in BRANCHES}
+        values = [v for _, v in names.values()]
+        try:
+            for v in values:
+                v.requires_grad_(True)
+            with torch.enable_grad():
+                out = attention.nsa_decode(
+                    self.q, cache, None, self.gates, backend="reference", flags=self.flags
+                )[0]
+            grads = torch.autograd.grad(out.square().sum(), values, allow_unused=True)
+        finally:
+            for v in values:
+                v.requires_grad_(False)
+        counts = {}
+        with torch.no_grad():
+            whole = self._attend(self.backend)
+            kept = []
+            for (name, pair), grad in zip(names.items(), grads, strict=True):
+                read = torch.zeros(pair[1].shape[:3], dtype=torch.bool, device=self.q.device)
+                read = read if grad is None else grad.abs().amax(-1) > 0  # [B, tokens, G]
+                counts[name] = read.sum(1).unique().tolist() or [0]
+                for x in pair:
+                    kept.append((x, x.clone()))
+                    x[~read] = float("nan")
+            alone = self._attend(self.backend)
+            for x, before in kept:
+                x.copy_(before)
+        counted = {n: [getattr(self.counted, n)] for n in BRANCHES}
+        if counts != counted:
+            raise AssertionError(f"the cache counted reads {counted}, its values reach {counts}")
+        close = torch.allclose(whole[0].float(), alone[0].float(), rtol=1e-2, atol=1e-2)
+        if not close or not torch.equal(whole[1], alone[1]):  # NaN is close to nothing
+            raise AssertionError("the step depends on keys that it is not to read")
+        return sum(n for (n,) in counts.values())
 
     def _count(self) -> Counted:
         c, S = self.config, self.S

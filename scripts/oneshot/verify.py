@@ -204,6 +204,9 @@ def check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
         yield f"{case}: {what}"
     for what in _not_derived(row):
         yield f"{case}: {what}"
+    reads = [row[n] for n in ("reads_actual", "reads_expected", "reads_seen") if row.get(n)]
+    if len(set(reads)) > 1:
+        yield f"{case}: keys were read {' and '.join(map(str, reads))} times, by who counts"
     agrees = path_agrees(row.get("path_requested"), row.get("path_taken"))
     if row.get("path_requested") and not agrees and status in ("PASS", "VALID", "UNSTABLE"):
         yield f"{case}: asked for {row['path_requested']}, ran {row.get('path_taken')}"
