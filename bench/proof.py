@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -113,6 +114,7 @@ class Turns:
         self.made = 0
         self.per_call: Counter[str] = Counter()
         self.counted: Counter[str] = Counter()
+        self.by_itself: Counter[str] = Counter()
         self.call = self._call(self._seed, self._mark)
         self._marks: list[Tensor] = []
         self._seen: set[float] = set()
@@ -158,27 +160,25 @@ class Turns:
         self._marks.append(part @ self._weights)
 
     def settle(self) -> None:
-        """Two calls, which say what a call launches, with its inputs and by itself."""
+        """Two calls, which say what a call launches: by the recording, with its inputs, and by
+        what launchers count, with its inputs and by itself."""
+        before = launches.counts()
         with launches.recording() as seen:
             prepare(self.call)
             self.call()
             self._mark()
         self.per_call = Counter(seen)
+        self.counted = added_since(before)
         before = launches.counts()
         prepare(self.contender.call)
         self.contender.call()
-        self.counted = Counter(launches.counts()) - Counter(before)
+        self.by_itself = added_since(before)
 
-    def check_counted(self, before: Mapping[str, int], calls: int) -> None:
-        """Raises NotProven unless that many calls by themselves added their launches to the counts
-        of all launchers, which were `before`."""
-        added = Counter(launches.counts()) - Counter(before)
-        for kernel in sorted({*added, *self.counted}):
-            if added[kernel] != calls * self.counted[kernel]:
-                raise NotProven(
-                    f"{kernel} was launched {added[kernel]} times in {calls} calls back to back "
-                    f"that take {calls * self.counted[kernel]}"
-                )
+    def check_by_itself(self, before: Mapping[str, int], calls: int) -> None:
+        """Raises NotProven unless that many calls, on the inputs as they are, made their launches
+        since launchers had counted `before`."""
+        wanted = Counter({kernel: calls * n for kernel, n in self.by_itself.items()})
+        check_launches(added_since(before), wanted, f"{calls} calls back to back")
 
     def check_marks(self) -> None:
         """Raises NotProven where a call left nothing, or what an earlier one had left."""
@@ -193,6 +193,19 @@ class Turns:
                     "returned on other inputs"
                 )
             self._seen.add(mark)
+
+
+def added_since(before: Mapping[str, int]) -> Counter[str]:
+    """What launchers counted since they had counted `before`."""
+    return Counter(launches.counts()) - Counter(before)
+
+
+def check_launches(seen: Mapping[str, int], wanted: Mapping[str, int], calls: str) -> None:
+    """Raises NotProven unless `calls`, in words, launched what they take."""
+    for kernel in sorted({*wanted, *seen}):
+        got, due = seen.get(kernel, 0), wanted.get(kernel, 0)
+        if got != due:
+            raise NotProven(f"{kernel} was launched {got} times in {calls} that take {due}")
 
 
 def held(clock: Clock, calls: list[Any], cold: bool) -> tuple[list[float], float]:
@@ -210,6 +223,8 @@ class SpotChecks:
 
     Two samples of the candidate, of which one is an even and one an odd call, and one of the
     baseline; their batches are drawn from the first WITHIN. Nothing tells a kernel which they are.
+    In every second of these batches Triton itself reports the launches; that takes another way
+    through the host than a user's call, so that everywhere else the launchers' counts have to do.
     """
 
     def __init__(
@@ -220,6 +235,7 @@ class SpotChecks:
         self._due = list(zip(sorted(draw.sample(range(1, WITHIN + 1), len(whom))),
                              draw.sample(whom, len(whom)), strict=True))  # fmt: skip
         self._parity: int | None = None
+        self._recorded = draw.random() < 0.5
         self._waited = False
         self.parity: Parity | None = None  # of the candidate's last judged sample
         self.judged = 0
@@ -247,7 +263,7 @@ class SpotChecks:
         self._waited = False
         calls = lead + group * repeats
         if whose is None:
-            times, elapsed = self._counted(clock, calls, cold)
+            times, elapsed = self._counted(clock, calls, cold, recorded=False)
             return times, len(lead), elapsed
         if whose is self.ours:
             number = self.ours.made + sum(call is self.ours.call for call in calls)
@@ -262,7 +278,8 @@ class SpotChecks:
         poison(whose.out)  # all of it, not the part that is compared
         whose.out = None
         calls[-1] = whose.with_seed(last)
-        times, elapsed = self._counted(clock, calls, cold)
+        times, elapsed = self._counted(clock, calls, cold, self._recorded)
+        self._recorded = not self._recorded
         parity = judge(self.case, whose.contender, whose.out, whose.per_call)
         self._due.pop(0)
         self._waited, self.judged = True, self.judged + 1
@@ -273,22 +290,21 @@ class SpotChecks:
         return times, len(lead), elapsed
 
     def _counted(
-        self, clock: Clock, calls: list[Any], cold: bool
+        self, clock: Clock, calls: list[Any], cold: bool, recorded: bool
     ) -> tuple[list[float], float]:  # fmt: skip
         """clock.run(calls), after which launches and marks are what they must be."""
-        made = [turns.made for turns in self.turns]
-        with launches.recording() as seen:
+        made, before = [turns.made for turns in self.turns], launches.counts()
+        with launches.recording() if recorded else nullcontext({}) as seen:
             times, elapsed = held(clock, calls, cold)
         wanted: Counter[str] = Counter()
-        for turns, before in zip(self.turns, made, strict=True):
-            for kernel, n in turns.per_call.items():
-                wanted[kernel] += n * (turns.made - before)
-        for kernel in sorted({*wanted, *seen}):
-            if wanted[kernel] != seen.get(kernel, 0):
-                raise NotProven(
-                    f"{kernel} was launched {seen.get(kernel, 0)} times in {len(calls)} timed "
-                    f"calls that take {wanted[kernel]}"
-                )
+        counted: Counter[str] = Counter()
+        for turns, n in zip(self.turns, made, strict=True):
+            for into, per_call in ((wanted, turns.per_call), (counted, turns.counted)):
+                into.update({kernel: k * (turns.made - n) for kernel, k in per_call.items()})
+        words = f"{len(calls)} timed calls"
+        check_launches(added_since(before), counted, words)
+        if recorded:
+            check_launches(seen, wanted, words)
         for turns in self.turns:
             turns.check_marks()
         return times, elapsed

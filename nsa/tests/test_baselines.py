@@ -106,7 +106,7 @@ def row_of(clock, gigabytes, base_us, attends=None, name="dense"):
         return x[0] + x[0]
 
     watched = lambda: real(*[torch.randn(1, 1, 4, 8)] * 3)
-    base = Contender(name, baseline, "torch", bytes_needed=int(gigabytes * GB), attends=attends,
+    base = Contender(name, baseline, "sdpa", bytes_needed=int(gigabytes * GB), attends=attends,
                      watched=watched)  # fmt: skip
     case = planted(baselines=[base])
     x += case.inputs()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from bench import proof
 from bench.clock import HostClock
 from bench.device import Ceilings
 from bench.timing import Contender, measure
@@ -121,6 +124,59 @@ def test_a_launch_that_was_skipped_is_told(skips):
     x += case.inputs()
     row = row_of(case)
     assert row.status == "INVALID" and KERNEL in said(row) and row.median_us is None
+
+
+def test_a_launch_that_its_launcher_counts_and_does_not_make_is_told(monkeypatch):
+    """Triton's own report is another source than the launchers' counts: it is asked now and then,
+    since a call that is watched takes another way."""
+    recorded, calls, x = [], [0], []
+
+    @contextlib.contextmanager
+    def recording():
+        seen = launches.Recording()
+        recorded.append(seen)
+        yield seen
+        recorded.pop()
+
+    monkeypatch.setattr(launches, "recording", recording)
+
+    def candidate():
+        LAST[0] = "ours"
+        calls[0] += 1
+        launches.bump(KERNEL)
+        if recorded and calls[0] % 50 != 49:
+            recorded[-1][KERNEL] = recorded[-1].get(KERNEL, 0) + 1
+        return 2 * x[0]
+
+    case = planted(candidate=Contender("ours", candidate, "triton_dense", (KERNEL,)))
+    x += case.inputs()
+    told = []
+    for _ in range(20):
+        calls[0] = 0
+        told.append(row_of(case, SimulatedClock({"ours": 5.0, "base": 9.0})).status)
+    assert "INVALID" in told
+
+
+def test_calls_that_nobody_watches_are_judged_too(monkeypatch):
+    """One of the judged samples of a case is not recorded: its call is a user's."""
+    real, inside, judged = launches.recording, [0], []
+
+    @contextlib.contextmanager
+    def recording():
+        inside[0] += 1
+        with real() as seen:
+            yield seen
+        inside[0] -= 1
+
+    monkeypatch.setattr(launches, "recording", recording)
+    ways = []
+    case = planted(lambda x, n: ways.append(bool(inside[0])) or 2 * x)
+    judge = proof.judge
+    monkeypatch.setattr(proof, "judge",
+                        lambda *args: judged.append(ways[-1]) or judge(*args))  # fmt: skip
+    row = row_of(replace(case, baselines=()))
+    assert row.status == "VALID" and row.judged == 2, row.why
+    assert judged[0] is True and sorted(judged[1:]) == [False, True]  # the first is prove()'s
 
 
 class Lying(SimulatedClock):
