@@ -103,15 +103,15 @@ def why_another(attends: str | None, name: str, ran: Ran) -> str | None:
 
 
 def why_not_attention(
-    contender: Contender, ran: Ran, median_us: float, clock: Clock, cold: bool
+    contender: Contender, ran: Ran, us: float, clock: Clock, cold: bool
 ) -> str | None:
     """Why the baseline's time is not that of the operators which it ran."""
     if contender.attends is None or len(ran.calls) > REPLAYED:
         return None
     with torch.no_grad():
         alone = statistics.median(clock.run([ran.replay] * 7, cold=cold)[2:])
-    if median_us > OWN_FACTOR * alone + OWN_SLACK_US[clock.device_time]:
-        return f"its operators take {alone:.1f} us by themselves, it takes {median_us:.1f}"
+    if us > OWN_FACTOR * alone + OWN_SLACK_US[clock.device_time]:
+        return f"its operators take {alone:.1f} us by themselves, it takes {us:.1f}"
     return None
 
 
