@@ -85,6 +85,8 @@ PRESETS = {
     "serving_short": (((1, 8192), (1, 65536)), SERVING),
 }  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# What PyTorch's routes count as their launches, by branch.
+COMPOSED = {"cmp": "sdpa_compressed", "sel": "sdpa_selection", "win": "sdpa_sliding"}
 CSV_COLUMNS = (
     "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "reads_actual", "reads_expected",
     "reads_actual_decode", "reads_expected_decode", "reads_cmp", "reads_sel", "reads_win",
@@ -137,13 +139,16 @@ def total_case(step: Step, columns: dict[str, Any]) -> Case:
 def branch_case(step: Step, branch: str, columns: dict[str, Any]) -> Case:
     """One branch alone; it has no baseline of its own."""
     path = step.branch_path(branch)
+    kernels = step.kernels(branch=branch)
     return Case(
         "decode_branch", f"{case_name(len(step.q), step.S)}/{branch}",
-        Contender(f"nsa {branch}", step.alone(branch), path, step.kernels(branch=branch)),
+        Contender(f"nsa {branch}", step.alone(branch), path, kernels),
         refill=step.refill, inputs=step.inputs,
         oracle=lambda: step.truth(branch, step.blocks),
         same_dtype=lambda: step.plain(branch, step.blocks), renew=step.renew,
         distinct=getattr(step.counted, branch) > 1, columns=columns,
+        foreign=(*(k for k in step.kernels() if k not in kernels),
+                 *(name for b, name in COMPOSED.items() if b != branch)),
     )  # fmt: skip
 
 

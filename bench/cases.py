@@ -41,8 +41,9 @@ class Case:
     same ones for a seed. oracle() is the output in fp64 for the present inputs; same_dtype() the
     plain PyTorch computation in the output's dtype. view() picks the part of a call's result that
     these two give, without waiting for the device. distinct: whether other inputs surely give other
-    results (a query with one key does not). bytes_needed: what must cross the memory bus once,
-    cold; flops: the useful ones.
+    results (a query with one key does not). foreign: kernels that are no part of the candidate's
+    work and must not run in its calls. bytes_needed: what must cross the memory bus once, cold;
+    flops: the useful ones.
     """
 
     bench: str
@@ -56,6 +57,7 @@ class Case:
     view: Callable[[Any], Tensor] = lambda out: out
     renew: Callable[[int], None] | None = None
     distinct: bool = True
+    foreign: tuple[str, ...] = ()
     requested: str | None = None
     bytes_needed: int | None = None
     flops: int | None = None

@@ -24,6 +24,7 @@ from bench.clock import Clock, prepare
 from bench.parity import Parity, measure_parity
 from nsa import launches
 
+MARKED = 1 << 16  # elements of a result that its mark is of
 WITHIN = 6  # batches, of which the judged ones are drawn
 REWARM_US = 5000.0  # calls that are not counted, after the device waited for a judgement
 
@@ -62,12 +63,17 @@ def judge(case: Case, contender: Contender, out: Any, seen: Mapping[str, int]) -
     ran = all(seen.get(kernel) for kernel in contender.kernels)
     asked = case.requested if contender is case.candidate and case.requested else contender.path
     own = contender if contender.oracle else case
-    return measure_parity(
+    parity = measure_parity(
         case.name, case.bench, case.view(out), own.oracle(),
         own.same_dtype() if own.same_dtype else None, path_requested=asked,
         path_taken=contender.path if ran else None, launches=seen,
         expect_kernels=contender.kernels, seed=case.seed,
     )  # fmt: skip
+    foreign = [k for k in case.foreign if contender is case.candidate and seen.get(k)]
+    if foreign:
+        why = [*parity.why, f"launched what is no part of it: {', '.join(foreign)}"]
+        parity = replace(parity, status="INVALID", why=why)
+    return parity
 
 
 def prove(case: Case, contender: Contender, seed: int, when: str) -> tuple[Parity, float]:
@@ -151,7 +157,8 @@ class Turns:
         self._count()
         if not self.case.distinct:
             return
-        part = self.case.view(self.out).detach().double().flatten()
+        part = self.case.view(self.out).detach().flatten()
+        part = part[:: part.numel() // MARKED | 1].double()  # a stride that is no size's multiple
         if self._weights is None:
             gen = torch.Generator(part.device).manual_seed(0)
             self._weights = torch.randn(

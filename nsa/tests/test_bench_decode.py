@@ -187,6 +187,16 @@ def test_a_branch_alone_does_no_other_branchs_work(step, branch, monkeypatch):
     assert ran == [{"cmp": "compressed", "sel": "selected", "win": "sliding"}[branch]]
 
 
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_branch_that_runs_the_whole_step_gets_no_number(step, branch, monkeypatch):
+    """Its result is right, its time is the step's."""
+    alone, whole = step.alone(branch), step.total()
+    monkeypatch.setattr(step, "alone", lambda _: lambda: whole() and alone())
+    row = measure(branch_case(step, branch, {}), HostClock(), cold=False, budget=BUDGET)
+    assert row.status == "INVALID" and "launched what is no part of it: sdpa_" in "".join(row.why)
+    assert row.median_us is None
+
+
 def test_a_wrong_branch_gets_no_number(step, monkeypatch):
     case = branch_case(step, "win", {})
     good = attention.sliding_attention

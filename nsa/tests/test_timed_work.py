@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from bench import proof
+from bench import bench_decode, proof
 from bench.clock import HostClock
 from bench.device import Ceilings
 from bench.timing import Contender, measure
-from nsa import launches
+from nsa import attention, launches
+from nsa.tests.test_bench_decode import SMALL
 from nsa.tests.test_timing import BUDGET, KERNEL, LAST, SimulatedClock, planted, said
 
 PEAK = Ceilings(4800.0, 989.0, "nominal")
@@ -177,6 +180,54 @@ def test_calls_that_nobody_watches_are_judged_too(monkeypatch):
     row = row_of(replace(case, baselines=()))
     assert row.status == "VALID" and row.judged == 2, row.why
     assert judged[0] is True and sorted(judged[1:]) == [False, True]  # the first is prove()'s
+
+
+@pytest.fixture
+def decode_rows(monkeypatch):
+    """Rows of the decode bench, as the CPU profile runs it, on this nsa_decode."""
+    threads = torch.get_num_threads()
+
+    def call(step):
+        read, write = os.pipe()
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "nsa_decode", step)
+            patch.setenv("NSA_RESULT_FD", str(write))
+            code = bench_decode.main([*SMALL, "--S_list", "41", "--branch_force_mode", "none"])
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            rows = [json.loads(line) for line in pipe]
+        return code, {row["bench"]: row for row in rows if "case" in row}
+
+    yield call
+    torch.set_num_threads(threads)
+
+
+class Remembers:
+    """nsa_decode that computes at its first `right` calls, then only where `computes(number)`."""
+
+    def __init__(self, computes, right=8):
+        self.real, self.computes, self.right = attention.nsa_decode, computes, right
+        self.calls, self.kept = 0, None
+
+    def __call__(self, *args, **how):
+        self.calls += 1
+        if self.calls <= self.right or self.computes(self.calls):
+            self.kept = self.real(*args, **how)
+        return self.kept
+
+
+@pytest.mark.parametrize(
+    "computes",
+    [lambda n: True, lambda n: n % 2, lambda n: n % 2 == 0, lambda n: n % 7, lambda n: False],
+    ids=["always", "odd calls", "even calls", "not every seventh", "never again"],
+)
+def test_the_decode_bench_of_the_cpu_profile_tells_a_step_that_remembers(computes, decode_rows):
+    code, rows = decode_rows(Remembers(computes))
+    honest = all(map(computes, range(1, 50)))
+    for name in ("decode", "decode_module"):
+        assert (rows[name]["status"] in ("VALID", "UNSTABLE")) == honest, rows[name]["why"]
+        assert (rows[name]["median_us"] is not None) == honest
+    assert honest or rows["decode"]["status"] in ("INVALID", "FAILED")
 
 
 class Lying(SimulatedClock):
