@@ -295,7 +295,7 @@ def test_reports_rendered_by_these_sources_are_compared(folder, capsys, same_sou
     problems(folder, capsys, 0)
 
 
-@pytest.mark.parametrize("name", ["report.md", "issue.md"])
+@pytest.mark.parametrize("name", ["report.md", "issue.md", "report.html"])
 @pytest.mark.parametrize(
     "spoil",
     [
