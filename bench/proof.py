@@ -26,7 +26,7 @@ from nsa import launches
 
 MARKED = 1 << 16  # elements of a result that its mark is of
 WITHIN = 6  # batches, of which the judged ones are drawn
-REWARM_US = 5000.0  # calls that are not counted, after the device waited for a judgement
+REWARM_US = 5000.0  # of calls that are not counted, after the device waited for a judgement
 
 
 class NotRight(Exception):
@@ -155,6 +155,11 @@ class Turns:
     @torch.no_grad()
     def _mark(self) -> None:
         self._count()
+        self._leave_mark()
+        if self.contender is not self.case.candidate:
+            self.out = None  # as a program drops it
+
+    def _leave_mark(self) -> None:
         if not self.case.distinct:
             return
         part = self.case.view(self.out).detach().flatten()
@@ -259,14 +264,14 @@ class SpotChecks:
         return bool(self._due)
 
     def run(
-        self, clock: Clock, group: list[Any], repeats: int, cold: bool, group_us: float,
+        self, clock: Clock, group: list[Any], repeats: int, cold: bool, call_us: float,
         whose: Turns | None,
     ) -> tuple[list[float], int, float]:  # fmt: skip
         """Times of `repeats` groups, of how many calls ahead of them that are not counted, and what
         another counter of the host says of all together."""
         lead: list[Any] = []
         if self._waited:
-            lead = group * max(1, min(16, int(REWARM_US / max(group_us, 1.0))))
+            lead = (group * 16)[-max(1, min(16 * len(group), int(REWARM_US / max(call_us, 1.0)))) :]
         self._waited = False
         calls = lead + group * repeats
         if whose is None:

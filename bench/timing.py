@@ -150,7 +150,7 @@ def sample(
 ) -> Samples:  # fmt: skip
     """Groups of candidate and baseline, ABBA or BAAB, until the intervals are narrow; spots judges
     some of them. Raises what it raises, and NotProven for times that cannot be."""
-    samples, per_batch, mean = Samples(), 2, 0.0
+    samples, per_batch, mean, call_us, calls = Samples(), 2, 0.0, 0.0, 0
     begin, device_us = time.perf_counter(), 0.0
     while True:
         due = spots and (spots.pending(samples.batches + 1) or (samples.stop and spots.pending(99)))
@@ -160,11 +160,13 @@ def sample(
         group = [base if theirs else ours for theirs in base_at]
         lead = 0
         if spots:
-            times, lead, elapsed = spots.run(clock, group, per_batch, cold, mean, due or None)
+            times, lead, elapsed = spots.run(clock, group, per_batch, cold, call_us, due or None)
         else:
             times, elapsed = held(clock, group * per_batch, cold)
         samples.elapsed_us += elapsed
         samples.timed_us += sum(times)
+        calls += len(times)
+        call_us = samples.elapsed_us / calls
         samples.batches += 1
         samples.gap_batches += clock.gaps()
         device_us += sum(times[lead:])
