@@ -34,3 +34,8 @@ def await_selection() -> None:
     arrive = _awaited.get()
     if arrive is not None:
         arrive()
+
+
+def selection_is_awaited() -> bool:
+    """Return whether k_sel and v_sel are still to arrive."""
+    return _awaited.get() is not None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nsa import failed
-from nsa.blocks import is_symbol
+from nsa.blocks import is_symbol, smaller
 from nsa.checks import autocast_on, needs_grad, takes_forward_derivatives
 from nsa.errors import must_raise, told
 from nsa.flags import Flags, get_flags
@@ -124,13 +124,17 @@ def _record(decision: Decision) -> None:
             taken.append(decision)
 
 
-def observed(flags: Flags, q: Tensor) -> bool:
-    """Does a trace(), a log line or a gradient depend on how a call is dispatched?"""
+def watched(flags: Flags) -> bool:
+    """Does a trace(), a log line or a forward derivative depend on how a call is dispatched?"""
     return bool(
         _sinks or flags.debug_log or flags.debug_timing or flags.debug_shapes
-        or flags.debug_compare or (q.requires_grad and torch.is_grad_enabled())
-        or takes_forward_derivatives()
+        or flags.debug_compare or takes_forward_derivatives()
     )  # fmt: skip
+
+
+def observed(flags: Flags, q: Tensor) -> bool:
+    """Is a call watched(), or does it need a gradient?"""
+    return watched(flags) or (q.requires_grad and torch.is_grad_enabled())
 
 
 def guarded(
@@ -314,17 +318,18 @@ def by_branch(flags: Flags) -> bool:
 def run_prefill(
     args: dict[str, Any], by_branches: Callable[[], tuple[Tensor, dict[str, Any]]], flags: Flags,
     backend: str | Route | None,
-) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
+) -> tuple[Tensor, dict[str, Any], bool]:  # fmt: skip
     """All branches in one Triton operator where every one of them would go that way.
 
     Otherwise, and when the operator fails for want of a kernel, by_branches(): each branch then
-    takes its own ladder and says why. FA-2 and the debug flags work by branch.
+    takes its own ladder and says why. FA-2 and the debug flags work by branch. Returns also whether
+    it was one operator.
     """
     from nsa import rungs
 
     q, k, v = args["tensors"][0], args["tensors"][3], args["tensors"][4]
     sizes = args["sizes"]
-    key_len = torch.sym_min(sizes["n_sel"] * sizes["l_sel"], k.shape[-3])
+    key_len = smaller(sizes["n_sel"] * sizes["l_sel"], k.shape[-3])
     request = make_request(Branch.PREFILL, q, k, v, key_len, flags, backend)
     request = replace(request, needs_grad=needs_grad(*args["tensors"]))
     route = parse_backend(backend)
@@ -333,19 +338,20 @@ def run_prefill(
         route not in (None, Route.TRITON) or (by_branch(flags) and not named)
         or why_not(Route.TRITON, request, flags, named=named) is not None
     ):  # fmt: skip
-        return by_branches()
+        return *by_branches(), False
     rungs_here: dict[Route, Callable[[], Any]] = {
         Route.TRITON: lambda: rungs.prefill_triton(args, flags), Route.REFERENCE: by_branches
     }  # fmt: skip
     with _inputs_decide(q.device):
         (out, aux), decision = guarded(request, rungs_here, flags, backend, args)
-    if decision.route is Route.TRITON:
+    whole = decision.route is Route.TRITON
+    if whole:
         log_device(q.device, flags)
         rungs.log_block_reads(
             aux["block_indices"], sizes["l_sel"], args["q_start"], args["cu_seqlens"], flags
         )
         aux = {**aux, "routes": {branch.value: Route.TRITON.value for branch in _WHOLE}}
-    return out, aux
+    return out, aux, whole
 
 
 _COMPARED = (Branch.SELECTED, Branch.COMPRESSED, Branch.SLIDING)

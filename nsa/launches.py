@@ -39,6 +39,17 @@ def bump(name: str, *, library: bool = False) -> None:
                 recording._add(name)
 
 
+def bump_all(names: list[str]) -> None:
+    """Count one launch of each of these kernels."""
+    with _lock:
+        for name in names:
+            _counts[name] = _counts.get(name, 0) + 1
+        for recording in _active:
+            if recording.source == "launcher":
+                for name in names:
+                    recording._add(name)
+
+
 def counts() -> dict[str, int]:
     """The launchers' counts since the process started or reset() was called."""
     with _lock:

@@ -321,6 +321,14 @@ def prefill_triton(args: Args, flags: Flags) -> tuple[Tensor, dict[str, Any]]:
     )  # fmt: skip
 
 
+def prefill_again(args: Args, flags: Flags) -> Callable[..., Tensor]:
+    """What prefill_triton does with tensors like these, not packed; for settled.keep()."""
+    from nsa.kernels.prefill import nsa_prefill_triton
+
+    more = dict(args["sizes"], **_packed(args, "max_seqlen"), use_gluon=flags.use_gluon)
+    return lambda *tensors: nsa_prefill_triton(*tensors, **more)[0]
+
+
 # ---- one decode step -----------------------------------------------------------------------------
 
 

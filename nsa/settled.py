@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nsa.checks import is_eager, needs_grad
-from nsa.dispatch import observed, resolve_flags
+from nsa.dispatch import resolve_flags, watched
 from nsa.errors import must_raise
 from nsa.flags import Flags
 
@@ -18,17 +18,22 @@ _calls: dict[tuple, Callable[..., Tensor | None]] = {}
 
 
 def key_of(
-    tensors: tuple[Any, ...], flags: Flags | None, *rest: Hashable
+    tensors: tuple[Any, ...], flags: Flags | None, *rest: Hashable, differentiable: bool = False
 ) -> tuple | None:
     """Return what tells calls on these tensors apart, None where more than that matters: where a
-    gradient is needed, or a trace, a log line or a transformation sees what is called."""
-    if not is_eager(*tensors) or needs_grad(*tensors):
+    trace, a log line or a transformation sees what is called, or a gradient is needed of what is
+    not differentiable."""
+    if not is_eager(*tensors):
+        return None
+    gradient = needs_grad(*tensors)
+    if gradient and not differentiable:
         return None
     flags = resolve_flags(flags, tensors[0])
-    if observed(flags, tensors[0]):
+    if watched(flags):
         return None
     layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-    return (*layouts, flags, *rest, *map(type, rest))  # 1 is True, but no softmax_scale is
+    # 1 is True, but no softmax_scale is.
+    return (*layouts, flags, gradient, *rest, *map(type, rest))
 
 
 def again(key: tuple | None, *tensors: Tensor) -> Tensor | None:

@@ -4,8 +4,10 @@ time on, and with all kernels of a call compiled side by side before the first t
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor  # torch.library evaluates the annotations of what is wrapped here
 from triton import knobs
-from triton.runtime import driver
+from triton.runtime import build, driver
 
 from nsa import launches
 
@@ -25,6 +27,25 @@ LARGE = 1 << 31
 MOST_MADE = 4096
 Made = tuple[Any, Any, tuple]  # a kernel, what Triton compiled of it, the constexprs of that
 _made: dict[tuple, Made] = {}
+
+
+def _one_at_a_time(load: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
+    """Return Triton's loader of compiled launchers, safe under threads.
+
+    Triton 3.6 names the extension module of every launcher alike. Python keeps one module of a name
+    and writes what it loads again into that, so a thread could read another launcher's function.
+    """
+    alone = threading.Lock()
+
+    @functools.wraps(load)
+    def load_alone(name: str, path: str) -> Any:
+        with alone:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    return load_alone
+
+
+build._load_module_from_path = _one_at_a_time(build._load_module_from_path)
 
 
 class Launch(NamedTuple):
@@ -47,6 +68,7 @@ class Planned(NamedTuple):
 
 class _State(threading.local):
     planned: Planned | None = None  # collects launches instead of making them
+    recorder: Any = None  # is told of launches, see replay.py
     in_call: bool = False
 
 
@@ -69,6 +91,21 @@ def planning() -> Iterator[Planned]:
         yield _state.planned
     finally:
         _state.planned = outer
+
+
+@contextlib.contextmanager
+def recorded(recorder: Any) -> Iterator[None]:
+    """Tell a replay.Recorder of the launches that this thread's launchers make."""
+    _state.recorder = recorder
+    try:
+        yield
+    finally:
+        _state.recorder = None
+
+
+def busy() -> bool:
+    """Return whether this thread is in a launcher, or plans or records one."""
+    return _state.in_call or _state.planned is not None or _state.recorder is not None
 
 
 def on_its_device(launcher: Callable, whole: Callable | None = None) -> Callable:
@@ -154,6 +191,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         return _launch(_made, key, kernel, grid, args, constants)
     _again(found, grid, given)  # `args` holds the tensors until they are launched with
     launches.bump(kernel.__name__)
+    if _state.recorder is not None:
+        _state.recorder.launched(*found, grid, args)
 
 
 def launch_planned(
@@ -166,7 +205,7 @@ def launch_planned(
     launcher asks the driver whether the GPU can reach it, 1 us each.
     """
     found = compiled.get(id(kernel))
-    if found is None or _state.planned is not None:
+    if found is None or _state.planned is not None or _state.recorder is not None:
         return _launch(compiled, id(kernel), kernel, grid, args, constants)
     _again(found, grid, args)
     launches.bump(kernel.__name__)
@@ -192,6 +231,8 @@ def is_planned(name: str) -> bool:
 
     Its name is then kept among the planned launches.
     """
+    if _state.recorder is not None:
+        _state.recorder.refuse(f"{name} is launched by another way")
     if _state.planned is None:
         return False
     kernel = SimpleNamespace(__name__=name)
@@ -213,6 +254,8 @@ def _launch(
         return
     if _state.in_call and key is not None and hasattr(kernel, "warmup"):
         raise _Uncompiled
+    if _state.recorder is not None:
+        _state.recorder.refuse(f"{kernel.__name__} is launched by another way")
     made = kernel[grid](*args, **OPTIONS, **constants)
     # Nothing comes back from the interpreter.
     if key is not None and hasattr(made, "packed_metadata"):
@@ -222,15 +265,43 @@ def _launch(
 
 def _again(found: Made, grid: tuple, args: tuple) -> None:
     _, made, values = found
-    if _hooked():
+    if hooked():
         made[(*grid, 1, 1)[:3]](*args, *values)
         return
     active = driver.active
     stream = active.get_current_stream(active.get_current_device())
-    made.run(
-        *(*grid, 1, 1)[:3], stream, made.function, made.packed_metadata, None, None, None, *args,
-        *values,
-    )  # fmt: skip
+    run(made, (*grid, 1, 1)[:3], stream, (*args, *values))
+
+
+def run(made: Any, grid: tuple, stream: Any, args: Iterable[Any]) -> None:
+    """Launch what Triton compiled, on all parameters of its kernel."""
+    made.run(*grid, stream, made.function, made.packed_metadata, None, None, None, *args)
+
+
+def ready(made: Any, grid: tuple, stream: Any, args: Iterable[Any]) -> Callable[[], Any]:
+    """run(), with all done that Triton does for it in Python, such as descriptors (4 us each).
+
+    Triton's launcher is called with another in the place of the one in C, for which it makes the
+    arguments. Where this Triton has no such launcher, run() it is.
+    """
+    plain = functools.partial(run, made, grid, stream, args)
+    launcher, given = made.run, []
+    try:
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return plain  # allocated at every launch
+        in_c = launcher.launch
+        keep = lambda *args: given.append(args)
+        if hasattr(in_c, "__closure__"):  # which makes the descriptors
+            names = in_c.__code__.co_freevars
+            in_c = in_c.__closure__[names.index("launcher")].cell_contents
+            wrap = sys.modules[type(launcher).__module__].wrap_handle_tensordesc
+            keep = wrap(keep, made.src.signature, made.metadata.tensordesc_meta)
+        probe = copy.copy(launcher)
+        probe.launch = keep
+    except (AttributeError, ValueError):
+        return plain
+    probe(*grid, stream, made.function, made.packed_metadata, None, None, None, *args)
+    return functools.partial(in_c, *given[0])
 
 
 def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple[tuple | None, list]:
@@ -263,7 +334,7 @@ def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple[tuple | N
     return tuple(key), given
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Does a profiler wait for Triton's launches?"""
     runtime = knobs.runtime
     return _waits(runtime.launch_enter_hook) or _waits(runtime.launch_exit_hook)

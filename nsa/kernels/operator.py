@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from nsa.checks import is_eager, needs_grad
 from nsa.kernels.launch import on_its_device
+from nsa.kernels.replay import replayed
 
 
 class Operator:
@@ -26,7 +27,7 @@ class Operator:
     """
 
     def __init__(self, name: str, launcher: Callable) -> None:
-        self.name, self.launcher = name, on_its_device(launcher)
+        self.name, self.launcher = name, replayed(on_its_device(launcher))
         self.traced = torch.library.custom_op(name, self.launcher, mutates_args=())
         self.function: type[torch.autograd.Function] | None = None
 
@@ -49,7 +50,7 @@ class Operator:
             backward(ctx, *(None if id(x) in constant else torch.empty_like(x) for x in outputs))
 
         launch = self.launcher
-        launcher = on_its_device(launch, with_backward)
+        launcher = replayed(on_its_device(launch, with_backward))
 
         # A forward that sets up its context itself: with setup_context apart, PyTorch looks at the
         # signature in every call (50 us).

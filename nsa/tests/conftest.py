@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.records import emit
 from nsa import failed, log, settled
@@ -111,26 +112,57 @@ def _poisoned(make):
     def poisoned(*args, **kwargs):
         tensor = make(*args, **kwargs)
         if tensor.device.type != "meta" and tensor.layout is torch.strided:
-            with torch.no_grad():
+            # What watches a call, such as replay.Recorder, shall not take it for the call's own.
+            with torch.no_grad(), _disable_current_modes():
                 if tensor.is_floating_point():
                     tensor.fill_(float("nan"))
                 elif tensor.dtype in (torch.int32, torch.int64):
                     tensor.fill_(-(2**30))
+                elif tensor.dtype is torch.uint8:  # a workspace: NaN, or -1
+                    tensor.fill_(255)
         return tensor
 
     return poisoned
+
+
+def _forget_records() -> None:
+    if "nsa.kernels.replay" in sys.modules:
+        sys.modules["nsa.kernels.replay"].forget()
 
 
 @pytest.fixture(autouse=True)
 def nothing_settled() -> None:
     """A test may change what a call that another one made was decided by."""
     settled._calls.clear()
+    _forget_records()
+
+
+class _Forgetting(pytest.MonkeyPatch):
+    """What it changes may be what a recorded call was decided by."""
+
+    def setattr(self, *args, **kwargs) -> None:
+        super().setattr(*args, **kwargs)
+        _forget_records()
+
+    def setitem(self, *args, **kwargs) -> None:
+        super().setitem(*args, **kwargs)
+        _forget_records()
+
+
+@pytest.fixture
+def monkeypatch() -> Iterator[pytest.MonkeyPatch]:
+    """pytest's own, after whose changes kernels are chosen anew."""
+    patch = _Forgetting()
+    yield patch
+    patch.undo()
+    _forget_records()
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised memory holds NaN (integers: far off), so a value nobody wrote shows."""
-    for owner, names in ((torch, ("empty", "empty_like")), (torch.Tensor, ("new_empty",))):
+    made = ("empty", "empty_like", "empty_strided")
+    for owner, names in ((torch, made), (torch.Tensor, ("new_empty",))):
         for name in names:
             monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
 

@@ -4,6 +4,7 @@ all_pass   a standard run on a GPU where everything was right
 gpu_fail   one wrong backward case, one invalid bench, FA-2 skipped, capped power, dirty tree
 cpu        the CPU profile
 crash      the machine died in the middle of triton_bwd: half a last line in the journal, no run_end
+incomplete a run where all that ran was right, and whose budget cut the rest
 no_gpu     NVIDIA hardware whose driver does not answer: doctor blocks, every GPU stage NOT_RUN
 """
 
@@ -20,7 +21,7 @@ from scripts.oneshot.journal import dumps, read_events, write_json
 from scripts.oneshot.model import RunRecord
 from scripts.oneshot.rows import parse_row
 
-SAMPLES = ("all_pass", "gpu_fail", "cpu", "crash", "no_gpu")
+SAMPLES = ("all_pass", "gpu_fail", "cpu", "crash", "incomplete", "no_gpu")
 
 _PLAN = (
     ("env", "Environment", "box"),
@@ -31,6 +32,7 @@ _PLAN = (
     ("health", "Box health", "box"),
     ("sel_bench", "Selection bench", "bench"),
     ("decode_bench", "Decode bench", "bench"),
+    ("prefill_bench", "Prefill bench", "bench"),
     ("fa2_probe", "FlashAttention-2 probe", "box"),
     ("train_showcase", "Training showcase", "train"),
 )
@@ -292,6 +294,9 @@ _HEALTH = {
     "gemm_frac": 0.74,
     "aa_noise_floor": 0.012,
     "throttled": False,
+    "copy_nominal_gbs": 4814.3,
+    "gemm_nominal_tflops": 989.0,
+    "memory_used_by_others_mib": 0,
     "launch_us": 2.4,
     "h2d_gbs": 54.0,
     "status": "OK",
@@ -307,6 +312,7 @@ def _decode_rows() -> tuple[dict, ...]:
             None,
             bench="decode",
             S=s,
+            dim=256,
             ms_total=0.2,
             ms_cmp=0.05,
             ms_sel=0.08,
@@ -316,6 +322,59 @@ def _decode_rows() -> tuple[dict, ...]:
         )
         for s in (512, 1024, 2048, 4096)
     )
+
+
+_PAPER = dict(l=32, d=16, l_sel=64, n_sel=16, w=512, dtype="bf16", B=1)
+
+
+def real_rows() -> tuple[dict, ...]:
+    """All of NSA beside dense attention at the paper's sizes: prefill, and decode steps."""
+    shape = dict(_PAPER, bench="prefill", op="full", HQ=64, G=4, D=128, Dv=128)
+    rows = [
+        bench_row(
+            f"prefill/full/{way}/S={S}",
+            ms * 1e3,
+            ratio,
+            S=S,
+            direction=way,
+            baseline="dense sdpa_cudnn gqa",
+            compared=f"18 of {S} queries",
+            **shape,
+        )
+        for way, S, ms, ratio in (
+            ("fwd", 8192, 1.54, 1.13),
+            ("fwd", 32768, 8.05, 3.51),
+            ("bwd", 8192, 2.96, 1.7),
+            ("bwd", 32768, 16.5, 4.92),
+        )
+    ]
+    rows.append(
+        bench_row(
+            "prefill/win/fwd/S=8192",
+            237.0,
+            None,
+            bench="prefill",
+            op="win",
+            direction="fwd",
+            S=8192,
+            baseline=None,
+        )
+    )
+    shape = dict(_PAPER, dim=2560, heads=64, groups=4, dk=128, dv=128)
+    for S, us, ratio in ((8192, 14.3, 1.25), (65536, 18.4, 2.72)):
+        for bench, more in (("decode", ""), ("decode_graph", "/graph")):
+            rows.append(
+                bench_row(
+                    f"decode/S={S}{more}",
+                    us,
+                    ratio,
+                    bench=bench,
+                    S=S,
+                    baseline="dense sdpa cudnn gqa",
+                    **shape,
+                )
+            )
+    return tuple(rows)
 
 
 _TRAIN = (
@@ -344,11 +403,34 @@ def _all_pass(w: _Writer) -> None:
     w.stage("health", (_HEALTH,), wall_s=14.0)
     w.stage("sel_bench", (*_sel_rows(), _recommend(512)), wall_s=52.0)
     w.stage("decode_bench", _decode_rows(), wall_s=20.0)
+    w.stage("prefill_bench", real_rows(), wall_s=70.0)
     w.stage(
         "fa2_probe", (parity_row("fa2/probe", path_requested="fa2", path_taken="fa2", launches={}),)
     )
     w.stage("train_showcase", _TRAIN, wall_s=30.0)
     _end(w)
+
+
+def _incomplete(w: _Writer) -> None:
+    _start(w, argv=["--profile", "standard", "--budget", "3m"])
+    w.stage("env", wall_s=1.2)
+    w.stage("triton_fwd", _parity_cases("sel_fwd", 12), wall_s=38.2)
+    w.stage("health", (_HEALTH,), wall_s=14.0)
+    w.stage("prefill_bench", real_rows(), wall_s=70.0)
+    cut = dict(kind="BUDGET", wall_s=0.0)
+    w.stage(
+        "triton_bwd",
+        _parity_cases("sel_bwd", 2),
+        status="TIMEOUT",
+        signal="SIGABRT",
+        log="test_sel_bwd.py ...\n",
+        reason="cut by the budget of the run after 9 s",
+        **{**cut, "wall_s": 9.0},
+    )
+    for stage in ("routing", "sanity", "sel_bench", "decode_bench", "fa2_probe", "train_showcase"):
+        w.stage(stage, status="NOT_RUN", reason="budget: 3 s left", **cut)
+    w.add("run_end", ended_by="budget", complete=True)
+    w.add("redaction", summary={"rules_version": 1, "gate": "clean", "replacements": 0, "kept": []})
 
 
 def _gpu_fail(w: _Writer) -> None:
@@ -482,6 +564,7 @@ def _gpu_fail(w: _Writer) -> None:
         status="SKIPPED",
         reason="flash-attn is not installed: no wheel for torch 2.11",
     )
+    w.stage("prefill_bench", real_rows()[:1], wall_s=20.0)
     w.stage("train_showcase", _TRAIN)
     _end(w)
 
@@ -543,9 +626,14 @@ def write_sample(folder: Path, name: str) -> dict[str, Any]:
     """Write the sample bundle `name` into `folder`; returns the object of its bundle.json."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = _Writer(folder)
-    {"all_pass": _all_pass, "gpu_fail": _gpu_fail, "cpu": _cpu, "crash": _crash, "no_gpu": _no_gpu}[
-        name
-    ](writer)
+    {
+        "all_pass": _all_pass,
+        "gpu_fail": _gpu_fail,
+        "cpu": _cpu,
+        "crash": _crash,
+        "incomplete": _incomplete,
+        "no_gpu": _no_gpu,
+    }[name](writer)
     lines = "".join(dumps(event) + "\n" for event in writer.events)
     if name == "crash":
         lines += lines.splitlines()[-1][:40]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from triton.runtime import build
 
 from nsa import NSAAttention, NSAConfig, launches
 from nsa.flags import Flags
@@ -19,6 +24,8 @@ from nsa.kernels.launch import (
     pass_over,
     planning,
     prepare_planned,
+    ready,
+    run,
 )
 from nsa.kernels.row_tiles import descriptor
 from nsa.tests.helpers import randn
@@ -92,6 +99,120 @@ def driver(monkeypatch):
 
 
 CONSTANTS = dict(MASKED=True, num_warps=4, BLOCK=64)
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "one_name", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_one_name(void) { return PyModule_Create(&module); }
+"""
+
+
+def test_threads_that_load_launchers_of_one_name_get_each_their_own():
+    """As those of Triton 3.6 are, of which Python keeps one module."""
+    if not (shutil.which("gcc") or shutil.which("clang")):
+        pytest.skip("no C compiler, which Triton compiles launchers with")
+    sources = [LAUNCHER % n for n in range(8)]
+
+    def module(n: int) -> Any:
+        return build.compile_module_from_src(src=sources[n], name="one_name")
+
+    def load(n: int) -> int:
+        return module(n).launch()
+
+    for _ in range(2):  # Python gives the one module from the second time on
+        modules = [module(n) for n in range(8)]
+        assert [m.launch() for m in modules] == list(range(8))
+    wanted = [*range(8)] * 300
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert [*pool.map(load, wanted)] == wanted
+    finally:
+        sys.setswitchinterval(before)
+
+
+def launcher_of(release: str, calls: list, scratch: int = 0):
+    """What Triton makes of a compiled kernel in Python, in front of its launcher in C."""
+    def in_c(*args):
+        calls.append(args)
+
+    def wrap_handle_tensordesc(launcher, signature, meta):
+        if not any(kind.startswith("tensordesc") for kind in signature.values()):
+            return launcher
+
+        def inner(*args):
+            head, own = (args[:3], args[3:]) if release == "3.6" else (args[:-1], args[-1])
+            own = [x for a in own for x in (a.made() if hasattr(a, "made") else [a])]
+            return launcher(*head, *own) if release == "3.6" else launcher(*head, own)
+
+        return inner
+
+    class Launcher:
+        global_scratch_size, profile_scratch_size = scratch, 0
+
+        def __init__(self, signature):
+            self.launch = wrap_handle_tensordesc(in_c, signature, None)
+
+        def __call__(self, x, y, z, stream, function, *args):
+            own = args if release == "3.6" else (args,)
+            self.launch(x, stream, function, *own)
+
+    return Launcher, wrap_handle_tensordesc
+
+
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("release", ["3.6", "3.7"])
+def test_a_launch_that_is_ready_makes_its_descriptors_once(release, described, monkeypatch):
+    calls, made = [], []
+
+    class Descriptor:
+        def made(self):
+            made.append(1)
+            return ["map", 3, 4]
+
+    Launcher, wrap = launcher_of(release, calls)
+    monkeypatch.setattr(sys.modules[__name__], "wrap_handle_tensordesc", wrap, raising=False)
+    signature = {"X": "*bf16", "D": "tensordesc<bf16[8, 8]>" if described else "i32"}
+    compiled = SimpleNamespace(
+        run=Launcher(signature), function="function", packed_metadata="metadata",
+        src=SimpleNamespace(signature=signature), metadata=SimpleNamespace(tensordesc_meta=None),
+    )  # fmt: skip
+    args = (7, Descriptor() if described else 5)
+    run(compiled, (2, 1, 1), "stream", args)
+    again = ready(compiled, (2, 1, 1), "stream", args)
+    assert len(made) == 2 * described and len(calls) == 1
+    for _ in range(3):
+        again()
+    assert len(made) == 2 * described and len(calls) == 4
+    assert all([*map(str, call)] == [*map(str, calls[0])] for call in calls)
+    assert calls[0][:3] == (2, "stream", "function")
+
+
+@pytest.mark.parametrize("without", ["launch", "global_scratch_size", "no scratch", "closure"])
+def test_a_launch_of_another_triton_is_made_as_ever(without):
+    calls = []
+
+    class Launcher:
+        global_scratch_size = profile_scratch_size = 0
+
+        def launch(self, *args): ...
+
+        def __call__(self, *args):
+            calls.append(args)
+
+    launcher = Launcher()
+    if without == "no scratch":
+        launcher.global_scratch_size = 8
+    elif without != "closure":
+        delattr(Launcher, without)
+    compiled = SimpleNamespace(run=launcher, function="f", packed_metadata="m")
+    for _ in range(2):
+        ready(compiled, (2, 1, 1), "stream", (5, 6))()
+    assert calls == [(2, 1, 1, "stream", "f", "m", None, None, None, 5, 6)] * 2
 
 
 def test_the_second_launch_gets_every_parameter_in_the_order_of_the_signature(driver):

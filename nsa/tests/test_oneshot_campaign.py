@@ -26,7 +26,7 @@ pytest.importorskip("jinja2", reason="the report needs jinja2")
 from nsa.tests.oneshot_faults import CANARIES, PRIVATE, fake_gpu
 from nsa.tests.test_oneshot_page import inert
 from scripts.oneshot import report, verify
-from scripts.oneshot.evidence import Shape
+from scripts.oneshot.blocks import Shape
 from scripts.oneshot.journal import read_events
 from scripts.oneshot.model import SHARDS, RunRecord
 from scripts.oneshot.processes import TAG
@@ -573,7 +573,7 @@ def without(module: str) -> Callable[[Path], None]:
             assert "Numbers, logs and the journal are beside this file" in text
             assert f"no {module} here" in outcome.console
         else:
-            assert "## At a glance" in text and (outcome.folder / "report.html").exists()
+            assert "## What failed?" in text and (outcome.folder / "report.html").exists()
 
     return run
 

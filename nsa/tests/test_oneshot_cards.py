@@ -218,7 +218,8 @@ def test_a_wrong_card_is_named_and_the_others_stand(tmp_path):
     assert text.count("is not good") == 1 and "GPU 1 is not good: sanity_gpu1 FAIL" in text
     assert "| 0 | Test GPU | 1000 | - | 1/1 | good |" in text
     assert "| 2 | Test GPU | 1002 | - | 1/1 | good |" in text
-    assert "<h2 id=\"cards\">GPUs</h2>" in (folder / "report.html").read_text()
+    assert "- 2 of 3 GPUs are good\n" in text
+    assert '<section id="gpus">' in (folder / "report.html").read_text()
     assert "CUDA_VISIBLE_DEVICES=1" in (folder / "repro" / "sanity_gpu1.sh").read_text()
 
 

@@ -359,7 +359,7 @@ def test_attach_once_says_that_a_run_is_running(tmp_path, capsys):
     lock = folder_lock(tmp_path, "8ac3f21")
     lock.acquire()
     assert attach.main([str(tmp_path), "--once"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("running: stage 5 of 10, triton_bwd")
+    assert capsys.readouterr().out.rstrip().endswith("running: stage 5 of 11, triton_bwd")
     lock.release()
     assert attach.main([str(tmp_path), "--once"]) == 4
 

@@ -148,7 +148,7 @@ def cell(result, case):
 def test_equal_bundles_are_the_same(tmp_path, capsys):
     a, b = made(tmp_path / "a"), made(tmp_path / "b")
     code, result = run(a, b, capsys=capsys)
-    assert code == 0 and result["counts"] == {"SAME": 13} and result["environment"] == []
+    assert code == 0 and result["counts"] == {"SAME": 22} and result["environment"] == []
 
 
 def test_a_bundle_that_does_not_verify_is_no_proof(tmp_path, capsys):
@@ -160,7 +160,7 @@ def test_a_bundle_that_does_not_verify_is_no_proof(tmp_path, capsys):
     a, b = made(tmp_path / "a"), made(tmp_path / "b", change=change)
     code, result = run(a, b, capsys=capsys)
     assert code == 5 and "B does not verify: bench" in result["notes"][0]
-    assert "speedup" in result["notes"][0] and result["counts"] == {"SAME": 13}
+    assert "speedup" in result["notes"][0] and result["counts"] == {"SAME": 22}
 
 
 def test_faster_slower_new_gone(tmp_path, capsys):
@@ -213,10 +213,10 @@ def test_times_of_unlike_boxes_are_not_compared(field, value, words, tmp_path, c
 
     a, b = made(tmp_path / "a"), made(tmp_path / "b", change=change)
     code, result = run(a, b, capsys=capsys)
-    assert code == 5 and result["counts"] == {"NOT_COMPARABLE": 13}
+    assert code == 5 and result["counts"] == {"NOT_COMPARABLE": 22}
     assert result["incomparable"] == [words] and any(field in c for c in result["environment"])
     code, result = run(a, b, "--force", capsys=capsys)
-    assert code == 0 and result["counts"] == {"SAME": 13} and words in result["notes"][0]
+    assert code == 0 and result["counts"] == {"SAME": 22} and words in result["notes"][0]
 
 
 def test_a_minor_driver_version_is_no_other_box(tmp_path, capsys):
@@ -431,7 +431,7 @@ def test_text_and_markdown_say_the_same_and_hold_hostile_names(tmp_path, capsys)
     assert not [s for s in lines if s.startswith("# ")]
     table = [s for s in lines if s.startswith("|")]
     assert {s.replace("\\|", "").count("|") for s in table} == {7}
-    assert "1 slower, 13 same" in lines[0]
+    assert "1 slower, 22 same" in lines[0]
 
 
 def test_two_names_for_one_case_by_candidate(tmp_path):

@@ -28,7 +28,7 @@ from nsa.tests.oneshot_samples import SAMPLES, write_sample
 from nsa.tests.test_oneshot_page import inert
 from scripts.oneshot import bundle as bundles
 from scripts.oneshot import comparison, report, verify
-from scripts.oneshot.evidence import Shape
+from scripts.oneshot.blocks import Shape
 from scripts.oneshot.journal import dumps, read_events
 from scripts.oneshot.model import RunRecord
 from scripts.oneshot.reading import BundleError, opened, rebuild
@@ -102,7 +102,7 @@ def told(folder, render=False):
     assert data["verdict"]["exit_code"] in CODES or not (folder / "events.jsonl").exists()
     comparison.compare(data, data)
     if render:
-        assert report.render_text(data, folder, Shape(plots=False))
+        assert report.render_text(data, folder, Shape())
         inert(report.render_page(data, folder))
     return data
 

@@ -18,7 +18,7 @@ from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.rows import RowError, parse_row
 from scripts.oneshot.stages import plan
 
-EXIT_OF_SAMPLE = {"all_pass": 0, "gpu_fail": 1, "cpu": 0, "crash": 4, "no_gpu": 3}
+EXIT_OF_SAMPLE = {"all_pass": 0, "gpu_fail": 1, "cpu": 0, "crash": 4, "incomplete": 3, "no_gpu": 3}
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -421,8 +421,43 @@ def test_a_stage_that_the_budget_cut_is_not_proven(required):
     cut = StageResult("a", Status.TIMEOUT, "cut by the budget of the run after 9 s", "BUDGET",
                       required=required)  # fmt: skip
     said = verdict_of([parity_row("p")], cut, ended_by="budget")
-    assert (said["status"], said["exit_code"]) == ("NOT_RUN", 3)
-    assert "its budget was spent" in said["one_line"] and "not run: a" in said["one_line"]
+    assert (said["status"], said["exit_code"]) == ("INCOMPLETE", 3)
+    assert said["one_line"].startswith(
+        "INCOMPLETE - all that ran passed, its budget was spent; 0/0 tests; parity 1/1; cut: a"
+    )
+
+
+def cut_by(kind="BUDGET", status=Status.NOT_RUN):
+    return StageResult("cut", status, "no time or no memory", kind)
+
+
+@pytest.mark.parametrize(
+    ("results", "rows", "status", "code"),
+    [
+        ([cut_by("OOM_DEVICE", Status.SKIPPED)], [parity_row("p")], "INCOMPLETE", 3),
+        ([cut_by(), cut_by("OOM_DEVICE", Status.SKIPPED)], [parity_row("p")], "INCOMPLETE", 3),
+        (
+            [cut_by(), StageResult("b", Status.NOT_RUN, "doctor: no GPU", "NO_GPU")],
+            [parity_row("p")],
+            "NOT_RUN",
+            3,
+        ),  # the box is at fault as well
+        ([cut_by(), StageResult("b", Status.SKIPPED, "no wheel")], [parity_row("p")], "NOT_RUN", 3),
+        ([cut_by()], [], "NOT_RUN", 3),  # nothing that ran proved anything
+        (
+            [cut_by(), StageResult("b", Status.FAIL, "all unstable", "UNSTABLE")],
+            [parity_row("p")],
+            "NOT_RUN",
+            3,
+        ),  # not all that ran passed
+        ([cut_by()], [parity_row("p", status="FAIL")], "FAIL", 1),
+        ([cut_by(), StageResult("b", Status.CRASH, "segfault")], [parity_row("p")], "BROKEN", 4),
+        ([cut_by("OOM_DEVICE", Status.CRASH)], [parity_row("p")], "BROKEN", 4),
+    ],
+)
+def test_incomplete_is_said_only_where_cuts_are_all_that_is_wrong(results, rows, status, code):
+    said = verdict_of(rows, *results, ended_by="budget")
+    assert (said["status"], said["exit_code"]) == (status, code)
 
 
 def test_a_runner_that_died_is_broken_even_if_every_stage_passed():

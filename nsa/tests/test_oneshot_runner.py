@@ -100,7 +100,9 @@ def test_estimates_are_what_the_kept_runs_took(profile):
 # ---- what a stage has to show --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["triton_fwd", "prefill_parity", "triton_wrapper"])
+@pytest.mark.parametrize(
+    "name", ["triton_fwd", "prefill_parity", "backward_parity", "probes", "triton_wrapper"]
+)
 def test_the_least_number_of_tests_is_that_of_today(name):
     """The CPU profile's stages have all of their tests. For a GPU `least` is about half of them,
     since which sizes there are differs by card."""
@@ -285,3 +287,23 @@ def test_a_stage_waits_for_a_pass_and_for_nothing_less(half_run, status):
     else:
         assert found[0] is (Status.SKIPPED if status is Status.SKIPPED else Status.NOT_RUN)
         assert found[1].startswith("needs fa2_varlen, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "maker"), [("fa2_bench", "fa2_varlen"), ("threshold", "sel_route")]
+)
+@pytest.mark.parametrize(
+    ("status", "kind", "dragged"),
+    [(Status.NOT_RUN, "BUDGET", "BUDGET"), (Status.TIMEOUT, "BUDGET", "BUDGET"),
+     (Status.SKIPPED, "OOM_DEVICE", "OOM_DEVICE"), (Status.CRASH, "OOM_DEVICE", None),
+     (Status.FAIL, "PARITY", None), (Status.SKIPPED, None, None)],
+)  # fmt: skip
+def test_what_needs_a_stage_that_was_cut_is_cut_as_well(
+    half_run, name, maker, status, kind, dragged
+):
+    half_run.watch = SimpleNamespace(why_not=lambda stage: None)
+    half_run.args, half_run.stages = SimpleNamespace(budget=None), stages.plan("standard")
+    half_run.record = RunRecord()
+    half_run.record.results[maker] = StageResult(maker, status, "as it went", kind)
+    found = half_run._why_not(planned(name), None)
+    assert found[1].startswith("needs ") and found[2] == dragged

@@ -18,7 +18,7 @@ from bench.records import NUMBERS, BenchRow, read_csv, write_csv
 from nsa.tests.oneshot_samples import bench_row, test_row, write_sample
 from nsa.tests.test_bench_decode import SMALL
 from scripts.oneshot import bundle, reading, report, verify
-from scripts.oneshot.evidence import Shape
+from scripts.oneshot.blocks import Shape
 from scripts.oneshot.journal import dumps, read_events, write_json
 from scripts.oneshot.model import RunRecord
 from scripts.oneshot.outputs import short_report

@@ -18,7 +18,8 @@ from scripts.oneshot.stages import PROFILES, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 
 

@@ -1,4 +1,4 @@
-"""Bench and parity rows as cells of the report, and the threshold that they carry.
+"""Bench and parity rows as blocks of the report, and the thresholds that they carry.
 
 Every number shown stands beside its proof: a bench row that is neither VALID nor UNSTABLE shows its
 status and the reason only, a parity row on a wrong path shows no errors.
@@ -7,24 +7,29 @@ status and the reason only, a parity row on a wrong path shows no errors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.records import MIN_SPEEDUP, carries
+from scripts.oneshot.blocks import Bar, Head, Shape, Table, View
 from scripts.oneshot.markdown import cell, code, is_interval, num, pct, us, us_ci
 from scripts.oneshot.rows import is_number
 
 ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where it did not run
 NUMBERED = ("VALID", "UNSTABLE")
 NO_DIFFERENCE = "no difference measurable"
-BENCHES = (  # (`bench` of the row, heading)
-    ("decode", "Decode"), ("decode_branch", "Decode, one branch alone"),
-    ("decode_graph", "Decode step as a CUDA graph"),
-    ("decode_module", "Decode, the layer's whole step"), ("prefill", "Prefill"),
-    ("sel", "Selection"), ("fa2", "FlashAttention-2"), ("nccl", "NCCL between GPUs"),
-    ("context_parallel", "Context parallelism"),
-)  # fmt: skip
+BENCHES = {  # `bench` of the row: heading, in the order of the report
+    "prefill": "Prefill",
+    "decode": "Decode",
+    "decode_graph": "Decode step as a CUDA graph",
+    "decode_module": "Decode, the layer's whole step",
+    "decode_branch": "Decode, one branch alone",
+    "sel": "Selection",
+    "fa2": "FlashAttention-2",
+    "nccl": "NCCL between GPUs",
+    "context_parallel": "Context parallelism",
+}
+APART = ("sel", "fa2")  # benches of single calls; they have sections of their own
+TOY_WIDTH = 1024  # a model narrower than this is none that anybody serves
 # (words, the columns that may hold it) of the problem that a table's rows measured.
 SIZES = (
     ("model width", ("dim",)), ("query heads", ("heads", "HQ")), ("KV groups", ("groups", "G")),
@@ -33,21 +38,8 @@ SIZES = (
 )  # fmt: skip
 VARIED = (("sequences", ("B",)), ("dtype", ("dtype",)))
 NAMED_BY_CASE = ("sel", "nccl")  # the case says every size
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How much is shown. The issue starts with everything and gives up in the order of LADDER."""
-
-    environment: bool = True
-    timeline: bool = True
-    passing: bool = True  # parity rows that passed
-    same: bool = True  # bench rows without a measurable difference
-    evidence: bool = True  # valid bench rows, training, files
-    log_lines: int = 15
-    rows: int = 1500  # of any one table
-    text: int = 400  # characters of a cell
-    plots: bool = True
+COLUMNS = ("case", "status", "time", "baseline", "speedup", "path", "ceiling", "notes")
+ISSUE_COLUMNS = ("case", "status", "time", "baseline", "speedup", "why")
 
 
 # ---------------------------------------------------------------------------------- bench rows
@@ -68,54 +60,52 @@ def ceiling_words(scope: str, health: Mapping[str, Any] | None) -> str:
     return "by the card's nominal numbers, for its health was not measured"
 
 
-def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> dict[str, Any]:
+def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> dict[str, str]:
     """One bench row as cells. Without VALID or UNSTABLE there is nothing but status and why."""
-    why = cell("; ".join(row["why"]), text)
-    view = {
-        "case": code(row["case"], text), "status": row["status"], "numbers": False, "why": why,
-        "same": False, "time": "", "base": "", "speedup": "", "path": "", "ceiling": "",
-        "notes": why if row["why"] else "",
-    }  # fmt: skip
-    if row["status"] not in NUMBERED or not is_number(row.get("median_us")):
+    why = cell("; ".join(row["why"]), text) if row["why"] else ""
+    view = dict.fromkeys(COLUMNS, "")
+    view.update(case=code(row["case"], text), status=row["status"], why=why, notes=why)
+    if not timed(row):
         return view
-    same, speedup = speedup_text(row, floor)
-    limit = row["parity"].get("limit_max_abs")
-    peak = pct(row.get("peak_frac"))
-    notes = [f"n {row['n']}"] if is_number(row.get("n")) else []
-    if is_number(row.get("p20_us")) and is_number(row.get("p80_us")):
-        notes.append(f"p20-p80 {us(row['p20_us'])} to {us(row['p80_us'])}")
-    notes += [str(row[k]) for k in ("cache", "timer") if row.get(k)]
-    if row.get("compared"):
-        notes.append(f"parity of {row['compared']}")
-    if is_number(row.get("busbw_gbs")):
-        notes.insert(0, f"bus {num(row['busbw_gbs'])} GB/s")
+    proof, notes = row["parity"], list(_notes(row))
+    base = [cell(row["baseline"], 60)] if row.get("baseline") else []
+    base += [us(row["base_median_us"])] if is_number(row.get("base_median_us")) else []
+    path = code(row.get("path_taken"), 80)
+    if is_number(proof.get("max_abs")):
+        limit = proof.get("limit_max_abs")
+        path += f", max-abs {num(proof['max_abs'])}"
+        path += f" (limit {num(limit)})" if is_number(limit) else ""
+    peak = [pct(row["peak_frac"])] if is_number(row.get("peak_frac")) else []
+    peak += [cell(row["bound"], 20)] if peak and row.get("bound") else []
+    view.update(
+        time=us_ci(row["median_us"], row.get("ci95_us")),
+        speedup=speedup_text(row, floor)[1],
+        baseline=" ".join(base),
+        path=path,
+        ceiling=" ".join(peak),
+        notes=cell("; ".join(notes), text) if notes else "",
+    )
+    return view
+
+
+def _notes(row: Mapping[str, Any]) -> Iterator[str]:
     if is_number(row.get("efficiency")):
-        notes.insert(0, f"efficiency {pct(row['efficiency'])}")
+        yield f"efficiency {pct(row['efficiency'])}"
+    if is_number(row.get("busbw_gbs")):
+        yield f"bus {num(row['busbw_gbs'])} GB/s"
+    if row.get("compared"):
+        yield f"parity of {row['compared']}"
     if row.get("launch_bound"):
-        words = f"launch bound, wall {rough_us(row.get('wall_us'))}"
-        if is_number(row.get("base_wall_us")) and is_number(row.get("wall_speedup")):
-            words += (f" (baseline's {rough_us(row['base_wall_us'])}: "
-                      f"{rough_ratio(row['wall_speedup'])})")  # fmt: skip
-        notes.append(words)
-    if is_number(row.get("gap_batches")) and row["gap_batches"] and is_number(row.get("batches")):
-        notes.append(f"host gaps in {row['gap_batches']} of {row['batches']} batches")
+        base, ratio = row.get("base_wall_us"), row.get("wall_speedup")
+        both = is_number(base) and is_number(ratio)
+        of = f" (baseline's {rough_us(base)}: {rough_ratio(ratio)})" if both else ""
+        yield f"launch bound, wall {rough_us(row.get('wall_us'))}{of}"
     if row.get("stop") in ("budget", "cap"):
-        notes.append(f"stopped by the {row['stop']}")
-    reasons = row.get("reasons") if isinstance(row.get("reasons"), list) else []
-    notes += [f"clocks: {', '.join(map(str, reasons))}"] if reasons else []
-    notes += [f"UNSTABLE: {'; '.join(row['why'])}"] if row["status"] == "UNSTABLE" else row["why"]
-    return {
-        **view, "numbers": True, "same": same, "speedup": speedup,
-        "time": us_ci(row["median_us"], row.get("ci95_us")),
-        "base": f"{cell(row.get('baseline'), 60)} {us(row['base_median_us'])}"
-        if is_number(row.get("base_median_us")) else cell(row.get("baseline"), 60),
-        "path": code(row.get("path_taken"), 80)
-        + (f", max-abs {num(row['parity']['max_abs'])}"
-           + (f" (limit {num(limit)})" if is_number(limit) else "")
-           if is_number(row["parity"].get("max_abs")) else ""),
-        "ceiling": f"{peak} {cell(row['bound'], 20)}" if row.get("bound") else peak,
-        "notes": cell("; ".join(notes), text),
-    }  # fmt: skip
+        yield f"stopped by the {row['stop']}"
+    if isinstance(row.get("reasons"), list) and row["reasons"]:
+        yield f"clocks: {', '.join(map(str, row['reasons']))}"
+    if row["why"]:
+        yield ("UNSTABLE: " if row["status"] == "UNSTABLE" else "") + "; ".join(row["why"])
 
 
 def rough_us(value: Any) -> str:
@@ -132,7 +122,7 @@ def speedup_text(row: Mapping[str, Any], floor: float | None) -> tuple[bool, str
     """(nothing measurable, words) for the ratio of a row against its baseline."""
     ratio, ci = row.get("speedup"), row.get("speedup_ci95")
     if not is_number(ratio):
-        return False, "-"
+        return False, ""
     limit = ASSUMED_FLOOR if floor is None else floor
     if not is_interval(ci):
         return True, f"{NO_DIFFERENCE}: no interval"
@@ -141,42 +131,85 @@ def speedup_text(row: Mapping[str, Any], floor: float | None) -> tuple[bool, str
     return False, f"{ratio:.2f}x [{ci[0]:.2f}, {ci[1]:.2f}]"
 
 
-def benches(
-    rows: Sequence[Mapping[str, Any]], floor: float | None, shape: Shape
-) -> list[dict[str, Any]]:
-    known = dict(BENCHES)
-    names = [n for n, _ in BENCHES] + sorted({str(r.get("bench")) for r in rows} - set(known))
-    out = []
-    for name in names:
-        mine = [r for r in rows if str(r.get("bench")) == name]
-        if not mine:
+def timed(row: Mapping[str, Any]) -> bool:
+    """May the row show its time?"""
+    return row["status"] in NUMBERED and is_number(row.get("median_us"))
+
+
+def is_toy(row: Mapping[str, Any]) -> bool:
+    """Was the row measured on a model too small to be served?"""
+    return is_number(row.get("dim")) and row["dim"] < TOY_WIDTH
+
+
+def bench_blocks(view: View, keep: Callable[[Mapping[str, Any]], bool]) -> list[Any]:
+    """Heading, sizes and table of each bench that has rows for which `keep` holds."""
+    shape, every = view.shape, [r for r in view.rows["bench"] if keep(r)]
+    out: list[Any] = []
+    for name in dict.fromkeys([*BENCHES, *sorted(str(r.get("bench")) for r in every)]):
+        rows = [r for r in every if str(r.get("bench")) == name]
+        if not rows:
             continue
+        shown = rows
+        if shape.issue:  # what no baseline stands beside is in report.md
+            shown = [r for r in rows if r["status"] != "VALID" or is_number(r.get("speedup"))]
+            if not shown:
+                continue
         doubt = {"VALID": 2, "UNSTABLE": 1}  # what is wrong first, then what is doubtful
-        mine.sort(key=lambda r: doubt.get(r["status"], 0))
-        views = [bench_view(r, floor, shape.text) for r in mine]
-        shown = [
-            v for v in views
-            if not v["numbers"] or v["status"] != "VALID"
-            or (shape.evidence and (shape.same or not v["same"]))
-        ]  # fmt: skip
-        out.append({
-            "title": known.get(name, cell(name, 60)),
-            "rows": shown[: shape.rows], "left_out": len(views) - len(shown[: shape.rows]),
-            "counts": counts_text(Counter(r["status"] for r in mine)),
-            "problems": [] if name in NAMED_BY_CASE else problems(mine) + _toy(name, mine),
-            "branches": _branches(rows)[: shape.rows]
-            if name == "decode" and shape.evidence else [],
-        })  # fmt: skip
-    return out
+        shown = sorted(shown, key=lambda r: doubt.get(r["status"], 0))[: shape.rows]
+        counts = counts_text(Counter(r["status"] for r in rows))
+        if len(shown) < len(rows):
+            counts += f"; {len(rows) - len(shown)} rows left out here, in bundle.json"
+        views = [bench_view(r, view.floor, shape.text) for r in shown]
+        out += [
+            Head(BENCHES.get(name, cell(name, 60))),
+            counts,
+            problems(rows) if name not in NAMED_BY_CASE else None,
+            bench_table(views, ISSUE_COLUMNS if shape.issue else COLUMNS),
+        ]
+    return [block for block in out if block]
 
 
-def _toy(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where the sizes are that a server would ask about, if `rows` have none of them."""
-    widths = [r.get("dim") for r in rows]
-    if name != "decode" or not all(is_number(w) and w < 1024 for w in widths):
-        return []
-    return ["a small model; serving sizes are timed by the stage `decode_serving`, or by "
-            "`bench/bench_decode.py --preset serving`"]  # fmt: skip
+def bench_table(views: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Table | None:
+    """The rows as a table, without the columns in which every row is empty."""
+    used = [name for name in columns if any(v[name] for v in views)]
+    return Table(used, [[v[name] for name in used] for v in views]) if views else None
+
+
+def headline(view: View) -> list[Mapping[str, Any]]:
+    """The rows that a reader decides by: all of NSA at real sizes beside dense attention, prefill
+    first, a decode step as a graph where that was timed."""
+    beside = lambda r: is_number(r.get("base_median_us")) and r["base_median_us"] > 0
+    real = lambda r: timed(r) and is_number(r.get("S")) and not is_toy(r)
+    rows = [r for r in view.rows["bench"] if real(r) and beside(r)]
+    prefill = [r for r in rows if r.get("bench") == "prefill" and r.get("op") in ("full", None)]
+    prefill.sort(key=lambda r: (r.get("direction") != "fwd", r["S"]))
+    steps: dict[tuple, Mapping[str, Any]] = {}
+    for name in ("decode_graph", "decode"):
+        for r in (r for r in rows if r.get("bench") == name):
+            steps.setdefault((sequences(r), r["S"], problem(r)), r)
+    return [*prefill, *sorted(steps.values(), key=lambda r: (sequences(r), r["S"]))]
+
+
+def sequences(row: Mapping[str, Any]) -> float:
+    return row["B"] if is_number(row.get("B")) else 1
+
+
+def tokens(count: float) -> str:
+    """A length, in units of 1024 where it is a multiple of them."""
+    return f"{count // 1024:g}k" if count >= 1024 and count % 1024 == 0 else f"{count:g}"
+
+
+def bar(row: Mapping[str, Any], floor: float | None, more: str = "") -> Bar:
+    """One row of `headline` as a pair of bars."""
+    ours, base, S = row["median_us"], row["base_median_us"], tokens(row["S"])
+    if row.get("bench") == "prefill":
+        way = {"fwd": ", forward", "bwd": ", backward"}.get(str(row.get("direction")), "")
+        name = f"prefill, {S} tokens{way}"
+    else:
+        batch = f", {sequences(row):g} sequences" if sequences(row) > 1 else ""
+        name = f"decode, {S} tokens of context{batch}"
+    star = "\\*" if row["status"] == "UNSTABLE" else ""
+    return Bar(name, ours, base, us(ours) + star, us(base), speedup_text(row, floor)[1], more)
 
 
 def problem(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -201,32 +234,6 @@ def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if parts:
             count = f"{len(mine)} of {len(rows)} rows: " if len(groups) > 1 else ""
             out.append(count + "; ".join(parts))
-    return out
-
-
-def _branches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Decode steps with their branches in milliseconds and the keys that they read.
-
-    A branch is a column of the step's row (ms_cmp), or a row of its own (decode_branch).
-    """
-    good = [r for r in rows if r["status"] in NUMBERED and is_number(r.get("median_us"))]
-    key = lambda r, branch: (*(str(r.get(n)) for n in ("S", "B", "dtype")), problem(r), str(branch))
-    alone = {
-        key(r, r.get("branch")): r["median_us"] / 1e3
-        for r in good
-        if r.get("bench") == "decode_branch"
-    }
-    out = []
-    for r in good:
-        if r.get("bench") != "decode" or not is_number(r.get("S")):
-            continue
-        total = r["ms_total"] if is_number(r.get("ms_total")) else r["median_us"] / 1e3
-        parts = {b: r.get(f"ms_{b}", alone.get(key(r, b))) for b in ("cmp", "sel", "win")}
-        reads = f"{num(r.get('reads_actual'))} of {num(r.get('reads_expected'))}"
-        out.append({
-            "case": code(r["case"]), "status": r["status"], "S": num(r["S"]), "total": num(total),
-            **{b: num(v) for b, v in parts.items()}, "reads": reads,
-        })  # fmt: skip
     return out
 
 
@@ -257,192 +264,41 @@ def parity_view(row: Mapping[str, Any], text: int = 400) -> dict[str, str]:
     }  # fmt: skip
 
 
-def parity(rows: Sequence[Mapping[str, Any]], shape: Shape) -> dict[str, Any]:
+PARITY = "case dtype status path launches mae max_abs worst_row margin seed why".split()
+PARITY_WORDS = {"path": "asked → ran", "mae": "MAE", "max_abs": "max-abs", "worst_row": "worst row"}
+
+
+def worst_of(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The passed row nearest to its limit."""
+    margin = lambda r: r["margin"] if is_number(r.get("margin")) else -1.0
+    return max((r for r in rows if r["status"] == "PASS"), key=margin, default=None)
+
+
+def parity_ops(rows: Sequence[Mapping[str, Any]], shape: Shape) -> Iterator[list[Any]]:
+    """Per operator: how many cases passed, and the one nearest to its limit."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(str(row.get("op") or "other"), []).append(row)
-    ops = []
-    for op, mine in groups.items():
-        good = [r for r in mine if r["status"] == "PASS"]
-        worst = max(
-            good, key=lambda r: r["margin"] if is_number(r.get("margin")) else -1.0, default=None
-        )
-        ops.append({
-            "op": code(op, 60), "total": len(mine), "passed": len(good),
-            "worst": parity_view(worst, shape.text) if worst else None,
-            "paths": cell(", ".join(sorted({str(r.get("path_taken")) for r in mine})), 200),
-        })  # fmt: skip
-    bad = [parity_view(r, shape.text) for r in rows if r["status"] != "PASS"]
-    every = [parity_view(r, shape.text) for r in rows] if shape.passing else []
-    return {
-        "ops": ops[: shape.rows], "bad": bad[: shape.rows], "bad_left_out": len(bad[shape.rows :]),
-        "all": every[: shape.rows], "total": len(rows),
-    }  # fmt: skip
+    for op, mine in list(groups.items())[: shape.rows]:
+        worst = worst_of(mine)
+        view = parity_view(worst, shape.text) if worst else dict.fromkeys(PARITY, "-")
+        passed = sum(r["status"] == "PASS" for r in mine)
+        paths = cell(", ".join(sorted({str(r.get("path_taken")) for r in mine})), 200)
+        yield [
+            code(op, 60),
+            f"{passed}/{len(mine)}",
+            view["case"],
+            view["mae"],
+            view["max_abs"],
+            view["worst_row"],
+            view["margin"],
+            paths,
+        ]
 
 
-# ---------------------------------------------------------------------------------- threshold
-
-
-def _walls(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What a host sees of the launch-bound ones among `rows`; empty without any."""
-    bound = [r for r in rows if r["status"] == "VALID" and r.get("launch_bound")
-             and is_number(r.get("wall_speedup"))]  # fmt: skip
-    if not bound:
-        return ""
-    worst = min(bound, key=lambda r: r["wall_speedup"])
-    least = f"{rough_ratio(worst['wall_speedup'])} at the least ({code(worst['case'])})"
-    return f"; {len(bound)} of its {len(rows)} cells are launch bound: as a host sees them, {least}"
-
-
-def threshold_cells(
-    rows: Sequence[Mapping[str, Any]],
-) -> dict[int, list[Mapping[str, Any]]]:
-    """What a threshold is made of, by ascending selected length: rows of routes, not of kernels."""
-    by_length: dict[int, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if (
-            row.get("bench") == "sel" and row.get("mode") == "route"
-            and isinstance(row.get("L"), int)
-        ):  # fmt: skip
-            by_length.setdefault(row["L"], []).append(row)
-    return dict(sorted(by_length.items()))
-
-
-def lower_bounds(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The lower bounds of a row's speedup by the device's time and by wall, if it has both."""
-    device, wall = row.get("speedup_ci95"), row.get("wall_speedup_ci95")
-    if row["status"] not in NUMBERED or not (is_interval(device) and is_interval(wall)):
-        return None
-    return device[0], wall[0]
-
-
-def routes_at(rows: Sequence[Mapping[str, Any]], least: float) -> dict[str, Any]:
-    """The cells of one length: how many there are and carry a threshold, the smallest lower bounds
-    and the case of the smallest of all; "-" without any."""
-    bounds = [(lower_bounds(r) or (None, None), r) for r in rows]
-    found = [(low, wall, r) for (low, wall), r in bounds if low is not None]
-    worst = min(found, key=lambda one: min(one[:2]), default=None)
-    carry = [r for lows, r in bounds if carries(r["status"], lows, least)]
-    return {
-        "cells": len(rows), "carry": len(carry), "holds": len(carry) == len(rows) > 0,
-        "low": f"{min(low for low, _, _ in found):.2f}x" if worst else "-",
-        "wall": f"{min(wall for _, wall, _ in found):.2f}x" if worst else "-",
-        "case": code(worst[2]["case"]) if worst else "-",
-    }  # fmt: skip
-
-
-def valid_and_worst(
-    rows: Sequence[Mapping[str, Any]],
-) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None]:
-    """The VALID ones of `rows` and the one of them with the smallest lower bound."""
-    good = [r for r in rows if r["status"] == "VALID" and is_interval(r.get("speedup_ci95"))]
-    return good, min(good, key=lambda r: r["speedup_ci95"][0], default=None)
-
-
-def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The proposed threshold with what speaks for it: the smallest lower bounds per length."""
-    proposal = data["recommend"]
-    least = (proposal or {}).get("min_speedup")
-    least = least if is_number(least) else MIN_SPEEDUP
-    evidence = [{"L": length, **routes_at(mine, least)}
-                for length, mine in threshold_cells(rows).items()]  # fmt: skip
-    out = {"evidence": evidence, "text": "", "doubt": "", "scope": ""}
-    if data["scope"] == "cpu":
-        out["text"] = "None: a CPU says nothing about the threshold of a GPU."
-        return {**out, "evidence": []}
-    if proposal is None:
-        stage = next((s for s in data["stages"] if s["id"] == "threshold"), None)
-        why = f" ({stage['status']}: {cell(stage['reason'])})" if stage and stage["reason"] else ""
-        out["text"] = f"None: no threshold was proposed in this run{why}. Keep the configured one."
-        return out
-    value, blocking = proposal.get("sel_triton_min_L"), proposal.get("blocking_case")
-    words = cell(proposal.get("confidence") or proposal.get("text") or "")
-    if isinstance(value, int) and not isinstance(value, bool):
-        out["text"] = f"**`sel_triton_min_L: {value}`** ({words})"
-        against = [e for e in evidence if e["L"] >= value and not e["holds"]]
-        if against or not any(e["L"] >= value for e in evidence):
-            lengths = ", ".join(str(e["L"]) for e in against) or "any L"
-            out["doubt"] = (
-                f"The rows of this run do not carry it alone: not every cell of L = {lengths} "
-                f"has lower bounds of {least:g}x, of {2 * least:g}x where it is UNSTABLE."
-            )
-    else:
-        out["text"] = f"**None: no length that was timed qualifies, so keep what is set** ({words})"
-    if blocking:
-        out["text"] += f"; stopped by {code(blocking)}"
-    return {**out, "scope": _scope(rows)}
-
-
-def _scope(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the threshold decides, and what it does not."""
-    text = ("The threshold is about `selection_attention` called alone: where a row may select at "
-            "least that many keys, by the shapes of the call, Triton serves, and packing plus SDPA "
-            "below. Both are timed as a caller gets them, Triton with the cleaning of ranges, by "
-            "the device's kernels and by wall. Rows of `bench_sel_triton.py` in other modes "
-            "compare kernels on packed keys and decide nothing. `nsa_attention`, the layers and "
-            "decode steps have no threshold")  # fmt: skip
-    whole = [r for r in rows if r["status"] == "VALID" and is_number(r.get("speedup"))
-             and r.get("path_requested") == "triton"]  # fmt: skip
-    found = []
-    for words, mine in (
-        ("prefill", [r for r in whole if r.get("bench") == "prefill" and r.get("op") == "full"]),
-        ("decode step", [r for r in whole if r.get("bench") == "decode"]),
-    ):
-        ratios = sorted(r["speedup"] for r in mine)
-        if ratios:
-            found.append(f"{words} {ratios[0]:.2f}x to {ratios[-1]:.2f}x")
-    return text + (f"; against dense attention at the sizes timed here: {', '.join(found)}."
-                   if found else ".")  # fmt: skip
-
-
-# What serves without FA-2 at each value of Triton's switch: (baseline, value, words, what to do
-# where a length is named). Without one the advice is to leave FA-2 off.
-FA2_SETTINGS = (
-    ("sdpa", "0", "SDPA is what is left", "set `NSA_USE_FA2=1` with the lengths that are named"),
-    ("triton", "1", "the branch's Triton kernel serves, and FA-2, which comes before it, takes "
-     "`nsa_attention` out of its fused operator", "leave `NSA_USE_FA2=0` unless the branches are "
-     "called one by one, with the lengths that are named"),
-)  # fmt: skip
-
-
-def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The proposed minimum lengths of FA-2, in keys, for Triton off and on, and what was measured
-    per branch, baseline and length."""
-    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row.get("bench") == "fa2" and isinstance(row.get("key_len"), int):
-            key = (str(row.get("branch")), str(row.get("baseline")), row["key_len"])
-            groups.setdefault(key, []).append(row)
-    evidence = []
-    for (branch, baseline, keys), mine in sorted(groups.items()):
-        good, low = valid_and_worst(mine)
-        evidence.append({
-            "branch": cell(branch, 20), "length": keys, "cells": len(mine), "valid": len(good),
-            "low": f"{low['speedup_ci95'][0]:.2f}x" if low else "-",
-            "baseline": cell(baseline, 60) if low else "-",
-            "case": code(low["case"]) if low else "-",
-        })  # fmt: skip
-    proposal, settings = data["recommend"] or {}, []
-    # A run before there was an answer for each setting has one, against the faster of the two.
-    both = any(k.startswith("fa2_") and "_triton" in k for k in proposal)
-    for baseline, value, words, advice in FA2_SETTINGS if both else (("",) * 4,):
-        more, texts, named = "_triton" if baseline == "triton" else "", [], False
-        for branch in ("win", "cmp"):
-            why = proposal.get(f"fa2_{branch}{more}_why")
-            least = proposal.get(f"fa2_min_len_{branch}{more}")
-            found = isinstance(least, int) and not isinstance(least, bool)
-            held = [r for (b, name, keys), mine in groups.items() for r in mine
-                    if b == branch and baseline in ("", name) and not (found and keys < least)]
-            told = f" ({cell(why)})" if why else ""
-            named |= found
-            if found:
-                texts.append(f"`fa2_min_len_{branch}: {least}` keys{told}{_walls(held)}")
-            elif why:
-                texts.append(f"no `fa2_min_len_{branch}`{told}{_walls(held)}")
-        head = "Against the faster of SDPA and the Triton kernel"
-        if both:
-            advice = advice if named else "leave `NSA_USE_FA2=0`"
-            head = f"With `NSA_USE_TRITON_SEL={value}`, {words}: {advice}"
-        if texts:
-            settings.append({"head": head, "lengths": texts})
-    return {"evidence": evidence, "settings": settings}
+def parity_table(rows: Sequence[Mapping[str, Any]], shape: Shape, left_out: Sequence[str]) -> Table:
+    """Parity rows, one by one, without the columns `left_out`."""
+    names = [name for name in PARITY if name not in left_out]
+    heads = [PARITY_WORDS.get(name, name) for name in names]
+    views = [parity_view(r, shape.text) for r in rows[: shape.rows]]
+    return Table(heads, [[v[name] for name in names] for v in views])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -174,14 +176,18 @@ def _cause(absent: list[StageResult]) -> str:
     return words if len(words) <= 120 else words[:117] + "..."
 
 
+def is_cut(stage: StageResult) -> bool:
+    """Was this stage left out because time or GPU memory was too short, and for nothing else?"""
+    no_memory = stage.status is Status.SKIPPED and stage.kind == "OOM_DEVICE"
+    return stage.kind == "BUDGET" or no_memory
+
+
 def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     """Status, exit code and the one line of the whole run."""
-    tests = record.rows_of("test")
-    parity = record.rows_of("parity")
-    bench = record.rows_of("bench")
-    passed = sum(t["outcome"] == "passed" for t in tests)
-    failed = sum(t["outcome"] in ("failed", "error") for t in tests)
-    skipped = sum(t["outcome"] == "skipped" for t in tests)
+    parity, bench = record.rows_of("parity"), record.rows_of("bench")
+    outcomes = Counter(t["outcome"] for t in record.rows_of("test"))
+    passed, skipped = outcomes["passed"], outcomes["skipped"]
+    failed = outcomes["failed"] + outcomes["error"]
     parity_pass = sum(p["status"] == "PASS" for p in parity)
     bench_valid = sum(b["status"] == "VALID" for b in bench)
     bench_skipped = sum(b["status"] == "SKIPPED" for b in bench)
@@ -203,76 +209,57 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         for s in stages
         if (s.required and s.status in (Status.SKIPPED, Status.NOT_RUN)) or s.kind == "BUDGET"
     ]
-    passes = [s for s in stages if s.status is Status.PASS]
-    proven = passed + parity_pass + bench_valid
+    passes = any(s.status is Status.PASS for s in stages)
+    proven = passed or parity_pass or bench_valid
+    doubtful = bool(shaky) or no_valid
+    bad_gate = record.redaction.get("gate") == "failed"
+    complete_but_for_cuts = passes and proven and not doubtful and all(map(is_cut, absent))
+    status, code = next(
+        (status, code)
+        for holds, status, code in (
+            (bad_gate, "FAIL", EXIT_REDACTION),
+            (record.ended_by in EXIT_BY_SIGNAL, "STOPPED", EXIT_BY_SIGNAL.get(record.ended_by)),
+            (wrong or failed or parity_pass < len(parity), "FAIL", EXIT_FAIL),
+            (broken or record.ended_by == "crash", "BROKEN", EXIT_INFRA),
+            (absent and complete_but_for_cuts, "INCOMPLETE", EXIT_NOT_RUN),
+            (absent or not passes or not (proven or doubtful), "NOT_RUN", EXIT_NOT_RUN),
+            (doubtful, "INVALID", EXIT_INVALID),
+            (True, "PASS", EXIT_OK),
+        )
+        if holds
+    )
 
-    if record.redaction.get("gate") == "failed":
-        status, code = "FAIL", EXIT_REDACTION
-    elif record.ended_by in EXIT_BY_SIGNAL:
-        status, code = "STOPPED", EXIT_BY_SIGNAL[record.ended_by]
-    elif wrong or failed or parity_pass < len(parity):
-        status, code = "FAIL", EXIT_FAIL
-    elif broken or record.ended_by == "crash":
-        status, code = "BROKEN", EXIT_INFRA
-    elif absent or not passes or not (proven or shaky or no_valid):
-        status, code = "NOT_RUN", EXIT_NOT_RUN
-    elif shaky or no_valid:
-        status, code = "INVALID", EXIT_INVALID
-    else:
-        status, code = "PASS", EXIT_OK
-
-    parts = []
-    if record.scope == "cpu":
-        parts.append("CPU profile, says nothing about any GPU")
-    if status == "NOT_RUN" and absent:
-        parts.append(_cause(absent))
-    parts.append(f"{passed}/{passed + failed} tests" + (f" ({skipped} skipped)" if skipped else ""))
-    parts.append(f"parity {parity_pass}/{len(parity)}")
-    if bench:
-        words = f"VALID {bench_valid}/{len(bench)}"
-        words += f" ({bench_skipped} skipped)" if bench_skipped else ""
-        parts.append(f"benches {'claim nothing, ' if record.scope == 'cpu' else ''}{words}")
-    if status == "NOT_RUN" and not absent:
-        parts.append("nothing was proven: no passed test, parity case or valid bench")
-    for title, group in (
-        ("wrong", wrong),
-        ("broken", broken),
-        ("stopped", stopped),
-        ("not run", absent),
-        ("invalid or unstable", shaky),
-    ):
-        if group:
-            parts.append(f"{title}: {', '.join(_named(s) for s in group)}")
-    if record.redaction.get("gate") == "failed":
-        parts.append("redaction FAILED, do not post this")
-    if record.partial:
-        parts.append(f"partial run ({record.partial})")
-    device = record.device.get("name") if record.scope == "gpu" else None
-    if device:
-        cap, full = record.device.get("power_limit_w"), record.device.get("power_default_w")
-        capped = is_number(cap) and is_number(full) and cap < full
-        parts.append(f"{device} (capped {cap:g}/{full:g} W)" if capped else str(device))
-    versions = record.env.get("python")
-    versions = versions if isinstance(versions, dict) else {}  # or "<probe failed: ...>"
-    names = [
-        f"{n} {versions[n]}"
-        for n in ("torch", "triton")
-        if versions.get(n) and not str(versions[n]).startswith("<")
+    cut, on_cpu = status == "INCOMPLETE", record.scope == "cpu"
+    no_time = any(s.kind == "BUDGET" for s in absent)
+    short = "its budget was spent" if no_time else "the GPU's memory was too small"
+    bench_words = f"VALID {bench_valid}/{len(bench)}"
+    bench_words += f" ({bench_skipped} skipped)" if bench_skipped else ""
+    groups = {
+        "wrong": wrong,
+        "broken": broken,
+        "stopped": stopped,
+        "cut" if cut else "not run": absent,
+        "invalid or unstable": shaky,
+    }
+    parts = [
+        on_cpu and "CPU profile, says nothing about any GPU",
+        cut and f"all that ran passed, {short}",
+        status == "NOT_RUN" and absent and _cause(absent),
+        f"{passed}/{passed + failed} tests" + (f" ({skipped} skipped)" if skipped else ""),
+        f"parity {parity_pass}/{len(parity)}",
+        bench and f"benches {'claim nothing, ' if on_cpu else ''}{bench_words}",
+        status == "NOT_RUN"
+        and not absent
+        and "nothing was proven: no passed test, parity case or valid bench",
+        *(f"{title}: {', '.join(map(_named, group))}" for title, group in groups.items() if group),
+        bad_gate and "redaction FAILED, do not post this",
+        record.partial and f"partial run ({record.partial})",
+        *_facts(record),
     ]
-    if names:
-        parts.append(" ".join(names))
-    if record.git.get("short"):
-        words = f"commit {record.git['short']}" + (" DIRTY" if record.git.get("dirty") else "")
-        if head := record.git.get("head"):
-            words += f" as given, but git has {str(head)[:7]}"
-        parts.append(words)
-    if is_number(record.monotonic_s):
-        minutes, seconds = divmod(round(record.monotonic_s), 60)
-        parts.append(f"{minutes} m {seconds:02d} s" if minutes else f"{seconds} s")
     return {
         "status": status,
         "exit_code": code,
-        "one_line": f"{status} - " + "; ".join(parts),
+        "one_line": f"{status} - " + "; ".join(part for part in parts if part),
         "executed_tests": passed + failed,
         "passed": passed,
         "failed": failed,
@@ -283,3 +270,21 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         "bench_total": len(bench),
         "not_run": sum(s.status is Status.NOT_RUN for s in stages),
     }
+
+
+def _facts(record: RunRecord) -> Iterator[str]:
+    """GPU, versions, commit and duration, as far as they are known."""
+    device, git, versions = record.device, record.git, record.env.get("python")
+    if record.scope == "gpu" and device.get("name"):
+        cap, full = device.get("power_limit_w"), device.get("power_default_w")
+        capped = is_number(cap) and is_number(full) and cap < full
+        yield f"{device['name']}" + (f" (capped {cap:g}/{full:g} W)" if capped else "")
+    versions = versions if isinstance(versions, dict) else {}  # or "<probe failed: ...>"
+    known = [n for n in ("torch", "triton") if not str(versions.get(n) or "<").startswith("<")]
+    yield " ".join(f"{n} {versions[n]}" for n in known)
+    if git.get("short"):
+        other = f" as given, but git has {str(git['head'])[:7]}" if git.get("head") else ""
+        yield f"commit {git['short']}" + (" DIRTY" if git.get("dirty") else "") + other
+    if is_number(record.monotonic_s):
+        minutes, seconds = divmod(round(record.monotonic_s), 60)
+        yield f"{minutes} m {seconds:02d} s" if minutes else f"{seconds} s"

@@ -42,10 +42,13 @@ def code(value: Any, limit: int = CELL_LIMIT) -> str:
     return f"{ticks}{pad}{text}{pad}{ticks}".replace("|", "\\|")
 
 
-def fence(value: Any, language: str = "") -> str:
-    """`value` as a code block whose fence is longer than any run of backticks inside."""
+def fence(value: Any, language: str = "", *, whole: bool = False) -> str:
+    """`value` as a code block whose fence is longer than any run of backticks inside.
+
+    whole: also a long line keeps every character, as a command must.
+    """
     lines = str("" if value is None else value).replace("\r\n", "\n").split("\n")
-    text = "\n".join(clip_line(plain(line)) for line in lines).strip("\n")
+    text = "\n".join(plain(line) if whole else clip_line(plain(line)) for line in lines).strip("\n")
     ticks = "`" * max(3, max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     return f"{ticks}{language or 'text'}\n{text}\n{ticks}"
 
@@ -140,8 +143,3 @@ def sparkline(values: list[float], width: int = 60) -> str:
     low, high = min(means), max(means)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARKS[round((m - low) * scale)] for m in means)
-
-
-FILTERS = {
-    f.__name__: f for f in (cell, code, fence, clip_mid, us, us_ci, pct, num, span, size)
-}  # fmt: skip

@@ -14,7 +14,7 @@ journal gives up to the last edge of a stage. The shape of `bundle.json` (schema
     device       name, sm, mem_mib, driver, power_limit_w, power_default_w, pcie, ecc, mig, ...
     env          {section: {key: value}}; a probe that failed is the text "<probe failed: ...>"
     env_fingerprint, price_per_hour, doctor [{name, level OK|WARN|BLOCK, text, fix}]
-    verdict      status PASS|FAIL|NOT_RUN|BROKEN|INVALID|STOPPED, exit_code, one_line,
+    verdict      status PASS|INCOMPLETE|FAIL|NOT_RUN|BROKEN|INVALID|STOPPED, exit_code, one_line,
                  executed_tests, passed, failed, skipped, parity_pass, parity_total,
                  bench_valid, bench_total, not_run
     stages       one object per planned stage in plan order, see StageResult

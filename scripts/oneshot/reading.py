@@ -93,6 +93,19 @@ def check_shape(data: dict[str, Any]) -> None:
         check_type(f"resumed.{run}", stages, list)
 
 
+def read_text(folder: Path, name: Any) -> str | None:
+    """A text file of the bundle; None where it is missing or its name leads out of the folder."""
+    if not isinstance(name, str) or not name:
+        return None
+    path = folder / name
+    try:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            return None
+        return path.read_bytes().decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return None
+
+
 def held_to_rules(rows: Any, kind: str) -> tuple[list[dict[str, Any]], int]:
     """Rows that passed `rows.parse_row` once more, and how many were no rows at all."""
     kept, broken = [], 0

@@ -11,37 +11,27 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from scripts.oneshot import about, first, sections
 from scripts.oneshot import bundle as bundles
-from scripts.oneshot import cards, evidence, sections
-from scripts.oneshot.evidence import Shape, noise_floor
+from scripts.oneshot.blocks import Shape, View
+from scripts.oneshot.evidence import noise_floor
 from scripts.oneshot.journal import write_atomic
-from scripts.oneshot.markdown import FILTERS, cell, code, num, pct, span
-from scripts.oneshot.reading import BundleError, held_to_rules, rebuild
+from scripts.oneshot.markdown import cell
+from scripts.oneshot.reading import BundleError, held_to_rules, read_text, rebuild
 
 TEMPLATES = Path(__file__).resolve().parent.parent.parent / "templates"
+ISSUE_AIM = 12_000  # about two screens, the rest folded
 ISSUE_LIMIT = 60_000  # GitHub refuses 65,536 and more
 
-_SMALL = Shape(False, False, False, False, plots=False)
+# What an issue tries, one after the other, until it is short enough.
 LADDER = (
-    Shape(plots=False), Shape(environment=False, plots=False), Shape(False, False, plots=False),
-    Shape(False, False, False, plots=False), _SMALL, replace(_SMALL, log_lines=5, rows=100),
-    replace(_SMALL, evidence=False, log_lines=0, rows=40, text=200),
-    replace(_SMALL, evidence=False, log_lines=0, rows=12, text=120),
-)  # fmt: skip
-
-
-# What a Shape may leave out, in words, in the order of LADDER.
-_LEFT_OUT = {
-    "plots": "plots", "environment": "environment and flags", "timeline": "timeline",
-    "passing": "the single parity rows that passed",
-    "same": "benches without a measurable difference",
-    "evidence": "valid benches, evidence of the thresholds, box health, training, files",
-    "log_lines": "excerpts of the logs",
-}  # fmt: skip
+    Shape(issue=True),
+    Shape(issue=True, log_lines=5, rows=40, text=200),
+    Shape(issue=True, log_lines=0, rows=12, text=120),
+)
 
 
 def _machine(data: Mapping[str, Any]) -> str:
@@ -65,104 +55,91 @@ def _machine(data: Mapping[str, Any]) -> str:
     return text.replace("--", "-\\u002d")
 
 
-def context(
-    data: Mapping[str, Any], folder: Path, shape: Shape, *, plots: Sequence[tuple[str, str]] = (),
+def document(
+    data: Mapping[str, Any],
+    folder: Path,
+    shape: Shape,
+    *,
+    plots: Sequence[tuple[str, str]] = (),
     extra: Sequence[str] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """Everything the template shows, already safe as Markdown."""
+) -> dict[str, Any]:
+    """Everything the templates show, already safe as Markdown."""
     rows, extra = {}, list(extra)
     for kind, key in (("test", "tests"), ("parity", "parity"), ("bench", "bench")):
         rows[kind], broken = held_to_rules(data[key], kind)
         if broken:
             extra.append(f"{broken} {kind} rows are broken and left out")
-    extra += cards.warnings(data)
-    floor = noise_floor(data["health"])
-    stages = data["stages"]
-    unproven = [s for s in stages if s["status"] in ("SKIPPED", "NOT_RUN")]
+    view = View(data, rows, noise_floor(data["health"]), folder, shape, plots, extra)
     return {
-        "cpu": data["scope"] == "cpu", "shape": shape, "data": data, "verdict": data["verdict"],
-        "shortened": ", ".join(w for name, w in _LEFT_OUT.items() if not getattr(shape, name)),
-        "one_line": cell(data["verdict"]["one_line"], 1000), "facts": sections.facts_section(data),
-        "stages": [
-            (code(s["id"], 60), s["status"], span(s.get("wall_s")),
-             sections.stage_note(s, rows, shape.text)) for s in stages
-        ],
-        "not_run": [(code(s["id"], 60), s["status"], cell(s["reason"], shape.text),
-                     "required" if s.get("required", True) else "optional") for s in unproven],
-        "skipped_tests": sections.skipped_section(rows["test"], shape),
-        "warnings": sections.warnings_section(data, rows, floor, extra, shape),
-        "failures": sections.failures_section(stages, rows, folder, shape),
-        "parity": evidence.parity(rows["parity"], shape),
-        "benches": evidence.benches(rows["bench"], floor, shape),
-        "floor": pct(floor, 1) if floor is not None else None,
-        "ceiling": evidence.ceiling_words(data["scope"], data["health"]),
-        "recommend": evidence.recommendation(data, rows["bench"]),
-        "precision": [cell(p) for p in dict.fromkeys(
-            str(r["precision"]) for r in rows["bench"] if r.get("precision"))],
-        "fa2": evidence.fa2_lengths(data, rows["bench"]),
-        "health": sections.health_section(data["health"]),
-        "cards": cards.section(data, rows["parity"]),
-        "training": sections.training_section(data, rows, folder),
-        "flags": sections.flags_section(data, folder), "calls": sections.calls_section(folder),
-        "environment": sections.environment_section(data["env"]),
-        "doctor": [(cell(c.get("name"), 60), cell(c.get("level"), 20), cell(c.get("text")))
-                   for c in data["doctor"]],
-        "timeline": sections.timeline_section(stages),
-        "files": sections.files_section(folder), "plots": list(plots),
-        "redaction": {"gate": cell(data["redaction"].get("gate"), 20),
-                      "replacements": num(data["redaction"].get("replacements") or 0)},
+        "cpu": data["scope"] == "cpu",
+        "status": data["verdict"]["status"],
+        "one_line": cell(data["verdict"]["one_line"], 1000),
+        "answers": first.answers(view),
+        "remarks": first.remark_blocks(view),
+        "sections": sections.sections(view),
+        "last": about.last_words(view),
         "machine": _machine(data),
-    }  # fmt: skip
+    }
 
 
-def render_text(*args: Any, **kwargs: Any) -> str:
-    """The report as Markdown; arguments as for `context`."""
+def _template(name: str, escape: bool) -> Any:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined,
-        autoescape=False, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    environment.filters.update(FILTERS)
-    text = environment.get_template("report.md.j2").render(context(*args, **kwargs))
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        autoescape=escape,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    if escape:
+        from scripts.oneshot import page
+
+        environment.filters.update(page.FILTERS)
+    return environment.get_template(name)
+
+
+def render_text(*args: Any, **kwargs: Any) -> str:
+    """The report as Markdown; arguments as for `document`."""
+    text = _template("report.md.j2", escape=False).render(document(*args, **kwargs))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
 
 
 def render_page(
-    data: Mapping[str, Any], folder: Path, *, plots: Sequence[tuple[str, str]] = (),
+    data: Mapping[str, Any],
+    folder: Path,
+    *,
+    plots: Sequence[tuple[str, str]] = (),
     extra: Sequence[str] = (),
-) -> str:  # fmt: skip
+) -> str:
     """The same report as one HTML page that needs no other file and no network."""
-    import jinja2
-
     from scripts.oneshot import page
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined,
-        autoescape=True, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters.update(page.FILTERS)
-    drawings = []
+    drawings = {}
     for number, (title, path) in enumerate(plots):
-        source = sections.read_text(folder, path) or ""
+        source = read_text(folder, path) or ""
         with suppress(ValueError):  # a plot is an illustration
-            drawing = page.svg(source, f"p{number}-", title)
-            drawings.append((title, drawing, path.endswith("loss.svg")))
-    shown = context(data, folder, Shape(), extra=extra)
-    verdict = page.colour(data["verdict"]["status"])
-    return environment.get_template("report.html.j2").render(
-        shown, drawings=drawings, verdict_class=verdict,
-        title=str(data["git"].get("short") or "report")
-        + (" on a CPU" if data["scope"] == "cpu" else ""),
-    )  # fmt: skip
+            drawings[path] = page.svg(source, f"p{number}-", title)
+    shown = document(data, folder, Shape(), plots=plots, extra=extra)
+    name = str(data["git"].get("short") or "report")
+    title = f"{name} on a CPU" if data["scope"] == "cpu" else name
+    return _template("report.html.j2", escape=True).render(shown, drawings=drawings, title=title)
 
 
 def issue_text(data: Mapping[str, Any], folder: Path, extra: Sequence[str] = ()) -> str:
-    """The report cut to ISSUE_LIMIT characters; verdict, first failures and warnings stay."""
+    """The report as an issue: its first screen, and the rest folded.
+
+    A run without failures aims at ISSUE_AIM bytes; no issue has over ISSUE_LIMIT characters.
+    Verdict, the five answers and the first failures stay.
+    """
+    aim = ISSUE_AIM if data["verdict"]["status"] in ("PASS", "INCOMPLETE") else ISSUE_LIMIT
     for shape in LADDER:
         text = render_text(data, folder, shape, extra=extra)
-        if len(text) <= ISSUE_LIMIT:
+        if len(text.encode()) <= aim:
             return text
+    if len(text) <= ISSUE_LIMIT:
+        return text
     # Cut between two sections: a fence or a table that is open would take what follows along.
     note = "\n\nCut here, because an issue may not be longer; report.md has the rest.\n"
     head = text[: ISSUE_LIMIT - len(note)]
@@ -192,7 +169,7 @@ def render(folder: Path) -> list[str]:
     text = render_text(data, folder, Shape(), plots=drawn, extra=notes)
     write_atomic(folder / "report.md", text)
     write_atomic(folder / "report.html", render_page(data, folder, plots=drawn, extra=notes))
-    bundles.renew_sums(folder, [*sections.MADE_HERE, *(path for _, path in drawn)])
+    bundles.renew_sums(folder, [*about.MADE_HERE, *(path for _, path in drawn)])
     return notes
 
 

@@ -28,7 +28,7 @@ from scripts.oneshot import env as box
 from scripts.oneshot.arguments import parser
 from scripts.oneshot.capture import plain
 from scripts.oneshot.journal import Ballast, Journal, read_events, write_atomic, write_json
-from scripts.oneshot.judge import EXIT_INFRA, EXIT_LOCKED, EXIT_USAGE, Status
+from scripts.oneshot.judge import EXIT_INFRA, EXIT_LOCKED, EXIT_USAGE, Status, is_cut
 from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.outputs import junit_xml, repro_script, scp_line, short_report
@@ -280,16 +280,24 @@ class Run:
             first = self.record.results.get(stage.after)
             if first is None or first.status is not Status.PASS:
                 why = f"{first.status}: {first.reason}" if first else "it did not run"
-                status = Status.SKIPPED if first and first.status is Status.SKIPPED else None
-                return status or Status.NOT_RUN, f"needs {stage.after}, {why}", None
+                return self._dragged(first, f"needs {stage.after}, {why}")
         lacking = [name for name in stage.needs if not (self.folder / name).is_file()]
         if lacking:
-            return Status.NOT_RUN, f"needs {', '.join(lacking)}, which was not written", None
+            makers = [s.id for s in self.stages if lacking[0] in s.outputs]
+            first = self.record.results.get(makers[0]) if makers else None
+            return self._dragged(first, f"needs {', '.join(lacking)}, which was not written")
         left = self._budget_left()
         if left is not None and left < max(5.0, stage.estimate_s / 4):
             self.out_of_budget = True
             return Status.NOT_RUN, f"budget: {max(0, left):.0f} s left", "BUDGET"
         return None
+
+    @staticmethod
+    def _dragged(first: StageResult | None, why: str) -> tuple[Status, str, str | None]:
+        """Why a stage is not started that needs `first`: cut where that one was cut."""
+        skipped = first is not None and first.status is Status.SKIPPED
+        kind = first.kind if first is not None and is_cut(first) else None
+        return Status.SKIPPED if skipped else Status.NOT_RUN, why, kind
 
     def _budget_left(self) -> float | None:
         if self.args.budget is None:

@@ -55,6 +55,7 @@ _POINTERS = {
     "POSITIONS": "*i64",
     "AGAIN": "*i32", "PARTS": "*fp16", "PARTS_LSE": "*fp32", "PARTS_TOP": "*fp32",
     "REACH": "*fp32", "SIZES": "*fp32", "MORE": "*fp32", "SCALES": "*fp32", "SUMS": "*fp16",
+    "SUM_K": "*fp32", "SUM_V": "*fp32",
     "TOP": "*fp32", "TOTAL": "*fp32", "REST": "*i32", "LISTED": "*i32", "WHOLE": "*i32",
     "TODO": "*i32", "LOST": "*i32", "ANY_NEGATIVE": "*i32",
 }  # fmt: skip
@@ -244,7 +245,7 @@ def _gluon_cases() -> list[AotCase]:
         kernel = module._block_attn_bwd_hopper_kernel
         label = f"H{heads}-{'halves' if halves else 'fp32'}-{'signed' if signed else 'alone'}"
         cases.append(case(kernel, label, types, c, module.WARPS, 40, module.START_REGISTERS))
-    mark = dict(D=128, BLOCK_D=128, ROWS=marked_keys.ROWS)
+    mark = dict(D=128, DV=128, BLOCK_D=128, BLOCK_DV=128, ROWS=marked_keys.ROWS)
     cases.append(_case(marked_keys._mark_keys_kernel, "D128", "bf16", mark, (4, 2)))
     rows = dict(D=128, ROWS=sums.SIZE // 128, HEADS=16, BOTH=True)
     cases += [
@@ -457,7 +458,8 @@ def aot_cases(arch: int) -> list[AotCase]:
         cases.append(_case(kernel, "D128", "bf16", rows, (4, 2)))
     order = dict(ROWS=16, N=16, CHUNK=16)
     cases.append(_case(ascending._ascending_kernel, "n16", "bf16", order, (4, 2)))
-    cases.append(_case(sums._round_kernel, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)))
+    for rounding in (sums._round_kernel, sums._round_keys_kernel):
+        cases.append(_case(rounding, "all", "bf16", dict(SIZE=sums.SIZE), (4, 2)))
     cases.append(
         _case(
             block_attn_bwd._block_attn_bwd_sum_kernel, "D128", "bf16",

@@ -25,7 +25,7 @@ from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.span_common import load_kv
-from nsa.kernels.prefill.sums import HalfSums, rounded, zero_halves, zero_sums
+from nsa.kernels.prefill.sums import HalfSums, rounded, rounded_keys, zero_halves, zero_sums
 from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
 from nsa.kernels.prefill.union_attn import union_attention_dq
 from nsa.kernels.prefill.union_lists import in_union, lists_for
@@ -491,7 +491,7 @@ def block_attention_bwd(
     if one_pass:
         if dq is None:
             acc = rounded(acc, softmax_scale, q)
-        return acc, rounded(out_k, softmax_scale, k), rounded(out_v, 1.0, v)
+        return acc, *rounded_keys(out_k, out_v, k, v, softmax_scale)
     make = torch.zeros_like if varlen else torch.empty_like  # keys may be in no sequence
     dk, dv = make(k), make(v)
     rows = min(tile, 16)

@@ -48,7 +48,8 @@ def _prefill(
     use_gluon: bool | None = None, for_backward: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, block_indices, the three branches' outputs and their log-sum-exps (sizes: as _sizes,
-    then the window). Without for_backward the outputs, and the window's lse, are empty."""
+    then the window). Without for_backward the branches' outputs are empty, and all log-sum-exps but
+    the first."""
     from nsa.kernels.prefill.block_attn_fwd import gated_block_attention_fwd
     from nsa.kernels.prefill.block_select import Ranking, block_select
     from nsa.kernels.prefill.span_fwd import span_attention_fwd
@@ -99,7 +100,8 @@ def _prefill(
         keep=for_backward,
     )  # fmt: skip
     if not for_backward:
-        o_cmp, o_win, lse_win = q.new_empty(0), q.new_empty(0), lse_cmp.new_empty(0)
+        o_cmp, o_win = q.new_empty(0), q.new_empty(0)
+        lse_sel, lse_win = lse_cmp.new_empty(0), lse_cmp.new_empty(0)
     return out, block_indices, o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win
 
 
@@ -111,7 +113,7 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, 
     blocks = q.new_empty(*q.shape[:-2], k_cmp.shape[-2], sizes[3], dtype=torch.int32)
     if not for_backward:
         none = lambda: q.new_empty(0)
-        return out(), blocks, none(), none(), none(), lse(), lse(), none().float()
+        return out(), blocks, none(), none(), none(), lse(), none().float(), none().float()
     return out(), blocks, out(), out(), out(), lse(), lse(), lse()
 
 
@@ -130,13 +132,10 @@ def _prefill_bwd(
 
     s, sliding = _sizes(sizes), Span(SLIDING, sizes[6])
     grad_out = grad_out.contiguous()
-    # dQ / softmax_scale and, behind it, whether a gate is negative, which begins as 0.
     of_window = one_pass(sliding, q, k_win, v_win, grad_out, use_gluon)
     make = torch.zeros if of_window else torch.empty
-    room = make(q.numel() + 1, dtype=torch.float32, device=q.device)
-    acc, any_negative = room[:-1].view(q.shape), room[-1:].view(torch.int32)
-    if not of_window:
-        any_negative.zero_()
+    acc = make(q.shape, dtype=torch.float32, device=q.device)  # dQ / softmax_scale
+    any_negative = torch.zeros(1, dtype=torch.int32, device=q.device)  # of the gates
     dgates, deltas, lses, reach = combine_bwd(
         grad_out, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates, any_negative
     )

@@ -22,28 +22,31 @@ ROWS = 32  # keys of a program
 
 @triton.jit
 def _mark_keys_kernel(
-    K, V, TO_K, TO_V, n_rows, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
+    K, V, TO_K, TO_V, n_rows, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """TO_K: K, but NaN where the row of V [n_rows, D] is not finite; TO_V: V, but 0 there."""
+    """TO_K: K [n_rows, D], but NaN where the row of V [n_rows, DV] is not finite; TO_V: V, but 0
+    there."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK_D)
-    at = row[:, None] * D + columns[None, :]
-    live = (row < n_rows)[:, None] & (columns < D)[None, :]
-    v = tl.load(V + at, mask=live, other=0.0)
-    k = tl.load(K + at, mask=live, other=0.0)
+    live = (row < n_rows)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    column_v = tl.arange(0, BLOCK_DV)[None, :]
+    at, at_v = row[:, None] * D + column, row[:, None] * DV + column_v
+    v = tl.load(V + at_v, mask=live & (column_v < DV), other=0.0)
+    k = tl.load(K + at, mask=live & (column < D), other=0.0)
     fine = finite_rows(v)[:, None]
-    tl.store(TO_K + at, tl.where(fine, k, float("nan")), mask=live)
-    tl.store(TO_V + at, tl.where(fine, v, 0.0), mask=live)
+    tl.store(TO_K + at, tl.where(fine, k, float("nan")), mask=live & (column < D))
+    tl.store(TO_V + at_v, tl.where(fine, v, 0.0), mask=live & (column_v < DV))
 
 
 def marked(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies of contiguous k and v [.., D]: v with 0 in rows that are not finite, k with NaN there,
-    so that who sees such a row gets NaN."""
-    rows, d = k.numel() // k.shape[-1], k.shape[-1]
-    to_k, to_v = torch.empty(2, *k.shape, dtype=k.dtype, device=k.device)
+    """Copies of contiguous k [.., D] and v [.., Dv]: v with 0 in rows that are not finite, k with
+    NaN there, so that who sees such a row gets NaN."""
+    (d, dv), rows = (k.shape[-1], v.shape[-1]), k.shape[:-1].numel()
+    to_k, to_v = torch.empty_like(k), torch.empty_like(v)
     if rows:
         launch(
-            _mark_keys_kernel, (cdiv(rows, ROWS),), k, v, to_k, to_v, rows, D=d,
-            BLOCK_D=pow2(d), ROWS=ROWS,
+            _mark_keys_kernel, (cdiv(rows, ROWS),), k, v, to_k, to_v, rows, D=d, DV=dv,
+            BLOCK_D=pow2(d), BLOCK_DV=pow2(dv), ROWS=ROWS,
         )  # fmt: skip
     return to_k, to_v

@@ -19,7 +19,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
 from nsa.kernels.prefill.span_kinds import Span
-from nsa.kernels.prefill.sums import rounded, zero_sums
+from nsa.kernels.prefill.sums import rounded, rounded_keys, zero_sums
 from nsa.kernels.row_tiles import head_tiles, row_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, pow2, sm_count, split_dim
 from nsa.unseen import for_backward
@@ -300,4 +300,4 @@ def compressed_attention_bwd_fused(
     )  # fmt: skip
     if dq is None:
         dq = rounded(acc, softmax_scale, q)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, *rounded_keys(dk, dv, k, v)

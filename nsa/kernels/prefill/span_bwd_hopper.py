@@ -47,7 +47,7 @@ from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
 from nsa.kernels.prefill.releases import carve, program_barrier, tma_load, view, warpgroup_mma_wait
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
-from nsa.kernels.prefill.sums import rounded
+from nsa.kernels.prefill.sums import rounded, rounded_keys
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
     START_REGISTERS,
@@ -632,4 +632,4 @@ def span_attention_bwd_hopper(
     )  # fmt: skip
     if dq is None:
         dq = rounded(acc, softmax_scale, q)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, *rounded_keys(dk, dv, k, v)

@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa.kernels.finite_rows import kept_apart
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
+from nsa.kernels.prefill.marked_keys import marked
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
 from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
@@ -45,8 +45,6 @@ def _span_fwd_step(
     p = tl.math.exp2(s * scale_log2 - m_safe[:, None])
     alpha = tl.math.exp2(m_i - m_safe)
     l_i = l_i * alpha + tl.sum(p, 1)
-    if MASKED:
-        p, v = kept_apart(p, v, seen)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_new, l_i
 
@@ -196,6 +194,8 @@ def span_attention_fwd(
     block_q = max(rows // heads_padded, 1)
     d1, d2 = split_dim(dim)
     at = Rows.of(q, k, cu_q, cu_k)
+    # In the kernel ptxas 12.8 would write outside of its shared memory at some head sizes.
+    k, v = marked(k, v)
     tma = tma_usable(arch, k, whole=v)
     launch(
         _span_fwd_kernel, (at.query_tiles(block_q), at.batch * groups),

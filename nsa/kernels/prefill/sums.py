@@ -52,11 +52,26 @@ class HalfSums(NamedTuple):
 
 
 @triton.jit
-def _round_kernel(X, OUT, numbers, scale, SIZE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+def _round(X, OUT, numbers, scale, part, SIZE: tl.constexpr):
+    at = part.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = at < numbers
     x = tl.load(X + at, mask=live, other=0.0) * scale
     tl.store(OUT + at, x.to(OUT.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _round_kernel(X, OUT, numbers, scale, SIZE: tl.constexpr):
+    _round(X, OUT, numbers, scale, tl.program_id(0), SIZE)
+
+
+@triton.jit
+def _round_keys_kernel(SUM_K, SUM_V, DK, DV, k_numbers, v_numbers, scale, SIZE: tl.constexpr):
+    """dK, scaled, by the first programs, and dV by those behind."""
+    of_k = tl.cdiv(k_numbers, SIZE)
+    if tl.program_id(0) < of_k:
+        _round(SUM_K, DK, k_numbers, scale, tl.program_id(0), SIZE)
+    else:
+        _round(SUM_V, DV, v_numbers, 1.0, tl.program_id(0) - of_k, SIZE)
 
 
 @triton.jit
@@ -168,6 +183,24 @@ def zero_halves(
     launch(_half_scales_kernel, (cdiv(rows, SIZE),), reach, sizes, scales, rows, SIZE=SIZE)
     sums = torch.zeros(q.shape, dtype=torch.float16, device=q.device)
     return HalfSums(sums, scales, k.shape[-2], anew)
+
+
+def rounded_keys(
+    dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous dK * scale and dV, of the dtypes of k and v; themselves where that is theirs and
+    there is no scale."""
+    if scale == 1.0 and dk.dtype == k.dtype:
+        return dk, dv
+    to = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    to_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    programs = cdiv(dk.numel(), SIZE) + cdiv(dv.numel(), SIZE)
+    if programs:
+        launch(
+            _round_keys_kernel, (programs,), dk, dv, to, to_v, dk.numel(), dv.numel(), scale,
+            SIZE=SIZE,
+        )
+    return to, to_v
 
 
 def rounded(

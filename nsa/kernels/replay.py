@@ -1,0 +1,234 @@
+"""A call that was made before is made again from a record of its launches.
+
+A launcher chooses kernels, tiles and workspaces from shapes, types and flags alone, which takes the
+host far longer than the launches themselves. So the second call of a kind is recorded: what it
+allocates, what it sets to zero, which kernels it launches on what. From the third on the record is
+played: one workspace, the outputs, and the launches. A call that does anything else with a tensor
+is not recorded, and takes its launcher every time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from nsa import launches
+from nsa.arrival import selection_is_awaited
+from nsa.flags import get_flags
+from nsa.kernels import launch
+from nsa.kernels.record import Memory, Output, Recorder, Refused, Step, Zeroing
+
+ALIGNED = 256  # bytes, of what lies in a workspace; PyTorch's own memory is aligned as finely
+# Workspaces are allocated at once up to here; larger ones would leave the allocator with holes, and
+# a call that needs them keeps the GPU busy for longer than any launcher takes.
+LARGEST = 1 << 30
+MOST = 1024
+MOST_READY = 1024  # of all records together; one takes some 100 KB of the host
+NOTHING = torch.Size([0])
+_SEEN, _REFUSED = "seen once", "not to be recorded"
+_generation = 0
+_ready: list[dict] = []  # each record's, once for each that is ready
+
+
+def forget() -> None:
+    """Forget all records, so that launchers choose anew: for whoever changes what they go by."""
+    global _generation
+    _generation += 1
+
+
+class Record:
+    """What a call allocates, sets to zero and launches, to be done again on other tensors."""
+
+    def __init__(self, seen: Recorder, outputs: list[Output], several: bool) -> None:
+        """several: the call returns a tuple. Raises Refused where the workspace is too large."""
+        self.steps, self.outputs, self.several = seen.steps, outputs, several
+        self.device, self.names = seen.device, [s.name for s in seen.steps if isinstance(s, Step)]
+        kept = {x.memory for x in outputs}
+        self.kept = [n for n in sorted(kept) if n >= 0]
+        inner = {
+            n: m for n, m in enumerate(seen.memories) if m is not None and m.last >= 0
+            and n not in kept
+        }  # fmt: skip
+        zeroed = [m for m in inner.values() if m.zeroed]  # before the first step
+        self.zeroed = 0  # bytes, at the beginning of the workspace
+        for memory in zeroed:
+            memory.first, memory.offset = 0, self.zeroed
+            self.zeroed += -(-memory.size // ALIGNED) * ALIGNED
+        self.size = _placed([m for m in inner.values() if not m.zeroed], zeroed)
+        if self.size > LARGEST:
+            raise Refused("a workspace that is too large")
+        self.inner = [(n, m.offset) for n, m in inner.items()]
+        self.sizes = {n: (seen.memories[n].size, seen.memories[n].zeroed) for n in self.kept}
+        self.memories = len(seen.memories)
+        alone = {n: [x for x in outputs if x.memory == n] for n in self.kept}
+        self.whole = {
+            n for n, of in alone.items() if len(of) == 1
+            and not any(isinstance(x, Zeroing) and x.place.memory == n for x in self.steps)
+            and of[0].shape.numel() * of[0].dtype.itemsize == self.sizes[n][0]
+        }  # fmt: skip
+        self.empty: dict[torch.dtype, Tensor] = {}
+        # By where everything begins: launches that are ready to be made, or that it was seen once.
+        self.ready: dict[tuple, list[Callable[[], Any] | None] | None] = {}
+
+    def play(self, addresses: list[int]) -> Any:
+        """Make the call on inputs at these addresses."""
+        bases = addresses + [0] * (self.memories - len(addresses))
+        made: dict[int, Tensor] = {}
+        results = []
+        for number in self.kept:
+            if number not in self.whole:
+                size, zeroed = self.sizes[number]
+                make = torch.zeros if zeroed else torch.empty
+                made[number] = x = make(size, dtype=torch.uint8, device=self.device)
+                bases[number] = x.data_ptr()
+        for memory, dtype, shape, stride, offset in self.outputs:
+            if memory in made:
+                x = made[memory].view(dtype).as_strided(shape, stride, offset)
+            elif memory < 0 and shape == NOTHING:
+                x = self.nothing(dtype)
+            else:
+                x = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+                if memory >= 0:
+                    bases[memory] = x.data_ptr()
+                    if self.sizes[memory][1]:
+                        x.zero_()
+            results.append(x)
+        room = None
+        if self.size:
+            room = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+            begin = room.data_ptr()
+            for number, offset in self.inner:
+                bases[number] = begin + offset
+            if self.zeroed:
+                room[: self.zeroed].zero_()
+        self._launch(bases, room, made)
+        return tuple(results) if self.several else results[0]
+
+    def nothing(self, dtype: torch.dtype) -> Tensor:
+        """An empty tensor, in less time than PyTorch takes to make one."""
+        if dtype not in self.empty:
+            self.empty[dtype] = torch.empty(NOTHING, dtype=dtype, device=self.device)
+        return self.empty[dtype].detach()
+
+    def _launch(self, bases: list[int], room: Tensor | None, made: dict[int, Tensor]) -> None:
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        key = (stream, *bases)
+        ready = self.ready.get(key)
+        hooked = launch.hooked()
+        if ready is None and not hooked:
+            if len(_ready) >= MOST_READY:
+                for kept in _ready:
+                    kept.clear()
+                _ready.clear()
+            if key in self.ready:  # seen once, as a loop's memory soon is twice
+                ready = [
+                    launch.ready(x.made, x.grid, stream, x.prepared(bases))
+                    if isinstance(x, Step) else None for x in self.steps
+                ]  # fmt: skip
+            self.ready[key] = ready
+            _ready.append(self.ready)
+        for n, step in enumerate(self.steps):
+            if isinstance(step, Zeroing):
+                number, offset = step.place
+                whole = made.get(number)
+                if whole is None:
+                    whole, offset = room, bases[number] - room.data_ptr() + offset
+                whole[offset : offset + step.size].zero_()
+            elif hooked:
+                step.made[step.grid](*step.prepared(bases))
+            elif ready is not None:
+                ready[n]()
+            else:
+                launch.run(step.made, step.grid, stream, step.prepared(bases))
+        launches.bump_all(self.names)
+
+
+def _placed(memories: list[Memory], fixed: list[Memory]) -> int:
+    """Give memories their offsets, so that none that live at one time overlap; the bytes of all."""
+    done = fixed.copy()
+    for memory in sorted(memories, key=lambda m: -m.size):
+        beside = [m for m in done if m.first <= memory.last and memory.first <= m.last]
+        offset = 0
+        for other in sorted(beside, key=lambda m: m.offset):
+            if offset + memory.size <= other.offset:
+                break
+            end = other.offset + other.size
+            offset = max(offset, -(-end // ALIGNED) * ALIGNED)
+        memory.offset = offset
+        done.append(memory)
+    return max([m.offset + m.size for m in done], default=0)
+
+
+def replayed(launcher: Callable) -> Callable:
+    """Return a launcher whose calls are recorded and played.
+
+    launcher: of positional arguments (tensors, numbers, lists of numbers, None), the first a
+    tensor; it launches by launch(), and chooses by the arguments' shapes, strides, types and
+    alignment, by numbers, flags and PyTorch's deterministic mode alone.
+    """
+    calls: dict[tuple, Any] = {}
+    chosen_by: tuple = ()
+
+    @functools.wraps(launcher)
+    def call(*args: Any, **named: Any) -> Any:
+        nonlocal chosen_by
+        first = args[0] if args else None
+        if named or not playable(first):
+            return launcher(*args, **named)
+        flags = get_flags()
+        if chosen_by != (flags, _generation) or len(calls) >= MOST:
+            calls.clear()
+            chosen_by = (flags, _generation)
+        key, tensors, addresses = _key(args)
+        found = calls.get(key)
+        if isinstance(found, Record):
+            return found.play(addresses)
+        if found is None:
+            result = launcher(*args)
+            calls[key] = _SEEN
+            return result
+        if found is _REFUSED:
+            return launcher(*args)
+        calls[key] = _REFUSED  # should it fail
+        with Recorder(tensors) as seen, launch.recorded(seen):
+            result = launcher(*args)
+        try:
+            calls[key] = Record(seen, seen.outputs(result), isinstance(result, tuple))
+        except Refused:
+            pass
+        return result
+
+    return call
+
+
+def playable(x: Any) -> bool:
+    """Return whether calls on this tensor may be recorded, here and now."""
+    return on_this_gpu(x) and not launch.busy() and not selection_is_awaited()
+
+
+def on_this_gpu(x: Any) -> bool:
+    """Return whether x is a tensor on the current device, a GPU."""
+    return getattr(x, "is_cuda", False) and x.device.index == torch.cuda.current_device()
+
+
+def _key(args: tuple) -> tuple[tuple, list[Tensor], list[int]]:
+    """What a launcher may go by; the tensors among the arguments, and where they begin."""
+    key: list[Any] = [torch.are_deterministic_algorithms_enabled()]
+    tensors, addresses = [], []
+    for x in args:
+        if isinstance(x, Tensor):
+            at = x.data_ptr()
+            key.append((x.shape, x.stride(), x.dtype, x.device, at & 15))
+            tensors.append(x)
+            addresses.append(at)
+        else:
+            key.append(tuple(x) if isinstance(x, list) else x)
+    if len({*addresses}) != len(addresses):
+        key.append(tuple([addresses.index(at) for at in addresses]))
+    return tuple(key), tensors, addresses

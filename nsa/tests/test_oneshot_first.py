@@ -1,0 +1,353 @@
+"""The first screen of the report: five questions, and nothing in an answer that was not proven."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jinja2", reason="the report needs jinja2")
+
+from nsa.tests.oneshot_samples import bench_row, parity_row, real_rows, test_row, write_sample
+from nsa.tests.test_oneshot_report import PROVEN, SIZES, with_events, with_rows
+from nsa.tests.test_oneshot_report import committed_rows as committed_rows
+from scripts.oneshot import committed, evidence, first, report
+from scripts.oneshot.blocks import Bar, Bars, Shape, View
+from scripts.oneshot.reading import held_to_rules, rebuild
+
+
+def view_of(folder, **changes):
+    """The view of the run in `folder`, whose data has `changes`."""
+    data = {**rebuild(folder)[0], **changes}
+    rows = {
+        k: held_to_rules(data[key], k)[0]
+        for k, key in (("test", "tests"), ("parity", "parity"), ("bench", "bench"))
+    }
+    return View(data, rows, evidence.noise_floor(data["health"]), folder)
+
+
+def told(card):
+    """The answer and everything under it as one text."""
+    blocks = [b if isinstance(b, (str, list)) else vars(b) for b in card.blocks]
+    return "\n".join([card.answer, *map(str, blocks)])
+
+
+@pytest.fixture
+def sample(tmp_path):
+    write_sample(tmp_path, "all_pass")
+    return tmp_path
+
+
+# ---------------------------------------------------------------------------------- the box
+
+
+def test_a_box_is_good_by_its_shares_and_by_nothing_that_was_not_asked(sample):
+    card = first.box(view_of(sample))
+    assert (card.answer, card.colour) == ("Yes.", "good")
+    assert "device copy 4010 GB/s: **83 %** of this card's nominal 4814" in told(card)
+    assert "did not throttle" in told(card) and "nobody else was on it" in told(card)
+    health = {
+        **view_of(sample).data["health"],
+        "throttled": None,
+        "memory_used_by_others_mib": None,
+    }
+    card = first.box(view_of(sample, health=health))
+    assert "throttle" not in told(card) and "nobody" not in told(card)
+    for unmeasured in (None, {"status": "OK"}, {"copy_gbs": 4010.0}):
+        card = first.box(view_of(sample, health=unmeasured))
+        assert (card.answer, card.colour) == ("Not measured.", "quiet")
+
+
+@pytest.mark.parametrize(
+    ("changes", "colour", "words"),
+    [
+        (
+            dict(device={"name": "X", "power_limit_w": 300, "power_default_w": 450}),
+            "doubt",
+            "capped to 300 of 450 W",
+        ),
+        (dict(device={"name": "X", "shared": True}), "doubt", "SHARED GPU"),
+        (dict(device={"name": "X", "mig": True}), "doubt", "MIG"),
+        (dict(health={"throttled": True}), "doubt", "throttled while"),
+        (dict(health={"status": "WARN", "why": ["slow copies"]}), "doubt", "WARN: slow copies"),
+        (dict(device={"name": None, "reason": "gone"}), "bad", "No GPU answered: gone"),
+        (dict(doctor=[{"name": "disk", "level": "BLOCK", "text": "full"}]), "bad", "full"),
+    ],
+)
+def test_what_holds_a_box_back_comes_before_its_numbers(sample, changes, colour, words):
+    card = first.box(view_of(sample, **changes))
+    assert (card.answer, card.colour) == ("No.", colour)
+    assert words in card.blocks[0][0]
+
+
+# ---------------------------------------------------------------------------------- the kernels
+
+
+def test_kernels_are_counted_from_the_rows_and_not_from_a_verdict_beside_them(tmp_path):
+    """A stranger's bundle.json may claim what its rows do not hold."""
+    rows = [parity_row("p/right"), parity_row("p/wrong", max_abs=9.0), test_row("a::b")]
+    view = view_of(with_rows(tmp_path, rows, stage="triton_fwd"))
+    view.data["verdict"].update(status="PASS", parity_pass=2, parity_total=2)
+    card = first.kernels(view)
+    total = len(view.rows["parity"])
+    assert card.answer == f"**No**: 1 of {total} results are wrong." and card.colour == "bad"
+    assert f"**{total - 1} of {total}** results" in told(card)
+    assert first.failed(view).colour == "bad"  # and the stage is named, whatever it says itself
+    assert "`triton_fwd`" in told(first.failed(view))
+
+
+def test_kernels_of_which_a_part_ran_are_right_as_far_as_they_ran(tmp_path):
+    write_sample(tmp_path, "incomplete")
+    card = first.kernels(view_of(tmp_path))
+    assert (card.answer, card.colour) == ("As far as they ran.", "doubt")
+    assert "not proven: `sanity` NOT_RUN, `triton_bwd` TIMEOUT" in told(card)
+    card = first.kernels(view_of(tmp_path, tests=[], parity=[]))
+    assert (card.answer, card.colour) == ("Not proven: nothing ran.", "quiet")
+
+
+# ---------------------------------------------------------------------------------- the speed
+
+
+def speed_of(folder, *rows, **changes):
+    return first.speed(view_of(with_rows(folder, rows, stage="prefill_bench"), **changes))
+
+
+def test_speed_is_of_real_sizes_and_of_all_of_nsa(sample, committed_rows):
+    card = first.speed(view_of(sample))
+    (bars,) = [b for b in card.blocks if isinstance(b, Bars)]
+    assert [bar.name for bar in bars.rows] == [
+        "prefill, 8k tokens, forward",
+        "prefill, 32k tokens, forward",
+        "prefill, 8k tokens, backward",
+        "prefill, 32k tokens, backward",
+        "decode, 8k tokens of context",
+        "decode, 64k tokens of context",
+    ]
+    assert card.answer == (
+        "prefill 1.13x to 3.51x; its backward 1.70x to 4.92x; decode 1.25x to "
+        "2.72x as fast as dense attention."
+    )
+    heads = bars.table().heads
+    assert "the same card before" not in heads and len(heads) == 4
+
+
+def test_a_run_of_toys_alone_shows_no_number_first(tmp_path):
+    row = bench_row("decode/S=512", 13.0, 0.7, bench="decode", S=512, dim=256)
+    card = speed_of(tmp_path, row)
+    assert card.answer.startswith("No real sizes were timed") and not card.blocks
+    assert "0.70x" in report.render_text(rebuild(tmp_path)[0], tmp_path, Shape())
+
+
+def test_a_cpu_shows_no_number_first(tmp_path):
+    write_sample(tmp_path, "cpu")
+    for make in (first.box, first.speed, first.to_set):
+        card = make(view_of(tmp_path))
+        assert card.colour == "quiet" and not re.search(r"\d", told(card))
+
+
+@pytest.mark.parametrize("status", ["INVALID", "FAILED", "SKIPPED"])
+def test_speed_without_proof_is_none(tmp_path, status):
+    row = {**real_rows()[0], "status": status, "why": ["no luck"]}
+    assert "No real sizes" in speed_of(tmp_path, row).answer
+
+
+def test_speed_that_is_unstable_has_its_mark_and_one_within_the_noise_no_ratio(tmp_path):
+    rows = [
+        {**real_rows()[0], "status": "UNSTABLE", "why": ["drift"]},
+        {**real_rows()[2], "speedup": 1.005, "speedup_ci95": [1.002, 1.008]},
+    ]
+    card = speed_of(tmp_path, *rows)
+    (bars,) = [b for b in card.blocks if isinstance(b, Bars)]
+    assert [bar.ours for bar in bars.rows] == ["1.54 ms\\*", "2.96 ms"]
+    assert bars.rows[1].ratio == evidence.NO_DIFFERENCE
+    assert card.answer == "prefill 1.13x as fast as dense attention." and card.colour == "doubt"
+    assert "UNSTABLE" in told(card)
+
+
+def test_a_bar_is_as_long_as_its_time():
+    rows = [Bar("a", 1.0, 4.0, "1", "4", "4.00x"), Bar("b", 3.0, 2.0, "3", "2", "0.67x")]
+    a, b = rows
+    assert float(a.width(4.0)) == 4 * float(a.width(1.0)) == float(b.width(3.0)) < 100
+    assert float(b.width(2.0)) == pytest.approx(2 / 3 * float(b.width(3.0)))
+    lengths = [row[3].count("▇") for row in Bars(("", "NSA", "dense", "x", ""), rows).table().rows]
+    assert lengths == [20, 3]  # by the ratio
+
+
+def test_the_same_card_is_the_one_of_that_name_its_newest_valid_row_and_its_sizes(committed_rows):
+    row = {**real_rows()[0], "status": "VALID"}
+    like = dict(PROVEN, op="full", S=8192, commit="c")
+    committed_rows("2026-11-20", "prefill-a.csv", dict(like, ms=9.0, commit="old"))
+    committed_rows(
+        "2026-11-22",
+        "prefill-b.csv",
+        dict(like, ms=1.0, status="UNSTABLE"),
+        dict(like, ms=2.0, parity="FAIL"),
+        dict(like, ms=3.0, device="NVIDIA H100"),
+        dict(like, ms=4.0, op="win"),
+        dict(like, ms=5.0, D=64),
+        dict(like, ms=""),
+        dict(like, ms=6.0, direction="bwd"),
+        dict(like, ms=7.0, commit="new"),
+    )
+    committed_rows("2026-11-23", "prefill-c.csv", dict(nothing="of use"))
+    assert committed.times("NVIDIA H200")[committed.key_of(row)] == (7000.0, "new")
+    assert committed.key_of(row) not in committed.times("NVIDIA")
+
+
+def test_others_are_those_timed_in_pairs_on_the_same_card(sample, committed_rows):
+    like = dict(PROVEN, against="sfnsa", commit="c")
+    committed_rows(
+        "2026-11-20",
+        "peers-a.csv",
+        dict(like, S=8192, speedup=1.83),
+        dict(like, S=65536, speedup=1.97),
+        dict(like, S=8192, against="dense", speedup=9),
+        dict(like, S=32768, speedup=7, device="NVIDIA H100"),
+        dict(like, S=32768, speedup=7, HQ=32),
+    )
+    text = told(first.speed(view_of(sample)))
+    assert "sfnsa, forward, 1.83 at 8k tokens." in text and "1.97" not in text
+    other = {**dict(SIZES), "HQ": 128}
+    assert committed.pairs("NVIDIA H200", {**real_rows()[0], **other}) == []
+
+
+# ---------------------------------------------------------------------------------- what to set
+
+
+def evidence_rows(*cells):
+    return [
+        bench_row(
+            f"sel/route/L={L}/{ratio}",
+            9.0,
+            ratio,
+            L=L,
+            mode="route",
+            dist="few",
+            wall_speedup_ci95=[9.0, 9.5],
+        )
+        for L, ratio in cells
+    ]
+
+
+@pytest.mark.parametrize(
+    ("set_to", "best", "cells", "line"),
+    [
+        (("auto", "default"), 64, [(64, 2.0), (256, 2.0)], None),
+        (("auto", "default"), 16, [(16, 2.0), (64, 2.0)], "NSA_SEL_TRITON_MIN_L=16"),
+        ((16, "base.yaml"), 16, [(16, 2.0), (64, 2.0)], None),
+        # Nothing shorter was timed, so nothing speaks against a smaller value.
+        ((16, "base.yaml"), 64, [(64, 2.0)], None),
+        ((16, "base.yaml"), 64, [(16, 0.5), (64, 2.0)], "NSA_SEL_TRITON_MIN_L=64"),
+        (("auto", "default"), 64, [(64, 2.0), (256, 0.5)], None),  # its rows do not carry it
+        (("auto", "default"), None, [(64, 0.5)], None),
+    ],
+)
+def test_the_line_to_paste_is_there_where_the_rows_ask_for_another_value(
+    tmp_path, set_to, best, cells, line
+):
+    proposal = {"kind": "recommend", "sel_triton_min_L": best, "confidence": "as measured"}
+    folder = with_rows(tmp_path, [*evidence_rows(*cells), proposal])
+    flags = [{"name": "NSA_SEL_TRITON_MIN_L", "value": set_to[0], "source": set_to[1]}]
+    (folder / "routing.json").write_text(json.dumps({"flags": flags}))
+    card = first.to_set(view_of(folder))
+    text = told(card)
+    assert (f"export {line}\n" in text.replace("\\n", "\n")) if line else "export" not in text
+    assert card.answer.startswith("This line." if line else "Nothing: ")
+
+
+@pytest.mark.parametrize(
+    ("sm", "switch", "cmp", "there"),
+    [
+        ("9.0", "auto", 3, False),
+        ("8.9", "auto", 3, True),
+        ("9.0", False, 3, True),
+        ("8.9", "auto", None, False),
+    ],
+)
+def test_fa2_is_to_be_set_only_where_triton_is_off(tmp_path, sm, switch, cmp, there):
+    proposal = {
+        "kind": "recommend",
+        "sel_triton_min_L": 64,
+        "confidence": "as measured",
+        "fa2_min_len_win": 64,
+        "fa2_min_len_cmp": cmp,
+    }
+    folder = with_rows(tmp_path, [*evidence_rows((64, 2.0)), proposal])
+    flags = [
+        {"name": "NSA_SEL_TRITON_MIN_L", "value": 64, "source": "default"},
+        {"name": "NSA_USE_TRITON_SEL", "value": switch, "source": "default"},
+    ]
+    (folder / "routing.json").write_text(json.dumps({"flags": flags}))
+    text = told(first.to_set(view_of(folder, device={"name": "X", "sm": sm})))
+    line = "export NSA_USE_FA2=1 NSA_FA2_MIN_LEN_WIN=64 NSA_FA2_MIN_LEN_CMP=3"
+    assert (line in text) == there
+
+
+# ---------------------------------------------------------------------------------- what failed
+
+
+def failing_with(folder, argv):
+    def change(events):
+        for event in events:
+            if event["ev"] == "stage_end" and event["stage"] == "triton_bwd":
+                event["result"]["argv"] = argv
+
+    return with_events(folder, "gpu_fail", change)
+
+
+@pytest.mark.parametrize("length", [300, 9000])
+def test_a_command_has_no_hole(tmp_path, length):
+    """A command that lacks its middle cannot be run: in all three reports it is whole."""
+    argv = ["{python}", "-m", "pytest", *(f"nsa/tests/test_{i}.py" for i in range(length // 20))]
+    folder = failing_with(tmp_path, argv)
+    assert report.main([str(folder)]) == 0
+    command = shlex.join(["python", *argv[1:]])
+    assert len(command) > length * 0.9
+    for name in ("issue.md", "report.md", "report.html"):
+        text = (folder / name).read_text()
+        assert command in text, name
+        assert command in text[: text.index("Failures")], name
+
+
+def test_a_command_too_long_for_anybody_is_named_by_its_file(tmp_path):
+    folder = failing_with(tmp_path, ["{python}", "x" * 30_000])
+    text = report.render_text(rebuild(folder)[0], folder, Shape())
+    assert f"bash artifacts/runner/{folder.name}/repro/triton_bwd.sh" in text
+    assert "xxxxx" not in text
+
+
+def test_what_a_budget_cut_is_no_failure_and_has_the_command_that_goes_on(tmp_path):
+    write_sample(tmp_path, "incomplete")
+    card = first.failed(view_of(tmp_path))
+    assert card.colour == "doubt" and card.answer.startswith("Nothing, but")
+    assert "make gpu-report PROFILE=standard RESUME=1" in told(card)
+    text = report.render_text(rebuild(tmp_path)[0], tmp_path, Shape())
+    assert "## Failures" not in text and text.startswith("**INCOMPLETE - all that ran passed")
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("STOPPED", "The run was stopped."),
+        ("BROKEN", "The run did not end by itself."),
+        ("INVALID", "No timed case is VALID."),
+        ("NOT_RUN", "Nothing was proven."),
+        ("FAIL", "Something private could not be redacted."),
+    ],
+)
+def test_a_verdict_that_no_stage_explains_is_not_called_nothing(sample, status, words):
+    view = view_of(sample)
+    view.data["verdict"]["status"] = status
+    card = first.failed(view)
+    assert (card.answer, card.colour) == (words, "bad")
+
+
+def test_the_page_has_the_cards_before_anything_else(sample):
+    assert report.main([str(sample)]) == 0
+    text = Path(sample / "report.html").read_text()
+    asked = re.findall(r'<div class="card \w+(?: big)?">\n<h2>(.*?)</h2>', text)
+    assert asked == [card.question for card in first.answers(view_of(sample))]
+    assert len(asked) == 5 and text.index("<h2>What failed?</h2>") < text.index("<nav>")
