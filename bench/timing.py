@@ -363,7 +363,8 @@ def _baseline(
     least_us = median_us if clock.device_time else min(times)
     why = why or why_not_attention(base, ran, least_us, clock, cold)
     ideal = _ideal_us(work, ceiling)
-    if ideal and not why:
+    # Of one ceiling alone nobody can tell what work that the other bounds may take.
+    if len(ideal) == bool(work.bytes_needed) + bool(work.flops) and ideal and not why:
         now = Reached(max(ideal.values()), least_us)
         before = _reached.setdefault(clock, {}).setdefault((case.bench, base.name), [])
         why = why_slow(base, now, before)

@@ -96,7 +96,7 @@ def test_math_under_the_name_of_flash_is_no_baseline(monkeypatch):
 GB = 1_000_000_000
 
 
-def row_of(clock, gigabytes, base_us, attends=None, name="dense"):
+def row_of(clock, gigabytes, base_us, attends=None, name="dense", flops=None):
     """A case whose baseline moves that much in base_us of a simulated clock."""
     clock.lengths |= {"ours": 50.0, "base": base_us}
     x = []
@@ -107,7 +107,7 @@ def row_of(clock, gigabytes, base_us, attends=None, name="dense"):
 
     watched = lambda: real(*[torch.randn(1, 1, 4, 8)] * 3)
     base = Contender(name, baseline, "sdpa", bytes_needed=int(gigabytes * GB), attends=attends,
-                     watched=watched)  # fmt: skip
+                     flops=flops, watched=watched)  # fmt: skip
     case = planted(baselines=[base])
     x += case.inputs()
     return measure(case, clock, budget=BUDGET, ceiling=Ceilings(1000.0, None, "measured"))
@@ -130,6 +130,14 @@ def test_a_baseline_far_below_its_other_sizes_gives_no_ratio():
         assert said(row).startswith("baseline dense: it reached")
     assert row_of(clock, 0.1, 1000.0, name="another").status == "VALID"
     assert row_of(SimulatedClock({}), 0.1, 1000.0).status == "VALID"
+
+
+def test_without_the_ceiling_that_bounds_it_no_baseline_is_called_slow():
+    """A card whose FLOP/s nobody knows: dense attention is far below what memory alone allows."""
+    clock = SimulatedClock({})
+    for us in (100.0, 5000.0):
+        row = row_of(clock, 0.05, us, flops=10**9)
+        assert row.status == "VALID", row.why
 
 
 def test_a_fused_attention_below_its_floor_gives_no_ratio(monkeypatch):

@@ -71,10 +71,9 @@ def test_the_earlier_numbers_are_of_all_cases():
 # ---- drawn cases ---------------------------------------------------------------------------------
 
 
-def window(draw: random.Random, S: int, least: int = 1) -> int:
-    """A window whose border lies at, or beside, the end of the sequence or the edge of a tile."""
-    edge = draw.choice([1, 16, 32, 64, 128, 256, S])
-    return max(least, edge + draw.choice([-1, 0, 1]))
+def window(draw: random.Random, edges: tuple[int, ...], least: int = 1) -> int:
+    """A window whose border lies at, or beside, one of these edges."""
+    return max(least, draw.choice(edges) + draw.choice([-1, 0, 1]))
 
 
 @functools.cache
@@ -85,7 +84,7 @@ def drawn_layer(number: int):
         [(8, 4), (16, 16), (32, 16), (12, 4)]
     )
     sizes = dict(l=l, d=d, l_sel=d * draw.randint(1, 5), n_sel=draw.randint(3, 9),
-                 window=window(draw, S))  # fmt: skip
+                 window=window(draw, (256, S) if number else (1, 16, 64, 128)))  # fmt: skip
     seed, D = draw.getrandbits(30), torch.float64
     x = {"q": randn(1, S, 2, 4, seed=seed, dtype=D)}
     for i, branch in enumerate(("cmp", "sel", "win")):
@@ -156,7 +155,8 @@ def test_a_drawn_branch_and_its_gradients(branch, kernel_device):
     S = draw.randint(257, 290)
     l, d = draw.choice([(8, 4), (16, 16), (32, 16)])
     # Of one key the queries' gradients are nothing but rounding, which has no limit.
-    shape = kernels.Shape((S,), G=1, h=draw.randint(1, 2), l=l, d=d, w=window(draw, S, 2),
+    shape = kernels.Shape((S,), G=1, h=draw.randint(1, 2), l=l, d=d, 
+                          w=window(draw, (1, 16, 32, 64, 128, 256, S), 2),
                           l_sel=16 * draw.randint(1, 2), n_sel=draw.randint(3, 6))  # fmt: skip
     print(f"{HOW} {branch} {shape} w={shape.w}")
     if branch == "selected":
