@@ -9,7 +9,8 @@ pooling, 16 blocks of 64, window 512, bf16, one sequence. A sample is the slowes
 backward pass alone. efficiency = t(1 GPU) / (W * t(W GPUs)), where one GPU runs nsa.nsa_attention
 on the whole sequence with the compression in front; it is empty where that does not fit or is
 longer than --alone tokens. Before the timing every rank checks sampled rows of its output, and for
-bwd the gradients of these rows' outputs, against fp64. Without CUDA the ranks are CPU processes on
+bwd the gradients of these rows' outputs, against fp64; every timed call has other queries, and the
+output of one that is drawn at random is checked too. Without CUDA the ranks are CPU processes on
 gloo, which proves the code, not its speed: give small sizes then.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage.
@@ -19,10 +20,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +87,7 @@ class Sequence1:
         else:
             self.at, cut = parallel.positions(S, group), lambda x: parallel.shard(x, group)
         n, rank = len(self.at), 0 if group is None else group.rank()
-        gen = torch.Generator(device).manual_seed(S + 1 + rank)
+        gen = self.draws = torch.Generator(device).manual_seed(S + 1 + rank)
         draw = lambda *shape: torch.empty(args.B, n, *shape, **where).normal_(generator=gen)
         self.q, self.do = draw(args.HQ, args.D), draw(args.HQ, args.D)
         self.gates = draw(args.HQ, 3).sigmoid_()
@@ -151,10 +155,19 @@ class Sequence1:
         dq, *dkv, dgates = torch.autograd.grad(out, self.tensors, do)
         return [out[:, self.rows].detach(), dq[:, self.rows], dgates[:, self.rows], *dkv]
 
+    def renew(self) -> None:
+        """Other queries and, for the backward, other gradients of the output."""
+        for x in (self.q, self.do):
+            x.detach().normal_(generator=self.draws)
+
     def check(self, grads: bool) -> Parity:
         """The worst of the outputs and gradients."""
         with launches.recording() as counts:
             got = self.ours(grads)
+        return self.judge(got, counts, grads)
+
+    def judge(self, got: Sequence[Tensor], counts: Mapping[str, int], grads: bool) -> Parity:
+        """The worst of these sampled rows: of the output, and of gradients as far as given."""
         want, same = self.exact(torch.float64, grads), self.exact(self.args.torch_dtype, grads)
         found = []
         for name, g, w, s in zip(
@@ -174,33 +187,70 @@ class Sequence1:
         return taken.pop() if len(taken) == 1 else None
 
 
-def timed(x: Sequence1, direction: str, n: int, together: Callable[[], None]) -> list[float]:
-    """Milliseconds of n calls here; `together` lines the ranks up before each."""
-    cuda = x.q.is_cuda
-    samples = []
+@dataclass
+class Timed:
+    """Milliseconds of n calls on this rank, why they prove nothing if so, and the parity of the
+    output of one of them."""
+
+    samples: list[float] = field(default_factory=list)
+    why: list[str] = field(default_factory=list)
+    parity: Parity | None = None
+
+
+def timed(
+    x: Sequence1, direction: str, n: int, together: Callable[[], None], judged: int
+) -> Timed:  # fmt: skip
+    """Time n calls, each on other queries than the ones before; `together` lines the ranks up
+    before each. The output of number `judged`, which is the same one on every rank, is judged."""
+    found, cuda, grads = Timed(), x.q.is_cuda, direction == "bwd"
+    marks, counted = [], []
     for i in range(n + 2):
-        if direction == "fwd":
-            with torch.no_grad():
-                samples.append(_one(x.forward, cuda, together))
-        else:
+        x.renew()
+        out, call = None, torch.no_grad()(x.forward)
+        if grads:
             out = x.forward()
-            samples.append(
-                _one(lambda out=out: torch.autograd.grad(out, x.tensors, x.do), cuda, together)
-            )
+            call = lambda out=out: torch.autograd.grad(out, x.tensors, x.do)
+        before = Counter(launches.counts())
+        ms, result = _one(call, cuda, together)
         if i == 0 and cuda:
             torch.cuda.reset_peak_memory_stats()
-    return samples[2:]
+        if i < 2:
+            continue
+        seen = Counter(launches.counts()) - before
+        found.samples.append(ms)
+        counted.append(seen)
+        kept = [out.detach(), result[0], result[-1]] if grads else [result]
+        got = [part[:, x.rows] for part in kept]
+        marks.append(got[-1].double().sum().item())
+        if i - 2 == judged:
+            found.parity = x.judge(got, seen, grads)
+    if min(found.samples) <= 0:
+        found.why.append(f"the clock says {min(found.samples):g} ms of a call")
+    if len(set(marks)) < n or any(mark != mark for mark in marks):
+        found.why.append("a timed call returned what an earlier one had returned, or no number")
+    if any(seen != counted[0] for seen in counted):
+        found.why.append("timed calls launched different kernels")
+    return found
 
 
-def _one(call: Callable[[], Any], cuda: bool, together: Callable[[], None]) -> float:
+def _one(
+    call: Callable[[], Any], cuda: bool, together: Callable[[], None]
+) -> tuple[float, Any]:  # fmt: skip
     if cuda:
         torch.cuda.synchronize()
     together()
     begin = time.perf_counter()
-    call()
+    result = call()
     if cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e3
+    return (time.perf_counter() - begin) * 1e3, result
+
+
+def drawn(n: int, group: Any) -> int:
+    """One of n samples by chance, the same on every rank."""
+    number = [secrets.randbelow(n)]
+    dist.broadcast_object_list(number, src=dist.get_global_rank(group, 0), group=group)
+    return number[0]
 
 
 def slowest(samples: Sequence[float], group: Any, device: torch.device) -> list[float]:
@@ -230,7 +280,15 @@ def case(
     if parity.status != "PASS":
         return BenchRow(status="INVALID", why=parity.why, columns=columns, **head)
     line_up = lambda: dist.barrier(group=group)
-    samples = slowest(timed(x, direction, args.iters, line_up), group, device)
+    found = timed(x, direction, args.iters, line_up, drawn(args.iters, group))
+    dist.all_gather_object(every, found, group=group)
+    parity = max((one.parity for one in every), key=lambda p: (p.status != "PASS", p.margin or 0.0))
+    wrong = list(dict.fromkeys(text for one in every for text in one.why))
+    if parity.status != "PASS":
+        wrong += [f"a timed call drawn at random: {text}" for text in parity.why]
+    if wrong:
+        return BenchRow(status="INVALID", why=wrong, columns=columns, **head)
+    samples = slowest(found.samples, group, device)
     median = statistics.median(samples)
     columns["tokens_per_s"] = args.B * S / median * 1e3
     columns["efficiency"] = statistics.median(base) / (world * median) if base else None
@@ -269,7 +327,12 @@ def one_rank(
     answer: list[Any] = [None]
     if group.rank() == 0:
         try:
-            answer = [timed(Sequence1(args, S, None, device), direction, args.iters, lambda: None)]
+            alone = timed(Sequence1(args, S, None, device), direction, args.iters, lambda: None,
+                          secrets.randbelow(args.iters))  # fmt: skip
+            why = alone.why or (alone.parity.why if alone.parity.status != "PASS" else [])
+            if why:
+                note(f"S={S} {direction}: one GPU alone is wrong: {'; '.join(why)}", "warn")
+            answer = [None if why else alone.samples]
         except torch.OutOfMemoryError:
             note(f"S={S} {direction}: one GPU has too little memory, so no efficiency", "warn")
         if device.type == "cuda":

@@ -27,7 +27,9 @@ clock starts: choosing them needs the compressed branch and is part of ms_total 
 
 reads_*: keys per KV group. reads_actual counts what filling the cache with S - 1 tokens and the one
 step after it really read, reads_actual_decode the step alone; both through the layer itself:
-tokens of the blocks it used, and rows of the compressed and window views that it was handed. The
+tokens of the blocks it used, and rows of the compressed and window views that it was handed.
+reads_seen, a second opinion: keys whose values the step's result depends on, by gradients; any
+other key may be NaN without a trace (caches of up to 128k tokens). The
 fused step reads the cache in place; its compressed and window keys are counted from the lengths on
 the device, which bound its loops.
 
@@ -52,7 +54,7 @@ from torch import Tensor
 from bench.clock import clock_for
 from bench.decode_graph import more_rows
 from bench.decode_step import BRANCHES, Step, dense_contenders
-from bench.device import Gpu, ceilings
+from bench.device import Gpu, ceilings, host_ceilings
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
 from bench.records import (
@@ -83,13 +85,17 @@ PRESETS = {
     "serving_short": (((1, 8192), (1, 65536)), SERVING),
 }  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# What PyTorch's routes count as their launches, by branch.
+COMPOSED = {"cmp": "sdpa_compressed", "sel": "sdpa_selection", "win": "sdpa_sliding"}
 CSV_COLUMNS = (
     "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "reads_actual", "reads_expected",
     "reads_actual_decode", "reads_expected_decode", "reads_cmp", "reads_sel", "reads_win",
+    "reads_seen",
     "ci_low", "ci_high", "cmp_low", "cmp_high", "sel_low", "sel_high", "win_low", "win_high",
     "wall_ms", "baseline", "base_ms", "speedup", "speedup_low", "speedup_high", "n", "cache",
     "status", "why", "branch_status", "path", "branch_path", "fallback", "parity", "mae", "max_abs",
-    "base_wall_ms", "launch_bound", "ms_graph", "graph_low", "graph_high", "graph_baseline",
+    "base_wall_ms", "base_peak_frac", "base_ran",
+    "launch_bound", "ms_graph", "graph_low", "graph_high", "graph_baseline",
     "graph_base_ms",
     "graph_speedup", "graph_speedup_low", "graph_speedup_high", "ms_module_eager_wall",
     "ms_module_eager", "module_low", "module_high", "ms_module_graph", "module_graph_low",
@@ -111,7 +117,7 @@ def total_case(step: Step, columns: dict[str, Any]) -> Case:
 
     def view(out: Any) -> Tensor:
         if isinstance(out, tuple):
-            chosen[0] = out[1].cpu()
+            chosen[0] = out[1]
             return out[0]
         return out
 
@@ -121,8 +127,9 @@ def total_case(step: Step, columns: dict[str, Any]) -> Case:
     return Case(
         "decode", case_name(len(q), step.S),
         Contender("nsa", step.total(), step.path, step.kernels()),
-        refill=step.refill, inputs=step.inputs, oracle=lambda: step.total_truth(chosen[0]),
-        same_dtype=lambda: step.total_plain(chosen[0]), baselines=dense_contenders(step), view=view,
+        refill=step.refill, inputs=step.inputs, oracle=lambda: step.total_truth(chosen[0].cpu()),
+        same_dtype=lambda: step.total_plain(chosen[0].cpu()), baselines=dense_contenders(step),
+        view=view, renew=step.renew, distinct=step.S > 1,
         requested=step.requested,
         bytes_needed=(keys * rows + q.shape[0] * c.heads * (c.d_k + c.d_v)) * itemsize,
         flops=2 * keys * rows * c.heads_per_group, columns=columns,
@@ -132,12 +139,16 @@ def total_case(step: Step, columns: dict[str, Any]) -> Case:
 def branch_case(step: Step, branch: str, columns: dict[str, Any]) -> Case:
     """One branch alone; it has no baseline of its own."""
     path = step.branch_path(branch)
+    kernels = step.kernels(branch=branch)
     return Case(
         "decode_branch", f"{case_name(len(step.q), step.S)}/{branch}",
-        Contender(f"nsa {branch}", step.alone(branch), path, step.kernels(branch=branch)),
+        Contender(f"nsa {branch}", step.alone(branch), path, kernels),
         refill=step.refill, inputs=step.inputs,
         oracle=lambda: step.truth(branch, step.blocks),
-        same_dtype=lambda: step.plain(branch, step.blocks), columns=columns,
+        same_dtype=lambda: step.plain(branch, step.blocks), renew=step.renew,
+        distinct=getattr(step.counted, branch) > 1, columns=columns,
+        foreign=(*(k for k in step.kernels() if k not in kernels),
+                 *(name for b, name in COMPOSED.items() if b != branch)),
     )  # fmt: skip
 
 
@@ -184,6 +195,7 @@ def csv_row(
         **columns, **more, "S": step.S, "ms_total": _ms(row.median_us), "ci_low": _ms(low),
         "ci_high": _ms(high), "wall_ms": _ms(row.wall_us),
         "base_wall_ms": _ms(row.base_wall_us), "baseline": row.baseline,
+        "base_peak_frac": row.base_peak_frac, "base_ran": row.base_ran,
         "base_ms": _ms(row.base_median_us), "speedup": row.speedup, "speedup_low": slow,
         "speedup_high": fast, "n": row.n, "cache": row.cache, "status": row.status,
         "launch_bound": row.launch_bound,
@@ -197,7 +209,7 @@ def csv_row(
         "reads_actual": read.total, "reads_expected": read.expected,
         "reads_actual_decode": read.cmp + read.sel + read.win,
         "reads_expected_decode": read.expected_step, "reads_cmp": read.cmp,
-        "reads_sel": read.sel, "reads_win": read.win,
+        "reads_sel": read.sel, "reads_win": read.win, "reads_seen": step.seen,
     }  # fmt: skip
     for branch, part in parts.items():
         line[f"ms_{branch}"] = _ms(part.median_us)
@@ -271,7 +283,8 @@ def bench_length(
     step = Step(layer, batch, S, backend=backend)
     read = step.counted
     own = {**columns, "S": S, "reads_actual": read.cmp + read.sel + read.win,
-           "reads_expected": read.expected_step, "fallback": step.fallback}  # fmt: skip
+           "reads_expected": read.expected_step, "reads_cmp": read.cmp, "reads_sel": read.sel,
+           "reads_win": read.win, "reads_seen": step.seen, "fallback": step.fallback}  # fmt: skip
 
     total = total_case(step, own)
     row = measure(total, **tools)
@@ -325,7 +338,7 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
         "gpu": gpu,
         "cold": gpu is not None,
         "budget": budget,
-        "ceiling": ceilings(gpu, out_dir()),
+        "ceiling": ceilings(gpu, out_dir()) if gpu else None,
     }
     columns = {
         **{n: getattr(args, n) for n in ("dim", "heads", "groups", "dk", "dv", "l", "d",
@@ -334,6 +347,7 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     }  # fmt: skip
     if gpu is None:  # a step is too little work to share: more threads wait for each other
         torch.set_num_threads(1)
+        tools["ceiling"] = host_ceilings()
     torch.manual_seed(0)
     layer = NSAAttention(config).to(device=device, dtype=DTYPES[dtype]).eval()
     lines: list[dict[str, Any]] = []

@@ -57,7 +57,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COLUMNS = (
     "branch", "S", "key_len", "B", "HQ", "G", "D", "w", "l", "d", "form", "dtype",
     "fa2_ms", "ref_ms", "speedup", "ci_low", "ci_high", "parity", "mae", "max_abs", "tflops",
-    "peak_frac", "bound", "wall_ms", "base_wall_ms", "wall_speedup", "launch_bound", "n", "path",
+    "peak_frac", "bound", "base_peak_frac", "base_ran", "wall_ms",
+    "base_wall_ms", "wall_speedup", "launch_bound", "n", "path",
     "baseline", "status", "why", *PROVENANCE,
 )  # fmt: skip
 
@@ -80,6 +81,10 @@ class Branch:
         gen = torch.Generator("cuda").manual_seed(seed)
         for x in self.inputs():
             x.normal_(generator=gen)
+
+    def renew(self, seed: int) -> None:
+        """Other queries on the same keys."""
+        self.q.normal_(generator=torch.Generator(self.q.device).manual_seed(seed))
 
     def run(self, lib: Any, **more: Any) -> Tensor:
         s = self.shape
@@ -135,7 +140,8 @@ def case_of(x: Branch, form: str, columns: dict[str, Any], baseline: Contender) 
         "fa2", f"{name}/{baseline.name}",
         Contender("fa2", torch.no_grad()(lambda: x.run(fa2, form=form)), source,
                   (f"{source}_{form}",)),
-        refill=x.refill, inputs=x.inputs, oracle=x.exact, same_dtype=lambda: x.exact(x.q.dtype),
+        refill=x.refill, renew=x.renew, distinct=x.key_len > 1, inputs=x.inputs,
+        oracle=x.exact, same_dtype=lambda: x.exact(x.q.dtype),
         baselines=[baseline], requested="fa2", bytes_needed=bytes_needed(x.shape, x.branch),
         flops=flops(x.shape, x.branch), columns={**columns, "key_len": x.key_len or None},
     )  # fmt: skip

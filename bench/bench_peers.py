@@ -35,6 +35,7 @@ from bench import peer_sfnsa
 from bench.bench_prefill import (
     backward_kernels,
     check_key_gradients,
+    dense,
     dense_calls,
     dense_forward,
     forward_case,
@@ -68,7 +69,8 @@ SIZES = ("HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w")
 COLUMNS = (
     "against", "direction", "S", *SIZES, "dtype", "ms", "ms_low", "ms_high", "baseline", "base_ms",
     "speedup", "ci_low", "ci_high", "path", "parity", "compared", "mae", "max_abs", "choice",
-    "wall_ms", "base_wall_ms", "peak_mib", "base_peak_mib", "n", "status", "why", "sm_mhz",
+    "base_peak_frac", "base_ran", "wall_ms", "base_wall_ms", "peak_mib", "base_peak_mib",
+    "n", "status", "why", "sm_mhz",
     "power_w", "peer_commit", *PROVENANCE,
 )  # fmt: skip
 Both = tuple[Tensor, ...]  # an output and the gradients
@@ -101,7 +103,8 @@ def training_case(x: Prefill, columns: dict[str, Any], baselines: Sequence[Conte
         ),
         refill=x.refill, inputs=x.inputs, oracle=lambda: truth(torch.float64),
         same_dtype=lambda: truth(x.q.dtype), baselines=baselines,
-        view=lambda got: got[1][:, x.at], bytes_needed=work[0], flops=work[1], columns=columns,
+        view=lambda got: got[1][:, x.rows], renew=partial(x.renew, names=("q", "do")),
+        bytes_needed=work[0], flops=work[1], columns=columns,
     )  # fmt: skip
 
 
@@ -111,7 +114,7 @@ def dense_contenders(x: Prefill, direction: str) -> list[Contender]:
         return dense_forward(x)
     leaves = lambda: [x.q, x.k_sel, x.v_sel]
     truth = lambda dtype: sampled_gradients(x, "dense", dtype)[0]
-    return [judged(name, partial(with_backward, run, leaves, x.do), "sdpa", x, truth)
+    return [dense(name, partial(with_backward, run, leaves, x.do), x, truth, False, True)
             for name, run in dense_calls(x)]  # fmt: skip
 
 

@@ -56,7 +56,7 @@ from bench.records import (
     write_so_far,
 )
 from bench.roofline import Shape, bytes_needed, check_sizes, flops
-from bench.sdpa_baselines import BACKENDS, usable
+from bench.sdpa_baselines import BACKENDS, promised, usable
 from bench.timing import Budget, Case, Contender, Unbuilt, measure
 from nsa import launches
 
@@ -66,7 +66,8 @@ COLUMNS = (
     "ms", "ms_low", "ms_high", "dense_ms",
     "speedup", "ci_low", "ci_high", "tflops", "gbs", "peak_frac", "bound", "bytes", "flops",
     "baseline", "path", "parity", "compared", "mae", "max_abs", "wall_ms", "base_wall_ms",
-    "first_call_ms", "n", "status", "why", "sm_mhz", "power_w", "peak_mem_mib", *PROVENANCE,
+    "first_call_ms", "n", "base_peak_frac", "base_ran", "status", "why", "sm_mhz", "power_w",
+    "peak_mem_mib", *PROVENANCE,
 )  # fmt: skip
 KERNELS = {
     "cmp": ("_span_fwd_kernel",), "win": ("_span_fwd_kernel",),
@@ -140,21 +141,33 @@ def dense_calls(x: Prefill) -> list[tuple[str, Callable[[], Tensor]]]:
     })  # fmt: skip
     if why := found.why_none():
         note(f"prefill bench: no dense attention to compare with at S={x.shape.S}: {why}", "warn")
-    return list(found.calls.items())
+    return [(found.label(name), call) for name, call in found.calls.items()]
 
 
 def judged(
     name: str, call: Callable[[], Any], path: str, x: Prefill,
-    truth: Callable[[torch.dtype], Tensor],
+    truth: Callable[[torch.dtype], Tensor], **more: Any,
 ) -> Contender:  # fmt: skip
     """A contender that computes something else than NSA does: truth(dtype) is its own result."""
     return Contender(name, call, path, oracle=lambda: truth(torch.float64),
-                     same_dtype=lambda: truth(x.q.dtype))  # fmt: skip
+                     same_dtype=lambda: truth(x.q.dtype), **more)  # fmt: skip
+
+
+def dense(
+    name: str, call: Callable[[], Any], x: Prefill, truth: Callable[[torch.dtype], Tensor],
+    *passes: bool,
+) -> Contender:  # fmt: skip
+    """Dense attention as a contender; passes: of forward (False) and backward (True) those that a
+    call makes."""
+    work = [sum(count(x.shape, "dense", backward) for backward in passes)
+            for count in (bytes_needed, flops)]  # fmt: skip
+    return judged(name, call, "sdpa", x, truth, bytes_needed=work[0], flops=work[1],
+                  attends=promised(name) if len(passes) == 1 else None)  # fmt: skip
 
 
 def dense_forward(x: Prefill) -> list[Contender]:
     truth = partial(x.exact, "dense")
-    return [judged(name, torch.no_grad()(run), "sdpa", x, truth) for name, run in dense_calls(x)]
+    return [dense(name, torch.no_grad()(run), x, truth, False) for name, run in dense_calls(x)]
 
 
 def forward_case(
@@ -162,12 +175,17 @@ def forward_case(
 ) -> Case:
     """baselines: what `full` is timed against, dense attention unless given."""
     shape = x.shape
-    pick = lambda out: out[:, x.at]
+    pick = lambda out: out[:, x.rows]
     call = torch.no_grad()(lambda: x.forward(op))
 
     def refill(seed: int) -> None:
         x.refill(seed)
         x.prepare(op)
+
+    def renew(seed: int) -> None:
+        x.renew(seed)
+        if op == "select":  # which gets the compressed branch's log-sum-exp of these queries
+            x.prepare(op)
 
     oracle_fn, same, view = lambda: x.exact(op), lambda: x.exact(op, x.q.dtype), pick
     if op == "select":
@@ -180,7 +198,8 @@ def forward_case(
         Contender("nsa" if op == "full" else f"nsa {op}", call, "triton",
                   forward_kernels(x, op)),
         refill=refill, inputs=x.inputs, oracle=oracle_fn, same_dtype=same, baselines=baselines,
-        view=view, bytes_needed=bytes_needed(shape, op), flops=flops(shape, op),
+        view=view, renew=renew, distinct=op != "select",
+        bytes_needed=bytes_needed(shape, op), flops=flops(shape, op),
         columns={**columns, "op": op, "direction": "fwd", "compared": x.compared},
     )  # fmt: skip
 
@@ -220,7 +239,7 @@ def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
     """The backward alone; in each check dq of the sampled queries is held against fp64."""
     shape = x.shape
     state: dict[str, Any] = {}
-    dense = dense_calls(x) if op == "full" else []
+    rivals = dense_calls(x) if op == "full" else []
 
     def refill(seed: int) -> None:
         state.clear()
@@ -229,7 +248,7 @@ def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
         leaves = x.leaves(op)
         for t in leaves:
             t.requires_grad_(True)
-        state.update(out=x.forward(op), leaves=leaves, dense={n: run() for n, run in dense})
+        state.update(out=x.forward(op), leaves=leaves, dense={n: run() for n, run in rivals})
 
     def call() -> tuple[Tensor, ...]:
         return torch.autograd.grad(state["out"], state["leaves"], x.do, retain_graph=True)
@@ -249,9 +268,9 @@ def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
         refill=refill, inputs=x.inputs, oracle=lambda: dq(op, torch.float64),
         same_dtype=lambda: dq(op, x.q.dtype),
         baselines=[
-            judged(name, dense_call(name), "sdpa", x, partial(dq, "dense")) for name, _ in dense
+            dense(name, dense_call(name), x, partial(dq, "dense"), True) for name, _ in rivals
         ],
-        view=lambda grads: grads[0][:, x.at],
+        view=lambda grads: grads[0][:, x.rows], renew=partial(x.renew, names=("do",)),
         bytes_needed=bytes_needed(shape, op, backward=True), flops=flops(shape, op, backward=True),
         columns={**columns, "op": op, "direction": "bwd", "compared": x.compared},
     )  # fmt: skip
@@ -281,7 +300,8 @@ def turn_case(x: Projections, direction: str, columns: dict[str, Any]) -> Case:
         Contender("nsa turn", call, "triton", KERNELS["turn"]),
         refill=refill, inputs=x.inputs, oracle=lambda: x.exact(backward=backward),
         same_dtype=lambda: x.exact(x.qkv.dtype, backward),
-        view=lambda out: out[0][:, x.at] if backward else x.rows(out),
+        view=lambda out: out[0][:, x.sampled_rows] if backward else x.rows(out),
+        renew=partial(x.renew, backward=backward),
         bytes_needed=bytes_needed(shape, "turn"), flops=flops(shape, "turn"),
         columns={**columns, "op": "turn", "direction": direction,
                  "compared": f"{len(x.at)} of {shape.S} tokens"},
@@ -318,7 +338,8 @@ def pack_case(x: Pack, direction: str, columns: dict[str, Any]) -> Case:
     return Case(
         "prefill", f"prefill/pack/{direction}/S={shape.S}", whole, refill=refill, inputs=x.inputs,
         oracle=exact, same_dtype=lambda: exact(x.q.dtype), baselines=[parts],
-        view=lambda result: (result[0] if backward else result)[:, x.at],
+        view=lambda result: (result[0] if backward else result)[:, x.rows],
+        renew=partial(x.renew, names=("do",) if backward else ("q",)),
         bytes_needed=sum(bytes_needed(kind, "full", backward) for kind in kinds),
         flops=sum(flops(kind, "full", backward) for kind in kinds),
         columns={**columns, "op": "pack", "direction": direction, "compared": x.compared},

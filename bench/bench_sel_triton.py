@@ -63,7 +63,7 @@ from bench.records import (
     write_csv,
     write_so_far,
 )
-from bench.sdpa_baselines import packed_baselines
+from bench.sdpa_baselines import packed_baselines, promised
 from bench.timing import Budget, Case, Contender, Unbuilt, measure
 from nsa import selection_attention
 from nsa.errors import is_sticky
@@ -77,7 +77,8 @@ CACHE_LEN = 8192  # keys of the cache that `ranges` rows point into
 COLUMNS = (
     "mode", "N", "H", "D", "Dv", "L", "dist", "nspans", "streams", "tri_ms", "ref_ms", "speedup",
     "ci_low", "ci_high", "mae", "max_abs", "parity", "bytes", "gbs", "peak_frac", "bound",
-    "pack_ms", "wall_ms", "base_wall_ms", "wall_speedup", "wall_low", "launch_bound",
+    "base_peak_frac", "base_ran", "pack_ms", "wall_ms", "base_wall_ms",
+    "wall_speedup", "wall_low", "launch_bound",
     "first_call_ms", "n", "path", "baseline", "cache", "status", "why",
     "dtype", "sm_mhz", "power_w", "n_sel", "run", *PROVENANCE,
 )  # fmt: skip
@@ -169,6 +170,10 @@ class Rows:
             x.normal_(generator=gen)
         if self.cache:
             self.pack()
+
+    def renew(self, seed: int) -> None:
+        """Other queries on the same keys."""
+        self.q.normal_(generator=torch.Generator(DEVICE).manual_seed(seed))
 
     def pack(self) -> None:
         """Gather the selected keys of every row: what a packed baseline needs first."""
@@ -267,7 +272,14 @@ def baselines(rows: Rows, flags: Any) -> list[Contender]:
     found = packed_baselines(rows.q, rows.k, rows.v)
     if why := found.why_none():
         raise RuntimeError(f"no backend of SDPA takes these rows: {why}")
-    return [Contender(name, call, "sdpa", (name,)) for name, call in found.calls.items()]
+    N, H, D = rows.q.shape
+    width = D + rows.v.shape[-1]
+    work = dict(bytes_needed=rows.q.element_size() * width * N * (rows.L + H),
+                flops=2 * N * H * rows.L * width)  # fmt: skip
+    return [
+        Contender(found.label(name), call, "sdpa", (name,), attends=promised(name), **work)
+        for name, call in found.calls.items()
+    ]
 
 
 def on_streams(call: Callable[[slice], Tensor], N: int, streams: int) -> Callable[[], Tensor]:
@@ -329,7 +341,8 @@ def case_of(cell: Cell, rows: Rows, flags: Any, columns: dict[str, Any]) -> Case
         refill=rows.refill, inputs=rows.inputs, oracle=rows.exact,
         same_dtype=lambda: rows.exact(rows.q.dtype),
         baselines=baselines(rows, flags), view=lambda out: out.view(N, H, Dv),
-        requested="triton", bytes_needed=rows.bytes_needed, flops=2 * N * H * rows.L * (D + Dv),
+        renew=rows.renew, distinct=rows.L > 1, requested="triton",
+        bytes_needed=rows.bytes_needed, flops=2 * N * H * rows.L * (D + Dv),
         columns={**columns, "nspans": rows.nspans},
     )  # fmt: skip
 

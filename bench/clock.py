@@ -3,8 +3,9 @@ by themselves, or the host's counter.
 
 A clock runs a list of calls in order and gives each one's own time, so that callers can interleave
 candidates within one thermal state. A call with an attribute `before` has that called ahead of it,
-outside of its time (wall() includes it): it restores what the call changes. One with `in_a_row`
-makes several calls by that, as a program would, and says how many: wall() is of these.
+outside of its time (wall() includes it): it restores what the call changes. `after` is called
+behind it, outside of its time too. One with `in_a_row` makes several calls by that, as a program
+would, and says how many: wall() is of these.
 """
 
 from __future__ import annotations
@@ -26,6 +27,19 @@ def prepare(call: Call) -> None:
     before = getattr(call, "before", None)
     if before is not None:
         before()
+
+
+def finish(call: Call) -> None:
+    """Run what `call` wants to happen behind it."""
+    after = getattr(call, "after", None)
+    if after is not None:
+        after()
+
+
+def host_us() -> float:
+    """Microseconds of a counter of the host that no clock here times by, where it has one."""
+    raw = getattr(time, "CLOCK_MONOTONIC_RAW", None)
+    return (time.monotonic_ns() if raw is None else time.clock_gettime_ns(raw)) / 1e3
 
 
 def repeat(call: Call, n: int) -> int:
@@ -50,11 +64,13 @@ def rounds(once: Callable[[], Any], least: int = 3) -> list[Any]:
 
 class Clock(Protocol):
     """timer names the clock in every row; resolution_us is the step below which it is blind;
-    device_time says whether its times leave the host out."""
+    device_time says whether its times leave the host out; enqueue_us: of a call in the last
+    wall(), until the host was free again, 0 where the host does the work itself."""
 
     timer: str
     resolution_us: float
     device_time: bool
+    enqueue_us: float
 
     def run(self, calls: Sequence[Call], *, cold: bool) -> list[float]:
         """Call each in order; microseconds of each. cold: with the L2 cache flushed before."""
@@ -62,6 +78,9 @@ class Clock(Protocol):
     def wall(self, call: Call, n: int = 20) -> float:
         """Microseconds per call, of one round, as a host sees it that calls back to back and waits
         at the end."""
+
+    def host_us(self) -> float:
+        """Another counter's microseconds, which the times of run() are held against."""
 
     def gaps(self) -> bool:
         """True when the last run() timed the host as well: it could not enqueue ahead."""
@@ -78,6 +97,8 @@ class CudaClock:
     timer = "cuda_event"
     resolution_us = 0.5
     device_time = True
+    enqueue_us = 0.0
+    host_us = staticmethod(host_us)
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self.device = torch.device(device)
@@ -114,6 +135,7 @@ class CudaClock:
             first.record()
             call()
             last.record()
+            finish(call)
         host_us = (time.perf_counter() - begin) * 1e6 / len(calls)
         ahead = not held.query()
         torch.cuda.synchronize(self.device)
@@ -123,6 +145,7 @@ class CudaClock:
         torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
         made = repeat(call, n)
+        self.enqueue_us = (time.perf_counter() - begin) * 1e6 / made
         torch.cuda.synchronize(self.device)
         return (time.perf_counter() - begin) * 1e6 / made
 
@@ -149,6 +172,7 @@ class BusyClock(CudaClock):
                 torch.cuda._sleep(1)  # a kernel of its own name marks both ends
                 call()
                 torch.cuda._sleep(1)
+                finish(call)
             torch.cuda.synchronize(self.device)
         return busy_between(self._spans(profile), len(calls))
 
@@ -202,6 +226,8 @@ class HostClock:
     timer = "perf_counter"
     resolution_us = 0.5
     device_time = False
+    enqueue_us = 0.0
+    host_us = staticmethod(host_us)
 
     def run(self, calls: Sequence[Call], *, cold: bool) -> list[float]:
         if cold:
@@ -212,6 +238,7 @@ class HostClock:
             begin = time.perf_counter_ns()
             call()
             times.append((time.perf_counter_ns() - begin) / 1e3)
+            finish(call)
         return times
 
     def wall(self, call: Call, n: int = 5) -> float:

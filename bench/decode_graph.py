@@ -53,11 +53,13 @@ def capture(call: Callable[[], Any]) -> tuple[Callable[[], Any], dict[str, int]]
 
 
 def _graphed(contenders: list[Contender]) -> list[Contender]:
-    """Those that can be captured, as replays."""
+    """Return a graph replay of each contender that can be captured."""
     found = []
     for one in contenders:
         try:
-            found.append(replace(one, name=f"{one.name} graph", call=capture(one.call)[0]))
+            found.append(replace(
+                one, name=f"{one.name} graph", call=capture(one.call)[0], watched=one.call
+            ))  # fmt: skip
         except GraphUnavailable:
             continue
     return found
@@ -90,13 +92,17 @@ def attention_graph(step: Step, case: Case, tools: dict[str, Any]) -> BenchRow:
         raise GraphUnavailable(f"the graph does not hold {', '.join(missing)}")
     out = replay()
 
-    def refill(seed: int) -> None:
-        step.refill(seed)
-        out[0].fill_(float("nan"))  # so that what a replay left alone shows
-        out[1].fill_(-(2**30))
+    def spoilt(fill: Callable[[int], None]) -> Callable[[int], None]:
+        def call(seed: int) -> None:
+            fill(seed)
+            out[0].fill_(float("nan"))  # so that what a replay left alone shows
+            out[1].fill_(-(2**30))
+
+        return call
 
     graphed = replace(
-        case, bench="decode_graph", name=f"{case.name}/graph", refill=refill,
+        case, bench="decode_graph", name=f"{case.name}/graph", refill=spoilt(step.refill),
+        renew=spoilt(step.renew),
         candidate=Contender("nsa graph", replay, GRAPH_PATH), requested=GRAPH_PATH,
         baselines=_graphed(dense_contenders(step)),
     )  # fmt: skip
@@ -135,6 +141,10 @@ class ModuleStep:
         gen = torch.Generator(self.x.device).manual_seed(seed)
         for x in (self.x, self.cache.k_raw, self.cache.v_raw):
             x.normal_(generator=gen)
+
+    def renew(self, seed: int) -> None:
+        """Another newest token."""
+        self.x.normal_(generator=torch.Generator(self.x.device).manual_seed(seed))
 
     def kernels(self, *, in_graph: bool = False) -> tuple[str, ...]:
         """What must run: the attention step's kernels, and the one that appends for them."""
@@ -221,7 +231,8 @@ class ModuleStep:
         return Case(
             "decode_module", f"{total.name}/{kind}", ours, refill=self.refill,
             inputs=lambda: [self.x, *self.layer.parameters()], oracle=self.truth,
-            same_dtype=self.plain, requested=GRAPH_PATH if graph else self.step.requested,
+            same_dtype=self.plain, renew=self.renew,
+            requested=GRAPH_PATH if graph else self.step.requested,
             columns={**columns, "step": kind},
         )  # fmt: skip
 

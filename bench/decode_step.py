@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.records import note
-from bench.sdpa_baselines import BACKENDS, usable
+from bench.sdpa_baselines import BACKENDS, promised, usable
 from bench.timing import Contender
 from nsa import attention, blocks, dispatch, oracle, reference, select
 from nsa.dispatch import Branch, Route
@@ -74,6 +74,51 @@ class Step:
         self.refill(0)
         with torch.no_grad():
             self._find_route()
+        # In fp16 the weight of a key may be 0.
+        self.seen = self._seen() if self.exact and self.q.dtype != torch.float16 else None
+
+    def _seen(self) -> int:
+        """Keys per group that one step's output depends on, by the gradients of their values.
+
+        The cache counts what it handed out, by the lengths; this asks the result. Raises
+        AssertionError where the two differ, or where the step also takes anything else in: all
+        other rows are NaN then.
+        """
+        cache = self.cache
+        names = {n: (getattr(cache, f"k_{n}"), getattr(cache, f"v_{n}")) for n in BRANCHES}
+        values = [v for _, v in names.values()]
+        try:
+            for v in values:
+                v.requires_grad_(True)
+            with torch.enable_grad():
+                out = attention.nsa_decode(
+                    self.q, cache, None, self.gates, backend="reference", flags=self.flags
+                )[0]
+            grads = torch.autograd.grad(out.square().sum(), values, allow_unused=True)
+        finally:
+            for v in values:
+                v.requires_grad_(False)
+        counts = {}
+        with torch.no_grad():
+            whole = self._attend(self.backend)
+            kept = []
+            for (name, pair), grad in zip(names.items(), grads, strict=True):
+                read = torch.zeros(pair[1].shape[:3], dtype=torch.bool, device=self.q.device)
+                read = read if grad is None else grad.abs().amax(-1) > 0  # [B, tokens, G]
+                counts[name] = read.sum(1).unique().tolist() or [0]
+                for x in pair:
+                    kept.append((x, x.clone()))
+                    x[~read] = float("nan")
+            alone = self._attend(self.backend)
+            for x, before in kept:
+                x.copy_(before)
+        counted = {n: [getattr(self.counted, n)] for n in BRANCHES}
+        if counts != counted:
+            raise AssertionError(f"the cache counted reads {counted}, its values reach {counts}")
+        close = torch.allclose(whole[0].float(), alone[0].float(), rtol=1e-2, atol=1e-2)
+        if not close or not torch.equal(whole[1], alone[1]):  # NaN is close to nothing
+            raise AssertionError("the step depends on keys that it is not to read")
+        return sum(n for (n,) in counts.values())
 
     def _count(self) -> Counted:
         c, S = self.config, self.S
@@ -144,6 +189,13 @@ class Step:
             self.q, self.cache.compressed()[0], **choosing, q_start=self.S - 1,
             backend="reference", flags=self.flags,
         ))  # fmt: skip
+
+    def renew(self, seed: int) -> None:
+        """Another query and gates over the same cache."""
+        self._dense = None
+        gen = torch.Generator(self.q.device).manual_seed(seed)
+        self.q.normal_(generator=gen)
+        self.gates.uniform_(generator=gen)
 
     @contextlib.contextmanager
     def at(self, length: int) -> Iterator[None]:
@@ -329,7 +381,8 @@ def dense_contenders(step: Step) -> list[Contender]:
     """Dense attention over the cache's S tokens by each backend of SDPA that takes it.
 
     In two layouts, rows: the heads of a group as query rows of one attention; gqa: one query per
-    head, keys shared. "padded": with values stored as wide as keys, where they are narrower.
+    head, keys shared. "padded": with values stored as wide as keys, where they are narrower;
+    "expanded": the backend copies the keys to every head.
     """
     q = step.q
     B, _, HQ, _ = q.shape
@@ -344,15 +397,14 @@ def dense_contenders(step: Step) -> list[Contender]:
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=True)
         return out[..., :d_v].transpose(1, 2)
 
-    def contender(name: str, backend: SDPBackend, form: Callable[[], Tensor]) -> Contender:
+    def on(backend: SDPBackend, form: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def call() -> Tensor:
             with torch.no_grad(), sdpa_kernel(backend):
                 return form()
 
-        return Contender(
-            f"dense sdpa {name}", call, "sdpa", oracle=step.dense_truth,
-            same_dtype=lambda: plain_attention(q, *step.cache.selectable()),
-        )  # fmt: skip
+        return call
+
+    keys, width = B * k.shape[2] * G, k.shape[-1] + d_v
 
     names = ("flash", "cudnn") if q.is_cuda else ("flash", "math")
     if q.is_cuda and step.exact:  # the others copy K and V to every head, or to fp32
@@ -361,9 +413,16 @@ def dense_contenders(step: Step) -> list[Contender]:
     if step.v_padded is not None:
         wide = step.v_padded.transpose(1, 2)
         forms += [("rows padded", lambda: rows(wide)), ("gqa padded", lambda: gqa(wide))]
-    every = [contender(f"{name} {layout}", BACKENDS[name], form)
-             for name in names for layout, form in forms]  # fmt: skip
-    found = usable({one.name: one.call for one in every})
+    found = usable({f"dense sdpa {name} {layout}": on(BACKENDS[name], form)
+                    for name in names for layout, form in forms})  # fmt: skip
     if why := found.why_none():
         note(f"decode bench: no dense attention to compare with at S={step.S}: {why}", "warn")
-    return [one for one in every if one.name in found.calls]
+    return [
+        Contender(
+            found.label(name), call, "sdpa", oracle=step.dense_truth,
+            same_dtype=lambda: plain_attention(q, *step.cache.selectable()),
+            bytes_needed=(keys + B * HQ) * width * q.element_size(),
+            flops=2 * keys * (HQ // G) * width, attends=promised(name),
+        )
+        for name, call in found.calls.items()
+    ]  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -146,6 +148,24 @@ class Watch:
             "power_w": round(statistics.median(power), 1) if power else None,
             "reasons": sorted({r for s in self.states for r in s["reasons"]}),
         }
+
+
+def host_ceilings() -> Ceilings:
+    """What this process's threads copy within their caches and multiply in fp32, measured."""
+    a = torch.ones(256, 256)
+    b = torch.empty_like(a)
+
+    def best_s(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            for _ in range(10):
+                call()
+            times.append((time.perf_counter() - begin) / 10)
+        return min(times)
+
+    copy, product = best_s(lambda: b.copy_(a)), best_s(lambda: torch.mm(a, a, out=b))
+    return Ceilings(2 * a.nbytes / copy / 1e9, 2 * 256**3 / product / 1e12, "measured")
 
 
 def ceilings(gpu: Gpu | None, folder: str | Path | None) -> Ceilings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ def sampled(shape: Shape, samples: int) -> list[int]:
     some = torch.randint(shape.S, (samples,), generator=torch.Generator().manual_seed(shape.S))
     edges = [0, shape.l - 1, shape.l_sel - 1, shape.l_sel, shape.S // 2, shape.S - 1]
     return sorted({*some.tolist(), *(t for t in edges if 0 <= t < shape.S)})
+
+
+def renew_rows(x: Tensor, rows: Tensor, gen: torch.Generator) -> None:
+    """Write N(0, 1) into these tokens of x [B, S, ...]."""
+    new = torch.randn(
+        (x.shape[0], len(rows), *x.shape[2:]), generator=gen, dtype=x.dtype, device=x.device
+    )
+    x.detach().index_copy_(1, rows, new)
 
 
 class Prefill:
@@ -41,6 +50,11 @@ class Prefill:
         self.at = sampled(shape, samples)
         self.blocks: Tensor | None = None
 
+    @cached_property
+    def rows(self) -> Tensor:
+        """`at` on the device of the inputs."""
+        return torch.tensor(self.at, device=self.q.device)
+
     @property
     def compared(self) -> str:
         """How much of the result is held against the oracle, in words."""
@@ -52,6 +66,12 @@ class Prefill:
             x.detach().normal_(generator=gen)
         self.gates.detach().uniform_(generator=gen)
         self.blocks = None
+
+    def renew(self, seed: int, names: tuple[str, ...] = ("q",)) -> None:
+        """Other numbers in the sampled rows of these inputs."""
+        gen = torch.Generator(self.q.device).manual_seed(seed)
+        for name in names:
+            renew_rows(getattr(self, name), self.rows, gen)
 
     def inputs(self) -> list[Tensor]:
         return [self.q, self.k_cmp, self.v_cmp, self.k_sel, self.v_sel, self.k_win, self.v_win,
@@ -298,11 +318,18 @@ class Projections:
         self.do = [torch.empty(s.B, s.S, s.HQ, s.D, **like), *kv]
         self.positions = torch.arange(s.S, device=device)
         self.at = sampled(shape, samples)
+        self.sampled_rows = torch.tensor(self.at, device=device)
 
     def refill(self, seed: int) -> None:
         gen = torch.Generator(self.qkv.device).manual_seed(seed)
         for x in self.inputs():
             x.detach().normal_(generator=gen)
+
+    def renew(self, seed: int, backward: bool) -> None:
+        """Other numbers in the sampled tokens of what the forward, or the backward, is given."""
+        gen = torch.Generator(self.qkv.device).manual_seed(seed)
+        for x in self.do if backward else [self.qkv]:
+            renew_rows(x, self.sampled_rows, gen)
 
     def inputs(self) -> list[Tensor]:
         return [self.qkv, *self.do]
@@ -318,7 +345,7 @@ class Projections:
 
     def rows(self, parts: tuple[Tensor, ...]) -> Tensor:
         """The sampled tokens of the seven parts, side by side: q, k and v of cmp, sel, win."""
-        return torch.cat([x[:, self.at].flatten(-2) for x in parts], -1)
+        return torch.cat([x[:, self.sampled_rows].flatten(-2) for x in parts], -1)
 
     def exact(self, dtype: torch.dtype = torch.float64, backward: bool = False) -> Tensor:
         """rows() of the forward, or the sampled rows of qkv's gradient, by complex numbers."""

@@ -27,7 +27,9 @@ BENCH_STATUSES = ("VALID", "UNSTABLE", "INVALID", "SKIPPED", "FAILED")
 NUMBERS = (
     "median_us", "p20_us", "p80_us", "p95_us", "min_us", "ci95_us", "base_median_us",
     "base_ci95_us", "wall_us", "base_wall_us", "wall_speedup", "wall_speedup_ci95", "speedup",
-    "speedup_ci95", "gbs", "tflops", "peak_frac", "busbw_gbs", "algbw_gbs", "efficiency",
+    "speedup_ci95", "gbs", "tflops", "peak_frac", "base_gbs", "base_tflops", "base_peak_frac",
+    "timed_us", "elapsed_us", "enqueue_us", "base_enqueue_us", "wall_min_us",
+    "base_wall_min_us", "busbw_gbs", "algbw_gbs", "efficiency",
     "tokens_per_s", "ms_total", "ms_cmp", "ms_sel", "ms_win",
 )  # fmt: skip
 # What may stand behind the name of a route: the words of its variants (triton_dense_group).
@@ -36,6 +38,7 @@ VARIANTS = {
     "fa2": {"torch", "flash", "attn", "dense", "varlen"},
 }  # fmt: skip
 CSV_STDOUT = "-"
+SAMPLES_KEPT = 200  # raw times of a row; of a longer series every k-th
 # What the lower bound of every speedup has to be for a threshold to lie so low.
 MIN_SPEEDUP = 1.2
 
@@ -49,6 +52,38 @@ def carries(status: str, lows: Iterable[float | None], least: float) -> bool:
     factor = {"VALID": 1.0, "UNSTABLE": 2.0}.get(status)
     return factor is not None and all(low is not None and low >= factor * least for low in lows)
 
+
+
+# What the host may wait for a call: so many times its time and the host's own work, and so many us.
+# A device's time is its own; a host may be used by others meanwhile.
+FAR_OVER = {"perf_counter": (5.0, 2.0)}
+FAR_OVER_DEVICE = (1.5, 30.0)
+TIMES = ("min_us", "p20_us", "median_us", "p80_us", "p95_us", "wall_us", "base_median_us",
+         "base_wall_us")  # fmt: skip
+
+
+def why_no_time(row: Mapping[str, Any]) -> list[str]:
+    """Why a bench row's times cannot be true: not above zero, more than the host saw go by, or far
+    under what the host waits for a call and that nothing else explains."""
+    number = lambda name: (
+        row[name] if type(row.get(name)) in (int, float) and math.isfinite(row[name]) else None
+    )
+    given = {name: number(name) for name in TIMES}
+    why = [f"{name} is {us:g}" for name, us in given.items() if us is not None and us <= 0]
+    timed, elapsed = number("timed_us"), number("elapsed_us")
+    if timed is not None and elapsed is not None and timed > 1.02 * elapsed + 100.0:
+        why.append(f"the clock counts {timed:.0f} us in calls that took the host {elapsed:.0f} us")
+    factor, slack_us = FAR_OVER.get(str(row.get("timer")), FAR_OVER_DEVICE)
+    for of, says in (("", "a call"), ("base_", "the baseline")):
+        wall, time, busy = (number(f"{of}{n}_us") for n in ("wall_min", "median", "enqueue"))
+        if wall is None or time is None or busy is None:
+            continue
+        if wall > factor * (time + busy) + slack_us:
+            why.append(
+                f"{says} takes the host {wall:.1f} us at least, and {busy:.1f} of them to enqueue, "
+                f"and {time:.1f} us by the clock"
+            )
+    return why
 
 
 def _plain(value: Any) -> Any:
@@ -154,6 +189,15 @@ class BenchRow:
     base_ci95_us: Sequence[float] | None = None
     wall_us: float | None = None  # per call as a host sees it that calls back to back
     base_wall_us: float | None = None
+    # Of a call until the host is free again; None where wall_us is of other calls than the median.
+    enqueue_us: float | None = None
+    base_enqueue_us: float | None = None
+    wall_min_us: float | None = None  # of the fastest round, where others use the host as well
+    base_wall_min_us: float | None = None
+    timed_us: float | None = None  # all that the clock said of the sampled calls
+    elapsed_us: float | None = None  # by another counter of the host, meanwhile
+    judged: int | None = None  # sampled calls, drawn at random, whose output was judged
+    draw: int | None = None  # seed of that, and of the inputs of every sample
     wall_speedup: float | None = None
     wall_speedup_ci95: Sequence[float] | None = None
     first_call_ms: float | None = None
@@ -168,6 +212,11 @@ class BenchRow:
     tflops: float | None = None
     bound: str | None = None  # memory | compute: which ceiling is nearer
     peak_frac: float | None = None
+    base_ran: str | None = None  # the attention operators of a call of the baseline
+    base_gbs: float | None = None
+    base_tflops: float | None = None
+    base_bound: str | None = None
+    base_peak_frac: float | None = None
     sm_mhz: Sequence[int] | None = None  # lowest and highest
     sm_mhz_median: float | None = None
     power_w: float | None = None
@@ -183,6 +232,8 @@ class BenchRow:
                 raise ValueError(f"{self.case}: a {self.status} row needs a passed parity")
             if self.median_us is None or not math.isfinite(self.median_us) or self.median_us <= 0:
                 raise ValueError(f"{self.case}: median_us must be > 0, got {self.median_us}")
+            if wrong := why_no_time(vars(self)):
+                raise ValueError(f"{self.case}: {'; '.join(wrong)}")
             if not self.path_taken:
                 raise ValueError(f"{self.case}: a {self.status} row names the path that ran")
             if self.speedup is not None and self.speedup_ci95 is None:
@@ -234,6 +285,8 @@ class BenchRow:
         if self.speedup is not None:
             low, high = self.speedup_ci95
             text += f"  {self.speedup:5.2f}x [{low:.2f}, {high:.2f}] of {self.baseline}"
+            if self.base_peak_frac:
+                text += f" (at {self.base_peak_frac:.0%} of its {self.base_bound})"
         if self.peak_frac:
             text += f"  {self.peak_frac:4.0%} of {self.bound}"
         return text + ("" if self.status == "VALID" else f"  {self.status}: {why}")
@@ -341,7 +394,8 @@ def say(args: argparse.Namespace, text: str) -> None:
     print(text, file=sys.stderr if args.csv == CSV_STDOUT else sys.stdout, flush=True)
 
 
-def _cell(value: Any) -> str:
+def as_cell(value: Any) -> str:
+    """`value` as a cell of a CSV: empty for None and what is not finite, a float by 7 digits."""
     value = _plain(value)
     if value is None:
         return ""
@@ -358,7 +412,7 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
+    writer.writerows([as_cell(row.get(name)) for name in columns] for row in rows)
     return out.getvalue()
 
 

@@ -4,6 +4,7 @@ why the others do not."""
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.formulation import watch, why_another
 from nsa import launches
 from nsa.checks import scale_of
 from nsa.errors import is_sticky
@@ -28,10 +30,16 @@ FORMULATIONS = ("gqa", "mqa_rows")
 
 @dataclass(frozen=True)
 class Usable:
-    """calls: name -> one call of that baseline. refused: name -> why it cannot run here."""
+    """calls: name -> one call of that baseline. refused: name -> why it cannot run here. expanded:
+    names of those that copy the keys to every head."""
 
     calls: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    expanded: set[str] = field(default_factory=set)
+
+    def label(self, name: str) -> str:
+        """The name of a call with what the call does besides."""
+        return f"{name} expanded" if name in self.expanded else name
 
     def why_none(self) -> str:
         """What to say where no call is usable; empty where one is."""
@@ -52,17 +60,28 @@ def usable(calls: Mapping[str, Callable[[], Tensor]]) -> Usable:
             warnings.simplefilter("always")  # a backend that refuses says there why
             try:
                 with torch.no_grad():
-                    out = call()
-                if out.is_cuda:
-                    torch.cuda.synchronize(out.device)
+                    ran = watch(call)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
             except RuntimeError as error:
                 if is_sticky(error):
                     raise
                 words = [str(error), *(str(w.message) for w in said)]
                 found.refused[name] = _first_reason(words)
                 continue
+        if ran.expanded:
+            found.expanded.add(name)
+        if why := why_another(promised(name), found.label(name), ran):
+            found.refused[name] = why
+            continue
         found.calls[name] = call
     return found
+
+
+def promised(name: str) -> str | None:
+    """The backend in a baseline's name: "dense sdpa flash gqa", "sdpa_flash_gqa"; None without."""
+    match = re.search(rf"sdpa[_ ]({'|'.join(BACKENDS)})", name)
+    return match and match[1]
 
 
 def _first_reason(words: list[str]) -> str:

@@ -1,88 +1,41 @@
-"""One timed case: proof, warm-up, interleaved pairs, proof again, and the row that may be claimed.
+"""One timed case: proof, warm-up, interleaved pairs, proof in their midst, and the row that may be
+claimed.
 
     measure(Case(...), clock) -> BenchRow
 
-A case knows how to refill its inputs in place, its candidate, its baseline and its oracle. The
-candidate is checked twice before the clock starts, on different numbers in the same memory (a
-kernel that returns what it remembers fails), and once more on the output of the last timed call,
-whose inputs are new again.
+A case knows how to refill its inputs in place, its candidate, its baseline and its oracle. Both are
+checked before the clock starts; what is timed then is proven by bench/proof.py.
 """
 
 from __future__ import annotations
 
 import json
+import random
+import secrets
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from bench import stats
-from bench.clock import Clock, prepare, rounds
+from bench.cases import Case, Contender, Unbuilt
+from bench.clock import Clock, rounds
 from bench.device import THROTTLED, Ceilings, Gpu, Watch
-from bench.parity import Parity, measure_parity
-from bench.records import BenchRow, out_dir
+from bench.formulation import Ran, Reached, watch, why_another, why_not_attention, why_slow
+from bench.parity import Parity
+from bench.proof import NotProven, NotRight, SpotChecks, Turns, held, prove
+from bench.records import SAMPLES_KEPT, BenchRow, out_dir, why_no_time
 from nsa import launches
 
 RATIO_FLOOR_US = 2.0  # shorter calls get no ratio: the clock's own step is a quarter of that
-SAMPLES_KEPT = 200
 TOO_FAST = 1.05  # share of a nominal peak over which a time cannot be true
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A named call. `kernels` are the launches that prove that it ran on path `path`.
-
-    oracle and same_dtype: its own, where it computes something else than the case does (dense
-    attention as the baseline of a sparse one).
-    """
-
-    name: str
-    call: Callable[[], Any]
-    path: str
-    kernels: tuple[str, ...] = ()
-    oracle: Callable[[], Tensor] | None = None
-    same_dtype: Callable[[], Tensor] | None = None
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is timed against what, and what it must compute.
-
-    refill(seed) writes new inputs into the same memory; inputs() lists them (they must survive the
-    calls). oracle() is the output in fp64 for the present inputs; same_dtype() the plain PyTorch
-    computation in the output's dtype. view() picks the part of a call's result that these two give.
-    bytes_needed: what must cross the memory bus once, cold; flops: the useful ones.
-    """
-
-    bench: str
-    name: str
-    candidate: Contender
-    refill: Callable[[int], None]
-    inputs: Callable[[], Sequence[Tensor]]
-    oracle: Callable[[], Tensor]
-    same_dtype: Callable[[], Tensor] | None = None
-    baselines: Sequence[Contender] = ()
-    view: Callable[[Any], Tensor] = lambda out: out
-    requested: str | None = None
-    bytes_needed: int | None = None
-    flops: int | None = None
-    seed: int = 0
-    columns: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Unbuilt:
-    """A case whose inputs measure() makes: too little memory for them is a row as well."""
-
-    bench: str
-    name: str
-    build: Callable[[], Case]
-    columns: Mapping[str, Any] = field(default_factory=dict)
+WALL_US = 10_000  # of back-to-back calls in a round
+STEADY_US = 50.0  # the same time of every call, from here on, is no clock's that has steps
 
 
 @dataclass(frozen=True)
@@ -96,68 +49,6 @@ class Budget:
     warm_calls: int = 3
     warm_s: float = 0.1
     warm_cap_s: float = 2.0
-
-
-class NotRight(Exception):
-    """The candidate's result, path or inputs are wrong; `parity` says how."""
-
-    def __init__(self, parity: Parity, when: str) -> None:
-        super().__init__(f"{when}: " + "; ".join(parity.why))
-        self.parity = parity
-
-
-def poison(like: Any, copies: int = 3) -> None:
-    """Leave NaN in freed memory of this tensor's size, or of each one's of several, so that an
-    output nobody wrote shows."""
-    if isinstance(like, (tuple, list)):
-        for one in like:
-            poison(one, copies)
-    elif isinstance(like, Tensor) and like.is_floating_point():
-        spoiled = [torch.full_like(like, float("nan")) for _ in range(copies)]
-        del spoiled
-
-
-def _fingerprint(tensors: Sequence[Tensor]) -> list[int]:
-    """A check sum per tensor, exact in its bits."""
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return [int(t.detach().view(whole[t.element_size()]).sum(dtype=torch.int64)) for t in tensors]
-
-
-def _judge(case: Case, contender: Contender, out: Any, seen: Mapping[str, int]) -> Parity:
-    ran = all(seen.get(kernel) for kernel in contender.kernels)
-    asked = case.requested if contender is case.candidate and case.requested else contender.path
-    own = contender if contender.oracle else case
-    return measure_parity(
-        case.name, case.bench, case.view(out), own.oracle(),
-        own.same_dtype() if own.same_dtype else None, path_requested=asked,
-        path_taken=contender.path if ran else None, launches=seen,
-        expect_kernels=contender.kernels, seed=case.seed,
-    )  # fmt: skip
-
-
-def prove(case: Case, contender: Contender, seed: int, when: str) -> tuple[Parity, float]:
-    """One checked call on fresh inputs. Returns the parity and the call's wall time in ms.
-
-    Raises NotRight for a wrong result, a kernel that never ran or inputs that were written to.
-    """
-    case.refill(seed)
-    inputs = case.inputs()
-    before = _fingerprint(inputs)
-    with torch.no_grad():
-        poison(inputs[0])
-    prepare(contender.call)
-    begin = time.perf_counter()
-    with launches.recording() as seen:
-        out = contender.call()
-        if inputs[0].is_cuda:
-            torch.cuda.synchronize(inputs[0].device)
-    first_ms = (time.perf_counter() - begin) * 1e3
-    parity = _judge(case, contender, out, seen)
-    if _fingerprint(inputs) != before:
-        parity = replace(parity, status="FAIL", why=[*parity.why, "the inputs were written to"])
-    if parity.status != "PASS":
-        raise NotRight(parity, when)
-    return parity, first_ms
 
 
 def warm_up(clock: Clock, calls: Sequence[Callable[[], Any]], cold: bool, budget: Budget) -> None:
@@ -179,71 +70,119 @@ def warm_up(clock: Clock, calls: Sequence[Callable[[], Any]], cold: bool, budget
         last = centre
 
 
-def strongest(clock: Clock, contenders: Sequence[Contender], cold: bool) -> Contender:
+def strongest(clock: Clock, contenders: Sequence[Turns], cold: bool) -> Turns:
     """The fastest of several baselines, by ten calls of each."""
     if len(contenders) == 1:
         return contenders[0]
-    for contender in contenders:
-        prepare(contender.call)
-        contender.call()
-    centre = {
-        c.name: statistics.median(clock.run([c.call] * 12, cold=cold)[2:]) for c in contenders
-    }
-    return min(contenders, key=lambda c: centre[c.name])
+    centre = {}
+    for turns in contenders:
+        clock.run([turns.call], cold=cold)
+    for turns in contenders:
+        centre[turns.contender.name] = statistics.median(
+            clock.run([turns.call] * 12, cold=cold)[2:]
+        )
+    return min(contenders, key=lambda turns: centre[turns.contender.name])
 
 
 @dataclass
 class Samples:
-    """One time per ABBA group, in us and in order: the mean of the candidate's two calls, of the
-    baseline's two, and their ratio. A call after the other's finds its code out of the instruction
-    caches and takes 3 us longer: single calls would have two modes and no settled median."""
+    """One time per ABBA or BAAB group, in us and in order: the mean of the candidate's two calls,
+    of the baseline's two, and their ratio. A call after the other's finds its code out of the
+    instruction caches and takes 3 us longer: single calls would have two modes and no settled
+    median.
+
+    timed_us: all that the clock said; elapsed_us: of another counter of the host, meanwhile.
+    """
 
     ours: list[float] = field(default_factory=list)
     base: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
+    single: tuple[set[float], set[float]] = field(default_factory=lambda: (set(), set()))
     batches: int = 0
     gap_batches: int = 0  # in which the host left gaps that their times hold
+    timed_us: float = 0.0
+    elapsed_us: float = 0.0
     stop: str = ""
+
+    def add(self, times: Sequence[float], base_at: Sequence[bool]) -> None:
+        """Groups of calls, of which those at base_at are the baseline's."""
+        size = len(base_at)
+        for at in range(0, len(times), size):
+            group = list(zip(times[at : at + size], base_at, strict=True))
+            mine = [us for us, base in group if not base]
+            theirs = [us for us, base in group if base]
+            for kept, us in zip(self.single, (mine, theirs), strict=True):
+                kept.update(us)
+            self.ours.append(sum(mine) / len(mine))
+            if theirs:
+                self.base.append(sum(theirs) / len(theirs))
+                self.ratios.append(sum(theirs) / sum(mine))
+
+    def narrow(self, budget: Budget) -> bool:
+        """Whether medians and ratio are known as well as wanted."""
+        wide = [self.ours] + ([self.base] if self.base else [])
+        if len(self.ours) < budget.min_n or any(
+            stats.half_width(x) >= budget.rel_half_width for x in wide
+        ):
+            return False
+        if not self.ratios:
+            return True
+        low, high = stats.bootstrap_ci(self.ratios, 500)
+        return (high - low) / 2 < budget.rel_half_width * statistics.median(self.ratios)
+
+    def check(self) -> None:
+        """Raises NotProven where the clock cannot have said the truth."""
+        if self.timed_us > 1.02 * self.elapsed_us + 100.0:
+            raise NotProven(
+                f"the clock counts {self.timed_us:.0f} us in calls that took the host "
+                f"{self.elapsed_us:.0f} us"
+            )
+        calls = 2 * len(self.ours)
+        one = [x for x in self.single if x]
+        alike = all(len(x) == 1 for x in one) and (len(one) == 1 or one[0] == one[1])
+        if calls >= 20 and alike and (len(one) == 2 or max(one[0]) > STEADY_US):
+            raise NotProven(f"the clock says {max(one[0]):g} us of each of {calls} calls")
 
 
 def sample(
     clock: Clock, ours: Callable[[], Any], base: Callable[[], Any] | None, cold: bool,
-    budget: Budget, into: Samples | None = None,
+    budget: Budget, spots: SpotChecks | None = None,
 ) -> Samples:  # fmt: skip
-    """Groups of candidate, baseline, baseline, candidate until the intervals are narrow."""
-    samples = into or Samples()
-    group = [ours, base, base, ours] if base else [ours, ours]
-    begin = time.perf_counter()
-    device_us, per_batch = 0.0, 2
+    """Groups of candidate and baseline, ABBA or BAAB, until the intervals are narrow; spots judges
+    some of them. Raises what it raises, and NotProven for times that cannot be."""
+    samples, per_batch, mean, call_us, calls = Samples(), 2, 0.0, 0.0, 0
+    begin, device_us = time.perf_counter(), 0.0
     while True:
-        times = clock.run(group * per_batch, cold=cold)
+        due = spots and (spots.pending(samples.batches + 1) or (samples.stop and spots.pending(99)))
+        last_is_base = bool(due) and base is not None and due is spots.base
+        base_at = [] if base is None else [last_is_base, not last_is_base]
+        base_at = [*base_at, *reversed(base_at)] or [False, False]
+        group = [base if theirs else ours for theirs in base_at]
+        lead = 0
+        if spots:
+            times, lead, elapsed = spots.run(clock, group, per_batch, cold, call_us, due or None)
+        else:
+            times, elapsed = held(clock, group * per_batch, cold)
+        samples.elapsed_us += elapsed
+        samples.timed_us += sum(times)
+        calls += len(times)
+        call_us = samples.elapsed_us / calls
         samples.batches += 1
         samples.gap_batches += clock.gaps()
-        device_us += sum(times)
-        for at in range(0, len(times), len(group)):
-            one = times[at : at + len(group)]
-            samples.ours.append((one[0] + one[-1]) / 2)
-            if base:
-                samples.base.append((one[1] + one[2]) / 2)
-                samples.ratios.append((one[1] + one[2]) / (one[0] + one[3]))
-        wide = [samples.ours] + ([samples.base] if base else [])
-        narrow = len(samples.ours) >= budget.min_n and all(
-            stats.half_width(x) < budget.rel_half_width for x in wide
-        )
-        if narrow and base:
-            low, high = stats.bootstrap_ci(samples.ratios, 500)
-            narrow = (high - low) / 2 < budget.rel_half_width * statistics.median(samples.ratios)
+        device_us += sum(times[lead:])
+        samples.add(times[lead:], base_at)
+        mean = device_us / len(samples.ours)
         spent, enough = time.perf_counter() - begin, len(samples.ours) >= stats.MIN_N
-        samples.stop = (
-            "noise" if narrow
+        samples.stop = samples.stop or (
+            "noise" if samples.narrow(budget)
             else "budget" if device_us > budget.device_s * 1e6 and enough
             else "cap" if spent > budget.wall_s and (enough or spent > 4 * budget.wall_s)
             else ""
         )  # fmt: skip
-        if samples.stop:
+        if samples.stop and not (spots and spots.left()):
+            samples.check()
             return samples
-        mean = device_us / len(samples.ours)
-        per_batch = max(1, min(16, int(20_000 / max(mean, 1))))
+        per_batch = 1 if samples.stop else max(1, min(16, int(20_000 / max(mean, 1))))
 
 
 def _impossible(case: Case, median_us: float, cold: bool, nominal: Ceilings) -> str | None:
@@ -259,18 +198,30 @@ def _impossible(case: Case, median_us: float, cold: bool, nominal: Ceilings) -> 
     return None
 
 
-def _throughput(case: Case, median_us: float, ceiling: Ceilings) -> dict[str, Any]:
-    gbs = case.bytes_needed / median_us / 1e3 if case.bytes_needed else None
-    tflops = case.flops / median_us / 1e6 if case.flops else None
-    shares = {
-        "memory": gbs / ceiling.gbs if gbs and ceiling.gbs else 0.0,
-        "compute": tflops / ceiling.tflops if tflops and ceiling.tflops else 0.0,
-    }
-    bound = max(shares, key=shares.__getitem__)
+def _ideal_us(work: Case | Contender, ceiling: Ceilings) -> dict[str, float]:
+    """Microseconds of the work at each ceiling that is known."""
     return {
-        "gbs": gbs, "tflops": tflops, "bound": bound if shares[bound] else None,
-        "peak_frac": shares[bound] or None,
+        bound: amount / peak / scale
+        for bound, amount, peak, scale in (
+            ("memory", work.bytes_needed, ceiling.gbs, 1e3),
+            ("compute", work.flops, ceiling.tflops, 1e6),
+        )
+        if amount and peak
+    }
+
+
+def _throughput(
+    work: Case | Contender, median_us: float, ceiling: Ceilings, prefix: str = ""
+) -> dict[str, Any]:
+    """Columns gbs, tflops, bound (the ceiling that is nearer) and peak_frac, the share of it."""
+    ideal = _ideal_us(work, ceiling)
+    bound = max(ideal, key=ideal.__getitem__) if ideal else None
+    found = {
+        "gbs": work.bytes_needed / median_us / 1e3 if work.bytes_needed else None,
+        "tflops": work.flops / median_us / 1e6 if work.flops else None,
+        "bound": bound, "peak_frac": ideal[bound] / median_us if bound else None,
     }  # fmt: skip
+    return {f"{prefix}{name}": value for name, value in found.items()}
 
 
 def save_samples(row: BenchRow, samples: Samples) -> None:
@@ -330,6 +281,8 @@ def measure(
         )  # fmt: skip
         row, samples = _measured(case, clock, row, gpu, ceiling, nominal, cold, budget)
         save(row, samples)
+    except NotProven as error:
+        row = replace(row, status="INVALID", why=(str(error),))
     except NotRight as error:
         parity = error.parity
         status = "INVALID" if parity.status == "INVALID" else "FAILED"
@@ -351,102 +304,167 @@ def _proof(parity: Parity) -> dict[str, Any]:
 
 
 def _walls(
-    clock: Clock, calls: Sequence[Callable[[], Any]], device_us: Sequence[float]
-) -> list[tuple[float, ...]]:
-    """Host time per call of each of `calls`, taking turns, round by round; of a long call, whose
-    host time is its device time, few are made."""
+    clock: Clock, both: Sequence[Turns], device_us: Sequence[float]
+) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    """Host time per call of each contender, taking turns, round by round, and how much of it the
+    host was busy; of a long call, whose host time is its device time, few are made.
+
+    Raises NotProven unless what the launchers counted are the launches of these calls.
+    """
+    calls = [turns.contender.call for turns in both]
     often = [
-        max(2, min(100, int(20_000 / max(us, clock.wall(call, 2)))))
+        max(2, min(100, int(WALL_US / max(us, clock.wall(call, 2)))))
         for call, us in zip(calls, device_us, strict=True)
     ]
-    once = lambda: tuple(clock.wall(c, n) for c, n in zip(calls, often, strict=True))
-    return rounds(once, least=3 if len(calls) == 1 else stats.MIN_CI_N)
+
+    def once() -> tuple[tuple[float, float], ...]:
+        found = []
+        for turns, call, n in zip(both, calls, often, strict=True):
+            before = launches.counts()
+            found.append((clock.wall(call, n), clock.enqueue_us))
+            if not hasattr(call, "in_a_row"):
+                turns.check_by_itself(before, n)
+        return tuple(found)
+
+    found = rounds(once, least=3 if len(calls) == 1 else stats.MIN_CI_N)
+    return tuple([tuple(pair[i] for pair in one) for one in found] for i in (0, 1))
+
+
+def _usable(case: Case, draw: random.Random) -> list[Turns]:
+    """The baselines that give the right result here. Raises RuntimeError where none does."""
+    found, errors = [], []
+    for contender in case.baselines:
+        try:
+            prove(case, contender, case.seed + 1, f"baseline {contender.name}")
+            found.append(Turns(case, contender, draw))
+        except Exception as error:  # what cannot serve here is no baseline, whatever it raises
+            errors.append(f"{contender.name}: {_reason(error)}")
+    if not found:
+        raise RuntimeError("no baseline is right here: " + "; ".join(errors))
+    return found
+
+
+_reached: WeakKeyDictionary[Any, dict[tuple[str, str], list[Reached]]] = WeakKeyDictionary()
+
+
+def _baseline(
+    case: Case, base: Contender, times: Sequence[float], clock: Clock, cold: bool,
+    ceiling: Ceilings,
+) -> dict[str, Any]:  # fmt: skip
+    """Columns of the baseline as work that was measured: what ran, and its share of the ceiling.
+    On a host, which others use as well, it is held to its fastest sample.
+
+    Raises NotProven for a baseline that is not what its name says, or far slower than it can be.
+    """
+    ran = watch(base.watched or base.call) if base.path == "sdpa" else Ran()
+    work = base if base.bytes_needed or base.flops else case
+    why = why_another(base.attends, base.name, ran)
+    median_us = statistics.median(times)
+    least_us = median_us if clock.device_time else min(times)
+    why = why or why_not_attention(base, ran, least_us, clock, cold)
+    ideal = _ideal_us(work, ceiling)
+    # Of one ceiling alone nobody can tell what work that the other bounds may take.
+    if len(ideal) == bool(work.bytes_needed) + bool(work.flops) and ideal and not why:
+        now = Reached(max(ideal.values()), least_us)
+        before = _reached.setdefault(clock, {}).setdefault((case.bench, base.name), [])
+        why = why_slow(base, now, before)
+        before.append(now)
+    if why:
+        raise NotProven(f"baseline {base.name}: {why}: no ratio to it is told")
+    return {"base_ran": ran.words(), **_throughput(work, median_us, ceiling, "base_")}
 
 
 def _measured(
     case: Case, clock: Clock, row: BenchRow, gpu: Gpu | None, ceiling: Ceilings,
     nominal: Ceilings, cold: bool, budget: Budget,
 ) -> tuple[BenchRow, Samples]:  # fmt: skip
-    ours = case.candidate
+    ours, seed = case.candidate, secrets.randbits(32)
     _, first_ms = prove(case, ours, case.seed, "first check")
-    parity, _ = prove(case, ours, case.seed + 1, "second check, new numbers in the same memory")
-    base = None
+    draw = random.Random(seed)
+    both = [Turns(case, ours, draw)]
     if case.baselines:
-        usable, errors = [], []
-        for contender in case.baselines:
-            try:
-                prove(case, contender, case.seed + 1, f"baseline {contender.name}")
-                usable.append(contender)
-            except Exception as error:  # what cannot serve here is no baseline, whatever it raises
-                errors.append(f"{contender.name}: {_reason(error)}")
-        if not usable:
-            raise RuntimeError("no baseline is right here: " + "; ".join(errors))
-        base = strongest(clock, usable, cold)
-
-    kept: dict[str, Any] = {}
-
-    def keeping() -> None:
-        kept["out"] = ours.call()
-
-    keeping.before = lambda: prepare(ours.call)  # type: ignore[attr-defined]
-    warm_up(clock, [keeping] + ([base.call] if base else []), cold, budget)
+        both.append(strongest(clock, _usable(case, draw), cold))
+    calls = [turns.call for turns in both]
+    warm_up(clock, calls, cold, budget)
+    for turns in both:
+        turns.settle()
+    spots = SpotChecks(case, both[0], both[1] if len(both) > 1 else None, draw)
     with gpu.watch() if gpu else nullcontext(Watch(None)) as watch:
-        samples = sample(clock, keeping, base.call if base else None, cold, budget)
-        # The last calls run on new numbers in the same memory: a stale result would show.
-        stop = samples.stop
-        case.refill(case.seed + 2)
-        poison(kept.pop("out"))  # all of it, not the part that is compared
-        with launches.recording() as seen:
-            sample(clock, keeping, base.call if base else None, cold,
-                   replace(budget, wall_s=0.0, min_n=10**9, device_s=0.0), samples)  # fmt: skip
-        samples.stop = stop
-    last = _judge(case, ours, kept.pop("out"), seen)
-    if last.status != "PASS":
-        raise NotRight(last, "after the timed calls, on the output of the last one")
+        samples = sample(clock, calls[0], calls[1] if len(both) > 1 else None, cold, budget, spots)
     median = statistics.median(samples.ours)
-    why = _impossible(case, median, cold, nominal)
-    if why:
-        return replace(row, status="INVALID", why=(why,), parity=_proof(parity)), samples
+    proof = _proof(spots.parity)
+    if why := _impossible(case, median, cold, nominal):
+        return replace(row, status="INVALID", why=(why,), parity=proof), samples
+    numbers = {
+        "judged": spots.judged, "draw": seed, "first_call_ms": first_ms,
+        **_numbers(samples), **_throughput(case, median, ceiling),
+    }  # fmt: skip
     state = watch.summary()
     reasons = stats.too_few(len(samples.ours))
     reasons += stats.instability(samples.ours, clock.resolution_us)
-    if base:
+    centres = [median]
+    if samples.base:
+        base, centre = both[1].contender, statistics.median(samples.base)
+        centres.append(centre)
         shaky = stats.instability(samples.base, clock.resolution_us)
         reasons += [f"baseline {w}" for w in shaky]
+        numbers |= {"baseline": base.name, "order": "ABBA"}
+        numbers |= _baseline(case, base, samples.base, clock, cold, ceiling)
     throttled = sorted(THROTTLED & set(state["reasons"]))
     if throttled:
         reasons.append(f"throttled: {', '.join(throttled)}")
-    centre = statistics.median(samples.base) if base else None
-    walls = _walls(clock, [ours.call, base.call], [median, centre]) if base else _walls(
-        clock, [ours.call], [median]
-    )
-    wall, *base_wall = (statistics.median(one) for one in zip(*walls, strict=True))
+    numbers |= _wall_numbers(clock, both, centres)
     # Times with gaps hold the host's share: where most do, wall and device cannot differ any more.
     bound = 2 * samples.gap_batches > samples.batches
     if not hasattr(ours.call, "in_a_row"):  # whose wall time is of other calls than the median
-        bound |= wall > 1.2 * median
-    numbers: dict[str, Any] = {
-        "n": len(samples.ours), "median_us": median, "p20_us": stats.quantile(samples.ours, 0.2),
-        "p80_us": stats.quantile(samples.ours, 0.8), "p95_us": stats.quantile(samples.ours, 0.95),
-        "min_us": min(samples.ours), "ci95_us": stats.median_ci(samples.ours),
-        "outliers": stats.outliers(samples.ours), "wall_us": wall, "first_call_ms": first_ms,
-        "launch_bound": bound if clock.device_time else None, "stop": samples.stop,
-        "batches": samples.batches, "gap_batches": samples.gap_batches,
-    }  # fmt: skip
-    if base:
-        ratios = [theirs / mine for mine, theirs in walls]
-        numbers |= {
-            "baseline": base.name, "order": "ABBA", "pairs": len(samples.ratios),
-            "base_median_us": centre, "base_ci95_us": stats.median_ci(samples.base),
-            "base_wall_us": base_wall[0], "wall_speedup": statistics.median(ratios),
-            "wall_speedup_ci95": stats.bootstrap_ci(ratios),
-        }  # fmt: skip
-        if min(median, centre) >= RATIO_FLOOR_US and len(samples.ratios) >= stats.MIN_CI_N:
-            numbers["speedup"] = statistics.median(samples.ratios)
-            numbers["speedup_ci95"] = stats.bootstrap_ci(samples.ratios)
+        bound |= numbers["wall_us"] > 1.2 * median
+    numbers["launch_bound"] = bound if clock.device_time else None
+    if why := why_no_time({**numbers, "timer": clock.timer}):
+        return replace(row, status="INVALID", why=tuple(why), parity=proof), samples
     row = replace(
-        row, status="UNSTABLE" if reasons else "VALID", why=tuple(reasons), parity=_proof(parity),
+        row, status="UNSTABLE" if reasons else "VALID", why=tuple(reasons), parity=proof,
         path_taken=ours.path, bytes=case.bytes_needed, flops=case.flops, **state, **numbers,
-        **_throughput(case, median, ceiling),
     )  # fmt: skip
     return row, samples
+
+
+def _numbers(samples: Samples) -> dict[str, Any]:
+    """Columns of a row that its samples give."""
+    ours = samples.ours
+    numbers: dict[str, Any] = {
+        "n": len(ours), "median_us": statistics.median(ours), "p20_us": stats.quantile(ours, 0.2),
+        "p80_us": stats.quantile(ours, 0.8), "p95_us": stats.quantile(ours, 0.95),
+        "min_us": min(ours), "ci95_us": stats.median_ci(ours), "outliers": stats.outliers(ours),
+        "stop": samples.stop, "batches": samples.batches, "gap_batches": samples.gap_batches,
+        "timed_us": samples.timed_us, "elapsed_us": samples.elapsed_us,
+    }  # fmt: skip
+    if not samples.base:
+        return numbers
+    centre = statistics.median(samples.base)
+    numbers |= {
+        "pairs": len(samples.ratios), "base_median_us": centre,
+        "base_ci95_us": stats.median_ci(samples.base),
+    }  # fmt: skip
+    short = min(numbers["median_us"], centre) < RATIO_FLOOR_US
+    if not short and len(samples.ratios) >= stats.MIN_CI_N:
+        numbers["speedup"] = statistics.median(samples.ratios)
+        numbers["speedup_ci95"] = stats.bootstrap_ci(samples.ratios)
+    return numbers
+
+
+def _wall_numbers(
+    clock: Clock, both: Sequence[Turns], centres: Sequence[float]
+) -> dict[str, Any]:  # fmt: skip
+    """Columns of a row that the host's times of calls back to back give."""
+    walls, busy = _walls(clock, both, centres)
+    numbers: dict[str, Any] = {}
+    for i, (turns, of) in enumerate(zip(both, ("", "base_"), strict=False)):
+        numbers[f"{of}wall_us"] = statistics.median(one[i] for one in walls)
+        numbers[f"{of}wall_min_us"] = min(one[i] for one in walls)
+        if not hasattr(turns.contender.call, "in_a_row"):
+            numbers[f"{of}enqueue_us"] = statistics.median(one[i] for one in busy)
+    if len(both) > 1:
+        ratios = [theirs / mine for mine, theirs in walls]
+        numbers["wall_speedup"] = statistics.median(ratios)
+        numbers["wall_speedup_ci95"] = stats.bootstrap_ci(ratios)
+    return numbers

@@ -7,8 +7,9 @@
 The text is in the repository (nsa/data). A loss that falls proves little, because a model that
 sees the future falls fastest, so three facts stand beside it: the held-out loss next to the cross
 entropy of byte unigram and bigram models, a causality probe on the trained model (other tokens
-after t must change no output up to t), and the same probe on a copy with a planted leak, which it
-must find.
+after t must change no output up to t, as it serves and as it trains, at several lengths; no output
+up to t has a gradient to a token after it), and the same probe on a copy with a planted leak, which
+it must find.
 
 Writes train.csv (step,loss,val_loss,lr,tokens_per_s) and train.jsonl into --out. Exit code: 0 all
 checks hold, 1 the loss is not finite or did not fall or the probe found a leak, 2 a usage error,
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,6 +77,7 @@ class Probe:
     min_after: float
     tolerance: float
     positions: tuple[int, ...]
+    where: str = ""  # mode and length
 
     @property
     def leaks(self) -> bool:
@@ -87,28 +89,58 @@ class Probe:
         return not self.min_after > self.tolerance
 
 
+def worst(probes: Sequence[Probe]) -> Probe:
+    """The first that found something, or could not have; else the first."""
+    return next((p for p in probes if p.leaks or p.blind), probes[0])
+
+
 @torch.no_grad()
 def causality_probe(
     logits_of: Callable[[Tensor], Tensor], tokens: Tensor, positions: list[int], tolerance: float
 ) -> Probe:
     """Replace every token after t and compare the logits: none at or before t may move.
 
-    logits_of: tokens [1, S] -> logits [1, S, vocab]. Each t gets its own edit of all later tokens;
-    every edited byte differs from the original one.
+    logits_of: tokens [B, S] -> logits [B, S, vocab]. Each t gets its own edit of all later tokens;
+    every edited byte differs from the original one. All go through the model at once.
     """
-    base = logits_of(tokens).float()
     generator = torch.Generator().manual_seed(0)
-    before, after = [], []
+    edited = [tokens]
     for t in positions:
         shift = torch.randint(1, VOCAB, (1, tokens.shape[1] - t - 1), generator=generator)
-        edited = tokens.clone()
-        edited[:, t + 1 :] = (edited[:, t + 1 :] + shift.to(tokens.device)) % VOCAB
-        moved = (logits_of(edited).float() - base).abs().amax(dim=(0, 2))  # [S]
+        one = tokens.clone()
+        one[:, t + 1 :] = (one[:, t + 1 :] + shift.to(tokens.device)) % VOCAB
+        edited.append(one)
+    base, *logits = logits_of(torch.cat(edited)).float()
+    before, after = [], []
+    for t, got in zip(positions, logits, strict=True):
+        moved = (got - base).abs().amax(-1)  # [S]
         before.append(moved[: t + 1].max())
         after.append(moved[t + 1 :].max())
     # Tensor reductions carry NaN on; Python's min and max drop it.
     worst, least = torch.stack(before).max().item(), torch.stack(after).min().item()
     return Probe(worst, least, tolerance, tuple(positions))
+
+
+def gradient_probe(
+    model: NSALanguageModel, tokens: Tensor, positions: list[int], device: torch.device
+) -> Probe:
+    """The largest gradient of a logit at t to the embedding of a token after t, which must be
+    nothing, and to one up to t, each relative to the latter."""
+    kept: list[Tensor] = []
+    hook = model.embedding.register_forward_hook(lambda _m, _i, out: kept.append(out))
+    try:
+        with torch.enable_grad(), autocast(device):
+            logits = model(tokens)[0].float()
+    finally:
+        hook.remove()
+    before, after = [], []
+    for t in positions:
+        (grad,) = torch.autograd.grad(logits[t].square().sum(), kept[0], retain_graph=True)
+        size = grad[0].float().norm(dim=-1)  # [S]
+        before.append(size[t + 1 :].max() / size[: t + 1].max())
+        after.append((size[: t + 1] > 0).any().float())
+    return Probe(torch.stack(before).max().item(), torch.stack(after).min().item(), 1e-6,
+                 tuple(positions), f"gradients, {tokens.shape[1]} tokens")  # fmt: skip
 
 
 def planted_leak(logits_of: Callable[[Tensor], Tensor], size: float) -> Callable[[Tensor], Tensor]:
@@ -156,7 +188,9 @@ def gate_statistics(model: NSALanguageModel, tokens: Tensor) -> list[dict[str, f
 # ---- command line --------------------------------------------------------------------------------
 
 
-def check_results(run: Run, probe: Probe, selftest: Probe) -> list[tuple[str, bool, str]]:
+def check_results(
+    run: Run, probe: Probe, selftest: Probe, flow: Probe
+) -> list[tuple[str, bool, str]]:
     """(check, passed, what was seen) for everything that decides the exit code."""
     first, last = run.rows[0]["loss"], run.rows[-1]["loss"]
     values = [r["loss"] for r in run.rows] + run.grad_norms
@@ -175,30 +209,56 @@ def check_results(run: Run, probe: Probe, selftest: Probe) -> list[tuple[str, bo
             "no_leak",
             not probe.leaks,
             f"later tokens moved an earlier logit by {probe.max_before:.3g}, "
-            f"tolerance {probe.tolerance:.3g}, positions {list(probe.positions)}",
+            f"tolerance {probe.tolerance:.3g}, positions {list(probe.positions)}, {probe.where}",
+        ),
+        (
+            "no_gradient_to_the_future",
+            not flow.leaks and not flow.blind,
+            f"an earlier logit's gradient to a later token is {flow.max_before:.3g} of its largest"
+            f", positions {list(flow.positions)}, {flow.where}",
         ),
     ]
 
 
+def probe_lengths(preset: Preset) -> list[int]:
+    """Tokens of a probe: odd numbers, as no multiple of any block is, from a few blocks to twice
+    what the model was trained on."""
+    some = (preset.seq - 7, preset.config.l_sel + 3, preset.seq // 2 + 1, 2 * preset.seq + 5)
+    return list(dict.fromkeys(n | 1 for n in some))
+
+
 def probe_model(
     model: NSALanguageModel, preset: Preset, text: Tensor, device: torch.device
-) -> tuple[Probe, Probe]:
-    """The causality probe on the trained model and on its copy with a planted leak."""
-    # An odd length: no multiple of any block. Rounding may differ between two runs in bf16.
-    seq = preset.seq - 7
-    tokens = text[None, :seq].to(device)
-    positions = probe_positions(seq, preset.config)
+) -> tuple[Probe, Probe, Probe]:
+    """The causality probe on the trained model, the one on its copy with a planted leak, and the
+    probe of its gradients: each the worst of all lengths, the first of serving and training."""
+    found: list[Probe] = []
+    selftests: list[Probe] = []
+    flows: list[Probe] = []
+    for training in (False, True):
 
-    def logits_of(x: Tensor) -> Tensor:
-        with autocast(device):
-            return model(x)
+        def logits_of(x: Tensor, training: bool = training) -> Tensor:
+            with torch.set_grad_enabled(training), autocast(device):
+                return model(x).detach()
 
+        model.train(training)
+        for seq in probe_lengths(preset):
+            tokens = text[None, :seq].to(device)
+            every = probe_positions(tokens.shape[1], preset.config)
+            positions = every if seq == preset.seq - 7 else every[1::3]
+            # Rounding may differ between two runs in bf16.
+            scale = logits_of(tokens).float().abs().max().item()
+            tolerance = (1e-2 if device.type == "cuda" else 1e-5) * scale
+            probe = causality_probe(logits_of, tokens, positions, tolerance)
+            where = f"{'training' if training else 'serving'}, {tokens.shape[1]} tokens"
+            found.append(replace(probe, where=where))
+            if not selftests:
+                leaky = planted_leak(logits_of, 3 * tolerance)
+                selftests.append(causality_probe(leaky, tokens, positions, tolerance))
+            if training:
+                flows.append(gradient_probe(model, tokens, every[1::4], device))
     model.eval()
-    scale = logits_of(tokens).float().abs().max().item()
-    tolerance = (1e-2 if device.type == "cuda" else 1e-5) * scale
-    probe = causality_probe(logits_of, tokens, positions, tolerance)
-    leaky = planted_leak(logits_of, 3 * tolerance)
-    return probe, causality_probe(leaky, tokens, positions, tolerance)
+    return worst(found), selftests[0], worst(flows)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -252,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
         emit("artifact", {"path": str(path)})
     if args.save:
         save_checkpoint(args.save, run.model)
-    probe, selftest = probe_model(run.model, preset, val_text, device)
+    probe, selftest, flow = probe_model(run.model, preset, val_text, device)
 
     params = sum(p.numel() for p in run.model.parameters())
     metrics: list[tuple[str, float | None, str]] = [
@@ -282,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
         emit("metric", {"name": name, "value": value, "unit": unit})
         print(f"{name:32} {'-' if value is None else f'{value:.6g}'} {unit}")
 
-    checks = check_results(run, probe, selftest)
+    checks = check_results(run, probe, selftest, flow)
     for name, passed, seen in checks:
         print(f"{'ok  ' if passed else 'FAIL'} {name}: {seen}")
         row = {"nodeid": f"train_showcase::{name}", "outcome": "passed" if passed else "failed"}

@@ -10,9 +10,13 @@ no_gpu     NVIDIA hardware whose driver does not answer: doctor blocks, every GP
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bench import stats
 from scripts.oneshot.journal import dumps, read_events, write_json
 from scripts.oneshot.model import RunRecord
 from scripts.oneshot.rows import parse_row
@@ -641,14 +645,31 @@ def write_sample(folder: Path, name: str) -> dict[str, Any]:
     return bundle
 
 
+def raw_times(row: dict[str, Any]) -> dict[str, Any]:
+    """Raw times that give this row's statistics, in an order that shows no drift."""
+    n = row["n"]
+    low, _ = stats.median_ci(range(n))
+    known = {0: row.get("min_us") or row["p20_us"], n - 1: row["p95_us"]}
+    for at, name in ((0.2, "p20_us"), (0.5, "median_us"), (0.8, "p80_us"), (0.95, "p95_us")):
+        at *= n - 1
+        known |= {math.floor(at): row[name], math.ceil(at): row[name]}
+    known |= {low: row["ci95_us"][0], n - 1 - low: row["ci95_us"][1]}
+    at = sorted(known)
+    us = np.interp(range(n), at, [known[i] for i in at])
+    us = [float(us[i * 37 % n]) for i in range(n)]
+    ratio = row.get("speedup") or 1.0
+    base = [ratio * x for x in us] if row.get("base_median_us") else []
+    return {"us": us, "us_every": 1, "base_us": base, "base_us_every": 1}
+
+
 def write_derived(folder: Path) -> dict[str, Any]:
-    """bundle.json of the journal in `folder`, and of every timed row a part of its raw times."""
+    """bundle.json of the journal in `folder`, and of every timed row its raw times."""
     bundle = RunRecord.replay(read_events(folder / "events.jsonl")).to_bundle()
     write_json(folder / "bundle.json", bundle)
     timed = [r for r in bundle["bench"] if r["status"] in ("VALID", "UNSTABLE")]
     lines = [
         dumps({**{n: r.get(n) for n in ("bench", "case", "candidate", "cache")},
-               "us": [r.get("median_us")], "us_every": 60})
+               **raw_times(r)})
         for r in timed
     ]  # fmt: skip
     if timed:

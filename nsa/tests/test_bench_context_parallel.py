@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import bench_context_parallel
+from nsa import launches
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--S_list", "64", "--l", "8", "--d", "4", "--l_sel", "16", "--n_sel", "3", "--w", "20"]
@@ -39,3 +41,45 @@ def test_a_length_must_divide(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench_context_parallel.parse(["--S_list", "1000"])
     assert "multiples of 2 * W * d = 128, got 1000" in capsys.readouterr().err
+
+
+@pytest.fixture
+def alone():
+    """The whole sequence on this rank, on the reference."""
+    args = bench_context_parallel.parse(SMALL)
+    return bench_context_parallel.Sequence1(args, 64, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_timed_calls_do_their_work(direction, alone, monkeypatch):
+    """One that returns what an earlier call had computed, or what is off by a little, is told."""
+    real, kept = alone.forward, []
+    time = lambda: bench_context_parallel.timed(alone, direction, 4, lambda: None, 1)
+    found = time()
+    assert not found.why and found.parity.status == "PASS" and len(found.samples) == 4
+
+    def every_second():
+        if len(kept) % 2 == 0:
+            kept.append(real())
+        else:
+            kept.append(kept[-1])
+        return kept[-1]
+
+    if direction == "fwd":
+        monkeypatch.setattr(alone, "forward", every_second)
+        assert "what an earlier one had returned" in "; ".join(time().why)
+    monkeypatch.setattr(alone, "forward", lambda: real() * 1.01)
+    assert time().parity.status == "FAIL"
+
+
+def test_timed_calls_launch_the_same_kernels(alone, monkeypatch):
+    real, n = alone.forward, iter(range(99))
+
+    def sometimes():
+        if next(n) % 3:
+            launches.bump("_planted_kernel")
+        return real()
+
+    monkeypatch.setattr(alone, "forward", sometimes)
+    found = bench_context_parallel.timed(alone, "fwd", 4, lambda: None, 1)
+    assert found.why == ["timed calls launched different kernels"]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import bench_decode, summarize_decode_csv
+from bench import bench_decode, decode_step, summarize_decode_csv
 from bench.bench_decode import branch_case, total_case
 from bench.clock import HostClock
 from bench.decode_step import BRANCHES, Step
@@ -187,6 +187,16 @@ def test_a_branch_alone_does_no_other_branchs_work(step, branch, monkeypatch):
     assert ran == [{"cmp": "compressed", "sel": "selected", "win": "sliding"}[branch]]
 
 
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_branch_that_runs_the_whole_step_gets_no_number(step, branch, monkeypatch):
+    """Its result is right, its time is the step's."""
+    alone, whole = step.alone(branch), step.total()
+    monkeypatch.setattr(step, "alone", lambda _: lambda: whole() and alone())
+    row = measure(branch_case(step, branch, {}), HostClock(), cold=False, budget=BUDGET)
+    assert row.status == "INVALID" and "launched what is no part of it: sdpa_" in "".join(row.why)
+    assert row.median_us is None
+
+
 def test_a_wrong_branch_gets_no_number(step, monkeypatch):
     case = branch_case(step, "win", {})
     good = attention.sliding_attention
@@ -236,7 +246,7 @@ def test_baselines_are_dense_and_right(step):
     case = total_case(step, {})
     names = {c.name for c in case.baselines}
     flash = {"dense sdpa flash rows padded", "dense sdpa flash gqa padded"}
-    assert flash | {"dense sdpa math rows", "dense sdpa math gqa"} <= names
+    assert flash | {"dense sdpa math rows", "dense sdpa math gqa expanded"} <= names
     assert "dense sdpa flash rows" not in names  # it needs Dk = Dv
     for contender in case.baselines:
         prove(case, contender, 1, "baseline")
@@ -389,3 +399,40 @@ def test_summary_of_nothing_and_of_something_else(tmp_path, capsys):
     (tmp_path / "t.txt").write_text("no table at all\n")
     assert summarize_decode_csv.main([str(tmp_path / "t.txt")]) == 2
     assert summarize_decode_csv.main([str(tmp_path / "none.csv")]) == 2
+
+
+# ---- a second count of reads ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("S", [1, 7, 9, 20, 41])
+def test_reads_are_counted_by_what_the_result_depends_on(S):
+    step = make(S=S, batch=2)
+    assert step.seen == step.counted.expected_step == blocks.reads(S, **SIZES)
+
+
+def test_a_count_that_is_wrong_on_both_sides_is_told(monkeypatch):
+    """The cache's counter and the formula it is held against have the same fault."""
+    real = decode_step.Step._count
+
+    def count(step):
+        right = real(step)
+        return replace(right, win=right.win - 1, expected_step=right.expected_step - 1)
+
+    monkeypatch.setattr(decode_step.Step, "_count", count)
+    with pytest.raises(AssertionError, match="the cache counted reads .* its values reach"):
+        make(S=41)
+
+
+def test_a_step_that_reads_more_than_it_counts_is_told(monkeypatch):
+    """All keys' values reach the result, by a little, of the route that is timed alone."""
+    real = attention.nsa_decode
+
+    def beyond(q, cache, *rest, backend=None, **how):
+        out, chosen = real(q, cache, *rest, backend=backend, **how)
+        if backend != "reference":
+            out = out + 1e-3 * cache.v_sel[:, :, :1].mean(1, keepdim=True)
+        return out, chosen
+
+    monkeypatch.setattr(attention, "nsa_decode", beyond)
+    with pytest.raises(AssertionError, match="keys that it is not to read"):
+        make(S=41)

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa.tests.oneshot_samples import bench_row
+from bench.records import write_csv
+from nsa.tests.oneshot_samples import bench_row, raw_times
 from scripts.oneshot import cards, runner, stages
 from scripts.oneshot.journal import Ballast, utc_now
 from scripts.oneshot.judge import Status, judge
@@ -20,6 +21,7 @@ from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.redact import Redactor
 from scripts.oneshot.rows import parse_row
 from scripts.oneshot.runner import Run
+from scripts.oneshot.tables import flat
 
 
 @pytest.fixture
@@ -98,7 +100,9 @@ def test_estimates_are_what_the_kept_runs_took(profile):
 # ---- what a stage has to show --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["triton_fwd", "prefill_parity", "triton_wrapper"])
+@pytest.mark.parametrize(
+    "name", ["triton_fwd", "prefill_parity", "backward_parity", "probes", "triton_wrapper"]
+)
 def test_the_least_number_of_tests_is_that_of_today(name):
     """The CPU profile's stages have all of their tests. For a GPU `least` is about half of them,
     since which sizes there are differs by card."""
@@ -157,7 +161,7 @@ def resumed(half_run):
     half_run.event = lambda ev, **fields: half_run.events.append((ev, fields))
     prev = half_run.folder / "prev" / "r"
 
-    def ask(stage, rows=(), files=(), raw=True):
+    def ask(stage, rows=(), files=(), raw=True, table=None):
         done = StageResult(stage.id, Status.PASS, argv=stage.argv, env=dict(stage.env),
                            log=stage.log_path, started=utc_now())  # fmt: skip
         old = RunRecord(run_id="r", git=half_run.git, env_fingerprint="f",
@@ -165,11 +169,15 @@ def resumed(half_run):
         for name in (stage.log_path, *files):
             (prev / name).parent.mkdir(parents=True, exist_ok=True)
             (prev / name).write_text("{}")
+            if name.endswith(".csv"):
+                lines = table or [flat(r) if r["parity"] else r for r in rows]
+                write_csv(str(prev / name), lines, ("case", "ms", "speedup"))
         if raw and rows:
             named = ("bench", "case", "candidate", "cache")
             (prev / "bench").mkdir(exist_ok=True)
             (prev / "bench" / "samples.jsonl").write_text("".join(
-                json.dumps({**{k: r[k] for k in named}, "us": [5.0], "us_every": 9}) + "\n"
+                json.dumps({**{k: r[k] for k in named}, **(raw_times(r) if raw is True else raw)})
+                + "\n"
                 for r in rows
             ))  # fmt: skip
         half_run.previous = (old, prev)
@@ -216,8 +224,11 @@ def test_rows_that_do_not_verify_are_not_taken_over(resumed, half_run):
     said = []
     assert resumed(stage, [row], stage.outputs)
     for wrong in ({"speedup": 3.0}, {"median_us": 4.0}, {"parity": None}):
-        assert resumed(stage, [{**row, **wrong}], stage.outputs) is None
+        assert resumed(stage, [{**row, **wrong}], stage.outputs, raw=raw_times(row)) is None
         assert f"stage {stage.id} is not taken over: bench a" in said[-1]
+    table = {**flat(row), "ms": 0.001}
+    assert resumed(stage, [row], stage.outputs, table=[table]) is None
+    assert "sel_dense.csv:2: ms is '0.001', and '0.005' by its row" in said[-1]
     (half_run.folder / "prev" / "r" / "bench" / "samples.jsonl").unlink()
     assert resumed(stage, [row], stage.outputs, raw=False) is None
     assert "no bench/samples.jsonl" in said[-1]

@@ -11,10 +11,12 @@ import statistics
 import tarfile
 
 import pytest
+import torch
 
-from bench import stats
-from bench.records import NUMBERS
+from bench import bench_decode, stats
+from bench.records import NUMBERS, BenchRow, read_csv, write_csv
 from nsa.tests.oneshot_samples import bench_row, test_row, write_sample
+from nsa.tests.test_bench_decode import SMALL
 from scripts.oneshot import bundle, reading, report, verify
 from scripts.oneshot.blocks import Shape
 from scripts.oneshot.journal import dumps, read_events, write_json
@@ -228,8 +230,17 @@ def test_numbers_are_those_of_the_raw_times(change, folder):
     assert not beside(folder, of_raw(), us=rounded)
     changed = of_raw(**change)
     assert next(iter(change)) in beside(folder, changed)
-    assert not beside(folder, changed, every=2)  # some were left out: nobody can tell
+    assert "every 2. of them would not leave 12" in beside(folder, changed, every=2)
     assert not beside(folder, changed, us=["x"])
+
+
+def test_of_a_long_series_every_kth_was_kept(folder):
+    us = [US[i % 12] + 1e-4 * i for i in range(500)]
+    base = [1.25 * x for x in us]
+    kept = dict(us=us[::3], base=base[::3], every=3)
+    assert not beside(folder, of_raw(us, base), **kept)
+    assert "median_us 4 is not among" in beside(folder, of_raw(us, base, median_us=4.0), **kept)
+    assert "n is 900" in beside(folder, of_raw(us, base, n=900), **kept)
 
 
 def test_a_row_that_is_valid_has_stable_raw_times(folder):
@@ -268,6 +279,98 @@ def test_what_other_numbers_of_a_row_give(change, words):
     assert not list(verify.check_row("bench", bench_row("c", 7.0, 1.1)))
     found = "; ".join(verify.check_row("bench", {**bench_row("c", 7.0, 1.1), **change}))
     assert words in found
+
+
+@pytest.fixture
+def same_sources(monkeypatch):
+    """The run was made by these sources, as far as verify can tell."""
+    monkeypatch.setattr(verify, "same_sources", lambda a, b: True)
+
+
+def test_reports_rendered_by_these_sources_are_compared(folder, capsys, same_sources):
+    out = problems(folder, capsys, 0)
+    assert "not checked: who made it, whether the times were taken at all, its plots" in out
+    assert report.main([str(folder)]) == 0  # with plots, and with SHA256SUMS among the files
+    capsys.readouterr()
+    problems(folder, capsys, 0)
+
+
+@pytest.mark.parametrize("name", ["report.md", "issue.md", "report.html"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: re.sub(r"\b(\d+)\.(\d+) us\b", r"\1.9\2 us", text, count=1),
+        lambda text: re.sub(r"\b(\d)\.(\d\d)x", r"9.\2x", text, count=1),
+        lambda text: "".join(t for t in text.splitlines(True) if "INVALID" not in t),
+        lambda text: text + "\nAll benches are VALID.\n",
+    ],
+    ids=["time", "ratio", "row gone", "more"],
+)
+def test_a_table_of_a_report_that_was_edited(name, spoil, folder, capsys, same_sources):
+    text = (folder / name).read_text()
+    edited = spoil(text)
+    assert edited != text
+    (folder / name).write_text(edited)
+    assert f"{name} is not what events.jsonl gives" in problems(seal(folder), capsys)
+
+
+def test_reports_of_other_sources_are_not_compared(folder, capsys):
+    (folder / "report.md").write_text((folder / "report.md").read_text() + "more\n")
+    assert "reports, which other sources made" in problems(seal(folder), capsys, 0)
+
+
+@pytest.fixture(scope="module")
+def benched(tmp_path_factory):
+    """The rows and the CSV of a decode bench, and of one row with a CSV of its own."""
+    out = tmp_path_factory.mktemp("benched")
+    read, write = os.pipe()
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NSA_RESULT_FD", str(write))
+        bench_decode.main([*SMALL, "--S_list", "20,41", "--csv", str(out / "decode.csv")])
+    torch.set_num_threads(threads)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        rows = [{**json.loads(line), "stage": "decode_bench"} for line in pipe]
+    sel = BenchRow(
+        "sel", "sel/c", "VALID", parity={"status": "PASS", "mae": 1e-4}, median_us=1000 / 3,
+        path_taken="triton", columns={"L": 64, "dist": "few"},
+    )  # fmt: skip
+    write_csv(str(out / "sel.csv"), [{**sel.csv(), "tri_ms": sel.csv()["ms"], "pack_ms": 2.0}],
+              ("L", "dist", "tri_ms", "mae", "pack_ms", "status"))  # fmt: skip
+    stage = lambda name: {"id": f"{name}_bench", "status": "PASS",
+                          "argv": ["{python}", "b.py", "--csv", "{out}/" + f"{name}.csv"]}
+    rows.append({**sel.record(), "stage": "sel_bench"})
+    rows = json.loads(dumps([r for r in rows if "case" in r]))
+    return {"bench": rows, "stages": [stage("decode"), stage("sel")]}, out
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [("decode", c) for c in ("ms_total", "ms_sel", "speedup", "speedup_low", "base_ms", "wall_ms",
+                             "ms_module_eager", "status", "baseline", "gbs", "reads_win")]
+    + [("sel", "tri_ms"), ("sel", "mae"), ("sel", "L")],
+)  # fmt: skip
+def test_a_csv_is_what_its_rows_give(name, column, benched, tmp_path):
+    data, made = benched
+    out = shutil.copytree(made, tmp_path / "out")
+    assert not list(verify.check_csvs(data, out))
+    rows = read_csv(out / f"{name}.csv")
+    rows[-1][column] = "9.25"
+    write_csv(str(out / f"{name}.csv"), rows, list(rows[0]))
+    found = list(verify.check_csvs(data, out))
+    assert any(t.startswith(f"{name}.csv:{len(rows) + 1}: {column} is '9.25', and ") for t in found)
+    write_csv(str(out / f"{name}.csv"), rows[:-1], list(rows[0]))
+    assert list(verify.check_csvs(data, out)) == [f"{name}.csv lacks the lines of 1 rows"]
+    write_csv(str(out / f"{name}.csv"), [*read_csv(made / f"{name}.csv"), rows[-1]], list(rows[0]))
+    assert list(verify.check_csvs(data, out))
+
+
+def test_health_is_its_row(tmp_path):
+    (tmp_path / "health.json").write_text('{"copy_gbs": 900.0, "device": "x", "ok": true}')
+    assert not list(verify.check_health({"health": {"copy_gbs": 900.0}}, tmp_path))
+    found = list(verify.check_health({"health": {"copy_gbs": 800.0}}, tmp_path))
+    assert found == ["health.json: copy_gbs is 900, and 800.0 by its row"]
 
 
 @pytest.mark.parametrize("name", ["report.md", "issue.md", "report.html"])

@@ -22,6 +22,7 @@ from bench.records import (
     write_csv,
     write_so_far,
 )
+from scripts.oneshot.rows import parse_row
 
 GOOD = {
     "bench": "sel", "case": "c", "status": "VALID", "parity": {"status": "PASS"},
@@ -52,6 +53,42 @@ GOOD = {
 def test_a_row_that_claims_too_much_is_refused(changes, says):
     with pytest.raises(ValueError, match=says):
         BenchRow(**{**GOOD, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"p20_us": -1.0}, "p20_us is -1"), ({"min_us": 0.0}, "min_us is 0"),
+        ({"base_median_us": -2.0}, "base_median_us is -2"),
+        ({"timed_us": 5e3, "elapsed_us": 3e3}, "the clock counts 5000 us in calls that took"),
+        ({"wall_min_us": 500.0, "enqueue_us": 20.0}, "a call takes the host 500.0 us at least"),
+        ({"base_wall_min_us": 500.0, "base_enqueue_us": 20.0, "base_median_us": 9.0},
+         "the baseline"),
+        ({"timer": "perf_counter", "wall_min_us": 30.0, "enqueue_us": 0.0},
+         "a call takes the host"),
+    ],
+)
+def test_times_that_cannot_be_are_refused_and_told(changes, says):
+    """When the row is made, and when it is read: by the runner, verify, compare and resume."""
+    with pytest.raises(ValueError, match=says):
+        BenchRow(**{**GOOD, **changes})
+    held = parse_row(json.dumps({"kind": "bench", **GOOD, **changes}))
+    assert held["status"] == "INVALID" and held["median_us"] is None
+    assert any(says in text for text in held["why"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"wall_min_us": 500.0, "enqueue_us": 480.0},  # the host is what takes the time
+        {"wall_min_us": 500.0, "enqueue_us": None},  # of other calls than the median
+        {"timed_us": 3e3, "elapsed_us": 5e3},
+        {"timer": "perf_counter", "wall_us": 90.0, "wall_min_us": 20.0, "enqueue_us": 0.0},
+    ],
+)
+def test_times_that_can_be_explained_stay(changes):
+    BenchRow(**{**GOOD, **changes})
+    assert parse_row(json.dumps({"kind": "bench", **GOOD, **changes}))["status"] == "VALID"
 
 
 def test_emit_writes_one_json_line_without_nan(monkeypatch):

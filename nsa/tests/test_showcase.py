@@ -93,22 +93,91 @@ def good_run(losses=(5.5, 4.0, 3.0)):
 
 CLEAN = ts.Probe(0.0, 1.0, 1e-3, (3,))
 LEAK = ts.Probe(0.5, 1.0, 1e-3, (3,))
+FLOW = ts.Probe(0.0, 1.0, 1e-6, (3,))
 
 
 @pytest.mark.parametrize(
-    ("run", "probe", "selftest", "failing"),
+    ("run", "probe", "selftest", "flow", "failing"),
     [
-        (good_run(), CLEAN, LEAK, set()),
-        (good_run((5.5, math.nan, 3.0)), CLEAN, LEAK, {"finite"}),
-        (good_run((5.5, 5.5)), CLEAN, LEAK, {"loss_fell"}),
-        (good_run((5.5, math.nan)), CLEAN, LEAK, {"finite", "loss_fell"}),
-        (good_run(), LEAK, LEAK, {"no_leak"}),
-        (good_run(), CLEAN, CLEAN, {"probe_finds_planted_leak"}),
-        (good_run(), replace(CLEAN, min_after=0.0), LEAK, {"probe_finds_planted_leak"}),
+        (good_run(), CLEAN, LEAK, FLOW, set()),
+        (good_run((5.5, math.nan, 3.0)), CLEAN, LEAK, FLOW, {"finite"}),
+        (good_run((5.5, 5.5)), CLEAN, LEAK, FLOW, {"loss_fell"}),
+        (good_run((5.5, math.nan)), CLEAN, LEAK, FLOW, {"finite", "loss_fell"}),
+        (good_run(), LEAK, LEAK, FLOW, {"no_leak"}),
+        (good_run(), CLEAN, CLEAN, FLOW, {"probe_finds_planted_leak"}),
+        (good_run(), replace(CLEAN, min_after=0.0), LEAK, FLOW, {"probe_finds_planted_leak"}),
+        (good_run(), CLEAN, LEAK, replace(FLOW, max_before=1e-3), {"no_gradient_to_the_future"}),
+        (good_run(), CLEAN, LEAK, replace(FLOW, max_before=math.nan),
+         {"no_gradient_to_the_future"}),
+        (good_run(), CLEAN, LEAK, replace(FLOW, min_after=0.0), {"no_gradient_to_the_future"}),
     ],
+)  # fmt: skip
+def test_each_check_fails_for_its_own_reason(run, probe, selftest, flow, failing):
+    checks = ts.check_results(run, probe, selftest, flow)
+    assert {n for n, passed, _ in checks if not passed} == failing
+
+
+@pytest.fixture(scope="module")
+def untrained():
+    """(model, preset, text) of one layer."""
+    preset = replace(ts.PRESETS["cpu"], seq=72)
+    torch.manual_seed(0)
+    return ts.NSALanguageModel(preset.config, ts.VOCAB, 1), preset, ts.load_corpus()[1]
+
+
+def test_a_model_without_a_leak_passes_in_both_modes_and_at_every_length(untrained):
+    clean, selftest, flow = ts.probe_model(*untrained, CPU)
+    assert not clean.leaks and not clean.blind and selftest.leaks
+    assert not flow.leaks and not flow.blind and not untrained[0].training
+    lengths = ts.probe_lengths(untrained[1])
+    assert min(lengths) < 40 and max(lengths) > 2 * 72 and all(n % 2 for n in lengths)
+
+
+def leaky_window(when):
+    """The window's values one token late, where `when(q)` says so."""
+    window = attention.sliding_attention
+
+    def call(q, k, v, **how):
+        return window(q, k, v.roll(-1, 1) if when(q) else v, **how)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("when", "where"),
+    [
+        (lambda q: torch.is_grad_enabled(), "training"),
+        (lambda q: q.shape[1] > 100, "tokens"),
+        (lambda q: q.shape[1] < 40, "tokens"),
+    ],
+    ids=["with gradients", "long", "short"],
 )
-def test_each_check_fails_for_its_own_reason(run, probe, selftest, failing):
-    assert {n for n, passed, _ in ts.check_results(run, probe, selftest) if not passed} == failing
+def test_a_leak_in_one_mode_or_at_one_length_is_found(when, where, untrained, monkeypatch):
+    """As it trains, which takes other code than serving; beyond and below the trained length."""
+    monkeypatch.setattr(attention, "sliding_attention", leaky_window(when))
+    probe, _, flow = ts.probe_model(*untrained, CPU)
+    assert probe.leaks and where in probe.where and flow.leaks
+
+
+def test_a_backward_that_leaks_is_found_though_no_output_does(untrained):
+    """A gradient that reaches a later token, of a forward that is causal."""
+
+    class Leaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad + 1e-3 * grad.roll(1, 1)
+
+    block = untrained[0].blocks[0]
+    hook = block.register_forward_pre_hook(lambda _m, x: (Leaks.apply(x[0]), *x[1:]))
+    try:
+        probe, _, flow = ts.probe_model(*untrained, CPU)
+    finally:
+        hook.remove()
+    assert not probe.leaks and flow.leaks
 
 
 def test_curve_files_never_hold_nan(tmp_path):
@@ -146,7 +215,7 @@ def outcomes(rows):
 def test_command_line_records_what_the_report_needs(sent, tmp_path, capsys):
     curve = tmp_path / "curve.csv"
     assert ts.main([*QUICK, "--out", str(tmp_path), "--csv", str(curve)]) == 0
-    assert set(outcomes(sent).values()) == {"passed"} and len(outcomes(sent)) == 4
+    assert set(outcomes(sent).values()) == {"passed"} and len(outcomes(sent)) == 5
     metrics = {r["name"]: r["value"] for r in sent if r["kind"] == "metric"}
     assert metrics["loss_last"] < metrics["loss_first"] - 1
     assert metrics["steps_per_s"] > 0 and metrics["tokens_per_s"] > 0
@@ -168,7 +237,7 @@ def test_command_line_fails_when_the_model_sees_the_future(sent, tmp_path, monke
     )
     assert ts.main([*QUICK, "--out", str(tmp_path)]) == 1
     failed = {name for name, outcome in outcomes(sent).items() if outcome == "failed"}
-    assert failed == {"no_leak"}
+    assert failed == {"no_leak", "no_gradient_to_the_future"}
 
 
 @pytest.mark.parametrize(

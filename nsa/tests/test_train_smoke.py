@@ -81,9 +81,9 @@ def test_train_checkpoint_round_trip(run, text, tmp_path):
 
 
 def test_trained_model_does_not_see_the_future(run, text):
-    probe, selftest = ts.probe_model(run.model, TINY, text[1], CPU)
+    probe, selftest, flow = ts.probe_model(run.model, TINY, text[1], CPU)
     assert not probe.leaks and not probe.blind, probe
-    assert selftest.leaks
+    assert selftest.leaks and not flow.leaks and not flow.blind
 
 
 def test_train_gradients_are_clipped_to_norm_one(text, monkeypatch):
@@ -111,7 +111,7 @@ def test_train_decays_matrices_alone():
 def test_untrained_model_fails_the_fall_check(text):
     still = ts.train(replace(TINY, steps=3, lr=0.0), *text, CPU, seed=3)
     probe = ts.Probe(0.0, 1.0, 1e-3, (3,))
-    checks = ts.check_results(still, probe, replace(probe, max_before=1.0))
+    checks = ts.check_results(still, probe, replace(probe, max_before=1.0), probe)
     assert [name for name, passed, _ in checks if not passed] == ["loss_fell"]
 
 
@@ -165,7 +165,7 @@ def test_train_gpu_runs_the_triton_kernels_and_learns(gpu_run):
 
 
 def test_train_gpu_model_does_not_see_the_future(gpu_run, text, cuda):
-    probe, selftest = ts.probe_model(gpu_run.model, SMALL, text[1], cuda)
+    probe, selftest, flow = ts.probe_model(gpu_run.model, SMALL, text[1], cuda)
     assert not probe.leaks and not probe.blind, probe
     assert selftest.leaks
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bench.records import BENCH_STATUSES, NUMBERS, path_agrees
+from bench.records import BENCH_STATUSES, NUMBERS, path_agrees, why_no_time
 
 ROW_KINDS = (
     "test",
@@ -177,6 +177,8 @@ def _check_bench(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
             status, why = "INVALID", [*why, asked]
         elif not is_number(row.get("median_us")) or row["median_us"] <= 0:
             status, why = "INVALID", [*why, "no finite median above 0"]
+        elif untrue := why_no_time(row):
+            status, why = "INVALID", [*why, *untrue]
     if status not in ("VALID", "UNSTABLE"):
         row = {**row, **{name: None for name in NUMBERS if name in row}}
     if lost:

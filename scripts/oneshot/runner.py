@@ -36,6 +36,7 @@ from scripts.oneshot.progress import Progress
 from scripts.oneshot.redact import RULES_VERSION, Redactor, gate
 from scripts.oneshot.stages import ENV_STAGE, LEFT_OUT, choose, plan
 from scripts.oneshot.supervise import Context, Stop, not_run, run_stage
+from scripts.oneshot.tables import check_csvs
 from scripts.oneshot.verify import AHEAD, SAMPLES, check_rows, parse_date, raw_key
 from scripts.oneshot.watch import Watch
 
@@ -393,7 +394,9 @@ class Run:
         rows = old.rows.get(stage.id, [])
         if not same or any(r["kind"] == "bench" and r["status"] == "UNSTABLE" for r in rows):
             return None
-        wrong = list(check_rows(rows, folder))
+        benches = [{**r, "stage": stage.id} for r in rows if r["kind"] == "bench"]
+        wrong = [*check_rows(rows, folder),
+                 *check_csvs({"bench": benches, "stages": [done.to_json()]}, folder)]  # fmt: skip
         if wrong:
             self.note(f"stage {stage.id} is not taken over: {wrong[0]}", "info")
             return None

@@ -156,7 +156,7 @@ def _gpu(profile: str) -> list[Stage]:
                               "test_union_attn.py", "test_span_bwd_fused.py", "test_hopper.py",
                               "test_sums.py", "test_key_sums.py", "test_tile_blocks.py",
                               "test_turn.py", "test_packs.py", "test_distributions.py",
-                              "test_unseen_values.py"),
+                              "test_unseen_values.py", "test_probes.py"),
              "-m", "kernel" if full else "kernel and core"),
             proof="parity", least=500 if full else 160, timeout_s=(900 if full else 420) * slow,
             estimate_s=300 if full else 80, env=PARITY,
@@ -250,6 +250,20 @@ def _gpu(profile: str) -> list[Stage]:
     return [s for s in stages if s.id not in LEFT_OUT.get(profile, ())]
 
 
+# One small case of each backward that the core of test_prefill_kernels.py has not: the selection
+# kernels', the ones in one pass, those by unions, of the rotary turn.
+BACKWARD = tuple(f"nsa/tests/{name}" for name in (
+    "test_backward_varlen.py::test_backward_parity_ranges",
+    "test_backward_varlen.py::test_backward_parity_dense",
+    "test_block_attn_bwd.py::test_one_pass_agrees_with_two[1-34+0-G2h2-D16v16-b16n3-ragged]",
+    "test_block_attn_bwd.py::test_one_pass_agrees_with_two[1-40+0-G2h1-D48v16-b16n3-one_block]",
+    "test_span_bwd_fused.py::test_compressed[packed-5x41x1x22-G2h4-D16v16-l16-float16]",
+    "test_span_bwd_fused.py::test_keys_beside_the_edges_of_tiles",
+    "test_union_attn.py::test_unions_agree_with_single_queries[1-27+70-G1h1-D16v32-b32n3-ragged]",
+    "test_turn.py::test_every_part_and_gradient_is_the_oracles",
+))  # fmt: skip
+
+
 def _cpu() -> list[Stage]:
     """No GPU: kernels in Triton's interpreter at tiny shapes, the rest on PyTorch."""
     interpret = {"TRITON_INTERPRET": "1"}
@@ -279,7 +293,17 @@ def _cpu() -> list[Stage]:
             "prefill_parity", "Prefill and decode kernels parity, interpreted",
             (*PYTEST, *tests("test_prefill_kernels.py", "test_decode_kernels.py"), "-m",
              "kernel and core"),
-            "tests", env=interpret, timeout_s=180, estimate_s=45, least=97, group="parity",
+            "tests", env=interpret, timeout_s=180, estimate_s=45, least=89, group="parity",
+        ),
+        stage(
+            "backward_parity", "Backward parity of every family of kernels, interpreted",
+            (*PYTEST, *BACKWARD), "tests", env=interpret, timeout_s=180, estimate_s=20, least=32,
+            group="parity",
+        ),
+        stage(
+            "probes", "Numbers of an earlier oracle; drawn cases, gradients of PyTorch's routes",
+            (*PYTEST, *tests("test_probes.py")), "tests", env=interpret, timeout_s=180,
+            estimate_s=20, least=24, group="parity",
         ),
         stage(
             "triton_wrapper", "Selection wrapper and its fallbacks on CPU",
@@ -309,7 +333,7 @@ def _cpu() -> list[Stage]:
             "train_showcase", "Training showcase (tiny)",
             ("{python}", "scripts/train_showcase.py", "--device", "cpu", "--steps", "20", "--out",
              "{out}"),
-            "tests", outputs=("train.jsonl",), timeout_s=150, estimate_s=15, least=4,
+            "tests", outputs=("train.jsonl",), timeout_s=150, estimate_s=20, least=5,
             group="train",
         ),
     ]  # fmt: skip

@@ -1,0 +1,154 @@
+"""The baseline is measured work too: one that is slower than its name says gives no ratio."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench import bench_decode, decode_step
+from bench.device import Ceilings
+from bench.timing import Contender, measure
+from nsa.tests.test_bench_decode import SMALL
+from nsa.tests.test_timing import BUDGET, LAST, SimulatedClock, planted, said
+
+real = F.scaled_dot_product_attention
+
+
+def thrice(q, k, v, **how):
+    return sum(real(q, k, v, **how) for _ in range(3)) / 3
+
+
+def waits(q, k, v, **how):
+    time.sleep(0.002)
+    return real(q, k, v, **how)
+
+
+def spins(q, k, v, **how):
+    end = time.perf_counter() + 0.002
+    while time.perf_counter() < end:
+        pass
+    return real(q, k, v, **how)
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Rows of the decode bench, as the CPU profile runs it, on this SDPA."""
+    threads = torch.get_num_threads()
+
+    def call(sdpa):
+        read, write = os.pipe()
+        with monkeypatch.context() as patch:
+            patch.setattr(decode_step, "F", SimpleNamespace(scaled_dot_product_attention=sdpa))
+            patch.setenv("NSA_RESULT_FD", str(write))
+            bench_decode.main([*SMALL, "--S_list", "41", "--branch_force_mode", "none",
+                               "--more", "0"])  # fmt: skip
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            rows = [json.loads(line) for line in pipe]
+        return next(row for row in rows if row.get("case") == "decode/S=41")
+
+    yield call
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("lie", [thrice, waits, spins])
+def test_a_baseline_of_the_cpu_profile_that_was_slowed_down_is_told(lie, bench, capsys):
+    row = bench(lie)
+    assert row["speedup"] is None and row["base_median_us"] is None
+    told = "; ".join(row["why"]) + capsys.readouterr().err
+    assert "its operators take" in told or "ran flash x3" in told
+
+
+def test_a_row_shows_what_its_baseline_ran_and_reached(bench):
+    row = bench(real)
+    assert row["status"] in ("VALID", "UNSTABLE"), row["why"]
+    assert row["base_ran"] in ("flash x1", "math x1", "math x1, heads expanded")
+    assert ("expanded" in row["base_ran"]) == ("expanded" in row["baseline"])
+    assert 0 < row["base_peak_frac"] < 1 and row["base_gbs"] > 0 and row["base_tflops"] > 0
+
+
+def test_math_under_the_name_of_flash_is_no_baseline(monkeypatch):
+    """The backend that is asked for is overruled inside of the call."""
+    from bench import sdpa_baselines
+
+    def math(q, k, v, **how):
+        with sdpa_kernel(SDPBackend.MATH):
+            return real(q, k, v, **how)
+
+    monkeypatch.setattr(sdpa_baselines, "F", SimpleNamespace(scaled_dot_product_attention=math))
+    Q, K = torch.randn(5, 4, 16), torch.randn(5, 24, 16)
+    found = sdpa_baselines.packed_baselines(Q, K, K)
+    assert "named flash and ran math x1" in found.refused["sdpa_flash_mqa_rows"]
+    assert "sdpa_math_mqa_rows" in found.calls
+    assert found.label("sdpa_math_gqa") == "sdpa_math_gqa expanded"
+    assert found.label("sdpa_math_mqa_rows") == "sdpa_math_mqa_rows"
+
+
+# ---- shares of the ceiling -----------------------------------------------------------------------
+
+GB = 1_000_000_000
+
+
+def row_of(clock, gigabytes, base_us, attends=None, name="dense", flops=None):
+    """A case whose baseline moves that much in base_us of a simulated clock."""
+    clock.lengths |= {"ours": 50.0, "base": base_us}
+    x = []
+
+    def baseline():
+        LAST[0] = "base"
+        return x[0] + x[0]
+
+    watched = lambda: real(*[torch.randn(1, 1, 4, 8)] * 3)
+    base = Contender(name, baseline, "sdpa", bytes_needed=int(gigabytes * GB), attends=attends,
+                     flops=flops, watched=watched)  # fmt: skip
+    case = planted(baselines=[base])
+    x += case.inputs()
+    return measure(case, clock, budget=BUDGET, ceiling=Ceilings(1000.0, None, "measured"))
+
+
+def test_a_baselines_share_is_of_its_own_work():
+    row = row_of(SimulatedClock({}), 0.05, 100.0)
+    assert row.base_peak_frac == pytest.approx(0.5, rel=0.1) and row.base_bound == "memory"
+    assert row.peak_frac is None and row.base_gbs == pytest.approx(500, rel=0.1)
+
+
+def test_a_baseline_far_below_its_other_sizes_gives_no_ratio():
+    clock = SimulatedClock({})
+    first = row_of(clock, 0.05, 100.0)
+    assert first.status == "VALID" and first.speedup == pytest.approx(2, rel=0.1)
+    assert row_of(clock, 0.1, 250.0).status == "VALID"  # 40 % after 50 %
+    for gigabytes, us in ((0.1, 1000.0), (0.01, 700.0)):  # 10 %; longer than ten times the work
+        row = row_of(clock, gigabytes, us)
+        assert row.status == "INVALID" and row.speedup is None
+        assert said(row).startswith("baseline dense: it reached")
+    assert row_of(clock, 0.1, 1000.0, name="another").status == "VALID"
+    assert row_of(SimulatedClock({}), 0.1, 1000.0).status == "VALID"
+
+
+def test_without_the_ceiling_that_bounds_it_no_baseline_is_called_slow():
+    """A card whose FLOP/s nobody knows: dense attention is far below what memory alone allows."""
+    clock = SimulatedClock({})
+    for us in (100.0, 5000.0):
+        row = row_of(clock, 0.05, us, flops=10**9)
+        assert row.status == "VALID", row.why
+
+
+def test_a_fused_attention_below_its_floor_gives_no_ratio(monkeypatch):
+    """At its first size too."""
+    from bench import formulation, timing
+
+    monkeypatch.setattr(timing, "watch", lambda call: formulation.Ran(
+        formulation.Counter(flash=1), calls=[(lambda: LAST.__setitem__(0, "base"), (), {})]
+    ))  # fmt: skip
+    row = row_of(SimulatedClock({}), 0.05, 1000.0, attends="flash")
+    assert row.status == "INVALID" and "5.0% of its ceiling, where 15% is the least" in said(row)
+    assert row_of(SimulatedClock({}), 0.05, 200.0, attends="flash").status == "VALID"
+    # Of a short call, launching it is the most.
+    assert row_of(SimulatedClock({}), 0.005, 100.0, attends="flash").status == "VALID"
