@@ -84,7 +84,7 @@ def test_each_stage_sees_its_cards_alone():
         assert stage.argv[3:5] == ("-n", str(len(want.split(",")))) and stage.shrinks
     ids = list(plan)
     assert len({s.log_path for s in plan.values()}) == len(ids)
-    assert ids.index("health") < ids.index("health_gpu1") < ids.index("sel_dense")
+    assert ids.index("health") < ids.index("health_gpu1") < ids.index("sel_route")
     assert ids.index("prefill_bench") < ids.index("nccl") < ids.index("train_smoke")
 
 

@@ -705,8 +705,8 @@ def test_a_command_takes_its_inputs_from_the_bundle(tmp_path):
     script.write_text(outputs.repro_script(told, []))
     ran = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
     assert ran.stdout == "L\n", ran.stderr
-    bench = next(s for s in stages.plan("standard") if s.id == "sel_dense")
-    assert outputs.typed(bench.argv).endswith("--csv /tmp/sel_dense.csv")
+    bench = next(s for s in stages.plan("standard") if s.id == "sel_route")
+    assert outputs.typed(bench.argv).endswith("--csv /tmp/sel_route.csv")
 
 
 def test_a_huge_issue_keeps_verdict_failures_and_warnings(tmp_path):

@@ -1,7 +1,8 @@
 """The whole run as data: which stages, with which command, proof, limit and order.
 
-Cheap and decisive first, so that a run that is cut short has the valuable part. `estimate_s` is
-what the stage took in the runs of bench/results/stage_seconds.csv; a budget skips stages by it.
+What a reader decides by comes first, so that a run that is cut short has the valuable part: what
+the box is, whether the kernels are right, how fast they are at real sizes. `estimate_s` is what the
+stage took in the runs of bench/results/stage_seconds.csv; a budget skips stages by it.
 """
 
 from __future__ import annotations
@@ -29,12 +30,21 @@ def tests(*patterns: str) -> tuple[str, ...]:
     return tuple(sorted(p.relative_to(ROOT).as_posix() for p in found)) or (NO_TEST,)
 
 
-# Stages of the standard profile that a profile does not have; the report says so.
+ORDER = (
+    "routing sanity health warmup prefill_parity prefill_bench decode_serving triton_fwd "
+    "triton_bwd sel_route train_smoke fa2_probe fa2_varlen fa2_bench threshold train_showcase "
+    "sel_ranges "
+    # Toy sizes; then ten minutes of examples and half an hour of cells.
+    "decode_bench decode_summary fuzz sel_decode sel_dense sel_varlen sel_mixed"
+).split()
+# Stages that a profile does not have; the report names those of `quick`.
 LEFT_OUT = {
-    "quick": ("sel_dense", "sel_varlen", "sel_mixed", "warmup", "decode_serving", "prefill_bench",
-              "fa2_bench", "train_smoke"),
+    "quick": ("warmup", "decode_serving", "triton_fwd", "triton_bwd", "sel_route", "train_smoke",
+              "fa2_probe", "fa2_varlen", "fa2_bench", "threshold", "train_showcase", "sel_ranges"),
     "full": ("warmup",),
 }  # fmt: skip
+ONLY_FULL = ("decode_bench", "decode_summary", "fuzz", "sel_decode", "sel_dense", "sel_varlen",
+             "sel_mixed")  # fmt: skip
 
 
 def plan(profile: str) -> list[Stage]:
@@ -58,24 +68,18 @@ PARITY = {**TRITON_ON, "NSA_TRITON_SEL_FORCE": "1"}
 
 
 def _gpu(profile: str) -> list[Stage]:
-    quick, full = profile == "quick", profile == "full"
+    full = profile == "full"
     slow = 3.0 if full else 1.0
     bench = {"NSA_SEL_TRITON_MIN_L": "64"}
-    cells = {
-        "quick": (),  # rows of kernels, which decide nothing
-        "standard": (*ONE_SHAPE, "--L_list", "64,128,256,512,1024", "--seconds", "0.05"),
-        "full": ("--N", "64,256,1024", "--H", "2,4,8", "--D", "64,128", "--Dv", "64,128",
-                 "--streams", "1,2", "--L_list", ALL_LENGTHS, "--seconds", "0.03"),
-    }[profile]  # fmt: skip
-    contexts = "512,4096" if quick else "512,1024,2048,4096"
+    cells = ("--N", "64,256,1024", "--H", "2,4,8", "--D", "64,128", "--Dv", "64,128", "--streams",
+             "1,2", "--L_list", ALL_LENGTHS, "--seconds", "0.03")  # fmt: skip
     selection = [
         Stage(
             id, f"Selection bench: {what}",
             ("{python}", "bench/bench_sel_triton.py", *cells, "--dist", dist, "--csv",
              "{out}/" + id + ".csv"),
-            proof="bench", timeout_s=1200 if full else 180,
-            estimate_s=540 if full else 20,
-            env=bench, log=f"{id}.txt", outputs=(f"{id}.csv",), group="bench", shrinks=True,
+            proof="bench", timeout_s=1200, estimate_s=540, env=bench, log=f"{id}.txt",
+            outputs=(f"{id}.csv",), group="bench", shrinks=True,
         )
         for id, dist, what in (
             ("sel_dense", "few", "one span per row, Triton against packed SDPA"),
@@ -85,8 +89,7 @@ def _gpu(profile: str) -> list[Stage]:
     ]
     # What the threshold is decided by.
     routes = {
-        "quick": (*ONE_SHAPE, "--L_list", "16,128,1024"),
-        "standard": (*ONE_SHAPE, "--L_list", "16,64,256,1024"),
+        "quick": (), "standard": (*ONE_SHAPE, "--L_list", "16,64,256,1024"),
         "full": ("--N", "64,1024", "--H", "2,8", "--D", "64,128", "--L_list", "16,64,128,256,1024"),
     }[profile]
     selection.append(Stage(
@@ -124,7 +127,7 @@ def _gpu(profile: str) -> list[Stage]:
         "fuzz", "Public functions on drawn shapes, packs, layouts, values and dtypes",
         ("{python}", "-m", "scripts.fuzz", "--seconds", "600", "--device", "cuda",
          "--last", "{out}/fuzz_last.json"),
-        proof="tests", least=7, timeout_s=1200, estimate_s=610, required=False, env=PARITY,
+        proof="tests", least=7, timeout_s=1300, estimate_s=610, required=False, env=PARITY,
         log="fuzz.txt", outputs=("fuzz_last.json",), group="parity",
     )  # fmt: skip
     stages = [
@@ -158,8 +161,8 @@ def _gpu(profile: str) -> list[Stage]:
                               "test_turn.py", "test_packs.py", "test_distributions.py",
                               "test_unseen_values.py", "test_probes.py"),
              "-m", "kernel" if full else "kernel and core"),
-            proof="parity", least=500 if full else 160, timeout_s=(900 if full else 420) * slow,
-            estimate_s=300 if full else 80, env=PARITY,
+            proof="parity", least=500 if full else 140, timeout_s=(900 if full else 420) * slow,
+            estimate_s=300 if full else 110, env=PARITY,
             log="prefill_parity.txt", group="parity",
         ),
         Stage(
@@ -180,7 +183,6 @@ def _gpu(profile: str) -> list[Stage]:
             proof="row", timeout_s=120, estimate_s=7, required=False, log="health.txt",
             outputs=("health.json",), group="box",  # the benches take their peaks from it
         ),
-        *(() if full else selection),
         Stage(
             "warmup", "All kernels of a layer, compiled side by side (nsa.warmup)",
             ("{python}", "-m", "nsa.plans", "--seqlens", "8192,32768", "--training", "--decode",
@@ -192,10 +194,10 @@ def _gpu(profile: str) -> list[Stage]:
             "decode_bench", "Decode step, by branch",
             ("{python}", "bench/bench_decode.py", "--B", "1", "--dim", "256", "--heads", "8",
              "--groups", "2", "--dk", "32", "--dv", "32", "--l", "16", "--d", "8", "--l_sel",
-             "32", "--n_sel", "8", "--w", "128", "--S_list", contexts, "--iters",
-             "20" if quick else "64", "--warmup", "8", "--csv", "{out}/decode_gpu_final.csv",
+             "32", "--n_sel", "8", "--w", "128", "--S_list", "512,1024,2048,4096", "--iters",
+             "64", "--warmup", "8", "--csv", "{out}/decode_gpu_final.csv",
              "--branch_force_mode", "env", "--more", "0"),
-            proof="bench", timeout_s=240, estimate_s=31 if quick else 45,
+            proof="bench", timeout_s=240, estimate_s=50,
             env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
             log="decode_bench.txt", outputs=("decode_gpu_final.csv",), group="bench", shrinks=True,
         ),
@@ -209,8 +211,10 @@ def _gpu(profile: str) -> list[Stage]:
         Stage(
             "prefill_bench", "Prefill: NSA against dense attention",
             ("{python}", "bench/bench_prefill.py", "--csv", "{out}/prefill.csv",
-             *(("--S_list", "8192,32768,65536") if full else ("--seconds", "0.5"))),
-            proof="bench", timeout_s=300 * slow, estimate_s=150 if full else 70,
+             *{"quick": ("--S_list", "8192", "--seconds", "0.3"), "standard": ("--seconds", "0.5"),
+               "full": ("--S_list", "8192,32768,65536")}[profile]),
+            proof="bench", timeout_s=300 * slow,
+            estimate_s={"quick": 30, "standard": 74, "full": 150}[profile],
             env={"NSA_USE_TRITON_SEL": "1"},
             log="prefill_bench.txt", outputs=("prefill.csv",), group="bench", shrinks=True,
         ),
@@ -222,7 +226,6 @@ def _gpu(profile: str) -> list[Stage]:
             after="fa2_varlen", env={"NSA_USE_FA2": "1"}, log="fa2_bench.txt",
             outputs=("fa2.csv",), group="bench", shrinks=True,
         ),
-        *(() if full else (threshold,)),
         Stage(
             "train_smoke", "Gradient and training smokes",
             (*SHARDED, *tests("test_backward*.py", "test_gradcheck*.py", "test_train_smoke.py"),
@@ -238,16 +241,14 @@ def _gpu(profile: str) -> list[Stage]:
         ),
         Stage(
             "train_showcase", "Training showcase",
-            ("{python}", "scripts/train_showcase.py", "--out", "{out}",
-             *(("--steps", "40") if quick else ())),
-            proof="tests", timeout_s=300 * slow, estimate_s=30 if quick else 22, env=TRITON_ON,
+            ("{python}", "scripts/train_showcase.py", "--out", "{out}"),
+            proof="tests", timeout_s=300 * slow, estimate_s=22, env=TRITON_ON,
             log="train_showcase.txt", outputs=("train.jsonl",), group="train",
         ),
-        # Ten minutes of examples and half an hour of cells: last, so that a run that is cut short
-        # has everything else.
-        *((fuzz, decode, *selection, threshold) if full else ()),
+        *selection, threshold, fuzz, decode,
     ]  # fmt: skip
-    return [s for s in stages if s.id not in LEFT_OUT.get(profile, ())]
+    left_out = (*LEFT_OUT.get(profile, ()), *(() if full else ONLY_FULL))
+    return sorted((x for x in stages if x.id not in left_out), key=lambda x: ORDER.index(x.id))
 
 
 # One small case of each backward that the core of test_prefill_kernels.py has not: the selection
