@@ -27,13 +27,14 @@ from scripts.oneshot import cards, doctor
 from scripts.oneshot import env as box
 from scripts.oneshot.arguments import parser
 from scripts.oneshot.capture import plain
+from scripts.oneshot.gate import gate
 from scripts.oneshot.journal import Ballast, Journal, read_events, write_atomic, write_json
 from scripts.oneshot.judge import EXIT_INFRA, EXIT_LOCKED, EXIT_USAGE, Status
 from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.outputs import junit_xml, repro_script, scp_line, short_report
 from scripts.oneshot.progress import Progress
-from scripts.oneshot.redact import RULES_VERSION, Redactor, gate
+from scripts.oneshot.redact import RULES_VERSION, Redactor
 from scripts.oneshot.stages import ENV_STAGE, LEFT_OUT, choose, plan
 from scripts.oneshot.supervise import Context, Stop, not_run, run_stage
 from scripts.oneshot.verify import AHEAD, SAMPLES, check_rows, parse_date, raw_key

@@ -1,0 +1,368 @@
+"""Secrets and private names as real logs show them: (kind, text, what of it must not be seen).
+
+The values are drawn from a seed, so that no scanner takes this file for a leak.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+import string
+from urllib.parse import quote
+
+LOWER, UPPER, DIGITS, HEX = (
+    string.ascii_lowercase,
+    string.ascii_uppercase,
+    string.digits,
+    "0123456789abcdef",
+)
+WORD = LOWER + UPPER + DIGITS
+_random = random.Random(34)
+
+
+def r(n: int, alphabet: str = WORD) -> str:
+    """`n` characters of `alphabet`, one of each of its kinds among the first."""
+    kinds = [[c for c in group if c in alphabet] for group in (DIGITS, LOWER, UPPER)]
+    drawn = [_random.choice(kind) for kind in kinds if kind]
+    drawn += [_random.choice(alphabet) for _ in range(n - len(drawn))]
+    _random.shuffle(drawn)
+    return "".join(drawn)
+
+
+# The box of the tests: what is known of it is searched everywhere.
+KNOWN = "Plainlooking/value-42+x"
+ENVIRON = {"MY_SERVICE_TOKEN": KNOWN, "USER": "alice", "HOSTNAME": "pod-9f8e7d6c"}
+
+
+def _same(kind: str, *texts: tuple[str, str]) -> list[tuple[str, str, str]]:
+    return [(kind, text.replace("{}", private), private) for text, private in texts]
+
+
+SHAPES: list[tuple[str, str, str]] = [
+    *_same(
+        "user:password",
+        ("curl -u alice:{} https://x.example.com/a", "hunter2"),
+        ("curl -u 'bob:{}' https://x.example.com/a", "hunt er2"),
+        ("curl -ubob:{} https://x.example.com/a", "hunter22"),
+        ("curl --user bob:{} -O", "hunter2"),
+        ("curl --user=bob:{}", "hunter2"),
+        ("curl --proxy-user bob:{} x", "hunter2"),
+        ("curl -U bob:{} x", "hunter2"),
+        ("+ docker login -u bob -p {} registry.example.com", "hunter2"),
+        ("sshpass -p '{}' ssh box", "hunter2"),
+        ("sshpass -p{} ssh box", "hunter2"),
+        ("mysql -u root -p{} db", "Hunter2"),
+        ("mysqldump --user=root --password='{}' db", "hunter 2"),
+        ("redis-cli -h x -a {} ping", "hunter2"),
+        ("smbclient //nas/share -U bob%{}", "hunter2"),
+        ("mount -t cifs -o username=bob,password={},uid=0", "hunter2"),
+        ("openssl rsa -passin pass:{} -in k", "hunter2"),
+        ("7z x -p{} a.7z", "Hunter2"),
+        ("unzip -P {} a.zip", "hunter2"),
+        ("wget --http-user=bob --http-password={} x", "hunter2"),
+        ("wget --password {} x", "hunter2"),
+        ("psql 'host=db user=bob password={} dbname=x'", "hunter2"),
+        ("jdbc:sqlserver://db;user=sa;password={};x=1", "hunter2"),
+        ("Server=db;Uid=sa;Pwd={};", "hunter2"),
+        ("machine api.wandb.ai login user password {}", r(40, HEX)),
+        ("machine github.com\n  login bob\n  password {}\n", "hunter2"),
+        ("machine github.com login bob password {}", "12345678"),
+        ("default login bob password {}", "hunter2"),
+        ("localhost:5432:mydb:bob:{}", "hunter2"),
+        ("http_proxy=bob:{}@proxy:3128", "hunter2"),
+        ("connecting to bob:{}@db:5432/x", "hunter2"),
+        ("requests.get(u, auth=('bob', '{}'))", "hunter2"),
+        ('"auth": "{}"', base64.b64encode(b"bob:hunter2hunter2").decode()),
+        ("Authorization: Basic {}", base64.b64encode(b"bob:hunter2hunter2").decode()),
+        ("//registry.example.com/:_authToken={}", r(24)),
+        ("_auth={}", base64.b64encode(b"bob:hunter2").decode()),
+    ),
+    *_same(
+        "token",
+        ("token: {}", "opaque-4f9d8c"),
+        ("token={}", "opaque-4f9d8c"),
+        ("token = {}", "abcdef123456"),
+        ("TOKEN={}", r(32)),
+        ("Token: {}", r(32, HEX)),
+        ('"token": "{}"', "abcdefgh"),
+        ("'token': '{}',", r(20)),
+        ("token '{}' was refused", r(20)),
+        ("invalid token {}", r(32)),
+        ("access_token={}&x=1", "abcdefgh"),
+        ("refresh_token: {}", r(20)),
+        ("id_token = '{}'", r(20)),
+        ("bot token: {}", r(24)),
+        ("jupyter: token={} on :8888", r(48, HEX)),
+        ("X-Auth-Token: {}", "opaque-1234"),
+        ("X-Vault-Token: {}", "s." + r(24)),
+        ("x-amz-security-token: {}", "IQoJb3JpZ2luX2VjE" + r(40)),
+        ("aws_session_token = {}", "FwoGZXIvYXdzE" + r(60)),
+        ("PRIVATE-TOKEN: {}", r(20)),
+        ("csrftoken={}", r(32)),
+        ("XSRF-TOKEN={}; path=/", r(32)),
+        ("auth_token {}", r(24)),
+        ("export HF_TOKEN={}", "abcdefgh"),
+        ("+ declare -x WANDB_API_KEY={}", "local-" + r(40, HEX)),
+        ("docker run -e MY_SECRET={} img", "abc123"),
+        ("MY_CREDENTIALS={}", "abcdefgh"),
+        ("environ({'SOME_API_TOKEN': '{}'})", "abcdefgh"),
+        ("setx DEPLOY_KEY {}", r(24)),
+    ),
+    *_same(
+        "session",
+        ("session_token={}", r(24)),
+        ("sessionid={}", r(32)),
+        ("session_id: {}", r(32, HEX)),
+        ("session key: {}", r(32, HEX)),
+        ("JSESSIONID={}", r(32, UPPER + DIGITS)),
+        ("PHPSESSID={}; x", r(26, LOWER + DIGITS)),
+        ("connect.sid={}", "s%3A" + r(32)),
+        ("sid={}", r(24)),
+        ("curl -b 'session={}' x", r(20)),
+        ("curl --cookie session={} x", r(20)),
+        ('"cookies": {"session": "{}"}', r(20)),
+        ("jwt={}", r(30)),
+        ("nonce={}, code={}", r(30)),
+        ("grant?code={}&state=1", r(30)),
+    ),
+    *_same(
+        "password",
+        ("password: {}", "12345678"),
+        ("password: {}", "4711"),
+        ("password={}", "1234"),
+        ("Password = {}", "987654321"),
+        ('password: "{}"', "my pass phrase, long"),
+        ("password='{}'", "correct horse battery"),
+        ('{"password": "{}", "a": 1}', "a b,c"),
+        ('{"password": {}}', "12345678"),
+        ("password: '{}'", "it''s 5"),
+        ("passwd: {}", "abc"),
+        ("passphrase is {}", "open-sesame"),
+        ("password is {}", "hunter2"),
+        ("password is '{}'", "hunter2"),
+        ('password "{}"', "hunter2"),
+        ("password => '{}'", "hunter2"),
+        ("password := {}", "hunter2"),
+        ("password -> {}", "hunter2"),
+        ("Password for bob: {}", "hunter2"),
+        ("pwd={}", "hunter2"),
+        ("pass={}", "hunter2"),
+        ("pass: '{}'", "hunter2"),
+        ("pw: {}", "hunter2"),
+        ("root_pw={}", "hunter2"),
+        ("db_pass: {}", "hunter2"),
+        ("<password>{}</password>", "hunter2"),
+        ("<Secret>{}</Secret>", "hunter2"),
+        ("user=bob&password={}&x=1", "xyz"),
+        ("client_secret: {}", "ab-cd"),
+        ("SECRET_KEY = '{}'", "django-insecure-$x&y(z"),
+        ("secret: {}", "123456"),
+        ("passwort: {}", "hunter2"),
+        ("PIN: {}", "4711"),
+        ("otp={}", "123456"),
+        ("password: |\n  {}\n", "hunter2"),
+        ("user: bob password: {}", "hunter2"),
+        ("credentials: {}", "bob/hunter2"),
+    ),
+    *_same(
+        "prefix",
+        ("bot {} started", r(10, DIGITS) + ":AA" + r(33)),
+        ("https://api.telegram.org/bot{}/sendMessage", r(9, DIGITS) + ":AA" + r(33)),
+        ("discord {}", "M" + r(23) + "." + r(6) + "." + r(38)),
+        ("https://discord.com/api/v10/webhooks/1234/{}", r(40)),
+        ("https://canary.discord.com/api/webhooks/1234/{}", r(40)),
+        ("slack {}", "xapp-1-A" + r(10, UPPER + DIGITS) + "-" + r(12, DIGITS) + "-" + r(40, HEX)),
+        ("slack {}", "xoxe.xoxp-1-" + r(40)),
+        ("https://hooks.slack.com/workflows/{}", "T0/A0/1/" + r(24)),
+        (
+            "https://x.webhook.office.com/webhookb2/{}",
+            r(32, HEX) + "/IncomingWebhook/" + r(32, HEX),
+        ),
+        ("https://open.feishu.cn/open-apis/bot/v2/hook/{}", r(32, HEX)),
+        ("https://chat.example.com/hooks/{}", r(26, LOWER + DIGITS)),
+        ("https://hooks.zapier.com/hooks/catch/{}", "123/" + r(12)),
+        ("mail {}", "SG." + r(22) + "." + r(43)),
+        ("mailgun {}", "key-" + r(32, HEX)),
+        ("mailchimp {}", r(32, HEX) + "-us12"),
+        ("brevo {}", "xkeysib-" + r(64, HEX) + "-" + r(16)),
+        ("resend {}", "re_" + r(8) + "_" + r(24)),
+        ("twilio {}", "SK" + r(32, HEX)),
+        ("twilio {}", "AC" + r(32, HEX)),
+        ("lambda {}", "secret_box_" + r(32, HEX) + "." + r(32)),
+        ("vast_api_key: {}", r(64, HEX)),
+        ("together {}", "tgp_v1_" + r(43)),
+        ("fireworks {}", "fw_" + r(24)),
+        ("modal {}", "ak-" + r(22)),
+        ("prime {}", "pit_" + r(64, HEX)),
+        ("pplx {}", "pplx-" + r(48)),
+        ("xai {}", "xai-" + r(80)),
+        ("databricks {}", "dapi" + r(32, HEX)),
+        ("kaggle {}", "KGAT_" + r(32, HEX)),
+        ("wandb {}", "wandb_v1_" + r(60)),
+        ("langsmith {}", "lsv2_pt_" + r(32, HEX) + "_" + r(10, HEX)),
+        ("neptune {}", "eyJ" + r(100) + "=="),
+        ("anthropic {}", "sk-ant-api03-" + r(60)),
+        ("vault {}", "hvs." + r(90)),
+        ("gitlab {}", "glrt-" + r(20)),
+        ("github {}", "ghp_" + r(36)),
+        ("tailscale {}", "tskey-auth-" + r(16) + "-" + r(32)),
+        ("google {}", "GOCSPX-" + r(28)),
+        ("google {}", "1//0" + r(60)),
+        ("grafana {}", "glsa_" + r(32) + "_" + r(8, HEX)),
+        ("linear {}", "lin_api_" + r(40)),
+        ("notion {}", "ntn_" + r(46)),
+        ("shopify {}", "shpat_" + r(32, HEX)),
+        ("stripe {}", "whsec_" + r(32)),
+        ("newrelic {}", "NRAK-" + r(27, UPPER + DIGITS)),
+        ("sentry {}", "sntrys_" + r(60)),
+        ("alibaba {}", "LTAI" + r(20)),
+        ("age {}", "AGE-SECRET-KEY-1" + r(58, UPPER + DIGITS)),
+        ("atlassian {}", "ATATT3x" + r(60)),
+        ("azure sas sig={}", r(40) + "%3D"),
+        ("scaleway {}", "SCW" + r(17, UPPER + DIGITS)),
+        ("hf {}", "api_org_" + r(34)),
+        ("ssh-rsa {} bob@laptop", "AAAAB3NzaC1yc2E" + r(60)),
+        ("unknown service said {} is no key", "zq_" + r(40)),
+        ("client-key-data: {}", "LS0tLS1CRUdJTi" + r(60)),
+    ),
+    *_same(
+        "hex",
+        ("api_key: {}", r(64, HEX)),
+        ("api key {}", r(64, HEX)),
+        ("key={}", r(64, HEX)),
+        ("KEY: {}", r(64, HEX.upper())),
+        ("private key: 0x{}", r(64, HEX)),
+        ("vastai set api-key {}", r(64, HEX)),
+        ("encryption_key = {}", r(32, HEX)),
+        ('"key":"{}"', r(32, HEX)),
+        ("secret {}", r(64, HEX)),
+        ("hmac key: {}", r(128, HEX)),
+        ("session {}", r(64, HEX)),
+        ("license key {}", r(48, HEX)),
+    ),
+]
+
+
+def _known() -> list[tuple[str, str, str]]:
+    plain = KNOWN
+    b64 = base64.b64encode(plain.encode()).decode()
+    framed = base64.b64encode(f"user:{plain}!".encode()).decode()
+    shifted = base64.b64encode(f"a{plain}".encode()).decode()
+    safe = base64.urlsafe_b64encode(f"??{plain}>>".encode()).decode()
+    hexed = plain.encode().hex()
+    forms = [
+        plain,
+        plain.upper(),
+        plain.lower(),
+        quote(plain, safe=""),
+        quote(plain, safe="").lower(),
+        "".join(f"%{b:02X}" for b in plain.encode()),
+        "".join(f"%{b:02x}" for b in plain.encode()),
+        quote(quote(plain, safe=""), safe=""),
+        hexed,
+        hexed.upper(),
+        "".join(f"\\x{b:02x}" for b in plain.encode()),
+        " ".join(f"{b:02x}" for b in plain.encode()),
+        ":".join(f"{b:02X}" for b in plain.encode()),
+        "".join(f"\\u{ord(c):04x}" for c in plain),
+        "".join(f"&#{ord(c)};" for c in plain),
+        plain[:9] + "\n" + plain[9:],
+        plain[:9] + "\r\n    " + plain[9:],
+        plain[:5] + "\\\n" + plain[5:],
+        plain[:9] + "\\n" + plain[9:],
+    ]
+    rows = [("known", f"got {form}.", form[2:-2]) for form in forms]
+    rows += [
+        ("known", f"got {form}.", form[12:20])
+        for form in (b64, framed, shifted, safe, b64.rstrip("="))
+    ]
+    rows.append(("known", f"got {framed[:12]}\n{framed[12:]}.", framed[14:20]))
+    rows.append(("known", f"got {hexed[:20]}\n{hexed[20:]}.", hexed[22:30]))
+    return rows
+
+
+NAMES: list[tuple[str, str, str]] = [
+    *_same(
+        "user",
+        ("user {} logged in", "Alice"),
+        ("{} logged in", "ALICE"),
+        ("/scratch/{}/x", "Alice"),
+        ("/tmp/{}_cache/x", "alice"),
+        ("run_{}.log", "alice"),
+        ("/tmp/ray_{}", "Alice"),
+        ("{}@laptop:~$ ls", "bob"),
+        ("ssh {}@box", "bob"),
+        ("scp x {}@box:/tmp", "bob"),
+        ("C:\\Users\\{}\\x", "bob"),
+        ("/mnt/c/Users/{}/x", "bob"),
+        ("drwxr-xr-x 2 {} {} 40 x", "alice"),
+        ("USERNAME={}", "bob.builder"),
+        ("login: {}", "bob"),
+        ("ssh-ed25519 AAAAC3NzaC1lZDI1 {}@x", "bob"),
+    ),
+    *_same(
+        "mail",
+        ("{}%40example.com", "alice"),
+        ("mail to {}", "bob%40example.com"),
+        ("{}", "bob@example.com"),
+        ("by {} (at)", "Bob@Example.COM"),
+        ("x={}&y", "bob%40mail.example.org"),
+        ("report_{}.csv", "bob@example.com"),
+        ("{}", "bob=40example.com"),
+        ("{}", "bob&#64;example.com"),
+    ),
+    *_same(
+        "host",
+        ("on {}", "POD-9F8E7D6C"),
+        ("on {}.", "Pod-9f8e7d6c"),
+        ("x_{}_y", "pod-9f8e7d6c"),
+        ("events.out.tfevents.17.{}.9.0", "pod-9f8e7d6c"),
+        ("alice@{}:~$", "gpubox"),
+        ("root@{}:/workspace#", "4f2c9a1b7d3e"),
+        ("ssh root@{}", "box"),
+        ("bob@{} said", "gpu-17"),
+        ("connect to {}:5432", "db.internal"),
+        ("at {}", "gpu-17.lab.corp"),
+        ("via {}", "x.svc.cluster.local"),
+        ("via {}", "nas.lan"),
+        ("{}", "ip-10-0-3-17.ec2.internal"),
+        ("{}", "ip-10-0-3-17"),
+        ("{}", "ec2-203-0-113-7.compute-1.amazonaws.com"),
+        ("{}", "box.tail1234.ts.net"),
+        ("https://{}/lab", "abc123def-8888.proxy.runpod.net"),
+        ("ssh -p 12345 root@{}", "ssh4.vast.ai"),
+        ("MASTER_ADDR={}", "node17"),
+        ("SLURM_NODELIST={}", "gpu[01-04]"),
+        ("hostname: {}", "trainbox"),
+        ("{}:1234:1240 [0] NCCL INFO Bootstrap", "trainbox"),
+        ("failed to connect to [{}]:29500", "trainbox"),
+        ("ssh: Could not resolve hostname {}:", "trainbox"),
+        ("Nov 25 10:11:12 {} kernel: NVRM: Xid", "trainbox"),
+    ),
+    *_same(
+        "mac",
+        ("{}", "02-42-ac-11-00-02"),
+        ("{}", "02:42:AC:11:00:02"),
+        ("{}", "0242.ac11.0002"),
+        ("link/ether {} brd", "02:42:ac:11:00:02"),
+        ("wlx{}", "0242ac110002"),
+        ("eth_{}_x", "02-42-AC-11-00-02"),
+    ),
+    *_same(
+        "address",
+        ("log_{}.txt", "203.0.113.7"),
+        ("{}_log", "203.0.113.7"),
+        ("node-{}", "203-0-113-7"),
+        ("{}", "203-0-113-7.example.net"),
+        ("::ffff:{}", "203.0.113.7"),
+        ("[{}]:80", "2001:db8::7"),
+        ("{}%eth0", "fe80::1"),
+        ("tcp_{}_29500", "10.1.2.3"),
+        ("run-{}:80", "10.1.2.3"),
+        ("{}", "7.113.0.203.in-addr.arpa"),
+        ("arn:aws:iam::{}:role/x", "123456789012"),
+        ("{}", "i-0abcd1234ef567890"),
+    ),
+]
+
+SHAPES += _known() + NAMES
