@@ -21,14 +21,26 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.oneshot import streams  # noqa: E402
+from scripts.oneshot.streams import say  # noqa: E402
+
 LEAST = (3, 10)
 STAMP = ".requirements.sha256"
-PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
+# Of pip's own settings only where it gets packages from: not --user, a target or no dependencies.
+PIP_KEPT = re.compile(
+    r"PIP_(?:(?:EXTRA_)?INDEX_URL|NO_INDEX|FIND_LINKS|TRUSTED_HOST|(?:CLIENT_)?CERT|PROXY"
+    r"|CACHE_DIR|NO_CACHE_DIR|DEFAULT_TIMEOUT|TIMEOUT|RETRIES|CONFIG_FILE|KEYRING_PROVIDER)"
+)
+PIP_SET = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_DEPS": "0", "PIP_DRY_RUN": "0",
+           "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}  # fmt: skip
 
 # module -> (distribution, what it needs itself): installed with --no-deps, so that no resolver can
 # touch torch.
@@ -71,12 +83,34 @@ except Exception as error:
 """
 
 
+# How this interpreter runs pip: its own, or the one that is packed into it for new environments.
+PIP = """
+import glob, importlib.util, json, os
+argv = ["-m", "pip"] if importlib.util.find_spec("pip") else None
+packed = importlib.util.find_spec("ensurepip")
+if argv is None and packed is not None:
+    wheels = glob.glob(os.path.join(os.path.dirname(packed.origin), "_bundled", "pip-*.whl"))
+    argv = [os.path.join(sorted(wheels)[-1], "pip")] if wheels else None
+print(json.dumps({"argv": argv}))
+"""
+IMPORTS = """
+import importlib, json, sys
+failed = {}
+for name in sys.argv[1].split(","):
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        failed[name] = f"{type(error).__name__}: {error}"[:300]
+print(json.dumps({"failed": failed}))
+"""
+
+
 class SetupFailed(Exception):
     """No environment could be made; the text says why and what to do."""
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+class WrongPython(SetupFailed):
+    """The interpreter that the caller named is none, or too old."""
 
 
 def ask(python: str, code: str, *args: str, timeout_s: float = 120.0, env=None) -> dict | None:
@@ -86,8 +120,8 @@ def ask(python: str, code: str, *args: str, timeout_s: float = 120.0, env=None) 
             [python, "-c", code, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, timeout=timeout_s, check=False, env=env, cwd=str(ROOT),
         )  # fmt: skip
-        return json.loads(done.stdout.decode("utf-8", "replace").strip().splitlines()[-1])
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
+        return streams.last_answer(done.stdout.decode("utf-8", "replace"))
+    except (OSError, subprocess.TimeoutExpired, ValueError):
         return None
 
 
@@ -115,7 +149,6 @@ def distinct(paths: list[str]) -> list[dict]:
 
 
 def nvidia_hardware() -> str | None:
-    sys.path.insert(0, str(ROOT))
     try:
         from scripts.oneshot import env as box
 
@@ -129,9 +162,30 @@ def nvidia_hardware() -> str | None:
 # ---------------------------------------------------------------------------------- installing
 
 
+def pip(python: str, *argv: str, timeout_s: float | None = None) -> str | None:
+    """Run `pip argv` for `python`, which need not have one; what went wrong, or None."""
+    own = (ask(python, PIP, timeout_s=20) or {}).get("argv")
+    ours = ask(sys.executable, PIP, timeout_s=20) if own is None else None
+    if own is not None:
+        command = [python, *own, *argv]
+    elif ours and ours["argv"]:
+        command = [sys.executable, *ours["argv"], "--python", python, *argv]
+    else:
+        return "there is no pip: apt-get install python3-pip, or your system's package of that name"
+    env = {k: v for k, v in os.environ.items() if PIP_KEPT.fullmatch(k) or k[:4] != "PIP_"}
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False, timeout=timeout_s,
+            env={**env, **PIP_SET},
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"pip: {error}"
+    return f"pip ended with {done.returncode}" if done.returncode else None
+
+
 def digest(requirements: Path, python: str) -> str:
     facts = ask(python, FACTS, timeout_s=20) or {}
-    text = requirements.read_text() + str(facts.get("version"))
+    text = requirements.read_text(encoding="utf-8") + str(facts.get("version"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -166,15 +220,22 @@ def make_venv(folder: Path, requirements: Path) -> str:
     say(f"== installing {requirements.name} into {folder.name}")
     # Compiling all of torch takes as long as the rest, and Python keeps what it compiles on import.
     lazily = () if sys.dont_write_bytecode else ("--no-compile",)
-    done = subprocess.run(
-        [str(python), *PIP, "install", "--quiet", *lazily, "-r", str(requirements)],
-        stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False,
-    )  # fmt: skip
-    if done.returncode != 0:
+    problem = pip(str(python), "install", "--quiet", *lazily, "-r", str(requirements))
+    if problem:
         raise SetupFailed(
-            f"pip could not install {requirements.name} (exit code {done.returncode})\n"
+            f"pip could not install {requirements.name} ({problem})\n"
             "  fix: see its last lines above; without network, set PYTHON to an interpreter that\n"
             "  has the packages"
+        )
+    wanted = re.findall(r"^[\w-]+", requirements.read_text(encoding="utf-8"), re.M)
+    names = [m for m, (name, _) in SMALL.items() if name in wanted]
+    names += ["torch"] if "torch" in wanted else []
+    failed = names and (ask(str(python), IMPORTS, ",".join(names)) or {"failed": {"Python": "?"}})
+    if failed and failed["failed"]:
+        said = "; ".join(f"{name}: {why}" for name, why in failed["failed"].items())
+        raise SetupFailed(
+            f"pip said that it installed {requirements.name}, but imports fail: {said}\n"
+            f"  fix: look at `{python} -m pip config list`, remove {folder.name}, and try again"
         )
     stamp.write_text(digest(requirements, str(python)))
     return str(python)
@@ -207,15 +268,10 @@ def add_small_packages(python: str) -> tuple[Path | None, list[str], str | None]
         wanted.remove("numpy")
     say(f"== adding to .deps (torch is left alone): {', '.join(wanted)}")
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        done = subprocess.run(
-            [python, *PIP, "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder),
-             "--timeout", "15", "--retries", "1", *wanted],
-            stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False, timeout=300,
-        )  # fmt: skip
-        problem = f"pip ended with {done.returncode}" if done.returncode else None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = f"pip: {error}"
+    problem = pip(
+        python, "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder),
+        "--timeout", "15", "--retries", "1", *wanted, timeout_s=300,
+    )  # fmt: skip
     still = missing_modules(python, env) or []
     if still:
         problem = f"not installed: {', '.join(still)} ({problem or 'pip said it did'})"
@@ -241,10 +297,10 @@ def choose(install: bool = True) -> dict:
         path = shutil.which(given)
         facts = ask(path, FACTS, timeout_s=20) if path else None
         if facts is None:
-            raise SetupFailed(f"PYTHON={given} is no interpreter that runs")
+            raise WrongPython(f"PYTHON={given} is no interpreter that runs")
         if tuple(facts["version"]) < LEAST:
             version = ".".join(map(str, facts["version"]))
-            raise SetupFailed(f"PYTHON={given} is Python {version}; 3.10 or later is needed")
+            raise WrongPython(f"PYTHON={given} is Python {version}; 3.10 or later is needed")
         return finish(path, "given as PYTHON", hardware, problems, install)
     if hardware:
         say(f"== {hardware}; looking for a torch that sees it")
@@ -310,6 +366,9 @@ def run_report(argv: list[str]) -> int:
         return 2
     try:
         choice = choose()
+    except WrongPython as error:
+        say(f"ERROR {error}")
+        return 2
     except SetupFailed as error:
         say(f"ERROR {error}")
         able = distinct([sys.executable, *interpreters()])
@@ -376,5 +435,18 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _main() -> int:
+    """main(), ended by a signal with the signal's code; a child of it is killed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        return main()
+    except KeyboardInterrupt:
+        say("stopped by SIGINT during the set-up: nothing ran")
+        return 130
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 2
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    streams.open_standard_streams()
+    streams.leave(_main())

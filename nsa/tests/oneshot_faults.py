@@ -756,5 +756,8 @@ def private_locks() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--run":
-        raise SystemExit(run_faults(sys.argv[2].split(","), sys.argv[3:]))
+        from scripts.oneshot import streams
+
+        streams.open_standard_streams()
+        streams.leave(run_faults(sys.argv[2].split(","), sys.argv[3:]))
     raise SystemExit(FAULTS[sys.argv[1]]())

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Stands for python3: setup_env.py names it as the interpreter; pytest ends with the given code.
 FAKE_PYTHON = """#!/usr/bin/env bash
+if [ "$1" = -c ]; then exit "${TOO_OLD:-0}"; fi
 echo "ran: ${TRITON_INTERPRET:-0} $*" >> "$RAN"
 printf '%s\\n' "$@" > "$RAN.words"
 case "$*" in

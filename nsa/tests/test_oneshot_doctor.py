@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -341,7 +342,8 @@ def fake_python(path, body):
 
 
 def test_offline_goes_on_and_says_what_is_missing(monkeypatch, tmp_path):
-    facts = {"version": [3, 11], "prefix": "p", "missing": ["jinja2", "psutil"]}
+    facts = {"version": [3, 11], "prefix": "p", "missing": ["jinja2", "psutil"],
+             "argv": ["-m", "pip"]}  # fmt: skip
     calls = tmp_path / "calls"
     answer = f"if [ \"$1\" = -c ]; then echo '{json.dumps(facts)}'; exit; fi\n"
     python = fake_python(tmp_path / "python", f'{answer}echo "$@" >> {calls}; exit 1\n')
@@ -371,9 +373,46 @@ def test_an_up_to_date_venv_is_left_alone(monkeypatch, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (venv / setup_env.STAMP).write_text(setup_env.digest(requirements, str(venv / "bin/python")))
     assert setup_env.make_venv(venv, requirements) == str(venv / "bin" / "python")
-    requirements.write_text("something-new\n")
+    requirements.write_text("something-new @ file:///no/such/folder\n")
     with pytest.raises(setup_env.SetupFailed, match="could not install r.txt"):
-        setup_env.make_venv(venv, requirements)  # there is no pip in it, so it must have tried
+        setup_env.make_venv(venv, requirements)
+
+
+def wheel(folder, name, **files):
+    """A wheel of one module, or of the `files` that are given, for pip without a network."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    files = files or {f"{name}.py": "x = 1\n"}
+    files |= {f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+              f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}
+    with zipfile.ZipFile(path, "w") as packed:
+        for file, text in files.items():
+            packed.writestr(file, text)
+        packed.writestr(f"{info}/RECORD", "".join(f"{f},,\n" for f in (*files, f"{info}/RECORD")))
+    return path
+
+
+def test_an_environment_without_pip_and_a_user_with_settings_of_his_own(monkeypatch, tmp_path):
+    """The stamp says that what was asked for can be imported."""
+    venv, requirements = tmp_path / "venv", tmp_path / "r.txt"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    for name, value in {"PIP_USER": "1", "PIP_TARGET": str(tmp_path / "astray"),
+                        "PIP_REQUIRE_VIRTUALENV": "1", "PIP_NO_INDEX": "1"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(setup_env, "SMALL", {"good": ("good", ()), "broken": ("broken", ())})
+    requirements.write_text(f"broken @ {wheel(tmp_path, 'broken', **{'other.py': ''}).as_uri()}\n")
+    with pytest.raises(setup_env.SetupFailed, match="imports fail: broken: ModuleNotFoundError"):
+        setup_env.make_venv(venv, requirements)
+    assert not (venv / setup_env.STAMP).exists()
+    requirements.write_text(f"good @ {wheel(tmp_path, 'good').as_uri()}\n")
+    setup_env.make_venv(venv, requirements)
+    assert (venv / setup_env.STAMP).exists() and not (tmp_path / "astray").exists()
+
+
+def test_what_an_exit_hook_prints_is_no_answer(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(print, 'bye')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert setup_env.ask(sys.executable, setup_env.FACTS)["executable"] == sys.executable
 
 
 @pytest.fixture

@@ -113,8 +113,9 @@ def test_known_values_are_found_anywhere(redactor, private):
     "--no-password --token --verbose", "task gsk_ r8_ nvapi- ya29. wandb login",
     '"triton_pin": "triton==3.6.0"', '"parity_pass":1051,"PASS": "good"', "tokens: 'Tensor' = None",
     "token = first_token + 1", "key=operator.itemgetter(0)", "class State(threading.local):",
-    "q[0, -queries:]", "actions/checkout@v4 memcpy@GLIBC_2.14 image@sha256:12", "docker -u 1000:1000",
-    "GPU 0: NVIDIA H200, 143771 MiB", "malice and Alicedale", "at 1.5.2 of 3.10.1",
+    "q[0, -queries:]", "actions/checkout@v4 memcpy@GLIBC_2.14 image@sha256:12",
+    "docker -u 1000:1000", "GPU 0: NVIDIA H200, 143771 MiB", "malice and Alicedale",
+    "at 1.5.2 of 3.10.1",
 ])  # fmt: skip
 def test_harmless_text_stays(redactor, text):
     assert redactor.text(text) == text

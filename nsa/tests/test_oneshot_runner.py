@@ -17,6 +17,7 @@ from scripts.oneshot import cards, runner, stages
 from scripts.oneshot.journal import Ballast, utc_now
 from scripts.oneshot.judge import Status, judge
 from scripts.oneshot.model import RunRecord, Stage, StageResult
+from scripts.oneshot.place import Place
 from scripts.oneshot.redact import Redactor
 from scripts.oneshot.rows import parse_row
 from scripts.oneshot.runner import Run
@@ -27,7 +28,7 @@ def half_run(tmp_path):
     """A Run without its beginning: the folder, the console, nothing that was stopped."""
     run = object.__new__(Run)
     run.folder, run.stop, run.redactor = tmp_path, SimpleNamespace(by=None), Redactor({})
-    run.said = []
+    run.said, run.place = [], Place(tmp_path)
     run.progress = SimpleNamespace(line=lambda text="": run.said.append(text))
     return run
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from scripts.oneshot import streams
+
 # Each verb's module has main(argv: list[str]) -> int.
 VERBS = {
     "doctor": "scripts.oneshot.doctor",
@@ -41,5 +43,15 @@ def main(argv: list[str] | None = None) -> int:
     return importlib.import_module(VERBS[argv[0]]).main(argv[1:])
 
 
+def _main() -> int:
+    try:
+        return main()
+    except SystemExit as error:  # of argparse
+        return error.code if isinstance(error.code, int) else 2
+
+
 if __name__ == "__main__":
+    streams.open_standard_streams()
+    if sys.argv[1:2] == ["run"]:
+        streams.leave(_main())
     raise SystemExit(main())

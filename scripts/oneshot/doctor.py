@@ -270,6 +270,13 @@ def check_space(out: Path) -> Check:
 
 def check_writable(out: Path) -> Check:
     for name, path in (("the output folder", out), ("the Triton cache", box.triton_cache())):
+        if path is None:
+            return Check(
+                "writable",
+                "WARN",
+                "this user has no home: Triton compiles every kernel anew in every process",
+                "set TRITON_CACHE_DIR to a folder of yours",
+            )
         try:
             path.mkdir(parents=True, exist_ok=True)
             probe = path / f".write-probe-{os.getpid()}"

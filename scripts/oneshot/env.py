@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 import os
 import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,10 +18,13 @@ from typing import Any
 
 from scripts.oneshot.journal import dumps, utc_now
 from scripts.oneshot.redact import ALLOWED_VARIABLES, SECRET_NAME
+from scripts.oneshot.streams import last_answer
 
 SOURCES = ("nsa", "bench", "scripts", "templates", "configs")
 # In the root: a stage starts there and would import them, whatever their name shadows.
-_IMPORTABLE = ("*.py", "*.so", "*/__init__.py")
+_IMPORTABLE = ("*.py", "*.so", "*/__init__.py", "pytest.ini", "tox.ini", "setup.cfg")
+# What is loaded counts however it is hidden from git: by .gitignore, .git/info/exclude or a user's.
+_LOADED = tuple(".py .pyc .so .pth .ini .cfg .toml .yaml .j2 .cu .cuh .h".split())
 _SMI_FIELDS = {
     "uuid": "uuid", "name": "name", "driver": "driver_version", "mem_mib": "memory.total",
     "mem_used_mib": "memory.used", "util_pct": "utilization.gpu", "sm": "compute_cap",
@@ -54,7 +57,7 @@ def command(argv: list[str], timeout_s: float = 10.0, **kwargs: Any) -> str:
     try:
         child = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace", **kwargs,
+            encoding="utf-8", **{"errors": "replace", **kwargs},
         )  # fmt: skip
     except FileNotFoundError:
         raise ProbeFailed(f"{name} is not installed") from None
@@ -99,7 +102,7 @@ def git_facts(
     are clean is unknown: a copied tree may carry another .git along. Where git cannot tell that,
     `source_sha256` is the hash of the sources. Without git or a readable repository the short name
     is `nogit-<that hash>`. What runs wrote into `out` is no source. timeout_s: of each question to
-    git.
+    git. Files whose changes git was told not to see are looked at all the same.
     """
     facts: dict[str, Any] = {
         "commit": None, "short": None, "head": None, "branch": None, "dirty": None,
@@ -107,9 +110,19 @@ def git_facts(
         "source_sha256": None,
     }  # fmt: skip
 
-    def git(*args: str) -> str:
+    # As in a hook of another repository: none of its variables means these sources.
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+
+    def git(*args: str, **variables: str) -> str:
         safe = ["git", "-c", f"safe.directory={root}", "-C", str(root), "--no-optional-locks"]
-        return command([*safe, *args], timeout_s)
+        env = {**environ, **variables}
+        return command([*safe, *args], timeout_s, errors="surrogateescape", env=env)
+
+    def names(*args: str) -> list[str]:
+        found = git(*args, "-z", "--", *where).encode("utf-8", "surrogateescape").split(b"\0")
+        return [os.fsdecode(name) for name in found if name]
+
+    where = [*SOURCES, *(f":(glob){name}" for name in _IMPORTABLE)]
 
     try:
         top = git("rev-parse", "--show-toplevel").strip()
@@ -122,15 +135,23 @@ def git_facts(
         with suppress(ProbeFailed):
             facts["remote"] = plain_remote(git("remote", "get-url", "origin").strip())
         diff = git("diff", "HEAD", "--no-ext-diff", "--binary")
-        where = [*SOURCES, *(f":(glob){name}" for name in _IMPORTABLE)]
-        extra = git("ls-files", "--others", "--exclude-standard", "-z", "--", *where).split("\0")
-        extra = [name for name in extra if name and not _is_output(root / name, out)]
+        # assume-unchanged (a small letter) and skip-worktree (S): an index without these flags.
+        if any(line[0].islower() or line[0] == "S" for line in git("ls-files", "-v").splitlines()):
+            with tempfile.TemporaryDirectory() as folder:
+                index = {"GIT_INDEX_FILE": os.path.join(folder, "index")}
+                git("read-tree", "HEAD", **index)
+                seen = ("diff", "HEAD", "--no-ext-diff", "--binary", "--", *where)
+                diff += git(*seen, **index)
+        others = set(names("ls-files", "--others", "--exclude-standard"))
+        hidden = [n for n in names("ls-files", "--others") if n.endswith(_LOADED)]
+        others.update(n for n in hidden if "__pycache__" not in Path(n).parts)
+        extra = [name for name in others if not _is_output(root / name, out)]
         facts["untracked"] = len(extra)
         facts["dirty"] = bool(diff.strip() or extra)
         if facts["dirty"]:
-            digest = hashlib.sha256(diff.encode())
+            digest = hashlib.sha256(diff.encode("utf-8", "surrogateescape"))
             for name in sorted(extra):
-                digest.update(name.encode() + b"\0" + (root / name).read_bytes())
+                digest.update(os.fsencode(name) + b"\0" + (root / name).read_bytes())
             facts["diff_sha256"] = digest.hexdigest()
             facts["diffstat"] = git("diff", "HEAD", "--shortstat", "--no-ext-diff").strip() or None
     except (ProbeFailed, OSError) as error:
@@ -210,7 +231,7 @@ def source_hash(root: Path, out: Path | None = None) -> str:
     paths = {path for folder in SOURCES for path in (root / folder).rglob("*")}
     for path in sorted(paths.union(*(root.glob(name) for name in _IMPORTABLE))):
         if path.is_file() and "__pycache__" not in path.parts and not _is_output(path, out):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+            digest.update(os.fsencode(path.relative_to(root).as_posix()) + b"\0")
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
@@ -266,17 +287,43 @@ def smi_query(timeout_s: float = 10.0, index: int | None = None) -> list[dict[st
 
 def gpus_named(name: str, gpus: Sequence[Mapping[str, Any]]) -> list[int]:
     """Which of nvidia-smi's GPUs a name in CUDA_VISIBLE_DEVICES means: a number, or how a UUID
-    begins."""
+    begins; also the older name of a slice, MIG-GPU-<UUID of its card>/<instance>/<instance>."""
     if name.isdecimal():
         return [int(name)] if int(name) < len(gpus) else []
+    name = name.removeprefix("MIG-").split("/")[0]
     by_uuid = name.startswith("GPU-")
     return [i for i, g in enumerate(gpus) if by_uuid and str(g.get("uuid")).startswith(name)]
 
 
 def visible_gpu(gpus: Sequence[dict[str, Any]], environ: Mapping[str, str]) -> dict[str, Any]:
-    """The one of nvidia-smi's GPUs that a process of this environment sees first."""
+    """The one of nvidia-smi's GPUs that a process of this environment sees first.
+
+    Of a slice (MIG) only what is known of it: its own UUID, and what it shares with its card. Of a
+    name that nvidia-smi does not explain nothing is known but the driver.
+    """
     name = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    return gpus[next(iter(gpus_named(name, gpus)), 0)]
+    if not name:
+        return gpus[0]
+    slice_of = name.startswith("MIG-")
+    found = gpus_named(name, gpus) or (_card_of_slice(name, gpus) if slice_of else [])
+    if found and not slice_of:
+        return gpus[found[0]]
+    shared = ("driver", "sm", "temp_c", "persistence") if found else ("driver",)
+    known = {key: gpus[found[0] if found else 0].get(key) for key in shared}
+    return {**known, "uuid": name, "mig": "Enabled" if slice_of else None}
+
+
+def _card_of_slice(name: str, gpus: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The card under whose line `nvidia-smi -L` lists the slice."""
+    with suppress(ProbeFailed):
+        card = None
+        for line in command(["nvidia-smi", "-L"]).splitlines():
+            if match := re.search(r"UUID: (\S+?)\)", line):
+                if match[1].startswith("GPU-"):
+                    card = match[1]
+                elif match[1] == name and card:
+                    return gpus_named(card, gpus)
+    return []
 
 
 def device_facts(gpus: list[dict[str, Any]] | str, torch: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,9 +365,9 @@ def torch_facts(python: str, root: Path, timeout_s: float = 120.0) -> dict[str, 
         text = command(
             [python, str(root / "scripts" / "oneshot" / "probe_torch.py")], timeout_s, cwd=root
         )
-        return json.loads(text.strip().splitlines()[-1])
-    except (ProbeFailed, ValueError, IndexError) as error:
+    except ProbeFailed as error:
         return {"torch_error": f"the probe gave no answer: {error}"}
+    return last_answer(text) or {"torch_error": "the probe gave no answer"}
 
 
 def _cgroup(*names: str) -> str | None:
@@ -354,12 +401,31 @@ def _memory_mib() -> int | None:
     return None
 
 
-def triton_cache() -> Path:
-    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+def triton_cache() -> Path | None:
+    """Where Triton keeps what it compiled; None for a user without a home."""
+    if given := os.environ.get("TRITON_CACHE_DIR"):
+        return Path(given)
+    home = os.path.expanduser("~")
+    return Path(home) / ".triton" / "cache" if home not in ("~", "/") else None
 
 
-def free_mib(path: Path) -> int | None:
+def settle_triton_cache(out: Path) -> None:
+    """Let kernels be kept below `out` where the user has no home of his own that can be written."""
+    cache = triton_cache()
+    try:
+        if cache is not None:
+            cache.mkdir(parents=True, exist_ok=True)
+        usable = cache is not None and os.access(cache, os.W_OK)
+    except OSError:
+        usable = False
+    if not usable and "TRITON_CACHE_DIR" not in os.environ:
+        os.environ["TRITON_CACHE_DIR"] = str(out / ".triton")
+
+
+def free_mib(path: Path | None) -> int | None:
     """Free space where `path` is or would be."""
+    if path is None:
+        return None
     while not path.exists() and path != path.parent:
         path = path.parent
     with suppress(OSError):
@@ -405,7 +471,7 @@ def fingerprint(
         "triton": torch.get("triton"), "flash_attn": torch.get("flash_attn"),
         "flags": sorted(flags.items()),
     }  # fmt: skip
-    return hashlib.sha256(dumps(parts).encode()).hexdigest()
+    return hashlib.sha256(dumps(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def collect(

@@ -31,6 +31,10 @@ def gate(folder: Path, redactor: Redactor) -> dict[str, Any]:
             path.unlink()
             removed.append(redactor.text(path.name))
             continue
+        if not path.is_file() and not path.is_dir():  # a pipe, a socket, a device
+            path.unlink()
+            removed.append(redactor.text(path.name))
+            continue
         if path.is_file():
             _clean_file(path, folder, redactor, findings, removed)
         safe = _safe_name(path.name, redactor)
