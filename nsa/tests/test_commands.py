@@ -51,6 +51,21 @@ def tree(tmp_path):
     return call
 
 
+def test_an_interpreter_that_is_too_old_is_a_usage_error(tree):
+    for streams in ("", " 2>/dev/full", " 2>&-"):
+        command = f"bash scripts/runner_oneshot.sh{streams}"
+        code, ran, said = tree("bash", "-c", command, TOO_OLD="1")
+        assert (code, ran) == (2, [])
+        assert streams or ("older than Python 3.8" in said and "3.10 or later" in said)
+
+
+def test_cd_goes_to_this_clone(tree, tmp_path):
+    (tmp_path / "other" / "scripts").mkdir(parents=True)
+    for script in ("runner_oneshot.sh", "run_tests.sh"):
+        code, ran, said = tree("bash", f"scripts/{script}", CDPATH=str(tmp_path / "other"))
+        assert code == 0 and ran and str(tmp_path / "other") not in said, said
+
+
 @pytest.mark.parametrize(
     ("first", "second", "code"),
     [("0", "0", 0), ("5", "0", 0), ("0", "5", 0), ("5", "5", 5), ("1", "0", 1), ("0", "2", 2)],

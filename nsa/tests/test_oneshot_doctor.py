@@ -132,6 +132,31 @@ def test_what_is_right_is_said_too(tmp_path):
     assert chosen.level == "OK" and "cpu profile was chosen" in chosen.text
 
 
+def test_code_that_runs_before_ours_is_told(tmp_path):
+    def told(torch, environ):
+        check = doctor.check_startup(torch, environ)
+        return check and (check.level, check.text.partition(": ")[2])
+
+    assert told({}, {}) is None and told({"startup": []}, {"PYTHONPATH": "/x/.deps/cp311"}) is None
+    environ = {"PYTHONPATH": "/p", "PYTHONSTARTUP": "/s"}
+    said = "PYTHONPATH has /p; PYTHONSTARTUP is set; /a/sitecustomize.py runs"
+    assert told({"startup": ["/a/sitecustomize.py"]}, environ) == ("WARN", said)
+
+
+def test_files_that_python_runs_at_its_start_are_found(tmp_path):
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "a.pth").write_text("/no/code\n")
+    (packages / "b.pth").write_text("import os\n")
+    (packages / "sitecustomize.py").write_text("")
+    probe = "from scripts.oneshot import probe_torch as p; print(*p._startup(), sep='\\n')"
+    done = subprocess.run([venv / "bin" / "python", "-c", probe], capture_output=True, text=True,
+                          cwd=Path(__file__).resolve().parents[2])  # fmt: skip
+    found = {Path(line).name for line in done.stdout.splitlines() if str(tmp_path) in line}
+    assert found == {"b.pth", "sitecustomize.py"}, done.stderr
+
+
 def test_the_table_of_pairs_is_the_readmes():
     """There a column may hold several releases of torch, and the patch release that is meant."""
     rows = [

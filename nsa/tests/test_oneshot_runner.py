@@ -61,9 +61,10 @@ def test_sources_that_cannot_be_looked_at_again_cost_nothing(half_run, monkeypat
     def vanished(*_):
         raise OSError("the tree is gone")
 
-    monkeypatch.setattr(runner.box, "git_facts", vanished)
+    monkeypatch.setattr(runner.checkout, "git_facts", vanished)
     half_run._look_at_sources_again(1.0)
-    monkeypatch.setattr(runner.box, "git_facts", lambda *_: {"commit": None, "problem": "no git"})
+    unknown = {"commit": None, "problem": "no git"}
+    monkeypatch.setattr(runner.checkout, "git_facts", lambda *_: unknown)
     half_run._look_at_sources_again(1.0)
 
 

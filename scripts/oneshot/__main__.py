@@ -11,7 +11,8 @@ Exit codes of `run`: 0 all required stages passed; 1 a check failed; 2 usage; 3 
 could not run (no GPU, unfit box, or no time left of its budget), or nothing was proven;
 4 infrastructure (timeout, crash, out of memory, no space);
 5 only invalid or unstable results; 6 redaction failed, nothing packed; 75 another run holds the GPU
-or the folder; 130/143 stopped by SIGINT/SIGTERM after saving what was there. SIGHUP stops nothing.
+or the folder; 130/143 stopped by SIGINT/SIGTERM after saving what was there; what else would end a
+process (SIGQUIT, SIGXCPU, SIGUSR1) counts as SIGTERM. SIGHUP stops nothing.
 """
 
 from __future__ import annotations

@@ -62,8 +62,19 @@ def parse_json(data: bytes | str) -> Any:
     return value
 
 
+def write_file(path: Path, text: str) -> None:
+    """write_atomic(); where the disk has room but no inode for another file, over what is there."""
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        disk = os.statvfs(path.parent) if path.is_file() and error.errno == errno.ENOSPC else None
+        if disk is None or disk.f_favail or disk.f_bavail * disk.f_frsize < len(text):
+            raise
+        path.write_bytes(text.encode("utf-8", "replace"))
+
+
 def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, json.dumps(value, allow_nan=False, ensure_ascii=False, indent=1) + "\n")
+    write_file(path, json.dumps(value, allow_nan=False, ensure_ascii=False, indent=1) + "\n")
 
 
 class Ballast:

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from scripts.oneshot import bundle as bundles
-from scripts.oneshot import cards, doctor
+from scripts.oneshot import cards, checkout, doctor
 from scripts.oneshot import env as box
 from scripts.oneshot.arguments import parser
 from scripts.oneshot.capture import plain
 from scripts.oneshot.gate import gate
-from scripts.oneshot.journal import Ballast, Journal, read_events, write_atomic, write_json
+from scripts.oneshot.journal import Ballast, Journal, read_events, write_file, write_json
 from scripts.oneshot.judge import EXIT_INFRA, EXIT_LOCKED, EXIT_USAGE, Status
 from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.model import RunRecord, Stage, StageResult
@@ -99,6 +99,7 @@ class Run:
 
     def save(self, files: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """bundle.json as of now."""
+        self._stay()
         data = self.record.to_bundle()
         data["files"] = files or []
         fits = self.ballast.guarded(lambda: write_json(self.folder / "bundle.json", data))
@@ -108,7 +109,8 @@ class Run:
         return data
 
     def write(self, name: str, text: str) -> None:
-        self.ballast.guarded(lambda: write_atomic(self.folder / name, text))
+        self._stay()
+        self.ballast.guarded(lambda: write_file(self.folder / name, text))
 
     # -------------------------------------------------------------- the run
 
@@ -140,7 +142,7 @@ class Run:
                 for s in self.stages
             ],
         )
-        self.save()
+        self.write("report.md", short_report(self.save()))  # until, or if, there is a better one
         self.progress.line(f"run {self.run_id}, profile {self.profile}, into {self.folder}")
         if left_out := LEFT_OUT.get(self.profile):
             names = ", ".join(left_out)
@@ -349,14 +351,12 @@ class Run:
         self._end(result)
 
     def _start(self, stage: Stage, attempt: int, log: str | None) -> None:
-        self._stay()
         self.event("stage_start", stage=stage.id, attempt=attempt, log=log)
         self.save()
 
     def _end(self, result: StageResult) -> None:
         if result.gpus and result.reason and not result.reason.startswith("GPU"):
             result = replace(result, reason=f"{cards.names(result.gpus)}: {result.reason}")
-        self._stay()
         self.event("stage_end", stage=result.id, result=result.to_json())
         self.progress.end(self.record.results[result.id])
         self._test_files(result.id)
@@ -394,7 +394,7 @@ class Run:
             and done.status is Status.PASS
             and done.argv == stage.argv
             and dict(done.env) == dict(stage.env)
-            and box.same_sources(old.git, self.git)
+            and checkout.same_sources(old.git, self.git)
             and not old.git.get("changed_during_run")
             and old.env_fingerprint == self.record.env_fingerprint
             and -AHEAD.total_seconds() < _age_s(done.started or old.started) < RESUME_MAX_AGE_S
@@ -491,10 +491,11 @@ class Run:
 
     def _look_at_sources_again(self, timeout_s: float) -> None:
         """Sources that were edited while the stages ran are not those of the commit."""
-        now = box.guarded(lambda: box.git_facts(ROOT, self._commit, self.folder.parent, timeout_s))
+        ask = (ROOT, self._commit, self.folder.parent, timeout_s)
+        now = box.guarded(lambda: checkout.git_facts(*ask))
         if not isinstance(now, dict) or now.get("problem") != self.git.get("problem"):
             return  # nothing can be said
-        if box.same_sources(self.git, now):
+        if checkout.same_sources(self.git, now):
             return
         changed = {k: now[k] for k in ("diff_sha256", "diffstat", "untracked", "source_sha256")}
         self.event("facts", git={**self.git, **changed, "dirty": True, "changed_during_run": True})
@@ -717,7 +718,7 @@ def _main(argv: list[str]) -> int:
     several = several if len(several) > 1 else []
     # nvidia-smi's numbers are meant, here and in every stage.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    git = box.git_facts(ROOT, given_commit(args), out)
+    git = checkout.git_facts(ROOT, given_commit(args), out)
     folder = out / git["short"]
     box.settle_triton_cache(out)
     if args.dry_run:
