@@ -71,9 +71,11 @@ _NAMED = re.compile(
     r"(?:[_-](?:id|key|value|data|base64))?s?\d?(?:[ \t]+for[ \t]+[^\s:]+(?=:))?(?:\\?[\"'])?"
     # How the value follows: as an assignment, as a block of YAML, or beside the name.
     r"(?P<sep>[ \t]*(?:=>|:=|->|={1,2}|:)[ \t]*(?:[|>][-+]?[ \t]*\r?\n[ \t]*)?|[ \t]+(?:is[ \t]+)?)"
-    r"(?:(?P<open>\\?[\"'])(?P<quoted>(?:(?!(?P=open))[^\r\n]|''){1,300})(?P=open)"
-    r"|(?P<bare>[^\s\"',;&<>)}\]\\](?:(?!</)[^\s\"',;&<>)}\]\\])*))"
+    r"(?:(?P<open>\\?[\"'])(?P<quoted>(?:(?!(?P=open))[^\r\n]|''){1,4096})(?P=open)"
+    r"|(?P<bare>[^\s\"',;&<>)}\]\\](?:(?!</)[^\s\"',;&<>)}\]\\]){0,511}))"
 )
+_REST = re.compile(r"(?:(?!</)[^\s\"',;&<>)}\]\\])*")  # of a longer one
+
 # How these names begin: one pattern without alternatives of case is searched much faster.
 _STARTS = re.compile(
     r"p(?:ass|wd|w|in)|sshpass|otp|sec(?:ret|ur)|cred|a(?:pi|cc|pp|uth)|priv|sign?|enc|master|deploy|lic"
@@ -123,8 +125,11 @@ def _named(text: str) -> Iterator[Span]:
         cache = kind == "weak" and re.search(r"(?i)cache[ _-]$", text[: match.start()][-8:])
         name, sep = match[kind].lower(), match["sep"]
         if not cache and _is_secret(kind, name, sep, value, group == "quoted"):
-            yield match.start(group), match.start(group) + len(value)
             at = match.end()
+            end = match.start(group) + len(value)
+            if group == "bare" and len(match[group]) == 512:
+                at = end = _REST.match(text, at).end()
+            yield match.start(group), end
 
 
 # ---------------------------------------------------------------------------------- all of them
@@ -142,7 +147,7 @@ SECRETS: tuple[Shape, ...] = (
         "secret",
         (  # whatever the service: who knows the address may post
             "hook",
-            r"(?i)\bhttps?://(?:hooks\.[^\s\"'<>/]+/|[^\s\"'<>]*/(?:web)?hook(?:s|b2)?/)"
+            r"(?i)\bhttps?://(?:hooks\.[^\s\"'<>/]+/|[^\s\"'<>]{0,300}/(?:web)?hook(?:s|b2)?/)"
             r"[^\s\"'<>]+",
         ),
     ),

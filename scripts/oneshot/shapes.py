@@ -18,7 +18,7 @@ NO_SECRET = re.compile(
     r"(?i)<|&lt\b|\$|\{|\(|\*{3}|\.{3}|%[sd(]|(?:none|null|nil|true|false|yes|no|str|bytes|int|bool"
     r"|float|optional|required|string)\b(?![-.!@#])"
 )
-AFTER = r"[ \t][^\n|;]*?(?<!\S)"  # a program and some of its arguments
+AFTER = r"[ \t][^\n|;]{0,200}?(?<!\S)"  # a program and some of its arguments
 
 
 @dataclass(frozen=True)
