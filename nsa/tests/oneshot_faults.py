@@ -612,6 +612,7 @@ def install(fault: dict) -> None:
     """Make the supervisor of this process go wrong; `fault` comes as JSON in ONESHOT_FAULT.
 
     kill / signal: "event" or "event:stage" after which it kills, or signals (with `name`), itself;
+    signal_in: "module.function" before which it does;
     die_in: "module.function" in which it is killed, at its `call`-th call; disk: bytes that fit
     into the folder; full_in: "module.function" that finds no space; git: root of the repository
     that is looked at; lose: an event like that of kill, after which the folder is "deleted",
@@ -642,6 +643,8 @@ def install(fault: dict) -> None:
         _replace(fault["die_in"], _dies_at_call(fault.get("call", 1)))
     if "full_in" in fault:
         _replace(fault["full_in"], _no_space)
+    if "signal_in" in fault:
+        _replace(fault["signal_in"], _signals_first(fault["signal_in"], fault["name"]))
     if "git" in fault:
         facts = runner.checkout.git_facts
         runner.checkout.git_facts = lambda _root, *more: facts(Path(fault["git"]), *more)
@@ -659,6 +662,19 @@ def _dies_at_call(number: int):
         return ""
 
     return die
+
+
+def _signals_first(path: str, name: str):
+    import importlib
+
+    module, function = path.split(".")
+    real = getattr(importlib.import_module(f"scripts.oneshot.{module}"), function)
+
+    def signals(*args: object, **kwargs: object) -> object:
+        os.kill(os.getpid(), getattr(signal, name))
+        return real(*args, **kwargs)
+
+    return signals
 
 
 def _lose(folder: Path, how: str) -> None:

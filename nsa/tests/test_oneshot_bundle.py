@@ -88,6 +88,16 @@ def test_lock_follows_no_link(tmp_path):
     assert (tmp_path / "target").read_text() == "precious"
 
 
+def test_a_stopped_run_waits_for_no_lock(tmp_path):
+    held = Lock(tmp_path / "l.lock", "x")
+    held.acquire()
+    asked = []
+    with pytest.raises(Locked, match="held by process"):
+        Lock(tmp_path / "l.lock", "x").acquire(600, lambda: asked.append(1) or len(asked) > 1)
+    assert len(asked) == 2
+    held.release()
+
+
 # ---- which sources -------------------------------------------------------------------------------
 
 

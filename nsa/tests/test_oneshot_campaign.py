@@ -227,6 +227,10 @@ for edge, fault in {
 
 # Signals.
 CASES |= {
+    "SIGTERM before the run began": Case(
+        "pass", 143, "STOPPED", {"signal_in": "checkout.git_facts", "name": "SIGTERM"},
+        check=lambda o: expect(o, **{"pass": "NOT_RUN"}),
+    ),
     "SIGTERM while the box is looked at": Case(
         "pass,bench", 143, "STOPPED", {"signal": "stage_start:env", "name": "SIGTERM"},
         check=lambda o: expect(o, bench="NOT_RUN"),

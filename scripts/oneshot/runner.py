@@ -29,7 +29,7 @@ from scripts.oneshot.arguments import parser
 from scripts.oneshot.capture import plain
 from scripts.oneshot.gate import gate
 from scripts.oneshot.journal import Ballast, Journal, read_events, write_file, write_json
-from scripts.oneshot.judge import EXIT_INFRA, EXIT_LOCKED, EXIT_USAGE, Status
+from scripts.oneshot.judge import EXIT_BY_SIGNAL, EXIT_INFRA, EXIT_LOCKED, EXIT_USAGE, Status
 from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.outputs import junit_xml, repro_script, scp_line, short_report
@@ -684,6 +684,9 @@ def _main(argv: list[str]) -> int:
         say("give out_dir or --out, not both")
         return EXIT_USAGE
     out = (args.out_dir or args.out or ROOT / "artifacts" / "runner").resolve()
+    stop = Stop(then=box.abort)
+    if not (args.dry_run or args.detach):
+        stop.install()  # what ends the run from here on leaves a report
     smi: list[dict[str, Any]] | str
     hardware = box.guarded(box.nvidia_hardware)
     try:
@@ -735,15 +738,16 @@ def _main(argv: list[str]) -> int:
             for uuid in [c.uuid for c in several] or [alone]:
                 locks.append(gpu_lock(str(uuid)))
         for lock in locks:
-            lock.acquire(args.wait)
+            lock.acquire(args.wait, lambda: stop.by)
     except Locked as error:
+        if stop.by:
+            say(f"stopped by {stop.by.upper()} while it waited: {error}")
+            return EXIT_BY_SIGNAL[stop.by]
         say(f"not started: {error}. Wait for it, or use --wait 10m.")
         return EXIT_LOCKED
     except OSError as error:
         say(f"not started: the output folder cannot be used: {error}")
         return EXIT_INFRA
-    stop = Stop()
-    stop.install()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         run = Run(

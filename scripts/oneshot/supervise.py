@@ -40,9 +40,13 @@ _LIKE_SIGTERM = ("SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPR
 
 
 class Stop:
-    """Set by SIGINT or SIGTERM; wakes the supervisor's wait. A second SIGINT ends at once."""
+    """Set by SIGINT or SIGTERM; wakes the supervisor's wait. A second SIGINT ends at once.
 
-    def __init__(self) -> None:
+    then: called once it is set, to end what else is waited for.
+    """
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self._then = then
         self.by: str | None = None
         self.other: str | None = None  # the signal that was taken for SIGTERM
         self.at = 0.0
@@ -72,6 +76,7 @@ class Stop:
             self.at = time.monotonic()
             with suppress(OSError):
                 os.write(self._write, b"x")
+            self._then()
 
 
 @dataclass
