@@ -494,8 +494,8 @@ def test_a_dry_run_installs_nothing(became, machine, monkeypatch, option):
     def install(*_):
         raise AssertionError("something is being installed")
 
-    for name in ("make_venv", "add_small_packages", "choose"):
-        monkeypatch.setattr(pythons, name, install)
+    for module, name in ((pythons, "make_venv"), (pythons, "pip"), (setup_env, "choose")):
+        monkeypatch.setattr(module, name, install)
     setup_env.main(["--run", "out", option])
     ((_, argv, path),) = became
     assert argv == ["-m", "scripts.oneshot", "run", "out", option] and path == ""
