@@ -78,7 +78,7 @@ _SMI_PROCESS = re.compile(
     r"^(\|\s+\d+\s+\S+\s+\S+\s+)\d+(\s+(?:C|G|C\+G|M\+C)\s+)(.*?)(\s+(?:\d+MiB|N/A)\s*\|)$", re.M
 )
 # Where a line was broken: by a terminal, a shell, base64, or as a string of JSON writes it.
-_BREAK = re.compile(r"\\?\r?\n[ \t]*|(?:\\r)?\\n")
+_BREAK = re.compile(r"[ \t]*\\?\r?\n[ \t]*(?:[>|#][ \t]?)?|(?:\\r)?\\n")
 HARMLESS_LENGTH, HARMLESS_NUMBER = 120, 50_000
 
 
@@ -134,6 +134,8 @@ def _forms(secret: str) -> set[str]:
     forms |= {quote(quote(data, safe="")), *(sep.join(octets) for sep in ("", " ", ":", "-"))}
     forms |= {sep + sep.join(octets) for sep in ("%", r"\x")}
     forms |= {"".join(rf"\u{ord(c):04x}" for c in secret), "".join(f"&#{ord(c)};" for c in secret)}
+    forms |= {"".join(rf"\{byte:03o}" for byte in data)}
+    forms |= {base64.b32encode(data).decode().rstrip("=")}
     for before in range(3):  # in base64, alone or in the middle of something
         whole = len(data) + before
         coded = base64.b64encode(b"\0" * before + data + b"\0" * (-whole % 3)).decode()

@@ -12,7 +12,8 @@ from scripts.oneshot.shapes import AFTER, LOWER, NO_SECRET, Shape, Span, shapes
 _RUN = re.compile(r"[A-Za-z0-9]{20,}")
 _PICTURE = re.compile(r"data:[\w/+.-]+;base64,[A-Za-z0-9+/=\s]+")  # as a page and a plot have it
 _HEX_KEY = re.compile(
-    r"(?i)(?:0x)?(?:(?:[0-9a-f]{32}){1,4}|[0-9a-f]{40}|[0-9a-f]{48}|[0-9a-f]{56})"
+    r"(?i)(?:0x)?(?:(?:[0-9a-f]{32}){1,4}|[0-9a-f]{40}|[0-9a-f]{48}|[0-9a-f]{56}"
+    r"|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})"
 )
 
 
@@ -70,7 +71,8 @@ _NAMED = re.compile(
     rf"|(?P<weak>sessid|sessionid|{_WORD}(?:session|key|sid|auth|jwt|nonce|code|sig|cred)))"
     r"(?:[_-](?:id|key|value|data|base64))?s?\d?(?:[ \t]+for[ \t]+[^\s:]+(?=:))?(?:\\?[\"'])?"
     # How the value follows: as an assignment, as a block of YAML, or beside the name.
-    r"(?P<sep>[ \t]*(?:=>|:=|->|={1,2}|:)[ \t]*(?:[|>][-+]?[ \t]*\r?\n[ \t]*)?|[ \t]+(?:is[ \t]+)?)"
+    r"(?P<sep>(?:[ \t]+is)?[ \t]*(?:=>|:=|->|={1,2}|:|%3[da])[ \t]*"
+    r"(?:[|>][-+]?[ \t]*\r?\n[ \t]*)?|[ \t]+(?:is[ \t]+)?)"
     r"(?:(?P<open>\\?[\"'])(?P<quoted>(?:(?!(?P=open))[^\r\n]|''){1,4096})(?P=open)"
     r"|(?P<bare>[^\s\"',;&<>)}\]\\](?:(?!</)[^\s\"',;&<>)}\]\\]){0,511}))"
 )
@@ -91,7 +93,9 @@ def _is_number(text: str) -> bool:
 def _is_secret(kind: str, name: str, sep: str, value: str, quoted: bool) -> bool:
     """Is `value` a secret after `name`, which is of this `kind`, and `sep`?"""
     code = sep != sep.strip() and "=" in sep  # as `token = first_token` of a traceback
-    sep = sep.strip()
+    sep = sep.strip().lower()
+    if sep.startswith("%") or (sep.startswith("is") and sep != "is"):
+        sep = "="
     keylike = bool(_HEX_KEY.fullmatch(value) or (len(value) >= 16 and looks_random(value)))
     if kind == "strong" and sep not in ("", "is"):
         return quoted or sep == "=" or len(value) >= (4 if _is_number(value) else 3)
@@ -136,6 +140,12 @@ def _named(text: str) -> Iterator[Span]:
 
 _VALUE = r"(?:\"([^\"\r\n]+)\"|'([^'\r\n]+)'|([^\s\"',;&|<>]+))"
 
+# Of chat, mail, rented GPUs: what stands beside such a name and looks like a key is one.
+_SERVICES = (
+    "vast runpod lambda paperspace together tensordock jarvislabs coreweave hyperstack datacrunch"
+    " verda fluidstack crusoe nebius salad modal replicate sparkpost mailgun mailjet sendgrid"
+    " postmark mailchimp resend mattermost telegram discord slack twilio pushover wandb".split()
+)
 SECRETS: tuple[Shape, ...] = (
     *shapes(
         "pem",
@@ -192,6 +202,7 @@ SECRETS: tuple[Shape, ...] = (
             r"(?:(?:ya29|hv[bs]|sl|dp\.pt|SG\.[A-Za-z0-9_-]{16,})\.[A-Za-z0-9_-]{16,}"
             r"|s\.[A-Za-z0-9]{24}\b)",
         ),
+        ("", r"\b[0-9a-f]{32}(?::[0-9a-f]{32}|(?:-[0-9a-f]{8}){2})\b"),
         (":", r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[0-9a-f]{32}\b"),
         (":aa", r"(?<!\d)\d{8,10}:AA[A-Za-z0-9_-]{33}"),
         ("1//0", r"\b1//0[A-Za-z0-9_-]{20,}"),
@@ -212,6 +223,16 @@ SECRETS: tuple[Shape, ...] = (
             r"(?<!\S)(?:-[A-Za-z]*[uU]|--(?:proxy-)?user)[ =](?:\"[^\s:%\"]+[:%]([^\"\n]+)\""
             r"|'[^\s:%']+[:%]([^'\n]+)'|(?!\d+:\d+\b)[^\s:%\"']+[:%]([^\s\"']+))",
         ),
+        (
+            "-p ",
+            r"(?<!\S)-p[ \t]+(?!no:)(?:<user>|[A-Za-z_][\w.-]*):([^\s\"':/]*[A-Za-z][^\s\"':/]*)",
+        ),
+        (
+            "-p",
+            r"(?<!\S)-p[ =][\"']?((?=\S*[a-z])(?=\S*\d)(?=\S*[A-Z!@#%^&*?])[^\s\"'./<]{6,})",
+        ),
+        ("/p:", rf"(?<!\S)/p(?:assword)?:{_VALUE}"),
+        ("ftp", rf"\bl?ftp{AFTER}-u[ \t]*[^\s,]+,([^\s\"']+)"),
         ("curl", rf"\bcurl{AFTER}-[uU][\w.-]+:([^\s\"']+)"),
         # -p after the option of a user's name, or of a program where it means nothing else
         ("-u", rf"(?<!\S)(?:-u|--username)[ =]?\S+[ \t]+(?:-p[ =]?|--pass[ =]){_VALUE}"),
@@ -246,6 +267,24 @@ SECRETS: tuple[Shape, ...] = (
         ),
         ("</", rf"(?i)<\w*(?:{_STRONG}|token)>([^<>\n]+)</"),
         ("login", r"\blogin(?:[ \t]+--?[\w-]+)*[ \t]+([0-9a-f]{32,128})\b"),
+        # alone in its line; and a long number near its name
+        (
+            "token",
+            r"(?im)^[ \t]*[\w.-]*token[\"']?[ \t]*:[ \t]*[\"']?"
+            r"((?=[^\s]*[a-z])[^\s\"',/]{6,})[\"']?[ \t]*,?[ \t]*$",
+        ),
+        (
+            "key secret",
+            r"(?i)(?<!cache )(?<![A-Za-z0-9])(?:key|secret)s?[\s:=\"'(\[{-]{1,4}"
+            r"(?:(?:is|hex|value)[\s:=]{1,3})?((?:0x)?(?:[0-9a-f]{64}){1,2})\b",
+        ),
+        (
+            " ".join(_SERVICES),
+            rf"(?i)\b(?:{'|'.join(_SERVICES)})[\w.-]*[ \t:=\"'-]{{1,4}}"
+            r"(?:[a-z_]+[ \t:=\"'-]{1,4}){0,2}"
+            r"([0-9a-f]{30,}|[0-9A-Z]{30,}|[0-9a-z]{26}"
+            r"|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b",
+        ),
         # as an option
         (
             "-",

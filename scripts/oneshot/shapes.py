@@ -118,13 +118,13 @@ _PEOPLE_AND_BOXES = (
         (
             "@ %40",
             r"(?<![\w.+@/<-])[a-z_][\w-]{1,31}(?:@|%40)(?!v?\d+\b|sha\d|localhost\b)"
-            r"([a-z][\w-]{2,62})(?![\w.(\[@/-])",
+            r"([a-z][\w-]{2,62})(?![\w(\[@/-]|\.\w)",
         ),
         ("aaaa <secret", r"(?:AAAA[\w+/=]*|<secret-\d+>) [\w.-]+@([\w.-]+)"),  # behind a public key
         (
-            ".internal .local .lan .corp .intranet .home.arpa .consul .ts.net",
+            ".internal .local .svc .lan .corp .intranet .home.arpa .consul .ts.net",
             r"(?<![\w.-])(?!(?:self|cls|args|config|ctx|info|threading|torch|nsa)\.)"
-            r"((?:[a-z0-9_-]+\.)+(?:internal|local|lan|corp|intranet|localdomain"
+            r"((?:[a-z0-9_-]+\.)+(?:internal|local|svc|lan|corp|intranet|localdomain"
             r"|home\.arpa|consul|ts\.net))(?![\w(-]|\.\w)",
         ),
         (
@@ -216,6 +216,7 @@ _HARDWARE_AND_ADDRESSES = (
         ("-", r"(?i)(?<![0-9a-z-])(?=[0-9-]*[a-f])(?:[0-9a-f]{2}-){5}[0-9a-f]{2}(?![0-9a-z-])"),
         (".", r"(?i)(?<![0-9a-z.])(?=[0-9.]*[a-f])(?:[0-9a-f]{4}\.){2}[0-9a-f]{4}(?![0-9a-z.])"),
         ("wlx enx", r"\b(?:wlx|enx)[0-9a-f]{12}\b"),
+        ("hwaddr mac", r"(?i)\b(?:hwaddr|mac(?:[ _]addr(?:ess)?)?)[ \t:=]{1,3}([0-9a-f]{12})\b"),
     ),
     Shape("ip", "ip", (".",), _ipv4),
     Shape("ip", "ip", (":",), _ipv6),
