@@ -51,6 +51,7 @@ CUT_OFF = (
     r"no bundle\.json in .*",
     r"the redaction gate is 'pending', not clean",
     r"\w+ in bundle\.json is not what events\.jsonl gives",
+    r"report\.md does not begin with the verdict of bundle\.json",  # written before, or after it
 )
 
 
