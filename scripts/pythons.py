@@ -51,8 +51,6 @@ if len(sys.argv) > 1:
     out["missing"] = [m for m in sys.argv[1].split(",") if importlib.util.find_spec(m) is None]
 print(json.dumps(out))
 """
-
-
 # How this interpreter runs pip: its own, or the one that is packed into it for new environments.
 PIP = """
 import glob, importlib.util, json, os

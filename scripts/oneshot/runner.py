@@ -203,9 +203,12 @@ class Run:
         self.place = self.place.beside(f"{before.name}-{self.run_id}")
         self.folder = self.context.out = self.place.folder
         self.ballast = Ballast(self.folder, self.ballast.logs)
-        self.journal.keep_at(self.folder / "events.jsonl")
+        self._keep_journal()
         self.note(f"{before} {what} in the middle of the run: results go on in {self.folder}; "
                   "files of earlier stages may be missing")  # fmt: skip
+
+    def _keep_journal(self) -> None:
+        self.ballast.guarded(lambda: self.journal.keep_at(self.folder / "events.jsonl"))
 
     def _environment(self) -> str | None:
         """Capture the box and ask the doctor; the text of the first BLOCK, or None."""
@@ -456,7 +459,7 @@ class Run:
             ended_by = "crash"
         self._look_at_sources_again(2.0 if hurried else 20.0)
         self._stay()
-        self.journal.keep_at(self.folder / "events.jsonl")
+        self._keep_journal()
         if self.stop.other:
             self.note(f"{self.stop.other} came, and ended the run as SIGTERM does")
         if self.journal.lost:
@@ -714,7 +717,7 @@ def _main(argv: list[str]) -> int:
         stages = cards.expand(plan(profile), several, profile)
         stages, partial = choose(stages, args.only, args.skip)
     except ValueError as error:
-        say(error)
+        say(str(error))
         return EXIT_USAGE
     if several and len(smi) > 1:
         os.environ.update(cards.visible(cards.good(several) or several))
@@ -723,11 +726,11 @@ def _main(argv: list[str]) -> int:
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     git = checkout.git_facts(ROOT, given_commit(args), out)
     folder = out / git["short"]
-    box.settle_triton_cache(out)
     if args.dry_run:
         return _dry_run(profile, stages, folder)
     if args.detach:
         return _detach([a for a in argv if a != "--detach"], out, folder)
+    box.settle_triton_cache(out)
     keep = tuple(n for n, on in (("host", args.keep_host), ("ip", args.keep_ip)) if on)
     redactor = Redactor(root=ROOT, keep=keep)
     locks: list[Lock] = []
