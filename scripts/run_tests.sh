@@ -3,6 +3,7 @@
 # TRITON_INTERPRET must be set before Triton is first imported and forbids real compilation.
 # Arguments go to pytest. They may match no test in one of the two; in both it is an error (5).
 set -euo pipefail
+unset CDPATH
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # With it, each of hundreds of processes would compile its imports again.

@@ -16,49 +16,23 @@ nothing.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAST = (3, 10)
-STAMP = ".requirements.sha256"
-PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
+sys.path.insert(0, str(ROOT))
 
-# module -> (distribution, what it needs itself): installed with --no-deps, so that no resolver can
-# touch torch.
-SMALL = {
-    "jinja2": ("jinja2", ("markupsafe",)),
-    "psutil": ("psutil", ()),
-    "pytest": ("pytest", ("pluggy", "iniconfig", "packaging", "pygments")),
-    "pytest_timeout": ("pytest-timeout", ()),
-    "hypothesis": ("hypothesis", ("sortedcontainers",)),
-    "yaml": ("pyyaml", ()),
-    "packaging": ("packaging", ()),
-    "pynvml": ("nvidia-ml-py", ()),
-    "numpy": ("numpy", ()),
-    "matplotlib": (
-        "matplotlib",
-        ("contourpy", "cycler", "fonttools", "kiwisolver", "pillow", "pyparsing",
-         "python-dateutil", "six", "packaging"),
-    ),
-}  # fmt: skip
-# Named by pytest and hypothesis on Python 3.10 only.
-SMALL_310 = ("exceptiongroup", "tomli", "typing_extensions")
+from scripts import pythons  # noqa: E402
+from scripts.oneshot import streams  # noqa: E402
+from scripts.oneshot.streams import say  # noqa: E402
+from scripts.pythons import LEAST, SetupFailed, joined  # noqa: E402
 
-FACTS = """
-import importlib.util, json, sys
-out = {"version": list(sys.version_info[:2]), "prefix": sys.prefix, "executable": sys.executable,
-       "has_torch": importlib.util.find_spec("torch") is not None}
-if len(sys.argv) > 1:
-    out["missing"] = [m for m in sys.argv[1].split(",") if importlib.util.find_spec(m) is None]
-print(json.dumps(out))
-"""
 CUDA = """
 import json
 try:
@@ -72,51 +46,11 @@ except Exception as error:
 """
 
 
-class SetupFailed(Exception):
-    """No environment could be made; the text says why and what to do."""
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def ask(python: str, code: str, *args: str, timeout_s: float = 120.0, env=None) -> dict | None:
-    """The JSON that `code` prints under `python`; None when it gives none."""
-    try:
-        done = subprocess.run(
-            [python, "-c", code, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, timeout=timeout_s, check=False, env=env, cwd=str(ROOT),
-        )  # fmt: skip
-        return json.loads(done.stdout.decode("utf-8", "replace").strip().splitlines()[-1])
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
-        return None
-
-
-def interpreters() -> list[str]:
-    """Pythons on PATH, in its order: python3, python, python3.N of each folder."""
-    found = []
-    for folder in os.environ.get("PATH", "").split(os.pathsep):
-        names = ["python3", "python", *(f"python3.{minor}" for minor in range(20, 9, -1))]
-        for name in names:
-            path = os.path.join(folder, name)
-            if folder and os.access(path, os.X_OK) and path not in found:
-                found.append(path)
-    return found
-
-
-def distinct(paths: list[str]) -> list[dict]:
-    """Facts of each different environment among `paths`, Python 3.10 or later only."""
-    seen, out = set(), []
-    for path in paths:
-        facts = ask(path, FACTS, timeout_s=20)
-        if facts and facts["prefix"] not in seen and tuple(facts["version"]) >= LEAST:
-            seen.add(facts["prefix"])
-            out.append({**facts, "path": path})
-    return out
+class WrongPython(SetupFailed):
+    """The interpreter that the caller named is none, or too old."""
 
 
 def nvidia_hardware() -> str | None:
-    sys.path.insert(0, str(ROOT))
     try:
         from scripts.oneshot import env as box
 
@@ -127,112 +61,6 @@ def nvidia_hardware() -> str | None:
         return None
 
 
-# ---------------------------------------------------------------------------------- installing
-
-
-def digest(requirements: Path, python: str) -> str:
-    facts = ask(python, FACTS, timeout_s=20) or {}
-    text = requirements.read_text() + str(facts.get("version"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def make_venv(folder: Path, requirements: Path) -> str:
-    """An environment with `requirements`; nothing is done when its stamp is up to date."""
-    python = folder / "bin" / "python"
-    stamp = folder / STAMP
-    if (
-        python.exists()
-        and stamp.exists()
-        and stamp.read_text() == digest(requirements, str(python))
-    ):
-        return str(python)
-    if not python.exists():
-        base = distinct([sys.executable, *interpreters()])
-        if not base:
-            raise SetupFailed("no Python 3.10 or later on PATH; install one, or set PYTHON")
-        say(f"== making {folder.name} with Python {'.'.join(map(str, base[0]['version']))}")
-        done = subprocess.run(
-            [base[0]["path"], "-m", "venv", str(folder)], stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
-        if done.returncode != 0 or not python.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            words = done.stdout.decode("utf-8", "replace").strip().splitlines()
-            hint = next((w for w in words if "ensurepip" in w or "venv" in w), "")
-            raise SetupFailed(
-                f"{base[0]['path']} -m venv failed: {hint or ' '.join(words[-1:])}\n"
-                "  fix: apt-get install python3-venv (or your system's package of that name),\n"
-                "  or name an interpreter that has the packages: PYTHON=/path/to/python"
-            )
-    say(f"== installing {requirements.name} into {folder.name}")
-    # Compiling all of torch takes as long as the rest, and Python keeps what it compiles on import.
-    lazily = () if sys.dont_write_bytecode else ("--no-compile",)
-    done = subprocess.run(
-        [str(python), *PIP, "install", "--quiet", *lazily, "-r", str(requirements)],
-        stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False,
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise SetupFailed(
-            f"pip could not install {requirements.name} (exit code {done.returncode})\n"
-            "  fix: see its last lines above; without network, set PYTHON to an interpreter that\n"
-            "  has the packages"
-        )
-    stamp.write_text(digest(requirements, str(python)))
-    return str(python)
-
-
-def missing_modules(python: str, env: dict[str, str]) -> list[str] | None:
-    facts = ask(python, FACTS, ",".join(SMALL), timeout_s=30, env=env)
-    return None if facts is None else facts["missing"]
-
-
-def add_small_packages(python: str) -> tuple[Path | None, list[str], str | None]:
-    """Put what `python` lacks into .deps/<tag>: (folder, still missing, problem)."""
-    facts = ask(python, FACTS, timeout_s=20) or {"version": [0, 0], "prefix": python}
-    tag = hashlib.sha256(facts["prefix"].encode()).hexdigest()[:8]
-    folder = ROOT / ".deps" / f"cp{''.join(map(str, facts['version']))}-{tag}"
-    env = {**os.environ, "PYTHONPATH": joined(folder)}
-    missing = missing_modules(python, env)
-    if missing is None:
-        return None, [], f"{python} does not answer"
-    if not missing:
-        return (folder if folder.exists() else None), [], None
-    wanted: list[str] = []
-    for module in missing:
-        name, needs = SMALL[module]
-        wanted += [name, *needs]
-        if module in ("pytest", "hypothesis") and tuple(facts["version"]) == (3, 10):
-            wanted += SMALL_310
-    wanted = sorted(set(wanted))
-    if "numpy" not in missing and "numpy" in wanted:
-        wanted.remove("numpy")
-    say(f"== adding to .deps (torch is left alone): {', '.join(wanted)}")
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        done = subprocess.run(
-            [python, *PIP, "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder),
-             "--timeout", "15", "--retries", "1", *wanted],
-            stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False, timeout=300,
-        )  # fmt: skip
-        problem = f"pip ended with {done.returncode}" if done.returncode else None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = f"pip: {error}"
-    still = missing_modules(python, env) or []
-    if still:
-        problem = f"not installed: {', '.join(still)} ({problem or 'pip said it did'})"
-        say(f"WARN  {problem}; going on with what is there")
-        return folder, still, problem
-    return folder, [], None
-
-
-def joined(folder: Path | None) -> str:
-    parts = [str(folder)] if folder else []
-    return os.pathsep.join(parts + [p for p in [os.environ.get("PYTHONPATH")] if p])
-
-
-# ---------------------------------------------------------------------------------- choosing
-
-
 def choose(install: bool = True) -> dict:
     """The interpreter to use and why. Raises SetupFailed."""
     given = os.environ.get("PYTHON")
@@ -240,19 +68,19 @@ def choose(install: bool = True) -> dict:
     problems: list[str] = []
     if given:
         path = shutil.which(given)
-        facts = ask(path, FACTS, timeout_s=20) if path else None
+        facts = pythons.ask(path, pythons.FACTS, timeout_s=20) if path else None
         if facts is None:
-            raise SetupFailed(f"PYTHON={given} is no interpreter that runs")
+            raise WrongPython(f"PYTHON={given} is no interpreter that runs")
         if tuple(facts["version"]) < LEAST:
             version = ".".join(map(str, facts["version"]))
-            raise SetupFailed(f"PYTHON={given} is Python {version}; 3.10 or later is needed")
+            raise WrongPython(f"PYTHON={given} is Python {version}; 3.10 or later is needed")
         return finish(path, "given as PYTHON", hardware, problems, install)
     if hardware:
         say(f"== {hardware}; looking for a torch that sees it")
-        for facts in distinct(interpreters()):
+        for facts in pythons.distinct(pythons.interpreters()):
             if not facts["has_torch"]:
                 continue
-            seen = ask(facts["path"], CUDA) or {"works": False, "error": "no answer"}
+            seen = pythons.ask(facts["path"], CUDA) or {"works": False, "error": "no answer"}
             if seen["works"]:
                 why = f"torch {seen['torch']} of {facts['path']} sees the GPU; used as it is"
                 return finish(facts["path"], why, hardware, problems, install)
@@ -267,7 +95,7 @@ def choose(install: bool = True) -> dict:
     if not install:
         return {"python": str(folder / "bin" / "python"), "why": why, "hardware": hardware,
                 "problems": problems, "missing": [], "pythonpath": ""}  # fmt: skip
-    python = make_venv(folder, requirements)
+    python = pythons.make_venv(folder, requirements)
     return {"python": python, "why": why, "hardware": hardware, "problems": problems,
             "missing": [], "pythonpath": ""}  # fmt: skip
 
@@ -276,7 +104,7 @@ def finish(python: str, why: str, hardware: str | None, problems: list[str], ins
     """A chosen interpreter with the small packages that it lacks put beside it."""
     folder, missing, problem = None, [], None
     if install:
-        folder, missing, problem = add_small_packages(python)
+        folder, missing, problem = pythons.add_small_packages(python)
     if problem:
         problems = [*problems, problem]
     return {"python": python, "why": why, "hardware": hardware, "problems": problems,
@@ -286,7 +114,9 @@ def finish(python: str, why: str, hardware: str | None, problems: list[str], ins
 def usage_error(argv: list[str]) -> str | None:
     """What the run would refuse `argv` with. A dry run says it, which needs the standard library
     alone: nobody should wait for an installation to hear of a slip of the pen."""
-    here = [{"path": sys.executable}] if sys.version_info[:2] >= LEAST else distinct(interpreters())
+    here = [{"path": sys.executable}]
+    if sys.version_info[:2] < LEAST:
+        here = pythons.distinct(pythons.interpreters())
     try:
         done = subprocess.run(
             [here[0]["path"], "-m", "scripts.oneshot", "run", *argv, "--dry-run"],
@@ -301,7 +131,7 @@ def usage_error(argv: list[str]) -> str | None:
 def run_report(argv: list[str]) -> int:
     """Become `python -m scripts.oneshot run`. A failed set-up still gets a report that says so."""
     if {"--dry-run", "-h", "--help"} & set(argv):
-        able = distinct([sys.executable, *interpreters()])
+        able = pythons.distinct([sys.executable, *pythons.interpreters()])
         if not able:
             say("no Python 3.10 or later on PATH")
             return 3
@@ -311,9 +141,12 @@ def run_report(argv: list[str]) -> int:
         return 2
     try:
         choice = choose()
+    except WrongPython as error:
+        say(f"ERROR {error}")
+        return 2
     except SetupFailed as error:
         say(f"ERROR {error}")
-        able = distinct([sys.executable, *interpreters()])
+        able = pythons.distinct([sys.executable, *pythons.interpreters()])
         if not able:
             say("no Python 3.10 or later: not even a report can be written")
             return 3
@@ -368,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--run and --exec must come first; --exec needs arguments")
     try:
         if args.cpu_tests:
-            print(make_venv(ROOT / ".venv", ROOT / "requirements-cpu.txt"))
+            print(pythons.make_venv(ROOT / ".venv", ROOT / "requirements-cpu.txt"))
         else:
             print(json.dumps(choose(install=False), indent=1))
     except SetupFailed as error:
@@ -377,5 +210,21 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _main() -> int:
+    """main(), ended by a signal with the signal's code; a child of it is killed."""
+
+    def stopped(number: int, _frame: object) -> None:
+        say(f"stopped by {signal.Signals(number).name} during the set-up: nothing ran")
+        sys.exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stopped)
+    try:
+        return main()
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 2
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    streams.open_standard_streams()
+    streams.leave(_main())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -399,6 +400,24 @@ def fault_endless_row() -> int:
     return 0
 
 
+def fault_pipes() -> int:
+    """Puts pipes where files belong."""
+    passed()
+    out = Path(os.environ["NSA_OUT_DIR"])
+    for name in ("events.jsonl", "report.md", "bench/samples.jsonl", "new.csv"):
+        path = out / name
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(exist_ok=True)
+        os.mkfifo(path)
+    return 0
+
+
+def fault_eats_its_log() -> int:
+    passed()
+    (Path(os.environ["NSA_OUT_DIR"]) / "logs" / "eats_its_log.log").unlink()
+    return 0
+
+
 def fault_closes_results() -> int:
     passed()
     os.close(int(os.environ["NSA_RESULT_FD"]))
@@ -593,8 +612,11 @@ def install(fault: dict) -> None:
     """Make the supervisor of this process go wrong; `fault` comes as JSON in ONESHOT_FAULT.
 
     kill / signal: "event" or "event:stage" after which it kills, or signals (with `name`), itself;
-    die_in: "module.function" in which it is killed; disk: bytes that fit into the folder; full_in:
-    "module.function" that finds no space; git: root of the repository that is looked at.
+    signal_in: "module.function" before which it does;
+    die_in: "module.function" in which it is killed, at its `call`-th call; disk: bytes that fit
+    into the folder; full_in: "module.function" that finds no space; git: root of the repository
+    that is looked at; lose: an event like that of kill, after which the folder is "deleted",
+    "moved" or "replaced" (`how`).
     """
     import functools
 
@@ -608,6 +630,8 @@ def install(fault: dict) -> None:
         at = {ev, f"{ev}:{fields.get('stage')}"}
         if fault.get("kill") in at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault.get("lose") in at:
+            _lose(self.path.parent, fault["how"])
         if fault.get("signal") in at:
             fault.pop("signal")
             for delay in fault.get("delays", [0.0]):
@@ -616,14 +640,50 @@ def install(fault: dict) -> None:
 
     journal.Journal.append = append
     if "die_in" in fault:
-        _replace(fault["die_in"], lambda *_a, **_k: os.kill(os.getpid(), signal.SIGKILL))
+        _replace(fault["die_in"], _dies_at_call(fault.get("call", 1)))
     if "full_in" in fault:
         _replace(fault["full_in"], _no_space)
+    if "signal_in" in fault:
+        _replace(fault["signal_in"], _signals_first(fault["signal_in"], fault["name"]))
     if "git" in fault:
-        facts = runner.box.git_facts
-        runner.box.git_facts = lambda _root, *more: facts(Path(fault["git"]), *more)
+        facts = runner.checkout.git_facts
+        runner.checkout.git_facts = lambda _root, *more: facts(Path(fault["git"]), *more)
     if "disk" in fault:
         _small_disk(fault["disk"])
+
+
+def _dies_at_call(number: int):
+    calls = []
+
+    def die(*_args: object, **_kwargs: object) -> str:
+        calls.append(1)
+        if len(calls) >= number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+    return die
+
+
+def _signals_first(path: str, name: str):
+    import importlib
+
+    module, function = path.split(".")
+    real = getattr(importlib.import_module(f"scripts.oneshot.{module}"), function)
+
+    def signals(*args: object, **kwargs: object) -> object:
+        os.kill(os.getpid(), getattr(signal, name))
+        return real(*args, **kwargs)
+
+    return signals
+
+
+def _lose(folder: Path, how: str) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    if how == "deleted":
+        shutil.rmtree(folder.with_name("elsewhere"))
+    if how == "replaced":
+        folder.mkdir()
+        (folder / "notes.txt").write_text("of somebody else")
 
 
 def _later(delay: float, name: str) -> None:
@@ -756,5 +816,8 @@ def private_locks() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--run":
-        raise SystemExit(run_faults(sys.argv[2].split(","), sys.argv[3:]))
+        from scripts.oneshot import streams
+
+        streams.open_standard_streams()
+        streams.leave(run_faults(sys.argv[2].split(","), sys.argv[3:]))
     raise SystemExit(FAULTS[sys.argv[1]]())

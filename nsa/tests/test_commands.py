@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Stands for python3: setup_env.py names it as the interpreter; pytest ends with the given code.
 FAKE_PYTHON = """#!/usr/bin/env bash
+if [ "$1" = -c ]; then exit "${TOO_OLD:-0}"; fi
 echo "ran: ${TRITON_INTERPRET:-0} $*" >> "$RAN"
 printf '%s\\n' "$@" > "$RAN.words"
 case "$*" in
@@ -48,6 +49,21 @@ def tree(tmp_path):
         return done.returncode, ran.read_text().splitlines(), done.stdout + done.stderr
 
     return call
+
+
+def test_an_interpreter_that_is_too_old_is_a_usage_error(tree):
+    for streams in ("", " 2>/dev/full", " 2>&-"):
+        command = f"bash scripts/runner_oneshot.sh{streams}"
+        code, ran, said = tree("bash", "-c", command, TOO_OLD="1")
+        assert (code, ran) == (2, [])
+        assert streams or ("older than Python 3.8" in said and "3.10 or later" in said)
+
+
+def test_cd_goes_to_this_clone(tree, tmp_path):
+    (tmp_path / "other" / "scripts").mkdir(parents=True)
+    for script in ("runner_oneshot.sh", "run_tests.sh"):
+        code, ran, said = tree("bash", f"scripts/{script}", CDPATH=str(tmp_path / "other"))
+        assert code == 0 and ran and str(tmp_path / "other") not in said, said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tarfile
 import tempfile
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.oneshot import bundle, doctor, env, judge, lock
+from scripts.oneshot import bundle, checkout, doctor, judge, lock
 from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.model import RunRecord
 
@@ -87,6 +88,16 @@ def test_lock_follows_no_link(tmp_path):
     assert (tmp_path / "target").read_text() == "precious"
 
 
+def test_a_stopped_run_waits_for_no_lock(tmp_path):
+    held = Lock(tmp_path / "l.lock", "x")
+    held.acquire()
+    asked = []
+    with pytest.raises(Locked, match="held by process"):
+        Lock(tmp_path / "l.lock", "x").acquire(600, lambda: asked.append(1) or len(asked) > 1)
+    assert len(asked) == 2
+    held.release()
+
+
 # ---- which sources -------------------------------------------------------------------------------
 
 
@@ -108,76 +119,133 @@ def test_git_state(sources):
     git(sources, "add", ".")
     git(sources, "commit", "-q", "-m", "one")
     git(sources, "remote", "add", "origin", "https://alice:pw12345678@git.example.com/o/r.git")
-    clean = env.git_facts(sources)
+    clean = checkout.git_facts(sources)
     assert clean["dirty"] is False and clean["branch"] == "main"
     assert clean["commit"].startswith(clean["short"])
     assert clean["remote"] == "git.example.com/o/r"
     (sources / "nsa" / "b.py").write_text("new\n")
-    extra = env.git_facts(sources)
+    extra = checkout.git_facts(sources)
     assert extra["dirty"] and extra["untracked"] == 1
     (sources / "nsa" / "a.py").write_text("x = 2\n")
-    changed = env.git_facts(sources)
+    changed = checkout.git_facts(sources)
     assert changed["diff_sha256"] not in (None, extra["diff_sha256"])
     assert "1 file changed" in changed["diffstat"]
 
 
 def test_no_git_falls_back_to_the_sources(sources):
-    first = env.git_facts(sources)
+    first = checkout.git_facts(sources)
     assert first["short"].startswith("nogit-") and len(first["short"]) == 16
     (sources / "nsa" / "a.py").write_text("x = 3\n")
-    assert env.git_facts(sources)["short"] != first["short"]
-    assert env.git_facts(sources, "deadbeef01")["short"] == "deadbee"
+    assert checkout.git_facts(sources)["short"] != first["short"]
+    assert checkout.git_facts(sources, "deadbeef01")["short"] == "deadbee"
 
 
 def test_a_repository_without_git_installed(sources, monkeypatch):
     git(sources, "init", "-q", "-b", "main")
     git(sources, "add", ".")
     git(sources, "commit", "-q", "-m", "one")
-    commit = env.git_facts(sources)["commit"]
+    commit = checkout.git_facts(sources)["commit"]
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert env.git_facts(sources)["commit"] == commit
+    assert checkout.git_facts(sources)["commit"] == commit
 
 
 def test_where_git_cannot_tell_the_hash_of_the_sources_does(sources):
     """A copied tree with the commit it came from: nothing else sees that it was edited."""
-    before = env.git_facts(sources, "deadbeef01")
-    assert env.same_sources(before, env.git_facts(sources, "deadbeef01"))
+    before = checkout.git_facts(sources, "deadbeef01")
+    assert checkout.same_sources(before, checkout.git_facts(sources, "deadbeef01"))
     (sources / "nsa" / "a.py").write_text("x = 3\n")
-    assert not env.same_sources(before, env.git_facts(sources, "deadbeef01"))
+    assert not checkout.same_sources(before, checkout.git_facts(sources, "deadbeef01"))
     assert committed(sources)["source_sha256"] is None  # git tells
-    foreign = env.git_facts(sources, "deadbeef01")  # another .git came along
+    foreign = checkout.git_facts(sources, "deadbeef01")  # another .git came along
     (sources / "nsa" / "b.py").write_text("new\n")
-    assert not env.same_sources(foreign, env.git_facts(sources, "deadbeef01"))
+    assert not checkout.same_sources(foreign, checkout.git_facts(sources, "deadbeef01"))
 
 
 @pytest.mark.parametrize("name", ["torch.py", "torch/__init__.py", "torch.so"])
 def test_a_module_in_the_root_is_no_clean_tree(sources, name):
     clean = committed(sources)
     (sources / "notes.txt").write_text("x")
-    assert env.git_facts(sources) == clean
-    without = env.source_hash(sources)
+    assert checkout.git_facts(sources) == clean
+    without = checkout.source_hash(sources)
     (sources / name).parent.mkdir(exist_ok=True)
     (sources / name).write_text("x")
-    facts = env.git_facts(sources)
-    assert facts["dirty"] and facts["untracked"] == 1 and not env.same_sources(clean, facts)
-    assert env.source_hash(sources) != without
+    facts = checkout.git_facts(sources)
+    assert facts["dirty"] and facts["untracked"] == 1 and not checkout.same_sources(clean, facts)
+    assert checkout.source_hash(sources) != without
+
+
+def test_sources_that_git_was_told_not_to_see_are_not_clean(sources):
+    (sources / "nsa" / "b.py").write_text("y = 1\n")
+    clean = committed(sources)
+    for name, mark in (("a.py", "--assume-unchanged"), ("b.py", "--skip-worktree")):
+        git(sources, "update-index", mark, f"nsa/{name}")
+        assert checkout.git_facts(sources) == clean  # a mark alone changes nothing
+        (sources / "nsa" / name).write_text("x = 2\n")
+        facts = checkout.git_facts(sources)
+        assert facts["dirty"] and facts["hidden"] == [f"nsa/{name}"]
+        git(sources, "update-index", mark.replace("--", "--no-"), f"nsa/{name}")
+        git(sources, "checkout", "-q", f"nsa/{name}")
+
+
+@pytest.mark.parametrize("where", [".git/info/exclude", "nsa/.gitignore"])
+def test_a_file_that_is_loaded_counts_however_it_is_hidden(sources, where):
+    clean = committed(sources)
+    (sources / where).write_text("*\n")
+    (sources / "nsa" / "notes.txt").write_text("x")
+    (sources / "nsa" / "__pycache__").mkdir()
+    (sources / "nsa" / "__pycache__" / "a.pyc").write_text("x")
+    assert checkout.git_facts(sources) == clean
+    loaded = ["conftest.py", "nsa/conftest.py", "nsa/x.pth", "pytest.ini", "sitecustomize.py"]
+    seen = []
+    for name in loaded:
+        (sources / name).write_text("x")
+        facts = checkout.git_facts(sources)
+        seen.append(facts["diff_sha256"])
+        assert facts["dirty"] and facts["untracked"] == len(seen)
+    hidden = [n for n in loaded if n.startswith("nsa/") or where.startswith(".git/")]
+    assert facts["hidden"] == sorted(hidden) and len(set(seen)) == len(loaded)
+
+
+def test_variables_of_another_repository_mean_nothing(sources, tmp_path, monkeypatch):
+    """As in a git hook."""
+    clean = committed(sources)
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    for name, value in {"GIT_DIR": other / ".git", "GIT_WORK_TREE": other,
+                        "GIT_INDEX_FILE": other / "index"}.items():  # fmt: skip
+        monkeypatch.setenv(name, str(value))
+    assert checkout.git_facts(sources) == clean
+
+
+def test_names_of_any_bytes_are_sources(sources):
+    before = checkout.source_hash(sources)
+    clean = committed(sources)
+    name = os.fsdecode(b"gr\xfcn.py")
+    (sources / "nsa" / name).write_text("x")
+    assert checkout.source_hash(sources) != before
+    facts = checkout.git_facts(sources)
+    assert facts["dirty"] and "problem" not in facts
+    git(sources, "add", ".")
+    assert checkout.git_facts(sources)["dirty"] and "problem" not in checkout.git_facts(sources)
+    assert clean["dirty"] is False
 
 
 def test_what_runs_wrote_is_no_source(sources):
     """An output folder inside of the sources makes nothing dirty; a source beside it does."""
     clean, out = committed(sources), sources / "nsa" / "mine"
-    hashed = env.source_hash(sources, out)
+    hashed = checkout.source_hash(sources, out)
     (out / "abc1234" / "logs").mkdir(parents=True)
     for name in ("abc1234/events.jsonl", "abc1234/logs/a.log", "abc1234.tgz", ".abc1234.lock"):
         (out / name).write_text("x")
-    assert env.git_facts(sources, out=out) == clean
-    assert env.source_hash(sources, out) == hashed
-    assert env.git_facts(sources)["untracked"] == 4
+    assert checkout.git_facts(sources, out=out) == clean
+    assert checkout.source_hash(sources, out) == hashed
+    assert checkout.git_facts(sources)["untracked"] == 4
     (out / "b.py").write_text("x")
     (out / "package").mkdir()
     (out / "package" / "c.py").write_text("x")
-    assert env.git_facts(sources, out=out)["untracked"] == 2
-    assert env.source_hash(sources, out) != hashed
+    assert checkout.git_facts(sources, out=out)["untracked"] == 2
+    assert checkout.source_hash(sources, out) != hashed
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -188,21 +256,21 @@ def test_a_worktree_without_git_installed(sources, monkeypatch, packed):
     git(tree, "commit", "-q", "--allow-empty", "-m", "two")
     if packed:
         git(sources, "pack-refs", "--all")
-    commit = env.git_facts(tree)["commit"]
+    commit = checkout.git_facts(tree)["commit"]
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert env.git_facts(tree)["commit"] == commit != env.git_facts(sources)["commit"]
+    assert checkout.git_facts(tree)["commit"] == commit != checkout.git_facts(sources)["commit"]
 
 
 def committed(sources):
     git(sources, "init", "-q", "-b", "main")
     git(sources, "add", ".")
     git(sources, "commit", "-q", "-m", "one")
-    return env.git_facts(sources)
+    return checkout.git_facts(sources)
 
 
 def test_a_given_commit_that_git_does_not_have_is_never_clean(sources, monkeypatch):
     real = committed(sources)
-    facts = env.git_facts(sources, "deadbeefcafe")
+    facts = checkout.git_facts(sources, "deadbeefcafe")
     assert facts["short"] == "deadbee" and facts["head"] == real["commit"]
     assert facts["dirty"] is None and facts["branch"] is None
     assert real["commit"][:10] in facts["source"]
@@ -211,13 +279,13 @@ def test_a_given_commit_that_git_does_not_have_is_never_clean(sources, monkeypat
     check = doctor.check_git(facts)
     assert check.level == "WARN" and "deadbee" in check.text and real["commit"][:10] in check.text
     monkeypatch.setenv("PATH", "/nonexistent")  # .git is there, git is not
-    assert env.git_facts(sources, "deadbeefcafe")["head"] == real["commit"]
+    assert checkout.git_facts(sources, "deadbeefcafe")["head"] == real["commit"]
 
 
 def test_a_given_name_of_what_is_checked_out_is_that_commit(sources):
     real = committed(sources)
     for name in (real["commit"], real["short"], real["short"].upper(), "main"):
-        assert env.git_facts(sources, name) == real, name
+        assert checkout.git_facts(sources, name) == real, name
 
 
 @pytest.mark.parametrize(("url", "plain"), [
@@ -226,4 +294,4 @@ def test_a_given_name_of_what_is_checked_out_is_that_commit(sources):
     ("ssh://git@h.example:2222/o/r", "h.example/o/r"),
 ])  # fmt: skip
 def test_remote_is_host_and_path(url, plain):
-    assert env.plain_remote(url) == plain
+    assert checkout.plain_remote(url) == plain

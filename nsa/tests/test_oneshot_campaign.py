@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -50,6 +51,7 @@ CUT_OFF = (
     r"no bundle\.json in .*",
     r"the redaction gate is 'pending', not clean",
     r"\w+ in bundle\.json is not what events\.jsonl gives",
+    r"report\.md does not begin with the verdict of bundle\.json",  # written before, or after it
 )
 
 
@@ -216,7 +218,7 @@ for edge in (
 for edge, fault in {
     "after run_end": {"kill": "run_end"},
     "after the first gate": {"kill": "redaction"},
-    "in the short report": {"die_in": "runner.short_report"},
+    "in the short report": {"die_in": "runner.short_report", "call": 2},
     "in the gate": {"die_in": "runner.gate"},
     "in the list of files": {"die_in": "bundle.inventory"},
     "in the check sums": {"die_in": "bundle.write_sums"},
@@ -226,6 +228,10 @@ for edge, fault in {
 
 # Signals.
 CASES |= {
+    "SIGTERM before the run began": Case(
+        "pass", 143, "STOPPED", {"signal_in": "checkout.git_facts", "name": "SIGTERM"},
+        check=lambda o: expect(o, **{"pass": "NOT_RUN"}),
+    ),
     "SIGTERM while the box is looked at": Case(
         "pass,bench", 143, "STOPPED", {"signal": "stage_start:env", "name": "SIGTERM"},
         check=lambda o: expect(o, bench="NOT_RUN"),
@@ -246,6 +252,10 @@ CASES |= {
         "pass,deaf", 4, "BROKEN",
         {"signal": "row:deaf", "name": "SIGINT", "delays": [0.0, 0.5]},
         exit_code=130, cut_off=True,
+    ),
+    "SIGQUIT in a hung stage": Case(
+        "pass,hang,bench", 143, "STOPPED", {"signal": "row:hang", "name": "SIGQUIT"},
+        check=lambda o: noted(o, "SIGQUIT came, and ended the run as SIGTERM does"),
     ),
     "SIGHUP": Case("pass", 0, "PASS", {"signal": "stage_start:pass", "name": "SIGHUP"}),
 }  # fmt: skip
@@ -298,6 +308,14 @@ CASES |= {
         "pass,disk_full", 4, "BROKEN", check=lambda o: kind(o, "disk_full", "NO_SPACE")
     ),
     "clock put back in a stage": Case("pass,clock_back", 0, "PASS"),
+    "pipes where files belong": Case(
+        "pass,pipes,bench", 0, "PASS",
+        check=lambda o: (expect(o, bench="PASS"), gone(o, "new.csv")),
+    ),
+    "stage log that is lost": Case(
+        "pass,eats_its_log", 0, "PASS",
+        check=lambda o: noted(o, "eats_its_log.log was removed or replaced while it ran"),
+    ),
 }
 
 # The disk of the bundle.
@@ -522,6 +540,55 @@ def _(tmp: Path) -> None:
     held(PASSED, outcome)
     remote = outcome.bundle["git"]["remote"]
     assert remote.startswith("git.") and remote.endswith("/o/r")
+
+
+def lost_folder(how: str, words: str) -> Callable[[Path], None]:
+    """A run whose folder goes after its first stage, and what is beside it at the end."""
+
+    def run(tmp: Path) -> None:
+        out = tmp / "out"
+        fault = {"lose": "stage_end:pass", "how": how}
+        outcome = go(out, "pass,bench", fault=fault)
+        assert outcome.code == 0, outcome.console
+        (folder,) = (p for p in out.glob(f"{COMMIT}-*") if p.is_dir())
+        assert list(verify.check(folder)) == [] and not orphans(folder)
+        (note,) = (n["text"] for n in rebuild(folder)[0]["notes"] if words in n["text"])
+        assert f"results go on in {folder}" in note and note in outcome.console
+        assert folder.with_name(folder.name + ".tgz").is_file()
+        assert (folder / "logs" / "pass.log").exists() == (how != "deleted")
+        others = {p.name for p in (out / COMMIT).glob("*")}
+        assert others == ({"notes.txt"} if how == "replaced" else set())
+        nothing_leaked(outcome)
+
+    return run
+
+
+for how, words in (("deleted", "was deleted"), ("moved", "was moved away"),
+                   ("replaced", "was replaced by another folder")):  # fmt: skip
+    MORE[f"output folder that is {how}"] = lost_folder(how, words)
+
+
+@more("standard streams that are closed")
+def _(tmp: Path) -> None:
+    argv = shlex.join([sys.executable, str(DRIVER), "--run", "pass", str(tmp / "out"), "--commit",
+                       COMMIT + "f"])  # fmt: skip
+    env = {**os.environ, **PLANTED, "NO_RENDER": "1"}
+    command = ["bash", "-c", f"exec {argv} <&- >&- 2>&-"]
+    done = subprocess.run(command, timeout=60, env=env, cwd=ROOT)
+    held(PASSED, Outcome(done.returncode, f"exit code {done.returncode}", tmp / "out"))
+
+
+@more("names and a locale that are not UTF-8, and an exit hook that prints")
+def _(tmp: Path) -> None:
+    strange = os.fsdecode(b"gr\xfcn")
+    (tmp / strange).mkdir()
+    hook = tmp / strange / "sitecustomize.py"
+    hook.write_text("import atexit\natexit.register(print, 'bye')\n")
+    env = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "NSA_LOG_LIMIT": "3",
+           "PYTHONPATH": str(tmp / strange), "MY_TOKEN": f"unlikely-{strange}"}  # fmt: skip
+    outcome = go(tmp / strange / "out", "pass", env=env)
+    held(PASSED, outcome)
+    assert "bye" not in outcome.console
 
 
 @more("output folder that cannot be made")

@@ -18,7 +18,7 @@ from nsa.tests.test_oneshot_faults import DRIVER, ROOT, bundle_of, run
 from scripts import setup_env
 from scripts.oneshot import attach, judge, runner, stages
 from scripts.oneshot.arguments import seconds
-from scripts.oneshot.env import git_facts
+from scripts.oneshot.checkout import git_facts
 from scripts.oneshot.journal import Journal, read_events
 from scripts.oneshot.lock import folder_lock
 from scripts.oneshot.outputs import scp_line
@@ -345,7 +345,7 @@ def test_detach_says_what_came_of_it(tmp_path, capsys, monkeypatch):
         return SimpleNamespace(pid=4711, poll=lambda: None)
 
     monkeypatch.setattr(runner.subprocess, "Popen", begin)
-    monkeypatch.setattr(runner.box, "git_facts", lambda *_: {"short": "abc1234"})
+    monkeypatch.setattr(runner.checkout, "git_facts", lambda *_: {"short": "abc1234"})
     monkeypatch.setattr(runner.box, "smi_query", lambda: [])
     code, said = detach("--out", str(tmp_path))
     assert code == 0 and said.startswith("running as process 4711")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from scripts import setup_env
+from scripts import pythons, setup_env
 from scripts.oneshot import doctor, probe_torch
 from scripts.oneshot import env as box
 
@@ -129,6 +130,31 @@ def test_what_is_right_is_said_too(tmp_path):
     assert "NVIDIA H200" in checks["gpu"].text
     chosen = examine(tmp_path, gpu=False)["gpu"]
     assert chosen.level == "OK" and "cpu profile was chosen" in chosen.text
+
+
+def test_code_that_runs_before_ours_is_told(tmp_path):
+    def told(torch, environ):
+        check = doctor.check_startup(torch, environ)
+        return check and (check.level, check.text.partition(": ")[2])
+
+    assert told({}, {}) is None and told({"startup": []}, {"PYTHONPATH": "/x/.deps/cp311"}) is None
+    environ = {"PYTHONPATH": "/p", "PYTHONSTARTUP": "/s"}
+    said = "PYTHONPATH has /p; PYTHONSTARTUP is set; /a/sitecustomize.py runs"
+    assert told({"startup": ["/a/sitecustomize.py"]}, environ) == ("WARN", said)
+
+
+def test_files_that_python_runs_at_its_start_are_found(tmp_path):
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "a.pth").write_text("/no/code\n")
+    (packages / "b.pth").write_text("import os\n")
+    (packages / "sitecustomize.py").write_text("")
+    probe = "from scripts.oneshot import probe_torch as p; print(*p._startup(), sep='\\n')"
+    done = subprocess.run([venv / "bin" / "python", "-c", probe], capture_output=True, text=True,
+                          cwd=Path(__file__).resolve().parents[2])  # fmt: skip
+    found = {Path(line).name for line in done.stdout.splitlines() if str(tmp_path) in line}
+    assert found == {"b.pth", "sitecustomize.py"}, done.stderr
 
 
 def test_the_table_of_pairs_is_the_readmes():
@@ -288,7 +314,7 @@ def test_fingerprint_is_of_this_box_and_no_other(same, changes):
 
 
 @pytest.fixture
-def pythons(monkeypatch, tmp_path):
+def machine(monkeypatch, tmp_path):
     """Two interpreters on PATH: the second one's torch sees the GPU."""
     answers = {"/a/python3": {"works": False, "torch": "2.11.0+cpu"},
                "/b/python3": {"works": True, "torch": "2.11.0+cu130"}}  # fmt: skip
@@ -301,26 +327,27 @@ def pythons(monkeypatch, tmp_path):
 
     monkeypatch.delenv("PYTHON", raising=False)
     monkeypatch.setattr(setup_env, "ROOT", tmp_path)
-    monkeypatch.setattr(setup_env, "ask", ask)
-    monkeypatch.setattr(setup_env, "interpreters", lambda: list(answers))
-    monkeypatch.setattr(setup_env, "make_venv", lambda folder, req: f"{folder.name}/{req.name}")
+    monkeypatch.setattr(pythons, "ROOT", tmp_path)
+    monkeypatch.setattr(pythons, "ask", ask)
+    monkeypatch.setattr(pythons, "interpreters", lambda: list(answers))
+    monkeypatch.setattr(pythons, "make_venv", lambda folder, req: f"{folder.name}/{req.name}")
     return answers
 
 
-def test_a_torch_that_sees_the_gpu_is_used_as_it_is(pythons, monkeypatch):
+def test_a_torch_that_sees_the_gpu_is_used_as_it_is(machine, monkeypatch):
     monkeypatch.setattr(setup_env, "nvidia_hardware", lambda: "a GPU")
     choice = setup_env.choose()
     assert choice["python"] == "/b/python3" and choice["pythonpath"] == ""
     assert "/a/python3" in choice["problems"][0]
 
 
-def test_hardware_without_such_a_torch_gets_its_own_environment(pythons, monkeypatch):
+def test_hardware_without_such_a_torch_gets_its_own_environment(machine, monkeypatch):
     monkeypatch.setattr(setup_env, "nvidia_hardware", lambda: "a GPU")
-    pythons["/b/python3"]["works"] = False
+    machine["/b/python3"]["works"] = False
     assert setup_env.choose()["python"] == ".venv-gpu/requirements.txt"
 
 
-def test_no_hardware_gets_the_cpu_environment(pythons, monkeypatch):
+def test_no_hardware_gets_the_cpu_environment(machine, monkeypatch):
     monkeypatch.setattr(setup_env, "nvidia_hardware", lambda: None)
     assert setup_env.choose()["python"] == ".venv/requirements-cpu.txt"
 
@@ -329,7 +356,7 @@ def test_a_given_python_wins_and_a_wrong_one_is_named(monkeypatch):
     monkeypatch.setenv("PYTHON", sys.executable)
     assert setup_env.choose(install=False)["python"] == sys.executable
     monkeypatch.setenv("PYTHON", "/no/such/python")
-    with pytest.raises(setup_env.SetupFailed, match="PYTHON=/no/such/python"):
+    with pytest.raises(pythons.SetupFailed, match="PYTHON=/no/such/python"):
         setup_env.choose(install=False)
 
 
@@ -341,12 +368,13 @@ def fake_python(path, body):
 
 
 def test_offline_goes_on_and_says_what_is_missing(monkeypatch, tmp_path):
-    facts = {"version": [3, 11], "prefix": "p", "missing": ["jinja2", "psutil"]}
+    facts = {"version": [3, 11], "prefix": "p", "missing": ["jinja2", "psutil"],
+             "argv": ["-m", "pip"]}  # fmt: skip
     calls = tmp_path / "calls"
     answer = f"if [ \"$1\" = -c ]; then echo '{json.dumps(facts)}'; exit; fi\n"
     python = fake_python(tmp_path / "python", f'{answer}echo "$@" >> {calls}; exit 1\n')
-    monkeypatch.setattr(setup_env, "ROOT", tmp_path)
-    folder, missing, problem = setup_env.add_small_packages(python)
+    monkeypatch.setattr(pythons, "ROOT", tmp_path)
+    folder, missing, problem = pythons.add_small_packages(python)
     assert missing == ["jinja2", "psutil"] and "pip ended with 1" in problem
     asked = calls.read_text()
     assert "--target" in asked and "--no-deps" in asked and str(folder) in asked
@@ -357,10 +385,10 @@ def test_venv_without_ensurepip_says_what_to_install(monkeypatch, tmp_path):
     python = fake_python(
         tmp_path / "python", "echo 'ensurepip is not available: apt install python3-venv'; exit 1\n"
     )
-    monkeypatch.setattr(setup_env, "distinct", lambda _: [{"path": python, "version": [3, 11]}])
+    monkeypatch.setattr(pythons, "distinct", lambda _: [{"path": python, "version": [3, 11]}])
     (tmp_path / "r.txt").write_text("x\n")
-    with pytest.raises(setup_env.SetupFailed, match="ensurepip.*\n.*python3-venv"):
-        setup_env.make_venv(tmp_path / "venv", tmp_path / "r.txt")
+    with pytest.raises(pythons.SetupFailed, match="ensurepip.*\n.*python3-venv"):
+        pythons.make_venv(tmp_path / "venv", tmp_path / "r.txt")
     assert not (tmp_path / "venv").exists()
 
 
@@ -369,11 +397,69 @@ def test_an_up_to_date_venv_is_left_alone(monkeypatch, tmp_path):
     requirements.write_text("# nothing\n")
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    (venv / setup_env.STAMP).write_text(setup_env.digest(requirements, str(venv / "bin/python")))
-    assert setup_env.make_venv(venv, requirements) == str(venv / "bin" / "python")
-    requirements.write_text("something-new\n")
-    with pytest.raises(setup_env.SetupFailed, match="could not install r.txt"):
-        setup_env.make_venv(venv, requirements)  # there is no pip in it, so it must have tried
+    (venv / pythons.STAMP).write_text(pythons.digest(requirements, str(venv / "bin/python")))
+    assert pythons.make_venv(venv, requirements) == str(venv / "bin" / "python")
+    requirements.write_text("something-new @ file:///no/such/folder\n")
+    with pytest.raises(pythons.SetupFailed, match="could not install r.txt"):
+        pythons.make_venv(venv, requirements)
+
+
+def wheel(folder, name, **files):
+    """A wheel of one module, or of the `files` that are given, for pip without a network."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    files = files or {f"{name}.py": "x = 1\n"}
+    files |= {f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+              f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}
+    with zipfile.ZipFile(path, "w") as packed:
+        for file, text in files.items():
+            packed.writestr(file, text)
+        packed.writestr(f"{info}/RECORD", "".join(f"{f},,\n" for f in (*files, f"{info}/RECORD")))
+    return path
+
+
+def test_an_environment_without_pip_and_a_user_with_settings_of_his_own(monkeypatch, tmp_path):
+    """The stamp says that what was asked for can be imported."""
+    venv, requirements = tmp_path / "venv", tmp_path / "r.txt"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    for name, value in {"PIP_USER": "1", "PIP_TARGET": str(tmp_path / "astray"),
+                        "PIP_REQUIRE_VIRTUALENV": "1", "PIP_NO_INDEX": "1"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(pythons, "SMALL", {"good": ("good", ()), "broken": ("broken", ())})
+    requirements.write_text(f"broken @ {wheel(tmp_path, 'broken', **{'other.py': ''}).as_uri()}\n")
+    with pytest.raises(pythons.SetupFailed, match="imports fail: broken: ModuleNotFoundError"):
+        pythons.make_venv(venv, requirements)
+    assert not (venv / pythons.STAMP).exists()
+    requirements.write_text(f"good @ {wheel(tmp_path, 'good').as_uri()}\n")
+    pythons.make_venv(venv, requirements)
+    assert (venv / pythons.STAMP).exists() and not (tmp_path / "astray").exists()
+
+
+def test_an_environment_with_no_pip_at_all_gets_that_of_the_starter(monkeypatch):
+    """As Debian's without python3-venv."""
+    monkeypatch.setattr(pythons, "ask", lambda python, *_, **__: {
+        "argv": ["-m", "pip"] if python == sys.executable else None
+    })  # fmt: skip
+    ran = []
+
+    def run(argv, env, **_):
+        ran.append((argv, env.get("PIP_USER"), env.get("PIP_TARGET"), env.get("PIP_INDEX_URL")))
+        return subprocess.CompletedProcess(argv, 0)
+
+    monkeypatch.setattr(pythons.subprocess, "run", run)
+    monkeypatch.setenv("PIP_TARGET", "/astray")
+    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example.com")
+    assert pythons.pip("/e/python", "install", "x") is None
+    argv = [sys.executable, "-m", "pip", "--python", "/e/python", "install", "x"]
+    assert ran == [(argv, "0", None, "https://mirror.example.com")]
+    monkeypatch.setattr(pythons, "ask", lambda *_, **__: {"argv": None})
+    assert "there is no pip" in pythons.pip("/e/python", "install", "x")
+
+
+def test_what_an_exit_hook_prints_is_no_answer(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(print, 'bye')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert pythons.ask(sys.executable, pythons.FACTS)["executable"] == sys.executable
 
 
 @pytest.fixture
@@ -381,6 +467,7 @@ def became(monkeypatch, tmp_path):
     """What setup_env became: (interpreter, arguments, PYTHONPATH)."""
     calls = []
     monkeypatch.setattr(setup_env, "ROOT", tmp_path)
+    monkeypatch.setattr(pythons, "ROOT", tmp_path)
     monkeypatch.setattr(setup_env.os, "chdir", lambda _: None)
     monkeypatch.setattr(
         setup_env.os, "execve",
@@ -403,12 +490,12 @@ def test_exec_runs_the_choice_with_its_small_packages(became, monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--help"])
-def test_a_dry_run_installs_nothing(became, pythons, monkeypatch, option):
+def test_a_dry_run_installs_nothing(became, machine, monkeypatch, option):
     def install(*_):
         raise AssertionError("something is being installed")
 
-    for name in ("make_venv", "add_small_packages", "choose"):
-        monkeypatch.setattr(setup_env, name, install)
+    for module, name in ((pythons, "make_venv"), (pythons, "pip"), (setup_env, "choose")):
+        monkeypatch.setattr(module, name, install)
     setup_env.main(["--run", "out", option])
     ((_, argv, path),) = became
     assert argv == ["-m", "scripts.oneshot", "run", "out", option] and path == ""

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import random
+import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
 from nsa.tests.oneshot_faults import CANARIES, PRIVATE
-from scripts.oneshot.redact import Redactor, gate
+from nsa.tests.oneshot_secrets import ENVIRON as BOX
+from nsa.tests.oneshot_secrets import SHAPES
+from scripts.oneshot.gate import gate
+from scripts.oneshot.redact import Redactor
 
 ENVIRON = {
     "MY_SERVICE_TOKEN": "plainlookingvalue-42",
@@ -39,6 +46,55 @@ def test_canary_is_removed_in_every_setting(redactor, name):
         assert redactor.text(clean) == clean, "redaction must be stable"
 
 
+@pytest.fixture(scope="module")
+def boxed():
+    """What is redacted on the box of oneshot_secrets."""
+    hosts = ("pod-9f8e7d6c.cluster.local",)
+    return Redactor(BOX, hostnames=hosts, user="alice", home="/home/alice")
+
+
+@pytest.mark.parametrize(("kind", "text", "private"), SHAPES)
+def test_a_shape_of_real_logs_is_removed(boxed, kind, text, private):
+    redactor = boxed
+    clean = redactor.text(text)
+    assert private not in clean
+    markup = re.sub(r"<(\w+(?:-\d+)?)>", r"&lt;\1&gt;", clean)
+    for again in (clean, markup):
+        assert redactor.text(again) == again, "redaction must be stable"
+
+
+def honest_texts():
+    """A real report shortened, measured rows, pages, kernel names, and the code of tracebacks."""
+    root = Path(__file__).resolve().parents[2]
+    for pattern in ("nsa/tests/honest_report.md", "bench/results/*/*", "docs/*.md", "README.md",
+                    "nsa/tests/locks/*",
+                    "nsa/kernels/**/*.py", "bench/*.py", "scripts/*.py"):
+        yield from sorted(root.glob(pattern))
+
+
+def test_nothing_of_honest_texts_is_eaten():
+    hosts = ("pod-9f8e7d6c.cluster.local",)
+    redactor = Redactor(BOX, hostnames=hosts, user="alice", home="/home/alice")
+    read = 0
+    for path in honest_texts():
+        text = path.read_text(encoding="utf-8")
+        clean = redactor.text(text)
+        read += len(text)
+        if clean != text:
+            pairs = zip(text.split("\n"), clean.split("\n"), strict=False)
+            raise AssertionError((path.name, *next(p for p in pairs if p[0] != p[1])))
+    assert read > 1_000_000 and not redactor.counts
+
+
+def test_a_secret_named_after_a_picture_is_none():
+    """A plot inside a page is base64, and looks like nothing but keys."""
+    redactor = Redactor({}, hostnames=(), user="", home="/home/alice")
+    picture = base64.b64encode(random.Random(1).randbytes(3000)).decode()
+    page = f'<image xlink:href="data:image/png;base64,\n{picture[:1000]}\n{picture[1000:]}"/>'
+    assert redactor.text(page) == page
+    assert redactor.text(f"said {picture[:200]}") != f"said {picture[:200]}"
+
+
 @pytest.mark.parametrize("private", [
     "plainlookingvalue-42", "sesame-open-77", "alice", "pod-9f8e7d6c", "198.51.100.9",
     "/home/alice/.ssh",
@@ -61,7 +117,11 @@ def test_known_values_are_found_anywhere(redactor, private):
     "cudnn-cu12: 9.10.2.21", "nvrtc=12.4.5.8", "cuBLAS v12.8.4.1", "tensorrt==10.3.0.26",
     "--max-tokens 4096 --token-file x --key f --tokens abcdef", "cookie: none", "cookies: a=b",
     "--no-password --token --verbose", "task gsk_ r8_ nvapi- ya29. wandb login",
-    "GPU 0: NVIDIA H200, 143771 MiB", "malice and Alicedale", "at 1.5.2 of 3.10.1",
+    '"triton_pin": "triton==3.6.0"', '"parity_pass":1051,"PASS": "good"', "tokens: 'Tensor' = None",
+    "token = first_token + 1", "key=operator.itemgetter(0)", "class State(threading.local):",
+    "q[0, -queries:]", "actions/checkout@v4 memcpy@GLIBC_2.14 image@sha256:12",
+    "docker -u 1000:1000", "GPU 0: NVIDIA H200, 143771 MiB", "malice and Alicedale",
+    "at 1.5.2 of 3.10.1",
 ])  # fmt: skip
 def test_harmless_text_stays(redactor, text):
     assert redactor.text(text) == text
@@ -271,5 +331,5 @@ def test_gate_fails_closed(tmp_path, redactor, monkeypatch):
     """A hit that cannot be cleaned is a failed gate, not a shrug."""
     folder = tmp_path / "bundle"
     plant(folder)
-    monkeypatch.setattr("scripts.oneshot.journal.write_atomic", lambda path, text: None)
+    monkeypatch.setattr("scripts.oneshot.gate.write_atomic", lambda path, text: None)
     assert gate(folder, redactor)["gate"] == "failed"

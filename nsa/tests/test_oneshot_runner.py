@@ -18,6 +18,7 @@ from scripts.oneshot import cards, runner, stages
 from scripts.oneshot.journal import Ballast, utc_now
 from scripts.oneshot.judge import Status, judge
 from scripts.oneshot.model import RunRecord, Stage, StageResult
+from scripts.oneshot.place import Place
 from scripts.oneshot.redact import Redactor
 from scripts.oneshot.rows import parse_row
 from scripts.oneshot.runner import Run
@@ -29,7 +30,7 @@ def half_run(tmp_path):
     """A Run without its beginning: the folder, the console, nothing that was stopped."""
     run = object.__new__(Run)
     run.folder, run.stop, run.redactor = tmp_path, SimpleNamespace(by=None), Redactor({})
-    run.said = []
+    run.said, run.place = [], Place(tmp_path)
     run.progress = SimpleNamespace(line=lambda text="": run.said.append(text))
     return run
 
@@ -62,9 +63,10 @@ def test_sources_that_cannot_be_looked_at_again_cost_nothing(half_run, monkeypat
     def vanished(*_):
         raise OSError("the tree is gone")
 
-    monkeypatch.setattr(runner.box, "git_facts", vanished)
+    monkeypatch.setattr(runner.checkout, "git_facts", vanished)
     half_run._look_at_sources_again(1.0)
-    monkeypatch.setattr(runner.box, "git_facts", lambda *_: {"commit": None, "problem": "no git"})
+    unknown = {"commit": None, "problem": "no git"}
+    monkeypatch.setattr(runner.checkout, "git_facts", lambda *_: unknown)
     half_run._look_at_sources_again(1.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from scripts.oneshot.judge import Status
 from scripts.oneshot.model import Stage, StageResult
 from scripts.oneshot.processes import TAG
 from scripts.oneshot.redact import Redactor
-from scripts.oneshot.supervise import Context, child_environment, run_stage
+from scripts.oneshot.supervise import Context, Stop, child_environment, run_stage
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -127,6 +128,22 @@ def test_stop_ends_the_stage_at_once(context):
     t0 = time.monotonic()
     result = run_stage(context, faults.stage("deaf"))
     assert result.kind == "PREEMPTED" and time.monotonic() - t0 < 10
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM",
+                                  "SIGVTALRM", "SIGPROF", "SIGXCPU"])  # fmt: skip
+def test_a_signal_that_would_end_the_process_ends_the_run(name):
+    number = getattr(signal, name)
+    before = {n: signal.getsignal(n) for n in signal.valid_signals() if n not in (9, 19)}
+    try:
+        stop = Stop()
+        stop.install()
+        signal.raise_signal(number)
+        assert stop.by == "sigterm" and stop.other == (None if name == "SIGTERM" else name)
+    finally:
+        for n, handler in before.items():
+            if handler is not None:
+                signal.signal(n, handler)
 
 
 def test_missing_output_is_not_a_pass(context):

@@ -11,13 +11,16 @@ Exit codes of `run`: 0 all required stages passed; 1 a check failed; 2 usage; 3 
 could not run (no GPU, unfit box, or no time left of its budget), or nothing was proven;
 4 infrastructure (timeout, crash, out of memory, no space);
 5 only invalid or unstable results; 6 redaction failed, nothing packed; 75 another run holds the GPU
-or the folder; 130/143 stopped by SIGINT/SIGTERM after saving what was there. SIGHUP stops nothing.
+or the folder; 130/143 stopped by SIGINT/SIGTERM after saving what was there; what else would end a
+process (SIGQUIT, SIGXCPU, SIGUSR1) counts as SIGTERM. SIGHUP stops nothing.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+
+from scripts.oneshot import streams
 
 # Each verb's module has main(argv: list[str]) -> int.
 VERBS = {
@@ -41,5 +44,15 @@ def main(argv: list[str] | None = None) -> int:
     return importlib.import_module(VERBS[argv[0]]).main(argv[1:])
 
 
+def _main() -> int:
+    try:
+        return main()
+    except SystemExit as error:  # of argparse
+        return error.code if isinstance(error.code, int) else 2
+
+
 if __name__ == "__main__":
+    streams.open_standard_streams()
+    if sys.argv[1:2] == ["run"]:
+        streams.leave(_main())
     raise SystemExit(main())

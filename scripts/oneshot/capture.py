@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import re
 from collections import deque
 from collections.abc import Callable
@@ -50,8 +51,11 @@ class StageLog:
         self._cut = 0  # characters left out of the middle of the unfinished line
         self._end = ""  # its last characters once the middle is being left out
         self._file = None
+        self._stat = os.stat_result([0] * 10)
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not path.is_file():
+                path.unlink()  # a pipe would wait for a reader
             self._file = open(path, "w", encoding="utf-8", errors="replace", newline="\n")
 
     def feed(self, data: bytes) -> None:
@@ -131,7 +135,18 @@ class StageLog:
         self._tail.clear()
         if self._file is not None:
             with suppress(OSError):
+                self._stat = os.fstat(self._file.fileno())
                 self._file.close()
+
+    def lost(self) -> str | None:
+        """What of the output cannot be read in the file any more, as a sentence; None: all can."""
+        if self.lost_to_disk:
+            return f"{self.lost_to_disk} lines could not be written to {self.path.name}"
+        try:
+            kept = os.path.samestat(self._stat, os.lstat(self.path))
+        except OSError:
+            kept = False
+        return None if kept else f"{self.path.name} was removed or replaced while it ran"
 
     def uncaught_error(self) -> str | None:
         """The last line of the last Python traceback in the output, if there is one."""

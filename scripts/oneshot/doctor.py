@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.kernels import fa2_wheels
+from scripts.oneshot import checkout
 from scripts.oneshot import env as box
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -270,6 +271,13 @@ def check_space(out: Path) -> Check:
 
 def check_writable(out: Path) -> Check:
     for name, path in (("the output folder", out), ("the Triton cache", box.triton_cache())):
+        if path is None:
+            return Check(
+                "writable",
+                "WARN",
+                "this user has no home: Triton compiles every kernel anew in every process",
+                "set TRITON_CACHE_DIR to a folder of yours",
+            )
         try:
             path.mkdir(parents=True, exist_ok=True)
             probe = path / f".write-probe-{os.getpid()}"
@@ -393,13 +401,31 @@ def check_git(git: Mapping[str, Any]) -> Check:
             "leave --commit and NSA_COMMIT out, or check that commit out",
         )
     if git.get("dirty"):
+        names = ", ".join(git.get("hidden") or ())
+        hidden = f"; git was told not to see {names}" if names else ""
         return Check(
             "git",
             "WARN",
-            f"{git['short']} with changes of yours",
+            f"{git['short']} with changes of yours{hidden}",
             "commit them, so that the report names what it measured",
         )
     return Check("git", "OK", f"commit {git['short']}")
+
+
+def check_startup(torch: Mapping[str, Any], environ: Mapping[str, str]) -> Check | None:
+    """Code that Python runs before ours, or finds in its place."""
+    paths = environ.get("PYTHONPATH", "").split(os.pathsep)
+    said = [f"PYTHONPATH has {p}" for p in paths if p and f"{os.sep}.deps{os.sep}" not in p]
+    said += [f"{name} is set" for name in ("PYTHONSTARTUP", "PYTHONHOME") if environ.get(name)]
+    said += [f"{path} runs" for path in torch.get("startup") or ()]
+    if not said:
+        return None
+    return Check(
+        "startup",
+        "WARN",
+        "not only the sources decide what runs: " + "; ".join(said),
+        "unset or remove it where you do not mean it",
+    )
 
 
 def check_clock() -> Check:
@@ -456,6 +482,7 @@ def examine(
         ("memory", check_memory),
         ("cpus", check_cpus),
         ("git", lambda: check_git(git)),
+        ("startup", lambda: check_startup(torch, environ)),
         ("clock", check_clock),
     ]
     if gpu:
@@ -516,7 +543,7 @@ def main(argv: list[str]) -> int:
         out=args.out,
         device=device,
         torch=torch,
-        git=box.git_facts(ROOT, os.environ.get("NSA_COMMIT")),
+        git=checkout.git_facts(ROOT, os.environ.get("NSA_COMMIT")),
         environ=os.environ,
     )
     if args.json:

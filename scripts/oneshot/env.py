@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 import os
 import platform
 import re
@@ -18,10 +17,8 @@ from typing import Any
 
 from scripts.oneshot.journal import dumps, utc_now
 from scripts.oneshot.redact import ALLOWED_VARIABLES, SECRET_NAME
+from scripts.oneshot.streams import last_answer
 
-SOURCES = ("nsa", "bench", "scripts", "templates", "configs")
-# In the root: a stage starts there and would import them, whatever their name shadows.
-_IMPORTABLE = ("*.py", "*.so", "*/__init__.py")
 _SMI_FIELDS = {
     "uuid": "uuid", "name": "name", "driver": "driver_version", "mem_mib": "memory.total",
     "mem_used_mib": "memory.used", "util_pct": "utilization.gpu", "sm": "compute_cap",
@@ -54,7 +51,7 @@ def command(argv: list[str], timeout_s: float = 10.0, **kwargs: Any) -> str:
     try:
         child = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace", **kwargs,
+            encoding="utf-8", **{"errors": "replace", **kwargs},
         )  # fmt: skip
     except FileNotFoundError:
         raise ProbeFailed(f"{name} is not installed") from None
@@ -85,134 +82,6 @@ def abort() -> None:
     for child in list(_asked):
         with suppress(OSError):
             child.kill()
-
-
-# ---------------------------------------------------------------------------------- git
-
-
-def git_facts(
-    root: Path, commit: str | None = None, out: Path | None = None, timeout_s: float = 20.0
-) -> dict[str, Any]:
-    """Which sources these are. `commit` (from --commit or NSA_COMMIT) wins over the repository.
-
-    Where it is not the commit that git has checked out, `head` is that one, and whether the sources
-    are clean is unknown: a copied tree may carry another .git along. Where git cannot tell that,
-    `source_sha256` is the hash of the sources. Without git or a readable repository the short name
-    is `nogit-<that hash>`. What runs wrote into `out` is no source. timeout_s: of each question to
-    git.
-    """
-    facts: dict[str, Any] = {
-        "commit": None, "short": None, "head": None, "branch": None, "dirty": None,
-        "diff_sha256": None, "diffstat": None, "untracked": None, "remote": None, "source": "git",
-        "source_sha256": None,
-    }  # fmt: skip
-
-    def git(*args: str) -> str:
-        safe = ["git", "-c", f"safe.directory={root}", "-C", str(root), "--no-optional-locks"]
-        return command([*safe, *args], timeout_s)
-
-    try:
-        top = git("rev-parse", "--show-toplevel").strip()
-        if os.path.realpath(top) != os.path.realpath(root):
-            raise ProbeFailed("the sources lie inside another repository")
-        facts["commit"] = git("rev-parse", "HEAD").strip()
-        facts["short"] = git("rev-parse", "--short", "HEAD").strip()
-        with suppress(ProbeFailed):
-            facts["branch"] = git("symbolic-ref", "--short", "-q", "HEAD").strip()
-        with suppress(ProbeFailed):
-            facts["remote"] = plain_remote(git("remote", "get-url", "origin").strip())
-        diff = git("diff", "HEAD", "--no-ext-diff", "--binary")
-        where = [*SOURCES, *(f":(glob){name}" for name in _IMPORTABLE)]
-        extra = git("ls-files", "--others", "--exclude-standard", "-z", "--", *where).split("\0")
-        extra = [name for name in extra if name and not _is_output(root / name, out)]
-        facts["untracked"] = len(extra)
-        facts["dirty"] = bool(diff.strip() or extra)
-        if facts["dirty"]:
-            digest = hashlib.sha256(diff.encode())
-            for name in sorted(extra):
-                digest.update(name.encode() + b"\0" + (root / name).read_bytes())
-            facts["diff_sha256"] = digest.hexdigest()
-            facts["diffstat"] = git("diff", "HEAD", "--shortstat", "--no-ext-diff").strip() or None
-    except (ProbeFailed, OSError) as error:
-        facts["problem"] = str(error)
-    if commit:
-        head = facts["commit"] or _head_without_git(root)
-        if facts["commit"] and not commit.startswith("-"):
-            with suppress(ProbeFailed):  # the name of a branch or a tag
-                named = git("rev-parse", "--verify", "-q", f"{commit}^{{commit}}").strip()
-                commit = head if named == head else commit
-        agrees = head is not None and head.startswith(commit.lower())
-        if not (agrees and facts["commit"]):
-            facts.update(commit=commit, short=commit[:7], source="given by the caller")
-        if head and not agrees:
-            facts.update(head=head, branch=None, dirty=None)
-            facts["source"] += f", git has {head[:10]}"
-    elif not facts["commit"]:
-        read = _head_without_git(root)
-        if read:
-            facts.update(commit=read, short=read[:7], source=".git read without git")
-    if facts["dirty"] is None or "problem" in facts:
-        facts["source_sha256"] = source_hash(root, out)
-    if not facts["short"]:
-        name = f"nogit-{facts['source_sha256'][:10]}"
-        facts.update(short=name, source="hash of the sources")
-    facts["short"] = re.sub(r"[^A-Za-z0-9._-]", "-", facts["short"])[:40].lstrip(".-") or "unnamed"
-    return facts
-
-
-def same_sources(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Do two answers of git_facts speak of the same sources, as far as they can tell?"""
-    told = ("commit", "short", "head", "diff_sha256", "source_sha256")
-    return all(a.get(k) == b.get(k) for k in told)
-
-
-def _is_output(path: Path, out: Path | None) -> bool:
-    """Did a run write `path` into `out`: in its folder, or as its archive or lock beside that?"""
-    if out is None or out not in path.parents:
-        return False
-    first = out / path.relative_to(out).parts[0]
-    if first == path:
-        return path.suffix in (".tgz", ".lock")
-    return (first / "events.jsonl").is_file()
-
-
-def plain_remote(url: str) -> str:
-    """Host and path of a remote, nothing else."""
-    url = re.sub(r"^[a-z][a-z0-9+.-]*://", "", url)
-    url = re.sub(r"^[^/@]*@", "", url)
-    url = re.sub(r"^([^/:]+):(?:\d+/)?", r"\1/", url)
-    return re.sub(r"[?#].*$", "", url).removesuffix(".git")
-
-
-def _head_without_git(root: Path) -> str | None:
-    """The commit of .git/HEAD, for a box that has the repository but no git."""
-    with suppress(OSError):
-        folder = root / ".git"
-        if folder.is_file():  # of a worktree: the folder is named inside
-            folder = root / folder.read_text().strip().removeprefix("gitdir: ")
-        head = (folder / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head if re.fullmatch(r"[0-9a-f]{40,64}", head) else None
-        ref = head[5:]
-        with suppress(OSError):  # a worktree has its branch in the folder of the repository
-            folder = folder / (folder / "commondir").read_text().strip()
-        with suppress(OSError):
-            return (folder / ref).read_text().strip()
-        for line in (folder / "packed-refs").read_text().splitlines():
-            if line.endswith(" " + ref):
-                return line.split()[0]
-    return None
-
-
-def source_hash(root: Path, out: Path | None = None) -> str:
-    """sha256 over names and contents of the sources, without what runs wrote into `out`."""
-    digest = hashlib.sha256()
-    paths = {path for folder in SOURCES for path in (root / folder).rglob("*")}
-    for path in sorted(paths.union(*(root.glob(name) for name in _IMPORTABLE))):
-        if path.is_file() and "__pycache__" not in path.parts and not _is_output(path, out):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0")
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------------------------- hardware
@@ -266,17 +135,43 @@ def smi_query(timeout_s: float = 10.0, index: int | None = None) -> list[dict[st
 
 def gpus_named(name: str, gpus: Sequence[Mapping[str, Any]]) -> list[int]:
     """Which of nvidia-smi's GPUs a name in CUDA_VISIBLE_DEVICES means: a number, or how a UUID
-    begins."""
+    begins; also the older name of a slice, MIG-GPU-<UUID of its card>/<instance>/<instance>."""
     if name.isdecimal():
         return [int(name)] if int(name) < len(gpus) else []
+    name = name.removeprefix("MIG-").split("/")[0]
     by_uuid = name.startswith("GPU-")
     return [i for i, g in enumerate(gpus) if by_uuid and str(g.get("uuid")).startswith(name)]
 
 
 def visible_gpu(gpus: Sequence[dict[str, Any]], environ: Mapping[str, str]) -> dict[str, Any]:
-    """The one of nvidia-smi's GPUs that a process of this environment sees first."""
+    """The one of nvidia-smi's GPUs that a process of this environment sees first.
+
+    Of a slice (MIG) only what is known of it: its own UUID, and what it shares with its card. Of a
+    name that nvidia-smi does not explain nothing is known but the driver.
+    """
     name = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    return gpus[next(iter(gpus_named(name, gpus)), 0)]
+    if not name:
+        return gpus[0]
+    slice_of = name.startswith("MIG-")
+    found = gpus_named(name, gpus) or (_card_of_slice(name, gpus) if slice_of else [])
+    if found and not slice_of:
+        return gpus[found[0]]
+    shared = ("driver", "sm", "temp_c", "persistence") if found else ("driver",)
+    known = {key: gpus[found[0] if found else 0].get(key) for key in shared}
+    return {**known, "uuid": name, "mig": "Enabled" if slice_of else None}
+
+
+def _card_of_slice(name: str, gpus: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The card under whose line `nvidia-smi -L` lists the slice."""
+    with suppress(ProbeFailed):
+        card = None
+        for line in command(["nvidia-smi", "-L"]).splitlines():
+            if match := re.search(r"UUID: (\S+?)\)", line):
+                if match[1].startswith("GPU-"):
+                    card = match[1]
+                elif match[1] == name and card:
+                    return gpus_named(card, gpus)
+    return []
 
 
 def device_facts(gpus: list[dict[str, Any]] | str, torch: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,9 +213,9 @@ def torch_facts(python: str, root: Path, timeout_s: float = 120.0) -> dict[str, 
         text = command(
             [python, str(root / "scripts" / "oneshot" / "probe_torch.py")], timeout_s, cwd=root
         )
-        return json.loads(text.strip().splitlines()[-1])
-    except (ProbeFailed, ValueError, IndexError) as error:
+    except ProbeFailed as error:
         return {"torch_error": f"the probe gave no answer: {error}"}
+    return last_answer(text) or {"torch_error": "the probe gave no answer"}
 
 
 def _cgroup(*names: str) -> str | None:
@@ -354,12 +249,31 @@ def _memory_mib() -> int | None:
     return None
 
 
-def triton_cache() -> Path:
-    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+def triton_cache() -> Path | None:
+    """Where Triton keeps what it compiled; None for a user without a home."""
+    if given := os.environ.get("TRITON_CACHE_DIR"):
+        return Path(given)
+    home = os.path.expanduser("~")
+    return Path(home) / ".triton" / "cache" if home not in ("~", "/") else None
 
 
-def free_mib(path: Path) -> int | None:
+def settle_triton_cache(out: Path) -> None:
+    """Let kernels be kept below `out` where the user has no home of his own that can be written."""
+    cache = triton_cache()
+    try:
+        if cache is not None:
+            cache.mkdir(parents=True, exist_ok=True)
+        usable = cache is not None and os.access(cache, os.W_OK)
+    except OSError:
+        usable = False
+    if not usable and "TRITON_CACHE_DIR" not in os.environ:
+        os.environ["TRITON_CACHE_DIR"] = str(out / ".triton")
+
+
+def free_mib(path: Path | None) -> int | None:
     """Free space where `path` is or would be."""
+    if path is None:
+        return None
     while not path.exists() and path != path.parent:
         path = path.parent
     with suppress(OSError):
@@ -405,7 +319,7 @@ def fingerprint(
         "triton": torch.get("triton"), "flash_attn": torch.get("flash_attn"),
         "flags": sorted(flags.items()),
     }  # fmt: skip
-    return hashlib.sha256(dumps(parts).encode()).hexdigest()
+    return hashlib.sha256(dumps(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def collect(

@@ -62,8 +62,19 @@ def parse_json(data: bytes | str) -> Any:
     return value
 
 
+def write_file(path: Path, text: str) -> None:
+    """write_atomic(); where the disk has room but no inode for another file, over what is there."""
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        disk = os.statvfs(path.parent) if path.is_file() and error.errno == errno.ENOSPC else None
+        if disk is None or disk.f_favail or disk.f_bavail * disk.f_frsize < len(text):
+            raise
+        path.write_bytes(text.encode("utf-8", "replace"))
+
+
 def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, json.dumps(value, allow_nan=False, ensure_ascii=False, indent=1) + "\n")
+    write_file(path, json.dumps(value, allow_nan=False, ensure_ascii=False, indent=1) + "\n")
 
 
 class Ballast:
@@ -76,6 +87,7 @@ class Ballast:
         self.folder, self.logs = folder, tuple(logs)
         self.path = folder / ".ballast"
         with suppress(OSError):
+            self.path.unlink(missing_ok=True)  # a pipe of that name would never take it
             self.path.write_bytes(b"\0" * BALLAST_BYTES)
 
     def release(self) -> bool:
@@ -127,7 +139,7 @@ class Journal:
         self._clean = clean or (lambda value: value)
         self.seq = seq  # of the last event; a journal that is opened again counts on
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def append(self, ev: str, *, sync: bool = True, **fields: Any) -> dict[str, Any]:
         """Write one event and return it as it was written. A full disk loses it, never raises."""
@@ -156,6 +168,19 @@ class Journal:
             return False
         return True
 
+    def keep_at(self, path: Path) -> None:
+        """Put all that was written to `path`, where the file there is not ours or is none."""
+        try:
+            if os.path.samestat(os.fstat(self._fd), os.lstat(path)):
+                return
+        except OSError:
+            pass
+        data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        write_atomic(path, data.decode("utf-8", "replace"))
+        os.close(self._fd)
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+
     def close(self) -> None:
         with suppress(OSError):
             os.fsync(self._fd)
@@ -166,7 +191,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """The whole events of a journal. A half last line, as a power cut leaves it, is dropped."""
     events = []
     try:
-        data = path.read_bytes()
+        data = path.read_bytes() if path.is_file() else b""  # a pipe would never end
     except OSError:
         return events
     for line in data.split(b"\n"):

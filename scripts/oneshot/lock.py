@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,8 +28,11 @@ class Lock:
         self.path, self.what = path, what
         self._fd: int | None = None
 
-    def acquire(self, wait_s: float = 0.0) -> None:
-        """Take the lock, waiting at most `wait_s`. Raises Locked or OSError."""
+    def acquire(
+        self, wait_s: float = 0.0, stopped: Callable[[], object] = lambda: False
+    ) -> None:
+        """Take the lock, waiting at most `wait_s`, and no longer once `stopped()` is true. Raises
+        Locked or OSError."""
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             fd = os.open(self.path, flags)  # another user's file in a sticky folder: no O_CREAT
@@ -42,7 +46,7 @@ class Lock:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline or stopped():
                     holder = self._holder(fd)
                     os.close(fd)
                     raise Locked(f"{self.what} is held by {holder}") from None

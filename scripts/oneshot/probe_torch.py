@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import json
 import re
+import site
 import sys
 import sysconfig
 from importlib import metadata
@@ -69,6 +70,25 @@ def _flash_attn() -> str:
         return f"broken: {text[:200]}"
 
 
+def _startup() -> list[str]:
+    """Files that this interpreter ran before the first line of a program, but for its own."""
+    out = []
+    for name in ("sitecustomize", "usercustomize"):
+        spec = importlib.util.find_spec(name)
+        if spec and spec.origin and not spec.origin.startswith(("/usr/lib/", "/etc/")):
+            out.append(spec.origin)
+    for folder in {*site.getsitepackages(), site.getusersitepackages()}:
+        for path in sorted(Path(folder).glob("*.pth")):
+            try:
+                text = path.read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue
+            known = path.name in ("distutils-precedence.pth", "_virtualenv.pth")  # of the tools
+            if not known and re.search(r"(?m)^import\s", text):
+                out.append(str(path))
+    return out
+
+
 def facts() -> dict:
     out: dict = {
         "python": sys.version.split()[0],
@@ -76,6 +96,7 @@ def facts() -> dict:
         "base_prefix": sys.base_prefix,
         "python_h": (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
         "packages": {name: _version(name) for name in PACKAGES},
+        "startup": _startup(),
     }
     try:
         import torch

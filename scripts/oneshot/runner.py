@@ -23,18 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from scripts.oneshot import bundle as bundles
-from scripts.oneshot import cards, doctor
+from scripts.oneshot import cards, checkout, doctor
 from scripts.oneshot import env as box
 from scripts.oneshot.arguments import parser
 from scripts.oneshot.capture import plain
-from scripts.oneshot.journal import Ballast, Journal, read_events, write_atomic, write_json
-from scripts.oneshot.judge import EXIT_INFRA, EXIT_LOCKED, EXIT_USAGE, Status, is_cut
+from scripts.oneshot.gate import gate
+from scripts.oneshot.journal import Ballast, Journal, read_events, write_file, write_json
+from scripts.oneshot.judge import EXIT_BY_SIGNAL, EXIT_INFRA, EXIT_LOCKED, EXIT_USAGE, Status, is_cut
 from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.outputs import junit_xml, repro_script, scp_line, short_report
+from scripts.oneshot.place import Place
 from scripts.oneshot.progress import Progress
-from scripts.oneshot.redact import RULES_VERSION, Redactor, gate
+from scripts.oneshot.redact import RULES_VERSION, Redactor
 from scripts.oneshot.stages import ENV_STAGE, LEFT_OUT, choose, plan
+from scripts.oneshot.streams import say
 from scripts.oneshot.supervise import Context, Stop, not_run, run_stage
 from scripts.oneshot.tables import check_csvs
 from scripts.oneshot.verify import AHEAD, SAMPLES, check_rows, parse_date, raw_key
@@ -97,6 +100,7 @@ class Run:
 
     def save(self, files: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """bundle.json as of now."""
+        self._stay()
         data = self.record.to_bundle()
         data["files"] = files or []
         fits = self.ballast.guarded(lambda: write_json(self.folder / "bundle.json", data))
@@ -106,7 +110,8 @@ class Run:
         return data
 
     def write(self, name: str, text: str) -> None:
-        self.ballast.guarded(lambda: write_atomic(self.folder / name, text))
+        self._stay()
+        self.ballast.guarded(lambda: write_file(self.folder / name, text))
 
     # -------------------------------------------------------------- the run
 
@@ -138,7 +143,7 @@ class Run:
                 for s in self.stages
             ],
         )
-        self.save()
+        self.write("report.md", short_report(self.save()))  # until, or if, there is a better one
         self.progress.line(f"run {self.run_id}, profile {self.profile}, into {self.folder}")
         if left_out := LEFT_OUT.get(self.profile):
             names = ", ".join(left_out)
@@ -151,8 +156,7 @@ class Run:
         return self._finish()
 
     def _stages(self) -> None:
-        blocked = self._environment()
-        context = Context(
+        self.context = context = Context(
             python=sys.executable,
             root=ROOT,
             out=self.folder,
@@ -163,6 +167,7 @@ class Run:
             on_tick=self._on_tick,
             echo=self._echo if self.args.verbose else None,
         )
+        blocked = self._environment()
         for stage in self.stages:
             if stage.id == ENV_STAGE.id:
                 continue
@@ -189,7 +194,22 @@ class Run:
             aside = bundles.set_aside(self.folder, old.run_id if old else None)
             if old and aside and self.args.resume:
                 self.previous = (old, aside)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.place = Place(self.folder)
+
+    def _stay(self) -> None:
+        """Go on beside the folder of the run where it was deleted, moved or replaced."""
+        if (what := self.place.lost()) is None:
+            return
+        before = self.folder
+        self.place = self.place.beside(f"{before.name}-{self.run_id}")
+        self.folder = self.context.out = self.place.folder
+        self.ballast = Ballast(self.folder, self.ballast.logs)
+        self._keep_journal()
+        self.note(f"{before} {what} in the middle of the run: results go on in {self.folder}; "
+                  "files of earlier stages may be missing")  # fmt: skip
+
+    def _keep_journal(self) -> None:
+        self.ballast.guarded(lambda: self.journal.keep_at(self.folder / "events.jsonl"))
 
     def _environment(self) -> str | None:
         """Capture the box and ask the doctor; the text of the first BLOCK, or None."""
@@ -386,7 +406,7 @@ class Run:
             and done.status is Status.PASS
             and done.argv == stage.argv
             and dict(done.env) == dict(stage.env)
-            and box.same_sources(old.git, self.git)
+            and checkout.same_sources(old.git, self.git)
             and not old.git.get("changed_during_run")
             and old.env_fingerprint == self.record.env_fingerprint
             and -AHEAD.total_seconds() < _age_s(done.started or old.started) < RESUME_MAX_AGE_S
@@ -416,13 +436,12 @@ class Run:
     def _take_over_samples(self, source: Path, rows: list[dict[str, Any]]) -> None:
         """The raw times behind the bench rows of a stage that is taken over."""
         mine = {raw_key(r) for r in rows if r["kind"] == "bench"}
-        lines = (self._read(SAMPLES) or "").splitlines()
+        lines = (_read(self.folder / SAMPLES) or "").splitlines()
         kept = len(lines)
-        with suppress(OSError):
-            for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError, AttributeError, TypeError):
-                    if raw_key(json.loads(line)) in mine and line not in lines:
-                        lines.append(line)
+        for line in (_read(source) or "").splitlines():
+            with suppress(ValueError, AttributeError, TypeError):
+                if raw_key(json.loads(line)) in mine and line not in lines:
+                    lines.append(line)
         if len(lines) > kept:
             self.write(SAMPLES, "\n".join(lines) + "\n")
 
@@ -450,6 +469,10 @@ class Run:
         if self.internal_error:
             ended_by = "crash"
         self._look_at_sources_again(2.0 if hurried else 20.0)
+        self._stay()
+        self._keep_journal()
+        if self.stop.other:
+            self.note(f"{self.stop.other} came, and ended the run as SIGTERM does")
         if self.journal.lost:
             self.note(f"{self.journal.lost} events did not fit on the disk")
         self.event("run_end", ended_by=ended_by, complete=ended_by in ("normal", "budget"))
@@ -482,10 +505,11 @@ class Run:
 
     def _look_at_sources_again(self, timeout_s: float) -> None:
         """Sources that were edited while the stages ran are not those of the commit."""
-        now = box.guarded(lambda: box.git_facts(ROOT, self._commit, self.folder.parent, timeout_s))
+        ask = (ROOT, self._commit, self.folder.parent, timeout_s)
+        now = box.guarded(lambda: checkout.git_facts(*ask))
         if not isinstance(now, dict) or now.get("problem") != self.git.get("problem"):
             return  # nothing can be said
-        if box.same_sources(self.git, now):
+        if checkout.same_sources(self.git, now):
             return
         changed = {k: now[k] for k in ("diff_sha256", "diffstat", "untracked", "source_sha256")}
         self.event("facts", git={**self.git, **changed, "dirty": True, "changed_during_run": True})
@@ -521,7 +545,7 @@ class Run:
     def _render(self, limit_s: float) -> None:
         """report.md, issue.md and the rest, in a child: its death takes nothing along."""
         argv = [sys.executable, "-m", "scripts.oneshot", "render", str(self.folder)]
-        short = self._read("report.md")
+        short = _read(self.folder / "report.md")
         try:
             with tempfile.TemporaryFile("w+", errors="replace") as said:
                 child = subprocess.Popen(
@@ -546,7 +570,7 @@ class Run:
         except OSError as error:
             problem = str(error)
         again = f"python -m scripts.oneshot render {self.folder}"
-        if self._read("report.md") == short:
+        if _read(self.folder / "report.md") == short:
             what, have = "the full report was not rendered", "report.md is the short one"
         else:
             what = "the reports are not whole"
@@ -554,36 +578,38 @@ class Run:
         self.progress.line(f"WARN  {what}: {self.redactor.text(problem)}")
         self.progress.line(f"      {have}; try again: {again}")
 
-    def _read(self, name: str) -> str | None:
-        with suppress(OSError):
-            return (self.folder / name).read_text(encoding="utf-8", errors="replace")
-        return None
-
     def _last_words(
         self, data: Mapping[str, Any], packed: tuple[Path, str, int] | None, code: int
     ) -> None:
-        say = self.progress.line
-        say()
-        say(data["verdict"]["one_line"])
-        say(f"report:  {self.folder / 'report.md'}")
+        tell = self.progress.line
+        tell()
+        tell(data["verdict"]["one_line"])
+        tell(f"report:  {self.folder / 'report.md'}")
         if (self.folder / "report.html").is_file():
-            say(f"         {self.folder / 'report.html'}  (the same for a browser)")
+            tell(f"         {self.folder / 'report.html'}  (the same for a browser)")
         if packed:
             path, digest, size = packed
-            say(f"bundle:  {path}  ({size / 2**20:.1f} MiB)")
-            say(f"sha256:  {digest}")
+            tell(f"bundle:  {path}  ({size / 2**20:.1f} MiB)")
+            tell(f"sha256:  {digest}")
             if size > bundles.WARN_BYTES:
-                say("WARN  the archive is over 10 MiB; some trackers refuse it")
-            say("look at it before you post it: redaction is best effort")
+                tell("WARN  the archive is over 10 MiB; some trackers refuse it")
+            tell("look at it before you post it: redaction is best effort")
             if fetch := scp_line(os.environ, path):
-                say(f"fetch:   {fetch}")
+                tell(f"fetch:   {fetch}")
         elif data["redaction"].get("gate") != "clean":
-            say("not packed: something private could not be removed; see redactions.json")
+            tell("not packed: something private could not be removed; see redactions.json")
         if self.scope == "gpu" and (self.args.price or os.environ.get("SSH_CONNECTION")):
-            say(f"you are paying until you destroy the box{self.progress.cost()}")
+            tell(f"you are paying until you destroy the box{self.progress.cost()}")
         if not self.saved:
-            say("bundle.json is not of this run's end: the disk is full; events.jsonl goes further")
-        say(f"exit code {code}")
+            tell("bundle.json is not of this run's end: the disk is full; "
+                 "events.jsonl goes further")  # fmt: skip
+        tell(f"exit code {code}")
+
+
+def _read(path: Path) -> str | None:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    return None
 
 
 def _where(error: Exception) -> str:
@@ -624,10 +650,8 @@ def _dry_run(profile: str, stages: list[Stage], folder: Path) -> int:
 
 def _run_id(folder: Path) -> str | None:
     """The id of the run whose journal is in `folder`."""
-    with suppress(OSError, ValueError, AttributeError):
-        with open(folder / "events.jsonl", encoding="utf-8") as file:
-            return json.loads(file.readline()).get("run_id")
-    return None
+    events = read_events(folder / "events.jsonl")
+    return events[0].get("run_id") if events else None
 
 
 def _detach(argv: list[str], out: Path, folder: Path) -> int:
@@ -649,7 +673,7 @@ def _detach(argv: list[str], out: Path, folder: Path) -> int:
             if code is not None:
                 said.seek(0)
                 text = said.read().strip() or f"not started: the run ended with exit code {code}"
-                print(text, file=sys.stderr)
+                say(text)
                 return code
             time.sleep(0.05)
     print(f"{words} {child.pid}; follow it: python -m scripts.oneshot attach {out}")
@@ -660,17 +684,23 @@ def main(argv: list[str]) -> int:
     """The exit code of the run; a fault of the runner itself is one line and EXIT_INFRA."""
     try:
         return _main(argv)
+    except KeyboardInterrupt:
+        say("stopped by SIGINT before the run began")
+        return 130
     except Exception as error:
-        print(f"not run, the runner itself failed: {_where(error)}", file=sys.stderr)
+        say(f"not run, the runner itself failed: {_where(error)}")
         return EXIT_INFRA
 
 
 def _main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.out_dir and args.out:
-        print("give out_dir or --out, not both", file=sys.stderr)
+        say("give out_dir or --out, not both")
         return EXIT_USAGE
     out = (args.out_dir or args.out or ROOT / "artifacts" / "runner").resolve()
+    stop = Stop(then=box.abort)
+    if not (args.dry_run or args.detach):
+        stop.install()  # what ends the run from here on leaves a report
     smi: list[dict[str, Any]] | str
     hardware = box.guarded(box.nvidia_hardware)
     try:
@@ -689,7 +719,7 @@ def _main(argv: list[str]) -> int:
         profile = "standard"
     if args.gpus and (profile == "cpu" or (isinstance(smi, str) and not hardware)):
         why = "profile cpu uses none" if args.profile == "cpu" else "no NVIDIA hardware is visible"
-        print(f"--gpus names GPUs, got {args.gpus!r}, but {why}", file=sys.stderr)
+        say(f"--gpus names GPUs, got {args.gpus!r}, but {why}")
         return EXIT_USAGE
     several: list[cards.Card] = []
     try:
@@ -698,19 +728,20 @@ def _main(argv: list[str]) -> int:
         stages = cards.expand(plan(profile), several, profile)
         stages, partial = choose(stages, args.only, args.skip)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        say(str(error))
         return EXIT_USAGE
     if several and len(smi) > 1:
         os.environ.update(cards.visible(cards.good(several) or several))
     several = several if len(several) > 1 else []
     # nvidia-smi's numbers are meant, here and in every stage.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    git = box.git_facts(ROOT, given_commit(args), out)
+    git = checkout.git_facts(ROOT, given_commit(args), out)
     folder = out / git["short"]
     if args.dry_run:
         return _dry_run(profile, stages, folder)
     if args.detach:
         return _detach([a for a in argv if a != "--detach"], out, folder)
+    box.settle_triton_cache(out)
     keep = tuple(n for n, on in (("host", args.keep_host), ("ip", args.keep_ip)) if on)
     redactor = Redactor(root=ROOT, keep=keep)
     locks: list[Lock] = []
@@ -721,15 +752,16 @@ def _main(argv: list[str]) -> int:
             for uuid in [c.uuid for c in several] or [alone]:
                 locks.append(gpu_lock(str(uuid)))
         for lock in locks:
-            lock.acquire(args.wait)
+            lock.acquire(args.wait, lambda: stop.by)
     except Locked as error:
-        print(f"not started: {error}. Wait for it, or use --wait 10m.", file=sys.stderr)
+        if stop.by:
+            say(f"stopped by {stop.by.upper()} while it waited: {error}")
+            return EXIT_BY_SIGNAL[stop.by]
+        say(f"not started: {error}. Wait for it, or use --wait 10m.")
         return EXIT_LOCKED
     except OSError as error:
-        print(f"not started: the output folder cannot be used: {error}", file=sys.stderr)
+        say(f"not started: the output folder cannot be used: {error}")
         return EXIT_INFRA
-    stop = Stop()
-    stop.install()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         run = Run(

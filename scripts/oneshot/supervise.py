@@ -35,11 +35,20 @@ _PASSED_ON = frozenset(
 )
 
 
-class Stop:
-    """Set by SIGINT or SIGTERM; wakes the supervisor's wait. A second SIGINT ends at once."""
+# What else would end the supervisor, whoever sends it: it ends the run as SIGTERM does.
+_LIKE_SIGTERM = ("SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU")
 
-    def __init__(self) -> None:
+
+class Stop:
+    """Set by SIGINT or SIGTERM; wakes the supervisor's wait. A second SIGINT ends at once.
+
+    then: called once it is set, to end what else is waited for.
+    """
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self._then = then
         self.by: str | None = None
+        self.other: str | None = None  # the signal that was taken for SIGTERM
         self.at = 0.0
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
@@ -51,6 +60,9 @@ class Stop:
     def install(self) -> None:
         signal.signal(signal.SIGINT, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
+        for name in _LIKE_SIGTERM:
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), self._handle)
         if hasattr(signal, "SIGHUP"):
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -58,10 +70,13 @@ class Stop:
         if self.by == "sigint" and number == signal.SIGINT and time.monotonic() - self.at > 0.2:
             os._exit(130)
         if self.by is None:
-            self.by = signal.Signals(number).name.lower()
+            name = signal.Signals(number).name
+            self.other = name if name in _LIKE_SIGTERM else None
+            self.by = "sigterm" if self.other else name.lower()
             self.at = time.monotonic()
             with suppress(OSError):
                 os.write(self._write, b"x")
+            self._then()
 
 
 @dataclass
@@ -327,6 +342,8 @@ def run_stage(
     if not ended:
         child.end(hurried=bool(stopped))
     left = child.finish()
+    if lost := child.log.lost():
+        context.on_row(stage.id, {"kind": "note", "level": "warn", "text": f"{stage.id}: {lost}"})
     rc = child.process.poll()
     rows, channel = child.channel.rows, child.channel
     lines = list(child.log.recent)

@@ -1,0 +1,176 @@
+"""Streams, files and folders that are not what a run expects, each by itself."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from scripts.oneshot import env, journal, streams
+from scripts.oneshot.gate import gate
+from scripts.oneshot.journal import Ballast, Journal, read_events, write_file
+from scripts.oneshot.place import Place
+from scripts.oneshot.redact import Redactor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_words_that_nobody_can_hear_are_no_error(monkeypatch):
+    for stream in (open("/dev/full", "w"), None, open(os.devnull)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        streams.say("a word")
+
+
+def test_the_set_up_speaks_to_a_full_stream():
+    code = "import scripts.setup_env as s\nraise SystemExit(s.main(['--run', '-x']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=full)
+    assert done.returncode == 2
+
+
+def test_a_process_ends_with_its_code_and_its_own_last_line():
+    code = (
+        "import atexit, sys\nfrom scripts.oneshot import streams\natexit.register(print, 'bye')\n"
+        "print('exit code 5')\nsys.stderr = open('/dev/full', 'w', buffering=9999)\n"
+        "sys.stderr.write('x')\nstreams.leave(5)"
+    )
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (5, "exit code 5\n")
+
+
+def test_the_last_line_that_is_an_answer():
+    assert streams.last_answer('{"a": 1}\n{"b": 2}\nbye\n[1]\n3\n') == {"b": 2}
+    assert streams.last_answer("bye") is None
+
+
+def test_torch_is_heard_whatever_is_printed_after_it(monkeypatch):
+    monkeypatch.setattr(env, "command", lambda *_, **__: '{"torch": "2.11"}\nbye\n')
+    assert env.torch_facts("python", ROOT) == {"torch": "2.11"}
+    monkeypatch.setattr(env, "command", lambda *_, **__: "bye\n")
+    assert "no answer" in env.torch_facts("python", ROOT)["torch_error"]
+
+
+def test_a_fingerprint_takes_any_bytes():
+    strange = {"NSA_LOG_LIMIT": os.fsdecode(b"\xff")}
+    assert env.fingerprint({}, {}, strange) != env.fingerprint({}, {}, {})
+
+
+# ---- files and folders ---------------------------------------------------------------------------
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    for name in ("events.jsonl", ".ballast", "new.csv"):
+        os.mkfifo(tmp_path / name)
+    assert read_events(tmp_path / "events.jsonl") == []
+    ballast = Ballast(tmp_path)
+    assert ballast.path.stat().st_size == journal.BALLAST_BYTES
+    ballast.drop()
+    outcome = gate(tmp_path, Redactor({}, hostnames=(), user="", home="/home/alice"))
+    assert outcome["removed"] == ["events.jsonl", "new.csv"] and outcome["gate"] == "clean"
+
+
+def test_a_journal_is_whole_wherever_its_file_went(tmp_path):
+    first, second = tmp_path / "a" / "events.jsonl", tmp_path / "b.jsonl"
+    kept = Journal(first)
+    kept.append("one")
+    first.unlink()
+    kept.keep_at(second)
+    kept.append("two")
+    os.mkfifo(first)
+    kept.keep_at(first)
+    kept.append("three")
+    kept.keep_at(first)
+    kept.close()
+    assert [e["ev"] for e in read_events(first)] == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(("inodes", "free", "written"), [(0, 100, True), (5, 100, False),
+                                                       (0, 0, False)])  # fmt: skip
+def test_a_disk_without_inodes_keeps_what_is_there(tmp_path, monkeypatch, inodes, free, written):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    disk = SimpleNamespace(f_favail=inodes, f_bavail=free, f_frsize=1)
+    monkeypatch.setattr(journal, "write_atomic", full)
+    monkeypatch.setattr(journal.os, "statvfs", lambda _: disk)
+    path = tmp_path / "bundle.json"
+    with pytest.raises(OSError):
+        write_file(path, "new")  # there is nothing to write over
+    path.write_text("old")
+    fits = Ballast(tmp_path).guarded(lambda: write_file(path, "new"))
+    assert (fits, path.read_text()) == (written, "new" if written else "old")
+
+
+def test_a_folder_is_known_by_its_inode(tmp_path):
+    folder = tmp_path / "run"
+    place = Place(folder)
+    (folder / "logs").mkdir()
+    (folder / "logs" / "a.log").write_text("a")
+    os.mkfifo(folder / "pipe")
+    (folder / "prev").mkdir()
+    (folder / "prev" / "old").write_text("x")
+    assert place.lost() is None
+    folder.rename(tmp_path / "gone")
+    assert place.lost() == "was moved away"
+    folder.mkdir()
+    assert place.lost() == "was replaced by another folder"
+    new = place.beside("run-1")
+    assert new.lost() is None and new.folder == tmp_path / "run-1"
+    files = sorted(p.relative_to(new.folder).as_posix() for p in new.folder.rglob("*"))
+    assert files == ["logs", "logs/a.log"]
+    new.folder.joinpath("logs", "a.log").unlink()
+    new.folder.joinpath("logs").rmdir()
+    new.folder.rmdir()
+    assert new.lost() == "was deleted"
+    assert list(new.beside("run-2").folder.iterdir()) == []
+
+
+# ---- home and cards ------------------------------------------------------------------------------
+
+
+def test_kernels_are_kept_where_a_user_without_a_home_can_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"HOME": "/"})
+    env.settle_triton_cache(tmp_path)
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / ".triton")
+    for home in ("~", str(tmp_path / "file" / "x")):  # no passwd entry, or none to write to
+        (tmp_path / "file").write_text("x")
+        monkeypatch.setattr(os, "environ", {})
+        monkeypatch.setattr(os.path, "expanduser", lambda _, home=home: home)
+        env.settle_triton_cache(tmp_path)
+        assert env.triton_cache() == tmp_path / ".triton"
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os.path, "expanduser", lambda _: str(tmp_path))
+    env.settle_triton_cache(tmp_path)
+    assert os.environ == {} and (tmp_path / ".triton" / "cache").is_dir()
+
+
+CARDS = [{"uuid": f"GPU-{n}", "name": f"card {n}", "driver": "580.1", "mem_mib": 80000,
+          "power_limit_w": 700, "sm": "9.0"} for n in (11111111, 22222222)]  # fmt: skip
+LISTED = """GPU 0: card (UUID: GPU-11111111)
+  MIG 1g.10gb Device 0: (UUID: MIG-aaaa)
+GPU 1: card (UUID: GPU-22222222)
+  MIG 1g.10gb Device 0: (UUID: MIG-bbbb)
+"""
+
+
+@pytest.mark.parametrize(("visible", "uuid", "memory", "mig", "sm"), [
+    ("", "GPU-11111111", 80000, False, "9.0"), ("1", "GPU-22222222", 80000, False, "9.0"),
+    ("GPU-2222", "GPU-22222222", 80000, False, "9.0"), ("MIG-bbbb", "MIG-bbbb", None, True, "9.0"),
+    ("MIG-GPU-22222222/1/0", "MIG-GPU-22222222/1/0", None, True, "9.0"),
+    ("MIG-cccc", "MIG-cccc", None, True, None), ("GPU-3333", "GPU-3333", None, False, None),
+])  # fmt: skip
+def test_a_slice_is_not_its_card(monkeypatch, visible, uuid, memory, mig, sm):
+    monkeypatch.setattr(env, "command", lambda *_, **__: LISTED)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert env.visible_gpu(CARDS, os.environ)["uuid"] == uuid
+    device = env.device_facts(CARDS, {})
+    assert (device["mem_mib"], device["mig"], device["sm"]) == (memory, mig, sm)
+    assert device["driver"] == "580.1" and (device["power_limit_w"] is None) == (memory is None)
+    json.dumps(device)

@@ -1,0 +1,51 @@
+"""The folder of a run, known by its inode: where it is deleted, moved or replaced in mid-run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+
+class Place:
+    """A folder that is kept open, so that its files are found wherever it went."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def lost(self) -> str | None:
+        """What became of the folder, as words after its name; None while it is where it was."""
+        ours = os.fstat(self._fd)
+        try:
+            there = os.stat(self.folder)
+        except OSError:
+            there = None
+        if there is not None and os.path.samestat(ours, there):
+            return None
+        if ours.st_nlink == 0:
+            return "was deleted" if there is None else "was deleted and made again by another"
+        return "was moved away" if there is None else "was replaced by another folder"
+
+    def beside(self, name: str) -> Place:
+        """A new folder `name` beside the lost one, with the files that can still be found."""
+        target = self.folder.with_name(name)
+        try:
+            target.mkdir(parents=True)
+        except OSError:
+            target = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        for folder, names, files in os.walk(f"/proc/self/fd/{self._fd}/."):
+            names[:] = [n for n in names if n != "prev"]
+            inside = target / os.path.relpath(folder, f"/proc/self/fd/{self._fd}/.")
+            for file in files:
+                source = os.path.join(folder, file)
+                with suppress(OSError):
+                    if file != ".ballast" and stat.S_ISREG(os.lstat(source).st_mode):
+                        inside.mkdir(parents=True, exist_ok=True)
+                        shutil.copyfile(source, inside / file)
+        os.close(self._fd)
+        return Place(target)
