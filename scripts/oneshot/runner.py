@@ -29,7 +29,14 @@ from scripts.oneshot.arguments import parser
 from scripts.oneshot.capture import plain
 from scripts.oneshot.gate import gate
 from scripts.oneshot.journal import Ballast, Journal, read_events, write_file, write_json
-from scripts.oneshot.judge import EXIT_BY_SIGNAL, EXIT_INFRA, EXIT_LOCKED, EXIT_USAGE, Status, is_cut
+from scripts.oneshot.judge import (
+    EXIT_BY_SIGNAL,
+    EXIT_INFRA,
+    EXIT_LOCKED,
+    EXIT_USAGE,
+    Status,
+    is_cut,
+)
 from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.outputs import junit_xml, repro_script, scp_line, short_report
