@@ -42,7 +42,10 @@ def is_sticky(error: BaseException) -> bool:
 
 
 def must_raise(error: BaseException) -> bool:
-    """True for what no fallback may hide: out of memory, sticky CUDA errors, ExchangeFailed."""
+    """True for what no fallback may hide: out of memory, sticky CUDA errors, ExchangeFailed, and
+    what ends a checkpoint's recomputation, which is no failure."""
+    if type(error).__module__ == "torch.utils.checkpoint":
+        return True
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, ExchangeFailed)):
         return True
     return "out of memory" in _words(error) or is_sticky(error)

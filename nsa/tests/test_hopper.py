@@ -289,6 +289,10 @@ def asked_for(on_hopper, monkeypatch):
         monkeypatch.setattr(module, "attention_delta", delta)
     for module in (sums, block_attn_bwd):
         monkeypatch.setattr(module, "rounded", lambda x, scale, like, more=None: x.to(like.dtype))
+    monkeypatch.setattr(
+        block_attn_bwd, "rounded_keys",
+        lambda dk, dv, k, v, scale: (dk.to(k.dtype), dv.to(v.dtype)),
+    )  # fmt: skip
     monkeypatch.setattr(block_attn_bwd, "rows_of_tiles", lambda *a: SimpleNamespace(rows=None))
     say("block_scores", SimpleNamespace(
         tile=lambda heads: (16, 64), block_scores=lambda *a, **how: None
@@ -387,6 +391,7 @@ def test_deterministic_algorithms_keep_the_two_passes(asked, on_hopper, monkeypa
 
     asked_for = []
     monkeypatch.setattr(on_hopper, "backward", lambda *a: asked_for.append(a))
+    monkeypatch.setattr(span_bwd, "keys_for_backward", lambda k: k)
     q, k, v, do = tensors()
     lse = torch.zeros(q.shape[:-1])
     call = lambda: span_bwd.span_attention_bwd(

@@ -117,7 +117,7 @@ def test_a_call_that_needs_a_gradient_is_planned_with_its_backward(monkeypatch):
 
     class OnGPU(torch.Tensor):
         is_cuda = True
-        device = SimpleNamespace(index=0, type="meta")
+        device = torch.device("cuda", 0)
 
     x = torch.ones(3).as_subclass(OnGPU).requires_grad_()
     with pytest.raises(TypeError):  # the fake kernel cannot be launched

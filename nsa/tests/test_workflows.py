@@ -82,8 +82,8 @@ def test_smoke_lane_names_stages_of_the_runner():
 
     lines = [c for c in commands(load("triton-gpu-smoke.yml")) if c.startswith("make gpu-report")]
     only = [set(re.search(r"ONLY=(\S+)", line)[1].split(",")) for line in lines]
-    ids = {stage.id for stage in plan("quick")}
-    assert all(names <= ids for names in only)
+    ids = {stage.id for stage in plan("standard")}
+    assert all("PROFILE=standard" in line for line in lines) and all(x <= ids for x in only)
     assert {"triton_fwd", "triton_bwd"} <= only[0]
 
 

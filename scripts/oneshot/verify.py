@@ -31,8 +31,8 @@ from typing import Any
 from bench.records import NUMBERS, SAMPLES_KEPT
 from scripts.oneshot import bundle as bundles
 from scripts.oneshot.capture import plain
+from scripts.oneshot.checkout import git_facts, same_sources
 from scripts.oneshot.comparison import EVENT_RESOLUTION_US
-from scripts.oneshot.env import git_facts, same_sources
 from scripts.oneshot.journal import dumps, parse_json, read_events
 from scripts.oneshot.judge import Status
 from scripts.oneshot.markdown import cell, is_interval
