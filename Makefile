@@ -48,7 +48,7 @@ gpu-report: ## Prove and time the kernels on this machine; the report lands in a
 test: ## Set up .venv and run every test that needs no GPU (kernels in Triton's interpreter)
 	@bash scripts/run_tests.sh
 
-test-all: ## The same, and compile every kernel configuration, also those that did not change
+test-all: ## The same, with the longest tests and every kernel configuration, also those that did not change
 	@TEST_ALL=1 bash scripts/run_tests.sh
 
 lock: ## Compile kernel configurations that changed, and write down what became of them

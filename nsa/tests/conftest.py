@@ -185,6 +185,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = items[index::count]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    asked = os.environ.get("TEST_ALL") or torch.cuda.is_available()
+    if item.get_closest_marker("nightly") and not asked:
+        pytest.skip("for make test-all, which takes longer")
+
+
 def _must_run(nodeid: str) -> bool:
     name = nodeid.split("::")[0].rsplit("/", 1)[-1]
     group = _GROUP_OF_FILE.get(name)

@@ -36,6 +36,7 @@ def run(code, tmp_path):
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_what_hopper_launches_compiles_and_fits(tmp_path):
     done = run('sys.exit(c.main(["--arch", "90", "--quick"]))', tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -226,7 +226,9 @@ def test_the_rotary_turn_is_timed_beside_its_proof(direction, kernel_device, mon
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(
+    "direction", ["fwd", pytest.param("bwd", marks=pytest.mark.nightly)]
+)  # fmt: skip
 def test_a_pack_is_timed_beside_its_parts(direction, kernel_device, monkeypatch):
     shape = Shape(32, HQ=4, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=3, w=12)
     budget = Budget(device_s=0.02, wall_s=0.1, warm_s=0.0, warm_calls=1, min_n=3)

@@ -56,6 +56,7 @@ def check_compiled(
     assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
 
 
+@pytest.mark.nightly
 def test_compiled_for_any_length():
     torch.manual_seed(0)
     config = NSAConfig(**SMALL, l=8, d=4, l_sel=8, n_sel=3, w=16)
