@@ -26,6 +26,8 @@ from nsa import launches
 
 MARKED = 1 << 16  # elements of a result that its mark is of
 WITHIN = 6  # batches, of which the judged ones are drawn
+QUEUE = 900  # of the 1024 launches that a stream takes before the host waits for it
+AROUND = 16  # launches and events around a timed call: its new inputs, the flush, its mark
 REWARM_US = 5000.0  # of calls that are not counted, after the device waited for a judgement
 
 
@@ -230,6 +232,15 @@ def held(clock: Clock, calls: list[Any], cold: bool) -> tuple[list[float], float
     return times, elapsed
 
 
+def calls_at_once(clock: Clock, turns: Sequence[Turns]) -> int:
+    """Calls of a batch that the host can enqueue while the device is held: with its queue full it
+    would wait, and the times would hold gaps."""
+    if not clock.device_time:
+        return 64
+    longest = max(sum(x.by_itself.values()) for x in turns)
+    return max(4, min(64, QUEUE // (longest + AROUND)))
+
+
 class SpotChecks:
     """Runs the timed batches of a case and judges some of them.
 
@@ -243,6 +254,7 @@ class SpotChecks:
         self, case: Case, ours: Turns, base: Turns | None, draw: random.Random
     ) -> None:  # fmt: skip
         self.case, self.ours, self.base, self.draw = case, ours, base, draw
+        self.at_once = 64  # calls of a batch
         whom = [ours, ours] + [base] * (base is not None)
         self._due = list(zip(sorted(draw.sample(range(1, WITHIN + 1), len(whom))),
                              draw.sample(whom, len(whom)), strict=True))  # fmt: skip
@@ -271,7 +283,9 @@ class SpotChecks:
         another counter of the host says of all together."""
         lead: list[Any] = []
         if self._waited:
-            lead = (group * 16)[-max(1, min(16 * len(group), int(REWARM_US / max(call_us, 1.0)))) :]
+            ahead = max(1, min(self.at_once // 2, int(REWARM_US / max(call_us, 1.0))))
+            lead = (group * 16)[-ahead:]
+            repeats = max(1, min(repeats, (self.at_once - ahead) // len(group)))
         self._waited = False
         calls = lead + group * repeats
         if whose is None:

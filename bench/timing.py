@@ -28,7 +28,7 @@ from bench.clock import Clock, rounds
 from bench.device import THROTTLED, Ceilings, Gpu, Watch
 from bench.formulation import Ran, Reached, watch, why_another, why_not_attention, why_slow
 from bench.parity import Parity
-from bench.proof import NotProven, NotRight, SpotChecks, Turns, held, prove
+from bench.proof import NotProven, NotRight, SpotChecks, Turns, calls_at_once, held, prove
 from bench.records import SAMPLES_KEPT, BenchRow, out_dir, why_no_time
 from nsa import launches
 
@@ -182,7 +182,8 @@ def sample(
         if samples.stop and not (spots and spots.left()):
             samples.check()
             return samples
-        per_batch = 1 if samples.stop else max(1, min(16, int(20_000 / max(mean, 1))))
+        most = (spots.at_once if spots else 64) // len(group)
+        per_batch = 1 if samples.stop else max(1, min(most, int(20_000 / max(mean, 1))))
 
 
 def _impossible(case: Case, median_us: float, cold: bool, nominal: Ceilings) -> str | None:
@@ -389,6 +390,7 @@ def _measured(
     for turns in both:
         turns.settle()
     spots = SpotChecks(case, both[0], both[1] if len(both) > 1 else None, draw)
+    spots.at_once = calls_at_once(clock, both)
     with gpu.watch() if gpu else nullcontext(Watch(None)) as watch:
         samples = sample(clock, calls[0], calls[1] if len(both) > 1 else None, cold, budget, spots)
     median = statistics.median(samples.ours)

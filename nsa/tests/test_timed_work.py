@@ -280,3 +280,25 @@ def test_inputs_that_are_written_to_later_are_told():
 
     row = row_of(planted(kernel))
     assert row.status in ("FAILED", "INVALID") and row.median_us is None
+
+
+@pytest.mark.parametrize("launched, most", [(1, 52), (40, 16), (400, 4)])
+def test_a_batch_fits_the_devices_queue(launched, most):
+    """With its queue full the host would wait, and times of short kernels would hold gaps."""
+    lengths = []
+
+    class Counting(SimulatedClock):
+        def run(self, calls, *, cold):
+            lengths.append(len(calls))
+            return super().run(calls, cold=cold)
+
+    def kernel(x, n):
+        for _ in range(launched - 1):
+            launches.bump(KERNEL)
+        return 2 * x
+
+    row = measure(planted(kernel), Counting({"ours": 20.0, "base": 40.0}), budget=BUDGET,
+                  nominal=PEAK)  # fmt: skip
+    assert row.status == "VALID", row.why
+    sampled = lengths[-row.columns.get("batches", row.batches) :]
+    assert max(sampled) <= most + 1 + 4 * (most < 8), sampled
