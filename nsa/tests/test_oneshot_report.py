@@ -226,6 +226,12 @@ def test_decode_tables_say_what_problem_they_measure(tmp_path):
     assert "### Decode, the layer's whole step" in text
 
 
+def test_a_baseline_is_shown_with_its_share_of_the_ceiling(tmp_path):
+    row = bench_row("decode/S=4096", 80.0, 1.5, base_peak_frac=0.423, bench="decode", S=4096)
+    text = rendered(with_rows(tmp_path, [row], stage="decode_bench"))
+    assert "sdpa 120 us (42 % of its ceiling)" in text, text
+
+
 def test_sizes_that_are_no_numbers_break_no_table(tmp_path):
     odd = dict(bench="decode", S=64, heads=[1, {}], dtype={"a": "|"}, B=["<b>"])
     text = rendered(

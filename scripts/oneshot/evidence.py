@@ -70,6 +70,8 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
     proof, notes = row["parity"], list(_notes(row))
     base = [cell(row["baseline"], 60)] if row.get("baseline") else []
     base += [us(row["base_median_us"])] if is_number(row.get("base_median_us")) else []
+    if is_number(row.get("base_peak_frac")):
+        base.append(f"({pct(row['base_peak_frac'])} of its ceiling)")
     path = code(row.get("path_taken"), 80)
     if is_number(proof.get("max_abs")):
         limit = proof.get("limit_max_abs")
