@@ -655,10 +655,10 @@ def test_case_of_several_runs(tmp_path, name):
 
 
 def test_the_number_of_cases(capsys):
-    """Printed, and the number that the README gives."""
+    """Printed, and the number that docs/report.md gives."""
     number = len(CASES) + len(MORE)
     with capsys.disabled():
         print(f"\nfault campaign: {number} cases, {len(CANARIES)} secret shapes")
     assert number >= LEAST and len(CANARIES) >= 20
-    readme = (ROOT / "README.md").read_text()
-    assert f"{number} faults" in readme and f"{len(CANARIES)} shapes" in readme
+    page = (ROOT / "docs" / "report.md").read_text()
+    assert f"{number} faults" in page and f"{len(CANARIES)} shapes" in page

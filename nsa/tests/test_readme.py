@@ -17,7 +17,9 @@ from scripts.oneshot.arguments import parser
 from scripts.oneshot.stages import PROFILES, plan
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PARTS = [ROOT / "README.md", *(ROOT / "docs" / f"{x}.md" for x in ("report", "library", "flags"))]
+REPORT = PARTS[1].read_text(encoding="utf-8")
+README = "\n".join(part.read_text(encoding="utf-8") for part in PARTS)
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
@@ -73,7 +75,7 @@ def test_make_variables_and_options_exist():
     declared = re.findall(r"^([A-Z]+) \?=", makefile, re.M)
     declared += re.findall(r"command line,\$\(origin (\w+)\)", makefile)
     assert sorted(declared) == sorted(row[0].strip("`").split("=")[0] for row in rows)
-    named = re.findall(r"`(--[a-z-]+)", README.split("## The library")[0])
+    named = re.findall(r"`(--[a-z-]+)", REPORT.split("## In CI")[0])
     assert set(named) <= options
     profiles = re.findall(r"`(\w+)`", next(r for r in rows if "PROFILE" in r[0])[2])
     assert set(profiles) == set(PROFILES)
@@ -103,16 +105,21 @@ def without_code(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
 
 
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_and_paths_lead_somewhere(path):
     text = path.read_text(encoding="utf-8")
-    headings = re.findall(r"^#+ (.+)$", without_code(text), re.M)
-    anchors = {re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings}
     for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in anchors, target
-        elif not target.startswith("https://"):
-            assert (path.parent / target).is_file(), f"{path.name} links to {target}"
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        page = path.parent / name if name else path
+        assert page.is_file(), f"{path.name} links to {target}"
+        assert not anchor or anchor in anchors(page), f"{path.name} links to {target}"
     for name in re.findall(r"(?:nsa|bench|scripts|configs)/[\w/-]+\.(?:py|sh|yaml)", text):
         assert (ROOT / name).is_file(), name
 
