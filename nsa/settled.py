@@ -23,7 +23,7 @@ def key_of(
     """Return what tells calls on these tensors apart, None where more than that matters: where a
     trace, a log line or a transformation sees what is called, or a gradient is needed of what is
     not differentiable."""
-    if not is_eager(*tensors):
+    if not is_eager(*tensors) or any([x.is_nested for x in tensors]):
         return None
     gradient = needs_grad(*tensors)
     if gradient and not differentiable:

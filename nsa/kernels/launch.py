@@ -24,6 +24,7 @@ from nsa import launches
 # Multiplications and additions in one: the default until 3.8, of which 3.9 warns that it changes.
 OPTIONS = {"enable_fp_fusion": True}
 LARGE = 1 << 31
+NOT_COMPILED = "a kernel was not compiled yet"  # why a call is not recorded this time
 MOST_MADE = 4096
 Made = tuple[Any, Any, tuple]  # a kernel, what Triton compiled of it, the constexprs of that
 _made: dict[tuple, Made] = {}
@@ -252,10 +253,11 @@ def _launch(
     if _state.planned is not None:
         _state.planned.launches.append(Launch(kernel, grid, args, constants, memory, key))
         return
-    if _state.in_call and key is not None and hasattr(kernel, "warmup"):
-        raise _Uncompiled
+    compiles = key is not None and hasattr(kernel, "warmup")
     if _state.recorder is not None:
-        _state.recorder.refuse(f"{kernel.__name__} is launched by another way")
+        _state.recorder.refuse(NOT_COMPILED if compiles else f"{kernel.__name__} is not kept")
+    if _state.in_call and compiles:
+        raise _Uncompiled
     made = kernel[grid](*args, **OPTIONS, **constants)
     # Nothing comes back from the interpreter.
     if key is not None and hasattr(made, "packed_metadata"):

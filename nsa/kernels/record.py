@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SMALL = 1 << 20  # bytes which are set to zero with others where a part of them is
@@ -101,9 +102,13 @@ class Recorder(TorchDispatchMode):
         self.at: dict[int, int] = {}  # where a storage begins -> its memory, the latest there
         self.steps: list[Step | Zeroing] = []
 
-    def _saw(self, func: Any, args: tuple, result: Any) -> None:
+    def _saw(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         packet = func.overloadpacket
-        if packet in _EMPTY or packet in _ZEROS:
+        if packet is _aten.zero_:
+            self._zeroed(args[0])
+        elif func._schema.is_mutable:
+            raise Refused(str(func))
+        elif packet in _EMPTY or packet in _ZEROS:
             if result.device != self.device:
                 raise Refused(f"memory on {result.device}")
             storage = result.untyped_storage()
@@ -111,13 +116,14 @@ class Recorder(TorchDispatchMode):
             self.memories.append(Memory(storage.nbytes()))
             if packet in _ZEROS:
                 self._zeroed(result)
-        elif packet is _aten.zero_:
-            self._zeroed(args[0])
         else:
-            views = result if isinstance(result, (tuple, list)) else (result,)
-            if func._schema.is_mutable or not all(isinstance(x, Tensor) for x in views):
-                raise Refused(str(func))
-            for x in views:  # of what is known: no memory of its own
+            # Views are in an argument's memory. Where a result begins does not say so: memory that
+            # was freed meanwhile is given out again.
+            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            storages = {x.untyped_storage()._cdata for x in given}
+            for x in result if isinstance(result, (tuple, list)) else (result,):
+                if not isinstance(x, Tensor) or x.untyped_storage()._cdata not in storages:
+                    raise Refused(str(func))
                 self._place(x, str(func))
 
     def refuse(self, why: str) -> None:
@@ -188,8 +194,9 @@ class Recorder(TorchDispatchMode):
             memory, offset = -1, 0
             if x.numel():
                 memory, offset = self._place(x)
-                if self.memories[memory] is None:
-                    raise Refused("a result in an input's memory")
+                of = self.memories[memory]
+                if of is None or of.size % x.element_size():
+                    raise Refused("a result in an input's memory, or in odd bytes")
             found.append(Output(memory, x.dtype, x.shape, x.stride(), offset // x.element_size()))
         return found
 
@@ -200,7 +207,7 @@ def _watch(
     result = func(*args, **(kwargs or {}))
     if self.refused is None:
         try:
-            self._saw(func, args, result)
+            self._saw(func, args, kwargs or {}, result)
         except Refused as why:
             self.refused = str(why)
     return result

@@ -29,7 +29,6 @@ ALIGNED = 256  # bytes, of what lies in a workspace; PyTorch's own memory is ali
 LARGEST = 1 << 30
 MOST = 1024
 MOST_READY = 1024  # of all records together; one takes some 100 KB of the host
-NOTHING = torch.Size([0])
 _SEEN, _REFUSED = "seen once", "not to be recorded"
 _generation = 0
 _ready: list[dict] = []  # each record's, once for each that is ready
@@ -71,7 +70,6 @@ class Record:
             and not any(isinstance(x, Zeroing) and x.place.memory == n for x in self.steps)
             and of[0].shape.numel() * of[0].dtype.itemsize == self.sizes[n][0]
         }  # fmt: skip
-        self.empty: dict[torch.dtype, Tensor] = {}
         # By where everything begins: launches that are ready to be made, or that it was seen once.
         self.ready: dict[tuple, list[Callable[[], Any] | None] | None] = {}
 
@@ -89,8 +87,6 @@ class Record:
         for memory, dtype, shape, stride, offset in self.outputs:
             if memory in made:
                 x = made[memory].view(dtype).as_strided(shape, stride, offset)
-            elif memory < 0 and shape == NOTHING:
-                x = self.nothing(dtype)
             else:
                 x = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
                 if memory >= 0:
@@ -108,12 +104,6 @@ class Record:
                 room[: self.zeroed].zero_()
         self._launch(bases, room, made)
         return tuple(results) if self.several else results[0]
-
-    def nothing(self, dtype: torch.dtype) -> Tensor:
-        """An empty tensor, in less time than PyTorch takes to make one."""
-        if dtype not in self.empty:
-            self.empty[dtype] = torch.empty(NOTHING, dtype=dtype, device=self.device)
-        return self.empty[dtype].detach()
 
     def _launch(self, bases: list[int], room: Tensor | None, made: dict[int, Tensor]) -> None:
         active = driver.active
@@ -188,20 +178,23 @@ def replayed(launcher: Callable) -> Callable:
         key, tensors, addresses = _key(args)
         found = calls.get(key)
         if isinstance(found, Record):
-            return found.play(addresses)
+            try:
+                return found.play(addresses)
+            except torch.OutOfMemoryError:  # nothing was launched; in smaller pieces it may fit
+                return launcher(*args)
         if found is None:
             result = launcher(*args)
             calls[key] = _SEEN
             return result
         if found is _REFUSED:
             return launcher(*args)
-        calls[key] = _REFUSED  # should it fail
         with Recorder(tensors) as seen, launch.recorded(seen):
             result = launcher(*args)
         try:
             calls[key] = Record(seen, seen.outputs(result), isinstance(result, tuple))
-        except Refused:
-            pass
+        except Refused as why:
+            if str(why) != launch.NOT_COMPILED:
+                calls[key] = _REFUSED
         return result
 
     return call

@@ -34,6 +34,7 @@ class Sum:
     arg_names = ("A", "B", "OUT", "n", "step", "BLOCK")
     device_caches = None
     function = packed_metadata = "compiled"
+    warmup = None
     hooked = 0
 
     def __getitem__(self, grid):
@@ -183,6 +184,60 @@ def test_what_no_record_holds_is_launched_every_time(sums, how):
         want = {"copies": n, "fills": 4, "reads": n * n, "input": n + 1, "held": 7}.get(how, b)
         assert call(a, b).tolist() == (first + want).tolist()
     assert len(calls) == 4
+
+
+def test_what_is_computed_where_freed_memory_lay_is_no_view():
+    """The allocator gives it out again: only who shares an argument's memory is a view."""
+    aten = torch.ops.aten
+    a, freed = torch.ones(8), torch.empty(8)
+    seen = record.Recorder([a])
+    seen._saw(aten.empty.memory_format, ([8],), {}, freed)
+    seen._saw(aten.view.default, (freed, [2, 4]), {}, freed.view(2, 4))
+    seen._saw(aten.split.Tensor, (a, 4), {}, a.split(4))
+    with pytest.raises(record.Refused, match="neg"):
+        seen._saw(aten.neg.default, (a,), {}, freed)
+    with pytest.raises(record.Refused, match="out"):
+        seen._saw(aten.zeros.out, ([8],), {"out": freed}, freed)
+
+
+def test_results_of_a_played_call_share_no_memory(sums):
+    """As PyTorch asks of a custom operator, of empty ones too."""
+    def launcher(a):
+        out = torch.empty_like(a)
+        sums(a, a, out, 0)
+        return out, a.new_empty(0), a.new_empty(0)
+
+    call, _ = counted(launcher)
+    for _ in range(4):
+        _, x, y = call(ints(1, 2))
+        assert x.untyped_storage()._cdata != y.untyped_storage()._cdata
+        assert not x.is_inference()
+        with torch.inference_mode():
+            call(ints(1, 2))
+
+
+def test_a_call_whose_kernel_was_not_compiled_is_recorded_the_next_time(sums, monkeypatch):
+    call, calls = counted(chain(sums))
+    a, b = ints(1, 2, 3), ints(4, 5, 6)
+    call(a, b, 5)
+    replay.launch._made.clear()
+    for _ in range(4):
+        launches.reset()
+        assert call(a, b, 5)[0].tolist() == [11, 13, 15]
+        assert launches.counts() == {"_sum_kernel": 4}
+    assert len(calls) == 3
+
+
+def test_without_room_for_a_workspace_the_launcher_is_called(sums):
+    call, calls = counted(chain(sums))
+    a, b = ints(1, 2, 3), ints(4, 5, 6)
+    for _ in range(3):
+        call(a, b, 5)
+    assert len(calls) == 2
+    full = mock.patch.object(replay.Record, "play", side_effect=torch.OutOfMemoryError)
+    with full:
+        assert call(a, b, 5)[0].tolist() == [11, 13, 15]
+    assert len(calls) == 3
 
 
 def test_zeros_between_launches_and_parts_that_are_zero(sums):
