@@ -27,25 +27,16 @@ class Recording(dict):
         self[name] = self.get(name, 0) + 1
 
 
-def bump(name: str, *, library: bool = False) -> None:
-    """Count one launch of kernel `name`, as launchers do right after it.
+def bump(*names: str, library: bool = False) -> None:
+    """Count one launch of each of these kernels, as launchers do right after it.
 
     library=True marks calls into another library (FA-2, SDPA), which Triton's hook cannot see.
     """
     with _lock:
-        _counts[name] = _counts.get(name, 0) + 1
-        for recording in _active:
-            if library or recording.source == "launcher":
-                recording._add(name)
-
-
-def bump_all(names: list[str]) -> None:
-    """Count one launch of each of these kernels."""
-    with _lock:
         for name in names:
             _counts[name] = _counts.get(name, 0) + 1
         for recording in _active:
-            if recording.source == "launcher":
+            if library or recording.source == "launcher":
                 for name in names:
                     recording._add(name)
 

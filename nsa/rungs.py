@@ -309,24 +309,27 @@ def _turn_triton(args: Args, flags: Flags) -> tuple[Tensor, BranchKV]:
 # ---- all of prefill at once ----------------------------------------------------------------------
 
 
-def prefill_triton(args: Args, flags: Flags) -> tuple[Tensor, dict[str, Any]]:
-    """The fused operator on nsa_attention's arguments: out and {"block_indices", "lse"}."""
+def _fused(args: Args, flags: Flags) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+    """The fused operator on tensors like nsa_attention's."""
     from nsa.kernels.prefill import nsa_prefill_triton
 
-    cu, sizes = args["cu_seqlens"], args["sizes"]
-    cu_cmp = None if cu is None else cu_seqlens_compressed(cu, sizes["l"], sizes["d"])
-    return nsa_prefill_triton(
-        *args["tensors"], **sizes, **_packed(args, "max_seqlen"), cu_seqlens_cmp=cu_cmp,
+    return functools.partial(
+        nsa_prefill_triton, **args["sizes"], **_packed(args, "max_seqlen"),
         use_gluon=flags.use_gluon,
     )  # fmt: skip
 
 
+def prefill_triton(args: Args, flags: Flags) -> tuple[Tensor, dict[str, Any]]:
+    """The fused operator on nsa_attention's arguments: out and {"block_indices", "lse"}."""
+    cu, sizes = args["cu_seqlens"], args["sizes"]
+    cu_cmp = None if cu is None else cu_seqlens_compressed(cu, sizes["l"], sizes["d"])
+    return _fused(args, flags)(*args["tensors"], cu_seqlens_cmp=cu_cmp)
+
+
 def prefill_again(args: Args, flags: Flags) -> Callable[..., Tensor]:
     """What prefill_triton does with tensors like these, not packed; for settled.keep()."""
-    from nsa.kernels.prefill import nsa_prefill_triton
-
-    more = dict(args["sizes"], **_packed(args, "max_seqlen"), use_gluon=flags.use_gluon)
-    return lambda *tensors: nsa_prefill_triton(*tensors, **more)[0]
+    fused = _fused(args, flags)
+    return lambda *tensors: fused(*tensors)[0]
 
 
 # ---- one decode step -----------------------------------------------------------------------------

@@ -130,13 +130,11 @@ class Record:
                 if whole is None:
                     whole, offset = room, bases[number] - room.data_ptr() + offset
                 whole[offset : offset + step.size].zero_()
-            elif hooked:
-                step.made[step.grid](*step.prepared(bases))
-            elif ready is not None:
+            elif ready is not None and not hooked:
                 ready[n]()
             else:
                 launch.run(step.made, step.grid, stream, step.prepared(bases))
-        launches.bump_all(self.names)
+        launches.bump(*self.names)
 
 
 def _placed(memories: list[Memory], fixed: list[Memory]) -> int:
