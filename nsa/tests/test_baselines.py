@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from types import SimpleNamespace
 
@@ -12,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import bench_decode, decode_step
+from bench import decode_step
 from bench.device import Ceilings
 from bench.timing import Contender, measure
-from nsa.tests.test_bench_decode import SMALL
+from nsa.tests.test_bench_decode import sent
 from nsa.tests.test_timing import BUDGET, LAST, SimulatedClock, planted, said
 
 real = F.scaled_dot_product_attention
@@ -43,15 +41,11 @@ def bench(monkeypatch):
     threads = torch.get_num_threads()
 
     def call(sdpa):
-        read, write = os.pipe()
-        with monkeypatch.context() as patch:
-            patch.setattr(decode_step, "F", SimpleNamespace(scaled_dot_product_attention=sdpa))
-            patch.setenv("NSA_RESULT_FD", str(write))
-            bench_decode.main([*SMALL, "--S_list", "41", "--branch_force_mode", "none",
-                               "--more", "0"])  # fmt: skip
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            rows = [json.loads(line) for line in pipe]
+        functional = SimpleNamespace(scaled_dot_product_attention=sdpa)
+        _, rows = sent(
+            monkeypatch, "--S_list", "41", "--branch_force_mode", "none", "--more", "0",
+            replaced=[(decode_step, "F", functional)],
+        )  # fmt: skip
         return next(row for row in rows if row.get("case") == "decode/S=41")
 
     yield call

@@ -47,20 +47,26 @@ def step():
     return make(batch=2)
 
 
+def sent(monkeypatch, *arguments, replaced=()):
+    """(exit code, rows sent) of the command; replaced: (owner, name, value) while it runs."""
+    read, write = os.pipe()
+    with monkeypatch.context() as patch:
+        for one in replaced:
+            patch.setattr(*one)
+        patch.setenv("NSA_RESULT_FD", str(write))
+        code = bench_decode.main([*SMALL, *arguments])
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        return code, [json.loads(line) for line in pipe]
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Run the command; (exit code, rows sent, the CSV's rows)."""
 
     def call(*arguments):
         path = tmp_path / "decode.csv"
-        read, write = os.pipe()
-        with monkeypatch.context() as patch:
-            patch.setenv("NSA_RESULT_FD", str(write))
-            code = bench_decode.main([*SMALL, *arguments, "--csv", str(path)])
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            sent = [json.loads(line) for line in pipe]
-        return code, sent, read_csv(path)
+        return *sent(monkeypatch, *arguments, "--csv", str(path)), read_csv(path)
 
     return call
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from bench import bench_decode, proof
+from bench import proof
 from bench.clock import HostClock
 from bench.device import Ceilings
 from bench.timing import Contender, measure
 from nsa import attention, launches
-from nsa.tests.test_bench_decode import SMALL
+from nsa.tests.test_bench_decode import sent
 from nsa.tests.test_timing import BUDGET, KERNEL, LAST, SimulatedClock, planted, said
 
 PEAK = Ceilings(4800.0, 989.0, "nominal")
@@ -188,14 +186,10 @@ def decode_rows(monkeypatch):
     threads = torch.get_num_threads()
 
     def call(step):
-        read, write = os.pipe()
-        with monkeypatch.context() as patch:
-            patch.setattr(attention, "nsa_decode", step)
-            patch.setenv("NSA_RESULT_FD", str(write))
-            code = bench_decode.main([*SMALL, "--S_list", "41", "--branch_force_mode", "none"])
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            rows = [json.loads(line) for line in pipe]
+        code, rows = sent(
+            monkeypatch, "--S_list", "41", "--branch_force_mode", "none",
+            replaced=[(attention, "nsa_decode", step)],
+        )  # fmt: skip
         return code, {row["bench"]: row for row in rows if "case" in row}
 
     yield call
