@@ -88,10 +88,9 @@ def _gpu(profile: str) -> list[Stage]:
         )
     ]
     # What the threshold is decided by.
-    routes = {
-        "quick": (), "standard": (*ONE_SHAPE, "--L_list", "16,64,256,1024"),
-        "full": ("--N", "64,1024", "--H", "2,8", "--D", "64,128", "--L_list", "16,64,128,256,1024"),
-    }[profile]
+    routes = (*ONE_SHAPE, "--L_list", "16,64,256,1024")
+    if full:
+        routes = ("--N", "64,1024", "--H", "2,8", "--D", "64,128", "--L_list", "16,64,128,256,1024")
     selection.append(Stage(
         "sel_route", "Selection bench: Triton against packing plus SDPA, as callers get them",
         ("{python}", "bench/bench_sel_triton.py", "--route", "1", *routes, "--iters", "10",
