@@ -81,6 +81,21 @@ def test_step(step, served):
 
 @pytest.mark.kernel
 @pytest.mark.core
+@pytest.mark.parametrize("step", [STEPS[2], STEPS[4], STEPS[9], STEPS[13]], ids=str)
+def test_values_near_the_largest(step, served):
+    """fp32 holds no 256 of them, so probabilities stay below 1 whatever maximum comes later."""
+    caches = Caches(step, "cuda")
+    caches.q.mul_(4)  # maxima grow by much, all along the keys
+    want, _, _ = launched(caches)
+    size = 2.0 ** (122 if step.dtype == BF16 else 10)
+    for _, values in (caches.cmp, caches.sel, caches.win):
+        values.mul_(size)
+    out, _, _ = launched(caches)
+    assert torch.equal(out.double() / size, want.double())
+
+
+@pytest.mark.kernel
+@pytest.mark.core
 @pytest.mark.parametrize(("lens", "groups"), [
     ((4000,), 4), ((2500, 4000), 20), ((4000, 90), 40), ((2500,), 160),
 ], ids=str)  # fmt: skip

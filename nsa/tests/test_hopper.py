@@ -479,6 +479,8 @@ def test_block_scores(heads, width, l, d, l_sel, start, s, device):
     """The scores that the ranking reads of each query, all of them written; against fp64. Once with
     so many queries and keys that every place of the kernel's rings serves again and again."""
     from nsa.kernels.prefill import block_score_hopper as module
+    from nsa.kernels.prefill.block_select import Slab
+    from nsa.kernels.prefill.packs import Rows
 
     b, g = (2, 2) if s < 1000 else (1, 2)
     n = (start + s - l) // d + 1
@@ -499,9 +501,9 @@ def test_block_scores(heads, width, l, d, l_sel, start, s, device):
     rows = -(-s // queries) * queries
     scores = torch.full((b * g, rows, n_ld), float("nan"), device=device)
     module.block_scores(
-        q, k, lse.transpose(1, 2).flatten(2).float().contiguous(), scores, l=l, d=d, l_sel=l_sel,
-        softmax_scale=0.2, cu_q=None, cu_k=None, batch=b, sq=s, q_start=start, begin=0, queries=s,
-        slab=rows, n_ld=n_ld,
+        q, k, lse.transpose(1, 2).flatten(2).float().contiguous(), l=l, d=d, l_sel=l_sel,
+        softmax_scale=0.2, at=Rows.of(q, k, None, None), q_start=start,
+        slab=Slab(begin=0, queries=s, scores=scores, rows=rows, n_ld=n_ld),
     )  # fmt: skip
     block = torch.arange(n_ld, device=device) * l_sel
     overlap = torch.minimum(key[:, None] + l, block + l_sel) - torch.maximum(key[:, None], block)
@@ -1004,8 +1006,8 @@ def test_chunks_and_deep_scores(shape, device):
 
 @pytest.mark.kernel
 def test_nan_stays_where_it_belongs(device):
-    """A NaN reaches what depends on it. In its own sequence a NaN value also reaches queries before
-    it that share a tile of keys with one that sees it (0 * NaN), here as in the Triton kernels."""
+    """A NaN reaches what depends on it, and nothing that does not see it. Hopper's kernels take a
+    NaN value for one of its key (marked_keys.py): the log-sum-exp of what sees it is NaN too."""
     from nsa.kernels import prefill
 
     def run():
@@ -1025,10 +1027,10 @@ def test_nan_stays_where_it_belongs(device):
         theirs = run()
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, theirs, strict=True):
         assert torch.equal(a[:2], b[:2]), name
-    (out, lse), others = ours[:2], ours[2:]
+    out, lse = ours[:2]
     sees_it = torch.arange(203, device=device) + 1 >= 5 * 16 + 32
-    assert lse[2, 31:].all() and not out[2, sees_it, :, 0].any()
-    assert others[2][2].all()  # dV does not depend on V
+    assert lse[2, 31:][~sees_it[31:]].all() and out[2, ~sees_it].all()
+    assert not out[2, sees_it, :, 0].any()
 
 
 def outcome_of_nan(run, tensors, bad):

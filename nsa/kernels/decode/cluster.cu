@@ -33,7 +33,16 @@ typedef unsigned long long u64;
 #define AT_ONCE (KEPT * 16 >= 4 * THREADS ? 4 : KEPT * 16 >= 2 * THREADS ? 2 : 1)
 #define INFINITY_ __int_as_float(0x7f800000)
 #define NEVER (-1.0e30f)  // a maximum before any key
-#define POOL_SCALE 32.0f  // of sums in fp16: at most 36864, and 2^-29 of a maximum is not lost
+// Probabilities are relative to a maximum so far, which serves until scores pass it by 8: outputs are
+// rescaled seldom. bf16 values may be near the largest numbers of fp32, so there the probabilities
+// are kept below 1; those of fp16 may reach 256, as it has no bits for small ones.
+#if BF16
+#define LEAD 8.0f
+#define POOL_SCALE 8192.0f  // of sums in fp16: at most 36864, and 2^-29 of a maximum is not lost
+#else
+#define LEAD 0.0f
+#define POOL_SCALE 32.0f
+#endif
 #define PAGE_ROWS (PAGE > 0 ? PAGE : 1)
 #define ALL 0xffffffffu
 
@@ -303,11 +312,11 @@ __device__ __forceinline__ void attend(
     x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
     top[r] = fmaxf(x, __shfl_xor_sync(ALL, x, 2)) * scale;
   }
-  // A maximum serves until scores pass it by 8, probabilities by 256: outputs are rescaled seldom.
-  if (__any_sync(ALL, top[0] > sums.m[0] + 8.0f || top[1] > sums.m[1] + 8.0f)) {
+  const bool passed[2] = {top[0] > sums.m[0] + (8.0f - LEAD), top[1] > sums.m[1] + (8.0f - LEAD)};
+  if (__any_sync(ALL, passed[0] || passed[1])) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float m = top[r] > sums.m[r] + 8.0f ? top[r] : sums.m[r];
+      const float m = passed[r] ? top[r] + LEAD : sums.m[r];
       const float alpha = exp2_(sums.m[r] - m);
       sums.m[r] = m;
       sums.l[r] *= alpha;

@@ -46,10 +46,12 @@ KEYS = 128  # of a tile, 32 blocks
 # attention's 16-bit probabilities choose other blocks for 2 to 6 % of the queries, whose scores add
 # up to 0.99992 of the best; where that gains little the separate kernel serves.
 LEAST_KEYS, MOST_KEYS = 1000, 4096
-# Probabilities are relative to the maximum so far less this, which makes them 32 times as large:
-# at most 2^13, since maxima may lag by 8, and sums over blocks 2^15. Down to 2^-19 of the maximum
-# fp16 keeps 11 bits.
+# Sums over blocks are kept in fp16, 2^LEAD times as large as probabilities relative to the maximum
+# so far: at most 2^15, since maxima may lag by 8. Down to 2^-19 of the maximum fp16 keeps 11 bits.
+# In fp16 the probabilities themselves are as large; in bf16 they stay below 1 (span_fwd_hopper.py)
+# and the weights of their sums make up for it.
 LEAD = gl.constexpr(5.0)
+BF16_WEIGHT = 13  # base 2: LEAD and the lag of 8
 # Scores are 2^13 times as large as sums of probabilities: what four heads add up to in fp16 is at
 # most 2^15.
 SCALE = gl.constexpr(13.0)
@@ -146,7 +148,7 @@ def _weights_ptx(bf16: bool) -> str:
     """Right operands of products that take 16 keys to eight blocks: a word of two keys each. Of 32
     keys words of the first 8, and so on; what the last gives to the next eight blocks. The blocks
     are those of columns 0, 2, 4, 6, 1, ..: so a place has them in their order."""
-    one, half = (0x3F80, 0x3F00) if bf16 else (0x3C00, 0x3800)
+    one, half = ((127 + BF16_WEIGHT) << 7, (126 + BF16_WEIGHT) << 7) if bf16 else (0x3C00, 0x3800)
     lines = ["{", _LANE, f"""
     .reg .b32 number, pair, next, spread;
     .reg .pred odd, same;
@@ -268,18 +270,19 @@ _CLEAR = gl.constexpr(f"""{{
 }}""")
 
 
-def _finish_ptx(heads: int) -> str:
+def _finish_ptx(heads: int, bf16: bool) -> str:
     """The rows' log-sum-exps to the head, block 0 of each query, and zeros behind the last block.
     Operands: m, m, lse2, lse2 of rows r and r + 8; head, what waits, scores, bytes of a row of
     them, tiles, each twice."""
+    scale = _float(SCALE.value - (BF16_WEIGHT if bf16 else 0))
     lines = ["{", _LANE, f"""
     .reg .b32 offset, held, zero;
     .reg .b16 h0, h1;
     .reg .f32 lse0, lse1, s0, s1, t;
     .reg .b64 to;
     .reg .pred there;
-    sub.f32 lse0, $3, {_float(SCALE.value)};
-    sub.f32 lse1, $4, {_float(SCALE.value)};
+    sub.f32 lse0, $3, {scale};
+    sub.f32 lse1, $4, {scale};
     mad.wide.u32 to, quad, 4, $5;
     @first_of_quad st.global.f32 [to], lse0;
     @first_of_quad st.global.f32 [to + 32], lse1;
@@ -359,7 +362,9 @@ _PUT = gl.constexpr({heads: _put_ptx(heads) for heads in (4, 8, 16)})
 _PUT_OPERANDS = gl.constexpr(
     ",".join(["=r"] * 16 + ["r"] * 32 + [kind for kind in "lrrlrrrf" for _ in range(64)])
 )
-_FINISH = gl.constexpr({heads: _finish_ptx(heads) for heads in (4, 8, 16)})
+_FINISH, _FINISH_BF16 = (
+    gl.constexpr({heads: _finish_ptx(heads, bf16) for heads in (4, 8, 16)}) for bf16 in (False, True)
+)
 _FINISH_OPERANDS = gl.constexpr("=r,f,f,f,f,l,l,r,r,l,l,r,r,r,r")
 
 
@@ -486,10 +491,10 @@ def put(pooled, m, alpha, corner, tile, sums, aside, before, HEADS: gl.constexpr
 
 
 @gluon.jit
-def finish(m, lse2, tiles, sums, aside, out, n_ld, HEADS: gl.constexpr):
+def finish(m, lse2, tiles, sums, aside, out, n_ld, HEADS: gl.constexpr, DTYPE: gl.constexpr):
     """All is pooled: what the scores of the item take that no tile has. m, lse2 [rows]: the last
     maxima and log-sum-exps to base 2, infinite where nothing is seen."""
-    PTX: gl.constexpr = _FINISH[HEADS]
+    PTX: gl.constexpr = _FINISH_BF16[HEADS] if DTYPE == gl.bfloat16 else _FINISH[HEADS]
     ROWS: gl.constexpr = m.type.layout
     long, short = gl.zeros(m.shape, gl.int64, ROWS), gl.zeros(m.shape, gl.int32, ROWS)
     gl.inline_asm_elementwise(

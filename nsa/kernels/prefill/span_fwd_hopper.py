@@ -278,8 +278,8 @@ def _softmax(
     if not full:
         s = _masked(s, n0, q0, q_start, a, b, k_len, MODE, HEADS)
     m_new = gl.max(s, 1) * scale_log2
-    # The maximum so far serves until scores pass it by 8, probabilities by 256: hardly ever is the
-    # output rescaled then. Where nothing was seen so far any finite number will do.
+    # The maximum so far serves until scores pass it by 8: hardly ever is the output rescaled then.
+    # Where nothing was seen so far any finite number will do.
     m_safe = gl.maximum(gl.where(m_new > m + (8.0 + LEAD), m_new - LEAD, m), -1.0e30)
     p = gl.exp2(s * scale_log2 - m_safe[:, None])
     alpha = gl.exp2(m - m_safe)
@@ -357,7 +357,8 @@ def _attend(
     begin, tiles, full_begin, full_end = _key_tiles(
         q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N, NARROW
     )
-    LEAD: gl.constexpr = block_sums.LEAD if SCORED else 0.0
+    # bf16 values may be near the largest numbers of fp32: probabilities up to 1 there, not 256.
+    LEAD: gl.constexpr = -8.0 if DTYPE == gl.bfloat16 else block_sums.LEAD if SCORED else 0.0
     if SCORED:
         out, n_ld, tiles_before, own, corner = to
         lse2 = block_sums.begin(sums, aside)
@@ -497,7 +498,9 @@ def _consume(
                     to = (batch * G + group).to(gl.int64) * slab_rows + q0 - slab_begin
                     before = SCORES.to(gl.int64) + (to + warp * (16 // HEADS)) * n_ld * 4
                     tiles_before = tiles
-                    block_sums.finish(m, lse2, tiles, sums, aside, before, n_ld, HEADS)
+                    block_sums.finish(
+                        m, lse2, tiles, sums, aside, before, n_ld, HEADS, DTYPE
+                    )
             inv = 1.0 / gl.where(l > 0, l, 1.0)
             if PAIR:
                 inv = inv * gate.to(gl.float32)
