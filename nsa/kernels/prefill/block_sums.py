@@ -363,7 +363,8 @@ _PUT_OPERANDS = gl.constexpr(
     ",".join(["=r"] * 16 + ["r"] * 32 + [kind for kind in "lrrlrrrf" for _ in range(64)])
 )
 _FINISH, _FINISH_BF16 = (
-    gl.constexpr({heads: _finish_ptx(heads, bf16) for heads in (4, 8, 16)}) for bf16 in (False, True)
+    gl.constexpr({heads: _finish_ptx(heads, bf16) for heads in (4, 8, 16)})
+    for bf16 in (False, True)
 )
 _FINISH_OPERANDS = gl.constexpr("=r,f,f,f,f,l,l,r,r,l,l,r,r,r,r")
 
