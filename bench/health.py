@@ -1,16 +1,17 @@
 """Is this box as fast as its card should be? Fifteen seconds before any bench.
 
-    python bench/health.py [--gpu NUMBER]
+    python bench/health.py [--gpu NUMBER] [--deep]
 
 Measures device copy bandwidth, bf16 GEMM, host-to-device bandwidth and launch latency, holds them
 against the card's own nominal numbers (memory bus width x clock; a table of tensor peaks), looks
 for power caps, throttling, ECC trouble and other users, and times identical code against itself:
-that A/A ratio is the noise floor below which no speedup is reported.
+that A/A ratio is the noise floor below which no speedup is reported. Then it looks for silent data
+corruption (bench/corruption.py), in up to 8 GiB of the memory or with --deep in most of it.
 
 The row goes to the runner and, inside a run, to health.json, from which the benches take their
 measured ceilings. --gpu says which of several cards this is (by CUDA_VISIBLE_DEVICES it is the only
 one to be seen); its row stands beside that of the card that is benched. Exit code: 0
-measured, 3 there is no CUDA device.
+measured, 1 the card corrupts data, 3 there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 
 from bench.clock import CudaClock
+from bench.corruption import check_memory, check_products
 from bench.device import THROTTLED, Gpu
 from bench.provenance import provenance
-from bench.records import emit, note, out_dir, write_atomic
+from bench.records import card_faults, emit, note, out_dir, write_atomic
 from bench.stats import noise_floor
 from bench.timing import Budget, sample
 
@@ -184,7 +186,18 @@ def judge(row: dict[str, Any], gpu: Gpu) -> list[str]:
     return why
 
 
-def measure(gpu: Gpu, in_use: Mapping[str, int]) -> dict[str, Any]:
+def corruption(deep: bool) -> dict[str, int]:
+    """Facts of bench/corruption.py about this card, found in some 3 seconds, or 20 if `deep`."""
+    torch.cuda.empty_cache()
+    most = int(0.8 * torch.cuda.mem_get_info()[0])
+    size, limit_s = (most, 15.0) if deep else (min(most, 8 * 2**30), 2.0)
+    facts = check_memory("cuda", size, limit_s)
+    for dtype in (torch.bfloat16, torch.float32):
+        facts |= check_products("cuda", dtype, limit_s / 5)
+    return facts
+
+
+def measure(gpu: Gpu, in_use: Mapping[str, int], deep: bool) -> dict[str, Any]:
     """The health row of `gpu`; in_use: what memory_in_use() said before."""
     others_mib = in_use.get(f"GPU-{getattr(gpu.properties, 'uuid', None)}")
     clock = CudaClock()
@@ -211,10 +224,11 @@ def measure(gpu: Gpu, in_use: Mapping[str, int]) -> dict[str, Any]:
         "h2d_gbs": upload, "launch_us": latency, "aa_noise_floor": noise_floor(ratios),
         "aa_trials": len(ratios), "aa_worst": max(abs(r - 1) for r in ratios),
         "throttled": bool(throttled), "sm_mhz": seen["sm_mhz"], "power_w": seen["power_w"],
-        "reasons": seen["reasons"], **facts, "why": why, **provenance(gpu),
+        "reasons": seen["reasons"], **facts, "why": why, **corruption(deep), **provenance(gpu),
     }  # fmt: skip
-    row["why"] = [*why, *judge(row, gpu)]
-    row["status"] = "WARN" if row["why"] else "OK"
+    faults = card_faults(row)
+    row["why"] = [*faults, *why, *judge(row, gpu)]
+    row["status"] = "FAIL" if faults else "WARN" if row["why"] else "OK"
     return row
 
 
@@ -223,12 +237,13 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpu", type=int, metavar="NUMBER", help="of a card that is not benched")
+    parser.add_argument("--deep", action="store_true", help="test most of the memory")
     args = parser.parse_args(argv)
     in_use = memory_in_use()
     if not torch.cuda.is_available():
         note("torch sees no CUDA device: its health was not measured", "warn")
         return 3
-    row = measure(Gpu(), in_use) | ({} if args.gpu is None else {"gpu": args.gpu})
+    row = measure(Gpu(), in_use, args.deep) | ({} if args.gpu is None else {"gpu": args.gpu})
     emit("health", row)
     folder = out_dir()
     if folder and args.gpu is None:
@@ -243,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"A/A floor  {row['aa_noise_floor']:8.1%}  (worst of {row['aa_trials']} trials "
           f"{row['aa_worst']:.1%})")  # fmt: skip
     print(f"{row['status']}: {'; '.join(row['why']) or 'as fast as it should be'}")
-    return 0
+    return 1 if row["status"] == "FAIL" else 0
 
 
 if __name__ == "__main__":

@@ -53,6 +53,25 @@ def carries(status: str, lows: Iterable[float | None], least: float) -> bool:
     return factor is not None and all(low is not None and low >= factor * least for low in lows)
 
 
+# Counts of a health row (bench/corruption.py); one above 0 says that no result can be trusted.
+CARD_FAULTS = {
+    "memory_wrong_words": "words of memory were read back other than written",
+    **{
+        f"{dtype}_{name}": f"{words} a {dtype} matmul {what}"
+        for dtype in ("bf16", "fp32")
+        for name, words, what in (
+            ("products_differing", "repetitions of", "differ from the first"),
+            ("product_values_wrong", "sampled values of", "are not those of fp64"),
+        )
+    },
+}
+
+
+def card_faults(health: Mapping[str, Any] | None) -> list[str]:
+    """What a health row counts of silent data corruption, in words; empty for a sound card."""
+    counts = {name: (health or {}).get(name) for name in CARD_FAULTS}
+    return [f"{n} {CARD_FAULTS[name]}" for name, n in counts.items() if type(n) is int and n > 0]
+
 
 # What the host may wait for a call: so many times its time and the host's own work, and so many us.
 # A device's time is its own; a host may be used by others meanwhile.

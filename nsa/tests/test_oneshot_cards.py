@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nsa.tests.oneshot_faults import FAKE_SMI, fake_gpu
-from scripts.oneshot import cards, stages
+from scripts.oneshot import cards, stages, watch
 from scripts.oneshot.env import ProbeFailed
 from scripts.oneshot.model import RunRecord, Stage
 from scripts.oneshot.xid import Xid
@@ -325,11 +326,71 @@ def test_only_the_benched_card_gives_the_ceilings(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("NSA_OUT_DIR", str(tmp_path))
     monkeypatch.setattr(health.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(health, "Gpu", lambda: None)
-    monkeypatch.setattr(health, "measure", lambda gpu, in_use: dict(row))
+    monkeypatch.setattr(health, "measure", lambda gpu, in_use, deep: {**row, "deep": deep})
     monkeypatch.setattr(health, "emit", lambda kind, row: sent.append(row))
     assert health.main(["--gpu", "2"]) == 0 and not list(tmp_path.iterdir())
     assert health.main([]) == 0 and [r.get("gpu") for r in sent] == [2, None]
     assert [p.name for p in tmp_path.iterdir()] == ["health.json"]
+    row["status"] = "FAIL"
+    assert health.main(["--deep"]) == 1 and [r["deep"] for r in sent] == [False, False, True]
+
+
+# ---- errors of NVLink ----------------------------------------------------------------------------
+
+LINKS = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)
+\t Link 0: Replay Errors: 0
+\t Link 17: CRC Errors: 4
+GPU 1: NVIDIA B300 SXM6 AC (UUID: GPU-b)
+\t Link 0: Tx packets: 11
+\t Link 0: Malformed packet Errors: 0
+\t Link 0: Link recovery failed events: 1
+\t Link 0: FEC Errors - 0: 36140749276
+\t Link 0: Effective BER: 15e-255
+"""
+
+
+def watched(several, *answers):
+    """What a run on these cards is told, beside an nvidia-smi that answers this in turn."""
+    told, found = [], iter(answers)
+
+    def command(argv, timeout_s):
+        assert argv == ["nvidia-smi", "nvlink", "-e"]
+        if isinstance(answer := next(found), Exception):
+            raise answer
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "Telemetry", lambda *_: SimpleNamespace(start=int, stop=int))
+        patch.setattr(watch, "XidListener", lambda _: SimpleNamespace(
+            start=int, stop=int, take=list, problem=None))  # fmt: skip
+        patch.setattr(watch.box, "command", command)
+        note = lambda text, level="warn": told.append((level, text))
+        one = watch.Watch(several, [{}], lambda *_, **__: None, note, lambda _: None)
+        one.start(None, 0.0)
+        one.stop()
+    return told
+
+
+TWO = [cards.Card(0, "GPU-a"), cards.Card(1, "GPU-b")]
+
+
+def test_growth_of_nvlink_errors_is_told():
+    more = LINKS.replace("CRC Errors: 4", "CRC Errors: 9").replace("events: 1", "events: 2")
+    more = more.replace("packets: 11", "packets: 99").replace("- 0: 3", "- 0: 4")
+    assert watched(TWO, LINKS, more) == [
+        ("warn", "NVLink counted errors during the run: GPU 0 Link 17 CRC Errors +5, "
+                 "GPU 1 Link 0 Link recovery failed events +1")
+    ]  # fmt: skip
+
+
+def test_nvlink_is_quiet_where_it_has_nothing_to_say():
+    assert watched(TWO, LINKS, LINKS) == [("info", "NVLink: none of 4 error counters grew")]
+    assert watched(TWO, "", "") == [] == watched([], LINKS, LINKS)
+    reset = LINKS.replace("Errors: 4", "Errors: 0")  # the counters began anew
+    assert watched(TWO, LINKS, reset) == [("info", "NVLink: none of 4 error counters grew")]
+    lost = ProbeFailed("nvidia-smi ended with 15")
+    why = ("info", "NVLink errors are not known (nvidia-smi ended with 15)")
+    assert watched(TWO, lost) == [why] == watched(TWO, LINKS, lost)
 
 
 # ---- NCCL and the start of ranks -----------------------------------------------------------------

@@ -49,6 +49,10 @@ def test_a_box_is_good_by_its_shares_and_by_nothing_that_was_not_asked(sample):
     assert (card.answer, card.colour) == ("Yes.", "good")
     assert "device copy 4010 GB/s: **83 %** of this card's nominal 4814" in told(card)
     assert "did not throttle" in told(card) and "nobody else was on it" in told(card)
+    kept = {"memory_test_mib": 8192, "memory_test_patterns": 130, "bf16_product_repeats": 900}
+    health = {**view_of(sample).data["health"], **kept}
+    said = "8192 MiB of its memory kept 130 patterns, and 900 matmuls were right and alike"
+    assert said in told(first.box(view_of(sample, health=health)))
     health = {
         **view_of(sample).data["health"],
         "throttled": None,
@@ -73,6 +77,11 @@ def test_a_box_is_good_by_its_shares_and_by_nothing_that_was_not_asked(sample):
         (dict(device={"name": "X", "mig": True}), "doubt", "MIG"),
         (dict(health={"throttled": True}), "doubt", "throttled while"),
         (dict(health={"status": "WARN", "why": ["slow copies"]}), "doubt", "WARN: slow copies"),
+        (
+            dict(health={"status": "FAIL", "why": ["3 words"], "memory_wrong_words": 3}),
+            "bad",
+            "FAIL: 3 words",
+        ),
         (dict(device={"name": None, "reason": "gone"}), "bad", "No GPU answered: gone"),
         (dict(doctor=[{"name": "disk", "level": "BLOCK", "text": "full"}]), "bad", "full"),
     ],

@@ -18,6 +18,7 @@ NAMED = 3  # of one kind by name on the first screen
 COMMAND_LIMIT = 20_000  # characters; a longer one is in its file under repro/
 TRY = {
     "GPU_LOST": "the card fell off the bus: take another box; the earlier results stand",
+    "CORRUPTION": "take another box: on this card no result can be trusted, passed ones included",
     "XID": "do what the reason says, and run the stage again on a card without errors",
     "OOM_DEVICE": "free the GPU of other processes, or take a card with more memory",
     "CUDA_FAULT": "a kernel touched memory that is not its own: compute-sanitizer before the "

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bench.records import card_faults
 from nsa.flags import Flags
 from nsa.routes import least_selected
 from scripts.oneshot import cards, committed, evidence
@@ -57,6 +58,11 @@ def box(view: View) -> Answer:
         if is_number(health.get(key)) and is_number(health.get(share))
     ]
     facts += measured
+    if is_number(kept := health.get("memory_test_mib")) and not card_faults(health):
+        facts.append(
+            f"{num(kept)} MiB of its memory kept {num(health.get('memory_test_patterns'))} "
+            f"patterns, and {num(health.get('bf16_product_repeats'))} matmuls were right and alike"
+        )
     if health.get("throttled") is False:
         facts.append("it did not throttle while this was measured")
     others = health.get("memory_used_by_others_mib")
@@ -73,7 +79,7 @@ def box(view: View) -> Answer:
 
 def _no_use(data: Mapping[str, Any]) -> bool:
     blocked = any(check["level"] == "BLOCK" for check in data["doctor"])
-    return blocked or data["device"].get("name") is None
+    return blocked or data["device"].get("name") is None or bool(card_faults(data["health"]))
 
 
 def kernels(view: View) -> Answer:

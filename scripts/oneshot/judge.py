@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from bench.records import card_faults
 from scripts.oneshot.rows import is_number, test_counts
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def judge(
     runs_pytest = "pytest" in stage.argv
     lost = f"; and exit code {rc}: tests may be missing" if runs_pytest and rc not in (0, 1) else ""
 
+    if faults := [why for r in rows if r["kind"] == "health" for why in card_faults(r)]:
+        return Judgement(Status.FAIL, "; ".join(faults), "CORRUPTION")
     if bad_parity:
         first = bad_parity[0]
         why = "; ".join(first["why"]) or "over its limit"

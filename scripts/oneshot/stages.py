@@ -177,9 +177,10 @@ def _gpu(profile: str) -> list[Stage]:
             env={"NSA_USE_FA2": "1", "NSA_TEST_FA2": "1"}, log="fa2_varlen.txt", group="parity",
         ),
         Stage(
-            "health", "Box health: copy, GEMM, PCIe, launch latency, noise floor",
-            ("{python}", "bench/health.py"),
-            proof="row", timeout_s=120, estimate_s=7, required=False, log="health.txt",
+            "health", "Box health: copy, GEMM, PCIe, launch latency, noise floor, corruption",
+            ("{python}", "bench/health.py", *(("--deep",) if full else ())),
+            proof="row", timeout_s=120, estimate_s=30 if full else 11, required=False,
+            log="health.txt",
             outputs=("health.json",), group="box",  # the benches take their peaks from it
         ),
         Stage(

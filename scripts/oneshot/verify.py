@@ -28,7 +28,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from bench.records import NUMBERS, SAMPLES_KEPT
+from bench.records import NUMBERS, SAMPLES_KEPT, card_faults
 from scripts.oneshot import bundle as bundles
 from scripts.oneshot.capture import plain
 from scripts.oneshot.checkout import git_facts, same_sources
@@ -63,6 +63,7 @@ def check(folder: Path) -> Iterator[str]:
         return
     try:
         yield from check_rules(data)
+        yield from check_cards(data)
         yield from check_journal(data, folder)
         yield from check_samples(data, folder)
         yield from check_csvs(data, folder)
@@ -148,6 +149,18 @@ def check_rules(data: Mapping[str, Any]) -> Iterator[str]:
     gate = data["redaction"].get("gate")
     if gate != "clean":
         yield f"the redaction gate is {gate!r}, not clean"
+
+
+def check_cards(data: Mapping[str, Any]) -> Iterator[str]:
+    """A card that corrupts data is called so, and the stage that found it did not pass."""
+    health = data["health"] or {}
+    rows = {"health": health}
+    rows |= {f"health_gpu{number}": row for number, row in (health.get("gpus") or {}).items()}
+    passed = {stage["id"] for stage in data["stages"] if stage["status"] == "PASS"}
+    for name, row in rows.items():
+        faults = "; ".join(card_faults(row))
+        if faults and (row.get("status") != "FAIL" or name in passed):
+            yield f"{name} passes for {row.get('status')}, and {faults}"
 
 
 def check_dates(data: Mapping[str, Any]) -> Iterator[str]:

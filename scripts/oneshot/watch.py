@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.oneshot import cards
+from scripts.oneshot import cards, nvlink
 from scripts.oneshot import env as box
 from scripts.oneshot.judge import Status
 from scripts.oneshot.model import Stage, StageResult
@@ -47,6 +47,7 @@ class Watch:
         self._listeners: list[tuple[int | None, XidListener]] = []
         self._deaf: set[int | None] = set()  # the cards whose listener said that it hears nothing
         self._reported: list[tuple[int | None, Xid]] = []  # of the running stage
+        self._links: nvlink.Counts = {}  # when the run began, of a run on several cards
 
     def start(self, csv: Path, started: float) -> None:
         """Begin telemetry of the first card, into `csv`, and listen for the errors of all."""
@@ -61,6 +62,22 @@ class Watch:
         self._listeners = [(index, XidListener(uuid)) for index, uuid in watched]
         for _, listener in self._listeners:
             listener.start()
+        self._links = self._read_links() if self.several else {}
+
+    def _read_links(self) -> nvlink.Counts:
+        try:
+            return nvlink.read(3.0)
+        except box.ProbeFailed as error:
+            self._note(f"NVLink errors are not known ({error})", "info")
+            return {}
+
+    def _compare_links(self) -> None:
+        """Say whether links counted errors since the run began."""
+        after = self._read_links() if self._links else {}
+        if grown := nvlink.growth(self._links, after):
+            self._note(f"NVLink counted errors during the run: {', '.join(grown)}")
+        elif after:
+            self._note(f"NVLink: none of {len(after)} error counters grew", "info")
 
     def stop(self) -> None:
         if self.telemetry:
@@ -68,6 +85,7 @@ class Watch:
         for _, listener in self._listeners:
             listener.stop()
         self.hear(None)
+        self._compare_links()
 
     def why_not(self, stage: Stage) -> tuple[Status, str, str | None] | None:
         """Why `stage` cannot have its card: (status, reason, kind), or None."""
