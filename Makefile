@@ -37,6 +37,7 @@ help: ## Show this list
 #:   python -m scripts.oneshot render FOLDER   the reports again, from the journal alone
 #:   python -m scripts.oneshot compare A B     two bundles: faster, slower, broken?
 #:   python -m scripts.oneshot verify BUNDLE   is a bundle whole, consistent, free of secrets?
+#:   python -m scripts.oneshot trend DIR       score and times of many runs, by date and card
 #:
 #: Its last line is the true exit code (make itself turns any failure into 2): 0 passed, 1 wrong,
 #: 2 usage, 3 a required stage could not run (no GPU, unfit box, no time left), 4 infrastructure,

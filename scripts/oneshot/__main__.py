@@ -5,6 +5,8 @@
     python -m scripts.oneshot render BUNDLE               report.md again, from events.jsonl alone
     python -m scripts.oneshot compare A B                 two bundles (folders or .tgz)
     python -m scripts.oneshot verify BUNDLE               check sums, rules and secrets of a bundle
+    python -m scripts.oneshot trend BUNDLE_OR_DIR...      score and times of many runs, by date
+    python -m scripts.oneshot export BUNDLE --trace OUT   its rows as traces of flashinfer-bench
     python -m scripts.oneshot attach [out_dir]            follow a running or detached run
 
 Exit codes of `run`: 0 all required stages passed; 1 a check failed; 2 usage; 3 a required stage
@@ -29,6 +31,8 @@ VERBS = {
     "render": "scripts.oneshot.report",
     "compare": "scripts.oneshot.compare",
     "verify": "scripts.oneshot.verify",
+    "trend": "scripts.oneshot.trend",
+    "export": "scripts.oneshot.export",
     "attach": "scripts.oneshot.attach",
 }
 

@@ -20,7 +20,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from scripts.oneshot.bundle import SUMS
 from scripts.oneshot.capture import plain
 from scripts.oneshot.comparison import (
     EXIT_NOT_COMPARABLE,
@@ -29,11 +28,12 @@ from scripts.oneshot.comparison import (
     VERDICTS,
     Cell,
     Comparison,
+    aligned,
     compare,
 )
 from scripts.oneshot.markdown import cell, code, us_ci
-from scripts.oneshot.reading import BundleError, opened, rebuild
-from scripts.oneshot.verify import check
+from scripts.oneshot.reading import BundleError
+from scripts.oneshot.verify import verified
 
 FAIL_ON = ("slower", "parity", "ambiguous")
 MAX_LISTED, MAX_DOUBTS = 60, 5
@@ -85,10 +85,7 @@ def as_text(result: Comparison, code_: int, explain: bool = False) -> str:
              plain(c.why))
             for c in result.cells
         ]  # fmt: skip
-        widths = [min(60, max(len(r[i]) for r in rows)) for i in range(5)]
-        for r in rows:
-            fixed = "  ".join(r[i].ljust(widths[i]) for i in range(5))
-            out.append(f"{fixed}  {r[5]}".rstrip())
+        out += aligned(rows)
     out.append(f"summary  {summary(result)}  exit {code_}")
     return "\n".join(out)
 
@@ -132,9 +129,8 @@ def _fail_on(text: str) -> list[str]:
     return names
 
 
-def _doubts(name: str, folder: Path) -> list[str]:
-    """What `verify` has against a bundle; but a run that did not come to its end has no sums."""
-    found = [p for p in dict.fromkeys(check(folder)) if not p.startswith(f"no {SUMS}")]
+def _doubts(name: str, found: list[str]) -> list[str]:
+    """What `verify` has against a bundle."""
     shown = [f"{name} does not verify: {problem}" for problem in found[:MAX_DOUBTS]]
     more = len(found) - len(shown)
     return shown + ([f"{name} does not verify: and {more} more problems"] if more else [])
@@ -155,9 +151,9 @@ def main(argv: list[str]) -> int:
     p.add_argument("--force", action="store_true", help="compare times of unlike boxes")
     args = p.parse_args(argv)
     try:
-        with opened(args.a) as a, opened(args.b) as b:
-            result = compare(rebuild(a)[0], rebuild(b)[0], args.force)
-            doubts = [*_doubts("A", a), *_doubts("B", b)]
+        (a, against_a), (b, against_b) = verified(args.a), verified(args.b)
+        result = compare(a, b, args.force)
+        doubts = [*_doubts("A", against_a), *_doubts("B", against_b)]
     except (BundleError, KeyError, TypeError, AttributeError) as error:
         text = str(error) if isinstance(error, BundleError) else f"broken bundle: {error!r}"
         print(plain(text)[:500], file=sys.stderr)

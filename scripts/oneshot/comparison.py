@@ -100,6 +100,13 @@ class Comparison:
         return EXIT_SAME
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """`rows` as lines of a table whose columns, but for the last, are as wide as their cells."""
+    widths = [min(60, max(map(len, column))) for column in zip(*rows, strict=True)][:-1]
+    lines = ("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
+    return [plain(line) for line in lines]
+
+
 # ---------------------------------------------------------------------------------- one case
 
 
@@ -286,21 +293,21 @@ def environment_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]
     return out
 
 
+def box_of(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a run that must be alike where times are compared."""
+    device, system = data["device"], data["env"].get("system")
+    if data["scope"] == "cpu":
+        return {"scope": "cpu", "CPU": system.get("cpu") if isinstance(system, dict) else None}
+    driver = str(device.get("driver") or "").split(".")[0] or None
+    return {
+        "scope": data["scope"], "GPU": device.get("name"), "driver major": driver,
+        "power limit": device.get("power_limit_w"), "MIG": bool(device.get("mig")),
+    }  # fmt: skip
+
+
 def why_not_comparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Facts that make times of two bundles two different questions."""
-
-    def facts(data: Mapping[str, Any]) -> dict[str, Any]:
-        device, system = data["device"], data["env"].get("system")
-        driver = str(device.get("driver") or "").split(".")[0] or None
-        out = {
-            "scope": data["scope"], "GPU": device.get("name"), "driver major": driver,
-            "power limit": device.get("power_limit_w"), "MIG": bool(device.get("mig")),
-        }  # fmt: skip
-        if data["scope"] == "cpu":
-            out = {"scope": "cpu", "CPU": system.get("cpu") if isinstance(system, dict) else None}
-        return out
-
-    x, y = facts(a), facts(b)
+    x, y = box_of(a), box_of(b)
     return [plain(f"{k} {x.get(k)} -> {y.get(k)}") for k in dict.fromkeys([*x, *y])
             if x.get(k) != y.get(k)]  # fmt: skip
 

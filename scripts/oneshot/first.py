@@ -21,6 +21,7 @@ from scripts.oneshot.judge import is_cut
 from scripts.oneshot.markdown import cell, code, fence, num, pct, us
 from scripts.oneshot.model import StageResult
 from scripts.oneshot.rows import is_number
+from scripts.oneshot.score import score
 from scripts.oneshot.thresholds import recommendation
 
 OTHERS_MIB = 500  # below, the driver's own; as bench/health.py judges
@@ -159,7 +160,26 @@ def speed(view: View) -> Answer:
     if prefill is not None and (pairs := committed.pairs(device, prefill)):
         notes.append(_beside(pairs, {r["S"] for r in rows if r.get("bench") == "prefill"}))
     heads = ("", "NSA", "dense", "times as fast", "the same card before")
-    return Answer(question, answer, "doubt" if unstable else "good", [Bars(heads, bars), *notes])
+    blocks = [_score(view), Bars(heads, bars), *notes]
+    return Answer(question, answer, "doubt" if unstable else "good", blocks)
+
+
+def _score(view: View) -> str:
+    """The score with what it is made of, or what it lacks."""
+    found = score(view.rows["bench"], view.data["health"])
+    if found["percent"] is None:
+        lacks: dict[str, list[str]] = {}
+        for case, why in found["missing"].items():
+            lacks.setdefault(cell(why, 200), []).append(case)
+        told = "; ".join(f"{', '.join(cases)}: {why}" for why, cases in lacks.items())
+        return f"No score: {told}."
+    parts = [
+        f"{case} {pct(one['roofline_us'] / one['us'])}" for case, one in found["cases"].items()
+    ]
+    return (
+        f"Score **{found['percent']:.1f} %**: the geometric mean of roofline time over measured "
+        f"time, of {', '.join(parts)}. The roofline is this card's own copy and matmul."
+    )
 
 
 def _ratios(rows: list[Mapping[str, Any]], floor: float | None) -> str:

@@ -21,6 +21,7 @@ journal gives up to the last edge of a stage. The shape of `bundle.json` (schema
     tests, parity, bench, metrics, notes, artifacts
                  the rows as the stages sent them (bench/records.py), each with "stage"
     health, recommend          the latest row of that kind, or null
+    score        percent (or null), cases, missing; see score.py
     resumed      {run_id: [stage ids]} taken over from an earlier run
     redaction    {rules_version, replacements, gate "clean"|"pending"|"failed"}
     files        [{path, bytes, sha256}]
@@ -36,6 +37,7 @@ from typing import Any
 from scripts.oneshot import judge
 from scripts.oneshot.judge import Status
 from scripts.oneshot.rows import is_number, is_row, test_counts
+from scripts.oneshot.score import score
 
 SCHEMA = "nsa.gpu-report/1"
 
@@ -359,6 +361,7 @@ class RunRecord:
             "verdict": judge.verdict(self, stages),
             "health": self.health,
             "recommend": self.recommend,
+            "score": score(self.rows_of("bench"), self.health),
             "stages": [s.to_json() for s in stages],
             "tests": self.rows_of("test"),
             "parity": self.rows_of("parity"),

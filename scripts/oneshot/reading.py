@@ -71,7 +71,9 @@ def rebuild(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def check_shape(data: dict[str, Any]) -> None:
-    """TypeError, ValueError or KeyError unless `data` has the shape of RunRecord.to_bundle()."""
+    """TypeError, ValueError or KeyError unless `data` has the shape of RunRecord.to_bundle(); an
+    older one may lack its score."""
+    data = {"score": {}, **data}
     for name, like in RunRecord().to_bundle().items():
         value = data[name]
         if isinstance(like, (dict, list)):

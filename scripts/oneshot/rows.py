@@ -114,7 +114,8 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def _whys(row: Mapping[str, Any]) -> list[str]:
+def whys(row: Mapping[str, Any]) -> list[str]:
+    """The reasons of a row, whatever a stranger wrote there."""
     why = row.get("why")
     return [str(w) for w in why] if isinstance(why, list) else [str(why)] if why else []
 
@@ -133,7 +134,7 @@ def _beyond(parity: Mapping[str, Any]) -> list[str]:
 
 def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     """A parity row held to its own evidence: it may lose its PASS here, never win one."""
-    why = _whys(row)
+    why = whys(row)
     status = row.get("status")
     if not isinstance(row.get("case"), str) or status not in PARITY_STATUSES:
         raise RowError("a parity row needs case and status PASS|FAIL|INVALID")
@@ -158,7 +159,7 @@ def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
 
 def _check_bench(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     """A bench row without parity or on the wrong path keeps its case and loses its numbers."""
-    why = _whys(row)
+    why = whys(row)
     status = row.get("status")
     if not isinstance(row.get("case"), str) or status not in BENCH_STATUSES:
         raise RowError("a bench row needs case and status VALID|UNSTABLE|INVALID|SKIPPED|FAILED")
