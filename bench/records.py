@@ -56,14 +56,10 @@ def carries(status: str, lows: Iterable[float | None], least: float) -> bool:
 # Counts of a health row (bench/corruption.py); one above 0 says that no result can be trusted.
 CARD_FAULTS = {
     "memory_wrong_words": "words of memory were read back other than written",
-    **{
-        f"{dtype}_{name}": f"{words} a {dtype} matmul {what}"
-        for dtype in ("bf16", "fp32")
-        for name, words, what in (
-            ("products_differing", "repetitions of", "differ from the first"),
-            ("product_values_wrong", "sampled values of", "are not those of fp64"),
-        )
-    },
+    "bf16_products_differing": "repetitions of a bf16 matmul differ from the first",
+    "bf16_product_values_wrong": "sampled values of a bf16 matmul are not those of fp64",
+    "fp32_products_differing": "repetitions of an fp32 matmul differ from the first",
+    "fp32_product_values_wrong": "sampled values of an fp32 matmul are not those of fp64",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import corruption
+from bench import corruption, health
 from bench.records import CARD_FAULTS, card_faults
 from scripts.oneshot import verify
 from scripts.oneshot.judge import Status, judge
@@ -61,14 +61,14 @@ def test_sound_products_are_alike_and_right(dtype):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
-    ("calls", "value", "says"),
+    ("calls", "value", "counted"),
     [
-        ({1}, None, "repetitions of a {} matmul differ from the first"),
-        (range(10**6), None, "sampled values of a {} matmul are not those of fp64"),
-        (range(10**6), float("nan"), "sampled values of a {} matmul are not those of fp64"),
+        ({1}, None, "products_differing"),
+        (range(10**6), None, "product_values_wrong"),
+        (range(10**6), float("nan"), "product_values_wrong"),
     ],
 )
-def test_a_product_that_is_off_by_its_last_bit_is_found(dtype, calls, value, says, monkeypatch):
+def test_a_product_that_is_off_by_its_last_bit_is_found(dtype, calls, value, counted, monkeypatch):
     """Once, or in every call: one element for each row, so that the drawn ones have theirs."""
     mm, called = torch.mm, []
 
@@ -82,8 +82,20 @@ def test_a_product_that_is_off_by_its_last_bit_is_found(dtype, calls, value, say
 
     monkeypatch.setattr(corruption.torch, "mm", faulty)
     of = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    (fault,) = card_faults(corruption.check_products("cpu", of, 0.0, n=64))
-    assert fault.endswith(says.format(dtype))
+    facts = corruption.check_products("cpu", of, 0.0, n=64)
+    assert [k for k in CARD_FAULTS if facts.get(k)] == [f"{dtype}_{counted}"] and card_faults(facts)
+
+
+@pytest.mark.parametrize(("deep", "mib"), [(False, 8192), (True, 16384)])
+def test_the_health_stage_tests_a_part_of_what_is_free(deep, mib, monkeypatch):
+    given = []
+    monkeypatch.setattr(health.torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(health.torch.cuda, "mem_get_info", lambda: (20 * 2**30, 24 * 2**30))
+    monkeypatch.setattr(health, "check_memory", lambda *args: given.append(args) or {"m": 1})
+    monkeypatch.setattr(health, "check_products", lambda *args: given.append(args) or {"p": 2})
+    assert health.corruption(deep) == {"m": 1, "p": 2}
+    assert given[0][:2] == ("cuda", mib * 2**20) and sum(one[2] for one in given) < 25
+    assert [one[1] for one in given[1:]] == [torch.bfloat16, torch.float32]
 
 
 STAGE = Stage("health", "Box health", ("x",), proof="row", timeout_s=9.0, required=False)

@@ -44,19 +44,6 @@ HEALTH = {  # key: (words, unit)
     "power_default_w": ("power limit by default", "W"),
     "ecc_uncorrected": ("uncorrected ECC errors", ""),
     "memory_used_by_others_mib": ("memory that others use", "MiB"),
-    "memory_test_mib": ("memory written and read back", "MiB"),
-    "memory_test_patterns": ("patterns written there", ""),
-    "memory_wrong_words": ("words read back wrong", ""),
-    **{
-        f"{dtype}_{name}": (f"{dtype} matmul, {words}", "")
-        for dtype in ("bf16", "fp32")
-        for name, words in (
-            ("product_repeats", "repetitions"),
-            ("product_seed", "seed of its factors"),
-            ("products_differing", "repetitions that differ"),
-            ("product_values_wrong", "sampled values beside fp64 that are wrong"),
-        )
-    },
 }
 HEALTH_SHARE = {"copy_gbs": "copy_frac", "gemm_bf16_tflops": "gemm_frac"}
 # Of the software and the commit, which stand under This run, and of how the floor was found.
