@@ -16,8 +16,10 @@ MEMORY = ("cpu", 8 * 4 * 1024, 60.0, 1024)  # four blocks of 1024 words
 
 def test_sound_memory_keeps_every_pattern():
     assert corruption.check_memory(*MEMORY) == {
-        "memory_test_mib": 0, "memory_test_patterns": 130, "memory_wrong_words": 0
-    }  # fmt: skip
+        "memory_test_mib": 0,
+        "memory_test_patterns": 130,
+        "memory_wrong_words": 0,
+    }
 
 
 def flip(blocks):
@@ -108,11 +110,13 @@ def test_a_card_that_corrupts_data_fails_the_run_whatever_its_row_says(name):
     assert (found.status, found.kind) == (Status.FAIL, "CORRUPTION") and "3 " in found.reason
     assert judge(STAGE, 0, [{**row, name: 0}]).status is Status.PASS
     result = {"id": "health", "status": "PASS", "required": False}
-    record = RunRecord.replay([
-        {"ev": "run_start", "plan": [{"id": "health"}]},
-        {"ev": "row", "stage": "health", "row": {**row, "status": "FAIL"}},
-        {"ev": "stage_end", "stage": "health", "result": result},
-    ])  # fmt: skip
+    record = RunRecord.replay(
+        [
+            {"ev": "run_start", "plan": [{"id": "health"}]},
+            {"ev": "row", "stage": "health", "row": {**row, "status": "FAIL"}},
+            {"ev": "stage_end", "stage": "health", "result": result},
+        ]
+    )
     (told,) = verify.check_cards(record.to_bundle())
     assert told.startswith("health passes for FAIL, and 3 ")
     failed = {**result, "status": "FAIL", "reason": found.reason, "kind": found.kind}

@@ -100,8 +100,10 @@ def test_the_trend_is_a_line_for_each_run_by_date_whatever_holds_it(tmp_path, ca
     assert out[1].split()[:4] == ["date", "commit", "verdict", "score"]
     cells = [" ".join(line.split()) for line in out[2:5]]
     assert [c.split(" PASS ")[0] for c in cells] == [
-        "2026-11-19T10:00 c0ffee19", "2026-11-20T10:00 c0ffee20 DIRTY", "2026-11-21T10:00 c0ffee21"
-    ]  # fmt: skip
+        "2026-11-19T10:00 c0ffee19",
+        "2026-11-20T10:00 c0ffee20 DIRTY",
+        "2026-11-21T10:00 c0ffee21",
+    ]
     times = "32.4 % 1.54 ms 8.05 ms 2.96 ms 16.5 ms 14.3 us 18.4 us"
     assert all(c.endswith(times) for c in cells) and out[5:] == [""]
 
@@ -189,23 +191,25 @@ def test_the_exported_file_holds_what_the_rows_do(tmp_path, capsys):
     assert {"S": 32768, "HQ": 64}.items() <= one["workload"]["axes"].items()
     found = one["evaluation"]
     assert found["performance"] == {
-        "latency_ms": 8.05, "reference_latency_ms": pytest.approx(8.05 * 3.51),
+        "latency_ms": 8.05,
+        "reference_latency_ms": pytest.approx(8.05 * 3.51),
         "speedup_factor": pytest.approx(3.51),
-    }  # fmt: skip
+    }
     assert found["correctness"] == {"max_relative_error": "NaN", "max_absolute_error": 3e-3}
     assert found["environment"] == {
         "hardware": "NVIDIA_H200",
         "libs": {"torch": "2.11.0+cu130", "triton": "3.6.0", "cuda": "13.0", "driver": "580.95"},
     }
-    assert len({t["workload"]["uuid"] for t in lines}) == len({
-        (t["definition"], json.dumps(t["workload"]["axes"])) for t in lines
-    })  # fmt: skip
+    assert len({t["workload"]["uuid"] for t in lines}) == len(
+        {(t["definition"], json.dumps(t["workload"]["axes"])) for t in lines}
+    )
 
 
 def test_export_says_what_it_cannot_do(tmp_path, capsys):
-    assert "neither a folder" in told_by(
-        "export", tmp_path / "absent", "--trace", "x", capsys=capsys, code=2
-    ).err  # fmt: skip
+    assert (
+        "neither a folder"
+        in told_by("export", tmp_path / "absent", "--trace", "x", capsys=capsys, code=2).err
+    )
     folder = clean(tmp_path, "19")
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "out.jsonl"

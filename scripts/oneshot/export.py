@@ -31,7 +31,7 @@ from scripts.oneshot.verify import verified
 NAMES = ("bench", "op", "direction", "step", "branch", "mode", "dist", "dtype")
 AXES = (
     "B S world key_len dim heads HQ groups G dk D dv Dv l d l_sel n_sel w N H L nspans streams"
-).split()  # fmt: skip
+).split()
 LIBS = ("torch", "triton", "cuda", "driver")
 
 
@@ -83,9 +83,10 @@ def trace(row: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser(
-        prog="oneshot export", description=__doc__,
+        prog="oneshot export",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     p.add_argument("bundle", type=Path, help="folder or .tgz of a run")
     p.add_argument("--trace", type=Path, required=True, metavar="OUT.jsonl", help="file to write")
     args = p.parse_args(argv)
@@ -105,9 +106,13 @@ def main(argv: list[str]) -> int:
     try:
         write_atomic(args.trace, "".join(dumps(trace(row, data)) + "\n" for row in kept))
     except OSError as error:
-        print(f"--trace wants a file that can be written, got {args.trace}: {error.strerror}",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"--trace wants a file that can be written, got {args.trace}: {error.strerror}",
+            file=sys.stderr,
+        )
         return EXIT_USAGE
-    print(f"{len(kept)} traces in {args.trace}; rows left out: {len(rows) - len(kept)}",
-          file=sys.stderr)  # fmt: skip
+    print(
+        f"{len(kept)} traces in {args.trace}; rows left out: {len(rows) - len(kept)}",
+        file=sys.stderr,
+    )
     return 0

@@ -56,9 +56,10 @@ def line(data: Mapping[str, Any]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser(
-        prog="oneshot trend", description=__doc__,
+        prog="oneshot trend",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     p.add_argument("bundles", nargs="+", type=Path, metavar="BUNDLE_OR_DIR")
     args = p.parse_args(argv)
     runs: dict[str, dict[str, Any]] = {}
