@@ -350,10 +350,11 @@ _reached: WeakKeyDictionary[Any, dict[tuple[str, str], list[Reached]]] = WeakKey
 
 def _baseline(
     case: Case, base: Contender, times: Sequence[float], clock: Clock, cold: bool,
-    ceiling: Ceilings,
+    ceiling: Ceilings, shaky: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Columns of the baseline as work that was measured: what ran, and its share of the ceiling.
-    On a host, which others use as well, it is held to its fastest sample.
+    On a host, which others use as well, and where its times are `shaky`, which is told beside
+    them, it is held to its fastest sample.
 
     Raises NotProven for a baseline that is not what its name says, or far slower than it can be.
     """
@@ -361,7 +362,7 @@ def _baseline(
     work = base if base.bytes_needed or base.flops else case
     why = why_another(base.attends, base.name, ran)
     median_us = statistics.median(times)
-    least_us = median_us if clock.device_time else min(times)
+    least_us = min(times) if shaky or not clock.device_time else median_us
     why = why or why_not_attention(base, ran, least_us, clock, cold)
     ideal = _ideal_us(work, ceiling)
     # Of one ceiling alone nobody can tell what work that the other bounds may take.
@@ -411,7 +412,7 @@ def _measured(
         shaky = stats.instability(samples.base, clock.resolution_us)
         reasons += [f"baseline {w}" for w in shaky]
         numbers |= {"baseline": base.name, "order": "ABBA"}
-        numbers |= _baseline(case, base, samples.base, clock, cold, ceiling)
+        numbers |= _baseline(case, base, samples.base, clock, cold, ceiling, bool(shaky))
     throttled = sorted(THROTTLED & set(state["reasons"]))
     if throttled:
         reasons.append(f"throttled: {', '.join(throttled)}")
