@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -173,7 +174,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that the shares are even
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """--shard I/N keeps every N-th of the chosen tests from the I-th on."""
+    """--shard I/N keeps every N-th of the chosen tests from the I-th on. The first cases of all
+    tests come before the second ones: these then find kernels compiled that they share."""
     shard = config.getoption("--shard")
     if not shard:
         return
@@ -181,6 +183,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not match or not int(match[1]) < int(match[2]):
         raise pytest.UsageError(f"--shard must be I/N with 0 <= I < N, got {shard}")
     index, count = int(match[1]), int(match[2])
+    seen: Counter[str] = Counter()
+    turn = {}
+    for item in items:
+        name = item.nodeid.split("[")[0]
+        turn[item] = seen[name]
+        seen[name] += 1
+    items.sort(key=turn.__getitem__)
     config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % count != index])
     items[:] = items[index::count]
 

@@ -22,7 +22,7 @@ from typing import IO
 
 from scripts.oneshot.processes import die_with_parent, is_running
 
-MOST = 12
+MOST = 15
 GRACE_S = 1.5  # for the stacks; the supervisor kills 3 s after its SIGABRT
 TESTS_PER_GIB = 0.25  # one process per 4 GiB of host memory
 
