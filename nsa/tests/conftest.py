@@ -184,12 +184,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"--shard must be I/N with 0 <= I < N, got {shard}")
     index, count = int(match[1]), int(match[2])
     seen: Counter[str] = Counter()
-    turn = {}
+    turns = []
     for item in items:
         name = item.nodeid.split("[")[0]
-        turn[item] = seen[name]
+        turns.append(seen[name])
         seen[name] += 1
-    items.sort(key=turn.__getitem__)
+    items[:] = [items[i] for i in sorted(range(len(items)), key=turns.__getitem__)]
     config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % count != index])
     items[:] = items[index::count]
 

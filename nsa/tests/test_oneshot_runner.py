@@ -150,7 +150,7 @@ def test_an_early_exit_with_code_0_is_no_pass(dies, tmp_path):
 
 
 def planned(name):
-    return next(s for s in stages.plan("standard") if s.id == name)
+    return next(s for s in stages.plan("full") if s.id == name)
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_a_stage_waits_for_a_pass_and_for_nothing_less(half_run, status):
     """No time of a kernel whose parity stage timed out, was skipped or never ran."""
     stage = planned("fa2_bench")
     half_run.watch = SimpleNamespace(why_not=lambda stage: None)
-    half_run.args, half_run.stages = SimpleNamespace(budget=None), stages.plan("standard")
+    half_run.args, half_run.stages = SimpleNamespace(budget=None), stages.plan("full")
     half_run.record = RunRecord()
     if status is not None:
         half_run.record.results[stage.after] = StageResult(stage.after, status, "as it went")
@@ -304,7 +304,7 @@ def test_what_needs_a_stage_that_was_cut_is_cut_as_well(
     half_run, name, maker, status, kind, dragged
 ):
     half_run.watch = SimpleNamespace(why_not=lambda stage: None)
-    half_run.args, half_run.stages = SimpleNamespace(budget=None), stages.plan("standard")
+    half_run.args, half_run.stages = SimpleNamespace(budget=None), stages.plan("full")
     half_run.record = RunRecord()
     half_run.record.results[maker] = StageResult(maker, status, "as it went", kind)
     found = half_run._why_not(planned(name), None)

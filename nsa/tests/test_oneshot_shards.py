@@ -73,6 +73,8 @@ def shared(names, shard):
 def test_shares_are_disjoint_and_complete():
     names = [f"nsa/tests/test_x.py::test_{i}[{i % 7}-bf16]" for i in range(200)]
     assert shared(names, None) == names
+    alike = ["t.py::a[1]", "t.py::a[2]", "t.py::b[1]", "t.py::b[2]"]  # they share their kernels
+    assert shared(alike, "0/1") == ["t.py::a[1]", "t.py::b[1]", "t.py::a[2]", "t.py::b[2]"]
     for n in (1, 2, 3, 6):
         shares = [shared(names, f"{i}/{n}") for i in range(n)]
         assert sorted(sum(shares, [])) == sorted(names)

@@ -83,7 +83,7 @@ def test_make_variables_and_options_exist():
 
 
 def test_paths_exist_and_stages_are_planned():
-    known = {stage.id: stage for stage in plan("standard")}
+    known = {stage.id: stage for stage in plan("full")}
     rows = table("family")
     for row in rows:
         for cell in row[1:5]:
