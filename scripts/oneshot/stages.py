@@ -95,7 +95,7 @@ def _gpu(profile: str) -> list[Stage]:
         "sel_route", "Selection bench: Triton against packing plus SDPA, as callers get them",
         ("{python}", "bench/bench_sel_triton.py", "--route", "1", *routes, "--iters", "10",
          "--seconds", "0.005", "--csv", "{out}/sel_route.csv"),
-        proof="bench", timeout_s=400 if full else 120, estimate_s=110 if full else 25, env=bench,
+        proof="bench", timeout_s=400 if full else 120, estimate_s=110 if full else 22, env=bench,
         log="sel_route.txt", outputs=("sel_route.csv",), group="bench", shrinks=True,
     ))  # fmt: skip
     # A decode step has no threshold, so these cells are not among its evidence.
@@ -117,7 +117,7 @@ def _gpu(profile: str) -> list[Stage]:
         "decode_serving", "Decode at serving sizes: eager, as a graph, and the layer's whole step",
         ("{python}", "bench/bench_decode.py", "--preset", "serving" if full else "serving_short",
          "--quick", "--csv", "{out}/decode_serving.csv"),
-        proof="bench", timeout_s=600 if full else 240, estimate_s=150 if full else 52,
+        proof="bench", timeout_s=600 if full else 240, estimate_s=150 if full else 55,
         required=False,
         env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
         log="decode_serving.txt", outputs=("decode_serving.csv",), group="bench", shrinks=True,
@@ -133,23 +133,23 @@ def _gpu(profile: str) -> list[Stage]:
         Stage(
             "routing", "Flags and the ladder of each branch",
             ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"),
-            proof="output", timeout_s=90, estimate_s=5, outputs=("routing.json",), group="box",
+            proof="output", timeout_s=90, estimate_s=8, outputs=("routing.json",), group="box",
         ),
         Stage(
             "sanity", "Matmul, one Triton kernel and one selection kernel against fp64",
             ("{python}", "scripts/gpu_sanity.py"),
-            proof="parity", timeout_s=180, estimate_s=7, log="sanity.out", group="parity",
+            proof="parity", timeout_s=180, estimate_s=8, log="sanity.out", group="parity",
         ),
         Stage(
             "triton_fwd", "Triton selection forward parity",
             (*SHARDED, *tests("test_triton_sel_parity*.py"), "-k", "triton_sel_parity"),
-            proof="parity", least=50, timeout_s=420 * slow, estimate_s=32, env=PARITY,
+            proof="parity", least=50, timeout_s=420 * slow, estimate_s=29, env=PARITY,
             log="triton_fwd.txt", group="parity",
         ),
         Stage(
             "triton_bwd", "Triton selection backward parity",
             (*SHARDED, *tests("test_triton_sel_backward_gpu.py")),
-            proof="parity", least=8, timeout_s=420 * slow, estimate_s=23, env=PARITY,
+            proof="parity", least=8, timeout_s=420 * slow, estimate_s=25, env=PARITY,
             log="triton_bwd.txt", group="parity",
         ),
         Stage(
@@ -161,7 +161,7 @@ def _gpu(profile: str) -> list[Stage]:
                               "test_unseen_values.py", "test_probes.py"),
              "-m", "kernel" if full else "kernel and core"),
             proof="parity", least=500 if full else 140, timeout_s=(900 if full else 420) * slow,
-            estimate_s=300 if full else 110, env=PARITY,
+            estimate_s=300 if full else 90, env=PARITY,
             log="prefill_parity.txt", group="parity",
         ),
         Stage(
@@ -179,7 +179,7 @@ def _gpu(profile: str) -> list[Stage]:
         Stage(
             "health", "Box health: copy, GEMM, PCIe, launch latency, noise floor, corruption",
             ("{python}", "bench/health.py", *(("--deep",) if full else ())),
-            proof="row", timeout_s=120, estimate_s=30 if full else 11, required=False,
+            proof="row", timeout_s=120, estimate_s=30 if full else 10, required=False,
             log="health.txt",
             outputs=("health.json",), group="box",  # the benches take their peaks from it
         ),
@@ -187,7 +187,7 @@ def _gpu(profile: str) -> list[Stage]:
             "warmup", "All kernels of a layer, compiled side by side (nsa.warmup)",
             ("{python}", "-m", "nsa.plans", "--seqlens", "8192,32768", "--training", "--decode",
              "8192"),
-            proof="output", timeout_s=120, estimate_s=15, required=False, log="warmup.txt",
+            proof="output", timeout_s=120, estimate_s=19, required=False, log="warmup.txt",
             group="bench",  # the benches find them in Triton's cache
         ),
         Stage(
@@ -214,7 +214,7 @@ def _gpu(profile: str) -> list[Stage]:
              *{"quick": ("--S_list", "8192", "--seconds", "0.3"), "standard": ("--seconds", "0.4"),
                "full": ("--S_list", "8192,32768,65536")}[profile]),
             proof="bench", timeout_s=300 * slow,
-            estimate_s={"quick": 30, "standard": 74, "full": 150}[profile],
+            estimate_s={"quick": 30, "standard": 107, "full": 150}[profile],
             env={"NSA_USE_TRITON_SEL": "1"},
             log="prefill_bench.txt", outputs=("prefill.csv",), group="bench", shrinks=True,
         ),
@@ -232,7 +232,7 @@ def _gpu(profile: str) -> list[Stage]:
              "-k", "backward_parity or gradcheck or train"
              # train_showcase asks the same of the model that it trained.
              + ("" if full else " and not see_the_future")),
-            proof="tests", timeout_s=300, estimate_s=40, env={**PARITY, "NSA_TEST_TRAIN": "1"},
+            proof="tests", timeout_s=300, estimate_s=26, env={**PARITY, "NSA_TEST_TRAIN": "1"},
             least=40, log="train_smoke.txt", group="train",
         ),
         Stage(
@@ -244,7 +244,7 @@ def _gpu(profile: str) -> list[Stage]:
         Stage(
             "train_showcase", "Training showcase",
             ("{python}", "scripts/train_showcase.py", "--out", "{out}"),
-            proof="tests", timeout_s=300 * slow, estimate_s=22, env=TRITON_ON,
+            proof="tests", timeout_s=300 * slow, estimate_s=32, env=TRITON_ON,
             log="train_showcase.txt", outputs=("train.jsonl",), group="train",
         ),
         *selection, threshold, fuzz, decode,
