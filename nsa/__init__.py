@@ -21,6 +21,9 @@ _WHERE = {
     "select_blocks": "nsa.attention",
     "selection_attention": "nsa.attention",
     "sliding_attention": "nsa.attention",
+    "nsa_with_kvcache": "nsa.kvcache",
+    "reorder_kvcache": "nsa.kvcache",
+    "cache_bytes_per_token": "nsa.kvcache",
     "NSAAttention": "nsa.module",
     "NSABlock": "nsa.module",
     "NSACache": "nsa.cache",
@@ -48,6 +51,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from nsa.flags import Flags as Flags
     from nsa.flags import clear_flags_cache as clear_flags_cache
     from nsa.flags import get_flags as get_flags
+    from nsa.kvcache import cache_bytes_per_token as cache_bytes_per_token
+    from nsa.kvcache import nsa_with_kvcache as nsa_with_kvcache
+    from nsa.kvcache import reorder_kvcache as reorder_kvcache
     from nsa.model import NSALanguageModel as NSALanguageModel
     from nsa.module import NSAAttention as NSAAttention
     from nsa.module import NSABlock as NSABlock

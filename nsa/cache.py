@@ -89,6 +89,8 @@ class NSACache:
     streams that wait for each other.
     """
 
+    block_table, ring = None, True  # not in pages, as nsa/kvcache.py says it
+
     def __init__(
         self, config: NSAConfig, batch: int, max_len: int, *,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,

@@ -364,8 +364,9 @@ def step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     out, block_indices = nsa_decode_triton(
         args["q"], cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
         cache.v_win, args["gates"], cache.lens, max_len=cache.max_len,
-        softmax_scale=args["softmax_scale"], window_ring=True, return_indices=True,
-        counters=cache.counters, use_cluster=flags.use_cluster, **args["sizes"],
+        softmax_scale=args["softmax_scale"], block_table=cache.block_table,
+        window_ring=cache.ring, return_indices=True, counters=cache.counters,
+        use_cluster=flags.use_cluster, cmp_paged=cache.block_table is not None, **args["sizes"],
     )  # fmt: skip
     if cache.count_reads:
         cache.record_reads(block_indices)

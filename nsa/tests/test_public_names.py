@@ -68,7 +68,7 @@ def test_imports_go_one_way():
             assert not [n for n in names if n.startswith((*others, *above))], path
 
 
-EXAMPLES = ("attention", "cache", "layouts", "model", "module", "parallel")
+EXAMPLES = ("attention", "cache", "kvcache", "layouts", "model", "module", "parallel")
 
 
 @pytest.mark.parametrize("name", [*EXAMPLES, "integrations.transformers"])

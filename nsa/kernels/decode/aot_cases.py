@@ -75,7 +75,8 @@ def aot_cases(arch: int) -> list[AotCase]:
         pool = tl.float32 if size == 4 else tl.float16
         for block_n in (small, 128) if large_tiles(size, d, dv, rows) else (small,):
             scan = dict(ROWS=rows, BLOCK_N=block_n, NB=block_n // 4, PAGE=page, RING=not page,
-                        POOL_DTYPE=pool, APART=rows > 16, EARLY=early)  # fmt: skip
+                        CMP_PAGE=page // 16, POOL_DTYPE=pool, APART=rows > 16,
+                        EARLY=early)  # fmt: skip
             constexprs = {**dims, **scan}
             name = f"{label}-N{block_n}"
             cases.append(_case(_decode_scan_kernel, name, dtype, constexprs, scan_warps(rows), 2))
@@ -132,8 +133,8 @@ def aot_cases(arch: int) -> list[AotCase]:
     for d, dv, rows in ((192, 128, 128), (256, 256, 64)) if arch in _FULL else ():
         (d1, d2), block_n = split_dim(d), scan_tile(arch, 2, d, dv, rows)
         c = dict(D=d, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dv, PRECISION="tf32", ROWS=rows,
-                 BLOCK_N=block_n, NB=block_n // 4, PAGE=0, RING=True, POOL_DTYPE=tl.float16,
-                 APART=True, EARLY=early)
+                 BLOCK_N=block_n, NB=block_n // 4, PAGE=0, RING=True, CMP_PAGE=0,
+                 POOL_DTYPE=tl.float16, APART=True, EARLY=early)
         case = _case(_decode_scan_kernel, f"D{d}-R{rows}", "bf16", c, scan_warps(rows), 2)
         cases.append(replace(case, max_spill=48))  # on sm_120, since values are made finite
     if arch == 80:  # where ptxas leaves 128 heads of 256 on 4 warps 32 registers and 9 KB of stack

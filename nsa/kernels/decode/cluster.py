@@ -236,8 +236,11 @@ def _kernel(
     device: torch.device, batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int,
     dtype: torch.dtype, gate_dtype: torch.dtype, l: int, d: int, l_sel: int, n_sel: int,
     n_init: int, n_local: int, window: int, max_len: int, page: int, ring: bool,
+    cmp_paged: bool = False,
 ) -> ClusterKernel | str:  # fmt: skip
     """The kernel, or why it does not serve."""
+    if cmp_paged:
+        return "compressed keys that are not paged"
     if gate_dtype not in (torch.float32, dtype):
         return f"gates are fp32 or as the keys, got {gate_dtype}"
     reason = why_not(

@@ -20,11 +20,11 @@ def scan_split(
     window, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, RING: tl.constexpr, POOL_DTYPE: tl.constexpr, APART: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, RING: tl.constexpr, CMP_PAGE: tl.constexpr, POOL_DTYPE: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Partial attention of one split of the compressed or window keys; rows are (token, head), of
-    several tokens where APART.
+    several tokens where APART. CMP_PAGE: compressed keys of a page, 0 where they are not paged.
 
     Compressed tiles also leave their probabilities pooled to selection blocks, per row, relative
     to the tile's maximum: the selection needs no second look at the keys.
@@ -77,12 +77,17 @@ def scan_split(
     for n0 in tl.range(begin, end, BLOCK_N):
         key = n0 + tl.arange(0, BLOCK_N)
         seen_any = key < end
+        held = key
+        if PAGE + CMP_PAGE > 0:  # behind the last key the table may end
+            held = tl.minimum(key, end - 1)
         if compressed:
-            at = (batch.to(tl.int64) * cmp_capacity + key) * G + group
+            if CMP_PAGE > 0:  # in the page of the last token that a compressed key is made of
+                held = held + l // d - 1
+            at = cache_row(held, TABLE, batch, table_len, cmp_capacity, CMP_PAGE, False) * G + group
             k_base = KC
             v_base = VC
         else:
-            at = cache_row(key, TABLE, batch, table_len, win_capacity, PAGE, RING) * G + group
+            at = cache_row(held, TABLE, batch, table_len, win_capacity, PAGE, RING) * G + group
             k_base = KW
             v_base = VW
         k = load_rows(k_base, at, seen_any, offs_d, D)
@@ -127,8 +132,8 @@ def _decode_scan_kernel(
     window, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     NB: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, RING: tl.constexpr, POOL_DTYPE: tl.constexpr, APART: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    PAGE: tl.constexpr, RING: tl.constexpr, CMP_PAGE: tl.constexpr, POOL_DTYPE: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """scan_split() of every sequence, group and split.
 
@@ -141,6 +146,6 @@ def _decode_scan_kernel(
         bg, tl.program_id(1), tl.load(LENS + bg // G),
         Q, KC, VC, KW, VW, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX, table_len,
         cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, window,
-        scale_log2, D, DV, ROWS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, RING, POOL_DTYPE,
-        APART, PRECISION,
+        scale_log2, D, DV, ROWS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, RING, CMP_PAGE,
+        POOL_DTYPE, APART, PRECISION,
     )  # fmt: skip

@@ -198,7 +198,7 @@ def _plan(
     batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int, dtype: torch.dtype,
     device: torch.device, l: int, d: int, l_sel: int, n_sel: int, n_init: int, n_local: int,
     window: int, max_len: int, branch: str | None, page: int = 0, ring: bool = False,
-    alone: bool = False,
+    alone: bool = False, cmp_page: int = 0,
 ) -> StepPlan:  # fmt: skip
     check_choice(n_sel, n_init, n_local)
     heads = hq // groups
@@ -287,8 +287,8 @@ def _plan(
         floats=floats, offsets=[4 * n for n in itertools.accumulate(floats[:-1], initial=0)],
         scan=dict(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
-            PAGE=win_page, RING=ring, APART=tokens > 1, num_warps=scan_warps(rows), num_stages=2,
-            EARLY=early, **dims,
+            PAGE=win_page, RING=ring, CMP_PAGE=cmp_page, APART=tokens > 1,
+            num_warps=scan_warps(rows), num_stages=2, EARLY=early, **dims,
         ),
         choice=dict(
             num_warps=choice_warps(choice["CHUNK"] * nb, programs * tokens * chunks, sms),
@@ -346,7 +346,7 @@ def nsa_decode_triton(
     n_init: int, n_local: int, window: int, max_len: int, softmax_scale: float | None = None,
     block_table: Tensor | None = None, window_ring: bool = False, return_indices: bool = False,
     branch: str | None = None, block_indices: Tensor | None = None,
-    counters: Tensor | None = None, use_cluster: bool | None = None,
+    counters: Tensor | None = None, use_cluster: bool | None = None, cmp_paged: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of T new tokens per sequence over its caches; out [B, T, HQ, Dv].
 
@@ -354,7 +354,8 @@ def nsa_decode_triton(
     bytes); k_cmp [B, N_max, G, Dk], v_cmp [B, N_max, G, Dv];
     k_sel, v_sel [B, capacity, G, *], or pages [P, page, G, *] with block_table int32 [B, n];
     k_win, v_win likewise, or a ring of `capacity` >= window + T - 1 rows when window_ring; all of
-    these contiguous.
+    these contiguous. cmp_paged: k_cmp and v_cmp are pages too, [P, page / d, G, *] in the places of
+    block_table, compressed key i in row i + l / d - 1: in the page of the last token it is made of.
     gates [B, T, HQ, 3]; lens int [B] on the device, the length including the T new tokens, whose
     keys are in the caches already. max_len bounds every length the call (or a graph captured from
     it) will see. Nothing synchronises with the host; rows beyond a length are never read.
@@ -381,6 +382,7 @@ def nsa_decode_triton(
     if tokens * heads > 128:
         raise NotImplementedError(f"q: T * heads per group must be <= 128, got {tokens * heads}")
     page = 0 if block_table is None else k_sel.shape[1]
+    cmp_page = k_cmp.shape[1] if cmp_paged else 0
     scale_log2 = LOG2E * scale_of(softmax_scale, dim)
     if block_indices is not None:
         indices = _int32(block_indices)
@@ -393,7 +395,7 @@ def nsa_decode_triton(
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices, out)
     whole = cluster.cluster_kernel(
         use_cluster, q.device, batch, tokens, hq, groups, dim, dv, q.dtype, gates.dtype, l, d,
-        l_sel, n_sel, n_init, n_local, window, max_len, page, window_ring,
+        l_sel, n_sel, n_init, n_local, window, max_len, page, window_ring, cmp_paged,
     )  # fmt: skip
     if whole and whole(
         tensors, (table_len, cmp_rows, sel_rows, win_rows, groups, cluster.MODES[branch]),
@@ -402,10 +404,11 @@ def nsa_decode_triton(
         return (out, indices) if return_indices else out
 
     # In a graph launches cost nothing, and several take the device no longer than one.
-    alone = counters is not None and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    alone = counters is not None and not cmp_paged
+    alone = alone and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
     planned = functools.partial(
         _plan, batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init,
-        n_local, window, max_len, branch, page, window_ring,
+        n_local, window, max_len, branch, page, window_ring, cmp_page=cmp_page,
     )  # fmt: skip
     programs = batch * groups
 

@@ -81,7 +81,7 @@ def _decode_team_kernel(
                 bg, part, length, Q, KC, VC, KW, VW, TABLE, SCAN_O, SCAN_M, SCAN_L, POOLED, SPILL,
                 TILE_MAX, table_len, cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all,
                 n_tiles, l, d, l_sel, window, scale_log2, D, DV, ROWS, TILE_N, NB, BLOCK_D,
-                BLOCK_D2, BLOCK_DV, 0 if RING else PAGE, RING, POOL_DTYPE, APART,
+                BLOCK_D2, BLOCK_DV, 0 if RING else PAGE, RING, 0, POOL_DTYPE, APART,
                 PRECISION,
             )  # fmt: skip
     if PHASE == -1:

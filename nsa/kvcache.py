@@ -1,0 +1,691 @@
+"""nsa_with_kvcache: append new keys and values to the caller's own caches, and attend from them.
+
+The caches are plain tensors, static or in pages, and their lengths a tensor on the device, as
+serving engines keep them. Of a layer that keeps its own there is NSACache (nsa/cache.py); both run
+on the same routes.
+
+    >>> from nsa import nsa_with_kvcache
+    >>> from nsa.compress import mean_pool
+    >>> phi = lambda x: mean_pool(x, 8, 4)
+    >>> page, G, D = 16, 2, 8
+    >>> pages = lambda rows: torch.empty(10, rows, G, D)
+    >>> caches = [pages(page // 4), pages(page // 4), *(pages(page) for _ in range(4))]
+    >>> raw = dict(k_raw_cache=pages(page), v_raw_cache=pages(page), phi_k=phi, phi_v=phi)
+    >>> block_table = torch.tensor([[7, 2, 5], [0, 9, 1]], dtype=torch.int32)
+    >>> cache_seqlens = torch.zeros(2, dtype=torch.int32)
+    >>> names = ("k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw")
+    >>> for T in (30, 1, 1):  # a prompt, then token by token
+    ...     q, gates = torch.randn(2, T, 4, D), torch.rand(2, T, 4, 3)
+    ...     new = {name: torch.randn(2, T, G, D) for name in names}
+    ...     out = nsa_with_kvcache(
+    ...         q, *caches, gates, cache_seqlens=cache_seqlens, block_table=block_table, **new,
+    ...         **raw, l=8, d=4, l_sel=16, n_sel=3, window=12,
+    ...     )
+    ...     cache_seqlens += T
+    >>> list(out.shape), cache_seqlens.tolist()
+    ([2, 1, 4, 8], [32, 32])
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa import dispatch
+from nsa.attention import _check_beside, _check_float
+from nsa.blocks import num_compressed
+from nsa.checks import scale_of
+from nsa.config import NSAConfig, check_blocks, check_choice, check_int
+from nsa.dispatch import Branch, Route
+from nsa.flags import Flags
+from nsa.transforms import refuse_tokens
+from nsa.untraced import untraced
+
+MOST_ROWS = 128  # new tokens * heads of a group that the decode step takes at once
+
+
+def _read(name: str, x: Tensor) -> list:
+    """The values of x, for which a GPU is waited for."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name} would have to be read inside a CUDA graph: there only the fused decode step "
+            "serves, with checked=False"
+        )
+    return x.tolist()
+
+
+def _places(cache: Tensor, positions: Tensor, block_table: Tensor | None, ring: bool) -> Tensor:
+    """Rows of cache.flatten(0, 1) that hold `positions` [B, n] of every sequence."""
+    rows = cache.shape[1]
+    if block_table is not None and not ring:
+        return block_table.gather(1, positions // rows).long() * rows + positions % rows
+    batch = torch.arange(len(positions), device=cache.device)[:, None]
+    return batch * rows + (positions % rows if ring else positions)
+
+
+@dataclass(frozen=True)
+class KVCaches:
+    """Caches of one call, their lengths with the new tokens, and where their rows lie."""
+
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_sel: Tensor
+    v_sel: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    lens: Tensor
+    block_table: Tensor | None
+    ring: bool
+    sizes: dict[str, int]
+    counters = None
+    count_reads = False
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that a sequence has rows for."""
+        if self.block_table is None:
+            return self.k_sel.shape[1]
+        return self.block_table.shape[1] * self.k_sel.shape[1]
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """The lengths on the host."""
+        return _read("cache_seqlens", self.lens)
+
+    @property
+    def batch(self) -> int:
+        return len(self.lens)
+
+    @property
+    def length(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def mixed(self) -> bool:
+        return min(self.lengths) != max(self.lengths)
+
+    def row(self, b: int) -> KVCaches:
+        """Sequence b alone."""
+        own = {"lens": self.lens[b : b + 1]}
+        names = ["k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"]
+        if self.block_table is not None:
+            own["block_table"] = self.block_table[b : b + 1]
+            names = names[4:] if self.ring else []
+        own.update({name: getattr(self, name)[b : b + 1] for name in names})
+        return replace(self, **own)
+
+    def _rows(self, cache: Tensor, first: int, last: int, ring: bool = False) -> Tensor:
+        """Rows of positions first to last: [B, last - first, G, D]."""
+        if self.block_table is None and not ring:
+            return cache[:, first:last]
+        at = torch.arange(first, last, device=cache.device).expand(self.batch, -1)
+        return cache.flatten(0, 1)[_places(cache, at, self.block_table, ring)]
+
+    def compressed(self) -> tuple[Tensor, Tensor]:
+        n, first = num_compressed(self.length, self.sizes["l"], self.sizes["d"]), 0
+        if self.block_table is not None:
+            first = self.sizes["l"] // self.sizes["d"] - 1
+        return self._rows(self.k_cmp, first, first + n), self._rows(self.v_cmp, first, first + n)
+
+    def selectable(self) -> tuple[Tensor, Tensor]:
+        return self._rows(self.k_sel, 0, self.length), self._rows(self.v_sel, 0, self.length)
+
+    def window(self, T: int) -> tuple[Tensor, Tensor]:
+        span = max(0, self.length - T - (self.sizes["window"] - 1)), self.length, self.ring
+        return self._rows(self.k_win, *span), self._rows(self.v_win, *span)
+
+    # ---- appending ------------------------------------------------------------------------------
+
+    def write(self, new: list[tuple[Tensor, Tensor, bool]], positions: Tensor) -> None:
+        """Each x of (cache, x [B, T, G, D], is it a ring) into the rows of positions [B, T]."""
+        places: dict[tuple[int, bool], Tensor] = {}
+        for cache, x, ring in new:
+            kind = cache.shape[1], ring
+            if kind not in places:
+                places[kind] = _places(cache, positions, self.block_table, ring).flatten()
+            cache.flatten(0, 1).index_copy_(0, places[kind], x.flatten(0, 1))
+
+    def emit(self, T: int, make: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        """Store the compressed tokens that the T newest tokens complete.
+
+        make(block, due): block int64 [B, n] are the blocks of l tokens that become whole, the last
+        one again where a sequence has fewer than n, and due [B, n] counts them from 0. It returns
+        their keys and values, [B, n, G, D]. A sequence that completes none keeps what it has; its
+        block is the next one.
+        """
+        l, d = self.sizes["l"], self.sizes["d"]
+        after = self.lens.long()[:, None]
+        first = num_compressed(after - T, l, d)
+        count = num_compressed(after, l, d) - first
+        due = torch.arange((T - 1) // d + 1, device=after.device)
+        due = torch.minimum(due, (count - 1).clamp(min=0))
+        made = make(first + due, due)
+        # Without one due, a row that nobody else writes: of the newest token. Values of what is
+        # written more than once are the same, so the order of the writes does not matter.
+        row = torch.where(count > 0, first + due + l // d - 1, (after - 1) // d)
+        if self.block_table is None:
+            row = (row - (l // d - 1)).clamp(0, self.k_cmp.shape[1] - 1)
+        at = _places(self.k_cmp, row, self.block_table, False).flatten()
+        for cache, x in zip((self.k_cmp, self.v_cmp), made, strict=True):
+            flat = cache.flatten(0, 1)
+            new = x.to(cache.dtype).flatten(0, 1)
+            some = (count > 0).expand_as(due).flatten()[:, None, None]
+            flat.index_copy_(0, at, torch.where(some, new, flat[at]))
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _check(name: str, x: Any, q: Tensor, shape: tuple[int, ...], *, stored: bool = False) -> None:
+    """Raise unless x is a tensor of this shape and of q's dtype and device; what is stored to has
+    to be contiguous."""
+    _check_beside(name, x, q, shape)
+    if x.dtype != q.dtype:
+        raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    if stored and not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
+
+
+def _leading(name: str, x: Any) -> tuple[int, ...]:
+    """Shape of a cache, [.., .., G, D]."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.ndim != 4:
+        raise ValueError(f"{name} must have 4 dimensions, got shape {list(x.shape)}")
+    return tuple(x.shape)
+
+
+def _check_integers(name: str, x: Any, q: Tensor, ndim: int) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        kind = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {kind}")
+    wanted = ["B", "blocks"][:ndim]
+    if x.ndim != ndim or len(x) != len(q):
+        raise ValueError(
+            f"{name} must be [{', '.join(wanted)}] with q's B={len(q)}, got {list(x.shape)}"
+        )
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+
+
+def _check_caches(
+    q: Tensor,
+    caches: dict[str, Any],
+    block_table: Tensor | None,
+    ring: bool,
+    l: int,
+    d: int,
+    window: int,
+) -> None:
+    """Raise TypeError or ValueError that names the cache unless shapes agree."""
+    B, T, HQ, Dk = q.shape
+    shapes = {name: _leading(name, x) for name, x in caches.items()}
+    rows, capacity, G, _ = shapes["k_sel_cache"]
+    Dv = shapes["v_sel_cache"][3]
+    if G == 0 or HQ % G:
+        raise ValueError(f"q must have a multiple of k_sel_cache's G={G} heads, got HQ={HQ}")
+    if block_table is None:
+        rows = B
+    elif capacity == 0 or capacity % d:
+        raise ValueError(
+            f"k_sel_cache must have pages of a multiple of d={d} tokens, got {capacity}"
+        )
+    recent = {"win": window - 1, "raw": l - 1}  # what a ring holds besides the T new tokens
+    for name, (_, have, _, _) in shapes.items():
+        kind, lead = name[2:5], (rows, capacity)
+        if kind == "cmp" and block_table is not None:
+            lead = rows, capacity // d
+        elif kind == "cmp":
+            lead, least = (B, have), num_compressed(capacity, l, d)
+            if have < least or have != shapes["k_cmp_cache"][1]:
+                raise ValueError(
+                    f"{name} must hold the {least} compressed tokens of {capacity}, as many as "
+                    f"k_cmp_cache, got {have}"
+                )
+        elif ring and kind in recent:
+            lead, least = (B, have), T + recent[kind]
+            if have < least:
+                raise ValueError(
+                    f"{name} must be a ring of at least {least} rows for T={T}, got {have}"
+                )
+        width = Dk if name[0] == "k" else Dv
+        _check(name, caches[name], q, (*lead, G, width), stored=True)
+
+
+def _check_values(
+    caches: KVCaches, T: int, appending: bool, n_cmp: int | None, alone: bool
+) -> None:
+    """Raise ValueError where lengths do not fit the caches, or pages do not exist; `alone` also
+    where two sequences write to one page."""
+    capacity, table = caches.max_len, caches.block_table
+    what = f"{capacity} tokens"
+    if table is not None:
+        page, pages = caches.k_sel.shape[1], caches.k_sel.shape[0]
+        what += f", block_table's {table.shape[1]} pages of {page}"
+        written: dict[int, int] = {}
+        table = _read("block_table", table)
+    l, d = caches.sizes["l"], caches.sizes["d"]
+    for b, after in enumerate(_read("cache_seqlens", caches.lens)):
+        before = after - T
+        if before < 0 or after > capacity:
+            given = before if appending else after
+            least, most = (0, capacity - T) if appending else (T, capacity)
+            raise ValueError(
+                f"cache_seqlens must be from {least} to {most} for T={T} tokens in caches of "
+                f"{what}, got {given} of sequence {b}"
+            )
+        due = num_compressed(after, l, d) - num_compressed(before, l, d)
+        if n_cmp is not None and due > n_cmp:
+            raise ValueError(
+                f"k_cmp must have the {due} compressed tokens that sequence {b} completes, got "
+                f"{n_cmp}"
+            )
+        if table is None:
+            continue
+        used = table[b][: -(-after // page)]
+        for i, number in enumerate(used):
+            if not 0 <= number < pages:
+                raise ValueError(
+                    f"block_table must name pages from 0 to {pages - 1}, got {number} at [{b}, {i}]"
+                )
+        for number in used[before // page :] if alone and appending else ():
+            if written.setdefault(number, b) != b:
+                raise ValueError(
+                    f"block_table must not name a page twice that new tokens go to, got {number} "
+                    f"for sequences {written[number]} and {b}"
+                )
+
+
+# ---- rotary embedding ----------------------------------------------------------------------------
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [B, T, H, D] with the pairs of its first columns turned; cos, sin [B, T, 1, pairs]."""
+    pairs = cos.shape[-1]
+    first, rest = x[..., : 2 * pairs].to(cos.dtype), x[..., 2 * pairs :]
+    if interleaved:
+        a, b = first[..., ::2], first[..., 1::2]
+    else:
+        a, b = first[..., :pairs], first[..., pairs:]
+    both = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
+    return torch.cat([turned.to(x.dtype), rest], -1)
+
+
+def _check_rotary(cos: Any, sin: Any, q: Tensor, capacity: int) -> None:
+    if cos is None or sin is None:
+        raise ValueError("rotary_cos and rotary_sin go together")
+    if not isinstance(cos, Tensor) or cos.ndim != 2:
+        raise ValueError("rotary_cos must be a tensor [positions, rotary_dim / 2]")
+    if cos.shape[0] < capacity or not 1 <= cos.shape[1] <= q.shape[-1] // 2:
+        raise ValueError(
+            f"rotary_cos must be [positions, rotary_dim / 2] with at least the caches' {capacity} "
+            f"positions and rotary_dim up to Dk={q.shape[-1]}, got {list(cos.shape)}"
+        )
+    _check_beside("rotary_cos", cos, q, tuple(cos.shape))
+    _check_beside("rotary_sin", sin, q, tuple(cos.shape), "rotary_cos's")
+
+
+# ---- the call ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@untraced
+def nsa_with_kvcache(
+    q: Tensor,
+    k_cmp_cache: Tensor,
+    v_cmp_cache: Tensor,
+    k_sel_cache: Tensor,
+    v_sel_cache: Tensor,
+    k_win_cache: Tensor,
+    v_win_cache: Tensor,
+    gates: Tensor,
+    *,
+    cache_seqlens: int | Tensor,
+    k_sel: Tensor | None = None,
+    v_sel: Tensor | None = None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    k_cmp: Tensor | None = None,
+    v_cmp: Tensor | None = None,
+    k_raw: Tensor | None = None,
+    v_raw: Tensor | None = None,
+    k_raw_cache: Tensor | None = None,
+    v_raw_cache: Tensor | None = None,
+    phi_k: Callable[[Tensor], Tensor] | None = None,
+    phi_v: Callable[[Tensor], Tensor] | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    block_table: Tensor | None = None,
+    ring: bool = False,
+    l: int = 32,
+    d: int = 16,
+    l_sel: int = 64,
+    n_sel: int = 16,
+    n_init: int = 1,
+    n_local: int = 2,
+    window: int = 512,
+    softmax_scale: float | None = None,
+    checked: bool = False,
+    backend: str | None = None,
+    flags: Flags | None = None,
+) -> Tensor:
+    """Append T new tokens of every sequence to the caches, in place, and attend from them (Eq. 5).
+
+    As flash_attn_with_kvcache for Native Sparse Attention: causal, without gradients, and T = 1
+    (decoding), a few (speculation) or many (a chunk of a prompt). Returns out [B, T, HQ, Dv].
+
+    q: [B, T, HQ, Dk]. gates: [B, T, HQ, 3] (cmp, sel, win), of any float dtype.
+    Caches: contiguous tensors of q's dtype, of compressed tokens (cmp), of all tokens for selection
+        (sel) and for the window (win); k_* have Dk columns, v_* have Dv.
+        - static: k_sel_cache [B, capacity, G, Dk], k_win_cache the same, k_cmp_cache
+          [B, N, G, Dk] with N >= the compressed tokens of capacity;
+        - with block_table int32 [B, blocks] of page numbers: pages k_sel_cache [P, page, G, Dk],
+          k_win_cache the same, k_cmp_cache [P, page / d, G, Dk]. Position p of sequence b lies in
+          page block_table[b, p // page]; a compressed token lies in the page of the last token it
+          is made of (token i in row i + l / d - 1), so what a page holds depends on that page and
+          those before it. Sequences with a common beginning may name the same whole pages.
+        - ring: k_win_cache and k_raw_cache are rings [B, rows, G, D] in both cases, position p in
+          row p % rows: window + T - 1 rows or more, of raw keys l + T - 1 or more; so many more as
+          a sequence is to be rewound.
+        Rows at and behind a length are never read, and a page number is only used below it.
+        Branches that share keys and values may share a cache as well: give one tensor for several.
+    cache_seqlens: int or int32 [B] on q's device: the tokens in the caches before this call where
+        new ones are given, else the tokens with those of q. A smaller number than before rewinds.
+    k_sel, v_sel, k_win, v_win: new keys and values [B, T, G, D], to positions cache_seqlens on.
+        Without them the caches hold q's tokens already, compressed ones included. k_win and v_win
+        may be left out where k_win_cache is k_sel_cache.
+    Compressed tokens that become due are either given or made:
+        - k_cmp, v_cmp [B, n, G, D]: from compressed token num_compressed(cache_seqlens[b]) on, n up
+          to (T - 1) // d + 1; what a sequence does not complete is not looked at;
+        - k_raw, v_raw [B, T, G, D] go to k_raw_cache, v_raw_cache (laid out as k_win_cache), from
+          which phi_k, phi_v: [n, l, G, D] -> [n, 1, G, D] make them (nsa.compress). k_raw and v_raw
+          may be left out where k_raw_cache is k_sel_cache.
+    rotary_cos, rotary_sin: [positions, rotary_dim / 2], at least as many as the caches have: q and
+        the new k_sel, k_win and k_raw are turned by their positions first; k_cmp is not.
+        rotary_interleaved: pairs are columns 2i and 2i + 1, else i and i + rotary_dim / 2 (which is
+        NSAAttention's).
+    checked: raise ValueError for lengths that do not fit, page numbers that do not exist and pages
+        that two sequences write to; a GPU is waited for. On a CPU the first two always raise. On a
+        GPU without it they are the caller's: such tokens are read and written elsewhere.
+    backend, flags: as nsa_attention.
+
+    On a GPU up to 128 / (HQ / G) tokens of fp16 or bf16 are one fused decode step that reads no
+    value on the host, so that a CUDA graph of the call serves every length. More tokens, and sizes
+    that step does not serve, take nsa_attention on rows that are gathered, for which lengths are
+    read: RuntimeError inside a capture.
+
+    Raises ValueError or TypeError that names the argument. Nothing is written before the checks.
+    """
+    refuse_tokens()
+    if not isinstance(q, Tensor) or q.ndim != 4 or not q.shape[1] or not q.shape[0]:
+        got = list(q.shape) if isinstance(q, Tensor) else type(q).__name__
+        raise ValueError(f"q must be [B, T, HQ, Dk] with B and T of at least 1, got {got}")
+    _check_float("q", q, q)
+    B, T, HQ, Dk = q.shape
+    check_blocks(l, d, l_sel)
+    check_choice(n_sel, n_init, n_local)
+    check_int("window", window, 1)
+    scale = scale_of(softmax_scale, Dk)
+    flags = dispatch.resolve_flags(flags, q)
+    _check_beside("gates", gates, q, (B, T, HQ, 3))
+    if block_table is not None:
+        _check_integers("block_table", block_table, q, 2)
+    appending = k_sel is not None
+    phi = phi_k is not None or phi_v is not None
+    named = {
+        "k_cmp_cache": k_cmp_cache,
+        "v_cmp_cache": v_cmp_cache,
+        "k_sel_cache": k_sel_cache,
+        "v_sel_cache": v_sel_cache,
+        "k_win_cache": k_win_cache,
+        "v_win_cache": v_win_cache,
+    }
+    if phi:
+        named |= {"k_raw_cache": k_raw_cache, "v_raw_cache": v_raw_cache}
+    else:
+        alone = dict(k_raw=k_raw, v_raw=v_raw, k_raw_cache=k_raw_cache, v_raw_cache=v_raw_cache)
+        for name, x in alone.items():
+            if x is not None:
+                raise ValueError(f"{name} goes with phi_k and phi_v, which are None")
+    _check_caches(q, named, block_table, ring, l, d, window)
+    if isinstance(cache_seqlens, Tensor):
+        _check_integers("cache_seqlens", cache_seqlens, q, 1)
+        lens = cache_seqlens.int()
+    else:
+        check_int("cache_seqlens", cache_seqlens, 0)
+        lens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
+    # (new, its cache, does it go by the ring, may it be left out)
+    own = {
+        "k_sel": (k_sel, k_sel_cache, False, False),
+        "v_sel": (v_sel, v_sel_cache, False, False),
+        "k_win": (k_win, k_win_cache, ring, k_win_cache is k_sel_cache),
+        "v_win": (v_win, v_win_cache, ring, v_win_cache is v_sel_cache),
+    }
+    if phi:
+        own["k_raw"] = k_raw, k_raw_cache, ring, k_raw_cache is k_sel_cache
+        own["v_raw"] = v_raw, v_raw_cache, ring, v_raw_cache is v_sel_cache
+    _check_new(own, q, appending, phi_k, phi_v, k_cmp, v_cmp)
+    caches = KVCaches(
+        k_cmp_cache,
+        v_cmp_cache,
+        k_sel_cache,
+        v_sel_cache,
+        k_win_cache,
+        v_win_cache,
+        lens + T if appending else lens,
+        block_table,
+        ring,
+        dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window),
+    )
+    if rotary_cos is not None or rotary_sin is not None:
+        if not appending:
+            raise ValueError("rotary_cos must be None without k_sel: the caches hold turned keys")
+        _check_rotary(rotary_cos, rotary_sin, q, caches.max_len)
+    if checked or not q.is_cuda:
+        n_cmp = None if k_cmp is None or not appending else k_cmp.shape[1]
+        _check_values(caches, T, appending, n_cmp, checked)
+    if appending:
+        positions = lens.long()[:, None] + torch.arange(T, device=q.device)
+        turn: Callable[[Tensor], Tensor] = lambda x: x
+        if rotary_cos is not None:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            cos, sin = (x[positions][:, :, None].to(wide) for x in (rotary_cos, rotary_sin))
+            turn = lambda x: _turned(x, cos, sin, rotary_interleaved)
+            q = turn(q)
+        new = [
+            (cache, turn(x) if name[0] == "k" else x, in_ring)
+            for name, (x, cache, in_ring, _) in own.items()
+            if x is not None
+        ]
+        caches.write(new, positions)
+        if k_cmp_cache.shape[1]:
+            made = functools.partial(_given, k_cmp, v_cmp)
+            if phi:
+                made = functools.partial(_made, caches, k_raw_cache, v_raw_cache, phi_k, phi_v)
+            caches.emit(T, made)
+    return _attend(q, caches, gates, scale, backend, flags)
+
+
+def _check_new(
+    own: dict[str, tuple],
+    q: Tensor,
+    appending: bool,
+    phi_k: Any,
+    phi_v: Any,
+    k_cmp: Any,
+    v_cmp: Any,
+) -> None:
+    """Raise an error that names the argument unless all that goes together is given."""
+    if not appending:
+        more = {name: x for name, (x, *_) in own.items()} | {"k_cmp": k_cmp, "v_cmp": v_cmp}
+        for name, x in more.items():
+            if x is not None:
+                raise ValueError(f"{name} goes with k_sel, which is None")
+        return
+    B, T = q.shape[:2]
+    for name, (x, cache, _, optional) in own.items():
+        if x is None and optional:
+            continue
+        if x is None:
+            raise ValueError(f"{name} must be given where k_sel is: its cache is another one")
+        _check(name, x, q, (B, T, *cache.shape[2:]))
+    made = phi_k is not None or phi_v is not None
+    if made == (k_cmp is not None or v_cmp is not None):
+        raise ValueError("give either k_cmp and v_cmp or phi_k and phi_v beside k_sel")
+    pairs = {"phi_k": phi_k, "phi_v": phi_v} if made else {"k_cmp": k_cmp, "v_cmp": v_cmp}
+    for name, x in pairs.items():
+        if x is None:
+            raise ValueError(f"{name} must be given too: {' and '.join(pairs)} go together")
+    if not made:
+        n = _leading("k_cmp", k_cmp)[1]
+        for name, x in pairs.items():
+            _check(name, x, q, (B, n, *own[f"{name[0]}_sel"][1].shape[2:]))
+
+
+def _given(k_cmp: Tensor, v_cmp: Tensor, block: Tensor, due: Tensor) -> tuple[Tensor, Tensor]:
+    """The caller's compressed tokens, `due` of each sequence."""
+    batch = torch.arange(len(due), device=due.device)[:, None]
+    if not k_cmp.shape[1]:  # none is due, see _check_values()
+        empty = (*due.shape, k_cmp.shape[2])
+        return k_cmp.new_zeros(*empty, k_cmp.shape[3]), v_cmp.new_zeros(*empty, v_cmp.shape[3])
+    due = due.clamp(max=k_cmp.shape[1] - 1)
+    return k_cmp[batch, due], v_cmp[batch, due]
+
+
+def _made(
+    caches: KVCaches,
+    k_raw: Tensor,
+    v_raw: Tensor,
+    phi_k: Callable[[Tensor], Tensor],
+    phi_v: Callable[[Tensor], Tensor],
+    block: Tensor,
+    due: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """phi of the raw tokens of `block`; of those that are not there yet the newest ones."""
+    l, d = caches.sizes["l"], caches.sizes["d"]
+    tokens = (block * d)[..., None] + torch.arange(l, device=block.device)
+    tokens = torch.minimum(tokens.flatten(1), caches.lens.long()[:, None] - 1)
+    made = []
+    for name, cache, phi in (("phi_k", k_raw, phi_k), ("phi_v", v_raw, phi_v)):
+        at = _places(cache, tokens, caches.block_table, caches.ring)
+        rows = cache.flatten(0, 1)[at].unflatten(1, (-1, l)).flatten(0, 1)
+        one = phi(rows)
+        if one.shape != (len(rows), 1, *cache.shape[2:]):
+            raise ValueError(
+                f"{name} must make [{len(rows)}, 1, {', '.join(map(str, cache.shape[2:]))}] of "
+                f"{list(rows.shape)}, got {list(one.shape)}"
+            )
+        made.append(one.view(*block.shape, *cache.shape[2:]))
+    return made[0], made[1]
+
+
+def _attend(
+    q: Tensor, caches: KVCaches, gates: Tensor, scale: float, backend: str | None, flags: Flags
+) -> Tensor:
+    """Attention of the T newest tokens, by the decode step where it serves so many."""
+    route = dispatch.parse_backend(backend)
+    args = dict(
+        q=q,
+        k=caches.k_sel,
+        v=caches.v_sel,
+        cache=caches,
+        window=None,
+        gates=gates,
+        sizes=caches.sizes,
+        softmax_scale=scale,
+        backend=backend,
+    )
+    many = q.shape[1] * (q.shape[2] // caches.k_sel.shape[2]) > MOST_ROWS
+    if many or route not in (None, Route.TRITON):
+        from nsa.rungs import decode_composed
+
+        return decode_composed(args, flags)[0]
+    return dispatch.run(Branch.STEP, args, flags, backend, key_len=caches.max_len)[0][0]
+
+
+# ---- beams and memory ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def reorder_kvcache(
+    beam_idx: Tensor,
+    *caches: Tensor,
+    block_table: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    page_size: int | None = None,
+) -> None:
+    """Let sequence b go on from what sequence beam_idx[b] holds, in place; no host synchronisation.
+
+    beam_idx: int64 [B]. caches: static ones and rings [B, rows, G, D], which are copied; or with
+    block_table int [B, blocks], cache_seqlens [B] and page_size (tokens) all caches that are in
+    pages [P, rows, G, D], rings then in a call of their own. Of pages only the numbers are copied,
+    in block_table, and the page that is not full yet: to the page that sequence b had in its place.
+    The sequence beam_idx[b] must be as long as b (the beams of one search are); pages that no row
+    of block_table names any more are the caller's to use again. Raises ValueError or TypeError that
+    names the argument.
+
+    >>> block_table = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    >>> cache = torch.arange(6.0)[:, None, None, None].repeat(1, 4, 1, 1)  # pages of 4
+    >>> lens = torch.tensor([6, 6])
+    >>> pages = dict(block_table=block_table, cache_seqlens=lens, page_size=4)
+    >>> reorder_kvcache(torch.tensor([0, 0]), cache, **pages)
+    >>> block_table.tolist(), cache[4].flatten().tolist()  # page 4 is now a copy of page 1
+    ([[0, 1, 2], [0, 4, 5]], [1.0, 1.0, 1.0, 1.0])
+    """
+    if not isinstance(beam_idx, Tensor) or beam_idx.dtype != torch.int64 or beam_idx.ndim != 1:
+        raise TypeError("beam_idx must be an int64 tensor [B]")
+    if len({x is None for x in (block_table, cache_seqlens, page_size)}) > 1:
+        raise ValueError("block_table, cache_seqlens and page_size go together")
+    if block_table is None:
+        for i, cache in enumerate(caches):
+            if len(cache) != len(beam_idx):
+                raise ValueError(
+                    f"caches[{i}] must have B={len(beam_idx)} sequences, got {list(cache.shape)}"
+                )
+            cache.copy_(cache.index_select(0, beam_idx))
+        return
+    _check_integers("block_table", block_table, beam_idx, 2)
+    _check_integers("cache_seqlens", cache_seqlens, beam_idx, 1)
+    check_int("page_size", page_size, 1)
+    lens, table = cache_seqlens.long()[:, None], block_table.long()
+    if not beam_idx.is_cuda and not torch.equal(lens[beam_idx], lens):
+        raise ValueError(
+            "beam_idx must name sequences as long as those in their place, got "
+            f"{beam_idx.tolist()} of lengths {cache_seqlens.tolist()}"
+        )
+    last = (lens - 1).clamp(min=0) // page_size
+    to = table.gather(1, last)[:, 0]
+    source = torch.where(lens[:, 0] % page_size > 0, table[beam_idx].gather(1, last)[:, 0], to)
+    for cache in caches:
+        cache.index_copy_(0, to, cache.index_select(0, source))
+    full = torch.arange(table.shape[1], device=table.device) < lens // page_size
+    block_table.copy_(torch.where(full, table[beam_idx], table))
+
+
+def cache_bytes_per_token(
+    config: NSAConfig, dtype: torch.dtype = torch.bfloat16, *, ring: bool = True
+) -> float:
+    """Bytes that each token of a sequence takes in the caches of one layer.
+
+    groups * (d_k + d_v) * itemsize for selection, 1 / d of it for the compressed token that every d
+    tokens make, and with ring=False (window and raw keys in pages) twice as much again. With rings,
+    as NSACache has them, a sequence takes (w + l + 2 * (max_step - 1)) such rows besides, however
+    long it is. Raises TypeError for a config or dtype of another kind.
+
+    >>> from nsa import NSAConfig, cache_bytes_per_token
+    >>> cache_bytes_per_token(NSAConfig(dim=2560, heads=64, groups=4, d_k=192, d_v=128))
+    2720.0
+    """
+    if not isinstance(config, NSAConfig):
+        raise TypeError(f"config must be an nsa.NSAConfig, got {type(config).__name__}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    row = config.groups * (config.d_k + config.d_v) * dtype.itemsize
+    return row * ((1 if ring else 3) + 1 / config.d)

@@ -1,0 +1,587 @@
+"""nsa_with_kvcache: decoding, chunks, pages and beams give what whole sequences at once give.
+
+What a call has no business to read is NaN: rows behind a length and pages of nobody; page numbers
+behind the last page in use name none. The PyTorch route is judged in fp64 by the oracle, and so are
+the Triton kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa import cache_bytes_per_token, dispatch, kvcache, nsa_with_kvcache, oracle, reorder_kvcache
+from nsa.cache import NSACache
+from nsa.compress import MLPCompression, mean_pool
+from nsa.config import NSAConfig
+from nsa.flags import Flags
+from nsa.tests.helpers import randn
+
+SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, window=20)
+B, S, HQ, G, DK, DV, PAGE = 2, 64, 4, 2, 16, 24, 16
+NAN = float("nan")
+TRITON = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
+# Of static caches and pages, with rings and without.
+KINDS = ("static", "static-ring", "pages", "pages-ring")
+
+
+def phi(x: Tensor) -> Tensor:
+    return mean_pool(x, SIZES["l"], SIZES["d"])
+
+
+@dataclass
+class Tokens:
+    """Queries, gates, and keys and values of all branches of B sequences of S tokens."""
+
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+    seed: int = 0
+    data: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        widths = {
+            f"{x}_{kind}": DK if x == "k" else DV for kind in ("sel", "win", "raw") for x in "kv"
+        }
+        shapes = {name: (G, width) for name, width in widths.items()}
+        shapes |= {"q": (HQ, DK), "gates": (HQ, 3)}
+        like = dict(dtype=self.dtype, device=self.device)
+        for i, (name, shape) in enumerate(shapes.items()):
+            self.data[name] = randn(B, S, *shape, seed=self.seed + i, **like)
+
+    def part(self, starts: list[int], T: int) -> dict[str, Tensor]:
+        """T tokens of each sequence from its start on."""
+        return {
+            name: torch.stack([x[b, n : n + T] for b, n in enumerate(starts)])
+            for name, x in self.data.items()
+        }
+
+    def expected(self) -> Tensor:
+        """The oracle on whole sequences: [B, S, HQ, Dv]."""
+        x = {name: y.cpu() for name, y in self.data.items()}
+        cmp = [oracle.compress_mean(x[name], SIZES["l"], SIZES["d"]) for name in ("k_raw", "v_raw")]
+        return oracle.nsa_attention(
+            x["q"].double(),
+            *cmp,
+            x["k_sel"],
+            x["v_sel"],
+            x["k_win"],
+            x["v_win"],
+            x["gates"],
+            **SIZES,
+        )
+
+
+class Caches:
+    """Empty caches of a kind, NaN throughout, with pages in no order."""
+
+    def __init__(
+        self,
+        kind: str,
+        dtype: torch.dtype = torch.float64,
+        device: str = "cpu",
+        *,
+        spare: int = 8,
+        most: int = 32,
+    ) -> None:
+        paged, ring = kind.startswith("pages"), kind.endswith("ring")
+        blocks = S // PAGE
+        self.table = None
+        if paged:
+            order = torch.randperm(B * blocks + 3, generator=torch.Generator().manual_seed(5))
+            self.table = order[: B * blocks].view(B, blocks).to(device, torch.int32)
+        lead = (B * blocks + 3, PAGE) if paged else (B, S)
+        rows = {
+            "cmp": (lead[0], PAGE // SIZES["d"] if paged else (S - SIZES["l"]) // SIZES["d"] + 1),
+            "sel": lead,
+            "win": (B, SIZES["window"] + most - 1 + spare) if ring else lead,
+            "raw": (B, SIZES["l"] + most - 1 + spare) if ring else lead,
+        }
+        self.all = {
+            f"{x}_{name}_cache": torch.full(
+                (*at, G, DK if x == "k" else DV), NAN, dtype=dtype, device=device
+            )
+            for name, at in rows.items()
+            for x in "kv"
+        }
+        self.options = dict(block_table=self.table, ring=ring)
+
+    def call(
+        self,
+        lens: list[int] | Tensor | int,
+        x: dict[str, Tensor],
+        *,
+        route: str | None = None,
+        **changed,
+    ) -> Tensor:
+        if isinstance(lens, list):
+            device = self.all["k_sel_cache"].device
+            lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        if self.table is not None and not isinstance(lens, int) and "block_table" not in changed:
+            table, T = self.table.clone(), x["q"].shape[1]
+            for b, n in enumerate(lens.tolist()):
+                table[b, -(-(n + T) // PAGE) :] = 10**6  # nobody's
+            changed["block_table"] = table
+        if route is not None:
+            changed = {"backend": route, "flags": TRITON, **changed}
+        given = {
+            **self.all,
+            **x,
+            **self.options,
+            **SIZES,
+            "phi_k": phi,
+            "phi_v": phi,
+            "cache_seqlens": lens,
+            **changed,
+        }
+        return nsa_with_kvcache(**given)
+
+
+# (route, dtype, tolerance), to which the fixture adds the device.
+ROUTES = [
+    pytest.param((None, torch.float64, 1e-9), id="pytorch"),
+    pytest.param(("triton", torch.float16, 6e-3), id="triton", marks=pytest.mark.kernel),
+]
+
+
+@pytest.fixture(params=ROUTES)
+def route(request):
+    if request.param[0] == "triton":
+        return *request.param, request.getfixturevalue("kernel_device")
+    return *request.param, "cpu"
+
+
+def close(got: Tensor, want: Tensor, tolerance: float) -> None:
+    got, want = got.cpu().double(), want.cpu().double()
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_and_steps_are_the_whole(kind, route):
+    """A prompt in chunks, then one token and several at a time, each sequence at its own length."""
+    backend, dtype, tolerance, device = route
+    tokens, caches = Tokens(dtype, device), Caches(kind, dtype, device)
+    want, lens = tokens.expected(), [0, 0]
+    for T in (5, 19, 1, 1, 3):
+        out = caches.call(lens, tokens.part(lens, T), route=backend)
+        close(out, torch.stack([want[b, n : n + T] for b, n in enumerate(lens)]), tolerance)
+        lens = [n + T for n in lens]
+    lens = [lens[0] - 7, lens[1]]  # from here on they differ; see test_rewinding for what this does
+    for T in (1, 4, 1, 5) if backend is None else (1, 3):
+        out = caches.call(lens, tokens.part(lens, T), route=backend)
+        close(out, torch.stack([want[b, n : n + T] for b, n in enumerate(lens)]), tolerance)
+        lens = [n + T for n in lens]
+
+
+def test_every_split_of_a_prompt():
+    """Compressed tokens are due at each place of a chunk, also several and none."""
+    tokens = Tokens()
+    want = tokens.expected()
+    for T in (1, 2, 3, 4, 7, 8, 9, 32):
+        for kind in ("static", "pages"):
+            caches, n = Caches(kind), 0
+            while n < S:
+                now = min(T, S - n)
+                out = caches.call([n, n], tokens.part([n, n], now))
+                close(out, want[:, n : n + now], 1e-9)
+                n += now
+
+
+def test_rings_are_overwritten_in_turn():
+    """The smallest rings that T new tokens may have hold all that these read, far around."""
+    tokens, T = Tokens(), 3
+    caches, want = Caches("static-ring", spare=0, most=T), tokens.expected()
+    for n in range(0, S - T + 1, T):
+        close(caches.call([n, n], tokens.part([n, n], T)), want[:, n : n + T], 1e-9)
+    with pytest.raises(ValueError, match="k_win_cache must be a ring of at least 23 rows for T=4"):
+        caches.call([0, 0], tokens.part([0, 0], 4))
+
+
+def test_an_int_is_a_length_of_all():
+    tokens, caches = Tokens(), Caches("pages")
+    want = tokens.expected()
+    close(caches.call(0, tokens.part([0, 0], 30)), want[:, :30], 1e-9)
+    close(caches.call(30, tokens.part([30, 30], 2)), want[:, 30:32], 1e-9)
+
+
+def test_without_new_keys_the_caches_are_read_alone():
+    tokens, caches = Tokens(), Caches("pages")
+    x = tokens.part([0, 0], 40)
+    caches.call([0, 0], x)
+    before = {name: cache.clone() for name, cache in caches.all.items()}
+    last = {name: x[name][:, -3:] for name in ("q", "gates")}
+    out = caches.call([40, 37], last)
+    want = tokens.expected()
+    close(out[0], want[0, 37:40], 1e-9)
+    for name, x in last.items():  # of the second sequence, three positions earlier
+        tokens.data[name][1, 34:37] = x[1]
+    close(out[1], tokens.expected()[1, 34:37], 1e-9)
+    for name, was in before.items():
+        torch.testing.assert_close(caches.all[name], was, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rewinding(kind, route):
+    """A shorter length forgets tokens; other ones take their rows, compressed ones too."""
+    backend, dtype, tolerance, device = route
+    tokens, caches = Tokens(dtype, device), Caches(kind, dtype, device)
+    other = Tokens(dtype, device, seed=50)
+    caches.call(0, tokens.part([0, 0], 30))
+    caches.call([30, 30], tokens.part([30, 30], 3), route=backend)
+    lens = [26, 31]
+    for name, x in other.data.items():
+        for b, n in enumerate(lens):
+            x[b, :n] = tokens.data[name][b, :n]
+    want = other.expected()
+    for T in (4, 1):
+        out = caches.call(lens, other.part(lens, T), route=backend)
+        close(out, torch.stack([want[b, n : n + T] for b, n in enumerate(lens)]), tolerance)
+        lens = [n + T for n in lens]
+
+
+def test_sequences_share_the_pages_of_a_common_beginning(route):
+    backend, dtype, tolerance, device = route
+    tokens, caches = Tokens(dtype, device), Caches("pages", dtype, device)
+    for x in tokens.data.values():
+        x[1, : 2 * PAGE] = x[0, : 2 * PAGE]
+    want = tokens.expected()
+    # The first sequence alone, then the second from behind what they share.
+    one = {name: x[:1] for name, x in tokens.part([0, 0], 45).items()}
+    caches.call([0], one, block_table=caches.table[:1])
+    caches.table[1, :2] = caches.table[0, :2]
+    pages = caches.table[0, :2].long()
+    first = {name: cache[pages].clone() for name, cache in caches.all.items()}
+    two = {name: x[1:, 2 * PAGE :][:, :6] for name, x in tokens.data.items()}
+    out = caches.call([2 * PAGE], two, block_table=caches.table[1:])
+    close(out, want[1:, 2 * PAGE : 2 * PAGE + 6], tolerance)
+    lens = [45, 2 * PAGE + 6]
+    out = caches.call(lens, tokens.part(lens, 2), route=backend, checked=True)
+    close(out, torch.stack([want[b, n : n + 2] for b, n in enumerate(lens)]), tolerance)
+    for name, was in first.items():
+        torch.testing.assert_close(
+            caches.all[name][pages],
+            was,
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+            msg=f"{name}: a shared page was written to",
+        )
+
+
+@pytest.mark.parametrize("n", [37, 32, 15], ids=["within a page", "at its end", "in the first"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_beams(kind, n):
+    """Both beams go on from the second sequence, each with tokens of its own, twice."""
+    tokens, caches = Tokens(), Caches(kind)
+    caches.call(0, tokens.part([0, 0], n))
+    for beam_idx in ([1, 1], [1, 0]):
+        beam_idx = torch.tensor(beam_idx)
+        paged = (
+            []
+            if caches.table is None
+            else [x for name, x in caches.all.items() if len(x) == len(caches.all["k_sel_cache"])]
+        )
+        rest = [x for x in caches.all.values() if not any(x is y for y in paged)]
+        if paged:
+            reorder_kvcache(
+                beam_idx,
+                *paged,
+                block_table=caches.table,
+                page_size=PAGE,
+                cache_seqlens=torch.tensor([n, n]),
+            )
+        reorder_kvcache(beam_idx, *rest)
+        for x in tokens.data.values():
+            x[:, :n] = x[beam_idx, :n]
+        want = tokens.expected()
+        for T in (1, 3):
+            out = caches.call([n, n], tokens.part([n, n], T), checked=True)
+            close(out, want[:, n : n + T], 1e-9)
+            n += T
+
+
+def test_beams_tell_bad_input():
+    cache, lens = torch.zeros(6, 4, 1, 1), torch.tensor([5, 6])
+    table = torch.arange(6).view(2, 3)
+    pages = dict(block_table=table, page_size=4)
+    with pytest.raises(TypeError, match="beam_idx must be an int64 tensor"):
+        reorder_kvcache([1, 0], cache)
+    with pytest.raises(ValueError, match="block_table, cache_seqlens and page_size go together"):
+        reorder_kvcache(torch.tensor([1, 0]), cache, block_table=table)
+    with pytest.raises(ValueError, match=r"beam_idx must name sequences as long .*\[5, 6\]"):
+        reorder_kvcache(torch.tensor([1, 0]), cache, cache_seqlens=lens, **pages)
+    with pytest.raises(ValueError, match=r"caches\[0\] must have B=2 sequences, got \[6, 4"):
+        reorder_kvcache(torch.tensor([1, 0]), cache)
+    assert table.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary(interleaved):
+    """q, k_sel, k_win and k_raw are turned by their positions, in the first columns."""
+    tokens, turned_before, caches = Tokens(), Tokens(), Caches("pages")
+    r = 12  # of 16 columns
+    exponent = torch.arange(r // 2, dtype=torch.float64) * 2 / r
+    angle = torch.arange(S)[:, None] * 100.0**-exponent
+    for name in ("q", "k_sel", "k_win", "k_raw"):
+        first, rest = tokens.data[name].tensor_split([r], -1)
+        if interleaved:  # pairs side by side are pairs r / 2 apart of columns in another order
+            order = torch.arange(r).view(-1, 2).T.flatten()
+            turned = torch.empty_like(first)
+            turned[..., order] = oracle.rotary(first[..., order], 100.0)
+        else:
+            turned = oracle.rotary(first, 100.0)
+        turned_before.data[name] = torch.cat([turned, rest], -1)
+    want, lens = turned_before.expected(), [0, 0]
+    for T in (30, 1, 2):
+        out = caches.call(
+            lens,
+            tokens.part(lens, T),
+            rotary_cos=angle.cos(),
+            rotary_sin=angle.sin(),
+            rotary_interleaved=interleaved,
+        )
+        close(out, want[:, lens[0] : lens[0] + T], 1e-9)
+        lens = [n + T for n in lens]
+
+
+def test_given_compressed_tokens_are_those_of_phi():
+    tokens = Tokens()
+    want = tokens.expected()
+    l, d = SIZES["l"], SIZES["d"]
+    every = {x: phi(tokens.data[f"{x}_raw"]) for x in "kv"}
+    for kind in ("static", "pages"):
+        caches, lens = Caches(kind), [0, 0]
+        for T in (30, 1, 1, 5, 2):
+            x = tokens.part(lens, T)
+            del x["k_raw"], x["v_raw"]
+            done = [max(0, (n - l) // d + 1) for n in lens]
+            most = (T - 1) // d + 1
+            for name in "kv":
+                padded = torch.cat([every[name], torch.full_like(every[name][:, :9], NAN)], 1)
+                rows = [padded[b, n : n + most].clone() for b, n in enumerate(done)]
+                for b, n in enumerate(lens):  # what is not due is not looked at
+                    rows[b][max(0, (n + T - l) // d + 1) - done[b] :] = NAN
+                x[f"{name}_cmp"] = torch.stack(rows)
+            raw = dict(k_raw_cache=None, v_raw_cache=None, phi_k=None, phi_v=None)
+            out = caches.call(lens, x, **raw)
+            close(out, torch.stack([want[b, n : n + T] for b, n in enumerate(lens)]), 1e-9)
+            lens = [n + T for n in lens]
+            if T == 30:
+                lens[1] -= 2
+        short = {**tokens.part(lens, 4), "k_cmp": every["k"][:, :0], "v_cmp": every["v"][:, :0]}
+        del short["k_raw"], short["v_raw"]
+        with pytest.raises(ValueError, match="k_cmp must have the 1 compressed tokens"):
+            caches.call(lens, short, **raw)
+
+
+def test_branches_may_share_keys_and_their_cache():
+    tokens, caches = Tokens(), Caches("pages")
+    for name in "kv":
+        for kind in ("win", "raw"):
+            tokens.data[f"{name}_{kind}"] = tokens.data[f"{name}_sel"]
+            caches.all[f"{name}_{kind}_cache"] = caches.all[f"{name}_sel_cache"]
+    want, lens = tokens.expected(), [0, 0]
+    for T in (21, 1, 4):
+        x = tokens.part(lens, T)
+        x = {name: y for name, y in x.items() if name[2:] not in ("win", "raw")}
+        close(caches.call(lens, x), want[:, lens[0] : lens[0] + T], 1e-9)
+        lens = [n + T for n in lens]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_learnt_phi_and_fp32_kernels(kind, kernel_device):
+    """The kernel in fp32, which public routes leave to PyTorch, on what a call has written."""
+    from nsa.kernels.decode import nsa_decode_triton
+
+    torch.manual_seed(3)
+    learnt = [MLPCompression(n, SIZES["l"], SIZES["d"]).to(kernel_device) for n in (DK, DV)]
+    like = torch.float32, kernel_device
+    tokens, caches = Tokens(*like), Caches(kind, *like)
+    lens = [45, 45]
+    with torch.no_grad():
+        phis = dict(phi_k=learnt[0], phi_v=learnt[1])
+        caches.call([0, 0], tokens.part([0, 0], 30), **phis)
+        out = caches.call([30, 30], tokens.part([30, 30], 15), **phis)[:, -2:]
+    x = tokens.part([43, 43], 2)
+    order = [f"{name}_{kind}_cache" for kind in ("cmp", "sel", "win") for name in "kv"]
+    got = nsa_decode_triton(
+        x["q"],
+        *(caches.all[name] for name in order),
+        x["gates"],
+        torch.tensor(lens, dtype=torch.int32, device=kernel_device),
+        max_len=S,
+        n_init=1,
+        n_local=2,
+        block_table=caches.table,
+        window_ring=kind.endswith("ring"),
+        cmp_paged=caches.table is not None,
+        **SIZES,
+    )
+    close(got, out, 1e-5)
+
+
+def test_a_prompt_of_many_tokens_needs_no_step(monkeypatch):
+    """More rows than the decode step takes go to nsa_attention without being offered to it."""
+    monkeypatch.setattr(kvcache, "MOST_ROWS", 8)
+    tokens, caches = Tokens(), Caches("pages")
+    with dispatch.trace() as taken:
+        caches.call([0, 0], tokens.part([0, 0], 59))
+        assert all(t.branch is not dispatch.Branch.STEP for t in taken)
+        want = tokens.expected()
+        close(caches.call([59, 59], tokens.part([59, 59], 4)), want[:, 59:63], 1e-9)
+        assert taken[-1].branch is dispatch.Branch.STEP
+
+
+class NoReads(TorchDispatchMode):
+    """Fails where a GPU would have to be waited for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        waits = "_local_scalar_dense", "nonzero", "aten.equal", "masked_select", "unique"
+        assert not any(word in name for word in waits), f"{name} reads the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_reads_no_value(kind, kernel_device, monkeypatch):
+    """Lengths, page numbers and what is due are known on the device alone."""
+    tokens = Tokens(torch.float16, kernel_device)
+    caches = Caches(kind, torch.float16, kernel_device)
+    caches.call([0, 0], tokens.part([0, 0], 30))
+    monkeypatch.setattr(kvcache, "_check_values", lambda *_: None)  # which a GPU's calls leave out
+    monkeypatch.setattr(kvcache, "_read", lambda *_: pytest.fail("a value is read"))
+    lens = torch.tensor([30, 27], dtype=torch.int32, device=kernel_device)
+    x, want = tokens.part([30, 27], 3), tokens.expected()
+    given = {
+        **caches.all,
+        **x,
+        **caches.options,
+        **SIZES,
+        **dict(phi_k=phi, phi_v=phi, backend="triton", flags=TRITON, cache_seqlens=lens),
+    }
+    with NoReads():
+        out = nsa_with_kvcache(**given)
+    close(out, torch.stack([want[0, 30:33], want[1, 27:30]]), 6e-3)
+
+
+def test_a_graph_serves_every_length(cuda):
+    """One captured call, replayed token by token over pages whose numbers change meanwhile."""
+    tokens = Tokens(torch.float16, "cuda")
+    caches = Caches("pages", torch.float16, "cuda")
+    want = tokens.expected()
+    caches.call([0, 0], tokens.part([0, 0], 26))
+    lens = torch.tensor([26, 26], dtype=torch.int32, device=cuda)
+    x = tokens.part([26, 26], 1)
+    given = dict(phi_k=phi, phi_v=phi, cache_seqlens=lens, flags=TRITON)
+    step = lambda: nsa_with_kvcache(**caches.all, **x, **caches.options, **SIZES, **given)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    with (
+        pytest.raises(RuntimeError, match="inside a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        nsa_with_kvcache(**caches.all, **x, **caches.options, **SIZES, **given, checked=True)
+    for n in range(26, S):
+        for name, now in tokens.part([n, n], 1).items():
+            x[name].copy_(now)
+        lens.fill_(n)
+        if n == 40:  # the same pages under other numbers
+            page = caches.table[0, 1].item()
+            free = next(i for i in range(11) if not (caches.table == i).any())
+            for cache in caches.all.values():
+                cache[free] = cache[page]
+                cache[page] = NAN
+            caches.table[0, 1] = free
+        graph.replay()
+        close(out, want[:, n : n + 1], 6e-3)
+
+
+BAD = {  # what is changed of a good call, and what is told
+    "length": (dict(lens=[30, 33]), "cache_seqlens must be from 0 to 32 .* 33 of sequence 1"),
+    "negative": (dict(lens=[-1, 3]), "cache_seqlens must be from 0 to 32 .*, got -1 of sequence 0"),
+    "lens dtype": (dict(cache_seqlens=torch.zeros(2)), "cache_seqlens must be an int32 or"),
+    "lens shape": (dict(cache_seqlens=torch.zeros(3).int()), r"cache_seqlens must be \[B\] with"),
+    "page": (dict(block_table=torch.full((2, 4), 11)), r"block_table must name pages from 0 to 10"),
+    "negative page": (dict(block_table=torch.full((2, 4), -1)), r"block_table .*-1 at \[0, 0\]"),
+    "table": (dict(block_table=torch.zeros(4).int()), r"block_table must be \[B, blocks\]"),
+    "same page": (
+        dict(block_table=torch.tensor([[0, 1, 2, 3], [0, 1, 7, 8]]), checked=True),
+        "block_table must not name a page twice that new tokens go to, got 0 for seq",
+    ),
+    "dtype": (dict(k_sel=torch.zeros(B, 32, G, DK)), "k_sel must have q's dtype torch.float64"),
+    "shape": (dict(v_win=torch.zeros(B, 3, G, DV).double()), r"v_win must be \[2, 32, 2, 24\]"),
+    "cache dtype": (dict(v_sel_cache=torch.zeros(11, PAGE, G, DV)), "v_sel_cache must have q's"),
+    "cache shape": (dict(k_win_cache=torch.zeros(3, PAGE, G, DK).double()), r"k_win_cache must be"),
+    "cmp pages": (dict(k_cmp_cache=torch.zeros(11, 3, G, DK).double()), "k_cmp_cache must be .11"),
+    "strides": (
+        dict(k_sel_cache=torch.zeros(11, G, PAGE, DK).double().transpose(1, 2)),
+        "k_sel_cache must be contiguous",
+    ),
+    "page size": (dict(k_sel_cache=torch.zeros(11, 6, G, DK).double()), "k_sel_cache must have p"),
+    "gates": (dict(gates=torch.zeros(B, 32, HQ, 2)), r"gates must be \[2, 32, 4, 3\]"),
+    "one of two": (dict(v_raw=None), "v_raw must be given where k_sel is"),
+    "value alone": (dict(k_sel=None), "v_sel goes with k_sel"),
+    "no phi": (dict(phi_v=None), "phi_v must be given too"),
+    "raw without phi": (dict(phi_k=None, phi_v=None), "k_raw goes with phi_k and phi_v"),
+    "phi's shape": (dict(phi_k=lambda x: x), r"phi_k must make \[16, 1, 2, 16\]"),
+    "both": (dict(k_cmp=torch.zeros(B, 1, G, DK)), "give either k_cmp and v_cmp or phi_k"),
+    "q": (dict(q=torch.zeros(B, HQ, DK)), r"q must be \[B, T, HQ, Dk\]"),
+    "heads": (dict(q=torch.zeros(B, 32, 3, DK).double(), gates=torch.zeros(B, 32, 3, 3)), "HQ=3"),
+    "rotary": (dict(rotary_cos=torch.zeros(9, 8), rotary_sin=torch.zeros(9, 8)), "rotary_cos must"),
+    "one rotary": (dict(rotary_cos=torch.zeros(64, 8)), "rotary_cos and rotary_sin go together"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_the_argument(name):
+    changed, told = dict(BAD[name][0]), BAD[name][1]
+    tokens, caches = Tokens(), Caches("pages")
+    before = {n: x.clone() for n, x in caches.all.items()}
+    lens = changed.pop("lens", [0, 0])
+    table = {"block_table": caches.table}
+    with pytest.raises((TypeError, ValueError), match=told):
+        caches.call(lens, tokens.part([0, 0], 32), **{**table, **changed})
+    if name != "phi's shape":  # which is known once it has run
+        for n, was in before.items():
+            assert torch.equal(caches.all[n].isnan(), was.isnan()), f"{n} was written to"
+
+
+def test_static_caches_tell_bad_shapes():
+    tokens, caches = Tokens(), Caches("static")
+    few = caches.all["k_cmp_cache"][:, :3].contiguous()
+    with pytest.raises(ValueError, match="k_cmp_cache must hold the 15 compressed tokens of 64"):
+        caches.call([0, 0], tokens.part([0, 0], 1), k_cmp_cache=few)
+    with pytest.raises(ValueError, match="cache_seqlens must be from 2 to 64 for T=2"):
+        caches.call([64, 1], {n: x[:, :2] for n, x in tokens.data.items() if n in ("q", "gates")})
+
+
+def test_bytes_per_token_are_those_of_the_caches():
+    config = NSAConfig(dim=32, heads=4, groups=2, d_k=16, d_v=24, l=8, d=4, l_sel=16, w=20)
+
+    def grown(make) -> float:
+        sizes = [sum(x.nbytes for x in make(n)) for n in (64, 128)]
+        return (sizes[1] - sizes[0]) / 64
+
+    def cache(n):
+        one = NSACache(config, 1, n, dtype=torch.float16)
+        return [x for x in vars(one).values() if isinstance(x, Tensor) and x.ndim == 4]
+
+    pages = Caches("pages", torch.float32)
+    of_page = sum(x[0].nbytes for x in pages.all.values())
+    assert cache_bytes_per_token(config, torch.float16) == grown(cache)
+    assert cache_bytes_per_token(config, torch.float32, ring=False) == of_page / PAGE
+    with pytest.raises(TypeError, match="config must be an nsa.NSAConfig, got int"):
+        cache_bytes_per_token(3)
+    with pytest.raises(TypeError, match="dtype must be a torch.dtype"):
+        cache_bytes_per_token(config, "bf16")
