@@ -6,7 +6,8 @@
 
 The decisions are those of nsa.dispatch.decide for a few typical calls with the paper's sizes, not a
 second opinion; keys is the length that a threshold is compared with. On a GPU the kernels of each
-call follow, as its own launchers name them, with the reason against each faster one.
+call follow, as its own launchers name them, with the reason against each faster one. Last, what a
+token takes in the caches of a layer of these sizes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from nsa.blocks import num_compressed
 from nsa.config import NSAConfig
 from nsa.dispatch import Branch
 from nsa.flags import Flags, get_flags
+from nsa.kvcache import cache_bytes_per_token
 from nsa.module import NSAAttention
 
 # (what it is, tokens, gradient)
@@ -137,6 +139,10 @@ def routing(dtype: str, head_dim: int, config: NSAConfig | None = None) -> dict:
         "flags": flags.effective(),
         "decisions": decisions,
         "calls": call_kernels(dtype, sized) if cuda and dispatch._has_triton() else [],
+        "cache_bytes_per_token": {
+            kind: cache_bytes_per_token(sized, getattr(torch, dtype), ring=ring)
+            for kind, ring in (("rings", True), ("pages", False))
+        },
     }
 
 
@@ -174,6 +180,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{call['call']}: {', '.join(call['kernels']) or 'no kernel of ours'}")
         for kernel, reason in call["passed_over"].items():
             print(f"  not {kernel}: {reason}")
+    kinds = data["cache_bytes_per_token"]
+    print(
+        f"cache of a layer with {PAPER.groups} groups: {kinds['rings']:g} bytes a token, with "
+        f"rings for window and raw keys; {kinds['pages']:g} with all in pages"
+    )
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(data, indent=1) + "\n")

@@ -41,10 +41,12 @@ class Step:
     capacity: int = 100
     page: int = 0
     ring: bool = False
+    cmp_paged: bool = False
     big: bool = False
 
     def __str__(self) -> str:
-        kind = ("paged" if self.page else "") + ("ring" if self.ring else "") or "static"
+        kind = ("paged" if self.page else "") + ("cmp" if self.cmp_paged else "")
+        kind = kind + ("ring" if self.ring else "") or "static"
         lens = "x".join(map(str, self.lens[:4]))
         return f"{kind}-{lens}-T{self.T}-G{self.G}h{self.h}-D{self.D}v{self.Dv}-{self.dtype}"
 
@@ -67,6 +69,10 @@ STEPS = [
     Step((1,) * 17 + (4000,), G=2, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, **PAPER),
     Step((4096, 3, 700, 1025) * 16, G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, **PAPER),
     Step((3000, 65) * 16, T=2, G=4, h=16, D=128, Dv=128, n_sel=16, page=64, ring=True, **PAPER),
+    Step((77, 19, 9), T=2, G=1, n_sel=4, page=16, cmp_paged=True),
+    Step((96, 5), n_sel=4, page=8, cmp_paged=True, ring=True, dtype=F32, capacity=96),
+    Step((3000, 65, 1088), T=2, G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, page=64,
+         cmp_paged=True, **PAPER),
 ]
 
 
@@ -101,22 +107,24 @@ class Caches:
         from nsa.kernels.decode import nsa_decode_triton
 
         s, table = self.step, None
-        sel, win = list(self.sel), list(self.win)
+        cmp, sel, win = list(self.cmp), list(self.sel), list(self.win)
         if s.page:
             pages = -(-s.capacity // s.page)
             order = torch.randperm(len(s.lens) * pages, generator=torch.Generator().manual_seed(3))
             order = order.to(self.device)
             table = order.view(len(s.lens), pages).to(torch.int32)
-            sel = [self.paged(x, order, pages) for x in sel]
+            sel = [self.paged(x, order, s.page) for x in sel]
             if not s.ring:
-                win = [self.paged(x, order, pages) for x in win]
+                win = [self.paged(x, order, s.page) for x in win]
+            if s.cmp_paged:
+                cmp = [self.paged(x, order, s.page // s.d, s.l // s.d - 1) for x in cmp]
         if s.ring:
             win = [self.ringed(x) for x in win]
         return nsa_decode_triton(
-            self.q, *self.cmp, *sel, *win, self.gates, self.lens, l=s.l, d=s.d, l_sel=s.l_sel,
+            self.q, *cmp, *sel, *win, self.gates, self.lens, l=s.l, d=s.d, l_sel=s.l_sel,
             n_sel=s.n_sel, n_init=1, n_local=2, window=s.w, max_len=s.capacity, block_table=table,
             window_ring=s.ring, return_indices=True, softmax_scale=softmax_scale,
-            counters=counters,
+            counters=counters, cmp_paged=s.cmp_paged,
         )  # fmt: skip
 
     def counters(self) -> Tensor:
@@ -133,10 +141,11 @@ class Caches:
             n_sel=s.n_sel, n_init=1, n_local=2, window=s.w,
         ))  # fmt: skip
 
-    def paged(self, x: Tensor, order: Tensor, pages: int) -> Tensor:
-        page = self.step.page
+    def paged(self, x: Tensor, order: Tensor, page: int, first: int = 0) -> Tensor:
+        """Rows of x from row `first` on in pages of so many rows."""
+        pages = len(order) // len(x)
         padded = x.new_full((x.shape[0], pages * page, *x.shape[2:]), float("nan"))
-        padded[:, : x.shape[1]] = x
+        padded[:, first : first + x.shape[1]] = x
         pool = torch.full_like(padded.view(-1, page, *x.shape[2:]), float("nan"))
         pool[order] = padded.view(-1, page, *x.shape[2:])
         return pool
@@ -217,7 +226,7 @@ def test_step(step, team, kernel_device, tune):
         tune(LEAST_TEAM=2, **{"TEAM_PER_SM": 64} if kernel_device == "cpu" else {})
         counters = caches.counters()
         kernels = caches.kernels()
-        if kernels != ["_decode_team_kernel"]:
+        if kernels != ["_decode_team_kernel"] or step.cmp_paged:
             pytest.skip("too large for one launch")
     with launches.recording() as counts:
         out, indices = caches.run(counters=counters)

@@ -200,6 +200,17 @@ def test_rings_are_overwritten_in_turn():
         caches.call([0, 0], tokens.part([0, 0], 4))
 
 
+def test_a_capacity_of_no_whole_number_of_blocks():
+    """The last compressed row stays what it is while tokens behind it come."""
+    tokens, caches, capacity = Tokens(), Caches("static"), 63
+    for name, x in caches.all.items():
+        caches.all[name] = x[:, : 14 if "cmp" in name else capacity].clone()
+    want = tokens.expected()
+    caches.call([0, 0], tokens.part([0, 0], 58))
+    for n in range(58, capacity):
+        close(caches.call([n, n], tokens.part([n, n], 1)), want[:, n : n + 1], 1e-9)
+
+
 def test_an_int_is_a_length_of_all():
     tokens, caches = Tokens(), Caches("pages")
     want = tokens.expected()

@@ -20,6 +20,14 @@ SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, w=24)
 CONFIG = NSAConfig(dim=32, heads=2, groups=1, d_k=16, d_v=16, **SIZES)
 
 
+def test_the_cache_of_a_token_is_told(capsys):
+    data = print_routing.routing("float16", 16, CONFIG)
+    rings = 1 * (16 + 16) * 2 * (1 + 1 / 4)
+    assert data["cache_bytes_per_token"] == {"rings": rings, "pages": rings + 2 * 64}
+    assert print_routing.main(["--dtype", "float32", "--head_dim", "64"]) == 0
+    assert "4 groups: 2176 bytes a token, with rings" in capsys.readouterr().out
+
+
 def test_lengths_are_those_of_the_calls(monkeypatch):
     seen = {}
     make = dispatch.make_request

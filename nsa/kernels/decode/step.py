@@ -198,7 +198,7 @@ def _plan(
     batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int, dtype: torch.dtype,
     device: torch.device, l: int, d: int, l_sel: int, n_sel: int, n_init: int, n_local: int,
     window: int, max_len: int, branch: str | None, page: int = 0, ring: bool = False,
-    alone: bool = False, cmp_page: int = 0,
+    cmp_page: int = 0, alone: bool = False,
 ) -> StepPlan:  # fmt: skip
     check_choice(n_sel, n_init, n_local)
     heads = hq // groups
@@ -408,7 +408,7 @@ def nsa_decode_triton(
     alone = alone and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
     planned = functools.partial(
         _plan, batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init,
-        n_local, window, max_len, branch, page, window_ring, cmp_page=cmp_page,
+        n_local, window, max_len, branch, page, window_ring, cmp_page,
     )  # fmt: skip
     programs = batch * groups
 
@@ -500,6 +500,6 @@ def step_kernels(
     ):  # fmt: skip
         return (cluster.NAME,)
     return _plan(
-        batch, tokens, hq, groups, dim, dv, q.dtype, q.device, *sizes, branch, page, ring,
+        batch, tokens, hq, groups, dim, dv, q.dtype, q.device, *sizes, branch, page, ring, 0,
         branch is None and not in_graph and q.device not in _no_team,
     ).kernels  # fmt: skip
