@@ -505,7 +505,7 @@ def nsa_with_kvcache(
             if x is not None
         ]
         caches.write(new, positions)
-        if k_cmp_cache.shape[1]:
+        if k_cmp_cache.shape[1] and (phi or k_cmp.shape[1]):
             made = functools.partial(_given, k_cmp, v_cmp)
             if phi:
                 made = functools.partial(_made, caches, k_raw_cache, v_raw_cache, phi_k, phi_v)
@@ -552,9 +552,6 @@ def _check_new(
 def _given(k_cmp: Tensor, v_cmp: Tensor, block: Tensor, due: Tensor) -> tuple[Tensor, Tensor]:
     """The caller's compressed tokens, `due` of each sequence."""
     batch = torch.arange(len(due), device=due.device)[:, None]
-    if not k_cmp.shape[1]:  # none is due, see _check_values()
-        empty = (*due.shape, k_cmp.shape[2])
-        return k_cmp.new_zeros(*empty, k_cmp.shape[3]), v_cmp.new_zeros(*empty, v_cmp.shape[3])
     due = due.clamp(max=k_cmp.shape[1] - 1)
     return k_cmp[batch, due], v_cmp[batch, due]
 
@@ -582,7 +579,7 @@ def _made(
                 f"{name} must make [{len(rows)}, 1, {', '.join(map(str, cache.shape[2:]))}] of "
                 f"{list(rows.shape)}, got {list(one.shape)}"
             )
-        made.append(one.view(*block.shape, *cache.shape[2:]))
+        made.append(one.reshape(*block.shape, *cache.shape[2:]))
     return made[0], made[1]
 
 

@@ -285,10 +285,10 @@ def test_sequences_share_the_pages_of_a_common_beginning(route):
 @pytest.mark.parametrize("n", [37, 32, 15], ids=["within a page", "at its end", "in the first"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_beams(kind, n):
-    """Both beams go on from the second sequence, each with tokens of its own, twice."""
+    """Beams change places, then both go on from the second, each with tokens of its own."""
     tokens, caches = Tokens(), Caches(kind)
     caches.call(0, tokens.part([0, 0], n))
-    for beam_idx in ([1, 1], [1, 0]):
+    for beam_idx in ([1, 0], [1, 1]):
         beam_idx = torch.tensor(beam_idx)
         paged = (
             []
@@ -480,6 +480,7 @@ def test_a_step_reads_no_value(kind, kernel_device, monkeypatch):
     close(out, torch.stack([want[0, 30:33], want[1, 27:30]]), 6e-3)
 
 
+@pytest.mark.kernel
 def test_a_graph_serves_every_length(cuda):
     """One captured call, replayed token by token over pages whose numbers change meanwhile."""
     tokens = Tokens(torch.float16, "cuda")
