@@ -198,7 +198,7 @@ def _plan(
     batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int, dtype: torch.dtype,
     device: torch.device, l: int, d: int, l_sel: int, n_sel: int, n_init: int, n_local: int,
     window: int, max_len: int, branch: str | None, page: int = 0, ring: bool = False,
-    cmp_page: int = 0, alone: bool = False,
+    alone: bool = False, cmp_page: int = 0,
 ) -> StepPlan:  # fmt: skip
     check_choice(n_sel, n_init, n_local)
     heads = hq // groups
@@ -406,9 +406,9 @@ def nsa_decode_triton(
     # In a graph launches cost nothing, and several take the device no longer than one.
     alone = counters is not None and not cmp_paged
     alone = alone and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
-    planned = functools.partial(
-        _plan, batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init,
-        n_local, window, max_len, branch, page, window_ring, cmp_page,
+    planned = lambda alone: _plan(
+        batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init, n_local,
+        window, max_len, branch, page, window_ring, alone, cmp_page,
     )  # fmt: skip
     programs = batch * groups
 
@@ -500,6 +500,6 @@ def step_kernels(
     ):  # fmt: skip
         return (cluster.NAME,)
     return _plan(
-        batch, tokens, hq, groups, dim, dv, q.dtype, q.device, *sizes, branch, page, ring, 0,
+        batch, tokens, hq, groups, dim, dv, q.dtype, q.device, *sizes, branch, page, ring,
         branch is None and not in_graph and q.device not in _no_team,
     ).kernels  # fmt: skip
