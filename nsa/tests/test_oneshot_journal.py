@@ -312,7 +312,7 @@ def test_a_failed_script_is_quoted():
 
 
 def test_arguments_that_wait_for_an_earlier_stage():
-    planned = plan("standard")
+    planned = plan("full")
     (threshold,) = [s for s in planned if s.id == "threshold"]
     ids = [s.id for s in planned]
     assert ids.index("fa2_bench") < ids.index("threshold") and "fa2_bench" in threshold.also
