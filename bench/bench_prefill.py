@@ -10,8 +10,9 @@ are checked on sampled queries (column `compared`) against fp64 before and after
 dense attention each against their own. bwd is the backward pass alone. turn, the rotary turn of a
 layer's projections into a tensor per branch, comes before `full` and is no part of it. sel gets its
 blocks ascending, as the choice of blocks leaves them; nsa.selection_attention sorts them first.
-pack is all of NSA on a pack of one sequence of half the tokens and many of 16, of the longest S;
-its baseline is not dense attention but the two kinds, one call after the other.
+pack is all of NSA on a pack of one sequence of half the tokens and many of 16; its baseline is not
+dense attention but the two kinds, one call after the other. Without --ops the longest S alone has
+it.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
@@ -360,7 +361,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--S_list", type=integers, default=[8192, 32768], help="tokens")
-    parser.add_argument("--ops", default=",".join(OPS), help=f"from {','.join(OPS)}")
+    parser.add_argument("--ops", help=f"from {','.join(OPS)}; default all, pack at the longest S")
     parser.add_argument("--directions", default="fwd,bwd", help="fwd, bwd or both")
     for name, value in (("B", 1), ("HQ", 64), ("G", 4), ("D", 128), ("Dv", 128), ("l", 32),
                         ("d", 16), ("l_sel", 64), ("n_sel", 16), ("w", 512)):  # fmt: skip
@@ -369,7 +370,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_csv_argument(parser)
     add_shrink_argument(parser)
     args = parser.parse_args(argv)
-    args.ops, args.directions = args.ops.split(","), args.directions.split(",")
+    args.longest_alone = () if args.ops else ("pack",)
+    args.ops, args.directions = (args.ops or ",".join(OPS)).split(","), args.directions.split(",")
     if not set(args.ops) <= set(OPS):
         parser.error(f"--ops must be from {', '.join(OPS)}, got {','.join(args.ops)}")
     if not set(args.directions) <= {"fwd", "bwd"}:
@@ -390,7 +392,9 @@ def main(argv: list[str] | None = None) -> int:
     budget = Budget(device_s=args.seconds, min_n=20, warm_s=0.05, warm_cap_s=1.0)
     written, failed = [], False
     for S, direction, op in itertools.product(args.S_list, args.directions, args.ops):
-        if direction == "bwd" and op == "select" or op == "pack" and S < max(args.S_list):
+        if direction == "bwd" and op == "select":
+            continue
+        if op in args.longest_alone and S < max(args.S_list):
             continue
         names = ("B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w")
         shape = Shape(S, **{n: getattr(args, n) for n in names})

@@ -64,7 +64,7 @@ CARD_FAULTS = {
 
 
 def card_faults(health: Mapping[str, Any] | None) -> list[str]:
-    """What a health row counts of silent data corruption, in words; empty for a sound card."""
+    """Return in words each fault that a health row counted; a sound card has none."""
     counts = {name: (health or {}).get(name) for name in CARD_FAULTS}
     return [f"{n} {CARD_FAULTS[name]}" for name, n in counts.items() if type(n) is int and n > 0]
 

@@ -36,7 +36,7 @@ from nsa.transforms import refuse_tokens
 
 @dataclass(frozen=True)
 class BranchKV:
-    """New keys and values of the three branches, each [B, T, G, Dk] or [B, T, G, Dv]."""
+    """Keys and values of the three branches, new ones each [B, T, G, Dk] or [B, T, G, Dv]."""
 
     k_cmp: Tensor
     v_cmp: Tensor

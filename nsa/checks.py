@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
+MOST_STEP_ROWS = 128  # new tokens * heads of a group that the fused decode step takes at once
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

@@ -39,14 +39,14 @@ from torch import Tensor
 from nsa import dispatch
 from nsa.attention import _check_beside, _check_float
 from nsa.blocks import num_compressed
-from nsa.checks import scale_of
+from nsa.cache import BranchKV
+from nsa.checks import MOST_STEP_ROWS, scale_of
 from nsa.config import NSAConfig, check_blocks, check_choice, check_int
 from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
+from nsa.rotary import turn_by
 from nsa.transforms import refuse_tokens
 from nsa.untraced import untraced
-
-MOST_ROWS = 128  # new tokens * heads of a group that the decode step takes at once
 
 
 def _read(name: str, x: Tensor) -> list:
@@ -69,15 +69,9 @@ def _places(cache: Tensor, positions: Tensor, block_table: Tensor | None, ring: 
 
 
 @dataclass(frozen=True)
-class KVCaches:
+class KVCaches(BranchKV):
     """Caches of one call, their lengths with the new tokens, and where their rows lie."""
 
-    k_cmp: Tensor
-    v_cmp: Tensor
-    k_sel: Tensor
-    v_sel: Tensor
-    k_win: Tensor
-    v_win: Tensor
     lens: Tensor
     block_table: Tensor | None
     ring: bool
@@ -304,19 +298,6 @@ def _check_values(
 # ---- rotary embedding ----------------------------------------------------------------------------
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [B, T, H, D] with the pairs of its first columns turned; cos, sin [B, T, 1, pairs]."""
-    pairs = cos.shape[-1]
-    first, rest = x[..., : 2 * pairs].to(cos.dtype), x[..., 2 * pairs :]
-    if interleaved:
-        a, b = first[..., ::2], first[..., 1::2]
-    else:
-        a, b = first[..., :pairs], first[..., pairs:]
-    both = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
-    return torch.cat([turned.to(x.dtype), rest], -1)
-
-
 def _check_rotary(cos: Any, sin: Any, q: Tensor, capacity: int) -> None:
     if cos is None or sin is None:
         raise ValueError("rotary_cos and rotary_sin go together")
@@ -497,7 +478,7 @@ def nsa_with_kvcache(
         if rotary_cos is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
             cos, sin = (x[positions][:, :, None].to(wide) for x in (rotary_cos, rotary_sin))
-            turn = lambda x: _turned(x, cos, sin, rotary_interleaved)
+            turn = lambda x: turn_by(x, cos, sin, rotary_interleaved)
             q = turn(q)
         new = [
             (cache, turn(x) if name[0] == "k" else x, in_ring)
@@ -599,7 +580,7 @@ def _attend(
         softmax_scale=scale,
         backend=backend,
     )
-    many = q.shape[1] * (q.shape[2] // caches.k_sel.shape[2]) > MOST_ROWS
+    many = q.shape[1] * (q.shape[2] // caches.k_sel.shape[2]) > MOST_STEP_ROWS
     if many or route not in (None, Route.TRITON):
         from nsa.rungs import decode_composed
 

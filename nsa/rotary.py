@@ -25,9 +25,19 @@ def rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
 def turn(x: Tensor, angle: Tensor) -> Tensor:
     """Turn the pairs of every head of x [.., S, H, D] by angle [.., S, D/2]."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (y.to(wide).unsqueeze(-2) for y in (angle.cos(), angle.sin()))
-    a, b = x.to(wide).chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    return turn_by(x, *(y.to(wide).unsqueeze(-2) for y in (angle.cos(), angle.sin())))
+
+
+def turn_by(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turn the first pairs of every head of x [.., S, H, D] by cos, sin [.., S, 1, pairs], in their
+    dtype. Pairs are columns i and i + pairs or, interleaved, 2i and 2i + 1."""
+    pairs = cos.shape[-1]
+    first, rest = x[..., : 2 * pairs].to(cos.dtype), x[..., 2 * pairs :]
+    a, b = (first[..., ::2], first[..., 1::2]) if interleaved else first.chunk(2, dim=-1)
+    both = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
+    turned = turned.to(x.dtype)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 def branches(k: Tensor, v: Tensor) -> BranchKV:

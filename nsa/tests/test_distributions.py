@@ -162,7 +162,7 @@ def applies(shape: Shape, branch: str, kind: str) -> bool:
 
 
 def is_core(shape: Shape, kind: str) -> bool:
-    """Of sums by keys one kind will do where a group has fewer than 16 heads."""
+    """Does every report run it? Sums by keys of fewer than 16 heads a group run with one kind."""
     return kind == "both" if shape.S > 512 and shape.h < 16 else kind in CORE
 
 

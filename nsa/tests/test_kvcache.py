@@ -25,7 +25,7 @@ SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, window=20)
 B, S, HQ, G, DK, DV, PAGE = 2, 64, 4, 2, 16, 24, 16
 NAN = float("nan")
 TRITON = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
-# Of static caches and pages, with rings and without.
+# Static caches and pages, each with rings and without.
 KINDS = ("static", "static-ring", "pages", "pages-ring")
 
 
@@ -437,7 +437,7 @@ def test_a_learnt_phi_and_fp32_kernels(kind, kernel_device):
 
 def test_a_prompt_of_many_tokens_needs_no_step(monkeypatch):
     """More rows than the decode step takes go to nsa_attention without being offered to it."""
-    monkeypatch.setattr(kvcache, "MOST_ROWS", 8)
+    monkeypatch.setattr(kvcache, "MOST_STEP_ROWS", 8)
     tokens, caches = Tokens(), Caches("pages")
     with dispatch.trace() as taken:
         caches.call([0, 0], tokens.part([0, 0], 59))

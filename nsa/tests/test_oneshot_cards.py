@@ -350,7 +350,7 @@ GPU 1: NVIDIA B300 SXM6 AC (UUID: GPU-b)
 
 
 def watched(several, *answers):
-    """What a run on these cards is told, beside an nvidia-smi that answers this in turn."""
+    """Return the notes of a run on these cards, where nvidia-smi gives these answers in turn."""
     told, found = [], iter(answers)
 
     def command(argv, timeout_s):

@@ -130,7 +130,7 @@ def _fail_on(text: str) -> list[str]:
 
 
 def _doubts(name: str, found: list[str]) -> list[str]:
-    """What `verify` has against a bundle."""
+    """Return lines that tell the first few of the problems that `verify` found in a bundle."""
     shown = [f"{name} does not verify: {problem}" for problem in found[:MAX_DOUBTS]]
     more = len(found) - len(shown)
     return shown + ([f"{name} does not verify: and {more} more problems"] if more else [])

@@ -21,7 +21,6 @@ from scripts.oneshot.judge import is_cut
 from scripts.oneshot.markdown import cell, code, fence, num, pct, us
 from scripts.oneshot.model import StageResult
 from scripts.oneshot.rows import is_number
-from scripts.oneshot.score import score
 from scripts.oneshot.thresholds import recommendation
 
 OTHERS_MIB = 500  # below, the driver's own; as bench/health.py judges
@@ -166,7 +165,7 @@ def speed(view: View) -> Answer:
 
 def _score(view: View) -> str:
     """The score with what it is made of, or what it lacks."""
-    found = score(view.rows["bench"], view.data["health"])
+    found = view.data["score"]
     if found["percent"] is None:
         lacks: dict[str, list[str]] = {}
         for case, why in found["missing"].items():

@@ -7,7 +7,7 @@ import re
 from scripts.oneshot import env as box
 
 Counts = dict[str, int]
-# Of `nvidia-smi nvlink -e`, whose counters differ by generation. FEC counts what was corrected,
+# A line of `nvidia-smi nvlink -e`; generations have other counters. FEC counts what was corrected,
 # by the billion on a sound link; packets, bytes and rates are no errors.
 _LINE = re.compile(r"\s*(Link \d+): (?!FEC)([^:]*(?:errors|recovery)[^:]*): (\d+)", re.I)
 

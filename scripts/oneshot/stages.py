@@ -33,8 +33,8 @@ def tests(*patterns: str) -> tuple[str, ...]:
 ORDER = (
     "routing sanity health warmup prefill_parity prefill_bench decode_serving triton_fwd "
     "triton_bwd sel_route train_smoke train_showcase "
-    # Of profile full alone, but for the threshold: FlashAttention-2, which is off unless asked
-    # for; toy sizes; then ten minutes of examples and half an hour of cells.
+    # Only profile full has these, apart from the threshold: FlashAttention-2, which is off unless
+    # asked for; toy sizes; then ten minutes of examples and half an hour of cells.
     "fa2_probe fa2_varlen fa2_bench threshold sel_ranges "
     "decode_bench decode_summary fuzz sel_decode sel_dense sel_varlen sel_mixed"
 ).split()

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from nsa.checks import needs_grad, scale_of
+from nsa.checks import MOST_STEP_ROWS, needs_grad, scale_of
 from nsa.config import check_choice
 from nsa.kernels.decode import cluster
 from nsa.kernels.decode.choose import _decode_candidates_kernel
@@ -379,8 +379,10 @@ def nsa_decode_triton(
     reason = why_not_decode(l, d, l_sel)
     if reason:
         raise NotImplementedError(reason)
-    if tokens * heads > 128:
-        raise NotImplementedError(f"q: T * heads per group must be <= 128, got {tokens * heads}")
+    if tokens * heads > MOST_STEP_ROWS:
+        raise NotImplementedError(
+            f"q: T * heads per group must be <= {MOST_STEP_ROWS}, got {tokens * heads}"
+        )
     page = 0 if block_table is None else k_sel.shape[1]
     cmp_page = k_cmp.shape[1] if cmp_paged else 0
     scale_log2 = LOG2E * scale_of(softmax_scale, dim)
