@@ -370,8 +370,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_csv_argument(parser)
     add_shrink_argument(parser)
     args = parser.parse_args(argv)
-    args.longest_alone = () if args.ops else ("pack",)
-    args.ops, args.directions = (args.ops or ",".join(OPS)).split(","), args.directions.split(",")
+    args.longest_alone = ("pack",) if args.ops is None else ()
+    args.ops = list(OPS) if args.ops is None else args.ops.split(",")
+    args.directions = args.directions.split(",")
     if not set(args.ops) <= set(OPS):
         parser.error(f"--ops must be from {', '.join(OPS)}, got {','.join(args.ops)}")
     if not set(args.directions) <= {"fwd", "bwd"}:
