@@ -189,6 +189,8 @@ def test_what_they_do_not_take_stays_where_it_was(
     (dict(hq=32, d=192), 16, 64, 0.1, False), (dict(hq=32, dv=64), 16, 64, 0.1, False),
     (dict(hq=32, dtype=torch.float32), 16, 64, 0.1, False), (dict(hq=32), 129, 64, 0.1, False),
     (dict(hq=32), 0, 64, 0.1, False), (dict(hq=32), 16, 32, 0.1, False),
+    (dict(hq=32), 16, 128, 0.1, True), (dict(hq=32), 65, 128, 0.1, False),
+    (dict(hq=32), 16, 96, 0.1, False),
     (dict(hq=32), 16, 64, -0.1, False),
     (dict(hq=8, S=6144), 16, 64, 0.1, True), (dict(hq=16, S=4096), 16, 64, 0.1, True),
     (dict(hq=4, S=6144), 16, 64, 0.1, False), (dict(hq=24, S=6144), 16, 64, 0.1, True),
@@ -355,12 +357,13 @@ def test_what_the_flags_argument_says_reaches_every_pass(
     assert leaves[0].grad is not None
 
 
-@pytest.mark.parametrize("dtype, n_sel, serves", [
-    (BF16, 16, True), (BF16, 64, True), (BF16, 65, False), (torch.float16, 16, False),
+@pytest.mark.parametrize("dtype, n_sel, block_size, serves", [
+    (BF16, 16, 64, True), (BF16, 64, 64, True), (BF16, 65, 64, False), (BF16, 32, 128, True),
+    (BF16, 33, 128, False), (torch.float16, 16, 64, False),
 ])  # fmt: skip
-def test_which_dq_is_summed_in_fp16(dtype, n_sel, serves, on_hopper):
-    module = on_hopper.block_backward(*tensors(dtype=dtype), 64, True)
-    assert module.adds_halves(tensors(dtype=dtype)[0], n_sel) is serves
+def test_which_dq_is_summed_in_fp16(dtype, n_sel, block_size, serves, on_hopper):
+    module = on_hopper.block_backward(*tensors(dtype=dtype), block_size, True)
+    assert module.adds_halves(tensors(dtype=dtype)[0], n_sel, block_size) is serves
 
 
 def test_long_sequences_of_bf16_go_by_keys(on_hopper, asked):
@@ -713,6 +716,8 @@ SHARING = [
     Case((1, 700, 63, 1063, 31, 129), h=16, n=16, **ROUND),
     Case((1200,), h=16, n=16, **ROUND | dict(D=64, Dv=64, dtype=torch.float16)),
     Case((7,), G=1, h=16, n=1, **ROUND),
+    pytest.param(Case((1500,), G=1, h=16, n=16, **ROUND | dict(block=128)), marks=pytest.mark.core),
+    Case((1, 700, 63, 1063, 31, 129), h=12, n=5, **ROUND | dict(block=192)),
 ]
 
 
@@ -768,6 +773,8 @@ LONG = [
     Case((2500,), h=8, n=16, q_start=777, batch=2, **ROUND),
     Case((1, 1700, 63, 3063, 31, 129), h=4, n=16, **ROUND),
     Case((1, 1700, 63, 31, 129), h=8, n=5, **ROUND),
+    Case((2500,), h=16, n=16, q_start=3000, **ROUND | dict(block=128)),
+    Case((1, 1700, 63, 3063, 31, 129), h=4, n=8, **ROUND | dict(block=128)),
 ]
 
 
@@ -927,6 +934,9 @@ BLOCKS = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)
     (Case((300,), h=16, q_start=37, batch=3, **BLOCKS), "ragged"),
     (Case((1, 700, 63, 1063, 31, 129), h=4, **BLOCKS), "ragged"),
     (Case((700,), h=16, **{**BLOCKS, "dtype": torch.float16}), "random"),
+    pytest.param(Case((1500,), h=16, **BLOCKS | dict(block=128)), "random", marks=pytest.mark.core),
+    (Case((1, 700, 63, 1063, 31, 129), h=4, **BLOCKS | dict(block=192, n=7)), "ragged"),
+    (Case((515,), h=8, q_start=777, batch=2, **BLOCKS | dict(block=128)), "clustered"),
 ], ids=str)  # fmt: skip
 def test_selection_agrees_with_two_passes(case, kind, device, monkeypatch):
     x = selection.Backward(case, kind, device, monkeypatch)

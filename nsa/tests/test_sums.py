@@ -193,7 +193,7 @@ def test_sums_in_fp16_become_part_of_dq(name, asks, kernel_device, monkeypatch):
     blocks = torch.zeros(1, 39, 1, 1, dtype=torch.int32)
 
     def gradients(halves):
-        module = SimpleNamespace(add_block_gradients=add, adds_halves=lambda q, n: halves)
+        module = SimpleNamespace(add_block_gradients=add, adds_halves=lambda *a: halves)
         monkeypatch.setattr(hopper, "block_backward", lambda *a: module)
         if name != "given":
             out = call(*leaves)[0]
@@ -246,7 +246,7 @@ def test_what_fp16_did_not_serve_is_found_anew(lengths, name, left, kernel_devic
             real(*args, dq=of_selection[-1], **how)
         return real(*args, dq=dq, reach=reach, **how)
 
-    module = SimpleNamespace(add_block_gradients=add, adds_halves=lambda q, n: True)
+    module = SimpleNamespace(add_block_gradients=add, adds_halves=lambda *a: True)
     monkeypatch.setattr(hopper, "block_backward", lambda *a: module)
     monkeypatch.setattr(block_attn_bwd, "block_attention_bwd", selection)
     with launches.recording() as counts:

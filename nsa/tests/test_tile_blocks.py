@@ -10,8 +10,10 @@ pytestmark = pytest.mark.kernel
 QUERIES = 8
 
 
-def plain_lists(case: Case, rows: list, queries: int) -> dict[tuple[int, int], dict[int, set[int]]]:
-    """{row of the first key: queries that chose the block} per (tile, group)."""
+def plain_lists(
+    case: Case, rows: list, queries: int, parts: int
+) -> dict[tuple[int, int], dict[int, set[int]]]:
+    """{row of the first key of a part: queries that chose the block} per (tile, group)."""
     home = [(b, begin, s) for b in range(case.batch)
             for begin, n in zip(starts(case), case.lengths, strict=True) for s in range(n)]
     result: dict = {}
@@ -20,21 +22,28 @@ def plain_lists(case: Case, rows: list, queries: int) -> dict[tuple[int, int], d
         for g in range(case.G):
             tile = result.setdefault((token // queries, g), {})
             for block in rows[token][g]:
-                if 0 <= block <= (s + case.q_start) // case.block:
-                    tile.setdefault(keys + block * case.block, set()).add(token % queries)
+                for key in parts_of(case, block, parts):
+                    if 0 <= key <= s + case.q_start:
+                        tile.setdefault(keys + key, set()).add(token % queries)
     return result
+
+
+def parts_of(case: Case, block: int, parts: int) -> range:
+    """The first keys of a block's parts."""
+    return range(block * case.block, (block + 1) * case.block, case.block // parts)
 
 
 def starts(case: Case) -> list[int]:
     return [sum(case.lengths[:i]) for i in range(len(case.lengths))]
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("kind", ["random", "ragged", "clustered"])
 @pytest.mark.parametrize(
     "case",
     [*CASES[:3], Case((40,), G=1, n=2, q_start=1 << 21), Case((21,), n=1, q_start=90)], ids=str,
 )  # fmt: skip
-def test_each_block_is_listed_once_in_order(case, kind, kernel_device):
+def test_each_block_is_listed_once_in_order(case, kind, parts, kernel_device):
     from nsa.kernels.prefill.tile_blocks import tile_blocks
 
     if kind == "random" and case.q_start > 1000:
@@ -45,11 +54,11 @@ def test_each_block_is_listed_once_in_order(case, kind, kernel_device):
     own_length = 1 if case.packed else case.lengths[0]
     keys = 0 if case.packed else case.q_start + case.lengths[0]
     lists = tile_blocks(
-        blocks, case.begins(kernel_device)[1], own_length, keys, case.q_start, case.block,
-        queries=QUERIES,
-    )
+        blocks, case.begins(kernel_device)[1], own_length, keys, case.q_start,
+        case.block // parts, queries=QUERIES, parts=parts,
+    )  # fmt: skip
     tokens = case.batch * sum(case.lengths)
-    want = plain_lists(case, blocks.reshape(tokens, case.G, -1).tolist(), QUERIES)
+    want = plain_lists(case, blocks.reshape(tokens, case.G, -1).tolist(), QUERIES, parts)
     assert lists.counts.shape == (-(-tokens // QUERIES), case.G) and lists.queries == QUERIES
     assert len(want) == lists.counts.numel() and any(want.values())
     for (tile, g), expected in want.items():
@@ -62,9 +71,11 @@ def test_each_block_is_listed_once_in_order(case, kind, kernel_device):
 @pytest.mark.parametrize("together", [-(10**6), 900, 10**6, None], ids=str)
 @pytest.mark.parametrize("kind", ["random", "ragged"])
 @pytest.mark.parametrize(
-    "case", [CASES[1], Case((77,), G=2, n=6, q_start=150), Case((5, 90, 1, 33), n=4)], ids=str
-)
-def test_the_rest_is_what_few_chose(case, kind, together, kernel_device, monkeypatch):
+    "case, parts",
+    [(CASES[1], 1), (CASES[1], 2), (Case((77,), G=2, n=6, q_start=150), 1),
+     (Case((5, 90, 1, 33), n=4), 4)], ids=str,
+)  # fmt: skip
+def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, monkeypatch):
     """Of tiles where it pays, or of all with few heads a group; not a query's last two."""
     from nsa.kernels.prefill import tile_blocks as module
 
@@ -78,8 +89,8 @@ def test_the_rest_is_what_few_chose(case, kind, together, kernel_device, monkeyp
     own_length = 1 if case.packed else case.lengths[0]
     keys = 0 if case.packed else case.q_start + case.lengths[0]
     lists = module.tile_blocks(
-        blocks, case.begins(kernel_device)[1], own_length, keys, case.q_start, case.block,
-        queries=queries, heads=heads,
+        blocks, case.begins(kernel_device)[1], own_length, keys, case.q_start,
+        case.block // parts, queries=queries, heads=heads, parts=parts,
     )  # fmt: skip
     assert lists.part == 64 // heads and lists.queries == queries
     home = [(begin if case.packed else b * keys, s) for b in range(case.batch)
@@ -87,7 +98,7 @@ def test_the_rest_is_what_few_chose(case, kind, together, kernel_device, monkeyp
     rows = blocks.reshape(len(home), case.G, -1).tolist()
     got = lists.rest.blocks.reshape(len(home), case.G, -1).tolist()
     whole, split = [], 0
-    for (tile, g), chosen in plain_lists(case, rows, queries).items():
+    for (tile, g), chosen in plain_lists(case, rows, queries, parts).items():
         tokens = range(tile * queries, min((tile + 1) * queries, len(home)))
         last = {row for query in range(queries)
                 for row in sorted(row for row, by in chosen.items() if query in by)[-2:]}
@@ -106,7 +117,8 @@ def test_the_rest_is_what_few_chose(case, kind, together, kernel_device, monkeyp
         for t in tokens:
             first = home[t][0]
             assert got[t][g] == [
-                block if first + block * case.block in rest else -1 for block in rows[t][g]
+                key * parts // case.block if first + key in rest else -1
+                for block in rows[t][g] for key in parts_of(case, block, parts)
             ]
         assert lists.rest.listed[tile, g] == (len(chosen) - len(rest) if by_keys else -1)
         entries = lists.entries[tile, g, : lists.counts[tile, g]].tolist()

@@ -456,7 +456,8 @@ def block_attention_bwd(
     like = dict(dtype=torch.float32, device=q.device)
     if one_pass:
         out_k, out_v = zero_sums(k, v)
-        if in_gluon and reach is not None and in_gluon.adds_halves(q, block_indices.shape[-1]):
+        n_sel = block_indices.shape[-1]
+        if in_gluon and reach is not None and in_gluon.adds_halves(q, n_sel, block_size):
             anew = partial(
                 _dq_anew, grad_out=grad_out, q=q, k=k, v=v, lse=lse, delta=delta,
                 block_indices=block_indices, block_size=block_size, softmax_scale=softmax_scale,

@@ -357,7 +357,7 @@ def piece_pairs(heads: int, halves: bool) -> int:
     return min((2048 if halves else 1024) // heads, block_lists.CHUNK)
 
 
-TAKES = "16-bit heads, 128 wide for Dk = Dv, 4, 8 or 16 a group, and blocks of 64 keys"
+TAKES = "16-bit heads, 128 wide for Dk = Dv, 4, 8 or 16 a group, and blocks of 64 keys or a multiple"
 
 
 def usable(
@@ -365,7 +365,7 @@ def usable(
 ) -> bool:
     """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     return (
-        block_size == KEYS
+        block_size % KEYS == 0
         and q.shape[-1] == v.shape[-1] == WIDTH
         and q.shape[-2] in (4 * k.shape[-2], 8 * k.shape[-2], 16 * k.shape[-2])
         and q.numel() // WIDTH < 2**31 - 2**16
@@ -374,9 +374,9 @@ def usable(
     )
 
 
-def adds_halves(q: torch.Tensor, n_sel: int) -> bool:
+def adds_halves(q: torch.Tensor, n_sel: int, block_size: int) -> bool:
     """True where dQ of n_sel blocks is summed in fp16: not if dQ itself has as many bits."""
-    return q.dtype == torch.bfloat16 and n_sel <= MOST_PARTS
+    return q.dtype == torch.bfloat16 and n_sel * (block_size // KEYS) <= MOST_PARTS
 
 
 def add_block_gradients(

@@ -229,9 +229,9 @@ def gated_block_attention_fwd(
     if on_hopper:
         total = (torch.empty_like(out) if keep else out) if others else None
         on_hopper.attend_blocks(
-            q, k, v, block_indices, out if keep else None, lse, softmax_scale=softmax_scale,
-            seq_begin=seq_begin, cu_seqlens=cu_seqlens, longest=longest, q_start=q_start,
-            others=others, total=total,
+            q, k, v, block_indices, out if keep else None, lse, block_size=block_size,
+            softmax_scale=softmax_scale, seq_begin=seq_begin, cu_seqlens=cu_seqlens,
+            longest=longest, q_start=q_start, others=others, total=total,
         )  # fmt: skip
         return kept, lse, total
     arch = arch_of(q.device)

@@ -380,7 +380,7 @@ def _blocks(x: Tensor) -> Any:
 
 TAKES = (
     "16-bit heads, 64 or 128 wide for Dk = Dv, "
-    "9 to 16 a group (4 or 8 in long sequences), and blocks of 64 keys"
+    "9 to 16 a group (4 or 8 in long sequences), and blocks of 64 keys or a multiple"
 )
 
 
@@ -391,13 +391,14 @@ def usable(
     keys of the longest sequence."""
     heads = q.shape[-2] // k.shape[-2]
     shares = HEADS // 2 < heads <= HEADS
+    n_parts = n_sel * (block_size // KEYS)
     return (
-        block_size == KEYS
-        and (shares or splits(q, v, n_sel, longest))
+        block_size % KEYS == 0
+        and (shares or splits(q, v, n_parts, longest))
         and q.shape[-1] == v.shape[-1]
         and q.shape[-1] in STAGES
         and n_sel > 0
-        and tile_blocks.room(WARPS if shares else tile_blocks.queries_of(heads), n_sel)
+        and tile_blocks.room(WARPS if shares else tile_blocks.queries_of(heads), n_parts)
         <= tile_blocks.MOST_ENTRIES
         and softmax_scale > 0  # the maximum is that of unscaled scores
         and k.numel() // (k.shape[-2] * k.shape[-1]) < 2**31
@@ -406,12 +407,12 @@ def usable(
     )
 
 
-def splits(q: Tensor, v: Tensor, n_sel: int, longest: int) -> bool:
-    """Whether tiles may go by keys for inputs that are usable(). longest: keys of the longest
-    sequence. Sums by keys do not repeat bitwise."""
+def splits(q: Tensor, v: Tensor, n_parts: int, longest: int) -> bool:
+    """Whether tiles may go by keys for inputs that are usable(). n_parts: of KEYS keys that a query
+    chose. longest: keys of the longest sequence. Sums by keys do not repeat bitwise."""
     heads = q.shape[-2] // v.shape[-2]
     return (
-        block_attn_keys_hopper.usable(q, v, n_sel)
+        block_attn_keys_hopper.usable(q, v, n_parts)
         and longest >= SPLIT_KEYS[heads]
         and q.numel() // (q.shape[-2] * q.shape[-1]) >= SPLIT_QUERIES[heads]
         and not torch.are_deterministic_algorithms_enabled()
@@ -420,7 +421,7 @@ def splits(q: Tensor, v: Tensor, n_sel: int, longest: int) -> bool:
 
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor | None, lse: Tensor, *,
-    softmax_scale: float, seq_begin: Tensor | None, cu_seqlens: Tensor | None, longest: int,
+    block_size: int, softmax_scale: float, seq_begin: Tensor | None, cu_seqlens: Tensor | None, longest: int,
     q_start: int, others: Others | None = None, total: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill lse, and out and total where they are given, for inputs that are usable(); see
@@ -432,16 +433,17 @@ def attend_blocks(
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     keep = out is not None
     out, total = (out if keep else total), (total if others else out)
-    n_sel = block_indices.shape[-1]
-    split = splits(q, v, n_sel, longest)
+    parts = block_size // KEYS
+    n_parts = block_indices.shape[-1] * parts
+    split = splits(q, v, n_parts, longest)
     heads = hq // groups
     lists = tile_blocks.tile_blocks(
         block_indices, seq_begin, s_q, s_kv, q_start, KEYS, heads=heads if split else 0,
-        queries=tile_blocks.queries_of(heads) if split else WARPS,
+        queries=tile_blocks.queries_of(heads) if split else WARPS, parts=parts,
     )  # fmt: skip
     some = (lists.counts,) * 2
     if split:
-        sums = begin_sums(q, v, n_sel, KEYS, total)
+        sums = begin_sums(q, v, n_parts, KEYS, total)
         begin_tiles(
             q, k, v, lists, sums, softmax_scale=softmax_scale, q_start=q_start, packed=varlen
         )

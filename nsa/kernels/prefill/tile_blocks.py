@@ -50,7 +50,7 @@ class TileBlocks:
 
 
 class Rest(NamedTuple):
-    """blocks int32, like block_indices: those that few of a tile's queries chose, -1 in place of
+    """blocks int32 [.., G, n_sel * parts]: parts that few of a tile's queries chose, -1 in place of
     others. listed int32 [tiles, G]: how many of the entries are others; -1 where a tile does not go
     by keys. whole int32 [1 + eights * G], of tiles of EIGHT queries: how many do not, and
     eight * G + group of each, in any order; block_attn_ends.py adds those that it cannot do. todo
@@ -84,13 +84,13 @@ def _last(row, QUERIES: tl.constexpr, N_PAD: tl.constexpr):
 @triton.jit
 def _entry(
     index, tile, group, SEQ_BEGIN, T, S, S_KV, G, n_sel, q_start,
-    VARLEN: tl.constexpr, QUERIES: tl.constexpr, N_PAD: tl.constexpr,
+    VARLEN: tl.constexpr, QUERIES: tl.constexpr, N_PAD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of a tile's entries, by query and rank: the query's position, the first row of its keys,
-    whether there is one, and where its block is."""
+    whether there is one, and where it is among the parts of all blocks."""
     token = tile * QUERIES + index // N_PAD
     rank = index % N_PAD
-    live = (token < T) & (rank < n_sel)
+    live = (token < T) & (rank < n_sel * PARTS)
     token = tl.minimum(token, T - 1)
     if VARLEN:
         begin = tl.load(SEQ_BEGIN + token)
@@ -98,14 +98,22 @@ def _entry(
     else:
         begin = token // S * S_KV
         own = token % S + q_start
-    return own, begin, live, (token.to(tl.int64) * G + group) * n_sel + rank
+    return own, begin, live, (token.to(tl.int64) * G + group) * (n_sel * PARTS) + rank
+
+
+@triton.jit
+def _key(BLOCK_INDICES, place, live, PARTS: tl.constexpr, KEYS: tl.constexpr):
+    """(block of an entry, -1 for none; the position of its part's first key)."""
+    block = tl.load(BLOCK_INDICES + place // PARTS, mask=live, other=-1)
+    return block, block * (PARTS * KEYS) + (place % PARTS).to(tl.int32) * KEYS
 
 
 @triton.jit
 def _tile_blocks_kernel(
     BLOCK_INDICES, SEQ_BEGIN, ENTRIES, COUNTS, REST, LISTED, WHOLE, TODO, T, S, S_KV, G, n_sel,
-    q_start, block_size,
-    VARLEN: tl.constexpr, QUERIES: tl.constexpr, N_PAD: tl.constexpr, LEAST: tl.constexpr,
+    q_start,
+    VARLEN: tl.constexpr, QUERIES: tl.constexpr, N_PAD: tl.constexpr, PARTS: tl.constexpr,
+    KEYS: tl.constexpr, LEAST: tl.constexpr,
     BOTH: tl.constexpr, READ: tl.constexpr, PAIR: tl.constexpr, REST_PAIR: tl.constexpr,
     DENSE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
@@ -116,11 +124,11 @@ def _tile_blocks_kernel(
     SIZE: tl.constexpr = QUERIES * N_PAD
     index = tl.arange(0, SIZE)
     own, begin, live, place = _entry(
-        index, tile, group, SEQ_BEGIN, T, S, S_KV, G, n_sel, q_start, VARLEN, QUERIES, N_PAD
+        index, tile, group, SEQ_BEGIN, T, S, S_KV, G, n_sel, q_start, VARLEN, QUERIES, N_PAD, PARTS
     )
-    block = tl.load(BLOCK_INDICES + place, mask=live, other=-1)
-    seen = (block >= 0) & (block <= own // block_size)
-    row = tl.where(seen, begin + block * block_size, NO_ROW)
+    block, key = _key(BLOCK_INDICES, place, live, PARTS, KEYS)
+    seen = (block >= 0) & (key <= own)
+    row = tl.where(seen, begin + key, NO_ROW)
     # The last two blocks of each query: its sums begin there, and one may show it a single key.
     last = _last(tl.where(seen, row, -1), QUERIES, N_PAD)
     is_last = row == last
@@ -163,10 +171,11 @@ def _tile_blocks_kernel(
             if todo < 0:
                 tl.store(WHOLE + 1 + tl.atomic_add(WHOLE, 1, sem="relaxed"), at.to(tl.int32))
         _, _, live, place = _entry(
-            entry, tile, group, SEQ_BEGIN, T, S, S_KV, G, n_sel, q_start, VARLEN, QUERIES, N_PAD
-        )
-        block = tl.load(BLOCK_INDICES + place, mask=live, other=-1)
-        tl.store(REST + place, tl.where(rest, block, -1), mask=live)
+            entry, tile, group, SEQ_BEGIN, T, S, S_KV, G, n_sel, q_start, VARLEN, QUERIES, N_PAD,
+            PARTS,
+        )  # fmt: skip
+        _, key = _key(BLOCK_INDICES, place, live, PARTS, KEYS)
+        tl.store(REST + place, tl.where(rest, key // KEYS, -1), mask=live)
         tl.store(TODO + at, todo)
         listed = first & (rest == 0)
         n_listed = tl.sum(listed.to(tl.int32), 0)
@@ -183,31 +192,32 @@ def queries_of(heads: int) -> int:
     return max(ROWS // heads, EIGHT.value)
 
 
-def room(queries: int, n_sel: int) -> int:
-    """Entries that a tile may have."""
-    return queries * pow2(n_sel)
+def room(queries: int, n_parts: int) -> int:
+    """Entries that a tile may have. n_parts: of a query."""
+    return queries * pow2(n_parts)
 
 
-def warps_of(queries: int, n_sel: int) -> int:
-    return cdiv(room(queries, n_sel), PER_WARP)
+def warps_of(queries: int, n_parts: int) -> int:
+    return cdiv(room(queries, n_parts), PER_WARP)
 
 
 def tile_blocks(
     block_indices: Tensor, seq_begin: Tensor | None, seqlen: int, kv_len: int, q_start: int,
-    block_size: int, queries: int, heads: int = 0,
+    keys: int, queries: int, heads: int = 0, parts: int = 1,
 ) -> TileBlocks:  # fmt: skip
     """Lists of the tiles of `queries` queries for block_indices int32 [.., G, n_sel]; a tile may
-    reach over the border of two sequences.
+    reach over the border of two sequences. Blocks are of `parts` parts of `keys` keys, and what is
+    listed are those parts.
 
     Rows are without repetitions, -1 is none. seqlen, kv_len: queries and keys per batch entry;
-    packed rows have seq_begin. room(queries, n_sel) is at most MOST_ENTRIES. heads: of a
+    packed rows have seq_begin. room(queries, n_sel * parts) is at most MOST_ENTRIES. heads: of a
     group, in which case tiles may go by keys: what fewer than LEAST queries chose is their rest,
     but for the last two blocks of each query. With more than eight heads a tile does so where that
     pays.
     """
     groups, n_sel = block_indices.shape[-2:]
     tokens = block_indices.numel() // (groups * n_sel)
-    tiles, size = cdiv(tokens, queries), room(queries, n_sel)
+    tiles, size = cdiv(tokens, queries), room(queries, n_sel * parts)
     device = block_indices.device
     entries = torch.empty(tiles, groups, size, dtype=torch.int64, device=device)
     counts = torch.empty(tiles, groups, dtype=torch.int32, device=device)
@@ -217,13 +227,14 @@ def tile_blocks(
         whole = torch.empty(1 + eights * groups, dtype=torch.int32, device=device)
         whole[:1].zero_()
         listed, todo = torch.empty_like(counts), torch.empty_like(counts)
-        rest = Rest(torch.empty_like(block_indices), listed, whole, todo)
+        blocks = block_indices.new_empty(*block_indices.shape[:-1], n_sel * parts)
+        rest = Rest(blocks, listed, whole, todo)
     launch(
         _tile_blocks_kernel, (tiles, groups),
         block_indices, seq_begin if varlen else block_indices, entries, counts,
-        *(rest or (counts,) * 4), tokens, seqlen, kv_len, groups, n_sel, q_start, block_size,
-        VARLEN=varlen, QUERIES=queries, N_PAD=pow2(n_sel), LEAST=LEAST[heads] if heads else 1,
+        *(rest or (counts,) * 4), tokens, seqlen, kv_len, groups, n_sel, q_start,
+        VARLEN=varlen, QUERIES=queries, N_PAD=pow2(n_sel * parts), PARTS=parts, KEYS=keys, LEAST=LEAST[heads] if heads else 1,
         BOTH=heads > 8, READ=READ, PAIR=PAIR, REST_PAIR=REST_PAIR, DENSE=DENSE, TOGETHER=TOGETHER,
-        num_warps=warps_of(queries, n_sel),
+        num_warps=warps_of(queries, n_sel * parts),
     )  # fmt: skip
     return TileBlocks(entries, counts, queries, rest, ROWS // heads if heads else 0)
