@@ -200,3 +200,27 @@ def test_rows_are_as_exact_as_pytorchs(shape, branch, kind, kernel_device):
         errors = [(t - exact).norm(dim=-1) / exact.norm(dim=-1) for t in (ours, theirs)]
         mine, its = (e[some].clamp(max=1.0).mean().item() for e in errors)
         assert mine <= 2 * its + eps, (name, mine, its)
+
+
+@pytest.mark.kernel
+@pytest.mark.core
+@pytest.mark.parametrize("packed", [False, True])
+def test_two_branches_may_pass_what_all_three_do_not(packed, kernel_device):
+    """Of branches of 4e4, 4e4 and -4e4 the sum is 4e4; that of two does not fit fp16."""
+    from nsa.kernels.prefill.fused import nsa_prefill_triton
+
+    S, heads, G = 72, 8, 2
+    draw = lambda *shape: torch.randn(1, *shape, device=kernel_device).half()
+    const = lambda n, value: torch.full((1, n, G, 64), value, device=kernel_device).half()
+    q, k, n_cmp = draw(S, heads, 64), draw(S, G, 64), (S - 32) // 16 + 1
+    gates = torch.ones(1, S, heads, 3, device=kernel_device).half()
+    tensors = [q, draw(n_cmp, G, 64), const(n_cmp, 4e4), k, const(S, -4e4), k, const(S, 4e4), gates]
+    how: dict = dict(l=32, d=16, l_sel=64, n_sel=2, n_init=1, n_local=1, window=16)
+    if packed:
+        tensors = [x[0] for x in tensors]
+        ends = lambda n: torch.tensor([0, n], dtype=torch.int32, device=kernel_device)
+        how.update(cu_seqlens=ends(S), cu_seqlens_cmp=ends(n_cmp), max_seqlen=S)
+    out, _ = nsa_prefill_triton(*tensors, **how)
+    out = out.reshape(S, heads, 64).float()
+    assert torch.equal(out[31:], torch.full_like(out[31:], float(torch.tensor(4e4).half())))
+    assert not out[:31].any()

@@ -77,6 +77,7 @@ def test_they_serve_unless_switched_off(on_hopper, monkeypatch):
     assert on_hopper.forward_pair(q, k, v, k, narrow) is None is on_hopper.forward_pair(
         q, k, narrow, k, v
     )
+    assert on_hopper.forward_pair(*(x.half() for x in (q, k, v, k, v))) is None
     assert on_hopper.backward_kernels(q, k, v, do)[-1] == BACKWARD
     assert on_hopper.block_backward_kernels(q, k, v, do, 64)[-1] == SELECTION
     wide, *_ = tensors(hq=32)

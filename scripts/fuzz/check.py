@@ -202,6 +202,8 @@ def check_lse(name: str, lse: Tensor, want: Expected, score_eps: float) -> None:
     off = (lse.double() - want.lse).abs().where(lse.double() != want.lse, 0)
     limit = 1e-4 + want.lse.abs().nan_to_num(posinf=0.0) * 2e-6 + want.logits * score_eps
     wrong = ~(off <= limit) & ~want.hit_by_key
+    # Kernels tell of a value that is no number by its key (marked_keys.py).
+    wrong &= ~(want.hit & lse.isnan())
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist())
         raise Wrong(f"{name}, lse: {lse[at]:.7g} at {list(at)}, right is {want.lse[at]:.7g}")

@@ -357,7 +357,7 @@ def piece_pairs(heads: int, halves: bool) -> int:
     return min((2048 if halves else 1024) // heads, block_lists.CHUNK)
 
 
-TAKES = "16-bit heads, 128 wide for Dk = Dv, 4, 8 or 16 a group, and blocks of 64 keys or a multiple"
+TAKES = "16-bit heads, 128 wide for Dk = Dv, 4, 8 or 16 a group, and blocks of 64, 128 .. keys"
 
 
 def usable(

@@ -380,7 +380,7 @@ def _blocks(x: Tensor) -> Any:
 
 TAKES = (
     "16-bit heads, 64 or 128 wide for Dk = Dv, "
-    "9 to 16 a group (4 or 8 in long sequences), and blocks of 64 keys or a multiple"
+    "9 to 16 a group (4 or 8 in long sequences), and blocks of 64, 128 .. keys"
 )
 
 
@@ -421,8 +421,8 @@ def splits(q: Tensor, v: Tensor, n_parts: int, longest: int) -> bool:
 
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor | None, lse: Tensor, *,
-    block_size: int, softmax_scale: float, seq_begin: Tensor | None, cu_seqlens: Tensor | None, longest: int,
-    q_start: int, others: Others | None = None, total: Tensor | None = None,
+    block_size: int, softmax_scale: float, seq_begin: Tensor | None, cu_seqlens: Tensor | None,
+    longest: int, q_start: int, others: Others | None = None, total: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill lse, and out and total where they are given, for inputs that are usable(); see
     gated_block_attention_fwd. longest: keys of the longest sequence."""

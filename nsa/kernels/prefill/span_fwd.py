@@ -134,9 +134,9 @@ def _span_fwd_kernel(
             acc, m_i, l_i, q, q2, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2, True, PRECISION
         )
 
-    # A row that sees no key has l = 0: output 0 and lse = -inf.
+    # A row that sees no key has l = 0: output 0 and lse = -inf. One that sees NaN has NaN.
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
-    lse = tl.where(l_i > 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
+    lse = tl.where(l_i != 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
     tl.store(
         O + row_index[:, None] * DV + offs_dv[None, :],
         acc.to(O.dtype.element_ty),

@@ -488,9 +488,9 @@ def _consume(
                 )
             l = gl.convert_layout(l, row_layout, assert_trivial=True)
             if i == 0:
-                # A row that sees no key has l = 0: output 0 and lse = -inf.
+                # A row that sees no key has l = 0: output 0 and lse = -inf; NaN gives NaN.
                 m = gl.convert_layout(m, row_layout, assert_trivial=True)
-                lse2 = gl.where(l > 0, m + gl.log2(l), float("-inf"))
+                lse2 = gl.where(l != 0, m + gl.log2(l), float("-inf"))
                 gl.store(LSE + row, lse2 * 0.6931471805599453, mask=live)
                 if SCORED:
                     # Rows that see no compressed key contribute nothing.
