@@ -19,6 +19,17 @@ def finite(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.masked_fill(odd, 0), odd.any(-1)
 
 
+def bounded(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """k, with magnitudes such that no score of q * scale overflows fp32: PyTorch's kernels add the
+    mask, and infinity - infinity is NaN. Scores that large decide a softmax by their sign alone."""
+    if q.dtype == torch.float16 or not q.numel():  # whose scores cannot be so large
+        return k
+    most = torch.finfo(torch.float32).max / 8 / q.shape[-1] / max(abs(scale), 1.0)
+    bound = most / q.detach().abs().amax().to(torch.float64).clamp(min=1.0)
+    bound = bound.clamp(max=torch.finfo(k.dtype).max / 2).to(k.dtype)
+    return k.clamp(-bound, bound)
+
+
 def factor(mask: Tensor, odd: Tensor) -> Tensor:
     """NaN for the rows of mask [B|1, s, G|1, N] that see one of the odd keys [B, N, G], 1 for the
     others: fp32 [B, s, G]. A product with it, and not a choice, so that their gradients tell, too.

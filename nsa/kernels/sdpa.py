@@ -22,14 +22,22 @@ from nsa.checks import scale_of
 from nsa.flags import Flags
 from nsa.packing import length_buckets, slot_keys
 from nsa.select import range_lengths
-from nsa.unseen import factor, finite, nan_if
+from nsa.unseen import bounded, factor, finite, nan_if
 
 _CHUNK = 256  # least queries of one call
 _CHUNK_ELEMENTS = 1 << 27  # gathered key or score elements of one call: 256 MiB in bf16
 _CHUNK_ROWS = 1 << 15  # packed rows of one call; they are the grid's last dimension, at most 65535
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it: PyTorch's kernels read 16 bytes at a time wherever a tensor begins, and
+    the misaligned address ends all CUDA work of the process."""
+    misplaced = x.device.type == "cuda" and x.storage_offset() * x.element_size() % 16
+    return x.clone() if misplaced else x
+
+
 def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     if not torch.compiler.is_compiling():  # a compiled call has no one to count it
         launches.bump(name, library=True)
@@ -199,6 +207,7 @@ def _masked(
         mask = torch.ones(s, k.shape[1], dtype=torch.bool)
     if mask is not None:
         (k, odd_k), (v, odd_v) = finite(k), finite(v)
+        k = bounded(q, k, scale)
         rows = mask.repeat(q.shape[2] // G, 1)
     out = _sdpa(name, _rows_of_heads(q, G), k.transpose(1, 2), v.transpose(1, 2), rows, scale)
     out = _heads_of_rows(out, s)

@@ -212,3 +212,16 @@ def test_memory_of_a_long_sequence_is_a_band(monkeypatch):
     q, k, v = make_qkv(1, 4096, 1, 1, 8)
     sdpa.sliding_sdpa(q, k, v, window=64)
     assert len(seen) == 16 and max(a * b for a, b in seen) <= 256 * (256 + 64)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_tensor_may_begin_anywhere_in_memory(dtype):
+    """PyTorch's kernels read 16 bytes at once, from wherever queries, keys and values begin."""
+    if not torch.cuda.is_available():
+        pytest.skip("a CPU reads from any address")
+    x = torch.randn(3, 64 * 2 * 8 + 1, device="cuda", dtype=dtype)
+    q, k, v = (t[1:].view(1, 64, 2, 8) for t in x)
+    out = nsa.sliding_attention(q, k, v, window=5, backend="sdpa")
+    want = nsa.sliding_attention(q, k, v, window=5, backend="reference")
+    torch.testing.assert_close(out, want, rtol=5e-3, atol=5e-3)

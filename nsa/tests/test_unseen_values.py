@@ -196,6 +196,19 @@ def test_branches_of_pytorch(backend, name, bad):
     check(run, x, sees, places, bad)
 
 
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("backend", PYTORCH)
+def test_an_unseen_score_that_overflows_changes_nothing(backend, name):
+    """PyTorch's kernels add the mask, and infinity - infinity is NaN."""
+    run, (q, k, v), sees, places = branch_case(backend, name)
+    for place in places:
+        large = k.clone()
+        large[place] = torch.finfo(k.dtype).max / 2
+        unseeing = ~who_sees(place, q, k, sees)
+        now, was = (run(q, x, v).unflatten(-2, (2, -1))[unseeing] for x in (large, k))
+        torch.testing.assert_close(now, was, rtol=1e-5, atol=1e-5)
+
+
 CU = [0, 17, 17, 33]  # and rows of no sequence behind
 
 

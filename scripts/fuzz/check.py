@@ -26,7 +26,8 @@ class Expected:
     def __init__(self, case: Case, inputs: Inputs, do: Tensor, blocks: Tensor | None) -> None:
         self.case, g = case, case.geometry
         eps = torch.finfo(do.dtype).eps
-        least = 2.0**-24 / eps if do.dtype == torch.float16 else 0.0
+        # bf16 reaches as far down as the fp32 that probabilities are made in.
+        least = (2.0**-24 if do.dtype == torch.float16 else 2.0**-126) / eps
         self.scale = 1 / math.sqrt(g.Dk) if case.scale is None else case.scale
         leaves = {n: x.detach().clone().requires_grad_() for n, x in inputs.clean.items()}
         zeros = lambda x: torch.zeros_like(x, dtype=torch.float64)
@@ -222,9 +223,10 @@ def check_choice(
     ):  # fmt: skip
         S = one["q"].shape[0]
         free = torch.zeros(S, g.G, dtype=torch.bool, device=chosen.device)
-        if "k_cmp" in at:
-            seen = seen_keys(case, "cmp", S, one["k_cmp"].shape[0], start, one)
-            free |= (seen & at["k_cmp"]).any(-1)
+        for what in {"k_cmp", "v_cmp"} & set(at):  # a value tells by its key (marked_keys.py)
+            if what == "k_cmp" or case.odd[2] != "huge":
+                seen = seen_keys(case, "cmp", S, one["k_cmp"].shape[0], start, one)
+                free |= (seen & at[what]).any(-1)
         if "q" in at:
             free |= at["q"][:, None]
         rows["left"].fill_(False)
