@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import nsa
 from nsa import launches, oracle, reference, select
 from nsa.blocks import num_compressed
 from nsa.kernels import sdpa
