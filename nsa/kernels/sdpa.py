@@ -7,6 +7,7 @@ least one key; rows that see none are left out and hold 0.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from nsa import launches, log
@@ -209,9 +211,20 @@ def _masked(
         (k, odd_k), (v, odd_v) = finite(k), finite(v)
         k = bounded(q, k, scale)
         rows = mask.repeat(q.shape[2] // G, 1)
-    out = _sdpa(name, _rows_of_heads(q, G), k.transpose(1, 2), v.transpose(1, 2), rows, scale)
+    with _masking(mask, q.device.type):
+        out = _sdpa(name, _rows_of_heads(q, G), k.transpose(1, 2), v.transpose(1, 2), rows, scale)
     out = _heads_of_rows(out, s)
     return out if mask is None else out * _of_heads(mask, odd_k | odd_v, q)[..., None]
+
+
+def _masking(mask: Tensor | None, device: str) -> contextlib.AbstractContextManager:
+    """Without cuDNN, which adds a large number for a masked key, and not infinity: a key of 1e10
+    that a query does not see would take all of its weight."""
+    if mask is None or device != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
 
 
 def _of_heads(mask: Tensor, odd: Tensor, q: Tensor) -> Tensor:

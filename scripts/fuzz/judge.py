@@ -121,15 +121,17 @@ def judge(
         raise Wrong(f"{name}: shape {list(got.shape)} must be {list(right.shape)}")
     if not counted.any():
         return 0.0
-    # Beyond what the dtype holds, and where terms of PyTorch's sums are, infinity is right.
-    held = (right.abs() < info.max * 0.9) & theirs.isfinite() & counted[..., None]
+    rounding = (2 * info.eps + logits.to(got.device) * score_eps).clamp(max=1.0)
+    # Beyond what the dtype holds, rounding included, and where terms of PyTorch's sums are,
+    # infinity is right.
+    reach = right.abs() + rounding[..., None] * sizes
+    held = (reach < info.max * 0.9) & theirs.isfinite() & counted[..., None]
     bad = ~got.isfinite() & held
     if bad.any():
         at = bad.nonzero()[0].tolist()
         raise Wrong(f"{name}: {got[tuple(at)].item()} at {at}, right is {right[tuple(at)]:.4g}")
     row = lambda x: x.where(held, 0).square().sum(-1).sqrt()
     error, its = row((got.double() - right).abs()), row((theirs.double() - right).abs())
-    rounding = (2 * info.eps + logits.to(got.device) * score_eps).clamp(max=1.0)
     tiny = info.smallest_normal * math.sqrt(got.shape[-1])
     limit = 2 * its + rounding * row(sizes) + tiny
     share = error / limit
