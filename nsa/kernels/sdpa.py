@@ -211,13 +211,13 @@ def _masked(
         (k, odd_k), (v, odd_v) = finite(k), finite(v)
         k = bounded(q, k, scale)
         rows = mask.repeat(q.shape[2] // G, 1)
-    with _masking(mask, q.device.type):
+    with masking(mask, q.device.type):
         out = _sdpa(name, _rows_of_heads(q, G), k.transpose(1, 2), v.transpose(1, 2), rows, scale)
     out = _heads_of_rows(out, s)
     return out if mask is None else out * _of_heads(mask, odd_k | odd_v, q)[..., None]
 
 
-def _masking(mask: Tensor | None, device: str) -> contextlib.AbstractContextManager:
+def masking(mask: Tensor | None, device: str) -> contextlib.AbstractContextManager:
     """Without cuDNN, which adds a large number for a masked key, and not infinity: a key of 1e10
     that a query does not see would take all of its weight."""
     if mask is None or device != "cuda":

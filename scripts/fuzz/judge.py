@@ -1,8 +1,8 @@
 """What is right for a case of the fuzzer, in fp64, and how a result is held against it.
 
-What is right comes from dense masks and plain sums, with nothing of the package in them. A number
-may be off by twice as much as PyTorch's attention in the same dtype, and by the rounding that the
-sums it is made of come with.
+What is right comes from dense masks and plain sums, with nothing of the package in them; which of
+PyTorch's backends may take a mask comes from it. A number may be off by twice as much as PyTorch's
+attention in the same dtype, and by the rounding that the sums it is made of come with.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa.kernels.sdpa import masking
 from scripts.fuzz.cases import Case
 
 
@@ -101,9 +102,10 @@ def attend_in_dtype(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float)
     if not k.shape[0]:
         return q.new_zeros(*q.shape[:2], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum())
     of = lambda x, h: x.transpose(0, 1).repeat_interleave(h, 0)[None]
-    out = F.scaled_dot_product_attention(
-        of(q, 1), of(k, h), of(v, h), attn_mask=(mask | none)[None], scale=scale
-    )
+    with masking(mask, q.device.type):
+        out = F.scaled_dot_product_attention(
+            of(q, 1), of(k, h), of(v, h), attn_mask=(mask | none)[None], scale=scale
+        )
     return out[0].masked_fill(none, 0).transpose(0, 1)
 
 
