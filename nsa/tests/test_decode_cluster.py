@@ -41,6 +41,13 @@ STEPS = [
     Step((2500, 99), G=3, **{**WIDE, "h": 1, "n_sel": 32}),
     Step((4000, 2049), G=2, ring=True, **{**WIDE, "l": 16}),
     Step((3999, 130), G=2, **{**WIDE, "d": 8, "l": 16, "l_sel": 32, "w": 48}),
+    # Several new tokens, whose windows, compressed keys and own blocks begin and end between them.
+    Step((8192,), T=4, G=4, ring=True, **{**WIDE, "capacity": 8192}),
+    Step((1027, 66, 2, 3000), T=2, G=4, page=64, **WIDE),
+    Step((4096, 67, 513, 1040) * 2, T=5, G=4, ring=True, page=64, **WIDE),
+    Step((2000, 700, 64), T=8, G=2, ring=True, **{**WIDE, "h": 4, "D": 64, "Dv": 64, "dtype": F16}),
+    Step((4096, 8, 700, 35) * 16, T=8, G=2, **{**WIDE, "h": 1}),
+    Step((4096, 3, 700, 1025) * 16, T=3, G=4, ring=True, **WIDE),
 ]
 
 
@@ -215,7 +222,8 @@ def sizes(**changed):
 
 @pytest.mark.parametrize("changed, why", [
     ({}, None), (dict(dim=64, dv=64, dtype=F16, heads=1), None), (dict(l=16, page=0), None),
-    (dict(tokens=2), "one token"), (dict(heads=17), "one token"), (dict(dtype=F32), "fp16 or bf16"),
+    (dict(tokens=8), None), (dict(tokens=9), "8 tokens"), (dict(heads=17), "8 tokens"),
+    (dict(dtype=F32), "fp16 or bf16"),
     (dict(dv=64), "fp16 or bf16"), (dict(dim=192, dv=192), "fp16 or bf16"), (dict(l=48), "l_sel"),
     (dict(d=32, l_sel=64), "l_sel"), (dict(d=2, l=4, l_sel=8), "l_sel"), (dict(n_sel=3), "local"),
     (dict(n_local=0), "local"), (dict(n_sel=33), "local"), (dict(page=24), "pages"),
@@ -269,8 +277,8 @@ def macros(programs, max_len, **changed):
     from nsa.kernels.decode.cluster import plan
 
     known = dict(
-        D=128, BF16=1, GATE="u16", HEADS=16, L=32, STRIDE=16, L_SEL=64, N_SEL=16, N_INIT=1,
-        N_LOCAL=2, WINDOW=512, OVERLAP=1, PAGE=0, RING=1,
+        D=128, BF16=1, GATE="u16", TOKENS=1, HEADS=16, L=32, STRIDE=16, L_SEL=64, N_SEL=16,
+        N_INIT=1, N_LOCAL=2, WINDOW=512, OVERLAP=1, PAGE=0, RING=1,
     )  # fmt: skip
     known.update(changed)
     free = known["N_SEL"] - known["N_INIT"] - known["N_LOCAL"]
@@ -283,7 +291,7 @@ def macros(programs, max_len, **changed):
     (8, 65536, dict(GATE="float")),
     (16, 65536, dict(HEADS=4, RING=0)), (32, 8192, dict(BF16=0)), (64, 65536, {}),
     (132, 8192, dict(N_SEL=32)), (256, 32768, {}), (256, 8192, dict(PAGE=16, RING=0, HEADS=1)),
-    (256, 8192, dict(D=64, L=16, OVERLAP=0)),
+    (256, 8192, dict(D=64, L=16, OVERLAP=0)), (16, 8192, dict(TOKENS=4, PAGE=64)),
 ], ids=str)  # fmt: skip
 def test_every_form_compiles_and_fits(programs, max_len, changed):
     """By NVRTC, for sm_90; cluster.cu itself holds its memory against what cluster.py counts."""
@@ -354,7 +362,7 @@ def test_where_it_cannot_be_had_steps_take_several_launches(loads):
     assert cluster.cluster_kernel(True, *given(n16=8000)) is None  # the cause is the same
     assert cluster.cluster_kernel(False, *GIVEN) is None
     assert len(loads) == 1 and loads[0]["HEADS"] == 16
-    for changed in (dict(n2=2), dict(n7=F32), dict(n8=F32), dict(n8=F16), dict(n17=24)):
+    for changed in (dict(n2=9), dict(n7=F32), dict(n8=F32), dict(n8=F16), dict(n17=24)):
         assert cluster.cluster_kernel(True, *given(**changed)) is None
     assert len(loads) == 2  # of fp32 gates alone
 

@@ -1,5 +1,5 @@
-// A whole decode step in one launch, for Hopper: a cluster of thread blocks for each sequence and
-// KV group. Compiled at run time (cluster.py) with -D for what stands in capitals; no headers, so
+// A whole decode step in one launch, for Hopper: a cluster of thread blocks for each new token of a
+// sequence and KV group. Compiled at run time (cluster.py) with -D for what stands in capitals; no headers, so
 // that NVRTC needs no toolkit.
 //
 // The thread blocks of a cluster share the keys of their sequence and group:
@@ -540,9 +540,10 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared &shared = *reinterpret_cast<Shared *>(memory + WARPS * STAGES * STAGE);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rank = cluster_rank(), group = blockIdx.x / CLUSTER, batch = blockIdx.y;
-  const int G = args.groups, program = batch * G + group, mode = args.mode;
-  const int length = args.lens[batch];
+  const int rank = cluster_rank(), group = blockIdx.x / CLUSTER, batch = blockIdx.y / TOKENS;
+  const int G = args.groups, program = blockIdx.y * G + group, mode = args.mode;
+  // Up to this cluster's token. Those of a sequence are neighbours, which read the same keys.
+  const int length = args.lens[batch] - (TOKENS - 1 - (int)blockIdx.y % TOKENS);
   if (threadIdx.x == 0) shared.survived = 0;
   if (threadIdx.x < FREE) shared.best_key[threadIdx.x] = 0;
 #if CLUSTER > 1

@@ -35,20 +35,22 @@ NAME = "_decode_cluster_kernel"
 SOURCE = Path(__file__).with_suffix(".cu")
 UNIT = 16  # keys that a warp takes at a time
 HEADS = 16  # rows of a product
+MOST_TOKENS = 8
 MOST_SELECTED = 32
 SHARED_MOST = {1: 227 << 10, 2: 113 << 10}  # bytes of a block, of so many on a multiprocessor
 SMS = 132  # of an H100 or H200 (SXM), for which the following is
-# For up to so many sequences * groups: blocks of a cluster, warps of a block, and how many blocks a
-# multiprocessor takes, which the rest have as well. Large clusters do not fit beside each other as
-# often as their blocks would: H200, 16 of 8 blocks take turns.
+# For up to so many programs (sequences * groups * new tokens, a cluster each): blocks of a cluster,
+# warps of a block, and how many blocks a multiprocessor takes, which the rest have as well. Large
+# clusters do not fit beside each other as often as their blocks would: H200, 16 of 8 blocks take
+# turns.
 SHAPES = ((4, 16, 8, 1), (8, 8, 8, 1), (16, 4, 8, 1), (32, 4, 4, 2), (66, 2, 8, 1), (132, 2, 4, 2))
 REST = (1, 4, 2)
 MOST_BLOCKS = 16  # of a cluster
 TOLD = 4  # units of each block up to which every block is told all block sums
-# Sequences * groups up to which the window comes before the choice, in contexts where every block
-# is told all. Blocks of few units have four warps then, whose outputs are sooner summed.
+# Programs up to which the window comes before the choice, in contexts where every block is told all.
+# Blocks of few units have four warps then, whose outputs are sooner summed.
 EARLY_PROGRAMS, EARLY_UNITS, EARLY_WARPS = 4, 2, 4
-MOST_SEQUENCES = 65535  # the second extent of a grid
+MOST_SEQUENCES = 65535  # times new tokens: the second extent of a grid
 MODES = {None: 0, "cmp": 1, "sel": 2, "win": 3}
 GATES = {torch.float32: "float", torch.bfloat16: "u16", torch.float16: "u16"}
 _PARAMS = struct.Struct("12Q6if4x")
@@ -98,8 +100,8 @@ def why_not(
     n_sel: int, n_init: int, n_local: int, window: int, page: int,
 ) -> str | None:  # fmt: skip
     """Why these sizes have no cluster kernel, None when they have."""
-    if tokens != 1 or not 1 <= heads <= HEADS:
-        return f"one token of up to {HEADS} heads a group, got {tokens} of {heads}"
+    if not 1 <= tokens <= MOST_TOKENS or not 1 <= heads <= HEADS:
+        return f"{MOST_TOKENS} tokens of up to {HEADS} heads a group, got {tokens} of {heads}"
     if dtype not in (torch.float16, torch.bfloat16) or dim != dv or dim not in (64, 128):
         return f"fp16 or bf16 heads of 64 or 128, got {dtype} of {dim} and {dv}"
     if l_sel != 4 * d or l not in (d, 2 * d) or l_sel % UNIT:
@@ -114,7 +116,7 @@ def why_not(
 def plan(
     programs: int, dim: int, n_sel: int, free: int, l_sel: int, max_len: int, sms: int = SMS
 ) -> ClusterPlan | None:
-    """For so many sequences * groups; None where block sums do not fit."""
+    """For so many programs; None where block sums do not fit."""
     filled = programs * SMS / sms
     cluster, warps, occupancy = next((x for most, *x in SHAPES if filled <= most), REST)
     all_units = cdiv(cdiv(max_len, l_sel), 4)
@@ -250,18 +252,18 @@ def _kernel(
     if reason:
         return reason
     free = n_sel - n_init - n_local
-    found = plan(batch * groups, dim, n_sel, free, l_sel, max_len, sm_count(device))
-    if found is None or batch > MOST_SEQUENCES:
+    found = plan(batch * tokens * groups, dim, n_sel, free, l_sel, max_len, sm_count(device))
+    if found is None or batch * tokens > MOST_SEQUENCES:
         return "its block sums do not fit, or there are too many sequences"
     macros = dict(
-        D=dim, BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], HEADS=hq // groups, L=l,
-        STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local, WINDOW=window,
-        OVERLAP=int(l > d), PAGE=page, RING=int(ring), **found.macros(dim, n_sel, free),
+        D=dim, BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], TOKENS=tokens,
+        HEADS=hq // groups, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local,
+        WINDOW=window, OVERLAP=int(l > d), PAGE=page, RING=int(ring), **found.macros(dim, n_sel, free),
     )  # fmt: skip
     function = _function(device, tuple(macros.items()))
     if function is None:
         return "NVRTC or cuda.bindings is not there"
-    grid = groups * found.cluster, batch
+    grid = groups * found.cluster, batch * tokens
     return ClusterKernel(*function, grid, 32 * found.warps, macros["SHARED"])
 
 
