@@ -47,8 +47,8 @@ SHAPES = ((4, 16, 8, 1), (8, 8, 8, 1), (16, 4, 8, 1), (32, 4, 4, 2), (66, 2, 8, 
 REST = (1, 4, 2)
 MOST_BLOCKS = 16  # of a cluster
 TOLD = 4  # units of each block up to which every block is told all block sums
-# Programs up to which the window comes before the choice, in contexts where every block is told all.
-# Blocks of few units have four warps then, whose outputs are sooner summed.
+# Programs up to which the window comes before the choice, in contexts where every block is told
+# all. Blocks of few units have four warps then, whose outputs are sooner summed.
 EARLY_PROGRAMS, EARLY_UNITS, EARLY_WARPS = 4, 2, 4
 MOST_SEQUENCES = 65535  # times new tokens: the second extent of a grid
 MODES = {None: 0, "cmp": 1, "sel": 2, "win": 3}
@@ -258,7 +258,8 @@ def _kernel(
     macros = dict(
         D=dim, BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], TOKENS=tokens,
         HEADS=hq // groups, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local,
-        WINDOW=window, OVERLAP=int(l > d), PAGE=page, RING=int(ring), **found.macros(dim, n_sel, free),
+        WINDOW=window, OVERLAP=int(l > d), PAGE=page, RING=int(ring),
+        **found.macros(dim, n_sel, free),
     )  # fmt: skip
     function = _function(device, tuple(macros.items()))
     if function is None:
