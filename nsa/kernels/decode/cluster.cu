@@ -21,9 +21,10 @@ typedef long long i64;
 typedef unsigned long long u64;
 
 #define UNIT 16         // keys that a warp takes at a time
-#define ROW (D * 2)     // bytes of a key
-#define CHUNKS (D / 8)  // of 16 bytes
-#define STAGE (2 * UNIT * ROW)
+#define ROW (DV * 2)     // bytes of a value, and of a key's first DV columns
+#define CHUNKS (DV / 8)  // of 16 bytes
+#define MORE (D - DV)    // columns that keys have beyond, 0 or 64; they lie behind keys and values
+#define STAGE (2 * UNIT * ROW + UNIT * MORE * 2)
 #define THREADS (WARPS * 32)
 #define UNITS_PER_BLOCK (L_SEL / UNIT)
 #define FREE (N_SEL - N_INIT - N_LOCAL)  // blocks that scores choose
@@ -66,9 +67,12 @@ struct __align__(16) Pooled {
 };
 
 struct Shared {
-  u16 q[16][D];
+  u16 q[16][DV];
+#if D > DV
+  u16 more_q[16][D - DV];
+#endif
 #if CLUSTER > 1
-  float recv[CLUSTER][2][16 * D / CLUSTER];  // outputs, of the heads that this block ends
+  float recv[CLUSTER][2][16 * DV / CLUSTER];  // outputs, of the heads that this block ends
 #endif
   Pooled pooled[KEPT];
   int keys[KEPT * 4];            // of the selection blocks that this block of the cluster scores
@@ -250,12 +254,12 @@ __device__ __forceinline__ void receive(const u64 *bar) {
 
 // Rows are heads: a thread has columns of heads lane / 4 and lane / 4 + 8.
 struct Sums {
-  float o[D / 8][4];
+  float o[DV / 8][4];
   float m[2], l[2];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < D / 8; ++i)
+    for (int i = 0; i < DV / 8; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) o[i][j] = 0.0f;
     m[0] = m[1] = NEVER;
@@ -278,14 +282,19 @@ __device__ __forceinline__ void attend(
   const u32 v = k + UNIT * ROW;
   const u32 at_q = q + row * ROW + ((lane / 16 ^ (row & 7)) << 4);
   const u32 at_k = k + (row & 7) * ROW + ((lane / 8 ^ (row & 7)) << 4);
+  const u32 more_q = q + 16 * ROW + row * MORE * 2 + ((lane / 16 ^ (row & 7)) << 4);
+  const u32 more_k = k + 2 * UNIT * ROW + (row & 7) * MORE * 2 + ((lane / 8 ^ (row & 7)) << 4);
   float s[2][4] = {}, more[2][4] = {};  // two sums: a product waits for the one before
 #pragma unroll
   for (int j = 0; j < D / 32; ++j) {
+    const bool first = j < DV / 32;
+    const u32 from_q = first ? at_q ^ (2 * j << 5) : more_q ^ (2 * j - DV / 16 << 5);
+    const u32 from_k = first ? at_k ^ (j << 6) : more_k ^ (j - DV / 32 << 6);
     u32 a[2][4], b[2][4];
-    matrices(a[0], at_q ^ (2 * j << 5));
-    matrices(a[1], at_q ^ ((2 * j + 1) << 5));
-    matrices(b[0], at_k ^ (j << 6));
-    matrices(b[1], (at_k ^ (j << 6)) + 8 * ROW);
+    matrices(a[0], from_q);
+    matrices(a[1], from_q ^ 32);
+    matrices(b[0], from_k);
+    matrices(b[1], from_k + 8 * (first ? ROW : MORE * 2));
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       product(s[tile], a[0], b[tile][0], b[tile][1]);
@@ -321,7 +330,7 @@ __device__ __forceinline__ void attend(
       sums.m[r] = m;
       sums.l[r] *= alpha;
 #pragma unroll
-      for (int i = 0; i < D / 8; ++i) {
+      for (int i = 0; i < DV / 8; ++i) {
         sums.o[i][2 * r] *= alpha;
         sums.o[i][2 * r + 1] *= alpha;
       }
@@ -338,7 +347,7 @@ __device__ __forceinline__ void attend(
                     pack(p[1][2], p[1][3])};
   const u32 at = v + row * ROW + ((lane / 16 ^ (row & 7)) << 4);
 #pragma unroll
-  for (int j = 0; j < D / 16; ++j) {
+  for (int j = 0; j < DV / 16; ++j) {
     u32 b[4];
     matrices_turned(b, at ^ (j << 5));
     product(sums.o[2 * j], a, b[0], b[1]);
@@ -560,6 +569,13 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     copy16(shared_address(shared.q[head]) + ((chunk ^ (head & 7)) << 4),
            args.q + (first_head + (head < HEADS ? head : 0)) * D + chunk * 8, head < HEADS);
   }
+#if D > DV
+  for (int i = threadIdx.x; i < 2 * MORE; i += THREADS) {
+    const int head = i / (MORE / 8), chunk = i % (MORE / 8);
+    copy16(shared_address(shared.more_q[head]) + ((chunk ^ (head & 7)) << 4),
+           args.q + (first_head + (head < HEADS ? head : 0)) * D + DV + chunk * 8, head < HEADS);
+  }
+#endif
   commit();
   GATE gates[2][3];  // of this thread's heads
 #pragma unroll
@@ -588,7 +604,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     expect(shared.bars + 1, CLUSTER * 16 * 8);
     expect(shared.bars + 2, CLUSTER * min(FREE, share * 4) * 8);
     expect(shared.bars + 3, FREE * 4);
-    expect(shared.bars + 4, 2 * 16 * D * 4 + 16 * 8);
+    expect(shared.bars + 4, 2 * 16 * DV * 4 + 16 * 8);
   }
 #endif
   const int win_begin = max(length - WINDOW, 0);
@@ -611,7 +627,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   auto forced_block = [&](int i) { return few || i < N_INIT ? i : own - N_LOCAL + 1 + i - N_INIT; };
   // Calls this warp's next units into its ring, as many as there is room for.
   const u32 ring = shared_address(memory) + warp * STAGES * STAGE;
-  const int width = G * D;
+  const int k_width = G * D, v_width = G * DV;
   int issued = 0, done = 0;
   u64 seen = 0;  // of those under way the first seen key, and the first that is not, a byte each
   auto bring = [&](int limit) {
@@ -661,12 +677,12 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       seen = seen & ~(0xffffull << stage * 16) | (u64)(begin | end << 8) << stage * 16;
       // A lane copies the same 16 bytes of every row / CHUNKS.
       const int chunk = lane % CHUNKS, step = 32 / CHUNKS;
-      const i64 from = (((i64)batch * rows + slot + lane / CHUNKS) * G + group) * D + chunk * 8;
+      const i64 from = ((i64)batch * rows + slot + lane / CHUNKS) * G + group;
       const u32 to = ring + stage * STAGE + lane / CHUNKS * ROW;
-      const u16 *k = K + from, *v = V + from;
+      const u16 *k = K + (from * D + chunk * 8), *v = V + (from * DV + chunk * 8);
       if (begin == 0 && end == UNIT && (!RING || wrap >= UNIT)) {
 #pragma unroll
-        for (int j = 0; j < UNIT / step; ++j, k += step * width, v += step * width) {
+        for (int j = 0; j < UNIT / step; ++j, k += step * k_width, v += step * v_width) {
           const u32 where = to + j * step * ROW + ((chunk ^ (lane / CHUNKS + j * step & 7)) << 4);
           copy16(where, k);
           copy16(where + UNIT * ROW, v);
@@ -676,11 +692,23 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         for (int j = 0; j < UNIT / step; ++j) {
           const int r = lane / CHUNKS + j * step;
           const bool live = r >= begin && r < end;  // else nothing is read, and zeros are stored
-          i64 at = (i64)j * step * width;
-          if (RING && r >= wrap) at -= (i64)rows * width;
+          i64 at = (i64)j * step * k_width, v_at = (i64)j * step * v_width;
+          if (RING && r >= wrap) at -= (i64)rows * k_width, v_at -= (i64)rows * v_width;
           const u32 where = to + j * step * ROW + ((chunk ^ (r & 7)) << 4);
           copy16(where, live ? k + at : K, live);
-          copy16(where + UNIT * ROW, live ? v + at : V, live);
+          copy16(where + UNIT * ROW, live ? v + v_at : V, live);
+        }
+      }
+      if (MORE > 0) {
+        const int chunk = lane % 8;
+        const i64 first = ((i64)batch * rows + slot) * G + group;
+        const u16 *k = K + (first * D + DV + chunk * 8);
+#pragma unroll
+        for (int r = lane / 8; r < UNIT; r += 4) {
+          const bool live = r >= begin && r < end;
+          const i64 at = RING && r >= wrap ? r - rows : r;
+          const u32 where = ring + stage * STAGE + 2 * UNIT * ROW + r * MORE * 2;
+          copy16(where + ((chunk ^ (r & 7)) << 4), live ? k + at * k_width : K, live);
         }
       }
       commit();
@@ -693,10 +721,10 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   // EARLY: the window is attended before blocks are chosen, and one exchange serves the normalisers
   // of both. Else the window's keys arrive while blocks are chosen, which keeps the memory busy
   // where many steps share it.
-  float kept[D / 8][4];  // outputs of compressed and window keys, each by its gate
+  float kept[DV / 8][4];  // outputs of compressed and window keys, each by its gate
   if (!EARLY) {
 #pragma unroll
-    for (int i = 0; i < D / 8; ++i)
+    for (int i = 0; i < DV / 8; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) kept[i][j] = 0.0f;
   }
@@ -746,7 +774,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       for (int r = 0; r < 2; ++r) {
         kept_m[r] = sums.m[r];
 #pragma unroll
-        for (int i = 0; i < D / 8; ++i) {
+        for (int i = 0; i < DV / 8; ++i) {
           kept[i][2 * r] = sums.o[i][2 * r];
           kept[i][2 * r + 1] = sums.o[i][2 * r + 1];
         }
@@ -819,7 +847,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       float kept_by = 1.0f;
       if (EARLY) kept_by = gate_of(gates[r][0]) * exp2_(kept_m[r] - __shfl_sync(ALL, lse, head));
 #pragma unroll
-      for (int i = 0; i < D / 8; ++i)
+      for (int i = 0; i < DV / 8; ++i)
 #pragma unroll
         for (int j = 2 * r; j < 2 * r + 2; ++j)
           kept[i][j] = kept[i][j] * kept_by + sums.o[i][j] * by;
@@ -829,24 +857,24 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   // Sums over the warps: outputs of both kinds, through the rings. Chunks of 8 columns take turns
   // by the head's number, so that threads of a warp hit different banks.
   sums.close();
-  const int corner = warp * STAGES * STAGE + lane / 4 * (D * 4 + 32) + lane % 4 * 8;
+  const int corner = warp * STAGES * STAGE + lane / 4 * (DV * 4 + 32) + lane % 4 * 8;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float gate = gate_of(gates[r][1]);
     if (lane % 4 == 0)
       shared.warp_sel_ml[warp][lane / 4 + 8 * r] = make_float2(sums.m[r], sums.l[r]);
 #pragma unroll
-    for (int i = 0; i < D / 8; ++i) {
-      unsigned char *to = memory + (corner ^ i * 32) + r * 8 * D * 4;
+    for (int i = 0; i < DV / 8; ++i) {
+      unsigned char *to = memory + (corner ^ i * 32) + r * 8 * DV * 4;
       *(float2 *)to = make_float2(kept[i][2 * r], kept[i][2 * r + 1]);
       *(float2 *)(to + STAGE) = make_float2(sums.o[i][2 * r] * gate, sums.o[i][2 * r + 1] * gate);
     }
   }
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < 16 * D / 4; i += THREADS) {
-    const int head = i / (D / 4), column = i % (D / 4) * 4;
-    const int at = (head * D + ((column / 8) ^ (head & 7)) * 8 + column % 8) * 4;
+  for (int i = threadIdx.x; i < 16 * DV / 4; i += THREADS) {
+    const int head = i / (DV / 4), column = i % (DV / 4) * 4;
+    const int at = (head * DV + ((column / 8) ^ (head & 7)) * 8 + column % 8) * 4;
     float m = NEVER, l = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) m = fmaxf(m, shared.warp_sel_ml[w][head].x);
@@ -862,7 +890,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       sel.x += b.x * weight, sel.y += b.y * weight, sel.z += b.z * weight, sel.w += b.w * weight;
     }
 #if CLUSTER > 1
-    const int part = 16 * D / CLUSTER, to = i * 4 / part;
+    const int part = 16 * DV / CLUSTER, to = i * 4 / part;
     send(&shared.recv[rank][0][i * 4 % part], sum, to, shared.bars + 4);
     send(&shared.recv[rank][1][i * 4 % part], sel, to, shared.bars + 4);
     if (column == 0)  // a block ends whole heads
@@ -870,7 +898,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
 #else
     if (head < HEADS) {
       const float by = l == 0.0f ? 0.0f : 1.0f / l;
-      *(uint2 *)(args.out + (first_head + head) * D + column) =
+      *(uint2 *)(args.out + (first_head + head) * DV + column) =
           make_uint2(pack(sum.x + sel.x * by, sum.y + sel.y * by),
                      pack(sum.z + sel.z * by, sum.w + sel.w * by));
     }
@@ -886,9 +914,9 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   }
 #if CLUSTER > 1
   receive(shared.bars + 4);
-  const int part = 16 * D / CLUSTER;
+  const int part = 16 * DV / CLUSTER;
   for (int i = threadIdx.x * 2; i < part; i += THREADS * 2) {
-    const int head = (rank * part + i) / D, column = (rank * part + i) % D;
+    const int head = (rank * part + i) / DV, column = (rank * part + i) % DV;
     float m = NEVER, l = 0.0f;
     float2 sum = make_float2(0, 0), sel = sum;
 #pragma unroll
@@ -905,7 +933,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     }
     const float by = l == 0.0f ? 0.0f : 1.0f / l;
     if (head < HEADS)
-      *(u32 *)(args.out + (first_head + head) * D + column) =
+      *(u32 *)(args.out + (first_head + head) * DV + column) =
           pack(sum.x + sel.x * by, sum.y + sel.y * by);
   }
 #endif

@@ -35,6 +35,7 @@ NAME = "_decode_cluster_kernel"
 SOURCE = Path(__file__).with_suffix(".cu")
 UNIT = 16  # keys that a warp takes at a time
 HEADS = 16  # rows of a product
+HEAD_SIZES = (64, 64), (128, 64), (128, 128), (192, 128)  # of keys and values
 MOST_TOKENS = 8
 MOST_SELECTED = 32
 SHARED_MOST = {1: 227 << 10, 2: 113 << 10}  # bytes of a block, of so many on a multiprocessor
@@ -76,22 +77,23 @@ class ClusterPlan:
     def told(self) -> int:
         return min(TOLD, self.units) if self.cluster > 1 else 0
 
-    def shared(self, dim: int, n_sel: int, free: int) -> int:
+    def shared(self, dim: int, dv: int, n_sel: int, free: int) -> int:
         """Bytes of shared memory: the rings of keys, then `Shared` of cluster.cu."""
-        rings = self.warps * self.stages * 2 * UNIT * dim * 2
-        parts = HEADS * dim * (2 + 8 * (self.cluster > 1))
+        rings = self.warps * self.stages * UNIT * (dim + dv) * 2
+        parts = HEADS * (dim * 2 + dv * 8 * (self.cluster > 1))
         normalisers = 3 * HEADS * 8 * (self.cluster + self.warps) + HEADS * 8
         kept = max(self.units, self.cluster * self.told)
         keys = 4 * (4 * kept + 2 * self.cluster * free + 2 * free + n_sel)
         keys += 8 * 4 * self.units
         return rings + parts + normalisers + keys + kept * HEADS * (4 + 2 + 8) + 128
 
-    def macros(self, dim: int, n_sel: int, free: int) -> dict[str, int]:
+    def macros(self, dim: int, dv: int, n_sel: int, free: int) -> dict[str, int]:
         """What cluster.cu is compiled with for this."""
         return dict(
+            D=dim, DV=dv,
             CLUSTER=self.cluster, WARPS=self.warps, STAGES=self.stages, OCCUPANCY=self.occupancy,
             UNITS=self.units, TOLD=self.told, EARLY=int(self.early),
-            SHARED=self.shared(dim, n_sel, free),
+            SHARED=self.shared(dim, dv, n_sel, free),
         )  # fmt: skip
 
 
@@ -102,8 +104,8 @@ def why_not(
     """Why these sizes have no cluster kernel, None when they have."""
     if not 1 <= tokens <= MOST_TOKENS or not 1 <= heads <= HEADS:
         return f"{MOST_TOKENS} tokens of up to {HEADS} heads a group, got {tokens} of {heads}"
-    if dtype not in (torch.float16, torch.bfloat16) or dim != dv or dim not in (64, 128):
-        return f"fp16 or bf16 heads of 64 or 128, got {dtype} of {dim} and {dv}"
+    if dtype not in (torch.float16, torch.bfloat16) or (dim, dv) not in HEAD_SIZES:
+        return f"fp16 or bf16 heads of {HEAD_SIZES}, got {dtype} of {dim} and {dv}"
     if l_sel != 4 * d or l not in (d, 2 * d) or l_sel % UNIT:
         return f"l_sel = 4 d, l = d or 2 d, got l={l}, d={d}, l_sel={l_sel}"
     if not 1 <= n_local < n_sel - n_init or n_sel > MOST_SELECTED:
@@ -114,21 +116,25 @@ def why_not(
 
 
 def plan(
-    programs: int, dim: int, n_sel: int, free: int, l_sel: int, max_len: int, sms: int = SMS
+    programs: int, dim: int, dv: int, n_sel: int, free: int, l_sel: int, max_len: int,
+    sms: int = SMS,
 ) -> ClusterPlan | None:
     """For so many programs; None where block sums do not fit."""
     filled = programs * SMS / sms
-    cluster, warps, occupancy = next((x for most, *x in SHAPES if filled <= most), REST)
+    least, warps, occupancy = next((x for most, *x in SHAPES if filled <= most), REST)
     all_units = cdiv(cdiv(max_len, l_sel), 4)
-    while cluster <= MOST_BLOCKS:
-        units = pow2(cdiv(all_units, cluster))
-        early = cluster > 1 and filled <= EARLY_PROGRAMS and units <= TOLD
-        if early and units <= EARLY_UNITS:
-            warps = EARLY_WARPS
-        found = ClusterPlan(cluster, warps, 2, occupancy, units, early)
-        if found.shared(dim, n_sel, free) <= SHARED_MOST[occupancy]:
-            return found
-        cluster *= 2
+    while occupancy:
+        cluster = least
+        while cluster <= MOST_BLOCKS:
+            units = pow2(cdiv(all_units, cluster))
+            early = cluster > 1 and filled <= EARLY_PROGRAMS and units <= TOLD
+            if early and units <= EARLY_UNITS:
+                warps = EARLY_WARPS
+            found = ClusterPlan(cluster, warps, 2, occupancy, units, early)
+            if found.shared(dim, dv, n_sel, free) <= SHARED_MOST[occupancy]:
+                return found
+            cluster *= 2
+        occupancy, warps = occupancy - 1, 2 * warps  # wide keys: one block instead of two
     return None
 
 
@@ -252,14 +258,16 @@ def _kernel(
     if reason:
         return reason
     free = n_sel - n_init - n_local
-    found = plan(batch * tokens * groups, dim, n_sel, free, l_sel, max_len, sm_count(device))
+    found = plan(
+        batch * tokens * groups, dim, dv, n_sel, free, l_sel, max_len, sm_count(device)
+    )
     if found is None or batch * tokens > MOST_SEQUENCES:
         return "its block sums do not fit, or there are too many sequences"
     macros = dict(
-        D=dim, BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], TOKENS=tokens,
+        BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], TOKENS=tokens,
         HEADS=hq // groups, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local,
         WINDOW=window, OVERLAP=int(l > d), PAGE=page, RING=int(ring),
-        **found.macros(dim, n_sel, free),
+        **found.macros(dim, dv, n_sel, free),
     )  # fmt: skip
     function = _function(device, tuple(macros.items()))
     if function is None:
