@@ -52,7 +52,12 @@ STEPS = [
     Step((2000, 700, 64), T=8, G=2, ring=True, **{**WIDE, "h": 4, "D": 64, "Dv": 64, "dtype": F16}),
     Step((3000, 70, 1024), T=4, G=4, ring=True, **{**WIDE, "D": 192}),
     Step((4096, 8, 700, 35) * 16, T=8, G=2, **{**WIDE, "h": 1}),
+    # Of many sequences those of one share what they read: 3, 4, 8, or 2 of 4 at a time.
     Step((4096, 3, 700, 1025) * 16, T=3, G=4, ring=True, **WIDE),
+    Step((4096, 1026, 1090, 34) * 8, T=4, G=4, page=64, **WIDE),
+    Step((1087, 8, 3000, 519), T=8, G=34, ring=True, **{**WIDE, "h": 5, "dtype": F16}),
+    Step((3000, 1024, 66, 1153) * 8, T=4, G=4, ring=True, page=64, **{**WIDE, "D": 192}),
+    Step((2048, 1026, 130, 4) * 4, T=4, G=4, **{**WIDE, "D": 64, "Dv": 64, "l": 16, "h": 4}),
 ]
 
 
@@ -288,7 +293,7 @@ def macros(programs, max_len, **changed):
     known.update(changed)
     free = known["N_SEL"] - known["N_INIT"] - known["N_LOCAL"]
     dims = known["D"], known["DV"], known["N_SEL"], free
-    p = plan(programs, *dims, known["L_SEL"], max_len)
+    p = plan(programs, *dims, known["L_SEL"], max_len, tokens=known["TOKENS"])
     return p, {**known, **p.macros(*dims)}
 
 

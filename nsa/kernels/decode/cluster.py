@@ -46,6 +46,8 @@ SMS = 132  # of an H100 or H200 (SXM), for which the following is
 # turns.
 SHAPES = ((4, 16, 8, 1), (8, 8, 8, 1), (16, 4, 8, 1), (32, 4, 4, 2), (66, 2, 8, 1), (132, 2, 4, 2))
 REST = (1, 4, 2)
+# So many thread blocks that attend for several new tokens are enough, which share what they read.
+TOGETHER_PROGRAMS = 120
 MOST_BLOCKS = 16  # of a cluster
 TOLD = 4  # units of each block up to which every block is told all block sums
 # Programs up to which the window comes before the choice, in contexts where every block is told
@@ -63,10 +65,11 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """cluster: blocks of one; units: of compressed keys that a block may get; early: EARLY of
-    cluster.cu."""
+    """cluster: blocks of one; together: new tokens that it attends for; units: of compressed keys
+    that a block may get; early: EARLY of cluster.cu."""
 
     cluster: int
+    together: int
     warps: int
     stages: int
     occupancy: int
@@ -80,20 +83,22 @@ class ClusterPlan:
     def shared(self, dim: int, dv: int, n_sel: int, free: int) -> int:
         """Bytes of shared memory: the rings of keys, then `Shared` of cluster.cu."""
         rings = self.warps * self.stages * UNIT * (dim + dv) * 2
-        parts = HEADS * (dim * 2 + dv * 8 * (self.cluster > 1))
-        normalisers = 3 * HEADS * 8 * (self.cluster + self.warps) + HEADS * 8
+        parts = HEADS * (self.together * dim * 2 + dv * 8 * (self.cluster > 1))
+        normalisers = 3 * HEADS * 8 * (self.cluster * self.together + self.warps) + HEADS * 8
         kept = max(self.units, self.cluster * self.told)
-        keys = 4 * (4 * kept + 2 * self.cluster * free + 2 * free + n_sel)
-        keys += 8 * 4 * self.units
-        return rings + parts + normalisers + keys + kept * HEADS * (4 + 2 + 8) + 128
+        keys = 4 * (4 * kept + 2 * free + n_sel) + 8 * 4 * self.units
+        keys = keys * self.together + 4 * 2 * self.cluster * free
+        if self.together > 1:
+            keys += 8 * (self.together * (n_sel + 1) + self.warps * self.stages)
+        sums = self.together * kept * HEADS * (4 + 2 + 8)
+        return rings + parts + normalisers + keys + sums + 128
 
     def macros(self, dim: int, dv: int, n_sel: int, free: int) -> dict[str, int]:
         """What cluster.cu is compiled with for this."""
         return dict(
-            D=dim, DV=dv,
-            CLUSTER=self.cluster, WARPS=self.warps, STAGES=self.stages, OCCUPANCY=self.occupancy,
-            UNITS=self.units, TOLD=self.told, EARLY=int(self.early),
-            SHARED=self.shared(dim, dv, n_sel, free),
+            D=dim, DV=dv, CLUSTER=self.cluster, TOGETHER=self.together, WARPS=self.warps,
+            STAGES=self.stages, OCCUPANCY=self.occupancy, UNITS=self.units, TOLD=self.told,
+            EARLY=int(self.early), SHARED=self.shared(dim, dv, n_sel, free),
         )  # fmt: skip
 
 
@@ -117,12 +122,20 @@ def why_not(
 
 def plan(
     programs: int, dim: int, dv: int, n_sel: int, free: int, l_sel: int, max_len: int,
-    sms: int = SMS,
+    sms: int = SMS, tokens: int = 1,
 ) -> ClusterPlan | None:
-    """For so many programs; None where block sums do not fit."""
-    filled = programs * SMS / sms
-    least, warps, occupancy = next((x for most, *x in SHAPES if filled <= most), REST)
+    """For so many sequences * groups of new tokens; None where block sums do not fit."""
+    filled = programs * tokens * SMS / sms
     all_units = cdiv(cdiv(max_len, l_sel), 4)
+    for together in range(tokens, 1, -1):
+        if tokens % together or filled / together < TOGETHER_PROGRAMS:
+            continue
+        for warps, occupancy in (4, 2), (8, 1):
+            warps = warps // together * together
+            found = ClusterPlan(1, together, warps, 2, occupancy, pow2(all_units), False)
+            if warps and found.shared(dim, dv, n_sel, free) <= SHARED_MOST[occupancy]:
+                return found
+    least, warps, occupancy = next((x for most, *x in SHAPES if filled <= most), REST)
     while occupancy:
         cluster = least
         while cluster <= MOST_BLOCKS:
@@ -130,7 +143,7 @@ def plan(
             early = cluster > 1 and filled <= EARLY_PROGRAMS and units <= TOLD
             if early and units <= EARLY_UNITS:
                 warps = EARLY_WARPS
-            found = ClusterPlan(cluster, warps, 2, occupancy, units, early)
+            found = ClusterPlan(cluster, 1, warps, 2, occupancy, units, early)
             if found.shared(dim, dv, n_sel, free) <= SHARED_MOST[occupancy]:
                 return found
             cluster *= 2
@@ -259,7 +272,7 @@ def _kernel(
         return reason
     free = n_sel - n_init - n_local
     found = plan(
-        batch * tokens * groups, dim, dv, n_sel, free, l_sel, max_len, sm_count(device)
+        batch * groups, dim, dv, n_sel, free, l_sel, max_len, sm_count(device), tokens
     )
     if found is None or batch * tokens > MOST_SEQUENCES:
         return "its block sums do not fit, or there are too many sequences"
@@ -272,7 +285,7 @@ def _kernel(
     function = _function(device, tuple(macros.items()))
     if function is None:
         return "NVRTC or cuda.bindings is not there"
-    grid = groups * found.cluster, batch * tokens
+    grid = groups * found.cluster, batch * tokens // found.together
     return ClusterKernel(*function, grid, 32 * found.warps, macros["SHARED"])
 
 
