@@ -3,12 +3,13 @@
     python bench/bench_decode.py                              # the paper's sizes on this GPU
     python bench/bench_decode.py --S_list 512,4096 --csv decode.csv --branch_force_mode none
     python bench/bench_decode.py --preset serving  # six batches and contexts
+    python bench/bench_decode.py --B 64 --S_list 8192 --T 1,4 --alike 0.9 --branch_force_mode none
 
 A step is what `NSAAttention.step` does after it appended the newest token: attention from one
 query over a cache of S tokens. Every sample sees these S tokens: nothing is appended between them.
---T: a step of the T newest tokens, as in speculative decoding, each of which sees those up to
-itself; without a baseline and the layer's whole step. Their queries are independent, so that they
-choose the most blocks together (blocks_together, of a group), or correlated (--alike).
+--T: steps of the T newest tokens, as in speculative decoding, each of which sees those up to
+itself; more than one has no baseline and no layer's whole step. Their queries are independent, so
+that they choose the most blocks together (blocks_together, of a group), or correlated (--alike).
 Times are medians of device time on a GPU (cold L2) and of host time on one CPU thread (warm);
 `wall_ms` is what a host sees that calls back to back. ci_low and ci_high bound ms_total,
 speedup_low and speedup_high the ratio to the baseline, all at 95 %. launch_bound: the host takes
@@ -44,6 +45,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -246,7 +248,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("l_sel", 64, "selection block"), ("n_sel", 16, "blocks selected"), ("w", 512, "window"),
     ):  # fmt: skip
         add(f"--{name}", type=positive, default=default, help=f"{what} (default {default})")
-    add("--T", type=positive, default=1, help="new tokens of a step (default 1)")
+    add("--T", type=_lengths, default=[1], help="new tokens of a step, a,b,c (default 1)")
     add("--alike", type=float, default=0.0, help="correlation of their queries (default 0)")
     add("--S_list", type=_lengths, help="context lengths, a,b,c (default by device)")
     add("--iters", type=positive, default=30, help="least number of samples (default 30)")
@@ -287,11 +289,11 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def bench_length(
-    layer: NSAAttention, batch: int, S: int, args: argparse.Namespace, columns: dict[str, Any],
-    tools: dict[str, Any], backend: str | None = None,
+    layer: NSAAttention, batch: int, S: int, T: int, args: argparse.Namespace,
+    columns: dict[str, Any], tools: dict[str, Any], backend: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Time one batch size and context length; the CSV line."""
-    step = Step(layer, batch, S, backend=backend, T=args.T, alike=args.alike)
+    """Time one batch size, context length and number of new tokens; the CSV line."""
+    step = Step(layer, batch, S, backend=backend, T=T, alike=args.alike)
     read = step.counted
     own = {**columns, "S": S, "reads_actual": read.cmp + read.sel + read.win,
            "reads_expected": read.expected_step, "reads_cmp": read.cmp, "reads_sel": read.sel,
@@ -340,10 +342,10 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     cells = [(args.B or 1, S) for S in lengths]
     if args.preset:
         cells = list(PRESETS[args.preset][0])
-    if args.T > min(S // args.shrink for _, S in cells):
-        parser.error(f"argument --T: must be at most each of --S_list, got {args.T}")
     shrunk("--S_list", list(dict.fromkeys(S for _, S in cells)), args.shrink)  # says so
     cells = list(dict.fromkeys((B, max(S // args.shrink, 1)) for B, S in cells))
+    if max(args.T) > min(S for _, S in cells):
+        parser.error(f"argument --T: must be at most each context length, got {max(args.T)}")
     short = args.quick or gpu is None
     budget = Budget(min_n=args.iters, warm_calls=args.warmup)
     if short:
@@ -357,7 +359,7 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     }
     columns = {
         **{n: getattr(args, n) for n in ("dim", "heads", "groups", "dk", "dv", "l", "d",
-                                         "l_sel", "n_sel", "w", "T", "alike")},
+                                         "l_sel", "n_sel", "w", "alike")},
         "dtype": dtype, **provenance(gpu),
     }  # fmt: skip
     if gpu is None:  # a step is too little work to share: more threads wait for each other
@@ -366,10 +368,10 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     torch.manual_seed(0)
     layer = NSAAttention(config).to(device=device, dtype=DTYPES[dtype]).eval()
     lines: list[dict[str, Any]] = []
-    for batch, S in cells:
-        own = {**columns, "B": batch}
+    for (batch, S), T in itertools.product(cells, args.T):
+        own = {**columns, "B": batch, "T": T}
         try:
-            line = bench_length(layer, batch, S, args, own, tools, backend)
+            line = bench_length(layer, batch, S, T, args, own, tools, backend)
         except torch.cuda.OutOfMemoryError as error:
             why = f"out of memory: {str(error).splitlines()[0]}"
             BenchRow("decode", case_name(batch, S), "SKIPPED", why=(why,), columns={"S": S}).emit()

@@ -112,14 +112,17 @@ def test_only_the_branches_asked_for_are_timed(run, mode, timed):
     assert {b for b in BRANCHES if row[f"ms_{b}"]} == set(timed)
 
 
-@pytest.mark.parametrize("S, T", [(41, 3), (4, 4)])
-def test_several_new_tokens_are_judged_each_by_its_context(run, S, T):
-    code, sent, (row,) = run("--S_list", str(S), "--T", str(T), "--branch_force_mode", "env")
-    assert code == 0 and row["T"] == str(T) and not row["baseline"]
-    assert [r["case"] for r in sent] == [f"decode/S={S}/T={T}{b}" for b in ("", *PARTS)]
+def test_several_new_tokens_are_judged_each_by_its_context(run):
+    code, sent, rows = run("--S_list", "41,4", "--T", "3,4")
+    assert code == 0
+    names = [f"decode/S={S}/T={T}{b}" for S in (41, 4) for T in (3, 4) for b in ("", *PARTS)]
+    assert [r["case"] for r in sent] == names
     assert all(r["parity"]["status"] == "PASS" and r["speedup"] is None for r in sent)
-    want = sum(blocks.reads(s, **SIZES) for s in range(S - T + 1, S + 1))
-    assert row["reads_actual_decode"] == row["reads_expected_decode"] == str(want)
+    for row in rows:
+        S, T = int(row["S"]), int(row["T"])
+        want = sum(blocks.reads(s, **SIZES) for s in range(S - T + 1, S + 1))
+        assert row["reads_actual_decode"] == row["reads_expected_decode"] == str(want)
+        assert not row["baseline"] and float(row["blocks_together"]) >= 1
 
 
 def test_queries_that_are_alike_choose_alike():
@@ -144,6 +147,8 @@ def test_shortest_context(run):
     [
         (["--S_list", "64,0"], "--S_list: must be a whole number above 0, got '0'"),
         (["--S_list", "64;128"], "--S_list: must be a whole number above 0"),
+        (["--S_list", "64,4", "--T", "1,5"], "--T: must be at most each context length, got 5"),
+        (["--alike", "1.5"], "--alike: must be from 0 to 1, got 1.5"),
         (["--B", "x"], "--B: must be a whole number above 0, got 'x'"),
         (["--groups", "3"], "groups must divide heads, got heads=4 groups=3"),
         (["--d", "3"], "d must divide l and l_sel"),
