@@ -3,9 +3,13 @@
     python bench/bench_decode.py                              # the paper's sizes on this GPU
     python bench/bench_decode.py --S_list 512,4096 --csv decode.csv --branch_force_mode none
     python bench/bench_decode.py --preset serving  # six batches and contexts
+    python bench/bench_decode.py --B 64 --S_list 8192 --T 1,4 --alike 0.9 --branch_force_mode none
 
 A step is what `NSAAttention.step` does after it appended the newest token: attention from one
 query over a cache of S tokens. Every sample sees these S tokens: nothing is appended between them.
+--T: steps of the T newest tokens, as in speculative decoding, each of which sees those up to
+itself; more than one has no baseline and no layer's whole step. Their queries are independent, so
+that they choose the most blocks together (blocks_together, of a group), or correlated (--alike).
 Times are medians of device time on a GPU (cold L2) and of host time on one CPU thread (warm);
 `wall_ms` is what a host sees that calls back to back. ci_low and ci_high bound ms_total,
 speedup_low and speedup_high the ratio to the baseline, all at 95 %. launch_bound: the host takes
@@ -41,6 +45,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +105,7 @@ CSV_COLUMNS = (
     "graph_speedup", "graph_speedup_low", "graph_speedup_high", "ms_module_eager_wall",
     "ms_module_eager", "module_low", "module_high", "ms_module_graph", "module_graph_low",
     "module_graph_high", "more_status", "bytes", "gbs", "B", "dim", "heads", "groups", "dk", "dv",
-    "l", "d", "l_sel", "n_sel", "w", "dtype", *PROVENANCE,
+    "l", "d", "l_sel", "n_sel", "w", "T", "alike", "blocks_together", "dtype", *PROVENANCE,
 )  # fmt: skip
 
 
@@ -109,6 +114,11 @@ CSV_COLUMNS = (
 
 def case_name(batch: int, S: int) -> str:
     return f"decode/S={S}" if batch == 1 else f"decode/B={batch}/S={S}"
+
+
+def step_name(step: Step) -> str:
+    several = f"/T={step.T}" if step.T > 1 else ""
+    return case_name(len(step.q), step.S) + several
 
 
 def total_case(step: Step, columns: dict[str, Any]) -> Case:
@@ -122,17 +132,16 @@ def total_case(step: Step, columns: dict[str, Any]) -> Case:
         return out
 
     c, q, read = step.config, step.q, step.counted
-    itemsize, rows = q.element_size(), q.shape[0] * c.groups * (c.d_k + c.d_v)
-    keys = read.cmp + read.sel + read.win
+    width, pairs = c.d_k + c.d_v, read.cmp + read.sel + read.win
     return Case(
-        "decode", case_name(len(q), step.S),
+        "decode", step_name(step),
         Contender("nsa", step.total(), step.path, step.kernels()),
         refill=step.refill, inputs=step.inputs, oracle=lambda: step.total_truth(chosen[0].cpu()),
         same_dtype=lambda: step.total_plain(chosen[0].cpu()), baselines=dense_contenders(step),
         view=view, renew=step.renew, distinct=step.S > 1,
         requested=step.requested,
-        bytes_needed=(keys * rows + q.shape[0] * c.heads * (c.d_k + c.d_v)) * itemsize,
-        flops=2 * keys * rows * c.heads_per_group, columns=columns,
+        bytes_needed=(step.keys_once()[0] + len(q) * step.T * c.heads) * width * q.element_size(),
+        flops=2 * pairs * len(q) * c.heads * width, columns=columns,
     )  # fmt: skip
 
 
@@ -141,7 +150,7 @@ def branch_case(step: Step, branch: str, columns: dict[str, Any]) -> Case:
     path = step.branch_path(branch)
     kernels = step.kernels(branch=branch)
     return Case(
-        "decode_branch", f"{case_name(len(step.q), step.S)}/{branch}",
+        "decode_branch", f"{step_name(step)}/{branch}",
         Contender(f"nsa {branch}", step.alone(branch), path, kernels),
         refill=step.refill, inputs=step.inputs,
         oracle=lambda: step.truth(branch, step.blocks),
@@ -210,6 +219,7 @@ def csv_row(
         "reads_actual_decode": read.cmp + read.sel + read.win,
         "reads_expected_decode": read.expected_step, "reads_cmp": read.cmp,
         "reads_sel": read.sel, "reads_win": read.win, "reads_seen": step.seen,
+        "blocks_together": step.keys_once()[1],
     }  # fmt: skip
     for branch, part in parts.items():
         line[f"ms_{branch}"] = _ms(part.median_us)
@@ -238,6 +248,8 @@ def build_parser() -> argparse.ArgumentParser:
         ("l_sel", 64, "selection block"), ("n_sel", 16, "blocks selected"), ("w", 512, "window"),
     ):  # fmt: skip
         add(f"--{name}", type=positive, default=default, help=f"{what} (default {default})")
+    add("--T", type=_lengths, default=[1], help="new tokens of a step, a,b,c (default 1)")
+    add("--alike", type=float, default=0.0, help="correlation of their queries (default 0)")
     add("--S_list", type=_lengths, help="context lengths, a,b,c (default by device)")
     add("--iters", type=positive, default=30, help="least number of samples (default 30)")
     add("--warmup", type=int, default=3, help="least number of warm-up calls (default 3)")
@@ -258,6 +270,7 @@ def _line(row: dict[str, Any]) -> str:
         return "-" if value is None else format(value, form)
 
     head = f"B={row['B']:<3} S={row['S']:<7}" if row["B"] > 1 else f"S={row['S']:<7}"
+    head += f" T={row['T']}" if row["T"] > 1 else ""
     if row.get("ms_total") is None:
         return f"{head} {row['status']} {row['why']}"
     times = " ".join(f"{b} {number(f'ms_{b}', '.4f')}" for b in ("total", *BRANCHES))
@@ -276,11 +289,11 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def bench_length(
-    layer: NSAAttention, batch: int, S: int, args: argparse.Namespace, columns: dict[str, Any],
-    tools: dict[str, Any], backend: str | None = None,
+    layer: NSAAttention, batch: int, S: int, T: int, args: argparse.Namespace,
+    columns: dict[str, Any], tools: dict[str, Any], backend: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Time one batch size and context length; the CSV line."""
-    step = Step(layer, batch, S, backend=backend)
+    """Time one batch size, context length and number of new tokens; the CSV line."""
+    step = Step(layer, batch, S, backend=backend, T=T, alike=args.alike)
     read = step.counted
     own = {**columns, "S": S, "reads_actual": read.cmp + read.sel + read.win,
            "reads_expected": read.expected_step, "reads_cmp": read.cmp, "reads_sel": read.sel,
@@ -304,6 +317,8 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
             parser.error("argument --preset: not allowed with --B or --S_list")
         parser.set_defaults(**PRESETS[args.preset][1])
         args = parser.parse_args(argv)
+    if not 0 <= args.alike <= 1:
+        parser.error(f"argument --alike: must be from 0 to 1, got {args.alike}")
     if args.warmup < 0:
         parser.error(f"argument --warmup: must be 0 or more, got {args.warmup}")
     check_flags(parser)
@@ -329,6 +344,8 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
         cells = list(PRESETS[args.preset][0])
     shrunk("--S_list", list(dict.fromkeys(S for _, S in cells)), args.shrink)  # says so
     cells = list(dict.fromkeys((B, max(S // args.shrink, 1)) for B, S in cells))
+    if max(args.T) > min(S for _, S in cells):
+        parser.error(f"argument --T: must be at most each context length, got {max(args.T)}")
     short = args.quick or gpu is None
     budget = Budget(min_n=args.iters, warm_calls=args.warmup)
     if short:
@@ -342,7 +359,7 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     }
     columns = {
         **{n: getattr(args, n) for n in ("dim", "heads", "groups", "dk", "dv", "l", "d",
-                                         "l_sel", "n_sel", "w")},
+                                         "l_sel", "n_sel", "w", "alike")},
         "dtype": dtype, **provenance(gpu),
     }  # fmt: skip
     if gpu is None:  # a step is too little work to share: more threads wait for each other
@@ -351,10 +368,10 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     torch.manual_seed(0)
     layer = NSAAttention(config).to(device=device, dtype=DTYPES[dtype]).eval()
     lines: list[dict[str, Any]] = []
-    for batch, S in cells:
-        own = {**columns, "B": batch}
+    for (batch, S), T in itertools.product(cells, args.T):
+        own = {**columns, "B": batch, "T": T}
         try:
-            line = bench_length(layer, batch, S, args, own, tools, backend)
+            line = bench_length(layer, batch, S, T, args, own, tools, backend)
         except torch.cuda.OutOfMemoryError as error:
             why = f"out of memory: {str(error).splitlines()[0]}"
             BenchRow("decode", case_name(batch, S), "SKIPPED", why=(why,), columns={"S": S}).emit()

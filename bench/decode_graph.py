@@ -73,9 +73,9 @@ def why_no_step_graph(step: Step) -> str | None:
     return why
 
 
-def other_length(S: int) -> int:
+def other_length(S: int, T: int = 1) -> int:
     """A shorter context for the second check of a graph: no multiple of any block."""
-    return max(1, S - S // 3 - 1)
+    return max(T, S - S // 3 - 1)
 
 
 def attention_graph(step: Step, case: Case, tools: dict[str, Any]) -> BenchRow:
@@ -106,7 +106,7 @@ def attention_graph(step: Step, case: Case, tools: dict[str, Any]) -> BenchRow:
         candidate=Contender("nsa graph", replay, GRAPH_PATH), requested=GRAPH_PATH,
         baselines=_graphed(dense_contenders(step)),
     )  # fmt: skip
-    short = other_length(step.S)
+    short = other_length(step.S, step.T)
     try:
         with step.at(short):
             prove(graphed, graphed.candidate, graphed.seed + 3,
@@ -244,7 +244,9 @@ def more_rows(
     rows: dict[str, BenchRow] = {}
     missing: dict[str, str] = {}
     module = ModuleStep(layer, step)
-    if layer.backend != step.backend:
+    if step.T > 1:
+        missing["module"] = "several new tokens: only the attention is timed"
+    elif layer.backend != step.backend:
         missing["module"] = "the step's route is named for this call, the layer's is not"
     try:
         rows["graph"] = attention_graph(step, total, tools)

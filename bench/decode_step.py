@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -37,34 +38,35 @@ class Counted:
 
 
 class Step:
-    """One layer's cache of S tokens and the newest query: what is timed, and what it must give.
+    """One layer's cache of S tokens and the T newest queries: what is timed, what it must give.
 
     backend "triton" insists on the Triton step (also interpreted on a CPU); None follows `flags`.
+    alike: correlation of a sequence's queries, from 0 (each chooses other blocks) to 1 (the same).
     """
 
     def __init__(
         self, layer: NSAAttention, batch: int, S: int, *, flags: Flags | None = None,
-        backend: str | None = None,
+        backend: str | None = None, T: int = 1, alike: float = 0.0,
     ) -> None:  # fmt: skip
         c = self.config = layer.config
         weight = layer.qkv.weight
-        self.S, self.backend = S, backend
+        self.S, self.T, self.alike, self.backend = S, T, alike, backend
         like = {"device": weight.device, "dtype": weight.dtype}
-        self.cache = layer.make_cache(batch, S, max_step=1, count_reads=True)
+        self.cache = layer.make_cache(batch, S, max_step=T, count_reads=True)
         gen = torch.Generator(weight.device).manual_seed(S)
         size = max(1, FILL_TOKENS // batch)
-        ends = [*range(size, S - 1, size), *([S - 1] if S > 1 else []), S]
+        ends = [*range(size, S - T, size), *([S - T] if S > T else []), S]
         for first, last in zip([0, *ends], ends, strict=False):
             layer.step(torch.randn(batch, last - first, c.dim, generator=gen, **like), self.cache)
         self.counted = self._count()
         self.cache.count_reads = False
         self.exact = oracle if batch * S <= ORACLE_TOKENS else None
         self._dense: Tensor | None = None
-        self.q = torch.empty(batch, 1, c.heads, c.d_k, **like)
-        self.gates = torch.empty(batch, 1, c.heads, 3, **like)
+        self.q = torch.empty(batch, T, c.heads, c.d_k, **like)
+        self.gates = torch.empty(batch, T, c.heads, 3, **like)
         self.open_gates = torch.ones_like(self.gates)
         self.blocks = torch.zeros(
-            batch, 1, c.groups, c.n_sel, dtype=torch.int32, device=weight.device
+            batch, T, c.groups, c.n_sel, dtype=torch.int32, device=weight.device
         )
         # Flash kernels want values as wide as keys: a dense cache would store them padded.
         self.v_padded = None
@@ -74,8 +76,9 @@ class Step:
         self.refill(0)
         with torch.no_grad():
             self._find_route()
-        # In fp16 the weight of a key may be 0.
-        self.seen = self._seen() if self.exact and self.q.dtype != torch.float16 else None
+        # In fp16 the weight of a key may be 0; several queries may see the same key.
+        plain = self.exact and self.q.dtype != torch.float16 and T == 1
+        self.seen = self._seen() if plain else None
 
     def _seen(self) -> int:
         """Keys per group that one step's output depends on, by the gradients of their values.
@@ -130,7 +133,8 @@ class Step:
         self.cache.reset_reads()
         return Counted(
             sum(r.total for r in reads), sum(blocks.reads(s, **sizes) for s in range(1, S + 1)),
-            last.cmp, last.sel, last.win, blocks.reads(S, **sizes),
+            last.cmp, last.sel, last.win,
+            sum(blocks.reads(s, **sizes) for s in range(S - self.T + 1, S + 1)),
         )  # fmt: skip
 
     def _find_route(self) -> None:
@@ -181,21 +185,45 @@ class Step:
         for x in self.inputs():
             if x.is_floating_point():
                 x.normal_(generator=gen)
+        self._make_alike()
         self.gates.uniform_(generator=gen)
         if self.v_padded is not None:
             self.v_padded[..., : c.d_v] = self.cache.v_sel
         choosing = {n: size for n, size in c.sizes().items() if n != "window"}
         self.blocks.copy_(attention.select_blocks(
-            self.q, self.cache.compressed()[0], **choosing, q_start=self.S - 1,
+            self.q, self.cache.compressed()[0], **choosing, q_start=self.S - self.T,
             backend="reference", flags=self.flags,
         ))  # fmt: skip
 
     def renew(self, seed: int) -> None:
-        """Another query and gates over the same cache."""
+        """Other queries and gates over the same cache."""
         self._dense = None
         gen = torch.Generator(self.q.device).manual_seed(seed)
         self.q.normal_(generator=gen)
+        self._make_alike()
         self.gates.uniform_(generator=gen)
+
+    def _make_alike(self) -> None:
+        """Mix the last token's queries, N(0, 1), into the others', which stay so."""
+        if self.alike:
+            mine = self.q[:, :-1]
+            mine.mul_((1 - self.alike**2) ** 0.5).add_(self.q[:, -1:], alpha=self.alike)
+
+    def keys_once(self) -> tuple[int, float]:
+        """Keys that a step has to read, those of several queries counted once, of all sequences and
+        groups; and the mean number of blocks that the queries of one choose together."""
+        c, S = self.config, self.S
+        own = (S - 1) // c.l_sel
+        chosen = torch.zeros(
+            len(self.q), c.groups, own + 2, dtype=torch.int64, device=self.q.device
+        )
+        at = self.blocks.long() % (own + 2)  # -1, none, is the last
+        chosen.scatter_(-1, at.transpose(1, 2).flatten(2), 1)
+        chosen = chosen[..., : own + 1]
+        missing = chosen[..., own].sum() * ((own + 1) * c.l_sel - S)
+        always = blocks.num_compressed(S, c.l, c.d) + min(c.w + self.T - 1, S)
+        keys = int(chosen.sum() * c.l_sel - missing) + len(self.q) * c.groups * always
+        return keys, float(chosen.sum(-1).double().mean())
 
     @contextlib.contextmanager
     def at(self, length: int) -> Iterator[None]:
@@ -237,7 +265,7 @@ class Step:
                 window_ring=True, branch=branch, block_indices=chosen,
                 use_cluster=flags.use_cluster,
             ))  # fmt: skip
-        at = self.S - 1
+        at = self.S - self.T
         calls = {
             "cmp": lambda: attention.compressed_attention(
                 self.q, *cache.compressed(), l=c.l, d=c.d, q_start=at, flags=flags
@@ -247,7 +275,7 @@ class Step:
                 flags=flags,
             ),
             "win": lambda: attention.sliding_attention(
-                self.q, *cache.window(1), window=c.w, flags=flags
+                self.q, *cache.window(self.T), window=c.w, flags=flags
             ),
         }  # fmt: skip
         return torch.no_grad()(calls[branch])
@@ -268,22 +296,23 @@ class Step:
         The forced blocks and the number must be exact; scores as close as the dtype's rounding may
         swap places.
         """
-        c, t = self.config, self.S - 1
+        c, first = self.config, self.S - self.T
         slack = 1e-4 if self.q.dtype == torch.float32 else 1e-2
-        sizes = dict(l=c.l, d=c.d, l_sel=c.l_sel, q_start=t)
+        sizes = dict(l=c.l, d=c.d, l_sel=c.l_sel, q_start=first)
         k_cmp = self.cache.compressed()[0]
         if self.exact:
             scores = oracle.group_block_scores(self.q, k_cmp, **sizes)
         else:
             scores = _by_sequence(lambda q, k: select.group_block_scores(
-                q, k, n_blocks=t // c.l_sel + 1, **sizes), self.q, k_cmp)  # fmt: skip
-        own = t // c.l_sel
-        forced = set(oracle.forced_blocks(t, c.l_sel, c.n_sel, c.n_init, c.n_local))
-        for b in range(len(scores)):
-            for g in range(c.groups):
-                row = chosen[b, 0, g].tolist()
+                q, k, n_blocks=(self.S - 1) // c.l_sel + 1, **sizes), self.q, k_cmp)  # fmt: skip
+        for i in range(self.T):
+            t = first + i
+            own = t // c.l_sel
+            forced = set(oracle.forced_blocks(t, c.l_sel, c.n_sel, c.n_init, c.n_local))
+            for b, g in itertools.product(range(len(scores)), range(c.groups)):
+                row = chosen[b, i, g].tolist()
                 picked = [j for j in row if j >= 0]
-                score = scores[b, 0, g].tolist()
+                score = scores[b, i, g].tolist()
                 right = (
                     picked == sorted(set(picked)) and set(row[len(picked) :]) <= {-1}
                     and len(picked) == min(c.n_sel, own + 1) and forced <= set(picked)
@@ -295,19 +324,20 @@ class Step:
                     right = min(free) >= max(left) * (1 - slack)
                 if not right:
                     best = oracle.top_blocks(score, t, c.l_sel, c.n_sel, c.n_init, c.n_local)
-                    raise ValueError(f"sequence {b}, group {g} chose blocks {row}, not {best}")
+                    where = f"sequence {b}, group {g}" + (f", token {t}" if self.T > 1 else "")
+                    raise ValueError(f"{where} chose blocks {row}, not {best}")
 
     def truth(self, branch: str, chosen: Tensor) -> Tensor:
-        """A branch's output [B, 1, HQ, Dv] in fp64 from the paper's equations."""
-        c, t, q = self.config, self.S - 1, self.q
+        """A branch's output [B, T, HQ, Dv] in fp64 from the paper's equations."""
+        c, t, q = self.config, self.S - self.T, self.q
         lib = self.exact or reference
         if branch == "cmp":
             return self._true(lambda q, k, v: lib.compressed_attention(
                 q, k, v, l=c.l, d=c.d, q_start=t)[0], q, *self.cache.compressed())  # fmt: skip
         if branch == "win":
-            k, v = self.cache.window(1)
+            k, v = self.cache.window(self.T)
             return self._true(lambda q, k, v: lib.sliding_attention(
-                q, k, v, window=c.w, q_start=k.shape[1] - 1), q, k, v)  # fmt: skip
+                q, k, v, window=c.w, q_start=k.shape[1] - self.T), q, k, v)  # fmt: skip
         ranges = oracle.blocks_to_ranges(chosen.cpu(), c.l_sel, t)
         if not self.exact:
             ranges = ranges.to(q.device)
@@ -322,10 +352,18 @@ class Step:
 
     def plain(self, branch: str, chosen: Tensor) -> Tensor:
         """The same branch as PyTorch computes it in the inputs' dtype."""
+        return torch.cat([self._plain(branch, chosen, i) for i in range(self.T)], 1)
+
+    def _plain(self, branch: str, chosen: Tensor, i: int) -> Tensor:
+        """Of token i alone: [B, 1, HQ, Dv]."""
+        c, q, n = self.config, self.q[:, i : i + 1], self.S - self.T + 1 + i
         if branch == "cmp":
-            return plain_attention(self.q, *self.cache.compressed())
+            seen = blocks.num_compressed(n, c.l, c.d)
+            return plain_attention(q, *(x[:, :seen] for x in self.cache.compressed()))
         if branch == "win":
-            return plain_attention(self.q, *self.cache.window(1))
+            k, v = self.cache.window(self.T)
+            end = k.shape[1] - (self.S - n)
+            return plain_attention(q, *(x[:, max(end - c.w, 0) : end] for x in (k, v)))
         k, v = self.cache.selectable()
         h = self.config.heads_per_group
         size = self.config.l_sel
@@ -333,10 +371,10 @@ class Step:
         for b in range(k.shape[0]):
             for g in range(k.shape[2]):
                 at = [
-                    i for j in chosen[b, 0, g].tolist() if j >= 0
-                    for i in range(j * size, min((j + 1) * size, self.S))
+                    t for j in chosen[b, i, g].tolist() if j >= 0
+                    for t in range(j * size, min((j + 1) * size, n))
                 ]  # fmt: skip
-                heads = self.q[b : b + 1, :, g * h : (g + 1) * h]
+                heads = q[b : b + 1, :, g * h : (g + 1) * h]
                 parts.append(plain_attention(heads, k[b : b + 1, at, g : g + 1],
                                              v[b : b + 1, at, g : g + 1]))  # fmt: skip
         return torch.cat(parts, 2).view(k.shape[0], 1, self.config.heads, -1)
@@ -380,10 +418,13 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def dense_contenders(step: Step) -> list[Contender]:
     """Dense attention over the cache's S tokens by each backend of SDPA that takes it.
 
-    In two layouts, rows: the heads of a group as query rows of one attention; gqa: one query per
-    head, keys shared. "padded": with values stored as wide as keys, where they are narrower;
-    "expanded": the backend copies the keys to every head.
+    None for several new tokens, whose causal mask needs other calls than these. In two layouts,
+    rows: the heads of a group as query rows of one attention; gqa: one query per head, keys shared.
+    "padded": with values stored as wide as keys, where they are narrower; "expanded": the backend
+    copies the keys to every head.
     """
+    if step.T > 1:
+        return []
     q = step.q
     B, _, HQ, _ = q.shape
     k, v = (x.transpose(1, 2) for x in step.cache.selectable())

@@ -25,6 +25,7 @@ SMALL = (
     "--dim 32 --heads 4 --groups 2 --dk 16 --dv 8 --l 8 --d 4 --l_sel 8 --n_sel 4 --w 12 "
     "--iters 6 --warmup 1 --device cpu"
 ).split()
+PARTS = "/cmp", "/sel", "/win"
 BUDGET = Budget(device_s=0.02, wall_s=0.2, min_n=6, warm_s=0.0, warm_cap_s=0.05)
 
 
@@ -78,8 +79,7 @@ def test_a_run_gives_proven_rows_and_a_table(run, tmp_path, capsys):
     code, sent, rows = run("--S_list", "20,41")
     assert code == 0
     cases = [r["case"] for r in sent]
-    parts = ("", "/cmp", "/sel", "/win", "/module")
-    assert cases == [f"decode/S={S}{b}" for S in (20, 41) for b in parts]
+    assert cases == [f"decode/S={S}{b}" for S in (20, 41) for b in ("", *PARTS, "/module")]
     for row in sent:
         assert row["kind"] == "bench" and row["status"] in ("VALID", "UNSTABLE")
         assert row["parity"]["status"] == "PASS" and row["cache"] == "warm"
@@ -112,6 +112,31 @@ def test_only_the_branches_asked_for_are_timed(run, mode, timed):
     assert {b for b in BRANCHES if row[f"ms_{b}"]} == set(timed)
 
 
+def test_several_new_tokens_are_judged_each_by_its_context(run):
+    code, sent, rows = run("--S_list", "41,4", "--T", "3,4")
+    assert code == 0
+    names = [f"decode/S={S}/T={T}{b}" for S in (41, 4) for T in (3, 4) for b in ("", *PARTS)]
+    assert [r["case"] for r in sent] == names
+    assert all(r["parity"]["status"] == "PASS" and r["speedup"] is None for r in sent)
+    for row in rows:
+        S, T = int(row["S"]), int(row["T"])
+        want = sum(blocks.reads(s, **SIZES) for s in range(S - T + 1, S + 1))
+        assert row["reads_actual_decode"] == row["reads_expected_decode"] == str(want)
+        assert not row["baseline"] and float(row["blocks_together"]) >= 1
+
+
+def test_queries_that_are_alike_choose_alike():
+    steps = [make(S=200, T=4, alike=alike) for alike in (0.0, 0.99, 1.0)]
+    together = [step.keys_once()[1] for step in steps]
+    assert together[0] > together[1] >= together[2] == SIZES["n_sel"]
+    c, chosen = steps[2].config, steps[2].blocks.clone()
+    once = blocks.num_compressed(200, c.l, c.d) + 4 * c.l_sel + c.w + 3
+    assert steps[2].keys_once()[0] == c.groups * once
+    chosen[0, 2, 1] = torch.tensor([0, 4, 3, 24], dtype=torch.int32)
+    with pytest.raises(ValueError, match="sequence 0, group 1, token 198 chose blocks"):
+        steps[2].check_choice(chosen)
+
+
 def test_shortest_context(run):
     code, _, (row,) = run("--S_list", "1")
     assert code == 0 and row["reads_actual"] == row["reads_actual_decode"] == "2"
@@ -122,6 +147,8 @@ def test_shortest_context(run):
     [
         (["--S_list", "64,0"], "--S_list: must be a whole number above 0, got '0'"),
         (["--S_list", "64;128"], "--S_list: must be a whole number above 0"),
+        (["--S_list", "64,4", "--T", "1,5"], "--T: must be at most each context length, got 5"),
+        (["--alike", "1.5"], "--alike: must be from 0 to 1, got 1.5"),
         (["--B", "x"], "--B: must be a whole number above 0, got 'x'"),
         (["--groups", "3"], "groups must divide heads, got heads=4 groups=3"),
         (["--d", "3"], "d must divide l and l_sel"),

@@ -41,6 +41,23 @@ STEPS = [
     Step((2500, 99), G=3, **{**WIDE, "h": 1, "n_sel": 32}),
     Step((4000, 2049), G=2, ring=True, **{**WIDE, "l": 16}),
     Step((3999, 130), G=2, **{**WIDE, "d": 8, "l": 16, "l_sel": 32, "w": 48}),
+    # Keys wider than values, in rings and pages, of which parts are seen.
+    Step((9000, 1026), G=4, ring=True, **{**WIDE, "D": 192, "capacity": 10000}),
+    Step((4096, 3, 700, 1025) * 6, G=4, page=64, **{**WIDE, "D": 192}),
+    Step((2000, 33), G=2, ring=True, page=16, **{**WIDE, "Dv": 64, "dtype": F16, "h": 6}),
+    # Several new tokens, whose windows, compressed keys and own blocks begin and end between them.
+    Step((8192,), T=4, G=4, ring=True, **{**WIDE, "capacity": 8192}),
+    Step((1027, 66, 2, 3000), T=2, G=4, page=64, **WIDE),
+    Step((4096, 67, 513, 1040) * 2, T=5, G=4, ring=True, page=64, **WIDE),
+    Step((2000, 700, 64), T=8, G=2, ring=True, **{**WIDE, "h": 4, "D": 64, "Dv": 64, "dtype": F16}),
+    Step((3000, 70, 1024), T=4, G=4, ring=True, **{**WIDE, "D": 192}),
+    Step((4096, 8, 700, 35) * 16, T=8, G=2, **{**WIDE, "h": 1}),
+    # Of many sequences those of one share what they read: 3, 4, 8, or 2 of 4 at a time.
+    Step((4096, 3, 700, 1025) * 16, T=3, G=4, ring=True, **WIDE),
+    Step((4096, 1026, 1090, 34) * 8, T=4, G=4, page=64, **WIDE),
+    Step((1087, 8, 3000, 519), T=8, G=34, ring=True, **{**WIDE, "h": 5, "dtype": F16}),
+    Step((3000, 1024, 66, 1153) * 8, T=4, G=4, ring=True, page=64, **{**WIDE, "D": 192}),
+    Step((2048, 1026, 130, 4) * 4, T=4, G=4, **{**WIDE, "D": 64, "Dv": 64, "l": 16, "h": 4}),
 ]
 
 
@@ -215,8 +232,9 @@ def sizes(**changed):
 
 @pytest.mark.parametrize("changed, why", [
     ({}, None), (dict(dim=64, dv=64, dtype=F16, heads=1), None), (dict(l=16, page=0), None),
-    (dict(tokens=2), "one token"), (dict(heads=17), "one token"), (dict(dtype=F32), "fp16 or bf16"),
-    (dict(dv=64), "fp16 or bf16"), (dict(dim=192, dv=192), "fp16 or bf16"), (dict(l=48), "l_sel"),
+    (dict(tokens=8), None), (dict(tokens=9), "8 tokens"), (dict(heads=17), "8 tokens"),
+    (dict(dtype=F32), "fp16 or bf16"), (dict(dim=192), None), (dict(dv=64), None),
+    (dict(dim=64), "fp16 or bf16"), (dict(dim=192, dv=192), "fp16 or bf16"), (dict(l=48), "l_sel"),
     (dict(d=32, l_sel=64), "l_sel"), (dict(d=2, l=4, l_sel=8), "l_sel"), (dict(n_sel=3), "local"),
     (dict(n_local=0), "local"), (dict(n_sel=33), "local"), (dict(page=24), "pages"),
     (dict(window=15), "windows"),
@@ -231,18 +249,18 @@ def test_which_sizes_are_served(changed, why):
 @pytest.mark.parametrize("n_sel, free", [(16, 13), (32, 29), (4, 1)])
 @pytest.mark.parametrize("max_len", [64, 4096, 8192, 65536, 1 << 17, 1 << 18, 1 << 20])
 def test_plans_hold_all_keys_and_fit(max_len, n_sel, free):
-    from nsa.kernels.decode.cluster import MOST_BLOCKS, SHARED_MOST, plan
+    from nsa.kernels.decode.cluster import HEAD_SIZES, MOST_BLOCKS, SHARED_MOST, plan
 
-    for dim in (64, 128):
+    for dim, dv in HEAD_SIZES:
         for programs in (1, 4, 5, 8, 16, 17, 32, 64, 66, 67, 128, 132, 133, 256, 4096):
-            found = plan(programs, dim, n_sel, free, 64, max_len)
+            found = plan(programs, dim, dv, n_sel, free, 64, max_len)
             if found is None:  # only where a cluster's shared memory cannot hold the block sums
                 assert max_len >= 1 << 18
                 continue
             assert found.cluster <= MOST_BLOCKS and found.cluster & (found.cluster - 1) == 0
             assert found.cluster * found.units * 4 >= cdiv(max_len, 64)
-            assert found.shared(dim, n_sel, free) <= SHARED_MOST[found.occupancy]
-            assert 2 * 16 * dim * 4 <= found.stages * 2 * 16 * dim * 2  # outputs go through rings
+            assert found.shared(dim, dv, n_sel, free) <= SHARED_MOST[found.occupancy]
+            assert 2 * 16 * dv * 4 <= found.stages * 16 * (dim + dv) * 2  # outputs go through rings
 
 
 def test_few_steps_of_short_contexts_take_the_quick_way():
@@ -252,7 +270,7 @@ def test_few_steps_of_short_contexts_take_the_quick_way():
         (4, 1024, True, 4), (4, 8192, True, 4), (4, 16384, True, 8), (4, 16640, False, 8),
         (5, 8192, False, 8), (256, 1024, False, 4),
     ):  # fmt: skip
-        found = plan(programs, 128, 16, 13, 64, max_len)
+        found = plan(programs, 128, 128, 16, 13, 64, max_len)
         assert (found.early, found.warps) == (early, warps), (programs, max_len)
         assert found.told == (min(4, found.units) if found.cluster > 1 else 0)
 
@@ -261,7 +279,7 @@ def test_a_smaller_gpu_is_filled_as_the_larger():
     from nsa.kernels.decode.cluster import plan
 
     for programs, sms, like in ((32, 132, 32), (32, 66, 64), (40, 78, 68), (64, 114, 132)):
-        given = 128, 16, 13, 64, 65536
+        given = 128, 128, 16, 13, 64, 65536
         assert plan(programs, *given, sms) == plan(like, *given)
 
 
@@ -269,13 +287,14 @@ def macros(programs, max_len, **changed):
     from nsa.kernels.decode.cluster import plan
 
     known = dict(
-        D=128, BF16=1, GATE="u16", HEADS=16, L=32, STRIDE=16, L_SEL=64, N_SEL=16, N_INIT=1,
-        N_LOCAL=2, WINDOW=512, OVERLAP=1, PAGE=0, RING=1,
+        D=128, DV=128, BF16=1, GATE="u16", TOKENS=1, HEADS=16, L=32, STRIDE=16, L_SEL=64, N_SEL=16,
+        N_INIT=1, N_LOCAL=2, WINDOW=512, OVERLAP=1, PAGE=0, RING=1,
     )  # fmt: skip
     known.update(changed)
     free = known["N_SEL"] - known["N_INIT"] - known["N_LOCAL"]
-    p = plan(programs, known["D"], known["N_SEL"], free, known["L_SEL"], max_len)
-    return p, {**known, **p.macros(known["D"], known["N_SEL"], free)}
+    dims = known["D"], known["DV"], known["N_SEL"], free
+    p = plan(programs, *dims, known["L_SEL"], max_len, tokens=known["TOKENS"])
+    return p, {**known, **p.macros(*dims)}
 
 
 @pytest.mark.parametrize("programs, max_len, changed", [
@@ -283,7 +302,9 @@ def macros(programs, max_len, **changed):
     (8, 65536, dict(GATE="float")),
     (16, 65536, dict(HEADS=4, RING=0)), (32, 8192, dict(BF16=0)), (64, 65536, {}),
     (132, 8192, dict(N_SEL=32)), (256, 32768, {}), (256, 8192, dict(PAGE=16, RING=0, HEADS=1)),
-    (256, 8192, dict(D=64, L=16, OVERLAP=0)),
+    (256, 8192, dict(D=64, DV=64, L=16, OVERLAP=0)), (4, 8192, dict(D=192)),
+    (64, 65536, dict(D=192, RING=0)), (256, 32768, dict(D=192, PAGE=64)),
+    (16, 8192, dict(DV=64, BF16=0)), (16, 8192, dict(TOKENS=4, PAGE=64)),
 ], ids=str)  # fmt: skip
 def test_every_form_compiles_and_fits(programs, max_len, changed):
     """By NVRTC, for sm_90; cluster.cu itself holds its memory against what cluster.py counts."""
@@ -354,7 +375,7 @@ def test_where_it_cannot_be_had_steps_take_several_launches(loads):
     assert cluster.cluster_kernel(True, *given(n16=8000)) is None  # the cause is the same
     assert cluster.cluster_kernel(False, *GIVEN) is None
     assert len(loads) == 1 and loads[0]["HEADS"] == 16
-    for changed in (dict(n2=2), dict(n7=F32), dict(n8=F32), dict(n8=F16), dict(n17=24)):
+    for changed in (dict(n2=9), dict(n7=F32), dict(n8=F32), dict(n8=F16), dict(n17=24)):
         assert cluster.cluster_kernel(True, *given(**changed)) is None
     assert len(loads) == 2  # of fp32 gates alone
 

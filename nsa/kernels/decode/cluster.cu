@@ -1,5 +1,5 @@
-// A whole decode step in one launch, for Hopper: a cluster of thread blocks for each sequence and
-// KV group. Compiled at run time (cluster.py) with -D for what stands in capitals; no headers, so
+// A whole decode step in one launch, for Hopper: a cluster of thread blocks for each new token of a
+// sequence and KV group. Compiled at run time (cluster.py) with -D for what stands in capitals; no headers, so
 // that NVRTC needs no toolkit.
 //
 // The thread blocks of a cluster share the keys of their sequence and group:
@@ -21,16 +21,19 @@ typedef long long i64;
 typedef unsigned long long u64;
 
 #define UNIT 16         // keys that a warp takes at a time
-#define ROW (D * 2)     // bytes of a key
-#define CHUNKS (D / 8)  // of 16 bytes
-#define STAGE (2 * UNIT * ROW)
+#define ROW (DV * 2)     // bytes of a value, and of a key's first DV columns
+#define CHUNKS (DV / 8)  // of 16 bytes
+#define MORE (D - DV)    // columns that keys have beyond, 0 or 64; they lie behind keys and values
+#define STAGE (2 * UNIT * ROW + UNIT * MORE * 2)
 #define THREADS (WARPS * 32)
+#define TEAMS (WARPS / TOGETHER)  // warps of each token that this block attends for
+#define OURS (TEAMS * 32)         // threads of a token
 #define UNITS_PER_BLOCK (L_SEL / UNIT)
 #define FREE (N_SEL - N_INIT - N_LOCAL)  // blocks that scores choose
 // Units whose block sums a block has: its own, or everyone's where these are at most TOLD a block.
 #define KEPT (CLUSTER > 1 && CLUSTER * TOLD > UNITS ? CLUSTER * TOLD : UNITS)
 // Units of which half a warp sums the scores at a time.
-#define AT_ONCE (KEPT * 16 >= 4 * THREADS ? 4 : KEPT * 16 >= 2 * THREADS ? 2 : 1)
+#define AT_ONCE (KEPT * 16 >= 4 * OURS ? 4 : KEPT * 16 >= 2 * OURS ? 2 : 1)
 #define INFINITY_ __int_as_float(0x7f800000)
 #define NEVER (-1.0e30f)  // a maximum before any key
 // Probabilities are relative to a maximum so far, which serves until scores pass it by 8: outputs are
@@ -47,6 +50,7 @@ typedef unsigned long long u64;
 #define ALL 0xffffffffu
 
 enum { STEP = 0, CMP = 1, SEL = 2, WIN = 3 };  // what a launch does
+enum { FORCED = 0 };  // and CMP, SEL and WIN: what kind of keys a unit has
 
 struct Params {
   const u16 *q, *kc, *vc, *ks, *vs, *kw, *vw;
@@ -65,28 +69,39 @@ struct __align__(16) Pooled {
   u16 spill[16];     // what its last key gives to the selection block behind
 };
 
-struct Shared {
-  u16 q[16][D];
+struct Shared {  // TOGETHER: of each token
+  u16 q[TOGETHER][16 * D];  // the first DV columns of 16 heads, then the others
 #if CLUSTER > 1
-  float recv[CLUSTER][2][16 * D / CLUSTER];  // outputs, of the heads that this block ends
+  float recv[CLUSTER][2][16 * DV / CLUSTER];  // outputs, of the heads that this block ends
 #endif
-  Pooled pooled[KEPT];
-  int keys[KEPT * 4];            // of the selection blocks that this block of the cluster scores
+  Pooled pooled[TOGETHER][KEPT];
+  int keys[TOGETHER][KEPT * 4];  // of the selection blocks that this block of the cluster scores
   int recv_key[CLUSTER * FREE];  // of the best of every block of the cluster
   int recv_block[CLUSTER * FREE];
-  int2 survivors[UNITS * 4];
-  int best_key[FREE], best_at[FREE];
-  int survived;  // how many there are
-  int chosen[N_SEL];
-  float2 recv_ml[CLUSTER][2][16];  // maxima and sums of compressed and window keys, of every block
+  int2 survivors[TOGETHER][UNITS * 4];
+  int best_key[TOGETHER][FREE], best_at[TOGETHER][FREE];
+  int survived[TOGETHER];  // how many there are
+  int chosen[TOGETHER][N_SEL];
+#if TOGETHER > 1
+  int2 united[TOGETHER * N_SEL];  // blocks that the tokens chose, and which of them, a bit each
+  u32 first[TOGETHER];            // which of its blocks no earlier token chose
+  int2 slots[WARPS][STAGES];      // of the units in the rings: the first key, whose they are
+#endif
+  float2 recv_ml[TOGETHER][CLUSTER][2][16];  // maxima and sums of compressed and window keys, of every block
   float2 recv_sel_ml[CLUSTER][16];  // of the selected ones
   float2 recv_spill[16];            // of the last unit of the block before, and its maxima
   float2 warp_ml[WARPS][2][16];
   float2 warp_sel_ml[WARPS][16];
   u64 bars[5];  // of all blocks: two branches' normalisers, candidates, the best, outputs are here
 };
+static_assert(TOGETHER == 1 || CLUSTER == 1, "what clusters tell each other is one token's");
 static_assert(STAGES == 2, "await_copies() and `seen` are for two");
 static_assert(WARPS * STAGES * STAGE + sizeof(Shared) <= SHARED, "cluster.py counts fewer bytes");
+
+// This thread's number among those of its token.
+__device__ __forceinline__ int thread() {
+  return TOGETHER == 1 ? threadIdx.x : threadIdx.x / (32 * TOGETHER) * 32 + threadIdx.x % 32;
+}
 
 // ---- instructions -----------------------------------------------------------------------------
 
@@ -182,6 +197,11 @@ __device__ __forceinline__ void await_copies(int left) {
   else asm volatile("cp.async.wait_group 2;" ::: "memory");
 }
 
+// All warps of a team are here, which share the keys in their rings.
+__device__ __forceinline__ void meet(int team) {
+  asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(TOGETHER * 32) : "memory");
+}
+
 __device__ __forceinline__ u32 cluster_rank() {
 #if CLUSTER > 1
   u32 r;
@@ -250,12 +270,12 @@ __device__ __forceinline__ void receive(const u64 *bar) {
 
 // Rows are heads: a thread has columns of heads lane / 4 and lane / 4 + 8.
 struct Sums {
-  float o[D / 8][4];
+  float o[DV / 8][4];
   float m[2], l[2];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < D / 8; ++i)
+    for (int i = 0; i < DV / 8; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) o[i][j] = 0.0f;
     m[0] = m[1] = NEVER;
@@ -278,14 +298,19 @@ __device__ __forceinline__ void attend(
   const u32 v = k + UNIT * ROW;
   const u32 at_q = q + row * ROW + ((lane / 16 ^ (row & 7)) << 4);
   const u32 at_k = k + (row & 7) * ROW + ((lane / 8 ^ (row & 7)) << 4);
+  const u32 more_q = q + 16 * ROW + row * MORE * 2 + ((lane / 16 ^ (row & 7)) << 4);
+  const u32 more_k = k + 2 * UNIT * ROW + (row & 7) * MORE * 2 + ((lane / 8 ^ (row & 7)) << 4);
   float s[2][4] = {}, more[2][4] = {};  // two sums: a product waits for the one before
 #pragma unroll
   for (int j = 0; j < D / 32; ++j) {
+    const bool first = j < DV / 32;
+    const u32 from_q = first ? at_q ^ (2 * j << 5) : more_q ^ (2 * j - DV / 16 << 5);
+    const u32 from_k = first ? at_k ^ (j << 6) : more_k ^ (j - DV / 32 << 6);
     u32 a[2][4], b[2][4];
-    matrices(a[0], at_q ^ (2 * j << 5));
-    matrices(a[1], at_q ^ ((2 * j + 1) << 5));
-    matrices(b[0], at_k ^ (j << 6));
-    matrices(b[1], (at_k ^ (j << 6)) + 8 * ROW);
+    matrices(a[0], from_q);
+    matrices(a[1], from_q ^ 32);
+    matrices(b[0], from_k);
+    matrices(b[1], from_k + 8 * (first ? ROW : MORE * 2));
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       product(s[tile], a[0], b[tile][0], b[tile][1]);
@@ -321,7 +346,7 @@ __device__ __forceinline__ void attend(
       sums.m[r] = m;
       sums.l[r] *= alpha;
 #pragma unroll
-      for (int i = 0; i < D / 8; ++i) {
+      for (int i = 0; i < DV / 8; ++i) {
         sums.o[i][2 * r] *= alpha;
         sums.o[i][2 * r + 1] *= alpha;
       }
@@ -337,10 +362,20 @@ __device__ __forceinline__ void attend(
   const u32 a[4] = {pack(p[0][0], p[0][1]), pack(p[0][2], p[0][3]), pack(p[1][0], p[1][1]),
                     pack(p[1][2], p[1][3])};
   const u32 at = v + row * ROW + ((lane / 16 ^ (row & 7)) << 4);
+  u32 kept[2] = {ALL, ALL};  // values that another token alone sees may be NaN
+  if (TOGETHER > 1) {
 #pragma unroll
-  for (int j = 0; j < D / 16; ++j) {
+    for (int i = 0; i < 2; ++i) {
+      const int key = i * 8 + lane % 4 * 2;
+      kept[i] = (key >= begin && key < end ? 0xffffu : 0) |
+                (key + 1 >= begin && key + 1 < end ? 0xffff0000u : 0);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < DV / 16; ++j) {
     u32 b[4];
     matrices_turned(b, at ^ (j << 5));
+    b[0] &= kept[0], b[1] &= kept[1], b[2] &= kept[0], b[3] &= kept[1];
     product(sums.o[2 * j], a, b[0], b[1]);
     product(sums.o[2 * j + 1], a, b[2], b[3]);
   }
@@ -402,9 +437,9 @@ __device__ __forceinline__ int rank_of(const int *keys, int n, int i) {
   return rank;
 }
 
-// The best FREE of many keys by rank, and where they stand; the whole block calls. Only those are
+// The best FREE of a token's many keys by rank, and where they stand; its warps call. Only those are
 // ranked that reach what FREE of the lanes' largest reach.
-__device__ __forceinline__ void find_of_many(Shared &shared, const int *keys, int n) {
+__device__ __forceinline__ void find_of_many(Shared &shared, int token, const int *keys, int n) {
   const int lane = threadIdx.x % 32;
   int top = 0, larger = 0;
 #pragma unroll 4
@@ -413,28 +448,28 @@ __device__ __forceinline__ void find_of_many(Shared &shared, const int *keys, in
   for (int i = 1; i < 32; ++i) larger += above(__shfl_sync(ALL, top, lane + i), top);
   const int bound = max(__reduce_min_sync(ALL, larger < FREE ? top : 0x7fffffff), 1);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < (n + 31) / 32 * 32; i += THREADS) {
+  for (int i = thread(); i < (n + 31) / 32 * 32; i += OURS) {
     const int key = i < n ? keys[i] : 0;
     const u32 those = __ballot_sync(ALL, key >= bound);
     int at = 0;
-    if (lane == 0 && those) at = atomicAdd(&shared.survived, __popc(those));
+    if (lane == 0 && those) at = atomicAdd(&shared.survived[token], __popc(those));
     at = __shfl_sync(ALL, at, 0) + __popc(those & ((1u << lane) - 1));
-    if (key >= bound) shared.survivors[at] = make_int2(key, i);
+    if (key >= bound) shared.survivors[token][at] = make_int2(key, i);
   }
   __syncthreads();
-  const int all = shared.survived;
+  const int all = shared.survived[token];
 #pragma unroll 1
-  for (int i = threadIdx.x; i < all; i += THREADS) {
-    const int2 mine = shared.survivors[i];
+  for (int i = thread(); i < all; i += OURS) {
+    const int2 mine = shared.survivors[token][i];
     int before = 0;
 #pragma unroll 4
     for (int j = 0; j < all; ++j) {
-      const int2 other = shared.survivors[j];
+      const int2 other = shared.survivors[token][j];
       before += other.x > mine.x || (other.x == mine.x && other.y < mine.y);
     }
     if (before < FREE) {
-      shared.best_key[before] = mine.x;
-      shared.best_at[before] = mine.y;
+      shared.best_key[token][before] = mine.x;
+      shared.best_at[token][before] = mine.y;
     }
   }
 }
@@ -443,22 +478,22 @@ __device__ __forceinline__ void find_of_many(Shared &shared, const int *keys, in
 // heads as whole numbers of the same order, 0 for blocks that are forced anyway.
 // lse: of head lane % 16; EARLY: of the compressed keys in the lower half of a warp.
 __device__ __forceinline__ void score_blocks(
-    Shared &shared, int first_unit, int units, int own, float lse) {
+    Shared &shared, int token, int first_unit, int units, int own, float lse) {
   // Half a warp takes a unit, a thread a head.
   const int lane = threadIdx.x % 32, head = lane % 16, which = lane % 4;
   if (EARLY) lse = __shfl_sync(ALL, lse, head);
 #pragma unroll 1
-  for (int begin = threadIdx.x / 32 * 2; begin < units; begin += AT_ONCE * THREADS / 16) {
+  for (int begin = thread() / 32 * 2; begin < units; begin += AT_ONCE * OURS / 16) {
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k) {
-      const int unit = begin + lane / 16 + k * THREADS / 16, at = min(unit, units - 1);
-      const Pooled &pooled = shared.pooled[at];
+      const int unit = begin + lane / 16 + k * OURS / 16, at = min(unit, units - 1);
+      const Pooled &pooled = shared.pooled[token][at];
       const float weight = head < HEADS ? exp2_(pooled.max[head] - lse) : 0.0f;
       float score[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) score[i] = from_half(pooled.block[head][i]) * weight;
       if (OVERLAP && head < HEADS && first_unit + at > 0) {
-        const Pooled &previous = shared.pooled[max(at - 1, 0)];
+        const Pooled &previous = shared.pooled[token][max(at - 1, 0)];
         const float2 before = at > 0 ? make_float2(from_half(previous.spill[head]),
                                                    previous.max[head])
                                      : shared.recv_spill[head];
@@ -475,7 +510,7 @@ __device__ __forceinline__ void score_blocks(
       if (head < 4 && unit < units) {
         const int block = (first_unit + unit) * 4 + which;
         const bool free = block >= N_INIT && own - block >= N_LOCAL;
-        shared.keys[unit * 4 + which] = free ? __float_as_int(x == x ? x : 0.0f) + 1 : 0;
+        shared.keys[token][unit * 4 + which] = free ? __float_as_int(x == x ? x : 0.0f) + 1 : 0;
       }
     }
   }
@@ -486,28 +521,29 @@ __device__ __forceinline__ void score_blocks(
 // units: whose keys are here; of them cmp_units from first_unit on are this block's. each: how many
 // selection blocks a block tells.
 __device__ __forceinline__ void choose_blocks(
-    Shared &shared, bool told, int units, int first_unit, int cmp_units, int each, int rank) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Shared &shared, int token, bool told, int units, int first_unit, int cmp_units, int each,
+    int rank) {
+  const int lane = threadIdx.x % 32, warp = thread() / 32;
 #pragma unroll 1
   for (int level = told; level <= (CLUSTER > 1); ++level) {
     const bool own_keys = level == 0 || told;
-    const int *keys = own_keys ? shared.keys : shared.recv_key;
+    const int *keys = own_keys ? shared.keys[token] : shared.recv_key;
     const int n = own_keys ? units * 4 : CLUSTER * each;
     const int from = told ? first_unit * 4 : level == 0 ? 0 : rank * each;
     const int count = own_keys ? cmp_units * 4 : each;
     if (level == 0 && n > FEW) {
-      find_of_many(shared, keys, n);
+      find_of_many(shared, token, keys, n);
     } else {
 #pragma unroll 1
-      for (int first = warp * 32 / TEAM; first < count; first += THREADS / TEAM) {
+      for (int first = warp * 32 / TEAM; first < count; first += OURS / TEAM) {
         const int i = from + min(first + lane / TEAM, count - 1), at = rank_of(keys, n, i);
         if (first + lane / TEAM >= count || at >= FREE) continue;
         if (level == 0) {
-          shared.best_key[at] = keys[i], shared.best_at[at] = i;
+          shared.best_key[token][at] = keys[i], shared.best_at[token][at] = i;
         } else {
           const u32 block = told ? i : shared.recv_block[i];
           for (int to = lane % TEAM; to < CLUSTER; to += TEAM)
-            send(&shared.chosen[at], block, to, shared.bars + 3);
+            send(&shared.chosen[token][at], block, to, shared.bars + 3);
         }
       }
     }
@@ -518,17 +554,51 @@ __device__ __forceinline__ void choose_blocks(
       for (int i = threadIdx.x; i < CLUSTER * FREE; i += THREADS) {
         const int which = i % FREE, to = i / FREE, at = rank * each + which;
         if (which >= each) continue;
-        send(&shared.recv_key[at], (u32)shared.best_key[which], to, shared.bars + 2);
-        send(&shared.recv_block[at], (u32)(first_unit * 4 + shared.best_at[which]), to,
+        send(&shared.recv_key[at], (u32)shared.best_key[token][which], to, shared.bars + 2);
+        send(&shared.recv_block[at], (u32)(first_unit * 4 + shared.best_at[token][which]), to,
              shared.bars + 2);
       }
 #else
-      if (threadIdx.x < FREE) shared.chosen[threadIdx.x] = shared.best_at[threadIdx.x];
+      if (thread() < FREE) shared.chosen[token][thread()] = shared.best_at[token][thread()];
 #endif
     }
     receive(shared.bars + 2 + level);
   }
 }
+
+#if TOGETHER > 1
+// The blocks that tokens chose, `each` of them, every block once; how many there are.
+__device__ __forceinline__ int unite(Shared &shared, int token, int each) {
+  const int lane = threadIdx.x % 32;
+  const bool asks = threadIdx.x < TOGETHER * 32;  // a warp for each token
+  const int block = asks && lane < each ? shared.chosen[token][lane] : -1;
+  bool first = block >= 0;
+  int whose = 0;
+  if (asks) {
+#pragma unroll
+    for (int t = 0; t < TOGETHER; ++t) {
+      bool same = false;
+#pragma unroll 4
+      for (int i = 0; i < each; ++i) same |= shared.chosen[t][i] == block;
+      whose |= same << t;
+      first &= t >= token || !same;
+    }
+    const u32 those = __ballot_sync(ALL, first);
+    if (lane == 0) shared.first[token] = those;
+  }
+  __syncthreads();
+  int before = __popc(shared.first[token] & ((1u << lane) - 1)), all = 0;
+#pragma unroll
+  for (int t = 0; t < TOGETHER; ++t) {
+    const int some = __popc(shared.first[t]);
+    before += t < token ? some : 0;
+    all += some;
+  }
+  if (first) shared.united[before] = make_int2(block, whose);
+  __syncthreads();
+  return all;
+}
+#endif
 
 // ---- the step ---------------------------------------------------------------------------------
 
@@ -540,11 +610,17 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared &shared = *reinterpret_cast<Shared *>(memory + WARPS * STAGES * STAGE);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rank = cluster_rank(), group = blockIdx.x / CLUSTER, batch = blockIdx.y;
-  const int G = args.groups, program = batch * G + group, mode = args.mode;
-  const int length = args.lens[batch];
-  if (threadIdx.x == 0) shared.survived = 0;
-  if (threadIdx.x < FREE) shared.best_key[threadIdx.x] = 0;
+  const int rank = cluster_rank(), group = blockIdx.x / CLUSTER;
+  const int parts = TOKENS / TOGETHER, batch = blockIdx.y / parts;
+  const int token = warp % TOGETHER, team = warp / TOGETHER;
+  const int G = args.groups, program = (blockIdx.y * TOGETHER + token) * G + group;
+  const int mode = args.mode;
+  // Up to this cluster's last token and this warp's. Clusters of a sequence are neighbours, which
+  // read the same keys.
+  const int all_length = args.lens[batch] - (parts - 1 - (int)blockIdx.y % parts) * TOGETHER;
+  const int length = all_length - (TOGETHER - 1 - token);
+  if (thread() == 0) shared.survived[token] = 0;
+  if (thread() < FREE) shared.best_key[token][thread()] = 0;
 #if CLUSTER > 1
   if (threadIdx.x == 0) {
     for (int i = 0; i < 5; ++i) init(shared.bars + i);
@@ -554,11 +630,18 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
 #endif
 
   const i64 first_head = (i64)program * HEADS;
-  for (int i = threadIdx.x; i < 16 * CHUNKS; i += THREADS) {
+  for (int i = thread(); i < 16 * CHUNKS; i += OURS) {
     const int head = i / CHUNKS, chunk = i % CHUNKS;
-    copy16(shared_address(shared.q[head]) + ((chunk ^ (head & 7)) << 4),
+    copy16(shared_address(shared.q[token] + head * DV) + ((chunk ^ (head & 7)) << 4),
            args.q + (first_head + (head < HEADS ? head : 0)) * D + chunk * 8, head < HEADS);
   }
+#if MORE > 0
+  for (int i = thread(); i < 2 * MORE; i += OURS) {
+    const int head = i / (MORE / 8), chunk = i % (MORE / 8);
+    copy16(shared_address(shared.q[token] + 16 * DV + head * MORE) + ((chunk ^ (head & 7)) << 4),
+           args.q + (first_head + (head < HEADS ? head : 0)) * D + DV + chunk * 8, head < HEADS);
+  }
+#endif
   commit();
   GATE gates[2][3];  // of this thread's heads
 #pragma unroll
@@ -570,12 +653,13 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   }
 
   // What this block has to do, in units: compressed, window, forced and (later) chosen keys.
-  const int own = (length - 1) / L_SEL;
-  const int n_cmp = length >= L ? (length - L) / STRIDE + 1 : 0;
-  const int all_units = own / 4 + 1;
+  const int own = (length - 1) / L_SEL, all_own = (all_length - 1) / L_SEL;
+  auto compressed = [](int length) { return length >= L ? (length - L) / STRIDE + 1 : 0; };
+  const int n_cmp = compressed(all_length);
+  const int all_units = all_own / 4 + 1;
   const int share = (all_units + CLUSTER - 1) / CLUSTER;
   const int first_unit = min(rank * share, all_units);
-  const bool whole = mode == STEP, few = own + 1 <= N_SEL;
+  const bool whole = mode == STEP, few = all_own + 1 <= N_SEL;
   const int cmp_units = whole || mode == CMP ? min(share, all_units - first_unit) : 0;
   // Every block gets all block sums and finds the best by itself; else each tells its best ones.
   const bool told = CLUSTER > 1 && whole && !few && share <= TOLD;
@@ -587,42 +671,51 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     expect(shared.bars + 1, CLUSTER * 16 * 8);
     expect(shared.bars + 2, CLUSTER * min(FREE, share * 4) * 8);
     expect(shared.bars + 3, FREE * 4);
-    expect(shared.bars + 4, 2 * 16 * D * 4 + 16 * 8);
+    expect(shared.bars + 4, 2 * 16 * DV * 4 + 16 * 8);
   }
 #endif
-  const int win_begin = max(length - WINDOW, 0);
-  const int win_all = whole || mode == WIN ? (length - 1) / UNIT - win_begin / UNIT + 1 : 0;
+  const int win_begin = max(all_length - (TOGETHER - 1) - WINDOW, 0);
+  const int win_all = whole || mode == WIN ? (all_length - 1) / UNIT - win_begin / UNIT + 1 : 0;
   const int win_units = (win_all - rank + CLUSTER - 1) / CLUSTER;
-  const int forced = few ? own + 1 : N_INIT + N_LOCAL;
-  const int forced_all = whole ? forced * UNITS_PER_BLOCK : 0;
+  const int first_own = (all_length - TOGETHER) / L_SEL;
+  const int forced = few ? all_own + 1 : N_INIT + N_LOCAL;
+  const int forced_all = whole ? (forced + (few ? 0 : all_own - first_own)) * UNITS_PER_BLOCK : 0;
   const int from_end = CLUSTER - 1 - rank;  // who has one window unit more has no forced one more
   const int forced_units = (forced_all - from_end + CLUSTER - 1) / CLUSTER;
   const int known = cmp_units + win_units + forced_units;
   const int chosen_all = (mode == SEL ? N_SEL : whole && !few ? FREE : 0) * UNITS_PER_BLOCK;
-  const int total = known + (chosen_all - rank + CLUSTER - 1) / CLUSTER;
+  int total = known + (chosen_all - rank + CLUSTER - 1) / CLUSTER;
 
   if (mode == SEL) {
-    if (threadIdx.x < N_SEL)
-      shared.chosen[threadIdx.x] = args.indices[(i64)program * N_SEL + threadIdx.x];
+    if (thread() < N_SEL)
+      shared.chosen[token][thread()] = args.indices[(i64)program * N_SEL + thread()];
     __syncthreads();
+#if TOGETHER > 1
+    total = known + unite(shared, token, N_SEL) * UNITS_PER_BLOCK;
+#endif
   }
 
-  auto forced_block = [&](int i) { return few || i < N_INIT ? i : own - N_LOCAL + 1 + i - N_INIT; };
+  auto forced_block = [&](int i, int own) {
+    return few || i < N_INIT ? i : own - N_LOCAL + 1 + i - N_INIT;
+  };
   // Calls this warp's next units into its ring, as many as there is room for.
   const u32 ring = shared_address(memory) + warp * STAGES * STAGE;
-  const int width = G * D;
-  int issued = 0, done = 0;
-  u64 seen = 0;  // of those under way the first seen key, and the first that is not, a byte each
+  const int k_width = G * D, v_width = G * DV;
+  int issued = 0, done = 0;  // units that this warp has asked for, and that its team has attended
+  u64 seen = 0;              // of those under way the first seen key, and the first that is not, a byte each
+  auto nth = [&](int n) { return team + (n * TOGETHER + token) * TEAMS; };
   auto bring = [&](int limit) {
 #pragma unroll 1
-    for (; issued - done < STAGES && warp + issued * WARPS < limit; ++issued) {
+    for (; issued - done / TOGETHER < STAGES && nth(issued) < limit; ++issued) {
       const u16 *K, *V;
-      int i = warp + issued * WARPS, key, begin = 0, end = length, rows, wrap = UNIT;
+      int i = nth(issued), key, begin = 0, end = all_length, rows, wrap = UNIT;
+      int whose = (1 << TOGETHER) - 1;
       i64 slot;
       if (i < cmp_units) {
         K = args.kc, V = args.vc, rows = args.cmp_rows;
         slot = key = (first_unit + i) * UNIT;
         end = n_cmp;
+        whose |= CMP << 8;
       } else {
         i -= cmp_units;
         const bool window = i < win_units;
@@ -630,16 +723,22 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
           K = args.kw, V = args.vw, rows = args.win_rows;
           key = (win_begin / UNIT + rank + i * CLUSTER) * UNIT;
           begin = win_begin - key;
+          whose |= WIN << 8;
         } else {
           K = args.ks, V = args.vs, rows = args.sel_rows;
           i -= win_units;
           int block;
           if (i < forced_units) {
             i = from_end + i * CLUSTER;
-            block = forced_block(i / UNITS_PER_BLOCK);
+            block = forced_block(i / UNITS_PER_BLOCK, first_own);
           } else {
             i = rank + (i - forced_units) * CLUSTER;
-            block = shared.chosen[i / UNITS_PER_BLOCK];
+#if TOGETHER > 1
+            block = shared.united[i / UNITS_PER_BLOCK].x;
+            whose = shared.united[i / UNITS_PER_BLOCK].y | SEL << 8;
+#else
+            block = shared.chosen[0][i / UNITS_PER_BLOCK];
+#endif
           }
           key = block * L_SEL + i % UNITS_PER_BLOCK * UNIT;
           if (block < 0) end = key;  // none: nothing is seen
@@ -657,15 +756,19 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       }
       begin = max(begin, 0), end = min(max(end - key, 0), UNIT);
       const int stage = issued % STAGES;
+#if TOGETHER > 1
+      if (lane == 0) shared.slots[warp][stage] = make_int2(key, whose);
+#else
       seen = seen & ~(0xffffull << stage * 16) | (u64)(begin | end << 8) << stage * 16;
+#endif
       // A lane copies the same 16 bytes of every row / CHUNKS.
       const int chunk = lane % CHUNKS, step = 32 / CHUNKS;
-      const i64 from = (((i64)batch * rows + slot + lane / CHUNKS) * G + group) * D + chunk * 8;
+      const i64 from = ((i64)batch * rows + slot + lane / CHUNKS) * G + group;
       const u32 to = ring + stage * STAGE + lane / CHUNKS * ROW;
-      const u16 *k = K + from, *v = V + from;
+      const u16 *k = K + (from * D + chunk * 8), *v = V + (from * DV + chunk * 8);
       if (begin == 0 && end == UNIT && (!RING || wrap >= UNIT)) {
 #pragma unroll
-        for (int j = 0; j < UNIT / step; ++j, k += step * width, v += step * width) {
+        for (int j = 0; j < UNIT / step; ++j, k += step * k_width, v += step * v_width) {
           const u32 where = to + j * step * ROW + ((chunk ^ (lane / CHUNKS + j * step & 7)) << 4);
           copy16(where, k);
           copy16(where + UNIT * ROW, v);
@@ -675,11 +778,23 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         for (int j = 0; j < UNIT / step; ++j) {
           const int r = lane / CHUNKS + j * step;
           const bool live = r >= begin && r < end;  // else nothing is read, and zeros are stored
-          i64 at = (i64)j * step * width;
-          if (RING && r >= wrap) at -= (i64)rows * width;
+          i64 at = (i64)j * step * k_width, v_at = (i64)j * step * v_width;
+          if (RING && r >= wrap) at -= (i64)rows * k_width, v_at -= (i64)rows * v_width;
           const u32 where = to + j * step * ROW + ((chunk ^ (r & 7)) << 4);
           copy16(where, live ? k + at : K, live);
-          copy16(where + UNIT * ROW, live ? v + at : V, live);
+          copy16(where + UNIT * ROW, live ? v + v_at : V, live);
+        }
+      }
+      if (MORE > 0) {
+        const int chunk = lane % 8;
+        const i64 first = ((i64)batch * rows + slot) * G + group;
+        const u16 *k = K + (first * D + DV + chunk * 8);
+#pragma unroll
+        for (int r = lane / 8; r < UNIT; r += 4) {
+          const bool live = r >= begin && r < end;
+          const i64 at = RING && r >= wrap ? r - rows : r;
+          const u32 where = ring + stage * STAGE + 2 * UNIT * ROW + r * MORE * 2;
+          copy16(where + ((chunk ^ (r & 7)) << 4), live ? k + at * k_width : K, live);
         }
       }
       commit();
@@ -692,10 +807,10 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   // EARLY: the window is attended before blocks are chosen, and one exchange serves the normalisers
   // of both. Else the window's keys arrive while blocks are chosen, which keeps the memory busy
   // where many steps share it.
-  float kept[D / 8][4];  // outputs of compressed and window keys, each by its gate
+  float kept[DV / 8][4];  // outputs of compressed and window keys, each by its gate
   if (!EARLY) {
 #pragma unroll
-    for (int i = 0; i < D / 8; ++i)
+    for (int i = 0; i < DV / 8; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) kept[i][j] = 0.0f;
   }
@@ -712,20 +827,44 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         phase == 0 ? cmp_units : phase == 1 ? cmp_units + win_units : last ? total : 0;
     if (!EARLY || phase != 2) sums.clear();
 #pragma unroll 1
-    for (;;) {
+    for (bool begun = false;; begun = true) {
       bring(limit);
-      const int i = warp + done * WARPS, stage = done % STAGES;
+      const int i = team + done * TEAMS, round = done / TOGETHER, stage = round % STAGES;
       if (live && i >= phase_end) break;
+#if TOGETHER > 1
+      // A round of units, each of which another warp of the team has brought for all.
+      if (live && (!begun || done % TOGETHER == 0)) {
+        await_copies(max(issued - round - 1, 0));
+        meet(team);
+      }
+      const int whose_ring = team * TOGETHER + done % TOGETHER;
+      const u32 unit = shared_address(memory) + (whose_ring * STAGES + stage) * STAGE;
+      int begin = 0, end = 0;
+      if (live) {
+        const int2 slot = shared.slots[whose_ring][stage];
+        const int key = slot.x, block = key / L_SEL, kind = slot.y >> 8;
+        bool sees = slot.y >> token & 1;
+        if (kind == FORCED) sees = few || block < N_INIT || own - block < N_LOCAL;
+        begin = kind == WIN ? max(length - WINDOW - key, 0) : 0;
+        end = sees ? min((kind == CMP ? compressed(length) : length) - key, UNIT) : 0;
+      }
+      const bool any = begin < end || phase == 0 || !live;  // every unit is pooled
+#else
       if (live) await_copies(issued - done - 1);
       __syncwarp();
-      const u32 ends = live ? seen >> stage * 16 : 0;
-      float p[2][4];
-      attend(sums, p, shared_address(shared.q), ring + stage * STAGE, ends & 255, ends >> 8 & 255,
-             args.scale_log2);
-      if (whole && phase == 0) pool(shared.pooled[kept_from + i], p, sums.m, live);
+      const u32 ends = live ? seen >> stage * 16 : 0, unit = ring + stage * STAGE;
+      const int begin = ends & 255, end = ends >> 8 & 255;
+      const bool any = true;
+#endif
+      if (any) {
+        float p[2][4];
+        attend(sums, p, shared_address(shared.q[token]), unit, begin, end, args.scale_log2);
+        if (whole && phase == 0) pool(shared.pooled[token][kept_from + i], p, sums.m, live);
+      }
       __syncwarp();
       if (live) {
         ++done;
+        if (TOGETHER > 1 && done % TOGETHER == 0) meet(team);  // its places are free
       } else {
         sums.clear();
         await_copies(issued);  // of the queries
@@ -745,7 +884,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       for (int r = 0; r < 2; ++r) {
         kept_m[r] = sums.m[r];
 #pragma unroll
-        for (int i = 0; i < D / 8; ++i) {
+        for (int i = 0; i < DV / 8; ++i) {
           kept[i][2 * r] = sums.o[i][2 * r];
           kept[i][2 * r + 1] = sums.o[i][2 * r + 1];
         }
@@ -762,25 +901,26 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 #pragma unroll 1
-      for (int i = threadIdx.x; i < (EARLY ? 2 : 1) * CLUSTER * 16; i += THREADS) {
+      for (int i = thread(); i < (EARLY ? 2 : 1) * CLUSTER * 16; i += OURS) {
         const int head = i % 16, to = i / 16 % CLUSTER, branch = first + i / 16 / CLUSTER;
         float m = NEVER, l = 0.0f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) m = fmaxf(m, shared.warp_ml[w][branch][head].x);
+        for (int w = token; w < WARPS; w += TOGETHER)
+          m = fmaxf(m, shared.warp_ml[w][branch][head].x);
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
+        for (int w = token; w < WARPS; w += TOGETHER) {
           const float2 part = shared.warp_ml[w][branch][head];
           l += part.y * exp2_(part.x - m);
         }
-        send(&shared.recv_ml[rank][branch][head], make_float2(m, l), to, shared.bars + first);
+        send(&shared.recv_ml[token][rank][branch][head], make_float2(m, l), to, shared.bars + first);
         if (CLUSTER > 1 && !told && branch == 0 && to == rank + 1) {
-          const Pooled &end = shared.pooled[max(cmp_units - 1, 0)];
+          const Pooled &end = shared.pooled[token][max(cmp_units - 1, 0)];
           send(&shared.recv_spill[head], make_float2(from_half(end.spill[head]), end.max[head]),
                to, shared.bars);
         }
       }
       if (told && first == 0) {
-        const float4 *mine = (const float4 *)(shared.pooled + kept_from);
+        const float4 *mine = (const float4 *)(shared.pooled[0] + kept_from);
 #pragma unroll 1
         for (int to = warp; to < CLUSTER; to += WARPS)
           for (int i = lane; i < cmp_units * (int)(sizeof(Pooled) / 16) && to != rank; i += 32)
@@ -791,19 +931,24 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         const int branch = EARLY ? lane / 16 : phase;
         float m = NEVER, l = 0.0f;
 #pragma unroll
-        for (int c = 0; c < CLUSTER; ++c) m = fmaxf(m, shared.recv_ml[c][branch][lane % 16].x);
+        for (int c = 0; c < CLUSTER; ++c) 
+          m = fmaxf(m, shared.recv_ml[token][c][branch][lane % 16].x);
 #pragma unroll
         for (int c = 0; c < CLUSTER; ++c) {
-          const float2 part = shared.recv_ml[c][branch][lane % 16];
+          const float2 part = shared.recv_ml[token][c][branch][lane % 16];
           l += part.y * exp2_(part.x - m);
         }
         lse = l > 0.0f ? m + log2_(l) : l == 0.0f ? INFINITY_ : l;  // a NaN stays one
       }
       if (first == 0 && whole && !few) {
         const int units = told ? all_units : cmp_units;
-        score_blocks(shared, told ? 0 : first_unit, units, own, lse);
+        score_blocks(shared, token, told ? 0 : first_unit, units, own, lse);
         __syncthreads();
-        choose_blocks(shared, told, units, first_unit, cmp_units, min(FREE, share * 4), rank);
+        choose_blocks(
+            shared, token, told, units, first_unit, cmp_units, min(FREE, share * 4), rank);
+#if TOGETHER > 1
+        total = known + unite(shared, token, FREE) * UNITS_PER_BLOCK;
+#endif
       }
       limit = total;
       if (EARLY) continue;
@@ -818,7 +963,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       float kept_by = 1.0f;
       if (EARLY) kept_by = gate_of(gates[r][0]) * exp2_(kept_m[r] - __shfl_sync(ALL, lse, head));
 #pragma unroll
-      for (int i = 0; i < D / 8; ++i)
+      for (int i = 0; i < DV / 8; ++i)
 #pragma unroll
         for (int j = 2 * r; j < 2 * r + 2; ++j)
           kept[i][j] = kept[i][j] * kept_by + sums.o[i][j] * by;
@@ -827,31 +972,32 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
 
   // Sums over the warps: outputs of both kinds, through the rings. Chunks of 8 columns take turns
   // by the head's number, so that threads of a warp hit different banks.
+  if (TOGETHER > 1) meet(team);  // the last round may have ended early
   sums.close();
-  const int corner = warp * STAGES * STAGE + lane / 4 * (D * 4 + 32) + lane % 4 * 8;
+  const int corner = warp * STAGES * STAGE + lane / 4 * (DV * 4 + 32) + lane % 4 * 8;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float gate = gate_of(gates[r][1]);
     if (lane % 4 == 0)
       shared.warp_sel_ml[warp][lane / 4 + 8 * r] = make_float2(sums.m[r], sums.l[r]);
 #pragma unroll
-    for (int i = 0; i < D / 8; ++i) {
-      unsigned char *to = memory + (corner ^ i * 32) + r * 8 * D * 4;
+    for (int i = 0; i < DV / 8; ++i) {
+      unsigned char *to = memory + (corner ^ i * 32) + r * 8 * DV * 4;
       *(float2 *)to = make_float2(kept[i][2 * r], kept[i][2 * r + 1]);
       *(float2 *)(to + STAGE) = make_float2(sums.o[i][2 * r] * gate, sums.o[i][2 * r + 1] * gate);
     }
   }
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < 16 * D / 4; i += THREADS) {
-    const int head = i / (D / 4), column = i % (D / 4) * 4;
-    const int at = (head * D + ((column / 8) ^ (head & 7)) * 8 + column % 8) * 4;
+  for (int i = thread(); i < 16 * DV / 4; i += OURS) {
+    const int head = i / (DV / 4), column = i % (DV / 4) * 4;
+    const int at = (head * DV + ((column / 8) ^ (head & 7)) * 8 + column % 8) * 4;
     float m = NEVER, l = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) m = fmaxf(m, shared.warp_sel_ml[w][head].x);
+    for (int w = token; w < WARPS; w += TOGETHER) m = fmaxf(m, shared.warp_sel_ml[w][head].x);
     float4 sum = make_float4(0, 0, 0, 0), sel = sum;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
+    for (int w = token; w < WARPS; w += TOGETHER) {
       const float2 ml = shared.warp_sel_ml[w][head];
       const float weight = exp2_(ml.x - m);
       l += ml.y * weight;
@@ -861,7 +1007,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       sel.x += b.x * weight, sel.y += b.y * weight, sel.z += b.z * weight, sel.w += b.w * weight;
     }
 #if CLUSTER > 1
-    const int part = 16 * D / CLUSTER, to = i * 4 / part;
+    const int part = 16 * DV / CLUSTER, to = i * 4 / part;
     send(&shared.recv[rank][0][i * 4 % part], sum, to, shared.bars + 4);
     send(&shared.recv[rank][1][i * 4 % part], sel, to, shared.bars + 4);
     if (column == 0)  // a block ends whole heads
@@ -869,15 +1015,15 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
 #else
     if (head < HEADS) {
       const float by = l == 0.0f ? 0.0f : 1.0f / l;
-      *(uint2 *)(args.out + (first_head + head) * D + column) =
+      *(uint2 *)(args.out + (first_head + head) * DV + column) =
           make_uint2(pack(sum.x + sel.x * by, sum.y + sel.y * by),
                      pack(sum.z + sel.z * by, sum.w + sel.w * by));
     }
 #endif
   }
-  if (whole && rank == 0 && warp == WARPS - 1) {  // ascending
+  if (whole && rank == 0 && team == TEAMS - 1) {  // ascending
     const int mine = lane >= N_SEL || (few && lane > own) ? (1 << 30) + lane
-                     : lane < forced ? forced_block(lane) : shared.chosen[lane - forced];
+                     : lane < forced ? forced_block(lane, own) : shared.chosen[token][lane - forced];
     int at = 0;
 #pragma unroll 4
     for (int i = 0; i < N_SEL; ++i) at += __shfl_sync(ALL, mine, i) < mine;
@@ -885,9 +1031,9 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   }
 #if CLUSTER > 1
   receive(shared.bars + 4);
-  const int part = 16 * D / CLUSTER;
+  const int part = 16 * DV / CLUSTER;
   for (int i = threadIdx.x * 2; i < part; i += THREADS * 2) {
-    const int head = (rank * part + i) / D, column = (rank * part + i) % D;
+    const int head = (rank * part + i) / DV, column = (rank * part + i) % DV;
     float m = NEVER, l = 0.0f;
     float2 sum = make_float2(0, 0), sel = sum;
 #pragma unroll
@@ -904,7 +1050,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     }
     const float by = l == 0.0f ? 0.0f : 1.0f / l;
     if (head < HEADS)
-      *(u32 *)(args.out + (first_head + head) * D + column) =
+      *(u32 *)(args.out + (first_head + head) * DV + column) =
           pack(sum.x + sel.x * by, sum.y + sel.y * by);
   }
 #endif

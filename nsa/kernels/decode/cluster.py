@@ -35,20 +35,25 @@ NAME = "_decode_cluster_kernel"
 SOURCE = Path(__file__).with_suffix(".cu")
 UNIT = 16  # keys that a warp takes at a time
 HEADS = 16  # rows of a product
+HEAD_SIZES = (64, 64), (128, 64), (128, 128), (192, 128)  # of keys and values
+MOST_TOKENS = 8
 MOST_SELECTED = 32
 SHARED_MOST = {1: 227 << 10, 2: 113 << 10}  # bytes of a block, of so many on a multiprocessor
 SMS = 132  # of an H100 or H200 (SXM), for which the following is
-# For up to so many sequences * groups: blocks of a cluster, warps of a block, and how many blocks a
-# multiprocessor takes, which the rest have as well. Large clusters do not fit beside each other as
-# often as their blocks would: H200, 16 of 8 blocks take turns.
+# For up to so many programs (sequences * groups * new tokens, a cluster each): blocks of a cluster,
+# warps of a block, and how many blocks a multiprocessor takes, which the rest have as well. Large
+# clusters do not fit beside each other as often as their blocks would: H200, 16 of 8 blocks take
+# turns.
 SHAPES = ((4, 16, 8, 1), (8, 8, 8, 1), (16, 4, 8, 1), (32, 4, 4, 2), (66, 2, 8, 1), (132, 2, 4, 2))
 REST = (1, 4, 2)
+# So many thread blocks that attend for several new tokens are enough, which share what they read.
+TOGETHER_PROGRAMS = 120
 MOST_BLOCKS = 16  # of a cluster
 TOLD = 4  # units of each block up to which every block is told all block sums
-# Sequences * groups up to which the window comes before the choice, in contexts where every block
-# is told all. Blocks of few units have four warps then, whose outputs are sooner summed.
+# Programs up to which the window comes before the choice, in contexts where every block is told
+# all. Blocks of few units have four warps then, whose outputs are sooner summed.
 EARLY_PROGRAMS, EARLY_UNITS, EARLY_WARPS = 4, 2, 4
-MOST_SEQUENCES = 65535  # the second extent of a grid
+MOST_SEQUENCES = 65535  # times new tokens: the second extent of a grid
 MODES = {None: 0, "cmp": 1, "sel": 2, "win": 3}
 GATES = {torch.float32: "float", torch.bfloat16: "u16", torch.float16: "u16"}
 _PARAMS = struct.Struct("12Q6if4x")
@@ -60,10 +65,11 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """cluster: blocks of one; units: of compressed keys that a block may get; early: EARLY of
-    cluster.cu."""
+    """cluster: blocks of one; together: new tokens that it attends for; units: of compressed keys
+    that a block may get; early: EARLY of cluster.cu."""
 
     cluster: int
+    together: int
     warps: int
     stages: int
     occupancy: int
@@ -74,22 +80,25 @@ class ClusterPlan:
     def told(self) -> int:
         return min(TOLD, self.units) if self.cluster > 1 else 0
 
-    def shared(self, dim: int, n_sel: int, free: int) -> int:
+    def shared(self, dim: int, dv: int, n_sel: int, free: int) -> int:
         """Bytes of shared memory: the rings of keys, then `Shared` of cluster.cu."""
-        rings = self.warps * self.stages * 2 * UNIT * dim * 2
-        parts = HEADS * dim * (2 + 8 * (self.cluster > 1))
-        normalisers = 3 * HEADS * 8 * (self.cluster + self.warps) + HEADS * 8
+        rings = self.warps * self.stages * UNIT * (dim + dv) * 2
+        parts = HEADS * (self.together * dim * 2 + dv * 8 * (self.cluster > 1))
+        normalisers = 3 * HEADS * 8 * (self.cluster * self.together + self.warps) + HEADS * 8
         kept = max(self.units, self.cluster * self.told)
-        keys = 4 * (4 * kept + 2 * self.cluster * free + 2 * free + n_sel)
-        keys += 8 * 4 * self.units
-        return rings + parts + normalisers + keys + kept * HEADS * (4 + 2 + 8) + 128
+        keys = 4 * (4 * kept + 2 * free + n_sel) + 8 * 4 * self.units
+        keys = keys * self.together + 4 * 2 * self.cluster * free
+        if self.together > 1:
+            keys += 8 * (self.together * (n_sel + 1) + self.warps * self.stages)
+        sums = self.together * kept * HEADS * (4 + 2 + 8)
+        return rings + parts + normalisers + keys + sums + 128
 
-    def macros(self, dim: int, n_sel: int, free: int) -> dict[str, int]:
+    def macros(self, dim: int, dv: int, n_sel: int, free: int) -> dict[str, int]:
         """What cluster.cu is compiled with for this."""
         return dict(
-            CLUSTER=self.cluster, WARPS=self.warps, STAGES=self.stages, OCCUPANCY=self.occupancy,
-            UNITS=self.units, TOLD=self.told, EARLY=int(self.early),
-            SHARED=self.shared(dim, n_sel, free),
+            D=dim, DV=dv, CLUSTER=self.cluster, TOGETHER=self.together, WARPS=self.warps,
+            STAGES=self.stages, OCCUPANCY=self.occupancy, UNITS=self.units, TOLD=self.told,
+            EARLY=int(self.early), SHARED=self.shared(dim, dv, n_sel, free),
         )  # fmt: skip
 
 
@@ -98,10 +107,10 @@ def why_not(
     n_sel: int, n_init: int, n_local: int, window: int, page: int,
 ) -> str | None:  # fmt: skip
     """Why these sizes have no cluster kernel, None when they have."""
-    if tokens != 1 or not 1 <= heads <= HEADS:
-        return f"one token of up to {HEADS} heads a group, got {tokens} of {heads}"
-    if dtype not in (torch.float16, torch.bfloat16) or dim != dv or dim not in (64, 128):
-        return f"fp16 or bf16 heads of 64 or 128, got {dtype} of {dim} and {dv}"
+    if not 1 <= tokens <= MOST_TOKENS or not 1 <= heads <= HEADS:
+        return f"{MOST_TOKENS} tokens of up to {HEADS} heads a group, got {tokens} of {heads}"
+    if dtype not in (torch.float16, torch.bfloat16) or (dim, dv) not in HEAD_SIZES:
+        return f"fp16 or bf16 heads of {HEAD_SIZES}, got {dtype} of {dim} and {dv}"
     if l_sel != 4 * d or l not in (d, 2 * d) or l_sel % UNIT:
         return f"l_sel = 4 d, l = d or 2 d, got l={l}, d={d}, l_sel={l_sel}"
     if not 1 <= n_local < n_sel - n_init or n_sel > MOST_SELECTED:
@@ -112,21 +121,33 @@ def why_not(
 
 
 def plan(
-    programs: int, dim: int, n_sel: int, free: int, l_sel: int, max_len: int, sms: int = SMS
+    programs: int, dim: int, dv: int, n_sel: int, free: int, l_sel: int, max_len: int,
+    sms: int = SMS, tokens: int = 1,
 ) -> ClusterPlan | None:
-    """For so many sequences * groups; None where block sums do not fit."""
-    filled = programs * SMS / sms
-    cluster, warps, occupancy = next((x for most, *x in SHAPES if filled <= most), REST)
+    """For so many sequences * groups of new tokens; None where block sums do not fit."""
+    filled = programs * tokens * SMS / sms
     all_units = cdiv(cdiv(max_len, l_sel), 4)
-    while cluster <= MOST_BLOCKS:
-        units = pow2(cdiv(all_units, cluster))
-        early = cluster > 1 and filled <= EARLY_PROGRAMS and units <= TOLD
-        if early and units <= EARLY_UNITS:
-            warps = EARLY_WARPS
-        found = ClusterPlan(cluster, warps, 2, occupancy, units, early)
-        if found.shared(dim, n_sel, free) <= SHARED_MOST[occupancy]:
-            return found
-        cluster *= 2
+    for together in range(tokens, 1, -1):
+        if tokens % together or filled / together < TOGETHER_PROGRAMS:
+            continue
+        for warps, occupancy in (4, 2), (8, 1):
+            warps = warps // together * together
+            found = ClusterPlan(1, together, warps, 2, occupancy, pow2(all_units), False)
+            if warps and found.shared(dim, dv, n_sel, free) <= SHARED_MOST[occupancy]:
+                return found
+    least, warps, occupancy = next((x for most, *x in SHAPES if filled <= most), REST)
+    while occupancy:
+        cluster = least
+        while cluster <= MOST_BLOCKS:
+            units = pow2(cdiv(all_units, cluster))
+            early = cluster > 1 and filled <= EARLY_PROGRAMS and units <= TOLD
+            if early and units <= EARLY_UNITS:
+                warps = EARLY_WARPS
+            found = ClusterPlan(cluster, 1, warps, 2, occupancy, units, early)
+            if found.shared(dim, dv, n_sel, free) <= SHARED_MOST[occupancy]:
+                return found
+            cluster *= 2
+        occupancy, warps = occupancy - 1, 2 * warps  # wide keys: one block instead of two
     return None
 
 
@@ -250,18 +271,21 @@ def _kernel(
     if reason:
         return reason
     free = n_sel - n_init - n_local
-    found = plan(batch * groups, dim, n_sel, free, l_sel, max_len, sm_count(device))
-    if found is None or batch > MOST_SEQUENCES:
+    found = plan(
+        batch * groups, dim, dv, n_sel, free, l_sel, max_len, sm_count(device), tokens
+    )
+    if found is None or batch * tokens > MOST_SEQUENCES:
         return "its block sums do not fit, or there are too many sequences"
     macros = dict(
-        D=dim, BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], HEADS=hq // groups, L=l,
-        STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local, WINDOW=window,
-        OVERLAP=int(l > d), PAGE=page, RING=int(ring), **found.macros(dim, n_sel, free),
+        BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], TOKENS=tokens,
+        HEADS=hq // groups, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local,
+        WINDOW=window, OVERLAP=int(l > d), PAGE=page, RING=int(ring),
+        **found.macros(dim, dv, n_sel, free),
     )  # fmt: skip
     function = _function(device, tuple(macros.items()))
     if function is None:
         return "NVRTC or cuda.bindings is not there"
-    grid = groups * found.cluster, batch
+    grid = groups * found.cluster, batch * tokens // found.together
     return ClusterKernel(*function, grid, 32 * found.warps, macros["SHARED"])
 
 
