@@ -290,26 +290,72 @@ def select_blocks(
     return dispatch.run(Branch.BLOCKS, args, flags, backend, key_len=k_cmp.shape[-3])[0]
 
 
+@overload
+def selection_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
+    block_counts: Tensor | int | None = None, ranges: Tensor | None = None, block_size: int = 64,
+    q_start: int = 0, softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def selection_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
+    block_counts: Tensor | int | None = None, ranges: Tensor | None = None, block_size: int = 64,
+    q_start: int = 0, softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def selection_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
+    block_counts: Tensor | int | None = None, ranges: Tensor | None = None, block_size: int = 64,
+    q_start: int = 0, softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
 @transformable
 def selection_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
-    ranges: Tensor | None = None, block_size: int = 64, q_start: int = 0,
-    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    block_counts: Tensor | int | None = None, ranges: Tensor | None = None, block_size: int = 64,
+    q_start: int = 0, softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
-) -> Tensor:  # fmt: skip
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over exactly the selected tokens of each query and group. [B, S, HQ, Dv].
 
     Name the tokens by block_indices int [B, S, G, n] (block j is [j*block_size, (j+1)*block_size)
     cut after query t = q_start + s, -1 none; k reaches the last query) or by ranges int
     [B, S, G, n, 2] of [start, end), which are cut to the keys, but not after the query: the caller
-    answers for causality there. Overlaps count once; an empty row gives 0 and zero gradients.
+    answers for causality there. Blocks come in any order, from any indexer; of block_counts, an int
+    or int [B, S, G], only the first slots of a row count. Overlaps and repetitions count once; an
+    empty row gives 0 and zero gradients.
+
+    return_lse: also the natural-log lse of the scaled scores, fp32 [B, S, HQ] (fp64 for fp64), -inf
+    for an empty row. Gradients go through it on every route, so that merge_state can join the
+    result with that of other keys.
+
     A block behind the last key (packed: of max_seqlen keys) is a ValueError; on a GPU and under
     torch.compile it is a device-side assertion, as PyTorch's own for indices.
+
+    >>> q, k, v = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16), torch.randn(1, 64, 2, 8)
+    >>> blocks = torch.tensor([3, -1, 0, 3]).expand(1, 64, 2, 4)  # block 3 from query 48 on
+    >>> out, lse = selection_attention(q, k, v, blocks, block_size=16, return_lse=True)
+    >>> list(out.shape), list(lse.shape)
+    ([1, 64, 4, 8], [1, 64, 4])
     """
+    if block_counts is not None:
+        block_indices = _counted(block_indices, block_counts)
     settled_by = None
     if cu_seqlens is None and max_seqlen is None and (ranges is None or block_indices is None):
         given = ranges if block_indices is None else block_indices
-        rest = (ranges is None, block_size, q_start, softmax_scale, backend)
+        rest = (ranges is None, block_size, q_start, softmax_scale, backend, return_lse)
         settled_by = settled.key_of((q, k, v, given), flags, *rest)
         out = settled.again(settled_by, q, k, v, given)
         if out is not None:
@@ -317,16 +363,35 @@ def selection_attention(
     return _selected(
         q, k, v, block_indices, ranges, block_size, q_start, softmax_scale=softmax_scale,
         cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, backend=backend, flags=flags,
-        settled_by=settled_by,
+        return_lse=return_lse, settled_by=settled_by,
     )  # fmt: skip
+
+
+def _counted(block_indices: Tensor | None, block_counts: Tensor | int) -> Tensor:
+    """block_indices with -1 behind the first block_counts slots of each row."""
+    if not isinstance(block_indices, Tensor):
+        raise ValueError("block_counts needs block_indices")
+    if isinstance(block_counts, Tensor):
+        if block_counts.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"block_counts must be int32 or int64, got {block_counts.dtype}")
+        if block_counts.shape != block_indices.shape[:-1]:
+            raise ValueError(
+                f"block_counts must be {list(block_indices.shape[:-1])}, as block_indices without "
+                f"its last dimension, got {list(block_counts.shape)}"
+            )
+        block_counts = block_counts[..., None]
+    else:
+        check_int("block_counts", block_counts, 0)
+    slot = torch.arange(block_indices.shape[-1], device=block_indices.device)
+    return block_indices.masked_fill(slot >= block_counts, -1)
 
 
 def _selected(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None, ranges: Tensor | None,
     block_size: int, q_start: int, *, softmax_scale: float | None, cu_seqlens: Tensor | None,
     max_seqlen: int | None, backend: str | None, flags: Flags | None, alone: bool = True,
-    settled_by: tuple | None = None,
-) -> Tensor:  # fmt: skip
+    return_lse: bool = False, settled_by: tuple | None = None,
+) -> Any:  # fmt: skip
     """selection_attention; not `alone` it is a branch of a whole attention, which has no threshold.
     What Triton serves is kept under settled_by."""
     _check_tensors(q, k, v, cu_seqlens)
@@ -359,7 +424,7 @@ def _selected(
     args = dict(
         q=q, k=k, v=v, block_indices=block_indices, ranges=ranges, block_size=block_size,
         q_start=q_start, softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen,
+        max_seqlen=max_seqlen, return_lse=return_lse,
     )  # fmt: skip
     least = key_len if alone else None
     out, decision = dispatch.run(Branch.SELECTED, args, flags, backend, key_len=least)
@@ -373,11 +438,11 @@ def _selected(
     return out
 
 
-def _with_blocks_checked(call: Callable[..., Tensor], block_size: int, keys: int) -> Callable:
+def _with_blocks_checked(call: Callable[..., Any], block_size: int, keys: int) -> Callable:
     """Return call(q, k, v, block_indices) behind the check of its indices: values differ from call
     to call."""
 
-    def checked(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor) -> Tensor:
+    def checked(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor) -> Any:
         _check_block_indices(block_indices, block_size, keys)
         return call(q, k, v, block_indices)
 
@@ -410,6 +475,39 @@ def sliding_attention(
     )  # fmt: skip
     key_len = smaller(window, k.shape[1] if max_seqlen is None else max_seqlen)
     return dispatch.run(Branch.SLIDING, args, flags, backend, key_len=key_len)[0]
+
+
+def merge_state(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Join attention of the same queries over two disjoint sets of keys: (out, lse) over both.
+
+    out [.., HQ, Dv] and natural-log lse [.., HQ] of each, as selection_attention returns them with
+    return_lse and flash-attn with return_attn_probs (where its lse is transposed to [.., HQ]).
+    Where an lse is infinite, which marks a row without keys (flash-attn 2 marks it by +inf), the
+    other side alone counts, and its gradients are 0; without keys on either side out is 0 and lse
+    -inf. Computed in fp32 (fp64 for fp64); out has out_a's dtype. In plain PyTorch, differentiable
+    in all four. Raises TypeError or ValueError that names the argument.
+
+    >>> q, k, v = torch.randn(1, 32, 4, 16), torch.randn(1, 32, 2, 16), torch.randn(1, 32, 2, 8)
+    >>> block = lambda j: torch.full((1, 32, 2, 1), j)
+    >>> attend = lambda blocks: selection_attention(q, k, v, blocks, block_size=16, return_lse=True)
+    >>> out, lse = merge_state(*attend(block(0)), *attend(block(1)))
+    >>> torch.testing.assert_close(out, attend(torch.cat([block(0), block(1)], -1))[0])
+    """
+    named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, x in named.items():
+        if not isinstance(x, Tensor) or not out_a.ndim:
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        _check_beside(name, x, out_a, out_a.shape[: out_a.ndim - (name[0] == "l")], "out_a's")
+    wide = torch.promote_types(out_a.dtype, torch.float32)
+    lses = torch.stack([lse_a.to(wide), lse_b.to(wide)])
+    empty = lses.isinf()
+    neither = empty.all(0)
+    lses = lses.masked_fill(empty, -torch.inf).masked_fill(neither, 0)
+    outs = torch.stack([out_a.to(wide), out_b.to(wide)]).masked_fill(empty[..., None], 0)
+    out = (lses.softmax(0)[..., None] * outs).sum(0).to(out_a.dtype)
+    return out, lses.logsumexp(0).masked_fill(neither, -torch.inf)
 
 
 def gated_sum(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
