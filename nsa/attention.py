@@ -12,6 +12,7 @@ instead of this process's environment.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, overload
@@ -24,8 +25,9 @@ from nsa.arrival import await_selection
 from nsa.blocks import is_symbol, num_compressed, num_sel_blocks, smaller
 from nsa.cache import BranchKV, NSACache
 from nsa.checks import needs_grad, refuse_export, scale_of
+from nsa.compress import mean_pool
 from nsa.config import NSAConfig, check_blocks, check_choice, check_compression, check_int
-from nsa.dispatch import Branch, Route
+from nsa.dispatch import Backend, Branch, Route
 from nsa.errors import told
 from nsa.flags import Flags
 from nsa.layouts import outside, seen_rows
@@ -46,6 +48,14 @@ def _check_float(name: str, x: Tensor, other: Tensor, owner: str = "q's") -> Non
         raise ValueError(f"{name} must be on {owner} device {other.device}, got {x.device}")
 
 
+# By the dimensions that are wanted and those that are there.
+_OTHER_FORM = {
+    (4, 3): ": one sequence is x[None], packed sequences need cu_seqlens",
+    (3, 4): ": with cu_seqlens sequences are packed, without a batch",
+}
+_HEADS_FIRST = ": these look like [B, H, S, D]; give x.transpose(1, 2) of q, k and v"
+
+
 def _check_tensors(
     q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, kv: str = "", *,
     keys_only: bool = False,
@@ -59,7 +69,8 @@ def _check_tensors(
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         refuse_nested(name, x)
         if x.ndim != ndim:
-            raise ValueError(f"{name} must be {lead}, got shape {list(x.shape)}")
+            hint = _OTHER_FORM.get((ndim, x.ndim), "")
+            raise ValueError(f"{name} must be {lead}, got shape {list(x.shape)}{hint}")
         _check_float(name, x, q)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
@@ -141,7 +152,7 @@ def _check_reach(
     if cu_seqlens is None and have < q_start + q.shape[1]:
         raise ValueError(
             f"{name} must hold keys up to the last query at {q_start + q.shape[1] - 1}, got {have} "
-            "keys"
+            f"keys{_HEADS_FIRST if q.shape[1] < q.shape[2] == k.shape[2] else ''}"
         )
 
 
@@ -218,7 +229,7 @@ def _check_block_indices(block_indices: Tensor, block_size: int, keys: int) -> N
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, l: int = 32, d: int = 16, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over compressed keys whose block ends at or before the query (Eq. 7 and 8).
 
@@ -257,7 +268,7 @@ def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None = None, *, l: int = 32, d: int = 16,
     l_sel: int = 64, n_sel: int = 16, n_init: int = 1, n_local: int = 2, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
 ) -> Tensor:  # fmt: skip
     """The n_sel blocks of l_sel tokens that each query and group attends (Eq. 9 to 12).
 
@@ -295,7 +306,7 @@ def selection_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
     block_counts: Tensor | int | None = None, ranges: Tensor | None = None, block_size: int = 64,
     q_start: int = 0, softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -305,7 +316,7 @@ def selection_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
     block_counts: Tensor | int | None = None, ranges: Tensor | None = None, block_size: int = 64,
     q_start: int = 0, softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -315,7 +326,7 @@ def selection_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
     block_counts: Tensor | int | None = None, ranges: Tensor | None = None, block_size: int = 64,
     q_start: int = 0, softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -325,7 +336,7 @@ def selection_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
     block_counts: Tensor | int | None = None, ranges: Tensor | None = None, block_size: int = 64,
     q_start: int = 0, softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over exactly the selected tokens of each query and group. [B, S, HQ, Dv].
@@ -389,7 +400,7 @@ def _counted(block_indices: Tensor | None, block_counts: Tensor | int) -> Tensor
 def _selected(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None, ranges: Tensor | None,
     block_size: int, q_start: int, *, softmax_scale: float | None, cu_seqlens: Tensor | None,
-    max_seqlen: int | None, backend: str | None, flags: Flags | None, alone: bool = True,
+    max_seqlen: int | None, backend: Backend | None, flags: Flags | None, alone: bool = True,
     return_lse: bool = False, settled_by: tuple | None = None,
 ) -> Any:  # fmt: skip
     """selection_attention; not `alone` it is a branch of a whole attention, which has no threshold.
@@ -409,7 +420,12 @@ def _selected(
     if given.ndim != len(rows) + 1 + len(tail) or [*given.shape[: len(rows)]] != rows or (
         tail and given.shape[-1] != 2
     ):
-        raise ValueError(f"{name} must be {[*rows, 'n', *tail]}, got {list(given.shape)}")
+        hint = ""
+        if cu_seqlens is None and sorted(given.shape[1:3]) == sorted((q.shape[2], k.shape[1])):
+            hint = _HEADS_FIRST
+        elif [*given.shape[: len(rows)]] == [*rows[:-2], rows[-1], rows[-2]]:
+            hint = f": give {name}.transpose({len(rows) - 2}, {len(rows) - 1})"
+        raise ValueError(f"{name} must be {[*rows, 'n', *tail]}, got {list(given.shape)}{hint}")
     if given.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {given.device}")
     if cu_seqlens is not None or ranges is None:
@@ -453,7 +469,7 @@ def _with_blocks_checked(call: Callable[..., Any], block_size: int, keys: int) -
 def sliding_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int = 512, q_start: int | None = None,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention over keys max(0, t + 1 - window) .. t. [B, S, HQ, Dv].
 
@@ -524,7 +540,7 @@ def nsa_attention(
     v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
     n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
     return_aux: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -535,7 +551,7 @@ def nsa_attention(
     v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
     n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
     return_aux: Literal[True],
 ) -> tuple[Tensor, dict[str, Any]]: ...  # fmt: skip
 
@@ -546,7 +562,7 @@ def nsa_attention(
     v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
     n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
     return_aux: bool,
 ) -> Tensor | tuple[Tensor, dict[str, Any]]: ...  # fmt: skip
 
@@ -557,7 +573,7 @@ def nsa_attention(
     v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
     n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
     """Native Sparse Attention: compressed, selected and sliding attention, gated (Eq. 5).
@@ -654,8 +670,59 @@ def nsa_attention(
     return (out, aux) if return_aux else out
 
 
+def nsa_attention_shared_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    phi_k: Callable[..., Tensor] | None = None,
+    phi_v: Callable[..., Tensor] | None = None,
+    *,
+    l: int = 32,
+    d: int = 16,
+    l_sel: int = 64,
+    n_sel: int = 16,
+    n_init: int = 1,
+    n_local: int = 2,
+    window: int = 512,
+    softmax_scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    backend: Backend | None = None,
+    flags: Flags | None = None,
+) -> Tensor:
+    """nsa_attention() with one k and one v for all three branches, as dense models have them.
+
+    q [B, S, HQ, Dk]; k [B, N, G, Dk], v [B, N, G, Dv] with N >= S, the queries being the last S of
+    the N tokens; packed ones are as many. gates [B, S, HQ, 3] (cmp, sel, win). phi_k, phi_v: what
+    compresses k and v, called with them (packed: and cu_seqlens=), such as
+    nsa.compress.MLPCompression(Dk, l, d); by default mean pooling. The paper gives each branch
+    projections of its own (section 3.3.3). Returns [B, S, HQ, Dv]; the rest and what it raises is
+    as for nsa_attention.
+
+    >>> q, k, v = torch.randn(1, 96, 4, 16), torch.randn(1, 96, 2, 16), torch.randn(1, 96, 2, 8)
+    >>> out = nsa_attention_shared_kv(q, k, v, torch.rand(1, 96, 4, 3), window=32)
+    >>> last = nsa_attention_shared_kv(q[:, 95:], k, v, torch.rand(1, 1, 4, 3), window=32)
+    >>> list(out.shape), list(last.shape)
+    ([1, 96, 4, 8], [1, 1, 4, 8])
+    """
+    _check_tensors(q, k, v, cu_seqlens)
+    check_compression(l, d)
+    q_start = 0 if cu_seqlens is not None else k.shape[1] - q.shape[1]
+    if q_start < 0:
+        raise ValueError(f"k must hold a key for each of q's {q.shape[1]} tokens, got {k.shape[1]}")
+    pool = functools.partial(mean_pool, l=l, d=d)
+    packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+    return nsa_attention(
+        q, (phi_k or pool)(k, **packed), (phi_v or pool)(v, **packed), k, v, k, v, gates, l=l, d=d,
+        l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window, q_start=q_start,
+        softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, backend=backend,
+        flags=flags,
+    )  # fmt: skip
+
+
 def turn_projected(
-    qkv: Tensor, positions: Tensor, config: NSAConfig, *, backend: str | None = None,
+    qkv: Tensor, positions: Tensor, config: NSAConfig, *, backend: Backend | None = None,
     flags: Flags | None = None,
 ) -> tuple[Tensor, BranchKV]:  # fmt: skip
     """Queries [.., S, HQ, Dk] and the branches' keys and values of a layer's projections.
@@ -678,7 +745,7 @@ def append_projected(
     qkv: Callable[[], Tensor], cache: NSACache, phi_k: Callable[[Tensor], Tensor],
     phi_v: Callable[[Tensor], Tensor],
     gate: Callable[[], tuple[Tensor, Tensor, Tensor] | None] = lambda: None, *,
-    backend: str | None = None, flags: Flags | None = None,
+    backend: Backend | None = None, flags: Flags | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """NSACache.append_projected where the policy of the decode step allows Triton: turned queries
     and gates.
@@ -707,7 +774,7 @@ def append_projected(
 
 
 def _append_kind(
-    cache: NSACache, backend: str | None, flags: Flags
+    cache: NSACache, backend: Backend | None, flags: Flags
 ) -> tuple[Route, dispatch.Request, Flags, tuple[str, Tensor]]:
     """append_projected's calls as failed.py takes them."""
     k, v = cache.k_sel, cache.v_sel
@@ -715,7 +782,7 @@ def _append_kind(
     return Route.TRITON, request, flags, ("append", k)
 
 
-def _may_append(cache: NSACache, backend: str | None, flags: Flags) -> bool:
+def _may_append(cache: NSACache, backend: Backend | None, flags: Flags) -> bool:
     kind = _append_kind(cache, backend, flags)
     try:
         route = dispatch.decide(kind[1], flags, backend).route
@@ -729,7 +796,7 @@ def _may_append(cache: NSACache, backend: str | None, flags: Flags) -> bool:
 @untraced  # as NSAAttention.step
 def nsa_decode(
     q: Tensor, cache: NSACache, window: tuple[Tensor, Tensor] | None, gates: Tensor, *,
-    softmax_scale: float | None = None, backend: str | None = None, flags: Flags | None = None,
+    softmax_scale: float | None = None, backend: Backend | None = None, flags: Flags | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend from the cache's T newest tokens: out [B, T, HQ, Dv], block_indices [B, T, G, n_sel].
 
@@ -754,7 +821,7 @@ def nsa_decode(
 
 def decode_appended(
     q: Tensor, cache: NSACache, window: tuple[Tensor, Tensor] | None, gates: Tensor, *,
-    softmax_scale: float | None = None, backend: str | None = None, flags: Flags | None = None,
+    softmax_scale: float | None = None, backend: Backend | None = None, flags: Flags | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """nsa_decode() of what is known to fit: what append_projected() gave."""
     c, T = cache.config, q.shape[1]

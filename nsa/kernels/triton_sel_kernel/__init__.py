@@ -27,7 +27,7 @@ from nsa.packing import length_buckets, packed_positions
 from nsa.select import clean_ranges, range_lengths
 
 if TYPE_CHECKING:
-    from nsa.dispatch import Route
+    from nsa.dispatch import Backend, Route
 
 TIMING = "sel.triton.bucket_timing"
 PATHS = ("ranges", "dense", "varlen")
@@ -36,7 +36,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def selection_attention_triton(
     Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, *, softmax_scale: float | None = None,
-    path: str | None = None, flags: Flags | None = None, backend: str | Route | None = None,
+    path: str | None = None, flags: Flags | None = None, backend: Backend | Route | None = None,
 ) -> Tensor:  # fmt: skip
     """Softmax attention over the union of each row's ranges (paper 3.3.2), with fallback.
 
