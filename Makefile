@@ -56,7 +56,7 @@ lock: ## Compile kernel configurations that changed, and write down what became 
 	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" scripts/lock.py
 
 lint: ## Set up .venv and check style with ruff
-	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" -m ruff check nsa bench scripts
+	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" -m ruff check nsa bench scripts examples
 
 clean: ## Remove caches and the environments that the two commands made; reports stay
 	rm -rf .venv .venv-gpu .deps .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
