@@ -85,7 +85,7 @@ def test_lint_sets_its_environment_up_first(tree):
     assert code == 0, text
     assert [line.split()[2:] for line in ran] == [
         ["scripts/setup_env.py", "--cpu-tests"],
-        ["-m", "ruff", "check", "nsa", "bench", "scripts"],
+        ["-m", "ruff", "check", "nsa", "bench", "scripts", "examples"],
     ]
 
 

@@ -13,6 +13,7 @@ import torch
 
 import nsa
 from nsa.compress import MLPCompression, mean_pool
+from nsa.options import Parser
 from nsa.tests.helpers import randn
 
 SIZES = dict(dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=16, n_sel=3)
@@ -120,3 +121,19 @@ def test_one_k_and_v_for_all_branches(learnt):
     torch.testing.assert_close(packed[20:], nsa.nsa_attention_shared_kv(*alone, *phis, **how)[0])
     with pytest.raises(ValueError, match="k must hold a key for each of q's 50 tokens, got 40"):
         nsa.nsa_attention_shared_kv(q, k[:, :40], v[:, :40], gates)
+
+
+# ---- command lines -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["--max-new-tokens", "--max_new_tokens"])
+def test_options_go_by_hyphens_and_by_underscores(given, capsys):
+    for declared in ("--max-new-tokens", "--max_new_tokens"):
+        parser = Parser(prog="x")
+        parser.add_argument("-n", declared, type=int)
+        parser.add_argument("files", nargs="*")
+        args = parser.parse_args([given, "3", "a_b-c"])
+        assert vars(args) == {"max_new_tokens": 3, "files": ["a_b-c"]}
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--help"])
+        assert "-n MAX_NEW_TOKENS, --max-new-tokens" in capsys.readouterr().out.replace("\n", " ")
