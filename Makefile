@@ -1,7 +1,7 @@
 # Every target is one line that a person could type. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help gpu-report test test-all lock lint clean
+.PHONY: help gpu-report test test-all lock lint docs clean
 
 # Given on the command line or not at all: one that happens to be in the environment means nothing.
 # The recipe takes their `value`: make would expand a $ in it.
@@ -56,7 +56,10 @@ lock: ## Compile kernel configurations that changed, and write down what became 
 	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" scripts/lock.py
 
 lint: ## Set up .venv and check style with ruff
-	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" -m ruff check nsa bench scripts
+	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" -m ruff check nsa bench scripts examples
+
+docs: ## Make the API reference from docstrings into artifacts/docs/ (needs pdoc)
+	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" -m pdoc -o artifacts/docs nsa $(addprefix nsa.,compress generate layouts parallel integrations.transformers)
 
 clean: ## Remove caches and the environments that the two commands made; reports stay
 	rm -rf .venv .venv-gpu .deps .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

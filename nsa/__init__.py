@@ -17,6 +17,8 @@ _WHERE = {
     "clear_flags_cache": "nsa.flags",
     "RouteUnavailable": "nsa.dispatch",
     "nsa_attention": "nsa.attention",
+    "nsa_attention_shared_kv": "nsa.attention",
+    "merge_state": "nsa.attention",
     "compressed_attention": "nsa.attention",
     "select_blocks": "nsa.attention",
     "selection_attention": "nsa.attention",
@@ -39,7 +41,9 @@ __all__ = ["__version__", *_WHERE]
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to _WHERE
     from nsa.attention import compressed_attention as compressed_attention
+    from nsa.attention import merge_state as merge_state
     from nsa.attention import nsa_attention as nsa_attention
+    from nsa.attention import nsa_attention_shared_kv as nsa_attention_shared_kv
     from nsa.attention import select_blocks as select_blocks
     from nsa.attention import selection_attention as selection_attention
     from nsa.attention import sliding_attention as sliding_attention

@@ -12,6 +12,7 @@ instead of this process's environment.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, overload
@@ -24,8 +25,9 @@ from nsa.arrival import await_selection
 from nsa.blocks import is_symbol, num_compressed, num_sel_blocks, smaller
 from nsa.cache import BranchKV, NSACache
 from nsa.checks import needs_grad, refuse_export, scale_of
+from nsa.compress import mean_pool
 from nsa.config import NSAConfig, check_blocks, check_choice, check_compression, check_int
-from nsa.dispatch import Branch, Route
+from nsa.dispatch import Backend, Branch, Route
 from nsa.errors import told
 from nsa.flags import Flags
 from nsa.layouts import outside, seen_rows
@@ -46,6 +48,14 @@ def _check_float(name: str, x: Tensor, other: Tensor, owner: str = "q's") -> Non
         raise ValueError(f"{name} must be on {owner} device {other.device}, got {x.device}")
 
 
+# By the dimensions that are wanted and those that are there.
+_OTHER_FORM = {
+    (4, 3): ": one sequence is x[None], packed sequences need cu_seqlens",
+    (3, 4): ": with cu_seqlens sequences are packed, without a batch",
+}
+_HEADS_FIRST = ": these look like [B, H, S, D]; give x.transpose(1, 2) of q, k and v"
+
+
 def _check_tensors(
     q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, kv: str = "", *,
     keys_only: bool = False,
@@ -59,7 +69,8 @@ def _check_tensors(
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         refuse_nested(name, x)
         if x.ndim != ndim:
-            raise ValueError(f"{name} must be {lead}, got shape {list(x.shape)}")
+            hint = _OTHER_FORM.get((ndim, x.ndim), "")
+            raise ValueError(f"{name} must be {lead}, got shape {list(x.shape)}{hint}")
         _check_float(name, x, q)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
@@ -141,7 +152,7 @@ def _check_reach(
     if cu_seqlens is None and have < q_start + q.shape[1]:
         raise ValueError(
             f"{name} must hold keys up to the last query at {q_start + q.shape[1] - 1}, got {have} "
-            "keys"
+            f"keys{_HEADS_FIRST if q.shape[1] < q.shape[2] == k.shape[2] else ''}"
         )
 
 
@@ -218,7 +229,7 @@ def _check_block_indices(block_indices: Tensor, block_size: int, keys: int) -> N
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, l: int = 32, d: int = 16, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over compressed keys whose block ends at or before the query (Eq. 7 and 8).
 
@@ -257,7 +268,7 @@ def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None = None, *, l: int = 32, d: int = 16,
     l_sel: int = 64, n_sel: int = 16, n_init: int = 1, n_local: int = 2, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
 ) -> Tensor:  # fmt: skip
     """The n_sel blocks of l_sel tokens that each query and group attends (Eq. 9 to 12).
 
@@ -290,26 +301,72 @@ def select_blocks(
     return dispatch.run(Branch.BLOCKS, args, flags, backend, key_len=k_cmp.shape[-3])[0]
 
 
+@overload
+def selection_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
+    block_counts: Tensor | int | None = None, ranges: Tensor | None = None, block_size: int = 64,
+    q_start: int = 0, softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def selection_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
+    block_counts: Tensor | int | None = None, ranges: Tensor | None = None, block_size: int = 64,
+    q_start: int = 0, softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def selection_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
+    block_counts: Tensor | int | None = None, ranges: Tensor | None = None, block_size: int = 64,
+    q_start: int = 0, softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
 @transformable
 def selection_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None = None, *,
-    ranges: Tensor | None = None, block_size: int = 64, q_start: int = 0,
-    softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
-) -> Tensor:  # fmt: skip
+    block_counts: Tensor | int | None = None, ranges: Tensor | None = None, block_size: int = 64,
+    q_start: int = 0, softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over exactly the selected tokens of each query and group. [B, S, HQ, Dv].
 
     Name the tokens by block_indices int [B, S, G, n] (block j is [j*block_size, (j+1)*block_size)
     cut after query t = q_start + s, -1 none; k reaches the last query) or by ranges int
     [B, S, G, n, 2] of [start, end), which are cut to the keys, but not after the query: the caller
-    answers for causality there. Overlaps count once; an empty row gives 0 and zero gradients.
+    answers for causality there. Blocks come in any order, from any indexer; of block_counts, an int
+    or int [B, S, G], only the first slots of a row count. Overlaps and repetitions count once; an
+    empty row gives 0 and zero gradients.
+
+    return_lse: also the natural-log lse of the scaled scores, fp32 [B, S, HQ] (fp64 for fp64), -inf
+    for an empty row. Gradients go through it on every route, so that merge_state can join the
+    result with that of other keys.
+
     A block behind the last key (packed: of max_seqlen keys) is a ValueError; on a GPU and under
     torch.compile it is a device-side assertion, as PyTorch's own for indices.
+
+    >>> q, k, v = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16), torch.randn(1, 64, 2, 8)
+    >>> blocks = torch.tensor([3, -1, 0, 3]).expand(1, 64, 2, 4)  # block 3 from query 48 on
+    >>> out, lse = selection_attention(q, k, v, blocks, block_size=16, return_lse=True)
+    >>> list(out.shape), list(lse.shape)
+    ([1, 64, 4, 8], [1, 64, 4])
     """
+    if block_counts is not None:
+        block_indices = _counted(block_indices, block_counts)
     settled_by = None
     if cu_seqlens is None and max_seqlen is None and (ranges is None or block_indices is None):
         given = ranges if block_indices is None else block_indices
-        rest = (ranges is None, block_size, q_start, softmax_scale, backend)
+        rest = (ranges is None, block_size, q_start, softmax_scale, backend, return_lse)
         settled_by = settled.key_of((q, k, v, given), flags, *rest)
         out = settled.again(settled_by, q, k, v, given)
         if out is not None:
@@ -317,16 +374,35 @@ def selection_attention(
     return _selected(
         q, k, v, block_indices, ranges, block_size, q_start, softmax_scale=softmax_scale,
         cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, backend=backend, flags=flags,
-        settled_by=settled_by,
+        return_lse=return_lse, settled_by=settled_by,
     )  # fmt: skip
+
+
+def _counted(block_indices: Tensor | None, block_counts: Tensor | int) -> Tensor:
+    """block_indices with -1 behind the first block_counts slots of each row."""
+    if not isinstance(block_indices, Tensor):
+        raise ValueError("block_counts needs block_indices")
+    if isinstance(block_counts, Tensor):
+        if block_counts.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"block_counts must be int32 or int64, got {block_counts.dtype}")
+        if block_counts.shape != block_indices.shape[:-1]:
+            raise ValueError(
+                f"block_counts must be {list(block_indices.shape[:-1])}, as block_indices without "
+                f"its last dimension, got {list(block_counts.shape)}"
+            )
+        block_counts = block_counts[..., None]
+    else:
+        check_int("block_counts", block_counts, 0)
+    slot = torch.arange(block_indices.shape[-1], device=block_indices.device)
+    return block_indices.masked_fill(slot >= block_counts, -1)
 
 
 def _selected(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None, ranges: Tensor | None,
     block_size: int, q_start: int, *, softmax_scale: float | None, cu_seqlens: Tensor | None,
-    max_seqlen: int | None, backend: str | None, flags: Flags | None, alone: bool = True,
-    settled_by: tuple | None = None,
-) -> Tensor:  # fmt: skip
+    max_seqlen: int | None, backend: Backend | None, flags: Flags | None, alone: bool = True,
+    return_lse: bool = False, settled_by: tuple | None = None,
+) -> Any:  # fmt: skip
     """selection_attention; not `alone` it is a branch of a whole attention, which has no threshold.
     What Triton serves is kept under settled_by."""
     _check_tensors(q, k, v, cu_seqlens)
@@ -344,7 +420,12 @@ def _selected(
     if given.ndim != len(rows) + 1 + len(tail) or [*given.shape[: len(rows)]] != rows or (
         tail and given.shape[-1] != 2
     ):
-        raise ValueError(f"{name} must be {[*rows, 'n', *tail]}, got {list(given.shape)}")
+        hint = ""
+        if cu_seqlens is None and sorted(given.shape[1:3]) == sorted((q.shape[2], k.shape[1])):
+            hint = _HEADS_FIRST
+        elif [*given.shape[: len(rows)]] == [*rows[:-2], rows[-1], rows[-2]]:
+            hint = f": give {name}.transpose({len(rows) - 2}, {len(rows) - 1})"
+        raise ValueError(f"{name} must be {[*rows, 'n', *tail]}, got {list(given.shape)}{hint}")
     if given.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {given.device}")
     if cu_seqlens is not None or ranges is None:
@@ -359,7 +440,7 @@ def _selected(
     args = dict(
         q=q, k=k, v=v, block_indices=block_indices, ranges=ranges, block_size=block_size,
         q_start=q_start, softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen,
+        max_seqlen=max_seqlen, return_lse=return_lse,
     )  # fmt: skip
     least = key_len if alone else None
     out, decision = dispatch.run(Branch.SELECTED, args, flags, backend, key_len=least)
@@ -373,11 +454,11 @@ def _selected(
     return out
 
 
-def _with_blocks_checked(call: Callable[..., Tensor], block_size: int, keys: int) -> Callable:
+def _with_blocks_checked(call: Callable[..., Any], block_size: int, keys: int) -> Callable:
     """Return call(q, k, v, block_indices) behind the check of its indices: values differ from call
     to call."""
 
-    def checked(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor) -> Tensor:
+    def checked(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor) -> Any:
         _check_block_indices(block_indices, block_size, keys)
         return call(q, k, v, block_indices)
 
@@ -388,7 +469,7 @@ def _with_blocks_checked(call: Callable[..., Tensor], block_size: int, keys: int
 def sliding_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int = 512, q_start: int | None = None,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention over keys max(0, t + 1 - window) .. t. [B, S, HQ, Dv].
 
@@ -412,6 +493,39 @@ def sliding_attention(
     return dispatch.run(Branch.SLIDING, args, flags, backend, key_len=key_len)[0]
 
 
+def merge_state(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Join attention of the same queries over two disjoint sets of keys: (out, lse) over both.
+
+    out [.., HQ, Dv] and natural-log lse [.., HQ] of each, as selection_attention returns them with
+    return_lse and flash-attn with return_attn_probs (where its lse is transposed to [.., HQ]).
+    Where an lse is infinite, which marks a row without keys (flash-attn 2 marks it by +inf), the
+    other side alone counts, and its gradients are 0; without keys on either side out is 0 and lse
+    -inf. Computed in fp32 (fp64 for fp64); out has out_a's dtype. In plain PyTorch, differentiable
+    in all four. Raises TypeError or ValueError that names the argument.
+
+    >>> q, k, v = torch.randn(1, 32, 4, 16), torch.randn(1, 32, 2, 16), torch.randn(1, 32, 2, 8)
+    >>> block = lambda j: torch.full((1, 32, 2, 1), j)
+    >>> attend = lambda blocks: selection_attention(q, k, v, blocks, block_size=16, return_lse=True)
+    >>> out, lse = merge_state(*attend(block(0)), *attend(block(1)))
+    >>> torch.testing.assert_close(out, attend(torch.cat([block(0), block(1)], -1))[0])
+    """
+    named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, x in named.items():
+        if not isinstance(x, Tensor) or not out_a.ndim:
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        _check_beside(name, x, out_a, out_a.shape[: out_a.ndim - (name[0] == "l")], "out_a's")
+    wide = torch.promote_types(out_a.dtype, torch.float32)
+    lses = torch.stack([lse_a.to(wide), lse_b.to(wide)])
+    empty = lses.isinf()
+    neither = empty.all(0)
+    lses = lses.masked_fill(empty, -torch.inf).masked_fill(neither, 0)
+    outs = torch.stack([out_a.to(wide), out_b.to(wide)]).masked_fill(empty[..., None], 0)
+    out = (lses.softmax(0)[..., None] * outs).sum(0).to(out_a.dtype)
+    return out, lses.logsumexp(0).masked_fill(neither, -torch.inf)
+
+
 def gated_sum(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
     """Eq. 5 in plain PyTorch, summed in fp32: gates [.., HQ, 3] in the order cmp, sel, win."""
     wide = torch.promote_types(cmp.dtype, torch.float32)
@@ -426,7 +540,7 @@ def nsa_attention(
     v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
     n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
     return_aux: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -437,7 +551,7 @@ def nsa_attention(
     v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
     n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
     return_aux: Literal[True],
 ) -> tuple[Tensor, dict[str, Any]]: ...  # fmt: skip
 
@@ -448,7 +562,7 @@ def nsa_attention(
     v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
     n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
     return_aux: bool,
 ) -> Tensor | tuple[Tensor, dict[str, Any]]: ...  # fmt: skip
 
@@ -459,7 +573,7 @@ def nsa_attention(
     v_win: Tensor, gates: Tensor, *, l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16,
     n_init: int = 1, n_local: int = 2, window: int = 512, q_start: int = 0,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, backend: str | None = None, flags: Flags | None = None,
+    max_seqlen: int | None = None, backend: Backend | None = None, flags: Flags | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
     """Native Sparse Attention: compressed, selected and sliding attention, gated (Eq. 5).
@@ -556,8 +670,59 @@ def nsa_attention(
     return (out, aux) if return_aux else out
 
 
+def nsa_attention_shared_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    phi_k: Callable[..., Tensor] | None = None,
+    phi_v: Callable[..., Tensor] | None = None,
+    *,
+    l: int = 32,
+    d: int = 16,
+    l_sel: int = 64,
+    n_sel: int = 16,
+    n_init: int = 1,
+    n_local: int = 2,
+    window: int = 512,
+    softmax_scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    backend: Backend | None = None,
+    flags: Flags | None = None,
+) -> Tensor:
+    """nsa_attention() with one k and one v for all three branches, as dense models have them.
+
+    q [B, S, HQ, Dk]; k [B, N, G, Dk], v [B, N, G, Dv] with N >= S, the queries being the last S of
+    the N tokens; packed ones are as many. gates [B, S, HQ, 3] (cmp, sel, win). phi_k, phi_v: what
+    compresses k and v, called with them (packed: and cu_seqlens=), such as
+    nsa.compress.MLPCompression(Dk, l, d); by default mean pooling. The paper gives each branch
+    projections of its own (section 3.3.3). Returns [B, S, HQ, Dv]; the rest and what it raises is
+    as for nsa_attention.
+
+    >>> q, k, v = torch.randn(1, 96, 4, 16), torch.randn(1, 96, 2, 16), torch.randn(1, 96, 2, 8)
+    >>> out = nsa_attention_shared_kv(q, k, v, torch.rand(1, 96, 4, 3), window=32)
+    >>> last = nsa_attention_shared_kv(q[:, 95:], k, v, torch.rand(1, 1, 4, 3), window=32)
+    >>> list(out.shape), list(last.shape)
+    ([1, 96, 4, 8], [1, 1, 4, 8])
+    """
+    _check_tensors(q, k, v, cu_seqlens)
+    check_compression(l, d)
+    q_start = 0 if cu_seqlens is not None else k.shape[1] - q.shape[1]
+    if q_start < 0:
+        raise ValueError(f"k must hold a key for each of q's {q.shape[1]} tokens, got {k.shape[1]}")
+    pool = functools.partial(mean_pool, l=l, d=d)
+    packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+    return nsa_attention(
+        q, (phi_k or pool)(k, **packed), (phi_v or pool)(v, **packed), k, v, k, v, gates, l=l, d=d,
+        l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window, q_start=q_start,
+        softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, backend=backend,
+        flags=flags,
+    )  # fmt: skip
+
+
 def turn_projected(
-    qkv: Tensor, positions: Tensor, config: NSAConfig, *, backend: str | None = None,
+    qkv: Tensor, positions: Tensor, config: NSAConfig, *, backend: Backend | None = None,
     flags: Flags | None = None,
 ) -> tuple[Tensor, BranchKV]:  # fmt: skip
     """Queries [.., S, HQ, Dk] and the branches' keys and values of a layer's projections.
@@ -580,7 +745,7 @@ def append_projected(
     qkv: Callable[[], Tensor], cache: NSACache, phi_k: Callable[[Tensor], Tensor],
     phi_v: Callable[[Tensor], Tensor],
     gate: Callable[[], tuple[Tensor, Tensor, Tensor] | None] = lambda: None, *,
-    backend: str | None = None, flags: Flags | None = None,
+    backend: Backend | None = None, flags: Flags | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """NSACache.append_projected where the policy of the decode step allows Triton: turned queries
     and gates.
@@ -609,7 +774,7 @@ def append_projected(
 
 
 def _append_kind(
-    cache: NSACache, backend: str | None, flags: Flags
+    cache: NSACache, backend: Backend | None, flags: Flags
 ) -> tuple[Route, dispatch.Request, Flags, tuple[str, Tensor]]:
     """append_projected's calls as failed.py takes them."""
     k, v = cache.k_sel, cache.v_sel
@@ -617,7 +782,7 @@ def _append_kind(
     return Route.TRITON, request, flags, ("append", k)
 
 
-def _may_append(cache: NSACache, backend: str | None, flags: Flags) -> bool:
+def _may_append(cache: NSACache, backend: Backend | None, flags: Flags) -> bool:
     kind = _append_kind(cache, backend, flags)
     try:
         route = dispatch.decide(kind[1], flags, backend).route
@@ -631,7 +796,7 @@ def _may_append(cache: NSACache, backend: str | None, flags: Flags) -> bool:
 @untraced  # as NSAAttention.step
 def nsa_decode(
     q: Tensor, cache: NSACache, window: tuple[Tensor, Tensor] | None, gates: Tensor, *,
-    softmax_scale: float | None = None, backend: str | None = None, flags: Flags | None = None,
+    softmax_scale: float | None = None, backend: Backend | None = None, flags: Flags | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend from the cache's T newest tokens: out [B, T, HQ, Dv], block_indices [B, T, G, n_sel].
 
@@ -656,7 +821,7 @@ def nsa_decode(
 
 def decode_appended(
     q: Tensor, cache: NSACache, window: tuple[Tensor, Tensor] | None, gates: Tensor, *,
-    softmax_scale: float | None = None, backend: str | None = None, flags: Flags | None = None,
+    softmax_scale: float | None = None, backend: Backend | None = None, flags: Flags | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """nsa_decode() of what is known to fit: what append_projected() gave."""
     c, T = cache.config, q.shape[1]

@@ -6,7 +6,7 @@ most max_step tokens finds its rows from lengths on the device, so one captured 
 at every length.
 
     >>> from nsa import NSAAttention
-    >>> layer = NSAAttention(NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, w=16))
+    >>> layer = NSAAttention(NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, window=16))
     >>> caches = [layer.make_cache(batch=1, max_len=64) for _ in range(2)]
     >>> filled = [layer.prefill(torch.randn(1, n, 32), c) for n, c in zip((40, 9), caches)]
     >>> both = NSACache.stack(caches)  # one batch of different lengths
@@ -111,7 +111,7 @@ class NSACache:
         rows = num_compressed(max_len, config.l, config.d)
         self.k_cmp, self.v_cmp = self._buffers(rows)
         self.k_sel, self.v_sel = self._buffers(max_len)
-        self.k_win, self.v_win = self._buffers(config.w + max_step - 1)
+        self.k_win, self.v_win = self._buffers(config.window + max_step - 1)
         self.k_raw, self.v_raw = self._buffers(config.l + max_step - 1)
         self.lens = torch.zeros(batch, dtype=torch.int32, device=device)
         # At which the programs of one launch meet, a line of memory for each group.
@@ -270,7 +270,7 @@ class NSACache:
         if T > self.max_step:
             raise ValueError(f"T must be at most max_step={self.max_step}, got {T}")
         self._same_length("window()")
-        first = max(0, self.length - T - (self.config.w - 1))
+        first = max(0, self.length - T - (self.config.window - 1))
         rows = torch.arange(first, self.length, device=self.lens.device) % self.k_win.shape[1]
         return self.k_win[:, rows], self.v_win[:, rows]
 
@@ -279,7 +279,7 @@ class NSACache:
         if self.length == 0:
             return k_win, v_win
         self._same_length("window_with()")
-        first = max(0, self.length - (self.config.w - 1))
+        first = max(0, self.length - (self.config.window - 1))
         rows = torch.arange(first, self.length, device=self.lens.device) % self.k_win.shape[1]
         return (
             torch.cat([self.k_win[:, rows], k_win], dim=1),
@@ -533,10 +533,11 @@ class NSACache:
         for b, (one, limit) in enumerate(zip(each, most, strict=True)):
             if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= limit:
                 which = "n" if same else f"n[{b}]"
-                raise ValueError(
-                    f"{which} must be an int from 0 to {limit}, got {one!r}: a cache of "
-                    f"max_step={self.max_step} keeps no more"
-                )
+                held = min(self.lengths) if same else self.lengths[b]
+                why = f"the cache holds {held} tokens"
+                if limit < held:
+                    why += f", and its rings go back by max_step={self.max_step} (see make_cache)"
+                raise ValueError(f"{which} must be an int from 0 to {limit}, got {one!r}: {why}")
         if self.count_reads and len(set(each)) > 1:
             raise ValueError(f"n must be the same for all sequences with count_reads, got {n!r}")
         if len(set(each)) == 1:
@@ -619,9 +620,9 @@ class NSACache:
         seen = visible_compressed(t, c.l, c.d)
         last = seen[:, -1:].clamp(max=self.k_cmp.shape[1]) if n_cmp is None else n_cmp
         cmp = (last - (seen[:, -1:] - seen)).clamp(min=0).sum(1)
-        rows = n.clamp(max=min(c.w - 1 + T, self.k_win.shape[1])) if n_win is None else n_win
+        rows = n.clamp(max=min(c.window - 1 + T, self.k_win.shape[1])) if n_win is None else n_win
         first = torch.zeros_like(n) + rows - (T - 1)  # of the earliest query
-        win = torch.minimum(first + i, first.clamp(min=c.w)).sum(1)
+        win = torch.minimum(first + i, first.clamp(min=c.window)).sum(1)
         self._counted.append((cmp, sel, win))
 
     def reads(self) -> list[Reads]:

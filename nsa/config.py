@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ class NSAConfig:
     d_k, d_v: head dimensions of q/k and of v. l, d: compression block length and stride.
     l_sel: selection block length. n_sel: blocks per query, forced ones included. n_init, n_local:
     forced blocks at the start and around the query (its own block and those before it), no more
-    than n_sel in all. w: sliding window. rope_base: rotary base. phi: "mlp" or "mean" compression.
-    Raises ValueError or TypeError that names the field.
+    than n_sel in all. window: tokens of the sliding window, the paper's w, by which name it may be
+    given too. rope_base: rotary base. phi: "mlp" or "mean" compression. Raises ValueError or
+    TypeError that names the field.
     """
 
     dim: int
@@ -33,7 +36,7 @@ class NSAConfig:
     n_sel: int = 16
     n_init: int = 1
     n_local: int = 2
-    w: int = 512
+    window: int = 512
     rope_base: float = 10000.0
     phi: str = "mlp"
 
@@ -56,6 +59,15 @@ class NSAConfig:
         check_blocks(self.l, self.d, self.l_sel)
         check_choice(self.n_sel, self.n_init, self.n_local)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of one that was pickled when the window was called w as well."""
+        vars(self).update({_NAMES.get(name, name): value for name, value in state.items()})
+
+    @property
+    def w(self) -> int:
+        """The window, in the paper's symbol."""
+        return self.window
+
     @property
     def heads_per_group(self) -> int:
         """h: query heads that share one KV group."""
@@ -71,7 +83,7 @@ class NSAConfig:
         """The sizes as nsa_attention and the kernels take them by name."""
         return dict(
             l=self.l, d=self.d, l_sel=self.l_sel, n_sel=self.n_sel, n_init=self.n_init,
-            n_local=self.n_local, window=self.w,
+            n_local=self.n_local, window=self.window,
         )  # fmt: skip
 
     @classmethod
@@ -95,6 +107,7 @@ class NSAConfig:
             if not isinstance(entries, dict):
                 raise ValueError(f"{path}: section {section} must be a mapping, got {entries!r}")
             for key, value in entries.items():
+                key = _NAMES.get(key, key)
                 if key not in names:
                     near = difflib.get_close_matches(str(key), names, n=1)
                     hint = f"; did you mean {near[0]}?" if near else ""
@@ -107,6 +120,23 @@ class NSAConfig:
         if missing:
             raise ValueError(f"{path}: missing {', '.join(missing)}")
         return cls(**values)
+
+
+_NAMES = {"w": "window"}  # the paper's, under which it went before
+
+
+def _either_name(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: NSAConfig, *args: Any, **sizes: Any) -> None:
+        for old, name in _NAMES.items():  # over the new name, which dataclasses.replace() gives too
+            if old in sizes:
+                sizes[name] = sizes.pop(old)
+        init(self, *args, **sizes)
+
+    return __init__
+
+
+NSAConfig.__init__ = _either_name(NSAConfig.__init__)  # type: ignore[method-assign]
 
 
 def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> None:

@@ -26,6 +26,7 @@ from nsa.log import enabled, log, once, warn_once
 from nsa.routes import (
     LADDER,
     REASONS,
+    Backend,
     Branch,
     Decision,
     Request,
@@ -40,9 +41,9 @@ from nsa.routes import (
 from nsa.untraced import constant
 
 __all__ = [
-    "LADDER", "REASONS", "Branch", "Decision", "Request", "Route", "RouteUnavailable", "decide",
-    "guarded", "interpreting", "least_selected", "log_device", "make_request", "must_raise",
-    "observed", "parse_backend", "resolve_flags", "run", "run_prefill", "trace",
+    "LADDER", "REASONS", "Backend", "Branch", "Decision", "Request", "Route", "RouteUnavailable",
+    "decide", "guarded", "interpreting", "least_selected", "log_device", "make_request",
+    "must_raise", "observed", "parse_backend", "resolve_flags", "run", "run_prefill", "trace",
     "warn_launch_error", "why_not",
 ]  # fmt: skip
 
@@ -74,7 +75,7 @@ def resolve_flags(flags: Flags | None, tensor: Tensor) -> Flags:
 
 def make_request(
     branch: Branch, q: Tensor, k: Tensor, v: Tensor, key_len: int | None, flags: Flags,
-    backend: str | Route | None = None,
+    backend: Backend | Route | None = None,
 ) -> Request:  # fmt: skip
     """Describe a call. FA-2 is probed only where it could be taken."""
     traced = torch.compiler.is_compiling()
@@ -139,7 +140,7 @@ def observed(flags: Flags, q: Tensor) -> bool:
 
 def guarded(
     request: Request, rungs: Mapping[Route, Callable[[], Any]], flags: Flags,
-    backend: str | Route | None = None, args: Any = None,
+    backend: Backend | Route | None = None, args: Any = None,
 ) -> tuple[Any, Decision]:  # fmt: skip
     """Run the first rung that may and can: (its result, the decision as it was really taken).
 
@@ -285,7 +286,7 @@ def rung_calls(
 
 
 def run(
-    branch: Branch, args: dict[str, Any], flags: Flags, backend: str | Route | None = None,
+    branch: Branch, args: dict[str, Any], flags: Flags, backend: Backend | Route | None = None,
     *, key_len: int | None,
 ) -> tuple[Any, Decision]:  # fmt: skip
     """Run one branch on checked arguments (see nsa/attention.py, which checks them)."""
@@ -317,7 +318,7 @@ def by_branch(flags: Flags) -> bool:
 
 def run_prefill(
     args: dict[str, Any], by_branches: Callable[[], tuple[Tensor, dict[str, Any]]], flags: Flags,
-    backend: str | Route | None,
+    backend: Backend | Route | None,
 ) -> tuple[Tensor, dict[str, Any], bool]:  # fmt: skip
     """All branches in one Triton operator where every one of them would go that way.
 

@@ -1,7 +1,7 @@
 """Every NSA_* environment variable: its type, default and meaning, read here and nowhere else.
 
 Precedence of a value: argument (`Flags(...)` passed to a function) > environment >
-configs/base.yaml `runtime` (the entry of this device first) > default.
+configs/base.yaml `runtime` (the entry of this device first; a wheel has a copy) > default.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parent.parent
-CONFIG_PATH = _ROOT / "configs" / "base.yaml"  # of a checkout; site-packages may hold others' files
+CONFIG_PATH = Path(__file__).with_name("base.yaml")  # in a checkout a link to that of configs/
 
 # Of the report runner and the benches; not settings of the library.
 RUNNER_VARIABLES = ("NSA_RESULT_FD", "NSA_OUT_DIR", "NSA_COMMIT")
@@ -210,9 +209,8 @@ class Flags:
         """
         env = os.environ if mapping is None else mapping
         _warn_unknown(env)
-        if config_path is None and (_ROOT / "pyproject.toml").is_file():
-            config_path = CONFIG_PATH
-        values, sources = _runtime_values(config_path and Path(config_path), device_name)
+        path = CONFIG_PATH if config_path is None else Path(config_path)
+        values, sources = _runtime_values(path, device_name)
         for f in flag_fields():
             seen: dict[str, Any] = {}
             for name in filter(None, (f.metadata["env"], f.metadata["alias"])):
@@ -304,10 +302,10 @@ def _mapping(value: Any, where: str) -> Mapping:
 
 
 def _runtime_values(
-    path: Path | None, device_name: str | None
+    path: Path, device_name: str | None
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, str]]]:
     """Values and sources from the file's `runtime` section: common keys, then the device's."""
-    if path is None or not path.is_file():
+    if not path.is_file():
         return {}, {}
     import yaml  # only here: importing nsa needs the standard library alone
 

@@ -1,7 +1,7 @@
 """Generate text from a saved showcase model: prefill the prompt once, then decode from the cache.
 
-    python -m nsa.generate showcase.pt --prompt "ROMEO:" --max_new_tokens 200
-    python -m nsa.generate showcase.pt --temperature 0.8 --top_k 40 --seed 1
+    python -m nsa.generate showcase.pt --prompt "ROMEO:" --max-new-tokens 200
+    python -m nsa.generate showcase.pt --temperature 0.8 --top-k 40 --seed 1
 
 Without --temperature the most likely byte is taken each time. Text goes to stdout, the rates to
 stderr. On a GPU it runs under bf16 autocast. --graph replays each step as one CUDA graph; where
@@ -25,6 +25,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.decode_graph import GraphUnavailable, StepGraph
 from nsa.model import NSALanguageModel
+from nsa.options import Parser
 
 FORMAT = "nsa-lm/1"
 
@@ -182,14 +183,14 @@ def _device(text: str) -> torch.device:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="file written by scripts/train_showcase.py --save")
     parser.add_argument("--prompt", default="ROMEO:\n", help="text to continue (UTF-8 bytes)")
-    parser.add_argument("--max_new_tokens", type=int, default=200)
+    parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the best byte")
-    parser.add_argument("--top_k", type=int, default=None, help="sample among the k best only")
+    parser.add_argument("--top-k", type=int, default=None, help="sample among the k best only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--graph", action="store_true", help="replay steps as one CUDA graph")
     parser.add_argument(

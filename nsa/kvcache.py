@@ -42,7 +42,7 @@ from nsa.blocks import num_compressed
 from nsa.cache import BranchKV
 from nsa.checks import MOST_STEP_ROWS, scale_of
 from nsa.config import NSAConfig, check_blocks, check_choice, check_int
-from nsa.dispatch import Branch, Route
+from nsa.dispatch import Backend, Branch, Route
 from nsa.flags import Flags
 from nsa.rotary import turn_by
 from nsa.transforms import refuse_tokens
@@ -354,7 +354,7 @@ def nsa_with_kvcache(
     window: int = 512,
     softmax_scale: float | None = None,
     checked: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
     flags: Flags | None = None,
 ) -> Tensor:
     """Append T new tokens of every sequence to the caches, in place, and attend from them (Eq. 5).
@@ -565,7 +565,7 @@ def _made(
 
 
 def _attend(
-    q: Tensor, caches: KVCaches, gates: Tensor, scale: float, backend: str | None, flags: Flags
+    q: Tensor, caches: KVCaches, gates: Tensor, scale: float, backend: Backend | None, flags: Flags
 ) -> Tensor:
     """Attention of the T newest tokens, by the decode step where it serves so many."""
     route = dispatch.parse_backend(backend)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from nsa.cache import NSACache
 from nsa.config import NSAConfig, check_int
+from nsa.dispatch import Backend
 from nsa.flags import Flags
 from nsa.module import NSABlock
 from nsa.nested import run_packed
@@ -17,7 +18,7 @@ class NSALanguageModel(nn.Module):
     """Tokens int64 [B, S] -> logits [B, S, vocab_size]; packed [T] with cu_seqlens as well.
 
     >>> config = NSAConfig(
-    ...     dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=16
+    ...     dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, window=16
     ... )
     >>> model, tokens = NSALanguageModel(config, vocab_size=50, n_layers=2), torch.arange(40)[None]
     >>> logits, caches = model.prefill(tokens[:, :39], max_len=64)
@@ -26,7 +27,7 @@ class NSALanguageModel(nn.Module):
     """
 
     def __init__(
-        self, config: NSAConfig, vocab_size: int, n_layers: int, *, backend: str | None = None,
+        self, config: NSAConfig, vocab_size: int, n_layers: int, *, backend: Backend | None = None,
         flags: Flags | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -40,6 +41,13 @@ class NSALanguageModel(nn.Module):
         )
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
 
+    def _embed(self, tokens: Tensor, ndim: int = 2) -> Tensor:
+        if not isinstance(tokens, Tensor) or tokens.ndim != ndim:
+            lead = "[B, S] (one sequence is tokens[None])" if ndim == 2 else "[T] with cu_seqlens"
+            got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise ValueError(f"tokens must be {lead}, got {got}")
+        return self.embedding(tokens)
+
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(self.norm(x), self.embedding.weight)
 
@@ -52,9 +60,9 @@ class NSALanguageModel(nn.Module):
         TypeError; jagged nested tokens [B, j] are a pack. A token outside of the vocabulary is
         nn.Embedding's IndexError on a CPU; a GPU stops with a device-side assert.
         """
-        if tokens.is_nested:
+        if isinstance(tokens, Tensor) and tokens.is_nested:
             return run_packed(self.forward, tokens, cu_seqlens)
-        x = self.embedding(tokens)
+        x = self._embed(tokens, 2 if cu_seqlens is None else 1)
         for block in self.blocks:
             x = block(x, cu_seqlens, max_seqlen)
         return self._logits(x)
@@ -67,8 +75,8 @@ class NSALanguageModel(nn.Module):
 
         max_len: fixed capacity of the caches, at least S or ValueError; None lets them grow.
         """
+        x = self._embed(tokens)
         check_int("max_len", max_len, max(tokens.shape[1], 1), optional=True)
-        x = self.embedding(tokens)
         room = max(2 * tokens.shape[1], 64) if max_len is None else max_len
         caches = [
             block.attention.make_cache(
@@ -91,7 +99,7 @@ class NSALanguageModel(nn.Module):
         """
         if len(caches) != self.n_layers:
             raise ValueError(f"caches must be {self.n_layers}, one per layer, got {len(caches)}")
-        x = self.embedding(tokens)
+        x = self._embed(tokens)
         before = [cache.mark(tokens.shape[1]) for cache in caches]
         try:
             for block, cache in zip(self.blocks, caches, strict=True):

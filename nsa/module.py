@@ -16,6 +16,7 @@ from nsa.cache import BranchKV, NSACache
 from nsa.checks import apply_linear, autocast_on, is_plain
 from nsa.compress import make_compression
 from nsa.config import NSAConfig
+from nsa.dispatch import Backend
 from nsa.flags import Flags
 from nsa.layouts import token_positions
 from nsa.nested import refuse_nested, run_packed
@@ -63,7 +64,7 @@ class NSAAttention(nn.Module):
     """
 
     def __init__(
-        self, config: NSAConfig, *, backend: str | None = None, flags: Flags | None = None
+        self, config: NSAConfig, *, backend: Backend | None = None, flags: Flags | None = None
     ) -> None:
         super().__init__()
         if not isinstance(config, NSAConfig):
@@ -85,7 +86,7 @@ class NSAAttention(nn.Module):
         c = self.config
         return (
             f"heads={c.heads}, groups={c.groups}, d_k={c.d_k}, d_v={c.d_v}, l={c.l}, d={c.d}, "
-            f"l_sel={c.l_sel}, n_sel={c.n_sel}, w={c.w}"
+            f"l_sel={c.l_sel}, n_sel={c.n_sel}, window={c.window}"
         )
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
@@ -117,7 +118,11 @@ class NSAAttention(nn.Module):
         refuse_nested("x", x)
         if x.ndim != ndim or x.shape[-1] != self.config.dim:
             lead = "[B, S, dim]" if ndim == 3 else "[T, dim]"
-            raise ValueError(f"x must be {lead} with dim={self.config.dim}, got {list(x.shape)}")
+            hint = ": one sequence is x[None], packed ones need cu_seqlens"
+            raise ValueError(
+                f"x must be {lead} with dim={self.config.dim}, got {list(x.shape)}"
+                f"{hint if (x.ndim, ndim) == (2, 3) else ''}"
+            )
 
     def forward(
         self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
@@ -258,7 +263,7 @@ class NSABlock(nn.Module):
     """LLaMA-style block: x + NSA(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)).
 
     >>> config = NSAConfig(
-    ...     dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=16
+    ...     dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, window=16
     ... )
     >>> block, x = NSABlock(config), torch.randn(2, 40, 32)
     >>> cache = block.attention.make_cache(batch=2, max_len=40)
@@ -267,7 +272,7 @@ class NSABlock(nn.Module):
     """
 
     def __init__(
-        self, config: NSAConfig, *, backend: str | None = None, flags: Flags | None = None
+        self, config: NSAConfig, *, backend: Backend | None = None, flags: Flags | None = None
     ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)

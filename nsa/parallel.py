@@ -17,7 +17,7 @@ rank must run the backward pass.
     >>> from nsa import NSAConfig
     >>> world = dict(rank=0, world_size=1)  # torchrun sets them
     >>> dist.init_process_group("gloo", store=dist.HashStore(), **world)
-    >>> config = NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, w=16)
+    >>> config = NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, window=16)
     >>> layer, x = NSAAttention(config), torch.randn(1, 64, 32)  # the whole sequence
     >>> y = nsa_layer_parallel(layer, shard(x))
     >>> torch.testing.assert_close(unshard(y), layer(x))
@@ -40,7 +40,7 @@ from nsa.arrival import selection_waits
 from nsa.attention import nsa_attention
 from nsa.blocks import num_compressed
 from nsa.config import check_blocks
-from nsa.dispatch import Route, parse_backend
+from nsa.dispatch import Backend, Route, parse_backend
 from nsa.exchange import Group, resolve_group
 from nsa.flags import Flags
 from nsa.module import NSAAttention
@@ -148,7 +148,7 @@ def _check_local(tensors: tuple[Tensor, ...], sizes: dict[str, int], world: int)
 
 def _agree_on_arguments(
     make: Callable[[], tuple[Tensor, ...]], sizes: dict[str, int], scale: float | None,
-    backend: str | None, group: dist.ProcessGroup,
+    backend: Backend | None, group: dist.ProcessGroup,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """make(), checked on this rank and equal in kind on all of them."""
     made: list[tuple[Tensor, ...]] = []
@@ -200,7 +200,7 @@ def nsa_attention_parallel(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, *, phi_k: Compression, phi_v: Compression, group: Group = None,
     l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16, n_init: int = 1, n_local: int = 2,
-    window: int = 512, softmax_scale: float | None = None, backend: str | None = None,
+    window: int = 512, softmax_scale: float | None = None, backend: Backend | None = None,
     flags: Flags | None = None, return_aux: bool = False, check: bool = True,
 ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
     """nsa_attention of one sequence spread over the ranks of `group` (see shard).
@@ -228,8 +228,8 @@ def nsa_attention_parallel(
 
 def _parallel(
     make: Callable[[], tuple[Tensor, ...]], phi_k: Compression, phi_v: Compression, group: Group,
-    sizes: dict[str, int], softmax_scale: float | None, backend: str | None, flags: Flags | None,
-    return_aux: bool, check: bool,
+    sizes: dict[str, int], softmax_scale: float | None, backend: Backend | None,
+    flags: Flags | None, return_aux: bool, check: bool,
 ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
     """nsa_attention_parallel of the tensors that make() gives."""
     group = resolve_group(group)
@@ -298,8 +298,8 @@ def _parallel(
 def _attend(
     q: Tensor, k_all: Tensor, v_all: Tensor, k_far: Tensor, v_far: Tensor,
     k_near: tuple[Tensor, Tensor], v_near: tuple[Tensor, Tensor], gates: Tensor,
-    mine: tuple[int, int], sizes: dict[str, int], softmax_scale: float | None, backend: str | None,
-    flags: Flags | None, return_aux: bool,
+    mine: tuple[int, int], sizes: dict[str, int], softmax_scale: float | None,
+    backend: Backend | None, flags: Flags | None, return_aux: bool,
 ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
     """This rank's two chunks, with the compressed and the selection branch's keys and values of all
     of them, and for the window (every chunk's tails, this rank's own) of both."""

@@ -51,7 +51,8 @@ def _chunked(
         # Empty sums keep the result connected, with zero gradients, whatever is in the tensors.
         zero = q[:0].sum() + k[:0].sum() + v[:0].sum()
         out = q.new_zeros(B, S, HQ, v.shape[-1]) + zero.to(q.dtype)
-        return out, torch.full((B, S, HQ), -math.inf, device=q.device, dtype=_lse_dtype(q))
+        lse = torch.full((B, S, HQ), -math.inf, device=q.device, dtype=_lse_dtype(q))
+        return out, lse + zero.to(lse.dtype)
     grouped = q.view(B, S, G, HQ // G, Dk) if q.is_contiguous() else q.unflatten(2, (G, HQ // G))
     (k, odd_k), (v, odd_v) = finite(k), finite(v)
     outs, lses = [], []
@@ -106,11 +107,13 @@ def sliding_attention(
 
 
 def selection_attention(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, *, softmax_scale: float | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, *, softmax_scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax over the union of ranges [B, S, G, n, 2] ([start, end), any overlap): [B, S, HQ, Dv].
 
-    An empty row gives 0 with zero gradients.
+    return_lse: also the natural-log lse [B, S, HQ]. An empty row gives 0 and -inf with zero
+    gradients.
     """
     key = torch.arange(k.shape[1], device=q.device)
 
@@ -121,4 +124,5 @@ def selection_attention(
             mask = mask | (key >= span[..., :1]) & (key < span[..., 1:])
         return mask
 
-    return _chunked(q, k, v, mask_of, softmax_scale)[0]
+    out, lse = _chunked(q, k, v, mask_of, softmax_scale)
+    return (out, lse) if return_lse else out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from nsa.flags import Flags
 
@@ -29,6 +30,8 @@ class Route(str, enum.Enum):
     SDPA = "sdpa"
     REFERENCE = "reference"
 
+
+Backend = Literal["auto", "triton", "fa2", "sdpa", "reference"]  # how callers name a route
 
 # FA-2 comes before Triton because it is only there when NSA_USE_FA2 asks for it.
 LADDER: dict[Branch, tuple[Route, ...]] = {
@@ -223,7 +226,7 @@ def slow_because(request: Request, reason: str, flags: Flags, detail: str = "") 
     return f"nsa: PyTorch serves instead of the GPU kernels, usually many times slower: {why}"
 
 
-def decide(request: Request, flags: Flags, backend: str | Route | None = None) -> Decision:
+def decide(request: Request, flags: Flags, backend: Backend | Route | None = None) -> Decision:
     """Choose a route. backend None or "auto" walks the ladder; a name is taken or refused.
 
     Raises ValueError for an unknown name, RouteUnavailable when the named route cannot run.
@@ -256,7 +259,7 @@ def _detail(route: Route, reason: str, r: Request) -> str:
     }.get(reason, "")
 
 
-def parse_backend(backend: str | Route | None) -> Route | None:
+def parse_backend(backend: Backend | Route | None) -> Route | None:
     """Route for a backend argument, None for automatic. Raises ValueError for other words."""
     if backend is None or backend == "auto":
         return None

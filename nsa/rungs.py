@@ -101,27 +101,29 @@ def log_block_reads(
 # ---- selected ------------------------------------------------------------------------------------
 
 
-def _selected_reference(args: Args, flags: Flags) -> Tensor:
+Selected = Tensor | tuple[Tensor, Tensor]  # out, and lse where args["return_lse"]
+
+
+def _selected(run: Callable[..., Selected], args: Args, **more: Any) -> Selected:
     return _each_sequence(
         args,
-        lambda a: reference.selection_attention(
-            a["q"], a["k"], a["v"], _ranges(a), softmax_scale=a["softmax_scale"]
+        lambda a: run(
+            a["q"], a["k"], a["v"], _ranges(a), **_only(a, "softmax_scale", "return_lse"), **more
         ),
     )
 
 
-def _selected_sdpa(args: Args, flags: Flags) -> Tensor:
+def _selected_reference(args: Args, flags: Flags) -> Selected:
+    return _selected(reference.selection_attention, args)
+
+
+def _selected_sdpa(args: Args, flags: Flags) -> Selected:
     from nsa.kernels.sdpa import selection_sdpa
 
-    return _each_sequence(
-        args,
-        lambda a: selection_sdpa(
-            a["q"], a["k"], a["v"], _ranges(a), softmax_scale=a["softmax_scale"], flags=flags
-        ),
-    )
+    return _selected(selection_sdpa, args, flags=flags)
 
 
-def _selected_triton(args: Args, flags: Flags) -> Tensor:
+def _selected_triton(args: Args, flags: Flags) -> Selected:
     if args["block_indices"] is not None:
         from nsa.kernels.prefill import selection_blocks_triton
         from nsa.kernels.triton_sel_kernel import TIMING
@@ -136,7 +138,7 @@ def _selected_triton(args: Args, flags: Flags) -> Tensor:
         with log.timed(TIMING, k, flags, elements, bucket="blocks"):
             out = selection_blocks_triton(
                 args["q"], k, v, blocks, block_size=size, use_gluon=flags.use_gluon,
-                **_packed(args, "max_seqlen"),
+                **_packed(args, "max_seqlen", "return_lse"),
             )  # fmt: skip
         log_block_reads(*where, flags)
         return out
@@ -145,11 +147,12 @@ def _selected_triton(args: Args, flags: Flags) -> Tensor:
     q, k, v, ranges, cu = (args[n] for n in ("q", "k", "v", "ranges", "cu_seqlens"))
     if cu is not None:
         q, k, v, ranges = (x[None] for x in (q, k, v, _in_pack(ranges, cu)))
-    out = selection_ranges_triton(
+    result = selection_ranges_triton(
         q.unflatten(2, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), ranges,
-        softmax_scale=args["softmax_scale"], path=args.get("path"), flags=flags,
-    ).flatten(2, 3)  # fmt: skip
-    return out if cu is None else out[0]
+        path=args.get("path"), flags=flags, **_only(args, "softmax_scale", "return_lse"),
+    )
+    rows = lambda x: x.flatten(2, 3) if cu is None else x[0].flatten(1, 2)
+    return tuple(map(rows, result)) if args["return_lse"] else rows(result)
 
 
 def _in_pack(ranges: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -164,7 +167,7 @@ def _in_pack(ranges: Tensor, cu_seqlens: Tensor) -> Tensor:
     return ranges.clamp(min=0).minimum(length) + begin
 
 
-def selected_again(args: Args, flags: Flags) -> Callable[..., Tensor | None] | None:
+def selected_again(args: Args, flags: Flags) -> Callable[..., Selected | None] | None:
     """What Triton's rung does with (q, k, v, block_indices or ranges) like these, not packed; for
     settled.keep()."""
     if args["block_indices"] is not None:
@@ -172,12 +175,13 @@ def selected_again(args: Args, flags: Flags) -> Callable[..., Tensor | None] | N
 
         return functools.partial(
             selection_blocks_triton, use_gluon=flags.use_gluon, q_start=args["q_start"],
-            block_size=args["block_size"], softmax_scale=args["softmax_scale"],
+            **_only(args, "block_size", "softmax_scale", "return_lse"),
         )  # fmt: skip
     from nsa.kernels.triton_sel_kernel import planned
 
     k, v = (args[n].transpose(1, 2) for n in ("k", "v"))
-    return planned(args["q"], k, v, args["ranges"], args["softmax_scale"], flags)
+    more = args["softmax_scale"], flags, args["return_lse"]
+    return planned(args["q"], k, v, args["ranges"], *more)
 
 
 # ---- compressed ----------------------------------------------------------------------------------

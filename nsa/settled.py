@@ -14,7 +14,7 @@ from nsa.errors import must_raise
 from nsa.flags import Flags
 
 MOST = 4096
-_calls: dict[tuple, Callable[..., Tensor | None]] = {}
+_calls: dict[tuple, Callable[..., Any]] = {}
 
 
 def key_of(
@@ -36,7 +36,7 @@ def key_of(
     return (*layouts, flags, gradient, *rest, *map(type, rest))
 
 
-def again(key: tuple | None, *tensors: Tensor) -> Tensor | None:
+def again(key: tuple | None, *tensors: Tensor) -> Any:
     """Return the result of a call that was kept under `key`; None without one, and where it fails:
     the long way then meets the error again and tells of it."""
     if key is None:
@@ -56,7 +56,7 @@ def again(key: tuple | None, *tensors: Tensor) -> Tensor | None:
         return None
 
 
-def keep(key: tuple | None, call: Callable[..., Tensor | None] | None) -> None:
+def keep(key: tuple | None, call: Callable[..., Any] | None) -> None:
     """Keep `call`, which gives None for tensors that it cannot take, for again()."""
     if key is not None and call is not None:
         if len(_calls) >= MOST:

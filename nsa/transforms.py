@@ -82,10 +82,10 @@ def transformable(fn: Fn) -> Fn:
 class _Run:
     """fn of named tensors and the other arguments, as a function of tensors to tensors."""
 
-    differentiable = 1  # of the outputs, the first
-
     def __init__(self, fn: Callable[..., Any], names: tuple[str, ...], rest: dict) -> None:
         self.fn, self.names, self.rest = fn, names, rest
+        # Of the outputs, the first; the log-sum-exp too where it is asked for.
+        self.differentiable = 1 + bool(rest.get("return_lse"))
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         result = self.fn(**dict(zip(self.names, tensors, strict=True)), **self.rest)

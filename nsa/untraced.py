@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 # What the compiler looks at frames with, None while nothing is compiled; asking is private to
 # PyTorch, and without an answer every call is taken for one under the compiler.
 _callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: False)
 
 
-def untraced(fn: Callable) -> Callable:
+def untraced(fn: Fn) -> Fn:
     """torch.compiler.disable(fn), without importing the compiler where nobody compiles, and without
     its 5 us a call where nothing is compiled at the time."""
     disabled: list[Callable] = []
@@ -30,10 +32,10 @@ def untraced(fn: Callable) -> Callable:
             disabled.append(torch.compiler.disable(fn))
         return disabled[0](*args, **kwargs)
 
-    return call
+    return call  # type: ignore[return-value]
 
 
-def constant(fn: Callable) -> Callable:
+def constant(fn: Fn) -> Fn:
     """fn for torch.compile to call while it traces, taking the answer for a constant."""
 
     @functools.wraps(fn)
@@ -41,4 +43,4 @@ def constant(fn: Callable) -> Callable:
         return fn(*args)
 
     call._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return call
+    return call  # type: ignore[return-value]

@@ -37,6 +37,7 @@ from nsa import launches
 from nsa.attention import select_blocks, selection_attention
 from nsa.compress import mean_pool
 from nsa.dispatch import RouteUnavailable, trace
+from nsa.options import Parser
 
 L, D, L_SEL, N_INIT, N_LOCAL = 32, 16, 64, 1, 2  # the paper's block sizes
 DIM, HEADS_PER_GROUP, GROUPS = 64, 4, 2
@@ -231,12 +232,12 @@ def depth_report(rows: list[dict[str, float]], picture: str | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--queries", type=int, default=8, help="needles per KV group")
-    parser.add_argument("--n_sel", type=int, default=16)
+    parser.add_argument("--n-sel", type=int, default=16)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "fp16", "bf16"])
     parser.add_argument(

@@ -33,6 +33,7 @@ from nsa.dispatch import Branch
 from nsa.flags import Flags, get_flags
 from nsa.kvcache import cache_bytes_per_token
 from nsa.module import NSAAttention
+from nsa.options import Parser
 
 # (what it is, tokens, gradient)
 CALLS = (
@@ -153,12 +154,12 @@ def counted(names: Sequence[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the object there too")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--head_dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=int, default=128)
     args = parser.parse_args(argv)
     try:
         data = routing(args.dtype, args.head_dim)

@@ -24,6 +24,7 @@ from nsa import oracle
 from nsa.attention import select_blocks
 from nsa.compress import mean_pool
 from nsa.config import check_blocks
+from nsa.options import Parser
 from nsa.select import blocks_to_ranges
 
 
@@ -43,7 +44,7 @@ def wrong(ranges: list[list[int]], t: int, l_sel: int, n_sel: int) -> str | None
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--S", type=int, default=1024, help="tokens")
@@ -53,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dk", type=int, default=64)
     parser.add_argument("--l", type=int, default=32)
     parser.add_argument("--d", type=int, default=16)
-    parser.add_argument("--l_sel", type=int, default=64)
-    parser.add_argument("--n_sel", type=int, default=8)
+    parser.add_argument("--l-sel", type=int, default=64)
+    parser.add_argument("--n-sel", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, metavar="PATH", help="default: stdout")

@@ -25,7 +25,7 @@ run_pytest() {
 }
 
 echo "== style"
-"$python_bin" -m ruff check nsa bench scripts
+"$python_bin" -m ruff check nsa bench scripts examples
 echo "== everything but interpreted kernels"
 run_pytest -m "not kernel" "$@"
 echo "== kernels in Triton's interpreter"

@@ -2,7 +2,7 @@
 
     python scripts/train.py --attention nsa,dense --steps 300
     torchrun --nproc-per-node 4 scripts/train.py --attention nsa,dense --seq 4096,16384,65536
-    torchrun --nproc-per-node 4 scripts/train.py --save_every 100 --resume    # goes on where it was
+    torchrun --nproc-per-node 4 scripts/train.py --save-every 100 --resume    # goes on where it was
 
 The model, the data, the order of the batches, the schedule and the initial weights outside of
 attention are the same for both: `dense` replaces each NSA layer by causal grouped-query attention
@@ -49,6 +49,7 @@ from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
 from nsa.module import NSAAttention
+from nsa.options import Parser
 from nsa.rotary import rotary
 from scripts.checkpoints import CheckpointError, Checkpoints
 from scripts.training import PRESETS, VOCAB, Preset, Run, finite, load_corpus, train, training_flags
@@ -148,7 +149,7 @@ def setup(args: argparse.Namespace) -> tuple[torch.device, DeviceMesh | None]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cuda = torch.cuda.is_available()
@@ -164,13 +165,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--recompute", action="store_true", help="activation checkpointing, block by block")
     add("--compile", action="store_true", help="torch.compile of all but the NSA kernels")
-    add("--compile_backend", default="inductor", help=argparse.SUPPRESS)
+    add("--compile-backend", default="inductor", help=argparse.SUPPRESS)
     add("--deterministic", action="store_true", help="deterministic algorithms of torch only")
-    add("--save_every", type=int, default=0, metavar="N", help="checkpoint every N steps; there "
+    add("--save-every", type=int, default=0, metavar="N", help="checkpoint every N steps; there "
         "is one at the end in any case")  # fmt: skip
     add("--resume", action="store_true", help="go on from the latest checkpoints in --out")
-    add("--stop_at", type=int, metavar="N", help="stop after N of --steps steps")
-    add("--log_every", type=int, default=10, metavar="N", help="read the losses every N steps")
+    add("--stop-at", type=int, metavar="N", help="stop after N of --steps steps")
+    add("--log-every", type=int, default=10, metavar="N", help="read the losses every N steps")
     add("--out", type=Path, default=Path("artifacts/train"), metavar="DIR")
     add("--save", type=Path, metavar="FILE", help="the trained NSA model of the last length, "
         "for python -m nsa.generate")  # fmt: skip
@@ -188,11 +189,12 @@ def presets(
     for name in ("steps", "batch", "layers", "dim", "heads", "groups", "stop_at", "log_every"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}")
+            option = name.replace("_", "-")
+            parser.error(f"--{option} must be at least 1, got {value}")
     if args.lr is not None and not args.lr > 0:
         parser.error(f"--lr must be above 0, got {args.lr}")
     if args.save_every < 0:
-        parser.error(f"--save_every must be 0 or more, got {args.save_every}")
+        parser.error(f"--save-every must be 0 or more, got {args.save_every}")
     names = args.attention.split(",")
     if not names or not set(names) <= set(ATTENTIONS) or len(set(names)) < len(names):
         parser.error(f"--attention must be from {', '.join(ATTENTIONS)}, got {args.attention!r}")

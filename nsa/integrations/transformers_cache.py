@@ -181,7 +181,7 @@ class NSACacheLayer(DynamicLayer):
             return
         sizes = {name: how[name] for name in ("l", "d", "l_sel", "n_sel", "n_init", "n_local")}
         config = NSAConfig(
-            dim=heads * d_k, heads=heads, groups=G, d_k=d_k, d_v=v.shape[-1], w=how["window"],
+            dim=heads * d_k, heads=heads, groups=G, d_k=d_k, d_v=v.shape[-1], window=how["window"],
             **sizes,
         )  # fmt: skip
         self.first = [first for first, _ in rows]

@@ -76,15 +76,17 @@ def _heads_of_rows(x: Tensor, s: int) -> Tensor:
 
 def selection_sdpa(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, softmax_scale: float | None = None,
-    flags: Flags | None = None,
-) -> Tensor:  # fmt: skip
+    flags: Flags | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax over each row's ranges (Eq. 11 and 12), K and V packed row by row.
 
     q [B, S, HQ, Dk], k [B, Skv, G, Dk], v [B, Skv, G, Dv], clean ranges [B, S, G, n, 2] as
     select.clean_ranges leaves them -> [B, S, HQ, Dv]. Rows of like length (next power of two) share
     one call, split where the gathered keys would pass 2^27 elements; which keys a row holds is
     worked out in its call. Differentiable; a row without keys gives 0. Waits for the device to
-    learn the lengths. flags: whether packing is timed.
+    learn the lengths. flags: whether packing is timed. return_lse: also the natural-log lse
+    [B, S, HQ] (fp32, or fp64 for fp64), -inf for a row without keys; the scores are computed a
+    second time for it, since SDPA does not return its own.
     """
     B, S, HQ, Dk = q.shape
     G = k.shape[2]
@@ -96,7 +98,7 @@ def selection_sdpa(
 
     def attend(
         qs: Tensor, k: Tensor, v: Tensor, rows: Tensor, longest: int, padded: bool
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         count = lengths[rows, None]
         slot = torch.arange(longest, device=q.device)[None]
         # A slot past the end repeats the row's own last key: masked, and no stranger's NaN.
@@ -106,17 +108,19 @@ def selection_sdpa(
         with log.timed("sel.sdpa.pack", k, flags, rows=len(rows), longest=longest):
             keys, values = k[b, at, g][:, None], v[b, at, g][:, None]
         out = _sdpa("sdpa_selection", qs, keys, values, mask, scale)
-        if odd is None:
-            return out
-        return out * nan_if(odd[b, at, g].any(1))[:, None, None, None].to(q.dtype)
+        if odd is not None:
+            out = out * nan_if(odd[b, at, g].any(1))[:, None, None, None].to(q.dtype)
+        return out, _packed_lse(mask, scale, qs, keys) if return_lse else None
 
     odd = None
     if q.device.type == "cpu":  # where PyTorch takes a row of NaN scores for one without keys
         odd = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
-    outs, order = [], []
+    wide = torch.promote_types(q.dtype, torch.float32)
+    outs, lses, order = [], [], []
     for bucket, members in length_buckets(lengths).items():
         if bucket == 0:
             outs.append(q.new_zeros(len(members), 1, h, v.shape[-1]))
+            lses.append(q.new_full((len(members), 1, h), -math.inf, dtype=wide))
             order.append(members)
             continue
         # Rows of one exact length need neither mask nor padding.
@@ -126,13 +130,29 @@ def selection_sdpa(
         run = functools.partial(attend, longest=high, padded=low != high)
         for rows in members.split(step):
             several = len(members) > step
-            outs.append(_maybe_checkpoint(several, run, rows_q[rows], k, v, rows))
+            out, lse = _maybe_checkpoint(several, run, rows_q[rows], k, v, rows)
+            outs.append(out)
+            lses.append(lse)
             order.append(rows)
     if not any(o.requires_grad for o in outs):  # nothing but empty rows, or no gradient wanted
-        outs.append(_nothing(q, k, v, 0).reshape(0, 1, h, v.shape[-1]))
+        nothing = _nothing(q, k, v, 0).reshape(0, 1, h, v.shape[-1])
+        outs.append(nothing)
+        lses.append(nothing[..., 0].to(wide))
         order.append(lengths[:0])
     back = torch.argsort(torch.cat(order))
-    return torch.cat(outs)[back].reshape(B, S, HQ, v.shape[-1])
+    out = torch.cat(outs)[back].reshape(B, S, HQ, v.shape[-1])
+    return (out, torch.cat(lses)[back].reshape(B, S, HQ)) if return_lse else out
+
+
+def _packed_lse(mask: Tensor | None, scale: float, q: Tensor, k: Tensor) -> Tensor:
+    """Log-sum-exp of each row's own scores, [rows, 1, h]: q [rows, 1, h, Dk], k [rows, 1, n, Dk],
+    mask [rows, 1, h, n] of the keys that are not padding."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, odd = finite(k)
+    scores = q.to(wide) @ k.mT.to(wide) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return torch.logsumexp(scores, -1) * nan_if(odd.any(-1, keepdim=True)).to(wide)
 
 
 # ---- sliding and compressed ----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -9,6 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+import nsa
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,8 +88,19 @@ def test_lint_sets_its_environment_up_first(tree):
     assert code == 0, text
     assert [line.split()[2:] for line in ran] == [
         ["scripts/setup_env.py", "--cpu-tests"],
-        ["-m", "ruff", "check", "nsa", "bench", "scripts"],
+        ["-m", "ruff", "check", "nsa", "bench", "scripts", "examples"],
     ]
+
+
+def test_docs_are_of_all_that_is_public(tree):
+    code, ran, text = tree("make", "docs")
+    assert code == 0, text
+    *_, command = ran
+    modules = {f"nsa.{name}" for name in nsa._MODULES} | {"nsa", "nsa.integrations.transformers"}
+    assert command.split()[2:6] == ["-m", "pdoc", "-o", "artifacts/docs"]
+    assert set(command.split()[6:]) == modules
+    for name in modules:
+        assert importlib.util.find_spec(name), name
 
 
 def test_out_is_taken_from_the_command_line_alone(tree):

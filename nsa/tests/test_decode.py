@@ -378,7 +378,7 @@ def test_a_model_whose_layer_raises_takes_no_token(monkeypatch):
 
 
 @pytest.mark.parametrize("change", [
-    {"w": 9}, {"n_sel": 6}, {"n_local": 1}, {"rope_base": 500.0}, {"l": 16}, {"groups": 4},
+    {"window": 9}, {"n_sel": 6}, {"n_local": 1}, {"rope_base": 500.0}, {"l": 16}, {"groups": 4},
     {"n_init": 0}, {"d": 2}, {"l_sel": 16}, {"heads": 2}, {"d_k": 6}, {"d_v": 8},
 ])  # fmt: skip
 def test_a_cache_of_other_sizes_is_refused(layer, change):

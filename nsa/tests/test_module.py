@@ -157,7 +157,7 @@ def test_a_layer_on_meta_tensors_has_shapes():
 
 
 def test_a_layer_says_its_sizes_and_what_it_cannot_be_made_of():
-    assert "l=8, d=4, l_sel=8, n_sel=3, w=12" in repr(NSAAttention(CONFIG))
+    assert "l=8, d=4, l_sel=8, n_sel=3, window=12" in repr(NSAAttention(CONFIG))
     for given, error, words in (
         (dict(backend="fast"), ValueError, "backend must be"),
         (dict(flags={}), TypeError, "flags must be an nsa.Flags, got dict"),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -80,20 +83,38 @@ def test_examples_in_docstrings_run(name):
     assert attempted and not failed
 
 
-def test_the_wheel_has_the_library_and_no_corpus(monkeypatch):
-    setuptools = pytest.importorskip(
-        "setuptools", minversion="77", reason="setuptools 77, which builds the wheel, is missing"
-    )
-    monkeypatch.chdir(Path(nsa.__file__).parents[1])
-    whole = setuptools.Distribution({"script_name": "setup.py"})
-    whole.parse_config_files(["pyproject.toml"])
-    command = whole.get_command_obj("build_py")
-    command.ensure_finalized()
-    files = {path.partition("lib/")[2] for path in command.get_outputs()}
+IN_THE_WHEEL = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from nsa import Flags, flags
+assert flags.__file__.startswith(sys.argv[1]), flags.__file__
+print(Flags.from_env({}, device_name="NVIDIA H200").sel_triton_min_L)
+"""
+
+
+def test_the_wheel_has_the_library_and_its_thresholds_and_no_corpus(tmp_path):
+    pytest.importorskip("setuptools", minversion="77", reason="setuptools 77 builds the wheel")
+    root, source = Path(nsa.__file__).parents[1], tmp_path / "source"
+    kept = shutil.ignore_patterns("__pycache__", "locks", "goldens")
+    for name in ("nsa", "configs"):
+        shutil.copytree(root / name, source / name, symlinks=True, ignore=kept)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
+    run = functools.partial(subprocess.run, capture_output=True, text=True, cwd=source)
+    done = run([sys.executable, "-c", build])
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+        files = {name for name in wheel.namelist() if not name.startswith("nsa-")}
+        about = wheel.read(f"nsa-{nsa.__version__}.dist-info/METADATA").decode()
+        wheel.extractall(tmp_path / "site")
     assert {"nsa/py.typed", "nsa/attention.py", "nsa/integrations/transformers.py"} <= files
-    assert "nsa/kernels/decode/cluster.cu" in files
+    assert {"nsa/kernels/decode/cluster.cu", "nsa/base.yaml"} <= files
     assert not [name for name in files if name.startswith(("nsa/tests", "nsa/data"))]
-    assert all(name.endswith((".py", "py.typed", ".cu")) for name in files)
+    assert all(name.endswith((".py", "py.typed", ".cu", ".yaml")) for name in files)
+    assert "Classifier: Typing :: Typed" in about and "Requires-Dist: torch" in about
+    done = run([sys.executable, "-c", IN_THE_WHEEL, str(tmp_path / "site")])
+    assert done.stdout == "16\n", done.stderr  # configs/base.yaml's entry of this card
 
 
 def test_public_modules_need_no_import_of_their_own():

@@ -45,7 +45,7 @@ def test_example_runs(code):
 
 
 def test_all_examples_are_found():
-    assert len(EXAMPLES) == README.count("```python") == 8
+    assert len(EXAMPLES) == README.count("```python") == 9
 
 
 def test_flag_table_is_the_metadata():
@@ -120,7 +120,7 @@ def test_links_and_paths_lead_somewhere(path):
         page = path.parent / name if name else path
         assert page.is_file(), f"{path.name} links to {target}"
         assert not anchor or anchor in anchors(page), f"{path.name} links to {target}"
-    for name in re.findall(r"(?:nsa|bench|scripts|configs)/[\w/-]+\.(?:py|sh|yaml)", text):
+    for name in re.findall(r"(?:nsa|bench|scripts|configs|examples)/[\w/-]+\.(?:py|sh|yaml)", text):
         assert (ROOT / name).is_file(), name
 
 

@@ -259,7 +259,7 @@ def test_dense_attention_is_causal_softmax_of_the_same_heads():
         (["--seq", "8"], "--seq must be"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--heads", "3"], "heads"),
-        (["--save_every", "-1"], "--save_every must be 0 or more"),
+        (["--save_every", "-1"], "--save-every must be 0 or more"),
     ],
 )
 def test_usage_errors_name_the_option(argv, words, capsys):

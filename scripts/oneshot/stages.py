@@ -155,7 +155,7 @@ def _gpu(profile: str) -> list[Stage]:
         Stage(
             "prefill_parity", "Prefill and decode kernels parity",
             (*SHARDED, *tests("test_prefill*.py", "test_decode*.py", "test_kvcache.py",
-                              "test_block_attn_*.py", "test_union_attn.py",
+                              "test_block_attn_*.py", "test_selection_lse.py", "test_union_attn.py",
                               "test_span_bwd_fused.py", "test_hopper.py",
                               "test_sums.py", "test_key_sums.py", "test_tile_blocks.py",
                               "test_turn.py", "test_packs.py", "test_distributions.py",

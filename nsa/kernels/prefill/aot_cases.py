@@ -45,11 +45,11 @@ _FEWER = {
 }  # fmt: skip
 
 _POINTERS = {
-    "LSE": "*fp32", "LSE_CMP": "*fp32", "LSE_SEL": "*fp32", "LSE_WIN": "*fp32", "LSES": "*fp32",
-    "DQ": "*fp32", "DELTA": "*fp32", "DELTAS": "*fp32", "SCORES": "*fp32", "PART": "*fp32",
-    "OUT_K": "*fp32", "OUT_V": "*fp32", "CU_Q": "*i32", "CU_K": "*i32", "CU_SEQLENS": "*i32",
-    "SEQ_BEGIN": "*i32", "BLOCK_INDICES": "*i32", "ORDER": "*i32", "CHUNK_TILE": "*i32",
-    "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
+    "LSE": "*fp32", "DLSE": "*fp32", "LSE_CMP": "*fp32", "LSE_SEL": "*fp32", "LSE_WIN": "*fp32",
+    "LSES": "*fp32", "DQ": "*fp32", "DELTA": "*fp32", "DELTAS": "*fp32", "SCORES": "*fp32",
+    "PART": "*fp32", "OUT_K": "*fp32", "OUT_V": "*fp32", "CU_Q": "*i32", "CU_K": "*i32",
+    "CU_SEQLENS": "*i32", "SEQ_BEGIN": "*i32", "BLOCK_INDICES": "*i32", "ORDER": "*i32",
+    "CHUNK_TILE": "*i32", "CHUNK_BEGIN": "*i64", "CHUNK_END": "*i64", "TILE_CHUNKS": "*i64",
     "BOUNDS": "*i64", "ROWS": "*i32", "UNITS": "*i32", "BITS": "*i32", "PIECES": "*i32",
     "RANKS": "*i64", "X": "*fp32", "ENTRIES": "*i64", "STATE": "*i32", "WORK": "*i32",
     "COUNTS": "*i32", "ORDERED": "*i32", "SEQUENCE": "*i32", "FIRST_TILE": "*i32",
@@ -452,8 +452,9 @@ def aot_cases(arch: int) -> list[AotCase]:
     for summed in (False, True):
         case = dict(rows, SUMMED=summed)
         cases.append(_case(combine._combine_fwd_kernel, f"D128-{summed}", "bf16", case, (4, 2)))
-    for kernel in (combine._combine_bwd_kernel, delta._attn_bwd_delta_kernel):
-        cases.append(_case(kernel, "D128", "bf16", rows, (4, 2)))
+    cases.append(_case(combine._combine_bwd_kernel, "D128", "bf16", rows, (4, 2)))
+    for label, case in (("D128", dict(rows, LSE=None, DLSE=None)), ("D128-dlse", rows)):
+        cases.append(_case(delta._attn_bwd_delta_kernel, label, "bf16", case, (4, 2)))
     order = dict(ROWS=16, N=16, CHUNK=16)
     cases.append(_case(ascending._ascending_kernel, "n16", "bf16", order, (4, 2)))
     for rounding in (sums._round_kernel, sums._round_keys_kernel):

@@ -27,7 +27,9 @@ def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
 def _block_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, softmax_scale: float,
     cu_seqlens: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
+    return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse, which has a gradient where it is asked for by return_lse."""
     from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
 
     return block_attention_fwd(
@@ -39,7 +41,7 @@ def _block_attention(
 
 @_block_attention.register_fake
 def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen, q_start,
-      use_gluon=None):  # fmt: skip
+      use_gluon=None, return_lse=False):  # fmt: skip
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
@@ -48,7 +50,7 @@ def _(q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, max_seqlen,
 def _block_attention_bwd(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     block_indices: Tensor, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None,
-    q_start: int, use_gluon: bool | None = None,
+    q_start: int, use_gluon: bool | None = None, grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
 
@@ -56,33 +58,37 @@ def _block_attention_bwd(
         grad_out.contiguous(), q, k, v, out, lse, block_indices, block_size=block_size,
         softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
         cu_seqlens=cu_seqlens, q_start=q_start, use_gluon=use_gluon,
+        grad_lse=None if grad_lse is None else grad_lse.contiguous(),
     )  # fmt: skip
 
 
 @_block_attention_bwd.register_fake
 def _(grad_out, q, k, v, out, lse, block_indices, block_size, softmax_scale, cu_seqlens, q_start,
-      use_gluon=None):  # fmt: skip
+      use_gluon=None, grad_lse=None):  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, _, *rest = inputs
+    q, k, v, block_indices, block_size, softmax_scale, cu_seqlens, _, *rest, return_lse = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, block_indices, cu_seqlens)
     ctx.scalars = (block_size, softmax_scale)
     ctx.rest = rest  # q_start, use_gluon
-    ctx.mark_non_differentiable(lse)
+    if not return_lse:
+        ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_out, _):
-    if grad_out is None:
-        return (None,) * 10
+def _backward(ctx, grad_out, grad_lse):
+    if grad_out is None and grad_lse is None:
+        return (None,) * 11
     q, k, v, out, lse, block_indices, cu_seqlens = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
     dq, dk, dv = _block_attention_bwd(
-        grad_out, q, k, v, out, lse, block_indices, *ctx.scalars, cu_seqlens, *ctx.rest
+        grad_out, q, k, v, out, lse, block_indices, *ctx.scalars, cu_seqlens, *ctx.rest, grad_lse
     )
-    return dq, dk, dv, *(None,) * 7
+    return dq, dk, dv, *(None,) * 8
 
 
 _block_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -100,8 +106,8 @@ def selection_blocks_triton(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, block_size: int,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, q_start: int = 0, is_ascending: bool = False,
-    use_gluon: bool | None = None,
-) -> Tensor:  # fmt: skip
+    use_gluon: bool | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over the selected blocks of each query and group, cut after the query (Eq. 12).
 
     q [B, S, HQ, Dk], k [B, N, G, Dk], v [B, N, G, Dv], block_indices [B, S, G, n], int32 or int64:
@@ -109,7 +115,8 @@ def selection_blocks_triton(
     Packed without B, with int32 cu_seqlens; max_seqlen says whether there are long sequences.
     block_size: 16, 32 or a multiple of 64. use_gluon: Flags.use_gluon, by default this process's.
     Returns [.., HQ, Dv] in q's dtype (fp16, bf16 or fp32), differentiable in q, k, v; a row without
-    keys gives 0, as one of no sequence does. is_ascending: the rows are int32 and known to be
+    keys gives 0, as one of no sequence does. return_lse: also the natural-log lse, fp32 [.., HQ],
+    differentiable too, -inf for such a row. is_ascending: the rows are int32 and known to be
     ascending, without repetitions, packed ones without blocks after the query, and -1 last, as
     select_blocks_triton leaves them. Raises NotImplementedError for another block_size and for
     more heads per KV group than limits.most_heads.
@@ -122,8 +129,8 @@ def selection_blocks_triton(
         if cu_seqlens is not None:
             block_indices = _in_own_sequence(block_indices, block_size, cu_seqlens)
         block_indices = ascending(block_indices)
-    out, _ = _block_attention(
-        q.contiguous(), k.contiguous(), v.contiguous(), block_indices.contiguous(),
-        block_size, scale, *packed_ends(cu_seqlens), max_seqlen or 0, q_start, use_gluon,
+    out, lse = _block_attention(
+        q.contiguous(), k.contiguous(), v.contiguous(), block_indices.contiguous(), block_size,
+        scale, *packed_ends(cu_seqlens), max_seqlen or 0, q_start, use_gluon, return_lse,
     )  # fmt: skip
-    return out
+    return (out, lse) if return_lse else out

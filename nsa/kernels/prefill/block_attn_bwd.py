@@ -413,6 +413,7 @@ def block_attention_bwd(
     cu_seqlens: torch.Tensor | None = None, delta: torch.Tensor | None = None,
     dq: torch.Tensor | None = None, reach: torch.Tensor | None = None, q_start: int = 0,
     use_gluon: bool | None = None, any_negative: torch.Tensor | None = None,
+    grad_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | HalfSums, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv like q, k, v; arguments as for block_attention_fwd.
 
@@ -420,8 +421,8 @@ def block_attention_bwd(
     With dq given (fp32, like q), dQ / softmax_scale of this branch is added to it in place and dq
     itself is returned; or, with reach as well (|gate| * rowsum |grad_out|, fp32 [.., HQ]) and where
     that is faster, HalfSums to be added to it. use_gluon: see hopper.py. any_negative:
-    combine_bwd's, where lse and delta are. Raises NotImplementedError for a block_size that has no
-    key tile.
+    combine_bwd's, where lse and delta are. grad_lse: like lse, where delta is not given. Raises
+    NotImplementedError for a block_size that has no key tile.
     """
     varlen = seq_begin is not None
     hq, dim = q.shape[-2:]
@@ -434,8 +435,11 @@ def block_attention_bwd(
     size = q.element_size()
     tile = key_tile(block_size, max(dim, dv_dim), size, heads, arch) if arch else 16
     if delta is None:
-        delta, own_reach = attention_delta(out, grad_out)
-        reach = own_reach if dq is None else reach
+        delta, own_reach = attention_delta(out, grad_out, lse, grad_lse)
+        if grad_lse is not None:
+            reach = None  # which bounds the part of grad_out alone
+        elif dq is None:
+            reach = own_reach
     in_gluon = fused = None
     if not torch.are_deterministic_algorithms_enabled():
         in_gluon = hopper.block_backward(q, k, v, grad_out, block_size, use_gluon)

@@ -27,7 +27,7 @@ from nsa.packing import length_buckets, packed_positions
 from nsa.select import clean_ranges, range_lengths
 
 if TYPE_CHECKING:
-    from nsa.dispatch import Route
+    from nsa.dispatch import Backend, Route
 
 TIMING = "sel.triton.bucket_timing"
 PATHS = ("ranges", "dense", "varlen")
@@ -36,7 +36,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def selection_attention_triton(
     Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, *, softmax_scale: float | None = None,
-    path: str | None = None, flags: Flags | None = None, backend: str | Route | None = None,
+    path: str | None = None, flags: Flags | None = None, backend: Backend | Route | None = None,
 ) -> Tensor:  # fmt: skip
     """Softmax attention over the union of each row's ranges (paper 3.3.2), with fallback.
 
@@ -63,7 +63,7 @@ def selection_attention_triton(
     args = dict(
         q=Q.flatten(2, 3), k=K.transpose(1, 2), v=V.transpose(1, 2), block_indices=None,
         ranges=ranges, path=path, q_start=0, softmax_scale=softmax_scale, cu_seqlens=None,
-        max_seqlen=None,
+        max_seqlen=None, return_lse=False,
     )  # fmt: skip
     out, decision = dispatch.run(
         dispatch.Branch.SELECTED, args, flags, backend, key_len=K.shape[2]
@@ -75,13 +75,14 @@ def selection_attention_triton(
 
 def selection_ranges_triton(
     Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, *, softmax_scale: float | None = None,
-    path: str | None = None, flags: Flags | None = None,
-) -> Tensor:  # fmt: skip
+    path: str | None = None, flags: Flags | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The Triton rung of selection_attention_triton alone: no policy, no fallback.
 
     Takes fp16, bf16 and fp32. K and V may have any strides that are multiples of 8 elements;
-    others are copied. Differentiable in Q, K and V. Raises RouteUnavailable for head sizes that
-    have no kernel.
+    others are copied. return_lse: also the natural-log lse, fp32 [B, S, G, h], -inf for a row
+    without keys. Differentiable in Q, K and V. Raises RouteUnavailable for head sizes that have no
+    kernel.
     """
     from nsa import dispatch
 
@@ -103,13 +104,16 @@ def selection_ranges_triton(
                 rows=Q.shape[:3].numel())  # fmt: skip
     scale = scale_of(softmax_scale, d)
     if needs_grad(Q, K, V):
-        return _Selection.apply(Q, K, V, ranges, scale, path, flags)
-    return _forward(Q, K, V, ranges, scale, path, flags, keep_lse=False)[0]
+        out, lse = _Selection.apply(Q, K, V, ranges, scale, path, flags)
+    else:
+        out, lse = _forward(Q, K, V, ranges, scale, path, flags, keep_lse=return_lse)
+    return (out, lse) if return_lse else out
 
 
 def planned(
-    q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, flags: Flags
-) -> Callable[..., Tensor | None] | None:
+    q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, flags: Flags,
+    return_lse: bool = False,
+) -> Callable[..., Any] | None:  # fmt: skip
     """The launch of selection_ranges_triton() for tensors of these sizes, types, strides and
     device as a function of (q, k, v, ranges) alone; it gives None for those that do not begin at
     16 bytes. q [B, S, G, h, Dk] or [B, S, G * h, Dk]. None where something has to be copied."""
@@ -123,8 +127,10 @@ def planned(
         return None
     plan = in_place.plan_in_place(
         q.shape, q.dtype, q.device, K.shape[2], V.shape[3], n, strides[0][1], strides[1][1],
-        K.shape[1], scale, n == 1, False, flags,
+        K.shape[1], scale, n == 1, return_lse, flags,
     )  # fmt: skip
+    if return_lse:
+        return functools.partial(in_place.in_place, plan=plan)
     return functools.partial(in_place.output, plan)
 
 
@@ -156,23 +162,29 @@ class _Selection(torch.autograd.Function):
     def forward(
         ctx: Any, Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, path: str,
         flags: Flags,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         Q = Q.contiguous()
         out, lse = _forward(Q, K, V, ranges, scale, path, flags)
         ctx.save_for_backward(Q, K, V, ranges, out, lse)
         ctx.scale = scale
-        return out
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         from nsa.kernels.triton_sel_kernel.sel_bwd import sel_bwd_ranges
         from nsa.kernels.triton_sel_kernel.spans import clean_spans
 
+        if grad_out is None and grad_lse is None:
+            return (None,) * 7
         Q, K, V, ranges, out, lse = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         starts, cum = clean_spans(ranges, K.shape[2])
         dq, dk, dv = sel_bwd_ranges(
-            Q, K, V, starts, cum, out, lse, grad_out, ctx.scale,
+            Q, K, V, starts, cum, out, lse, grad_out, ctx.scale, grad_lse=grad_lse,
             needs_kv=ctx.needs_input_grad[1] or ctx.needs_input_grad[2],
         )  # fmt: skip
         return dq, dk, dv, None, None, None, None

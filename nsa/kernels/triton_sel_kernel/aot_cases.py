@@ -32,8 +32,8 @@ _FIXED = {
     "n_entries": "i32", "STARTS": "*i32", "CUM": "*i32", "CU": "*i32",
     "ENTRIES": "*i32", "KEYS": "*i32", "MASKS": "*i64",
     "TILE_BEGIN": "*i64", "ITEM_BEGIN": "*i64", "ITEM_TILE": "*i64", "SLOT_BEGIN": "*i64",
-    "LSE": "*fp32", "DELTA": "*fp32", "PART_O": "*fp32", "PART_LSE": "*fp32", "PART": "*fp32",
-    "PART_DK": "*fp32", "PART_DV": "*fp32",
+    "LSE": "*fp32", "DLSE": "*fp32", "DELTA": "*fp32", "PART_O": "*fp32", "PART_LSE": "*fp32",
+    "PART": "*fp32", "PART_DK": "*fp32", "PART_DV": "*fp32",
 }  # fmt: skip
 
 
@@ -99,12 +99,14 @@ def aot_cases(arch: int) -> list[AotCase]:
                 )
             ]
         dq = tiles.dq_tiles(arch, d, dv, size)
-        cases.append(
-            _case(
-                sel_bwd._sel_attn_bwd_dq_kernel, label, dtype,
-                {**common, **block(dq), **rows, "NR": 16}, **launch(dq),
-            )  # fmt: skip
-        )
+        backward = {**common, **block(dq), **rows, "NR": 16}
+        kinds = [(label, {"DLSE": None})]
+        if (dtype, d) == ("bf16", 128):
+            kinds.append((f"{label}-dlse", {}))
+        cases += [
+            _case(sel_bwd._sel_attn_bwd_dq_kernel, name, dtype, backward | more, **launch(dq))
+            for name, more in kinds
+        ]
         kv = tiles.dkdv_tiles(arch, d, dv, size)
         cases.append(
             _case(

@@ -1,9 +1,9 @@
 """Selection attention backward over clean spans of a cache, without atomics.
 
 dQ: one program per row, K and V read in place as in the forward; it also leaves delta =
-rowsum(dO * O). dK and dV: one program per tile of keys and chunk of the rows that attend it (see
-spans.key_lists), rows gathered; tiles with several chunks sum fp32 partials in a fixed order. So
-gradients are bitwise repeatable.
+rowsum(dO * O) - dlse. dK and dV: one program per tile of keys and chunk of the rows that attend it
+(see spans.key_lists), rows gathered; tiles with several chunks sum fp32 partials in a fixed order.
+So gradients are bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nsa.kernels.triton_sel_kernel.tiles import (
 
 @triton.jit
 def _sel_attn_bwd_dq_kernel(
-    Q, K, V, STARTS, CUM, O, DO, LSE, DELTA, DQ, S, G, H, n, stride_kb, stride_kg, stride_kl,
+    Q, K, V, STARTS, CUM, O, DO, LSE, DLSE, DELTA, DQ, S, G, H, n, stride_kb, stride_kg, stride_kl,
     stride_vb, stride_vg, stride_vl, scale, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, NR: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -57,6 +57,8 @@ def _sel_attn_bwd_dq_kernel(
     for i in tl.static_range(0, DV, BLOCK_DV):
         product = dos[i // BLOCK_DV].to(tl.float32) * os[i // BLOCK_DV].to(tl.float32)
         delta += tl.sum(product, 1)
+    if DLSE is not None:
+        delta -= tl.load(DLSE + row * H + head, mask=live, other=0.0)
     tl.store(DELTA + row * H + head, delta, mask=live)
     lse = tl.load(LSE + row * H + head, mask=live, other=float("inf"))
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
@@ -222,9 +224,11 @@ def _dq_meta(tiles: Tiles) -> dict[str, int]:
 @on_its_device
 def sel_bwd_ranges(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, cum: Tensor, out: Tensor, lse: Tensor,
-    grad_out: Tensor, softmax_scale: float, *, needs_kv: bool = True,
+    grad_out: Tensor, softmax_scale: float, *, grad_lse: Tensor | None = None,
+    needs_kv: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dQ, dK, dV) of sel_fwd_ranges: q, out, grad_out [B, S, G, H, .] and lse as it returned it.
+    """(dQ, dK, dV) of sel_fwd_ranges: q, out, grad_out [B, S, G, H, .] and lse as it returned it,
+    grad_lse like lse.
 
     dK and dV are contiguous [B, G, Skv, .] in k's dtype, None unless needs_kv.
     """
@@ -238,14 +242,15 @@ def sel_bwd_ranges(
     k, k_strides = units_of_8(k)
     v, v_strides = units_of_8(v)
     grad_out = grad_out.to(q.dtype).contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
     delta = torch.empty_like(lse)
     common = dict(D=D, DV=dv_dim, PRECISION=dot_precision(q.dtype))
     heads = head_tile(H, D, dv_dim, size, group=True)
     launch(
         _sel_attn_bwd_dq_kernel, (rows, cdiv(H, heads)),
-        q, k, v, starts, cum, out, grad_out, lse, delta, dq, S, G, H, n, *k_strides, *v_strides,
-        softmax_scale, softmax_scale * LOG2E, NR=spans_per_pass(n), ROWS=heads, **common,
-        **_dq_meta(dq_tiles(arch, D, dv_dim, size)),
+        q, k, v, starts, cum, out, grad_out, lse, grad_lse, delta, dq, S, G, H, n, *k_strides,
+        *v_strides, softmax_scale, softmax_scale * LOG2E, NR=spans_per_pass(n), ROWS=heads,
+        **common, **_dq_meta(dq_tiles(arch, D, dv_dim, size)),
     )  # fmt: skip
     if not needs_kv:
         return dq, None, None

@@ -1,0 +1,26 @@
+"""Command-line options that are spelled with hyphens, and with underscores as they once were."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser to which --top-k and --top_k are one option, whichever it is given."""
+
+    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:  # type: ignore[override]
+        """As ArgumentParser's, with the other spelling of long options; --help shows hyphens first.
+
+        The value is args.top_k.
+        """
+        both = [
+            spelled
+            for name in names
+            for spelled in (
+                (f"--{name[2:].replace('_', '-')}", f"--{name[2:].replace('-', '_')}")
+                if name.startswith("--")
+                else (name,)
+            )
+        ]
+        return super().add_argument(*dict.fromkeys(both), **kwargs)
