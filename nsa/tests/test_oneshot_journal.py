@@ -30,21 +30,6 @@ def test_bundle_is_what_the_journal_says(tmp_path, name):
     assert all(s["reason"] for s in bundle["stages"] if s["status"] != "PASS")
 
 
-def test_truncation_at_every_byte_of_the_last_line(tmp_path):
-    write_sample(tmp_path, "gpu_fail")
-    path = tmp_path / "events.jsonl"
-    whole = path.read_bytes()
-    last = whole.rstrip(b"\n").rfind(b"\n") + 1
-    complete = len(read_events(path))
-    for cut in range(last, len(whole) + 1):
-        path.write_bytes(whole[:cut])
-        events = read_events(path)
-        assert len(events) == complete - (cut < len(whole) - 1)
-    path.write_bytes(whole[:last])
-    verdict = RunRecord.replay(read_events(path)).to_bundle()["verdict"]
-    assert verdict["exit_code"] == 1  # the failures before the power cut still stand
-
-
 def test_truncation_anywhere_gives_a_bundle(tmp_path):
     write_sample(tmp_path, "all_pass")
     path = tmp_path / "events.jsonl"
@@ -406,9 +391,10 @@ def test_a_stage_that_was_stopped_is_not_broken():
 
 def test_failed_tests_beside_a_crash_are_both_said():
     rows = [checked(r) for r in (row_of_test("a"), row_of_test("b", "failed", "x"))]
-    said = judge(stage(), 139, rows)
-    assert said.status is Status.FAIL and "1 of 2 tests failed, first b" in said.reason
-    assert "exit code 139: tests may be missing" in said.reason
+    for rc in (2, 3, 4, 5, 139):
+        said = judge(stage(), rc, rows)
+        assert said.status is Status.FAIL and "1 of 2 tests failed, first b" in said.reason
+        assert f"exit code {rc}: tests may be missing" in said.reason
     said = judge(stage("parity"), 139, [*rows, checked(parity_row("c", launches={}))])
     assert "exit code 139" in said.reason
     assert "exit code" not in judge(stage(), 1, rows).reason
@@ -460,11 +446,6 @@ def test_incomplete_is_said_only_where_cuts_are_all_that_is_wrong(results, rows,
     assert (said["status"], said["exit_code"]) == (status, code)
 
 
-def test_a_runner_that_died_is_broken_even_if_every_stage_passed():
-    said = verdict_of([parity_row("p")], StageResult("a", Status.PASS), ended_by="crash")
-    assert (said["status"], said["exit_code"]) == ("BROKEN", 4)
-
-
 def test_one_wrong_parity_case_or_test_fails_the_run_whatever_its_stage_says():
     good = StageResult("a", Status.PASS)
     for bad in (parity_row("p", status="FAIL"), parity_row("p", status="INVALID"),
@@ -488,9 +469,3 @@ def test_counts_of_the_verdict_are_of_what_ran():
         "PASS - 1/1 tests (2 skipped); parity 1/1"
     )
     assert (said["executed_tests"], said["skipped"]) == (1, 2)
-
-
-def test_an_exit_code_beside_failed_tests_is_said_for_every_code_that_loses_tests():
-    rows = [checked(r) for r in (row_of_test("a"), row_of_test("b", "failed", "x"))]
-    for rc in (2, 3, 4, 5, 139):
-        assert f"exit code {rc}: tests may be missing" in judge(stage(), rc, rows).reason

@@ -166,19 +166,6 @@ def test_page_is_part_of_the_bundle(tmp_path):
     assert not [p for p in verify.check_sums(tmp_path)]
 
 
-def test_an_undefined_value_is_an_error(tmp_path, monkeypatch):
-    import jinja2
-
-    write_sample(tmp_path, "all_pass")
-    whole = report.document
-    monkeypatch.setattr(
-        report, "document",
-        lambda *a, **k: {n: v for n, v in whole(*a, **k).items() if n != "sections"},
-    )  # fmt: skip
-    with pytest.raises(jinja2.UndefinedError, match="sections"):
-        report.render_page(rebuild(tmp_path)[0], tmp_path)
-
-
 def test_template_names_no_other_place():
     text = (Path(report.TEMPLATES) / "report.html.j2").read_text()
     assert not re.search(r"https?:|//\w|<script|<link|<img|\bon\w+=|\| *safe", text)

@@ -449,16 +449,6 @@ def test_no_end_and_no_limit_are_said_in_words(tmp_path):
     assert shown() == ["17179869184", "no limit", "-1"]
 
 
-def test_an_unstable_row_is_marked_and_a_skipped_stage_has_its_exact_reason(tmp_path):
-    write_sample(tmp_path, "gpu_fail")
-    text = rendered(tmp_path)
-    line = next(s for s in text.splitlines() if s.startswith("| `sel/dense/L=64/few` |"))
-    assert "| UNSTABLE |" in line and "UNSTABLE: IQR 7 % of the median" in line
-    why = "flash-attn is not installed: no wheel for torch 2.11"
-    assert f"| `fa2_probe` | SKIPPED | 9.5 s | {why}" in text
-    assert "- 1 test skipped: no CUDA extension is built" in text
-
-
 def test_a_recommendation_that_the_rows_do_not_carry_is_doubted(tmp_path):
     proposal = {"kind": "recommend", "sel_triton_min_L": 512, "blocking_case": None,
                 "confidence": "as measured"}  # fmt: skip
@@ -613,15 +603,16 @@ def test_filters():
     assert markdown.sparkline([3.0, 2.0, 1.0]) == "█▅▁"
 
 
-def test_an_undefined_value_in_the_template_is_an_error(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page, key", [(False, "answers"), (True, "sections")])
+def test_an_undefined_value_in_a_template_is_an_error(page, key, tmp_path, monkeypatch):
     import jinja2
 
     write_sample(tmp_path, "all_pass")
     whole = report.document
-    cut = lambda *a, **k: {n: v for n, v in whole(*a, **k).items() if n != "answers"}
+    cut = lambda *a, **k: {n: v for n, v in whole(*a, **k).items() if n != key}
     monkeypatch.setattr(report, "document", cut)
-    with pytest.raises(jinja2.UndefinedError, match="answers"):
-        rendered(tmp_path)
+    with pytest.raises(jinja2.UndefinedError, match=key):
+        report.render_page(rebuild(tmp_path)[0], tmp_path) if page else rendered(tmp_path)
 
 
 def test_the_right_part_of_a_log_is_shown():
