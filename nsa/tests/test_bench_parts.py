@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -455,44 +453,3 @@ def test_descriptors_are_used_where_tiles_are_whole(arch, dtype, width, whole, u
     assert tma_usable(arch, k, whole=v) is usable
     assert not tma_usable(arch, k[:0], whole=v)
     assert not tma_usable(arch, k[:, :, ::2], whole=v)
-
-
-@pytest.mark.parametrize("arch, release", [(90, "3.6.0"), (90, "3.8.0"), (80, "3.6.0")])
-@pytest.mark.parametrize("S, HQ, G", [(65536, 64, 4), (32768, 32, 8), (1024, 48, 4)])
-def test_kernels_that_must_run_in_prefill_are_there(S, HQ, G, arch, release, monkeypatch):
-    """Whatever the shape, by name; no kernel is launched."""
-    pytest.importorskip("triton")
-    from nsa.kernels import prefill, tiles
-    from nsa.kernels.prefill import block_attn_outer, hopper, span_bwd_fused
-
-    for module in (tiles, hopper, span_bwd_fused):
-        monkeypatch.setattr(module, "arch_of", lambda device: arch)
-    monkeypatch.setattr(hopper.triton, "__version__", release)
-    shape, x = Shape(S, HQ=HQ, G=G), Prefill.__new__(Prefill)
-    meta = lambda n, heads: torch.empty(1, n, heads, 128, dtype=torch.bfloat16, device="meta")
-    x.shape, x.q, x.do = shape, meta(S, HQ), meta(S, HQ)
-    for name in ("k_sel", "v_sel", "k_win", "v_win"):
-        setattr(x, name, meta(S, G))
-    x.k_cmp, x.v_cmp = meta(S // 16 - 1, G), meta(S // 16 - 1, G)
-    sources = Path(prefill.__file__).parent.glob("*.py")
-    defined = {n for f in sources for n in re.findall(r"^def (_\w+_kernel)\(", f.read_text(), re.M)}
-    forward = {op: set(bench_prefill.forward_kernels(x, op)) for op in bench_prefill.OPS}
-    ops = ("full", "cmp", "sel", "win")
-    backward = {op: set(bench_prefill.backward_kernels(x, op)) for op in ops}
-    for names in (*forward.values(), *backward.values()):
-        assert names and names <= defined, names - defined
-    gluon = arch == 90 and release == "3.6.0" and HQ != 48
-    assert ("_span_fwd_hopper_kernel" in forward["cmp"] & forward["win"]) == gluon
-    assert ("_span_pair_fwd_hopper_kernel" in forward["full"]) == gluon
-    assert ("_span_fwd_kernel" in forward["full"] & forward["win"]) == (not gluon)
-    training = set(bench_prefill.forward_kernels(x, "full", training=True))
-    assert forward["cmp"] | forward["win"] <= training <= defined
-    assert "_span_pair_fwd_hopper_kernel" not in training
-    assert ("_block_attn_bwd_hopper_kernel" in backward["full"] & backward["sel"]) == gluon
-    assert ("_span_bwd_hopper_kernel" in backward["cmp"] & backward["win"]) == gluon
-    in_gluon = arch == 90 and release == "3.6.0"
-    outer = HQ // G == 4 and not in_gluon
-    assert (set(block_attn_outer.KERNELS) <= forward["full"] & forward["sel"]) == outer
-    assert ("_block_attn_keys_hopper_kernel" in forward["full"] & forward["sel"]) == gluon
-    assert ("_block_attn_fwd_hopper_kernel" in forward["full"] & forward["sel"]) == in_gluon
-    assert ("_block_attn_fwd_kernel" in forward["full"] & forward["sel"]) == (not in_gluon)
