@@ -43,6 +43,18 @@ def kernel_device() -> str:
 
 
 @pytest.fixture
+def device(kernel_device: str, request: pytest.FixtureRequest) -> str:
+    """kernel_device, if the test's `shape` or `case` is of a size for it."""
+    params = request.node.callspec.params
+    size = params.get("shape") or params["case"]
+    if kernel_device == "cpu" and size.big:
+        pytest.skip("a GPU's size: the interpreter would take hours")
+    if kernel_device == "cuda" and not size.big and hasattr(size, "block"):
+        pytest.skip("the interpreter's size: a GPU's tiles are longer than these sequences")
+    return kernel_device
+
+
+@pytest.fixture
 def cuda() -> torch.device:
     """The CUDA device; skip where there is none."""
     if not torch.cuda.is_available():

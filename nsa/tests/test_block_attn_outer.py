@@ -32,14 +32,6 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def device(kernel_device, request):
-    call = request.node.callspec.params
-    if kernel_device == "cpu" and (call.get("shape") or call["case"]).big:
-        pytest.skip("a GPU's size: the interpreter would take hours")
-    return kernel_device
-
-
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Any number of pairs will do, and queries go in slabs of a few dozen."""

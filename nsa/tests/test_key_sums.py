@@ -25,13 +25,6 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def device(kernel_device, case):
-    if (kernel_device == "cuda") != case.big:
-        pytest.skip("a size of the other kind of device")
-    return kernel_device
-
-
 class Split:
     """Tensors of a case and its lists, with as much in the rest as there can be. The rest's sums
     are found in fp64 and added as the kernel by keys adds them."""

@@ -77,13 +77,6 @@ ALL = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def device(kernel_device, shape):
-    if kernel_device == "cpu" and shape.big:
-        pytest.skip("a GPU's size: the interpreter would take hours")
-    return kernel_device
-
-
 class Inputs:
     """Tensors of a shape in kernel layout, and each sequence alone in fp64."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.kernels.prefill.block_attn import sequence_begins
-from nsa.tests.helpers import make_block_indices, randn
+from nsa.tests.helpers import deterministic, make_block_indices, randn
 
 pytestmark = pytest.mark.kernel
 F16, BF16 = torch.float16, torch.bfloat16
@@ -78,24 +78,6 @@ CASES = [
 CHOICE = Case((96,), G=1, h=2, n=4, q_start=1600)
 CHOICE_GPU = Case((2048,), G=2, h=16, D=128, Dv=128, block=64, n=16, q_start=6144, dtype=BF16,
                   big=True)  # fmt: skip
-
-
-@pytest.fixture
-def device(kernel_device, case):
-    if kernel_device == "cpu" and case.big:
-        pytest.skip("a GPU's size: the interpreter would take hours")
-    if kernel_device == "cuda" and not case.big:
-        pytest.skip("the interpreter's size: a GPU's tiles are longer than these sequences")
-    return kernel_device
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 class Problem:
