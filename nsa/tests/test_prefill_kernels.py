@@ -67,6 +67,10 @@ SHAPES = [
     Shape((1, 700, 63, 64, 65, 333), G=2, h=4, D=128, Dv=128, n_sel=4, packed=True, **PAPER),
     Shape((600,), G=1, h=5, D=256, Dv=256, dtype=BF16, n_sel=4, **PAPER),
     Shape((600,), G=2, h=2, D=64, Dv=64, dtype=F32, n_sel=4, **PAPER),
+    # The kernels for Hopper have tiles of their own for each number of heads.
+    Shape((1531, 1531), G=2, h=4, D=128, Dv=128, n_sel=4, **PAPER),
+    Shape((333,), G=1, h=8, D=128, Dv=128, dtype=BF16, n_sel=4, **PAPER),
+    Shape((100,), G=1, h=64, D=128, Dv=128, dtype=BF16, n_sel=4, **PAPER),
 ]
 # The core is what every report runs; the other head sizes cost minutes of compiling.
 CORE = (2, 6, 7, 9)
