@@ -33,13 +33,13 @@ from torch import Tensor
 
 from bench import peer_sfnsa
 from bench.bench_prefill import (
-    backward_kernels,
+    BACKWARD_KERNELS,
+    KERNELS,
     check_key_gradients,
     dense,
     dense_calls,
     dense_forward,
     forward_case,
-    forward_kernels,
     judged,
 )
 from bench.clock import CudaClock
@@ -99,7 +99,7 @@ def training_case(x: Prefill, columns: dict[str, Any], baselines: Sequence[Conte
     return Case(
         "peers", "", Contender(
             "nsa", lambda: with_backward(lambda: x.forward("full"), leaves, x.do), "triton",
-            (*forward_kernels(x, "full", training=True), *backward_kernels(x, "full")),
+            (*KERNELS["full"], *BACKWARD_KERNELS["full"]),
         ),
         refill=x.refill, inputs=x.inputs, oracle=lambda: truth(torch.float64),
         same_dtype=lambda: truth(x.q.dtype), baselines=baselines,

@@ -70,61 +70,18 @@ COLUMNS = (
     "first_call_ms", "n", "base_peak_frac", "base_ran", "status", "why", "sm_mhz", "power_w",
     "peak_mem_mib", *PROVENANCE,
 )  # fmt: skip
+
+
+# What a call must launch; the launchers choose which of these kernels, and rows tell.
 KERNELS = {
-    "cmp": ("_span_fwd_kernel",), "win": ("_span_fwd_kernel",),
-    "sel": ("_block_attn_fwd_kernel",), "select": ("_block_score_kernel", "_block_topn_kernel"),
-    "full": ("_span_fwd_kernel", "_block_score_kernel", "_block_topn_kernel",
-             "_block_attn_fwd_kernel"),
-    "turn": ("_turn_kernel",), "pack": ("_block_topn_kernel",),
+    "cmp": ("_span_*",), "win": ("_span_*",), "sel": ("_block_attn_*",),
+    "select": ("_block_score_*", "_block_topn_kernel"), "turn": ("_turn_kernel",),
+    "full": ("_span_*", "_block_topn_kernel", "_block_attn_*"),
 }  # fmt: skip
-
-
-def forward_kernels(x: Prefill, op: str, training: bool = False) -> tuple[str, ...]:
-    """What the forward launches for these inputs: by unions and key tiles from some length on.
-
-    training: a backward follows, which wants the outputs of all branches apart.
-    """
-    from nsa.kernels.prefill import block_attn_outer, hopper
-    from nsa.kernels.prefill.union_lists import unions_apply
-    from nsa.kernels.tiles import arch_of
-
-    s, arch = x.shape, arch_of(x.q.device)
-    gated = op == "full"
-    sel = hopper.block_forward_kernels(x.q, x.k_sel, x.v_sel, s.n_sel, s.l_sel, gated)
-    by_queries = op in ("sel", "full") and "_block_attn_fwd_kernel" in sel
-    unions = by_queries and unions_apply(
-        arch, s.B * s.S, s.G, s.HQ // s.G, s.n_sel, x.q.element_size()
-    )
-    outer = by_queries and block_attn_outer.outer_applies(
-        arch, s.B * s.S, s.B * s.S, s.G, s.HQ // s.G, s.n_sel, s.l_sel, s.D, s.Dv,
-        x.q.element_size(),
-    )
-    span = (hopper.forward_kernel(x.q, x.k_sel, x.v_sel),)
-    if op == "full" and not training:
-        span = hopper.pair_forward_kernels(x.q, x.k_cmp, x.v_cmp, x.k_win, x.v_win)
-    on_hopper = {"_span_fwd_kernel": span, "_block_attn_fwd_kernel": sel}
-    if op in ("select", "full"):
-        score: tuple[str, ...] = (hopper.block_score_kernel(x.q, x.k_cmp, s.l, s.d, s.l_sel),)
-        if op == "full" and hopper.forward_with_scores(
-            x.q, x.k_cmp, x.v_cmp, s.l, s.d, s.l_sel
-        ):
-            score = ()  # compressed attention finds them
-        on_hopper["_block_score_kernel"] = score
-    names = tuple(name for kernel in KERNELS[op] for name in on_hopper.get(kernel, (kernel,)))
-    names += ("_union_lists_kernel", "_union_attn_fwd_kernel") * unions
-    return tuple(dict.fromkeys(names + block_attn_outer.KERNELS * outer))
-
-
-def backward_kernels(x: Prefill, op: str) -> tuple[str, ...]:
-    """What the backward launches for these inputs: one pass where there is one, else two."""
-    from nsa.kernels.prefill import hopper
-    from nsa.kernels.prefill.span_kinds import SLIDING
-
-    window = hopper.backward_kernels(x.q, x.k_win, x.v_win, x.do, SLIDING)
-    cmp = hopper.backward_kernels(x.q, x.k_cmp, x.v_cmp, x.do)
-    sel = hopper.block_backward_kernels(x.q, x.k_sel, x.v_sel, x.do, x.shape.l_sel)
-    full = tuple(dict.fromkeys(("_combine_bwd_kernel", *window, *sel, *cmp)))
-    return {"cmp": cmp, "win": window, "sel": sel, "full": full}[op]
+BACKWARD_KERNELS = {
+    "cmp": ("_span_bwd_*",), "win": ("_span_bwd_*",), "sel": ("_block_attn_bwd_*",),
+    "full": ("_combine_bwd_kernel", "_span_bwd_*", "_block_attn_bwd_*"),
+}  # fmt: skip
 
 
 def dense_calls(x: Prefill) -> list[tuple[str, Callable[[], Tensor]]]:
@@ -196,8 +153,7 @@ def forward_case(
         baselines = dense_forward(x) if op == "full" else ()
     return Case(
         "prefill", f"prefill/{op}/fwd/S={shape.S}",
-        Contender("nsa" if op == "full" else f"nsa {op}", call, "triton",
-                  forward_kernels(x, op)),
+        Contender("nsa" if op == "full" else f"nsa {op}", call, "triton", KERNELS[op]),
         refill=refill, inputs=x.inputs, oracle=oracle_fn, same_dtype=same, baselines=baselines,
         view=view, renew=renew, distinct=op != "select",
         bytes_needed=bytes_needed(shape, op), flops=flops(shape, op),
@@ -216,7 +172,7 @@ def check_key_gradients(
     truth(dtype): what another implementation on `path` launches, and its gradients; NSA's own else.
     """
     truth = truth or partial(sampled_gradients, x, op)
-    kernels = backward_kernels(x, op) if kernels is None else kernels
+    kernels = BACKWARD_KERNELS[op] if kernels is None else kernels
     do = torch.zeros_like(x.do)
     do[:, x.at] = x.do[:, x.at]
     with launches.recording() as seen:
@@ -264,8 +220,7 @@ def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
     check_key_gradients(x, op, state)
     return Case(
         "prefill", f"prefill/{op}/bwd/S={shape.S}",
-        Contender("nsa" if op == "full" else f"nsa {op}", call, "triton",
-                  backward_kernels(x, op)),
+        Contender("nsa" if op == "full" else f"nsa {op}", call, "triton", BACKWARD_KERNELS[op]),
         refill=refill, inputs=x.inputs, oracle=lambda: dq(op, torch.float64),
         same_dtype=lambda: dq(op, x.q.dtype),
         baselines=[
@@ -332,7 +287,7 @@ def pack_case(x: Pack, direction: str, columns: dict[str, Any]) -> Case:
     def exact(dtype: torch.dtype = torch.float64) -> Tensor:
         return sampled_gradients(x, "full", dtype)[0] if backward else x.exact("full", dtype)
 
-    kernels = backward_kernels(x, "full") if backward else forward_kernels(x, "pack")
+    kernels = (BACKWARD_KERNELS if backward else KERNELS)["full"]
     whole, parts = (Contender(name, partial(call, name), "triton", kernels) for name in makers)
     short = dataclasses.replace(shape, S=x.SHORT, B=len(x.begins) - 1)
     kinds = dataclasses.replace(shape, S=x.long), short

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 
 import torch
 from torch import Tensor
@@ -74,6 +75,12 @@ def triton_path(launched: Mapping[str, int]) -> str | None:
     return "_".join(["triton", *dict.fromkeys(words)]) if names else None
 
 
+def never_launched(expected: Sequence[str], launches: Mapping[str, int]) -> list[str]:
+    """Return those of the expected kernels, names or patterns, that no launch was counted of."""
+    ran = [name for name, count in launches.items() if count]
+    return [kernel for kernel in expected if not any(fnmatch(name, kernel) for name in ran)]
+
+
 def measure_parity(
     case: str, op: str, out: Tensor, oracle: Tensor, same_dtype: Tensor | None = None, *,
     path_requested: str | None, path_taken: str | None, launches: Mapping[str, int] | None = None,
@@ -135,8 +142,7 @@ def measure_parity(
     elif str(path_requested).startswith("triton") and not sum((launches or {}).values()):
         status = "INVALID"
         why.append("no kernel launch was counted")
-    missing = [k for k in expect_kernels if not (launches or {}).get(k)]
-    if missing:
+    if missing := never_launched(expect_kernels, launches or {}):
         status = "INVALID"
         why.append(f"never launched: {', '.join(missing)}")
 
@@ -163,8 +169,9 @@ def assert_parity(
     mean error <= limit_mae (fp16/bf16 1e-3, fp32 1e-4), max error <= 2x that of same_dtype (plus
     one rounding of the largest value), the worst row (last dimension) <= 2x same_dtype's worst row
     by the same floor, the same NaN/inf places, the path asked for, and every kernel of
-    `expect_kernels` among `launches` (as launches.recording() collected them). On route "triton"
-    the record's path_taken names the variants that `launches` shows, whatever the caller says.
+    `expect_kernels` (a name, or a pattern such as _span_bwd_*) among `launches` (as
+    launches.recording() collected them). On route "triton" the record's path_taken names the
+    variants that `launches` shows, whatever the caller says.
     """
     parity = measure_parity(
         case, op, out, oracle, same_dtype, path_requested=path_requested, path_taken=path_taken,

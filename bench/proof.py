@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench.cases import Case, Contender
 from bench.clock import Clock, prepare
-from bench.parity import Parity, measure_parity
+from bench.parity import Parity, measure_parity, never_launched
 from nsa import launches
 
 MARKED = 1 << 16  # elements of a result that its mark is of
@@ -62,7 +62,7 @@ def fingerprint(tensors: Sequence[Tensor]) -> list[int]:
 
 def judge(case: Case, contender: Contender, out: Any, seen: Mapping[str, int]) -> Parity:
     """The parity of a result `out` for the present inputs; seen: the launches of its call."""
-    ran = all(seen.get(kernel) for kernel in contender.kernels)
+    ran = not never_launched(contender.kernels, seen)
     asked = case.requested if contender is case.candidate and case.requested else contender.path
     own = contender if contender.oracle else case
     parity = measure_parity(

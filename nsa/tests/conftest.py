@@ -43,6 +43,18 @@ def kernel_device() -> str:
 
 
 @pytest.fixture
+def device(kernel_device: str, request: pytest.FixtureRequest) -> str:
+    """kernel_device, if the test's `shape` or `case` is of a size for it."""
+    params = request.node.callspec.params
+    size = params.get("shape") or params["case"]
+    if kernel_device == "cpu" and size.big:
+        pytest.skip("a GPU's size: the interpreter would take hours")
+    if kernel_device == "cuda" and not size.big and hasattr(size, "block"):
+        pytest.skip("the interpreter's size: a GPU's tiles are longer than these sequences")
+    return kernel_device
+
+
+@pytest.fixture
 def cuda() -> torch.device:
     """The CUDA device; skip where there is none."""
     if not torch.cuda.is_available():
@@ -102,6 +114,45 @@ def no_idle_overflow_checks() -> Iterator[None]:
     builder.options = dataclasses.replace(options, sanitize_overflow=False)
     yield
     builder.options = options
+
+
+@pytest.fixture(autouse=True, scope="session")
+def types_made_once() -> Iterator[None]:
+    """The interpreter makes the type, the shape and NumPy's dtype of every value anew: a quarter of
+    the time of these tests. They are kept by what they are made from."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if not _interpreting() or not hasattr(interpreter, "_get_np_dtype"):
+        yield
+        return
+    core, dtype_of = interpreter.tl.core, interpreter._get_np_dtype
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    blocks, tensors, dtypes = {}, {}, {}
+
+    def block(self, element_ty, shape):
+        key = (element_ty.name, *shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = vars(self).copy()
+        vars(self).update(blocks[key])
+
+    def tensor(self, handle, type):
+        key = type.name
+        if key not in tensors:
+            make_tensor(self, handle, type)
+            tensors[key] = {**vars(self), "handle": None}
+        vars(self).update(tensors[key], handle=handle, type=type)
+
+    def np_dtype(type):
+        name = type.scalar.name
+        if name not in dtypes:
+            dtypes[name] = dtype_of(type)
+        return dtypes[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core.block_type, "__init__", block)
+        patch.setattr(core.tensor, "__init__", tensor)
+        patch.setattr(interpreter, "_get_np_dtype", np_dtype)
+        yield
 
 
 # `with torch.device(...)` notes at its first use which functions it serves: not the poisoned.

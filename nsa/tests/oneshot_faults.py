@@ -171,16 +171,6 @@ def fault_edit() -> int:
     return fault_pass()
 
 
-def fault_oom_once() -> int:
-    """Out of GPU memory the first time only."""
-    mark = Path(os.environ["NSA_OUT_DIR"]) / "oom.mark"
-    if mark.exists():
-        passed()
-        return 0
-    mark.write_text("x")
-    raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
-
-
 def fault_gpu_dies() -> int:
     """Takes the driver along: the fake nvidia-smi of the test fails from now on."""
     Path(os.environ["CUDA_TEST_DEAD"]).write_text("x")

@@ -106,6 +106,15 @@ def test_decision_table(request_, flags, route, reason):
     )
 
 
+@pytest.mark.parametrize("branch", list(Branch))
+def test_sm89_policy_is_that_of_every_branch(branch):
+    request = replace(GPU, branch=branch, capability=(8, 9))
+    assert (Route.TRITON, "sm89_policy") in decide(request, Flags()).rejected
+    forced = Flags(triton_sel_force=True)
+    assert decide(request, forced).route is Route.TRITON
+    assert decide(request, replace(forced, use_triton_sel=False)).route is not Route.TRITON
+
+
 @pytest.mark.parametrize(
     ("change", "flags", "backend", "reason"),
     [

@@ -155,7 +155,7 @@ def by_row(x: Tensor, truth: Tensor) -> Tensor:
 
 def applies(shape: Shape, branch: str, kind: str) -> bool:
     if shape is SHAPES[1]:  # two groups are no matter of what is in them
-        return kind in ("both", "apart")
+        return kind == "both"
     if shape is MANY_TILES:
         return branch == "compressed" and kind not in WITH_GRADIENTS
     return branch == "selected" or shape.S <= 512

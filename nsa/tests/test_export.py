@@ -11,7 +11,7 @@ from nsa.flags import clear_flags_cache
 from nsa.tests.helpers import randn
 
 SMALL = dict(dim=32, heads=4, groups=2, d_k=16, d_v=16)
-CASES = {"default": {}, "l=d": dict(l=16, d=16, l_sel=16), "mean": dict(l=8, d=4, phi="mean")}
+CASES = {"default": {}, "l=d mean": dict(l=16, d=16, l_sel=16, phi="mean")}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -119,8 +119,8 @@ def test_same_infinities_agree():
         (dict(path_requested="triton", path_taken="triton", launches={"_other_kernel": 1},
               expect_kernels=["_sel_kernel"]), "never launched: _sel_kernel"),
         (dict(path_requested="triton", path_taken="triton",
-              launches={"_other_kernel": 1, "_sel_kernel": 0}, expect_kernels=["_sel_kernel"]),
-         "never launched: _sel_kernel"),
+              launches={"_other_kernel": 1, "_sel_kernel": 0}, expect_kernels=["_sel_*"]),
+         "never launched: _sel_*"),
         (dict(path_requested="triton", path_taken=None), "ran None"),
     ],
 )  # fmt: skip

@@ -166,7 +166,9 @@ def test_chunks_and_steps_are_the_whole(kind, route):
     tokens, caches = Tokens(dtype, device), Caches(kind, dtype, device)
     want, lens = tokens.expected(), [0, 0]
     for T in (5, 19, 1, 1, 3):
-        out = caches.call(lens, tokens.part(lens, T), route=backend)
+        # Interpreted, a step of 19 tokens takes as long as all others.
+        by = None if T == 19 and device == "cpu" else backend
+        out = caches.call(lens, tokens.part(lens, T), route=by)
         close(out, torch.stack([want[b, n : n + T] for b, n in enumerate(lens)]), tolerance)
         lens = [n + T for n in lens]
     lens = [lens[0] - 7, lens[1]]  # from here on they differ; see test_rewinding for what this does

@@ -39,92 +39,28 @@ def bundle_of(folder):
     return json.loads((folder / "bundle.json").read_text())
 
 
-STATUSES = {
-    "pass": "PASS", "raise": "CRASH", "import": "CRASH", "killed": "CRASH", "nothing": "NOT_RUN",
-    "all_skipped": "NOT_RUN", "liar": "FAIL", "wrong_path": "FAIL", "no_launch": "FAIL",
-    "nan": "FAIL", "garbage": "PASS", "junk_rows": "INFRA", "orphans": "PASS", "hang": "TIMEOUT",
-    "skip": "SKIPPED", "unproven_bench": "FAIL", "bench": "PASS", "secrets": "CRASH",
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory):
-    """One run with every fault, canaries in the environment too."""
-    out = tmp_path_factory.mktemp("out")
-    stages = ",".join(f"{name}:1" if name == "hang" else name for name in STATUSES)
+def test_what_a_run_of_many_faults_leaves(tmp_path):
+    """The worst of them is the verdict; failures can be repeated; no canary leaves the box."""
     env = {"SOME_API_KEY": "canary-in-the-environment", "HOSTNAME": "canary-host-1234"}
-    return run(out, stages, "--verbose", env=env, render=True)
-
-
-def test_every_fault_has_its_status(everything):
-    code, console, folder = everything
-    stages = {s["id"]: s for s in bundle_of(folder)["stages"]}
-    assert {name: stages[name]["status"] for name in STATUSES} == STATUSES, console
-    assert all(s["reason"] for s in stages.values() if s["status"] != "PASS")
-    assert code == bundle_of(folder)["verdict"]["exit_code"] == 1
-    assert console.rstrip().endswith("exit code 1")
-
-
-def test_journal_gives_the_same_record(everything):
-    folder = everything[2]
-    replayed = RunRecord.replay(read_events(folder / "events.jsonl")).to_bundle()
+    stages = "pass,raise,liar,nothing,skip,unproven_bench,secrets"
+    code, console, folder = run(tmp_path, stages, "--verbose", env=env, render=True)
     bundle = bundle_of(folder)
-    for key in ("verdict", "stages", "tests", "parity", "bench", "notes", "redaction"):
-        assert replayed[key] == bundle[key], key
-
-
-def test_events_are_numbered_to_the_end(everything):
-    numbers = [e["seq"] for e in read_events(everything[2] / "events.jsonl")]
-    assert numbers == list(range(1, len(numbers) + 1))
-
-
-def test_check_sums_hold_and_nothing_is_left_out(everything):
-    folder = everything[2]
-    done = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=folder, check=False)
-    assert done.returncode == 0
-    listed = {line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
-    there = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
-    assert there - listed == {"SHA256SUMS"}
-
-
-def test_no_canary_leaves_the_box(everything):
-    code, console, folder = everything
-    private = [*PRIVATE.values(), "canary-in-the-environment", "canary-host-1234", str(ROOT)]
-    with tarfile.open(folder.with_name(folder.name + ".tgz")) as tar:
-        assert {m.uid for m in tar} == {0} and {m.uname for m in tar} == {""}
-        content = b"".join(tar.extractfile(m).read() for m in tar if m.isfile())
-        names = " ".join(m.name for m in tar)
-    for text in private:
-        assert text.encode() not in content and text not in names, text
-    for text in PRIVATE.values():
-        assert text not in console, text
-    assert bundle_of(folder)["redaction"]["gate"] == "clean"
-
-
-def test_failures_can_be_repeated(everything):
-    folder = everything[2]
+    assert (code, bundle["verdict"]["status"]) == (1, "FAIL"), console
+    assert [s["status"] for s in bundle["stages"]] == [
+        "PASS", "PASS", "CRASH", "FAIL", "NOT_RUN", "SKIPPED", "FAIL", "CRASH"
+    ]  # fmt: skip
     script = (folder / "repro" / "raise.sh").read_text()
     assert "python nsa/tests/oneshot_faults.py raise" in script and "no such luck" in script
     assert not (folder / "repro" / "pass.sh").exists()
     xml = (folder / "tests" / "liar.junit.xml").read_text()
     assert 'failures="1"' in xml and "1 != 2" in xml
-
-
-@pytest.mark.parametrize(("stages", "code", "status"), [
-    ("pass", 0, "PASS"),
-    ("pass,bench", 0, "PASS"),
-    ("pass,liar", 1, "FAIL"),
-    ("nothing", 3, "NOT_RUN"),
-    ("pass,mute_skip", 3, "NOT_RUN"),
-    ("pass,raise", 4, "BROKEN"),
-    ("pass,killed", 4, "BROKEN"),
-    ("pass,unproven_bench", 5, "INVALID"),
-    ("raise,liar,nothing,unproven_bench", 1, "FAIL"),
-])  # fmt: skip
-def test_exit_code(tmp_path, stages, code, status):
-    got, console, folder = run(tmp_path, stages)
-    assert (got, bundle_of(folder)["verdict"]["status"]) == (code, status), console
-    assert (folder / "report.md").read_text().startswith("This report speaks of no GPU")
+    with tarfile.open(folder.with_name(folder.name + ".tgz")) as tar:
+        assert {m.uid for m in tar} == {0} and {m.uname for m in tar} == {""}
+        content = b"".join(tar.extractfile(m).read() for m in tar if m.isfile())
+        names = " ".join(m.name for m in tar)
+    for text in (*PRIVATE.values(), "canary-in-the-environment", "canary-host-1234", str(ROOT)):
+        assert text.encode() not in content and text not in names, text
+    assert not [text for text in PRIVATE.values() if text in console]
 
 
 def test_private_values_that_are_words_of_the_report_garble_nothing(tmp_path):
@@ -230,36 +166,10 @@ def test_a_fault_of_the_runner_costs_no_result(tmp_path):
     assert (tmp_path / "abc1234.tgz").exists()
 
 
-def test_out_of_gpu_memory_is_tried_once_more_and_says_so(tmp_path):
-    code, console, folder = run(tmp_path, "pass,oom_once")
-    stage = next(s for s in bundle_of(folder)["stages"] if s["id"] == "oom_once")
-    got = code, stage["status"], stage["attempt"], stage["flaky"]
-    assert got == (0, "PASS", 2, True), console
-    code, _, folder = run(tmp_path / "b", "pass,oom_device")
-    stage = next(s for s in bundle_of(folder)["stages"] if s["id"] == "oom_device")
-    assert (code, stage["status"], stage["attempt"]) == (4, "CRASH", 2)
-
-
 @pytest.fixture
 def fake_gpu(tmp_path):
     """Environment of a box whose nvidia-smi answers until the file `dead` is there."""
     return oneshot_faults.fake_gpu(tmp_path)
-
-
-def test_a_gpu_that_is_lost_stops_gpu_stages_only(tmp_path, fake_gpu):
-    code, console, folder = run(
-        tmp_path / "out", "pass!,gpu_dies!,slow!,bench", "--profile", "standard", env=fake_gpu
-    )
-    bundle = bundle_of(folder)
-    said = {s["id"]: (s["status"], s["kind"]) for s in bundle["stages"]}
-    assert said["pass"] == ("PASS", None), console
-    assert said["gpu_dies"][0] == "CRASH" and said["slow"] == ("NOT_RUN", "GPU_LOST")
-    assert said["bench"] == ("PASS", None)
-    assert code == 4 and bundle["scope"] == "gpu" and bundle["device"]["power_limit_w"] == 300.0
-    texts = " ".join(n["text"] for n in bundle["notes"])
-    assert "does not answer after gpu_dies" in texts and "SM 8.9" in texts
-    assert "capped 300/450 W" in bundle["verdict"]["one_line"]
-    assert "GPU-12345678" not in (folder / "events.jsonl").read_text()
 
 
 def test_nothing_is_taken_over_from_another_card(tmp_path, fake_gpu):

@@ -108,39 +108,11 @@ def test_kernels_are_counted_from_the_rows_and_not_from_a_verdict_beside_them(tm
     assert "`triton_fwd`" in told(first.failed(view))
 
 
-def test_kernels_of_which_a_part_ran_are_right_as_far_as_they_ran(tmp_path):
-    write_sample(tmp_path, "incomplete")
-    card = first.kernels(view_of(tmp_path))
-    assert (card.answer, card.colour) == ("As far as they ran.", "doubt")
-    assert "not proven: `sanity` NOT_RUN, `triton_bwd` TIMEOUT" in told(card)
-    card = first.kernels(view_of(tmp_path, tests=[], parity=[]))
-    assert (card.answer, card.colour) == ("Not proven: nothing ran.", "quiet")
-
-
 # ---------------------------------------------------------------------------------- the speed
 
 
 def speed_of(folder, *rows, **changes):
     return first.speed(view_of(with_rows(folder, rows, stage="prefill_bench"), **changes))
-
-
-def test_speed_is_of_real_sizes_and_of_all_of_nsa(sample, committed_rows):
-    card = first.speed(view_of(sample))
-    (bars,) = [b for b in card.blocks if isinstance(b, Bars)]
-    assert [bar.name for bar in bars.rows] == [
-        "prefill, 8k tokens, forward",
-        "prefill, 32k tokens, forward",
-        "prefill, 8k tokens, backward",
-        "prefill, 32k tokens, backward",
-        "decode, 8k tokens of context",
-        "decode, 64k tokens of context",
-    ]
-    assert card.answer == (
-        "prefill 1.13x to 3.51x; its backward 1.70x to 4.92x; decode 1.25x to "
-        "2.72x as fast as dense attention."
-    )
-    heads = bars.table().heads
-    assert "the same card before" not in heads and len(heads) == 4
 
 
 def test_a_run_of_toys_alone_shows_no_number_first(tmp_path):
@@ -326,15 +298,6 @@ def test_a_command_too_long_for_anybody_is_named_by_its_file(tmp_path):
     text = report.render_text(rebuild(folder)[0], folder, Shape())
     assert f"bash artifacts/runner/{folder.name}/repro/triton_bwd.sh" in text
     assert "xxxxx" not in text
-
-
-def test_what_a_budget_cut_is_no_failure_and_has_the_command_that_goes_on(tmp_path):
-    write_sample(tmp_path, "incomplete")
-    card = first.failed(view_of(tmp_path))
-    assert card.colour == "doubt" and card.answer.startswith("Nothing, but")
-    assert "make gpu-report PROFILE=standard RESUME=1" in told(card)
-    text = report.render_text(rebuild(tmp_path)[0], tmp_path, Shape())
-    assert "## Failures" not in text and text.startswith("**INCOMPLETE - all that ran passed")
 
 
 @pytest.mark.parametrize(

@@ -9,51 +9,14 @@ from dataclasses import replace
 import pytest
 
 from bench.records import NUMBERS
-from nsa.tests.oneshot_samples import SAMPLES, bench_row, parity_row, write_sample
+from nsa.tests.oneshot_samples import bench_row, parity_row, write_sample
 from nsa.tests.oneshot_samples import test_row as row_of_test
 from scripts.oneshot import journal
-from scripts.oneshot.journal import Ballast, Journal, dumps, read_events, write_atomic, write_json
+from scripts.oneshot.journal import Ballast, Journal, read_events, write_atomic, write_json
 from scripts.oneshot.judge import Status, judge, verdict
 from scripts.oneshot.model import RunRecord, Stage, StageResult
 from scripts.oneshot.rows import RowError, parse_row
 from scripts.oneshot.stages import plan
-
-EXIT_OF_SAMPLE = {"all_pass": 0, "gpu_fail": 1, "cpu": 0, "crash": 4, "incomplete": 3, "no_gpu": 3}
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_bundle_is_what_the_journal_says(tmp_path, name):
-    bundle = write_sample(tmp_path, name)
-    replayed = RunRecord.replay(read_events(tmp_path / "events.jsonl")).to_bundle()
-    assert json.loads(dumps(replayed)) == json.loads((tmp_path / "bundle.json").read_text())
-    assert bundle["verdict"]["exit_code"] == EXIT_OF_SAMPLE[name]
-    assert all(s["reason"] for s in bundle["stages"] if s["status"] != "PASS")
-
-
-def test_truncation_at_every_byte_of_the_last_line(tmp_path):
-    write_sample(tmp_path, "gpu_fail")
-    path = tmp_path / "events.jsonl"
-    whole = path.read_bytes()
-    last = whole.rstrip(b"\n").rfind(b"\n") + 1
-    complete = len(read_events(path))
-    for cut in range(last, len(whole) + 1):
-        path.write_bytes(whole[:cut])
-        events = read_events(path)
-        assert len(events) == complete - (cut < len(whole) - 1)
-    path.write_bytes(whole[:last])
-    verdict = RunRecord.replay(read_events(path)).to_bundle()["verdict"]
-    assert verdict["exit_code"] == 1  # the failures before the power cut still stand
-
-
-def test_truncation_anywhere_gives_a_bundle(tmp_path):
-    write_sample(tmp_path, "all_pass")
-    path = tmp_path / "events.jsonl"
-    whole = path.read_bytes()
-    for cut in range(0, whole.index(b'"ev":"run_end"'), 997):
-        path.write_bytes(whole[:cut])
-        bundle = RunRecord.replay(read_events(path)).to_bundle()
-        dumps(bundle)
-        assert bundle["verdict"]["exit_code"] != 0, "a run that was cut off must not pass"
 
 
 def test_journal_survives_a_full_disk(tmp_path, monkeypatch):
@@ -92,13 +55,6 @@ def test_ballast_makes_room_for_the_verdict(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "write_atomic", needs_room)
     assert ballast.guarded(lambda: journal.write_json(tmp_path / "bundle.json", {"a": 1}))
     assert json.loads((tmp_path / "bundle.json").read_text()) == {"a": 1}
-
-
-def test_ballast_gives_up_when_nothing_is_left(tmp_path):
-    def full():
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    assert not Ballast(tmp_path).guarded(full)
 
 
 def test_write_atomic_keeps_the_old_file_on_failure(tmp_path, monkeypatch):
@@ -335,14 +291,6 @@ def test_the_time_of_a_run_ends_with_it(tmp_path):
     assert after["verdict"]["one_line"] == whole["verdict"]["one_line"]
 
 
-def test_the_health_of_card_0_is_not_the_runs_where_another_card_is_first():
-    row = lambda **health: {"ev": "row", "stage": "h", "row": {"kind": "health", **health}}
-    first, other = row(copy_gbs=2.0), row(copy_gbs=1.0, gpu=0)
-    for events in ([first, other], [other, first]):
-        found = RunRecord.replay(events).health
-        assert found["copy_gbs"] == 2.0 and found["gpus"]["0"]["copy_gbs"] == 1.0
-
-
 def test_a_second_attempt_speaks_for_its_stage_alone():
     """Neither a failure nor a proof of the attempt before it counts."""
     plan = [{"id": "a"}]
@@ -397,18 +345,12 @@ def test_a_run_that_proved_nothing_says_so():
     assert "nothing was proven" not in verdict_of([parity_row("p")])["one_line"]
 
 
-def test_a_stage_that_was_stopped_is_not_broken():
-    stopped = StageResult("a", Status.INFRA, "stopped by SIGTERM", "PREEMPTED")
-    said = verdict_of([row_of_test("t")], stopped, ended_by="sigterm")
-    assert said["exit_code"] == 143
-    assert "stopped: a" in said["one_line"] and "broken" not in said["one_line"]
-
-
 def test_failed_tests_beside_a_crash_are_both_said():
     rows = [checked(r) for r in (row_of_test("a"), row_of_test("b", "failed", "x"))]
-    said = judge(stage(), 139, rows)
-    assert said.status is Status.FAIL and "1 of 2 tests failed, first b" in said.reason
-    assert "exit code 139: tests may be missing" in said.reason
+    for rc in (2, 3, 4, 5, 139):
+        said = judge(stage(), rc, rows)
+        assert said.status is Status.FAIL and "1 of 2 tests failed, first b" in said.reason
+        assert f"exit code {rc}: tests may be missing" in said.reason
     said = judge(stage("parity"), 139, [*rows, checked(parity_row("c", launches={}))])
     assert "exit code 139" in said.reason
     assert "exit code" not in judge(stage(), 1, rows).reason
@@ -460,11 +402,6 @@ def test_incomplete_is_said_only_where_cuts_are_all_that_is_wrong(results, rows,
     assert (said["status"], said["exit_code"]) == (status, code)
 
 
-def test_a_runner_that_died_is_broken_even_if_every_stage_passed():
-    said = verdict_of([parity_row("p")], StageResult("a", Status.PASS), ended_by="crash")
-    assert (said["status"], said["exit_code"]) == ("BROKEN", 4)
-
-
 def test_one_wrong_parity_case_or_test_fails_the_run_whatever_its_stage_says():
     good = StageResult("a", Status.PASS)
     for bad in (parity_row("p", status="FAIL"), parity_row("p", status="INVALID"),
@@ -472,25 +409,3 @@ def test_one_wrong_parity_case_or_test_fails_the_run_whatever_its_stage_says():
         said = verdict_of([parity_row("q"), row_of_test("s"), bad], good)
         assert (said["status"], said["exit_code"]) == ("FAIL", 1), bad
     assert verdict_of([parity_row("q"), row_of_test("s")], good)["exit_code"] == 0
-
-
-@pytest.mark.parametrize("kind", ["XID", "GPU_LOST", "CHANNEL", None])
-def test_a_stage_without_infrastructure_breaks_the_run(kind):
-    said = verdict_of([parity_row("p")], StageResult("a", Status.INFRA, "why", kind))
-    assert (said["status"], said["exit_code"]) == ("BROKEN", 4) and "broken: a" in said["one_line"]
-
-
-def test_counts_of_the_verdict_are_of_what_ran():
-    rows = [row_of_test("a"), row_of_test("b", "skipped", "no GPU"), row_of_test("c", "skipped"),
-            parity_row("p")]  # fmt: skip
-    said = verdict_of(rows)
-    assert "; ".join(said["one_line"].split("; ")[:2]) == (
-        "PASS - 1/1 tests (2 skipped); parity 1/1"
-    )
-    assert (said["executed_tests"], said["skipped"]) == (1, 2)
-
-
-def test_an_exit_code_beside_failed_tests_is_said_for_every_code_that_loses_tests():
-    rows = [checked(r) for r in (row_of_test("a"), row_of_test("b", "failed", "x"))]
-    for rc in (2, 3, 4, 5, 139):
-        assert f"exit code {rc}: tests may be missing" in judge(stage(), rc, rows).reason

@@ -12,7 +12,7 @@ pytest.importorskip("jinja2", reason="the report needs jinja2")
 
 from nsa.tests.oneshot_samples import SAMPLES, write_sample
 from nsa.tests.test_oneshot_report import hostile as hostile
-from scripts.oneshot import markdown, page, report, verify
+from scripts.oneshot import markdown, page, report
 from scripts.oneshot.blocks import Shape
 from scripts.oneshot.reading import rebuild
 
@@ -153,30 +153,6 @@ def test_svg_of_a_stranger_is_only_drawn():
     for broken in ("", "<svg", "<html/>", "<svg/>", '<svg viewBox="0 0 a b"/>'):
         with pytest.raises(ValueError):
             page.svg(broken, "p", "t")
-
-
-def test_page_is_part_of_the_bundle(tmp_path):
-    write_sample(tmp_path, "all_pass")
-    report.render(tmp_path)
-    from scripts.oneshot import bundle as bundles
-
-    bundles.write_sums(tmp_path)
-    assert "report.html" in (tmp_path / "SHA256SUMS").read_text()
-    report.render(tmp_path)  # renews the sums of what it writes
-    assert not [p for p in verify.check_sums(tmp_path)]
-
-
-def test_an_undefined_value_is_an_error(tmp_path, monkeypatch):
-    import jinja2
-
-    write_sample(tmp_path, "all_pass")
-    whole = report.document
-    monkeypatch.setattr(
-        report, "document",
-        lambda *a, **k: {n: v for n, v in whole(*a, **k).items() if n != "sections"},
-    )  # fmt: skip
-    with pytest.raises(jinja2.UndefinedError, match="sections"):
-        report.render_page(rebuild(tmp_path)[0], tmp_path)
 
 
 def test_template_names_no_other_place():

@@ -435,14 +435,6 @@ def test_nothing_in_bundle_json_is_the_bundles_own_invention(folder):
     assert "notes in bundle.json is not what" in found
 
 
-@pytest.mark.parametrize(("status", "code"), [("PASS", 3), ("FAIL", 0), ("NOT_RUN", 0)])
-def test_a_verdict_and_its_exit_code_are_one(status, code):
-    data = {**dict.fromkeys(("parity", "bench", "stages", "tests"), ()),
-            "redaction": {"gate": "clean"},
-            "verdict": {"status": status, "exit_code": code}}  # fmt: skip
-    assert list(verify.check_rules(data)) == [f"the verdict is {status} with exit code {code}"]
-
-
 def test_a_file_list_that_is_not_the_folder(folder, capsys):
     data = json.loads((folder / "bundle.json").read_text())
     data["files"][0]["sha256"] = "0" * 64

@@ -10,7 +10,7 @@ from nsa import launches
 from nsa.flags import clear_flags_cache
 from nsa.tests import test_prefill_kernels as kernels_of
 from nsa.tests.helpers import deterministic, randn
-from nsa.tests.test_prefill_kernels import BF16, F32, PAPER, Shape
+from nsa.tests.test_prefill_kernels import F32, Shape
 
 pytestmark = pytest.mark.kernel
 FUSED = "_span_bwd_fused_kernel"
@@ -20,10 +20,7 @@ SHAPES = [
     Shape((53,), h=4),
     Shape((45, 45), G=1, h=8, D=48, Dv=16),
     Shape((5, 41, 1, 22), h=4, packed=True),
-    Shape((1000,), G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=8, **PAPER),
-    Shape((2048,), G=1, h=16, D=192, Dv=128, dtype=BF16, n_sel=16, **PAPER),
-    Shape((777, 777), G=2, h=8, D=64, Dv=64, n_sel=4, **PAPER),
-    Shape((1, 700, 63, 64, 65, 333), G=2, h=4, D=128, Dv=128, n_sel=4, packed=True, **PAPER),
+    *kernels_of.SHAPES[6:10],
 ]
 ALL = pytest.mark.parametrize(
     "shape",
@@ -35,14 +32,12 @@ SMALL_AND_BIG = pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str
 
 
 @pytest.fixture
-def device(kernel_device, shape, monkeypatch):
+def device(device, monkeypatch):
     monkeypatch.setenv("NSA_USE_GLUON", "0")  # see test_hopper.py
     clear_flags_cache()
-    if kernel_device == "cpu" and shape.big:
-        pytest.skip("a GPU's size: the interpreter would take hours")
-    if kernel_device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+    if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the fused backward needs SM 9.0")
-    return kernel_device
+    return device
 
 
 @pytest.fixture

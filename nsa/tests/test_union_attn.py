@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa import launches
 from nsa.kernels.prefill.block_attn import sequence_begins
-from nsa.tests.helpers import make_block_indices, randn
+from nsa.tests.helpers import deterministic, make_block_indices, randn
 
 pytestmark = pytest.mark.kernel
 F16, BF16 = torch.float16, torch.bfloat16
@@ -80,24 +80,6 @@ CHOICE_GPU = Case((2048,), G=2, h=16, D=128, Dv=128, block=64, n=16, q_start=614
                   big=True)  # fmt: skip
 
 
-@pytest.fixture
-def device(kernel_device, case):
-    if kernel_device == "cpu" and case.big:
-        pytest.skip("a GPU's size: the interpreter would take hours")
-    if kernel_device == "cuda" and not case.big:
-        pytest.skip("the interpreter's size: a GPU's tiles are longer than these sequences")
-    return kernel_device
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 class Problem:
     """Tensors of a case; run() gives out, lse and the gradients with a limit on unions."""
 
@@ -128,6 +110,18 @@ class Problem:
                 patch.setattr(union_lists, "SHARE", {})
                 patch.setattr(union_lists, "OTHER_SHARE", share)
             yield
+
+    def poison(self, key: int, last: int) -> Tensor:
+        """Make a number of K infinite and one of V NaN, in a row and in the last-th query's own.
+        Returns which rows of the output [1, S, HQ] see one."""
+        case = self.case
+        position = torch.arange(sum(case.lengths), device=self.q.device) + case.q_start
+        seen = torch.zeros(len(position), case.G, dtype=torch.bool, device=self.q.device)
+        for row in (key, int(position[last])):
+            self.k[0, row, :, 0], self.v[0, row, :, 1] = math.inf, math.nan
+            seen |= (self.blocks[0] == row // case.block).any(-1) & (row <= position)[:, None]
+        assert seen.any() and not seen.all()
+        return seen.repeat_interleave(case.h, 1)[None]
 
     def lists(self, share: int | None):
         from nsa.kernels.prefill.union_lists import lists_for
@@ -313,16 +307,10 @@ def test_keys_that_a_query_did_not_choose_stay_out(case, device, monkeypatch):
     """0 * NaN: tiles over such keys go again, one by one."""
     x = Problem(case, "random", device, monkeypatch)
     clean = x.run(ALWAYS)
-    position = torch.arange(sum(case.lengths), device=device) + case.q_start
-    seen = torch.zeros(len(position), case.G, dtype=torch.bool, device=device)
-    for key in (3 * case.block + 1, int(position[-1])):
-        x.k[0, key, :, 0], x.v[0, key, :, 1] = math.inf, math.nan
-        seen |= (x.blocks[0] == key // case.block).any(-1) & (key <= position)[:, None]
-    assert seen.any() and not seen.all()
+    rows = x.poison(3 * case.block + 1, -1)
     with launches.recording() as counts:
         got = x.run(ALWAYS)
     assert "_union_attn_bwd_dq_kernel" in counts
-    rows = seen.repeat_interleave(case.h, 1)[None]
     tol = dict(rtol=4e-3, atol=1e-2) if case.dtype == F16 else dict(rtol=3e-2, atol=6e-2)
     for name in ("out", "lse", "dq"):
         torch.testing.assert_close(got[name][~rows], clean[name][~rows], **tol)

@@ -34,11 +34,6 @@ def commands(workflow: dict) -> list[str]:
     return [line.strip() for s in steps(workflow) for line in s.get("run", "").splitlines()]
 
 
-def test_the_workflows_are_there():
-    names = ["ci.yml", "gpu-benchmark.yml", "nightly.yml", "triton-gpu-smoke.yml"]
-    assert [p.name for p in WORKFLOWS] == names
-
-
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
 def test_workflow_has_the_shape_that_github_needs(path):
     workflow = yaml.safe_load(path.read_text())
@@ -87,18 +82,6 @@ def test_smoke_lane_names_stages_of_the_runner():
     assert {"triton_fwd", "triton_bwd"} <= only[0]
 
 
-def test_smoke_runs_weekly_on_a100_and_h100_and_guards_sm89():
-    workflow = load("triton-gpu-smoke.yml")
-    minute, hour, day, month, weekday = workflow[True]["schedule"][0]["cron"].split()
-    assert (day, month) == ("*", "*") and weekday.isdigit()
-    assert "workflow_dispatch" in workflow[True]
-    assert workflow["jobs"]["parity"]["strategy"]["matrix"]["gpu"] == ["a100", "h100"]
-    guard = workflow["jobs"]["sm89-policy"]
-    assert "sm89" in guard["runs-on"]
-    env = guard["steps"][-1]["env"]
-    assert env["NSA_USE_TRITON_SEL"] == "1" and "NSA_TRITON_SEL_FORCE" not in env
-
-
 def test_smoke_runs_python_in_the_environment_of_setup_env():
     """.deps holds a folder per interpreter: only setup_env.py knows which one is on the path."""
     workflow = load("triton-gpu-smoke.yml")
@@ -127,12 +110,6 @@ def test_sm89_device_takes_the_fallback_of_the_policy(cuda):
     (decision,) = taken
     assert decision.route is not dispatch.Route.TRITON
     assert (dispatch.Route.TRITON, "sm89_policy") in decision.rejected
-
-
-def test_gpu_benchmark_is_on_demand_only_and_opens_a_pull_request():
-    workflow = load("gpu-benchmark.yml")
-    assert workflow["name"] == "GPU Benchmark" and list(workflow[True]) == ["workflow_dispatch"]
-    assert any("gh pr create" in c and "pr_body.md" in c for c in commands(workflow))
 
 
 def test_benchmark_command_line_and_choices_are_those_of_the_script():

@@ -18,7 +18,6 @@ from torch import Tensor
 from nsa.flags import get_flags
 from nsa.kernels.launch import pass_over
 from nsa.kernels.prefill.packs import MOST_BATCH
-from nsa.kernels.prefill.span_kinds import COMPRESSED
 from nsa.kernels.tiles import arch_of
 
 RELEASES = ("3.6.", "3.7.", "3.9.")  # of Triton, on an H100 or H200
@@ -127,69 +126,3 @@ def block_backward(
 ) -> ModuleType | None:  # fmt: skip
     """The same for the backward of selection by blocks in one pass; None: block_attn_bwd does."""
     return _serving("block_attn_bwd_hopper", q.device, use_gluon, q, k, v, grad_out, block_size)
-
-
-def forward_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Name of the kernel that span_attention_fwd launches."""
-    return "_span_fwd_hopper_kernel" if forward(q, k, v) else "_span_fwd_kernel"
-
-
-def pair_forward_kernels(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor
-) -> tuple[str, ...]:
-    """Names of those that compressed and sliding attention take where no backward follows."""
-    if forward_pair(q, k_cmp, v_cmp, k_win, v_win):
-        return ("_span_pair_fwd_hopper_kernel",)
-    return (forward_kernel(q, k_cmp, v_cmp), forward_kernel(q, k_win, v_win))
-
-
-def block_score_kernel(q: Tensor, k_cmp: Tensor, l: int, d: int, l_sel: int) -> str:
-    """Name of the one that the choice of blocks launches before it ranks them."""
-    found = block_scores(q, k_cmp, l, d, l_sel)
-    return "_block_score_hopper_kernel" if found else "_block_score_kernel"
-
-
-def backward_kernels(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mode: int = COMPRESSED
-) -> tuple[str, ...]:
-    """Names of those that the backward of a span launches, without delta's."""
-    from nsa.kernels.prefill import span_bwd_fused
-
-    fixed = torch.are_deterministic_algorithms_enabled()
-    if not fixed and backward(q, k, v, grad_out):
-        return ("_row_stats_kernel", "_span_bwd_hopper_kernel")
-    if not fixed and mode == COMPRESSED and span_bwd_fused.usable(q, k, v, grad_out):
-        return ("_span_bwd_fused_kernel",)
-    return ("_span_bwd_dq_kernel", "_span_bwd_dkdv_kernel")
-
-
-def block_forward_kernels(
-    q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, gated: bool = False
-) -> tuple[str, ...]:
-    """Names of those that the forward of selection by blocks always launches, with the gated sum of
-    the branches where `gated`; block_attn_fwd adds others where neighbouring queries agree. Packed
-    sequences count as short ones, which do not go by keys."""
-    longest = k.shape[1] if k.dim() == 4 else 0
-    module = block_forward(q, k, v, n_sel, block_size, 1.0, longest)
-    if module:  # which sums up itself
-        by_keys = (
-            "_block_attn_begin_kernel", "_block_attn_keys_hopper_kernel", "_block_attn_end_kernel"
-        )  # fmt: skip
-        split = module.splits(q, v, n_sel, longest)
-        return ("_tile_blocks_kernel", *by_keys * split, "_block_attn_fwd_hopper_kernel")
-    return ("_block_attn_fwd_kernel", *("_combine_fwd_kernel",) * gated)
-
-
-def block_backward_kernels(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, block_size: int
-) -> tuple[str, ...]:
-    """Names of those that the backward of selection by blocks launches, without delta's."""
-    from nsa.kernels.prefill import block_attn_bwd
-
-    fixed = torch.are_deterministic_algorithms_enabled()
-    if not fixed and block_backward(q, k, v, grad_out, block_size):
-        return ("_piece_ranks_kernel", "_piece_order_kernel", "_block_attn_bwd_hopper_kernel")
-    heads = q.shape[-2] // k.shape[-2]
-    shape = (arch_of(q.device), heads, q.shape[-1], v.shape[-1], q.element_size())
-    dq = () if not fixed and block_attn_bwd.fused_tiles(*shape) else ("_block_attn_bwd_dq_kernel",)
-    return (*dq, "_block_attn_bwd_dkdv_kernel")
