@@ -55,12 +55,12 @@ test-all: ## The same, with the longest tests and every kernel configuration, al
 lock: ## Compile kernel configurations that changed, and write down what became of them
 	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" scripts/lock.py
 
-lint: ## Set up .venv and check style with ruff
-	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" -m ruff check nsa bench scripts examples
+lint: ## Set up .venv and check style with ruff, types with mypy
+	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" -m ruff check nsa bench scripts examples && "$$python" -m mypy
 
 docs: ## Make the API reference from docstrings into artifacts/docs/ (needs pdoc)
 	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" -m pdoc -o artifacts/docs nsa $(addprefix nsa.,compress generate layouts parallel integrations.transformers)
 
 clean: ## Remove caches and the environments that the two commands made; reports stay
-	rm -rf .venv .venv-gpu .deps .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-gpu .deps .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

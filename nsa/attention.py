@@ -57,7 +57,7 @@ _HEADS_FIRST = ": these look like [B, H, S, D]; give x.transpose(1, 2) of q, k a
 
 
 def _check_tensors(
-    q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, kv: str = "", *,
+    q: Tensor, k: Tensor, v: Any, cu_seqlens: Tensor | None, kv: str = "", *,
     keys_only: bool = False,
 ) -> None:  # fmt: skip
     """Raise TypeError or ValueError that names the tensor unless shapes and dtypes agree."""
@@ -257,7 +257,7 @@ def compressed_attention(
         softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
     )  # fmt: skip
-    longest = max_seqlen if cu_seqlens is not None else q_start + q.shape[1]
+    longest = q_start + q.shape[1] if max_seqlen is None else max_seqlen
     key_len = smaller(num_compressed(longest, l, d), k_cmp.shape[-3])
     out, lse = dispatch.run(Branch.COMPRESSED, args, flags, backend, key_len=key_len)[0]
     return out, lse.detach()
@@ -447,7 +447,7 @@ def _selected(
     if settled_by is not None and decision.route is Route.TRITON:
         from nsa.rungs import selected_again
 
-        call = selected_again(args, flags)
+        call: Any = selected_again(args, flags)
         if block_indices is not None:
             call = _with_blocks_checked(call, block_size, k.shape[1])
         settled.keep(settled_by, call)
@@ -622,7 +622,7 @@ def nsa_attention(
         softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, flags=flags
     )
     # SDPA and FA-2 have no way to choose blocks; their named routes use plain PyTorch for it.
-    choice = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
+    choice: Any = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
 
     def by_branches() -> tuple[Tensor, dict[str, Any]]:
         k, v = k_cmp, v_cmp

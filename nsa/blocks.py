@@ -32,10 +32,12 @@ def chunks(rows: int, width: int, most: int) -> list[tuple[int, int]]:
     return [(first, min(rows, first + step)) for first in range(0, rows, step)]
 
 
-def smaller(a: int | torch.SymInt, b: int | torch.SymInt) -> int | torch.SymInt:
+def smaller(a: int, b: int) -> int:
     """Return the smaller of two lengths, each of which may be a symbol."""
     # Dynamo traces min of symbols by itself, and that of PyTorch 2.11 takes sym_min of no two ints.
-    return min(a, b) if torch.compiler.is_dynamo_compiling() else torch.sym_min(a, b)
+    if torch.compiler.is_dynamo_compiling():
+        return min(a, b)
+    return torch.sym_min(a, b)
 
 
 def num_compressed(S: Count, l: int, d: int) -> Count:

@@ -107,7 +107,7 @@ class NSACache:
         self.highest = [0] * batch
         # A captured step must emit for every length that it will be replayed at, see append.
         self.emit_always = False
-        self._like = {"device": device, "dtype": dtype or torch.get_default_dtype()}
+        self._like: dict[str, Any] = {"device": device, "dtype": dtype or torch.get_default_dtype()}
         rows = num_compressed(max_len, config.l, config.d)
         self.k_cmp, self.v_cmp = self._buffers(rows)
         self.k_sel, self.v_sel = self._buffers(max_len)
@@ -520,7 +520,7 @@ class NSACache:
         included. Raises ValueError beyond, and for different n with count_reads.
         """
         same = not isinstance(n, Sequence)
-        each = [n] * self.batch if same else list(n)
+        each: list[int] = list(n) if isinstance(n, Sequence) else [n] * self.batch
         if len(each) != self.batch:
             raise ValueError(f"n must be an int or {self.batch} of them, got {n!r}")
         written = map(max, self.highest, self.lengths)

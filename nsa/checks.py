@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,5 +96,5 @@ def apply_linear(linear: nn.Module, x: Tensor) -> Tensor:
     """
     if not is_plain(linear, nn.Linear):
         return linear(x)
-    own = linear._parameters
+    own: dict[str, Any] = linear._parameters
     return F.linear(x, own["weight"], own["bias"])

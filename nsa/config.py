@@ -79,7 +79,7 @@ class NSAConfig:
         kv = 3 * self.groups
         return self.heads * self.d_k, kv * self.d_k, kv * self.d_v
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """The sizes as nsa_attention and the kernels take them by name."""
         return dict(
             l=self.l, d=self.d, l_sel=self.l_sel, n_sel=self.n_sel, n_init=self.n_init,

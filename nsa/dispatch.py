@@ -109,7 +109,8 @@ def trace() -> Iterator[list[Decision]]:
     GPU, autograd recomputes checkpointed layers in threads of its own, which serve every caller of
     backward(), so that two threads which train at a time find these of each other as well.
     """
-    sink = (None if torch.compiler.is_compiling() else threading.get_ident(), [])
+    owner = None if torch.compiler.is_compiling() else threading.get_ident()
+    sink: tuple[int | None, list[Decision]] = (owner, [])
     _sinks.append(sink)
     try:
         yield sink[1]
@@ -121,7 +122,7 @@ def _record(decision: Decision) -> None:
     here = None if torch.compiler.is_compiling() else threading.current_thread()
     anyone = here is None or isinstance(here, threading._DummyThread)
     for owner, taken in _sinks:
-        if anyone or owner is None or owner == here.ident:
+        if anyone or owner is None or owner == threading.get_ident():
             taken.append(decision)
 
 
@@ -160,13 +161,13 @@ def guarded(
     ladder = LADDER[request.branch]
     for route in ladder[ladder.index(decision.route) :]:
         if route is not decision.route:
-            reason = why_not(route, request, flags)
-            if reason is not None:
-                rejected.append((route, reason))
+            refused = why_not(route, request, flags)
+            if refused is not None:
+                rejected.append((route, refused))
                 continue
-        if decision.requested is None and (text := failed.known(route, request, flags, args)):
+        if decision.requested is None and (known := failed.known(route, request, flags, args)):
             rejected.append((route, "launch_error"))
-            _log_fallback(request, route, "launch_error", flags, text)
+            _log_fallback(request, route, "launch_error", flags, known)
             continue
         try:
             result = rungs[route]()

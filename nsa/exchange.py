@@ -35,7 +35,7 @@ def resolve_group(group: Group) -> dist.ProcessGroup:
             )
         return group.get_group()
     if group is None:
-        return dist.group.WORLD
+        return dist.group.WORLD  # type: ignore[return-value]
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a ProcessGroup or DeviceMesh, got {type(group).__name__}")
     return group

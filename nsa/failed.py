@@ -36,7 +36,7 @@ def _scale(x: Any) -> Hashable:
 
 
 def _kind(route: Route, request: Request, flags: Flags, args: Any) -> Hashable:
-    request = replace(request, key_len=_scale(request.key_len))
+    request = replace(request, key_len=_scale(request.key_len))  # type: ignore[arg-type]
     return route, request, flags, _scale(args)
 
 

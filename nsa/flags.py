@@ -320,7 +320,8 @@ def _runtime_values(
     fields = {f.name.lower(): f for f in flag_fields()}
     values: dict[str, Any] = {}
     sources: dict[str, tuple[Any, str]] = {}
-    sections = [("runtime", {k: v for k, v in runtime.items() if k != "devices"})]
+    common = {k: v for k, v in runtime.items() if k != "devices"}
+    sections: list[tuple[str, Mapping]] = [("runtime", common)]
     if device_name in of_device:
         sections.append((f"runtime.devices.{device_name}", of_device[device_name]))
     for where, section in sections:

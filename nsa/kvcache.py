@@ -105,7 +105,7 @@ class KVCaches(BranchKV):
 
     def row(self, b: int) -> KVCaches:
         """Sequence b alone."""
-        own = {"lens": self.lens[b : b + 1]}
+        own: dict[str, Any] = {"lens": self.lens[b : b + 1]}
         names = ["k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"]
         if self.block_table is not None:
             own["block_table"] = self.block_table[b : b + 1]
@@ -257,12 +257,12 @@ def _check_values(
     """Raise ValueError where lengths do not fit the caches, or pages do not exist; `alone` also
     where two sequences write to one page."""
     capacity, table = caches.max_len, caches.block_table
-    what = f"{capacity} tokens"
+    what, numbers = f"{capacity} tokens", None
     if table is not None:
         page, pages = caches.k_sel.shape[1], caches.k_sel.shape[0]
         what += f", block_table's {table.shape[1]} pages of {page}"
         written: dict[int, int] = {}
-        table = _read("block_table", table)
+        numbers = _read("block_table", table)
     l, d = caches.sizes["l"], caches.sizes["d"]
     for b, after in enumerate(_read("cache_seqlens", caches.lens)):
         before = after - T
@@ -279,9 +279,9 @@ def _check_values(
                 f"k_cmp must have the {due} compressed tokens that sequence {b} completes, got "
                 f"{n_cmp}"
             )
-        if table is None:
+        if numbers is None:
             continue
-        used = table[b][: -(-after // page)]
+        used = numbers[b][: -(-after // page)]
         for i, number in enumerate(used):
             if not 0 <= number < pages:
                 raise ValueError(
@@ -420,7 +420,7 @@ def nsa_with_kvcache(
         _check_integers("block_table", block_table, q, 2)
     appending = k_sel is not None
     phi = phi_k is not None or phi_v is not None
-    named = {
+    named: dict[str, Any] = {
         "k_cmp_cache": k_cmp_cache,
         "v_cmp_cache": v_cmp_cache,
         "k_sel_cache": k_sel_cache,
@@ -443,7 +443,7 @@ def nsa_with_kvcache(
         check_int("cache_seqlens", cache_seqlens, 0)
         lens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
     # (new, its cache, does it go by the ring, may it be left out)
-    own = {
+    own: dict[str, tuple[Any, Any, bool, bool]] = {
         "k_sel": (k_sel, k_sel_cache, False, False),
         "v_sel": (v_sel, v_sel_cache, False, False),
         "k_win": (k_win, k_win_cache, ring, k_win_cache is k_sel_cache),
@@ -475,7 +475,7 @@ def nsa_with_kvcache(
     if appending:
         positions = lens.long()[:, None] + torch.arange(T, device=q.device)
         turn: Callable[[Tensor], Tensor] = lambda x: x
-        if rotary_cos is not None:
+        if rotary_cos is not None and rotary_sin is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
             cos, sin = (x[positions][:, :, None].to(wide) for x in (rotary_cos, rotary_sin))
             turn = lambda x: turn_by(x, cos, sin, rotary_interleaved)
@@ -486,11 +486,11 @@ def nsa_with_kvcache(
             if x is not None
         ]
         caches.write(new, positions)
-        if k_cmp_cache.shape[1] and (phi or k_cmp.shape[1]):
-            made = functools.partial(_given, k_cmp, v_cmp)
-            if phi:
-                made = functools.partial(_made, caches, k_raw_cache, v_raw_cache, phi_k, phi_v)
-            caches.emit(T, made)
+        if k_cmp_cache.shape[1] and (k_cmp is None or k_cmp.shape[1]):
+            raw: tuple[Any, ...] = k_raw_cache, v_raw_cache, phi_k, phi_v
+            whole: tuple[Any, ...] = k_cmp, v_cmp
+            make = functools.partial(_made, caches, *raw)
+            caches.emit(T, make if phi else functools.partial(_given, *whole))
     return _attend(q, caches, gates, scale, backend, flags)
 
 
@@ -632,6 +632,7 @@ def reorder_kvcache(
     _check_integers("block_table", block_table, beam_idx, 2)
     _check_integers("cache_seqlens", cache_seqlens, beam_idx, 1)
     check_int("page_size", page_size, 1)
+    assert cache_seqlens is not None and page_size is not None
     lens, table = cache_seqlens.long()[:, None], block_table.long()
     if not beam_idx.is_cuda and not torch.equal(lens[beam_idx], lens):
         raise ValueError(

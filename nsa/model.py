@@ -79,13 +79,13 @@ class NSALanguageModel(nn.Module):
         check_int("max_len", max_len, max(tokens.shape[1], 1), optional=True)
         room = max(2 * tokens.shape[1], 64) if max_len is None else max_len
         caches = [
-            block.attention.make_cache(
+            block.attention.make_cache(  # type: ignore[operator, union-attr]
                 tokens.shape[0], room, growable=max_len is None, count_reads=count_reads
             )
             for block in self.blocks
         ]
         for block, cache in zip(self.blocks, caches, strict=True):
-            x = block.prefill(x, cache)
+            x = block.prefill(x, cache)  # type: ignore[operator]
         return self._logits(x), caches
 
     @torch.no_grad()
@@ -103,7 +103,7 @@ class NSALanguageModel(nn.Module):
         before = [cache.mark(tokens.shape[1]) for cache in caches]
         try:
             for block, cache in zip(self.blocks, caches, strict=True):
-                x = block.step(x, cache)
+                x = block.step(x, cache)  # type: ignore[operator]
             return self._logits(x)
         except BaseException:  # an interrupt too
             for cache, mark in zip(caches, before, strict=True):

@@ -17,7 +17,8 @@ def run_packed(
     Waits for the device to learn the longest length. Raises ValueError for another layout, for
     sequences with holes between them and for cu_seqlens beside it.
     """
-    whole = x.layout is torch.jagged and x.lengths() is None and x._ragged_idx == 1
+    jagged: Any = x  # has more attributes than a Tensor
+    whole = x.layout is torch.jagged and jagged.lengths() is None and jagged._ragged_idx == 1
     if not whole:
         raise ValueError(
             "a nested tensor must be [B, j, ..] of layout torch.jagged without holes, got "
@@ -25,7 +26,7 @@ def run_packed(
         )
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens must be None with a nested tensor, which has its own offsets")
-    offsets = x.offsets()
+    offsets = jagged.offsets()
     longest = int(offsets.diff().max())
     out = forward(x.values(), offsets.to(torch.int32), longest)
     return torch.nested.nested_tensor_from_jagged(out, offsets)

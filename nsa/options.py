@@ -9,7 +9,7 @@ from typing import Any
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser to which --top-k and --top_k are one option, whichever it is given."""
 
-    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:  # type: ignore[override]
+    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
         """As ArgumentParser's, with the other spelling of long options; --help shows hyphens first.
 
         The value is args.top_k.

@@ -298,7 +298,7 @@ def _parallel(
 def _attend(
     q: Tensor, k_all: Tensor, v_all: Tensor, k_far: Tensor, v_far: Tensor,
     k_near: tuple[Tensor, Tensor], v_near: tuple[Tensor, Tensor], gates: Tensor,
-    mine: tuple[int, int], sizes: dict[str, int], softmax_scale: float | None,
+    mine: tuple[int, int], sizes: dict[str, Any], softmax_scale: float | None,
     backend: Backend | None, flags: Flags | None, return_aux: bool,
 ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
     """This rank's two chunks, with the compressed and the selection branch's keys and values of all
@@ -309,13 +309,13 @@ def _attend(
         rows = slice(half * c, (half + 1) * c)
         end = (j + 1) * c
         seen = num_compressed(end, sizes["l"], sizes["d"])
-        near = [
+        k_win, v_win = (
             torch.cat([_before(tails, j, c, window), x[:, rows]], 1)
             for tails, x in (k_near, v_near)
-        ]
+        )
         out, aux = nsa_attention(
-            q[:, rows], k_all[:, :seen], v_all[:, :seen], k_far[:, :end], v_far[:, :end], *near,
-            gates[:, rows], q_start=j * c, softmax_scale=softmax_scale, backend=backend,
+            q[:, rows], k_all[:, :seen], v_all[:, :seen], k_far[:, :end], v_far[:, :end], k_win,
+            v_win, gates[:, rows], q_start=j * c, softmax_scale=softmax_scale, backend=backend,
             flags=flags, return_aux=True, **sizes,
         )  # fmt: skip
         outs.append(out)
@@ -354,4 +354,5 @@ def nsa_layer_parallel(layer: NSAAttention, x: Tensor, group: Group = None, *,
         project, layer.phi_k, layer.phi_v, group, layer.config.sizes(), None, layer.backend,
         layer.flags, False, check,
     )  # fmt: skip
+    assert isinstance(out, Tensor)
     return layer.out(out.flatten(-2))

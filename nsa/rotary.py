@@ -25,7 +25,8 @@ def rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
 def turn(x: Tensor, angle: Tensor) -> Tensor:
     """Turn the pairs of every head of x [.., S, H, D] by angle [.., S, D/2]."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return turn_by(x, *(y.to(wide).unsqueeze(-2) for y in (angle.cos(), angle.sin())))
+    cos, sin = (y.to(wide).unsqueeze(-2) for y in (angle.cos(), angle.sin()))
+    return turn_by(x, cos, sin)
 
 
 def turn_by(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

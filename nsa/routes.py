@@ -187,7 +187,7 @@ def _reasons(route: Route, r: Request, flags: Flags, named: bool) -> Iterator[st
         least = (
             flags.fa2_min_len_win if r.branch is Branch.SLIDING else flags.fa2_min_len_cmp
         )
-        if r.key_len < least:
+        if r.key_len is not None and r.key_len < least:
             yield "below_min_len"
         return
     if r.branch is Branch.SELECTED and r.key_len is not None:
@@ -237,7 +237,7 @@ def decide(request: Request, flags: Flags, backend: Backend | Route | None = Non
         if reason is not None:
             raise RouteUnavailable(route, reason, _detail(route, reason, request))
         return Decision(request.branch, route, requested=route)
-    rejected = []
+    rejected: list[tuple[Route, str]] = []
     for candidate in LADDER[request.branch]:
         reason = why_not(candidate, request, flags)
         if reason is None:

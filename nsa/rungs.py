@@ -187,7 +187,7 @@ def selected_again(args: Args, flags: Flags) -> Callable[..., Selected | None] |
 # ---- compressed ----------------------------------------------------------------------------------
 
 
-def _compressed(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Args], Any]:
+def _compressed(run: Callable[..., Any]) -> Callable[[Args], Any]:
     return lambda a: run(
         a["q"], a["k"], a["v"], **_only(a, "l", "d", "softmax_scale", "q_start")
     )
@@ -351,7 +351,7 @@ def decode_composed(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
         return torch.cat([out for out, _ in parts]), torch.cat([chosen for _, chosen in parts])
     window = args["window"] or cache.window(q.shape[1])
     compressed = cache.compressed()
-    out, aux = nsa_attention(
+    out, aux = nsa_attention(  # type: ignore[call-overload]
         q, *compressed, *cache.selectable(), *window, args["gates"],
         q_start=cache.length - q.shape[1], softmax_scale=args["softmax_scale"],
         backend=args["backend"], flags=flags, return_aux=True, **args["sizes"],

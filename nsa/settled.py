@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from torch import Tensor
-
 from nsa.checks import is_eager, needs_grad
 from nsa.dispatch import resolve_flags, watched
 from nsa.errors import must_raise
@@ -36,7 +34,7 @@ def key_of(
     return (*layouts, flags, gradient, *rest, *map(type, rest))
 
 
-def again(key: tuple | None, *tensors: Tensor) -> Any:
+def again(key: tuple | None, *tensors: Any) -> Any:
     """Return the result of a call that was kept under `key`; None without one, and where it fails:
     the long way then meets the error again and tells of it."""
     if key is None:

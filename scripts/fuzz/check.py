@@ -246,8 +246,8 @@ def check_decode(case: Case, device: str) -> float:
     """
     g, dtype = case.geometry, DTYPES[case.dtype]
     draw = torch.Generator().manual_seed(case.seed)
-    config = NSAConfig(dim=8, heads=g.G * g.h, groups=g.G, d_k=g.Dk, d_v=g.Dv, w=g.w, phi="mean",
-                       **g.choice())  # fmt: skip
+    config = NSAConfig(dim=8, heads=g.G * g.h, groups=g.G, d_k=g.Dk, d_v=g.Dv, window=g.w,
+                       phi="mean", **g.choice())  # fmt: skip
     phi = lambda x: mean_pool(x, g.l, g.d)
     B, max_step = len(case.lengths), max([1, *case.steps])
     room = max(case.lengths) + sum(s for s in case.steps if s > 0) + case.spare
