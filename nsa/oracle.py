@@ -165,12 +165,10 @@ def causal_attention(
 
 def block_scores(p_cmp: list[float], l: int, d: int, l_sel: int, n_blocks: int) -> list[float]:
     """Eq. 9: each compressed block gives its probability to selection blocks, token by token."""
-    scores = [0.0] * n_blocks
-    for i, p in enumerate(p_cmp):
-        for token in range(i * d, i * d + l):
-            if token // l_sel < n_blocks:
-                scores[token // l_sel] += p / l
-    return scores
+    token = torch.arange(len(p_cmp))[:, None] * d + torch.arange(l)
+    given = torch.tensor(p_cmp, dtype=torch.float64)[:, None].expand(-1, l) / l
+    scores = torch.zeros(n_blocks + len(p_cmp) * d + l, dtype=torch.float64)  # also later blocks
+    return scores.index_add_(0, (token // l_sel).flatten(), given.flatten())[:n_blocks].tolist()
 
 
 def group_block_scores(
