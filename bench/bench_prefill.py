@@ -2,6 +2,7 @@
 
     python bench/bench_prefill.py                         # 8k and 32k tokens, forward and backward
     python bench/bench_prefill.py --S_list 65536 --ops full,sel --csv prefill.csv
+    python bench/bench_prefill.py --compile_only          # leaves the kernels in Triton's cache
 
 Sizes default to the paper's: 64 query heads on 4 KV groups, head size 128, l=32 d=16, 16 blocks of
 64, window 512, bf16, one sequence. The candidate is the Triton operator behind nsa.nsa_attention;
@@ -11,8 +12,8 @@ dense attention each against their own. bwd is the backward pass alone. turn, th
 layer's projections into a tensor per branch, comes before `full` and is no part of it. sel gets its
 blocks ascending, as the choice of blocks leaves them; nsa.selection_attention sorts them first.
 pack is all of NSA on a pack of one sequence of half the tokens and many of 16; its baseline is not
-dense attention but the two kinds, one call after the other. Without --ops the longest S alone has
-it.
+dense attention but the two kinds, one call after the other. Without --ops there is no pack, and the
+longest S alone has the parts. All kernels are compiled side by side before the first case.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
@@ -23,7 +24,9 @@ import argparse
 import dataclasses
 import itertools
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,8 +63,10 @@ from bench.roofline import Shape, bytes_needed, check_sizes, flops
 from bench.sdpa_baselines import BACKENDS, promised, usable
 from bench.timing import Budget, Case, Contender, Unbuilt, measure
 from nsa import launches
+from nsa.plans import plan_call
 
-OPS = ("full", "cmp", "sel", "win", "select", "turn", "pack")
+PARTS = ("cmp", "sel", "win", "select", "turn")
+OPS = ("full", *PARTS, "pack")
 COLUMNS = (
     "op", "direction", "S", "B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w", "dtype",
     "ms", "ms_low", "ms_high", "dense_ms",
@@ -311,22 +316,71 @@ def case_of(shape: Shape, op: str, direction: str, columns: dict[str, Any]) -> C
     return make(Prefill(shape), op, columns)
 
 
+def call_once(shape: Shape, op: str, direction: str) -> None:
+    """The kernels' calls of a case, on whatever the memory holds."""
+    x: Any = {"turn": Projections, "pack": Pack}.get(op, Prefill)(shape)
+    calls, leaves = [x.forward], [x.qkv] if op == "turn" else x.leaves(op)
+    if op != "turn":
+        calls = [partial(x.forward, op)]
+    if op == "pack":
+        calls.append(x.parts)
+    elif op != "turn":
+        x.prepare(op)
+    for t in leaves:
+        t.requires_grad_(direction == "bwd")
+    with torch.set_grad_enabled(direction == "bwd"):
+        for call in calls:
+            out = call()
+            if direction == "bwd":
+                torch.autograd.grad(out, leaves, x.do)
+
+
+def compile_cells(cells: Sequence[tuple[Shape, str, str]]) -> None:
+    """Compile what the cases of these (shape, op, direction) launch, side by side, and say how long
+    that took. What one of them meets, such as too little memory, is its measurement's to tell."""
+    begin, found = time.perf_counter(), []
+    for cell in cells:
+        for _ in range(2):
+            try:
+                found += plan_call(partial(call_once, *cell)).launches
+                break
+            except torch.cuda.OutOfMemoryError:  # which planned launches hold
+                _compile(found)
+                torch.cuda.empty_cache()
+            except Exception:
+                break
+    _compile(found)
+    torch.cuda.empty_cache()
+    spent = time.perf_counter() - begin
+    emit("metric", {"name": "seconds/compile", "value": round(spent, 2), "unit": "s"})
+
+
+def _compile(found: list[Any]) -> None:
+    """Compile these launches and forget them."""
+    from nsa.kernels.launch import compile_side_by_side
+
+    with suppress(Exception):
+        compile_side_by_side(found)
+    found.clear()
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--S_list", type=integers, default=[8192, 32768], help="tokens")
-    parser.add_argument("--ops", help=f"from {','.join(OPS)}; default all, pack at the longest S")
+    parser.add_argument("--ops", help=f"from {','.join(OPS)}; default full, parts at the longest S")
     parser.add_argument("--directions", default="fwd,bwd", help="fwd, bwd or both")
     for name, value in (("B", 1), ("HQ", 64), ("G", 4), ("D", 128), ("Dv", 128), ("l", 32),
                         ("d", 16), ("l_sel", 64), ("n_sel", 16), ("w", 512)):  # fmt: skip
         parser.add_argument(f"--{name}", type=positive, default=value)
     parser.add_argument("--seconds", type=seconds, default=1.0, help="device time a case, at most")
+    parser.add_argument("--compile_only", action="store_true", help="compile, and time nothing")
     add_csv_argument(parser)
     add_shrink_argument(parser)
     args = parser.parse_args(argv)
-    args.longest_alone = ("pack",) if args.ops is None else ()
-    args.ops = list(OPS) if args.ops is None else args.ops.split(",")
+    args.longest_alone = PARTS if args.ops is None else ()
+    args.ops = ["full", *PARTS] if args.ops is None else args.ops.split(",")
     args.directions = args.directions.split(",")
     if not set(args.ops) <= set(OPS):
         parser.error(f"--ops must be from {', '.join(OPS)}, got {','.join(args.ops)}")
@@ -343,17 +397,23 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         note("torch sees no CUDA device: nothing was timed", "warn")
         return 3
+    names = ("B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w")
+    shape_of = lambda S: Shape(S, **{n: getattr(args, n) for n in names})
+    cells = [
+        (op, S, direction)
+        for op, S, direction in itertools.product(args.ops, args.S_list, args.directions)
+        if (op, direction) != ("select", "bwd")
+        and (op not in args.longest_alone or S == max(args.S_list))
+    ]
+    compile_cells([(shape_of(S), op, direction) for op, S, direction in cells])
+    if args.compile_only:
+        return 0
     gpu, clock = Gpu(), CudaClock()
     about, ceiling = provenance(gpu), ceilings(gpu, out_dir())
     budget = Budget(device_s=args.seconds, min_n=20, warm_s=0.05, warm_cap_s=1.0)
     written, failed = [], False
-    for S, direction, op in itertools.product(args.S_list, args.directions, args.ops):
-        if direction == "bwd" and op == "select":
-            continue
-        if op in args.longest_alone and S < max(args.S_list):
-            continue
-        names = ("B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w")
-        shape = Shape(S, **{n: getattr(args, n) for n in names})
+    for op, S, direction in cells:
+        shape = shape_of(S)
         columns = {"S": S, **{n: getattr(args, n) for n in names}, "dtype": "bf16", **about}
         torch.cuda.reset_peak_memory_stats()
         name = f"prefill/{op}/{direction}/S={S}"

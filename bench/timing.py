@@ -35,6 +35,7 @@ from nsa import launches
 RATIO_FLOOR_US = 2.0  # shorter calls get no ratio: the clock's own step is a quarter of that
 TOO_FAST = 1.05  # share of a nominal peak over which a time cannot be true
 WALL_US = 10_000  # of back-to-back calls in a round
+WHILE_US = 100_000  # of calls for one median, where nothing is claimed by it
 STEADY_US = 50.0  # the same time of every call, from here on, is no clock's that has steps
 
 
@@ -52,34 +53,39 @@ class Budget:
 
 
 def warm_up(clock: Clock, calls: Sequence[Callable[[], Any]], cold: bool, budget: Budget) -> None:
-    """Call in turn until of each two windows of 10 agree within 1 %, or within what the clock can
-    tell apart; at least budget.warm_s."""
-    begin, last, rounds = time.perf_counter(), None, 0
+    """Call in turn until of each two windows of 10 (of long calls 3) agree within 1 %, or within
+    what the clock can tell apart; at least budget.warm_s."""
+    begin, last, often, made = time.perf_counter(), None, 3, 0
     while True:
-        times = clock.run([c for _ in range(10) for c in calls], cold=cold)
+        times = clock.run([c for _ in range(often) for c in calls], cold=cold)
         centre = [statistics.median(times[i :: len(calls)]) for i in range(len(calls))]
         spent = time.perf_counter() - begin
-        rounds += 1
+        made += often
+        often = _often(sum(centre))
         settled = last is not None and all(
             abs(now - before) < max(0.01 * before, clock.resolution_us)
             for now, before in zip(centre, last, strict=True)
         )
-        settled = settled and rounds * 10 >= budget.warm_calls
+        settled = settled and made >= budget.warm_calls
         if (settled and spent >= budget.warm_s) or spent >= budget.warm_cap_s:
             return
         last = centre
 
 
+def _often(us: float) -> int:
+    """How many calls of so long give a median: 10, and 3 where these take a while."""
+    return max(3, min(10, int(WHILE_US / max(us, 1.0))))
+
+
 def strongest(clock: Clock, contenders: Sequence[Turns], cold: bool) -> Turns:
-    """The fastest of several baselines, by ten calls of each."""
+    """The fastest of several baselines, by ten calls of each, of long ones three."""
     if len(contenders) == 1:
         return contenders[0]
     centre = {}
-    for turns in contenders:
-        clock.run([turns.call], cold=cold)
-    for turns in contenders:
+    first = [clock.run([turns.call], cold=cold)[0] for turns in contenders]
+    for turns, us in zip(contenders, first, strict=True):
         centre[turns.contender.name] = statistics.median(
-            clock.run([turns.call] * 12, cold=cold)[2:]
+            clock.run([turns.call] * (2 + _often(us)), cold=cold)[2:]
         )
     return min(contenders, key=lambda turns: centre[turns.contender.name])
 
@@ -314,7 +320,7 @@ def _walls(
     """
     calls = [turns.contender.call for turns in both]
     often = [
-        max(2, min(100, int(WALL_US / max(us, clock.wall(call, 2)))))
+        1 if us > WALL_US else max(2, min(100, int(WALL_US / max(us, clock.wall(call, 2)))))
         for call, us in zip(calls, device_us, strict=True)
     ]
 

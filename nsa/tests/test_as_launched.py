@@ -63,3 +63,47 @@ def test_a_tile_that_does_not_fit_is_a_failure(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED: decode(1, 1, 16" in done.stdout and "shared memory" in done.stdout
     assert "1 failed" in done.stdout
+
+
+SAME = """
+import functools, sys, torch
+c.pretend(90, {})
+torch.autograd.set_multithreading_enabled(False)
+from bench import bench_prefill as bench
+from bench.roofline import Shape
+from nsa.kernels import launch
+from nsa.plans import plan_call
+
+for name in ("Prefill", "Pack", "Projections"):  # which are on the GPU by default
+    setattr(bench, name, lambda shape, made=getattr(bench, name): made(shape, "cpu"))
+bench.dense_calls = lambda x: []
+bench.check_key_gradients = lambda *args: None
+shape = Shape(512, 1, 32, 2, 128, 128, 32, 16, 64, 16, 128)
+cells = [(op, way) for op in bench.OPS for way in ("fwd", "bwd") if (op, way) != ("select", "bwd")]
+known = set()
+for cell in cells:
+    planned = plan_call(functools.partial(bench.call_once, shape, *cell)).launches
+    known |= {(id(one.memory), one.key) for one in planned}
+seen = []
+
+def met(memory, key, kernel, *_):
+    seen.append(kernel.__name__)
+    if (id(memory), key) not in known:
+        print("not compiled before:", kernel.__name__, key)
+
+launch._launch = met
+for cell in cells:
+    case = bench.case_of(shape, *cell, {})
+    case.refill(1)
+    for contender in (case.candidate, *case.baselines):
+        contender.call()
+print(len(set(seen)), "kernels")
+"""
+
+
+def test_what_a_prefill_bench_launches_was_compiled_before(tmp_path):
+    """Compiled side by side, and never again: by the very keys that launches are known by."""
+    done = run(SAME, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *missing, last = done.stdout.splitlines()
+    assert not missing and int(last.split()[0]) > 20
