@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -220,29 +219,52 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", metavar="I/N", help="run share I (from 0) of N of the tests")
+    parser.addoption("--tickets", type=int, metavar="FD",
+                     help="run the tests whose numbers (4 bytes each) this process reads here, "
+                     "where others read as well")  # fmt: skip
 
 
-@pytest.hookimpl(trylast=True)  # after -k and -m, so that the shares are even
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """--shard I/N keeps every N-th of the chosen tests from the I-th on. The first cases of all
-    tests come before the second ones: these then find kernels compiled that they share."""
-    shard = config.getoption("--shard")
-    if not shard:
-        return
-    match = re.fullmatch(r"(\d+)/(\d+)", shard)
-    if not match or not int(match[1]) < int(match[2]):
-        raise pytest.UsageError(f"--shard must be I/N with 0 <= I < N, got {shard}")
-    index, count = int(match[1]), int(match[2])
+def _of_one_process(item: pytest.Item) -> str | None:
+    """The file of a test that shares with others what a fixture of the file makes."""
+    found = getattr(item, "_fixtureinfo", None)
+    made = found.name2fixturedefs.values() if found else ()
+    shared = any(defs[-1].scope in ("module", "class") for defs in made if defs)
+    return item.nodeid.split("::")[0] if shared else None
+
+
+def _in_turn(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """The tests as processes take them: some together. The first cases of all tests come before
+    the second ones: these then find kernels compiled that they share."""
+    together: dict[str, list[pytest.Item]] = {}
+    turns: dict[str, int] = {}
     seen: Counter[str] = Counter()
-    turns = []
     for item in items:
-        name = item.nodeid.split("[")[0]
-        turns.append(seen[name])
-        seen[name] += 1
-    items[:] = [items[i] for i in sorted(range(len(items)), key=turns.__getitem__)]
-    config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % count != index])
-    items[:] = items[index::count]
+        key = _of_one_process(item) or item.nodeid
+        name = key.split("[")[0]
+        if key not in together:
+            turns[key] = seen[name]
+            seen[name] += 1
+        together.setdefault(key, []).append(item)
+    return [together[key] for key in sorted(together, key=turns.__getitem__)]
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """--tickets: run what this process draws. Whoever draws the first test announces all."""
+    tickets = session.config.getoption("--tickets")
+    if tickets is None or session.config.option.collectonly:
+        return None
+    if session.testsfailed and not session.config.option.continue_on_collection_errors:
+        raise session.Interrupted(f"{session.testsfailed} errors while tests were collected")
+    parts = _in_turn(session.items)
+    draw = lambda: int.from_bytes(os.read(tickets, 4) or b"\xff" * 4, "little")
+    number = draw()
+    emit("session", {"tests": 0 if number else len(session.items), "ended": False})
+    while number < len(parts):
+        part = parts[number]
+        for item, following in zip(part, [*part[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        number = draw()
+    return True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -273,7 +295,8 @@ def _session(session: pytest.Session, ended: bool) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    _session(session, False)
+    if session.config.getoption("--tickets") is None:
+        _session(session, False)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

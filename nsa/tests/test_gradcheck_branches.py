@@ -9,6 +9,8 @@ import nsa
 from nsa import oracle, reference
 from nsa.tests.helpers import make_block_indices, make_qkv, make_ranges, randn
 
+pytestmark = pytest.mark.core
+
 ROUTES = ["reference", "sdpa"]
 D = torch.float64
 

@@ -11,6 +11,8 @@ from nsa.kernels.triton_sel_kernel import selection_attention_triton, selection_
 from nsa.tests.helpers import randn
 from nsa.tests.sel_cases import oracle_ranges
 
+pytestmark = pytest.mark.core
+
 SPANS = [[[0, 0], [0, 0]], [[2, 9], [5, 12]], [[0, 1], [19, 20]], [[0, 20], [3, 4]]]
 
 

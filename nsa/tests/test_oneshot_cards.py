@@ -86,7 +86,7 @@ def test_each_stage_sees_its_cards_alone():
     ids = list(plan)
     assert len({s.log_path for s in plan.values()}) == len(ids)
     assert ids.index("health") < ids.index("health_gpu1") < ids.index("sel_route")
-    assert ids.index("prefill_bench") < ids.index("nccl") < ids.index("train_smoke")
+    assert ids.index("prefill_bench") < ids.index("nccl") < ids.index("train_showcase")
 
 
 @pytest.mark.parametrize("count", [2, 3, 6, 8])
@@ -304,14 +304,14 @@ def test_a_card_is_judged_by_its_own_stages_and_numbers(status):
     stage = lambda id, gpu, status="PASS": {"id": id, "status": status, "gpus": [gpu],
                                             "reason": None if status == "PASS" else "why"}
     data = {"health": {"device": "X", "copy_gbs": 4321.0, "gemm_bf16_tflops": 765.0},
-            "stages": [stage("health", 0), stage("triton_fwd", 0), stage("health_gpu1", 1),
-                       stage("triton_fwd_gpu1", 1, status)]}  # fmt: skip
-    proof = [{"stage": "triton_fwd", "status": "PASS"}, {"stage": "triton_fwd", "status": "PASS"},
-             {"stage": "triton_fwd_gpu1", "status": "FAIL"}]  # fmt: skip
+            "stages": [stage("health", 0), stage("more_parity", 0), stage("health_gpu1", 1),
+                       stage("more_parity_gpu1", 1, status)]}  # fmt: skip
+    proof = [{"stage": "more_parity", "status": "PASS"}, {"stage": "more_parity", "status": "PASS"},
+             {"stage": "more_parity_gpu1", "status": "FAIL"}]  # fmt: skip
     first, second = cards.section(data, proof)
     assert (first["verdict"], first["parity"], first["bandwidth"]) == (cards.GOOD, "2/2", "4321")
     assert (second["parity"], second["name"], second["bandwidth"]) == ("0/1", "-", "-")
-    assert second["verdict"].replace("\\", "") == f"triton_fwd_gpu1 {status}: why"
+    assert second["verdict"].replace("\\", "") == f"more_parity_gpu1 {status}: why"
     (said,) = cards.warnings(data)
     assert said.startswith("GPU 1 is not good")
 

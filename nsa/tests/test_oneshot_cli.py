@@ -234,7 +234,7 @@ def test_gpu_profile_without_a_gpu_says_not_run(tmp_path):
     assert any("torch is blocked" in text for text in blocks)
     report = (tmp_path / "out" / "abc1234" / "report.md").read_text()
     assert "NOT_RUN" in report
-    left_out = "warmup, decode_serving, triton_fwd, triton_bwd, sel_route, train_smoke, threshold"
+    left_out = "decode_serving, more_parity, sel_route, threshold, train_showcase"
     assert f"profile quick leaves out {left_out}" in report
     assert done.stdout.rstrip().endswith("exit code 3")
 

@@ -90,7 +90,8 @@ def test_estimates_are_what_the_kept_runs_took(profile):
         took.update({id: later[id] for id in shared})
     known = [s for s in stages.plan(profile) if s.id in took]
     unknown = {s.id for s in stages.plan(profile)} - {s.id for s in known}
-    assert unknown <= {"prefill_bench"} and (profile == "quick" or not unknown)  # of no kept run
+    # Of no kept run: their commands are other ones since.
+    assert unknown <= {"prefill_parity", "more_parity", "prefill_bench", "decode_serving"}
     whole = 0.0
     for stage in known:
         mean = sum(took[stage.id]) / len(took[stage.id])
@@ -127,6 +128,22 @@ def test_the_least_number_of_tests_is_that_of_today():
     for name, count in found.items():
         least = planned[name].least
         assert 0.9 * count <= least <= count, f"{name}: least={least}, {count} tests"
+
+
+def test_a_stage_of_many_files_needs_tests_of_each():
+    """Each file of MORE_LEAST exists, and a run without one of them is not whole."""
+    stage = next(s for s in stages.plan("standard") if s.id == "more_parity")
+    files = {name: next((stages.ROOT / "nsa" / "tests").glob(f"{name}*.py")).name
+             for name in stage.of_files}  # fmt: skip
+    row = lambda file, i: {"kind": "test", "nodeid": f"nsa/tests/{file}::t[{i}]", "outcome": "passed"}
+    parity = {"kind": "parity", "status": "PASS", "case": "c", "why": []}
+    whole = [row(files[n], i) for n, least in stage.of_files.items() for i in range(least)]
+    whole += [row("test_sums.py", i) for i in range(stage.least - len(whole))]
+    assert judge(stage, 0, [*whole, parity]).status is Status.PASS
+    for name, file in files.items():
+        rows = [row("test_sums.py", i) if file in r["nodeid"] else r for i, r in enumerate(whole)]
+        said = judge(stage, 0, [*rows, parity])
+        assert said.status is Status.NOT_RUN and f"0 tests of {name}*.py where" in said.reason
 
 
 DIES = """
@@ -274,7 +291,7 @@ LONG_AGO = "2025-11-21T01:34:55.000Z"
 def test_only_the_same_question_on_the_same_box_is_taken_over(
     resumed, half_run, of_stage, of_run, taken
 ):
-    stage = planned("triton_fwd")
+    stage = planned("more_parity")
     assert resumed(stage)
     old, folder = half_run.previous
     old.results[stage.id] = replace(old.results[stage.id], **of_stage)

@@ -41,12 +41,12 @@ def reader(fd):
     return finish
 
 
-def start(n, *command, **env):
+def start(n, *command, first=(), **env):
     """`shards` on a pipe: (process, all rows once it has ended)."""
     read, write = os.pipe()
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.oneshot.shards", "-n", str(n), "pytest", "-q",
+        [sys.executable, "-m", "scripts.oneshot.shards", "-n", str(n), *first, "pytest", "-q",
          "-p", "nsa.tests.conftest", "-p", "no:cacheprovider", *map(str, command)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, pass_fds=[write],
         env={**clean, "NSA_RESULT_FD": str(write), "PYTHONFAULTHANDLER": "1", **env},
@@ -58,34 +58,10 @@ def start(n, *command, **env):
 # ---- which tests ---------------------------------------------------------------------------------
 
 
-def shared(names, shard):
-    items = [SimpleNamespace(nodeid=name) for name in names]
-    gone = []
-    config = SimpleNamespace(
-        getoption=lambda _: shard,
-        hook=SimpleNamespace(pytest_deselected=lambda items: gone.extend(items)),
-    )
-    conftest.pytest_collection_modifyitems(config, items)
-    assert len(items) + len(gone) == len(names)
-    return [x.nodeid for x in items]
-
-
-def test_shares_are_disjoint_and_complete():
-    names = [f"nsa/tests/test_x.py::test_{i}[{i % 7}-bf16]" for i in range(200)]
-    assert shared(names, None) == names
-    alike = ["t.py::a[1]", "t.py::a[2]", "t.py::b[1]", "t.py::b[2]"]  # they share their kernels
-    assert shared(alike, "0/1") == ["t.py::a[1]", "t.py::b[1]", "t.py::a[2]", "t.py::b[2]"]
-    for n in (1, 2, 3, 6):
-        shares = [shared(names, f"{i}/{n}") for i in range(n)]
-        assert sorted(sum(shares, [])) == sorted(names)
-        assert all(len(share) > 200 / n / 2 for share in shares), "a share is nearly empty"
-        assert shares == [shared(names, f"{i}/{n}") for i in range(n)]
-
-
-@pytest.mark.parametrize("shard", ["3/3", "-1/3", "x", "1", "1/0"])
-def test_a_share_that_is_none_is_a_usage_error(shard):
-    with pytest.raises(pytest.UsageError, match="--shard must be I/N"):
-        shared(["a"], shard)
+def test_the_first_cases_of_all_tests_come_first():
+    names = ["t.py::a[1]", "t.py::a[2]", "t.py::b[1]", "t.py::b[2]"]  # they share their kernels
+    parts = conftest._in_turn([SimpleNamespace(nodeid=name) for name in names])
+    assert [x.nodeid for (x,) in parts] == ["t.py::a[1]", "t.py::b[1]", "t.py::a[2]", "t.py::b[2]"]
 
 
 @pytest.mark.parametrize(
@@ -105,12 +81,12 @@ def test_exit_codes_combine(codes, one):
 def test_how_many_processes(argv, n, monkeypatch):
     monkeypatch.setattr(shards, "default_shards", lambda: 12)
     monkeypatch.setattr(shards, "run", lambda *given: given)
-    assert shards.main([*argv, "pytest", "-q"]) == (n, ["pytest", "-q"])
+    assert shards.main([*argv, "pytest", "-q"]) == (n, ["pytest", "-q"], [])
 
 
 def test_stages_of_tests_have_fewer_processes_once_memory_was_short():
     some = [stage for stage in stages.plan("standard") if stage.side_by_side]
-    assert {"prefill_parity", "triton_fwd"} <= {stage.id for stage in some}
+    assert {"prefill_parity", "more_parity"} == {stage.id for stage in some}
     for stage in some:
         assert not stage.shrinks
         argv = stage.smaller().argv
@@ -180,6 +156,72 @@ def test_every_test_reports_once_and_a_failure_counts(tmp_path):
     assert {row["case"] for row in rows if row["kind"] == "parity"} == {f"c{i}" for i in range(12)}
     assert [f"== share {i} of 3" in console for i in (1, 2, 3)] == [True] * 3
     assert "as it should" in console
+
+
+UNEVEN = """
+import os, pathlib, time
+import pytest
+from bench.records import emit
+
+@pytest.fixture(scope="module")
+def made():
+    emit("note", {"level": "info", "text": "made"})
+
+def test_slow():
+    done = pathlib.Path(__file__).parent / "done"
+    limit = time.monotonic() + 60
+    while not done.exists() and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert done.exists()
+
+@pytest.mark.parametrize("i", range(6))
+def test_of_one_fixture(i, made):
+    pass
+
+@pytest.mark.parametrize("i", range(9))
+def test_quick(i):
+    if i == 8:
+        (pathlib.Path(__file__).parent / "done").touch()
+"""
+
+
+def test_who_is_free_takes_the_next_test(tmp_path):
+    """All but one are done beside the slow one; what a file's tests share is made once."""
+    path = tmp_path / "test_cases.py"
+    path.write_text(UNEVEN)
+    process, finish = start(2, path)
+    console, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, console
+    rows = [json.loads(line) for line in finish().splitlines()]
+    assert sum(row["kind"] == "test" for row in rows) == 16
+    assert sum(row.get("text") == "made" for row in rows) == 1
+
+
+def test_what_runs_beside_counts_for_nothing(tmp_path):
+    (tmp_path / "test_cases.py").write_text(CASES)
+    (tmp_path / "other.py").write_text(
+        "import os, sys\nprint('beside', os.environ.get('NSA_RESULT_FD'), sys.argv[1])\nsys.exit(3)"
+    )
+    process, finish = start(2, tmp_path / "test_cases.py", "-k", "good",
+                            first=["--beside", f"{tmp_path / 'other.py'} given"])  # fmt: skip
+    console, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, console
+    assert "== beside: exit code 3" in console and "beside None given" in console
+    assert sum(json.loads(x)["kind"] == "test" for x in finish().splitlines()) == 12
+
+
+def test_what_runs_beside_is_not_waited_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "BESIDE_S", 0.1)
+    path = tmp_path / "sleeps.py"
+    path.write_text("import time; time.sleep(600)")
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    begin = time.monotonic()
+    try:
+        assert shards.run(1, ["this"], [os.fspath(path)]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before[0]), signal.signal(signal.SIGINT, before[1])
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)
+    assert time.monotonic() - begin < 30
 
 
 def test_a_command_without_tests_says_so(tmp_path):

@@ -19,6 +19,8 @@ from nsa.model import NSALanguageModel
 from scripts import train_showcase as ts
 from scripts import training
 
+pytestmark = pytest.mark.core
+
 CPU = torch.device("cpu")
 TINY = replace(ts.PRESETS["cpu"], steps=12, seq=96, batch=2, val_windows=2)
 

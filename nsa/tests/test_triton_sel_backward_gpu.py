@@ -9,6 +9,8 @@ from nsa import launches
 from nsa.tests.sel_cases import assert_all_parity, gradients, plain_ranges
 from nsa.tests.test_triton_sel_parity_gpu import spans_of
 
+pytestmark = pytest.mark.core
+
 BACKWARD = ("_sel_attn_bwd_dq_kernel", "_sel_attn_bwd_dkdv_kernel", "_sel_attn_bwd_sum_kernel")
 
 

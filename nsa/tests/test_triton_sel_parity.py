@@ -11,7 +11,7 @@ from nsa.flags import Flags
 from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges, randn
 from nsa.tests.sel_cases import oracle_ranges, plain_dense, plain_ranges
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.core]
 HALF, FULL = torch.float16, torch.float32
 
 # dtype, N, H, L, D, Dv

@@ -18,6 +18,8 @@ from bench.parity import MAE_LIMIT, assert_parity
 from nsa import launches
 from nsa.flags import Flags
 
+pytestmark = pytest.mark.core
+
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
 ROWS = (64, 256, 1024)
 DISTRIBUTIONS = ("few", "many", "mixed")

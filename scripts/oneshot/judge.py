@@ -121,6 +121,11 @@ def judge(
     if found < stage.least:
         text = f"exit code 0, but {found} {what} where this stage has {stage.least}"
         return Judgement(Status.NOT_RUN, text)
+    files = [r["nodeid"].rpartition("/")[2] for r in rows if r["kind"] == "test"]
+    for name, least in stage.of_files.items():
+        if (of := sum(file.startswith(name) for file in files)) < least:
+            text = f"exit code 0, but {of} tests of {name}*.py where this stage has {least}"
+            return Judgement(Status.NOT_RUN, text)
     if stage.proof == "parity" and not parity:
         return Judgement(Status.NOT_RUN, "exit code 0, but no parity case was recorded")
     if stage.proof == "bench" and not (by["VALID"] or by["UNSTABLE"] or by["INVALID"]):

@@ -71,6 +71,7 @@ class Stage:
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # see completed()
     group: str = "other"  # parity | bench | train | box; the report groups its tables by it
     least: int = 0  # tests or, of a bench, cases, without which it is not whole
+    of_files: Mapping[str, int] = field(default_factory=dict)  # the same of test files called so
     shrinks: bool = False  # takes `--shrink K`, which divides its sizes by K
     gpus: tuple[int, ...] = ()  # its cards by number, in a run on several (cards.py)
 

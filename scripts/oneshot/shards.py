@@ -1,4 +1,4 @@
-"""Run one pytest command as several processes, each with its share of the tests.
+"""Run one pytest command as several processes, each of which takes the next test when it is free.
 
     python -m scripts.oneshot.shards -n 4 pytest nsa/tests/test_prefill_kernels.py -m kernel
 
@@ -6,23 +6,30 @@ Most of a parity stage is compiling kernels on the CPU, which processes do side 
 Every process reports its tests and parity rows through NSA_RESULT_FD as pytest itself does; the
 outputs are printed one after the other. Exit code: the worst of the processes that broke, else 1 if
 any failed a test; 5 (no tests) only if none had any.
+
+--beside COMMAND runs another program of this Python meanwhile, such as a bench that compiles what a
+later stage needs. What comes of it counts for nothing, and it is ended soon after the tests.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
 from scripts.oneshot.processes import die_with_parent, is_running
 
 MOST = 15
+TICKETS = 1 << 16  # numbers of tests, of which each process draws the next
+BESIDE_S = 20.0  # for what runs beside, once the tests are done
 GRACE_S = 1.5  # for the stacks; the supervisor kills 3 s after its SIGABRT
 TESTS_PER_GIB = 0.25  # one process per 4 GiB of host memory
 
@@ -46,7 +53,7 @@ def combined(codes: list[int]) -> int:
     return next((code for code in (1, 0) if code in codes), 5)
 
 
-def run(n: int, command: list[str]) -> int:
+def run(n: int, command: list[str], beside: Sequence[str] = ()) -> int:
     children: list[tuple[subprocess.Popen, IO[bytes]]] = []
     shown: set[int] = set()
 
@@ -54,7 +61,8 @@ def run(n: int, command: list[str]) -> int:
         child, output = children[i]
         shown.add(i)
         output.seek(0)
-        print(f"== share {i + 1} of {n}: exit code {child.poll()}", flush=True)
+        name = f"share {i + 1} of {n}" if i < n else "beside"
+        print(f"== {name}: exit code {child.poll()}", flush=True)
         sys.stdout.buffer.write(output.read())
         sys.stdout.flush()
 
@@ -76,17 +84,31 @@ def run(n: int, command: list[str]) -> int:
         signal.signal(number, on_signal)
     fd = os.environ.get("NSA_RESULT_FD")
     env = {"OMP_NUM_THREADS": "1", **os.environ}  # else each takes every core for tiny tensors
-    for i in range(n):
+    # One file, whose position all processes share: what one has read, no other reads.
+    tickets = tempfile.TemporaryFile()
+    tickets.write(b"".join(i.to_bytes(4, "little") for i in range(TICKETS)))
+    tickets.seek(0)
+    share = ["-m", *command, "--tickets", str(tickets.fileno())]
+    given = [tickets.fileno(), *([int(fd)] if fd else [])]
+    quiet = {k: v for k, v in env.items() if k != "NSA_RESULT_FD"}
+    commands = [(share, env, given)] * n + [(shlex.split(one), quiet, []) for one in beside]
+    for argv, variables, fds in commands:
         output = tempfile.TemporaryFile()
         child = subprocess.Popen(
-            [sys.executable, "-m", *command, "--shard", f"{i}/{n}"], stdout=output,
-            stderr=subprocess.STDOUT, env=env, pass_fds=[int(fd)] if fd else [],
-            preexec_fn=die_with_parent,
+            [sys.executable, *argv], stdout=output, stderr=subprocess.STDOUT, env=variables,
+            pass_fds=fds, preexec_fn=die_with_parent,
         )  # fmt: skip
         children.append((child, output))
     codes = []
-    for i, (child, _) in enumerate(children):
+    for i, (child, _) in enumerate(children[:n]):
         codes.append(child.wait())
+        show(i)
+    deadline = time.monotonic() + BESIDE_S
+    for i, (child, _) in enumerate(children[n:], n):
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, deadline - time.monotonic()))
+        child.kill()
+        child.wait()
         show(i)
     return combined([c if c >= 0 else 128 - c for c in codes])
 
@@ -98,12 +120,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-n", type=int, default=0, help="processes; 0 chooses by the host")
     parser.add_argument("--fewer", type=int, default=1, metavar="K",
                         help="a K-th of the processes that the host would get")  # fmt: skip
+    parser.add_argument("--beside", action="append", default=[], metavar="COMMAND",
+                        help="a script and its arguments")  # fmt: skip
     parser.add_argument("command", nargs=argparse.REMAINDER, help="pytest and its arguments")
     args = parser.parse_args(argv)
     if args.command[:1] != ["pytest"] or args.n < 0 or args.fewer < 1:
         got = f"-n {args.n} --fewer {args.fewer} {' '.join(args.command)}"
         parser.error(f"wants [-n N] [--fewer K] pytest ARGUMENTS, N >= 0, K >= 1, got {got}")
-    return run(args.n or max(default_shards() // args.fewer, 1), args.command)
+    return run(args.n or max(default_shards() // args.fewer, 1), args.command, args.beside)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ stage took in the runs of bench/results/stage_seconds.csv; a budget skips stages
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from scripts.oneshot.model import SHARDS, Stage
@@ -30,20 +31,41 @@ def tests(*patterns: str) -> tuple[str, ...]:
     return tuple(sorted(p.relative_to(ROOT).as_posix() for p in found)) or (NO_TEST,)
 
 
+# What prefill_parity has not, and how many of these tests a GPU has at least, by their files.
+MORE_TESTS = (
+    "test_triton_sel_parity*.py", "test_triton_sel_backward_gpu.py", "test_backward*.py",
+    "test_gradcheck*.py", "test_train_smoke.py", "test_decode.py", "test_decode_append.py",
+    "test_decode_graph.py", "test_kvcache.py", "test_prefill_compile.py", "test_prefill_limits.py",
+    "test_block_attn_*.py", "test_selection_lse.py", "test_union_attn.py",
+    "test_span_bwd_fused.py", "test_sums.py", "test_key_sums.py", "test_tile_blocks.py", "test_packs.py", "test_distributions.py",
+    "test_unseen_values.py", "test_probes.py",
+)  # fmt: skip
+MORE_LEAST = {"test_triton_sel_parity": 50, "test_triton_sel_backward": 8, "test_backward": 13,
+              "test_gradcheck": 16, "test_train_smoke": 9}  # fmt: skip
+
+
+def beside(*benches: Stage) -> tuple[str, ...]:
+    """SHARDED, with the kernels of these benches compiled meanwhile."""
+    at = SHARDED.index(SHARDS) + 1
+    more: list[str] = []
+    for bench in benches:
+        _, script, *options = bench.argv
+        at_csv = options.index("--csv")
+        del options[at_csv : at_csv + 2]
+        more += ["--beside", shlex.join((script, *options, "--compile_only"))]
+    return (*SHARDED[:at], *more, *SHARDED[at:])
+
+
 ORDER = (
-    "routing sanity health warmup prefill_parity prefill_bench decode_serving triton_fwd "
-    "triton_bwd sel_route train_smoke train_showcase "
+    "health routing sanity prefill_parity prefill_bench decode_serving more_parity "
+    "sel_route train_showcase "
     # Only profile full has these, apart from the threshold: FlashAttention-2, which is off unless
     # asked for; toy sizes; then ten minutes of examples and half an hour of cells.
     "fa2_probe fa2_varlen fa2_bench threshold sel_ranges "
     "decode_bench decode_summary fuzz sel_decode sel_dense sel_varlen sel_mixed"
 ).split()
 # Stages that a profile does not have; the report names those of `quick`.
-LEFT_OUT = {
-    "quick": ("warmup", "decode_serving", "triton_fwd", "triton_bwd", "sel_route", "train_smoke",
-              "threshold", "train_showcase"),
-    "full": ("warmup",),
-}  # fmt: skip
+LEFT_OUT = {"quick": ("decode_serving", "more_parity", "sel_route", "threshold", "train_showcase")}
 ONLY_FULL = set(ORDER[ORDER.index("fa2_probe") :]) - {"threshold"}
 
 
@@ -117,11 +139,23 @@ def _gpu(profile: str) -> list[Stage]:
         "decode_serving", "Decode at serving sizes: eager, as a graph, and the layer's whole step",
         ("{python}", "bench/bench_decode.py", "--preset", "serving" if full else "serving_short",
          "--quick", "--csv", "{out}/decode_serving.csv"),
-        proof="bench", timeout_s=600 if full else 240, estimate_s=150 if full else 55,
+        proof="bench", timeout_s=600 if full else 240, estimate_s=100 if full else 28,
         required=False,
         env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
         log="decode_serving.txt", outputs=("decode_serving.csv",), group="bench", shrinks=True,
     )  # fmt: skip
+    prefill = Stage(
+        "prefill_bench", "Prefill: NSA against dense attention",
+        ("{python}", "bench/bench_prefill.py", "--csv", "{out}/prefill.csv",
+         *{"quick": ("--S_list", "8192", "--seconds", "0.3"), "standard": ("--seconds", "0.4"),
+           "full": ("--S_list", "8192,32768,65536", "--ops", "full,cmp,sel,win,select,turn,pack"),
+           }[profile]),
+        proof="bench", timeout_s=300 * slow,
+        estimate_s={"quick": 25, "standard": 50, "full": 180}[profile],
+        env={"NSA_USE_TRITON_SEL": "1"}, log="prefill_bench.txt", outputs=("prefill.csv",),
+        group="bench", shrinks=True,
+    )  # fmt: skip
+    benches = (prefill,)
     fuzz = Stage(
         "fuzz", "Public functions on drawn shapes, packs, layouts, values and dtypes",
         ("{python}", "-m", "scripts.fuzz", "--seconds", "600", "--device", "cuda",
@@ -141,29 +175,21 @@ def _gpu(profile: str) -> list[Stage]:
             proof="parity", timeout_s=180, estimate_s=8, log="sanity.out", group="parity",
         ),
         Stage(
-            "triton_fwd", "Triton selection forward parity",
-            (*SHARDED, *tests("test_triton_sel_parity*.py"), "-k", "triton_sel_parity"),
-            proof="parity", least=50, timeout_s=420 * slow, estimate_s=29, env=PARITY,
-            log="triton_fwd.txt", group="parity",
+            "prefill_parity", "Parity of prefill and decode, mostly at the sizes of the benches",
+            (*beside(*benches), *tests("test_prefill_kernels.py", "test_decode_kernels.py",
+                                       "test_decode_cluster.py", "test_hopper.py", "test_turn.py"),
+             "-m", "kernel" if full else "core"),
+            proof="parity", least=250 if full else 90, timeout_s=(900 if full else 420) * slow,
+            estimate_s=200 if full else 50, env=PARITY, log="prefill_parity.txt", group="parity",
         ),
         Stage(
-            "triton_bwd", "Triton selection backward parity",
-            (*SHARDED, *tests("test_triton_sel_backward_gpu.py")),
-            proof="parity", least=8, timeout_s=420 * slow, estimate_s=25, env=PARITY,
-            log="triton_bwd.txt", group="parity",
-        ),
-        Stage(
-            "prefill_parity", "Prefill and decode kernels parity",
-            (*SHARDED, *tests("test_prefill*.py", "test_decode*.py", "test_kvcache.py",
-                              "test_block_attn_*.py", "test_selection_lse.py", "test_union_attn.py",
-                              "test_span_bwd_fused.py", "test_hopper.py",
-                              "test_sums.py", "test_key_sums.py", "test_tile_blocks.py",
-                              "test_turn.py", "test_packs.py", "test_distributions.py",
-                              "test_unseen_values.py", "test_probes.py"),
-             "-m", "kernel" if full else "kernel and core"),
-            proof="parity", least=500 if full else 140, timeout_s=(900 if full else 420) * slow,
-            estimate_s=300 if full else 90, env=PARITY,
-            log="prefill_parity.txt", group="parity",
+            "more_parity", "Parity of selection by ranges, packs, other sizes, gradients, training",
+            (*SHARDED, *tests(*MORE_TESTS), "-m", "kernel or core" if full else "core",
+             # train_showcase asks the same of the model that it trained.
+             *(() if full else ("-k", "not see_the_future"))),
+            proof="parity", least=400 if full else 148, of_files=MORE_LEAST,
+            timeout_s=(900 if full else 420) * slow, estimate_s=200 if full else 60,
+            env={**PARITY, "NSA_TEST_TRAIN": "1"}, log="more_parity.txt", group="parity",
         ),
         Stage(
             "fa2_probe", "Is a FlashAttention-2 usable here, and which",
@@ -185,13 +211,6 @@ def _gpu(profile: str) -> list[Stage]:
             outputs=("health.json",), group="box",  # the benches take their peaks from it
         ),
         Stage(
-            "warmup", "All kernels of a layer, compiled side by side (nsa.warmup)",
-            ("{python}", "-m", "nsa.plans", "--seqlens", "8192,32768", "--training", "--decode",
-             "8192"),
-            proof="output", timeout_s=120, estimate_s=19, required=False, log="warmup.txt",
-            group="bench",  # the benches find them in Triton's cache
-        ),
-        Stage(
             "decode_bench", "Decode step, by branch",
             ("{python}", "bench/bench_decode.py", "--B", "1", "--dim", "256", "--heads", "8",
              "--groups", "2", "--dk", "32", "--dv", "32", "--l", "16", "--d", "8", "--l_sel",
@@ -208,17 +227,7 @@ def _gpu(profile: str) -> list[Stage]:
             proof="output", timeout_s=60, estimate_s=1, needs=("decode_gpu_final.csv",),
             log="decode_summary.txt", outputs=("decode_summary.txt",), group="bench",
         ),
-        serving,
-        Stage(
-            "prefill_bench", "Prefill: NSA against dense attention",
-            ("{python}", "bench/bench_prefill.py", "--csv", "{out}/prefill.csv",
-             *{"quick": ("--S_list", "8192", "--seconds", "0.3"), "standard": ("--seconds", "0.4"),
-               "full": ("--S_list", "8192,32768,65536")}[profile]),
-            proof="bench", timeout_s=300 * slow,
-            estimate_s={"quick": 30, "standard": 107, "full": 150}[profile],
-            env={"NSA_USE_TRITON_SEL": "1"},
-            log="prefill_bench.txt", outputs=("prefill.csv",), group="bench", shrinks=True,
-        ),
+        serving, prefill,
         Stage(
             "fa2_bench", "FlashAttention-2 by branch",
             ("{python}", "bench/bench_fa2.py", "--csv", "{out}/fa2.csv",
@@ -226,15 +235,6 @@ def _gpu(profile: str) -> list[Stage]:
             proof="bench", timeout_s=240, estimate_s=65 if full else 35, required=False,
             after="fa2_varlen", env={"NSA_USE_FA2": "1"}, log="fa2_bench.txt",
             outputs=("fa2.csv",), group="bench", shrinks=True,
-        ),
-        Stage(
-            "train_smoke", "Gradient and training smokes",
-            (*SHARDED, *tests("test_backward*.py", "test_gradcheck*.py", "test_train_smoke.py"),
-             "-k", "backward_parity or gradcheck or train"
-             # train_showcase asks the same of the model that it trained.
-             + ("" if full else " and not see_the_future")),
-            proof="tests", timeout_s=300, estimate_s=26, env={**PARITY, "NSA_TEST_TRAIN": "1"},
-            least=40, log="train_smoke.txt", group="train",
         ),
         Stage(
             "sel_ranges", "A sample of the ranges that selection makes",
