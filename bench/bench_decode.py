@@ -56,6 +56,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
+from bench import spent
 from bench.clock import clock_for
 from bench.decode_graph import more_rows
 from bench.decode_step import BRANCHES, Step, dense_contenders
@@ -322,6 +323,7 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     if args.warmup < 0:
         parser.error(f"argument --warmup: must be 0 or more, got {args.warmup}")
     check_flags(parser)
+    spent.begin()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         config = NSAConfig(args.dim, args.heads, args.groups, args.dk, args.dv, l=args.l, d=args.d,

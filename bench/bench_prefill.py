@@ -24,7 +24,6 @@ import argparse
 import dataclasses
 import itertools
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -38,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench import spent
 from bench.clock import CudaClock
 from bench.device import Gpu, ceilings
 from bench.parity import measure_parity
@@ -336,9 +336,9 @@ def call_once(shape: Shape, op: str, direction: str) -> None:
 
 
 def compile_cells(cells: Sequence[tuple[Shape, str, str]]) -> None:
-    """Compile what the cases of these (shape, op, direction) launch, side by side, and say how long
-    that took. What one of them meets, such as too little memory, is its measurement's to tell."""
-    begin, found = time.perf_counter(), []
+    """Compile what the cases of these (shape, op, direction) launch, side by side. What one of them
+    meets, such as too little memory, is its measurement's to tell."""
+    found: list[Any] = []
     for cell in cells:
         for _ in range(2):
             try:
@@ -351,8 +351,6 @@ def compile_cells(cells: Sequence[tuple[Shape, str, str]]) -> None:
                 break
     _compile(found)
     torch.cuda.empty_cache()
-    spent = time.perf_counter() - begin
-    emit("metric", {"name": "seconds/compile", "value": round(spent, 2), "unit": "s"})
 
 
 def _compile(found: list[Any]) -> None:
@@ -405,7 +403,9 @@ def main(argv: list[str] | None = None) -> int:
         if (op, direction) != ("select", "bwd")
         and (op not in args.longest_alone or S == max(args.S_list))
     ]
-    compile_cells([(shape_of(S), op, direction) for op, S, direction in cells])
+    spent.begin()
+    with spent.on("compiling"):
+        compile_cells([(shape_of(S), op, direction) for op, S, direction in cells])
     if args.compile_only:
         return 0
     gpu, clock = Gpu(), CudaClock()

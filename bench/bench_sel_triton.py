@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
+from bench import spent
 from bench.clock import CudaClock, busy_clock
 from bench.device import Gpu, ceilings
 from bench.provenance import COLUMNS as PROVENANCE
@@ -471,6 +472,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         note("torch sees no CUDA device: nothing was timed", "warn")
         return 3
+    spent.begin()
     gpu, clock = Gpu(), busy_clock() if args.route else CudaClock()
     flags, about = get_flags(gpu.name), provenance(gpu)
     if args.sweep:

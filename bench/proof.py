@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import spent
 from bench.cases import Case, Contender
 from bench.clock import Clock, prepare
 from bench.parity import Parity, measure_parity, never_launched
@@ -298,15 +299,17 @@ class SpotChecks:
                 calls = [self.ours.call, *calls]
             self._parity = number % 2
         seed, last = self.draw.getrandbits(62), self.draw.getrandbits(62)
-        self.case.refill(seed)
-        (self.case.renew or self.case.refill)(last)
-        before = fingerprint(self.case.inputs())
-        poison(whose.out)  # all of it, not the part that is compared
+        with spent.on("proof"):
+            self.case.refill(seed)
+            (self.case.renew or self.case.refill)(last)
+            before = fingerprint(self.case.inputs())
+            poison(whose.out)  # all of it, not the part that is compared
         whose.out = None
         calls[-1] = whose.with_seed(last)
         times, elapsed = self._counted(clock, calls, cold, self._recorded)
         self._recorded = not self._recorded
-        parity = judge(self.case, whose.contender, whose.out, whose.per_call)
+        with spent.on("proof"):
+            parity = judge(self.case, whose.contender, whose.out, whose.per_call)
         self._due.pop(0)
         self._waited, self.judged = True, self.judged + 1
         what = "baseline " * (whose is self.base) + whose.contender.name

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from bench import stats
+from bench import spent, stats
 from bench.cases import Case, Contender, Unbuilt
 from bench.clock import Clock, rounds
 from bench.device import THROTTLED, Ceilings, Gpu, Watch
@@ -280,7 +280,8 @@ def measure(
     )  # fmt: skip
     try:
         if isinstance(case, Unbuilt):
-            case = case.build()
+            with spent.on("inputs"):
+                case = case.build()
         row = replace(
             row, candidate=case.candidate.name, columns=case.columns,
             path_requested=case.requested or case.candidate.path,
@@ -387,18 +388,21 @@ def _measured(
     nominal: Ceilings, cold: bool, budget: Budget,
 ) -> tuple[BenchRow, Samples]:  # fmt: skip
     ours, seed = case.candidate, secrets.randbits(32)
-    _, first_ms = prove(case, ours, case.seed, "first check")
     draw = random.Random(seed)
     both = [Turns(case, ours, draw)]
-    if case.baselines:
-        both.append(strongest(clock, _usable(case, draw), cold))
-    calls = [turns.call for turns in both]
-    warm_up(clock, calls, cold, budget)
-    for turns in both:
-        turns.settle()
+    with spent.on("proof"):
+        _, first_ms = prove(case, ours, case.seed, "first check")
+        usable = _usable(case, draw) if case.baselines else []
+    with spent.on("warm-up"):
+        if usable:
+            both.append(strongest(clock, usable, cold))
+        calls = [turns.call for turns in both]
+        warm_up(clock, calls, cold, budget)
+        for turns in both:
+            turns.settle()
     spots = SpotChecks(case, both[0], both[1] if len(both) > 1 else None, draw)
     spots.at_once = calls_at_once(clock, both)
-    with gpu.watch() if gpu else nullcontext(Watch(None)) as watch:
+    with gpu.watch() if gpu else nullcontext(Watch(None)) as watch, spent.on("timing"):
         samples = sample(clock, calls[0], calls[1] if len(both) > 1 else None, cold, budget, spots)
     median = statistics.median(samples.ours)
     proof = _proof(spots.parity)
@@ -418,11 +422,13 @@ def _measured(
         shaky = stats.instability(samples.base, clock.resolution_us)
         reasons += [f"baseline {w}" for w in shaky]
         numbers |= {"baseline": base.name, "order": "ABBA"}
-        numbers |= _baseline(case, base, samples.base, clock, cold, ceiling, bool(shaky))
+        with spent.on("proof"):
+            numbers |= _baseline(case, base, samples.base, clock, cold, ceiling, bool(shaky))
     throttled = sorted(THROTTLED & set(state["reasons"]))
     if throttled:
         reasons.append(f"throttled: {', '.join(throttled)}")
-    numbers |= _wall_numbers(clock, both, centres)
+    with spent.on("walls"):
+        numbers |= _wall_numbers(clock, both, centres)
     # Times with gaps hold the host's share: where most do, wall and device cannot differ any more.
     bound = 2 * samples.gap_batches > samples.batches
     if not hasattr(ours.call, "in_a_row"):  # whose wall time is of other calls than the median

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from bench import spent
 from bench.records import emit
 from nsa import failed, log, settled
 from nsa.flags import Flags, clear_flags_cache
@@ -259,11 +261,18 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     draw = lambda: int.from_bytes(os.read(tickets, 4) or b"\xff" * 4, "little")
     number = draw()
     emit("session", {"tests": 0 if number else len(session.items), "ended": False})
-    while number < len(parts):
-        part = parts[number]
-        for item, following in zip(part, [*part[1:], None], strict=True):
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        number = draw()
+    spent.begin()
+    if torch.cuda.is_available():
+        with spent.on("context"):
+            torch.cuda.synchronize()
+    gc.freeze()  # what is there by now: the compiler sets off one search for garbage after another
+    with spent.on("tests"):
+        while number < len(parts):
+            part = parts[number]
+            for item, following in zip(part, [*part[1:], None], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            number = draw()
+    spent.tell()
     return True
 
 

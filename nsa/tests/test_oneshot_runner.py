@@ -135,7 +135,8 @@ def test_a_stage_of_many_files_needs_tests_of_each():
     stage = next(s for s in stages.plan("standard") if s.id == "more_parity")
     files = {name: next((stages.ROOT / "nsa" / "tests").glob(f"{name}*.py")).name
              for name in stage.of_files}  # fmt: skip
-    row = lambda file, i: {"kind": "test", "nodeid": f"nsa/tests/{file}::t[{i}]", "outcome": "passed"}
+    passed = {"kind": "test", "outcome": "passed"}
+    row = lambda file, i: {**passed, "nodeid": f"nsa/tests/{file}::t[{i}]"}
     parity = {"kind": "parity", "status": "PASS", "case": "c", "why": []}
     whole = [row(files[n], i) for n, least in stage.of_files.items() for i in range(least)]
     whole += [row("test_sums.py", i) for i in range(stage.least - len(whole))]

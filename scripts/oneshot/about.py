@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,19 @@ def health(view: View) -> Section:
     return Section("Box health", table, fold=True)
 
 
-def stage_note(stage: Mapping[str, Any], rows: Mapping[str, list], text: int) -> str:
+def _spent(stage: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Where its seconds went, by bench/spent.py; of several processes the sum."""
+    spent: Counter[str] = Counter()
+    for row in metrics:
+        name, value = str(row.get("name")), row.get("value")
+        if row.get("stage") == stage["id"] and name.startswith("seconds/") and is_number(value):
+            spent[cell(name.partition("/")[2], 20)] += value
+    return ", ".join(f"{name} {span(seconds)}" for name, seconds in spent.most_common(9))
+
+
+def stage_note(stage: Mapping[str, Any], view: View) -> str:
     """What stands beside the result of a stage."""
+    rows, text = view.rows, view.shape.text
     parts = [] if stage["status"] == "PASS" else [cell(stage.get("reason"), text)]
     counts = stage.get("counts") or {}
     if any(counts.values()):
@@ -82,6 +94,7 @@ def stage_note(stage: Mapping[str, Any], rows: Mapping[str, list], text: int) ->
         parts.append(f"first call {us(1000 * stage['first_call_ms'])}")
     if is_number(stage.get("peak_vram_mib")):
         parts.append(f"peak {stage['peak_vram_mib']:.0f} MiB")
+    parts += [words] if (words := _spent(stage, view.data["metrics"])) else []
     for name, words in (
         ("flaky", "FLAKY: passed at the second attempt"),
         ("half_size", "HALF SIZE: out of GPU memory at first"),
@@ -100,7 +113,7 @@ def stages(view: View) -> Section:
             code(s["id"], 60),
             s["status"],
             span(s.get("wall_s")),
-            stage_note(s, view.rows, view.shape.text),
+            stage_note(s, view),
         )
         for s in view.data["stages"]
     ]
