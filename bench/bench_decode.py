@@ -57,8 +57,8 @@ import torch
 from torch import Tensor
 
 from bench import spent
-from bench.clock import clock_for
-from bench.decode_graph import more_rows
+from bench.clock import clock_for, prepare
+from bench.decode_graph import ModuleStep, more_rows
 from bench.decode_step import BRANCHES, Step, dense_contenders
 from bench.device import Gpu, ceilings, host_ceilings
 from bench.provenance import COLUMNS as PROVENANCE
@@ -260,6 +260,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
     add("--quick", action="store_true", help="shorter sampling and two lengths")
+    add("--compile_only", action="store_true", help="make each step once, and time nothing")
     add_csv_argument(parser)
     add_shrink_argument(parser)
     return parser
@@ -308,6 +309,15 @@ def bench_length(
     rows, why = more_rows(layer, step, total, own, tools) if args.more else ({}, {})
     more = more_columns(rows, why)
     return csv_row(step, row, parts, columns, more)
+
+
+def make_once(layer: NSAAttention, batch: int, S: int, backend: str | None) -> None:
+    """The steps that bench_length() times, once each, so that their kernels are in the caches."""
+    step = Step(layer, batch, S, backend=backend)
+    step.total()()
+    whole = ModuleStep(layer, step).eager()
+    prepare(whole)
+    whole()
 
 
 def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> int:
@@ -369,6 +379,10 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
         tools["ceiling"] = host_ceilings()
     torch.manual_seed(0)
     layer = NSAAttention(config).to(device=device, dtype=DTYPES[dtype]).eval()
+    if args.compile_only:
+        for batch, S in cells:
+            make_once(layer, batch, S, backend)
+        return 0
     lines: list[dict[str, Any]] = []
     for (batch, S), T in itertools.product(cells, args.T):
         own = {**columns, "B": batch, "T": T}

@@ -404,6 +404,8 @@ def main(argv: list[str] | None = None) -> int:
         and (op not in args.longest_alone or S == max(args.S_list))
     ]
     spent.begin()
+    if args.compile_only:  # beside others
+        torch.cuda.set_per_process_memory_fraction(0.25)
     with spent.on("compiling"):
         compile_cells([(shape_of(S), op, direction) for op, S, direction in cells])
     if args.compile_only:

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import spent
 from bench.records import emit, note
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
@@ -272,6 +273,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("artifacts/showcase"), metavar="DIR")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="default: DIR/train.csv")
     parser.add_argument("--save", type=Path, metavar="FILE", help="save the trained model here")
+    parser.add_argument("--compile_only", action="store_true",
+                        help="one step and the probes: their kernels are cached then")  # fmt: skip
     return parser
 
 
@@ -295,22 +298,32 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--seq must be {shortest} to {longest}, got {preset.seq}")
     if not preset.lr > 0:
         parser.error(f"--lr must be above 0, got {preset.lr}")
+    if args.compile_only:
+        made = train(
+            replace(preset, steps=1), train_text, val_text, device, args.seed,
+            flags=training_flags(device),
+        )  # fmt: skip
+        probe_model(made.model, preset, val_text, device)
+        return 0
+    spent.begin()
     args.out.mkdir(parents=True, exist_ok=True)
 
     def progress(done: int, text: str) -> None:
         print(text, flush=True)
         emit("progress", {"done": done, "total": preset.steps, "text": text})
 
-    run = train(
-        preset, train_text, val_text, device, args.seed, progress=progress,
-        flags=training_flags(device),
-    )  # fmt: skip
+    with spent.on("training"):
+        run = train(
+            preset, train_text, val_text, device, args.seed, progress=progress,
+            flags=training_flags(device),
+        )  # fmt: skip
     curve = args.csv or args.out / "train.csv"
     for path in write_curve(run.rows, run.grad_norms, curve, args.out / "train.jsonl"):
         emit("artifact", {"path": str(path)})
     if args.save:
         save_checkpoint(args.save, run.model)
-    probe, selftest, flow = probe_model(run.model, preset, val_text, device)
+    with spent.on("probes"):
+        probe, selftest, flow = probe_model(run.model, preset, val_text, device)
 
     params = sum(p.numel() for p in run.model.parameters())
     metrics: list[tuple[str, float | None, str]] = [
@@ -328,7 +341,9 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cuda":
         metrics.append(("peak_vram_mib", torch.cuda.max_memory_allocated() / 2**20, "MiB"))
     sample = val_text[None, : preset.seq].to(device)
-    for layer, row in enumerate(gate_statistics(run.model, sample)):
+    with autocast(device):
+        gates = gate_statistics(run.model, sample)
+    for layer, row in enumerate(gates):
         metrics += [(f"gate/layer{layer}/{name}", value, "1") for name, value in row.items()]
     metrics += [(f"routes/{name}", n, "1") for name, n in sorted(run.routes.items())]
     metrics += [(f"launches/{name}", n, "1") for name, n in sorted(run.launches.items())]

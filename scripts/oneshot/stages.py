@@ -50,8 +50,8 @@ def beside(*benches: Stage) -> tuple[str, ...]:
     more: list[str] = []
     for bench in benches:
         _, script, *options = bench.argv
-        at_csv = options.index("--csv")
-        del options[at_csv : at_csv + 2]
+        where = next(options.index(name) for name in ("--csv", "--out") if name in options)
+        del options[where : where + 2]
         more += ["--beside", shlex.join((script, *options, "--compile_only"))]
     return (*SHARDED[:at], *more, *SHARDED[at:])
 
@@ -155,7 +155,12 @@ def _gpu(profile: str) -> list[Stage]:
         env={"NSA_USE_TRITON_SEL": "1"}, log="prefill_bench.txt", outputs=("prefill.csv",),
         group="bench", shrinks=True,
     )  # fmt: skip
-    benches = (prefill,)
+    showcase = Stage(
+        "train_showcase", "Training showcase",
+        ("{python}", "scripts/train_showcase.py", "--out", "{out}"),
+        proof="tests", timeout_s=300 * slow, estimate_s=22, env=TRITON_ON,
+        log="train_showcase.txt", outputs=("train.jsonl",), group="train",
+    )  # fmt: skip
     fuzz = Stage(
         "fuzz", "Public functions on drawn shapes, packs, layouts, values and dtypes",
         ("{python}", "-m", "scripts.fuzz", "--seconds", "600", "--device", "cuda",
@@ -176,15 +181,16 @@ def _gpu(profile: str) -> list[Stage]:
         ),
         Stage(
             "prefill_parity", "Parity of prefill and decode, mostly at the sizes of the benches",
-            (*beside(*benches), *tests("test_prefill_kernels.py", "test_decode_kernels.py",
-                                       "test_decode_cluster.py", "test_hopper.py", "test_turn.py"),
+            (*beside(prefill, *([] if profile == "quick" else [serving])),
+             *tests("test_prefill_kernels.py", "test_decode_kernels.py", "test_decode_cluster.py",
+                    "test_hopper.py", "test_turn.py"),
              "-m", "kernel" if full else "core"),
             proof="parity", least=250 if full else 90, timeout_s=(900 if full else 420) * slow,
             estimate_s=200 if full else 50, env=PARITY, log="prefill_parity.txt", group="parity",
         ),
         Stage(
             "more_parity", "Parity of selection by ranges, packs, other sizes, gradients, training",
-            (*SHARDED, *tests(*MORE_TESTS), "-m", "kernel or core" if full else "core",
+            (*beside(showcase), *tests(*MORE_TESTS), "-m", "kernel or core" if full else "core",
              # train_showcase asks the same of the model that it trained.
              *(() if full else ("-k", "not see_the_future"))),
             proof="parity", least=400 if full else 148, of_files=MORE_LEAST,
@@ -242,13 +248,7 @@ def _gpu(profile: str) -> list[Stage]:
             proof="output", timeout_s=90, estimate_s=5, log="sel_ranges.txt",
             outputs=("sel_ranges.jsonl",), group="box",
         ),
-        Stage(
-            "train_showcase", "Training showcase",
-            ("{python}", "scripts/train_showcase.py", "--out", "{out}"),
-            proof="tests", timeout_s=300 * slow, estimate_s=32, env=TRITON_ON,
-            log="train_showcase.txt", outputs=("train.jsonl",), group="train",
-        ),
-        *selection, threshold, fuzz, decode,
+        showcase, *selection, threshold, fuzz, decode,
     ]  # fmt: skip
     left_out = (*LEFT_OUT.get(profile, ()), *(() if full else ONLY_FULL))
     return sorted((x for x in stages if x.id not in left_out), key=lambda x: ORDER.index(x.id))
