@@ -226,25 +226,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      "where others read as well")  # fmt: skip
 
 
-def _of_one_process(item: pytest.Item) -> str | None:
-    """The file of a test that shares with others what a fixture of the file makes."""
+def _of_one_process(item: pytest.Item) -> str:
+    """What tests are taken together by: one alone, or those of what a file makes once for them."""
     found = getattr(item, "_fixtureinfo", None)
-    made = found.name2fixturedefs.values() if found else ()
-    shared = any(defs[-1].scope in ("module", "class") for defs in made if defs)
-    return item.nodeid.split("::")[0] if shared else None
+    made = found.name2fixturedefs.items() if found else ()
+    shared = [name for name, defs in made if defs and defs[-1].scope in ("module", "class")]
+    return " ".join([item.nodeid.split("::")[0], *shared]) if shared else item.nodeid
 
 
 def _in_turn(items: list[pytest.Item]) -> list[list[pytest.Item]]:
-    """The tests as processes take them: some together. The first cases of all tests come before
-    the second ones: these then find kernels compiled that they share."""
+    """The tests as processes take them: some together, long ones first, so that nobody waits for
+    them at the end. Then the first cases of all tests come before the second ones: these find
+    kernels compiled that they share."""
     together: dict[str, list[pytest.Item]] = {}
-    turns: dict[str, int] = {}
+    turns: dict[str, tuple[bool, int]] = {}
     seen: Counter[str] = Counter()
     for item in items:
-        key = _of_one_process(item) or item.nodeid
+        key = _of_one_process(item)
         name = key.split("[")[0]
         if key not in together:
-            turns[key] = seen[name]
+            turns[key] = item.get_closest_marker("long") is None, seen[name]
             seen[name] += 1
         together.setdefault(key, []).append(item)
     return [together[key] for key in sorted(together, key=turns.__getitem__)]

@@ -79,7 +79,9 @@ def launched(caches):
 
 @pytest.mark.kernel
 @pytest.mark.core
-@pytest.mark.parametrize("step", STEPS, ids=str)
+@pytest.mark.parametrize(
+    "step", [pytest.param(s, marks=[pytest.mark.long] * (s.G == 34)) for s in STEPS], ids=str
+)
 def test_step(step, served):
     caches = Caches(step, "cuda")
     out, indices, counts = launched(caches)

@@ -873,6 +873,7 @@ def test_scores_far_above_the_neighbourhood(case, steep, device, by_keys, monkey
 
 
 @pytest.mark.kernel
+@pytest.mark.long
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.core), True])
 def test_the_whole_operator_by_keys(packed, device, by_keys, monkeypatch):
     """Gated sums with and without a backward, and gradients, as without sums by keys."""

@@ -59,10 +59,13 @@ def start(n, *command, first=(), **env):
 # ---- which tests ---------------------------------------------------------------------------------
 
 
-def test_the_first_cases_of_all_tests_come_first():
+def test_long_tests_and_then_the_first_cases_of_all_come_first():
     names = ["t.py::a[1]", "t.py::a[2]", "t.py::b[1]", "t.py::b[2]"]  # they share their kernels
-    parts = conftest._in_turn([SimpleNamespace(nodeid=name) for name in names])
-    assert [x.nodeid for (x,) in parts] == ["t.py::a[1]", "t.py::b[1]", "t.py::a[2]", "t.py::b[2]"]
+    item = lambda name: SimpleNamespace(
+        nodeid=name, get_closest_marker=lambda mark: mark if name.endswith("b[2]") else None
+    )
+    parts = conftest._in_turn([item(name) for name in names])
+    assert [x.nodeid for (x,) in parts] == ["t.py::b[2]", "t.py::a[1]", "t.py::b[1]", "t.py::a[2]"]
 
 
 @pytest.mark.parametrize(

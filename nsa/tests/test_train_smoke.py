@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -25,15 +26,20 @@ CPU = torch.device("cpu")
 TINY = replace(ts.PRESETS["cpu"], steps=12, seq=96, batch=2, val_windows=2)
 
 
-@pytest.fixture(scope="module")
-def text():
+@functools.cache
+def some_text():
     train, held_out = ts.load_corpus()
     return train[:20_000], held_out[:5_000]
 
 
+@pytest.fixture
+def text():
+    return some_text()
+
+
 @pytest.fixture(scope="module")
-def run(text):
-    return ts.train(TINY, *text, CPU, seed=3, log_every=4)
+def run():
+    return ts.train(TINY, *some_text(), CPU, seed=3, log_every=4)
 
 
 def test_train_smoke_loss_falls_and_held_out_loss_follows(run):
@@ -157,6 +163,7 @@ def gpu_run():
     return ts.train(SMALL, *ts.load_corpus(), torch.device("cuda"), seed=0, flags=TRITON)
 
 
+@pytest.mark.long
 def test_train_gpu_runs_the_triton_kernels_and_learns(gpu_run):
     losses = [row["loss"] for row in gpu_run.rows]
     assert all(math.isfinite(x) for x in losses + gpu_run.grad_norms)
@@ -189,6 +196,7 @@ def test_train_smoke_networks_cover_the_model():
     assert attention < set(networks) and len(networks) == 20
 
 
+@pytest.mark.long
 def test_train_gpu_loss_and_gradients_agree_with_the_reference_route(text, cuda):
     batch = training.windows(text[0], torch.tensor([0, 700]), 512).to(cuda)
     seen = {}
