@@ -20,6 +20,7 @@ from typing import Any
 from bench.records import emit
 
 _seconds: Counter[str] = Counter()
+_began: float | None = None  # when the stage did, in a process that was started ahead
 _inside = 0.0  # seconds of blocks that ended within the present one: each second counts once
 
 
@@ -36,8 +37,16 @@ def begin() -> None:
     atexit.register(tell)
 
 
+def began() -> None:
+    """The stage begins now, however long its process has waited for it."""
+    global _began
+    _began = time.perf_counter()
+
+
 def _age_s() -> float:
-    """Seconds since this process began; 0 where the system does not say."""
+    """Seconds since the stage, or its process, began; 0 where the system does not say."""
+    if _began is not None:
+        return time.perf_counter() - _began
     try:
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

@@ -82,7 +82,7 @@ def test_a_half_hour_of_cells_comes_last():
 @pytest.mark.parametrize("profile", MINUTES)
 def test_what_a_reader_decides_by_comes_first(profile):
     order = list(stages(profile))
-    first = ["env", "health", "routing", "sanity", "prefill_parity", "prefill_bench"]
+    first = ["env", "routing", "sanity", "health", "prefill_parity", "prefill_bench"]
     assert order[:6] == first and order[6:7] == ["decode_serving"] * (profile != "quick")
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -229,3 +230,68 @@ def test_cause(text, kind):
 
 def test_plain_strips_terminal_codes():
     assert plain("\x1b]8;;http://x\x07link\x1b]8;;\x07 \x1b[1;31mred\x1b[m\x08") == "link red\ufffd"
+
+
+# ---- started ahead -------------------------------------------------------------------------------
+
+
+def script(folder, text):
+    path = folder / "stage.py"
+    root = f"sys.path.insert(0, {os.fspath(ROOT)!r})\n"
+    path.write_text(f"import os, sys\n{root}from bench.records import emit\n{text}")
+    return Stage("s", "a stage", ("{python}", str(path), "{out}/given"), proof="tests",
+                 timeout_s=60, env={"NSA_DEBUG_TIMING": "1"}, ahead=True)  # fmt: skip
+
+
+PASSES = """
+loaded = "torch" in sys.modules and "nsa.kernels.prefill" in sys.modules
+print("said", __name__, __file__, sys.argv[1:], os.environ["NSA_DEBUG_TIMING"], loaded)
+emit("test", {"nodeid": "t::ok", "outcome": "passed"})
+raise SystemExit(0)
+"""
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_stage_that_was_started_ahead_is_like_any_other(context, ahead):
+    stage = script(context.out, PASSES)
+    if ahead:
+        supervise.start_ahead(context, [stage])
+        assert list(context.waiting) == ["s"] and not context.seen
+    result = run_stage(context, stage)
+    assert result.status is Status.PASS and result.argv == stage.argv and not context.waiting
+    log = (context.out / result.log).read_text()
+    path = context.out / "stage.py"
+    assert f"said __main__ {path} ['{context.out}/given'] 1 {ahead}" in log
+
+
+def test_its_error_and_exit_code_are_its_own(context):
+    stage = script(context.out, "raise RuntimeError('no such luck')")
+    supervise.start_ahead(context, [stage])
+    result = run_stage(context, stage)
+    assert result.status is Status.CRASH and "RuntimeError: no such luck" in result.reason
+    stage = script(context.out, "sys.exit(3)")
+    supervise.start_ahead(context, [stage])
+    assert run_stage(context, stage).rc == 3
+
+
+def test_one_that_died_or_is_another_by_now_starts_anew(context):
+    stage = script(context.out, PASSES)
+    supervise.start_ahead(context, [stage])
+    died = context.waiting["s"].process
+    died.kill()
+    died.wait()
+    assert run_stage(context, stage).status is Status.PASS
+    supervise.start_ahead(context, [stage])
+    before = context.waiting["s"].process
+    other = replace(stage, argv=(*stage.argv, "more"))
+    result = run_stage(context, other)
+    assert result.status is Status.PASS and before.poll() is not None
+    assert "'more']" in (context.out / result.log).read_text()
+
+
+def test_what_is_not_wanted_ends(context):
+    stage = script(context.out, PASSES)
+    supervise.start_ahead(context, [stage, replace(stage, id="other", ahead=False)])
+    process = context.waiting["s"].process
+    supervise.end_waiting(context)
+    assert process.poll() is not None and not context.waiting

@@ -72,6 +72,7 @@ class Stage:
     group: str = "other"  # parity | bench | train | box; the report groups its tables by it
     least: int = 0  # tests or, of a bench, cases, without which it is not whole
     of_files: Mapping[str, int] = field(default_factory=dict)  # the same of test files called so
+    ahead: bool = False  # its Python may start, and import PyTorch, before its turn: ahead.py
     shrinks: bool = False  # takes `--shrink K`, which divides its sizes by K
     gpus: tuple[int, ...] = ()  # its cards by number, in a run on several (cards.py)
 

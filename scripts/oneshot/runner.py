@@ -45,7 +45,14 @@ from scripts.oneshot.progress import Progress
 from scripts.oneshot.redact import RULES_VERSION, Redactor
 from scripts.oneshot.stages import ENV_STAGE, LEFT_OUT, choose, plan
 from scripts.oneshot.streams import say
-from scripts.oneshot.supervise import Context, Stop, not_run, run_stage
+from scripts.oneshot.supervise import (
+    Context,
+    Stop,
+    end_waiting,
+    not_run,
+    run_stage,
+    start_ahead,
+)
 from scripts.oneshot.tables import check_csvs
 from scripts.oneshot.verify import AHEAD, SAMPLES, check_rows, parse_date, raw_key
 from scripts.oneshot.watch import Watch
@@ -174,6 +181,13 @@ class Run:
             on_tick=self._on_tick,
             echo=self._echo if self.args.verbose else None,
         )
+        start_ahead(context, self.stages)
+        try:
+            self._one_by_one(context)
+        finally:
+            end_waiting(context)
+
+    def _one_by_one(self, context: Context) -> None:
         blocked = self._environment()
         for stage in self.stages:
             if stage.id == ENV_STAGE.id:

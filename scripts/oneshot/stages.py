@@ -8,6 +8,7 @@ stage took in the runs of bench/results/stage_seconds.csv; a budget skips stages
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from scripts.oneshot.model import SHARDS, Stage
@@ -57,7 +58,7 @@ def beside(*benches: Stage) -> tuple[str, ...]:
 
 
 ORDER = (
-    "health routing sanity prefill_parity prefill_bench decode_serving more_parity "
+    "routing sanity health prefill_parity prefill_bench decode_serving more_parity "
     "sel_route train_showcase "
     # Only profile full has these, apart from the threshold: FlashAttention-2, which is off unless
     # asked for; toy sizes; then ten minutes of examples and half an hour of cells.
@@ -251,7 +252,11 @@ def _gpu(profile: str) -> list[Stage]:
         showcase, *selection, threshold, fuzz, decode,
     ]  # fmt: skip
     left_out = (*LEFT_OUT.get(profile, ()), *(() if full else ONLY_FULL))
-    return sorted((x for x in stages if x.id not in left_out), key=lambda x: ORDER.index(x.id))
+    chosen = [
+        replace(stage, ahead=stage.id not in ("threshold", "decode_summary"))  # without PyTorch
+        for stage in stages if stage.id not in left_out
+    ]  # fmt: skip
+    return sorted(chosen, key=lambda stage: ORDER.index(stage.id))
 
 
 # One small case of each backward that the core of test_prefill_kernels.py has not: the selection

@@ -7,7 +7,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,8 @@ from scripts.oneshot.rows import RowError, parse_row, test_counts
 
 ROW_CAP_BYTES = 1024 * 1024
 ROWS_CAP = 20_000
+AHEAD = "scripts.oneshot.ahead"
+MOST_AHEAD = 12  # each holds some 300 MiB
 # Seconds between the steps of ending a child: SIGABRT (Python writes every thread's stack),
 # SIGTERM to the group, SIGKILL to everything.
 LADDER_S = (3.0, 5.0)
@@ -95,6 +97,26 @@ class Context:
     clock: Callable[[], float] = time.monotonic
     echo: Callable[[str], None] | None = None
     ladder_s: tuple[float, float] = LADDER_S
+    waiting: dict[str, Started] = field(default_factory=dict)  # by stage, see start_ahead()
+
+
+@dataclass(frozen=True)
+class Started:
+    """The process of a stage and where its rows come from. go: the pipe that one which was started
+    ahead waits at."""
+
+    process: subprocess.Popen
+    argv: list[str]
+    rows: int
+    go: int | None = None
+
+    def drop(self) -> None:
+        """End a process that is not wanted."""
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        os.close(self.rows)
+        os.close(self.go)
 
 
 def child_environment(environ: Mapping[str, str], stage: Stage, tag: str) -> dict[str, str]:
@@ -117,6 +139,65 @@ def child_environment(environ: Mapping[str, str], stage: Stage, tag: str) -> dic
 
 def expand(argv: tuple[str, ...], python: str, out: Path) -> list[str]:
     return [part.replace("{python}", python).replace("{out}", str(out)) for part in argv]
+
+
+def _tag(context: Context, stage: Stage, attempt: int) -> str:
+    return f"{context.run_id}:{stage.id}:{attempt}"
+
+
+def _start(context: Context, stage: Stage, tag: str, *, ahead: bool = False) -> Started:
+    """Start the stage's process; ahead: it imports and waits. Raises OSError."""
+    rows, rows_write = os.pipe()
+    wait, go = os.pipe() if ahead else (None, None)
+    env = child_environment(context.environ, stage, tag)
+    env["NSA_RESULT_FD"] = str(rows_write)
+    env["NSA_OUT_DIR"] = str(context.out)
+    argv = expand(stage.argv, context.python, context.out)
+    given = [argv[0], "-m", AHEAD, str(wait), *argv[1:]] if ahead else argv
+    passed = [fd for fd in (rows_write, wait) if fd is not None]
+    try:
+        process = subprocess.Popen(
+            given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, pass_fds=passed, env=env, cwd=context.root,
+            preexec_fn=die_with_parent,
+        )  # fmt: skip
+    except OSError:
+        for fd in (rows, go):
+            if fd is not None:
+                os.close(fd)
+        raise
+    finally:
+        for fd in passed:
+            os.close(fd)
+    return Started(process, argv, rows, go)
+
+
+def start_ahead(context: Context, stages: Iterable[Stage]) -> None:
+    """Let the processes of these stages import what they need, as many as there are cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    for stage in [one for one in stages if one.ahead][: min(MOST_AHEAD, cores - 1)]:
+        with suppress(OSError):
+            context.waiting[stage.id] = _start(context, stage, _tag(context, stage, 1), ahead=True)
+
+
+def end_waiting(context: Context) -> None:
+    """End what was started ahead and not wanted."""
+    while context.waiting:
+        context.waiting.popitem()[1].drop()
+
+
+def _waited(context: Context, stage: Stage) -> Started | None:
+    """The process of this stage that was started ahead, now that it may go on."""
+    found = context.waiting.pop(stage.id, None)
+    if found is None:
+        return None
+    if found.argv == expand(stage.argv, context.python, context.out):
+        with suppress(OSError):  # it ended before its time
+            os.write(found.go, b"x")
+            os.close(found.go)
+            return found
+    found.drop()
+    return None
 
 
 def oom_kills() -> int | None:
@@ -187,27 +268,16 @@ class _Child:
         self.channel = _Channel(context, stage)
         self.abandoned = False
         self.hurried = False
-        tag = f"{context.run_id}:{stage.id}:{attempt}"
-        rows_read, rows_write = os.pipe()
-        env = child_environment(context.environ, stage, tag)
-        env["NSA_RESULT_FD"] = str(rows_write)
-        env["NSA_OUT_DIR"] = str(context.out)
+        tag = _tag(context, stage, attempt)
         try:
-            self.process = subprocess.Popen(
-                expand(stage.argv, context.python, context.out),
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                start_new_session=True, pass_fds=(rows_write,), env=env, cwd=context.root,
-                preexec_fn=die_with_parent,
-            )  # fmt: skip
+            started = _waited(context, stage) or _start(context, stage, tag)
         except OSError:
-            os.close(rows_read)
             self.log.close()
             raise
-        finally:
-            os.close(rows_write)
+        self.process = started.process
         self.family = Family(self.process.pid, tag)
         self.started = context.clock()
-        self._rows_fd = rows_read
+        self._rows_fd = started.rows
         self._out_fd = self.process.stdout.fileno()
         self._selector = selectors.DefaultSelector()
         for fd in (self._rows_fd, self._out_fd):
