@@ -216,12 +216,14 @@ def test_what_runs_beside_counts_for_nothing(tmp_path):
 
 def test_what_runs_beside_is_not_waited_for_long(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "BESIDE_S", 0.1)
-    path = tmp_path / "sleeps.py"
+    path, tests = tmp_path / "sleeps.py", tmp_path / "test_cases.py"
     path.write_text("import time; time.sleep(600)")
+    tests.write_text("def test_good():\n    pass\n")
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     begin = time.monotonic()
     try:
-        assert shards.run(1, ["this"], [os.fspath(path)]) == 0
+        command = ["pytest", "-q", "-p", "nsa.tests.conftest", os.fspath(tests)]
+        assert shards.run(1, command, [os.fspath(path)]) == 0
     finally:
         signal.signal(signal.SIGTERM, before[0]), signal.signal(signal.SIGINT, before[1])
         signal.signal(signal.SIGABRT, signal.SIG_DFL)

@@ -20,10 +20,15 @@ IMPORTED = ("torch", "triton", "numpy", "bench.timing", "nsa.kernels.prefill", "
             "nsa.kernels.triton_sel_kernel", "nsa.module")  # fmt: skip
 
 
-def main(fd: int, target: list[str]) -> None:
-    for name in IMPORTED:
-        with suppress(Exception):  # what is missing is the stage's to tell
+def import_all(*more: str) -> None:
+    """Import what stages need, and these modules; what is missing is the stage's to tell."""
+    for name in (*IMPORTED, *more):
+        with suppress(Exception):
             importlib.import_module(name)
+
+
+def main(fd: int, target: list[str]) -> None:
+    import_all()
     if not os.read(fd, 1):
         return
     os.close(fd)

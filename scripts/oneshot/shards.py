@@ -3,9 +3,10 @@
     python -m scripts.oneshot.shards -n 4 pytest nsa/tests/test_prefill_kernels.py -m kernel
 
 Most of a parity stage is compiling kernels on the CPU, which processes do side by side on one GPU.
-Every process reports its tests and parity rows through NSA_RESULT_FD as pytest itself does; the
-outputs are printed one after the other. Exit code: the worst of the processes that broke, else 1 if
-any failed a test; 5 (no tests) only if none had any.
+They are forks of this one, which has imported PyTorch and Triton and never uses the GPU. Each
+reports its tests and parity rows through NSA_RESULT_FD as pytest itself does; the outputs are
+printed one after the other. Exit code: the worst of the processes that broke, else 1 if any failed
+a test; 5 (no tests) only if none had any.
 
 --beside COMMAND runs another program of this Python meanwhile, such as a bench that compiles what a
 later stage needs. What comes of it counts for nothing, and it is ended soon after the tests.
@@ -14,6 +15,7 @@ later stage needs. What comes of it counts for nothing, and it is ended soon aft
 from __future__ import annotations
 
 import argparse
+import multiprocessing.context
 import os
 import shlex
 import signal
@@ -25,6 +27,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
+from scripts.oneshot.ahead import import_all
 from scripts.oneshot.processes import die_with_parent, is_running
 
 MOST = 15
@@ -53,8 +56,36 @@ def combined(codes: list[int]) -> int:
     return next((code for code in (1, 0) if code in codes), 5)
 
 
+class _Share(multiprocessing.context.ForkProcess):
+    """A process of pytest, with the manners of subprocess.Popen."""
+
+    def __init__(self, arguments: list[str], output: IO[bytes]) -> None:
+        super().__init__(target=self._tests, args=(arguments, output.fileno()))
+        self.start()
+
+    @staticmethod
+    def _tests(arguments: list[str], output: int) -> None:
+        import pytest
+
+        die_with_parent()
+        for fd in (1, 2):
+            os.dup2(output, fd)
+        sys.exit(pytest.main(arguments))
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self) -> int:
+        self.join()
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.exitcode is None:
+            os.kill(self.pid, number)
+
+
 def run(n: int, command: list[str], beside: Sequence[str] = ()) -> int:
-    children: list[tuple[subprocess.Popen, IO[bytes]]] = []
+    children: list[tuple[subprocess.Popen | _Share, IO[bytes]]] = []
     shown: set[int] = set()
 
     def show(i: int) -> None:
@@ -80,25 +111,27 @@ def run(n: int, command: list[str], beside: Sequence[str] = ()) -> int:
                 show(i)
         os._exit(128 + number)
 
-    for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    fd = os.environ.get("NSA_RESULT_FD")
-    env = {"OMP_NUM_THREADS": "1", **os.environ}  # else each takes every core for tiny tensors
+    # Else each takes every core for tiny tensors.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import_all("pytest")
     # One file, whose position all processes share: what one has read, no other reads.
     tickets = tempfile.TemporaryFile()
     tickets.write(b"".join(i.to_bytes(4, "little") for i in range(TICKETS)))
     tickets.seek(0)
-    share = ["-m", *command, "--tickets", str(tickets.fileno())]
-    given = [tickets.fileno(), *([int(fd)] if fd else [])]
-    quiet = {k: v for k, v in env.items() if k != "NSA_RESULT_FD"}
-    commands = [(share, env, given)] * n + [(shlex.split(one), quiet, []) for one in beside]
-    for argv, variables, fds in commands:
+    for _ in range(n):
         output = tempfile.TemporaryFile()
-        child = subprocess.Popen(
-            [sys.executable, *argv], stdout=output, stderr=subprocess.STDOUT, env=variables,
-            pass_fds=fds, preexec_fn=die_with_parent,
+        share = _Share([*command[1:], "--tickets", str(tickets.fileno())], output)
+        children.append((share, output))
+    quiet = {k: v for k, v in os.environ.items() if k != "NSA_RESULT_FD"}
+    for one in beside:
+        output = tempfile.TemporaryFile()
+        other = subprocess.Popen(
+            [sys.executable, *shlex.split(one)], stdout=output, stderr=subprocess.STDOUT,
+            env=quiet, preexec_fn=die_with_parent,
         )  # fmt: skip
-        children.append((child, output))
+        children.append((other, output))
+    for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT):  # not for the forks
+        signal.signal(number, on_signal)
     codes = []
     for i, (child, _) in enumerate(children[:n]):
         codes.append(child.wait())
