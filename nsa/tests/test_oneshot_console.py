@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import os
 import pty
 import re
@@ -20,6 +21,8 @@ import pytest
 
 from nsa.tests.oneshot_faults import fake_gpu
 from scripts.oneshot.arguments import parser
+from scripts.oneshot.model import Stage
+from scripts.oneshot.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = ROOT / "nsa" / "tests" / "oneshot_faults.py"
@@ -100,3 +103,16 @@ def test_make_help_shows_everything():
     options = {o for action in parser()._actions for o in action.option_strings}
     assert set(re.findall(r"(?<!\w)--[a-z-]+", done.stdout)) <= options
     assert "#:" not in done.stdout
+
+
+def test_how_long_the_run_will_take_yet():
+    """By the estimates of the stages; one that takes longer than its own adds nothing."""
+    stages = [Stage(name, name, ("x",), "tests", 99.0, estimate_s=60.0) for name in "abc"]
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    progress = Progress(stages, stream)
+    progress.next(), progress.next(), progress.begin(stages[1])
+    progress.tick(20.0, 99.0, [])
+    assert "[2/3] b  0:20/1:39, about 1:40 left" in stream.getvalue()
+    progress.tick(80.0, 99.0, [])
+    assert stream.getvalue().endswith("about 1:00 left")

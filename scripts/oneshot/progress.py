@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -25,11 +25,13 @@ class Progress:
     """Lines to `stream`. A stream that went away (SIGHUP, closed pipe) never ends the run."""
 
     def __init__(
-        self, stages: int, stream: TextIO | None = None, price_per_hour: float | None = None
-    ) -> None:
+        self, stages: Sequence[Stage], stream: TextIO | None = None,
+        price_per_hour: float | None = None,
+    ) -> None:  # fmt: skip
         self.stream = stream or sys.stdout
         self.tty = self.stream.isatty() and os.environ.get("TERM", "") != "dumb"
-        self.stages, self.price = stages, price_per_hour
+        self.stages, self.price = len(stages), price_per_hour
+        self._estimates = [stage.estimate_s for stage in stages]
         self.telemetry: Mapping[str, Any] = {}
         self.started = time.monotonic()
         self._index, self._title, self._next = 0, "", 0.0
@@ -59,6 +61,9 @@ class Progress:
             return
         self._next = now + QUIET_EVERY_S
         text = f"[{self._index}/{self.stages}] {self._title}  {clock(elapsed_s)}/{clock(limit_s)}"
+        now_s, *later_s = self._estimates[self._index - 1 :]
+        left_s = max(0.0, now_s - elapsed_s) + sum(later_s)
+        text += f", about {clock(left_s)} left" if left_s >= 1 else ""
         counts = test_counts(rows)
         text += "".join(f"  {n} {name}" for name, n in counts.items() if n)
         if self.done_text:

@@ -96,7 +96,7 @@ class Run:
         self.saved = False  # bundle.json says what the record says
         self._partial, self._argv = partial, argv
         self._commit = given_commit(args)
-        self.progress = Progress(len(stages), price_per_hour=args.price)
+        self.progress = Progress(stages, price_per_hour=args.price)
         self.watch = Watch(several or [], smi, self.event, self.note, self.progress.line)
 
     # -------------------------------------------------------------- records

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from scripts.oneshot import cards, evidence
 from scripts.oneshot.about import environment, files, health, stages, this_run
 from scripts.oneshot.blocks import Fold, Section, Table, View, paragraphs
 from scripts.oneshot.failures import failures
-from scripts.oneshot.markdown import cell, code, num, pct, sparkline
+from scripts.oneshot.markdown import cell, code, num, pct, span, sparkline
 from scripts.oneshot.reading import read_text
 from scripts.oneshot.rows import is_number
 from scripts.oneshot.thresholds import fa2, threshold
@@ -108,7 +109,25 @@ def parity(view: View) -> Section:
             Table(heads, list(evidence.parity_ops(rows, shape))),
             Fold(f"All {len(rows)} parity rows", [every]),
         ]
+    if not shape.issue:
+        blocks += by_file(view)
     return Section("Parity", blocks)
+
+
+def by_file(view: View) -> list[Fold]:
+    """Result and time of the tests of each file; several processes have taken the files apart."""
+    files: dict[str, list[Any]] = {}
+    for test in view.rows["test"]:
+        file, found, _ = str(test["nodeid"]).partition(".py::")
+        if found:
+            files.setdefault(file.rpartition("/")[2], []).append(test)
+    rows = []
+    for file, tests in sorted(files.items()):
+        outcomes = Counter(str(test["outcome"]) for test in tests)
+        spent = sum(t["duration_s"] for t in tests if is_number(t.get("duration_s")))
+        rows.append([code(file, 80), evidence.counts_text(outcomes), span(spent)])
+    table = Table("tests|result|time, the processes' together", rows)
+    return [Fold(f"Tests of {len(rows)} files", [table])] if rows else []
 
 
 def losses(folder: Path) -> list[tuple[int, float, float | None]]:

@@ -32,7 +32,7 @@ from scripts.oneshot.processes import die_with_parent, is_running
 
 MOST = 15
 TICKETS = 1 << 16  # numbers of tests, of which each process draws the next
-BESIDE_S = 20.0  # for what runs beside, once the tests are done
+BESIDE_S = 5.0  # for what runs beside, once the tests are done: what it compiled is kept
 GRACE_S = 1.5  # for the stacks; the supervisor kills 3 s after its SIGABRT
 TESTS_PER_GIB = 0.25  # one process per 4 GiB of host memory
 

@@ -152,7 +152,7 @@ def _gpu(profile: str) -> list[Stage]:
            "full": ("--S_list", "8192,32768,65536", "--ops", "full,cmp,sel,win,select,turn,pack"),
            }[profile]),
         proof="bench", timeout_s=300 * slow,
-        estimate_s={"quick": 25, "standard": 50, "full": 180}[profile],
+        estimate_s={"quick": 20, "standard": 45, "full": 180}[profile],
         env={"NSA_USE_TRITON_SEL": "1"}, log="prefill_bench.txt", outputs=("prefill.csv",),
         group="bench", shrinks=True,
     )  # fmt: skip
@@ -187,7 +187,7 @@ def _gpu(profile: str) -> list[Stage]:
                     "test_hopper.py", "test_turn.py"),
              "-m", "kernel" if full else "core"),
             proof="parity", least=250 if full else 90, timeout_s=(900 if full else 420) * slow,
-            estimate_s=200 if full else 50, env=PARITY, log="prefill_parity.txt", group="parity",
+            estimate_s=200 if full else 45, env=PARITY, log="prefill_parity.txt", group="parity",
         ),
         Stage(
             "more_parity", "Parity of selection by ranges, packs, other sizes, gradients, training",
@@ -195,7 +195,7 @@ def _gpu(profile: str) -> list[Stage]:
              # train_showcase asks the same of the model that it trained.
              *(() if full else ("-k", "not see_the_future"))),
             proof="parity", least=400 if full else 148, of_files=MORE_LEAST,
-            timeout_s=(900 if full else 420) * slow, estimate_s=200 if full else 60,
+            timeout_s=(900 if full else 420) * slow, estimate_s=200 if full else 55,
             env={**PARITY, "NSA_TEST_TRAIN": "1"}, log="more_parity.txt", group="parity",
         ),
         Stage(
