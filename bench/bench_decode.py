@@ -295,7 +295,8 @@ def bench_length(
     columns: dict[str, Any], tools: dict[str, Any], backend: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Time one batch size, context length and number of new tokens; the CSV line."""
-    step = Step(layer, batch, S, backend=backend, T=T, alike=args.alike)
+    with spent.on("inputs"):
+        step = Step(layer, batch, S, backend=backend, T=T, alike=args.alike)
     read = step.counted
     own = {**columns, "S": S, "reads_actual": read.cmp + read.sel + read.win,
            "reads_expected": read.expected_step, "reads_cmp": read.cmp, "reads_sel": read.sel,
@@ -311,13 +312,14 @@ def bench_length(
     return csv_row(step, row, parts, columns, more)
 
 
-def make_once(layer: NSAAttention, batch: int, S: int, backend: str | None) -> None:
+def make_once(layer: NSAAttention, batch: int, S: int, T: int, backend: str | None) -> None:
     """The steps that bench_length() times, once each, so that their kernels are in the caches."""
-    step = Step(layer, batch, S, backend=backend)
+    step = Step(layer, batch, S, backend=backend, T=T)
     step.total()()
-    whole = ModuleStep(layer, step).eager()
-    prepare(whole)
-    whole()
+    if T == 1:
+        whole = ModuleStep(layer, step).eager()
+        prepare(whole)
+        whole()
 
 
 def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> int:
@@ -380,8 +382,8 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     torch.manual_seed(0)
     layer = NSAAttention(config).to(device=device, dtype=DTYPES[dtype]).eval()
     if args.compile_only:
-        for batch, S in cells:
-            make_once(layer, batch, S, backend)
+        for (batch, S), T in itertools.product(cells, args.T):
+            make_once(layer, batch, S, T, backend)
         return 0
     lines: list[dict[str, Any]] = []
     for (batch, S), T in itertools.product(cells, args.T):

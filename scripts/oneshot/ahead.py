@@ -42,9 +42,9 @@ def main(fd: int, target: list[str]) -> None:
         return
     sys.argv, sys.path[0] = target, os.path.dirname(target[0])
     with open(target[0], "rb") as file:
-        code = compile(file.read(), target[0], "exec")
+        code = compile(file.read(), target[0], "exec", dont_inherit=True)
     whole = sys.modules["__main__"].__dict__
-    whole.update(__file__=target[0], __spec__=None)
+    whole.update(__file__=target[0], __spec__=None, __package__=None)
     exec(code, whole)
 
 
