@@ -92,7 +92,7 @@ PRESETS = {
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # What PyTorch's routes count as their launches, by branch.
 COMPOSED = {"cmp": "sdpa_compressed", "sel": "sdpa_selection", "win": "sdpa_sliding"}
-CSV_COLUMNS = (
+COLUMNS = (
     "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "reads_actual", "reads_expected",
     "reads_actual_decode", "reads_expected_decode", "reads_cmp", "reads_sel", "reads_win",
     "reads_seen",
@@ -381,8 +381,8 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
             torch.cuda.empty_cache()
         lines.append(line)
         say(args, _line(line))
-        write_so_far(args.csv, lines, CSV_COLUMNS)
-    write_csv(args.csv, lines, CSV_COLUMNS)
+        write_so_far(args.csv, lines, COLUMNS)
+    write_csv(args.csv, lines, COLUMNS)
     statuses = [
         line.get(name) or "" for line in lines
         for name in ("status", "branch_status", "more_status")
