@@ -442,13 +442,10 @@ def _measured(
 
 def _numbers(samples: Samples) -> dict[str, Any]:
     """Columns of a row that its samples give."""
-    ours = samples.ours
     numbers: dict[str, Any] = {
-        "n": len(ours), "median_us": statistics.median(ours), "p20_us": stats.quantile(ours, 0.2),
-        "p80_us": stats.quantile(ours, 0.8), "p95_us": stats.quantile(ours, 0.95),
-        "min_us": min(ours), "ci95_us": stats.median_ci(ours), "outliers": stats.outliers(ours),
-        "stop": samples.stop, "batches": samples.batches, "gap_batches": samples.gap_batches,
-        "timed_us": samples.timed_us, "elapsed_us": samples.elapsed_us,
+        **stats.summary(samples.ours), "stop": samples.stop, "batches": samples.batches,
+        "gap_batches": samples.gap_batches, "timed_us": samples.timed_us,
+        "elapsed_us": samples.elapsed_us,
     }  # fmt: skip
     if not samples.base:
         return numbers
