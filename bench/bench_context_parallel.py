@@ -19,11 +19,12 @@ Exit code: 0 timed, 1 a result is wrong, 2 usage.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,38 +35,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.device import Gpu
+from bench.main import Line, bench_parser, names, parsed
 from bench.parity import Parity, measure_parity
-from bench.prefill_inputs import attend
+from bench.prefill_inputs import row_output
 from bench.proof import Marks
 from bench.provenance import COLUMNS as PROVENANCE
-from bench.provenance import provenance
 from bench.ranks import (
     Timed,
-    join_ranks,
+    add_timeout,
     leave_ranks,
     of_all,
     of_first,
+    on_ranks,
     rank_row,
     seed_of_all,
 )
-from bench.records import (
-    BenchRow,
-    add_csv_argument,
-    add_shrink_argument,
-    check_flags,
-    integers,
-    note,
-    positive,
-    say,
-    seconds,
-    shrunk,
-    write_csv,
-)
-from bench.roofline import check_sizes
+from bench.records import BenchRow, note, shrunk
 from bench.stats import instability, summary
-from nsa import Flags, launches, nsa_attention, parallel, reference, select
-from nsa.blocks import visible_compressed
+from nsa import Flags, launches, nsa_attention, parallel
 from nsa.compress import mean_pool
 
 COLUMNS = (
@@ -123,24 +110,14 @@ class Sequence1:
         s, leaf = self.args, lambda x: x.detach().to(dtype).requires_grad_(grads)
         q, gates = leaf(self.q[:, self.rows]), leaf(self.gates[:, self.rows])
         kv = {n: leaf(x) for n, x in self.whole.items()}
-        k_cmp, v_cmp = (mean_pool(kv[n], s.l, s.d) for n in ("k_cmp", "v_cmp"))
+        keys = {n: mean_pool(x, s.l, s.d) if n.endswith("cmp") else x for n, x in kv.items()}
         outs = []
         for i, row in enumerate(self.rows):
-            t, qt = int(self.at[row]), q[:, i : i + 1]
-            low, seen = max(0, t + 1 - s.w), visible_compressed(t, s.l, s.d)
-            spans = select.blocks_to_ranges(
-                self.blocks[:, row : row + 1], s.l_sel, torch.tensor([t], device=q.device)
+            take = lambda name, a, b, i=i: (
+                gates[:, i : i + 1] if name == "gates" else keys[name][:, a:b]
             )
-            parts = [
-                attend(qt, k_cmp[:, :seen], v_cmp[:, :seen]),
-                reference.selection_attention(
-                    qt, kv["k_sel"][:, : t + 1], kv["v_sel"][:, : t + 1],
-                    select.clean_ranges(spans, t + 1),
-                ),
-                attend(qt, kv["k_win"][:, low : t + 1], kv["v_win"][:, low : t + 1]),
-            ]  # fmt: skip
-            g = gates[:, i : i + 1]
-            outs.append(sum(g[..., j : j + 1] * part for j, part in enumerate(parts)))
+            chosen = self.blocks[:, row : row + 1]
+            outs.append(row_output("full", s, int(self.at[row]), q[:, i : i + 1], take, chosen))
         out = torch.cat(outs, 1)
         if not grads:
             return [out]
@@ -299,47 +276,24 @@ def one_rank(
     return of_first(answer, group)
 
 
-def line(row: BenchRow) -> str:
-    if row.median_us is None:
-        return f"{row.case}: {row.status}: {'; '.join(row.why)}"
-    efficiency = row.columns["efficiency"]
-    tell = "no single-rank time" if efficiency is None else f"efficiency {efficiency:.1%}"
-    return f"{row.case}: {row.median_us / 1e3:.3f} ms, {tell} ({row.path_taken}, {row.status})"
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    lengths = [65536, 262144] if cuda else [512]
-    parser.add_argument("--S_list", type=integers, default=lengths, help="tokens, a,b,c")
-    parser.add_argument("--directions", default="fwd,bwd", help="fwd, bwd or both")
-    for name, value in (("B", 1), ("HQ", 64 if cuda else 4), ("G", 4 if cuda else 2),
-                        ("D", 128 if cuda else 16), ("l", 32), ("d", 16), ("l_sel", 64),
-                        ("n_sel", 16), ("w", 512), ("iters", 10)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=positive, default=value)
+    sizes = {
+        "B": 1, "HQ": 64 if cuda else 4, "G": 4 if cuda else 2, "D": 128 if cuda else 16, "l": 32,
+        "d": 16, "l_sel": 64, "n_sel": 16, "w": 512, "iters": 10,
+    }  # fmt: skip
+    parser = bench_parser(__doc__, lengths=[65536, 262144] if cuda else [512], sizes=sizes)
+    parser.add_argument("--directions", type=names("fwd", "bwd"), default=["fwd", "bwd"],
+                        help="fwd, bwd or both")  # fmt: skip
     parser.add_argument("--alone", type=int, default=524288, metavar="S", help="time one GPU alone "
                         "up to this length")  # fmt: skip
-    parser.add_argument("--timeout", type=seconds, default=300.0, help="seconds until a collective "
-                        "that a rank does not join fails")  # fmt: skip
-    add_csv_argument(parser)
-    add_shrink_argument(parser)
-    args = parser.parse_args(argv)
-    check_flags(parser)
-    args.directions = args.directions.split(",")
-    if not set(args.directions) <= {"fwd", "bwd"}:
-        parser.error(f"--directions must be from fwd, bwd, got {','.join(args.directions)}")
-    check_sizes(parser, args)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    add_timeout(parser, 300.0)
+    args = parsed(parser, argv)
+    unit = 2 * int(os.environ.get("WORLD_SIZE", "1")) * args.d
     for S in args.S_list:
-        if S % (2 * world * args.d):
-            parser.error(f"--S_list must be multiples of 2 * W * d = {2 * world * args.d}, got {S}")
-    if args.shrink > 1:
-        first, unit = os.environ.get("RANK", "0") == "0", 2 * world * args.d
-        smaller = [max(S // args.shrink // unit, 1) * unit for S in args.S_list]
-        args.S_list = shrunk("--S_list", args.S_list, args.shrink, unit) if first else smaller
-        args.S_list = list(dict.fromkeys(args.S_list))
+        if S % unit:
+            parser.error(f"--S_list must be multiples of 2 * W * d = {unit}, got {S}")
+    args.S_list = shrunk("--S_list", args.S_list, args.shrink, unit)
     args.backend = "triton" if cuda else "reference"
     args.torch_dtype = torch.bfloat16 if cuda else torch.float32
     # As every direct kernel bench it is not gated by the SM 8.9 policy.
@@ -349,29 +303,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def lines(args: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Iterator[Line]:
+    """Every length and direction, the same on every rank."""
+    group = dist.group.WORLD
+    for S, direction in itertools.product(args.S_list, args.directions):
+        base = one_rank(args, S, direction, group, device)
+        row = case(args, S, direction, group, device, base, about)
+        efficiency = row.columns.get("efficiency")
+        yield row, row.csv(), row.line() + (f"  efficiency {efficiency:.1%}" if efficiency else "")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"),
                         ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531")):  # fmt: skip
         os.environ.setdefault(name, value)
-    device = join_ranks("cuda" if torch.cuda.is_available() else "cpu", args.timeout)
-    group = dist.group.WORLD
-    first = group.rank() == 0
-    about = provenance(Gpu(device) if device.type == "cuda" else None)
-    written, wrong = [], False
-    for S in args.S_list:
-        for direction in args.directions:
-            base = one_rank(args, S, direction, group, device)
-            row = case(args, S, direction, group, device, base, about)
-            wrong |= row.status == "FAILED"
-            if first:
-                row.emit()
-                written.append(row.csv())
-                say(args, line(row))
-    if first:
-        write_csv(args.csv, written, COLUMNS)
-    dist.destroy_process_group()
-    return 1 if wrong else 0
+    return on_ranks(args, COLUMNS, lines)
 
 
 if __name__ == "__main__":

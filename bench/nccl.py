@@ -16,11 +16,12 @@ Exit code: 0 timed, 1 a result is wrong, 2 usage error, 3 fewer than two ranks.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,21 +34,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.device import Gpu
+from bench.main import Line, bench_parser, parsed
 from bench.proof import Marks
 from bench.provenance import COLUMNS as PROVENANCE
-from bench.provenance import provenance
-from bench.ranks import Timed, join_ranks, leave_ranks, of_all, rank_row, seed_of_all
-from bench.records import (
-    BenchRow,
-    add_csv_argument,
-    add_shrink_argument,
-    integers,
-    note,
-    say,
-    shrunk,
-    write_csv,
-)
+from bench.ranks import Timed, add_timeout, leave_ranks, of_all, on_ranks, rank_row, seed_of_all
+from bench.records import BenchRow, integers, note, positive, shrunk
 from bench.stats import half_width
 
 COLUMNS = (
@@ -169,65 +160,35 @@ def case(op: str, mib: int, device: torch.device, iters: int, about: dict[str, A
     return replace(row, columns={**columns, "algbw_gbs": rate, "busbw_gbs": rate * share})
 
 
-def csv_row(row: BenchRow) -> dict[str, Any]:
-    low, high = row.ci95_us or (None, None)
-    return {
-        **row.record(), "us": row.median_us, "us_low": low, "us_high": high,
-        "parity": (row.parity or {}).get("status"), "path": row.path_taken,
-        "why": "; ".join(row.why),
-    }  # fmt: skip
+def lines(args: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Iterator[Line]:
+    """Every operation and size, the same on every rank."""
+    for op, mib in itertools.product(OPS, args.mib):
+        row = case(op, mib, device, args.iters, about)
+        low, high = row.ci95_us or (None, None)
+        flat = {**row.csv(), "us": row.median_us, "us_low": low, "us_high": high}
+        rate = row.columns.get("busbw_gbs")
+        yield row, flat, row.line() + (f"  bus {rate:.1f} GB/s" if rate else "")
 
 
-def line(row: BenchRow) -> str:
-    if row.median_us is None:
-        return f"{row.case}: {row.status}: {'; '.join(row.why)}"
-    return (f"{row.case}: {row.median_us:.0f} us, bus {row.columns['busbw_gbs']:.1f} GB/s "
-            f"({row.path_taken}, {row.status})")  # fmt: skip
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = bench_parser(__doc__)
     sizes = [1, 16, 256, 1024] if torch.cuda.is_available() else [1]
     parser.add_argument("--mib", type=integers, default=sizes, help="buffer sizes in MiB, a,b,c")
-    parser.add_argument("--iters", type=int, default=25, help="samples per case")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds until a collective "
-                        "that a rank does not join fails")  # fmt: skip
-    add_csv_argument(parser)
-    add_shrink_argument(parser)
-    args = parser.parse_args(argv)
-    if args.iters < 3 or min(args.mib) < 1:
-        parser.error(f"--iters wants 3 or more and --mib 1 or more, got {args.iters}, {args.mib}")
+    parser.add_argument("--iters", type=positive, default=25, help="samples per case")
+    add_timeout(parser, 60.0)
+    args = parsed(parser, argv)
+    if args.iters < 3:
+        parser.error(f"--iters must be 3 or more, got {args.iters}")
+    args.mib = shrunk("--mib", args.mib, args.shrink)
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if world < 2:
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         note("fewer than two ranks: there is nobody to speak to (use torchrun)")
         return 3
-    device = join_ranks("cuda" if torch.cuda.is_available() else "cpu", args.timeout)
-    sizes = (
-        shrunk("--mib", args.mib, args.shrink)
-        if rank == 0
-        else [max(m // args.shrink, 1) for m in args.mib]
-    )
-    sizes = list(dict.fromkeys(sizes))
-    about = provenance(Gpu(device) if device.type == "cuda" else None)
-    rows = []
-    for op in OPS:
-        for mib in sizes:
-            row = case(op, mib, device, args.iters, about)
-            if rank == 0:
-                rows.append(row.emit())
-                say(args, line(row))
-    dist.barrier()
-    if rank == 0:
-        write_csv(args.csv, [csv_row(r) for r in rows], COLUMNS)
-    dist.destroy_process_group()
-    return 1 if any(r.status == "FAILED" for r in rows) else 0
+    return on_ranks(args, COLUMNS, lines)
 
 
 if __name__ == "__main__":

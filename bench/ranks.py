@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -16,8 +17,11 @@ import torch.distributed as dist
 
 from bench import stats
 from bench.clock import host_us
+from bench.device import Gpu
+from bench.main import Line, write_rows
 from bench.proof import Marks, NotProven
-from bench.records import BenchRow, why_no_time
+from bench.provenance import provenance
+from bench.records import BenchRow, seconds, why_no_time
 
 
 def join_ranks(device_type: str, timeout_s: float) -> torch.device:
@@ -137,3 +141,35 @@ def rank_row(
         **more,
         **head,
     )
+
+
+def add_timeout(parser: argparse.ArgumentParser, default_s: float) -> None:
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=default_s,
+        help=f"seconds until a collective that a rank does not join fails (default {default_s:g})",
+    )
+
+
+def on_ranks(
+    args: argparse.Namespace,
+    columns: Sequence[str],
+    lines: Callable[[argparse.Namespace, torch.device, dict[str, Any]], Iterable[Line]],
+) -> int:
+    """Join the ranks and make lines(args, device, about) on each; the first one emits, says and
+    writes them. The exit code."""
+    device = join_ranks("cuda" if torch.cuda.is_available() else "cpu", args.timeout)
+    about = provenance(Gpu(device) if device.type == "cuda" else None)
+    first = dist.get_rank() == 0
+
+    def sent() -> Iterator[Line]:
+        for row, flat, text in lines(args, device, about):
+            if first:
+                row.emit()
+            yield row, flat, text
+
+    code = write_rows(args, columns, sent(), quiet=not first)
+    dist.barrier()
+    dist.destroy_process_group()
+    return code
