@@ -189,3 +189,28 @@ def test_a_bench_goes_on_where_a_case_does_not_fit(bench, argv, cells, tmp_path,
     assert len(seen) == len(rows) == cells
     assert all(r["status"] == "SKIPPED" and "out of memory" in r["why"] for r in rows)
     assert len({tuple(r.items()) for r in rows}) == cells  # each says which it is
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        ([("VALID", {}), ("FAILED", {})], 1),
+        ([("VALID", {"more_status": "graph=FAILED module=VALID"})], 1),
+        ([("VALID", {"branch_status": "cmp=VALID win=FAILED"})], 1),
+        ([("VALID", {}), ("INVALID", {}), ("SKIPPED", {})], 0),  # the report judges its rows
+        ([("SKIPPED", {}), ("SKIPPED", {})], 3),
+    ],
+)
+def test_the_exit_code_tells_what_became_of_the_rows(lines, code, tmp_path):
+    """With every row in the CSV, whatever became of it."""
+    proof = dict(parity={"status": "PASS"}, path_taken="triton", median_us=2.0)
+    rows = [
+        BenchRow("b", str(i), status, why=("x",), **(proof if status == "VALID" else {}))
+        for i, (status, _) in enumerate(lines)
+    ]
+    args = SimpleNamespace(csv=str(tmp_path / "rows.csv"))
+    told = [(row, {**row.csv(), **more}, "") for row, (_, more) in zip(rows, lines, strict=True)]
+    assert main.write_rows(args, ("case", "status"), told) == code
+    assert [r["status"] for r in read_csv(args.csv)] == [status for status, _ in lines]
+    assert main.write_rows(args, (), told, quiet=True) == code  # the same on every rank
+    assert len(read_csv(args.csv)) == len(lines)
