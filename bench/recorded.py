@@ -16,7 +16,7 @@ from typing import Any
 from bench.records import as_cell
 
 RESULTS = Path(__file__).resolve().parent / "results"
-_SIZES = ("S", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w", "dtype")
+SIZES = ("S", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w", "dtype")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Kind:
 
 _DECODE = ("B", "S", "dim", "heads", "groups", "dk", "dv", "l", "d", "l_sel", "n_sel", "w", "dtype")
 KINDS = {
-    "prefill": Kind("prefill-*.csv", ("op", "direction", "B", *_SIZES), ms="dense_ms"),
-    "peers": Kind("peers-*.csv", ("against", "direction", *_SIZES)),
+    "prefill": Kind("prefill-*.csv", ("op", "direction", "B", *SIZES), ms="dense_ms"),
+    "peers": Kind("peers-*.csv", ("against", "peer_commit", "direction", *SIZES)),
     "decode": Kind("decode_serving-*.csv", _DECODE),
     "decode_graph": Kind("decode_serving-*.csv", _DECODE, "graph_baseline", "graph_base_ms"),
     "sel": Kind(
@@ -41,12 +41,10 @@ KINDS = {
         ("mode", "N", "H", "D", "Dv", "L", "dist", "streams", "n_sel", "dtype"),
         ms="ref_ms",
     ),
-    "fa2": Kind(
-        "fa2-*.csv",
-        ("branch", "S", "B", "HQ", "G", "D", "w", "l", "d", "form", "dtype"),
-        ms="ref_ms",
-    ),
 }
+# Of this library: another commit may do them in another way under the same name. So may what
+# bench_fa2.py compares with.
+OWN = ("packing", "nsa its parts")
 
 
 @dataclass(frozen=True)
@@ -98,10 +96,9 @@ def _baselines(folder: Path, bench: str, device: str) -> dict[tuple[str, ...], R
 
 
 def baseline(bench: str, columns: Mapping[str, Any], name: str, timer: str) -> Record | None:
-    """What the baseline `name` took in the same case on the same kind of card, by the same kind of
-    clock; None where nobody recorded it."""
-    busy = columns.get("mode") == "route"  # of these the kernels are timed, of all others events
-    if bench not in KINDS or timer != ("kernels" if busy else "cuda_event"):
+    """What the baseline `name` took in the same case on the same kind of card, by events; None
+    where nobody recorded it."""
+    if bench not in KINDS or name in OWN or timer != "cuda_event":
         return None
     known = _baselines(RESULTS, bench, str(columns.get("device")))
     return known.get((*key_of(bench, columns), name))

@@ -44,7 +44,7 @@ def key_of(row: Mapping[str, Any]) -> tuple[str, ...] | None:
 def pairs(device: str, like: Mapping[str, Any]) -> list[Pair]:
     """NSA beside other implementations on this kind of card, at the sizes of the prefill row
     `like`, by direction and tokens."""
-    sizes = [name for name in KINDS["peers"].case if name not in ("against", "direction", "S")]
+    sizes = [name for name in recorded.SIZES if name != "S"]
     out: dict[tuple[str, ...], Pair] = {}
     for _, row in rows(KINDS["peers"].files, device):
         speedup, tokens = number(row.get("speedup")), row.get("S", "")
