@@ -13,6 +13,7 @@ import torch
 from bench import bench_fa2, bench_prefill, bench_sel_triton, health
 from bench.clock import HostClock
 from bench.device import Ceilings, Gpu, ceilings, reason_names
+from bench.parity import never_launched
 from bench.prefill_inputs import Pack, Prefill, Projections
 from bench.proof import NotRight, Turns, prove
 from bench.roofline import BACKWARD, Shape, bytes_needed, flops, pairs
@@ -325,7 +326,7 @@ def test_fa2_is_held_against_the_triton_kernel_too(branch, kernel_device):
         with launches.recording() as seen:
             out = contender.call()
         torch.testing.assert_close(out.double(), x.exact(), rtol=0, atol=2e-3)
-        assert set(contender.kernels) <= set(seen)
+        assert not never_launched(contender.kernels, seen)
 
     def no_kernel():
         raise NotImplementedError("no tiles fit")
