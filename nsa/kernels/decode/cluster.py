@@ -131,9 +131,11 @@ def plan(
     filled = programs * tokens * SMS / sms
     all_units = cdiv(cdiv(max_len, l_sel), 4)
     for together in range(tokens, 1, -1):
-        if tokens % together or filled / together < TOGETHER_PROGRAMS:
+        blocks = filled / together
+        if tokens % together or blocks < TOGETHER_PROGRAMS:
             continue
-        for warps, occupancy in (4, 2), (8, 1):
+        # With a multiprocessor for each block more warps, else two blocks whose phases overlap.
+        for warps, occupancy in sorted(((4, 2), (8, 1)), reverse=blocks <= SMS):
             warps = warps // together * together
             found = ClusterPlan(1, together, warps, 2, occupancy, pow2(all_units), False)
             if warps and found.shared(dim, dv, n_sel, free) <= SHARED_MOST[occupancy]:
