@@ -41,6 +41,10 @@ STEPS = [
     Step((2500, 99), G=3, **{**WIDE, "h": 1, "n_sel": 32}),
     Step((4000, 2049), G=2, ring=True, **{**WIDE, "l": 16}),
     Step((3999, 130), G=2, **{**WIDE, "d": 8, "l": 16, "l_sel": 32, "w": 48}),
+    # Compressed keys in pages, too, of one token and several.
+    Step((3999, 64, 65, 1025), G=4, page=64, cmp_paged=True, **WIDE),
+    Step((9000,), T=2, G=4, page=16, cmp_paged=True, ring=True, **{**WIDE, "capacity": 10000}),
+    Step((3000, 1090) * 15, T=4, G=4, page=64, cmp_paged=True, **{**WIDE, "D": 192, "l": 16}),
     # Keys wider than values, in rings and pages, of which parts are seen.
     Step((9000, 1026), G=4, ring=True, **{**WIDE, "D": 192, "capacity": 10000}),
     Step((4096, 3, 700, 1025) * 6, G=4, page=64, **{**WIDE, "D": 192}),
@@ -334,7 +338,7 @@ def macros(programs, max_len, **changed):
 
     known = dict(
         D=128, DV=128, BF16=1, GATE="u16", TOKENS=1, HEADS=16, L=32, STRIDE=16, L_SEL=64, N_SEL=16,
-        N_INIT=1, N_LOCAL=2, WINDOW=512, OVERLAP=1, PAGE=0, RING=1,
+        N_INIT=1, N_LOCAL=2, WINDOW=512, OVERLAP=1, PAGE=0, RING=1, CMP_PAGE=0,
     )  # fmt: skip
     known.update(changed)
     free = known["N_SEL"] - known["N_INIT"] - known["N_LOCAL"]
@@ -350,7 +354,8 @@ def macros(programs, max_len, **changed):
     (132, 8192, dict(N_SEL=32)), (256, 32768, {}), (256, 8192, dict(PAGE=16, RING=0, HEADS=1)),
     (256, 8192, dict(D=64, DV=64, L=16, OVERLAP=0)), (4, 8192, dict(D=192)),
     (64, 65536, dict(D=192, RING=0)), (256, 32768, dict(D=192, PAGE=64)),
-    (16, 8192, dict(DV=64, BF16=0)), (16, 8192, dict(TOKENS=4, PAGE=64)),
+    (16, 8192, dict(DV=64, BF16=0)), (256, 8192, dict(D=192, PAGE=64, RING=0, CMP_PAGE=4)),
+    (16, 8192, dict(TOKENS=4, PAGE=64)),
     (256, 8192, dict(TOKENS=4)), (256, 4096, dict(TOKENS=8, PAGE=64, RING=0)),
     (256, 8192, dict(TOKENS=4, D=192, HEADS=8)), (64, 8192, dict(TOKENS=2, D=192, N_SEL=32)),
     (256, 8192, dict(TOKENS=5, D=64, DV=64, BF16=0, GATE="float")),

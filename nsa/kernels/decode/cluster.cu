@@ -50,6 +50,7 @@ typedef unsigned long long u64;
 #define POOL_SCALE 32.0f
 #endif
 #define PAGE_ROWS (PAGE > 0 ? PAGE : 1)
+#define CMP_ROWS (CMP_PAGE > 0 ? CMP_PAGE : 1)
 #define ALL 0xffffffffu
 
 enum { STEP = 0, CMP = 1, SEL = 2, WIN = 3 };  // what a launch does
@@ -713,13 +714,13 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     for (; issued - done / TOGETHER < STAGES && nth(issued) < limit; ++issued) {
       const u16 *K, *V;
       int i = nth(issued), key, begin = 0, end = all_length, rows, wrap = UNIT;
-      int whose = (1 << TOGETHER) - 1;
+      int kind = FORCED, whose = (1 << TOGETHER) - 1;
       i64 slot;
       if (i < cmp_units) {
         K = args.kc, V = args.vc, rows = args.cmp_rows;
         slot = key = (first_unit + i) * UNIT;
         end = n_cmp;
-        whose |= CMP << 8;
+        kind = CMP;
       } else {
         i -= cmp_units;
         const bool window = i < win_units;
@@ -727,7 +728,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
           K = args.kw, V = args.vw, rows = args.win_rows;
           key = (win_begin / UNIT + rank + i * CLUSTER) * UNIT;
           begin = win_begin - key;
-          whose |= WIN << 8;
+          kind = WIN;
         } else {
           K = args.ks, V = args.vs, rows = args.sel_rows;
           i -= win_units;
@@ -739,7 +740,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
             i = rank + (i - forced_units) * CLUSTER;
 #if TOGETHER > 1
             block = shared.united[i / UNITS_PER_BLOCK].x;
-            whose = shared.united[i / UNITS_PER_BLOCK].y | SEL << 8;
+            kind = SEL, whose = shared.united[i / UNITS_PER_BLOCK].y;
 #else
             block = shared.chosen[0][i / UNITS_PER_BLOCK];
 #endif
@@ -761,7 +762,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       begin = max(begin, 0), end = min(max(end - key, 0), UNIT);
       const int stage = issued % STAGES;
 #if TOGETHER > 1
-      if (lane == 0) shared.slots[warp][stage] = make_int2(key, whose);
+      if (lane == 0) shared.slots[warp][stage] = make_int2(key, kind << 8 | whose);
 #else
       seen = seen & ~(0xffffull << stage * 16) | (u64)(begin | end << 8) << stage * 16;
 #endif
@@ -770,7 +771,26 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       const i64 from = ((i64)batch * rows + slot + lane / CHUNKS) * G + group;
       const u32 to = ring + stage * STAGE + lane / CHUNKS * ROW;
       const u16 *k = K + (from * D + chunk * 8), *v = V + (from * DV + chunk * 8);
-      if (begin == 0 && end == UNIT && (!RING || wrap >= UNIT)) {
+      // CMP_PAGE: in pages a compressed key lies in that of the last token that it is made of, where
+      // few rows are neighbours.
+      const bool apart = CMP_PAGE > 0 && kind == CMP;
+      auto place = [&](int r) -> i64 {  // of row r in its cache
+        if (!apart) return (i64)batch * rows + slot + (RING && r >= wrap ? r - rows : r);
+        const int row = key + r + L / STRIDE - 1;
+        const i64 page = args.table[(i64)batch * args.table_len + row / CMP_ROWS];
+        return page * CMP_ROWS + row % CMP_ROWS;
+      };
+      if (apart) {
+#pragma unroll
+        for (int j = 0; j < UNIT / step; ++j) {
+          const int r = lane / CHUNKS + j * step;
+          const bool live = r < end;
+          const i64 at = live ? place(r) * G + group : 0;
+          const u32 where = to + j * step * ROW + ((chunk ^ (r & 7)) << 4);
+          copy16(where, K + (at * D + chunk * 8), live);
+          copy16(where + UNIT * ROW, V + (at * DV + chunk * 8), live);
+        }
+      } else if (begin == 0 && end == UNIT && (!RING || wrap >= UNIT)) {
 #pragma unroll
         for (int j = 0; j < UNIT / step; ++j, k += step * k_width, v += step * v_width) {
           const u32 where = to + j * step * ROW + ((chunk ^ (lane / CHUNKS + j * step & 7)) << 4);
@@ -791,14 +811,12 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       }
       if (MORE > 0) {
         const int chunk = lane % 8;
-        const i64 first = ((i64)batch * rows + slot) * G + group;
-        const u16 *k = K + (first * D + DV + chunk * 8);
 #pragma unroll
         for (int r = lane / 8; r < UNIT; r += 4) {
           const bool live = r >= begin && r < end;
-          const i64 at = RING && r >= wrap ? r - rows : r;
+          const i64 at = live ? place(r) * G + group : 0;
           const u32 where = ring + stage * STAGE + 2 * UNIT * ROW + r * MORE * 2;
-          copy16(where + ((chunk ^ (r & 7)) << 4), live ? k + at * k_width : K, live);
+          copy16(where + ((chunk ^ (r & 7)) << 4), K + (at * D + DV + chunk * 8), live);
         }
       }
       commit();

@@ -265,8 +265,6 @@ def _kernel(
     cmp_paged: bool = False,
 ) -> ClusterKernel | str:  # fmt: skip
     """The kernel, or why it does not serve."""
-    if cmp_paged:
-        return "compressed keys that are not paged"
     if gate_dtype not in (torch.float32, dtype):
         return f"gates are fp32 or as the keys, got {gate_dtype}"
     reason = why_not(
@@ -285,7 +283,7 @@ def _kernel(
         BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], TOKENS=tokens,
         HEADS=hq // groups, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local,
         WINDOW=window, OVERLAP=int(l > d), PAGE=page, RING=int(ring),
-        **found.macros(dim, dv, n_sel, free),
+        CMP_PAGE=page // d if cmp_paged else 0, **found.macros(dim, dv, n_sel, free),
     )  # fmt: skip
     function = _function(device, tuple(macros.items()))
     if function is None:
