@@ -112,7 +112,7 @@ def test_only_the_branches_asked_for_are_timed(run, mode, timed):
     assert {b for b in BRANCHES if row[f"ms_{b}"]} == set(timed)
 
 
-def test_several_new_tokens_are_judged_each_by_its_context(run):
+def test_several_new_tokens_are_judged_each_by_its_context(run, tmp_path):
     code, sent, rows = run("--S_list", "41,4", "--T", "3,4")
     assert code == 0
     names = [f"decode/S={S}/T={T}{b}" for S in (41, 4) for T in (3, 4) for b in ("", *PARTS)]
@@ -123,6 +123,7 @@ def test_several_new_tokens_are_judged_each_by_its_context(run):
         want = sum(blocks.reads(s, **SIZES) for s in range(S - T + 1, S + 1))
         assert row["reads_actual_decode"] == row["reads_expected_decode"] == str(want)
         assert not row["baseline"] and float(row["blocks_together"]) >= 1
+    assert "| 41 T=3 |" in summarize_decode_csv.summarize(tmp_path / "decode.csv")
 
 
 def test_queries_that_are_alike_choose_alike():
