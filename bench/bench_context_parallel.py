@@ -19,14 +19,13 @@ Exit code: 0 timed, 1 a result is wrong, 2 usage.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import secrets
-import statistics
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,29 +35,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.device import Gpu
+from bench.main import Line, bench_parser, names, parsed
 from bench.parity import Parity, measure_parity
-from bench.prefill_inputs import attend
+from bench.prefill_inputs import row_output
+from bench.proof import Marks
 from bench.provenance import COLUMNS as PROVENANCE
-from bench.provenance import provenance
-from bench.ranks import join_ranks, leave_ranks
-from bench.records import (
-    BenchRow,
-    add_csv_argument,
-    add_shrink_argument,
-    check_flags,
-    integers,
-    note,
-    positive,
-    say,
-    seconds,
-    shrunk,
-    write_csv,
+from bench.ranks import (
+    Timed,
+    add_timeout,
+    leave_ranks,
+    of_all,
+    of_first,
+    on_ranks,
+    rank_row,
+    seed_of_all,
 )
-from bench.roofline import check_sizes
-from bench.stats import instability, median_ci, quantile, too_few
-from nsa import Flags, launches, nsa_attention, parallel, reference, select
-from nsa.blocks import visible_compressed
+from bench.records import BenchRow, note, shrunk
+from bench.stats import instability, summary
+from nsa import Flags, launches, nsa_attention, parallel
 from nsa.compress import mean_pool
 
 COLUMNS = (
@@ -116,24 +110,14 @@ class Sequence1:
         s, leaf = self.args, lambda x: x.detach().to(dtype).requires_grad_(grads)
         q, gates = leaf(self.q[:, self.rows]), leaf(self.gates[:, self.rows])
         kv = {n: leaf(x) for n, x in self.whole.items()}
-        k_cmp, v_cmp = (mean_pool(kv[n], s.l, s.d) for n in ("k_cmp", "v_cmp"))
+        keys = {n: mean_pool(x, s.l, s.d) if n.endswith("cmp") else x for n, x in kv.items()}
         outs = []
         for i, row in enumerate(self.rows):
-            t, qt = int(self.at[row]), q[:, i : i + 1]
-            low, seen = max(0, t + 1 - s.w), visible_compressed(t, s.l, s.d)
-            spans = select.blocks_to_ranges(
-                self.blocks[:, row : row + 1], s.l_sel, torch.tensor([t], device=q.device)
+            take = lambda name, a, b, i=i: (
+                gates[:, i : i + 1] if name == "gates" else keys[name][:, a:b]
             )
-            parts = [
-                attend(qt, k_cmp[:, :seen], v_cmp[:, :seen]),
-                reference.selection_attention(
-                    qt, kv["k_sel"][:, : t + 1], kv["v_sel"][:, : t + 1],
-                    select.clean_ranges(spans, t + 1),
-                ),
-                attend(qt, kv["k_win"][:, low : t + 1], kv["v_win"][:, low : t + 1]),
-            ]  # fmt: skip
-            g = gates[:, i : i + 1]
-            outs.append(sum(g[..., j : j + 1] * part for j, part in enumerate(parts)))
+            chosen = self.blocks[:, row : row + 1]
+            outs.append(row_output("full", s, int(self.at[row]), q[:, i : i + 1], take, chosen))
         out = torch.cat(outs, 1)
         if not grads:
             return [out]
@@ -179,7 +163,7 @@ class Sequence1:
                 path_requested=self.args.backend, path_taken=self.path(), launches=counts,
                 limit_mae=2e-3 * size,
             ))  # fmt: skip
-        return max(found, key=lambda p: (p.status != "PASS", p.margin or 0.0))
+        return worst(found)
 
     def path(self) -> str | None:
         """The route of all branches, None where they differ."""
@@ -187,23 +171,16 @@ class Sequence1:
         return taken.pop() if len(taken) == 1 else None
 
 
-@dataclass
-class Timed:
-    """Milliseconds of n calls on this rank, why they prove nothing if so, and the parity of the
-    output of one of them."""
-
-    samples: list[float] = field(default_factory=list)
-    why: list[str] = field(default_factory=list)
-    parity: Parity | None = None
+def worst(parities: Sequence[Parity]) -> Parity:
+    """The one that failed, or is nearest to its limit."""
+    return max(parities, key=lambda p: (p.status != "PASS", p.margin or 0.0))
 
 
-def timed(
-    x: Sequence1, direction: str, n: int, together: Callable[[], None], judged: int
-) -> Timed:  # fmt: skip
-    """Time n calls, each on other queries than the ones before; `together` lines the ranks up
-    before each. The output of number `judged`, which is the same one on every rank, is judged."""
-    found, cuda, grads = Timed(), x.q.is_cuda, direction == "bwd"
-    marks, counted = [], []
+def timed(x: Sequence1, direction: str, n: int, group: Any, judged: int) -> Timed:
+    """Time n calls, each on other queries than the ones before, on all ranks of `group` together.
+    The output of number `judged`, which is the same one on every rank, is judged."""
+    found, marks, cuda, grads = Timed(), Marks(), x.q.is_cuda, direction == "bwd"
+    counted = []
     for i in range(n + 2):
         x.renew()
         out, call = None, torch.no_grad()(x.forward)
@@ -211,110 +188,69 @@ def timed(
             out = x.forward()
             call = lambda out=out: torch.autograd.grad(out, x.tensors, x.do)
         before = Counter(launches.counts())
-        ms, result = _one(call, cuda, together)
+        into = found if i >= 2 else Timed()
+        (result,) = into.time([call], group, cuda)
         if i == 0 and cuda:
             torch.cuda.reset_peak_memory_stats()
         if i < 2:
             continue
-        seen = Counter(launches.counts()) - before
-        found.samples.append(ms)
-        counted.append(seen)
+        counted.append(Counter(launches.counts()) - before)
         kept = [out.detach(), result[0], result[-1]] if grads else [result]
         got = [part[:, x.rows] for part in kept]
-        marks.append(got[-1].double().sum().item())
+        marks.leave(got[-1])
         if i - 2 == judged:
-            found.parity = x.judge(got, seen, grads)
-    if min(found.samples) <= 0:
-        found.why.append(f"the clock says {min(found.samples):g} ms of a call")
-    if len(set(marks)) < n or any(mark != mark for mark in marks):
-        found.why.append("a timed call returned what an earlier one had returned, or no number")
+            found.judged.append(x.judge(got, counted[-1], grads))
+    found.check(marks, "nsa")
     if any(seen != counted[0] for seen in counted):
         found.why.append("timed calls launched different kernels")
     return found
-
-
-def _one(
-    call: Callable[[], Any], cuda: bool, together: Callable[[], None]
-) -> tuple[float, Any]:  # fmt: skip
-    if cuda:
-        torch.cuda.synchronize()
-    together()
-    begin = time.perf_counter()
-    result = call()
-    if cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e3, result
-
-
-def drawn(n: int, group: Any) -> int:
-    """One of n samples by chance, the same on every rank."""
-    number = [secrets.randbelow(n)]
-    dist.broadcast_object_list(number, src=dist.get_global_rank(group, 0), group=group)
-    return number[0]
-
-
-def slowest(samples: Sequence[float], group: Any, device: torch.device) -> list[float]:
-    worst = torch.tensor(samples, dtype=torch.float64, device=device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-    return worst.tolist()
 
 
 def case(
     args: argparse.Namespace, S: int, direction: str, group: Any, device: torch.device,
     base: list[float] | None, about: dict[str, Any],
 ) -> BenchRow:  # fmt: skip
-    """Check and time one length; the same row on every rank."""
-    world, grads = group.size(), direction == "bwd"
+    """Check and time one length; the same row on every rank. base: samples of one rank alone."""
+    world = group.size()
     columns: dict[str, Any] = {
         "S": S, "world": world, "direction": direction, "B": args.B, "HQ": args.HQ, "G": args.G,
         "D": args.D, **about,
     }  # fmt: skip
-    name = f"context_parallel/{direction}/S={S}/W={world}"
-    x = Sequence1(args, S, group, device)
-    parity = x.check(grads)
-    every: list[Any] = [None] * world
-    dist.all_gather_object(every, parity, group=group)
-    parity = max(every, key=lambda p: (p.status != "PASS", p.margin or 0.0))
-    head = dict(bench="context_parallel", case=name, candidate=f"nsa on {world} ranks",
-                baseline="nsa on 1 rank", path_requested=args.backend)  # fmt: skip
+    head = dict(
+        bench="context_parallel", case=f"context_parallel/{direction}/S={S}/W={world}",
+        candidate=f"nsa on {world} ranks", baseline="nsa on 1 rank", path_requested=args.backend,
+    )  # fmt: skip
+    x, seed = Sequence1(args, S, group, device), seed_of_all(group)
+    parity, when = worst(of_all(x.check(direction == "bwd"), group)), "first check"
+    if parity.status == "PASS":
+        every = of_all(timed(x, direction, args.iters, group, seed % args.iters), group)
+        parity = worst([one for found in every for one in found.judged])
+        when = "a timed call drawn at random"
     if parity.status != "PASS":
-        return BenchRow(status="INVALID", why=parity.why, columns=columns, **head)
-    line_up = lambda: dist.barrier(group=group)
-    found = timed(x, direction, args.iters, line_up, drawn(args.iters, group))
-    dist.all_gather_object(every, found, group=group)
-    parity = max((one.parity for one in every), key=lambda p: (p.status != "PASS", p.margin or 0.0))
-    wrong = list(dict.fromkeys(text for one in every for text in one.why))
-    if parity.status != "PASS":
-        wrong += [f"a timed call drawn at random: {text}" for text in parity.why]
-    if wrong:
-        return BenchRow(status="INVALID", why=wrong, columns=columns, **head)
-    samples = slowest(found.samples, group, device)
-    median = statistics.median(samples)
-    columns["tokens_per_s"] = args.B * S / median * 1e3
-    columns["efficiency"] = statistics.median(base) / (world * median) if base else None
-    if device.type == "cuda":
-        columns["peak_mem_mib"] = torch.cuda.max_memory_allocated() // 2**20
+        status = "FAILED" if parity.status == "FAIL" else "INVALID"
+        return BenchRow(status=status, why=[f"{when}: {'; '.join(parity.why)}"], columns=columns,
+                        **head)  # fmt: skip
     more: dict[str, Any] = {}
     if base:
-        bounds, base_bounds = median_ci(samples), median_ci(base)
-        middle = statistics.median(base)
-        more = dict(base_median_us=middle * 1e3)
-        if bounds and base_bounds:
-            more |= dict(
-                base_ci95_us=[v * 1e3 for v in base_bounds],
-                speedup=middle / median,
-                speedup_ci95=[base_bounds[0] / bounds[1], base_bounds[1] / bounds[0]],
-            )
-    why = too_few(len(samples)) + instability(samples, 0.01)
-    return BenchRow(
-        status="UNSTABLE" if why else "VALID", why=why, path_taken=x.path(), cache="warm",
-        parity={"mae": parity.mae, "max_abs": parity.max_abs, "status": parity.status},
-        timer="host", n=len(samples), median_us=median * 1e3, min_us=min(samples) * 1e3,
-        p20_us=quantile(samples, 0.2) * 1e3, p80_us=quantile(samples, 0.8) * 1e3,
-        p95_us=quantile(samples, 0.95) * 1e3,
-        ci95_us=[v * 1e3 for v in median_ci(samples) or ()] or None,
-        columns=columns, **more, **head,
+        theirs = summary(base)
+        more = {"base_median_us": theirs["median_us"], "base_ci95_us": theirs["ci95_us"]}
+    row = rank_row(
+        every, head, columns, {n: getattr(parity, n) for n in ("mae", "max_abs", "status")},
+        lambda samples: instability(samples, 10.0), path_taken=x.path(), cache="warm", draw=seed,
+        **more,
     )  # fmt: skip
+    if row.median_us is None:
+        return row
+    columns["tokens_per_s"] = args.B * S / row.median_us * 1e6
+    columns["efficiency"] = row.base_median_us / (world * row.median_us) if base else None
+    if device.type == "cuda":
+        columns["peak_mem_mib"] = torch.cuda.max_memory_allocated() // 2**20
+    more = {}
+    if row.ci95_us and row.base_ci95_us:
+        (low, high), (base_low, base_high) = row.ci95_us, row.base_ci95_us
+        more = {"speedup": row.base_median_us / row.median_us,
+                "speedup_ci95": [base_low / high, base_high / low]}  # fmt: skip
+    return replace(row, columns=columns, **more)
 
 
 def one_rank(
@@ -324,64 +260,40 @@ def one_rank(
     or is not wanted."""
     if args.alone < S:
         return None
-    answer: list[Any] = [None]
+    answer = None
     if group.rank() == 0:
         try:
-            alone = timed(Sequence1(args, S, None, device), direction, args.iters, lambda: None,
-                          secrets.randbelow(args.iters))  # fmt: skip
-            why = alone.why or (alone.parity.why if alone.parity.status != "PASS" else [])
+            drawn = secrets.randbelow(args.iters)
+            alone = timed(Sequence1(args, S, None, device), direction, args.iters, None, drawn)
+            why = alone.why or [text for one in alone.judged for text in one.why]
             if why:
                 note(f"S={S} {direction}: one GPU alone is wrong: {'; '.join(why)}", "warn")
-            answer = [None if why else alone.samples]
+            answer = None if why else alone.samples
         except torch.OutOfMemoryError:
             note(f"S={S} {direction}: one GPU has too little memory, so no efficiency", "warn")
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
-    return answer[0]
+    return of_first(answer, group)
 
 
-def line(row: BenchRow) -> str:
-    if row.median_us is None:
-        return f"{row.case}: {row.status}: {'; '.join(row.why)}"
-    efficiency = row.columns["efficiency"]
-    tell = "no single-rank time" if efficiency is None else f"efficiency {efficiency:.1%}"
-    return f"{row.case}: {row.median_us / 1e3:.3f} ms, {tell} ({row.path_taken}, {row.status})"
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    lengths = [65536, 262144] if cuda else [512]
-    parser.add_argument("--S_list", type=integers, default=lengths, help="tokens, a,b,c")
-    parser.add_argument("--directions", default="fwd,bwd", help="fwd, bwd or both")
-    for name, value in (("B", 1), ("HQ", 64 if cuda else 4), ("G", 4 if cuda else 2),
-                        ("D", 128 if cuda else 16), ("l", 32), ("d", 16), ("l_sel", 64),
-                        ("n_sel", 16), ("w", 512), ("iters", 10)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=positive, default=value)
+    sizes = {
+        "B": 1, "HQ": 64 if cuda else 4, "G": 4 if cuda else 2, "D": 128 if cuda else 16, "l": 32,
+        "d": 16, "l_sel": 64, "n_sel": 16, "w": 512, "iters": 10,
+    }  # fmt: skip
+    parser = bench_parser(__doc__, lengths=[65536, 262144] if cuda else [512], sizes=sizes)
+    parser.add_argument("--directions", type=names("fwd", "bwd"), default=["fwd", "bwd"],
+                        help="fwd, bwd or both")  # fmt: skip
     parser.add_argument("--alone", type=int, default=524288, metavar="S", help="time one GPU alone "
                         "up to this length")  # fmt: skip
-    parser.add_argument("--timeout", type=seconds, default=300.0, help="seconds until a collective "
-                        "that a rank does not join fails")  # fmt: skip
-    add_csv_argument(parser)
-    add_shrink_argument(parser)
-    args = parser.parse_args(argv)
-    check_flags(parser)
-    args.directions = args.directions.split(",")
-    if not set(args.directions) <= {"fwd", "bwd"}:
-        parser.error(f"--directions must be from fwd, bwd, got {','.join(args.directions)}")
-    check_sizes(parser, args)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    add_timeout(parser, 300.0)
+    args = parsed(parser, argv)
+    unit = 2 * int(os.environ.get("WORLD_SIZE", "1")) * args.d
     for S in args.S_list:
-        if S % (2 * world * args.d):
-            parser.error(f"--S_list must be multiples of 2 * W * d = {2 * world * args.d}, got {S}")
-    if args.shrink > 1:
-        first, unit = os.environ.get("RANK", "0") == "0", 2 * world * args.d
-        smaller = [max(S // args.shrink // unit, 1) * unit for S in args.S_list]
-        args.S_list = shrunk("--S_list", args.S_list, args.shrink, unit) if first else smaller
-        args.S_list = list(dict.fromkeys(args.S_list))
+        if S % unit:
+            parser.error(f"--S_list must be multiples of 2 * W * d = {unit}, got {S}")
+    args.S_list = shrunk("--S_list", args.S_list, args.shrink, unit)
     args.backend = "triton" if cuda else "reference"
     args.torch_dtype = torch.bfloat16 if cuda else torch.float32
     # As every direct kernel bench it is not gated by the SM 8.9 policy.
@@ -391,29 +303,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def lines(args: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Iterator[Line]:
+    """Every length and direction, the same on every rank."""
+    group = dist.group.WORLD
+    for S, direction in itertools.product(args.S_list, args.directions):
+        base = one_rank(args, S, direction, group, device)
+        row = case(args, S, direction, group, device, base, about)
+        efficiency = row.columns.get("efficiency")
+        yield row, row.csv(), row.line() + (f"  efficiency {efficiency:.1%}" if efficiency else "")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"),
                         ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531")):  # fmt: skip
         os.environ.setdefault(name, value)
-    device = join_ranks("cuda" if torch.cuda.is_available() else "cpu", args.timeout)
-    group = dist.group.WORLD
-    first = group.rank() == 0
-    about = provenance(Gpu(device) if device.type == "cuda" else None)
-    written, wrong = [], False
-    for S in args.S_list:
-        for direction in args.directions:
-            base = one_rank(args, S, direction, group, device)
-            row = case(args, S, direction, group, device, base, about)
-            wrong |= row.status == "INVALID"
-            if first:
-                row.emit()
-                written.append(row.csv())
-                say(args, line(row))
-    if first:
-        write_csv(args.csv, written, COLUMNS)
-    dist.destroy_process_group()
-    return 1 if wrong else 0
+    return on_ranks(args, COLUMNS, lines)
 
 
 if __name__ == "__main__":

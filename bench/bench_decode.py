@@ -43,11 +43,12 @@ Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,31 +57,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
-from bench import spent
 from bench.clock import clock_for, prepare
 from bench.decode_graph import ModuleStep, more_rows
 from bench.decode_step import BRANCHES, Step, dense_contenders
-from bench.device import Gpu, ceilings, host_ceilings
+from bench.device import Gpu, host_ceilings
+from bench.main import bench_parser, card_tools, parsed, time_cases
 from bench.provenance import COLUMNS as PROVENANCE
-from bench.provenance import provenance
-from bench.records import (
-    BenchRow,
-    add_csv_argument,
-    add_shrink_argument,
-    check_flags,
-    note,
-    out_dir,
-    positive,
-    say,
-    shrunk,
-    write_csv,
-    write_so_far,
-)
-from bench.timing import Budget, Case, Contender, measure
+from bench.records import BenchRow, note, positive, shrunk
+from bench.timing import Budget, Case, Contender, Unbuilt, measure
 from nsa.config import NSAConfig
 from nsa.flags import get_flags
 from nsa.module import NSAAttention
 
+SIZES = {
+    "dim": (2560, "model width"), "heads": (64, "query heads"), "groups": (4, "KV groups"),
+    "dk": (192, "query and key width"), "dv": (128, "value width"),
+    "l": (32, "compression block"), "d": (16, "compression stride"),
+    "l_sel": (64, "selection block"), "n_sel": (16, "blocks selected"), "w": (512, "window"),
+}  # fmt: skip
+# What the CSV calls columns of BenchRow.csv(); its ci_low and ci_high are of the time.
+ALIASES = {"ms_total": "ms", "ci_low": "ms_low", "ci_high": "ms_high", "speedup_low": "ci_low",
+           "speedup_high": "ci_high"}  # fmt: skip
 MODES = ("none", "env", *BRANCHES)
 # (sequences, context) of each cell, and the sizes that they share unless an option says otherwise.
 SERVING = dict(heads=64, groups=4, dk=128, dv=128, branch_force_mode="none")
@@ -93,7 +90,7 @@ PRESETS = {
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # What PyTorch's routes count as their launches, by branch.
 COMPOSED = {"cmp": "sdpa_compressed", "sel": "sdpa_selection", "win": "sdpa_sliding"}
-CSV_COLUMNS = (
+COLUMNS = (
     "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "reads_actual", "reads_expected",
     "reads_actual_decode", "reads_expected_decode", "reads_cmp", "reads_sel", "reads_win",
     "reads_seen",
@@ -113,13 +110,9 @@ CSV_COLUMNS = (
 # ---- cases ---------------------------------------------------------------------------------------
 
 
-def case_name(batch: int, S: int) -> str:
-    return f"decode/S={S}" if batch == 1 else f"decode/B={batch}/S={S}"
-
-
-def step_name(step: Step) -> str:
-    several = f"/T={step.T}" if step.T > 1 else ""
-    return case_name(len(step.q), step.S) + several
+def case_name(batch: int, S: int, T: int) -> str:
+    name = f"decode/S={S}" if batch == 1 else f"decode/B={batch}/S={S}"
+    return f"{name}/T={T}" if T > 1 else name
 
 
 def total_case(step: Step, columns: dict[str, Any]) -> Case:
@@ -135,7 +128,7 @@ def total_case(step: Step, columns: dict[str, Any]) -> Case:
     c, q, read = step.config, step.q, step.counted
     width, pairs = c.d_k + c.d_v, read.cmp + read.sel + read.win
     return Case(
-        "decode", step_name(step),
+        "decode", case_name(len(q), step.S, step.T),
         Contender("nsa", step.total(), step.path, step.kernels()),
         refill=step.refill, inputs=step.inputs, oracle=lambda: step.total_truth(chosen[0].cpu()),
         same_dtype=lambda: step.total_plain(chosen[0].cpu()), baselines=dense_contenders(step),
@@ -151,7 +144,7 @@ def branch_case(step: Step, branch: str, columns: dict[str, Any]) -> Case:
     path = step.branch_path(branch)
     kernels = step.kernels(branch=branch)
     return Case(
-        "decode_branch", f"{step_name(step)}/{branch}",
+        "decode_branch", f"{case_name(len(step.q), step.S, step.T)}/{branch}",
         Contender(f"nsa {branch}", step.alone(branch), path, kernels),
         refill=step.refill, inputs=step.inputs,
         oracle=lambda: step.truth(branch, step.blocks),
@@ -162,20 +155,91 @@ def branch_case(step: Step, branch: str, columns: dict[str, Any]) -> Case:
     )  # fmt: skip
 
 
+class Cell:
+    """One batch size, context length and number of new tokens: the step's case, and what is timed
+    beside it."""
+
+    def __init__(
+        self, layer: NSAAttention, batch: int, S: int, T: int, args: argparse.Namespace,
+        columns: dict[str, Any], tools: dict[str, Any], backend: str | None,
+    ) -> None:  # fmt: skip
+        self.layer, self.batch, self.S, self.T, self.args = layer, batch, S, T, args
+        self.columns = {**columns, "B": batch, "S": S, "T": T}
+        self.tools, self.backend = tools, backend
+        self.step: Step | None = None
+
+    def unbuilt(self) -> Unbuilt:
+        name = case_name(self.batch, self.S, self.T)
+        return Unbuilt("decode", name, self.build, self.columns, self.more)
+
+    def build(self) -> Case:
+        step = self.step = Step(
+            self.layer, self.batch, self.S, backend=self.backend, T=self.T, alike=self.args.alike
+        )
+        read = step.counted
+        self.columns |= {
+            "reads_actual": read.cmp + read.sel + read.win, "reads_expected": read.expected_step,
+            "reads_cmp": read.cmp, "reads_sel": read.sel, "reads_win": read.win,
+            "reads_seen": step.seen, "fallback": step.fallback,
+        }  # fmt: skip
+        self.total = total_case(step, self.columns)
+        return self.total
+
+    def more(self, row: BenchRow) -> dict[str, Any]:
+        """Columns of the branches alone, of graphs and the layer, and all reads."""
+        step, mode, tools = self.step, self.args.branch_force_mode, self.tools
+        if step is None:  # it did not fit
+            return {}
+        wanted = BRANCHES if mode == "env" else () if mode == "none" else (mode,)
+        parts = {
+            b: measure(branch_case(step, b, {**self.columns, "branch": b}), **tools) for b in wanted
+        }
+        rows, missing = {}, {}
+        if self.args.more:
+            try:
+                rows, missing = more_rows(self.layer, step, self.total, self.columns, tools)
+            except torch.cuda.OutOfMemoryError as error:
+                missing = {"graph or layer": f"out of memory: {str(error).splitlines()[0]}"}
+        read = step.counted
+        line: dict[str, Any] = {
+            "reads_actual": read.total, "reads_expected": read.expected,
+            "reads_actual_decode": read.cmp + read.sel + read.win,
+            "reads_expected_decode": read.expected_step,
+            "blocks_together": step.keys_once()[1], **more_columns(rows),
+        }  # fmt: skip
+        for branch, part in parts.items():
+            line |= _times(part, f"ms_{branch}", branch)
+        for name, some in (("branch_", parts), ("more_", rows)):
+            line[f"{name}status"] = " ".join(f"{n}={one.status}" for n, one in some.items())
+        line["branch_path"] = " ".join(
+            f"{b}={part.path_taken}" for b, part in parts.items() if part.path_taken
+        )
+        by_reason: dict[str, list[str]] = {}
+        for name, why in missing.items():
+            by_reason.setdefault(why, []).append(name)
+        line["why"] = "; ".join([
+            *row.why, *(f"{n}: {w}" for n, one in {**parts, **rows}.items() for w in one.why),
+            *(f"no {' and '.join(names)}: {why}" for why, names in by_reason.items()),
+        ])  # fmt: skip
+        return line
+
+
 def _ms(us: float | None) -> float | None:
     return None if us is None else us / 1e3
 
 
-def more_columns(more: dict[str, BenchRow], missing: dict[str, str]) -> dict[str, Any]:
+def _times(row: BenchRow, time: str, bounds: str) -> dict[str, float | None]:
+    low, high = map(_ms, row.ci95_us or (None, None))
+    return {time: _ms(row.median_us), f"{bounds}_low": low, f"{bounds}_high": high}
+
+
+def more_columns(more: dict[str, BenchRow]) -> dict[str, Any]:
     """The columns of the graph and of the layer's step; empty where there is no such row."""
-    line: dict[str, Any] = {"more_status": " ".join(f"{n}={r.status}" for n, r in more.items())}
-    for name, time, bounds in (("graph", "ms_graph", "graph"),
-                               ("module", "ms_module_eager", "module"),
-                               ("module_graph", "ms_module_graph", "module_graph")):  # fmt: skip
-        row = more.get(name)
-        if row is not None:
-            line[time] = _ms(row.median_us)
-            line[f"{bounds}_low"], line[f"{bounds}_high"] = map(_ms, row.ci95_us or (None, None))
+    line: dict[str, Any] = {}
+    for name, time in (("graph", "ms_graph"), ("module", "ms_module_eager"),
+                       ("module_graph", "ms_module_graph")):  # fmt: skip
+        if name in more:
+            line |= _times(more[name], time, name)
     if "graph" in more:
         graph = more["graph"]
         low, high = graph.speedup_ci95 or (None, None)
@@ -184,47 +248,6 @@ def more_columns(more: dict[str, BenchRow], missing: dict[str, str]) -> dict[str
                  "graph_speedup_high": high}  # fmt: skip
     if "module" in more:
         line["ms_module_eager_wall"] = _ms(more["module"].wall_us)
-    reasons = [f"{n}: {w}" for n, r in more.items() for w in r.why]
-    by_reason: dict[str, list[str]] = {}
-    for name, why in missing.items():
-        by_reason.setdefault(why, []).append(name)
-    reasons += [f"no {' and '.join(names)}: {why}" for why, names in by_reason.items()]
-    line["why"] = "; ".join(reasons)
-    return line
-
-
-def csv_row(
-    step: Step, row: BenchRow, parts: dict[str, BenchRow], columns: dict[str, Any],
-    more: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """One line of the CSV: the step's row, its branches', graph and layer (`more`), the reads."""
-    read, parity = step.counted, row.parity or {}
-    low, high = row.ci95_us or (None, None)
-    slow, fast = row.speedup_ci95 or (None, None)
-    line = {
-        **columns, **more, "S": step.S, "ms_total": _ms(row.median_us), "ci_low": _ms(low),
-        "ci_high": _ms(high), "wall_ms": _ms(row.wall_us),
-        "base_wall_ms": _ms(row.base_wall_us), "baseline": row.baseline,
-        "base_peak_frac": row.base_peak_frac, "base_ran": row.base_ran,
-        "base_ms": _ms(row.base_median_us), "speedup": row.speedup, "speedup_low": slow,
-        "speedup_high": fast, "n": row.n, "cache": row.cache, "status": row.status,
-        "launch_bound": row.launch_bound,
-        "why": "; ".join([*row.why, *(f"{b}: {w}" for b, p in parts.items() for w in p.why),
-                          *filter(None, [more["why"]])]),
-        "branch_status": " ".join(f"{b}={p.status}" for b, p in parts.items()),
-        "path": row.path_taken,
-        "branch_path": " ".join(f"{b}={p.path_taken}" for b, p in parts.items() if p.path_taken),
-        "fallback": step.fallback, "parity": parity.get("status"), "mae": parity.get("mae"),
-        "max_abs": parity.get("max_abs"), "bytes": row.bytes, "gbs": row.gbs,
-        "reads_actual": read.total, "reads_expected": read.expected,
-        "reads_actual_decode": read.cmp + read.sel + read.win,
-        "reads_expected_decode": read.expected_step, "reads_cmp": read.cmp,
-        "reads_sel": read.sel, "reads_win": read.win, "reads_seen": step.seen,
-        "blocks_together": step.keys_once()[1],
-    }  # fmt: skip
-    for branch, part in parts.items():
-        line[f"ms_{branch}"] = _ms(part.median_us)
-        line[f"{branch}_low"], line[f"{branch}_high"] = map(_ms, part.ci95_us or (None, None))
     return line
 
 
@@ -235,20 +258,11 @@ def _lengths(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = bench_parser(__doc__, sizes=SIZES)
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="cells of B and S in one run, instead of --B, --S_list")
     add("--B", type=positive, help="sequences (default 1)")
-    for name, default, what in (
-        ("dim", 2560, "model width"), ("heads", 64, "query heads"), ("groups", 4, "KV groups"),
-        ("dk", 192, "query and key width"), ("dv", 128, "value width"),
-        ("l", 32, "compression block"), ("d", 16, "compression stride"),
-        ("l_sel", 64, "selection block"), ("n_sel", 16, "blocks selected"), ("w", 512, "window"),
-    ):  # fmt: skip
-        add(f"--{name}", type=positive, default=default, help=f"{what} (default {default})")
     add("--T", type=_lengths, default=[1], help="new tokens of a step, a,b,c (default 1)")
     add("--alike", type=float, default=0.0, help="correlation of their queries (default 0)")
     add("--S_list", type=_lengths, help="context lengths, a,b,c (default by device)")
@@ -261,70 +275,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
     add("--quick", action="store_true", help="shorter sampling and two lengths")
     add("--compile_only", action="store_true", help="make each step once, and time nothing")
-    add_csv_argument(parser)
-    add_shrink_argument(parser)
-    return parser
-
-
-def _line(row: dict[str, Any]) -> str:
-    def number(name: str, form: str) -> str:
-        value = row.get(name)
-        return "-" if value is None else format(value, form)
-
-    head = f"B={row['B']:<3} S={row['S']:<7}" if row["B"] > 1 else f"S={row['S']:<7}"
-    head += f" T={row['T']}" if row["T"] > 1 else ""
-    if row.get("ms_total") is None:
-        return f"{head} {row['status']} {row['why']}"
-    times = " ".join(f"{b} {number(f'ms_{b}', '.4f')}" for b in ("total", *BRANCHES))
-    if row.get("ms_graph") is not None:
-        times += (f" graph {number('ms_graph', '.4f')} (dense {number('graph_base_ms', '.4f')},"
-                  f" {number('graph_speedup', '.2f')}x)")  # fmt: skip
-    if row.get("ms_module_eager") is not None:
-        layer = ("eager_wall", "eager", "graph")
-        times += " | layer: " + " ".join(f"{n} {number(f'ms_module_{n}', '.4f')}" for n in layer)
-    return (
-        f"{head} ms: {times} | reads {row['reads_actual_decode']}/"
-        f"{row['reads_expected_decode']} | {number('speedup', '.2f')}x "
-        f"[{number('speedup_low', '.2f')}, {number('speedup_high', '.2f')}] over "
-        f"{row['baseline']} | {row['path']} {row['status']} {row['why']}"
-    )
-
-
-def bench_length(
-    layer: NSAAttention, batch: int, S: int, T: int, args: argparse.Namespace,
-    columns: dict[str, Any], tools: dict[str, Any], backend: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Time one batch size, context length and number of new tokens; the CSV line."""
-    with spent.on("inputs"):
-        step = Step(layer, batch, S, backend=backend, T=T, alike=args.alike)
-    read = step.counted
-    own = {**columns, "S": S, "reads_actual": read.cmp + read.sel + read.win,
-           "reads_expected": read.expected_step, "reads_cmp": read.cmp, "reads_sel": read.sel,
-           "reads_win": read.win, "reads_seen": step.seen, "fallback": step.fallback}  # fmt: skip
-
-    total = total_case(step, own)
-    row = measure(total, **tools)
-    mode = args.branch_force_mode
-    wanted = BRANCHES if mode == "env" else () if mode == "none" else (mode,)
-    parts = {b: measure(branch_case(step, b, {**own, "branch": b}), **tools) for b in wanted}
-    rows, why = more_rows(layer, step, total, own, tools) if args.more else ({}, {})
-    more = more_columns(rows, why)
-    return csv_row(step, row, parts, columns, more)
-
-
-def make_once(layer: NSAAttention, batch: int, S: int, T: int, backend: str | None) -> None:
-    """The steps that bench_length() times, once each, so that their kernels are in the caches."""
-    step = Step(layer, batch, S, backend=backend, T=T)
-    step.total()()
-    if T == 1:
-        whole = ModuleStep(layer, step).eager()
-        prepare(whole)
-        whole()
-
-
-def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> int:
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    args = parsed(parser, argv)
     if args.preset:
         if args.B or args.S_list:
             parser.error("argument --preset: not allowed with --B or --S_list")
@@ -334,90 +285,98 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
         parser.error(f"argument --alike: must be from 0 to 1, got {args.alike}")
     if args.warmup < 0:
         parser.error(f"argument --warmup: must be 0 or more, got {args.warmup}")
-    check_flags(parser)
-    spent.begin()
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    contexts = [S for _, S in PRESETS[args.preset][0]] if args.preset else args.S_list or [256]
+    if max(args.T) > max(min(contexts) // args.shrink, 1):
+        parser.error(f"argument --T: must be at most each context length, got {max(args.T)}")
+    args.sizes = {name: getattr(args, name) for name in (*SIZES, "alike")}
     try:
-        config = NSAConfig(args.dim, args.heads, args.groups, args.dk, args.dv, l=args.l, d=args.d,
-                           l_sel=args.l_sel, n_sel=args.n_sel, w=args.w)  # fmt: skip
+        args.config = NSAConfig(args.dim, args.heads, args.groups, args.dk, args.dv, l=args.l,
+                                d=args.d, l_sel=args.l_sel, n_sel=args.n_sel, w=args.w)  # fmt: skip
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    if device == "cuda" and not torch.cuda.is_available():
-        note("decode bench: --device cuda, but torch sees no CUDA device")
-        return 3
-    gpu = Gpu("cuda") if device == "cuda" else None
-    dtype = args.dtype or ("bf16" if gpu else "fp32")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
+    return args
+
+
+def shapes(args: argparse.Namespace, gpu: Gpu | None) -> list[tuple[int, int]]:
+    """(sequences, context) of each cell."""
     lengths = args.S_list or [256, 512]
     if gpu and not args.S_list:  # filling the cache without kernels takes quadratic time
         off = get_flags(gpu.name).use_triton_sel is False
         lengths = [1024, 4096, 8192] if off else [4096, 16384, 65536]
     if args.quick and args.S_list is None:
         lengths = lengths[:2]
-    cells = [(args.B or 1, S) for S in lengths]
-    if args.preset:
-        cells = list(PRESETS[args.preset][0])
+    cells = PRESETS[args.preset][0] if args.preset else [(args.B or 1, S) for S in lengths]
     shrunk("--S_list", list(dict.fromkeys(S for _, S in cells)), args.shrink)  # says so
-    cells = list(dict.fromkeys((B, max(S // args.shrink, 1)) for B, S in cells))
-    if max(args.T) > min(S for _, S in cells):
-        parser.error(f"argument --T: must be at most each context length, got {max(args.T)}")
-    short = args.quick or gpu is None
-    budget = Budget(min_n=args.iters, warm_calls=args.warmup)
-    if short:
-        budget = dataclasses.replace(budget, device_s=0.3, wall_s=1.5, warm_s=0.05, warm_cap_s=0.3)
-    tools = {
-        "clock": clock_for(device),
-        "gpu": gpu,
-        "cold": gpu is not None,
-        "budget": budget,
-        "ceiling": ceilings(gpu, out_dir()) if gpu else None,
-    }
-    columns = {
-        **{n: getattr(args, n) for n in ("dim", "heads", "groups", "dk", "dv", "l", "d",
-                                         "l_sel", "n_sel", "w", "alike")},
-        "dtype": dtype, **provenance(gpu),
-    }  # fmt: skip
-    if gpu is None:  # a step is too little work to share: more threads wait for each other
-        torch.set_num_threads(1)
-        tools["ceiling"] = host_ceilings()
+    return list(dict.fromkeys((B, max(S // args.shrink, 1)) for B, S in cells))
+
+
+def layer_of(args: argparse.Namespace) -> NSAAttention:
     torch.manual_seed(0)
-    layer = NSAAttention(config).to(device=device, dtype=DTYPES[dtype]).eval()
-    if args.compile_only:
-        for (batch, S), T in itertools.product(cells, args.T):
-            make_once(layer, batch, S, T, backend)
-        return 0
-    lines: list[dict[str, Any]] = []
-    for (batch, S), T in itertools.product(cells, args.T):
-        own = {**columns, "B": batch, "T": T}
-        try:
-            line = bench_length(layer, batch, S, T, args, own, tools, backend)
-        except torch.cuda.OutOfMemoryError as error:
-            why = f"out of memory: {str(error).splitlines()[0]}"
-            BenchRow("decode", case_name(batch, S), "SKIPPED", why=(why,), columns={"S": S}).emit()
-            line = {**own, "S": S, "status": "SKIPPED", "why": why}
+    return NSAAttention(args.config).to(device=args.device, dtype=DTYPES[args.dtype]).eval()
+
+
+def make_once(layer: NSAAttention, batch: int, S: int, T: int, backend: str | None) -> None:
+    """The steps that a cell times, once each, so that their kernels are in the caches."""
+    step = Step(layer, batch, S, backend=backend, T=T)
+    step.total()()
+    if T == 1:
+        whole = ModuleStep(layer, step).eager()
+        prepare(whole)
+        whole()
+
+
+def cases(
+    args: argparse.Namespace, tools: dict[str, Any], backend: str | None, about: dict[str, Any]
+) -> Iterator[Unbuilt]:
+    """Every batch size, context length and number of new tokens, on one layer."""
+    gpu = tools["gpu"]
+    columns = {**args.sizes, "dtype": args.dtype, **about}
+    layer, fallbacks = layer_of(args), set()
+    for (batch, S), T in itertools.product(shapes(args, gpu), args.T):
+        cell = Cell(layer, batch, S, T, args, columns, tools, backend)
+        yield cell.unbuilt()
+        fallbacks.add(cell.step and cell.step.fallback)
+        del cell
         if gpu:  # graphs keep their memory until they are collected
             gc.collect()
             torch.cuda.empty_cache()
-        lines.append(line)
-        say(args, _line(line))
-        write_so_far(args.csv, lines, CSV_COLUMNS)
-    write_csv(args.csv, lines, CSV_COLUMNS)
-    statuses = [
-        line.get(name) or "" for line in lines
-        for name in ("status", "branch_status", "more_status")
-    ]  # fmt: skip
-    if any("FAILED" in status for status in statuses):
-        return 1
-    if all(line["status"] == "SKIPPED" for line in lines):
-        note(f"decode bench: {lines[0]['why']}")
-        return 3
-    if gpu and not_asked_for(lines):
+    if gpu and "not_enabled" in fallbacks:
         note("decode bench: timed PyTorch's composed step, as NSA_USE_TRITON_SEL=0 asks")
-    return 0
 
 
-def not_asked_for(lines: Sequence[dict[str, Any]]) -> bool:
-    """Were the kernels left out for want of the flag that enables them alone?"""
-    return any(line.get("fallback") == "not_enabled" for line in lines)
+def _line(row: BenchRow, flat: dict[str, Any]) -> str:
+    parts = [row.line()]
+    if flat.get("reads_actual_decode"):
+        parts.append(f"reads {flat['reads_actual_decode']}/{flat['reads_expected_decode']}")
+    parts += [
+        f"{name.removeprefix('ms_')} {flat[name]:.4f} ms"
+        for name in (*(f"ms_{b}" for b in BRANCHES), "ms_graph", "graph_base_ms",
+                     "ms_module_eager_wall", "ms_module_eager", "ms_module_graph")
+        if flat.get(name) is not None
+    ]  # fmt: skip
+    return "  ".join(parts)
+
+
+def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> int:
+    args = parse(argv)
+    if args.compile_only:
+        layer, gpu = layer_of(args), Gpu() if args.device == "cuda" else None
+        for (batch, S), T in itertools.product(shapes(args, gpu), args.T):
+            make_once(layer, batch, S, T, backend)
+        return 0
+    budget = Budget(min_n=args.iters, warm_calls=args.warmup)
+    if args.quick or args.device == "cpu":
+        budget = replace(budget, device_s=0.3, wall_s=1.5, warm_s=0.05, warm_cap_s=0.3)
+    if args.device == "cuda":
+        tools = card_tools(budget)
+    else:  # a step is too little work to share: more threads wait for each other
+        torch.set_num_threads(1)
+        tools = {"clock": clock_for("cpu"), "gpu": None, "ceiling": host_ceilings(),
+                 "budget": budget, "cold": False}  # fmt: skip
+    made = partial(cases, args, tools, backend)
+    return time_cases(args, tools, COLUMNS, made, ALIASES, _line)
 
 
 if __name__ == "__main__":

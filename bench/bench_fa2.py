@@ -16,35 +16,21 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
 import torch
 from torch import Tensor
 
-from bench.clock import CudaClock
-from bench.device import Gpu, ceilings
+from bench.main import bench_parser, card_tools, names, parsed, time_cases
 from bench.provenance import COLUMNS as PROVENANCE
-from bench.provenance import provenance
-from bench.records import (
-    BenchRow,
-    add_csv_argument,
-    add_shrink_argument,
-    check_flags,
-    integers,
-    note,
-    out_dir,
-    positive,
-    say,
-    seconds,
-    shrunk,
-    write_csv,
-    write_so_far,
-)
-from bench.roofline import Shape, bytes_needed, check_sizes, flops
-from bench.timing import Budget, Case, Contender, measure
+from bench.records import note, shrunk
+from bench.roofline import Shape, bytes_needed, flops
+from bench.timing import Budget, Case, Contender, Unbuilt
 from nsa import reference
 from nsa.blocks import num_compressed
 from nsa.errors import must_raise
@@ -126,15 +112,10 @@ def baselines(x: Branch) -> list[Contender]:
     return [*found, Contender("triton", torch.no_grad()(x.triton), "triton", ("_span_fwd_*",))]
 
 
-def case_name(branch: str, S: int, dtype: str, form: str) -> str:
-    return f"fa2/{branch}/S={S}/{dtype}/{form}"
-
-
 def case_of(x: Branch, form: str, columns: dict[str, Any], baseline: Contender) -> Case:
     source = f"fa2_{fa2.probe().source}"
-    name = case_name(x.branch, x.shape.S, columns["dtype"], form)
     return Case(
-        "fa2", f"{name}/{baseline.name}",
+        "fa2", f"fa2/{x.branch}/S={x.shape.S}/{columns['dtype']}/{form}/{baseline.name}",
         Contender("fa2", torch.no_grad()(lambda: x.run(fa2, form=form)), source,
                   (f"{source}_{form}",)),
         refill=x.refill, renew=x.renew, distinct=x.key_len > 1, inputs=x.inputs,
@@ -144,30 +125,41 @@ def case_of(x: Branch, form: str, columns: dict[str, Any], baseline: Contender) 
     )  # fmt: skip
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--S_list", type=integers, default=LENGTHS, help="tokens")
-    parser.add_argument("--branches", default="win,cmp", help="win, cmp or both")
-    parser.add_argument("--dtype", default="bf16,fp16", help="bf16, fp16 or both")
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    sizes = {"B": 1, "HQ": 32, "G": 4, "D": 128, "w": 512, "l": 32, "d": 16}
+    parser = bench_parser(__doc__, lengths=LENGTHS, sizes=sizes, device_s=0.3)
+    parser.add_argument("--branches", type=names("win", "cmp"), default=["win", "cmp"],
+                        help="win, cmp or both")  # fmt: skip
+    parser.add_argument("--dtype", type=names(*DTYPES), default=list(DTYPES),
+                        help="bf16, fp16 or both")  # fmt: skip
     parser.add_argument("--form", choices=("dense", "varlen"), default="dense")
-    for name, value in (("B", 1), ("HQ", 32), ("G", 4), ("D", 128), ("w", 512), ("l", 32),
-                        ("d", 16)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=positive, default=value)
-    parser.add_argument("--seconds", type=seconds, default=0.3, help="device time a case, at most")
-    add_csv_argument(parser)
-    add_shrink_argument(parser)
-    args = parser.parse_args(argv)
-    args.branches, args.dtype = args.branches.split(","), args.dtype.split(",")
-    if not set(args.branches) <= {"win", "cmp"}:
-        parser.error(f"--branches must be from win, cmp, got {','.join(args.branches)}")
-    if not set(args.dtype) <= set(DTYPES):
-        parser.error(f"--dtype must be from {', '.join(DTYPES)}, got {','.join(args.dtype)}")
-    check_sizes(parser, args)
-    check_flags(parser)
+    args = parsed(parser, argv)
+    args.sizes = {name: getattr(args, name) for name in sizes}
     args.S_list = shrunk("--S_list", args.S_list, args.shrink)
     return args
+
+
+def cases(args: argparse.Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
+    """Each dtype, branch and length against each baseline that serves there."""
+    for dtype, branch, S in itertools.product(args.dtype, args.branches, args.S_list):
+        columns = {
+            "branch": branch, "S": S, **args.sizes, "form": args.form, "dtype": dtype, **about,
+        }  # fmt: skip
+        name = f"fa2/{branch}/S={S}/{dtype}/{args.form}"
+        try:
+            x = Branch(branch, Shape(S, Dv=args.D, **args.sizes), DTYPES[dtype])
+            builds = {
+                f"{name}/{one.name}": partial(case_of, x, args.form, columns, one)
+                for one in baselines(x)
+            }
+        except torch.cuda.OutOfMemoryError as error:
+            builds = {name: partial(_raise, error)}
+        for name, build in builds.items():
+            yield Unbuilt("fa2", name, build, columns)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -176,34 +168,9 @@ def main(argv: list[str] | None = None) -> int:
     if found.why_not is not None:
         note(f"no FA-2 here, nothing was timed: {found.why_not}")
         return 3
-    gpu, clock = Gpu(), CudaClock()
-    about, ceiling = provenance(gpu), ceilings(gpu, out_dir())
-    budget = Budget(device_s=args.seconds, min_n=20)
-    written, failed = [], False
-    for dtype, branch, S in itertools.product(args.dtype, args.branches, args.S_list):
-        sizes = {n: getattr(args, n) for n in ("B", "HQ", "G", "D", "w", "l", "d")}
-        shape = Shape(S, Dv=args.D, **sizes)
-        columns = {"branch": branch, "S": S, **sizes, "form": args.form, "dtype": dtype, **about}
-        try:
-            x = Branch(branch, shape, DTYPES[dtype])
-            cases = [case_of(x, args.form, columns, one) for one in baselines(x)]
-        except torch.cuda.OutOfMemoryError as error:
-            why = f"out of memory: {str(error).splitlines()[0]}"
-            cases = []
-            row = BenchRow("fa2", case_name(branch, S, dtype, args.form), "SKIPPED", why=(why,),
-                           columns=columns).emit()  # fmt: skip
-            written.append(row.csv())
-            say(args, row.line())
-            write_so_far(args.csv, written, COLUMNS)
-        for case in cases:
-            row = measure(case, clock, gpu=gpu, ceiling=ceiling, budget=budget)
-            flat = row.csv()
-            written.append({**flat, "fa2_ms": flat["ms"], "ref_ms": flat["base_ms"]})
-            failed |= row.status == "FAILED"
-            say(args, row.line())
-            write_so_far(args.csv, written, COLUMNS)
-    write_csv(args.csv, written, COLUMNS)
-    return 1 if failed else 0
+    tools = card_tools(Budget(device_s=args.seconds, min_n=20))
+    aliases = {"fa2_ms": "ms", "ref_ms": "base_ms"}
+    return time_cases(args, tools, COLUMNS, partial(cases, args), aliases)
 
 
 if __name__ == "__main__":

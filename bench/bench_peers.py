@@ -17,10 +17,10 @@ Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -32,36 +32,15 @@ import torch
 from torch import Tensor
 
 from bench import peer_sfnsa
-from bench.bench_prefill import (
-    BACKWARD_KERNELS,
-    KERNELS,
-    check_key_gradients,
-    dense,
-    dense_calls,
-    dense_forward,
-    forward_case,
-    judged,
-)
-from bench.clock import CudaClock
-from bench.device import Gpu, ceilings
+from bench.bench_prefill import Passes, attention_case, check_key_gradients, judged
+from bench.main import bench_parser, card_tools, names, parsed, time_cases
 from bench.peer_sfnsa import Sfnsa
-from bench.prefill_inputs import Prefill, sampled_gradients
+from bench.prefill_inputs import Prefill
 from bench.provenance import COLUMNS as PROVENANCE
-from bench.provenance import described, provenance
-from bench.records import (
-    add_csv_argument,
-    check_flags,
-    integers,
-    note,
-    out_dir,
-    positive,
-    say,
-    seconds,
-    write_csv,
-    write_so_far,
-)
-from bench.roofline import Shape, bytes_needed, check_sizes, flops
-from bench.timing import Budget, Case, Contender, Unbuilt, measure
+from bench.provenance import described
+from bench.records import BenchRow, note
+from bench.roofline import Shape
+from bench.timing import Budget, Case, Contender, Unbuilt
 from nsa.kernels import fa2
 
 DIRECTIONS = ("fwd", "fwd+bwd")
@@ -73,62 +52,17 @@ COLUMNS = (
     "n", "status", "why", "sm_mhz",
     "power_w", "peer_commit", *PROVENANCE,
 )  # fmt: skip
-Both = tuple[Tensor, ...]  # an output and the gradients
-
-
-def with_backward(
-    forward: Callable[[], Tensor], leaves: Callable[[], list[Tensor]], do: Tensor
-) -> Both:
-    out = forward()
-    return (out, *torch.autograd.grad(out, leaves(), do))
-
-
-def training_case(x: Prefill, columns: dict[str, Any], baselines: Sequence[Contender]) -> Case:
-    """NSA's forward and backward in one call; in each check dq of the sampled queries is compared.
-
-    Raises AssertionError when a gradient of keys, values or gates is wrong.
-    """
-    shape = x.shape
-    leaves = lambda: x.leaves("full")
-    for t in leaves():
-        t.requires_grad_(True)
-    check_key_gradients(x, "full", {"out": x.forward("full"), "leaves": leaves()})
-    work = [count(shape, "full") + count(shape, "full", backward=True)
-            for count in (bytes_needed, flops)]  # fmt: skip
-    truth = lambda dtype: sampled_gradients(x, "full", dtype)[0]
-    return Case(
-        "peers", "", Contender(
-            "nsa", lambda: with_backward(lambda: x.forward("full"), leaves, x.do), "triton",
-            (*KERNELS["full"], *BACKWARD_KERNELS["full"]),
-        ),
-        refill=x.refill, inputs=x.inputs, oracle=lambda: truth(torch.float64),
-        same_dtype=lambda: truth(x.q.dtype), baselines=baselines,
-        view=lambda got: got[1][:, x.rows], renew=partial(x.renew, names=("q", "do")),
-        bytes_needed=work[0], flops=work[1], columns=columns,
-    )  # fmt: skip
-
-
-def dense_contenders(x: Prefill, direction: str) -> list[Contender]:
-    """Causal dense attention by each SDPA backend that takes this shape."""
-    if direction == "fwd":
-        return dense_forward(x)
-    leaves = lambda: [x.q, x.k_sel, x.v_sel]
-    truth = lambda dtype: sampled_gradients(x, "dense", dtype)[0]
-    return [dense(name, partial(with_backward, run, leaves, x.do), x, truth, False, True)
-            for name, run in dense_calls(x)]  # fmt: skip
 
 
 def peer_contender(peer: Sfnsa, direction: str) -> Contender:
     """Raises AssertionError when a gradient of the peer's is wrong."""
-    x = peer.x
-    if direction == "fwd":
-        return judged(peer.name, torch.no_grad()(peer.forward), peer.name, x, peer.exact)
-    for t in peer.leaves():
-        t.requires_grad_(True)
-    state = {"out": peer.forward(), "leaves": peer.leaves()}
-    check_key_gradients(x, "full", state, peer.name, (), peer.gradients)
-    call = partial(with_backward, peer.forward, peer.leaves, x.do)
-    return judged(peer.name, call, peer.name, x, lambda dtype: peer.gradients(dtype)[0])
+    x, forward = peer.x, direction == "fwd"
+    passes = Passes(direction, x.refill, {peer.name: (peer.forward, peer.leaves())}, x.do)
+    if not forward:
+        state = {"out": peer.forward(), "leaves": peer.leaves()}
+        check_key_gradients(x, "full", state, peer.name, (), peer.gradients)
+    truth = peer.exact if forward else lambda dtype: peer.gradients(dtype)[0]
+    return judged(peer.name, passes.call(peer.name), peer.name, x, truth)
 
 
 class Match:
@@ -151,36 +85,31 @@ class Match:
     def case(self) -> Case:
         x = self.make(self.shape)
         x.refill(0)
-        refill, inputs = x.refill, x.inputs
-        if self.package is None:
-            rivals = dense_contenders(x, self.direction)
-            if not rivals:
-                raise RuntimeError("no SDPA backend takes this shape")
-        else:
+        rivals, inputs = None, x.inputs
+        if self.package is not None:
             peer = self.peer = Sfnsa(self.package, x, self.window)
             peer.refill()
             rivals = [peer_contender(peer, self.direction)]
             inputs = lambda: [*x.inputs(), *peer.inputs()]
+        nsa = attention_case(x, "full", self.direction, self.columns, rivals)
+        if not nsa.baselines:
+            raise RuntimeError("no SDPA backend takes this shape")
 
-            def refill(seed: int) -> None:
-                x.refill(seed)
-                peer.refill()
+        def refill(seed: int) -> None:
+            nsa.refill(seed)
+            if self.peer is not None:
+                self.peer.refill()
 
-        columns = {**self.columns, "compared": x.compared}
-        if self.direction == "fwd":
-            nsa = forward_case(x, "full", columns, rivals)
-        else:
-            nsa = training_case(x, columns, rivals)
-        self.made = dataclasses.replace(
-            nsa, bench="peers", name=f"peers/{self.direction}/S={self.shape.S}", refill=refill,
-            inputs=inputs, columns=columns,
-        )  # fmt: skip
+        name = f"peers/{self.direction}/S={self.shape.S}"
+        self.made = replace(nsa, bench="peers", name=name, refill=refill, inputs=inputs)
         return self.made
 
-    def peaks(self, baseline: str) -> dict[str, int]:
-        """MiB that one call of either allocates on top of what there was."""
-        rival = next(c for c in self.made.baselines if c.name == baseline)
-        found = {}
+    def more(self, row: BenchRow) -> dict[str, Any]:
+        """MiB that one call of either allocates on top of what there was, and the peer's choice."""
+        if row.median_us is None:
+            return {}
+        rival = next(c for c in self.made.baselines if c.name == row.baseline)
+        found: dict[str, Any] = {"choice": self.peer.choice() if self.peer else None}
         for name, one in (("peak_mib", self.made.candidate), ("base_peak_mib", rival)):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -191,76 +120,57 @@ class Match:
         return found
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    default = Shape(1)
+    parser = bench_parser(
+        __doc__, lengths=[4096, 8192, 16384, 32768, 65536], device_s=1.0, shrinks=False,
+        sizes={name: getattr(default, name) for name in SIZES},
+    )  # fmt: skip
     parser.add_argument("--sfnsa", type=Path, metavar="FOLDER", help="checkout of sfnsa")
-    parser.add_argument("--S_list", type=integers, default=[4096, 8192, 16384, 32768, 65536],
-                        help="tokens")  # fmt: skip
-    parser.add_argument("--directions", default=",".join(DIRECTIONS),
+    parser.add_argument("--directions", type=names(*DIRECTIONS), default=DIRECTIONS,
                         help=f"from {', '.join(DIRECTIONS)}")  # fmt: skip
     parser.add_argument("--no_dense", action="store_true", help="leave dense attention out")
-    default = Shape(1)
-    for name in SIZES:
-        parser.add_argument(f"--{name}", type=positive, default=getattr(default, name))
-    parser.add_argument("--seconds", type=seconds, default=1.0, help="device time a row, at most")
-    add_csv_argument(parser)
-    args = parser.parse_args(argv)
-    args.directions = args.directions.split(",")
-    if not set(args.directions) <= set(DIRECTIONS):
-        parser.error(
-            f"--directions must be from {', '.join(DIRECTIONS)}, got {','.join(args.directions)}"
-        )
+    args = parsed(parser, argv)
     if args.sfnsa is None and args.no_dense:
         parser.error("--sfnsa must name a checkout when --no_dense leaves nothing else")
     if args.sfnsa is not None and not (args.sfnsa / peer_sfnsa.PACKAGE / "__init__.py").is_file():
         parser.error(f"--sfnsa must be a folder with {peer_sfnsa.PACKAGE}/, got {args.sfnsa}")
-    check_sizes(parser, args)
-    check_flags(parser)
     return args
+
+
+def cases(
+    args: argparse.Namespace, package: ModuleType | None, about: dict[str, Any]
+) -> Iterator[Unbuilt]:
+    """Each length and direction against the peer in `package` and against dense attention."""
+    sizes = {name: getattr(args, name) for name in SIZES}
+    rivals: list[tuple[str, ModuleType | None, str | None]] = []
+    if package is not None:
+        rivals.append(("sfnsa", package, described(args.sfnsa)))
+    if not args.no_dense:
+        rivals.append(("dense", None, None))
+    for S, direction, rival in itertools.product(args.S_list, args.directions, rivals):
+        against, found, commit = rival
+        columns = {
+            "S": S, **sizes, "dtype": "bf16", **about, "direction": direction, "against": against,
+            "peer_commit": commit,
+        }  # fmt: skip
+        match = Match(Shape(S, **sizes), direction, columns, found)
+        yield Unbuilt("peers", f"peers/{direction}/S={S}", match.case, columns, match.more)
+        del match
+        torch.cuda.empty_cache()
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if not torch.cuda.is_available():
-        note("torch sees no CUDA device: nothing was timed", "warn")
-        return 3
-    package = peer_commit = None
-    if args.sfnsa is not None:
+    package = None
+    if args.sfnsa is not None and torch.cuda.is_available():
         try:
             package = peer_sfnsa.load(args.sfnsa)
         except Exception as error:  # whatever another project's import raises
             note(f"sfnsa cannot be imported: {type(error).__name__}: {error}", "warn")
             return 3
-        peer_commit = described(args.sfnsa)
-    gpu, clock = Gpu(), CudaClock()
-    about, ceiling = provenance(gpu), ceilings(gpu, out_dir())
-    budget = Budget(device_s=args.seconds, min_n=20, warm_s=0.05, warm_cap_s=1.0)
-    rivals = [("sfnsa", package)] * (package is not None) + [("dense", None)] * (not args.no_dense)
-    written, failed = [], False
-    for S, direction, (against, found) in itertools.product(args.S_list, args.directions, rivals):
-        shape = Shape(S, **{n: getattr(args, n) for n in SIZES})
-        columns = {
-            "S": S, **{n: getattr(args, n) for n in SIZES}, "dtype": "bf16", **about,
-            "direction": direction, "against": against,
-            "peer_commit": peer_commit if found else None,
-        }  # fmt: skip
-        match = Match(shape, direction, columns, found)
-        unbuilt = Unbuilt("peers", f"peers/{direction}/S={S}", match.case, columns)
-        row = measure(unbuilt, clock, gpu=gpu, ceiling=ceiling, budget=budget)
-        flat = row.csv()
-        if row.median_us is not None:
-            flat |= match.peaks(row.baseline)
-            flat["choice"] = match.peer.choice() if match.peer else None
-        written.append(flat)
-        failed |= row.status == "FAILED"
-        say(args, row.line())
-        write_so_far(args.csv, written, COLUMNS)
-        del match
-        torch.cuda.empty_cache()
-    write_csv(args.csv, written, COLUMNS)
-    return 1 if failed else 0
+    tools = card_tools(Budget(device_s=args.seconds, min_n=20, warm_s=0.05, warm_cap_s=1.0))
+    return time_cases(args, tools, COLUMNS, partial(cases, args, package))
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,33 +38,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import spent
-from bench.clock import CudaClock
-from bench.device import Gpu, ceilings
+from bench.main import bench_parser, card_tools, names, parsed, time_cases
 from bench.parity import measure_parity
 from bench.prefill_inputs import Pack, Prefill, Projections, sampled_gradients
 from bench.provenance import COLUMNS as PROVENANCE
-from bench.provenance import provenance
-from bench.records import (
-    add_csv_argument,
-    add_shrink_argument,
-    check_flags,
-    emit,
-    integers,
-    note,
-    out_dir,
-    positive,
-    say,
-    seconds,
-    shrunk,
-    write_csv,
-    write_so_far,
-)
-from bench.roofline import Shape, bytes_needed, check_sizes, flops
+from bench.records import BenchRow, emit, note, shrunk
+from bench.roofline import Shape, bytes_needed, flops
 from bench.sdpa_baselines import BACKENDS, promised, usable
-from bench.timing import Budget, Case, Contender, Unbuilt, measure
+from bench.timing import Budget, Case, Contender, Unbuilt
 from nsa import launches
 from nsa.plans import plan_call
 
+SIZES = {"B": 1, "HQ": 64, "G": 4, "D": 128, "Dv": 128, "l": 32, "d": 16, "l_sel": 64, "n_sel": 16,
+         "w": 512}  # fmt: skip
 PARTS = ("cmp", "sel", "win", "select", "turn")
 OPS = ("full", *PARTS, "pack")
 COLUMNS = (
@@ -75,8 +61,6 @@ COLUMNS = (
     "first_call_ms", "n", "base_peak_frac", "base_ran", "status", "why", "sm_mhz", "power_w",
     "peak_mem_mib", *PROVENANCE,
 )  # fmt: skip
-
-
 # What a call must launch; the launchers choose which of these kernels, and rows tell.
 KERNELS = {
     "cmp": ("_span_*",), "win": ("_span_*",), "sel": ("_block_attn_*",),
@@ -116,54 +100,47 @@ def judged(
                      same_dtype=lambda: truth(x.q.dtype), **more)  # fmt: skip
 
 
-def dense(
-    name: str, call: Callable[[], Any], x: Prefill, truth: Callable[[torch.dtype], Tensor],
-    *passes: bool,
-) -> Contender:  # fmt: skip
-    """Dense attention as a contender; passes: of forward (False) and backward (True) those that a
-    call makes."""
-    work = [sum(count(x.shape, "dense", backward) for backward in passes)
-            for count in (bytes_needed, flops)]  # fmt: skip
-    return judged(name, call, "sdpa", x, truth, bytes_needed=work[0], flops=work[1],
-                  attends=promised(name) if len(passes) == 1 else None)  # fmt: skip
+def work(shape: Shape, op: str, direction: str) -> dict[str, int]:
+    """bytes_needed and flops of a call that goes forward, backward ("bwd") or both ("fwd+bwd")."""
+    ways = [way == "bwd" for way in direction.split("+")]
+    counts = {"bytes_needed": bytes_needed, "flops": flops}
+    return {name: sum(count(shape, op, way) for way in ways) for name, count in counts.items()}
 
 
-def dense_forward(x: Prefill) -> list[Contender]:
-    truth = partial(x.exact, "dense")
-    return [dense(name, torch.no_grad()(run), x, truth, False) for name, run in dense_calls(x)]
+class Passes:
+    """Named forwards on one set of inputs (direction "fwd"), their backwards alone ("bwd"), or both
+    in one call ("fwd+bwd"); what a backward returns are the gradients.
 
+    fill(seed) writes new inputs. forwards: name -> (forward, its leaves); of "bwd" the forward runs
+    in refill(), outside of the clock. do: gradients of the outputs.
+    """
 
-def forward_case(
-    x: Prefill, op: str, columns: dict[str, Any], baselines: Sequence[Contender] | None = None
-) -> Case:
-    """baselines: what `full` is timed against, dense attention unless given."""
-    shape = x.shape
-    pick = lambda out: out[:, x.rows]
-    call = torch.no_grad()(lambda: x.forward(op))
+    def __init__(
+        self,
+        direction: str,
+        fill: Callable[[int], None],
+        forwards: Mapping[str, tuple[Callable[[], Any], Sequence[Tensor]]],
+        do: Any,
+    ) -> None:
+        self.direction, self.fill, self.forwards, self.do = direction, fill, forwards, do
+        self.out: dict[str, Any] = {}
+        for _, leaves in forwards.values() if direction != "fwd" else ():
+            for t in leaves:
+                t.requires_grad_(True)
 
-    def refill(seed: int) -> None:
-        x.refill(seed)
-        x.prepare(op)
+    def refill(self, seed: int) -> None:
+        self.out.clear()
+        self.fill(seed)
+        if self.direction == "bwd":
+            self.out.update({name: forward() for name, (forward, _) in self.forwards.items()})
 
-    def renew(seed: int) -> None:
-        x.renew(seed)
-        if op == "select":  # which gets the compressed branch's log-sum-exp of these queries
-            x.prepare(op)
-
-    oracle_fn, same, view = lambda: x.exact(op), lambda: x.exact(op, x.q.dtype), pick
-    if op == "select":
-        view, same = x.block_quality, None
-        oracle_fn = lambda: torch.ones(shape.B, len(x.at), shape.G, dtype=torch.float64)
-    if baselines is None:
-        baselines = dense_forward(x) if op == "full" else ()
-    return Case(
-        "prefill", f"prefill/{op}/fwd/S={shape.S}",
-        Contender("nsa" if op == "full" else f"nsa {op}", call, "triton", KERNELS[op]),
-        refill=refill, inputs=x.inputs, oracle=oracle_fn, same_dtype=same, baselines=baselines,
-        view=view, renew=renew, distinct=op != "select",
-        bytes_needed=bytes_needed(shape, op), flops=flops(shape, op),
-        columns={**columns, "op": op, "direction": "fwd", "compared": x.compared},
-    )  # fmt: skip
+    def call(self, name: str) -> Callable[[], Any]:
+        forward, leaves = self.forwards[name]
+        if self.direction == "fwd":
+            return torch.no_grad()(forward)
+        if self.direction == "bwd":
+            return lambda: torch.autograd.grad(self.out[name], leaves, self.do, retain_graph=True)
+        return lambda: torch.autograd.grad(forward(), leaves, self.do)
 
 
 def check_key_gradients(
@@ -192,48 +169,66 @@ def check_key_gradients(
             path_requested=path, path_taken=path, launches=seen, expect_kernels=kernels, seed=0,
             limit_mae=2e-3 * size,
         )  # fmt: skip
-        emit("parity", dataclasses.asdict(parity))
+        emit("parity", asdict(parity))
         if parity.status != "PASS":
             raise AssertionError(f"gradient {i} of {op}{of}: {'; '.join(parity.why)}")
 
 
-def backward_case(x: Prefill, op: str, columns: dict[str, Any]) -> Case:
-    """The backward alone; in each check dq of the sampled queries is held against fp64."""
-    shape = x.shape
-    state: dict[str, Any] = {}
-    rivals = dense_calls(x) if op == "full" else []
+def attention_case(
+    x: Prefill, op: str, direction: str, columns: dict[str, Any],
+    baselines: Sequence[Contender] | None = None,
+) -> Case:  # fmt: skip
+    """One op, forward, the backward alone, or both in one call; where there is a backward, dq of
+    the sampled queries is held against fp64 in each check, the other gradients once here.
 
-    def refill(seed: int) -> None:
-        state.clear()
+    baselines: what `full` is timed against, dense attention unless given.
+    """
+    shape, forward = x.shape, direction == "fwd"
+    name = "nsa" if op == "full" else f"nsa {op}"
+    rivals = dense_calls(x) if op == "full" and baselines is None else []
+    renewed = {"fwd": ("q",), "bwd": ("do",), "fwd+bwd": ("q", "do")}[direction]
+
+    def fill(seed: int) -> None:
         x.refill(seed)
         x.prepare(op)
-        leaves = x.leaves(op)
-        for t in leaves:
-            t.requires_grad_(True)
-        state.update(out=x.forward(op), leaves=leaves, dense={n: run() for n, run in rivals})
 
-    def call() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(state["out"], state["leaves"], x.do, retain_graph=True)
+    def renew(seed: int) -> None:
+        x.renew(seed, renewed)
+        if op == "select":  # which gets the compressed branch's log-sum-exp of these queries
+            x.prepare(op)
 
-    def dense_call(name: str) -> Callable[[], tuple[Tensor, ...]]:
-        return lambda: torch.autograd.grad(
-            state["dense"][name], (x.q, x.k_sel, x.v_sel), x.do, retain_graph=True
-        )
+    def truth(part: str, dtype: torch.dtype = torch.float64) -> Tensor:
+        return x.exact(part, dtype) if forward else sampled_gradients(x, part, dtype)[0]
 
-    dq = lambda part, dtype: sampled_gradients(x, part, dtype)[0]
-    refill(0)
-    check_key_gradients(x, op, state)
+    forwards = {name: (lambda: x.forward(op), x.leaves(op))}
+    forwards |= {rival: (run, (x.q, x.k_sel, x.v_sel)) for rival, run in rivals}
+    passes = Passes(direction, fill, forwards, x.do)
+    ways = {"fwd": KERNELS, "bwd": BACKWARD_KERNELS}
+    kernels = tuple(kernel for way in direction.split("+") for kernel in ways[way][op])
+    if not forward:
+        passes.refill(0)
+        out = passes.out[name] if direction == "bwd" else x.forward(op)
+        check_key_gradients(x, op, {"out": out, "leaves": x.leaves(op)})
+    oracle, same = partial(truth, op), lambda: truth(op, x.q.dtype)
+    view = lambda result: (result if forward else result[0])[:, x.rows]
+    if op == "select":
+        view, same = x.block_quality, None
+        oracle = lambda: torch.ones(shape.B, len(x.at), shape.G, dtype=torch.float64)
+    if baselines is None:
+        baselines = [
+            judged(
+                rival, passes.call(rival), "sdpa", x, partial(truth, "dense"),
+                attends=promised(rival) if direction != "fwd+bwd" else None,
+                **work(shape, "dense", direction),
+            )
+            for rival, _ in rivals
+        ]  # fmt: skip
     return Case(
-        "prefill", f"prefill/{op}/bwd/S={shape.S}",
-        Contender("nsa" if op == "full" else f"nsa {op}", call, "triton", BACKWARD_KERNELS[op]),
-        refill=refill, inputs=x.inputs, oracle=lambda: dq(op, torch.float64),
-        same_dtype=lambda: dq(op, x.q.dtype),
-        baselines=[
-            dense(name, dense_call(name), x, partial(dq, "dense"), True) for name, _ in rivals
-        ],
-        view=lambda grads: grads[0][:, x.rows], renew=partial(x.renew, names=("do",)),
-        bytes_needed=bytes_needed(shape, op, backward=True), flops=flops(shape, op, backward=True),
-        columns={**columns, "op": op, "direction": "bwd", "compared": x.compared},
+        "prefill", f"prefill/{op}/{direction}/S={shape.S}",
+        Contender(name, passes.call(name), "triton", kernels),
+        refill=passes.refill, inputs=x.inputs, oracle=oracle, same_dtype=same, baselines=baselines,
+        view=view, renew=renew, distinct=op != "select", **work(shape, op, direction),
+        columns={**columns, "compared": x.compared},
     )  # fmt: skip
 
 
@@ -241,69 +236,41 @@ def turn_case(x: Projections, direction: str, columns: dict[str, Any]) -> Case:
     """The rotary turn of a layer's projections, which is no part of full: either way, all columns
     of the sampled tokens."""
     shape, backward = x.shape, direction == "bwd"
-    state: dict[str, Any] = {}
-
-    def refill(seed: int) -> None:
-        state.clear()
-        x.refill(seed)
-        if backward:
-            state["out"] = x.forward()
-
-    def call() -> Any:
-        if not backward:
-            with torch.no_grad():
-                return x.forward()
-        return torch.autograd.grad(state["out"], x.qkv, x.do, retain_graph=True)
-
-    x.qkv.requires_grad_(backward)
+    passes = Passes(direction, x.refill, {"nsa turn": (x.forward, [x.qkv])}, x.do)
     return Case(
         "prefill", f"prefill/turn/{direction}/S={shape.S}",
-        Contender("nsa turn", call, "triton", KERNELS["turn"]),
-        refill=refill, inputs=x.inputs, oracle=lambda: x.exact(backward=backward),
+        Contender("nsa turn", passes.call("nsa turn"), "triton", KERNELS["turn"]),
+        refill=passes.refill, inputs=x.inputs, oracle=lambda: x.exact(backward=backward),
         same_dtype=lambda: x.exact(x.qkv.dtype, backward),
         view=lambda out: out[0][:, x.sampled_rows] if backward else x.rows(out),
         renew=partial(x.renew, backward=backward),
-        bytes_needed=bytes_needed(shape, "turn"), flops=flops(shape, "turn"),
-        columns={**columns, "op": "turn", "direction": direction,
-                 "compared": f"{len(x.at)} of {shape.S} tokens"},
+        **work(shape, "turn", direction),
+        columns={**columns, "compared": f"{len(x.at)} of {shape.S} tokens"},
     )  # fmt: skip
 
 
 def pack_case(x: Pack, direction: str, columns: dict[str, Any]) -> Case:
     """A pack of one long and many short sequences against these two kinds, one after the other."""
     shape, backward = x.shape, direction == "bwd"
-    leaves, state = x.leaves("full"), {}
-    makers = {"nsa pack": lambda: x.forward("full"), "nsa its parts": x.parts}
-
-    def refill(seed: int) -> None:
-        state.clear()
-        x.refill(seed)
-        for t in leaves:
-            t.requires_grad_(backward)
-        if backward:
-            state.update({name: make() for name, make in makers.items()})
-
-    def call(name: str) -> Any:
-        if not backward:
-            with torch.no_grad():
-                return makers[name]()
-        return torch.autograd.grad(state[name], leaves, x.do, retain_graph=True)
+    forwards = {"nsa pack": lambda: x.forward("full"), "nsa its parts": x.parts}
+    passes = Passes(
+        direction, x.refill, {n: (make, x.leaves("full")) for n, make in forwards.items()}, x.do
+    )
 
     def exact(dtype: torch.dtype = torch.float64) -> Tensor:
         return sampled_gradients(x, "full", dtype)[0] if backward else x.exact("full", dtype)
 
     kernels = (BACKWARD_KERNELS if backward else KERNELS)["full"]
-    whole, parts = (Contender(name, partial(call, name), "triton", kernels) for name in makers)
-    short = dataclasses.replace(shape, S=x.SHORT, B=len(x.begins) - 1)
-    kinds = dataclasses.replace(shape, S=x.long), short
+    whole, parts = (Contender(n, passes.call(n), "triton", kernels) for n in forwards)
+    shapes = replace(shape, S=x.long), replace(shape, S=x.SHORT, B=len(x.begins) - 1)
+    kinds = [work(kind, "full", direction) for kind in shapes]
     return Case(
-        "prefill", f"prefill/pack/{direction}/S={shape.S}", whole, refill=refill, inputs=x.inputs,
-        oracle=exact, same_dtype=lambda: exact(x.q.dtype), baselines=[parts],
+        "prefill", f"prefill/pack/{direction}/S={shape.S}", whole, refill=passes.refill,
+        inputs=x.inputs, oracle=exact, same_dtype=lambda: exact(x.q.dtype), baselines=[parts],
         view=lambda result: (result[0] if backward else result)[:, x.rows],
         renew=partial(x.renew, names=("do",) if backward else ("q",)),
-        bytes_needed=sum(bytes_needed(kind, "full", backward) for kind in kinds),
-        flops=sum(flops(kind, "full", backward) for kind in kinds),
-        columns={**columns, "op": "pack", "direction": direction, "compared": x.compared},
+        **{name: sum(kind[name] for kind in kinds) for name in kinds[0]},
+        columns={**columns, "compared": x.compared},
     )  # fmt: skip
 
 
@@ -311,9 +278,11 @@ def case_of(shape: Shape, op: str, direction: str, columns: dict[str, Any]) -> C
     if op == "turn":
         return turn_case(Projections(shape), direction, columns)
     if op == "pack":
-        return pack_case(Pack(dataclasses.replace(shape, B=1)), direction, {**columns, "B": 1})
-    make = forward_case if direction == "fwd" else backward_case
-    return make(Prefill(shape), op, columns)
+        return pack_case(Pack(replace(shape, B=1)), direction, {**columns, "B": 1})
+    return attention_case(Prefill(shape), op, direction, columns)
+
+
+Cell = tuple[Shape, str, str]  # sizes, op, direction
 
 
 def call_once(shape: Shape, op: str, direction: str) -> None:
@@ -335,8 +304,8 @@ def call_once(shape: Shape, op: str, direction: str) -> None:
                 torch.autograd.grad(out, leaves, x.do)
 
 
-def compile_cells(cells: Sequence[tuple[Shape, str, str]]) -> None:
-    """Compile what the cases of these (shape, op, direction) launch, side by side. What one of them
+def compile_cells(cells: Iterable[Cell]) -> None:
+    """Compile what the cases of these cells launch, side by side. What one of them
     meets, such as too little memory, is its measurement's to tell."""
     found: list[Any] = []
     for cell in cells:
@@ -362,78 +331,64 @@ def _compile(found: list[Any]) -> None:
     found.clear()
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--S_list", type=integers, default=[8192, 32768], help="tokens")
-    parser.add_argument("--ops", help=f"from {','.join(OPS)}; default full, parts at the longest S")
-    parser.add_argument("--directions", default="fwd,bwd", help="fwd, bwd or both")
-    for name, value in (("B", 1), ("HQ", 64), ("G", 4), ("D", 128), ("Dv", 128), ("l", 32),
-                        ("d", 16), ("l_sel", 64), ("n_sel", 16), ("w", 512)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=positive, default=value)
-    parser.add_argument("--seconds", type=seconds, default=1.0, help="device time a case, at most")
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = bench_parser(__doc__, lengths=[8192, 32768], sizes=SIZES, device_s=1.0)
+    parser.add_argument("--ops", type=names(*OPS), help=f"from {','.join(OPS)}; default full, "
+                        "parts at the longest S")  # fmt: skip
+    parser.add_argument("--directions", type=names("fwd", "bwd"), default=["fwd", "bwd"],
+                        help="fwd, bwd or both")  # fmt: skip
     parser.add_argument("--compile_only", action="store_true", help="compile, and time nothing")
-    add_csv_argument(parser)
-    add_shrink_argument(parser)
-    args = parser.parse_args(argv)
-    args.longest_alone = PARTS if args.ops is None else ()
-    args.ops = ["full", *PARTS] if args.ops is None else args.ops.split(",")
-    args.directions = args.directions.split(",")
-    if not set(args.ops) <= set(OPS):
-        parser.error(f"--ops must be from {', '.join(OPS)}, got {','.join(args.ops)}")
-    if not set(args.directions) <= {"fwd", "bwd"}:
-        parser.error(f"--directions must be from fwd, bwd, got {','.join(args.directions)}")
-    check_sizes(parser, args)
-    check_flags(parser)
+    args = parsed(parser, argv)
     args.S_list = shrunk("--S_list", args.S_list, args.shrink, 64)
     return args
 
 
+def cells(args: argparse.Namespace) -> Iterator[Cell]:
+    """Each op, length and direction; without --ops the longest S alone has the parts."""
+    sizes = {name: getattr(args, name) for name in SIZES}
+    ops, alone = (args.ops, ()) if args.ops else (("full", *PARTS), PARTS)
+    for op, S, direction in itertools.product(ops, args.S_list, args.directions):
+        if (op, direction) != ("select", "bwd") and (op not in alone or S == max(args.S_list)):
+            yield Shape(S, **sizes), op, direction
+
+
+def cases(args: argparse.Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
+    parts = budget_of(args)
+    # What speeds are told by; long calls at full power settle late.
+    whole = replace(parts, device_s=2 * args.seconds, warm_s=0.3)
+    for shape, op, direction in cells(args):
+        sizes = {name: getattr(shape, name) for name in ("S", *SIZES)}
+        columns = {**sizes, "dtype": "bf16", **about, "op": op, "direction": direction}
+        torch.cuda.reset_peak_memory_stats()
+        yield Unbuilt(
+            "prefill", f"prefill/{op}/{direction}/S={shape.S}",
+            partial(case_of, shape, op, direction, columns), columns, peak_memory,
+            whole if op == "full" else parts,
+        )  # fmt: skip
+        torch.cuda.empty_cache()
+
+
+def peak_memory(row: BenchRow) -> dict[str, int]:
+    return {"peak_mem_mib": round(torch.cuda.max_memory_allocated() / 2**20)}
+
+
+def budget_of(args: argparse.Namespace) -> Budget:
+    return Budget(device_s=args.seconds, min_n=20, warm_s=0.05, warm_cap_s=1.0)
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if not torch.cuda.is_available():
-        note("torch sees no CUDA device: nothing was timed", "warn")
-        return 3
-    names = ("B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w")
-    shape_of = lambda S: Shape(S, **{n: getattr(args, n) for n in names})
-    cells = [
-        (op, S, direction)
-        for op, S, direction in itertools.product(args.ops, args.S_list, args.directions)
-        if (op, direction) != ("select", "bwd")
-        and (op not in args.longest_alone or S == max(args.S_list))
-    ]
-    spent.begin()
-    if args.compile_only:  # beside others
-        torch.cuda.set_per_process_memory_fraction(0.25)
-    with spent.on("compiling"):
-        compile_cells([(shape_of(S), op, direction) for op, S, direction in cells])
-    if args.compile_only:
-        return 0
-    gpu, clock = Gpu(), CudaClock()
-    about, ceiling = provenance(gpu), ceilings(gpu, out_dir())
-    parts = Budget(device_s=args.seconds, min_n=20, warm_s=0.05, warm_cap_s=1.0)
-    # What speeds are told by; long calls at full power settle late.
-    whole = dataclasses.replace(parts, device_s=2 * args.seconds, warm_s=0.3)
-    written, failed = [], False
-    for op, S, direction in cells:
-        shape = shape_of(S)
-        columns = {"S": S, **{n: getattr(args, n) for n in names}, "dtype": "bf16", **about}
-        torch.cuda.reset_peak_memory_stats()
-        name = f"prefill/{op}/{direction}/S={S}"
-        about_case = {**columns, "op": op, "direction": direction}
-        build = partial(case_of, shape, op, direction, columns)
-        row = measure(Unbuilt("prefill", name, build, about_case), clock, gpu=gpu, ceiling=ceiling,
-                      budget=whole if op == "full" else parts)  # fmt: skip
-        peak = torch.cuda.max_memory_allocated() / 2**20
-        flat = row.csv()
-        written.append({**flat, "dense_ms": flat["base_ms"], "peak_mem_mib": round(peak)})
-        failed |= row.status == "FAILED"
-        say(args, row.line())
-        write_so_far(args.csv, written, COLUMNS)
-        torch.cuda.empty_cache()
-    write_csv(args.csv, written, COLUMNS)
-    return 1 if failed else 0
+    if torch.cuda.is_available():
+        spent.begin()
+        if args.compile_only:  # beside others
+            torch.cuda.set_per_process_memory_fraction(0.25)
+        with spent.on("compiling"):
+            compile_cells(cells(args))
+        if args.compile_only:
+            return 0
+    aliases = {"dense_ms": "base_ms"}
+    tools = card_tools(budget_of(args))
+    return time_cases(args, tools, COLUMNS, partial(cases, args), aliases)
 
 
 if __name__ == "__main__":

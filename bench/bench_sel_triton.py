@@ -36,6 +36,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,28 +45,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
-from bench import spent
 from bench.clock import CudaClock, busy_clock
-from bench.device import Gpu, ceilings
+from bench.main import bench_parser, card_tools, names, parsed, time_cases
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
-from bench.records import (
-    add_csv_argument,
-    add_shrink_argument,
-    check_flags,
-    emit,
-    integers,
-    note,
-    out_dir,
-    positive,
-    say,
-    seconds,
-    shrunk,
-    write_csv,
-    write_so_far,
-)
+from bench.records import BenchRow, emit, integers, positive, say, shrunk, write_csv
 from bench.sdpa_baselines import packed_baselines, promised
-from bench.timing import Budget, Case, Contender, Unbuilt, measure
+from bench.timing import Budget, Case, Contender, Unbuilt
 from nsa import selection_attention
 from nsa.errors import is_sticky
 from nsa.flags import get_flags
@@ -348,7 +334,7 @@ def case_of(cell: Cell, rows: Rows, flags: Any, columns: dict[str, Any]) -> Case
     )  # fmt: skip
 
 
-def cases(args: argparse.Namespace) -> Iterator[Cell]:
+def cells(args: argparse.Namespace) -> Iterator[Cell]:
     """Every combination of the sizes, in the order of the lengths; repeats are far apart."""
     widths = [(D, Dv) for D in args.D for Dv in args.Dv or [D]]
     dists = ["blocks"] if args.decode else args.dist
@@ -369,7 +355,7 @@ def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> list[dict[s
 
     say(args, f"tiles: {' x '.join(f'{k} {v}' for k, v in SWEEP.items())}; block_dv = block_d")
     written: list[dict[str, Any]] = []
-    for cell in cases(args):
+    for cell in cells(args):
         if cell.mode not in ("dense", "varlen"):
             continue
         rows, L = cell.rows(DTYPES[args.dtype]), cell.L
@@ -409,41 +395,30 @@ def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> list[dict[s
     return written
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = bench_parser(__doc__, device_s=0.25)
     for name, default, what in (
         ("N", [256], "rows (query, group), default 256"), ("H", None, "heads per row, default 8"),
         ("D", [64], "query and key head size, default 64"), ("Dv", None, "value size, default D"),
+        ("L_list", None, "selected keys per row"), ("streams", [1], "CUDA streams: 1, 2 or 1,2"),
+        ("n_sel", [8, 16], "blocks per row with --decode 1"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=integers, default=default, help=f"{what}; a,b,c")
-    parser.add_argument("--L_list", type=integers, default=None, help="selected keys per row")
-    parser.add_argument("--dist", default="few,many,mixed", help="few, many, mixed: one or more")
+    parser.add_argument("--dist", type=names(*DISTRIBUTIONS), default=list(DISTRIBUTIONS),
+                        help="few, many, mixed: one or more")  # fmt: skip
     parser.add_argument("--iters", type=positive, default=30, help="least samples of each side")
     parser.add_argument("--warmup", type=int, default=10, help="least warm-up calls")
-    parser.add_argument("--streams", type=integers, default=[1], help="CUDA streams: 1, 2 or 1,2")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--decode", type=int, choices=(0, 1), default=0, help="mode decode alone")
     only.add_argument("--route", type=int, choices=(0, 1), default=0, help="mode route alone")
-    parser.add_argument(
-        "--n_sel", type=integers, default=[8, 16], help="blocks per row with --decode 1"
-    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    parser.add_argument("--seconds", type=seconds, default=0.25, help="device time a case, at most")
     parser.add_argument("--repeat", type=positive, default=1, help="time the matrix that often")
     parser.add_argument("--sweep", type=int, default=0, metavar="TOP", help="time tile choices")
-    add_csv_argument(parser)
-    add_shrink_argument(parser)
-    args = parser.parse_args(argv)
+    args = parsed(parser, argv)
     if args.route and args.streams != [1]:
         parser.error(f"--streams must be 1 with --route 1, got {args.streams}")
     args.L_list = args.L_list or ([128, 256, 512] if args.decode else [64, 128, 256, 512, 1024])
     args.H = args.H or ([2, 4] if args.decode else [8])
-    args.dist = args.dist.split(",")
-    if not set(args.dist) <= set(DISTRIBUTIONS) or len(set(args.dist)) < len(args.dist):
-        parser.error(f"--dist must be from {', '.join(DISTRIBUTIONS)}, each once, "
-                     f"got {','.join(args.dist)}")  # fmt: skip
     for name in ("warmup", "sweep"):
         if getattr(args, name) < 0:
             parser.error(f"--{name} must be 0 or more, got {getattr(args, name)}")
@@ -455,7 +430,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         most = min(MAX_STREAMS, *args.N)
         parser.error(f"--streams must be at most {most} ({MAX_STREAMS}, and a row of --N for each),"
                      f" got {max(args.streams)}")  # fmt: skip
-    check_flags(parser)
     if args.decode:
         if min(args.n_sel) < 3:  # the first block and the last two are always among them
             parser.error(f"--n_sel must be at least 3, got {min(args.n_sel)}")
@@ -467,26 +441,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    if not torch.cuda.is_available():
-        note("torch sees no CUDA device: nothing was timed", "warn")
-        return 3
-    spent.begin()
-    gpu, clock = Gpu(), busy_clock() if args.route else CudaClock()
-    flags, about = get_flags(gpu.name), provenance(gpu)
-    if args.sweep:
-        tried = sweep(args, clock, flags)
-        write_csv(args.csv, [{**row, **about} for row in tried], SWEEP_COLUMNS)
-        return 0
-    # Packing takes the host 4 ms a call, and its kernels are warm after some twenty.
-    budget = Budget(
-        device_s=args.seconds, min_n=args.iters, warm_calls=args.warmup,
-        warm_cap_s=0.5 if args.route else Budget.warm_cap_s,
-    )  # fmt: skip
-    ceiling = ceilings(gpu, out_dir())
-    written, failed = [], False
-    matrix = list(cases(args))
+def cases(
+    args: argparse.Namespace, flags: Any, clock: CudaClock, about: dict[str, Any]
+) -> Iterator[Unbuilt]:
+    """Each cell, and how far that is."""
+    matrix = list(cells(args))
     for number, cell in enumerate(matrix, 1):
         columns = {**cell._asdict(), "dtype": args.dtype, **about}
         made: list[Rows] = []
@@ -495,21 +454,34 @@ def main(argv: list[str] | None = None) -> int:
             made.append(cell.rows(DTYPES[args.dtype]))
             return case_of(cell, made[0], flags, columns)
 
-        unbuilt = Unbuilt("sel", cell.name, build, columns)
-        row = measure(unbuilt, clock, gpu=gpu, ceiling=ceiling, budget=budget)
-        pack_ms = None
-        if row.median_us is not None and made[0].cache and not args.route:
-            pack_ms = statistics.median(clock.run([made[0].pack] * 12, cold=True)[2:]) / 1e3
-        flat = row.csv()
-        names = {"tri_ms": flat["ms"], "ref_ms": flat["base_ms"], "pack_ms": pack_ms}
-        written.append({**flat, **names})
-        failed |= row.status == "FAILED"
-        say(args, row.line())
-        write_so_far(args.csv, written, COLUMNS)
+        def pack(row: BenchRow, made: list = made) -> dict[str, float]:
+            if row.median_us is None or not made[0].cache or args.route:
+                return {}
+            times = clock.run([made[0].pack] * 12, cold=True)[2:]
+            return {"pack_ms": statistics.median(times) / 1e3}
+
+        yield Unbuilt("sel", cell.name, build, columns, pack)
         done = {"done": number, "total": len(matrix), "text": f"{number} of {len(matrix)} cells"}
         emit("progress", done)
-    write_csv(args.csv, written, COLUMNS)
-    return 1 if failed else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    # Packing takes the host 4 ms a call, and its kernels are warm after some twenty.
+    budget = Budget(
+        device_s=args.seconds, min_n=args.iters, warm_calls=args.warmup,
+        warm_cap_s=0.5 if args.route else Budget.warm_cap_s,
+    )  # fmt: skip
+    tools = card_tools(budget, busy_clock if args.route else None)
+    if not tools:
+        return 3
+    clock, flags = tools["clock"], get_flags(tools["gpu"].name)
+    if args.sweep:
+        about, tried = provenance(tools["gpu"]), sweep(args, clock, flags)
+        write_csv(args.csv, [{**row, **about} for row in tried], SWEEP_COLUMNS)
+        return 0
+    aliases = {"tri_ms": "ms", "ref_ms": "base_ms"}
+    return time_cases(args, tools, COLUMNS, partial(cases, args, flags, clock), aliases)
 
 
 if __name__ == "__main__":

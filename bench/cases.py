@@ -67,9 +67,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Unbuilt:
-    """A case whose inputs measure() makes: too little memory for them is a row as well."""
+    """A case whose inputs measure() makes: too little memory for them is a row as well.
+
+    more(row): what the CSV gets besides, once it was timed. budget: a timing.Budget of its own.
+    """
 
     bench: str
     name: str
     build: Callable[[], Case]
     columns: Mapping[str, Any] = field(default_factory=dict)
+    more: Callable[[Any], dict[str, Any]] | None = None
+    budget: Any = None

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.prefill_inputs import attend
 from bench.records import note
 from bench.sdpa_baselines import BACKENDS, promised, usable
 from bench.timing import Contender
@@ -361,11 +362,11 @@ class Step:
         c, q, n = self.config, self.q[:, i : i + 1], self.S - self.T + 1 + i
         if branch == "cmp":
             seen = blocks.num_compressed(n, c.l, c.d)
-            return plain_attention(q, *(x[:, :seen] for x in self.cache.compressed()))
+            return attend(q, *(x[:, :seen] for x in self.cache.compressed()))
         if branch == "win":
             k, v = self.cache.window(self.T)
             end = k.shape[1] - (self.S - n)
-            return plain_attention(q, *(x[:, max(end - c.w, 0) : end] for x in (k, v)))
+            return attend(q, *(x[:, max(end - c.w, 0) : end] for x in (k, v)))
         k, v = self.cache.selectable()
         h = self.config.heads_per_group
         size = self.config.l_sel
@@ -377,8 +378,8 @@ class Step:
                     for t in range(j * size, min((j + 1) * size, n))
                 ]  # fmt: skip
                 heads = q[b : b + 1, :, g * h : (g + 1) * h]
-                parts.append(plain_attention(heads, k[b : b + 1, at, g : g + 1],
-                                             v[b : b + 1, at, g : g + 1]))  # fmt: skip
+                keys, values = (x[b : b + 1, at, g : g + 1] for x in (k, v))
+                parts.append(attend(heads, keys, values))
         return torch.cat(parts, 2).view(k.shape[0], 1, self.config.heads, -1)
 
     def total_plain(self, chosen: Tensor) -> Tensor:
@@ -406,17 +407,6 @@ def _by_sequence(attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return torch.cat([
         attend(*(wide(x[b : b + 1]) for x in tensors)) for b in range(len(tensors[0]))
     ])  # fmt: skip
-
-
-@torch.no_grad()
-def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B, 1, HQ, Dk] over all of k [B, N, G, Dk], v: matmul, softmax, matmul in q's dtype."""
-    if k.shape[1] == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[-1])
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    rows = q.unflatten(2, (k.shape[1], -1)).squeeze(1)  # [B, G, h, Dk]
-    scores = (rows @ k.transpose(2, 3)) * q.shape[-1] ** -0.5
-    return (scores.softmax(-1) @ v).flatten(1, 2)[:, None]
 
 
 def dense_contenders(step: Step) -> list[Contender]:
@@ -465,7 +455,7 @@ def dense_contenders(step: Step) -> list[Contender]:
     return [
         Contender(
             found.label(name), call, "sdpa", oracle=step.dense_truth,
-            same_dtype=lambda: plain_attention(q, *step.cache.selectable()),
+            same_dtype=lambda: attend(q, *step.cache.selectable()),
             bytes_needed=(keys + B * HQ) * width * q.element_size(),
             flops=2 * keys * (HQ // G) * width, attends=promised(name),
         )

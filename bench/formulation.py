@@ -22,12 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.cases import Contender
 from bench.clock import Clock
+from bench.recorded import Record
 
 _FUSED = re.compile(r"(flash|efficient|cudnn)_attention")
 _COPIES = ("clone", "copy_", "contiguous", "repeat", "cat", "index_select")
 FAR = 4.0  # times what another size of it takes for its work
 LEAST_SHARE = 0.15  # of its ceiling, which every fused attention reaches in longer calls
 LONG_US = 150.0
+# Over what the same baseline took in the same case on such a card. Committed times of several days
+# and boxes differ by 3 % at most; a capped card or another cuDNN may take twice as long.
+FAR_OVER_RECORD = 2.5
+RECORD_SLACK_US = 30.0  # of what a slow host leaves between short kernels
 OWN_FACTOR = 3.0  # what a baseline may take over its operators alone: Python, and cold caches
 OWN_SLACK_US = {True: 20.0, False: 150.0}  # by whether the clock leaves the host out
 REPLAYED = 64  # operators; a call of more is another kind of program
@@ -140,3 +145,10 @@ def why_slow(contender: Contender, now: Reached, before: Sequence[Reached]) -> s
                 f"{other.share:.1%} in {other.us:.0f} us at another size"
             )
     return None
+
+
+def why_slower_than_recorded(us: float, record: Record | None) -> str | None:
+    """Why a baseline's time is several times what the committed rows of such a card say."""
+    if record is None or us <= FAR_OVER_RECORD * record.us + RECORD_SLACK_US:
+        return None
+    return f"it takes {us:.0f} us here, and on such a card it took {record.us:.0f} ({record.file})"

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,12 +158,9 @@ def measure_parity(
 
 
 def assert_parity(
-    case: str, op: str, out: Tensor, oracle: Tensor, same_dtype: Tensor | None = None, *,
-    path_requested: str | None, path_taken: str | None, launches: Mapping[str, int] | None = None,
-    expect_kernels: Sequence[str] = (), fallback_reason: str | None = None,
-    seed: int | None = None, limit_mae: float | None = None, rows: bool = True,
-) -> Parity:  # fmt: skip
-    """Emit a "parity" record and raise AssertionError unless it is a PASS.
+    case: str, op: str, out: Tensor, oracle: Tensor, same_dtype: Tensor | None = None, **how: Any
+) -> Parity:
+    """Emit a "parity" record and raise AssertionError unless it is a PASS; how: as measure_parity.
 
     out: what the kernel returned. oracle: the same quantity in fp64. same_dtype: the plain PyTorch
     computation in out's dtype; None only where there is none. PASS needs all of:
@@ -173,11 +171,7 @@ def assert_parity(
     launches.recording() collected them). On route "triton" the record's path_taken names the
     variants that `launches` shows, whatever the caller says.
     """
-    parity = measure_parity(
-        case, op, out, oracle, same_dtype, path_requested=path_requested, path_taken=path_taken,
-        launches=launches, expect_kernels=expect_kernels, fallback_reason=fallback_reason,
-        seed=seed, limit_mae=limit_mae, rows=rows,
-    )  # fmt: skip
+    parity = measure_parity(case, op, out, oracle, same_dtype, **how)
     emit("parity", dataclasses.asdict(parity))
     assert parity.status == "PASS", f"{case} {op}: {parity.status}: " + "; ".join(parity.why)
     return parity

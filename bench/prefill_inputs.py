@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from bench.roofline import Shape
 from nsa import reference, select
 from nsa.blocks import cu_seqlens_compressed, num_compressed, visible_compressed
+
+Take = Callable[[str, int, int], Tensor]  # rows a .. b of an input, by its name
 
 
 def sampled(shape: Shape, samples: int) -> list[int]:
@@ -137,51 +140,22 @@ class Prefill:
         """First row, and first compressed row, of query t's sequence, and its position there."""
         return 0, 0, t
 
-    def one(self, t: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """Queries at t and the keys that each branch shows them: (q, k, v) in `dtype`."""
-        s = self.shape
-        q = self.q[:, t : t + 1].detach().to(dtype)
+    def row(self, part: str, t: int, q: Tensor, rows: Take) -> Tensor:
+        """What the query q at t must give; rows: the inputs, in the dtype that is wanted."""
         first, first_cmp, at = self.where(t)
-        seen = visible_compressed(at, s.l, s.d)
-        take = lambda k, v, a, b: (q, k[:, a:b].detach().to(dtype), v[:, a:b].detach().to(dtype))
-        return {
-            "cmp": take(self.k_cmp, self.v_cmp, first_cmp, first_cmp + seen),
-            "win": take(self.k_win, self.v_win, max(first, t + 1 - s.w), t + 1),
-            "dense": take(self.k_sel, self.v_sel, first, t + 1),
-        }
+
+        def take(name: str, a: int, b: int) -> Tensor:
+            begin = first_cmp if name.endswith("cmp") else first
+            return rows(name, begin + a, begin + b)
+
+        chosen = None if self.blocks is None else self.blocks[:, t : t + 1]
+        return row_output(part, self.shape, at, q, take, chosen)
 
     @torch.no_grad()
     def exact(self, op: str, dtype: torch.dtype = torch.float64) -> Tensor:
         """Results of the sampled queries [B, n, HQ, Dv] by plain attention in `dtype`."""
-        rows = []
-        for t in self.at:
-            keys = self.one(t, dtype)
-            part = {n: attend(*keys[n]) for n in keys if op in (n, "full") and n != "dense"}
-            if op == "dense":
-                part = {"dense": attend(*keys["dense"])}
-            if op in ("sel", "full"):
-                part["sel"] = self.selected(t, dtype)
-            if op == "full":
-                g = self.gates[:, t : t + 1].detach().to(dtype)
-                rows.append(g[..., :1] * part["cmp"] + g[..., 1:2] * part["sel"]
-                            + g[..., 2:] * part["win"])  # fmt: skip
-            else:
-                rows.append(part[op])
-        return torch.cat(rows, 1)
-
-    def selected(self, t: int, dtype: torch.dtype) -> Tensor:
-        q = self.q[:, t : t + 1].detach().to(dtype)
-        k, v = (x.detach().to(dtype) for x in (self.k_sel, self.v_sel))
-        return self.attend_selected(t, q, k, v)
-
-    def attend_selected(self, t: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Query t over its chosen blocks of all keys k and values v."""
-        first, _, at = self.where(t)
-        spans = select.blocks_to_ranges(
-            self.blocks[:, t : t + 1], self.shape.l_sel, torch.tensor([at], device=q.device)
-        )
-        clean = select.clean_ranges(spans, at + 1)
-        return reference.selection_attention(q, k[:, first : t + 1], v[:, first : t + 1], clean)
+        rows = lambda name, a, b: getattr(self, name)[:, a:b].detach().to(dtype)
+        return torch.cat([self.row(op, t, rows("q", t, t + 1), rows) for t in self.at], 1)
 
     def block_quality(self, chosen: Tensor) -> Tensor:
         """Per sampled query and group [B, n, G]: the chosen blocks' scores over the best possible.
@@ -260,12 +234,40 @@ class Pack(Prefill):
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [B, 1, HQ, D] over all of k [B, N, G, D], v: softmax attention in the tensors' dtype."""
-    h = q.shape[2] // k.shape[2]
     if k.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], v.shape[-1])
-    k, v = (x.transpose(1, 2).repeat_interleave(h, 1) for x in (k, v))
-    scores = q.transpose(1, 2) @ k.transpose(2, 3) * q.shape[-1] ** -0.5
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    rows = q.unflatten(2, (k.shape[1], -1)).squeeze(1)  # [B, G, h, D]
+    scores = rows @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    return (scores.softmax(-1) @ v).flatten(1, 2)[:, None]
+
+
+def row_output(
+    part: str, sizes: Any, t: int, q: Tensor, take: Take, blocks: Tensor | None
+) -> Tensor:
+    """What a query q [B, 1, HQ, D] at position t of its sequence must give, by plain attention:
+    part cmp, sel, win, full (their gated sum), or dense.
+
+    take(name, a, b): rows a .. b of the sequence's k_cmp, ..., v_win, gates. blocks: those chosen
+    for the query [B, 1, G, n]. sizes: with l, d, l_sel, w.
+    """
+    over = lambda name, a, b: attend(q, take(f"k_{name}", a, b), take(f"v_{name}", a, b))
+    if part == "dense":
+        return over("sel", 0, t + 1)
+    if part == "cmp":
+        return over("cmp", 0, visible_compressed(t, sizes.l, sizes.d))
+    if part == "win":
+        return over("win", max(0, t + 1 - sizes.w), t + 1)
+    if part == "sel":
+        at = torch.tensor([t], device=q.device)
+        clean = select.clean_ranges(select.blocks_to_ranges(blocks, sizes.l_sel, at), t + 1)
+        k, v = take("k_sel", 0, t + 1), take("v_sel", 0, t + 1)
+        return reference.selection_attention(q, k, v, clean)
+    gates = take("gates", t, t + 1)
+    return sum(
+        gates[..., i : i + 1] * row_output(branch, sizes, t, q, take, blocks)
+        for i, branch in enumerate(("cmp", "sel", "win"))
+    )
 
 
 def sampled_gradients(x: Prefill, part: str, dtype: torch.dtype) -> list[Tensor]:
@@ -280,24 +282,11 @@ def sampled_gradients(x: Prefill, part: str, dtype: torch.dtype) -> list[Tensor]
     leaf = lambda t: t.detach().to(dtype).requires_grad_()
     q = leaf(x.q[:, x.at])
     leaves = {n: leaf(getattr(x, n)) for n in names}
-    s, total = x.shape, 0.0
-    for i, t in enumerate(x.at):
-        qt, parts = q[:, i : i + 1], []
-        first, first_cmp, at = x.where(t)
-        if part in ("cmp", "full"):
-            seen = slice(first_cmp, first_cmp + visible_compressed(at, s.l, s.d))
-            parts.append(attend(qt, leaves["k_cmp"][:, seen], leaves["v_cmp"][:, seen]))
-        if part in ("sel", "full"):
-            parts.append(x.attend_selected(t, qt, leaves["k_sel"], leaves["v_sel"]))
-        if part in ("win", "full"):
-            low = max(first, t + 1 - s.w)
-            parts.append(attend(qt, *(leaves[n][:, low : t + 1] for n in ("k_win", "v_win"))))
-        if part == "dense":
-            parts.append(attend(qt, *(leaves[n][:, first : t + 1] for n in ("k_sel", "v_sel"))))
-        if part == "full":
-            g = leaves["gates"][:, t : t + 1]
-            parts = [sum(g[..., j : j + 1] * p for j, p in enumerate(parts))]
-        total = total + (parts[0] * x.do[:, t : t + 1].to(dtype)).sum()
+    rows = lambda name, a, b: leaves[name][:, a:b]
+    total = sum(
+        (x.row(part, t, q[:, i : i + 1], rows) * x.do[:, t : t + 1].to(dtype)).sum()
+        for i, t in enumerate(x.at)
+    )
     return list(torch.autograd.grad(total, [q, *leaves.values()]))
 
 

@@ -8,6 +8,7 @@ that are drawn at random, and that nothing announces, are held against the fp64 
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter
@@ -59,6 +60,43 @@ def fingerprint(tensors: Sequence[Tensor]) -> list[int]:
     """A check sum per tensor, exact in its bits."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return [int(t.detach().view(whole[t.element_size()]).sum(dtype=torch.int64)) for t in tensors]
+
+
+class Marks:
+    """A number of each result that calls left: all finite, none like an earlier one's.
+
+    Leaving one waits for nothing; check() does.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[float, None] = {}  # in order
+        self._left: list[Tensor] = []
+        self._weights: Tensor | None = None
+
+    @torch.no_grad()
+    def leave(self, result: Tensor) -> None:
+        part = result.detach().flatten()
+        part = part[:: part.numel() // MARKED | 1].double()  # a stride that is no size's multiple
+        if self._weights is None:
+            gen = torch.Generator(part.device).manual_seed(0)
+            self._weights = torch.randn(
+                part.numel(), dtype=torch.float64, device=part.device, generator=gen
+            )
+        self._left.append(part @ self._weights)
+
+    def check(self, whose: str) -> None:
+        """Raises NotProven where a call of `whose` left nothing, or what an earlier one left."""
+        marks = torch.stack(self._left).tolist() if self._left else []
+        self._left = []
+        for mark in marks:
+            if not math.isfinite(mark):
+                raise NotProven(f"{whose}: a timed call left no finite result")
+            if mark in self.seen:
+                raise NotProven(
+                    f"{whose}: a timed call returned what an earlier one had returned on other "
+                    "inputs"
+                )
+            self.seen[mark] = None
 
 
 def judge(case: Case, contender: Contender, out: Any, seen: Mapping[str, int]) -> Parity:
@@ -125,9 +163,7 @@ class Turns:
         self.counted: Counter[str] = Counter()
         self.by_itself: Counter[str] = Counter()
         self.call = self._call(self._seed, self._mark)
-        self._marks: list[Tensor] = []
-        self._seen: set[float] = set()
-        self._weights: Tensor | None = None
+        self.marks = Marks()
 
     def _call(self, seed: Callable[[], int], after: Callable[[], None]) -> Callable[[], None]:
         def call() -> None:
@@ -158,21 +194,10 @@ class Turns:
     @torch.no_grad()
     def _mark(self) -> None:
         self._count()
-        self._leave_mark()
+        if self.case.distinct:
+            self.marks.leave(self.case.view(self.out))
         if self.contender is not self.case.candidate:
             self.out = None  # as a program drops it
-
-    def _leave_mark(self) -> None:
-        if not self.case.distinct:
-            return
-        part = self.case.view(self.out).detach().flatten()
-        part = part[:: part.numel() // MARKED | 1].double()  # a stride that is no size's multiple
-        if self._weights is None:
-            gen = torch.Generator(part.device).manual_seed(0)
-            self._weights = torch.randn(
-                part.numel(), dtype=torch.float64, device=part.device, generator=gen
-            )
-        self._marks.append(part @ self._weights)
 
     def settle(self) -> None:
         """Two calls, which say what a call launches: by the recording, with its inputs, and by
@@ -194,20 +219,6 @@ class Turns:
         since launchers had counted `before`."""
         wanted = Counter({kernel: calls * n for kernel, n in self.by_itself.items()})
         check_launches(added_since(before), wanted, f"{calls} calls back to back")
-
-    def check_marks(self) -> None:
-        """Raises NotProven where a call left nothing, or what an earlier one had left."""
-        marks = torch.stack(self._marks).tolist() if self._marks else []
-        self._marks = []
-        for mark in marks:
-            if mark != mark or mark in (float("inf"), float("-inf")):
-                raise NotProven(f"{self.contender.name}: a timed call left no finite result")
-            if mark in self._seen:
-                raise NotProven(
-                    f"{self.contender.name}: a timed call returned what an earlier one had "
-                    "returned on other inputs"
-                )
-            self._seen.add(mark)
 
 
 def added_since(before: Mapping[str, int]) -> Counter[str]:
@@ -335,5 +346,5 @@ class SpotChecks:
         if recorded:
             check_launches(seen, wanted, words)
         for turns in self.turns:
-            turns.check_marks()
+            turns.marks.check(turns.contender.name)
         return times, elapsed

@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -359,36 +359,33 @@ def add_shrink_argument(parser: argparse.ArgumentParser) -> None:
 def shrunk(name: str, values: Sequence[int], by: int, multiple: int = 1) -> list[int]:
     """`values` of the argument `name` divided by `by`, as multiples of `multiple`, none twice.
 
-    A note tells the report, because a smaller size is another measurement.
+    A note tells the report, because a smaller size is another measurement; of several ranks the
+    first one speaks.
     """
     if by == 1:
         return list(values)
     small = list(dict.fromkeys(max(v // by // multiple, 1) * multiple for v in values))
     was, now = (",".join(map(str, some)) for some in (values, small))
-    note(f"out of GPU memory before: {name} is {now} here instead of {was}", "warn")
+    if os.environ.get("RANK", "0") == "0":
+        note(f"out of GPU memory before: {name} is {now} here instead of {was}", "warn")
     return small
 
 
 def positive(text: str) -> int:
     """The type of an argument that is a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
-    return value
+    return _above_0(int, "whole", text)
 
 
 def seconds(text: str) -> float:
     """The type of an argument that is a duration."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
-    return value
+    return _above_0(float, "finite", text)
+
+
+def _above_0(kind: Callable[[str], Any], what: str, text: str) -> Any:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := kind(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a {what} number above 0, got {text!r}")
 
 
 def integers(text: str) -> list[int]:

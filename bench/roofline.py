@@ -8,7 +8,6 @@ keys (its own block is cut after t). Multiply-adds count as two FLOPs; a backwar
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
 from nsa.blocks import num_compressed
@@ -32,19 +31,6 @@ class Shape:
     n_sel: int = 16
     w: int = 512
     itemsize: int = 2
-
-
-def check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """A usage error for sizes --HQ, --G, --D, ... that no kernel takes together."""
-    if args.HQ % args.G:
-        parser.error(f"--G must divide --HQ, got {args.G} and {args.HQ}")
-    for name in ("D", "Dv"):
-        if getattr(args, name, 8) % 8 or getattr(args, name, 8) > 256:
-            got = getattr(args, name)
-            parser.error(f"--{name} must be a multiple of 8 up to 256, got {got}")
-    for name in ("l", "l_sel"):
-        if getattr(args, name, args.d) % args.d:
-            parser.error(f"--d must divide --{name}, got {args.d} and {getattr(args, name)}")
 
 
 def pairs(shape: Shape) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -72,6 +73,20 @@ def outliers(samples: Sequence[float]) -> int:
     centre = statistics.median(samples)
     mad = statistics.median(abs(x - centre) for x in samples)
     return sum(abs(x - centre) > 14.826 * mad for x in samples) if mad else 0
+
+
+def summary(samples: Sequence[float]) -> dict[str, Any]:
+    """Columns of a row that its samples, in microseconds, give."""
+    return {
+        "n": len(samples),
+        "median_us": statistics.median(samples),
+        "p20_us": quantile(samples, 0.2),
+        "p80_us": quantile(samples, 0.8),
+        "p95_us": quantile(samples, 0.95),
+        "min_us": min(samples),
+        "ci95_us": median_ci(samples),
+        "outliers": outliers(samples),
+    }
 
 
 def instability(samples: Sequence[float], resolution: float) -> list[str]:

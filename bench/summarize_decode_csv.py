@@ -49,6 +49,11 @@ def number(row: Mapping[str, str], name: str, where: str) -> float | None:
     return value
 
 
+def _several(row: Mapping[str, str]) -> str:
+    """How many new tokens a step has, where it has more than one; older files do not say."""
+    return f" T={row['T']}" if row.get("T", "1") != "1" else ""
+
+
 def _line(row: Mapping[str, str], where: str) -> list[str]:
     numbers = {
         name: number(row, name, where)
@@ -79,7 +84,7 @@ def _line(row: Mapping[str, str], where: str) -> list[str]:
         reads += " = expected" if read == due else f" != {due:.0f} expected"
     wall = "-" if numbers["wall_ms"] is None else f"{numbers['wall_ms']:.4f}"
     return [
-        f"{numbers['S']:.0f}",
+        f"{numbers['S']:.0f}" + _several(row),
         interval("ms_total", "ci_low", "ci_high", 4), *map(branch, BRANCHES), wall, reads,
         interval("speedup", "speedup_low", "speedup_high", 2, "x"), row["path"] or "-",
         row["status"],
@@ -93,7 +98,7 @@ def _more(rows: Sequence[Mapping[str, str]], path: str | Path) -> list[str]:
         return []
     lines = []
     for at, row in enumerate(rows, 2):
-        cells = [row["B"] or "-", row["S"]]
+        cells = [row["B"] or "-", row["S"] + _several(row)]
         values = {name: number(row, name, f"{path}:{at}") for name in names}
         if all(value is None for value in values.values()):
             continue

@@ -22,11 +22,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from bench import spent, stats
+from bench import recorded, spent, stats
 from bench.cases import Case, Contender, Unbuilt
 from bench.clock import Clock, rounds
 from bench.device import THROTTLED, Ceilings, Gpu, Watch
-from bench.formulation import Ran, Reached, watch, why_another, why_not_attention, why_slow
+from bench.formulation import (
+    Ran,
+    Reached,
+    watch,
+    why_another,
+    why_not_attention,
+    why_slow,
+    why_slower_than_recorded,
+)
 from bench.parity import Parity
 from bench.proof import NotProven, NotRight, SpotChecks, Turns, calls_at_once, held, prove
 from bench.records import SAMPLES_KEPT, BenchRow, out_dir, why_no_time
@@ -378,7 +386,8 @@ def _baseline(
         before = _reached.setdefault(clock, {}).setdefault((case.bench, base.name), [])
         why = why_slow(base, now, before)
         before.append(now)
-    if why:
+    record = recorded.baseline(case.bench, case.columns, base.name, clock.timer)
+    if why := why or why_slower_than_recorded(least_us, record):
         raise NotProven(f"baseline {base.name}: {why}: no ratio to it is told")
     return {"base_ran": ran.words(), **_throughput(work, median_us, ceiling, "base_")}
 
@@ -445,13 +454,10 @@ def _measured(
 
 def _numbers(samples: Samples) -> dict[str, Any]:
     """Columns of a row that its samples give."""
-    ours = samples.ours
     numbers: dict[str, Any] = {
-        "n": len(ours), "median_us": statistics.median(ours), "p20_us": stats.quantile(ours, 0.2),
-        "p80_us": stats.quantile(ours, 0.8), "p95_us": stats.quantile(ours, 0.95),
-        "min_us": min(ours), "ci95_us": stats.median_ci(ours), "outliers": stats.outliers(ours),
-        "stop": samples.stop, "batches": samples.batches, "gap_batches": samples.gap_batches,
-        "timed_us": samples.timed_us, "elapsed_us": samples.elapsed_us,
+        **stats.summary(samples.ours), "stop": samples.stop, "batches": samples.batches,
+        "gap_batches": samples.gap_batches, "timed_us": samples.timed_us,
+        "elapsed_us": samples.elapsed_us,
     }  # fmt: skip
     if not samples.base:
         return numbers

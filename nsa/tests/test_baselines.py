@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from types import SimpleNamespace
 
@@ -10,7 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import decode_step
+from bench import (
+    bench_decode,
+    bench_peers,
+    bench_prefill,
+    bench_sel_triton,
+    decode_step,
+    recorded,
+)
 from bench.device import Ceilings
 from bench.timing import Contender, measure
 from nsa.tests.test_bench_decode import sent
@@ -90,7 +98,7 @@ def test_math_under_the_name_of_flash_is_no_baseline(monkeypatch):
 GB = 1_000_000_000
 
 
-def row_of(clock, gigabytes, base_us, attends=None, name="dense", flops=None):
+def row_of(clock, gigabytes, base_us, attends=None, name="dense", flops=None, **case):
     """A case whose baseline moves that much in base_us of a simulated clock."""
     clock.lengths |= {"ours": 50.0, "base": base_us}
     x = []
@@ -102,7 +110,7 @@ def row_of(clock, gigabytes, base_us, attends=None, name="dense", flops=None):
     watched = lambda: real(*[torch.randn(1, 1, 4, 8)] * 3)
     base = Contender(name, baseline, "sdpa", bytes_needed=int(gigabytes * GB), attends=attends,
                      flops=flops, watched=watched)  # fmt: skip
-    case = planted(baselines=[base])
+    case = planted(baselines=[base], **case)
     x += case.inputs()
     return measure(case, clock, budget=BUDGET, ceiling=Ceilings(1000.0, None, "measured"))
 
@@ -146,3 +154,87 @@ def test_a_fused_attention_below_its_floor_gives_no_ratio(monkeypatch):
     assert row_of(SimulatedClock({}), 0.05, 200.0, attends="flash").status == "VALID"
     # Of a short call, launching it is the most.
     assert row_of(SimulatedClock({}), 0.005, 100.0, attends="flash").status == "VALID"
+
+
+# ---- what such a card is known to do -------------------------------------------------------------
+
+CASE = dict(
+    op="full", direction="bwd", B=1, S=8192, HQ=64, G=4, D=128, Dv=128, l=32, d=16, l_sel=64,
+    n_sel=16, w=512, dtype="bf16", device="NVIDIA H200",
+)  # fmt: skip
+DECODE = dict(
+    B=1, S=8192, dim=2560, heads=64, groups=4, dk=128, dv=128, l=32, d=16, l_sel=64, n_sel=16,
+    w=512, dtype="bf16", device="NVIDIA H200",
+)  # fmt: skip
+CUDNN = "dense sdpa_cudnn gqa"
+
+
+def recorded_row(base_us, name=CUDNN, timer="cuda_event", **changed):
+    clock = SimulatedClock({})
+    clock.timer = timer
+    return row_of(clock, 0.05, base_us, name=name, bench="prefill", columns=CASE | changed)
+
+
+def test_a_baseline_far_over_the_committed_rows_of_its_card_gives_no_ratio():
+    """From the first size on, where there is no other to hold it against: bench/results has 5047 us
+    for this one."""
+    row = recorded_row(20_000.0)
+    assert row.status == "INVALID" and row.speedup is None and row.base_median_us is None
+    told = r"it takes 20\d{3} us here, and on such a card it took 5047 \(prefill-151e6a4.csv\)"
+    assert re.search(told, said(row)), row.why
+
+
+@pytest.mark.parametrize(
+    ("base_us", "changed"),
+    [
+        (10_000.0, {}),  # another library, a capped card
+        (20_000.0, {"S": 16384}),
+        (20_000.0, {"device": "NVIDIA H100 80GB HBM3"}),
+        (20_000.0, {"name": "dense sdpa_flash gqa"}),
+        (20_000.0, {"timer": "perf_counter"}),
+    ],
+    ids=["drift", "case", "card", "formulation", "clock"],
+)
+def test_a_drift_and_what_nobody_recorded_say_nothing(base_us, changed):
+    row = recorded_row(base_us, **changed)
+    assert row.status == "VALID" and row.speedup > 1, row.why
+
+
+@pytest.mark.parametrize("bench", recorded.KINDS)
+def test_committed_baselines_are_found_as_benches_name_their_cases(bench):
+    """A column that a bench renames would silence its records."""
+    modules = {"prefill": bench_prefill, "peers": bench_peers, "sel": bench_sel_triton}
+    module = modules.get(bench, bench_decode)
+    kind = recorded.KINDS[bench]
+    assert {*kind.case, kind.baseline, kind.ms} <= set(module.COLUMNS)
+    columns = {
+        "prefill": CASE,
+        "decode": DECODE,
+        "decode_graph": DECODE,
+        "sel": dict(
+            mode="dense", N=256, H=8, D=64, Dv=64, L=64, dist="few", streams=1, n_sel=None,
+            dtype="bf16", device="NVIDIA H200",
+        ),
+        "peers": {**CASE, "against": "sfnsa", "peer_commit": "fcf117c", "direction": "fwd",
+                  "S": 65536},
+    }[bench]  # fmt: skip
+    name = {
+        "prefill": CUDNN,
+        "decode": "dense sdpa cudnn gqa",
+        "decode_graph": "dense sdpa cudnn gqa graph",
+        "sel": "sdpa_cudnn_gqa",
+        "peers": "sfnsa",
+    }[bench]
+    assert recorded.baseline(bench, columns, name, "cuda_event").us > 5
+    if bench == "peers":  # another commit may be another program
+        assert recorded.baseline(bench, columns | {"peer_commit": "x"}, name, "cuda_event") is None
+
+
+def test_what_this_library_does_itself_has_no_record():
+    """The packing of another commit is another baseline of the same name."""
+    route = dict(mode="route", N=256, H=8, D=64, Dv=64, L=64, dist="few", streams=1, dtype="bf16",
+                 device="NVIDIA H200")  # fmt: skip
+    assert (*recorded.key_of("sel", route), "packing") in recorded._baselines(
+        recorded.RESULTS, "sel", "NVIDIA H200"
+    )
+    assert recorded.baseline("sel", route, "packing", "cuda_event") is None

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import bench_fa2, bench_prefill, bench_sel_triton, timing
+from bench import bench_fa2, bench_prefill, bench_sel_triton, main, timing
 from bench.device import Ceilings
 from bench.provenance import provenance
 from bench.records import BenchRow, read_csv
@@ -27,7 +27,7 @@ def cells(*stages):
     return [
         cell
         for stage in stages
-        for cell in bench_sel_triton.cases(bench_sel_triton.parse(list(stage.argv[2:])))
+        for cell in bench_sel_triton.cells(bench_sel_triton.parse(list(stage.argv[2:])))
     ]
 
 
@@ -103,12 +103,12 @@ def test_single_values_and_the_default_still_work():
     args = bench_sel_triton.parse(
         "--N 1024 --H 8 --D 128 --Dv 128 --L_list 64,256 --dist mixed --streams 2".split()
     )
-    assert [c[:8] for c in bench_sel_triton.cases(args)] == [
+    assert [c[:8] for c in bench_sel_triton.cells(args)] == [
         (mode, "mixed", 1024, 8, 128, 128, L, 2) for L in (64, 256) for mode in ("varlen", "ranges")
     ]
-    assert {(c.D, c.Dv) for c in bench_sel_triton.cases(bench_sel_triton.parse(["--D", "64,128"]))
+    assert {(c.D, c.Dv) for c in bench_sel_triton.cells(bench_sel_triton.parse(["--D", "64,128"]))
             } == {(64, 64), (128, 128)}  # fmt: skip
-    (cell, *_) = bench_sel_triton.cases(bench_sel_triton.parse([]))
+    (cell, *_) = bench_sel_triton.cells(bench_sel_triton.parse([]))
     assert cell.name == "sel/dense/few/N=256/H=8/D=64/Dv=64/L=64/streams=1"
 
 
@@ -171,10 +171,10 @@ def test_a_bench_goes_on_where_a_case_does_not_fit(bench, argv, cells, tmp_path,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("reset_peak_memory_stats", "max_memory_allocated", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    monkeypatch.setattr(bench, "Gpu", NoCard)
-    monkeypatch.setattr(bench, "CudaClock", lambda: SimpleNamespace(timer="none"))
-    monkeypatch.setattr(bench, "provenance", lambda gpu: provenance(None))
-    monkeypatch.setattr(bench, "ceilings", lambda *_: Ceilings(None, None, "unknown"))
+    monkeypatch.setattr(main, "Gpu", NoCard)
+    monkeypatch.setattr(main, "CudaClock", lambda: SimpleNamespace(timer="none"))
+    monkeypatch.setattr(main, "provenance", lambda gpu: provenance(None))
+    monkeypatch.setattr(main, "ceilings", lambda *_: Ceilings(None, None, "unknown"))
     monkeypatch.setattr(timing, "Ceilings", lambda *_: None)
     monkeypatch.setattr(NoCard, "nominal", lambda self: None, raising=False)
     if bench is bench_sel_triton:
@@ -184,8 +184,33 @@ def test_a_bench_goes_on_where_a_case_does_not_fit(bench, argv, cells, tmp_path,
     else:
         monkeypatch.setattr(bench, "Branch", first_fails)
         monkeypatch.setattr(bench.fa2, "probe", lambda: SimpleNamespace(why_not=None, source="x"))
-    assert bench.main([*argv, "--csv", str(path)]) == 0
+    assert bench.main([*argv, "--csv", str(path)]) == 3
     rows = read_csv(path)
     assert len(seen) == len(rows) == cells
     assert all(r["status"] == "SKIPPED" and "out of memory" in r["why"] for r in rows)
     assert len({tuple(r.items()) for r in rows}) == cells  # each says which it is
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        ([("VALID", {}), ("FAILED", {})], 1),
+        ([("VALID", {"more_status": "graph=FAILED module=VALID"})], 1),
+        ([("VALID", {"branch_status": "cmp=VALID win=FAILED"})], 1),
+        ([("VALID", {}), ("INVALID", {}), ("SKIPPED", {})], 0),  # the report judges its rows
+        ([("SKIPPED", {}), ("SKIPPED", {})], 3),
+    ],
+)
+def test_the_exit_code_tells_what_became_of_the_rows(lines, code, tmp_path):
+    """With every row in the CSV, whatever became of it."""
+    proof = dict(parity={"status": "PASS"}, path_taken="triton", median_us=2.0)
+    rows = [
+        BenchRow("b", str(i), status, why=("x",), **(proof if status == "VALID" else {}))
+        for i, (status, _) in enumerate(lines)
+    ]
+    args = SimpleNamespace(csv=str(tmp_path / "rows.csv"))
+    told = [(row, {**row.csv(), **more}, "") for row, (_, more) in zip(rows, lines, strict=True)]
+    assert main.write_rows(args, ("case", "status"), told) == code
+    assert [r["status"] for r in read_csv(args.csv)] == [status for status, _ in lines]
+    assert main.write_rows(args, (), told, quiet=True) == code  # the same on every rank
+    assert len(read_csv(args.csv)) == len(lines)

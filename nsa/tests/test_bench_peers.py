@@ -161,7 +161,7 @@ def test_a_peer_that_chooses_bad_blocks_is_told_by_its_choice(checkout, kernel_d
     [
         (["--sfnsa", "/nowhere"], "--sfnsa must be a folder with flash_nsa/, got /nowhere"),
         (["--no_dense"], "--sfnsa must name a checkout"),
-        (["--directions", "bwd"], "--directions must be from fwd, fwd+bwd, got bwd"),
+        (["--directions", "bwd"], "--directions: must be from fwd, fwd+bwd, each once, got bwd"),
         (["--G", "5"], "--G must divide --HQ, got 5 and 64"),
     ],
 )

@@ -41,6 +41,10 @@ STEPS = [
     Step((2500, 99), G=3, **{**WIDE, "h": 1, "n_sel": 32}),
     Step((4000, 2049), G=2, ring=True, **{**WIDE, "l": 16}),
     Step((3999, 130), G=2, **{**WIDE, "d": 8, "l": 16, "l_sel": 32, "w": 48}),
+    # Compressed keys in pages, too, of one token and several.
+    Step((3999, 64, 65, 1025), G=4, page=64, cmp_paged=True, **WIDE),
+    Step((9000,), T=2, G=4, page=16, cmp_paged=True, ring=True, **{**WIDE, "capacity": 10000}),
+    Step((3000, 1090) * 15, T=4, G=4, page=64, cmp_paged=True, **{**WIDE, "D": 192, "l": 16}),
     # Keys wider than values, in rings and pages, of which parts are seen.
     Step((9000, 1026), G=4, ring=True, **{**WIDE, "D": 192, "capacity": 10000}),
     Step((4096, 3, 700, 1025) * 6, G=4, page=64, **{**WIDE, "D": 192}),
@@ -57,6 +61,9 @@ STEPS = [
     Step((4096, 1026, 1090, 34) * 8, T=4, G=4, page=64, **WIDE),
     Step((1087, 8, 3000, 519), T=8, G=34, ring=True, **{**WIDE, "h": 5, "dtype": F16}),
     Step((3000, 1024, 66, 1153) * 8, T=4, G=4, ring=True, page=64, **{**WIDE, "D": 192}),
+    # Of 541 tokens the first chosen keys come with the last compressed ones.
+    Step((541, 130, 2003, 515) * 4, T=8, G=8,
+         **{**WIDE, "D": 64, "Dv": 64, "h": 2, "d": 4, "l": 8, "l_sel": 16, "w": 16}),
     Step((2048, 1026, 130, 4) * 4, T=4, G=4, **{**WIDE, "D": 64, "Dv": 64, "l": 16, "h": 4}),
 ]
 
@@ -141,12 +148,35 @@ def test_a_key_of_two_blocks_counts_for_both(block, served):
     assert indices[0, 0].tolist() == [[0, block, block + 1, 61, 62]] * 4
 
 
+# Sequences of which each token has a cluster, and of which a block attends for all four.
+FEW_AND_MANY = [(2000, 1024), (2000, 1999, 66, 1024) * 8]
+
+
 @pytest.mark.kernel
-@pytest.mark.parametrize("page", [0, 64])
-def test_branches_add_up_to_the_step(page, served):
+@pytest.mark.parametrize("lens", FEW_AND_MANY, ids=len)
+def test_what_later_tokens_add_changes_no_earlier_one(lens, served):
+    caches = Caches(Step(lens, T=4, G=4, **WIDE), "cuda")
+    out, indices, _ = launched(caches)
+    for b, n in enumerate(lens):
+        for x in (*caches.sel, *caches.win):
+            x[b, n - 1] = float("nan")
+        if (n - 32) % 16 == 0:  # the last token completes a compressed key
+            for x in caches.cmp:
+                x[b, (n - 32) // 16] = float("nan")
+    other, blocks, _ = launched(caches)
+    assert torch.equal(blocks[:, :3], indices[:, :3]) and other[:, 3].isnan().all()
+    torch.testing.assert_close(other[:, :3], out[:, :3], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("T, page, lens", [
+    (1, 0, (4000, 20, 1500)), (1, 64, (4000, 20, 1500)), (4, 64, FEW_AND_MANY[0]),
+    (4, 0, FEW_AND_MANY[1]),
+], ids=str)  # fmt: skip
+def test_branches_add_up_to_the_step(T, page, lens, served):
     from nsa.kernels.decode import nsa_decode_triton
 
-    step = Step((4000, 20, 1500), G=4, page=page, **WIDE)
+    step = Step(lens, T=T, G=4, page=page, **WIDE)
     caches = Caches(step, "cuda")
     out, indices, _ = launched(caches)
     total, real = 0, nsa_decode_triton
@@ -166,9 +196,10 @@ def test_branches_add_up_to_the_step(page, served):
 
 
 @pytest.mark.kernel
-def test_one_graph_serves_all_lengths(served):
-    lens = [(4000, 3999), (1, 2), (31, 32), (1024, 1025), (700, 2111)]
-    step = Step(lens[0], G=4, **WIDE)
+@pytest.mark.parametrize("T, G", [(1, 4), (4, 4), (4, 60)])
+def test_one_graph_serves_all_lengths(T, G, served):
+    lens = [(4000, 3999), (T, T + 1), (31, 32), (1024, 1025), (700, 2111)]
+    step = Step(lens[0], T=T, G=G, **WIDE)
     caches = {n: Caches(replace(step, lens=n), "cuda", seed=9 * i) for i, n in enumerate(lens)}
     for one in caches.values():  # all keys are there; only the length says which count
         for name in ("cmp", "sel", "win"):
@@ -277,6 +308,25 @@ def test_few_steps_of_short_contexts_take_the_quick_way():
         assert found.told == (min(4, found.units) if found.cluster > 1 else 0)
 
 
+@pytest.mark.parametrize("programs, tokens, max_len, together", [
+    (4, 4, 8192, 1), (64, 4, 8192, 2), (256, 1, 8192, 1), (256, 2, 8192, 2), (256, 3, 8192, 3),
+    (256, 4, 8192, 4), (256, 8, 4096, 8), (256, 8, 8192, 4), (256, 7, 4096, 7),
+    (256, 4, 32768, 2), (256, 4, 1 << 17, 1),
+])  # fmt: skip
+def test_tokens_of_many_sequences_share_a_block(programs, tokens, max_len, together):
+    from nsa.kernels.decode.cluster import SHARED_MOST, plan
+
+    found = plan(programs, 128, 128, 16, 13, 64, max_len, tokens=tokens)
+    assert found.together == together and tokens % together == 0
+    if together > 1:
+        assert found.cluster == 1 and found.warps % together == 0 and found.warps <= 8
+        assert found.units * 4 >= cdiv(max_len, 64)
+        assert found.shared(128, 128, 16, 13) <= SHARED_MOST[found.occupancy]
+        assert found.occupancy == 1 or programs * tokens // together > 132
+    else:  # a cluster for each
+        assert found == plan(programs * tokens, 128, 128, 16, 13, 64, max_len)
+
+
 def test_a_smaller_gpu_is_filled_as_the_larger():
     from nsa.kernels.decode.cluster import plan
 
@@ -290,7 +340,7 @@ def macros(programs, max_len, **changed):
 
     known = dict(
         D=128, DV=128, BF16=1, GATE="u16", TOKENS=1, HEADS=16, L=32, STRIDE=16, L_SEL=64, N_SEL=16,
-        N_INIT=1, N_LOCAL=2, WINDOW=512, OVERLAP=1, PAGE=0, RING=1,
+        N_INIT=1, N_LOCAL=2, WINDOW=512, OVERLAP=1, PAGE=0, RING=1, CMP_PAGE=0,
     )  # fmt: skip
     known.update(changed)
     free = known["N_SEL"] - known["N_INIT"] - known["N_LOCAL"]
@@ -306,7 +356,11 @@ def macros(programs, max_len, **changed):
     (132, 8192, dict(N_SEL=32)), (256, 32768, {}), (256, 8192, dict(PAGE=16, RING=0, HEADS=1)),
     (256, 8192, dict(D=64, DV=64, L=16, OVERLAP=0)), (4, 8192, dict(D=192)),
     (64, 65536, dict(D=192, RING=0)), (256, 32768, dict(D=192, PAGE=64)),
-    (16, 8192, dict(DV=64, BF16=0)), (16, 8192, dict(TOKENS=4, PAGE=64)),
+    (16, 8192, dict(DV=64, BF16=0)), (256, 8192, dict(D=192, PAGE=64, RING=0, CMP_PAGE=4)),
+    (16, 8192, dict(TOKENS=4, PAGE=64)),
+    (256, 8192, dict(TOKENS=4)), (256, 4096, dict(TOKENS=8, PAGE=64, RING=0)),
+    (256, 8192, dict(TOKENS=4, D=192, HEADS=8)), (64, 8192, dict(TOKENS=2, D=192, N_SEL=32)),
+    (256, 8192, dict(TOKENS=5, D=64, DV=64, BF16=0, GATE="float")),
 ], ids=str)  # fmt: skip
 def test_every_form_compiles_and_fits(programs, max_len, changed):
     """By NVRTC, for sm_90; cluster.cu itself holds its memory against what cluster.py counts."""

@@ -18,10 +18,10 @@ import pytest
 
 pytest.importorskip("jinja2", reason="the report needs jinja2")
 
+from bench import recorded
 from nsa.tests.oneshot_samples import SAMPLES, bench_row, parity_row, test_row, write_sample
 from scripts.oneshot import (
     about,
-    committed,
     evidence,
     failures,
     markdown,
@@ -67,7 +67,7 @@ def with_rows(folder, rows, stage="sel_bench", name="all_pass"):
 @pytest.fixture
 def committed_rows(tmp_path, monkeypatch):
     """A folder of results in place of bench/results, and what writes a CSV into it."""
-    monkeypatch.setattr(committed, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(recorded, "RESULTS", tmp_path / "results")
 
     def write(day, name, *rows):
         path = tmp_path / "results" / day / name
@@ -81,7 +81,7 @@ def committed_rows(tmp_path, monkeypatch):
 
 
 SIZES = dict(HQ=64, G=4, D=128, Dv=128, l=32, d=16, l_sel=64, n_sel=16, w=512, dtype="bf16")
-PROVEN = dict(SIZES, device="NVIDIA H200", status="VALID", parity="PASS", direction="fwd")
+PROVEN = dict(SIZES, B=1, device="NVIDIA H200", status="VALID", parity="PASS", direction="fwd")
 
 
 @pytest.mark.parametrize("name", SAMPLES)

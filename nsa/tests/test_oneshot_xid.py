@@ -210,6 +210,7 @@ def test_sizes_are_halved_and_said(capsys):
     ("bench_sel_triton", ["--N", "256", "--L_list", "64,128"], ("N", [128])),
     ("bench_prefill", ["--S_list", "8192"], ("S_list", [4096])),
     ("bench_fa2", ["--S_list", "512,2048"], ("S_list", [256, 1024])),
+    ("bench_decode", ["--dim", "64"], ("shrink", 2)),
 ])  # fmt: skip
 def test_benches_take_it(module, argv, got):
     import importlib
@@ -219,12 +220,6 @@ def test_benches_take_it(module, argv, got):
     assert found == got[1]
     with pytest.raises(SystemExit):
         bench.parse([*argv, "--shrink", "0"])
-
-
-def test_decode_takes_it():
-    from bench.bench_decode import build_parser
-
-    assert build_parser().parse_args(["--shrink", "4"]).shrink == 4
 
 
 def test_a_bench_without_a_case_that_fits_is_out_of_memory():

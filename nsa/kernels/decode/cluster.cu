@@ -1,6 +1,6 @@
 // A whole decode step in one launch, for Hopper: a cluster of thread blocks for each new token of a
-// sequence and KV group. Compiled at run time (cluster.py) with -D for what stands in capitals; no headers, so
-// that NVRTC needs no toolkit.
+// sequence and KV group, or a thread block for TOGETHER of its tokens. Compiled at run time
+// (cluster.py) with -D for what stands in capitals; no headers, so that NVRTC needs no toolkit.
 //
 // The thread blocks of a cluster share the keys of their sequence and group:
 //   1. compressed keys stream through each warp's own ring of shared memory (cp.async), 16 at a
@@ -12,6 +12,9 @@
 //      log-sum-exps, so that every thread block has all scores. The window's keys arrive meanwhile;
 //   3. window, forced and chosen blocks stream through the same rings;
 //   4. outputs are gated and summed over warps, then over the cluster (Eq. 5).
+// A thread block of several tokens has teams of as many warps, one for each token, which share the
+// keys in their rings: a round is a unit of each ring, and every warp attends to what its token
+// sees of it. Blocks that several tokens chose come once.
 // What thread blocks tell each other goes from shared memory to shared memory, by stores that
 // arrive at a barrier of the receiver's. All sums have a fixed order, so steps repeat bitwise.
 
@@ -20,7 +23,7 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
-#define UNIT 16         // keys that a warp takes at a time
+#define UNIT 16          // keys that a warp takes at a time
 #define ROW (DV * 2)     // bytes of a value, and of a key's first DV columns
 #define CHUNKS (DV / 8)  // of 16 bytes
 #define MORE (D - DV)    // columns that keys have beyond, 0 or 64; they lie behind keys and values
@@ -47,6 +50,7 @@ typedef unsigned long long u64;
 #define POOL_SCALE 32.0f
 #endif
 #define PAGE_ROWS (PAGE > 0 ? PAGE : 1)
+#define CMP_ROWS (CMP_PAGE > 0 ? CMP_PAGE : 1)
 #define ALL 0xffffffffu
 
 enum { STEP = 0, CMP = 1, SEL = 2, WIN = 3 };  // what a launch does
@@ -87,7 +91,8 @@ struct Shared {  // TOGETHER: of each token
   u32 first[TOGETHER];            // which of its blocks no earlier token chose
   int2 slots[WARPS][STAGES];      // of the units in the rings: the first key, whose they are
 #endif
-  float2 recv_ml[TOGETHER][CLUSTER][2][16];  // maxima and sums of compressed and window keys, of every block
+  // Maxima and sums of compressed and window keys, of every block.
+  float2 recv_ml[TOGETHER][CLUSTER][2][16];
   float2 recv_sel_ml[CLUSTER][16];  // of the selected ones
   float2 recv_spill[16];            // of the last unit of the block before, and its maxima
   float2 warp_ml[WARPS][2][16];
@@ -437,8 +442,8 @@ __device__ __forceinline__ int rank_of(const int *keys, int n, int i) {
   return rank;
 }
 
-// The best FREE of a token's many keys by rank, and where they stand; its warps call. Only those are
-// ranked that reach what FREE of the lanes' largest reach.
+// The best FREE of a token's many keys by rank, and where they stand; all warps call. Only those
+// are ranked that reach what FREE of the lanes' largest reach.
 __device__ __forceinline__ void find_of_many(Shared &shared, int token, const int *keys, int n) {
   const int lane = threadIdx.x % 32;
   int top = 0, larger = 0;
@@ -567,7 +572,7 @@ __device__ __forceinline__ void choose_blocks(
 }
 
 #if TOGETHER > 1
-// The blocks that tokens chose, `each` of them, every block once; how many there are.
+// The blocks that the tokens chose, `each` a token, into shared.united; how many there are.
 __device__ __forceinline__ int unite(Shared &shared, int token, int each) {
   const int lane = threadIdx.x % 32;
   const bool asks = threadIdx.x < TOGETHER * 32;  // a warp for each token
@@ -698,24 +703,24 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   auto forced_block = [&](int i, int own) {
     return few || i < N_INIT ? i : own - N_LOCAL + 1 + i - N_INIT;
   };
+  auto nth = [&](int n) { return team + (n * TOGETHER + token) * TEAMS; };  // of this warp's units
   // Calls this warp's next units into its ring, as many as there is room for.
   const u32 ring = shared_address(memory) + warp * STAGES * STAGE;
   const int k_width = G * D, v_width = G * DV;
   int issued = 0, done = 0;  // units that this warp has asked for, and that its team has attended
-  u64 seen = 0;              // of those under way the first seen key, and the first that is not, a byte each
-  auto nth = [&](int n) { return team + (n * TOGETHER + token) * TEAMS; };
+  u64 seen = 0;  // of those under way the first seen key, and the first that is not, a byte each
   auto bring = [&](int limit) {
 #pragma unroll 1
     for (; issued - done / TOGETHER < STAGES && nth(issued) < limit; ++issued) {
       const u16 *K, *V;
       int i = nth(issued), key, begin = 0, end = all_length, rows, wrap = UNIT;
-      int whose = (1 << TOGETHER) - 1;
+      int kind = FORCED, whose = (1 << TOGETHER) - 1;
       i64 slot;
       if (i < cmp_units) {
         K = args.kc, V = args.vc, rows = args.cmp_rows;
         slot = key = (first_unit + i) * UNIT;
         end = n_cmp;
-        whose |= CMP << 8;
+        kind = CMP;
       } else {
         i -= cmp_units;
         const bool window = i < win_units;
@@ -723,7 +728,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
           K = args.kw, V = args.vw, rows = args.win_rows;
           key = (win_begin / UNIT + rank + i * CLUSTER) * UNIT;
           begin = win_begin - key;
-          whose |= WIN << 8;
+          kind = WIN;
         } else {
           K = args.ks, V = args.vs, rows = args.sel_rows;
           i -= win_units;
@@ -735,7 +740,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
             i = rank + (i - forced_units) * CLUSTER;
 #if TOGETHER > 1
             block = shared.united[i / UNITS_PER_BLOCK].x;
-            whose = shared.united[i / UNITS_PER_BLOCK].y | SEL << 8;
+            kind = SEL, whose = shared.united[i / UNITS_PER_BLOCK].y;
 #else
             block = shared.chosen[0][i / UNITS_PER_BLOCK];
 #endif
@@ -757,7 +762,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       begin = max(begin, 0), end = min(max(end - key, 0), UNIT);
       const int stage = issued % STAGES;
 #if TOGETHER > 1
-      if (lane == 0) shared.slots[warp][stage] = make_int2(key, whose);
+      if (lane == 0) shared.slots[warp][stage] = make_int2(key, kind << 8 | whose);
 #else
       seen = seen & ~(0xffffull << stage * 16) | (u64)(begin | end << 8) << stage * 16;
 #endif
@@ -766,7 +771,26 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       const i64 from = ((i64)batch * rows + slot + lane / CHUNKS) * G + group;
       const u32 to = ring + stage * STAGE + lane / CHUNKS * ROW;
       const u16 *k = K + (from * D + chunk * 8), *v = V + (from * DV + chunk * 8);
-      if (begin == 0 && end == UNIT && (!RING || wrap >= UNIT)) {
+      // CMP_PAGE: in pages a compressed key lies in that of the last token that it is made of, where
+      // few rows are neighbours.
+      const bool apart = CMP_PAGE > 0 && kind == CMP;
+      auto place = [&](int r) -> i64 {  // of row r in its cache
+        if (!apart) return (i64)batch * rows + slot + (RING && r >= wrap ? r - rows : r);
+        const int row = key + r + L / STRIDE - 1;
+        const i64 page = args.table[(i64)batch * args.table_len + row / CMP_ROWS];
+        return page * CMP_ROWS + row % CMP_ROWS;
+      };
+      if (apart) {
+#pragma unroll
+        for (int j = 0; j < UNIT / step; ++j) {
+          const int r = lane / CHUNKS + j * step;
+          const bool live = r < end;
+          const i64 at = live ? place(r) * G + group : 0;
+          const u32 where = to + j * step * ROW + ((chunk ^ (r & 7)) << 4);
+          copy16(where, K + (at * D + chunk * 8), live);
+          copy16(where + UNIT * ROW, V + (at * DV + chunk * 8), live);
+        }
+      } else if (begin == 0 && end == UNIT && (!RING || wrap >= UNIT)) {
 #pragma unroll
         for (int j = 0; j < UNIT / step; ++j, k += step * k_width, v += step * v_width) {
           const u32 where = to + j * step * ROW + ((chunk ^ (lane / CHUNKS + j * step & 7)) << 4);
@@ -787,14 +811,12 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       }
       if (MORE > 0) {
         const int chunk = lane % 8;
-        const i64 first = ((i64)batch * rows + slot) * G + group;
-        const u16 *k = K + (first * D + DV + chunk * 8);
 #pragma unroll
         for (int r = lane / 8; r < UNIT; r += 4) {
           const bool live = r >= begin && r < end;
-          const i64 at = RING && r >= wrap ? r - rows : r;
+          const i64 at = live ? place(r) * G + group : 0;
           const u32 where = ring + stage * STAGE + 2 * UNIT * ROW + r * MORE * 2;
-          copy16(where + ((chunk ^ (r & 7)) << 4), live ? k + at * k_width : K, live);
+          copy16(where + ((chunk ^ (r & 7)) << 4), K + (at * D + DV + chunk * 8), live);
         }
       }
       commit();
@@ -832,7 +854,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       const int i = team + done * TEAMS, round = done / TOGETHER, stage = round % STAGES;
       if (live && i >= phase_end) break;
 #if TOGETHER > 1
-      // A round of units, each of which another warp of the team has brought for all.
+      // A round's keys are there, also those that this warp did not know of when the round began.
       if (live && (!begun || done % TOGETHER == 0)) {
         await_copies(max(issued - round - 1, 0));
         meet(team);
@@ -912,7 +934,8 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
           const float2 part = shared.warp_ml[w][branch][head];
           l += part.y * exp2_(part.x - m);
         }
-        send(&shared.recv_ml[token][rank][branch][head], make_float2(m, l), to, shared.bars + first);
+        const float2 *at = &shared.recv_ml[token][rank][branch][head];
+        send(at, make_float2(m, l), to, shared.bars + first);
         if (CLUSTER > 1 && !told && branch == 0 && to == rank + 1) {
           const Pooled &end = shared.pooled[token][max(cmp_units - 1, 0)];
           send(&shared.recv_spill[head], make_float2(from_half(end.spill[head]), end.max[head]),
@@ -1023,7 +1046,8 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   }
   if (whole && rank == 0 && team == TEAMS - 1) {  // ascending
     const int mine = lane >= N_SEL || (few && lane > own) ? (1 << 30) + lane
-                     : lane < forced ? forced_block(lane, own) : shared.chosen[token][lane - forced];
+                     : lane < forced                       ? forced_block(lane, own)
+                                                           : shared.chosen[token][lane - forced];
     int at = 0;
 #pragma unroll 4
     for (int i = 0; i < N_SEL; ++i) at += __shfl_sync(ALL, mine, i) < mine;

@@ -6,6 +6,10 @@ which also keeps the memory busy while blocks are chosen. H200, 64 heads in 4 gr
 us: one sequence of 8k tokens 17.5 -> 13.7, of 64k 24.5 -> 17.7, 16 of them 78.6 -> 57.6, 64 of 32k
 148 -> 122.
 
+Several new tokens are that many steps side by side, each with its own length, whose keys come from
+the L2 after the first. Many sequences are bound by that, so there a thread block attends for
+several tokens of its sequence.
+
 NVRTC, which comes with PyTorch, compiles the kernel for its sizes when it is first asked for; the
 result is kept beside what Triton keeps. Whatever is not served goes to the kernels of step.py.
 """
@@ -46,8 +50,7 @@ SMS = 132  # of an H100 or H200 (SXM), for which the following is
 # turns.
 SHAPES = ((4, 16, 8, 1), (8, 8, 8, 1), (16, 4, 8, 1), (32, 4, 4, 2), (66, 2, 8, 1), (132, 2, 4, 2))
 REST = (1, 4, 2)
-# So many thread blocks that attend for several new tokens are enough, which share what they read.
-TOGETHER_PROGRAMS = 120
+TOGETHER_PROGRAMS = 120  # thread blocks that attend for several tokens each: fewer leave SMs idle
 MOST_BLOCKS = 16  # of a cluster
 TOLD = 4  # units of each block up to which every block is told all block sums
 # Programs up to which the window comes before the choice, in contexts where every block is told
@@ -128,9 +131,11 @@ def plan(
     filled = programs * tokens * SMS / sms
     all_units = cdiv(cdiv(max_len, l_sel), 4)
     for together in range(tokens, 1, -1):
-        if tokens % together or filled / together < TOGETHER_PROGRAMS:
+        blocks = filled / together
+        if tokens % together or blocks < TOGETHER_PROGRAMS:
             continue
-        for warps, occupancy in (4, 2), (8, 1):
+        # With a multiprocessor for each block more warps, else two blocks whose phases overlap.
+        for warps, occupancy in sorted(((4, 2), (8, 1)), reverse=blocks <= SMS):
             warps = warps // together * together
             found = ClusterPlan(1, together, warps, 2, occupancy, pow2(all_units), False)
             if warps and found.shared(dim, dv, n_sel, free) <= SHARED_MOST[occupancy]:
@@ -260,8 +265,6 @@ def _kernel(
     cmp_paged: bool = False,
 ) -> ClusterKernel | str:  # fmt: skip
     """The kernel, or why it does not serve."""
-    if cmp_paged:
-        return "compressed keys that are not paged"
     if gate_dtype not in (torch.float32, dtype):
         return f"gates are fp32 or as the keys, got {gate_dtype}"
     reason = why_not(
@@ -280,7 +283,7 @@ def _kernel(
         BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], TOKENS=tokens,
         HEADS=hq // groups, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local,
         WINDOW=window, OVERLAP=int(l > d), PAGE=page, RING=int(ring),
-        **found.macros(dim, dv, n_sel, free),
+        CMP_PAGE=page // d if cmp_paged else 0, **found.macros(dim, dv, n_sel, free),
     )  # fmt: skip
     function = _function(device, tuple(macros.items()))
     if function is None:
