@@ -115,9 +115,10 @@ def speed_of(folder, *rows, **changes):
     return first.speed(view_of(with_rows(folder, rows, stage="prefill_bench"), **changes))
 
 
-def test_a_run_of_toys_alone_shows_no_number_first(tmp_path):
-    row = bench_row("decode/S=512", 13.0, 0.7, bench="decode", S=512, dim=256)
-    card = speed_of(tmp_path, row)
+def test_a_run_of_toys_and_of_a_part_of_nsa_shows_no_number_first(tmp_path):
+    toy = bench_row("decode/S=512", 13.0, 0.7, bench="decode", S=512, dim=256)
+    part = bench_row("prefill/S=8192", 9.0, 3.0, bench="prefill", S=8192, op="sliding")
+    card = speed_of(tmp_path, toy, part)
     assert card.answer.startswith("No real sizes were timed") and not card.blocks
     assert "0.70x" in report.render_text(rebuild(tmp_path)[0], tmp_path, Shape())
 

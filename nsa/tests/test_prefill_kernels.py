@@ -494,7 +494,6 @@ def any_gates(x: Inputs) -> Tensor:
 # Groups of four heads or more take the passes that add dQ. The last tiles have dead rows.
 SIGNED = [
     Shape((53,), h=4),
-    Shape((34, 34), h=4, dtype=F32),
     Shape((5, 0, 41, 1, 2, 22), h=4, packed=True),
     Shape((37,), G=1, h=3, D=48, Dv=16, dtype=F32),
     Shape((1003,), G=2, h=16, D=128, Dv=128, dtype=BF16, n_sel=8, **PAPER),
@@ -507,7 +506,7 @@ SIGNED = [
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(s, marks=[pytest.mark.core] if i in (0, 4, 5) else [])
+    [pytest.param(s, marks=[pytest.mark.core] if i in (0, 3, 4) else [])
      for i, s in enumerate(SIGNED)],
     ids=str,
 )  # fmt: skip
@@ -518,7 +517,7 @@ def test_gates_of_any_sign(shape, passes, device):
         whole_case(f"signs-{passes}", x)
 
 
-@pytest.mark.parametrize("shape", [SIGNED[0], SIGNED[2], SIGNED[4]], ids=str)
+@pytest.mark.parametrize("shape", [SIGNED[1], SIGNED[3]], ids=str)
 def test_gates_of_any_sign_through_the_library(shape, device):
     x = Inputs(shape, device, seed=6)
     x.gates = any_gates(x)
