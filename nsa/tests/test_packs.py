@@ -72,7 +72,7 @@ def alone(xs: list, do: torch.Tensor, lengths: Sequence[int], sizes: dict, run) 
     [
         # Each compiles for 20 s: a report runs one, and `make test` two.
         pytest.param(*pack, h, fixed, marks=(
-            [pytest.mark.nightly] if fixed or i == 1 and h == 2
+            [pytest.mark.nightly] if fixed or i == 0 and h == 2
             else [pytest.mark.core, pytest.mark.long] if i == 0 and h == 4 else []
         ))
         for i, pack in enumerate(PACKS) for h, fixed in [(4, False), (4, True), (2, False)]
