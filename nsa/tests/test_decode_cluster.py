@@ -308,25 +308,6 @@ def test_few_steps_of_short_contexts_take_the_quick_way():
         assert found.told == (min(4, found.units) if found.cluster > 1 else 0)
 
 
-@pytest.mark.parametrize("programs, tokens, max_len, together", [
-    (4, 4, 8192, 1), (64, 4, 8192, 2), (256, 1, 8192, 1), (256, 2, 8192, 2), (256, 3, 8192, 3),
-    (256, 4, 8192, 4), (256, 8, 4096, 8), (256, 8, 8192, 4), (256, 7, 4096, 7),
-    (256, 4, 32768, 2), (256, 4, 1 << 17, 1),
-])  # fmt: skip
-def test_tokens_of_many_sequences_share_a_block(programs, tokens, max_len, together):
-    from nsa.kernels.decode.cluster import SHARED_MOST, plan
-
-    found = plan(programs, 128, 128, 16, 13, 64, max_len, tokens=tokens)
-    assert found.together == together and tokens % together == 0
-    if together > 1:
-        assert found.cluster == 1 and found.warps % together == 0 and found.warps <= 8
-        assert found.units * 4 >= cdiv(max_len, 64)
-        assert found.shared(128, 128, 16, 13) <= SHARED_MOST[found.occupancy]
-        assert found.occupancy == 1 or programs * tokens // together > 132
-    else:  # a cluster for each
-        assert found == plan(programs * tokens, 128, 128, 16, 13, 64, max_len)
-
-
 def test_a_smaller_gpu_is_filled_as_the_larger():
     from nsa.kernels.decode.cluster import plan
 
@@ -345,7 +326,7 @@ def macros(programs, max_len, **changed):
     known.update(changed)
     free = known["N_SEL"] - known["N_INIT"] - known["N_LOCAL"]
     dims = known["D"], known["DV"], known["N_SEL"], free
-    p = plan(programs, *dims, known["L_SEL"], max_len, tokens=known["TOKENS"])
+    p = plan(programs * known["TOKENS"], *dims, known["L_SEL"], max_len)
     return p, {**known, **p.macros(*dims)}
 
 

@@ -1,6 +1,6 @@
 // A whole decode step in one launch, for Hopper: a cluster of thread blocks for each new token of a
-// sequence and KV group, or a thread block for TOGETHER of its tokens. Compiled at run time
-// (cluster.py) with -D for what stands in capitals; no headers, so that NVRTC needs no toolkit.
+// sequence and KV group. Compiled at run time (cluster.py) with -D for what stands in capitals; no headers, so
+// that NVRTC needs no toolkit.
 //
 // The thread blocks of a cluster share the keys of their sequence and group:
 //   1. compressed keys stream through each warp's own ring of shared memory (cp.async), 16 at a
@@ -12,9 +12,6 @@
 //      log-sum-exps, so that every thread block has all scores. The window's keys arrive meanwhile;
 //   3. window, forced and chosen blocks stream through the same rings;
 //   4. outputs are gated and summed over warps, then over the cluster (Eq. 5).
-// A thread block of several tokens has teams of as many warps, one for each token, which share the
-// keys in their rings: a round is a unit of each ring, and every warp attends to what its token
-// sees of it. Blocks that several tokens chose come once.
 // What thread blocks tell each other goes from shared memory to shared memory, by stores that
 // arrive at a barrier of the receiver's. All sums have a fixed order, so steps repeat bitwise.
 
@@ -23,20 +20,18 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
-#define UNIT 16          // keys that a warp takes at a time
+#define UNIT 16         // keys that a warp takes at a time
 #define ROW (DV * 2)     // bytes of a value, and of a key's first DV columns
 #define CHUNKS (DV / 8)  // of 16 bytes
 #define MORE (D - DV)    // columns that keys have beyond, 0 or 64; they lie behind keys and values
 #define STAGE (2 * UNIT * ROW + UNIT * MORE * 2)
 #define THREADS (WARPS * 32)
-#define TEAMS (WARPS / TOGETHER)  // warps of each token that this block attends for
-#define OURS (TEAMS * 32)         // threads of a token
 #define UNITS_PER_BLOCK (L_SEL / UNIT)
 #define FREE (N_SEL - N_INIT - N_LOCAL)  // blocks that scores choose
 // Units whose block sums a block has: its own, or everyone's where these are at most TOLD a block.
 #define KEPT (CLUSTER > 1 && CLUSTER * TOLD > UNITS ? CLUSTER * TOLD : UNITS)
 // Units of which half a warp sums the scores at a time.
-#define AT_ONCE (KEPT * 16 >= 4 * OURS ? 4 : KEPT * 16 >= 2 * OURS ? 2 : 1)
+#define AT_ONCE (KEPT * 16 >= 4 * THREADS ? 4 : KEPT * 16 >= 2 * THREADS ? 2 : 1)
 #define INFINITY_ __int_as_float(0x7f800000)
 #define NEVER (-1.0e30f)  // a maximum before any key
 // Probabilities are relative to a maximum so far, which serves until scores pass it by 8: outputs are
@@ -54,7 +49,6 @@ typedef unsigned long long u64;
 #define ALL 0xffffffffu
 
 enum { STEP = 0, CMP = 1, SEL = 2, WIN = 3 };  // what a launch does
-enum { FORCED = 0 };  // and CMP, SEL and WIN: what kind of keys a unit has
 
 struct Params {
   const u16 *q, *kc, *vc, *ks, *vs, *kw, *vw;
@@ -73,40 +67,31 @@ struct __align__(16) Pooled {
   u16 spill[16];     // what its last key gives to the selection block behind
 };
 
-struct Shared {  // TOGETHER: of each token
-  u16 q[TOGETHER][16 * D];  // the first DV columns of 16 heads, then the others
+struct Shared {
+  u16 q[16][DV];
+#if D > DV
+  u16 more_q[16][D - DV];
+#endif
 #if CLUSTER > 1
   float recv[CLUSTER][2][16 * DV / CLUSTER];  // outputs, of the heads that this block ends
 #endif
-  Pooled pooled[TOGETHER][KEPT];
-  int keys[TOGETHER][KEPT * 4];  // of the selection blocks that this block of the cluster scores
+  Pooled pooled[KEPT];
+  int keys[KEPT * 4];            // of the selection blocks that this block of the cluster scores
   int recv_key[CLUSTER * FREE];  // of the best of every block of the cluster
   int recv_block[CLUSTER * FREE];
-  int2 survivors[TOGETHER][UNITS * 4];
-  int best_key[TOGETHER][FREE], best_at[TOGETHER][FREE];
-  int survived[TOGETHER];  // how many there are
-  int chosen[TOGETHER][N_SEL];
-#if TOGETHER > 1
-  int2 united[TOGETHER * N_SEL];  // blocks that the tokens chose, and which of them, a bit each
-  u32 first[TOGETHER];            // which of its blocks no earlier token chose
-  int2 slots[WARPS][STAGES];      // of the units in the rings: the first key, whose they are
-#endif
-  // Maxima and sums of compressed and window keys, of every block.
-  float2 recv_ml[TOGETHER][CLUSTER][2][16];
+  int2 survivors[UNITS * 4];
+  int best_key[FREE], best_at[FREE];
+  int survived;  // how many there are
+  int chosen[N_SEL];
+  float2 recv_ml[CLUSTER][2][16];  // maxima and sums of compressed and window keys, of every block
   float2 recv_sel_ml[CLUSTER][16];  // of the selected ones
   float2 recv_spill[16];            // of the last unit of the block before, and its maxima
   float2 warp_ml[WARPS][2][16];
   float2 warp_sel_ml[WARPS][16];
   u64 bars[5];  // of all blocks: two branches' normalisers, candidates, the best, outputs are here
 };
-static_assert(TOGETHER == 1 || CLUSTER == 1, "what clusters tell each other is one token's");
 static_assert(STAGES == 2, "await_copies() and `seen` are for two");
 static_assert(WARPS * STAGES * STAGE + sizeof(Shared) <= SHARED, "cluster.py counts fewer bytes");
-
-// This thread's number among those of its token.
-__device__ __forceinline__ int thread() {
-  return TOGETHER == 1 ? threadIdx.x : threadIdx.x / (32 * TOGETHER) * 32 + threadIdx.x % 32;
-}
 
 // ---- instructions -----------------------------------------------------------------------------
 
@@ -200,11 +185,6 @@ __device__ __forceinline__ void await_copies(int left) {
   if (left == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
   else if (left == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
   else asm volatile("cp.async.wait_group 2;" ::: "memory");
-}
-
-// All warps of a team are here, which share the keys in their rings.
-__device__ __forceinline__ void meet(int team) {
-  asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(TOGETHER * 32) : "memory");
 }
 
 __device__ __forceinline__ u32 cluster_rank() {
@@ -367,20 +347,10 @@ __device__ __forceinline__ void attend(
   const u32 a[4] = {pack(p[0][0], p[0][1]), pack(p[0][2], p[0][3]), pack(p[1][0], p[1][1]),
                     pack(p[1][2], p[1][3])};
   const u32 at = v + row * ROW + ((lane / 16 ^ (row & 7)) << 4);
-  u32 kept[2] = {ALL, ALL};  // values that another token alone sees may be NaN
-  if (TOGETHER > 1) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int key = i * 8 + lane % 4 * 2;
-      kept[i] = (key >= begin && key < end ? 0xffffu : 0) |
-                (key + 1 >= begin && key + 1 < end ? 0xffff0000u : 0);
-    }
-  }
 #pragma unroll
   for (int j = 0; j < DV / 16; ++j) {
     u32 b[4];
     matrices_turned(b, at ^ (j << 5));
-    b[0] &= kept[0], b[1] &= kept[1], b[2] &= kept[0], b[3] &= kept[1];
     product(sums.o[2 * j], a, b[0], b[1]);
     product(sums.o[2 * j + 1], a, b[2], b[3]);
   }
@@ -442,9 +412,9 @@ __device__ __forceinline__ int rank_of(const int *keys, int n, int i) {
   return rank;
 }
 
-// The best FREE of a token's many keys by rank, and where they stand; all warps call. Only those
-// are ranked that reach what FREE of the lanes' largest reach.
-__device__ __forceinline__ void find_of_many(Shared &shared, int token, const int *keys, int n) {
+// The best FREE of many keys by rank, and where they stand; the whole block calls. Only those are
+// ranked that reach what FREE of the lanes' largest reach.
+__device__ __forceinline__ void find_of_many(Shared &shared, const int *keys, int n) {
   const int lane = threadIdx.x % 32;
   int top = 0, larger = 0;
 #pragma unroll 4
@@ -453,28 +423,28 @@ __device__ __forceinline__ void find_of_many(Shared &shared, int token, const in
   for (int i = 1; i < 32; ++i) larger += above(__shfl_sync(ALL, top, lane + i), top);
   const int bound = max(__reduce_min_sync(ALL, larger < FREE ? top : 0x7fffffff), 1);
 #pragma unroll 1
-  for (int i = thread(); i < (n + 31) / 32 * 32; i += OURS) {
+  for (int i = threadIdx.x; i < (n + 31) / 32 * 32; i += THREADS) {
     const int key = i < n ? keys[i] : 0;
     const u32 those = __ballot_sync(ALL, key >= bound);
     int at = 0;
-    if (lane == 0 && those) at = atomicAdd(&shared.survived[token], __popc(those));
+    if (lane == 0 && those) at = atomicAdd(&shared.survived, __popc(those));
     at = __shfl_sync(ALL, at, 0) + __popc(those & ((1u << lane) - 1));
-    if (key >= bound) shared.survivors[token][at] = make_int2(key, i);
+    if (key >= bound) shared.survivors[at] = make_int2(key, i);
   }
   __syncthreads();
-  const int all = shared.survived[token];
+  const int all = shared.survived;
 #pragma unroll 1
-  for (int i = thread(); i < all; i += OURS) {
-    const int2 mine = shared.survivors[token][i];
+  for (int i = threadIdx.x; i < all; i += THREADS) {
+    const int2 mine = shared.survivors[i];
     int before = 0;
 #pragma unroll 4
     for (int j = 0; j < all; ++j) {
-      const int2 other = shared.survivors[token][j];
+      const int2 other = shared.survivors[j];
       before += other.x > mine.x || (other.x == mine.x && other.y < mine.y);
     }
     if (before < FREE) {
-      shared.best_key[token][before] = mine.x;
-      shared.best_at[token][before] = mine.y;
+      shared.best_key[before] = mine.x;
+      shared.best_at[before] = mine.y;
     }
   }
 }
@@ -483,22 +453,22 @@ __device__ __forceinline__ void find_of_many(Shared &shared, int token, const in
 // heads as whole numbers of the same order, 0 for blocks that are forced anyway.
 // lse: of head lane % 16; EARLY: of the compressed keys in the lower half of a warp.
 __device__ __forceinline__ void score_blocks(
-    Shared &shared, int token, int first_unit, int units, int own, float lse) {
+    Shared &shared, int first_unit, int units, int own, float lse) {
   // Half a warp takes a unit, a thread a head.
   const int lane = threadIdx.x % 32, head = lane % 16, which = lane % 4;
   if (EARLY) lse = __shfl_sync(ALL, lse, head);
 #pragma unroll 1
-  for (int begin = thread() / 32 * 2; begin < units; begin += AT_ONCE * OURS / 16) {
+  for (int begin = threadIdx.x / 32 * 2; begin < units; begin += AT_ONCE * THREADS / 16) {
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k) {
-      const int unit = begin + lane / 16 + k * OURS / 16, at = min(unit, units - 1);
-      const Pooled &pooled = shared.pooled[token][at];
+      const int unit = begin + lane / 16 + k * THREADS / 16, at = min(unit, units - 1);
+      const Pooled &pooled = shared.pooled[at];
       const float weight = head < HEADS ? exp2_(pooled.max[head] - lse) : 0.0f;
       float score[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) score[i] = from_half(pooled.block[head][i]) * weight;
       if (OVERLAP && head < HEADS && first_unit + at > 0) {
-        const Pooled &previous = shared.pooled[token][max(at - 1, 0)];
+        const Pooled &previous = shared.pooled[max(at - 1, 0)];
         const float2 before = at > 0 ? make_float2(from_half(previous.spill[head]),
                                                    previous.max[head])
                                      : shared.recv_spill[head];
@@ -515,7 +485,7 @@ __device__ __forceinline__ void score_blocks(
       if (head < 4 && unit < units) {
         const int block = (first_unit + unit) * 4 + which;
         const bool free = block >= N_INIT && own - block >= N_LOCAL;
-        shared.keys[token][unit * 4 + which] = free ? __float_as_int(x == x ? x : 0.0f) + 1 : 0;
+        shared.keys[unit * 4 + which] = free ? __float_as_int(x == x ? x : 0.0f) + 1 : 0;
       }
     }
   }
@@ -526,29 +496,28 @@ __device__ __forceinline__ void score_blocks(
 // units: whose keys are here; of them cmp_units from first_unit on are this block's. each: how many
 // selection blocks a block tells.
 __device__ __forceinline__ void choose_blocks(
-    Shared &shared, int token, bool told, int units, int first_unit, int cmp_units, int each,
-    int rank) {
-  const int lane = threadIdx.x % 32, warp = thread() / 32;
+    Shared &shared, bool told, int units, int first_unit, int cmp_units, int each, int rank) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
   for (int level = told; level <= (CLUSTER > 1); ++level) {
     const bool own_keys = level == 0 || told;
-    const int *keys = own_keys ? shared.keys[token] : shared.recv_key;
+    const int *keys = own_keys ? shared.keys : shared.recv_key;
     const int n = own_keys ? units * 4 : CLUSTER * each;
     const int from = told ? first_unit * 4 : level == 0 ? 0 : rank * each;
     const int count = own_keys ? cmp_units * 4 : each;
     if (level == 0 && n > FEW) {
-      find_of_many(shared, token, keys, n);
+      find_of_many(shared, keys, n);
     } else {
 #pragma unroll 1
-      for (int first = warp * 32 / TEAM; first < count; first += OURS / TEAM) {
+      for (int first = warp * 32 / TEAM; first < count; first += THREADS / TEAM) {
         const int i = from + min(first + lane / TEAM, count - 1), at = rank_of(keys, n, i);
         if (first + lane / TEAM >= count || at >= FREE) continue;
         if (level == 0) {
-          shared.best_key[token][at] = keys[i], shared.best_at[token][at] = i;
+          shared.best_key[at] = keys[i], shared.best_at[at] = i;
         } else {
           const u32 block = told ? i : shared.recv_block[i];
           for (int to = lane % TEAM; to < CLUSTER; to += TEAM)
-            send(&shared.chosen[token][at], block, to, shared.bars + 3);
+            send(&shared.chosen[at], block, to, shared.bars + 3);
         }
       }
     }
@@ -559,51 +528,17 @@ __device__ __forceinline__ void choose_blocks(
       for (int i = threadIdx.x; i < CLUSTER * FREE; i += THREADS) {
         const int which = i % FREE, to = i / FREE, at = rank * each + which;
         if (which >= each) continue;
-        send(&shared.recv_key[at], (u32)shared.best_key[token][which], to, shared.bars + 2);
-        send(&shared.recv_block[at], (u32)(first_unit * 4 + shared.best_at[token][which]), to,
+        send(&shared.recv_key[at], (u32)shared.best_key[which], to, shared.bars + 2);
+        send(&shared.recv_block[at], (u32)(first_unit * 4 + shared.best_at[which]), to,
              shared.bars + 2);
       }
 #else
-      if (thread() < FREE) shared.chosen[token][thread()] = shared.best_at[token][thread()];
+      if (threadIdx.x < FREE) shared.chosen[threadIdx.x] = shared.best_at[threadIdx.x];
 #endif
     }
     receive(shared.bars + 2 + level);
   }
 }
-
-#if TOGETHER > 1
-// The blocks that the tokens chose, `each` a token, into shared.united; how many there are.
-__device__ __forceinline__ int unite(Shared &shared, int token, int each) {
-  const int lane = threadIdx.x % 32;
-  const bool asks = threadIdx.x < TOGETHER * 32;  // a warp for each token
-  const int block = asks && lane < each ? shared.chosen[token][lane] : -1;
-  bool first = block >= 0;
-  int whose = 0;
-  if (asks) {
-#pragma unroll
-    for (int t = 0; t < TOGETHER; ++t) {
-      bool same = false;
-#pragma unroll 4
-      for (int i = 0; i < each; ++i) same |= shared.chosen[t][i] == block;
-      whose |= same << t;
-      first &= t >= token || !same;
-    }
-    const u32 those = __ballot_sync(ALL, first);
-    if (lane == 0) shared.first[token] = those;
-  }
-  __syncthreads();
-  int before = __popc(shared.first[token] & ((1u << lane) - 1)), all = 0;
-#pragma unroll
-  for (int t = 0; t < TOGETHER; ++t) {
-    const int some = __popc(shared.first[t]);
-    before += t < token ? some : 0;
-    all += some;
-  }
-  if (first) shared.united[before] = make_int2(block, whose);
-  __syncthreads();
-  return all;
-}
-#endif
 
 // ---- the step ---------------------------------------------------------------------------------
 
@@ -615,17 +550,12 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared &shared = *reinterpret_cast<Shared *>(memory + WARPS * STAGES * STAGE);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rank = cluster_rank(), group = blockIdx.x / CLUSTER;
-  const int parts = TOKENS / TOGETHER, batch = blockIdx.y / parts;
-  const int token = warp % TOGETHER, team = warp / TOGETHER;
-  const int G = args.groups, program = (blockIdx.y * TOGETHER + token) * G + group;
-  const int mode = args.mode;
-  // Up to this cluster's last token and this warp's. Clusters of a sequence are neighbours, which
-  // read the same keys.
-  const int all_length = args.lens[batch] - (parts - 1 - (int)blockIdx.y % parts) * TOGETHER;
-  const int length = all_length - (TOGETHER - 1 - token);
-  if (thread() == 0) shared.survived[token] = 0;
-  if (thread() < FREE) shared.best_key[token][thread()] = 0;
+  const int rank = cluster_rank(), group = blockIdx.x / CLUSTER, batch = blockIdx.y / TOKENS;
+  const int G = args.groups, program = blockIdx.y * G + group, mode = args.mode;
+  // Up to this cluster's token. Those of a sequence are neighbours, which read the same keys.
+  const int length = args.lens[batch] - (TOKENS - 1 - (int)blockIdx.y % TOKENS);
+  if (threadIdx.x == 0) shared.survived = 0;
+  if (threadIdx.x < FREE) shared.best_key[threadIdx.x] = 0;
 #if CLUSTER > 1
   if (threadIdx.x == 0) {
     for (int i = 0; i < 5; ++i) init(shared.bars + i);
@@ -635,15 +565,15 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
 #endif
 
   const i64 first_head = (i64)program * HEADS;
-  for (int i = thread(); i < 16 * CHUNKS; i += OURS) {
+  for (int i = threadIdx.x; i < 16 * CHUNKS; i += THREADS) {
     const int head = i / CHUNKS, chunk = i % CHUNKS;
-    copy16(shared_address(shared.q[token] + head * DV) + ((chunk ^ (head & 7)) << 4),
+    copy16(shared_address(shared.q[head]) + ((chunk ^ (head & 7)) << 4),
            args.q + (first_head + (head < HEADS ? head : 0)) * D + chunk * 8, head < HEADS);
   }
-#if MORE > 0
-  for (int i = thread(); i < 2 * MORE; i += OURS) {
+#if D > DV
+  for (int i = threadIdx.x; i < 2 * MORE; i += THREADS) {
     const int head = i / (MORE / 8), chunk = i % (MORE / 8);
-    copy16(shared_address(shared.q[token] + 16 * DV + head * MORE) + ((chunk ^ (head & 7)) << 4),
+    copy16(shared_address(shared.more_q[head]) + ((chunk ^ (head & 7)) << 4),
            args.q + (first_head + (head < HEADS ? head : 0)) * D + DV + chunk * 8, head < HEADS);
   }
 #endif
@@ -658,13 +588,12 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   }
 
   // What this block has to do, in units: compressed, window, forced and (later) chosen keys.
-  const int own = (length - 1) / L_SEL, all_own = (all_length - 1) / L_SEL;
-  auto compressed = [](int length) { return length >= L ? (length - L) / STRIDE + 1 : 0; };
-  const int n_cmp = compressed(all_length);
-  const int all_units = all_own / 4 + 1;
+  const int own = (length - 1) / L_SEL;
+  const int n_cmp = length >= L ? (length - L) / STRIDE + 1 : 0;
+  const int all_units = own / 4 + 1;
   const int share = (all_units + CLUSTER - 1) / CLUSTER;
   const int first_unit = min(rank * share, all_units);
-  const bool whole = mode == STEP, few = all_own + 1 <= N_SEL;
+  const bool whole = mode == STEP, few = own + 1 <= N_SEL;
   const int cmp_units = whole || mode == CMP ? min(share, all_units - first_unit) : 0;
   // Every block gets all block sums and finds the best by itself; else each tells its best ones.
   const bool told = CLUSTER > 1 && whole && !few && share <= TOLD;
@@ -679,48 +608,40 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     expect(shared.bars + 4, 2 * 16 * DV * 4 + 16 * 8);
   }
 #endif
-  const int win_begin = max(all_length - (TOGETHER - 1) - WINDOW, 0);
-  const int win_all = whole || mode == WIN ? (all_length - 1) / UNIT - win_begin / UNIT + 1 : 0;
+  const int win_begin = max(length - WINDOW, 0);
+  const int win_all = whole || mode == WIN ? (length - 1) / UNIT - win_begin / UNIT + 1 : 0;
   const int win_units = (win_all - rank + CLUSTER - 1) / CLUSTER;
-  const int first_own = (all_length - TOGETHER) / L_SEL;
-  const int forced = few ? all_own + 1 : N_INIT + N_LOCAL;
-  const int forced_all = whole ? (forced + (few ? 0 : all_own - first_own)) * UNITS_PER_BLOCK : 0;
+  const int forced = few ? own + 1 : N_INIT + N_LOCAL;
+  const int forced_all = whole ? forced * UNITS_PER_BLOCK : 0;
   const int from_end = CLUSTER - 1 - rank;  // who has one window unit more has no forced one more
   const int forced_units = (forced_all - from_end + CLUSTER - 1) / CLUSTER;
   const int known = cmp_units + win_units + forced_units;
   const int chosen_all = (mode == SEL ? N_SEL : whole && !few ? FREE : 0) * UNITS_PER_BLOCK;
-  int total = known + (chosen_all - rank + CLUSTER - 1) / CLUSTER;
+  const int total = known + (chosen_all - rank + CLUSTER - 1) / CLUSTER;
 
   if (mode == SEL) {
-    if (thread() < N_SEL)
-      shared.chosen[token][thread()] = args.indices[(i64)program * N_SEL + thread()];
+    if (threadIdx.x < N_SEL)
+      shared.chosen[threadIdx.x] = args.indices[(i64)program * N_SEL + threadIdx.x];
     __syncthreads();
-#if TOGETHER > 1
-    total = known + unite(shared, token, N_SEL) * UNITS_PER_BLOCK;
-#endif
   }
 
-  auto forced_block = [&](int i, int own) {
-    return few || i < N_INIT ? i : own - N_LOCAL + 1 + i - N_INIT;
-  };
-  auto nth = [&](int n) { return team + (n * TOGETHER + token) * TEAMS; };  // of this warp's units
+  auto forced_block = [&](int i) { return few || i < N_INIT ? i : own - N_LOCAL + 1 + i - N_INIT; };
   // Calls this warp's next units into its ring, as many as there is room for.
   const u32 ring = shared_address(memory) + warp * STAGES * STAGE;
   const int k_width = G * D, v_width = G * DV;
-  int issued = 0, done = 0;  // units that this warp has asked for, and that its team has attended
+  int issued = 0, done = 0;
   u64 seen = 0;  // of those under way the first seen key, and the first that is not, a byte each
   auto bring = [&](int limit) {
 #pragma unroll 1
-    for (; issued - done / TOGETHER < STAGES && nth(issued) < limit; ++issued) {
+    for (; issued - done < STAGES && warp + issued * WARPS < limit; ++issued) {
       const u16 *K, *V;
-      int i = nth(issued), key, begin = 0, end = all_length, rows, wrap = UNIT;
-      int kind = FORCED, whose = (1 << TOGETHER) - 1;
+      int i = warp + issued * WARPS, key, begin = 0, end = length, rows, wrap = UNIT;
       i64 slot;
-      if (i < cmp_units) {
+      const bool compressed = i < cmp_units;
+      if (compressed) {
         K = args.kc, V = args.vc, rows = args.cmp_rows;
         slot = key = (first_unit + i) * UNIT;
         end = n_cmp;
-        kind = CMP;
       } else {
         i -= cmp_units;
         const bool window = i < win_units;
@@ -728,22 +649,16 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
           K = args.kw, V = args.vw, rows = args.win_rows;
           key = (win_begin / UNIT + rank + i * CLUSTER) * UNIT;
           begin = win_begin - key;
-          kind = WIN;
         } else {
           K = args.ks, V = args.vs, rows = args.sel_rows;
           i -= win_units;
           int block;
           if (i < forced_units) {
             i = from_end + i * CLUSTER;
-            block = forced_block(i / UNITS_PER_BLOCK, first_own);
+            block = forced_block(i / UNITS_PER_BLOCK);
           } else {
             i = rank + (i - forced_units) * CLUSTER;
-#if TOGETHER > 1
-            block = shared.united[i / UNITS_PER_BLOCK].x;
-            kind = SEL, whose = shared.united[i / UNITS_PER_BLOCK].y;
-#else
-            block = shared.chosen[0][i / UNITS_PER_BLOCK];
-#endif
+            block = shared.chosen[i / UNITS_PER_BLOCK];
           }
           key = block * L_SEL + i % UNITS_PER_BLOCK * UNIT;
           if (block < 0) end = key;  // none: nothing is seen
@@ -761,11 +676,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       }
       begin = max(begin, 0), end = min(max(end - key, 0), UNIT);
       const int stage = issued % STAGES;
-#if TOGETHER > 1
-      if (lane == 0) shared.slots[warp][stage] = make_int2(key, kind << 8 | whose);
-#else
       seen = seen & ~(0xffffull << stage * 16) | (u64)(begin | end << 8) << stage * 16;
-#endif
       // A lane copies the same 16 bytes of every row / CHUNKS.
       const int chunk = lane % CHUNKS, step = 32 / CHUNKS;
       const i64 from = ((i64)batch * rows + slot + lane / CHUNKS) * G + group;
@@ -773,7 +684,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       const u16 *k = K + (from * D + chunk * 8), *v = V + (from * DV + chunk * 8);
       // CMP_PAGE: in pages a compressed key lies in that of the last token that it is made of, where
       // few rows are neighbours.
-      const bool apart = CMP_PAGE > 0 && kind == CMP;
+      const bool apart = CMP_PAGE > 0 && compressed;
       auto place = [&](int r) -> i64 {  // of row r in its cache
         if (!apart) return (i64)batch * rows + slot + (RING && r >= wrap ? r - rows : r);
         const int row = key + r + L / STRIDE - 1;
@@ -849,44 +760,20 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         phase == 0 ? cmp_units : phase == 1 ? cmp_units + win_units : last ? total : 0;
     if (!EARLY || phase != 2) sums.clear();
 #pragma unroll 1
-    for (bool begun = false;; begun = true) {
+    for (;;) {
       bring(limit);
-      const int i = team + done * TEAMS, round = done / TOGETHER, stage = round % STAGES;
+      const int i = warp + done * WARPS, stage = done % STAGES;
       if (live && i >= phase_end) break;
-#if TOGETHER > 1
-      // A round's keys are there, also those that this warp did not know of when the round began.
-      if (live && (!begun || done % TOGETHER == 0)) {
-        await_copies(max(issued - round - 1, 0));
-        meet(team);
-      }
-      const int whose_ring = team * TOGETHER + done % TOGETHER;
-      const u32 unit = shared_address(memory) + (whose_ring * STAGES + stage) * STAGE;
-      int begin = 0, end = 0;
-      if (live) {
-        const int2 slot = shared.slots[whose_ring][stage];
-        const int key = slot.x, block = key / L_SEL, kind = slot.y >> 8;
-        bool sees = slot.y >> token & 1;
-        if (kind == FORCED) sees = few || block < N_INIT || own - block < N_LOCAL;
-        begin = kind == WIN ? max(length - WINDOW - key, 0) : 0;
-        end = sees ? min((kind == CMP ? compressed(length) : length) - key, UNIT) : 0;
-      }
-      const bool any = begin < end || phase == 0 || !live;  // every unit is pooled
-#else
       if (live) await_copies(issued - done - 1);
       __syncwarp();
-      const u32 ends = live ? seen >> stage * 16 : 0, unit = ring + stage * STAGE;
-      const int begin = ends & 255, end = ends >> 8 & 255;
-      const bool any = true;
-#endif
-      if (any) {
-        float p[2][4];
-        attend(sums, p, shared_address(shared.q[token]), unit, begin, end, args.scale_log2);
-        if (whole && phase == 0) pool(shared.pooled[token][kept_from + i], p, sums.m, live);
-      }
+      const u32 ends = live ? seen >> stage * 16 : 0;
+      float p[2][4];
+      attend(sums, p, shared_address(shared.q), ring + stage * STAGE, ends & 255, ends >> 8 & 255,
+             args.scale_log2);
+      if (whole && phase == 0) pool(shared.pooled[kept_from + i], p, sums.m, live);
       __syncwarp();
       if (live) {
         ++done;
-        if (TOGETHER > 1 && done % TOGETHER == 0) meet(team);  // its places are free
       } else {
         sums.clear();
         await_copies(issued);  // of the queries
@@ -923,27 +810,25 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 #pragma unroll 1
-      for (int i = thread(); i < (EARLY ? 2 : 1) * CLUSTER * 16; i += OURS) {
+      for (int i = threadIdx.x; i < (EARLY ? 2 : 1) * CLUSTER * 16; i += THREADS) {
         const int head = i % 16, to = i / 16 % CLUSTER, branch = first + i / 16 / CLUSTER;
         float m = NEVER, l = 0.0f;
 #pragma unroll
-        for (int w = token; w < WARPS; w += TOGETHER)
-          m = fmaxf(m, shared.warp_ml[w][branch][head].x);
+        for (int w = 0; w < WARPS; ++w) m = fmaxf(m, shared.warp_ml[w][branch][head].x);
 #pragma unroll
-        for (int w = token; w < WARPS; w += TOGETHER) {
+        for (int w = 0; w < WARPS; ++w) {
           const float2 part = shared.warp_ml[w][branch][head];
           l += part.y * exp2_(part.x - m);
         }
-        const float2 *at = &shared.recv_ml[token][rank][branch][head];
-        send(at, make_float2(m, l), to, shared.bars + first);
+        send(&shared.recv_ml[rank][branch][head], make_float2(m, l), to, shared.bars + first);
         if (CLUSTER > 1 && !told && branch == 0 && to == rank + 1) {
-          const Pooled &end = shared.pooled[token][max(cmp_units - 1, 0)];
+          const Pooled &end = shared.pooled[max(cmp_units - 1, 0)];
           send(&shared.recv_spill[head], make_float2(from_half(end.spill[head]), end.max[head]),
                to, shared.bars);
         }
       }
       if (told && first == 0) {
-        const float4 *mine = (const float4 *)(shared.pooled[0] + kept_from);
+        const float4 *mine = (const float4 *)(shared.pooled + kept_from);
 #pragma unroll 1
         for (int to = warp; to < CLUSTER; to += WARPS)
           for (int i = lane; i < cmp_units * (int)(sizeof(Pooled) / 16) && to != rank; i += 32)
@@ -954,24 +839,19 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         const int branch = EARLY ? lane / 16 : phase;
         float m = NEVER, l = 0.0f;
 #pragma unroll
-        for (int c = 0; c < CLUSTER; ++c) 
-          m = fmaxf(m, shared.recv_ml[token][c][branch][lane % 16].x);
+        for (int c = 0; c < CLUSTER; ++c) m = fmaxf(m, shared.recv_ml[c][branch][lane % 16].x);
 #pragma unroll
         for (int c = 0; c < CLUSTER; ++c) {
-          const float2 part = shared.recv_ml[token][c][branch][lane % 16];
+          const float2 part = shared.recv_ml[c][branch][lane % 16];
           l += part.y * exp2_(part.x - m);
         }
         lse = l > 0.0f ? m + log2_(l) : l == 0.0f ? INFINITY_ : l;  // a NaN stays one
       }
       if (first == 0 && whole && !few) {
         const int units = told ? all_units : cmp_units;
-        score_blocks(shared, token, told ? 0 : first_unit, units, own, lse);
+        score_blocks(shared, told ? 0 : first_unit, units, own, lse);
         __syncthreads();
-        choose_blocks(
-            shared, token, told, units, first_unit, cmp_units, min(FREE, share * 4), rank);
-#if TOGETHER > 1
-        total = known + unite(shared, token, FREE) * UNITS_PER_BLOCK;
-#endif
+        choose_blocks(shared, told, units, first_unit, cmp_units, min(FREE, share * 4), rank);
       }
       limit = total;
       if (EARLY) continue;
@@ -995,7 +875,6 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
 
   // Sums over the warps: outputs of both kinds, through the rings. Chunks of 8 columns take turns
   // by the head's number, so that threads of a warp hit different banks.
-  if (TOGETHER > 1) meet(team);  // the last round may have ended early
   sums.close();
   const int corner = warp * STAGES * STAGE + lane / 4 * (DV * 4 + 32) + lane % 4 * 8;
 #pragma unroll
@@ -1012,15 +891,15 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   }
   __syncthreads();
 #pragma unroll 1
-  for (int i = thread(); i < 16 * DV / 4; i += OURS) {
+  for (int i = threadIdx.x; i < 16 * DV / 4; i += THREADS) {
     const int head = i / (DV / 4), column = i % (DV / 4) * 4;
     const int at = (head * DV + ((column / 8) ^ (head & 7)) * 8 + column % 8) * 4;
     float m = NEVER, l = 0.0f;
 #pragma unroll
-    for (int w = token; w < WARPS; w += TOGETHER) m = fmaxf(m, shared.warp_sel_ml[w][head].x);
+    for (int w = 0; w < WARPS; ++w) m = fmaxf(m, shared.warp_sel_ml[w][head].x);
     float4 sum = make_float4(0, 0, 0, 0), sel = sum;
 #pragma unroll
-    for (int w = token; w < WARPS; w += TOGETHER) {
+    for (int w = 0; w < WARPS; ++w) {
       const float2 ml = shared.warp_sel_ml[w][head];
       const float weight = exp2_(ml.x - m);
       l += ml.y * weight;
@@ -1044,10 +923,9 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     }
 #endif
   }
-  if (whole && rank == 0 && team == TEAMS - 1) {  // ascending
+  if (whole && rank == 0 && warp == WARPS - 1) {  // ascending
     const int mine = lane >= N_SEL || (few && lane > own) ? (1 << 30) + lane
-                     : lane < forced                       ? forced_block(lane, own)
-                                                           : shared.chosen[token][lane - forced];
+                     : lane < forced ? forced_block(lane) : shared.chosen[lane - forced];
     int at = 0;
 #pragma unroll 4
     for (int i = 0; i < N_SEL; ++i) at += __shfl_sync(ALL, mine, i) < mine;

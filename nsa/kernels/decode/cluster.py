@@ -7,8 +7,7 @@ us: one sequence of 8k tokens 17.5 -> 13.7, of 64k 24.5 -> 17.7, 16 of them 78.6
 148 -> 122.
 
 Several new tokens are that many steps side by side, each with its own length, whose keys come from
-the L2 after the first. Many sequences are bound by that, so there a thread block attends for
-several tokens of its sequence.
+the L2 after the first. (A thread block that attended for several tokens was slower: docs/lab.md.)
 
 NVRTC, which comes with PyTorch, compiles the kernel for its sizes when it is first asked for; the
 result is kept beside what Triton keeps. Whatever is not served goes to the kernels of step.py.
@@ -50,7 +49,6 @@ SMS = 132  # of an H100 or H200 (SXM), for which the following is
 # turns.
 SHAPES = ((4, 16, 8, 1), (8, 8, 8, 1), (16, 4, 8, 1), (32, 4, 4, 2), (66, 2, 8, 1), (132, 2, 4, 2))
 REST = (1, 4, 2)
-TOGETHER_PROGRAMS = 120  # thread blocks that attend for several tokens each: fewer leave SMs idle
 MOST_BLOCKS = 16  # of a cluster
 TOLD = 4  # units of each block up to which every block is told all block sums
 # Programs up to which the window comes before the choice, in contexts where every block is told
@@ -68,11 +66,10 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """cluster: blocks of one; together: new tokens that it attends for; units: of compressed keys
-    that a block may get; early: EARLY of cluster.cu."""
+    """cluster: blocks of one; units: of compressed keys that a block may get; early: EARLY of
+    cluster.cu."""
 
     cluster: int
-    together: int
     warps: int
     stages: int
     occupancy: int
@@ -86,22 +83,20 @@ class ClusterPlan:
     def shared(self, dim: int, dv: int, n_sel: int, free: int) -> int:
         """Bytes of shared memory: the rings of keys, then `Shared` of cluster.cu."""
         rings = self.warps * self.stages * UNIT * (dim + dv) * 2
-        parts = HEADS * (self.together * dim * 2 + dv * 8 * (self.cluster > 1))
-        normalisers = 3 * HEADS * 8 * (self.cluster * self.together + self.warps) + HEADS * 8
+        parts = HEADS * (dim * 2 + dv * 8 * (self.cluster > 1))
+        normalisers = 3 * HEADS * 8 * (self.cluster + self.warps) + HEADS * 8
         kept = max(self.units, self.cluster * self.told)
-        keys = 4 * (4 * kept + 2 * free + n_sel) + 8 * 4 * self.units
-        keys = keys * self.together + 4 * 2 * self.cluster * free
-        if self.together > 1:
-            keys += 8 * (self.together * (n_sel + 1) + self.warps * self.stages)
-        sums = self.together * kept * HEADS * (4 + 2 + 8)
-        return rings + parts + normalisers + keys + sums + 128
+        keys = 4 * (4 * kept + 2 * self.cluster * free + 2 * free + n_sel)
+        keys += 8 * 4 * self.units
+        return rings + parts + normalisers + keys + kept * HEADS * (4 + 2 + 8) + 128
 
     def macros(self, dim: int, dv: int, n_sel: int, free: int) -> dict[str, int]:
         """What cluster.cu is compiled with for this."""
         return dict(
-            D=dim, DV=dv, CLUSTER=self.cluster, TOGETHER=self.together, WARPS=self.warps,
-            STAGES=self.stages, OCCUPANCY=self.occupancy, UNITS=self.units, TOLD=self.told,
-            EARLY=int(self.early), SHARED=self.shared(dim, dv, n_sel, free),
+            D=dim, DV=dv,
+            CLUSTER=self.cluster, WARPS=self.warps, STAGES=self.stages, OCCUPANCY=self.occupancy,
+            UNITS=self.units, TOLD=self.told, EARLY=int(self.early),
+            SHARED=self.shared(dim, dv, n_sel, free),
         )  # fmt: skip
 
 
@@ -125,22 +120,12 @@ def why_not(
 
 def plan(
     programs: int, dim: int, dv: int, n_sel: int, free: int, l_sel: int, max_len: int,
-    sms: int = SMS, tokens: int = 1,
+    sms: int = SMS,
 ) -> ClusterPlan | None:
-    """For so many sequences * groups of new tokens; None where block sums do not fit."""
-    filled = programs * tokens * SMS / sms
-    all_units = cdiv(cdiv(max_len, l_sel), 4)
-    for together in range(tokens, 1, -1):
-        blocks = filled / together
-        if tokens % together or blocks < TOGETHER_PROGRAMS:
-            continue
-        # With a multiprocessor for each block more warps, else two blocks whose phases overlap.
-        for warps, occupancy in sorted(((4, 2), (8, 1)), reverse=blocks <= SMS):
-            warps = warps // together * together
-            found = ClusterPlan(1, together, warps, 2, occupancy, pow2(all_units), False)
-            if warps and found.shared(dim, dv, n_sel, free) <= SHARED_MOST[occupancy]:
-                return found
+    """For so many programs; None where block sums do not fit."""
+    filled = programs * SMS / sms
     least, warps, occupancy = next((x for most, *x in SHAPES if filled <= most), REST)
+    all_units = cdiv(cdiv(max_len, l_sel), 4)
     while occupancy:
         cluster = least
         while cluster <= MOST_BLOCKS:
@@ -148,7 +133,7 @@ def plan(
             early = cluster > 1 and filled <= EARLY_PROGRAMS and units <= TOLD
             if early and units <= EARLY_UNITS:
                 warps = EARLY_WARPS
-            found = ClusterPlan(cluster, 1, warps, 2, occupancy, units, early)
+            found = ClusterPlan(cluster, warps, 2, occupancy, units, early)
             if found.shared(dim, dv, n_sel, free) <= SHARED_MOST[occupancy]:
                 return found
             cluster *= 2
@@ -275,7 +260,7 @@ def _kernel(
         return reason
     free = n_sel - n_init - n_local
     found = plan(
-        batch * groups, dim, dv, n_sel, free, l_sel, max_len, sm_count(device), tokens
+        batch * tokens * groups, dim, dv, n_sel, free, l_sel, max_len, sm_count(device)
     )
     if found is None or batch * tokens > MOST_SEQUENCES:
         return "its block sums do not fit, or there are too many sequences"
@@ -288,7 +273,7 @@ def _kernel(
     function = _function(device, tuple(macros.items()))
     if function is None:
         return "NVRTC or cuda.bindings is not there"
-    grid = groups * found.cluster, batch * tokens // found.together
+    grid = groups * found.cluster, batch * tokens
     return ClusterKernel(*function, grid, 32 * found.warps, macros["SHARED"])
 
 
