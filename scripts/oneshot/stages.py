@@ -118,7 +118,7 @@ def _gpu(profile: str) -> list[Stage]:
         "sel_route", "Selection bench: Triton against packing plus SDPA, as callers get them",
         ("{python}", "bench/bench_sel_triton.py", "--route", "1", *routes, "--iters", "10",
          "--seconds", "0.005", "--csv", "{out}/sel_route.csv"),
-        proof="bench", timeout_s=400 if full else 120, estimate_s=110 if full else 22, env=bench,
+        proof="bench", timeout_s=400 if full else 120, estimate_s=110 if full else 12, env=bench,
         log="sel_route.txt", outputs=("sel_route.csv",), group="bench", shrinks=True,
     ))  # fmt: skip
     # A decode step has no threshold, so these cells are not among its evidence.
@@ -140,7 +140,7 @@ def _gpu(profile: str) -> list[Stage]:
         "decode_serving", "Decode at serving sizes: eager, as a graph, and the layer's whole step",
         ("{python}", "bench/bench_decode.py", "--preset", "serving" if full else "serving_short",
          "--quick", "--csv", "{out}/decode_serving.csv"),
-        proof="bench", timeout_s=600 if full else 240, estimate_s=100 if full else 28,
+        proof="bench", timeout_s=600 if full else 240, estimate_s=100 if full else 16,
         required=False,
         env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
         log="decode_serving.txt", outputs=("decode_serving.csv",), group="bench", shrinks=True,
@@ -152,14 +152,14 @@ def _gpu(profile: str) -> list[Stage]:
            "full": ("--S_list", "8192,32768,65536", "--ops", "full,cmp,sel,win,select,turn,pack"),
            }[profile]),
         proof="bench", timeout_s=300 * slow,
-        estimate_s={"quick": 20, "standard": 45, "full": 180}[profile],
+        estimate_s={"quick": 20, "standard": 35, "full": 180}[profile],
         env={"NSA_USE_TRITON_SEL": "1"}, log="prefill_bench.txt", outputs=("prefill.csv",),
         group="bench", shrinks=True,
     )  # fmt: skip
     showcase = Stage(
         "train_showcase", "Training showcase",
         ("{python}", "scripts/train_showcase.py", "--out", "{out}"),
-        proof="tests", timeout_s=300 * slow, estimate_s=22, env=TRITON_ON,
+        proof="tests", timeout_s=300 * slow, estimate_s=18, env=TRITON_ON,
         log="train_showcase.txt", outputs=("train.jsonl",), group="train",
     )  # fmt: skip
     fuzz = Stage(
@@ -173,12 +173,12 @@ def _gpu(profile: str) -> list[Stage]:
         Stage(
             "routing", "Flags and the ladder of each branch",
             ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"),
-            proof="output", timeout_s=90, estimate_s=8, outputs=("routing.json",), group="box",
+            proof="output", timeout_s=90, estimate_s=4, outputs=("routing.json",), group="box",
         ),
         Stage(
             "sanity", "Matmul, one Triton kernel and one selection kernel against fp64",
             ("{python}", "scripts/gpu_sanity.py"),
-            proof="parity", timeout_s=180, estimate_s=8, log="sanity.out", group="parity",
+            proof="parity", timeout_s=180, estimate_s=4, log="sanity.out", group="parity",
         ),
         Stage(
             "prefill_parity", "Parity of prefill and decode, mostly at the sizes of the benches",
@@ -187,7 +187,7 @@ def _gpu(profile: str) -> list[Stage]:
                     "test_hopper.py", "test_turn.py"),
              "-m", "kernel" if full else "core"),
             proof="parity", least=250 if full else 90, timeout_s=(900 if full else 420) * slow,
-            estimate_s=200 if full else 45, env=PARITY, log="prefill_parity.txt", group="parity",
+            estimate_s=200 if full else 56, env=PARITY, log="prefill_parity.txt", group="parity",
         ),
         Stage(
             "more_parity", "Parity of selection by ranges, packs, other sizes, gradients, training",
@@ -195,7 +195,7 @@ def _gpu(profile: str) -> list[Stage]:
              # train_showcase asks the same of the model that it trained.
              *(() if full else ("-k", "not see_the_future"))),
             proof="parity", least=400 if full else 148, of_files=MORE_LEAST,
-            timeout_s=(900 if full else 420) * slow, estimate_s=200 if full else 55,
+            timeout_s=(900 if full else 420) * slow, estimate_s=200 if full else 45,
             env={**PARITY, "NSA_TEST_TRAIN": "1"}, log="more_parity.txt", group="parity",
         ),
         Stage(
@@ -213,7 +213,7 @@ def _gpu(profile: str) -> list[Stage]:
         Stage(
             "health", "Box health: copy, GEMM, PCIe, launch latency, noise floor, corruption",
             ("{python}", "bench/health.py", *(("--deep",) if full else ())),
-            proof="row", timeout_s=120, estimate_s=30 if full else 10, required=False,
+            proof="row", timeout_s=120, estimate_s=30 if full else 7, required=False,
             log="health.txt",
             outputs=("health.json",), group="box",  # the benches take their peaks from it
         ),
