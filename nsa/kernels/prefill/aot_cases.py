@@ -266,7 +266,8 @@ def _gluon_cases() -> list[AotCase]:
     for heads, n_pad in [(0, 1), (16, 16), (0, 128), (4, 64)]:
         queries = tile_blocks.queries_of(heads or 16)
         c = dict(VARLEN=heads > 0, QUERIES=queries, N_PAD=n_pad, PARTS=1, KEYS=module.KEYS,
-                 BOTH=heads > 8, LEAST=tile_blocks.LEAST.get(heads, 1), **costs)  # fmt: skip
+                 LEAST=tile_blocks.LEAST[heads] if heads else 1, BOTH=heads > 8,
+                 **costs)  # fmt: skip
         launch = (tile_blocks.warps_of(queries, n_pad), 2)
         name = f"H{heads}-{n_pad}"
         cases.append(_case(tile_blocks._tile_blocks_kernel, name, "bf16", c, launch))

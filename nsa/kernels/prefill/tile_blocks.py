@@ -234,8 +234,8 @@ def tile_blocks(
         block_indices, seq_begin if varlen else block_indices, entries, counts,
         *(rest or (counts,) * 4), tokens, seqlen, kv_len, groups, n_sel, q_start,
         VARLEN=varlen, QUERIES=queries, N_PAD=pow2(n_sel * parts), PARTS=parts, KEYS=keys,
-        LEAST=LEAST.get(heads, 1),
-        BOTH=heads > 8, READ=READ, PAIR=PAIR, REST_PAIR=REST_PAIR, DENSE=DENSE, TOGETHER=TOGETHER,
+        LEAST=LEAST[heads] if heads else 1, BOTH=heads > 8, READ=READ, PAIR=PAIR,
+        REST_PAIR=REST_PAIR, DENSE=DENSE, TOGETHER=TOGETHER,
         num_warps=warps_of(queries, n_sel * parts),
     )  # fmt: skip
     return TileBlocks(entries, counts, queries, rest, ROWS // heads if heads else 0)
