@@ -513,8 +513,10 @@ def merge_state(
     """
     named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     for name, x in named.items():
-        if not isinstance(x, Tensor) or not out_a.ndim:
+        if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if not out_a.ndim:
+            raise ValueError("out_a must be [.., HQ, Dv], got shape []")
         _check_beside(name, x, out_a, out_a.shape[: out_a.ndim - (name[0] == "l")], "out_a's")
     wide = torch.promote_types(out_a.dtype, torch.float32)
     lses = torch.stack([lse_a.to(wide), lse_b.to(wide)])

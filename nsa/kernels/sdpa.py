@@ -147,12 +147,19 @@ def selection_sdpa(
 def _packed_lse(mask: Tensor | None, scale: float, q: Tensor, k: Tensor) -> Tensor:
     """Log-sum-exp of each row's own scores, [rows, 1, h]: q [rows, 1, h, Dk], k [rows, 1, n, Dk],
     mask [rows, 1, h, n] of the keys that are not padding."""
-    wide = torch.promote_types(q.dtype, torch.float32)
     k, odd = finite(k)
+    lse = _score_lse(mask, scale, q, k)
+    return lse * nan_if(odd.any(-1, keepdim=True)).to(lse.dtype)
+
+
+def _score_lse(mask: Tensor | None, scale: float, q: Tensor, k: Tensor) -> Tensor:
+    """Log-sum-exp of the scores of q [.., s, D] and k [.., n, D], over the keys that the mask has;
+    at least in fp32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.mT.to(wide) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
-    return torch.logsumexp(scores, -1) * nan_if(odd.any(-1, keepdim=True)).to(wide)
+    return torch.logsumexp(scores, -1)
 
 
 # ---- sliding and compressed ----------------------------------------------------------------------
@@ -255,13 +262,9 @@ def _of_heads(mask: Tensor, odd: Tensor, q: Tensor) -> Tensor:
 
 def _lse(mask: Tensor | None, scale: float, q: Tensor, k: Tensor) -> Tensor:
     """Log-sum-exp of the scores of one chunk, [B, s, HQ]."""
-    s, G = q.shape[1], k.shape[2]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    s, G, seen = q.shape[1], k.shape[2], None
     if mask is not None:
         k, odd = finite(k)
-    rows = _rows_of_heads(q, G).to(wide)
-    scores = rows @ k.permute(0, 2, 3, 1).to(wide) * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask.repeat(q.shape[2] // G, 1), -math.inf)
-    lse = _heads_of_rows(torch.logsumexp(scores, -1), s)
+        seen = mask.repeat(q.shape[2] // G, 1)
+    lse = _heads_of_rows(_score_lse(seen, scale, _rows_of_heads(q, G), k.transpose(1, 2)), s)
     return lse if mask is None else lse * _of_heads(mask, odd, q)
