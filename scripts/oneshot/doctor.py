@@ -21,6 +21,7 @@ from typing import Any
 from nsa.kernels import fa2_wheels
 from scripts.oneshot import checkout
 from scripts.oneshot import env as box
+from scripts.oneshot.processes import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WANTED_MIB = 500
@@ -373,8 +374,7 @@ def check_shm(device: Mapping[str, Any]) -> Check | None:
 
 def check_cpus() -> Check:
     """Cores that this process may use: by affinity and by the cgroup's quota."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
+    cores = float(usable_cores())
     quota = (box._cgroup("cpu.max", "cpu/cpu.cfs_quota_us") or "max").split()
     if quota[0].isdigit():  # "max" and -1 are no limit; version 1 has its usual period
         cores = min(cores, int(quota[0]) / int(quota[1] if len(quota) > 1 else 100_000))

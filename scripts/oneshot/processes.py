@@ -22,6 +22,13 @@ def die_with_parent() -> None:
         _LIBC.prctl(pr_set_pdeathsig, int(signal.SIGKILL))
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on, whatever a cgroup's quota leaves of their time."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _stat(pid: int) -> tuple[int, str] | None:
     """(parent pid, start time) of a live process; None for one that is gone or a zombie."""
     try:

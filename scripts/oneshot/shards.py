@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import IO
 
 from scripts.oneshot.ahead import import_all
-from scripts.oneshot.processes import die_with_parent, is_running
+from scripts.oneshot.processes import die_with_parent, is_running, usable_cores
 
 MOST = 15
 TICKETS = 1 << 16  # numbers of tests, of which each process draws the next
@@ -39,12 +39,11 @@ TESTS_PER_GIB = 0.25  # one process per 4 GiB of host memory
 
 def default_shards() -> int:
     """By cores and memory of this host; each is one busy thread, the compiler or pytest."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     except (ValueError, OSError):
         memory = 8.0
-    return max(1, min(MOST, (cores or 1) - 1, int(memory * TESTS_PER_GIB)))
+    return max(1, min(MOST, usable_cores() - 1, int(memory * TESTS_PER_GIB)))
 
 
 def combined(codes: list[int]) -> int:

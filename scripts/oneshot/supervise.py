@@ -17,7 +17,7 @@ from scripts.oneshot.capture import StageLog, cause_of
 from scripts.oneshot.journal import utc_now
 from scripts.oneshot.judge import Judgement, Status, judge
 from scripts.oneshot.model import Stage, StageResult
-from scripts.oneshot.processes import TAG, Family, die_with_parent
+from scripts.oneshot.processes import TAG, Family, die_with_parent, usable_cores
 from scripts.oneshot.redact import ALLOWED_VARIABLES, SECRET_NAME, Redactor
 from scripts.oneshot.rows import RowError, parse_row, test_counts
 
@@ -176,8 +176,7 @@ def _start(context: Context, stage: Stage, tag: str, *, ahead: bool = False) -> 
 
 def start_ahead(context: Context, stages: Iterable[Stage]) -> None:
     """Let the processes of these stages import what they need, as many as there are cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    for stage in [one for one in stages if one.ahead][: min(MOST_AHEAD, cores - 1)]:
+    for stage in [one for one in stages if one.ahead][: min(MOST_AHEAD, usable_cores() - 1)]:
         with suppress(OSError):
             context.waiting[stage.id] = _start(context, stage, _tag(context, stage, 1), ahead=True)
 
