@@ -61,11 +61,11 @@ COLUMNS = (
     "first_call_ms", "n", "base_peak_frac", "base_ran", "status", "why", "sm_mhz", "power_w",
     "peak_mem_mib", *PROVENANCE,
 )  # fmt: skip
-# What a call must launch; the launchers choose which of these kernels, and rows tell.
+# Kernels of which a call must launch one each: names, or patterns where the launchers choose.
 KERNELS = {
-    "cmp": ("_span_*",), "win": ("_span_*",), "sel": ("_block_attn_*",),
+    "cmp": ("_span_fwd_*",), "win": ("_span_fwd_*",), "sel": ("_block_attn_fwd_*",),
     "select": ("_block_score_*", "_block_topn_kernel"), "turn": ("_turn_kernel",),
-    "full": ("_span_*", "_block_topn_kernel", "_block_attn_*"),
+    "full": ("_span_*fwd_*", "_block_topn_kernel", "_block_attn_fwd_*"),
 }  # fmt: skip
 BACKWARD_KERNELS = {
     "cmp": ("_span_bwd_*",), "win": ("_span_bwd_*",), "sel": ("_block_attn_bwd_*",),
@@ -287,14 +287,17 @@ Cell = tuple[Shape, str, str]  # sizes, op, direction
 
 def call_once(shape: Shape, op: str, direction: str) -> None:
     """The kernels' calls of a case, on whatever the memory holds."""
-    x: Any = {"turn": Projections, "pack": Pack}.get(op, Prefill)(shape)
-    calls, leaves = [x.forward], [x.qkv] if op == "turn" else x.leaves(op)
-    if op != "turn":
-        calls = [partial(x.forward, op)]
-    if op == "pack":
-        calls.append(x.parts)
-    elif op != "turn":
+    x: Any
+    if op == "turn":
+        x = Projections(shape)
+        calls, leaves = [x.forward], [x.qkv]
+    elif op == "pack":
+        x = Pack(replace(shape, B=1))
+        calls, leaves = [partial(x.forward, op), x.parts], x.leaves(op)
+    else:
+        x = Prefill(shape)
         x.prepare(op)
+        calls, leaves = [partial(x.forward, op)], x.leaves(op)
     for t in leaves:
         t.requires_grad_(direction == "bwd")
     with torch.set_grad_enabled(direction == "bwd"):
@@ -305,8 +308,8 @@ def call_once(shape: Shape, op: str, direction: str) -> None:
 
 
 def compile_cells(cells: Iterable[Cell]) -> None:
-    """Compile what the cases of these cells launch, side by side. What one of them
-    meets, such as too little memory, is its measurement's to tell."""
+    """Compile what the cases of these cells launch, side by side. What one of them meets, such as
+    too little memory, is its measurement's to tell."""
     found: list[Any] = []
     for cell in cells:
         for _ in range(2):
@@ -354,7 +357,7 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
 
 def cases(args: argparse.Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
     parts = budget_of(args)
-    # What speeds are told by; long calls at full power settle late.
+    # The report quotes these rows as its speeds, and long calls at full power settle late.
     whole = replace(parts, device_s=2 * args.seconds, warm_s=0.3)
     for shape, op, direction in cells(args):
         sizes = {name: getattr(shape, name) for name in ("S", *SIZES)}
