@@ -75,7 +75,7 @@ SIZES = {
     "l": (32, "compression block"), "d": (16, "compression stride"),
     "l_sel": (64, "selection block"), "n_sel": (16, "blocks selected"), "w": (512, "window"),
 }  # fmt: skip
-# What the CSV calls columns of BenchRow.csv(); its ci_low and ci_high are of the time.
+# The CSV's names for columns of BenchRow.csv(); its ci_low and ci_high bound the time.
 ALIASES = {"ms_total": "ms", "ci_low": "ms_low", "ci_high": "ms_high", "speedup_low": "ci_low",
            "speedup_high": "ci_high"}  # fmt: skip
 MODES = ("none", "env", *BRANCHES)

@@ -358,7 +358,7 @@ class Step:
         return torch.cat([self._plain(branch, chosen, i) for i in range(self.T)], 1)
 
     def _plain(self, branch: str, chosen: Tensor, i: int) -> Tensor:
-        """Of token i alone: [B, 1, HQ, Dv]."""
+        """plain() for new token i alone: [B, 1, HQ, Dv]."""
         c, q, n = self.config, self.q[:, i : i + 1], self.S - self.T + 1 + i
         if branch == "cmp":
             seen = blocks.num_compressed(n, c.l, c.d)

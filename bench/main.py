@@ -107,8 +107,8 @@ def check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 
 def card_tools(budget: Budget, clock: Callable[[], CudaClock] | None = None) -> dict[str, Any]:
-    """What measure() takes besides a case, on the current card; {}, which a note explains, where
-    there is none."""
+    """The arguments of measure() besides a case, for the current card. Without a card: {}, and a
+    note that says so."""
     if not torch.cuda.is_available():
         note("torch sees no CUDA device: nothing was timed", "warn")
         return {}

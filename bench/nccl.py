@@ -110,8 +110,8 @@ def sample(exchange: Exchange, found: Timed, marks: Marks, seed: int, judged: in
 
 
 def timed(op: str, size: int, device: torch.device, iters: int, seed: int) -> list[Timed]:
-    """What every rank timed of one operation, in samples of so many calls that the host's clock and
-    the first launch do not count; the seed is the same on every rank."""
+    """Time one operation and return every rank's times. A sample is so many calls that the host's
+    clock and the first launch do not count; the seed is the same on every rank."""
     group, draws = dist.group.WORLD, random.Random(seed)
 
     def samples(calls: int, n: int) -> list[Timed]:

@@ -141,7 +141,7 @@ class Prefill:
         return 0, 0, t
 
     def row(self, part: str, t: int, q: Tensor, rows: Take) -> Tensor:
-        """What the query q at t must give; rows: the inputs, in the dtype that is wanted."""
+        """The right output of the query q at t; rows: the inputs, in the dtype that is wanted."""
         first, first_cmp, at = self.where(t)
 
         def take(name: str, a: int, b: int) -> Tensor:
@@ -245,8 +245,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def row_output(
     part: str, sizes: Any, t: int, q: Tensor, take: Take, blocks: Tensor | None
 ) -> Tensor:
-    """What a query q [B, 1, HQ, D] at position t of its sequence must give, by plain attention:
-    part cmp, sel, win, full (their gated sum), or dense.
+    """The right output of a query q [B, 1, HQ, D] at position t of its sequence, by plain
+    attention. part: cmp, sel, win, full (their gated sum), or dense.
 
     take(name, a, b): rows a .. b of the sequence's k_cmp, ..., v_win, gates. blocks: those chosen
     for the query [B, 1, G, n]. sizes: with l, d, l_sel, w.
