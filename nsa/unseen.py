@@ -19,15 +19,22 @@ def finite(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.masked_fill(odd, 0), odd.any(-1)
 
 
-def bounded(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """k, with magnitudes such that no score of q * scale overflows fp32: PyTorch's kernels add the
-    mask, and infinity - infinity is NaN. Scores that large decide a softmax by their sign alone."""
-    if q.dtype == torch.float16 or not q.numel():  # whose scores cannot be so large
-        return k
-    most = torch.finfo(torch.float32).max / 8 / q.shape[-1] / max(abs(scale), 1.0)
-    bound = most / q.detach().abs().amax().to(torch.float64).clamp(min=1.0)
-    bound = bound.clamp(max=torch.finfo(k.dtype).max / 2).to(k.dtype)
-    return k.clamp(-bound, bound)
+def bounded(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """q [.., D] and finite k [.., D], with huge rows made shorter so that no score overflows where
+    PyTorch's kernels add a mask to it: infinity - infinity is NaN. Scores that large decide a
+    softmax by their order alone. The bound is a constant, so that no row changes another's result.
+    """
+    if q.dtype == torch.float16:  # whose scores cannot be so large
+        return q, k
+    wide = torch.promote_types(q.dtype, torch.float32)
+    bound = math.sqrt(torch.finfo(wide).max / 8 / q.shape[-1] / max(abs(scale), 1.0))
+    return _at_most(q, bound), _at_most(k, bound)
+
+
+def _at_most(x: Tensor, bound: float) -> Tensor:
+    """x [.., D], with rows scaled down whose largest magnitude passes the bound."""
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    return x * (bound / largest).clamp(max=1.0)
 
 
 def factor(mask: Tensor, odd: Tensor) -> Tensor:

@@ -133,20 +133,26 @@ def compile_case(case: AotCase, arch: int) -> tuple[Resources, str]:
     Pointers and strides count as multiples of 16, as the launchers see to it. Raises ValueError
     when a case misses or invents an argument of its kernel, or has no `parting`.
     """
+    made = compiled(case, arch)
+    registers, stack = usage(made.asm["cubin"])
+    barriers = 0
+    if case.parting:
+        behind = made.asm["ptx"].partition(case.parting)[2]
+        if not behind:
+            raise ValueError(f"{case.name}: no {case.parting!r} in its PTX")
+        barriers = behind.count("bar.sync")
+    used = Resources(made.metadata.shared, registers, stack, barriers)
+    return used, _hash(re.sub(r"//.*", "", made.asm["ptx"]))
+
+
+def compiled(case: AotCase, arch: int) -> Any:
+    """What Triton's compiler makes of a case for compute capability `arch`; its `asm` has the
+    texts."""
     import triton
     from triton.backends.compiler import GPUTarget
 
     source, options = _source(case)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, stack = usage(compiled.asm["cubin"])
-    barriers = 0
-    if case.parting:
-        behind = compiled.asm["ptx"].partition(case.parting)[2]
-        if not behind:
-            raise ValueError(f"{case.name}: no {case.parting!r} in its PTX")
-        barriers = behind.count("bar.sync")
-    used = Resources(compiled.metadata.shared, registers, stack, barriers)
-    return used, _hash(re.sub(r"//.*", "", compiled.asm["ptx"]))
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def ones_of(cases: list[AotCase]) -> Iterator[tuple[AotCase, list[str]]]:

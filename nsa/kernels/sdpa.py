@@ -236,7 +236,7 @@ def _masked(
         mask = torch.ones(s, k.shape[1], dtype=torch.bool)
     if mask is not None:
         (k, odd_k), (v, odd_v) = finite(k), finite(v)
-        k = bounded(q, k, scale)
+        q, k = bounded(q, k, scale)
         rows = mask.repeat(q.shape[2] // G, 1)
     with masking(mask, q.device.type):
         out = _sdpa(name, _rows_of_heads(q, G), k.transpose(1, 2), v.transpose(1, 2), rows, scale)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+from dataclasses import replace
 
 import pytest
 
@@ -19,6 +21,7 @@ from nsa.kernels.aot import (
     Resources,
     cases_of,
     compile_case,
+    compiled,
     content,
 )
 from scripts import lock as locks
@@ -104,6 +107,41 @@ def add(x, y):
 def kernel(X, n, D: tl.constexpr):
     tl.store(X + n, add(D, WIDTH))
 """
+
+
+def unrounded_sums(ptx: str) -> list[str]:
+    """Sums over threads in which each adds its own product unrounded to the rounded one of another
+    thread: the two threads then hold different sums."""
+    found, products, neighbours = [], {}, {}
+    for line in ptx.splitlines():
+        op, _, registers = line.strip().partition(" ")
+        to, *of = re.findall(r"%\w+", registers) or [""]
+        if op == "mul.f32":
+            products[to] = set(of)
+        elif op == "shfl.sync.bfly.b32":
+            neighbours[to] = products.get(of[0])
+        elif op == "fma.rn.f32" and neighbours.get(of[2]) == set(of[:2]):
+            found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("name", ["_decode_candidates_kernel", "_decode_selected_kernel"])
+def test_threads_rank_blocks_by_the_same_scores(name, heads):
+    """A thread that holds a score one bit apart from another's ranks a block ahead of itself, so
+    that a row has one block too few and reads the index of another call."""
+    from nsa.kernels.decode.aot_cases import aot_cases
+
+    cases = [c for c in aot_cases(90) if c.kernel.__name__ == name]
+    case = next(c for c in cases if name.endswith("candidates_kernel") or c.constexprs["SINGLE"])
+    case = replace(case, constexprs={**case.constexprs, "HEADS": heads})
+    assert not unrounded_sums(compiled(case, 90).asm["ptx"])
+
+
+def test_an_unrounded_sum_is_seen():
+    product, other = "mul.f32 \t%r3, %r1, %r2;", "shfl.sync.bfly.b32 \t%r4, %r3, 1, 31, -1;"
+    assert unrounded_sums(f"{product}\n\t{other}\n\tfma.rn.f32 \t%r5, %r1, %r2, %r4;")
+    assert not unrounded_sums(f"{product}\n\t{other}\n\tadd.f32 \t%r5, %r3, %r4;")
 
 
 def test_content_is_code_and_nothing_else(tmp_path, monkeypatch):

@@ -274,6 +274,26 @@ def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, tune):
     assert torch.equal(again, out)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("ranks", [2**20, 1], ids=["ranked", "searched"])
+@pytest.mark.parametrize("blocks", [16, 2**20], ids=["candidates", "single"])
+@pytest.mark.parametrize("h, l_sel", [(3, 16), (16, 16), (16, 32)])
+def test_every_row_has_as_many_blocks_as_it_sees(h, l_sel, blocks, ranks, kernel_device, tune):
+    """Threads that sum the scores of heads differently by a bit would rank a block ahead of itself;
+    on a GPU that took the last block from one row in fifty."""
+    many = 1 if kernel_device == "cpu" else 200
+    step = Step((263, 45) * many, T=4, G=1, h=h, l_sel=l_sel, n_sel=6, capacity=300)
+    caches = Caches(step, kernel_device)
+    tune(SINGLE_BLOCKS=(blocks, blocks), CHUNK_BLOCKS=(blocks, blocks), RANKED=ranks)
+    chosen = caches.run()[1].cpu()
+    for n, of_sequence in zip(step.lens, chosen, strict=True):
+        for token, row in enumerate(of_sequence[:, 0].tolist()):
+            sees = (n - step.T + token) // l_sel + 1
+            live = row[: min(sees, step.n_sel)]
+            assert live == sorted(set(live)) and 0 <= live[0] and live[-1] < sees
+            assert row[len(live) :] == [-1] * (step.n_sel - len(live))
+
+
 @pytest.mark.parametrize("blocks, ranks", [(16, 2**20), (16, 1), (2**20, 2**20), (2**20, 1)])
 def test_ties_go_to_the_lower_block(blocks, ranks, kernel_device, tune):
     """64 keys are seen alike: no weight is rounded, so blocks whose keys lie in two tiles tie."""

@@ -214,6 +214,27 @@ def test_an_unseen_score_that_overflows_changes_nothing(backend, name):
         torch.testing.assert_close(now, was, rtol=1e-5, atol=1e-5)
 
 
+def check_queries(run, tensors, bad):
+    """A query of `bad` values changes no other's output, nor its gradient."""
+    q, k, v = tensors
+    odd, at = q.clone(), q.shape[-3] // 2
+    odd[..., at, :, 1] = bad
+    others = [row for row in range(q.shape[-3]) if row != at]
+    now, was = outcome(run, odd, k, v), outcome(run, q, k, v)
+    for x, y in list(zip(now, was, strict=True))[:2]:
+        torch.testing.assert_close(x[..., others, :, :], y[..., others, :, :], rtol=1e-5, atol=1e-5)
+    if math.isnan(bad):  # of a row that sees a key
+        assert not now[0][..., at, :, :].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e36])
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("backend", PYTORCH)
+def test_a_query_changes_no_other(backend, name, bad):
+    run, (q, k, v), *_ = branch_case(backend, name)
+    check_queries(run, (q, k * 100, v), bad)
+
+
 CU = [0, 17, 17, 33]  # and rows of no sequence behind
 
 
@@ -396,6 +417,14 @@ def test_gates_that_are_no_numbers(backend, odd):
 # ---- Triton's kernels ----------------------------------------------------------------------------
 
 NAN_OR_LARGE = [math.nan, 60000.0]  # a key of infinity has scores of NaN
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", BRANCHES[:3])
+def test_a_query_of_tritons_kernels_changes_no_other(name, bad, kernel_device):
+    run, x, *_ = branch_case("triton", name, F16, kernel_device)
+    check_queries(run, x, bad)
 
 
 @pytest.mark.kernel

@@ -10,6 +10,17 @@ from nsa.kernels.decode.tile import await_last, begin_next, visible
 
 
 @triton.jit
+def _kept(product, live):
+    """A product where it is live, 0 elsewhere; `live` holds wherever the product is not 0.
+
+    The choice keeps the compiler from adding the product, unrounded, to a neighbour's rounded one
+    in a sum over threads. Threads that hold the same sum would then differ in its last bit, and
+    rank a block ahead of itself.
+    """
+    return tl.where(live, product, 0.0)
+
+
+@triton.jit
 def tile_scores(
     c0, bg, token, length, PART_M, PART_L, POOLED, SPILL, TILE_MAX,
     H, splits_cmp, splits_all, n_tiles, l, d,
@@ -28,7 +39,7 @@ def tile_scores(
     s = tl.load(PART_L + part_at, mask=part_mask, other=0.0)
     m_all = tl.max(m, 0)
     m_safe = tl.where(m_all == float("-inf"), 0.0, m_all)
-    total = tl.sum(s * tl.math.exp2(m - m_safe[None, :]), 0)
+    total = tl.sum(_kept(s * tl.math.exp2(m - m_safe[None, :]), part_mask), 0)
     lse2 = tl.where(head_live & (total > 0), m_safe + tl.math.log2(total), float("inf"))
     tiles = (visible(length - 1, l, d) + TILE_N - 1) // TILE_N
     base = (bg.to(tl.int64) * ROWS + row) * n_tiles
@@ -43,11 +54,11 @@ def tile_scores(
         mask=own_mask[:, :, None],
         other=0.0,
     )
-    summed = tl.sum(pooled * weight[:, :, None], 0)
+    summed = tl.sum(_kept(pooled * weight[:, :, None], own_mask[:, :, None]), 0)
     before_mask = head_live[:, None] & ((tile >= 1) & (tile <= tiles))[None, :]
     before = tl.load(TILE_MAX + tile_at - 1, mask=before_mask, other=0.0)
     spill = tl.load(SPILL + tile_at - 1, mask=before_mask, other=0.0)
-    spilled = tl.sum(spill * tl.math.exp2(before - lse2[:, None]), 0)
+    spilled = tl.sum(_kept(spill * tl.math.exp2(before - lse2[:, None]), before_mask), 0)
     return summed + tl.where((within == 0)[None, :], spilled[:, None], 0.0)
 
 
