@@ -29,6 +29,7 @@ log-sum-exp (lse). Its three all-gathers, for each of B * T queries:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +42,7 @@ from nsa.blocks import num_sel_blocks, visible_compressed
 from nsa.cache import NSACache
 from nsa.checks import scale_of
 from nsa.config import NSAConfig
-from nsa.dispatch import Backend
+from nsa.dispatch import Backend, Branch, Route
 from nsa.exchange import Group, resolve_group
 from nsa.flags import Flags
 
@@ -136,13 +137,6 @@ class ParallelNSACache(NSACache):
         kept = (at < buffer.shape[1] - 1).nonzero()[:, 0]
         buffer[:, at[kept]] = x[:, kept]
 
-    def _held(self, kind: str, n: Tensor) -> Tensor:
-        """How many of the first n tokens, raw or compressed, this rank keeps: its first rows."""
-        size = self._per_block(kind)
-        rounds = n // (size * self.world)
-        rest = n - rounds * (size * self.world) - self.rank * size
-        return rounds * size + rest.clamp(0, size)
-
     def compressed(self) -> tuple[Tensor, Tensor]:
         """Raises NotImplementedError: no rank has all compressed tokens."""
         raise NotImplementedError("compressed(): the tokens of a ParallelNSACache lie over ranks")
@@ -184,110 +178,141 @@ class ParallelNSACache(NSACache):
         # Any number of keys is worth a kernel, which waits for nothing; lengths are on the device.
         flags = replace(flags, sel_triton_min_L=1)
         how = dict(softmax_scale=scale_of(softmax_scale, c.d_k), backend=backend, flags=flags)
-        blocks = self._own_blocks(self.max_len if self.emit_always else self.length)
-        a_query = self.batch * c.groups * blocks * self.world * self._per_block("cmp")
-        some = max(_MOST_PROBABILITIES // max(a_query, 1), 1)
+        room = self._own_blocks(self.max_len if self.emit_always else self.length)
+        rows = room * self._per_block("cmp")
+        some = max(_MOST_PROBABILITIES // max(self.batch * c.groups * rows * self.world, 1), 1)
         parts = []
-        with dispatch._inputs_decide(q.device):  # no autocast of scores
+        with dispatch.trace_step(), dispatch._inputs_decide(q.device):  # no autocast of scores
             for first in range(0, T, some):
-                last = min(first + some, T)
-                rows = slice(first, last)
-                near = window and tuple(x[:, : x.shape[1] - T + last] for x in window)
-                position = self.lens.long()[:, None] + torch.arange(
-                    first - T, last - T, device=q.device
-                )
-                parts.append(self._attend(q[:, rows], position, near, gates[:, rows], blocks, how))
+                here = slice(first, min(first + some, T))
+                near = window and tuple(x[:, : x.shape[1] - T + here.stop] for x in window)
+                parts.append(self._attend(q[:, here], first - T, near, gates[:, here], rows, how))
         outs, chosen = zip(*parts, strict=True)
         return torch.cat(outs, 1), torch.cat(chosen, 1)
 
     def _attend(
         self,
         q: Tensor,
-        position: Tensor,
+        first: int,
         window: tuple[Tensor, Tensor] | None,
         gates: Tensor,
-        blocks: int,
+        rows: int,
         how: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Attention of queries q [B, T, HQ, Dk] at position [B, T]; a rank's probabilities are
-        those of `blocks` blocks."""
-        c, group = self.config, self.group
-        seen = self._held("cmp", visible_compressed(position, c.l, c.d))
-        spans = self._ranges(torch.zeros_like(seen)[..., None], seen[..., None])
-        cmp, lse = selection_attention(
-            q, self.k_cmp, self.v_cmp, ranges=spans, return_lse=True, **how
+        """Attention of queries q [B, T, HQ, Dk], the first of which stands at lens + first; `rows`
+        of k_cmp hold all of a rank's compressed tokens."""
+        c, group, rank, lens = self.config, self.group, self.rank, self.lens
+        by = functools.partial(self._by, q, how["backend"], how["flags"])
+        cmp_spans, win_spans = by(
+            "spans", lens, first, q.shape[1], c, rank, self.world, self.k_win.shape[1]
         )
+        with_lse = dict(how, return_lse=True)
+        cmp, lse = selection_attention(q, self.k_cmp, self.v_cmp, ranges=cmp_spans, **with_lse)
         normalisers = exchange.all_gather(lse[None], group, "normalisers")
         if window is None:
-            win = self._slide(q, position, how)
+            win = selection_attention(q, self.k_win, self.v_win, ranges=win_spans, **how)
         else:
             win = sliding_attention(q, *window, window=c.window, **how)
-        total = exchange.finish(normalisers).logsumexp(0)
-        own = self._probabilities(q, total, seen, blocks, how)
-        every = exchange.finish(exchange.all_gather(own[None], group, "probabilities"))
-        chosen = self._choose(every, position)
-        sel, lse_sel = selection_attention(
-            q, self.k_sel, self.v_sel, ranges=self._own_ranges(chosen, position), return_lse=True,
-            **how,
-        )  # fmt: skip
-        parts = torch.stack([cmp, sel]).to(lse.dtype)
-        parts = torch.cat([parts, torch.stack([lse, lse_sel])[..., None]], -1)
-        outs = _merge(exchange.finish(exchange.all_gather(parts[None], group, "outputs")))
-        return gated_sum(gates, outs[0], outs[1], win).to(q.dtype), chosen
+        lses = exchange.finish(normalisers)
+        p = by("probabilities", q, self.k_cmp, lses, cmp_spans, rows, how["softmax_scale"])
+        every = exchange.finish(exchange.all_gather(p[None], group, "probabilities"))
+        chosen, sel_spans = by("choose", every, lens, first, c, rank)
+        sel, lse_sel = selection_attention(q, self.k_sel, self.v_sel, ranges=sel_spans, **with_lse)
+        parts = lse.new_empty(1, 2, *cmp.shape[:-1], c.d_v + 1)
+        for part, out, of in ((parts[0, 0], cmp, lse), (parts[0, 1], sel, lse_sel)):
+            part[..., :-1] = out
+            part[..., -1] = of
+        parts = exchange.finish(exchange.all_gather(parts, group, "outputs"))
+        return by("merge", parts, win, gates), chosen
 
-    def _ranges(self, start: Tensor, end: Tensor) -> Tensor:
-        """[B, T, n] -> int32 [B, T, G, n, 2], the same for every group."""
-        ranges = torch.stack([start, end], -1).int()[:, :, None]
-        return ranges.expand(-1, -1, self.config.groups, -1, -1).contiguous()
-
-    def _slide(self, q: Tensor, position: Tensor, how: dict[str, Any]) -> Tensor:
-        """Attention to the window of each query, which may go around the ring's end."""
-        rows, n = self.k_win.shape[1], (position + 1).clamp(max=self.config.window)
-        start = (position + 1 - n) % rows
-        end = start + n
-        zero = torch.zeros_like(start)
-        spans = self._ranges(
-            torch.stack([start, zero], -1), torch.stack([end.clamp(max=rows), end - rows], -1)
+    def _by(self, q: Tensor, backend: Backend | None, flags: Flags, name: str, *args: Any) -> Any:
+        """Function `name` of this module, or the kernel of that name where kernels serve q."""
+        route = dispatch.parse_backend(backend)
+        choice = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
+        request = dispatch.make_request(
+            Branch.BLOCKS, q, self.k_cmp, self.v_cmp, None, flags, choice
         )
-        return selection_attention(q, self.k_win, self.v_win, ranges=spans, **how)
 
-    def _probabilities(
-        self, q: Tensor, lse: Tensor, seen: Tensor, blocks: int, how: dict[str, Any]
-    ) -> Tensor:
-        """Probabilities of the first rows of k_cmp, those of `blocks` blocks, of which each query
-        sees `seen`; summed over the heads of a group: [B, T, G, rows]."""
-        c, scale, rows = self.config, how["softmax_scale"], blocks * self._per_block("cmp")
-        wide = torch.promote_types(q.dtype, torch.float32)
-        q, k = q.unflatten(2, (c.groups, -1)).to(wide), self.k_cmp[:, :rows].to(wide)
-        scores = torch.einsum("bsghd,bngd->bsghn", q, k) * scale
-        unseen = torch.arange(rows, device=q.device) >= seen[..., None, None, None]
-        p = (scores - lse.unflatten(2, (c.groups, -1))[..., None]).exp()
-        return p.masked_fill(unseen, 0).sum(3)
+        def by_kernel() -> Any:
+            from nsa.kernels.decode import parallel
 
-    def _choose(self, every: Tensor, position: Tensor) -> Tensor:
-        """Blocks int32 [B, T, G, n_sel] by all ranks' probabilities [W, B, T, G, rows]."""
-        c = self.config
-        by_block = every.unflatten(-1, (-1, self._per_block("cmp"))).movedim(0, -2)
-        scores = select._pooled(by_block.flatten(3), c.l, c.d, c.l_sel, by_block.shape[3:5].numel())
-        return select.top_blocks(
-            scores, l_sel=c.l_sel, n_sel=c.n_sel, n_init=c.n_init, n_local=c.n_local,
-            q_start=position[:, :1],
-        )  # fmt: skip
+            return getattr(parallel, name)(*args)
 
-    def _own_ranges(self, chosen: Tensor, position: Tensor) -> Tensor:
-        """Rows of k_sel that are this rank's of the chosen blocks; (0, 0) for those of others."""
-        size = self.config.l_sel
-        start = chosen // self.world * size
-        length = (position[..., None, None] + 1 - chosen * size).clamp(max=size)
-        own = (chosen >= 0) & (chosen % self.world == self.rank)
-        return torch.stack([start, start + length], -1).masked_fill(~own[..., None], 0).int()
+        rungs = {Route.TRITON: by_kernel, Route.REFERENCE: lambda: globals()[name](*args)}
+        return dispatch.guarded(request, rungs, flags, choice, (name, args))[0]
 
 
-def _merge(parts: Tensor) -> Tensor:
-    """Outputs [..] of parts [W, .., Dv + 1], whose last column is their lse: 0 where no part has
-    keys."""
+# ---- between attention and exchanges; nsa/kernels/decode/parallel.py has these as kernels --------
+
+
+def _positions(lens: Tensor, first: int, T: int) -> Tensor:
+    """int64 [B, T]: where T queries stand, the first of them at lens + first."""
+    return lens.long()[:, None] + torch.arange(first, first + T, device=lens.device)
+
+
+def spans(
+    lens: Tensor, first: int, T: int, config: NSAConfig, rank: int, world: int, ring: int
+) -> tuple[Tensor, Tensor]:
+    """Rows that each query attends: of this rank's k_cmp, int32 [B, T, G, 1, 2], and of the window
+    in a ring of `ring` rows, which may go around its end, [B, T, G, 2, 2]."""
+    c, position = config, _positions(lens, first, T)
+    per_block = c.l_sel // c.d
+    seen = visible_compressed(position, c.l, c.d)
+    turns = seen // (per_block * world)
+    rest = (seen - turns * (per_block * world) - rank * per_block).clamp(0, per_block)
+    n = (position + 1).clamp(max=c.window)
+    start = (position + 1 - n) % ring
+    end, zero = start + n, torch.zeros_like(n)
+    of_all = lambda *ends: (
+        torch.stack(ends, -1).int().unflatten(-1, (-1, 2))[:, :, None]
+        .expand(-1, -1, c.groups, -1, -1).contiguous()
+    )  # fmt: skip
+    return (
+        of_all(zero, turns * per_block + rest),
+        of_all(start, end.clamp(max=ring), zero, (end - ring).clamp(min=0)),
+    )
+
+
+def probabilities(
+    q: Tensor, k_cmp: Tensor, lses: Tensor, cmp: Tensor, rows: int, scale: float
+) -> Tensor:
+    """Probabilities of the first `rows` compressed tokens of this rank, summed over the heads of a
+    group: [B, T, G, rows]. lses [W, B, T, HQ] of all ranks; cmp as spans() gives it."""
+    groups = k_cmp.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k = q.unflatten(2, (groups, -1)).to(wide), k_cmp[:, :rows].to(wide)
+    scores = torch.einsum("bsghd,bngd->bsghn", q, k) * scale
+    unseen = torch.arange(rows, device=q.device) >= cmp[..., 1:]  # [B, T, G, 1, rows]
+    p = (scores - lses.logsumexp(0).unflatten(2, (groups, -1))[..., None]).exp()
+    return p.masked_fill(unseen, 0).sum(3)
+
+
+def choose(
+    every: Tensor, lens: Tensor, first: int, config: NSAConfig, rank: int
+) -> tuple[Tensor, Tensor]:
+    """The blocks that each query attends, int32 [B, T, G, n_sel], by all ranks' probabilities
+    [W, B, T, G, rows]; and the rows of this rank's k_sel among them, [B, T, G, n_sel, 2]: (0, 0)
+    for blocks of others."""
+    c, world, position = config, len(every), _positions(lens, first, every.shape[2])
+    by_block = every.unflatten(-1, (-1, c.l_sel // c.d)).movedim(0, -2)  # [.., blocks, W, tokens]
+    n_blocks = by_block.shape[3] * world
+    chosen = select.top_blocks(
+        select._pooled(by_block.flatten(3), c.l, c.d, c.l_sel, n_blocks), l_sel=c.l_sel,
+        n_sel=c.n_sel, n_init=c.n_init, n_local=c.n_local, q_start=position[:, :1],
+    )  # fmt: skip
+    start = chosen // world * c.l_sel
+    length = (position[..., None, None] + 1 - chosen * c.l_sel).clamp(max=c.l_sel)
+    other = (chosen < 0) | (chosen % world != rank)
+    own = torch.stack([start, start + length], -1).masked_fill(other[..., None], 0)
+    return chosen, own.int()
+
+
+def merge(parts: Tensor, win: Tensor, gates: Tensor) -> Tensor:
+    """The gated sum (Eq. 5) of win and of the compressed and the selection branch, which come as
+    parts [W, 2, B, T, HQ, Dv + 1] of all ranks; the last column is a part's lse."""
     out, lse = parts[..., :-1], parts[..., -1:]
     top = lse.amax(0)
     weight = (lse - top.masked_fill(top == -torch.inf, 0)).exp()
     total = weight.sum(0)
-    return (weight * out).sum(0) / total.masked_fill(total == 0, 1)
+    cmp, sel = (weight * out).sum(0) / total.masked_fill(total == 0, 1)
+    return gated_sum(gates, cmp, sel, win).to(win.dtype)

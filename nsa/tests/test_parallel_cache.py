@@ -20,7 +20,9 @@ from nsa import (
     NSACache,
     NSAConfig,
     ParallelNSACache,
+    StepGraph,
     exchange,
+    launches,
     oracle,
     parallel,
     parallel_cache,
@@ -28,7 +30,7 @@ from nsa import (
 from nsa.attention import nsa_decode
 from nsa.cache import BranchKV
 from nsa.compress import mean_pool
-from nsa.parallel_cache import _merge
+from nsa.parallel_cache import merge
 from nsa.tests.test_parallel import _HostTensors, join, start, work
 
 F32, F64 = torch.float32, torch.float64
@@ -360,8 +362,40 @@ def _dies(rank: int, world: int) -> str:
     return "no error"
 
 
+def _run_triton(device: str) -> None:
+    """The kernels' steps against the exact ones of one rank; on GPUs by a StepGraph as well."""
+    gpu = device == "cuda"
+    sizes = dict(l=32, d=16, l_sel=64, n_sel=8, window=512) if gpu else dict(d_v=8, l_sel=16)
+    dims = dict(dim=256, heads=64, groups=4, d_k=128, d_v=128) if gpu else {}
+    c = dataclasses.replace(CONFIG, **dims, **sizes, phi="mlp")
+    S, steps, dtype = (3000, 40, torch.bfloat16) if gpu else (70, 3, torch.float16)
+    torch.manual_seed(0)
+    layer = NSAAttention(c, backend="triton").to(device, dtype)
+    x = torch.randn(2, S + steps, c.dim).to(device, dtype)
+    exact = NSAAttention(c, backend="reference").to(device, F32)
+    exact.load_state_dict(layer.state_dict())
+    cache = ParallelNSACache(c, 2, S + steps, device=device, dtype=dtype)
+    alone = exact.make_cache(2, S + steps)
+    with launches.recording() as counts:
+        layer.prefill(x[:, :S], cache)
+        exact.prefill(x[:, :S].float(), alone)
+        step: Any = lambda x: layer.step(x, cache)
+        for t in range(S, S + steps):
+            if gpu and t == S + 4:
+                step = StepGraph(step, x[:, t : t + 1], [cache])
+            got = step(x[:, t : t + 1])
+            want = exact.step(x[:, t : t + 1].float(), alone)
+            torch.testing.assert_close(got.float(), want, rtol=3e-2, atol=3e-2)
+            _same_everywhere(got)
+    for kernel in ("spans", "probabilities", "choose", "merge"):
+        assert counts[f"_parallel_{kernel}_kernel"], counts
+
+
 def _worker(rank: int, world: int, folder: str, mode: str) -> None:
     join(rank, world, folder, mode)
+    if mode != "gloo":
+        device = "cuda" if mode == "nccl" else "cpu"
+        work({"triton": lambda: _run_triton(device)}, rank, folder)
     jobs: dict[str, Any] = {name: lambda n=name: _run_case(n) for name in CASES}
     jobs |= {
         "default-route": _run_default_route,
@@ -414,10 +448,81 @@ def test_a_dead_rank_ends_the_others(found):
         assert seconds < 60, "longer than the group's own limit"
 
 
+# ---- kernels -------------------------------------------------------------------------------------
+
+# world, batch, tokens, longest sequence, sizes: heads and groups, blocks, window, head sizes
+KERNEL_CASES = {
+    "one-rank": (1, 1, 1, 40, {}),
+    "two-ranks": (2, 2, 3, 90, {}),
+    "three-ranks": (3, 1, 2, 150, {"heads": 10, "groups": 2, "n_sel": 6}),
+    "few-blocks": (4, 2, 1, 20, {"n_sel": 5}),
+    "l-over-blocks": (2, 1, 2, 90, {"l": 24, "n_sel": 5}),
+    "l-is-d": (2, 1, 1, 90, {"l": 4, "heads": 2, "groups": 2}),
+    "192-128": (2, 1, 1, 200, {"d_k": 192, "d_v": 128, "l": 32, "d": 16, "l_sel": 32}),
+}
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_kernels_do_what_pytorch_does(kernel_device, name, monkeypatch):
+    from nsa.kernels.decode import parallel as kernels
+
+    monkeypatch.setattr(kernels, "CHOOSE_CHUNK", 4)  # of a million tokens it is one of several too
+    world, B, T, longest, change = KERNEL_CASES[name]
+    c = dataclasses.replace(CONFIG, **change)
+    gen = torch.Generator().manual_seed(longest)
+    draw = lambda *shape: torch.randn(*shape, generator=gen).to(kernel_device)
+    lens = torch.tensor([longest, longest // 3][:B], dtype=torch.int32, device=kernel_device)
+    rows = -(-longest // (c.l_sel * world)) * (c.l_sel // c.d)
+    q = draw(B, T, c.heads, c.d_k).half()
+    lses, every = draw(world, B, T, c.heads), []
+    lses[1:, :, 0, 0] = -torch.inf  # ranks that hold no token
+    for rank in range(world):
+        args = (lens, -T, T, c, rank, world, c.window + 7)
+        got, want = kernels.spans(*args), parallel_cache.spans(*args)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        k_cmp = draw(B, rows + 1, c.groups, c.d_k).half()
+        k_cmp[:, -1] = torch.nan
+        args = (q, k_cmp, lses, want[0], rows, 0.3)
+        every.append(parallel_cache.probabilities(*args))
+        got = kernels.probabilities(*args)
+        torch.testing.assert_close(got, every[-1], rtol=2e-3, atol=1e-5)
+    every = torch.stack(every)
+    every[..., 2::3] = 0.25  # ties
+    for rank in range(world):
+        args = (every, lens, -T, c, rank)
+        got, want = kernels.choose(*args), parallel_cache.choose(*args)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    parts = draw(world, 2, B, T, c.heads, c.d_v + 1)
+    parts[:-1, 0, ..., 0, -1] = parts[:, 1, ..., 1, -1] = -torch.inf
+    win, gates = draw(B, T, c.heads, c.d_v).half(), draw(B, T, c.heads, 3)
+    args = (parts, win, gates)
+    torch.testing.assert_close(
+        kernels.merge(*args), parallel_cache.merge(*args), rtol=2e-3, atol=2e-3
+    )
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("world", [2, 4])
+def test_kernels_on_ranks(kernel_device, world, tmp_path):
+    """In Triton's interpreter with gloo, or on as many GPUs with NCCL, in a CUDA graph too."""
+    if kernel_device == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, here {torch.cuda.device_count()}")
+    if kernel_device == "cpu" and world > 2:
+        pytest.skip("two interpreted ranks tell as much as four")
+    mode = "nccl" if kernel_device == "cuda" else "interpreted"
+    for rank, result in enumerate(start(world, tmp_path, mode, __name__)):
+        _, error, _ = result["triton"]
+        assert error is None, f"rank {rank}: {error}"
+
+
 def test_parts_without_keys_have_no_weight():
-    out = torch.tensor([[[1.0, 2.0, 0.5]], [[7.0, 7.0, -torch.inf]]])
-    assert torch.equal(_merge(out), torch.tensor([[1.0, 2.0]]))
-    assert torch.equal(_merge(out[1:]), torch.zeros(1, 2))
+    """One row of one head: of two ranks' outputs of width 2, the second rank sees no key."""
+    part = lambda *row: torch.tensor(row).view(1, 1, 1, 3)
+    seen, none = part(1.0, 2.0, 0.5), part(7.0, 7.0, -torch.inf)
+    parts = torch.stack([torch.stack([seen, none]), torch.stack([none, none])])
+    win, gates = torch.zeros(1, 1, 1, 2), torch.tensor([2.0, 3.0, 1.0]).view(1, 1, 1, 3)
+    assert torch.equal(merge(parts, win, gates).flatten(), torch.tensor([2.0, 4.0]))
 
 
 if __name__ == "__main__":
