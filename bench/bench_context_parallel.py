@@ -207,10 +207,9 @@ class Decode(Sequence1):
         self.whole = {n: draw(S, args.G, args.D) for n in KV}
         self.q, self.gates = draw(1, args.HQ, args.D), draw(1, args.HQ, 3).sigmoid_()
         self.at, self.rows = torch.tensor([S - 1]), [0]
-        config = NSAConfig(
-            dim=args.D, heads=args.HQ, groups=args.G, d_k=args.D, d_v=args.D, l=args.l, d=args.d,
-            l_sel=args.l_sel, n_sel=args.n_sel, window=args.w, phi="mean",
-        )  # fmt: skip
+        heads = dict(dim=args.D, heads=args.HQ, groups=args.G, d_k=args.D, d_v=args.D)
+        blocks = dict(l=args.l, d=args.d, l_sel=args.l_sel, n_sel=args.n_sel, window=args.w)
+        config = NSAConfig(**heads, **blocks, phi="mean")
         if group is None:
             self.cache = NSACache(config, args.B, S, **where)
         else:

@@ -11,9 +11,9 @@ log-sum-exp (lse). Its three all-gathers, for each of B * T queries:
 
     1. the lse of compressed attention over a rank's tokens: HQ numbers of 4 bytes; meanwhile every
        rank attends to the window
-    2. probabilities of a rank's compressed tokens, normalised by 1., summed over the heads of a
-       group (Eq. 10): S / (d * W) numbers of 4 bytes for each of G groups. Each rank then has those
-       of all tokens, and makes the same choice of blocks
+    2. probabilities of a rank's compressed tokens in the softmax over all of them, summed over the
+       heads of a group (Eq. 10): S / (d * W) numbers of 4 bytes for each of G groups (in a CUDA
+       graph S is max_len). Each rank then has those of all tokens and makes the same choice
     3. both branches' outputs and lse over a rank's tokens: 2 * HQ * (Dv + 1) numbers of 4 bytes
 
     >>> import torch.distributed as dist
@@ -84,33 +84,17 @@ class ParallelNSACache(NSACache):
     ) -> None:
         self.group = resolve_group(group)
         self.world, self.rank, self.check = self.group.size(), self.group.rank(), check
+        how: dict[str, Any] = dict(device=device, dtype=dtype, max_step=max_step, growable=growable)
 
         def describe() -> dict[str, Any]:
-            NSACache.__init__(
-                self,
-                config,
-                batch,
-                max_len,
-                device=device,
-                dtype=dtype,
-                max_step=max_step,
-                growable=growable,
-            )
+            NSACache.__init__(self, config, batch, max_len, **how)
             return {name: getattr(self, name) for name in _SETTINGS}
 
         exchange.agree_on(describe, _SETTINGS, self.group, "cache")
 
     def _empty(self, batch: int, max_len: int) -> NSACache:
-        return ParallelNSACache(
-            self.config,
-            batch,
-            max_len,
-            group=self.group,
-            max_step=self.max_step,
-            growable=self.growable,
-            check=self.check,
-            **self._like,
-        )
+        how = dict(max_step=self.max_step, growable=self.growable, check=self.check, **self._like)
+        return ParallelNSACache(self.config, batch, max_len, group=self.group, **how)
 
     # ---- which rank keeps what ---------------------------------------------------------------
 
@@ -148,8 +132,8 @@ class ParallelNSACache(NSACache):
     # ---- a step ------------------------------------------------------------------------------
 
     def agree(self, describe: Any) -> None:
-        """Raise what describe() raises, which checks a step's arguments and names its sizes; with
-        `check` a ValueError on every rank unless all ranks' sizes and lengths are equal."""
+        """Raise what describe() raises, which checks a step's arguments and tells their sizes; with
+        `check` ValueError on every rank unless all ranks' sizes and lengths are equal."""
         if not self.check or self.k_sel.is_cuda and torch.cuda.is_current_stream_capturing():
             describe()
             return
@@ -185,7 +169,10 @@ class ParallelNSACache(NSACache):
         with dispatch.trace_step(), dispatch._inputs_decide(q.device):  # no autocast of scores
             for first in range(0, T, some):
                 here = slice(first, min(first + some, T))
-                near = window and tuple(x[:, : x.shape[1] - T + here.stop] for x in window)
+                near = None
+                if window is not None:
+                    n = window[0].shape[1] - T + here.stop  # up to the last of these queries
+                    near = window[0][:, :n], window[1][:, :n]
                 parts.append(self._attend(q[:, here], first - T, near, gates[:, here], rows, how))
         outs, chosen = zip(*parts, strict=True)
         return torch.cat(outs, 1), torch.cat(chosen, 1)
@@ -264,9 +251,12 @@ def spans(
     start = (position + 1 - n) % ring
     end, zero = start + n, torch.zeros_like(n)
     of_all = lambda *ends: (
-        torch.stack(ends, -1).int().unflatten(-1, (-1, 2))[:, :, None]
-        .expand(-1, -1, c.groups, -1, -1).contiguous()
-    )  # fmt: skip
+        torch.stack(ends, -1)
+        .int()
+        .unflatten(-1, (-1, 2))[:, :, None]
+        .expand(-1, -1, c.groups, -1, -1)
+        .contiguous()
+    )
     return (
         of_all(zero, turns * per_block + rest),
         of_all(start, end.clamp(max=ring), zero, (end - ring).clamp(min=0)),
@@ -297,9 +287,13 @@ def choose(
     by_block = every.unflatten(-1, (-1, c.l_sel // c.d)).movedim(0, -2)  # [.., blocks, W, tokens]
     n_blocks = by_block.shape[3] * world
     chosen = select.top_blocks(
-        select._pooled(by_block.flatten(3), c.l, c.d, c.l_sel, n_blocks), l_sel=c.l_sel,
-        n_sel=c.n_sel, n_init=c.n_init, n_local=c.n_local, q_start=position[:, :1],
-    )  # fmt: skip
+        select._pooled(by_block.flatten(3), c.l, c.d, c.l_sel, n_blocks),
+        l_sel=c.l_sel,
+        n_sel=c.n_sel,
+        n_init=c.n_init,
+        n_local=c.n_local,
+        q_start=position[:, :1],
+    )
     start = chosen // world * c.l_sel
     length = (position[..., None, None] + 1 - chosen * c.l_sel).clamp(max=c.l_sel)
     other = (chosen < 0) | (chosen % world != rank)

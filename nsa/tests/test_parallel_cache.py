@@ -301,7 +301,7 @@ BAD = {
     "window": ("window must be given for more than max_step=8 tokens",) * 2,
     "group": ("group must be a ProcessGroup or DeviceMesh, got str",) * 2,
     "layer": ("refused its step", "x must be [B, S, dim] with dim=16, got [1, 1, 15]"),
-}  # fmt: skip
+}
 
 
 def _run_bad(kind: str, rank: int, world: int) -> str:
@@ -409,9 +409,17 @@ def _worker(rank: int, world: int, folder: str, mode: str) -> None:
 
 
 EQUAL = (
-    *CASES, "default-route", "ties", "unseen", "mixed", "growth", "layer", "model", "exchanges",
+    *CASES,
+    "default-route",
+    "ties",
+    "unseen",
+    "mixed",
+    "growth",
+    "layer",
+    "model",
+    "exchanges",
     "no-waiting",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2-ranks", "4-ranks"])

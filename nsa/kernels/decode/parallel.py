@@ -24,9 +24,21 @@ CHOOSE_CHUNK = 4096  # blocks that it scores at a time
 
 @triton.jit
 def _parallel_spans_kernel(
-    LENS, CMP_SPANS, WIN_SPANS, T, G, first, l, d, per_block, world, rank, window, ring,
+    LENS,
+    CMP_SPANS,
+    WIN_SPANS,
+    T,
+    G,
+    first,
+    l,
+    d,
+    per_block,
+    world,
+    rank,
+    window,
+    ring,
     GROUPS: tl.constexpr,
-):  # fmt: skip
+):
     """CMP_SPANS [B * T, G, 1, 2] and WIN_SPANS [B * T, G, 2, 2] of token pid % T of sequence
     pid // T; the first one stands at the sequence's length + first."""
     pid = tl.program_id(0)
@@ -51,10 +63,27 @@ def _parallel_spans_kernel(
 
 @triton.jit
 def _parallel_probabilities_kernel(
-    Q, K, LSE, CMP_SPANS, P, T, G, H, queries, k_rows, rows, scale_log2,
-    D: tl.constexpr, WORLD: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    LSE,
+    CMP_SPANS,
+    P,
+    T,
+    G,
+    H,
+    queries,
+    k_rows,
+    rows,
+    scale_log2,
+    D: tl.constexpr,
+    WORLD: tl.constexpr,
+    W: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """P [B * T, G, rows] of one query and group; LSE [W, B * T, G * H] are the ranks'."""
     query = tl.program_id(1) // G
     group = tl.program_id(1) % G
@@ -91,11 +120,28 @@ def _parallel_probabilities_kernel(
 
 @triton.jit
 def _parallel_choose_kernel(
-    EVERY, LENS, KEYS, CHOSEN, SPANS, T, G, first, queries, rows, world, rank,
-    l: tl.constexpr, d: tl.constexpr, l_sel: tl.constexpr, BLOCKS: tl.constexpr,
-    CHUNK: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
+    EVERY,
+    LENS,
+    KEYS,
+    CHOSEN,
+    SPANS,
+    T,
+    G,
+    first,
+    queries,
+    rows,
+    world,
+    rank,
+    l: tl.constexpr,
+    d: tl.constexpr,
+    l_sel: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    N_SEL: tl.constexpr,
+    N_PAD: tl.constexpr,
+    N_INIT: tl.constexpr,
     N_LOCAL: tl.constexpr,
-):  # fmt: skip
+):
     """The n best blocks of one query and group, ascending, and where this rank has them. The keys
     go through KEYS [queries, BLOCKS], since all of them fit the registers in the search alone."""
     pid = tl.program_id(0)
@@ -151,9 +197,16 @@ def _parallel_choose_kernel(
 
 @triton.jit
 def _parallel_merge_kernel(
-    PARTS, WIN, GATES, OUT, rows,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, WORLD: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
+    PARTS,
+    WIN,
+    GATES,
+    OUT,
+    rows,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WORLD: tl.constexpr,
+    W: tl.constexpr,
+):
     """One row of OUT [rows, DV] of PARTS [W, 2, rows, DV + 1], each an output and its lse."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_DV)
@@ -165,9 +218,10 @@ def _parallel_merge_kernel(
         at = ((every * 2 + branch).to(tl.int64) * rows + row) * (DV + 1)
         lse = tl.load(PARTS + at + DV, mask=every < W, other=float("-inf"))
         part = tl.load(
-            PARTS + at[:, None] + offs[None, :], mask=(every < W)[:, None] & live[None, :],
+            PARTS + at[:, None] + offs[None, :],
+            mask=(every < W)[:, None] & live[None, :],
             other=0.0,
-        )  # fmt: skip
+        )
         top = tl.max(lse, 0)
         weight = tl.exp(lse - tl.where(top == float("-inf"), 0.0, top))
         total = tl.sum(weight, 0)
@@ -187,9 +241,24 @@ def spans(
     cmp = torch.empty(B, T, c.groups, 1, 2, dtype=torch.int32, device=lens.device)
     win = torch.empty(B, T, c.groups, 2, 2, dtype=torch.int32, device=lens.device)
     launch(
-        _parallel_spans_kernel, (B * T,), lens, cmp, win, T, c.groups, first, c.l, c.d,
-        c.l_sel // c.d, world, rank, c.window, ring, GROUPS=pow2(c.groups), num_warps=1,
-    )  # fmt: skip
+        _parallel_spans_kernel,
+        (B * T,),
+        lens,
+        cmp,
+        win,
+        T,
+        c.groups,
+        first,
+        c.l,
+        c.d,
+        c.l_sel // c.d,
+        world,
+        rank,
+        c.window,
+        ring,
+        GROUPS=pow2(c.groups),
+        num_warps=1,
+    )
     return cmp, win
 
 
@@ -202,12 +271,31 @@ def probabilities(
     d1, d2 = split_dim(dim)
     block_n = probability_keys(q.element_size(), dim)
     launch(
-        _parallel_probabilities_kernel, (cdiv(rows, block_n), B * T * groups),
-        q.contiguous(), k_cmp, lses, cmp, p, T, groups, hq // groups, B * T, k_cmp.shape[1], rows,
-        scale * LOG2E, D=dim, WORLD=pow2(len(lses)), W=len(lses), HEADS=dot_size(hq // groups),
-        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, PRECISION=dot_precision(q.dtype), num_warps=4,
+        _parallel_probabilities_kernel,
+        (cdiv(rows, block_n), B * T * groups),
+        q.contiguous(),
+        k_cmp,
+        lses,
+        cmp,
+        p,
+        T,
+        groups,
+        hq // groups,
+        B * T,
+        k_cmp.shape[1],
+        rows,
+        scale * LOG2E,
+        D=dim,
+        WORLD=pow2(len(lses)),
+        W=len(lses),
+        HEADS=dot_size(hq // groups),
+        BLOCK_N=block_n,
+        BLOCK_D=d1,
+        BLOCK_D2=d2,
+        PRECISION=dot_precision(q.dtype),
+        num_warps=4,
         num_stages=1,
-    )  # fmt: skip
+    )
     return p
 
 
@@ -224,18 +312,36 @@ def choose(
     blocks = rows // (c.l_sel // c.d) * W
     if blocks > MOST_BLOCKS:
         raise NotImplementedError(f"more than {MOST_BLOCKS} blocks to choose from, got {blocks}")
-    empty = lambda *shape: torch.empty(
-        B, T, groups, *shape, dtype=torch.int32, device=every.device
-    )
+    empty = lambda *shape: torch.empty(B, T, groups, *shape, dtype=torch.int32, device=every.device)
     padded = pow2(blocks)
     keys, chosen, own = empty(padded), empty(c.n_sel), empty(c.n_sel, 2)
     launch(
-        _parallel_choose_kernel, (B * T * groups,),
-        every, lens, keys, chosen, own, T, groups, first, B * T * groups, rows, W, rank, l=c.l,
-        d=c.d, l_sel=c.l_sel, BLOCKS=padded, CHUNK=min(padded, CHOOSE_CHUNK), N_SEL=c.n_sel,
-        N_PAD=pow2(c.n_sel), N_INIT=c.n_init, N_LOCAL=c.n_local, num_warps=choose_warps(padded),
+        _parallel_choose_kernel,
+        (B * T * groups,),
+        every,
+        lens,
+        keys,
+        chosen,
+        own,
+        T,
+        groups,
+        first,
+        B * T * groups,
+        rows,
+        W,
+        rank,
+        l=c.l,
+        d=c.d,
+        l_sel=c.l_sel,
+        BLOCKS=padded,
+        CHUNK=min(padded, CHOOSE_CHUNK),
+        N_SEL=c.n_sel,
+        N_PAD=pow2(c.n_sel),
+        N_INIT=c.n_init,
+        N_LOCAL=c.n_local,
+        num_warps=choose_warps(padded),
         num_stages=1,
-    )  # fmt: skip
+    )
     return chosen, own
 
 
@@ -249,7 +355,17 @@ def merge(parts: Tensor, win: Tensor, gates: Tensor) -> Tensor:
     win, dv = win.contiguous(), win.shape[-1]
     out, rows = torch.empty_like(win), win.numel() // dv
     launch(
-        _parallel_merge_kernel, (rows,), parts, win, gates.contiguous(), out, rows, DV=dv,
-        BLOCK_DV=pow2(dv), WORLD=pow2(len(parts)), W=len(parts), num_warps=1,
-    )  # fmt: skip
+        _parallel_merge_kernel,
+        (rows,),
+        parts,
+        win,
+        gates.contiguous(),
+        out,
+        rows,
+        DV=dv,
+        BLOCK_DV=pow2(dv),
+        WORLD=pow2(len(parts)),
+        W=len(parts),
+        num_warps=1,
+    )
     return out
