@@ -370,7 +370,7 @@ def _run_triton(device: str) -> None:
     exact = NSAAttention(c, backend="reference").to(device, F32)
     exact.load_state_dict(layer.state_dict())
     cache = ParallelNSACache(c, 2, S + steps, device=device, dtype=dtype)
-    alone = exact.make_cache(2, S + steps)
+    alone, errors = exact.make_cache(2, S + steps), []
     with launches.recording() as counts:
         layer.prefill(x[:, :S], cache)
         exact.prefill(x[:, :S].float(), alone)
@@ -380,8 +380,10 @@ def _run_triton(device: str) -> None:
                 step = StepGraph(step, x[:, t : t + 1], [cache])
             got = step(x[:, t : t + 1])
             want = exact.step(x[:, t : t + 1].float(), alone)
-            torch.testing.assert_close(got.float(), want, rtol=3e-2, atol=3e-2)
+            errors.append((got.float() - want).abs().amax(-1))
             _same_everywhere(got)
+    worst = torch.stack(errors)  # of outputs up to 0.1; some tokens may choose another block
+    assert worst.max() < 2e-2 and (worst < 2e-3).float().mean() > 0.75, worst
     for kernel in ("spans", "probabilities", "choose", "merge"):
         assert counts[f"_parallel_{kernel}_kernel"], counts
 
