@@ -257,8 +257,8 @@ def noted_exchanges() -> Iterator[list[int]]:
 
 
 def timed_steps(x: Decode, n: int, group: Any, judged: int) -> Timed:
-    """timed() of n times STEPS steps in a row, each on other queries. One step of sample `judged`
-    is judged."""
+    """timed() of n times STEPS steps in a row, each on other queries; bringing a query and keeping
+    its output are in the time. One step of sample `judged` is judged."""
     found, marks, cuda = Timed(), Marks(), x.q.is_cuda
 
     def step(q: Tensor) -> tuple[Tensor, Tensor]:

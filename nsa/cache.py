@@ -149,7 +149,7 @@ class NSACache:
 
     def _empty(self, batch: int, max_len: int) -> NSACache:
         """A cache of this kind that holds nothing."""
-        return NSACache(
+        return type(self)(
             self.config, batch, max_len, max_step=self.max_step, growable=self.growable,
             count_reads=self.count_reads, **self._like,
         )  # fmt: skip

@@ -59,6 +59,7 @@ class ParallelNSACache(NSACache):
     v_cmp the compressed tokens that begin there; the last row takes what other ranks keep. Window,
     raw keys and lens are those of NSACache. group: a ProcessGroup, a 1-D DeviceMesh, or None for
     all ranks. The other arguments and what is kept are as for NSACache, count_reads apart.
+    append() takes whole tokens; nsa.parallel.nsa_layer_parallel(cache=) those of shards.
 
     check: ranks compare sizes and lengths before each step, so that an error on one is an error
     (ValueError or TypeError) on each. It waits for the device unless the group has a backend for
@@ -167,7 +168,7 @@ class ParallelNSACache(NSACache):
         some = max(_MOST_PROBABILITIES // max(self.batch * c.groups * rows * self.world, 1), 1)
         parts = []
         with dispatch.trace_step(), dispatch._inputs_decide(q.device):  # no autocast of scores
-            for first in range(0, T, some):
+            for first in range(0, max(T, 1), some):
                 here = slice(first, min(first + some, T))
                 near = None
                 if window is not None:
