@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 4 -- bench/bench_context_parallel.py            # 64k and 256k tokens
     torchrun --nproc-per-node 4 -- bench/bench_context_parallel.py --S_list 1048576
+    torchrun --nproc-per-node 2 -- bench/bench_context_parallel.py --directions decode \
+        --S_list 131072,1048576 --alone 1048576
     python bench/bench_context_parallel.py                                    # a world of one
 
 Sizes default to the paper's: 64 query heads on 4 KV groups, head size 128, l=32 d=16 by mean
@@ -10,7 +12,12 @@ backward pass alone. efficiency = t(1 GPU) / (W * t(W GPUs)), where one GPU runs
 on the whole sequence with the compression in front; it is empty where that does not fit or is
 longer than --alone tokens. Before the timing every rank checks sampled rows of its output, and for
 bwd the gradients of these rows' outputs, against fp64; every timed call has other queries, and the
-output of one that is drawn at random is checked too. Without CUDA the ranks are CPU processes on
+output of one that is drawn at random is checked too.
+
+decode is attention of the newest token over a cache of S tokens that lies over the ranks
+(nsa.ParallelNSACache), on GPUs a CUDA graph with its exchanges in it; one GPU decodes from an
+nsa.NSACache. A sample is of several steps in a row, each on other queries. cache_mib is what a rank
+keeps, sent_bytes what it sends in a step. Without CUDA the ranks are CPU processes on
 gloo, which proves the code, not its speed: give small sizes then.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage.
@@ -19,15 +26,18 @@ Exit code: 0 timed, 1 a result is wrong, 2 usage.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
@@ -35,6 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.decode_graph import capture
 from bench.main import Line, bench_parser, names, parsed
 from bench.parity import Parity, measure_parity
 from bench.prefill_inputs import row_output
@@ -52,16 +63,29 @@ from bench.ranks import (
 )
 from bench.records import BenchRow, note, shrunk
 from bench.stats import instability, summary
-from nsa import Flags, launches, nsa_attention, parallel
+from nsa import (
+    Flags,
+    NSACache,
+    NSAConfig,
+    ParallelNSACache,
+    dispatch,
+    exchange,
+    launches,
+    nsa_attention,
+    parallel,
+)
+from nsa.attention import nsa_decode
+from nsa.cache import BranchKV
 from nsa.compress import mean_pool
 
 COLUMNS = (
     "S", "world", "direction", "B", "HQ", "G", "D", "ms", "ms_low", "ms_high", "base_ms",
     "speedup", "efficiency", "tokens_per_s", "n", "status", "why", "parity", "mae", "max_abs",
-    "path", "peak_mem_mib", *PROVENANCE,
+    "path", "peak_mem_mib", "cache_mib", "sent_bytes", *PROVENANCE,
 )  # fmt: skip
 KV = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
 SAMPLES = 4  # rows that each rank checks
+STEPS = 16  # of decode in a sample: one of them is short beside what a clock of the host adds
 
 
 class Sequence1:
@@ -171,6 +195,108 @@ class Sequence1:
         return taken.pop() if len(taken) == 1 else None
 
 
+class Decode(Sequence1):
+    """The newest token of one sequence, whose cache lies over `group`, or on this rank for None."""
+
+    def __init__(self, args: argparse.Namespace, S: int, group: Any, device: torch.device) -> None:
+        self.args, self.S, self.group = args, S, group
+        where = dict(device=device, dtype=args.torch_dtype)
+        # All by one seed on every rank: the same token, and any rank can check it.
+        gen = self.draws = torch.Generator(device).manual_seed(S)
+        draw = lambda n, *shape: torch.empty(args.B, n, *shape, **where).normal_(generator=gen)
+        self.whole = {n: draw(S, args.G, args.D) for n in KV}
+        self.q, self.gates = draw(1, args.HQ, args.D), draw(1, args.HQ, 3).sigmoid_()
+        self.at, self.rows = torch.tensor([S - 1]), [0]
+        heads = dict(dim=args.D, heads=args.HQ, groups=args.G, d_k=args.D, d_v=args.D)
+        blocks = dict(l=args.l, d=args.d, l_sel=args.l_sel, n_sel=args.n_sel, window=args.w)
+        config = NSAConfig(**heads, **blocks, phi="mean")
+        if group is None:
+            self.cache = NSACache(config, args.B, S, **where)
+        else:
+            self.cache = ParallelNSACache(config, args.B, S, group=group, check=False, **where)
+        pool = lambda x: mean_pool(x, args.l, args.d)
+        self.cache.append(BranchKV(**self.whole), pool, pool)
+        call = lambda: nsa_decode(
+            self.q, self.cache, None, self.gates, backend=args.backend, flags=args.flags
+        )
+        with dispatch.trace() as taken, noted_exchanges() as sent:
+            call()
+        self.routes = {one.branch.value: one.route.value for one in taken}
+        self.sent_bytes = sum(sent)
+        self.step = call
+        if device.type == "cuda":
+            self.step, self.captured = capture(call)
+
+    def forward(self) -> Tensor:
+        out, self.blocks = self.step()
+        return out
+
+    def check(self, grads: bool) -> Parity:
+        if self.q.is_cuda:
+            return self.judge([self.forward()], self.captured, grads)
+        return super().check(grads)
+
+    def numbers(self) -> dict[str, Any]:
+        """Columns of the CSV."""
+        kept = [x for x in vars(self.cache).values() if isinstance(x, Tensor)]
+        size = sum(x.numel() * x.element_size() for x in kept)
+        return {"cache_mib": size / 2**20, "sent_bytes": self.sent_bytes}
+
+
+@contextlib.contextmanager
+def noted_exchanges() -> Iterator[list[int]]:
+    """Bytes that this rank gives to each all-gather inside the block."""
+    real, sent = exchange._ALL_GATHER, []
+
+    def noted(out: Tensor, x: Tensor, **how: Any) -> Any:
+        sent.append(x.numel() * x.element_size())
+        return real(out, x, **how)
+
+    with mock.patch.object(exchange, "_ALL_GATHER", noted):
+        yield sent
+
+
+def timed_steps(x: Decode, n: int, group: Any, judged: int) -> Timed:
+    """timed() of n times STEPS steps in a row, each on other queries; bringing a query and keeping
+    its output are in the time. One step of sample `judged` is judged."""
+    found, marks, cuda = Timed(), Marks(), x.q.is_cuda
+
+    def step(q: Tensor) -> tuple[Tensor, Tensor]:
+        x.q.copy_(q)
+        out, blocks = x.step()
+        return out.clone(), blocks.clone()  # a graph's next replay overwrites them
+
+    for i in range(n + 2):
+        queries = [torch.empty_like(x.q).normal_(generator=x.draws) for _ in range(STEPS)]
+        into = found if i >= 2 else Timed()
+        with launches.recording() as counts:
+            results = into.time([partial(step, q) for q in queries], group, cuda)
+        if i == 0 and cuda:
+            torch.cuda.reset_peak_memory_stats()
+        if i < 2:
+            continue
+        for out, _ in results:
+            marks.leave(out)
+        if i - 2 == judged:
+            at = judged % STEPS
+            x.q.copy_(queries[at])
+            out, x.blocks = results[at]
+            found.judged.append(x.judge([out], x.captured if cuda else counts, False))
+    found.check(marks, "nsa")
+    return found
+
+
+def made(
+    args: argparse.Namespace, S: int, direction: str, group: Any, device: torch.device
+) -> tuple[Sequence1, Callable[[Any, int], Timed]]:
+    """What a direction is timed on, and how: (group, number of the judged sample) -> Timed."""
+    if direction == "decode":
+        x = Decode(args, S, group, device)
+        return x, lambda group, judged: timed_steps(x, args.iters, group, judged)
+    y = Sequence1(args, S, group, device)
+    return y, lambda group, judged: timed(y, direction, args.iters, group, judged)
+
+
 def worst(parities: Sequence[Parity]) -> Parity:
     """The one that failed, or is nearest to its limit."""
     return max(parities, key=lambda p: (p.status != "PASS", p.margin or 0.0))
@@ -220,10 +346,10 @@ def case(
         bench="context_parallel", case=f"context_parallel/{direction}/S={S}/W={world}",
         candidate=f"nsa on {world} ranks", baseline="nsa on 1 rank", path_requested=args.backend,
     )  # fmt: skip
-    x, seed = Sequence1(args, S, group, device), seed_of_all(group)
+    (x, clocked), seed = made(args, S, direction, group, device), seed_of_all(group)
     parity, when = worst(of_all(x.check(direction == "bwd"), group)), "first check"
     if parity.status == "PASS":
-        every = of_all(timed(x, direction, args.iters, group, seed % args.iters), group)
+        every = of_all(clocked(group, seed % args.iters), group)
         parity = worst([one for found in every for one in found.judged])
         when = "a timed call drawn at random"
     if parity.status != "PASS":
@@ -241,7 +367,10 @@ def case(
     )  # fmt: skip
     if row.median_us is None:
         return row
-    columns["tokens_per_s"] = args.B * S / row.median_us * 1e6
+    new = 1 if direction == "decode" else S
+    columns["tokens_per_s"] = args.B * new / row.median_us * 1e6
+    if isinstance(x, Decode):
+        columns |= x.numbers()
     columns["efficiency"] = row.base_median_us / (world * row.median_us) if base else None
     if device.type == "cuda":
         columns["peak_mem_mib"] = torch.cuda.max_memory_allocated() // 2**20
@@ -264,7 +393,7 @@ def one_rank(
     if group.rank() == 0:
         try:
             drawn = secrets.randbelow(args.iters)
-            alone = timed(Sequence1(args, S, None, device), direction, args.iters, None, drawn)
+            alone = made(args, S, direction, None, device)[1](None, drawn)
             why = alone.why or [text for one in alone.judged for text in one.why]
             if why:
                 note(f"S={S} {direction}: one GPU alone is wrong: {'; '.join(why)}", "warn")
@@ -283,8 +412,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "d": 16, "l_sel": 64, "n_sel": 16, "w": 512, "iters": 10,
     }  # fmt: skip
     parser = bench_parser(__doc__, lengths=[65536, 262144] if cuda else [512], sizes=sizes)
-    parser.add_argument("--directions", type=names("fwd", "bwd"), default=["fwd", "bwd"],
-                        help="fwd, bwd or both")  # fmt: skip
+    parser.add_argument("--directions", type=names("fwd", "bwd", "decode"), default=["fwd", "bwd"],
+                        help="from fwd, bwd and decode (default fwd,bwd)")  # fmt: skip
     parser.add_argument("--alone", type=int, default=524288, metavar="S", help="time one GPU alone "
                         "up to this length")  # fmt: skip
     add_timeout(parser, 300.0)
@@ -309,8 +438,12 @@ def lines(args: argparse.Namespace, device: torch.device, about: dict[str, Any])
     for S, direction in itertools.product(args.S_list, args.directions):
         base = one_rank(args, S, direction, group, device)
         row = case(args, S, direction, group, device, base, about)
-        efficiency = row.columns.get("efficiency")
-        yield row, row.csv(), row.line() + (f"  efficiency {efficiency:.1%}" if efficiency else "")
+        text, more = row.line(), row.columns
+        if more.get("efficiency"):
+            text += f"  efficiency {more['efficiency']:.1%}"
+        if "cache_mib" in more:
+            text += f"  cache {more['cache_mib']:.0f} MiB a rank, {more['sent_bytes']} bytes sent"
+        yield row, row.csv(), text
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,6 +30,7 @@ _WHERE = {
     "NSABlock": "nsa.module",
     "NSACache": "nsa.cache",
     "NSALanguageModel": "nsa.model",
+    "ParallelNSACache": "nsa.parallel_cache",
     "StepGraph": "nsa.decode_graph",
     "GraphUnavailable": "nsa.decode_graph",
     "warmup": "nsa.plans",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from nsa.model import NSALanguageModel as NSALanguageModel
     from nsa.module import NSAAttention as NSAAttention
     from nsa.module import NSABlock as NSABlock
+    from nsa.parallel_cache import ParallelNSACache as ParallelNSACache
     from nsa.plans import warmup as warmup
 
 

@@ -785,6 +785,8 @@ def _append_kind(
 
 
 def _may_append(cache: NSACache, backend: Backend | None, flags: Flags) -> bool:
+    if cache.parallel:  # whose tokens have places that the kernel does not know
+        return False
     kind = _append_kind(cache, backend, flags)
     try:
         route = dispatch.decide(kind[1], flags, backend).route
@@ -808,14 +810,19 @@ def nsa_decode(
     nsa_attention on views of the cache. Raises ValueError or TypeError that names the argument.
     """
     refuse_vmap("nsa_decode")
-    c = cache.config
-    T = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else 0
-    _check_beside("q", q, cache.k_sel, (cache.batch, T, c.heads, c.d_k), "the cache's")
-    if q.dtype != cache.k_sel.dtype:
-        raise TypeError(f"q must have the cache's {cache.k_sel.dtype}, got {q.dtype}")
-    _check_beside("gates", gates, q, (*q.shape[:-1], 3))
-    if T > min(cache.lengths):
-        raise ValueError(f"q must be of tokens in the cache: T={T}, lengths {cache.lengths}")
+
+    def check() -> dict[str, Any]:
+        c = cache.config
+        T = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else 0
+        _check_beside("q", q, cache.k_sel, (cache.batch, T, c.heads, c.d_k), "the cache's")
+        if q.dtype != cache.k_sel.dtype:
+            raise TypeError(f"q must have the cache's {cache.k_sel.dtype}, got {q.dtype}")
+        _check_beside("gates", gates, q, (*q.shape[:-1], 3))
+        if T > min(cache.lengths):
+            raise ValueError(f"q must be of tokens in the cache: T={T}, lengths {cache.lengths}")
+        return {"T": T, "softmax_scale": scale_of(softmax_scale, c.d_k)}
+
+    cache.agree(check)
     return decode_appended(
         q, cache, window, gates, softmax_scale=softmax_scale, backend=backend, flags=flags
     )
@@ -828,6 +835,8 @@ def decode_appended(
     """nsa_decode() of what is known to fit: what append_projected() gave."""
     c, T = cache.config, q.shape[1]
     flags = dispatch.resolve_flags(flags, q)
+    if cache.parallel:
+        return cache.attend(q, window, gates, softmax_scale, backend, flags)
     args = dict(
         q=q, k=cache.k_sel, v=cache.v_sel, cache=cache, window=window, gates=gates,
         sizes=c.sizes(), softmax_scale=scale_of(softmax_scale, q.shape[-1]), backend=backend,

@@ -90,6 +90,8 @@ class NSACache:
     """
 
     block_table, ring = None, True  # not in pages, as nsa/kvcache.py says it
+    parallel = False  # all tokens are here; nsa/parallel_cache.py has an attend() of its own
+    attend: Callable[..., tuple[Tensor, Tensor]]
 
     def __init__(
         self, config: NSAConfig, batch: int, max_len: int, *,
@@ -108,9 +110,8 @@ class NSACache:
         # A captured step must emit for every length that it will be replayed at, see append.
         self.emit_always = False
         self._like: dict[str, Any] = {"device": device, "dtype": dtype or torch.get_default_dtype()}
-        rows = num_compressed(max_len, config.l, config.d)
-        self.k_cmp, self.v_cmp = self._buffers(rows)
-        self.k_sel, self.v_sel = self._buffers(max_len)
+        self.k_cmp, self.v_cmp = self._buffers(self._rows_of("cmp", max_len))
+        self.k_sel, self.v_sel = self._buffers(self._rows_of("sel", max_len))
         self.k_win, self.v_win = self._buffers(config.window + max_step - 1)
         self.k_raw, self.v_raw = self._buffers(config.l + max_step - 1)
         self.lens = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -133,6 +134,25 @@ class NSACache:
             torch.zeros(self.batch, rows, c.groups, c.d_k, **self._like),
             torch.zeros(self.batch, rows, c.groups, c.d_v, **self._like),
         )
+
+    def _rows_of(self, kind: str, max_len: int) -> int:
+        """Rows of k_cmp ("cmp") or k_sel ("sel") for max_len tokens."""
+        return max_len if kind == "sel" else num_compressed(max_len, self.config.l, self.config.d)
+
+    def _places(self, kind: str, index: Tensor) -> Tensor:
+        """Rows of k_cmp or k_sel where tokens `index`, compressed or not, are kept."""
+        return index
+
+    def _store(self, kind: str, buffer: Tensor, first: int, x: Tensor) -> None:
+        """x [B, n, G, D] into the rows of tokens first to first + n."""
+        buffer[:, first : first + x.shape[1]] = x
+
+    def _empty(self, batch: int, max_len: int) -> NSACache:
+        """A cache of this kind that holds nothing."""
+        return type(self)(
+            self.config, batch, max_len, max_step=self.max_step, growable=self.growable,
+            count_reads=self.count_reads, **self._like,
+        )  # fmt: skip
 
     @classmethod
     def stack(cls, caches: Sequence[NSACache], max_len: int | None = None) -> NSACache:
@@ -161,10 +181,7 @@ class NSACache:
         max_len = max(c.max_len for c in caches) if max_len is None else max_len
         if max_len < longest:
             raise ValueError(f"max_len must be at least the longest {longest}, got {max_len}")
-        result = cls(
-            first.config, sum(c.batch for c in caches), max_len, max_step=first.max_step,
-            growable=first.growable, count_reads=first.count_reads, **first._like,
-        )  # fmt: skip
+        result = first._empty(sum(c.batch for c in caches), max_len)
         result.lengths = [n for c in caches for n in c.lengths]
         result.highest = [n for c in caches for n in c.highest]
         if result.count_reads:
@@ -210,6 +227,10 @@ class NSACache:
         one._batch = torch.arange(one.batch, device=self.device)[:, None]
         one._counted, one.fused_append, one.fused_step = [], {}, set()
         return one
+
+    def agree(self, describe: Callable[[], dict[str, Any]]) -> None:
+        """Raise what describe() raises, which checks a step's arguments and tells their sizes."""
+        describe()
 
     def __len__(self) -> int:
         return self.length
@@ -336,10 +357,12 @@ class NSACache:
         if self.length:
             raise ValueError(f"cache must be empty to be filled, it holds {self.length} tokens")
         self._check(new)
-        N, Nc = new.k_sel.shape[1], k_cmp.shape[1]
+        N = new.k_sel.shape[1]
         self._make_room(N)
-        self.k_sel[:, :N], self.v_sel[:, :N] = new.k_sel, new.v_sel
-        self.k_cmp[:, :Nc], self.v_cmp[:, :Nc] = k_cmp, v_cmp
+        self._store("sel", self.k_sel, 0, new.k_sel)
+        self._store("sel", self.v_sel, 0, new.v_sel)
+        self._store("cmp", self.k_cmp, 0, k_cmp)
+        self._store("cmp", self.v_cmp, 0, v_cmp)
         self.lengths, self.highest = list(lengths), list(lengths)
         self.lens.copy_(torch.tensor(self.lengths, dtype=torch.int32))
         for ring, x in (
@@ -455,8 +478,8 @@ class NSACache:
             (self.v_win, new.v_win), (self.k_raw, new.k_cmp), (self.v_raw, new.v_cmp),
         ):  # fmt: skip
             rows = buffer.shape[1]
-            place = self._batch * rows + (at if buffer is self.k_sel or buffer is self.v_sel
-                                          else at % rows)  # fmt: skip
+            whole = buffer is self.k_sel or buffer is self.v_sel
+            place = self._batch * rows + (self._places("sel", at) if whole else at % rows)
             buffer.view(-1, *buffer.shape[2:]).index_copy_(0, place.flatten(), x.flatten(0, 1))
 
     def _due(self, T: int) -> int:
@@ -478,7 +501,7 @@ class NSACache:
             block = torch.div(self.lens.long() - c.l, c.d, rounding_mode="floor") + 1
             block = block.clamp_(min=0)[:, None] + j  # [B, 1]
             full = block * c.d + c.l <= self.lens[:, None] + T
-            place = self._batch * room + block.clamp(max=room - 1)
+            place = self._batch * room + self._places("cmp", block).clamp(max=room - 1)
             tokens = (block * c.d + self._block) % self.k_raw.shape[1]  # [B, l]
             for buffer, raw, phi in (
                 (self.k_cmp, self.k_raw, phi_k), (self.v_cmp, self.v_raw, phi_v)
@@ -492,8 +515,8 @@ class NSACache:
         self._same_length("append() of more than max_step tokens")
         start, T = self.length, new.k_sel.shape[1]
         end, done = start + T, self.emitted
-        self.k_sel[:, start:end] = new.k_sel
-        self.v_sel[:, start:end] = new.v_sel
+        self._store("sel", self.k_sel, start, new.k_sel)
+        self._store("sel", self.v_sel, start, new.v_sel)
         waiting = torch.arange(done * self.config.d, start, device=self.lens.device)
         waiting = waiting % self.k_raw.shape[1]
         for ring, x in ((self.k_win, new.k_win), (self.v_win, new.v_win)):
@@ -504,7 +527,7 @@ class NSACache:
             raw = torch.cat([ring[:, waiting], x], dim=1)
             fresh = num_compressed(raw.shape[1], self.config.l, self.config.d)
             if fresh:
-                buffer[:, done : done + fresh] = phi(raw)
+                self._store("cmp", buffer, done, phi(raw))
             self._keep_last(ring, x, end)
 
     def _keep_last(self, ring: Tensor, x: Tensor, end: int) -> None:
@@ -591,10 +614,8 @@ class NSACache:
     def _grow(self, need: int) -> None:
         self.max_len = max(need, 2 * self.max_len)
         old = (self.k_cmp, self.v_cmp, self.k_sel, self.v_sel)
-        self.k_cmp, self.v_cmp = self._buffers(
-            num_compressed(self.max_len, self.config.l, self.config.d)
-        )
-        self.k_sel, self.v_sel = self._buffers(self.max_len)
+        self.k_cmp, self.v_cmp = self._buffers(self._rows_of("cmp", self.max_len))
+        self.k_sel, self.v_sel = self._buffers(self._rows_of("sel", self.max_len))
         for was, now in zip(old, (self.k_cmp, self.v_cmp, self.k_sel, self.v_sel), strict=True):
             now[:, : was.shape[1]] = was
 

@@ -118,6 +118,19 @@ def trace() -> Iterator[list[Decision]]:
         _sinks[:] = [s for s in _sinks if s is not sink]
 
 
+@contextlib.contextmanager
+def trace_step() -> Iterator[None]:
+    """Where decisions are collected, let those inside the block be one of a decode step too: that
+    of the first call which no kernel served, if there is one."""
+    if not _sinks:
+        yield
+        return
+    with trace() as taken:
+        yield
+    slow = [one for one in taken if one.route is not Route.TRITON]
+    _record(replace((slow or taken)[0], branch=Branch.STEP))
+
+
 def _record(decision: Decision) -> None:
     here = None if torch.compiler.is_compiling() else threading.current_thread()
     anyone = here is None or isinstance(here, threading._DummyThread)

@@ -6,7 +6,9 @@ An exchange that fails is ExchangeFailed on every rank that is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -206,3 +208,29 @@ def agree(
     if bad:
         raise ValueError(f"rank {bad[0]} of {len(rows)} refused its {what}: see its error")
     return [row[1:] for row in rows]
+
+
+def agree_on(
+    describe: Callable[[], dict[str, Any]],
+    names: Sequence[str],
+    group: dist.ProcessGroup,
+    what: str,
+) -> None:
+    """Raise ValueError on every rank unless all ranks' describe() give equal values by `names`.
+
+    An error of describe() on one rank ends with an error on every rank, as in agree().
+    """
+    mine: dict[str, Any] = {}
+
+    def numbers() -> list[int]:
+        mine.update(describe())
+        return [zlib.crc32(repr(mine[name]).encode()) for name in names]
+
+    every = agree(numbers, len(names), group, what)
+    for rank, row in enumerate(every):
+        for name, theirs, first in zip(names, row, every[0], strict=True):
+            if theirs != first:
+                raise ValueError(
+                    f"ranks must agree on {name}: rank {rank} differs from rank 0, here "
+                    f"{mine[name]}"
+                )

@@ -7,6 +7,8 @@ decoding.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -202,12 +204,19 @@ class NSAAttention(nn.Module):
         was.
         """
         refuse_tokens()
-        self._check(x, 3)
         self._check_cache(cache)
-        if x.shape[0] != cache.batch:
-            raise ValueError(f"x must have the cache's batch {cache.batch}, got {list(x.shape)}")
-        if x.device != cache.lens.device:
-            raise ValueError(f"x must be on the cache's {cache.lens.device}, got {x.device}")
+
+        def check() -> dict[str, Any]:
+            self._check(x, 3)
+            if x.shape[0] != cache.batch:
+                raise ValueError(
+                    f"x must have the cache's batch {cache.batch}, got {list(x.shape)}"
+                )
+            if x.device != cache.lens.device:
+                raise ValueError(f"x must be on the cache's {cache.lens.device}, got {x.device}")
+            return {"T": x.shape[1]}
+
+        cache.agree(check)
         if x.shape[1] == 0:
             return x.clone()
         before = cache.mark(x.shape[1])

@@ -39,11 +39,13 @@ from nsa import exchange
 from nsa.arrival import selection_waits
 from nsa.attention import nsa_attention
 from nsa.blocks import num_compressed
+from nsa.cache import BranchKV
 from nsa.config import check_blocks
 from nsa.dispatch import Backend, Route, parse_backend
 from nsa.exchange import Group, resolve_group
 from nsa.flags import Flags
 from nsa.module import NSAAttention
+from nsa.parallel_cache import ParallelNSACache
 from nsa.untraced import untraced
 
 Compression = Callable[[Tensor], Tensor]
@@ -336,17 +338,33 @@ def merge_routes(early: dict[str, str], late: dict[str, str]) -> dict[str, str]:
     }
 
 
-def nsa_layer_parallel(layer: NSAAttention, x: Tensor, group: Group = None, *,
-                       check: bool = True) -> Tensor:  # fmt: skip
+def nsa_layer_parallel(
+    layer: NSAAttention,
+    x: Tensor,
+    group: Group = None,
+    *,
+    cache: ParallelNSACache | None = None,
+    check: bool = True,
+) -> Tensor:
     """layer(x) with x [B, S / W, dim] of each rank (see shard); returns this rank's rows.
 
-    check: as for nsa_attention_parallel; the projections are made inside of it.
+    cache: empty, of the same group; it takes up the sequence, and layer.step(x, cache) then decodes
+    with the same tokens on every rank. Each rank has the whole keys and values of all branches for
+    that time. check: as for nsa_attention_parallel; the projections are made inside of it.
     """
     group = resolve_group(group)
+    new: list[BranchKV] = []
 
     def project() -> tuple[Tensor, ...]:
         layer._check(x, 3)
+        if cache is not None:
+            layer._check_cache(cache)
+            if not isinstance(cache, ParallelNSACache) or cache.group is not group:
+                raise ValueError(f"cache must be a ParallelNSACache of this group, got {cache!r}")
+            if cache.length:
+                raise ValueError(f"cache must be empty, it holds {cache.length} tokens")
         q, kv = layer._project(x, positions(x.shape[1] * group.size(), group, x.device))
+        new.append(kv)
         branches = (kv.k_cmp, kv.v_cmp, kv.k_sel, kv.v_sel, kv.k_win, kv.v_win)
         return (q, *branches, layer.gate(x))
 
@@ -355,4 +373,7 @@ def nsa_layer_parallel(layer: NSAAttention, x: Tensor, group: Group = None, *,
         layer.flags, False, check,
     )  # fmt: skip
     assert isinstance(out, Tensor)
+    if cache is not None:
+        whole = {name: unshard(kv, group) for name, kv in vars(new[0]).items()}
+        cache.append(BranchKV(**whole), layer.phi_k, layer.phi_v)
     return layer.out(out.flatten(-2))

@@ -55,27 +55,33 @@ def _pooled(p: Tensor, l: int, d: int, l_sel: int, n_blocks: int) -> Tensor:
 
 
 def top_blocks(
-    scores: Tensor, *, l_sel: int, n_sel: int, n_init: int = 1, n_local: int = 2, q_start: int = 0
+    scores: Tensor,
+    *,
+    l_sel: int,
+    n_sel: int,
+    n_init: int = 1,
+    n_local: int = 2,
+    q_start: int | Tensor = 0,
 ) -> Tensor:
     """The n_sel best blocks per row: scores [B, S, G, n_blocks] -> int32 [B, S, G, n_sel].
 
-    Candidates start at or before t = q_start + s. Forced blocks come first: the one that holds t,
-    the n_local - 1 before it, the n_init first. Ties go to the lower index. Ascending, padded with
-    -1 at the end.
+    Candidates start at or before t = q_start + s; a tensor q_start is [B, 1]. Forced blocks come
+    first: the one that holds t, the n_local - 1 before it, the n_init first. Ties go to the lower
+    index. Ascending, padded with -1 at the end.
     """
     B, S, G, n_blocks = scores.shape
-    t = torch.arange(q_start, q_start + S, device=scores.device)
-    own = (t // l_sel)[:, None]
-    block = torch.arange(n_blocks, device=scores.device)[None, :]
+    t = torch.arange(S, device=scores.device) + q_start
+    own = (t // l_sel)[..., None, None]  # [.., S, 1, 1]
+    block = torch.arange(n_blocks, device=scores.device)
     # Rank first by tier, then by score: two stable sorts, so equal scores keep index order.
     tier = torch.where((block < n_init) | (own - block < n_local), 2, 1)
     tier = tier.masked_fill(block > own, 0)
     order = scores.sort(dim=-1, descending=True, stable=True).indices
-    tiers = tier[None, :, None, :].expand(B, S, G, n_blocks).gather(-1, order)
+    tiers = tier.expand(B, S, G, n_blocks).gather(-1, order)
     by_tier = tiers.sort(dim=-1, descending=True, stable=True).indices
     none = torch.iinfo(torch.int32).max  # a number, which n_blocks may not be in a trace
     best = F.pad(order.gather(-1, by_tier), (0, n_sel), value=none)[..., :n_sel]
-    best = torch.where(best > own[None, :, None, :], none, best)  # never a future block
+    best = torch.where(best > own, none, best)  # never a future block
     best = best.sort(dim=-1).values
     return torch.where(best == none, -1, best).to(torch.int32)
 

@@ -22,18 +22,22 @@ def test_two_ranks_are_checked_and_timed(tmp_path):
     target = tmp_path / "rows.csv"
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "--", "bench/bench_context_parallel.py", *SMALL, "--iters", "3", "--csv", str(target)],
+         "--", "bench/bench_context_parallel.py", *SMALL, "--iters", "3", "--csv", str(target),
+         "--directions", "fwd,bwd,decode"],
         cwd=ROOT, capture_output=True, text=True, timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     rows = list(csv.DictReader(target.open()))
-    assert [row["direction"] for row in rows] == ["fwd", "bwd"]
+    assert [row["direction"] for row in rows] == ["fwd", "bwd", "decode"]
     for row in rows:
         assert row["world"] == "2" and row["parity"] == "PASS" and row["path"] == "reference"
         wall, alone = float(row["ms"]), float(row["base_ms"])
         assert float(row["efficiency"]) == pytest.approx(alone / (2 * wall), rel=1e-4)
         assert float(row["mae"]) < 1e-5
+    steps = rows[-1]  # a query sends 4 lses, probabilities of 8 tokens, 2 * 4 rows of 17 numbers
+    assert int(steps["sent_bytes"]) == 4 * (4 + 2 * 8 + 2 * 4 * 17)
+    assert float(steps["tokens_per_s"]) == pytest.approx(1e3 / float(steps["ms"]), rel=1e-4)
 
 
 def test_a_length_must_divide(monkeypatch, capsys):
@@ -48,6 +52,20 @@ def alone():
     """The whole sequence on this rank, on the reference."""
     args = bench_context_parallel.parse(SMALL)
     return bench_context_parallel.Sequence1(args, 64, None, torch.device("cpu"))
+
+
+def test_timed_steps_do_their_work(monkeypatch):
+    """One that returns what an earlier step had, or what is off by a little, is told."""
+    args = bench_context_parallel.parse([*SMALL, "--iters", "3"])
+    x, clocked = bench_context_parallel.made(args, 64, "decode", None, torch.device("cpu"))
+    found = clocked(None, 1)
+    assert not found.why and found.judged[0].status == "PASS" and len(found.samples) == 3
+    assert len(found.left) == 3 * bench_context_parallel.STEPS
+    real, first = x.step, x.step()
+    monkeypatch.setattr(x, "step", lambda: first)
+    assert "what an earlier one had returned" in "; ".join(clocked(None, 1).why)
+    monkeypatch.setattr(x, "step", lambda: (real()[0] * 1.01, real()[1]))
+    assert clocked(None, 1).judged[0].status == "FAIL"
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])

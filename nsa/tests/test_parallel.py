@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -367,8 +368,8 @@ def _run_triton(rank: int, world: int, device: str) -> None:
         torch.testing.assert_close(g, parallel.shard(w), msg=lambda m, n=n: f"d{n}: {m}", **tol)
 
 
-def _worker(rank: int, world: int, folder: str, mode: str) -> None:
-    """Everything of one rank: what happened goes to a file per rank, by name."""
+def join(rank: int, world: int, folder: str, mode: str) -> None:
+    """Make this process rank `rank` of the default group."""
     torch.set_num_threads(1)
     torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)  # as in the tests of one process
     if mode == "nccl":
@@ -378,16 +379,10 @@ def _worker(rank: int, world: int, folder: str, mode: str) -> None:
         rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
-    jobs: dict[str, Any] = {name: lambda n=name: _run_case(n, rank, world) for name in CASES}
-    jobs["layer"] = lambda: _run_layer(rank, world)
-    jobs["settings"] = lambda: _run_settings(rank, world)
-    jobs["overlap"] = lambda: _run_overlap(rank, world)
-    jobs["no-waiting"] = lambda: _run_no_waiting(rank, world)
-    jobs |= {f"bad-{kind}": lambda k=kind: _run_bad(k, rank, world) for kind in BAD}
-    jobs["dies"] = lambda: _dies(rank, world)
-    if mode != "gloo":
-        device = "cuda" if mode == "nccl" else "cpu"
-        jobs = {"triton": lambda: _run_triton(rank, world, device)}
+
+
+def work(jobs: dict[str, Callable[[], Any]], rank: int, folder: str) -> NoReturn:
+    """Do the jobs of one rank: what happened goes to a file per rank, by name."""
     found: dict[str, Any] = {}
     for name, job in jobs.items():
         begin = time.monotonic()
@@ -401,12 +396,27 @@ def _worker(rank: int, world: int, folder: str, mode: str) -> None:
     os._exit(0)  # destroying a group with a dead rank may wait
 
 
-def _start(world: int, folder: Path, mode: str) -> list[dict[str, Any]]:
-    """Run a world and read what every rank of it found."""
+def _worker(rank: int, world: int, folder: str, mode: str) -> None:
+    join(rank, world, folder, mode)
+    jobs: dict[str, Any] = {name: lambda n=name: _run_case(n, rank, world) for name in CASES}
+    jobs["layer"] = lambda: _run_layer(rank, world)
+    jobs["settings"] = lambda: _run_settings(rank, world)
+    jobs["overlap"] = lambda: _run_overlap(rank, world)
+    jobs["no-waiting"] = lambda: _run_no_waiting(rank, world)
+    jobs |= {f"bad-{kind}": lambda k=kind: _run_bad(k, rank, world) for kind in BAD}
+    jobs["dies"] = lambda: _dies(rank, world)
+    if mode != "gloo":
+        device = "cuda" if mode == "nccl" else "cpu"
+        jobs = {"triton": lambda: _run_triton(rank, world, device)}
+    work(jobs, rank, folder)
+
+
+def start(world: int, folder: Path, mode: str, module: str = __name__) -> list[dict[str, Any]]:
+    """Run a world, of processes of `module`, and read what every rank of it found."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NCCL_NVLS_ENABLE": "0"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", __name__, str(r), str(world), str(folder), mode],
+            [sys.executable, "-m", module, str(r), str(world), str(folder), mode],
             env=env, cwd=ROOT, stderr=(folder / f"{r}.stderr").open("w"),
         )
         for r in range(world)
@@ -425,7 +435,7 @@ def _start(world: int, folder: Path, mode: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2-ranks", "4-ranks"])
 def found(request, tmp_path_factory) -> list[dict[str, Any]]:
-    return _start(request.param, tmp_path_factory.mktemp("ranks"), "gloo")
+    return start(request.param, tmp_path_factory.mktemp("ranks"), "gloo")
 
 
 @pytest.mark.parametrize("name", [*CASES, "layer", "settings", "overlap", "no-waiting"])
@@ -460,7 +470,7 @@ def test_kernels_on_chunks(kernel_device, world, tmp_path):
         pytest.skip(f"needs {world} GPUs, here {torch.cuda.device_count()}")
     if kernel_device == "cpu" and world > 2:
         pytest.skip("two interpreted ranks tell as much as four")
-    results = _start(world, tmp_path, "nccl" if kernel_device == "cuda" else "interpreted")
+    results = start(world, tmp_path, "nccl" if kernel_device == "cuda" else "interpreted")
     for rank, result in enumerate(results):
         _, error, _ = result["triton"]
         assert error is None, f"rank {rank}: {error}"

@@ -21,6 +21,15 @@ from nsa.kernels.decode.emit import (
     _decode_raw_kernel,
     phi_rows,
 )
+from nsa.kernels.decode.parallel import (
+    CHOOSE_CHUNK,
+    _parallel_choose_kernel,
+    _parallel_merge_kernel,
+    _parallel_probabilities_kernel,
+    _parallel_spans_kernel,
+    choose_warps,
+    probability_keys,
+)
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.decode.step import (
@@ -48,7 +57,9 @@ _POINTERS = {
     **{n: "*fp32" for n in ("PART_O", "PART_M", "PART_L", "POOLED", "SPILL", "TILE_MAX",
                             "SCAN_O", "SCAN_M", "SCAN_L", "SEL_O", "SEL_M", "SEL_L")},
     "FREQUENCIES": "*fp64", "K_PART": "*fp32", "V_PART": "*fp32",
-    **{n: "*i32" for n in ("LENS", "TABLE", "INDICES", "KEYS", "BLOCKS", "COUNTERS")},
+    **{n: "*fp32" for n in ("LSE", "P", "EVERY", "PARTS")},
+    **{n: "*i32" for n in ("LENS", "TABLE", "INDICES", "KEYS", "BLOCKS", "COUNTERS", "CHOSEN",
+                           "SPANS", "CMP_SPANS", "WIN_SPANS")},
 }  # fmt: skip
 
 
@@ -129,6 +140,18 @@ def aot_cases(arch: int) -> list[AotCase]:
                          SPLITS_WIN=splits[1], SPLITS_SEL=splits[2], EARLY=early)  # fmt: skip
             cases.append(_case(_decode_merge_kernel, f"{label}-{sum(splits)}", dtype, merge,
                                merge_warps(sum(splits), dot_size(dv)), 2))  # fmt: skip
+        if size == 2 and not page:
+            some = dict(D=d, WORLD=2, W=2, HEADS=16, BLOCK_N=probability_keys(size, d), BLOCK_D=d1,
+                        BLOCK_D2=d2, PRECISION=dims["PRECISION"])  # fmt: skip
+            cases.append(_case(_parallel_probabilities_kernel, label, dtype, some, 4, 1))
+            some = dict(DV=dv, BLOCK_DV=dot_size(dv), WORLD=8, W=8)
+            cases.append(_case(_parallel_merge_kernel, label, dtype, some, 1, 3))
+    cases.append(_case(_parallel_spans_kernel, "G4", "bf16", dict(GROUPS=4), 1, 3))
+    for blocks in (512, 1 << 14, 1 << 15):
+        some = dict(l=32, d=16, l_sel=64, BLOCKS=blocks, CHUNK=min(blocks, CHOOSE_CHUNK), N_SEL=16,
+                    N_PAD=16, N_INIT=1, N_LOCAL=2)  # fmt: skip
+        cases.append(_case(_parallel_choose_kernel, f"{blocks}-blocks", "bf16", some,
+                           choose_warps(blocks), 1))  # fmt: skip
     # Eight tokens of 16 heads, or four: beside them a tile of keys has the least room.
     for d, dv, rows in ((192, 128, 128), (256, 256, 64)) if arch in _FULL else ():
         (d1, d2), block_n = split_dim(d), scan_tile(arch, 2, d, dv, rows)
