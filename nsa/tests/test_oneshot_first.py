@@ -172,6 +172,7 @@ def test_the_same_card_is_the_one_of_that_name_its_newest_valid_row_and_its_size
         dict(like, ms=5.0, D=64),
         dict(like, ms=""),
         dict(like, ms=6.0, direction="bwd"),
+        dict(like, ms=6.5, sharing="shared"),
         dict(like, ms=7.0, commit="new"),
     )
     committed_rows("2026-11-23", "prefill-c.csv", dict(nothing="of use"))
@@ -189,9 +190,12 @@ def test_others_are_those_timed_in_pairs_on_the_same_card(sample, committed_rows
         dict(like, S=8192, against="dense", speedup=9),
         dict(like, S=32768, speedup=7, device="NVIDIA H100"),
         dict(like, S=32768, speedup=7, HQ=32),
+        dict(like, S=8192, speedup=6.66, sharing="shared"),
+        dict(like, S=8192, speedup=5.55, op="sel", against="vllm"),
     )
     text = told(first.speed(view_of(sample)))
     assert "sfnsa, forward, 1.83 at 8k tokens." in text and "1.97" not in text
+    assert "6.66" not in text and "vllm" not in text  # of other blocks, and of selection alone
     other = {**dict(SIZES), "HQ": 128}
     assert committed.pairs("NVIDIA H200", {**real_rows()[0], **other}) == []
 

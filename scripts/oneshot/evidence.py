@@ -97,6 +97,8 @@ def _notes(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"bus {num(row['busbw_gbs'])} GB/s"
     if row.get("compared"):
         yield f"parity of {row['compared']}"
+    if is_number(row.get("distinct_of_4")):
+        yield f"four neighbouring queries name {num(row['distinct_of_4'])} distinct blocks"
     if row.get("launch_bound"):
         base, ratio = row.get("base_wall_us"), row.get("wall_speedup")
         both = is_number(base) and is_number(ratio)
