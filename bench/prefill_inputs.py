@@ -17,11 +17,11 @@ from nsa import reference, select
 from nsa.blocks import cu_seqlens_compressed, num_compressed, visible_compressed
 
 Take = Callable[[str, int, int], Tensor]  # rows a .. b of an input, by its name
-# How much the choices of neighbouring queries have in common: nothing, as much as in real models,
-# or the document that both are of.
+# How far neighbouring queries choose the same blocks: by chance, as in real models, or by chance
+# among the blocks of their document.
 SHARING = ("random", "shared", "documents")
 ANCHOR = 64  # tokens in which the direction of a drifting query turns by a right angle
-NOISE = 0.25  # what is a query's own, of its drift: four name 23 distinct blocks of 64 (16 at 32k)
+NOISE = 0.2  # a query's own, of its drift: four that choose 16 of 64 name 22 distinct ones at 32k
 DOCUMENT = 4096  # tokens
 LEAD = 6.0  # by which keys of the own document score higher; scores of others are N(0, 1)
 
@@ -48,7 +48,7 @@ def drift(q: Tensor, gen: torch.Generator) -> None:
     like = {"device": q.device, "dtype": q.dtype}
     ends = torch.randn(q.shape[0], q.shape[1] // ANCHOR + 2, *q.shape[2:], generator=gen, **like)
     size = math.sqrt(1 + NOISE**2)
-    for t in torch.arange(q.shape[1], device=q.device).split(16 * ANCHOR):  # of memory
+    for t in torch.arange(q.shape[1], device=q.device).split(16 * ANCHOR):  # saves memory
         angle = (t % ANCHOR * (math.pi / 2 / ANCHOR))[:, None, None]
         way = ends[:, t // ANCHOR] * angle.cos() + ends[:, t // ANCHOR + 1] * angle.sin()
         q[:, t] = ((way + NOISE * q[:, t]) / size).to(q.dtype)
@@ -80,8 +80,8 @@ def distinct_blocks(blocks: Tensor, neighbours: int = 4) -> float:
 class Prefill:
     """Inputs of one length, the calls on them, and fp64 results on a sample of the queries.
 
-    sharing: how much the choices of neighbouring queries have in common, see SHARING. It enters by
-    what q and k_cmp hold, so that all of NSA chooses its blocks itself, at any sharing.
+    sharing: how far neighbouring queries choose the same blocks, see SHARING. It enters by what q
+    and k_cmp hold: NSA chooses its blocks itself at any sharing.
     """
 
     def __init__(

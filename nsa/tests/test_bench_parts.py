@@ -206,7 +206,7 @@ def test_distinct_blocks_are_counted_for_four_neighbours_at_a_time():
 
 @pytest.mark.parametrize(
     ("sharing", "least", "most"),
-    [("random", 40, 60), ("shared", 21, 27), ("documents", 28, 42)],
+    [("random", 40, 60), ("shared", 20, 25), ("documents", 28, 42)],
 )
 def test_neighbours_share_what_the_sharing_says(sharing, least, most):
     """By the choice that NSA makes itself, in the last queries, at the paper's heads and blocks;

@@ -145,6 +145,8 @@ def test_speed_that_is_unstable_has_its_mark_and_one_within_the_noise_no_ratio(t
     (bars,) = [b for b in card.blocks if isinstance(b, Bars)]
     assert [bar.ours for bar in bars.rows] == ["1.54 ms\\*", "2.96 ms"]
     assert bars.rows[1].ratio == evidence.NO_DIFFERENCE
+    wide = evidence.bar({**rows[0], "D": 192}, None).name
+    assert wide == "prefill, 8k tokens, heads of 192, forward" != bars.rows[0].name
     assert card.answer == "prefill 1.13x as fast as dense attention." and card.colour == "doubt"
     assert "UNSTABLE" in told(card)
 

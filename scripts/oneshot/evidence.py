@@ -208,7 +208,8 @@ def bar(row: Mapping[str, Any], floor: float | None, more: str = "") -> Bar:
     ours, base, S = row["median_us"], row["base_median_us"], tokens(row["S"])
     if row.get("bench") == "prefill":
         way = {"fwd": ", forward", "bwd": ", backward"}.get(str(row.get("direction")), "")
-        name = f"prefill, {S} tokens{way}"
+        heads = f", heads of {num(row['D'])}" if row.get("D", 128) != 128 else ""
+        name = f"prefill, {S} tokens{heads}{way}"
     else:
         batch = f", {sequences(row):g} sequences" if sequences(row) > 1 else ""
         name = f"decode, {S} tokens of context{batch}"
