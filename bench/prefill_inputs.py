@@ -23,7 +23,7 @@ SHARING = ("random", "shared", "documents")
 ANCHOR = 64  # tokens in which the direction of a drifting query turns by a right angle
 NOISE = 0.2  # a query's own, of its drift: four that choose 16 of 64 name 22 distinct ones at 32k
 DOCUMENT = 4096  # tokens
-LEAD = 6.0  # by which keys of the own document score higher; scores of others are N(0, 1)
+LEAD = 3.0  # by which keys of the own document score higher; among them scores are N(0, 1)
 
 
 def sampled(shape: Shape, samples: int) -> list[int]:
