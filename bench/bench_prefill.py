@@ -2,6 +2,7 @@
 
     python bench/bench_prefill.py                         # 8k and 32k tokens, forward and backward
     python bench/bench_prefill.py --S_list 65536 --ops full,sel --csv prefill.csv
+    python bench/bench_prefill.py --l_sel 128 --ops sel --sharing random,shared,documents
     python bench/bench_prefill.py --compile_only          # leaves the kernels in Triton's cache
 
 Sizes default to the paper's: 64 query heads on 4 KV groups, head size 128, l=32 d=16, 16 blocks of
@@ -11,6 +12,13 @@ are checked on sampled queries (column `compared`) against fp64 before and after
 dense attention each against their own. bwd is the backward pass alone. turn, the rotary turn of a
 layer's projections into a tensor per branch, comes before `full` and is no part of it. sel gets its
 blocks ascending, as the choice of blocks leaves them; nsa.selection_attention sorts them first.
+--sharing says how far neighbouring queries choose the same blocks: random (an empty cell), by
+chance; shared, as measured in real models, where four neighbours that choose 16 blocks of 64 each
+name 22 to 24 distinct ones; documents, by chance among the blocks of their document of 4096 tokens.
+It enters by queries and compressed keys alone: NSA chooses its blocks itself. distinct_of_4 is what
+four neighbours really named in the first checked call (seed 0); `draw` is the seed of the inputs of
+the timed calls. It matters to full and sel. Dense attention is timed beside random blocks alone,
+since it reads none. Without --sharing the longest S alone has rows of shared ones.
 pack is all of NSA on a pack of one sequence of half the tokens and many of 16; its baseline is not
 dense attention but the two kinds, one call after the other. Without --ops there is no pack, and the
 longest S alone has the parts. All kernels are compiled side by side before the first case.
@@ -40,7 +48,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench import spent
 from bench.main import bench_parser, card_tools, names, parsed, time_cases
 from bench.parity import measure_parity
-from bench.prefill_inputs import Pack, Prefill, Projections, sampled_gradients
+from bench.prefill_inputs import (
+    SHARING,
+    Pack,
+    Prefill,
+    Projections,
+    distinct_blocks,
+    sampled_gradients,
+)
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.records import BenchRow, emit, note, shrunk
 from bench.roofline import Shape, bytes_needed, flops
@@ -53,13 +68,14 @@ SIZES = {"B": 1, "HQ": 64, "G": 4, "D": 128, "Dv": 128, "l": 32, "d": 16, "l_sel
          "w": 512}  # fmt: skip
 PARTS = ("cmp", "sel", "win", "select", "turn")
 OPS = ("full", *PARTS, "pack")
+READ_BLOCKS = ("full", "sel")  # the ops whose time depends on what neighbours share
 COLUMNS = (
     "op", "direction", "S", "B", "HQ", "G", "D", "Dv", "l", "d", "l_sel", "n_sel", "w", "dtype",
-    "ms", "ms_low", "ms_high", "dense_ms",
+    "sharing", "distinct_of_4", "ms", "ms_low", "ms_high", "dense_ms",
     "speedup", "ci_low", "ci_high", "tflops", "gbs", "peak_frac", "bound", "bytes", "flops",
     "baseline", "path", "parity", "compared", "mae", "max_abs", "wall_ms", "base_wall_ms",
-    "first_call_ms", "n", "base_peak_frac", "base_ran", "status", "why", "sm_mhz", "power_w",
-    "peak_mem_mib", *PROVENANCE,
+    "first_call_ms", "n", "draw", "base_peak_frac", "base_ran", "status", "why", "sm_mhz",
+    "power_w", "peak_mem_mib", *PROVENANCE,
 )  # fmt: skip
 # Kernels of which a call must launch one each: names, or patterns where the launchers choose.
 KERNELS = {
@@ -98,6 +114,13 @@ def judged(
     """A contender that computes something else than NSA does: truth(dtype) is its own result."""
     return Contender(name, call, path, oracle=lambda: truth(torch.float64),
                      same_dtype=lambda: truth(x.q.dtype), **more)  # fmt: skip
+
+
+def case_name(op: str, direction: str, shape: Shape, sharing: str = "random") -> str:
+    """The name of a case: with the sizes that are not the paper's, and a sharing but random."""
+    sizes = [f"{n}={getattr(shape, n)}" for n in SIZES if getattr(shape, n) != SIZES[n]]
+    more = sizes + [sharing] * (sharing != "random")
+    return "/".join(["prefill", op, direction, f"S={shape.S}", *more])
 
 
 def work(shape: Shape, op: str, direction: str) -> dict[str, int]:
@@ -223,12 +246,14 @@ def attention_case(
             )
             for rival, _ in rivals
         ]  # fmt: skip
+    facts = lambda: {"distinct_of_4": distinct_blocks(x.blocks)}
     return Case(
-        "prefill", f"prefill/{op}/{direction}/S={shape.S}",
+        "prefill", case_name(op, direction, shape, x.sharing),
         Contender(name, passes.call(name), "triton", kernels),
         refill=passes.refill, inputs=x.inputs, oracle=oracle, same_dtype=same, baselines=baselines,
         view=view, renew=renew, distinct=op != "select", **work(shape, op, direction),
         columns={**columns, "compared": x.compared},
+        facts=facts if op in READ_BLOCKS else None,
     )  # fmt: skip
 
 
@@ -238,7 +263,7 @@ def turn_case(x: Projections, direction: str, columns: dict[str, Any]) -> Case:
     shape, backward = x.shape, direction == "bwd"
     passes = Passes(direction, x.refill, {"nsa turn": (x.forward, [x.qkv])}, x.do)
     return Case(
-        "prefill", f"prefill/turn/{direction}/S={shape.S}",
+        "prefill", case_name("turn", direction, shape),
         Contender("nsa turn", passes.call("nsa turn"), "triton", KERNELS["turn"]),
         refill=passes.refill, inputs=x.inputs, oracle=lambda: x.exact(backward=backward),
         same_dtype=lambda: x.exact(x.qkv.dtype, backward),
@@ -265,7 +290,7 @@ def pack_case(x: Pack, direction: str, columns: dict[str, Any]) -> Case:
     shapes = replace(shape, S=x.long), replace(shape, S=x.SHORT, B=len(x.begins) - 1)
     kinds = [work(kind, "full", direction) for kind in shapes]
     return Case(
-        "prefill", f"prefill/pack/{direction}/S={shape.S}", whole, refill=passes.refill,
+        "prefill", case_name("pack", direction, shape), whole, refill=passes.refill,
         inputs=x.inputs, oracle=exact, same_dtype=lambda: exact(x.q.dtype), baselines=[parts],
         view=lambda result: (result[0] if backward else result)[:, x.rows],
         renew=partial(x.renew, names=("do",) if backward else ("q",)),
@@ -274,15 +299,18 @@ def pack_case(x: Pack, direction: str, columns: dict[str, Any]) -> Case:
     )  # fmt: skip
 
 
-def case_of(shape: Shape, op: str, direction: str, columns: dict[str, Any]) -> Case:
+def case_of(
+    shape: Shape, op: str, direction: str, columns: dict[str, Any], sharing: str = "random"
+) -> Case:
     if op == "turn":
         return turn_case(Projections(shape), direction, columns)
     if op == "pack":
         return pack_case(Pack(replace(shape, B=1)), direction, {**columns, "B": 1})
-    return attention_case(Prefill(shape), op, direction, columns)
+    beside = None if sharing == "random" else []  # dense attention takes as long at any sharing
+    return attention_case(Prefill(shape, sharing=sharing), op, direction, columns, beside)
 
 
-Cell = tuple[Shape, str, str]  # sizes, op, direction
+Cell = tuple[Shape, str, str, str]  # sizes, op, direction, sharing
 
 
 def call_once(shape: Shape, op: str, direction: str) -> None:
@@ -311,7 +339,7 @@ def compile_cells(cells: Iterable[Cell]) -> None:
     """Compile what the cases of these cells launch, side by side. What one of them meets, such as
     too little memory, is its measurement's to tell."""
     found: list[Any] = []
-    for cell in cells:
+    for cell in dict.fromkeys(cell[:3] for cell in cells):  # kernels are alike at any sharing
         for _ in range(2):
             try:
                 found += plan_call(partial(call_once, *cell)).launches
@@ -340,6 +368,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
                         "parts at the longest S")  # fmt: skip
     parser.add_argument("--directions", type=names("fwd", "bwd"), default=["fwd", "bwd"],
                         help="fwd, bwd or both")  # fmt: skip
+    parser.add_argument(
+        "--sharing",
+        type=names(*SHARING),
+        help=f"from {','.join(SHARING)}; default random, and shared at the longest S",
+    )
     parser.add_argument("--compile_only", action="store_true", help="compile, and time nothing")
     args = parsed(parser, argv)
     args.S_list = shrunk("--S_list", args.S_list, args.shrink, 64)
@@ -347,26 +380,32 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
-    """Each op, length and direction; without --ops the longest S alone has the parts."""
+    """Each op, length, direction and sharing; without --ops the longest S alone has the parts, and
+    without --sharing it alone has shared."""
     sizes = {name: getattr(args, name) for name in SIZES}
     ops, alone = (args.ops, ()) if args.ops else (("full", *PARTS), PARTS)
     for op, S, direction in itertools.product(ops, args.S_list, args.directions):
-        if (op, direction) != ("select", "bwd") and (op not in alone or S == max(args.S_list)):
-            yield Shape(S, **sizes), op, direction
+        longest = S == max(args.S_list)
+        if (op, direction) == ("select", "bwd") or (op in alone and not longest):
+            continue
+        of_these = args.sharing or SHARING[: 1 + longest]
+        for sharing in of_these if op in READ_BLOCKS else SHARING[:1]:
+            yield Shape(S, **sizes), op, direction, sharing
 
 
 def cases(args: argparse.Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
     parts = budget_of(args)
     # The report quotes these rows as its speeds, and long calls at full power settle late.
     whole = replace(parts, device_s=2 * args.seconds, warm_s=0.3)
-    for shape, op, direction in cells(args):
+    for shape, op, direction, sharing in cells(args):
         sizes = {name: getattr(shape, name) for name in ("S", *SIZES)}
         columns = {**sizes, "dtype": "bf16", **about, "op": op, "direction": direction}
+        columns["sharing"] = None if sharing == "random" else sharing
         torch.cuda.reset_peak_memory_stats()
         yield Unbuilt(
-            "prefill", f"prefill/{op}/{direction}/S={shape.S}",
-            partial(case_of, shape, op, direction, columns), columns, peak_memory,
-            whole if op == "full" else parts,
+            "prefill", case_name(op, direction, shape, sharing),
+            partial(case_of, shape, op, direction, columns, sharing), columns, peak_memory,
+            whole if op == "full" and sharing == "random" else parts,
         )  # fmt: skip
         torch.cuda.empty_cache()
 

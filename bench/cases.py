@@ -43,7 +43,7 @@ class Case:
     these two give, without waiting for the device. distinct: whether other inputs surely give other
     results (a query with one key does not). foreign: kernels that are no part of the candidate's
     work and must not run in its calls. bytes_needed: what must cross the memory bus once, cold;
-    flops: the useful ones.
+    flops: the useful ones. facts() are columns that are known once the candidate was called.
     """
 
     bench: str
@@ -63,6 +63,7 @@ class Case:
     flops: int | None = None
     seed: int = 0
     columns: Mapping[str, Any] = field(default_factory=dict)
+    facts: Callable[[], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

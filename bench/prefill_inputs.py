@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench.roofline import Shape
@@ -15,6 +17,13 @@ from nsa import reference, select
 from nsa.blocks import cu_seqlens_compressed, num_compressed, visible_compressed
 
 Take = Callable[[str, int, int], Tensor]  # rows a .. b of an input, by its name
+# How far neighbouring queries choose the same blocks: by chance, as in real models, or by chance
+# among the blocks of their document.
+SHARING = ("random", "shared", "documents")
+ANCHOR = 64  # tokens in which the direction of a drifting query turns by a right angle
+NOISE = 0.2  # a query's own, of its drift: four that choose 16 of 64 name 22 distinct ones at 32k
+DOCUMENT = 4096  # tokens
+LEAD = 3.0  # by which keys of the own document score higher; among them scores are N(0, 1)
 
 
 def sampled(shape: Shape, samples: int) -> list[int]:
@@ -32,13 +41,54 @@ def renew_rows(x: Tensor, rows: Tensor, gen: torch.Generator) -> None:
     x.detach().index_copy_(1, rows, new)
 
 
+def drift(q: Tensor, gen: torch.Generator) -> None:
+    """Turn independent queries [B, S, HQ, D] of N(0, 1), in place, into ones whose neighbours are
+    alike: each is on the way from one random query to the next, ANCHOR tokens further, with NOISE
+    of its own. Every single query still is N(0, 1)."""
+    like = {"device": q.device, "dtype": q.dtype}
+    ends = torch.randn(q.shape[0], q.shape[1] // ANCHOR + 2, *q.shape[2:], generator=gen, **like)
+    size = math.sqrt(1 + NOISE**2)
+    for t in torch.arange(q.shape[1], device=q.device).split(16 * ANCHOR):  # saves memory
+        angle = (t % ANCHOR * (math.pi / 2 / ANCHOR))[:, None, None]
+        way = ends[:, t // ANCHOR] * angle.cos() + ends[:, t // ANCHOR + 1] * angle.sin()
+        q[:, t] = ((way + NOISE * q[:, t]) / size).to(q.dtype)
+
+
+def keep_to_documents(q: Tensor, k_cmp: Tensor, d: int, gen: torch.Generator) -> None:
+    """Add to queries [B, S, HQ, D] and compressed keys [B, n, G, D], in place, a direction of their
+    document and group, in which keys of other documents have nothing: those of the own one score
+    higher by LEAD, all alike, so that each query chooses among them at random."""
+    G, D = k_cmp.shape[2:]
+    marks = torch.randn(-(-q.shape[1] // DOCUMENT), G, D, generator=gen, device=q.device)
+    marks = F.normalize(marks, dim=-1)
+    own = marks[torch.arange(k_cmp.shape[1], device=q.device) * d // DOCUMENT]
+    strength = math.sqrt(LEAD * math.sqrt(D))
+    k_cmp += (strength - (k_cmp * own).sum(-1, keepdim=True)) * own
+    for rows, mark in zip(q.split(DOCUMENT, 1), marks, strict=True):
+        rows.unflatten(2, (G, -1)).add_(strength * mark[:, None])
+
+
+def distinct_blocks(blocks: Tensor, neighbours: int = 4) -> float:
+    """How many distinct blocks so many neighbouring queries name together, on average over the
+    whole sequence. blocks [B, S, G, n], -1: none."""
+    whole = blocks[:, : blocks.shape[1] // neighbours * neighbours]
+    named = whole.unflatten(1, (-1, neighbours)).transpose(2, 3).flatten(3).sort(-1).values
+    fresh = F.pad(named[..., 1:] != named[..., :-1], (1, 0), value=True) & (named >= 0)
+    return fresh.sum(-1).double().mean().item()
+
+
 class Prefill:
-    """Inputs of one length, the calls on them, and fp64 results on a sample of the queries."""
+    """Inputs of one length, the calls on them, and fp64 results on a sample of the queries.
+
+    sharing: how far neighbouring queries choose the same blocks, see SHARING. It enters by what q
+    and k_cmp hold: NSA chooses its blocks itself at any sharing.
+    """
 
     def __init__(
         self, shape: Shape, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
-        samples: int = 12,
+        samples: int = 12, sharing: str = "random",
     ) -> None:  # fmt: skip
+        self.sharing = sharing
         s = self.shape = shape
         like = {"dtype": dtype, "device": device}
         kv = lambda n, width: torch.empty(s.B, n, s.G, width, **like)
@@ -68,10 +118,15 @@ class Prefill:
         for x in self.inputs():
             x.detach().normal_(generator=gen)
         self.gates.detach().uniform_(generator=gen)
+        if self.sharing == "shared":
+            drift(self.q.detach(), gen)
+        elif self.sharing == "documents":
+            keep_to_documents(self.q.detach(), self.k_cmp.detach(), self.shape.d, gen)
         self.blocks = None
 
     def renew(self, seed: int, names: tuple[str, ...] = ("q",)) -> None:
-        """Other numbers in the sampled rows of these inputs."""
+        """Other numbers in the sampled rows of these inputs; the few queries among them then share
+        nothing with their neighbours."""
         gen = torch.Generator(self.q.device).manual_seed(seed)
         for name in names:
             renew_rows(getattr(self, name), self.rows, gen)
@@ -192,8 +247,8 @@ class Pack(Prefill):
 
     SHORT = 16
 
-    def __init__(self, shape: Shape, *how: Any) -> None:
-        super().__init__(shape, *how)
+    def __init__(self, shape: Shape, *how: Any, **more: Any) -> None:
+        super().__init__(shape, *how, **more)
         s, self.long = shape, shape.S // 2
         begins = [0, *range(self.long, s.S, self.SHORT)]
         self.cu = torch.tensor([*begins, s.S], dtype=torch.int32, device=self.q.device)

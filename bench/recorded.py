@@ -32,8 +32,8 @@ class Kind:
 
 _DECODE = ("B", "S", "dim", "heads", "groups", "dk", "dv", "l", "d", "l_sel", "n_sel", "w", "dtype")
 KINDS = {
-    "prefill": Kind("prefill-*.csv", ("op", "direction", "B", *SIZES), ms="dense_ms"),
-    "peers": Kind("peers-*.csv", ("against", "peer_commit", "direction", *SIZES)),
+    "prefill": Kind("prefill-*.csv", ("op", "direction", "B", "sharing", *SIZES), ms="dense_ms"),
+    "peers": Kind("peers-*.csv", ("against", "peer_commit", "direction", "sharing", *SIZES)),
     "decode": Kind("decode_serving-*.csv", _DECODE),
     "decode_graph": Kind("decode_serving-*.csv", _DECODE, "graph_baseline", "graph_base_ms"),
     "sel": Kind(

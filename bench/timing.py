@@ -401,6 +401,8 @@ def _measured(
     both = [Turns(case, ours, draw)]
     with spent.on("proof"):
         _, first_ms = prove(case, ours, case.seed, "first check")
+        if case.facts:
+            row = replace(row, columns={**row.columns, **case.facts()})
         usable = _usable(case, draw) if case.baselines else []
     with spent.on("warm-up"):
         if usable:

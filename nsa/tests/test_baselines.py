@@ -189,11 +189,12 @@ def test_a_baseline_far_over_the_committed_rows_of_its_card_gives_no_ratio():
     [
         (10_000.0, {}),  # another library, a capped card
         (20_000.0, {"S": 16384}),
+        (20_000.0, {"sharing": "shared"}),
         (20_000.0, {"device": "NVIDIA H100 80GB HBM3"}),
         (20_000.0, {"name": "dense sdpa_flash gqa"}),
         (20_000.0, {"timer": "perf_counter"}),
     ],
-    ids=["drift", "case", "card", "formulation", "clock"],
+    ids=["drift", "case", "sharing", "card", "formulation", "clock"],
 )
 def test_a_drift_and_what_nobody_recorded_say_nothing(base_us, changed):
     row = recorded_row(base_us, **changed)

@@ -74,6 +74,42 @@ def test_full_is_the_whole_matrix():
     assert 65536 in prefill.S_list
 
 
+@pytest.mark.parametrize("profile", MINUTES)
+def test_a_report_times_prefill_at_both_ends_of_what_neighbours_share(profile):
+    """A stage with fewer rows than its bench has cells is not whole. `quick` has no time for it."""
+    planned = [s for s in stages(profile).values() if "bench/bench_prefill.py" in s.argv]
+    every = []
+    for stage in planned:
+        found = list(bench_prefill.cells(bench_prefill.parse(list(stage.argv[2:]))))
+        assert stage.least == len(found)
+        every += [(stage.id, *cell) for cell in found]
+    names = {bench_prefill.case_name(op, way, s, sharing) for _, s, op, way, sharing in every}
+    assert len(names) == len(every)  # `compare` finds a case by its name
+    ends = {(op, way) for id, _, op, way, sharing in every
+            if id == "prefill_bench" and sharing == "shared"}  # fmt: skip
+    both = set(itertools.product(("full", "sel"), ("fwd", "bwd")))
+    assert ends == (set() if profile == "quick" else both)
+    if profile == "full":
+        sizes = {(s.D, s.Dv, s.l_sel, op, sharing) for _, s, op, _, sharing in every}
+        for sharing in ("random", "shared"):
+            assert {(128, 128, 128, "sel", sharing), (192, 128, 64, "full", sharing)} <= sizes
+        assert (128, 128, 64, "pack", "random") in sizes
+
+
+@pytest.mark.parametrize(
+    ("argv", "want"),
+    [
+        ("--S_list 64,128 --ops full", ["64 random", "128 random", "128 shared"]),
+        ("--S_list 64,128 --ops sel --sharing documents,random",
+         ["64 documents", "64 random", "128 documents", "128 random"]),
+        ("--S_list 64 --ops win,select,turn,pack --sharing shared", ["64 random"] * 4),
+    ],
+)  # fmt: skip
+def test_sharing_matters_to_what_reads_blocks(argv, want):
+    args = bench_prefill.parse([*argv.split(), "--directions", "fwd"])
+    assert [f"{shape.S} {sharing}" for shape, *_, sharing in bench_prefill.cells(args)] == want
+
+
 def test_a_half_hour_of_cells_comes_last():
     order = list(stages("full"))
     assert order[-4:] == ["sel_decode", "sel_dense", "sel_varlen", "sel_mixed"]

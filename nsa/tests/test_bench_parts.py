@@ -14,11 +14,19 @@ from bench import bench_fa2, bench_prefill, bench_sel_triton, health
 from bench.clock import HostClock
 from bench.device import Ceilings, Gpu, ceilings, reason_names
 from bench.parity import never_launched
-from bench.prefill_inputs import Pack, Prefill, Projections
+from bench.prefill_inputs import (
+    DOCUMENT,
+    NOISE,
+    SHARING,
+    Pack,
+    Prefill,
+    Projections,
+    distinct_blocks,
+)
 from bench.proof import NotRight, Turns, prove
 from bench.roofline import BACKWARD, Shape, bytes_needed, flops, pairs
 from bench.timing import Budget, measure
-from nsa import launches, oracle
+from nsa import launches, oracle, select
 from nsa.flags import Flags
 from nsa.kernels.row_tiles import tma_usable
 
@@ -187,10 +195,69 @@ def test_block_quality_sees_every_wrong_choice():
         assert x.block_quality(chosen).item() == 0, wrong
 
 
+def test_distinct_blocks_are_counted_for_four_neighbours_at_a_time():
+    """Not twice, not where there is none, and not of queries that lack neighbours at the end."""
+    rows = [[0, -1], [0, 1], [1, 0], [0, 2], [0, 5], [1, 6], [2, 7], [3, 8], [4, 9]]
+    blocks = torch.tensor(rows).int()[None, :, None]
+    assert distinct_blocks(blocks[:, :4]) == 3
+    assert distinct_blocks(blocks) == (3 + 8) / 2
+    assert distinct_blocks(torch.cat([blocks, blocks[:, [0] * 9]], 2)) == (3 + 8 + 1 + 1) / 4
+
+
+@pytest.mark.parametrize(
+    ("sharing", "least", "most"),
+    [("random", 40, 60), ("shared", 20, 25), ("documents", 28, 42)],
+)
+def test_neighbours_share_what_the_sharing_says(sharing, least, most):
+    """By the choice that NSA makes itself, in the last queries, at the paper's heads and blocks;
+    the same for a seed, and in documents among the blocks of the own one."""
+    assert sharing in SHARING
+    x = Prefill(Shape(8192, HQ=16, G=1), "cpu", torch.float32, sharing=sharing)
+    x.refill(3)
+    first, at = x.q.clone(), x.shape.S - 128
+    for query in (x.q[:, 0], x.q[:, 5000]):
+        assert 0.9 < query.std() < 1.4
+    blocks = select.select_blocks(x.q[:, at:], x.k_cmp, **x.sizes, q_start=at)
+    assert least < distinct_blocks(blocks) < most
+    own = (blocks >= at // DOCUMENT * DOCUMENT // 64).double().mean()
+    assert own > 0.9 if sharing == "documents" else own < 0.6
+    x.refill(3)
+    assert torch.equal(x.q, first)
+    x.refill(4)
+    assert not torch.equal(x.q, first)
+
+
+def test_only_neighbours_are_alike():
+    """A query is another one's mixture with noise next to it, and nothing of it 128 tokens on."""
+    x = Prefill(Shape(300, HQ=16, G=1), "cpu", torch.float32, sharing="shared")
+    x.refill(0)
+    like = lambda a, b: torch.cosine_similarity(x.q[0, a].flatten(), x.q[0, b].flatten(), 0).item()
+    near = 1 / (1 + NOISE**2)
+    for t in (0, 62, 63, 64, 297):
+        assert like(t, t + 1) == pytest.approx(near, abs=0.02)
+    assert abs(like(10, 138)) < 0.1 and like(0, 64) < 0.1
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("op", bench_prefill.READ_BLOCKS)
+def test_a_row_counts_the_blocks_that_its_call_chose(op, kernel_device):
+    shape = Shape(96, HQ=2, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=4, w=12)
+    x = Prefill(shape, kernel_device, torch.float16, 2, sharing="shared")
+    case = proven(bench_prefill.attention_case(x, op, "fwd", {"S": 96}, baselines=[]))
+    assert case.name == (
+        f"prefill/{op}/fwd/S=96/HQ=2/G=1/D=16/Dv=16/l=8/d=4/l_sel=16/n_sel=4/w=12/shared"
+    )
+    want = select.select_blocks(x.q.double(), x.k_cmp.double(), **x.sizes)
+    found = case.facts()["distinct_of_4"]
+    assert found == pytest.approx(distinct_blocks(want), abs=0.2) and 2 < found < 5
+    assert {"sharing", "distinct_of_4", "draw"} <= set(bench_prefill.COLUMNS)
+
+
 def test_a_prefill_row_says_how_many_queries_were_compared():
     pytest.importorskip("triton")
     x = Prefill.__new__(Prefill)
     x.shape, x.at = Shape(64, HQ=2, G=1, D=8, l=8, d=4, l_sel=8, n_sel=5), [0, 7, 63]
+    x.sharing = "random"
     meta = lambda heads: torch.empty(1, 64, heads, 8, dtype=torch.bfloat16)
     x.q, x.do = meta(2), meta(2)
     x.k_sel, x.v_sel, x.k_win, x.v_win = (meta(1) for _ in range(4))

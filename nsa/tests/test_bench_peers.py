@@ -5,18 +5,56 @@ from __future__ import annotations
 import importlib
 import sys
 import textwrap
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from bench import bench_peers, peer_sfnsa
+from bench import bench_peers, peer_selection, peer_sfnsa
+from bench.bench_peers import Match, Rival
 from bench.peer_sfnsa import Sfnsa
 from bench.prefill_inputs import Prefill
 from bench.roofline import Shape
 from bench.timing import NotRight, prove
 from nsa import reference
 
+# What others give for selection by blocks, by the reference: of a paged cache as vLLM's kernels
+# for MiniMax-M3, and of whole blocks, with the keys behind a query, as cuDNN's frontend.
+SELECT = """
+    import torch
+    from nsa import reference
+
+    SPARSE_BLOCK_SIZE, BEHIND = 128, {behind}
+
+
+    def select(q, k, v, blocks, size, scale):
+        S = q.shape[0]
+        end = torch.full((S,), S) if BEHIND else torch.arange(1, S + 1)
+        end = end.to(q.device)[:, None, None]
+        start = torch.where(blocks < 0, end, torch.minimum(blocks * size, end))
+        ranges = torch.stack([start, torch.minimum(start + size, end)], -1)
+        return reference.selection_attention(q[None], k[None], v[None], ranges[None],
+                                             softmax_scale=scale)[0]
+
+
+    def minimax_m3_sparse_attn(q, kv_cache, topk_idx, block_table, cu_seqlens_q, seq_lens,
+                               prefix_lens, max_query_len, num_kv_heads, sm_scale, output):
+        assert kv_cache.shape[2] == SPARSE_BLOCK_SIZE and int(prefix_lens) == 0
+        pages = kv_cache[block_table[0]].transpose(1, 2).flatten(0, 1)[: int(seq_lens)]
+        k, v = pages.chunk(2, -1)
+        output.copy_(select(q, k, v, topk_idx.transpose(0, 1), SPARSE_BLOCK_SIZE, sm_scale))
+
+
+    class NSA:
+        @staticmethod
+        def selection_attention_wrapper(q, k, v, blocks, counts, cum_seqlen_q_tensor,
+                                        cum_seqlen_k_tensor, max_s_q, max_s_k, block_size,
+                                        scale_softmax):
+            place = torch.arange(blocks.shape[-1], device=q.device)
+            blocks = blocks.masked_fill(place >= counts[..., None], -1)
+            return {{"o_tensor": select(q, k, v, blocks, block_size, scale_softmax)}}
+"""
 SHAPE = Shape(70, HQ=2, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=4, w=20)
 # The peer's functions and conventions, in fp32 by the reference.
 PEER = """
@@ -87,10 +125,65 @@ def checkout(tmp_path, monkeypatch):
 
 
 def match_of(folder, direction, device, window=reference.sliding_attention):
-    make = partial(Prefill, device=device, dtype=torch.float16, samples=2)
-    return bench_peers.Match(
-        SHAPE, direction, {"against": "sfnsa"}, peer_sfnsa.load(folder), make, window
-    )
+    make = partial(Prefill, SHAPE, device, torch.float16, 2)
+    rival = Rival("sfnsa", make=partial(Sfnsa, peer_sfnsa.load(folder), window=window))
+    return Match(rival, direction, {"against": "sfnsa"}, make)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Puts modules of these names, that look behind a query or not, where imports find them."""
+
+    def write(name, behind):
+        path = tmp_path.joinpath(*peer_selection.PEERS[name][1].split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(SELECT).format(behind=behind))
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield write
+    for name in [n for n in sys.modules if n.split(".")[0] in peer_selection.PEERS]:
+        del sys.modules[name]
+
+
+def selection_of(name, device, shape=SHAPE, sharing="random"):
+    args = bench_peers.parse(["--selection", name, "--no_dense"])
+    (rival,) = bench_peers.rivals_of(args)
+    make = partial(Prefill, shape, device, torch.float16, 2, sharing)
+    return Match(rival, "fwd", {"against": name}, make)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(("name", "behind"), [("vllm", False), ("cudnn", True)])
+def test_selection_of_another_is_held_against_what_it_says_to_compute(
+    name, behind, installed, kernel_device
+):
+    """cuDNN's reads the own block whole, vLLM's to the query; either one is wrong as the other."""
+    installed(name, behind)
+    match = selection_of(name, kernel_device, sharing="shared")
+    case = match.case()
+    assert case.name.startswith("peers/sel/fwd/S=70/") and case.name.endswith("/shared")
+    for contender in (case.candidate, *case.baselines):
+        assert prove(case, contender, 1, "here")[0].status == "PASS"
+    assert case.facts()["distinct_of_4"] > 1 and match.peer.choice() is None
+    del sys.modules[peer_selection.PEERS[name][1]]
+    installed(name, not behind)
+    case = selection_of(name, kernel_device).case()
+    with pytest.raises(NotRight, match="(mae|max_abs) .* > "):
+        prove(case, case.baselines[0], 1, "here")
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", peer_selection.PEERS)
+def test_selection_of_another_gets_the_blocks_of_every_refill(
+    name, installed, kernel_device, monkeypatch
+):
+    """By those of earlier inputs it is wrong."""
+    installed(name, name == "cudnn")
+    case = selection_of(name, kernel_device, replace(SHAPE, S=170)).case()
+    monkeypatch.setattr(peer_selection.PEERS[name][0], "refill", lambda peer: None)
+    with pytest.raises(NotRight, match="(mae|max_abs) .* > "):
+        prove(case, case.baselines[0], 5, "here")
 
 
 @pytest.mark.kernel
@@ -163,6 +256,10 @@ def test_a_peer_that_chooses_bad_blocks_is_told_by_its_choice(checkout, kernel_d
         (["--no_dense"], "--sfnsa must name a checkout"),
         (["--directions", "bwd"], "--directions: must be from fwd, fwd+bwd, each once, got bwd"),
         (["--G", "5"], "--G must divide --HQ, got 5 and 64"),
+        (["--selection", "fla"], "--selection: must be from vllm, cudnn, each once, got fla"),
+        (["--selection", "cudnn", "--directions", "fwd+bwd"], "--selection is forward alone, got"),
+        (["--selection", "vllm", "--D", "192"], "wants --D and --Dv alike, got 192 and 128"),
+        (["--sharing", "some"], "--sharing: must be from random, shared, documents, each once"),
     ],
 )
 def test_bad_arguments_are_usage_errors(argv, says, capsys):
@@ -176,6 +273,28 @@ def test_a_peer_that_cannot_be_imported_is_said_so(checkout, monkeypatch, capsys
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert bench_peers.main(["--sfnsa", str(checkout)]) == 3
     assert "pkg_resources_of_old" in capsys.readouterr().err
+
+
+def test_selection_that_is_not_installed_is_said_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    assert bench_peers.main(["--selection", "cudnn"]) == 3
+    assert "cudnn cannot be imported: ModuleNotFoundError: " in capsys.readouterr().err
+
+
+def test_each_contender_is_asked_for_what_it_computes(monkeypatch):
+    """Selection alone has no backward, and every row says which blocks it was timed on."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    args = bench_peers.parse("--S_list 64 --sharing random,shared".split())
+    rivals = [Rival("vllm", "sel", commit="1.2"), Rival("dense")]
+    found = list(bench_peers.cases(args, rivals, {}))
+    assert [c.name for c in found] == [
+        "peers/sel/fwd/S=64", "peers/full/fwd/S=64", "peers/sel/fwd/S=64/shared",
+        "peers/full/fwd/S=64/shared", "peers/full/fwd+bwd/S=64", "peers/full/fwd+bwd/S=64/shared",
+    ]  # fmt: skip
+    assert [c.columns["sharing"] for c in found] == [None, None, "shared", "shared", None, "shared"]
+    assert found[0].columns["peer_commit"] == "1.2"
+    assert set(found[0].columns) | {"distinct_of_4"} <= set(bench_peers.COLUMNS)
 
 
 def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):

@@ -145,6 +145,8 @@ def test_speed_that_is_unstable_has_its_mark_and_one_within_the_noise_no_ratio(t
     (bars,) = [b for b in card.blocks if isinstance(b, Bars)]
     assert [bar.ours for bar in bars.rows] == ["1.54 ms\\*", "2.96 ms"]
     assert bars.rows[1].ratio == evidence.NO_DIFFERENCE
+    wide = evidence.bar({**rows[0], "D": 192}, None).name
+    assert wide == "prefill, 8k tokens, heads of 192, forward" != bars.rows[0].name
     assert card.answer == "prefill 1.13x as fast as dense attention." and card.colour == "doubt"
     assert "UNSTABLE" in told(card)
 
@@ -172,6 +174,7 @@ def test_the_same_card_is_the_one_of_that_name_its_newest_valid_row_and_its_size
         dict(like, ms=5.0, D=64),
         dict(like, ms=""),
         dict(like, ms=6.0, direction="bwd"),
+        dict(like, ms=6.5, sharing="shared"),
         dict(like, ms=7.0, commit="new"),
     )
     committed_rows("2026-11-23", "prefill-c.csv", dict(nothing="of use"))
@@ -189,9 +192,12 @@ def test_others_are_those_timed_in_pairs_on_the_same_card(sample, committed_rows
         dict(like, S=8192, against="dense", speedup=9),
         dict(like, S=32768, speedup=7, device="NVIDIA H100"),
         dict(like, S=32768, speedup=7, HQ=32),
+        dict(like, S=8192, speedup=6.66, sharing="shared"),
+        dict(like, S=8192, speedup=5.55, op="sel", against="vllm"),
     )
     text = told(first.speed(view_of(sample)))
     assert "sfnsa, forward, 1.83 at 8k tokens." in text and "1.97" not in text
+    assert "6.66" not in text and "vllm" not in text  # of other blocks, and of selection alone
     other = {**dict(SIZES), "HQ": 128}
     assert committed.pairs("NVIDIA H200", {**real_rows()[0], **other}) == []
 

@@ -19,7 +19,14 @@ import pytest
 pytest.importorskip("jinja2", reason="the report needs jinja2")
 
 from bench import recorded
-from nsa.tests.oneshot_samples import SAMPLES, bench_row, parity_row, test_row, write_sample
+from nsa.tests.oneshot_samples import (
+    SAMPLES,
+    bench_row,
+    parity_row,
+    real_rows,
+    test_row,
+    write_sample,
+)
 from scripts.oneshot import (
     about,
     evidence,
@@ -157,6 +164,22 @@ def test_the_precision_of_the_benches_is_shown(tmp_path):
 def test_a_row_of_which_a_part_was_compared_says_so(tmp_path):
     row = bench_row("prefill/win", 50.0, 1.5, bench="prefill", compared="18 of 32768 queries")
     assert "parity of 18 of 32768 queries" in rendered(with_rows(tmp_path, [row]))
+
+
+def test_the_prefill_table_has_both_ends_of_what_neighbours_share(tmp_path):
+    """Each row with the blocks that were counted; dense attention stands beside one of them."""
+    like = real_rows()[1]
+    rows = [
+        {**like, "distinct_of_4": 46.6},
+        {**like, "case": "prefill/full/fwd/S=32768/shared", "sharing": "shared",
+         "distinct_of_4": 22.32, "baseline": None, "base_median_us": None, "speedup": None,
+         "speedup_ci95": None},
+    ]  # fmt: skip
+    text = rendered(with_rows(tmp_path, rows, stage="prefill_bench"))
+    for case, named in (("", "46.6"), ("/shared", "22.32")):
+        said = f"four neighbouring queries name {named} distinct blocks"
+        (line,) = [t for t in text.splitlines() if said in t]
+        assert line.startswith(f"| `prefill/full/fwd/S=32768{case}` | VALID |")
 
 
 def test_a_parity_row_on_the_wrong_path_shows_no_errors(tmp_path):

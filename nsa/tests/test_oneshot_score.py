@@ -36,6 +36,12 @@ def test_the_score_is_the_geometric_mean_of_the_shares_of_the_roofline():
     assert score(rows_of(0.25, 0.25, 0.25, 0.25, 0.25, 0.5), half)["percent"] == 50.0
 
 
+def test_blocks_that_neighbours_share_have_no_part_in_the_score():
+    fast = [{**row, "sharing": "shared"} for row in rows_of(*[1.0] * 6)[:4]]
+    assert score([*fast, *rows_of(*[0.5] * 6)], HEALTH)["percent"] == 50.0
+    assert score(fast, HEALTH)["missing"] == dict.fromkeys(CASES, "not timed")
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     ("changes", "why"),
@@ -177,13 +183,16 @@ def test_valid_and_failed_rows_are_exported_as_traces(tmp_path, capsys):
 def test_the_exported_file_holds_what_the_rows_do(tmp_path, capsys):
     shaky = bench_row("x/shaky", 5.0, 1.1, status="UNSTABLE", why=["drift"])
     no_kernel = bench_row("nccl/all_reduce", 5.0, None, bench="nccl")
-    folder, out = clean(tmp_path, "19", [shaky, no_kernel]), tmp_path / "deep" / "out.jsonl"
+    shared = {**real_rows()[1], "case": "shared", "sharing": "shared"}
+    folder, out = clean(tmp_path, "19", [shaky, no_kernel, shared]), tmp_path / "deep/out.jsonl"
     said = told_by("export", folder, "--trace", out, capsys=capsys).err
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     for one in lines:
         assert_is_trace(one)
     count = len(rebuild(folder)[0]["bench"]) - 2
     assert len(lines) == count and said == f"{count} traces in {out}; rows left out: 2\n"
+    (one,) = [t for t in lines if t["evaluation"]["log"].startswith("shared:")]
+    assert one["definition"] == "nsa_prefill_full_fwd_shared_bf16"
     row = real_rows()[1]
     (one,) = [t for t in lines if row["case"] in t["evaluation"]["log"]]
     assert one["definition"] == "nsa_prefill_full_fwd_bf16" and one["solution"] == "triton_c0ffee19"

@@ -123,6 +123,14 @@ def test_a_right_kernel_gets_its_numbers():
     assert row.n >= 30 and row.stop in ("noise", "budget")
 
 
+def test_what_the_first_call_tells_is_in_the_row():
+    calls = []
+    ours = lambda x, n: calls.append(n) or 2 * x
+    case = planted(ours, columns={"S": 1}, facts=lambda: {"chosen": len(calls)})
+    assert timed(case).columns == {"S": 1, "chosen": 1}
+    assert timed(replace(case, candidate=planted(wrong).candidate)).columns == {"S": 1}
+
+
 def wrong(x, n):
     return 2 * x + 0.01
 

@@ -50,6 +50,7 @@ def pairs(device: str, like: Mapping[str, Any]) -> list[Pair]:
         speedup, tokens = number(row.get("speedup")), row.get("S", "")
         other = str(row.get("against"))
         same = all(str(like.get(name)) == row.get(name) for name in sizes)
+        same &= (row.get("op") or "full") == "full" and not row.get("sharing")
         if same and speedup is not None and tokens.isdecimal() and other != "dense":
             direction = str(row.get("direction"))
             pair = Pair(direction, int(tokens), other, speedup, str(row.get("commit")))

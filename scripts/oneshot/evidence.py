@@ -97,6 +97,8 @@ def _notes(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"bus {num(row['busbw_gbs'])} GB/s"
     if row.get("compared"):
         yield f"parity of {row['compared']}"
+    if is_number(row.get("distinct_of_4")):
+        yield f"four neighbouring queries name {num(row['distinct_of_4'])} distinct blocks"
     if row.get("launch_bound"):
         base, ratio = row.get("base_wall_us"), row.get("wall_speedup")
         both = is_number(base) and is_number(ratio)
@@ -206,7 +208,8 @@ def bar(row: Mapping[str, Any], floor: float | None, more: str = "") -> Bar:
     ours, base, S = row["median_us"], row["base_median_us"], tokens(row["S"])
     if row.get("bench") == "prefill":
         way = {"fwd": ", forward", "bwd": ", backward"}.get(str(row.get("direction")), "")
-        name = f"prefill, {S} tokens{way}"
+        heads = f", heads of {num(row['D'])}" if row.get("D", 128) != 128 else ""
+        name = f"prefill, {S} tokens{heads}{way}"
     else:
         batch = f", {sequences(row):g} sequences" if sequences(row) > 1 else ""
         name = f"decode, {S} tokens of context{batch}"

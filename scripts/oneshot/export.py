@@ -28,7 +28,7 @@ from scripts.oneshot.reading import BundleError, held_to_rules
 from scripts.oneshot.rows import is_number
 from scripts.oneshot.verify import verified
 
-NAMES = ("bench", "op", "direction", "step", "branch", "mode", "dist", "dtype")
+NAMES = ("bench", "op", "direction", "sharing", "step", "branch", "mode", "dist", "dtype")
 AXES = (
     "B S world key_len dim heads HQ groups G dk D dv Dv l d l_sel n_sel w N H L nspans streams"
 ).split()

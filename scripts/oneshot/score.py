@@ -14,7 +14,7 @@ from typing import Any
 from scripts.oneshot.rows import is_number, whys
 
 _SIZES = dict(B=1, l=32, d=16, l_sel=64, n_sel=16, w=512, dtype="bf16")
-_PREFILL = dict(_SIZES, bench="prefill", op="full", HQ=64, G=4, D=128, Dv=128)
+_PREFILL = dict(_SIZES, bench="prefill", op="full", sharing=None, HQ=64, G=4, D=128, Dv=128)
 _DECODE = dict(_SIZES, bench="decode_graph", heads=64, groups=4, dk=128, dv=128)
 CASES: dict[str, dict[str, Any]] = {  # what the row of each case holds
     "prefill 8k forward": dict(_PREFILL, direction="fwd", S=8192),

@@ -60,14 +60,15 @@ def beside(*benches: Stage) -> tuple[str, ...]:
 ORDER = (
     "routing sanity health prefill_parity prefill_bench decode_serving more_parity "
     "sel_route train_showcase "
-    # Only profile full has these, apart from the threshold: FlashAttention-2, which is off unless
-    # asked for; toy sizes; then ten minutes of examples and half an hour of cells.
-    "fa2_probe fa2_varlen fa2_bench threshold sel_ranges "
+    # Only profile full has these, apart from the threshold: other sizes of prefill;
+    # FlashAttention-2, which is off unless asked for; toy sizes; then ten minutes of examples and
+    # half an hour of cells.
+    "prefill_b128 prefill_d192 fa2_probe fa2_varlen fa2_bench threshold sel_ranges "
     "decode_bench decode_summary fuzz sel_decode sel_dense sel_varlen sel_mixed"
 ).split()
 # Stages that a profile does not have; the report names those of `quick`.
 LEFT_OUT = {"quick": ("decode_serving", "more_parity", "sel_route", "threshold", "train_showcase")}
-ONLY_FULL = set(ORDER[ORDER.index("fa2_probe") :]) - {"threshold"}
+ONLY_FULL = set(ORDER[ORDER.index("prefill_b128") :]) - {"threshold"}
 
 
 def plan(profile: str) -> list[Stage]:
@@ -148,14 +149,28 @@ def _gpu(profile: str) -> list[Stage]:
     prefill = Stage(
         "prefill_bench", "Prefill: NSA against dense attention",
         ("{python}", "bench/bench_prefill.py", "--csv", "{out}/prefill.csv",
-         *{"quick": ("--S_list", "8192", "--seconds", "0.3"), "standard": ("--seconds", "0.4"),
+         *{"quick": ("--S_list", "8192", "--sharing", "random", "--seconds", "0.3"),
+           "standard": ("--seconds", "0.4"),
            "full": ("--S_list", "8192,32768,65536", "--ops", "full,cmp,sel,win,select,turn,pack"),
            }[profile]),
-        proof="bench", timeout_s=300 * slow,
-        estimate_s={"quick": 20, "standard": 35, "full": 180}[profile],
+        proof="bench", least={"quick": 11, "standard": 17, "full": 43}[profile],
+        timeout_s=300 * slow, estimate_s={"quick": 20, "standard": 41, "full": 190}[profile],
         env={"NSA_USE_TRITON_SEL": "1"}, log="prefill_bench.txt", outputs=("prefill.csv",),
         group="bench", shrinks=True,
     )  # fmt: skip
+    sizes = [
+        replace(
+            prefill, id=id, title=f"Prefill: {what}",
+            argv=(*prefill.argv[:2], *options, "--csv", "{out}/" + id + ".csv"), least=least,
+            timeout_s=300, estimate_s=60, required=False, log=f"{id}.txt", outputs=(f"{id}.csv",),
+        )
+        for id, what, least, options in (
+            ("prefill_b128", "selection by blocks of 128, as MiniMax-M3 has them", 8,
+             ("--l_sel", "128", "--ops", "sel", "--sharing", "random,shared")),
+            ("prefill_d192", "heads of 192 and 128, the paper's", 20,
+             ("--D", "192", "--ops", "full,cmp,sel,win")),
+        )
+    ]  # fmt: skip
     showcase = Stage(
         "train_showcase", "Training showcase",
         ("{python}", "scripts/train_showcase.py", "--out", "{out}"),
@@ -234,7 +249,7 @@ def _gpu(profile: str) -> list[Stage]:
             proof="output", timeout_s=60, estimate_s=1, needs=("decode_gpu_final.csv",),
             log="decode_summary.txt", outputs=("decode_summary.txt",), group="bench",
         ),
-        serving, prefill,
+        serving, prefill, *sizes,
         Stage(
             "fa2_bench", "FlashAttention-2 by branch",
             ("{python}", "bench/bench_fa2.py", "--csv", "{out}/fa2.csv",
