@@ -119,7 +119,8 @@ def test_a_half_hour_of_cells_comes_last():
 def test_what_a_reader_decides_by_comes_first(profile):
     order = list(stages(profile))
     first = ["env", "routing", "sanity", "health", "prefill_parity", "prefill_bench"]
-    assert order[:6] == first and order[6:7] == ["decode_serving"] * (profile != "quick")
+    assert order[:7] == [*first, "decode_parity"]
+    assert order[7:8] == ["decode_serving"] * (profile != "quick")
 
 
 @pytest.mark.parametrize("profile", ["standard", "full"])

@@ -125,7 +125,7 @@ def test_sources_without_git_are_told_by_their_hash(tmp_path):
 
 
 def test_budget_skips_and_says_so(tmp_path):
-    code, console, folder = run(tmp_path, "pass,hang", "--budget", "21s")
+    code, console, folder = run(tmp_path, "pass,hang", "--budget", "11s")
     bundle = bundle_of(folder)
     kinds = {s["id"]: s["kind"] for s in bundle["stages"]}
     assert code == 3 and bundle["ended_by"] == "budget" and kinds["hang"] == "BUDGET", console

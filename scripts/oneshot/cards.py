@@ -19,7 +19,7 @@ from scripts.oneshot.markdown import cell, num, pct
 from scripts.oneshot.model import Stage
 from scripts.oneshot.rows import is_number
 
-PER_CARD = ("health", "sanity", "prefill_parity", "more_parity")
+PER_CARD = ("health", "sanity", "prefill_parity", "decode_parity", "more_parity")
 MOST = 16
 GOOD = "good"
 

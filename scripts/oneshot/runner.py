@@ -58,7 +58,7 @@ from scripts.oneshot.verify import AHEAD, SAMPLES, check_rows, parse_date, raw_k
 from scripts.oneshot.watch import Watch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-RENDER_RESERVE_S = 20.0
+RENDER_RESERVE_S = 10.0
 DETACH_WAIT_S = 5.0
 RESUME_MAX_AGE_S = 24 * 3600
 

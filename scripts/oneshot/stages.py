@@ -32,7 +32,7 @@ def tests(*patterns: str) -> tuple[str, ...]:
     return tuple(sorted(p.relative_to(ROOT).as_posix() for p in found)) or (NO_TEST,)
 
 
-# What prefill_parity has not, and how many of these tests a GPU has at least, by their files.
+# Tests of more_parity, and how many a GPU has at least, by their files.
 MORE_TESTS = (
     "test_triton_sel_parity*.py", "test_triton_sel_backward_gpu.py", "test_backward*.py",
     "test_gradcheck*.py", "test_train_smoke.py", "test_decode.py", "test_decode_append.py",
@@ -58,7 +58,7 @@ def beside(*benches: Stage) -> tuple[str, ...]:
 
 
 ORDER = (
-    "routing sanity health prefill_parity prefill_bench decode_serving more_parity "
+    "routing sanity health prefill_parity prefill_bench decode_parity decode_serving more_parity "
     "sel_route train_showcase "
     # Only profile full has these, apart from the threshold: other sizes of prefill;
     # FlashAttention-2, which is off unless asked for; toy sizes; then ten minutes of examples and
@@ -196,13 +196,19 @@ def _gpu(profile: str) -> list[Stage]:
             proof="parity", timeout_s=180, estimate_s=4, log="sanity.out", group="parity",
         ),
         Stage(
-            "prefill_parity", "Parity of prefill and decode, mostly at the sizes of the benches",
-            (*beside(prefill, *([] if profile == "quick" else [serving])),
-             *tests("test_prefill_kernels.py", "test_decode_kernels.py", "test_decode_cluster.py",
-                    "test_hopper.py", "test_turn.py"),
+            "prefill_parity", "Parity of prefill, mostly at the sizes of the benches",
+            (*beside(prefill), *tests("test_prefill_kernels.py", "test_hopper.py", "test_turn.py"),
              "-m", "kernel" if full else "core"),
-            proof="parity", least=250 if full else 90, timeout_s=(900 if full else 420) * slow,
-            estimate_s=200 if full else 56, env=PARITY, log="prefill_parity.txt", group="parity",
+            proof="parity", least=170 if full else 60, timeout_s=(900 if full else 420) * slow,
+            estimate_s=130 if full else 42, env=PARITY, log="prefill_parity.txt", group="parity",
+        ),
+        Stage(
+            "decode_parity", "Parity of the decode step",
+            (*(SHARDED if profile == "quick" else beside(serving)),
+             *tests("test_decode_kernels.py", "test_decode_cluster.py"),
+             "-m", "kernel" if full else "core"),
+            proof="parity", least=80 if full else 36, timeout_s=(600 if full else 300) * slow,
+            estimate_s=80 if full else 30, env=PARITY, log="decode_parity.txt", group="parity",
         ),
         Stage(
             "more_parity", "Parity of selection by ranges, packs, other sizes, gradients, training",
