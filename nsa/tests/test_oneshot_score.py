@@ -42,11 +42,19 @@ def test_blocks_that_neighbours_share_have_no_part_in_the_score():
     assert score(fast, HEALTH)["missing"] == dict.fromkeys(CASES, "not timed")
 
 
+def test_an_unstable_row_counts_and_is_named(tmp_path):
+    rows = rows_of(*[0.5] * 6)
+    shaky = rows[3] | {"status": "UNSTABLE", "why": ["drift"]}
+    found = score([*rows[:3], shaky, *rows[4:]], HEALTH)
+    assert found["percent"] == 50.0 and found["unstable"] == {"prefill 32k backward": "drift"}
+    better = score([shaky | {"median_us": 1.0}, *rows], HEALTH)
+    assert better["percent"] == 50.0 and not better["unstable"]  # of two rows the VALID one
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"status": "UNSTABLE", "why": ["drift"]}, "UNSTABLE: drift"),
         ({"status": "INVALID", "why": 7}, "INVALID: 7"),
         ({"S": 4096}, "not timed"),
         ({"n_sel": 8}, "not timed"),
@@ -55,7 +63,7 @@ def test_blocks_that_neighbours_share_have_no_part_in_the_score():
         ({"median_us": 1e300}, "its row lacks time, bytes or FLOPs"),
     ],
 )
-def test_there_is_no_score_without_a_valid_row_of_each_case(case, changes, why):
+def test_there_is_no_score_without_a_row_of_each_case(case, changes, why):
     rows = [r | changes if r["case"] == case else r for r in rows_of(*[0.5] * 6)]
     found = score(rows, HEALTH)
     assert found["percent"] is None and found["missing"] == {case: why}

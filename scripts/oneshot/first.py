@@ -172,12 +172,15 @@ def _score(view: View) -> str:
             lacks.setdefault(cell(why, 200), []).append(case)
         told = "; ".join(f"{', '.join(cases)}: {why}" for why, cases in lacks.items())
         return f"No score: {told}."
+    star = {case: "\\*" for case in found["unstable"]}
     parts = [
-        f"{case} {pct(one['roofline_us'] / one['us'])}" for case, one in found["cases"].items()
+        f"{case} {pct(one['roofline_us'] / one['us'])}{star.get(case, '')}"
+        for case, one in found["cases"].items()
     ]
     return (
-        f"Score **{found['percent']:.1f} %**: the geometric mean of roofline time over measured "
-        f"time, of {', '.join(parts)}. The roofline is this card's own copy and matmul."
+        f"Score **{found['percent']:.1f} %**{max(star.values(), default='')}: the geometric mean "
+        f"of roofline time over measured time, of {', '.join(parts)}. The roofline is this card's "
+        "own copy and matmul."
     )
 
 

@@ -2,7 +2,8 @@
 
 The roofline time of a case is what its bytes take at the rate of the device copy, or its useful
 FLOPs at that of the bf16 matmul, whichever is longer; both rates are those that the run's own
-health stage measured. There is no score unless every case of the set has a VALID row.
+health stage measured. There is no score unless every case of the set has a row that is VALID or
+UNSTABLE; it names the cases of the latter kind.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ RATES = (("bytes", "copy_gbs", 1e3), ("flops", "gemm_bf16_tflops", 1e6))
 
 
 def row_of(case: str, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The bench row of a case, a VALID one if there are several; None without one."""
+    """The bench row of a case, the best one if there are several; None without one."""
     mine = [r for r in rows if all(r.get(k) == v for k, v in CASES[case].items())]
-    return next((r for r in mine if r["status"] == "VALID"), mine[0] if mine else None)
+    return min(mine, key=lambda r: {"VALID": 0, "UNSTABLE": 1}.get(r["status"], 2), default=None)
 
 
 def _usable(value: Any) -> bool:
@@ -39,16 +40,17 @@ def _usable(value: Any) -> bool:
 
 
 def score(rows: Sequence[Mapping[str, Any]], health: Mapping[str, Any] | None) -> dict[str, Any]:
-    """{"percent": the score or None, "cases": {case: {"us", "roofline_us"}}, "missing": {case:
-    why}} of bench rows and the health row beside them."""
+    """{"percent": the score or None, "cases": {case: {"us", "roofline_us"}}, "missing" and
+    "unstable": {case: why}} of bench rows and the health row beside them."""
     rates = {rate: (health or {}).get(rate) for _, rate, _ in RATES}
     cases: dict[str, dict[str, float]] = {}
     missing: dict[str, str] = {}
+    unstable: dict[str, str] = {}
     for case in CASES:
         row = row_of(case, rows)
         if row is None:
             missing[case] = "not timed"
-        elif row["status"] != "VALID":
+        elif row["status"] not in ("VALID", "UNSTABLE"):
             missing[case] = f"{row['status']}: {'; '.join(whys(row))}"
         elif not all(map(_usable, rates.values())):
             missing[case] = "the card's own copy and matmul were not measured"
@@ -57,8 +59,10 @@ def score(rows: Sequence[Mapping[str, Any]], health: Mapping[str, Any] | None) -
         else:
             ideal = max(row[amount] / rates[rate] / scale for amount, rate, scale in RATES)
             cases[case] = {"us": row["median_us"], "roofline_us": ideal}
+            if row["status"] == "UNSTABLE":
+                unstable[case] = "; ".join(whys(row))
     percent = None
     if not missing:  # rounded, for logarithms differ in the last bit from one libm to another
         shares = [one["roofline_us"] / one["us"] for one in cases.values()]
         percent = round(100 * statistics.geometric_mean(shares), 4)
-    return {"percent": percent, "cases": cases, "missing": missing}
+    return {"percent": percent, "cases": cases, "missing": missing, "unstable": unstable}

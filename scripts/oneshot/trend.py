@@ -1,4 +1,5 @@
-"""The `trend` verb: score and times of the score's cases, run by run, the oldest first.
+"""The `trend` verb: score and times of the score's cases, run by run, the oldest first; * where a
+row was UNSTABLE.
 
 A bundle is a folder or a .tgz; any other folder stands for all bundles below it. Each is verified
 first, and one that does not verify is named and left out. Runs whose times `compare` would not
@@ -41,14 +42,16 @@ def line(data: Mapping[str, Any]) -> list[str]:
     """The cells of a run, by HEADS."""
     git, rows = data["git"], held_to_rules(data["bench"], "bench")[0]
     found, times = score(rows, data["health"]), []
+    percent, star = found["percent"], " *" if found["unstable"] else ""
     for case in CASES:  # a time needs no ceiling, as a score does
         row = row_of(case, rows) or {"status": "-"}
-        times.append(us(row["median_us"]) if row["status"] == "VALID" else row["status"])
+        mark = {"VALID": "", "UNSTABLE": " *"}.get(row["status"])
+        times.append(row["status"] if mark is None else us(row["median_us"]) + mark)
     return [
         str(data["started"])[:16],
         f"{git.get('short')}{' DIRTY' if git.get('dirty') else ''}",
         data["verdict"]["status"],
-        pct(found["percent"] and found["percent"] / 100, 1),
+        "-" if percent is None else pct(percent / 100, 1) + star,
         *times,
         "; ".join(f"{case}: {why}" for case, why in found["missing"].items()),
     ]
