@@ -22,7 +22,7 @@ NO_TEST = "nsa/tests/no_such_test_file.py"  # pytest then ends with a usage erro
 
 ENV_STAGE = Stage(
     "env", "What the box is, and the doctor", ("{python}", "-m", "scripts.oneshot", "doctor"),
-    proof="output", timeout_s=150, estimate_s=5, gpu=False, outputs=("env.json",), group="box",
+    proof="output", timeout_s=150, estimate_s=6, gpu=False, outputs=("env.json",), group="box",
 )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def _gpu(profile: str) -> list[Stage]:
         "sel_route", "Selection bench: Triton against packing plus SDPA, as callers get them",
         ("{python}", "bench/bench_sel_triton.py", "--route", "1", *routes, "--iters", "10",
          "--seconds", "0.005", "--csv", "{out}/sel_route.csv"),
-        proof="bench", timeout_s=400 if full else 120, estimate_s=110 if full else 12, env=bench,
+        proof="bench", timeout_s=400 if full else 150, estimate_s=110 if full else 12, env=bench,
         log="sel_route.txt", outputs=("sel_route.csv",), group="bench", shrinks=True,
     ))  # fmt: skip
     # A decode step has no threshold, so these cells are not among its evidence.
@@ -141,7 +141,7 @@ def _gpu(profile: str) -> list[Stage]:
         "decode_serving", "Decode at serving sizes: eager, as a graph, and the layer's whole step",
         ("{python}", "bench/bench_decode.py", "--preset", "serving" if full else "serving_short",
          "--quick", "--csv", "{out}/decode_serving.csv"),
-        proof="bench", timeout_s=600 if full else 240, estimate_s=100 if full else 16,
+        proof="bench", timeout_s=600 if full else 240, estimate_s=100 if full else 17,
         required=False,
         env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
         log="decode_serving.txt", outputs=("decode_serving.csv",), group="bench", shrinks=True,
@@ -154,7 +154,7 @@ def _gpu(profile: str) -> list[Stage]:
            "full": ("--S_list", "8192,32768,65536", "--ops", "full,cmp,sel,win,select,turn,pack"),
            }[profile]),
         proof="bench", least={"quick": 11, "standard": 17, "full": 43}[profile],
-        timeout_s=300 * slow, estimate_s={"quick": 20, "standard": 41, "full": 190}[profile],
+        timeout_s=300 * slow, estimate_s={"quick": 17, "standard": 46, "full": 190}[profile],
         env={"NSA_USE_TRITON_SEL": "1"}, log="prefill_bench.txt", outputs=("prefill.csv",),
         group="bench", shrinks=True,
     )  # fmt: skip
@@ -188,7 +188,7 @@ def _gpu(profile: str) -> list[Stage]:
         Stage(
             "routing", "Flags and the ladder of each branch",
             ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"),
-            proof="output", timeout_s=90, estimate_s=4, outputs=("routing.json",), group="box",
+            proof="output", timeout_s=90, estimate_s=5, outputs=("routing.json",), group="box",
         ),
         Stage(
             "sanity", "Matmul, one Triton kernel and one selection kernel against fp64",
@@ -200,7 +200,8 @@ def _gpu(profile: str) -> list[Stage]:
             (*beside(prefill), *tests("test_prefill_kernels.py", "test_hopper.py", "test_turn.py"),
              "-m", "kernel" if full else "core"),
             proof="parity", least=170 if full else 60, timeout_s=(900 if full else 420) * slow,
-            estimate_s=130 if full else 42, env=PARITY, log="prefill_parity.txt", group="parity",
+            estimate_s={"quick": 48, "standard": 52, "full": 130}[profile], env=PARITY,
+            log="prefill_parity.txt", group="parity",
         ),
         Stage(
             "decode_parity", "Parity of the decode step",
@@ -208,7 +209,8 @@ def _gpu(profile: str) -> list[Stage]:
              *tests("test_decode_kernels.py", "test_decode_cluster.py"),
              "-m", "kernel" if full else "core"),
             proof="parity", least=80 if full else 36, timeout_s=(600 if full else 300) * slow,
-            estimate_s=80 if full else 30, env=PARITY, log="decode_parity.txt", group="parity",
+            estimate_s={"quick": 28, "standard": 36, "full": 80}[profile], env=PARITY,
+            log="decode_parity.txt", group="parity",
         ),
         Stage(
             "more_parity", "Parity of selection by ranges, packs, other sizes, gradients, training",
@@ -216,7 +218,7 @@ def _gpu(profile: str) -> list[Stage]:
              # train_showcase asks the same of the model that it trained.
              *(() if full else ("-k", "not see_the_future"))),
             proof="parity", least=400 if full else 148, of_files=MORE_LEAST,
-            timeout_s=(900 if full else 420) * slow, estimate_s=200 if full else 45,
+            timeout_s=(900 if full else 420) * slow, estimate_s=200 if full else 66,
             env={**PARITY, "NSA_TEST_TRAIN": "1"}, log="more_parity.txt", group="parity",
         ),
         Stage(
