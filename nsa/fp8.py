@@ -60,6 +60,7 @@ def quantize(x: Tensor, descale: Tensor) -> Tensor:
     """x [B, N, G, D] of any float dtype as e4m3 of the nearest x / descale [B, G]: numbers beyond
     448, infinities too, become 448 with their sign, and NaN stays NaN."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    # Without the clamp some releases of PyTorch make NaN of larger numbers.
     return (wide / descale[:, None, :, None]).clamp(-LARGEST, LARGEST).to(E4M3)
 
 
