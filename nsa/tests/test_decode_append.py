@@ -172,6 +172,26 @@ def test_e4m3_rows_are_those_of_pytorch(config, T, phi, dtype, kernel_device):
         assert same == 1 if name in ("v_raw", "v_sel", "v_win") else same > 0.99, name
 
 
+@pytest.mark.kernel
+def test_a_layers_steps_over_e4m3_are_those_of_pytorch(kernel_device):
+    layer = layer_of(SMALL, kernel_device, torch.float16)
+    plain = NSAAttention(layer.config, backend="reference").to(kernel_device, torch.float16)
+    plain.load_state_dict(layer.state_dict())
+    x = randn(2, 36, SMALL.dim, seed=6, dtype=torch.float16, device=kernel_device)
+    both = [
+        layer.make_cache(2, 40, kv_cache_dtype="fp8_e4m3", k_descale=2**-7, v_descale=2**-6)
+        for _ in range(2)
+    ]
+    for cache in both:
+        plain.prefill(x[:, :28], cache)
+    for t in range(28, 36):
+        with launches.recording() as counts:
+            got = layer.step(x[:, t : t + 1], both[0])
+        assert counts[KERNEL] == 1 and any("decode_" in n and n != KERNEL for n in counts)
+        want = plain.step(x[:, t : t + 1], both[1])
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("change", [
     lambda phi: phi.outer.register_forward_hook(lambda *_: None),
     lambda phi: phi.register_forward_pre_hook(lambda *_: None),
