@@ -139,8 +139,9 @@ class ModuleStep:
     def refill(self, seed: int) -> None:
         self.step.refill(seed)
         gen = torch.Generator(self.x.device).manual_seed(seed)
-        for x in (self.x, self.cache.k_raw, self.cache.v_raw):
-            x.normal_(generator=gen)
+        self.x.normal_(generator=gen)
+        for name in ("k_raw", "v_raw"):
+            self.step.draw(name, gen)
 
     def renew(self, seed: int) -> None:
         """Another newest token."""
@@ -191,17 +192,17 @@ class ModuleStep:
         position = torch.full((cache.batch, 1), at, device=self.x.device)
         q, new = layer._project_at(self.x, cache.angles(position))
         for name in ("k_sel", "v_sel", "k_win", "v_win"):
-            buffer = getattr(cache, name)
-            got, want = buffer[:, at % buffer.shape[1]], getattr(new, name)[:, 0]
-            if not torch.allclose(got, want, rtol=1e-2, atol=1e-2):
+            row = at % getattr(cache, name).shape[1]
+            got, want = step.stands_for(name, row, row + 1), getattr(new, name)
+            if not step.stored_alike(got, want):
                 raise ValueError(f"the step did not append its token to {name}")
         c = layer.config
         if step.S >= c.l and (step.S - c.l) % c.d == 0:  # refill() left other tokens there
             rows = torch.arange(step.S - c.l, step.S, device=self.x.device)
             for name, phi in (("k", layer.phi_k), ("v", layer.phi_v)):
-                raw, made = getattr(cache, f"{name}_raw"), getattr(cache, f"{name}_cmp")
-                want = phi(raw[:, rows % raw.shape[1]])[:, 0]
-                if not torch.allclose(made[:, cache.emitted - 1], want, rtol=1e-2, atol=1e-2):
+                raw = step.stands_for(f"{name}_raw")
+                got = step.stands_for(f"{name}_cmp", cache.emitted - 1, cache.emitted)
+                if not step.stored_alike(got, phi(raw[:, rows % raw.shape[1]])):
                     raise ValueError(f"the step did not emit its token to {name}_cmp")
         step.q.copy_(q)
         step.gates.copy_(layer.gate(self.x))

@@ -17,13 +17,16 @@ from bench.prefill_inputs import attend
 from bench.records import note
 from bench.sdpa_baselines import BACKENDS, promised, usable
 from bench.timing import Contender
-from nsa import attention, blocks, dispatch, oracle, reference, select
+from nsa import attention, blocks, dispatch, fp8, oracle, reference, select
 from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
+from nsa.fp8 import KVCacheDtype
 from nsa.module import NSAAttention
 
 BRANCHES = ("cmp", "sel", "win")
+BUFFERS = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")  # of a cache, read by a step
 ORACLE_TOKENS = 1 << 17  # caches of more are judged by the vectorised reference in fp64
+DESCALES = dict(k_descale=2.0**-6, v_descale=2.0**-5)  # of FP8 caches; N(0, 1) reaches 384
 FILL_TOKENS = 1 << 16  # of all sequences at once, while the cache is filled
 
 
@@ -44,17 +47,24 @@ class Step:
 
     backend "triton" insists on the Triton step (also interpreted on a CPU); None follows `flags`.
     alike: correlation of a sequence's queries, from 0 (each chooses other blocks) to 1 (the same).
+    kv_cache_dtype: as NSACache's; the truth is that of what the stored numbers stand for.
     """
 
     def __init__(
         self, layer: NSAAttention, batch: int, S: int, *, flags: Flags | None = None,
         backend: str | None = None, T: int = 1, alike: float = 0.0,
+        kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:  # fmt: skip
         c = self.config = layer.config
         weight = layer.qkv.weight
         self.S, self.T, self.alike, self.backend = S, T, alike, backend
         like = {"device": weight.device, "dtype": weight.dtype}
-        self.cache = layer.make_cache(batch, S, max_step=T, count_reads=True)
+        self.fp8 = fp8.is_fp8(kv_cache_dtype)
+        self.layer = layer
+        self.cache = layer.make_cache(
+            batch, S, max_step=T, count_reads=True, kv_cache_dtype=kv_cache_dtype,
+            **(DESCALES if self.fp8 else {}),
+        )  # fmt: skip
         gen = torch.Generator(weight.device).manual_seed(S)
         size = max(1, FILL_TOKENS // batch)
         ends = [*range(size, S - T, size), *([S - T] if S > T else []), S]
@@ -75,12 +85,14 @@ class Step:
         self.v_padded = None
         if c.d_v < c.d_k:
             self.v_padded = torch.zeros(batch, S, c.groups, c.d_k, **like)
+        # Dense baselines read the same keys and values in q's dtype.
+        self.dense = self.cache.selectable()
         self.flags = dispatch.resolve_flags(flags, self.q)
         self.refill(0)
         with torch.no_grad():
             self._find_route()
         # In fp16 the weight of a key may be 0; several queries may see the same key.
-        plain = self.exact and self.q.dtype != torch.float16 and T == 1
+        plain = self.exact and self.q.dtype != torch.float16 and T == 1 and not self.fp8
         self.seen = self._seen() if plain else None
 
     def _seen(self) -> int:
@@ -166,15 +178,14 @@ class Step:
         c = self.config
         return step_kernels(
             self.q, c.groups, c.d_v, max_len=self.S, in_graph=in_graph, branch=branch,
-            use_cluster=self.flags.use_cluster, **c.sizes(),
+            use_cluster=self.flags.use_cluster, fp8=self.fp8, **c.sizes(),
         )  # fmt: skip
 
     # ---- inputs ------------------------------------------------------------------------------
 
     def inputs(self) -> list[Tensor]:
         c = self.cache
-        return [self.q, self.gates, self.blocks, c.k_cmp, c.v_cmp, c.k_sel, c.v_sel, c.k_win,
-                c.v_win]  # fmt: skip
+        return [self.q, self.gates, self.blocks, *(getattr(c, name) for name in BUFFERS)]
 
     def refill(self, seed: int) -> None:
         """N(0, 1) for queries, keys and values, U(0, 1) for gates, and blocks to match.
@@ -185,18 +196,74 @@ class Step:
         c = self.config
         self._filled = seed, None
         gen = torch.Generator(self.q.device).manual_seed(seed)
-        for x in self.inputs():
-            if x.is_floating_point():
-                x.normal_(generator=gen)
+        for x in (self.q, self.gates):
+            x.normal_(generator=gen)
+        for name in BUFFERS:
+            self.draw(name, gen)
         self._make_alike()
         self.gates.uniform_(generator=gen)
+        if self.fp8:
+            for x, now in zip(self.dense, self.cache.selectable(), strict=True):
+                x.copy_(now)
         if self.v_padded is not None:
-            self.v_padded[..., : c.d_v] = self.cache.v_sel
+            self.v_padded[..., : c.d_v] = self.dense[1]
         choosing = {n: size for n, size in c.sizes().items() if n != "window"}
         self.blocks.copy_(attention.select_blocks(
             self.q, self.cache.compressed()[0], **choosing, q_start=self.S - self.T,
             backend="reference", flags=self.flags,
         ))  # fmt: skip
+
+    def draw(self, name: str, gen: torch.Generator, into: Tensor | None = None) -> None:
+        """N(0, 1) into a buffer of the cache; `into` gets the numbers as they come instead.
+
+        Of FP8 a sequence at a time: its numbers are made in q's dtype first.
+        """
+        x = getattr(self.cache, name)
+        if not self.fp8:
+            x.normal_(generator=gen)
+            return
+        descale = getattr(self.cache, f"{name[0]}_descale")
+        for b in range(len(x)):
+            one = torch.empty(1, *x.shape[1:], dtype=self.q.dtype, device=x.device)
+            one.normal_(generator=gen)
+            if into is None:
+                x[b : b + 1] = fp8.quantize(one, descale[b : b + 1])
+            else:
+                into[b : b + 1] = one
+
+    def stands_for(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows first to last of a buffer of the cache, in q's dtype."""
+        x = getattr(self.cache, name)[:, first:last]
+        if not self.fp8:
+            return x
+        return fp8.dequantize(x, getattr(self.cache, f"{name[0]}_descale"), self.q.dtype)
+
+    def stored_alike(self, got: Tensor, want: Tensor) -> bool:
+        """Is `got`, of the cache, what is kept of `want`?"""
+        near = 2.0**-4 if self.fp8 else 1e-2
+        return torch.allclose(got, want, rtol=near, atol=1e-2)
+
+    @torch.no_grad()
+    def kv_error(self) -> float | None:
+        """Relative error (2-norm) of the step against that over a cache of q's dtype with the same
+        numbers, which may choose other blocks; None of a step without FP8."""
+        if not self.fp8:
+            return None
+        cache, seed = self.cache, self._filled[0]
+        plain = self.layer.make_cache(cache.batch, self.S, max_step=self.T)
+        plain.lengths, plain.lens = list(cache.lengths), cache.lens
+        gen = torch.Generator(self.q.device).manual_seed(seed)
+        for x in (self.q, self.gates):  # which refill() draws before
+            torch.empty_like(x).normal_(generator=gen)
+        for name in BUFFERS:
+            self.draw(name, gen, getattr(plain, name))
+        got, want = (
+            attention.nsa_decode(
+                self.q, one, None, self.gates, backend=self.backend, flags=self.flags
+            )[0].double()
+            for one in (cache, plain)
+        )
+        return float((got - want).norm() / want.norm())
 
     def renew(self, seed: int) -> None:
         """Other queries and gates over the same cache."""
@@ -266,7 +333,8 @@ class Step:
                 self.q, cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win,
                 cache.v_win, self.open_gates, cache.lens, **c.sizes(), max_len=self.S,
                 window_ring=True, branch=branch, block_indices=chosen,
-                use_cluster=flags.use_cluster,
+                use_cluster=flags.use_cluster, k_descale=cache.k_descale,
+                v_descale=cache.v_descale,
             ))  # fmt: skip
         at = self.S - self.T
         calls = {
@@ -421,7 +489,7 @@ def dense_contenders(step: Step) -> list[Contender]:
         return []
     q = step.q
     B, _, HQ, _ = q.shape
-    k, v = (x.transpose(1, 2) for x in step.cache.selectable())
+    k, v = (x.transpose(1, 2) for x in step.dense)
     G, d_v = k.shape[1], v.shape[-1]
 
     def rows(v: Tensor = v) -> Tensor:

@@ -781,6 +781,7 @@ def _append_kind(
     """append_projected's calls as failed.py takes them."""
     k, v = cache.k_sel, cache.v_sel
     request = dispatch.make_request(Branch.STEP, k, k, v, cache.max_len, flags, backend)
+    request = replace(request, dtype=str(cache.dtype).removeprefix("torch."))
     return Route.TRITON, request, flags, ("append", k)
 
 
@@ -788,6 +789,8 @@ def _may_append(cache: NSACache, backend: Backend | None, flags: Flags) -> bool:
     if cache.parallel:  # whose tokens have places that the kernel does not know
         return False
     kind = _append_kind(cache, backend, flags)
+    if cache.k_descale is not None and (kind[1].capability or (9, 0)) < (8, 9):
+        return False  # without instructions for e4m3
     try:
         route = dispatch.decide(kind[1], flags, backend).route
     except dispatch.RouteUnavailable:
@@ -815,8 +818,8 @@ def nsa_decode(
         c = cache.config
         T = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else 0
         _check_beside("q", q, cache.k_sel, (cache.batch, T, c.heads, c.d_k), "the cache's")
-        if q.dtype != cache.k_sel.dtype:
-            raise TypeError(f"q must have the cache's {cache.k_sel.dtype}, got {q.dtype}")
+        if q.dtype != cache.dtype:
+            raise TypeError(f"q must have the cache's {cache.dtype}, got {q.dtype}")
         _check_beside("gates", gates, q, (*q.shape[:-1], 3))
         if T > min(cache.lengths):
             raise ValueError(f"q must be of tokens in the cache: T={T}, lengths {cache.lengths}")

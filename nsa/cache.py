@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa import select
+from nsa import fp8, select
 from nsa.blocks import num_compressed, visible_compressed
 from nsa.checks import needs_grad
 from nsa.compress import MLPCompression
 from nsa.config import NSAConfig, check_int
+from nsa.fp8 import KVCacheDtype
 from nsa.transforms import refuse_tokens
 
 
@@ -87,6 +88,11 @@ class NSACache:
     (which moves them, so not inside a CUDA graph) instead of raising ValueError. count_reads keeps
     what each step read. Steps over one cache have to go one after another, on one stream or on
     streams that wait for each other.
+
+    dtype is that of queries, and of keys and values as they come and go. kv_cache_dtype says what
+    the buffers hold: "auto", the same, or "fp8_e4m3", for each number x one of torch.float8_e4m3fn
+    that stands for x * descale (see nsa/fp8.py). k_descale, v_descale: a number, fp32 [G] or
+    [B, G], by default 1; new tokens are stored as the nearest x / descale, at most 448 large.
     """
 
     block_table, ring = None, True  # not in pages, as nsa/kvcache.py says it
@@ -97,11 +103,15 @@ class NSACache:
         self, config: NSAConfig, batch: int, max_len: int, *,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         max_step: int = 8, growable: bool = False, count_reads: bool = False,
+        kv_cache_dtype: KVCacheDtype = "auto", k_descale: float | Tensor | None = None,
+        v_descale: float | Tensor | None = None,
     ) -> None:  # fmt: skip
         for name, value in (("batch", batch), ("max_len", max_len), ("max_step", max_step)):
             check_int(name, value, 1)
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating type, got {dtype}")
+        if dtype is not None and dtype.itemsize == 1:
+            raise TypeError(f"dtype must be that of queries, got {dtype}; see kv_cache_dtype")
         self.config, self.batch, self.max_len, self.max_step = config, batch, max_len, max_step
         self.growable, self.count_reads = growable, count_reads
         self.lengths = [0] * batch
@@ -109,7 +119,18 @@ class NSACache:
         self.highest = [0] * batch
         # A captured step must emit for every length that it will be replayed at, see append.
         self.emit_always = False
-        self._like: dict[str, Any] = {"device": device, "dtype": dtype or torch.get_default_dtype()}
+        self.dtype, self.kv_cache_dtype = dtype or torch.get_default_dtype(), kv_cache_dtype
+        quantized = fp8.is_fp8(kv_cache_dtype)
+        stored = fp8.E4M3 if quantized else self.dtype
+        self._like: dict[str, Any] = {"device": device, "dtype": stored}
+        self.k_descale = self.v_descale = None
+        if quantized:
+            self.k_descale = fp8.descale_of("k_descale", k_descale, batch, config.groups, device)
+            self.v_descale = fp8.descale_of("v_descale", v_descale, batch, config.groups, device)
+        elif k_descale is not None or v_descale is not None:
+            raise ValueError(
+                f"k_descale and v_descale go with kv_cache_dtype='fp8_e4m3', got {kv_cache_dtype!r}"
+            )
         self.k_cmp, self.v_cmp = self._buffers(self._rows_of("cmp", max_len))
         self.k_sel, self.v_sel = self._buffers(self._rows_of("sel", max_len))
         self.k_win, self.v_win = self._buffers(config.window + max_step - 1)
@@ -151,7 +172,8 @@ class NSACache:
         """A cache of this kind that holds nothing."""
         return type(self)(
             self.config, batch, max_len, max_step=self.max_step, growable=self.growable,
-            count_reads=self.count_reads, **self._like,
+            count_reads=self.count_reads, dtype=self.dtype, device=self._like["device"],
+            kv_cache_dtype=self.kv_cache_dtype,
         )  # fmt: skip
 
     @classmethod
@@ -170,7 +192,8 @@ class NSACache:
                 raise TypeError(f"caches must be NSACaches, got {type(c).__name__}")
         first = caches[0]
         longest = max(c.length for c in caches)
-        for name in ("config", "max_step", "dtype", "device", "growable", "count_reads"):
+        alike = "config", "max_step", "dtype", "kv_cache_dtype", "device", "growable", "count_reads"
+        for name in alike:
             for c in caches:
                 if getattr(c, name) != getattr(first, name):
                     raise ValueError(
@@ -182,6 +205,8 @@ class NSACache:
         if max_len < longest:
             raise ValueError(f"max_len must be at least the longest {longest}, got {max_len}")
         result = first._empty(sum(c.batch for c in caches), max_len)
+        for name in result._descales():
+            setattr(result, name, torch.cat([getattr(c, name) for c in caches]))
         result.lengths = [n for c in caches for n in c.lengths]
         result.highest = [n for c in caches for n in c.highest]
         if result.count_reads:
@@ -206,7 +231,7 @@ class NSACache:
         one.batch, one.lengths, one.growable = 1, [self.lengths[b]], False
         one.highest = [self.highest[b]]
         one.count_reads, one._counted = False, []
-        for name in (*_BUFFERS, "lens", "counters"):
+        for name in (*_BUFFERS, *self._descales(), "lens", "counters"):
             setattr(one, name, getattr(self, name)[b : b + 1])
         one._batch = self._batch[:1]
         return one
@@ -221,7 +246,7 @@ class NSACache:
         one.batch = len(which)
         one.lengths = [self.lengths[b] for b in which]
         one.highest = [self.highest[b] for b in which]
-        for name in (*_BUFFERS, "lens"):
+        for name in (*_BUFFERS, *self._descales(), "lens"):
             setattr(one, name, getattr(self, name).index_select(0, rows))
         one.counters = self.counters.new_zeros(one.batch, *self.counters.shape[1:])
         one._batch = torch.arange(one.batch, device=self.device)[:, None]
@@ -241,12 +266,12 @@ class NSACache:
     def __repr__(self) -> str:
         return (
             f"NSACache(lengths={self.lengths}, max_len={self.max_len}, max_step={self.max_step}, "
-            f"{self.dtype}, {self.device})"
+            f"{self.dtype}, {self.device}"
+            + (f", kv_cache_dtype={self.kv_cache_dtype!r})" if self.k_descale is not None else ")")
         )
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.k_sel.dtype
+    def _descales(self) -> tuple[str, ...]:
+        return ("k_descale", "v_descale") if self.k_descale is not None else ()
 
     @property
     def device(self) -> torch.device:
@@ -276,15 +301,33 @@ class NSACache:
         if self.mixed:
             raise ValueError(f"{what} needs sequences of one length, got {self.lengths}")
 
+    def _read(self, x: Tensor, descale: Tensor | None) -> Tensor:
+        """What stored rows [B, n, G, D] stand for, in the cache's dtype."""
+        return x if descale is None else fp8.dequantize(x, descale, self.dtype)
+
+    def _stored(self, x: Tensor, descale: Tensor | None) -> Tensor:
+        """Rows [B, n, G, D] as the buffers hold them."""
+        return x.to(self.dtype) if descale is None else fp8.quantize(x, descale)
+
+    def _all_stored(self, new: BranchKV) -> BranchKV:
+        descales = {"k": self.k_descale, "v": self.v_descale}
+        return BranchKV(**{n: self._stored(x, descales[n[0]]) for n, x in vars(new).items()})
+
     def compressed(self) -> tuple[Tensor, Tensor]:
         """The compressed keys and values so far: [B, emitted, G, D]."""
         self._same_length("compressed()")
-        return self.k_cmp[:, : self.emitted], self.v_cmp[:, : self.emitted]
+        n = self.emitted
+        return self._read(self.k_cmp[:, :n], self.k_descale), self._read(
+            self.v_cmp[:, :n], self.v_descale
+        )
 
     def selectable(self) -> tuple[Tensor, Tensor]:
         """All raw keys and values of the selection branch: [B, length, G, D]."""
         self._same_length("selectable()")
-        return self.k_sel[:, : self.length], self.v_sel[:, : self.length]
+        n = self.length
+        return self._read(self.k_sel[:, :n], self.k_descale), self._read(
+            self.v_sel[:, :n], self.v_descale
+        )
 
     def window(self, T: int) -> tuple[Tensor, Tensor]:
         """What the T <= max_step newest queries slide over: their keys and the w - 1 before."""
@@ -292,20 +335,23 @@ class NSACache:
             raise ValueError(f"T must be at most max_step={self.max_step}, got {T}")
         self._same_length("window()")
         first = max(0, self.length - T - (self.config.window - 1))
+        return self._window(first)
+
+    def _window(self, first: int) -> tuple[Tensor, Tensor]:
         rows = torch.arange(first, self.length, device=self.lens.device) % self.k_win.shape[1]
-        return self.k_win[:, rows], self.v_win[:, rows]
+        return self._read(self.k_win[:, rows], self.k_descale), self._read(
+            self.v_win[:, rows], self.v_descale
+        )
 
     def window_with(self, k_win: Tensor, v_win: Tensor) -> tuple[Tensor, Tensor]:
         """The last w - 1 cached tokens, then any number of new ones that are not appended yet."""
+        k_win = self._read(self._stored(k_win, self.k_descale), self.k_descale)
+        v_win = self._read(self._stored(v_win, self.v_descale), self.v_descale)
         if self.length == 0:
             return k_win, v_win
         self._same_length("window_with()")
-        first = max(0, self.length - (self.config.window - 1))
-        rows = torch.arange(first, self.length, device=self.lens.device) % self.k_win.shape[1]
-        return (
-            torch.cat([self.k_win[:, rows], k_win], dim=1),
-            torch.cat([self.v_win[:, rows], v_win], dim=1),
-        )
+        k_before, v_before = self._window(max(0, self.length - (self.config.window - 1)))
+        return torch.cat([k_before, k_win], dim=1), torch.cat([v_before, v_win], dim=1)
 
     def positions(self, T: int) -> Tensor:
         """Positions of the next T tokens: [B, T] by the device's lengths, [T] for T > max_step."""
@@ -336,6 +382,7 @@ class NSACache:
         self._check(new)
         T = new.k_sel.shape[1]
         self._make_room(T)
+        new = self._all_stored(new)
         if T <= self.max_step:
             self._write_step(new)
             self._emit(T, phi_k, phi_v)
@@ -359,10 +406,11 @@ class NSACache:
         self._check(new)
         N = new.k_sel.shape[1]
         self._make_room(N)
+        new = self._all_stored(new)
         self._store("sel", self.k_sel, 0, new.k_sel)
         self._store("sel", self.v_sel, 0, new.v_sel)
-        self._store("cmp", self.k_cmp, 0, k_cmp)
-        self._store("cmp", self.v_cmp, 0, v_cmp)
+        self._store("cmp", self.k_cmp, 0, self._stored(k_cmp, self.k_descale))
+        self._store("cmp", self.v_cmp, 0, self._stored(v_cmp, self.v_descale))
         self.lengths, self.highest = list(lengths), list(lengths)
         self.lens.copy_(torch.tensor(self.lengths, dtype=torch.int32))
         for ring, x in (
@@ -436,8 +484,16 @@ class NSACache:
             emit.emit_mlp(self.lens, self, due, T, *learnt)
         else:
             with torch.no_grad():
-                raw_k, raw_v = emit.due_rows(self.k_raw, self.v_raw, self.lens, due, T, c.l, c.d)
-                emit.emit_due(phi_k(raw_k), phi_v(raw_v), self, due, T)
+                made, rows = [], emit.due_rows(
+                    self.k_raw, self.v_raw, self.lens, due, T, c.l, c.d
+                )
+                for raw, phi, descale in zip(
+                    rows, (phi_k, phi_v), (self.k_descale, self.v_descale), strict=True
+                ):
+                    of_batch = raw.view(self.batch, -1, *raw.shape[2:])
+                    one = phi(self._read(of_batch, descale).view(raw.shape))
+                    made.append(self._stored(one.unflatten(0, (self.batch, due))[:, :, 0], descale))
+                emit.emit_due(*made, self, due, T)
 
     def _learnt(self, phi: Any, dim: int) -> tuple[Tensor, ...] | None:
         """Weights of an MLP that takes this cache's raw rows, None of any other phi."""
@@ -480,6 +536,7 @@ class NSACache:
             rows = buffer.shape[1]
             whole = buffer is self.k_sel or buffer is self.v_sel
             place = self._batch * rows + (self._places("sel", at) if whole else at % rows)
+            buffer, x = fp8.as_bytes(buffer), fp8.as_bytes(x)
             buffer.view(-1, *buffer.shape[2:]).index_copy_(0, place.flatten(), x.flatten(0, 1))
 
     def _due(self, T: int) -> int:
@@ -503,11 +560,13 @@ class NSACache:
             full = block * c.d + c.l <= self.lens[:, None] + T
             place = self._batch * room + self._places("cmp", block).clamp(max=room - 1)
             tokens = (block * c.d + self._block) % self.k_raw.shape[1]  # [B, l]
-            for buffer, raw, phi in (
-                (self.k_cmp, self.k_raw, phi_k), (self.v_cmp, self.v_raw, phi_v)
-            ):  # fmt: skip
-                made = phi(raw[self._batch, tokens]).to(buffer.dtype).flatten(0, 1)
-                rows = buffer.view(-1, *buffer.shape[2:])
+            for buffer, raw, phi, descale in (
+                (self.k_cmp, self.k_raw, phi_k, self.k_descale),
+                (self.v_cmp, self.v_raw, phi_v, self.v_descale),
+            ):
+                made = phi(self._read(raw[self._batch, tokens], descale))
+                made = fp8.as_bytes(self._stored(made, descale)).flatten(0, 1)
+                rows = fp8.as_bytes(buffer).view(-1, *buffer.shape[2:])
                 kept = rows.index_select(0, place.flatten())
                 rows.index_copy_(0, place.flatten(), torch.where(full[:, :, None], made, kept))
 
@@ -521,13 +580,14 @@ class NSACache:
         waiting = waiting % self.k_raw.shape[1]
         for ring, x in ((self.k_win, new.k_win), (self.v_win, new.v_win)):
             self._keep_last(ring, x, end)
-        for buffer, ring, x, phi in (
-            (self.k_cmp, self.k_raw, new.k_cmp, phi_k), (self.v_cmp, self.v_raw, new.v_cmp, phi_v)
-        ):  # fmt: skip
-            raw = torch.cat([ring[:, waiting], x], dim=1)
+        for buffer, ring, x, phi, descale in (
+            (self.k_cmp, self.k_raw, new.k_cmp, phi_k, self.k_descale),
+            (self.v_cmp, self.v_raw, new.v_cmp, phi_v, self.v_descale),
+        ):
+            raw = self._read(torch.cat([ring[:, waiting], x], dim=1), descale)
             fresh = num_compressed(raw.shape[1], self.config.l, self.config.d)
             if fresh:
-                self._store("cmp", buffer, done, phi(raw))
+                self._store("cmp", buffer, done, self._stored(phi(raw), descale))
             self._keep_last(ring, x, end)
 
     def _keep_last(self, ring: Tensor, x: Tensor, end: int) -> None:
@@ -602,14 +662,13 @@ class NSACache:
 
     def _check_new(self, **named: tuple[Tensor, tuple[int, ...]]) -> None:
         """Raise unless each tensor has its shape and the cache's dtype and device."""
-        like = self.k_sel
         for name, (x, expected) in named.items():
             if x.shape != expected:
                 raise ValueError(f"{name} must be {list(expected)}, got {list(x.shape)}")
-            if x.dtype != like.dtype:
-                raise TypeError(f"{name} must have the cache's {like.dtype}, got {x.dtype}")
-            if x.device != like.device:
-                raise ValueError(f"{name} must be on the cache's {like.device}, got {x.device}")
+            if x.dtype != self.dtype:
+                raise TypeError(f"{name} must have the cache's {self.dtype}, got {x.dtype}")
+            if x.device != self.device:
+                raise ValueError(f"{name} must be on the cache's {self.device}, got {x.device}")
 
     def _grow(self, need: int) -> None:
         self.max_len = max(need, 2 * self.max_len)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.decode_graph import GraphUnavailable, StepGraph
+from nsa.fp8 import KVCacheDtype
 from nsa.model import NSALanguageModel
 from nsa.options import Parser
 
@@ -115,12 +116,14 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     graph: bool = False,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> Generated:
     """Continue `prompt` (int64 [B, S], S >= 1) by max_new_tokens tokens.
 
     temperature 0 is greedy; otherwise logits are divided by it, cut to the top_k best and sampled
     with `seed`, so the same call gives the same text. graph: capture a step once and replay it,
-    where it can be captured; the capture counts as neither prefill nor decoding. Raises ValueError
+    where it can be captured; the capture counts as neither prefill nor decoding. kv_cache_dtype: as
+    NSACache's, "fp8_e4m3" with descales of 1. Raises ValueError
     for an empty prompt or a setting out of range.
     """
     if prompt.ndim != 2 or prompt.shape[1] < 1:
@@ -140,7 +143,9 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     start = clock()
     with torch.inference_mode():
-        logits, caches = model.prefill(prompt, prompt.shape[1] + max_new_tokens)
+        logits, caches = model.prefill(
+            prompt, prompt.shape[1] + max_new_tokens, kv_cache_dtype=kv_cache_dtype
+        )
         tokens = [prompt, pick(logits[:, -1], temperature, top_k, generator).to(prompt.device)]
         prefilled = clock()
         step: Callable[[Tensor], Tensor] = lambda x: model.step(x, caches)
@@ -192,6 +197,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the best byte")
     parser.add_argument("--top-k", type=int, default=None, help="sample among the k best only")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of keys and values"
+    )
     parser.add_argument("--graph", action="store_true", help="replay steps as one CUDA graph")
     parser.add_argument(
         "--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu"
@@ -210,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
                 top_k=args.top_k,
                 seed=args.seed,
                 graph=args.graph,
+                kv_cache_dtype=args.kv_cache_dtype,
             )
     except (OSError, ValueError) as e:
         parser.error(str(e))

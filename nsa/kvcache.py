@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa import dispatch
+from nsa import dispatch, fp8
 from nsa.attention import _check_beside, _check_float
 from nsa.blocks import num_compressed
 from nsa.cache import BranchKV
@@ -76,6 +76,9 @@ class KVCaches(BranchKV):
     block_table: Tensor | None
     ring: bool
     sizes: dict[str, int]
+    dtype: torch.dtype  # of queries, and of keys and values as they come and go
+    k_descale: Tensor | None = None  # fp32 [B, G] where the caches are e4m3
+    v_descale: Tensor | None = None
     counters = None
     count_reads = False
 
@@ -106,6 +109,8 @@ class KVCaches(BranchKV):
     def row(self, b: int) -> KVCaches:
         """Sequence b alone."""
         own: dict[str, Any] = {"lens": self.lens[b : b + 1]}
+        if self.k_descale is not None and self.v_descale is not None:
+            own |= {"k_descale": self.k_descale[b : b + 1], "v_descale": self.v_descale[b : b + 1]}
         names = ["k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"]
         if self.block_table is not None:
             own["block_table"] = self.block_table[b : b + 1]
@@ -113,36 +118,53 @@ class KVCaches(BranchKV):
         own.update({name: getattr(self, name)[b : b + 1] for name in names})
         return replace(self, **own)
 
-    def _rows(self, cache: Tensor, first: int, last: int, ring: bool = False) -> Tensor:
+    def descale(self, name: str) -> Tensor | None:
+        """That of keys or of values, whichever `name` begins with."""
+        return self.k_descale if name[0] == "k" else self.v_descale
+
+    def read(self, name: str, rows: Tensor) -> Tensor:
+        """What stored rows [B, n, G, D] of the cache `name` stand for."""
+        descale = self.descale(name)
+        return rows if descale is None else fp8.dequantize(rows, descale, self.dtype)
+
+    def stored(self, name: str, x: Tensor) -> Tensor:
+        """x [B, n, G, D] as the cache `name` holds it."""
+        descale = self.descale(name)
+        return x.to(self.dtype) if descale is None else fp8.quantize(x, descale)
+
+    def _rows(self, name: str, first: int, last: int, ring: bool = False) -> Tensor:
         """Rows of positions first to last: [B, last - first, G, D]."""
+        cache = getattr(self, name)
         if self.block_table is None and not ring:
-            return cache[:, first:last]
+            return self.read(name, cache[:, first:last])
         at = torch.arange(first, last, device=cache.device).expand(self.batch, -1)
-        return cache.flatten(0, 1)[_places(cache, at, self.block_table, ring)]
+        return self.read(name, cache.flatten(0, 1)[_places(cache, at, self.block_table, ring)])
 
     def compressed(self) -> tuple[Tensor, Tensor]:
         n, first = num_compressed(self.length, self.sizes["l"], self.sizes["d"]), 0
         if self.block_table is not None:
             first = self.sizes["l"] // self.sizes["d"] - 1
-        return self._rows(self.k_cmp, first, first + n), self._rows(self.v_cmp, first, first + n)
+        return self._rows("k_cmp", first, first + n), self._rows("v_cmp", first, first + n)
 
     def selectable(self) -> tuple[Tensor, Tensor]:
-        return self._rows(self.k_sel, 0, self.length), self._rows(self.v_sel, 0, self.length)
+        return self._rows("k_sel", 0, self.length), self._rows("v_sel", 0, self.length)
 
     def window(self, T: int) -> tuple[Tensor, Tensor]:
         span = max(0, self.length - T - (self.sizes["window"] - 1)), self.length, self.ring
-        return self._rows(self.k_win, *span), self._rows(self.v_win, *span)
+        return self._rows("k_win", *span), self._rows("v_win", *span)
 
     # ---- appending ------------------------------------------------------------------------------
 
-    def write(self, new: list[tuple[Tensor, Tensor, bool]], positions: Tensor) -> None:
-        """Each x of (cache, x [B, T, G, D], is it a ring) into the rows of positions [B, T]."""
+    def write(self, new: list[tuple[str, Tensor, Tensor, bool]], positions: Tensor) -> None:
+        """Each x of (name, cache, x [B, T, G, D], is it a ring) into the rows of positions
+        [B, T]."""
         places: dict[tuple[int, bool], Tensor] = {}
-        for cache, x, ring in new:
+        for name, cache, x, ring in new:
             kind = cache.shape[1], ring
             if kind not in places:
                 places[kind] = _places(cache, positions, self.block_table, ring).flatten()
-            cache.flatten(0, 1).index_copy_(0, places[kind], x.flatten(0, 1))
+            rows = fp8.as_bytes(cache).flatten(0, 1)
+            rows.index_copy_(0, places[kind], fp8.as_bytes(self.stored(name, x)).flatten(0, 1))
 
     def emit(self, T: int, make: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         """Store the compressed tokens that the T newest tokens complete.
@@ -165,9 +187,9 @@ class KVCaches(BranchKV):
         if self.block_table is None:
             row = (row - (l // d - 1)).clamp(0, self.k_cmp.shape[1] - 1)
         at = _places(self.k_cmp, row, self.block_table, False).flatten()
-        for cache, x in zip((self.k_cmp, self.v_cmp), made, strict=True):
-            flat = cache.flatten(0, 1)
-            new = x.to(cache.dtype).flatten(0, 1)
+        for name, x in zip(("k_cmp", "v_cmp"), made, strict=True):
+            flat = fp8.as_bytes(getattr(self, name)).flatten(0, 1)
+            new = fp8.as_bytes(self.stored(name, x)).flatten(0, 1)
             some = (count > 0).expand_as(due).flatten()[:, None, None]
             flat.index_copy_(0, at, torch.where(some, new, flat[at]))
 
@@ -175,13 +197,25 @@ class KVCaches(BranchKV):
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _check(name: str, x: Any, q: Tensor, shape: tuple[int, ...], *, stored: bool = False) -> None:
-    """Raise unless x is a tensor of this shape and of q's dtype and device; what is stored to has
-    to be contiguous."""
+def _check(name: str, x: Any, q: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless x is a tensor of this shape and of q's dtype and device."""
     _check_beside(name, x, q, shape)
     if x.dtype != q.dtype:
         raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-    if stored and not x.is_contiguous():
+
+
+def _check_stored(
+    name: str, x: Tensor, q: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Raise unless a cache has this shape and dtype and q's device, and is contiguous."""
+    if x.dtype != dtype:
+        owner = "k_sel_cache's" if dtype == fp8.E4M3 else "q's"
+        raise TypeError(f"{name} must have {owner} dtype {dtype}, got {x.dtype}")
+    if x.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)}, got {list(x.shape)}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+    if not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
 
 
@@ -248,7 +282,8 @@ def _check_caches(
                     f"{name} must be a ring of at least {least} rows for T={T}, got {have}"
                 )
         width = Dk if name[0] == "k" else Dv
-        _check(name, caches[name], q, (*lead, G, width), stored=True)
+        dtype = fp8.E4M3 if caches["k_sel_cache"].dtype == fp8.E4M3 else q.dtype
+        _check_stored(name, caches[name], q, (*lead, G, width), dtype)
 
 
 def _check_values(
@@ -353,6 +388,8 @@ def nsa_with_kvcache(
     n_local: int = 2,
     window: int = 512,
     softmax_scale: float | None = None,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
     checked: bool = False,
     backend: Backend | None = None,
     flags: Flags | None = None,
@@ -363,8 +400,8 @@ def nsa_with_kvcache(
     (decoding), a few (speculation) or many (a chunk of a prompt). Returns out [B, T, HQ, Dv].
 
     q: [B, T, HQ, Dk]. gates: [B, T, HQ, 3] (cmp, sel, win), of any float dtype.
-    Caches: contiguous tensors of q's dtype, of compressed tokens (cmp), of all tokens for selection
-        (sel) and for the window (win); k_* have Dk columns, v_* have Dv.
+    Caches: contiguous tensors, of q's dtype or all of float8_e4m3fn, of compressed tokens (cmp), of
+        all tokens for selection (sel) and for the window (win); k_* have Dk columns, v_* have Dv.
         - static: k_sel_cache [B, capacity, G, Dk], k_win_cache the same, k_cmp_cache
           [B, N, G, Dk] with N >= the compressed tokens of capacity;
         - with block_table int32 [B, blocks] of page numbers: pages k_sel_cache [P, page, G, Dk],
@@ -392,6 +429,12 @@ def nsa_with_kvcache(
         the new k_sel, k_win and k_raw are turned by their positions first; k_cmp is not.
         rotary_interleaved: pairs are columns 2i and 2i + 1, else i and i + rotary_dim / 2 (which is
         NSAAttention's).
+    k_descale, v_descale: with FP8 caches, whose numbers x stand for x * descale (nsa/fp8.py): a
+        number, fp32 [G] or [B, G] on q's device, by default 1. They are the same for all branches'
+        caches and for all tokens. New keys and values come in q's dtype and are stored as the
+        nearest x / descale, at most 448 large; phi_k and phi_v see what the caches stand for.
+        Powers of two lose nothing where PyTorch or prefill's kernels serve, which read x * descale
+        in q's dtype.
     checked: raise ValueError for lengths that do not fit, page numbers that do not exist and pages
         that two sequences write to; a GPU is waited for. On a CPU the first two always raise. On a
         GPU without it they are the caller's: such tokens are read and written elsewhere.
@@ -453,6 +496,14 @@ def nsa_with_kvcache(
         own["k_raw"] = k_raw, k_raw_cache, ring, k_raw_cache is k_sel_cache
         own["v_raw"] = v_raw, v_raw_cache, ring, v_raw_cache is v_sel_cache
     _check_new(own, q, appending, phi_k, phi_v, k_cmp, v_cmp)
+    descales: dict[str, Tensor] = {}
+    if k_sel_cache.dtype == fp8.E4M3:
+        for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+            descales[name] = fp8.descale_of(name, x, B, k_sel_cache.shape[2], q.device)
+    elif k_descale is not None or v_descale is not None:
+        raise ValueError(
+            f"k_descale and v_descale go with caches of {fp8.E4M3}, got {k_sel_cache.dtype}"
+        )
     caches = KVCaches(
         k_cmp_cache,
         v_cmp_cache,
@@ -464,6 +515,8 @@ def nsa_with_kvcache(
         block_table,
         ring,
         dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window),
+        q.dtype,
+        **descales,
     )
     if rotary_cos is not None or rotary_sin is not None:
         if not appending:
@@ -481,7 +534,7 @@ def nsa_with_kvcache(
             turn = lambda x: turn_by(x, cos, sin, rotary_interleaved)
             q = turn(q)
         new = [
-            (cache, turn(x) if name[0] == "k" else x, in_ring)
+            (name, cache, turn(x) if name[0] == "k" else x, in_ring)
             for name, (x, cache, in_ring, _) in own.items()
             if x is not None
         ]
@@ -553,7 +606,7 @@ def _made(
     made = []
     for name, cache, phi in (("phi_k", k_raw, phi_k), ("phi_v", v_raw, phi_v)):
         at = _places(cache, tokens, caches.block_table, caches.ring)
-        rows = cache.flatten(0, 1)[at].unflatten(1, (-1, l)).flatten(0, 1)
+        rows = caches.read(name[-1], cache.flatten(0, 1)[at]).unflatten(1, (-1, l)).flatten(0, 1)
         one = phi(rows)
         if one.shape != (len(rows), 1, *cache.shape[2:]):
             raise ValueError(
@@ -642,7 +695,7 @@ def reorder_kvcache(
     last = (lens - 1).clamp(min=0) // page_size
     to = table.gather(1, last)[:, 0]
     source = torch.where(lens[:, 0] % page_size > 0, table[beam_idx].gather(1, last)[:, 0], to)
-    for cache in caches:
+    for cache in map(fp8.as_bytes, caches):
         cache.index_copy_(0, to, cache.index_select(0, source))
     full = torch.arange(table.shape[1], device=table.device) < lens // page_size
     block_table.copy_(torch.where(full, table[beam_idx], table))
@@ -654,13 +707,15 @@ def cache_bytes_per_token(
     """Bytes that each token of a sequence takes in the caches of one layer.
 
     groups * (d_k + d_v) * itemsize for selection, 1 / d of it for the compressed token that every d
-    tokens make, and with ring=False (window and raw keys in pages) twice as much again. With rings,
-    as NSACache has them, a sequence takes (w + l + 2 * (max_step - 1)) such rows besides, however
-    long it is. Raises TypeError for a config or dtype of another kind.
+    tokens make, and with ring=False (window and raw keys in pages) twice as much again. dtype is
+    that of the caches, torch.float8_e4m3fn of FP8 ones. With rings, as NSACache has them, a
+    sequence takes (w + l + 2 * (max_step - 1)) such rows besides, however long it is. Raises
+    TypeError for a config or dtype of another kind.
 
     >>> from nsa import NSAConfig, cache_bytes_per_token
-    >>> cache_bytes_per_token(NSAConfig(dim=2560, heads=64, groups=4, d_k=192, d_v=128))
-    2720.0
+    >>> config = NSAConfig(dim=2560, heads=64, groups=4, d_k=192, d_v=128)
+    >>> cache_bytes_per_token(config), cache_bytes_per_token(config, torch.float8_e4m3fn)
+    (2720.0, 1360.0)
     """
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an nsa.NSAConfig, got {type(config).__name__}")

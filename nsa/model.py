@@ -10,6 +10,7 @@ from nsa.cache import NSACache
 from nsa.config import NSAConfig, check_int
 from nsa.dispatch import Backend
 from nsa.flags import Flags
+from nsa.fp8 import KVCacheDtype
 from nsa.module import NSABlock
 from nsa.nested import run_packed
 
@@ -69,18 +70,21 @@ class NSALanguageModel(nn.Module):
 
     @torch.no_grad()
     def prefill(
-        self, tokens: Tensor, max_len: int | None = None, *, count_reads: bool = False
-    ) -> tuple[Tensor, list[NSACache]]:
+        self, tokens: Tensor, max_len: int | None = None, *, count_reads: bool = False,
+        kv_cache_dtype: KVCacheDtype = "auto",
+    ) -> tuple[Tensor, list[NSACache]]:  # fmt: skip
         """Logits [B, S, vocab] of the prompt, without gradients, and one cache per layer.
 
         max_len: fixed capacity of the caches, at least S or ValueError; None lets them grow.
+        kv_cache_dtype: as NSACache's; FP8 ones have descales of 1.
         """
         x = self._embed(tokens)
         check_int("max_len", max_len, max(tokens.shape[1], 1), optional=True)
         room = max(2 * tokens.shape[1], 64) if max_len is None else max_len
         caches = [
             block.attention.make_cache(  # type: ignore[operator, union-attr]
-                tokens.shape[0], room, growable=max_len is None, count_reads=count_reads
+                tokens.shape[0], room, growable=max_len is None, count_reads=count_reads,
+                kv_cache_dtype=kv_cache_dtype,
             )
             for block in self.blocks
         ]

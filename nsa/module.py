@@ -20,6 +20,7 @@ from nsa.compress import make_compression
 from nsa.config import NSAConfig
 from nsa.dispatch import Backend
 from nsa.flags import Flags
+from nsa.fp8 import KVCacheDtype
 from nsa.layouts import token_positions
 from nsa.nested import refuse_nested, run_packed
 from nsa.rotary import branches, split_turned, turn
@@ -153,7 +154,8 @@ class NSAAttention(nn.Module):
     def make_cache(
         self, batch: int, max_len: int, *, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None, max_step: int = 8, growable: bool = False,
-        count_reads: bool = False,
+        count_reads: bool = False, kv_cache_dtype: KVCacheDtype = "auto",
+        k_descale: float | Tensor | None = None, v_descale: float | Tensor | None = None,
     ) -> NSACache:  # fmt: skip
         """An empty cache for this layer, as NSACache; device and dtype are its weights' (under
         autocast the dtype is autocast's) unless given."""
@@ -166,7 +168,8 @@ class NSAAttention(nn.Module):
                     dtype = torch.get_autocast_dtype(weight.device.type)
         return NSACache(
             self.config, batch, max_len, device=device, dtype=dtype, max_step=max_step,
-            growable=growable, count_reads=count_reads,
+            growable=growable, count_reads=count_reads, kv_cache_dtype=kv_cache_dtype,
+            k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
 
     def _check_cache(self, cache: NSACache) -> None:

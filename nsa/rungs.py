@@ -370,7 +370,8 @@ def step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
         cache.v_win, args["gates"], cache.lens, max_len=cache.max_len,
         softmax_scale=args["softmax_scale"], block_table=cache.block_table,
         window_ring=cache.ring, return_indices=True, counters=cache.counters,
-        use_cluster=flags.use_cluster, cmp_paged=cache.block_table is not None, **args["sizes"],
+        use_cluster=flags.use_cluster, cmp_paged=cache.block_table is not None,
+        k_descale=cache.k_descale, v_descale=cache.v_descale, **args["sizes"],
     )  # fmt: skip
     if cache.count_reads:
         cache.record_reads(block_indices)

@@ -118,6 +118,31 @@ def no_idle_overflow_checks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def e4m3_as_a_gpu_has_it() -> Iterator[None]:
+    """The interpreter's conversion to e4m3 loses what rounding carries into the exponent, and NaN
+    both ways: PyTorch's takes its place."""
+    if not _interpreting():
+        yield
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    convert, e4m3 = interpreter._convert_float, interpreter.tl.float8e4nv
+
+    def converted(x, from_type, to_type, rounding):
+        if e4m3 not in (from_type, to_type):
+            return convert(x, from_type, to_type, rounding)
+        dtypes = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}
+        one, other = (dtypes.get(t.name, torch.float32) for t in (from_type, to_type))
+        made = torch.from_numpy(x.copy()).view(one).to(other)
+        return made.view(torch.uint8 if to_type == e4m3 else other).view(
+            {1: torch.uint8, 2: torch.int16, 4: torch.int32}[other.itemsize]
+        ).numpy().reshape(x.shape)  # fmt: skip
+
+    interpreter._convert_float = converted
+    yield
+    interpreter._convert_float = convert
+
+
+@pytest.fixture(autouse=True, scope="session")
 def types_made_once() -> Iterator[None]:
     """The interpreter makes the type, the shape and NumPy's dtype of every value anew: a quarter of
     the time of these tests. They are kept by what they are made from."""

@@ -75,6 +75,15 @@ def run(tmp_path, monkeypatch):
 # ---- the command ---------------------------------------------------------------------------------
 
 
+def test_fp8_is_proven_against_what_its_numbers_stand_for(run):
+    code, _, rows = run("--S_list", "57", "--kv-cache-dtype", "fp8_e4m3", "--dtype", "fp32")
+    (row,) = rows
+    assert code == 0 and row["parity"] == "PASS" and row["kv_cache_dtype"] == "fp8_e4m3"
+    assert 0.02 < float(row["kv_error"]) < 0.08 and "module=" in row["more_status"]
+    _, _, (plain,) = run("--S_list", "57", "--dtype", "fp32", "--more", "0")
+    assert plain["kv_error"] in (None, "") and 3 * float(row["bytes"]) < float(plain["bytes"])
+
+
 def test_a_run_gives_proven_rows_and_a_table(run, tmp_path, capsys):
     code, sent, rows = run("--S_list", "20,41")
     assert code == 0

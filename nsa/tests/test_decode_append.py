@@ -35,16 +35,16 @@ def layer_of(config, device, dtype, phi="mlp"):
     return layer.to(device, dtype)
 
 
-def caches_at(layer, lengths, max_len):
+def caches_at(layer, lengths, max_len, **more):
     """Two equal caches whose sequences hold lengths[b] tokens: random rows, NaN in unused ones."""
     weight, pair = layer.qkv.weight, []
     for _ in range(2):
         cache = NSACache(
-            layer.config, len(lengths), max_len, device=weight.device, dtype=weight.dtype
+            layer.config, len(lengths), max_len, device=weight.device, dtype=weight.dtype, **more
         )
         for i, name in enumerate(BUFFERS):
             x = getattr(cache, name)
-            x.copy_(randn(*x.shape, seed=i, dtype=x.dtype, device=x.device))
+            x.copy_(randn(*x.shape, seed=i, dtype=weight.dtype, device=x.device))
             for b, n in enumerate(lengths):
                 x[b, n:] = float("nan")
         cache.lengths = list(lengths)
@@ -137,6 +137,59 @@ def test_due_tokens_are_those_of_pytorch(config, T, always, phi, dtype, kernel_d
             same[made], path_requested="triton", path_taken="triton", launches=counts,
             expect_kernels=kernels, seed=4, limit_mae=1e-3,
         )  # fmt: skip
+
+
+@pytest.mark.kernel
+@pytest.mark.core
+@pytest.mark.parametrize("config, T, phi, dtype", [
+    (SMALL, 1, "mlp", torch.float16), (SMALL, 3, "mean", torch.float16),
+    (WIDE, 8, "mlp", torch.float32),
+])  # fmt: skip
+def test_e4m3_rows_are_those_of_pytorch(config, T, phi, dtype, kernel_device):
+    """Numbers beyond 448 descales and NaN among them; where PyTorch's rounding of what is stored
+    differs in the last bit of dtype, the next number of e4m3 may be taken."""
+    l, groups, layer = config.l, config.groups, layer_of(config, kernel_device, dtype, phi)
+    scales = {
+        f"{x}_descale": randn(5, groups, seed=i).abs().float().to(kernel_device) + 0.05
+        for i, x in enumerate("kv")
+    }
+    lengths = (0, l - T, 1, 2 * l + config.d + 1 - T, 5 * l - T)
+    one, other = caches_at(layer, lengths, 5 * l, kv_cache_dtype="fp8_e4m3", **scales)
+    x = randn(len(lengths), T, config.dim, seed=4, dtype=dtype, device=kernel_device)
+    x[1] *= 1000
+    x[2, T - 1, 0] = float("nan")
+    with torch.no_grad(), launches.recording() as counts:
+        one.append_projected(layer.qkv(x), layer.phi_k, layer.phi_v)
+    assert counts[KERNEL] == 1 and len(counts) == 3
+    with torch.no_grad():
+        kv = layer._project_at(x, other.angles(other.positions(T)))[1]
+        other.append(kv, layer.phi_k, layer.phi_v)
+    assert other.k_sel[1].double().abs().nan_to_num().max() == 448
+    for name in BUFFERS:
+        got, want = (getattr(cache, name).double() for cache in (one, other))
+        torch.testing.assert_close(got, want, rtol=0.15, atol=2**-8, equal_nan=True, msg=name)
+        same = torch.isclose(got, want, rtol=0, atol=0, equal_nan=True).double().mean()
+        assert same == 1 if name in ("v_raw", "v_sel", "v_win") else same > 0.99, name
+
+
+@pytest.mark.kernel
+def test_a_layers_steps_over_e4m3_are_those_of_pytorch(kernel_device):
+    layer = layer_of(SMALL, kernel_device, torch.float16)
+    plain = NSAAttention(layer.config, backend="reference").to(kernel_device, torch.float16)
+    plain.load_state_dict(layer.state_dict())
+    x = randn(2, 36, SMALL.dim, seed=6, dtype=torch.float16, device=kernel_device)
+    both = [
+        layer.make_cache(2, 40, kv_cache_dtype="fp8_e4m3", k_descale=2**-7, v_descale=2**-6)
+        for _ in range(2)
+    ]
+    for cache in both:
+        plain.prefill(x[:, :28], cache)
+    for t in range(28, 36):
+        with launches.recording() as counts:
+            got = layer.step(x[:, t : t + 1], both[0])
+        assert counts[KERNEL] == 1 and any("decode_" in n and n != KERNEL for n in counts)
+        want = plain.step(x[:, t : t + 1], both[1])
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("change", [

@@ -5,6 +5,7 @@ The kernel is CUDA C++, so no interpreter runs it. Caches hold NaN wherever a st
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import replace
 
@@ -66,6 +67,9 @@ STEPS = [
          **{**WIDE, "D": 64, "Dv": 64, "h": 2, "d": 4, "l": 8, "l_sel": 16, "w": 16}),
     Step((2048, 1026, 130, 4) * 4, T=4, G=4, **{**WIDE, "D": 64, "Dv": 64, "l": 16, "h": 4}),
 ]
+# The same of e4m3 keys and values: each size of cluster, way to choose, kind of cache, head size.
+FP8 = [0, 1, 2, 4, 6, 7, 9, 11, 13, 15, 19, 20, 22, 23, 27, 28, 31]
+STEPS += [replace(STEPS[i], fp8=True) for i in FP8]
 
 
 @pytest.fixture
@@ -284,16 +288,17 @@ def test_which_sizes_are_served(changed, why):
 def test_plans_hold_all_keys_and_fit(max_len, n_sel, free):
     from nsa.kernels.decode.cluster import HEAD_SIZES, MOST_BLOCKS, SHARED_MOST, plan
 
-    for dim, dv in HEAD_SIZES:
+    for (dim, dv), size in itertools.product(HEAD_SIZES, (2, 1)):
         for programs in (1, 4, 5, 8, 16, 17, 32, 64, 66, 67, 128, 132, 133, 256, 4096):
-            found = plan(programs, dim, dv, n_sel, free, 64, max_len)
+            found = plan(programs, dim, dv, n_sel, free, 64, max_len, fp8=size == 1)
             if found is None:  # only where a cluster's shared memory cannot hold the block sums
                 assert max_len >= 1 << 18
                 continue
             assert found.cluster <= MOST_BLOCKS and found.cluster & (found.cluster - 1) == 0
             assert found.cluster * found.units * 4 >= cdiv(max_len, 64)
             assert found.shared(dim, dv, n_sel, free) <= SHARED_MOST[found.occupancy]
-            assert 2 * 16 * dv * 4 <= found.stages * 16 * (dim + dv) * 2  # outputs go through rings
+            # Outputs go through rings.
+            assert 2 * 16 * dv * 4 <= found.stages * 16 * (dim + dv) * size
 
 
 def test_few_steps_of_short_contexts_take_the_quick_way():
@@ -316,7 +321,7 @@ def test_a_smaller_gpu_is_filled_as_the_larger():
         assert plan(programs, *given, sms) == plan(like, *given)
 
 
-def macros(programs, max_len, **changed):
+def macros(programs, max_len, fp8=False, **changed):
     from nsa.kernels.decode.cluster import plan
 
     known = dict(
@@ -326,7 +331,7 @@ def macros(programs, max_len, **changed):
     known.update(changed)
     free = known["N_SEL"] - known["N_INIT"] - known["N_LOCAL"]
     dims = known["D"], known["DV"], known["N_SEL"], free
-    p = plan(programs * known["TOKENS"], *dims, known["L_SEL"], max_len)
+    p = plan(programs * known["TOKENS"], *dims, known["L_SEL"], max_len, fp8=fp8)
     return p, {**known, **p.macros(*dims)}
 
 
@@ -342,6 +347,10 @@ def macros(programs, max_len, **changed):
     (256, 8192, dict(TOKENS=4)), (256, 4096, dict(TOKENS=8, PAGE=64, RING=0)),
     (256, 8192, dict(TOKENS=4, D=192, HEADS=8)), (64, 8192, dict(TOKENS=2, D=192, N_SEL=32)),
     (256, 8192, dict(TOKENS=5, D=64, DV=64, BF16=0, GATE="float")),
+    (4, 1 << 17, dict(fp8=True)), (4, 8192, dict(fp8=True, PAGE=64)), (64, 65536, dict(fp8=True)),
+    (256, 32768, dict(fp8=True)), (256, 32768, dict(fp8=True, D=192, PAGE=64)),
+    (16, 8192, dict(fp8=True, DV=64, BF16=0)),
+    (256, 8192, dict(fp8=True, D=64, DV=64, TOKENS=4, GATE="float")),
 ], ids=str)  # fmt: skip
 def test_every_form_compiles_and_fits(programs, max_len, changed):
     """By NVRTC, for sm_90; cluster.cu itself holds its memory against what cluster.py counts."""

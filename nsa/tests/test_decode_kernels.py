@@ -43,11 +43,13 @@ class Step:
     ring: bool = False
     cmp_paged: bool = False
     big: bool = False
+    fp8: bool = False
 
     def __str__(self) -> str:
         kind = ("paged" if self.page else "") + ("cmp" if self.cmp_paged else "")
         kind = kind + ("ring" if self.ring else "") or "static"
         lens = "x".join(map(str, self.lens[:4]))
+        kind += "-fp8" if self.fp8 else ""
         return f"{kind}-{lens}-T{self.T}-G{self.G}h{self.h}-D{self.D}v{self.Dv}-{self.dtype}"
 
 
@@ -73,11 +75,21 @@ STEPS = [
     Step((96, 5), n_sel=4, page=8, cmp_paged=True, ring=True, dtype=F32, capacity=96),
     Step((3000, 65, 1088), T=2, G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, page=64,
          cmp_paged=True, **PAPER),
+    # e4m3 keys and values.
+    Step((77, 9, 30), T=2, G=2, h=3, Dv=32, fp8=True),
+    Step((77, 19), G=2, D=24, n_sel=4, page=16, ring=True, fp8=True),
+    Step((96, 5), n_sel=4, page=8, cmp_paged=True, dtype=F32, capacity=96, fp8=True),
+    Step((2000, 700), T=4, h=8, D=192, Dv=128, dtype=BF16, n_sel=16, page=64, fp8=True, **PAPER),
+    Step((3000, 17, 1025, 31), G=4, h=16, D=128, Dv=128, dtype=BF16, n_sel=16, ring=True, fp8=True,
+         **PAPER),
 ]
 
 
 class Caches:
-    """Caches of a step, NaN wherever a kernel has no business, and each sequence's own keys."""
+    """Caches of a step, NaN wherever a kernel has no business, and each sequence's own keys.
+
+    Of an FP8 step cmp, sel and win are what the stored numbers stand for, in fp64.
+    """
 
     def __init__(self, step: Step, device: str, seed: int = 0) -> None:
         s, B, HQ = step, len(step.lens), step.G * step.h
@@ -86,6 +98,9 @@ class Caches:
         self.q = randn(B, s.T, HQ, s.D, seed=seed + 1, **kw)
         self.gates = randn(B, s.T, HQ, 3, seed=seed + 2, **kw).sigmoid()
         self.lens = torch.tensor(s.lens, dtype=torch.int32, device=device)
+        shape = len(s.lens), s.G
+        descales = (randn(*shape, seed=seed + i, device=device).abs() + 0.3 for i in (9, 10))
+        self.descales = dict(zip(("k_descale", "v_descale"), descales, strict=True))
         self.cmp = self.filled(max(num_compressed(s.capacity, s.l, s.d), 1), seed + 3, True)
         self.sel = self.filled(s.capacity, seed + 5)
         self.win = self.filled(s.capacity, seed + 7)
@@ -96,10 +111,22 @@ class Caches:
         for i, width in enumerate((s.D, s.Dv)):
             x = randn(len(s.lens), rows, s.G, width, seed=seed + i, dtype=s.dtype,
                       device=self.device)  # fmt: skip
+            if s.fp8:
+                x = self.stood_for(self.stored(x.double(), i), i)
             for b, n in enumerate(s.lens):
                 x[b, num_compressed(n, s.l, s.d) if compressed else n :] = float("nan")
             out.append(x)
         return out[0], out[1]
+
+    def descale(self, i: int) -> Tensor:
+        return self.descales["kv"[i] + "_descale"].double()[:, None, :, None]
+
+    def stored(self, x: Tensor, i: int) -> Tensor:
+        """x [B, N, G, D] of keys (i = 0) or values as e4m3."""
+        return (x / self.descale(i)).to(torch.float8_e4m3fn)
+
+    def stood_for(self, x: Tensor, i: int) -> Tensor:
+        return x.double() * self.descale(i)
 
     def run(
         self, softmax_scale: float | None = None, counters: Tensor | None = None
@@ -108,6 +135,8 @@ class Caches:
 
         s, table = self.step, None
         cmp, sel, win = list(self.cmp), list(self.sel), list(self.win)
+        if s.fp8:
+            cmp, sel, win = ([self.stored(x, i) for i, x in enumerate(y)] for y in (cmp, sel, win))
         if s.page:
             pages = -(-s.capacity // s.page)
             order = torch.randperm(len(s.lens) * pages, generator=torch.Generator().manual_seed(3))
@@ -124,7 +153,7 @@ class Caches:
             self.q, *cmp, *sel, *win, self.gates, self.lens, l=s.l, d=s.d, l_sel=s.l_sel,
             n_sel=s.n_sel, n_init=1, n_local=2, window=s.w, max_len=s.capacity, block_table=table,
             window_ring=s.ring, return_indices=True, softmax_scale=softmax_scale,
-            counters=counters, cmp_paged=s.cmp_paged,
+            counters=counters, cmp_paged=s.cmp_paged, **(self.descales if s.fp8 else {}),
         )  # fmt: skip
 
     def counters(self) -> Tensor:
@@ -138,7 +167,7 @@ class Caches:
         s = self.step
         return list(step_kernels(
             self.q, s.G, s.Dv, max_len=s.capacity, in_graph=in_graph, l=s.l, d=s.d, l_sel=s.l_sel,
-            n_sel=s.n_sel, n_init=1, n_local=2, window=s.w,
+            n_sel=s.n_sel, n_init=1, n_local=2, window=s.w, fp8=s.fp8,
         ))  # fmt: skip
 
     def paged(self, x: Tensor, order: Tensor, page: int, first: int = 0) -> Tensor:

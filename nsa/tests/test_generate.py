@@ -111,9 +111,12 @@ def test_every_option_reaches_generate(model, tmp_path, monkeypatch):
     path, real, seen = tmp_path / "m.pt", gen.generate, []
     gen.save_checkpoint(path, model)
     monkeypatch.setattr(gen, "generate", lambda *a, **how: (seen.append(how), real(*a, **how))[1])
-    options = ["--temperature", "0.7", "--top_k", "5", "--seed", "3", "--max_new_tokens", "2"]
+    options = ["--temperature", "0.7", "--top_k", "5", "--seed", "3", "--max_new_tokens", "2",
+               "--kv-cache-dtype", "fp8_e4m3"]  # fmt: skip
     assert gen.main([str(path), *options, "--device", "cpu"]) == 0
-    assert seen == [dict(temperature=0.7, top_k=5, seed=3, graph=False)]
+    assert seen == [
+        dict(temperature=0.7, top_k=5, seed=3, graph=False, kv_cache_dtype="fp8_e4m3")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_example_runs(code):
 
 
 def test_all_examples_are_found():
-    assert len(EXAMPLES) == README.count("```python") == 9
+    assert len(EXAMPLES) == README.count("```python") == 10
 
 
 def test_flag_table_is_the_metadata():

@@ -52,6 +52,9 @@ _SHAPES = (
     ("fp32", 4, 64, 64, 16, 0),
 )
 _FULL = (90, 120)
+_STORED = ("KC", "VC", "KW", "VW", "KS", "VS", "K_RAW", "V_RAW", "K_SEL", "V_SEL", "K_WIN", "V_WIN",
+           "K_CMP", "V_CMP")  # fmt: skip
+_DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 
 _POINTERS = {
     **{n: "*fp32" for n in ("PART_O", "PART_M", "PART_L", "POOLED", "SPILL", "TILE_MAX",
@@ -59,7 +62,7 @@ _POINTERS = {
     "FREQUENCIES": "*fp64", "K_PART": "*fp32", "V_PART": "*fp32",
     **{n: "*fp32" for n in ("LSE", "P", "EVERY", "PARTS")},
     **{n: "*i32" for n in ("LENS", "TABLE", "INDICES", "KEYS", "BLOCKS", "COUNTERS", "CHOSEN",
-                           "SPANS", "CMP_SPANS", "WIN_SPANS")},
+                           "SPANS", "CMP_SPANS", "WIN_SPANS", "K_DESCALE", "V_DESCALE")},
 }  # fmt: skip
 
 
@@ -125,7 +128,7 @@ def aot_cases(arch: int) -> list[AotCase]:
             for kernel in (_decode_raw_kernel, _decode_emit_kernel) if d == 128 else ():
                 cases.append(_case(kernel, label, dtype, dict(BLOCK=BLOCK), 4, 3))
             phi = dict(D=d, DV=dv, K_HIDDEN=d, V_HIDDEN=dv, COLUMNS=COLUMNS, PARTS=PARTS,
-                       PRECISION=dims["PRECISION"])  # fmt: skip
+                       PRECISION=dims["PRECISION"], DTYPE=_DTYPES[dtype])  # fmt: skip
             for many in {16, phi_rows(64, max(d, dv))}:
                 inner = dict(
                     ROWS=many, BLOCK_D=dot_size(d), BLOCK_DV=dot_size(dv), TOKENS=4, **phi
@@ -152,6 +155,16 @@ def aot_cases(arch: int) -> list[AotCase]:
                     N_PAD=16, N_INIT=1, N_LOCAL=2)  # fmt: skip
         cases.append(_case(_parallel_choose_kernel, f"{blocks}-blocks", "bf16", some,
                            choose_warps(blocks), 1))  # fmt: skip
+    if arch in _FULL:  # the same of e4m3
+        those = [c for c in cases if "-bf16-" in c.name and not c.types.keys().isdisjoint(_STORED)]
+        for case in those:
+            types = {
+                name: "*fp8e4nv" if name in _STORED else
+                "*fp32" if name in ("K_DESCALE", "V_DESCALE") else kind
+                for name, kind in case.types.items()
+            }
+            spill = max(case.max_spill, 64)  # keys and values are there in both dtypes
+            cases.append(replace(case, name=f"{case.name}-fp8", types=types, max_spill=spill))
     # Eight tokens of 16 heads, or four: beside them a tile of keys has the least room.
     for d, dv, rows in ((192, 128, 128), (256, 256, 64)) if arch in _FULL else ():
         (d1, d2), block_n = split_dim(d), scan_tile(arch, 2, d, dv, rows)

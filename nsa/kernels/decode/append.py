@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.kernels.decode.tile import store_rows
 from nsa.kernels.launch import by_layout, launch_planned, on_its_device
 from nsa.kernels.tiles import cdiv, pow2
 from nsa.untraced import untraced
@@ -30,10 +31,12 @@ COUNTER = 16  # which word of the first group's line of counters; a team meets a
 
 @triton.jit
 def _turn(
-    X, source, OUT, place, live, position, FREQUENCIES, D: tl.constexpr, BLOCK_HALF: tl.constexpr
-):
+    X, source, OUT, place, live, position, FREQUENCIES, DESCALE, which, D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
     """Heads that begin at `source` of X to rows `place` of OUT, their pairs turned by position *
-    frequency. Turns are counted in fp64: an fp32 angle is off by 0.01 at position 100k."""
+    frequency; `which` DESCALE is theirs. Turns are counted in fp64: an fp32 angle is off by 0.01
+    at position 100k."""
     columns = tl.arange(0, BLOCK_HALF)
     there = columns < D // 2
     mask = live[:, None] & there[None, :]
@@ -46,16 +49,20 @@ def _turn(
     cos = tl.cos(angle)[None, :]
     sin = tl.sin(angle)[None, :]
     to = place[:, None] * D + columns[None, :]
-    tl.store(OUT + to, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=mask)
-    tl.store(OUT + to + D // 2, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=mask)
+    first, second = a * cos - b * sin, b * cos + a * sin
+    store_rows(OUT, to, first.to(X.dtype.element_ty), mask, DESCALE, which, live)
+    store_rows(OUT, to + D // 2, second.to(X.dtype.element_ty), mask, DESCALE, which, live)
 
 
 @triton.jit
-def _copy(X, source, OUT, place, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(
+    X, source, OUT, place, live, DESCALE, which, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     mask = live[:, None] & (columns < WIDTH)[None, :]
     x = tl.load(X + source[:, None] + columns[None, :], mask=mask)
-    tl.store(OUT + place[:, None] * WIDTH + columns[None, :], x, mask=mask)
+    to = place[:, None] * WIDTH + columns[None, :]
+    store_rows(OUT, to, x, mask, DESCALE, which, live)
 
 
 @triton.jit
@@ -80,7 +87,7 @@ def _gate(
 @triton.jit
 def _decode_append_kernel(
     QKV, LENS, COUNTERS, FREQUENCIES, Q_OUT, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN,
-    HIDDEN, WEIGHT, BIAS, GATES_OUT,
+    HIDDEN, WEIGHT, BIAS, GATES_OUT, K_DESCALE, V_DESCALE,
     T, HQ, G, raw_rows, sel_rows, win_rows, hidden_width,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_H: tl.constexpr, GATES: tl.constexpr, DEPTH: tl.constexpr, COUNTER: tl.constexpr,
@@ -111,7 +118,10 @@ def _decode_append_kernel(
     if part < q_parts:
         head = part * BLOCK_H + tl.arange(0, BLOCK_H)
         row = token.to(tl.int64) * HQ + head
-        _turn(QKV, begin + head * D, Q_OUT, row, head < HQ, position, FREQUENCIES, D, BLOCK_HALF)
+        _turn(
+            QKV, begin + head * D, Q_OUT, row, head < HQ, position, FREQUENCIES, K_DESCALE, head, D,
+            BLOCK_HALF,
+        )  # fmt: skip
     else:
         rest = (part - q_parts) % (3 * kv_parts)
         branch = rest // kv_parts
@@ -129,13 +139,16 @@ def _decode_append_kernel(
             first = batch * win_rows + position % win_rows
             k_out = K_WIN
             v_out = V_WIN
-        place = first * G + group
+        place, which = first * G + group, batch * G + group
         if part < q_parts + 3 * kv_parts:
             source = begin + HQ * D + head * D
-            _turn(QKV, source, k_out, place, group < G, position, FREQUENCIES, D, BLOCK_HALF)
+            _turn(
+                QKV, source, k_out, place, group < G, position, FREQUENCIES, K_DESCALE, which, D,
+                BLOCK_HALF,
+            )  # fmt: skip
         else:
             source = begin + (HQ + 3 * G) * D + head * DV
-            _copy(QKV, source, v_out, place, group < G, DV, BLOCK_DV)
+            _copy(QKV, source, v_out, place, group < G, V_DESCALE, which, DV, BLOCK_DV)
     counter = COUNTERS + batch * G * 32 + COUNTER
     if tl.atomic_add(counter, 1) == T * (q_parts + 6 * kv_parts) - 1:
         tl.store(counter, 0)
@@ -155,6 +168,13 @@ def _append_plan(
         D=c.d_k, DV=c.d_v, BLOCK_HALF=pow2(c.d_k // 2), BLOCK_DV=pow2(c.d_v), BLOCK_H=BLOCK_H,
         GATES=GATES, DEPTH=min(pow2(hidden), DEPTH), COUNTER=COUNTER, num_warps=1,
     ), {}  # fmt: skip
+
+
+def descales(cache: NSACache) -> tuple[Tensor, Tensor]:
+    """Of the cache's keys and values; anything where they are not e4m3."""
+    if cache.k_descale is None or cache.v_descale is None:
+        return cache.lens, cache.lens
+    return cache.k_descale, cache.v_descale
 
 
 @untraced  # launch_planned() goes by addresses
@@ -184,7 +204,9 @@ def append_turned(
     parts, sizes, layouts = _append_plan(c, qkv.device, width)
     buffers = cache.k_raw, cache.v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
     rows = cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1]
-    tensors = (qkv, cache.lens, cache.counters, cache.frequencies, out, *buffers, *more)
+    tensors = (
+        qkv, cache.lens, cache.counters, cache.frequencies, out, *buffers, *more, *descales(cache)
+    )  # fmt: skip
     compiled, addresses = by_layout(layouts, (tokens, *rows), tensors)
     launch_planned(
         _decode_append_kernel, (batch * tokens, parts, 1),

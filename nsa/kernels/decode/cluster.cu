@@ -12,6 +12,8 @@
 //      log-sum-exps, so that every thread block has all scores. The window's keys arrive meanwhile;
 //   3. window, forced and chosen blocks stream through the same rings;
 //   4. outputs are gated and summed over warps, then over the cluster (Eq. 5).
+// With FP8 the caches hold e4m3: keys and values become fp16 in registers, on their way from shared
+// memory to the products, and so do the queries, each head's by a power of two of its own.
 // What thread blocks tell each other goes from shared memory to shared memory, by stores that
 // arrive at a barrier of the receiver's. All sums have a fixed order, so steps repeat bitwise.
 
@@ -21,10 +23,16 @@ typedef long long i64;
 typedef unsigned long long u64;
 
 #define UNIT 16         // keys that a warp takes at a time
-#define ROW (DV * 2)     // bytes of a value, and of a key's first DV columns
-#define CHUNKS (DV / 8)  // of 16 bytes
-#define MORE (D - DV)    // columns that keys have beyond, 0 or 64; they lie behind keys and values
-#define STAGE (2 * UNIT * ROW + UNIT * MORE * 2)
+#define BYTES (FP8 ? 1 : 2)  // of a number of a key or value
+#define ROW (DV * BYTES)     // bytes of a value, and of a key's first DV columns
+#define CHUNKS (ROW / 16)    // of 16 bytes
+#define MORE (D - DV)  // columns that keys have beyond, 0 or 64; they lie behind keys and values
+#define MORE_ROW (MORE * BYTES)
+#define STAGE (2 * UNIT * ROW + UNIT * MORE_ROW)
+// Chunk c of row r lies where chunk c ^ SWIZZLE would, in rows of so many chunks: 8 neighbouring rows
+// of a chunk are in different banks. Rows of 4 chunks are two to a line of the banks.
+#define SWIZZLE(r, chunks) ((chunks) < 8 ? (r) >> 1 & 3 : (r) & 7)
+#define HALF_RING (STAGES / 2 * STAGE)
 #define THREADS (WARPS * 32)
 #define UNITS_PER_BLOCK (L_SEL / UNIT)
 #define FREE (N_SEL - N_INIT - N_LOCAL)  // blocks that scores choose
@@ -37,7 +45,7 @@ typedef unsigned long long u64;
 // Probabilities are relative to a maximum so far, which serves until scores pass it by 8: outputs are
 // rescaled seldom. bf16 values may be near the largest numbers of fp32, so there the probabilities
 // are kept below 1; those of fp16 may reach 256, as it has no bits for small ones.
-#if BF16
+#if BF16 && !FP8
 #define LEAD 8.0f
 #define POOL_SCALE 8192.0f  // of sums in fp16: at most 36864, and 2^-29 of a maximum is not lost
 #else
@@ -50,14 +58,24 @@ typedef unsigned long long u64;
 
 enum { STEP = 0, CMP = 1, SEL = 2, WIN = 3 };  // what a launch does
 
+#if FP8
+typedef unsigned char KV;
+#else
+typedef u16 KV;
+#endif
+
 struct Params {
-  const u16 *q, *kc, *vc, *ks, *vs, *kw, *vw;
+  const u16 *q;
+  const KV *kc, *vc, *ks, *vs, *kw, *vw;
   const GATE *gates;
   const int *lens, *table;
   int *indices;
   u16 *out;
   int table_len, cmp_rows, sel_rows, win_rows, groups, mode;
   float scale_log2;
+#if FP8
+  const float *k_descale, *v_descale;  // of each sequence and group
+#endif
 };
 
 // What a unit of compressed keys gives to the scores of its four selection blocks.
@@ -88,9 +106,12 @@ struct Shared {
   float2 recv_spill[16];            // of the last unit of the block before, and its maxima
   float2 warp_ml[WARPS][2][16];
   float2 warp_sel_ml[WARPS][16];
+#if FP8
+  float q_scale[16];  // by which a head's queries were divided
+#endif
   u64 bars[5];  // of all blocks: two branches' normalisers, candidates, the best, outputs are here
 };
-static_assert(STAGES == 2, "await_copies() and `seen` are for two");
+static_assert(STAGES <= 4 && STAGES % 2 == 0, "await_copies() and `seen` are for four");
 static_assert(WARPS * STAGES * STAGE + sizeof(Shared) <= SHARED, "cluster.py counts fewer bytes");
 
 // ---- instructions -----------------------------------------------------------------------------
@@ -105,15 +126,34 @@ __device__ __forceinline__ float log2_(float x) {
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// For a product.
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 y;
-#if BF16
+#if BF16 && !FP8
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
 #else
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
 #endif
   return y;
 }
+// For the output.
+__device__ __forceinline__ u32 pack_out(float low, float high) {
+#if BF16 && FP8
+  u32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+#else
+  return pack(low, high);
+#endif
+}
+#if FP8
+// Four numbers of e4m3 as fp16, two and two; NaN stays NaN.
+__device__ __forceinline__ void halves(u32 (&y)[2], u32 x) {
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(y[0]), "=r"(y[1]) : "r"(x));
+}
+#endif
 __device__ __forceinline__ u16 to_half(float x) {
   u16 y;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
@@ -136,7 +176,7 @@ __device__ __forceinline__ u32 shared_address(const void *p) {
   return (u32)__cvta_generic_to_shared(p);
 }
 __device__ __forceinline__ void product(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if BF16
+#if BF16 && !FP8
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #else
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -184,7 +224,9 @@ __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"
 __device__ __forceinline__ void await_copies(int left) {
   if (left == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
   else if (left == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
-  else asm volatile("cp.async.wait_group 2;" ::: "memory");
+  else if (left == 2 || STAGES == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+  else if (left == 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
+  else asm volatile("cp.async.wait_group 4;" ::: "memory");
 }
 
 __device__ __forceinline__ u32 cluster_rank() {
@@ -276,30 +318,45 @@ struct Sums {
   }
 };
 
-// Keys begin..end of the unit are seen. p: the probabilities, relative to sums.m.
+// Keys begin..end of the unit are seen. p: the probabilities, relative to sums.m. scale: of the
+// scores of this thread's two heads.
+// Thread t of a head has columns 8 i + 2 t and the next in Sums.o[i]. With FP8 a register holds four
+// numbers: of each 16 columns 4 t and 4 t + 2 are in an even o[i], 4 t + 1 and 4 t + 3 in the next,
+// and queries have another order of columns, see convert_queries().
 __device__ __forceinline__ void attend(
-    Sums &sums, float (&p)[2][4], u32 q, u32 k, int begin, int end, float scale) {
+    Sums &sums, float (&p)[2][4], u32 q, u32 k, int begin, int end, const float (&scale)[2]) {
   const int lane = threadIdx.x % 32, row = lane % 16;
   const u32 v = k + UNIT * ROW;
-  const u32 at_q = q + row * ROW + ((lane / 16 ^ (row & 7)) << 4);
-  const u32 at_k = k + (row & 7) * ROW + ((lane / 8 ^ (row & 7)) << 4);
-  const u32 more_q = q + 16 * ROW + row * MORE * 2 + ((lane / 16 ^ (row & 7)) << 4);
-  const u32 more_k = k + 2 * UNIT * ROW + (row & 7) * MORE * 2 + ((lane / 8 ^ (row & 7)) << 4);
+  const u32 at_q = q + row * DV * 2 + ((lane / 16 ^ (row & 7)) << 4);
+  const u32 at_k = k + (row & 7) * ROW + ((lane / 8 ^ SWIZZLE(row & 7, CHUNKS)) << 4);
+  const u32 more_q = q + 16 * DV * 2 + row * MORE * 2 + ((lane / 16 ^ (row & 7)) << 4);
+  const u32 more_k = k + 2 * UNIT * ROW + (row & 7) * MORE_ROW +
+                     ((lane / 8 ^ SWIZZLE(row & 7, MORE_ROW / 16)) << 4);
   float s[2][4] = {}, more[2][4] = {};  // two sums: a product waits for the one before
+  const int columns = 64 / BYTES, steps = columns / 16;  // of four chunks of keys
 #pragma unroll
-  for (int j = 0; j < D / 32; ++j) {
-    const bool first = j < DV / 32;
-    const u32 from_q = first ? at_q ^ (2 * j << 5) : more_q ^ (2 * j - DV / 16 << 5);
-    const u32 from_k = first ? at_k ^ (j << 6) : more_k ^ (j - DV / 32 << 6);
-    u32 a[2][4], b[2][4];
-    matrices(a[0], from_q);
-    matrices(a[1], from_q ^ 32);
+  for (int j = 0; j < D / columns; ++j) {
+    const bool first = j < DV / columns;
+    const u32 from_q = first ? at_q ^ (steps * j << 5) : more_q ^ (steps * j - DV / 16 << 5);
+    const u32 from_k = first ? at_k ^ (j << 6) : more_k ^ (j - DV / columns << 6);
+    u32 a[steps][4], b[2][4];
+#pragma unroll
+    for (int i = 0; i < steps; ++i) matrices(a[i], from_q ^ (i << 5));
     matrices(b[0], from_k);
-    matrices(b[1], from_k + 8 * (first ? ROW : MORE * 2));
+    matrices(b[1], from_k + 8 * (first ? ROW : MORE_ROW));
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
+#if FP8
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        u32 x[2];
+        halves(x, b[tile][i]);
+        product(i % 2 ? more[tile] : s[tile], a[i], x[0], x[1]);
+      }
+#else
       product(s[tile], a[0], b[tile][0], b[tile][1]);
       product(more[tile], a[1], b[tile][2], b[tile][3]);
+#endif
     }
   }
 #pragma unroll
@@ -320,7 +377,7 @@ __device__ __forceinline__ void attend(
   for (int r = 0; r < 2; ++r) {
     float x = fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1]));
     x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
-    top[r] = fmaxf(x, __shfl_xor_sync(ALL, x, 2)) * scale;
+    top[r] = fmaxf(x, __shfl_xor_sync(ALL, x, 2)) * scale[r];
   }
   const bool passed[2] = {top[0] > sums.m[0] + (8.0f - LEAD), top[1] > sums.m[1] + (8.0f - LEAD)};
   if (__any_sync(ALL, passed[0] || passed[1])) {
@@ -341,20 +398,73 @@ __device__ __forceinline__ void attend(
   for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      p[tile][j] = exp2_(s[tile][j] * scale - sums.m[j / 2]);
+      p[tile][j] = exp2_(s[tile][j] * scale[j / 2] - sums.m[j / 2]);
       sums.l[j / 2] += p[tile][j];
     }
   const u32 a[4] = {pack(p[0][0], p[0][1]), pack(p[0][2], p[0][3]), pack(p[1][0], p[1][1]),
                     pack(p[1][2], p[1][3])};
-  const u32 at = v + row * ROW + ((lane / 16 ^ (row & 7)) << 4);
+  const u32 at = v + row * ROW + ((lane / 16 ^ SWIZZLE(row, CHUNKS)) << 4);
 #pragma unroll
-  for (int j = 0; j < DV / 16; ++j) {
+  for (int j = 0; j < ROW / 32; ++j) {
     u32 b[4];
     matrices_turned(b, at ^ (j << 5));
+#if FP8
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {  // a register has two columns of a key, then those of the next
+      u32 x[2], y[2];
+      halves(x, __byte_perm(b[2 * i], 0, 0x3120));
+      halves(y, __byte_perm(b[2 * i + 1], 0, 0x3120));
+      product(sums.o[4 * j + 2 * i], a, x[0], y[0]);
+      product(sums.o[4 * j + 2 * i + 1], a, x[1], y[1]);
+    }
+#else
     product(sums.o[2 * j], a, b[0], b[1]);
     product(sums.o[2 * j + 1], a, b[2], b[3]);
+#endif
   }
 }
+
+#if FP8
+// Where a column of a head's queries and the next one lie.
+__device__ __forceinline__ u32 *query(Shared &shared, int head, int column) {
+  const int chunk = column % DV / 8 ^ (head & 7);
+#if D > DV
+  if (column >= DV) return (u32 *)(shared.more_q[head] + chunk * 8 + column % 8);
+#endif
+  return (u32 *)(shared.q[head] + chunk * 8 + column % 8);
+}
+
+// Queries, which the copies brought, as fp16 of up to 2^15, in an order of columns as a register of
+// keys has them: of each 16 the pairs 0, 2, 4 and 6 come first. A warp takes a head at a time; the
+// caller waits before and after.
+__device__ __forceinline__ void convert_queries(Shared &shared) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int head = threadIdx.x / 32; head < 16; head += WARPS) {
+    u32 x[D / 64];
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < D / 64; ++i) {  // two columns
+      const int column = (lane + 32 * i) * 2;
+      x[i] = *query(shared, head, column);
+      most = fmaxf(most, fmaxf(fabsf(gate_of((u16)x[i])), fabsf(gate_of((u16)(x[i] >> 16)))));
+    }
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, i));
+    // A power of two that makes the largest one 2^14 to 2^15; of zeros it is some number.
+    const int n = min(268 - (__float_as_int(most) >> 23), 191);
+    const float by = __int_as_float(n << 23);
+    __syncwarp();
+    if (lane == 0) shared.q_scale[head] = __int_as_float(254 - n << 23);
+#pragma unroll
+    for (int i = 0; i < D / 64; ++i) {
+      const int column = (lane + 32 * i) * 2, pair = column / 2 % 8;
+      *query(shared, head, (column & ~15) + (pair / 2 + pair % 2 * 4) * 2) =
+          pack(gate_of((u16)x[i]) * by, gate_of((u16)(x[i] >> 16)) * by);
+    }
+  }
+}
+#endif
 
 // Probabilities of a unit's compressed keys to its four selection blocks. A key that reaches into
 // the block behind its own gives half of its weight there (l = 2 d), or nothing does (l = d).
@@ -565,8 +675,8 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
 #endif
 
   const i64 first_head = (i64)program * HEADS;
-  for (int i = threadIdx.x; i < 16 * CHUNKS; i += THREADS) {
-    const int head = i / CHUNKS, chunk = i % CHUNKS;
+  for (int i = threadIdx.x; i < 16 * DV / 8; i += THREADS) {
+    const int head = i / (DV / 8), chunk = i % (DV / 8);
     copy16(shared_address(shared.q[head]) + ((chunk ^ (head & 7)) << 4),
            args.q + (first_head + (head < HEADS ? head : 0)) * D + chunk * 8, head < HEADS);
   }
@@ -634,7 +744,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   auto bring = [&](int limit) {
 #pragma unroll 1
     for (; issued - done < STAGES && warp + issued * WARPS < limit; ++issued) {
-      const u16 *K, *V;
+      const KV *K, *V;
       int i = warp + issued * WARPS, key, begin = 0, end = length, rows, wrap = UNIT;
       i64 slot;
       const bool compressed = i < cmp_units;
@@ -681,7 +791,8 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       const int chunk = lane % CHUNKS, step = 32 / CHUNKS;
       const i64 from = ((i64)batch * rows + slot + lane / CHUNKS) * G + group;
       const u32 to = ring + stage * STAGE + lane / CHUNKS * ROW;
-      const u16 *k = K + (from * D + chunk * 8), *v = V + (from * DV + chunk * 8);
+      const int within = chunk * (16 / BYTES);
+      const KV *k = K + (from * D + within), *v = V + (from * DV + within);
       // CMP_PAGE: in pages a compressed key lies in that of the last token that it is made of, where
       // few rows are neighbours.
       const bool apart = CMP_PAGE > 0 && compressed;
@@ -697,14 +808,15 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
           const int r = lane / CHUNKS + j * step;
           const bool live = r < end;
           const i64 at = live ? place(r) * G + group : 0;
-          const u32 where = to + j * step * ROW + ((chunk ^ (r & 7)) << 4);
-          copy16(where, K + (at * D + chunk * 8), live);
-          copy16(where + UNIT * ROW, V + (at * DV + chunk * 8), live);
+          const u32 where = to + j * step * ROW + ((chunk ^ SWIZZLE(r, CHUNKS)) << 4);
+          copy16(where, K + (at * D + within), live);
+          copy16(where + UNIT * ROW, V + (at * DV + within), live);
         }
       } else if (begin == 0 && end == UNIT && (!RING || wrap >= UNIT)) {
 #pragma unroll
         for (int j = 0; j < UNIT / step; ++j, k += step * k_width, v += step * v_width) {
-          const u32 where = to + j * step * ROW + ((chunk ^ (lane / CHUNKS + j * step & 7)) << 4);
+          const int r = lane / CHUNKS + j * step;
+          const u32 where = to + j * step * ROW + ((chunk ^ SWIZZLE(r, CHUNKS)) << 4);
           copy16(where, k);
           copy16(where + UNIT * ROW, v);
         }
@@ -715,19 +827,20 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
           const bool live = r >= begin && r < end;  // else nothing is read, and zeros are stored
           i64 at = (i64)j * step * k_width, v_at = (i64)j * step * v_width;
           if (RING && r >= wrap) at -= (i64)rows * k_width, v_at -= (i64)rows * v_width;
-          const u32 where = to + j * step * ROW + ((chunk ^ (r & 7)) << 4);
+          const u32 where = to + j * step * ROW + ((chunk ^ SWIZZLE(r, CHUNKS)) << 4);
           copy16(where, live ? k + at : K, live);
           copy16(where + UNIT * ROW, live ? v + v_at : V, live);
         }
       }
       if (MORE > 0) {
-        const int chunk = lane % 8;
+        const int chunks = MORE > 0 ? MORE_ROW / 16 : 1, chunk = lane % chunks;
 #pragma unroll
-        for (int r = lane / 8; r < UNIT; r += 4) {
+        for (int r = lane / chunks; r < UNIT; r += 32 / chunks) {
           const bool live = r >= begin && r < end;
           const i64 at = live ? place(r) * G + group : 0;
-          const u32 where = ring + stage * STAGE + 2 * UNIT * ROW + r * MORE * 2;
-          copy16(where + ((chunk ^ (r & 7)) << 4), K + (at * D + DV + chunk * 8), live);
+          const u32 where = ring + stage * STAGE + 2 * UNIT * ROW + r * MORE_ROW;
+          copy16(where + ((chunk ^ SWIZZLE(r, chunks)) << 4),
+                 K + (at * D + DV + chunk * (16 / BYTES)), live);
         }
       }
       commit();
@@ -750,6 +863,10 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   float lse;  // of head lane % 16; EARLY: each half warp has a branch's
   float kept_m[2];  // EARLY: what those of compressed keys are relative to until then
   Sums sums;
+  float scale[2] = {args.scale_log2, args.scale_log2}, v_descale = 1.0f;
+#if FP8
+  v_descale = args.v_descale[(i64)batch * G + group];
+#endif
   int limit = mode == SEL ? total : known;
   bool live = false;
 #pragma unroll 1
@@ -769,7 +886,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       const u32 ends = live ? seen >> stage * 16 : 0;
       float p[2][4];
       attend(sums, p, shared_address(shared.q), ring + stage * STAGE, ends & 255, ends >> 8 & 255,
-             args.scale_log2);
+             scale);
       if (whole && phase == 0) pool(shared.pooled[kept_from + i], p, sums.m, live);
       __syncwarp();
       if (live) {
@@ -778,6 +895,14 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         sums.clear();
         await_copies(issued);  // of the queries
         __syncthreads();
+#if FP8
+        convert_queries(shared);
+        __syncthreads();
+        const float k_descale = args.k_descale[(i64)batch * G + group];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          scale[r] = args.scale_log2 * k_descale * shared.q_scale[lane / 4 + 8 * r];
+#endif
         live = true;
       }
     }
@@ -862,9 +987,12 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     for (int r = 0; r < 2; ++r) {
       const int head = lane / 4 + 8 * r;
       const float gate = gate_of(!EARLY && phase == 0 ? gates[r][0] : gates[r][2]);
-      const float by = gate * exp2_(sums.m[r] - __shfl_sync(ALL, lse, EARLY * 16 + head));
+      const float by =
+          gate * v_descale * exp2_(sums.m[r] - __shfl_sync(ALL, lse, EARLY * 16 + head));
       float kept_by = 1.0f;
-      if (EARLY) kept_by = gate_of(gates[r][0]) * exp2_(kept_m[r] - __shfl_sync(ALL, lse, head));
+      if (EARLY)
+        kept_by =
+            gate_of(gates[r][0]) * v_descale * exp2_(kept_m[r] - __shfl_sync(ALL, lse, head));
 #pragma unroll
       for (int i = 0; i < DV / 8; ++i)
 #pragma unroll
@@ -876,18 +1004,36 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   // Sums over the warps: outputs of both kinds, through the rings. Chunks of 8 columns take turns
   // by the head's number, so that threads of a warp hit different banks.
   sums.close();
+#if FP8  // four columns in a row, see attend()
+  const int corner = warp * STAGES * STAGE + (lane / 4 * (DV * 4 + 32) ^ lane % 4 / 2 * 32) +
+                     lane % 2 * 16;
+#else
   const int corner = warp * STAGES * STAGE + lane / 4 * (DV * 4 + 32) + lane % 4 * 8;
+#endif
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float gate = gate_of(gates[r][1]);
+    const float gate = gate_of(gates[r][1]) * v_descale;
     if (lane % 4 == 0)
       shared.warp_sel_ml[warp][lane / 4 + 8 * r] = make_float2(sums.m[r], sums.l[r]);
+#if FP8
+#pragma unroll
+    for (int i = 0; i < DV / 8; i += 2) {
+      unsigned char *to = memory + (corner ^ i * 32) + r * 8 * DV * 4;
+      *(float4 *)to = make_float4(kept[i][2 * r], kept[i + 1][2 * r], kept[i][2 * r + 1],
+                                  kept[i + 1][2 * r + 1]);
+      *(float4 *)(to + HALF_RING) = make_float4(
+          sums.o[i][2 * r] * gate, sums.o[i + 1][2 * r] * gate, sums.o[i][2 * r + 1] * gate,
+          sums.o[i + 1][2 * r + 1] * gate);
+    }
+#else
 #pragma unroll
     for (int i = 0; i < DV / 8; ++i) {
       unsigned char *to = memory + (corner ^ i * 32) + r * 8 * DV * 4;
       *(float2 *)to = make_float2(kept[i][2 * r], kept[i][2 * r + 1]);
-      *(float2 *)(to + STAGE) = make_float2(sums.o[i][2 * r] * gate, sums.o[i][2 * r + 1] * gate);
+      *(float2 *)(to + HALF_RING) =
+          make_float2(sums.o[i][2 * r] * gate, sums.o[i][2 * r + 1] * gate);
     }
+#endif
   }
   __syncthreads();
 #pragma unroll 1
@@ -904,7 +1050,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       const float weight = exp2_(ml.x - m);
       l += ml.y * weight;
       const unsigned char *from = memory + w * STAGES * STAGE + at;
-      const float4 a = *(const float4 *)from, b = *(const float4 *)(from + STAGE);
+      const float4 a = *(const float4 *)from, b = *(const float4 *)(from + HALF_RING);
       sum.x += a.x, sum.y += a.y, sum.z += a.z, sum.w += a.w;
       sel.x += b.x * weight, sel.y += b.y * weight, sel.z += b.z * weight, sel.w += b.w * weight;
     }
@@ -918,8 +1064,8 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     if (head < HEADS) {
       const float by = l == 0.0f ? 0.0f : 1.0f / l;
       *(uint2 *)(args.out + (first_head + head) * DV + column) =
-          make_uint2(pack(sum.x + sel.x * by, sum.y + sel.y * by),
-                     pack(sum.z + sel.z * by, sum.w + sel.w * by));
+          make_uint2(pack_out(sum.x + sel.x * by, sum.y + sel.y * by),
+                     pack_out(sum.z + sel.z * by, sum.w + sel.w * by));
     }
 #endif
   }
@@ -953,7 +1099,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     const float by = l == 0.0f ? 0.0f : 1.0f / l;
     if (head < HEADS)
       *(u32 *)(args.out + (first_head + head) * DV + column) =
-          pack(sum.x + sel.x * by, sum.y + sel.y * by);
+          pack_out(sum.x + sel.x * by, sum.y + sel.y * by);
   }
 #endif
 }

@@ -9,6 +9,8 @@ us: one sequence of 8k tokens 17.5 -> 13.7, of 64k 24.5 -> 17.7, 16 of them 78.6
 Several new tokens are that many steps side by side, each with its own length, whose keys come from
 the L2 after the first. (A thread block that attended for several tokens was slower: docs/lab.md.)
 
+Caches of float8_e4m3fn are half the bytes: twice as many stages keep as many under way.
+
 NVRTC, which comes with PyTorch, compiles the kernel for its sizes when it is first asked for; the
 result is kept beside what Triton keeps. Whatever is not served goes to the kernels of step.py.
 """
@@ -58,6 +60,7 @@ MOST_SEQUENCES = 65535  # times new tokens: the second extent of a grid
 MODES = {None: 0, "cmp": 1, "sel": 2, "win": 3}
 GATES = {torch.float32: "float", torch.bfloat16: "u16", torch.float16: "u16"}
 _PARAMS = struct.Struct("12Q6if4x")
+_DESCALES = struct.Struct("2Q")  # behind those, with FP8
 
 
 class Unavailable(RuntimeError):
@@ -67,14 +70,18 @@ class Unavailable(RuntimeError):
 @dataclass(frozen=True)
 class ClusterPlan:
     """cluster: blocks of one; units: of compressed keys that a block may get; early: EARLY of
-    cluster.cu."""
+    cluster.cu; fp8: keys and values are."""
 
     cluster: int
     warps: int
-    stages: int
     occupancy: int
     units: int
     early: bool
+    fp8: bool = False
+
+    @property
+    def stages(self) -> int:
+        return 4 if self.fp8 else 2
 
     @property
     def told(self) -> int:
@@ -82,18 +89,19 @@ class ClusterPlan:
 
     def shared(self, dim: int, dv: int, n_sel: int, free: int) -> int:
         """Bytes of shared memory: the rings of keys, then `Shared` of cluster.cu."""
-        rings = self.warps * self.stages * UNIT * (dim + dv) * 2
+        rings = self.warps * self.stages * UNIT * (dim + dv) * (1 if self.fp8 else 2)
         parts = HEADS * (dim * 2 + dv * 8 * (self.cluster > 1))
         normalisers = 3 * HEADS * 8 * (self.cluster + self.warps) + HEADS * 8
         kept = max(self.units, self.cluster * self.told)
         keys = 4 * (4 * kept + 2 * self.cluster * free + 2 * free + n_sel)
         keys += 8 * 4 * self.units
+        parts += HEADS * 4 * self.fp8  # scales of the queries
         return rings + parts + normalisers + keys + kept * HEADS * (4 + 2 + 8) + 128
 
     def macros(self, dim: int, dv: int, n_sel: int, free: int) -> dict[str, int]:
         """What cluster.cu is compiled with for this."""
         return dict(
-            D=dim, DV=dv,
+            D=dim, DV=dv, FP8=int(self.fp8),
             CLUSTER=self.cluster, WARPS=self.warps, STAGES=self.stages, OCCUPANCY=self.occupancy,
             UNITS=self.units, TOLD=self.told, EARLY=int(self.early),
             SHARED=self.shared(dim, dv, n_sel, free),
@@ -120,7 +128,7 @@ def why_not(
 
 def plan(
     programs: int, dim: int, dv: int, n_sel: int, free: int, l_sel: int, max_len: int,
-    sms: int = SMS,
+    sms: int = SMS, fp8: bool = False,
 ) -> ClusterPlan | None:
     """For so many programs; None where block sums do not fit."""
     filled = programs * SMS / sms
@@ -133,7 +141,7 @@ def plan(
             early = cluster > 1 and filled <= EARLY_PROGRAMS and units <= TOLD
             if early and units <= EARLY_UNITS:
                 warps = EARLY_WARPS
-            found = ClusterPlan(cluster, warps, 2, occupancy, units, early)
+            found = ClusterPlan(cluster, warps, occupancy, units, early, fp8)
             if found.shared(dim, dv, n_sel, free) <= SHARED_MOST[occupancy]:
                 return found
             cluster *= 2
@@ -198,25 +206,27 @@ class ClusterKernel:
     shared: int
 
     def __call__(
-        self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], scale_log2: float
-    ) -> bool:
+        self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], scale_log2: float,
+        descales: tuple[Tensor, ...] = (),
+    ) -> bool:  # fmt: skip
         """Launch; False where a tensor does not begin at 16 bytes, and nothing is launched.
 
-        tensors and numbers in the order of `Params` of cluster.cu.
+        tensors and numbers in the order of `Params` of cluster.cu; descales with FP8.
         """
         addresses = [x.data_ptr() for x in tensors]
         if any([at % 16 for at in addresses[:7]]):  # queries, keys and values
             return False
         if is_planned(NAME):
             return True
-        packed = ctypes.create_string_buffer(
-            _PARAMS.pack(*addresses, *numbers, scale_log2), _PARAMS.size
-        )
-        params = ctypes.c_void_p(ctypes.addressof(packed))
+        params = _PARAMS.pack(*addresses, *numbers, scale_log2)
+        if descales:
+            params += _DESCALES.pack(*[x.data_ptr() for x in descales])
+        packed = ctypes.create_string_buffer(params, len(params))
+        pointer = ctypes.c_void_p(ctypes.addressof(packed))
         stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
         code, *_ = self.launch(
             self.function, *self.grid, 1, self.threads, 1, 1, self.shared, stream,
-            ctypes.addressof(params), 0,
+            ctypes.addressof(pointer), 0,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"{NAME}: {code.name}")
@@ -247,7 +257,7 @@ def _kernel(
     device: torch.device, batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int,
     dtype: torch.dtype, gate_dtype: torch.dtype, l: int, d: int, l_sel: int, n_sel: int,
     n_init: int, n_local: int, window: int, max_len: int, page: int, ring: bool,
-    cmp_paged: bool = False,
+    cmp_paged: bool = False, fp8: bool = False,
 ) -> ClusterKernel | str:  # fmt: skip
     """The kernel, or why it does not serve."""
     if gate_dtype not in (torch.float32, dtype):
@@ -260,7 +270,7 @@ def _kernel(
         return reason
     free = n_sel - n_init - n_local
     found = plan(
-        batch * tokens * groups, dim, dv, n_sel, free, l_sel, max_len, sm_count(device)
+        batch * tokens * groups, dim, dv, n_sel, free, l_sel, max_len, sm_count(device), fp8
     )
     if found is None or batch * tokens > MOST_SEQUENCES:
         return "its block sums do not fit, or there are too many sequences"

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.decode.tile import visible
+from nsa.kernels.decode.append import descales
+from nsa.kernels.decode.tile import store_rows, visible
 from nsa.kernels.launch import by_layout, launch, launch_planned, on_its_device
 from nsa.kernels.tiles import cdiv, dot_precision, dot_size
 from nsa.untraced import untraced
@@ -28,6 +29,7 @@ COLUMNS = 32  # of a program's product
 PARTS = 8  # of a block: 64 programs for one sequence of the paper's sizes
 OUTER_ROWS = 16  # of the second launch, whose programs load all parts of a sum at once
 MOST_TOKENS = 16  # of a part: its loop is unrolled
+DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 MOST_HIDDEN = 256  # a program of the second launch holds a row's hidden layer whole
 
 
@@ -91,8 +93,8 @@ def _due(LENS, ROWS: tl.constexpr, rows, G, due, T, l, d, cmp_rows):
 @triton.jit
 def _inner(
     RAW, POSITION, WEIGHT, PART, row, batch, block, group, full, part, column, rows, G, raw_rows, l,
-    d, D: tl.constexpr, BLOCK_D: tl.constexpr, HIDDEN: tl.constexpr, TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    d, DESCALE, D: tl.constexpr, BLOCK_D: tl.constexpr, HIDDEN: tl.constexpr,
+    TOKENS: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """PART[part] = (x + p) WEIGHT^T over a part's tokens, for the hidden columns `column`."""
     at = tl.arange(0, BLOCK_D)
@@ -105,6 +107,9 @@ def _inner(
         x = tl.load(
             RAW + source[:, None] + at[None, :], mask=full[:, None] & there[None, :], other=0.0
         )
+        if RAW.dtype.element_ty == tl.float8e4nv:
+            by = tl.load(DESCALE + batch * G + group, mask=full, other=0.0)
+            x = (x.to(tl.float32) * by[:, None]).to(DTYPE)
         p = tl.load(POSITION + i * D + at, mask=there, other=0.0).to(x.dtype)
         x = tl.where(full[:, None], x + p[None, :], 0.0).to(x.dtype)
         w = tl.load(
@@ -118,10 +123,11 @@ def _inner(
 
 @triton.jit
 def _decode_phi_inner_kernel(
-    K_RAW, V_RAW, LENS, K_POSITION, V_POSITION, K_WEIGHT, V_WEIGHT, K_PART, V_PART, rows, G,
-    raw_rows, cmp_rows, due, T, l, d, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, K_HIDDEN: tl.constexpr, V_HIDDEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+    K_RAW, V_RAW, LENS, K_POSITION, V_POSITION, K_WEIGHT, V_WEIGHT, K_PART, V_PART, K_DESCALE,
+    V_DESCALE, rows, G, raw_rows, cmp_rows, due, T, l, d, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_HIDDEN: tl.constexpr, V_HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Programs: ROWS blocks of sequences and groups, COLUMNS of the hidden layer for TOKENS of the
     block, keys or values."""
@@ -132,17 +138,19 @@ def _decode_phi_inner_kernel(
     column = tl.program_id(1) // PARTS * COLUMNS + tl.arange(0, COLUMNS)
     if tl.program_id(2) == 0:
         _inner(K_RAW, K_POSITION, K_WEIGHT, K_PART, row, batch, block, group, full, part, column,
-               rows, G, raw_rows, l, d, D, BLOCK_D, K_HIDDEN, TOKENS, PRECISION)  # fmt: skip
+               rows, G, raw_rows, l, d, K_DESCALE, D, BLOCK_D, K_HIDDEN, TOKENS, PRECISION,
+               DTYPE)  # fmt: skip
     else:
         _inner(V_RAW, V_POSITION, V_WEIGHT, V_PART, row, batch, block, group, full, part, column,
-               rows, G, raw_rows, l, d, DV, BLOCK_DV, V_HIDDEN, TOKENS, PRECISION)  # fmt: skip
+               rows, G, raw_rows, l, d, V_DESCALE, DV, BLOCK_DV, V_HIDDEN, TOKENS, PRECISION,
+               DTYPE)  # fmt: skip
 
 
 @triton.jit
 def _outer(
     PART, INNER_BIAS, WEIGHT, BIAS, CMP, row, batch, block, group, full, column, rows, G, cmp_rows,
-    D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DESCALE, D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """silu(sum of PART + INNER_BIAS) WEIGHT^T + BIAS into the rows of full blocks."""
     at = tl.arange(0, BLOCK_HIDDEN)
@@ -151,25 +159,27 @@ def _outer(
     w = tl.load(
         WEIGHT + column[:, None] * HIDDEN + at[None, :], mask=some[:, None] & there[None, :],
         other=0.0,
-    ).to(CMP.dtype.element_ty)  # fmt: skip
+    ).to(DTYPE)  # fmt: skip
     bias = tl.load(BIAS + column, mask=some, other=0.0).to(tl.float32)
     x = tl.zeros([row.shape[0], BLOCK_HIDDEN], tl.float32)
     x += tl.load(INNER_BIAS + at, mask=there, other=0.0).to(tl.float32)[None, :]
     for part in tl.static_range(PARTS):
         source = (part * rows + row).to(tl.int64)[:, None] * HIDDEN + at[None, :]
         x += tl.load(PART + source, mask=full[:, None] & there[None, :], other=0.0)
-    x = (x * tl.sigmoid(x)).to(CMP.dtype.element_ty)
+    x = (x * tl.sigmoid(x)).to(DTYPE)
     out = tl.dot(x, tl.trans(w), input_precision=PRECISION) + bias[None, :]
     to = (((batch * cmp_rows + block) * G + group) * D)[:, None] + column[None, :]
-    tl.store(CMP + to, out.to(CMP.dtype.element_ty), mask=full[:, None] & some[None, :])
+    mask = full[:, None] & some[None, :]
+    store_rows(CMP, to, out.to(DTYPE), mask, DESCALE, batch * G + group, full)
 
 
 @triton.jit
 def _decode_phi_outer_kernel(
     K_PART, V_PART, LENS, K_INNER_BIAS, V_INNER_BIAS, K_WEIGHT, V_WEIGHT, K_BIAS, V_BIAS, K_CMP,
-    V_CMP, rows, G, cmp_rows, due, T, l, d, D: tl.constexpr, DV: tl.constexpr,
-    K_HIDDEN: tl.constexpr, V_HIDDEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    V_CMP, K_DESCALE, V_DESCALE, rows, G, cmp_rows, due, T, l, d, D: tl.constexpr,
+    DV: tl.constexpr, K_HIDDEN: tl.constexpr, V_HIDDEN: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Programs: ROWS blocks of sequences and groups, COLUMNS of their keys or values."""
     row, batch, block, group, full = _due(LENS, ROWS, rows, G, due, T, l, d, cmp_rows)
@@ -178,10 +188,12 @@ def _decode_phi_outer_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if tl.program_id(2) == 0:
         _outer(K_PART, K_INNER_BIAS, K_WEIGHT, K_BIAS, K_CMP, row, batch, block, group, full,
-               column, rows, G, cmp_rows, D, K_HIDDEN, BLOCK_K, PARTS, PRECISION)  # fmt: skip
+               column, rows, G, cmp_rows, K_DESCALE, D, K_HIDDEN, BLOCK_K, PARTS, PRECISION,
+               DTYPE)  # fmt: skip
     else:
         _outer(V_PART, V_INNER_BIAS, V_WEIGHT, V_BIAS, V_CMP, row, batch, block, group, full,
-               column, rows, G, cmp_rows, DV, V_HIDDEN, BLOCK_V, PARTS, PRECISION)  # fmt: skip
+               column, rows, G, cmp_rows, V_DESCALE, DV, V_HIDDEN, BLOCK_V, PARTS, PRECISION,
+               DTYPE)  # fmt: skip
 
 
 @on_its_device
@@ -232,7 +244,7 @@ def _phi_plan(
     many = phi_rows(rows, max(c.d_k, c.d_v, k_hidden, v_hidden))
     same = dict(
         D=c.d_k, DV=c.d_v, K_HIDDEN=k_hidden, V_HIDDEN=v_hidden, COLUMNS=COLUMNS, PARTS=PARTS,
-        PRECISION=dot_precision(dtype),
+        PRECISION=dot_precision(dtype), DTYPE=DTYPES[dtype],
     )  # fmt: skip
     inner = dict(ROWS=many, BLOCK_D=dot_size(c.d_k), BLOCK_DV=dot_size(c.d_v),
                  TOKENS=cdiv(c.l, PARTS), num_warps=4, **same)  # fmt: skip
@@ -259,24 +271,25 @@ def emit_mlp(
     c = cache.config
     rows, hidden = cache.batch * due * c.groups, (len(k[1]), len(v[1]))
     first, second, inner, outer, layouts = _phi_plan(
-        c, lens.device, cache.k_cmp.dtype, rows, *hidden
+        c, lens.device, cache.dtype, rows, *hidden
     )
     k, v = ([x.contiguous() for x in one] for one in (k, v))
     made = [torch.empty(PARTS, rows, n, dtype=torch.float32, device=lens.device) for n in hidden]
     raw_rows, cmp_rows = cache.k_raw.shape[1], cache.k_cmp.shape[1]
-    tensors = (lens, cache.k_raw, cache.v_raw, cache.k_cmp, cache.v_cmp, *made, *k, *v)
+    buffers = cache.k_raw, cache.v_raw, cache.k_cmp, cache.v_cmp
+    tensors = (lens, *buffers, *descales(cache), *made, *k, *v)
     compiled, addresses = by_layout(layouts, (due, T, raw_rows, cmp_rows), tensors)
-    lens, k_raw, v_raw, k_cmp, v_cmp, k_made, v_made, *weights = (
+    lens, k_raw, v_raw, k_cmp, v_cmp, k_descale, v_descale, k_made, v_made, *weights = (
         addresses if len(compiled) == 2 else tensors
     )
     k, v = weights[:5], weights[5:]
     launch_planned(
         _decode_phi_inner_kernel, first,
-        (k_raw, v_raw, lens, k[0], v[0], k[1], v[1], k_made, v_made, rows, c.groups, raw_rows,
-         cmp_rows, due, T, c.l, c.d), inner, compiled,
+        (k_raw, v_raw, lens, k[0], v[0], k[1], v[1], k_made, v_made, k_descale, v_descale, rows,
+         c.groups, raw_rows, cmp_rows, due, T, c.l, c.d), inner, compiled,
     )  # fmt: skip
     launch_planned(
         _decode_phi_outer_kernel, second,
-        (k_made, v_made, lens, k[2], v[2], k[3], v[3], k[4], v[4], k_cmp, v_cmp, rows, c.groups,
-         cmp_rows, due, T, c.l, c.d), outer, compiled,
+        (k_made, v_made, lens, k[2], v[2], k[3], v[3], k[4], v[4], k_cmp, v_cmp, k_descale,
+         v_descale, rows, c.groups, cmp_rows, due, T, c.l, c.d), outer, compiled,
     )  # fmt: skip

@@ -10,12 +10,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.decode.tile import attend, begin_next, cache_row, load_rows, visible
+from nsa.kernels.decode.tile import (
+    attend,
+    begin_next,
+    by_descale,
+    cache_row,
+    key_scale,
+    load_rows,
+    visible,
+)
 
 
 @triton.jit
 def scan_split(
-    bg, split, length, Q, KC, VC, KW, VW, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX,
+    bg, split, length, Q, KC, VC, KW, VW, TABLE, K_DESCALE, V_DESCALE, PART_O, PART_M, PART_L,
+    POOLED, SPILL, TILE_MAX,
     table_len, cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel,
     window, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -31,6 +40,7 @@ def scan_split(
     """
     batch = bg // G
     group = bg % G
+    scale_log2 = key_scale(scale_log2, K_DESCALE, bg, KC)
     rows = tl.arange(0, ROWS)
     token = rows // H
     live = rows < T * H
@@ -90,11 +100,11 @@ def scan_split(
             at = cache_row(held, TABLE, batch, table_len, win_capacity, PAGE, RING) * G + group
             k_base = KW
             v_base = VW
-        k = load_rows(k_base, at, seen_any, offs_d, D)
-        v = load_rows(v_base, at, seen_any, offs_dv, DV)
+        k = load_rows(k_base, at, seen_any, offs_d, D).to(q.dtype)
+        v = load_rows(v_base, at, seen_any, offs_dv, DV).to(q.dtype)
         k2 = k
         if BLOCK_D2 > 0:
-            k2 = load_rows(k_base, at, seen_any, offs_d2, D)
+            k2 = load_rows(k_base, at, seen_any, offs_d2, D).to(q.dtype)
         seen = seen_any[None, :] & (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
         acc, m_i, l_i, p, m_safe = attend(
             acc, m_i, l_i, q, q2, k, k2, v, seen, scale_log2, BLOCK_D2, APART, PRECISION
@@ -120,14 +130,15 @@ def scan_split(
     tl.store(PART_L + out_at, l_i, mask=live)
     tl.store(
         PART_O + out_at[:, None] * DV + offs_dv[None, :],
-        acc,
+        by_descale(acc, V_DESCALE, bg, VC),
         mask=live[:, None] & (offs_dv < DV)[None, :],
     )
 
 
 @triton.jit
 def _decode_scan_kernel(
-    Q, KC, VC, KW, VW, LENS, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX,
+    Q, KC, VC, KW, VW, LENS, TABLE, K_DESCALE, V_DESCALE, PART_O, PART_M, PART_L, POOLED, SPILL,
+    TILE_MAX,
     table_len, cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel,
     window, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -144,8 +155,8 @@ def _decode_scan_kernel(
     bg = tl.program_id(0)
     scan_split(
         bg, tl.program_id(1), tl.load(LENS + bg // G),
-        Q, KC, VC, KW, VW, TABLE, PART_O, PART_M, PART_L, POOLED, SPILL, TILE_MAX, table_len,
-        cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all, n_tiles, l, d, l_sel, window,
-        scale_log2, D, DV, ROWS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, RING, CMP_PAGE,
-        POOL_DTYPE, APART, PRECISION,
+        Q, KC, VC, KW, VW, TABLE, K_DESCALE, V_DESCALE, PART_O, PART_M, PART_L, POOLED, SPILL,
+        TILE_MAX, table_len, cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all, n_tiles,
+        l, d, l_sel, window, scale_log2, D, DV, ROWS, BLOCK_N, NB, BLOCK_D, BLOCK_D2, BLOCK_DV,
+        PAGE, RING, CMP_PAGE, POOL_DTYPE, APART, PRECISION,
     )  # fmt: skip

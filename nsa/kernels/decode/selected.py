@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.decode.choose import choose_blocks
-from nsa.kernels.decode.tile import attend, await_last, begin_next, cache_row, load_rows
+from nsa.kernels.decode.tile import (
+    attend,
+    await_last,
+    begin_next,
+    by_descale,
+    cache_row,
+    key_scale,
+    load_rows,
+)
 
 
 @triton.jit
@@ -40,8 +48,8 @@ def _scanned(
 @triton.jit
 def attend_selected(
     split, bg, token, length,
-    Q, KS, VS, TABLE, INDICES, GATES, OUT, PART_O, PART_M, PART_L, SCAN_O, SCAN_M, SCAN_L, POOLED,
-    SPILL, TILE_MAX, KEYS, BLOCKS,
+    Q, KS, VS, TABLE, K_DESCALE, V_DESCALE, INDICES, GATES, OUT, PART_O, PART_M, PART_L, SCAN_O,
+    SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS,
     table_len, capacity, G, H, T, splits, share, splits_cmp, splits_all, n_tiles, l, d, l_sel,
     chunks, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
@@ -58,6 +66,7 @@ def attend_selected(
     """
     batch = bg // G
     group = bg % G
+    scale_log2 = key_scale(scale_log2, K_DESCALE, bg, KS)
     position = length - T + token
     token_row = (batch.to(tl.int64) * T + token) * (G * H) + group * H
     indices = INDICES + ((batch.to(tl.int64) * T + token) * G + group) * N_SEL
@@ -101,14 +110,15 @@ def attend_selected(
         seen = (block >= 0) & (within < l_sel) & (key <= position)
         key = tl.where(seen, key, 0)
         at = cache_row(key, TABLE, batch, table_len, capacity, PAGE, False) * G + group
-        k = load_rows(KS, at, seen, offs_d, D)
-        v = load_rows(VS, at, seen, cols, DV)
+        k = load_rows(KS, at, seen, offs_d, D).to(q.dtype)
+        v = load_rows(VS, at, seen, cols, DV).to(q.dtype)
         k2 = k
         if BLOCK_D2 > 0:
-            k2 = load_rows(KS, at, seen, offs_d2, D)
+            k2 = load_rows(KS, at, seen, offs_d2, D).to(q.dtype)
         acc, m_i, l_i, _, _ = attend(
             acc, m_i, l_i, q, q2, k, k2, v, seen[None, :], scale_log2, BLOCK_D2, False, PRECISION
         )
+    acc = by_descale(acc, V_DESCALE, bg, VS)
     shown = live[:, None] & (cols < DV)[None, :]
     if MERGE:
         base = bg.to(tl.int64) * splits_all * ROWS + token * H
@@ -137,8 +147,8 @@ def attend_selected(
 
 @triton.jit
 def _decode_selected_kernel(
-    Q, KS, VS, LENS, TABLE, INDICES, GATES, OUT, PART_O, PART_M, PART_L, SCAN_O, SCAN_M, SCAN_L,
-    POOLED, SPILL, TILE_MAX, KEYS, BLOCKS,
+    Q, KS, VS, LENS, TABLE, K_DESCALE, V_DESCALE, INDICES, GATES, OUT, PART_O, PART_M, PART_L,
+    SCAN_O, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS,
     table_len, capacity, G, H, T, splits, share, splits_cmp, splits_all, n_tiles, l, d, l_sel,
     chunks, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
@@ -154,9 +164,9 @@ def _decode_selected_kernel(
     bg = tl.program_id(1)
     attend_selected(
         tl.program_id(0), bg, tl.program_id(2), tl.load(LENS + bg // G),
-        Q, KS, VS, TABLE, INDICES, GATES, OUT, PART_O, PART_M, PART_L, SCAN_O, SCAN_M, SCAN_L,
-        POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, table_len, capacity, G, H, T, splits, share,
-        splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, scale_log2, D, DV, ROWS, HEADS,
+        Q, KS, VS, TABLE, K_DESCALE, V_DESCALE, INDICES, GATES, OUT, PART_O, PART_M, PART_L, SCAN_O,
+        SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, table_len, capacity, G, H, T, splits,
+        share, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, scale_log2, D, DV, ROWS, HEADS,
         BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, PRECISION, CHOOSE, SPLITS, TILE_N, NB, CHUNK,
         SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL, MERGE, EARLY,
     )  # fmt: skip

@@ -347,6 +347,7 @@ def nsa_decode_triton(
     block_table: Tensor | None = None, window_ring: bool = False, return_indices: bool = False,
     branch: str | None = None, block_indices: Tensor | None = None,
     counters: Tensor | None = None, use_cluster: bool | None = None, cmp_paged: bool = False,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of T new tokens per sequence over its caches; out [B, T, HQ, Dv].
 
@@ -365,6 +366,8 @@ def nsa_decode_triton(
     branch "cmp", "sel" or "win" launches that branch's programs alone, for measuring: the others
     add nothing. "sel" attends to block_indices int32 [B, T, G, n_sel] that an earlier step chose.
     use_cluster: Flags.use_cluster, by default this process's; see cluster.py.
+    k_descale, v_descale fp32 [B, G], with keys and values of float8_e4m3fn (SM 8.9 or newer), whose
+    numbers x stand for x * descale; q has 16 bits or 32 all the same.
     Raises NotImplementedError for sizes that no kernel serves, RouteUnavailable where a gradient is
     needed, which nsa.nsa_attention has, and ValueError for caches that are not contiguous.
     """
@@ -383,6 +386,9 @@ def nsa_decode_triton(
         raise NotImplementedError(
             f"q: T * heads per group must be <= {MOST_STEP_ROWS}, got {tokens * heads}"
         )
+    fp8 = k_sel.dtype == torch.float8_e4m3fn
+    if fp8 and 0 < arch_of(q.device) < 89:
+        raise NotImplementedError(f"FP8 caches need SM 8.9 or newer, got {arch_of(q.device)}")
     page = 0 if block_table is None else k_sel.shape[1]
     cmp_page = k_cmp.shape[1] if cmp_paged else 0
     scale_log2 = LOG2E * scale_of(softmax_scale, dim)
@@ -395,16 +401,21 @@ def nsa_decode_triton(
     table_len = 0 if block_table is None else block_table.shape[1]
     cmp_rows, sel_rows, win_rows = k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices, out)
+    descales: tuple[Tensor, ...] = ()
+    if fp8:
+        assert k_descale is not None and v_descale is not None
+        descales = k_descale, v_descale
     whole = cluster.cluster_kernel(
         use_cluster, q.device, batch, tokens, hq, groups, dim, dv, q.dtype, gates.dtype, l, d,
-        l_sel, n_sel, n_init, n_local, window, max_len, page, window_ring, cmp_paged,
+        l_sel, n_sel, n_init, n_local, window, max_len, page, window_ring, cmp_paged, fp8,
     )  # fmt: skip
     if whole and whole(
         tensors, (table_len, cmp_rows, sel_rows, win_rows, groups, cluster.MODES[branch]),
-        scale_log2,
+        scale_log2, descales,
     ):  # fmt: skip
         return (out, indices) if return_indices else out
 
+    tensors += descales or (lens, lens)
     # In a graph launches cost nothing, and several take the device no longer than one.
     alone = counters is not None and not cmp_paged
     alone = alone and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -427,7 +438,7 @@ def nsa_decode_triton(
             run(run, planned(False), prepare_planned)
         scratch = torch.empty(plan.size, dtype=torch.float32, device=q.device)
         known = len(compiled) == len(plan.kernels)
-        Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, INDICES, OUT = (
+        Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, INDICES, OUT, K_DESCALE, V_DESCALE = (
             addresses if known else tensors
         )
         (
@@ -437,20 +448,20 @@ def nsa_decode_triton(
             for constants in plan.whole:
                 go(
                     _decode_team_kernel, (plan.team, programs, 1),
-                    (Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, INDICES, OUT, counters, scan_o,
-                     scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l, keys, blocks,
-                     table_len, cmp_rows, sel_rows, win_rows, groups, heads, tokens, splits_cmp,
-                     splits_all, splits_sel, plan.share, chunks, n_tiles, l, d, l_sel, window,
-                     scale_log2),
+                    (Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, K_DESCALE, V_DESCALE, INDICES,
+                     OUT, counters, scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m,
+                     sel_l, keys, blocks, table_len, cmp_rows, sel_rows, win_rows, groups, heads,
+                     tokens, splits_cmp, splits_all, splits_sel, plan.share, chunks, n_tiles, l, d,
+                     l_sel, window, scale_log2),
                     constants, compiled,
                 )  # fmt: skip
             return
         if splits_all:
             go(
                 _decode_scan_kernel, (programs, splits_all, 1),
-                (Q, KC, VC, KW, VW, LENS, TABLE, scan_o, scan_m, scan_l, pooled, spill,
-                 tile_max, table_len, cmp_rows, win_rows, groups, heads, tokens, splits_cmp,
-                 splits_all, n_tiles, l, d, l_sel, window, scale_log2),
+                (Q, KC, VC, KW, VW, LENS, TABLE, K_DESCALE, V_DESCALE, scan_o, scan_m, scan_l,
+                 pooled, spill, tile_max, table_len, cmp_rows, win_rows, groups, heads, tokens,
+                 splits_cmp, splits_all, n_tiles, l, d, l_sel, window, scale_log2),
                 plan.scan, compiled,
             )  # fmt: skip
         if branch is None and plan.candidates:
@@ -463,10 +474,10 @@ def nsa_decode_triton(
         if splits_sel:
             go(
                 _decode_selected_kernel, (splits_sel, programs, tokens),
-                (Q, KS, VS, LENS, TABLE, INDICES, GATES, OUT, sel_o, sel_m, sel_l, scan_o,
-                 scan_m, scan_l, pooled, spill, tile_max, keys, blocks, table_len, sel_rows, groups,
-                 heads, tokens, splits_sel, plan.share, splits_cmp, splits_all, n_tiles, l, d,
-                 l_sel, chunks, scale_log2),
+                (Q, KS, VS, LENS, TABLE, K_DESCALE, V_DESCALE, INDICES, GATES, OUT, sel_o, sel_m,
+                 sel_l, scan_o, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, table_len,
+                 sel_rows, groups, heads, tokens, splits_sel, plan.share, splits_cmp, splits_all,
+                 n_tiles, l, d, l_sel, chunks, scale_log2),
                 plan.selected, compiled,
             )  # fmt: skip
         if not plan.merged:
@@ -492,13 +503,14 @@ def step_kernels(
     q: Tensor, groups: int, dv: int, *, max_len: int, in_graph: bool, l: int, d: int, l_sel: int,
     n_sel: int, n_init: int, n_local: int, window: int, branch: str | None = None, page: int = 0,
     ring: bool = True, gate_dtype: torch.dtype | None = None, use_cluster: bool | None = None,
+    fp8: bool = False,
 ) -> tuple[str, ...]:  # fmt: skip
     """Names of the kernels that a step of q [B, T, HQ, Dk] with counters launches."""
     batch, tokens, hq, dim = q.shape
     sizes = (l, d, l_sel, n_sel, n_init, n_local, window, max_len)
     if cluster.cluster_kernel(
         use_cluster, q.device, batch, tokens, hq, groups, dim, dv, q.dtype, gate_dtype or q.dtype,
-        *sizes, page, ring,
+        *sizes, page, ring, False, fp8,
     ):  # fmt: skip
         return (cluster.NAME,)
     return _plan(

@@ -53,7 +53,7 @@ def _meet(counter, sign, part, parts):
 
 @triton.jit
 def _decode_team_kernel(
-    Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, INDICES, OUT, COUNTERS,
+    Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, K_DESCALE, V_DESCALE, INDICES, OUT, COUNTERS,
     SCAN_O, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX, SEL_O, SEL_M, SEL_L, KEYS, BLOCKS,
     table_len, cmp_capacity, sel_capacity, win_capacity, G, H, T, splits_cmp, splits_all,
     splits_sel, share, chunks, n_tiles, l, d, l_sel, window, scale_log2,
@@ -78,11 +78,11 @@ def _decode_team_kernel(
     if PHASE == -1 or PHASE == 0:
         if part < splits_all:
             scan_split(
-                bg, part, length, Q, KC, VC, KW, VW, TABLE, SCAN_O, SCAN_M, SCAN_L, POOLED, SPILL,
-                TILE_MAX, table_len, cmp_capacity, win_capacity, G, H, T, splits_cmp, splits_all,
-                n_tiles, l, d, l_sel, window, scale_log2, D, DV, ROWS, TILE_N, NB, BLOCK_D,
-                BLOCK_D2, BLOCK_DV, 0 if RING else PAGE, RING, 0, POOL_DTYPE, APART,
-                PRECISION,
+                bg, part, length, Q, KC, VC, KW, VW, TABLE, K_DESCALE, V_DESCALE, SCAN_O, SCAN_M,
+                SCAN_L, POOLED, SPILL, TILE_MAX, table_len, cmp_capacity, win_capacity, G, H, T,
+                splits_cmp, splits_all, n_tiles, l, d, l_sel, window, scale_log2, D, DV, ROWS,
+                TILE_N, NB, BLOCK_D, BLOCK_D2, BLOCK_DV, 0 if RING else PAGE, RING, 0, POOL_DTYPE,
+                APART, PRECISION,
             )  # fmt: skip
     if PHASE == -1:
         sign = _meet(counter, sign, part, parts)
@@ -100,12 +100,12 @@ def _decode_team_kernel(
         for i in range(part, splits_sel * T, parts):
             attend_selected(
                 i % splits_sel, bg, i // splits_sel, length,
-                Q, KS, VS, TABLE, INDICES, GATES, OUT, SEL_O, SEL_M, SEL_L, SCAN_O, SCAN_M, SCAN_L,
-                POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, table_len, sel_capacity, G, H, T, splits_sel,
-                share, splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks, scale_log2, D, DV,
-                ROWS, HEADS, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, PRECISION, True,
-                SPLITS_CMP, TILE_N, NB, CHUNK, SINGLE, N, RANKED, N_SEL, N_PAD, N_INIT, N_LOCAL,
-                False, False,
+                Q, KS, VS, TABLE, K_DESCALE, V_DESCALE, INDICES, GATES, OUT, SEL_O, SEL_M, SEL_L,
+                SCAN_O, SCAN_M, SCAN_L, POOLED, SPILL, TILE_MAX, KEYS, BLOCKS, table_len,
+                sel_capacity, G, H, T, splits_sel, share, splits_cmp, splits_all, n_tiles, l, d,
+                l_sel, chunks, scale_log2, D, DV, ROWS, HEADS, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV,
+                PAGE, PRECISION, True, SPLITS_CMP, TILE_N, NB, CHUNK, SINGLE, N, RANKED, N_SEL,
+                N_PAD, N_INIT, N_LOCAL, False, False,
             )  # fmt: skip
     if PHASE == -1:
         sign = _meet(counter, sign, part, parts)

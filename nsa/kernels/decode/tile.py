@@ -42,6 +42,33 @@ def visible(position, l, d):
 
 
 @triton.jit
+def key_scale(scale_log2, DESCALE, bg, K):
+    """Of the scores of keys K, which e4m3 keys stand for DESCALE [B * G] times of."""
+    if K.dtype.element_ty == tl.float8e4nv:
+        return scale_log2 * tl.load(DESCALE + bg)
+    return scale_log2
+
+
+@triton.jit
+def by_descale(x, DESCALE, bg, V):
+    """Outputs of values V, which e4m3 values stand for DESCALE [B * G] times of."""
+    if V.dtype.element_ty == tl.float8e4nv:
+        return x * tl.load(DESCALE + bg)
+    return x
+
+
+@triton.jit
+def store_rows(OUT, at, x, mask, DESCALE, which, live):
+    """Store x [rows, columns]; as e4m3 the nearest x / DESCALE[which], with `which` [rows] of live
+    ones, at most 448 large, and NaN as NaN."""
+    if OUT.dtype.element_ty == tl.float8e4nv:
+        by = tl.load(DESCALE + which, mask=live, other=1.0)
+        x = tl.math.div_rn(x.to(tl.float32), tl.broadcast_to(by[:, None], x.shape))
+        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(OUT + at, x.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def load_rows(X, at, live, offs, WIDTH: tl.constexpr):
     """Columns `offs` of rows `at`. Unused cache rows may hold anything, NaN included: rows that
     are not live are never read."""
