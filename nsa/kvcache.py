@@ -498,8 +498,8 @@ def nsa_with_kvcache(
     _check_new(own, q, appending, phi_k, phi_v, k_cmp, v_cmp)
     descales: dict[str, Tensor] = {}
     if k_sel_cache.dtype == fp8.E4M3:
-        for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
-            descales[name] = fp8.descale_of(name, x, B, k_sel_cache.shape[2], q.device)
+        for name, given in (("k_descale", k_descale), ("v_descale", v_descale)):
+            descales[name] = fp8.descale_of(name, given, B, k_sel_cache.shape[2], q.device)
     elif k_descale is not None or v_descale is not None:
         raise ValueError(
             f"k_descale and v_descale go with caches of {fp8.E4M3}, got {k_sel_cache.dtype}"
