@@ -20,7 +20,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nsa import dispatch, failed, settled
+from nsa import dispatch, failed, rungs, settled
 from nsa.arrival import await_selection
 from nsa.blocks import is_symbol, num_compressed, num_sel_blocks, smaller
 from nsa.cache import BranchKV, NSACache
@@ -259,7 +259,10 @@ def compressed_attention(
     )  # fmt: skip
     longest = q_start + q.shape[1] if max_seqlen is None else max_seqlen
     key_len = smaller(num_compressed(longest, l, d), k_cmp.shape[-3])
-    out, lse = dispatch.run(Branch.COMPRESSED, args, flags, backend, key_len=key_len)[0]
+    result, _ = dispatch.run(
+        Branch.COMPRESSED, rungs.COMPRESSED, args, flags, backend, key_len=key_len
+    )
+    out, lse = result
     return out, lse.detach()
 
 
@@ -298,7 +301,8 @@ def select_blocks(
         softmax_scale=scale_of(softmax_scale, q.shape[-1]), cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
     )  # fmt: skip
-    return dispatch.run(Branch.BLOCKS, args, flags, backend, key_len=k_cmp.shape[-3])[0]
+    key_len = k_cmp.shape[-3]
+    return dispatch.run(Branch.BLOCKS, rungs.BLOCKS, args, flags, backend, key_len=key_len)[0]
 
 
 @overload
@@ -443,11 +447,11 @@ def _selected(
         max_seqlen=max_seqlen, return_lse=return_lse,
     )  # fmt: skip
     least = key_len if alone else None
-    out, decision = dispatch.run(Branch.SELECTED, args, flags, backend, key_len=least)
+    out, decision = dispatch.run(
+        Branch.SELECTED, rungs.SELECTED, args, flags, backend, key_len=least
+    )
     if settled_by is not None and decision.route is Route.TRITON:
-        from nsa.rungs import selected_again
-
-        call: Any = selected_again(args, flags)
+        call: Any = rungs.selected_again(args, flags)
         if block_indices is not None:
             call = _with_blocks_checked(call, block_size, k.shape[1])
         settled.keep(settled_by, call)
@@ -490,7 +494,7 @@ def sliding_attention(
         max_seqlen=max_seqlen,
     )  # fmt: skip
     key_len = smaller(window, k.shape[1] if max_seqlen is None else max_seqlen)
-    return dispatch.run(Branch.SLIDING, args, flags, backend, key_len=key_len)[0]
+    return dispatch.run(Branch.SLIDING, rungs.SLIDING, args, flags, backend, key_len=key_len)[0]
 
 
 def merge_state(
@@ -664,11 +668,11 @@ def nsa_attention(
             tensors=tensors, sizes=sizes, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
             q_start=q_start, softmax_scale=scale_of(softmax_scale, q.shape[-1]),
         )  # fmt: skip
-        out, aux, whole = dispatch.run_prefill(args, by_branches, flags, backend)
+        out, aux, whole = dispatch.run_prefill(
+            args, rungs.prefill_triton, by_branches, flags, backend
+        )
         if whole and settled_by is not None:
-            from nsa.rungs import prefill_again
-
-            settled.keep(settled_by, prefill_again(args, flags))
+            settled.keep(settled_by, rungs.prefill_again(args, flags))
     return (out, aux) if return_aux else out
 
 
@@ -739,7 +743,7 @@ def turn_projected(
     request = dispatch.make_request(Branch.TURN, qkv, qkv, qkv, qkv.shape[-2], flags, choice)
     request = replace(request, d_k=config.d_k, d_v=config.d_v)
     args = dict(qkv=qkv, positions=positions, config=config)
-    calls = dispatch.rung_calls(Branch.TURN, args, flags)
+    calls = dispatch.calls(rungs.TURN, args, flags)
     return dispatch.guarded(request, calls, flags, choice, args)[0]
 
 
@@ -800,6 +804,30 @@ def _may_append(cache: NSACache, backend: Backend | None, flags: Flags) -> bool:
     return route is Route.TRITON
 
 
+def decode_composed(args: dict[str, Any], flags: Flags) -> tuple[Tensor, Tensor]:
+    """nsa_attention on views of the cache: each branch by its own route."""
+    cache, q = args["cache"], args["q"]
+    if cache.mixed:
+        one = lambda b: dict(args, q=q[b : b + 1], gates=args["gates"][b : b + 1],
+                             cache=cache.row(b))  # fmt: skip
+        parts = [decode_composed(one(b), flags) for b in range(cache.batch)]
+        return torch.cat([out for out, _ in parts]), torch.cat([chosen for _, chosen in parts])
+    window = args["window"] or cache.window(q.shape[1])
+    compressed = cache.compressed()
+    out, aux = nsa_attention(  # type: ignore[call-overload]
+        q, *compressed, *cache.selectable(), *window, args["gates"],
+        q_start=cache.length - q.shape[1], softmax_scale=args["softmax_scale"],
+        backend=args["backend"], flags=flags, return_aux=True, **args["sizes"],
+    )  # fmt: skip
+    if cache.count_reads:
+        cache.record_reads(aux["block_indices"], compressed[0].shape[1], window[0].shape[1])
+    return out, aux["block_indices"]
+
+
+# The rungs of one decode step.
+STEP = {Route.TRITON: rungs.step_triton, Route.REFERENCE: decode_composed}
+
+
 @untraced  # as NSAAttention.step
 def nsa_decode(
     q: Tensor, cache: NSACache, window: tuple[Tensor, Tensor] | None, gates: Tensor, *,
@@ -850,21 +878,17 @@ def decode_appended(
         q, gates, cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
     )
     if not prefill and key in cache.fused_step and not dispatch.observed(flags, q):
-        from nsa.rungs import step_triton
-
         # Deciding again what cannot have changed would take the host as long as two launches.
         try:
-            return step_triton(args, flags)
+            return rungs.step_triton(args, flags)
         except Exception as error:
             if dispatch.must_raise(error):
                 raise
             cache.fused_step.discard(key)  # run() meets the error again and tells of it
     route = dispatch.parse_backend(backend)
     if prefill or route not in (None, Route.TRITON):
-        from nsa.rungs import decode_composed
-
         return decode_composed(args, flags)
-    result, decision = dispatch.run(Branch.STEP, args, flags, backend, key_len=cache.length)
+    result, decision = dispatch.run(Branch.STEP, STEP, args, flags, backend, key_len=cache.length)
     if decision.route is Route.TRITON:
         cache.fused_step.add(key)
     return result

@@ -1,7 +1,8 @@
 """The one fallback ladder: requests from tensors, and the rungs that run (nsa/routes.py decides).
 
-run() walks the ladder for an automatic choice and is strict for a named route. Kernels are imported
-inside their rung, so a CPU run never loads Triton.
+run() walks the ladder for an automatic choice and is strict for a named route. It is given the
+rungs and knows none of them; they import kernels when they are called, so a CPU run never loads
+Triton.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from torch import Tensor
 from nsa import failed
 from nsa.blocks import is_symbol, smaller
 from nsa.checks import autocast_on, needs_grad, takes_forward_derivatives
+from nsa.device import capability, log_device, resolve_flags
 from nsa.errors import must_raise, told
-from nsa.flags import Flags, get_flags
-from nsa.log import enabled, log, once, warn_once
+from nsa.flags import Flags
+from nsa.log import enabled, log, warn_once
 from nsa.routes import (
     LADDER,
     REASONS,
@@ -51,8 +53,6 @@ __all__ = [
 # ---- from tensors to a request -------------------------------------------------------------------
 
 
-_device_name = constant(functools.cache(lambda index: torch.cuda.get_device_name(index)))
-_capability = constant(functools.cache(lambda index: torch.cuda.get_device_capability(index)))
 _has_triton = constant(functools.cache(lambda: importlib.util.find_spec("triton") is not None))
 
 
@@ -62,15 +62,6 @@ def interpreting() -> bool:
     import os
 
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-
-
-def resolve_flags(flags: Flags | None, tensor: Tensor) -> Flags:
-    """`flags`, or those of this process for the device that holds `tensor`."""
-    if flags is not None:
-        if not isinstance(flags, Flags):
-            raise TypeError(f"flags must be an nsa.Flags, got {type(flags).__name__}")
-        return flags
-    return get_flags(_device_name(tensor.device.index) if tensor.is_cuda else None)
 
 
 def make_request(
@@ -84,7 +75,7 @@ def make_request(
         d_k=q.shape[-1], d_v=v.shape[-1], key_len=key_len, needs_grad=needs_grad(q, k, v),
         forward_ad=takes_forward_derivatives(), traced=traced,
         symbols=traced and any([is_symbol(n) for n in (*q.shape, *k.shape)]),
-        capability=_capability(q.device.index) if q.is_cuda else None, has_triton=_has_triton(),
+        capability=capability(q.device.index) if q.is_cuda else None, has_triton=_has_triton(),
         interpret=interpreting(), no_fa2=None,
     )  # fmt: skip
     if why_not(Route.FA2, request, flags, named=parse_backend(backend) is Route.FA2) is None:
@@ -258,29 +249,6 @@ def warn_launch_error(what: str, error: str) -> None:
     warn_once(f"nsa: {what} failed, another route serves instead: {error}")
 
 
-def log_device(device: torch.device, flags: Flags) -> None:
-    """Log the device that Triton selection runs on, once (`sel.triton.device`); warn where it is a
-    Hopper GPU whose faster kernels are out."""
-    if device.type == "cuda":
-        major, minor = _capability(device.index)
-        once("sel.triton.device", device.index, flags=flags,
-             name=_device_name(device.index), sm=f"{major}.{minor}")  # fmt: skip
-        if (major, minor) == (9, 0):
-            _tell_generic(device, flags.use_gluon)
-
-
-@functools.cache
-def _tell_generic(device: torch.device, use_gluon: bool) -> None:
-    from nsa.kernels.prefill import hopper
-
-    reason = hopper.why_not(device, use_gluon)
-    if reason is not None:
-        warn_once(f"nsa: the kernels for Hopper do not serve: {reason}")
-
-
-_tell_generic = constant(_tell_generic)
-
-
 def _inputs_decide(device: torch.device) -> contextlib.AbstractContextManager:
     """No autocast inside: it would turn the fp32 scores of the PyTorch rungs into bf16."""
     if autocast_on(device):
@@ -288,28 +256,23 @@ def _inputs_decide(device: torch.device) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def rung_calls(
-    branch: Branch, args: dict[str, Any], flags: Flags
-) -> dict[Route, Callable[[], Any]]:
-    """The rungs of a branch as guarded() takes them, with their arguments."""
-    from nsa import rungs
+Rungs = Mapping[Route, Callable[[dict[str, Any], Flags], Any]]  # of a branch: (args, flags)
 
-    return {
-        route: functools.partial(call, args, flags) for route, call in rungs.RUNGS[branch].items()
-    }
+
+def calls(rungs: Rungs, args: dict[str, Any], flags: Flags) -> dict[Route, Callable[[], Any]]:
+    """The rungs as guarded() takes them, with their arguments."""
+    return {route: functools.partial(rung, args, flags) for route, rung in rungs.items()}
 
 
 def run(
-    branch: Branch, args: dict[str, Any], flags: Flags, backend: Backend | Route | None = None,
-    *, key_len: int | None,
+    branch: Branch, rungs: Rungs, args: dict[str, Any], flags: Flags,
+    backend: Backend | Route | None = None, *, key_len: int | None,
 ) -> tuple[Any, Decision]:  # fmt: skip
-    """Run one branch on checked arguments (see nsa/attention.py, which checks them)."""
+    """Run one branch by one of its rungs on checked arguments (see nsa/attention.py)."""
     q, k, v = args["q"], args["k"], args["v"]
     request = make_request(branch, q, k, v, key_len, flags, backend)
     with _inputs_decide(q.device):
-        result, decision = guarded(
-            request, rung_calls(branch, args, flags), flags, backend, args
-        )
+        result, decision = guarded(request, calls(rungs, args, flags), flags, backend, args)
         tag = f"{_LOG_PREFIX[branch]}.{decision.route.value}"
         if decision.route is Route.TRITON:
             log_device(q.device, flags)
@@ -318,7 +281,7 @@ def run(
                       strict=True)}  # fmt: skip
             log(f"{tag}.shapes", flags=flags, **{n: s.replace(" ", "") for n, s in shapes.items()})
         if enabled(f"{tag}.compare", flags) and branch in _COMPARED:
-            _log_error(tag, branch, args, result, flags)
+            _log_error(tag, rungs[Route.REFERENCE], args, result, flags)
     return result, decision
 
 
@@ -331,17 +294,16 @@ def by_branch(flags: Flags) -> bool:
 
 
 def run_prefill(
-    args: dict[str, Any], by_branches: Callable[[], tuple[Tensor, dict[str, Any]]], flags: Flags,
+    args: dict[str, Any], triton: Callable[[dict[str, Any], Flags], tuple[Tensor, dict[str, Any]]],
+    by_branches: Callable[[], tuple[Tensor, dict[str, Any]]], flags: Flags,
     backend: Backend | Route | None,
 ) -> tuple[Tensor, dict[str, Any], bool]:  # fmt: skip
-    """All branches in one Triton operator where every one of them would go that way.
+    """All branches in one Triton operator, triton(args, flags), where each would go that way.
 
     Otherwise, and when the operator fails for want of a kernel, by_branches(): each branch then
     takes its own ladder and says why. FA-2 and the debug flags work by branch. Returns also whether
     it was one operator.
     """
-    from nsa import rungs
-
     q, k, v = args["tensors"][0], args["tensors"][3], args["tensors"][4]
     sizes = args["sizes"]
     key_len = smaller(sizes["n_sel"] * sizes["l_sel"], k.shape[-3])
@@ -354,31 +316,28 @@ def run_prefill(
         or why_not(Route.TRITON, request, flags, named=named) is not None
     ):  # fmt: skip
         return *by_branches(), False
-    rungs_here: dict[Route, Callable[[], Any]] = {
-        Route.TRITON: lambda: rungs.prefill_triton(args, flags), Route.REFERENCE: by_branches
-    }  # fmt: skip
+    whole = functools.partial(triton, args, flags)
+    rungs: dict[Route, Callable[[], Any]] = {Route.TRITON: whole, Route.REFERENCE: by_branches}
     with _inputs_decide(q.device):
-        (out, aux), decision = guarded(request, rungs_here, flags, backend, args)
-    whole = decision.route is Route.TRITON
-    if whole:
+        (out, aux), decision = guarded(request, rungs, flags, backend, args)
+    one = decision.route is Route.TRITON
+    if one:
         log_device(q.device, flags)
-        rungs.log_block_reads(
-            aux["block_indices"], sizes["l_sel"], args["q_start"], args["cu_seqlens"], flags
-        )
         aux = {**aux, "routes": {branch.value: Route.TRITON.value for branch in _WHOLE}}
-    return out, aux, whole
+    return out, aux, one
 
 
 _COMPARED = (Branch.SELECTED, Branch.COMPRESSED, Branch.SLIDING)
 
 
 @torch.no_grad()
-def _log_error(tag: str, branch: Branch, args: dict[str, Any], result: Any, flags: Flags) -> None:
-    """Log the error of `result` against the reference in fp64 (NSA_DEBUG_COMPARE, slow)."""
-    from nsa import rungs
-
+def _log_error(
+    tag: str, rung: Callable[[dict[str, Any], Flags], Any], args: dict[str, Any], result: Any,
+    flags: Flags,
+) -> None:  # fmt: skip
+    """Log the error of `result` against the reference's rung in fp64 (NSA_DEBUG_COMPARE, slow)."""
     wide = {**args, **{n: args[n].double() for n in ("q", "k", "v")}}
-    want = rungs.RUNGS[branch][Route.REFERENCE](wide, flags)
+    want = rung(wide, flags)
     if isinstance(result, tuple):
         result, want = result[0], want[0]
     error = (result.double() - want).abs()

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from nsa import dispatch, fp8
-from nsa.attention import _check_beside, _check_float
+from nsa.attention import STEP, _check_beside, _check_float, decode_composed
 from nsa.blocks import num_compressed
 from nsa.cache import BranchKV
 from nsa.checks import MOST_STEP_ROWS, scale_of
@@ -635,10 +635,8 @@ def _attend(
     )
     many = q.shape[1] * (q.shape[2] // caches.k_sel.shape[2]) > MOST_STEP_ROWS
     if many or route not in (None, Route.TRITON):
-        from nsa.rungs import decode_composed
-
         return decode_composed(args, flags)[0]
-    return dispatch.run(Branch.STEP, args, flags, backend, key_len=caches.max_len)[0][0]
+    return dispatch.run(Branch.STEP, STEP, args, flags, backend, key_len=caches.max_len)[0][0]
 
 
 # ---- beams and memory ----------------------------------------------------------------------------

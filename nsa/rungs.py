@@ -1,4 +1,4 @@
-"""What each route calls for each branch: RUNGS[branch][route](args, flags).
+"""What each route calls for each branch: SELECTED[route](args, flags) and so on.
 
 Arguments come checked from nsa/attention.py. Packed sequences (args["cu_seqlens"]) go to kernels
 as they are; the PyTorch rungs take them one by one. Kernels are imported here and nowhere earlier.
@@ -17,9 +17,9 @@ from torch import Tensor
 from nsa import log, reference, rotary, select
 from nsa.blocks import cu_seqlens_compressed, num_compressed
 from nsa.cache import BranchKV
-from nsa.dispatch import Branch, Route
 from nsa.flags import Flags
 from nsa.layouts import token_positions
+from nsa.routes import Route
 
 Args = dict[str, Any]
 
@@ -126,7 +126,7 @@ def _selected_sdpa(args: Args, flags: Flags) -> Selected:
 def _selected_triton(args: Args, flags: Flags) -> Selected:
     if args["block_indices"] is not None:
         from nsa.kernels.prefill import selection_blocks_triton
-        from nsa.kernels.triton_sel_kernel import TIMING
+        from nsa.kernels.triton_sel_kernel.by_ranges import TIMING
 
         k, v, blocks, size = (args[n] for n in ("k", "v", "block_indices", "block_size"))
         log.log(
@@ -142,7 +142,7 @@ def _selected_triton(args: Args, flags: Flags) -> Selected:
             )  # fmt: skip
         log_block_reads(*where, flags)
         return out
-    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
+    from nsa.kernels.triton_sel_kernel.by_ranges import selection_ranges_triton
 
     q, k, v, ranges, cu = (args[n] for n in ("q", "k", "v", "ranges", "cu_seqlens"))
     if cu is not None:
@@ -177,7 +177,7 @@ def selected_again(args: Args, flags: Flags) -> Callable[..., Selected | None] |
             selection_blocks_triton, use_gluon=flags.use_gluon, q_start=args["q_start"],
             **_only(args, "block_size", "softmax_scale", "return_lse"),
         )  # fmt: skip
-    from nsa.kernels.triton_sel_kernel import planned
+    from nsa.kernels.triton_sel_kernel.by_ranges import planned
 
     k, v = (args[n].transpose(1, 2) for n in ("k", "v"))
     more = args["softmax_scale"], flags, args["return_lse"]
@@ -327,7 +327,9 @@ def prefill_triton(args: Args, flags: Flags) -> tuple[Tensor, dict[str, Any]]:
     """The fused operator on nsa_attention's arguments: out and {"block_indices", "lse"}."""
     cu, sizes = args["cu_seqlens"], args["sizes"]
     cu_cmp = None if cu is None else cu_seqlens_compressed(cu, sizes["l"], sizes["d"])
-    return _fused(args, flags)(*args["tensors"], cu_seqlens_cmp=cu_cmp)
+    out, aux = _fused(args, flags)(*args["tensors"], cu_seqlens_cmp=cu_cmp)
+    log_block_reads(aux["block_indices"], sizes["l_sel"], args["q_start"], cu, flags)
+    return out, aux
 
 
 def prefill_again(args: Args, flags: Flags) -> Callable[..., Tensor]:
@@ -337,28 +339,6 @@ def prefill_again(args: Args, flags: Flags) -> Callable[..., Tensor]:
 
 
 # ---- one decode step -----------------------------------------------------------------------------
-
-
-def decode_composed(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
-    """nsa_attention on views of the cache: each branch by its own route."""
-    from nsa.attention import nsa_attention
-
-    cache, q = args["cache"], args["q"]
-    if cache.mixed:
-        one = lambda b: dict(args, q=q[b : b + 1], gates=args["gates"][b : b + 1],
-                             cache=cache.row(b))  # fmt: skip
-        parts = [decode_composed(one(b), flags) for b in range(cache.batch)]
-        return torch.cat([out for out, _ in parts]), torch.cat([chosen for _, chosen in parts])
-    window = args["window"] or cache.window(q.shape[1])
-    compressed = cache.compressed()
-    out, aux = nsa_attention(  # type: ignore[call-overload]
-        q, *compressed, *cache.selectable(), *window, args["gates"],
-        q_start=cache.length - q.shape[1], softmax_scale=args["softmax_scale"],
-        backend=args["backend"], flags=flags, return_aux=True, **args["sizes"],
-    )  # fmt: skip
-    if cache.count_reads:
-        cache.record_reads(aux["block_indices"], compressed[0].shape[1], window[0].shape[1])
-    return out, aux["block_indices"]
 
 
 def step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
@@ -378,25 +358,22 @@ def step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     return out, block_indices
 
 
-RUNGS: dict[Branch, dict[Route, Callable[[Args, Flags], Any]]] = {
-    Branch.SELECTED: {
-        Route.TRITON: _selected_triton,
-        Route.SDPA: _selected_sdpa,
-        Route.REFERENCE: _selected_reference,
-    },
-    Branch.COMPRESSED: {
-        Route.FA2: _compressed_fa2,
-        Route.TRITON: _compressed_triton,
-        Route.SDPA: _compressed_sdpa,
-        Route.REFERENCE: _compressed_reference,
-    },
-    Branch.SLIDING: {
-        Route.FA2: _sliding_fa2,
-        Route.TRITON: _sliding_triton,
-        Route.SDPA: _sliding_sdpa,
-        Route.REFERENCE: _sliding_reference,
-    },
-    Branch.BLOCKS: {Route.TRITON: _blocks_triton, Route.REFERENCE: _blocks_reference},
-    Branch.TURN: {Route.TRITON: _turn_triton, Route.REFERENCE: _turn_reference},
-    Branch.STEP: {Route.TRITON: step_triton, Route.REFERENCE: decode_composed},
+SELECTED = {
+    Route.TRITON: _selected_triton,
+    Route.SDPA: _selected_sdpa,
+    Route.REFERENCE: _selected_reference,
 }
+COMPRESSED = {
+    Route.FA2: _compressed_fa2,
+    Route.TRITON: _compressed_triton,
+    Route.SDPA: _compressed_sdpa,
+    Route.REFERENCE: _compressed_reference,
+}
+SLIDING = {
+    Route.FA2: _sliding_fa2,
+    Route.TRITON: _sliding_triton,
+    Route.SDPA: _sliding_sdpa,
+    Route.REFERENCE: _sliding_reference,
+}
+BLOCKS = {Route.TRITON: _blocks_triton, Route.REFERENCE: _blocks_reference}
+TURN = {Route.TRITON: _turn_triton, Route.REFERENCE: _turn_reference}

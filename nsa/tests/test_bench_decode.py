@@ -302,12 +302,10 @@ def test_baselines_are_dense_and_right(step):
 
 def test_a_kernel_that_fell_back_is_invalid(monkeypatch):
     """Policy wants the Triton step, its launch fails: the composed step ran, and is not it."""
-    from nsa import rungs
-
     def broken(args, flags):
         raise RuntimeError("no such PTX version")
 
-    monkeypatch.setitem(rungs.RUNGS[dispatch.Branch.STEP], dispatch.Route.TRITON, broken)
+    monkeypatch.setitem(attention.STEP, dispatch.Route.TRITON, broken)
     plain = dispatch.make_request
 
     def on_a_gpu(branch, *args, **kw):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import dispatch, errors, log
+from nsa import device, dispatch, errors, log
 from nsa.blocks import num_compressed
 from nsa.dispatch import (
     LADDER,
@@ -358,16 +358,16 @@ def test_a_hopper_gpu_without_its_kernels_is_told_once(monkeypatch):
     pytest.importorskip("triton")
     from nsa.kernels.prefill import hopper
 
-    device = torch.device("cuda", 7)
-    monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
-    monkeypatch.setattr(dispatch, "_device_name", lambda index: "a GPU")
+    hopper_gpu = torch.device("cuda", 7)
+    monkeypatch.setattr(device, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(device, "device_name", lambda index: "a GPU")
     monkeypatch.setattr(hopper, "why_not", lambda *_: "triton 3.8.0: unproven; use 3.7")
     with pytest.warns(RuntimeWarning, match="kernels for Hopper do not serve: triton 3.8.0"):
-        dispatch.log_device(device, Flags())
+        dispatch.log_device(hopper_gpu, Flags())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dispatch.log_device(device, Flags())
-        monkeypatch.setattr(dispatch, "_capability", lambda index: (8, 0))
+        dispatch.log_device(hopper_gpu, Flags())
+        monkeypatch.setattr(device, "capability", lambda index: (8, 0))
         dispatch.log_device(torch.device("cuda", 6), Flags())
 
 
@@ -452,8 +452,8 @@ def test_tritons_words_for_interpreting(text, monkeypatch):
 
 
 def test_the_device_of_the_kernels_is_logged_once(monkeypatch, capsys):
-    monkeypatch.setattr(dispatch, "_capability", lambda _: (8, 0))
-    monkeypatch.setattr(dispatch, "_device_name", lambda _: "NVIDIA A100")
+    monkeypatch.setattr(device, "capability", lambda _: (8, 0))
+    monkeypatch.setattr(device, "device_name", lambda _: "NVIDIA A100")
     flags = Flags(debug_log=True)
     for index in (0, 0, 1):
         dispatch.log_device(torch.device("cuda", index), flags)
@@ -555,9 +555,9 @@ def test_the_threshold_is_not_about_the_branches_of_a_whole_attention(monkeypatc
     seen = []
     real = dispatch.run
 
-    def run(branch, args, flags, backend=None, *, key_len):
+    def run(branch, rungs, args, flags, backend=None, *, key_len):
         seen.append((branch, key_len is not None and key_len < flags.sel_triton_min_L))
-        return real(branch, args, flags, backend, key_len=key_len)
+        return real(branch, rungs, args, flags, backend, key_len=key_len)
 
     monkeypatch.setattr(dispatch, "run", run)
     flags = Flags(use_triton_sel=True, use_fa2=True, sel_triton_min_L=4096)
@@ -576,9 +576,9 @@ def test_thresholds_see_the_keys_of_chunks_and_of_the_longest_sequence(monkeypat
     seen = {}
     real = dispatch.run
 
-    def run(branch, args, flags, backend=None, *, key_len):
+    def run(branch, rungs, args, flags, backend=None, *, key_len):
         seen[branch] = key_len
-        return real(branch, args, flags, backend, key_len=key_len)
+        return real(branch, rungs, args, flags, backend, key_len=key_len)
 
     monkeypatch.setattr(dispatch, "run", run)
     q, k, v = make_qkv(1, 40, 4, 2, 8)

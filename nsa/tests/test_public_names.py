@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import functools
+import graphlib
 import importlib
 import shutil
 import subprocess
@@ -40,9 +41,13 @@ def test_every_name_loads():
 
 
 def imported(path: Path) -> set[str]:
-    """Modules that a file names in its imports, those inside functions included."""
+    """What a file names in its imports, those inside functions included, those for types alone
+    not."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    nodes = [ast.parse(path.read_text())]
+    for node in nodes:
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            nodes += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -67,8 +72,25 @@ def test_imports_go_one_way():
             assert not [n for n in names if n.startswith("nsa.oracle")], path
         if parts[0] == "kernels" and len(parts) > 2:
             others = tuple(f"nsa.kernels.{p}" for p in packages - {parts[1]})
-            above = () if parts[1] == "triton_sel_kernel" else ("nsa.dispatch", "nsa.reference")
-            assert not [n for n in names if n.startswith((*others, *above))], path
+            above = ("nsa.attention", "nsa.dispatch", "nsa.reference", "nsa.rungs")
+            wrapper = parts[1:] == ("triton_sel_kernel", "__init__.py")
+            assert not [n for n in names if n.startswith(others if wrapper else (*others, *above))]
+
+
+@pytest.mark.parametrize("package", ["nsa", "bench", "scripts"])
+def test_imports_have_no_circle(package):
+    root = Path(nsa.__file__).parents[1]
+    modules = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (root / package).rglob("*.py")
+        if "tests" not in path.parts
+    }
+    graph = {}
+    for module, path in modules.items():
+        names = {name if name in modules else name.rpartition(".")[0] for name in imported(path)}
+        graph[module] = names & modules.keys() - {module}
+    assert sum(map(len, graph.values())) > len(graph)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 EXAMPLES = ("attention", "cache", "kvcache", "layouts", "model", "module", "parallel")
