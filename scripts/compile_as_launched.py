@@ -5,9 +5,9 @@
 
 Prefill forward and backward and decode steps are called on CPU tensors, with a driver of Triton's
 that compiles for the architecture, checks shared memory as a real one does, and launches nothing.
-nsa/kernels/aot.py compiles representative configurations in every test run; this takes all that
-head sizes, groups, dtypes, block sizes, packing and determinism lead to, and the launchers' own
-code with them. For sm_90 the kernels in Gluon are among them, whatever the release of Triton.
+Every test run compiles configurations() of fewer calls; this takes all that head sizes, groups,
+dtypes, block sizes, packing and determinism lead to, and the launchers' own code with them. For
+sm_90 the kernels in Gluon are among them, whatever the release of Triton.
 
 Exit code: 0 all compile and fit, 1 some do not, 2 usage.
 """
@@ -37,7 +37,10 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
 from nsa import kernels
-from nsa.kernels.aot import ARCHS, SHARED_LIMIT, usage
+from nsa.fp8 import KVCacheDtype
+from nsa.kernels.aot import ARCHS, SHARED_LIMIT, AotCase, case_of, usage
+from nsa.kernels.launch import Launch, planning
+from nsa.kernels.prefill import limits
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
 SPILLED = 336  # bytes of stack from which a kernel is listed; the slowest kept tile has as many
@@ -79,6 +82,7 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
     """
     from nsa.kernels.decode import step
     from nsa.kernels.prefill import block_attn_fwd_hopper, block_sums, hopper
+    from nsa.kernels.triton_sel_kernel import sel_fwd
 
     driver.set_active(CompileOnly(arch))
     for found in pkgutil.walk_packages(kernels.__path__, "nsa.kernels."):
@@ -92,6 +96,7 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
     for least in (block_attn_fwd_hopper.SPLIT_KEYS, block_attn_fwd_hopper.SPLIT_QUERIES):
         least.update(dict.fromkeys(least, LONG))
     block_sums.LEAST_KEYS = (LONG - 32) // 16 + 1
+    sel_fwd.check_kernel_inputs = lambda *args: None  # which asks for a GPU
     plan = step._plan  # it asks for the type of the device
     step._plan = lambda *sizes: plan(*sizes[:7], torch.device("cuda", 0), *sizes[8:])
     load = CompiledKernel._init_handles
@@ -146,20 +151,114 @@ def turn(h: int, D: int, Dv: int, dtype: torch.dtype) -> None:
 
 def decode(
     B: int, T: int, h: int, D: int, Dv: int, dtype: torch.dtype, max_len: int, page: int = 0,
-    n_sel: int = 16, l_sel: int = 64,
+    n_sel: int = 16, l_sel: int = 64, fp8: bool = False,
 ) -> None:  # fmt: skip
     """One step over caches of which only the shapes count."""
+    from nsa.fp8 import E4M3
     from nsa.kernels.decode import nsa_decode_triton
 
     make = lambda *shape: torch.zeros(*shape, dtype=dtype)
-    kv = lambda n: (make(B, n, 2, D), make(B, n, 2, Dv))
+    kv = lambda n: tuple(make(B, n, 2, x).to(E4M3 if fp8 else dtype) for x in (D, Dv))
+    descales = dict.fromkeys(("k_descale", "v_descale"), torch.ones(B, 2)) if fp8 else {}
     table = torch.zeros(B, 8, dtype=torch.int32) if page else None
     nsa_decode_triton(
         make(B, T, 2 * h, D), *kv(4), *kv(page or 8), *kv(page or 520), make(B, T, 2 * h, 3),
         torch.zeros(B, dtype=torch.int32), l=32, d=16, l_sel=l_sel, n_sel=n_sel, n_init=1,
         n_local=2, window=512, max_len=max_len, block_table=table, window_ring=not page,
-        counters=torch.zeros(B, 2, 32, dtype=torch.int32), use_cluster=False,
+        counters=torch.zeros(B, 2, 32, dtype=torch.int32), use_cluster=False, **descales,
     )  # fmt: skip
+
+
+def blocks(
+    S: int, h: int, D: int, Dv: int, dtype: torch.dtype, groups: int, packed: bool,
+    return_lse: bool,
+) -> None:  # fmt: skip
+    """Selection by blocks alone, forward and backward, by the kernels for any GPU. So many groups
+    make it long enough for tiles of keys and unions of choices without as many tokens."""
+    from nsa.kernels.prefill import selection_blocks_triton
+
+    lead = (S,) if packed else (1, S)
+    make = lambda *tail: torch.zeros(*lead, *tail, dtype=dtype, requires_grad=True)
+    q, k, v = make(groups * h, D), make(groups, D), make(groups, Dv)
+    ends = dict(cu_seqlens=torch.tensor([0, S], dtype=torch.int32), max_seqlen=S) if packed else {}
+    chosen = torch.zeros(*lead, groups, 16, dtype=torch.int32)
+    out = selection_blocks_triton(
+        q, k, v, chosen, block_size=64, use_gluon=False, return_lse=return_lse, **ends
+    )
+    outs = out if return_lse else (out,)
+    torch.autograd.grad(outs, (q, k, v), [torch.zeros_like(x) for x in outs])
+
+
+def spans(h: int, D: int, Dv: int, dtype: torch.dtype) -> None:
+    """Compressed and sliding attention alone, forward and backward, and the choice of blocks by a
+    few queries that a quarter of a million tokens precede."""
+    from nsa.kernels import prefill
+
+    make = lambda n, *tail: torch.zeros(1, n, *tail, dtype=dtype, requires_grad=True)
+    q, k, v = make(LONG, 2 * h, D), make(LONG, 2, D), make(LONG, 2, Dv)
+    out, _ = prefill.compressed_attention_triton(q, k[:, :19], v[:, :19], l=32, d=16)
+    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    out, _ = prefill.sliding_attention_triton(q, k, v, window=100)
+    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    k_cmp, lse = torch.zeros(1, 16384, 2, D, dtype=dtype), torch.zeros(1, 8, 2 * h)
+    prefill.select_blocks_triton(
+        q[:, :8].detach(), k_cmp, lse, l=32, d=16, l_sel=64, n_sel=16, q_start=(1 << 18) - 8
+    )
+
+
+def ranges(
+    h: int, D: int, Dv: int, dtype: torch.dtype, path: str, n: int, rows: int = 64,
+    kind: torch.dtype = torch.int32, group: bool = False,
+) -> None:  # fmt: skip
+    """Selection by n ranges of each of so many rows: forward and backward, by one range with the
+    lse and its gradient; and the forward alone."""
+    from nsa import Flags
+    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
+
+    make = lambda *tail: torch.zeros(1, *tail, dtype=dtype, requires_grad=True)
+    tensors = make(rows, 2, h, D), make(2, 1024, D), make(2, 1024, Dv)
+    given = torch.zeros(1, rows, 2, n, 2, dtype=kind)
+    given[..., 1] = 64
+    if n > 1:  # rows of two lengths
+        given[:, ::2, ..., 1] = 40
+    run = lambda return_lse: selection_ranges_triton(
+        *tensors, given, path=path, flags=Flags(sel_triton_group=group), return_lse=return_lse
+    )
+    outs = run(True) if n == 1 else (run(False),)
+    torch.autograd.grad(outs, tensors, [torch.zeros_like(x) for x in outs])
+    with torch.no_grad():
+        run(False)
+
+
+def append(
+    h: int, D: int, Dv: int, dtype: torch.dtype, T: int, phi: Any, kind: KVCacheDtype = "auto"
+) -> None:
+    """T tokens into a cache, a block of which they may fill."""
+    from nsa import NSAAttention, NSAConfig
+
+    config = NSAConfig(dim=64, heads=2 * h, groups=2, d_k=D, d_v=Dv, phi=phi)
+    layer = NSAAttention(config).to(dtype)
+    with torch.no_grad():
+        cache = layer.make_cache(2, 1024, max_step=T, kv_cache_dtype=kind)
+        cache.emit_always = True
+        qkv = layer.qkv(torch.zeros(2, T, 64, dtype=dtype))
+        cache.append_projected(qkv, layer.phi_k, layer.phi_v)
+
+
+def over_ranks(h: int, D: int, Dv: int, dtype: torch.dtype, W: int, blocks: int) -> None:
+    """A decode step over W ranks, between its exchanges, with so many blocks to choose from."""
+    from nsa import NSAConfig
+    from nsa.kernels.decode import parallel
+
+    config = NSAConfig(dim=64, heads=2 * h, groups=2, d_k=D, d_v=Dv)
+    make = lambda *shape: torch.zeros(*shape, dtype=dtype)
+    lens, rows = torch.ones(1, dtype=torch.int32), blocks // W * 4
+    spans, _ = parallel.spans(lens, -1, 1, config, 0, W, 520)
+    lses = torch.zeros(W, 1, 1, 2 * h)
+    parallel.probabilities(make(1, 1, 2 * h, D), make(1, 64, 2, D), lses, spans, 64, 1.0)
+    parallel.choose(torch.zeros(W, 1, 1, 2, rows), lens, -1, config, 0)
+    parts = torch.zeros(W, 2, 1, 1, 2 * h, Dv + 1)
+    parallel.merge(parts, make(1, 1, 2 * h, Dv), make(1, 1, 2 * h, 3))
 
 
 Call = tuple[Callable[..., None], tuple]
@@ -212,6 +311,98 @@ def some_calls() -> Iterator[Call]:
         yield turn, (16, *size, BF16)
         for T, h, max_len, page in [(1, 16, 8192, 0), (4, 4, 131072, 0), (1, 16, 8192, 64)]:
             yield decode, (2, T, h, *size, BF16, max_len, page)
+
+
+def compiled_calls(arch: int) -> Iterator[Call]:
+    """Calls whose kernels every test run compiles: on sm_90 and sm_120 all kinds, on the others,
+    which have the tiles of one of these, fewer."""
+    whole, most = arch in (90, 120), (128, 128)
+    yield prefill, (LONG, 16, *most, BF16, False, 64, None, False)
+    yield turn, (16, *most, BF16)
+    yield blocks, (2048, 4, *most, BF16, 64, False, False)
+    yield blocks, (256, 16, *most, BF16, 64, True, True)
+    yield ranges, (8, *most, BF16, "ranges", 16)
+    yield ranges, (8, *most, BF16, "dense", 1, 64, torch.int64)
+    yield ranges, (4, 64, 64, BF16, "dense", 1, 1)  # few rows, whose keys are split
+    yield ranges, (4, 64, 64, BF16, "varlen", 1, 64, torch.int32, True)
+    for batch, length in ((1, 8192), (64, 32768)):
+        yield decode, (batch, 1, 16, *most, BF16, length)
+    for phi in ("mlp", "mean"):
+        yield append, (16, *most, BF16, 1, phi)
+    yield over_ranks, (16, *most, BF16, 2, 1 << 14)
+    if arch == 80:  # where these left registers on the stack
+        for h in (32, 64):
+            yield prefill, (LONG, h, 192, 128, BF16, False, 64, None, False)
+        yield decode, (1, 1, 128, 256, 256, BF16, 8192)
+    if whole or arch == 80:
+        yield prefill, (LONG, 4, *most, F32, False, 64, None, False)
+        yield ranges, (16, 256, 256, F32, "ranges", 16)
+    if not whole:
+        return
+    yield prefill, (LONG, 4, *most, BF16, True, 64, None, False)
+    yield prefill, (LONG, 16, 192, 128, BF16, True, 64, None, False)
+    yield prefill, (LONG, 16, 256, 256, BF16, False, 64, None, False)
+    yield prefill, (LONG, 4, 64, 64, F16, True, 64, None, False)
+    if arch == 90:
+        yield prefill, (LONG, 16, *most, BF16, False, 64, None, True)
+        yield prefill, (LONG, 16, *most, BF16, True, 64, False, False)
+        for h in (1, 8):
+            yield prefill, (LONG, h, *most, BF16, h == 8, 64, None, False)
+    else:  # where memory is scarcest
+        most_heads = limits.most_heads(arch, *most, 2)
+        yield prefill, (LONG, most_heads, *most, BF16, False, 64, None, False)
+    for h in (4, 16):
+        yield spans, (h, *most, BF16)
+    yield turn, (3, 192, 128, BF16)
+    for h in (1, 8):
+        yield blocks, (2048, h, *most, BF16, 64, False, False)
+    for h, D, Dv, dtype in (
+        (4, 64, 64, BF16), (8, 128, 128, F32), (16, 192, 128, F16), (16, 256, 256, BF16),
+        (64, 256, 256, BF16), (64, 256, 256, F32),
+    ):  # fmt: skip
+        yield ranges, (h, D, Dv, dtype, "ranges", 16)
+    for group in (False, True):
+        yield ranges, (4, 64, 64, BF16, "varlen", 2, 64, torch.int32, group)
+    for D, Dv, dtype, T, page in (
+        (192, 128, BF16, 4, 64), (256, 256, F16, 1, 0), (64, 64, F32, 1, 0), (192, 128, BF16, 8, 0),
+        (256, 256, BF16, 4, 0),
+    ):  # fmt: skip
+        yield decode, (2, T, 16, D, Dv, dtype, 32768, page)
+    for batch, length in ((1, 4096), (1, 1 << 20), (256, 8192)):
+        yield decode, (batch, 1, 16, *most, BF16, length)
+        yield decode, (batch, 1, 16, *most, BF16, length, 0, 16, 64, True)
+    yield decode, (2, 4, 16, 192, 128, BF16, 32768, 64, 16, 64, True)
+    yield decode, (2, 1, 12, *most, BF16, 2200, 0, 8, 128)  # blocks of 128, few to choose from
+    for phi in ("mlp", "mean"):
+        yield append, (16, *most, BF16, 1, phi, "fp8_e4m3")
+    yield over_ranks, (8, 192, 128, F16, 8, 512)
+    yield over_ranks, (16, *most, BF16, 2, 1 << 15)
+    for D, Dv, T in ((192, 128, 2), (256, 256, 64)):
+        yield append, (16, D, Dv, BF16, T, "mlp")
+
+
+def planned(calls: Iterator[Call]) -> Iterator[tuple[Call, list[Launch] | NotImplementedError]]:
+    """What each call would launch, or why there is no kernel. pretend() comes first."""
+    torch.autograd.set_multithreading_enabled(False)
+    for call, shape in calls:
+        with planning() as found:
+            try:
+                call(*shape)
+            except NotImplementedError as error:
+                yield (call, shape), error
+                continue
+        yield (call, shape), found.launches
+
+
+def configurations(arch: int) -> list[AotCase]:
+    """What compiled_calls() launch, each once. pretend() comes first."""
+    found: dict[str, AotCase] = {}
+    for call, launches in planned(compiled_calls(arch)):
+        if isinstance(launches, NotImplementedError):
+            raise ValueError(f"{call} has no kernel") from launches
+        for case in map(case_of, launches):
+            found.setdefault(case.name, case)
+    return list(found.values())
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

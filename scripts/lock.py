@@ -2,11 +2,13 @@
 
     python scripts/lock.py               # all three; compiles what has changed
     python scripts/lock.py --calls 90    # prints one part of calls.txt
+    python scripts/lock.py --part 90 0   # prints one part of kernels.json, and what is wrong in it
 
 api.txt: the public names and their signatures. calls.txt: which kernels calls launch, in order, by
 architecture. kernels.json: what kernels compile to, by what they are made from. A configuration
-(nsa/kernels/aot.py) is known by its content: the code of its kernel and of all that this calls,
-without comments, docstrings and places; its types, constants and options; Triton's release.
+is what a call launches (scripts/compile_as_launched.py). It is known by its content: the code of
+its kernel and of all that this calls, without comments, docstrings and places; its types, constants
+and options; Triton's release.
 
 `make test` compares all three. It compiles only what kernels.json does not know, and fails where
 PTX has changed, so that a commit which changes kernels says so. `make test-all` compiles all.
@@ -18,13 +20,15 @@ import argparse
 import contextlib
 import gc
 import inspect
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Collection, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
@@ -37,7 +41,7 @@ from nsa.kernels.aot import AotCase
 LOCKS = Path(__file__).resolve().parent.parent / "nsa" / "tests" / "locks"
 LOCK = LOCKS / "kernels.json"
 CALLS_OF = (80, 90, 120)  # one each of three ways to fit kernels
-PARTS = 16  # pieces of work for each module and architecture
+PARTS = 2  # of the configurations for one architecture
 
 
 @contextlib.contextmanager
@@ -77,34 +81,26 @@ def api() -> list[str]:
 
 def calls(arch: int) -> list[str]:
     """Which kernels calls launch on a GPU of that architecture. For a process of its own."""
-    import torch
-
-    from nsa.kernels.launch import planning
     from scripts import compile_as_launched as launched
 
     launched.pretend(arch, {})
-    torch.autograd.set_multithreading_enabled(False)
     lines = []
-    for call, shape in launched.some_calls():
-        with planning() as planned:
-            try:
-                call(*shape)
-            except NotImplementedError as error:
-                lines.append(f"sm_{arch} {call.__name__}{shape}: {error}")
-                continue
-        names = " ".join(one.kernel.__name__ for one in planned.launches)
-        lines.append(f"sm_{arch} {call.__name__}{shape}: {names}")
+    for (call, shape), launches in launched.planned(launched.some_calls()):
+        says = launches
+        if isinstance(launches, list):
+            says = " ".join(one.kernel.__name__ for one in launches)
+        lines.append(f"sm_{arch} {call.__name__}{shape}: {says}")
     return lines
 
 
-def calls_apart(arch: int) -> list[str]:
-    """calls() by another process."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--calls", str(arch)], capture_output=True, text=True
-    )
+def apart(*args: object) -> str:
+    """What this script prints, given these arguments, in a process of its own: one that takes its
+    CPU tensors for a GPU's goes on doing so."""
+    command = [sys.executable, __file__, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return done.stdout.splitlines()
+    return done.stdout
 
 
 def read() -> dict:
@@ -164,18 +160,31 @@ def lower_with_ones(cases: list[AotCase], names: Collection[str]) -> dict[str, s
     return bad
 
 
-def part(work: tuple[str, int, int, dict[str, list]]) -> tuple[dict[str, list], list[str]]:
-    """compile_cases() of every PARTS-th case of a module, which for SM 9.0 take ints of 1 too."""
-    module, arch, number, kernels = work
+def in_part(name: str, number: int) -> bool:
+    """Is this label of the lock in that one of PARTS?"""
+    return zlib.crc32(name.encode()) % PARTS == number
+
+
+def part(arch: int, number: int) -> tuple[dict[str, list], list[str]]:
+    """compile_cases() of one of PARTS of the configurations, which for SM 9.0 take ints of 1 too;
+    of all, whatever the lock knows, where TEST_ALL asks for it. For a process of its own."""
+    from scripts import compile_as_launched as launched
+
+    kernels = {} if os.environ.get("TEST_ALL") else read()["kernels"]
+    launched.pretend(arch, {})
     with fresh_cache():
-        cases = aot.cases_of(module, arch)
-        mine = {label(c, arch): c for c in cases[number::PARTS]}
-        found, bad = compile_cases(list(mine.values()), arch, kernels)
-        new = {mine[n].name for n, entry in found.items() if entry is not kernels.get(n)}
+        cases = launched.configurations(arch)
+        mine = [case for case in cases if in_part(label(case, arch), number)]
+        found, bad = compile_cases(mine, arch, kernels)
+        new = {c.name for c in mine if known_entry(kernels, c, arch) is None}
         ones = lower_with_ones(cases, new) if arch == 90 else {}
-    for name, why in ones.items():
-        found.pop(f"sm_90 {name}", None)
-        bad.append(f"sm_90 {name} with {why}")
+    bad += [f"sm_90 {name} with {why}" for name, why in ones.items()]
+    return found, bad
+
+
+def part_apart(arch: int, number: int) -> tuple[dict[str, list], list[str]]:
+    """part() by another process."""
+    found, bad = json.loads(apart("--part", arch, number))
     return found, bad
 
 
@@ -185,16 +194,21 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--calls", type=int, choices=CALLS_OF, metavar="SM",
                         help=f"only print what calls launch on one of {CALLS_OF}")  # fmt: skip
+    parser.add_argument("--part", type=int, nargs=2, metavar=("SM", "NUMBER"),
+                        help=f"only print one of {PARTS} parts of the kernels")  # fmt: skip
     args = parser.parse_args(argv)
     if args.calls:
         print("\n".join(calls(args.calls)))
         return 0
+    if args.part:
+        print(json.dumps(part(*args.part)))
+        return 0
     import triton
 
     before = read()["kernels"]
-    work = [(m, a, i, before) for m in aot.MODULES for a in aot.ARCHS for i in range(PARTS)]
-    with ProcessPoolExecutor() as pool:
-        parts = list(pool.map(part, work))
+    work = itertools.product(aot.ARCHS, range(PARTS))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = list(pool.map(lambda one: part_apart(*one), work))
     entries = dict(sorted(entry for found, _ in parts for entry in found.items()))
     bad = [problem for _, problems in parts for problem in problems]
     changed = sorted(n for n in before | entries if before.get(n) != entries.get(n))
@@ -203,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
           f"{len(compiled)} with other PTX")  # fmt: skip
     LOCKS.mkdir(exist_ok=True)
     (LOCKS / "api.txt").write_text("\n".join(api()) + "\n")
-    launched = [line for arch in CALLS_OF for line in calls_apart(arch)]
+    launched = [line for arch in CALLS_OF for line in apart("--calls", arch).splitlines()]
     (LOCKS / "calls.txt").write_text("\n".join(launched) + "\n")
     lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(e)}" for n, e in entries.items())
     head = f'"triton": {json.dumps(triton.__version__)}'

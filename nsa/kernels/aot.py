@@ -1,15 +1,14 @@
 """Compile kernels ahead of time for GPUs that are not here, and read what they need.
 
-Each kernel module offers aot_cases(arch) -> list[AotCase]: the configurations its launchers would
-choose on that architecture. compile_case() runs Triton's compiler and ptxas for it; no driver, no
-GPU. It cannot run under TRITON_INTERPRET=1.
+case_of() makes a configuration of what a launcher would launch (launch.planning() collects it;
+scripts/compile_as_launched.py has the calls). compile_case() runs Triton's compiler and ptxas for
+it; no driver, no GPU. It cannot run under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import importlib
 import inspect
 import re
 import subprocess
@@ -17,52 +16,145 @@ import tempfile
 import textwrap
 import types
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-# Every kernel package offers its configurations in a module aot_cases.
-MODULES = sorted(
-    f"nsa.kernels.{path.parent.name}.aot_cases"
-    for path in Path(__file__).parent.glob("*/aot_cases.py")
-)
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nsa.kernels.launch import Launch
+
 ARCHS = (80, 86, 89, 90, 100, 120)
 
 # Shared memory that one block may use, bytes (CUDA C++ programming guide, compute capabilities).
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 
+# Bytes of stack that a kernel with heads of D elements and so many heads a group may use, where 32
+# are not enough. ptxas keeps a few scalars there at times; a tile that does not fit the registers
+# takes hundreds: the large ones are tiles to be made smaller, by measurement.
+SPILLS: dict[tuple[str, int | None, int | None], int] = {
+    ("_block_attn_bwd_dkdv_kernel", 64, 4): 48,
+    ("_block_attn_bwd_dkdv_kernel", 128, 1): 552,
+    ("_block_attn_bwd_dkdv_kernel", 128, 4): 264,
+    ("_block_attn_bwd_dkdv_kernel", 128, 8): 152,
+    ("_block_attn_bwd_dkdv_kernel", 128, 16): 40,
+    ("_block_attn_bwd_dkdv_kernel", 128, 64): 40,
+    ("_block_attn_bwd_dkdv_kernel", 192, 16): 40,
+    ("_block_attn_bwd_dq_kernel", 128, 16): 104,
+    ("_block_attn_bwd_dq_kernel", 128, 64): 3096,
+    ("_block_attn_bwd_dq_kernel", 192, 64): 224,
+    ("_block_attn_dq_anew_kernel", 128, 16): 40,
+    ("_block_attn_end_kernel", 128, 4): 536,
+    ("_block_attn_end_kernel", 128, 8): 488,
+    ("_block_attn_end_kernel", 128, 16): 376,
+    ("_block_attn_fwd_kernel", 128, 64): 4136,
+    ("_block_attn_fwd_kernel", 192, 64): 168,
+    ("_decode_scan_kernel", 256, None): 616,
+    ("_sel_attn_fwd_ranges_kernel", 256, None): 184,
+    ("_span_bwd_dkdv_kernel", 64, 4): 152,
+    ("_span_bwd_dkdv_kernel", 128, 1): 144,
+    ("_span_bwd_dkdv_kernel", 128, 16): 320,
+    ("_span_bwd_dkdv_kernel", 256, 16): 64,
+    ("_span_bwd_dq_kernel", 64, 4): 136,
+    ("_span_bwd_dq_kernel", 128, 1): 64,
+    ("_span_bwd_dq_kernel", 128, 4): 40,
+    ("_span_bwd_dq_kernel", 192, 16): 96,
+    ("_span_bwd_dq_kernel", 192, 64): 472,
+    ("_span_bwd_fused_kernel", 64, 4): 40,
+    ("_span_bwd_fused_kernel", 128, 16): 408,
+    ("_span_bwd_fused_kernel", 192, 16): 504,
+    ("_span_bwd_hopper_kernel", None, 4): 104,
+    ("_span_bwd_hopper_kernel", None, 8): 80,
+    ("_span_bwd_hopper_kernel", None, 16): 104,
+    ("_span_fwd_kernel", 256, 16): 56,
+    ("_span_pair_fwd_hopper_kernel", None, None): 96,
+}
+# Kernels whose warps go ways of their own: no barrier of all of them may stand behind the parting.
+PARTING = (
+    "_span_fwd_hopper_kernel", "_span_pair_fwd_hopper_kernel", "_block_score_hopper_kernel",
+    "_block_attn_fwd_hopper_kernel",
+)  # fmt: skip
+# Kernels that rank blocks by sums of their own, which all threads must hold alike.
+RANKING = ("_decode_candidates_kernel", "_decode_selected_kernel")
+
+
 @dataclass(frozen=True)
 class AotCase:
-    """One kernel configuration. types: Triton type per runtime argument ("*bf16", "i32", "fp32").
+    """One kernel configuration. types: Triton type per runtime argument ("*bf16", "i32", "fp32"),
+    of a descriptor with its tile and, in Gluon, its layout. options: what the launcher gives Triton
+    besides, such as num_warps."""
 
-    gluon: a kernel of @gluon.jit; the types of its descriptors name their layouts. max_registers:
-    of a thread at the start, where the launcher sets it. max_spill: bytes of stack the case may
-    use. ptxas keeps a few scalars there at times; a tile that does not fit the registers takes
-    hundreds. parting: what the PTX says where warps begin to go ways of their own; the compiler
-    must put no barrier of all of them behind it.
-    """
-
-    name: str
     kernel: Any
     types: dict[str, str]
     constexprs: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 2
-    max_spill: int = 32
-    gluon: bool = False
-    max_registers: int | None = None
-    parting: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The kernel's, some of its sizes and, of all that tells configurations apart, a hash."""
+        sizes = [f"{n}{self.constexprs[n]}" for n in ("D", "DV", "HEADS") if n in self.constexprs]
+        return "-".join([self.kernel.__name__, *sizes, _hash(self.form())[:6]])
+
+    def form(self) -> str:
+        given = (self.types, self.constexprs, self.options)
+        return repr([sorted(x.items()) for x in given])
+
+    @property
+    def max_spill(self) -> int:
+        """Bytes of stack that it may use."""
+        sizes = self.constexprs.get("D"), self.constexprs.get("HEADS")
+        return SPILLS.get((self.kernel.__name__, *sizes), 32)
+
+    @property
+    def parting(self) -> str | None:
+        """What the PTX says where warps begin to go ways of their own."""
+        return "barrier.sync" if self.kernel.__name__ in PARTING else None
+
+
+_ELEMENTS = {
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "int32": "i32",
+    "int64": "i64", "uint8": "u8", "float8_e4m3fn": "fp8e4nv",
+}  # fmt: skip
+
+
+def case_of(launch: Launch) -> AotCase:
+    """The configuration that a planned launch is of."""
+    kernel, names = launch.kernel, list(launch.kernel.arg_names)
+    types, constexprs, options = {}, {}, {}
+    for name, x in zip(names, launch.args, strict=False):
+        if x is None:
+            constexprs[name] = None
+        else:
+            types[name] = _type(x)
+    for name, x in launch.constants.items():
+        (constexprs if name in names else options)[name] = x
+    return AotCase(kernel, types, constexprs, options)
+
+
+def _type(x: Any) -> str:
+    """Triton's type of a runtime argument. Ints are not looked at: of 32 bits unless too large."""
+    element = lambda tensor: _ELEMENTS[str(tensor.dtype).removeprefix("torch.")]
+    if isinstance(x, Tensor):
+        return f"*{element(x)}"
+    if hasattr(x, "block_shape"):
+        layout = f",{x.layout!r}" if hasattr(x, "layout") else ""
+        return f"tensordesc<{element(x.base)}{list(x.block_shape)}{layout}>"
+    if type(x) is int:
+        return "i32" if -(1 << 31) <= x < 1 << 31 else "i64"
+    return {float: "fp32", bool: "i1"}[type(x)]
 
 
 class Resources(NamedTuple):
-    """What one program needs: shared memory in bytes, registers per thread, stack in bytes; and how
-    many barriers of all warps there are behind AotCase.parting."""
+    """What one program needs: shared memory in bytes, registers per thread, stack in bytes; how
+    many barriers of all warps there are behind AotCase.parting, where none may be; and, of a kernel
+    of RANKING, how many unrounded_sums()."""
 
     shared: int
     registers: int
     stack: int
     barriers: int = 0
+    unrounded: int = 0
 
     def problems(self, arch: int, max_spill: int = 32) -> list[str]:
         """Why the kernel would fail or crawl on `arch`; empty if it fits."""
@@ -73,20 +165,15 @@ class Resources(NamedTuple):
             found.append(f"{self.stack} B of registers spilled > {max_spill} B")
         if self.barriers:
             found.append(f"{self.barriers} barriers of all warps where they go their own ways")
+        if self.unrounded:
+            found.append(f"{self.unrounded} sums in which threads differ, by which they rank")
         return found
-
-
-def cases_of(module: str, arch: int) -> list[AotCase]:
-    """The configurations of one of MODULES for an architecture."""
-    return importlib.import_module(module).aot_cases(arch)
 
 
 def content(case: AotCase, arch: int) -> str:
     """A hash of all that a case is compiled from, except for Triton's release: see scripts/lock.py.
     """
-    given = [sorted(x.items()) for x in (case.types, case.constexprs)]
-    options = (case.num_warps, case.num_stages, case.gluon, case.max_registers, case.parting)
-    parts = [*_code(case.kernel, set()), repr(given), repr(options), str(arch)]
+    parts = [*_code(case.kernel, set()), case.form(), str(case.parting), str(arch)]
     return _hash("\n".join(parts))
 
 
@@ -141,8 +228,27 @@ def compile_case(case: AotCase, arch: int) -> tuple[Resources, str]:
         if not behind:
             raise ValueError(f"{case.name}: no {case.parting!r} in its PTX")
         barriers = behind.count("bar.sync")
-    used = Resources(made.metadata.shared, registers, stack, barriers)
+    unrounded = 0
+    if case.kernel.__name__ in RANKING:
+        unrounded = len(unrounded_sums(made.asm["ptx"]))
+    used = Resources(made.metadata.shared, registers, stack, barriers, unrounded)
     return used, _hash(re.sub(r"//.*", "", made.asm["ptx"]))
+
+
+def unrounded_sums(ptx: str) -> list[str]:
+    """Sums over threads in which each adds its own product unrounded to the rounded one of another
+    thread: the two threads then hold different sums, and rank by them differently."""
+    found, products, neighbours = [], {}, {}
+    for line in ptx.splitlines():
+        op, _, registers = line.strip().partition(" ")
+        to, *of = re.findall(r"%\w+", registers) or [""]
+        if op == "mul.f32":
+            products[to] = set(of)
+        elif op == "shfl.sync.bfly.b32":
+            neighbours[to] = products.get(of[0])
+        elif op == "fma.rn.f32" and of[2:] and neighbours.get(of[2]) == set(of[:2]):
+            found.append(line.strip())
+    return found
 
 
 def compiled(case: AotCase, arch: int) -> Any:
@@ -203,16 +309,13 @@ def _source(case: AotCase, ones: Collection[str] = ()) -> tuple[Any, dict[str, A
     signature = {n: "constexpr" if n in constants else case.types[n] for n in names}
     aligned = [i for i, n in enumerate(names) if signature[n].startswith("*")]
     make = ASTSource
-    if case.gluon:
+    if case.kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as make
     source = make(
         fn=case.kernel, signature=signature, constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )  # fmt: skip
-    options = OPTIONS | {"num_warps": case.num_warps, "num_stages": case.num_stages}
-    if case.max_registers:
-        options["maxnreg"] = case.max_registers
-    return source, options
+    return source, OPTIONS | case.options
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
