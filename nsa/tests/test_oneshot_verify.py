@@ -231,7 +231,21 @@ def test_numbers_are_those_of_the_raw_times(change, folder):
     changed = of_raw(**change)
     assert next(iter(change)) in beside(folder, changed)
     assert "every 2. of them would not leave 12" in beside(folder, changed, every=2)
-    assert not beside(folder, changed, us=["x"])
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [({"us": ["x"]}, "no numbers"), ({"us": []}, "median_us 7.05 has no raw times"),
+     ({"base": []}, "has no raw times"), ({"every": "one"}, "no numbers"),
+     ({"every": 2}, "every 2. of the times of median_us is said to be kept, of 12")],
+    ids=str,
+)  # fmt: skip
+def test_a_row_without_the_raw_times_of_its_numbers_is_told(raw, says, folder):
+    assert says in beside(folder, of_raw(median_us=7.05, base_median_us=9.0), **raw)
+
+
+def test_a_row_that_does_not_say_why_its_timing_ended_is_told(folder):
+    assert "why its timing ended" in beside(folder, of_raw(stop=None))
 
 
 def test_of_a_long_series_every_kth_was_kept(folder):
