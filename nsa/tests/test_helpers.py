@@ -201,3 +201,13 @@ def test_uninitialised_memory_is_poisoned():
     assert torch.empty(3).isnan().all() and torch.empty_like(torch.ones(2)).isnan().all()
     assert torch.ones(1).new_empty(2).isnan().all()
     assert (torch.empty(2, dtype=torch.int32) < -(10**6)).all()
+
+
+def test_a_plain_computation_that_is_not_finite_widens_no_limit():
+    truth = torch.ones(2, 64, 64, dtype=torch.float64)
+    out, plain = truth.half(), truth.half()
+    out[0, 0, 0] += 2
+    plain[1, 3, 2] = float("inf")
+    asked = dict(path_requested="sdpa", path_taken="sdpa")
+    found = measure_parity("case", "op", out, truth, plain, **asked)
+    assert found.status == "FAIL" and "plain computation" in found.why[0]
