@@ -103,6 +103,8 @@ def measure_parity(
 
     if tuple(out.shape) != tuple(oracle.shape):
         why.append(f"shape {list(out.shape)} is not the oracle's {list(oracle.shape)}")
+    elif same_dtype is not None and same_dtype.shape != out.shape:
+        why.append(f"shape {list(same_dtype.shape)} of the plain computation is not that of out")
     elif oracle.numel() == 0:
         why.append("nothing was compared")
     else:

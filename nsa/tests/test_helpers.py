@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 
-from bench.parity import assert_parity, measure_parity
+from bench.parity import MAE_LIMIT, assert_parity, measure_parity
 from nsa import oracle, select
 from nsa.tests.helpers import (
     BLOCK_KINDS,
@@ -211,3 +211,16 @@ def test_a_plain_computation_that_is_not_finite_widens_no_limit():
     asked = dict(path_requested="sdpa", path_taken="sdpa")
     found = measure_parity("case", "op", out, truth, plain, **asked)
     assert found.status == "FAIL" and "plain computation" in found.why[0]
+    found = measure_parity("case", "op", truth.half(), truth, plain[:1, :1, :1], **asked)
+    assert found.status == "FAIL" and "[1, 1, 1] of the plain computation" in found.why[0]
+
+
+def test_a_result_may_be_off_by_twice_what_the_plain_computation_is():
+    half = dict.fromkeys((torch.float16, torch.bfloat16), 1e-3)
+    assert MAE_LIMIT == {**half, torch.float32: 1e-4, torch.float64: 1e-10}
+    truth = torch.ones(64, 64, dtype=torch.float64)
+    plain = truth.float() + 1e-5
+    asked = dict(path_requested="sdpa", path_taken="sdpa")
+    for times, status in ((1.9, "PASS"), (2.5, "FAIL")):
+        out = truth.float() + times * 1e-5
+        assert measure_parity("case", "op", out, truth, plain, **asked).status == status
