@@ -237,7 +237,7 @@ def test_an_unstable_bench_runs_again(resumed):
 def test_raw_times_are_taken_over_with_their_stage(resumed, half_run):
     row = bench_row("mine", 5.0, 1.5)
     line = lambda case: json.dumps({**{k: row[k] for k in ("bench", "candidate", "cache")},
-                                    "case": case, "us": [5.0]})  # fmt: skip
+                                    "case": case, **raw_times(row)})  # fmt: skip
     source = half_run.folder / "prev" / "r" / "bench" / "samples.jsonl"
     source.parent.mkdir(parents=True)
     source.write_text(f"{line('mine')}\n{line('other')}\nhalf a li")
