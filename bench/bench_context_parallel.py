@@ -289,7 +289,8 @@ def timed_steps(x: Decode, n: int, group: Any, judged: int) -> Timed:
 def made(
     args: argparse.Namespace, S: int, direction: str, group: Any, device: torch.device
 ) -> tuple[Sequence1, Callable[[Any, int], Timed]]:
-    """What a direction is timed on, and how: (group, number of the judged sample) -> Timed."""
+    """The inputs of a direction, and a function that times its calls on them: (group, number of the
+    judged sample) -> Timed."""
     if direction == "decode":
         x = Decode(args, S, group, device)
         return x, lambda group, judged: timed_steps(x, args.iters, group, judged)

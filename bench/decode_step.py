@@ -234,9 +234,7 @@ class Step:
     def stands_for(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows first to last of a buffer of the cache, in q's dtype."""
         x = getattr(self.cache, name)[:, first:last]
-        if not self.fp8:
-            return x
-        return fp8.dequantize(x, getattr(self.cache, f"{name[0]}_descale"), self.q.dtype)
+        return fp8.stands_for(x, getattr(self.cache, f"{name[0]}_descale"), self.q.dtype)
 
     def stored_alike(self, got: Tensor, want: Tensor) -> bool:
         """Is `got`, of the cache, what is kept of `want`?"""

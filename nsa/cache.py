@@ -302,12 +302,16 @@ class NSACache:
             raise ValueError(f"{what} needs sequences of one length, got {self.lengths}")
 
     def _read(self, x: Tensor, descale: Tensor | None) -> Tensor:
-        """What stored rows [B, n, G, D] stand for, in the cache's dtype."""
-        return x if descale is None else fp8.dequantize(x, descale, self.dtype)
+        """Stored rows [B, n, G, D] as the numbers that they stand for, in the cache's dtype."""
+        return fp8.stands_for(x, descale, self.dtype)
+
+    def _read_both(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """_read() of keys and of values."""
+        return self._read(k, self.k_descale), self._read(v, self.v_descale)
 
     def _stored(self, x: Tensor, descale: Tensor | None) -> Tensor:
         """Rows [B, n, G, D] as the buffers hold them."""
-        return x.to(self.dtype) if descale is None else fp8.quantize(x, descale)
+        return fp8.stored(x, descale, self.dtype)
 
     def _all_stored(self, new: BranchKV) -> BranchKV:
         descales = {"k": self.k_descale, "v": self.v_descale}
@@ -317,17 +321,13 @@ class NSACache:
         """The compressed keys and values so far: [B, emitted, G, D]."""
         self._same_length("compressed()")
         n = self.emitted
-        return self._read(self.k_cmp[:, :n], self.k_descale), self._read(
-            self.v_cmp[:, :n], self.v_descale
-        )
+        return self._read_both(self.k_cmp[:, :n], self.v_cmp[:, :n])
 
     def selectable(self) -> tuple[Tensor, Tensor]:
         """All raw keys and values of the selection branch: [B, length, G, D]."""
         self._same_length("selectable()")
         n = self.length
-        return self._read(self.k_sel[:, :n], self.k_descale), self._read(
-            self.v_sel[:, :n], self.v_descale
-        )
+        return self._read_both(self.k_sel[:, :n], self.v_sel[:, :n])
 
     def window(self, T: int) -> tuple[Tensor, Tensor]:
         """What the T <= max_step newest queries slide over: their keys and the w - 1 before."""
@@ -339,14 +339,13 @@ class NSACache:
 
     def _window(self, first: int) -> tuple[Tensor, Tensor]:
         rows = torch.arange(first, self.length, device=self.lens.device) % self.k_win.shape[1]
-        return self._read(self.k_win[:, rows], self.k_descale), self._read(
-            self.v_win[:, rows], self.v_descale
-        )
+        return self._read_both(self.k_win[:, rows], self.v_win[:, rows])
 
     def window_with(self, k_win: Tensor, v_win: Tensor) -> tuple[Tensor, Tensor]:
         """The last w - 1 cached tokens, then any number of new ones that are not appended yet."""
-        k_win = self._read(self._stored(k_win, self.k_descale), self.k_descale)
-        v_win = self._read(self._stored(v_win, self.v_descale), self.v_descale)
+        k_win, v_win = self._read_both(
+            self._stored(k_win, self.k_descale), self._stored(v_win, self.v_descale)
+        )
         if self.length == 0:
             return k_win, v_win
         self._same_length("window_with()")

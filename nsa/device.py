@@ -1,4 +1,4 @@
-"""What is known of a device once and for all, and the flags that hold on it."""
+"""The name and compute capability of a device, asked for once, and the flags that hold on it."""
 
 from __future__ import annotations
 

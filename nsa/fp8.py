@@ -70,6 +70,16 @@ def dequantize(x: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
     return (wide * descale[:, None, :, None]).to(dtype)
 
 
+def stored(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [B, N, G, D] as a cache of queries in `dtype` holds it: e4m3 where it has a descale."""
+    return x.to(dtype) if descale is None else quantize(x, descale)
+
+
+def stands_for(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The numbers, in dtype, for which stored(x) stands."""
+    return x if descale is None else dequantize(x, descale, dtype)
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """x, or its bytes if it is e4m3, of which some operations that move numbers know nothing."""
     return x.view(torch.uint8) if x.dtype == E4M3 else x

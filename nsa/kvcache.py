@@ -123,14 +123,12 @@ class KVCaches(BranchKV):
         return self.k_descale if name[0] == "k" else self.v_descale
 
     def read(self, name: str, rows: Tensor) -> Tensor:
-        """What stored rows [B, n, G, D] of the cache `name` stand for."""
-        descale = self.descale(name)
-        return rows if descale is None else fp8.dequantize(rows, descale, self.dtype)
+        """Stored rows [B, n, G, D] of the cache `name` as the numbers that they stand for."""
+        return fp8.stands_for(rows, self.descale(name), self.dtype)
 
     def stored(self, name: str, x: Tensor) -> Tensor:
         """x [B, n, G, D] as the cache `name` holds it."""
-        descale = self.descale(name)
-        return x.to(self.dtype) if descale is None else fp8.quantize(x, descale)
+        return fp8.stored(x, self.descale(name), self.dtype)
 
     def _rows(self, name: str, first: int, last: int, ring: bool = False) -> Tensor:
         """Rows of positions first to last: [B, last - first, G, D]."""

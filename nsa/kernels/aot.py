@@ -108,7 +108,7 @@ class AotCase:
 
     @property
     def parting(self) -> str | None:
-        """What the PTX says where warps begin to go ways of their own."""
+        """The PTX instruction at which warps begin to go ways of their own; None if they do not."""
         return "barrier.sync" if self.kernel.__name__ in PARTING else None
 
 
@@ -146,7 +146,7 @@ def _type(x: Any) -> str:
 
 
 class Resources(NamedTuple):
-    """What one program needs: shared memory in bytes, registers per thread, stack in bytes; how
+    """Resources of one program: shared memory in bytes, registers per thread, stack in bytes; how
     many barriers of all warps there are behind AotCase.parting, where none may be; and, of a kernel
     of RANKING, how many unrounded_sums()."""
 
@@ -252,8 +252,8 @@ def unrounded_sums(ptx: str) -> list[str]:
 
 
 def compiled(case: AotCase, arch: int) -> Any:
-    """What Triton's compiler makes of a case for compute capability `arch`; its `asm` has the
-    texts."""
+    """Compile a case for compute capability `arch`. Returns Triton's compiled kernel, whose `asm`
+    has the texts of all stages."""
     import triton
     from triton.backends.compiler import GPUTarget
 

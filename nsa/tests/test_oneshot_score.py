@@ -96,6 +96,9 @@ def test_verify_computes_the_score_anew(tmp_path):
     older = {name: x for name, x in data["score"].items() if name != "unstable"}
     assert not list(verify.check_journal({**data, "score": older}, folder))
     assert list(verify.check_journal({**data, "score": {**older, "percent": 99.0}}, folder))
+    for odd in (None, 7, "unstable"):
+        (told,) = verify.check_journal({**data, "score": odd}, folder)
+        assert told == "score in bundle.json is not what events.jsonl gives"
     del data["score"]  # a bundle of before there was one
     assert not list(verify.check_journal(data, folder))
 

@@ -235,10 +235,11 @@ def test_numbers_are_those_of_the_raw_times(change, folder):
 
 @pytest.mark.parametrize(
     ("raw", "says"),
-    [({"us": ["x"]}, "no numbers"), ({"us": []}, "median_us 7.05 has no raw times"),
-     ({"base": []}, "has no raw times"), ({"every": "one"}, "no numbers"),
+    [({"us": ["x"]}, "no numbers"), ({"us": [10**400]}, "no numbers"),
+     ({"us": []}, "median_us 7.05 has no raw times"), ({"base": []}, "has no raw times"),
+     ({"every": "one"}, "no numbers"),
      ({"every": 2}, "every 2. of the times of median_us is said to be kept, of 12")],
-    ids=str,
+    ids=["words", "too-large", "none", "none-of-the-baseline", "every-word", "every-second"],
 )  # fmt: skip
 def test_a_row_without_the_raw_times_of_its_numbers_is_told(raw, says, folder):
     assert says in beside(folder, of_raw(median_us=7.05, base_median_us=9.0), **raw)

@@ -433,6 +433,31 @@ def start(world: int, folder: Path, mode: str, module: str = __name__) -> list[d
     return [pickle.loads(f.read_bytes()) for f in files]
 
 
+def no_error(found: list[dict[str, Any]], name: str) -> None:
+    """Job `name` of work() did well on every rank."""
+    for rank, results in enumerate(found):
+        _, error, _ = results[name]
+        assert error is None, f"rank {rank}: {error}"
+
+
+def says_on_every_rank(found: list[dict[str, Any]], name: str, words: tuple[str, str]) -> None:
+    """The text that job `name` gave has the first of the words, on the last rank the second."""
+    no_error(found, name)
+    for rank, results in enumerate(found):
+        text, _, _ = results[name]
+        assert words[rank == len(found) - 1] in text, f"rank {rank}: {text}"
+
+
+def a_dead_rank_ended_the_others(found: list[dict[str, Any]]) -> None:
+    """The last rank died in job "dies", and the others were told soon."""
+    assert "dies" not in found[-1]
+    no_error(found[:-1], "dies")
+    for rank, results in enumerate(found[:-1]):
+        text, _, seconds = results["dies"]
+        assert f"rank {rank}: the exchange of" in text and "a rank died" in text
+        assert seconds < 60, "longer than the group's own limit"
+
+
 @pytest.fixture(scope="module", params=[2, 4], ids=["2-ranks", "4-ranks"])
 def found(request, tmp_path_factory) -> list[dict[str, Any]]:
     return start(request.param, tmp_path_factory.mktemp("ranks"), "gloo")
@@ -440,26 +465,16 @@ def found(request, tmp_path_factory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", [*CASES, "layer", "settings", "overlap", "no-waiting"])
 def test_equals_one_process(found, name):
-    for rank, results in enumerate(found):
-        _, error, _ = results[name]
-        assert error is None, f"rank {rank}: {error}"
+    no_error(found, name)
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_ends_with_an_error_on_every_rank(found, kind):
-    for rank, results in enumerate(found):
-        text, error, _ = results[f"bad-{kind}"]
-        assert error is None, error
-        assert BAD[kind][rank == len(found) - 1] in text, f"rank {rank}: {text}"
+    says_on_every_rank(found, f"bad-{kind}", BAD[kind])
 
 
 def test_a_dead_rank_ends_the_others(found):
-    assert "dies" not in found[-1]
-    for rank, results in enumerate(found[:-1]):
-        text, error, seconds = results["dies"]
-        assert error is None, error
-        assert f"rank {rank}: the exchange of" in text and "a rank died" in text
-        assert seconds < 60, "longer than the group's own limit"
+    a_dead_rank_ended_the_others(found)
 
 
 @pytest.mark.kernel
@@ -471,9 +486,7 @@ def test_kernels_on_chunks(kernel_device, world, tmp_path):
     if kernel_device == "cpu" and world > 2:
         pytest.skip("two interpreted ranks tell as much as four")
     results = start(world, tmp_path, "nccl" if kernel_device == "cuda" else "interpreted")
-    for rank, result in enumerate(results):
-        _, error, _ = result["triton"]
-        assert error is None, f"rank {rank}: {error}"
+    no_error(results, "triton")
 
 
 def test_half_precision_gradients_are_added_in_fp32(monkeypatch):

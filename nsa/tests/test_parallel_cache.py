@@ -31,7 +31,15 @@ from nsa.attention import nsa_decode
 from nsa.cache import BranchKV
 from nsa.compress import mean_pool
 from nsa.parallel_cache import merge
-from nsa.tests.test_parallel import _HostTensors, join, start, work
+from nsa.tests.test_parallel import (
+    _HostTensors,
+    a_dead_rank_ended_the_others,
+    join,
+    no_error,
+    says_on_every_rank,
+    start,
+    work,
+)
 
 F32, F64 = torch.float32, torch.float64
 CONFIG = NSAConfig(
@@ -431,26 +439,16 @@ def found(request, tmp_path_factory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_equals_one_rank(found, name):
-    for rank, results in enumerate(found):
-        _, error, _ = results[name]
-        assert error is None, f"rank {rank}: {error}"
+    no_error(found, name)
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_ends_with_an_error_on_every_rank(found, kind):
-    for rank, results in enumerate(found):
-        text, error, _ = results[f"bad-{kind}"]
-        assert error is None, error
-        assert BAD[kind][rank == len(found) - 1] in text, f"rank {rank}: {text}"
+    says_on_every_rank(found, f"bad-{kind}", BAD[kind])
 
 
 def test_a_dead_rank_ends_the_others(found):
-    assert "dies" not in found[-1]
-    for rank, results in enumerate(found[:-1]):
-        text, error, seconds = results["dies"]
-        assert error is None, error
-        assert f"rank {rank}: the exchange of" in text and "a rank died" in text
-        assert seconds < 60, "longer than the group's own limit"
+    a_dead_rank_ended_the_others(found)
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -516,9 +514,7 @@ def test_kernels_on_ranks(kernel_device, world, tmp_path):
     if kernel_device == "cpu" and world > 2:
         pytest.skip("two interpreted ranks tell as much as four")
     mode = "nccl" if kernel_device == "cuda" else "interpreted"
-    for rank, result in enumerate(start(world, tmp_path, mode, __name__)):
-        _, error, _ = result["triton"]
-        assert error is None, f"rank {rank}: {error}"
+    no_error(start(world, tmp_path, mode, __name__), "triton")
 
 
 def test_parts_without_keys_have_no_weight():

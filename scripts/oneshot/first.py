@@ -172,15 +172,15 @@ def _score(view: View) -> str:
             lacks.setdefault(cell(why, 200), []).append(case)
         told = "; ".join(f"{', '.join(cases)}: {why}" for why, cases in lacks.items())
         return f"No score: {told}."
-    star = {case: "\\*" for case in found["unstable"]}
+    star = "\\*"
     parts = [
-        f"{case} {pct(one['roofline_us'] / one['us'])}{star.get(case, '')}"
+        f"{case} {pct(one['roofline_us'] / one['us'])}{star if case in found['unstable'] else ''}"
         for case, one in found["cases"].items()
     ]
     return (
-        f"Score **{found['percent']:.1f} %**{max(star.values(), default='')}: the geometric mean "
-        f"of roofline time over measured time, of {', '.join(parts)}. The roofline is this card's "
-        "own copy and matmul."
+        f"Score **{found['percent']:.1f} %**{star if found['unstable'] else ''}: the geometric "
+        f"mean of roofline time over measured time, of {', '.join(parts)}. The roofline is this "
+        "card's own copy and matmul."
     )
 
 

@@ -328,7 +328,7 @@ def _beside_raw(row: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[str
     try:
         us, base = ([float(x) for x in kept.get(n) or ()] for n in ("us", "base_us"))
         every, base_every = int(kept["us_every"]), int(kept["base_us_every"] if base else 1)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         yield "its raw times are no numbers"
         return
     for name, times, kth in (("median_us", us, every), ("base_median_us", base, base_every)):
@@ -427,10 +427,10 @@ def check_journal(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
     for key in replayed:
         if key == "score" and key not in data:  # made before there was one
             continue
-        right = replayed[key]
-        if key == "score" and "unstable" not in data[key]:  # made when UNSTABLE rows were missing
-            right = _without_unstable(right)
-        if key != "files" and right != data.get(key):
+        right, given = replayed[key], data.get(key)
+        if key == "score" and isinstance(given, dict) and "unstable" not in given:
+            right = _without_unstable(right)  # made when UNSTABLE rows were missing
+        if key != "files" and right != given:
             yield f"{key} in bundle.json is not what events.jsonl gives"
     for file in data["files"]:
         name = str(file.get("path"))

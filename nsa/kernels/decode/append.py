@@ -171,7 +171,7 @@ def _append_plan(
 
 
 def descales(cache: NSACache) -> tuple[Tensor, Tensor]:
-    """Of the cache's keys and values; anything where they are not e4m3."""
+    """The descales of a cache's keys and values; where it is not FP8, tensors that nobody reads."""
     if cache.k_descale is None or cache.v_descale is None:
         return cache.lens, cache.lens
     return cache.k_descale, cache.v_descale

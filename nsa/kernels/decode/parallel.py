@@ -1,4 +1,4 @@
-"""What a context-parallel step does on its own rank between attention and exchanges.
+"""The work of a context-parallel decode step on one rank between attention and exchanges.
 
 Each function does what the one of the same name in nsa/parallel_cache.py does in PyTorch, which
 takes many small launches: where keys are, probabilities, the choice of blocks, the merge. All read
