@@ -204,7 +204,7 @@ class Step:
         self.gates.uniform_(generator=gen)
         if self.fp8:
             for x, now in zip(self.dense, self.cache.selectable(), strict=True):
-                x.copy_(now)
+                x[:, : now.shape[1]] = now  # which at() makes shorter
         if self.v_padded is not None:
             self.v_padded[..., : c.d_v] = self.dense[1]
         choosing = {n: size for n, size in c.sizes().items() if n != "window"}
