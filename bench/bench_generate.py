@@ -1,0 +1,210 @@
+"""Tokens per second of generating text from a long prompt, with models of random weights.
+
+    python bench/bench_generate.py --S_list 32768 --csv generate.csv
+
+`nsa.generate` (eager and by CUDA graph, caches of bf16 and FP8), and `generate` of a LLaMA of
+Transformers of the same sizes, where that is installed, with attention "nsa" and "sdpa". Greedy.
+prefill_s is the time to the first token; a step is what each further token takes. Each row is the
+better of two runs.
+
+Proof: what decoding from the cache gave is held against one forward of the model over the whole
+text: largest difference of the last logits over the largest logit (`off`). Both are bf16; an FP8
+cache is held against the same bf16 forward, so its limit is wider. kernels: launches of our kernels
+in a step, or with a graph in all of the prompt, the capture and its warm-up; a row of NSA without
+any is FAILED.
+
+Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+import torch
+from torch import Tensor
+
+from bench.device import Gpu
+from bench.main import bench_parser, parsed
+from bench.provenance import COLUMNS as PROVENANCE
+from bench.provenance import provenance
+from bench.records import note, say, write_csv, write_so_far
+from nsa import NSAConfig, NSALanguageModel, launches
+from nsa.generate import generate
+
+SIZES = {"dim": 2048, "heads": 32, "groups": 2, "dk": 128, "layers": 4, "vocab": 32000}
+LIMIT, FP8_LIMIT = 0.05, 0.25
+COLUMNS = (
+    "who", "cache", "how", "B", "S", "new", *SIZES, "prefill_s", "ms_per_step", "tokens_per_s",
+    "kernels", "off", "status", "why", *PROVENANCE,
+)  # fmt: skip
+
+
+class Run(NamedTuple):
+    """Texts [B, S + new], the logits of their last tokens [B, vocab] from the cache, the seconds to
+    the first token and of each step, and how the steps ran."""
+
+    tokens: Tensor
+    logits: Tensor
+    prefill_s: float
+    step_s: float
+    how: str
+
+
+Runner = Callable[[Tensor, int], Run]
+Whole = Callable[[Tensor], Tensor]
+
+
+def clock() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def by_nsa(model: NSALanguageModel, graph: bool, cache: str, ids: Tensor, new: int) -> Run:
+    seen: list[Tensor] = []
+
+    def keep(module: Any, args: Any, out: Tensor) -> None:
+        seen[:] = [out]  # a graph's steps write to the last one's buffer
+
+    hook = model.norm.register_forward_hook(keep)
+    try:
+        made = generate(model, ids, new, graph=graph, kv_cache_dtype=cache)  # type: ignore[arg-type]
+    finally:
+        hook.remove()
+    with torch.inference_mode():
+        logits = torch.nn.functional.linear(seen[0][:, -1], model.embedding.weight)
+    steps = ids.shape[0] / made.decode_tokens_per_s
+    how = "graph" if made.graphed else f"eager: {made.why_no_graph}" if graph else "eager"
+    return Run(made.tokens, logits, ids.numel() / made.prefill_tokens_per_s, steps, how)
+
+
+def by_transformers(model: Any, ids: Tensor, new: int) -> Run:
+    mask = torch.ones_like(ids)
+    call = lambda n: model.generate(
+        ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False,
+        return_dict_in_generate=True, output_logits=n > 1,
+    )  # fmt: skip
+    begin = clock()
+    call(1)
+    first = clock()
+    made = call(new)
+    end = clock()
+    steps = (end - first - (first - begin)) / (new - 1)
+    return Run(made.sequences, made.logits[-1], first - begin, steps, "eager")
+
+
+def last_of(model: NSALanguageModel, ids: Tensor) -> Tensor:
+    """Logits of the last token, from one forward of the whole text."""
+    return model(ids)[:, -1]
+
+
+def last_of_transformers(model: Any, ids: Tensor) -> Tensor:
+    return model(ids, logits_to_keep=1).logits[:, -1]
+
+
+def llama(args: argparse.Namespace, attention: str) -> Any:
+    """A LlamaForCausalLM in bf16 on the GPU. Raises ImportError without Transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from nsa.integrations.transformers import add_nsa_parameters
+
+    config = LlamaConfig(
+        vocab_size=args.vocab, hidden_size=args.dim, intermediate_size=4 * args.dim,
+        num_hidden_layers=args.layers, num_attention_heads=args.heads, head_dim=args.dk,
+        num_key_value_heads=args.groups, eos_token_id=None,
+        max_position_embeddings=2 * max(args.S_list) + args.new,
+    )  # fmt: skip
+    model = LlamaForCausalLM._from_config(config, attn_implementation=attention)
+    if attention == "nsa":
+        add_nsa_parameters(model)
+    return model.to("cuda", torch.bfloat16).eval()
+
+
+def contenders(args: argparse.Namespace) -> Iterator[tuple[str, str, Runner, Whole]]:
+    """(who, cache, run, logits of a whole text at its last token)."""
+    config = NSAConfig(args.dim, args.heads, args.groups, args.dk, args.dk)
+    ours = NSALanguageModel(config, args.vocab, args.layers).to("cuda", torch.bfloat16).eval()
+    for graph, cache in itertools.product((False, True), ("auto", "fp8_e4m3")):
+        yield "nsa.generate", cache, partial(by_nsa, ours, graph, cache), partial(last_of, ours)
+    del ours
+    for attention in ("nsa", "sdpa"):
+        try:
+            model = llama(args, attention)
+        except ImportError as error:
+            note(f"Transformers is not timed: {error}")
+            return
+        run, whole = partial(by_transformers, model), partial(last_of_transformers, model)
+        del model
+        yield f"transformers, {attention}", "auto", run, whole
+
+
+def timed(
+    run: Callable[[Tensor, int], Run], whole: Callable[[Tensor], Tensor], ids: Tensor, new: int,
+    limit: float, ours: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The columns of a row from prefill_s on."""
+    run(ids, 3)  # compiles
+    counted = []
+    for n in (3, 4):  # one step apart; a graph's launches are those of its capture
+        with launches.recording() as counts:
+            run(ids, n)
+        counted.append(sum(counts.values()))
+    runs = [run(ids, new) for _ in range(2)]
+    last = runs[-1]
+    with torch.inference_mode():
+        want = whole(last.tokens[:, :-1]).float()
+    off = ((last.logits.float() - want).abs().max() / want.abs().max()).item()
+    why = [] if off <= limit else [f"the last logits are off by {off:.3g}, allowed {limit}"]
+    kernels = counted[1] - counted[0] if last.how != "graph" else counted[0]
+    if ours and not kernels:
+        why.append("no kernel of ours was launched")
+    steps = min(r.step_s for r in runs)
+    return {
+        "how": last.how, "prefill_s": min(r.prefill_s for r in runs), "ms_per_step": 1e3 * steps,
+        "tokens_per_s": len(ids) / steps, "kernels": kernels, "off": off,
+        "status": "FAILED" if why else "VALID", "why": "; ".join(why),
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = bench_parser(__doc__, lengths=[32768], sizes=SIZES | {"new": (64, "tokens a text")},
+                          shrinks=False)  # fmt: skip
+    parser.add_argument("--B_list", type=lambda x: [int(n) for n in x.split(",")], default=[1],
+                        help="texts at a time, a,b,c (default 1)")  # fmt: skip
+    args = parsed(parser, argv)
+    if args.new < 5:
+        parser.error(f"--new must be at least 5, got {args.new}")
+    if not torch.cuda.is_available():
+        note("torch sees no CUDA device: nothing was timed", "warn")
+        return 3
+    about, rows, failed = provenance(Gpu()), [], False
+    torch.manual_seed(0)
+    for who, cache, run, whole in contenders(args):
+        for B, S in itertools.product(args.B_list, args.S_list):
+            ids = torch.randint(args.vocab, (B, S), device="cuda")
+            row = {"who": who, "cache": cache, "B": B, "S": S, "new": args.new, **about}
+            row |= {name: getattr(args, name) for name in SIZES}
+            limit = LIMIT if cache == "auto" else FP8_LIMIT
+            row |= timed(run, whole, ids, args.new, limit, who != "transformers, sdpa")
+            failed |= row["status"] == "FAILED"
+            rows.append(row)
+            say(args, f"{who:20} {cache:9} {row['how']:6} B={B} S={S} first token "
+                      f"{row['prefill_s']:.3f} s, step {row['ms_per_step']:.3f} ms, "
+                      f"{row['tokens_per_s']:.1f} tokens/s, {row['kernels']} launches, off "
+                      f"{row['off']:.3g} {row['status']} {row['why']}")  # fmt: skip
+            write_so_far(args.csv, rows, COLUMNS)
+            torch.cuda.empty_cache()
+    write_csv(args.csv, rows, COLUMNS)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
