@@ -31,7 +31,8 @@ clock starts: choosing them needs the compressed branch and is part of ms_total 
 
 --kv-cache-dtype fp8_e4m3: the step over an FP8 cache, against fp64 over what its numbers stand for.
 kv_error: how far (relative 2-norm) the step is from the one over a cache of --dtype with the same
-N(0, 1); about 0.04. Dense attention has keys and values of --dtype.
+N(0, 1); about 0.04 where both choose the same blocks. Dense attention has keys and values of
+--dtype.
 
 reads_*: keys per KV group. reads_actual counts what filling the cache with S - 1 tokens and the one
 step after it really read, reads_actual_decode the step alone; both through the layer itself:

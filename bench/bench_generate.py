@@ -41,6 +41,7 @@ from nsa import NSAConfig, NSALanguageModel, launches
 from nsa.generate import generate
 
 SIZES = {"dim": 2048, "heads": 32, "groups": 2, "dk": 128, "layers": 4, "vocab": 32000}
+DEVICE = "cuda", torch.bfloat16  # of the models
 LIMIT, FP8_LIMIT = 0.05, 0.25
 COLUMNS = (
     "who", "cache", "how", "B", "S", "new", *SIZES, "prefill_s", "ms_per_step", "tokens_per_s",
@@ -64,7 +65,8 @@ Whole = Callable[[Tensor], Tensor]
 
 
 def clock() -> float:
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter()
 
 
@@ -111,7 +113,7 @@ def last_of_transformers(model: Any, ids: Tensor) -> Tensor:
 
 
 def llama(args: argparse.Namespace, attention: str) -> Any:
-    """A LlamaForCausalLM in bf16 on the GPU. Raises ImportError without Transformers."""
+    """A LlamaForCausalLM on DEVICE. Raises ImportError without Transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from nsa.integrations.transformers import add_nsa_parameters
@@ -125,13 +127,13 @@ def llama(args: argparse.Namespace, attention: str) -> Any:
     model = LlamaForCausalLM._from_config(config, attn_implementation=attention)
     if attention == "nsa":
         add_nsa_parameters(model)
-    return model.to("cuda", torch.bfloat16).eval()
+    return model.to(*DEVICE).eval()
 
 
 def contenders(args: argparse.Namespace) -> Iterator[tuple[str, str, Runner, Whole]]:
     """(who, cache, run, logits of a whole text at its last token)."""
     config = NSAConfig(args.dim, args.heads, args.groups, args.dk, args.dk)
-    ours = NSALanguageModel(config, args.vocab, args.layers).to("cuda", torch.bfloat16).eval()
+    ours = NSALanguageModel(config, args.vocab, args.layers).to(*DEVICE).eval()
     for graph, cache in itertools.product((False, True), ("auto", "fp8_e4m3")):
         yield "nsa.generate", cache, partial(by_nsa, ours, graph, cache), partial(last_of, ours)
     del ours
@@ -153,10 +155,10 @@ def timed(
     """The columns of a row from prefill_s on."""
     run(ids, 3)  # compiles
     counted = []
-    for n in (3, 4):  # one step apart; a graph's launches are those of its capture
+    for n in (3, 4):  # a step apart; a library's calls (sdpa_...) are no kernels of ours
         with launches.recording() as counts:
             run(ids, n)
-        counted.append(sum(counts.values()))
+        counted.append(sum(n for name, n in counts.items() if name.startswith("_")))
     runs = [run(ids, new) for _ in range(2)]
     last = runs[-1]
     with torch.inference_mode():
@@ -174,7 +176,7 @@ def timed(
     }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = bench_parser(__doc__, lengths=[32768], sizes=SIZES | {"new": (64, "tokens a text")},
                           shrinks=False)  # fmt: skip
     parser.add_argument("--B_list", type=lambda x: [int(n) for n in x.split(",")], default=[1],
@@ -182,6 +184,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parsed(parser, argv)
     if args.new < 5:
         parser.error(f"--new must be at least 5, got {args.new}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
     if not torch.cuda.is_available():
         note("torch sees no CUDA device: nothing was timed", "warn")
         return 3
@@ -189,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     for who, cache, run, whole in contenders(args):
         for B, S in itertools.product(args.B_list, args.S_list):
-            ids = torch.randint(args.vocab, (B, S), device="cuda")
+            ids = torch.randint(args.vocab, (B, S), device=DEVICE[0])
             row = {"who": who, "cache": cache, "B": B, "S": S, "new": args.new, **about}
             row |= {name: getattr(args, name) for name in SIZES}
             limit = LIMIT if cache == "auto" else FP8_LIMIT
