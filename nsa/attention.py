@@ -751,13 +751,14 @@ def append_projected(
     qkv: Callable[[], Tensor], cache: NSACache, phi_k: Callable[[Tensor], Tensor],
     phi_v: Callable[[Tensor], Tensor],
     gate: Callable[[], tuple[Tensor, Tensor, Tensor] | None] = lambda: None, *,
-    backend: Backend | None = None, flags: Flags | None = None,
+    turn: bool = True, backend: Backend | None = None, flags: Flags | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """NSACache.append_projected where the policy of the decode step allows Triton: turned queries
     and gates.
 
-    qkv and gate give its arguments. The queries are None, with nothing appended, where PyTorch has
-    to do it; a kernel that fails is logged, as any fallback, and not tried again for such a cache.
+    qkv and gate give its arguments, turn is one. The queries are None, with nothing appended, where
+    PyTorch has to do it; a kernel that fails is logged, as any fallback, and not tried again for
+    such a cache.
     """
     flags = dispatch.resolve_flags(flags, cache.k_sel)
     key = (backend, flags)
@@ -766,7 +767,7 @@ def append_projected(
     if not cache.fused_append[key]:
         return None, None
     try:
-        return cache.append_projected(qkv(), phi_k, phi_v, gate())
+        return cache.append_projected(qkv(), phi_k, phi_v, gate(), turn)
     except (TypeError, ValueError):
         raise
     except Exception as error:

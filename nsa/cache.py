@@ -143,6 +143,7 @@ class NSACache:
         self._batch = torch.arange(batch, device=device)[:, None]
         half = torch.arange(config.d_k // 2, device=device, dtype=torch.float64) * 2 / config.d_k
         self.frequencies = config.rope_base**-half  # rotary, fp64 [Dk / 2]
+        self.no_turn = torch.zeros_like(half)  # in their place, for keys that are turned already
         self._counted: list[tuple[Tensor, Tensor, Tensor]] = []
         # (backend, flags) -> does append_projected take the kernel; see attention.py.
         self.fused_append: dict[tuple[Any, Any], bool] = {}
@@ -423,13 +424,14 @@ class NSACache:
 
     def append_projected(
         self, qkv: Tensor, phi_k: Callable[[Tensor], Tensor], phi_v: Callable[[Tensor], Tensor],
-        gate: tuple[Tensor, Tensor, Tensor] | None = None,
+        gate: tuple[Tensor, Tensor, Tensor] | None = None, turn: bool = True,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """append() of T <= max_step tokens, the rotary turn and the gates by Triton kernels.
 
         qkv [B, T, HQ * Dk + 3 * G * Dk + 3 * G * Dv] as projected, of the cache's dtype and
         device: queries, then keys and values by branch (cmp, sel, win). gate: the gates' hidden
         layer [B, T, width] before silu, and weight [3 * HQ, width] and bias [3 * HQ] of the last.
+        turn: False where queries and keys are turned already.
         Returns the turned queries [B, T, HQ, Dk] and the gates [B, T, HQ, 3], None without `gate`.
         Raises ValueError or TypeError that names the argument, also where a gradient of it is
         needed; nothing is appended then.
@@ -460,7 +462,7 @@ class NSACache:
             if needs_grad(*given):
                 raise ValueError(f"{name} must need no gradient, of which the kernels keep nothing")
         self._make_room(T)
-        turned, gates = append_turned(qkv, self, gate)
+        turned, gates = append_turned(qkv, self, gate, turn)
         try:
             self._emit_fused(T, phi_k, phi_v)
         except BaseException:  # an interrupt too
@@ -528,15 +530,15 @@ class NSACache:
 
     def _write_step(self, new: BranchKV) -> None:
         at = self.positions(new.k_sel.shape[1])
-        for buffer, x in (
-            (self.k_sel, new.k_sel), (self.v_sel, new.v_sel), (self.k_win, new.k_win),
-            (self.v_win, new.v_win), (self.k_raw, new.k_cmp), (self.v_raw, new.v_cmp),
-        ):  # fmt: skip
-            rows = buffer.shape[1]
-            whole = buffer is self.k_sel or buffer is self.v_sel
-            place = self._batch * rows + (self._places("sel", at) if whole else at % rows)
-            buffer, x = fp8.as_bytes(buffer), fp8.as_bytes(x)
-            buffer.view(-1, *buffer.shape[2:]).index_copy_(0, place.flatten(), x.flatten(0, 1))
+        for place, *pairs in (
+            (self._places("sel", at), (self.k_sel, new.k_sel), (self.v_sel, new.v_sel)),
+            (at % self.k_win.shape[1], (self.k_win, new.k_win), (self.v_win, new.v_win)),
+            (at % self.k_raw.shape[1], (self.k_raw, new.k_cmp), (self.v_raw, new.v_cmp)),
+        ):
+            row = (self._batch * pairs[0][0].shape[1] + place).flatten()
+            for buffer, x in pairs:
+                buffer, x = fp8.as_bytes(buffer), fp8.as_bytes(x)
+                buffer.view(-1, *buffer.shape[2:]).index_copy_(0, row, x.flatten(0, 1))
 
     def _due(self, T: int) -> int:
         """How many compressed tokens T new ones complete, at most over the sequences."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, DynamicLayer
 
-from nsa.attention import nsa_decode
+from nsa.attention import append_projected, nsa_decode
 from nsa.blocks import num_compressed
 from nsa.cache import BranchKV, NSACache
 from nsa.config import NSAConfig
@@ -158,12 +158,19 @@ class NSACacheLayer(DynamicLayer):
                 f"{self.first} columns on the left, got {rows}"
             )
         k, v = (x.transpose(1, 2).to(q.dtype) for x in fresh)
-        window = nsa.window_with(k, v) if many else None
-        nsa.append(BranchKV(k, v, k, v, k, v), phi_k, phi_v)
+        backend, window, made = how.get("backend"), None, None
+        if many:
+            window = nsa.window_with(k, v)
+        else:
+            wide = lambda: torch.cat([x.flatten(2) for x in (q, k, k, k, v, v, v)], 2)
+            made, _ = append_projected(wide, nsa, phi_k, phi_v, turn=False, backend=backend)
+        if made is None:
+            nsa.append(BranchKV(k, v, k, v, k, v), phi_k, phi_v)
         self.fresh = None
         self.columns = end
-        options = {name: how[name] for name in ("softmax_scale", "backend") if name in how}
-        return nsa_decode(q, nsa, window, gates, **options)[0]
+        return nsa_decode(
+            q, nsa, window, gates, softmax_scale=how.get("softmax_scale"), backend=backend
+        )[0]
 
     def fill(
         self, heads: int, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor,

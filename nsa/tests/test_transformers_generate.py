@@ -10,6 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from nsa import launches  # noqa: E402
 from nsa.integrations import transformers as integration  # noqa: E402
 from nsa.integrations.transformers_cache import NSACacheLayer  # noqa: E402
 from nsa.tests.test_transformers import CACHE, make, tokens  # noqa: E402
@@ -17,8 +18,8 @@ from nsa.tests.test_transformers import CACHE, make, tokens  # noqa: E402
 NEW = 13
 
 
-def learnt() -> torch.nn.Module:
-    model = make()
+def learnt(**config) -> torch.nn.Module:
+    model = make(**config)
     integration.add_nsa_parameters(model)
     return model.double()
 
@@ -173,3 +174,29 @@ def test_other_padding_than_before_is_told():
     mask[1] = 0
     with pytest.raises(ValueError, match=r"padding that it had"):
         last_logits(model, ids, torch.cat([mask, mask[:1, :1].expand(2, 1)], 1), cache)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("plain", [False, True], ids=["learnt", "plain"])
+def test_a_step_on_a_gpu_appends_in_one_launch(plain, kernel_device):
+    """What PyTorch appends, bit by bit where both have the same input, and the same logits."""
+    ids = tokens(2, 27).to(kernel_device)
+    models, caches, logits = [], [], []
+    for backend in ("triton", "reference"):
+        sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "window": 16, "backend": backend}
+        model = make(nsa=sizes) if plain else learnt(nsa=sizes)
+        models.append(model.to(kernel_device, torch.float16))
+        model(ids[:, :9])  # one without parameters is known from its first call on
+        caches.append(transformers.DynamicCache(config=model.config))
+    with torch.no_grad():
+        for at, end in (0, 20), (20, 21), (21, 24), (24, 27):
+            with launches.recording() as counts:
+                logits = [
+                    model(ids[:, at:end], **{CACHE: cache}).logits
+                    for model, cache in zip(models, caches, strict=True)
+                ]
+            assert counts.get("_decode_append_kernel", 0) == (2 if at else 0)  # one a layer
+            torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
+    for name in ("k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw", "lens"):
+        of_triton, of_pytorch = (getattr(cache.layers[0].nsa, name) for cache in caches)
+        assert torch.equal(of_triton, of_pytorch), name

@@ -180,16 +180,18 @@ def descales(cache: NSACache) -> tuple[Tensor, Tensor]:
 @untraced  # launch_planned() goes by addresses
 @on_its_device
 def append_turned(
-    qkv: Tensor, cache: NSACache, gate: tuple[Tensor, Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor | None]:
+    qkv: Tensor, cache: NSACache, gate: tuple[Tensor, Tensor, Tensor] | None = None,
+    turn: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Write T new tokens into the cache's raw, selection and window rows; the turned queries and
     the gates.
 
     qkv [B, T, HQ * Dk + 3 * G * Dk + 3 * G * Dv] as projected (branches raw, sel, win), of the
     cache's dtype, with T <= max_step. gate: hidden [B, T, width] before silu, weight
-    [3 * HQ, width] and bias [3 * HQ] behind it. cache.lens grows by T; what the host knows of the
-    lengths stays. Returns [B, T, HQ, Dk] and sigmoid(silu(hidden) weight^T + bias) as
-    [B, T, HQ, 3] in hidden's dtype, or None without gate.
+    [3 * HQ, width] and bias [3 * HQ] behind it. turn: False for queries and keys that are turned
+    already, which a turn by 0 leaves as they are (but for a NaN beside an infinity). cache.lens
+    grows by T; what the host knows of the lengths stays. Returns [B, T, HQ, Dk] and
+    sigmoid(silu(hidden) weight^T + bias) as [B, T, HQ, 3] in hidden's dtype, or None without gate.
     """
     c = cache.config
     batch, tokens = qkv.shape[:2]
@@ -205,7 +207,8 @@ def append_turned(
     buffers = cache.k_raw, cache.v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
     rows = cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1]
     tensors = (
-        qkv, cache.lens, cache.counters, cache.frequencies, out, *buffers, *more, *descales(cache)
+        qkv, cache.lens, cache.counters, cache.frequencies if turn else cache.no_turn, out,
+        *buffers, *more, *descales(cache),
     )  # fmt: skip
     compiled, addresses = by_layout(layouts, (tokens, *rows), tensors)
     launch_planned(
