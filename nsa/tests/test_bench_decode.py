@@ -115,7 +115,7 @@ def test_a_run_gives_proven_rows_and_a_table(run, tmp_path, capsys):
     assert "Decode step on cpu, warm cache" in out and "x [" in out
 
 
-@pytest.mark.parametrize("mode, timed", [("none", ()), ("sel", ("sel",)), ("win", ("win",))])
+@pytest.mark.parametrize("mode, timed", [("none", ()), ("sel", ("sel",))])
 def test_only_the_branches_asked_for_are_timed(run, mode, timed):
     _, sent, (row,) = run("--S_list", "17", "--branch_force_mode", mode)
     names = [*timed, "module"]
@@ -124,9 +124,9 @@ def test_only_the_branches_asked_for_are_timed(run, mode, timed):
 
 
 def test_several_new_tokens_are_judged_each_by_its_context(run, tmp_path):
-    code, sent, rows = run("--S_list", "41,4", "--T", "3,4")
+    code, sent, rows = run("--S_list", "41,4", "--T", "4")
     assert code == 0
-    names = [f"decode/S={S}/T={T}{b}" for S in (41, 4) for T in (3, 4) for b in ("", *PARTS)]
+    names = [f"decode/S={S}/T=4{b}" for S in (41, 4) for b in ("", *PARTS)]
     assert [r["case"] for r in sent] == names
     assert all(r["parity"]["status"] == "PASS" and r["speedup"] is None for r in sent)
     for row in rows:
@@ -134,7 +134,7 @@ def test_several_new_tokens_are_judged_each_by_its_context(run, tmp_path):
         want = sum(blocks.reads(s, **SIZES) for s in range(S - T + 1, S + 1))
         assert row["reads_actual_decode"] == row["reads_expected_decode"] == str(want)
         assert not row["baseline"] and float(row["blocks_together"]) >= 1
-    assert "| 41 T=3 |" in summarize_decode_csv.summarize(tmp_path / "decode.csv")
+    assert "| 41 T=4 |" in summarize_decode_csv.summarize(tmp_path / "decode.csv")
 
 
 def test_queries_that_are_alike_choose_alike():

@@ -458,7 +458,11 @@ def a_dead_rank_ended_the_others(found: list[dict[str, Any]]) -> None:
         assert seconds < 60, "longer than the group's own limit"
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2-ranks", "4-ranks"])
+# Of three ranks one is first, one last, one neither: two and four add little, and mostly start-up.
+WORLDS = [3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))]
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids="{}-ranks".format)
 def found(request, tmp_path_factory) -> list[dict[str, Any]]:
     return start(request.param, tmp_path_factory.mktemp("ranks"), "gloo")
 
