@@ -32,14 +32,13 @@ pytestmark = [
 SOME = [a if a in locks.CALLS_OF else pytest.param(a, marks=pytest.mark.nightly) for a in ARCHS]
 
 
-@pytest.mark.parametrize("part", range(locks.PARTS))
 @pytest.mark.parametrize("arch", SOME)
-def test_configurations_compile_and_fit(arch, part):
+def test_configurations_compile_and_fit(arch):
     """Those that the lock knows have done so; TEST_ALL=1 asks for every one to be compiled."""
     from nsa.kernels.decode.step import TEAM_PER_SM
 
     lock = locks.read()["kernels"]
-    found, bad = locks.part_apart(arch, part)
+    found, bad = locks.compiled_apart(arch)
     for name, (_, ptx, *used) in found.items():
         used = Resources(*used)
         if lock and lock.get(name, [0, 0])[1] != ptx:
@@ -48,8 +47,8 @@ def test_configurations_compile_and_fit(arch, part):
         # All programs of a team run at a time, so many on a multiprocessor.
         if "_team_kernel" in name and used.shared * TEAM_PER_SM > SHARED_LIMIT[arch]:
             bad.append(f"{name}: {used.shared} B of shared memory for each of {TEAM_PER_SM}")
-    of_part = {n for n in lock if n.startswith(f"sm_{arch} ") and locks.in_part(n, part)}
-    bad += [f"{name}: no call launches it; `make lock`" for name in of_part - found.keys()]
+    known = {n for n in lock if n.startswith(f"sm_{arch} ")}
+    bad += [f"{name}: no call launches it; `make lock`" for name in known - found.keys()]
     assert found and not bad, f"{len(bad)} on sm_{arch}:\n" + "\n".join(bad)
 
 
