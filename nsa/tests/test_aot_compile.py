@@ -9,8 +9,6 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-import subprocess
-import sys
 
 import pytest
 
@@ -113,32 +111,3 @@ def test_an_unrounded_sum_is_seen():
     product, other = "mul.f32 \t%r3, %r1, %r2;", "shfl.sync.bfly.b32 \t%r4, %r3, 1, 31, -1;"
     assert unrounded_sums(f"{product}\n\t{other}\n\tfma.rn.f32 \t%r5, %r1, %r2, %r4;")
     assert not unrounded_sums(f"{product}\n\t{other}\n\tadd.f32 \t%r5, %r3, %r4;")
-
-
-CAUGHT = """
-from dataclasses import replace
-from nsa.kernels.aot import compile_case
-from scripts import compile_as_launched as launched
-launched.pretend(90, {})
-wide = 16, 256, 256, launched.BF16, "ranges", 16
-launched.compiled_calls = lambda arch: [(launched.ranges, wide)]
-case = next(c for c in launched.configurations(90) if "fwd_ranges" in c.name)
-huge = replace(case, constexprs={**case.constexprs, "BLOCK_L": 256})
-print(case.name, compile_case(huge, 90)[0].problems(90))
-try:
-    compile_case(replace(case, types={**case.types, "extra": "i32"}), 90)
-except ValueError as error:
-    print(error)
-"""
-
-
-def test_an_oversized_tile_and_a_wrong_argument_are_caught(tmp_path):
-    """256 keys at D = 256 need more shared memory than any part has."""
-    done = subprocess.run(
-        [sys.executable, "-c", CAUGHT], capture_output=True, text=True, cwd=locks.LOCKS.parents[2],
-        env={**os.environ, "TRITON_CACHE_DIR": os.fspath(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    tile, argument = done.stdout.splitlines()
-    assert tile.startswith("_sel_attn_fwd_ranges_kernel-D256-DV256") and "shared memory" in tile
-    assert "arguments differ: ['extra']" in argument

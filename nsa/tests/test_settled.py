@@ -304,14 +304,6 @@ def test_not_more_calls_are_kept_than_fit(kernel_device, monkeypatch):
         assert 0 < len(settled._calls) <= 2
 
 
-def test_nested_tensors_are_refused_by_name():
-    q, k, v = inputs("cpu", dtype=torch.float32)
-    nested = torch.nested.nested_tensor([q[0]])
-    cmp = [x[:, :9].clone() for x in (k, v)]
-    with pytest.raises(TypeError, match="q must not be a nested tensor"):
-        nsa.nsa_attention(nested, *cmp, k, v, k, v, q)
-
-
 @pytest.mark.parametrize("backend", [None, "triton"])
 def test_recomputing_ends_where_the_last_tensor_is_saved(backend, kernel_device, recwarn):
     """PyTorch ends it by an error out of the operator, which is no failure: nothing else serves
