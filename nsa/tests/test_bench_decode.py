@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -19,6 +17,7 @@ from nsa import attention, blocks, dispatch
 from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.module import NSAAttention
+from nsa.tests import helpers
 
 SIZES = dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
 SMALL = (
@@ -50,15 +49,10 @@ def step():
 
 def sent(monkeypatch, *arguments, replaced=()):
     """(exit code, rows sent) of the command; replaced: (owner, name, value) while it runs."""
-    read, write = os.pipe()
     with monkeypatch.context() as patch:
         for one in replaced:
             patch.setattr(*one)
-        patch.setenv("NSA_RESULT_FD", str(write))
-        code = bench_decode.main([*SMALL, *arguments])
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        return code, [json.loads(line) for line in pipe]
+        return helpers.sent(patch, bench_decode.main, [*SMALL, *arguments])
 
 
 @pytest.fixture
@@ -147,11 +141,6 @@ def test_queries_that_are_alike_choose_alike():
     chosen[0, 2, 1] = torch.tensor([0, 4, 3, 24], dtype=torch.int32)
     with pytest.raises(ValueError, match="sequence 0, group 1, token 198 chose blocks"):
         steps[2].check_choice(chosen)
-
-
-def test_shortest_context(run):
-    code, _, (row,) = run("--S_list", "1")
-    assert code == 0 and row["reads_actual"] == row["reads_actual_decode"] == "2"
 
 
 @pytest.mark.parametrize(

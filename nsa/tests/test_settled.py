@@ -145,16 +145,6 @@ def test_packed_sequences_by_ranges_with_gradients(kernel_device):
         torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3)
 
 
-def test_queries_of_no_sequence_select_nothing(kernel_device):
-    from nsa.rungs import _in_pack
-
-    cu = torch.tensor([0, 3, 5], dtype=torch.int32, device=kernel_device)
-    ranges = torch.tensor([[-4, 99]], device=kernel_device).expand(7, 1, 1, 2)
-    spans = _in_pack(ranges, cu)[:, 0, 0].tolist()
-    assert spans[:5] == [[0, 3]] * 3 + [[3, 5]] * 2
-    assert all(end <= start for start, end in spans[5:])
-
-
 class Operations(TorchDispatchMode):
     """The names of PyTorch's operations in the block."""
 
