@@ -8,11 +8,13 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:  # scripts/fuzz needs no pytest
+    import pytest
 
 # ---- inputs --------------------------------------------------------------------------------------
 
