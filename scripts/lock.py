@@ -2,7 +2,7 @@
 
     python scripts/lock.py               # all three; compiles what has changed
     python scripts/lock.py --calls 90    # prints one part of calls.txt
-    python scripts/lock.py --part 90 0   # prints one part of kernels.json, and what is wrong in it
+    python scripts/lock.py --kernels 90  # prints one part of kernels.json, and what is wrong in it
 
 api.txt: the public names and their signatures. calls.txt: which kernels calls launch, in order, by
 architecture. kernels.json: what kernels compile to, by what they are made from. A configuration
@@ -20,13 +20,11 @@ import argparse
 import contextlib
 import gc
 import inspect
-import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import zlib
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,7 +39,6 @@ from nsa.kernels.aot import AotCase
 LOCKS = Path(__file__).resolve().parent.parent / "nsa" / "tests" / "locks"
 LOCK = LOCKS / "kernels.json"
 CALLS_OF = (80, 90, 120)  # one each of three ways to fit kernels
-PARTS = 2  # of the configurations for one architecture
 
 
 @contextlib.contextmanager
@@ -160,31 +157,25 @@ def lower_with_ones(cases: list[AotCase], names: Collection[str]) -> dict[str, s
     return bad
 
 
-def in_part(name: str, number: int) -> bool:
-    """Is this label of the lock in that one of PARTS?"""
-    return zlib.crc32(name.encode()) % PARTS == number
-
-
-def part(arch: int, number: int) -> tuple[dict[str, list], list[str]]:
-    """compile_cases() of one of PARTS of the configurations, which for SM 9.0 take ints of 1 too;
-    of all, whatever the lock knows, where TEST_ALL asks for it. For a process of its own."""
+def compiled(arch: int) -> tuple[dict[str, list], list[str]]:
+    """compile_cases() of all configurations, which for SM 9.0 take ints of 1 too; whatever the lock
+    knows, where TEST_ALL asks for it. For a process of its own."""
     from scripts import compile_as_launched as launched
 
     kernels = {} if os.environ.get("TEST_ALL") else read()["kernels"]
     launched.pretend(arch, {})
     with fresh_cache():
         cases = launched.configurations(arch)
-        mine = [case for case in cases if in_part(label(case, arch), number)]
-        found, bad = compile_cases(mine, arch, kernels)
-        new = {c.name for c in mine if known_entry(kernels, c, arch) is None}
+        found, bad = compile_cases(cases, arch, kernels)
+        new = {c.name for c in cases if known_entry(kernels, c, arch) is None}
         ones = lower_with_ones(cases, new) if arch == 90 else {}
     bad += [f"sm_90 {name} with {why}" for name, why in ones.items()]
     return found, bad
 
 
-def part_apart(arch: int, number: int) -> tuple[dict[str, list], list[str]]:
-    """part() by another process."""
-    found, bad = json.loads(apart("--part", arch, number))
+def compiled_apart(arch: int) -> tuple[dict[str, list], list[str]]:
+    """compiled() by another process."""
+    found, bad = json.loads(apart("--kernels", arch))
     return found, bad
 
 
@@ -194,27 +185,26 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--calls", type=int, choices=CALLS_OF, metavar="SM",
                         help=f"only print what calls launch on one of {CALLS_OF}")  # fmt: skip
-    parser.add_argument("--part", type=int, nargs=2, metavar=("SM", "NUMBER"),
-                        help=f"only print one of {PARTS} parts of the kernels")  # fmt: skip
+    parser.add_argument("--kernels", type=int, choices=aot.ARCHS, metavar="SM",
+                        help="only print what kernels compile to for one architecture")  # fmt: skip
     args = parser.parse_args(argv)
     if args.calls:
         print("\n".join(calls(args.calls)))
         return 0
-    if args.part:
-        print(json.dumps(part(*args.part)))
+    if args.kernels:
+        print(json.dumps(compiled(args.kernels)))
         return 0
     import triton
 
     before = read()["kernels"]
-    work = itertools.product(aot.ARCHS, range(PARTS))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = list(pool.map(lambda one: part_apart(*one), work))
+        parts = list(pool.map(compiled_apart, aot.ARCHS))
     entries = dict(sorted(entry for found, _ in parts for entry in found.items()))
     bad = [problem for _, problems in parts for problem in problems]
     changed = sorted(n for n in before | entries if before.get(n) != entries.get(n))
-    compiled = [n for n in changed if before.get(n, [0, 0])[1] != entries.get(n, [0, 0])[1]]
+    other = [n for n in changed if before.get(n, [0, 0])[1] != entries.get(n, [0, 0])[1]]
     print(f"{len(entries)} configurations, {len(changed)} made of other code, "
-          f"{len(compiled)} with other PTX")  # fmt: skip
+          f"{len(other)} with other PTX")  # fmt: skip
     LOCKS.mkdir(exist_ok=True)
     (LOCKS / "api.txt").write_text("\n".join(api()) + "\n")
     launched = [line for arch in CALLS_OF for line in apart("--calls", arch).splitlines()]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:  # scripts/fuzz needs no pytest
+    import pytest
 
 # ---- inputs --------------------------------------------------------------------------------------
 
@@ -203,6 +209,20 @@ def assert_finite(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         bad = ~x.isfinite()
         assert not bad.any(), f"{name} is not finite at {bad.nonzero()[0].tolist()}"
+
+
+# ---- records -------------------------------------------------------------------------------------
+
+
+def sent(patch: pytest.MonkeyPatch, call: Callable[..., Any], *args: Any) -> tuple[Any, list[dict]]:
+    """What call(*args) gives, and the rows that it sends to a report."""
+    read, write = os.pipe()
+    with patch.context() as inside:  # pytest's own record of the test must not come here
+        inside.setenv("NSA_RESULT_FD", str(write))
+        result = call(*args)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        return result, [json.loads(line) for line in pipe]
 
 
 # ---- memory --------------------------------------------------------------------------------------

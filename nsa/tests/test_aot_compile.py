@@ -1,6 +1,8 @@
-"""Every kernel configuration compiles, fits and does not spill on every supported architecture.
+"""Every kernel configuration compiles, fits and does not spill on every supported architecture, and
+the interface and the launches of calls are what nsa/tests/locks says.
 
-No GPU is needed: Triton compiles to a cubin for the named architecture.
+No GPU is needed: Triton compiles to a cubin for the named architecture. On a CPU nothing else runs
+the launchers of the kernels for Hopper.
 """
 
 from __future__ import annotations
@@ -28,14 +30,17 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("part", range(locks.PARTS))
-@pytest.mark.parametrize("arch", ARCHS)
-def test_configurations_compile_and_fit(arch, part):
+# `make lock` compiles for all: whether it did, one architecture of each way to fit kernels tells.
+SOME = [a if a in locks.CALLS_OF else pytest.param(a, marks=pytest.mark.nightly) for a in ARCHS]
+
+
+@pytest.mark.parametrize("arch", SOME)
+def test_configurations_compile_and_fit(arch):
     """Those that the lock knows have done so; TEST_ALL=1 asks for every one to be compiled."""
     from nsa.kernels.decode.step import TEAM_PER_SM
 
     lock = locks.read()["kernels"]
-    found, bad = locks.part_apart(arch, part)
+    found, bad = locks.compiled_apart(arch)
     for name, (_, ptx, *used) in found.items():
         used = Resources(*used)
         if lock and lock.get(name, [0, 0])[1] != ptx:
@@ -44,8 +49,8 @@ def test_configurations_compile_and_fit(arch, part):
         # All programs of a team run at a time, so many on a multiprocessor.
         if "_team_kernel" in name and used.shared * TEAM_PER_SM > SHARED_LIMIT[arch]:
             bad.append(f"{name}: {used.shared} B of shared memory for each of {TEAM_PER_SM}")
-    of_part = {n for n in lock if n.startswith(f"sm_{arch} ") and locks.in_part(n, part)}
-    bad += [f"{name}: no call launches it; `make lock`" for name in of_part - found.keys()]
+    known = {n for n in lock if n.startswith(f"sm_{arch} ")}
+    bad += [f"{name}: no call launches it; `make lock`" for name in known - found.keys()]
     assert found and not bad, f"{len(bad)} on sm_{arch}:\n" + "\n".join(bad)
 
 
@@ -112,30 +117,85 @@ def test_an_unrounded_sum_is_seen():
     assert not unrounded_sums(f"{product}\n\t{other}\n\tadd.f32 \t%r5, %r3, %r4;")
 
 
-CAUGHT = """
-from dataclasses import replace
-from nsa.kernels.aot import compile_case
-from scripts import compile_as_launched as launched
-launched.pretend(90, {})
-wide = 16, 256, 256, launched.BF16, "ranges", 16
-launched.compiled_calls = lambda arch: [(launched.ranges, wide)]
-case = next(c for c in launched.configurations(90) if "fwd_ranges" in c.name)
-huge = replace(case, constexprs={**case.constexprs, "BLOCK_L": 256})
-print(case.name, compile_case(huge, 90)[0].problems(90))
-try:
-    compile_case(replace(case, types={**case.types, "extra": "i32"}), 90)
-except ValueError as error:
-    print(error)
+# ---- the other locks -----------------------------------------------------------------------------
+
+SAYS = "is not what nsa/tests/locks says: `make lock`, and say in the commit what changed"
+
+
+def test_the_public_interface_is_the_locks():
+    assert locks.api() == (locks.LOCKS / "api.txt").read_text().splitlines(), SAYS
+
+
+@pytest.mark.parametrize("arch", locks.CALLS_OF)
+def test_calls_launch_what_the_lock_says(arch):
+    every = (locks.LOCKS / "calls.txt").read_text().splitlines()
+    want = [line for line in every if line.startswith(f"sm_{arch} ")]
+    assert len(want) > 30
+    assert locks.apart("--calls", arch).splitlines() == want, SAYS
+
+
+# ---- the launchers, for a GPU that is not here ---------------------------------------------------
+
+
+def run(code, tmp_path):
+    return subprocess.run(
+        [sys.executable, "-c", "import gc, sys\ngc.disable()\n"  # many objects
+         f"from scripts import compile_as_launched as c\n{code}"],
+        cwd=locks.LOCKS.parents[2], capture_output=True, text=True, timeout=400,
+        env={**os.environ, "TRITON_CACHE_DIR": os.fspath(tmp_path)},
+    )  # fmt: skip
+
+
+def test_a_tile_that_does_not_fit_is_a_failure(tmp_path):
+    done = run(
+        "c.SHARED_LIMIT[120] = 9000\n"
+        "c.grid = lambda arch, quick: [(c.decode, (1, 1, 16, 64, 64, c.BF16, 8192))]\n"
+        'sys.exit(c.main(["--arch", "120"]))', tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED: decode(1, 1, 16" in done.stdout and "shared memory" in done.stdout
+    assert "1 failed" in done.stdout
+
+
+SAME = """
+import functools, sys, torch
+c.pretend(90, {})
+torch.autograd.set_multithreading_enabled(False)
+from bench import bench_prefill as bench
+from bench.roofline import Shape
+from nsa.kernels import launch
+from nsa.plans import plan_call
+
+for name in ("Prefill", "Pack", "Projections"):  # which are on the GPU by default
+    setattr(bench, name, functools.partial(getattr(bench, name), device="cpu"))
+bench.dense_calls = lambda x: []
+bench.check_key_gradients = lambda *args: None
+shape = Shape(512, 1, 32, 2, 128, 128, 32, 16, 64, 16, 128)
+cells = [(op, way) for op in bench.OPS for way in ("fwd", "bwd") if (op, way) != ("select", "bwd")]
+known = set()
+for cell in cells:
+    planned = plan_call(functools.partial(bench.call_once, shape, *cell)).launches
+    known |= {(id(one.memory), one.key) for one in planned}
+seen = []
+
+def met(memory, key, kernel, *_):
+    seen.append(kernel.__name__)
+    if (id(memory), key) not in known:
+        print("not compiled before:", kernel.__name__, key)
+
+launch._launch = met
+for cell in cells:
+    case = bench.case_of(shape, *cell, {})
+    case.refill(1)
+    for contender in (case.candidate, *case.baselines):
+        contender.call()
+print(len(set(seen)), "kernels")
 """
 
 
-def test_an_oversized_tile_and_a_wrong_argument_are_caught(tmp_path):
-    """256 keys at D = 256 need more shared memory than any part has."""
-    done = subprocess.run(
-        [sys.executable, "-c", CAUGHT], capture_output=True, text=True, cwd=locks.LOCKS.parents[2],
-        env={**os.environ, "TRITON_CACHE_DIR": os.fspath(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    tile, argument = done.stdout.splitlines()
-    assert tile.startswith("_sel_attn_fwd_ranges_kernel-D256-DV256") and "shared memory" in tile
-    assert "arguments differ: ['extra']" in argument
+def test_what_a_prefill_bench_launches_was_compiled_before(tmp_path):
+    """Compiled side by side, and never again: by the very keys that launches are known by."""
+    done = run(SAME, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *missing, last = done.stdout.splitlines()
+    assert not missing and int(last.split()[0]) > 20

@@ -131,16 +131,6 @@ def test_compressed_tokens_appear_exactly_when_their_block_fills(prefill):
         assert torch.equal(v, raw.v_win[:, 45 - T - 11 :])
 
 
-def test_ring_rows_are_position_modulo_rows():
-    c = cache()
-    raw = tokens(50, seed=2)
-    c.append(raw, mean, mean)
-    rows = c.k_win.shape[1]
-    assert rows == CONFIG.w + c.max_step - 1
-    for p in range(50 - rows, 50):
-        assert torch.equal(c.k_win[:, p % rows], raw.k_win[:, p])
-
-
 def test_full_cache_raises_or_grows():
     c = cache(max_len=10)
     c.append(tokens(10, seed=3), mean, mean)

@@ -85,16 +85,6 @@ def test_sequences_of_different_lengths_decode_as_each_alone(double, T):
     assert cache.lens.tolist() == cache.lengths
 
 
-@pytest.mark.parametrize("chunks", [[20, 16], [9, 27], [3, 9, 1, 12, 8, 3], [13, 2, 10, 11]])
-def test_chunked_prefill_into_one_cache(double, chunks):
-    layer, x, whole = double
-    cache = layer.make_cache(len(x), S)
-    spoil(cache)
-    ends = [sum(chunks[: i + 1]) for i in range(len(chunks))]
-    parts = [layer.step(x[:, end - n : end], cache) for n, end in zip(chunks, ends, strict=True)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-13, rtol=0)
-
-
 @pytest.mark.parametrize("n", [9, 12, 25])
 def test_refused_draft_tokens_leave_no_trace(double, n):
     """Draft eight other tokens, take two of them back at a time, and go on as if nothing was."""

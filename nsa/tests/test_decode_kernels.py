@@ -290,9 +290,12 @@ def tune(monkeypatch):
     step._plan.cache_clear()
 
 
-@pytest.mark.parametrize("blocks, ranks", [(16, 2**20), (16, 1), (2**20, 1)])
+# Candidates of several chunks or all blocks at once; the top by ranks or by search.
+WAYS = [(16, 2**20), (16, 1), (2**20, 2**20), (2**20, 1)]
+
+
+@pytest.mark.parametrize("blocks, ranks", [WAYS[0], WAYS[1], WAYS[3]])
 def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, tune):
-    """Candidates of several chunks or all blocks at once; the top by ranks or by search."""
     caches = Caches(Step((577, 45), T=2, h=4, n_sel=4, capacity=600), kernel_device)
     out, indices = caches.run()
     tune(SINGLE_BLOCKS=(blocks, blocks), CHUNK_BLOCKS=(blocks, blocks), RANKED=ranks)
@@ -303,11 +306,8 @@ def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, tune):
     assert torch.equal(again, out)
 
 
-@pytest.mark.parametrize("ranks", [2**20, 1], ids=["ranked", "searched"])
-@pytest.mark.parametrize("blocks", [16, 2**20], ids=["candidates", "single"])
-@pytest.mark.parametrize(
-    "h, l_sel", [(3, 16), (16, 16), pytest.param(16, 32, marks=pytest.mark.core)]
-)
+@pytest.mark.parametrize("blocks, ranks", WAYS)
+@pytest.mark.parametrize("h, l_sel", [(3, 16), pytest.param(16, 32, marks=pytest.mark.core)])
 def test_every_row_has_as_many_blocks_as_it_sees(h, l_sel, blocks, ranks, kernel_device, tune):
     """Threads that sum the scores of heads differently by a bit would rank a block ahead of itself;
     on a GPU that took the last block from one row in fifty."""
@@ -324,7 +324,7 @@ def test_every_row_has_as_many_blocks_as_it_sees(h, l_sel, blocks, ranks, kernel
             assert row[len(live) :] == [-1] * (step.n_sel - len(live))
 
 
-@pytest.mark.parametrize("blocks, ranks", [(16, 2**20), (16, 1), (2**20, 2**20), (2**20, 1)])
+@pytest.mark.parametrize("blocks, ranks", WAYS)
 def test_ties_go_to_the_lower_block(blocks, ranks, kernel_device, tune):
     """64 keys are seen alike: no weight is rounded, so blocks whose keys lie in two tiles tie."""
     tune(SINGLE_BLOCKS=(blocks, blocks), CHUNK_BLOCKS=(blocks, blocks), RANKED=ranks)

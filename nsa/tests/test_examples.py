@@ -43,6 +43,7 @@ def test_serving_from_shared_pages():
     assert run("serve") == "3 requests of [108, 75, 91] tokens in 12 pages; without sharing 18\n"
 
 
+@pytest.mark.nightly  # test_train.py resumes what it trained
 def test_training_resumes_from_what_it_saved(tmp_path):
     args = "--save", str(tmp_path / "model.pt"), "--steps"
     text = run("train", *args, "30")
@@ -51,6 +52,7 @@ def test_training_resumes_from_what_it_saved(tmp_path):
     assert float(again.splitlines()[0].split()[-1]) < 4
 
 
+@pytest.mark.nightly  # test_transformers.py trains such models, in a tenth of the time
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 
 import pytest
@@ -19,6 +18,7 @@ from nsa.tests.helpers import (
     make_qkv,
     make_ranges,
     randn,
+    sent,
 )
 
 ORACLE = randn(4, 8, 64, seed=1, dtype=torch.float64) * 0.1
@@ -152,16 +152,14 @@ def test_nothing_compared_is_not_a_pass():
 
 
 def test_record_is_emitted_pass_or_fail(monkeypatch):
-    read, write = os.pipe()
-    monkeypatch.setenv("NSA_RESULT_FD", str(write))
     kw = dict(path_requested="triton", path_taken="triton_dense", launches={"_k": 3}, seed=7)
-    assert_parity("good", "fwd", GOOD, ORACLE, GOOD, **kw)
-    with pytest.raises(AssertionError, match="bad fwd: FAIL: mae"):
-        assert_parity("bad", "fwd", GOOD * 0, ORACLE, GOOD, **kw)
-    monkeypatch.delenv("NSA_RESULT_FD")
-    os.close(write)
-    with os.fdopen(read) as lines:
-        rows = [json.loads(line) for line in lines]
+
+    def both():
+        assert_parity("good", "fwd", GOOD, ORACLE, GOOD, **kw)
+        with pytest.raises(AssertionError, match="bad fwd: FAIL: mae"):
+            assert_parity("bad", "fwd", GOOD * 0, ORACLE, GOOD, **kw)
+
+    _, rows = sent(monkeypatch, both)
     assert [(r["kind"], r["case"], r["status"]) for r in rows] == [
         ("parity", "good", "PASS"), ("parity", "bad", "FAIL")
     ]  # fmt: skip

@@ -201,17 +201,6 @@ def test_scores_depend_on_relative_position_only(backend):
 
 
 @pytest.mark.parametrize("backend", ROUTES)
-def test_a_block_named_twice_counts_once(backend):
-    q, k, v = make_qkv(1, 16, 2, 1, 8, dtype=D, seed=12)
-    once = torch.tensor([0, 2, -1, -1], dtype=torch.int32).expand(1, 16, 1, 4)
-    twice = torch.tensor([0, 0, 2, 2], dtype=torch.int32).expand(1, 16, 1, 4)
-    outs = [
-        nsa.selection_attention(q, k, v, b, block_size=4, backend=backend) for b in (once, twice)
-    ]
-    same(*outs)
-
-
-@pytest.mark.parametrize("backend", ROUTES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_low_precision_is_close_to_the_oracle(backend, dtype):
     x = layer_inputs(33, seed=13, dtype=dtype)

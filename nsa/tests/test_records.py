@@ -22,6 +22,7 @@ from bench.records import (
     write_csv,
     write_so_far,
 )
+from nsa.tests.helpers import sent
 from scripts.oneshot.rows import parse_row
 
 GOOD = {
@@ -92,16 +93,13 @@ def test_times_that_can_be_explained_stay(changes):
 
 
 def test_emit_writes_one_json_line_without_nan(monkeypatch):
-    read, write = os.pipe()
-    with monkeypatch.context() as env:  # pytest's own report of this test must not go there
-        env.setenv("NSA_RESULT_FD", str(write))
+    def both():
         BenchRow(**{**GOOD, "columns": {"L": 64, "odd": math.inf}}).emit()
         emit("note", {"text": "a\nb"})
-    os.close(write)
-    lines = os.fdopen(read).read().splitlines()
-    row = json.loads(lines[0])
+
+    _, (row, note) = sent(monkeypatch, both)
     assert (row["kind"], row["L"], row["odd"], row["median_us"]) == ("bench", 64, None, 5.0)
-    assert json.loads(lines[1])["text"] == "a\nb" and len(lines) == 2
+    assert note["text"] == "a\nb"
 
 
 def test_emit_without_a_runner_does_nothing(monkeypatch):

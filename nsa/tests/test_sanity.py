@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
+import functools
 
 import pytest
 import torch
 
+from nsa.tests import helpers
 from scripts import gpu_sanity
 
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The rows that a call sends: `sent(call, *args)` gives (its result, rows)."""
-
-    def call(function, *args, **kwargs):
-        read, write = os.pipe()
-        with monkeypatch.context() as patch:
-            patch.setenv("NSA_RESULT_FD", str(write))
-            result = function(*args, **kwargs)
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            return result, [json.loads(line) for line in pipe]
-
-    return call
+    return functools.partial(helpers.sent, monkeypatch)
 
 
 def test_one_bad_row_and_a_nan_are_wrong_as_in_every_other_stage(sent, capsys):
@@ -47,8 +36,8 @@ def test_one_bad_row_and_a_nan_are_wrong_as_in_every_other_stage(sent, capsys):
 
 def test_a_kernel_that_was_never_launched_proves_nothing(sent):
     x = torch.ones(4, 4)
-    call = lambda counts: sent(gpu_sanity.report, "x", x, x.double(), x, "triton", 1, counts,
-                               kernels=("_axpy_kernel",))  # fmt: skip
+    report = functools.partial(gpu_sanity.report, kernels=("_axpy_kernel",))
+    call = lambda counts: sent(report, "x", x, x.double(), x, "triton", 1, counts)
     assert call({})[1][0]["status"] == call({"_other": 1})[1][0]["status"] == "INVALID"
     assert call({"_axpy_kernel": 1})[0]
 

@@ -145,16 +145,6 @@ def test_packed_sequences_by_ranges_with_gradients(kernel_device):
         torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3)
 
 
-def test_queries_of_no_sequence_select_nothing(kernel_device):
-    from nsa.rungs import _in_pack
-
-    cu = torch.tensor([0, 3, 5], dtype=torch.int32, device=kernel_device)
-    ranges = torch.tensor([[-4, 99]], device=kernel_device).expand(7, 1, 1, 2)
-    spans = _in_pack(ranges, cu)[:, 0, 0].tolist()
-    assert spans[:5] == [[0, 3]] * 3 + [[3, 5]] * 2
-    assert all(end <= start for start, end in spans[5:])
-
-
 class Operations(TorchDispatchMode):
     """The names of PyTorch's operations in the block."""
 
@@ -302,14 +292,6 @@ def test_not_more_calls_are_kept_than_fit(kernel_device, monkeypatch):
         ranges = torch.zeros(1, n, 1, 1, 2, dtype=torch.int32, device=kernel_device)
         nsa.selection_attention(q, k, k, ranges=ranges, **NAMED)
         assert 0 < len(settled._calls) <= 2
-
-
-def test_nested_tensors_are_refused_by_name():
-    q, k, v = inputs("cpu", dtype=torch.float32)
-    nested = torch.nested.nested_tensor([q[0]])
-    cmp = [x[:, :9].clone() for x in (k, v)]
-    with pytest.raises(TypeError, match="q must not be a nested tensor"):
-        nsa.nsa_attention(nested, *cmp, k, v, k, v, q)
 
 
 @pytest.mark.parametrize("backend", [None, "triton"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import yaml
 from bench.records import csv_text
 from bench.threshold_optimizer import main, propose_config
 from nsa.flags import Flags
+from nsa.tests.helpers import sent
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = (
@@ -49,14 +48,7 @@ def run(tmp_path, monkeypatch, capsys):
         if fa2 is not None:
             (tmp_path / "fa2.csv").write_text(csv_text(fa2, list(fa2[0])))
             argv += ["--fa2", str(tmp_path / "fa2.csv")]
-        read, write = os.pipe()
-        with monkeypatch.context() as patch:  # conftest's own records must not come here
-            patch.setenv("NSA_RESULT_FD", str(write))
-            code = main(argv)
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            sent = [json.loads(line) for line in pipe]
-        return code, sent, *capsys.readouterr()
+        return *sent(monkeypatch, main, argv), *capsys.readouterr()
 
     return call
 

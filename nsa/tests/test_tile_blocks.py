@@ -37,17 +37,17 @@ def starts(case: Case) -> list[int]:
     return [sum(case.lengths[:i]) for i in range(len(case.lengths))]
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("kind", ["random", "ragged", "clustered"])
 @pytest.mark.parametrize(
-    "case",
-    [*CASES[:3], Case((40,), G=1, n=2, q_start=1 << 21), Case((21,), n=1, q_start=90)], ids=str,
+    "case, kind, parts",
+    [(CASES[0], "ragged", 1), (CASES[0], "random", 2), (CASES[1], "random", 1),
+     (CASES[1], "ragged", 2), (CASES[2], "clustered", 1), (CASES[2], "ragged", 2),
+     (Case((40,), G=1, n=2, q_start=1 << 21), "clustered", 2),
+     (Case((21,), n=1, q_start=90), "random", 1)],
+    ids=str,
 )  # fmt: skip
 def test_each_block_is_listed_once_in_order(case, kind, parts, kernel_device):
     from nsa.kernels.prefill.tile_blocks import tile_blocks
 
-    if kind == "random" and case.q_start > 1000:
-        pytest.skip("as many blocks as there are")
     blocks = case.indices(kind, kernel_device)
     # A block behind the query counts for nothing, wherever in the row it stands.
     blocks[..., 0, -1] = 1 << 20
@@ -68,12 +68,17 @@ def test_each_block_is_listed_once_in_order(case, kind, parts, kernel_device):
         assert {e >> 32: members(e & 0xFFFFFFFF) for e in entries[:count]} == expected
 
 
-@pytest.mark.parametrize("together", [-(10**6), 900, 10**6, None], ids=str)
-@pytest.mark.parametrize("kind", ["random", "ragged"])
+BOUNDS = (-(10**6), 900, 10**6, None)
+LONG = Case((77,), G=2, n=6, q_start=150)
+
+
 @pytest.mark.parametrize(
-    "case, parts",
-    [(CASES[1], 1), (CASES[1], 2), (Case((77,), G=2, n=6, q_start=150), 1),
-     (Case((5, 90, 1, 33), n=4), 4)], ids=str,
+    "case, parts, kind, together",
+    [(CASES[1], parts, kind, bound) for parts, kind in ((1, "ragged"), (2, "random"))
+     for bound in BOUNDS]
+    + [(LONG, 1, "random", bound) for bound in BOUNDS]
+    + [(Case((5, 90, 1, 33), n=4), 4, "ragged", bound) for bound in (900, None)],
+    ids=str,
 )  # fmt: skip
 def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, monkeypatch):
     """Of tiles where it pays, or of all with few heads a group; not a query's last two."""

@@ -52,6 +52,7 @@ def curve(folder):
         return list(csv.DictReader(f))
 
 
+@pytest.mark.nightly  # three of torchrun; within a process runs are resumed below
 def test_fresh_processes_go_on_bit_by_bit(tmp_path):
     whole, parts, driver = tmp_path / "whole", tmp_path / "parts", tmp_path / "driver.py"
     driver.write_text(DRIVER)

@@ -37,13 +37,12 @@ def generate(model, inputs, cache: bool, **more) -> torch.Tensor:
     return model.generate(**inputs, **options)
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["learnt", "plain"])
-@pytest.mark.parametrize("pad", [0, 9])
 @pytest.mark.parametrize(
-    "how",
-    [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3},
-     {"prefill_chunk_size": 8}],
-    ids=["greedy", "beams", "samples", "chunks"],
+    "how, pad, plain",
+    [({}, 9, True), ({"num_beams": 3}, 9, False), ({"num_beams": 3}, 0, True),
+     ({"do_sample": True, "num_return_sequences": 3}, 9, False),
+     ({"prefill_chunk_size": 8}, 9, False), ({"prefill_chunk_size": 8}, 0, True)],
+    ids=str,
 )  # fmt: skip
 def test_a_cache_changes_nothing(how, pad, plain):
     model, inputs = make() if plain else learnt(), padded(pad=pad)

@@ -155,67 +155,8 @@ def leave_out(lists, mine: Tensor) -> None:
     lists.counts[0] = len(tiles)
 
 
-def plain_lists(case: Case, blocks: Tensor, queries: int):
-    """Per (tile, group): None over a border, else ({block: queries}, queries with own block)."""
-    T = case.batch * sum(case.lengths)
-    home = [(b, i, s) for b in range(case.batch) for i, n in enumerate(case.lengths)
-            for s in range(n)]  # fmt: skip
-    rows = blocks.reshape(T, case.G, -1).tolist()
-    result = {}
-    for first in range(0, T, queries):
-        tokens = range(first, min(first + queries, T))
-        for g in range(case.G):
-            union: dict[int, set[int]] = {}
-            own = set()
-            for token in tokens:
-                at = (home[token][2] + case.q_start) // case.block
-                for j in rows[token][g]:
-                    if 0 <= j < at:
-                        union.setdefault(j, set()).add(token - first)
-                    elif j == at:
-                        own.add(token - first)
-            crosses = len({home[t][:2] for t in tokens}) > 1
-            result[first // queries, g] = None if crosses else (union, own)
-    return result
-
-
 def members(mask: int) -> set[int]:
     return {i for i in range(32) if mask >> i & 1}
-
-
-@pytest.mark.parametrize("kind", ["random", "ragged"])
-@pytest.mark.parametrize("case", [*CASES[:3], Case((40,), G=1, n=2, q_start=1 << 21)], ids=str)
-def test_lists_hold_each_block_of_the_union_once(case, kind, kernel_device, monkeypatch):
-    device = kernel_device
-    x = Problem.__new__(Problem)
-    x.case, x.monkeypatch, x.begin = case, monkeypatch, case.begins(device)[1]
-    x.blocks = case.indices(kind if case.q_start < 1000 else "clustered", device)
-    x.q = torch.empty(*x.blocks.shape[:-2], case.G * case.h, 1, dtype=F16, device=device)
-    x.how = dict(block_size=case.block, softmax_scale=1.0, seq_begin=x.begin, q_start=case.q_start)
-    lists = x.lists(ALWAYS)
-    want = plain_lists(case, x.blocks, lists.queries)
-    assert lists.state.shape == (1 + max(t for t, _ in want), case.G, 2)
-    for (tile, g), expected in want.items():
-        count, own = lists.state[tile, g].tolist()
-        if expected is None:
-            assert count == -1
-            continue
-        entries = lists.entries[tile, g, :count].tolist()
-        got = {e >> 32: members(e & 0xFFFFFFFF) for e in entries}
-        assert (got, members(own & 0xFFFFFFFF)) == expected and len(got) == count
-
-    share = 500
-    lists = x.lists(share)
-    state = lists.state.tolist()
-    unions = [tile * case.G + g for tile, g in want if state[tile][g][0] >= 0]
-    counts, work = lists.counts.tolist(), lists.work.tolist()
-    assert counts == [len(unions), 0]
-    assert sorted(work[: counts[0]]) == sorted(unions)
-    for (tile, g), expected in want.items():
-        if expected is not None:
-            pairs = sum(map(len, expected[0].values()))
-            pays = len(expected[0]) * 1024 <= pairs * share
-            assert state[tile][g][0] == (len(expected[0]) if pays else -1)
 
 
 def rows_of(x: Tensor, case: Case, queries: int) -> Tensor:
