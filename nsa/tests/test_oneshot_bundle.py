@@ -276,8 +276,8 @@ def test_a_given_commit_that_git_does_not_have_is_never_clean(sources, monkeypat
     assert real["commit"][:10] in facts["source"]
     line = judge.verdict(RunRecord(git=facts), [])["one_line"]
     assert f"commit deadbee as given, but git has {real['short'][:7]}" in line
-    check = doctor.check_git(facts)
-    assert check.level == "WARN" and "deadbee" in check.text and real["commit"][:10] in check.text
+    level, text, _ = doctor.git(doctor.Box(False, sources, {}, {}, facts, {}))
+    assert level == "WARN" and "deadbee" in text and real["commit"][:10] in text
     monkeypatch.setenv("PATH", "/nonexistent")  # .git is there, git is not
     assert checkout.git_facts(sources, "deadbeefcafe")["head"] == real["commit"]
 

@@ -30,11 +30,8 @@ GIT = {"short": "abc1234", "dirty": False, "source": "git"}
 
 
 def examine(tmp_path, torch=None, device=None, git=None, environ=None, gpu=True):
-    checks = doctor.examine(
-        gpu=gpu, out=tmp_path, device={**DEVICE, **(device or {})},
-        torch={**TORCH, **(torch or {})}, git={**GIT, **(git or {})}, environ=environ or {},
-    )  # fmt: skip
-    return {c.name: c for c in checks}
+    facts = (DEVICE | (device or {}), TORCH | (torch or {}), GIT | (git or {}))
+    return {c.name: c for c in doctor.examine(doctor.Box(gpu, tmp_path, *facts, environ or {}))}
 
 
 def test_a_good_box_is_not_blocked(tmp_path):
@@ -116,7 +113,7 @@ def test_without_hardware_the_fix_is_to_pass_a_gpu_through(tmp_path):
 
 
 def test_a_check_that_fails_itself_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "check_space", lambda out: 1 / 0)
+    monkeypatch.setitem(doctor.CHECKS, "space", lambda b: 1 / 0)
     checks = examine(tmp_path)
     check = checks["doctor"]
     assert check.level == "WARN" and "quiet" in checks  # it hides no other
@@ -135,7 +132,7 @@ def test_what_is_right_is_said_too(tmp_path):
 
 def test_code_that_runs_before_ours_is_told(tmp_path):
     def told(torch, environ):
-        check = doctor.check_startup(torch, environ)
+        check = examine(tmp_path, torch, environ=environ).get("startup")
         return check and (check.level, check.text.partition(": ")[2])
 
     assert told({}, {}) is None and told({"startup": []}, {"PYTHONPATH": "/x/.deps/cp311"}) is None

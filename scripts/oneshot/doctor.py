@@ -11,9 +11,11 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,347 +34,226 @@ TRITON_OF = {
     "2.8": "3.4.0", "2.9": "3.5.1", "2.10": "3.6.0", "2.11": "3.6.0", "2.12": "3.7.1",
     "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0",
 }  # fmt: skip
+OK, WARN, BLOCK = "OK", "WARN", "BLOCK"
+PASS_THROUGH = "on a box with a GPU, start the container with it (docker: --gpus all)"
 
 
 @dataclass(frozen=True)
 class Check:
+    """What one check says. level: OK | WARN | BLOCK."""
+
     name: str
-    level: str  # OK | WARN | BLOCK
+    level: str
     text: str
     fix: str | None = None
+
+
+@dataclass(frozen=True)
+class Box:
+    """What the checks look at: the facts of env.py and checkout.py, and the variables."""
+
+    gpu: bool
+    out: Path
+    device: Mapping[str, Any]
+    torch: Mapping[str, Any]
+    git: Mapping[str, Any]
+    environ: Mapping[str, str]
+    setup: Mapping[str, Any] | None = None
+
+
+Said = tuple[str, ...]  # level, text and, unless the level is OK, a fix
 
 
 def _number(text: str | None) -> tuple[int, ...]:
     return tuple(int(p) for p in re.findall(r"\d+", text or "")[:2])
 
 
-def check_python(torch: Mapping[str, Any]) -> Check:
-    version = torch.get("python")
-    if version and _number(version) < (3, 10):
-        return Check("python", "BLOCK", f"Python {version}", "use Python 3.10 or later: PYTHON=...")
-    return Check("python", "OK", f"Python {version or sys.version.split()[0]}")
-
-
-def check_torch(torch: Mapping[str, Any], gpu: bool) -> Check:
-    if torch.get("torch_error"):
-        fix = "pip install torch, or name an interpreter that has it: PYTHON=/path/to/python"
-        return Check("torch", "BLOCK", f"torch does not import: {torch['torch_error']}", fix)
-    version = torch["torch"]
-    if not gpu:
-        return _old("torch", version, LEAST_TORCH) or Check("torch", "OK", f"torch {version}")
-    if torch.get("hip"):
-        return Check("torch", "BLOCK", f"torch {version} is a ROCm build", "use a CUDA build")
-    if not torch.get("cuda_build"):
-        fix = "install a CUDA build of torch, or remove this one and run again"
-        return Check("torch", "BLOCK", f"torch {version} is built without CUDA", fix)
-    if not torch.get("cuda_works"):
-        cause = torch.get("cuda_error") or "torch.cuda.is_available() is False"
-        if re.search(r"driver.*(too old|insufficient)", cause):
-            fix = f"update the driver, or use a torch built for an older CUDA than {version}"
-        else:
-            fix = "check CUDA_VISIBLE_DEVICES and that the container was started with its GPU"
-        return Check("torch", "BLOCK", f"torch {version} cannot use the GPU: {cause}", fix)
-    said = Check("torch", "OK", f"torch {version}, CUDA {torch['cuda_build']}")
-    return _old("torch", version, LEAST_TORCH) or said
-
-
-def _old(name: str, version: str, least: str) -> Check | None:
+def _old(name: str, version: str, least: str) -> Said | None:
     """A WARN for a version below the least that this was ever tested with."""
     if _number(version) >= _number(least):
         return None
     text = f"{name} {version} is older than {least}: kernels may not compile, or be wrong"
-    return Check(name, "WARN", text, f"install torch {LEAST_TORCH} or later; it names its triton")
+    return WARN, text, f"install torch {LEAST_TORCH} or later; it names its triton"
 
 
-def _pin_of(torch: Any) -> str | None:
-    """Triton's release for a torch whose metadata names none, as that of CPU wheels."""
-    release = TRITON_OF.get(".".join(str(torch).split("+")[0].split(".")[:2]))
-    return release and f"triton=={release}"
+# ---------------------------------------------------------------------------------- software
 
 
-def check_triton(torch: Mapping[str, Any]) -> Check:
-    version = torch.get("triton")
-    pin = torch.get("triton_pin") or _pin_of(torch.get("torch"))
+def python(b: Box) -> Said:
+    version = b.torch.get("python")
+    if version and _number(version) < (3, 10):
+        return BLOCK, f"Python {version}", "use Python 3.10 or later: PYTHON=..."
+    return OK, f"Python {version or sys.version.split()[0]}"
+
+
+def torch(b: Box) -> Said:
+    torch = b.torch
+    if torch.get("torch_error"):
+        fix = "pip install torch, or name an interpreter that has it: PYTHON=/path/to/python"
+        return BLOCK, f"torch does not import: {torch['torch_error']}", fix
+    version = torch["torch"]
+    if not b.gpu:
+        return _old("torch", version, LEAST_TORCH) or (OK, f"torch {version}")
+    if torch.get("hip"):
+        return BLOCK, f"torch {version} is a ROCm build", "use a CUDA build"
+    if not torch.get("cuda_build"):
+        fix = "install a CUDA build of torch, or remove this one and run again"
+        return BLOCK, f"torch {version} is built without CUDA", fix
+    if not torch.get("cuda_works"):
+        cause = torch.get("cuda_error") or "torch.cuda.is_available() is False"
+        fix = "check CUDA_VISIBLE_DEVICES and that the container was started with its GPU"
+        if re.search(r"driver.*(too old|insufficient)", cause):
+            fix = f"update the driver, or use a torch built for an older CUDA than {version}"
+        return BLOCK, f"torch {version} cannot use the GPU: {cause}", fix
+    said = OK, f"torch {version}, CUDA {torch['cuda_build']}"
+    return _old("torch", version, LEAST_TORCH) or said
+
+
+def triton(b: Box) -> Said | None:
+    release = str(b.torch.get("torch")).split("+")[0]
+    if not b.torch.get("torch"):
+        return None
+    version, pin = b.torch.get("triton"), b.torch.get("triton_pin")
+    if not pin and (named := TRITON_OF.get(".".join(release.split(".")[:2]))):
+        pin = f"triton=={named}"  # the metadata of a CPU wheel names none
     if not version:
-        return Check(
-            "triton",
-            "BLOCK",
-            "Triton is not installed",
-            f"pip install the triton that torch names ({pin or 'see requirements'})",
-        )
+        fix = f"pip install the triton that torch names ({pin or 'see requirements'})"
+        return BLOCK, "Triton is not installed", fix
     if not _number(version):
-        return Check("triton", "WARN", f"triton is {version}", "install the one torch names")
+        return WARN, f"triton is {version}", "install the one torch names"
     if pin:
         from packaging.requirements import InvalidRequirement, Requirement
 
         try:
             wanted = Requirement(pin)
         except InvalidRequirement:
-            text = f"triton {version}, but torch names {pin}"
-            return Check("triton", "WARN", text, "compare the two")
+            return WARN, f"triton {version}, but torch names {pin}", "compare the two"
         if not wanted.specifier.contains(version, prereleases=True):
             exact = f"{wanted.name}{wanted.specifier}"
-            text = f"triton {version}, but torch names {exact}"
-            return Check("triton", "WARN", text, f"pip install '{exact}'")
-    return _old("triton", version, LEAST_TRITON) or Check("triton", "OK", f"triton {version}")
+            return WARN, f"triton {version}, but torch names {exact}", f"pip install '{exact}'"
+    return _old("triton", version, LEAST_TRITON) or (OK, f"triton {version}")
 
 
-def check_gpu(device: Mapping[str, Any], gpu: bool) -> Check | None:
-    """Which GPU the run speaks of; the driver's own check speaks where none answers."""
-    name = device.get("name")
-    if gpu:
-        return Check("gpu", "OK", f"{name}, SM {device.get('sm') or '?'}") if name else None
-    if name or device.get("hardware"):
-        return Check("gpu", "OK", "there is a GPU, but the cpu profile was chosen")
-    return Check(
-        "gpu",
-        "WARN",
-        "no NVIDIA hardware is visible: cpu profile, which says nothing about any GPU",
-        PASS_THROUGH,
-    )
+def packages(b: Box) -> Said:
+    there = b.torch.get("packages") or {}
+    for kind, names in (
+        ("", ("jinja2", "pytest", "numpy", "pyyaml")),
+        (", optional", ("psutil", "matplotlib", "nvidia-ml-py")),
+    ):
+        if missing := [name for name in names if not there.get(name)]:
+            level = BLOCK if "pytest" in missing else WARN
+            return level, f"missing{kind}: {', '.join(missing)}", f"pip install {' '.join(missing)}"
+    return OK, "all packages are there"
 
 
-# A box without a sign of NVIDIA hardware is no broken one.
-PASS_THROUGH = "on a box with a GPU, start the container with it (docker: --gpus all)"
+def compiler(b: Box) -> Said:
+    """Triton builds its launcher with a C compiler and Python.h at the first launch."""
+    if not (os.environ.get("CC") or any(shutil.which(c) for c in ("gcc", "clang", "cc"))):
+        text = "no C compiler: Triton cannot build its launcher"
+        return BLOCK, text, "apt-get install gcc, or set CC"
+    if b.torch.get("python_h") is False:
+        text = "Python.h is missing: Triton may not build its launcher"
+        return WARN, text, "install the python3-dev package of this Python"
+    return OK, "C compiler and Python.h are there"
 
 
-def check_cuda(torch: Mapping[str, Any]) -> Check | None:
-    """The driver's CUDA against torch's: within a major version an older driver serves too."""
-    build, driver = torch.get("cuda_build"), torch.get("cuda_driver")
-    if not build or not driver:
+def flags(b: Box) -> Said:
+    """NSA_* variables of the caller: a typing error in one would be measured as something else."""
+    from nsa.flags import Flags, unknown_names
+
+    mine = {k: v for k, v in b.environ.items() if k != "NSA_COMMIT"}
+    if unknown := unknown_names(mine):
+        words = [f"{n} (did you mean {near}?)" if near else n for n, near in unknown]
+        level = BLOCK if any(near for _, near in unknown) else WARN
+        return level, f"unknown: {', '.join(words)}", "unset or correct them"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Flags.from_env(mine)
+    except ValueError as error:
+        return BLOCK, str(error), "correct it"
+    except ImportError as error:  # no yaml in the supervisor's Python: the stages will read it
+        return WARN, f"not checked: {error}", "pip install pyyaml"
+    given = sorted(k for k in mine if k.startswith("NSA_"))
+    return OK, f"set by you: {', '.join(given)}" if given else "none set"
+
+
+def git(b: Box) -> Said:
+    git = b.git
+    if git.get("source") == "hash of the sources":
+        fix = "clone with git, or name the commit: --commit or NSA_COMMIT"
+        return WARN, f"no commit: {git.get('problem')}", fix
+    if git.get("head"):
+        text = f"the commit was given as {git['short']}, but git has {git['head'][:10]} checked "
+        text += "out: which of them was measured, and whether it was clean, is unknown"
+        return WARN, text, "leave --commit and NSA_COMMIT out, or check that commit out"
+    if git.get("dirty"):
+        names = ", ".join(git.get("hidden") or ())
+        hidden = f"; git was told not to see {names}" if names else ""
+        fix = "commit them, so that the report names what it measured"
+        return WARN, f"{git['short']} with changes of yours{hidden}", fix
+    return OK, f"commit {git['short']}"
+
+
+def startup(b: Box) -> Said | None:
+    """Code that Python runs before ours, or finds in its place."""
+    paths = b.environ.get("PYTHONPATH", "").split(os.pathsep)
+    said = [f"PYTHONPATH has {p}" for p in paths if p and f"{os.sep}.deps{os.sep}" not in p]
+    said += [f"{name} is set" for name in ("PYTHONSTARTUP", "PYTHONHOME") if b.environ.get(name)]
+    said += [f"{path} runs" for path in b.torch.get("startup") or ()]
+    if not said:
         return None
-    if _number(driver)[0] >= _number(build)[0]:
-        return Check("cuda", "OK", f"the driver serves CUDA {driver}, torch wants {build}")
-    return Check(
-        "cuda",
-        "WARN" if torch.get("cuda_works") else "BLOCK",
-        f"the driver serves CUDA {driver} only, torch is built for {build}",
-        f"update the driver, or install a torch for CUDA {_number(driver)[0]}",
-    )
+    text = "not only the sources decide what runs: " + "; ".join(said)
+    return WARN, text, "unset or remove it where you do not mean it"
 
 
-def check_driver(device: Mapping[str, Any]) -> Check:
-    if device.get("driver"):
-        return Check("driver", "OK", f"{device['name']}, driver {device['driver']}")
-    reason = device.get("reason") or "nvidia-smi gives no driver version"
-    if device.get("name"):
-        return Check(
-            "driver",
-            "WARN",
-            f"torch sees {device['name']}, but {reason}",
-            "telemetry and power limits are missing; install nvidia-smi",
-        )
-    return Check(
-        "driver",
-        "BLOCK",
-        f"no usable GPU: {reason}",
-        "restart the box; if it stays so, take another one"
-        if device.get("hardware")
-        else PASS_THROUGH,
-    )
+# ---------------------------------------------------------------------------------- the host
 
 
-def check_arch(torch: Mapping[str, Any]) -> Check | None:
-    sm = (torch.get("device") or {}).get("sm")
-    archs = torch.get("arch_list") or []
-    if not sm or not archs:
-        return None
-    major, minor = (int(x) for x in sm.split("."))
-    if major < 8:
-        return Check(
-            "arch",
-            "BLOCK",
-            f"compute capability {sm}: bf16 kernels need 8.0 or more",
-            "take an Ampere or newer GPU",
-        )
-    binaries = [
-        tuple(divmod(int(m.group(1)), 10)) for a in archs if (m := re.match(r"sm_(\d+)", a))
-    ]
-    fits = any(b[0] == major and b[1] <= minor for b in binaries)
-    if fits or any(a.startswith("compute_") for a in archs):
-        return Check("arch", "OK", f"sm_{major}{minor} is served by this torch")
-    return Check(
-        "arch",
-        "BLOCK",
-        f"torch has no kernels for sm_{major}{minor} ({' '.join(archs)})",
-        "install a newer CUDA build of torch",
-    )
-
-
-def check_power(device: Mapping[str, Any]) -> Check | None:
-    cap, full = device.get("power_limit_w"), device.get("power_default_w")
-    if not isinstance(cap, (int, float)) or not isinstance(full, (int, float)):
-        return None
-    if cap < full:
-        return Check(
-            "power",
-            "WARN",
-            f"power limit {cap:g} W of {full:g} W",
-            "times are those of a capped card; ask the host for the full limit",
-        )
-    return Check("power", "OK", f"power limit {cap:g} W")
-
-
-def check_quiet(device: Mapping[str, Any]) -> Check | None:
-    if device.get("shared") is None:
-        return None
-    if device["shared"]:
-        return Check(
-            "quiet",
-            "WARN",
-            "the GPU is in use before the run starts",
-            "end other work on it; times will be noisy",
-        )
-    return Check("quiet", "OK", "nobody else uses the GPU")
-
-
-def check_pcie(device: Mapping[str, Any]) -> Check | None:
-    if "max" in str(device.get("pcie") or ""):
-        return Check(
-            "pcie",
-            "WARN",
-            f"PCIe {device['pcie']}",
-            "copies to the GPU are slow on this box; kernels are not affected",
-        )
-    return None
-
-
-def check_mig(device: Mapping[str, Any]) -> Check | None:
-    if device.get("mig"):
-        return Check(
-            "mig",
-            "WARN",
-            "MIG is on: this is a slice of a GPU",
-            "compare its times with the same slice only",
-        )
-    return None
-
-
-def check_space(out: Path) -> Check:
-    places = {
-        "the output folder": out,
-        "the Triton cache": box.triton_cache(),
-        "the temporary folder": Path(os.environ.get("TMPDIR", "/tmp")),
-    }
-    low = []
-    for name, path in places.items():
-        free = box.free_mib(path)
-        if free is not None and free < WANTED_MIB:
-            low.append(f"{name} has {free} MiB free")
-    if low:
-        level = "BLOCK" if any(re.search(r" [0-9] MiB", text) for text in low) else "WARN"
-        return Check(
-            "space",
-            level,
-            "; ".join(low),
-            f"free {WANTED_MIB} MiB, or set OUT, TRITON_CACHE_DIR and TMPDIR to a larger disk",
-        )
-    return Check("space", "OK", f"at least {WANTED_MIB} MiB free everywhere")
-
-
-def check_writable(out: Path) -> Check:
-    for name, path in (("the output folder", out), ("the Triton cache", box.triton_cache())):
+def writable(b: Box) -> Said:
+    for name, path in (("the output folder", b.out), ("the Triton cache", box.triton_cache())):
         if path is None:
-            return Check(
-                "writable",
-                "WARN",
-                "this user has no home: Triton compiles every kernel anew in every process",
-                "set TRITON_CACHE_DIR to a folder of yours",
-            )
+            text = "this user has no home: Triton compiles every kernel anew in every process"
+            return WARN, text, "set TRITON_CACHE_DIR to a folder of yours"
         try:
             path.mkdir(parents=True, exist_ok=True)
             probe = path / f".write-probe-{os.getpid()}"
             probe.write_bytes(b"x")
             probe.unlink()
         except OSError as error:
-            level = "BLOCK" if path == out else "WARN"
-            return Check(
-                "writable",
-                level,
-                f"{name} cannot be written: {error.strerror}",
-                "set OUT or TRITON_CACHE_DIR to a folder of yours",
-            )
-    return Check("writable", "OK", "output and Triton cache can be written")
+            text = f"{name} cannot be written: {error.strerror}"
+            fix = "set OUT or TRITON_CACHE_DIR to a folder of yours"
+            return BLOCK if path == b.out else WARN, text, fix
+    return OK, "output and Triton cache can be written"
 
 
-def check_compiler(torch: Mapping[str, Any]) -> Check | None:
-    """Triton builds its launcher with a C compiler and Python.h at the first launch."""
-    import shutil
-
-    if not (os.environ.get("CC") or any(shutil.which(c) for c in ("gcc", "clang", "cc"))):
-        return Check(
-            "compiler",
-            "BLOCK",
-            "no C compiler: Triton cannot build its launcher",
-            "apt-get install gcc, or set CC",
-        )
-    if torch.get("python_h") is False:
-        return Check(
-            "compiler",
-            "WARN",
-            "Python.h is missing: Triton may not build its launcher",
-            "install the python3-dev package of this Python",
-        )
-    return Check("compiler", "OK", "C compiler and Python.h are there")
+def space(b: Box) -> Said:
+    places = {
+        "the output folder": b.out,
+        "the Triton cache": box.triton_cache(),
+        "the temporary folder": Path(os.environ.get("TMPDIR", "/tmp")),
+    }
+    free = {name: box.free_mib(path) for name, path in places.items()}
+    low = {name: mib for name, mib in free.items() if mib is not None and mib < WANTED_MIB}
+    if low:
+        text = "; ".join(f"{name} has {mib} MiB free" for name, mib in low.items())
+        fix = f"free {WANTED_MIB} MiB, or set OUT, TRITON_CACHE_DIR and TMPDIR to a larger disk"
+        return BLOCK if min(low.values()) < 10 else WARN, text, fix
+    return OK, f"at least {WANTED_MIB} MiB free everywhere"
 
 
-def check_flash_attn(torch: Mapping[str, Any]) -> Check | None:
-    state = torch.get("flash_attn")
-    if state is None:
-        return None
-    if state[0].isdigit():
-        return Check("flash-attn", "OK", f"flash-attn {state}")
-    fits = fa2_wheels.wheel(
-        torch["torch"], torch.get("cuda_build"), torch["python"], torch.get("cxx11abi", True)
-    )
-    return Check("flash-attn", "WARN", f"flash-attn: {state}", f"optional; {fits}")
-
-
-def check_packages(torch: Mapping[str, Any]) -> Check:
-    packages = torch.get("packages") or {}
-    needed = ("jinja2", "pytest", "numpy", "pyyaml")
-    missing = [name for name in needed if not packages.get(name)]
-    wanted = [n for n in ("psutil", "matplotlib", "nvidia-ml-py") if not packages.get(n)]
-    if missing:
-        return Check(
-            "packages",
-            "BLOCK" if "pytest" in missing else "WARN",
-            f"missing: {', '.join(missing)}",
-            f"pip install {' '.join(missing)}",
-        )
-    if wanted:
-        return Check(
-            "packages",
-            "WARN",
-            f"missing, optional: {', '.join(wanted)}",
-            f"pip install {' '.join(wanted)}",
-        )
-    return Check("packages", "OK", "all packages are there")
-
-
-def check_memory() -> Check | None:
+def memory(b: Box) -> Said | None:
     limit = box._cgroup("memory.max", "memory/memory.limit_in_bytes")
     total = box._memory_mib()
     if limit and limit.isdigit():
         total = min(total or 1 << 40, int(limit) // 2**20)
     if total is None:
         return None
-    if total < 3500:
-        return Check("memory", "WARN", f"{total} MiB of memory", "8 GiB are comfortable")
-    return Check("memory", "OK", f"{total} MiB of memory")
+    said = f"{total} MiB of memory"
+    return (WARN, said, "8 GiB are comfortable") if total < 3500 else (OK, said)
 
 
-def check_shm(device: Mapping[str, Any]) -> Check | None:
-    """Docker gives 64 MiB, which NCCL between several GPUs outgrows."""
-    free = box.free_mib(Path("/dev/shm"))
-    wanted = 32 * max(1, device.get("count") or 1)
-    if free is None or free >= wanted:
-        return None
-    text = f"/dev/shm has {free} MiB free, {wanted} are wanted"
-    return Check("shm", "WARN", text, "start the container with --shm-size=1g")
-
-
-def check_cpus() -> Check:
+def cpus(b: Box) -> Said:
     """Cores that this process may use: by affinity and by the cgroup's quota."""
     cores = float(usable_cores())
     quota = (box._cgroup("cpu.max", "cpu/cpu.cfs_quota_us") or "max").split()
@@ -380,138 +261,144 @@ def check_cpus() -> Check:
         cores = min(cores, int(quota[0]) / int(quota[1] if len(quota) > 1 else 100_000))
     if cores < 2:
         text = f"{cores:g} CPU cores: compiling kernels takes long, stages may time out"
-        return Check("cpus", "WARN", text, "give the container 4 cores")
-    return Check("cpus", "OK", f"{cores:g} CPU cores")
+        return WARN, text, "give the container 4 cores"
+    return OK, f"{cores:g} CPU cores"
 
 
-def check_git(git: Mapping[str, Any]) -> Check:
-    if git.get("source") == "hash of the sources":
-        return Check(
-            "git",
-            "WARN",
-            f"no commit: {git.get('problem')}",
-            "clone with git, or name the commit: --commit or NSA_COMMIT",
-        )
-    if git.get("head"):
-        return Check(
-            "git",
-            "WARN",
-            f"the commit was given as {git['short']}, but git has {git['head'][:10]} checked out: "
-            "which of them was measured, and whether it was clean, is unknown",
-            "leave --commit and NSA_COMMIT out, or check that commit out",
-        )
-    if git.get("dirty"):
-        names = ", ".join(git.get("hidden") or ())
-        hidden = f"; git was told not to see {names}" if names else ""
-        return Check(
-            "git",
-            "WARN",
-            f"{git['short']} with changes of yours{hidden}",
-            "commit them, so that the report names what it measured",
-        )
-    return Check("git", "OK", f"commit {git['short']}")
-
-
-def check_startup(torch: Mapping[str, Any], environ: Mapping[str, str]) -> Check | None:
-    """Code that Python runs before ours, or finds in its place."""
-    paths = environ.get("PYTHONPATH", "").split(os.pathsep)
-    said = [f"PYTHONPATH has {p}" for p in paths if p and f"{os.sep}.deps{os.sep}" not in p]
-    said += [f"{name} is set" for name in ("PYTHONSTARTUP", "PYTHONHOME") if environ.get(name)]
-    said += [f"{path} runs" for path in torch.get("startup") or ()]
-    if not said:
-        return None
-    return Check(
-        "startup",
-        "WARN",
-        "not only the sources decide what runs: " + "; ".join(said),
-        "unset or remove it where you do not mean it",
-    )
-
-
-def check_clock() -> Check:
+def clock(b: Box) -> Said:
     if time.time() < 1_700_000_000:
-        return Check("clock", "WARN", "the clock is wrong", "set the date; downloads may fail too")
-    return Check("clock", "OK", "the clock is plausible")
+        return WARN, "the clock is wrong", "set the date; downloads may fail too"
+    return OK, "the clock is plausible"
 
 
-def check_flags(environ: Mapping[str, str]) -> Check:
-    """NSA_* variables of the caller: a typing error in one would be measured as something else."""
-    from nsa.flags import Flags, unknown_names
-
-    mine = {k: v for k, v in environ.items() if k != "NSA_COMMIT"}
-    unknown = unknown_names(mine)
-    if unknown:
-        words = [f"{n} (did you mean {near}?)" if near else n for n, near in unknown]
-        level = "BLOCK" if any(near for _, near in unknown) else "WARN"
-        return Check("flags", level, f"unknown: {', '.join(words)}", "unset or correct them")
-    try:
-        import warnings
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            Flags.from_env(mine)
-    except ValueError as error:
-        return Check("flags", "BLOCK", str(error), "correct it")
-    except ImportError as error:  # no yaml in the supervisor's Python: the stages will read it
-        return Check("flags", "WARN", f"not checked: {error}", "pip install pyyaml")
-    given = sorted(k for k in mine if k.startswith("NSA_"))
-    return Check("flags", "OK", f"set by you: {', '.join(given)}" if given else "none set")
+# ---------------------------------------------------------------------------------- the GPU
 
 
-def examine(
-    *,
-    gpu: bool,
-    out: Path,
-    device: Mapping[str, Any],
-    torch: Mapping[str, Any],
-    git: Mapping[str, Any],
-    environ: Mapping[str, str],
-    setup: Mapping[str, Any] | None = None,
-) -> list[Check]:
+def driver(b: Box) -> Said:
+    name = b.device.get("name")
+    if b.device.get("driver"):
+        return OK, f"{name}, driver {b.device['driver']}"
+    reason = b.device.get("reason") or "nvidia-smi gives no driver version"
+    if name:
+        fix = "telemetry and power limits are missing; install nvidia-smi"
+        return WARN, f"torch sees {name}, but {reason}", fix
+    fix = "restart the box; if it stays so, take another one"
+    return BLOCK, f"no usable GPU: {reason}", fix if b.device.get("hardware") else PASS_THROUGH
+
+
+def gpu(b: Box) -> Said | None:
+    """Which GPU the run speaks of; the driver's own check speaks where none answers."""
+    name = b.device.get("name")
+    if b.gpu:
+        return (OK, f"{name}, SM {b.device.get('sm') or '?'}") if name else None
+    if name or b.device.get("hardware"):
+        return OK, "there is a GPU, but the cpu profile was chosen"
+    text = "no NVIDIA hardware is visible: cpu profile, which says nothing about any GPU"
+    return WARN, text, PASS_THROUGH
+
+
+def cuda(b: Box) -> Said | None:
+    """The driver's CUDA against torch's: within a major version an older driver serves too."""
+    build, driver = b.torch.get("cuda_build"), b.torch.get("cuda_driver")
+    if not build or not driver:
+        return None
+    if _number(driver)[0] >= _number(build)[0]:
+        return OK, f"the driver serves CUDA {driver}, torch wants {build}"
+    level = WARN if b.torch.get("cuda_works") else BLOCK
+    text = f"the driver serves CUDA {driver} only, torch is built for {build}"
+    return level, text, f"update the driver, or install a torch for CUDA {_number(driver)[0]}"
+
+
+def arch(b: Box) -> Said | None:
+    sm, archs = (b.torch.get("device") or {}).get("sm"), b.torch.get("arch_list") or []
+    if not sm or not archs:
+        return None
+    major, minor = (int(x) for x in sm.split("."))
+    if major < 8:
+        text = f"compute capability {sm}: bf16 kernels need 8.0 or more"
+        return BLOCK, text, "take an Ampere or newer GPU"
+    built = [divmod(int(m[1]), 10) for a in archs if (m := re.match(r"sm_(\d+)", a))]
+    fits = any(of == major and at <= minor for of, at in built)
+    if fits or any(a.startswith("compute_") for a in archs):
+        return OK, f"sm_{major}{minor} is served by this torch"
+    text = f"torch has no kernels for sm_{major}{minor} ({' '.join(archs)})"
+    return BLOCK, text, "install a newer CUDA build of torch"
+
+
+def shm(b: Box) -> Said | None:
+    """Docker gives 64 MiB, which NCCL between several GPUs outgrows."""
+    free, wanted = box.free_mib(Path("/dev/shm")), 32 * max(1, b.device.get("count") or 1)
+    if free is None or free >= wanted:
+        return None
+    text = f"/dev/shm has {free} MiB free, {wanted} are wanted"
+    return WARN, text, "start the container with --shm-size=1g"
+
+
+def power(b: Box) -> Said | None:
+    cap, full = b.device.get("power_limit_w"), b.device.get("power_default_w")
+    if not isinstance(cap, (int, float)) or not isinstance(full, (int, float)):
+        return None
+    if cap < full:
+        fix = "times are those of a capped card; ask the host for the full limit"
+        return WARN, f"power limit {cap:g} W of {full:g} W", fix
+    return OK, f"power limit {cap:g} W"
+
+
+def quiet(b: Box) -> Said | None:
+    if b.device.get("shared"):
+        fix = "end other work on it; times will be noisy"
+        return WARN, "the GPU is in use before the run starts", fix
+    return None if b.device.get("shared") is None else (OK, "nobody else uses the GPU")
+
+
+def pcie(b: Box) -> Said | None:
+    if "max" not in str(b.device.get("pcie") or ""):
+        return None
+    fix = "copies to the GPU are slow on this box; kernels are not affected"
+    return WARN, f"PCIe {b.device['pcie']}", fix
+
+
+def mig(b: Box) -> Said | None:
+    fix = "compare its times with the same slice only"
+    return (WARN, "MIG is on: this is a slice of a GPU", fix) if b.device.get("mig") else None
+
+
+def flash_attn(b: Box) -> Said | None:
+    state = b.torch.get("flash_attn")
+    if state is None:
+        return None
+    if state[0].isdigit():
+        return OK, f"flash-attn {state}"
+    versions = (b.torch.get(k) for k in ("torch", "cuda_build", "python"))
+    fits = fa2_wheels.wheel(*versions, b.torch.get("cxx11abi", True))
+    return WARN, f"flash-attn: {state}", f"optional; {fits}"
+
+
+# In the order in which they are told. None: there is nothing to say.
+CHECKS: dict[str, Callable[[Box], Said | None]] = {
+    "python": python, "driver": driver, "gpu": gpu, "torch": torch, "triton": triton,
+    "packages": packages, "compiler": compiler, "flags": flags, "writable": writable,
+    "space": space, "memory": memory, "cpus": cpus, "git": git, "startup": startup,
+    "clock": clock, "cuda": cuda, "arch": arch, "shm": shm, "power": power, "quiet": quiet,
+    "pcie": pcie, "mig": mig, "flash-attn": flash_attn,
+}  # fmt: skip
+OF_A_GPU = "driver compiler cuda arch shm power quiet pcie mig flash-attn".split()
+
+
+def examine(b: Box) -> list[Check]:
     """Every check that applies; a check that fails itself is a WARN."""
-    probes: list[tuple[str, Any]] = [
-        ("python", lambda: check_python(torch)),
-        ("gpu", lambda: check_gpu(device, gpu)),
-        ("torch", lambda: check_torch(torch, gpu)),
-        ("triton", lambda: check_triton(torch) if torch.get("torch") else None),
-        ("packages", lambda: check_packages(torch)),
-        ("compiler", lambda: check_compiler(torch) if gpu else None),
-        ("flags", lambda: check_flags(environ)),
-        ("writable", lambda: check_writable(out)),
-        ("space", lambda: check_space(out)),
-        ("memory", check_memory),
-        ("cpus", check_cpus),
-        ("git", lambda: check_git(git)),
-        ("startup", lambda: check_startup(torch, environ)),
-        ("clock", check_clock),
-    ]
-    if gpu:
-        probes[1:1] = [("driver", lambda: check_driver(device))]
-        probes += [
-            ("cuda", lambda: check_cuda(torch)),
-            ("arch", lambda: check_arch(torch)),
-            ("shm", lambda: check_shm(device)),
-            ("power", lambda: check_power(device)),
-            ("quiet", lambda: check_quiet(device)),
-            ("pcie", lambda: check_pcie(device)),
-            ("mig", lambda: check_mig(device)),
-            ("flash-attn", lambda: check_flash_attn(torch)),
-        ]
-    checks = []
-    for note in (setup or {}).get("problems", []):
-        checks.append(Check("setup", "WARN", str(note), "see the lines above the run"))
-    for name, probe in probes:
+    notes = (b.setup or {}).get("problems", [])
+    checks = [Check("setup", WARN, str(note), "see the lines above the run") for note in notes]
+    for name, check in CHECKS.items():
+        if name in OF_A_GPU and not b.gpu:
+            continue
         try:
-            check = probe()
+            said = check(b)
         except Exception as error:  # a broken probe must not hide the others
-            check = Check(
-                "doctor",
-                "WARN",
-                f"the check of {name} failed itself: {type(error).__name__}: {error}",
-                "please report this",
-            )
-        if check is not None:
-            checks.append(check)
+            why = f"the check of {name} failed itself: {type(error).__name__}: {error}"
+            name, said = "doctor", (WARN, why, "please report this")
+        if said is not None:
+            checks.append(Check(name, *said))
     return checks
 
 
@@ -519,7 +406,7 @@ def lines(checks: list[Check]) -> list[str]:
     out = []
     for check in checks:
         out.append(f"{check.level:5} {check.name:10} {check.text}")
-        if check.fix and check.level != "OK":
+        if check.fix and check.level != OK:
             out.append(f"      {'':10} fix: {check.fix}")
     return out
 
@@ -538,16 +425,10 @@ def main(argv: list[str]) -> int:
         smi = str(error) if hardware else "no NVIDIA hardware"
     device = {**box.device_facts(smi, torch), "hardware": hardware}
     gpu = args.profile != "cpu" if args.profile else bool(hardware or device.get("name"))
-    checks = examine(
-        gpu=gpu,
-        out=args.out,
-        device=device,
-        torch=torch,
-        git=checkout.git_facts(ROOT, os.environ.get("NSA_COMMIT")),
-        environ=os.environ,
-    )
+    git = checkout.git_facts(ROOT, os.environ.get("NSA_COMMIT"))
+    checks = examine(Box(gpu, args.out, device, torch, git, os.environ))
     if args.json:
         print(json.dumps([asdict(c) for c in checks], indent=1))
     else:
         print("\n".join(lines(checks)))
-    return 3 if any(c.level == "BLOCK" for c in checks) else 0
+    return 3 if any(c.level == BLOCK for c in checks) else 0

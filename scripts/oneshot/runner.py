@@ -271,15 +271,9 @@ class Run:
             self._end(StageResult(status=Status.INFRA, reason=why, kind=kind, **common))
             return why
         env, device, torch = answer["all"]
-        checks = doctor.examine(
-            gpu=self.scope == "gpu",
-            out=self.folder,
-            device=device,
-            torch=torch,
-            git=self.git,
-            environ=os.environ,
-            setup=self.setup,
-        )
+        on_gpu = self.scope == "gpu"
+        facts = (self.folder, device, torch, self.git, os.environ, self.setup)
+        checks = doctor.examine(doctor.Box(on_gpu, *facts))
         self.event(
             "facts",
             env=env,
