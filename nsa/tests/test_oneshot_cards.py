@@ -279,14 +279,14 @@ def test_no_card_that_answers_is_no_gpu(monkeypatch):
 
 def test_a_fault_of_one_card_does_not_stain_a_stage_of_another(monkeypatch):
     from scripts.oneshot.judge import Judgement, Status
-    from scripts.oneshot.supervise import _result
+    from scripts.oneshot.supervise import result_of
     from scripts.oneshot.watch import Watch
 
     watch = Watch([], "nothing to watch", *[lambda *_, **__: None] * 3)
     watch._reported = [(1, Xid(48))]
     for index, want in ((0, Status.PASS), (1, Status.INFRA)):
         stage = Stage("s", "s", ("x",), "tests", 1.0, gpus=(index,))
-        assert watch.beside_faults(_result(stage, Judgement(Status.PASS))).status is want
+        assert watch.beside_faults(result_of(stage, Judgement(Status.PASS))).status is want
 
 
 def test_health_rows_of_all_cards_are_kept_whatever_their_order():

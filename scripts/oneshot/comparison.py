@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.oneshot.capture import plain
-from scripts.oneshot.evidence import ASSUMED_FLOOR, NUMBERED, noise_floor
+from scripts.oneshot.evidence import ASSUMED_FLOOR, noise_floor
 from scripts.oneshot.markdown import is_interval
 from scripts.oneshot.reading import held_to_rules
-from scripts.oneshot.rows import is_number
+from scripts.oneshot.rows import NUMBERED, is_number
 
 EXIT_SAME, EXIT_WORSE, EXIT_USAGE, EXIT_NOT_COMPARABLE = 0, 1, 2, 5
 VERDICTS = ("FASTER", "SLOWER", "SAME", "AMBIGUOUS", "NEW", "GONE", "NOT_COMPARABLE")

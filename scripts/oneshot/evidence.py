@@ -12,10 +12,9 @@ from typing import Any
 
 from scripts.oneshot.blocks import Bar, Head, Shape, Table, View
 from scripts.oneshot.markdown import cell, code, is_interval, num, pct, us, us_ci
-from scripts.oneshot.rows import is_number
+from scripts.oneshot.rows import NUMBERED, is_number
 
 ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where it did not run
-NUMBERED = ("VALID", "UNSTABLE")
 NO_DIFFERENCE = "no difference measurable"
 BENCHES = {  # `bench` of the row: heading, in the order of the report
     "prefill": "Prefill",

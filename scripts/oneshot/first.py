@@ -15,12 +15,12 @@ from nsa.routes import least_selected
 from scripts.oneshot import cards, committed, evidence
 from scripts.oneshot.about import flags_of
 from scripts.oneshot.blocks import Answer, Bars, Code, Fold, View
-from scripts.oneshot.evidence import ASSUMED_FLOOR, NUMBERED
+from scripts.oneshot.evidence import ASSUMED_FLOOR
 from scripts.oneshot.failures import NAMED, command_block, failing
 from scripts.oneshot.judge import is_cut
 from scripts.oneshot.markdown import cell, code, fence, num, pct, us
 from scripts.oneshot.model import StageResult
-from scripts.oneshot.rows import is_number
+from scripts.oneshot.rows import NUMBERED, is_number
 from scripts.oneshot.thresholds import recommendation
 
 OTHERS_MIB = 500  # below, the driver's own; as bench/health.py judges

@@ -36,12 +36,13 @@ from typing import Any
 
 from scripts.oneshot import judge
 from scripts.oneshot.judge import Status
-from scripts.oneshot.rows import is_number, is_row, test_counts
+from scripts.oneshot.rows import is_number, test_counts, why_no_row
 from scripts.oneshot.score import score
 
 SCHEMA = "nsa.gpu-report/1"
 
 
+PLANNED = ("id", "title", "required", "group", "timeout_s", "argv")  # and gpus, if it has any
 SHARDS = "scripts.oneshot.shards"  # module that runs a stage's tests in several processes
 
 
@@ -98,6 +99,12 @@ class Stage:
             at = self.argv.index(SHARDS) + 1
             return replace(self, argv=(*self.argv[:at], "--fewer", "4", *self.argv[at:]))
         return self
+
+    def planned(self) -> dict[str, Any]:
+        """The stage as the journal's plan has it."""
+        plan = {name: getattr(self, name) for name in PLANNED}
+        plan["argv"] = list(self.argv)
+        return {**plan, "gpus": list(self.gpus)} if self.gpus else plan
 
     @property
     def log_path(self) -> str:
@@ -243,8 +250,8 @@ class RunRecord:
         elif kind == "row":
             row = event["row"]
             check_type("stage", event["stage"], str)
-            if not is_row(row):
-                raise ValueError("a row without the fields of its kind")
+            if lacks := why_no_row(row):
+                raise ValueError(lacks)
             if row["kind"] == "health":
                 self._take_health({k: v for k, v in row.items() if k != "kind"})
             elif row["kind"] == "recommend":
@@ -295,35 +302,29 @@ class RunRecord:
         for planned in self.plan:
             done = self.results.get(planned["id"])
             if done is None:
-                common = {
-                    "id": planned["id"],
-                    "title": planned.get("title", ""),
-                    "required": planned.get("required", True),
-                    "timeout_s": planned.get("timeout_s", 0.0),
-                    "group": planned.get("group", "other"),
-                    "argv": tuple(planned.get("argv", ())),
-                    "gpus": tuple(planned.get("gpus", ())),
-                }
+                common = {k: planned[k] for k in (*PLANNED, "gpus") if k in planned}
+                common |= {"status": "NOT_RUN", "reason": "the run ended before this stage"}
                 if self.running and self.running["stage"] == planned["id"]:
-                    began, last = self.running.get("m"), self.monotonic_s
-                    known = is_number(began) and is_number(last) and last >= began
-                    done = StageResult(
-                        status=Status.CRASH,
-                        kind="RUNNER",
-                        reason="the runner ended during this stage, when is unknown; "
-                        "--resume takes up what passed",
-                        wall_s=round(last - began, 3) if known else 0.0,
-                        started=self.running.get("t"),
-                        start_s=self.running.get("m"),
-                        log=self.running.get("log"),
-                        counts=test_counts(self.rows.get(planned["id"], [])),
-                        **common,
-                    )
-                else:
-                    reason = "the run ended before this stage"
-                    done = StageResult(status=Status.NOT_RUN, reason=reason, **common)
+                    common |= self._died()
+                done = StageResult.from_json(common)
             out.append(done)
         return out
+
+    def _died(self) -> dict[str, Any]:
+        """What is known of the stage that the runner died in."""
+        began, last = self.running.get("m"), self.monotonic_s
+        known = is_number(began) and is_number(last) and last >= began
+        return {
+            "status": "CRASH",
+            "kind": "RUNNER",
+            "reason": "the runner ended during this stage, when is unknown; --resume takes up what "
+            "passed",
+            "wall_s": round(last - began, 3) if known else 0.0,
+            "started": self.running.get("t"),
+            "start_s": began,
+            "log": self.running.get("log"),
+            "counts": test_counts(self.rows.get(self.running["stage"], [])),
+        }
 
     def rows_of(self, *kinds: str) -> list[dict[str, Any]]:
         """Every row of these kinds in plan order, each with its stage."""

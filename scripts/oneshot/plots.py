@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from scripts.oneshot.evidence import NUMBERED, is_toy, timed
+from scripts.oneshot.evidence import is_toy, timed
 from scripts.oneshot.journal import write_atomic
 from scripts.oneshot.reading import held_to_rules
-from scripts.oneshot.rows import is_number
+from scripts.oneshot.rows import NUMBERED, is_number
 from scripts.oneshot.sections import losses
 
 INK = "#7d8590"  # reads on white and on GitHub's dark page

@@ -13,22 +13,17 @@ from typing import Any
 
 from bench.records import BENCH_STATUSES, NUMBERS, path_agrees, why_no_time
 
-ROW_KINDS = (
-    "test",
-    "session",
-    "parity",
-    "bench",
-    "note",
-    "metric",
-    "health",
-    "artifact",
-    "progress",
-    "recommend",
-)
-
-
 OUTCOMES = ("passed", "failed", "skipped", "error")
 PARITY_STATUSES = ("PASS", "FAIL", "INVALID")
+NUMBERED = ("VALID", "UNSTABLE")  # the bench rows that have numbers
+# The kinds of rows, and the fields without which one is none: of a type, or one of these words.
+FIELDS: dict[str, dict[str, Any]] = {
+    "test": {"nodeid": str, "outcome": OUTCOMES},
+    "session": {"tests": int, "ended": bool},
+    "parity": {"case": str, "status": PARITY_STATUSES},
+    "bench": {"case": str, "status": BENCH_STATUSES},
+    **{k: {} for k in ("note", "metric", "health", "artifact", "progress", "recommend")},
+}
 
 
 class RowError(ValueError):
@@ -45,40 +40,26 @@ def parse_row(line: bytes | str) -> dict[str, Any]:
         row = json.loads(line, parse_constant=lambda _name: _NONFINITE)
     except (ValueError, RecursionError) as error:
         raise RowError(f"not JSON: {error}") from None
-    if not isinstance(row, dict) or row.get("kind") not in ROW_KINDS:
-        raise RowError("not an object with a known kind")
+    if lacks := why_no_row(row):
+        raise RowError(lacks)
     lost: list[str] = []
     row = _finite(row, "", lost)
-    if row["kind"] == "test" and (
-        not isinstance(row.get("nodeid"), str) or row.get("outcome") not in OUTCOMES
-    ):
-        raise RowError("a test row needs nodeid and outcome passed|failed|skipped|error")
-    if row["kind"] == "session" and not _is_session(row):
-        raise RowError("a session row needs tests and ended")
-    if row["kind"] == "parity":
-        return _check_parity(row, lost)
-    if row["kind"] == "bench":
-        return _check_bench(row, lost)
-    return row
+    check = {"parity": _check_parity, "bench": _check_bench}.get(row["kind"])
+    return check(row, lost) if check else row
 
 
-def _is_session(row: Mapping[str, Any]) -> bool:
-    return type(row.get("tests")) is int and isinstance(row.get("ended"), bool)
-
-
-def is_row(row: Any) -> bool:
-    """Has `row` the fields of its kind, as every row that `parse_row` returned has?"""
-    if not isinstance(row, dict) or row.get("kind") not in ROW_KINDS:
-        return False
-    if row["kind"] == "test":
-        return isinstance(row.get("nodeid"), str) and row.get("outcome") in OUTCOMES
-    if row["kind"] == "session":
-        return _is_session(row)
-    if row["kind"] == "parity":
-        return isinstance(row.get("case"), str) and row.get("status") in PARITY_STATUSES
-    if row["kind"] == "bench":
-        return isinstance(row.get("case"), str) and row.get("status") in BENCH_STATUSES
-    return True
+def why_no_row(row: Any) -> str | None:
+    """What `row` lacks of the fields of its kind; None for what every row has that was parsed."""
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+        return "not an object with a kind"
+    if row["kind"] not in FIELDS:
+        return "not an object with a known kind"
+    for name, wanted in FIELDS[row["kind"]].items():
+        value, words = row.get(name), isinstance(wanted, tuple)
+        if value not in wanted if words else type(value) is not wanted:
+            said = "|".join(wanted) if words else f"of type {wanted.__name__}"
+            return f"a {row['kind']} row needs {name} {said}"
+    return None
 
 
 def _finite(value: Any, path: str, lost: list[str], depth: int = 0) -> Any:
@@ -132,12 +113,13 @@ def _beyond(parity: Mapping[str, Any]) -> list[str]:
     return out + ([f"margin {margin:g} is over 1"] if is_number(margin) and margin > 1 else [])
 
 
+def _other_path(row: Mapping[str, Any]) -> str:
+    return f"asked for {row.get('path_requested')}, ran {row.get('path_taken')}"
+
+
 def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     """A parity row held to its own evidence: it may lose its PASS here, never win one."""
-    why = whys(row)
-    status = row.get("status")
-    if not isinstance(row.get("case"), str) or status not in PARITY_STATUSES:
-        raise RowError("a parity row needs case and status PASS|FAIL|INVALID")
+    why, status = whys(row), row["status"]
     if status == "PASS":
         wrong = _beyond(row)
         for name in ("mae", "max_abs"):
@@ -145,42 +127,40 @@ def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
                 wrong.append(f"{name} is missing or not finite")
             elif not is_number(row.get(f"limit_{name}")):
                 wrong.append(f"limit_{name} is missing: nothing says that {name} is small enough")
+        if lost and not wrong:
+            wrong = [f"not finite: {', '.join(lost)}"]
         if wrong:
             status, why = "FAIL", [*why, *wrong]
-        if lost and status == "PASS":
-            status, why = "FAIL", [*why, f"not finite: {', '.join(lost)}"]
-    requested, taken = row.get("path_requested"), row.get("path_taken")
-    if not path_agrees(requested, taken):
-        status, why = "INVALID", [*why, f"asked for {requested}, ran {taken}"]
+    requested = row.get("path_requested")
+    if not path_agrees(requested, row.get("path_taken")):
+        status, why = "INVALID", [*why, _other_path(row)]
     elif str(requested).startswith("triton") and not _launched(row):
         status, why = "INVALID", [*why, "no launch of the named kernel was counted"]
     return {**row, "status": status, "why": why}
 
 
+def _unproven(row: Mapping[str, Any]) -> list[str]:
+    """Why a bench row may not show a time."""
+    parity = row.get("parity")
+    if not isinstance(parity, dict) or parity.get("status") != "PASS":
+        return ["no passed parity check of this case"]
+    if wrong := _beyond(parity):
+        return wrong
+    if not row.get("path_taken"):
+        return ["no path is named that ran"]
+    if row.get("path_requested") and not path_agrees(row["path_requested"], row["path_taken"]):
+        return [_other_path(row)]
+    if not is_number(row.get("median_us")) or row["median_us"] <= 0:
+        return ["no finite median above 0"]
+    return why_no_time(row)
+
+
 def _check_bench(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     """A bench row without parity or on the wrong path keeps its case and loses its numbers."""
-    why = whys(row)
-    status = row.get("status")
-    if not isinstance(row.get("case"), str) or status not in BENCH_STATUSES:
-        raise RowError("a bench row needs case and status VALID|UNSTABLE|INVALID|SKIPPED|FAILED")
-    if status in ("VALID", "UNSTABLE"):
-        parity = row.get("parity")
-        if not isinstance(parity, dict) or parity.get("status") != "PASS":
-            status, why = "INVALID", [*why, "no passed parity check of this case"]
-        elif wrong := _beyond(parity):
-            status, why = "INVALID", [*why, *wrong]
-        elif not row.get("path_taken"):
-            status, why = "INVALID", [*why, "no path is named that ran"]
-        elif row.get("path_requested") and not path_agrees(
-            row["path_requested"], row.get("path_taken")
-        ):
-            asked = f"asked for {row['path_requested']}, ran {row.get('path_taken')}"
-            status, why = "INVALID", [*why, asked]
-        elif not is_number(row.get("median_us")) or row["median_us"] <= 0:
-            status, why = "INVALID", [*why, "no finite median above 0"]
-        elif untrue := why_no_time(row):
-            status, why = "INVALID", [*why, *untrue]
-    if status not in ("VALID", "UNSTABLE"):
+    why, status = whys(row), row["status"]
+    if status in NUMBERED and (wrong := _unproven(row)):
+        status, why = "INVALID", [*why, *wrong]
+    if status not in NUMBERED:
         row = {**row, **{name: None for name in NUMBERS if name in row}}
     if lost:
         why = [*why, f"not finite: {', '.join(lost)}"]
@@ -189,12 +169,9 @@ def _check_bench(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     return {**row, "status": status, "why": why}
 
 
-EMPTY_COUNTS = {"passed": 0, "failed": 0, "skipped": 0, "error": 0}
-
-
 def test_counts(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """How many test rows ended which way."""
-    counts = dict(EMPTY_COUNTS)
+    counts = dict.fromkeys(OUTCOMES, 0)
     for row in rows:
         if row["kind"] == "test":
             counts[row["outcome"]] += 1

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from scripts.oneshot.judge import (
     EXIT_INFRA,
     EXIT_LOCKED,
     EXIT_USAGE,
+    Judgement,
     Status,
     is_cut,
 )
@@ -50,6 +51,7 @@ from scripts.oneshot.supervise import (
     Stop,
     end_waiting,
     not_run,
+    result_of,
     run_stage,
     start_ahead,
 )
@@ -63,41 +65,36 @@ DETACH_WAIT_S = 5.0
 RESUME_MAX_AGE_S = 24 * 3600
 
 
+@dataclass
 class Run:
     """One run in one folder. `execute()` returns the true exit code."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        folder: Path,
-        profile: str,
-        stages: list[Stage],
-        partial: str | None,
-        git: dict[str, Any],
-        redactor: Redactor,
-        stop: Stop,
-        *,
-        smi: list[dict[str, Any]] | str,
-        argv: list[str],
-        setup: Mapping[str, Any],
-        several: list[cards.Card] | None = None,
-    ) -> None:
-        self.args, self.folder, self.profile, self.stages = args, folder, profile, stages
-        self.redactor, self.stop, self.setup, self.smi = redactor, stop, setup, smi
-        self.scope = "cpu" if profile == "cpu" else "gpu"
+    args: argparse.Namespace
+    argv: list[str]
+    folder: Path
+    profile: str
+    stages: list[Stage]
+    partial: str | None
+    git: dict[str, Any]
+    redactor: Redactor
+    stop: Stop
+    smi: list[dict[str, Any]] | str
+    several: list[cards.Card]
+    setup: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.scope = "cpu" if self.profile == "cpu" else "gpu"
         stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         self.run_id = f"{stamp}-{secrets.token_hex(2)}"
         self.started = time.monotonic()
-        self.git = git
         self.record = RunRecord()
         self.previous: tuple[RunRecord, Path] | None = None
         self.out_of_budget = False
         self.internal_error = False
         self.saved = False  # bundle.json says what the record says
-        self._partial, self._argv = partial, argv
-        self._commit = given_commit(args)
-        self.progress = Progress(stages, price_per_hour=args.price)
-        self.watch = Watch(several or [], smi, self.event, self.note, self.progress.line)
+        self._commit = given_commit(self.args)
+        self.progress = Progress(self.stages, price_per_hour=self.args.price)
+        self.watch = Watch(self.several, self.smi, self.event, self.note, self.progress.line)
 
     # -------------------------------------------------------------- records
 
@@ -139,23 +136,12 @@ class Run:
             run_id=self.run_id,
             profile=self.profile,
             scope=self.scope,
-            argv=self._argv,
+            argv=self.argv,
             git=self.git,
             price_per_hour=self.args.price,
-            partial=self._partial,
+            partial=self.partial,
             started=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            plan=[
-                {
-                    "id": s.id,
-                    "title": s.title,
-                    "required": s.required,
-                    "group": s.group,
-                    "timeout_s": s.timeout_s,
-                    "argv": list(s.argv),
-                    **({"gpus": list(s.gpus)} if s.gpus else {}),
-                }
-                for s in self.stages
-            ],
+            plan=[s.planned() for s in self.stages],
         )
         self.write("report.md", short_report(self.save()))  # until, or if, there is a better one
         self.progress.line(f"run {self.run_id}, profile {self.profile}, into {self.folder}")
@@ -255,11 +241,7 @@ class Run:
         worker.start()
         while worker.is_alive() and not self.stop.by:
             worker.join(0.05)
-        common = {
-            "id": stage.id,
-            "title": stage.title,
-            "group": stage.group,
-            "argv": stage.argv,
+        common: dict[str, Any] = {
             "timeout_s": stage.timeout_s,
             "start_s": round(t0 - self.started, 3),
             "wall_s": round(time.monotonic() - t0, 3),
@@ -268,7 +250,7 @@ class Run:
             box.abort()
             why = f"stopped by {self.stop.by.upper()}" if self.stop.by else "the capture failed"
             kind = "PREEMPTED" if self.stop.by else None
-            self._end(StageResult(status=Status.INFRA, reason=why, kind=kind, **common))
+            self._end(result_of(stage, Judgement(Status.INFRA, why, kind), **common))
             return why
         env, device, torch = answer["all"]
         on_gpu = self.scope == "gpu"
@@ -282,16 +264,14 @@ class Run:
                 device, torch, os.environ, () if isinstance(self.smi, str) else self.smi,
                 env["system"]["cpu"],
             ),  # fmt: skip
-            doctor=[
-                {"name": c.name, "level": c.level, "text": c.text, "fix": c.fix} for c in checks
-            ],
+            doctor=[asdict(check) for check in checks],
         )
         clean = self.record.env
         self.ballast.guarded(lambda: write_json(self.folder / "env.json", clean))
         self.write("env.txt", box.as_text(clean))
         for line in doctor.lines([c for c in checks if c.level != "OK"]):
             self.progress.line(self.redactor.text(line))
-        self._end(StageResult(status=Status.PASS, rc=0, **common))
+        self._end(result_of(stage, Judgement(Status.PASS), rc=0, **common))
         if self.scope == "gpu":
             self.watch.start(self.folder / "telemetry.csv", self.started)
         if self.scope == "gpu" and device.get("sm") == "8.9":
@@ -368,10 +348,8 @@ class Run:
                 self.note(f"{stage.id}: the GPU was out of memory; one more try{size}")
                 continue
             if attempt == 2:
-                data = result.to_json()
-                data["half_size"] = half
-                data["flaky"] = result.status is Status.PASS and not half
-                result = StageResult.from_json(data)
+                flaky = result.status is Status.PASS and not half
+                result = replace(result, half_size=half, flaky=flaky)
             if result.kind == "BUDGET":
                 self.out_of_budget = True
             break
@@ -445,8 +423,7 @@ class Run:
         for row in rows:
             self.event("row", stage=stage.id, row=row, sync=False)
         self._take_over_samples(folder / SAMPLES, rows)
-        data = {**done.to_json(), "resumed_from": done.resumed_from or old.run_id}
-        return StageResult.from_json(data)
+        return replace(done, resumed_from=done.resumed_from or old.run_id)
 
     def _take_over_samples(self, source: Path, rows: list[dict[str, Any]]) -> None:
         """The raw times behind the bench rows of a stage that is taken over."""
@@ -779,21 +756,9 @@ def _main(argv: list[str]) -> int:
         return EXIT_INFRA
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        run = Run(
-            args,
-            folder,
-            profile,
-            stages,
-            partial,
-            git,
-            redactor,
-            stop,
-            smi=smi,
-            argv=[redactor.text(a) for a in argv],
-            setup=_setup(os.environ),
-            several=several,
-        )
-        return run.execute()
+        said, setup = [redactor.text(a) for a in argv], _setup(os.environ)
+        what = (args, said, folder, profile, stages, partial, git)
+        return Run(*what, redactor, stop, smi, several, setup).execute()
     finally:
         for lock in locks:
             lock.release()

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scripts.oneshot.rows import is_number, whys
+from scripts.oneshot.rows import NUMBERED, is_number, whys
 
 _SIZES = dict(B=1, l=32, d=16, l_sel=64, n_sel=16, w=512, dtype="bf16")
 _PREFILL = dict(_SIZES, bench="prefill", op="full", sharing=None, HQ=64, G=4, D=128, Dv=128)
@@ -50,7 +50,7 @@ def score(rows: Sequence[Mapping[str, Any]], health: Mapping[str, Any] | None) -
         row = row_of(case, rows)
         if row is None:
             missing[case] = "not timed"
-        elif row["status"] not in ("VALID", "UNSTABLE"):
+        elif row["status"] not in NUMBERED:
             missing[case] = f"{row['status']}: {'; '.join(whys(row))}"
         elif not all(map(_usable, rates.values())):
             missing[case] = "the card's own copy and matmul were not measured"

@@ -366,7 +366,8 @@ class _Child:
         return left
 
 
-def _result(stage: Stage, judgement: Judgement, **fields: Any) -> StageResult:
+def result_of(stage: Stage, judgement: Judgement, **fields: Any) -> StageResult:
+    """How `stage` ended, with what else is known of it."""
     return StageResult(
         id=stage.id, title=stage.title, required=stage.required, group=stage.group,
         status=judgement.status, reason=judgement.reason, kind=judgement.kind,
@@ -376,7 +377,7 @@ def _result(stage: Stage, judgement: Judgement, **fields: Any) -> StageResult:
 
 def not_run(stage: Stage, status: Status, reason: str, kind: str | None = None) -> StageResult:
     """The result of a stage that was never started."""
-    return _result(stage, Judgement(status, reason, kind), timeout_s=stage.timeout_s)
+    return result_of(stage, Judgement(status, reason, kind), timeout_s=stage.timeout_s)
 
 
 def run_stage(
@@ -403,7 +404,7 @@ def run_stage(
         child = _Child(context, stage, attempt, timeout_s)
     except OSError as error:
         reason = context.redactor.text(f"could not be started: {error}")
-        return _result(stage, Judgement(Status.INFRA, reason, cause_of([str(error)])), **common)
+        return result_of(stage, Judgement(Status.INFRA, reason, cause_of([str(error)])), **common)
 
     ended = child.pump_until(child.started + timeout_s, stop_counts=True)
     stopped = None if ended else context.stop.by
@@ -450,7 +451,7 @@ def run_stage(
     if left and judgement.status is not Status.PASS:
         reason = f"{reason}; {left} of its processes outlived it and were killed"
     metrics = {r["name"]: r.get("value") for r in rows if r["kind"] == "metric" and "name" in r}
-    return _result(
+    return result_of(
         stage, Judgement(judgement.status, reason, judgement.kind),
         rc=rc, signal=_signal_name(rc), wall_s=round(context.clock() - t0, 3),
         counts=test_counts(rows), first_call_ms=metrics.get("first_call_ms"),

@@ -18,7 +18,7 @@ from typing import Any
 from bench.records import BenchRow, as_cell, read_csv
 from scripts.oneshot.evidence import Shape
 from scripts.oneshot.redact import Redactor
-from scripts.oneshot.rows import is_number
+from scripts.oneshot.rows import NUMBERED, is_number
 
 # Names that a bench's table gives to columns of BenchRow.csv().
 OTHER_NAMES = {"tri_ms": "ms", "fa2_ms": "ms", "ref_ms": "base_ms", "dense_ms": "base_ms"}
@@ -83,7 +83,7 @@ def check_csvs(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
         rows = [row for row in data["bench"] if row.get("stage") == stage["id"]]
         if not name.endswith(".csv") or not rows or not (folder / name).is_file():
             continue
-        lost = [row for row in rows if row["status"] not in ("VALID", "UNSTABLE")]
+        lost = [row for row in rows if row["status"] not in NUMBERED]
         try:
             with open(folder / name, newline="", encoding="utf-8") as file:
                 header = next(csv.reader(file), [])

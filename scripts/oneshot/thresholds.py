@@ -7,9 +7,9 @@ from typing import Any
 
 from bench.records import MIN_SPEEDUP, carries
 from scripts.oneshot.blocks import Section, Table, View, paragraphs
-from scripts.oneshot.evidence import NUMBERED, bench_blocks, rough_ratio
+from scripts.oneshot.evidence import bench_blocks, rough_ratio
 from scripts.oneshot.markdown import cell, code, is_interval
-from scripts.oneshot.rows import is_number
+from scripts.oneshot.rows import NUMBERED, is_number
 
 
 def _walls(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -40,7 +40,7 @@ from scripts.oneshot.model import RunRecord
 from scripts.oneshot.outputs import short_report
 from scripts.oneshot.reading import BundleError, NoBundle, opened, read_bundle, rebuild
 from scripts.oneshot.redact import Redactor
-from scripts.oneshot.rows import RowError, is_number, parse_row, path_agrees
+from scripts.oneshot.rows import NUMBERED, RowError, is_number, parse_row, path_agrees
 from scripts.oneshot.tables import check_csvs, check_health, check_texts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -221,7 +221,7 @@ def check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
         yield f"{case} says {status} but is {held['status']}: {'; '.join(held['why'])}"
     if status not in ("PASS", "VALID") and not row.get("why"):
         yield f"{case} is {status} and gives no reason"
-    if kind == "bench" and status not in ("VALID", "UNSTABLE"):
+    if kind == "bench" and status not in NUMBERED:
         numbers = [name for name in NUMBERS if row.get(name) is not None]
         if numbers:
             yield f"{case} is {status} and still has numbers: {', '.join(numbers)}"
@@ -297,7 +297,7 @@ def check_samples(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
         lines = (folder / SAMPLES).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # none, or dropped on a full disk
         lines = []
-        timed = [r for r in data["bench"] if r["status"] in ("VALID", "UNSTABLE")
+        timed = [r for r in data["bench"] if r["status"] in NUMBERED
                  and r.get("bench") in benches]  # fmt: skip
         if timed and not any("disk" in str(note.get("text")) for note in data["notes"]):
             yield f"no {SAMPLES}: {len(timed)} rows have times and no raw times support them"
@@ -308,7 +308,7 @@ def check_samples(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
             benches.add(kept["bench"])
             raw.setdefault(raw_key(kept), []).append(kept)
     for row in data["bench"]:
-        if row["status"] not in ("VALID", "UNSTABLE"):
+        if row["status"] not in NUMBERED:
             continue
         found = raw.get(raw_key(row))
         if not found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,12 @@ class Watch:
         if not faults:
             return result
         said = "; ".join(dict.fromkeys(xid.text for xid in faults))
-        data = result.to_json()
-        data["kind"] = "GPU_LOST" if Xid(LOST) in faults else "XID"
-        if result.status is Status.PASS:
-            data["status"] = Status.INFRA
-        data["reason"] = f"{said}; {result.reason}" if result.reason else said
-        return StageResult.from_json(data)
+        return replace(
+            result,
+            status=Status.INFRA if result.status is Status.PASS else result.status,
+            kind="GPU_LOST" if Xid(LOST) in faults else "XID",
+            reason=f"{said}; {result.reason}" if result.reason else said,
+        )
 
     # ---- after a stage that failed -----------------------------------------------------------
 
