@@ -27,7 +27,6 @@ PIP_SET = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_DEPS": "0", "
 # touch torch.
 SMALL = {
     "jinja2": ("jinja2", ("markupsafe",)),
-    "psutil": ("psutil", ()),
     "pytest": ("pytest", ("pluggy", "iniconfig", "packaging", "pygments")),
     "pytest_timeout": ("pytest-timeout", ()),
     "hypothesis": ("hypothesis", ("sortedcontainers",)),

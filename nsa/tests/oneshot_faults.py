@@ -13,9 +13,11 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+COMMIT = "abc1234"
 sys.path.insert(0, str(ROOT))  # run by path, uninstalled
 
 CANARIES = {
@@ -556,7 +558,7 @@ TORCH_FACTS = {
     "python": "3.11.0", "torch": "2.11.0", "triton": "3.6.0", "triton_pin": "triton==3.6.0",
     "cuda_build": "13.0", "cuda_available": True, "cuda_works": True, "arch_list": ["sm_89"],
     "device": {"name": "Test GPU", "sm": "8.9", "count": 1},
-    "packages": {n: "1.0" for n in ("jinja2", "pytest", "numpy", "pyyaml", "psutil")},
+    "packages": {n: "1.0" for n in ("jinja2", "pytest", "numpy", "pyyaml")},
 }  # fmt: skip
 
 
@@ -595,6 +597,56 @@ def run_faults(names: list[str], argv: list[str]) -> int:
     return runner.main(["--profile", "cpu", *argv])
 
 
+@dataclass
+class Outcome:
+    """What a run left behind."""
+
+    code: int
+    console: str
+    out: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.out / COMMIT
+
+    @property
+    def bundle(self) -> dict:
+        return json.loads((self.folder / "bundle.json").read_text())
+
+    def stage(self, name: str) -> dict:
+        return next(s for s in self.bundle["stages"] if s["id"] == name)
+
+    def texts(self) -> str:
+        return " ".join(n["text"] for n in self.bundle["notes"])
+
+
+def command(out: Path, stages: str, *options: str) -> list[str]:
+    driver = [sys.executable, __file__, "--run", stages, str(out)]
+    return [*driver, "--commit", COMMIT + "f", *options]
+
+
+def environment(env=None, fault=None, render=False) -> dict[str, str]:
+    """That of a run, without this process's NSA_ variables. fault: see install()."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")}
+    kept |= {} if render else {"NO_RENDER": "1"}
+    return kept | {"ONESHOT_FAULT": json.dumps(fault or {}), **(env or {})}
+
+
+def start(out: Path, stages: str, *options: str, **how) -> subprocess.Popen:
+    """A run in a process of its own. how: as for environment()."""
+    return subprocess.Popen(
+        command(out, stages, *options), cwd=ROOT, env=environment(**how), text=True,
+        errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def go(out: Path, stages: str, *options: str, **how) -> Outcome:
+    """The same, once it has ended."""
+    process = start(out, stages, *options, **how)
+    console, _ = process.communicate(timeout=60)
+    return Outcome(process.returncode, console, out)
+
+
 # ---- faults of the supervisor itself -------------------------------------------------------------
 
 
@@ -606,7 +658,8 @@ def install(fault: dict) -> None:
     die_in: "module.function" in which it is killed, at its `call`-th call; disk: bytes that fit
     into the folder; full_in: "module.function" that finds no space; git: root of the repository
     that is looked at; lose: an event like that of kill, after which the folder is "deleted",
-    "moved" or "replaced" (`how`).
+    "moved" or "replaced" (`how`); gates: what the redaction gate finds each time; fails: a stage
+    in which the runner itself fails; also: arguments of every stage, by stages that passed.
     """
     import functools
 
@@ -640,6 +693,17 @@ def install(fault: dict) -> None:
         runner.checkout.git_facts = lambda _root, *more: facts(Path(fault["git"]), *more)
     if "disk" in fault:
         _small_disk(fault["disk"])
+    if "gates" in fault:
+        states = iter(fault["gates"])
+        runner.gate = lambda *_: {"gate": next(states), "findings": [], "removed": []}
+    if "fails" in fault:
+        run_stage = runner.run_stage
+        runner.run_stage = lambda context, stage, **how: (
+            1 / 0 if stage.id == fault["fails"] else run_stage(context, stage, **how)
+        )
+    if "also" in fault:
+        make, also = stage, {name: tuple(more) for name, more in fault["also"].items()}
+        globals()["stage"] = lambda name, **changes: make(name, also=also, **changes)
 
 
 def _dies_at_call(number: int):

@@ -10,7 +10,9 @@ no_gpu     NVIDIA hardware whose driver does not answer: doctor blocks, every GP
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,69 +40,45 @@ _PLAN = (
 )
 
 
+_PARITY = """{
+"kind": "parity", "case": "", "op": "sel_fwd", "dtype": "bf16", "path_requested": "triton",
+"path_taken": "triton_dense_group", "launches": {"_sel_attn_fwd_dense_group_kernel": 1},
+"fallback_reason": null, "mae": 2.1e-4, "max_abs": 3.9e-3, "ref_same_dtype_max_abs": 3.1e-3,
+"worst_row": 2.4e-3, "limit_mae": 1e-3, "limit_max_abs": 6.2e-3, "seed": 0, "status": "PASS",
+"why": []
+}"""
+
+
 def parity_row(case: str, **changes: Any) -> dict[str, Any]:
     """A parity row that passes, with `changes`."""
-    return {
-        "kind": "parity",
-        "case": case,
-        "op": "sel_fwd",
-        "dtype": "bf16",
-        "path_requested": "triton",
-        "path_taken": "triton_dense_group",
-        "launches": {"_sel_attn_fwd_dense_group_kernel": 1},
-        "fallback_reason": None,
-        "mae": 2.1e-4,
-        "max_abs": 3.9e-3,
-        "ref_same_dtype_max_abs": 3.1e-3,
-        "worst_row": 2.4e-3,
-        "limit_mae": 1e-3,
-        "limit_max_abs": 6.2e-3,
-        "margin": 3.9e-3 / 6.2e-3,
-        "seed": 0,
-        "status": "PASS",
-        "why": [],
-        **changes,
-    }
+    return {**json.loads(_PARITY), "case": case, "margin": 3.9e-3 / 6.2e-3, **changes}
+
+
+_BENCH = """{
+"kind": "bench", "bench": "sel", "candidate": "triton", "baseline": "sdpa", "cache": "cold",
+"timer": "cuda_event", "n": 60, "pairs": 30, "order": "ABBA", "launch_bound": false,
+"bytes": 8388608, "flops": 1e9, "peak_frac": 0.71, "sm_mhz": [2520, 2565],
+"reasons": ["SwPowerCap"], "stop": "noise", "status": "VALID", "why": [],
+"path_requested": "triton", "path_taken": "triton_varlen",
+"parity": {"mae": 2e-4, "max_abs": 3e-3, "status": "PASS"}
+}"""
 
 
 def bench_row(case: str, median_us: float, speedup: float | None, **changes: Any) -> dict[str, Any]:
     """A valid bench row, with `changes`."""
-    base = median_us * speedup if speedup else None
+    parts = {"p20": 0.99, "p80": 1.01, "p95": 1.03, "min": 0.98, "median": 1.0}
+    times = {f"{name}_us": median_us * part for name, part in parts.items()}
     return {
-        "kind": "bench",
-        "bench": "sel",
+        **json.loads(_BENCH),
+        **times,
         "case": case,
-        "candidate": "triton",
-        "baseline": "sdpa",
-        "cache": "cold",
-        "timer": "cuda_event",
-        "n": 60,
-        "pairs": 30,
-        "order": "ABBA",
-        "median_us": median_us,
-        "p20_us": median_us * 0.99,
-        "p80_us": median_us * 1.01,
-        "p95_us": median_us * 1.03,
-        "min_us": median_us * 0.98,
         "ci95_us": [median_us * 0.995, median_us * 1.005],
-        "base_median_us": base,
+        "base_median_us": median_us * speedup if speedup else None,
         "wall_us": median_us + 6,
         "speedup": speedup,
         "speedup_ci95": [speedup * 0.98, speedup * 1.02] if speedup else None,
-        "launch_bound": False,
-        "bytes": 8_388_608,
-        "flops": 1e9,
         "gbs": 8_388_608 / median_us / 1e3,
         "tflops": changes.get("flops", 1e9) / median_us / 1e6,
-        "peak_frac": 0.71,
-        "sm_mhz": [2520, 2565],
-        "reasons": ["SwPowerCap"],
-        "stop": "noise",
-        "status": "VALID",
-        "why": [],
-        "path_requested": "triton",
-        "path_taken": "triton_varlen",
-        "parity": {"mae": 2e-4, "max_abs": 3e-3, "status": "PASS"},
         **changes,
     }
 
@@ -180,64 +158,52 @@ class _Writer:
         self.add("stage_end", wall_s, stage=stage, result=data)
 
 
+_FACTS = """{
+"run_id": "20261121T100000Z-7f3a", "profile": "standard", "scope": "gpu",
+"argv": ["--profile", "standard"], "started": "2026-11-21T10:00:00.000Z",
+"git": {"commit": "8ac3f21000000000000000000000000000000000", "short": "8ac3f21",
+  "branch": "main", "dirty": false, "diff_sha256": null, "diffstat": null, "untracked": 0,
+  "remote": "example.org/o/nsa", "source": "git"},
+"device": {"name": "NVIDIA H200", "sm": "9.0", "mem_mib": 143771, "driver": "580.95",
+  "power_limit_w": 700.0, "power_default_w": 700.0, "pcie": "gen5 x16", "ecc": "on",
+  "mig": false, "shared": false, "l2_mib": 50, "count": 1},
+"env": {
+  "python": {"version": "3.11.9", "torch": "2.11.0+cu130", "cuda": "13.0", "triton": "3.6.0"},
+  "system": {"os": "Ubuntu 24.04", "cpu": "x86 16 cores"},
+  "packages": {"numpy": "2.3.1", "flash-attn": "not installed"},
+  "variables": {"NSA_USE_TRITON_SEL": "1"},
+  "nvidia_smi": {"text": "NVIDIA-SMI 580.95  Driver Version: 580.95\\n"}},
+"doctor": [
+  {"name": "driver", "level": "OK", "text": "driver 580.95, CUDA 13.0", "fix": null},
+  {"name": "disk", "level": "OK", "text": "212 GiB free", "fix": null}]
+}"""
+_OF_THE_FAILED = """{
+"profile": "quick", "argv": ["--profile", "quick"], "price_per_hour": 0.4,
+"git": {"commit": "c01d9ee000000000000000000000000000000000", "short": "c01d9ee",
+  "branch": "fix", "dirty": true, "diffstat": "2 files changed, 9 insertions(+)",
+  "diff_sha256": "cdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcd",
+  "untracked": 1, "remote": null, "source": "git"},
+"device": {"name": "NVIDIA GeForce RTX 4090", "sm": "8.9", "mem_mib": 24564, "driver": "570.86",
+  "power_limit_w": 300.0, "power_default_w": 450.0, "pcie": "gen4 x4 (max x16)", "ecc": "n/a",
+  "mig": false, "shared": true, "l2_mib": 72, "count": 1},
+"doctor": [{"name": "power", "level": "WARN", "text": "power limit 300 W of 450 W",
+  "fix": "times are those of a capped card; ask the host for the full limit"}]
+}"""
+
+
+def _planned(*ids: str) -> list[dict[str, Any]]:
+    argv = lambda id: ["{python}", "-m", f"stage_{id}"]
+    return [
+        {"id": i, "title": t, "group": g, "timeout_s": 120.0, "argv": argv(i)}
+        | {"required": i != "fa2_probe"}
+        for i, t, g in _PLAN
+        if not ids or i in ids
+    ]
+
+
 def _start(w: _Writer, **changes: Any) -> None:
-    python = {"version": "3.11.9", "torch": "2.11.0+cu130", "cuda": "13.0", "triton": "3.6.0"}
-    facts = {
-        "run_id": "20261121T100000Z-7f3a",
-        "profile": "standard",
-        "scope": "gpu",
-        "argv": ["--profile", "standard"],
-        "started": "2026-11-21T10:00:00.000Z",
-        "git": {
-            "commit": "8ac3f21" + "0" * 33,
-            "short": "8ac3f21",
-            "branch": "main",
-            "dirty": False,
-            "diff_sha256": None,
-            "diffstat": None,
-            "untracked": 0,
-            "remote": "example.org/o/nsa",
-            "source": "git",
-        },
-        "device": {
-            "name": "NVIDIA H200",
-            "sm": "9.0",
-            "mem_mib": 143771,
-            "driver": "580.95",
-            "power_limit_w": 700.0,
-            "power_default_w": 700.0,
-            "pcie": "gen5 x16",
-            "ecc": "on",
-            "mig": False,
-            "shared": False,
-            "l2_mib": 50,
-            "count": 1,
-        },
-        "env": {
-            "python": python,
-            "system": {"os": "Ubuntu 24.04", "cpu": "x86 16 cores"},
-            "packages": {"numpy": "2.3.1", "flash-attn": "not installed"},
-            "variables": {"NSA_USE_TRITON_SEL": "1"},
-            "nvidia_smi": {"text": "NVIDIA-SMI 580.95  Driver Version: 580.95\n"},
-        },
-        "env_fingerprint": "ab" * 32,
-        "doctor": [
-            {"name": "driver", "level": "OK", "text": "driver 580.95, CUDA 13.0", "fix": None},
-            {"name": "disk", "level": "OK", "text": "212 GiB free", "fix": None},
-        ],
-        "plan": [
-            {
-                "id": i,
-                "title": t,
-                "group": g,
-                "required": i != "fa2_probe",
-                "timeout_s": 120.0,
-                "argv": ["{python}", "-m", f"stage_{i}"],
-            }
-            for i, t, g in _PLAN
-        ],
-        **changes,
-    }
+    known = {"env_fingerprint": "ab" * 32, "plan": _planned()}
+    facts = {**json.loads(_FACTS), **known, **changes}
     w.add("run_start", 0.0, **facts)
 
 
@@ -286,22 +252,12 @@ def _recommend(min_l: int | None) -> dict[str, Any]:
     }
 
 
-_HEALTH = {
-    "kind": "health",
-    "copy_gbs": 4010.0,
-    "copy_frac": 0.83,
-    "gemm_bf16_tflops": 730.0,
-    "gemm_frac": 0.74,
-    "aa_noise_floor": 0.012,
-    "throttled": False,
-    "copy_nominal_gbs": 4814.3,
-    "gemm_nominal_tflops": 989.0,
-    "memory_used_by_others_mib": 0,
-    "launch_us": 2.4,
-    "h2d_gbs": 54.0,
-    "status": "OK",
-    "why": [],
-}
+_HEALTH = json.loads("""{
+"kind": "health", "copy_gbs": 4010.0, "copy_frac": 0.83, "gemm_bf16_tflops": 730.0,
+"gemm_frac": 0.74, "aa_noise_floor": 0.012, "throttled": false, "copy_nominal_gbs": 4814.3,
+"gemm_nominal_tflops": 989.0, "memory_used_by_others_mib": 0, "launch_us": 2.4, "h2d_gbs": 54.0,
+"status": "OK", "why": []
+}""")
 
 
 def _decode_rows() -> tuple[dict, ...]:
@@ -378,6 +334,10 @@ def real_rows() -> tuple[dict, ...]:
     return tuple(rows)
 
 
+def _without_kernels(case: str, path: str) -> dict[str, Any]:
+    return parity_row(case, path_requested=path, path_taken=path, launches={})
+
+
 _TRAIN = (
     {"kind": "metric", "name": "loss_first", "value": 4.17, "unit": "nats"},
     {"kind": "metric", "name": "loss_last", "value": 2.31, "unit": "nats"},
@@ -395,19 +355,14 @@ def _all_pass(w: _Writer) -> None:
     _start(w)
     w.stage("env", wall_s=1.2)
     w.stage("routing", ({"kind": "metric", "name": "flags", "value": 24, "unit": ""},), wall_s=2.0)
-    w.stage(
-        "sanity",
-        (parity_row("sanity/matmul", path_requested="torch", path_taken="torch", launches={}),),
-    )
+    w.stage("sanity", (_without_kernels("sanity/matmul", "torch"),))
     w.stage("triton_fwd", _parity_cases("sel_fwd", 12), wall_s=38.2, first_call_ms=5210.0)
     w.stage("triton_bwd", _parity_cases("sel_bwd", 6), wall_s=41.0, peak_vram_mib=1810.0)
     w.stage("health", (_HEALTH,), wall_s=14.0)
     w.stage("sel_bench", (*_sel_rows(), _recommend(512)), wall_s=52.0)
     w.stage("decode_bench", _decode_rows(), wall_s=20.0)
     w.stage("prefill_bench", real_rows(), wall_s=70.0)
-    w.stage(
-        "fa2_probe", (parity_row("fa2/probe", path_requested="fa2", path_taken="fa2", launches={}),)
-    )
+    w.stage("fa2_probe", (_without_kernels("fa2/probe", "fa2"),))
     w.stage("train_showcase", _TRAIN, wall_s=30.0)
     _end(w)
 
@@ -435,51 +390,10 @@ def _incomplete(w: _Writer) -> None:
 
 
 def _gpu_fail(w: _Writer) -> None:
-    _start(
-        w,
-        profile="quick",
-        argv=["--profile", "quick"],
-        price_per_hour=0.4,
-        git={
-            "commit": "c01d9ee" + "0" * 33,
-            "short": "c01d9ee",
-            "branch": "fix",
-            "dirty": True,
-            "diff_sha256": "cd" * 32,
-            "diffstat": "2 files changed, 9 insertions(+)",
-            "untracked": 1,
-            "remote": None,
-            "source": "git",
-        },
-        device={
-            "name": "NVIDIA GeForce RTX 4090",
-            "sm": "8.9",
-            "mem_mib": 24564,
-            "driver": "570.86",
-            "power_limit_w": 300.0,
-            "power_default_w": 450.0,
-            "pcie": "gen4 x4 (max x16)",
-            "ecc": "n/a",
-            "mig": False,
-            "shared": True,
-            "l2_mib": 72,
-            "count": 1,
-        },
-        doctor=[
-            {
-                "name": "power",
-                "level": "WARN",
-                "text": "power limit 300 W of 450 W",
-                "fix": "times are those of a capped card; ask the host for the full limit",
-            }
-        ],
-    )
+    _start(w, **json.loads(_OF_THE_FAILED))
     w.stage("env", wall_s=1.0)
     w.stage("routing", ({"kind": "metric", "name": "flags", "value": 24, "unit": ""},))
-    w.stage(
-        "sanity",
-        (parity_row("sanity/matmul", path_requested="torch", path_taken="torch", launches={}),),
-    )
+    w.stage("sanity", (_without_kernels("sanity/matmul", "torch"),))
     w.stage("triton_fwd", _parity_cases("sel_fwd", 6), wall_s=31.0)
     bad = parity_row(
         "sel_bwd/varlen/L=256/many",
@@ -577,11 +491,7 @@ def _cpu(w: _Writer) -> None:
         scope="cpu",
         argv=[],
         device={"name": None, "reason": "no NVIDIA hardware"},
-        plan=[
-            {"id": i, "title": t, "group": g, "required": True, "timeout_s": 90.0, "argv": []}
-            for i, t, g in _PLAN
-            if i in ("env", "triton_fwd", "decode_bench", "train_showcase")
-        ],
+        plan=_planned("env", "triton_fwd", "decode_bench", "train_showcase"),
     )
     w.stage("env", wall_s=0.9)
     w.stage("triton_fwd", _parity_cases("sel_fwd", 4), wall_s=60.0)
@@ -593,10 +503,7 @@ def _cpu(w: _Writer) -> None:
 def _crash(w: _Writer) -> None:
     _start(w)
     w.stage("env", wall_s=1.0)
-    w.stage(
-        "sanity",
-        (parity_row("sanity/matmul", path_requested="torch", path_taken="torch", launches={}),),
-    )
+    w.stage("sanity", (_without_kernels("sanity/matmul", "torch"),))
     w.stage("triton_fwd", _parity_cases("sel_fwd", 5), wall_s=31.0)
     w.add("stage_start", stage="triton_bwd", attempt=1, log=w.log("triton_bwd", "collecting\n"))
     for row in _parity_cases("sel_bwd", 2):
@@ -627,14 +534,8 @@ def write_sample(folder: Path, name: str) -> dict[str, Any]:
     """Write the sample bundle `name` into `folder`; returns the object of its bundle.json."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = _Writer(folder)
-    {
-        "all_pass": _all_pass,
-        "gpu_fail": _gpu_fail,
-        "cpu": _cpu,
-        "crash": _crash,
-        "incomplete": _incomplete,
-        "no_gpu": _no_gpu,
-    }[name](writer)
+    samples = (_all_pass, _gpu_fail, _cpu, _crash, _incomplete, _no_gpu)
+    next(make for make in samples if make.__name__ == f"_{name}")(writer)
     lines = "".join(dumps(event) + "\n" for event in writer.events)
     if name == "crash":
         lines += lines.splitlines()[-1][:40]
@@ -644,6 +545,28 @@ def write_sample(folder: Path, name: str) -> dict[str, Any]:
     write_json(folder / "env.json", record.env)
     (folder / "env.txt").write_text("torch 2.11.0+cu130\n", encoding="utf-8")
     return bundle
+
+
+def edit(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> Path:
+    """Let `change` edit the list of events in the journal of `folder`."""
+    events = read_events(folder / "events.jsonl")
+    change(events)
+    text = "".join(dumps(event) + "\n" for event in events)
+    (folder / "events.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def sending(stage: str, rows: Sequence[dict[str, Any]], *, alone: bool = False, drop=()):
+    """A change for `edit`: `stage` sends `rows` as well, or these alone; no case in `drop` is."""
+
+    def change(events: list[dict[str, Any]]) -> None:
+        left = lambda e: (alone and e["stage"] == stage) or e["row"].get("case") in drop
+        events[:] = [e for e in events if e["ev"] != "row" or not left(e)]
+        end = lambda e: e["ev"] == "stage_end" and e["stage"] == stage
+        at = next(i for i, e in enumerate(events) if end(e))
+        events[at:at] = [{"ev": "row", "stage": stage, "row": row, "m": 99.0} for row in rows]
+
+    return change
 
 
 def raw_times(row: dict[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,10 @@ planted is found in any file, name or archive; no process of the run is alive.
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -24,7 +22,8 @@ import pytest
 
 pytest.importorskip("jinja2", reason="the report needs jinja2")
 
-from nsa.tests.oneshot_faults import CANARIES, PRIVATE, fake_gpu
+from nsa.tests import oneshot_faults as faults
+from nsa.tests.oneshot_faults import CANARIES, COMMIT, PRIVATE, ROOT, Outcome, fake_gpu
 from nsa.tests.test_oneshot_page import inert
 from scripts.oneshot import report, verify
 from scripts.oneshot.blocks import Shape
@@ -33,9 +32,6 @@ from scripts.oneshot.model import SHARDS, RunRecord
 from scripts.oneshot.processes import TAG
 from scripts.oneshot.reading import rebuild
 
-ROOT = Path(__file__).resolve().parents[2]
-DRIVER = ROOT / "nsa" / "tests" / "oneshot_faults.py"
-COMMIT = "abc1234"
 LEAST = 40
 
 # In the environment of every case; none of it may be found in what the case leaves.
@@ -45,6 +41,10 @@ PLANTED = {f"PLANTED_{name.upper()}_TOKEN": text for name, text in CANARIES.item
 }
 SECRETS = (*PRIVATE.values(), "plain-looking-value-4711", "pod-9f8e7d6c5b")
 
+NOT_REDACTED = (
+    r"no SHA256SUMS: .*",
+    r"the redaction gate is 'failed', not clean",
+)
 # What `verify` may say of a run that was cut off, and nothing else.
 CUT_OFF = (
     r"no SHA256SUMS: the run did not come to its end, or was not packed",
@@ -53,29 +53,6 @@ CUT_OFF = (
     r"\w+ in bundle\.json is not what events\.jsonl gives",
     r"report\.md does not begin with the verdict of bundle\.json",  # written before, or after it
 )
-
-
-@dataclass
-class Outcome:
-    """What a run left behind."""
-
-    code: int
-    console: str
-    out: Path
-
-    @property
-    def folder(self) -> Path:
-        return self.out / COMMIT
-
-    @property
-    def bundle(self) -> dict:
-        return json.loads((self.folder / "bundle.json").read_text())
-
-    def stage(self, name: str) -> dict:
-        return next(s for s in self.bundle["stages"] if s["id"] == name)
-
-    def texts(self) -> str:
-        return " ".join(n["text"] for n in self.bundle["notes"])
 
 
 @dataclass
@@ -96,18 +73,9 @@ class Case:
     check: Callable[[Outcome], None] = lambda outcome: None
 
 
-def go(out: Path, stages: str, *options: str, fault=None, env=None, render=False) -> Outcome:
-    """One run in a process of its own."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")}
-    environ.update(PLANTED, ONESHOT_FAULT=json.dumps(fault or {}), **(env or {}))
-    if not render:
-        environ["NO_RENDER"] = "1"
-    done = subprocess.run(
-        [sys.executable, str(DRIVER), "--run", stages, str(out), "--commit", COMMIT + "f",
-         *options],
-        capture_output=True, text=True, errors="replace", timeout=60, env=environ, cwd=ROOT,
-    )  # fmt: skip
-    return Outcome(done.returncode, done.stdout + done.stderr, out)
+def go(out: Path, stages: str, *options: str, env=None, **how) -> Outcome:
+    """One run, with what is planted in its environment."""
+    return faults.go(out, stages, *options, env=PLANTED | (env or {}), **how)
 
 
 # ---- the promises --------------------------------------------------------------------------------
@@ -243,7 +211,7 @@ CASES |= {
     "SIGINT in a stage that is deaf": Case(
         "pass,deaf", 130, "STOPPED",
         {"signal": "row:deaf", "name": "SIGINT"},
-        check=lambda o: expect(o, deaf="INFRA"),
+        check=lambda o: (expect(o, deaf="INFRA"), kind(o, "deaf", "PREEMPTED")),
     ),
     "SIGTERM after the last stage": Case(
         "pass", 0, "PASS", {"signal": "run_end", "name": "SIGTERM"}, render=True,
@@ -266,10 +234,12 @@ CASES |= {
         "pass,hang:1,bench", 4, "BROKEN", check=lambda o: expect(o, hang="TIMEOUT", bench="PASS")
     ),
     "stage that ignores every signal": Case(
-        "deaf:1,bench", 4, "BROKEN", check=lambda o: expect(o, deaf="TIMEOUT", bench="PASS")
+        "deaf:1,bench", 4, "BROKEN",
+        check=lambda o: (expect(o, deaf="TIMEOUT", bench="PASS"), ended(o, "deaf", "SIGKILL")),
     ),
     "grandchildren in sessions of their own": Case(
-        "orphans", 0, "PASS", check=lambda o: expect(o, orphans="PASS")
+        "orphans", 0, "PASS",
+        check=lambda o: (expect(o, orphans="PASS"), logged(o, "orphans", "outlived the stage")),
     ),
     "stage killed by SIGKILL": Case(
         "killed,bench", 4, "BROKEN", check=lambda o: expect(o, killed="CRASH", bench="PASS")
@@ -317,6 +287,22 @@ CASES |= {
         check=lambda o: noted(o, "eats_its_log.log was removed or replaced while it ran"),
     ),
 }
+
+# The runner itself.
+CASES |= {
+    "gate that finds what it cannot clean": Case(
+        "pass", 6, "FAIL", {"gates": ["failed", "failed"]}, told=NOT_REDACTED,
+        check=lambda o: unpacked(o, "not packed"),
+    ),
+    "gate that finds something in the reports": Case(
+        "pass", 6, "FAIL", {"gates": ["clean", "failed"]}, told=NOT_REDACTED, render=True,
+        check=lambda o: unpacked(o, "redaction FAILED, do not post this"),
+    ),
+    "runner that fails in the midst of a run": Case(
+        "pass,slow", 4, "BROKEN", {"fails": "slow"},
+        check=lambda o: (expect(o, **{"pass": "PASS"}, slow="CRASH"), said(o, "ZeroDivision")),
+    ),
+}  # fmt: skip
 
 # The disk of the bundle.
 CASES |= {
@@ -391,6 +377,21 @@ def expect(outcome: Outcome, **statuses: str) -> None:
 
 def kind(outcome: Outcome, stage: str, wanted: str) -> None:
     assert outcome.stage(stage)["kind"] == wanted, outcome.stage(stage)
+
+
+def ended(outcome: Outcome, stage: str, signal: str) -> None:
+    assert outcome.stage(stage)["signal"] == signal
+
+
+def logged(outcome: Outcome, stage: str, words: str) -> None:
+    assert words in (outcome.folder / "logs" / f"{stage}.log").read_text()
+
+
+def unpacked(outcome: Outcome, words: str) -> None:
+    """No archive, and no report that calls the run clean."""
+    assert not list(outcome.out.glob("*.tgz")) and words in outcome.console
+    assert "redaction FAILED, do not post this" in (outcome.folder / "report.md").read_text()
+    assert not [n for n in ("issue.md", "report.html") if (outcome.folder / n).exists()]
 
 
 def said(outcome: Outcome, *words: str) -> None:
@@ -480,12 +481,7 @@ def _(tmp: Path) -> None:
 
 @more("folder held by another run")
 def _(tmp: Path) -> None:
-    first = subprocess.Popen(
-        [sys.executable, str(DRIVER), "--run", "until_told", str(tmp / "out"), "--commit",
-         COMMIT + "f"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-        env={**os.environ, **PLANTED, "NO_RENDER": "1"},
-    )  # fmt: skip
+    first = faults.start(tmp / "out", "until_told", env=PLANTED)
     journal = tmp / "out" / COMMIT / "events.jsonl"
     while not any(e["ev"] == "stage_start" for e in read_events(journal)):
         assert first.poll() is None, first.communicate()[0]
@@ -495,6 +491,9 @@ def _(tmp: Path) -> None:
     (tmp / "out" / COMMIT / "go").touch()
     console, _ = first.communicate(timeout=30)
     held(PASSED, Outcome(first.returncode, console, tmp / "out"))
+    first = faults.start(tmp / "out", "slow", env=PLANTED)
+    held(PASSED, go(tmp / "out", "pass", "--wait", "20"))
+    first.communicate(timeout=30)
 
 
 @more("resumed with other arguments of a stage")
@@ -570,11 +569,9 @@ for how, words in (("deleted", "was deleted"), ("moved", "was moved away"),
 
 @more("standard streams that are closed")
 def _(tmp: Path) -> None:
-    argv = shlex.join([sys.executable, str(DRIVER), "--run", "pass", str(tmp / "out"), "--commit",
-                       COMMIT + "f"])  # fmt: skip
-    env = {**os.environ, **PLANTED, "NO_RENDER": "1"}
-    command = ["bash", "-c", f"exec {argv} <&- >&- 2>&-"]
-    done = subprocess.run(command, timeout=60, env=env, cwd=ROOT)
+    argv = shlex.join(faults.command(tmp / "out", "pass"))
+    closed = ["bash", "-c", f"exec {argv} <&- >&- 2>&-"]
+    done = subprocess.run(closed, timeout=60, env=faults.environment(PLANTED), cwd=ROOT)
     held(PASSED, Outcome(done.returncode, f"exit code {done.returncode}", tmp / "out"))
 
 
@@ -608,11 +605,9 @@ def _(tmp: Path) -> None:
 @more("console that goes away")
 def _(tmp: Path) -> None:
     read, write = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, str(DRIVER), "--run", "pass,bench", str(tmp / "out"), "--commit",
-         COMMIT + "f", "--verbose"], stdout=write, stderr=write, cwd=ROOT,
-        env={**os.environ, **PLANTED, "NO_RENDER": "1"},
-    )  # fmt: skip
+    command = faults.command(tmp / "out", "pass,bench", "--verbose")
+    env = faults.environment(PLANTED)
+    process = subprocess.Popen(command, stdout=write, stderr=write, cwd=ROOT, env=env)
     os.close(write)
     os.close(read)
     assert process.wait(timeout=30) == 0
@@ -645,7 +640,7 @@ def without(module: str) -> Callable[[Path], None]:
     return run
 
 
-for module in ("jinja2", "matplotlib", "psutil", "pynvml"):
+for module in ("jinja2", "matplotlib", "pynvml"):
     MORE[f"without {module}"] = without(module)
 
 

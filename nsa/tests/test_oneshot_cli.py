@@ -6,40 +6,21 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from nsa.tests.oneshot_faults import ROOT
 from nsa.tests.oneshot_samples import write_sample
-from nsa.tests.test_oneshot_faults import DRIVER, ROOT, bundle_of, run
+from nsa.tests.test_oneshot_faults import bundle_of, run
 from scripts import setup_env
 from scripts.oneshot import attach, runner, stages
 from scripts.oneshot.arguments import seconds
 from scripts.oneshot.checkout import git_facts
-from scripts.oneshot.journal import Journal, read_events
+from scripts.oneshot.journal import Journal
 from scripts.oneshot.lock import folder_lock
 from scripts.oneshot.outputs import scp_line
-
-
-def start(out, names, *options):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")}
-    return subprocess.Popen(
-        [sys.executable, str(DRIVER), "--run", names, str(out), "--commit", "abc1234f", *options],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-        env={**env, "NO_RENDER": "1"},
-    )  # fmt: skip
-
-
-def wait_for_stage(out, name, limit_s=15.0):
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        for event in read_events(out / "abc1234" / "events.jsonl"):
-            if event["ev"] == "stage_start" and event["stage"] == name:
-                return
-        time.sleep(0.05)
-    raise AssertionError(f"{name} did not start")
 
 
 def verb(*args, **kwargs):
@@ -47,17 +28,6 @@ def verb(*args, **kwargs):
         [sys.executable, "-m", "scripts.oneshot", *args], cwd=ROOT, capture_output=True, text=True,
         timeout=60, **kwargs,
     )  # fmt: skip
-
-
-def test_second_run_is_told_who_holds_the_folder(tmp_path):
-    first = start(tmp_path, "until_told")
-    wait_for_stage(tmp_path, "until_told")
-    code, console, _ = run(tmp_path, "pass")
-    assert code == 75 and f"process {first.pid} since" in console
-    (tmp_path / "abc1234" / "go").touch()
-    code, console, _ = run(tmp_path, "pass", "--wait", "20")
-    assert code == 0, console
-    first.communicate(timeout=20)
 
 
 def test_resume_takes_over_only_what_passed(tmp_path):
@@ -76,32 +46,23 @@ def test_resume_takes_over_only_what_passed(tmp_path):
     assert bundle_of(folder)["resumed"] == {}
 
 
-def test_resume_wants_the_same_sources(tmp_path):
-    _, _, folder = run(tmp_path, "pass")
-    events = (folder / "events.jsonl").read_text()
-    (folder / "events.jsonl").write_text(events.replace('"commit":"abc1234f"', '"commit":"other"'))
-    _, _, folder = run(tmp_path, "pass", "--resume")
-    assert bundle_of(folder)["resumed"] == {}
-
-
 def test_sources_edited_during_the_run_are_not_clean(tmp_path):
     source = tmp_path / "src" / "nsa" / "a.py"
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
-    env = {"ONESHOT_FAULT": json.dumps({"git": str(tmp_path / "src")}),
-           "CUDA_TEST_EDIT": str(source)}  # fmt: skip
+    how = dict(fault={"git": str(tmp_path / "src")}, env={"CUDA_TEST_EDIT": str(source)})
     for words in (["init", "-q"], ["add", "."],
                   ["-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "1"]):
         subprocess.run(["git", *words], cwd=tmp_path / "src", check=True)
     head = git_facts(tmp_path / "src")["commit"]
     out = tmp_path / "out"
-    _, console, _ = run(out, "pass,edit", "--commit", head, env=env)
+    _, console, _ = run(out, "pass,edit", "--commit", head, **how)
     folder = next(p for p in out.iterdir() if p.is_dir())
     bundle = bundle_of(folder)
     assert bundle["git"]["dirty"] and "1 file changed" in bundle["git"]["diffstat"], console
     assert f"commit {bundle['git']['short']} DIRTY" in bundle["verdict"]["one_line"]
     assert any("changed while the run was going on" in n["text"] for n in bundle["notes"])
-    run(out, "pass", "--commit", head, "--resume", env=env)  # the same edited sources
+    run(out, "pass", "--commit", head, "--resume", **how)  # the same edited sources
     assert bundle_of(folder)["git"]["dirty"] and bundle_of(folder)["resumed"] == {}
 
 
@@ -110,17 +71,16 @@ def test_sources_without_git_are_told_by_their_hash(tmp_path):
     source = tmp_path / "src" / "nsa" / "a.py"
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
-    env = {"ONESHOT_FAULT": json.dumps({"git": str(tmp_path / "src")}),
-           "CUDA_TEST_EDIT": str(source)}  # fmt: skip
-    _, _, folder = run(tmp_path / "out", "pass", env=env)
-    _, console, _ = run(tmp_path / "out", "pass,edit", "--resume", env=env)
+    how = dict(fault={"git": str(tmp_path / "src")}, env={"CUDA_TEST_EDIT": str(source)})
+    _, _, folder = run(tmp_path / "out", "pass", **how)
+    _, console, _ = run(tmp_path / "out", "pass,edit", "--resume", **how)
     bundle = bundle_of(folder)
     assert list(bundle["resumed"].values()) == [["pass"]], console  # the same sources so far
     assert bundle["git"]["dirty"] and bundle["git"]["changed_during_run"]
     source.write_text("x = 1\n")
-    run(tmp_path / "out", "pass", env=env)
+    run(tmp_path / "out", "pass", **how)
     source.write_text("x = 3\n")
-    run(tmp_path / "out", "pass", "--resume", env=env)
+    run(tmp_path / "out", "pass", "--resume", **how)
     assert bundle_of(folder)["resumed"] == {}
 
 
@@ -133,17 +93,9 @@ def test_budget_skips_and_says_so(tmp_path):
 
 
 def test_a_stage_gets_arguments_from_one_that_passed(tmp_path):
-    code = (
-        "import sys\nfrom nsa.tests import oneshot_faults as f\nmake = f.stage\n"
-        "f.stage = lambda name, **k: make(name, also={'pass': ('more',), 'skip': ('no',)}, **k)\n"
-        "raise SystemExit(f.run_faults(['skip', 'pass', 'bench'], sys.argv[1:]))"
-    )
-    env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")}
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), "--commit", "abc1234f"], cwd=ROOT, timeout=60,
-        env={**env, "NO_RENDER": "1"}, capture_output=True,
-    )  # fmt: skip
-    argv = {s["id"]: s["argv"] for s in bundle_of(tmp_path / "abc1234")["stages"]}
+    also = {"pass": ["more"], "skip": ["no"]}
+    _, _, folder = run(tmp_path, "skip,pass,bench", fault={"also": also})
+    argv = {s["id"]: s["argv"] for s in bundle_of(folder)["stages"]}
     assert argv["pass"][-1] == "pass" and argv["bench"][-2:] == ["bench", "more"]
 
 

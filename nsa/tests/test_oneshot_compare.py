@@ -8,11 +8,18 @@ import statistics
 
 import pytest
 
-from nsa.tests.oneshot_samples import bench_row, parity_row, test_row, write_derived, write_sample
+from nsa.tests.oneshot_samples import (
+    bench_row,
+    edit,
+    parity_row,
+    sending,
+    test_row,
+    write_derived,
+    write_sample,
+)
 from scripts.oneshot import bundle, compare
 from scripts.oneshot.comparison import compare as compared
 from scripts.oneshot.comparison import environment_changes, judge_case
-from scripts.oneshot.journal import dumps, read_events
 from scripts.oneshot.reading import rebuild
 
 FLOOR = 0.01
@@ -123,15 +130,9 @@ def test_the_verdict_of_one_case_has_its_reason(a, b, verdict, why):
 def made(folder, rows=(), *, name="all_pass", drop=(), change=None, stage="sel_bench"):
     """The sample with `rows` in `stage`, without the cases in `drop`."""
     write_sample(folder, name)
-    events = [
-        e for e in read_events(folder / "events.jsonl")
-        if not (e["ev"] == "row" and e["row"].get("case") in drop)
-    ]  # fmt: skip
-    at = next(i for i, e in enumerate(events) if e["ev"] == "stage_end" and e["stage"] == stage)
-    events[at:at] = [{"ev": "row", "stage": stage, "row": r, "m": 50.0} for r in rows]
+    edit(folder, sending(stage, rows, drop=drop))
     if change:
-        change(events)
-    (folder / "events.jsonl").write_text("".join(dumps(e) + "\n" for e in events))
+        edit(folder, change)
     write_derived(folder)
     return folder
 

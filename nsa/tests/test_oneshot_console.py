@@ -12,20 +12,15 @@ import select
 import shutil
 import struct
 import subprocess
-import sys
 import termios
 import time
-from pathlib import Path
 
 import pytest
 
-from nsa.tests.oneshot_faults import fake_gpu
+from nsa.tests.oneshot_faults import ROOT, command, environment, fake_gpu, go
 from scripts.oneshot.arguments import parser
 from scripts.oneshot.model import Stage
 from scripts.oneshot.progress import Progress
-
-ROOT = Path(__file__).resolve().parents[2]
-DRIVER = ROOT / "nsa" / "tests" / "oneshot_faults.py"
 
 
 def on_terminal(argv, env, columns, limit_s=40.0):
@@ -50,14 +45,12 @@ def on_terminal(argv, env, columns, limit_s=40.0):
 
 @pytest.mark.parametrize("columns", [200, 60])
 def test_run_on_a_terminal(tmp_path, columns):
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("NSA_", "COLUMNS"))}
-    env |= {**fake_gpu(tmp_path), "NO_RENDER": "1", "TERM": "xterm", "USER": "ann",
-            "SSH_CONNECTION": "198.51.100.1 5000 203.0.113.2 2222"}  # fmt: skip
+    env = {**fake_gpu(tmp_path), "TERM": "xterm", "USER": "ann",
+           "SSH_CONNECTION": "198.51.100.1 5000 203.0.113.2 2222"}  # fmt: skip
+    env = {k: v for k, v in environment(env).items() if k != "COLUMNS"}
     out = tmp_path / "out"
-    code, text = on_terminal(
-        [sys.executable, str(DRIVER), "--run", "steady!", str(out), "--commit", "abc1234f",
-         "--profile", "standard", "--price", "7200"], env, columns,
-    )  # fmt: skip
+    argv = command(out, "steady!", "--profile", "standard", "--price", "7200")
+    code, text = on_terminal(argv, env, columns)
     live = re.findall(r"\r\x1b\[K(\[[^\r\n]*)(?=\r\x1b)", text)
     assert live and all(len(line) < columns for line in live)
     assert text.count("\n") < 25, "a live line is rewritten, never repeated"
@@ -82,12 +75,9 @@ def test_run_on_a_terminal(tmp_path, columns):
 
 def test_pages_are_named_at_the_end(tmp_path):
     pytest.importorskip("jinja2", reason="the report needs jinja2")
-    done = subprocess.run(
-        [sys.executable, str(DRIVER), "--run", "pass", str(tmp_path), "--commit", "abc1234f"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert f"{tmp_path / 'abc1234' / 'report.html'}  (the same for a browser)" in done.stdout
-    assert "\x1b" not in done.stdout  # no terminal, plain lines
+    done = go(tmp_path, "pass", render=True)
+    assert f"{done.folder / 'report.html'}  (the same for a browser)" in done.console
+    assert "\x1b" not in done.console  # no terminal, plain lines
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")

@@ -21,7 +21,7 @@ TORCH = {
     "triton_pin": 'triton==3.6.0; platform_system == "Linux"', "python_h": True,
     "arch_list": ["sm_80", "sm_90", "sm_100", "sm_120"], "flash_attn": "not installed",
     "device": {"name": "NVIDIA H200", "sm": "9.0", "count": 1},
-    "packages": {n: "1" for n in ("jinja2", "pytest", "numpy", "pyyaml", "psutil", "matplotlib",
+    "packages": {n: "1" for n in ("jinja2", "pytest", "numpy", "pyyaml", "matplotlib",
                                   "nvidia-ml-py")},
 }  # fmt: skip
 DEVICE = {"name": "NVIDIA H200", "driver": "580.95", "power_limit_w": 700, "power_default_w": 700,
@@ -360,14 +360,14 @@ def fake_python(path, body):
 
 
 def test_offline_goes_on_and_says_what_is_missing(monkeypatch, tmp_path):
-    facts = {"version": [3, 11], "prefix": "p", "missing": ["jinja2", "psutil"],
+    facts = {"version": [3, 11], "prefix": "p", "missing": ["jinja2", "matplotlib"],
              "argv": ["-m", "pip"]}  # fmt: skip
     calls = tmp_path / "calls"
     answer = f"if [ \"$1\" = -c ]; then echo '{json.dumps(facts)}'; exit; fi\n"
     python = fake_python(tmp_path / "python", f'{answer}echo "$@" >> {calls}; exit 1\n')
     monkeypatch.setattr(pythons, "ROOT", tmp_path)
     folder, missing, problem = pythons.add_small_packages(python)
-    assert missing == ["jinja2", "psutil"] and "pip ended with 1" in problem
+    assert missing == ["jinja2", "matplotlib"] and "pip ended with 1" in problem
     asked = calls.read_text()
     assert "--target" in asked and "--no-deps" in asked and str(folder) in asked
     assert "torch" not in asked.replace(str(tmp_path), "") and "markupsafe" in asked

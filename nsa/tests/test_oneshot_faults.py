@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tarfile
-from pathlib import Path
 
 import pytest
 
 from nsa.tests import oneshot_faults
-from nsa.tests.oneshot_faults import PRIVATE
+from nsa.tests.oneshot_faults import PRIVATE, ROOT
 from scripts.oneshot import report, verify
 from scripts.oneshot.journal import read_events
 from scripts.oneshot.model import RunRecord
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-DRIVER = ROOT / "nsa" / "tests" / "oneshot_faults.py"
 
-
-def run(out, stages, *options, env=None, render=False, timeout=60):
+def run(out, stages, *options, env=None, **how):
     """(exit code, console, bundle folder) of a run with these fault stages."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")}
-    environ.update(env or {})
-    if not render:
-        environ["NO_RENDER"] = "1"
-    done = subprocess.run(
-        [sys.executable, str(DRIVER), "--run", stages, str(out), "--commit", "abc1234f", *options],
-        capture_output=True, text=True, timeout=timeout, env=environ, cwd=ROOT,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr, out / "abc1234"
+    done = oneshot_faults.go(out, stages, *options, env=env, **how)
+    return done.code, done.console, done.folder
 
 
 def bundle_of(folder):
@@ -91,7 +77,7 @@ def test_earlier_runs_stay_as_they_were_sealed(tmp_path):
 
 def test_a_killed_run_blames_no_stage(tmp_path):
     """bundle.json and the journal say the same of the stage that the runner was killed in."""
-    _, _, folder = run(tmp_path, "pass,bench", env={"ONESHOT_FAULT": '{"kill": "row:bench"}'})
+    _, _, folder = run(tmp_path, "pass,bench", fault={"kill": "row:bench"})
     replayed = RunRecord.replay(read_events(folder / "events.jsonl")).to_bundle()
     for bundle in (bundle_of(folder), replayed):
         stage = next(s for s in bundle["stages"] if s["id"] == "bench")
@@ -107,63 +93,9 @@ def test_no_archive_of_an_earlier_run_stays_beside_a_later_one(tmp_path):
     _, _, folder = run(tmp_path, "pass")
     archive = folder.with_name(folder.name + ".tgz")
     assert archive.exists()
-    code, _, _ = run(tmp_path, "pass", env={"ONESHOT_FAULT": '{"kill": "stage_start:pass"}'})
+    code, _, _ = run(tmp_path, "pass", fault={"kill": "stage_start:pass"})
     assert code == -9 and not archive.exists()
     assert (next((folder / "prev").iterdir()) / "report.md").exists()
-
-
-def test_failed_gate_packs_nothing(tmp_path):
-    code = (
-        "import sys; sys.path.insert(0, '.')\n"
-        "from scripts.oneshot import runner\n"
-        "from nsa.tests import oneshot_faults as f\n"
-        "runner.gate = lambda folder, r: {'gate': 'failed', 'findings': [], 'removed': []}\n"
-        "runner.Run._render = lambda self, s: None\n"
-        f"raise SystemExit(f.run_faults(['pass'], [{str(tmp_path)!r}, '--commit', 'abc1234f']))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 6 and "not packed" in done.stdout, done.stdout + done.stderr
-    assert not list(tmp_path.glob("*.tgz"))
-
-
-def test_no_report_says_clean_when_the_second_gate_fails(tmp_path):
-    code = (
-        "import sys; sys.path.insert(0, '.')\n"
-        "from scripts.oneshot import runner\n"
-        "from nsa.tests import oneshot_faults as f\n"
-        "states = ['failed', 'clean']\n"
-        "runner.gate = lambda *_: {'gate': states.pop(), 'findings': [], 'removed': []}\n"
-        "def render(self, limit_s):\n"
-        "    for name in ('report.md', 'report.html', 'issue.md'):\n"
-        "        (self.folder / name).write_text('Gate clean')\n"
-        "runner.Run._render = render\n"
-        f"raise SystemExit(f.run_faults(['pass'], [{str(tmp_path)!r}, '--commit', 'abc1234f']))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    folder = tmp_path / "abc1234"
-    assert done.returncode == 6, done.stdout + done.stderr
-    assert "redaction FAILED, do not post this" in (folder / "report.md").read_text()
-    assert not (folder / "issue.md").exists() and not (folder / "report.html").exists()
-
-
-def test_a_fault_of_the_runner_costs_no_result(tmp_path):
-    code = (
-        "import sys; sys.path.insert(0, '.')\n"
-        "from scripts.oneshot import runner\n"
-        "from nsa.tests import oneshot_faults as f\n"
-        "real = runner.run_stage\n"
-        "def broken(context, stage, **k):\n"
-        "    return 1 / 0 if stage.id == 'slow' else real(context, stage, **k)\n"
-        "runner.run_stage = broken\n"
-        "runner.Run._render = lambda self, s: None\n"
-        f"raise SystemExit(f.run_faults(['pass', 'slow'], [{str(tmp_path)!r}, '--commit', "
-        "'abc1234f']))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 4 and "ZeroDivisionError" in done.stdout, done.stdout + done.stderr
-    bundle = bundle_of(tmp_path / "abc1234")
-    assert [s["status"] for s in bundle["stages"]] == ["PASS", "PASS", "CRASH"]
-    assert (tmp_path / "abc1234.tgz").exists()
 
 
 @pytest.fixture

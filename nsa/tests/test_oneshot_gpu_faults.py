@@ -13,19 +13,11 @@ import time
 
 import pytest
 
-from nsa.tests.test_oneshot_faults import DRIVER, ROOT, bundle_of
+from nsa.tests import oneshot_faults
+from nsa.tests.oneshot_faults import ROOT
+from nsa.tests.test_oneshot_faults import bundle_of
 
 pytestmark = pytest.mark.usefixtures("cuda")
-OPTIONS = ("--profile", "quick", "--commit", "abc1234f")
-
-
-def command(out, stages):
-    return [sys.executable, str(DRIVER), "--run", stages, str(out), *OPTIONS]
-
-
-def environment():
-    names = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")}
-    return {**names, "REAL_BOX": "1"}
 
 
 def finish(process, out, limit_s=240):
@@ -36,10 +28,8 @@ def finish(process, out, limit_s=240):
 
 
 def start(out, stages):
-    return subprocess.Popen(
-        command(out, stages), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-        env=environment(),
-    )  # fmt: skip
+    how = dict(env={"REAL_BOX": "1"}, render=True)
+    return oneshot_faults.start(out, stages, "--profile", "quick", **how)
 
 
 def verified(folder):

@@ -22,8 +22,10 @@ from bench import recorded
 from nsa.tests.oneshot_samples import (
     SAMPLES,
     bench_row,
+    edit,
     parity_row,
     real_rows,
+    sending,
     test_row,
     write_sample,
 )
@@ -38,7 +40,6 @@ from scripts.oneshot import (
     thresholds,
 )
 from scripts.oneshot.blocks import Shape
-from scripts.oneshot.journal import dumps, read_events
 from scripts.oneshot.model import StageResult
 from scripts.oneshot.reading import rebuild
 
@@ -52,23 +53,12 @@ def rendered(folder, **kwargs):
 def with_events(folder, name, change):
     """The sample `name` with its list of journal events changed by `change(events)`."""
     write_sample(folder, name)
-    events = read_events(folder / "events.jsonl")
-    change(events)
-    (folder / "events.jsonl").write_text("".join(dumps(e) + "\n" for e in events))
-    return folder
+    return edit(folder, change)
 
 
-def with_rows(folder, rows, stage="sel_bench", name="all_pass"):
-    """The sample `name` where `stage` sent `rows` instead of its own."""
-
-    def change(events):
-        at = next(i for i, e in enumerate(events)
-                  if e["ev"] == "stage_end" and e["stage"] == stage)  # fmt: skip
-        kept = [e for e in events[:at] if not (e["ev"] == "row" and e["stage"] == stage)]
-        new = [{"ev": "row", "stage": stage, "row": row, "m": 99.0} for row in rows]
-        events[:] = [*kept, *new, *events[at:]]
-
-    return with_events(folder, name, change)
+def with_rows(folder, rows, stage="sel_bench"):
+    """The sample all_pass where `stage` sent `rows` instead of its own."""
+    return with_events(folder, "all_pass", sending(stage, rows, alone=True))
 
 
 @pytest.fixture

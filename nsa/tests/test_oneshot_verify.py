@@ -15,7 +15,7 @@ import torch
 
 from bench import bench_decode, stats
 from bench.records import NUMBERS, BenchRow, read_csv, write_csv
-from nsa.tests.oneshot_samples import bench_row, test_row, write_sample
+from nsa.tests.oneshot_samples import bench_row, edit, test_row, write_sample
 from nsa.tests.test_bench_decode import SMALL
 from scripts.oneshot import bundle, reading, report, verify
 from scripts.oneshot.blocks import Shape
@@ -183,10 +183,8 @@ def test_a_bundle_that_breaks_its_own_rules(change, words, folder, capsys):
 )  # fmt: skip
 def test_a_time_that_is_not_of_its_own_samples(change, words, folder, capsys):
     """The row is edited in the journal too, and everything made anew of it."""
-    events = read_events(folder / "events.jsonl")
-    row = next(e["row"] for e in events if e["ev"] == "row" and e["row"].get("status") == "VALID")
-    row.update(change)
-    (folder / "events.jsonl").write_text("".join(dumps(e) + "\n" for e in events))
+    valid = lambda e: e["ev"] == "row" and e["row"].get("status") == "VALID"
+    edit(folder, lambda events: next(e["row"] for e in events if valid(e)).update(change))
     write_reports(folder)
     out = problems(seal(folder), capsys)
     assert words in out and set(re.findall("FAIL (.*?) ", out)) == {"bench"}
@@ -486,9 +484,7 @@ def test_what_looks_private_is_named_by_rule_and_never_shown(name, text, rule, f
 
 def test_an_address_kept_on_request_is_no_finding(folder, capsys):
     (folder / "logs" / "a.log").write_text("connected to 203.0.113.7\n")
-    events = read_events(folder / "events.jsonl")
-    events[-1]["summary"]["kept"] = ["ip"]
-    (folder / "events.jsonl").write_text("".join(dumps(e) + "\n" for e in events))
+    edit(folder, lambda events: events[-1]["summary"].update(kept=["ip"]))
     problems(seal(folder), capsys, 0)
 
 

@@ -138,7 +138,7 @@ def packages(b: Box) -> Said:
     there = b.torch.get("packages") or {}
     for kind, names in (
         ("", ("jinja2", "pytest", "numpy", "pyyaml")),
-        (", optional", ("psutil", "matplotlib", "nvidia-ml-py")),
+        (", optional", ("matplotlib", "nvidia-ml-py")),
     ):
         if missing := [name for name in names if not there.get(name)]:
             level = BLOCK if "pytest" in missing else WARN

@@ -234,18 +234,14 @@ def _cpu_model() -> str:
 
 
 def _os_name() -> str:
-    with suppress(OSError):
-        for line in Path("/etc/os-release").read_text().splitlines():
-            if line.startswith("PRETTY_NAME="):
-                return line.split("=", 1)[1].strip('"')
+    with suppress(OSError, KeyError):
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
     return platform.platform()
 
 
 def _memory_mib() -> int | None:
     with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemTotal:"):
-                return int(line.split()[1]) // 1024
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
     return None
 
 

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = (
-    "numpy", "jinja2", "psutil", "pytest", "pytest-timeout", "pyyaml", "packaging", "matplotlib",
+    "numpy", "jinja2", "pytest", "pytest-timeout", "pyyaml", "packaging", "matplotlib",
     "nvidia-ml-py", "flash-attn", "hypothesis",
 )  # fmt: skip
 

@@ -57,9 +57,6 @@ class Family:
         self._known: dict[int, str] = {}
 
     def look(self) -> None:
-        if not os.path.isdir("/proc/self"):
-            self._look_psutil()
-            return
         parents: dict[int, list[int]] = {}
         started: dict[int, str] = {}
         for name in os.listdir("/proc"):
@@ -73,21 +70,10 @@ class Family:
                     self._known[child] = started[child]
                     queue.append(child)
 
-    def _look_psutil(self) -> None:
-        try:
-            import psutil
-
-            for child in psutil.Process(self.leader).children(recursive=True):
-                self._known.setdefault(child.pid, str(child.create_time()))
-        except Exception:  # psutil missing, or the process is gone: the group is still killed
-            return
-
     def survivors(self) -> list[int]:
         """Pids of the family that still live, without the leader."""
         self.look()
         alive = set()
-        if not os.path.isdir("/proc/self"):
-            return sorted(self._known)
         for name in os.listdir("/proc"):
             if not name.isdigit():
                 continue

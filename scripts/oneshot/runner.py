@@ -473,7 +473,7 @@ class Run:
         self.write("report.md", short_report(data))
         self.ballast.drop()
         outcome = self._redact(None)
-        data = self.save()
+        self.write("report.md", short_report(self.save()))  # with what the gate said
         self._render(2.0 if hurried else 90.0)
         rendered = outcome["gate"]
         outcome = self._redact(outcome)
