@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from bench.records import card_faults
-from scripts.oneshot.rows import is_number, test_counts
+from scripts.oneshot.rows import is_number
 
 if TYPE_CHECKING:
     from scripts.oneshot.model import RunRecord, Stage, StageResult
@@ -56,106 +56,138 @@ def judge(
     counts lines of the result channel that were no rows; `traceback` is the last line of an
     uncaught error.
     """
-    counts = test_counts(rows)
-    bad_tests = [r for r in rows if r["kind"] == "test" and r["outcome"] in ("failed", "error")]
-    parity = [r for r in rows if r["kind"] == "parity"]
-    bad_parity = [r for r in parity if r["status"] != "PASS"]
-    bench = [r for r in rows if r["kind"] == "bench"]
-    by = {
-        s: [r for r in bench if r["status"] == s]
-        for s in ("VALID", "UNSTABLE", "INVALID", "FAILED")
-    }
-    note = next((r.get("text") for r in reversed(rows) if r["kind"] == "note"), None)
-    runs_pytest = "pytest" in stage.argv
-    lost = f"; and exit code {rc}: tests may be missing" if runs_pytest and rc not in (0, 1) else ""
+    return (
+        _wrong(stage, rc, rows)
+        or _ended(stage, rc, rows, traceback)
+        or _not_whole(stage, rows)
+        or _unproven(stage, rows, missing_outputs)
+        or _doubtful(stage, rows, unreadable)
+        or Judgement(Status.PASS)
+    )
 
-    if faults := [why for r in rows if r["kind"] == "health" for why in card_faults(r)]:
+
+def _of(rows: list[dict[str, Any]], kind: str, *states: str) -> list[dict[str, Any]]:
+    """The rows of a kind; with `states` those in one of them."""
+    state = "outcome" if kind == "test" else "status"
+    return [r for r in rows if r["kind"] == kind and (not states or r[state] in states)]
+
+
+def _first(bad: list[dict[str, Any]], of: list[dict[str, Any]], words: str) -> str:
+    """How many of `of` are `bad`, which is the first and why."""
+    row = bad[0]
+    text = f"{len(bad)} of {len(of)} {words}, first {row.get('case') or row['nodeid']}"
+    return text if row["kind"] == "test" else f"{text}: {'; '.join(row['why']) or 'over its limit'}"
+
+
+def _wrong(stage: Stage, rc: int | None, rows: list[dict[str, Any]]) -> Judgement | None:
+    """A result that is wrong, whatever else happened."""
+    if faults := [why for r in _of(rows, "health") for why in card_faults(r)]:
         return Judgement(Status.FAIL, "; ".join(faults), "CORRUPTION")
-    if bad_parity:
-        first = bad_parity[0]
-        why = "; ".join(first["why"]) or "over its limit"
-        text = (
-            f"{len(bad_parity)} of {len(parity)} parity cases wrong, first {first['case']}: {why}"
-        )
-        return Judgement(Status.FAIL, text + lost, "PARITY")
-    if bad_tests:
-        text = f"{len(bad_tests)} of {sum(counts.values())} tests failed, first "
-        text += bad_tests[0]["nodeid"]
-        return Judgement(Status.FAIL, text + lost, "ASSERT")
-    if by["FAILED"]:
-        first = by["FAILED"][0]
-        text = f"{len(by['FAILED'])} of {len(bench)} bench cases failed, first {first['case']}: "
-        return Judgement(Status.FAIL, text + "; ".join(first["why"]), "BENCH")
+    broke = "pytest" in stage.argv and rc not in (0, 1)
+    for kind, states, words, name in (
+        ("parity", ("FAIL", "INVALID"), "parity cases wrong", "PARITY"),
+        ("test", ("failed", "error"), "tests failed", "ASSERT"),
+        ("bench", ("FAILED",), "bench cases failed", "BENCH"),
+    ):
+        if bad := _of(rows, kind, *states):
+            lost = f"; and exit code {rc}: tests may be missing" if broke else ""
+            text = _first(bad, _of(rows, kind), words) + (lost if kind != "bench" else "")
+            return Judgement(Status.FAIL, text, name)
+    return None
 
+
+def _ended(
+    stage: Stage, rc: int | None, rows: list[dict[str, Any]], traceback: str | None
+) -> Judgement | None:
+    """What the exit code says, where it is not 0."""
+    runs_pytest, notes = "pytest" in stage.argv, _of(rows, "note")
+    if rc == 0:
+        return None
     if runs_pytest and rc == 5:
         return Judgement(Status.NOT_RUN, "no test was collected")
     if rc == 3 and not runs_pytest:
-        if note:
+        if notes and (note := notes[-1].get("text")):
             return Judgement(Status.SKIPPED, str(note), _memory(str(note)))
         return Judgement(Status.NOT_RUN, "the stage says that nothing could be run")
-    if rc != 0:
-        if runs_pytest and rc in (2, 3, 4):
-            words = {2: "interrupted or not collected", 3: "internal error", 4: "usage error"}
-            return Judgement(Status.CRASH, f"pytest: {words[rc]}; {traceback or 'see the log'}")
-        if traceback:
-            return Judgement(Status.CRASH, traceback)
-        if rc == 1:
-            notes = [r for r in rows if r["kind"] == "note" and r.get("level") == "warn"]
-            text = str(notes[-1].get("text")) if notes else "exit code 1 and no row that says why"
-            return Judgement(Status.FAIL, text, "ASSERT")
-        text = "usage error, exit code 2" if rc == 2 else f"exit code {rc}"
-        return Judgement(Status.CRASH, text)
+    if runs_pytest and rc in (2, 3, 4):
+        words = {2: "interrupted or not collected", 3: "internal error", 4: "usage error"}
+        return Judgement(Status.CRASH, f"pytest: {words[rc]}; {traceback or 'see the log'}")
+    if traceback:
+        return Judgement(Status.CRASH, traceback)
+    if rc == 1:
+        warned = [str(r.get("text")) for r in notes if r.get("level") == "warn"]
+        text = warned[-1] if warned else "exit code 1 and no row that says why"
+        return Judgement(Status.FAIL, text, "ASSERT")
+    text = "usage error, exit code 2" if rc == 2 else f"exit code {rc}"
+    return Judgement(Status.CRASH, text)
 
-    of_tests, reported = runs_pytest or stage.proof == "tests", sum(counts.values())
-    if of_tests and counts["passed"] == 0:
-        if counts["skipped"]:
-            reasons = {
-                str(r.get("reason")) for r in rows if r["kind"] == "test" and r.get("reason")
-            }
-            text = "; ".join(sorted(reasons)[:3])
-            return Judgement(Status.NOT_RUN, f"all {counts['skipped']} tests skipped: {text}")
-        return Judgement(Status.NOT_RUN, "exit code 0, but no test ran")
-    if unfinished := _unfinished(rows, reported):
-        return Judgement(Status.CRASH, unfinished)
-    found, what = (reported, "tests") if of_tests else (len(bench), "bench cases")
-    if found < stage.least:
-        text = f"exit code 0, but {found} {what} where this stage has {stage.least}"
-        return Judgement(Status.NOT_RUN, text)
-    files = [r["nodeid"].rpartition("/")[2] for r in rows if r["kind"] == "test"]
-    for name, least in stage.of_files.items():
-        if (of := sum(file.startswith(name) for file in files)) < least:
-            text = f"exit code 0, but {of} tests of {name}*.py where this stage has {least}"
-            return Judgement(Status.NOT_RUN, text)
-    if stage.proof == "parity" and not parity:
-        return Judgement(Status.NOT_RUN, "exit code 0, but no parity case was recorded")
-    if stage.proof == "bench" and not (by["VALID"] or by["UNSTABLE"] or by["INVALID"]):
-        skipped = next((r for r in bench if r["status"] == "SKIPPED"), None)
+
+def _of_tests(stage: Stage) -> bool:
+    return "pytest" in stage.argv or stage.proof == "tests"
+
+
+def _not_whole(stage: Stage, rows: list[dict[str, Any]]) -> Judgement | None:
+    """Tests or cases that are missing although the exit code is 0."""
+    tests, skipped = _of(rows, "test"), _of(rows, "test", "skipped")
+    if _of_tests(stage) and not _of(rows, "test", "passed"):
         if skipped:
-            why = "; ".join(skipped["why"])
-            return Judgement(Status.SKIPPED, why, _memory(why))
-        return Judgement(Status.NOT_RUN, "exit code 0, but no bench case ran")
-    kinds = ("metric", "health", "recommend", "parity", "bench")
+            reasons = sorted({str(r["reason"]) for r in skipped if r.get("reason")})
+            text = f"all {len(skipped)} tests skipped: {'; '.join(reasons[:3])}"
+            return Judgement(Status.NOT_RUN, text)
+        return Judgement(Status.NOT_RUN, "exit code 0, but no test ran")
+    if unfinished := _unfinished(rows, len(tests)):
+        return Judgement(Status.CRASH, unfinished)
+    found, what = (tests, "tests") if _of_tests(stage) else (_of(rows, "bench"), "bench cases")
+    files = [r["nodeid"].rpartition("/")[2] for r in tests]
+    wanted = [(len(found), what, stage.least)] + [
+        (sum(file.startswith(name) for file in files), f"tests of {name}*.py", least)
+        for name, least in stage.of_files.items()
+    ]
+    for count, what, least in wanted:
+        if count < least:
+            text = f"exit code 0, but {count} {what} where this stage has {least}"
+            return Judgement(Status.NOT_RUN, text)
+    return None
+
+
+def _unproven(
+    stage: Stage, rows: list[dict[str, Any]], missing_outputs: tuple[str, ...]
+) -> Judgement | None:
+    """The evidence of Stage.proof that is missing."""
+    ran = _of(rows, "bench", "VALID", "UNSTABLE", "INVALID")
+    if stage.proof == "bench" and not ran and (skipped := _of(rows, "bench", "SKIPPED")):
+        why = "; ".join(skipped[0]["why"])
+        return Judgement(Status.SKIPPED, why, _memory(why))
     results = [
-        r for r in rows if r["kind"] in kinds and r.get("status") != "SKIPPED"
-        and not str(r.get("name")).startswith("seconds/")  # which says what became of the time
-    ]  # fmt: skip
-    if stage.proof == "row" and not results:
-        return Judgement(Status.NOT_RUN, "exit code 0, but no result was sent")
-    if missing_outputs:
-        return Judgement(
-            Status.NOT_RUN, f"exit code 0, but not written: {', '.join(missing_outputs)}"
-        )
+        r
+        for kind in ("metric", "health", "recommend", "parity", "bench")
+        for r in _of(rows, kind)
+        if r.get("status") != "SKIPPED"
+        and not str(r.get("name")).startswith("seconds/")  # what became of the time
+    ]
+    for missing, words in (
+        (stage.proof == "parity" and not _of(rows, "parity"), "no parity case was recorded"),
+        (stage.proof == "bench" and not ran, "no bench case ran"),
+        (stage.proof == "row" and not results, "no result was sent"),
+        (missing_outputs, f"not written: {', '.join(missing_outputs)}"),
+    ):
+        if missing:
+            return Judgement(Status.NOT_RUN, f"exit code 0, but {words}")
+    return None
+
+
+def _doubtful(stage: Stage, rows: list[dict[str, Any]], unreadable: int) -> Judgement | None:
+    """What was sent and cannot be believed."""
+    bench = _of(rows, "bench")
     if unreadable:
         text = f"{unreadable} lines of the result channel were unreadable; results may be missing"
         return Judgement(Status.INFRA, text, "CHANNEL")
-    if by["INVALID"]:
-        first = by["INVALID"][0]
-        text = f"{len(by['INVALID'])} of {len(bench)} bench cases invalid, first {first['case']}: "
-        return Judgement(Status.FAIL, text + "; ".join(first["why"]), "INVALID")
-    if stage.proof == "bench" and not by["VALID"]:
-        text = f"all {len(by['UNSTABLE'])} bench cases unstable"
+    if invalid := _of(rows, "bench", "INVALID"):
+        return Judgement(Status.FAIL, _first(invalid, bench, "bench cases invalid"), "INVALID")
+    if stage.proof == "bench" and not _of(rows, "bench", "VALID"):
+        text = f"all {len(_of(rows, 'bench', 'UNSTABLE'))} bench cases unstable"
         return Judgement(Status.FAIL, text, "UNSTABLE")
-    return Judgement(Status.PASS)
+    return None
 
 
 def _unfinished(rows: list[dict[str, Any]], reported: int) -> str | None:
