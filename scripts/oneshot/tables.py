@@ -22,7 +22,6 @@ from scripts.oneshot.rows import NUMBERED, is_number
 
 # Names that a bench's table gives to columns of BenchRow.csv().
 OTHER_NAMES = {"tri_ms": "ms", "fa2_ms": "ms", "ref_ms": "base_ms", "dense_ms": "base_ms"}
-_BOUNDS = {"ms": "ms", "low": "ms_low", "high": "ms_high"}
 # A line of the decode table: columns of the step's own row, of its branches', graph's and layer's.
 DECODE = {"ms_total": "ms", "ci_low": "ms_low", "ci_high": "ms_high", "speedup_low": "ci_low",
           "speedup_high": "ci_high"}  # fmt: skip
