@@ -27,11 +27,7 @@ def gate(folder: Path, redactor: Redactor) -> dict[str, Any]:
     findings: list[dict[str, Any]] = []
     removed: list[str] = []
     for path in sorted(_unsealed(folder), key=lambda p: -len(p.parts)):
-        if path.is_symlink():
-            path.unlink()
-            removed.append(redactor.text(path.name))
-            continue
-        if not path.is_file() and not path.is_dir():  # a pipe, a socket, a device
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):  # a pipe, a device
             path.unlink()
             removed.append(redactor.text(path.name))
             continue
@@ -93,36 +89,38 @@ def _clean_file(
             path.unlink()
             removed.append(name)
         return
-    before = Counter(redactor.counts)
+    before = redactor.counts.total()
     clean = redactor.text(text)
     if path.suffix in _MARKUP:  # there a bare placeholder would be a tag
         clean = _PLACEHOLDER.sub(r"&lt;\1&gt;", clean)
     if clean == text:
         return
     for number, line in enumerate(text.split("\n"), 1):
-        at = Counter(redactor.counts)
-        redactor.text(line)
-        for rule, count in (Counter(redactor.counts) - at).items():
+        for rule, count in _found(line, redactor)[1].items():
             if len(findings) < 500:
                 findings.append({"rule": rule, "file": name, "line": number, "count": count})
-        redactor.counts = at  # counted once, over the whole file
-    redactor.counts = Counter(redactor.counts)
-    if not Counter(redactor.counts) - before:
+    if redactor.counts.total() == before:
         redactor.counts["other"] += 1
     write_atomic(path, clean)
 
 
+def _found(text: str, redactor: Redactor) -> tuple[str, Counter[str]]:
+    """`text` without anything private, and what was found in it by rule, which counts no more: it
+    is counted once, over the whole file."""
+    kept, redactor.counts = redactor.counts, Counter()
+    clean = redactor.text(text)
+    found, redactor.counts = redactor.counts, kept
+    return clean, found
+
+
 def _hits(folder: Path, redactor: Redactor) -> list[tuple[str, str]]:
-    """(file, rule) of everything private that is still there; counts are left as they were."""
-    kept = Counter(redactor.counts)
+    """(file, rule) of everything private that is still there."""
     out = []
     for path in _unsealed(folder):
         name = path.relative_to(folder).as_posix()
         text = _decode(path) if path.is_file() else ""
         for subject in (name, text or ""):
-            before = Counter(redactor.counts)
-            if redactor.text(subject) != subject:
-                rules = (Counter(redactor.counts) - before) or Counter({"other": 1})
-                out += [(redactor.text(name), rule) for rule in rules]
-    redactor.counts = kept
+            clean, found = _found(subject, redactor)
+            if clean != subject:
+                out += [(_found(name, redactor)[0], rule) for rule in found or ("other",)]
     return out

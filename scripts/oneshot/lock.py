@@ -28,9 +28,7 @@ class Lock:
         self.path, self.what = path, what
         self._fd: int | None = None
 
-    def acquire(
-        self, wait_s: float = 0.0, stopped: Callable[[], object] = lambda: False
-    ) -> None:
+    def acquire(self, wait_s: float = 0.0, stopped: Callable[[], object] = lambda: False) -> None:
         """Take the lock, waiting at most `wait_s`, and no longer once `stopped()` is true. Raises
         Locked or OSError."""
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW

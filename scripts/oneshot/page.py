@@ -23,16 +23,14 @@ _COLOURS = {
     "PASS": "good", "VALID": "good", "SKIPPED": "quiet", "NOT_RUN": "quiet", "UNSTABLE": "doubt",
     "STOPPED": "doubt", "INVALID": "doubt", "INCOMPLETE": "doubt",
     "WARN": "doubt", "OK": "good",
+    **dict.fromkeys("FAIL TIMEOUT CRASH INFRA FAILED BROKEN BLOCK".split(), "bad"),
 }  # fmt: skip
-
-
-_BAD = ("FAIL", "TIMEOUT", "CRASH", "INFRA", "FAILED", "BROKEN", "BLOCK")
 
 
 def inline(value: Any) -> Markup:
     """One cell of markdown.py as HTML: code spans and bold stay, the rest is text. A cell that is
     nothing but a status gets its colour."""
-    if str(value) in _COLOURS or str(value) in _BAD:
+    if str(value) in _COLOURS:
         return status(value)
     text, out, at, strong = str(value), [], 0, False
     for match in _INLINE.finditer(text):

@@ -6,9 +6,13 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+GRACE_S = 1.5  # for the stacks; the supervisor kills 3 s after its SIGABRT
 TAG = "ONESHOT_TAG"  # environment variable that a stage and all its descendants carry
 
 
@@ -42,6 +46,21 @@ def _stat(pid: int) -> tuple[int, str] | None:
 def is_running(pid: int) -> bool:
     """False for a process that has ended, whether anybody waited for it or not."""
     return _stat(pid) is not None
+
+
+def end_children(children: Sequence[Any], number: int) -> None:
+    """Signal all (at SIGABRT a child writes its stacks), give them GRACE_S, and kill who is left.
+
+    children: each with pid, send_signal and kill, as subprocess.Popen has them. A handler of a
+    signal may call this in the midst of a wait for one of them: it waits for none itself.
+    """
+    for child in children:
+        child.send_signal(number)
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline and any(is_running(child.pid) for child in children):
+        time.sleep(0.02)
+    for child in children:
+        child.kill()
 
 
 class Family:

@@ -17,9 +17,7 @@ import subprocess
 import sys
 import time
 
-from scripts.oneshot.processes import die_with_parent
-
-GRACE_S = 1.5  # for the stacks; the supervisor kills 3 s after its SIGABRT
+from scripts.oneshot.processes import die_with_parent, end_children
 
 
 def free_port() -> int:
@@ -38,16 +36,9 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def end(children: list[subprocess.Popen], number: int) -> None:
-    """Signal everybody who is left, wait a little, and kill."""
+    """End everybody who is left, and see them gone: until then they hold memory of their GPU."""
+    end_children(children, number)
     for child in children:
-        if child.poll() is None:
-            child.send_signal(number)
-    deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and any(c.poll() is None for c in children):
-        time.sleep(0.02)
-    for child in children:
-        if child.poll() is None:
-            child.kill()
         child.wait()
 
 

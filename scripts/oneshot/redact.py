@@ -90,7 +90,6 @@ def _is_path(text: str) -> bool:
 
 def _site_prefixes() -> list[str]:
     import site
-    import sys
 
     found = {p for p in [*site.getsitepackages(), site.getusersitepackages()] if p}
     found |= {p for p in sys.path if p.rstrip("/").endswith(("site-packages", "dist-packages"))}

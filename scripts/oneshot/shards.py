@@ -28,12 +28,11 @@ from contextlib import suppress
 from typing import IO
 
 from scripts.oneshot.ahead import import_all
-from scripts.oneshot.processes import die_with_parent, is_running, usable_cores
+from scripts.oneshot.processes import die_with_parent, end_children, usable_cores
 
 MOST = 15
 TICKETS = 1 << 16  # numbers of tests, of which each process draws the next
 BESIDE_S = 5.0  # for what runs beside, once the tests are done: what it compiled is kept
-GRACE_S = 1.5  # for the stacks; the supervisor kills 3 s after its SIGABRT
 TESTS_PER_GIB = 0.25  # one process per 4 GiB of host memory
 
 
@@ -97,14 +96,8 @@ def run(n: int, command: list[str], beside: Sequence[str] = ()) -> int:
         sys.stdout.flush()
 
     def on_signal(number: int, _frame: object) -> None:
-        """Pass the signal on (at SIGABRT a child writes its stacks) and leave nobody behind."""
-        for child, _ in children:
-            child.send_signal(number)
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and any(is_running(c.pid) for c, _ in children):
-            time.sleep(0.02)
-        for child, _ in children:
-            child.kill()
+        """Pass the signal on and leave nobody behind."""
+        end_children([child for child, _ in children], number)
         for i in set(range(len(children))) - shown:
             with suppress(RuntimeError, OSError):  # when the signal came in the midst of a show()
                 show(i)

@@ -16,6 +16,17 @@ PERIOD_S = 0.5
 HEADER = "t,sm_mhz,mem_mhz,power_w,temp_c,util_pct,mem_used_mib,reasons_hex"
 
 
+def open_nvml(uuid: str | None) -> tuple[Any, Any]:
+    """(the module pynvml, the handle of the GPU `uuid` or of the first). Raises ImportError, and
+    NVMLError on a box without it."""
+    import pynvml as nv
+
+    nv.nvmlInit()
+    if uuid:
+        return nv, nv.nvmlDeviceGetHandleByUUID(uuid)
+    return nv, nv.nvmlDeviceGetHandleByIndex(0)
+
+
 class Telemetry(threading.Thread):
     """A daemon thread; every failure ends it quietly, because nothing is decided from it."""
 
@@ -31,13 +42,7 @@ class Telemetry(threading.Thread):
             self._sample()
 
     def _sample(self) -> None:
-        import pynvml as nv
-
-        nv.nvmlInit()
-        if self._uuid:
-            handle = nv.nvmlDeviceGetHandleByUUID(self._uuid)
-        else:
-            handle = nv.nvmlDeviceGetHandleByIndex(0)
+        nv, handle = open_nvml(self._uuid)
         readings = (
             ("sm_mhz", lambda: nv.nvmlDeviceGetClockInfo(handle, nv.NVML_CLOCK_SM)),
             ("mem_mhz", lambda: nv.nvmlDeviceGetClockInfo(handle, nv.NVML_CLOCK_MEM)),

@@ -11,6 +11,8 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 
+from scripts.oneshot.telemetry import open_nvml
+
 WAIT_MS = 250
 
 _KERNEL = "an error of the program that ran, not of the card; see the stage that was running"
@@ -78,13 +80,7 @@ class XidListener(threading.Thread):
             self.problem = f"{type(error).__name__}: {error}"
 
     def _listen(self) -> None:
-        import pynvml as nv
-
-        nv.nvmlInit()
-        if self._uuid:
-            handle = nv.nvmlDeviceGetHandleByUUID(self._uuid)
-        else:
-            handle = nv.nvmlDeviceGetHandleByIndex(0)
+        nv, handle = open_nvml(self._uuid)
         double_bit = nv.nvmlEventTypeDoubleBitEccError
         wanted = nv.nvmlEventTypeXidCriticalError | double_bit
         wanted &= nv.nvmlDeviceGetSupportedEventTypes(handle)
