@@ -95,9 +95,11 @@ def test_one_pass_agrees_with_two(case, kind, device, monkeypatch):
     assert set(counts) == FUSED
     with deterministic():
         want, counts = x.run()
+        assert TWO_PASSES <= set(counts)
+        close(got, want, case.dtype)
+        if device == "cpu":
+            return  # the interpreter runs one program after another: it always repeats
         again, _ = x.run()
-    assert TWO_PASSES <= set(counts)
-    close(got, want, case.dtype)
     for name, a, b in zip("qkv", want, again, strict=True):
         assert torch.equal(a, b), name
 

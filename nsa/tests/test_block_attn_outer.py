@@ -67,9 +67,17 @@ def forward(x: Problem, share: int | None):
 
 
 @pytest.mark.parametrize(
-    "kind, share", [("ragged", None), ("clustered", ALWAYS), ("random", NEVER)]
+    "case, kind, share",
+    [
+        (CASES[0], "clustered", ALWAYS),
+        (CASES[0], "random", NEVER),
+        (CASES[1], "ragged", None),
+        (CASES[2], "ragged", None),
+        (CASES[2], "clustered", ALWAYS),
+        (CASES[2], "random", NEVER),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_beside_unions_and_without_is_the_same(case, kind, share, device, monkeypatch):
     from nsa.kernels.prefill import block_attn_outer
 

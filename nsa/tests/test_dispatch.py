@@ -528,6 +528,10 @@ def test_cpu_run_never_imports_triton():
         "m(torch.zeros(1, 40, dtype=torch.long)).sum().backward()\n"
         "logits, caches = m.prefill(torch.zeros(1, 20, dtype=torch.long))\n"
         "m.step(torch.zeros(1, 1, dtype=torch.long), caches)\n"
+        "from nsa.kernels.triton_sel_kernel import selection_attention_triton\n"
+        "q, k = torch.randn(1, 2, 1, 2, 16), torch.randn(1, 1, 9, 16)\n"
+        "r = torch.tensor([0, 9]).view(1, 1, 1, 1, 2).expand(1, 2, 1, 1, 2)\n"
+        "selection_attention_triton(q, k, k, r, flags=on)\n"
         "bad = [n for n in sys.modules if n.split('.')[0] in ('triton', 'flash_attn')]\n"
         "assert not bad, bad\n"
     )

@@ -16,7 +16,7 @@ from nsa.compress import mean_pool
 from nsa.config import NSAConfig
 from nsa.module import NSAAttention
 from nsa.tests.helpers import randn
-from nsa.tests.test_kvcache import KINDS, PAGE, ROUTES, SIZES, B, Caches, G, Tokens, close
+from nsa.tests.test_kvcache import PAGE, SIZES, B, Caches, G, Tokens, by_kinds, close
 
 E4M3 = torch.float8_e4m3fn
 NUMBERS = torch.tensor([*range(0x7F), *range(0x80, 0xFF)], dtype=torch.uint8).view(E4M3).double()
@@ -52,7 +52,7 @@ def expected(tokens: Tokens, scales: dict[str, Tensor]) -> Tensor:
     )
 
 
-@pytest.fixture(params=ROUTES)
+@pytest.fixture
 def route(request):
     if request.param[0] == "triton":
         return *request.param, request.getfixturevalue("kernel_device")
@@ -94,7 +94,7 @@ def phi(x: Tensor) -> Tensor:
     return mean_pool(x, SIZES["l"], SIZES["d"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@by_kinds("static-ring", "pages")
 def test_chunks_and_steps_are_the_whole(kind, route):
     """Sequences with outliers, some beyond 448 descales; what nobody shall read is NaN."""
     backend, dtype, tolerance, device = route

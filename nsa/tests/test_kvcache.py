@@ -154,12 +154,33 @@ def route(request):
     return *request.param, "cpu"
 
 
+def by_kinds(*interpreted: str) -> pytest.MarkDecorator:
+    """Every route with every kind of cache; the kernel in the interpreter with these alone, as two
+    kinds have pages and none, rings and none. `make test-all` and GPUs run all."""
+    return pytest.mark.parametrize(
+        "route, kind",
+        [
+            pytest.param(
+                route.values[0],
+                kind,
+                id=f"{route.id}-{kind}",
+                marks=[*route.marks, *[pytest.mark.nightly] * (kind not in interpreted)]
+                if route.marks
+                else [],
+            )
+            for route in ROUTES
+            for kind in KINDS
+        ],
+        indirect=["route"],
+    )
+
+
 def close(got: Tensor, want: Tensor, tolerance: float) -> None:
     got, want = got.cpu().double(), want.cpu().double()
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@by_kinds("static", "pages-ring")
 def test_chunks_and_steps_are_the_whole(kind, route):
     """A prompt in chunks, then one token and several at a time, each sequence at its own length."""
     backend, dtype, tolerance, device = route
@@ -236,7 +257,7 @@ def test_without_new_keys_the_caches_are_read_alone():
         torch.testing.assert_close(caches.all[name], was, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@by_kinds("static-ring", "pages")
 def test_rewinding(kind, route):
     """A shorter length forgets tokens; other ones take their rows, compressed ones too."""
     backend, dtype, tolerance, device = route
