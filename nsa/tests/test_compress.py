@@ -58,7 +58,7 @@ def test_position_encoding_tells_tokens_apart():
 def test_gradients_reach_tokens_and_parameters(kind):
     phi = make_compression(kind, 4, 4, 2).double()
     x = randn(1, 9, 1, 4, seed=4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(phi, (x,), fast_mode=True)
+    assert torch.autograd.gradcheck(phi, (x,))
     phi(x).sum().backward()
     assert x.grad[:, :8].abs().min() > 0
     assert x.grad[:, 8].abs().max() == 0  # the tail belongs to no block yet
