@@ -363,7 +363,7 @@ def prompts() -> list[list[int]]:
 
 
 def serve(folder: str, **settings) -> None:
-    """Print the tokens that an engine makes of prompts(), and how many of the last it had cached."""
+    """Print the tokens that an engine makes of prompts(), and how many of the last were cached."""
     lib = torch.library.Library("_C", "FRAGMENT")
 
     def compiled(schema, function):
