@@ -1,10 +1,8 @@
 """NSA as an attention backend of vLLM, and nsa.NSALanguageModel as a model that vLLM serves.
 
-    >>> from nsa.generate import load_checkpoint
-    >>> from nsa.integrations.vllm import save_for_vllm
-    >>> save_for_vllm(load_checkpoint("showcase.pt"), "folder", max_len=8192)  # doctest: +SKIP
-    >>> llm = vllm.LLM("folder", skip_tokenizer_init=True)  # doctest: +SKIP
-    >>> llm.generate({"prompt_token_ids": list(b"ROMEO:")})  # doctest: +SKIP
+    save_for_vllm(nsa.generate.load_checkpoint("showcase.pt"), "folder", max_len=8192)
+    llm = vllm.LLM("folder", skip_tokenizer_init=True)
+    llm.generate({"prompt_token_ids": list(b"ROMEO:")}, SamplingParams(detokenize=False))
 
 vLLM finds register() by the entry point `vllm.general_plugins` of this package; nothing of vLLM is
 replaced. A model of one's own makes an NSALayer for each of its attention layers.

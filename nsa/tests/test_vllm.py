@@ -1,0 +1,432 @@
+"""Does the vLLM backend keep to vLLM's interfaces, and do its tokens equal nsa.generate's?
+
+Needs vllm, which the project does not install; it runs on a CPU. The batches of a runner are made
+here from vLLM's own metadata and judged by the oracle in fp64. The engine runs whole, in a process
+of its own, with a wheel for GPUs as well: of its compiled CPU functions the three that such a run
+calls are written in PyTorch below.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed", allow_module_level=True)
+os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # before its first import
+
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: E402
+from vllm.model_executor.models import ModelRegistry  # noqa: E402
+from vllm.v1.attention import backend as interface  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    UniformTypeKVCacheSpecs,
+    compute_layer_kv_cache_shape_bytes,
+)
+
+from nsa import NSAConfig, NSALanguageModel, oracle  # noqa: E402
+from nsa.compress import MLPCompression, mean_pool  # noqa: E402
+from nsa.generate import generate  # noqa: E402
+from nsa.integrations import vllm as integration  # noqa: E402
+from nsa.tests.helpers import randn  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+C = NSAConfig(
+    dim=32, heads=4, groups=2, d_k=8, d_v=16, l=8, d=4, l_sel=8, n_sel=4, window=12, phi="mlp"
+)
+PAGE, PAGES, S = 16, 24, 90
+NAN = float("nan")
+
+
+def make_model() -> NSALanguageModel:
+    """Weights with which every branch has a say in the tokens."""
+    torch.manual_seed(0)
+    model = NSALanguageModel(C, vocab_size=256, n_layers=2).eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.out.weight.mul_(6)
+            for phi in (block.attention.phi_k, block.attention.phi_v):
+                phi.outer.weight.mul_(8)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    integration.save_for_vllm(make_model(), path, max_len=256)
+    return path
+
+
+@pytest.fixture
+def config(folder):
+    return engine_config(folder)
+
+
+def engine_config(folder, **settings):
+    integration.register()
+    settings = {"block_size": 64, "dtype": "float32", **settings}
+    return EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, enforce_eager=True, **settings
+    ).create_engine_config()
+
+
+# ---- interfaces ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ours, base",
+    [
+        (integration.NSABackend, interface.AttentionBackend),
+        (integration.NSAMetadataBuilder, interface.AttentionMetadataBuilder),
+        (integration.NSAImpl, interface.AttentionImpl),
+        (integration.NSAPages, AttentionLayerBase),
+    ],
+)
+def test_classes_are_vllms(ours, base):
+    """No abstract method is left, and each method that is vLLM's takes what vLLM gives it."""
+    assert issubclass(ours, base) and not inspect.isabstract(ours)
+    compared = 0
+    for name, method in vars(ours).items():
+        theirs = inspect.getattr_static(base, name, None)
+        if name.startswith("__") and name != "__init__" or not hasattr(theirs, "__call__"):
+            theirs = getattr(theirs, "__func__", None)  # of a classmethod or staticmethod
+        method = getattr(method, "__func__", method)
+        if theirs is None or not inspect.isfunction(method) or base is AttentionLayerBase:
+            continue
+        got, want = (list(inspect.signature(f).parameters.values()) for f in (method, theirs))
+        assert [p.name for p in got[: len(want)]] == [p.name for p in want], name
+        assert [p.default for p in got[: len(want)]] == [p.default for p in want], name
+        compared += 1
+    assert compared or base is AttentionLayerBase
+
+
+def test_the_plugin_is_found_by_its_entry_point():
+    text = (ROOT / "pyproject.toml").read_text().partition('"vllm.general_plugins"]\n')[2]
+    name, value = text.splitlines()[0].split(" = ")
+    assert name == "nsa"
+    for _ in range(2):  # vLLM may load it in each of its processes, and again
+        EntryPoint(name, json.loads(value), "vllm.general_plugins").load()()
+    assert AttentionBackendEnum["NSA"].get_class() is integration.NSABackend
+    assert "NSAForCausalLM" in ModelRegistry.get_supported_archs()
+
+
+def test_graphs_are_of_steps_that_the_fused_one_serves(folder):
+    ask = lambda dtype: integration.NSAMetadataBuilder.get_cudagraph_support(
+        engine_config(folder, dtype=dtype), None
+    )
+    assert ask("bfloat16") == interface.AttentionCGSupport.UNIFORM_BATCH
+    assert ask("float32") == interface.AttentionCGSupport.NEVER
+
+
+# ---- batches as a runner makes them --------------------------------------------------------------
+
+
+class Runner:
+    """One layer, its caches in vLLM's shapes full of NaN, and requests of S tokens."""
+
+    def __init__(self, config, requests: int, phi="mean") -> None:
+        config.cache_config.block_size = PAGE
+        self.phi = [lambda x: mean_pool(x, C.l, C.d)] * 2
+        if phi == "mlp":
+            torch.manual_seed(3)
+            self.phi = [MLPCompression(n, C.l, C.d).double() for n in (C.d_k, C.d_v)]
+        self.layer = integration.NSALayer(C, *self.phi, vllm_config=config, prefix="layers.0")
+        specs = {}
+        for name, pages in self.layer.pages.items():
+            spec = specs[f"layers.0.{name}"] = pages.get_kv_cache_spec(config)
+            *shape, size = compute_layer_kv_cache_shape_bytes(spec, PAGES)
+            assert spec.page_size_bytes * PAGES == torch.Size([*shape, size]).numel()
+            pages.bind_kv_cache(torch.full((*shape, size // 4), NAN, dtype=torch.float64))
+        assert UniformTypeKVCacheSpecs.from_specs(specs)  # one block table serves them all
+        self.builder = integration.NSAMetadataBuilder(
+            specs["layers.0.k_sel"], list(specs), config, torch.device("cpu")
+        )
+        shapes = {"q": (C.heads, C.d_k), "gates": (C.heads, 3)}
+        shapes |= {"k": (3 * C.groups, C.d_k), "v": (3 * C.groups, C.d_v)}
+        self.data = {
+            name: randn(requests, S, *shape, seed=i, dtype=torch.float64)
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+        order = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(1)) + 1
+        blocks = -(-S // PAGE)
+        self.table = order[: requests * blocks].view(requests, blocks).int()
+
+    def metadata(self, lens, new, table=None):
+        """vLLM's metadata of requests with `lens` tokens, `new` of them new."""
+        table = self.table if table is None else table
+        start = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
+        slots = [
+            table[b, p // PAGE] * PAGE + p % PAGE
+            for b, (n, T) in enumerate(zip(lens, new, strict=True))
+            for p in range(n - T, n)
+        ]
+        return interface.CommonAttentionMetadata(
+            query_start_loc=start, query_start_loc_cpu=start,
+            seq_lens=torch.tensor(lens, dtype=torch.int32), num_reqs=len(new),
+            num_actual_tokens=sum(new), max_query_len=max(new), max_seq_len=max(lens),
+            block_table_tensor=table, slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        )  # fmt: skip
+
+    def step(self, common, tokens) -> Tensor:
+        """Output of tokens, (request, position) each, which `common` describes."""
+        b, t = zip(*tokens, strict=True)
+        x = {name: y[list(b), list(t)] for name, y in self.data.items()}
+        metadata = self.builder.build(0, common)
+        pages = {name: p.kv_cache for name, p in self.layer.pages.items()}
+        out = torch.full((len(tokens), C.heads, C.d_v), NAN, dtype=torch.float64)
+        self.layer.impl.forward(
+            self.layer, x["q"], x["k"], x["v"], pages, metadata, out, gates=x["gates"]
+        )
+        return out
+
+    def run(self, lens, new) -> Tensor:
+        """A batch whose request b goes from lens[b] - new[b] to lens[b] tokens."""
+        common = self.metadata(lens, new)
+        pairs = enumerate(zip(lens, new, strict=True))
+        return self.step(common, [(b, t) for b, (n, T) in pairs for t in range(n - T, n)])
+
+    def expected(self) -> Tensor:
+        k, v = self.data["k"].chunk(3, 2), self.data["v"].chunk(3, 2)
+        if isinstance(self.phi[0], MLPCompression):
+            cmp = [phi(x).detach() for phi, x in zip(self.phi, (k[0], v[0]), strict=True)]
+        else:
+            cmp = [oracle.compress_mean(x, C.l, C.d) for x in (k[0], v[0])]
+        sizes = C.sizes()
+        return oracle.nsa_attention(
+            self.data["q"], *cmp, k[1], v[1], k[2], v[2], self.data["gates"], **sizes
+        )
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("phi", ["mean", "mlp"])
+def test_chunks_and_steps_of_requests(config, phi):
+    """Requests come one after another, in chunks of any length beside others that decode."""
+    runner = Runner(config, 3, phi)
+    want, lens = runner.expected(), [0, 0, 0]
+    batches = [(30, 1, 0), (1, 20, 0), (1, 1, 33), (1, 1, 9), (1, 1, 1), (3, 3, 3), (1, 30, 17)]
+    for new in [*batches, *[(1, 1, 1)] * 9]:
+        lens = [n + T for n, T in zip(lens, new, strict=True)]
+        rows = [want[b, n - T : n] for b, (n, T) in enumerate(zip(lens, new, strict=True))]
+        close(runner.run(lens, list(new)), torch.cat(rows))
+
+
+def test_keys_lie_in_vllms_slots(config):
+    """Where vLLM's own slot mapping has them, so that what it does by pages is right here."""
+    runner = Runner(config, 2)
+    common = runner.metadata([37, 21], [37, 21])
+    runner.run([37, 21], [37, 21])
+    for i, name in enumerate(("raw", "sel", "win")):
+        for x in "kv":
+            pages = runner.layer.pages[f"{x}_{name}"].kv_cache
+            new = torch.cat([runner.data[x][b, :n].chunk(3, 1)[i] for b, n in ((0, 37), (1, 21))])
+            assert torch.equal(pages.flatten(0, 1)[common.slot_mapping], new)
+    untouched = sorted(set(range(PAGES)) - set(runner.table.flatten().tolist()))
+    for pages in runner.layer.pages.values():  # a compressed row lies in a page of its request
+        assert pages.kv_cache[untouched].isnan().all()
+
+
+def test_shared_pages_and_refused_drafts(config):
+    """Prefix caching: whole pages of another request. Speculation: lengths go back."""
+    runner = Runner(config, 2)
+    for x in runner.data.values():
+        x[1, : 2 * PAGE] = x[0, : 2 * PAGE]
+    runner.table[1, :2] = runner.table[0, :2]
+    want = runner.expected()
+    first = runner.metadata([70], [70], runner.table[:1])
+    close(runner.step(first, [(0, t) for t in range(70)]), want[0, :70])
+    close(runner.run([71, 60], [1, 28]), torch.cat([want[0, 70:71], want[1, 32:60]]))
+    refused = {name: x.clone() for name, x in runner.data.items()}
+    for x in runner.data.values():
+        x[:, 60:] = randn(*x[:, 60:].shape, seed=9, dtype=x.dtype)
+    runner.run([75, 64], [4, 4])
+    runner.data = refused
+    close(runner.run([73, 62], [2, 2]), torch.cat([want[0, 71:73], want[1, 60:62]]))
+
+
+def test_rows_that_pad_a_batch_write_to_the_null_block_alone(config):
+    """A captured graph runs them like others, of length 0; an eager batch leaves them out."""
+    runner = Runner(config, 2)
+    want = runner.expected()
+    runner.run([30, 12], [30, 12])
+    before = {name: p.kv_cache.clone() for name, p in runner.layer.pages.items()}
+    table = torch.cat([runner.table, torch.zeros_like(runner.table[:1])])
+    common = runner.metadata([31, 13, 1], [1, 1, 1], table)  # as captured: one token each
+    common.seq_lens[2] = 0  # as replayed
+    out = runner.step(common, [(0, 30), (1, 12), (0, 0)])
+    close(out[:2], torch.stack([want[0, 30], want[1, 12]]))
+    for name, pages in runner.layer.pages.items():
+        changed = (pages.kv_cache != before[name]) & ~(pages.kv_cache.isnan())
+        got = set(changed.flatten(1).any(1).nonzero().flatten().tolist())
+        assert got <= {0, int(runner.table[0, 1]), int(runner.table[1, 0])}
+    eager = runner.metadata([32, 14, 0], [1, 1, 0], table)
+    out = runner.step(eager, [(0, 31), (1, 13)])
+    close(out, torch.stack([want[0, 31], want[1, 13]]))
+
+
+def test_without_metadata_nothing_is_attended(config):
+    runner = Runner(config, 1)
+    out = torch.full((3, C.heads, C.d_v), NAN)
+    none = dict(query=None, key=None, value=None, kv_cache={}, gates=None)
+    assert not runner.layer.impl.forward(None, attn_metadata=None, output=out, **none).any()
+
+
+# ---- what is not served --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("alibi_slopes", [1.0]),
+        ("sliding_window", 64),
+        ("logits_soft_cap", 30.0),
+        ("attn_type", interface.AttentionType.ENCODER_ONLY),
+        ("kv_sharing_target_layer_name", "layers.0"),
+        ("kv_cache_dtype", "int8_per_token_head"),
+    ],
+)
+def test_a_layer_refuses_what_nsa_lacks(name, value):
+    none = dict(config=C, phi_k=None, phi_v=None)
+    with pytest.raises(NotImplementedError, match=name):
+        integration.NSAImpl(4, 8, 1.0, 2, **{name: value}, **none)
+
+
+def test_an_engine_is_refused_by_the_name_of_its_setting(config, monkeypatch):
+    make = lambda: integration.NSALayer(C, None, None, vllm_config=config, prefix="layers.0")
+    for size in ("tensor", "pipeline", "decode_context", "prefill_context"):
+        name = f"{size}_parallel_size"
+        with monkeypatch.context() as patch:
+            patch.setattr(config.parallel_config, name, 2)
+            with pytest.raises(NotImplementedError, match=f"{name} must be 1, got 2"):
+                make()
+    for name in ("kv_transfer_config", "quant_config"):
+        with monkeypatch.context() as patch:
+            patch.setattr(config, name, "some")
+            with pytest.raises(NotImplementedError, match=name.replace("quant_config", "quantiz")):
+                make()
+    layer = make()
+    with pytest.raises(ValueError, match="'layers.0.k_cmp' twice"):
+        make()
+    config.cache_config.block_size = 6
+    with pytest.raises(ValueError, match="multiple of the model's d=4, got 6"):
+        layer.pages["k_cmp"].get_kv_cache_spec(config)
+    runner = Runner(engine_config(config.model_config.model), 1)
+    common = runner.metadata([3], [3])
+    with pytest.raises(NotImplementedError, match="causal=False"):
+        runner.builder.build(0, common.replace(causal=False))
+    with pytest.raises(NotImplementedError, match="output_scale"):
+        runner.layer.impl.forward(*[None] * 7, torch.ones(1), gates=None)
+
+
+def test_layers_of_a_dense_model_cannot_choose_it():
+    reasons = integration.NSABackend.validate_configuration(
+        head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16, use_mla=False,
+        has_sink=True, use_sparse=False, use_mm_prefix=False, use_per_head_quant_scales=False,
+        device_capability=None, attn_type="decoder", has_sliding_window=True,
+        use_kv_connector=True,
+    )  # fmt: skip
+    for reason in ("block_size", "non-sparse", "sinks", "sliding window", "KV connector"):
+        assert any(reason in x for x in reasons), reason
+
+
+def test_what_is_no_such_model_is_not_saved(tmp_path):
+    with pytest.raises(TypeError, match="NSALanguageModel, got Linear"):
+        integration.save_for_vllm(torch.nn.Linear(2, 2), tmp_path, max_len=9)
+    with pytest.raises(ValueError, match="max_len must be at least 1, got 0"):
+        integration.save_for_vllm(make_model(), tmp_path, max_len=0)
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+def prompts() -> list[list[int]]:
+    """The third and the last begin alike, with two pages of 64 tokens."""
+    draw = lambda n: torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    return [draw(5), draw(40), draw(150), draw(77), draw(150)[:128] + draw(9)]
+
+
+def serve(folder: str, **settings) -> None:
+    """Print the tokens that an engine makes of prompts(), and how many of the last it had cached."""
+    lib = torch.library.Library("_C", "FRAGMENT")
+
+    def compiled(schema, function):
+        lib.define(schema)
+        lib.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+
+    def slot_mapping(start, positions, table, out, size):
+        request = torch.arange(len(start) - 1).repeat_interleave(start.diff().long())
+        at = positions[: len(request)]
+        out[: len(request)] = table[request, at // size].long() * size + at % size
+
+    if not hasattr(torch.ops._C, "greedy_argmax"):
+        compiled("init_cpu_memory_env(int[] nodes) -> ()", lambda nodes: None)
+        compiled("greedy_argmax(Tensor logits) -> Tensor", lambda x: x.argmax(-1))
+        compiled(
+            "compute_slot_mapping_kernel_impl(Tensor start, Tensor positions, Tensor table, "
+            "Tensor(a!) out, int size) -> ()",
+            slot_mapping,
+        )
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        folder, skip_tokenizer_init=True, enforce_eager=True, max_num_batched_tokens=64,
+        max_num_seqs=3, seed=0, **settings,
+    )  # fmt: skip
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    *first, last = ({"prompt_token_ids": x} for x in prompts())
+    outs = [*llm.generate(first, greedy), *llm.generate([last], greedy)]
+    tokens = [list(x.outputs[0].token_ids) for x in outs]
+    print("SERVED", json.dumps([tokens, outs[-1].num_cached_tokens]))
+
+
+@pytest.mark.parametrize(
+    "settings, ours",
+    [
+        pytest.param({"dtype": "float32"}, "auto", id="fp32"),
+        pytest.param({"dtype": "float32", "kv_cache_dtype": "fp8"}, "fp8_e4m3", id="fp8"),
+        # 7 pages and vLLM's null block: requests are thrown out, and computed anew.
+        pytest.param({"dtype": "float32", "num_gpu_blocks_override": 8}, "auto", id="few-pages"),
+    ],
+)
+def test_the_engine_makes_the_tokens_of_generate(folder, tmp_path, settings, ours):
+    info = tmp_path / "nsa_plugin-0.dist-info"  # as an installed nsa has it
+    info.mkdir()
+    text = (ROOT / "pyproject.toml").read_text().partition('"vllm.general_plugins"]\n')[2]
+    entry = text.splitlines()[0].replace('"', "")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nsa-plugin\nVersion: 0\n")
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    call = f"from nsa.tests.test_vllm import serve; serve({str(folder)!r}, **{settings})"
+    done = subprocess.run(
+        [sys.executable, "-c", call], capture_output=True, text=True, env=env, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(x for x in done.stdout.splitlines() if x.startswith("SERVED "))
+    tokens, cached = json.loads(line.removeprefix("SERVED "))
+    model = make_model()
+    for prompt, got in zip(prompts(), tokens, strict=True):
+        want = generate(model, torch.tensor([prompt]), 24, kv_cache_dtype=ours)
+        assert got == want.tokens[0, len(prompt) :].tolist()
+        assert len(set(got)) > 4  # else many a fault would give the same
+    assert cached == 128 or "num_gpu_blocks_override" in settings
