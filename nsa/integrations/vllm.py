@@ -8,11 +8,11 @@ vLLM finds register() by the entry point `vllm.general_plugins` of this package;
 replaced. A model of one's own makes an NSALayer for each of its attention layers.
 
 Each of the eight caches of a layer (keys and values: compressed, selection, window, raw) is a cache
-layer of vLLM's with pages of its own, as its sparse models keep the keys of their indexers. They
-share one block table. nsa_with_kvcache needs contiguous tensors, and vLLM zeroes and moves block b
-of a cache as cache[b], so that one tensor cut into eight would be overwritten elsewhere. What a page
-holds depends on that page and those before it, compressed tokens included, so prefix caching is
-right, and so is a rewound length when drafted tokens are refused.
+layer of vLLM's with pages of its own, as its sparse models keep the keys of their indexers; all
+share one block table. One tensor for all of them will not do: nsa_with_kvcache needs each cache
+contiguous, and vLLM zeroes and moves block b of a tensor as tensor[b]. What a page holds depends on
+that page and those before it, compressed tokens included, so prefix caching is right, and so is a
+length that goes back when drafted tokens are refused.
 
 Checked with vLLM 0.33.0.
 """
