@@ -357,9 +357,9 @@ def test_what_is_no_such_model_is_not_saved(tmp_path):
 
 
 def prompts() -> list[list[int]]:
-    """The third and the last begin alike, with two pages of 64 tokens."""
+    """The first three fill 4 pages of 64 tokens and outgrow them; the last two share 2 pages."""
     draw = lambda n: torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    return [draw(5), draw(40), draw(150), draw(77), draw(150)[:128] + draw(9)]
+    return [draw(50), draw(60), draw(100), draw(150), draw(150)[:128] + draw(9)]
 
 
 def serve(folder: str, **settings) -> None:
@@ -436,7 +436,7 @@ def test_the_engine_makes_the_tokens_of_generate(folder, tmp_path, settings, our
     for prompt, got in zip(prompts(), tokens, strict=True):
         want = generate(model, torch.tensor([prompt]), 24, kv_cache_dtype=ours)
         assert got == want.tokens[0, len(prompt) :].tolist()
-        assert len(set(got)) > 4  # else many a fault would give the same
+    assert len({x for got in tokens for x in got}) > 9  # else many a fault would give the same
     few = "num_gpu_blocks_override" in settings
     assert cached == 128 or few
     assert (preempted > 0) == few
