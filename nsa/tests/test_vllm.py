@@ -321,6 +321,14 @@ def test_an_engine_is_refused_by_the_name_of_its_setting(config, monkeypatch):
             patch.setattr(config, name, "some")
             with pytest.raises(NotImplementedError, match=name.replace("quant_config", "quantiz")):
                 make()
+    with monkeypatch.context() as patch:
+        patch.setattr(config.cache_config, "kv_cache_dtype_skip_layers", ["0"])
+        with pytest.raises(NotImplementedError, match="kv_cache_dtype_skip_layers"):
+            make()
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+        with pytest.raises(NotImplementedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH"):
+            make()
     layer = make()
     with pytest.raises(ValueError, match="'layers.0.k_cmp' twice"):
         make()
