@@ -396,7 +396,10 @@ def serve(folder: str, **settings) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     preempted, preempt = [], Scheduler._preempt_request
-    Scheduler._preempt_request = lambda *args: (preempted.append(1), preempt(*args))[1]
+    Scheduler._preempt_request = lambda *args, **named: (
+        preempted.append(1),
+        preempt(*args, **named),
+    )[1]
     llm = LLM(
         folder, skip_tokenizer_init=True, enforce_eager=True, max_num_batched_tokens=64,
         max_num_seqs=3, seed=0, **settings,
@@ -414,7 +417,11 @@ def serve(folder: str, **settings) -> None:
         pytest.param({"dtype": "float32"}, "auto", id="fp32"),
         pytest.param({"dtype": "float32", "kv_cache_dtype": "fp8"}, "fp8_e4m3", id="fp8"),
         # 4 pages and vLLM's null block: requests are preempted, and computed anew.
-        pytest.param({"dtype": "float32", "num_gpu_blocks_override": 5}, "auto", id="few-pages"),
+        pytest.param(
+            {"dtype": "float32", "num_gpu_blocks_override": 5, "block_size": 64},
+            "auto",
+            id="few-pages",
+        ),
     ],
 )
 def test_the_engine_makes_the_tokens_of_generate(folder, tmp_path, settings, ours):
