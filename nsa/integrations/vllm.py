@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -399,9 +400,12 @@ def _refuse(vllm_config: VllmConfig) -> None:
     lacking = {
         "kv_transfer_config": vllm_config.kv_transfer_config,
         "quantization": vllm_config.quant_config,
+        "kv_cache_dtype_skip_layers": vllm_config.cache_config.kv_cache_dtype_skip_layers,
+        # It would capture chunks of prompts, for which lengths are read on the host.
+        "VLLM_USE_BREAKABLE_CUDAGRAPH": envs.VLLM_USE_BREAKABLE_CUDAGRAPH,
     }
     for name, value in lacking.items():
-        if value is not None:
+        if value:
             raise NotImplementedError(f"nsa does not serve {name} in vLLM, got {value!r}")
 
 

@@ -321,6 +321,14 @@ def test_an_engine_is_refused_by_the_name_of_its_setting(config, monkeypatch):
             patch.setattr(config, name, "some")
             with pytest.raises(NotImplementedError, match=name.replace("quant_config", "quantiz")):
                 make()
+    with monkeypatch.context() as patch:
+        patch.setattr(config.cache_config, "kv_cache_dtype_skip_layers", ["0"])
+        with pytest.raises(NotImplementedError, match="kv_cache_dtype_skip_layers"):
+            make()
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+        with pytest.raises(NotImplementedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH"):
+            make()
     layer = make()
     with pytest.raises(ValueError, match="'layers.0.k_cmp' twice"):
         make()
@@ -357,13 +365,14 @@ def test_what_is_no_such_model_is_not_saved(tmp_path):
 
 
 def prompts() -> list[list[int]]:
-    """All of them need more than 4 pages of 64 tokens; the last two begin with the same 2."""
+    """The first three fill 4 pages of 64 tokens and outgrow them; the last two share 2 pages."""
     draw = lambda n: torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist()
     return [draw(50), draw(60), draw(100), draw(150), draw(150)[:128] + draw(9)]
 
 
 def serve(folder: str, **settings) -> None:
-    """Print the tokens that an engine makes of prompts(), and how many of the last were cached."""
+    """Print the tokens that an engine makes of prompts(), how many of the last it had cached, and
+    how often it preempted a request."""
     lib = torch.library.Library("_C", "FRAGMENT")
 
     def compiled(schema, function):
@@ -384,7 +393,13 @@ def serve(folder: str, **settings) -> None:
             slot_mapping,
         )
     from vllm import LLM, SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
 
+    preempted, preempt = [], Scheduler._preempt_request
+    Scheduler._preempt_request = lambda *args, **named: (
+        preempted.append(1),
+        preempt(*args, **named),
+    )[1]
     llm = LLM(
         folder, skip_tokenizer_init=True, enforce_eager=True, max_num_batched_tokens=64,
         max_num_seqs=3, seed=0, **settings,
@@ -393,7 +408,7 @@ def serve(folder: str, **settings) -> None:
     *first, last = ({"prompt_token_ids": x} for x in prompts())
     outs = [*llm.generate(first, greedy), *llm.generate([last], greedy)]
     tokens = [list(x.outputs[0].token_ids) for x in outs]
-    print("SERVED", json.dumps([tokens, outs[-1].num_cached_tokens]))
+    print("SERVED", json.dumps([tokens, outs[-1].num_cached_tokens, len(preempted)]))
 
 
 @pytest.mark.parametrize(
@@ -401,8 +416,12 @@ def serve(folder: str, **settings) -> None:
     [
         pytest.param({"dtype": "float32"}, "auto", id="fp32"),
         pytest.param({"dtype": "float32", "kv_cache_dtype": "fp8"}, "fp8_e4m3", id="fp8"),
-        # 4 pages and vLLM's null block: requests wait for pages, and get those of others.
-        pytest.param({"dtype": "float32", "num_gpu_blocks_override": 5}, "auto", id="few-pages"),
+        # 4 pages and vLLM's null block: requests are preempted, and computed anew.
+        pytest.param(
+            {"dtype": "float32", "num_gpu_blocks_override": 5, "block_size": 64},
+            "auto",
+            id="few-pages",
+        ),
     ],
 )
 def test_the_engine_makes_the_tokens_of_generate(folder, tmp_path, settings, ours):
@@ -427,10 +446,12 @@ def test_the_engine_makes_the_tokens_of_generate(folder, tmp_path, settings, our
     )
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(x for x in done.stdout.splitlines() if x.startswith("SERVED "))
-    tokens, cached = json.loads(line.removeprefix("SERVED "))
+    tokens, cached, preempted = json.loads(line.removeprefix("SERVED "))
     model = make_model()
     for prompt, got in zip(prompts(), tokens, strict=True):
         want = generate(model, torch.tensor([prompt]), 24, kv_cache_dtype=ours)
         assert got == want.tokens[0, len(prompt) :].tolist()
     assert len({x for got in tokens for x in got}) > 9  # else many a fault would give the same
-    assert cached == 128
+    few = "num_gpu_blocks_override" in settings
+    assert cached == 128 or few
+    assert (preempted > 0) == few
