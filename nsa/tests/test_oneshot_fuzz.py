@@ -11,6 +11,7 @@ import json
 import tarfile
 import tempfile
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import pytest
 pytest.importorskip("hypothesis", reason="fuzzing needs hypothesis")
 pytest.importorskip("jinja2", reason="the report needs jinja2")
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from bench.records import csv_text, read_csv
@@ -71,6 +72,16 @@ def wounded(draw, data: bytes) -> bytes:
     return data[:a] if draw(st.booleans()) and draw(st.booleans()) else data[:a] + new + data[b:]
 
 
+@contextmanager
+def written(name, content):
+    """A file of these bytes, or of this text, alone in a folder that goes away again."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        raw = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+        path.write_bytes(raw)
+        yield path
+
+
 def replaced(draw, value, inside):
     """A JSON value with one of its parts replaced by a random value."""
     if isinstance(value, dict) and value and inside:
@@ -113,11 +124,9 @@ def told(folder, render=False):
 @quick(150)
 @given(st.one_of(st.binary(max_size=300), st.lists(values, max_size=6)))
 def test_journal_of_anything(content):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "events.jsonl"
-        if isinstance(content, list):
-            content = "\n".join(json.dumps(v) for v in content).encode("utf-8", "surrogatepass")
-        path.write_bytes(content)
+    if isinstance(content, list):
+        content = "\n".join(json.dumps(v) for v in content)
+    with written("events.jsonl", content) as path:
         bundle = RunRecord.replay(read_events(path)).to_bundle()
         dumps(bundle)
         assert bundle["verdict"]["exit_code"] not in (0, 5), "nothing was proven"
@@ -127,9 +136,7 @@ def test_journal_of_anything(content):
 @given(st.data())
 def test_wounded_journal(sample, data):
     raw = (sample / "events.jsonl").read_bytes()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "events.jsonl"
-        path.write_bytes(data.draw(wounded(raw)))
+    with written("events.jsonl", data.draw(wounded(raw))) as path:
         bundle = RunRecord.replay(read_events(path)).to_bundle()
         dumps(bundle)
         assert bundle["verdict"]["exit_code"] != 0
@@ -141,10 +148,9 @@ def test_journal_with_one_wrong_value(sample, data):
     events = read_events(sample / "events.jsonl")
     at = data.draw(st.integers(0, len(events) - 1))
     events[at] = replaced(data.draw, events[at], True)
-    with tempfile.TemporaryDirectory() as folder:
-        text = "".join(json.dumps(e) + "\n" for e in events)
-        (Path(folder) / "events.jsonl").write_bytes(text.encode("utf-8", "surrogatepass"))
-        told(Path(folder), render=True)
+    text = "".join(json.dumps(e) + "\n" for e in events)
+    with written("events.jsonl", text) as path:
+        told(path.parent, render=True)
 
 
 @quick(200)
@@ -174,9 +180,8 @@ def test_bundle_of_anything(sample, data):
             values.map(lambda v: json.dumps({"schema": whole["schema"], "x": v}).encode()),
         )
     )
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "bundle.json").write_bytes(raw)
-        told(Path(folder))
+    with written("bundle.json", raw) as path:
+        told(path.parent)
 
 
 @quick(40)
@@ -185,10 +190,8 @@ def test_bundle_with_one_wrong_value(sample, data):
     whole = json.loads((sample / "bundle.json").read_text())
     key = data.draw(st.sampled_from(sorted(whole)))
     whole[key] = replaced(data.draw, whole[key], data.draw(st.booleans()))
-    with tempfile.TemporaryDirectory() as folder:
-        text = json.dumps(whole).encode("utf-8", "surrogatepass")
-        (Path(folder) / "bundle.json").write_bytes(text)
-        told(Path(folder), render=data.draw(st.booleans()))
+    with written("bundle.json", json.dumps(whole)) as path:
+        told(path.parent, render=data.draw(st.booleans()))
 
 
 @pytest.mark.parametrize("raw", [
@@ -214,9 +217,7 @@ def packed(sample):
 @given(st.data())
 def test_archive_of_anything(packed, data):
     raw = data.draw(st.one_of(st.binary(max_size=600), wounded(packed)))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "x.tgz"
-        path.write_bytes(raw)
+    with written("x.tgz", raw) as path:
         try:
             with opened(path) as inside:
                 assert inside.is_dir()
@@ -235,16 +236,14 @@ def test_members_stay_inside(names, prefix):
             info.type, info.linkname = bytes([type_]), "../../etc/passwd"
             info.size = 3 if type_ == 48 else 0
             tar.addfile(info, io.BytesIO(b"abc"))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "x.tgz"
-        path.write_bytes(buffer.getvalue())
+    with written("x.tgz", buffer.getvalue()) as path:
         try:
             with opened(path) as inside:
                 assert not [p for p in inside.rglob("*") if p.is_symlink()]
                 assert prefix in ("", "a/")
         except BundleError as error:
             assert str(error)
-        assert [p.name for p in Path(folder).iterdir()] == ["x.tgz"]
+        assert [p.name for p in path.parent.iterdir()] == ["x.tgz"]
 
 
 # ---- tables and configurations -------------------------------------------------------------------
@@ -253,9 +252,7 @@ def test_members_stay_inside(names, prefix):
 @quick(150)
 @given(st.one_of(st.binary(max_size=200), st.text(alphabet='a,"\n\r\0é;', max_size=60)))
 def test_csv_of_anything(content):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "x.csv"
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with written("x.csv", content) as path:
         try:
             rows = read_csv(path)
         except ValueError as error:
@@ -271,10 +268,8 @@ cells = scalars | st.text(alphabet='a,"\n\r\0;', max_size=6)
 @quick(120)
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), cells), max_size=4))
 def test_csv_comes_back(rows):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "x.csv"
-        text = csv_text(rows, list("abc"))
-        path.write_bytes(text.encode("utf-8", "replace"))
+    text = csv_text(rows, list("abc"))
+    with written("x.csv", text.encode("utf-8", "replace")) as path:
         got = read_csv(path)
         assert len(got) == len(rows)
         assert all(list(row) == list("abc") for row in got)
@@ -298,19 +293,9 @@ yamls = st.one_of(
 
 @quick(150)
 @given(yamls)
+@example("[" * 3000)
 def test_configuration_of_anything(content):
-    configure(content)
-
-
-def test_configuration_nested_too_deep():
-    configure("[" * 3000)
-
-
-def configure(content):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "x.yaml"
-        raw = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
-        path.write_bytes(raw)
+    with written("x.yaml", content) as path:
         try:
             config = NSAConfig.from_yaml(path)
         except (ValueError, TypeError) as error:

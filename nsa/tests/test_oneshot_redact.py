@@ -159,6 +159,8 @@ def test_short_forms_and_every_kind_of_a_shape_are_found(redactor, text, private
     ("git@github.com:22/o", "github.com:22/o"),
     ("from 2001:db8::7: refused", "from <ip-3>: refused"),  # 1 and 2 are of SSH_CONNECTION
     ("/nfs/home/bob/x.py", "~/x.py"), ("{'serial': '16523'}", "{'serial': '<board>'}"),
+    ("|    0   N/A  N/A     41234      C   python secret.py     1810MiB |",  # of another tenant
+     "|    0   N/A  N/A     <pid>      C   <process>            1810MiB |"),
 ])  # fmt: skip
 def test_what_is_left_can_be_read(redactor, text, clean):
     assert redactor.text(text) == clean
@@ -251,12 +253,6 @@ def test_only_allowlisted_variables_are_shown(redactor):
     loads = {"PYTHONPATH": "/opt/x:/home/alice/y", "LD_PRELOAD": "/usr/lib/libjemalloc.so"}
     shown = redactor.variables({**ENVIRON, **loads})  # what else is imported and loaded
     assert shown == {"NSA_USE_FA2": "1", **loads, "PYTHONPATH": "/opt/x:~/y"}
-
-
-def test_processes_of_other_tenants_are_hidden(redactor):
-    line = "|    0   N/A  N/A     41234      C   python train_secret_model.py     1810MiB |"
-    clean = redactor.text(line)
-    assert "41234" not in clean and "train_secret_model" not in clean and "1810MiB" in clean
 
 
 def test_opting_out_by_category(tmp_path):

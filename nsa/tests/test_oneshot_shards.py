@@ -56,6 +56,13 @@ def start(n, *command, first=(), **env):
     return process, reader(read)
 
 
+def ended(n, *command, **more):
+    """The same at its end: (exit code, what it printed, its rows)."""
+    process, finish = start(n, *command, **more)
+    console, _ = process.communicate(timeout=120)
+    return process.returncode, console, [json.loads(line) for line in finish().splitlines()]
+
+
 # ---- which tests ---------------------------------------------------------------------------------
 
 
@@ -150,10 +157,8 @@ def test_bad():
 def test_every_test_reports_once_and_a_failure_counts(tmp_path):
     path = tmp_path / "test_cases.py"
     path.write_text(CASES)
-    process, finish = start(3, path)
-    console, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, console
-    rows = [json.loads(line) for line in finish().splitlines()]
+    code, console, rows = ended(3, path)
+    assert code == 1, console
     tests = {row["nodeid"].split("::")[1]: row["outcome"] for row in rows if row["kind"] == "test"}
     assert len(tests) == 13 == sum(row["kind"] == "test" for row in rows)
     assert tests.pop("test_bad") == "failed" and set(tests.values()) == {"passed"}
@@ -193,10 +198,8 @@ def test_who_is_free_takes_the_next_test(tmp_path):
     """All but one are done beside the slow one; what a file's tests share is made once."""
     path = tmp_path / "test_cases.py"
     path.write_text(UNEVEN)
-    process, finish = start(2, path)
-    console, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, console
-    rows = [json.loads(line) for line in finish().splitlines()]
+    code, console, rows = ended(2, path)
+    assert code == 0, console
     assert sum(row["kind"] == "test" for row in rows) == 16
     assert sum(row.get("text") == "made" for row in rows) == 1
 
@@ -206,12 +209,11 @@ def test_what_runs_beside_counts_for_nothing(tmp_path):
     (tmp_path / "other.py").write_text(
         "import os, sys\nprint('beside', os.environ.get('NSA_RESULT_FD'), sys.argv[1])\nsys.exit(3)"
     )
-    process, finish = start(2, tmp_path / "test_cases.py", "-k", "good",
-                            first=["--beside", f"{tmp_path / 'other.py'} given"])  # fmt: skip
-    console, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, console
+    beside = ["--beside", f"{tmp_path / 'other.py'} given"]
+    code, console, rows = ended(2, tmp_path / "test_cases.py", "-k", "good", first=beside)
+    assert code == 0, console
     assert "== beside: exit code 3" in console and "beside None given" in console
-    assert sum(json.loads(x)["kind"] == "test" for x in finish().splitlines()) == 12
+    assert sum(row["kind"] == "test" for row in rows) == 12
 
 
 def test_what_runs_beside_is_not_waited_for_long(tmp_path, monkeypatch):
@@ -232,9 +234,8 @@ def test_what_runs_beside_is_not_waited_for_long(tmp_path, monkeypatch):
 
 def test_a_command_without_tests_says_so(tmp_path):
     (tmp_path / "test_cases.py").write_text(CASES)
-    process, finish = start(2, tmp_path / "test_cases.py", "-k", "nothing_of_that_name")
-    process.communicate(timeout=120)
-    assert process.returncode == 5 and finish() == b""
+    code, _, rows = ended(2, tmp_path / "test_cases.py", "-k", "nothing_of_that_name")
+    assert code == 5 and not rows
 
 
 # ---- the end -------------------------------------------------------------------------------------
