@@ -30,11 +30,7 @@ pytestmark = [
 ]
 
 
-# `make lock` compiles for all: whether it did, one architecture of each way to fit kernels tells.
-SOME = [a if a in locks.CALLS_OF else pytest.param(a, marks=pytest.mark.nightly) for a in ARCHS]
-
-
-@pytest.mark.parametrize("arch", SOME)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_configurations_compile_and_fit(arch):
     """Those that the lock knows have done so; TEST_ALL=1 asks for every one to be compiled."""
     from nsa.kernels.decode.step import TEAM_PER_SM
