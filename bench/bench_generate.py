@@ -36,7 +36,7 @@ from bench.device import Gpu
 from bench.main import bench_parser, parsed
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
-from bench.records import note, say, write_csv, write_so_far
+from bench.records import integers, note, say, write_csv, write_so_far
 from nsa import NSAConfig, NSALanguageModel, launches
 from nsa.generate import generate
 
@@ -179,8 +179,7 @@ def timed(
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = bench_parser(__doc__, lengths=[32768], sizes=SIZES | {"new": (64, "tokens a text")},
                           shrinks=False)  # fmt: skip
-    parser.add_argument("--B_list", type=lambda x: [int(n) for n in x.split(",")], default=[1],
-                        help="texts at a time, a,b,c (default 1)")  # fmt: skip
+    parser.add_argument("--B_list", type=integers, default=[1], help="texts at a time, a,b,c")
     args = parsed(parser, argv)
     if args.new < 5:
         parser.error(f"--new must be at least 5, got {args.new}")

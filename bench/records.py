@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BENCH_STATUSES = ("VALID", "UNSTABLE", "INVALID", "SKIPPED", "FAILED")
+NUMBERED = ("VALID", "UNSTABLE")  # the rows that have numbers
+BENCH_STATUSES = (*NUMBERED, "INVALID", "SKIPPED", "FAILED")
 # What no row may hold without a passed parity: fields of BenchRow, and columns of single benches.
 NUMBERS = (
     "median_us", "p20_us", "p80_us", "p95_us", "min_us", "ci95_us", "base_median_us",
@@ -242,7 +243,7 @@ class BenchRow:
     def __post_init__(self) -> None:
         if self.status not in BENCH_STATUSES:
             raise ValueError(f"status must be one of {BENCH_STATUSES}, got {self.status!r}")
-        if self.status in ("VALID", "UNSTABLE"):
+        if self.status in NUMBERED:
             if not self.parity or self.parity.get("status") != "PASS":
                 raise ValueError(f"{self.case}: a {self.status} row needs a passed parity")
             if self.median_us is None or not math.isfinite(self.median_us) or self.median_us <= 0:
@@ -255,7 +256,7 @@ class BenchRow:
                 raise ValueError(f"{self.case}: a speedup needs its confidence interval")
         if self.status != "VALID" and not self.why:
             raise ValueError(f"{self.case}: status {self.status} needs a reason in `why`")
-        if self.status not in ("VALID", "UNSTABLE"):
+        if self.status not in NUMBERED:
             held = {**self.columns, **vars(self)}
             numbers = [name for name in NUMBERS if held.get(name) is not None]
             if numbers:

@@ -160,7 +160,7 @@ class NSAMetadataBuilder(AttentionMetadataBuilder[NSAMetadata]):
     ) -> AttentionCGSupport:
         """Graphs of decode steps, of which the fused one reads no value on the host."""
         model = vllm_config.model_config
-        heads = vllm_config.model_config.hf_text_config
+        heads = model.hf_text_config
         rows = max_decode_query_len(vllm_config) * (
             heads.num_attention_heads // heads.num_key_value_heads
         )

@@ -534,8 +534,14 @@ def write_sample(folder: Path, name: str) -> dict[str, Any]:
     """Write the sample bundle `name` into `folder`; returns the object of its bundle.json."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = _Writer(folder)
-    samples = (_all_pass, _gpu_fail, _cpu, _crash, _incomplete, _no_gpu)
-    next(make for make in samples if make.__name__ == f"_{name}")(writer)
+    {
+        "all_pass": _all_pass,
+        "gpu_fail": _gpu_fail,
+        "cpu": _cpu,
+        "crash": _crash,
+        "incomplete": _incomplete,
+        "no_gpu": _no_gpu,
+    }[name](writer)
     lines = "".join(dumps(event) + "\n" for event in writer.events)
     if name == "crash":
         lines += lines.splitlines()[-1][:40]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from bench.records import card_faults
+from bench.records import NUMBERED, card_faults
 from scripts.oneshot.rows import is_number
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _unproven(
     stage: Stage, rows: list[dict[str, Any]], missing_outputs: tuple[str, ...]
 ) -> Judgement | None:
     """The evidence of Stage.proof that is missing."""
-    ran = _of(rows, "bench", "VALID", "UNSTABLE", "INVALID")
+    ran = _of(rows, "bench", *NUMBERED, "INVALID")
     if stage.proof == "bench" and not ran and (skipped := _of(rows, "bench", "SKIPPED")):
         why = "; ".join(skipped[0]["why"])
         return Judgement(Status.SKIPPED, why, _memory(why))

@@ -11,11 +11,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bench.records import BENCH_STATUSES, NUMBERS, path_agrees, why_no_time
+from bench.records import BENCH_STATUSES, NUMBERED, NUMBERS, path_agrees, why_no_time
 
 OUTCOMES = ("passed", "failed", "skipped", "error")
 PARITY_STATUSES = ("PASS", "FAIL", "INVALID")
-NUMBERED = ("VALID", "UNSTABLE")  # the bench rows that have numbers
 # The kinds of rows, and the fields without which one is none: of a type, or one of these words.
 FIELDS: dict[str, dict[str, Any]] = {
     "test": {"nodeid": str, "outcome": OUTCOMES},
