@@ -215,7 +215,7 @@ def assert_finite(**tensors: Tensor) -> None:
 
 
 def sent(patch: pytest.MonkeyPatch, call: Callable[..., Any], *args: Any) -> tuple[Any, list[dict]]:
-    """What call(*args) gives, and the rows that it sends to a report."""
+    """Call call(*args). Returns its result and the rows that it sends to a report."""
     read, write = os.pipe()
     with patch.context() as inside:  # pytest's own record of the test must not come here
         inside.setenv("NSA_RESULT_FD", str(write))

@@ -599,7 +599,7 @@ def run_faults(names: list[str], argv: list[str]) -> int:
 
 @dataclass
 class Outcome:
-    """What a run left behind."""
+    """A run that has ended: its exit code, what it printed, and its output folder."""
 
     code: int
     console: str
@@ -641,7 +641,7 @@ def start(out: Path, stages: str, *options: str, **how) -> subprocess.Popen:
 
 
 def go(out: Path, stages: str, *options: str, **how) -> Outcome:
-    """The same, once it has ended."""
+    """Wait for a run in a process of its own to end. Arguments as for start()."""
     process = start(out, stages, *options, **how)
     console, _ = process.communicate(timeout=60)
     return Outcome(process.returncode, console, out)

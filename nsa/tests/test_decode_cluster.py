@@ -70,7 +70,8 @@ STEPS = [
 # The same of e4m3 keys and values: each size of cluster, way to choose, kind of cache, head size.
 FP8 = [0, 1, 2, 4, 6, 7, 9, 11, 13, 15, 19, 20, 22, 23, 27, 28, 31]
 STEPS += [replace(STEPS[i], fp8=True) for i in FP8]
-# Of many sequences, whose truth in fp64 takes 10 to 30 s: what they show, fewer show in a report.
+# Steps of so many sequences that their results in fp64 take 10 to 30 s; a report leaves them out,
+# since smaller steps run the same code.
 SLOW = {i for i, s in enumerate(STEPS) if s.G == 34 or len(s.lens) * s.T >= 64}
 
 

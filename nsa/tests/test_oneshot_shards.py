@@ -57,7 +57,7 @@ def start(n, *command, first=(), **env):
 
 
 def ended(n, *command, **more):
-    """The same at its end: (exit code, what it printed, its rows)."""
+    """Wait for start(n, ...) to end. Returns (exit code, what it printed, its rows)."""
     process, finish = start(n, *command, **more)
     console, _ = process.communicate(timeout=120)
     return process.returncode, console, [json.loads(line) for line in finish().splitlines()]

@@ -458,7 +458,8 @@ def a_dead_rank_ended_the_others(found: list[dict[str, Any]]) -> None:
         assert seconds < 60, "longer than the group's own limit"
 
 
-# Of three ranks one is first, one last, one neither: two and four add little, and mostly start-up.
+# Three ranks suffice: one is the first, one the last and one neither. Two and four ranks add little
+# but the time in which they start.
 WORLDS = [3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))]
 
 

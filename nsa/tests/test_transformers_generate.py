@@ -178,7 +178,8 @@ def test_other_padding_than_before_is_told():
 @pytest.mark.kernel
 @pytest.mark.parametrize("plain", [False, True], ids=["learnt", "plain"])
 def test_a_step_on_a_gpu_appends_in_one_launch(plain, kernel_device):
-    """What PyTorch appends, bit by bit where both have the same input, and the same logits."""
+    """The kernel and PyTorch append the same, bit by bit where both have the same input, and their
+    logits agree."""
     ids = tokens(2, 27).to(kernel_device)
     models, caches, logits = [], [], []
     for backend in ("triton", "reference"):

@@ -40,7 +40,7 @@ PASS_THROUGH = "on a box with a GPU, start the container with it (docker: --gpus
 
 @dataclass(frozen=True)
 class Check:
-    """What one check says. level: OK | WARN | BLOCK."""
+    """The outcome of one check. level: OK | WARN | BLOCK; fix: what to do about it, unless OK."""
 
     name: str
     level: str

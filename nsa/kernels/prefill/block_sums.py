@@ -521,7 +521,10 @@ def room(keys: int) -> int:
 
 
 def memory(device: torch.device, keys: int, warps: int) -> torch.Tensor:
-    """For the sums of all programs that run at once; of the last place _load_ptx reads the maxima
-    of 32 rows, where 16 have one."""
+    """Allocate memory for the sums of all programs that run at once.
+
+    It is 64 bytes longer than they are: _load_ptx reads the maxima of 32 rows, where a place has
+    those of 16, so that it reads behind the last place.
+    """
     size = sm_count(device) * warps * (HEADER.value + room(keys) * PLACE.value)
     return torch.empty(size + 16 * 4, dtype=torch.uint8, device=device)
