@@ -36,7 +36,7 @@ HALVES = "_round_halves_kernel"
 
 
 # test_prefill_kernels.py holds each operator at these shapes to fp64.
-SHAPES = [kernels_of.SHAPES[i] for i in (6, 12, 13, 14, 9)]
+SHAPES = [kernels_of.SHAPES[i] for i in (6, 12, 13, 14, 9, 8)]
 ALL = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -149,8 +149,8 @@ def test_the_nightly_lane_compiles_for_every_release_that_serves():
 
 
 @pytest.mark.parametrize("how, forward, backward, blocks", [
-    (dict(dtype=torch.float32), False, False, False), (dict(d=192), False, False, False),
-    (dict(d=64, dv=64), True, False, False), (dict(dv=64), False, False, False),
+    (dict(dtype=torch.float32), False, False, False), (dict(d=192), False, False, True),
+    (dict(d=64, dv=64), True, True, True), (dict(dv=64), False, False, False),
     (dict(hq=6), False, False, False), (dict(hq=2), True, False, False),
     (dict(hq=256), False, False, False), (dict(hq=64), True, True, False),
     (dict(hq=16), True, True, True), (dict(S=0), False, False, False),
@@ -170,7 +170,9 @@ def test_what_they_do_not_take_stays_where_it_was(
     (dict(hq=32, d=64, dv=64), 16, 64, 0.1, True),
     (dict(hq=32, dtype=torch.float16), 1, 64, 1.0, True),
     (dict(hq=16), 16, 64, 0.1, False), (dict(hq=34), 16, 64, 0.1, False),
-    (dict(hq=32, d=192), 16, 64, 0.1, False), (dict(hq=32, dv=64), 16, 64, 0.1, False),
+    (dict(hq=32, d=192), 16, 64, 0.1, True), (dict(hq=32, dv=64), 16, 64, 0.1, False),
+    (dict(hq=32, d=192, dv=192), 16, 64, 0.1, False),
+    (dict(hq=8, S=6144, d=192), 16, 64, 0.1, False),
     (dict(hq=32, dtype=torch.float32), 16, 64, 0.1, False), (dict(hq=32), 129, 64, 0.1, False),
     (dict(hq=32), 0, 64, 0.1, False), (dict(hq=32), 16, 32, 0.1, False),
     (dict(hq=32), 16, 128, 0.1, True), (dict(hq=32), 65, 128, 0.1, False),
@@ -412,9 +414,19 @@ def device(cuda, asked):
 def test_whole(shape, device):
     with launches.recording() as counts:
         kernels_of.test_whole(shape, device)
-    assert counts[FORWARD] == counts[BACKWARD] == 2, dict(counts)
+    # Without a gradient once more, where one kernel does both spans, but for fp16.
+    forwards = 4 if shape.dtype == torch.float16 else 2
+    assert (counts[FORWARD], counts[BACKWARD]) == (forwards, 2), dict(counts)
     assert (SELECTION in counts) == (shape.h in (4, 8, 16)), dict(counts)
     assert (SHARED in counts) == (shape.h == 16), dict(counts)
+
+
+@pytest.mark.kernel
+def test_whole_with_the_papers_heads(device):
+    """Of 192 and 128: selection goes by these kernels, the rest by Triton's."""
+    with launches.recording() as counts:
+        kernels_of.test_whole(kernels_of.SHAPES[7], device)
+    assert counts[SELECTION] == 1 and counts[SHARED] == 2, dict(counts)
 
 
 @pytest.mark.kernel
@@ -677,6 +689,8 @@ SHARING = [
     Case((7,), G=1, h=16, n=1, **ROUND),
     pytest.param(Case((1500,), G=1, h=16, n=16, **ROUND | dict(block=128)), marks=pytest.mark.core),
     Case((1, 700, 63, 1063, 31, 129), h=12, n=5, **ROUND | dict(block=192)),
+    pytest.param(Case((1200,), h=16, n=16, **ROUND | dict(D=192)), marks=pytest.mark.core),
+    Case((1, 700, 63, 1063, 31, 129), h=12, n=5, **ROUND | dict(D=192, dtype=torch.float16)),
 ]
 
 
@@ -884,6 +898,7 @@ def test_the_whole_operator_by_keys(packed, device, by_keys, monkeypatch):
 
 
 BLOCKS = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)
+NARROW, WIDER = dict(D=64, Dv=64), dict(D=192)
 
 
 @pytest.mark.kernel
@@ -897,6 +912,12 @@ BLOCKS = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)
     pytest.param(Case((1500,), h=16, **BLOCKS | dict(block=128)), "random", marks=pytest.mark.core),
     (Case((1, 700, 63, 1063, 31, 129), h=4, **BLOCKS | dict(block=192, n=7)), "ragged"),
     (Case((515,), h=8, q_start=777, batch=2, **BLOCKS | dict(block=128)), "clustered"),
+    pytest.param(Case((1500,), h=16, **BLOCKS | NARROW), "random", marks=pytest.mark.core),
+    (Case((1, 700, 63, 1063, 31, 129), h=4, **BLOCKS | NARROW), "ragged"),
+    (Case((700,), h=8, **BLOCKS | NARROW | dict(dtype=torch.float16)), "clustered"),
+    pytest.param(Case((1500,), h=16, **BLOCKS | WIDER), "random", marks=pytest.mark.core),
+    (Case((1, 700, 63, 1063, 31, 129), h=4, **BLOCKS | WIDER | dict(block=128)), "ragged"),
+    (Case((515,), h=8, q_start=777, **BLOCKS | WIDER | dict(dtype=torch.float16)), "clustered"),
 ], ids=str)  # fmt: skip
 def test_selection_agrees_with_two_passes(case, kind, device, monkeypatch):
     x = selection.Backward(case, kind, device, monkeypatch)
@@ -924,6 +945,7 @@ def halves_and_fp32(x):
 @pytest.mark.parametrize("case", [
     pytest.param(Case((1500,), G=1, h=16, **BLOCKS), marks=pytest.mark.core),
     Case((200, 900), h=4, **BLOCKS), Case((2000,), G=1, h=8, **{**BLOCKS, "n": 32}),
+    Case((700,), h=16, **BLOCKS | WIDER),
 ], ids=str)  # fmt: skip
 def test_rows_of_any_size_keep_their_gradient(case, device, monkeypatch):
     """Sums in fp16 of rows from 2**-90 to 2**60, with one number of K and one of V far larger than
@@ -1145,15 +1167,16 @@ def test_windows_forward(heads, width, window, scale, device):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("window", [2, 16, 130, 10**9])
+@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=str)
-def test_windows_of_a_chunk(shape, window, device):
+def test_windows_of_a_chunk(shape, width, window, device):
     """The first keys are seen by no query; dQ alone, added to what there is and in its place."""
     from nsa.kernels.prefill.span_bwd import span_attention_bwd
     from nsa.kernels.prefill.span_fwd import span_attention_fwd
     from nsa.kernels.prefill.span_kinds import SLIDING, Span
 
     s, span = shape.lengths[0], Span(SLIDING, window)
-    draw = lambda i, *dims: randn(1, *dims, 128, seed=i, dtype=shape.dtype, device=device)
+    draw = lambda i, *dims: randn(1, *dims, width, seed=i, dtype=shape.dtype, device=device)
     q, do = draw(0, s, shape.G * shape.h), draw(1, s, shape.G * shape.h)
     k, v = draw(2, s + 137, shape.G), draw(3, s + 137, shape.G)
     out, lse = span_attention_fwd(q, k, v, span, 0.1, q_start=137)

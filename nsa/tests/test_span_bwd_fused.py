@@ -20,7 +20,7 @@ SHAPES = [
     Shape((53,), h=4),
     Shape((45, 45), G=1, h=8, D=48, Dv=16),
     Shape((5, 41, 1, 22), h=4, packed=True),
-    *kernels_of.SHAPES[6:10],
+    *(kernels_of.SHAPES[i] for i in (6, 8, 9)),
 ]
 ALL = pytest.mark.parametrize(
     "shape",

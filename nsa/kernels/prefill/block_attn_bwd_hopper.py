@@ -48,9 +48,11 @@ from nsa.kernels.prefill.warps import rounded_here
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
 from nsa.kernels.tiles import LOG2E
 
-# A tile: (query, head) rows, keys, width of a head. 106 of the 113 KB that half a multiprocessor
-# has.
-ROWS, KEYS, WIDTH, STAGES = 64, 64, 128, 2
+# Keys of a tile, and its (query, head) rows by the width of Q's and V's heads. 128 take 106 of the
+# 113 KB that half a multiprocessor has; with 192, which are 128 and 64 more, 64 rows would not
+# leave registers for dK.
+KEYS, STAGES = 64, 2
+ROWS = {(64, 64): 64, (128, 128): 64, (192, 128): 32}
 WARPS = 4
 # 8 warps (the moving one counts as four) start with 128 registers a thread; all but the least that
 # a thread can have then go to the four: 232.
@@ -68,18 +70,20 @@ def _tile_of_turn(turn, tiles):
 @gluon.jit
 def _move_rows(
     QD, DOD, DQD, LSE, DELTA, SCALES, UNITS, buffers, bars, tiles, begin, end,
-    HEADS: gl.constexpr, STAGES: gl.constexpr, SIGNED: gl.constexpr,
+    HEADS: gl.constexpr, STAGES: gl.constexpr, SIGNED: gl.constexpr, EXTRA: gl.constexpr,
 ):  # fmt: skip
     """The moving warp: adds dQ of the tile in a place, then fetches a later tile's rows there."""
-    k_place, v_place, places, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
+    keys, places, extras, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
     ready, done = bars
     ROWS: gl.constexpr = places.shape[1]
     PADDED: gl.constexpr = QD.block_type.shape[1]
     QUERIES: gl.constexpr = ROWS // PADDED
     WIDE: gl.constexpr = QD.block_type.shape[2]
     PARTS: gl.constexpr = places.shape[2] // WIDE
+    MORE: gl.constexpr = EXTRA // WIDE
     SUM_WIDE: gl.constexpr = DQD.block_type.shape[2]
     SUM_PARTS: gl.constexpr = places.shape[2] // SUM_WIDE
+    MORE_SUMS: gl.constexpr = EXTRA // SUM_WIDE
     row = gl.arange(0, ROWS, gl.BlockedLayout([2], [32], [1], [0]))
     head = row % PADDED
     for turn in range(tiles + STAGES):
@@ -102,12 +106,20 @@ def _move_rows(
         place = places.index(slot)
         if turn >= STAGES:
             sums = view(place, DQD.dtype, [SUM_PARTS * QUERIES, 1, PADDED, SUM_WIDE], DQD.layout)
+            if EXTRA > 0:
+                more_sums = view(
+                    extras.index(slot), DQD.dtype, [MORE_SUMS * QUERIES, 1, PADDED, SUM_WIDE],
+                    DQD.layout,
+                )  # fmt: skip
             a0 = begin + _tile_of_turn(turn - STAGES, tiles) * QUERIES
             for i in gl.static_range(QUERIES):
                 # Past the end: zeros, for the last query.
                 to = gl.load(UNITS + gl.minimum(a0 + i, end - 1))
                 for part in gl.static_range(SUM_PARTS):
                     _tma_add(DQD, [to, 0, part * SUM_WIDE], sums.index(part * QUERIES + i))
+                for part in gl.static_range(MORE_SUMS):
+                    column = (SUM_PARTS + part) * SUM_WIDE
+                    _tma_add(DQD, [to, 0, column], more_sums.index(part * QUERIES + i))
             tma.store_wait(0)
         if turn < tiles:
             lse_smem.index(slot).store(lse)
@@ -117,8 +129,12 @@ def _move_rows(
             unit_smem.index(slot).store(unit)
             program_barrier()
             bar = ready.index(slot)
-            mbarrier.expect(bar, 2 * PARTS * QUERIES * QD.block_type.nbytes)
+            mbarrier.expect(bar, (2 * PARTS + MORE) * QUERIES * QD.block_type.nbytes)
             rows = view(place, QD.dtype, [2 * PARTS * QUERIES, 1, PADDED, WIDE], QD.layout)
+            if EXTRA > 0:
+                more_rows = view(
+                    extras.index(slot), QD.dtype, [MORE * QUERIES, 1, PADDED, WIDE], QD.layout
+                )
             for i in gl.static_range(QUERIES):
                 source = gl.load(UNITS + gl.minimum(p0 + i, end - 1))
                 for part in gl.static_range(PARTS):
@@ -126,16 +142,33 @@ def _move_rows(
                     do = rows.index((PARTS + part) * QUERIES + i)
                     tma_load(QD, [source, 0, part * WIDE], bar, q)
                     tma_load(DOD, [source, 0, part * WIDE], bar, do)
+                for part in gl.static_range(MORE):
+                    q = more_rows.index(part * QUERIES + i)
+                    tma_load(QD, [source, 0, (PARTS + part) * WIDE], bar, q)
+
+
+@gluon.jit
+def _put_columns(dq, place, scale, like, nought, HALVES: gl.constexpr):
+    """dq [columns, rows] to its place by rows: in fp32, or times the rows' scale in fp16, which is
+    laid out `like` other tiles of 16 bits."""
+    if HALVES:
+        scale = scale.load(gl.SliceLayout(0, dq.type.layout))
+        halves = view(place, gl.float16, [2, dq.shape[1], dq.shape[0]], like.layout)
+        halves.index(nought).permute([1, 0]).store((dq * scale[None, :]).to(gl.float16))
+    else:
+        place.permute([1, 0]).store(dq)
 
 
 @gluon.jit
 def _block_turn(
-    dk, dv, turn, buffers, bars, first, signed, scale_log2,
+    dk, dk2, dv, turn, buffers, bars, first, signed, scale_log2,
     STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, HALVES: gl.constexpr,
-    MASKED: gl.constexpr, SIGNED: gl.constexpr,
+    MASKED: gl.constexpr, SIGNED: gl.constexpr, EXTRA: gl.constexpr,
 ):  # fmt: skip
-    """dV, dK and dQ of a tile of rows. Units from `first` on see a key. signed: see _span_turn."""
-    k_place, v_place, places, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
+    """dV, dK (dk2: of EXTRA columns) and dQ of a tile of rows. Units from `first` on see a key.
+    signed: see _span_turn."""
+    keys, places, extras, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
+    k_place, k2_place, v_place = keys
     ready, done = bars
     KEYS: gl.constexpr = k_place.shape[1]
     WIDTH: gl.constexpr = k_place.shape[2]
@@ -154,12 +187,18 @@ def _block_turn(
     rows = view(place, dtype, [2, ROWS, WIDTH], k_place.layout)
     q = rows.index(0)
     do = rows.index(1)
+    if EXTRA > 0:
+        k2 = k2_place.index(nought)
+        extra = extras.index(slot)
+        q2 = view(extra, dtype, [2, ROWS, EXTRA], k_place.layout).index(0)
     mbarrier.wait(ready.index(slot), (turn // STAGES) & 1)
 
     zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
     delta = delta_smem.index(slot).load(COLUMN)
     dp = zero - delta[None, :]
     s = warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
+    if EXTRA > 0:
+        s = warpgroup_mma(k2, q2.permute([1, 0]), s, is_async=True)
     dp = warpgroup_mma(v, do.permute([1, 0]), dp, is_async=True)
     lse = lse_smem.index(slot).load(COLUMN)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -183,39 +222,50 @@ def _block_turn(
     ds_place.store(ds.to(dtype))
     dv = warpgroup_mma_wait(0, deps=[dv])
     fence_async_shared()
-    if HALVES:
+    UPRIGHT: gl.constexpr = HALVES and EXTRA == 0
+    if UPRIGHT:
         zero_dq = gl.zeros([ROWS, WIDTH], gl.float32, ACC_LAYOUT)
         dq = warpgroup_mma(ds_place.permute([1, 0]), k, zero_dq, use_acc=False, is_async=True)
     else:
         zero_dq = gl.zeros([WIDTH, ROWS], gl.float32, S_LAYOUT)
         dq = warpgroup_mma(k.permute([1, 0]), ds_place, zero_dq, use_acc=False, is_async=True)
     dk = warpgroup_mma(ds_place, q, dk, is_async=True)
-    dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
+    if EXTRA > 0:
+        dk2 = warpgroup_mma(ds_place, q2, dk2, is_async=True)
+        dq, dk, dk2 = warpgroup_mma_wait(0, deps=[dq, dk, dk2])
+    else:
+        dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
     # All warps have read Q and dO: dQ takes their place.
     program_barrier()
-    if HALVES:
+    if UPRIGHT:
         scale = scale_smem.index(slot).load(gl.SliceLayout(1, ACC_LAYOUT))
         halves = view(place, gl.float16, [2, ROWS, WIDTH], k_place.layout)
         halves.index(nought).store((dq * scale[:, None]).to(gl.float16))
     else:
-        place.permute([1, 0]).store(dq)
+        _put_columns(dq, place, scale_smem.index(slot), k_place, nought, HALVES)
+    if EXTRA > 0:
+        # By itself: with the others in flight it would want their registers too.
+        zero_dq = gl.zeros([EXTRA, ROWS], gl.float32, S_LAYOUT)
+        dq = warpgroup_mma(k2.permute([1, 0]), ds_place, zero_dq, use_acc=False)
+        _put_columns(dq, extra, scale_smem.index(slot), k_place, nought, HALVES)
     fence_async_shared()
     program_barrier()
     mbarrier.arrive(done.index(slot), count=1)
-    return dk, dv
+    return dk, dk2, dv
 
 
 @gluon.jit
-def _load_keys(X, row, live, layout: gl.constexpr, WIDTH: gl.constexpr):
-    """Rows of X [.., WIDTH], zeros where not live."""
-    at = row[:, None] * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+def _load_keys(
+    X, row, live, layout: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr
+):
+    """WIDTH columns of rows of X [.., STRIDE], zeros where not live."""
+    at = row[:, None] * STRIDE + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     return gl.load(X + at, mask=live[:, None], other=0.0)
 
 
 @gluon.jit
-def _add_keys(OUT, x, row, live, layout: gl.constexpr):
-    WIDTH: gl.constexpr = x.shape[1]
-    at = row[:, None] * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+def _add_keys(OUT, x, row, live, layout: gl.constexpr, STRIDE: gl.constexpr):
+    at = row[:, None] * STRIDE + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
     gl.atomic_add(OUT + at, x, mask=live[:, None], sem="relaxed")
 
 
@@ -223,10 +273,11 @@ def _add_keys(OUT, x, row, live, layout: gl.constexpr):
 def _block_walk(
     K, V, ANY_NEGATIVE, OUT_K, OUT_V, buffers, bars, masked_tiles, tiles, first_key, n0, n_keys,
     group, G, first_unit, scale_log2, STAGES: gl.constexpr, HALVES: gl.constexpr,
-    SIGNED: gl.constexpr,
+    SIGNED: gl.constexpr, EXTRA: gl.constexpr,
 ):  # fmt: skip
     """The four warps: a piece of the rows that attend one block of keys."""
-    k_place, v_place, places, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
+    keys, places, extras, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
+    k_place, k2_place, v_place = keys
     KEYS: gl.constexpr = k_place.shape[1]
     WIDTH: gl.constexpr = k_place.shape[2]
     ROWS: gl.constexpr = places.shape[1]
@@ -237,42 +288,56 @@ def _block_walk(
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
     key_row = (first_key + key) * G + group
     # By pointers and once: keys past the sequence must be zeros, not the next one's.
-    k_place.index(0).store(bounded(_load_keys(K, key_row, key < n_keys, COPY_LAYOUT, WIDTH)))
-    v_place.index(0).store(finite(_load_keys(V, key_row, key < n_keys, COPY_LAYOUT, WIDTH)))
+    K_WIDTH: gl.constexpr = WIDTH + EXTRA
+    live = key < n_keys
+    k_place.index(0).store(bounded(_load_keys(K, key_row, live, COPY_LAYOUT, WIDTH, K_WIDTH)))
+    v_place.index(0).store(finite(_load_keys(V, key_row, live, COPY_LAYOUT, WIDTH, WIDTH)))
+    if EXTRA > 0:
+        k2 = _load_keys(K + WIDTH, key_row, live, COPY_LAYOUT, EXTRA, K_WIDTH)
+        k2_place.index(0).store(bounded(k2))
     fence_async_shared()
     program_barrier()
     first = first_unit + gl.arange(0, KEYS, gl.SliceLayout(1, S_LAYOUT)) * G
     dk = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
     dv = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
+    dk2 = tiles * 0
+    if EXTRA > 0:
+        EXTRA_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, EXTRA, 16])
+        dk2 = gl.zeros([KEYS, EXTRA], gl.float32, EXTRA_LAYOUT)
     signed = tiles * 0
     if SIGNED:
         signed = gl.load(ANY_NEGATIVE)
     for turn in range(0, masked_tiles):
-        dk, dv = _block_turn(
-            dk, dv, turn, buffers, bars, first, signed, scale_log2, STAGES, S_LAYOUT, ACC_LAYOUT,
-            HALVES, True, SIGNED,
+        dk, dk2, dv = _block_turn(
+            dk, dk2, dv, turn, buffers, bars, first, signed, scale_log2, STAGES, S_LAYOUT,
+            ACC_LAYOUT, HALVES, True, SIGNED, EXTRA,
         )  # fmt: skip
     for turn in range(masked_tiles, tiles):
-        dk, dv = _block_turn(
-            dk, dv, turn, buffers, bars, first, signed, scale_log2, STAGES, S_LAYOUT, ACC_LAYOUT,
-            HALVES, False, SIGNED,
+        dk, dk2, dv = _block_turn(
+            dk, dk2, dv, turn, buffers, bars, first, signed, scale_log2, STAGES, S_LAYOUT,
+            ACC_LAYOUT, HALVES, False, SIGNED, EXTRA,
         )  # fmt: skip
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, ACC_LAYOUT))
     key_row = (first_key + key) * G + group
-    _add_keys(OUT_K, dk, key_row, key < n_keys, ACC_LAYOUT)
-    _add_keys(OUT_V, dv, key_row, key < n_keys, ACC_LAYOUT)
+    _add_keys(OUT_K, dk, key_row, key < n_keys, ACC_LAYOUT, K_WIDTH)
+    _add_keys(OUT_V, dv, key_row, key < n_keys, ACC_LAYOUT, WIDTH)
+    if EXTRA > 0:
+        key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, EXTRA_LAYOUT))
+        key_row = (first_key + key) * G + group
+        _add_keys(OUT_K + WIDTH, dk2, key_row, key < n_keys, EXTRA_LAYOUT, K_WIDTH)
 
 
 @gluon.jit
 def _block_attn_bwd_hopper_kernel(
     K, V, LSE, DELTA, SCALES, ANY_NEGATIVE, QD, DOD, DQD, OUT_K, OUT_V, UNITS, PIECES, CHUNK_TILE,
     CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, S, S_KV, G, q_start, per_seq, scale_log2,
-    VARLEN: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
+    VARLEN: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    WIDTH: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
     PER_CHUNK: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
     """Adds a piece's part of dQ, dK and dV to fp32 tensors, dQ and dK without the softmax scale. Or
     dQ, times SCALES of its rows, to one of fp16. ANY_NEGATIVE: where SIGNED, combine_bwd's flag.
+    WIDTH: columns of V, which Q and K have too, and EXTRA more.
 
     PIECES: how many pieces of chunks there are, and these in the order in which programs take them.
     """
@@ -311,9 +376,16 @@ def _block_attn_bwd_hopper_kernel(
     # One K, one V and one dS, but indexed: see _block_turn.
     k_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
     v_place = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], LAYOUT)
-    ds_smem = gl.allocate_shared_memory(dtype, [1, KEYS, ROWS], LAYOUT)
+    ds_smem = gl.allocate_shared_memory(
+        dtype, [1, KEYS, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+    )
     # Q and dO of a tile, 16 bits each, and then its dQ, at most 32.
     places = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, WIDTH], PLACE)
+    k2_place = k_place
+    extras = places
+    if EXTRA > 0:
+        k2_place = gl.allocate_shared_memory(dtype, [1, KEYS, EXTRA], LAYOUT)
+        extras = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, EXTRA], PLACE)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
     scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
@@ -323,16 +395,18 @@ def _block_attn_bwd_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(done.index(i), count=1)
-    buffers = (k_place, v_place, places, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem)
+    keys = (k_place, k2_place, v_place)
+    buffers = (keys, places, extras, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem)
     bars = (ready, done)
     gl.warp_specialize([
         (_block_walk, (
             K, V, ANY_NEGATIVE, OUT_K, OUT_V, buffers, bars, masked_tiles, tiles, first_key, n0,
             n_keys, group, G, first_unit, scale_log2, STAGES, DQD.dtype == gl.float16, SIGNED,
+            EXTRA,
         )),
         (_move_rows, (
             QD, DOD, DQD, LSE, DELTA, SCALES, UNITS, buffers, bars, tiles, begin, end, HEADS,
-            STAGES, SIGNED,
+            STAGES, SIGNED, EXTRA,
         )),
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
@@ -357,7 +431,10 @@ def piece_pairs(heads: int, halves: bool) -> int:
     return min((2048 if halves else 1024) // heads, block_lists.CHUNK)
 
 
-TAKES = "16-bit heads, 128 wide for Dk = Dv, 4, 8 or 16 a group, and blocks of 64, 128 .. keys"
+TAKES = (
+    "16-bit heads, 64 or 128 wide for Dk = Dv or 192 and 128, 4, 8 or 16 a group, and blocks of "
+    "64, 128 .. keys"
+)
 
 
 def usable(
@@ -366,9 +443,9 @@ def usable(
     """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     return (
         block_size % KEYS == 0
-        and q.shape[-1] == v.shape[-1] == WIDTH
+        and (q.shape[-1], v.shape[-1]) in ROWS
         and q.shape[-2] in (4 * k.shape[-2], 8 * k.shape[-2], 16 * k.shape[-2])
-        and q.numel() // WIDTH < 2**31 - 2**16
+        and q.numel() // q.shape[-1] < 2**31 - 2**16
         and tma_usable(90, q, whole=grad_out)
         and tma_usable(90, k, whole=v)
     )
@@ -403,7 +480,7 @@ def add_block_gradients(
         k, v, lse, delta, scales, any_negative if signed else lse, _head_tiles(q, groups),
         _head_tiles(grad_out, groups), _head_tiles(sums, groups), out_k, out_v, lists.rows, pieces,
         *chunks, cu_seqlens if varlen else lists.rows, s_q, s_kv, groups, q_start, lists.per_seq,
-        softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
-        STAGES=STAGES, SHARE=share, PER_CHUNK=per_chunk, SIGNED=signed, num_warps=WARPS,
-        maxnreg=START_REGISTERS,
+        softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS[q.shape[-1], v.shape[-1]],
+        KEYS=KEYS, WIDTH=v.shape[-1], EXTRA=q.shape[-1] - v.shape[-1], STAGES=STAGES, SHARE=share,
+        PER_CHUNK=per_chunk, SIGNED=signed, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

@@ -63,7 +63,8 @@ IN_STEPS = gl.constexpr(SINCE_3_9)
 KEYS = 64
 HEADS = 16  # rows of a warp's product
 WARPS = tile_blocks.EIGHT.value  # one a query: with 16, a third of the registers is missing
-STAGES = {64: 14, 128: 7}  # blocks that fit, by the width of a head
+# Blocks that fit, by the width of a head of K and V. 192 are 128 and 64 more.
+STAGES = {(64, 64): 14, (128, 128): 7, (192, 128): 5}
 # From so many keys of a sequence, and queries of all, tiles may go by keys, by heads of a group.
 # H200, random blocks of one sequence, full forward: 16 heads, 8k tokens 0.03 ms slower, 12k 0.13
 # faster; 4 heads, 4k tokens 0.61 ms instead of 0.69, but the host has seven launches more to do.
@@ -103,7 +104,17 @@ def _halves(x):
 
 
 @gluon.jit
-def _attend(acc, m, l, q, k, v, last, scale_log2, MASKED: gl.constexpr):
+def _columns(k, k2, part: gl.constexpr):
+    """16 columns of a block's keys, as the right operand of scores; k2: those behind k's."""
+    WIDTH: gl.constexpr = k.shape[1]
+    if part * 16 < WIDTH:
+        return k.slice(part * 16, 16, dim=1).permute([1, 0])
+    else:
+        return k2.slice(part * 16 - WIDTH, 16, dim=1).permute([1, 0])
+
+
+@gluon.jit
+def _attend(acc, m, l, q, k, k2, v, last, scale_log2, MASKED: gl.constexpr):
     """Online softmax over one block, of which keys up to `last` are seen."""
     KEYS: gl.constexpr = k.shape[0]
     LAYOUT: gl.constexpr = acc.type.layout
@@ -112,8 +123,7 @@ def _attend(acc, m, l, q, k, v, last, scale_log2, MASKED: gl.constexpr):
     s = gl.zeros([acc.shape[0], KEYS], gl.float32, LAYOUT)
     # In steps, or the operand takes too many registers.
     for part in gl.static_range(len(q)):
-        right = k.slice(part * 16, 16, dim=1).permute([1, 0]).load(RIGHT)
-        s = mma_v2(q[part], right, s)
+        s = mma_v2(q[part], _columns(k, k2, part).load(RIGHT), s)
     if MASKED:
         key = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
         s = gl.where((key <= last)[None, :], s, float("-inf"))
@@ -140,7 +150,7 @@ def _attend(acc, m, l, q, k, v, last, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _attend_together(acc, m, l, q, k, v, scale_log2):
+def _attend_together(acc, m, l, q, k, k2, v, scale_log2):
     """_attend of the four warps of a group that all take this block and see all of it."""
     KEYS: gl.constexpr = k.shape[0]
     WIDTH: gl.constexpr = k.shape[1]
@@ -154,7 +164,7 @@ def _attend_together(acc, m, l, q, k, v, scale_log2):
     s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
     for part in gl.static_range(len(q)):
         left = gl.convert_layout(q[part], LEFT, assert_trivial=True)
-        right = k.slice(part * 16, 16, dim=1).permute([1, 0])
+        right = _columns(k, k2, part)
         s = warpgroup_mma(left, right, s, use_acc=part > 0, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     s = gl.convert_layout(s, LAYOUT, assert_trivial=True)
@@ -216,15 +226,17 @@ def _item(item, WHOLE, tiles, G, SOME: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, k_ring, v_ring, T, S, S_KV,
-    G, H, q_start, scale_log2,
+    Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, k_ring, k2_ring, v_ring, T,
+    S, S_KV, G, H, q_start, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, OTHERS: gl.constexpr,
     KEEP: gl.constexpr, SOME: gl.constexpr, EIGHTS: gl.constexpr, PART: gl.constexpr,
+    EXTRA: gl.constexpr,
 ):  # fmt: skip
     """A warp for each query of a tile, tile after tile."""
     STAGES: gl.constexpr = k_ring.shape[0]
     KEYS: gl.constexpr = k_ring.shape[1]
     WIDTH: gl.constexpr = k_ring.shape[2]
+    Q_WIDTH: gl.constexpr = WIDTH + EXTRA
     QUERIES: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = QUERIES * HEADS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [QUERIES, 1], [16, 8])
@@ -252,8 +264,8 @@ def _consume(
         q_row = (its_token * G + group) * H + gl.minimum(rows % HEADS, H - 1)
         columns = gl.arange(0, 16, gl.SliceLayout(0, LEFT))
         q = ()
-        for part in gl.static_range(WIDTH // 16):
-            q = q + (gl.load(Q + q_row[:, None] * WIDTH + (part * 16 + columns)[None, :]),)
+        for part in gl.static_range(Q_WIDTH // 16):
+            q = q + (gl.load(Q + q_row[:, None] * Q_WIDTH + (part * 16 + columns)[None, :]),)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
         l = gl.sum(_by_thread(gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)), 1)
@@ -267,15 +279,17 @@ def _consume(
             await_phase(first, slot, parity)
             if together:
                 acc, m, l = _attend_together(
-                    acc, m, l, q, k_ring.index(slot), v_ring.index(slot), scale_log2
-                )
+                    acc, m, l, q, k_ring.index(slot), k2_ring.index(slot), v_ring.index(slot),
+                    scale_log2,
+                )  # fmt: skip
             elif mine != 0:
                 k = k_ring.index(slot)
+                k2 = k2_ring.index(slot)
                 v = v_ring.index(slot)
                 if last < KEYS - 1:
-                    acc, m, l = _attend(acc, m, l, q, k, v, last, scale_log2, True)
+                    acc, m, l = _attend(acc, m, l, q, k, k2, v, last, scale_log2, True)
                 else:
-                    acc, m, l = _attend(acc, m, l, q, k, v, last, scale_log2, False)
+                    acc, m, l = _attend(acc, m, l, q, k, k2, v, last, scale_log2, False)
             arrive(first, STAGES + slot)
             slot += 1
             if slot == STAGES:
@@ -304,8 +318,9 @@ def _consume(
 
 @gluon.jit
 def _produce(
-    KD, VD, ENTRIES, COUNTS, WHOLE, k_ring, v_ring, bars, T, G,
+    KD, KD2, VD, ENTRIES, COUNTS, WHOLE, k_ring, k2_ring, v_ring, bars, T, G,
     QUERIES: gl.constexpr, ROOM: gl.constexpr, SOME: gl.constexpr, EIGHTS: gl.constexpr,
+    EXTRA: gl.constexpr,
 ):  # fmt: skip
     """The warp that brings the blocks."""
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -324,8 +339,14 @@ def _produce(
             entry = gl.load(entries + gl.minimum(i + 1, ROOM - 1))
             bar = bars.index(slot)
             mbarrier.wait(bars.index(STAGES + slot), parity)
-            mbarrier.expect(bar, 2 * KD.block_type.nbytes)
-            tma_load(KD, [row, group * WIDTH], bar, k_ring.index(slot))
+            if EXTRA > 0:
+                mbarrier.expect(bar, 2 * KD.block_type.nbytes + KD2.block_type.nbytes)
+            else:
+                mbarrier.expect(bar, 2 * KD.block_type.nbytes)
+            tma_load(KD, [row, group * (WIDTH + EXTRA)], bar, k_ring.index(slot))
+            if EXTRA > 0:
+                column = group * (WIDTH + EXTRA) + WIDTH
+                tma_load(KD2, [row, column], bar, k2_ring.index(slot))
             tma_load(VD, [row, group * WIDTH], bar, v_ring.index(slot))
             slot += 1
             if slot == STAGES:
@@ -335,52 +356,56 @@ def _produce(
 
 @gluon.jit
 def _block_attn_fwd_hopper_kernel(
-    Q, KD, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, T, S, S_KV, G, H,
-    q_start, scale_log2,
+    Q, KD, KD2, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, T, S, S_KV, G,
+    H, q_start, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, STAGES: gl.constexpr,
     OTHERS: gl.constexpr, KEEP: gl.constexpr, SOME: gl.constexpr, EIGHTS: gl.constexpr,
-    PART: gl.constexpr,
+    PART: gl.constexpr, EXTRA: gl.constexpr,
 ):  # fmt: skip
     """LSE, with KEEP O, and with OTHERS the gated SUM of O and two OTHERS, O_CMP and O_WIN, or one:
     O_CMP, which is the gated sum of both. SOME: of the tiles in WHOLE what is in TODO
-    (tile_blocks.Rest), by lists of EIGHTS times as many queries, in parts of PART."""
+    (tile_blocks.Rest), by lists of EIGHTS times as many queries, in parts of PART. EXTRA: columns
+    of Q and K behind as many as V has, which KD2 brings."""
     dtype: gl.constexpr = KD.dtype
     WARPS: gl.constexpr = gl.num_warps()
     TILE: gl.constexpr = KD.block_type.nbytes // UNIT
-    store = gl.allocate_shared_memory(
-        gl.int8, [1 + 2 * STAGES * TILE, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    K2_AT: gl.constexpr = 1 + 2 * STAGES * TILE
+    UNITS: gl.constexpr = K2_AT + (STAGES * KD2.block_type.nbytes // UNIT if EXTRA > 0 else 0)
+    store = gl.allocate_shared_memory(gl.int8, [UNITS, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     check_address(store)
     # Barriers `full` of all stages, then `empty`.
     bars = carve(store, 0, gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     k_ring = carve(store, 1, dtype, [STAGES] + KD.block_type.shape, KD.layout)
     v_ring = carve(store, 1 + STAGES * TILE, dtype, [STAGES] + VD.block_type.shape, VD.layout)
+    k2_ring = k_ring
+    if EXTRA > 0:
+        k2_ring = carve(store, K2_AT, dtype, [STAGES] + KD2.block_type.shape, KD2.layout)
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
         mbarrier.init(bars.index(STAGES + i), count=WARPS)
     program_barrier()
     gl.warp_specialize([
         (_consume, (
-            Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, k_ring, v_ring, T, S,
-            S_KV, G, H, q_start, scale_log2, VARLEN, HEADS, ROOM, OTHERS, KEEP, SOME, EIGHTS, PART,
+            Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, k_ring, k2_ring,
+            v_ring, T, S, S_KV, G, H, q_start, scale_log2, VARLEN, HEADS, ROOM, OTHERS, KEEP, SOME,
+            EIGHTS, PART, EXTRA,
         )),
         (_produce, (
-            KD, VD, ENTRIES, COUNTS, WHOLE, k_ring, v_ring, bars, T, G, WARPS, ROOM, SOME,
-            EIGHTS,
+            KD, KD2, VD, ENTRIES, COUNTS, WHOLE, k_ring, k2_ring, v_ring, bars, T, G, WARPS, ROOM,
+            SOME, EIGHTS, EXTRA,
         )),
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
 
-def _blocks(x: Tensor) -> Any:
-    """Descriptor of one group's blocks of keys in x [.., G, width]."""
-    width = x.shape[-1]
+def _blocks(x: Tensor, columns: int) -> Any:
+    """Descriptor of `columns` of one group's blocks of keys in x [.., G, width]."""
     layout = shared_layout(128, x.element_size() * 8, 2)
-    return descriptor(x.view(-1, x.shape[-2] * width), (KEYS, width), layout)
+    return descriptor(x.view(-1, x.shape[-2] * x.shape[-1]), (KEYS, columns), layout)
 
 
 TAKES = (
-    "16-bit heads, 64 or 128 wide for Dk = Dv, "
-    "9 to 16 a group (4 or 8 in long sequences), and blocks of 64, 128 .. keys"
+    "16-bit heads, 64 or 128 wide for Dk = Dv or 192 and 128, "
+    "9 to 16 a group (4 or 8 in long sequences, Dk = Dv), and blocks of 64, 128 .. keys"
 )
 
 
@@ -395,14 +420,13 @@ def usable(
     return (
         block_size % KEYS == 0
         and (shares or splits(q, v, n_parts, longest))
-        and q.shape[-1] == v.shape[-1]
-        and q.shape[-1] in STAGES
+        and (q.shape[-1], v.shape[-1]) in STAGES
         and n_sel > 0
         and tile_blocks.room(WARPS if shares else tile_blocks.queries_of(heads), n_parts)
         <= tile_blocks.MOST_ENTRIES
         and softmax_scale > 0  # the maximum is that of unscaled scores
         and k.numel() // (k.shape[-2] * k.shape[-1]) < 2**31
-        and tma_usable(90, q, whole=k)
+        and tma_usable(90, q)
         and tma_usable(90, k, whole=v)
     )
 
@@ -427,9 +451,10 @@ def attend_blocks(
     """Fill lse, and out and total where they are given, for inputs that are usable(); see
     gated_block_attention_fwd. longest: keys of the longest sequence."""
     varlen = seq_begin is not None
-    hq, width = q.shape[-2:]
-    groups = k.shape[-2]
-    tokens = q.numel() // (hq * width)
+    hq, dim = q.shape[-2:]
+    groups, width = v.shape[-2:]
+    extra = dim - width
+    tokens = q.numel() // (hq * dim)
     s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     keep = out is not None
     out, total = (out if keep else total), (total if others else out)
@@ -457,10 +482,10 @@ def attend_blocks(
     n_others = (1 if o_win is None else 2) if others else 0
     launch(
         _block_attn_fwd_hopper_kernel, (programs,),
-        q, _blocks(k), _blocks(v), out, lse, o_cmp, o_cmp if o_win is None else o_win, gates,
-        total, lists.entries, lists.counts, *some, tokens, s_q, s_kv, groups,
-        heads, q_start, softmax_scale * LOG2E, VARLEN=varlen, HEADS=HEADS,
-        ROOM=lists.entries.shape[-1], STAGES=STAGES[width], OTHERS=n_others, KEEP=keep,
-        SOME=split, EIGHTS=lists.queries // WARPS, PART=max(lists.part, 1), num_warps=WARPS,
-        maxnreg=START_REGISTERS,
+        q, _blocks(k, width), _blocks(k, extra or width), _blocks(v, width), out, lse, o_cmp,
+        o_cmp if o_win is None else o_win, gates, total, lists.entries, lists.counts, *some,
+        tokens, s_q, s_kv, groups, heads, q_start, softmax_scale * LOG2E,
+        VARLEN=varlen, HEADS=HEADS, ROOM=lists.entries.shape[-1], STAGES=STAGES[dim, width],
+        OTHERS=n_others, KEEP=keep, SOME=split, EIGHTS=lists.queries // WARPS,
+        PART=max(lists.part, 1), EXTRA=extra, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

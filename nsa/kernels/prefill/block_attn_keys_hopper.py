@@ -159,8 +159,8 @@ def _walk(
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
     key_row = (first_key + key) * G + group
     here = (key >= 0) & (begin < end)  # rows see all keys of a block: it lies within the sequence
-    k_place.index(0).store(_load_keys(K, key_row, here, COPY_LAYOUT, WIDTH))
-    v = _load_keys(V, key_row, here, COPY_LAYOUT, WIDTH)
+    k_place.index(0).store(_load_keys(K, key_row, here, COPY_LAYOUT, WIDTH, WIDTH))
+    v = _load_keys(V, key_row, here, COPY_LAYOUT, WIDTH, WIDTH)
     column = group * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY_LAYOUT))
     scale = gl.load(SCALES + column)
     v_place.index(0).store((v.to(gl.float32) * scale[None, :]).to(v.dtype))
@@ -223,7 +223,7 @@ def usable(q: Tensor, v: Tensor, n_sel: int) -> bool:
     return (
         q.dtype == torch.bfloat16
         and q.shape[-2] in [heads * v.shape[-2] for heads in tile_blocks.LEAST]
-        and v.shape[-1] == WIDTH
+        and q.shape[-1] == v.shape[-1] == WIDTH
         and n_sel <= MOST_PARTS
         and q.numel() // WIDTH < 2**31 - 2**16
     )

@@ -67,8 +67,9 @@ from nsa.kernels.prefill.warps import (
 from nsa.kernels.row_tiles import descriptor, shared_layout
 from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
-# A tile: (query, head) rows, keys, width of a head. 226 of 227 KB of shared memory.
-ROWS, KEYS, WIDTH, STAGES = 64, 128, 128, 3
+# A tile: (query, head) rows and keys. Heads of 128 take 226 of 227 KB of shared memory.
+ROWS, KEYS, STAGES = 64, 128, 3
+WIDTHS = (64, 128)  # of a head
 WARPS = 8
 LINE = gl.constexpr(128)  # bytes of shared memory
 # Numbers of barriers: rows are there, their place is free; so is a tile of dQ, its place is free.
@@ -161,21 +162,21 @@ def _add_tiles(DQD, dq_smem, bars, tiles, start, t0, head0, MODE: gl.constexpr):
 
 
 @gluon.jit
-def _place_in_dq(place):
+def _place_in_dq(place, WIDTH: gl.constexpr):
     """Where in a tile of dQ at address `place` a thread begins to store, see _put_dq."""
     lane = lane_number()
     warp = warp_number()
     row = warp % 4 * 16 + (lane >> 2)
     swizzled = ((((lane >> 1) & 1) ^ (lane >> 2)) << 4) + (lane & 1) * 8
-    return place + warp // 4 * (2 * 64 * 128) + row * 128 + swizzled
+    return place + warp // 4 * (WIDTH // 64 * 64 * 128) + row * 128 + swizzled
 
 
 @gluon.jit
 def _put_dq(dq, at):
-    """dq [64, 128] of eight warps, four down and two across, to shared memory, as the copy engine
+    """dq [64, width] of eight warps, four down and two across, to shared memory, as the copy engine
     wants it: chunks of 32 columns, every 16 bytes of a row swizzled by its number."""
     LAYOUT: gl.constexpr = dq.type.layout
-    column = gl.arange(0, dq.shape[1], gl.SliceLayout(0, LAYOUT)) % 64
+    column = gl.arange(0, dq.shape[1], gl.SliceLayout(0, LAYOUT)) % (dq.shape[1] // 2)
     to = (at ^ (column // 8 % 4 * 32)) + column // 32 * (64 * 128)
     to = to[None, :] + gl.zeros(dq.shape, gl.int32, LAYOUT)
     gl.inline_asm_elementwise(
@@ -405,7 +406,7 @@ def _span_walk(
     zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
     first_bar = first_barrier()
     ds_at = kept(place_of_rows(first_bar + DS_AT))
-    dq_at = kept(_place_in_dq(first_bar + DQ_AT))
+    dq_at = kept(_place_in_dq(first_bar + DQ_AT, WIDTH))
     await_phase_if(tiles > 0, first_bar, READY, 0)
     q_ahead = q_smem.index(0).permute([1, 0])
     s = warpgroup_mma(k_place.index(0), q_ahead, zero, use_acc=False, is_async=True)
@@ -556,15 +557,16 @@ def _head_tiles(x: torch.Tensor, block_q: int, heads: int) -> Any:
     return descriptor(x.view(-1, *x.shape[-2:]), (block_q, heads, x.shape[-1]), layout)
 
 
-TAKES = "16-bit heads, 128 wide for Dk = Dv, a power of two of them from 4 on a group"
+TAKES = "16-bit heads, 64 or 128 wide for Dk = Dv, a power of two of them from 4 on a group"
 
 
 def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> bool:
     """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     return (
-        q.shape[-1] == v.shape[-1] == WIDTH
+        q.shape[-1] == v.shape[-1]
+        and q.shape[-1] in WIDTHS
         and q.element_size() == 2
-        and 2 * q.numel() // WIDTH < 2**31
+        and 2 * q.numel() // q.shape[-1] < 2**31
         and span_bwd_fused.usable(q, k, v, grad_out)
     )
 
@@ -627,7 +629,7 @@ def span_attention_bwd_hopper(
         splits if at.cu else at.sk, groups, at.tokens, share, q_start, span_a, span.b,
         softmax_scale, softmax_scale * LOG2E,
         MODE=span.mode, VARLEN=at.cu is not None, BLOCK_Q=block_q, HEADS=heads, KEYS=KEYS,
-        WIDTH=WIDTH, STAGES=STAGES, SPLIT=splits > 1, SIGNED=signed, num_warps=WARPS,
+        WIDTH=dim, STAGES=STAGES, SPLIT=splits > 1, SIGNED=signed, num_warps=WARPS,
         maxnreg=START_REGISTERS,
     )  # fmt: skip
     if dq is None:

@@ -159,7 +159,8 @@ def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int,
     if widest > 192:
         return (64, 32, 4, 1) if hopper else (32, 32, 4, 2)
     if widest > 128:
-        return (128, 64, 8, 2) if hopper else (64, 32, 4, 2)
+        # H100, 192/128, 8k tokens: compressed 0.73 -> 0.51 ms by a third stage.
+        return (128, 64, 8, 3) if hopper else (64, 32, 4, 2)
     # H200, bf16, D=128, 64k tokens: compressed 9.4 ms, sliding 3.3; with 128 rows 10.2 and 4.0.
     return (64, 64, 4, 3) if hopper else (64, 64, 4, 2)
 

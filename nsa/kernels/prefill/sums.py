@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.launch import launch
-from nsa.kernels.tiles import cdiv
+from nsa.kernels.tiles import cdiv, pow2
 
 SIZE = 4096  # numbers that a program rounds, or looks at in a turn
 PROGRAMS = 1056  # that look at K and V: few, since each adds to the same numbers
@@ -77,15 +77,20 @@ def _round_keys_kernel(SUM_K, SUM_V, DK, DV, k_numbers, v_numbers, scale, SIZE: 
 @triton.jit
 def _round_halves_kernel(
     X, SUMS, SCALES, OUT, LOST, n_rows, scale,
-    D: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BOTH: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    BOTH: tl.constexpr,
 ):  # fmt: skip
     """Rows of HalfSums, and of fp32 X as well where BOTH. OUT may be where SUMS are: each number is
     read before its place is written. Units of HEADS rows that fp16 did not serve go to LOST."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < n_rows
-    at = row[:, None] * D + tl.arange(0, D)[None, :]
+    columns = tl.arange(0, BLOCK_D)
+    at = row[:, None] * D + columns[None, :]
+    mask = live[:, None]
+    if BLOCK_D > D:
+        mask = mask & (columns < D)[None, :]
     scales = tl.load(SCALES + row, mask=live, other=1.0)
-    sums = tl.load(SUMS + at, mask=live[:, None], other=0.0).to(tl.float32)
+    sums = tl.load(SUMS + at, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(sums), 1)
     broken = tl.max((sums * 0.0 != 0.0).to(tl.int32), 1) > 0
     # A scale at its limit is that of a row without a gradient of its output.
@@ -98,8 +103,8 @@ def _round_halves_kernel(
         tl.store(LOST + to, unit, mask=lost > 0)
     x = sums * (1.0 / scales)[:, None]
     if BOTH:
-        x += tl.load(X + at, mask=live[:, None], other=0.0)
-    tl.store(OUT + at, (x * scale).to(OUT.dtype.element_ty), mask=live[:, None])
+        x += tl.load(X + at, mask=mask, other=0.0)
+    tl.store(OUT + at, (x * scale).to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -214,10 +219,12 @@ def rounded(
         rows, heads = out.numel() // d, hq // x.groups
         lost = torch.empty(1 + rows // heads, dtype=torch.int32, device=out.device)
         lost[:1].zero_()
-        at_once = SIZE // d
+        padded = pow2(d)
+        at_once = SIZE // padded
         launch(
             _round_halves_kernel, (cdiv(rows, at_once),), out if more is None else more, x.sums,
-            x.scales, out, lost, rows, scale, D=d, ROWS=at_once, HEADS=heads, BOTH=more is not None,
+            x.scales, out, lost, rows, scale, D=d, BLOCK_D=padded, ROWS=at_once, HEADS=heads,
+            BOTH=more is not None,
         )  # fmt: skip
         x.anew(lost, out, more, scale)
         return out
