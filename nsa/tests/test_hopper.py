@@ -149,7 +149,7 @@ def test_the_nightly_lane_compiles_for_every_release_that_serves():
 
 
 @pytest.mark.parametrize("how, forward, backward, blocks", [
-    (dict(dtype=torch.float32), False, False, False), (dict(d=192), False, False, True),
+    (dict(dtype=torch.float32), False, False, False), (dict(d=192), True, False, True),
     (dict(d=64, dv=64), True, True, True), (dict(dv=64), False, False, False),
     (dict(hq=6), False, False, False), (dict(hq=2), True, False, False),
     (dict(hq=256), False, False, False), (dict(hq=64), True, True, False),
@@ -194,7 +194,7 @@ def test_which_selections_share_their_reads(
 @pytest.mark.parametrize("how, l, d, l_sel, serves", [
     ({}, 32, 16, 64, True), (dict(hq=32, d=64), 64, 16, 32, True), (dict(hq=2), 16, 16, 128, True),
     (dict(dtype=torch.float16), 256, 16, 64, True), (dict(hq=64), 32, 16, 64, False),
-    (dict(hq=6), 32, 16, 64, False), (dict(d=192), 32, 16, 64, False),
+    (dict(hq=6), 32, 16, 64, False), (dict(d=192), 32, 16, 64, True),
     (dict(dtype=torch.float32), 32, 16, 64, False), (dict(S=0), 32, 16, 64, False),
     ({}, 257, 16, 64, False), ({}, 16, 16, 16, False), ({}, 8, 4, 64, False),
     ({}, 2048, 256, 2048, True), ({}, 4096, 512, 4096, False),
@@ -421,12 +421,25 @@ def test_whole(shape, device):
     assert (SHARED in counts) == (shape.h == 16), dict(counts)
 
 
+PAPERS = dict(D=192, Dv=128, **PAPER)
+
+
 @pytest.mark.kernel
-def test_whole_with_the_papers_heads(device):
-    """Of 192 and 128: selection goes by these kernels, the rest by Triton's."""
+@pytest.mark.parametrize("shape", [
+    kernels_of.SHAPES[7], Shape((1, 700, 63, 64, 65, 333), h=4, n_sel=4, packed=True, **PAPERS),
+    Shape((777, 777), h=8, dtype=BF16, n_sel=4, **PAPERS),
+], ids=str)  # fmt: skip
+def test_whole_with_the_papers_heads(shape, device):
+    """Of 192 and 128: these kernels serve all but the backward of spans."""
     with launches.recording() as counts:
-        kernels_of.test_whole(kernels_of.SHAPES[7], device)
-    assert counts[SELECTION] == 1 and counts[SHARED] == 2, dict(counts)
+        kernels_of.test_whole(shape, device)
+    assert {FORWARD, SCORES, SELECTION} <= set(counts), dict(counts)
+    assert not {"_span_fwd_kernel", "_block_score_kernel", "_block_attn_bwd_dkdv_kernel"} & set(
+        counts
+    )
+    assert (SHARED in counts) == (shape.h == 16), dict(counts)
+    kernels_of.test_compressed(shape, device)
+    kernels_of.test_choice_of_blocks(shape, device)
 
 
 @pytest.mark.kernel
@@ -447,7 +460,8 @@ def test_choice_of_blocks(shape, device, monkeypatch):
 @pytest.mark.parametrize("heads, width, l, d, l_sel, start, s", [
     (16, 128, 32, 16, 64, 0, 515), (16, 128, 32, 16, 64, 9000, 4200), (8, 64, 32, 16, 64, 137, 515),
     (4, 128, 64, 16, 32, 0, 515), (2, 64, 16, 16, 128, 61, 515), (1, 128, 256, 16, 64, 0, 515),
-    (16, 128, 32, 32, 64, 0, 515),
+    (16, 128, 32, 32, 64, 0, 515), (16, 192, 32, 16, 64, 9000, 4200),
+    (4, 192, 32, 16, 64, 137, 515),
 ])  # fmt: skip
 def test_block_scores(heads, width, l, d, l_sel, start, s, device):
     """The scores that the ranking reads of each query, all of them written; against fp64. Once with
@@ -1137,7 +1151,8 @@ def test_both_spans_of_a_chunk(heads, width, window, scale, device):
     "window, scale", [(1, 0.1), (100, 0.1), (128, 0.1), (512, 0.1), (10**9, 0.1), (10**9, 3.0)]
 )
 @pytest.mark.parametrize(
-    "heads, width", [(1, 128), (2, 128), (4, 64), (8, 128), (16, 128), (64, 64)]
+    "heads, width",
+    [(1, 128), (2, 128), (4, 64), (8, 128), (16, 128), (64, 64), (16, 192), (2, 192)],
 )
 def test_windows_forward(heads, width, window, scale, device):
     """Whole and odd windows, with every width of the narrow tile; against fp64. Of the
@@ -1148,7 +1163,8 @@ def test_windows_forward(heads, width, window, scale, device):
     start, s = 137, 700
     q = randn(1, s, 2 * heads, width, seed=heads, dtype=torch.float16, device=device)
     k, v = (
-        randn(1, start + s, 2, width, seed=i, dtype=torch.float16, device=device) for i in (7, 8)
+        randn(1, start + s, 2, n, seed=i, dtype=torch.float16, device=device)
+        for i, n in ((7, width), (8, min(width, 128)))
     )
     with launches.recording() as counts:
         out, lse = span_attention_fwd(q, k, v, Span(SLIDING, window), scale, q_start=start)

@@ -41,14 +41,16 @@ from nsa.kernels.row_tiles import descriptor, shared_layout
 from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
 ROWS = 256  # of a work item, 64 for each warpgroup's products
-KEYS, STAGES = 64, 6  # of a tile, and how many tiles are in flight
+KEYS, STAGES = 64, 6  # of a tile, and how many tiles are in flight, at most
 WARPS = 16
 # With the loading warp, which counts as four, all start with 96 registers a thread; all but the
 # least that a thread can have then go to the sixteen: 112.
 START_REGISTERS = 96
 EIGHT = gl.constexpr(8)  # blocks of one small product
 PIECE = gl.constexpr(16)  # its keys
-Q_STAGES = gl.constexpr(2)  # work items whose queries are in flight
+Q_STAGES = gl.constexpr(2)  # work items whose queries are in flight, at most
+# (Both of heads of 192, which are 128 and 64 more.)
+WIDER_STAGES, WIDER_Q_STAGES = 5, 1
 # Numbers of barriers: queries are there, their place is free; a tile's keys, their places; turns.
 Q_FULL, Q_EMPTY, K_FULL = (gl.constexpr(i * Q_STAGES.value) for i in range(3))
 K_EMPTY, TURN = (gl.constexpr(K_FULL.value + i * STAGES) for i in (1, 2))
@@ -81,15 +83,17 @@ def _work(
 
 @gluon.jit
 def _produce(
-    QD, KD, q_mem, k_mem, bars, CU_Q, CU_K, SQ, SK, G: gl.constexpr, BATCH, ITEMS, slab_begin,
+    QDS, KDS, q_mems, k_mems, bars, CU_Q, CU_K, SQ, SK, G: gl.constexpr, BATCH, ITEMS, slab_begin,
     q_start, VARLEN: gl.constexpr, l: gl.constexpr, d: gl.constexpr,
 ):  # fmt: skip
     """One warp: queries, then the key tiles from the first to the last, item after item."""
-    QUERIES: gl.constexpr = QD.block_type.shape[0]
-    HEADS: gl.constexpr = QD.block_type.shape[1]
-    D: gl.constexpr = QD.block_type.shape[2]
-    KEYS: gl.constexpr = KD.block_type.shape[1]
-    STAGES: gl.constexpr = k_mem.shape[0]
+    QUERIES: gl.constexpr = QDS[0].block_type.shape[0]
+    HEADS: gl.constexpr = QDS[0].block_type.shape[1]
+    WIDTH: gl.constexpr = QDS[0].block_type.shape[2]
+    D: gl.constexpr = WIDTH + (QDS[1].block_type.shape[2] if len(QDS) > 1 else 0)
+    KEYS: gl.constexpr = KDS[0].block_type.shape[1]
+    STAGES: gl.constexpr = k_mems[0].shape[0]
+    Q_PLACES: gl.constexpr = q_mems[0].shape[0]
     done = 0
     count = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
@@ -97,23 +101,33 @@ def _produce(
             item, ITEMS, CU_Q, CU_K, SQ, SK, G, BATCH, slab_begin, q_start, l, d, VARLEN, QUERIES
         )
         if q0 < q_len:
-            at = done % Q_STAGES
-            mbarrier.wait(bars.index(Q_EMPTY + at), (done // Q_STAGES) & 1 ^ 1)
+            at = done % Q_PLACES
+            mbarrier.wait(bars.index(Q_EMPTY + at), (done // Q_PLACES) & 1 ^ 1)
             bar = bars.index(Q_FULL + at)
-            mbarrier.expect(bar, QD.block_type.nbytes)
+            if len(QDS) > 1:
+                mbarrier.expect(bar, QDS[0].block_type.nbytes + QDS[1].block_type.nbytes)
+            else:
+                mbarrier.expect(bar, QDS[0].block_type.nbytes)
             row = (q_begin + q0).to(gl.int32)
-            tma_load(QD, [row, group * HEADS, 0], bar, q_mem.index(at))
+            for part in gl.static_range(len(QDS)):
+                where = [row, group * HEADS, part * WIDTH]
+                tma_load(QDS[part], where, bar, q_mems[part].index(at))
             done += 1
             for n0 in range(0, hi_last, KEYS):
                 at = count % STAGES
                 mbarrier.wait(bars.index(K_EMPTY + at), (count // STAGES) & 1 ^ 1)
                 bar = bars.index(K_FULL + at)
-                mbarrier.expect(bar, KD.block_type.nbytes)
-                if VARLEN:
-                    where = [0, k_begin.to(gl.int32) + n0, group * D]
+                if len(KDS) > 1:
+                    mbarrier.expect(bar, KDS[0].block_type.nbytes + KDS[1].block_type.nbytes)
                 else:
-                    where = [batch, n0, group * D]
-                tma_load(KD, where, bar, k_mem.index(at))
+                    mbarrier.expect(bar, KDS[0].block_type.nbytes)
+                for part in gl.static_range(len(KDS)):
+                    column = group * D + part * WIDTH
+                    if VARLEN:
+                        where = [0, k_begin.to(gl.int32) + n0, column]
+                    else:
+                        where = [batch, n0, column]
+                    tma_load(KDS[part], where, bar, k_mems[part].index(at))
                 count += 1
 
 
@@ -182,19 +196,20 @@ def _store(sums, to, n_ld, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, k_mem, first, count, warpgroup, LAYOUT: gl.constexpr):
+def _scores(qs, k_mems, first, count, warpgroup, LAYOUT: gl.constexpr):
     """Start Q K^T of key tile `count` when it is this warpgroup's turn, and pass the turn on."""
-    ROWS: gl.constexpr = q.shape[0]
-    KEYS: gl.constexpr = k_mem.shape[2]
-    STAGES: gl.constexpr = k_mem.shape[0]
+    ROWS: gl.constexpr = qs[0].shape[0]
+    KEYS: gl.constexpr = k_mems[0].shape[2]
+    STAGES: gl.constexpr = k_mems[0].shape[0]
     GROUPS: gl.constexpr = gl.num_warps() // 4
     at = count % STAGES
     await_phase(first, K_FULL + at, (count // STAGES) & 1)
     # The first warpgroup begins: it waits for the phase before the first.
     await_phase(first, TURN + warpgroup, (count & 1) ^ (warpgroup == 0).to(gl.int32))
-    k = k_mem.index(at).reshape([KEYS, k_mem.shape[3]]).permute((1, 0))
-    zero = gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)
-    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    s = gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)
+    for part in gl.static_range(len(qs)):
+        k = k_mems[part].index(at).reshape([KEYS, k_mems[part].shape[3]]).permute((1, 0))
+        s = warpgroup_mma(qs[part], k, s, use_acc=part > 0, is_async=True)
     arrive(first, TURN + (warpgroup + 1) % GROUPS)
     return s
 
@@ -238,17 +253,17 @@ def _normalisers(
 
 @gluon.jit
 def _consume(
-    SCORES, LSE, q_mem, k_mem, CU_Q, CU_K, SQ, SK, G: gl.constexpr, BATCH, ITEMS, slab_begin,
+    SCORES, LSE, q_mems, k_mems, CU_Q, CU_K, SQ, SK, G: gl.constexpr, BATCH, ITEMS, slab_begin,
     slab_len, n_ld, q_start, scale_log2,
     VARLEN: gl.constexpr, l: gl.constexpr, d: gl.constexpr, l_sel: gl.constexpr,
 ):  # fmt: skip
     """Four warpgroups: probabilities of 64 rows each, their sums over blocks and heads."""
-    QUERIES: gl.constexpr = q_mem.shape[1]
-    HEADS: gl.constexpr = q_mem.shape[2]
+    QUERIES: gl.constexpr = q_mems[0].shape[1]
+    HEADS: gl.constexpr = q_mems[0].shape[2]
     ROWS: gl.constexpr = QUERIES * HEADS
-    D: gl.constexpr = q_mem.shape[3]
-    STAGES: gl.constexpr = k_mem.shape[0]
-    KEYS: gl.constexpr = k_mem.shape[2]
+    Q_PLACES: gl.constexpr = q_mems[0].shape[0]
+    STAGES: gl.constexpr = k_mems[0].shape[0]
+    KEYS: gl.constexpr = k_mems[0].shape[2]
     BLOCKS: gl.constexpr = KEYS * d // l_sel  # of a tile
     CHUNK: gl.constexpr = EIGHT * l_sel // d  # keys of eight blocks
     WARPS: gl.constexpr = gl.num_warps()
@@ -274,9 +289,11 @@ def _consume(
             slab_len, q_start, l, d, VARLEN, QUERIES, HEADS, ROW_LAYOUT,
         )  # fmt: skip
         if q0 < q_len:
-            at = done % Q_STAGES
-            await_phase(first, Q_FULL + at, (done // Q_STAGES) & 1)
-            q = q_mem.index(at).reshape([ROWS, D])
+            at = done % Q_PLACES
+            await_phase(first, Q_FULL + at, (done // Q_PLACES) & 1)
+            qs = (q_mems[0].index(at).reshape([ROWS, q_mems[0].shape[3]]),)
+            if len(q_mems) > 1:
+                qs = qs + (q_mems[1].index(at).reshape([ROWS, q_mems[1].shape[3]]),)
             if VARLEN:
                 to = SCORES + sequence.to(gl.int64) * n_ld
             else:
@@ -284,7 +301,7 @@ def _consume(
             tiles = (hi_last + KEYS - 1) // KEYS
             carry = gl.zeros([ROWS, EIGHT], gl.float32, SUM_LAYOUT)
             if tiles > 0:
-                s = _scores(q, k_mem, first, count, warpgroup, S_LAYOUT)
+                s = _scores(qs, k_mems, first, count, warpgroup, S_LAYOUT)
                 # 2^10: fp16 then keeps 11 bits of every probability down to 6e-8, which ranks
                 # blocks reliably. Rows that see no compressed key contribute nothing.
                 bias = 10.0 - lse * 1.4426950408889634
@@ -297,7 +314,7 @@ def _consume(
                     )
                     sums, carry = _pooled(p, carry, own, spill, CHUNK)
                     count += 1
-                    s = _scores(q, k_mem, first, count, warpgroup, S_LAYOUT)
+                    s = _scores(qs, k_mems, first, count, warpgroup, S_LAYOUT)
                     _store(sums, to + j * BLOCKS, n_ld, HEADS)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 arrive(first, K_EMPTY + count % STAGES)
@@ -322,24 +339,37 @@ def _consume(
 
 @gluon.jit
 def _block_score_hopper_kernel(
-    QD, KD, LSE, SCORES, CU_Q, CU_K, SQ, SK, BATCH, ITEMS, q_start, slab_begin, slab_len, n_ld,
-    scale_log2,
-    VARLEN: gl.constexpr, STAGES: gl.constexpr, G: gl.constexpr, l: gl.constexpr, d: gl.constexpr,
-    l_sel: gl.constexpr,
+    QD, KD, QD2, KD2, LSE, SCORES, CU_Q, CU_K, SQ, SK, BATCH, ITEMS, q_start, slab_begin, slab_len,
+    n_ld, scale_log2,
+    VARLEN: gl.constexpr, STAGES: gl.constexpr, Q_PLACES: gl.constexpr, WIDER: gl.constexpr,
+    G: gl.constexpr, l: gl.constexpr, d: gl.constexpr, l_sel: gl.constexpr,
 ):  # fmt: skip
     """SCORES fp32, as _block_score_kernel writes them with key tiles and queries of this kernel's
-    size."""
+    size. WIDER: the columns of Q and K behind 128 come by the descriptors with a 2."""
     Q_UNITS: gl.constexpr = QD.block_type.nbytes // UNIT
     K_UNITS: gl.constexpr = KD.block_type.nbytes // UNIT
-    K_AT: gl.constexpr = 1 + Q_STAGES * Q_UNITS
-    UNITS: gl.constexpr = K_AT + STAGES * K_UNITS
+    K_AT: gl.constexpr = 1 + Q_PLACES * Q_UNITS
+    Q2_AT: gl.constexpr = K_AT + STAGES * K_UNITS
+    K2_AT: gl.constexpr = Q2_AT + (Q_PLACES * QD2.block_type.nbytes // UNIT if WIDER else 0)
+    UNITS: gl.constexpr = K2_AT + (STAGES * KD2.block_type.nbytes // UNIT if WIDER else 0)
     WARPS: gl.constexpr = gl.num_warps()
     BARRIERS: gl.constexpr = TURN + WARPS // 4
     store = gl.allocate_shared_memory(gl.int8, [UNITS, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     check_address(store)
     bars = carve(store, 0, gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    q_mem = carve(store, 1, QD.dtype, [Q_STAGES] + QD.block_type.shape, QD.layout)
+    q_mem = carve(store, 1, QD.dtype, [Q_PLACES] + QD.block_type.shape, QD.layout)
     k_mem = carve(store, K_AT, KD.dtype, [STAGES] + KD.block_type.shape, KD.layout)
+    QDS = (QD,)
+    KDS = (KD,)
+    q_mems = (q_mem,)
+    k_mems = (k_mem,)
+    if WIDER:
+        q2_mem = carve(store, Q2_AT, QD.dtype, [Q_PLACES] + QD2.block_type.shape, QD.layout)
+        k2_mem = carve(store, K2_AT, KD.dtype, [STAGES] + KD2.block_type.shape, KD.layout)
+        QDS = (QD, QD2)
+        KDS = (KD, KD2)
+        q_mems = (q_mem, q2_mem)
+        k_mems = (k_mem, k2_mem)
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(bars.index(Q_FULL + i), count=1)
         mbarrier.init(bars.index(Q_EMPTY + i), count=WARPS)
@@ -351,18 +381,18 @@ def _block_score_hopper_kernel(
     program_barrier()
     gl.warp_specialize([
         (_consume, (
-            SCORES, LSE, q_mem, k_mem, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin, slab_len,
+            SCORES, LSE, q_mems, k_mems, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin, slab_len,
             n_ld, q_start, scale_log2, VARLEN, l, d, l_sel,
         )),
         (_produce, (
-            QD, KD, q_mem, k_mem, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin, q_start,
-            VARLEN, l, d,
+            QDS, KDS, q_mems, k_mems, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin,
+            q_start, VARLEN, l, d,
         )),
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
 
 TAKES = (
-    "16-bit heads, 64 or 128 wide, a power of two of up to 16 a group, "
+    "16-bit heads, 64, 128 or 192 wide, a power of two of up to 16 a group, "
     "and l_sel of 2, 4 or 8 strides"
 )
 
@@ -370,7 +400,7 @@ TAKES = (
 def usable(q: torch.Tensor, k_cmp: torch.Tensor, l: int, d: int, l_sel: int) -> bool:
     """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     heads, dim = q.shape[-2] // k_cmp.shape[-2], q.shape[-1]
-    if q.element_size() != 2 or heads > 16 or heads & (heads - 1) or dim not in (64, 128):
+    if q.element_size() != 2 or heads > 16 or heads & (heads - 1) or dim not in (64, 128, 192):
         return False
     # Weights are small whole numbers in fp16; only the last PIECE keys reach into other blocks.
     if l_sel // d not in (2, 4, 8) or l > PIECE.value * d or min(l, l_sel) > 2048:
@@ -396,12 +426,19 @@ def block_scores(
     per_item, layout = ROWS // heads, shared_layout(128, 16, 3)
     items = cdiv(slab.queries, per_item) * at.batch * groups
     rows = (1, -1) if varlen else k_cmp.shape[:2]
+    wider = dim > 128
+    widths = (128, dim - 128) if wider else (dim, dim)
+    tiles = [
+        made for width in widths for made in (
+            descriptor(q.view(-1, *q.shape[-2:]), (per_item, heads, width), layout),
+            descriptor(k_cmp.view(*rows, groups * dim), (1, KEYS, width), layout),
+        )
+    ]  # fmt: skip
     launch(
         _block_score_hopper_kernel, (min(items, sm_count(q.device)),),
-        descriptor(q.view(-1, *q.shape[-2:]), (per_item, heads, dim), layout),
-        descriptor(k_cmp.view(*rows, groups * dim), (1, KEYS, dim), layout),
-        lse, slab.scores, *(at.cu or (lse, lse)), at.sq, at.sk, at.batch, items, q_start,
+        *tiles, lse, slab.scores, *(at.cu or (lse, lse)), at.sq, at.sk, at.batch, items, q_start,
         slab.begin, slab.rows, slab.n_ld, softmax_scale * LOG2E,
-        VARLEN=varlen, STAGES=STAGES, G=groups, l=l, d=d, l_sel=l_sel, num_warps=WARPS,
-        maxnreg=START_REGISTERS,
+        VARLEN=varlen, STAGES=WIDER_STAGES if wider else STAGES,
+        Q_PLACES=WIDER_Q_STAGES if wider else Q_STAGES.value, WIDER=wider, G=groups, l=l, d=d,
+        l_sel=l_sel, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

@@ -510,7 +510,7 @@ TAKES = "1000 to 4096 compressed keys, 4, 8 or 16 heads a group, l = 2 d and l_s
 
 def usable(q: torch.Tensor, k_cmp: torch.Tensor, l: int, d: int, l_sel: int) -> bool:
     """Return whether attention can pool its probabilities to blocks, and is the faster for it."""
-    if not LEAST_KEYS <= k_cmp.shape[1] <= MOST_KEYS:
+    if not LEAST_KEYS <= k_cmp.shape[1] <= MOST_KEYS or q.shape[-1] > 128:
         return False
     return q.shape[-2] // k_cmp.shape[-2] in (4, 8, 16) and l == 2 * d and l_sel == 4 * d
 

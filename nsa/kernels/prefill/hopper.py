@@ -80,6 +80,9 @@ def forward_pair(
     if q.dtype == torch.float16:  # the sum of two branches may pass what that of three does not
         pass_over("span_pair_fwd_hopper", "the sum of two branches may not fit fp16")
         return None
+    if q.shape[-1] != v_win.shape[-1]:
+        pass_over("span_pair_fwd_hopper", "it takes Dk = Dv")
+        return None
     of_window = forward(q, k_win, v_win, use_gluon)
     return of_window and forward(q, k_cmp, v_cmp, use_gluon)
 

@@ -172,51 +172,58 @@ def _tile(memory, count, KEYS: gl.constexpr):
 
 @gluon.jit
 def _bring(
-    XD, batch, row, column, memory, bars, full: gl.constexpr, empty: gl.constexpr, count
+    XDS, batch, row, column, memories, bars, full: gl.constexpr, empty: gl.constexpr, count
 ):  # fmt: skip
-    """Start the load of key tile `count`, or of its values, once its place is free."""
-    STAGES: gl.constexpr = memory.shape[0]
+    """Start the load of key tile `count`, or of its values, part by part, once its place is
+    free."""
+    STAGES: gl.constexpr = memories[0].shape[0]
     mbarrier.wait(bars.index(_barrier(empty, count, STAGES)), (count // STAGES) & 1 ^ 1)
     bar = bars.index(_barrier(full, count, STAGES))
-    mbarrier.expect(bar, XD.block_type.nbytes)
-    place = _tile(memory, count, XD.block_type.shape[1])
-    tma_load(XD, [batch, row, column], bar, place)
+    if len(XDS) > 1:
+        mbarrier.expect(bar, XDS[0].block_type.nbytes + XDS[1].block_type.nbytes)
+    else:
+        mbarrier.expect(bar, XDS[0].block_type.nbytes)
+    for part in gl.static_range(len(XDS)):
+        place = _tile(memories[part], count, XDS[part].block_type.shape[1])
+        tma_load(XDS[part], [batch, row, column + part * XDS[0].block_type.shape[2]], bar, place)
 
 
 @gluon.jit
 def _bring_span(
-    span, q0, q_len, batch, column, k_mem, v_mem, bars, count,
+    span, q0, q_len, batch, group, k_mems, v_mem, bars, count,
     MODE: gl.constexpr, BLOCK_N: gl.constexpr, NARROW: gl.constexpr, b: gl.constexpr,
-    VARLEN: gl.constexpr, QUERIES: gl.constexpr,
+    VARLEN: gl.constexpr, QUERIES: gl.constexpr, EXTRA: gl.constexpr,
 ):  # fmt: skip
     """The narrow keys, and the tiles from the last to the first; returns how many there are now."""
-    KD, VD, KN, VN, CU_K, SK, q_start, a = span
+    KDS, VD, KNS, VN, CU_K, SK, q_start, a = span
+    WIDTH: gl.constexpr = v_mem.shape[3]
+    of_k, of_v = group * (WIDTH + EXTRA), group * WIDTH
     k_batch, k_begin, k_len = _keys(batch, CU_K, SK, VARLEN)
     begin, tiles, _, _ = _key_tiles(
         q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N, NARROW
     )
     if NARROW > 0:
         row = k_begin + begin + tiles * BLOCK_N
-        _bring(KN, k_batch, row, column, k_mem, bars, K_FULL, K_EMPTY, count)
-        _bring(VN, k_batch, row, column, v_mem, bars, V_FULL, V_EMPTY, count)
+        _bring(KNS, k_batch, row, of_k, k_mems, bars, K_FULL, K_EMPTY, count)
+        _bring((VN,), k_batch, row, of_v, (v_mem,), bars, V_FULL, V_EMPTY, count)
         count += 1
     for j in range(tiles):
         row = k_begin + begin + (tiles - 1 - j) * BLOCK_N
-        _bring(KD, k_batch, row, column, k_mem, bars, K_FULL, K_EMPTY, count)
-        _bring(VD, k_batch, row, column, v_mem, bars, V_FULL, V_EMPTY, count)
+        _bring(KDS, k_batch, row, of_k, k_mems, bars, K_FULL, K_EMPTY, count)
+        _bring((VD,), k_batch, row, of_v, (v_mem,), bars, V_FULL, V_EMPTY, count)
         count += 1
     return count
 
 
 @gluon.jit
 def _produce(
-    QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, slab_begin,
-    TILES: gl.constexpr, VARLEN: gl.constexpr,
+    QDS, spans, q_mems, k_mems, v_mem, bars, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, slab_begin,
+    TILES: gl.constexpr, VARLEN: gl.constexpr, EXTRA: gl.constexpr,
 ):  # fmt: skip
     """One warp: queries, then the key tiles of each span, item after item."""
-    QUERIES: gl.constexpr = QD.block_type.shape[0]
-    HEADS: gl.constexpr = QD.block_type.shape[1]
-    D: gl.constexpr = QD.block_type.shape[2]
+    QUERIES: gl.constexpr = QDS[0].block_type.shape[0]
+    HEADS: gl.constexpr = QDS[0].block_type.shape[1]
+    WIDTH: gl.constexpr = QDS[0].block_type.shape[2]
     done = 0
     count = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
@@ -226,13 +233,18 @@ def _produce(
         at = done % Q_STAGES
         mbarrier.wait(bars.index(Q_EMPTY + at), (done // Q_STAGES) & 1 ^ 1)
         bar = bars.index(Q_FULL + at)
-        mbarrier.expect(bar, QD.block_type.nbytes)
-        tma_load(QD, [q_begin + q0, group * HEADS, 0], bar, q_mem.index(at))
+        if EXTRA > 0:
+            mbarrier.expect(bar, QDS[0].block_type.nbytes + QDS[1].block_type.nbytes)
+        else:
+            mbarrier.expect(bar, QDS[0].block_type.nbytes)
+        for part in gl.static_range(len(QDS)):
+            where = [q_begin + q0, group * HEADS, part * WIDTH]
+            tma_load(QDS[part], where, bar, q_mems[part].index(at))
         done += 1
         for i in gl.static_range(len(TILES)):
             count = _bring_span(
-                spans[i], q0, q_len, batch, group * D, k_mem, v_mem, bars, count,
-                TILES[i][0], TILES[i][1], TILES[i][2], TILES[i][3], VARLEN, QUERIES,
+                spans[i], q0, q_len, batch, group, k_mems, v_mem, bars, count,
+                TILES[i][0], TILES[i][1], TILES[i][2], TILES[i][3], VARLEN, QUERIES, EXTRA,
             )  # fmt: skip
 
 
@@ -287,14 +299,16 @@ def _softmax(
 
 
 @gluon.jit
-def _scores(q, count, k_mem, KEYS: gl.constexpr):
-    """Start Q K^T of key tile `count`."""
-    ROWS: gl.constexpr = q.shape[0]
+def _scores(qs, count, k_mems, KEYS: gl.constexpr):
+    """Start Q K^T of key tile `count`, part by part of a head."""
+    ROWS: gl.constexpr = qs[0].shape[0]
     WARPS: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
-    k = _tile(k_mem, count, KEYS).reshape([KEYS, k_mem.shape[3]]).permute((1, 0))
-    zero = gl.zeros([ROWS, KEYS], gl.float32, layout)
-    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    s = gl.zeros([ROWS, KEYS], gl.float32, layout)
+    for part in gl.static_range(len(qs)):
+        k = _tile(k_mems[part], count, KEYS).reshape([KEYS, k_mems[part].shape[3]])
+        s = warpgroup_mma(qs[part], k.permute((1, 0)), s, use_acc=part > 0, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -314,15 +328,15 @@ def _output(acc, p, count, v_mem, first):
 
 
 @gluon.jit
-def _first_scores(q, count, k_mem, first, BLOCK_N: gl.constexpr, NARROW: gl.constexpr):
+def _first_scores(qs, count, k_mems, first, BLOCK_N: gl.constexpr, NARROW: gl.constexpr):
     """Start Q K^T of the NARROW keys and of the last tile, whose number comes with them."""
-    STAGES: gl.constexpr = k_mem.shape[0]
+    STAGES: gl.constexpr = k_mems[0].shape[0]
     if NARROW > 0:
         _await(first, K_FULL, count, STAGES)
-        few = _scores(q, count, k_mem, NARROW)
+        few = _scores(qs, count, k_mems, NARROW)
         count += 1
     _await(first, K_FULL, count, STAGES)
-    s = _scores(q, count, k_mem, BLOCK_N)
+    s = _scores(qs, count, k_mems, BLOCK_N)
     if NARROW == 0:
         few = s
     return few, s, count
@@ -330,7 +344,7 @@ def _first_scores(q, count, k_mem, first, BLOCK_N: gl.constexpr, NARROW: gl.cons
 
 @gluon.jit
 def _attend(
-    few, s, q, q0, q_len, batch, span, k_mem, v_mem, first, count, scale_log2, sums, aside, to,
+    few, s, qs, q0, q_len, batch, span, k_mems, v_mem, first, count, scale_log2, sums, aside, to,
     MODE: gl.constexpr, BLOCK_N: gl.constexpr, NARROW: gl.constexpr, b: gl.constexpr,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr, SCORED: gl.constexpr,
 ):  # fmt: skip
@@ -343,11 +357,11 @@ def _attend(
     the newest tile (their product with V is yet to start) and the output acc of the tiles before
     (its last product may still run).
     """
-    KD, VD, KN, VN, CU_K, SK, q_start, a = span
-    STAGES: gl.constexpr = k_mem.shape[0]
-    ROWS: gl.constexpr = q.shape[0]
-    D: gl.constexpr = k_mem.shape[3]
-    DTYPE: gl.constexpr = k_mem.dtype
+    KDS, VD, KNS, VN, CU_K, SK, q_start, a = span
+    STAGES: gl.constexpr = v_mem.shape[0]
+    ROWS: gl.constexpr = qs[0].shape[0]
+    D: gl.constexpr = v_mem.shape[3]
+    DTYPE: gl.constexpr = v_mem.dtype
     WARPS: gl.constexpr = gl.num_warps()
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
@@ -402,7 +416,7 @@ def _attend(
         if SCORED:
             pooled = block_sums.pool(p, own, tile + 1, sums)
             acc = _rescaled(acc, alpha)  # whose branch keeps the next product behind those
-        s = _scores(q, count, k_mem, BLOCK_N)
+        s = _scores(qs, count, k_mems, BLOCK_N)
         if not SCORED:
             acc = _rescaled(acc, alpha)
         acc = _output(acc, gl.convert_layout(p, p_layout), count - 1, v_mem, first)
@@ -431,7 +445,7 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    O, LSE, GATES, scored, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS,
+    O, LSE, GATES, scored, spans, q_mems, k_mems, v_mem, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS,
     scale_log2, slab_begin,
     TILES: gl.constexpr, VARLEN: gl.constexpr, SCORED: gl.constexpr, Q_AT: gl.constexpr,
     ASIDE_AT: gl.constexpr,
@@ -439,13 +453,13 @@ def _consume(
     """Two warpgroups: softmax and output of 64 rows each of every work item; of two spans the sum
     of their outputs, each by its gate. Q_AT, ASIDE_AT: where memories begin, in bytes."""
     SCORES, SUMS, slab_rows, n_ld, room = scored
-    QUERIES: gl.constexpr = q_mem.shape[1]
-    HEADS: gl.constexpr = q_mem.shape[2]
+    QUERIES: gl.constexpr = q_mems[0].shape[1]
+    HEADS: gl.constexpr = q_mems[0].shape[2]
     ROWS: gl.constexpr = QUERIES * HEADS
-    D: gl.constexpr = q_mem.shape[3]
-    STAGES: gl.constexpr = k_mem.shape[0]
+    D: gl.constexpr = v_mem.shape[3]
+    STAGES: gl.constexpr = v_mem.shape[0]
     PAIR: gl.constexpr = len(TILES) == 2
-    DTYPE: gl.constexpr = k_mem.dtype
+    DTYPE: gl.constexpr = v_mem.dtype
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     first = first_barrier()
@@ -467,24 +481,26 @@ def _consume(
         )
         at = done % Q_STAGES
         await_phase(first, Q_FULL + at, (done // Q_STAGES) & 1)
-        q = q_mem.index(at).reshape([ROWS, D])
+        qs = (q_mems[0].index(at).reshape([ROWS, D]),)
+        if len(q_mems) > 1:
+            qs = qs + (q_mems[1].index(at).reshape([ROWS, q_mems[1].shape[3]]),)
         rows = gl.arange(0, ROWS, row_layout)
         t = q0 + rows // HEADS
         live = t < q_len
         row = (q_begin + t).to(gl.int64) * (G * HEADS) + group * HEADS + rows % HEADS
-        few, s, count = _first_scores(q, count, k_mem, first, TILES[0][1], TILES[0][2])
+        few, s, count = _first_scores(qs, count, k_mems, first, TILES[0][1], TILES[0][2])
         for i in gl.static_range(len(TILES)):
             if PAIR:  # gates of compressed, selected and sliding attention
                 gate = gl.load(GATES + row * 3 + 2 * i, mask=live, other=0.0)
             acc, m, l, count, tiles = _attend(
-                few, s, q, q0, q_len, batch, spans[i], k_mem, v_mem, first, count, scale_log2, sums,
-                aside, (before, n_ld, tiles_before, own, corner), TILES[i][0], TILES[i][1],
+                few, s, qs, q0, q_len, batch, spans[i], k_mems, v_mem, first, count, scale_log2,
+                sums, aside, (before, n_ld, tiles_before, own, corner), TILES[i][0], TILES[i][1],
                 TILES[i][2], TILES[i][3], VARLEN, HEADS, QUERIES, SCORED and i == 0,
             )  # fmt: skip
             last = count
             if i + 1 < len(TILES):
                 few, s, count = _first_scores(
-                    q, count + 1, k_mem, first, TILES[-1][1], TILES[-1][2]
+                    qs, count + 1, k_mems, first, TILES[-1][1], TILES[-1][2]
                 )
             l = gl.convert_layout(l, row_layout, assert_trivial=True)
             if i == 0:
@@ -554,28 +570,42 @@ def _send(
 
 @gluon.jit
 def _run(
-    QD, spans, OD, O, LSE, GATES, scored, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, scale_log2,
+    QDS, spans, OD, O, LSE, GATES, scored, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS, scale_log2,
     slab_begin,
     TILES: gl.constexpr, VARLEN: gl.constexpr, SCORED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """scored: SCORES and the memory of block_sums.py, rows of a slab, n_ld, tiles of a warp;
     spans: of each the descriptors of its keys and values, whole tiles and narrow ones, where its
     keys lie, the position of query 0 among them, and a of Span; TILES: see Tiles.compiled. All
-    spans' tiles take turns in the places of the first one's, which are the widest."""
+    spans' tiles take turns in the places of the first one's, which are the widest. Queries and keys
+    go in one part, as wide as values, or in two, the second of which has the columns behind."""
+    QD = QDS[0]
+    KDS = spans[0][0]
+    KD = KDS[0]
     DTYPE: gl.constexpr = QD.dtype
-    KD = spans[0][0]
+    PARTS: gl.constexpr = len(QDS)
+    EXTRA: gl.constexpr = QDS[1].block_type.shape[2] if PARTS > 1 else 0
     Q_UNITS: gl.constexpr = QD.block_type.nbytes // UNIT
     K_UNITS: gl.constexpr = KD.block_type.nbytes // UNIT
     K_AT: gl.constexpr = 1 + Q_STAGES * Q_UNITS
     V_AT: gl.constexpr = K_AT + STAGES * K_UNITS
     ASIDE_AT: gl.constexpr = V_AT + STAGES * K_UNITS
-    UNITS: gl.constexpr = ASIDE_AT + (len(TILES) - 1) * Q_UNITS
+    Q2_AT: gl.constexpr = ASIDE_AT + (len(TILES) - 1) * Q_UNITS
+    K2_AT: gl.constexpr = Q2_AT + (Q_STAGES * QDS[1].block_type.nbytes // UNIT if PARTS > 1 else 0)
+    UNITS: gl.constexpr = K2_AT + (STAGES * KDS[1].block_type.nbytes // UNIT if PARTS > 1 else 0)
     store = gl.allocate_shared_memory(gl.int8, [UNITS, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     check_address(store)
     bars = carve(store, 0, gl.int64, [RING + 4 * STAGES, 1], mbarrier.MBarrierLayout())
     q_mem = carve(store, 1, DTYPE, [Q_STAGES] + QD.block_type.shape, QD.layout)
     k_mem = carve(store, K_AT, DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
     v_mem = carve(store, V_AT, DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
+    q_mems = (q_mem,)
+    k_mems = (k_mem,)
+    if PARTS > 1:
+        q2_mem = carve(store, Q2_AT, DTYPE, [Q_STAGES] + QDS[1].block_type.shape, QD.layout)
+        k2_mem = carve(store, K2_AT, DTYPE, [STAGES] + KDS[1].block_type.shape, KD.layout)
+        q_mems = (q_mem, q2_mem)
+        k_mems = (k_mem, k2_mem)
     WARPS: gl.constexpr = gl.num_warps()
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(bars.index(Q_FULL + i), count=1)
@@ -589,12 +619,12 @@ def _run(
     program_barrier()
     gl.warp_specialize([
         (_consume, (
-            O, LSE, GATES, scored, spans, q_mem, k_mem, v_mem, CU_Q, SQ, G, BATCH, ITEMS,
+            O, LSE, GATES, scored, spans, q_mems, k_mems, v_mem, CU_Q, SQ, G, BATCH, ITEMS,
             scale_log2, slab_begin, TILES, VARLEN, SCORED, UNIT, ASIDE_AT * UNIT,
         )),
         (_produce, (
-            QD, spans, q_mem, k_mem, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, slab_begin, TILES,
-            VARLEN,
+            QDS, spans, q_mems, k_mems, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, slab_begin, TILES,
+            VARLEN, EXTRA,
         )),
         (_send, (OD, q_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, slab_begin, VARLEN)),
     ], [1, 1], [LEAST_REGISTERS, LEAST_REGISTERS])  # fmt: skip
@@ -602,16 +632,24 @@ def _run(
 
 @gluon.jit
 def _span_fwd_hopper_kernel(
-    QD, KD, VD, KN, VN, OD, O, LSE, SCORES, SUMS, CU_Q, CU_K, SQ, SK, BATCH, ITEMS, q_start, a,
-    scale_log2, slab_begin, slab_rows, n_ld, room,
+    QD, KD, VD, KN, VN, QD2, KD2, KN2, OD, O, LSE, SCORES, SUMS, CU_Q, CU_K, SQ, SK, BATCH, ITEMS,
+    q_start, a, scale_log2, slab_begin, slab_rows, n_ld, room,
     TILES: gl.constexpr, VARLEN: gl.constexpr, SCORED: gl.constexpr, STAGES: gl.constexpr,
-    G: gl.constexpr,
+    G: gl.constexpr, WIDER: gl.constexpr,
 ):  # fmt: skip
-    """One span: its output and LSE; SCORED: of compressed attention block scores too."""
-    spans = ((KD, VD, KN, VN, CU_K, SK, q_start, a),)
+    """One span: its output and LSE; SCORED: of compressed attention block scores too. WIDER: Q and
+    K have columns behind as many as V has, which the descriptors with a 2 bring."""
+    QDS = (QD,)
+    KDS = (KD,)
+    KNS = (KN,)
+    if WIDER:
+        QDS = (QD, QD2)
+        KDS = (KD, KD2)
+        KNS = (KN, KN2)
+    spans = ((KDS, VD, KNS, VN, CU_K, SK, q_start, a),)
     scored = (SCORES, SUMS, slab_rows, n_ld, room)
     _run(
-        QD, spans, OD, O, LSE, LSE, scored, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, slab_begin,
+        QDS, spans, OD, O, LSE, LSE, scored, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, slab_begin,
         TILES, VARLEN, SCORED, STAGES,
     )  # fmt: skip
 
@@ -626,16 +664,20 @@ def _span_pair_fwd_hopper_kernel(
     """Compressed attention, with its LSE, and sliding attention: the sum of both by their gates;
     SCORED: block scores too."""
     spans = (
-        (KD, VD, KD, VD, CU_K, SK, q_start, l), (KW, VW, KN, VN, CU_Q, SW, win_start, window)
-    )  # fmt: skip
+        ((KD,), VD, (KD,), VD, CU_K, SK, q_start, l),
+        ((KW,), VW, (KN,), VN, CU_Q, SW, win_start, window),
+    )
     scored = (SCORES, SUMS, slab_rows, n_ld, room)
     _run(
-        QD, spans, OD, O, LSE, GATES, scored, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, slab_begin,
+        (QD,), spans, OD, O, LSE, GATES, scored, CU_Q, SQ, G, BATCH, ITEMS, scale_log2, slab_begin,
         TILES, VARLEN, SCORED, STAGES,
     )  # fmt: skip
 
 
-TAKES = "16-bit heads, 64 or 128 wide for Dk = Dv, a power of two of up to 64 a group"
+TAKES = (
+    "16-bit heads, 64 or 128 wide for Dk = Dv or 192 and 128, a power of two of up to 64 a group"
+)
+WIDTHS = ((64, 64), (128, 128), (192, 128))  # of Q's and V's heads
 
 
 def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -643,7 +685,7 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     heads, dim = q.shape[-2] // k.shape[-2], q.shape[-1]
     if q.element_size() != 2 or heads > ROWS // 2 or heads & (heads - 1):
         return False
-    if dim not in (64, 128) or v.shape[-1] != dim:
+    if (dim, v.shape[-1]) not in WIDTHS:
         return False
     # Numbers of rows are 32-bit coordinates of a descriptor.
     if max(q.numel() // (q.shape[-2] * dim), k.numel() // (k.shape[-2] * dim)) >= 1 << 31:
@@ -666,29 +708,36 @@ class Tiles:
         return self.span.mode, self.keys, self.narrow, self.span.b
 
 
-def hopper_tiles(span: Span, queries: int) -> Tiles:
-    """Tiles for work items of so many queries.
+def hopper_tiles(span: Span, queries: int, wider: bool = False) -> Tiles:
+    """Tiles for work items of so many queries; wider: of heads that take more memory for Q and K.
 
     H200, D = 128: more stages change nothing. A window of 512 is whole tiles for one query, and the
     narrow one takes the few keys that its neighbours see besides (64k tokens, 64 heads in 4 groups:
     2.44 -> 2.02 ms).
     """
+    narrow = max(16, queries) if queries <= 64 and span.mode != COMPRESSED else 0
+    if wider:
+        return Tiles(span, 64, narrow, 3)
     if span.mode == COMPRESSED:
         return Tiles(span, 128, 0)
-    narrow = max(16, queries) if queries <= 64 else 0
     if span.a % 128 and span.a < 1024:  # wide tiles would waste more
         return Tiles(span, 64, narrow, 4)
     return Tiles(span, 128, narrow)
 
 
 def _key_descriptors(k: torch.Tensor, v: torch.Tensor, tiles: Tiles, varlen: bool) -> list[Any]:
-    """Of whole tiles of keys and values, then of the narrow ones."""
+    """Of whole tiles of keys and values, then of the narrow ones; then of the columns that keys
+    have behind as many as values."""
     rows = (1, -1) if varlen else k.shape[:2]
     layout = shared_layout(128, 16, 3)
-    return [
-        descriptor(x.view(*rows, k.shape[-2] * k.shape[-1]), (1, n, k.shape[-1]), layout)
-        for n in (tiles.keys, tiles.narrow or tiles.keys) for x in (k, v)
-    ]  # fmt: skip
+    width = v.shape[-1]
+    lengths = tiles.keys, tiles.narrow or tiles.keys
+    tile = lambda x, n, columns: descriptor(
+        x.view(*rows, x.shape[-2] * x.shape[-1]), (1, n, columns), layout
+    )
+    found = [tile(x, n, width) for n in lengths for x in (k, v)]
+    more = k.shape[-1] - width
+    return found + [tile(k, n, more) for n in lengths] if more else found
 
 
 @dataclass(frozen=True)
@@ -698,21 +747,24 @@ class _Work:
     batch: int
     sq: int
     items: int
-    tile: tuple[int, int, int]  # queries, heads and width of a work item
+    tile: tuple[int, int, int]  # queries, heads and width of a work item's output
+    extra: int  # columns of Q behind that
 
     @classmethod
-    def of(cls, q: torch.Tensor, groups: int, cu_q: torch.Tensor | None) -> _Work:
+    def of(cls, q: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor | None) -> _Work:
+        groups, width = v.shape[-2:]
         heads = q.shape[-2] // groups
         queries = ROWS // heads
-        tile = (queries, heads, q.shape[-1])
+        tile, extra = (queries, heads, width), q.shape[-1] - width
         if cu_q is None:
             batch, sq = q.shape[:2]
-            return cls(batch, sq, cdiv(sq, queries) * batch * groups, tile)
+            return cls(batch, sq, cdiv(sq, queries) * batch * groups, tile, extra)
         tiles = packed_tiles(q.shape[0], queries, cu_q)
-        return cls(cu_q.numel() - 1, q.shape[0], tiles * groups, tile)
+        return cls(cu_q.numel() - 1, q.shape[0], tiles * groups, tile, extra)
 
-    def descriptor(self, x: torch.Tensor) -> Any:
-        return descriptor(x.view(-1, *x.shape[-2:]), self.tile, shared_layout(128, 16, 3))
+    def descriptor(self, x: torch.Tensor, columns: int | None = None) -> Any:
+        tile = (*self.tile[:2], columns or self.tile[2])
+        return descriptor(x.view(-1, *x.shape[-2:]), tile, shared_layout(128, 16, 3))
 
     def slabs(
         self, slabs: Iterable[Slab] | None, lse: torch.Tensor, k: torch.Tensor
@@ -729,7 +781,7 @@ class _Work:
             yield slab, items, (slab.scores, sums, slab.begin, slab.rows, slab.n_ld, room)
 
     def tiles(self, span: Span) -> Tiles:
-        return hopper_tiles(span, self.tile[0])
+        return hopper_tiles(span, self.tile[0], self.extra > 0)
 
 
 def scores_tile(heads: int) -> tuple[int, int]:
@@ -745,20 +797,22 @@ def span_attention_fwd_hopper(
     """out and lse as span_attention_fwd gives them, for calls that are usable(); with slabs of
     scores_tile, block scores of all queries too, slab by slab."""
     varlen, groups = cu_q is not None, k.shape[-2]
-    work = _Work.of(q, groups, cu_q)
+    work = _Work.of(q, v, cu_q)
     tiles = work.tiles(span)
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     rows, outs = work.descriptor(q), work.descriptor(out)
     keys = _key_descriptors(*marked(k, v), tiles, varlen)
+    wider = work.extra > 0
+    more = (work.descriptor(q, work.extra), *keys[4:]) if wider else (rows, keys[0], keys[2])
     for slab, items, of_slab in work.slabs(slabs, lse, k):
         launch(
             _span_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
-            rows, *keys, outs, out, lse, *of_slab[:2], cu_q if varlen else lse,
+            rows, *keys[:4], *more, outs, out, lse, *of_slab[:2], cu_q if varlen else lse,
             cu_k if varlen else lse, work.sq, work.batch if varlen else k.shape[1], work.batch,
             items, q_start, span.a, softmax_scale * LOG2E, *of_slab[2:],
             TILES=(tiles.compiled,), VARLEN=varlen, SCORED=slab is not None, STAGES=tiles.stages,
-            G=groups, num_warps=WARPS, maxnreg=START_REGISTERS,
+            G=groups, WIDER=wider, num_warps=WARPS, maxnreg=START_REGISTERS,
         )  # fmt: skip
     return out, lse
 
@@ -773,7 +827,7 @@ def span_pair_fwd_hopper(
     for calls of which both are usable(). win_start: q_start among the window's keys; slabs: as for
     span_attention_fwd_hopper."""
     varlen, groups = cu_q is not None, k_cmp.shape[-2]
-    work = _Work.of(q, groups, cu_q)
+    work = _Work.of(q, v_cmp, cu_q)
     tiles, window = work.tiles(compressed), work.tiles(sliding)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
