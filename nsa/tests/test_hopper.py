@@ -20,7 +20,6 @@ from nsa import launches
 from nsa.flags import Flags, clear_flags_cache
 from nsa.tests import test_block_attn_bwd as selection
 from nsa.tests import test_prefill_kernels as kernels_of
-from nsa.tests import test_span_bwd_fused as fused
 from nsa.tests.helpers import deterministic, randn
 from nsa.tests.test_prefill_kernels import BF16, PAPER, Shape
 from nsa.tests.test_union_attn import Case, Problem
@@ -53,10 +52,9 @@ def asked(monkeypatch):
 def on_hopper(monkeypatch):
     """As on an H200 with a release that the kernels were run with; no kernel is launched."""
     pytest.importorskip("triton")
-    from nsa.kernels.prefill import hopper, span_bwd_fused
+    from nsa.kernels.prefill import hopper
 
     monkeypatch.setattr(hopper, "arch_of", lambda device: 90)
-    monkeypatch.setattr(span_bwd_fused, "arch_of", lambda device: 90)
     monkeypatch.setattr(hopper.triton, "__version__", "3.6.0")
     return hopper
 
@@ -379,22 +377,28 @@ def test_deterministic_algorithms_keep_the_two_passes(asked, on_hopper, monkeypa
     from nsa.kernels.prefill import span_bwd
     from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 
-    asked_for = []
-    monkeypatch.setattr(on_hopper, "backward", lambda *a: asked_for.append(a))
+    one_pass = SimpleNamespace(span_attention_bwd_hopper=lambda *a: "one pass")
+    monkeypatch.setattr(on_hopper, "backward", lambda *a: one_pass)
     monkeypatch.setattr(span_bwd, "keys_for_backward", lambda k: k)
     q, k, v, do = tensors()
     lse = torch.zeros(q.shape[:-1])
     call = lambda: span_bwd.span_attention_bwd(
         do, q, k, v, q, lse, Span(COMPRESSED, 32, 16), 1.0, delta=lse
     )
-    monkeypatch.setattr(
-        span_bwd.span_bwd_fused, "compressed_attention_bwd_fused", lambda *a: "one pass"
-    )
-    assert call() == "one pass" and len(asked_for) == 1
+    assert call() == "one pass"
     monkeypatch.setattr(span_bwd, "dq_tiles", lambda *a: (_ for _ in ()).throw(TwoPasses))
     with deterministic(), pytest.raises(TwoPasses):
         call()
-    assert len(asked_for) == 1
+
+
+@pytest.mark.parametrize("sms", [1, 132])
+@pytest.mark.parametrize("sq, columns", [(1, 1), (8192, 16), (65536, 128), (65536, 2048)])
+def test_shares_are_whole_query_tiles(sq, columns, sms):
+    pytest.importorskip("triton")
+    from nsa.kernels.prefill.span_bwd_hopper import query_share
+
+    share = query_share(sq, columns, 12, sms)
+    assert 128 <= share <= 2048 + 12 and share % 12 == 0
 
 
 # ---- on the card ---------------------------------------------------------------------------------
@@ -1000,14 +1004,41 @@ def test_sums_come_near_their_bound_without_overflow(case, size, device, monkeyp
     assert (error < 5e-3 * norm).all()
 
 
+def compressed_backward(shape, device, q_start=0, scale=1.0):
+    """dq, dk, dv of random inputs whose queries stand at q_start, and the launches."""
+    from nsa.kernels.prefill.span_bwd import span_attention_bwd
+    from nsa.kernels.prefill.span_fwd import span_attention_fwd
+    from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
+
+    span = Span(COMPRESSED, shape.l, shape.d)
+    keys = (q_start + shape.lengths[0] - shape.l) // shape.d + 1
+    draw = lambda i, *dims: randn(1, *dims, seed=i, dtype=shape.dtype, device=device)
+    q = draw(0, shape.lengths[0], shape.G * shape.h, shape.D)
+    do = draw(1, shape.lengths[0], shape.G * shape.h, shape.Dv)
+    k, v = draw(2, keys, shape.G, shape.D), draw(3, keys, shape.G, shape.Dv)
+    q[..., 0], k[..., 0] = scale, -scale  # every score is lower by scale ** 2 / 2
+    out, lse = span_attention_fwd(q, k, v, span, 0.5, q_start=q_start)
+    with launches.recording() as counts:
+        grads = span_attention_bwd(do, q, k, v, out, lse, span, 0.5, q_start=q_start)
+    return grads, counts
+
+
+def close(got, want):
+    for name, a, b in zip("qkv", got, want, strict=False):
+        size = b.abs().max().item()
+        torch.testing.assert_close(
+            a.float(), b.float(), rtol=1e-2, atol=1e-2 * size, msg=lambda m, n=name: n + m
+        )
+
+
 @pytest.mark.kernel
 @pytest.mark.parametrize("shape", SHAPES[:3:2], ids=str)
 def test_chunks_and_deep_scores(shape, device):
-    got, counts = fused.backward(shape, device, q_start=37, scale=20.0)
+    got, counts = compressed_backward(shape, device, q_start=37, scale=20.0)
     assert counts[BACKWARD] == 1
     with deterministic():
-        want, _ = fused.backward(shape, device, q_start=37, scale=20.0)
-    fused.close(got, want)
+        want, _ = compressed_backward(shape, device, q_start=37, scale=20.0)
+    close(got, want)
 
 
 @pytest.mark.kernel
@@ -1200,28 +1231,23 @@ def test_windows_of_a_chunk(shape, width, window, device):
     with deterministic():
         want = backward()
     with launches.recording() as counts:
-        fused.close(backward(), want)
+        close(backward(), want)
         added, written = (
             backward(dq=torch.full(q.shape, 3.0, device=device), first=first)[0]
             for first in (False, True)
         )
     assert counts[BACKWARD] == 3
-    fused.close([(added - 3.0) * 0.1], want)
-    fused.close([written * 0.1], want)
+    close([(added - 3.0) * 0.1], want)
+    close([written * 0.1], want)
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize(
-    "kind, kernel",
-    [("compressed", BACKWARD), ("sliding", BACKWARD), ("compressed", "_span_bwd_fused_kernel")],
-)
-def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, kernel, device, monkeypatch):
+@pytest.mark.parametrize("kind", ["compressed", "sliding"])
+def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, device):
     """The last tile of a sequence's queries reaches into the next one's."""
     from nsa import blocks
     from nsa.kernels import prefill
 
-    monkeypatch.setenv("NSA_USE_GLUON", str(int(kernel == BACKWARD)))
-    clear_flags_cache()
     lengths = [70, 133, 41]
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
@@ -1241,7 +1267,7 @@ def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, kernel, device, 
             out, _ = prefill.sliding_attention_triton(q, k, v, window=48, **packed)
         with launches.recording() as counts:
             grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-        assert counts[kernel] == 1
+        assert counts[BACKWARD] == 1
         return grads
 
     want = run()

@@ -132,7 +132,7 @@ def _prefill_bwd(
 
     s, sliding = _sizes(sizes), Span(SLIDING, sizes[6])
     grad_out = grad_out.contiguous()
-    of_window = one_pass(sliding, q, k_win, v_win, grad_out, use_gluon)
+    of_window = one_pass(q, k_win, v_win, grad_out, use_gluon)
     make = torch.zeros if of_window else torch.empty
     acc = make(q.shape, dtype=torch.float32, device=q.device)  # dQ / softmax_scale
     any_negative = torch.zeros(1, dtype=torch.int32, device=q.device)  # of the gates

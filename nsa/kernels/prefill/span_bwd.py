@@ -2,8 +2,8 @@
 
 No atomics in these two passes: a key tile's queries may be split over programs, each writing its
 own fp32 partial that a fixed-order sum joins, so gradients are bitwise repeatable. Where torch does
-not ask for deterministic algorithms one pass, whose gradients are not, takes their place: that of
-span_bwd_fused.py for compressed attention, or that of span_bwd_hopper.py for both.
+not ask for deterministic algorithms, the one pass of span_bwd_hopper.py, whose gradients are not,
+takes their place.
 
 A gate g per (token, head) that multiplied the output afterwards needs hardly any code here: with
 lse - ln |g| for lse, and the sign of g in its lowest bit (gate_sign.py), the probabilities come out
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill import hopper, span_bwd_fused
+from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.marked_keys import keys_for_backward
@@ -394,18 +394,14 @@ def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int
 
 
 def one_pass(
-    span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor,
     use_gluon: bool | None = None,
 ) -> Callable | None:  # fmt: skip
     """What gives dQ, dK and dV at once, adding to a zeroed dQ; None: the two passes here do."""
     if torch.are_deterministic_algorithms_enabled():
         return None
     in_gluon = hopper.backward(q, k, v, grad_out, use_gluon)
-    if in_gluon:
-        return in_gluon.span_attention_bwd_hopper
-    if span.mode == COMPRESSED and span_bwd_fused.usable(q, k, v, grad_out):
-        return span_bwd_fused.compressed_attention_bwd_fused
-    return None
+    return in_gluon and in_gluon.span_attention_bwd_hopper
 
 
 def span_attention_bwd(
@@ -435,7 +431,7 @@ def span_attention_bwd(
     at = Rows.of(q, k, cu_q, cu_k)
     pass_of_both = chosen
     if chosen is False:
-        pass_of_both = one_pass(span, q, k, v, grad_out, use_gluon)
+        pass_of_both = one_pass(q, k, v, grad_out, use_gluon)
     if pass_of_both:
         if first and dq is not None:
             dq.zero_()

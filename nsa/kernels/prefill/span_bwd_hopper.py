@@ -1,8 +1,15 @@
-"""Backward of compressed and sliding attention on Hopper: span_bwd_fused.py without its waits.
+"""Backward of compressed and sliding attention on Hopper, in one pass over key tiles: 5 products,
+not 7.
 
-The mathematics is that of span_bwd_fused.py, and so is the rounding; for compressed attention the
-walk over the queries and their split are, too. Triton waits for every product before it goes on.
-Written in Gluon, the five products of a tile of rows queue up, and the arithmetic runs beside them:
+A program owns one key tile of one group and walks a share of the queries that see it: S, P, dP and
+dS once per tile of queries, dK and dV in registers, dQ added to an fp32 buffer in global memory.
+The order of those additions changes from run to run, so gradients repeat up to the rounding of
+fp32; span_bwd.py keeps two passes that repeat bitwise. Queries of compressed attention are split at
+the same positions for every key tile: programs that run at the same time walk the same queries, so
+that Q, dO and dQ meet in L2.
+
+The products of a tile of rows queue up, which Triton would wait for one by one, and the arithmetic
+runs beside them:
 
     tensor cores   dP(i)  dK(i-1)  dV(i)  dQ(i)  S(i+1)
     eight warps    P = exp2(S(i))  dS(i)  .....  dQ(i) to shared memory and on to its addition
@@ -42,12 +49,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill import span_bwd_fused
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
 from nsa.kernels.prefill.releases import carve, program_barrier, tma_load, view, warpgroup_mma_wait
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
-from nsa.kernels.prefill.sums import rounded, rounded_keys
+from nsa.kernels.prefill.sums import rounded, rounded_keys, zero_sums
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
     START_REGISTERS,
@@ -64,13 +70,14 @@ from nsa.kernels.prefill.warps import (
     store_tile,
     warp_number,
 )
-from nsa.kernels.row_tiles import descriptor, shared_layout
-from nsa.kernels.tiles import LOG2E, cdiv, sm_count
+from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
+from nsa.kernels.tiles import LOG2E, cdiv, pow2, sm_count
 
 # A tile: (query, head) rows and keys. Heads of 128 take 226 of 227 KB of shared memory.
 ROWS, KEYS, STAGES = 64, 128, 3
 WIDTHS = (64, 128)  # of a head
 WARPS = 8
+MOST_SHARES = 128  # of a packed sequence: programs are launched for tiles that could have as many
 LINE = gl.constexpr(128)  # bytes of shared memory
 # Numbers of barriers: rows are there, their place is free; so is a tile of dQ, its place is free.
 READY, FREE, DQ_READY, DQ_FREE = (gl.constexpr(i) for i in (0, STAGES, 2 * STAGES, 2 * STAGES + 1))
@@ -455,7 +462,8 @@ def _span_bwd_hopper_kernel(
     KEYS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
     SIGNED: gl.constexpr,
 ):  # fmt: skip
-    """As _span_bwd_fused_kernel. STATS_ROWS, STATS: what _row_stats_kernel wrote, two ways.
+    """dK and dV of a share of the queries that see a key tile: added to fp32 where SPLIT, else
+    written; their dQ is added to DQD. STATS_ROWS, STATS: what _row_stats_kernel wrote, two ways.
     ANY_NEGATIVE: where SIGNED, combine_bwd's flag."""
     ROWS: gl.constexpr = BLOCK_Q * HEADS
     dtype: gl.constexpr = QD.dtype
@@ -562,12 +570,17 @@ TAKES = "16-bit heads, 64 or 128 wide for Dk = Dv, a power of two of them from 4
 
 def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> bool:
     """Return whether this module takes the call: see TAKES, and contiguous tensors."""
+    heads = q.shape[-2] // k.shape[-2]
     return (
-        q.shape[-1] == v.shape[-1]
+        heads % 4 == 0
+        and heads & (heads - 1) == 0
+        and heads <= ROWS
+        and q.shape[-1] == v.shape[-1]
         and q.shape[-1] in WIDTHS
         and q.element_size() == 2
         and 2 * q.numel() // q.shape[-1] < 2**31
-        and span_bwd_fused.usable(q, k, v, grad_out)
+        and tma_usable(90, q, whole=grad_out)
+        and tma_usable(90, k, whole=v)
     )
 
 
@@ -582,6 +595,35 @@ def row_stats(
         lse, delta, out, lse.numel() // hq, hq, HEADS=heads, BLOCK=1024, SIGNED=signed,
     )
     return out
+
+
+def query_share(sq: int, columns: int, block_q: int, sms: int) -> int:
+    """Queries of one program, a multiple of block_q, for `columns` (key tile, group) pairs."""
+    # About sixteen programs per multiprocessor, half of them in the future and empty.
+    share = pow2(max(sq * columns // (16 * sms), 1) + 1) // 2
+    return cdiv(min(max(share, 128), 2048), block_q) * block_q
+
+
+def query_shares(
+    at: Rows, block_n: int, groups: int, block_q: int, sms: int
+) -> tuple[int, int]:
+    """(share, splits): query_share, and how many shares a sequence has at most."""
+    share = query_share(at.longest, at.filled_tiles(block_n) * groups, block_q, sms)
+    splits = cdiv(at.longest, share)
+    return share, min(splits, MOST_SHARES) if at.cu else splits
+
+
+def gradient_sums(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dq: torch.Tensor | None, splits: int,
+    packed: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What one pass adds dQ to, and what it writes dK and dV to, or adds where it is split; keys of
+    a pack may be in no sequence."""
+    acc = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
+    if splits > 1:
+        return acc, *zero_sums(k, v)
+    make = torch.zeros_like if packed else torch.empty_like
+    return acc, make(k), make(v)
 
 
 def window_share(sq: int, window: int, block_q: int, programs: int, sms: int) -> tuple[int, int]:
@@ -612,12 +654,12 @@ def span_attention_bwd_hopper(
     sms = sm_count(q.device)
     if span.mode == COMPRESSED:
         span_a = span.a
-        share, splits = span_bwd_fused.query_shares(at, KEYS, groups, block_q, sms)
+        share, splits = query_shares(at, KEYS, groups, block_q, sms)
     else:
         span_a = min(span.a, q_start + at.longest)  # more changes nothing but could overflow
         programs = at.filled_tiles(KEYS) * groups
         share, splits = window_share(at.longest, span_a, block_q, programs, sms)
-    acc, dk, dv = span_bwd_fused.gradient_sums(q, k, v, dq, splits, at.cu is not None)
+    acc, dk, dv = gradient_sums(q, k, v, dq, splits, at.cu is not None)
     signed = any_negative is not None
     stats = row_stats(lse, delta, heads, signed)
     stats_tiles = descriptor(stats, (ROWS,), shared_layout(0, 32, 1))
