@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 from bench import threshold_optimizer
 from bench.records import MIN_SPEEDUP
-from scripts.oneshot.stages import plan
-from scripts.oneshot.thresholds import routes_at, threshold_cells
+from scripts.oneshot.report.thresholds import routes_at, threshold_cells
+from scripts.oneshot.run.stages import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 REDACTION_FAILED = 6  # the runner's exit code for a bundle that must not leave its machine

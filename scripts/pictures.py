@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.oneshot.journal import write_atomic
-from scripts.oneshot.plots import COLOURS, STYLE
+from scripts.oneshot.record.journal import write_atomic
+from scripts.oneshot.report.plots import COLOURS, STYLE
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -52,7 +52,7 @@ class WrongPython(SetupFailed):
 
 def nvidia_hardware() -> str | None:
     try:
-        from scripts.oneshot import env as box
+        from scripts.oneshot.box import env as box
 
         return box.nvidia_hardware()
     except Exception as error:  # an old Python, or a box without /proc: nvidia-smi decides

@@ -544,7 +544,7 @@ FAULTS = {
 
 def stage(name: str, **changes: object):
     """The runner's Stage that behaves as the fault `name`."""
-    from scripts.oneshot.model import Stage
+    from scripts.oneshot.record.model import Stage
 
     fields: dict = {
         "id": name, "title": f"fault {name}", "proof": "tests", "timeout_s": 30.0,
@@ -570,7 +570,8 @@ def run_faults(names: list[str], argv: list[str]) -> int:
     torch is not asked, which saves two seconds per run; NO_RENDER in the environment leaves the
     short report in place. REAL_BOX in it leaves the box as it is, for faults of a real GPU.
     """
-    from scripts.oneshot import env, runner, stages
+    from scripts.oneshot.box import env
+    from scripts.oneshot.run import runner, stages
 
     private_locks()
     if not os.environ.get("REAL_BOX"):
@@ -663,7 +664,8 @@ def install(fault: dict) -> None:
     """
     import functools
 
-    from scripts.oneshot import journal, runner
+    from scripts.oneshot.record import journal
+    from scripts.oneshot.run import runner
 
     runner.Context = functools.partial(runner.Context, ladder_s=(0.4, 0.4))
     real = journal.Journal.append
@@ -721,7 +723,7 @@ def _dies_at_call(number: int):
 def _signals_first(path: str, name: str):
     import importlib
 
-    module, function = path.split(".")
+    module, function = path.rsplit(".", 1)
     real = getattr(importlib.import_module(f"scripts.oneshot.{module}"), function)
 
     def signals(*args: object, **kwargs: object) -> object:
@@ -750,7 +752,7 @@ def _later(delay: float, name: str) -> None:
 def _replace(path: str, by: object) -> None:
     import importlib
 
-    module, name = path.split(".")
+    module, name = path.rsplit(".", 1)
     setattr(importlib.import_module(f"scripts.oneshot.{module}"), name, by)
 
 
@@ -760,7 +762,7 @@ def _no_space(*_args: object, **_kwargs: object) -> None:
 
 def _small_disk(limit: int) -> None:
     """Whatever the supervisor writes into the bundle fails once `limit` bytes are there."""
-    from scripts.oneshot import bundle, capture, journal
+    from scripts.oneshot.record import bundle, capture, journal
 
     out = next(Path(a) for a in sys.argv[3:] if a.startswith("/"))
 
@@ -799,7 +801,7 @@ def _small_disk(limit: int) -> None:
             return
         self.path.write_bytes(b"\0" * journal.BALLAST_BYTES)
 
-    from scripts.oneshot import runner
+    from scripts.oneshot.run import runner
 
     journal.os, journal.write_atomic, capture.StageLog._put = Os(), write_atomic, put
     journal.Ballast.__init__ = ballast
@@ -862,7 +864,7 @@ def fake_gpu(folder: Path) -> dict[str, str]:
 
 def private_locks() -> None:
     """On a box with a fake GPU, whose name it shares with those of other tests."""
-    from scripts.oneshot import lock
+    from scripts.oneshot.run import lock
 
     if "CUDA_TEST_DEAD" in os.environ:
         lock.LOCKS = Path(os.environ["TMPDIR"])

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from bench import stats
-from scripts.oneshot.journal import dumps, read_events, write_json
-from scripts.oneshot.model import RunRecord
-from scripts.oneshot.rows import parse_row
+from scripts.oneshot.record.journal import dumps, read_events, write_json
+from scripts.oneshot.record.model import RunRecord
+from scripts.oneshot.record.rows import parse_row
 
 SAMPLES = ("all_pass", "gpu_fail", "cpu", "crash", "incomplete", "no_gpu")
 

@@ -13,7 +13,7 @@ from bench.device import Ceilings
 from bench.provenance import provenance
 from bench.records import BenchRow, read_csv
 from bench.threshold_optimizer import MIN_LENGTHS, fa2_cells, missing_evidence
-from scripts.oneshot.stages import plan
+from scripts.oneshot.run.stages import plan
 
 MINUTES = {"quick": 2, "standard": 5, "full": 60}
 WIDTHS = set(itertools.product((64, 128), (64, 128)))

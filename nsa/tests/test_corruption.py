@@ -7,9 +7,9 @@ import torch
 
 from bench import corruption, health
 from bench.records import CARD_FAULTS, card_faults
-from scripts.oneshot import verify
-from scripts.oneshot.judge import Status, judge
-from scripts.oneshot.model import RunRecord, Stage
+from scripts.oneshot.compare import verify
+from scripts.oneshot.record.judge import Status, judge
+from scripts.oneshot.record.model import RunRecord, Stage
 
 MEMORY = ("cpu", 8 * 4 * 1024, 60.0, 1024)  # four blocks of 1024 words
 

@@ -17,10 +17,10 @@ from scripts.fuzz import __main__ as fuzz
 from scripts.fuzz.cases import OPERATIONS, Case
 from scripts.fuzz.check import check
 from scripts.fuzz.judge import attend, attend_in_dtype
-from scripts.oneshot import stages
-from scripts.oneshot.judge import judge
-from scripts.oneshot.model import Status
-from scripts.oneshot.rows import parse_row
+from scripts.oneshot.record.judge import judge
+from scripts.oneshot.record.model import Status
+from scripts.oneshot.record.rows import parse_row
+from scripts.oneshot.run import stages
 
 # ---- short runs ----------------------------------------------------------------------------------
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.oneshot import bundle, checkout, doctor, judge, lock
-from scripts.oneshot.lock import Lock, Locked, folder_lock, gpu_lock
-from scripts.oneshot.model import RunRecord
+from scripts.oneshot.box import checkout, doctor
+from scripts.oneshot.record import bundle, judge
+from scripts.oneshot.record.model import RunRecord
+from scripts.oneshot.run import lock
+from scripts.oneshot.run.lock import Lock, Locked, folder_lock, gpu_lock
 
 
 @pytest.fixture

@@ -25,12 +25,13 @@ pytest.importorskip("jinja2", reason="the report needs jinja2")
 from nsa.tests import oneshot_faults as faults
 from nsa.tests.oneshot_faults import CANARIES, COMMIT, PRIVATE, ROOT, Outcome, fake_gpu
 from nsa.tests.test_oneshot_page import inert
-from scripts.oneshot import report, verify
-from scripts.oneshot.blocks import Shape
-from scripts.oneshot.journal import read_events
-from scripts.oneshot.model import SHARDS, RunRecord
-from scripts.oneshot.processes import TAG
-from scripts.oneshot.reading import rebuild
+from scripts.oneshot.box.processes import TAG
+from scripts.oneshot.compare import verify
+from scripts.oneshot.record.journal import read_events
+from scripts.oneshot.record.model import SHARDS, RunRecord
+from scripts.oneshot.record.reading import rebuild
+from scripts.oneshot.report import render as report
+from scripts.oneshot.report.blocks import Shape
 
 LEAST = 40
 
@@ -186,18 +187,18 @@ for edge in (
 for edge, fault in {
     "after run_end": {"kill": "run_end"},
     "after the first gate": {"kill": "redaction"},
-    "in the short report": {"die_in": "runner.short_report", "call": 2},
-    "in the gate": {"die_in": "runner.gate"},
-    "in the list of files": {"die_in": "bundle.inventory"},
-    "in the check sums": {"die_in": "bundle.write_sums"},
-    "in packing": {"die_in": "bundle.pack"},
+    "in the short report": {"die_in": "run.runner.short_report", "call": 2},
+    "in the gate": {"die_in": "run.runner.gate"},
+    "in the list of files": {"die_in": "record.bundle.inventory"},
+    "in the check sums": {"die_in": "record.bundle.write_sums"},
+    "in packing": {"die_in": "record.bundle.pack"},
 }.items():
     CASES[f"killed {edge}"] = Case("pass,bench", 0, "PASS", fault, exit_code=-9, cut_off=True)
 
 # Signals.
 CASES |= {
     "SIGTERM before the run began": Case(
-        "pass", 143, "STOPPED", {"signal_in": "checkout.git_facts", "name": "SIGTERM"},
+        "pass", 143, "STOPPED", {"signal_in": "box.checkout.git_facts", "name": "SIGTERM"},
         check=lambda o: expect(o, **{"pass": "NOT_RUN"}),
     ),
     "SIGTERM while the box is looked at": Case(
@@ -314,11 +315,11 @@ CASES |= {
         "pass,chatty,bench", 0, "PASS", {"disk": 300_000}, check=lambda o: expect(o, bench="PASS")
     ),
     "disk full in packing": Case(
-        "pass", 0, "PASS", {"full_in": "bundle.pack"},
+        "pass", 0, "PASS", {"full_in": "record.bundle.pack"},
         check=lambda o: said(o, "no archive", "No space left on device"),
     ),
     "disk full in the check sums": Case(
-        "pass", 0, "PASS", {"full_in": "bundle.write_sums"},
+        "pass", 0, "PASS", {"full_in": "record.bundle.write_sums"},
         told=("no SHA256SUMS: .*",), check=lambda o: said(o, "no archive"),
     ),
 }  # fmt: skip

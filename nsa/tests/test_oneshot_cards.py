@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from nsa.tests.oneshot_faults import FAKE_SMI, fake_gpu
-from scripts.oneshot import cards, stages, watch
-from scripts.oneshot.env import ProbeFailed
-from scripts.oneshot.model import RunRecord, Stage
-from scripts.oneshot.xid import Xid
+from scripts.oneshot.box import cards, watch
+from scripts.oneshot.box.env import ProbeFailed
+from scripts.oneshot.box.xid import Xid
+from scripts.oneshot.record.model import RunRecord, Stage
+from scripts.oneshot.run import stages
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = [{"uuid": f"GPU-{i}{i}{i}{i}", "name": "Test GPU"} for i in range(4)]
@@ -134,8 +135,9 @@ DRIVER = """
 import json, os, sys
 sys.path.insert(0, {root!r})
 from nsa.tests import oneshot_faults as f
-from scripts.oneshot import cards, env, runner, stages
-from scripts.oneshot.model import Stage
+from scripts.oneshot.box import cards, env
+from scripts.oneshot.run import runner, stages
+from scripts.oneshot.record.model import Stage
 f.private_locks()
 env.torch_facts = lambda *_: f.TORCH_FACTS
 env.nvidia_hardware = lambda: "a fake one"
@@ -278,9 +280,9 @@ def test_no_card_that_answers_is_no_gpu(monkeypatch):
 
 
 def test_a_fault_of_one_card_does_not_stain_a_stage_of_another(monkeypatch):
-    from scripts.oneshot.judge import Judgement, Status
-    from scripts.oneshot.supervise import result_of
-    from scripts.oneshot.watch import Watch
+    from scripts.oneshot.box.watch import Watch
+    from scripts.oneshot.record.judge import Judgement, Status
+    from scripts.oneshot.run.supervise import result_of
 
     watch = Watch([], "nothing to watch", *[lambda *_, **__: None] * 3)
     watch._reported = [(1, Xid(48))]
@@ -399,7 +401,7 @@ def test_nvlink_is_quiet_where_it_has_nothing_to_say():
 def ranks(*command, variables=None):
     rows_read, rows_write = os.pipe()
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.oneshot.ranks", "-n", "2", *command], cwd=ROOT,
+        [sys.executable, "-m", "scripts.oneshot.run.ranks", "-n", "2", *command], cwd=ROOT,
         capture_output=True, text=True, timeout=100, pass_fds=(rows_write,),
         env={**os.environ, "NSA_RESULT_FD": str(rows_write), "CUDA_VISIBLE_DEVICES": "",
              **(variables or {})},

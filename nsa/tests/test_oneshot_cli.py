@@ -15,12 +15,12 @@ from nsa.tests.oneshot_faults import ROOT
 from nsa.tests.oneshot_samples import write_sample
 from nsa.tests.test_oneshot_faults import bundle_of, run
 from scripts import setup_env
-from scripts.oneshot import attach, runner, stages
-from scripts.oneshot.arguments import seconds
-from scripts.oneshot.checkout import git_facts
-from scripts.oneshot.journal import Journal
-from scripts.oneshot.lock import folder_lock
-from scripts.oneshot.outputs import scp_line
+from scripts.oneshot.box.checkout import git_facts
+from scripts.oneshot.record.journal import Journal
+from scripts.oneshot.record.outputs import scp_line
+from scripts.oneshot.run import attach, runner, stages
+from scripts.oneshot.run.arguments import seconds
+from scripts.oneshot.run.lock import folder_lock
 
 
 def verb(*args, **kwargs):

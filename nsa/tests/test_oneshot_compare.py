@@ -17,10 +17,11 @@ from nsa.tests.oneshot_samples import (
     write_derived,
     write_sample,
 )
-from scripts.oneshot import bundle, compare
-from scripts.oneshot.comparison import compare as compared
-from scripts.oneshot.comparison import environment_changes, judge_case
-from scripts.oneshot.reading import rebuild
+from scripts.oneshot.compare import compare
+from scripts.oneshot.compare.comparison import compare as compared
+from scripts.oneshot.compare.comparison import environment_changes, judge_case
+from scripts.oneshot.record import bundle
+from scripts.oneshot.record.reading import rebuild
 
 FLOOR = 0.01
 

@@ -18,9 +18,9 @@ import time
 import pytest
 
 from nsa.tests.oneshot_faults import ROOT, command, environment, fake_gpu, go
-from scripts.oneshot.arguments import parser
-from scripts.oneshot.model import Stage
-from scripts.oneshot.progress import Progress
+from scripts.oneshot.record.model import Stage
+from scripts.oneshot.run.arguments import parser
+from scripts.oneshot.run.progress import Progress
 
 
 def on_terminal(argv, env, columns, limit_s=40.0):

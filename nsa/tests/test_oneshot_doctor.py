@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from scripts import pythons, setup_env
-from scripts.oneshot import doctor, probe_torch
-from scripts.oneshot import env as box
+from scripts.oneshot.box import doctor, probe_torch
+from scripts.oneshot.box import env as box
 
 TORCH = {
     "python": "3.11.9", "torch": "2.11.0+cu130", "cuda_build": "13.0", "hip": None,
@@ -148,7 +148,7 @@ def test_files_that_python_runs_at_its_start_are_found(tmp_path):
     (packages / "a.pth").write_text("/no/code\n")
     (packages / "b.pth").write_text("import os\n")
     (packages / "sitecustomize.py").write_text("")
-    probe = "from scripts.oneshot import probe_torch as p; print(*p._startup(), sep='\\n')"
+    probe = "from scripts.oneshot.box import probe_torch as p; print(*p._startup(), sep='\\n')"
     done = subprocess.run([venv / "bin" / "python", "-c", probe], capture_output=True, text=True,
                           cwd=Path(__file__).resolve().parents[2])  # fmt: skip
     found = {Path(line).name for line in done.stdout.splitlines() if str(tmp_path) in line}
@@ -494,7 +494,7 @@ def test_a_dry_run_installs_nothing(became, machine, monkeypatch, option):
 
 
 def test_a_shortened_dry_run_is_no_option():
-    from scripts.oneshot.arguments import parser
+    from scripts.oneshot.run.arguments import parser
 
     with pytest.raises(SystemExit):
         parser().parse_args(["--dry"])

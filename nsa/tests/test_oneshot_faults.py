@@ -10,9 +10,10 @@ import pytest
 
 from nsa.tests import oneshot_faults
 from nsa.tests.oneshot_faults import PRIVATE, ROOT
-from scripts.oneshot import report, verify
-from scripts.oneshot.journal import read_events
-from scripts.oneshot.model import RunRecord
+from scripts.oneshot.compare import verify
+from scripts.oneshot.record.journal import read_events
+from scripts.oneshot.record.model import RunRecord
+from scripts.oneshot.report import render as report
 
 
 def run(out, stages, *options, env=None, **how):
@@ -115,7 +116,7 @@ def test_nothing_is_taken_over_from_another_card(tmp_path, fake_gpu):
 
 
 def test_one_run_per_gpu_whatever_the_folder(tmp_path, fake_gpu):
-    from scripts.oneshot.lock import Lock, gpu_lock
+    from scripts.oneshot.run.lock import Lock, gpu_lock
 
     name = gpu_lock("GPU-12345678-9abc-def0-1234-56789abcdef0").path.name
     held = Lock(tmp_path / name, "the GPU")

@@ -14,9 +14,10 @@ pytest.importorskip("jinja2", reason="the report needs jinja2")
 from nsa.tests.oneshot_samples import bench_row, parity_row, real_rows, test_row, write_sample
 from nsa.tests.test_oneshot_report import PROVEN, SIZES, with_events, with_rows
 from nsa.tests.test_oneshot_report import committed_rows as committed_rows
-from scripts.oneshot import committed, evidence, first, report
-from scripts.oneshot.blocks import Bar, Bars, Shape, View
-from scripts.oneshot.reading import held_to_rules, rebuild
+from scripts.oneshot.record.reading import held_to_rules, rebuild
+from scripts.oneshot.report import committed, evidence, first
+from scripts.oneshot.report import render as report
+from scripts.oneshot.report.blocks import Bar, Bars, Shape, View
 
 
 def view_of(folder, **changes):

@@ -27,13 +27,14 @@ from nsa.config import NSAConfig
 from nsa.flags import Flags, flag_fields
 from nsa.tests.oneshot_samples import SAMPLES, write_sample
 from nsa.tests.test_oneshot_page import inert
-from scripts.oneshot import bundle as bundles
-from scripts.oneshot import comparison, report, verify
-from scripts.oneshot.blocks import Shape
-from scripts.oneshot.journal import dumps, read_events
-from scripts.oneshot.model import RunRecord
-from scripts.oneshot.reading import BundleError, opened, rebuild
-from scripts.oneshot.rows import RowError, parse_row
+from scripts.oneshot.compare import comparison, verify
+from scripts.oneshot.record import bundle as bundles
+from scripts.oneshot.record.journal import dumps, read_events
+from scripts.oneshot.record.model import RunRecord
+from scripts.oneshot.record.reading import BundleError, opened, rebuild
+from scripts.oneshot.record.rows import RowError, parse_row
+from scripts.oneshot.report import render as report
+from scripts.oneshot.report.blocks import Shape
 
 CODES = {0, 1, 2, 3, 4, 5, 6, 75, 130, 143}
 WORDS = (

@@ -11,12 +11,12 @@ import pytest
 from bench.records import NUMBERS
 from nsa.tests.oneshot_samples import bench_row, parity_row, write_sample
 from nsa.tests.oneshot_samples import test_row as row_of_test
-from scripts.oneshot import journal
-from scripts.oneshot.journal import Ballast, Journal, read_events, write_atomic, write_json
-from scripts.oneshot.judge import Status, judge, verdict
-from scripts.oneshot.model import RunRecord, Stage, StageResult
-from scripts.oneshot.rows import RowError, parse_row
-from scripts.oneshot.stages import plan
+from scripts.oneshot.record import journal
+from scripts.oneshot.record.journal import Ballast, Journal, read_events, write_atomic, write_json
+from scripts.oneshot.record.judge import Status, judge, verdict
+from scripts.oneshot.record.model import RunRecord, Stage, StageResult
+from scripts.oneshot.record.rows import RowError, parse_row
+from scripts.oneshot.run.stages import plan
 
 
 def test_journal_survives_a_full_disk(tmp_path, monkeypatch):

@@ -12,9 +12,11 @@ pytest.importorskip("jinja2", reason="the report needs jinja2")
 
 from nsa.tests.oneshot_samples import SAMPLES, write_sample
 from nsa.tests.test_oneshot_report import hostile as hostile
-from scripts.oneshot import markdown, page, report
-from scripts.oneshot.blocks import Shape
-from scripts.oneshot.reading import rebuild
+from scripts.oneshot.record import markdown
+from scripts.oneshot.record.reading import rebuild
+from scripts.oneshot.report import page
+from scripts.oneshot.report import render as report
+from scripts.oneshot.report.blocks import Shape
 
 ATTACKS = (
     "</pre></code></td></table></style></svg><script>alert(1)</script>\"'><img src=x onerror=a()>",

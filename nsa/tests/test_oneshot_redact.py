@@ -15,8 +15,8 @@ import pytest
 from nsa.tests.oneshot_faults import CANARIES, PRIVATE
 from nsa.tests.oneshot_secrets import ENVIRON as BOX
 from nsa.tests.oneshot_secrets import SHAPES
-from scripts.oneshot.gate import gate
-from scripts.oneshot.redact import Redactor
+from scripts.oneshot.record.gate import gate
+from scripts.oneshot.record.redact import Redactor
 
 ENVIRON = {
     "MY_SERVICE_TOKEN": "plainlookingvalue-42",
@@ -320,5 +320,5 @@ def test_gate_fails_closed(tmp_path, redactor, monkeypatch):
     """A hit that cannot be cleaned is a failed gate, not a shrug."""
     folder = tmp_path / "bundle"
     plant(folder)
-    monkeypatch.setattr("scripts.oneshot.gate.write_atomic", lambda path, text: None)
+    monkeypatch.setattr("scripts.oneshot.record.gate.write_atomic", lambda path, text: None)
     assert gate(folder, redactor)["gate"] == "failed"

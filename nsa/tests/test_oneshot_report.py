@@ -29,19 +29,13 @@ from nsa.tests.oneshot_samples import (
     test_row,
     write_sample,
 )
-from scripts.oneshot import (
-    about,
-    evidence,
-    failures,
-    markdown,
-    outputs,
-    report,
-    stages,
-    thresholds,
-)
-from scripts.oneshot.blocks import Shape
-from scripts.oneshot.model import StageResult
-from scripts.oneshot.reading import rebuild
+from scripts.oneshot.record import markdown, outputs
+from scripts.oneshot.record.model import StageResult
+from scripts.oneshot.record.reading import rebuild
+from scripts.oneshot.report import about, evidence, failures, thresholds
+from scripts.oneshot.report import render as report
+from scripts.oneshot.report.blocks import Shape
+from scripts.oneshot.run import stages
 
 GOLDENS = Path(__file__).parent / "goldens"
 

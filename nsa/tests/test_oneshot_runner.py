@@ -14,15 +14,16 @@ import pytest
 
 from bench.records import write_csv
 from nsa.tests.oneshot_samples import bench_row, raw_times
-from scripts.oneshot import cards, runner, stages
-from scripts.oneshot.journal import Ballast, utc_now
-from scripts.oneshot.judge import Status, judge
-from scripts.oneshot.model import RunRecord, Stage, StageResult
-from scripts.oneshot.place import Place
-from scripts.oneshot.redact import Redactor
-from scripts.oneshot.rows import parse_row
-from scripts.oneshot.runner import Run
-from scripts.oneshot.tables import flat
+from scripts.oneshot.box import cards
+from scripts.oneshot.record.journal import Ballast, utc_now
+from scripts.oneshot.record.judge import Status, judge
+from scripts.oneshot.record.model import RunRecord, Stage, StageResult
+from scripts.oneshot.record.redact import Redactor
+from scripts.oneshot.record.rows import parse_row
+from scripts.oneshot.report.tables import flat
+from scripts.oneshot.run import runner, stages
+from scripts.oneshot.run.place import Place
+from scripts.oneshot.run.runner import Run
 
 
 @pytest.fixture

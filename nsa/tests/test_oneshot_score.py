@@ -9,10 +9,11 @@ import pytest
 
 from nsa.tests.oneshot_samples import bench_row, real_rows
 from nsa.tests.test_oneshot_compare import made
-from scripts.oneshot import bundle, export, trend, verify
 from scripts.oneshot.__main__ import main
-from scripts.oneshot.reading import rebuild
-from scripts.oneshot.score import CASES, score
+from scripts.oneshot.compare import export, trend, verify
+from scripts.oneshot.record import bundle
+from scripts.oneshot.record.reading import rebuild
+from scripts.oneshot.record.score import CASES, score
 
 HEALTH = {"copy_gbs": 4000.0, "gemm_bf16_tflops": 500.0}
 

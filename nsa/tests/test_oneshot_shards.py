@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from nsa.tests import conftest
-from scripts.oneshot import shards, stages
-from scripts.oneshot.processes import is_running
+from scripts.oneshot.box.processes import is_running
+from scripts.oneshot.run import shards, stages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +47,7 @@ def start(n, *command, first=(), **env):
     read, write = os.pipe()
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.oneshot.shards", "-n", str(n), *first, "pytest", "-q",
+        [sys.executable, "-m", "scripts.oneshot.run.shards", "-n", str(n), *first, "pytest", "-q",
          "-p", "nsa.tests.conftest", "-p", "no:cacheprovider", *map(str, command)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, pass_fds=[write],
         env={**clean, "NSA_RESULT_FD": str(write), "PYTHONFAULTHANDLER": "1", **env},
@@ -101,7 +101,7 @@ def test_stages_of_tests_have_fewer_processes_once_memory_was_short():
     for stage in some:
         assert not stage.shrinks
         argv = stage.smaller().argv
-        assert argv[:5] == ("{python}", "-m", "scripts.oneshot.shards", "--fewer", "4")
+        assert argv[:5] == ("{python}", "-m", "scripts.oneshot.run.shards", "--fewer", "4")
         assert argv[5:] == stage.argv[3:]
 
 

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.oneshot import env, journal, streams
-from scripts.oneshot.gate import gate
-from scripts.oneshot.journal import Ballast, Journal, read_events, write_file
-from scripts.oneshot.place import Place
-from scripts.oneshot.redact import Redactor
+from scripts.oneshot import streams
+from scripts.oneshot.box import env
+from scripts.oneshot.record import journal
+from scripts.oneshot.record.gate import gate
+from scripts.oneshot.record.journal import Ballast, Journal, read_events, write_file
+from scripts.oneshot.record.redact import Redactor
+from scripts.oneshot.run.place import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 

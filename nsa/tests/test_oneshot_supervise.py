@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from nsa.tests import oneshot_faults as faults
-from scripts.oneshot import supervise
-from scripts.oneshot.capture import StageLog, cause_of, plain
-from scripts.oneshot.journal import dumps
-from scripts.oneshot.judge import Status
-from scripts.oneshot.model import Stage, StageResult
-from scripts.oneshot.redact import Redactor
-from scripts.oneshot.supervise import Context, Stop, child_environment, run_stage
+from scripts.oneshot.record.capture import StageLog, cause_of, plain
+from scripts.oneshot.record.journal import dumps
+from scripts.oneshot.record.judge import Status
+from scripts.oneshot.record.model import Stage, StageResult
+from scripts.oneshot.record.redact import Redactor
+from scripts.oneshot.run import supervise
+from scripts.oneshot.run.supervise import Context, Stop, child_environment, run_stage
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -17,11 +17,13 @@ from bench import bench_decode, stats
 from bench.records import NUMBERS, BenchRow, read_csv, write_csv
 from nsa.tests.oneshot_samples import bench_row, edit, test_row, write_sample
 from nsa.tests.test_bench_decode import SMALL
-from scripts.oneshot import bundle, reading, report, verify
-from scripts.oneshot.blocks import Shape
-from scripts.oneshot.journal import dumps, read_events, write_json
-from scripts.oneshot.model import RunRecord
-from scripts.oneshot.outputs import short_report
+from scripts.oneshot.compare import verify
+from scripts.oneshot.record import bundle, reading
+from scripts.oneshot.record.journal import dumps, read_events, write_json
+from scripts.oneshot.record.model import RunRecord
+from scripts.oneshot.record.outputs import short_report
+from scripts.oneshot.report import render as report
+from scripts.oneshot.report.blocks import Shape
 
 CLEAN = {"ev": "redaction", "summary": {"gate": "clean", "replacements": 0, "rules_version": 1}}
 TOKEN = "ghp_" + "a1B2" * 9

@@ -12,14 +12,14 @@ import pytest
 
 from bench.records import shrunk
 from nsa.tests.oneshot_faults import FAKE_PYNVML
-from scripts.oneshot import watch as watch_module
-from scripts.oneshot.cards import Card
-from scripts.oneshot.journal import dumps
-from scripts.oneshot.judge import Status, judge
-from scripts.oneshot.model import RunRecord, Stage, StageResult
-from scripts.oneshot.rows import parse_row
-from scripts.oneshot.watch import Watch
-from scripts.oneshot.xid import APPLICATION, CARD, Xid, XidListener
+from scripts.oneshot.box import watch as watch_module
+from scripts.oneshot.box.cards import Card
+from scripts.oneshot.box.watch import Watch
+from scripts.oneshot.box.xid import APPLICATION, CARD, Xid, XidListener
+from scripts.oneshot.record.journal import dumps
+from scripts.oneshot.record.judge import Status, judge
+from scripts.oneshot.record.model import RunRecord, Stage, StageResult
+from scripts.oneshot.record.rows import parse_row
 
 
 @pytest.fixture

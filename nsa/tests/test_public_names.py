@@ -93,6 +93,18 @@ def test_imports_have_no_circle(package):
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+RUNNER = ("record", "box", "report", "compare", "run")  # each imports itself and those before it
+
+
+def test_folders_of_the_report_runner_import_one_way():
+    root = Path(nsa.__file__).parents[1] / "scripts" / "oneshot"
+    assert {p.parent.name for p in root.glob("*/__init__.py")} == set(RUNNER)
+    for path in root.glob("*/*.py"):
+        later = RUNNER[RUNNER.index(path.parent.name) + 1 :]
+        above = tuple(f"scripts.oneshot.{folder}" for folder in later)
+        assert not [name for name in imported(path) if name.startswith(above)], path
+
+
 EXAMPLES = ("attention", "cache", "kvcache", "layouts", "model", "module", "parallel")
 
 

@@ -12,9 +12,9 @@ import pytest
 from nsa.dispatch import LADDER, REASONS, Branch
 from nsa.flags import flag_fields
 from nsa.kernels.aot import ARCHS
-from scripts.oneshot import judge
-from scripts.oneshot.arguments import parser
-from scripts.oneshot.stages import PROFILES, plan
+from scripts.oneshot.record import judge
+from scripts.oneshot.run.arguments import parser
+from scripts.oneshot.run.stages import PROFILES, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = [ROOT / "README.md", *(ROOT / "docs" / f"{x}.md" for x in ("report", "library", "flags"))]

@@ -23,7 +23,7 @@ from bench.records import (
     write_so_far,
 )
 from nsa.tests.helpers import sent
-from scripts.oneshot.rows import parse_row
+from scripts.oneshot.record.rows import parse_row
 
 GOOD = {
     "bench": "sel", "case": "c", "status": "VALID", "parity": {"status": "PASS"},

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bench import spent
-from scripts.oneshot.judge import Status, judge
-from scripts.oneshot.model import Stage
+from scripts.oneshot.record.judge import Status, judge
+from scripts.oneshot.record.model import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,7 @@ from bench.device import Ceilings, Watch
 from bench.proof import Turns
 from bench.timing import Budget, Case, Contender, Unbuilt, measure, strongest
 from nsa import launches
-from scripts.oneshot.evidence import NO_DIFFERENCE, speedup_text
+from scripts.oneshot.report.evidence import NO_DIFFERENCE, speedup_text
 
 BUDGET = Budget(device_s=0.02, wall_s=5.0, warm_s=0.0)
 KERNEL = "_planted_kernel"

@@ -73,7 +73,7 @@ def test_named_files_and_make_targets_exist(path):
 
 
 def test_smoke_lane_names_stages_of_the_runner():
-    from scripts.oneshot.stages import plan
+    from scripts.oneshot.run.stages import plan
 
     lines = [c for c in commands(load("triton-gpu-smoke.yml")) if c.startswith("make gpu-report")]
     only = [set(re.search(r"ONLY=(\S+)", line)[1].split(",")) for line in lines]

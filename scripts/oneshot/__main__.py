@@ -26,14 +26,14 @@ from scripts.oneshot import streams
 
 # Each verb's module has main(argv: list[str]) -> int.
 VERBS = {
-    "doctor": "scripts.oneshot.doctor",
-    "run": "scripts.oneshot.runner",
-    "render": "scripts.oneshot.report",
-    "compare": "scripts.oneshot.compare",
-    "verify": "scripts.oneshot.verify",
-    "trend": "scripts.oneshot.trend",
-    "export": "scripts.oneshot.export",
-    "attach": "scripts.oneshot.attach",
+    "doctor": "scripts.oneshot.box.doctor",
+    "run": "scripts.oneshot.run.runner",
+    "render": "scripts.oneshot.report.render",
+    "compare": "scripts.oneshot.compare.compare",
+    "verify": "scripts.oneshot.compare.verify",
+    "trend": "scripts.oneshot.compare.trend",
+    "export": "scripts.oneshot.compare.export",
+    "attach": "scripts.oneshot.run.attach",
 }
 
 

@@ -1,0 +1,240 @@
+"""Several GPUs in one report: which ones, the stages of each, what the report says of each.
+
+Every stage for the GPU runs on the first good card, as with one card. The other cards run the
+stages of PER_CARD, each alone (CUDA_VISIBLE_DEVICES), so that a broken card shows by its number and
+takes nothing from the others. Then NCCL and context parallelism run on all good cards together.
+Cards are numbered as nvidia-smi does (CUDA_DEVICE_ORDER=PCI_BUS_ID).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
+
+from scripts.oneshot.box import env as box
+from scripts.oneshot.record.markdown import cell, num, pct
+from scripts.oneshot.record.model import Stage
+from scripts.oneshot.record.rows import is_number
+
+PER_CARD = ("health", "sanity", "prefill_parity", "decode_parity", "more_parity")
+MOST = 16
+GOOD = "good"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU by its number in nvidia-smi; `problem` says why it cannot be used."""
+
+    index: int
+    uuid: str | None
+    problem: str | None = None
+
+
+# ------------------------------------------------------------------------------------ choosing
+
+
+def query_each() -> list[dict[str, Any]]:
+    """What nvidia-smi says of every card, asked one by one: one that is lost spoils the answer for
+    all. A card that does not answer is {"problem": why}. Raises ProbeFailed when none does."""
+    out: list[dict[str, Any]] = []
+    for index in range(MOST):
+        try:
+            out += box.smi_query(index=index)[:1]
+        except box.ProbeFailed as error:
+            if "No devices were found" in str(error) or "not installed" in str(error):
+                break
+            out.append({"problem": str(error)})
+    while out and "problem" in out[-1]:  # numbers beyond the last card
+        if len(out) <= _listed():
+            break
+        out.pop()
+    if not any("problem" not in gpu for gpu in out):
+        raise box.ProbeFailed("no GPU answers nvidia-smi")
+    return out
+
+
+def _listed() -> int:
+    """How many GPUs the kernel driver knows."""
+    from pathlib import Path
+
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def _card(index: int, gpu: Mapping[str, Any]) -> Card:
+    problem = gpu.get("problem")
+    bad = next((v for v in gpu.values() if isinstance(v, str) and re.search(r"is lost", v)), None)
+    if problem is None and (bad or str(gpu.get("name") or "[").startswith("[")):
+        problem = f"nvidia-smi says {bad or gpu.get('name')}"
+    return Card(index, gpu.get("uuid"), problem)
+
+
+def select(
+    text: str, gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, str]
+) -> list[Card]:  # fmt: skip
+    """The cards of --gpus: "all" (those of CUDA_VISIBLE_DEVICES where it is set) or their numbers.
+
+    gpus: one dict per card from nvidia-smi. Raises ValueError for a card that is not there.
+    """
+    known = [_card(i, gpu) for i, gpu in enumerate(gpus)]
+    names = text.strip()
+    if names == "all":
+        names = environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+        if not names:
+            return known
+    out: list[Card] = []
+    for name in (n.strip() for n in names.split(",")):
+        match = [known[i] for i in box.gpus_named(name, gpus)]
+        if len(match) != 1 or match[0] in out:
+            raise ValueError(
+                f"--gpus must be all or numbers of nvidia-smi from 0 to {len(known) - 1}, each "
+                f"once, got {name!r}"
+            )
+        out += match
+    return out
+
+
+def visible(cards: Sequence[Card]) -> dict[str, str]:
+    """The variables under which a process sees exactly these cards."""
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(str(c.index) for c in cards),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+
+
+def good(cards: Sequence[Card]) -> list[Card]:
+    return [c for c in cards if c.problem is None]
+
+
+# -------------------------------------------------------------------------------------- stages
+
+
+def _on(stage: Stage, cards: Sequence[Card], **changes: Any) -> Stage:
+    env = {**stage.env, **visible(cards)}
+    return replace(stage, env=env, gpus=tuple(c.index for c in cards), **changes)
+
+
+def _own(stage: Stage, card: Card) -> Stage:
+    """The stage on another card, under another name and log."""
+    log = PurePath(stage.log_path)
+    more = ("--gpu", str(card.index)) if stage.id == "health" else ()
+    return _on(
+        stage, [card], id=f"{stage.id}_gpu{card.index}", title=f"GPU {card.index}: {stage.title}",
+        log=str(log.with_name(f"{log.stem}_gpu{card.index}{log.suffix}")),
+        argv=(*stage.argv, *more), outputs=(),  # health.json is the first card's
+        estimate_s=max(1.0, stage.estimate_s / 2),  # the kernels are compiled by now
+    )  # fmt: skip
+
+
+def _together(cards: Sequence[Card], profile: str) -> list[Stage]:
+    """NCCL over all cards, and context parallelism over two and over all."""
+    count, all_env = len(cards), {"NCCL_NVLS_ENABLE": "0"}
+    ranks = ("{python}", "-m", "scripts.oneshot.run.ranks", "-n")
+    stages = [
+        _on(
+            Stage(
+                "nccl", f"NCCL bandwidth between {count} GPUs",
+                (*ranks, str(count), "bench/nccl.py", "--csv", "{out}/nccl.csv"),
+                proof="bench", timeout_s=180, estimate_s=25, env=all_env, log="nccl.txt",
+                outputs=("nccl.csv",), group="bench", shrinks=True,
+            ),
+            cards,
+        )
+    ]  # fmt: skip
+    lengths = {"quick": (32768,), "standard": (65536,)}.get(profile, (65536, 262144))
+    for n in sorted({2, count}):
+        step = 2 * n * 16
+        sizes = ",".join(str(s // step * step) for s in lengths)
+        name = f"context_parallel_{n}"
+        stages.append(_on(
+            Stage(
+                name, f"Context parallelism: one sequence over {n} GPUs",
+                (*ranks, str(n), "bench/bench_context_parallel.py", "--S_list", sizes, "--csv",
+                 "{out}/" + name + ".csv"),
+                proof="bench", timeout_s=900 if len(lengths) > 1 else 300, estimate_s=60,
+                env={**all_env, "NSA_USE_TRITON_SEL": "1"}, log=f"{name}.txt",
+                outputs=(f"{name}.csv",), group="bench", shrinks=True,
+            ),
+            cards[:n],
+        ))  # fmt: skip
+    return stages
+
+
+def expand(stages: Sequence[Stage], cards: Sequence[Card], profile: str) -> list[Stage]:
+    """The stages of a run on these cards; unchanged with fewer than two of them."""
+    if len(cards) < 2:
+        return list(stages)
+    usable = good(cards) or list(cards)
+    first = usable[0]
+    out = [_on(s, [first]) if s.gpu else s for s in stages]
+    own = [s for s in stages if s.gpu and s.id in PER_CARD]
+    own.sort(key=lambda s: PER_CARD.index(s.id))
+    copies = [_own(s, card) for card in cards if card is not first for s in own]
+    at = max((i for i, s in enumerate(stages) if s in own), default=-1) + 1
+    late = next((i for i, s in enumerate(out) if i >= at and s.group == "train"), len(out))
+    both = _together(usable, profile) if len(usable) > 1 else []
+    return [*out[:at], *copies, *out[at:late], *both, *out[late:]]
+
+
+def names(indices: Sequence[int]) -> str:
+    """GPU 2, or GPUs 0, 1."""
+    return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+
+
+# -------------------------------------------------------------------------------------- report
+
+
+def _health_of(data: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """The health row of one card; the run's own is the first card's."""
+    health = data["health"] if isinstance(data["health"], dict) else {}
+    others = health.get("gpus") if isinstance(health.get("gpus"), dict) else {}
+    row = others.get(str(index))
+    if row is None and index == _first(data):
+        row = {k: v for k, v in health.items() if k != "gpus"}
+    return row if isinstance(row, dict) else {}
+
+
+def _first(data: Mapping[str, Any]) -> int | None:
+    """The card of the stages that have no number in their name."""
+    return next((s["gpus"][0] for s in data["stages"] if len(s.get("gpus") or ()) == 1), None)
+
+
+def section(data: Mapping[str, Any], parity: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """One row per card; empty for a run on one card."""
+    mine: dict[int, list[Mapping[str, Any]]] = {}
+    for stage in data["stages"]:
+        indices = stage.get("gpus") or ()
+        base = re.sub(r"_gpu\d+$", "", str(stage["id"]))
+        if len(indices) == 1 and base in PER_CARD:
+            mine.setdefault(indices[0], []).append(stage)
+    if len(mine) < 2:
+        return []
+    out = []
+    for index, stages in sorted(mine.items()):
+        health = _health_of(data, index)
+        ids = {s["id"] for s in stages}
+        rows = [r for r in parity if r["stage"] in ids]
+        bad = [f"{s['id']} {s['status']}: {s['reason']}" for s in stages if s["status"] != "PASS"]
+        why = health.get("why") if isinstance(health.get("why"), list) else []
+        bad += [f"health: {text}" for text in why]
+        share = lambda key, health=health: f" ({pct(health[key])})" if is_number(
+            health.get(key)) else ""  # fmt: skip
+        out.append({
+            "gpu": str(index), "name": cell(health.get("device") or "-", 60),
+            "bandwidth": f"{num(health.get('copy_gbs'))}{share('copy_frac')}",
+            "matmul": f"{num(health.get('gemm_bf16_tflops'))}{share('gemm_frac')}",
+            "parity": f"{sum(r['status'] == 'PASS' for r in rows)}/{len(rows)}",
+            "verdict": cell("; ".join(bad), 400) if bad else GOOD,
+        })  # fmt: skip
+    return out
+
+
+def warnings(data: Mapping[str, Any]) -> list[str]:
+    """What stands against single cards, for the top of the report."""
+    out = []
+    for row in section(data, []):
+        if row["verdict"] != GOOD:
+            out.append(f"GPU {row['gpu']} is not good: {row['verdict']}")
+    return out

@@ -1,0 +1,178 @@
+"""Are the GPUs of a run still there and healthy: telemetry, Xid errors, what failed stages left."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from scripts.oneshot.box import cards, nvlink
+from scripts.oneshot.box import env as box
+from scripts.oneshot.box.telemetry import Telemetry
+from scripts.oneshot.box.xid import LOST, Xid, XidListener
+from scripts.oneshot.record.judge import Status
+from scripts.oneshot.record.model import Stage, StageResult
+
+VRAM_WAIT_S = 15.0
+
+
+def _silent(text: str) -> tuple[str, str]:
+    """`text` of a card that gives no answer, and its kind."""
+    return text, "GPU_LOST" if re.search(r"is lost|fallen off the bus", text) else "NO_GPU"
+
+
+def _busy(result: StageResult) -> tuple[str, str]:
+    return f"GPU_BUSY: memory of {result.id} is still held", "GPU_BUSY"
+
+
+class Watch:
+    """The cards of one run. gone: why no stage may use the GPU any more, in words and as a result's
+    kind, None while they may.
+
+    several: the cards of a run on more than one, else empty; cards_gone then says the same of those
+    that may not be used. smi: what nvidia-smi said, or why there is nothing to watch.
+    """
+
+    def __init__(
+        self, several: list[cards.Card], smi: list[dict[str, Any]] | str,
+        event: Callable[..., None], note: Callable[..., None], say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.several, self._smi = several, smi
+        self._event, self._note, self._say = event, note, say
+        self.telemetry: Telemetry | None = None
+        self.gone: tuple[str, str] | None = None
+        self.cards_gone = {c.index: _silent(c.problem) for c in several if c.problem}
+        self._listeners: list[tuple[int | None, XidListener]] = []
+        self._deaf: set[int | None] = set()  # the cards whose listener said that it hears nothing
+        self._reported: list[tuple[int | None, Xid]] = []  # of the running stage
+        self._links: nvlink.Counts = {}  # when the run began, of a run on several cards
+
+    def start(self, csv: Path, started: float) -> None:
+        """Begin telemetry of the first card, into `csv`, and listen for the errors of all."""
+        if isinstance(self._smi, str):
+            return
+        watched: list[tuple[int | None, Any]] = [
+            (c.index, c.uuid) for c in cards.good(self.several)
+        ]
+        watched = watched or [(None, box.visible_gpu(self._smi, os.environ).get("uuid"))]
+        self.telemetry = Telemetry(csv, watched[0][1], started)
+        self.telemetry.start()
+        self._listeners = [(index, XidListener(uuid)) for index, uuid in watched]
+        for _, listener in self._listeners:
+            listener.start()
+        self._links = self._read_links() if self.several else {}
+
+    def _read_links(self) -> nvlink.Counts:
+        try:
+            return nvlink.read(3.0)
+        except box.ProbeFailed as error:
+            self._note(f"NVLink errors are not known ({error})", "info")
+            return {}
+
+    def _compare_links(self) -> None:
+        """Say whether links counted errors since the run began."""
+        after = self._read_links() if self._links else {}
+        if grown := nvlink.growth(self._links, after):
+            self._note(f"NVLink counted errors during the run: {', '.join(grown)}")
+        elif after:
+            self._note(f"NVLink: none of {len(after)} error counters grew", "info")
+
+    def stop(self) -> None:
+        if self.telemetry:
+            self.telemetry.stop()
+        for _, listener in self._listeners:
+            listener.stop()
+        self.hear(None)
+        self._compare_links()
+
+    def why_not(self, stage: Stage) -> tuple[Status, str, str | None] | None:
+        """Why `stage` cannot have its card: (status, reason, kind), or None."""
+        if stage.gpu and self.gone:
+            return Status.NOT_RUN, *self.gone
+        if lost := [g for g in stage.gpus if g in self.cards_gone]:
+            why, kind = self.cards_gone[lost[0]]
+            mine = len(stage.gpus) == 1 and stage.id.startswith("health")
+            return (Status.INFRA if mine else Status.NOT_RUN), f"GPU {lost[0]}: {why}", kind
+        return None
+
+    # ---- Xid errors --------------------------------------------------------------------------
+
+    def before_stage(self) -> None:
+        self.hear(None)  # of the time between two stages
+        self._reported = []
+
+    def hear(self, stage: str | None) -> None:
+        """Put what the driver reported into the journal, with the stage that was running."""
+        for index, listener in self._listeners:
+            for xid in listener.take():
+                self._reported.append((index, xid))
+                text = xid.text if index is None else f"GPU {index}: {xid.text}"
+                fields = {"xid": xid.number, "critical": xid.critical, "text": text}
+                self._event("xid", stage=stage, **fields)
+                self._say(f"{'WARN ' if xid.critical else 'INFO '} {text}")
+                if index is not None and xid.number == LOST:
+                    self.cards_gone.setdefault(index, (text, "GPU_LOST"))
+            if listener.problem and index not in self._deaf:
+                self._deaf.add(index)
+                card = "" if index is None else f"GPU {index}: "
+                self._note(f"{card}Xid errors are not heard ({listener.problem})", "info")
+
+    def beside_faults(self, result: StageResult) -> StageResult:
+        """`result` beside what the driver reported meanwhile: a faulty card proves nothing."""
+        self.hear(result.id)
+        mine = {None, *result.gpus}  # a fault of another card says nothing about this stage
+        faults = [xid for index, xid in self._reported if xid.critical and index in mine]
+        if not faults:
+            return result
+        said = "; ".join(dict.fromkeys(xid.text for xid in faults))
+        return replace(
+            result,
+            status=Status.INFRA if result.status is Status.PASS else result.status,
+            kind="GPU_LOST" if Xid(LOST) in faults else "XID",
+            reason=f"{said}; {result.reason}" if result.reason else said,
+        )
+
+    # ---- after a stage that failed -----------------------------------------------------------
+
+    def after_failure(self, result: StageResult) -> None:
+        """Is the GPU still there, and is its memory free again?"""
+        if isinstance(self._smi, str):
+            return
+        if result.gpus:
+            self._after_failure_of(result)
+            return
+        if result.kind == "GPU_LOST":
+            self.gone = f"the GPU was lost in {result.id}", "GPU_LOST"
+        elif result.status in (Status.CRASH, Status.TIMEOUT):
+            try:
+                box.smi_query()
+            except box.ProbeFailed as error:
+                self.gone = _silent(f"the GPU does not answer after {result.id}: {error}")
+        if not self.gone and self.telemetry:
+            if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
+                self.gone = _busy(result)
+        if self.gone:
+            self._note(self.gone[0])
+
+    def _after_failure_of(self, result: StageResult) -> None:
+        """The same for the cards of one stage; the others are left alone."""
+        for index in result.gpus:
+            why = None
+            if result.kind == "GPU_LOST" and len(result.gpus) == 1:
+                why = f"it was lost in {result.id}", "GPU_LOST"
+            elif result.status in (Status.CRASH, Status.TIMEOUT) or result.kind == "GPU_LOST":
+                try:
+                    box.smi_query(index=index)
+                except box.ProbeFailed as error:
+                    why = _silent(f"it does not answer after {result.id}: {error}")
+            if why and index not in self.cards_gone:
+                self.cards_gone[index] = why
+                self._note(f"GPU {index}: {why[0]}")
+        first = cards.good(self.several)[:1]
+        if self.telemetry and first and first[0].index in result.gpus:
+            if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
+                self.cards_gone.setdefault(first[0].index, _busy(result))
+                self._note(f"GPU {first[0].index}: {_busy(result)[0]}")

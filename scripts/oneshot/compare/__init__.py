@@ -1,0 +1,1 @@
+"""Bundles: whole and consistent, beside each other, over time, for others."""

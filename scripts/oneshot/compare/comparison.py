@@ -1,0 +1,398 @@
+"""Two bundles held against each other: environment, status, proof, and the time of every case."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from scripts.oneshot.record.capture import plain
+from scripts.oneshot.record.markdown import is_interval
+from scripts.oneshot.record.reading import held_to_rules
+from scripts.oneshot.record.rows import NUMBERED, is_number
+from scripts.oneshot.report.evidence import ASSUMED_FLOOR, noise_floor
+
+EXIT_SAME, EXIT_WORSE, EXIT_USAGE, EXIT_NOT_COMPARABLE = 0, 1, 2, 5
+VERDICTS = ("FASTER", "SLOWER", "SAME", "AMBIGUOUS", "NEW", "GONE", "NOT_COMPARABLE")
+EVENT_RESOLUTION_US = 0.5
+# Facts that change by themselves from one minute to the next.
+VOLATILE = ("utc", "executable", "temp_c", "util_pct", "mem_used_mib", "reason", "persistence")
+SECTIONS = ("python", "system", "packages", "variables")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One bundle, its rows held to the rules once more."""
+
+    data: Mapping[str, Any]
+    bench: list[dict[str, Any]]
+    parity: list[dict[str, Any]]
+    tests: list[dict[str, Any]]
+    floor: float | None
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Side:
+        rows = [
+            held_to_rules(data[key], kind)[0]
+            for kind, key in (("bench", "bench"), ("parity", "parity"), ("test", "tests"))
+        ]
+        return cls(data, *rows, noise_floor(data["health"]))
+
+    def headline(self) -> str:
+        git, device, python = self.data["git"], self.data["device"], self.data["env"].get("python")
+        python = python if isinstance(python, dict) else {}
+        floor = "not measured" if self.floor is None else f"{100 * self.floor:.1f} %"
+        parts = (
+            f"{git.get('short')}{' DIRTY' if git.get('dirty') else ''}",
+            str(device.get("name") or f"no GPU ({self.data['scope']})"),
+            f"drv {device.get('driver') or '-'}",
+            f"torch {python.get('torch') or '-'} triton {python.get('triton') or '-'}",
+            f"floor {floor}",
+            f"{self.data['verdict']['status']}",
+        )
+        return plain("  ".join(parts))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The judgement of one bench case."""
+
+    case: str
+    verdict: str
+    why: str
+    a_us: float | None = None
+    b_us: float | None = None
+    a_ci: Sequence[float] | None = None
+    b_ci: Sequence[float] | None = None
+    change: float | None = None  # B over A, minus 1
+    change_ci: Sequence[float] | None = None
+    not_asked: bool = False  # GONE because B was not asked for its stage
+
+
+@dataclass
+class Comparison:
+    a: str
+    b: str
+    environment: list[str]
+    incomparable: list[str]  # why times are not compared; empty when they are
+    status: list[str]
+    regressions: list[str]  # parity, tests and stages that were right in A and are not in B
+    repaired: list[str]
+    cells: list[Cell]
+    floor: float
+    notes: list[str] = field(default_factory=list)
+
+    def counts(self) -> Counter[str]:
+        return Counter(cell.verdict for cell in self.cells)
+
+    def exit_code(self, fail_on: Sequence[str]) -> int:
+        counts = self.counts()
+        worse = ("parity" in fail_on and self.regressions) or any(
+            name in fail_on and counts[name.upper()] for name in ("slower", "ambiguous")
+        )
+        if worse:
+            return EXIT_WORSE
+        judged = any(counts[v] for v in ("FASTER", "SLOWER", "SAME", "AMBIGUOUS"))
+        lost = any(c.verdict == "GONE" and not c.not_asked for c in self.cells)
+        if self.incomparable or lost or (self.cells and not judged):
+            return EXIT_NOT_COMPARABLE
+        return EXIT_SAME
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """`rows` as lines of a table whose columns, but for the last, are as wide as their cells."""
+    widths = [min(60, max(map(len, column))) for column in zip(*rows, strict=True)][:-1]
+    lines = ("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
+    return [plain(line) for line in lines]
+
+
+# ---------------------------------------------------------------------------------- one case
+
+
+def judge_case(
+    a: Mapping[str, Any], b: Mapping[str, Any], floor: float
+) -> tuple[str, str, float, list[float] | None]:
+    """(verdict, why, change of the median, its interval) of a case that has numbers on both sides.
+
+    floor: relative difference that these boxes show between two runs of the same code.
+    """
+    a_med, b_med = a["median_us"], b["median_us"]
+    if min(a_med, b_med) <= 0:
+        return "AMBIGUOUS", "a median that is no time", 0.0, None
+    change = b_med / a_med - 1
+    for name, row in (("A", a), ("B", b)):
+        if not is_interval(row.get("ci95_us")) or row["ci95_us"][0] <= 0:
+            return "AMBIGUOUS", f"no confidence interval in {name}", change, None
+    (a_lo, a_hi), (b_lo, b_hi) = a["ci95_us"], b["ci95_us"]
+    interval = [b_lo / a_hi - 1, b_hi / a_lo - 1]
+    shaky = [f"UNSTABLE in {n}: {'; '.join(r['why'])}" for n, r in (("A", a), ("B", b))
+             if r["status"] == "UNSTABLE"]  # fmt: skip
+    if shaky:
+        return "AMBIGUOUS", "; ".join(shaky), change, interval
+    faster = change < 0
+    # Each end counts against us: the floor covers what moves a whole box, the intervals the rest.
+    apart = -interval[1] if faster else interval[0]
+    if apart > floor:
+        doubt = _doubts(a, b, faster, floor)
+        if doubt:
+            return "AMBIGUOUS", doubt, change, interval
+        gap = f"intervals {100 * apart:.1f} % apart, over the floor of {100 * floor:.1f} %"
+        return ("FASTER" if faster else "SLOWER"), gap, change, interval
+    widths = [(hi - lo) / 2 / m for lo, hi, m in ((a_lo, a_hi, a_med), (b_lo, b_hi, b_med))]
+    if abs(change) <= floor:
+        if max(widths) <= floor:
+            return "SAME", "inside the floor", change, interval
+        wide = "A" if widths[0] > widths[1] else "B"
+        text = f"inside the floor, but the interval of {wide} is wider ({100 * max(widths):.1f} %)"
+        return "AMBIGUOUS", text, change, interval
+    why = "intervals overlap" if apart <= 0 else "over the floor, but the intervals are too near"
+    return "AMBIGUOUS", why, change, interval
+
+
+def _doubts(a: Mapping[str, Any], b: Mapping[str, Any], faster: bool, floor: float) -> str | None:
+    """What speaks against a difference that the medians show."""
+    for name, words in (("min_us", "the fastest sample"), ("p80_us", "the 80th percentile")):
+        if is_number(a.get(name)) and is_number(b.get(name)):
+            if (b[name] < a[name]) is not faster or b[name] == a[name]:
+                return f"{words} did not move the same way"
+    if str(a.get("timer") or "").startswith("cuda"):
+        gap = abs(b["median_us"] - a["median_us"])
+        if gap < EVENT_RESOLUTION_US:
+            return f"a gap of {gap:.2f} us is below the timer's {EVENT_RESOLUTION_US} us"
+    if a.get("launch_bound") or b.get("launch_bound"):
+        return None  # the host's time: the card's clock says nothing about it
+    clocks = [r["sm_mhz_median"] for r in (a, b) if is_number(r.get("sm_mhz_median"))]
+    if len(clocks) == 2 and min(clocks) > 0:
+        cycles = b["median_us"] * clocks[1] / (a["median_us"] * clocks[0]) - 1
+        if (cycles < 0) is not faster or abs(cycles) <= floor:
+            moved = f"SM clock {clocks[0]:g} -> {clocks[1]:g} MHz"
+            return f"{moved}: in cycles the change is {100 * cycles:+.1f} %"
+    return None
+
+
+def _keyed(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple, dict[str, Any]]:
+    """Rows by the values of `names` and their number among the rows that share these values."""
+    seen: Counter[tuple] = Counter()
+    out = {}
+    for row in rows:
+        key = tuple(str(row.get(name)) for name in names)
+        out[(*key, seen[key])] = dict(row)
+        seen[key] += 1
+    return out
+
+
+def _stage_words(side: Side, row: Mapping[str, Any] | None, stage: str) -> str:
+    """What a side has in place of numbers."""
+    if row is not None:
+        return f"{row['status']}: {'; '.join(row['why'])}"
+    found = next((s for s in side.data["stages"] if s["id"] == stage), None)
+    if found is None:
+        return f"no stage {stage}"
+    reason = f": {found['reason']}" if found.get("reason") else ", without this case"
+    return f"stage {stage} {found['status']}{reason}"
+
+
+def asked_for(a: Side, b: Side, stage: str) -> bool:
+    """Was B asked for all that the stage `stage` of A did: the same profile, not left out by
+    --only or --skip, its cards among those of B?"""
+    if any(a.data[key] != b.data[key] for key in ("profile", "scope")):
+        return False
+    stages = [{s["id"]: s.get("gpus") or () for s in side.data["stages"]} for side in (a, b)]
+    if stage in stages[1]:
+        return True
+    cards = {gpu for gpus in stages[1].values() for gpu in gpus}
+    return not b.data.get("partial") and set(stages[0].get(stage, ())) <= cards
+
+
+def judge_cells(a: Side, b: Side, floor: float, incomparable: Sequence[str]) -> list[Cell]:
+    """Every case of either side, in the order of A, the new ones last."""
+    full = ("bench", "case", "candidate", "cache")
+    left, right = _keyed(a.bench, full), _keyed(b.bench, full)
+    for key in [k for k in left if k not in right]:  # the same case in another cache mode
+        other = next((k for k in right if k not in left and k[:3] == key[:3]), None)
+        if other is not None:
+            right[key] = right.pop(other)
+    candidates: dict[tuple, set[str]] = {}
+    for key in (*left, *right):
+        candidates.setdefault(key[:2], set()).add(key[2])
+    out = []
+    for key in dict.fromkeys([*left, *right]):
+        x, y = left.get(key), right.get(key)
+        case = key[1] + (f" [{key[2]}]" if len(candidates[key[:2]]) > 1 else "")
+        case += f" #{key[-1] + 1}" if key[-1] else ""
+        has = [r is not None and r["status"] in NUMBERED for r in (x, y)]
+        values = {
+            f"{name}_{what}": row.get(field_name) if shown else None
+            for name, row, shown in (("a", x or {}, has[0]), ("b", y or {}, has[1]))
+            for what, field_name in (("us", "median_us"), ("ci", "ci95_us"))
+        }
+        stage = (x or y)["stage"]
+        if not any(has):
+            why = f"A {_stage_words(a, x, stage)}; B {_stage_words(b, y, stage)}"
+            out.append(Cell(case, "NOT_COMPARABLE", f"no numbers: {why}"))
+        elif not has[1]:
+            why = f"B: {_stage_words(b, y, stage)}"
+            not_asked = y is None and not asked_for(a, b, stage)
+            out.append(Cell(case, "GONE", why, **values, not_asked=not_asked))
+        elif not has[0]:
+            out.append(Cell(case, "NEW", f"A: {_stage_words(a, x, stage)}", **values))
+        else:
+            unlike = ["unlike boxes, see above"] if incomparable else []
+            unlike += [
+                f"{name} {x.get(name)} -> {y.get(name)}"
+                for name in ("timer", "cache")
+                if x.get(name) != y.get(name)
+            ]
+            if unlike:
+                out.append(Cell(case, "NOT_COMPARABLE", "; ".join(unlike), **values))
+                continue
+            verdict, why, change, interval = judge_case(x, y, floor)
+            for name in ("path_taken", "baseline"):
+                if x.get(name) != y.get(name):
+                    why += f"; {name} {x.get(name)} -> {y.get(name)}"
+            out.append(Cell(case, verdict, why, **values, change=change, change_ci=interval))
+    return out
+
+
+# ---------------------------------------------------------------------------------- two bundles
+
+
+def _facts(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The environment of a run as flat facts."""
+    out = {f"device {k}": v for k, v in data["device"].items()}
+    for section in SECTIONS:
+        values = data["env"].get(section)
+        for key, value in values.items() if isinstance(values, dict) else ():
+            name = key if section == "variables" else f"{section} {key}"
+            if not isinstance(value, (dict, list)):
+                out[name] = value
+    for key in ("profile", "scope", "partial"):
+        out[key] = data.get(key)
+    return {
+        k: v for k, v in out.items()
+        if k.split(" ")[-1] not in VOLATILE and not k.endswith("_free_mib")
+    }  # fmt: skip
+
+
+def environment_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    left, right = _facts(a), _facts(b)
+    out = []
+    for key in dict.fromkeys([*left, *right]):
+        x, y = left.get(key), right.get(key)
+        if x != y:
+            out.append(plain(f"{key} {'-' if x is None else x} -> {'-' if y is None else y}")[:300])
+    for name, words in (
+        ("diff_sha256", "uncommitted changes differ"),
+        ("source_sha256", "the sources differ, by their hash"),
+    ):
+        x, y = a["git"].get(name), b["git"].get(name)
+        # Only where git cannot tell the sources have a hash, so one side alone says nothing.
+        if x != y and (name == "diff_sha256" or x and y):
+            out.append(words)
+    return out
+
+
+def box_of(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a run that must be alike where times are compared."""
+    device, system = data["device"], data["env"].get("system")
+    if data["scope"] == "cpu":
+        return {"scope": "cpu", "CPU": system.get("cpu") if isinstance(system, dict) else None}
+    driver = str(device.get("driver") or "").split(".")[0] or None
+    return {
+        "scope": data["scope"], "GPU": device.get("name"), "driver major": driver,
+        "power limit": device.get("power_limit_w"), "MIG": bool(device.get("mig")),
+    }  # fmt: skip
+
+
+def why_not_comparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Facts that make times of two bundles two different questions."""
+    x, y = box_of(a), box_of(b)
+    return [plain(f"{k} {x.get(k)} -> {y.get(k)}") for k in dict.fromkeys([*x, *y])
+            if x.get(k) != y.get(k)]  # fmt: skip
+
+
+def _proofs(a: Side, b: Side) -> tuple[list[str], list[str]]:
+    """(what was right in A and is not in B, what was wrong in A and is right in B)."""
+    worse, better = [], []
+    kinds = (
+        ("parity", ("op", "case", "dtype"), "status", "PASS"),
+        ("test", ("nodeid",), "outcome", "passed"),
+    )
+    other_card = a.data["device"].get("name") != b.data["device"].get("name")
+    lost: dict[tuple[str, str, str, str], list[str]] = {}  # (kind, stage, was, now): names
+    for kind, names, state, good in kinds:
+        left, right = (_keyed(s.parity if kind == "parity" else s.tests, names) for s in (a, b))
+        for key in dict.fromkeys([*left, *right]):
+            x, y = left.get(key), right.get(key)
+            was, now = (row[state] if row else "absent" for row in (x, y))
+            name = (x or y)["case" if kind == "parity" else "nodeid"]
+            if was == now:
+                continue
+            if now in ("absent", "skipped"):
+                # Another card has its own reasons to skip a test.
+                expected = other_card if y else not asked_for(a, b, x["stage"])
+                if was == good and not expected:
+                    lost.setdefault((kind, x["stage"], was, now), []).append(name)
+                continue
+            why = "; ".join(y["why"]) if kind == "parity" else str(y.get("reason") or "")
+            text = plain(f"{kind} {name} {was} -> {now}" + (f" ({why})" if why else ""))
+            if now != good and was in (good, "absent", "skipped"):
+                worse.append(text)
+            elif now == good and was not in ("absent", "skipped"):
+                better.append(text)
+    for (kind, stage, was, now), names in lost.items():
+        if len(names) <= 3:
+            worse += [plain(f"{kind} {name} {was} -> {now}") for name in names]
+        else:
+            said = f"{kind} {was} -> {now} {len(names)} times in {stage}, first {names[0]}"
+            worse.append(plain(said))
+    left, right = (_keyed(s.bench, ("bench", "case", "candidate", "cache")) for s in (a, b))
+    for key, x in left.items():
+        y = right.get(key)
+        if y and x["status"] in NUMBERED and y["status"] in ("INVALID", "FAILED"):
+            why = "; ".join(y["why"])
+            worse.append(plain(f"bench {x['case']} {x['status']} -> {y['status']} ({why})"))
+    return worse, better
+
+
+def compare(
+    a_data: Mapping[str, Any], b_data: Mapping[str, Any], force: bool = False
+) -> Comparison:
+    """Everything that changed from bundle object A to bundle object B."""
+    a, b = Side.of(a_data), Side.of(b_data)
+    floors = [f for f in (a.floor, b.floor) if f is not None]
+    floor = max([ASSUMED_FLOOR, *floors])
+    incomparable = why_not_comparable(a_data, b_data)
+    notes = []
+    if len(floors) < 2:
+        notes.append("a noise floor was not measured; at least 1 % is assumed")
+    if incomparable and force:
+        notes.append(f"times compared by force in spite of: {'; '.join(incomparable)}")
+        incomparable = []
+    for name, data in (("A", a_data), ("B", b_data)):
+        if not data["complete"]:
+            notes.append(f"{name} did not run to its end ({data['ended_by']})")
+    if a_data["run_id"] == b_data["run_id"]:
+        notes.append("A and B are the same run")
+    worse, better = _proofs(a, b)
+    status = []
+    left = {s["id"]: s for s in a_data["stages"]}
+    right = {s["id"]: s for s in b_data["stages"]}
+    for stage in dict.fromkeys([*left, *right]):
+        x, y = left.get(stage), right.get(stage)
+        was, now = (s["status"] if s else "absent" for s in (x, y))
+        if was != now:
+            why = f"  ({y['reason']})" if y and y.get("reason") else ""
+            status.append(plain(f"{stage}  {was} -> {now}{why}"))
+            unproven = now in ("NOT_RUN", "SKIPPED", "absent") and x and x.get("required", True)
+            if was == "PASS" and (
+                now in ("FAIL", "CRASH", "TIMEOUT", "INFRA")
+                or (unproven and (y or asked_for(a, b, stage)))
+            ):
+                worse.append(plain(f"stage {stage} PASS -> {now}"))
+    cells = judge_cells(a, b, floor, incomparable)
+    return Comparison(
+        a.headline(), b.headline(), environment_changes(a_data, b_data), incomparable, status,
+        worse, better, cells, floor, notes,
+    )  # fmt: skip

@@ -1,0 +1,501 @@
+"""The `verify` verb: is a bundle whole, does it keep its own rules, does it leak nothing by shape.
+
+Checks the sums of every file, the schema, that bundle.json says what the journal says and the
+reports give its verdict, that no number stands without its proof, that times, intervals, ratios,
+rates, margins and stability are those of the raw times, that the CSVs are what the rows give, that
+nothing but PASS stands without a reason, and looks for secrets once more. Exit code 0: all of it
+holds; 1: something does not; 2: usage, or no bundle there.
+
+It finds what was damaged or edited by halves. It cannot tell who made a bundle, or that the times
+were taken: whoever invents journal, raw times and reports together, with new sums, is not found.
+Tables of the reports are made anew and compared where the sources that verify are those of the run;
+plots and logs are not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from bench.records import NUMBERS, SAMPLES_KEPT, card_faults
+from scripts.oneshot.box.checkout import git_facts, same_sources
+from scripts.oneshot.compare.comparison import EVENT_RESOLUTION_US
+from scripts.oneshot.record import bundle as bundles
+from scripts.oneshot.record.capture import plain
+from scripts.oneshot.record.journal import dumps, parse_json, read_events
+from scripts.oneshot.record.judge import Status
+from scripts.oneshot.record.markdown import cell, is_interval
+from scripts.oneshot.record.model import RunRecord
+from scripts.oneshot.record.outputs import short_report
+from scripts.oneshot.record.reading import BundleError, NoBundle, opened, read_bundle, rebuild
+from scripts.oneshot.record.redact import Redactor
+from scripts.oneshot.record.rows import NUMBERED, RowError, is_number, parse_row, path_agrees
+from scripts.oneshot.report.tables import check_csvs, check_health, check_texts
+
+ROOT = Path(__file__).resolve().parents[3]
+SAMPLES = "bench/samples.jsonl"
+PNG = b"\x89PNG\r\n\x1a\n"
+# By a later `render`, which renews their sums.
+REWRITTEN = ("report.md", "report.html", "issue.md", "plots/")
+ROUNDED_US = 0.002  # raw times are written in ns
+AHEAD = timedelta(hours=1)
+ALIKE = 1.25  # a median of ratios and the ratio of medians
+
+
+def check(folder: Path) -> Iterator[str]:
+    """Everything that is wrong with the bundle in `folder`, one sentence each."""
+    yield from check_sums(folder)
+    try:
+        data = read_bundle(folder)
+    except BundleError as error:
+        yield str(error)
+        return
+    try:
+        yield from check_rules(data)
+        yield from check_cards(data)
+        yield from check_journal(data, folder)
+        yield from check_samples(data, folder)
+        yield from check_csvs(data, folder)
+        yield from check_health(data, folder)
+        yield from check_reports(data, folder)
+        if made_by_these_sources(data):
+            yield from check_texts(rebuild(folder)[0], folder)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        yield f"bundle.json has not the shape of its schema: {type(error).__name__}: {error}"
+    redaction = data.get("redaction")
+    kept = redaction.get("kept") if isinstance(redaction, dict) else None
+    yield from check_secrets(folder, tuple(k for k in kept or () if isinstance(k, str)))
+
+
+def verified(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The run at `path`, a folder or an archive, and what speaks against it; that it has no sums
+    does not, for it may not have come to its end. Raises BundleError for one that cannot be read.
+    """
+    with opened(path) as folder:
+        try:
+            found = dict.fromkeys(check(folder))
+            return rebuild(folder)[0], [p for p in found if not p.startswith(f"no {bundles.SUMS}")]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise BundleError(f"broken bundle: {error!r}") from None
+
+
+def made_by_these_sources(data: Mapping[str, Any]) -> bool:
+    """Whether the run was made by the sources that verify it now: only these render it alike."""
+    return same_sources(git_facts(ROOT), data["git"])
+
+
+def check_sums(folder: Path) -> Iterator[str]:
+    """SHA256SUMS names every file of the bundle, and each is as it was."""
+    path = folder / bundles.SUMS
+    if not path.is_file():
+        yield f"no {bundles.SUMS}: the run did not come to its end, or was not packed"
+        return
+    listed: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        match = re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line)
+        if not match:
+            yield f"{bundles.SUMS}:{number} is no check sum"
+            continue
+        digest, name = match.groups()
+        if name.startswith("/") or ".." in PurePosixPath(name).parts:
+            yield f"{bundles.SUMS}:{number} names a file outside of the bundle"
+            continue
+        listed[name] = digest
+        file = folder / name
+        if file.is_symlink() or not file.is_file():
+            yield f"{name} is in {bundles.SUMS} and not in the bundle"
+        elif bundles.sha256(file) != digest:
+            yield f"{name} was changed after the run: its sha256 is another"
+    for file in bundles.members(folder):
+        name = file.relative_to(folder).as_posix()
+        if name != bundles.SUMS and name not in listed:
+            yield f"{name} is not in {bundles.SUMS}"
+
+
+def not_finite(value: Any, path: str = "") -> Iterator[str]:
+    """Paths of every NaN and infinity in a JSON value."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from not_finite(inner, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from not_finite(inner, f"{path}[{index}]")
+
+
+def check_rules(data: Mapping[str, Any]) -> Iterator[str]:
+    """The promises of the report, held against bundle.json."""
+    for path in not_finite(data):
+        yield f"{path} is not finite"
+    for kind in ("parity", "bench"):
+        for row in data[kind]:
+            yield from check_row(kind, row)
+    known = {status.value for status in Status}
+    for stage in data["stages"]:
+        name, status = stage["id"], stage["status"]
+        if status not in known:
+            yield f"stage {name}: unknown status {status!r}"
+        elif status != "PASS" and not stage.get("reason"):
+            yield f"stage {name} is {status} and gives no reason"
+        elif status == "PASS":
+            yield from _check_pass(stage, data)
+    for test in data["tests"]:
+        if test["outcome"] == "skipped" and not test.get("reason"):
+            yield f"test {test['nodeid']} was skipped without a reason"
+    yield from check_dates(data)
+    verdict = data["verdict"]
+    if (verdict["status"] == "PASS") != (verdict["exit_code"] == 0):
+        yield f"the verdict is {verdict['status']} with exit code {verdict['exit_code']}"
+    gate = data["redaction"].get("gate")
+    if gate != "clean":
+        yield f"the redaction gate is {gate!r}, not clean"
+
+
+def check_cards(data: Mapping[str, Any]) -> Iterator[str]:
+    """A card that corrupts data is called so, and the stage that found it did not pass."""
+    health = data["health"] or {}
+    rows = {"health": health}
+    rows |= {f"health_gpu{number}": row for number, row in (health.get("gpus") or {}).items()}
+    passed = {stage["id"] for stage in data["stages"] if stage["status"] == "PASS"}
+    for name, row in rows.items():
+        faults = "; ".join(card_faults(row))
+        if faults and (row.get("status") != "FAIL" or name in passed):
+            yield f"{name} passes for {row.get('status')}, and {faults}"
+
+
+def check_dates(data: Mapping[str, Any]) -> Iterator[str]:
+    """A run does not lie in the future, beyond what clocks of two boxes may differ by, and does not
+    end before it began."""
+    dates = {name: parse_date(data.get(name)) for name in ("started", "ended")}
+    for stage in data["stages"]:
+        dates[f"stage {stage['id']}"] = parse_date(stage.get("started"))
+    now = datetime.now(timezone.utc)
+    for name, date in dates.items():
+        if date and date - now > AHEAD:
+            yield f"{name}: {date.isoformat()} lies in the future"
+    started, ended = dates["started"], dates["ended"]
+    if started and ended and ended < started:
+        yield f"the run ended {(started - ended).total_seconds():.0f} s before it began"
+
+
+def parse_date(text: Any) -> datetime | None:
+    with suppress(ValueError, TypeError, AttributeError):
+        return datetime.fromisoformat(text.replace("Z", "+00:00"))
+    return None
+
+
+def _check_pass(stage: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
+    mine = {k: [r for r in data[k] if r.get("stage") == stage["id"]]
+            for k in ("tests", "parity", "bench")}  # fmt: skip
+    bad = sum(t["outcome"] in ("failed", "error") for t in mine["tests"])
+    bad += sum(p["status"] != "PASS" for p in mine["parity"])
+    bad += sum(b["status"] in ("INVALID", "FAILED") for b in mine["bench"])
+    if bad:
+        yield f"stage {stage['id']} is PASS with {bad} failed or invalid rows"
+    proven = sum(t["outcome"] == "passed" for t in mine["tests"]) + len(mine["parity"])
+    if stage.get("group") == "parity" and not proven:
+        yield f"stage {stage['id']} is PASS and no test or parity case ran in it"
+
+
+def check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
+    case = f"{kind} {row.get('case')}"
+    try:
+        held = parse_row(dumps({**row, "kind": kind}))
+    except (RowError, ValueError) as error:
+        yield f"{case} is no row: {error}"
+        return
+    status = row["status"]
+    if held["status"] != status:
+        yield f"{case} says {status} but is {held['status']}: {'; '.join(held['why'])}"
+    if status not in ("PASS", "VALID") and not row.get("why"):
+        yield f"{case} is {status} and gives no reason"
+    if kind == "bench" and status not in NUMBERED:
+        numbers = [name for name in NUMBERS if row.get(name) is not None]
+        if numbers:
+            yield f"{case} is {status} and still has numbers: {', '.join(numbers)}"
+    for what in _out_of_order(row):
+        yield f"{case}: {what}"
+    for what in _not_derived(row):
+        yield f"{case}: {what}"
+    reads = [row[n] for n in ("reads_actual", "reads_expected", "reads_seen") if row.get(n)]
+    if len(set(reads)) > 1:
+        yield f"{case}: keys were read {' and '.join(map(str, reads))} times, by who counts"
+    agrees = path_agrees(row.get("path_requested"), row.get("path_taken"))
+    if row.get("path_requested") and not agrees and status in ("PASS", *NUMBERED):
+        yield f"{case}: asked for {row['path_requested']}, ran {row.get('path_taken')}"
+
+
+def _out_of_order(row: Mapping[str, Any]) -> Iterator[str]:
+    """Which times of a row cannot be of the same samples."""
+    for name in ("median_us", "base_median_us"):
+        median, ci = row.get(name), row.get(name.replace("median", "ci95"))
+        if is_number(median) and is_interval(ci) and not ci[0] <= median <= ci[1]:
+            yield f"{name} {median:g} lies outside of its own interval [{ci[0]:g}, {ci[1]:g}]"
+    ascending = [n for n in ("min_us", "p20_us", "median_us", "p80_us", "p95_us")
+                 if is_number(row.get(n))]  # fmt: skip
+    for low, high in pairwise(ascending):
+        if row[low] > row[high] * (1 + 1e-9):
+            yield f"{low} {row[low]:g} is over {high} {row[high]:g}"
+
+
+def _not_derived(row: Mapping[str, Any]) -> Iterator[str]:
+    """Which numbers of a row are not what its other numbers give."""
+    median = row.get("median_us")
+    given: list[tuple[str, Any, Any]] = []
+    if is_number(median) and median > 0:
+        for name, amount, unit in (("gbs", "bytes", 1e3), ("tflops", "flops", 1e6)):
+            if is_number(row.get(amount)):
+                given.append((name, row.get(name), row[amount] / median / unit))
+        base, speedup = row.get("base_median_us"), row.get("speedup")
+        if is_number(base) and is_number(speedup) and speedup > 0:
+            if not 1 / ALIKE < base / median / speedup < ALIKE:
+                yield f"speedup {speedup:g} is not that of {base:g} over {median:g} us"
+        ci = row.get("speedup_ci95")
+        if is_number(speedup) and is_interval(ci) and not ci[0] <= speedup <= ci[1]:
+            yield f"speedup {speedup:g} lies outside of its own interval [{ci[0]:g}, {ci[1]:g}]"
+    of = row.get("parity") if isinstance(row.get("parity"), dict) else row
+    error, limit = of.get("max_abs"), of.get("limit_max_abs")
+    if is_number(error) and is_number(limit) and limit > 0:
+        given.append(("margin", of.get("margin"), error / limit))
+    for name, value, right in given:
+        if is_number(value) and abs(value - right) > 1e-3 * abs(right) + 1e-12:
+            yield f"{name} {value:g} is {right:g} by the row's other numbers"
+
+
+def check_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> Iterator[str]:
+    """What speaks against rows of the journal of `folder`, which a later run would take over."""
+    of = {kind: [r for r in rows if r["kind"] == kind] for kind in ("parity", "bench")}
+    for kind, mine in of.items():
+        for row in mine:
+            yield from check_row(kind, row)
+    yield from check_samples({"bench": of["bench"], "notes": []}, folder)
+
+
+def raw_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Which raw times a bench row's are."""
+    return tuple(row.get(name) for name in ("bench", "case", "candidate", "cache"))
+
+
+def check_samples(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """What a row says of its times is what its raw times give, where all of them were kept; and
+    there are raw times of every row of a bench that keeps them."""
+    raw: dict[tuple[Any, ...], list[Any]] = {}
+    benches = {row.get("bench") for row in data["bench"] if row.get("order") == "ABBA"}
+    try:
+        lines = (folder / SAMPLES).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # none, or dropped on a full disk
+        lines = []
+        timed = [r for r in data["bench"] if r["status"] in NUMBERED
+                 and r.get("bench") in benches]  # fmt: skip
+        if timed and not any("disk" in str(note.get("text")) for note in data["notes"]):
+            yield f"no {SAMPLES}: {len(timed)} rows have times and no raw times support them"
+        benches = set()
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):  # half a line of a stage that was killed
+            kept = parse_json(line)
+            benches.add(kept["bench"])
+            raw.setdefault(raw_key(kept), []).append(kept)
+    for row in data["bench"]:
+        if row["status"] not in NUMBERED:
+            continue
+        found = raw.get(raw_key(row))
+        if not found:
+            if row.get("bench") in benches and is_number(row.get("median_us")):
+                yield f"bench {row['case']}: no raw times in {SAMPLES}"
+            continue
+        # A stage that ran twice, or on several cards, has left several lines.
+        wrong = [list(_beside_raw(row, kept)) for kept in found]
+        if all(wrong):
+            yield from (f"bench {row['case']}: {what}" for what in wrong[0])
+
+
+def _beside_raw(row: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[str]:
+    """Which numbers of a row are not those of these raw times, which were written in ns; of a
+    long series, of which not all were kept, whether the median lies among them. There are raw times
+    of each median, and a word on why the timing ended."""
+    try:
+        us, base = ([float(x) for x in kept.get(n) or ()] for n in ("us", "base_us"))
+        every, base_every = int(kept["us_every"]), int(kept["base_us_every"] if base else 1)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        yield "its raw times are no numbers"
+        return
+    for name, times, kth in (("median_us", us, every), ("base_median_us", base, base_every)):
+        if is_number(row.get(name)) and not times:
+            yield f"{name} {row[name]:g} has no raw times"
+        elif kth != 1 and not SAMPLES_KEPT * (kth - 1) < len(times) * kth:
+            yield f"every {kth}. of the times of {name} is said to be kept, of {len(times)}"
+    if not row.get("stop"):
+        yield "nothing says why its timing ended"
+    if not us:
+        return
+    if every != 1 or base_every != 1:
+        n = row.get("n")
+        if is_number(n) and (every != -(-n // SAMPLES_KEPT) or len(us) != -(-n // every)):
+            yield f"n is {n}, and every {every}. of them would not leave {len(us)} raw times"
+        for name, times in (("median_us", us), ("base_median_us", base)):
+            if times and is_number(row.get(name)) and not min(times) <= row[name] <= max(times):
+                yield f"{name} {row[name]:g} is not among its raw times"
+        return
+    if is_number(row.get("n")) and row["n"] != len(us):
+        yield f"n is {row['n']} and there are {len(us)} raw times"
+    given: dict[str, float | None] = {"median_us": statistics.median(us), "min_us": min(us)}
+    if base:
+        given["base_median_us"] = statistics.median(base)
+    with suppress(ImportError):  # stats wants numpy
+        from bench import stats
+
+        given |= {f"p{q}_us": stats.quantile(us, q / 100) for q in (20, 80, 95)}
+        for name, times in (("ci95_us", us), ("base_ci95_us", base)):
+            ci = stats.median_ci(times) if times else None
+            of_row = row.get(name)
+            if ci and is_interval(of_row) and max(
+                abs(a - b) for a, b in zip(ci, of_row, strict=True)
+            ) > ROUNDED_US:  # fmt: skip
+                yield f"{name} is not the interval of its raw times"
+        if row["status"] == "VALID" and row.get("stop"):
+            shaky = stats.too_few(len(us)) + stats.instability(us, EVENT_RESOLUTION_US)
+            if shaky:
+                yield f"it is VALID, and its raw times are not: {'; '.join(shaky)}"
+    for name, value in given.items():
+        if is_number(row.get(name)) and abs(row[name] - value) > ROUNDED_US:
+            yield f"{name} {row[name]:g} is {value:g} by its raw times"
+    if is_number(row.get("speedup")) and len(base) == len(us) and min(us) > 0:
+        ratio = statistics.median(b / a for a, b in zip(us, base, strict=True))
+        rounding = ROUNDED_US / min(us) + ROUNDED_US / max(min(base), ROUNDED_US)
+        if abs(row["speedup"] / ratio - 1) > rounding + 1e-6:
+            yield f"speedup {row['speedup']:g} is {ratio:g} by its raw times"
+
+
+def check_reports(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """The reports begin with the verdict of bundle.json. Those of a cut run may be older."""
+    if not (folder / bundles.SUMS).is_file():
+        return
+    line = cell(data["verdict"]["one_line"], 1000)
+    short = [t for t in short_report(data).splitlines() if t.startswith("**")]
+    for name in ("report.md", "issue.md", "report.html"):
+        try:
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        if name == "report.html":
+            try:
+                from scripts.oneshot.report.page import inline
+            except ImportError:  # it comes with jinja2
+                continue
+            head = re.search(r"<h1>.*?</h1>", text, re.S)
+            right = bool(head) and head[0] == f"<h1>{inline(line)}</h1>"
+        else:
+            head = next((t for t in text.splitlines() if t.startswith("**")), None)
+            right = head in (f"**{line}**", *short)
+        if not right:
+            yield f"{name} does not begin with the verdict of bundle.json"
+
+
+def _without_unstable(score: Mapping[str, Any]) -> dict[str, Any]:
+    """A score as one of VALID rows alone."""
+    unstable = {case: f"UNSTABLE: {why}" for case, why in score["unstable"].items()}
+    return {
+        "percent": None if unstable else score["percent"],
+        "cases": {case: one for case, one in score["cases"].items() if case not in unstable},
+        "missing": {**score["missing"], **unstable},
+    }
+
+
+def check_journal(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """bundle.json is what the journal gives, and its list of files is the folder's."""
+    events = read_events(folder / "events.jsonl")
+    if not events:
+        yield "no events.jsonl: nothing supports bundle.json"
+        return
+    try:
+        replayed = json.loads(dumps(RunRecord.replay(events).to_bundle()))
+    except (ValueError, KeyError, TypeError) as error:
+        yield f"events.jsonl cannot be replayed: {type(error).__name__}: {error}"
+        return
+    for key in replayed:
+        if key == "score" and key not in data:  # made before there was one
+            continue
+        right, given = replayed[key], data.get(key)
+        if key == "score" and isinstance(given, dict) and "unstable" not in given:
+            right = _without_unstable(right)  # made when UNSTABLE rows were missing
+        if key != "files" and right != given:
+            yield f"{key} in bundle.json is not what events.jsonl gives"
+    for file in data["files"]:
+        name = str(file.get("path"))
+        path = folder / name
+        if name.startswith(REWRITTEN) or ".." in PurePosixPath(name).parts:
+            continue
+        if not path.is_file():
+            yield f"{name} is listed in bundle.json and missing"
+        elif bundles.sha256(path) != file.get("sha256"):
+            yield f"{name} is not the file that bundle.json lists"
+
+
+def check_secrets(folder: Path, keep: tuple[str, ...] = ()) -> Iterator[str]:
+    """What looks private, by rule and file; never the value itself."""
+    redactor = Redactor({}, keep=keep, hostnames=(), user="", literals=False)
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            yield f"{path.relative_to(folder)} is a link"
+    for path in bundles.members(folder):
+        name = path.relative_to(folder).as_posix()
+        raw = path.read_bytes()
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:
+            if not (path.suffix == ".png" and raw.startswith(PNG)):
+                yield f"{name} is neither text nor a picture: nobody can vouch for it"
+            text = ""
+        for subject in (name, text):
+            before = Counter(redactor.counts)
+            if redactor.text(subject) != subject:
+                rules = Counter(redactor.counts) - before
+                found = ", ".join(f"{rule} x{n}" for rule, n in sorted(rules.items())) or "other"
+                yield f"{redactor.text(name)} holds something private: {found}"
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(
+        prog="oneshot verify", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    p.add_argument("bundle", type=Path, help="folder or .tgz of a run")
+    args = p.parse_args(argv)
+    try:
+        with opened(args.bundle) as folder:
+            problems = list(dict.fromkeys(check(folder)))
+            files = len(bundles.members(folder))
+            verdict, unread = None, "its plots"
+            if not problems:
+                data = read_bundle(folder)
+                verdict = data["verdict"]["one_line"]
+                if not made_by_these_sources(data):
+                    unread = "the tables and plots of its reports, which other sources made"
+    except NoBundle as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BundleError as error:
+        problems, files, verdict = [str(error)], 0, None
+    for problem in problems:
+        print(f"FAIL {plain(problem)[:500]}")
+    if problems:
+        print(f"{len(problems)} problems")
+        return 1
+    print(f"OK {files} files, rules kept, nothing private by shape; not checked: who made it, "
+          f"whether the times were taken at all, {unread}")  # fmt: skip
+    print(plain(verdict)[:1000])
+    return 0

@@ -1,0 +1,124 @@
+"""The folder of one run and what is made of it: earlier runs, check sums, the archive."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import shutil
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from scripts.oneshot.record.journal import write_atomic
+
+KEEP_PREVIOUS = 3
+WARN_BYTES = 10 * 2**20
+REFUSE_BYTES = 25 * 2**20
+SUMS = "SHA256SUMS"
+_INTERNAL = (".ballast", "console.log")
+
+
+def previous_runs(folder: Path) -> list[Path]:
+    """Earlier runs of the same commit, oldest first."""
+    prev = folder / "prev"
+    return sorted((p for p in prev.glob("*") if p.is_dir()), key=lambda p: p.name)
+
+
+def set_aside(folder: Path, run_id: str | None) -> Path | None:
+    """Move what an earlier run left in `folder` to prev/<run_id>; keep the newest three."""
+    items = [p for p in folder.iterdir() if p.name not in ("prev", *_INTERNAL)]
+    if not items:
+        return None
+    target = folder / "prev" / (run_id or "unknown")
+    n = 1
+    while target.exists():
+        n += 1
+        target = target.with_name(f"{run_id or 'unknown'}-{n}")
+    target.mkdir(parents=True)
+    for item in items:
+        os.replace(item, target / item.name)
+    for old in previous_runs(folder)[:-KEEP_PREVIOUS]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def members(folder: Path) -> list[Path]:
+    """The files that belong to the bundle of this run, sorted by name."""
+    out = []
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if path.is_file() and relative.parts[0] != "prev" and not hidden:
+            if relative.as_posix() not in _INTERNAL:
+                out.append(path)
+    return out
+
+
+def inventory(folder: Path) -> list[dict[str, Any]]:
+    """The `files` of bundle.json: everything but bundle.json itself and the check sums."""
+    return [
+        {"path": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": sha256(p)}
+        for p in members(folder)
+        if p.name not in ("bundle.json", SUMS)
+    ]
+
+
+def write_sums(folder: Path) -> None:
+    """SHA256SUMS, which `sha256sum -c SHA256SUMS` checks inside the folder."""
+    lines = [
+        f"{sha256(p)}  {p.relative_to(folder).as_posix()}\n"
+        for p in members(folder)
+        if p.name != SUMS
+    ]
+    write_atomic(folder / SUMS, "".join(lines))
+
+
+def renew_sums(folder: Path, names: Iterable[str]) -> None:
+    """The sums of the files `names` anew, those of all others as they stand; nothing without
+    SHA256SUMS. For a report that is rendered again."""
+    path = folder / SUMS
+    if not path.is_file():
+        return
+    lines = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        digest, _, name = line.partition("  ")
+        lines[name] = digest
+    lines.update({name: sha256(folder / name) for name in names})
+    write_atomic(path, "".join(f"{lines[name]}  {name}\n" for name in sorted(lines)))
+
+
+def archive(folder: Path) -> Path:
+    """Where the archive of `folder` lies: beside it."""
+    return folder.with_name(folder.name + ".tgz")
+
+
+def pack(folder: Path) -> tuple[Path, str, int]:
+    """<folder>.tgz with nobody's name in it: (path, sha256, bytes). ValueError when over 25 MiB."""
+    buffer = io.BytesIO()
+    with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as packed:
+        with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for path in members(folder):
+                info = tarfile.TarInfo(f"{folder.name}/{path.relative_to(folder).as_posix()}")
+                data = path.read_bytes()
+                info.size, info.mode, info.mtime = len(data), 0o644, int(path.stat().st_mtime)
+                tar.addfile(info, io.BytesIO(data))
+    data = buffer.getvalue()
+    if len(data) > REFUSE_BYTES:
+        size = f"{len(data) / 2**20:.1f} MiB"
+        raise ValueError(f"the archive is {size}, over the limit of {REFUSE_BYTES // 2**20} MiB")
+    target = archive(folder)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.write_bytes(data)
+    os.replace(temporary, target)
+    return target, hashlib.sha256(data).hexdigest(), len(data)

@@ -1,0 +1,333 @@
+"""From evidence to words: the status of one stage and the verdict over the whole run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from bench.records import NUMBERED, card_faults
+from scripts.oneshot.record.rows import is_number
+
+if TYPE_CHECKING:
+    from scripts.oneshot.record.model import RunRecord, Stage, StageResult
+
+EXIT_OK, EXIT_FAIL, EXIT_USAGE, EXIT_NOT_RUN, EXIT_INFRA = 0, 1, 2, 3, 4
+EXIT_INVALID, EXIT_REDACTION, EXIT_LOCKED = 5, 6, 75
+EXIT_BY_SIGNAL = {"sigint": 130, "sigterm": 143}  # SIGHUP is ignored: the run goes on
+
+
+class Status(str, Enum):
+    """How a stage ended. Only PASS says that something ran and was right."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    SKIPPED = "SKIPPED"
+    NOT_RUN = "NOT_RUN"
+    TIMEOUT = "TIMEOUT"
+    CRASH = "CRASH"
+    INFRA = "INFRA"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Judgement:
+    status: Status
+    reason: str | None = None
+    kind: str | None = None
+
+
+def judge(
+    stage: Stage,
+    rc: int | None,
+    rows: list[dict[str, Any]],
+    *,
+    unreadable: int = 0,
+    missing_outputs: tuple[str, ...] = (),
+    traceback: str | None = None,
+) -> Judgement:
+    """Status of a stage whose child ended by itself with exit code `rc`.
+
+    Timeouts, signals and failed starts are judged by the supervisor, before this. `unreadable`
+    counts lines of the result channel that were no rows; `traceback` is the last line of an
+    uncaught error.
+    """
+    return (
+        _wrong(stage, rc, rows)
+        or _ended(stage, rc, rows, traceback)
+        or _not_whole(stage, rows)
+        or _unproven(stage, rows, missing_outputs)
+        or _doubtful(stage, rows, unreadable)
+        or Judgement(Status.PASS)
+    )
+
+
+def _of(rows: list[dict[str, Any]], kind: str, *states: str) -> list[dict[str, Any]]:
+    """The rows of a kind; with `states` those in one of them."""
+    state = "outcome" if kind == "test" else "status"
+    return [r for r in rows if r["kind"] == kind and (not states or r[state] in states)]
+
+
+def _first(bad: list[dict[str, Any]], of: list[dict[str, Any]], words: str) -> str:
+    """How many of `of` are `bad`, which is the first and why."""
+    row = bad[0]
+    text = f"{len(bad)} of {len(of)} {words}, first {row.get('case') or row['nodeid']}"
+    return text if row["kind"] == "test" else f"{text}: {'; '.join(row['why']) or 'over its limit'}"
+
+
+def _wrong(stage: Stage, rc: int | None, rows: list[dict[str, Any]]) -> Judgement | None:
+    """A result that is wrong, whatever else happened."""
+    if faults := [why for r in _of(rows, "health") for why in card_faults(r)]:
+        return Judgement(Status.FAIL, "; ".join(faults), "CORRUPTION")
+    broke = "pytest" in stage.argv and rc not in (0, 1)
+    for kind, states, words, name in (
+        ("parity", ("FAIL", "INVALID"), "parity cases wrong", "PARITY"),
+        ("test", ("failed", "error"), "tests failed", "ASSERT"),
+        ("bench", ("FAILED",), "bench cases failed", "BENCH"),
+    ):
+        if bad := _of(rows, kind, *states):
+            lost = f"; and exit code {rc}: tests may be missing" if broke else ""
+            text = _first(bad, _of(rows, kind), words) + (lost if kind != "bench" else "")
+            return Judgement(Status.FAIL, text, name)
+    return None
+
+
+def _ended(
+    stage: Stage, rc: int | None, rows: list[dict[str, Any]], traceback: str | None
+) -> Judgement | None:
+    """What the exit code says, where it is not 0."""
+    runs_pytest, notes = "pytest" in stage.argv, _of(rows, "note")
+    if rc == 0:
+        return None
+    if runs_pytest and rc == 5:
+        return Judgement(Status.NOT_RUN, "no test was collected")
+    if rc == 3 and not runs_pytest:
+        if notes and (note := notes[-1].get("text")):
+            return Judgement(Status.SKIPPED, str(note), _memory(str(note)))
+        return Judgement(Status.NOT_RUN, "the stage says that nothing could be run")
+    if runs_pytest and rc in (2, 3, 4):
+        words = {2: "interrupted or not collected", 3: "internal error", 4: "usage error"}
+        return Judgement(Status.CRASH, f"pytest: {words[rc]}; {traceback or 'see the log'}")
+    if traceback:
+        return Judgement(Status.CRASH, traceback)
+    if rc == 1:
+        warned = [str(r.get("text")) for r in notes if r.get("level") == "warn"]
+        text = warned[-1] if warned else "exit code 1 and no row that says why"
+        return Judgement(Status.FAIL, text, "ASSERT")
+    text = "usage error, exit code 2" if rc == 2 else f"exit code {rc}"
+    return Judgement(Status.CRASH, text)
+
+
+def _of_tests(stage: Stage) -> bool:
+    return "pytest" in stage.argv or stage.proof == "tests"
+
+
+def _not_whole(stage: Stage, rows: list[dict[str, Any]]) -> Judgement | None:
+    """Tests or cases that are missing although the exit code is 0."""
+    tests, skipped = _of(rows, "test"), _of(rows, "test", "skipped")
+    if _of_tests(stage) and not _of(rows, "test", "passed"):
+        if skipped:
+            reasons = sorted({str(r["reason"]) for r in skipped if r.get("reason")})
+            text = f"all {len(skipped)} tests skipped: {'; '.join(reasons[:3])}"
+            return Judgement(Status.NOT_RUN, text)
+        return Judgement(Status.NOT_RUN, "exit code 0, but no test ran")
+    if unfinished := _unfinished(rows, len(tests)):
+        return Judgement(Status.CRASH, unfinished)
+    found, what = (tests, "tests") if _of_tests(stage) else (_of(rows, "bench"), "bench cases")
+    files = [r["nodeid"].rpartition("/")[2] for r in tests]
+    wanted = [(len(found), what, stage.least)] + [
+        (sum(file.startswith(name) for file in files), f"tests of {name}*.py", least)
+        for name, least in stage.of_files.items()
+    ]
+    for count, what, least in wanted:
+        if count < least:
+            text = f"exit code 0, but {count} {what} where this stage has {least}"
+            return Judgement(Status.NOT_RUN, text)
+    return None
+
+
+def _unproven(
+    stage: Stage, rows: list[dict[str, Any]], missing_outputs: tuple[str, ...]
+) -> Judgement | None:
+    """The evidence of Stage.proof that is missing."""
+    ran = _of(rows, "bench", *NUMBERED, "INVALID")
+    if stage.proof == "bench" and not ran and (skipped := _of(rows, "bench", "SKIPPED")):
+        why = "; ".join(skipped[0]["why"])
+        return Judgement(Status.SKIPPED, why, _memory(why))
+    results = [
+        r
+        for kind in ("metric", "health", "recommend", "parity", "bench")
+        for r in _of(rows, kind)
+        if r.get("status") != "SKIPPED"
+        and not str(r.get("name")).startswith("seconds/")  # what became of the time
+    ]
+    for missing, words in (
+        (stage.proof == "parity" and not _of(rows, "parity"), "no parity case was recorded"),
+        (stage.proof == "bench" and not ran, "no bench case ran"),
+        (stage.proof == "row" and not results, "no result was sent"),
+        (missing_outputs, f"not written: {', '.join(missing_outputs)}"),
+    ):
+        if missing:
+            return Judgement(Status.NOT_RUN, f"exit code 0, but {words}")
+    return None
+
+
+def _doubtful(stage: Stage, rows: list[dict[str, Any]], unreadable: int) -> Judgement | None:
+    """What was sent and cannot be believed."""
+    bench = _of(rows, "bench")
+    if unreadable:
+        text = f"{unreadable} lines of the result channel were unreadable; results may be missing"
+        return Judgement(Status.INFRA, text, "CHANNEL")
+    if invalid := _of(rows, "bench", "INVALID"):
+        return Judgement(Status.FAIL, _first(invalid, bench, "bench cases invalid"), "INVALID")
+    if stage.proof == "bench" and not _of(rows, "bench", "VALID"):
+        text = f"all {len(_of(rows, 'bench', 'UNSTABLE'))} bench cases unstable"
+        return Judgement(Status.FAIL, text, "UNSTABLE")
+    return None
+
+
+def _unfinished(rows: list[dict[str, Any]], reported: int) -> str | None:
+    """What tests announced and did not show, where there was a session of pytest."""
+    begun = [r["tests"] for r in rows if r["kind"] == "session" and not r["ended"]]
+    ended = sum(r["kind"] == "session" and r["ended"] for r in rows)
+    if reported < sum(begun):
+        return f"exit code 0, but {reported} of {sum(begun)} announced tests reported"
+    if ended < len(begun):
+        return f"exit code 0, but {ended} of {len(begun)} processes came to the end of their tests"
+    return None
+
+
+def _memory(why: str) -> str | None:
+    """The kind of a bench that could time nothing because the GPU's memory was too small."""
+    return "OOM_DEVICE" if "out of memory" in why else None
+
+
+def _named(stage: StageResult) -> str:
+    """The stage and, in a run on several cards, the one card it ran on."""
+    return f"{stage.id} (GPU {stage.gpus[0]})" if len(stage.gpus) == 1 else stage.id
+
+
+def _cause(absent: list[StageResult]) -> str:
+    """Why stages that had to run did not, in a few words; the first one drags others along."""
+    if any(s.kind == "BUDGET" for s in absent):
+        return "its budget was spent"
+    words = " ".join(str(absent[0].reason).split())
+    return words if len(words) <= 120 else words[:117] + "..."
+
+
+def is_cut(stage: StageResult) -> bool:
+    """Was this stage left out because time or GPU memory was too short, and for nothing else?"""
+    no_memory = stage.status is Status.SKIPPED and stage.kind == "OOM_DEVICE"
+    return stage.kind == "BUDGET" or no_memory
+
+
+def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
+    """Status, exit code and the one line of the whole run."""
+    parity, bench = record.rows_of("parity"), record.rows_of("bench")
+    outcomes = Counter(t["outcome"] for t in record.rows_of("test"))
+    passed, skipped = outcomes["passed"], outcomes["skipped"]
+    failed = outcomes["failed"] + outcomes["error"]
+    parity_pass = sum(p["status"] == "PASS" for p in parity)
+    bench_valid = sum(b["status"] == "VALID" for b in bench)
+    bench_skipped = sum(b["status"] == "SKIPPED" for b in bench)
+    # A CPU's times claim nothing, so they cannot be invalid either.
+    no_valid = record.scope == "gpu" and len(bench) > bench_skipped and not bench_valid
+
+    soft = ("INVALID", "UNSTABLE")
+    wrong = [s for s in stages if s.status is Status.FAIL and s.kind not in soft]
+    shaky = [s for s in stages if s.status is Status.FAIL and s.kind in soft]
+    broken = [
+        s
+        for s in stages
+        if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA)
+        and s.kind not in ("BUDGET", "PREEMPTED")
+    ]
+    stopped = [s for s in stages if s.kind == "PREEMPTED"]
+    absent = [
+        s
+        for s in stages
+        if (s.required and s.status in (Status.SKIPPED, Status.NOT_RUN)) or s.kind == "BUDGET"
+    ]
+    passes = any(s.status is Status.PASS for s in stages)
+    proven = passed or parity_pass or bench_valid
+    doubtful = bool(shaky) or no_valid
+    bad_gate = record.redaction.get("gate") == "failed"
+    complete_but_for_cuts = passes and proven and not doubtful and all(map(is_cut, absent))
+    status, code = next(
+        (status, code)
+        for holds, status, code in (
+            (bad_gate, "FAIL", EXIT_REDACTION),
+            (record.ended_by in EXIT_BY_SIGNAL, "STOPPED", EXIT_BY_SIGNAL.get(record.ended_by)),
+            (wrong or failed or parity_pass < len(parity), "FAIL", EXIT_FAIL),
+            (broken or record.ended_by == "crash", "BROKEN", EXIT_INFRA),
+            (absent and complete_but_for_cuts, "INCOMPLETE", EXIT_NOT_RUN),
+            (absent or not passes or not (proven or doubtful), "NOT_RUN", EXIT_NOT_RUN),
+            (doubtful, "INVALID", EXIT_INVALID),
+            (True, "PASS", EXIT_OK),
+        )
+        if holds
+    )
+
+    cut, on_cpu = status == "INCOMPLETE", record.scope == "cpu"
+    no_time = any(s.kind == "BUDGET" for s in absent)
+    short = "its budget was spent" if no_time else "the GPU's memory was too small"
+    bench_words = f"VALID {bench_valid}/{len(bench)}"
+    bench_words += f" ({bench_skipped} skipped)" if bench_skipped else ""
+    groups = {
+        "wrong": wrong,
+        "broken": broken,
+        "stopped": stopped,
+        "cut" if cut else "not run": absent,
+        "invalid or unstable": shaky,
+    }
+    parts = [
+        on_cpu and "CPU profile, says nothing about any GPU",
+        cut and f"all that ran passed, {short}",
+        status == "NOT_RUN" and absent and _cause(absent),
+        f"{passed}/{passed + failed} tests" + (f" ({skipped} skipped)" if skipped else ""),
+        f"parity {parity_pass}/{len(parity)}",
+        bench and f"benches {'claim nothing, ' if on_cpu else ''}{bench_words}",
+        status == "NOT_RUN"
+        and not absent
+        and "nothing was proven: no passed test, parity case or valid bench",
+        *(f"{title}: {', '.join(map(_named, group))}" for title, group in groups.items() if group),
+        bad_gate and "redaction FAILED, do not post this",
+        record.partial and f"partial run ({record.partial})",
+        *_facts(record),
+    ]
+    return {
+        "status": status,
+        "exit_code": code,
+        "one_line": f"{status} - " + "; ".join(part for part in parts if part),
+        "executed_tests": passed + failed,
+        "passed": passed,
+        "failed": failed,
+        "skipped": skipped,
+        "parity_pass": parity_pass,
+        "parity_total": len(parity),
+        "bench_valid": bench_valid,
+        "bench_total": len(bench),
+        "not_run": sum(s.status is Status.NOT_RUN for s in stages),
+    }
+
+
+def _facts(record: RunRecord) -> Iterator[str]:
+    """GPU, versions, commit and duration, as far as they are known."""
+    device, git, versions = record.device, record.git, record.env.get("python")
+    if record.scope == "gpu" and device.get("name"):
+        cap, full = device.get("power_limit_w"), device.get("power_default_w")
+        capped = is_number(cap) and is_number(full) and cap < full
+        yield f"{device['name']}" + (f" (capped {cap:g}/{full:g} W)" if capped else "")
+    versions = versions if isinstance(versions, dict) else {}  # or "<probe failed: ...>"
+    known = [n for n in ("torch", "triton") if not str(versions.get(n) or "<").startswith("<")]
+    yield " ".join(f"{n} {versions[n]}" for n in known)
+    if git.get("short"):
+        other = f" as given, but git has {str(git['head'])[:7]}" if git.get("head") else ""
+        yield f"commit {git['short']}" + (" DIRTY" if git.get("dirty") else "") + other
+    if is_number(record.monotonic_s):
+        minutes, seconds = divmod(round(record.monotonic_s), 60)
+        yield f"{minutes} m {seconds:02d} s" if minutes else f"{seconds} s"

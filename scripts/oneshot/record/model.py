@@ -1,0 +1,378 @@
+"""What a run is: stages, their results, and the record that becomes bundle.json.
+
+`events.jsonl` is the source of truth. `RunRecord.apply(event)` is its only reader, and the running
+supervisor goes through the same function, so `bundle.json` after a crash is what replaying the
+journal gives up to the last edge of a stage. The shape of `bundle.json` (schema
+`nsa.gpu-report/1`), `RunRecord.to_bundle()`:
+
+    schema, run_id, profile, scope ("gpu" | "cpu"), argv, started, ended, monotonic_s, complete
+    ended_by     normal | sigint | sigterm | budget | crash
+    partial      why this is not the whole profile (--only, --skip), or null
+    git          commit, short, head (git's, where another commit was given), branch, dirty,
+                 diff_sha256, diffstat, untracked, remote, source, source_sha256 (where git
+                 cannot tell whether the sources are clean), changed_during_run
+    device       name, sm, mem_mib, driver, power_limit_w, power_default_w, pcie, ecc, mig, ...
+    env          {section: {key: value}}; a probe that failed is the text "<probe failed: ...>"
+    env_fingerprint, price_per_hour, doctor [{name, level OK|WARN|BLOCK, text, fix}]
+    verdict      status PASS|INCOMPLETE|FAIL|NOT_RUN|BROKEN|INVALID|STOPPED, exit_code, one_line,
+                 executed_tests, passed, failed, skipped, parity_pass, parity_total,
+                 bench_valid, bench_total, not_run
+    stages       one object per planned stage in plan order, see StageResult
+    tests, parity, bench, metrics, notes, artifacts
+                 the rows as the stages sent them (bench/records.py), each with "stage"
+    health, recommend          the latest row of that kind, or null
+    score        percent (or null), cases, missing; see score.py
+    resumed      {run_id: [stage ids]} taken over from an earlier run
+    redaction    {rules_version, replacements, gate "clean"|"pending"|"failed"}
+    files        [{path, bytes, sha256}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from scripts.oneshot.record import judge
+from scripts.oneshot.record.judge import Status
+from scripts.oneshot.record.rows import is_number, test_counts, why_no_row
+from scripts.oneshot.record.score import score
+
+SCHEMA = "nsa.gpu-report/1"
+
+
+PLANNED = ("id", "title", "required", "group", "timeout_s", "argv")  # and gpus, if it has any
+SHARDS = "scripts.oneshot.run.shards"  # module that runs a stage's tests in several processes
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One child process of the run.
+
+    In `argv`, "{python}" stands for the chosen interpreter and "{out}" for the bundle folder.
+    `proof` names the evidence without which the stage cannot PASS: "tests" (a passed test),
+    "parity" (a passed parity row), "bench" (a valid bench row), "row" (any metric, health,
+    recommend, parity or bench row that is not SKIPPED) or "output" (every file of `outputs`).
+    """
+
+    id: str
+    title: str
+    argv: tuple[str, ...]
+    proof: str
+    timeout_s: float
+    estimate_s: float = 30.0
+    required: bool = True
+    gpu: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
+    log: str = ""
+    after: str | None = None  # id of a stage that must PASS first
+    needs: tuple[str, ...] = ()  # files of earlier stages, without which it is not started
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # see completed()
+    group: str = "other"  # parity | bench | train | box; the report groups its tables by it
+    least: int = 0  # tests or, of a bench, cases, without which it is not whole
+    of_files: Mapping[str, int] = field(default_factory=dict)  # the same of test files called so
+    ahead: bool = False  # its Python may start, and import PyTorch, before its turn: ahead.py
+    shrinks: bool = False  # takes `--shrink K`, which divides its sizes by K
+    gpus: tuple[int, ...] = ()  # its cards by number, in a run on several (cards.py)
+
+    def __post_init__(self) -> None:
+        if not self.id or not all(c.isalnum() or c == "_" for c in self.id):
+            raise ValueError(f"Stage.id must be letters, digits and _, got {self.id!r}")
+        if self.proof not in ("tests", "parity", "bench", "row", "output"):
+            raise ValueError(f"Stage.proof of {self.id} is unknown: {self.proof!r}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"Stage.timeout_s of {self.id} must be > 0, got {self.timeout_s}")
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether its tests run in several processes at a time."""
+        return SHARDS in self.argv
+
+    def smaller(self) -> Stage:
+        """What to try once the GPU was out of memory: half its sizes, or a quarter of its processes
+        at a time; the same again where it has neither."""
+        if self.shrinks:
+            return replace(self, argv=(*self.argv, "--shrink", "2"))
+        if self.side_by_side:
+            at = self.argv.index(SHARDS) + 1
+            return replace(self, argv=(*self.argv[:at], "--fewer", "4", *self.argv[at:]))
+        return self
+
+    def planned(self) -> dict[str, Any]:
+        """The stage as the journal's plan has it."""
+        plan = {name: getattr(self, name) for name in PLANNED}
+        plan["argv"] = list(self.argv)
+        return {**plan, "gpus": list(self.gpus)} if self.gpus else plan
+
+    @property
+    def log_path(self) -> str:
+        return self.log or f"logs/{self.id}.log"
+
+    def completed(self, results: Mapping[str, StageResult]) -> Stage:
+        """This stage with the arguments that `also` gives it for each stage that passed before."""
+        passed = [s for s in self.also if s in results and results[s].status is Status.PASS]
+        more = [argument for stage in passed for argument in self.also[stage]]
+        return replace(self, argv=(*self.argv, *more)) if more else self
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """How one stage ended. Anything but PASS needs a reason."""
+
+    id: str
+    status: Status
+    reason: str | None = None
+    kind: str | None = None
+    title: str = ""
+    rc: int | None = None
+    signal: str | None = None
+    wall_s: float = 0.0
+    timeout_s: float = 0.0
+    required: bool = True
+    attempt: int = 1
+    started: str | None = None
+    start_s: float | None = None  # seconds since the run began
+    log: str | None = None
+    argv: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    first_call_ms: float | None = None
+    peak_vram_mib: float | None = None
+    flaky: bool = False
+    half_size: bool = False  # the first attempt ran out of GPU memory
+    resumed_from: str | None = None
+    group: str = "other"
+    gpus: tuple[int, ...] = ()  # only in a run on several cards
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "status", Status(self.status))
+        if self.status is not Status.PASS and not self.reason:
+            raise ValueError(f"stage {self.id} is {self.status} and gives no reason")
+
+    def to_json(self) -> dict[str, Any]:
+        out = asdict(self)
+        out["status"] = self.status.value
+        out["argv"] = list(self.argv)
+        out["gpus"] = list(self.gpus)
+        if not self.gpus:
+            del out["gpus"]
+        return out
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StageResult:
+        """A result as `to_json` gave it; unknown keys are ignored, wrong types a TypeError."""
+        known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        for name, value in known.items():
+            check_type(name, value, _RESULT.get(name, (str, type(None))))
+        for name in ("argv", "env", "counts", "gpus"):
+            values = known.get(name) or ()
+            for value in values.values() if isinstance(values, dict) else values:
+                check_type(name, value, int if name in ("counts", "gpus") else str)
+        known["argv"] = tuple(known.get("argv") or ())
+        known["gpus"] = tuple(known.get("gpus") or ())
+        return cls(**known)
+
+
+_NUMBER = (int, float)
+_MAYBE = (int, float, type(None))
+_RESULT: dict[str, Any] = {
+    "id": str, "title": str, "status": str, "group": str, "rc": _MAYBE, "wall_s": _NUMBER,
+    "timeout_s": _NUMBER, "attempt": int, "start_s": _MAYBE, "first_call_ms": _MAYBE,
+    "peak_vram_mib": _MAYBE, "required": bool, "flaky": bool, "half_size": bool,
+    "argv": (list, tuple), "env": dict, "counts": dict, "gpus": (list, tuple),
+}  # fmt: skip
+_TEXT = (str, type(None))
+_FACTS: dict[str, Any] = {
+    "run_id": str, "profile": str, "scope": str, "argv": list, "git": dict, "device": dict,
+    "env": dict, "env_fingerprint": _TEXT, "doctor": list, "plan": list, "price_per_hour": _MAYBE,
+    "partial": _TEXT, "started": _TEXT,
+}  # fmt: skip
+
+
+def check_type(name: str, value: Any, wanted: Any) -> None:
+    """TypeError unless `value` is of the types `wanted`; of a list of objects each has its id."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name} is a {type(value).__name__}")
+    key = {"plan": "id", "doctor": "level"}.get(name)
+    for item in value if key else ():
+        if not isinstance(item, dict) or not isinstance(item.get(key), str):
+            raise TypeError(f"{name} holds something else than objects with {key!r}")
+        if name == "plan":
+            StageResult.from_json({"status": "PASS", **item})
+
+
+@dataclass
+class RunRecord:
+    """Everything known about one run so far. Built only by `apply`, in journal order."""
+
+    run_id: str = ""
+    profile: str = ""
+    scope: str = "gpu"
+    argv: list[str] = field(default_factory=list)
+    started: str | None = None
+    ended: str | None = None
+    monotonic_s: float | None = None
+    complete: bool = False
+    ended_by: str = "crash"
+    partial: str | None = None  # why the plan is not the whole profile (--only, --skip)
+    git: dict[str, Any] = field(default_factory=dict)
+    device: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, Any] = field(default_factory=dict)
+    env_fingerprint: str | None = None
+    doctor: list[dict[str, Any]] = field(default_factory=list)
+    plan: list[dict[str, Any]] = field(default_factory=list)
+    results: dict[str, StageResult] = field(default_factory=dict)
+    running: dict[str, Any] | None = None
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by stage id
+    run_notes: list[dict[str, Any]] = field(default_factory=list)
+    health: dict[str, Any] | None = None
+    recommend: dict[str, Any] | None = None
+    price_per_hour: float | None = None
+    redaction: dict[str, Any] = field(default_factory=lambda: {"gate": "pending"})
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Take one journal event in. Unknown events and keys are ignored."""
+        kind = event.get("ev")
+        if is_number(event.get("m")) and self.ended is None:  # redaction comes after the run
+            self.monotonic_s = event["m"]
+        if kind in ("run_start", "facts"):
+            for name, wanted in _FACTS.items():
+                if name in event:
+                    check_type(name, event[name], wanted)
+            for name in set(_FACTS) & set(event):
+                setattr(self, name, event[name])
+        elif kind == "stage_start":
+            check_type("stage", event["stage"], str)
+            self.running = dict(event)
+            self.rows[event["stage"]] = []  # a second attempt speaks for the stage alone
+        elif kind == "row":
+            row = event["row"]
+            check_type("stage", event["stage"], str)
+            if lacks := why_no_row(row):
+                raise ValueError(lacks)
+            if row["kind"] == "health":
+                self._take_health({k: v for k, v in row.items() if k != "kind"})
+            elif row["kind"] == "recommend":
+                self.recommend = {k: v for k, v in row.items() if k != "kind"}
+            self.rows.setdefault(event["stage"], []).append(row)
+        elif kind == "stage_end":
+            result = StageResult.from_json(event["result"])
+            self.results[result.id] = result
+            self.running = None
+        elif kind == "note":
+            self.run_notes.append(
+                {"level": event.get("level", "info"), "text": event.get("text", ""), "stage": None}
+            )
+        elif kind == "xid":
+            level = "warn" if event.get("critical") else "info"
+            stage = event.get("stage")
+            self.run_notes.append({"level": level, "text": event.get("text", ""), "stage": stage})
+        elif kind == "redaction":
+            check_type("summary", event["summary"], dict)
+            self.redaction = dict(event["summary"])
+        elif kind == "run_end":
+            check_type("ended_by", event["ended_by"], str)
+            self.ended = str(event.get("t"))
+            self.ended_by = event["ended_by"]
+            self.complete = bool(event.get("complete"))
+
+    def _take_health(self, row: dict[str, Any]) -> None:
+        """The run's health is the first card's; another card's is in health["gpus"][number]."""
+        others = (self.health or {}).get("gpus")
+        others = others if isinstance(others, dict) else {}
+        if "gpu" in row:
+            self.health = {**(self.health or {}), "gpus": {**others, str(row["gpu"]): row}}
+        else:
+            self.health = {**row, "gpus": others} if others else row
+
+    @classmethod
+    def replay(cls, events: Iterable[Mapping[str, Any]]) -> RunRecord:
+        """The record of a journal. An event that this program cannot have written is ignored."""
+        record = cls()
+        for event in events:
+            with suppress(KeyError, TypeError, ValueError, AttributeError):
+                record.apply(event)
+        return record
+
+    def stage_results(self) -> list[StageResult]:
+        """One result per planned stage: a stage the run died in is a CRASH, a later one NOT_RUN."""
+        out = []
+        for planned in self.plan:
+            done = self.results.get(planned["id"])
+            if done is None:
+                common = {k: planned[k] for k in (*PLANNED, "gpus") if k in planned}
+                common |= {"status": "NOT_RUN", "reason": "the run ended before this stage"}
+                if self.running and self.running["stage"] == planned["id"]:
+                    common |= self._died()
+                done = StageResult.from_json(common)
+            out.append(done)
+        return out
+
+    def _died(self) -> dict[str, Any]:
+        """What is known of the stage that the runner died in."""
+        began, last = self.running.get("m"), self.monotonic_s
+        known = is_number(began) and is_number(last) and last >= began
+        return {
+            "status": "CRASH",
+            "kind": "RUNNER",
+            "reason": "the runner ended during this stage, when is unknown; --resume takes up what "
+            "passed",
+            "wall_s": round(last - began, 3) if known else 0.0,
+            "started": self.running.get("t"),
+            "start_s": began,
+            "log": self.running.get("log"),
+            "counts": test_counts(self.rows.get(self.running["stage"], [])),
+        }
+
+    def rows_of(self, *kinds: str) -> list[dict[str, Any]]:
+        """Every row of these kinds in plan order, each with its stage."""
+        return [
+            {**{k: v for k, v in row.items() if k != "kind"}, "stage": stage}
+            for stage, rows in self.rows.items()
+            for row in rows
+            if row["kind"] in kinds
+        ]
+
+    def to_bundle(self) -> dict[str, Any]:
+        """The object of bundle.json; see the module's docstring."""
+        stages = self.stage_results()
+        resumed: dict[str, list[str]] = {}
+        for stage in stages:
+            if stage.resumed_from:
+                resumed.setdefault(stage.resumed_from, []).append(stage.id)
+        notes = [*self.run_notes, *self.rows_of("note")]
+        return {
+            "schema": SCHEMA,
+            "run_id": self.run_id,
+            "profile": self.profile,
+            "scope": self.scope,
+            "argv": self.argv,
+            "started": self.started,
+            "ended": self.ended,
+            "monotonic_s": self.monotonic_s,
+            "complete": self.complete,
+            "ended_by": self.ended_by,
+            "partial": self.partial,
+            "price_per_hour": self.price_per_hour,
+            "git": self.git,
+            "device": self.device,
+            "env": self.env,
+            "env_fingerprint": self.env_fingerprint,
+            "doctor": self.doctor,
+            "verdict": judge.verdict(self, stages),
+            "health": self.health,
+            "recommend": self.recommend,
+            "score": score(self.rows_of("bench"), self.health),
+            "stages": [s.to_json() for s in stages],
+            "tests": self.rows_of("test"),
+            "parity": self.rows_of("parity"),
+            "bench": self.rows_of("bench"),
+            "metrics": self.rows_of("metric"),
+            "notes": notes,
+            "artifacts": self.rows_of("artifact"),
+            "resumed": resumed,
+            "redaction": self.redaction,
+            "files": [],
+        }

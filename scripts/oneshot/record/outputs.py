@@ -1,0 +1,119 @@
+"""Texts of a run that need the standard library only: JUnit, repro scripts, the short report."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import quoteattr
+
+from scripts.oneshot.record.capture import plain
+from scripts.oneshot.record.model import StageResult
+
+
+def junit_xml(stage: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The test rows of a stage as JUnit XML."""
+    bad = sum(r["outcome"] in ("failed", "error") for r in rows)
+    skipped = sum(r["outcome"] == "skipped" for r in rows)
+    xml = [
+        "<?xml version='1.0' encoding='utf-8'?>",
+        f'<testsuite name={quoteattr(stage)} tests="{len(rows)}" failures="{bad}" '
+        f'skipped="{skipped}">',
+    ]
+    for row in rows:
+        file, _, name = row["nodeid"].partition("::")
+        xml.append(
+            f"<testcase classname={quoteattr(file)} name={quoteattr(name)} "
+            f'time="{row.get("duration_s") or 0}">'
+        )
+        message = quoteattr(plain(str(row.get("reason") or ""))[:2000])
+        if row["outcome"] in ("failed", "error"):
+            xml.append(f"<failure message={message}/>")
+        elif row["outcome"] == "skipped":
+            xml.append(f"<skipped message={message}/>")
+        xml.append("</testcase>")
+    return "\n".join([*xml, "</testsuite>", ""])
+
+
+WRITES = ("--csv", "--json", "--out")  # options of the stages whose value is written
+
+
+def typed(argv: Sequence[str]) -> str:
+    """The command of a stage as a person types it: what it writes goes to /tmp, and what it reads
+    comes from the run's own folder, $BUNDLE."""
+    parts = []
+    for before, part in zip(("", *argv), argv, strict=False):
+        part = part.replace("{python}", "python")
+        if before in WRITES:
+            part = part.replace("{out}", "/tmp")
+        pieces = part.split("{out}")
+        parts.append('"$BUNDLE"'.join(shlex.quote(p) if p or len(pieces) == 1 else ""
+                                      for p in pieces))  # fmt: skip
+    return " ".join(parts)
+
+
+def repro_script(result: StageResult, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The one command that shows the failure of a stage again."""
+    failed = [
+        r["nodeid"] for r in rows if r["kind"] == "test" and r["outcome"] in ("failed", "error")
+    ]
+    argv = list(result.argv)
+    if failed and "pytest" in argv:
+        argv = [*argv[: argv.index("pytest") + 1], "--tb=short", *failed[:20]]
+    variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(result.env.items()))
+    why = " ".join((result.reason or "").split())
+    command = typed(argv)
+    folder = 'BUNDLE="${BUNDLE:-$(cd "$(dirname "$0")/.." && pwd)}"\n'
+    return (
+        "#!/usr/bin/env bash\n"
+        f"# {result.status}: {why}\n"
+        "# Run it in the root of the sources, with the python of the run.\n"
+        f"{folder if '$BUNDLE' in command else ''}"
+        f"{variables + ' ' if variables else ''}{command}\n"
+    )
+
+
+def short_report(data: Mapping[str, Any]) -> str:
+    """A report of the standard library alone: what stands until, or if, the full one is made."""
+
+    def cell(value: Any) -> str:
+        return " ".join(str("" if value is None else value).split()).replace("|", "\\|")[:300]
+
+    out = []
+    if data["scope"] == "cpu":
+        out += ["This report speaks of no GPU: it ran on the CPU only.", ""]
+    out += [
+        f"**{cell(data['verdict']['one_line'])}**",
+        "",
+        "| stage | result | seconds | why |",
+        "|---|---|---|---|",
+    ]
+    for s in data["stages"]:
+        out.append(f"| {s['id']} | {s['status']} | {s['wall_s']:.1f} | {cell(s['reason'])} |")
+    blocks = [c for c in data["doctor"] if c["level"] != "OK"]
+    if blocks:
+        out += ["", "| doctor | level | what | fix |", "|---|---|---|---|"]
+        out += [
+            f"| {c['name']} | {c['level']} | {cell(c['text'])} | {cell(c['fix'])} |" for c in blocks
+        ]
+    out += [
+        "",
+        "Numbers, logs and the journal are beside this file: bundle.json, events.jsonl.",
+        "",
+    ]
+    return "\n".join(out)
+
+
+def scp_line(environ: Mapping[str, str], path: Path) -> str | None:
+    """How to fetch `path` from this box; for the console only, never for the bundle."""
+    ssh = environ.get("SSH_CONNECTION", "").split()
+    for host, port in (
+        (environ.get("RUNPOD_PUBLIC_IP"), environ.get("RUNPOD_TCP_PORT_22")),
+        (environ.get("PUBLIC_IPADDR"), environ.get("VAST_TCP_PORT_22")),
+        (ssh[2], ssh[3]) if len(ssh) == 4 else (None, None),
+    ):
+        if host and port:
+            user = environ.get("USER") or "root"
+            return f"scp -P {port} {user}@{host}:{path.resolve()} ."
+    return None

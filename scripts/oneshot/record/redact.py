@@ -1,0 +1,368 @@
+"""What must not leave the box, and how it is taken out: at capture, and once more over every file.
+
+Placeholders are stable within a run (`<ip-1>` is the same address everywhere), so logs stay
+readable; the mapping lives in memory only. Two nets: literal values known to be private on this box
+(secret environment variables, names, addresses), wherever they were printed, and secrets by shape.
+Best effort: look at a bundle before you post it.
+"""
+
+from __future__ import annotations
+
+import base64
+import bisect
+import getpass
+import html
+import ipaddress
+import json
+import os
+import re
+import socket
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, quote_plus
+
+from scripts.oneshot.record.secret_shapes import SECRETS
+from scripts.oneshot.record.shapes import LOWER, NAMES, Shape, Span
+
+RULES_VERSION = 4
+
+ALLOWED_VARIABLES = re.compile(
+    r"(NSA|CUDA|TORCH|PYTORCH|TRITON|FLASH|NCCL|OMP)_\w+|MAX_JOBS|LD_LIBRARY_PATH|LD_PRELOAD"
+    r"|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX"
+)
+SECRET_NAME = re.compile(
+    r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|WEBHOOK", re.IGNORECASE
+)
+_NOT_SECRET = frozenset(
+    "PWD OLDPWD XDG_SESSION_TYPE XDG_SESSION_CLASS XDG_SESSION_DESKTOP SSH_AUTH_SOCK"
+    " DESKTOP_SESSION SESSION_MANAGER TOKENIZERS_PARALLELISM".split()
+)
+_HOST_VARIABLES = (
+    "HOSTNAME HOST RUNPOD_POD_ID RUNPOD_POD_HOSTNAME CONTAINER_ID VAST_CONTAINERLABEL"
+    " POD_NAME NODE_NAME".split()
+)
+_ADDRESS_VARIABLES = ("SSH_CONNECTION", "SSH_CLIENT", "RUNPOD_PUBLIC_IP", "PUBLIC_IPADDR")
+# Words too common to be taken for a name: replacing them would garble logs and hide nothing.
+_COMMON = frozenset(
+    "root user users home admin test tests runner ubuntu debian nobody python torch pytorch cuda"
+    " triton nvidia localhost main docker default build github jovyan data work bench report gpu"
+    " node host true false none kernel train model".split()
+)
+
+# Where the words of records and reports come from: keys, statuses, headings, names of files.
+_OWN_TEXTS = (("templates", "*.j2"), ("scripts/oneshot", "**/*.py"), ("bench", "*.py"))
+# What stands around a name or a secret that is also a word of ours, where it is meant after all.
+_IS = r"'?[ \t]*[:= ][ \t]*[\"']?"
+_NEAR = {
+    "user": (
+        rf"((?<![A-Za-z0-9])(?i:user(?:name)?|login|logname|account){_IS}){{}}(?![\w-])",
+        r"(?<![\w.+-])(){}(?=@[\w<-])",
+        r"((?<![\w.>~-])/(?:[\w.-]+/)*){}(?![\w-])",
+    ),
+    "host": (
+        rf"((?<![A-Za-z0-9])(?i:host(?:name)?|node|server|pod){_IS}){{}}(?![\w-])",
+        r"(@){}(?![\w-])",
+    ),
+}
+
+_URL_USERINFO = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/@\"'<>]+@", re.IGNORECASE)
+_URL_QUERY = re.compile(r"\b((?:https?|wss?|s3|gs)://[^\s\"'<>?#)]+)\?[^\s\"'<>)]+", re.IGNORECASE)
+_SSH_REMOTE = re.compile(r"\b[A-Za-z0-9._-]+@([A-Za-z0-9.-]+\.[A-Za-z]{2,}):(?=[A-Za-z~])")
+_SSH_GIT = re.compile(r"\bgit@(?=[A-Za-z0-9.-]+\.[A-Za-z]{2,}\b)")  # everybody's account
+_SMI_PROCESS = re.compile(
+    r"^(\|\s+\d+\s+\S+\s+\S+\s+)\d+(\s+(?:C|G|C\+G|M\+C)\s+)(.*?)(\s+(?:\d+MiB|N/A)\s*\|)$", re.M
+)
+# Where a line was broken: by a terminal, a shell, base64, or as a string of JSON writes it.
+_BREAK = re.compile(r"[ \t]*\\?\r?\n[ \t]*(?:[>|#][ \t]?)?|(?:\\r)?\\n")
+HARMLESS_LENGTH, HARMLESS_NUMBER = 120, 50_000
+
+
+def _is_path(text: str) -> bool:
+    """Is `text` a path of this file system? A key in base64 may begin with "/" too."""
+    first = text.split("/")[1] if text.startswith("/") else ""
+    return bool(first) and os.path.isdir(f"/{first}")
+
+
+def _site_prefixes() -> list[str]:
+    import site
+
+    found = {p for p in [*site.getsitepackages(), site.getusersitepackages()] if p}
+    found |= {p for p in sys.path if p.rstrip("/").endswith(("site-packages", "dist-packages"))}
+    return sorted(found, key=len, reverse=True)
+
+
+@lru_cache(maxsize=1)
+def _own_words() -> tuple[str, frozenset[str]]:
+    """The words of our records and reports, as lines and cut into names.
+
+    They are public, and a report in which `required` or `max` is replaced cannot be read any more.
+    Comments and docstrings reach no report.
+    """
+    root = Path(__file__).resolve().parents[3]
+    words: set[str] = set()
+    for folder, pattern in _OWN_TEXTS:
+        for path in (root / folder).glob(pattern):
+            with suppress(OSError):
+                text = path.read_text(encoding="utf-8")
+                if path.suffix == ".py":
+                    text = re.sub(r'""".*?"""|#[^\n]*', "", text, flags=re.S)
+                words.update(re.findall(r"[A-Za-z_][\w./-]*", text))
+    names = {n for word in words for cut in (r"\W+", r"[\W_]+") for n in re.split(cut, word)}
+    return "\n".join(sorted(words)).lower(), frozenset(name.lower() for name in names)
+
+
+def _is_own(rule: str, text: str) -> bool:
+    """Would replacing `text` garble words of our own? A secret is found inside of words too."""
+    words, names = _own_words()
+    if rule == "env_secret":
+        return text.lower() in words
+    return rule in _NEAR and text.lower() in names
+
+
+def _forms(secret: str) -> set[str]:
+    """How `secret` may be written, in lower case: plain, escaped, or in one of the usual codes."""
+    data = secret.encode("utf-8", "surrogateescape")
+    octets = [f"{byte:02x}" for byte in data]
+    forms = {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], html.escape(secret)}
+    forms |= {secret.replace("'", "'\"'\"'"), quote(data), quote(data, safe=""), quote_plus(data)}
+    forms |= {quote(quote(data, safe="")), *(sep.join(octets) for sep in ("", " ", ":", "-"))}
+    forms |= {sep + sep.join(octets) for sep in ("%", r"\x")}
+    forms |= {"".join(rf"\u{ord(c):04x}" for c in secret), "".join(f"&#{ord(c)};" for c in secret)}
+    forms |= {"".join(rf"\{byte:03o}" for byte in data)}
+    forms |= {base64.b32encode(data).decode().rstrip("=")}
+    for before in range(3):  # in base64, alone or in the middle of something
+        whole = len(data) + before
+        coded = base64.b64encode(b"\0" * before + data + b"\0" * (-whole % 3)).decode()
+        coded = coded[(0, 2, 3)[before] : (whole * 4) // 3]  # what depends on the secret alone
+        forms |= {coded, coded.translate({ord("+"): "-", ord("/"): "_"})}
+    return {form.translate(LOWER) for form in forms if len(form) >= 8}
+
+
+def _origin(starts: list[tuple[int, int]], index: int) -> int:
+    """Where the character stands in the whole text that is at `index` without line breaks."""
+    left, first = starts[bisect.bisect_right(starts, (index, sys.maxsize)) - 1]
+    return first + index - left
+
+
+class Redactor:
+    """Replaces private text by placeholders and counts what it replaced, by rule.
+
+    A name or a secret that is a word of our own records (`USER=max`, `AUTH_MODE=required`) is
+    replaced only where what stands before it says what it is.
+
+    `keep` names categories left alone on the user's request: "host", "ip". Without `literals` only
+    what has a private shape is found: for a bundle that was made on another box.
+    """
+
+    def __init__(
+        self,
+        environ: Mapping[str, str] | None = None,
+        *,
+        root: Path | None = None,
+        keep: tuple[str, ...] = (),
+        hostnames: tuple[str, ...] | None = None,
+        user: str | None = None,
+        home: str | None = None,
+        literals: bool = True,
+    ) -> None:
+        environ = os.environ if environ is None else environ
+        self.keep = frozenset(keep)
+        self.counts: Counter[str] = Counter()
+        self._numbers: dict[tuple[str, str], str] = {}
+        self._kinds: Counter[str] = Counter()
+        self._literals: dict[str, tuple[str, str]] = {}  # text -> (rule, placeholder)
+        self._harmless: set[str] = set()
+        self._near: list[tuple[str, re.Pattern[str], str]] = []  # rule, pattern, replacement
+        for name, value in environ.items():
+            if SECRET_NAME.search(name) and name not in _NOT_SECRET:
+                for piece in {value, *re.split(r"[:@\s]", value)}:
+                    if len(piece) >= 8 and piece.lower() not in _COMMON and not _is_path(piece):
+                        self._add("env_secret", piece, self._placeholder("secret", piece), name)
+        if "host" not in self.keep:
+            if hostnames is None:
+                hostnames = (socket.gethostname(), os.uname().nodename)
+            for name in (*hostnames, *(environ.get(v, "") for v in _HOST_VARIABLES)):
+                for piece in (name, name.split(".")[0]):
+                    if len(piece) >= 4 and piece.lower() not in _COMMON:
+                        self._add("host", piece, "<host>")
+        if "ip" not in self.keep:
+            for variable in _ADDRESS_VARIABLES:
+                for piece in environ.get(variable, "").split():
+                    if len(piece) >= 7:
+                        self._add("ip", piece, self._placeholder("ip", piece))
+        home = home or os.path.expanduser("~")
+        paths = [(prefix, "<venv>") for prefix in _site_prefixes()]
+        if root is not None:
+            paths += [(str(root), "<repo>"), (os.path.realpath(root), "<repo>")]
+        if len(home) > 4:
+            paths += [(home, "~"), (os.path.realpath(home), "~")]
+        for path, placeholder in paths:
+            self._add("path", path.rstrip("/"), placeholder)
+        names = {environ.get(v, "") for v in ("USER", "LOGNAME", "SUDO_USER", "USERNAME")}
+        if user is None:
+            with suppress(Exception):  # no passwd entry in a container
+                user = getpass.getuser()
+        for name in {user or "", *names}:
+            if len(name) >= 3 and name.lower() not in _COMMON:
+                self._add("user", name, "<user>")
+        if not literals:
+            self._literals.clear()
+            self._near.clear()
+        self._compile()
+
+    def _add(self, rule: str, text: str, placeholder: str, variable: str = "") -> None:
+        """Search for `text` from now on. variable: the name of the one that it is the value of."""
+        if not text or text in self._literals:
+            return
+        if not _is_own(rule, text):
+            self._literals[text] = (rule, placeholder)
+            return
+        named = rf"((?<![A-Za-z0-9]){re.escape(variable)}{_IS}){{}}"
+        for pattern in _NEAR.get(rule, (named,)):
+            found = re.compile(pattern.replace("{}", f"(?i:{re.escape(text)})"))
+            self._near.append((rule, found, rf"\g<1>{placeholder}"))
+
+    def _compile(self) -> None:
+        """Make of the known texts what is searched: secrets by their forms, names as patterns."""
+        self._secrets: dict[str, str] = {}
+        self._forms: dict[str, tuple[str, str]] = {}
+        for text, hit in self._literals.items():
+            if hit[0] == "env_secret":
+                self._secrets.update(dict.fromkeys(_forms(text), hit[1]))
+                continue
+            for form in (text, json.dumps(text)[1:-1], quote(text, safe="")):
+                self._forms.setdefault(form if hit[0] == "path" else form.lower(), hit)
+        parts = []
+        for form in sorted(self._forms, key=len, reverse=True):
+            rule, pattern = self._forms[form][0], re.escape(form)
+            if rule in ("host", "user"):
+                pattern = rf"(?i:(?<![A-Za-z0-9]){pattern}(?![A-Za-z0-9]))"
+            elif rule == "path":
+                pattern = rf"(?<![A-Za-z0-9_.-]){pattern}(?![A-Za-z0-9_])"
+            parts.append(pattern)
+        self._literal_pattern = re.compile("|".join(parts)) if parts else None
+
+    def _placeholder(self, kind: str, value: str) -> str:
+        if kind == "ip":
+            with suppress(ValueError):  # however it is written
+                value = str(ipaddress.ip_address(value))
+        if (kind, value) not in self._numbers:
+            self._kinds[kind] += 1
+            self._numbers[kind, value] = f"<{kind}-{self._kinds[kind]}>"
+        return self._numbers[kind, value]
+
+    # ------------------------------------------------------------------ text
+
+    def text(self, text: str) -> str:
+        """`text` with everything private replaced."""
+        if text in self._harmless:
+            return text
+        clean = self._text(text)
+        if clean == text and len(text) <= HARMLESS_LENGTH:
+            if len(self._harmless) < HARMLESS_NUMBER:
+                self._harmless.add(text)  # records say the same words again and again
+        return clean
+
+    def _text(self, text: str) -> str:
+        if "://" in text:  # before a placeholder is in the middle of it
+            text = self._sub("url", _URL_USERINFO, r"\1", text)
+            text = self._sub("url", _URL_QUERY, r"\1", text)
+        text = self._known_secrets(text)
+        if self._literal_pattern is not None:
+
+            def literal(match: re.Match[str]) -> str:
+                form = match.group(0)
+                rule, placeholder = self._forms.get(form) or self._forms[form.lower()]
+                self.counts[rule] += 1
+                return placeholder
+
+            text = self._literal_pattern.sub(literal, text)
+        for rule, pattern, replacement in self._near:
+            text = self._sub(rule, pattern, replacement, text)
+        if "@" in text:
+            text = self._sub("url", _SSH_REMOTE, r"\1/", text)
+            text = self._sub("url", _SSH_GIT, "", text)
+        folded = text.translate(LOWER)
+        for shape in (*SECRETS, *NAMES):
+            if shape.rule not in self.keep and shape.may_be_in(folded):
+                if spans := sorted(shape.find(text)):
+                    text = self._replace(text, shape, spans)
+                    folded = text.translate(LOWER)
+        return self._sub("process", _SMI_PROCESS, self._smi_process, text)
+
+    def _known_secrets(self, text: str) -> str:
+        """Replace the values of secret variables: in any case, encoded, and broken over lines."""
+        text = self._without_breaks(text, [])
+        breaks = [match.span() for match in _BREAK.finditer(text)]
+        return self._without_breaks(text, breaks) if breaks else text
+
+    def _without_breaks(self, text: str, breaks: list[Span]) -> str:
+        """The same, in `text` as if its `breaks` were not there."""
+        # (index among the characters that are left, index in `text`) of what stands after a break.
+        starts, parts, at = [(0, 0)], [], 0
+        for begin, end in breaks:
+            parts.append(text[at:begin])
+            starts.append((starts[-1][0] + begin - at, end))
+            at = end
+        folded = "".join([*parts, text[at:]]).translate(LOWER)
+        hits = []
+        for form, placeholder in self._secrets.items():
+            found = folded.find(form)
+            while found >= 0:
+                hits.append((found, found + len(form), placeholder))
+                found = folded.find(form, found + len(form))
+        first = len(folded)
+        for begin, end, placeholder in sorted(hits, reverse=True):
+            if end <= first:  # the forms of a secret may overlap
+                left, right = _origin(starts, begin), _origin(starts, end - 1) + 1
+                text = text[:left] + placeholder + text[right:]
+                self.counts["env_secret"] += 1
+                first = begin
+        return text
+
+    def _replace(self, text: str, shape: Shape, spans: list[Span]) -> str:
+        parts, at = [], 0
+        for begin, end in spans:
+            if begin < at:
+                continue
+            self.counts[shape.rule] += 1
+            placeholder = shape.placeholder
+            if placeholder.isalpha():
+                placeholder = self._placeholder(placeholder, text[begin:end])
+            parts += [text[at:begin], placeholder]
+            at = end
+        return "".join([*parts, text[at:]])
+
+    def _sub(self, rule: str, pattern: re.Pattern[str], to: Any, text: str) -> str:
+        text, n = pattern.subn(to, text)
+        if n:
+            self.counts[rule] += n
+        return text
+
+    @staticmethod
+    def _smi_process(match: re.Match[str]) -> str:
+        before, kind, name, after = match.groups()
+        return f"{before}<pid>{kind}{'<process>'.ljust(len(name))}{after}"
+
+    def value(self, value: Any) -> Any:
+        """A JSON value with every string in it redacted, keys too."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {self.text(str(k)): self.value(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.value(v) for v in value]
+        return value
+
+    def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The environment variables that may be shown, values redacted."""
+        return {
+            name: self.text(value)
+            for name, value in sorted(environ.items())
+            if ALLOWED_VARIABLES.fullmatch(name) and not SECRET_NAME.search(name)
+        }

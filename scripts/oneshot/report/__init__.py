@@ -1,0 +1,1 @@
+"""From a record to report.md, report.html and issue.md."""

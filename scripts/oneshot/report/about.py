@@ -1,0 +1,306 @@
+"""The sections about the run itself: its box, stages, settings, environment and files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.oneshot.record import bundle as bundles
+from scripts.oneshot.record.markdown import (
+    cell,
+    clip_mid,
+    code,
+    fence,
+    is_interval,
+    num,
+    pct,
+    size,
+    span,
+    us,
+)
+from scripts.oneshot.record.reading import read_text
+from scripts.oneshot.record.rows import is_number
+from scripts.oneshot.report.blocks import Code, Fold, Section, Table, View
+from scripts.oneshot.report.evidence import counts_text
+
+MADE_HERE = ("report.md", "report.html", "issue.md")
+STILL_CHANGING = ("bundle.json", "events.jsonl", "redactions.json", bundles.SUMS)
+HEALTH = {  # key: (words, unit)
+    "copy_gbs": ("device copy", "GB/s"),
+    "gemm_bf16_tflops": ("bf16 matmul", "TFLOP/s"),
+    "h2d_gbs": ("host to device", "GB/s"),
+    "launch_us": ("torch's `x.add_(1)` on one element, host time a call", "us"),
+    "aa_noise_floor": ("noise floor (same code against itself)", "%"),
+    "copy_nominal_gbs": ("device copy, nominal", "GB/s"),
+    "gemm_sustained_tflops": ("bf16 matmul, after half a second", "TFLOP/s"),
+    "gemm_nominal_tflops": ("bf16 matmul, nominal", "TFLOP/s"),
+    "pcie": ("PCIe, as far as card and slot go", ""),
+    "pcie_gbs_nominal": ("host to device, nominal", "GB/s"),
+    "throttled": ("throttled", ""),
+    "power_w": ("power, median", "W"),
+    "power_limit_w": ("power limit", "W"),
+    "power_default_w": ("power limit by default", "W"),
+    "ecc_uncorrected": ("uncorrected ECC errors", ""),
+    "memory_used_by_others_mib": ("memory that others use", "MiB"),
+}
+HEALTH_SHARE = {"copy_gbs": "copy_frac", "gemm_bf16_tflops": "gemm_frac"}
+# Of the software and the commit, which stand under This run, and of how the floor was found.
+HEALTH_LEFT = "device torch triton cuda driver commit date precision stage why status kind gpu"
+HEALTH_LEFT += " copy_frac gemm_frac aa_worst aa_trials"
+
+
+def health(view: View) -> Section:
+    measured, rows = view.data["health"] or {}, []
+    known = [key for key in HEALTH if key in measured]
+    skip = {*known, *HEALTH_LEFT.split()}
+    for key in [*known, *(k for k in measured if k not in skip)]:
+        words, unit = HEALTH.get(key, (cell(key, 60), ""))
+        value, share = measured[key], measured.get(HEALTH_SHARE.get(key, ""))
+        if isinstance(value, (bool, str)) or is_number(value):
+            text = pct(value, 1) if unit == "%" else f"{num(value)} {unit}".rstrip()
+            rows.append((words, text, pct(share)))
+    if is_interval(measured.get("sm_mhz")):
+        low, high = measured["sm_mhz"]
+        rows.append(("SM clock, lowest and highest", f"{num(low)} and {num(high)} MHz", "-"))
+    table = [Table("what|measured|of nominal", rows)] if rows else []
+    return Section("Box health", table, fold=True)
+
+
+def _spent(stage: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Where its seconds went, by bench/spent.py; of several processes the sum."""
+    spent: Counter[str] = Counter()
+    for row in metrics:
+        name, value = str(row.get("name")), row.get("value")
+        if row.get("stage") == stage["id"] and name.startswith("seconds/") and is_number(value):
+            spent[cell(name.partition("/")[2], 20)] += value
+    return ", ".join(f"{name} {span(seconds)}" for name, seconds in spent.most_common(9))
+
+
+def stage_note(stage: Mapping[str, Any], view: View) -> str:
+    """What stands beside the result of a stage."""
+    rows, text = view.rows, view.shape.text
+    parts = [] if stage["status"] == "PASS" else [cell(stage.get("reason"), text)]
+    counts = stage.get("counts") or {}
+    if any(counts.values()):
+        parts.append("tests " + counts_text(counts))
+    for kind, good in (("parity", ("PASS",)), ("bench", ("VALID",))):
+        mine = [r for r in rows[kind] if r["stage"] == stage["id"]]
+        if mine:
+            parts.append(f"{kind} {sum(r['status'] in good for r in mine)}/{len(mine)} {good[0]}")
+    if is_number(stage.get("first_call_ms")):
+        parts.append(f"first call {us(1000 * stage['first_call_ms'])}")
+    if is_number(stage.get("peak_vram_mib")):
+        parts.append(f"peak {stage['peak_vram_mib']:.0f} MiB")
+    parts += [words] if (words := _spent(stage, view.data["metrics"])) else []
+    for name, words in (
+        ("flaky", "FLAKY: passed at the second attempt"),
+        ("half_size", "HALF SIZE: out of GPU memory at first"),
+    ):
+        parts += [words] if stage.get(name) else []
+    if stage.get("resumed_from"):
+        parts.append(f"from run {cell(stage['resumed_from'], 60)}")
+    if not stage.get("required", True):
+        parts.append("optional")
+    return "; ".join(parts)
+
+
+def stages(view: View) -> Section:
+    rows = [
+        (
+            code(s["id"], 60),
+            s["status"],
+            span(s.get("wall_s")),
+            stage_note(s, view),
+        )
+        for s in view.data["stages"]
+    ]
+    table = Table("stage|result|time|note", rows)
+    code_ = f"Exit code {num(view.data['verdict']['exit_code'])}."
+    return Section("Stages", [code_, table], fold=True)
+
+
+def _routing(folder: Path) -> Mapping[str, Any]:
+    try:
+        routing = json.loads(read_text(folder, "routing.json") or "{}")
+    except ValueError:
+        return {}
+    return routing if isinstance(routing, dict) else {}
+
+
+def flags_of(folder: Path) -> dict[str, tuple[Any, Any]]:
+    """(value, source) of every flag that routing.json names; {} where it cannot be read."""
+    try:
+        return {f["name"]: (f["value"], f["source"]) for f in _routing(folder).get("flags", [])}
+    except (KeyError, TypeError):
+        return {}
+
+
+def _flags(view: View) -> list[tuple[str, str, str]]:
+    """Effective flags with their source: of routing.json, else the variables that were set and a
+    line that says so; then what single stages were given."""
+    known = flags_of(view.folder)
+    found = [(code(name), code(value), cell(source)) for name, (value, source) in known.items()]
+    variables = view.data["env"].get("variables")
+    for name, value in variables.items() if isinstance(variables, dict) else ():
+        if name not in known:
+            found.append((code(name), code(value), "environment"))
+    if not known:
+        found.append(
+            (
+                "every other flag",
+                "not recorded",
+                f"{code('routing.json')}, which lists them, is not there",
+            )
+        )
+    for stage in view.data["stages"]:
+        for name, value in sorted((stage.get("env") or {}).items()):
+            found.append((code(name), code(value), f"stage {code(stage['id'], 60)}"))
+    return found
+
+
+def _calls(folder: Path) -> list[tuple[str, str, str]]:
+    """(call, its kernels, faster kernels with the reason against each) of routing.json."""
+    try:
+        return [
+            (
+                cell(call["call"], 60),
+                ", ".join(code(k, 80) for k in call["kernels"][:60]) or "none of ours",
+                "; ".join(
+                    f"{code(k, 80)}: {cell(why, 200)}"
+                    for k, why in list(call["passed_over"].items())[:20]
+                ),
+            )
+            for call in _routing(folder).get("calls", [])
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+CGROUP = ("cgroup_cpu", "cgroup_memory")
+
+
+def _unlimited(value: Any) -> bool:
+    """Do these words of a cgroup stand for no limit? Version 1 has -1, or the largest page."""
+    first = str(value).split(" ")[0]
+    return first in ("max", "-1") or (first.isdecimal() and len(first) < 25 and int(first) >= 2**60)
+
+
+def probed(env: Mapping[str, Any]) -> list[Fold]:
+    """A fold for each section of the captured environment."""
+    out = []
+    for name, values in env.items():
+        if not isinstance(values, dict):
+            out.append(Fold(cell(name, 60), [cell(values)]))
+            continue
+        rows = [
+            (
+                cell(k, 80),
+                "no limit"
+                if k in CGROUP and _unlimited(v)
+                else num(v)
+                if not isinstance(v, (dict, list))
+                else cell(json.dumps(v)),
+            )
+            for k, v in values.items()
+            if k != "text" and v is not None
+        ]
+        text = values.get("text")
+        blocks: list[Any] = [Table("|", rows)] if rows else []
+        if isinstance(text, str) and text.strip():
+            blocks.append(Code(fence(clip_mid(text, 80))))
+        if blocks:
+            out.append(Fold(cell(name, 60), blocks))
+    return out
+
+
+def environment(view: View) -> Section:
+    doctor = [
+        (cell(c.get("name"), 60), cell(c.get("level"), 20), cell(c.get("text")))
+        for c in view.data["doctor"]
+    ]
+    calls = _calls(view.folder)
+    heads = "call|kernels, in order|faster ones passed over"
+    blocks = [
+        *([Fold("What the doctor said", [Table("doctor|level|what", doctor)])] if doctor else []),
+        *probed(view.data["env"]),
+        *([Fold("Kernels of a call", [Table(heads, calls)])] if calls else []),
+        Fold("Effective flags", [Table("flag|value|source", _flags(view))]),
+    ]
+    return Section("Environment", blocks, issue=False)
+
+
+def this_run(view: View) -> Section:
+    data = view.data
+    git, device, python = data["git"], data["device"], data["env"].get("python")
+    python = python if isinstance(python, dict) else {}
+    system = data["env"].get("system")
+    gpu = [device.get("name")]
+    if device.get("name"):
+        gpu += [
+            f"sm {device.get('sm')}",
+            f"{num(device.get('mem_mib'))} MiB",
+            f"driver {device.get('driver')}",
+            device.get("pcie"),
+            f"ECC {device.get('ecc')}",
+        ]
+    versions = [f"{k} {python[k]}" for k in ("torch", "cuda", "triton") if python.get(k)]
+    if flash := (python.get("flash_attn") or data["env"].get("packages", {}).get("flash-attn")):
+        versions.append(f"flash-attn {flash}")
+    probe = {str(m.get("name")): m.get("value") for m in data["metrics"]}
+    source = {"torch": "torch's own", "flash_attn": "the flash-attn package"}.get(
+        str(probe.get("fa2_source"))
+    )
+    branch = f" on {git['branch']}" if git.get("branch") else ""
+    state = {True: "DIRTY", False: "clean"}.get(git.get("dirty"), "unknown whether clean")
+    end = f"ended {data['ended']}" if data["ended"] else "its end was not recorded"
+    price, took = data.get("price_per_hour"), data.get("monotonic_s")
+    rows = {
+        "GPU": "none was used"
+        if data["scope"] == "cpu"
+        else ", ".join(str(g) for g in gpu if g) or f"none: {device.get('reason')}",
+        "host": ", ".join(f"{k} {v}" for k, v in system.items() if k in ("os", "cpu", "cores"))
+        if isinstance(system, dict)
+        else "",
+        "commit": f"{git.get('short')}{branch}, {state}",
+        "versions": ", ".join([f"python {python.get('version')}", *versions]),
+        "FA-2": f"{source} {probe.get('fa2_version') or ''}".strip() if source else None,
+        "profile": f"{data['profile']} {' '.join(map(str, data['argv']))}".strip(),
+        "run": f"{data['run_id']}, started {data['started']}, {end}",
+        "cost": f"about ${price * took / 3600:.2f} at ${price:g} an hour"
+        if is_number(price) and is_number(took)
+        else None,
+    }
+    table = Table("|", [(name, cell(v)) for name, v in rows.items() if v is not None])
+    return Section("This run", [table], fold=True)
+
+
+def files(view: View) -> Section:
+    rows = []
+    for path in bundles.members(view.folder):
+        name = path.relative_to(view.folder).as_posix()
+        if name not in MADE_HERE and not name.startswith("plots/"):
+            fixed = name not in STILL_CHANGING
+            rows.append((code(name), size(path.stat().st_size) if fixed else "-"))
+    table = [Table("file|size", rows)] if rows else []
+    return Section("Files of the bundle", table, fold=True, issue=False)
+
+
+def last_words(view: View) -> list[str]:
+    redaction = view.data["redaction"]
+    words = [
+        f"Redaction: best effort redaction; look at it before you post. Gate "
+        f"{cell(redaction.get('gate'), 20)}, {num(redaction.get('replacements') or 0)} "
+        "replacements, listed in redactions.json without their values.",
+        "Check the bundle: `sha256sum -c SHA256SUMS` in the folder, or `python -m scripts.oneshot "
+        "verify FOLDER`. The runner printed the sha256 of the archive when it packed it.",
+    ]
+    if view.shape.issue:
+        words.insert(
+            0,
+            "Every row, the environment and the plots are in `report.md` and "
+            "`report.html` of the bundle.",
+        )
+    return words

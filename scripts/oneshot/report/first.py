@@ -1,0 +1,424 @@
+"""The first screen: is this box good, are the kernels right, how fast are they, what to set, what
+failed; and the remarks, sorted by where they belong.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from bench.records import card_faults
+from nsa.flags import Flags
+from nsa.routes import least_selected
+from scripts.oneshot.box import cards
+from scripts.oneshot.record.judge import is_cut
+from scripts.oneshot.record.markdown import cell, code, fence, num, pct, us
+from scripts.oneshot.record.model import StageResult
+from scripts.oneshot.record.rows import NUMBERED, is_number
+from scripts.oneshot.report import committed, evidence
+from scripts.oneshot.report.about import flags_of
+from scripts.oneshot.report.blocks import Answer, Bars, Code, Fold, View
+from scripts.oneshot.report.evidence import ASSUMED_FLOOR
+from scripts.oneshot.report.failures import NAMED, command_block, failing
+from scripts.oneshot.report.thresholds import recommendation
+
+OTHERS_MIB = 500  # below, the driver's own; as bench/health.py judges
+BARS = 16  # pairs of bars; the tables below have every row
+LOUD = 8  # remarks on the first screen; the rest is folded
+GPU_ONLY = "A CPU says nothing about a GPU"
+SHARES = (  # words, measured, unit, its share of the nominal value, the nominal value
+    ("device copy", "copy_gbs", "GB/s", "copy_frac", "copy_nominal_gbs"),
+    ("bf16 matmul", "gemm_bf16_tflops", "TFLOP/s", "gemm_frac", "gemm_nominal_tflops"),
+)
+ENDS = {  # of a run in which no stage went wrong
+    "BROKEN": "The run did not end by itself.",
+    "STOPPED": "The run was stopped.",
+    "INVALID": "No timed case is VALID.",
+    "FAIL": "Something private could not be redacted.",
+}
+
+
+def answers(view: View) -> list[Answer]:
+    """The first screen."""
+    return [make(view) for make in (box, kernels, speed, to_set, failed)]
+
+
+def box(view: View) -> Answer:
+    """Copy and matmul in per cent of what a card of this name can do, and what holds it back."""
+    question, data = "Is this box good?", view.data
+    if data["scope"] == "cpu":
+        return Answer(question, f"Not asked. {GPU_ONLY}.", "quiet")
+    health, facts = data["health"] or {}, list(_of_the_box(view))
+    colour = ("bad" if _no_use(data) else "doubt") if facts else "good"
+    measured = [
+        f"{words} {num(health[key])} {unit}: **{pct(health[share])}** of this card's nominal "
+        + num(health.get(nominal, "speed"))
+        for words, key, unit, share, nominal in SHARES
+        if is_number(health.get(key)) and is_number(health.get(share))
+    ]
+    facts += measured
+    if is_number(kept := health.get("memory_test_mib")) and not card_faults(health):
+        facts.append(
+            f"{num(kept)} MiB of its memory kept {num(health.get('memory_test_patterns'))} "
+            f"patterns, and {num(health.get('bf16_product_repeats'))} matmuls were right and alike"
+        )
+    if health.get("throttled") is False:
+        facts.append("it did not throttle while this was measured")
+    others = health.get("memory_used_by_others_mib")
+    if is_number(others) and not data["device"].get("shared"):
+        alone = others < OTHERS_MIB
+        facts.append("nobody else was on it" if alone else f"others use {num(others)} MiB of it")
+    if table := cards.section(data, view.rows["parity"]):
+        fine = sum(row["verdict"] == cards.GOOD for row in table)
+        facts.append(f"{fine} of {len(table)} GPUs are good")
+    if colour == "good" and not measured:
+        return Answer(question, "Not measured.", "quiet", [facts])
+    return Answer(question, "Yes." if colour == "good" else "No.", colour, [facts])
+
+
+def _no_use(data: Mapping[str, Any]) -> bool:
+    blocked = any(check["level"] == "BLOCK" for check in data["doctor"])
+    return blocked or data["device"].get("name") is None or bool(card_faults(data["health"]))
+
+
+def kernels(view: View) -> Answer:
+    """How many results were held against what, and what was not proven."""
+    question, parity = "Are the kernels right?", view.rows["parity"]
+    outcomes = Counter(row["outcome"] for row in view.rows["test"])
+    right, passed = [r for r in parity if r["status"] == "PASS"], outcomes["passed"]
+    failed_tests = outcomes["failed"] + outcomes["error"]
+    on_cpu = " in Triton's interpreter on the CPU" if view.data["scope"] == "cpu" else ""
+    facts, wrong = [], []
+    if parity:
+        facts.append(
+            f"**{len(right)} of {len(parity)}** results{on_cpu} are within their limits of an fp64 "
+            "computation that shares no code with the kernels"
+        )
+    if launched := sum(bool(r.get("launches")) for r in right):
+        facts.append(f"for {launched} of them the launches of the named kernels were counted")
+    if outcomes:
+        skipped = f", {outcomes['skipped']} skipped" if outcomes["skipped"] else ""
+        facts.append(f"{passed} of {passed + failed_tests} tests passed{skipped}")
+    worst = evidence.worst_of(parity)
+    if worst and is_number(worst.get("margin")):
+        near = f"{code(worst['case'], 120)}, {pct(worst['margin'])} of it"
+        facts.append(f"nearest to its limit: {near}")
+    unproven = [
+        f"{code(s['id'], 60)} {s['status']}"
+        for s in view.data["stages"]
+        if s.get("group") == "parity" and s["status"] != "PASS" and s.get("required", True)
+    ]
+    if unproven:
+        facts.append(f"not proven: {', '.join(unproven)}")
+    if len(right) < len(parity):
+        wrong.append(f"{len(parity) - len(right)} of {len(parity)} results are wrong")
+    if failed_tests:
+        wrong.append(f"{failed_tests} of {passed + failed_tests} tests failed")
+    if wrong:
+        return Answer(question, f"**No**: {' and '.join(wrong)}.", "bad", [facts])
+    if not parity and not passed:
+        return Answer(question, "Not proven: nothing ran.", "quiet", [facts])
+    if unproven:
+        return Answer(question, "As far as they ran.", "doubt", [facts])
+    return Answer(question, "Yes.", "good", [facts])
+
+
+def speed(view: View) -> Answer:
+    """NSA beside dense attention at real sizes, and beside what the same card did before."""
+    question, data = "How fast are they?", view.data
+    if data["scope"] == "cpu":
+        return Answer(question, f"Not asked. {GPU_ONLY}, so its times are folded below.", "quiet")
+    rows = evidence.headline(view)[:BARS]
+    if not rows:
+        toys = " Toy sizes are folded below." if view.rows["bench"] else ""
+        return Answer(question, f"No real sizes were timed in this run.{toys}", "quiet")
+    device = str(data["device"].get("name"))
+    before, bars = committed.times(device), []
+    for row in rows:
+        found = before.get(committed.key_of(row) or ())
+        more = f"{us(found[0])} ({cell(found[1], 20)})" if found else ""
+        bars.append(evidence.bar(row, view.floor, more))
+    said = []
+    for name, key, value in (
+        ("prefill", "direction", "fwd"),
+        ("its backward", "direction", "bwd"),
+        ("decode", "direction", None),
+    ):
+        if words := _ratios([r for r in rows if r.get(key) == value], view.floor):
+            said.append(f"{name} {words}")
+    answer = f"{'; '.join(said)} as fast as dense attention." if said else "As dense attention."
+    unstable = any(r["status"] == "UNSTABLE" for r in rows)
+    text = "NSA and the fastest dense attention of torch took turns in this run; [95 % interval]."
+    text += " \\* is UNSTABLE." if unstable else ""
+    if any(bar.more for bar in bars):
+        text += " Before: by commit, the committed rows of a card of this name."
+    alike = evidence.problems([{**r, "dim": None} for r in rows])  # an attention has no width
+    notes = [*(f"Sizes: {sizes}." for sizes in alike), text]
+    prefill = next((r for r in rows if r.get("bench") == "prefill"), None)
+    if prefill is not None and (pairs := committed.pairs(device, prefill)):
+        notes.append(_beside(pairs, {r["S"] for r in rows if r.get("bench") == "prefill"}))
+    heads = ("", "NSA", "dense", "times as fast", "the same card before")
+    blocks = [_score(view), Bars(heads, bars), *notes]
+    return Answer(question, answer, "doubt" if unstable else "good", blocks)
+
+
+def _score(view: View) -> str:
+    """The score with what it is made of, or what it lacks."""
+    found = view.data["score"]
+    if found["percent"] is None:
+        lacks: dict[str, list[str]] = {}
+        for case, why in found["missing"].items():
+            lacks.setdefault(cell(why, 200), []).append(case)
+        told = "; ".join(f"{', '.join(cases)}: {why}" for why, cases in lacks.items())
+        return f"No score: {told}."
+    star = "\\*"
+    parts = [
+        f"{case} {pct(one['roofline_us'] / one['us'])}{star if case in found['unstable'] else ''}"
+        for case, one in found["cases"].items()
+    ]
+    return (
+        f"Score **{found['percent']:.1f} %**{star if found['unstable'] else ''}: the geometric "
+        f"mean of roofline time over measured time, of {', '.join(parts)}. The roofline is this "
+        "card's own copy and matmul."
+    )
+
+
+def _ratios(rows: list[Mapping[str, Any]], floor: float | None) -> str:
+    """`1.13x to 3.51x`, of those rows that show a difference."""
+    ratios = sorted(r["speedup"] for r in rows if not evidence.speedup_text(r, floor)[0])
+    return " to ".join(dict.fromkeys(f"{r:.2f}x" for r in (ratios[:1] + ratios[-1:])))
+
+
+def _beside(pairs: list[committed.Pair], here: set[int]) -> str:
+    """What other implementations took on this kind of card, at the lengths that this run timed or,
+    without one of them, at all."""
+    words = {"fwd": "forward", "fwd+bwd": "forward and backward"}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for pair in [p for p in pairs if p.tokens in here] or pairs:
+        size = f"{pair.speedup:.2f} at {evidence.tokens(pair.tokens)}"
+        groups.setdefault((pair.other, pair.direction), []).append(size)
+    said = "; ".join(
+        f"{cell(other, 40)}, {words.get(way, cell(way, 20))}, {', '.join(sizes)} tokens"
+        for (other, way), sizes in groups.items()
+    )
+    return f"Times as long as NSA took, in pairs on a card of this name (committed rows): {said}."
+
+
+def to_set(view: View) -> Answer:
+    """One line to paste, or that there is nothing to set."""
+    question, data = "What should be set?", view.data
+    if data["scope"] == "cpu":
+        return Answer(question, f"Nothing. {GPU_ONLY}'s settings.", "quiet")
+    flags, proposal = flags_of(view.folder), data["recommend"] or {}
+    value, source = flags.get("NSA_SEL_TRITON_MIN_L", ("auto", "default"))
+    switch, _ = flags.get("NSA_USE_TRITON_SEL", ("auto", "default"))
+    sm = tuple(int(n) for n in str(data["device"].get("sm")).split(".") if n.isdecimal())
+    in_force = value if type(value) is int else least_selected(Flags(), sm)
+    found, best = (
+        recommendation(data, view.rows["bench"]),
+        proposal.get("sel_triton_min_L"),
+    )
+    if type(best) is not int or found["doubt"]:
+        why = found["doubt"] or found["text"]
+        return Answer(question, "Nothing: this run speaks for no other setting.", "quiet", [why])
+    line, why = [], []
+    if best < in_force or any(in_force <= e["L"] < best for e in found["evidence"]):
+        line.append(f"NSA_SEL_TRITON_MIN_L={best}")
+        why.append(
+            f"`selection_attention` called alone takes Triton from {in_force} selected keys on; "
+            f"here every cell from {best} on was faster with it, by both clocks."
+        )
+    lengths = [proposal.get(f"fa2_min_len_{branch}") for branch in ("win", "cmp")]
+    if (switch is False or (switch == "auto" and sm == (8, 9))) and all(
+        type(n) is int for n in lengths
+    ):
+        line.append("NSA_USE_FA2=1 NSA_FA2_MIN_LEN_WIN={} NSA_FA2_MIN_LEN_CMP={}".format(*lengths))
+        why.append("Triton is off here, and FA-2 was faster than SDPA from these lengths on.")
+    if line:
+        paste = Code(fence(f"export {' '.join(line)}", "bash"))
+        return Answer(question, "This line.", "doubt", [paste, *why])
+    right = "what is set is right" if source == "environment" else "the defaults are right"
+    return Answer(question, f"Nothing: {right}.", "good")
+
+
+def failed(view: View) -> Answer:
+    """Each stage that went wrong with its reason and its whole command; then what was cut."""
+    question, data = "What failed?", view.data
+    wrong = failing(view)
+    left = [s for s in data["stages"] if s not in wrong]
+    cut = [s for s in left if is_cut(StageResult.from_json(s))]
+    blocks: list[Any] = []
+    for stage in wrong[:NAMED]:
+        reason = cell(stage.get("reason") or "some of its results are wrong", 300)
+        blocks.append(f"{code(stage['id'], 60)} **{stage['status']}**: {reason}.")
+        blocks += command_block(stage, view.folder)
+    if len(wrong) > NAMED:
+        blocks.append(f"and {len(wrong) - NAMED} more, under Failures")
+    if cut:
+        named = ", ".join(code(s["id"], 60) for s in cut)
+        again = f"make gpu-report PROFILE={shlex.quote(str(data['profile']))} RESUME=1"
+        blocks += [
+            f"Time or memory did not reach for {named}. This runs them and keeps what passed:",
+            Code(fence(again, "bash")),
+        ]
+    reasons: dict[str, list[str]] = {}
+    for s in left:
+        if s["status"] in ("NOT_RUN", "SKIPPED") and s.get("required", True) and s not in cut:
+            reasons.setdefault(cell(s.get("reason"), 300), []).append(code(s["id"], 60))
+    blocks += [f"Did not run: {', '.join(ids)}: {why}." for why, ids in reasons.items()]
+    status = data["verdict"]["status"]
+    if wrong:
+        return Answer(question, f"**{_count(wrong, 'stage')}.**", "bad", blocks)
+    if reasons or status not in ("PASS", "INCOMPLETE"):
+        default = "Not everything ran." if reasons else "Nothing was proven."
+        return Answer(question, ENDS.get(status, default), "bad", blocks)
+    if cut:
+        return Answer(question, "Nothing, but not everything ran.", "doubt", blocks)
+    return Answer(question, "Nothing.", "good")
+
+
+# ---------------------------------------------------------------------------------- remarks
+
+
+def _digest(git: Mapping[str, Any]) -> str:
+    """What tells changed sources apart: of their difference, or without git of all of them."""
+    name, words = ("diff_sha256", "the diff")
+    if not git.get(name):
+        name, words = ("source_sha256", "the sources")
+    return f"sha256 of {words} {code(git.get(name), 80)}"
+
+
+def _of_the_box(view: View) -> Iterator[str]:
+    """What holds the box back, or slices it."""
+    data, t = view.data, view.shape.text
+    device, health = data["device"], data["health"] or {}
+    if device.get("name") is None and data["scope"] == "gpu":
+        yield f"No GPU answered: {cell(device.get('reason') or 'not known why', t)}"
+    cap, full = device.get("power_limit_w"), device.get("power_default_w")
+    if is_number(cap) and is_number(full) and cap < full:
+        yield f"The card is capped to {cap:g} of {full:g} W: times are those of a capped card"
+    if device.get("shared"):
+        yield "SHARED GPU: others used its memory or time; times may be too long"
+    if device.get("mig"):
+        yield "MIG: the times are those of a slice of the card"
+    if health.get("throttled"):
+        yield "The card throttled while its health was measured"
+    if str(health.get("status")) not in ("OK", "PASS", "None"):
+        whys = health.get("why") if isinstance(health.get("why"), list) else [health.get("why")]
+        yield f"{cell(health['status'], 20)}: {cell('; '.join(map(str, whys)), t)}"
+    yield from cards.warnings(data)
+    yield from _doctor(view, ("BLOCK",))
+
+
+def _doctor(view: View, levels: tuple[str, ...]) -> Iterator[str]:
+    t = view.shape.text
+    for check in view.data["doctor"]:
+        if check["level"] in levels:
+            fix = f" Fix: {cell(check['fix'], t)}" if check.get("fix") else ""
+            name = cell(check.get("name"), 60)
+            yield f"doctor {check['level']} {name}: {cell(check.get('text'), t)}.{fix}"
+
+
+def _of_the_run(view: View) -> Iterator[str]:
+    """What changes how its numbers are read."""
+    data, t = view.data, view.shape.text
+    git, ended, gate = data["git"], data["ended_by"], data["redaction"].get("gate")
+    if gate == "failed":
+        yield "**Redaction FAILED**: something private could not be removed; do not post this"
+    elif gate != "clean":
+        yield (
+            "**Not looked over for private data**: the run ended before its last redaction gate; "
+            "only its journal and logs were cleaned as they were written"
+        )
+    if ended == "crash":
+        yield "**The run did not end by itself**: what came before its end is shown"
+    elif ended not in ("normal", "budget"):
+        yield f"The run was cut short: {cell(ended.upper(), 20)}"
+    if data.get("partial"):
+        yield f"Partial run: {cell(data['partial'], t)}; the other stages were not asked for"
+    if git.get("dirty"):
+        yield (
+            f"DIRTY tree: this is not commit {code(git.get('short'), 40)} alone but "
+            f"{cell(git.get('diffstat') or 'changed files', t)}, {num(git.get('untracked') or 0)} "
+            f"untracked source files, {_digest(git)}"
+        )
+    elif not git.get("commit"):
+        yield "The sources are not a git checkout that could be read: the commit is unknown"
+    for text in view.extra:
+        yield cell(text, t)
+    for stage in data["stages"]:
+        if stage.get("flaky"):
+            yield f"FLAKY: {code(stage['id'], 60)} passed only at the second attempt"
+        if stage.get("half_size"):
+            yield (
+                f"HALF SIZE: {code(stage['id'], 60)} ran out of GPU memory; what it shows was "
+                "measured at half its sizes"
+            )
+    for row in view.rows["bench"]:
+        reads = [row.get("reads_actual"), row.get("reads_expected")]
+        if row["status"] in NUMBERED and all(map(is_number, reads)) and reads[0] != reads[1]:
+            got, want = map(num, reads)
+            yield f"{code(row['case'], t)} read {got} keys where {want} were expected"
+    for run, ids in data["resumed"].items():
+        are = "stage is" if len(ids) == 1 else "stages are"
+        yield f"{len(ids)} {are} from run {cell(run, 60)}: {cell(', '.join(map(str, ids)), t)}"
+    yield from _notes(view, loud=True)
+
+
+def _notes(view: View, loud: bool) -> Iterator[str]:
+    """Notes of stages that warn, and notes of the run."""
+    for note in view.data["notes"]:
+        warns, stage = note.get("level") == "warn", note.get("stage")
+        if warns is loud and (warns or not stage):
+            of = f"{code(stage, 60)}: " if stage else ""
+            yield of + cell(note.get("text"), view.shape.text)
+
+
+def _of_less_weight(view: View) -> Iterator[str]:
+    data, t, bench = view.data, view.shape.text, view.rows["bench"]
+    git = data["git"]
+    if git.get("dirty") is None and git.get("commit"):
+        source = cell(git.get("source") or "given", 60)
+        clean = "nothing tells whether the sources are clean"
+        yield f"The commit {code(git.get('short'), 40)} is {source}; {clean}"
+    if kept := data["redaction"].get("kept"):
+        yield f"Not redacted, as asked: {cell(', '.join(map(str, kept)), 60)}"
+    timed = data["scope"] == "gpu" and any(r["status"] in NUMBERED for r in bench)
+    if timed and view.floor is None:
+        yield f"The noise floor was not measured; {pct(ASSUMED_FLOOR)} counts as no difference"
+    yield from _doctor(view, ("WARN",))
+    for status in ("INVALID", "FAILED", "UNSTABLE", "SKIPPED"):
+        whys = [
+            f"{code(r['case'], 120)} ({cell('; '.join(r['why']), t // 3)})"
+            for r in bench
+            if r["status"] == status
+        ]
+        if whys:
+            more = f"; and {len(whys) - NAMED} more" if len(whys) > NAMED else ""
+            yield f"{_count(whys, 'bench case')} {status}: {'; '.join(whys[:NAMED])}{more}"
+    reasons: dict[str, list[str]] = {}
+    for row in view.rows["test"]:
+        if row["outcome"] == "skipped":
+            reasons.setdefault(cell(row.get("reason"), t), []).append(code(row["nodeid"], 120))
+    for reason, names in sorted(reasons.items(), key=lambda one: -len(one[1])):
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"{_count(names, 'test')} skipped: {reason}: {names[0]}{more}"
+    yield from _notes(view, loud=False)
+
+
+def _count(items: Sequence[Any], word: str) -> str:
+    return f"{len(items)} {word}{'' if len(items) == 1 else 's'}"
+
+
+def remark_blocks(view: View) -> list[Any]:
+    """What stands under the cards: the remarks on the run, then the rest behind a fold."""
+    loud = list(dict.fromkeys(_of_the_run(view)))
+    rest = list(dict.fromkeys([*loud[LOUD:], *_of_less_weight(view)]))
+    most = 40 + view.shape.rows
+    if len(rest) > most:
+        rest[most:] = [f"and {len(rest) - most} more, in bundle.json"]
+    fold = Fold(f"{_count(rest, 'remark')} of less weight", [rest])
+    lead = ["Before you read the numbers:", loud[:LOUD]] if loud else []
+    return [*lead, *([fold] if rest else [])]

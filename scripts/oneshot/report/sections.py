@@ -1,0 +1,196 @@
+"""The sections of the report under its first screen, in the order of what a reader decides by."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from scripts.oneshot.box import cards
+from scripts.oneshot.record.markdown import cell, code, num, pct, span, sparkline
+from scripts.oneshot.record.reading import read_text
+from scripts.oneshot.record.rows import is_number
+from scripts.oneshot.report import evidence
+from scripts.oneshot.report.about import environment, files, health, stages, this_run
+from scripts.oneshot.report.blocks import Fold, Section, Table, View, paragraphs
+from scripts.oneshot.report.failures import failures
+from scripts.oneshot.report.thresholds import fa2, threshold
+
+
+def gpus(view: View) -> Section:
+    table = cards.section(view.data, view.rows["parity"])
+    heads = "GPU|card|copy GB/s (of nominal)|bf16 TFLOP/s (of nominal)|parity|verdict"
+    text = (
+        "Health and parity of every card, measured alone. The benches ran on the first; NCCL "
+        "and context parallelism on all that are good."
+    )
+    rows = [list(row.values()) for row in table]
+    return Section("GPUs", [text, Table(heads, rows)] if rows else [])
+
+
+LEGEND = """
+A time is a median with its 95 % confidence interval; a speedup is the median, with its interval, of
+ratios of baseline time to ours that were measured side by side, so more than 1 is faster; it need
+not be the quotient of the two medians shown.
+
+Noise floor: {floor}. A ratio within it, or whose interval holds 1, prints "no difference
+measurable".
+
+A row is UNSTABLE when the card throttled, when the last third of the samples left the first by over
+2 %, when their middle half spreads over 3 % of the median and the median is not known to 1 % (or
+over 15 %, however well it is known), or with fewer than 10 samples.
+
+Launch bound: the host takes over 1.2 times the device's time, or left gaps in most batches; wall is
+its time per call, calling back to back. A wall time was taken once and has no interval; between
+runs it differs by up to twice, so it is shown roughly and decides nothing.
+
+Ceiling: share of the nearer one, memory or compute, {ceiling}.
+
+Only VALID and UNSTABLE rows have numbers; each of them passed parity, and on the paths triton and
+fa2 the launches that prove the path were counted.
+"""
+ORACLE = """
+Errors against an fp64 oracle; margin is error over limit, so below 1 is right. A Triton row is PASS
+only when launches of its kernels were counted, and what ran is named by them; for the other routes
+it is the route that the call reported.
+"""
+TOYS = """
+Small models: they prove that a step runs, and say little of a server. Serving sizes are timed by
+the stage `decode_serving`, or by `bench/bench_decode.py --preset serving`.
+"""
+
+
+def _legend(view: View) -> Fold:
+    """How the tables of times are read."""
+    bench = view.rows["bench"]
+    told = lambda *names: dict.fromkeys(
+        ", ".join(str(r[n]) for n in names) for r in bench if all(r.get(n) for n in names)
+    )
+    clocks, precisions = told("cache", "timer"), told("precision")
+    measured = view.floor is not None
+    lines = paragraphs(
+        LEGEND,
+        floor=f"{pct(view.floor, 1)} (same code against itself)" if measured else "not measured",
+        ceiling=evidence.ceiling_words(view.data["scope"], view.data["health"]),
+    )
+    lines += [f"Cache and clock: {cell('; '.join(clocks))}."] if clocks else []
+    lines += [f"Precision: {cell(text)}." for text in precisions]
+    return Fold("How to read the tables of times", [lines])
+
+
+def speed(view: View) -> Section:
+    apart = lambda r: r.get("bench") in evidence.APART or evidence.is_toy(r)
+    blocks = evidence.bench_blocks(view, lambda r: not apart(r))
+    pictures = view.pictures("roofline")
+    legend = [_legend(view)] if view.rows["bench"] and not view.shape.issue else []
+    return Section("Speed at real sizes", [*blocks, *pictures, *legend] if blocks else [])
+
+
+def toys(view: View) -> Section:
+    keep = lambda r: evidence.is_toy(r) and r.get("bench") not in evidence.APART
+    blocks = evidence.bench_blocks(view, keep)
+    text = paragraphs(TOYS) if blocks else []
+    return Section("Speed at toy sizes", [*text, *blocks], fold=True, issue=False)
+
+
+def parity(view: View) -> Section:
+    rows, shape = view.rows["parity"], view.shape
+    bad = [r for r in rows if r["status"] != "PASS"]
+    blocks: list[Any] = []
+    if bad:
+        blocks += ["Wrong or without proof:", evidence.parity_table(bad, shape, ("dtype",))]
+    if len(bad) > shape.rows:
+        blocks.append(f"and {len(bad) - shape.rows} more, in bundle.json")
+    if rows and not shape.issue:
+        heads = "op|passed|closest to its limit|MAE|max-abs|worst row|margin|paths taken"
+        every = evidence.parity_table(rows, shape, ("why",))
+        blocks += [
+            *paragraphs(ORACLE),
+            Table(heads, list(evidence.parity_ops(rows, shape))),
+            Fold(f"All {len(rows)} parity rows", [every]),
+        ]
+    if not shape.issue:
+        blocks += by_file(view)
+    return Section("Parity", blocks)
+
+
+def by_file(view: View) -> list[Fold]:
+    """Result and time of the tests of each file; several processes have taken the files apart."""
+    files: dict[str, list[Any]] = {}
+    for test in view.rows["test"]:
+        file, found, _ = str(test["nodeid"]).partition(".py::")
+        if found:
+            files.setdefault(file.rpartition("/")[2], []).append(test)
+    rows = []
+    for file, tests in sorted(files.items()):
+        outcomes = Counter(str(test["outcome"]) for test in tests)
+        spent = sum(t["duration_s"] for t in tests if is_number(t.get("duration_s")))
+        rows.append([code(file, 80), evidence.counts_text(outcomes), span(spent)])
+    table = Table("tests|result|time, the processes' together", rows)
+    return [Fold(f"Tests of {len(rows)} files", [table])] if rows else []
+
+
+def losses(folder: Path) -> list[tuple[int, float, float | None]]:
+    """(step, loss, held-out loss or None) of train.jsonl; lines that are no such row are left."""
+    out = []
+    for line in (read_text(folder, "train.jsonl") or "").splitlines():
+        try:
+            row = json.loads(line)
+            if is_number(row["loss"]) and is_number(row["step"]):
+                val = row.get("val_loss")
+                out.append((int(row["step"]), row["loss"], val if is_number(val) else None))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return out
+
+
+def training(view: View) -> Section:
+    stage = next((s for s in view.data["stages"] if s["id"] == "train_showcase"), None)
+    if stage is None:
+        return Section("Training showcase", [])
+    metrics = {
+        str(m.get("name")): (m.get("value"), m.get("unit"))
+        for m in view.data["metrics"]
+        if m.get("stage") == stage["id"]
+    }
+    value = lambda name: num(metrics.get(name, (None,))[0])
+    why = f": {cell(stage.get('reason'))}" if stage["status"] != "PASS" else ""
+    text = f"{stage['status']}{why}."
+    if value("loss_first") != "-":
+        text += (
+            f" Loss {value('loss_first')} → {value('loss_last')}, {value('steps_per_s')} steps/s."
+        )
+    curve = losses(view.folder)
+    spark = sparkline([loss for _, loss, _ in curve])
+    checks = [
+        f"{code(r['nodeid'].split('::')[-1], 80)} {r['outcome']}"
+        + (f": {cell(r['reason'])}" if r.get("reason") else "")
+        for r in view.rows["test"]
+        if r["stage"] == stage["id"]
+    ]
+    values = [
+        f"{cell(name, 80)}: {num(v)} {'' if u in (None, '', '1') else cell(u, 20)}".rstrip()
+        for name, (v, u) in list(metrics.items())[:200]
+    ]
+    blocks = [
+        text,
+        f"`{spark}` ({len(curve)} steps with a finite loss)" if spark else "",
+        checks,
+        *view.pictures("loss"),
+        Fold(f"All {len(metrics)} metrics", [values]) if values else "",
+    ]
+    return Section("Training showcase", [b for b in blocks if b], fold=True, issue=False)
+
+
+# What a reader decides by comes first.
+SECTIONS = (failures, gpus, speed, threshold, fa2, toys, parity)
+SECTIONS += (health, training, stages, this_run, environment, files)
+
+
+def sections(view: View) -> list[Section]:
+    """Those sections that have something to say; in an issue all but the failures are folded."""
+    found = [s for make in SECTIONS if (s := make(view)).blocks]
+    if not view.shape.issue:
+        return found
+    return [Section(s.title, s.blocks, fold=s.title != "Failures") for s in found if s.issue]

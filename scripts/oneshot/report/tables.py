@@ -1,0 +1,168 @@
+"""Files that are derived from rows, held against them: the benches' CSVs, health.json, the reports.
+
+Everything is made anew from the rows, by the code that made it in the run, and compared. What other
+sources than these made is not compared: another version writes other tables.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bench.records import BenchRow, as_cell, read_csv
+from scripts.oneshot.record.redact import Redactor
+from scripts.oneshot.record.rows import NUMBERED, is_number
+from scripts.oneshot.report.evidence import Shape
+
+# Names that a bench's table gives to columns of BenchRow.csv().
+OTHER_NAMES = {"tri_ms": "ms", "fa2_ms": "ms", "ref_ms": "base_ms", "dense_ms": "base_ms"}
+# A line of the decode table: columns of the step's own row, of its branches', graph's and layer's.
+DECODE = {"ms_total": "ms", "ci_low": "ms_low", "ci_high": "ms_high", "speedup_low": "ci_low",
+          "speedup_high": "ci_high"}  # fmt: skip
+DECODE_PARTS = {
+    **{("branch", b): {f"ms_{b}": "ms", f"{b}_low": "ms_low", f"{b}_high": "ms_high"}
+       for b in ("cmp", "sel", "win")},
+    ("bench", "decode_graph"): {
+        "ms_graph": "ms", "graph_low": "ms_low", "graph_high": "ms_high",
+        "graph_baseline": "baseline", "graph_base_ms": "base_ms", "graph_speedup": "speedup",
+        "graph_speedup_low": "ci_low", "graph_speedup_high": "ci_high",
+    },
+    ("step", "module"): {
+        "ms_module_eager": "ms", "module_low": "ms_low", "module_high": "ms_high",
+        "ms_module_eager_wall": "wall_ms",
+    },
+    ("step", "module_graph"): {
+        "ms_module_graph": "ms", "module_graph_low": "ms_low", "module_graph_high": "ms_high",
+    },
+}  # fmt: skip
+DECODE_WORDS = {"why", "reads_actual", "reads_expected", "launch_bound"}  # of several rows
+_FIELDS = {f.name for f in dataclasses.fields(BenchRow)} - {"columns"}
+
+
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A bench row of a bundle as a CSV has it. Raises ValueError for one that claims too much."""
+    extra = {k: v for k, v in row.items() if k not in _FIELDS and k not in ("kind", "stage")}
+    return BenchRow(**{k: v for k, v in row.items() if k in _FIELDS}, columns=extra).csv()
+
+
+def lines_of(rows: list[Mapping[str, Any]], header: list[str]) -> Iterator[dict[str, str]]:
+    """The cells that each row gives, as far as rows give them."""
+    if "ms_total" not in header:
+        for row in rows:
+            given = flat(row)
+            given |= {name: given[of] for name, of in OTHER_NAMES.items()}
+            yield {name: as_cell(given[name]) for name in header if name in given}
+        return
+    same = lambda a, b: (a.get("B"), a.get("S")) == (b.get("B"), b.get("S"))
+    for row in rows:
+        if row["bench"] != "decode":
+            continue
+        own = flat(row)
+        given = {n: own[n] for n in header if n in own and n not in DECODE_WORDS}
+        given |= {name: own[of] for name, of in DECODE.items()}
+        for (key, value), names in DECODE_PARTS.items():
+            part = next((r for r in rows if r.get(key) == value and same(r, row)), None)
+            cells = flat(part) if part else {}
+            given |= {name: cells.get(of) for name, of in names.items()}
+        yield {name: as_cell(given[name]) for name in header if name in given}
+
+
+def check_csvs(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """Each line of a bench's CSV is what a row gives; where the stage passed, each row has one."""
+    for stage in data["stages"]:
+        argv = [str(part) for part in stage.get("argv") or ()]
+        names = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--csv"]
+        name = names[0].rpartition("/")[2] if names else ""
+        rows = [row for row in data["bench"] if row.get("stage") == stage["id"]]
+        if not name.endswith(".csv") or not rows or not (folder / name).is_file():
+            continue
+        lost = [row for row in rows if row["status"] not in NUMBERED]
+        try:
+            with open(folder / name, newline="", encoding="utf-8") as file:
+                header = next(csv.reader(file), [])
+            table = read_csv(folder / name)
+            wanted = list(lines_of(rows, header))
+        except (OSError, ValueError, TypeError, csv.Error) as error:
+            if not lost:
+                yield f"{name} cannot be held against its rows: {error}"
+            continue
+        left = list(wanted)
+        for number, line in enumerate(table, 2):
+            match = next((w for w in left if all(line[k] == v for k, v in w.items())), None)
+            if match is not None:
+                left.remove(match)
+            elif wanted:
+                yield f"{name}:{number}: {_difference(line, wanted)}"
+        if left and stage["status"] == "PASS":
+            yield f"{name} lacks the lines of {len(left)} rows"
+
+
+def _difference(line: Mapping[str, str], wanted: list[dict[str, str]]) -> str:
+    """In which cell a line differs from the row that is next to it."""
+    differ = lambda w: [k for k, v in w.items() if line[k] != v]
+    nearest = min(wanted, key=lambda w: len(differ(w)))
+    column = differ(nearest)
+    if not column:
+        return "a line twice"
+    return f"{column[0]} is {line[column[0]]!r}, and {nearest[column[0]]!r} by its row"
+
+
+def check_health(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """health.json is the first card's health row."""
+    row = data.get("health")
+    try:
+        held = json.loads((folder / "health.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    for name, value in held.items() if isinstance(row, dict) else ():
+        if is_number(value) and row.get(name) != value:
+            yield f"health.json: {name} is {value:g}, and {row.get(name)} by its row"
+
+
+# Lines that depend on when and where a report was made, not on the run.
+_OF_ITS_MAKING = re.compile(
+    r"^!\[|plots were not drawn|no usable journal|^<details><summary>\d+ files|SHA256SUMS|^$"
+)
+
+
+_FIGURE = re.compile(r"<figure>.*?</figure>\n?", re.S)
+
+
+def check_texts(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """The reports are what the journal gives, line by line but for plots, where these sources made
+    them; nothing without jinja2."""
+    from scripts.oneshot.record.outputs import short_report
+    from scripts.oneshot.report.render import issue_text, render_page, render_text
+
+    redactor = Redactor({}, hostnames=(), user="", literals=False)
+
+    def kept(text: str) -> list[str]:
+        lines = [t for t in text.splitlines() if not _OF_ITS_MAKING.search(t)]
+        if text.lstrip().startswith("<"):  # HTML, where a plot leaves its line with the next one
+            lines = _FIGURE.sub("", "\n".join(lines)).replace("\n", "").split("<")
+        return [redactor.text(t) for t in lines]
+
+    made = {
+        "report.md": lambda: render_text(data, folder, Shape()),
+        "issue.md": lambda: issue_text(data, folder),
+        "report.html": lambda: render_page(data, folder),
+    }
+    for name, make in made.items():
+        with suppress(OSError, ImportError):
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            held, right = kept(text), kept(make())
+            if held not in (right, kept(short_report(data))):
+                yield f"{name} is not what events.jsonl gives: {_first_change(held, right)}"
+
+
+def _first_change(held: list[str], right: list[str]) -> str:
+    for a, b in zip(held, right, strict=False):
+        if a != b:
+            return f"{a[:120]!r} stands for {b[:120]!r}"
+    return f"{len(held)} lines in place of {len(right)}"

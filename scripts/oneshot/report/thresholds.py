@@ -1,0 +1,220 @@
+"""The thresholds that bench rows carry: Triton's for selection called alone, and FA-2's lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.records import MIN_SPEEDUP, carries
+from scripts.oneshot.record.markdown import cell, code, is_interval
+from scripts.oneshot.record.rows import NUMBERED, is_number
+from scripts.oneshot.report.blocks import Section, Table, View, paragraphs
+from scripts.oneshot.report.evidence import bench_blocks, rough_ratio
+
+
+def _walls(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a host sees of the launch-bound ones among `rows`; empty without any."""
+    bound = [r for r in rows if r["status"] == "VALID" and r.get("launch_bound")
+             and is_number(r.get("wall_speedup"))]  # fmt: skip
+    if not bound:
+        return ""
+    worst = min(bound, key=lambda r: r["wall_speedup"])
+    least = f"{rough_ratio(worst['wall_speedup'])} at the least ({code(worst['case'])})"
+    return f"; {len(bound)} of its {len(rows)} cells are launch bound: as a host sees them, {least}"
+
+
+def threshold_cells(
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[int, list[Mapping[str, Any]]]:
+    """What a threshold is made of, by ascending selected length: rows of routes, not of kernels."""
+    by_length: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if (
+            row.get("bench") == "sel" and row.get("mode") == "route"
+            and isinstance(row.get("L"), int)
+        ):  # fmt: skip
+            by_length.setdefault(row["L"], []).append(row)
+    return dict(sorted(by_length.items()))
+
+
+def lower_bounds(row: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The lower bounds of a row's speedup by the device's time and by wall, if it has both."""
+    device, wall = row.get("speedup_ci95"), row.get("wall_speedup_ci95")
+    if row["status"] not in NUMBERED or not (is_interval(device) and is_interval(wall)):
+        return None
+    return device[0], wall[0]
+
+
+def routes_at(rows: Sequence[Mapping[str, Any]], least: float) -> dict[str, Any]:
+    """The cells of one length: how many there are and carry a threshold, the smallest lower bounds
+    and the case of the smallest of all; "-" without any."""
+    bounds = [(lower_bounds(r) or (None, None), r) for r in rows]
+    found = [(low, wall, r) for (low, wall), r in bounds if low is not None]
+    worst = min(found, key=lambda one: min(one[:2]), default=None)
+    carry = [r for lows, r in bounds if carries(r["status"], lows, least)]
+    return {
+        "cells": len(rows), "carry": len(carry), "holds": len(carry) == len(rows) > 0,
+        "low": f"{min(low for low, _, _ in found):.2f}x" if worst else "-",
+        "wall": f"{min(wall for _, wall, _ in found):.2f}x" if worst else "-",
+        "case": code(worst[2]["case"]) if worst else "-",
+    }  # fmt: skip
+
+
+def valid_and_worst(
+    rows: Sequence[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None]:
+    """The VALID ones of `rows` and the one of them with the smallest lower bound."""
+    good = [r for r in rows if r["status"] == "VALID" and is_interval(r.get("speedup_ci95"))]
+    return good, min(good, key=lambda r: r["speedup_ci95"][0], default=None)
+
+
+def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The proposed threshold with what speaks for it: the smallest lower bounds per length."""
+    proposal = data["recommend"]
+    least = (proposal or {}).get("min_speedup")
+    least = least if is_number(least) else MIN_SPEEDUP
+    evidence = [{"L": length, **routes_at(mine, least)}
+                for length, mine in threshold_cells(rows).items()]  # fmt: skip
+    out = {"evidence": evidence, "text": "", "doubt": "", "scope": ""}
+    if data["scope"] == "cpu":
+        out["text"] = "None: a CPU says nothing about the threshold of a GPU."
+        return {**out, "evidence": []}
+    if proposal is None:
+        stage = next((s for s in data["stages"] if s["id"] == "threshold"), None)
+        why = f" ({stage['status']}: {cell(stage['reason'])})" if stage and stage["reason"] else ""
+        out["text"] = f"None: no threshold was proposed in this run{why}. Keep the configured one."
+        return out
+    value, blocking = proposal.get("sel_triton_min_L"), proposal.get("blocking_case")
+    words = cell(proposal.get("confidence") or proposal.get("text") or "")
+    if isinstance(value, int) and not isinstance(value, bool):
+        out["text"] = f"**`sel_triton_min_L: {value}`** ({words})"
+        against = [e for e in evidence if e["L"] >= value and not e["holds"]]
+        if against or not any(e["L"] >= value for e in evidence):
+            lengths = ", ".join(str(e["L"]) for e in against) or "any L"
+            out["doubt"] = (
+                f"The rows of this run do not carry it alone: not every cell of L = {lengths} "
+                f"has lower bounds of {least:g}x, of {2 * least:g}x where it is UNSTABLE."
+            )
+    else:
+        out["text"] = f"**None: no length that was timed qualifies, so keep what is set** ({words})"
+    if blocking:
+        out["text"] += f"; stopped by {code(blocking)}"
+    return {**out, "scope": _scope(rows)}
+
+
+def _scope(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the threshold decides, and what it does not."""
+    text = ("The threshold is about `selection_attention` called alone: where a row may select at "
+            "least that many keys, by the shapes of the call, Triton serves, and packing plus SDPA "
+            "below. Both are timed as a caller gets them, Triton with the cleaning of ranges, by "
+            "the device's kernels and by wall. Rows of `bench_sel_triton.py` in other modes "
+            "compare kernels on packed keys and decide nothing. `nsa_attention`, the layers and "
+            "decode steps have no threshold")  # fmt: skip
+    whole = [r for r in rows if r["status"] == "VALID" and is_number(r.get("speedup"))
+             and r.get("path_requested") == "triton"]  # fmt: skip
+    found = []
+    for words, mine in (
+        ("prefill", [r for r in whole if r.get("bench") == "prefill" and r.get("op") == "full"]),
+        ("decode step", [r for r in whole if r.get("bench") == "decode"]),
+    ):
+        ratios = sorted(r["speedup"] for r in mine)
+        if ratios:
+            found.append(f"{words} {ratios[0]:.2f}x to {ratios[-1]:.2f}x")
+    return text + (f"; against dense attention at the sizes timed here: {', '.join(found)}."
+                   if found else ".")  # fmt: skip
+
+
+# What serves without FA-2 at each value of Triton's switch: (baseline, value, words, what to do
+# where a length is named). Without one the advice is to leave FA-2 off.
+FA2_SETTINGS = (
+    ("sdpa", "0", "SDPA is what is left", "set `NSA_USE_FA2=1` with the lengths that are named"),
+    ("triton", "1", "the branch's Triton kernel serves, and FA-2, which comes before it, takes "
+     "`nsa_attention` out of its fused operator", "leave `NSA_USE_FA2=0` unless the branches are "
+     "called one by one, with the lengths that are named"),
+)  # fmt: skip
+
+
+def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The proposed minimum lengths of FA-2, in keys, for Triton off and on, and what was measured
+    per branch, baseline and length."""
+    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.get("bench") == "fa2" and isinstance(row.get("key_len"), int):
+            key = (str(row.get("branch")), str(row.get("baseline")), row["key_len"])
+            groups.setdefault(key, []).append(row)
+    evidence = []
+    for (branch, baseline, keys), mine in sorted(groups.items()):
+        good, low = valid_and_worst(mine)
+        evidence.append({
+            "branch": cell(branch, 20), "length": keys, "cells": len(mine), "valid": len(good),
+            "low": f"{low['speedup_ci95'][0]:.2f}x" if low else "-",
+            "baseline": cell(baseline, 60) if low else "-",
+            "case": code(low["case"]) if low else "-",
+        })  # fmt: skip
+    proposal, settings = data["recommend"] or {}, []
+    # A run before there was an answer for each setting has one, against the faster of the two.
+    both = any(k.startswith("fa2_") and "_triton" in k for k in proposal)
+    for baseline, value, words, advice in FA2_SETTINGS if both else (("",) * 4,):
+        more, texts, named = "_triton" if baseline == "triton" else "", [], False
+        for branch in ("win", "cmp"):
+            why = proposal.get(f"fa2_{branch}{more}_why")
+            least = proposal.get(f"fa2_min_len_{branch}{more}")
+            found = isinstance(least, int) and not isinstance(least, bool)
+            held = [
+                r
+                for (b, name, keys), mine in groups.items()
+                for r in mine
+                if b == branch and baseline in ("", name) and not (found and keys < least)
+            ]
+            told = f" ({cell(why)})" if why else ""
+            named |= found
+            if found:
+                texts.append(f"`fa2_min_len_{branch}: {least}` keys{told}{_walls(held)}")
+            elif why:
+                texts.append(f"no `fa2_min_len_{branch}`{told}{_walls(held)}")
+        head = "Against the faster of SDPA and the Triton kernel"
+        if both:
+            advice = advice if named else "leave `NSA_USE_FA2=0`"
+            head = f"With `NSA_USE_TRITON_SEL={value}`, {words}: {advice}"
+        if texts:
+            settings.append({"head": head, "lengths": texts})
+    return {"evidence": evidence, "settings": settings}
+
+
+FA2 = """
+The sliding and the compressed branch each have a least number of keys for FA-2. It is the smallest
+one measured from which on, at it and at every longer one, FA-2 is at least 1.2x as fast as its
+baseline (the lower bound of the interval counts). The baseline is what would run without FA-2, and
+that depends on Triton's switch.
+"""
+
+
+def threshold(view: View) -> Section:
+    found = recommendation(view.data, view.rows["bench"])
+    heads = "L|cells that carry it|smallest lower bound, device|by wall|case of the smallest"
+    rows = [
+        [e["L"], f"{e['carry']}/{e['cells']}", e["low"], e["wall"], e["case"]]
+        for e in found["evidence"]
+    ]
+    blocks = [found["text"], found["doubt"], found["scope"], Table(heads, rows) if rows else None]
+    if not view.shape.issue:
+        blocks += bench_blocks(view, lambda r: r.get("bench") == "sel")
+    title = "Selection called alone, and its threshold"
+    return Section(title, [b for b in blocks if b], fold=True, issue=bool(rows))
+
+
+def fa2(view: View) -> Section:
+    found = fa2_lengths(view.data, view.rows["bench"])
+    rows = [
+        [e["branch"], e["length"], f"{e['valid']}/{e['cells']}", e["low"], e["baseline"], e["case"]]
+        for e in found["evidence"]
+    ]
+    if not rows and not found["settings"]:
+        return Section("FA-2 minimum lengths", [])
+    blocks: list[Any] = paragraphs(FA2)
+    for one in found["settings"]:
+        blocks += [f"{one['head']}.", one["lengths"]]
+    heads = "branch|keys|valid cells|smallest lower bound|baseline|its case"
+    blocks += [Table(heads, rows)] if rows else []
+    blocks += bench_blocks(view, lambda r: r.get("bench") == "fa2")
+    return Section("FA-2 minimum lengths", blocks, fold=True, issue=False)

@@ -1,0 +1,74 @@
+"""The command line of the `run` verb."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from scripts.oneshot.run.stages import PROFILES
+
+
+def seconds(text: str) -> float:
+    """15m, 1h, 90s or a plain number of seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
+    if not match or float(match.group(1)) <= 0:
+        raise argparse.ArgumentTypeError(f"a time such as 15m, 1h or 900, got {text!r}")
+    return float(match.group(1)) * {"": 1, "s": 1, "m": 60, "h": 3600}[match.group(2)]
+
+
+def _dollars(text: str) -> float:
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)) and value >= 0:
+            return value
+    raise argparse.ArgumentTypeError(f"dollars per hour, 0 or more, got {text!r}")
+
+
+def _commit(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{3,63}", text):
+        raise argparse.ArgumentTypeError(f"a commit id, got {text!r}")
+    return text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="oneshot run",
+        description="Plan, capture, run every stage, judge, render, redact, pack.",
+        allow_abbrev=False,  # setup_env.py looks for --dry-run before it installs anything
+    )
+    p.add_argument("out_dir", nargs="?", type=Path, help="default: artifacts/runner")
+    p.add_argument("--out", type=Path, help="the same as out_dir")
+    p.add_argument(
+        "--profile",
+        choices=(*PROFILES, "gpu", "auto"),
+        default="auto",
+        help="auto: standard with NVIDIA hardware, cpu without; gpu: standard",
+    )
+    p.add_argument("--budget", type=seconds, help="stop starting work after this time (15m)")
+    p.add_argument("--only", type=_names, default=(), help="stages to run, comma separated")
+    p.add_argument("--skip", type=_names, default=(), help="stages to leave out")
+    p.add_argument(
+        "--resume",
+        action="store_true",
+        help="take over stages that passed within 24 h on the same commit and box",
+    )
+    p.add_argument("--dry-run", action="store_true", help="print stages and commands, run nothing")
+    p.add_argument(
+        "--gpus",
+        metavar="all|0,1",
+        help="several GPUs: health and parity of each, then NCCL and context parallelism",
+    )
+    p.add_argument("--price", type=_dollars, help="dollars per hour, for the running cost")
+    p.add_argument("--commit", type=_commit, default=None, help="commit of sources without git")
+    p.add_argument("--wait", type=seconds, default=0.0, help="wait for a lock that long")
+    p.add_argument("--keep-host", action="store_true", help="do not redact host names")
+    p.add_argument("--keep-ip", action="store_true", help="do not redact IP addresses")
+    p.add_argument("--verbose", action="store_true", help="show what the stages print")
+    p.add_argument("--detach", action="store_true", help="go on in the background; see attach")
+    return p

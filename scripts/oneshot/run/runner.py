@@ -1,0 +1,764 @@
+"""The `run` verb: plan, capture, run every stage, judge, render, redact, pack."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from scripts.oneshot.box import cards, checkout, doctor
+from scripts.oneshot.box import env as box
+from scripts.oneshot.box.watch import Watch
+from scripts.oneshot.compare.verify import AHEAD, SAMPLES, check_rows, parse_date, raw_key
+from scripts.oneshot.record import bundle as bundles
+from scripts.oneshot.record.capture import plain
+from scripts.oneshot.record.gate import gate
+from scripts.oneshot.record.journal import Ballast, Journal, read_events, write_file, write_json
+from scripts.oneshot.record.judge import (
+    EXIT_BY_SIGNAL,
+    EXIT_INFRA,
+    EXIT_LOCKED,
+    EXIT_USAGE,
+    Judgement,
+    Status,
+    is_cut,
+)
+from scripts.oneshot.record.model import RunRecord, Stage, StageResult
+from scripts.oneshot.record.outputs import junit_xml, repro_script, scp_line, short_report
+from scripts.oneshot.record.redact import RULES_VERSION, Redactor
+from scripts.oneshot.report.tables import check_csvs
+from scripts.oneshot.run.arguments import parser
+from scripts.oneshot.run.lock import Lock, Locked, folder_lock, gpu_lock
+from scripts.oneshot.run.place import Place
+from scripts.oneshot.run.progress import Progress
+from scripts.oneshot.run.stages import ENV_STAGE, LEFT_OUT, choose, plan
+from scripts.oneshot.run.supervise import (
+    Context,
+    Stop,
+    end_waiting,
+    not_run,
+    result_of,
+    run_stage,
+    start_ahead,
+)
+from scripts.oneshot.streams import say
+
+ROOT = Path(__file__).resolve().parents[3]
+RENDER_RESERVE_S = 10.0
+DETACH_WAIT_S = 5.0
+RESUME_MAX_AGE_S = 24 * 3600
+
+
+@dataclass
+class Run:
+    """One run in one folder. `execute()` returns the true exit code."""
+
+    args: argparse.Namespace
+    argv: list[str]
+    folder: Path
+    profile: str
+    stages: list[Stage]
+    partial: str | None
+    git: dict[str, Any]
+    redactor: Redactor
+    stop: Stop
+    smi: list[dict[str, Any]] | str
+    several: list[cards.Card]
+    setup: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.scope = "cpu" if self.profile == "cpu" else "gpu"
+        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        self.run_id = f"{stamp}-{secrets.token_hex(2)}"
+        self.started = time.monotonic()
+        self.record = RunRecord()
+        self.previous: tuple[RunRecord, Path] | None = None
+        self.out_of_budget = False
+        self.internal_error = False
+        self.saved = False  # bundle.json says what the record says
+        self._commit = given_commit(self.args)
+        self.progress = Progress(self.stages, price_per_hour=self.args.price)
+        self.watch = Watch(self.several, self.smi, self.event, self.note, self.progress.line)
+
+    # -------------------------------------------------------------- records
+
+    def event(self, ev: str, *, sync: bool = True, **fields: Any) -> None:
+        self.record.apply(self.journal.append(ev, sync=sync, **fields))
+
+    def note(self, text: str, level: str = "warn") -> None:
+        self.event("note", level=level, text=text)
+        self.progress.line(f"{level.upper():5} {text}")
+
+    def _open_journal(self, seq: int = 0) -> Journal:
+        room = self.ballast.release
+        return Journal(self.folder / "events.jsonl", self.redactor.value, room, seq)
+
+    def save(self, files: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """bundle.json as of now."""
+        self._stay()
+        data = self.record.to_bundle()
+        data["files"] = files or []
+        fits = self.ballast.guarded(lambda: write_json(self.folder / "bundle.json", data))
+        if not fits:
+            self.progress.line("ERROR bundle.json could not be written: no space left")
+        self.saved = fits
+        return data
+
+    def write(self, name: str, text: str) -> None:
+        self._stay()
+        self.ballast.guarded(lambda: write_file(self.folder / name, text))
+
+    # -------------------------------------------------------------- the run
+
+    def execute(self) -> int:
+        self._take_previous()
+        made = {name for stage in self.stages for name in stage.outputs}
+        self.ballast = Ballast(self.folder, {s.log_path for s in self.stages} - made)
+        self.journal = self._open_journal()
+        self.event(
+            "run_start",
+            run_id=self.run_id,
+            profile=self.profile,
+            scope=self.scope,
+            argv=self.argv,
+            git=self.git,
+            price_per_hour=self.args.price,
+            partial=self.partial,
+            started=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            plan=[s.planned() for s in self.stages],
+        )
+        self.write("report.md", short_report(self.save()))  # until, or if, there is a better one
+        self.progress.line(f"run {self.run_id}, profile {self.profile}, into {self.folder}")
+        if left_out := LEFT_OUT.get(self.profile):
+            names = ", ".join(left_out)
+            self.note(f"profile {self.profile} leaves out {names}; standard has them", "info")
+        try:
+            self._stages()
+        except Exception as error:  # a fault of the runner itself must not cost what was proven
+            self.internal_error = True
+            self.note(f"the runner itself failed: {_where(error)}", level="warn")
+        return self._finish()
+
+    def _stages(self) -> None:
+        self.context = context = Context(
+            python=sys.executable,
+            root=ROOT,
+            out=self.folder,
+            run_id=self.run_id,
+            redactor=self.redactor,
+            on_row=self._on_row,
+            stop=self.stop,
+            on_tick=self._on_tick,
+            echo=self._echo if self.args.verbose else None,
+        )
+        start_ahead(context, self.stages)
+        try:
+            self._one_by_one(context)
+        finally:
+            end_waiting(context)
+
+    def _one_by_one(self, context: Context) -> None:
+        blocked = self._environment()
+        for stage in self.stages:
+            if stage.id == ENV_STAGE.id:
+                continue
+            self.progress.next()
+            reason = self._why_not(stage, blocked)
+            if reason is not None:
+                self._end(not_run(stage, *reason))
+                continue
+            stage = stage.completed(self.record.results)
+            if (reused := self._reusable(stage)) is not None:
+                self._end(reused)
+                continue
+            self._attempt(context, stage)
+
+    def _take_previous(self) -> None:
+        """Keep what an earlier run of this commit left, and read it for --resume.
+
+        Its archive goes, or it would pass for this run's; all that was in it is kept.
+        """
+        bundles.archive(self.folder).unlink(missing_ok=True)
+        events = read_events(self.folder / "events.jsonl")
+        old = RunRecord.replay(events) if events else None
+        if self.folder.exists():
+            aside = bundles.set_aside(self.folder, old.run_id if old else None)
+            if old and aside and self.args.resume:
+                self.previous = (old, aside)
+        self.place = Place(self.folder)
+
+    def _stay(self) -> None:
+        """Go on beside the folder of the run where it was deleted, moved or replaced."""
+        if (what := self.place.lost()) is None:
+            return
+        before = self.folder
+        self.place = self.place.beside(f"{before.name}-{self.run_id}")
+        self.folder = self.context.out = self.place.folder
+        self.ballast = Ballast(self.folder, self.ballast.logs)
+        self._keep_journal()
+        self.note(f"{before} {what} in the middle of the run: results go on in {self.folder}; "
+                  "files of earlier stages may be missing")  # fmt: skip
+
+    def _keep_journal(self) -> None:
+        self.ballast.guarded(lambda: self.journal.keep_at(self.folder / "events.jsonl"))
+
+    def _environment(self) -> str | None:
+        """Capture the box and ask the doctor; the text of the first BLOCK, or None."""
+        stage = ENV_STAGE
+        self.progress.next()
+        self.progress.begin(stage)
+        self._start(stage, 1, None)
+        t0 = time.monotonic()
+        answer: dict[str, Any] = {}
+
+        def probe() -> None:
+            answer["all"] = box.collect(
+                root=ROOT,
+                out=self.folder,
+                python=sys.executable,
+                variables=self.redactor.variables(os.environ),
+                setup=self.setup,
+                smi=self.smi,
+            )
+
+        worker = threading.Thread(target=probe, daemon=True)
+        worker.start()
+        while worker.is_alive() and not self.stop.by:
+            worker.join(0.05)
+        common: dict[str, Any] = {
+            "timeout_s": stage.timeout_s,
+            "start_s": round(t0 - self.started, 3),
+            "wall_s": round(time.monotonic() - t0, 3),
+        }
+        if "all" not in answer:
+            box.abort()
+            why = f"stopped by {self.stop.by.upper()}" if self.stop.by else "the capture failed"
+            kind = "PREEMPTED" if self.stop.by else None
+            self._end(result_of(stage, Judgement(Status.INFRA, why, kind), **common))
+            return why
+        env, device, torch = answer["all"]
+        on_gpu = self.scope == "gpu"
+        facts = (self.folder, device, torch, self.git, os.environ, self.setup)
+        checks = doctor.examine(doctor.Box(on_gpu, *facts))
+        self.event(
+            "facts",
+            env=env,
+            device=device,
+            env_fingerprint=box.fingerprint(
+                device, torch, os.environ, () if isinstance(self.smi, str) else self.smi,
+                env["system"]["cpu"],
+            ),  # fmt: skip
+            doctor=[asdict(check) for check in checks],
+        )
+        clean = self.record.env
+        self.ballast.guarded(lambda: write_json(self.folder / "env.json", clean))
+        self.write("env.txt", box.as_text(clean))
+        for line in doctor.lines([c for c in checks if c.level != "OK"]):
+            self.progress.line(self.redactor.text(line))
+        self._end(result_of(stage, Judgement(Status.PASS), rc=0, **common))
+        if self.scope == "gpu":
+            self.watch.start(self.folder / "telemetry.csv", self.started)
+        if self.scope == "gpu" and device.get("sm") == "8.9":
+            self.note(
+                "SM 8.9: by policy Triton selection is off here; the parity stages and the direct "
+                "kernel benches run it all the same (NSA_TRITON_SEL_FORCE=1)",
+                level="info",
+            )
+        blocks = [c for c in checks if c.level == "BLOCK"]
+        return self.redactor.text(blocks[0].text) if blocks else None
+
+    def _why_not(self, stage: Stage, blocked: str | None) -> tuple[Status, str, str | None] | None:
+        """Why `stage` is not started: (status, reason, kind), or None to go on."""
+        if self.stop.by:
+            return Status.NOT_RUN, f"the run was stopped by {self.stop.by.upper()}", None
+        if blocked:
+            return Status.NOT_RUN, f"doctor: {blocked}", "NO_GPU" if stage.gpu else None
+        if (gone := self.watch.why_not(stage)) is not None:
+            return gone
+        if stage.after in {s.id for s in self.stages}:
+            first = self.record.results.get(stage.after)
+            if first is None or first.status is not Status.PASS:
+                why = f"{first.status}: {first.reason}" if first else "it did not run"
+                return self._dragged(first, f"needs {stage.after}, {why}")
+        lacking = [name for name in stage.needs if not (self.folder / name).is_file()]
+        if lacking:
+            makers = [s.id for s in self.stages if lacking[0] in s.outputs]
+            first = self.record.results.get(makers[0]) if makers else None
+            return self._dragged(first, f"needs {', '.join(lacking)}, which was not written")
+        left = self._budget_left()
+        if left is not None and left < max(5.0, stage.estimate_s / 4):
+            self.out_of_budget = True
+            return Status.NOT_RUN, f"budget: {max(0, left):.0f} s left", "BUDGET"
+        return None
+
+    @staticmethod
+    def _dragged(first: StageResult | None, why: str) -> tuple[Status, str, str | None]:
+        """Why a stage is not started that needs `first`: cut where that one was cut."""
+        skipped = first is not None and first.status is Status.SKIPPED
+        kind = first.kind if first is not None and is_cut(first) else None
+        return Status.SKIPPED if skipped else Status.NOT_RUN, why, kind
+
+    def _budget_left(self) -> float | None:
+        if self.args.budget is None:
+            return None
+        return self.args.budget - RENDER_RESERVE_S - (time.monotonic() - self.started)
+
+    def _attempt(self, context: Context, stage: Stage) -> None:
+        """Run a stage; a second time, and smaller, only after the GPU was out of memory."""
+        for attempt in (1, 2):
+            half = attempt == 2 and stage.shrinks
+            if attempt == 2:
+                stage = stage.smaller()
+            self.watch.before_stage()
+            self._start(stage, attempt, stage.log_path)
+            if attempt == 1:
+                self.progress.begin(stage)
+            result = run_stage(
+                context,
+                stage,
+                attempt=attempt,
+                budget_left_s=self._budget_left(),
+                run_started=self.started,
+            )
+            result = self.watch.beside_faults(result)
+            bad = result.status in (Status.CRASH, Status.TIMEOUT, Status.FAIL, Status.INFRA)
+            if bad and stage.gpu and not self.stop.by:
+                self.watch.after_failure(result)
+            again = attempt == 1 and result.kind == "OOM_DEVICE"
+            if again and not (self.stop.by or self.watch.gone):
+                size = " at half size" if stage.shrinks else ""
+                if stage.side_by_side:
+                    size = " with a quarter of the processes at a time"
+                self.note(f"{stage.id}: the GPU was out of memory; one more try{size}")
+                continue
+            if attempt == 2:
+                flaky = result.status is Status.PASS and not half
+                result = replace(result, half_size=half, flaky=flaky)
+            if result.kind == "BUDGET":
+                self.out_of_budget = True
+            break
+        self._end(result)
+
+    def _start(self, stage: Stage, attempt: int, log: str | None) -> None:
+        self.event("stage_start", stage=stage.id, attempt=attempt, log=log)
+        self.save()
+
+    def _end(self, result: StageResult) -> None:
+        if result.gpus and result.reason and not result.reason.startswith("GPU"):
+            result = replace(result, reason=f"{cards.names(result.gpus)}: {result.reason}")
+        self.event("stage_end", stage=result.id, result=result.to_json())
+        self.progress.end(self.record.results[result.id])
+        self._test_files(result.id)
+        if result.status in (Status.FAIL, Status.CRASH, Status.TIMEOUT):
+            self._repro(result)
+        self.save()
+
+    def _on_row(self, stage: str, row: dict[str, Any]) -> None:
+        if row["kind"] == "progress":
+            self.progress.done_text = plain(str(row.get("text", "")))[:60]
+            return
+        self.event("row", stage=stage, row=row, sync=False)
+
+    def _on_tick(
+        self, stage: str, elapsed: float, limit: float, rows: list[dict[str, Any]]
+    ) -> None:
+        if self.watch.telemetry:
+            self.progress.telemetry = self.watch.telemetry.last
+        self.watch.hear(stage)
+        self.progress.tick(elapsed, limit, rows)
+
+    def _echo(self, text: str) -> None:
+        self.progress.line("  | " + text)
+
+    # -------------------------------------------------------------- resume
+
+    def _reusable(self, stage: Stage) -> StageResult | None:
+        """The PASS of an earlier run, where everything that could change it is the same."""
+        if self.previous is None:
+            return None
+        old, folder = self.previous
+        done = old.results.get(stage.id)
+        same = (
+            done is not None
+            and done.status is Status.PASS
+            and done.argv == stage.argv
+            and dict(done.env) == dict(stage.env)
+            and checkout.same_sources(old.git, self.git)
+            and not old.git.get("changed_during_run")
+            and old.env_fingerprint == self.record.env_fingerprint
+            and -AHEAD.total_seconds() < _age_s(done.started or old.started) < RESUME_MAX_AGE_S
+        )
+        rows = old.rows.get(stage.id, [])
+        if not same or any(r["kind"] == "bench" and r["status"] == "UNSTABLE" for r in rows):
+            return None
+        benches = [{**r, "stage": stage.id} for r in rows if r["kind"] == "bench"]
+        wrong = [*check_rows(rows, folder),
+                 *check_csvs({"bench": benches, "stages": [done.to_json()]}, folder)]  # fmt: skip
+        if wrong:
+            self.note(f"stage {stage.id} is not taken over: {wrong[0]}", "info")
+            return None
+        for name in (stage.log_path, *stage.outputs):
+            source = folder / name
+            if not source.is_file():
+                return None
+            self.write(name, source.read_text(encoding="utf-8", errors="replace"))
+        self.progress.begin(stage)
+        self._start(stage, done.attempt, done.log)
+        for row in rows:
+            self.event("row", stage=stage.id, row=row, sync=False)
+        self._take_over_samples(folder / SAMPLES, rows)
+        return replace(done, resumed_from=done.resumed_from or old.run_id)
+
+    def _take_over_samples(self, source: Path, rows: list[dict[str, Any]]) -> None:
+        """The raw times behind the bench rows of a stage that is taken over."""
+        mine = {raw_key(r) for r in rows if r["kind"] == "bench"}
+        lines = (_read(self.folder / SAMPLES) or "").splitlines()
+        kept = len(lines)
+        for line in (_read(source) or "").splitlines():
+            with suppress(ValueError, AttributeError, TypeError):
+                if raw_key(json.loads(line)) in mine and line not in lines:
+                    lines.append(line)
+        if len(lines) > kept:
+            self.write(SAMPLES, "\n".join(lines) + "\n")
+
+    # -------------------------------------------------------------- files made of the rows
+
+    def _test_files(self, stage: str) -> None:
+        """tests/<stage>.jsonl and .junit.xml, from the journal: they survive a dead pytest."""
+        rows = [r for r in self.record.rows.get(stage, []) if r["kind"] == "test"]
+        if rows:
+            lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
+            self.write(f"tests/{stage}.jsonl", lines)
+            self.write(f"tests/{stage}.junit.xml", junit_xml(stage, rows))
+
+    def _repro(self, result: StageResult) -> None:
+        """repro/<stage>.sh: the one command that shows the failure again."""
+        rows = self.record.rows.get(result.id, [])
+        self.write(f"repro/{result.id}.sh", repro_script(result, rows))
+
+    # -------------------------------------------------------------- the end
+
+    def _finish(self) -> int:
+        hurried = self.stop.by is not None
+        self.watch.stop()
+        ended_by = self.stop.by or ("budget" if self.out_of_budget else "normal")
+        if self.internal_error:
+            ended_by = "crash"
+        self._look_at_sources_again(2.0 if hurried else 20.0)
+        self._stay()
+        self._keep_journal()
+        if self.stop.other:
+            self.note(f"{self.stop.other} came, and ended the run as SIGTERM does")
+        if self.journal.lost:
+            self.note(f"{self.journal.lost} events did not fit on the disk")
+        self.event("run_end", ended_by=ended_by, complete=ended_by in ("normal", "budget"))
+        self.journal.close()
+        data = self.save()
+        self.write("report.md", short_report(data))
+        self.ballast.drop()
+        outcome = self._redact(None)
+        self.write("report.md", short_report(self.save()))  # with what the gate said
+        self._render(2.0 if hurried else 90.0)
+        rendered = outcome["gate"]
+        outcome = self._redact(outcome)
+        if outcome["gate"] != rendered:  # the reports speak of another outcome
+            for name in ("report.html", "issue.md"):
+                (self.folder / name).unlink(missing_ok=True)
+            self.write("report.md", short_report(self.save()))
+        data = self.save(bundles.inventory(self.folder))
+        code = data["verdict"]["exit_code"] if self.saved else EXIT_INFRA
+        packed = None
+        if outcome["gate"] == "clean":
+            try:
+                bundles.write_sums(self.folder)
+                packed = bundles.pack(self.folder)
+            except (OSError, ValueError) as error:
+                self.progress.line(f"WARN  no archive: {self.redactor.text(str(error))}")
+        else:
+            bundles.archive(self.folder).unlink(missing_ok=True)
+        self._last_words(data, packed, code)
+        return code
+
+    def _look_at_sources_again(self, timeout_s: float) -> None:
+        """Sources that were edited while the stages ran are not those of the commit."""
+        ask = (ROOT, self._commit, self.folder.parent, timeout_s)
+        now = box.guarded(lambda: checkout.git_facts(*ask))
+        if not isinstance(now, dict) or now.get("problem") != self.git.get("problem"):
+            return  # nothing can be said
+        if checkout.same_sources(self.git, now):
+            return
+        changed = {k: now[k] for k in ("diff_sha256", "diffstat", "untracked", "source_sha256")}
+        self.event("facts", git={**self.git, **changed, "dirty": True, "changed_during_run": True})
+        self.note("the sources were changed while the run was going on: nothing tells which stage "
+                  "ran with which of them")  # fmt: skip
+
+    def _redact(self, before: dict[str, Any] | None) -> dict[str, Any]:
+        """The last gate, its outcome in the journal and in redactions.json."""
+        try:
+            outcome = gate(self.folder, self.redactor)
+        except OSError as error:
+            outcome = {"gate": "failed", "findings": [], "removed": [], "error": str(error)}
+        if before is not None:
+            for key in ("findings", "removed"):
+                outcome[key] = before[key] + outcome[key]
+        summary = {
+            "rules_version": RULES_VERSION,
+            "gate": outcome["gate"],
+            "replacements": sum(self.redactor.counts.values()),
+            "by_rule": dict(sorted(self.redactor.counts.items())),
+            "removed_files": outcome["removed"],
+            "kept": sorted(self.redactor.keep),
+        }
+        self.journal = self._open_journal(self.journal.seq)
+        self.journal.started = self.started
+        self.event("redaction", summary=summary)
+        self.journal.close()
+        self.ballast.guarded(
+            lambda: write_json(self.folder / "redactions.json", {**summary, **outcome})
+        )
+        return outcome
+
+    def _render(self, limit_s: float) -> None:
+        """report.md, issue.md and the rest, in a child: its death takes nothing along."""
+        argv = [sys.executable, "-m", "scripts.oneshot", "render", str(self.folder)]
+        short = _read(self.folder / "report.md")
+        try:
+            with tempfile.TemporaryFile("w+", errors="replace") as said:
+                child = subprocess.Popen(
+                    argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    stderr=said, start_new_session=True,
+                )  # fmt: skip
+                deadline = time.monotonic() + limit_s
+                while child.poll() is None and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    if self.stop.by:
+                        deadline = min(deadline, self.stop.at + 2.0)
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+                    child.wait()
+                    problem = "there was no time left"
+                elif child.returncode == 0:
+                    return
+                else:
+                    said.seek(0)
+                    last = (said.read().strip().splitlines() or ["no word why"])[-1]
+                    problem = last[:300]
+        except OSError as error:
+            problem = str(error)
+        again = f"python -m scripts.oneshot render {self.folder}"
+        if _read(self.folder / "report.md") == short:
+            what, have = "the full report was not rendered", "report.md is the short one"
+        else:
+            what = "the reports are not whole"
+            have = "report.md is full, but issue.md, report.html or the plots may be missing"
+        self.progress.line(f"WARN  {what}: {self.redactor.text(problem)}")
+        self.progress.line(f"      {have}; try again: {again}")
+
+    def _last_words(
+        self, data: Mapping[str, Any], packed: tuple[Path, str, int] | None, code: int
+    ) -> None:
+        tell = self.progress.line
+        tell()
+        tell(data["verdict"]["one_line"])
+        tell(f"report:  {self.folder / 'report.md'}")
+        if (self.folder / "report.html").is_file():
+            tell(f"         {self.folder / 'report.html'}  (the same for a browser)")
+        if packed:
+            path, digest, size = packed
+            tell(f"bundle:  {path}  ({size / 2**20:.1f} MiB)")
+            tell(f"sha256:  {digest}")
+            if size > bundles.WARN_BYTES:
+                tell("WARN  the archive is over 10 MiB; some trackers refuse it")
+            tell("look at it before you post it: redaction is best effort")
+            if fetch := scp_line(os.environ, path):
+                tell(f"fetch:   {fetch}")
+        elif data["redaction"].get("gate") != "clean":
+            tell("not packed: something private could not be removed; see redactions.json")
+        if self.scope == "gpu" and (self.args.price or os.environ.get("SSH_CONNECTION")):
+            tell(f"you are paying until you destroy the box{self.progress.cost()}")
+        if not self.saved:
+            tell("bundle.json is not of this run's end: the disk is full; "
+                 "events.jsonl goes further")  # fmt: skip
+        tell(f"exit code {code}")
+
+
+def _read(path: Path) -> str | None:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    return None
+
+
+def _where(error: Exception) -> str:
+    """An exception and the line that raised it."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
+
+
+def _age_s(stamp: str | None) -> float:
+    then = parse_date(stamp)
+    return (datetime.now(timezone.utc) - then).total_seconds() if then else float("inf")
+
+
+def given_commit(args: argparse.Namespace) -> str | None:
+    """The commit that the caller names, for sources without git."""
+    return args.commit or os.environ.get("NSA_COMMIT")
+
+
+def _setup(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What scripts/setup_env.py said of the choice of Python."""
+    with suppress(ValueError):
+        data = json.loads(environ.get("ONESHOT_SETUP", "{}"))
+        if isinstance(data, dict):
+            return data
+    return {}
+
+
+def _dry_run(profile: str, stages: list[Stage], folder: Path) -> int:
+    print(f"profile {profile}, into {folder}")
+    for stage in stages:
+        variables = " ".join(f"{k}={v}" for k, v in stage.env.items())
+        command = shlex.join(stage.argv).replace("'{python}'", "python")
+        print(f"{stage.id:16} about {stage.estimate_s:3.0f} s  {variables} {command}")
+    total = sum(s.estimate_s for s in stages)
+    print(f"about {total / 60:.1f} minutes in all")
+    return 0
+
+
+def _run_id(folder: Path) -> str | None:
+    """The id of the run whose journal is in `folder`."""
+    events = read_events(folder / "events.jsonl")
+    return events[0].get("run_id") if events else None
+
+
+def _detach(argv: list[str], out: Path, folder: Path) -> int:
+    """Start the run in a session of its own: 0 once it began, else its exit code and its words."""
+    before = _run_id(folder)
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "scripts.oneshot", "run", *argv], cwd=ROOT,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
+            start_new_session=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + DETACH_WAIT_S
+        words = "waiting as process"  # for a lock, or for a slow driver
+        while time.monotonic() < deadline:
+            code = child.poll()
+            if _run_id(folder) not in (None, before):
+                words = "running as process"
+                break
+            if code is not None:
+                said.seek(0)
+                text = said.read().strip() or f"not started: the run ended with exit code {code}"
+                say(text)
+                return code
+            time.sleep(0.05)
+    print(f"{words} {child.pid}; follow it: python -m scripts.oneshot attach {out}")
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    """The exit code of the run; a fault of the runner itself is one line and EXIT_INFRA."""
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        say("stopped by SIGINT before the run began")
+        return 130
+    except Exception as error:
+        say(f"not run, the runner itself failed: {_where(error)}")
+        return EXIT_INFRA
+
+
+def _main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    if args.out_dir and args.out:
+        say("give out_dir or --out, not both")
+        return EXIT_USAGE
+    out = (args.out_dir or args.out or ROOT / "artifacts" / "runner").resolve()
+    stop = Stop(then=box.abort)
+    if not (args.dry_run or args.detach):
+        stop.install()  # what ends the run from here on leaves a report
+    smi: list[dict[str, Any]] | str
+    hardware = box.guarded(box.nvidia_hardware)
+    try:
+        try:
+            smi = box.smi_query()
+        except box.ProbeFailed:
+            if not (args.gpus and hardware):
+                raise
+            smi = cards.query_each()
+    except box.ProbeFailed as error:
+        smi = str(error) if hardware else "no NVIDIA hardware"
+    profile = args.profile
+    if profile == "auto":
+        profile = "standard" if hardware or not isinstance(smi, str) else "cpu"
+    elif profile == "gpu":
+        profile = "standard"
+    if args.gpus and (profile == "cpu" or (isinstance(smi, str) and not hardware)):
+        why = "profile cpu uses none" if args.profile == "cpu" else "no NVIDIA hardware is visible"
+        say(f"--gpus names GPUs, got {args.gpus!r}, but {why}")
+        return EXIT_USAGE
+    several: list[cards.Card] = []
+    try:
+        if args.gpus and not isinstance(smi, str):
+            several = cards.select(args.gpus, smi, os.environ)
+        stages = cards.expand(plan(profile), several, profile)
+        stages, partial = choose(stages, args.only, args.skip)
+    except ValueError as error:
+        say(str(error))
+        return EXIT_USAGE
+    if several and len(smi) > 1:
+        os.environ.update(cards.visible(cards.good(several) or several))
+    several = several if len(several) > 1 else []
+    # nvidia-smi's numbers are meant, here and in every stage.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    git = checkout.git_facts(ROOT, given_commit(args), out)
+    folder = out / git["short"]
+    if args.dry_run:
+        return _dry_run(profile, stages, folder)
+    if args.detach:
+        return _detach([a for a in argv if a != "--detach"], out, folder)
+    box.settle_triton_cache(out)
+    keep = tuple(n for n, on in (("host", args.keep_host), ("ip", args.keep_ip)) if on)
+    redactor = Redactor(root=ROOT, keep=keep)
+    locks: list[Lock] = []
+    try:
+        locks.append(folder_lock(out, git["short"]))
+        if profile != "cpu" and not isinstance(smi, str):
+            alone = box.visible_gpu(smi, os.environ).get("uuid")
+            for uuid in [c.uuid for c in several] or [alone]:
+                locks.append(gpu_lock(str(uuid)))
+        for lock in locks:
+            lock.acquire(args.wait, lambda: stop.by)
+    except Locked as error:
+        if stop.by:
+            say(f"stopped by {stop.by.upper()} while it waited: {error}")
+            return EXIT_BY_SIGNAL[stop.by]
+        say(f"not started: {error}. Wait for it, or use --wait 10m.")
+        return EXIT_LOCKED
+    except OSError as error:
+        say(f"not started: the output folder cannot be used: {error}")
+        return EXIT_INFRA
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        said, setup = [redactor.text(a) for a in argv], _setup(os.environ)
+        what = (args, said, folder, profile, stages, partial, git)
+        return Run(*what, redactor, stop, smi, several, setup).execute()
+    finally:
+        for lock in locks:
+            lock.release()

@@ -1,0 +1,396 @@
+"""The whole run as data: which stages, with which command, proof, limit and order.
+
+What a reader decides by comes first, so that a run that is cut short has the valuable part: what
+the box is, whether the kernels are right, how fast they are at real sizes. `estimate_s` is what the
+stage took in the runs of bench/results/stage_seconds.csv; a budget skips stages by it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from scripts.oneshot.record.model import SHARDS, Stage
+
+ROOT = Path(__file__).resolve().parents[3]
+PROFILES = ("cpu", "quick", "standard", "full")
+PYTEST = ("{python}", "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short", "--durations=8")
+# Compiling kernels takes most of a parity stage: several processes share it.
+SHARDED = ("{python}", "-m", SHARDS, *PYTEST[2:])
+NO_TEST = "nsa/tests/no_such_test_file.py"  # pytest then ends with a usage error, never with PASS
+
+ENV_STAGE = Stage(
+    "env", "What the box is, and the doctor", ("{python}", "-m", "scripts.oneshot", "doctor"),
+    proof="output", timeout_s=150, estimate_s=6, gpu=False, outputs=("env.json",), group="box",
+)  # fmt: skip
+
+
+def tests(*patterns: str) -> tuple[str, ...]:
+    """Test files that match, by name: a stage imports only the modules it needs."""
+    found = {p for pattern in patterns for p in (ROOT / "nsa" / "tests").glob(pattern)}
+    return tuple(sorted(p.relative_to(ROOT).as_posix() for p in found)) or (NO_TEST,)
+
+
+# Tests of more_parity, and how many a GPU has at least, by their files.
+MORE_TESTS = (
+    "test_triton_sel_parity*.py", "test_triton_sel_backward_gpu.py", "test_backward*.py",
+    "test_gradcheck*.py", "test_train_smoke.py", "test_decode.py", "test_decode_append.py",
+    "test_decode_graph.py", "test_kvcache.py", "test_prefill_compile.py", "test_prefill_limits.py",
+    "test_block_attn_*.py", "test_selection_lse.py", "test_union_attn.py",
+    "test_sums.py", "test_key_sums.py", "test_tile_blocks.py",
+    "test_packs.py", "test_distributions.py", "test_unseen_values.py", "test_probes.py",
+)  # fmt: skip
+MORE_LEAST = {"test_triton_sel_parity": 50, "test_triton_sel_backward": 8, "test_backward": 13,
+              "test_gradcheck": 16, "test_train_smoke": 9}  # fmt: skip
+
+
+def beside(*benches: Stage) -> tuple[str, ...]:
+    """SHARDED, with the kernels of these benches compiled meanwhile."""
+    at = SHARDED.index(SHARDS) + 1
+    more: list[str] = []
+    for bench in benches:
+        _, script, *options = bench.argv
+        where = next(options.index(name) for name in ("--csv", "--out") if name in options)
+        del options[where : where + 2]
+        more += ["--beside", shlex.join((script, *options, "--compile_only"))]
+    return (*SHARDED[:at], *more, *SHARDED[at:])
+
+
+ORDER = (
+    "routing sanity health prefill_parity prefill_bench decode_parity decode_serving more_parity "
+    "sel_route train_showcase "
+    # Only profile full has these, apart from the threshold: other sizes of prefill;
+    # FlashAttention-2, which is off unless asked for; toy sizes; then ten minutes of examples and
+    # half an hour of cells.
+    "prefill_b128 prefill_d192 fa2_probe fa2_varlen fa2_bench threshold sel_ranges "
+    "decode_bench decode_summary fuzz sel_decode sel_dense sel_varlen sel_mixed"
+).split()
+# Stages that a profile does not have; the report names those of `quick`.
+LEFT_OUT = {"quick": ("decode_serving", "more_parity", "sel_route", "threshold", "train_showcase")}
+ONLY_FULL = set(ORDER[ORDER.index("prefill_b128") :]) - {"threshold"}
+
+
+def plan(profile: str) -> list[Stage]:
+    """The stages of a profile, in order. Raises ValueError for an unknown profile."""
+    if profile not in PROFILES:
+        raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {profile!r}")
+    stages = _cpu() if profile == "cpu" else _gpu(profile)
+    return [ENV_STAGE, *stages]
+
+
+ONE_SHAPE = ("--N", "256", "--H", "8", "--D", "64", "--Dv", "64")
+ALL_LENGTHS = "16,32,64,128,256,512,1024"
+TRITON_ON = {
+    "NSA_USE_TRITON_SEL": "1",
+    "NSA_SEL_TRITON_ALLOW_GRAD": "1",
+    "NSA_TEST_TRITON_SEL": "1",
+    "NSA_SEL_TRITON_MIN_L": "1",
+}
+# A parity stage judges the kernels themselves, also where the SM 8.9 policy would not pick them.
+PARITY = {**TRITON_ON, "NSA_TRITON_SEL_FORCE": "1"}
+
+
+def _gpu(profile: str) -> list[Stage]:
+    full = profile == "full"
+    slow = 3.0 if full else 1.0
+    bench = {"NSA_SEL_TRITON_MIN_L": "64"}
+    cells = ("--N", "64,256,1024", "--H", "2,4,8", "--D", "64,128", "--Dv", "64,128", "--streams",
+             "1,2", "--L_list", ALL_LENGTHS, "--seconds", "0.03")  # fmt: skip
+    selection = [
+        Stage(
+            id, f"Selection bench: {what}",
+            ("{python}", "bench/bench_sel_triton.py", *cells, "--dist", dist, "--csv",
+             "{out}/" + id + ".csv"),
+            proof="bench", timeout_s=1200, estimate_s=540, env=bench, log=f"{id}.txt",
+            outputs=(f"{id}.csv",), group="bench", shrinks=True,
+        )
+        for id, dist, what in (
+            ("sel_dense", "few", "one span per row, Triton against packed SDPA"),
+            ("sel_varlen", "many", "eight equal spans per row"),
+            ("sel_mixed", "mixed", "2, 4 or 8 spans of random length"),
+        )
+    ]
+    # What the threshold is decided by.
+    routes = (*ONE_SHAPE, "--L_list", "16,64,256")
+    if full:
+        routes = ("--N", "64,1024", "--H", "2,8", "--D", "64,128", "--L_list", "16,64,128,256,1024")
+    selection.append(Stage(
+        "sel_route", "Selection bench: Triton against packing plus SDPA, as callers get them",
+        ("{python}", "bench/bench_sel_triton.py", "--route", "1", *routes, "--iters", "10",
+         "--seconds", "0.005", "--csv", "{out}/sel_route.csv"),
+        proof="bench", timeout_s=400 if full else 150, estimate_s=110 if full else 12, env=bench,
+        log="sel_route.txt", outputs=("sel_route.csv",), group="bench", shrinks=True,
+    ))  # fmt: skip
+    # A decode step has no threshold, so these cells are not among its evidence.
+    decode = Stage(
+        "sel_decode", "Selection bench: one query per sequence, blocks of the paper's choice",
+        ("{python}", "bench/bench_sel_triton.py", "--decode", "1", "--N", "64,256,1024", "--H",
+         "2,4", "--n_sel", "8,16", "--D", "64,128", "--Dv", "64,128", "--L_list", "128,256,512",
+         "--seconds", "0.03", "--csv", "{out}/sel_decode.csv"),
+        proof="bench", timeout_s=360, estimate_s=90, env=bench, log="sel_decode.txt",
+        outputs=("sel_decode.csv",), group="bench", shrinks=True,
+    )  # fmt: skip
+    threshold = Stage(
+        "threshold", "Proposed sel_triton_min_L",
+        ("{python}", "bench/threshold_optimizer.py", "{out}/sel_route.csv"),
+        proof="row", timeout_s=60, estimate_s=1, needs=("sel_route.csv",), log="threshold.txt",
+        also={"fa2_bench": ("--fa2", "{out}/fa2.csv")}, group="bench",
+    )  # fmt: skip
+    serving = Stage(
+        "decode_serving", "Decode at serving sizes: eager, as a graph, and the layer's whole step",
+        ("{python}", "bench/bench_decode.py", "--preset", "serving" if full else "serving_short",
+         "--quick", "--csv", "{out}/decode_serving.csv"),
+        proof="bench", timeout_s=600 if full else 240, estimate_s=100 if full else 24,
+        required=False,
+        env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
+        log="decode_serving.txt", outputs=("decode_serving.csv",), group="bench", shrinks=True,
+    )  # fmt: skip
+    prefill = Stage(
+        "prefill_bench", "Prefill: NSA against dense attention",
+        ("{python}", "bench/bench_prefill.py", "--csv", "{out}/prefill.csv",
+         *{"quick": ("--S_list", "8192", "--sharing", "random", "--seconds", "0.3"),
+           "standard": ("--seconds", "0.4"),
+           "full": ("--S_list", "8192,32768,65536", "--ops", "full,cmp,sel,win,select,turn,pack"),
+           }[profile]),
+        proof="bench", least={"quick": 11, "standard": 17, "full": 43}[profile],
+        timeout_s=300 * slow, estimate_s={"quick": 24, "standard": 48, "full": 190}[profile],
+        env={"NSA_USE_TRITON_SEL": "1"}, log="prefill_bench.txt", outputs=("prefill.csv",),
+        group="bench", shrinks=True,
+    )  # fmt: skip
+    sizes = [
+        replace(
+            prefill, id=id, title=f"Prefill: {what}",
+            argv=(*prefill.argv[:2], *options, "--csv", "{out}/" + id + ".csv"), least=least,
+            timeout_s=300, estimate_s=60, required=False, log=f"{id}.txt", outputs=(f"{id}.csv",),
+        )
+        for id, what, least, options in (
+            ("prefill_b128", "selection by blocks of 128, as MiniMax-M3 has them", 8,
+             ("--l_sel", "128", "--ops", "sel", "--sharing", "random,shared")),
+            ("prefill_d192", "heads of 192 and 128, the paper's", 20,
+             ("--D", "192", "--ops", "full,cmp,sel,win")),
+        )
+    ]  # fmt: skip
+    showcase = Stage(
+        "train_showcase", "Training showcase",
+        ("{python}", "scripts/train_showcase.py", "--out", "{out}"),
+        proof="tests", timeout_s=300 * slow, estimate_s=18, env=TRITON_ON,
+        log="train_showcase.txt", outputs=("train.jsonl",), group="train",
+    )  # fmt: skip
+    fuzz = Stage(
+        "fuzz", "Public functions on drawn shapes, packs, layouts, values and dtypes",
+        ("{python}", "-m", "scripts.fuzz", "--seconds", "600", "--device", "cuda",
+         "--last", "{out}/fuzz_last.json"),
+        proof="tests", least=7, timeout_s=1300, estimate_s=610, required=False, env=PARITY,
+        log="fuzz.txt", outputs=("fuzz_last.json",), group="parity",
+    )  # fmt: skip
+    stages = [
+        Stage(
+            "routing", "Flags and the ladder of each branch",
+            ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"),
+            proof="output", timeout_s=90, estimate_s=5, outputs=("routing.json",), group="box",
+        ),
+        Stage(
+            "sanity", "Matmul, one Triton kernel and one selection kernel against fp64",
+            ("{python}", "scripts/gpu_sanity.py"),
+            proof="parity", timeout_s=180, estimate_s=4, log="sanity.out", group="parity",
+        ),
+        Stage(
+            "prefill_parity", "Parity of prefill, mostly at the sizes of the benches",
+            (*beside(prefill), *tests("test_prefill_kernels.py", "test_hopper.py", "test_turn.py"),
+             "-m", "kernel" if full else "core"),
+            proof="parity", least=170 if full else 60, timeout_s=(900 if full else 420) * slow,
+            estimate_s={"quick": 54, "standard": 56, "full": 130}[profile], env=PARITY,
+            log="prefill_parity.txt", group="parity",
+        ),
+        Stage(
+            "decode_parity", "Parity of the decode step",
+            (*(SHARDED if profile == "quick" else beside(serving)),
+             *tests("test_decode_kernels.py", "test_decode_cluster.py"),
+             "-m", "kernel" if full else "core",
+             # No decode step is timed in a quick report.
+             *(("-k", "static and T1 and not fp8") if profile == "quick" else ())),
+            proof="parity", least={"quick": 10, "standard": 36, "full": 80}[profile],
+            timeout_s=(600 if full else 300) * slow,
+            estimate_s={"quick": 17, "standard": 29, "full": 80}[profile], env=PARITY,
+            log="decode_parity.txt", group="parity",
+        ),
+        Stage(
+            "more_parity", "Parity of selection by ranges, packs, other sizes, gradients, training",
+            (*beside(showcase), *tests(*MORE_TESTS), "-m", "kernel or core" if full else "core",
+             # train_showcase asks the same of the model that it trained.
+             *(() if full else ("-k", "not see_the_future"))),
+            proof="parity", least=400 if full else 148, of_files=MORE_LEAST,
+            timeout_s=(900 if full else 420) * slow, estimate_s=200 if full else 66,
+            env={**PARITY, "NSA_TEST_TRAIN": "1"}, log="more_parity.txt", group="parity",
+        ),
+        Stage(
+            "fa2_probe", "Is a FlashAttention-2 usable here, and which",
+            ("{python}", "scripts/fa2_probe.py"),
+            proof="row", timeout_s=120, estimate_s=4, required=False, log="fa2_probe.txt",
+            group="box",
+        ),
+        Stage(
+            "fa2_varlen", "FlashAttention-2 parity, dense and varlen",
+            (*PYTEST, *tests("test_fa2*.py"), "-k", "fa2_gpu_varlen"), least=28,
+            proof="parity", timeout_s=240, estimate_s=13, required=False, after="fa2_probe",
+            env={"NSA_USE_FA2": "1", "NSA_TEST_FA2": "1"}, log="fa2_varlen.txt", group="parity",
+        ),
+        Stage(
+            "health", "Box health: copy, GEMM, PCIe, launch latency, noise floor, corruption",
+            ("{python}", "bench/health.py", *(("--deep",) if full else ())),
+            proof="row", timeout_s=120, estimate_s=30 if full else 7, required=False,
+            log="health.txt",
+            outputs=("health.json",), group="box",  # the benches take their peaks from it
+        ),
+        Stage(
+            "decode_bench", "Decode step, by branch",
+            ("{python}", "bench/bench_decode.py", "--B", "1", "--dim", "256", "--heads", "8",
+             "--groups", "2", "--dk", "32", "--dv", "32", "--l", "16", "--d", "8", "--l_sel",
+             "32", "--n_sel", "8", "--w", "128", "--S_list", "512,1024,2048,4096", "--iters",
+             "64", "--warmup", "8", "--csv", "{out}/decode_gpu_final.csv",
+             "--branch_force_mode", "env", "--more", "0"),
+            proof="bench", timeout_s=240, estimate_s=50,
+            env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
+            log="decode_bench.txt", outputs=("decode_gpu_final.csv",), group="bench", shrinks=True,
+        ),
+        Stage(
+            "decode_summary", "Decode summary",
+            ("{python}", "bench/summarize_decode_csv.py", "{out}/decode_gpu_final.csv"),
+            proof="output", timeout_s=60, estimate_s=1, needs=("decode_gpu_final.csv",),
+            log="decode_summary.txt", outputs=("decode_summary.txt",), group="bench",
+        ),
+        serving, prefill, *sizes,
+        Stage(
+            "fa2_bench", "FlashAttention-2 by branch",
+            ("{python}", "bench/bench_fa2.py", "--csv", "{out}/fa2.csv",
+             *(() if full else ("--dtype", "bf16"))),
+            proof="bench", timeout_s=240, estimate_s=65 if full else 35, required=False,
+            after="fa2_varlen", env={"NSA_USE_FA2": "1"}, log="fa2_bench.txt",
+            outputs=("fa2.csv",), group="bench", shrinks=True,
+        ),
+        Stage(
+            "sel_ranges", "A sample of the ranges that selection makes",
+            ("{python}", "scripts/print_selection_ranges.py", "--out", "{out}/sel_ranges.jsonl"),
+            proof="output", timeout_s=90, estimate_s=5, log="sel_ranges.txt",
+            outputs=("sel_ranges.jsonl",), group="box",
+        ),
+        showcase, *selection, threshold, fuzz, decode,
+    ]  # fmt: skip
+    left_out = (*LEFT_OUT.get(profile, ()), *(() if full else ONLY_FULL))
+    chosen = [
+        replace(stage, ahead=stage.id not in ("threshold", "decode_summary"))  # without PyTorch
+        for stage in stages if stage.id not in left_out
+    ]  # fmt: skip
+    return sorted(chosen, key=lambda stage: ORDER.index(stage.id))
+
+
+# One small case of each backward that the core of test_prefill_kernels.py has not: the selection
+# kernels', the ones in one pass, those by unions, of the rotary turn.
+BACKWARD = tuple(f"nsa/tests/{name}" for name in (
+    "test_backward_varlen.py::test_backward_parity_ranges",
+    "test_backward_varlen.py::test_backward_parity_dense",
+    "test_block_attn_bwd.py::test_one_pass_agrees_with_two[1-34+0-G2h2-D16v16-b16n3-ragged]",
+    "test_block_attn_bwd.py::test_one_pass_agrees_with_two[1-40+0-G2h1-D48v16-b16n3-one_block]",
+    "test_prefill_kernels.py::test_keys_beside_the_edges_of_tiles",
+    "test_union_attn.py::test_unions_agree_with_single_queries[1-27+70-G1h1-D16v32-b32n3-ragged]",
+    "test_turn.py::test_every_part_and_gradient_is_the_oracles",
+))  # fmt: skip
+
+
+def _cpu() -> list[Stage]:
+    """No GPU: kernels in Triton's interpreter at tiny shapes, the rest on PyTorch."""
+    interpret = {"TRITON_INTERPRET": "1"}
+
+    def stage(id: str, title: str, argv: tuple[str, ...], proof: str, **fields: object) -> Stage:
+        fields = {"gpu": False, "timeout_s": 90, "estimate_s": 4, "log": f"{id}.txt", **fields}
+        return Stage(id, title, argv, proof, **fields)
+
+    return [
+        stage(
+            "routing", "Flags and the ladder of each branch",
+            ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"), "output",
+            outputs=("routing.json",), group="box",
+        ),
+        stage(
+            "sanity", "Matmul, one Triton kernel and one selection kernel, interpreted",
+            ("{python}", "scripts/gpu_sanity.py", "--interpret"), "parity", env=interpret,
+            log="sanity.out", group="parity",
+        ),
+        stage(
+            "triton_fwd", "Selection forward parity, interpreted",
+            (*PYTEST, *tests("test_triton_sel_parity.py"), "-k", "triton_sel_parity", "-m",
+             "kernel"),
+            "tests", env=interpret, estimate_s=20, least=79, group="parity",
+        ),
+        stage(
+            "prefill_parity", "Prefill and decode kernels parity, interpreted",
+            (*PYTEST, *tests("test_prefill_kernels.py", "test_decode_kernels.py"), "-m",
+             "kernel and core"),
+            "tests", env=interpret, timeout_s=180, estimate_s=45, least=93, group="parity",
+        ),
+        stage(
+            "backward_parity", "Backward parity of every family of kernels, interpreted",
+            (*PYTEST, *BACKWARD), "tests", env=interpret, timeout_s=180, estimate_s=20, least=31,
+            group="parity",
+        ),
+        stage(
+            "probes", "Numbers of an earlier oracle; drawn cases, gradients of PyTorch's routes",
+            (*PYTEST, *tests("test_probes.py")), "tests", env=interpret, timeout_s=180,
+            estimate_s=20, least=24, group="parity",
+        ),
+        stage(
+            "triton_wrapper", "Selection wrapper and its fallbacks on CPU",
+            (*PYTEST, *tests("test_triton_sel_wrapper_cpu.py")), "tests", least=25,
+            group="parity",
+        ),
+        stage(
+            "decode_bench", "Decode step on CPU (small)",
+            ("{python}", "bench/bench_decode.py", "--B", "1", "--dim", "64", "--heads", "4",
+             "--groups", "2", "--dk", "16", "--dv", "16", "--l", "16", "--d", "8", "--l_sel",
+             "32", "--n_sel", "4", "--w", "64", "--S_list", "128,256", "--iters", "10",
+             "--warmup", "2", "--csv", "{out}/decode_cpu.csv"),
+            # UNSTABLE is shown, but a box without a quiet core proves the step all the same.
+            "row", outputs=("decode_cpu.csv",), least=10, group="bench",
+        ),
+        stage(
+            "decode_summary", "Decode summary",
+            ("{python}", "bench/summarize_decode_csv.py", "{out}/decode_cpu.csv"), "output",
+            needs=("decode_cpu.csv",), outputs=("decode_summary.txt",), group="bench",
+        ),
+        stage(
+            "sel_ranges", "A sample of the ranges that selection makes",
+            ("{python}", "scripts/print_selection_ranges.py", "--out", "{out}/sel_ranges.jsonl"),
+            "output", outputs=("sel_ranges.jsonl",), group="box",
+        ),
+        stage(
+            "train_showcase", "Training showcase (tiny)",
+            ("{python}", "scripts/train_showcase.py", "--device", "cpu", "--steps", "20", "--out",
+             "{out}"),
+            "tests", outputs=("train.jsonl",), timeout_s=150, estimate_s=20, least=5,
+            group="train",
+        ),
+    ]  # fmt: skip
+
+
+def choose(
+    stages: list[Stage], only: tuple[str, ...], skip: tuple[str, ...]
+) -> tuple[list[Stage], str | None]:
+    """The stages after --only and --skip, and the words for what was left out.
+
+    The environment is always captured. Raises ValueError for an id that is no stage.
+    """
+    known = [s.id for s in stages]
+    for name in (*only, *skip):
+        if name not in known:
+            raise ValueError(f"no stage {name!r}; stages: {', '.join(known)}")
+    keep = [
+        s
+        for s in stages
+        if s.id == ENV_STAGE.id or ((not only or s.id in only) and s.id not in skip)
+    ]
+    if len(keep) == len(stages):
+        return keep, None
+    words = [f"--only {','.join(only)}"] if only else []
+    words += [f"--skip {','.join(skip)}"] if skip else []
+    return keep, " ".join(words)
