@@ -211,7 +211,7 @@ def torch_facts(python: str, root: Path, timeout_s: float = 120.0) -> dict[str, 
     """What the chosen interpreter's torch says of itself, asked in a child."""
     try:
         text = command(
-            [python, str(root / "scripts" / "oneshot" / "box" / "probe_torch.py")], timeout_s, cwd=root
+            [python, str(root / "scripts/oneshot/box/probe_torch.py")], timeout_s, cwd=root
         )
     except ProbeFailed as error:
         return {"torch_error": f"the probe gave no answer: {error}"}
