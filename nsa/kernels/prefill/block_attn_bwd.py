@@ -25,7 +25,7 @@ from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.marked_keys import keys_for_backward, values_for_backward
-from nsa.kernels.prefill.span_common import load_kv
+from nsa.kernels.prefill.span_common import head_rows, load_kv, put_dq, split_rows
 from nsa.kernels.prefill.sums import HalfSums, rounded, rounded_keys, zero_halves, zero_sums
 from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
 from nsa.kernels.prefill.union_attn import union_attention_dq
@@ -95,29 +95,17 @@ def _dq_of_query(
     head = tl.arange(0, HEADS)
     head_live = head < H
     row_index = token * (G * H) + group * H + head
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d, offs_d2, q, q2 = split_rows(Q, row_index, head_live, D, BLOCK_D, BLOCK_D2)
     offs_dv = tl.arange(0, BLOCK_DV)
-    live_d = head_live[:, None] & (offs_d < D)[None, :]
-    q = tl.load(Q + row_index[:, None] * D + offs_d[None, :], mask=live_d, other=0.0)
-    do = tl.load(
-        DO + row_index[:, None] * DV + offs_dv[None, :],
-        mask=head_live[:, None] & (offs_dv < DV)[None, :],
-        other=0.0,
-    )
+    do = head_rows(DO, row_index, head_live, offs_dv, DV)
     lse = tl.load(LSE + row_index, mask=head_live, other=float("inf"))
     lse2 = in_log2(lse, SIGNED)
     delta = tl.load(DELTA + row_index, mask=head_live, other=0.0)
     first_key = batch.to(tl.int64) * S_KV + first_row
     dq = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    dq2 = delta
     if BLOCK_D2 > 0:
-        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        live_d2 = head_live[:, None] & (offs_d2 < D)[None, :]
-        q2 = tl.load(Q + row_index[:, None] * D + offs_d2[None, :], mask=live_d2, other=0.0)
         dq2 = tl.zeros([HEADS, BLOCK_D2], tl.float32)
-    else:
-        offs_d2 = offs_d
-        q2 = q
-        dq2 = delta
     offs_n = tl.arange(0, BLOCK_N)
     blocks = BLOCK_INDICES + (token * G + group) * n_sel
     own = t // block_size
@@ -145,15 +133,9 @@ def _dq_of_query(
             dq, dq2, q, q2, do, lse2, delta, k, k2, v, live, scale_log2, BLOCK_D2,
             True, PRECISION, SIGNED,
         )  # fmt: skip
-    at = row_index[:, None] * D + offs_d[None, :]
-    if ACCUMULATE:
-        dq += tl.load(MORE + at, mask=live_d, other=0.0).to(tl.float32)
-    tl.store(DQ + at, (dq * scale).to(DQ.dtype.element_ty), mask=live_d)
+    put_dq(MORE, DQ, dq, row_index, head_live, offs_d, scale, D, ACCUMULATE)
     if BLOCK_D2 > 0:
-        at = row_index[:, None] * D + offs_d2[None, :]
-        if ACCUMULATE:
-            dq2 += tl.load(MORE + at, mask=live_d2, other=0.0).to(tl.float32)
-        tl.store(DQ + at, (dq2 * scale).to(DQ.dtype.element_ty), mask=live_d2)
+        put_dq(MORE, DQ, dq2, row_index, head_live, offs_d2, scale, D, ACCUMULATE)
 
 
 @triton.jit
@@ -234,29 +216,14 @@ def _block_attn_bwd_dkdv_kernel(
         tile, CU_SEQLENS, S_KV, G, per_seq, BLOCK_N, VARLEN
     )
     offs_n = n0 + tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     live_n = offs_n < n_keys
     key_row = (first_key + offs_n) * G + group
-    k = tl.load(
-        K + key_row[:, None] * D + offs_d[None, :],
-        mask=live_n[:, None] & (offs_d < D)[None, :],
-        other=0.0,
-    )
-    v = tl.load(
-        V + key_row[:, None] * DV + offs_dv[None, :],
-        mask=live_n[:, None] & (offs_dv < DV)[None, :],
-        other=0.0,
-    )
+    offs_d, offs_d2, k, k2 = split_rows(K, key_row, live_n, D, BLOCK_D, BLOCK_D2)
+    v = head_rows(V, key_row, live_n, offs_dv, DV)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     if BLOCK_D2 > 0:
-        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        k2 = tl.load(
-            K + key_row[:, None] * D + offs_d2[None, :],
-            mask=live_n[:, None] & (offs_d2 < D)[None, :],
-            other=0.0,
-        )
         dk2 = tl.zeros([BLOCK_N, BLOCK_D2], tl.float32)
     rows = tl.arange(0, PAIRS * HEADS)
     head = rows % HEADS
@@ -265,16 +232,8 @@ def _block_attn_bwd_dkdv_kernel(
         live = (pair < end) & (head < H)
         token = tl.load(ROWS + pair, mask=pair < end, other=0) // G
         row_index = token.to(tl.int64) * (G * H) + group * H + head
-        q = tl.load(
-            Q + row_index[:, None] * D + offs_d[None, :],
-            mask=live[:, None] & (offs_d < D)[None, :],
-            other=0.0,
-        )
-        do = tl.load(
-            DO + row_index[:, None] * DV + offs_dv[None, :],
-            mask=live[:, None] & (offs_dv < DV)[None, :],
-            other=0.0,
-        )
+        q = head_rows(Q, row_index, live, offs_d, D)
+        do = head_rows(DO, row_index, live, offs_dv, DV)
         lse = tl.load(LSE + row_index, mask=live, other=float("inf"))
         delta = tl.load(DELTA + row_index, mask=live, other=0.0)
         lse2 = in_log2(lse, SIGNED)
@@ -284,11 +243,7 @@ def _block_attn_bwd_dkdv_kernel(
             t = token % S + q_start
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if BLOCK_D2 > 0:
-            q2 = tl.load(
-                Q + row_index[:, None] * D + offs_d2[None, :],
-                mask=live[:, None] & (offs_d2 < D)[None, :],
-                other=0.0,
-            )
+            q2 = head_rows(Q, row_index, live, offs_d2, D)
             s = tl.dot(k2, tl.trans(q2), s, input_precision=PRECISION)
         p = tl.math.exp2(s * scale_log2 - lse2[None, :])
         if SIGNED:

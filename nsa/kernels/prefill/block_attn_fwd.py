@@ -22,7 +22,7 @@ from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn_outer import block_attention_outer, outer_applies
 from nsa.kernels.prefill.combine import Others, combine_fwd
 from nsa.kernels.prefill.limits import check_heads
-from nsa.kernels.prefill.span_common import load_kv
+from nsa.kernels.prefill.span_common import load_kv, put_rows, split_rows
 from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
 from nsa.kernels.prefill.union_attn import union_attention_fwd
 from nsa.kernels.prefill.union_lists import in_union, lists_for
@@ -84,23 +84,8 @@ def attend_query(
     head = tl.arange(0, HEADS)
     head_live = head < H
     row_index = token * (G * H) + group * H + head
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d, offs_d2, q, q2 = split_rows(Q, row_index, head_live, D, BLOCK_D, BLOCK_D2)
     offs_dv = tl.arange(0, BLOCK_DV)
-    q = tl.load(
-        Q + row_index[:, None] * D + offs_d[None, :],
-        mask=head_live[:, None] & (offs_d < D)[None, :],
-        other=0.0,
-    )
-    if BLOCK_D2 > 0:
-        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        q2 = tl.load(
-            Q + row_index[:, None] * D + offs_d2[None, :],
-            mask=head_live[:, None] & (offs_d2 < D)[None, :],
-            other=0.0,
-        )
-    else:
-        offs_d2 = offs_d
-        q2 = q
     first_key = batch.to(tl.int64) * S_KV + first_row
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
     m_i = tl.full([HEADS], float("-inf"), tl.float32)
@@ -134,11 +119,7 @@ def attend_query(
     # A row that attends nothing has l = 0: output 0 and lse = -inf.
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
     lse = tl.where(l_i > 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
-    tl.store(
-        O + row_index[:, None] * DV + offs_dv[None, :],
-        acc.to(O.dtype.element_ty),
-        mask=head_live[:, None] & (offs_dv < DV)[None, :],
-    )
+    put_rows(O, acc, row_index, head_live, offs_dv, DV)
     tl.store(LSE + row_index, lse, mask=head_live)
 
 

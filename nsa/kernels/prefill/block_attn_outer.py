@@ -20,6 +20,7 @@ from torch import Tensor
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.block_lists import Chunks, chunks_of, keys_of_tile
 from nsa.kernels.prefill.packs import packed_tiles, token_sequences
+from nsa.kernels.prefill.span_common import head_rows, put_rows
 from nsa.kernels.prefill.union_lists import UnionLists, in_union
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2
 
@@ -94,14 +95,10 @@ def _block_attn_outer_kernel(
     offs_n = n0 + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    live_n = (offs_n < n_keys)[:, None]
-    key_row = ((first_key + offs_n) * G + group)[:, None]
-    k = tl.load(
-        K + key_row * D + offs_d[None, :], mask=live_n & (offs_d < D)[None, :], other=0.0
-    )
-    v = tl.load(
-        V + key_row * DV + offs_dv[None, :], mask=live_n & (offs_dv < DV)[None, :], other=0.0
-    )
+    live_n = offs_n < n_keys
+    key_row = (first_key + offs_n) * G + group
+    k = head_rows(K, key_row, live_n, offs_d, D)
+    v = head_rows(V, key_row, live_n, offs_dv, DV)
     rows = tl.arange(0, PAIRS * HEADS)
     head = rows % HEADS
     for p0 in tl.range(begin, end, PAIRS):
@@ -110,11 +107,7 @@ def _block_attn_outer_kernel(
         entry = tl.load(ORDER + pair, mask=pair < end, other=0)
         token = first + entry // n_sel // G
         row_index = token.to(tl.int64) * (G * H) + group * H + head
-        q = tl.load(
-            Q + row_index[:, None] * D + offs_d[None, :],
-            mask=live[:, None] & (offs_d < D)[None, :],
-            other=0.0,
-        )
+        q = head_rows(Q, row_index, live, offs_d, D)
         if VARLEN:
             t = token - first_row
         else:
@@ -130,11 +123,7 @@ def _block_attn_outer_kernel(
         top = tl.max(tl.abs(o), 1)
         top = tl.where(top > 0, top, 1.0)
         to = entry.to(tl.int64) * H + head
-        tl.store(
-            PARTS + to[:, None] * DV + offs_dv[None, :],
-            (o / top[:, None]).to(PARTS.dtype.element_ty),
-            mask=live[:, None] & (offs_dv < DV)[None, :],
-        )
+        put_rows(PARTS, o / top[:, None], to, live, offs_dv, DV)
         lse = tl.where(l == 0, float("-inf"), m + tl.math.log2(l))
         tl.store(PARTS_LSE + to, lse, mask=live)
         tl.store(PARTS_TOP + to, top, mask=live)
@@ -175,21 +164,13 @@ def _block_attn_merge_kernel(
         to = (entry + i) * H + head
         weight = tl.math.exp2(tl.load(PARTS_LSE + to, mask=live, other=float("-inf")) - m)
         weight *= tl.load(PARTS_TOP + to, mask=live, other=0.0)
-        part = tl.load(
-            PARTS + to[:, None] * DV + offs[None, :],
-            mask=live[:, None] & (offs < DV)[None, :],
-            other=0.0,
-        )
+        part = head_rows(PARTS, to, live, offs, DV)
         acc += weight[:, None] * part.to(tl.float32)
     acc = acc / tl.where(l == 0, 1.0, l)[:, None]
     if tl.max((acc * 0.0 != 0.0).to(tl.int32)) > 0:
         tl.store(AGAIN + (token // REDO * G + group) * 2, -1)
     out = row * H + head
-    tl.store(
-        O + out[:, None] * DV + offs[None, :],
-        acc.to(O.dtype.element_ty),
-        mask=head_live[:, None] & (offs < DV)[None, :],
-    )
+    put_rows(O, acc, out, head_live, offs, DV)
     lse = tl.where(l == 0, float("-inf"), (m + tl.math.log2(l)) * 0.6931471805599453)
     tl.store(LSE + out, lse, mask=head_live)
 

@@ -25,7 +25,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, sequence_of
-from nsa.kernels.prefill.span_common import load_rows, span_hi
+from nsa.kernels.prefill.span_common import load_rows, span_hi, split_rows
 from nsa.kernels.row_tiles import k_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pow2, split_dim
 
@@ -93,22 +93,7 @@ def _block_score_kernel(
     head = rows % HEADS
     row_live = (t < q_len) & (head < H)
     row_index = (q_begin + t) * (G * H) + group * H + head
-    offs_d = tl.arange(0, BLOCK_D)
-    q = tl.load(
-        Q + row_index[:, None] * D + offs_d[None, :],
-        mask=row_live[:, None] & (offs_d < D)[None, :],
-        other=0.0,
-    )
-    if BLOCK_D2 > 0:
-        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        q2 = tl.load(
-            Q + row_index[:, None] * D + offs_d2[None, :],
-            mask=row_live[:, None] & (offs_d2 < D)[None, :],
-            other=0.0,
-        )
-    else:
-        offs_d2 = offs_d
-        q2 = q
+    offs_d, offs_d2, q, q2 = split_rows(Q, row_index, row_live, D, BLOCK_D, BLOCK_D2)
     lse = tl.load(LSE + row_index, mask=row_live, other=float("-inf"))
     # Padding heads and rows that see no compressed key contribute nothing.
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)

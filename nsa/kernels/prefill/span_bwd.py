@@ -25,7 +25,15 @@ from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.marked_keys import keys_for_backward
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
-from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo
+from nsa.kernels.prefill.span_common import (
+    head_rows,
+    load_kv,
+    put_dq,
+    put_rows,
+    span_hi,
+    span_lo,
+    split_rows,
+)
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.row_tiles import head_tiles, kv_tiles, tma_usable
 from nsa.kernels.tiles import (
@@ -84,28 +92,16 @@ def _span_bwd_dq_kernel(
     head = rows % HEADS
     row_live = (t < q_len) & (head < H)
     row_index = (q_begin + t) * (G * H) + group * H + head
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d, offs_d2, q, q2 = split_rows(Q, row_index, row_live, D, BLOCK_D, BLOCK_D2)
     offs_dv = tl.arange(0, BLOCK_DV)
-    live_d = row_live[:, None] & (offs_d < D)[None, :]
-    q = tl.load(Q + row_index[:, None] * D + offs_d[None, :], mask=live_d, other=0.0)
-    do = tl.load(
-        DO + row_index[:, None] * DV + offs_dv[None, :],
-        mask=row_live[:, None] & (offs_dv < DV)[None, :],
-        other=0.0,
-    )
+    do = head_rows(DO, row_index, row_live, offs_dv, DV)
     lse = tl.load(LSE + row_index, mask=row_live, other=float("inf"))
     lse2 = in_log2(lse, SIGNED)
     delta = tl.load(DELTA + row_index, mask=row_live, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq2 = delta
     if BLOCK_D2 > 0:
-        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        live_d2 = row_live[:, None] & (offs_d2 < D)[None, :]
-        q2 = tl.load(Q + row_index[:, None] * D + offs_d2[None, :], mask=live_d2, other=0.0)
         dq2 = tl.zeros([BLOCK_M, BLOCK_D2], tl.float32)
-    else:
-        offs_d2 = offs_d
-        q2 = q
-        dq2 = delta
 
     lo = span_lo(t + q_start, span_a, MODE)
     hi = tl.minimum(span_hi(t + q_start, span_a, span_b, MODE), k_len)
@@ -147,17 +143,9 @@ def _span_bwd_dq_kernel(
             dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2,
             True, PRECISION, SIGNED,
         )  # fmt: skip
-    dq_ptrs = DQ + row_index[:, None] * D + offs_d[None, :]
-    dq *= scale
-    if ACCUMULATE:
-        dq += tl.load(dq_ptrs, mask=live_d, other=0.0).to(tl.float32)
-    tl.store(dq_ptrs, dq.to(DQ.dtype.element_ty), mask=live_d)
+    put_dq(DQ, DQ, dq, row_index, row_live, offs_d, scale, D, ACCUMULATE)
     if BLOCK_D2 > 0:
-        dq2_ptrs = DQ + row_index[:, None] * D + offs_d2[None, :]
-        dq2 *= scale
-        if ACCUMULATE:
-            dq2 += tl.load(dq2_ptrs, mask=live_d2, other=0.0).to(tl.float32)
-        tl.store(dq2_ptrs, dq2.to(DQ.dtype.element_ty), mask=live_d2)
+        put_dq(DQ, DQ, dq2, row_index, row_live, offs_d2, scale, D, ACCUMULATE)
 
 
 @triton.jit
@@ -247,32 +235,16 @@ def _span_bwd_dkdv_kernel(
     if n0 >= k_len:
         return
     offs_n = n0 + tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     k_row = (k_begin + offs_n) * G + group
-    live_n = (offs_n < k_len)[:, None]
-    k = tl.load(
-        K + k_row[:, None] * D + offs_d[None, :], mask=live_n & (offs_d < D)[None, :], other=0.0
-    )
-    v = tl.load(
-        V + k_row[:, None] * DV + offs_dv[None, :],
-        mask=live_n & (offs_dv < DV)[None, :],
-        other=0.0,
-    )
+    live_n = offs_n < k_len
+    offs_d, offs_d2, k, k2 = split_rows(K, k_row, live_n, D, BLOCK_D, BLOCK_D2)
+    v = head_rows(V, k_row, live_n, offs_dv, DV)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dk2 = offs_n
     if BLOCK_D2 > 0:
-        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        k2 = tl.load(
-            K + k_row[:, None] * D + offs_d2[None, :],
-            mask=live_n & (offs_d2 < D)[None, :],
-            other=0.0,
-        )
         dk2 = tl.zeros([BLOCK_N, BLOCK_D2], tl.float32)
-    else:
-        offs_d2 = offs_d
-        k2 = k
-        dk2 = offs_n
 
     # Queries that see any key of the tile, and those that see all of it.
     n_last = tl.minimum(n0 + BLOCK_N, k_len) - 1
@@ -336,24 +308,10 @@ def _span_bwd_dkdv_kernel(
         )  # fmt: skip
 
     out_row = (split.to(tl.int64) * k_rows + k_begin + offs_n) * G + group
-    dk = dk * scale
-    tl.store(
-        DK + out_row[:, None] * D + offs_d[None, :],
-        dk.to(DK.dtype.element_ty),
-        mask=live_n & (offs_d < D)[None, :],
-    )
+    put_rows(DK, dk * scale, out_row, live_n, offs_d, D)
     if BLOCK_D2 > 0:
-        dk2 = dk2 * scale
-        tl.store(
-            DK + out_row[:, None] * D + offs_d2[None, :],
-            dk2.to(DK.dtype.element_ty),
-            mask=live_n & (offs_d2 < D)[None, :],
-        )
-    tl.store(
-        DV_OUT + out_row[:, None] * DV + offs_dv[None, :],
-        dv.to(DV_OUT.dtype.element_ty),
-        mask=live_n & (offs_dv < DV)[None, :],
-    )
+        put_rows(DK, dk2 * scale, out_row, live_n, offs_d2, D)
+    put_rows(DV_OUT, dv, out_row, live_n, offs_dv, DV)
 
 
 def dq_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int, int]:

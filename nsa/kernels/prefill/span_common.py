@@ -36,6 +36,46 @@ def span_hi(t, a, b, MODE: tl.constexpr):
 
 
 @triton.jit
+def head_rows(X, row, live, offs, WIDTH: tl.constexpr):
+    """Columns `offs` of rows of X [.., WIDTH]; 0 where a row is not live, and past WIDTH."""
+    mask = live[:, None] & (offs < WIDTH)[None, :]
+    return tl.load(X + row[:, None] * WIDTH + offs[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def split_rows(X, row, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK2: tl.constexpr):
+    """head_rows in the two parts of split_dim, of which the second may be none: (columns of the
+    first, of the second, the first, the second)."""
+    offs = tl.arange(0, BLOCK)
+    x = head_rows(X, row, live, offs, WIDTH)
+    if BLOCK2 > 0:
+        offs2 = BLOCK + tl.arange(0, BLOCK2)
+        x2 = head_rows(X, row, live, offs2, WIDTH)
+    else:
+        offs2 = offs
+        x2 = x
+    return offs, offs2, x, x2
+
+
+@triton.jit
+def put_rows(OUT, x, row, live, offs, WIDTH: tl.constexpr):
+    """x to columns `offs` of the live rows of OUT [.., WIDTH]."""
+    mask = live[:, None] & (offs < WIDTH)[None, :]
+    at = OUT + row[:, None] * WIDTH + offs[None, :]
+    tl.store(at, x.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def put_dq(MORE, DQ, dq, row, live, offs, scale, D: tl.constexpr, ACCUMULATE: tl.constexpr):
+    """scale times dq to DQ [.., D], and times MORE as well where ACCUMULATE."""
+    mask = live[:, None] & (offs < D)[None, :]
+    at = row[:, None] * D + offs[None, :]
+    if ACCUMULATE:
+        dq += tl.load(MORE + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(DQ + at, (dq * scale).to(DQ.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def load_rows(
     X, XD, first_key, n0, live, group, G, offs,
     WIDTH: tl.constexpr, BEGIN: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -11,7 +11,7 @@ from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.marked_keys import marked
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
-from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo
+from nsa.kernels.prefill.span_common import load_kv, put_rows, span_hi, span_lo, split_rows
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import (
@@ -71,23 +71,8 @@ def _span_fwd_kernel(
     head = rows % HEADS
     row_live = (t < q_len) & (head < H)
     row_index = (q_begin + t) * (G * H) + group * H + head
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d, offs_d2, q, q2 = split_rows(Q, row_index, row_live, D, BLOCK_D, BLOCK_D2)
     offs_dv = tl.arange(0, BLOCK_DV)
-    q = tl.load(
-        Q + row_index[:, None] * D + offs_d[None, :],
-        mask=row_live[:, None] & (offs_d < D)[None, :],
-        other=0.0,
-    )
-    if BLOCK_D2 > 0:
-        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        q2 = tl.load(
-            Q + row_index[:, None] * D + offs_d2[None, :],
-            mask=row_live[:, None] & (offs_d2 < D)[None, :],
-            other=0.0,
-        )
-    else:
-        offs_d2 = offs_d
-        q2 = q
 
     lo = span_lo(t + q_start, span_a, MODE)
     hi = tl.minimum(span_hi(t + q_start, span_a, span_b, MODE), k_len)
@@ -137,11 +122,7 @@ def _span_fwd_kernel(
     # A row that sees no key has l = 0: output 0 and lse = -inf. One that sees NaN has NaN.
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
     lse = tl.where(l_i != 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
-    tl.store(
-        O + row_index[:, None] * DV + offs_dv[None, :],
-        acc.to(O.dtype.element_ty),
-        mask=row_live[:, None] & (offs_dv < DV)[None, :],
-    )
+    put_rows(O, acc, row_index, row_live, offs_dv, DV)
     tl.store(LSE + row_index, lse, mask=row_live)
 
 

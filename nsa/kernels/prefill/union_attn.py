@@ -13,7 +13,7 @@ import triton.language as tl
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
-from nsa.kernels.prefill.span_common import load_kv
+from nsa.kernels.prefill.span_common import head_rows, load_kv, put_dq, put_rows, split_rows
 from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, datacenter, dot_precision, dot_size, split_dim
@@ -85,23 +85,8 @@ def _union_attn_fwd_kernel(
         )
         live = live & (head < H)
         row = token * (G * H) + group * H + head
-        offs_d = tl.arange(0, BLOCK_D)
+        offs_d, offs_d2, q, q2 = split_rows(Q, row, live, D, BLOCK_D, BLOCK_D2)
         offs_dv = tl.arange(0, BLOCK_DV)
-        q = tl.load(
-            Q + row[:, None] * D + offs_d[None, :],
-            mask=live[:, None] & (offs_d < D)[None, :],
-            other=0.0,
-        )
-        if BLOCK_D2 > 0:
-            offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-            q2 = tl.load(
-                Q + row[:, None] * D + offs_d2[None, :],
-                mask=live[:, None] & (offs_d2 < D)[None, :],
-                other=0.0,
-            )
-        else:
-            offs_d2 = offs_d
-            q2 = q
         acc = tl.zeros([QUERIES * HEADS, BLOCK_DV], tl.float32)
         m_i = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
         l_i = tl.zeros([QUERIES * HEADS], tl.float32)
@@ -140,11 +125,7 @@ def _union_attn_fwd_kernel(
             tl.store(STATE + at * 2, -1)
         acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
         lse = tl.where(l_i > 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
-        tl.store(
-            O + row[:, None] * DV + offs_dv[None, :],
-            acc.to(O.dtype.element_ty),
-            mask=live[:, None] & (offs_dv < DV)[None, :],
-        )
+        put_rows(O, acc, row, live, offs_dv, DV)
         tl.store(LSE + row, lse, mask=live)
         item = ticket(COUNTS)
 
@@ -191,28 +172,16 @@ def _union_attn_bwd_dq_kernel(
     )
     live = live & (head < H)
     row = token * (G * H) + group * H + head
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d, offs_d2, q, q2 = split_rows(Q, row, live, D, BLOCK_D, BLOCK_D2)
     offs_dv = tl.arange(0, BLOCK_DV)
-    live_d = live[:, None] & (offs_d < D)[None, :]
-    q = tl.load(Q + row[:, None] * D + offs_d[None, :], mask=live_d, other=0.0)
-    do = tl.load(
-        DO + row[:, None] * DV + offs_dv[None, :],
-        mask=live[:, None] & (offs_dv < DV)[None, :],
-        other=0.0,
-    )
+    do = head_rows(DO, row, live, offs_dv, DV)
     lse = tl.load(LSE + row, mask=live, other=float("inf"))
     lse2 = in_log2(lse, SIGNED)
     delta = tl.load(DELTA + row, mask=live, other=0.0)
     dq = tl.zeros([QUERIES * HEADS, BLOCK_D], tl.float32)
+    dq2 = delta
     if BLOCK_D2 > 0:
-        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        live_d2 = live[:, None] & (offs_d2 < D)[None, :]
-        q2 = tl.load(Q + row[:, None] * D + offs_d2[None, :], mask=live_d2, other=0.0)
         dq2 = tl.zeros([QUERIES * HEADS, BLOCK_D2], tl.float32)
-    else:
-        offs_d2 = offs_d
-        q2 = q
-        dq2 = delta
     entries = ENTRIES + at * ROOM
     per_block = block_size // BLOCK_N
     offs_n = tl.arange(0, BLOCK_N)
@@ -248,19 +217,10 @@ def _union_attn_bwd_dq_kernel(
         lost = tl.maximum(lost, tl.max((dq2 != dq2).to(tl.int32)))
     if lost > 0:  # NaN, see above: dq stays as it is for the kernel of single queries
         tl.store(STATE + at * 2, -1)
-    live_d = live_d & (lost == 0)
-    dq_ptrs = DQ + row[:, None] * D + offs_d[None, :]
-    dq *= scale
-    if ACCUMULATE:
-        dq += tl.load(dq_ptrs, mask=live_d, other=0.0).to(tl.float32)
-    tl.store(dq_ptrs, dq.to(DQ.dtype.element_ty), mask=live_d)
+    live = live & (lost == 0)
+    put_dq(DQ, DQ, dq, row, live, offs_d, scale, D, ACCUMULATE)
     if BLOCK_D2 > 0:
-        live_d2 = live_d2 & (lost == 0)
-        dq2_ptrs = DQ + row[:, None] * D + offs_d2[None, :]
-        dq2 *= scale
-        if ACCUMULATE:
-            dq2 += tl.load(dq2_ptrs, mask=live_d2, other=0.0).to(tl.float32)
-        tl.store(dq2_ptrs, dq2.to(DQ.dtype.element_ty), mask=live_d2)
+        put_dq(DQ, DQ, dq2, row, live, offs_d2, scale, D, ACCUMULATE)
 
 
 def fwd_tiles(arch: int, d: int, dv: int) -> tuple[int, int, int, int]:
