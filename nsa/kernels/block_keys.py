@@ -1,4 +1,4 @@
-"""The order of blocks, on the device: one for prefill and for decoding."""
+"""Blocks and compressed keys on the device: what prefill and decoding share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ import triton
 import triton.language as tl
 
 FORCED = tl.constexpr(0x7FC00000)  # above infinity, and 2^22 below where integers end
+
+
+@triton.jit
+def visible(position, l, d):
+    """Compressed keys that a query at `position` sees (Eq. 7)."""
+    return tl.where(position + 1 >= l, (position + 1 - l) // d + 1, 0)
+
+
+@triton.jit
+def overlaps(l, d, l_sel, KEYS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Tokens of overlap between compressed key i and block j of a tile (Eq. 9), the same for every
+    tile: [KEYS, BLOCKS]."""
+    key_begin = tl.arange(0, KEYS) * d
+    block_begin = tl.arange(0, BLOCKS) * l_sel
+    overlap = tl.minimum((key_begin + l)[:, None], (block_begin + l_sel)[None, :]) - tl.maximum(
+        key_begin[:, None], block_begin[None, :]
+    )
+    return tl.maximum(overlap, 0)
 
 
 @triton.jit

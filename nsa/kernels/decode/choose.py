@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.block_keys import block_keys
-from nsa.kernels.decode.tile import await_last, begin_next, visible
+from nsa.kernels.block_keys import block_keys, visible
+from nsa.kernels.decode.tile import await_last, begin_next
 
 
 @triton.jit

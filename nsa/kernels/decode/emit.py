@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.kernels.block_keys import visible
 from nsa.kernels.decode.append import descales
-from nsa.kernels.decode.tile import store_rows, visible
+from nsa.kernels.decode.tile import store_rows
 from nsa.kernels.launch import by_layout, launch, launch_planned, on_its_device
 from nsa.kernels.tiles import cdiv, dot_precision, dot_size
 from nsa.untraced import untraced

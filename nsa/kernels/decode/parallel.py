@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.kernels.block_keys import block_keys
-from nsa.kernels.decode.tile import load_rows, visible
+from nsa.kernels.block_keys import block_keys, visible
+from nsa.kernels.head_rows import head_rows
 from nsa.kernels.launch import launch, on_its_device
 from nsa.kernels.tiles import LOG2E, cdiv, dot_precision, dot_size, pow2, split_dim
 
@@ -107,12 +107,12 @@ def _parallel_probabilities_kernel(
     seen = key < held
     at = ((query // T).to(tl.int64) * k_rows + key) * G + group
     offs_d = tl.arange(0, BLOCK_D)
-    q = load_rows(Q, row, live, offs_d, D)
-    s = tl.dot(q, tl.trans(load_rows(K, at, seen, offs_d, D)), input_precision=PRECISION)
+    q = head_rows(Q, row, live, offs_d, D)
+    s = tl.dot(q, tl.trans(head_rows(K, at, seen, offs_d, D)), input_precision=PRECISION)
     if BLOCK_D2 > 0:
         offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        q2 = load_rows(Q, row, live, offs_d2, D)
-        s = tl.dot(q2, tl.trans(load_rows(K, at, seen, offs_d2, D)), s, input_precision=PRECISION)
+        q2 = head_rows(Q, row, live, offs_d2, D)
+        s = tl.dot(q2, tl.trans(head_rows(K, at, seen, offs_d2, D)), s, input_precision=PRECISION)
     p = tl.math.exp2(s * scale_log2 - lse2[:, None])
     p = tl.sum(tl.where(seen[None, :] & live[:, None], p, 0.0), 0)
     tl.store(P + tl.program_id(1).to(tl.int64) * rows + key, p, mask=key < rows)

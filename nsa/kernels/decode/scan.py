@@ -10,15 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.decode.tile import (
-    attend,
-    begin_next,
-    by_descale,
-    cache_row,
-    key_scale,
-    load_rows,
-    visible,
-)
+from nsa.kernels.block_keys import overlaps, visible
+from nsa.kernels.decode.tile import attend, begin_next, by_descale, cache_row, key_scale
+from nsa.kernels.head_rows import head_rows, put_rows, split_rows
 
 
 @triton.jit
@@ -46,15 +40,8 @@ def scan_split(
     live = rows < T * H
     position = length - T + token
     row_index = (batch.to(tl.int64) * T + token) * (G * H) + group * H + rows % H
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d, offs_d2, q, q2 = split_rows(Q, row_index, live, D, BLOCK_D, BLOCK_D2)
     offs_dv = tl.arange(0, BLOCK_DV)
-    q = load_rows(Q, row_index, live, offs_d, D)
-    if BLOCK_D2 > 0:
-        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        q2 = load_rows(Q, row_index, live, offs_d2, D)
-    else:
-        offs_d2 = offs_d
-        q2 = q
     compressed = split < splits_cmp
     if compressed:
         # The splits share whole tiles of the keys that the last token sees.
@@ -75,12 +62,7 @@ def scan_split(
     share = (tiles + n_splits - 1) // n_splits
     begin = first + part * share * BLOCK_N
     end = tl.minimum(begin + share * BLOCK_N, last)
-    key_begin = tl.arange(0, BLOCK_N) * d
-    block_begin = tl.arange(0, 2 * NB) * l_sel
-    overlap = tl.minimum((key_begin + l)[:, None], (block_begin + l_sel)[None, :]) - tl.maximum(
-        key_begin[:, None], block_begin[None, :]
-    )
-    pool = tl.maximum(overlap, 0).to(POOL_DTYPE)
+    pool = overlaps(l, d, l_sel, BLOCK_N, 2 * NB).to(POOL_DTYPE)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
@@ -100,11 +82,11 @@ def scan_split(
             at = cache_row(held, TABLE, batch, table_len, win_capacity, PAGE, RING) * G + group
             k_base = KW
             v_base = VW
-        k = load_rows(k_base, at, seen_any, offs_d, D).to(q.dtype)
-        v = load_rows(v_base, at, seen_any, offs_dv, DV).to(q.dtype)
+        k = head_rows(k_base, at, seen_any, offs_d, D).to(q.dtype)
+        v = head_rows(v_base, at, seen_any, offs_dv, DV).to(q.dtype)
         k2 = k
         if BLOCK_D2 > 0:
-            k2 = load_rows(k_base, at, seen_any, offs_d2, D).to(q.dtype)
+            k2 = head_rows(k_base, at, seen_any, offs_d2, D).to(q.dtype)
         seen = seen_any[None, :] & (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
         acc, m_i, l_i, p, m_safe = attend(
             acc, m_i, l_i, q, q2, k, k2, v, seen, scale_log2, BLOCK_D2, APART, PRECISION
@@ -128,11 +110,7 @@ def scan_split(
     out_at = (bg.to(tl.int64) * splits_all + split) * ROWS + rows
     tl.store(PART_M + out_at, m_i, mask=live)
     tl.store(PART_L + out_at, l_i, mask=live)
-    tl.store(
-        PART_O + out_at[:, None] * DV + offs_dv[None, :],
-        by_descale(acc, V_DESCALE, bg, VC),
-        mask=live[:, None] & (offs_dv < DV)[None, :],
-    )
+    put_rows(PART_O, by_descale(acc, V_DESCALE, bg, VC), out_at, live, offs_dv, DV)
 
 
 @triton.jit

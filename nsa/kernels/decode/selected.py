@@ -7,15 +7,8 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.decode.choose import choose_blocks
-from nsa.kernels.decode.tile import (
-    attend,
-    await_last,
-    begin_next,
-    by_descale,
-    cache_row,
-    key_scale,
-    load_rows,
-)
+from nsa.kernels.decode.tile import attend, await_last, begin_next, by_descale, cache_row, key_scale
+from nsa.kernels.head_rows import head_rows, split_rows
 
 
 @triton.jit
@@ -32,10 +25,7 @@ def _scanned(
         at = base + split * ROWS + head
         m_part = tl.load(M + at, mask=live, other=float("-inf"))
         s_part = tl.load(L + at, mask=live, other=0.0)
-        o_part = tl.load(
-            O + at[:, None] * DV + cols[None, :], mask=live[:, None] & (cols < DV)[None, :],
-            other=0.0,
-        )  # fmt: skip
+        o_part = head_rows(O, at, live, cols, DV)
         m_new = tl.maximum(m, m_part)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         before, now = tl.math.exp2(m - m_safe), tl.math.exp2(m_part - m_safe)
@@ -77,14 +67,7 @@ def attend_selected(
     head = tl.arange(0, HEADS)
     live = head < H
     row_index = token_row + head
-    offs_d = tl.arange(0, BLOCK_D)
-    q = load_rows(Q, row_index, live, offs_d, D)
-    if BLOCK_D2 > 0:
-        offs_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)
-        q2 = load_rows(Q, row_index, live, offs_d2, D)
-    else:
-        offs_d2 = offs_d
-        q2 = q
+    offs_d, offs_d2, q, q2 = split_rows(Q, row_index, live, D, BLOCK_D, BLOCK_D2)
     await_last(EARLY)
     if CHOOSE:
         keep, place, chosen = choose_blocks(
@@ -110,11 +93,11 @@ def attend_selected(
         seen = (block >= 0) & (within < l_sel) & (key <= position)
         key = tl.where(seen, key, 0)
         at = cache_row(key, TABLE, batch, table_len, capacity, PAGE, False) * G + group
-        k = load_rows(KS, at, seen, offs_d, D).to(q.dtype)
-        v = load_rows(VS, at, seen, cols, DV).to(q.dtype)
+        k = head_rows(KS, at, seen, offs_d, D).to(q.dtype)
+        v = head_rows(VS, at, seen, cols, DV).to(q.dtype)
         k2 = k
         if BLOCK_D2 > 0:
-            k2 = load_rows(KS, at, seen, offs_d2, D).to(q.dtype)
+            k2 = head_rows(KS, at, seen, offs_d2, D).to(q.dtype)
         acc, m_i, l_i, _, _ = attend(
             acc, m_i, l_i, q, q2, k, k2, v, seen[None, :], scale_log2, BLOCK_D2, False, PRECISION
         )

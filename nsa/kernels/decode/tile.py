@@ -36,12 +36,6 @@ def cache_row(token, TABLE, batch, table_len, capacity, PAGE: tl.constexpr, RING
 
 
 @triton.jit
-def visible(position, l, d):
-    """Compressed keys that a query at `position` sees (Eq. 7)."""
-    return tl.where(position + 1 >= l, (position + 1 - l) // d + 1, 0)
-
-
-@triton.jit
 def key_scale(scale_log2, DESCALE, bg, K):
     """Of the scores of keys K, which e4m3 keys stand for DESCALE [B * G] times of."""
     if K.dtype.element_ty == tl.float8e4nv:
@@ -66,17 +60,6 @@ def store_rows(OUT, at, x, mask, DESCALE, which, live):
         x = tl.math.div_rn(x.to(tl.float32), tl.broadcast_to(by[:, None], x.shape))
         x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(OUT + at, x.to(OUT.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_rows(X, at, live, offs, WIDTH: tl.constexpr):
-    """Columns `offs` of rows `at`. Unused cache rows may hold anything, NaN included: rows that
-    are not live are never read."""
-    return tl.load(
-        X + at[:, None] * WIDTH + offs[None, :],
-        mask=live[:, None] & (offs < WIDTH)[None, :],
-        other=0.0,
-    )
 
 
 @triton.jit

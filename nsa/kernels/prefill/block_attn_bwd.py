@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa.kernels.head_rows import head_rows, split_rows
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn_fwd import past_blocks, token_position
@@ -25,7 +26,7 @@ from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.marked_keys import keys_for_backward, values_for_backward
-from nsa.kernels.prefill.span_common import head_rows, load_kv, put_dq, split_rows
+from nsa.kernels.prefill.span_common import load_kv, put_dq
 from nsa.kernels.prefill.sums import HalfSums, rounded, rounded_keys, zero_halves, zero_sums
 from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
 from nsa.kernels.prefill.union_attn import union_attention_dq

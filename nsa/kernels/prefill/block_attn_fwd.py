@@ -17,12 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa.kernels.head_rows import put_rows, split_rows
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn_outer import block_attention_outer, outer_applies
 from nsa.kernels.prefill.combine import Others, combine_fwd
 from nsa.kernels.prefill.limits import check_heads
-from nsa.kernels.prefill.span_common import load_kv, put_rows, split_rows
+from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
 from nsa.kernels.prefill.union_attn import union_attention_fwd
 from nsa.kernels.prefill.union_lists import in_union, lists_for

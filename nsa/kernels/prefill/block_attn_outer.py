@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.kernels.head_rows import head_rows, put_rows
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.block_lists import Chunks, chunks_of, keys_of_tile
 from nsa.kernels.prefill.packs import packed_tiles, token_sequences
-from nsa.kernels.prefill.span_common import head_rows, put_rows
 from nsa.kernels.prefill.union_lists import UnionLists, in_union
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2
 

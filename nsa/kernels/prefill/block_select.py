@@ -20,12 +20,13 @@ import triton.language as tl
 
 from nsa.checks import assert_longest
 from nsa.config import check_choice
-from nsa.kernels.block_keys import block_keys
+from nsa.kernels.block_keys import block_keys, overlaps
+from nsa.kernels.head_rows import split_rows
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, sequence_of
-from nsa.kernels.prefill.span_common import load_rows, span_hi, split_rows
+from nsa.kernels.prefill.span_common import load_rows, span_hi
 from nsa.kernels.row_tiles import k_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pow2, split_dim
 
@@ -102,13 +103,7 @@ def _block_score_kernel(
     hi_first = tl.minimum(span_hi(q0 + q_start, l, d, 0), k_len)
     hi_last = tl.minimum(span_hi(t_last, l, d, 0), k_len)
     full_end = hi_first // BLOCK_N * BLOCK_N
-    # Tokens of overlap between key i and block j of a tile (Eq. 9), the same for every tile.
-    key_begin = tl.arange(0, BLOCK_N) * d
-    block_begin = tl.arange(0, 2 * NB) * l_sel
-    overlap = tl.minimum((key_begin + l)[:, None], (block_begin + l_sel)[None, :]) - tl.maximum(
-        key_begin[:, None], block_begin[None, :]
-    )
-    pool = tl.maximum(overlap, 0).to(POOL_DTYPE)
+    pool = overlaps(l, d, l_sel, BLOCK_N, 2 * NB).to(POOL_DTYPE)
 
     offs_q = tl.arange(0, BLOCK_Q)
     slab_row = tl.program_id(1).to(tl.int64) * slab_len + nth * BLOCK_Q + offs_q

@@ -19,21 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa.kernels.head_rows import head_rows, put_rows, split_rows
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.marked_keys import keys_for_backward
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
-from nsa.kernels.prefill.span_common import (
-    head_rows,
-    load_kv,
-    put_dq,
-    put_rows,
-    span_hi,
-    span_lo,
-    split_rows,
-)
+from nsa.kernels.prefill.span_common import load_kv, put_dq, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.row_tiles import head_tiles, kv_tiles, tma_usable
 from nsa.kernels.tiles import (

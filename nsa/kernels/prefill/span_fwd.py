@@ -6,12 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa.kernels.head_rows import put_rows, split_rows
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.marked_keys import marked
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
-from nsa.kernels.prefill.span_common import load_kv, put_rows, span_hi, span_lo, split_rows
+from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import (

@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa.kernels.head_rows import head_rows, put_rows, split_rows
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
-from nsa.kernels.prefill.span_common import head_rows, load_kv, put_dq, put_rows, split_rows
+from nsa.kernels.prefill.span_common import load_kv, put_dq
 from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, datacenter, dot_precision, dot_size, split_dim
