@@ -55,8 +55,8 @@ test-all: ## The same, with the longest tests and every kernel configuration, al
 lock: ## Compile kernel configurations that changed, and write down what became of them
 	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" scripts/lock.py
 
-lint: ## Set up .venv and check style with ruff, types with mypy
-	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" -m ruff check nsa bench scripts examples && "$$python" -m mypy
+lint: ## Set up .venv and check style and form with ruff, types with mypy
+	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" -m ruff check nsa bench scripts examples && "$$python" -m ruff format --check nsa bench scripts examples && "$$python" -m mypy
 
 docs: ## Make the API reference from docstrings into artifacts/docs/ (needs pdoc)
 	@python="$$(python3 scripts/setup_env.py --cpu-tests)" && "$$python" -m pdoc -o artifacts/docs nsa $(addprefix nsa.,compress generate layouts parallel integrations.transformers)

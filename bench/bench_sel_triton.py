@@ -247,9 +247,7 @@ def by_route(rows: Rows, flags: Any, backend: str) -> Callable[[], Tensor]:
     it."""
     q, (k, v) = rows.q[None], (x.transpose(1, 2) for x in rows.cache)
     flags = replace(flags, triton_sel_force=True)  # SM 8.9: this may be what overturns the policy
-    return lambda: selection_attention(
-        q, k, v, ranges=rows.ranges, backend=backend, flags=flags
-    )
+    return lambda: selection_attention(q, k, v, ranges=rows.ranges, backend=backend, flags=flags)
 
 
 def baselines(rows: Rows, flags: Any) -> list[Contender]:

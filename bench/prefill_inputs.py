@@ -158,7 +158,11 @@ class Prefill:
             return prefill.sliding_attention_triton(self.q, self.k_win, self.v_win, window=s.w)[0]
         if op == "sel":
             return prefill.selection_blocks_triton(
-                self.q, self.k_sel, self.v_sel, self.blocks, block_size=s.l_sel,
+                self.q,
+                self.k_sel,
+                self.v_sel,
+                self.blocks,
+                block_size=s.l_sel,
                 is_ascending=True,
             )
         if self.lse is None:
@@ -180,9 +184,7 @@ class Prefill:
                 self.q.detach(), self.k_cmp.detach(), self.v_cmp.detach(), l=s.l, d=s.d
             )
         if op == "sel":
-            self.blocks = prefill.select_blocks_triton(
-                self.q, self.k_cmp, self.lse, **self.sizes
-            )
+            self.blocks = prefill.select_blocks_triton(self.q, self.k_cmp, self.lse, **self.sizes)
 
     def leaves(self, op: str) -> list[Tensor]:
         names = {"cmp": ("q", "k_cmp", "v_cmp"), "win": ("q", "k_win", "v_win"),
@@ -383,7 +385,12 @@ class Projections:
 
         s = self.shape
         return split_turned_triton(
-            self.qkv, self.positions, heads=s.HQ, groups=s.G, d_k=s.D, d_v=s.Dv,
+            self.qkv,
+            self.positions,
+            heads=s.HQ,
+            groups=s.G,
+            d_k=s.D,
+            d_v=s.Dv,
             rope_base=self.BASE,
         )
 

@@ -112,9 +112,9 @@ def packed_sdpa(
     scale = scale_of(softmax_scale, Q.shape[-1])
     with sdpa_kernel(BACKENDS[backend]):
         if formulation == "mqa_rows":
-            out = F.scaled_dot_product_attention(
-                Q[:, None], K[:, None], V[:, None], scale=scale
-            )[:, 0]
+            out = F.scaled_dot_product_attention(Q[:, None], K[:, None], V[:, None], scale=scale)[
+                :, 0
+            ]
         else:
             out = F.scaled_dot_product_attention(
                 Q[:, :, None], K[:, None], V[:, None], scale=scale, enable_gqa=True

@@ -142,9 +142,7 @@ def _check_start(q_start: int, cu_seqlens: Tensor | None) -> None:
         raise ValueError(f"q_start must be 0 with cu_seqlens, got {q_start}")
 
 
-def _check_reach(
-    name: str, k: Tensor, q: Tensor, q_start: int, cu_seqlens: Tensor | None
-) -> None:
+def _check_reach(name: str, k: Tensor, q: Tensor, q_start: int, cu_seqlens: Tensor | None) -> None:
     """k must hold the key of every query; packed keys are those of the queries and no more."""
     have = k.shape[-3]
     if cu_seqlens is not None and have != q.shape[0]:
@@ -421,8 +419,10 @@ def _selected(
     if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
         kind = getattr(given, "dtype", type(given).__name__)
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {kind}")
-    if given.ndim != len(rows) + 1 + len(tail) or [*given.shape[: len(rows)]] != rows or (
-        tail and given.shape[-1] != 2
+    if (
+        given.ndim != len(rows) + 1 + len(tail)
+        or [*given.shape[: len(rows)]] != rows
+        or (tail and given.shape[-1] != 2)
     ):
         hint = ""
         if cu_seqlens is None and sorted(given.shape[1:3]) == sorted((q.shape[2], k.shape[1])):
@@ -658,9 +658,7 @@ def nsa_attention(
         return gated_sum(gates, cmp, sel, win), aux
 
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    sizes = dict(
-        l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window
-    )
+    sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window)
     if not q.numel():
         out, aux = by_branches()
     else:
@@ -875,8 +873,12 @@ def decode_appended(
     )  # fmt: skip
     key = (backend, flags)
     # Many tokens at once are work for the prefill kernels, which have a gradient too.
-    prefill = T > cache.max_step or torch.is_grad_enabled() and needs_grad(
-        q, gates, cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
+    prefill = (
+        T > cache.max_step
+        or torch.is_grad_enabled()
+        and needs_grad(
+            q, gates, cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
+        )
     )
     if not prefill and key in cache.fused_step and not dispatch.observed(flags, q):
         # Deciding again what cannot have changed would take the host as long as two launches.

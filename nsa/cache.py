@@ -485,9 +485,7 @@ class NSACache:
             emit.emit_mlp(self.lens, self, due, T, *learnt)
         else:
             with torch.no_grad():
-                made, rows = [], emit.due_rows(
-                    self.k_raw, self.v_raw, self.lens, due, T, c.l, c.d
-                )
+                made, rows = [], emit.due_rows(self.k_raw, self.v_raw, self.lens, due, T, c.l, c.d)
                 for raw, phi, descale in zip(
                     rows, (phi_k, phi_v), (self.k_descale, self.v_descale), strict=True
                 ):
@@ -548,8 +546,7 @@ class NSACache:
         if self.emit_always:
             return (T - 1) // c.d + 1
         return max(
-            num_compressed(n + T, c.l, c.d) - num_compressed(n, c.l, c.d)
-            for n in set(self.lengths)
+            num_compressed(n + T, c.l, c.d) - num_compressed(n, c.l, c.d) for n in set(self.lengths)
         )
 
     def _emit(self, T: int, phi_k: Callable, phi_v: Callable) -> None:
@@ -656,10 +653,12 @@ class NSACache:
 
     def _check(self, new: BranchKV) -> None:
         c, T = self.config, new.k_sel.shape[1]
-        self._check_new(**{
-            name: (x, (self.batch, T, c.groups, c.d_k if name[0] == "k" else c.d_v))
-            for name, x in vars(new).items()
-        })
+        self._check_new(
+            **{
+                name: (x, (self.batch, T, c.groups, c.d_k if name[0] == "k" else c.d_v))
+                for name, x in vars(new).items()
+            }
+        )
 
     def _check_new(self, **named: tuple[Tensor, tuple[int, ...]]) -> None:
         """Raise unless each tensor has its shape and the cache's dtype and device."""

@@ -69,9 +69,7 @@ def _parse_limit(text: str) -> int | None:
 
 
 def _flag(env: str, parse: Any, default: Any, doc: str, *, alias: str | None = None) -> Any:
-    return field(
-        default=default, metadata={"env": env, "parse": parse, "doc": doc, "alias": alias}
-    )
+    return field(default=default, metadata={"env": env, "parse": parse, "doc": doc, "alias": alias})
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,9 @@ class Flags:
         "NSA_DEBUG_COMPARE", _parse_bool, False, "log the error against the reference (slow)"
     )
     debug_log: bool = _flag(
-        "NSA_DEBUG_LOG", _parse_bool, False,
+        "NSA_DEBUG_LOG",
+        _parse_bool,
+        False,
         "log device, fallbacks with their reason and reads: sel.triton.*, fa2.* and the like",
         alias="NSA_DEBUG_TRITON",
     )

@@ -188,9 +188,7 @@ def _device(text: str) -> torch.device:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="file written by scripts/train_showcase.py --save")
     parser.add_argument("--prompt", default="ROMEO:\n", help="text to continue (UTF-8 bytes)")
     parser.add_argument("--max-new-tokens", type=int, default=200)

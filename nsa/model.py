@@ -83,7 +83,10 @@ class NSALanguageModel(nn.Module):
         room = max(2 * tokens.shape[1], 64) if max_len is None else max_len
         caches = [
             block.attention.make_cache(  # type: ignore[operator, union-attr]
-                tokens.shape[0], room, growable=max_len is None, count_reads=count_reads,
+                tokens.shape[0],
+                room,
+                growable=max_len is None,
+                count_reads=count_reads,
                 kv_cache_dtype=kv_cache_dtype,
             )
             for block in self.blocks

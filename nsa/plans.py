@@ -1,6 +1,6 @@
 """Which kernels a call launches, found without launching them, and their compilation beforehand.
 
-    python -m nsa.plans --seqlens 1024,8192 --training --decode 8192    # warm the cache on disk
+python -m nsa.plans --seqlens 1024,8192 --training --decode 8192    # warm the cache on disk
 """
 
 from __future__ import annotations

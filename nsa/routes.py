@@ -184,9 +184,7 @@ def _reasons(route: Route, r: Request, flags: Flags, named: bool) -> Iterator[st
     if r.forward_ad:
         yield "needs_grad"
     if route is Route.FA2:
-        least = (
-            flags.fa2_min_len_win if r.branch is Branch.SLIDING else flags.fa2_min_len_cmp
-        )
+        least = flags.fa2_min_len_win if r.branch is Branch.SLIDING else flags.fa2_min_len_cmp
         if r.key_len is not None and r.key_len < least:
             yield "below_min_len"
         return

@@ -148,8 +148,13 @@ def _selected_triton(args: Args, flags: Flags) -> Selected:
     if cu is not None:
         q, k, v, ranges = (x[None] for x in (q, k, v, _in_pack(ranges, cu)))
     result = selection_ranges_triton(
-        q.unflatten(2, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), ranges,
-        path=args.get("path"), flags=flags, **_only(args, "softmax_scale", "return_lse"),
+        q.unflatten(2, (k.shape[2], -1)),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        ranges,
+        path=args.get("path"),
+        flags=flags,
+        **_only(args, "softmax_scale", "return_lse"),
     )
     rows = lambda x: x.flatten(2, 3) if cu is None else x[0].flatten(1, 2)
     return tuple(map(rows, result)) if args["return_lse"] else rows(result)
@@ -188,9 +193,7 @@ def selected_again(args: Args, flags: Flags) -> Callable[..., Selected | None] |
 
 
 def _compressed(run: Callable[..., Any]) -> Callable[[Args], Any]:
-    return lambda a: run(
-        a["q"], a["k"], a["v"], **_only(a, "l", "d", "softmax_scale", "q_start")
-    )
+    return lambda a: run(a["q"], a["k"], a["v"], **_only(a, "l", "d", "softmax_scale", "q_start"))
 
 
 def _compressed_reference(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:

@@ -107,7 +107,11 @@ def select_blocks(
         )  # fmt: skip
         rows.append(
             top_blocks(
-                scores, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local,
+                scores,
+                l_sel=l_sel,
+                n_sel=n_sel,
+                n_init=n_init,
+                n_local=n_local,
                 q_start=q_start + first,
             )  # fmt: skip
         )

@@ -232,9 +232,7 @@ def depth_report(rows: list[dict[str, float]], picture: str | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--queries", type=int, default=8, help="needles per KV group")
     parser.add_argument("--n-sel", type=int, default=16)

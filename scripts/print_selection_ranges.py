@@ -44,9 +44,7 @@ def wrong(ranges: list[list[int]], t: int, l_sel: int, n_sel: int) -> str | None
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--S", type=int, default=1024, help="tokens")
     parser.add_argument("--queries", type=int, default=16, help="queries shown, evenly spread")
     parser.add_argument("--heads", type=int, default=8)

@@ -26,6 +26,7 @@ run_pytest() {
 
 echo "== style"
 "$python_bin" -m ruff check nsa bench scripts examples
+"$python_bin" -m ruff format --check --quiet nsa bench scripts examples
 echo "== everything but interpreted kernels"
 run_pytest -m "not kernel" "$@"
 echo "== kernels in Triton's interpreter"

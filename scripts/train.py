@@ -149,9 +149,7 @@ def setup(args: argparse.Namespace) -> tuple[torch.device, DeviceMesh | None]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.cuda.is_available()
     add = parser.add_argument
     add("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))

@@ -169,8 +169,7 @@ class Resources(NamedTuple):
 
 
 def content(case: AotCase, arch: int) -> str:
-    """A hash of all that a case is compiled from, except for Triton's release: see scripts/lock.py.
-    """
+    """A hash of all that a case is compiled from but Triton's release: see scripts/lock.py."""
     parts = [*_code(case.kernel, set()), case.form(), str(case.parting), str(arch)]
     return _hash("\n".join(parts))
 

@@ -40,7 +40,6 @@ class Operator:
         """Register the gradient, as torch.library.CustomOpDef.register_autograd takes it."""
         self.traced.register_autograd(backward, setup_context=setup_context)
 
-
         def with_backward(*args: Any) -> None:
             ctx = _PlannedContext()
             output = launch(*args)

@@ -1,7 +1,7 @@
 """Stages that go wrong on purpose, to see that the runner calls each by its name.
 
-    python nsa/tests/oneshot_faults.py crash              behave as that stage
-    python nsa/tests/oneshot_faults.py --run pass,hang OUT_DIR [options of `run`]
+python nsa/tests/oneshot_faults.py crash              behave as that stage
+python nsa/tests/oneshot_faults.py --run pass,hang OUT_DIR [options of `run`]
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def fault_chatty() -> int:
 def fault_junk_rows() -> int:
     """A good result and lines on the result channel that are no rows."""
     passed()
-    raw(b"hello\n{\"kind\": \"nonsense\"}\n[1,2]\n" + b"z" * 1_500_000 + b"\n\xff\xfe\n{\"kind")
+    raw(b'hello\n{"kind": "nonsense"}\n[1,2]\n' + b"z" * 1_500_000 + b'\n\xff\xfe\n{"kind')
     return 0
 
 

@@ -28,9 +28,7 @@ def plain_ranges(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
 
 def oracle_ranges(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
     """The fp64 oracle in the wrapper's layout."""
-    out = oracle.selection_attention(
-        q.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), ranges
-    )
+    out = oracle.selection_attention(q.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), ranges)
     return out.unflatten(2, q.shape[2:4])
 
 

@@ -21,9 +21,7 @@ from nsa.kernels.aot import ARCHS, SHARED_LIMIT, AotCase, Resources, content, un
 from scripts import lock as locks
 
 pytestmark = [
-    pytest.mark.skipif(
-        dispatch.interpreting(), reason="TRITON_INTERPRET=1 replaces the compiler"
-    ),
+    pytest.mark.skipif(dispatch.interpreting(), reason="TRITON_INTERPRET=1 replaces the compiler"),
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="Triton is not installed"
     ),

@@ -74,9 +74,7 @@ def test_backward_parity_dense(kernel_device):
 @pytest.mark.parametrize("h, D, Dv", [(1, 8, 8), (3, 72, 40), (33, 24, 16), (4, 192, 128)])
 def test_backward_parity_shapes(h, D, Dv, kernel_device):
     ranges = make_ranges("overlap", 1, 3, 1, 70, 66, device=kernel_device)
-    run(
-        f"bwd-h{h}-D{D}-Dv{Dv}", torch.float32, ranges, kernel_device, S=3, G=1, h=h, D=D, Dv=Dv
-    )
+    run(f"bwd-h{h}-D{D}-Dv{Dv}", torch.float32, ranges, kernel_device, S=3, G=1, h=h, D=D, Dv=Dv)
 
 
 @pytest.mark.parametrize("kind, size, parts", [("few", 4, 5), ("whole", 10, 2)])

@@ -299,6 +299,7 @@ def test_baselines_are_dense_and_right(step):
 
 def test_a_kernel_that_fell_back_is_invalid(monkeypatch):
     """Policy wants the Triton step, its launch fails: the composed step ran, and is not it."""
+
     def broken(args, flags):
         raise RuntimeError("no such PTX version")
 

@@ -151,8 +151,15 @@ def test_single_values_and_the_default_still_work():
 
 @pytest.mark.parametrize(
     "argv",
-    ["--N 0", "--D 64,x", "--repeat 0", "--decode 1 --n_sel 8,12", "--decode 1 --n_sel 2",
-     "--route 1 --streams 1,2", "--decode 1 --route 1"],
+    [
+        "--N 0",
+        "--D 64,x",
+        "--repeat 0",
+        "--decode 1 --n_sel 8,12",
+        "--decode 1 --n_sel 2",
+        "--route 1 --streams 1,2",
+        "--decode 1 --route 1",
+    ],
 )
 def test_bad_sizes_are_usage_errors(argv, capsys):
     with pytest.raises(SystemExit) as stop:

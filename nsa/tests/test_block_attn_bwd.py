@@ -124,9 +124,7 @@ def test_dq_is_added_without_the_softmax_scale(case, kind, device, monkeypatch):
 @pytest.mark.parametrize("most", [0, 1 << 26], ids=["sorted", "map"])
 @pytest.mark.parametrize("per_block", [1, 2])
 @pytest.mark.parametrize("case", [Case((1, 37, 20)), Case((29,), batch=2), Case((70,))], ids=str)
-def test_lists_hold_every_pair_once_and_in_order(
-    case, per_block, most, kernel_device, monkeypatch
-):
+def test_lists_hold_every_pair_once_and_in_order(case, per_block, most, kernel_device, monkeypatch):
     """per_block 2: the last block of a sequence has one tile only. No block is as far as the last
     two; their tiles must not wrap around. Packed rows past the last sequence are nobody's."""
     from nsa.kernels.prefill import block_lists

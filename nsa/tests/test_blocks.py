@@ -88,8 +88,11 @@ GOOD = dict(dim=64, heads=4, groups=2, d_k=16, d_v=16)
         ({"groups": 3}, ValueError, "groups must divide heads"),
         ({"d_k": 15}, ValueError, "d_k must be even"),
         ({"n_sel": 0}, ValueError, "n_sel must be at least 1, got 0"),
-        ({"n_sel": 4, "n_init": 2, "n_local": 3}, ValueError,
-         r"n_sel must be at least n_init \+ n_local, .* got n_sel=4 n_init=2 n_local=3"),
+        (
+            {"n_sel": 4, "n_init": 2, "n_local": 3},
+            ValueError,
+            r"n_sel must be at least n_init \+ n_local, .* got n_sel=4 n_init=2 n_local=3",
+        ),
         ({"w": 0}, ValueError, "w must be at least 1"),
         ({"n_local": 0}, ValueError, "n_local"),
         ({"heads": 4.0}, TypeError, "heads must be an int, got"),

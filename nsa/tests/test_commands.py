@@ -89,6 +89,7 @@ def test_lint_sets_its_environment_up_first(tree):
     assert [line.split()[2:] for line in ran] == [
         ["scripts/setup_env.py", "--cpu-tests"],
         ["-m", "ruff", "check", "nsa", "bench", "scripts", "examples"],
+        ["-m", "ruff", "format", "--check", "nsa", "bench", "scripts", "examples"],
         ["-m", "mypy"],
     ]
 

@@ -84,9 +84,7 @@ def test_layer_matches_the_oracle_end_to_end(layer):
         q, *phis, k[:, :, 2:4], v[:, :, 2:4], k[:, :, 4:], v[:, :, 4:],
         gates.reshape(2, S, 4, 3), l=8, d=4, l_sel=8, n_sel=3, window=12,
     )  # fmt: skip
-    torch.testing.assert_close(
-        out.flatten(-2) @ module.out.weight.T, whole, atol=1e-12, rtol=0
-    )
+    torch.testing.assert_close(out.flatten(-2) @ module.out.weight.T, whole, atol=1e-12, rtol=0)
 
 
 # ---- the cache -----------------------------------------------------------------------------------
@@ -374,7 +372,7 @@ def test_a_model_whose_layer_raises_takes_no_token(monkeypatch):
 def test_a_cache_of_other_sizes_is_refused(layer, change):
     module, x, _ = layer
     other = NSACache(replace(CONFIG, **change), 2, S)
-    (name, value), = change.items()
+    ((name, value),) = change.items()
     ours = getattr(CONFIG, name)
     for call in (module.prefill, module.step):
         with pytest.raises(ValueError, match=f"with {name}={ours} as this one, got {name}={value}"):

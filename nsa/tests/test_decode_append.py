@@ -192,12 +192,15 @@ def test_a_layers_steps_over_e4m3_are_those_of_pytorch(kernel_device):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("change", [
-    lambda phi: phi.outer.register_forward_hook(lambda *_: None),
-    lambda phi: phi.register_forward_pre_hook(lambda *_: None),
-    lambda phi: torch.nn.utils.parametrizations.weight_norm(phi.inner),
-    lambda phi: phi.double(),
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda phi: phi.outer.register_forward_hook(lambda *_: None),
+        lambda phi: phi.register_forward_pre_hook(lambda *_: None),
+        lambda phi: torch.nn.utils.parametrizations.weight_norm(phi.inner),
+        lambda phi: phi.double(),
+    ],
+)
 def test_a_changed_phi_runs_as_it_is(change):
     phi = make_compression("mlp", 8, 8, 4)
     assert [tuple(x.shape) for x in phi.for_kernel()] == [(8, 8), (8, 64), (8,), (8, 8), (8,)]

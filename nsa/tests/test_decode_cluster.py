@@ -63,8 +63,12 @@ STEPS = [
     Step((1087, 8, 3000, 519), T=8, G=34, ring=True, **{**WIDE, "h": 5, "dtype": F16}),
     Step((3000, 1024, 66, 1153) * 8, T=4, G=4, ring=True, page=64, **{**WIDE, "D": 192}),
     # Of 541 tokens the first chosen keys come with the last compressed ones.
-    Step((541, 130, 2003, 515) * 4, T=8, G=8,
-         **{**WIDE, "D": 64, "Dv": 64, "h": 2, "d": 4, "l": 8, "l_sel": 16, "w": 16}),
+    Step(
+        (541, 130, 2003, 515) * 4,
+        T=8,
+        G=8,
+        **{**WIDE, "D": 64, "Dv": 64, "h": 2, "d": 4, "l": 8, "l_sel": 16, "w": 16},
+    ),
     Step((2048, 1026, 130, 4) * 4, T=4, G=4, **{**WIDE, "D": 64, "Dv": 64, "l": 16, "h": 4}),
 ]
 # The same of e4m3 keys and values: each size of cluster, way to choose, kind of cache, head size.

@@ -34,9 +34,7 @@ from nsa.flags import Flags
 from nsa.tests.helpers import make_block_indices, make_qkv, make_ranges, randn
 
 ROOT = Path(__file__).resolve().parents[2]
-GPU = Request(
-    Branch.SELECTED, "cuda", "bfloat16", 128, 128, 8192, capability=(9, 0), no_fa2=None
-)
+GPU = Request(Branch.SELECTED, "cuda", "bfloat16", 128, 128, 8192, capability=(9, 0), no_fa2=None)
 ON = Flags(use_fa2=True)  # Triton is wherever it can serve
 FA2 = Flags(use_fa2=True, use_triton_sel=False)
 WIN, CMP = replace(GPU, branch=Branch.SLIDING), replace(GPU, branch=Branch.COMPRESSED)
@@ -276,9 +274,7 @@ def test_named_route_and_reference_raise_their_own_error():
         guarded(GPU, rungs(triton=NotImplementedError("no 48"), sdpa="s"), Flags(), "triton")
     assert isinstance(told.value.__cause__, NotImplementedError)
     with pytest.raises(ZeroDivisionError):
-        guarded(
-            GPU, rungs(triton=OSError(), sdpa=OSError(), reference=ZeroDivisionError()), ON
-        )
+        guarded(GPU, rungs(triton=OSError(), sdpa=OSError(), reference=ZeroDivisionError()), ON)
 
 
 def test_a_kernel_that_fails_is_a_warning_once():

@@ -14,9 +14,7 @@ SMALL = dict(dim=32, heads=4, groups=2, d_k=16, d_v=16)
 CASES = {"default": {}, "l=d mean": dict(l=16, d=16, l_sel=16, phi="mean")}
 
 
-@pytest.mark.parametrize(
-    "name", ["default", pytest.param("l=d mean", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("name", ["default", pytest.param("l=d mean", marks=pytest.mark.nightly)])
 def test_exported_for_any_length(name):
     """Shorter than a compressed block, exactly as long, and far longer than the example."""
     torch.manual_seed(0)

@@ -229,9 +229,7 @@ def test_a_call_that_succeeds_is_logged(calls, capsys):
     rungs._sliding_fa2(args, Flags(fa2_force_varlen=True, debug_log=True))
     rungs._compressed_fa2(dict(args, l=4, d=2), Flags(debug_log=True))
     first, second = capsys.readouterr().err.splitlines()
-    assert first == (
-        "NSA-LOG fa2.call call=sliding_fa2 form=varlen q=[1,30,4,8] k=[1,30,2,8]"
-    )
+    assert first == ("NSA-LOG fa2.call call=sliding_fa2 form=varlen q=[1,30,4,8] k=[1,30,2,8]")
     assert second.startswith("NSA-LOG fa2.call call=compressed_fa2 form=dense ")
 
 

@@ -94,9 +94,7 @@ def raises(*args, **kwargs):
 
 
 def without_forced(top_blocks):
-    return lambda scores, *, n_init, n_local, **how: top_blocks(
-        scores, n_init=0, n_local=1, **how
-    )
+    return lambda scores, *, n_init, n_local, **how: top_blocks(scores, n_init=0, n_local=1, **how)
 
 
 PLANTED = {  # operation, where, what, and what is told

@@ -114,9 +114,7 @@ def test_every_option_reaches_generate(model, tmp_path, monkeypatch):
     options = ["--temperature", "0.7", "--top_k", "5", "--seed", "3", "--max_new_tokens", "2",
                "--kv-cache-dtype", "fp8_e4m3"]  # fmt: skip
     assert gen.main([str(path), *options, "--device", "cpu"]) == 0
-    assert seen == [
-        dict(temperature=0.7, top_k=5, seed=3, graph=False, kv_cache_dtype="fp8_e4m3")
-    ]
+    assert seen == [dict(temperature=0.7, top_k=5, seed=3, graph=False, kv_cache_dtype="fp8_e4m3")]
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,7 @@ def test_gradcheck_sliding(backend):
 @pytest.mark.parametrize("backend", ROUTES)
 def test_gradcheck_compressed(backend):
     """Queries 0 and 1 see no key: their gradient is zero, not NaN."""
-    check(
-        lambda *x: nsa.compressed_attention(*x, l=3, d=1, backend=backend)[0], qkv(S=6, Skv=4)
-    )
+    check(lambda *x: nsa.compressed_attention(*x, l=3, d=1, backend=backend)[0], qkv(S=6, Skv=4))
 
 
 @pytest.mark.parametrize("backend", ROUTES)
@@ -47,18 +45,14 @@ def test_gradcheck_selected_blocks(kind, backend):
 @pytest.mark.parametrize("kind", ["mixed", "overlap", "some_empty", "inverted", "out_of_bounds"])
 def test_gradcheck_selected_ranges(kind, backend):
     ranges = make_ranges(kind, 1, 5, 1, 9, 6, seed=2)
-    check(
-        lambda *x: nsa.selection_attention(*x, ranges=ranges, backend=backend), qkv(S=5, Skv=9)
-    )
+    check(lambda *x: nsa.selection_attention(*x, ranges=ranges, backend=backend), qkv(S=5, Skv=9))
 
 
 @pytest.mark.parametrize("backend", ROUTES)
 def test_gradcheck_packed(backend):
     cu = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
     x = [t.detach()[0].requires_grad_() for t in qkv(S=9, seed=3)]
-    check(
-        lambda *x: nsa.sliding_attention(*x, window=3, cu_seqlens=cu, backend=backend), x
-    )
+    check(lambda *x: nsa.sliding_attention(*x, window=3, cu_seqlens=cu, backend=backend), x)
 
 
 @pytest.mark.parametrize("backend", ROUTES)

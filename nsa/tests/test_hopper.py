@@ -68,8 +68,10 @@ def test_they_serve_unless_switched_off(on_hopper, monkeypatch):
     q, k, v, do = tensors()
     assert on_hopper.forward(q, k, v) and on_hopper.forward_pair(q, k, v, k, v)
     narrow = v[..., :64].contiguous()
-    assert on_hopper.forward_pair(q, k, v, k, narrow) is None is on_hopper.forward_pair(
-        q, k, narrow, k, v
+    assert (
+        on_hopper.forward_pair(q, k, v, k, narrow)
+        is None
+        is on_hopper.forward_pair(q, k, narrow, k, v)
     )
     assert on_hopper.forward_pair(*(x.half() for x in (q, k, v, k, v))) is None
     assert on_hopper.backward(q, k, v, do) and on_hopper.block_backward(q, k, v, do, 64)
@@ -153,9 +155,7 @@ def test_the_nightly_lane_compiles_for_every_release_that_serves():
     (dict(hq=256), False, False, False), (dict(hq=64), True, True, False),
     (dict(hq=16), True, True, True), (dict(S=0), False, False, False),
 ])  # fmt: skip
-def test_what_they_do_not_take_stays_where_it_was(
-    how, forward, backward, blocks, asked, on_hopper
-):
+def test_what_they_do_not_take_stays_where_it_was(how, forward, backward, blocks, asked, on_hopper):
     q, k, v, do = tensors(**how)
     assert (on_hopper.block_backward(q, k, v, do, 64) is not None) == blocks
     assert on_hopper.block_backward(q, k, v, do, 32) is None
@@ -879,7 +879,8 @@ def test_scores_far_above_the_neighbourhood(case, steep, device, by_keys, monkey
     whole = []
     end = module.end_tiles
     monkeypatch.setattr(
-        module, "end_tiles",
+        module,
+        "end_tiles",
         lambda lists, *a: (whole.append(lists), end(lists, *a)) and None,
     )
     x = Problem(case, "random", device, monkeypatch)

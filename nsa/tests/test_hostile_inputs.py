@@ -198,8 +198,10 @@ def layer(**change):
         ({"gates": torch.ones(2, 16, 4, 3, device="meta")}, "gates must be on q's device cpu"),
         ({"k_sel": k[:, :9], "v_sel": v[:, :9]}, "k_sel must hold keys up to .* at 15, got 9"),
         ({"q": q[0]}, r"q must be \[B, S, H, D\], got shape \[16, 4, 8\]"),
-        *[({n: None}, f"{n} must be a tensor, got NoneType") for n in
-          ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")],
+        *[
+            ({n: None}, f"{n} must be a tensor, got NoneType")
+            for n in ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
+        ],
         ({"l_sel": None}, "l_sel must be an int, got None"),
         ({"d": 0}, "d must be at least 1, got 0"),
         ({"d": "x"}, "d must be an int, got 'x'"),
@@ -209,12 +211,28 @@ def layer(**change):
         ({"k_cmp": k, "v_cmp": v}, "k_cmp must have 3 compressed keys .* got 16, where .* 16 raw"),
         *[({"q_start": x}, f"q_start must be an int, got {x!r}") for x in ("a", "0", None)],
         ({"k_win": k[:, :3], "v_win": v[:, :3]}, "k_win must have 16 to 16 keys, .* got 3"),
-        ({"q": q[:, :9], "gates": torch.ones(2, 9, 4, 3), "q_start": 7,
-          "k_win": k[:, :12], "v_win": v[:, :12]}, "k_win must have 13 to 16 keys, .* got 12"),
+        (
+            {
+                "q": q[:, :9],
+                "gates": torch.ones(2, 9, 4, 3),
+                "q_start": 7,
+                "k_win": k[:, :12],
+                "v_win": v[:, :12],
+            },
+            "k_win must have 13 to 16 keys, .* got 12",
+        ),
         ({"k_win": k.repeat(1, 2, 1, 1), "v_win": v.repeat(1, 2, 1, 1)}, "16 keys, .* got 32"),
-        ({"cu_seqlens": CU, **{n: x[0] for n, x in LAYER.items()}, "k_cmp": k[0, :1],
-          "v_cmp": v[0, :1], "k_win": k[0, :9], "v_win": v[0, :9]},
-         "k_win must have q's T=16 packed tokens, got 9"),
+        (
+            {
+                "cu_seqlens": CU,
+                **{n: x[0] for n, x in LAYER.items()},
+                "k_cmp": k[0, :1],
+                "v_cmp": v[0, :1],
+                "k_win": k[0, :9],
+                "v_win": v[0, :9],
+            },
+            "k_win must have q's T=16 packed tokens, got 9",
+        ),
         ({"k_win": k[:, :, :1], "v_win": v[:, :, :1]}, "k_win must have k_cmp's G=2"),
         ({"v_win": v[..., :3]}, "v_win must have v_cmp's Dv=6"),
     ],
@@ -240,9 +258,7 @@ def test_a_window_longer_than_the_sequence_would_show_the_future():
 def decoding():
     torch.manual_seed(0)
     sizes = dict(l=8, d=4, l_sel=8, n_sel=3, w=5)
-    module = nsa.NSAAttention(
-        nsa.NSAConfig(dim=12, heads=4, groups=2, d_k=8, d_v=6, **sizes)
-    )
+    module = nsa.NSAAttention(nsa.NSAConfig(dim=12, heads=4, groups=2, d_k=8, d_v=6, **sizes))
     cache = module.make_cache(2, 20)
     module.prefill(randn(2, 9, 12, seed=4), cache)
     return module, cache

@@ -30,9 +30,7 @@ from nsa.kernels.launch import (
 from nsa.kernels.row_tiles import descriptor
 from nsa.tests.helpers import randn
 
-CONFIG = NSAConfig(
-    dim=64, heads=8, groups=2, d_k=32, d_v=32, l=16, d=8, l_sel=16, n_sel=4, w=32
-)
+CONFIG = NSAConfig(dim=64, heads=8, groups=2, d_k=32, d_v=32, l=16, d=8, l_sel=16, n_sel=4, w=32)
 
 
 class FakeKernel:
@@ -137,6 +135,7 @@ def test_threads_that_load_launchers_of_one_name_get_each_their_own():
 
 def launcher_of(release: str, calls: list, scratch: int = 0):
     """What Triton makes of a compiled kernel in Python, in front of its launcher in C."""
+
     def in_c(*args):
         calls.append(args)
 
@@ -264,7 +263,8 @@ def test_all_kernels_of_a_call_are_compiled_before_the_first_is_launched(call):
     launches.reset()
     assert go() == "done" and go() == "done"
     assert [kinds(k) for k in kernels] == [
-        ["warmup", "loaded"] + ["run"] * 4, *[["warmup", "loaded", "run", "run"]] * 2
+        ["warmup", "loaded"] + ["run"] * 4,
+        *[["warmup", "loaded", "run", "run"]] * 2,
     ]
     assert launches.counts()["_fake_kernel"] == 8
 

@@ -191,9 +191,7 @@ def test_scores_depend_on_relative_position_only(backend):
         same(r_q, oracle.rotary(q, 10000.0, start))
         outs.append(nsa.sliding_attention(r_q, r_k, v, window=9, backend=backend))
         blocks = torch.arange(3, dtype=torch.int32).expand(1, 21, 2, 3)
-        outs.append(
-            nsa.selection_attention(r_q, r_k, v, blocks, block_size=8, backend=backend)
-        )
+        outs.append(nsa.selection_attention(r_q, r_k, v, blocks, block_size=8, backend=backend))
     same(outs[0], outs[2], 1e-10)
     same(outs[1], outs[3], 1e-10)
     plain = nsa.sliding_attention(q, k, v, window=9, backend=backend)

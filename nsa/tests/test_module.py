@@ -122,9 +122,7 @@ def test_wrong_inputs(block):
     with pytest.raises(ValueError, match=r"x must be \[B, S, dim\] with dim=24, got \[1, 3, 23\]"):
         block.attention(torch.zeros(1, 3, 23).double())
     with pytest.raises(ValueError, match=r"x must be \[T, dim\] with dim=24, got \[1, 3, 24\]"):
-        block.attention(
-            torch.zeros(1, 3, 24).double(), torch.tensor([0, 3], dtype=torch.int32)
-        )
+        block.attention(torch.zeros(1, 3, 24).double(), torch.tensor([0, 3], dtype=torch.int32))
     with pytest.raises(ValueError, match="n_layers must be at least 1, got 0"):
         nsa.NSALanguageModel(CONFIG, vocab_size=4, n_layers=0)
     with pytest.raises(ValueError, match="backend must be"):

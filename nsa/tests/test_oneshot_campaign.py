@@ -235,11 +235,15 @@ CASES |= {
         "pass,hang:1,bench", 4, "BROKEN", check=lambda o: expect(o, hang="TIMEOUT", bench="PASS")
     ),
     "stage that ignores every signal": Case(
-        "deaf:1,bench", 4, "BROKEN",
+        "deaf:1,bench",
+        4,
+        "BROKEN",
         check=lambda o: (expect(o, deaf="TIMEOUT", bench="PASS"), ended(o, "deaf", "SIGKILL")),
     ),
     "grandchildren in sessions of their own": Case(
-        "orphans", 0, "PASS",
+        "orphans",
+        0,
+        "PASS",
         check=lambda o: (expect(o, orphans="PASS"), logged(o, "orphans", "outlived the stage")),
     ),
     "stage killed by SIGKILL": Case(
@@ -280,11 +284,15 @@ CASES |= {
     ),
     "clock put back in a stage": Case("pass,clock_back", 0, "PASS"),
     "pipes where files belong": Case(
-        "pass,pipes,bench", 0, "PASS",
+        "pass,pipes,bench",
+        0,
+        "PASS",
         check=lambda o: (expect(o, bench="PASS"), gone(o, "new.csv")),
     ),
     "stage log that is lost": Case(
-        "pass,eats_its_log", 0, "PASS",
+        "pass,eats_its_log",
+        0,
+        "PASS",
         check=lambda o: noted(o, "eats_its_log.log was removed or replaced while it ran"),
     ),
 }

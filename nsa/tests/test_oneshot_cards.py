@@ -303,8 +303,12 @@ def test_health_rows_of_all_cards_are_kept_whatever_their_order():
 @pytest.mark.parametrize("status", ["FAIL", "CRASH", "TIMEOUT", "INFRA", "NOT_RUN", "SKIPPED"])
 def test_a_card_is_judged_by_its_own_stages_and_numbers(status):
     """One that was never measured has no numbers, and one that proved nothing is not good."""
-    stage = lambda id, gpu, status="PASS": {"id": id, "status": status, "gpus": [gpu],
-                                            "reason": None if status == "PASS" else "why"}
+    stage = lambda id, gpu, status="PASS": {
+        "id": id,
+        "status": status,
+        "gpus": [gpu],
+        "reason": None if status == "PASS" else "why",
+    }
     data = {"health": {"device": "X", "copy_gbs": 4321.0, "gemm_bf16_tflops": 765.0},
             "stages": [stage("health", 0), stage("more_parity", 0), stage("health_gpu1", 1),
                        stage("more_parity_gpu1", 1, status)]}  # fmt: skip

@@ -51,8 +51,11 @@ def test_sources_edited_during_the_run_are_not_clean(tmp_path):
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
     how = dict(fault={"git": str(tmp_path / "src")}, env={"CUDA_TEST_EDIT": str(source)})
-    for words in (["init", "-q"], ["add", "."],
-                  ["-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "1"]):
+    for words in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "1"],
+    ):
         subprocess.run(["git", *words], cwd=tmp_path / "src", check=True)
     head = git_facts(tmp_path / "src")["commit"]
     out = tmp_path / "out"

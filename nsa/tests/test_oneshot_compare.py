@@ -155,6 +155,7 @@ def test_equal_bundles_are_the_same(tmp_path, capsys):
 
 def test_a_bundle_that_does_not_verify_is_no_proof(tmp_path, capsys):
     """Edited in the journal too, and everything made anew of it."""
+
     def change(events):
         row = next(e["row"] for e in events if e["ev"] == "row" and e["row"].get("speedup"))
         row["speedup"] *= 3
@@ -268,6 +269,7 @@ def test_the_noisier_box_sets_the_floor(floors, taken, tmp_path, capsys):
     """4 % between a quiet and a noisy box is no speedup, whichever of them was first."""
     rows, folders = [bench_row("t/x", 50.0, None), bench_row("t/x", 48.0, None)], []
     for name, row_, floor in zip("ab", rows, floors, strict=True):
+
         def change(events, floor=floor):
             for event in events:
                 if event["ev"] == "row" and event["row"]["kind"] == "health":

@@ -66,9 +66,16 @@ def test_a_shape_of_real_logs_is_removed(boxed, kind, text, private):
 def honest_texts():
     """A real report shortened, measured rows, pages, kernel names, and the code of tracebacks."""
     root = Path(__file__).resolve().parents[2]
-    for pattern in ("nsa/tests/honest_report.md", "bench/results/*/*", "docs/*.md", "README.md",
-                    "nsa/tests/locks/*",
-                    "nsa/kernels/**/*.py", "bench/*.py", "scripts/*.py"):
+    for pattern in (
+        "nsa/tests/honest_report.md",
+        "bench/results/*/*",
+        "docs/*.md",
+        "README.md",
+        "nsa/tests/locks/*",
+        "nsa/kernels/**/*.py",
+        "bench/*.py",
+        "scripts/*.py",
+    ):
         yield from sorted(root.glob(pattern))
 
 

@@ -353,8 +353,11 @@ def benched(tmp_path_factory):
     )  # fmt: skip
     write_csv(str(out / "sel.csv"), [{**sel.csv(), "tri_ms": sel.csv()["ms"], "pack_ms": 2.0}],
               ("L", "dist", "tri_ms", "mae", "pack_ms", "status"))  # fmt: skip
-    stage = lambda name: {"id": f"{name}_bench", "status": "PASS",
-                          "argv": ["{python}", "b.py", "--csv", "{out}/" + f"{name}.csv"]}
+    stage = lambda name: {
+        "id": f"{name}_bench",
+        "status": "PASS",
+        "argv": ["{python}", "b.py", "--csv", "{out}/" + f"{name}.csv"],
+    }
     rows.append({**sel.record(), "stage": "sel_bench"})
     rows = json.loads(dumps([r for r in rows if "case" in r]))
     return {"bench": rows, "stages": [stage("decode"), stage("sel")]}, out

@@ -224,8 +224,9 @@ def test_positions_of_packed_rows():
     cu = cu_of((3, 0, 2))
     assert token_positions((8, 1), cu).tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     assert outside(cu, 8).tolist() == [False] * 5 + [True] * 3
-    x, config = torch.randn(8, 32), nsa.NSAConfig(
-        dim=32, heads=4, groups=2, d_k=8, d_v=8, l=2, d=2, l_sel=2, n_sel=3, w=4
+    x, config = (
+        torch.randn(8, 32),
+        nsa.NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, l=2, d=2, l_sel=2, n_sel=3, w=4),
     )
     layer = nsa.NSAAttention(config)
     out = layer(x, cu_seqlens=cu, max_seqlen=3)

@@ -85,9 +85,7 @@ def test_a_layer_is_traced_whole_by_the_environments_flags(kernel_device, monkey
         monkeypatch.setenv(name, "1")
     clear_flags_cache()
     torch.compiler.reset()
-    config = NSAConfig(
-        dim=32, heads=4, groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=3, w=9
-    )
+    config = NSAConfig(dim=32, heads=4, groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=3, w=9)
     torch.manual_seed(0)
     layer = NSAAttention(config, backend="triton").to(kernel_device, torch.float16)
     x = randn(1, S, 32, seed=1, dtype=torch.float16, device=kernel_device)

@@ -135,9 +135,7 @@ def expected(inputs: Inputs, names: list[str], run, dtype: torch.dtype) -> list[
     The oracle loops over tokens in Python: big shapes take the vectorised reference in fp64.
     """
     where = inputs.device if inputs.shape.big else "cpu"
-    leaves = {
-        n: getattr(inputs, n).detach().to(where, dtype).requires_grad_() for n in names
-    }
+    leaves = {n: getattr(inputs, n).detach().to(where, dtype).requires_grad_() for n in names}
     parts = [inputs.split(leaves[n]) for n in names]
     outs = [run(i, *(p[i][None] for p in parts)) for i in range(len(inputs.shape.lengths))]
     out = torch.cat([o[0][0] for o in outs])
@@ -229,9 +227,9 @@ def test_sliding(shape, device):
         fn = exact(x, oracle.sliding_attention, reference.sliding_attention, plain)
         return (fn(q, k, v, window=shape.w),)
 
-    ours = lambda q, k, v: prefill.sliding_attention_triton(
-        q, k, v, window=shape.w, **x.packing()
-    )[0]
+    ours = lambda q, k, v: prefill.sliding_attention_triton(q, k, v, window=shape.w, **x.packing())[
+        0
+    ]
     check("sliding", x, ["q", "k", "v"], ours, theirs, SPANS)
 
 
@@ -387,9 +385,7 @@ def test_choice_among_several_tiles_of_keys(shape, start, device):
     q, k, sizes = x.layout(x.q)[:, start:], x.layout(x.k_cmp), dict(l=shape.l, d=shape.d)
     _, lse = prefill.compressed_attention_triton(q, k, k, **sizes, q_start=start)
     got = prefill.select_blocks_triton(q, k, lse, **shape.sizes, q_start=start).cpu()
-    want = oracle.select_blocks(
-        q.double().cpu(), k.double().cpu(), **shape.sizes, q_start=start
-    )
+    want = oracle.select_blocks(q.double().cpu(), k.double().cpu(), **shape.sizes, q_start=start)
     differ = (got != want).any(-1).float().mean().item()
     assert differ <= (1e-3 if shape.dtype == F32 else 0.02), f"{differ:.2%} of the rows differ"
 
@@ -792,22 +788,18 @@ def test_a_chunk_is_part_of_the_whole(shape, start, count, device):
     again, lse = prefill.compressed_attention_triton(
         q[:, start:end], k_cmp, v_cmp, l=shape.l, d=shape.d, q_start=start
     )
-    first, first_lse = prefill.compressed_attention_triton(
-        q, k_cmp, v_cmp, l=shape.l, d=shape.d
-    )
+    first, first_lse = prefill.compressed_attention_triton(q, k_cmp, v_cmp, l=shape.l, d=shape.d)
     torch.testing.assert_close(again, first[:, start:end], **tol)
     torch.testing.assert_close(lse, first_lse[:, start:end], **tol)
-    chosen = prefill.select_blocks_triton(
-        q[:, start:end], k_cmp, lse, **shape.sizes, q_start=start
-    )
+    chosen = prefill.select_blocks_triton(q[:, start:end], k_cmp, lse, **shape.sizes, q_start=start)
     assert torch.equal(chosen, aux["block_indices"][:, start:end])
     for run in (
         lambda q, k, b, t0: prefill.selection_blocks_triton(
             q, k, k, b, block_size=shape.l_sel, q_start=t0
         ),
-        lambda q, k, b, t0: prefill.sliding_attention_triton(
-            q, k, k, window=shape.w, q_start=t0
-        )[0],
+        lambda q, k, b, t0: prefill.sliding_attention_triton(q, k, k, window=shape.w, q_start=t0)[
+            0
+        ],
     ):
         blocks_of = aux["block_indices"]
         torch.testing.assert_close(

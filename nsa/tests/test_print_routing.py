@@ -103,7 +103,7 @@ def test_a_request_is_the_calls_own(gpu, monkeypatch):
     monkeypatch.setattr(dispatch, "decide", lambda r, f: (seen.append(r), real(r, f))[1])
     rows = gpu()
     print_routing.routing("bfloat16", 96)
-    assert {(r.d_k, r.d_v) for r in seen[len(rows):]} == {(96, 96)}
+    assert {(r.d_k, r.d_v) for r in seen[len(rows) :]} == {(96, 96)}
     training = {r["branch"]: r["needs_grad"] for r in rows if r["call"].startswith("training")}
     assert not training.pop("blocks") and all(training.values())
 
@@ -111,8 +111,11 @@ def test_a_request_is_the_calls_own(gpu, monkeypatch):
 def test_each_fa2_threshold_is_named_by_its_branch(gpu, monkeypatch):
     monkeypatch.setattr(fa2, "probe", lambda: SimpleNamespace(why_not=None))
     rows = gpu(use_fa2=True, fa2_min_len_win=9000, fa2_min_len_cmp=8000)
-    said = {r["branch"]: r["rejected"][0]["meaning"] for r in rows
-            if r["branch"] in ("sliding", "compressed") and r["call"].startswith("prefill, 8")}
+    said = {
+        r["branch"]: r["rejected"][0]["meaning"]
+        for r in rows
+        if r["branch"] in ("sliding", "compressed") and r["call"].startswith("prefill, 8")
+    }
     assert said == {
         "sliding": "key length 512 is below NSA_FA2_MIN_LEN_WIN=9000 (argument)",
         "compressed": "key length 511 is below NSA_FA2_MIN_LEN_CMP=8000 (argument)",

@@ -80,8 +80,10 @@ def window(draw: random.Random, edges: tuple[int, ...], least: int = 1) -> int:
 def drawn_layer(number: int):
     """(its name, run(layer) -> output and gradients, the oracle's), fp64, over 256 tokens."""
     draw = draws(f"layer {number}")
-    S, G, (l, d) = draw.randint(257, 290), 1 + number, draw.choice(
-        [(8, 4), (16, 16), (32, 16), (12, 4)]
+    S, G, (l, d) = (
+        draw.randint(257, 290),
+        1 + number,
+        draw.choice([(8, 4), (16, 16), (32, 16), (12, 4)]),
     )
     sizes = dict(l=l, d=d, l_sel=d * draw.randint(1, 5), n_sel=draw.randint(3, 9),
                  window=window(draw, (256, S) if number else (1, 16, 64, 128)))  # fmt: skip

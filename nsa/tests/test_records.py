@@ -46,8 +46,10 @@ GOOD = {
         ({"status": "UNSTABLE"}, "why"),
         ({"status": "INVALID", "why": ("x",)}, "no numbers"),
         ({"status": "FAILED", "why": ("x",), "median_us": None, "wall_us": 5.0}, "got wall_us"),
-        ({"status": "SKIPPED", "why": ("x",), "median_us": None, "columns": {"busbw_gbs": 3.0}},
-         "got busbw_gbs"),
+        (
+            {"status": "SKIPPED", "why": ("x",), "median_us": None, "columns": {"busbw_gbs": 3.0}},
+            "got busbw_gbs",
+        ),
         ({"columns": {"speedup": 3.0}}, "speedup"),
     ],
 )
@@ -59,14 +61,19 @@ def test_a_row_that_claims_too_much_is_refused(changes, says):
 @pytest.mark.parametrize(
     "changes, says",
     [
-        ({"p20_us": -1.0}, "p20_us is -1"), ({"min_us": 0.0}, "min_us is 0"),
+        ({"p20_us": -1.0}, "p20_us is -1"),
+        ({"min_us": 0.0}, "min_us is 0"),
         ({"base_median_us": -2.0}, "base_median_us is -2"),
         ({"timed_us": 5e3, "elapsed_us": 3e3}, "the clock counts 5000 us in calls that took"),
         ({"wall_min_us": 500.0, "enqueue_us": 20.0}, "a call takes the host 500.0 us at least"),
-        ({"base_wall_min_us": 500.0, "base_enqueue_us": 20.0, "base_median_us": 9.0},
-         "the baseline"),
-        ({"timer": "perf_counter", "wall_min_us": 30.0, "enqueue_us": 0.0},
-         "a call takes the host"),
+        (
+            {"base_wall_min_us": 500.0, "base_enqueue_us": 20.0, "base_median_us": 9.0},
+            "the baseline",
+        ),
+        (
+            {"timer": "perf_counter", "wall_min_us": 30.0, "enqueue_us": 0.0},
+            "a call takes the host",
+        ),
     ],
 )
 def test_times_that_cannot_be_are_refused_and_told(changes, says):

@@ -202,6 +202,7 @@ def test_what_is_computed_where_freed_memory_lay_is_no_view():
 
 def test_results_of_a_played_call_share_no_memory(sums):
     """As PyTorch asks of a custom operator, of empty ones too."""
+
     def launcher(a):
         out = torch.empty_like(a)
         sums(a, a, out, 0)

@@ -95,8 +95,11 @@ def test_turn(kernel_device):
     qkv = randn(1, S, 4 * 16 + 2 * 3 * 32, seed=1, dtype=torch.float16, device=kernel_device)
     at = torch.arange(S, device=kernel_device)
     sizes = dict(heads=4, groups=2, d_k=16, d_v=16, rope_base=1e4)
-    for want, got in zip(split_turned_triton(qkv, at, **sizes),
-                         split_turned_triton(strided(qkv), strided(at), **sizes), strict=True):
+    for want, got in zip(
+        split_turned_triton(qkv, at, **sizes),
+        split_turned_triton(strided(qkv), strided(at), **sizes),
+        strict=True,
+    ):
         assert torch.equal(got, want)  # fmt: skip
 
 

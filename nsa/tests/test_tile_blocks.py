@@ -14,8 +14,12 @@ def plain_lists(
     case: Case, rows: list, queries: int, parts: int
 ) -> dict[tuple[int, int], dict[int, set[int]]]:
     """{row of the first key of a part: queries that chose the block} per (tile, group)."""
-    home = [(b, begin, s) for b in range(case.batch)
-            for begin, n in zip(starts(case), case.lengths, strict=True) for s in range(n)]
+    home = [
+        (b, begin, s)
+        for b in range(case.batch)
+        for begin, n in zip(starts(case), case.lengths, strict=True)
+        for s in range(n)
+    ]
     result: dict = {}
     for token, (b, begin, s) in enumerate(home):
         keys = begin if case.packed else b * (case.q_start + case.lengths[0])
@@ -98,15 +102,22 @@ def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, 
         case.block // parts, queries=queries, heads=heads, parts=parts,
     )  # fmt: skip
     assert lists.part == 64 // heads and lists.queries == queries
-    home = [(begin if case.packed else b * keys, s) for b in range(case.batch)
-            for begin, n in zip(starts(case), case.lengths, strict=True) for s in range(n)]
+    home = [
+        (begin if case.packed else b * keys, s)
+        for b in range(case.batch)
+        for begin, n in zip(starts(case), case.lengths, strict=True)
+        for s in range(n)
+    ]
     rows = blocks.reshape(len(home), case.G, -1).tolist()
     got = lists.rest.blocks.reshape(len(home), case.G, -1).tolist()
     whole, split = [], 0
     for (tile, g), chosen in plain_lists(case, rows, queries, parts).items():
         tokens = range(tile * queries, min((tile + 1) * queries, len(home)))
-        last = {row for query in range(queries)
-                for row in sorted(row for row, by in chosen.items() if query in by)[-2:]}
+        last = {
+            row
+            for query in range(queries)
+            for row in sorted(row for row, by in chosen.items() if query in by)[-2:]
+        }
         rest = {row for row, by in chosen.items() if len(by) < 3 and row not in last}
         n_rest = sum(len(chosen[row]) for row in rest)
         cost = module.READ * len(chosen) + module.PAIR * sum(map(len, chosen.values()))
@@ -123,7 +134,8 @@ def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, 
             first = home[t][0]
             assert got[t][g] == [
                 key * parts // case.block if first + key in rest else -1
-                for block in rows[t][g] for key in parts_of(case, block, parts)
+                for block in rows[t][g]
+                for key in parts_of(case, block, parts)
             ]
         assert lists.rest.listed[tile, g] == (len(chosen) - len(rest) if by_keys else -1)
         entries = lists.entries[tile, g, : lists.counts[tile, g]].tolist()

@@ -109,9 +109,7 @@ def test_ranges_of_a_batch_in_parts(splits, kernel_device):
     q, k, v = cache_inputs(FULL, kernel_device, B=2, seed=13)
     ranges = make_ranges("mixed", 2, 4, 2, 70, 60, device=kernel_device, seed=3)
     ranges[1, 2, 0] = 0
-    out, lse = sel_fwd_in_place(
-        q, k, v, ranges, None, splits=splits, tiles=Tiles(16, 16, 32, 4, 1)
-    )
+    out, lse = sel_fwd_in_place(q, k, v, ranges, None, splits=splits, tiles=Tiles(16, 16, 32, 4, 1))
     want = oracle_ranges(*(x.double().cpu() for x in (q, k, v)), ranges.cpu())
     torch.testing.assert_close(out.cpu().double(), want, rtol=1e-4, atol=1e-5)
     assert (lse[1, 2, 0] == -torch.inf).all()

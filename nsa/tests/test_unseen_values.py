@@ -459,9 +459,7 @@ def test_packed_branches_of_triton(name, bad, kernel_device):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize(
-    "two_passes, bad", [(False, math.nan), (False, 60000.0), (True, math.nan)]
-)
+@pytest.mark.parametrize("two_passes, bad", [(False, math.nan), (False, 60000.0), (True, math.nan)])
 def test_compressed_backward_of_four_heads(two_passes, bad, kernel_device):
     """Of which there is a kernel that finds all gradients in one pass."""
     run, x, sees, places = branch_case("triton", "compressed", F16, kernel_device, h=4)

@@ -127,8 +127,15 @@ def why_not(
 
 
 def plan(
-    programs: int, dim: int, dv: int, n_sel: int, free: int, l_sel: int, max_len: int,
-    sms: int = SMS, fp8: bool = False,
+    programs: int,
+    dim: int,
+    dv: int,
+    n_sel: int,
+    free: int,
+    l_sel: int,
+    max_len: int,
+    sms: int = SMS,
+    fp8: bool = False,
 ) -> ClusterPlan | None:
     """For so many programs; None where block sums do not fit."""
     filled = programs * SMS / sms

@@ -208,8 +208,20 @@ def due_rows(
     k, v = (x.new_empty(batch * due, l, *x.shape[2:]) for x in (k_raw, v_raw))
     widths = groups * k.shape[-1], groups * v.shape[-1]
     launch(
-        _decode_raw_kernel, (batch * due * l, cdiv(max(widths), BLOCK)),
-        k_raw, v_raw, lens, k, v, *widths, rows, due, T, l, d, BLOCK=BLOCK
+        _decode_raw_kernel,
+        (batch * due * l, cdiv(max(widths), BLOCK)),
+        k_raw,
+        v_raw,
+        lens,
+        k,
+        v,
+        *widths,
+        rows,
+        due,
+        T,
+        l,
+        d,
+        BLOCK=BLOCK,
     )
     return k, v
 
@@ -271,9 +283,7 @@ def emit_mlp(
     """
     c = cache.config
     rows, hidden = cache.batch * due * c.groups, (len(k[1]), len(v[1]))
-    first, second, inner, outer, layouts = _phi_plan(
-        c, lens.device, cache.dtype, rows, *hidden
-    )
+    first, second, inner, outer, layouts = _phi_plan(c, lens.device, cache.dtype, rows, *hidden)
     k, v = ([x.contiguous() for x in one] for one in (k, v))
     made = [torch.empty(PARTS, rows, n, dtype=torch.float32, device=lens.device) for n in hidden]
     raw_rows, cmp_rows = cache.k_raw.shape[1], cache.k_cmp.shape[1]

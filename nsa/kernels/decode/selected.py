@@ -78,9 +78,7 @@ def attend_selected(
         tl.store(indices + place, chosen, mask=keep)
         pad = tl.arange(0, N_PAD)
         own = position // l_sel
-        tl.store(
-            indices + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL)
-        )
+        tl.store(indices + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL))
         tl.debug_barrier()
     tiles_per_block = (l_sel + BLOCK_N - 1) // BLOCK_N
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)

@@ -174,9 +174,7 @@ class StepPlan:
         """Of all scratch buffers."""
         return sum(self.floats)
 
-    def buffers(
-        self, scratch: Tensor, lens: Tensor | int, known: bool
-    ) -> list[Tensor] | list[int]:
+    def buffers(self, scratch: Tensor, lens: Tensor | int, known: bool) -> list[Tensor] | list[int]:
         """The scratch buffers; of kernels that are known addresses: splitting takes 10 to 16 us."""
         if known:
             base = scratch.data_ptr()

@@ -255,9 +255,7 @@ def _block_turn(
 
 
 @gluon.jit
-def _load_keys(
-    X, row, live, layout: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr
-):
+def _load_keys(X, row, live, layout: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr):
     """WIDTH columns of rows of X [.., STRIDE], zeros where not live."""
     at = row[:, None] * STRIDE + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     return gl.load(X + at, mask=live[:, None], other=0.0)

@@ -205,9 +205,7 @@ def gated_block_attention_fwd(
         return kept, lse, torch.empty_like(out) if others else None
     n_sel, size = block_indices.shape[-1], q.element_size()
     longest = min(max_seqlen, tokens) if varlen else k.shape[1]
-    on_hopper = hopper.block_forward(
-        q, k, v, n_sel, block_size, softmax_scale, longest, use_gluon
-    )
+    on_hopper = hopper.block_forward(q, k, v, n_sel, block_size, softmax_scale, longest, use_gluon)
     if on_hopper:
         total = (torch.empty_like(out) if keep else out) if others else None
         on_hopper.attend_blocks(

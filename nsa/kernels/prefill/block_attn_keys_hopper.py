@@ -102,9 +102,7 @@ def _move(
 
 
 @gluon.jit
-def _attend(
-    turn, TOTAL, buffers, bars, scale_log2, HEADS: gl.constexpr, PADDED: gl.constexpr
-):
+def _attend(turn, TOTAL, buffers, bars, scale_log2, HEADS: gl.constexpr, PADDED: gl.constexpr):
     """A tile of rows: what they add to their sums."""
     k_place, v_place, places, top_smem, unit_smem = buffers
     ready, done = bars

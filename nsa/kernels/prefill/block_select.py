@@ -188,9 +188,7 @@ def _block_topn_kernel(
     out = OUT + ((q_begin + t) * G + group) * N_SEL
     tl.store(out + slot, block, mask=keep)
     pad = tl.arange(0, N_PAD)
-    tl.store(
-        out + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL)
-    )
+    tl.store(out + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL))
 
 
 def score_tiles(arch: int, d: int, itemsize: int, keys: int) -> tuple[int, int, int, int]:
@@ -256,9 +254,7 @@ class Ranking:
         longest = q.shape[1] if cu_q is None else min(max_q, at.tokens)
         if cu_q is not None:
             assert_longest(cu_q, longest)
-        out = torch.empty(
-            *q.shape[:-2], k_cmp.shape[-2], n_sel, dtype=torch.int32, device=q.device
-        )
+        out = torch.empty(*q.shape[:-2], k_cmp.shape[-2], n_sel, dtype=torch.int32, device=q.device)
         return cls(out, at, longest, q_start, l, d, l_sel, n_init, n_local)
 
     def slabs(self, block_q: int, block_n: int) -> Iterator[Slab]:

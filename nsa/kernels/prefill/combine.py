@@ -24,8 +24,9 @@ def gated_sum(o_cmp, o_sel, o_win, gate, live, mask, SUMMED: tl.constexpr):
         acc = acc * tl.load(gate, mask=live, other=0.0).to(tl.float32)[:, None]
     acc += o_sel.to(tl.float32) * tl.load(gate + 1, mask=live, other=0.0).to(tl.float32)[:, None]
     if not SUMMED:
-        acc += tl.load(o_win, mask=mask, other=0.0).to(tl.float32) * (
-            tl.load(gate + 2, mask=live, other=0.0).to(tl.float32)[:, None]
+        acc += (
+            tl.load(o_win, mask=mask, other=0.0).to(tl.float32)
+            * (tl.load(gate + 2, mask=live, other=0.0).to(tl.float32)[:, None])
         )
     return acc
 

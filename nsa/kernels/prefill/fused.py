@@ -161,9 +161,7 @@ def _prefill_bwd(
 
 @_prefill_bwd.register_fake
 def _(grad_out, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *rest):
-    return tuple(
-        torch.empty_like(x) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    )
+    return tuple(torch.empty_like(x) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates))
 
 
 def _setup_context(ctx, inputs, output):
@@ -179,9 +177,7 @@ def _backward(ctx, grad_out, *unused):
     if grad_out is None:
         return (None,) * 16
     *saved, cu_seqlens, cu_seqlens_cmp = ctx.saved_tensors
-    grads = _prefill_bwd(
-        grad_out, *saved, *ctx.scalars, cu_seqlens, cu_seqlens_cmp, *ctx.rest
-    )
+    grads = _prefill_bwd(grad_out, *saved, *ctx.scalars, cu_seqlens, cu_seqlens_cmp, *ctx.rest)
     return (*grads, *(None,) * 8)
 
 

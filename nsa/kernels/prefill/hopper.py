@@ -65,9 +65,7 @@ def _serving(
     return None
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, use_gluon: bool | None = None
-) -> ModuleType | None:
+def forward(q: Tensor, k: Tensor, v: Tensor, use_gluon: bool | None = None) -> ModuleType | None:
     """The module that serves this call of span_attention_fwd; None: span_fwd does."""
     return _serving("span_fwd_hopper", q.device, use_gluon, q, k, v)
 

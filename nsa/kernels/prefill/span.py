@@ -1,5 +1,4 @@
-"""Compressed and sliding attention and block selection as operators with autograd.
-"""
+"""Compressed and sliding attention and block selection as operators with autograd."""
 
 from __future__ import annotations
 

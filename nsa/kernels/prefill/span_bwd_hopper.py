@@ -584,15 +584,21 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Te
     )
 
 
-def row_stats(
-    lse: torch.Tensor, delta: torch.Tensor, heads: int, signed: bool
-) -> torch.Tensor:
+def row_stats(lse: torch.Tensor, delta: torch.Tensor, heads: int, signed: bool) -> torch.Tensor:
     """lse and delta [.., HQ] as P and dS need them, in the order in which a group reads them."""
     hq = lse.shape[-1]
     out = torch.empty(2 * lse.numel(), device=lse.device, dtype=torch.float32)
     launch(
-        _row_stats_kernel, (cdiv(lse.numel(), 1024),),
-        lse, delta, out, lse.numel() // hq, hq, HEADS=heads, BLOCK=1024, SIGNED=signed,
+        _row_stats_kernel,
+        (cdiv(lse.numel(), 1024),),
+        lse,
+        delta,
+        out,
+        lse.numel() // hq,
+        hq,
+        HEADS=heads,
+        BLOCK=1024,
+        SIGNED=signed,
     )
     return out
 
@@ -604,9 +610,7 @@ def query_share(sq: int, columns: int, block_q: int, sms: int) -> int:
     return cdiv(min(max(share, 128), 2048), block_q) * block_q
 
 
-def query_shares(
-    at: Rows, block_n: int, groups: int, block_q: int, sms: int
-) -> tuple[int, int]:
+def query_shares(at: Rows, block_n: int, groups: int, block_q: int, sms: int) -> tuple[int, int]:
     """(share, splits): query_share, and how many shares a sequence has at most."""
     share = query_share(at.longest, at.filled_tiles(block_n) * groups, block_q, sms)
     splits = cdiv(at.longest, share)

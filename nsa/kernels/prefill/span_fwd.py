@@ -161,9 +161,7 @@ def span_attention_fwd(
     check_heads(q, k, v)
     in_gluon = hopper.forward(q, k, v, use_gluon)
     if in_gluon:
-        return in_gluon.span_attention_fwd_hopper(
-            q, k, v, span, softmax_scale, cu_q, cu_k, q_start
-        )
+        return in_gluon.span_attention_fwd_hopper(q, k, v, span, softmax_scale, cu_q, cu_k, q_start)
     hq, dim = q.shape[-2:]
     groups, dv = v.shape[-2:]
     heads = hq // groups
@@ -190,4 +188,3 @@ def span_attention_fwd(
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
-

@@ -199,9 +199,7 @@ def _bring_span(
     WIDTH: gl.constexpr = v_mem.shape[3]
     of_k, of_v = group * (WIDTH + EXTRA), group * WIDTH
     k_batch, k_begin, k_len = _keys(batch, CU_K, SK, VARLEN)
-    begin, tiles, _, _ = _key_tiles(
-        q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N, NARROW
-    )
+    begin, tiles, _, _ = _key_tiles(q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N, NARROW)
     if NARROW > 0:
         row = k_begin + begin + tiles * BLOCK_N
         _bring(KNS, k_batch, row, of_k, k_mems, bars, K_FULL, K_EMPTY, count)
@@ -514,9 +512,7 @@ def _consume(
                     to = (batch * G + group).to(gl.int64) * slab_rows + q0 - slab_begin
                     before = SCORES.to(gl.int64) + (to + warp * (16 // HEADS)) * n_ld * 4
                     tiles_before = tiles
-                    block_sums.finish(
-                        m, lse2, tiles, sums, aside, before, n_ld, HEADS, DTYPE
-                    )
+                    block_sums.finish(m, lse2, tiles, sums, aside, before, n_ld, HEADS, DTYPE)
             inv = 1.0 / gl.where(l > 0, l, 1.0)
             if PAIR:
                 inv = inv * gate.to(gl.float32)

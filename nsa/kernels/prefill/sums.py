@@ -202,7 +202,15 @@ def rounded_keys(
     programs = cdiv(dk.numel(), SIZE) + cdiv(dv.numel(), SIZE)
     if programs:
         launch(
-            _round_keys_kernel, (programs,), dk, dv, to, to_v, dk.numel(), dv.numel(), scale,
+            _round_keys_kernel,
+            (programs,),
+            dk,
+            dv,
+            to,
+            to_v,
+            dk.numel(),
+            dv.numel(),
+            scale,
             SIZE=SIZE,
         )
     return to, to_v

@@ -106,9 +106,7 @@ def _turn_kernel(
 def turn_tiles(d_k: int, d_v: int) -> dict[str, int]:
     """Constants of the kernel that head sizes decide."""
     half = pow2(d_k // 2)
-    return dict(
-        BLOCK_T=max(PAIRS // half, 1), BLOCK_HALF=half, BLOCK_DV=pow2(d_v), BLOCK_H=BLOCK_H
-    )
+    return dict(BLOCK_T=max(PAIRS // half, 1), BLOCK_HALF=half, BLOCK_DV=pow2(d_v), BLOCK_H=BLOCK_H)
 
 
 def octaves(rope_base: float, d_k: int) -> float:

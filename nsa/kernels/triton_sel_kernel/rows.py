@@ -33,9 +33,7 @@ def zero_chunks(ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_row_chunks(
-    X, base, stride, head, live, chunks, DIM: tl.constexpr, BLOCK: tl.constexpr
-):
+def store_row_chunks(X, base, stride, head, live, chunks, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """The inverse of load_row_chunks, cast to X's dtype."""
     for i in tl.static_range(0, DIM, BLOCK):
         offs = i + tl.arange(0, BLOCK)

@@ -285,9 +285,7 @@ def sized_for(
     )  # fmt: skip
     merge = None
     if splits > 1:
-        more = dict(
-            DV=dv, BLOCK_DV=dot_size(dv), SPLITS=splits, KEEP_LSE=keep_lse, num_warps=4
-        )
+        more = dict(DV=dv, BLOCK_DV=dot_size(dv), SPLITS=splits, KEEP_LSE=keep_lse, num_warps=4)
         merge = _sel_attn_merge_kernel, (rows * heads, 1, 1), more
     return Sized(rows, heads, dv, splits, (rows, splits, head_tiles), constants, merge)
 
@@ -324,9 +322,7 @@ def _dense(
             f"K must be [N={N}, L, D] and V [N, L, Dv], got {list(k.shape)} and {list(v.shape)}"
         )
     H, D, L, dv = *q.shape[1:], *v.shape[1:]
-    sized = sized_for(
-        q.dtype, q.device, N, H, D, dv, L, return_lse, group, tiles, flags, splits
-    )
+    sized = sized_for(q.dtype, q.device, N, H, D, dv, L, return_lse, group, tiles, flags, splits)
     q = aligned(q)
     k, k_strides = units_of_8(k[:, None])
     v, v_strides = units_of_8(v[:, None])

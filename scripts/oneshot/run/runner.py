@@ -261,7 +261,10 @@ class Run:
             env=env,
             device=device,
             env_fingerprint=box.fingerprint(
-                device, torch, os.environ, () if isinstance(self.smi, str) else self.smi,
+                device,
+                torch,
+                os.environ,
+                () if isinstance(self.smi, str) else self.smi,
                 env["system"]["cpu"],
             ),  # fmt: skip
             doctor=[asdict(check) for check in checks],

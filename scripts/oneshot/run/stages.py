@@ -99,11 +99,25 @@ def _gpu(profile: str) -> list[Stage]:
              "1,2", "--L_list", ALL_LENGTHS, "--seconds", "0.03")  # fmt: skip
     selection = [
         Stage(
-            id, f"Selection bench: {what}",
-            ("{python}", "bench/bench_sel_triton.py", *cells, "--dist", dist, "--csv",
-             "{out}/" + id + ".csv"),
-            proof="bench", timeout_s=1200, estimate_s=540, env=bench, log=f"{id}.txt",
-            outputs=(f"{id}.csv",), group="bench", shrinks=True,
+            id,
+            f"Selection bench: {what}",
+            (
+                "{python}",
+                "bench/bench_sel_triton.py",
+                *cells,
+                "--dist",
+                dist,
+                "--csv",
+                "{out}/" + id + ".csv",
+            ),
+            proof="bench",
+            timeout_s=1200,
+            estimate_s=540,
+            env=bench,
+            log=f"{id}.txt",
+            outputs=(f"{id}.csv",),
+            group="bench",
+            shrinks=True,
         )
         for id, dist, what in (
             ("sel_dense", "few", "one span per row, Triton against packed SDPA"),
