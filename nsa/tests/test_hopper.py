@@ -377,18 +377,20 @@ def test_deterministic_algorithms_keep_the_two_passes(asked, on_hopper, monkeypa
     from nsa.kernels.prefill import span_bwd
     from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 
+    asked_for = []
     one_pass = SimpleNamespace(span_attention_bwd_hopper=lambda *a: "one pass")
-    monkeypatch.setattr(on_hopper, "backward", lambda *a: one_pass)
+    monkeypatch.setattr(on_hopper, "backward", lambda *a: asked_for.append(a) or one_pass)
     monkeypatch.setattr(span_bwd, "keys_for_backward", lambda k: k)
     q, k, v, do = tensors()
     lse = torch.zeros(q.shape[:-1])
     call = lambda: span_bwd.span_attention_bwd(
         do, q, k, v, q, lse, Span(COMPRESSED, 32, 16), 1.0, delta=lse
     )
-    assert call() == "one pass"
+    assert call() == "one pass" and len(asked_for) == 1
     monkeypatch.setattr(span_bwd, "dq_tiles", lambda *a: (_ for _ in ()).throw(TwoPasses))
     with deterministic(), pytest.raises(TwoPasses):
         call()
+    assert len(asked_for) == 1
 
 
 @pytest.mark.parametrize("sms", [1, 132])
@@ -434,7 +436,7 @@ PAPERS = dict(D=192, Dv=128, **PAPER)
     Shape((777, 777), h=8, dtype=BF16, n_sel=4, **PAPERS),
 ], ids=str)  # fmt: skip
 def test_whole_with_the_papers_heads(shape, device):
-    """Of 192 and 128: these kernels serve all but the backward of spans."""
+    """With heads of 192 and 128 these kernels serve all but the backward of spans."""
     with launches.recording() as counts:
         kernels_of.test_whole(shape, device)
     assert {FORWARD, SCORES, SELECTION} <= set(counts), dict(counts)

@@ -107,7 +107,7 @@ def block_scores(
 def backward(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, use_gluon: bool | None = None
 ) -> ModuleType | None:
-    """The same for the backward of both spans in one pass; None: span_bwd does."""
+    """The module that serves the backward of a span in one pass; None: span_bwd has two."""
     return _serving("span_bwd_hopper", q.device, use_gluon, q, k, v, grad_out)
 
 

@@ -722,8 +722,8 @@ def hopper_tiles(span: Span, queries: int, wider: bool = False) -> Tiles:
 
 
 def _key_descriptors(k: torch.Tensor, v: torch.Tensor, tiles: Tiles, varlen: bool) -> list[Any]:
-    """Of whole tiles of keys and values, then of the narrow ones; then of the columns that keys
-    have behind as many as values."""
+    """Descriptors of whole tiles of keys and values, then of the narrow ones; then of the columns
+    that keys have behind as many as values."""
     rows = (1, -1) if varlen else k.shape[:2]
     layout = shared_layout(128, 16, 3)
     width = v.shape[-1]

@@ -1,1 +1,1 @@
-"""What the machine is, whether it is fit and stays so, and its processes."""
+"""The machine: what it is, whether it is fit and stays so, and its processes."""

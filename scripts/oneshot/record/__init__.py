@@ -1,1 +1,1 @@
-"""What a run writes down, how it is judged, and what must not be in it."""
+"""The record of a run: what it holds, how it is judged, and what is kept out of it."""
