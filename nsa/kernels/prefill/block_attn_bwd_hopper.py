@@ -42,7 +42,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
-from nsa.kernels.prefill.span_bwd_hopper import _tma_add, bounded, finite
+from nsa.kernels.prefill.span_bwd_hopper import _tma_add, bounded, finite, masked_rows
 from nsa.kernels.prefill.sums import MOST_PARTS, HalfSums
 from nsa.kernels.prefill.warps import rounded_here
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
@@ -255,13 +255,6 @@ def _block_turn(
 
 
 @gluon.jit
-def _load_keys(X, row, live, layout: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr):
-    """WIDTH columns of rows of X [.., STRIDE], zeros where not live."""
-    at = row[:, None] * STRIDE + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-    return gl.load(X + at, mask=live[:, None], other=0.0)
-
-
-@gluon.jit
 def _add_keys(OUT, x, row, live, layout: gl.constexpr, STRIDE: gl.constexpr):
     at = row[:, None] * STRIDE + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
     gl.atomic_add(OUT + at, x, mask=live[:, None], sem="relaxed")
@@ -288,10 +281,10 @@ def _block_walk(
     # By pointers and once: keys past the sequence must be zeros, not the next one's.
     K_WIDTH: gl.constexpr = WIDTH + EXTRA
     live = key < n_keys
-    k_place.index(0).store(bounded(_load_keys(K, key_row, live, COPY_LAYOUT, WIDTH, K_WIDTH)))
-    v_place.index(0).store(finite(_load_keys(V, key_row, live, COPY_LAYOUT, WIDTH, WIDTH)))
+    k_place.index(0).store(bounded(masked_rows(K, key_row, live, COPY_LAYOUT, WIDTH, K_WIDTH)))
+    v_place.index(0).store(finite(masked_rows(V, key_row, live, COPY_LAYOUT, WIDTH, WIDTH)))
     if EXTRA > 0:
-        k2 = _load_keys(K + WIDTH, key_row, live, COPY_LAYOUT, EXTRA, K_WIDTH)
+        k2 = masked_rows(K + WIDTH, key_row, live, COPY_LAYOUT, EXTRA, K_WIDTH)
         k2_place.index(0).store(bounded(k2))
     fence_async_shared()
     program_barrier()

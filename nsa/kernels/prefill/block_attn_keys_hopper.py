@@ -28,10 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import block_lists, tile_blocks
-from nsa.kernels.prefill.block_attn_bwd_hopper import _head_tiles, _load_keys
+from nsa.kernels.prefill.block_attn_bwd_hopper import _head_tiles
 from nsa.kernels.prefill.key_sums import KeySums
 from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
-from nsa.kernels.prefill.span_bwd_hopper import _tma_add
+from nsa.kernels.prefill.span_bwd_hopper import _tma_add, masked_rows
 from nsa.kernels.prefill.sums import MOST_PARTS
 from nsa.kernels.tiles import LOG2E
 
@@ -157,8 +157,8 @@ def _walk(
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
     key_row = (first_key + key) * G + group
     here = (key >= 0) & (begin < end)  # rows see all keys of a block: it lies within the sequence
-    k_place.index(0).store(_load_keys(K, key_row, here, COPY_LAYOUT, WIDTH, WIDTH))
-    v = _load_keys(V, key_row, here, COPY_LAYOUT, WIDTH, WIDTH)
+    k_place.index(0).store(masked_rows(K, key_row, here, COPY_LAYOUT, WIDTH, WIDTH))
+    v = masked_rows(V, key_row, here, COPY_LAYOUT, WIDTH, WIDTH)
     column = group * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY_LAYOUT))
     scale = gl.load(SCALES + column)
     v_place.index(0).store((v.to(gl.float32) * scale[None, :]).to(v.dtype))

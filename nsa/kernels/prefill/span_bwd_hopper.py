@@ -277,9 +277,9 @@ def _span_turn(
 
 
 @gluon.jit
-def _masked_rows(X, row, live, layout: gl.constexpr, WIDTH: gl.constexpr):
-    """Rows of X [.., WIDTH], zeros where not live."""
-    at = row[:, None] * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+def masked_rows(X, row, live, layout: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr):
+    """WIDTH columns of rows of X [.., STRIDE], zeros where not live."""
+    at = row[:, None] * STRIDE + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     return gl.load(X + at, mask=live[:, None], other=0.0)
 
 
@@ -324,8 +324,8 @@ def _span_tail(
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, COPY_LAYOUT))
     t = m0 + rows // HEADS
     row = (t0 + t).to(gl.int64) * HQ + head0 + rows % HEADS
-    q.store(_masked_rows(Q, row, t < q_len, COPY_LAYOUT, WIDTH))
-    do.store(_masked_rows(DO, row, t < q_len, COPY_LAYOUT, WIDTH))
+    q.store(masked_rows(Q, row, t < q_len, COPY_LAYOUT, WIDTH, WIDTH))
+    do.store(masked_rows(DO, row, t < q_len, COPY_LAYOUT, WIDTH, WIDTH))
     fence_async_shared()
     column = gl.arange(0, ROWS, COLUMN)
     t = m0 + column // HEADS
@@ -393,8 +393,8 @@ def _span_walk(
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
     key_row = (k_begin + key) * G + group
     # By pointers and once: keys past the sequence must be zeros, not the next one's.
-    k_place.index(0).store(bounded(_masked_rows(K, key_row, key < k_end, COPY_LAYOUT, WIDTH)))
-    v_place.index(0).store(finite(_masked_rows(V, key_row, key < k_end, COPY_LAYOUT, WIDTH)))
+    k_place.index(0).store(bounded(masked_rows(K, key_row, key < k_end, COPY_LAYOUT, WIDTH, WIDTH)))
+    v_place.index(0).store(finite(masked_rows(V, key_row, key < k_end, COPY_LAYOUT, WIDTH, WIDTH)))
     # The first tile has none before it: its own Q times dS = 0.
     ds_smem.index(1).store(gl.zeros([KEYS, ROWS], q_smem.dtype, S_LAYOUT))
     fence_async_shared()
@@ -621,8 +621,8 @@ def gradient_sums(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dq: torch.Tensor | None, splits: int,
     packed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """What one pass adds dQ to, and what it writes dK and dV to, or adds where it is split; keys of
-    a pack may be in no sequence."""
+    """The memory of dQ, to which the pass adds, and of dK and dV, to which it adds if it is split,
+    else writes. Keys of a pack may be in no sequence: their gradients are zeros."""
     acc = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
     if splits > 1:
         return acc, *zero_sums(k, v)
