@@ -2,8 +2,9 @@
 
     python bench/bench_generate.py --S_list 32768 --csv generate.csv
 
-`nsa.generate` (eager and by CUDA graph, caches of bf16 and FP8), and `generate` of a LLaMA of
-Transformers of the same sizes, where that is installed, with attention "nsa" and "sdpa". Greedy.
+`nsa.generate` (eager and by CUDA graph, caches of bf16 and FP8); `generate` of a LLaMA of
+Transformers of the same sizes, where that is installed, with attention "nsa" and "sdpa"; and both
+models in vLLM, where that is installed. Greedy. --who names a part of those that shall run.
 prefill_s is the time to the first token; a step is what each further token takes. Each row is the
 better of two runs.
 
@@ -12,8 +13,9 @@ text: largest difference of the last logits over the largest logit, of the promp
 tokens (`off_short`) and of all (`off`). Both are bf16; an FP8 cache is held against the same bf16
 forward, so its limit is wider. So is that of a long prompt: keys of random weights are so alike
 that the last bit of bf16 decides which of hundreds of blocks are chosen, and two right ways differ
-by 0.15 at 32k. kernels: launches of our kernels in a step, or with a graph in all of the prompt,
-the capture and its warm-up; a row of NSA without any is FAILED.
+by 0.15 at 32k. vLLM tells the 20 largest logits only, which are compared. kernels: launches of our
+kernels in a step, or with a graph in all of the prompt, the capture and its warm-up (vLLM's engine
+captures before); a row of NSA without any is FAILED.
 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
@@ -34,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
+from bench import engine_vllm
 from bench.device import Gpu
 from bench.main import bench_parser, parsed
 from bench.provenance import COLUMNS as PROVENANCE
@@ -45,6 +48,7 @@ from nsa.generate import generate
 SIZES = {"dim": 2048, "heads": 32, "groups": 2, "dk": 128, "layers": 4, "vocab": 32000}
 DEVICE = "cuda", torch.bfloat16  # of the models
 LIMIT, WIDE_LIMIT = 0.05, 0.25
+WHO = ["nsa.generate", "transformers", "vllm"]
 SHORT = 2048  # tokens of a prompt to which LIMIT applies
 COLUMNS = (
     "who", "cache", "how", "B", "S", "new", *SIZES, "prefill_s", "ms_per_step", "tokens_per_s",
@@ -53,8 +57,8 @@ COLUMNS = (
 
 
 class Run(NamedTuple):
-    """Texts [B, S + new], the logits of their last tokens [B, vocab] from the cache, the seconds to
-    the first token and of each step, and how the steps ran."""
+    """Texts [B, S + new], the logits of their last tokens [B, vocab] from the cache (-inf: below
+    those that are told), the seconds to the first token and of each step, and how the steps ran."""
 
     tokens: Tensor
     logits: Tensor
@@ -133,22 +137,52 @@ def llama(args: argparse.Namespace, attention: str) -> Any:
     return model.to(*DEVICE).eval()
 
 
+def by_vllm(llm: Any, ids: Tensor, new: int) -> Run:
+    return Run(*engine_vllm.generated(llm, ids, new), "graph")
+
+
 def contenders(args: argparse.Namespace) -> Iterator[tuple[str, str, Runner, Whole]]:
-    """(who, cache, run, logits of a whole text at its last token)."""
+    """(who, cache, run, logits of a whole text at its last token) of those that --who names."""
     config = NSAConfig(args.dim, args.heads, args.groups, args.dk, args.dk)
     ours = NSALanguageModel(config, args.vocab, args.layers).to(*DEVICE).eval()
+    whole: Whole = partial(last_of, ours)
     for graph, cache in itertools.product((False, True), ("auto", "fp8_e4m3")):
-        yield "nsa.generate", cache, partial(by_nsa, ours, graph, cache), partial(last_of, ours)
-    del ours
+        if "nsa.generate" in args.who:
+            yield "nsa.generate", cache, partial(by_nsa, ours, graph, cache), whole
+    if "vllm" in args.who:
+        for cache in "auto", "fp8_e4m3":
+            yield from in_vllm(args, ours, cache, whole)
+    del ours, whole
     for attention in ("nsa", "sdpa"):
         try:
             model = llama(args, attention)
         except ImportError as error:
             note(f"Transformers is not timed: {error}")
             return
-        run, whole = partial(by_transformers, model), partial(last_of_transformers, model)
-        del model
-        yield f"transformers, {attention}", "auto", run, whole
+        whole = partial(last_of_transformers, model)
+        if "transformers" in args.who:
+            run = partial(by_transformers, model)
+            yield f"transformers, {attention}", "auto", run, whole
+        if "vllm" in args.who and attention == "sdpa":
+            yield from in_vllm(args, model, "auto", whole)
+
+
+def in_vllm(
+    args: argparse.Namespace, model: Any, cache: str, whole: Whole
+) -> Iterator[tuple[str, str, Runner, Whole]]:
+    try:
+        with engine_vllm.engine(model, args.B_list, max(args.S_list), args.new, cache) as llm:
+            name = engine_vllm.attention_of(llm).lower()
+            yield f"vllm, {name}", cache, partial(by_vllm, llm), whole
+    except ImportError as error:
+        note(f"vLLM is not timed: {error}")
+
+
+def off_by(told: Tensor, want: Tensor) -> float:
+    """Largest difference over the largest wanted logit, of those that are told (not -inf)."""
+    unknown = told == -torch.inf
+    off = (told - want).masked_fill(unknown, 0).abs().max() / want.abs().max()
+    return torch.inf if unknown.all(-1).any() else off.item()
 
 
 def timed(
@@ -168,7 +202,7 @@ def timed(
     for made, allowed in (short, limit), (last, WIDE_LIMIT if ids.shape[1] > SHORT else limit):
         with torch.inference_mode():
             want = whole(made.tokens[:, :-1]).float()
-        offs.append(((made.logits.float() - want).abs().max() / want.abs().max()).item())
+        offs.append(off_by(made.logits.float(), want))
         if not offs[-1] <= allowed:
             why.append(f"the last logits are off by {offs[-1]:.3g}, allowed {allowed}")
     kernels = counted[1] - counted[0] if last.how != "graph" else counted[0]
@@ -185,6 +219,7 @@ def timed(
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = bench_parser(__doc__, lengths=[32768], sizes=SIZES | {"new": (64, "tokens a text")},
                           shrinks=False)  # fmt: skip
+    parser.add_argument("--who", nargs="+", choices=WHO, default=WHO, help="contenders")
     parser.add_argument("--B_list", type=integers, default=[1], help="texts at a time, a,b,c")
     args = parsed(parser, argv)
     if args.new < 5:
@@ -205,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
             row = {"who": who, "cache": cache, "B": B, "S": S, "new": args.new, **about}
             row |= {name: getattr(args, name) for name in SIZES}
             limit = LIMIT if cache == "auto" else WIDE_LIMIT
-            row |= timed(run, whole, ids, args.new, limit, who != "transformers, sdpa")
+            row |= timed(run, whole, ids, args.new, limit, "nsa" in who)
             failed |= row["status"] == "FAILED"
             rows.append(row)
             offs = f"{row['off_short']:.3g}, {row['off']:.3g}"

@@ -55,6 +55,18 @@ def test_transformers_is_timed_by_its_own_generate(attention, monkeypatch):
     assert row["status"] == "VALID", row
 
 
+def test_logits_of_which_some_are_told():
+    want = torch.tensor([[4.0, 1.0, 2.0], [1.0, 2.0, 0.0]])
+    told = want.clone().index_fill_(1, torch.tensor([1]), -torch.inf)
+    assert bench_generate.off_by(told, want) == 0
+    told[1, 0] = 3
+    assert bench_generate.off_by(told, want) == 0.5
+    told[0] = -torch.inf  # nothing is known of a text
+    assert bench_generate.off_by(told, want) == torch.inf
+    told[0] = torch.nan
+    assert not bench_generate.off_by(told, want) < 9
+
+
 def test_usage_and_no_card(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench_generate.main(SMALL) == 3

@@ -76,7 +76,7 @@ def test_memory_that_a_hung_stage_holds_is_free_for_the_next(tmp_path):
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_signal_in_the_middle_of_a_bench_leaves_a_valid_report(tmp_path, name, code):
-    process = start(tmp_path, "@sanity,@sel_route,@prefill_bench")
+    process = start(tmp_path, "@sanity,@prefill_bench")
     journal = tmp_path / "abc1234" / "events.jsonl"
     deadline = time.monotonic() + 120
     while '"median_us"' not in (journal.read_text() if journal.exists() else ""):
@@ -87,7 +87,7 @@ def test_a_signal_in_the_middle_of_a_bench_leaves_a_valid_report(tmp_path, name,
     got, console, stages, folder = finish(process, tmp_path, 30)
     assert got == code and time.monotonic() - sent < 10, console
     assert stages["sanity"]["status"] == "PASS", console
-    assert stages["sel_route"]["kind"] == "PREEMPTED", console
+    assert stages["prefill_bench"]["kind"] == "PREEMPTED", console
     assert verified(folder)[0], verified(folder)[1]
     free = subprocess.run(
         ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"], capture_output=True,

@@ -8,6 +8,7 @@ calls are written in PyTorch below.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 import json
@@ -23,7 +24,7 @@ from torch import Tensor
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
-os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # before its first import
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # before its first import
 
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: E402
@@ -45,14 +46,15 @@ ROOT = Path(__file__).resolve().parents[2]
 C = NSAConfig(
     dim=32, heads=4, groups=2, d_k=8, d_v=16, l=8, d=4, l_sel=8, n_sel=4, window=12, phi="mlp"
 )
+CARD = dataclasses.replace(C, dim=128, d_k=64, d_v=64, l_sel=16)  # which our kernels take
 PAGE, PAGES, S = 16, 24, 90
 NAN = float("nan")
 
 
-def make_model() -> NSALanguageModel:
+def make_model(config: NSAConfig = C) -> NSALanguageModel:
     """Weights with which every branch has a say in the tokens."""
     torch.manual_seed(0)
-    model = NSALanguageModel(C, vocab_size=256, n_layers=2).eval()
+    model = NSALanguageModel(config, vocab_size=256, n_layers=2).eval()
     with torch.no_grad():
         for block in model.blocks:
             block.attention.out.weight.mul_(6)
@@ -401,8 +403,8 @@ def serve(folder: str, **settings) -> None:
         preempt(*args, **named),
     )[1]
     llm = LLM(
-        folder, skip_tokenizer_init=True, enforce_eager=True, max_num_batched_tokens=64,
-        max_num_seqs=3, seed=0, **settings,
+        folder, skip_tokenizer_init=True, max_num_batched_tokens=64, max_num_seqs=3, seed=0,
+        **{"enforce_eager": True, **settings},
     )  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     *first, last = ({"prompt_token_ids": x} for x in prompts())
@@ -425,28 +427,8 @@ def serve(folder: str, **settings) -> None:
     ],
 )
 def test_the_engine_makes_the_tokens_of_generate(folder, tmp_path, settings, ours):
-    info = tmp_path / "nsa_plugin-0.dist-info"  # as an installed nsa has it
-    info.mkdir()
-    text = (ROOT / "pyproject.toml").read_text().partition('"vllm.general_plugins"]\n')[2]
-    entry = text.splitlines()[0].replace('"', "")
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nsa-plugin\nVersion: 0\n")
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    call = f"from nsa.tests.test_vllm import serve; serve({str(folder)!r}, **{settings})"
-    done = subprocess.run(
-        [sys.executable, "-c", call], capture_output=True, text=True, env=env, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(x for x in done.stdout.splitlines() if x.startswith("SERVED "))
-    tokens, cached, preempted = json.loads(line.removeprefix("SERVED "))
+    env = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    tokens, cached, preempted = served(folder, tmp_path, settings, env)
     model = make_model()
     for prompt, got in zip(prompts(), tokens, strict=True):
         want = generate(model, torch.tensor([prompt]), 24, kv_cache_dtype=ours)
@@ -455,3 +437,68 @@ def test_the_engine_makes_the_tokens_of_generate(folder, tmp_path, settings, our
     few = "num_gpu_blocks_override" in settings
     assert cached == 128 or few
     assert (preempted > 0) == few
+
+
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("runner", ["0", "1"])  # vLLM's older and its second model runner
+@pytest.mark.parametrize(
+    "settings, allowed",
+    [
+        pytest.param({}, 0.01, id="eager"),
+        pytest.param(GRAPHS, 0.01, id="graphs"),
+        pytest.param({"kv_cache_dtype": "fp8", **GRAPHS}, 0.1, id="fp8"),
+        pytest.param({"num_gpu_blocks_override": 5}, 0.01, id="few-pages"),
+    ],
+)
+def test_the_engine_on_a_card(tmp_path, settings, allowed, runner):
+    """No token's logit is below the largest of one forward by more than rounding explains."""
+    model = make_model(CARD).half().cuda()
+    integration.save_for_vllm(model, tmp_path / "model", max_len=256)
+    settings = {"dtype": "float16", "gpu_memory_utilization": 0.2, "block_size": 64, **settings}
+    env = {
+        "VLLM_TARGET_DEVICE": "cuda",
+        "VLLM_USE_V2_MODEL_RUNNER": runner,
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    tokens, cached, preempted = served(tmp_path / "model", tmp_path, settings, env)
+    for prompt, got in zip(prompts(), tokens, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + got], device="cuda"))[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(-1, torch.tensor(got, device="cuda")[:, None])[:, 0]
+        behind = (logits.amax(-1) - chosen).max() / logits.abs().max()
+        assert behind <= allowed, (prompt[:3], behind)
+    assert len({x for got in tokens for x in got}) > 9
+    few = "num_gpu_blocks_override" in settings
+    assert cached == 128 or few
+    assert (preempted > 0) == few
+
+
+def served(folder, tmp_path, settings, env):
+    """What serve() prints, of a process of its own that finds the plugin by its entry point."""
+    info = tmp_path / "nsa_plugin-0.dist-info"  # as an installed nsa has it
+    info.mkdir()
+    text = (ROOT / "pyproject.toml").read_text().partition('"vllm.general_plugins"]\n')[2]
+    entry = text.splitlines()[0].replace('"', "")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nsa-plugin\nVersion: 0\n")
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+        **env,
+    }
+    call = f"from nsa.tests.test_vllm import serve; serve({str(folder)!r}, **{settings})"
+    done = subprocess.run(
+        [sys.executable, "-c", call], capture_output=True, text=True, env=env, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(x for x in done.stdout.splitlines() if x.startswith("SERVED "))
+    return json.loads(line.removeprefix("SERVED "))
