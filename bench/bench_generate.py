@@ -137,8 +137,8 @@ def llama(args: argparse.Namespace, attention: str) -> Any:
     return model.to(*DEVICE).eval()
 
 
-def by_vllm(llm: Any, ids: Tensor, new: int) -> Run:
-    return Run(*engine_vllm.generated(llm, ids, new), "graph")
+def by_vllm(llms: list[Any], ids: Tensor, new: int) -> Run:
+    return Run(*engine_vllm.generated(llms, ids, new), "graph")
 
 
 def contenders(args: argparse.Namespace) -> Iterator[tuple[str, str, Runner, Whole]]:
@@ -164,16 +164,18 @@ def contenders(args: argparse.Namespace) -> Iterator[tuple[str, str, Runner, Who
             run = partial(by_transformers, model)
             yield f"transformers, {attention}", "auto", run, whole
         if "vllm" in args.who and attention == "sdpa":
-            yield from in_vllm(args, model, "auto", whole)
+            for backend in (None, "TRITON_ATTN"):
+                yield from in_vllm(args, model, "auto", whole, backend)
 
 
 def in_vllm(
-    args: argparse.Namespace, model: Any, cache: str, whole: Whole
+    args: argparse.Namespace, model: Any, cache: str, whole: Whole, attention: str | None = None
 ) -> Iterator[tuple[str, str, Runner, Whole]]:
     try:
-        with engine_vllm.engine(model, args.B_list, max(args.S_list), args.new, cache) as llm:
-            name = engine_vllm.attention_of(llm).lower()
-            yield f"vllm, {name}", cache, partial(by_vllm, llm), whole
+        sizes = args.B_list, max(args.S_list), args.new
+        with engine_vllm.engine(model, *sizes, cache, attention) as llms:
+            name = engine_vllm.attention_of(llms).lower()
+            yield f"vllm, {name}", cache, partial(by_vllm, llms), whole
     except ImportError as error:
         note(f"vLLM is not timed: {error}")
 

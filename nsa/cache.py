@@ -29,7 +29,6 @@ from torch import Tensor
 from nsa import fp8, select
 from nsa.blocks import num_compressed, visible_compressed
 from nsa.checks import needs_grad
-from nsa.compress import MLPCompression
 from nsa.config import NSAConfig, check_int
 from nsa.fp8 import KVCacheDtype
 from nsa.transforms import refuse_tokens
@@ -479,34 +478,13 @@ class NSACache:
         if not due:
             return
         from nsa.kernels.decode import emit
+        from nsa.kernels.decode.append import descales
 
-        learnt = [self._learnt(phi_k, c.d_k), self._learnt(phi_v, c.d_v)]
-        if all(one is not None and emit.serves(c, len(one[1])) for one in learnt):
-            emit.emit_mlp(self.lens, self, due, T, *learnt)
-        else:
-            with torch.no_grad():
-                made, rows = [], emit.due_rows(self.k_raw, self.v_raw, self.lens, due, T, c.l, c.d)
-                for raw, phi, descale in zip(
-                    rows, (phi_k, phi_v), (self.k_descale, self.v_descale), strict=True
-                ):
-                    of_batch = raw.view(self.batch, -1, *raw.shape[2:])
-                    one = phi(self._read(of_batch, descale).view(raw.shape))
-                    made.append(self._stored(one.unflatten(0, (self.batch, due))[:, :, 0], descale))
-                emit.emit_due(*made, self, due, T)
-
-    def _learnt(self, phi: Any, dim: int) -> tuple[Tensor, ...] | None:
-        """Weights of an MLP that takes this cache's raw rows, None of any other phi."""
-        weights = phi.for_kernel() if isinstance(phi, MLPCompression) else None
-        if weights is None or (phi.l, phi.d) != (self.config.l, self.config.d):
-            return None
-        l, hidden = phi.l, len(weights[1])
-        shapes = (l, dim), (hidden, l * dim), (hidden,), (dim, hidden), (dim,)
-        if any(
-            x.shape != shape or x.device != self.lens.device
-            for x, shape in zip(weights, shapes, strict=True)
-        ):
-            return None
-        return weights
+        where = emit.Blocks(
+            self.k_raw, self.v_raw, self.k_cmp, self.v_cmp, self.lens, c.l, c.d,
+            self.k_cmp.shape[1], descales(self), self.dtype,
+        )  # fmt: skip
+        emit.emit(where, due, T, phi_k, phi_v)
 
     def _make_room(self, T: int) -> None:
         end = self.length + T

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -105,6 +107,17 @@ class MLPCompression(nn.Module):
         ):
             return None
         return self.position, inner.weight, inner.bias, outer.weight, outer.bias
+
+
+def made_by(name: str, phi: Callable[[Tensor], Tensor], raw: Tensor) -> Tensor:
+    """phi of raw tokens [n, l, G, D]: [n, 1, G, D], else ValueError."""
+    made = phi(raw)
+    n, _, G, D = raw.shape
+    if made.shape != (n, 1, G, D):
+        raise ValueError(
+            f"{name} must make {[n, 1, G, D]} of {list(raw.shape)}, got {list(made.shape)}"
+        )
+    return made
 
 
 def make_compression(kind: str, dim: int, l: int, d: int) -> nn.Module:

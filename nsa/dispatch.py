@@ -214,6 +214,7 @@ _LOG_PREFIX = {
     Branch.BLOCKS: "blocks",
     Branch.PREFILL: "prefill",
     Branch.TURN: "turn",
+    Branch.APPEND: "append",
     Branch.STEP: "decode",
 }
 

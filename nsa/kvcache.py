@@ -41,6 +41,7 @@ from nsa.attention import STEP, _check_beside, _check_float, decode_composed
 from nsa.blocks import num_compressed
 from nsa.cache import BranchKV
 from nsa.checks import MOST_STEP_ROWS, scale_of
+from nsa.compress import made_by
 from nsa.config import NSAConfig, check_blocks, check_choice, check_int
 from nsa.dispatch import Backend, Branch, Route
 from nsa.flags import Flags
@@ -524,25 +525,107 @@ def nsa_with_kvcache(
         n_cmp = None if k_cmp is None or not appending else k_cmp.shape[1]
         _check_values(caches, T, appending, n_cmp, checked)
     if appending:
-        positions = lens.long()[:, None] + torch.arange(T, device=q.device)
-        turn: Callable[[Tensor], Tensor] = lambda x: x
+        new = {name: x for name, (x, *_) in own.items()}
         if rotary_cos is not None and rotary_sin is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
+            positions = lens.long()[:, None] + torch.arange(T, device=q.device)
             cos, sin = (x[positions][:, :, None].to(wide) for x in (rotary_cos, rotary_sin))
-            turn = lambda x: turn_by(x, cos, sin, rotary_interleaved)
-            q = turn(q)
-        new = [
-            (name, cache, turn(x) if name[0] == "k" else x, in_ring)
-            for name, (x, cache, in_ring, _) in own.items()
-            if x is not None
-        ]
-        caches.write(new, positions)
-        if k_cmp_cache.shape[1] and (k_cmp is None or k_cmp.shape[1]):
-            raw: tuple[Any, ...] = k_raw_cache, v_raw_cache, phi_k, phi_v
-            whole: tuple[Any, ...] = k_cmp, v_cmp
-            make = functools.partial(_made, caches, *raw)
-            caches.emit(T, make if phi else functools.partial(_given, *whole))
+            q = turn_by(q, cos, sin, rotary_interleaved)
+            for name, x in new.items():
+                if name[0] == "k" and x is not None:
+                    new[name] = turn_by(x, cos, sin, rotary_interleaved)
+        emits = k_cmp_cache.shape[1] > 0 and (k_cmp is None or k_cmp.shape[1] > 0)
+        _append(
+            dict(
+                caches=caches,
+                new=new,
+                raw=(k_raw_cache, v_raw_cache),
+                phi=(phi_k, phi_v) if phi else None,
+                given=(k_cmp, v_cmp),
+                emits=emits,
+            ),
+            backend,
+            flags,
+        )
     return _attend(q, caches, gates, scale, backend, flags)
+
+
+def _append(args: dict[str, Any], backend: Backend | None, flags: Flags) -> None:
+    """New tokens, and the compressed ones that they complete, into the caches."""
+    caches, k, v = args["caches"], args["new"]["k_sel"], args["new"]["v_sel"]
+    route = dispatch.parse_backend(backend)
+    choice = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
+    request = dispatch.make_request(Branch.APPEND, k, k, v, caches.max_len, flags, choice)
+    calls = dispatch.calls(APPEND, args, flags)
+    dispatch.guarded(request, calls, flags, choice, ("append", k, caches.k_sel))
+
+
+def _append_triton(args: dict[str, Any], flags: Flags) -> None:
+    from nsa.kernels.decode import emit, write
+    from nsa.kernels.tiles import arch_of
+
+    caches, new, (k_raw, v_raw) = args["caches"], args["new"], args["raw"]
+    if caches.k_descale is not None and arch_of(caches.lens.device) in range(1, 89):
+        raise NotImplementedError("e4m3 before SM 8.9")
+    T, lens = new["k_sel"].shape[1], caches.lens
+    descales = lens, lens
+    if caches.k_descale is not None:
+        descales = caches.k_descale, caches.v_descale
+    names = "k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw"
+    held = caches.k_sel, caches.v_sel, caches.k_win, caches.v_win, k_raw, v_raw
+    write.write_new(
+        lens, [new.get(name) for name in names], held, descales, caches.block_table, caches.ring
+    )
+    if not args["emits"]:
+        return
+    l, d = caches.sizes["l"], caches.sizes["d"]
+    most = num_compressed(caches.max_len, l, d)
+    if caches.block_table is None:
+        most = min(most, caches.k_cmp.shape[1])
+    where = emit.Blocks(
+        caches.k_sel if k_raw is None else k_raw,
+        caches.v_sel if v_raw is None else v_raw,
+        caches.k_cmp,
+        caches.v_cmp,
+        lens,
+        l,
+        d,
+        most,
+        descales,
+        caches.dtype,
+        caches.block_table,
+        caches.ring,
+    )
+    if args["phi"] is not None:
+        emit.emit(where, (T - 1) // d + 1, T, *args["phi"])
+    else:
+        k, v = args["given"]
+        emit.emit_due(lens, where, k.flatten(0, 1), v.flatten(0, 1), k.shape[1], T)
+
+
+def _append_pytorch(args: dict[str, Any], flags: Flags) -> None:
+    caches, raw = args["caches"], args["raw"]
+    T, ring = args["new"]["k_sel"].shape[1], caches.ring
+    held = {"k_sel": caches.k_sel, "v_sel": caches.v_sel, "k_win": caches.k_win}
+    held |= {"v_win": caches.v_win, "k_raw": raw[0], "v_raw": raw[1]}
+    positions = caches.lens.long()[:, None] - T + torch.arange(T, device=caches.lens.device)
+    caches.write(
+        [
+            (name, held[name], x, ring and not name.endswith("sel"))
+            for name, x in args["new"].items()
+            if x is not None
+        ],
+        positions,
+    )
+    if not args["emits"]:
+        return
+    if args["phi"] is not None:
+        caches.emit(T, functools.partial(_made, caches, *raw, *args["phi"]))
+    else:
+        caches.emit(T, functools.partial(_given, *args["given"]))
+
+
+APPEND: dispatch.Rungs = {Route.TRITON: _append_triton, Route.REFERENCE: _append_pytorch}
 
 
 def _check_new(
@@ -605,12 +688,7 @@ def _made(
     for name, cache, phi in (("phi_k", k_raw, phi_k), ("phi_v", v_raw, phi_v)):
         at = _places(cache, tokens, caches.block_table, caches.ring)
         rows = caches.read(name[-1], cache.flatten(0, 1)[at]).unflatten(1, (-1, l)).flatten(0, 1)
-        one = phi(rows)
-        if one.shape != (len(rows), 1, *cache.shape[2:]):
-            raise ValueError(
-                f"{name} must make [{len(rows)}, 1, {', '.join(map(str, cache.shape[2:]))}] of "
-                f"{list(rows.shape)}, got {list(one.shape)}"
-            )
+        one = made_by(name, phi, rows)
         made.append(one.reshape(*block.shape, *cache.shape[2:]))
     return made[0], made[1]
 

@@ -21,6 +21,7 @@ class Branch(str, enum.Enum):
     BLOCKS = "blocks"  # the choice of blocks, which has no gradient
     PREFILL = "prefill"  # all branches in one operator; its reference is the branches one by one
     TURN = "turn"  # the rotary turn of a layer's projections, a tensor per branch
+    APPEND = "append"  # new tokens into the caller's caches, and the compressed ones they complete
     STEP = "step"  # one fused decode step; its reference is nsa_attention on views of the cache
 
 
@@ -41,6 +42,7 @@ LADDER: dict[Branch, tuple[Route, ...]] = {
     Branch.BLOCKS: (Route.TRITON, Route.REFERENCE),
     Branch.PREFILL: (Route.TRITON, Route.REFERENCE),
     Branch.TURN: (Route.TRITON, Route.REFERENCE),
+    Branch.APPEND: (Route.TRITON, Route.REFERENCE),
     Branch.STEP: (Route.TRITON, Route.REFERENCE),
 }
 
@@ -209,7 +211,7 @@ def slow_because(request: Request, reason: str, flags: Flags, detail: str = "") 
     better choice, or a branch whose other route calls kernels itself.
     """
     on_gpu = request.device == "cuda" and request.capability and request.capability >= (8, 0)
-    composed = request.branch in (Branch.PREFILL, Branch.STEP)
+    composed = request.branch in (Branch.PREFILL, Branch.STEP, Branch.APPEND)
     if not on_gpu or composed or reason not in _REMEDIES:
         return None
     source = flags.source("use_triton_sel")

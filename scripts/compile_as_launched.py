@@ -245,6 +245,35 @@ def append(
         cache.append_projected(qkv, layer.phi_k, layer.phi_v)
 
 
+def into_pages(
+    h: int, D: int, Dv: int, dtype: torch.dtype, T: int, phi: Any, page: int, ring: bool,
+    fp8: bool = False,
+) -> None:  # fmt: skip
+    """T tokens of each sequence into a caller's caches, blocks of which they may fill."""
+    from nsa import NSAConfig, kvcache
+    from nsa.compress import make_compression
+    from nsa.flags import Flags
+    from nsa.fp8 import E4M3
+
+    config = NSAConfig(dim=64, heads=2 * h, groups=2, d_k=D, d_v=Dv)
+    make = lambda n, x: torch.zeros(2, n, 2, x, dtype=dtype)
+    kv = lambda n: [make(n, x).to(E4M3 if fp8 else dtype) for x in (D, Dv)]
+    held = [*kv(page // 16 if page else 63), *kv(page or 1024), *kv(page or 1024)]
+    new = dict(zip(("k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw"),
+                   [make(T, x) for _ in range(3) for x in (D, Dv)], strict=True))  # fmt: skip
+    table = torch.zeros(2, 8, dtype=torch.int32) if page else None
+    one = torch.ones(2, 2)
+    caches = kvcache.KVCaches(
+        *held, torch.ones(2, dtype=torch.int32), table, ring, config.sizes(), dtype,
+        *([one, one] if fp8 else []),
+    )  # fmt: skip
+    phis = [make_compression(phi, x, 32, 16).to(dtype) for x in (D, Dv)]
+    args = dict(
+        caches=caches, new=new, raw=tuple(held[4:]), phi=phis, given=(None, None), emits=True
+    )
+    kvcache.APPEND[kvcache.Route.TRITON](args, Flags())
+
+
 def over_ranks(h: int, D: int, Dv: int, dtype: torch.dtype, W: int, blocks: int) -> None:
     """A decode step over W ranks, between its exchanges, with so many blocks to choose from."""
     from nsa import NSAConfig
@@ -307,6 +336,7 @@ def some_calls() -> Iterator[Call]:
                               (64, None, True)]:  # fmt: skip
         yield prefill, (256, 16, 128, 128, BF16, False, l_sel, use, fixed)
     yield prefill, (32, 4, 128, 128, F32, False, 64, None, False)
+    yield into_pages, (16, 128, 128, BF16, 1, "mlp", 64, False)
     for size in sizes:
         yield turn, (16, *size, BF16)
         for T, h, max_len, page in [(1, 16, 8192, 0), (4, 4, 131072, 0), (1, 16, 8192, 64)]:
@@ -329,6 +359,7 @@ def compiled_calls(arch: int) -> Iterator[Call]:
         yield decode, (batch, 1, 16, *most, BF16, length)
     for phi in ("mlp", "mean"):
         yield append, (16, *most, BF16, 1, phi)
+    yield into_pages, (16, *most, BF16, 1, "mlp", 64, False)
     yield over_ranks, (16, *most, BF16, 2, 1 << 14)
     if arch == 80:  # where these left registers on the stack
         for h in (32, 64):
@@ -375,6 +406,8 @@ def compiled_calls(arch: int) -> Iterator[Call]:
     yield decode, (2, 1, 12, *most, BF16, 2200, 0, 8, 128)  # blocks of 128, few to choose from
     for phi in ("mlp", "mean"):
         yield append, (16, *most, BF16, 1, phi, "fp8_e4m3")
+        yield into_pages, (16, *most, BF16, 1, phi, 0, phi == "mlp", True)
+        yield into_pages, (16, 192, 128, F16, 4, phi, 64, phi == "mlp")
     yield over_ranks, (8, 192, 128, F16, 8, 512)
     yield over_ranks, (16, *most, BF16, 2, 1 << 15)
     for D, Dv, T in ((192, 128, 2), (256, 256, 64)):

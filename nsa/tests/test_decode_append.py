@@ -16,6 +16,7 @@ from nsa.checks import apply_linear
 from nsa.compress import MLPCompression, make_compression
 from nsa.config import NSAConfig
 from nsa.flags import Flags
+from nsa.kernels.decode import emit
 from nsa.module import GateMLP, NSAAttention
 from nsa.routes import RouteUnavailable
 from nsa.tests.helpers import left_for_the_collector, randn
@@ -366,7 +367,11 @@ def test_a_phi_of_other_sizes_is_refused_as_by_pytorch(phi, kernel_device):
     layer = layer_of(SMALL, kernel_device, torch.float16)
     cache, other = caches_at(layer, (7,), 40)
     phi = phi.to(kernel_device, torch.float16)
-    assert cache._learnt(layer.phi_v, SMALL.d_v) and cache._learnt(phi, SMALL.d_v) is None
+    where = emit.Blocks(
+        cache.k_raw, cache.v_raw, cache.k_cmp, cache.v_cmp, cache.lens, SMALL.l, SMALL.d, 9,
+        (cache.lens, cache.lens), cache.dtype,
+    )  # fmt: skip
+    assert emit.learnt(layer.phi_v, where, SMALL.d_v) and not emit.learnt(phi, where, SMALL.d_v)
     if phi.d == SMALL.d:
         layer.phi_v = phi
         with pytest.raises(RuntimeError):

@@ -7,6 +7,7 @@ the Triton kernels.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,7 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa import cache_bytes_per_token, dispatch, kvcache, nsa_with_kvcache, oracle, reorder_kvcache
+from nsa import (
+    cache_bytes_per_token,
+    dispatch,
+    fp8,
+    kvcache,
+    launches,
+    nsa_with_kvcache,
+    oracle,
+    reorder_kvcache,
+)
 from nsa.cache import NSACache
 from nsa.compress import MLPCompression, mean_pool
 from nsa.config import NSAConfig
@@ -456,6 +466,91 @@ def test_a_learnt_phi_and_fp32_kernels(kind, kernel_device):
         **SIZES,
     )
     close(got, out, 1e-5)
+
+
+EACH = [  # kind of cache, number and phi once; `make test-all` and GPUs run all
+    ("static", "fp16", False),
+    ("static-ring", "e4m3", False),
+    ("pages", "fp16", True),
+    ("pages-ring", "e4m3", True),
+]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(
+    "kind, stored, learnt",
+    [
+        pytest.param(
+            *case,
+            id="-".join([case[0], case[1], "learnt" if case[2] else "mean"]),
+            marks=[] if case in EACH else [pytest.mark.nightly],
+        )
+        for case in itertools.product(KINDS, ("fp16", "e4m3"), (False, True))
+    ],
+)
+def test_kernels_store_what_pytorch_stores(kind, stored, learnt, kernel_device, monkeypatch):
+    """Every row of every cache, byte by byte but for what a learnt phi made; and no other row."""
+    if kernel_device == "cuda" and stored == "e4m3" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no e4m3 before SM 8.9")
+    monkeypatch.setattr(kvcache, "_attend", lambda q, *_: q)
+    torch.manual_seed(3)
+    like = torch.float16, kernel_device
+    held = fp8.E4M3 if stored == "e4m3" else torch.float16
+    phis = dict(phi_k=phi, phi_v=phi)
+    if learnt:
+        phis = {
+            name: MLPCompression(n, SIZES["l"], SIZES["d"]).to(kernel_device, torch.float16)
+            for name, n in (("phi_k", DK), ("phi_v", DV))
+        }
+    if stored == "e4m3":
+        scales = torch.tensor([[0.5, 0.03], [0.1, 2.0]], device=kernel_device)
+        phis |= dict(k_descale=scales, v_descale=scales.flip(0).contiguous())
+    tokens = Tokens(*like)
+    tokens.data["k_raw"][:, 9] = 3e4
+    tokens.data["v_sel"][:, 20] = -6e4
+    ours, theirs = (Caches(kind, held, kernel_device) for _ in range(2))
+    lens = [0, 0]
+    for T in (21, 3, 5, 1, 1):
+        part = tokens.part(lens, T)
+        theirs.call(lens, part, route="reference", **phis)
+        with launches.recording() as counts:
+            ours.call(lens, part, route="triton", **phis)
+        assert counts["_decode_write_kernel"] == 1, counts
+        for name, got in ours.all.items():
+            want = theirs.all[name]
+            if learnt and "cmp" in name:
+                got, want = got.float(), want.float()
+                step = 0.15 if stored == "e4m3" else 0.01
+                torch.testing.assert_close(got, want, rtol=step, atol=step / 30, equal_nan=True)
+                theirs.all[name].copy_(ours.all[name])
+            else:
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (name, T)
+        lens = [lens[0] + T, lens[1] + T]
+        if T == 3:
+            lens = [lens[0] - 5, lens[1] - 1]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(
+    "table", [[[3, -1]], [[3, 11]], [[3], [5]]], ids=["negative", "none", "short"]
+)
+def test_a_kernel_writes_no_row_that_is_not_there(table, kernel_device, monkeypatch):
+    """Past the table and to pages that do not exist, which nobody checks on a GPU."""
+    from nsa.kernels.decode import emit, write
+
+    like = dict(dtype=torch.float16, device=kernel_device)
+    around = [torch.zeros(3 + 11 + 3, n, 1, 8, **like) for n in (16, 16, 16, 16, 4, 4)]
+    pages = [x[3:-3] for x in around]
+    table = torch.tensor(table, dtype=torch.int32, device=kernel_device)[:1]  # 5 is another's
+    lens = torch.tensor([20], dtype=torch.int32, device=kernel_device)
+    new = [torch.ones(1, 20, 1, 8, **like)] * 2 + [None] * 2
+    caches = [*pages[:2], None, None]
+    write.write_new(lens, [*new, *new[:2]], [*caches, *pages[2:4]], (lens, lens), table, False)
+    where = emit.Blocks(*pages[2:], lens, 8, 4, 99, (lens, lens), torch.float16, table, False)
+    made = torch.ones(5, 1, 8, **like)
+    emit.emit_due(lens, where, made, made, 5, 20)
+    for x, rows in zip(around, (16, 16, 16, 16, 3, 3), strict=True):
+        assert x.count_nonzero() == rows * 8 and bool(x[3 + 3].any())
 
 
 def test_a_prompt_of_many_tokens_needs_no_step(monkeypatch):

@@ -452,7 +452,7 @@ GRAPHS = {
     [
         pytest.param({}, 0.01, id="eager"),
         pytest.param(GRAPHS, 0.01, id="graphs"),
-        pytest.param({"kv_cache_dtype": "fp8", **GRAPHS}, 0.1, id="fp8"),
+        pytest.param({"kv_cache_dtype": "fp8", **GRAPHS}, 0.3, id="fp8"),
         pytest.param({"num_gpu_blocks_override": 5}, 0.01, id="few-pages"),
     ],
 )

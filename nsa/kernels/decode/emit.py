@@ -7,23 +7,21 @@ In PyTorch the learnt phi is ten launches, which a captured step makes at every 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa import fp8
+from nsa.compress import MLPCompression, made_by
 from nsa.kernels.block_keys import visible
-from nsa.kernels.decode.append import descales
-from nsa.kernels.decode.tile import store_rows
+from nsa.kernels.decode.tile import place, store_rows
 from nsa.kernels.launch import by_layout, launch, launch_planned, on_its_device
-from nsa.kernels.tiles import cdiv, dot_precision, dot_size
+from nsa.kernels.tiles import cdiv, dot_precision, dot_size, pow2
 from nsa.untraced import untraced
-
-if TYPE_CHECKING:
-    from nsa.cache import NSACache
-    from nsa.config import NSAConfig
 
 BLOCK = 1024  # elements of a program that copies
 COLUMNS = 32  # of a program's product
@@ -34,68 +32,126 @@ DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 MOST_HIDDEN = 256  # a program of the second launch holds a row's hidden layer whole
 
 
+class Blocks(NamedTuple):
+    """Raw keys and values of a call's caches, the compressed ones that they make, and where they
+    lie.
+
+    k_raw, v_raw: [B, rows, G, D], as a ring or not; k_cmp, v_cmp: [B, n, G, D]. With `table`
+    [B, pages] compressed tokens are in pages [P, page / d, G, D], each in that of its last raw
+    token, and so are raw ones unless they are a ring. lens: int32 [B], with the new tokens. most:
+    compressed tokens that a sequence has room for. descales: fp32 [B, G] of e4m3 keys and values,
+    else any tensors. dtype: what numbers are computed in.
+    """
+
+    k_raw: Tensor
+    v_raw: Tensor
+    k_cmp: Tensor
+    v_cmp: Tensor
+    lens: Tensor
+    l: int
+    d: int
+    most: int
+    descales: tuple[Tensor, Tensor]
+    dtype: torch.dtype
+    table: Tensor | None = None
+    ring: bool = True
+
+    def where(self) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
+        """(TABLE, (table_len, raw_rows, cmp_rows, pages), constants) of the kernels."""
+        page = 0 if self.table is None else self.k_cmp.shape[1] * self.d
+        numbers = self.k_raw.shape[1], self.k_cmp.shape[1], len(self.k_cmp)
+        table = self.lens if self.table is None else self.table
+        kinds = dict(PAGE=0 if self.ring else page, CMP_PAGE=page // self.d, RING=self.ring)
+        return (table,), (0 if self.table is None else table.shape[1], *numbers), kinds
+
+
 @triton.jit
-def _move_row(X, source, OUT, place, width, live, BLOCK: tl.constexpr):
-    """A row of `width` elements, in the part that is this program's."""
+def _move_row(X, source, OUT, to, width, there, BLOCK: tl.constexpr):
+    """A row of `width` elements, in the part that is this program's; zeros for one that is not
+    there, if the other is."""
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = live & (at < width)
-    x = tl.load(X + source * width + at, mask=mask)
-    tl.store(OUT + place * width + at, x.to(OUT.dtype.element_ty), mask=mask)
+    x = tl.load(X + source * width + at, mask=there & (at < width), other=0.0)
+    tl.store(OUT + to * width + at, x.to(OUT.dtype.element_ty), mask=at < width)
 
 
 @triton.jit
-def _due_block(length, one, due, T, l, d, cmp_rows):
+def _due_block(length, one, due, T, l, d, most):
     """Which block is the one % due-th that T new tokens of `length` may fill, and do they?"""
     block = visible(length - T - 1, l, d) + one % due
-    return block, (block * d + l <= length) & (block < cmp_rows)
+    return block, (block * d + l <= length) & (block < most)
+
+
+@triton.jit
+def _cmp_place(block, TABLE, batch, table_len, cmp_rows, pages, full, l, d, CMP_PAGE: tl.constexpr):
+    """Row of a compressed token, and may it be touched? In pages it lies with its last raw one."""
+    if CMP_PAGE > 0:
+        block += l // d - 1
+    return place(block, TABLE, batch, table_len, cmp_rows, pages, full, CMP_PAGE, False)
 
 
 @triton.jit
 def _decode_raw_kernel(
-    K_RAW, V_RAW, LENS, K_OUT, V_OUT, k_width, v_width, raw_rows, due, T, l, d,
+    K_RAW, V_RAW, LENS, TABLE, K_OUT, V_OUT, k_width, v_width, table_len, raw_rows, cmp_rows, pages,
+    most, due, T, l, d, PAGE: tl.constexpr, CMP_PAGE: tl.constexpr, RING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The l raw rows of each block that may be due, in order: K_OUT, V_OUT [B * due, l, width]."""
+    """The l raw rows of each block that is due, in order: K_OUT, V_OUT [B * due, l, width]."""
     one = tl.program_id(0) // l
     i = tl.program_id(0) % l
     batch = (one // due).to(tl.int64)
-    block, _ = _due_block(tl.load(LENS + batch), one, due, T, l, d, 0)
-    source = batch * raw_rows + (block * d + i) % raw_rows
-    place = tl.program_id(0).to(tl.int64)
-    _move_row(K_RAW, source, K_OUT, place, k_width, True, BLOCK)
-    _move_row(V_RAW, source, V_OUT, place, v_width, True, BLOCK)
+    block, full = _due_block(tl.load(LENS + batch), one, due, T, l, d, most)
+    source, there = place(
+        block * d + i, TABLE, batch, table_len, raw_rows, pages, full, PAGE, RING
+    )  # fmt: skip
+    to = tl.program_id(0).to(tl.int64)
+    _move_row(K_RAW, source, K_OUT, to, k_width, there, BLOCK)
+    _move_row(V_RAW, source, V_OUT, to, v_width, there, BLOCK)
 
 
 @triton.jit
 def _decode_emit_kernel(
-    K_NEW, V_NEW, LENS, K_CMP, V_CMP, k_width, v_width, cmp_rows, due, T, l, d, BLOCK: tl.constexpr,
+    K_NEW, V_NEW, LENS, TABLE, K_CMP, V_CMP, K_DESCALE, V_DESCALE, G, table_len, raw_rows, cmp_rows,
+    pages, most, due, T, l, d, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, CMP_PAGE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Compressed tokens [B * due, width] into the cache where their block is full by now."""
+    """Compressed tokens [B * due, G, D] into the cache where their block is full by now. A program:
+    a head of one."""
     one = tl.program_id(0)
+    group = tl.program_id(1)
     batch = (one // due).to(tl.int64)
-    block, full = _due_block(tl.load(LENS + batch), one, due, T, l, d, cmp_rows)
-    place = batch * cmp_rows + block
-    _move_row(K_NEW, one.to(tl.int64), K_CMP, place, k_width, full, BLOCK)
-    _move_row(V_NEW, one.to(tl.int64), V_CMP, place, v_width, full, BLOCK)
+    block, full = _due_block(tl.load(LENS + batch), one, due, T, l, d, most)
+    row, there = _cmp_place(
+        block, TABLE, batch, table_len, cmp_rows, pages, full, l, d, CMP_PAGE
+    )  # fmt: skip
+    at = tl.arange(0, BLOCK)[None, :]
+    source = one.to(tl.int64) * G + group
+    to = row * G + group
+    which = (batch * G + group) + tl.zeros([1], tl.int64)
+    some = there & (which >= 0)
+    k = tl.load(K_NEW + source * D + at, mask=there & (at < D))
+    store_rows(K_CMP, to * D + at, k, there & (at < D), K_DESCALE, which, some)
+    v = tl.load(V_NEW + source * DV + at, mask=there & (at < DV))
+    store_rows(V_CMP, to * DV + at, v, there & (at < DV), V_DESCALE, which, some)
 
 
 @triton.jit
-def _due(LENS, ROWS: tl.constexpr, rows, G, due, T, l, d, cmp_rows):
+def _due(LENS, ROWS: tl.constexpr, rows, G, due, T, l, d, most):
     """Of a program's rows (block of a sequence, group): sequence, block, group, and is it full?"""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     one = row // G
     batch = (one // due).to(tl.int64)
     length = tl.load(LENS + batch, mask=live, other=0)
-    block, full = _due_block(length, one, due, T, l, d, cmp_rows)
+    block, full = _due_block(length, one, due, T, l, d, most)
     return row, batch, block, row % G, live & full
 
 
 @triton.jit
 def _inner(
-    RAW, POSITION, WEIGHT, PART, row, batch, block, group, full, part, column, rows, G, raw_rows, l,
-    d, DESCALE, D: tl.constexpr, BLOCK_D: tl.constexpr, HIDDEN: tl.constexpr,
-    TOKENS: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    RAW, POSITION, WEIGHT, PART, TABLE, row, batch, block, group, full, part, column, rows, G,
+    table_len, raw_rows, pages, l, d, DESCALE, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HIDDEN: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr,
+    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """PART[part] = (x + p) WEIGHT^T over a part's tokens, for the hidden columns `column`."""
     at = tl.arange(0, BLOCK_D)
@@ -104,10 +160,13 @@ def _inner(
     for j in tl.static_range(TOKENS):
         i = part * TOKENS + j
         there = (at < D) & (i < l)
-        source = ((batch * raw_rows + (block * d + i) % raw_rows) * G + group) * D
+        source, lies = place(
+            block * d + i, TABLE, batch, table_len, raw_rows, pages, full & (i < l), PAGE, RING
+        )  # fmt: skip
         x = tl.load(
-            RAW + source[:, None] + at[None, :], mask=full[:, None] & there[None, :], other=0.0
-        )
+            RAW + ((source * G + group) * D)[:, None] + at[None, :],
+            mask=lies[:, None] & there[None, :], other=0.0,
+        )  # fmt: skip
         if RAW.dtype.element_ty == tl.float8e4nv:
             by = tl.load(DESCALE + batch * G + group, mask=full, other=0.0)
             x = (x.to(tl.float32) * by[:, None]).to(DTYPE)
@@ -124,34 +183,36 @@ def _inner(
 
 @triton.jit
 def _decode_phi_inner_kernel(
-    K_RAW, V_RAW, LENS, K_POSITION, V_POSITION, K_WEIGHT, V_WEIGHT, K_PART, V_PART, K_DESCALE,
-    V_DESCALE, rows, G, raw_rows, cmp_rows, due, T, l, d, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_HIDDEN: tl.constexpr, V_HIDDEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    K_RAW, V_RAW, LENS, TABLE, K_POSITION, V_POSITION, K_WEIGHT, V_WEIGHT, K_PART, V_PART,
+    K_DESCALE, V_DESCALE, rows, G, table_len, raw_rows, cmp_rows, pages, most, due, T, l, d,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    K_HIDDEN: tl.constexpr, V_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, CMP_PAGE: tl.constexpr,
+    RING: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Programs: ROWS blocks of sequences and groups, COLUMNS of the hidden layer for TOKENS of the
     block, keys or values."""
-    row, batch, block, group, full = _due(LENS, ROWS, rows, G, due, T, l, d, cmp_rows)
+    row, batch, block, group, full = _due(LENS, ROWS, rows, G, due, T, l, d, most)
     if tl.max(full.to(tl.int32), 0) == 0:
         return
     part = tl.program_id(1) % PARTS
     column = tl.program_id(1) // PARTS * COLUMNS + tl.arange(0, COLUMNS)
     if tl.program_id(2) == 0:
-        _inner(K_RAW, K_POSITION, K_WEIGHT, K_PART, row, batch, block, group, full, part, column,
-               rows, G, raw_rows, l, d, K_DESCALE, D, BLOCK_D, K_HIDDEN, TOKENS, PRECISION,
-               DTYPE)  # fmt: skip
+        _inner(K_RAW, K_POSITION, K_WEIGHT, K_PART, TABLE, row, batch, block, group, full, part,
+               column, rows, G, table_len, raw_rows, pages, l, d, K_DESCALE, D, BLOCK_D, K_HIDDEN,
+               TOKENS, PAGE, RING, PRECISION, DTYPE)  # fmt: skip
     else:
-        _inner(V_RAW, V_POSITION, V_WEIGHT, V_PART, row, batch, block, group, full, part, column,
-               rows, G, raw_rows, l, d, V_DESCALE, DV, BLOCK_DV, V_HIDDEN, TOKENS, PRECISION,
-               DTYPE)  # fmt: skip
+        _inner(V_RAW, V_POSITION, V_WEIGHT, V_PART, TABLE, row, batch, block, group, full, part,
+               column, rows, G, table_len, raw_rows, pages, l, d, V_DESCALE, DV, BLOCK_DV, V_HIDDEN,
+               TOKENS, PAGE, RING, PRECISION, DTYPE)  # fmt: skip
 
 
 @triton.jit
 def _outer(
-    PART, INNER_BIAS, WEIGHT, BIAS, CMP, row, batch, block, group, full, column, rows, G, cmp_rows,
-    DESCALE, D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    PART, INNER_BIAS, WEIGHT, BIAS, CMP, TABLE, row, batch, block, group, full, column, rows, G,
+    table_len, cmp_rows, pages, l, d, DESCALE, D: tl.constexpr, HIDDEN: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr, PARTS: tl.constexpr, CMP_PAGE: tl.constexpr,
+    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """silu(sum of PART + INNER_BIAS) WEIGHT^T + BIAS into the rows of full blocks."""
     at = tl.arange(0, BLOCK_HIDDEN)
@@ -169,72 +230,62 @@ def _outer(
         x += tl.load(PART + source, mask=full[:, None] & there[None, :], other=0.0)
     x = (x * tl.sigmoid(x)).to(DTYPE)
     out = tl.dot(x, tl.trans(w), input_precision=PRECISION) + bias[None, :]
-    to = (((batch * cmp_rows + block) * G + group) * D)[:, None] + column[None, :]
-    mask = full[:, None] & some[None, :]
+    to, there = _cmp_place(
+        block, TABLE, batch, table_len, cmp_rows, pages, full, l, d, CMP_PAGE
+    )  # fmt: skip
+    to = ((to * G + group) * D)[:, None] + column[None, :]
+    mask = there[:, None] & some[None, :]
     store_rows(CMP, to, out.to(DTYPE), mask, DESCALE, batch * G + group, full)
 
 
 @triton.jit
 def _decode_phi_outer_kernel(
-    K_PART, V_PART, LENS, K_INNER_BIAS, V_INNER_BIAS, K_WEIGHT, V_WEIGHT, K_BIAS, V_BIAS, K_CMP,
-    V_CMP, K_DESCALE, V_DESCALE, rows, G, cmp_rows, due, T, l, d, D: tl.constexpr,
-    DV: tl.constexpr, K_HIDDEN: tl.constexpr, V_HIDDEN: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    K_PART, V_PART, LENS, TABLE, K_INNER_BIAS, V_INNER_BIAS, K_WEIGHT, V_WEIGHT, K_BIAS, V_BIAS,
+    K_CMP, V_CMP, K_DESCALE, V_DESCALE, rows, G, table_len, raw_rows, cmp_rows, pages, most, due, T,
+    l, d, D: tl.constexpr, DV: tl.constexpr, K_HIDDEN: tl.constexpr, V_HIDDEN: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, PAGE: tl.constexpr, CMP_PAGE: tl.constexpr, RING: tl.constexpr,
     PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Programs: ROWS blocks of sequences and groups, COLUMNS of their keys or values."""
-    row, batch, block, group, full = _due(LENS, ROWS, rows, G, due, T, l, d, cmp_rows)
+    row, batch, block, group, full = _due(LENS, ROWS, rows, G, due, T, l, d, most)
     if tl.max(full.to(tl.int32), 0) == 0:
         return
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if tl.program_id(2) == 0:
-        _outer(K_PART, K_INNER_BIAS, K_WEIGHT, K_BIAS, K_CMP, row, batch, block, group, full,
-               column, rows, G, cmp_rows, K_DESCALE, D, K_HIDDEN, BLOCK_K, PARTS, PRECISION,
-               DTYPE)  # fmt: skip
+        _outer(K_PART, K_INNER_BIAS, K_WEIGHT, K_BIAS, K_CMP, TABLE, row, batch, block, group, full,
+               column, rows, G, table_len, cmp_rows, pages, l, d, K_DESCALE, D, K_HIDDEN, BLOCK_K,
+               PARTS, CMP_PAGE, PRECISION, DTYPE)  # fmt: skip
     else:
-        _outer(V_PART, V_INNER_BIAS, V_WEIGHT, V_BIAS, V_CMP, row, batch, block, group, full,
-               column, rows, G, cmp_rows, V_DESCALE, DV, V_HIDDEN, BLOCK_V, PARTS, PRECISION,
-               DTYPE)  # fmt: skip
+        _outer(V_PART, V_INNER_BIAS, V_WEIGHT, V_BIAS, V_CMP, TABLE, row, batch, block, group, full,
+               column, rows, G, table_len, cmp_rows, pages, l, d, V_DESCALE, DV, V_HIDDEN, BLOCK_V,
+               PARTS, CMP_PAGE, PRECISION, DTYPE)  # fmt: skip
 
 
 @on_its_device
-def due_rows(
-    k_raw: Tensor, v_raw: Tensor, lens: Tensor, due: int, T: int, l: int, d: int
-) -> tuple[Tensor, Tensor]:
-    """The raw keys and values of the `due` blocks that T new tokens, counted in lens, may fill:
-    [B * due, l, G, Dk] and [.., Dv]. Of a block that is not full yet some rows are not there:
-    whatever the ring holds."""
-    batch, rows, groups = k_raw.shape[:3]
-    k, v = (x.new_empty(batch * due, l, *x.shape[2:]) for x in (k_raw, v_raw))
-    widths = groups * k.shape[-1], groups * v.shape[-1]
+def due_rows(lens: Tensor, b: Blocks, due: int, T: int) -> tuple[Tensor, Tensor]:
+    """The raw keys and values, as they are stored, of the `due` blocks that T new tokens may fill:
+    [B * due, l, G, Dk] and [.., Dv]; zeros of a block that is not full yet. lens is b's."""
+    k, v = (x.new_empty(len(lens) * due, b.l, *x.shape[2:]) for x in (b.k_raw, b.v_raw))
+    widths = k[0, 0].numel(), v[0, 0].numel()
+    tables, numbers, kinds = b.where()
     launch(
-        _decode_raw_kernel,
-        (batch * due * l, cdiv(max(widths), BLOCK)),
-        k_raw,
-        v_raw,
-        lens,
-        k,
-        v,
-        *widths,
-        rows,
-        due,
-        T,
-        l,
-        d,
-        BLOCK=BLOCK,
-    )
+        _decode_raw_kernel, (len(lens) * due * b.l, cdiv(max(widths), BLOCK)), b.k_raw, b.v_raw,
+        lens, *tables, k, v, *widths, *numbers, b.most, due, T, b.l, b.d, **kinds, BLOCK=BLOCK,
+    )  # fmt: skip
     return k, v
 
 
 @on_its_device
-def emit_due(k: Tensor, v: Tensor, cache: NSACache, due: int, T: int) -> None:
-    """Store the compressed tokens [B * due, 1, G, *] of due_rows whose blocks T new tokens fill."""
-    c = cache.config
-    widths = c.groups * c.d_k, c.groups * c.d_v
+def emit_due(lens: Tensor, b: Blocks, k: Tensor, v: Tensor, due: int, T: int) -> None:
+    """Store the compressed tokens k, v [B * due, G, D] whose blocks T new tokens fill. lens is
+    b's."""
+    tables, numbers, kinds = b.where()
+    G, D = k.shape[-2:]
     launch(
-        _decode_emit_kernel, (cache.batch * due, cdiv(max(widths), BLOCK)),
-        k.contiguous(), v.contiguous(), cache.lens, cache.k_cmp, cache.v_cmp, *widths,
-        cache.k_cmp.shape[1], due, T, c.l, c.d, BLOCK=BLOCK,
+        _decode_emit_kernel, (len(lens) * due, G), k.contiguous(), v.contiguous(), lens, *tables,
+        b.k_cmp, b.v_cmp, *b.descales, G, *numbers, b.most, due, T, b.l, b.d, D=D, DV=v.shape[-1],
+        BLOCK=pow2(max(D, v.shape[-1])), **kinds, num_warps=1,
     )  # fmt: skip
 
 
@@ -243,64 +294,107 @@ def phi_rows(rows: int, widest: int) -> int:
     return min(dot_size(rows), 64 if widest <= 128 else 16)
 
 
-def serves(c: NSAConfig, hidden: int) -> bool:
-    """Is phi with so wide a hidden layer emit_mlp()'s?"""
-    return hidden <= MOST_HIDDEN and c.l <= PARTS * MOST_TOKENS
+def learnt(phi: Any, b: Blocks, D: int) -> tuple[Tensor, ...] | None:
+    """Weights of an MLP that makes a compressed token of D columns of b's raw ones, and of which
+    emit_mlp() has kernels; None of any other phi."""
+    weights = phi.for_kernel() if isinstance(phi, MLPCompression) else None
+    if weights is None or (phi.l, phi.d) != (b.l, b.d):
+        return None
+    hidden = len(weights[1])
+    shapes = (b.l, D), (hidden, b.l * D), (hidden,), (D, hidden), (D,)
+    if hidden > MOST_HIDDEN or b.l > PARTS * MOST_TOKENS:
+        return None
+    if any(
+        x.shape != shape or x.device != b.lens.device
+        for x, shape in zip(weights, shapes, strict=True)
+    ):
+        return None
+    return weights
 
 
 @functools.cache
 def _phi_plan(
-    c: NSAConfig, device: torch.device, dtype: torch.dtype, rows: int, k_hidden: int, v_hidden: int
-) -> tuple[tuple, tuple, dict, dict, dict]:
+    sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, rows: int, k_hidden: int,
+    v_hidden: int, page: int, ring: bool,
+) -> tuple[tuple, tuple, dict, dict, dict]:  # fmt: skip
     """Grids and constants of the two launches, and by layout of the arguments what
-    launch_planned() keeps."""
-    many = phi_rows(rows, max(c.d_k, c.d_v, k_hidden, v_hidden))
+    launch_planned() keeps. sizes: Dk, Dv, l."""
+    D, DV, l = sizes
+    many = phi_rows(rows, max(D, DV, k_hidden, v_hidden))
     same = dict(
-        D=c.d_k, DV=c.d_v, K_HIDDEN=k_hidden, V_HIDDEN=v_hidden, COLUMNS=COLUMNS, PARTS=PARTS,
+        D=D, DV=DV, K_HIDDEN=k_hidden, V_HIDDEN=v_hidden, COLUMNS=COLUMNS, PARTS=PARTS,
         PRECISION=dot_precision(dtype), DTYPE=DTYPES[dtype],
     )  # fmt: skip
-    inner = dict(ROWS=many, BLOCK_D=dot_size(c.d_k), BLOCK_DV=dot_size(c.d_v),
-                 TOKENS=cdiv(c.l, PARTS), num_warps=4, **same)  # fmt: skip
+    inner = dict(ROWS=many, BLOCK_D=dot_size(D), BLOCK_DV=dot_size(DV), TOKENS=cdiv(l, PARTS),
+                 num_warps=4, **same)  # fmt: skip
     outer = dict(ROWS=OUTER_ROWS, BLOCK_K=dot_size(k_hidden), BLOCK_V=dot_size(v_hidden),
                  num_warps=8, **same)  # fmt: skip
     return (
         (cdiv(rows, many), cdiv(max(k_hidden, v_hidden), COLUMNS) * PARTS, 2),
-        (cdiv(rows, OUTER_ROWS), cdiv(max(c.d_k, c.d_v), COLUMNS), 2), inner, outer, {},
+        (cdiv(rows, OUTER_ROWS), cdiv(max(D, DV), COLUMNS), 2), inner, outer, {},
     )  # fmt: skip
 
 
 @untraced  # launch_planned() goes by addresses
 @on_its_device
 def emit_mlp(
-    lens: Tensor, cache: NSACache, due: int, T: int, k: tuple[Tensor, ...], v: tuple[Tensor, ...]
+    lens: Tensor, b: Blocks, due: int, T: int, k: tuple[Tensor, ...], v: tuple[Tensor, ...]
 ) -> None:
     """Store the compressed tokens, of the next `due` blocks of each sequence, whose blocks T new
     tokens fill.
 
     k, v: of phi's MLP position [l, D], weight [hidden, l * D] and bias [hidden] of the first layer,
-    weight [D, hidden] and bias [D] of the second, of which serves() says yes. lens: the lengths
-    with the T new tokens, whose raw keys and values the cache holds.
+    weight [D, hidden] and bias [D] of the second, from learnt(). lens is b's.
     """
-    c = cache.config
-    rows, hidden = cache.batch * due * c.groups, (len(k[1]), len(v[1]))
-    first, second, inner, outer, layouts = _phi_plan(c, lens.device, cache.dtype, rows, *hidden)
+    G, D = b.k_raw.shape[2:]
+    rows, hidden = len(lens) * due * G, (len(k[1]), len(v[1]))
+    tables, numbers, kinds = b.where()
+    first, second, inner, outer, layouts = _phi_plan(
+        (D, b.v_raw.shape[-1], b.l), lens.device, b.dtype, rows, *hidden, kinds["CMP_PAGE"], b.ring
+    )
     k, v = ([x.contiguous() for x in one] for one in (k, v))
     made = [torch.empty(PARTS, rows, n, dtype=torch.float32, device=lens.device) for n in hidden]
-    raw_rows, cmp_rows = cache.k_raw.shape[1], cache.k_cmp.shape[1]
-    buffers = cache.k_raw, cache.v_raw, cache.k_cmp, cache.v_cmp
-    tensors = (lens, *buffers, *descales(cache), *made, *k, *v)
-    compiled, addresses = by_layout(layouts, (due, T, raw_rows, cmp_rows), tensors)
-    lens, k_raw, v_raw, k_cmp, v_cmp, k_descale, v_descale, k_made, v_made, *weights = (
+    tensors = (
+        lens, *tables, b.k_raw, b.v_raw, b.k_cmp, b.v_cmp, *b.descales, *made, *k, *v
+    )  # fmt: skip
+    counts = (rows, G, *numbers, b.most, due, T, b.l, b.d)
+    compiled, addresses = by_layout(layouts, counts, tensors)
+    lens, table, k_raw, v_raw, k_cmp, v_cmp, k_descale, v_descale, k_made, v_made, *weights = (
         addresses if len(compiled) == 2 else tensors
     )
     k, v = weights[:5], weights[5:]
     launch_planned(
         _decode_phi_inner_kernel, first,
-        (k_raw, v_raw, lens, k[0], v[0], k[1], v[1], k_made, v_made, k_descale, v_descale, rows,
-         c.groups, raw_rows, cmp_rows, due, T, c.l, c.d), inner, compiled,
+        (k_raw, v_raw, lens, table, k[0], v[0], k[1], v[1], k_made, v_made, k_descale, v_descale,
+         *counts), inner | kinds, compiled,
     )  # fmt: skip
     launch_planned(
         _decode_phi_outer_kernel, second,
-        (k_made, v_made, lens, k[2], v[2], k[3], v[3], k[4], v[4], k_cmp, v_cmp, k_descale,
-         v_descale, rows, c.groups, cmp_rows, due, T, c.l, c.d), outer, compiled,
+        (k_made, v_made, lens, table, k[2], v[2], k[3], v[3], k[4], v[4], k_cmp, v_cmp, k_descale,
+         v_descale, *counts), outer | kinds, compiled,
     )  # fmt: skip
+
+
+def emit(
+    b: Blocks,
+    due: int,
+    T: int,
+    phi_k: Callable[[Tensor], Tensor],
+    phi_v: Callable[[Tensor], Tensor],
+) -> None:
+    """Make and store the compressed tokens, at most `due` of each sequence, whose blocks T new
+    tokens fill. phi_k, phi_v: [n, l, G, D] -> [n, 1, G, D], else ValueError."""
+    D, DV = b.k_raw.shape[-1], b.v_raw.shape[-1]
+    k, v = learnt(phi_k, b, D), learnt(phi_v, b, DV)
+    if k is not None and v is not None:
+        return emit_mlp(b.lens, b, due, T, k, v)
+    made = []
+    with torch.no_grad():
+        for name, phi, raw, descale in zip(
+            ("phi_k", "phi_v"), (phi_k, phi_v), due_rows(b.lens, b, due, T), b.descales, strict=True
+        ):
+            if raw.dtype == fp8.E4M3:
+                of_batch = raw.unflatten(0, (-1, due)).flatten(1, 2)
+                raw = fp8.dequantize(of_batch, descale, b.dtype).view(raw.shape)
+            made.append(made_by(name, phi, raw)[:, 0])
+    emit_due(b.lens, b, made[0], made[1], due, T)

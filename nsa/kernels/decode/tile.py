@@ -36,6 +36,23 @@ def cache_row(token, TABLE, batch, table_len, capacity, PAGE: tl.constexpr, RING
 
 
 @triton.jit
+def place(
+    token, TABLE, batch, table_len, rows, pages, live, PAGE: tl.constexpr, RING: tl.constexpr
+):
+    """Row of a token in a cache as cache_row() has it, and may it be touched: `live`, and there is
+    such a row, and such a page. rows: of a sequence without pages; pages: all there are."""
+    live = live & (token >= 0)
+    if PAGE > 0:
+        live = live & (token < table_len * PAGE)
+        at = TABLE + batch * table_len + token // PAGE
+        page = tl.load(at, mask=live, other=-1).to(tl.int64)
+        return page * PAGE + token % PAGE, live & (page >= 0) & (page < pages)
+    if RING:
+        return batch * rows + token % rows, live
+    return batch * rows + token, live & (token < rows)
+
+
+@triton.jit
 def key_scale(scale_log2, DESCALE, bg, K):
     """Of the scores of keys K, which e4m3 keys stand for DESCALE [B * G] times of."""
     if K.dtype.element_ty == tl.float8e4nv:
