@@ -460,7 +460,8 @@ def test_the_engine_on_a_card(tmp_path, settings, allowed, runner):
     """No token's logit is below the largest of one forward by more than rounding explains."""
     model = make_model(CARD).half().cuda()
     integration.save_for_vllm(model, tmp_path / "model", max_len=256)
-    settings = {"dtype": "float16", "gpu_memory_utilization": 0.2, "block_size": 64, **settings}
+    settings = {"dtype": "float16", "block_size": 64, **settings}
+    settings |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 28}
     env = {
         "VLLM_TARGET_DEVICE": "cuda",
         "VLLM_USE_V2_MODEL_RUNNER": runner,
