@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "NSAConfig": "nsa.config",
-    "Flags": "nsa.flags",
-    "get_flags": "nsa.flags",
-    "clear_flags_cache": "nsa.flags",
-    "RouteUnavailable": "nsa.dispatch",
-    "nsa_attention": "nsa.attention",
-    "nsa_attention_shared_kv": "nsa.attention",
-    "merge_state": "nsa.attention",
-    "compressed_attention": "nsa.attention",
-    "select_blocks": "nsa.attention",
-    "selection_attention": "nsa.attention",
-    "sliding_attention": "nsa.attention",
-    "nsa_with_kvcache": "nsa.kvcache",
-    "reorder_kvcache": "nsa.kvcache",
-    "cache_bytes_per_token": "nsa.kvcache",
-    "NSAAttention": "nsa.module",
-    "NSABlock": "nsa.module",
-    "NSACache": "nsa.cache",
-    "NSALanguageModel": "nsa.model",
-    "ParallelNSACache": "nsa.parallel_cache",
-    "StepGraph": "nsa.decode_graph",
-    "GraphUnavailable": "nsa.decode_graph",
-    "warmup": "nsa.plans",
+    "NSAConfig": ".config",
+    "Flags": ".flags",
+    "get_flags": ".flags",
+    "clear_flags_cache": ".flags",
+    "RouteUnavailable": ".dispatch",
+    "nsa_attention": ".attention",
+    "nsa_attention_shared_kv": ".attention",
+    "merge_state": ".attention",
+    "compressed_attention": ".attention",
+    "select_blocks": ".attention",
+    "selection_attention": ".attention",
+    "sliding_attention": ".attention",
+    "nsa_with_kvcache": ".kvcache",
+    "reorder_kvcache": ".kvcache",
+    "cache_bytes_per_token": ".kvcache",
+    "NSAAttention": ".module",
+    "NSABlock": ".module",
+    "NSACache": ".cache",
+    "NSALanguageModel": ".model",
+    "ParallelNSACache": ".parallel_cache",
+    "StepGraph": ".decode_graph",
+    "GraphUnavailable": ".decode_graph",
+    "warmup": ".plans",
 }
 
 _MODULES = ("compress", "generate", "layouts", "parallel")  # public, by their own names
@@ -68,10 +68,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"nsa.{name}")
+        return importlib.import_module(f".{name}", __name__)
     if name not in _WHERE:
         raise AttributeError(f"module 'nsa' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
+    value = getattr(importlib.import_module(_WHERE[name], __name__), name)
     globals()[name] = value
     return value
 

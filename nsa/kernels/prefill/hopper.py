@@ -57,7 +57,7 @@ def _serving(
         return None
     reason = why_not(device, use_gluon)
     if reason is None:
-        module = importlib.import_module(f"nsa.kernels.prefill.{name}")
+        module = importlib.import_module(f"{__package__}.{name}")
         if module.usable(*args):
             return module
         reason = f"it takes {module.TAKES}"
