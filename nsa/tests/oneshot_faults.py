@@ -274,19 +274,6 @@ def fault_oom_device() -> int:
     raise MemoryError("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
 
 
-def fault_secrets() -> int:
-    """Prints and sends every canary, and names a file after one."""
-    for name, text in CANARIES.items():
-        print(f"{name}: {text}")
-    send("note", level="info", text="token " + CANARIES["github"])
-    send("test", nodeid="t::ok", outcome="passed", duration_s=0, reason=CANARIES["slack"])
-    out = Path(os.environ["NSA_OUT_DIR"])
-    (out / f"{CANARIES['hugging_face']}.csv").write_text(f"a,b\n1,{CANARIES['aws']}\n")
-    (out / "data.json").write_text(json.dumps({"who": CANARIES["email"], "k": CANARIES["pem"]}))
-    (out / "core.bin").write_bytes(b"\x00\x01" + CANARIES["npm"].encode())
-    raise RuntimeError("failed with " + CANARIES["openai"])
-
-
 def fault_skip() -> int:
     send("note", level="info", text="flash-attn is not installed")
     return 3
@@ -310,6 +297,7 @@ def fault_bench() -> int:
 
 def fault_plant_log() -> int:
     passed()
+    send("note", level="info", text="token " + CANARIES["github"])
     for name, text in CANARIES.items():
         print(f"{name} {text}", flush=True)
         print(f"{text}", file=sys.stderr, flush=True)
@@ -655,12 +643,12 @@ def install(fault: dict) -> None:
     """Make the supervisor of this process go wrong; `fault` comes as JSON in ONESHOT_FAULT.
 
     kill / signal: "event" or "event:stage" after which it kills, or signals (with `name`), itself;
-    signal_in: "module.function" before which it does;
-    die_in: "module.function" in which it is killed, at its `call`-th call; disk: bytes that fit
-    into the folder; full_in: "module.function" that finds no space; git: root of the repository
-    that is looked at; lose: an event like that of kill, after which the folder is "deleted",
-    "moved" or "replaced" (`how`); gates: what the redaction gate finds each time; fails: a stage
-    in which the runner itself fails; also: arguments of every stage, by stages that passed.
+    signal_in, die_in: "module.function" before which it does; moments: where the folder is kept as
+    it is after each event and before each step of packing; disk: bytes that fit into the folder;
+    full_in: "module.function" that finds no space; git: root of the repository that is looked at;
+    lose: an event like that of kill, after which the folder is "deleted", "moved" or "replaced"
+    (`how`); gates: what the redaction gate finds each time; fails: a stage in which the runner
+    itself fails; also: arguments of every stage, by stages that passed.
     """
     import functools
 
@@ -675,6 +663,8 @@ def install(fault: dict) -> None:
         at = {ev, f"{ev}:{fields.get('stage')}"}
         if fault.get("kill") in at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if "moments" in fault:
+            _keep(self.path.parent, Path(fault["moments"]))
         if fault.get("lose") in at:
             _lose(self.path.parent, fault["how"])
         if fault.get("signal") in at:
@@ -685,11 +675,15 @@ def install(fault: dict) -> None:
 
     journal.Journal.append = append
     if "die_in" in fault:
-        _replace(fault["die_in"], _dies_at_call(fault.get("call", 1)))
+        _before(fault["die_in"], lambda: os.kill(os.getpid(), signal.SIGKILL))
     if "full_in" in fault:
         _replace(fault["full_in"], _no_space)
     if "signal_in" in fault:
-        _replace(fault["signal_in"], _signals_first(fault["signal_in"], fault["name"]))
+        number = getattr(signal, fault["name"])
+        _before(fault["signal_in"], lambda: os.kill(os.getpid(), number))
+    if "moments" in fault:
+        for step in ("run.runner.gate", *(f"record.bundle.{s}" for s in PACKING)):
+            _before(step, lambda folder: _keep(folder, Path(fault["moments"])))
     if "git" in fault:
         facts = runner.checkout.git_facts
         runner.checkout.git_facts = lambda _root, *more: facts(Path(fault["git"]), *more)
@@ -708,29 +702,29 @@ def install(fault: dict) -> None:
         globals()["stage"] = lambda name, **changes: make(name, also=also, **changes)
 
 
-def _dies_at_call(number: int):
-    calls = []
-
-    def die(*_args: object, **_kwargs: object) -> str:
-        calls.append(1)
-        if len(calls) >= number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return ""
-
-    return die
+PACKING = "inventory", "write_sums", "pack"
 
 
-def _signals_first(path: str, name: str):
+def _keep(folder: Path, moments: Path) -> None:
+    """Keep the folder of the run as it is now."""
+    number = len(list(moments.glob("*")))
+    shutil.copytree(folder, moments / f"{number:02}" / folder.name)
+
+
+def _before(path: str, action) -> None:
+    """Have `action` done before each call of the function, on its first argument if it takes it."""
     import importlib
+    import inspect
 
     module, function = path.rsplit(".", 1)
     real = getattr(importlib.import_module(f"scripts.oneshot.{module}"), function)
+    takes = len(inspect.signature(action).parameters)
 
-    def signals(*args: object, **kwargs: object) -> object:
-        os.kill(os.getpid(), getattr(signal, name))
+    def first(*args: object, **kwargs: object) -> object:
+        action(*args[:takes])
         return real(*args, **kwargs)
 
-    return signals
+    _replace(path, first)
 
 
 def _lose(folder: Path, how: str) -> None:

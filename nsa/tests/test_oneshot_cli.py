@@ -1,4 +1,4 @@
-"""Do the verbs, signals, locks and resuming do what they say?"""
+"""Do the verbs, their options and usage errors do what they say?"""
 
 from __future__ import annotations
 
@@ -30,61 +30,34 @@ def verb(*args, **kwargs):
     )  # fmt: skip
 
 
-def test_resume_takes_over_only_what_passed(tmp_path):
-    code, _, folder = run(tmp_path, "pass,raise")
-    first = bundle_of(folder)
-    assert code == 4
-    code, console, folder = run(tmp_path, "pass,raise,slow", "--resume")
-    bundle = bundle_of(folder)
-    assert bundle["resumed"] == {first["run_id"]: ["pass"]}, console
-    by_id = {s["id"]: s for s in bundle["stages"]}
-    assert by_id["pass"]["counts"]["passed"] == 1 and by_id["raise"]["resumed_from"] is None
-    assert (folder / "logs" / "pass.log").read_text() == "fine\n"
-    assert (folder / "prev" / first["run_id"] / "bundle.json").exists()
-    # another flag is another environment: nothing is taken over
-    _, _, folder = run(tmp_path, "pass", "--resume", env={"NSA_USE_FA2": "1"})
-    assert bundle_of(folder)["resumed"] == {}
-
-
-def test_sources_edited_during_the_run_are_not_clean(tmp_path):
+@pytest.mark.parametrize("with_git", [True, False])
+def test_sources_edited_during_the_run_are_not_clean(with_git, tmp_path):
+    """By git, or by the hash of the sources; an edit is seen by --resume too."""
     source = tmp_path / "src" / "nsa" / "a.py"
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
-    how = dict(fault={"git": str(tmp_path / "src")}, env={"CUDA_TEST_EDIT": str(source)})
-    for words in (
-        ["init", "-q"],
-        ["add", "."],
-        ["-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "1"],
-    ):
+    for words in (["init", "-q"], ["add", "."],
+                  ["-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "1"],
+                  ) if with_git else ():  # fmt: skip
         subprocess.run(["git", *words], cwd=tmp_path / "src", check=True)
-    head = git_facts(tmp_path / "src")["commit"]
-    out = tmp_path / "out"
-    _, console, _ = run(out, "pass,edit", "--commit", head, **how)
-    folder = next(p for p in out.iterdir() if p.is_dir())
-    bundle = bundle_of(folder)
-    assert bundle["git"]["dirty"] and "1 file changed" in bundle["git"]["diffstat"], console
-    assert f"commit {bundle['git']['short']} DIRTY" in bundle["verdict"]["one_line"]
-    assert any("changed while the run was going on" in n["text"] for n in bundle["notes"])
-    run(out, "pass", "--commit", head, "--resume", **how)  # the same edited sources
-    assert bundle_of(folder)["git"]["dirty"] and bundle_of(folder)["resumed"] == {}
+    given = ("--commit", git_facts(tmp_path / "src")["commit"]) if with_git else ()
 
+    def bundle(stages, *options):
+        how = dict(fault={"git": str(tmp_path / "src")}, env={"CUDA_TEST_EDIT": str(source)})
+        run(tmp_path / "out", stages, *given, *options, **how)
+        return bundle_of(next(p for p in (tmp_path / "out").iterdir() if p.is_dir()))
 
-def test_sources_without_git_are_told_by_their_hash(tmp_path):
-    """The commit is given, and there is no .git: an edit is seen by --resume and at the end."""
-    source = tmp_path / "src" / "nsa" / "a.py"
-    source.parent.mkdir(parents=True)
-    source.write_text("x = 1\n")
-    how = dict(fault={"git": str(tmp_path / "src")}, env={"CUDA_TEST_EDIT": str(source)})
-    _, _, folder = run(tmp_path / "out", "pass", **how)
-    _, console, _ = run(tmp_path / "out", "pass,edit", "--resume", **how)
-    bundle = bundle_of(folder)
-    assert list(bundle["resumed"].values()) == [["pass"]], console  # the same sources so far
-    assert bundle["git"]["dirty"] and bundle["git"]["changed_during_run"]
-    source.write_text("x = 1\n")
-    run(tmp_path / "out", "pass", **how)
-    source.write_text("x = 3\n")
-    run(tmp_path / "out", "pass", "--resume", **how)
-    assert bundle_of(folder)["resumed"] == {}
+    edited = bundle("pass,edit")
+    git = edited["git"]
+    assert git["dirty"] and git["changed_during_run"] is True
+    assert f"commit {git['short']} DIRTY" in edited["verdict"]["one_line"]
+    assert any("changed while the run was going on" in n["text"] for n in edited["notes"])
+    assert not with_git or "1 file changed" in git["diffstat"]
+    assert bundle("pass", "--resume")["resumed"] == {}  # the same edited sources
+    if not with_git:
+        assert list(bundle("pass", "--resume")["resumed"].values()) == [["pass"]]
+        source.write_text("x = 3\n")
+        assert bundle("pass", "--resume")["resumed"] == {}
 
 
 def test_budget_skips_and_says_so(tmp_path):
