@@ -154,19 +154,6 @@ def test_bad():
 """
 
 
-def test_every_test_reports_once_and_a_failure_counts(tmp_path):
-    path = tmp_path / "test_cases.py"
-    path.write_text(CASES)
-    code, console, rows = ended(3, path)
-    assert code == 1, console
-    tests = {row["nodeid"].split("::")[1]: row["outcome"] for row in rows if row["kind"] == "test"}
-    assert len(tests) == 13 == sum(row["kind"] == "test" for row in rows)
-    assert tests.pop("test_bad") == "failed" and set(tests.values()) == {"passed"}
-    assert {row["case"] for row in rows if row["kind"] == "parity"} == {f"c{i}" for i in range(12)}
-    assert [f"== share {i} of 3" in console for i in (1, 2, 3)] == [True] * 3
-    assert "as it should" in console
-
-
 UNEVEN = """
 import os, pathlib, time
 import pytest
@@ -194,26 +181,24 @@ def test_quick(i):
 """
 
 
-def test_who_is_free_takes_the_next_test(tmp_path):
-    """All but one are done beside the slow one; what a file's tests share is made once."""
-    path = tmp_path / "test_cases.py"
-    path.write_text(UNEVEN)
-    code, console, rows = ended(2, path)
-    assert code == 0, console
-    assert sum(row["kind"] == "test" for row in rows) == 16
-    assert sum(row.get("text") == "made" for row in rows) == 1
-
-
-def test_what_runs_beside_counts_for_nothing(tmp_path):
+def test_every_test_reports_once_whoever_is_free_takes_it_and_a_failure_counts(tmp_path):
+    """All but one are done beside the slow one; what a file's tests share is made once; what runs
+    beside them counts for nothing."""
     (tmp_path / "test_cases.py").write_text(CASES)
+    (tmp_path / "test_uneven.py").write_text(UNEVEN)
     (tmp_path / "other.py").write_text(
         "import os, sys\nprint('beside', os.environ.get('NSA_RESULT_FD'), sys.argv[1])\nsys.exit(3)"
     )
-    beside = ["--beside", f"{tmp_path / 'other.py'} given"]
-    code, console, rows = ended(2, tmp_path / "test_cases.py", "-k", "good", first=beside)
-    assert code == 0, console
+    code, console, rows = ended(3, tmp_path, first=["--beside", f"{tmp_path / 'other.py'} given"])
+    assert code == 1, console
+    tests = {row["nodeid"].split("::")[1]: row["outcome"] for row in rows if row["kind"] == "test"}
+    assert len(tests) == 13 + 16 == sum(row["kind"] == "test" for row in rows)
+    assert tests.pop("test_bad") == "failed" and set(tests.values()) == {"passed"}
+    assert {row["case"] for row in rows if row["kind"] == "parity"} == {f"c{i}" for i in range(12)}
+    assert sum(row.get("text") == "made" for row in rows) == 1
+    assert [f"== share {i} of 3" in console for i in (1, 2, 3)] == [True] * 3
+    assert "as it should" in console
     assert "== beside: exit code 3" in console and "beside None given" in console
-    assert sum(row["kind"] == "test" for row in rows) == 12
 
 
 def test_what_runs_beside_is_not_waited_for_long(tmp_path, monkeypatch):
@@ -232,12 +217,6 @@ def test_what_runs_beside_is_not_waited_for_long(tmp_path, monkeypatch):
     assert time.monotonic() - begin < 30
 
 
-def test_a_command_without_tests_says_so(tmp_path):
-    (tmp_path / "test_cases.py").write_text(CASES)
-    code, _, rows = ended(2, tmp_path / "test_cases.py", "-k", "nothing_of_that_name")
-    assert code == 5 and not rows
-
-
 # ---- the end -------------------------------------------------------------------------------------
 
 SLEEPERS = """
@@ -246,19 +225,23 @@ import pytest
 
 @pytest.mark.parametrize("i", range(8))
 def test_sleeps(i):
-    if os.environ.get("DEAF"):
+    folder = pathlib.Path(__file__).parent
+    try:
+        (folder / "deaf").touch(exist_ok=False)  # one of the shares
         signal.signal(signal.SIGABRT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    (pathlib.Path(__file__).parent / f"pid{os.getpid()}").touch()
+    except FileExistsError:
+        pass
+    (folder / f"pid{os.getpid()}").touch()
     time.sleep(120)
 """
 
 
-def sleeping(folder, **env):
-    """Two shares that sleep: (process, the rows, the pids of the shares)."""
+def sleeping(folder):
+    """Two shares that sleep, one of them deaf: (process, the rows, the pids of the shares)."""
     path = folder / "test_sleepers.py"
     path.write_text(SLEEPERS)
-    process, finish = start(2, path, **env)
+    process, finish = start(2, path)
     deadline = time.monotonic() + 60
     while len(pids := [int(p.name[3:]) for p in folder.glob("pid*")]) < 2:
         assert time.monotonic() < deadline and process.poll() is None
@@ -273,22 +256,15 @@ def gone(pids, limit_s=3.0):
     return not any(map(is_running, pids))
 
 
-def test_sigabrt_prints_the_stacks_of_all_and_ends_all(tmp_path):
+def test_sigabrt_prints_stacks_and_ends_all_even_a_share_that_is_deaf(tmp_path):
     process, finish, pids = sleeping(tmp_path)
+    begin = time.monotonic()
     process.send_signal(signal.SIGABRT)
     console, _ = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGABRT
-    assert console.count("in test_sleeps") == 2, console
+    assert time.monotonic() - begin < 3.0, "the supervisor kills the group after three seconds"
+    assert console.count("in test_sleeps") == 1, console
     assert gone(pids) and finish() == b""
-
-
-def test_a_share_that_is_deaf_to_signals_is_killed(tmp_path):
-    process, _, pids = sleeping(tmp_path, DEAF="1")
-    t0 = time.monotonic()
-    process.send_signal(signal.SIGABRT)
-    process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGABRT and gone(pids)
-    assert time.monotonic() - t0 < 3.0, "the supervisor kills the group after three seconds"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
