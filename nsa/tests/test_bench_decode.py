@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ SMALL = (
     "--iters 6 --warmup 1 --device cpu"
 ).split()
 PARTS = "/cmp", "/sel", "/win"
-BUDGET = Budget(device_s=0.02, wall_s=0.2, min_n=6, warm_s=0.0, warm_cap_s=0.05)
+QUICK = dict(device_s=0.02, wall_s=0.2, warm_s=0.0, warm_cap_s=0.05)
+BUDGET = Budget(min_n=6, **QUICK)
 
 
 def make(S=41, batch=1, dtype=torch.float32, **kw):
@@ -48,8 +50,10 @@ def step():
 
 
 def sent(monkeypatch, *arguments, replaced=()):
-    """(exit code, rows sent) of the command; replaced: (owner, name, value) while it runs."""
+    """(exit code, rows sent) of the command, which takes few samples; replaced: (owner, name,
+    value) while it runs."""
     with monkeypatch.context() as patch:
+        patch.setattr(bench_decode, "Budget", partial(Budget, **QUICK))
         for one in replaced:
             patch.setattr(*one)
         return helpers.sent(patch, bench_decode.main, [*SMALL, *arguments])
@@ -70,11 +74,13 @@ def run(tmp_path, monkeypatch):
 
 
 def test_fp8_is_proven_against_what_its_numbers_stand_for(run):
-    code, _, rows = run("--S_list", "57", "--kv-cache-dtype", "fp8_e4m3", "--dtype", "fp32")
-    (row,) = rows
+    like = ("--S_list", "57", "--dtype", "fp32", "--branch_force_mode", "none")
+    code, sent, (row,) = run(*like, "--kv-cache-dtype", "fp8_e4m3")
+    assert [r["case"] for r in sent] == ["decode/S=57", "decode/S=57/module"]
+    assert not any(row[f"ms_{branch}"] for branch in BRANCHES)
     assert code == 0 and row["parity"] == "PASS" and row["kv_cache_dtype"] == "fp8_e4m3"
     assert 0.02 < float(row["kv_error"]) < 0.08 and "module=" in row["more_status"]
-    _, _, (plain,) = run("--S_list", "57", "--dtype", "fp32", "--more", "0")
+    _, _, (plain,) = run(*like, "--more", "0")
     assert plain["kv_error"] in (None, "") and 3 * float(row["bytes"]) < float(plain["bytes"])
 
 
@@ -117,12 +123,10 @@ def test_a_run_gives_proven_rows_and_a_table(run, tmp_path, capsys):
     assert "Decode step on cpu, warm cache" in out and "x [" in out
 
 
-@pytest.mark.parametrize("mode, timed", [("none", ()), ("sel", ("sel",))])
-def test_only_the_branches_asked_for_are_timed(run, mode, timed):
-    _, sent, (row,) = run("--S_list", "17", "--branch_force_mode", mode)
-    names = [*timed, "module"]
-    assert [r["case"] for r in sent] == ["decode/S=17", *(f"decode/S=17/{b}" for b in names)]
-    assert {b for b in BRANCHES if row[f"ms_{b}"]} == set(timed)
+def test_only_the_branch_asked_for_is_timed(run):
+    _, sent, (row,) = run("--S_list", "17", "--branch_force_mode", "sel", "--more", "0")
+    assert [r["case"] for r in sent] == ["decode/S=17", "decode/S=17/sel"]
+    assert {b for b in BRANCHES if row[f"ms_{b}"]} == {"sel"}
 
 
 def test_several_new_tokens_are_judged_each_by_its_context(run, tmp_path):
@@ -185,8 +189,8 @@ def test_a_gpu_that_is_not_there_is_no_crash(capsys):
     assert "no CUDA device" in capsys.readouterr().err
 
 
-def test_bare_csv_goes_to_stdout_alone(capsys):
-    assert bench_decode.main([*SMALL, "--S_list", "9", "--branch_force_mode", "none", "--csv"]) == 0
+def test_bare_csv_goes_to_stdout_alone(capsys, monkeypatch):
+    assert sent(monkeypatch, "--S_list", "9", "--branch_force_mode", "none", "--csv")[0] == 0
     out, err = capsys.readouterr()
     assert out.startswith("S,ms_total,ms_cmp,ms_sel,ms_win,reads_actual,reads_expected,")
     assert len(out.splitlines()) == 2 and err.startswith("decode/S=9 ")

@@ -13,10 +13,10 @@ import tarfile
 import pytest
 import torch
 
-from bench import bench_decode, stats
+from bench import stats
 from bench.records import NUMBERS, BenchRow, read_csv, write_csv
 from nsa.tests.oneshot_samples import bench_row, edit, test_row, write_sample
-from nsa.tests.test_bench_decode import SMALL
+from nsa.tests.test_bench_decode import sent
 from scripts.oneshot.compare import verify
 from scripts.oneshot.record import bundle, reading
 from scripts.oneshot.record.journal import dumps, read_events, write_json
@@ -338,15 +338,11 @@ def test_reports_of_other_sources_are_not_compared(folder, capsys):
 def benched(tmp_path_factory):
     """The rows and the CSV of a decode bench, and of one row with a CSV of its own."""
     out = tmp_path_factory.mktemp("benched")
-    read, write = os.pipe()
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NSA_RESULT_FD", str(write))
-        bench_decode.main([*SMALL, "--S_list", "20,41", "--csv", str(out / "decode.csv")])
+        _, rows = sent(patch, "--S_list", "20,41", "--csv", str(out / "decode.csv"))
     torch.set_num_threads(threads)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        rows = [{**json.loads(line), "stage": "decode_bench"} for line in pipe]
+    rows = [{**row, "stage": "decode_bench"} for row in rows]
     sel = BenchRow(
         "sel", "sel/c", "VALID", parity={"status": "PASS", "mae": 1e-4}, median_us=1000 / 3,
         path_taken="triton", columns={"L": 64, "dist": "few"},
@@ -363,25 +359,29 @@ def benched(tmp_path_factory):
     return {"bench": rows, "stages": [stage("decode"), stage("sel")]}, out
 
 
-@pytest.mark.parametrize(
-    ("name", "column"),
-    [("decode", c) for c in ("ms_total", "ms_sel", "speedup", "speedup_low", "base_ms", "wall_ms",
-                             "ms_module_eager", "status", "baseline", "gbs", "reads_win")]
-    + [("sel", "tri_ms"), ("sel", "mae"), ("sel", "L")],
-)  # fmt: skip
-def test_a_csv_is_what_its_rows_give(name, column, benched, tmp_path):
+COLUMNS = {
+    "decode": "ms_total ms_sel speedup speedup_low base_ms wall_ms ms_module_eager status baseline"
+    " gbs reads_win",
+    "sel": "tri_ms mae L",
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_csv_is_what_its_rows_give(name, benched, tmp_path):
     data, made = benched
     out = shutil.copytree(made, tmp_path / "out")
     assert not list(verify.check_csvs(data, out))
-    rows = read_csv(out / f"{name}.csv")
-    rows[-1][column] = "9.25"
-    write_csv(str(out / f"{name}.csv"), rows, list(rows[0]))
-    found = list(verify.check_csvs(data, out))
-    assert any(t.startswith(f"{name}.csv:{len(rows) + 1}: {column} is '9.25', and ") for t in found)
-    write_csv(str(out / f"{name}.csv"), rows[:-1], list(rows[0]))
-    assert list(verify.check_csvs(data, out)) == [f"{name}.csv lacks the lines of 1 rows"]
-    write_csv(str(out / f"{name}.csv"), [*read_csv(made / f"{name}.csv"), rows[-1]], list(rows[0]))
-    assert list(verify.check_csvs(data, out))
+    right = read_csv(out / f"{name}.csv")
+    wrong = lambda rows: (
+        write_csv(str(out / f"{name}.csv"), rows, list(right[0]))
+        or list(verify.check_csvs(data, out))
+    )
+    for column in COLUMNS[name].split():
+        found = wrong([*right[:-1], {**right[-1], column: "9.25"}])
+        says = f"{name}.csv:{len(right) + 1}: {column} is '9.25', and "
+        assert any(text.startswith(says) for text in found), column
+    assert wrong(right[:-1]) == [f"{name}.csv lacks the lines of 1 rows"]
+    assert wrong([*right, right[-1]])
 
 
 def test_health_is_its_row(tmp_path):
