@@ -33,7 +33,7 @@ def run_all(space, examples):
 
 
 def test_routes_of_pytorch():
-    run_all(fuzz.Space.of("cpu", ["reference", "sdpa"]), 15)
+    run_all(fuzz.Space.of("cpu", ["reference", "sdpa"]), 8)
 
 
 @pytest.mark.kernel
