@@ -93,7 +93,7 @@ def test_unknown_flag_of_the_caller_blocks(tmp_path):
 @pytest.mark.parametrize("argv", [
     ["--profile", "huge"], ["--budget", "soon"], ["--only", "nonsense"], ["a", "--out", "b"],
     ["--commit", "../../etc"], ["--resume=yes"], ["--price", "nan"], ["--price", "-1"],
-    ["--price", "inf"], ["--gpus", "7", "--profile", "cpu"], ["--dry"],  # setup_env.py would install
+    ["--price", "inf"], ["--gpus", "7", "--profile", "cpu"], ["--dry"],
 ])  # fmt: skip
 def test_usage_errors(argv, capsys):
     with pytest.raises(SystemExit) as stop:
