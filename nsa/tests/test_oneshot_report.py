@@ -24,7 +24,6 @@ from nsa.tests.oneshot_samples import (
     bench_row,
     edit,
     parity_row,
-    real_rows,
     sending,
     test_row,
     write_sample,
@@ -92,23 +91,17 @@ def test_the_report_of_a_known_run_is_the_one_kept(name, tmp_path, committed_row
     assert text == golden.read_text(encoding="utf-8")
 
 
-def test_render_writes_both_files_and_leaves_bundle_json_alone(tmp_path, capsys):
-    write_sample(tmp_path, "all_pass")
-    before = (tmp_path / "bundle.json").read_bytes()
-    assert report.main([str(tmp_path)]) == 0
-    assert (tmp_path / "report.md").read_text().startswith("**PASS - 18/18 tests")
-    assert len((tmp_path / "issue.md").read_text()) <= report.ISSUE_LIMIT
-    assert (tmp_path / "bundle.json").read_bytes() == before
-    assert "report.md" in capsys.readouterr().out
-
-
-def test_render_goes_by_the_journal_not_by_bundle_json(tmp_path):
+def test_render_goes_by_the_journal_and_leaves_bundle_json_alone(tmp_path, capsys):
     write_sample(tmp_path, "gpu_fail")
     data = json.loads((tmp_path / "bundle.json").read_text())
     data["verdict"]["one_line"] = "PASS - everything"
     (tmp_path / "bundle.json").write_text(json.dumps(data))
+    before = (tmp_path / "bundle.json").read_bytes()
     assert report.main([str(tmp_path)]) == 0
     assert (tmp_path / "report.md").read_text().startswith("**FAIL - 9/10 tests")
+    assert len((tmp_path / "issue.md").read_text()) <= report.ISSUE_LIMIT
+    assert (tmp_path / "bundle.json").read_bytes() == before
+    assert "report.md" in capsys.readouterr().out
 
 
 def test_without_a_journal_bundle_json_serves_and_the_report_says_so(tmp_path):
@@ -139,33 +132,6 @@ def test_a_row_without_proof_shows_its_reason_and_no_number(status, tmp_path):
         assert number not in text
 
 
-def test_the_precision_of_the_benches_is_shown(tmp_path):
-    row = bench_row("sel/x", 50.0, 1.5, precision="fp32 matmul highest, TF32 off")
-    text = rendered(with_rows(tmp_path, [row, {**row, "case": "sel/y"}]))
-    assert text.count("- Precision: fp32 matmul highest, TF32 off.\n") == 1
-
-
-def test_a_row_of_which_a_part_was_compared_says_so(tmp_path):
-    row = bench_row("prefill/win", 50.0, 1.5, bench="prefill", compared="18 of 32768 queries")
-    assert "parity of 18 of 32768 queries" in rendered(with_rows(tmp_path, [row]))
-
-
-def test_the_prefill_table_has_both_ends_of_what_neighbours_share(tmp_path):
-    """Each row with the blocks that were counted; dense attention stands beside one of them."""
-    like = real_rows()[1]
-    rows = [
-        {**like, "distinct_of_4": 46.6},
-        {**like, "case": "prefill/full/fwd/S=32768/shared", "sharing": "shared",
-         "distinct_of_4": 22.32, "baseline": None, "base_median_us": None, "speedup": None,
-         "speedup_ci95": None},
-    ]  # fmt: skip
-    text = rendered(with_rows(tmp_path, rows, stage="prefill_bench"))
-    for case, named in (("", "46.6"), ("/shared", "22.32")):
-        said = f"four neighbouring queries name {named} distinct blocks"
-        (line,) = [t for t in text.splitlines() if said in t]
-        assert line.startswith(f"| `prefill/full/fwd/S=32768{case}` | VALID |")
-
-
 def test_a_parity_row_on_the_wrong_path_shows_no_errors(tmp_path):
     row = parity_row("sel/wrongpath", path_taken="sdpa", mae=1.2345e-5, max_abs=2.3456e-4,
                      fallback_reason="dtype")  # fmt: skip
@@ -192,35 +158,6 @@ def test_a_speedup_inside_the_noise_is_no_speedup(speedup, ci, shown, tmp_path):
     assert ("x [" in line) == ("x [" in shown)
 
 
-def decode_rows():
-    small = dict(bench="decode", S=4096, dim=2560, heads=64, groups=4, dk=192, dv=128, l=32, d=16,
-                 l_sel=64, n_sel=16, w=512, dtype="bf16", B=1)  # fmt: skip
-    serving = {**small, "dk": 128}
-    return [
-        bench_row("decode/S=4096", 90.0, 1.5, **small),
-        bench_row("decode/S=4096/cmp", 40.0, None, **{**small, "bench": "decode_branch"},
-                  branch="cmp"),
-        bench_row("decode/S=4096", 80.0, 1.5, **serving),
-        bench_row("decode/B=16/S=4096", 200.0, 1.5, **{**serving, "B": 16}),
-        bench_row("decode/S=8192/module", 200.0, 1.5, **{**serving, "bench": "decode_module"}),
-    ]  # fmt: skip
-
-
-def test_decode_tables_say_what_problem_they_measure(tmp_path):
-    text = rendered(with_rows(tmp_path, decode_rows(), stage="decode_bench"))
-    assert ("- 1 of 5 rows: model width 2560; query heads 64; KV groups 4; query and key head size "
-            "192; value head size 128; l 32; d 16; l_sel 64; n_sel 16; window 512; sequences 1; "
-            "dtype bf16\n") in text  # fmt: skip
-    assert "- 4 of 5 rows:" in text and "sequences 1, 16; dtype bf16\n" in text
-    assert "### Decode, the layer's whole step" in text
-
-
-def test_a_baseline_is_shown_with_its_share_of_the_ceiling(tmp_path):
-    row = bench_row("decode/S=4096", 80.0, 1.5, base_peak_frac=0.423, bench="decode", S=4096)
-    text = rendered(with_rows(tmp_path, [row], stage="decode_bench"))
-    assert "sdpa 120 us (42 % of its ceiling)" in text, text
-
-
 def test_sizes_that_are_no_numbers_break_no_table(tmp_path):
     odd = dict(bench="decode", S=64, heads=[1, {}], dtype={"a": "|"}, B=["<b>"])
     text = rendered(
@@ -237,13 +174,6 @@ def test_sizes_that_are_no_numbers_break_no_table(tmp_path):
     assert "`decode/odd`" in text and "<b>" not in text
 
 
-def test_a_launch_bound_row_shows_both_walls(tmp_path):
-    wall = dict(launch_bound=True, wall_us=60.0, base_wall_us=54.0, wall_speedup=0.9,
-                batches=9, gap_batches=1)  # fmt: skip
-    text = rendered(with_rows(tmp_path, [bench_row("sel/dense/L=512/few", 50.0, 1.5, **wall)]))
-    assert "launch bound, wall about 60 us (baseline's about 54 us: about 0.9x)" in text
-
-
 @pytest.mark.parametrize(
     ("ratio", "shown"),
     [(0.51, "about 0.5x"), (0.904, "about the same"), (1.0, "about the same"), (0.8, "about 0.8x"),
@@ -252,66 +182,6 @@ def test_a_launch_bound_row_shows_both_walls(tmp_path):
 def test_a_wall_ratio_is_no_more_precise_than_it_is(ratio, shown):
     assert evidence.rough_ratio(ratio) == shown
     assert evidence.rough_us(92.97) == "about 93 us" and evidence.rough_us(1234.5) == "about 1.2 ms"
-
-
-def test_fa2_has_a_table_and_a_heading_of_its_own(tmp_path):
-    rows = [
-        bench_row("fa2/win/S=64/bf16/dense", 50.0, 1.5, bench="fa2", branch="win", key_len=64,
-                  baseline="triton", path_requested="fa2", path_taken="fa2_torch"),
-        {"kind": "recommend", "sel_triton_min_L": None, "blocking_case": "L=64",
-         "confidence": "too slow", "fa2_min_len_win": 64, "fa2_min_len_cmp": None,
-         "fa2_win_why": "all 1 cells", "fa2_cmp_why": "cmp keys=3: lower bound 0.9x"},
-    ]  # fmt: skip
-    text = rendered(with_rows(tmp_path, rows))
-    first, _, second = text.partition("<summary>FA-2 minimum lengths</summary>")
-    assert ("**None: no length that was timed qualifies, so keep what is set** (too slow); "
-            "stopped by `L=64`") in first  # fmt: skip
-    assert "fa2_min_len" not in first and "Against the faster of SDPA and the Triton" in second
-    assert "- `fa2_min_len_win: 64` keys (all 1 cells)" in second
-    assert "- no `fa2_min_len_cmp` (cmp keys=3: lower bound 0.9x)" in second
-    assert "| win | 64 | 1/1 | 1.47x | triton | `fa2/win/S=64/bf16/dense` |" in second
-
-
-def test_fa2_has_an_answer_for_each_setting_of_tritons_switch(tmp_path):
-    like = dict(bench="fa2", branch="win", key_len=64, path_requested="fa2", path_taken="fa2_torch")
-    slow = dict(launch_bound=True, wall_us=90.0, base_wall_us=45.0, wall_speedup=0.5)
-    rows = [
-        bench_row("fa2/win/S=64/bf16/dense/sdpa", 10.0, 4.8, **like, **slow),
-        bench_row("fa2/win/S=64/bf16/dense/triton", 10.0, 0.4, baseline="triton", **like),
-        {"kind": "recommend", "sel_triton_min_L": 64, "blocking_case": None, "confidence": "fast",
-         "fa2_min_len_win": 64, "fa2_win_why": "all 1 cells", "fa2_min_len_cmp": None,
-         "fa2_min_len_win_triton": None, "fa2_win_triton_why": "0.4x < 1.2x",
-         "fa2_min_len_cmp_triton": None},
-    ]  # fmt: skip
-    section = rendered(with_rows(tmp_path, rows)).partition("<summary>FA-2 minimum lengths")[2]
-    off, _, on = section.partition("With `NSA_USE_TRITON_SEL=1`, the branch's Triton kernel serves")
-    assert "With `NSA_USE_TRITON_SEL=0`, SDPA is what is left: set `NSA_USE_FA2=1`" in off
-    assert ("- `fa2_min_len_win: 64` keys (all 1 cells); 1 of its 1 cells are launch bound: as a "
-            "host sees them, about 0.5x at the least") in off  # fmt: skip
-    assert "fused operator: leave `NSA_USE_FA2=0`.\n" in on
-    assert "- no `fa2_min_len_win` (0.4x &lt; 1.2x)\n" in on
-    assert "| win | 64 | 1/1 | 4.70x | sdpa |" in on and "| win | 64 | 1/1 | 0.39x | triton |" in on
-
-
-def test_the_advice_on_selection_says_what_it_is_about(tmp_path):
-    proposal = {"kind": "recommend", "sel_triton_min_L": None, "confidence": "slow"}
-    whole = [bench_row(f"prefill/full/fwd/S={S}", 900.0, ratio, bench="prefill", op="full", S=S)
-             for S, ratio in ((8192, 1.11), (32768, 4.45))]  # fmt: skip
-    rows = [*whole, bench_row("prefill/win/fwd", 9.0, 9.9, bench="prefill", op="win"),
-            bench_row("decode/S=512", 13.0, 0.7, bench="decode", S=512),
-            bench_row("sel/dense/L=1024", 28.0, 0.98, L=1024), proposal]  # fmt: skip
-    text = rendered(with_rows(tmp_path, rows)).partition("its threshold</summary>")[2]
-    assert "The threshold is about `selection_attention` called alone" in text
-    assert "Both are timed as a caller gets them, Triton with the cleaning of ranges" in text
-    assert "use_triton_sel" not in text.partition("</details>")[0]  # nobody is to turn it off
-    assert (
-        "`nsa_attention`, the layers and decode steps have no threshold; against dense "
-        "attention at the sizes timed here: prefill 1.11x to 4.92x, "
-        "decode step 0.70x to 2.72x."
-    ) in text
-    rows[-1] = {**proposal, "sel_triton_min_L": 512}
-    text = rendered(with_rows(tmp_path / "b", rows))
-    assert "`selection_attention` called alone" in text and "keep what is set" not in text
 
 
 def test_the_ceiling_says_where_it_is_from(tmp_path):
@@ -381,50 +251,6 @@ def test_the_worst_parity_case_of_an_operator_is_the_one_nearest_to_its_limit():
             for name, margin in (("p/a", 0.1), ("p/b", 0.9), ("p/c", None))]  # fmt: skip
     (op,) = evidence.parity_ops(rows, Shape())
     assert op[1:3] == ["3/3", "`p/b`"]
-
-
-def test_unstable_rows_come_before_valid_ones_with_their_limit_and_their_name_on_top(tmp_path):
-    shaky = dict(status="UNSTABLE", why=["drift: last third +3.9%"])
-    proof = {"mae": 2e-4, "max_abs": 3e-3, "limit_max_abs": 4.5e-3, "status": "PASS"}
-    rows = [bench_row("sel/good", 5.0, 1.5, parity=proof),
-            *[bench_row(f"sel/shaky{i}", 5.0, 1.5, **shaky) for i in range(5)],
-            bench_row("sel/none", 5.0, 1.5, status="SKIPPED", why=["no memory"])]  # fmt: skip
-    text = rendered(with_rows(tmp_path, rows))
-    order = re.findall(r"^\| `sel/(\w+)` \| [A-Z]", text, re.M)
-    assert order == ["none", *[f"shaky{i}" for i in range(5)], "good"]
-    assert "`triton_varlen`, max-abs 0.003 (limit 0.0045) |" in text
-    assert (
-        "- 5 bench cases UNSTABLE: `sel/shaky0` (drift: last third +3.9%); `sel/shaky1` "
-        "(drift: last third +3.9%); `sel/shaky2` (drift: last third +3.9%); and 2 more\n"
-    ) in text
-    assert "- 1 bench case SKIPPED: `sel/none` (no memory)" in text
-
-
-def test_skipped_tests_are_named(tmp_path):
-    rows = [test_row(f"a.py::t{i}", "skipped", "too large") for i in range(4)]
-    text = rendered(with_rows(tmp_path, [*rows, test_row("b.py::x", "skipped", "no bf16")]))
-    assert "- 4 tests skipped: too large: `a.py::t0` and 3 more\n" in text
-    assert "- 1 test skipped: no bf16: `b.py::x`\n" in text
-
-
-def test_a_toy_decode_says_where_serving_sizes_are(tmp_path):
-    row = bench_row("decode/S=512", 13.0, 0.7, bench="decode", S=512, dim=256)
-    assert "`bench/bench_decode.py --preset serving`" in rendered(
-        with_rows(tmp_path, [row], "decode_bench"))  # fmt: skip
-    row["dim"] = 4096
-    assert "--preset serving" not in rendered(
-        with_rows(tmp_path / "b", [row], "decode_bench"))  # fmt: skip
-
-
-def test_a_stage_of_an_earlier_run_says_so(tmp_path):
-    def change(events):
-        for event in events:
-            if event["ev"] == "stage_end" and event["stage"] == "sanity":
-                event["result"]["resumed_from"] = "20261120T100000Z-1111"
-
-    text = rendered(with_events(tmp_path, "all_pass", change))
-    assert "- 1 stage is from run 20261120T100000Z-1111: sanity" in text
-    assert re.search(r"^\| `sanity` .* from run 20261120T100000Z-1111 \|$", text, re.M)
 
 
 def test_no_limit_is_said_in_words():
@@ -690,54 +516,9 @@ def test_warnings_have_an_end(tmp_path):
 # ---------------------------------------------------------------------------------- words
 
 
-def test_box_health_speaks_in_words_and_units(tmp_path):
-    measured = {
-        "kind": "health", "status": "OK", "why": [], "copy_gbs": 4251.4, "copy_frac": 0.88,
-        "copy_nominal_gbs": 4814.3, "aa_noise_floor": 0.01, "aa_worst": 0.0019, "aa_trials": 18,
-        "power_w": 280.3, "memory_used_by_others_mib": 3, "sm_mhz": [1530, 1980],
-        "torch": "2.11.0", "commit": "abc", "odd_key": 4,
-    }  # fmt: skip
-    text = rendered(with_rows(tmp_path, [measured], stage="health"))
-    section = text.partition("<summary>Box health")[2].partition("</details>")[0]
-    for line in ("| device copy | 4251 GB/s | 88 % |", "| device copy, nominal | 4814 GB/s | - |",
-                 "| noise floor (same code against itself) | 1.0 % | - |",
-                 "| memory that others use | 3 MiB | - |", "| power, median | 280.3 W | - |",
-                 "| SM clock, lowest and highest | 1530 and 1980 MHz | - |"):  # fmt: skip
-        assert line in section
-    assert re.findall(r"^\| (\w*_\w*) ", section, re.M) == ["odd_key"]
-    assert "18" not in section  # how many trials the floor is of claims nothing
-    assert "2.11.0" not in section and "abc" not in section
-
-
-def test_the_fa2_that_ran_is_among_the_facts_and_a_unit_of_one_is_none(tmp_path):
-    metric = lambda name, value, unit: dict(kind="metric", name=name, value=value, unit=unit)
-    rows = [metric("fa2_source", "torch", None), metric("fa2_version", "2.7.4", None)]
-    folder = with_rows(tmp_path, rows, stage="fa2_probe")
-    assert "| FA-2 | torch's own 2.7.4 |" in rendered(folder)
-    rows = [metric("parameters", 1000, "1"), metric("rate", 3.0, "1/s")]
-    text = rendered(with_rows(tmp_path / "more", rows, stage="train_showcase"))
-    assert "- parameters: 1000\n" in text and "- rate: 3 1/s\n" in text
-
-
 def test_without_routing_the_flags_are_not_called_complete(tmp_path):
     write_sample(tmp_path, "all_pass")
     assert "| every other flag | not recorded |" in rendered(tmp_path)
-    flags = [{"name": "NSA_USE_FA2", "value": "0", "source": "default"}]
-    (tmp_path / "routing.json").write_text(json.dumps({"flags": flags}))
-    text = rendered(tmp_path)
-    assert "| `NSA_USE_FA2` | `0` | default |" in text and "not recorded" not in text
-
-
-def test_the_kernels_of_a_call_stand_beside_why_faster_ones_do_not(tmp_path):
-    write_sample(tmp_path, "all_pass")
-    assert "Kernels of a call" not in rendered(tmp_path)
-    calls = [{"call": "prefill, 8192 tokens", "kernels": ["_turn_kernel", "_combine_kernel x2"],
-              "passed_over": {"_fast_kernel": "heads must be 64 wide"}}]  # fmt: skip
-    (tmp_path / "routing.json").write_text(json.dumps({"flags": [], "calls": calls}))
-    assert (
-        "| prefill, 8192 tokens | `_turn_kernel`, `_combine_kernel x2` "
-        "| `_fast_kernel`: heads must be 64 wide |"
-    ) in rendered(tmp_path)
 
 
 # ---------------------------------------------------------------------------------- plots
