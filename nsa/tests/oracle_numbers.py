@@ -77,8 +77,9 @@ def main(path: str, commit: str) -> None:
     spec = importlib.util.spec_from_file_location("earlier_oracle", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    cases = {case: numbers(case, module.nsa_attention) for case in CASES}
-    FILE.write_text(json.dumps({"oracle_of": commit, "cases": cases}, indent=1) + "\n")
+    cases = (f'"{case}": {json.dumps(numbers(case, module.nsa_attention))}' for case in CASES)
+    whole = ",\n".join(cases)
+    FILE.write_text(f'{{"oracle_of": "{commit}", "cases": {{\n{whole}\n}}}}\n')
 
 
 if __name__ == "__main__":
