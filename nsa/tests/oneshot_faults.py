@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMMIT = "abc1234"
+OUT = Path(os.environ.get("NSA_OUT_DIR", "."))  # of a stage
 sys.path.insert(0, str(ROOT))  # run by path, uninstalled
 
 CANARIES = {
@@ -100,236 +102,208 @@ def parity(**changes: object) -> None:
     send("parity", **row)
 
 
-def fault_pass() -> int:
+def right() -> None:
     passed()
     parity()
+
+
+def fault_pass():
+    right()
     print("fine")
-    return 0
 
 
-def fault_raise() -> int:
+def fault_raise():
     passed()
     raise RuntimeError("no such luck")
 
 
-def fault_import() -> int:
+def fault_import():
     import no_such_module_anywhere  # noqa: F401
 
-    return 0
 
-
-def fault_hang() -> int:
+def fault_hang():
     passed()
     print("going to sleep", flush=True)
     time.sleep(600)
-    return 0
 
 
-def fault_deaf() -> int:
+def fault_deaf():
     """Ignores every polite signal."""
     for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     send("note", level="info", text="deaf from here on")
     time.sleep(600)
-    return 0
 
 
-def fault_killed() -> int:
+def fault_killed():
     passed()
     os.kill(os.getpid(), signal.SIGKILL)
-    return 0
 
 
-def fault_segfault() -> int:
+def fault_segfault():
     os.kill(os.getpid(), signal.SIGSEGV)
-    return 0
 
 
-def fault_nothing() -> int:
+def fault_nothing():
     print("exit code 0 and no test")
-    return 0
 
 
-def fault_slow() -> int:
+def fault_slow():
     """Right, after a second."""
     time.sleep(1.0)
-    passed()
-    parity()
-    return 0
+    right()
 
 
-def fault_until_told() -> int:
+def fault_until_told():
     """Right, once somebody has put the file `go` into the run's folder."""
-    go = Path(os.environ["NSA_OUT_DIR"]) / "go"
+    go = OUT / "go"
     while not go.exists():
         time.sleep(0.05)
     go.unlink()
     return fault_pass()
 
 
-def fault_edit() -> int:
+def fault_edit():
     """Right, and somebody edits a source meanwhile."""
     Path(os.environ["CUDA_TEST_EDIT"]).write_text("x = 2\n")
     return fault_pass()
 
 
-def fault_gpu_dies() -> int:
+def fault_gpu_dies():
     """Takes the driver along: the fake nvidia-smi of the test fails from now on."""
     Path(os.environ["CUDA_TEST_DEAD"]).write_text("x")
     return fault_killed()
 
 
-def fault_all_skipped() -> int:
+def fault_all_skipped():
     send("test", nodeid="t::s", outcome="skipped", duration_s=0, reason="no CUDA device")
-    return 0
 
 
-def fault_liar() -> int:
+def fault_liar():
     """Exit code 0 with a failed row."""
     passed()
     send("test", nodeid="t::bad", outcome="failed", duration_s=0, reason="1 != 2")
-    return 0
 
 
-def fault_wrong_path() -> int:
+def fault_wrong_path():
     passed()
     parity(path_taken="sdpa", fallback_reason="below_min_L")
-    return 0
 
 
-def fault_no_launch() -> int:
+def fault_no_launch():
     passed()
     parity(launches={})
-    return 0
 
 
-def fault_nan() -> int:
+def fault_nan():
     passed()
     text = json.dumps({"kind": "parity", "case": "c", "path_requested": "sdpa",
                        "path_taken": "sdpa", "mae": float("nan"), "max_abs": 1.0,
                        "status": "PASS"})  # fmt: skip
     raw(text.encode() + b"\n")
-    return 0
 
 
-def fault_garbage() -> int:
+def fault_garbage():
     """Output that breaks naive readers, beside a good result."""
-    passed()
-    parity()
+    right()
     out = sys.stdout.buffer
     out.write(b"\x1b[31mred\x1b[0m \x00nul \xff\xfe bad utf-8 \x1b]0;title\x07 end\n")
     out.write(b"x" * 1_000_000 + b"\n")
     out.write("```\n</details> | @someone #123 \u202e\n".encode())
     out.write(b"progress 1\rprogress 2\rprogress 3\n")
     out.flush()
-    return 0
 
 
-def fault_flood() -> int:
+def fault_flood():
     """More output than a log may hold."""
-    passed()
-    parity()
+    right()
     for i in range(60_000):
         print(f"line {i} " + "y" * 60)
-    return 0
 
 
-def fault_steady() -> int:
+def fault_steady():
     """Right, and long enough to be watched."""
-    passed()
-    parity()
+    right()
     send("progress", done=1, total=4, text="case 1 of 4")
     time.sleep(1.5)
-    return 0
 
 
-def fault_chatty() -> int:
+def fault_chatty():
     """200 KiB of output."""
     passed()
     for i in range(3000):
         print(f"line {i} " + "y" * 60)
-    return 0
 
 
-def fault_junk_rows() -> int:
+def fault_junk_rows():
     """A good result and lines on the result channel that are no rows."""
     passed()
     raw(b'hello\n{"kind": "nonsense"}\n[1,2]\n' + b"z" * 1_500_000 + b'\n\xff\xfe\n{"kind')
-    return 0
 
 
-def fault_orphans() -> int:
+def fault_orphans():
     """Leaves a grandchild in a session of its own that holds the pipes open."""
     code = "import os,time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(600)\n"
     fd = int(os.environ["NSA_RESULT_FD"])
     for _ in range(2):
         subprocess.Popen([sys.executable, "-c", code], pass_fds=(fd,), start_new_session=True)
     time.sleep(0.3)
-    passed()
-    parity()
-    return 0
+    right()
 
 
-def fault_oom_device() -> int:
+def fault_oom_device():
     raise MemoryError("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
 
 
-def fault_skip() -> int:
+def fault_skip():
     send("note", level="info", text="flash-attn is not installed")
     return 3
 
 
-def fault_mute_skip() -> int:
+def fault_mute_skip():
     return 3
 
 
-def fault_unproven_bench() -> int:
+def fault_unproven_bench():
     send("bench", bench="b", case="b/1", status="VALID", median_us=1.0, why=[],
          parity={"status": "FAIL"})  # fmt: skip
-    return 0
 
 
-def fault_bench() -> int:
+def fault_bench():
     send("bench", bench="b", case="b/1", status="VALID", median_us=1.0, why=[], path_taken="sdpa",
          parity={"mae": 0.0, "max_abs": 0.0, "status": "PASS"})  # fmt: skip
-    return 0
 
 
-def fault_plant_log() -> int:
+def fault_plant_log():
     passed()
     send("note", level="info", text="token " + CANARIES["github"])
     for name, text in CANARIES.items():
         print(f"{name} {text}", flush=True)
         print(f"{text}", file=sys.stderr, flush=True)
-    return 0
 
 
-def fault_plant_names() -> int:
+def fault_plant_names():
     """Files and folders named after secrets."""
     passed()
-    out = Path(os.environ["NSA_OUT_DIR"])
     for name, text in CANARIES.items():
         if "/" in text or "\n" in text:  # no name of a file
             continue
         safe = text[:120]
-        (out / f"{safe}.csv").write_text("a\n1\n")
-        (out / f"sub {safe}").mkdir()
-        (out / f"sub {safe}" / f"{name}.txt").write_text("x\n")
-    return 0
+        (OUT / f"{safe}.csv").write_text("a\n1\n")
+        (OUT / f"sub {safe}").mkdir()
+        (OUT / f"sub {safe}" / f"{name}.txt").write_text("x\n")
 
 
-def fault_plant_cells() -> int:
+def fault_plant_cells():
     """CSV, JSON and JSON lines, secrets in cells, keys and escaped strings."""
     passed()
-    out = Path(os.environ["NSA_OUT_DIR"])
     rows = [f'{name},"{text}"' for name, text in CANARIES.items()]
-    (out / "rows.csv").write_text("name,value\n" + "\n".join(rows) + "\n")
-    (out / "keys.json").write_text(json.dumps({text: [text] for text in CANARIES.values()}))
-    (out / "lines.jsonl").write_text("".join(json.dumps(t) + "\n" for t in CANARIES.values()))
-    return 0
+    (OUT / "rows.csv").write_text("name,value\n" + "\n".join(rows) + "\n")
+    (OUT / "keys.json").write_text(json.dumps({text: [text] for text in CANARIES.values()}))
+    (OUT / "lines.jsonl").write_text("".join(json.dumps(t) + "\n" for t in CANARIES.values()))
 
 
-def fault_plant_rows() -> int:
+def fault_plant_rows():
     """Every kind of row, secrets in every text of it."""
     for name, text in CANARIES.items():
         send("test", nodeid=f"t::{name}[{text}]", outcome="passed", duration_s=0, reason=text)
@@ -338,111 +312,95 @@ def fault_plant_rows() -> int:
         send("note", level="warn", text=text)
         send("metric", name=text, value=1.0, unit=text)
         send("progress", done=1, total=2, text=text)
-    return 0
 
 
-def fault_plant_error() -> int:
+def fault_plant_error():
     passed()
     raise RuntimeError(" and ".join(CANARIES.values()))
 
 
-def fault_plant_archive() -> int:
+def fault_plant_archive():
     """Secrets packed away, where no text search finds them."""
     import tarfile
     import zipfile
 
     passed()
-    out = Path(os.environ["NSA_OUT_DIR"])
     text = "\n".join(CANARIES.values())
-    (out / "plain.txt").write_text(text)
-    with tarfile.open(out / "core.tgz", "w:gz") as tar:
-        tar.add(out / "plain.txt", arcname="plain.txt")
-    with zipfile.ZipFile(out / "core.zip", "w") as packed:
+    (OUT / "plain.txt").write_text(text)
+    with tarfile.open(OUT / "core.tgz", "w:gz") as tar:
+        tar.add(OUT / "plain.txt", arcname="plain.txt")
+    with zipfile.ZipFile(OUT / "core.zip", "w") as packed:
         packed.writestr("plain.txt", text)
-    (out / "core.png").write_bytes(b"\x89PNX" + text.encode())
-    (out / "link.txt").symlink_to("/etc/hostname")
-    return 0
+    (OUT / "core.png").write_bytes(b"\x89PNX" + text.encode())
+    (OUT / "link.txt").symlink_to("/etc/hostname")
 
 
-def fault_plant_environment() -> int:
+def fault_plant_environment():
     """Prints every variable that reached the stage."""
     passed()
     for name, value in os.environ.items():
         print(f"{name}={value}")
-    return 0
 
 
-def fault_endless_row() -> int:
+def fault_endless_row():
     """A result without an end: the pipe is filled until somebody gives up."""
     passed()
     for _ in range(200):
         raw(b"\x00\xffgarbage {" * 4096)
-    return 0
 
 
-def fault_pipes() -> int:
+def fault_pipes():
     """Puts pipes where files belong."""
     passed()
-    out = Path(os.environ["NSA_OUT_DIR"])
     for name in ("events.jsonl", "report.md", "bench/samples.jsonl", "new.csv"):
-        path = out / name
+        path = OUT / name
         path.unlink(missing_ok=True)
         path.parent.mkdir(exist_ok=True)
         os.mkfifo(path)
-    return 0
 
 
-def fault_eats_its_log() -> int:
+def fault_eats_its_log():
     passed()
-    (Path(os.environ["NSA_OUT_DIR"]) / "logs" / "eats_its_log.log").unlink()
-    return 0
+    (OUT / "logs" / "eats_its_log.log").unlink()
 
 
-def fault_closes_results() -> int:
+def fault_closes_results():
     passed()
     os.close(int(os.environ["NSA_RESULT_FD"]))
     print("after the results")
     time.sleep(0.2)
-    return 0
 
 
-def fault_disk_full() -> int:
+def fault_disk_full():
     passed()
     raise OSError(28, "No space left on device")
 
 
-def fault_clock_back() -> int:
+def fault_clock_back():
     """Writes its output with a clock that was put back by a day."""
     passed()
-    path = Path(os.environ["NSA_OUT_DIR"]) / "made.csv"
+    path = OUT / "made.csv"
     path.write_text("a\n1\n")
     yesterday = time.time() - 86400
     os.utime(path, (yesterday, yesterday))
-    return 0
 
 
-def fault_big_or_half() -> int:
+def fault_big_or_half():
     """Does not fit into the GPU's memory unless it is told to be smaller."""
     if "--shrink" not in sys.argv:
         raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
     send("note", level="warn", text="sizes are 64 here instead of 128")
     passed()
-    return 0
 
 
-def fault_big_or_few() -> int:
+def fault_big_or_few():
     """The same for tests in several processes, unless they are fewer at a time."""
     if "--fewer" not in sys.argv:
         raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
     passed()
-    return 0
 
 
-def fault_big_always() -> int:
-    return fault_oom_device()
-
-
-def _report_xid(number: int) -> int:
+def _report_xid(number: int):
     """The fake driver reports `number`; the test passes once the listener has taken it."""
     reported = Path(os.environ["CUDA_TEST_XIDS"])
     half = reported.with_suffix(".half")  # a file that is still empty would be taken, and be lost
@@ -451,27 +409,13 @@ def _report_xid(number: int) -> int:
     deadline = time.monotonic() + 30.0
     while reported.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    passed()
-    parity()
-    return 0
-
-
-def fault_xid_31() -> int:
-    return _report_xid(31)
-
-
-def fault_xid_48() -> int:
-    return _report_xid(48)
-
-
-def fault_xid_79() -> int:
-    return _report_xid(79)
+    right()
 
 
 # ---- faults that need a GPU ----------------------------------------------------------------------
 
 
-def fault_cuda_illegal() -> int:
+def fault_cuda_illegal():
     """A Triton kernel writes where no memory is; the context of this process is lost."""
     import torch
     from triton import jit, language
@@ -487,7 +431,6 @@ def fault_cuda_illegal() -> int:
     x = torch.zeros(16, device="cuda")
     astray[(1,)](x, 1 << 44)
     torch.cuda.synchronize()
-    return 0
 
 
 def _take_all_memory() -> list:
@@ -503,7 +446,7 @@ def _take_all_memory() -> list:
     return taken
 
 
-def fault_cuda_all_memory() -> int:
+def fault_cuda_all_memory():
     """Takes the whole memory of the GPU, then asks for more; a smaller try is content."""
     import torch
 
@@ -513,10 +456,9 @@ def fault_cuda_all_memory() -> int:
     taken = _take_all_memory()
     print(f"{sum(t.numel() for t in taken) >> 20} MiB taken", flush=True)
     taken.append(torch.empty(1 << 33, dtype=torch.uint8, device="cuda"))
-    return 0
 
 
-def fault_cuda_hoard_and_hang() -> int:
+def fault_cuda_hoard_and_hang():
     """Holds the whole memory of the GPU and hears no polite signal."""
     taken = _take_all_memory()
     print(f"{len(taken)} pieces taken", flush=True)
@@ -527,7 +469,8 @@ FAULTS = {
     name.removeprefix("fault_"): function
     for name, function in list(globals().items())
     if name.startswith("fault_")
-}
+} | {f"xid_{number}": partial(_report_xid, number) for number in (31, 48, 79)}
+FAULTS["big_always"] = FAULTS["oom_device"]
 
 
 def stage(name: str, **changes: object):
