@@ -12,7 +12,7 @@ import torch
 
 from bench import bench_fa2, bench_prefill, bench_sel_triton, health
 from bench.clock import HostClock
-from bench.device import Ceilings, Gpu, ceilings, reason_names
+from bench.device import Ceilings, Gpu, ceilings
 from bench.parity import never_launched
 from bench.prefill_inputs import (
     DOCUMENT,
@@ -87,13 +87,6 @@ def test_decode_blocks_are_clamped_at_the_newest_token(L, n_sel):
         assert all(a % size == 0 for a, _ in spans) and spans == sorted(set(spans))
 
 
-def test_decode_defaults_are_the_documented_cells():
-    cells = list(bench_sel_triton.cells(bench_sel_triton.parse(["--decode", "1"])))
-    assert {(c.H, c.n_sel, c.L) for c in cells} == {
-        (h, n, L) for h in (2, 4) for n in (8, 16) for L in (128, 256, 512)
-    }
-
-
 def test_a_sweep_writes_what_it_timed(monkeypatch, capsys):
     """A row per choice of tiles, the wrong and the failed ones with their reason and no time."""
     pytest.importorskip("triton")
@@ -130,12 +123,26 @@ def test_csv_columns_are_the_documented_ones():
     assert {*needed.split(), "path", "baseline"} <= set(bench_sel_triton.COLUMNS)
 
 
+def test_decode_defaults_are_the_documented_cells():
+    cells = list(bench_sel_triton.cells(bench_sel_triton.parse(["--decode", "1"])))
+    assert {(c.H, c.n_sel, c.L) for c in cells} == {
+        (h, n, L) for h in (2, 4) for n in (8, 16) for L in (128, 256, 512)
+    }
+
+
 @pytest.mark.parametrize(
     "parse, argv, says",
     [
         (bench_sel_triton.parse, ["--dist", "lots"], "--dist"),
         (bench_sel_triton.parse, ["--L_list", "64,x"], "integers"),
         (bench_sel_triton.parse, ["--decode", "1", "--L_list", "100"], "n_sel"),
+        (bench_sel_triton.parse, ["--N", "0"], "--N"),
+        (bench_sel_triton.parse, ["--D", "64,x"], "--D"),
+        (bench_sel_triton.parse, ["--repeat", "0"], "--repeat"),
+        (bench_sel_triton.parse, ["--decode", "1", "--n_sel", "8,12"], "--n_sel"),
+        (bench_sel_triton.parse, ["--decode", "1", "--n_sel", "2"], "--n_sel"),
+        (bench_sel_triton.parse, ["--route", "1", "--streams", "1,2"], "--streams"),
+        (bench_sel_triton.parse, ["--decode", "1", "--route", "1"], "--route"),
         (bench_prefill.parse, ["--ops", "full,half"], "--ops"),
         (bench_prefill.parse, ["--directions", "up"], "--directions"),
         (bench_fa2.parse, ["--branches", "sel"], "--branches"),
@@ -521,10 +528,6 @@ def test_a_cards_state_is_in_the_units_it_says():
         state = gpu.state()
         assert (state["power_w"], state["sm_mhz"]) == (512.3, 1980)
         assert state["reasons"] == ["HwSlowdown"]
-
-
-def test_throttle_reasons_by_bit():
-    assert reason_names(0x1) == [] and reason_names(0x4 | 0x40) == ["SwPowerCap", "HwThermal"]
 
 
 @pytest.mark.parametrize(
