@@ -150,21 +150,40 @@ def stage(proof="tests", argv=("{python}", "-m", "pytest")):
     return Stage("s", "s", argv, proof=proof, timeout_s=1)
 
 
-@pytest.mark.parametrize(("proof", "rc", "rows", "status"), [
-    ("tests", 0, [], Status.NOT_RUN),
-    ("tests", 5, [], Status.NOT_RUN),
-    ("tests", 0, [row_of_test("a", "skipped", "why")], Status.NOT_RUN),
-    ("tests", 0, [row_of_test("a")], Status.PASS),
-    ("tests", 1, [row_of_test("a")], Status.FAIL),
-    ("tests", 2, [row_of_test("a")], Status.CRASH),
-    ("tests", 3, [row_of_test("a")], Status.CRASH),
-    ("tests", 0, [row_of_test("a"), row_of_test("b", "error", "x")], Status.FAIL),
-    ("parity", 0, [row_of_test("a")], Status.NOT_RUN),
-    ("parity", 0, [row_of_test("a"), parity_row("c")], Status.PASS),
-    ("parity", 0, [row_of_test("a"), parity_row("c", launches={})], Status.FAIL),
+def bench(name="a", **changes):
+    return bench_row(name, 1.0, 1.0, **changes)
+
+
+SHAKY, SKIPPED = dict(status="UNSTABLE", why=["x"]), dict(status="SKIPPED", why=["no FA-2"])
+
+
+@pytest.mark.parametrize(("proof", "rc", "rows", "status", "kind"), [
+    ("tests", 0, [], "NOT_RUN", None), ("tests", 5, [], "NOT_RUN", None),
+    ("tests", 0, [row_of_test("a", "skipped", "why")], "NOT_RUN", None),
+    ("tests", 0, [row_of_test("a")], "PASS", None),
+    ("tests", 1, [row_of_test("a")], "FAIL", "ASSERT"),
+    ("tests", 2, [row_of_test("a")], "CRASH", None),
+    ("tests", 3, [row_of_test("a")], "CRASH", None),
+    ("tests", 0, [row_of_test("a"), row_of_test("b", "error", "x")], "FAIL", "ASSERT"),
+    ("parity", 0, [row_of_test("a")], "NOT_RUN", None),
+    ("parity", 0, [row_of_test("a"), parity_row("c")], "PASS", None),
+    ("parity", 0, [row_of_test("a"), parity_row("c", launches={})], "FAIL", "PARITY"),
+    ("bench", 0, [], "NOT_RUN", None), ("bench", 0, [bench()], "PASS", None),
+    ("bench", 0, [bench(**SKIPPED)], "SKIPPED", None),
+    ("bench", 0, [bench(**SHAKY)], "FAIL", "UNSTABLE"),
+    ("bench", 0, [bench(**SHAKY), bench("b")], "PASS", None),  # one valid cell is a result
+    ("bench", 0, [bench(), bench("b", parity=None)], "FAIL", "INVALID"),
+    ("bench", 0, [bench(), bench("b", status="FAILED")], "FAIL", "BENCH"),
+    # The proof of the CPU profile's decode bench: noise fails nothing, a skipped row is none.
+    ("row", 0, [bench()], "PASS", None), ("row", 0, [bench(**SHAKY)], "PASS", None),
+    ("row", 0, [bench(parity=None)], "FAIL", "INVALID"),
+    ("row", 0, [bench(status="FAILED")], "FAIL", "BENCH"),
+    ("row", 0, [bench(**SKIPPED)], "NOT_RUN", None),
 ])  # fmt: skip
-def test_pytest_stage(proof, rc, rows, status):
-    assert judge(stage(proof), rc, [checked(r) for r in rows]).status is status
+def test_a_stage_is_judged_by_its_rows(proof, rc, rows, status, kind):
+    argv = ("{python}", "-m", "pytest") if proof in ("tests", "parity") else ("{python}", "b.py")
+    said = judge(stage(proof, argv), rc, [checked(r) for r in rows])
+    assert (said.status.value, said.kind) == (status, kind)
 
 
 def session(tests, ended):
@@ -195,31 +214,6 @@ def test_a_bench_has_all_of_its_cases():
     assert said.status is Status.NOT_RUN and "1 bench cases where this stage has 2" in said.reason
 
 
-@pytest.mark.parametrize(("rows", "status", "kind"), [
-    ([], Status.NOT_RUN, None),
-    ([bench_row("a", 1.0, 1.0)], Status.PASS, None),
-    ([bench_row("a", 1.0, 1.0, status="SKIPPED", why=["no FA-2"])], Status.SKIPPED, None),
-    ([bench_row("a", 1.0, 1.0, status="UNSTABLE", why=["x"])], Status.FAIL, "UNSTABLE"),
-    ([bench_row("a", 1.0, 1.0), bench_row("b", 1.0, 1.0, parity=None)], Status.FAIL, "INVALID"),
-    ([bench_row("a", 1.0, 1.0), bench_row("b", 1.0, 1.0, status="FAILED")], Status.FAIL, "BENCH"),
-])  # fmt: skip
-def test_bench_stage(rows, status, kind):
-    said = judge(stage("bench", ("{python}", "b.py")), 0, [checked(r) for r in rows])
-    assert (said.status, said.kind) == (status, kind)
-
-
-@pytest.mark.parametrize(("row", "status"), [
-    (bench_row("a", 1.0, 1.0), Status.PASS),
-    (bench_row("a", 1.0, 1.0, status="UNSTABLE", why=["x"]), Status.PASS),
-    (bench_row("a", 1.0, 1.0, parity=None), Status.FAIL),
-    (bench_row("a", 1.0, 1.0, status="FAILED"), Status.FAIL),
-    (bench_row("a", 1.0, 1.0, status="SKIPPED", why=["x"]), Status.NOT_RUN),
-])  # fmt: skip
-def test_row_stage_wants_a_result_that_was_made(row, status):
-    """The proof of the CPU profile's decode bench: noise fails nothing, a skipped row is none."""
-    assert judge(stage("row", ("{python}", "b.py")), 0, [checked(row)]).status is status
-
-
 @pytest.mark.parametrize("proof", ["tests", "parity", "bench", "row", "output"])
 def test_what_a_stage_had_to_write_and_did_not_is_no_pass(proof):
     """Whatever rows it sent: the file that lies there may be of an earlier stage."""
@@ -235,14 +229,6 @@ def test_one_line_that_cannot_be_read_is_one_too_many():
     said = judge(stage(), 0, [checked(row_of_test("a"))], unreadable=1)
     assert (said.status, said.kind) == (Status.INFRA, "CHANNEL")
     assert said.reason.startswith("1 lines of the result channel were unreadable")
-
-
-def test_some_valid_cells_beside_unstable_ones_are_a_pass_and_none_is_not():
-    argv = ("{python}", "b.py")
-    shaky = [checked(bench_row(f"u{i}", 1.0, 1.0, status="UNSTABLE", why=["x"])) for i in range(3)]
-    good = checked(bench_row("a", 1.0, 1.0))
-    assert judge(stage("bench", argv), 0, [*shaky, good]).status is Status.PASS
-    assert judge(stage("bench", argv), 0, shaky).reason == "all 3 bench cases unstable"
 
 
 def test_the_cpu_profile_does_not_fail_by_noise():
@@ -307,40 +293,6 @@ def test_a_stage_that_died_with_the_run_has_the_time_that_is_known(tmp_path):
     assert "when is unknown" in died.reason
 
 
-# ---- the verdict ---------------------------------------------------------------------------------
-
-
-def verdict_of(rows, *results, scope="gpu", ended_by="normal"):
-    record = RunRecord(scope=scope, ended_by=ended_by, rows={"a": list(rows)})
-    return verdict(record, [StageResult("env", Status.PASS), *results])
-
-
-def test_benches_without_one_valid_row_are_no_pass():
-    rows = [parity_row("p"), *(bench_row(f"b{i}", 5.0, 1.5, status="UNSTABLE", why=["IQR"])
-                               for i in range(10))]  # fmt: skip
-    said = verdict_of(rows)
-    assert (said["status"], said["exit_code"]) == ("INVALID", 5)
-    assert "benches VALID 0/10" in said["one_line"]
-    said = verdict_of(rows, scope="cpu")
-    assert said["exit_code"] == 0 and "benches claim nothing, VALID 0/10" in said["one_line"]
-    unstable = StageResult("a", Status.FAIL, "all unstable", "UNSTABLE")
-    assert verdict_of(rows[1:], unstable)["exit_code"] == 5  # nothing but unstable results
-
-
-def test_cells_that_did_not_fit_are_counted():
-    rows = [*(bench_row(f"b{i}", 5.0, 1.5) for i in range(22)),
-            *(bench_row(f"s{i}", 5.0, None, status="SKIPPED", why=["out of memory"])
-              for i in range(2))]  # fmt: skip
-    said = verdict_of(rows)
-    assert "benches VALID 22/24 (2 skipped)" in said["one_line"] and said["bench_total"] == 24
-
-
-def test_a_run_that_proved_nothing_says_so():
-    said = verdict_of([], StageResult("routing", Status.PASS))
-    assert said["exit_code"] == 3 and "nothing was proven" in said["one_line"]
-    assert "nothing was proven" not in verdict_of([parity_row("p")])["one_line"]
-
-
 def test_failed_tests_beside_a_crash_are_both_said():
     rows = [checked(r) for r in (row_of_test("a"), row_of_test("b", "failed", "x"))]
     for rc in (2, 3, 4, 5, 139):
@@ -352,56 +304,58 @@ def test_failed_tests_beside_a_crash_are_both_said():
     assert "exit code" not in judge(stage(), 1, rows).reason
 
 
-@pytest.mark.parametrize("required", [True, False])
-def test_a_stage_that_the_budget_cut_is_not_proven(required):
-    """TIMEOUT by the budget is nobody's fault, and no PASS either: an optional stage was asked for
-    as well."""
-    cut = StageResult("a", Status.TIMEOUT, "cut by the budget of the run after 9 s", "BUDGET",
-                      required=required)  # fmt: skip
-    said = verdict_of([parity_row("p")], cut, ended_by="budget")
-    assert (said["status"], said["exit_code"]) == ("INCOMPLETE", 3)
-    assert said["one_line"].startswith(
-        "INCOMPLETE - all that ran passed, its budget was spent; 0/0 tests; parity 1/1; cut: a"
-    )
+# ---- the verdict ---------------------------------------------------------------------------------
 
 
-def cut_by(kind="BUDGET", status=Status.NOT_RUN):
-    return StageResult("cut", status, "no time or no memory", kind)
+def cells(n, **changes):
+    return [bench_row(f"b{i}", 5.0, 1.5, **changes) for i in range(n)]
 
 
-@pytest.mark.parametrize(
-    ("results", "rows", "status", "code"),
-    [
-        ([cut_by("OOM_DEVICE", Status.SKIPPED)], [parity_row("p")], "INCOMPLETE", 3),
-        ([cut_by(), cut_by("OOM_DEVICE", Status.SKIPPED)], [parity_row("p")], "INCOMPLETE", 3),
-        (
-            [cut_by(), StageResult("b", Status.NOT_RUN, "doctor: no GPU", "NO_GPU")],
-            [parity_row("p")],
-            "NOT_RUN",
-            3,
-        ),  # the box is at fault as well
-        ([cut_by(), StageResult("b", Status.SKIPPED, "no wheel")], [parity_row("p")], "NOT_RUN", 3),
-        ([cut_by()], [], "NOT_RUN", 3),  # nothing that ran proved anything
-        (
-            [cut_by(), StageResult("b", Status.FAIL, "all unstable", "UNSTABLE")],
-            [parity_row("p")],
-            "NOT_RUN",
-            3,
-        ),  # not all that ran passed
-        ([cut_by()], [parity_row("p", status="FAIL")], "FAIL", 1),
-        ([cut_by(), StageResult("b", Status.CRASH, "segfault")], [parity_row("p")], "BROKEN", 4),
-        ([cut_by("OOM_DEVICE", Status.CRASH)], [parity_row("p")], "BROKEN", 4),
-    ],
-)
-def test_incomplete_is_said_only_where_cuts_are_all_that_is_wrong(results, rows, status, code):
-    said = verdict_of(rows, *results, ended_by="budget")
+def end(status, kind=None, **more):
+    return StageResult("a", Status(status), None if status == "PASS" else "why", kind, **more)
+
+
+P, SHAKY_CELLS, GOOD = parity_row("p"), cells(10, status="UNSTABLE", why=["IQR"]), [end("PASS")]
+CUT, TOO_BIG = end("NOT_RUN", "BUDGET"), end("SKIPPED", "OOM_DEVICE")
+INCOMPLETE = "INCOMPLETE - all that ran passed, its budget was spent; 0/0 tests; parity 1/1; cut: a"
+
+
+@pytest.mark.parametrize(("rows", "results", "status", "code", "words"), [
+    ([P, *SHAKY_CELLS], [], "INVALID", 5, "benches VALID 0/10"),
+    (SHAKY_CELLS, [end("FAIL", "UNSTABLE")], "INVALID", 5, ""),  # nothing but unstable results
+    ([P, *cells(22), *cells(2, status="SKIPPED", why=["no memory"])], [], "PASS", 0,
+     "benches VALID 22/24 (2 skipped)"),
+    ([], GOOD, "NOT_RUN", 3, "nothing was proven"), ([P], [], "PASS", 0, "parity 1/1"),
+    # One wrong row fails the run, whatever its stage says.
+    ([P, row_of_test("s")], GOOD, "PASS", 0, ""),
+    ([P, parity_row("q", status="FAIL")], GOOD, "FAIL", 1, ""),
+    ([P, parity_row("q", status="INVALID")], GOOD, "FAIL", 1, ""),
+    ([P, row_of_test("t", "failed")], GOOD, "FAIL", 1, ""),
+    ([P, row_of_test("t", "error")], GOOD, "FAIL", 1, ""),
+    # A stage that the budget cut is nobody's fault, and no PASS either: an optional one was asked
+    # for as well. INCOMPLETE is said only where cuts are all that is wrong.
+    ([P], [end("TIMEOUT", "BUDGET")], "INCOMPLETE", 3, INCOMPLETE),
+    ([P], [end("TIMEOUT", "BUDGET", required=False)], "INCOMPLETE", 3, INCOMPLETE),
+    ([P], [TOO_BIG], "INCOMPLETE", 3, ""), ([P], [CUT, TOO_BIG], "INCOMPLETE", 3, ""),
+    ([P], [CUT, end("NOT_RUN", "NO_GPU")], "NOT_RUN", 3, ""),  # the box is at fault as well
+    ([P], [CUT, end("SKIPPED")], "NOT_RUN", 3, ""),
+    ([], [CUT], "NOT_RUN", 3, ""),  # nothing that ran proved anything
+    ([P], [CUT, end("FAIL", "UNSTABLE")], "NOT_RUN", 3, ""),  # not all that ran passed
+    ([parity_row("p", status="FAIL")], [CUT], "FAIL", 1, ""),
+    ([P], [CUT, end("CRASH")], "BROKEN", 4, ""),
+    ([P], [end("CRASH", "OOM_DEVICE")], "BROKEN", 4, ""),
+])  # fmt: skip
+def test_the_verdict(rows, results, status, code, words):
+    cut = any(result.kind in ("BUDGET", "OOM_DEVICE") for result in results)
+    ended_by = "budget" if cut else "normal"
+    record = RunRecord(scope="gpu", ended_by=ended_by, rows={"a": list(rows)})
+    said = verdict(record, [StageResult("env", Status.PASS), *results])
     assert (said["status"], said["exit_code"]) == (status, code)
+    assert words in said["one_line"]
+    assert ("nothing was proven" in said["one_line"]) == (words == "nothing was proven")
 
 
-def test_one_wrong_parity_case_or_test_fails_the_run_whatever_its_stage_says():
-    good = StageResult("a", Status.PASS)
-    for bad in (parity_row("p", status="FAIL"), parity_row("p", status="INVALID"),
-                row_of_test("t", "failed"), row_of_test("t", "error")):  # fmt: skip
-        said = verdict_of([parity_row("q"), row_of_test("s"), bad], good)
-        assert (said["status"], said["exit_code"]) == ("FAIL", 1), bad
-    assert verdict_of([parity_row("q"), row_of_test("s")], good)["exit_code"] == 0
+def test_benches_of_a_cpu_claim_nothing():
+    record = RunRecord(scope="cpu", ended_by="normal", rows={"a": [P, *SHAKY_CELLS]})
+    said = verdict(record, [StageResult("env", Status.PASS)])
+    assert said["exit_code"] == 0 and "benches claim nothing, VALID 0/10" in said["one_line"]
