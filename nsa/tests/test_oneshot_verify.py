@@ -84,22 +84,11 @@ def test_a_sound_bundle_passes_as_folder_and_as_archive(folder, capsys):
     assert "OK " in problems(archive, capsys, 0)
 
 
-def test_a_report_rendered_again_still_passes(folder, capsys):
-    assert report.main([str(folder)]) == 0
-    capsys.readouterr()
-    problems(folder, capsys, 0)
-    assert "issue.md" in (folder / "SHA256SUMS").read_text()
-
-
-def test_usage(tmp_path, capsys):
+def test_usage(tmp_path):
     assert verify.main([str(tmp_path / "absent")]) == 2
     with pytest.raises(SystemExit) as stop:
         verify.main([])
     assert stop.value.code == 2
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        verify.main(["--help"])
-    assert "It cannot tell who made a bundle" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------- sums
@@ -173,23 +162,15 @@ def test_a_bundle_that_breaks_its_own_rules(change, words, folder, capsys):
     assert words in problems(folder, capsys)
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"median_us": 90.0}, "median_us 90 lies outside of its own interval"),
-        ({"ci95_us": [90.0, 91.0]}, "lies outside of its own interval [90, 91]"),
-        ({"base_ci95_us": [90.0, 91.0]}, "base_median_us"),
-        ({"min_us": 90.0}, "min_us 90 is over"), ({"p20_us": 90.0}, "p20_us 90 is over median_us"),
-        ({"p80_us": 1.0}, "is over p80_us 1"),
-    ],
-)  # fmt: skip
-def test_a_time_that_is_not_of_its_own_samples(change, words, folder, capsys):
-    """The row is edited in the journal too, and everything made anew of it."""
+def test_a_row_edited_in_the_journal_too_is_found(folder, capsys):
+    """And everything made anew of it: its time is not of its own interval."""
     valid = lambda e: e["ev"] == "row" and e["row"].get("status") == "VALID"
+    change = {"median_us": 90.0}
     edit(folder, lambda events: next(e["row"] for e in events if valid(e)).update(change))
     write_reports(folder)
     out = problems(seal(folder), capsys)
-    assert words in out and set(re.findall("FAIL (.*?) ", out)) == {"bench"}
+    assert "median_us 90 lies outside of its own interval" in out
+    assert set(re.findall("FAIL (.*?) ", out)) == {"bench"}
 
 
 US = [7.0 + 0.01 * (i * 7 % 12) for i in range(12)]
@@ -282,6 +263,10 @@ def test_times_have_raw_times(folder):
 @pytest.mark.parametrize(
     "change, words",
     [
+        ({"ci95_us": [90.0, 91.0]}, "lies outside of its own interval [90, 91]"),
+        ({"base_ci95_us": [90.0, 91.0]}, "base_median_us"),
+        ({"min_us": 90.0}, "min_us 90 is over"), ({"p20_us": 90.0}, "p20_us 90 is over median_us"),
+        ({"p80_us": 1.0}, "is over p80_us 1"),
         ({"gbs": 5e3}, "gbs 5000 is 1198.37 by the row's other numbers"),
         ({"tflops": 700.0}, "tflops 700 is 142.857 by"),
         ({"speedup": 3.0}, "speedup 3 is not that of 7.7 over 7 us"),
@@ -308,20 +293,18 @@ def test_reports_rendered_by_these_sources_are_compared(folder, capsys, same_sou
     assert report.main([str(folder)]) == 0  # with plots, and with SHA256SUMS among the files
     capsys.readouterr()
     problems(folder, capsys, 0)
+    assert "issue.md" in (folder / "SHA256SUMS").read_text()
 
 
-@pytest.mark.parametrize("name", ["report.md", "issue.md", "report.html"])
 @pytest.mark.parametrize(
-    "spoil",
+    ("name", "spoil"),
     [
-        lambda text: re.sub(r"\b(\d+)\.(\d+) us\b", r"\1.9\2 us", text, count=1),
-        lambda text: re.sub(r"\b(\d)\.(\d\d)x", r"9.\2x", text, count=1),
-        lambda text: "".join(t for t in text.splitlines(True) if "INVALID" not in t),
-        lambda text: text + "\nAll benches are VALID.\n",
+        ("report.md", lambda text: re.sub(r"\b(\d)\.(\d\d)x", r"9.\2x", text, count=1)),
+        ("issue.md", lambda text: "".join(t for t in text.splitlines(True) if "INVALID" not in t)),
+        ("report.html", lambda text: text + "\nAll benches are VALID.\n"),
     ],
-    ids=["time", "ratio", "row gone", "more"],
 )
-def test_a_table_of_a_report_that_was_edited(name, spoil, folder, capsys, same_sources):
+def test_a_report_that_was_edited(name, spoil, folder, capsys, same_sources):
     text = (folder / name).read_text()
     edited = spoil(text)
     assert edited != text
