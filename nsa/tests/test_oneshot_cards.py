@@ -250,23 +250,6 @@ def test_a_card_that_dies_in_a_stage_is_not_used_again(tmp_path):
     assert nccl["reason"].startswith("GPU 1: it does not answer")
 
 
-def test_one_card_is_the_same_with_and_without(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    found = []
-    for folder, options in ((tmp_path / "a", ()), (tmp_path / "b", ("--gpus", "all"))):
-        _, console, _, _ = go(folder, 1, "--dry-run", *options)
-        found.append([line for line in console.splitlines() if " about " in line])
-        assert "CUDA_VISIBLE_DEVICES" not in console and "gpu1" not in console
-    strip = lambda lines: [line.replace("/b/", "/a/") for line in lines]
-    assert found[0] and strip(found[0]) == strip(found[1])
-
-
-def test_a_wrong_number_is_a_usage_error(tmp_path):
-    code, console, bundle, _ = go(tmp_path, 2, "--gpus", "0,7")
-    assert code == 2 and bundle is None and "from 0 to 1, each once, got '7'" in console
-
-
 def test_no_card_that_answers_is_no_gpu(monkeypatch):
     def fails(index):
         raise ProbeFailed("nvidia-smi ended with 9: cannot communicate with the driver")

@@ -122,7 +122,7 @@ def told(folder, render=False):
 # ---- the journal ---------------------------------------------------------------------------------
 
 
-@quick(150)
+@quick(80)
 @given(st.one_of(st.binary(max_size=300), st.lists(values, max_size=6)))
 def test_journal_of_anything(content):
     if isinstance(content, list):
@@ -143,7 +143,7 @@ def test_wounded_journal(sample, data):
         assert bundle["verdict"]["exit_code"] != 0
 
 
-@quick(25)
+@quick(20)
 @given(st.data())
 def test_journal_with_one_wrong_value(sample, data):
     events = read_events(sample / "events.jsonl")
@@ -154,7 +154,7 @@ def test_journal_with_one_wrong_value(sample, data):
         told(path.parent, render=True)
 
 
-@quick(200)
+@quick(100)
 @given(st.one_of(values, st.binary(max_size=200)))
 def test_row_of_anything(value):
     line = value if isinstance(value, bytes) else json.dumps(value).encode("utf-8", "surrogatepass")
@@ -185,7 +185,7 @@ def test_bundle_of_anything(sample, data):
         told(path.parent)
 
 
-@quick(40)
+@quick(25)
 @given(st.data())
 def test_bundle_with_one_wrong_value(sample, data):
     whole = json.loads((sample / "bundle.json").read_text())
@@ -292,7 +292,7 @@ yamls = st.one_of(
 )  # fmt: skip
 
 
-@quick(150)
+@quick(80)
 @given(yamls)
 @example("[" * 3000)
 def test_configuration_of_anything(content):
