@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa import blocks, oracle, select
-from nsa.config import NSAConfig, check_blocks
+from nsa.config import NSAConfig
 
 SIZES = [(32, 16, 64), (8, 4, 8), (8, 8, 16), (4, 2, 12), (6, 3, 3), (16, 4, 8), (1, 1, 1)]
 
@@ -22,19 +22,6 @@ def test_counts(l, d, l_sel):
     assert blocks.num_compressed(S, l, d).tolist() == [
         blocks.num_compressed(s, l, d) for s in range(3 * l)
     ]
-
-
-@pytest.mark.parametrize(("l", "d", "l_sel"), SIZES)
-def test_overlap_counts_tokens(l, d, l_sel):
-    S = 3 * l + 2 * l_sel + 1
-    n_cmp, n_blocks = blocks.num_compressed(S, l, d), blocks.num_sel_blocks(S, l_sel)
-    got = select._pooled(torch.eye(n_cmp, dtype=torch.float64), l, d, l_sel, n_blocks)
-    for i in range(n_cmp):
-        p = [0.0] * n_cmp
-        p[i] = 1.0
-        want = oracle.block_scores(p, l, d, l_sel, n_blocks)
-        assert got[i].tolist() == pytest.approx(want, abs=1e-12)
-    assert got.sum(1).tolist() == pytest.approx([1.0] * n_cmp)  # no share is lost
 
 
 def test_paper_sizes_pool_with_one_two_two_two_one():
@@ -59,26 +46,6 @@ def test_reads_formula_by_counting():
     assert blocks.reads(0, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w) == 0
 
 
-def test_reads_at_paper_sizes():
-    # (65536 - 32) // 16 + 1 compressed, 16 blocks of 64, 512 of the window
-    assert blocks.reads(65536, l=32, d=16, l_sel=64, n_sel=16, w=512) == 4095 + 1024 + 512
-
-
-@pytest.mark.parametrize(
-    ("sizes", "match"),
-    [((32, 12, 64), "d must divide"), ((32, 16, 24), "d must divide"), ((0, 1, 1), "l must"),
-     ((8, 0, 8), "d must"), ((8, 4, -8), "l_sel must")],
-)  # fmt: skip
-def test_bad_sizes(sizes, match):
-    with pytest.raises(ValueError, match=match):
-        check_blocks(*sizes)
-
-
-def test_a_size_that_is_no_int():
-    with pytest.raises(TypeError, match="l must be an int, got 8.0"):
-        check_blocks(8.0, 4, 8)
-
-
 GOOD = dict(dim=64, heads=4, groups=2, d_k=16, d_v=16)
 
 
@@ -88,11 +55,7 @@ GOOD = dict(dim=64, heads=4, groups=2, d_k=16, d_v=16)
         ({"groups": 3}, ValueError, "groups must divide heads"),
         ({"d_k": 15}, ValueError, "d_k must be even"),
         ({"n_sel": 0}, ValueError, "n_sel must be at least 1, got 0"),
-        (
-            {"n_sel": 4, "n_init": 2, "n_local": 3},
-            ValueError,
-            r"n_sel must be at least n_init \+ n_local, .* got n_sel=4 n_init=2 n_local=3",
-        ),
+        ({"n_sel": 4, "n_init": 2, "n_local": 3}, ValueError, "got n_sel=4 n_init=2 n_local=3"),
         ({"w": 0}, ValueError, "w must be at least 1"),
         ({"n_local": 0}, ValueError, "n_local"),
         ({"heads": 4.0}, TypeError, "heads must be an int, got"),
@@ -100,6 +63,10 @@ GOOD = dict(dim=64, heads=4, groups=2, d_k=16, d_v=16)
         ({"phi": "max"}, ValueError, "phi must be 'mlp' or 'mean'"),
         ({"rope_base": float("inf")}, ValueError, "rope_base"),
         ({"l": 32, "d": 12}, ValueError, "d must divide"),
+        ({"l": 32, "d": 16, "l_sel": 24}, ValueError, "d must divide"),
+        ({"l": 0}, ValueError, "l must"),
+        ({"d": 0}, ValueError, "d must"),
+        ({"l_sel": -8}, ValueError, "l_sel must"),
     ],
 )
 def test_bad_config(change, error, match):

@@ -56,22 +56,6 @@ def test_chunks_do_not_change_the_choice(monkeypatch):
     assert torch.equal(nsa.select_blocks(q, k, **sizes), whole)
 
 
-def test_forced_blocks_are_chosen_whatever_their_score():
-    scores = [0.0, 9.0, 8.0, 7.0, 0.0, 0.0, 99.0]  # block 6 starts after t
-    kw = dict(t=5 * 8 + 3, l_sel=8)
-    assert blocks_of(scores, **kw, n_sel=3) == [0, 4, 5]
-    assert blocks_of(scores, **kw, n_sel=4) == [0, 1, 4, 5]
-    assert blocks_of(scores, **kw, n_sel=4, n_init=0, n_local=3) == [1, 3, 4, 5]
-    assert blocks_of(scores, **kw, n_sel=5, n_init=0, n_local=1) == [0, 1, 2, 3, 5]
-    assert blocks_of(scores, **kw, n_sel=20) == [0, 1, 2, 3, 4, 5]
-
-
-def test_ties_go_to_the_lower_index():
-    assert blocks_of([1.0] * 12, t=95, l_sel=8, n_sel=5) == [0, 1, 2, 10, 11]
-    scores = [0.0, 1.0, 2.0, 2.0, 2.0, 1.0, 2.0, 0.0, 0.0]
-    assert blocks_of(scores, t=71, l_sel=8, n_sel=5) == [0, 2, 3, 7, 8]
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     scores=st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=12),
@@ -99,29 +83,6 @@ def test_half_precision_is_chosen_in_fp32(dtype):
     sizes = {**CASES[0], "n_sel": 6}
     got = nsa.select_blocks(q, k, **sizes)
     assert torch.equal(got, nsa.select_blocks(q.float(), k.float(), **sizes))
-
-
-def test_the_future_does_not_choose_blocks():
-    """A huge future key would swamp an unmasked softmax and flatten every earlier score."""
-    q, k = randn(1, 64, 2, 8, seed=5), randn(1, 15, 1, 8, seed=6)
-    sizes = dict(l=8, d=4, l_sel=4, n_sel=4)
-    before = nsa.select_blocks(q, k, **sizes)
-    changed = k.clone()
-    changed[:, 10:] = 50 * randn(1, 5, 1, 8, seed=7)
-    after = nsa.select_blocks(q, changed, **sizes)
-    first_seen = 10 * 4 + 8 - 1  # key 10 is visible from here on
-    assert torch.equal(before[:, :first_seen], after[:, :first_seen])
-    assert not torch.equal(before, after)
-
-
-def test_heads_of_a_group_share_blocks_by_their_summed_probability():
-    q, k = randn(1, 40, 4, 8, seed=8), randn(1, 9, 1, 8, seed=9)
-    sizes = dict(l=8, d=4, l_sel=4, n_sel=5, n_init=0, n_local=1)
-    assert torch.equal(
-        nsa.select_blocks(q[:, :, [2, 0, 3, 1]], k, **sizes), nsa.select_blocks(q, k, **sizes)
-    )
-    alone = nsa.select_blocks(q[:, :, :1], k, **sizes)
-    assert not torch.equal(alone, nsa.select_blocks(q, k, **sizes))
 
 
 # ---- ranges --------------------------------------------------------------------------------------
@@ -171,19 +132,9 @@ def test_blocks_to_ranges_against_the_oracle(row, t):
     assert torch.equal(got, oracle.blocks_to_ranges(indices, 4, q_start=t))
 
 
-def test_own_block_is_always_attended_up_to_the_query():
-    q, k = randn(1, 37, 2, 8, seed=10), randn(1, 8, 1, 8, seed=11)
-    for n_sel, forced in ((1, (0, 1)), (2, (1, 1)), (4, (1, 2))):
-        how = dict(n_sel=n_sel, n_init=forced[0], n_local=forced[1])
-        indices = nsa.select_blocks(q, k, l=8, d=4, l_sel=8, **how)
-        ranges = select.blocks_to_ranges(indices, 8, torch.arange(37))
-        for t, seen in enumerate(tokens(ranges)):
-            assert seen >= set(range(t // 8 * 8, t + 1))
-            assert max(seen) == t
-
-
 @pytest.mark.parametrize(
-    "l, d, l_sel", [(32, 16, 64), (8, 4, 8), (16, 4, 8), (4, 2, 12), (8, 8, 8)]
+    "l, d, l_sel",
+    [(32, 16, 64), (8, 4, 8), (16, 4, 8), (4, 2, 12), (8, 8, 8), (6, 3, 3), (1, 1, 1)],
 )
 def test_pooling_is_the_oracles_at_every_length(l, d, l_sel):
     for S in (5, l, l_sel + 1, 200):
