@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -90,3 +94,22 @@ def test_config_from_yaml(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=f"section {missing} must be a mapping, got None"):
             NSAConfig.from_yaml(path)
+
+
+def test_the_window_goes_by_either_name():
+    config = NSAConfig(**GOOD, window=24)
+    assert config == NSAConfig(**GOOD, w=24) and config.window == config.w == 24
+    assert replace(config, window=9) == replace(config, w=9) != config
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+
+
+def test_what_was_written_with_the_old_name_is_read(tmp_path):
+    path = tmp_path / "old.yaml"
+    path.write_text(str({"model": GOOD, "nsa": {"w": 24}}))  # a mapping in YAML's flow style
+    assert NSAConfig.from_yaml(path).window == 24
+    config = NSAConfig(**GOOD, window=7)
+    before = object.__new__(NSAConfig)
+    state = {**vars(config), "w": 24}
+    del state["window"]
+    before.__setstate__(state)
+    assert before == replace(config, window=24)

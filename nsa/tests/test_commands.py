@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import nsa
+from nsa.options import Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,3 +132,16 @@ def test_spaces_and_quotes_reach_the_run_whole(tree, tmp_path):
     words = (tmp_path / "ran.words").read_text().splitlines()
     assert words == ["scripts/setup_env.py", "--run", "/my out/it's $x $(y)", "--price", "0.4",
                      "--only", "a, b"]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["--max-new-tokens", "--max_new_tokens"])
+def test_options_go_by_hyphens_and_by_underscores(given, capsys):
+    for declared in ("--max-new-tokens", "--max_new_tokens"):
+        parser = Parser(prog="x")
+        parser.add_argument("-n", declared, type=int)
+        parser.add_argument("files", nargs="*")
+        args = parser.parse_args([given, "3", "a_b-c"])
+        assert vars(args) == {"max_new_tokens": 3, "files": ["a_b-c"]}
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--help"])
+        assert "-n MAX_NEW_TOKENS, --max-new-tokens" in capsys.readouterr().out.replace("\n", " ")

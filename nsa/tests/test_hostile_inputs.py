@@ -42,7 +42,42 @@ def choose(q=q, k=k[:, :3], lse=None, **kw):
     return nsa.select_blocks(q, k, lse, **{**dict(l=8, d=4, l_sel=8, n_sel=3), **kw})
 
 
+def of(*shape):
+    return torch.zeros(*shape)
+
+
+def first(Q, K, indices, fn=nsa.selection_attention, **how):
+    """A call with K as values and indices of that shape."""
+    how = how or dict(block_indices=torch.zeros(*indices, 2).int(), block_size=16)
+    return lambda: fn(of(*Q), of(*K), of(*K), **how)
+
+
 BAD = {
+    "heads before tokens": (
+        first((2, 4, 64, 16), (2, 2, 64, 16), (2, 64, 2)), ValueError,
+        r"look like \[B, H, S, D\]; give x.transpose\(1, 2\)",
+    ),
+    "heads before tokens, indices too": (
+        first((2, 4, 64, 16), (2, 2, 64, 16), (2, 2, 64)), ValueError, r"look like \[B, H, S, D\]",
+    ),
+    "heads before tokens of a window": (
+        first((2, 4, 64, 16), (2, 2, 64, 16), (), nsa.sliding_attention, window=8), ValueError,
+        r"keys up to the last query at 3, got 2 keys: these look",
+    ),
+    "a key less is no such mistake": (
+        first((2, 64, 4, 16), (2, 63, 4, 16), (2, 64, 4)), ValueError, r"got 63 keys$",
+    ),
+    "indices of another order": (
+        first((2, 64, 4, 16), (2, 64, 2, 16), (2, 2, 64)), ValueError,
+        r"got \[2, 2, 64, 2\].*block_indices.transpose\(1, 2\)",
+    ),
+    "a sequence without a batch": (
+        first((64, 4, 16), (64, 2, 16), (64, 2)), ValueError,
+        r"got shape \[64, 4, 16\]: one sequence is x\[None\]",
+    ),
+    "a pack with a batch": (
+        lambda: slide(cu_seqlens=CU), ValueError, "sequences are packed, without a batch",
+    ),
     "q not a tensor": (lambda: slide(q=[1]), TypeError, "q must be a tensor, got list"),
     "q 3-D": (lambda: slide(q=q[0]), ValueError, r"q must be \[B, S, H, D\], got shape \[16, 4"),
     "k other dtype": (lambda: slide(k=k.half()), TypeError, "k must have q's dtype"),
@@ -159,7 +194,6 @@ BAD = {
         lambda: choose(lse=torch.zeros(2, 16, 4, device="meta")), ValueError, "lse must be on q's",
     ),
     "max_seqlen alone": (lambda: slide(max_seqlen=9), ValueError, "max_seqlen needs cu_seqlens"),
-    "packed 4-D": (lambda: slide(cu_seqlens=CU), ValueError, r"q must be \[T, H, D\]"),
     "packed start": (
         lambda: select(q[0], k[0], v[0], BLOCKS[0], cu_seqlens=CU, q_start=1), ValueError,
         "q_start must be 0 with cu_seqlens, got 1",
@@ -182,6 +216,10 @@ LAYER = dict(
     q=q, k_cmp=k[:, :3], v_cmp=v[:, :3], k_sel=k, v_sel=v, k_win=k, v_win=v,
     gates=randn(2, 16, 4, 3, seed=1).sigmoid(),
 )  # fmt: skip
+
+
+def window(k, v):
+    return {"k_win": k, "v_win": v}
 
 
 def layer(**change):
@@ -210,33 +248,21 @@ def layer(**change):
         ({"n_sel": 2}, r"n_sel must be at least n_init \+ n_local, .* got n_sel=2 n_init=1 n_lo"),
         ({"k_cmp": k, "v_cmp": v}, "k_cmp must have 3 compressed keys .* got 16, where .* 16 raw"),
         *[({"q_start": x}, f"q_start must be an int, got {x!r}") for x in ("a", "0", None)],
-        ({"k_win": k[:, :3], "v_win": v[:, :3]}, "k_win must have 16 to 16 keys, .* got 3"),
+        (window(k[:, :3], v[:, :3]), "k_win must have 16 to 16 keys, .* got 3"),
         (
-            {
-                "q": q[:, :9],
-                "gates": torch.ones(2, 9, 4, 3),
-                "q_start": 7,
-                "k_win": k[:, :12],
-                "v_win": v[:, :12],
-            },
+            dict(window(k[:, :12], v[:, :12]), q=q[:, :9], gates=torch.ones(2, 9, 4, 3), q_start=7),
             "k_win must have 13 to 16 keys, .* got 12",
         ),
-        ({"k_win": k.repeat(1, 2, 1, 1), "v_win": v.repeat(1, 2, 1, 1)}, "16 keys, .* got 32"),
+        (window(k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)), "16 keys, .* got 32"),
         (
-            {
-                "cu_seqlens": CU,
-                **{n: x[0] for n, x in LAYER.items()},
-                "k_cmp": k[0, :1],
-                "v_cmp": v[0, :1],
-                "k_win": k[0, :9],
-                "v_win": v[0, :9],
-            },
+            {n: x[0, :1] if "cmp" in n else x[0] for n, x in LAYER.items()}
+            | window(k[0, :9], v[0, :9]) | {"cu_seqlens": CU},
             "k_win must have q's T=16 packed tokens, got 9",
         ),
         ({"k_win": k[:, :, :1], "v_win": v[:, :, :1]}, "k_win must have k_cmp's G=2"),
         ({"v_win": v[..., :3]}, "v_win must have v_cmp's Dv=6"),
     ],
-)
+)  # fmt: skip
 def test_layer_names_the_branch(change, match):
     with pytest.raises((TypeError, ValueError), match=match):
         layer(**change)
@@ -303,11 +329,23 @@ def test_decode_refuses_more_queries_than_the_shortest_sequence_holds(decoding):
         (randn(16, 12, seed=1), {"cu_seqlens": CU * 2}, r"T=16 or less, got \[0, 20, 32\]"),
         (randn(16, 12, seed=1), {"cu_seqlens": [0, 16]}, "cu_seqlens must be an int32 tensor"),
         (randn(16, 12, seed=1), {"cu_seqlens": CU, "max_seqlen": "a"}, "max_seqlen must be an"),
+        (randn(64, 12, seed=1), {}, r"got \[64, 12\]: one sequence is x\[None\]"),
     ],
 )
 def test_the_module_names_the_argument(x, packed, match, decoding):
     with pytest.raises((TypeError, ValueError), match=match):
         decoding[0](x, **packed)
+
+
+def test_a_model_names_its_tokens(decoding):
+    model = nsa.NSALanguageModel(decoding[0].config, vocab_size=20, n_layers=1)
+    tokens = torch.arange(12)
+    _, caches = model.prefill(tokens[None])
+    for call in (model, model.prefill, lambda x: model.step(x, caches)):
+        with pytest.raises(ValueError, match=r"\[B, S\] \(one sequence is tokens\[None\]\), got"):
+            call(tokens)
+    with pytest.raises(ValueError, match=r"tokens must be \[T\] with cu_seqlens, got \[1, 12\]"):
+        model(tokens[None], CU)
 
 
 @pytest.mark.parametrize("backend", ROUTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import nsa
 from nsa import oracle, reference
 from nsa.attention import gated_sum
-from nsa.compress import mean_pool
+from nsa.compress import MLPCompression, mean_pool
 from nsa.rotary import rotary
 from nsa.tests.helpers import make_qkv, randn
 
@@ -233,3 +234,25 @@ def test_gates_are_summed_in_fp32(dtype):
     wide = sum(gates[..., i : i + 1].double() * x[i].double() for i in range(3))
     got = gated_sum(gates, *x)
     assert got.dtype == dtype and torch.equal(got, wide.float().to(dtype))
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_one_k_and_v_for_all_branches(learnt):
+    q, k, v = make_qkv(1, 50, 4, 2, 16, 8)
+    gates = randn(1, 50, 4, 3, seed=4).sigmoid()
+    how = SIZES
+    torch.manual_seed(0)
+    phis = [MLPCompression(n, 8, 4) for n in (16, 8)] if learnt else []
+    phi_k, phi_v = phis or [functools.partial(mean_pool, l=8, d=4)] * 2
+    want = nsa.nsa_attention(q, phi_k(k), phi_v(v), k, v, k, v, gates, **how)
+    assert torch.equal(nsa.nsa_attention_shared_kv(q, k, v, gates, *phis, **how), want)
+    last = nsa.nsa_attention_shared_kv(q[:, 40:], k, v, gates[:, 40:], *phis, **how)
+    torch.testing.assert_close(last, want[:, 40:])
+    cu = torch.tensor([0, 20, 50], dtype=torch.int32)
+    packed = nsa.nsa_attention_shared_kv(
+        q[0], k[0], v[0], gates[0], *phis, cu_seqlens=cu, max_seqlen=30, **how
+    )
+    alone = [x[:, 20:] for x in (q, k, v, gates)]
+    torch.testing.assert_close(packed[20:], nsa.nsa_attention_shared_kv(*alone, *phis, **how)[0])
+    with pytest.raises(ValueError, match="k must hold a key for each of q's 50 tokens, got 40"):
+        nsa.nsa_attention_shared_kv(q, k[:, :40], v[:, :40], gates)
