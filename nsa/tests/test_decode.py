@@ -149,34 +149,29 @@ def test_full_cache_raises_or_grows():
 
 def test_hostile_cache_use(layer):
     module, x, _ = layer
-    with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
-        NSACache(CONFIG, 0, 4)
-    with pytest.raises(TypeError, match="max_len must be an int, got 2.0"):
-        NSACache(CONFIG, 1, 2.0)
-    with pytest.raises(TypeError, match="dtype must be a floating type, got torch.int32"):
-        NSACache(CONFIG, 1, 2, dtype=torch.int32)
-    with pytest.raises(TypeError, match="caches must be NSACaches, got dict"):
-        NSACache.stack([cache(), {}])
-    with pytest.raises(ValueError, match="caches must agree in max_step, got 8 and 2"):
-        NSACache.stack([cache(), cache(max_step=2)])
-    with pytest.raises(ValueError, match="agree in dtype, got torch.float64 and torch.float32"):
-        NSACache.stack([cache(), NSACache(CONFIG, 1, 64)])
-    with pytest.raises(ValueError, match=r"k_sel must be \[1, 2, 2, 8\], got \[3, 2, 2, 8\]"):
-        bad = tokens(2, seed=6)
-        cache().append(BranchKV(**{**vars(bad), "k_sel": bad.k_sel.expand(3, -1, -1, -1)}),
-                       mean, mean)  # fmt: skip
-    with pytest.raises(TypeError, match="k_cmp must have the cache's torch.float32"):
-        NSACache(CONFIG, 1, 8).append(tokens(2, seed=6), mean, mean)
+    bad = tokens(2, seed=6)
+    wide = BranchKV(**{**vars(bad), "k_sel": bad.k_sel.expand(3, -1, -1, -1)})
     used = module.make_cache(2, S)
     module.prefill(x[:, :5], used)
-    with pytest.raises(ValueError, match="cache must be empty for prefill, it holds 5"):
-        module.prefill(x[:, :5], used)
-    with pytest.raises(ValueError, match=r"x must be \[B, S, dim\] with dim=24, got \[5, 24\]"):
-        module.step(x[0, :5], used)
-    with pytest.raises(ValueError, match=r"the cache's batch 2, got \[1, 1, 24\]"):
-        module.step(x[:1, :1], used)  # which would pass for both by broadcasting
-    with pytest.raises(ValueError, match="T must be at most max_step=8, got 9"):
-        used.window(9)
+    stack = NSACache.stack
+    for error, words, call in (
+        (ValueError, "batch must be at least 1, got 0", lambda: NSACache(CONFIG, 0, 4)),
+        (TypeError, "max_len must be an int, got 2.0", lambda: NSACache(CONFIG, 1, 2.0)),
+        (TypeError, "must be a floating type", lambda: NSACache(CONFIG, 1, 2, dtype=torch.int32)),
+        (TypeError, "caches must be NSACaches, got dict", lambda: stack([cache(), {}])),
+        (ValueError, "agree in max_step, got 8 and 2", lambda: stack([cache(), cache(max_step=2)])),
+        (ValueError, "agree in dtype", lambda: stack([cache(), NSACache(CONFIG, 1, 64)])),
+        (ValueError, r"must be \[1, 2, 2, 8\], got \[3,", lambda: cache().append(wide, mean, mean)),
+        (TypeError, "k_cmp must have the cache's torch.float32",
+         lambda: NSACache(CONFIG, 1, 8).append(bad, mean, mean)),
+        (ValueError, "must be empty .* it holds 5", lambda: module.prefill(x[:, :5], used)),
+        (ValueError, r"x must be \[B, S, dim\].* got \[5", lambda: module.step(x[0, :5], used)),
+        # Which would pass for both by broadcasting.
+        (ValueError, "the cache's batch 2, got", lambda: module.step(x[:1, :1], used)),
+        (ValueError, "T must be at most max_step=8, got 9", lambda: used.window(9)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            call()
     none = x[:, :0]
     out = module.step(none, used)
     assert out.shape == (2, 0, 24) and out is not none and used.length == 5

@@ -193,22 +193,6 @@ def test_a_layers_steps_over_e4m3_are_those_of_pytorch(kernel_device):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda phi: phi.outer.register_forward_hook(lambda *_: None),
-        lambda phi: phi.register_forward_pre_hook(lambda *_: None),
-        lambda phi: torch.nn.utils.parametrizations.weight_norm(phi.inner),
-        lambda phi: phi.double(),
-    ],
-)
-def test_a_changed_phi_runs_as_it_is(change):
-    phi = make_compression("mlp", 8, 8, 4)
-    assert [tuple(x.shape) for x in phi.for_kernel()] == [(8, 8), (8, 64), (8,), (8, 8), (8,)]
-    change(phi)
-    assert phi.for_kernel() is None
-
-
 @pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("T, hidden, weights", [
@@ -291,18 +275,33 @@ def replaced(gate):
     gate.outer = OtherLinear(*reversed(gate.outer.weight.shape))
 
 
-@pytest.mark.parametrize("change", [
-    lambda gate: gate.register_forward_pre_hook(lambda *_: None), replaced,
-    lambda gate: gate.outer.register_forward_hook(lambda *_: None),
-    lambda gate: torch.nn.utils.parametrizations.weight_norm(gate.outer),
-    lambda gate: gate.outer.double(), lambda gate: gate.outer.register_parameter("bias", None),
-    lambda gate: setattr(gate.outer, "forward", gate.outer.forward),
+hook = lambda *_: None
+weight_norm = torch.nn.utils.parametrizations.weight_norm
+GATE = (lambda: GateMLP(24, 6)), [(18, 6), (18,)]
+PHI = (lambda: make_compression("mlp", 8, 8, 4)), [(8, 8), (8, 64), (8,), (8, 8), (8,)]
+
+
+@pytest.mark.parametrize("made, change", [
+    *((GATE, change) for change in (
+        lambda gate: gate.register_forward_pre_hook(hook), replaced,
+        lambda gate: gate.outer.register_forward_hook(hook),
+        lambda gate: weight_norm(gate.outer), lambda gate: gate.outer.double(),
+        lambda gate: gate.outer.register_parameter("bias", None),
+        lambda gate: setattr(gate.outer, "forward", gate.outer.forward))),
+    *((PHI, change) for change in (
+        lambda phi: phi.outer.register_forward_hook(hook),
+        lambda phi: phi.register_forward_pre_hook(hook),
+        lambda phi: weight_norm(phi.inner), lambda phi: phi.double())),
 ])  # fmt: skip
-def test_a_changed_gate_runs_as_it_is(change):
-    gate = GateMLP(24, 6)
-    assert [tuple(y.shape) for y in gate.for_kernel()] == [(18, 6), (18,)]
-    change(gate)
-    assert gate.for_kernel() is None
+def test_a_changed_gate_or_phi_runs_as_it_is(made, change):
+    make, shapes = made
+    module = make()
+    assert [tuple(y.shape) for y in module.for_kernel()] == shapes
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)  # sees all modules
+    assert module.for_kernel() is None
+    handle.remove()
+    change(module)
+    assert module.for_kernel() is None
 
 
 class Doubled(torch.nn.Linear):
@@ -322,16 +321,6 @@ def test_a_projection_that_is_more_than_its_weights_runs_as_it_is(bias):
     for changed in (Doubled(8, 4, bias=bias), doubled(torch.nn.Linear(8, 4, bias=bias))):
         changed.load_state_dict(plain.state_dict())
         torch.testing.assert_close(apply_linear(changed, x), 2 * plain(x))
-
-
-def test_hooks_of_all_modules_see_gates_and_phi():
-    gate, phi = GateMLP(24, 6), make_compression("mlp", 8, 8, 4)
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
-        assert gate.for_kernel() is None and phi.for_kernel() is None
-    finally:
-        handle.remove()
-    assert gate.for_kernel() and phi.for_kernel()
 
 
 @pytest.mark.kernel
@@ -552,22 +541,23 @@ def test_bad_input_appends_nothing():
     cache = layer.make_cache(1, 2)
     x = torch.zeros(1, 1, 24)
     append = lambda qkv, *gate: cache.append_projected(qkv, layer.phi_k, layer.phi_v, *gate)
-    with torch.no_grad():
-        with pytest.raises(TypeError, match="qkv must have the cache's torch.float32, got torch"):
-            append(layer.qkv(x).half())
-        with pytest.raises(ValueError, match=r"qkv must be \[1, 1, 336\].* got \[3, 1, 336\]"):
-            append(layer.qkv(x).expand(3, -1, -1))
-        with pytest.raises(ValueError, match=r"T from 1 to max_step=8, got \[1, 9, 336\]"):
-            append(layer.qkv(torch.zeros(1, 9, 24)))
-        with pytest.raises(ValueError, match=r"max_len=2 tokens, got 0 \+ 3"):
-            append(layer.qkv(torch.zeros(1, 3, 24)))
-        gate = layer.gate.inner(torch.zeros(1, 2, 24)), *layer.gate.for_kernel()
-        with pytest.raises(ValueError, match=r"gate must be hidden \[1, 1, width\].*\[1, 2, 6\]"):
-            append(layer.qkv(x), gate)
-        with pytest.raises(ValueError, match="gate must be on qkv's cpu"):
-            append(layer.qkv(x), [y[:, :1].to("meta") if y.ndim == 3 else y for y in gate])
-    with pytest.raises(ValueError, match=r"x must have the cache's batch 1, got \[3, 1, 24\]"):
-        layer.step(torch.zeros(3, 1, 24), cache)
-    with pytest.raises(ValueError, match="x must be on the cache's cpu, got meta"):
-        layer.step(torch.zeros(1, 1, 24, device="meta"), cache)
+    gate = layer.gate.inner(torch.zeros(1, 2, 24)), *layer.gate.for_kernel()
+    there = [y[:, :1].to("meta") if y.ndim == 3 else y for y in gate]
+    qkv = layer.qkv(x).detach()
+    for error, words, call in (
+        (TypeError, "qkv must have the cache's torch.float32", lambda: append(qkv.half())),
+        (ValueError, r"qkv must be \[1, 1, 336\].* got \[3", lambda: append(qkv.expand(3, -1, -1))),
+        (ValueError, "from 1 to max_step=8, got", lambda: append(qkv.expand(-1, 9, -1))),
+        (ValueError, r"max_len=2 tokens, got 0 \+ 3", lambda: append(qkv.expand(-1, 3, -1))),
+        (ValueError, r"gate must be hidden \[1, 1, width\].*\[1, 2, 6", lambda: append(qkv, gate)),
+        (ValueError, "gate must be on qkv's cpu", lambda: append(qkv, there)),
+        (
+            ValueError,
+            "x must have the cache's batch 1",
+            lambda: layer.step(x.repeat(3, 1, 1), cache),
+        ),
+        (ValueError, "x must be on the cache's cpu", lambda: layer.step(x.to("meta"), cache)),
+    ):
+        with torch.no_grad(), pytest.raises(error, match=words):
+            call()
     assert cache.length == 0 and cache.lens.tolist() == [0]

@@ -85,19 +85,6 @@ def test_sequences_of_different_lengths_decode_as_each_alone(double, T):
     assert cache.lens.tolist() == cache.lengths
 
 
-@pytest.mark.parametrize("n", [9, 12, 25])
-def test_refused_draft_tokens_leave_no_trace(double, n):
-    """Draft eight other tokens, take two of them back at a time, and go on as if nothing was."""
-    layer, x, whole = double
-    cache = filled(layer, x, n)
-    for back in (8, 5, 1):
-        layer.step(x[:, :back] * 3 + 1, cache)
-        cache.rewind(back)
-    out = torch.cat([layer.step(x[:, i : i + 1], cache) for i in range(n, S)], 1)
-    torch.testing.assert_close(out, whole[:, n:], atol=1e-13, rtol=0)
-    assert cache.lens.tolist() == cache.lengths == [S] * len(x)
-
-
 def most_back(cache):
     """How many tokens this cache says that it can forget."""
     with pytest.raises(ValueError, match="n must be an int from 0 to") as told:
@@ -170,28 +157,24 @@ def test_a_step_that_emits_always_changes_nothing_else(double):
 
 def test_hostile_use_of_mixed_caches(double):
     layer, x, _ = double
-    cache = mixed(layer, x)
-    with pytest.raises(ValueError, match="chunk of 9 tokens .* needs sequences of one length"):
-        layer.step(x[:, :9], cache)
-    for name in ("compressed", "selectable"):
-        with pytest.raises(ValueError, match=rf"{name}\(\) needs sequences of one length, got"):
-            getattr(cache, name)()
-    with pytest.raises(ValueError, match=r"window\(\) needs sequences of one length, got"):
-        cache.window(1)
-    with pytest.raises(ValueError, match="n must be an int from 0 to 1, got 2"):
-        cache.rewind(2)
-    assert most_back(mixed(layer, x, (28, 3))) == 3  # one number has to serve both
-    with pytest.raises(ValueError, match="n must be an int from 0 to 8, got 9"):
-        filled(layer, x, 28).rewind(9)
-    with pytest.raises(ValueError, match="at least one NSACache, got none"):
-        NSACache.stack([])
-    with pytest.raises(ValueError, match="at least the longest 28, got 27"):
-        NSACache.stack([filled(layer, x, 28)], max_len=27)
-    with pytest.raises(ValueError, match="agree in max_step, got 8 and 4"):
-        NSACache.stack([filled(layer, x, 3), filled(layer, x, 3, max_step=4)])
-    full = NSACache.stack([filled(layer, x[:1], 3), filled(layer, x[:1], S)])
-    with pytest.raises(ValueError, match=f"max_len={S} tokens, got {S} \\+ 1"):
-        layer.step(x[:2, :1], full)
+    cache, stack = mixed(layer, x), NSACache.stack
+    assert most_back(cache) == 1 and most_back(mixed(layer, x, (28, 3))) == 3  # of one for all
+    assert most_back(filled(layer, x, 28)) == 8
+    full = stack([filled(layer, x[:1], 3), filled(layer, x[:1], S)])
+    three, other = filled(layer, x, 3), filled(layer, x, 3, max_step=4)
+    one_length = "needs sequences of one length"
+    for words, call in (
+        (f"chunk of 9 tokens .* {one_length}", lambda: layer.step(x[:, :9], cache)),
+        (rf"compressed\(\) {one_length}", cache.compressed),
+        (rf"selectable\(\) {one_length}", cache.selectable),
+        (rf"window\(\) {one_length}", lambda: cache.window(1)),
+        ("at least one NSACache, got none", lambda: stack([])),
+        ("at least the longest 3, got 2", lambda: stack([three], max_len=2)),
+        ("agree in max_step, got 8 and 4", lambda: stack([three, other])),
+        (f"max_len={S} tokens, got {S} \\+ 1", lambda: layer.step(x[:2, :1], full)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
     assert full.lens.tolist() == [3, S]
 
 
@@ -249,13 +232,6 @@ def test_the_fused_step_reads_lengths_from_the_device_alone(kernel_device):
 
 
 # ---- CUDA graphs ---------------------------------------------------------------------------------
-
-
-def test_no_graph_without_a_gpu():
-    layer = make()
-    cache = layer.make_cache(1, 8)
-    with pytest.raises(GraphUnavailable, match="a CUDA device, got cpu"):
-        StepGraph(lambda x: layer.step(x, cache), torch.zeros(1, 1, 24), [cache])
 
 
 def test_generation_without_a_graph_says_why(tmp_path, capsys):

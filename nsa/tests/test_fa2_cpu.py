@@ -222,17 +222,6 @@ def test_the_rungs_follow_the_force_flags(flags, forms, calls):
     assert {c[0] for c in calls} == forms
 
 
-def test_a_call_that_succeeds_is_logged(calls, capsys):
-    q, k, v = make_qkv(1, 30, 4, 2, 8, 8)
-    args = dict(q=q, k=k, v=v, window=5, softmax_scale=None, q_start=0, cu_seqlens=None,
-                max_seqlen=None)  # fmt: skip
-    rungs._sliding_fa2(args, Flags(fa2_force_varlen=True, debug_log=True))
-    rungs._compressed_fa2(dict(args, l=4, d=2), Flags(debug_log=True))
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == ("NSA-LOG fa2.call call=sliding_fa2 form=varlen q=[1,30,4,8] k=[1,30,2,8]")
-    assert second.startswith("NSA-LOG fa2.call call=compressed_fa2 form=dense ")
-
-
 USABLE = fa2.Probe("torch", "2", None, None, "")
 
 

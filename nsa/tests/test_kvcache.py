@@ -244,13 +244,6 @@ def test_a_capacity_of_no_whole_number_of_blocks():
         close(caches.call([n, n], tokens.part([n, n], 1)), want[:, n : n + 1], 1e-9)
 
 
-def test_an_int_is_a_length_of_all():
-    tokens, caches = Tokens(), Caches("pages")
-    want = tokens.expected()
-    close(caches.call(0, tokens.part([0, 0], 30)), want[:, :30], 1e-9)
-    close(caches.call(30, tokens.part([30, 30], 2)), want[:, 30:32], 1e-9)
-
-
 def test_without_new_keys_the_caches_are_read_alone():
     tokens, caches = Tokens(), Caches("pages")
     x = tokens.part([0, 0], 40)

@@ -115,14 +115,6 @@ def test_ranges_of_a_batch_in_parts(splits, kernel_device):
     assert (lse[1, 2, 0] == -torch.inf).all()
 
 
-def test_softmax_scale_reaches_the_kernel(kernel_device):
-    from nsa.kernels.triton_sel_kernel.sel_fwd import sel_attn_fwd_dense
-
-    q, k, v = dense_inputs(FULL, 2, 2, 20, 16, 16, kernel_device)
-    out = sel_attn_fwd_dense(q, k, v, softmax_scale=0.7)
-    torch.testing.assert_close(out, plain_dense(q, k, v, 0.7), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("override", ["block_l", "block_d", "block_dv"])
 def test_tile_overrides_are_honoured_and_right(override, kernel_device):
     from nsa.kernels.triton_sel_kernel.sel_fwd import sel_attn_fwd_dense
