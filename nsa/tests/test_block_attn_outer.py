@@ -13,7 +13,7 @@ from nsa.tests.test_union_attn import ALWAYS, NEVER, Case, Problem
 
 pytestmark = pytest.mark.kernel
 SHAPES = [
-    Shape((53,)),
+    Shape((37,)),
     Shape((5, 41, 1, 22), packed=True),
     Shape((37,), G=1, h=3, D=24, Dv=16),
     Shape((50, 50), G=1, h=1, l_sel=32, n_sel=5, Dv=32),

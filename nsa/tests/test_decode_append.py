@@ -66,7 +66,7 @@ def in_fp64(cache):
 @pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("config, T, lengths", [
-    (SMALL, 1, (0, 7, 30)), (SMALL, 3, (2, 11, 19)), (PAPER, 1, (1, 20_000)), (PAPER, 8, (640,)),
+    (SMALL, 1, (0, 7, 30)), (SMALL, 3, (2, 11, 19)), (PAPER, 1, (1, 4_000)), (PAPER, 8, (640,)),
 ], ids=["small-1", "small-3", "paper-1", "paper-8"])  # fmt: skip
 def test_one_launch_does_what_pytorch_does(config, T, lengths, kernel_device):
     dtype = torch.float16
@@ -144,7 +144,7 @@ def test_due_tokens_are_those_of_pytorch(config, T, always, phi, dtype, kernel_d
 @pytest.mark.core
 @pytest.mark.parametrize("config, T, phi, dtype", [
     (SMALL, 1, "mlp", torch.float16), (SMALL, 3, "mean", torch.float16),
-    (WIDE, 8, "mlp", torch.float32),
+    (WIDE, 2, "mlp", torch.float32),
 ])  # fmt: skip
 def test_e4m3_rows_are_those_of_pytorch(config, T, phi, dtype, kernel_device):
     """Numbers beyond 448 descales and NaN among them; where PyTorch's rounding of what is stored
@@ -178,14 +178,14 @@ def test_a_layers_steps_over_e4m3_are_those_of_pytorch(kernel_device):
     layer = layer_of(SMALL, kernel_device, torch.float16)
     plain = NSAAttention(layer.config, backend="reference").to(kernel_device, torch.float16)
     plain.load_state_dict(layer.state_dict())
-    x = randn(2, 36, SMALL.dim, seed=6, dtype=torch.float16, device=kernel_device)
+    x = randn(2, 32, SMALL.dim, seed=6, dtype=torch.float16, device=kernel_device)
     both = [
         layer.make_cache(2, 40, kv_cache_dtype="fp8_e4m3", k_descale=2**-7, v_descale=2**-6)
         for _ in range(2)
     ]
     for cache in both:
-        plain.prefill(x[:, :28], cache)
-    for t in range(28, 36):
+        plain.prefill(x[:, :29], cache)
+    for t in range(29, 32):  # the last completes a block
         with launches.recording() as counts:
             got = layer.step(x[:, t : t + 1], both[0])
         assert counts[KERNEL] == 1 and any("decode_" in n and n != KERNEL for n in counts)

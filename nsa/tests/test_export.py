@@ -7,7 +7,6 @@ import torch
 from torch.export import Dim
 
 from nsa import NSAAttention, NSAConfig, NSALanguageModel
-from nsa.flags import clear_flags_cache
 from nsa.tests.helpers import randn
 
 SMALL = dict(dim=32, heads=4, groups=2, d_k=16, d_v=16)
@@ -62,18 +61,6 @@ def test_compiled_for_any_length():
     config = NSAConfig(**SMALL, l=8, d=4, l_sel=8, n_sel=3, w=16)
     close = dict(atol=1e-5, rtol=1e-4)
     check_compiled(NSAAttention(config), (40, 52, 7, 61), torch.float32, "cpu", close)
-
-
-@pytest.mark.kernel
-def test_kernels_compiled_for_any_length(kernel_device, monkeypatch):
-    for name in ("NSA_USE_TRITON_SEL", "NSA_SEL_TRITON_ALLOW_GRAD", "NSA_TRITON_SEL_FORCE"):
-        monkeypatch.setenv(name, "1")
-    clear_flags_cache()
-    torch.manual_seed(0)
-    config = NSAConfig(dim=32, heads=2, groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=3, w=9)
-    layer = NSAAttention(config, backend="triton").to(kernel_device, torch.float16)
-    close = dict(atol=4e-3, rtol=4e-3)
-    check_compiled(layer, (18, 27, 21), torch.float16, kernel_device, close)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -11,6 +11,7 @@ from nsa.flags import clear_flags_cache
 from nsa.kernels import prefill
 from nsa.module import NSAAttention
 from nsa.tests.helpers import make_block_indices, randn
+from nsa.tests.test_export import check_compiled
 
 pytestmark = [pytest.mark.kernel, pytest.mark.core]
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, n_init=1, n_local=2, window=9)
@@ -80,17 +81,12 @@ def test_checkpointed_layer_is_the_same(kernel_device):
         assert torch.equal(a, b), name
 
 
-def test_a_layer_is_traced_whole_by_the_environments_flags(kernel_device, monkeypatch):
+def test_kernels_compiled_for_any_length(kernel_device, monkeypatch):
     for name in ("NSA_USE_TRITON_SEL", "NSA_SEL_TRITON_ALLOW_GRAD", "NSA_TRITON_SEL_FORCE"):
         monkeypatch.setenv(name, "1")
     clear_flags_cache()
-    torch.compiler.reset()
-    config = NSAConfig(dim=32, heads=4, groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=3, w=9)
     torch.manual_seed(0)
+    config = NSAConfig(dim=32, heads=2, groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=3, w=9)
     layer = NSAAttention(config, backend="triton").to(kernel_device, torch.float16)
-    x = randn(1, S, 32, seed=1, dtype=torch.float16, device=kernel_device)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    out = compiled(x)
-    torch.testing.assert_close(out, layer(x), atol=2e-3, rtol=2e-3)
-    out.sum().backward()
-    assert layer.qkv.weight.grad.abs().sum() > 0
+    close = dict(atol=4e-3, rtol=4e-3)
+    check_compiled(layer, (10, 18, 13), torch.float16, kernel_device, close)
