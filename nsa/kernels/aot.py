@@ -8,6 +8,7 @@ it; no driver, no GPU. It cannot run under TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
 import re
@@ -170,8 +171,13 @@ class Resources(NamedTuple):
 
 def content(case: AotCase, arch: int) -> str:
     """A hash of all that a case is compiled from but Triton's release: see scripts/lock.py."""
-    parts = [*_code(case.kernel, set()), case.form(), str(case.parting), str(arch)]
-    return _hash("\n".join(parts))
+    return _hash("\n".join([*_code_of(case.kernel), case.form(), str(case.parting), str(arch)]))
+
+
+@functools.cache
+def _code_of(kernel: Any) -> tuple[str, ...]:
+    """_code() of a kernel, which many cases share."""
+    return tuple(_code(kernel, set()))
 
 
 def _hash(text: str) -> str:
