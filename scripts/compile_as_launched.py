@@ -416,6 +416,9 @@ def compiled_calls(arch: int) -> Iterator[Call]:
 
 def planned(calls: Iterator[Call]) -> Iterator[tuple[Call, list[Launch] | NotImplementedError]]:
     """What each call would launch, or why there is no kernel. pretend() comes first."""
+    from nsa.kernels.decode import step
+
+    step.prepare_planned = lambda *args: None  # no graph is captured here
     torch.autograd.set_multithreading_enabled(False)
     for call, shape in calls:
         with planning() as found:
