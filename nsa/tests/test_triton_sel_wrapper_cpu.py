@@ -1,14 +1,18 @@
-"""selection_attention_triton() on CPU tensors: right, and on packed SDPA."""
+"""selection_attention_triton() on CPU tensors: right, on packed SDPA, its fallbacks logged with
+their reason; what its kernels log."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
+import nsa
 from bench.parity import assert_parity
 from nsa import dispatch
 from nsa.flags import Flags
-from nsa.kernels.triton_sel_kernel import selection_attention_triton
+from nsa.kernels.triton_sel_kernel import selection_attention_triton, selection_ranges_triton
 from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges, randn
 from nsa.tests.sel_cases import oracle_ranges, plain_ranges
 
@@ -87,3 +91,111 @@ def test_a_named_triton_route_is_refused_on_cpu():
             q, k, v, make_ranges("few", 1, 4, 2, 70, 40), flags=ON, backend="triton"
         )
     assert refused.value.reason == "no_cuda"
+
+
+# ---- what is logged ------------------------------------------------------------------------------
+
+
+def call(monkeypatch, flags, *, dtype=torch.float16, D=16, grad=False, cuda=True, sm=(9, 0)):
+    """selection_attention_triton on CPU tensors, described to the policy as on a CUDA device."""
+    real = dispatch.make_request
+    if cuda:
+        monkeypatch.setattr(
+            dispatch, "make_request",
+            lambda *a, **kw: replace(real(*a, **kw), device="cuda", capability=sm),
+        )  # fmt: skip
+    kw = {"dtype": dtype}
+    q = randn(1, 4, 1, 2, D, seed=61, **kw).requires_grad_(grad)
+    k, v = randn(1, 1, 70, D, seed=62, **kw), randn(1, 1, 70, 16, seed=63, **kw)
+    ranges = make_ranges("mixed", 1, 4, 1, 70, 40)
+    with dispatch.trace() as taken:
+        out = selection_attention_triton(q, k, v, ranges, flags=flags)
+    want = oracle_ranges(q, k, v, ranges)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+    return taken[-1]
+
+
+CASES = {
+    "dtype": dict(dtype=torch.float32),
+    "align8": dict(D=12),
+    "sm89_policy": dict(sm=(8, 9)),
+    "needs_grad": dict(grad=True),
+    "no_cuda": dict(cuda=False),
+    "capability": dict(sm=(7, 5)),
+}
+
+
+@pytest.mark.parametrize("reason", CASES)
+def test_reason_is_logged_and_sdpa_answers(reason, monkeypatch, capfd):
+    taken = call(
+        monkeypatch, replace(ON, debug_log=True, sel_triton_allow_grad=False), **CASES[reason]
+    )
+    assert (taken.route.value, taken.fallback_reason) == ("sdpa", reason)
+    lines = [x for x in capfd.readouterr().err.splitlines() if "sel.triton.fallback" in x]
+    assert len(lines) == 1 and f"reason={reason}" in lines[0]
+    assert lines[0].startswith("NSA-LOG sel.triton.fallback ")
+
+
+def test_packing_is_timed(monkeypatch, capfd):
+    call(monkeypatch, Flags(debug_timing=True), cuda=False)
+    lines = capfd.readouterr().err.splitlines()
+    packs = [x for x in lines if x.startswith("NSA-LOG sel.sdpa.pack ")]
+    assert packs and all(" rows=" in x and " ms=" in x for x in packs)
+
+
+@pytest.mark.kernel
+def test_what_a_call_by_blocks_logs(kernel_device, capfd):
+    """Two queries at 39 and 40 that choose blocks 0 and 2 of 16: 24 and 25 tokens."""
+    kw = {"dtype": torch.float16, "device": kernel_device}
+    q, k = randn(1, 2, 2, 16, seed=1, **kw), randn(1, 41, 1, 16, seed=2, **kw)
+    blocks = torch.tensor([0, 2], dtype=torch.int32, device=kernel_device).expand(1, 2, 1, 2)
+    flags = Flags(
+        debug_log=True, debug_timing=True, debug_shapes=True, debug_compare=True,
+        triton_sel_force=True,
+    )  # fmt: skip
+    nsa.selection_attention(
+        q, k, k, blocks, block_size=16, q_start=39, backend="triton", flags=flags
+    )
+    lines = capfd.readouterr().err.splitlines()
+    (reads,) = [x for x in lines if x.startswith("NSA-LOG sel.triton.reads ")]
+    assert "tokens=49 rows=2" in reads
+    (path,) = [x for x in lines if x.startswith("NSA-LOG sel.triton.path ")]
+    assert "path=blocks" in path
+    (timing,) = [x for x in lines if x.startswith("NSA-LOG sel.triton.bucket_timing ")]
+    assert "bucket=blocks" in timing and " ms=" in timing and " gbs=" in timing
+    assert sum(".shapes " in x or ".compare " in x for x in lines) == 2
+
+
+@pytest.mark.kernel
+def test_block_sizes_without_a_kernel_are_unavailable(kernel_device):
+    kw = {"dtype": torch.float16, "device": kernel_device}
+    q, k = randn(1, 9, 2, 16, seed=1, **kw), randn(1, 9, 1, 16, seed=2, **kw)
+    blocks = torch.zeros(1, 9, 1, 1, dtype=torch.int32, device=kernel_device)
+    forced = dict(backend="triton", flags=Flags(triton_sel_force=True))
+    with pytest.raises(nsa.RouteUnavailable, match="unsupported.*block_size must be"):
+        nsa.selection_attention(q, k, k, blocks, block_size=48, **forced)
+    with pytest.raises(nsa.RouteUnavailable, match="unsupported"):
+        nsa.select_blocks(q, k[:, :1], l=8, d=4, l_sel=12, n_sel=3, **forced)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("path, buckets", [("ranges", 1), ("varlen", 2)])
+def test_what_a_triton_call_logs(path, buckets, kernel_device, capfd):
+    """Reads are the tokens really selected; timing has one line per bucket of lengths."""
+    kw = {"dtype": torch.float16, "device": kernel_device}
+    q, k = randn(1, 3, 1, 2, 16, seed=1, **kw), randn(1, 1, 70, 16, seed=2, **kw)
+    spans = [[[0, 40], [30, 50]], [[0, 3], [9, 9]], [[0, 0], [0, 0]]]  # 50, 3 and 0 tokens
+    ranges = torch.tensor(spans, device=kernel_device)[None, :, None]
+    flags = Flags(debug_log=True, debug_timing=True)
+    selection_ranges_triton(q, k, k, ranges, path=path, flags=flags)
+    lines = capfd.readouterr().err.splitlines()
+    tagged = lambda tag: [x for x in lines if x.startswith(f"NSA-LOG {tag} ")]
+    assert len(tagged("sel.triton.reads")) == 1
+    assert "tokens=53 rows=3" in tagged("sel.triton.reads")[0]
+    assert f"path={path}" in tagged("sel.triton.path")[0]
+    pack = tagged("sel.triton.pack")
+    assert len(pack) == (2 if path == "varlen" else 0) and all(" ms=" in x for x in pack)
+    timing = tagged("sel.triton.bucket_timing")
+    assert len(timing) == buckets and all(" ms=" in x and " gbs=" in x for x in timing)
+    if kernel_device == "cuda":
+        assert len(tagged("sel.triton.device")) == 1
