@@ -15,10 +15,10 @@ import torch
 from bench.parity import assert_parity
 from nsa import launches
 from nsa.kernels.tiles import cdiv
-from nsa.tests.test_decode_kernels import BF16, F16, F32, PAPER, Caches, Step
+from nsa.tests.test_decode_kernels import BF16, F16, F32, WIDE, Caches, Step
 
 NAME = "_decode_cluster_kernel"
-WIDE = dict(h=16, D=128, Dv=128, n_sel=16, dtype=BF16, **PAPER)
+SMALL = dict(D=64, Dv=64, h=2, d=4, l=8, l_sel=16, w=16)
 STEPS = [
     # Clusters of 16, 8, 4 (one and two on a multiprocessor), 2 (likewise) and single blocks.
     Step((9000,), G=4, ring=True, **{**WIDE, "capacity": 20000}),
@@ -63,12 +63,7 @@ STEPS = [
     Step((1087, 8, 3000, 519), T=8, G=34, ring=True, **{**WIDE, "h": 5, "dtype": F16}),
     Step((3000, 1024, 66, 1153) * 8, T=4, G=4, ring=True, page=64, **{**WIDE, "D": 192}),
     # Of 541 tokens the first chosen keys come with the last compressed ones.
-    Step(
-        (541, 130, 2003, 515) * 4,
-        T=8,
-        G=8,
-        **{**WIDE, "D": 64, "Dv": 64, "h": 2, "d": 4, "l": 8, "l_sel": 16, "w": 16},
-    ),
+    Step((541, 130, 2003, 515) * 4, T=8, G=8, **WIDE | SMALL),
     Step((2048, 1026, 130, 4) * 4, T=4, G=4, **{**WIDE, "D": 64, "Dv": 64, "l": 16, "h": 4}),
 ]
 # The same of e4m3 keys and values: each size of cluster, way to choose, kind of cache, head size.

@@ -73,30 +73,14 @@ class Tokens:
         """The oracle on whole sequences: [B, S, HQ, Dv]."""
         x = {name: y.cpu() for name, y in self.data.items()}
         cmp = [oracle.compress_mean(x[name], SIZES["l"], SIZES["d"]) for name in ("k_raw", "v_raw")]
-        return oracle.nsa_attention(
-            x["q"].double(),
-            *cmp,
-            x["k_sel"],
-            x["v_sel"],
-            x["k_win"],
-            x["v_win"],
-            x["gates"],
-            **SIZES,
-        )
+        branches = [x[f"{kv}_{of}"] for of in ("sel", "win") for kv in "kv"]
+        return oracle.nsa_attention(x["q"].double(), *cmp, *branches, x["gates"], **SIZES)
 
 
 class Caches:
     """Empty caches of a kind, NaN throughout, with pages in no order."""
 
-    def __init__(
-        self,
-        kind: str,
-        dtype: torch.dtype = torch.float64,
-        device: str = "cpu",
-        *,
-        spare: int = 8,
-        most: int = 32,
-    ) -> None:
+    def __init__(self, kind: str, dtype=torch.float64, device="cpu", *, spare=8, most=32) -> None:
         paged, ring = kind.startswith("pages"), kind.endswith("ring")
         blocks = S // PAGE
         self.table = None
@@ -119,14 +103,7 @@ class Caches:
         }
         self.options = dict(block_table=self.table, ring=ring)
 
-    def call(
-        self,
-        lens: list[int] | Tensor | int,
-        x: dict[str, Tensor],
-        *,
-        route: str | None = None,
-        **changed,
-    ) -> Tensor:
+    def call(self, lens: list[int] | Tensor | int, x: dict, *, route=None, **changed) -> Tensor:
         if isinstance(lens, list):
             device = self.all["k_sel_cache"].device
             lens = torch.tensor(lens, dtype=torch.int32, device=device)
@@ -137,17 +114,8 @@ class Caches:
             changed["block_table"] = table
         if route is not None:
             changed = {"backend": route, "flags": TRITON, **changed}
-        given = {
-            **self.all,
-            **x,
-            **self.options,
-            **SIZES,
-            "phi_k": phi,
-            "phi_v": phi,
-            "cache_seqlens": lens,
-            **changed,
-        }
-        return nsa_with_kvcache(**given)
+        given = {**self.all, **x, **self.options, **SIZES, "phi_k": phi, "phi_v": phi}
+        return nsa_with_kvcache(**{**given, "cache_seqlens": lens, **changed})
 
 
 # (route, dtype, tolerance), to which the fixture adds the device.
@@ -213,7 +181,7 @@ def test_every_split_of_a_prompt():
     """Compressed tokens are due at each place of a chunk, also several and none."""
     tokens = Tokens()
     want = tokens.expected()
-    for T in (1, 2, 3, 4, 7, 8, 9, 32):
+    for T in (1, 3, 7, 8, 32):
         for kind in ("static", "pages"):
             caches, n = Caches(kind), 0
             while n < S:
@@ -298,14 +266,8 @@ def test_sequences_share_the_pages_of_a_common_beginning(route):
     out = caches.call(lens, tokens.part(lens, 2), route=backend, checked=True)
     close(out, torch.stack([want[b, n : n + 2] for b, n in enumerate(lens)]), tolerance)
     for name, was in first.items():
-        torch.testing.assert_close(
-            caches.all[name][pages],
-            was,
-            rtol=0,
-            atol=0,
-            equal_nan=True,
-            msg=f"{name}: a shared page was written to",
-        )
+        now = caches.all[name][pages]
+        torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.parametrize("n", [37, 32, 15], ids=["within a page", "at its end", "in the first"])
@@ -316,20 +278,12 @@ def test_beams(kind, n):
     caches.call(0, tokens.part([0, 0], n))
     for beam_idx in ([1, 0], [1, 1]):
         beam_idx = torch.tensor(beam_idx)
-        paged = (
-            []
-            if caches.table is None
-            else [x for name, x in caches.all.items() if len(x) == len(caches.all["k_sel_cache"])]
-        )
-        rest = [x for x in caches.all.values() if not any(x is y for y in paged)]
-        if paged:
-            reorder_kvcache(
-                beam_idx,
-                *paged,
-                block_table=caches.table,
-                page_size=PAGE,
-                cache_seqlens=torch.tensor([n, n]),
-            )
+        rest, paged = list(caches.all.values()), []
+        if caches.table is not None:
+            paged = [x for x in rest if len(x) == len(caches.all["k_sel_cache"])]
+            rest = [x for x in rest if len(x) != len(caches.all["k_sel_cache"])]
+            pages = dict(block_table=caches.table, page_size=PAGE)
+            reorder_kvcache(beam_idx, *paged, **pages, cache_seqlens=torch.tensor([n, n]))
         reorder_kvcache(beam_idx, *rest)
         for x in tokens.data.values():
             x[:, :n] = x[beam_idx, :n]
@@ -373,13 +327,8 @@ def test_rotary(interleaved):
         turned_before.data[name] = torch.cat([turned, rest], -1)
     want, lens = turned_before.expected(), [0, 0]
     for T in (30, 1, 2):
-        out = caches.call(
-            lens,
-            tokens.part(lens, T),
-            rotary_cos=angle.cos(),
-            rotary_sin=angle.sin(),
-            rotary_interleaved=interleaved,
-        )
+        turn = dict(rotary_cos=angle.cos(), rotary_sin=angle.sin(), rotary_interleaved=interleaved)
+        out = caches.call(lens, tokens.part(lens, T), **turn)
         close(out, want[:, lens[0] : lens[0] + T], 1e-9)
         lens = [n + T for n in lens]
 
@@ -445,19 +394,12 @@ def test_a_learnt_phi_and_fp32_kernels(kind, kernel_device):
         out = caches.call([30, 30], tokens.part([30, 30], 15), **phis)[:, -2:]
     x = tokens.part([43, 43], 2)
     order = [f"{name}_{kind}_cache" for kind in ("cmp", "sel", "win") for name in "kv"]
+    lens = torch.tensor(lens, dtype=torch.int32, device=kernel_device)
+    how = dict(SIZES, max_len=S, n_init=1, n_local=2, block_table=caches.table)
     got = nsa_decode_triton(
-        x["q"],
-        *(caches.all[name] for name in order),
-        x["gates"],
-        torch.tensor(lens, dtype=torch.int32, device=kernel_device),
-        max_len=S,
-        n_init=1,
-        n_local=2,
-        block_table=caches.table,
-        window_ring=kind.endswith("ring"),
-        cmp_paged=caches.table is not None,
-        **SIZES,
-    )
+        x["q"], *(caches.all[name] for name in order), x["gates"], lens, **how,
+        window_ring=kind.endswith("ring"), cmp_paged=caches.table is not None,
+    )  # fmt: skip
     close(got, out, 1e-5)
 
 
@@ -579,15 +521,9 @@ def test_a_step_reads_no_value(kind, kernel_device, monkeypatch):
     monkeypatch.setattr(kvcache, "_read", lambda *_: pytest.fail("a value is read"))
     lens = torch.tensor([30, 27], dtype=torch.int32, device=kernel_device)
     x, want = tokens.part([30, 27], 3), tokens.expected()
-    given = {
-        **caches.all,
-        **x,
-        **caches.options,
-        **SIZES,
-        **dict(phi_k=phi, phi_v=phi, backend="triton", flags=TRITON, cache_seqlens=lens),
-    }
+    given = dict(phi_k=phi, phi_v=phi, backend="triton", flags=TRITON, cache_seqlens=lens)
     with NoReads():
-        out = nsa_with_kvcache(**given)
+        out = nsa_with_kvcache(**caches.all, **x, **caches.options, **SIZES, **given)
     close(out, torch.stack([want[0, 30:33], want[1, 27:30]]), 6e-3)
 
 
