@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nsa import launches
+from nsa.kernels.triton_sel_kernel import sel_bwd, selection_ranges_triton, spans
 from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges, randn
 from nsa.tests.sel_cases import assert_all_parity, gradients, oracle_ranges, plain_ranges
 
@@ -14,8 +15,6 @@ BACKWARD = ("_sel_attn_bwd_dq_kernel", "_sel_attn_bwd_dkdv_kernel", "_sel_attn_b
 
 
 def run(case, dtype, ranges, device, *, path=None, B=1, S=4, G=2, h=2, Skv=70, D=16, Dv=24):
-    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-
     kw = {"dtype": dtype, "device": device}
     q = randn(B, S, G, h, D, seed=21, **kw)
     k, v = randn(B, G, Skv, D, seed=22, **kw), randn(B, G, Skv, Dv, seed=23, **kw)
@@ -41,8 +40,6 @@ def test_backward_parity_ranges(kind, kernel_device):
 @pytest.mark.parametrize("path", ["ranges", "varlen", "dense"])
 def test_a_softmax_scale_is_taken_as_given(path, kernel_device):
     """Twice the default is the same as queries twice as large; buckets of equal and other rows."""
-    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-
     kw = {"dtype": torch.float32, "device": kernel_device}
     q = randn(1, 4, 1, 2, 16, seed=1, **kw)
     k, v = randn(1, 1, 70, 16, seed=2, **kw), randn(1, 1, 70, 24, seed=3, **kw)
@@ -80,8 +77,6 @@ def test_backward_parity_shapes(h, D, Dv, kernel_device):
 @pytest.mark.parametrize("kind, size, parts", [("few", 4, 5), ("whole", 10, 2)])
 def test_backward_parity_long_lists_are_split(kind, size, parts, kernel_device, monkeypatch):
     """More rows on one key tile than an item holds: partial sums, joined in a fixed order."""
-    from nsa.kernels.triton_sel_kernel import sel_bwd
-
     real = sel_bwd.key_lists
     seen = []
 
@@ -101,8 +96,6 @@ def test_backward_parity_long_lists_are_split(kind, size, parts, kernel_device, 
 
 def test_backward_parity_worst_case_and_exact_lists_agree(kernel_device, monkeypatch):
     """Lists sized for the worst case (no device wait) and for the true number of pairs."""
-    from nsa.kernels.triton_sel_kernel import spans
-
     ranges = make_ranges("mixed", 1, 4, 2, 200, 90, device=kernel_device, seed=2)
     first = run("bwd-bound", torch.float16, ranges, kernel_device, Skv=200)
     monkeypatch.setattr(spans, "_WORST_CASE_PAIRS", 0)

@@ -9,6 +9,9 @@ import torch
 
 from nsa import launches
 from nsa.flags import clear_flags_cache
+from nsa.kernels.prefill import block_lists
+from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
+from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
 from nsa.tests.helpers import deterministic
 from nsa.tests.test_union_attn import Case, Problem
 
@@ -63,14 +66,10 @@ class Backward:
 
     def forward(self) -> None:
         """To be called again where tensors of the problem are changed."""
-        from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
-
         x = self.x
         self.out, self.lse = block_attention_fwd(x.q, x.k, x.v, x.blocks, **x.how, **x.packed)
 
     def run(self, dq=None):
-        from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
-
         x = self.x
         with launches.recording() as counts:
             grads = block_attention_bwd(
@@ -127,8 +126,6 @@ def test_dq_is_added_without_the_softmax_scale(case, kind, device, monkeypatch):
 def test_lists_hold_every_pair_once_and_in_order(case, per_block, most, kernel_device, monkeypatch):
     """per_block 2: the last block of a sequence has one tile only. No block is as far as the last
     two; their tiles must not wrap around. Packed rows past the last sequence are nobody's."""
-    from nsa.kernels.prefill import block_lists
-
     monkeypatch.setattr(block_lists, "CHUNK", 4)
     monkeypatch.setattr(block_lists, "LIST_SIZE", 8)  # several programs, several turns
     monkeypatch.setattr(block_lists, "WORDS", 1)
@@ -177,8 +174,6 @@ def test_lists_hold_every_pair_once_and_in_order(case, per_block, most, kernel_d
 
 @pytest.mark.parametrize("case", [Case((90,), G=2, n=4), Case((1, 37, 20), G=3)], ids=str)
 def test_pieces_come_once_by_group_and_about_in_order(case, kernel_device, monkeypatch):
-    from nsa.kernels.prefill import block_lists
-
     monkeypatch.setattr(block_lists, "CHUNK", 16)
     monkeypatch.setattr(block_lists, "BUCKETS", 16)
     x = Problem(case, "random", kernel_device, monkeypatch)

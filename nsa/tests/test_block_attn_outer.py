@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from nsa import launches
+from nsa.kernels.prefill import block_attn_outer, union_lists
+from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
 from nsa.tests import test_prefill_kernels as kernels_of
 from nsa.tests.test_prefill_kernels import BF16, PAPER, Shape
 from nsa.tests.test_union_attn import ALWAYS, NEVER, Case, Problem
@@ -32,8 +34,6 @@ CASES = [
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Any number of pairs will do, and queries go in slabs of a few dozen."""
-    from nsa.kernels.prefill import block_attn_outer
-
     monkeypatch.setattr(block_attn_outer, "MIN_PAIRS", 1)
     monkeypatch.setattr(block_attn_outer, "MIN_PAIRS_PER_TILE", 0)
     monkeypatch.setattr(
@@ -49,8 +49,6 @@ def small(monkeypatch):
     ids=str,
 )  # fmt: skip
 def test_against_the_oracle(shape, kind, device, monkeypatch):
-    from nsa.kernels.prefill import union_lists
-
     monkeypatch.setattr(union_lists, "SHARE", {("fwd_outer", 90): NEVER})
     monkeypatch.setattr(union_lists, "OTHER_SHARE", NEVER)
     with launches.recording() as counts:
@@ -59,8 +57,6 @@ def test_against_the_oracle(shape, kind, device, monkeypatch):
 
 
 def forward(x: Problem, share: int | None):
-    from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
-
     with x.limit(share), launches.recording() as counts:
         out, lse = block_attention_fwd(x.q, x.k, x.v, x.blocks, **x.how, **x.packed)
     return out, lse, counts
@@ -79,8 +75,6 @@ def forward(x: Problem, share: int | None):
     ids=str,
 )
 def test_beside_unions_and_without_is_the_same(case, kind, share, device, monkeypatch):
-    from nsa.kernels.prefill import block_attn_outer
-
     x = Problem(case, kind, device, monkeypatch)
     got, lse, counts = forward(x, share)
     assert counts["_block_attn_outer_kernel"] > 0 and counts["_union_attn_fwd_kernel"] == 1

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from nsa.blocks import num_compressed
+from nsa.kernels.decode import nsa_decode_triton
+from nsa.kernels.prefill import compressed_attention_triton, select_blocks_triton
+from nsa.kernels.prefill.block_select import Ranking
 from nsa.tests.helpers import randn
 
 pytestmark = pytest.mark.kernel
@@ -29,8 +32,6 @@ def check(found, n_init, n_local, n_sel, own):
     "forced, tokens", [*((forced, 1201) for forced in FORCED), (FORCED[3], 1700)], ids=str
 )
 def test_prefill(forced, tokens, kernel_device):
-    from nsa.kernels.prefill import compressed_attention_triton, select_blocks_triton
-
     q, k = inputs(tokens, kernel_device)
     how = dict(l=4, d=4, q_start=tokens - 1)
     _, lse = compressed_attention_triton(q, k, k, **how)
@@ -41,8 +42,6 @@ def test_prefill(forced, tokens, kernel_device):
 
 @pytest.mark.parametrize("forced", FORCED, ids=str)
 def test_decoding(forced, kernel_device):
-    from nsa.kernels.decode import nsa_decode_triton
-
     q, k = inputs(1201, kernel_device)
     rows = torch.zeros(1, 1204, 1, 16, dtype=torch.float16, device=kernel_device)
     lens = torch.tensor([1201], dtype=torch.int32, device=kernel_device)
@@ -57,8 +56,6 @@ def test_decoding(forced, kernel_device):
 @pytest.mark.parametrize("score", [float("inf"), 3e38, 0.0, float("nan")])
 def test_no_score_comes_before_a_forced_block(score, kernel_device):
     """Scores that the ranking is given, of prefill."""
-    from nsa.kernels.prefill.block_select import Ranking
-
     q, k = (randn(1, n, 1, 16, seed=n, dtype=torch.float16, device=kernel_device) for n in (1, 24))
     ranking = Ranking.of(q, k, l=4, d=4, l_sel=4, n_sel=4, n_init=1, n_local=2, q_start=95)
     for slab in ranking.slabs(1, 16):
@@ -68,9 +65,6 @@ def test_no_score_comes_before_a_forced_block(score, kernel_device):
 
 
 def test_fewer_blocks_than_the_forced_ones_are_refused(kernel_device):
-    from nsa.kernels.decode import nsa_decode_triton
-    from nsa.kernels.prefill import select_blocks_triton
-
     q, k = inputs(40, kernel_device)
     sizes = dict(l=4, d=4, l_sel=4, n_sel=3, n_init=2, n_local=2)
     refused = pytest.raises(ValueError, match="got n_sel=3 n_init=2 n_local=2")

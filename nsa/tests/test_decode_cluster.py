@@ -14,6 +14,17 @@ import torch
 
 from bench.parity import assert_parity
 from nsa import launches
+from nsa.flags import clear_flags_cache
+from nsa.kernels.aot import usage
+from nsa.kernels.decode import cluster, nsa_decode_triton
+from nsa.kernels.decode.cluster import (
+    HEAD_SIZES,
+    MOST_BLOCKS,
+    SHARED_MOST,
+    compile_cluster,
+    plan,
+    why_not,
+)
 from nsa.kernels.tiles import cdiv
 from nsa.tests.test_decode_kernels import BF16, F16, F32, WIDE, Caches, Step
 
@@ -183,8 +194,6 @@ def test_what_later_tokens_add_changes_no_earlier_one(lens, served):
     (4, 0, FEW_AND_MANY[1]),
 ], ids=str)  # fmt: skip
 def test_branches_add_up_to_the_step(T, page, lens, served):
-    from nsa.kernels.decode import nsa_decode_triton
-
     step = Step(lens, T=T, G=4, page=page, **WIDE)
     caches = Caches(step, "cuda")
     out, indices, _ = launched(caches)
@@ -193,7 +202,7 @@ def test_branches_add_up_to_the_step(T, page, lens, served):
         given = indices if branch == "sel" else None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "nsa.kernels.decode.nsa_decode_triton",
+                "nsa.tests.test_decode_kernels.nsa_decode_triton",
                 lambda *args, branch=branch, given=given, **kw: real(
                     *args, **kw, branch=branch, block_indices=given
                 ),
@@ -252,7 +261,6 @@ def test_who_asks_for_triton_or_has_unaligned_queries_gets_triton(served, monkey
     caches.q = aligned
     assert caches.kernels() == [NAME]
     monkeypatch.setenv("NSA_USE_CLUSTER", "0")
-    from nsa.flags import clear_flags_cache
 
     clear_flags_cache()
     assert NAME not in caches.kernels()
@@ -282,8 +290,6 @@ def sizes(**changed):
     (dict(window=15), "windows"),
 ])  # fmt: skip
 def test_which_sizes_are_served(changed, why):
-    from nsa.kernels.decode.cluster import why_not
-
     found = why_not(**sizes(**changed))
     assert found is None if why is None else why in found
 
@@ -291,8 +297,6 @@ def test_which_sizes_are_served(changed, why):
 @pytest.mark.parametrize("n_sel, free", [(16, 13), (32, 29), (4, 1)])
 @pytest.mark.parametrize("max_len", [64, 4096, 8192, 65536, 1 << 17, 1 << 18, 1 << 20])
 def test_plans_hold_all_keys_and_fit(max_len, n_sel, free):
-    from nsa.kernels.decode.cluster import HEAD_SIZES, MOST_BLOCKS, SHARED_MOST, plan
-
     for (dim, dv), size in itertools.product(HEAD_SIZES, (2, 1)):
         for programs in (1, 4, 5, 8, 16, 17, 32, 64, 66, 67, 128, 132, 133, 256, 4096):
             found = plan(programs, dim, dv, n_sel, free, 64, max_len, fp8=size == 1)
@@ -307,8 +311,6 @@ def test_plans_hold_all_keys_and_fit(max_len, n_sel, free):
 
 
 def test_few_steps_of_short_contexts_take_the_quick_way():
-    from nsa.kernels.decode.cluster import plan
-
     for programs, max_len, early, warps in (
         (4, 1024, True, 4), (4, 8192, True, 4), (4, 16384, True, 8), (4, 16640, False, 8),
         (5, 8192, False, 8), (256, 1024, False, 4),
@@ -319,16 +321,12 @@ def test_few_steps_of_short_contexts_take_the_quick_way():
 
 
 def test_a_smaller_gpu_is_filled_as_the_larger():
-    from nsa.kernels.decode.cluster import plan
-
     for programs, sms, like in ((32, 132, 32), (32, 66, 64), (40, 78, 68), (64, 114, 132)):
         given = 128, 128, 16, 13, 64, 65536
         assert plan(programs, *given, sms) == plan(like, *given)
 
 
 def macros(programs, max_len, fp8=False, **changed):
-    from nsa.kernels.decode.cluster import plan
-
     known = dict(
         D=128, DV=128, BF16=1, GATE="u16", TOKENS=1, HEADS=16, L=32, STRIDE=16, L_SEL=64, N_SEL=16,
         N_INIT=1, N_LOCAL=2, WINDOW=512, OVERLAP=1, PAGE=0, RING=1, CMP_PAGE=0,
@@ -367,9 +365,6 @@ FORMS = [
 )
 def test_every_form_compiles_and_fits(programs, max_len, changed):
     """By NVRTC, for sm_90; cluster.cu itself holds its memory against what cluster.py counts."""
-    from nsa.kernels.aot import usage
-    from nsa.kernels.decode.cluster import compile_cluster
-
     p, defined = macros(programs, max_len, **changed)
     registers, stack = usage(compile_cluster(defined.items(), 90))
     assert stack == 0, f"{stack} bytes of registers spilled"
@@ -377,8 +372,6 @@ def test_every_form_compiles_and_fits(programs, max_len, changed):
 
 
 def test_what_does_not_compile_is_said(monkeypatch):
-    from nsa.kernels.decode import cluster
-
     _, defined = macros(4, 8192)
     with pytest.raises(cluster.Unavailable, match="cluster.py counts fewer bytes"):
         cluster.compile_cluster({**defined, "SHARED": defined["SHARED"] - 200}.items(), 90)
@@ -390,7 +383,6 @@ def test_what_does_not_compile_is_said(monkeypatch):
 @pytest.fixture
 def loads(monkeypatch):
     """What is asked for to be loaded, as on an H200; `loads.error` is raised instead."""
-    from nsa.kernels.decode import cluster
 
     class Loads(list):
         error = None
@@ -425,8 +417,6 @@ def given(**changed):
 
 
 def test_where_it_cannot_be_had_steps_take_several_launches(loads):
-    from nsa.kernels.decode import cluster
-
     loads.error = cluster.Unavailable("no such library")
     with pytest.warns(RuntimeWarning, match="take several launches.*no such library"):
         assert cluster.cluster_kernel(True, *GIVEN) is None
@@ -440,8 +430,6 @@ def test_where_it_cannot_be_had_steps_take_several_launches(loads):
 
 
 def test_a_dead_context_is_not_taken_for_a_kernel_that_cannot_be_had(loads):
-    from nsa.kernels.decode import cluster
-
     loads.error = cluster.Unavailable("CUresult: CUDA_ERROR_ILLEGAL_ADDRESS")
     for _ in range(2):
         with pytest.raises(cluster.Unavailable, match="ILLEGAL_ADDRESS"):
@@ -449,8 +437,6 @@ def test_a_dead_context_is_not_taken_for_a_kernel_that_cannot_be_had(loads):
 
 
 def test_caches_of_many_lengths_load_few_modules(loads):
-    from nsa.kernels.decode import cluster
-
     def kernels(batch):
         return [
             cluster.cluster_kernel(True, *given(n1=batch, n16=max_len))
@@ -464,8 +450,6 @@ def test_caches_of_many_lengths_load_few_modules(loads):
 
 
 def test_older_cards_and_processors_are_not_asked(monkeypatch):
-    from nsa.kernels.decode import cluster
-
     monkeypatch.setattr(cluster, "_kernel", lambda *sizes: 7)
     for arch, taken in ((0, None), (80, None), (89, None), (90, 7), (100, None)):
         monkeypatch.setattr(cluster, "arch_of", lambda device, arch=arch: arch)

@@ -15,6 +15,8 @@ from torch import Tensor
 from bench.parity import assert_parity
 from nsa import launches, oracle, reference, select
 from nsa.blocks import num_compressed
+from nsa.kernels.decode import nsa_decode_triton, step, step_kernels
+from nsa.kernels.decode.step import scan_splits
 from nsa.tests.helpers import randn
 
 pytestmark = pytest.mark.kernel
@@ -130,8 +132,6 @@ class Caches:
     def run(
         self, softmax_scale: float | None = None, counters: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        from nsa.kernels.decode import nsa_decode_triton
-
         s, table = self.step, None
         cmp, sel, win = list(self.cmp), list(self.sel), list(self.win)
         if s.fp8:
@@ -161,8 +161,6 @@ class Caches:
 
     def kernels(self, in_graph: bool = False) -> list[str]:
         """What a step with counters launches, outside graphs or in one."""
-        from nsa.kernels.decode import step_kernels
-
         s = self.step
         return list(step_kernels(
             self.q, s.G, s.Dv, max_len=s.capacity, in_graph=in_graph, l=s.l, d=s.d, l_sel=s.l_sel,
@@ -278,7 +276,6 @@ def test_step(step, team, kernel_device, tune):
 @pytest.fixture
 def tune(monkeypatch):
     """Set constants of the step: plans made with others are forgotten, before and after."""
-    from nsa.kernels.decode import step
 
     def set_to(**constants):
         for name, value in constants.items():
@@ -391,8 +388,6 @@ def test_a_team_chooses_and_merges_as_launches_do(kernel_device, tune):
 def test_where_a_team_does_not_fit_the_step_takes_several_launches(
     kernel_device, tune, monkeypatch
 ):
-    from nsa.kernels.decode import step
-
     caches = Caches(Step((45,), G=1), kernel_device)
     want = caches.run()
     tune(LEAST_TEAM=2, TEAM_PER_SM=64)
@@ -418,8 +413,6 @@ def test_where_a_team_does_not_fit_the_step_takes_several_launches(
 
 
 def test_the_first_step_of_a_team_compiles_what_a_graph_launches(cuda, tune):
-    from nsa.kernels.decode import step
-
     tune(LEAST_TEAM=16)
     caches = Caches(Step((577,), h=4, capacity=600), "cuda")
     counters = caches.counters()
@@ -448,14 +441,11 @@ def test_the_first_step_of_a_team_compiles_what_a_graph_launches(cuda, tune):
     (10**6, 8, 66, (64, 8)), (1, 100, 66, (1, 8)),
 ])  # fmt: skip
 def test_splits_are_as_many_as_run_at_a_time(n_tiles, tiles_win, room, splits, kernel_device):
-    from nsa.kernels.decode.step import scan_splits
-
     assert scan_splits(n_tiles, tiles_win, room) == splits
 
 
 def test_few_programs_begin_while_the_launch_before_them_ends(kernel_device, monkeypatch):
     """On SM 9.0 and later; a launch that may begin early waits for the one before it."""
-    from nsa.kernels.decode import step
 
     def plan(batch, max_len, branch=None):
         return step._plan.__wrapped__(
@@ -480,8 +470,6 @@ def test_few_programs_begin_while_the_launch_before_them_ends(kernel_device, mon
 
 
 def test_which_steps_are_one_launch(monkeypatch, kernel_device):
-    from nsa.kernels.decode import step
-
     monkeypatch.setattr(step, "sm_count", lambda device: 132)
 
     def team(batch=1, T=1, dtype=BF16, D=128, max_len=8192, arch=90, alone=True, branch=None):
@@ -523,8 +511,6 @@ def test_a_softmax_scale_of_zero_is_refused_and_a_small_one_taken_as_given(kerne
 
 
 def test_more_rows_than_a_tile_holds_are_refused():
-    from nsa.kernels.decode import nsa_decode_triton
-
     q = torch.zeros(1, 9, 16, 16)
     cache = torch.zeros(1, 64, 1, 16)
     with pytest.raises(NotImplementedError, match="<= 128, got 144"):
@@ -542,8 +528,6 @@ def test_more_rows_than_a_tile_holds_are_refused():
 ])  # fmt: skip
 def test_tiles_fit_beside_the_queries(arch, dtype, D, rows, keys, kernel_device, monkeypatch):
     """Where nothing fits, the route says so before a launch fails."""
-    from nsa.kernels.decode import step
-
     monkeypatch.setattr(step, "arch_of", lambda device: arch)
     monkeypatch.setattr(step, "sm_count", lambda device: 100)
     sizes = (1, rows // 16, 32, 2, D, D, dtype, torch.device("cuda"), 32, 16, 64, 16, 1, 2, 512)
@@ -555,8 +539,6 @@ def test_tiles_fit_beside_the_queries(arch, dtype, D, rows, keys, kernel_device,
 
 
 def test_more_blocks_than_a_step_can_choose_from_are_refused(kernel_device):
-    from nsa.kernels.decode import step
-
     sizes = (1, 1, 4, 1, 16, 16, F16, torch.device("cpu"), 32, 16, 64, 64, 1, 2, 64)
     assert step._plan(*sizes, 1 << 20, None).selected["N"] == 1 << 13
     with pytest.raises(NotImplementedError, match="max_len=8388608 with n_sel=64"):

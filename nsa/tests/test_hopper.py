@@ -15,9 +15,36 @@ import yaml
 from torch.utils.checkpoint import checkpoint
 
 import nsa
+from nsa import blocks, dispatch, launches, reference
 from nsa import flags as flags_module
-from nsa import launches
 from nsa.flags import Flags, clear_flags_cache
+from nsa.kernels import prefill
+from nsa.kernels.prefill import (
+    block_attn,
+    block_attn_bwd,
+    block_attn_fwd_hopper,
+    block_select,
+    block_sums,
+    combine,
+    hopper,
+    nsa_prefill_triton,
+    releases,
+    span_bwd,
+    span_fwd_hopper,
+    sums,
+    tile_blocks,
+)
+from nsa.kernels.prefill import block_score_hopper as score
+from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
+from nsa.kernels.prefill.block_select import Slab
+from nsa.kernels.prefill.block_sums import SCALE
+from nsa.kernels.prefill.hopper import RELEASES
+from nsa.kernels.prefill.packs import Rows
+from nsa.kernels.prefill.span_bwd import span_attention_bwd
+from nsa.kernels.prefill.span_bwd_hopper import query_share
+from nsa.kernels.prefill.span_fwd import span_attention_fwd
+from nsa.kernels.prefill.span_fwd_hopper import scores_tile, span_pair_fwd_hopper
+from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
 from nsa.tests import test_block_attn_bwd as selection
 from nsa.tests import test_prefill_kernels as kernels_of
 from nsa.tests.helpers import deterministic, randn
@@ -51,9 +78,6 @@ def asked(monkeypatch):
 @pytest.fixture
 def on_hopper(monkeypatch):
     """As on an H200 with a release that the kernels were run with; no kernel is launched."""
-    pytest.importorskip("triton")
-    from nsa.kernels.prefill import hopper
-
     monkeypatch.setattr(hopper, "arch_of", lambda device: 90)
     monkeypatch.setattr(hopper.triton, "__version__", "3.6.0")
     return hopper
@@ -127,10 +151,7 @@ class FakeMemory:
 ])  # fmt: skip
 @pytest.mark.parametrize("since_3_9", [False, True])
 def test_shared_memory_is_carved_as_each_release_wants_it(shape, cut, since_3_9, monkeypatch):
-    pytest.importorskip("triton")
     from triton.experimental.gluon import language as gl
-
-    from nsa.kernels.prefill import releases
 
     monkeypatch.setattr(releases, "SINCE_3_9", since_3_9)
     made = releases.carve(FakeMemory(), 3, gl.int64, shape, "layout", _semantic=1).cuts
@@ -141,8 +162,6 @@ def test_shared_memory_is_carved_as_each_release_wants_it(shape, cut, since_3_9,
 
 
 def test_the_nightly_lane_compiles_for_every_release_that_serves():
-    from nsa.kernels.prefill.hopper import RELEASES
-
     path = Path(nsa.__file__).parents[1] / ".github/workflows/nightly.yml"
     releases = yaml.safe_load(path.read_text())["jobs"]["hopper"]["strategy"]["matrix"]["triton"]
     assert set(RELEASES) <= {f"{r.rpartition('.')[0]}." for r in releases}
@@ -213,8 +232,6 @@ def test_which_block_scores_they_find(how, l, d, l_sel, serves, asked, on_hopper
     (dict(dv=64), 32, 16, 64, False), (dict(S=63), 32, 16, 64, False),
 ])  # fmt: skip
 def test_where_attention_scores_blocks(how, l, d, l_sel, serves, asked, on_hopper, monkeypatch):
-    from nsa.kernels.prefill import block_sums
-
     q, k, v, _ = tensors(**how)
     assert on_hopper.forward_with_scores(q, k, v, l, d, l_sel) is None  # too few keys
     monkeypatch.setattr(block_sums, "LEAST_KEYS", 64)
@@ -241,16 +258,6 @@ def test_the_files_entry_of_the_gpu_switches_them_off(on_hopper, monkeypatch, tm
 @pytest.fixture
 def asked_for(on_hopper, monkeypatch):
     """(operator, use_gluon) of each choice of a kernel; none is launched, results are zeros."""
-    from nsa import dispatch
-    from nsa.kernels.prefill import (
-        block_attn,
-        block_attn_bwd,
-        block_select,
-        combine,
-        span_bwd,
-        sums,
-    )
-
     seen = []
     delta = lambda out, do, *lse: (torch.zeros(out.shape[:-1]),) * 2
     zeros = lambda q, v: (q.new_zeros(*q.shape[:-1], v.shape[-1]), delta(q, q)[0])
@@ -374,9 +381,6 @@ class TwoPasses(Exception):
 
 
 def test_deterministic_algorithms_keep_the_two_passes(asked, on_hopper, monkeypatch):
-    from nsa.kernels.prefill import span_bwd
-    from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
-
     asked_for = []
     one_pass = SimpleNamespace(span_attention_bwd_hopper=lambda *a: "one pass")
     monkeypatch.setattr(on_hopper, "backward", lambda *a: asked_for.append(a) or one_pass)
@@ -396,9 +400,6 @@ def test_deterministic_algorithms_keep_the_two_passes(asked, on_hopper, monkeypa
 @pytest.mark.parametrize("sms", [1, 132])
 @pytest.mark.parametrize("sq, columns", [(1, 1), (8192, 16), (65536, 128), (65536, 2048)])
 def test_shares_are_whole_query_tiles(sq, columns, sms):
-    pytest.importorskip("triton")
-    from nsa.kernels.prefill.span_bwd_hopper import query_share
-
     share = query_share(sq, columns, 12, sms)
     assert 128 <= share <= 2048 + 12 and share % 12 == 0
 
@@ -408,8 +409,6 @@ def test_shares_are_whole_query_tiles(sq, columns, sms):
 
 @pytest.fixture
 def device(cuda, asked):
-    from nsa.kernels.prefill import hopper
-
     if not hopper.enabled(cuda):
         pytest.skip("needs SM 9.0 and a release of Triton that the kernels were run with")
     return "cuda"
@@ -452,8 +451,6 @@ def test_whole_with_the_papers_heads(shape, device):
 @pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[4:], ids=str)
 def test_choice_of_blocks(shape, device, monkeypatch):
     """All queries at once and by slabs."""
-    from nsa.kernels.prefill import block_select
-
     for slab_bytes in (block_select.SLAB_BYTES, 1):
         monkeypatch.setattr(block_select, "SLAB_BYTES", slab_bytes)
         with launches.recording() as counts:
@@ -472,15 +469,11 @@ def test_choice_of_blocks(shape, device, monkeypatch):
 def test_block_scores(heads, width, l, d, l_sel, start, s, device):
     """The scores that the ranking reads of each query, all of them written; against fp64. Once with
     so many queries and keys that every place of the kernel's rings serves again and again."""
-    from nsa.kernels.prefill import block_score_hopper as module
-    from nsa.kernels.prefill.block_select import Slab
-    from nsa.kernels.prefill.packs import Rows
-
     b, g = (2, 2) if s < 1000 else (1, 2)
     n = (start + s - l) // d + 1
     if s > 1000:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        assert s // module.tile(heads)[0] * b * g > 3 * sms and n > 2 * module.STAGES * module.KEYS
+        assert s // score.tile(heads)[0] * b * g > 3 * sms and n > 2 * score.STAGES * score.KEYS
     q = randn(b, s, g * heads, width, seed=1, dtype=BF16, device=device)
     k = randn(b, n, g, width, seed=2, dtype=BF16, device=device)
     key, t = torch.arange(n, device=device) * d, start + torch.arange(s, device=device)
@@ -489,12 +482,12 @@ def test_block_scores(heads, width, l, d, l_sel, start, s, device):
     ) * 0.2  # fmt: skip
     logits.masked_fill_(key + l > t[:, None, None] + 1, float("-inf"))
     lse = logits.logsumexp(-1)
-    queries, keys = module.tile(heads)
+    queries, keys = score.tile(heads)
     blocks = keys * d // l_sel
     n_ld = (-(-(start + s) // l_sel // blocks) + 2) * blocks
     rows = -(-s // queries) * queries
     scores = torch.full((b * g, rows, n_ld), float("nan"), device=device)
-    module.block_scores(
+    score.block_scores(
         q, k, lse.transpose(1, 2).flatten(2).float().contiguous(), l=l, d=d, l_sel=l_sel,
         softmax_scale=0.2, at=Rows.of(q, k, None, None), q_start=start,
         slab=Slab(begin=0, queries=s, scores=scores, rows=rows, n_ld=n_ld),
@@ -516,12 +509,8 @@ def test_block_scores(heads, width, l, d, l_sel, start, s, device):
 
 def by_attention(q, k, v, scale, start, pair):
     """(out, lse, NaN or scores [B, G, S, n_ld] of what attention writes), and out, lse without."""
-    from nsa.kernels.prefill import span_fwd_hopper as module
-    from nsa.kernels.prefill.block_select import Slab
-    from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
-
     (b, s, hq, _), g = q.shape, k.shape[2]
-    queries, _ = module.scores_tile(hq // g)
+    queries, _ = span_fwd_hopper.scores_tile(hq // g)
     n_ld, rows = (-(-(start + s) // 2048) + 1) * 32, -(-s // queries) * queries
     scores = torch.full((b * g, rows, n_ld), float("nan"), device=q.device)
     slabs = [Slab(0, s, scores, rows, n_ld)]
@@ -529,12 +518,12 @@ def by_attention(q, k, v, scale, start, pair):
     if pair:
         keys = randn(b, start + s, g, q.shape[-1], seed=7, dtype=q.dtype, device=q.device)
         gates = randn(b, s, hq, 3, seed=8, dtype=q.dtype, device=q.device)
-        run = lambda slabs: module.span_pair_fwd_hopper(
+        run = lambda slabs: span_fwd_hopper.span_pair_fwd_hopper(
             q, k, v, keys, keys, gates, cmp, Span(SLIDING, 512), scale, q_start=start,
             win_start=start, slabs=slabs,
         )  # fmt: skip
     else:
-        run = lambda slabs: module.span_attention_fwd_hopper(
+        run = lambda slabs: span_fwd_hopper.span_attention_fwd_hopper(
             q, k, v, cmp, scale, q_start=start, slabs=slabs
         )
     return (*run(slabs), scores.unflatten(0, (b, g))[:, :, :s]), run(None)
@@ -550,9 +539,6 @@ def by_attention(q, k, v, scale, start, pair):
 def test_scores_of_attentions_own(heads, width, start, s, scale, dtype, pair, device):
     """All that the ranking reads is written, and nothing else; against fp64. With the large scale
     maxima rise again and again."""
-    from nsa.kernels.prefill.block_sums import SCALE
-    from nsa.kernels.prefill.span_fwd_hopper import scores_tile
-
     b, g = (2, 2) if s < 1000 else (1, 2)
     n = (start + s - 32) // 16 + 1
     q = randn(b, s, g * heads, width, seed=1, dtype=dtype, device=device)
@@ -589,8 +575,6 @@ def test_scores_of_attentions_own(heads, width, start, s, scale, dtype, pair, de
 )
 def test_attention_chooses_as_good_blocks(heads, b, start, s, kind, device, monkeypatch):
     """As the kernel that does the products again, for all queries at once and by slabs."""
-    from nsa.kernels.prefill import block_select, block_sums, nsa_prefill_triton
-
     g, n = 2, (start + s - 32) // 16 + 1
     draw = lambda i, m, h: randn(b, m, h, 128, seed=i, dtype=BF16, device=device)
     q, k_cmp, keys = draw(1, s, g * heads), draw(2, n, g), draw(3, start + s, g)
@@ -655,8 +639,6 @@ def test_a_nan_query_changes_no_other_score(device):
 
 @pytest.mark.kernel
 def test_a_nan_query_changes_no_other_choice(device):
-    from nsa.kernels import prefill
-
     q, k = (randn(1, n, h, 128, seed=n, dtype=BF16, device=device) for n, h in ((700, 32), (42, 2)))
     lse = randn(1, 700, 32, seed=3, device=device)
     how = dict(l=32, d=16, l_sel=64, n_sel=4, n_init=1, n_local=1)
@@ -673,16 +655,13 @@ def test_a_nan_query_changes_no_other_choice(device):
 @pytest.mark.kernel
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_nan_changes_no_choice_of_other_packed_sequences(bad, device):
-    from nsa import blocks
-    from nsa.kernels.prefill.block_select import block_select
-
     cu = torch.tensor([0, 70, 90, 423]).int().to(device)
     cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
     q = randn(423, 8, 128, seed=1, dtype=BF16, device=device)
     k = randn(int(cu_cmp[-1]), 2, 128, seed=2, dtype=BF16, device=device)
     lse = randn(423, 8, seed=3, device=device)
     sizes = dict(l=32, d=16, l_sel=64, n_sel=3, n_init=1, n_local=1, softmax_scale=0.1)
-    run = lambda: (block_select(q, k, lse, cu_q=cu, cu_k=cu_cmp, max_q=333, **sizes),)
+    run = lambda: (block_select.block_select(q, k, lse, cu_q=cu, cu_k=cu_cmp, max_q=333, **sizes),)
     with launches.recording() as counts:
         outcome_of_nan(run, ((q, cu), (k, cu_cmp), (lse, cu)), bad)
     assert counts[SCORES] == 2
@@ -690,8 +669,6 @@ def test_a_nan_changes_no_choice_of_other_packed_sequences(bad, device):
 
 def attend(x: Problem, **changes) -> tuple[tuple[torch.Tensor, torch.Tensor], dict]:
     """out and lse of selection over x's blocks, and what was launched."""
-    from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
-
     given = dict(q=x.q, k=x.k, v=x.v, block_indices=x.blocks, **x.how, **x.packed)
     given["max_seqlen"] = max(x.case.lengths)
     with launches.recording() as counts:
@@ -774,8 +751,6 @@ LONG = [
 @pytest.fixture
 def by_keys(monkeypatch):
     """Selection goes by keys however few they are, in every tile where there is a rest."""
-    from nsa.kernels.prefill import block_attn_fwd_hopper, tile_blocks
-
     any_length = dict.fromkeys(block_attn_fwd_hopper.SPLIT_KEYS, 0)
     monkeypatch.setattr(block_attn_fwd_hopper, "SPLIT_KEYS", any_length)
     monkeypatch.setattr(block_attn_fwd_hopper, "SPLIT_QUERIES", any_length)
@@ -811,8 +786,6 @@ def test_selection_by_keys_agrees_with_shared_reads(case, kind, device, by_keys,
 @pytest.mark.kernel
 def test_where_tiles_pay_some_go_by_keys(device, by_keys, monkeypatch):
     """The bound between both ways is in the middle of the tiles, and the way of each shows."""
-    from nsa.kernels.prefill import tile_blocks
-
     x = Problem(LONG[0].values[0], "ragged", device, monkeypatch)
     monkeypatch.setattr(tile_blocks, "TOGETHER", 1500)
     lists = tile_blocks.tile_blocks(x.blocks, None, 2500, 5500, 3000, 64, queries=8, heads=16)
@@ -876,12 +849,10 @@ def test_sums_by_keys_come_near_their_bound(size, device, by_keys, monkeypatch):
 @pytest.mark.parametrize("case", [LONG[0], LONG[4]], ids=str)
 def test_scores_far_above_the_neighbourhood(case, steep, device, by_keys, monkeypatch):
     """Of more and more rows a sum in fp16 overflows: they go the other way, and lse is exact."""
-    from nsa.kernels.prefill import block_attn_fwd_hopper as module
-
     whole = []
-    end = module.end_tiles
+    end = block_attn_fwd_hopper.end_tiles
     monkeypatch.setattr(
-        module,
+        block_attn_fwd_hopper,
         "end_tiles",
         lambda lists, *a: (whole.append(lists), end(lists, *a)) and None,
     )
@@ -1009,10 +980,6 @@ def test_sums_come_near_their_bound_without_overflow(case, size, device, monkeyp
 
 def compressed_backward(shape, device, q_start=0, scale=1.0):
     """dq, dk, dv of random inputs whose queries stand at q_start, and the launches."""
-    from nsa.kernels.prefill.span_bwd import span_attention_bwd
-    from nsa.kernels.prefill.span_fwd import span_attention_fwd
-    from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
-
     span = Span(COMPRESSED, shape.l, shape.d)
     keys = (q_start + shape.lengths[0] - shape.l) // shape.d + 1
     draw = lambda i, *dims: randn(1, *dims, seed=i, dtype=shape.dtype, device=device)
@@ -1048,7 +1015,6 @@ def test_chunks_and_deep_scores(shape, device):
 def test_nan_stays_where_it_belongs(device):
     """A NaN reaches what depends on it, and nothing that does not see it. Hopper's kernels take a
     NaN value for one of its key (marked_keys.py): the log-sum-exp of what sees it is NaN too."""
-    from nsa.kernels import prefill
 
     def run():
         q, k, v = (randn(3, 203, n, 128, seed=n, dtype=BF16, device=device) for n in (16, 1, 1))
@@ -1094,9 +1060,6 @@ def outcome_of_nan(run, tensors, bad):
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
     """Tiles of keys reach past the end of a sequence, the second of which has no compressed key."""
-    from nsa import blocks
-    from nsa.kernels import prefill
-
     lengths = [70, 20, 333]
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
@@ -1128,10 +1091,6 @@ def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
 @pytest.mark.parametrize("heads", [2, 16])
 def test_a_nan_stays_in_its_packed_sequence_of_both(heads, bad, device):
     """Compressed and sliding attention in one kernel, whose tiles share their places."""
-    from nsa import blocks
-    from nsa.kernels.prefill.span_fwd_hopper import span_pair_fwd_hopper
-    from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
-
     lengths = [70, 20, 333]
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
@@ -1151,10 +1110,6 @@ def test_a_nan_stays_in_its_packed_sequence_of_both(heads, bad, device):
 def test_both_spans_of_a_chunk(heads, width, window, scale, device):
     """The gated sum of compressed and sliding attention by one kernel; against fp64. With the large
     scale maxima rise by more than what the softmax lets pass, with the small one by less."""
-    from nsa import reference
-    from nsa.kernels.prefill.span_fwd_hopper import span_pair_fwd_hopper
-    from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
-
     start, s, dtype = 137, 700, torch.float16
     draw = lambda i, n, h, d=width: randn(1, n, h, d, seed=i, dtype=dtype, device=device)
     q, gates = draw(0, s, 2 * heads), draw(1, s, 2 * heads, 3).sigmoid()
@@ -1191,9 +1146,6 @@ def test_both_spans_of_a_chunk(heads, width, window, scale, device):
 def test_windows_forward(heads, width, window, scale, device):
     """Whole and odd windows, with every width of the narrow tile; against fp64. Of the
     scales see test_both_spans_of_a_chunk."""
-    from nsa.kernels.prefill.span_fwd import span_attention_fwd
-    from nsa.kernels.prefill.span_kinds import SLIDING, Span
-
     start, s = 137, 700
     q = randn(1, s, 2 * heads, width, seed=heads, dtype=torch.float16, device=device)
     k, v = (
@@ -1221,10 +1173,6 @@ def test_windows_forward(heads, width, window, scale, device):
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=str)
 def test_windows_of_a_chunk(shape, width, window, device):
     """The first keys are seen by no query; dQ alone, added to what there is and in its place."""
-    from nsa.kernels.prefill.span_bwd import span_attention_bwd
-    from nsa.kernels.prefill.span_fwd import span_attention_fwd
-    from nsa.kernels.prefill.span_kinds import SLIDING, Span
-
     s, span = shape.lengths[0], Span(SLIDING, window)
     draw = lambda i, *dims: randn(1, *dims, width, seed=i, dtype=shape.dtype, device=device)
     q, do = draw(0, s, shape.G * shape.h), draw(1, s, shape.G * shape.h)
@@ -1248,9 +1196,6 @@ def test_windows_of_a_chunk(shape, width, window, device):
 @pytest.mark.parametrize("kind", ["compressed", "sliding"])
 def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, device):
     """The last tile of a sequence's queries reaches into the next one's."""
-    from nsa import blocks
-    from nsa.kernels import prefill
-
     lengths = [70, 133, 41]
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
@@ -1282,8 +1227,6 @@ def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, device):
 
 @pytest.mark.kernel
 def test_a_graph_holds_them(device):
-    from nsa.kernels import prefill
-
     q, k, v = (randn(1, 520, n, 128, seed=n, dtype=BF16, device=device) for n in (16, 1, 1))
     call = lambda: prefill.compressed_attention_triton(q, k, v, l=32, d=16)[0]
     call()

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from nsa import launches
+from nsa.kernels.prefill import block_attn_ends, key_sums, tile_blocks
+from nsa.kernels.prefill.key_sums import begin_sums
 from nsa.tests.helpers import randn
 from nsa.tests.test_union_attn import BF16, F16, Case, Problem
 
@@ -33,8 +35,6 @@ class Split:
 
     def __init__(self, case: Case, kind: str, device: str, monkeypatch, spread=None) -> None:
         """spread: changes V first."""
-        from nsa.kernels.prefill import block_attn_ends, tile_blocks
-
         monkeypatch.setattr(tile_blocks, "TOGETHER", -(10**6))
         self.case, self.module = case, block_attn_ends
         x = Problem(case, kind, device, monkeypatch)
@@ -90,8 +90,6 @@ class Split:
         return p, o * self.sums.scales[:, None].double()
 
     def begin(self, memory: Tensor):
-        from nsa.kernels.prefill.key_sums import begin_sums
-
         return begin_sums(self.q, self.v, self.case.n, self.case.block, memory)
 
     def rows(self, x: Tensor) -> Tensor:
@@ -237,8 +235,6 @@ def test_sums_begin_with_what_tiles_list(case, device, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES[:1] + CASES[3:4], ids=str)
 def test_every_column_has_a_scale(case, device, monkeypatch):
-    from nsa.kernels.prefill import key_sums
-
     monkeypatch.setattr(key_sums, "SEARCHES", 2)  # several turns each
     monkeypatch.setattr(key_sums, "SLICE", 16)
 

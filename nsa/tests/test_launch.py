@@ -14,6 +14,8 @@ from triton.runtime import build
 
 from nsa import NSAAttention, NSAConfig, launches
 from nsa.flags import Flags
+from nsa.kernels import row_tiles
+from nsa.kernels.decode import nsa_decode_triton
 from nsa.kernels.launch import (
     OPTIONS,
     by_layout,
@@ -27,7 +29,7 @@ from nsa.kernels.launch import (
     ready,
     run,
 )
-from nsa.kernels.row_tiles import descriptor
+from nsa.kernels.row_tiles import descriptor, shared_layout
 from nsa.tests.helpers import randn
 
 CONFIG = NSAConfig(dim=64, heads=8, groups=2, d_k=32, d_v=32, l=16, d=8, l_sel=16, n_sel=4, w=32)
@@ -437,8 +439,6 @@ def test_a_launcher_runs_on_the_device_of_its_first_argument(monkeypatch, by_nam
 
 @pytest.mark.kernel
 def test_a_step_of_unaligned_queries_after_aligned_ones_is_right(cuda):
-    from nsa.kernels.decode import nsa_decode_triton
-
     like = dict(dtype=torch.float16, device=cuda)
     keys = [randn(1, n, 2, 32, seed=i, **like) for i, n in enumerate((32, 32, 256, 256, 256, 256))]
     gates = randn(1, 1, 8, 3, seed=7, **like).sigmoid()
@@ -485,7 +485,6 @@ def test_a_layer_works_on_a_card_that_is_not_the_current_one(cuda):
 def test_descriptors_are_those_that_triton_makes(gluon):
     """Also from the second on, which Triton does not check; one form is not taken for another."""
     pytest.importorskip("triton")
-    from nsa.kernels import row_tiles
 
     layout = row_tiles.shared_layout(128, 16, 2) if gluon else None
     more = () if layout is None else (layout,)
@@ -511,8 +510,6 @@ def test_descriptors_are_those_that_triton_makes(gluon):
 def test_a_layout_has_the_name_of_tritons():
     pytest.importorskip("triton")
     from triton.experimental.gluon import language as gl
-
-    from nsa.kernels.row_tiles import shared_layout
 
     for sizes in ((128, 16, 2), (0, 32, 1)):
         assert repr(shared_layout(*sizes)) == repr(gl.NVMMASharedLayout(*sizes))

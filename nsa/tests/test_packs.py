@@ -15,7 +15,7 @@ import nsa
 from nsa import Flags, blocks, launches
 from nsa.compress import mean_pool
 from nsa.kernels import prefill
-from nsa.kernels.prefill import packs
+from nsa.kernels.prefill import block_select, hopper, packs
 from nsa.layouts import outside, token_positions
 from nsa.tests.helpers import deterministic, make_block_indices, make_ranges, randn
 
@@ -119,8 +119,6 @@ def test_a_pack_is_each_sequence_alone(lengths, more, h, fixed, kernel_device):
 def test_more_sequences_than_a_grid_has_room_for(kernel_device, monkeypatch):
     """They are a pack, whose grids go by tiles; with a chunk, whose queries stand behind keys. Four
     heads have a backward in one pass and one in two."""
-    from nsa.kernels.prefill import hopper
-
     S, start, B, h = 9, 21, 2, 4
     n_cmp = blocks.num_compressed(start + S, SIZES["l"], SIZES["d"])
     draw = lambda i, n, *tail: randn(B, n, *tail, seed=i, dtype=F16, device=kernel_device)
@@ -237,8 +235,6 @@ def test_positions_of_packed_rows():
 def costs(request, monkeypatch) -> Counter:
     """Launches nothing: launchers count their programs here, with the tiles of that GPU, and the
     bytes that they ask for."""
-    from nsa.kernels.prefill import block_select, hopper
-
     found = Counter()
 
     def counted(make):

@@ -17,7 +17,11 @@ from bench.parity import MAE_LIMIT, assert_parity, never_launched
 from nsa import blocks, launches, oracle, reference, select
 from nsa.compress import mean_pool
 from nsa.kernels import prefill
-from nsa.kernels.prefill import block_attn, fused, span
+from nsa.kernels.prefill import block_attn, block_select, fused, hopper, span, span_bwd
+from nsa.kernels.prefill.block_attn_fwd import gated_block_attention_fwd
+from nsa.kernels.prefill.block_select import _block_topn_kernel, topn_warps
+from nsa.kernels.prefill.combine import combine_bwd
+from nsa.kernels.tiles import pow2
 from nsa.tests.helpers import BLOCK_KINDS, deterministic, make_block_indices, randn
 
 pytestmark = pytest.mark.kernel
@@ -250,8 +254,6 @@ def test_windows_that_end_beside_the_edge_of_a_tile(shape, device):
 
 def test_queries_of_a_key_split_over_programs(kernel_device, monkeypatch):
     """As on a GPU, where the splits are many: whole tiles for each, none for the last."""
-    from nsa.kernels.prefill import span_bwd
-
     if kernel_device == "cuda":
         pytest.skip("there the launcher splits them itself")
     real, seen = span_bwd.launch, []
@@ -344,8 +346,6 @@ SLABS = [Shape((140,), **SMALL_BLOCKS), Shape((139, 3), packed=True, **SMALL_BLO
 @pytest.mark.parametrize("shape", SLABS, ids=str)
 def test_slabs_of_queries_choose_what_all_at_once_do(shape, device, monkeypatch):
     """The last slab has more blocks to rank than the first: more than the 32 of the smallest."""
-    from nsa.kernels.prefill import block_select
-
     x = Inputs(shape, device, seed=8)
     packing, q, k = x.packing(compressed=True), x.layout(x.q), x.layout(x.k_cmp)
     _, lse = prefill.compressed_attention_triton(q, k, k, l=shape.l, d=shape.d, **packing)
@@ -402,9 +402,6 @@ RANKED = [
 def test_ranks(seen, n_sel, n_init, n_local, kernel_device):
     """The kernel alone, one query: forced blocks, then scores, then the lower index; no write past
     its row."""
-    from nsa.kernels.prefill.block_select import _block_topn_kernel, topn_warps
-    from nsa.kernels.tiles import pow2
-
     blocks = max(pow2(seen), 32)
     own = seen - 1
     forced = {b: 2 * seen - (own - b) for b in range(seen) if own - b < n_local}
@@ -514,8 +511,6 @@ def test_gates_of_any_sign_through_the_library(shape, device):
 
 def test_all_gates_negative_or_none(kernel_device):
     """The flag that spares calls without negative gates the signs; 100 rows are four programs."""
-    from nsa.kernels.prefill.combine import combine_bwd
-
     like = dict(dtype=F32, device=kernel_device)
     do, lse = randn(1, 50, 2, 16, seed=1, **like), randn(1, 50, 2, seed=2, **like)
     lse[0, 7] = float("-inf")
@@ -542,8 +537,6 @@ def test_all_gates_negative_or_none(kernel_device):
 def test_without_gradients_the_same_in_less_memory(shape, device, monkeypatch):
     """Where nobody will ask for a gradient the branches' outputs are not kept; nor are compressed
     and sliding attention's rounded apart where one kernel does both."""
-    from nsa.kernels.prefill import fused, hopper
-
     x, kept = Inputs(shape, device, seed=6), []
     operator = fused._prefill
     monkeypatch.setattr(fused, "_prefill", lambda *a: kept.append(operator(*a)) or kept[-1])
@@ -569,8 +562,6 @@ def test_without_gradients_the_same_in_less_memory(shape, device, monkeypatch):
 @pytest.mark.parametrize("h", [2, 16])
 def test_two_branches_summed_already(h, keep, kernel_device):
     """What the gated sum takes from the kernel that does both, on any device."""
-    from nsa.kernels.prefill.block_attn_fwd import gated_block_attention_fwd
-
     big = kernel_device != "cpu"
     S, D, size, dtype = (200, 128, 64, BF16) if big else (23, 16, 16, F32)
     make = lambda i, *tail: randn(1, S, *tail, seed=i, dtype=dtype, device=kernel_device)

@@ -9,6 +9,10 @@ import torch
 
 from nsa.blocks import cu_seqlens_compressed
 from nsa.compress import mean_pool
+from nsa.kernels import prefill
+from nsa.kernels.decode import nsa_decode_triton
+from nsa.kernels.prefill import split_turned_triton
+from nsa.kernels.triton_sel_kernel import selection_ranges_triton
 from nsa.tests.helpers import make_ranges, randn
 
 pytestmark = pytest.mark.kernel
@@ -39,8 +43,6 @@ def tensors(device, packed):
 
 
 def calls(device):
-    from nsa.kernels import prefill
-
     def call(fn, *names, ends=("cu_seqlens", "cu_seqlens_cmp"), **sizes):
         def run(x):
             how = {name: x[name] for name in ends if name in x}
@@ -90,8 +92,6 @@ def test_prefill(name, packed, kernel_device):
 
 
 def test_turn(kernel_device):
-    from nsa.kernels.prefill import split_turned_triton
-
     qkv = randn(1, S, 4 * 16 + 2 * 3 * 32, seed=1, dtype=torch.float16, device=kernel_device)
     at = torch.arange(S, device=kernel_device)
     sizes = dict(heads=4, groups=2, d_k=16, d_v=16, rope_base=1e4)
@@ -105,8 +105,6 @@ def test_turn(kernel_device):
 
 @pytest.mark.parametrize("path", ["ranges", "dense", "varlen"])
 def test_ranges(path, kernel_device):
-    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-
     make = lambda seed, *shape: randn(*shape, seed=seed, dtype=torch.float16, device=kernel_device)
     x = [make(0, 1, 6, 2, 2, 16), make(1, 1, 2, S, 16), make(2, 1, 2, S, 16),
          make_ranges("few", 1, 6, 2, S, 3, device=kernel_device)]  # fmt: skip
@@ -120,8 +118,6 @@ def test_ranges(path, kernel_device):
 @pytest.mark.parametrize("counters", [False, True])
 def test_decode_step(counters, kernel_device):
     """Small tensors may have any strides, and lengths any int dtype; a cache is not copied."""
-    from nsa.kernels.decode import nsa_decode_triton
-
     make = lambda seed, *shape: randn(*shape, seed=seed, dtype=torch.float16, device=kernel_device)
     pages = [make(seed, 8, 16, 2, 16) for seed in range(4)]
     x = dict(q=make(4, 2, 1, 4, 16), k_cmp=make(5, 2, 16, 2, 16), v_cmp=make(6, 2, 16, 2, 16),

@@ -9,6 +9,12 @@ import pytest
 import torch
 
 from nsa import launches
+from nsa.kernels.prefill import block_attn_bwd, hopper, sums
+from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
+from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
+from nsa.kernels.prefill.combine import combine_bwd
+from nsa.kernels.prefill.delta import attention_delta
+from nsa.kernels.prefill.sums import HalfSums
 from nsa.tests import test_prefill_kernels as kernels_of
 from nsa.tests.helpers import randn
 
@@ -25,8 +31,6 @@ def exponents(x):
 
 
 def halves_of(device, k_size=1.0, v_size=1.0, reach=None, k=None):
-    from nsa.kernels.prefill import sums
-
     q = randn(1, 67, 4, 128, seed=1, dtype=BF16, device=device)
     k = randn(1, 67, 2, 128, seed=2, dtype=BF16, device=device) * k_size if k is None else k
     v = randn(1, 67, 2, 128, seed=3, dtype=BF16, device=device) * v_size
@@ -76,8 +80,6 @@ def test_what_is_not_finite_changes_no_scale(bad, kernel_device):
 
 @pytest.mark.parametrize("of", ["k", "v"])
 def test_every_element_counts_and_none_alone(of, kernel_device, monkeypatch):
-    from nsa.kernels.prefill import sums
-
     monkeypatch.setattr(sums, "SIZE", 1024)  # 17 pieces for 4 programs
     monkeypatch.setattr(sums, "PROGRAMS", 4)
     q = torch.empty(1, 67, 4, 128, dtype=BF16, device=kernel_device)
@@ -100,8 +102,6 @@ def test_every_element_counts_and_none_alone(of, kernel_device, monkeypatch):
 @pytest.mark.parametrize("dtype", [F16, F32])
 @pytest.mark.parametrize("rows, d", [(67, 128), (5, 16)])
 def test_rounded(rows, d, dtype, kernel_device):
-    from nsa.kernels.prefill import sums
-
     x = randn(1, rows, 4, d, seed=1, dtype=F32, device=kernel_device)
     got = sums.rounded(x, 0.3, x.to(dtype))
     assert got.dtype == dtype
@@ -112,8 +112,6 @@ def test_rounded(rows, d, dtype, kernel_device):
 @pytest.mark.parametrize("dtype", [F16, F32])
 @pytest.mark.parametrize("rows, dk, dv", [(67, 128, 64), (1, 16, 32)])
 def test_rounded_keys(rows, dk, dv, dtype, scale, kernel_device):
-    from nsa.kernels.prefill import sums
-
     k, v = (randn(1, rows, 4, d, seed=d, dtype=F32, device=kernel_device) for d in (dk, dv))
     got_k, got_v = sums.rounded_keys(k, v, k.to(dtype), v.to(dtype), scale)
     assert got_k.dtype == got_v.dtype == dtype
@@ -125,8 +123,6 @@ def test_rounded_keys(rows, dk, dv, dtype, scale, kernel_device):
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("rows, d", [(67, 128), (5, 16)])
 def test_rounded_halves_stay_where_they_are(rows, d, both, kernel_device):
-    from nsa.kernels.prefill import sums
-
     more = randn(1, rows, 4, d, seed=1, dtype=F32, device=kernel_device) if both else None
     half = randn(1, rows, 4, d, seed=2, dtype=F16, device=kernel_device)
     scales = 2.0 ** torch.randint(-9, 9, (1, rows, 4), device=kernel_device).float()
@@ -149,9 +145,6 @@ def test_rounded_halves_stay_where_they_are(rows, d, both, kernel_device):
 
 
 def test_reach_is_the_size_of_the_gate_times_the_sum_of_magnitudes(kernel_device):
-    from nsa.kernels.prefill.combine import combine_bwd
-    from nsa.kernels.prefill.delta import attention_delta
-
     do, out = (randn(1, 37, 3, 24, seed=s, dtype=F16, device=kernel_device) for s in (1, 2))
     lse = randn(1, 37, 3, seed=3, dtype=F32, device=kernel_device)
     gates = torch.rand(1, 37, 3, 3, device=kernel_device).to(F16)
@@ -170,11 +163,6 @@ def test_reach_is_the_size_of_the_gate_times_the_sum_of_magnitudes(kernel_device
 @pytest.mark.parametrize("name, asks", [("prefill", 1), ("selected", 1), ("given", 0)])
 def test_sums_in_fp16_become_part_of_dq(name, asks, kernel_device, monkeypatch):
     """A pass that adds 3 to every dQ: the same gradients whichever sums it adds it to."""
-    from nsa.kernels.prefill import hopper
-    from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
-    from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
-    from nsa.kernels.prefill.sums import HalfSums
-
     if kernel_device == "cuda":
         pytest.skip("the interpreter's size")
     seen: list[bool] = []
@@ -221,8 +209,6 @@ def test_sums_in_fp16_become_part_of_dq(name, asks, kernel_device, monkeypatch):
 )  # fmt: skip
 def test_what_fp16_did_not_serve_is_found_anew(lengths, name, left, kernel_device, monkeypatch):
     """A pass that leaves something useless in every third row: dQ is that of the other kernels."""
-    from nsa.kernels.prefill import block_attn_bwd, hopper
-
     if kernel_device == "cuda":
         pytest.skip("the interpreter's size")
     x = kernels_of.Inputs(kernels_of.Shape(lengths, packed=len(lengths) == 3), kernel_device)

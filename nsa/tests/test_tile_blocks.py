@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nsa.kernels.prefill.tile_blocks import tile_blocks
 from nsa.tests.test_union_attn import CASES, Case, members
 
 pytestmark = pytest.mark.kernel
@@ -50,8 +51,6 @@ def starts(case: Case) -> list[int]:
     ids=str,
 )  # fmt: skip
 def test_each_block_is_listed_once_in_order(case, kind, parts, kernel_device):
-    from nsa.kernels.prefill.tile_blocks import tile_blocks
-
     blocks = case.indices(kind, kernel_device)
     # A block behind the query counts for nothing, wherever in the row it stands.
     blocks[..., 0, -1] = 1 << 20

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nsa import launches
+from nsa.kernels.triton_sel_kernel import selection_ranges_triton
 from nsa.tests.sel_cases import assert_all_parity, gradients, plain_ranges
 from nsa.tests.test_triton_sel_parity_gpu import spans_of
 
@@ -23,8 +24,6 @@ def inputs(dtype, S, G, h, D, Dv, Skv, seed):
 
 
 def check(case, dtype, ranges, tensors, grad_out, path=None):
-    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-
     with launches.recording() as launched:
         got = gradients(
             lambda *x: selection_ranges_triton(*x, ranges, path=path), tensors, grad_out
@@ -93,8 +92,6 @@ def test_triton_sel_backward_hostile_ranges_gpu(path, cuda):
 @CORE
 def test_triton_sel_backward_is_bitwise_repeatable_gpu(cuda):
     """Key tile 0 is attended by every row, so its list is split and its parts are summed."""
-    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-
     tensors, grad_out, gen = inputs(torch.bfloat16, 3000, 1, 4, 64, 64, 3000, 3)
     ranges = spans_of("many", 3000, 256, 3000, gen)
     ranges[..., 0, :] = torch.tensor([0, 64], device="cuda")

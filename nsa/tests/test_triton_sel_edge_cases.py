@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nsa import dispatch, launches
-from nsa.kernels.triton_sel_kernel import selection_ranges_triton
+from nsa.kernels.triton_sel_kernel import selection_attention_triton, selection_ranges_triton
+from nsa.kernels.triton_sel_kernel.sel_fwd import sel_attn_fwd_varlen
 from nsa.tests.helpers import assert_finite, make_ranges, randn
 from nsa.tests.sel_cases import oracle_ranges
 
@@ -143,8 +144,6 @@ def test_expanded_gradient_of_the_output(kernel_device):
     ],
 )
 def test_bad_arguments_are_named(change, error, words):
-    from nsa.kernels.triton_sel_kernel import selection_attention_triton
-
     shapes = dict(Q=(1, 3, 1, 2, 16), K=(1, 1, 40, 16), V=(1, 1, 40, 16), ranges=(1, 3, 1, 2, 2))
     given = {
         name: torch.zeros(
@@ -178,8 +177,6 @@ PACKED_ERRORS = [
 
 
 def packed_call(q=None, k=None, v=None, cu=0, **how):
-    from nsa.kernels.triton_sel_kernel.sel_fwd import sel_attn_fwd_varlen
-
     zeros = lambda x, *shape: torch.zeros(*shape, dtype=HALF) if x is None else x
     cu = torch.tensor([0, 2, 6], dtype=torch.int32) if isinstance(cu, int) else cu
     q, k, v = zeros(q, 2, 3, 16), zeros(k, 6, 16), zeros(v, 6, 16)

@@ -8,6 +8,12 @@ import torch
 from bench.parity import assert_parity
 from nsa import launches, oracle
 from nsa.flags import Flags
+from nsa.kernels.triton_sel_kernel import sel_fwd, selection_ranges_triton
+from nsa.kernels.triton_sel_kernel.in_place import sel_fwd_in_place
+from nsa.kernels.triton_sel_kernel.inputs import units_of_8
+from nsa.kernels.triton_sel_kernel.sel_fwd import sel_attn_fwd_dense
+from nsa.kernels.triton_sel_kernel.spans import clean_spans
+from nsa.kernels.triton_sel_kernel.tiles import Tiles, fwd_tiles
 from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges, randn
 from nsa.tests.sel_cases import oracle_ranges, plain_dense, plain_ranges
 
@@ -33,8 +39,6 @@ def dense_inputs(dtype, N, H, L, D, Dv, device, seed=0):
 @pytest.mark.parametrize("group", [False, True])
 @pytest.mark.parametrize("shape", DENSE)
 def test_dense(shape, group, kernel_device):
-    from nsa.kernels.triton_sel_kernel import sel_fwd
-
     q, k, v = dense_inputs(*shape, kernel_device)
     name = "sel_attn_fwd_dense" + ("_group" if group else "")
     with launches.recording() as launched:
@@ -54,8 +58,6 @@ def test_dense(shape, group, kernel_device):
 @pytest.mark.parametrize("group", [False, True])
 @pytest.mark.parametrize("dtype", [HALF, FULL])
 def test_varlen(dtype, group, kernel_device):
-    from nsa.kernels.triton_sel_kernel import sel_fwd
-
     lengths = [5, 0, 70, 1, 33]
     cu = torch.tensor([0, *lengths]).cumsum(0).to(kernel_device, torch.int32)
     kw = {"dtype": dtype, "device": kernel_device}
@@ -84,9 +86,6 @@ def test_varlen(dtype, group, kernel_device):
 @pytest.mark.parametrize("splits", [2, 8])
 def test_splits_merge_to_the_same(splits, kernel_device):
     """More splits than tiles leave empty parts behind."""
-    from nsa.kernels.triton_sel_kernel.sel_fwd import sel_attn_fwd_dense
-    from nsa.kernels.triton_sel_kernel.tiles import Tiles
-
     q, k, v = dense_inputs(FULL, 2, 3, 70, 24, 40, kernel_device)
     tiles = Tiles(16, 32, 64, 4, 1)
     with launches.recording() as launched:
@@ -103,9 +102,6 @@ def test_splits_merge_to_the_same(splits, kernel_device):
 @pytest.mark.parametrize("splits", [1, 4])
 def test_ranges_of_a_batch_in_parts(splits, kernel_device):
     """One row has no key: all of its parts are empty."""
-    from nsa.kernels.triton_sel_kernel.in_place import sel_fwd_in_place
-    from nsa.kernels.triton_sel_kernel.tiles import Tiles
-
     q, k, v = cache_inputs(FULL, kernel_device, B=2, seed=13)
     ranges = make_ranges("mixed", 2, 4, 2, 70, 60, device=kernel_device, seed=3)
     ranges[1, 2, 0] = 0
@@ -117,9 +113,6 @@ def test_ranges_of_a_batch_in_parts(splits, kernel_device):
 
 @pytest.mark.parametrize("override", ["block_l", "block_d", "block_dv"])
 def test_tile_overrides_are_honoured_and_right(override, kernel_device):
-    from nsa.kernels.triton_sel_kernel.sel_fwd import sel_attn_fwd_dense
-    from nsa.kernels.triton_sel_kernel.tiles import fwd_tiles
-
     flags = Flags(**{f"sel_triton_{override}": 16})
     chosen = fwd_tiles(90, 40, 72, 4, 50, 2, 132, flags)
     assert getattr(chosen, override) == 16
@@ -137,8 +130,6 @@ def cache_inputs(dtype, device, B=1, S=4, G=2, h=2, Skv=70, D=16, Dv=24, seed=0)
 @pytest.mark.parametrize("path", ["ranges", "varlen"])
 @pytest.mark.parametrize("kind", RANGE_KINDS + HOSTILE_RANGE_KINDS)
 def test_ranges(kind, path, kernel_device):
-    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-
     q, k, v = cache_inputs(HALF, kernel_device, seed=7)
     ranges = make_ranges(kind, 1, 4, 2, 70, 40, device=kernel_device, seed=3)
     with launches.recording() as launched:
@@ -156,8 +147,6 @@ def test_ranges(kind, path, kernel_device):
 
 @pytest.mark.parametrize("group", [False, True])
 def test_one_range_per_row_takes_the_dense_kernel(group, kernel_device):
-    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-
     q, k, v = cache_inputs(HALF, kernel_device, B=2, seed=5)
     ranges = torch.tensor([[0, 40], [-3, 9], [60, 99], [30, 30]], dtype=torch.int32)
     ranges = ranges[None, :, None, None].expand(2, 4, 2, 1, 2).to(kernel_device)
@@ -175,8 +164,6 @@ def test_one_range_per_row_takes_the_dense_kernel(group, kernel_device):
 def test_more_spans_than_one_pass_holds(kernel_device):
     """70 single keys apart from each other, shuffled, two of them twice: two passes over spans,
     torch's cleaning."""
-    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-
     q, k, v = cache_inputs(HALF, kernel_device, S=2, G=1, Skv=150, seed=9)
     gen = torch.Generator().manual_seed(0)
     starts = torch.stack([2 * torch.randperm(75, generator=gen)[:70] for _ in range(2)])
@@ -194,9 +181,6 @@ def test_more_spans_than_one_pass_holds(kernel_device):
 @pytest.mark.parametrize("layout", ["bsgd", "padded", "odd"])
 def test_kv_strides(layout, kernel_device):
     """K and V are read in place through strides; only what 16-byte loads cannot read is copied."""
-    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-    from nsa.kernels.triton_sel_kernel.inputs import units_of_8
-
     q, k, v = cache_inputs(HALF, kernel_device, seed=11)
     ranges = make_ranges("mixed", 1, 4, 2, 70, 40, device=kernel_device)
     want = oracle_ranges(q, k, v, ranges)
@@ -221,8 +205,6 @@ def test_kv_strides(layout, kernel_device):
 
 @pytest.mark.parametrize("kind", RANGE_KINDS + HOSTILE_RANGE_KINDS)
 def test_clean_spans_are_the_union(kind, kernel_device):
-    from nsa.kernels.triton_sel_kernel.spans import clean_spans
-
     ranges = make_ranges(kind, 1, 3, 2, 70, 40, device=kernel_device, seed=1)
     starts, cum = (x.tolist() for x in clean_spans(ranges, 70))
     for row, spans in enumerate(ranges.view(6, -1, 2)):

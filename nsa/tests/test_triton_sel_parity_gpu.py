@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from bench.parity import MAE_LIMIT, assert_parity
-from nsa import launches
+from nsa import dispatch, launches
 from nsa.flags import Flags
+from nsa.kernels.triton_sel_kernel import (
+    sel_fwd,
+    selection_attention_triton,
+    selection_ranges_triton,
+)
+from nsa.tests.helpers import HOSTILE_RANGE_KINDS, make_ranges, randn
+from nsa.tests.sel_cases import oracle_ranges, plain_ranges
 
 pytestmark = pytest.mark.kernel
 CORE = pytest.mark.core  # what a standard report has; the whole matrix is the profile full's
@@ -93,8 +100,6 @@ PACKED_KERNELS = (
 )  # fmt: skip
 def test_triton_sel_parity_matrix_gpu(dtype, D, Dv, H, cuda):
     """Every cell reads the cache in place; with bf16 and D = Dv the packed kernels take turns."""
-    from nsa.kernels.triton_sel_kernel import sel_fwd, selection_ranges_triton
-
     gen = torch.Generator("cuda").manual_seed(D + Dv + H)
     rand = lambda *shape: torch.randn(*shape, device="cuda", generator=gen).to(dtype)
     Skv = 2048
@@ -142,8 +147,6 @@ def test_triton_sel_parity_matrix_gpu(dtype, D, Dv, H, cuda):
 @pytest.mark.parametrize("D, Dv, H", [(64, 64, 4), (128, 128, 8), (192, 128, 16), (256, 256, 2)])
 def test_triton_sel_parity_fp32_gpu(D, Dv, H, cuda):
     """fp32 inputs keep fp32 precision: no TF32 inside."""
-    from nsa.kernels.triton_sel_kernel import sel_fwd
-
     gen = torch.Generator("cuda").manual_seed(D)
     rand = lambda *shape: torch.randn(*shape, device="cuda", generator=gen)
     for L in (16, 100, 1024):
@@ -160,8 +163,6 @@ def test_triton_sel_parity_fp32_gpu(D, Dv, H, cuda):
 @CORE
 @pytest.mark.parametrize("D, Dv, H", [(8, 8, 1), (72, 40, 3), (192, 128, 16), (256, 136, 33)])
 def test_triton_sel_parity_odd_sizes_gpu(D, Dv, H, cuda):
-    from nsa.kernels.triton_sel_kernel import sel_fwd
-
     gen = torch.Generator("cuda").manual_seed(D)
     rand = lambda *shape: torch.randn(*shape, device="cuda", generator=gen).bfloat16()
     for L, splits in ((1, None), (77, None), (777, 4)):
@@ -179,11 +180,6 @@ def test_triton_sel_parity_odd_sizes_gpu(D, Dv, H, cuda):
 @CORE
 def test_triton_wrapper_parity_multirange_small_gpu(cuda):
     """The wrapper in automatic mode: policy, cleaning of hostile ranges, every path."""
-    from nsa import dispatch
-    from nsa.kernels.triton_sel_kernel import selection_attention_triton
-    from nsa.tests.helpers import HOSTILE_RANGE_KINDS, make_ranges, randn
-    from nsa.tests.sel_cases import oracle_ranges, plain_ranges
-
     kw = dict(dtype=torch.bfloat16, device="cuda")
     q, k, v = randn(2, 6, 2, 4, 64, seed=1, **kw), randn(2, 2, 96, 64, seed=2, **kw), None
     v = randn(2, 2, 96, 128, seed=3, **kw)
@@ -207,10 +203,6 @@ def test_triton_wrapper_parity_multirange_small_gpu(cuda):
 @CORE
 def test_below_min_L_falls_back_gpu(cuda):
     """Policy on a real device: the keys that a row may select decide, by shapes."""
-    from nsa import dispatch
-    from nsa.kernels.triton_sel_kernel import selection_attention_triton
-    from nsa.tests.helpers import make_ranges, randn
-
     kw = dict(dtype=torch.bfloat16, device="cuda")
     q, k = randn(1, 6, 2, 4, 64, seed=1, **kw), randn(1, 2, 96, 64, seed=2, **kw)
     ranges = make_ranges("mixed", 1, 6, 2, 96, 60, device="cuda")

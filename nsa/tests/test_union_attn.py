@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from nsa import launches
+from nsa.kernels.prefill import block_attn_bwd, block_attn_fwd, union_attn, union_lists
 from nsa.kernels.prefill.block_attn import sequence_begins
+from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
+from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
+from nsa.kernels.prefill.union_lists import lists_for
+from nsa.kernels.tiles import arch_of
 from nsa.tests.helpers import deterministic, make_block_indices, randn
 
 pytestmark = pytest.mark.kernel
@@ -102,8 +107,6 @@ class Problem:
     @contextlib.contextmanager
     def limit(self, share: int | None) -> Iterator[None]:
         """Few tiles are enough for unions, and the limit is `share` where it is given."""
-        from nsa.kernels.prefill import union_lists
-
         with self.monkeypatch.context() as patch:
             patch.setattr(union_lists, "MIN_TILES", 0)
             if share is not None:
@@ -124,17 +127,11 @@ class Problem:
         return seen.repeat_interleave(case.h, 1)[None]
 
     def lists(self, share: int | None):
-        from nsa.kernels.prefill.union_lists import lists_for
-
         with self.limit(share):
             return lists_for("fwd", self.q, self.blocks, **self.how)
 
     def run(self, share: int | None, *, unions: bool = True) -> dict[str, Tensor]:
         """Where torch asks for deterministic algorithms, which is where dQ goes by unions."""
-        from nsa.kernels.prefill import block_attn_bwd, block_attn_fwd
-        from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
-        from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
-
         with self.limit(share), deterministic(), self.monkeypatch.context() as patch:
             if not unions:
                 for module in (block_attn_fwd, block_attn_bwd):
@@ -178,9 +175,6 @@ def rows_of(x: Tensor, case: Case, queries: int) -> Tensor:
 )
 def test_unions_agree_with_single_queries(case, kind, device, monkeypatch):
     """Every third tile is left out: NaN stays in its rows and nowhere else."""
-    from nsa.kernels.prefill import union_attn
-    from nsa.kernels.tiles import arch_of
-
     x = Problem(case, kind, device, monkeypatch)
     want = x.run(None, unions=False)
     lists = x.lists(ALWAYS)
