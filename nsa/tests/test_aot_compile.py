@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import pkgutil
 import subprocess
@@ -28,13 +29,59 @@ pytestmark = [
 ]
 
 
+# A process takes its CPU tensors for those of one card alone. Each is forked from this one, which
+# has imported all that takes seconds.
+SERVER = """
+import contextlib, gc, importlib, io, json, os, pkgutil, sys, traceback
+from nsa import kernels
+from scripts import compile_as_launched as c, lock
+for found in pkgutil.walk_packages(kernels.__path__, "nsa.kernels."):
+    importlib.import_module(found.name)
+gc.disable()  # many objects
+for line in sys.stdin:
+    if not (child := os.fork()):
+        said, code = io.StringIO(), 0
+        try:
+            with contextlib.redirect_stdout(said):
+                exec(json.loads(line), {"c": c, "json": json, "lock": lock, "sys": sys})
+        except SystemExit as ended:
+            code = ended.code
+        except BaseException:
+            code = traceback.format_exc()
+        print(json.dumps([code, said.getvalue()]), flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(json.dumps(["the process was killed", ""]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """Runs code in a process of its own: (its exit code or traceback, what it printed)."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], cwd=locks.LOCKS.parents[2], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+
+    def run(code):
+        server.stdin.write(json.dumps(code) + "\n")
+        server.stdin.flush()
+        return json.loads(server.stdout.readline())
+
+    yield run
+    server.stdin.close()
+    server.wait()
+
+
 @pytest.mark.parametrize("arch", ARCHS)
-def test_configurations_compile_and_fit(arch):
+def test_configurations_compile_and_fit(arch, apart):
     """Those that the lock knows have done so; TEST_ALL=1 asks for every one to be compiled."""
     from nsa.kernels.decode.step import TEAM_PER_SM
 
     lock = locks.read()["kernels"]
-    found, bad = locks.compiled_apart(arch)
+    code, said = apart(f"print(json.dumps(lock.compiled({arch})))")
+    assert code == 0, code
+    found, bad = json.loads(said)
     for name, (_, ptx, *used) in found.items():
         used = Resources(*used)
         if lock and lock.get(name, [0, 0])[1] != ptx:
@@ -121,38 +168,30 @@ def test_the_public_interface_is_the_locks():
 
 
 @pytest.mark.parametrize("arch", locks.CALLS_OF)
-def test_calls_launch_what_the_lock_says(arch):
+def test_calls_launch_what_the_lock_says(arch, apart):
     every = (locks.LOCKS / "calls.txt").read_text().splitlines()
     want = [line for line in every if line.startswith(f"sm_{arch} ")]
     assert len(want) > 30
-    assert locks.apart("--calls", arch).splitlines() == want, SAYS
+    code, said = apart(f"print('\\n'.join(lock.calls({arch})))")
+    assert code == 0, code
+    assert said.splitlines() == want, SAYS
 
 
 # ---- the launchers, for a GPU that is not here ---------------------------------------------------
 
 
-def run(code, tmp_path):
-    return subprocess.run(
-        [sys.executable, "-c", "import gc, sys\ngc.disable()\n"  # many objects
-         f"from scripts import compile_as_launched as c\n{code}"],
-        cwd=locks.LOCKS.parents[2], capture_output=True, text=True, timeout=400,
-        env={**os.environ, "TRITON_CACHE_DIR": os.fspath(tmp_path)},
-    )  # fmt: skip
-
-
-def test_a_tile_that_does_not_fit_is_a_failure(tmp_path):
-    done = run(
+def test_a_tile_that_does_not_fit_is_a_failure(apart):
+    code, said = apart(
         "c.SHARED_LIMIT[120] = 9000\n"
         "c.grid = lambda arch, quick: [(c.decode, (1, 1, 16, 64, 64, c.BF16, 8192))]\n"
-        'sys.exit(c.main(["--arch", "120"]))', tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "FAILED: decode(1, 1, 16" in done.stdout and "shared memory" in done.stdout
-    assert "1 failed" in done.stdout
+        'sys.exit(c.main(["--arch", "120"]))'
+    )
+    assert code == 1, (code, said)
+    assert "FAILED: decode(1, 1, 16" in said and "shared memory" in said and "1 failed" in said
 
 
 SAME = """
-import functools, sys, torch
+import functools, torch
 c.pretend(90, {})
 torch.autograd.set_multithreading_enabled(False)
 from bench import bench_prefill as bench
@@ -187,9 +226,9 @@ print(len(set(seen)), "kernels")
 """
 
 
-def test_what_a_prefill_bench_launches_was_compiled_before(tmp_path):
+def test_what_a_prefill_bench_launches_was_compiled_before(apart):
     """Compiled side by side, and never again: by the very keys that launches are known by."""
-    done = run(SAME, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    *missing, last = done.stdout.splitlines()
+    code, said = apart(SAME)
+    assert code == 0, code
+    *missing, last = said.splitlines()
     assert not missing and int(last.split()[0]) > 20

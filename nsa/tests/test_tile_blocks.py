@@ -77,8 +77,8 @@ LONG = Case((77,), G=2, n=6, q_start=150)
 
 @pytest.mark.parametrize(
     "case, parts, kind, together",
-    [(CASES[1], parts, kind, bound) for parts, kind in ((1, "ragged"), (2, "random"))
-     for bound in BOUNDS]
+    [(CASES[1], 1, "ragged", bound) for bound in BOUNDS]
+    + [(CASES[1], 2, "random", bound) for bound in (900, None)]
     + [(LONG, 1, "random", bound) for bound in BOUNDS]
     + [(Case((5, 90, 1, 33), n=4), 4, "ragged", bound) for bound in (900, None)],
     ids=str,

@@ -459,12 +459,12 @@ def test_packed_branches_of_triton(name, bad, kernel_device):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("two_passes, bad", [(False, math.nan), (False, 60000.0), (True, math.nan)])
-def test_compressed_backward_of_four_heads(two_passes, bad, kernel_device):
+@pytest.mark.parametrize("two_passes", [False, True])
+def test_compressed_backward_of_four_heads(two_passes, kernel_device):
     """Of which there is a kernel that finds all gradients in one pass."""
     run, x, sees, places = branch_case("triton", "compressed", F16, kernel_device, h=4)
     with deterministic() if two_passes else contextlib.nullcontext():
-        check(run, x, sees, places, bad)
+        check(run, x, sees, places, math.nan)
 
 
 @pytest.mark.kernel
@@ -474,8 +474,8 @@ def test_choice_of_blocks_of_triton(bad, kernel_device):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("team, bad", [(False, math.nan), (True, math.nan), (True, 60000.0)])
-def test_decode_of_several_tokens(team, bad, kernel_device, monkeypatch):
+@pytest.mark.parametrize("team", [False, True])
+def test_decode_of_several_tokens(team, kernel_device, monkeypatch):
     """A new token's keys are not those of the tokens before it."""
     from nsa.kernels.decode import nsa_decode_triton
 
@@ -495,20 +495,17 @@ def test_decode_of_several_tokens(team, bad, kernel_device, monkeypatch):
             )  # fmt: skip
 
     was = run(caches)
-    for i, cache in enumerate(caches):
+    for i in range(len(caches)):
         changed = [x.clone() for x in caches]
         # The last compressed key of 39 tokens is that of the last one alone: (39 - 8) % 4 == 3.
         row = num_compressed(lens[0], L, D) - 1 if i < 2 else lens[0] - 1
         seen_from = (row * D + L - 1 if i < 2 else row) - (lens[0] - T)
-        changed[i][0, row] = bad
-        changed[i][0, row + 1 :] = bad
+        changed[i][0, row:] = math.nan
         now = run(changed)
         assert torch.equal(now[1], was[1]), i
         seen_from = max(seen_from, 0)
         torch.testing.assert_close(now[0, :seen_from], was[0, :seen_from], atol=0, rtol=0)
-        assert cache.shape == changed[i].shape
-        if math.isnan(bad):
-            assert now[0, seen_from:].isnan().all(), i
+        assert now[0, seen_from:].isnan().all(), i
 
 
 @pytest.mark.kernel
@@ -519,7 +516,7 @@ def test_attention_of_triton(kernel_device):
 @pytest.mark.kernel
 @GATES
 def test_gates_of_triton_that_are_no_numbers(odd, kernel_device):
-    check_odd_gates(layer(F16, kernel_device), "triton", odd, 4e-3)
+    check_odd_gates(layer(F16, kernel_device, B=1), "triton", odd, 4e-3)
 
 
 @pytest.mark.kernel
