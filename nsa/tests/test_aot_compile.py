@@ -232,3 +232,68 @@ def test_what_a_prefill_bench_launches_was_compiled_before(apart):
     assert code == 0, code
     *missing, last = said.splitlines()
     assert not missing and int(last.split()[0]) > 20
+
+
+FLAGS = """
+import os, threading, torch, nsa
+from torch.utils.checkpoint import checkpoint
+from nsa import dispatch
+from nsa.kernels.launch import planning
+from nsa.kernels.prefill import hopper
+
+def why_not(device, use_gluon=None):
+    assert use_gluon is not None, "what the flags say was left out"
+    return None if use_gluon else "off"
+
+c.pretend(90, {})
+hopper.why_not = why_not
+dispatch.interpreting = lambda: True
+S = 6144  # from which on few heads are served
+make = lambda n, heads, d=128: torch.zeros(1, n, heads, d, dtype=torch.bfloat16)
+cmp = (S - 32) // 16 + 1
+x = [make(S, 8), make(cmp, 2), make(cmp, 2), *(make(S, 2) for _ in range(4)), make(S, 8, 3)]
+x = [t.requires_grad_() for t in x]
+q, k_cmp, v_cmp, k, v, *_ = x
+some = torch.zeros(1, S, 2, 16, dtype=torch.int32)
+
+def names(run):
+    with planning() as planned:
+        run()
+    return {one.kernel.__name__ for one in planned.launches}
+
+for use in (True, False):
+    os.environ["NSA_USE_GLUON"] = str(int(not use))
+    how = dict(backend="triton", flags=nsa.Flags(use_gluon=use, sel_triton_allow_grad=True))
+    for route, call in dict(
+        compressed=lambda: nsa.compressed_attention(q, k_cmp, v_cmp, **how)[0],
+        sliding=lambda: nsa.sliding_attention(q, k, v, **how),
+        selected=lambda: nsa.selection_attention(q, k, v, some, **how),
+        whole=lambda: nsa.nsa_attention(*x, **how),
+        choice=lambda: nsa.select_blocks(q, k_cmp, l=32, d=16, l_sel=64, n_sel=16, **how),
+    ).items():
+        for recompute in (False, True):
+            outs = []
+            run = (lambda: checkpoint(call, use_reentrant=False)) if recompute else call
+            forward, backward = names(lambda: outs.append(run())), []
+            if route != "choice":
+                go = lambda: backward.append(names(lambda: outs[0].sum().backward()))
+                thread = threading.Thread(target=go)
+                thread.start()
+                thread.join()
+            print(json.dumps([use, route, recompute, sorted(forward), *map(sorted, backward)]))
+"""
+
+
+def test_what_the_flags_argument_says_reaches_every_pass(apart):
+    """Whatever the environment says, also when another thread runs the backward pass."""
+    code, said = apart(FLAGS)
+    assert code == 0, code
+    of_hopper = lambda kernels: [name for name in kernels if "hopper" in name]
+    seen = [json.loads(line) for line in said.splitlines()]
+    assert len(seen) == 20
+    for use, *call, forward, backward in (one if len(one) > 4 else [*one, one[3]] for one in seen):
+        assert bool(of_hopper(forward)) == bool(of_hopper(backward)) == use, (
+            call,
+            forward,
+            backward,
+        )

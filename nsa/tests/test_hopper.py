@@ -5,33 +5,27 @@ On an H100 or H200:  python -m pytest nsa/tests/test_hopper.py
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from torch.utils.checkpoint import checkpoint
 
 import nsa
-from nsa import blocks, dispatch, launches, reference
+from nsa import blocks, launches, reference
 from nsa import flags as flags_module
-from nsa.flags import Flags, clear_flags_cache
+from nsa.flags import clear_flags_cache
 from nsa.kernels import prefill
 from nsa.kernels.prefill import (
-    block_attn,
-    block_attn_bwd,
     block_attn_fwd_hopper,
     block_select,
     block_sums,
-    combine,
     hopper,
     nsa_prefill_triton,
     releases,
     span_bwd,
     span_fwd_hopper,
-    sums,
     tile_blocks,
 )
 from nsa.kernels.prefill import block_score_hopper as score
@@ -253,99 +247,6 @@ def test_the_files_entry_of_the_gpu_switches_them_off(on_hopper, monkeypatch, tm
     path.write_text("runtime: {use_gluon: false}")
     clear_flags_cache()
     assert on_hopper.enabled(torch.device("cuda", 0), True)
-
-
-@pytest.fixture
-def asked_for(on_hopper, monkeypatch):
-    """(operator, use_gluon) of each choice of a kernel; none is launched, results are zeros."""
-    seen = []
-    delta = lambda out, do, *lse: (torch.zeros(out.shape[:-1]),) * 2
-    zeros = lambda q, v: (q.new_zeros(*q.shape[:-1], v.shape[-1]), delta(q, q)[0])
-    like = lambda *x: tuple(map(torch.zeros_like, x))
-
-    def say(name, module):
-        def choose(*args):
-            seen.append((name, args[-1]))
-            return module
-
-        monkeypatch.setattr(on_hopper, name, choose)
-
-    say("forward", SimpleNamespace(span_attention_fwd_hopper=lambda q, k, v, *a: zeros(q, v)))
-    say("block_forward", SimpleNamespace(attend_blocks=lambda *a, **how: None))
-    say("backward", SimpleNamespace(
-        span_attention_bwd_hopper=lambda do, q, k, v, *a: like(q, k, v)
-    ))  # fmt: skip
-    say("block_backward", SimpleNamespace(
-        add_block_gradients=lambda *a: None, adds_halves=lambda *a: False
-    ))  # fmt: skip
-    for module in (span_bwd, block_attn_bwd):
-        monkeypatch.setattr(module, "attention_delta", delta)
-    for module in (sums, block_attn_bwd):
-        monkeypatch.setattr(module, "rounded", lambda x, scale, like, more=None: x.to(like.dtype))
-    monkeypatch.setattr(
-        block_attn_bwd, "rounded_keys",
-        lambda dk, dv, k, v, scale: (dk.to(k.dtype), dv.to(v.dtype)),
-    )  # fmt: skip
-    monkeypatch.setattr(block_attn_bwd, "rows_of_tiles", lambda *a: SimpleNamespace(rows=None))
-    say("block_scores", SimpleNamespace(
-        tile=lambda heads: (16, 64), block_scores=lambda *a, **how: None
-    ))  # fmt: skip
-    rank = lambda kernel, grid, scores, out, *args, **constexprs: out.zero_()
-    monkeypatch.setattr(block_select, "launch", rank)
-    monkeypatch.setattr(block_attn, "ascending", lambda blocks: blocks)
-    monkeypatch.setattr(combine, "combine_bwd", lambda do, outs, lses, gates, flag: (
-        torch.zeros_like(gates), [delta(o, do)[0] for o in outs], lses, delta(outs[0], do)[1]
-    ))  # fmt: skip
-    monkeypatch.setattr(dispatch, "interpreting", lambda: True)
-    return seen
-
-
-def by_route(name, leaves, flags):
-    q, k, v, gates, k_cmp, v_cmp = leaves
-    blocks = torch.zeros(1, 64, 2, 2, dtype=torch.int32)
-    how = dict(backend="triton", flags=flags)
-    if name == "selected":
-        return nsa.selection_attention(q, k, v, blocks, **how)
-    if name == "sliding":
-        return nsa.sliding_attention(q, k, v, **how)
-    if name == "blocks":
-        blocks = nsa.select_blocks(
-            q, k_cmp, l=32, d=16, l_sel=64, n_sel=2, n_init=1, n_local=1, **how
-        )
-        return nsa.selection_attention(q, k, v, blocks, **how)
-    if name == "compressed":
-        return nsa.compressed_attention(q, k_cmp, v_cmp, **how)[0]
-    return nsa.nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, **how)
-
-
-@pytest.mark.parametrize("use", [True, False])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("route, forward, backward", [
-    ("compressed", ["forward"], ["backward"]), ("sliding", ["forward"], ["backward"]),
-    ("selected", ["block_forward"], ["block_backward"]),
-    ("blocks", ["forward", "block_scores", "block_forward"], ["block_backward"]),
-    ("whole", ["forward", "forward", "block_scores", "block_forward"],
-     ["backward", "block_backward", "backward"]),
-])  # fmt: skip
-def test_what_the_flags_argument_says_reaches_every_pass(
-    route, forward, backward, recompute, use, asked_for, monkeypatch
-):
-    """Whatever the environment says, also when another thread runs the backward pass."""
-    monkeypatch.setenv("NSA_USE_GLUON", str(int(not use)))
-    clear_flags_cache()
-    flags = Flags(use_gluon=use, sel_triton_allow_grad=True)
-    q, k, v, _ = tensors()
-    leaves = [q, k, v, torch.ones(1, 64, 8, 3, dtype=BF16), k[:, :3], v[:, :3]]
-    leaves = [x.clone().requires_grad_() for x in leaves]
-    call = lambda *x: by_route(route, x, flags)
-    out = checkpoint(call, *leaves, use_reentrant=False) if recompute else call(*leaves)
-    run = lambda: out.sum().backward()
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    want = forward * (1 + recompute) + backward
-    assert asked_for == [(name, use) for name in want]
-    assert leaves[0].grad is not None
 
 
 @pytest.mark.parametrize("dtype, n_sel, block_size, serves", [
