@@ -241,12 +241,9 @@ from nsa import dispatch
 from nsa.kernels.launch import planning
 from nsa.kernels.prefill import hopper
 
-def why_not(device, use_gluon=None):
-    assert use_gluon is not None, "what the flags say was left out"
-    return None if use_gluon else "off"
-
+serves = lambda use: nsa.flags.get_flags().use_gluon if use is None else use
 c.pretend(90, {})
-hopper.why_not = why_not
+hopper.why_not = lambda device, use_gluon=None: None if serves(use_gluon) else "off"
 dispatch.interpreting = lambda: True
 S = 6144  # from which on few heads are served
 make = lambda n, heads, d=128: torch.zeros(1, n, heads, d, dtype=torch.bfloat16)
@@ -263,6 +260,7 @@ def names(run):
 
 for use in (True, False):
     os.environ["NSA_USE_GLUON"] = str(int(not use))
+    nsa.flags.clear_flags_cache()
     how = dict(backend="triton", flags=nsa.Flags(use_gluon=use, sel_triton_allow_grad=True))
     for route, call in dict(
         compressed=lambda: nsa.compressed_attention(q, k_cmp, v_cmp, **how)[0],

@@ -444,31 +444,6 @@ def test_splits_are_as_many_as_run_at_a_time(n_tiles, tiles_win, room, splits, k
     assert scan_splits(n_tiles, tiles_win, room) == splits
 
 
-def test_few_programs_begin_while_the_launch_before_them_ends(kernel_device, monkeypatch):
-    """On SM 9.0 and later; a launch that may begin early waits for the one before it."""
-
-    def plan(batch, max_len, branch=None):
-        return step._plan.__wrapped__(
-            batch, 1, 64, 4, 128, 128, BF16, torch.device("cuda", 0), 32, 16, 64, 16, 1, 2, 512,
-            max_len, branch,
-        )  # fmt: skip
-
-    def early(p):
-        parts = dict(scan=p.scan, choice=p.choice, selected=p.selected, merge=p.merge)
-        for constants in parts.values():
-            assert constants.get("launch_pdl", False) <= constants["EARLY"]
-        return [n for n, c in parts.items() if c.get("launch_pdl")], p.scan["EARLY"]
-
-    monkeypatch.setattr(step, "sm_count", lambda device: 132)
-    for arch in (80, 89, 90, 100, 120):
-        monkeypatch.setattr(step, "arch_of", lambda device, arch=arch: arch)
-        some = ["selected", "merge"] if arch >= 90 else []
-        assert early(plan(1, 8192)) == early(plan(8, 65536)) == (some, arch >= 90)
-        # Many programs, more candidates than a few warps rank at once, one branch by itself.
-        for sizes in ((16, 8192), (1, 131072), (1, 8192, "sel"), (1, 8192, "cmp")):
-            assert early(plan(*sizes)) == ([], False)
-
-
 def test_which_steps_are_one_launch(monkeypatch, kernel_device):
     monkeypatch.setattr(step, "sm_count", lambda device: 132)
 

@@ -23,7 +23,6 @@ from nsa.kernels.prefill import (
     block_sums,
     hopper,
     nsa_prefill_triton,
-    releases,
     span_bwd,
     span_fwd_hopper,
     tile_blocks,
@@ -125,34 +124,6 @@ def test_why_another_card_or_a_flag_keeps_the_triton_kernels(on_hopper, monkeypa
     for arch, named in ((89, "SM 8.9"), (100, "SM 10.0"), (0, "cuda has no SM")):
         monkeypatch.setattr(on_hopper, "arch_of", lambda device, arch=arch: arch)
         assert named in on_hopper.why_not(device, True)
-
-
-class FakeMemory:
-    """Shared memory of 100 units of 128 bytes, which notes how it is cut."""
-
-    shape = (100, 128)
-
-    def __init__(self, *cuts):
-        self.cuts = cuts
-
-    def __getattr__(self, name):
-        return lambda *args, _semantic: FakeMemory(*self.cuts, (name, *args))
-
-
-@pytest.mark.parametrize("shape, cut", [
-    ([1, 1], ("slice", 3, 1)), ([16, 1], ("slice", 3, 1)), ([17, 1], ("slice", 3, 2)),
-    ([2, 64, 64], ("slice", 3, 512)),
-])  # fmt: skip
-@pytest.mark.parametrize("since_3_9", [False, True])
-def test_shared_memory_is_carved_as_each_release_wants_it(shape, cut, since_3_9, monkeypatch):
-    from triton.experimental.gluon import language as gl
-
-    monkeypatch.setattr(releases, "SINCE_3_9", since_3_9)
-    made = releases.carve(FakeMemory(), 3, gl.int64, shape, "layout", _semantic=1).cuts
-    name = "reinterpret" if since_3_9 else "_reinterpret"
-    assert made == (cut if since_3_9 else ("index", 3), (name, gl.int64, shape, "layout"))
-    seen = releases.view(FakeMemory(), gl.int64, shape, "layout", _semantic=1).cuts
-    assert seen == ((name, gl.int64, shape, "layout"),)
 
 
 def test_the_nightly_lane_compiles_for_every_release_that_serves():

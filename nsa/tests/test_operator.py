@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.kernels import launch
 from nsa.kernels.operator import operator
 
 calls: list[str] = []
@@ -92,34 +90,3 @@ def test_an_eager_call_does_not_import_the_compiler():
         "assert x.grad.tolist() == [2.0] * 3 and not bad, bad\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_call_that_needs_a_gradient_is_planned_with_its_backward(monkeypatch):
-    """So that all its kernels are compiled side by side, those of the backward too."""
-    planned = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "compile_side_by_side", planned.append)
-
-    @operator("nsa_test::launching")
-    def launching(x: Tensor) -> Tensor:
-        launch._launch({}, "key", kernel("_forward"), (), (), {})
-        return x.detach().clone()
-
-    def kernel(name):
-        run = lambda *args, **constants: None
-        return SimpleNamespace(__name__=name, warmup=None, __getitem__=None, run=run)
-
-    def backward(ctx, grad):
-        launch._launch({}, "key", kernel("_backward"), (), (), {})
-        return grad
-
-    launching.register_autograd(backward, setup_context=lambda *_: None)
-
-    class OnGPU(torch.Tensor):
-        is_cuda = True
-        device = torch.device("cuda", 0)
-
-    x = torch.ones(3).as_subclass(OnGPU).requires_grad_()
-    with pytest.raises(TypeError):  # the fake kernel cannot be launched
-        launching.function.apply(x)
-    assert [one.kernel.__name__ for one in planned[0]] == ["_forward", "_backward"]

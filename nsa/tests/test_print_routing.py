@@ -108,20 +108,6 @@ def test_a_request_is_the_calls_own(gpu, monkeypatch):
     assert not training.pop("blocks") and all(training.values())
 
 
-def test_each_fa2_threshold_is_named_by_its_branch(gpu, monkeypatch):
-    monkeypatch.setattr(fa2, "probe", lambda: SimpleNamespace(why_not=None))
-    rows = gpu(use_fa2=True, fa2_min_len_win=9000, fa2_min_len_cmp=8000)
-    said = {
-        r["branch"]: r["rejected"][0]["meaning"]
-        for r in rows
-        if r["branch"] in ("sliding", "compressed") and r["call"].startswith("prefill, 8")
-    }
-    assert said == {
-        "sliding": "key length 512 is below NSA_FA2_MIN_LEN_WIN=9000 (argument)",
-        "compressed": "key length 511 is below NSA_FA2_MIN_LEN_CMP=8000 (argument)",
-    }
-
-
 def test_a_malformed_flag_is_a_usage_error(monkeypatch, capsys):
     monkeypatch.setenv("NSA_USE_TRITON_SEL", "perhaps")
     assert print_routing.main([]) == 2

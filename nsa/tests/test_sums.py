@@ -99,26 +99,6 @@ def test_every_element_counts_and_none_alone(of, kernel_device, monkeypatch):
     assert torch.equal(halves.scales * 8, clean.scales)
 
 
-@pytest.mark.parametrize("dtype", [F16, F32])
-@pytest.mark.parametrize("rows, d", [(67, 128), (5, 16)])
-def test_rounded(rows, d, dtype, kernel_device):
-    x = randn(1, rows, 4, d, seed=1, dtype=F32, device=kernel_device)
-    got = sums.rounded(x, 0.3, x.to(dtype))
-    assert got.dtype == dtype
-    torch.testing.assert_close(got, (x * 0.3).to(dtype), rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-@pytest.mark.parametrize("dtype", [F16, F32])
-@pytest.mark.parametrize("rows, dk, dv", [(67, 128, 64), (1, 16, 32)])
-def test_rounded_keys(rows, dk, dv, dtype, scale, kernel_device):
-    k, v = (randn(1, rows, 4, d, seed=d, dtype=F32, device=kernel_device) for d in (dk, dv))
-    got_k, got_v = sums.rounded_keys(k, v, k.to(dtype), v.to(dtype), scale)
-    assert got_k.dtype == got_v.dtype == dtype
-    torch.testing.assert_close(got_k, (k * scale).to(dtype), rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(got_v, v.to(dtype), rtol=0, atol=0)
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("rows, d", [(67, 128), (5, 16)])
