@@ -148,11 +148,10 @@ def _run_layer(rank: int, world: int) -> None:
 def _run_settings(rank: int, world: int) -> None:
     """Flags and the layer's settings reach the calls on chunks."""
     x = {n: parallel.shard(t) for n, t in _inputs(1, 16 * world, F32).items()}
-    pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
     parity = Flags(force_parity=True)
     for flags, routes in ((parity, {"reference"}), (None, {"reference", "sdpa"})):
         _, aux = parallel.nsa_attention_parallel(
-            *(x[n] for n in NAMES), phi_k=pool, phi_v=pool, flags=flags, return_aux=True, **SIZES
+            *(x[n] for n in NAMES), phi_k=_pool, phi_v=_pool, flags=flags, return_aux=True, **SIZES
         )
         assert set(aux["routes"].values()) == routes, aux["routes"]
     config = NSAConfig(dim=16, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=9)
@@ -166,9 +165,8 @@ def _run_overlap(rank: int, world: int) -> None:
     """Selection's keys arrive after the window was attended and before the blocks are; an exchange
     that fails then is the call's error, whatever routes are left, and no result."""
     x = {n: parallel.shard(t) for n, t in _inputs(1, 16 * world, F32).items()}
-    pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
     run = lambda **how: parallel.nsa_attention_parallel(
-        *(x[n] for n in NAMES), phi_k=pool, phi_v=pool, **how, **SIZES
+        *(x[n] for n in NAMES), phi_k=_pool, phi_v=_pool, **how, **SIZES
     )
     order = []
 
@@ -192,7 +190,7 @@ def _run_overlap(rank: int, world: int) -> None:
         order.clear()
         both = {n: t.repeat(2, 1, 1, 1) for n, t in x.items()}
         parallel.nsa_attention_parallel(
-            *(both[n] for n in NAMES), phi_k=pool, phi_v=pool, backend="reference", **SIZES
+            *(both[n] for n in NAMES), phi_k=_pool, phi_v=_pool, backend="reference", **SIZES
         )
     # A kernel copies the start of several sequences before it asks for anything.
     assert order == ["land", "win", "sel", "win", "sel"], order
@@ -222,114 +220,114 @@ class _HostTensors(TorchDispatchMode):
 def _run_no_waiting(rank: int, world: int) -> None:
     """Unchecked, nothing before attention makes the host wait for the device."""
     x = {n: parallel.shard(t) for n, t in _inputs(1, 16 * world, F32).items()}
-    pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
     nothing = lambda q, *rest, **how: (q, {"block_indices": None, "lse": None, "routes": {}})
     with (
         mock.patch.object(parallel, "nsa_attention", nothing),
         _HostTensors() as seen,
     ):
         parallel.nsa_attention_parallel(
-            *(x[n] for n in NAMES), phi_k=pool, phi_v=pool, check=False, **SIZES
+            *(x[n] for n in NAMES), phi_k=_pool, phi_v=_pool, check=False, **SIZES
         )
         assert seen.count == 0, seen.count
         torch.zeros(2)[[0]]
         assert seen.count == 1, seen.count
 
 
+def _bad(**change: Any) -> Callable[[dict, dict], None]:
+    """Give other tensors, by a function of the old one, and other arguments."""
+
+    def apply(x: dict[str, torch.Tensor], how: dict[str, Any]) -> None:
+        for name, value in change.items():
+            if name in x:
+                x[name] = value(x[name])
+            else:
+                how[name] = value
+
+    return apply
+
+
+_all = lambda f: _bad(**dict.fromkeys(NAMES, f))
+_pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
+_EVERYWHERE = ("length", "stride", "group")
+# What is wrong on the last rank, or on all; what every rank but the last says, and the last.
+BAD: dict[str, tuple[Any, str, str]] = {
+    "length": (
+        _bad(q=lambda t: t[:, :-1], gates=lambda t: t[:, :-1]),
+        *("must have q's B and S / W",) * 2,
+    ),
+    "stride": (_all(lambda t: t[:, :12]), "at least l - d = 4 tokens", "got 12 tokens per rank"),
+    "group": (_bad(group="all"), *("group must be a ProcessGroup or DeviceMesh, got str",) * 2),
+    "one-length": (_all(lambda t: t[:, :8]), *("ranks must agree on q: rank",) * 2),
+    "one-refused": (
+        _bad(k_sel=lambda t: t[:, :-2]), "refused its arguments",
+        "k_sel must have q's B and S / W",
+    ),
+    "dtype": (_all(lambda t: t.double()), "ranks must agree on q: rank", "torch.float64"),
+    "grad": (
+        _bad(k_win=lambda t: t.requires_grad_()), "ranks must agree on k_win", "requires_grad=True"
+    ),
+    "sizes": (_bad(window=8), "ranks must agree on the sizes", "differs from rank 0"),
+    "no-size": (_bad(window="all"), "refused its arguments", "'str'"),
+    "no-backend": (_bad(backend="trton"), "refused its arguments", "got 'trton'"),
+    "backend": (_bad(backend="sdpa"), "softmax_scale, backend and grad mode", "backend sdpa"),
+    "scale": (
+        _bad(softmax_scale=0.5), "sizes, softmax_scale, backend",
+        "softmax_scale 0.5, backend reference",
+    ),
+    "grad-mode": (_bad(), "backend and grad mode: rank", "differs from rank 0"),
+    "phi-raises": (_bad(phi_k=lambda t: {}["phi"]), "refused its compression", "'phi'"),
+    "phi-rows": (
+        _bad(phi_k=lambda t: _pool(t)[:, 1:]), "refused its compression",
+        "phi_k must give [2, 2, 2, 8] in torch.float32 for 2",
+    ),
+    "phi-grad": (
+        _bad(phi_k=lambda t: _pool(t).requires_grad_()),
+        "whether phi_k and phi_v have gradients", "whether phi_k and phi_v have",
+    ),
+    "unshard": (
+        _all(lambda t: t[:, :8]), "ranks must agree on x's shape",
+        "has [1, 8, 4, 8], rank 0 [1, 16, 4, 8]",
+    ),
+    "unshard-odd": (
+        _all(lambda t: t[:, :7]), "refused its x",
+        "x must hold two chunks along dim 1, got shape [1, 7, 4, 8]",
+    ),
+    "unshard-dtype": (
+        _all(lambda t: t.int()), "ranks must agree on x's shape, dtype", "here torch.int32"
+    ),
+    "layer-length": (
+        lambda layer, x: x[:, :15], "refused its arguments", "the sequence must be a multiple of"
+    ),
+    "layer-dim": (
+        lambda layer, x: x[..., :15], "refused its arguments",
+        "x must be [B, S, dim] with dim=16, got [1, 16, 15]",
+    ),
+    "layer-projection": (
+        lambda layer, x: setattr(layer.qkv, "forward", lambda x: {}["weight"]) or x,
+        "refused its arguments", "'weight'",
+    ),
+}  # fmt: skip
+
+
 def _run_bad(kind: str, rank: int, world: int) -> str:
     """One rank, or all, pass something wrong. The text of this rank's error."""
-    sizes, how = dict(SIZES), {"backend": "reference"}
-    odd = rank == world - 1
+    change = BAD[kind][0] if rank == world - 1 or kind in _EVERYWHERE else None
     x = {n: parallel.shard(t) for n, t in _inputs(1, 16 * world, F32).items()}
-    pool = phi = lambda t: mean_pool(t, sizes["l"], sizes["d"])
-    if kind == "length":
-        x["q"], x["gates"] = x["q"][:, :-1], x["gates"][:, :-1]
-    elif kind == "stride":
-        x = {n: t[:, :12] for n, t in x.items()}
-    elif kind == "group":
-        how["group"] = "all"
-    elif not odd:
-        pass
-    elif kind in ("one-length", "unshard"):
-        x = {n: t[:, :8] for n, t in x.items()}
-    elif kind == "unshard-odd":
-        x = {n: t[:, :7] for n, t in x.items()}
-    elif kind == "unshard-dtype":
-        x = {n: t.int() for n, t in x.items()}
-    elif kind == "one-refused":
-        x["k_sel"] = x["k_sel"][:, :-2]
-    elif kind == "dtype":
-        x = {n: t.double() for n, t in x.items()}
-    elif kind == "grad":
-        x["k_win"].requires_grad_()
-    elif kind == "sizes":
-        sizes["window"] = 8
-    elif kind == "no-size":
-        sizes["window"] = "all"
-    elif kind == "no-backend":
-        how["backend"] = "trton"
-    elif kind == "backend":
-        how["backend"] = "sdpa"
-    elif kind == "scale":
-        how["softmax_scale"] = 0.5
-    elif kind == "phi-raises":
-        phi = lambda t: {}["phi"]
-    elif kind == "phi-rows":
-        phi = lambda t: pool(t)[:, 1:]
-    elif kind == "phi-grad":
-        phi = lambda t: pool(t).requires_grad_()
+    how = dict(SIZES, backend="reference", phi_k=_pool, phi_v=_pool)
     try:
+        if kind.startswith("layer"):
+            sizes = dict(dim=16, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8)
+            layer, tokens = NSAAttention(NSAConfig(**sizes)), torch.zeros(1, 16, 16)
+            parallel.nsa_layer_parallel(layer, change(layer, tokens) if change else tokens)
+        if change:
+            change(x, how)
         if kind.startswith("unshard"):
             parallel.unshard(x["q"])
-        elif kind.startswith("layer"):
-            _layer_call(kind, odd)
-        else:
-            with torch.set_grad_enabled(kind != "grad-mode" or not odd):
-                parallel.nsa_attention_parallel(
-                    *(x[n] for n in NAMES), phi_k=phi, phi_v=pool, **how, **sizes
-                )
+        with torch.set_grad_enabled(kind != "grad-mode" or not change):
+            parallel.nsa_attention_parallel(*(x[n] for n in NAMES), **how)
     except (ValueError, TypeError, LookupError) as error:
         return str(error)
     return "no error"
-
-
-def _layer_call(kind: str, odd: bool) -> None:
-    layer = NSAAttention(NSAConfig(dim=16, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8))
-    x = torch.zeros(1, 16, 16)
-    if odd and kind == "layer-length":
-        x = x[:, :15]
-    elif odd and kind == "layer-dim":
-        x = x[..., :15]
-    elif odd and kind == "layer-projection":
-        layer.qkv.forward = lambda x: {}["weight"]
-    parallel.nsa_layer_parallel(layer, x)
-
-
-# What every rank but the last says, and the last.
-BAD = {
-    "length": ("must have q's B and S / W", "must have q's B and S / W"),
-    "stride": ("at least l - d = 4 tokens", "got 12 tokens per rank"),
-    "group": ("group must be a ProcessGroup or DeviceMesh, got str",) * 2,
-    "one-length": ("ranks must agree on q: rank", "ranks must agree on q: rank"),
-    "one-refused": ("refused its arguments", "k_sel must have q's B and S / W"),
-    "dtype": ("ranks must agree on q: rank", "torch.float64"),
-    "grad": ("ranks must agree on k_win", "requires_grad=True"),
-    "sizes": ("ranks must agree on the sizes", "differs from rank 0"),
-    "no-size": ("refused its arguments", "'str'"),
-    "no-backend": ("refused its arguments", "got 'trton'"),
-    "backend": ("softmax_scale, backend and grad mode", "backend sdpa"),
-    "scale": ("sizes, softmax_scale, backend", "softmax_scale 0.5, backend reference"),
-    "grad-mode": ("backend and grad mode: rank", "differs from rank 0"),
-    "phi-raises": ("refused its compression", "'phi'"),
-    "phi-rows": ("refused its compression", "phi_k must give [2, 2, 2, 8] in torch.float32 for 2"),
-    "phi-grad": ("whether phi_k and phi_v have gradients", "whether phi_k and phi_v have"),
-    "unshard": ("ranks must agree on x's shape", "has [1, 8, 4, 8], rank 0 [1, 16, 4, 8]"),
-    "unshard-odd": ("refused its x", "x must hold two chunks along dim 1, got shape [1, 7, 4, 8]"),
-    "unshard-dtype": ("ranks must agree on x's shape, dtype", "here torch.int32"),
-    "layer-length": ("refused its arguments", "the sequence must be a multiple of"),
-    "layer-dim": ("refused its arguments", "x must be [B, S, dim] with dim=16, got [1, 16, 15]"),
-    "layer-projection": ("refused its arguments", "'weight'"),
-}
 
 
 # ---- decode: a cache over ranks ------------------------------------------------------------------
@@ -668,9 +666,8 @@ def _dies(rank: int, world: int) -> list[str]:
     if rank == world - 1:
         os._exit(0)
     x, said = {n: parallel.shard(t) for n, t in _inputs(1, 16 * world, F32).items()}, []
-    pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
     whole = lambda: parallel.nsa_attention_parallel(
-        *(x[n] for n in NAMES), phi_k=pool, phi_v=pool, backend="reference", **SIZES
+        *(x[n] for n in NAMES), phi_k=_pool, phi_v=_pool, backend="reference", **SIZES
     )
     for call in (whole, lambda: _step(cache, tokens, 29, 30)):
         with pytest.raises(RuntimeError) as told:
@@ -734,7 +731,7 @@ def _run_triton(rank: int, world: int, device: str) -> None:
     want_grads = torch.autograd.grad(want, leaves, full["do"])
     mine = [parallel.shard(full[n]).clone().requires_grad_() for n in NAMES]
     with launches.recording() as counts:
-        got, aux = parallel.nsa_attention_parallel(*mine, phi_k=pool, phi_v=pool, **how)
+        got, aux = parallel.nsa_attention_parallel(*mine, phi_k=_pool, phi_v=_pool, **how)
         grads = torch.autograd.grad(got, mine, parallel.shard(full["do"]))
     for kernel in ("_block_attn_fwd_*", "_span_bwd_*"):  # of both chunks
         assert sum(n for name, n in counts.items() if fnmatch(name, kernel)) >= 2, counts
@@ -857,7 +854,7 @@ def test_equals_one_process(found, name):
 
 @pytest.mark.parametrize("kind", [*BAD, *(f"step-{kind}" for kind in BAD_STEPS)])
 def test_bad_input_ends_with_an_error_on_every_rank(found, kind):
-    words = BAD_STEPS[kind.removeprefix("step-")] if kind.startswith("step-") else BAD[kind]
+    words = BAD[kind][1:] if kind in BAD else BAD_STEPS[kind.removeprefix("step-")]
     says_on_every_rank(found, f"bad-{kind}", words)
 
 
@@ -1005,9 +1002,8 @@ def test_compiled_attention_waits_for_its_keys_too():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         x = _inputs(1, 32, F32)
-        pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
         run = lambda: parallel.nsa_attention_parallel(
-            *(x[n] for n in NAMES), phi_k=pool, phi_v=pool, backend="reference", **SIZES
+            *(x[n] for n in NAMES), phi_k=_pool, phi_v=_pool, backend="reference", **SIZES
         )
         with torch.no_grad():
             torch.testing.assert_close(torch.compile(run, backend="eager")(), run())

@@ -62,20 +62,19 @@ def test_triton_sel_backward_gpu(dtype, h, D, Dv, cuda):
             check(case, dtype, ranges, tensors, grad_out)
 
 
-@CORE
-@pytest.mark.parametrize("D, Dv, h", [(64, 64, 4), (128, 128, 8), (256, 256, 2)])
-def test_triton_sel_backward_fp32_gpu(D, Dv, h, cuda):
-    tensors, grad_out, gen = inputs(torch.float32, 100, 1, h, D, Dv, 300, D)
-    ranges = spans_of("mixed", 100, 128, 300, gen)
-    check(f"bwd-fp32-D{D}-h{h}", torch.float32, ranges, tensors, grad_out)
+FP32 = torch.float32, 100, "mixed", 128
 
 
 @CORE
-def test_triton_sel_backward_wide_heads_gpu(cuda):
-    """33 heads in a group and D = Dv = 256: several head tiles, the largest tiles of all."""
-    tensors, grad_out, gen = inputs(torch.bfloat16, 60, 1, 33, 256, 256, 300, 5)
-    ranges = spans_of("many", 60, 64, 300, gen)
-    check("bwd-h33-D256", torch.bfloat16, ranges, tensors, grad_out)
+@pytest.mark.parametrize("dtype, S, dist, L, D, Dv, h", [
+    (*FP32, 64, 64, 4), (*FP32, 128, 128, 8), (*FP32, 256, 256, 2),
+    (BF, 60, "many", 64, 256, 256, 33),  # several head tiles, the largest tiles of all
+])  # fmt: skip
+def test_triton_sel_backward_fp32_and_wide_heads_gpu(dtype, S, dist, L, D, Dv, h, cuda):
+    tensors, grad_out, gen = inputs(dtype, S, 1, h, D, Dv, 300, D)
+    check(
+        f"bwd-{str(dtype)[6:]}-h{h}-D{D}", dtype, spans_of(dist, S, L, 300, gen), tensors, grad_out
+    )
 
 
 @CORE

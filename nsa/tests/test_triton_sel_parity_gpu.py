@@ -143,35 +143,26 @@ def test_triton_sel_parity_matrix_gpu(dtype, D, Dv, H, cuda):
         )  # fmt: skip
 
 
-@CORE
-@pytest.mark.parametrize("D, Dv, H", [(64, 64, 4), (128, 128, 8), (192, 128, 16), (256, 256, 2)])
-def test_triton_sel_parity_fp32_gpu(D, Dv, H, cuda):
-    """fp32 inputs keep fp32 precision: no TF32 inside."""
-    gen = torch.Generator("cuda").manual_seed(D)
-    rand = lambda *shape: torch.randn(*shape, device="cuda", generator=gen)
-    for L in (16, 100, 1024):
-        q, k, v = rand(64, H, D), rand(64, L, D), rand(64, L, Dv)
-        with launches.recording() as launched:
-            out = sel_fwd.sel_attn_fwd_dense_group(q, k, v)
-        assert_parity(
-            f"fp32-D{D}-Dv{Dv}-H{H}-L{L}", "fwd", out, exact(q.double(), k.double(), v.double()),
-            exact(q, k, v), path_requested="triton", path_taken="triton", launches=launched,
-            expect_kernels=["_sel_attn_fwd_dense_group_kernel"],
-        )  # fmt: skip
+# dtype (of fp32 no TF32 inside), rows, lengths with splits, heads.
+WHOLE = torch.float32, 64, ((16, None), (100, None), (1024, None))
+ODD = torch.bfloat16, 9, ((1, None), (77, None), (777, 4))
+SIZES = [(*WHOLE, *x) for x in ((64, 64, 4), (128, 128, 8), (192, 128, 16), (256, 256, 2))]
+SIZES += [(*ODD, *x) for x in ((8, 8, 1), (72, 40, 3), (192, 128, 16), (256, 136, 33))]
 
 
 @CORE
-@pytest.mark.parametrize("D, Dv, H", [(8, 8, 1), (72, 40, 3), (192, 128, 16), (256, 136, 33)])
-def test_triton_sel_parity_odd_sizes_gpu(D, Dv, H, cuda):
+@pytest.mark.parametrize("dtype, N, lengths, D, Dv, H", SIZES)
+def test_triton_sel_parity_fp32_and_odd_sizes_gpu(dtype, N, lengths, D, Dv, H, cuda):
     gen = torch.Generator("cuda").manual_seed(D)
-    rand = lambda *shape: torch.randn(*shape, device="cuda", generator=gen).bfloat16()
-    for L, splits in ((1, None), (77, None), (777, 4)):
-        q, k, v = rand(9, H, D), rand(9, L, D), rand(9, L, Dv)
+    rand = lambda *shape: torch.randn(*shape, device="cuda", generator=gen).to(dtype)
+    for L, splits in lengths:
+        q, k, v = rand(N, H, D), rand(N, L, D), rand(N, L, Dv)
         with launches.recording() as launched:
             out = sel_fwd.sel_attn_fwd_dense_group(q, k, v, splits=splits)
         assert_parity(
-            f"odd-D{D}-Dv{Dv}-H{H}-L{L}", "fwd", out, exact(q.double(), k.double(), v.double()),
-            exact(q, k, v), path_requested="triton", path_taken="triton", launches=launched,
+            f"{str(dtype)[6:]}-D{D}-Dv{Dv}-H{H}-L{L}", "fwd", out,
+            exact(q.double(), k.double(), v.double()), exact(q, k, v), path_requested="triton",
+            path_taken="triton", launches=launched,
             expect_kernels=["_sel_attn_fwd_dense_group_kernel"]
             + ["_sel_attn_merge_kernel"] * (splits is not None),
         )  # fmt: skip
