@@ -45,11 +45,13 @@ class Shape:
     w: int = 11
     packed: bool = False
     big: bool = False
+    apart: bool = False  # tensors of strides, each number beside a zero
 
     def __str__(self) -> str:
         kind = "packed" if self.packed else "dense"
         name = str(self.dtype).removeprefix("torch.")
         size = "x".join(map(str, self.lengths))
+        kind += "-apart" * self.apart
         return f"{kind}-{size}-G{self.G}h{self.h}-D{self.D}v{self.Dv}-l{self.l_sel}-{name}"
 
     @property
@@ -75,6 +77,8 @@ SHAPES = [
     Shape((1531, 1531), G=2, h=4, D=128, Dv=128, n_sel=4, **PAPER),
     Shape((333,), G=1, h=8, D=128, Dv=128, dtype=BF16, n_sel=4, **PAPER),
     Shape((100,), G=1, h=64, D=128, Dv=128, dtype=BF16, n_sel=4, **PAPER),
+    Shape((24,), apart=True),
+    Shape((9, 15), packed=True, apart=True),
 ]
 # The core is what every report runs; the other head sizes cost minutes of compiling.
 CORE = (2, 6, 7, 9)
@@ -85,15 +89,21 @@ ALL = pytest.mark.parametrize(
 )
 
 
+def strided(x: Tensor) -> Tensor:
+    """The values of x, each beside a zero."""
+    return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+
+
 class Inputs:
     """Tensors of a shape in kernel layout, and each sequence alone in fp64."""
 
     def __init__(self, shape: Shape, device: str, seed: int = 0) -> None:
         self.shape, self.device = shape, device
+        self.stride = strided if shape.apart else lambda x: x
         T, HQ, sizes = sum(shape.lengths), shape.G * shape.h, shape
         kw = dict(dtype=shape.dtype, device=device)
         draw = lambda n, *dims: randn(T, *dims, seed=100 * seed + n, **kw)
-        self.q, self.do = draw(1, HQ, sizes.D), draw(2, HQ, sizes.Dv)
+        self.q, self.do = draw(1, HQ, sizes.D), self.stride(draw(2, HQ, sizes.Dv))
         self.k, self.v = draw(3, sizes.G, sizes.D), draw(4, sizes.G, sizes.Dv)
         self.k_win, self.v_win = draw(5, sizes.G, sizes.D), draw(6, sizes.G, sizes.Dv)
         self.gates = draw(7, HQ, 3).sigmoid()
@@ -114,18 +124,19 @@ class Inputs:
 
     def layout(self, x: Tensor) -> Tensor:
         """As the kernels take it: packed, or [B, ...]."""
-        if self.shape.packed:
-            return x.contiguous()
-        return x.view(len(self.shape.lengths), -1, *x.shape[1:])
+        if not self.shape.packed:
+            x = x.reshape(len(self.shape.lengths), -1, *x.shape[1:])
+        return self.stride(x.contiguous())
 
     def packing(self, compressed: bool = False, longest: bool = False) -> dict:
         if not self.shape.packed:
             return {}
         ends = torch.tensor([0, *self.shape.lengths]).cumsum(0)
-        cu = ends.to(device=self.device, dtype=torch.int32)
+        cu = self.stride(ends.to(device=self.device, dtype=torch.int32))
         more = {"max_seqlen": max(self.shape.lengths) + 3} if longest else {}
         if compressed:
-            more["cu_seqlens_cmp"] = blocks.cu_seqlens_compressed(cu, self.shape.l, self.shape.d)
+            cu_cmp = blocks.cu_seqlens_compressed(cu, self.shape.l, self.shape.d)
+            more["cu_seqlens_cmp"] = self.stride(cu_cmp)
         return {"cu_seqlens": cu, **more}
 
 
@@ -322,7 +333,11 @@ def test_choice_of_blocks(shape, device):
     )  # fmt: skip
     with launches.recording() as counts:
         got = prefill.select_blocks_triton(
-            x.layout(x.q), x.layout(x.k_cmp), lse, **shape.sizes, **x.packing(True, longest=True)
+            x.layout(x.q),
+            x.layout(x.k_cmp),
+            x.stride(lse),
+            **shape.sizes,
+            **x.packing(True, longest=True),
         )
     assert sum(counts.values()) >= 1
     got = got.reshape(-1, shape.G, shape.n_sel)
