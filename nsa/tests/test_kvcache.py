@@ -39,6 +39,9 @@ TRITON = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
 KINDS = ("static", "static-ring", "pages", "pages-ring")
 
 
+_FOUND: dict[tuple[bytes, ...], Tensor] = {}
+
+
 def phi(x: Tensor) -> Tensor:
     return mean_pool(x, SIZES["l"], SIZES["d"])
 
@@ -70,8 +73,14 @@ class Tokens:
         }
 
     def expected(self) -> Tensor:
-        """The oracle on whole sequences: [B, S, HQ, Dv]."""
+        """The oracle on whole sequences: [B, S, HQ, Dv]. Found once for the same numbers."""
         x = {name: y.cpu() for name, y in self.data.items()}
+        key = tuple(y.numpy().tobytes() for y in x.values())
+        if key not in _FOUND:
+            _FOUND[key] = self._expected(x)
+        return _FOUND[key]
+
+    def _expected(self, x: dict[str, Tensor]) -> Tensor:
         cmp = [oracle.compress_mean(x[name], SIZES["l"], SIZES["d"]) for name in ("k_raw", "v_raw")]
         branches = [x[f"{kv}_{of}"] for of in ("sel", "win") for kv in "kv"]
         return oracle.nsa_attention(x["q"].double(), *cmp, *branches, x["gates"], **SIZES)

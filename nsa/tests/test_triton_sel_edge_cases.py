@@ -23,42 +23,23 @@ def inputs(device, dtype=HALF, B=1, S=3, G=1, h=2, Skv=40, D=16, Dv=16, grad=Fal
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("path", ["ranges", "varlen", "dense"])
-def test_empty_ranges_give_zero_and_zero_gradients(path, kernel_device):
-    leaves = inputs(kernel_device, grad=True)
-    n = 1 if path == "dense" else 3
-    ranges = torch.zeros(1, 3, 1, n, 2, dtype=torch.int32, device=kernel_device)
+@pytest.mark.parametrize("n, path, sizes", [
+    (3, "ranges", {}), (3, "varlen", {}), (1, "dense", {}), (0, None, {}), (2, None, dict(Skv=0)),
+    (2, None, dict(B=0)), (2, None, dict(S=0)),
+])  # fmt: skip
+def test_nothing_to_attend_gives_zero_and_zero_gradients(n, path, sizes, kernel_device):
+    leaves = inputs(kernel_device, grad=True, **sizes)
+    lead = leaves[0].shape[:2]
+    ranges = torch.zeros(*lead, 1, n, 2, dtype=torch.int32, device=kernel_device)
+    if "Skv" in sizes:
+        ranges += 1
     with launches.recording() as launched:
         out = selection_ranges_triton(*leaves, ranges, path=path)
         grads = torch.autograd.grad(out.sum(), leaves)
-    assert out.shape == (1, 3, 1, 2, 16) and (out == 0).all()
-    for g in grads:
-        assert (g == 0).all()
-    assert launched["_sel_attn_bwd_dq_kernel"] == 1
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("n, Skv", [(0, 40), (2, 0)])
-def test_no_ranges_and_no_keys(n, Skv, kernel_device):
-    leaves = inputs(kernel_device, Skv=Skv, grad=True)
-    ranges = torch.ones(1, 3, 1, n, 2, dtype=torch.int32, device=kernel_device)
-    out = selection_ranges_triton(*leaves, ranges)
-    grads = torch.autograd.grad(out.sum(), leaves)
-    assert (out == 0).all() and out.shape == (1, 3, 1, 2, 16)
-    assert all((g == 0).all() for g in grads)
-    assert [g.shape for g in grads] == [x.shape for x in leaves]
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("sizes", [dict(B=0), dict(S=0)])
-def test_no_rows(sizes, kernel_device):
-    leaves = inputs(kernel_device, grad=True, **sizes)
-    B, S = leaves[0].shape[:2]
-    ranges = torch.zeros(B, S, 1, 2, 2, dtype=torch.int32, device=kernel_device)
-    out = selection_ranges_triton(*leaves, ranges)
-    assert out.shape == (B, S, 1, 2, 16)
-    for g, x in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True):
+    assert out.shape == (*lead, 1, 2, 16) and (out == 0).all()
+    for g, x in zip(grads, leaves, strict=True):
         assert g.shape == x.shape and (g == 0).all()
+    assert path is None or launched["_sel_attn_bwd_dq_kernel"] == 1
 
 
 @pytest.mark.kernel
