@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -75,14 +76,29 @@ def fresh_flags() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def language_patched_once() -> Iterator[None]:
-    """The interpreter puts itself into triton.language at every call of a device function, though
-    the kernel that calls it has done so: a fifth of the time of these tests."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if not _interpreting() or not hasattr(interpreter, "_LangPatchScope"):
+def interpreter() -> Iterator[None]:
+    """Triton's interpreter in two thirds of its time, and with e4m3 as a GPU has it. What another
+    release has no more is left as it is."""
+    if not _interpreting():
         yield
         return
-    patch, done = interpreter._patch_lang, set()
+    module = pytest.importorskip("triton.runtime.interpreter")
+    with pytest.MonkeyPatch.context() as patch:
+        for change, needs in (
+            (_patch_the_language_once, "_LangPatchScope"),
+            (_check_no_overflow, "interpreter_builder"),
+            (_convert_e4m3_as_pytorch_does, "_convert_float"),
+            (_make_types_once, "_get_np_dtype"),
+        ):
+            if hasattr(module, needs):
+                change(module, patch)
+        yield
+
+
+def _patch_the_language_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """It puts itself into triton.language at every call of a device function, though the kernel
+    that calls it has done so: a fifth of the time."""
+    real, done = interpreter._patch_lang, set()
     languages = interpreter.tl, interpreter.tl.core
 
     def patch_once(fn):
@@ -90,41 +106,27 @@ def language_patched_once() -> Iterator[None]:
         seen = tuple(any(x is y for x in fn.__globals__.values()) for y in languages)
         if seen in done:
             return None
-        scope, first = patch(fn), not done
+        scope, first = real(fn), not done
         done.add(seen)
         if first:
             restore = scope.restore
             scope.restore = lambda: (done.clear(), restore())
         return scope
 
-    interpreter._patch_lang = patch_once
-    yield
-    interpreter._patch_lang = patch
+    patch.setattr(interpreter, "_patch_lang", patch_once)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def no_idle_overflow_checks() -> Iterator[None]:
-    """The interpreter works out for every sum and product of integers whether it overflows, and
-    asserts it in debug mode alone, which is off: a quarter of the time of these tests."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    builder = getattr(interpreter, "interpreter_builder", None)
+def _check_no_overflow(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """It works out for every sum and product of integers whether it overflows, and asserts it in
+    debug mode alone, which is off: a quarter of the time."""
+    builder = interpreter.interpreter_builder
     options = getattr(builder, "options", None)
-    if not _interpreting() or not hasattr(options, "sanitize_overflow") or options.debug:
-        yield
-        return
-    builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    yield
-    builder.options = options
+    if hasattr(options, "sanitize_overflow") and not options.debug:
+        patch.setattr(builder, "options", dataclasses.replace(options, sanitize_overflow=False))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def e4m3_as_a_gpu_has_it() -> Iterator[None]:
-    """The interpreter's conversion to e4m3 loses what rounding carries into the exponent, and NaN
-    both ways: PyTorch's takes its place."""
-    if not _interpreting():
-        yield
-        return
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
+def _convert_e4m3_as_pytorch_does(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Its own conversion loses what rounding carries into the exponent, and NaN both ways."""
     convert, e4m3 = interpreter._convert_float, interpreter.tl.float8e4nv
 
     def converted(x, from_type, to_type, rounding):
@@ -133,23 +135,15 @@ def e4m3_as_a_gpu_has_it() -> Iterator[None]:
         dtypes = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}
         one, other = (dtypes.get(t.name, torch.float32) for t in (from_type, to_type))
         made = torch.from_numpy(x.copy()).view(one).to(other)
-        return made.view(torch.uint8 if to_type == e4m3 else other).view(
-            {1: torch.uint8, 2: torch.int16, 4: torch.int32}[other.itemsize]
-        ).numpy().reshape(x.shape)  # fmt: skip
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[other.itemsize]
+        return made.view(bits).numpy().reshape(x.shape)
 
-    interpreter._convert_float = converted
-    yield
-    interpreter._convert_float = convert
+    patch.setattr(interpreter, "_convert_float", converted)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def types_made_once() -> Iterator[None]:
-    """The interpreter makes the type, the shape and NumPy's dtype of every value anew: a quarter of
-    the time of these tests. They are kept by what they are made from."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if not _interpreting() or not hasattr(interpreter, "_get_np_dtype"):
-        yield
-        return
+def _make_types_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """It makes the type, the shape and NumPy's dtype of every value anew: a quarter of the time.
+    They are kept by what they are made from."""
     core, dtype_of = interpreter.tl.core, interpreter._get_np_dtype
     make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
     blocks, tensors, dtypes = {}, {}, {}
@@ -174,11 +168,9 @@ def types_made_once() -> Iterator[None]:
             dtypes[name] = dtype_of(type)
         return dtypes[name]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core.block_type, "__init__", block)
-        patch.setattr(core.tensor, "__init__", tensor)
-        patch.setattr(interpreter, "_get_np_dtype", np_dtype)
-        yield
+    patch.setattr(core.block_type, "__init__", block)
+    patch.setattr(core.tensor, "__init__", tensor)
+    patch.setattr(interpreter, "_get_np_dtype", np_dtype)
 
 
 # `with torch.device(...)` notes at its first use which functions it serves: not the poisoned.
