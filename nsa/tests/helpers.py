@@ -90,48 +90,36 @@ def make_ranges(
     """
     if not 0 < L <= Skv:
         raise ValueError(f"L must be in 1..Skv={Skv}, got {L}")
-    gen = generator(seed)
+    gen, half, far = generator(seed), max(1, L // 2), 1 << 32
+    fixed = {
+        "few": [(0, L)], "empty": [(0, 0)], "last_key": [(Skv - 1, Skv)], "whole": [(0, Skv)],
+        "duplicate": [(0, half)] * 3, "overlap": [(0, half), (half // 2, L), (half // 3, half)],
+        "touching": [(0, half), (half, L), (L, min(L + 1, Skv))],
+        "unsorted": [(half, L), (0, half // 2)], "inverted": [(L, half), (0, half), (5, 5)],
+        "out_of_bounds": [(-7, half), (Skv - 1, Skv + 100), (Skv + 3, Skv + 9), (-9, -3)],
+        "int32_extremes": [
+            (-INT_MAX - 1, half), (Skv - 1, INT_MAX), (L, -INT_MAX - 1), (INT_MAX, 0)
+        ],
+        # Whose low halves are ordinary ranges.
+        "int64_extremes": [(far, far + L), (0, L - far), (-far, half), (Skv - 1, far)],
+    }  # fmt: skip
     rows: list[list[tuple[int, int]]] = []
     for row in range(B * S * G):
-        half = max(1, L // 2)
-        if kind == "few":
-            spans = [(0, L)]
+        if kind in fixed:
+            spans = fixed[kind]
         elif kind == "many":
             n = min(8, L)
             spans = _spread([L // n + (i < L % n) for i in range(n)], Skv, gen)
         elif kind == "mixed":
             n = min([2, 4, 8][int(torch.randint(3, (1,), generator=gen))], L)
             spans = _spread(_cut(L, n, gen), Skv, gen)
-        elif kind == "empty":
-            spans = [(0, 0)]
         elif kind == "one_key":
             at = int(torch.randint(Skv, (1,), generator=gen))
             spans = [(at, at + 1)]
-        elif kind == "last_key":
-            spans = [(Skv - 1, Skv)]
-        elif kind == "whole":
-            spans = [(0, Skv)]
-        elif kind == "duplicate":
-            spans = [(0, half), (0, half), (0, half)]
-        elif kind == "overlap":
-            spans = [(0, half), (half // 2, L), (half // 3, half)]
-        elif kind == "touching":
-            spans = [(0, half), (half, L), (L, min(L + 1, Skv))]
-        elif kind == "unsorted":
-            spans = [(half, L), (0, half // 2)]
-        elif kind == "inverted":
-            spans = [(L, half), (0, half), (5, 5)]
-        elif kind == "out_of_bounds":
-            spans = [(-7, half), (Skv - 1, Skv + 100), (Skv + 3, Skv + 9), (-9, -3)]
         elif kind == "some_empty":
             spans = [(0, 0)] if row % 3 == 0 else [(0, half), (0, 0)]
         elif kind == "all_but_one_empty":
             spans = [(0, L)] if row == B * S * G - 1 else [(0, 0)]
-        elif kind == "int32_extremes":
-            spans = [(-INT_MAX - 1, half), (Skv - 1, INT_MAX), (L, -INT_MAX - 1), (INT_MAX, 0)]
-        elif kind == "int64_extremes":  # their low halves are ordinary ranges
-            far = 1 << 32
-            spans = [(far, far + L), (0, L - far), (-far, half), (Skv - 1, far)]
         else:
             raise ValueError(f"kind must be one of {RANGE_KINDS + HOSTILE_RANGE_KINDS}: {kind!r}")
         rows.append(spans)
@@ -155,30 +143,24 @@ def make_block_indices(
     all: as many as fit from the start, own last. ragged: random with a random number of blocks,
     none included.
     """
-    gen = generator(seed)
+    gen, count = generator(seed), 0
     result = torch.full((B, S, G, n_sel), -1, dtype=torch.int32)
     for b in range(B):
         for s in range(S):
             own = (q_start + s) // l_sel
             for g in range(G):
                 earlier = torch.randperm(own, generator=gen) if own else torch.zeros(0)
-                if kind == "random":
-                    row = [own, *earlier[: n_sel - 1].tolist()]
-                elif kind == "clustered":
-                    row = list(range(max(0, own - n_sel + 1), own + 1))
-                elif kind == "one_block":
-                    row = [0, own][:n_sel] if own else [0]
-                elif kind == "own_only":
-                    row = [own]
-                elif kind == "first_only":
-                    row = [0]
-                elif kind == "all":
-                    row = [*range(min(own, n_sel - 1)), own]
-                elif kind == "ragged":
+                if kind == "ragged":
                     count = int(torch.randint(n_sel + 1, (1,), generator=gen))
-                    row = [own, *earlier.tolist()][:count]
-                else:
-                    raise ValueError(f"kind must be one of {BLOCK_KINDS}, got {kind!r}")
+                row = {
+                    "random": [own, *earlier[: n_sel - 1].tolist()],
+                    "clustered": [*range(max(0, own - n_sel + 1), own + 1)],
+                    "one_block": [0, own][:n_sel] if own else [0],
+                    "own_only": [own],
+                    "first_only": [0],
+                    "all": [*range(min(own, n_sel - 1)), own],
+                    "ragged": [own, *earlier.tolist()][:count],
+                }[kind]
                 row = sorted(set(map(int, row)))
                 result[b, s, g, : len(row)] = torch.tensor(row, dtype=torch.int32)
     return result.to(device)
