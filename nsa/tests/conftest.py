@@ -237,6 +237,12 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Whoever asks where kernels run is a test of kernels."""
+    if "kernel_device" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.kernel)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tickets", type=int, metavar="FD",
                      help="run the tests whose numbers (4 bytes each) this process reads here, "

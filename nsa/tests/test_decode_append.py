@@ -63,7 +63,6 @@ def in_fp64(cache):
     return wide
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("config, T, lengths", [
     (SMALL, 1, (0, 7, 30)), (SMALL, 3, (2, 11, 19)), (PAPER, 1, (1, 4_000)), (PAPER, 8, (640,)),
@@ -96,7 +95,6 @@ def test_one_launch_does_what_pytorch_does(config, T, lengths, kernel_device):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("config, T, always, phi, dtype", [
     (SMALL, 1, True, "mlp", torch.float16), (SMALL, 1, False, "mean", torch.float16),
@@ -140,7 +138,6 @@ def test_due_tokens_are_those_of_pytorch(config, T, always, phi, dtype, kernel_d
         )  # fmt: skip
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("config, T, phi, dtype", [
     (SMALL, 1, "mlp", torch.float16), (SMALL, 3, "mean", torch.float16),
@@ -173,7 +170,6 @@ def test_e4m3_rows_are_those_of_pytorch(config, T, phi, dtype, kernel_device):
         assert same == 1 if name in ("v_raw", "v_sel", "v_win") else same > 0.99, name
 
 
-@pytest.mark.kernel
 def test_a_layers_steps_over_e4m3_are_those_of_pytorch(kernel_device):
     layer = layer_of(SMALL, kernel_device, torch.float16)
     plain = NSAAttention(layer.config, backend="reference").to(kernel_device, torch.float16)
@@ -193,7 +189,6 @@ def test_a_layers_steps_over_e4m3_are_those_of_pytorch(kernel_device):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("T, hidden, weights", [
     (1, None, torch.float16), (3, 1100, torch.float16), (1, 40, torch.float32),
@@ -226,7 +221,6 @@ def test_gates_of_the_same_launch(T, hidden, weights, kernel_device):
     )  # fmt: skip
 
 
-@pytest.mark.kernel
 def test_the_layers_step_takes_it(kernel_device, monkeypatch):
     layer = layer_of(SMALL, kernel_device, torch.float16)
     monkeypatch.setattr(GateMLP, "forward", lambda *_: pytest.fail("gates apart from the launch"))
@@ -237,7 +231,6 @@ def test_the_layers_step_takes_it(kernel_device, monkeypatch):
     assert counts[KERNEL] == 1 and cache.lengths == [10, 31]
 
 
-@pytest.mark.kernel
 def test_a_step_frees_its_memory(kernel_device):
     layer = layer_of(SMALL, kernel_device, torch.float16)
     x = randn(2, 1, 24, seed=1, dtype=torch.float16, device=kernel_device)
@@ -251,7 +244,6 @@ class NoPhi(torch.nn.Module):
         raise RuntimeError("no phi")
 
 
-@pytest.mark.kernel
 def test_what_fails_behind_the_launch_appends_nothing(kernel_device):
     """A kernel that is to emit, or the model's own phi: the device's lengths go back as well."""
     layer = layer_of(SMALL, kernel_device, torch.float16)
@@ -323,7 +315,6 @@ def test_a_projection_that_is_more_than_its_weights_runs_as_it_is(bias):
         torch.testing.assert_close(apply_linear(changed, x), 2 * plain(x))
 
 
-@pytest.mark.kernel
 def test_another_module_makes_the_gates(kernel_device):
     """And before anything is appended, so that what it raises leaves the cache as it was."""
 
@@ -347,7 +338,6 @@ def test_another_module_makes_the_gates(kernel_device):
     torch.testing.assert_close(layer.step(x, cache), want, rtol=0, atol=0)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("phi", [
     MLPCompression(SMALL.d_k, SMALL.l, SMALL.d), MLPCompression(SMALL.d_v, SMALL.l, SMALL.d // 2),
 ], ids=["of-keys", "stride"])  # fmt: skip
@@ -461,7 +451,6 @@ def test_a_named_backend_raises_its_error(allowed):
         layer.step(randn(1, 1, 24, seed=2), cache)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("needs", ["q", "gates"])
 def test_a_gradient_is_that_of_prefill_or_refused(needs, kernel_device):
     """Also of a cache whose steps were fused before; the step's own kernels have none."""

@@ -90,7 +90,7 @@ def marks(i: int) -> list[pytest.MarkDecorator]:
 
 
 @pytest.fixture
-def served(cuda, monkeypatch):
+def served(cuda, kernel_device, monkeypatch):
     """A GPU whose steps go this way."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel for clusters serves SM 9.0")
@@ -105,7 +105,6 @@ def launched(caches):
     return out, indices, counts
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize(
     "step", [pytest.param(s, marks=marks(i)) for i, s in enumerate(STEPS)], ids=str
 )
@@ -125,7 +124,6 @@ def test_step(step, served):
     assert torch.equal(again, out) and torch.equal(same, indices)
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("step", [STEPS[2], STEPS[4], STEPS[9], STEPS[13]], ids=str)
 def test_values_near_the_largest(step, served):
@@ -140,7 +138,6 @@ def test_values_near_the_largest(step, served):
     assert torch.equal(out.double() / size, want.double())
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize(("lens", "groups"), [
     ((4000,), 4), ((2500, 4000), 20), ((4000, 90), 40), ((2500,), 160),
@@ -157,7 +154,6 @@ def test_ties_go_to_the_lower_block(lens, groups, served):
         assert got == [want + [-1] * (16 - len(want))] * groups
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("block", [3, 4, 7, 15, 31, 32, 47])
 def test_a_key_of_two_blocks_counts_for_both(block, served):
     """At the edges of a warp's units and of the cluster's blocks."""
@@ -172,7 +168,6 @@ def test_a_key_of_two_blocks_counts_for_both(block, served):
 FEW_AND_MANY = [(2000, 1024), (2000, 1999, 66, 1024) * 8]
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("lens", FEW_AND_MANY, ids=len)
 def test_what_later_tokens_add_changes_no_earlier_one(lens, served):
     caches = Caches(Step(lens, T=4, G=4, **WIDE), "cuda")
@@ -188,7 +183,6 @@ def test_what_later_tokens_add_changes_no_earlier_one(lens, served):
     torch.testing.assert_close(other[:, :3], out[:, :3], rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("T, page, lens", [
     (1, 0, (4000, 20, 1500)), (1, 64, (4000, 20, 1500)), (4, 64, FEW_AND_MANY[0]),
     (4, 0, FEW_AND_MANY[1]),
@@ -213,7 +207,6 @@ def test_branches_add_up_to_the_step(T, page, lens, served):
     torch.testing.assert_close(total, out.float(), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("T, G", [(1, 4), (4, 4), (4, 60)])
 def test_one_graph_serves_all_lengths(T, G, served):
     lens = [(4000, 3999), (T, T + 1), (31, 32), (1024, 1025), (700, 2111)]
@@ -236,7 +229,6 @@ def test_one_graph_serves_all_lengths(T, G, served):
         assert torch.equal(out, want) and torch.equal(indices, blocks), n
 
 
-@pytest.mark.kernel
 def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(served):
     caches = Caches(Step((4000, 2500), G=4, **WIDE), "cuda")
     out, indices, _ = launched(caches)
@@ -248,7 +240,6 @@ def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(served):
         assert {0, 61, 62} < set(found) <= set(range(63)) and found == sorted(set(found))
 
 
-@pytest.mark.kernel
 def test_who_asks_for_triton_or_has_unaligned_queries_gets_triton(served, monkeypatch):
     caches = Caches(Step((4000,), G=4, **WIDE), "cuda")
     out, indices, _ = launched(caches)

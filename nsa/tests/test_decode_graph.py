@@ -187,7 +187,6 @@ def close(out, want):
     torch.testing.assert_close(out.double().cpu(), want.double().cpu(), atol=6e-3, rtol=0)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("split", [0, 7, 8, 21])
 def test_fused_decode_continues_prefill(kernel_device, split):
     layer = make().half().to(kernel_device)
@@ -210,7 +209,6 @@ def test_fused_decode_continues_prefill(kernel_device, split):
     close(torch.cat(parts, 1), whole[:, :last])
 
 
-@pytest.mark.kernel
 def test_the_fused_step_reads_lengths_from_the_device_alone(kernel_device):
     """What a replay sees: the host's lengths stay those of the capture while the device's grow."""
     layer = make().half().to(kernel_device)
@@ -496,7 +494,6 @@ def test_a_preset_runs_its_cells(monkeypatch, tmp_path, capsys):
     assert "--preset: not allowed with --B" in capsys.readouterr().err
 
 
-@pytest.mark.kernel
 def test_a_compiled_step_launches_the_same_kernels_and_is_compiled_once(kernel_device):
     from torch._dynamo.utils import counters
 

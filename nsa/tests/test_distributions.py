@@ -202,7 +202,6 @@ def test_rows_are_as_exact_as_pytorchs(shape, branch, kind, kernel_device):
         assert mine <= 2 * its + eps, (name, mine, its)
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("packed", [False, True])
 def test_two_branches_may_pass_what_all_three_do_not(packed, kernel_device):

@@ -68,7 +68,6 @@ def test_gradcheck_of_the_fallback_routes(pack):
     )
 
 
-@pytest.mark.kernel
 def test_gradcheck_of_the_kernels_along_directions(kernel_device):
     """The kernels compute in fp32, so the finite difference is taken of the fp64 oracle."""
     tensors, ranges = inputs(torch.float32, kernel_device)

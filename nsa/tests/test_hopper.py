@@ -280,13 +280,12 @@ def test_shares_are_whole_query_tiles(sq, columns, sms):
 
 
 @pytest.fixture
-def device(cuda, asked):
+def device(cuda, kernel_device, asked):
     if not hopper.enabled(cuda):
         pytest.skip("needs SM 9.0 and a release of Triton that the kernels were run with")
     return "cuda"
 
 
-@pytest.mark.kernel
 @ALL
 def test_whole(shape, device):
     with launches.recording() as counts:
@@ -301,7 +300,6 @@ def test_whole(shape, device):
 PAPERS = dict(D=192, Dv=128, **PAPER)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("shape", [
     kernels_of.SHAPES[7], Shape((1, 700, 63, 64, 65, 333), h=4, n_sel=4, packed=True, **PAPERS),
     Shape((777, 777), h=8, dtype=BF16, n_sel=4, **PAPERS),
@@ -319,7 +317,6 @@ def test_whole_with_the_papers_heads(shape, device):
     kernels_of.test_choice_of_blocks(shape, device)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[4:], ids=str)
 def test_choice_of_blocks(shape, device, monkeypatch):
     """All queries at once and by slabs."""
@@ -331,7 +328,6 @@ def test_choice_of_blocks(shape, device, monkeypatch):
     assert counts[SCORES] > 1
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("heads, width, l, d, l_sel, start, s", [
     (16, 128, 32, 16, 64, 0, 515), (16, 128, 32, 16, 64, 9000, 4200), (8, 64, 32, 16, 64, 137, 515),
     (4, 128, 64, 16, 32, 0, 515), (2, 64, 16, 16, 128, 61, 515), (1, 128, 256, 16, 64, 0, 515),
@@ -401,7 +397,6 @@ def by_attention(q, k, v, scale, start, pair):
     return (*run(slabs), scores.unflatten(0, (b, g))[:, :, :s]), run(None)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("pair", [True, False])
 @pytest.mark.parametrize("heads, width, start, s, scale, dtype", [
     (16, 128, 0, 515, 0.1, BF16), (16, 128, 9000, 4200, 0.1, BF16), (8, 64, 137, 515, 0.1, BF16),
@@ -440,7 +435,6 @@ def test_scores_of_attentions_own(heads, width, start, s, scale, dtype, pair, de
         torch.testing.assert_close(got[here], want[here], rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("kind", ["random", "clustered", "constant"])
 @pytest.mark.parametrize(
     "heads, b, start, s", [(16, 1, 0, 3100), (8, 2, 777, 1531), (4, 2, 0, 999)]
@@ -495,7 +489,6 @@ def test_attention_chooses_as_good_blocks(heads, b, start, s, kind, device, monk
         assert (mine >= best * 0.9995).all()
 
 
-@pytest.mark.kernel
 def test_a_nan_query_changes_no_other_score(device):
     for heads in (4, 8, 16):
         q, k = (randn(2, n, h, 128, seed=n, dtype=BF16, device=device)
@@ -509,7 +502,6 @@ def test_a_nan_query_changes_no_other_score(device):
         )
 
 
-@pytest.mark.kernel
 def test_a_nan_query_changes_no_other_choice(device):
     q, k = (randn(1, n, h, 128, seed=n, dtype=BF16, device=device) for n, h in ((700, 32), (42, 2)))
     lse = randn(1, 700, 32, seed=3, device=device)
@@ -524,7 +516,6 @@ def test_a_nan_query_changes_no_other_choice(device):
         assert {0, 10} < set(row) <= set(range(11)) and row == sorted(set(row))
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_nan_changes_no_choice_of_other_packed_sequences(bad, device):
     cu = torch.tensor([0, 70, 90, 423]).int().to(device)
@@ -563,7 +554,6 @@ SHARING = [
 ]
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("kind", ["random", "clustered", "ragged", "one_block"])
 @pytest.mark.parametrize("case", SHARING, ids=str)
 def test_shared_reads_agree_with_single_queries(case, kind, device, monkeypatch):
@@ -580,7 +570,6 @@ def test_shared_reads_agree_with_single_queries(case, kind, device, monkeypatch)
         assert torch.equal(again, out) and torch.equal(again_lse, lse)
 
 
-@pytest.mark.kernel
 def test_what_is_shared_does_not_depend_on_neighbours(device, monkeypatch):
     """Bitwise: another choice of the others changes nothing, nor does NaN in what they chose or in
     what is to come."""
@@ -639,7 +628,6 @@ def attend_both(x, **changes):
     return got, want
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("kind", ["random", "ragged", "clustered"])
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_selection_by_keys_agrees_with_shared_reads(case, kind, device, by_keys, monkeypatch):
@@ -655,7 +643,6 @@ def test_selection_by_keys_agrees_with_shared_reads(case, kind, device, by_keys,
         torch.testing.assert_close(again_lse, lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.kernel
 def test_where_tiles_pay_some_go_by_keys(device, by_keys, monkeypatch):
     """The bound between both ways is in the middle of the tiles, and the way of each shows."""
     x = Problem(LONG[0].values[0], "ragged", device, monkeypatch)
@@ -670,7 +657,6 @@ def test_where_tiles_pay_some_go_by_keys(device, by_keys, monkeypatch):
     assert torch.equal(out[whole], want[whole]) and not torch.equal(out[~whole], want[~whole])
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("case", [LONG[0], LONG[4]], ids=str)
 def test_what_goes_by_keys_does_not_feel_what_it_cannot_see(case, device, by_keys, monkeypatch):
     x = Problem(case, "random", device, monkeypatch)
@@ -688,7 +674,6 @@ def test_what_goes_by_keys_does_not_feel_what_it_cannot_see(case, device, by_key
         assert poisoned[rows].isnan().all()
 
 
-@pytest.mark.kernel
 def test_columns_of_any_size_keep_their_precision(device, by_keys, monkeypatch):
     """Sums in fp16 of columns of V from 2**-90 to 2**90, one value of each far above the others;
     scores from flat to steep."""
@@ -703,7 +688,6 @@ def test_columns_of_any_size_keep_their_precision(device, by_keys, monkeypatch):
     assert error.max() < 8e-3 and error.mean() < 3e-3, (error.max(), error.argmax(), error.mean())
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("size", [1.0, 3e4, 1e35])
 def test_sums_by_keys_come_near_their_bound(size, device, by_keys, monkeypatch):
     """Equal weights of equal values: no sum can be larger. And what cancels leaves nothing."""
@@ -716,7 +700,6 @@ def test_sums_by_keys_come_near_their_bound(size, device, by_keys, monkeypatch):
     assert out[..., 1::2].abs().max() < 0.07 * size  # an odd number of keys, in the own block
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("steep", [2.0, 10.0, 40.0])
 @pytest.mark.parametrize("case", [LONG[0], LONG[4]], ids=str)
 def test_scores_far_above_the_neighbourhood(case, steep, device, by_keys, monkeypatch):
@@ -739,7 +722,6 @@ def test_scores_far_above_the_neighbourhood(case, steep, device, by_keys, monkey
     assert {2.0: added == 0, 10.0: added > 0, 40.0: added > 0.3 * tiles}[steep], (added, tiles)
 
 
-@pytest.mark.kernel
 @pytest.mark.long
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.core), True])
 def test_the_whole_operator_by_keys(packed, device, by_keys, monkeypatch):
@@ -765,7 +747,6 @@ BLOCKS = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)
 NARROW, WIDER = dict(D=64, Dv=64), dict(D=192)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("case, kind", [
     pytest.param(Case((4000,), G=4, h=16, **BLOCKS), "clustered", marks=pytest.mark.core),
     (Case((4000,), h=8, **BLOCKS), "one_block"),
@@ -805,7 +786,6 @@ def halves_and_fp32(x):
     return dq, exact * x.x.how["softmax_scale"]
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("case", [
     pytest.param(Case((1500,), G=1, h=16, **BLOCKS), marks=pytest.mark.core),
     Case((200, 900), h=4, **BLOCKS), Case((2000,), G=1, h=8, **{**BLOCKS, "n": 32}),
@@ -831,7 +811,6 @@ def test_rows_of_any_size_keep_their_gradient(case, device, monkeypatch):
     assert (error[common] / norm[common]).mean() < 2.5e-3
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
 @pytest.mark.parametrize("case", [Case((600,), G=1, h=16, **BLOCKS)], ids=str)
@@ -873,7 +852,6 @@ def close(got, want):
         )
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("shape", SHAPES[:3:2], ids=str)
 def test_chunks_and_deep_scores(shape, device):
     got, counts = compressed_backward(shape, device, q_start=37, scale=20.0)
@@ -883,7 +861,6 @@ def test_chunks_and_deep_scores(shape, device):
     close(got, want)
 
 
-@pytest.mark.kernel
 def test_nan_stays_where_it_belongs(device):
     """A NaN reaches what depends on it, and nothing that does not see it. Hopper's kernels take a
     NaN value for one of its key (marked_keys.py): the log-sum-exp of what sees it is NaN too."""
@@ -926,7 +903,6 @@ def outcome_of_nan(run, tensors, bad):
     return got[0][~others]
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("window", [None, 48, 512])  # None: compressed attention
 @pytest.mark.parametrize("bad", [0, 2])
@@ -957,7 +933,6 @@ def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
     assert out[40:].isnan().all()
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("heads", [2, 16])
@@ -976,7 +951,6 @@ def test_a_nan_stays_in_its_packed_sequence_of_both(heads, bad, device):
     assert out.isnan().all()
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("window, scale", [(1, 0.1), (100, 0.1), (512, 0.1), (512, 3.0)])
 @pytest.mark.parametrize("heads, width", [(1, 128), (2, 64), (8, 128), (16, 128), (64, 64)])
 def test_both_spans_of_a_chunk(heads, width, window, scale, device):
@@ -1007,7 +981,6 @@ def test_both_spans_of_a_chunk(heads, width, window, scale, device):
     torch.testing.assert_close(lse.double(), want_lse.double(), atol=1e-4, rtol=rtol)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize(
     "window, scale", [(1, 0.1), (100, 0.1), (128, 0.1), (512, 0.1), (10**9, 0.1), (10**9, 3.0)]
 )
@@ -1039,7 +1012,6 @@ def test_windows_forward(heads, width, window, scale, device):
     torch.testing.assert_close(lse[0].double(), scores.logsumexp(-1).T, atol=1e-4, rtol=narrow)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("window", [2, 16, 130, 10**9])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=str)
@@ -1064,7 +1036,6 @@ def test_windows_of_a_chunk(shape, width, window, device):
     close([written * 0.1], want)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("kind", ["compressed", "sliding"])
 def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, device):
     """The last tile of a sequence's queries reaches into the next one's."""
@@ -1097,7 +1068,6 @@ def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, device):
         torch.testing.assert_close(a[end:], b[end:], msg=lambda m, n=name: n + m)
 
 
-@pytest.mark.kernel
 def test_a_graph_holds_them(device):
     q, k, v = (randn(1, 520, n, 128, seed=n, dtype=BF16, device=device) for n in (16, 1, 1))
     call = lambda: prefill.compressed_attention_triton(q, k, v, l=32, d=16)[0]

@@ -386,7 +386,6 @@ def test_branches_may_share_keys_and_their_cache():
         lens = [n + T for n in lens]
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_learnt_phi_and_fp32_kernels(kind, kernel_device):
     """The kernel in fp32, which public routes leave to PyTorch, on what a call has written."""
@@ -519,7 +518,6 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_reads_no_value(kind, kernel_device, monkeypatch):
     """Lengths, page numbers and what is due are known on the device alone."""

@@ -66,7 +66,6 @@ def alone(xs: list, do: torch.Tensor, lengths: Sequence[int], sizes: dict, run) 
     return out, chosen, [join(g) for g in zip(*(d[2] for d in done), strict=True)]
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize(
     "lengths, more, h, fixed",
     [
@@ -114,7 +113,6 @@ def test_a_pack_is_each_sequence_alone(lengths, more, h, fixed, kernel_device):
         torch.testing.assert_close(g[: len(w)], w, msg=lambda m, n=name: f"d{n}: {m}", **tol)
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 def test_more_sequences_than_a_grid_has_room_for(kernel_device, monkeypatch):
     """They are a pack, whose grids go by tiles; with a chunk, whose queries stand behind keys. Four
@@ -152,7 +150,6 @@ def test_more_sequences_than_a_grid_has_room_for(kernel_device, monkeypatch):
             torch.testing.assert_close(a, b, **CLOSE)
 
 
-@pytest.mark.kernel
 def test_max_seqlen_is_a_bound_for_the_choice_of_blocks_alone(kernel_device):
     """Elsewhere any number will do, since grids and lists follow from cu_seqlens."""
     if kernel_device == "cuda":
@@ -178,7 +175,6 @@ def test_max_seqlen_is_a_bound_for_the_choice_of_blocks_alone(kernel_device):
     assert torch.equal(attend(1), attend(37))
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("kind", ["few", "mixed"])
 def test_ranges_of_a_pack_take_one_launch(kind, kernel_device):
     lengths, more, G, h = (40, 1, 0, 9, 3), 4, 2, 4
@@ -310,7 +306,6 @@ def test_packed_compression_of_rows_of_no_sequence():
     assert not grad[13:].any()
 
 
-@pytest.mark.kernel
 def test_blocks_after_the_query_or_past_the_sequence_are_nobodys(kernel_device):
     """A pack's next sequence has keys where they would be."""
     lengths, G, h = (20, 50), 1, 4

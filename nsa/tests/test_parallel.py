@@ -862,7 +862,6 @@ def test_a_dead_rank_ends_the_others(found):
     a_dead_rank_ended_the_others(found)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("world", [2, 4])
 def test_kernels_on_chunks(kernel_device, world, tmp_path):
     """In Triton's interpreter with gloo, or on as many GPUs with NCCL, in a CUDA graph too."""
@@ -889,7 +888,6 @@ KERNEL_CASES = {
 }
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_kernels_do_what_pytorch_does(kernel_device, name, monkeypatch):
     from nsa.kernels.decode import parallel as kernels

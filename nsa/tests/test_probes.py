@@ -131,7 +131,6 @@ def drawn_ranges(draw: random.Random, rows: int, keys: int) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.int32)[None, :, None]
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("number", range(4))
 def test_drawn_ranges_and_their_gradients(number, kernel_device):
@@ -146,7 +145,6 @@ def test_drawn_ranges_and_their_gradients(number, kernel_device):
         D=draw.choice([16, 24]), Dv=draw.choice([16, 24]))  # fmt: skip
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("branch", ["sliding", "compressed", "selected"])
 def test_a_drawn_branch_and_its_gradients(branch, kernel_device):

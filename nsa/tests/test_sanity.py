@@ -61,7 +61,6 @@ def test_interpreting_is_what_the_library_takes_for_it(monkeypatch, capsys):
     assert "--interpret needs TRITON_INTERPRET=1" in capsys.readouterr().err
 
 
-@pytest.mark.kernel
 def test_the_three_proofs_hold_here_and_name_their_seeds(sent, kernel_device):
     dtype = torch.float16
     checks = [(gpu_sanity.matmul, dtype), (gpu_sanity.triton_axpy,), (gpu_sanity.selection, dtype)]

@@ -233,7 +233,6 @@ def test_merging_follows_either_mark_of_rows_without_keys():
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize(
     "by, repeats",
@@ -284,7 +283,6 @@ def test_lse_and_its_gradient_on_triton(by, repeats, kernel_device):
         assert_parity(f"sel-lse-{by}", name, pick(g), pick(first(w)), pick(s), **kw)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("by", ["blocks", "mixed"])
 def test_the_lse_alone_the_output_alone_and_once_more(by, kernel_device):
     """Gradients of one of both; a call like an earlier one gives either as well."""
@@ -308,7 +306,6 @@ def test_the_lse_alone_the_output_alone_and_once_more(by, kernel_device):
             )
 
 
-@pytest.mark.kernel
 def test_delta_of_a_row_without_keys_is_finite(kernel_device):
     """Kernels that serve several queries at once multiply it by probabilities of 0."""
     from nsa.kernels.prefill.delta import attention_delta

@@ -175,7 +175,6 @@ def test_other_padding_than_before_is_told():
         last_logits(model, ids, torch.cat([mask, mask[:1, :1].expand(2, 1)], 1), cache)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("plain", [False, True], ids=["learnt", "plain"])
 def test_a_step_on_a_gpu_appends_in_one_launch(plain, kernel_device):
     """The kernel and PyTorch append the same, bit by bit where both have the same input, and their

@@ -152,7 +152,6 @@ def test_per_sample_gradients_of_a_layer():
             torch.testing.assert_close(each[name][i], p.grad)
 
 
-@pytest.mark.kernel
 def test_kernels_under_transforms(kernel_device, monkeypatch):
     """Triton's route takes part: under vmap in one call, with its own backward."""
     for name in ("NSA_USE_TRITON_SEL", "NSA_SEL_TRITON_ALLOW_GRAD", "NSA_TRITON_SEL_FORCE"):

@@ -19,7 +19,6 @@ def inputs(dtype=torch.float32, device="cpu"):
     )  # fmt: skip
 
 
-@pytest.mark.kernel
 def test_allow_grad_decides_in_automatic_mode(kernel_device, monkeypatch):
     """With a gradient needed, NSA_SEL_TRITON_ALLOW_GRAD chooses between Triton and SDPA."""
     q, k, v = inputs(torch.float16, kernel_device)
@@ -46,7 +45,6 @@ def test_allow_grad_decides_in_automatic_mode(kernel_device, monkeypatch):
         assert taken[0].route.value == "triton", "no gradient is recorded here"
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("frozen", ["q", "kv"])
 def test_only_what_needs_a_gradient_is_computed(frozen, kernel_device):
     from nsa.kernels.triton_sel_kernel import selection_ranges_triton

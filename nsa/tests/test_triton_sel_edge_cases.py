@@ -22,7 +22,6 @@ def inputs(device, dtype=HALF, B=1, S=3, G=1, h=2, Skv=40, D=16, Dv=16, grad=Fal
     )  # fmt: skip
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("n, path, sizes", [
     (3, "ranges", {}), (3, "varlen", {}), (1, "dense", {}), (0, None, {}), (2, None, dict(Skv=0)),
     (2, None, dict(B=0)), (2, None, dict(S=0)),
@@ -42,7 +41,6 @@ def test_nothing_to_attend_gives_zero_and_zero_gradients(n, path, sizes, kernel_
     assert path is None or launched["_sel_attn_bwd_dq_kernel"] == 1
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("path", ["ranges", "dense"])
 def test_keys_outside_the_ranges_are_never_read(path, kernel_device):
     """NaN in every other key must touch neither the output nor any gradient."""
@@ -62,7 +60,6 @@ def test_keys_outside_the_ranges_are_never_read(path, kernel_device):
     assert (dk[:, :, other].nan_to_num(1) == 0).all() and (dv[:, :, other].nan_to_num(1) == 0).all()
 
 
-@pytest.mark.kernel
 def test_huge_scores_do_not_overflow(kernel_device):
     q, k, v = inputs(kernel_device, dtype=torch.float32)
     q, k = q * 200, k * 200
@@ -72,7 +69,6 @@ def test_huge_scores_do_not_overflow(kernel_device):
     torch.testing.assert_close(out.double(), want.to(out.device), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("path", ["ranges", "varlen", "dense"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_extreme_ranges_attend_their_keys_in_reach(dtype, path, kernel_device):
@@ -92,7 +88,6 @@ def test_extreme_ranges_attend_their_keys_in_reach(dtype, path, kernel_device):
         assert torch.equal(got, want) and got.isfinite().all()
 
 
-@pytest.mark.kernel
 def test_expanded_gradient_of_the_output(kernel_device):
     """sum() hands the backward a gradient of stride 0."""
     leaves = inputs(kernel_device, dtype=torch.float32, grad=True)

@@ -143,7 +143,6 @@ def test_packing_is_timed(monkeypatch, capfd):
     assert packs and all(" rows=" in x and " ms=" in x for x in packs)
 
 
-@pytest.mark.kernel
 def test_what_a_call_by_blocks_logs(kernel_device, capfd):
     """Two queries at 39 and 40 that choose blocks 0 and 2 of 16: 24 and 25 tokens."""
     kw = {"dtype": torch.float16, "device": kernel_device}
@@ -166,7 +165,6 @@ def test_what_a_call_by_blocks_logs(kernel_device, capfd):
     assert sum(".shapes " in x or ".compare " in x for x in lines) == 2
 
 
-@pytest.mark.kernel
 def test_block_sizes_without_a_kernel_are_unavailable(kernel_device):
     kw = {"dtype": torch.float16, "device": kernel_device}
     q, k = randn(1, 9, 2, 16, seed=1, **kw), randn(1, 9, 1, 16, seed=2, **kw)
@@ -178,7 +176,6 @@ def test_block_sizes_without_a_kernel_are_unavailable(kernel_device):
         nsa.select_blocks(q, k[:, :1], l=8, d=4, l_sel=12, n_sel=3, **forced)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("path, buckets", [("ranges", 1), ("varlen", 2)])
 def test_what_a_triton_call_logs(path, buckets, kernel_device, capfd):
     """Reads are the tokens really selected; timing has one line per bucket of lengths."""

@@ -47,7 +47,6 @@ def expected(qkv, start, c):
     return [x if qkv.ndim == 3 else x[0] for x in out]
 
 
-@pytest.mark.kernel
 @pytest.mark.core
 @pytest.mark.parametrize("dtype, start", [(torch.float16, 0), (torch.float32, 1_000_003)])
 @pytest.mark.parametrize("config, shape", CONFIGS, ids=["small", "many", "wide", "single"])
@@ -79,7 +78,6 @@ def test_every_part_and_gradient_is_the_oracles(config, shape, dtype, start, ker
         assert torch.equal(got[i].double().cpu(), want[i])
 
 
-@pytest.mark.kernel
 def test_packed_positions_and_views(kernel_device):
     """Positions in any order, projections that are a view: what PyTorch gives."""
     at = torch.tensor([5, 0, 1, 2, 900_000, 3], device=kernel_device)
@@ -91,7 +89,6 @@ def test_packed_positions_and_views(kernel_device):
         torch.testing.assert_close(g, q if name == "q" else getattr(kv, name), rtol=0, atol=2e-6)
 
 
-@pytest.mark.kernel
 def test_a_nan_stays_in_its_head(kernel_device):
     qkv = randn(1, 9, sum(SMALL.qkv_widths), seed=3, device=kernel_device)
     at = torch.arange(9, device=kernel_device)
@@ -105,7 +102,6 @@ def test_a_nan_stays_in_its_head(kernel_device):
         assert i or other[0, 4, 1].sum() == 2
 
 
-@pytest.mark.kernel
 def test_no_tokens_launch_nothing(kernel_device):
     qkv = torch.zeros(2, 0, sum(SMALL.qkv_widths), device=kernel_device, requires_grad=True)
     with launches.recording() as counts:
@@ -115,7 +111,6 @@ def test_no_tokens_launch_nothing(kernel_device):
     assert parts[0].shape == (2, 0, 6, 24)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_layer_takes_it_and_trains_as_without(packed, kernel_device):
     torch.manual_seed(0)
@@ -169,7 +164,6 @@ def test_compiled_projections_are_left_to_the_compiler(monkeypatch):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.kernel
 def test_a_training_step_frees_its_memory(kernel_device):
     layer = NSAAttention(SMALL, backend="triton", flags=TRITON).to(kernel_device, torch.float16)
     x = randn(1, 17, SMALL.dim, seed=1, dtype=torch.float16, device=kernel_device)

@@ -419,7 +419,6 @@ def test_gates_that_are_no_numbers(backend, odd):
 NAN_OR_LARGE = [math.nan, 60000.0]  # a key of infinity has scores of NaN
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize(
     "name, bad", [*((name, math.nan) for name in BRANCHES[:3]), ("compressed", -math.inf)]
 )
@@ -428,7 +427,6 @@ def test_a_query_of_tritons_kernels_changes_no_other(name, bad, kernel_device):
     check_queries(run, x, bad)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize(
     ("name", "bad"),
     [(name, math.nan) for name in BRANCHES]
@@ -440,7 +438,6 @@ def test_branches_of_triton(name, bad, kernel_device):
     check(run, x, sees, places, bad)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize(
     "name, bad", [*((name, math.nan) for name in BRANCHES[:3]), ("sliding", 60000.0)]
 )
@@ -450,7 +447,6 @@ def test_spans_of_triton_in_fp32(name, bad, kernel_device):
     check(lambda q, k, v: spans_in_fp32(name, q, k, v, **start), x, sees, places, bad)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("bad", [math.nan])
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_branches_of_triton(name, bad, kernel_device):
@@ -458,7 +454,6 @@ def test_packed_branches_of_triton(name, bad, kernel_device):
     check(run, x, sees, places, bad)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("two_passes", [False, True])
 def test_compressed_backward_of_four_heads(two_passes, kernel_device):
     """Of which there is a kernel that finds all gradients in one pass."""
@@ -467,13 +462,11 @@ def test_compressed_backward_of_four_heads(two_passes, kernel_device):
         check(run, x, sees, places, math.nan)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("bad", NAN_OR_LARGE)
 def test_choice_of_blocks_of_triton(bad, kernel_device):
     check_choice("triton", bad, kernel_device)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("team", [False, True])
 def test_decode_of_several_tokens(team, kernel_device, monkeypatch):
     """A new token's keys are not those of the tokens before it."""
@@ -508,18 +501,15 @@ def test_decode_of_several_tokens(team, kernel_device, monkeypatch):
         assert now[0, seen_from:].isnan().all(), i
 
 
-@pytest.mark.kernel
 def test_attention_of_triton(kernel_device):
     check_whole(layer(F16, kernel_device), "triton", math.nan, 4e-3)
 
 
-@pytest.mark.kernel
 @GATES
 def test_gates_of_triton_that_are_no_numbers(odd, kernel_device):
     check_odd_gates(layer(F16, kernel_device, B=1), "triton", odd, 4e-3)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("bad", BAD[:2])
 @pytest.mark.parametrize("shape, dv", [((1, 70, 2, 24), 24), ((50, 1, 16), 48)], ids=str)
 def test_keys_tell_of_their_values(shape, dv, bad, kernel_device):
@@ -536,7 +526,6 @@ def test_keys_tell_of_their_values(shape, dv, bad, kernel_device):
     assert new_k[odd].isnan().all() and (new_v[odd] == 0).all()
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("dtype", [F16, torch.float32])
 def test_a_backward_takes_finite_keys_and_values(dtype, kernel_device):
     from nsa.kernels.prefill.marked_keys import keys_for_backward, values_for_backward
@@ -551,7 +540,6 @@ def test_a_backward_takes_finite_keys_and_values(dtype, kernel_device):
         assert torch.equal(values_for_backward(given), want)
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("name", ["k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"])
 @pytest.mark.parametrize("h", [pytest.param(16, marks=pytest.mark.core), 4])
 @pytest.mark.parametrize("packed", [False, True])
