@@ -56,6 +56,12 @@ def device(kernel_device: str, request: pytest.FixtureRequest) -> str:
     return kernel_device
 
 
+@pytest.fixture(params=["reference", "sdpa"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each of PyTorch's routes."""
+    return request.param
+
+
 @pytest.fixture
 def cuda() -> torch.device:
     """The CUDA device; skip where there is none."""

@@ -348,7 +348,6 @@ def test_a_model_names_its_tokens(decoding):
         model(tokens[None], CU)
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 @pytest.mark.parametrize("kind", RANGE_KINDS + HOSTILE_RANGE_KINDS)
 def test_hostile_ranges_attend_their_valid_union(kind, backend):
     q, k, v = make_qkv(1, 6, 4, 2, 8, 6, Skv=23, dtype=torch.float64, seed=2)
@@ -358,7 +357,6 @@ def test_hostile_ranges_attend_their_valid_union(kind, backend):
     torch.testing.assert_close(out, want, atol=1e-13, rtol=0)
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 def test_block_indices_beyond_the_query_are_cut(backend):
     far = 1 << 32  # in the low half of the last one stands block 1
     blocks = torch.tensor([0, 3, -7, 1 - far]).expand(2, 16, 2, 4)
@@ -413,7 +411,6 @@ def test_raw_keys_of_a_pack_are_told_without_waiting_for_a_gpu(cuda):
         nsa.compressed_attention(q[0].to(cuda), x, x, **how)
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 def test_compressed_keys_may_be_rows_of_a_longer_buffer(backend):
     """As many as its raw keys have room for: those of a step of a long cache."""
     longer = lambda x, rows: torch.cat([x, x.new_full((2, rows, *x.shape[2:]), 7.0)], 1)
@@ -425,7 +422,6 @@ def test_compressed_keys_may_be_rows_of_a_longer_buffer(backend):
     torch.testing.assert_close((out, lse), compressed(backend=backend))
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 def test_no_query_no_key_no_block(backend):
     assert slide(q[:, :0], k[:, :0], v[:, :0], backend=backend).shape == (2, 0, 4, 6)
     none = torch.zeros(2, 16, 2, 0, dtype=torch.int32)
@@ -436,7 +432,6 @@ def test_no_query_no_key_no_block(backend):
     assert slide(q[:0], k[:0], v[:0], backend=backend).shape == (0, 16, 4, 6)
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 def test_strides_do_not_matter(backend):
     qs = q.transpose(1, 2).contiguous().transpose(1, 2)
     ks = torch.stack([k, k], -1)[..., 0]
@@ -451,7 +446,6 @@ def test_strides_do_not_matter(backend):
     )
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 @pytest.mark.parametrize("size", [1e4, 1e-4])
 def test_extreme_scores_stay_finite(size, backend):
     x = [t * size for t in make_qkv(1, 16, 4, 2, 8, 6, dtype=torch.float32, seed=4)]

@@ -15,7 +15,6 @@ from nsa.compress import MLPCompression, mean_pool
 from nsa.rotary import rotary
 from nsa.tests.helpers import make_qkv, randn
 
-ROUTES = ["reference", "sdpa"]
 SIZES = dict(l=8, d=4, l_sel=8, n_sel=3, window=12)
 D = torch.float64
 
@@ -49,14 +48,12 @@ def same(a, b, tol=1e-12):
     torch.testing.assert_close(a, b, atol=tol, rtol=0)
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 @pytest.mark.parametrize("S", [1, 2, 7, 8, 9, 13, 16, 29, 45])
 def test_layer_matches_the_oracle(S, backend):
     x = layer_inputs(S, B=2 if S < 20 else 1, seed=S)
     same(run(x, backend), run_oracle(x))
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 @pytest.mark.parametrize(
     "change",
     [dict(l=4, d=4, l_sel=4, n_sel=3), dict(l=16, d=4, l_sel=8, n_sel=3), dict(n_sel=16),
@@ -75,7 +72,6 @@ def test_sizes_match_the_oracle(change, backend):
 # ---- causality -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 @pytest.mark.parametrize("S", [9, 24, 37, 53])
 def test_no_token_changes_an_earlier_output(S, backend):
     """Edit everything after t, for every t at and around block edges: outputs up to t stay put."""
@@ -94,7 +90,6 @@ def test_no_token_changes_an_earlier_output(S, backend):
         assert (z - y)[:, t + 1 :].abs().amax((0, 2, 3)).min() > 1e-9  # the probe can see
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 @pytest.mark.parametrize("S", range(1, 20))
 def test_prefill_of_every_length_is_a_prefix(S, backend):
     x = layer_inputs(40, seed=1)
@@ -102,7 +97,6 @@ def test_prefill_of_every_length_is_a_prefix(S, backend):
     same(run(part, backend), run(x, backend)[:, :S])
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 def test_one_query_sees_every_earlier_key(backend):
     """One query at the end of many keys: the case where is_causal=True would see only key 0."""
     q, k, v = make_qkv(1, 1, 4, 2, 8, 6, Skv=30, dtype=D, seed=2)
@@ -121,7 +115,6 @@ def test_one_query_sees_every_earlier_key(backend):
 # ---- equivalences --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 def test_branches_that_cover_everything_equal_full_attention(backend):
     x = layer_inputs(35, seed=6)
     full = {n: oracle.causal_attention(x["q"], x[f"k_{n}"], x[f"v_{n}"]) for n in ("sel", "win")}
@@ -131,7 +124,6 @@ def test_branches_that_cover_everything_equal_full_attention(backend):
         same(run({**x, "gates": gates}, backend, n_sel=5, window=35), full[name])
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 def test_compression_of_single_tokens_is_full_attention(backend):
     """l = d = 1: every token is its own compressed key."""
     q, k, v = make_qkv(1, 19, 4, 2, 8, 6, dtype=D, seed=7)
@@ -139,7 +131,6 @@ def test_compression_of_single_tokens_is_full_attention(backend):
     same(out, oracle.causal_attention(q, k, v))
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 def test_packed_equals_each_sequence_alone(backend):
     lengths = [13, 1, 0, 29, 8]
     ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -152,7 +143,6 @@ def test_packed_equals_each_sequence_alone(backend):
             same(packed[a:b], alone[0])
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 def test_permuting_heads_of_a_group_permutes_outputs(backend):
     x = layer_inputs(37, HQ=6, G=2, seed=9)
     order = [2, 0, 1, 5, 4, 3]
@@ -160,7 +150,6 @@ def test_permuting_heads_of_a_group_permutes_outputs(backend):
     same(run(moved, backend), run(x, backend)[:, :, order])
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 def test_groups_are_independent(backend):
     x = layer_inputs(37, HQ=4, G=2, seed=10)
     y = run(x, backend)
@@ -177,7 +166,6 @@ def test_groups_are_independent(backend):
     same(run(swapped, backend), y[:, :, [2, 3, 0, 1]])
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 def test_scores_depend_on_relative_position_only(backend):
     """Rotate from position 0 or 1000: full-cover selection and the window give the same result."""
     q, k, v = make_qkv(1, 21, 4, 2, 8, 6, dtype=D, seed=11)
@@ -195,7 +183,6 @@ def test_scores_depend_on_relative_position_only(backend):
     assert (plain - outs[0]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_low_precision_is_close_to_the_oracle(backend, dtype):
     x = layer_inputs(33, seed=13, dtype=dtype)
@@ -219,7 +206,6 @@ def test_chunks_of_the_reference_change_nothing(monkeypatch):
         same(chunked, whole)
 
 
-@pytest.mark.parametrize("backend", ROUTES)
 def test_lse_has_no_gradient(backend):
     q, k, v = make_qkv(1, 20, 4, 2, 8, 6, Skv=4, requires_grad=True)
     out, lse = nsa.compressed_attention(q, k, v, l=8, d=4, backend=backend)

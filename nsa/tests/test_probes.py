@@ -106,7 +106,6 @@ def drawn_layer(number: int):
 
 
 @pytest.mark.parametrize("number", range(2))
-@pytest.mark.parametrize("backend", ROUTES)
 def test_a_drawn_layer_and_its_gradients(backend, number):
     """PyTorch's routes against the oracle's own autograd."""
     case, run, want = drawn_layer(number)

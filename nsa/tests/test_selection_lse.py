@@ -79,7 +79,6 @@ def both(out, lse, x, dout, dlse):
 
 
 @pytest.mark.parametrize("by", ["blocks", "mixed", "overlap", "some_empty", "empty"])
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_lse_and_its_gradient_on_pytorchs_routes(backend, by):
     given, ranges = given_by(by)
     x, dout, dlse = inputs(dtype=torch.float64)
@@ -95,7 +94,6 @@ def test_lse_and_its_gradient_on_pytorchs_routes(backend, by):
     assert nsa.selection_attention(*short, **given, return_lse=True)[1].dtype == torch.float32
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_a_seen_key_that_is_not_finite_shows_in_the_lse_and_no_other(backend):
     given, ranges = given_by("mixed")
     for bad in (math.nan, math.inf):
@@ -118,7 +116,6 @@ def test_without_the_lse_nothing_else_is_returned():
     assert torch.equal(alone, out)
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_blocks_of_packed_sequences(backend):
     rough, clean = rough_blocks(packed=True)
     x, dout, dlse = inputs(dtype=torch.float64)

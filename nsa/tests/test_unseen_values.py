@@ -19,7 +19,6 @@ from nsa.tests.helpers import deterministic, make_block_indices, make_qkv, randn
 FLAGS = Flags(use_triton_sel=True, sel_triton_allow_grad=True)
 L, D, L_SEL, W = 8, 4, 16, 9
 S = 41  # not whole tiles of queries
-PYTORCH = ["reference", "sdpa"]
 BAD = [math.nan, math.inf, 60000.0]
 F16, F32 = torch.float16, torch.float32
 
@@ -195,14 +194,12 @@ BRANCHES = ["sliding", "sliding chunk", "compressed", "blocks", "ranges"]
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("name", BRANCHES)
-@pytest.mark.parametrize("backend", PYTORCH)
 def test_branches_of_pytorch(backend, name, bad):
     run, x, sees, places = branch_case(backend, name)
     check(run, x, sees, places, bad)
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-@pytest.mark.parametrize("backend", PYTORCH)
 def test_an_unseen_score_that_overflows_changes_nothing(backend, name):
     """PyTorch's kernels add the mask, and infinity - infinity is NaN."""
     run, (q, k, v), sees, places = branch_case(backend, name)
@@ -229,7 +226,6 @@ def check_queries(run, tensors, bad):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e36])
 @pytest.mark.parametrize("name", BRANCHES)
-@pytest.mark.parametrize("backend", PYTORCH)
 def test_a_query_changes_no_other(backend, name, bad):
     run, (q, k, v), *_ = branch_case(backend, name)
     check_queries(run, (q, k * 100, v), bad)
@@ -278,13 +274,11 @@ PACKED = ["sliding", "compressed", "blocks", "ranges"]
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("backend", PYTORCH)
 def test_packed_branches_of_pytorch(backend, name, bad):
     run, x, sees, places = packed_case(backend, name)
     check(run, x, sees, places, bad)
 
 
-@pytest.mark.parametrize("backend", PYTORCH)
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_lse_is_that_of_the_seen_keys(backend, name):
     """It is what blocks are chosen by: values have no part in it."""
@@ -376,7 +370,6 @@ def check_whole(tensors, backend, bad, tol):
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("backend", PYTORCH)
 def test_attention_of_pytorch(backend, bad):
     check_whole(layer(), backend, bad, 1e-5)
 
@@ -409,7 +402,6 @@ GATES = pytest.mark.parametrize("odd", [(math.inf, math.nan), (-math.inf,)], ids
 
 
 @GATES
-@pytest.mark.parametrize("backend", PYTORCH)
 def test_gates_that_are_no_numbers(backend, odd):
     check_odd_gates(layer(), backend, odd, 1e-5)
 
