@@ -146,8 +146,7 @@ def test_more_sequences_than_a_grid_has_room_for(kernel_device, monkeypatch):
         monkeypatch.setattr(packs.Rows, "of", real)
         assert grids == {B: False, 1: True}
         assert torch.equal(got[1]["block_indices"], want[1]["block_indices"])
-        for a, b in zip((got[0], *got[2]), (want[0], *want[2]), strict=True):
-            torch.testing.assert_close(a, b, **CLOSE)
+        torch.testing.assert_close((got[0], *got[2]), (want[0], *want[2]), **CLOSE)
 
 
 def test_max_seqlen_is_a_bound_for_the_choice_of_blocks_alone(kernel_device):

@@ -170,8 +170,7 @@ def test_lse_has_a_gradient_under_torch_func():
 
     want = true(x, ranges, dout, dlse)[2:]
     got = torch.func.grad(total, argnums=(0, 1, 2))(*[t.detach() for t in x])
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(list(got), list(want))
     many = [t.detach().expand(3, *t.shape) for t in x]
     blocks = given["block_indices"].expand(3, -1, -1, -1, -1)
     attend = lambda q, k, v, b: nsa.selection_attention(
@@ -197,13 +196,11 @@ def test_merged_halves_are_the_whole_forward_and_backward():
     neither = want[1].isinf()
     alone = torch.stack([attend(half)[1].isinf() for half in halves])
     assert neither.any() and (alone.any(0) & ~neither).any() and (~alone).all(0).any()
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(list(got), list(want))
     dlse = randn(1, S, HQ, seed=9, dtype=torch.float64)
     dlse = dlse.masked_fill(neither, 0)
     grads = [torch.autograd.grad(result, x, [dout, dlse]) for result in (got, want)]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*grads)
 
 
 def test_merging_follows_either_mark_of_rows_without_keys():

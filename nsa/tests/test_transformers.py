@@ -112,8 +112,7 @@ def test_position_ids_that_begin_anew_are_a_pack(kind, cached):
     want = torch.cat([model(part, use_cache=cached).logits for part in parts], 1)
     torch.testing.assert_close(got, want)
     grads = [torch.autograd.grad(x.logsumexp(-1).sum(), model.parameters()) for x in (got, want)]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*grads)
     one = model(ids[:1], position_ids=positions[:1], use_cache=cached).logits  # not expanded
     torch.testing.assert_close(one, want[:1])
 
