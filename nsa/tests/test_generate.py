@@ -83,16 +83,12 @@ def test_temperature_sharpens():
         ({"max_new_tokens": 1, "temperature": -1.0}, "temperature"),
         ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature"),
         ({"max_new_tokens": 1, "top_k": 0}, "top_k"),
+        ({"max_new_tokens": 1}, "prompt"),  # an empty one
     ],
 )
 def test_bad_settings_are_named(model, kwargs, name):
     with pytest.raises(ValueError, match=name):
-        gen.generate(model, torch.zeros(1, 4, dtype=torch.long), **kwargs)
-
-
-def test_empty_prompt_is_refused(model):
-    with pytest.raises(ValueError, match="prompt"):
-        gen.generate(model, torch.zeros(1, 0, dtype=torch.long), 1)
+        gen.generate(model, torch.zeros(1, 4 * (name != "prompt"), dtype=torch.long), **kwargs)
 
 
 def test_command_line_generates_from_a_saved_model(model, tmp_path, capsys):
@@ -185,37 +181,35 @@ def test_needle_is_selected_by_score_among_competing_keys(seed):
     assert result.chance < 0.15 and result.found_share_without < 0.15
 
 
-def test_needle_needs_more_than_the_forced_blocks(case):
-    assert failing(needle.search(case, n_sel=needle.N_INIT + needle.N_LOCAL)) == {"found"}
+def latest(q, k_cmp, *, n_sel, q_start, **_):
+    own = (q_start + torch.arange(q.shape[1])) // needle.L_SEL
+    blocks = own[:, None] + torch.arange(1 - n_sel, 1)
+    return blocks[None, :, None].expand(1, -1, needle.GROUPS, -1).to(torch.int32)
 
 
-def test_needle_test_sees_a_choice_by_recency(case):
-    def latest(q, k_cmp, *, n_sel, q_start, **_):
-        own = (q_start + torch.arange(q.shape[1])) // needle.L_SEL
-        blocks = own[:, None] + torch.arange(1 - n_sel, 1)
-        return blocks[None, :, None].expand(1, -1, needle.GROUPS, -1).to(torch.int32)
-
-    assert failing(needle.search(case, n_sel=16, select=latest)) == {"found"}
+def swapped(*args, **kwargs):
+    return needle.select_blocks(*args, **kwargs).flip(2)
 
 
-def test_needle_test_sees_groups_that_swap_their_blocks(case):
-    def swapped(*args, **kwargs):
-        return needle.select_blocks(*args, **kwargs).flip(2)
-
-    assert "found" in failing(needle.search(case, n_sel=16, select=swapped))
-
-
-def test_needle_test_sees_blocks_that_do_not_depend_on_the_needle(case):
+def of_another_needle(case):
+    """Blocks that do not depend on the one that is searched."""
     given = needle.select_blocks(
         case.q[:, -8:], needle.mean_pool(case.k, needle.L, needle.D), l=needle.L, d=needle.D,
         l_sel=needle.L_SEL, n_sel=16, q_start=8184,
     )  # fmt: skip
-    assert failing(needle.search(case, 16, select=lambda *_a, **_k: given)) == {"not_chance"}
+    return lambda *args, **kwargs: given
 
 
-def test_needle_control_fails_when_dense_attention_cannot_find_it_either(case):
-    weak = dataclasses.replace(case, q=case.q * 0.1)
-    assert "control" in failing(needle.search(weak, n_sel=16))
+@pytest.mark.parametrize(("how", "weak", "fails"), [
+    (lambda case: dict(n_sel=needle.N_INIT + needle.N_LOCAL), 1, "found"),  # the forced ones
+    (lambda case: dict(n_sel=16, select=latest), 1, "found"),
+    (lambda case: dict(n_sel=16, select=swapped), 1, "found"),
+    (lambda case: dict(n_sel=16, select=of_another_needle(case)), 1, "not_chance"),
+    (lambda case: dict(n_sel=16), 0.1, "control"),  # dense attention cannot find it either
+], ids=["few", "recency", "groups", "given", "weak"])  # fmt: skip
+def test_needle_test_sees_what_is_wrong(how, weak, fails, case):
+    found = failing(needle.search(dataclasses.replace(case, q=case.q * weak), **how(case)))
+    assert fails in found and (how(case).get("select") is swapped or weak < 1 or found == {fails})
 
 
 def test_needle_needs_room():

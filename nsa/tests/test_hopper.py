@@ -286,6 +286,12 @@ def device(cuda, kernel_device, asked):
     return "cuda"
 
 
+def pack(*lengths):
+    """Where sequences end on the card, and where their compressed keys do."""
+    cu = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    return cu, blocks.cu_seqlens_compressed(cu, 32, 16)
+
+
 @ALL
 def test_whole(shape, device):
     with launches.recording() as counts:
@@ -518,8 +524,7 @@ def test_a_nan_query_changes_no_other_choice(device):
 
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_nan_changes_no_choice_of_other_packed_sequences(bad, device):
-    cu = torch.tensor([0, 70, 90, 423]).int().to(device)
-    cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
+    cu, cu_cmp = pack(70, 20, 333)
     q = randn(423, 8, 128, seed=1, dtype=BF16, device=device)
     k = randn(int(cu_cmp[-1]), 2, 128, seed=2, dtype=BF16, device=device)
     lse = randn(423, 8, seed=3, device=device)
@@ -908,13 +913,11 @@ def outcome_of_nan(run, tensors, bad):
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
     """Tiles of keys reach past the end of a sequence, the second of which has no compressed key."""
-    lengths = [70, 20, 333]
-    cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-    cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
+    cu, cu_cmp = pack(70, 20, 333)
     cu_keys = cu if window else cu_cmp
     q, k, v = (
         randn(n, h, 128, seed=h, dtype=BF16, device=device)
-        for n, h in ((sum(lengths), 16), (int(cu_keys[-1]), 2), (int(cu_keys[-1]), 2))
+        for n, h in ((int(cu[-1]), 16), (int(cu_keys[-1]), 2), (int(cu_keys[-1]), 2))
     )
 
     def run():
@@ -938,9 +941,7 @@ def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
 @pytest.mark.parametrize("heads", [2, 16])
 def test_a_nan_stays_in_its_packed_sequence_of_both(heads, bad, device):
     """Compressed and sliding attention in one kernel, whose tiles share their places."""
-    lengths = [70, 20, 333]
-    cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-    cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
+    cu, cu_cmp = pack(70, 20, 333)
     draw = lambda i, n, h, d=128: randn(int(n), h, d, seed=i, dtype=BF16, device=device)
     q, gates = draw(0, cu[-1], 2 * heads), draw(1, cu[-1], 2 * heads, 3).sigmoid()
     keys = [draw(i, n, 2) for i, n in ((2, cu_cmp[-1]), (3, cu_cmp[-1]), (4, cu[-1]), (5, cu[-1]))]
@@ -1039,9 +1040,7 @@ def test_windows_of_a_chunk(shape, width, window, device):
 @pytest.mark.parametrize("kind", ["compressed", "sliding"])
 def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, device):
     """The last tile of a sequence's queries reaches into the next one's."""
-    lengths = [70, 133, 41]
-    cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-    cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
+    cu, cu_cmp = pack(70, 133, 41)
     cu_keys = cu_cmp if kind == "compressed" else cu
     packed = dict(cu_seqlens=cu)
     rows, keys = cu.tolist(), cu_keys.tolist()

@@ -16,7 +16,6 @@ from nsa import Flags, blocks, launches
 from nsa.compress import mean_pool
 from nsa.kernels import prefill
 from nsa.kernels.prefill import block_select, hopper, packs
-from nsa.layouts import outside, token_positions
 from nsa.tests.helpers import deterministic, make_block_indices, make_ranges, randn
 
 F16 = torch.float16
@@ -210,19 +209,6 @@ def test_rows_of_no_sequence_on_the_other_routes(backend):
     assert (aux["block_indices"][real:] == -1).all() and aux["lse"][real:].eq(-math.inf).all()
     for name, g, w in zip(NAMES, grads, want_grads, strict=True):
         assert torch.equal(g[: len(w)], w) and not g[len(w) :].any(), name
-
-
-def test_positions_of_packed_rows():
-    cu = cu_of((3, 0, 2))
-    assert token_positions((8, 1), cu).tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
-    assert outside(cu, 8).tolist() == [False] * 5 + [True] * 3
-    x, config = (
-        torch.randn(8, 32),
-        nsa.NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, l=2, d=2, l_sel=2, n_sel=3, w=4),
-    )
-    layer = nsa.NSAAttention(config)
-    out = layer(x, cu_seqlens=cu, max_seqlen=3)
-    torch.testing.assert_close(out[:5], layer(x[:5], cu_seqlens=cu, max_seqlen=3))
 
 
 @pytest.fixture(params=[0, 90], ids=["interpreter", "Hopper"])
