@@ -55,7 +55,7 @@ def key_length(branch: Branch, S: int, c: NSAConfig) -> int:
         return min(c.n_sel * c.l_sel, S)
     if branch is Branch.SLIDING:
         return min(c.w, S)
-    return S if branch in (Branch.TURN, Branch.STEP) else num_compressed(S, c.l, c.d)
+    return S if branch in (Branch.TURN, Branch.APPEND, Branch.STEP) else num_compressed(S, c.l, c.d)
 
 
 def _in_the_way(reason: str, request: dispatch.Request, flags: Flags) -> str:
@@ -107,7 +107,7 @@ def routing(dtype: str, head_dim: int, config: NSAConfig | None = None) -> dict:
         no_fa2 = fa2.probe().why_not
     decisions = []
     for branch, ladder in dispatch.LADDER.items():
-        for what, tokens, grad in (STEP,) if branch is Branch.STEP else CALLS:
+        for what, tokens, grad in (STEP,) if branch in (Branch.APPEND, Branch.STEP) else CALLS:
             request = dispatch.Request(
                 branch=branch, device="cuda" if cuda else "cpu", dtype=dtype, d_k=head_dim,
                 d_v=head_dim, key_len=key_length(branch, tokens, config),

@@ -51,6 +51,7 @@ SPILLS: dict[tuple[str, int | None, int | None], int] = {
     ("_block_attn_end_kernel", 128, 16): 376,
     ("_block_attn_fwd_kernel", 128, 64): 4136,
     ("_block_attn_fwd_kernel", 192, 64): 168,
+    ("_decode_phi_outer_kernel", 192, None): 56,
     ("_decode_scan_kernel", 256, None): 616,
     ("_sel_attn_fwd_ranges_kernel", 256, None): 184,
     ("_span_bwd_dkdv_kernel", 64, 4): 152,

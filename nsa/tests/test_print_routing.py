@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa import dispatch, nsa_attention, selection_attention
+from nsa import dispatch, nsa_attention, nsa_with_kvcache, selection_attention
 from nsa.compress import mean_pool
 from nsa.config import NSAConfig
 from nsa.dispatch import Branch
@@ -50,6 +50,11 @@ def test_lengths_are_those_of_the_calls(monkeypatch):
             layer.prefill(torch.randn(1, S - 1, 32), cache)
             layer.step(torch.randn(1, 1, 32), cache)
             layer(torch.randn(1, S, 32))
+        held = [torch.zeros(1, n, 1, 16) for n in (cmp.shape[1], cmp.shape[1], S, S, S, S)]
+        new = {name: k[:, :1] for name in ("k_sel", "v_sel", "k_win", "v_win", "k_cmp", "v_cmp")}
+        nsa_with_kvcache(
+            q[:, :1], *held, gates[:, :1], cache_seqlens=S - 1, window=24, **new, **sizes
+        )
         # The threshold is about selection by itself, not as a branch of those above.
         blocks = torch.zeros(1, S, 1, SIZES["n_sel"], dtype=torch.int32)
         selection_attention(q, k, k, blocks, block_size=SIZES["l_sel"])

@@ -355,7 +355,7 @@ def _cpu() -> list[Stage]:
         ),
         stage(
             "triton_wrapper", "Selection wrapper and its fallbacks on CPU",
-            (*PYTEST, *tests("test_triton_sel_wrapper_cpu.py")), "tests", least=25,
+            (*PYTEST, *tests("test_triton_sel_wrapper_cpu.py")), "tests", least=35,
             group="parity",
         ),
         stage(
