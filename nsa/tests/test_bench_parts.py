@@ -261,18 +261,6 @@ def test_a_row_counts_the_blocks_that_its_call_chose(op, kernel_device):
     assert {"sharing", "distinct_of_4", "draw"} <= set(bench_prefill.COLUMNS)
 
 
-def test_a_prefill_row_says_how_many_queries_were_compared():
-    pytest.importorskip("triton")
-    x = Prefill.__new__(Prefill)
-    x.shape, x.at = Shape(64, HQ=2, G=1, D=8, l=8, d=4, l_sel=8, n_sel=5), [0, 7, 63]
-    x.sharing = "random"
-    meta = lambda heads: torch.empty(1, 64, heads, 8, dtype=torch.bfloat16)
-    x.q, x.do = meta(2), meta(2)
-    x.k_sel, x.v_sel, x.k_win, x.v_win = (meta(1) for _ in range(4))
-    columns = bench_prefill.attention_case(x, "win", "fwd", {"S": 64}).columns
-    assert columns["compared"] == "3 of 64 queries" and "compared" in bench_prefill.COLUMNS
-
-
 def proven(case):
     """What measure() asks of a case before its clock runs and while it does; the clock has tests of
     its own, which take no interpreter."""

@@ -142,15 +142,6 @@ def test_no_git_falls_back_to_the_sources(sources):
     assert checkout.git_facts(sources, "deadbeef01")["short"] == "deadbee"
 
 
-def test_a_repository_without_git_installed(sources, monkeypatch):
-    git(sources, "init", "-q", "-b", "main")
-    git(sources, "add", ".")
-    git(sources, "commit", "-q", "-m", "one")
-    commit = checkout.git_facts(sources)["commit"]
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert checkout.git_facts(sources)["commit"] == commit
-
-
 def test_where_git_cannot_tell_the_hash_of_the_sources_does(sources):
     """A copied tree with the commit it came from: nothing else sees that it was edited."""
     before = checkout.git_facts(sources, "deadbeef01")
@@ -251,16 +242,17 @@ def test_what_runs_wrote_is_no_source(sources):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_worktree_without_git_installed(sources, monkeypatch, packed):
+def test_a_repository_and_a_worktree_without_git_installed(sources, monkeypatch, packed):
     committed(sources)
     tree = sources.parent / "tree"
     git(sources, "worktree", "add", "-q", "-b", "other", str(tree))
     git(tree, "commit", "-q", "--allow-empty", "-m", "two")
     if packed:
         git(sources, "pack-refs", "--all")
-    commit = checkout.git_facts(tree)["commit"]
+    commits = lambda: [checkout.git_facts(root)["commit"] for root in (tree, sources)]
+    own, main = with_git = commits()
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert checkout.git_facts(tree)["commit"] == commit != checkout.git_facts(sources)["commit"]
+    assert commits() == with_git and own != main
 
 
 def committed(sources):

@@ -15,8 +15,7 @@ import pytest
 from nsa.tests.oneshot_faults import FAKE_SMI, fake_gpu
 from scripts.oneshot.box import cards, watch
 from scripts.oneshot.box.env import ProbeFailed
-from scripts.oneshot.box.xid import Xid
-from scripts.oneshot.record.model import RunRecord, Stage
+from scripts.oneshot.record.model import RunRecord
 from scripts.oneshot.run import stages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -262,18 +261,6 @@ def test_no_card_that_answers_is_no_gpu(monkeypatch):
 # ---- what other cards report ---------------------------------------------------------------------
 
 
-def test_a_fault_of_one_card_does_not_stain_a_stage_of_another(monkeypatch):
-    from scripts.oneshot.box.watch import Watch
-    from scripts.oneshot.record.judge import Judgement, Status
-    from scripts.oneshot.run.supervise import result_of
-
-    watch = Watch([], "nothing to watch", *[lambda *_, **__: None] * 3)
-    watch._reported = [(1, Xid(48))]
-    for index, want in ((0, Status.PASS), (1, Status.INFRA)):
-        stage = Stage("s", "s", ("x",), "tests", 1.0, gpus=(index,))
-        assert watch.beside_faults(result_of(stage, Judgement(Status.PASS))).status is want
-
-
 def test_health_rows_of_all_cards_are_kept_whatever_their_order():
     record = RunRecord()
     rows = [{"gpu": 2, "copy_gbs": 2.0}, {"copy_gbs": 0.5}, {"gpu": 1, "copy_gbs": 1.0}]
@@ -462,11 +449,3 @@ def test_one_dead_rank_ends_the_others(tmp_path):
                       "time.sleep(60)\n")  # fmt: skip
     done, _ = ranks(str(script))
     assert done.returncode == 7 and "rank 1 of 2 ended with exit code 7" in done.stdout
-
-
-def test_alone_there_is_nobody_to_speak_to(monkeypatch, capsys):
-    from bench import nccl
-
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert nccl.main([]) == 3
-    assert "fewer than two ranks" in capsys.readouterr().err

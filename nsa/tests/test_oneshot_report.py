@@ -31,7 +31,7 @@ from nsa.tests.oneshot_samples import (
 from scripts.oneshot.record import markdown, outputs
 from scripts.oneshot.record.model import StageResult
 from scripts.oneshot.record.reading import rebuild
-from scripts.oneshot.report import about, evidence, failures, thresholds
+from scripts.oneshot.report import evidence, failures, thresholds
 from scripts.oneshot.report import render as report
 from scripts.oneshot.report.blocks import Shape
 from scripts.oneshot.run import stages
@@ -251,14 +251,6 @@ def test_the_worst_parity_case_of_an_operator_is_the_one_nearest_to_its_limit():
             for name, margin in (("p/a", 0.1), ("p/b", 0.9), ("p/c", None))]  # fmt: skip
     (op,) = evidence.parity_ops(rows, Shape())
     assert op[1:3] == ["3/3", "`p/b`"]
-
-
-def test_no_limit_is_said_in_words():
-    env = {"system": {"cgroup_memory": "9223372036854771712", "cgroup_cpu": "-1"}}
-    shown = lambda: [v for _, v in about.probed(env)[0].blocks[0].rows]
-    assert shown() == ["no limit", "no limit"]
-    env = {"system": {"cgroup_memory": "17179869184", "cgroup_cpu": "max 100000", "cores": -1}}
-    assert shown() == ["17179869184", "no limit", "-1"]
 
 
 # ---------------------------------------------------------------------------------- hostile text

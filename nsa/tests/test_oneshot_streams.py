@@ -36,27 +36,9 @@ def test_the_set_up_speaks_to_a_full_stream():
     assert done.returncode == 2
 
 
-def test_a_process_ends_with_its_code_and_its_own_last_line():
-    code = (
-        "import atexit, sys\nfrom scripts.oneshot import streams\natexit.register(print, 'bye')\n"
-        "print('exit code 5')\nsys.stderr = open('/dev/full', 'w', buffering=9999)\n"
-        "sys.stderr.write('x')\nstreams.leave(5)"
-    )
-    run = [sys.executable, "-c", code]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (5, "exit code 5\n")
-
-
 def test_the_last_line_that_is_an_answer():
     assert streams.last_answer('{"a": 1}\n{"b": 2}\nbye\n[1]\n3\n') == {"b": 2}
     assert streams.last_answer("bye") is None
-
-
-def test_torch_is_heard_whatever_is_printed_after_it(monkeypatch):
-    monkeypatch.setattr(env, "command", lambda *_, **__: '{"torch": "2.11"}\nbye\n')
-    assert env.torch_facts("python", ROOT) == {"torch": "2.11"}
-    monkeypatch.setattr(env, "command", lambda *_, **__: "bye\n")
-    assert "no answer" in env.torch_facts("python", ROOT)["torch_error"]
 
 
 def test_a_fingerprint_takes_any_bytes():

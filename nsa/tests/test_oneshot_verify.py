@@ -21,7 +21,6 @@ from scripts.oneshot.compare import verify
 from scripts.oneshot.record import bundle, reading
 from scripts.oneshot.record.journal import dumps, read_events, write_json
 from scripts.oneshot.record.model import RunRecord
-from scripts.oneshot.record.outputs import short_report
 from scripts.oneshot.report import render as report
 from scripts.oneshot.report.blocks import Shape
 
@@ -323,7 +322,8 @@ def benched(tmp_path_factory):
     out = tmp_path_factory.mktemp("benched")
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        _, rows = sent(patch, "--S_list", "20,41", "--csv", str(out / "decode.csv"))
+        how = ("--S_list", "20,41", "--branch_force_mode", "sel", "--csv", str(out / "decode.csv"))
+        _, rows = sent(patch, *how)
     torch.set_num_threads(threads)
     rows = [{**row, "stage": "decode_bench"} for row in rows]
     sel = BenchRow(
@@ -381,14 +381,6 @@ def test_a_report_with_another_verdict(name, folder, capsys):
     (folder / name).write_text(text.replace(line, line.replace("FAIL - 9/10", "PASS - 10/10")))
     out = problems(seal(folder), capsys)
     assert out.startswith(f"FAIL {name} does not begin with the verdict of bundle.json\n1 prob")
-
-
-def test_the_short_report_has_the_verdict_too(folder, capsys):
-    for name in ("report.html", "issue.md"):
-        (folder / name).unlink()
-    data = json.loads((folder / "bundle.json").read_text())
-    (folder / "report.md").write_text(short_report(data))
-    problems(seal(folder), capsys, 0)
 
 
 def test_a_pass_without_evidence_and_an_infinity_are_found_by_the_rules_alone():

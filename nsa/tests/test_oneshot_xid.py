@@ -15,10 +15,10 @@ from nsa.tests.oneshot_faults import FAKE_PYNVML
 from scripts.oneshot.box import watch as watch_module
 from scripts.oneshot.box.cards import Card
 from scripts.oneshot.box.watch import Watch
-from scripts.oneshot.box.xid import APPLICATION, CARD, Xid, XidListener
+from scripts.oneshot.box.xid import Xid, XidListener
 from scripts.oneshot.record.journal import dumps
 from scripts.oneshot.record.judge import Status, judge
-from scripts.oneshot.record.model import RunRecord, Stage, StageResult
+from scripts.oneshot.record.model import Stage, StageResult
 from scripts.oneshot.record.rows import parse_row
 
 
@@ -91,29 +91,6 @@ def test_no_event_type_and_no_module(nvml, monkeypatch):
     listener = XidListener("GPU-1")
     listener.run()
     assert "pynvml" in listener.problem
-
-
-def test_every_number_has_an_action():
-    assert {13, 31} <= set(APPLICATION) and not set(APPLICATION) & set(CARD)
-    for number in (*APPLICATION, *CARD, 999):
-        xid = Xid(number)
-        assert xid.critical == (number not in APPLICATION)
-        assert xid.text.startswith(f"Xid {number} (") and len(xid.text.split(": ")[1]) > 10
-    for number in (48, 63, 64, 94, 95, 79):
-        assert "change the box" in Xid(number).text
-    assert "reset" in Xid(119).text
-
-
-def test_the_journal_keeps_it_with_its_stage():
-    record = RunRecord()
-    for number in (31, 48):
-        xid = Xid(number)
-        record.apply({"ev": "xid", "stage": "triton_fwd", "xid": number, "critical": xid.critical,
-                      "text": xid.text})  # fmt: skip
-    notes = record.to_bundle()["notes"]
-    assert [(n["level"], n["stage"]) for n in notes] == [
-        ("info", "triton_fwd"), ("warn", "triton_fwd")
-    ]  # fmt: skip
 
 
 def test_a_report_says_once_that_nothing_can_be_heard(nvml):

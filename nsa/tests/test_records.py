@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -13,8 +12,6 @@ import torch
 
 from bench.records import (
     BenchRow,
-    add_csv_argument,
-    csv_text,
     emit,
     path_agrees,
     read_csv,
@@ -132,11 +129,6 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
-def test_csv_to_stdout(capsys):
-    write_csv("-", [{"a": 1}], ["a"])
-    assert capsys.readouterr().out == "a\n1\n" == csv_text([{"a": 1}], ["a"])
-
-
 def test_a_cut_csv_is_refused(tmp_path):
     (tmp_path / "cut.csv").write_text("a,b\n1,2\n3\n")
     with pytest.raises(ValueError, match="cut.csv:3"):
@@ -144,13 +136,6 @@ def test_a_cut_csv_is_refused(tmp_path):
     (tmp_path / "empty.csv").write_text("")
     with pytest.raises(ValueError, match="header"):
         read_csv(tmp_path / "empty.csv")
-
-
-@pytest.mark.parametrize("argv, target", [([], None), (["--csv"], "-"), (["--csv", "p"], "p")])
-def test_csv_argument(argv, target):
-    parser = argparse.ArgumentParser()
-    add_csv_argument(parser)
-    assert parser.parse_args(argv).csv == target
 
 
 def test_rows_of_a_run_name_its_commit(tmp_path, monkeypatch):

@@ -315,14 +315,6 @@ def test_where_no_length_qualifies_the_file_stays_as_it_is(run, config):
     assert entry == {"sel_triton_min_L": 64, "fa2_min_len_win": 64}
 
 
-def test_a_threshold_takes_an_earlier_false_away(run, tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("runtime:\n  devices:\n    NVIDIA H200:\n      use_triton_sel: false  # slow\n")
-    run(grid(), "--write", str(path))
-    entry = yaml.safe_load(path.read_text())["runtime"]["devices"]["NVIDIA H200"]
-    assert entry == {"sel_triton_min_L": 64}
-
-
 def test_nothing_else_of_the_entry_is_lost(run, tmp_path):
     path = tmp_path / "c.yaml"
     mine = "      use_triton_sel: true\n      sel_triton_min_L: 256  # measured\n"
@@ -330,6 +322,9 @@ def test_nothing_else_of_the_entry_is_lost(run, tmp_path):
     read = lambda: yaml.safe_load(path.read_text())["runtime"]["devices"]["NVIDIA H200"]
     run(grid(), "--write", str(path))  # a threshold leaves the user's own `true` alone
     assert read() == {"use_triton_sel": True, "sel_triton_group": True, "sel_triton_min_L": 64}
+    path.write_text(path.read_text().replace("true", "false", 1))
+    run(grid(), "--write", str(path))  # and takes an earlier `false` away
+    assert read() == {"sel_triton_group": True, "sel_triton_min_L": 64}
 
 
 SEVERAL = """# head
