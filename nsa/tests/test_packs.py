@@ -245,10 +245,10 @@ def costs(request, monkeypatch) -> Counter:
     return found
 
 
-# Of one sequence of 4096 tokens, the first.
+# Of one sequence of 2048 tokens, the first.
 MIXES = {
-    "one": (4096,), "long and short": (2048, *[16] * 128), "short": (32,) * 128,
-    "tiny": (2048, *[1] * 2048), "middling": (128,) * 32, "empty": (4096, *[0] * 2000),
+    "one": (2048,), "long and short": (1024, *[16] * 64), "short": (32,) * 64,
+    "tiny": (1024, *[1] * 1024), "middling": (128,) * 16, "empty": (2048, *[0] * 1000),
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ LONG = Case((77,), G=2, n=6, q_start=150)
     [(CASES[1], 1, "ragged", bound) for bound in BOUNDS]
     + [(CASES[1], 2, "random", bound) for bound in (900, None)]
     + [(LONG, 1, "random", bound) for bound in BOUNDS]
-    + [(Case((5, 90, 1, 33), n=4), 4, "ragged", bound) for bound in (900, None)],
+    + [(Case((5, 90, 1), n=4), 4, "ragged", bound) for bound in (900, None)],
     ids=str,
 )  # fmt: skip
 def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, monkeypatch):

@@ -57,8 +57,8 @@ def outcome(run, q, k, v):
 
 
 def check(run, tensors, sees, places, bad):
-    """Rows of k, then of v, become `bad`: those of the places (indices of k and v) that nobody
-    sees, then those of the others.
+    """Rows of k and v become `bad`: those of the places (indices of k and v) that nobody sees, then
+    those of the others, first in k and then in v.
 
     sees [(B,) S, (G,) N] of keys. Who sees none of the rows is what it was; if nobody does, the
     gradients of k and v are as well. Who sees one is not finite.
@@ -67,13 +67,14 @@ def check(run, tensors, sees, places, bad):
     seeing = [who_sees(at, q, k, sees) for at in places]
     for seen in (False, True):
         together = [i for i, x in enumerate(seeing) if x.any() == seen]
-        for name in "kv" if together else "":
+        for names in (("k", "v") if seen else ("kv",)) if together else ():
             x = dict(zip("qkv", tensors, strict=True))
-            x[name] = x[name].clone()
-            for i in together:
-                x[name][places[i]] = bad
+            for name in names:
+                x[name] = x[name].clone()
+                for i in together:
+                    x[name][places[i]] = bad
             anywhere = torch.stack([seeing[i] for i in together]).any(0)
-            compare(outcome(run, **x), was, anywhere, k.shape[-2], name, bad)
+            compare(outcome(run, **x), was, anywhere, k.shape[-2], names, bad)
 
 
 def who_sees(at, q, k, sees):
