@@ -13,20 +13,19 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
 from bench.records import note, read_csv
 
-BRANCHES = ("cmp", "sel", "win")
-NEEDED = (
+NUMBERS = (
     "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "ci_low", "ci_high", "reads_actual_decode",
-    "reads_expected_decode", "speedup", "speedup_low", "speedup_high", "baseline", "base_ms",
-    "wall_ms", "status", "why", "path", "cache", "device",
+    "reads_expected_decode", "speedup", "speedup_low", "speedup_high", "base_ms", "wall_ms",
 )  # fmt: skip
-# Of later versions: (heading, centre, low, high).
+NEEDED = (*NUMBERS, "baseline", "status", "why", "path", "cache", "device")
+# Of the second table: (heading, centre, low, high).
 MORE = (
     ("graph ms [95 %]", "ms_graph", "graph_low", "graph_high"),
     ("dense graph ms", "graph_base_ms", "", ""),
@@ -35,87 +34,81 @@ MORE = (
     ("layer eager, device ms", "ms_module_eager", "module_low", "module_high"),
     ("layer graph ms", "ms_module_graph", "module_graph_low", "module_graph_high"),
 )
+MORE_NUMBERS = tuple(name for _, *names in MORE for name in names if name)
+Numbers = Mapping[str, float | None]
 
 
-def number(row: Mapping[str, str], name: str, where: str) -> float | None:
-    """A finite number, None for an empty cell. Raises ValueError that names file, line, column."""
-    text = row[name].strip()
-    try:
-        value = float(text) if text else None
-    except ValueError:
-        value = math.nan
-    if value is not None and not math.isfinite(value):
-        raise ValueError(f"{where}: {name} must be a finite number, got {text!r}")
-    return value
+def numbers(row: Mapping[str, str], names: Sequence[str], where: str) -> Numbers:
+    """Finite numbers of these cells, None for an empty one. Raises ValueError that names file, line
+    and column."""
+    found: dict[str, float | None] = {}
+    for name in names:
+        text = row[name].strip()
+        try:
+            value = float(text) if text else None
+        except ValueError:
+            value = math.nan
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{where}: {name} must be a finite number, got {text!r}")
+        found[name] = value
+    return found
 
 
-def _several(row: Mapping[str, str]) -> str:
-    """How many new tokens a step has, where it has more than one; older files do not say."""
-    return f" T={row['T']}" if row.get("T", "1") != "1" else ""
+def interval(of: Numbers, centre: str, low: str = "", high: str = "", unit: str = "") -> str:
+    """`1.23 [1.20, 1.26]`, as far as its parts are known."""
+    digits = 2 if "speedup" in centre else 4
+    values = [of.get(name) for name in (centre, low, high)]
+    if values[0] is None:
+        return "-"
+    text, *bounds = ("" if value is None else f"{value:.{digits}f}" for value in values)
+    return f"{text}{unit}" + (f" [{', '.join(bounds)}]" if all(bounds) else "")
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table and an empty one."""
+    cells = (heads, ["---"] * len(heads), *rows)
+    return [*("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in cells), ""]
+
+
+def _context(row: Mapping[str, str]) -> str:
+    """Tokens of context, and how many new ones a step has, where it has more than one."""
+    return row["S"] + (f" T={row['T']}" if row.get("T", "1") != "1" else "")
 
 
 def _line(row: Mapping[str, str], where: str) -> list[str]:
-    numbers = {
-        name: number(row, name, where)
-        for name in NEEDED
-        if name not in ("baseline", "status", "why", "path", "cache", "device")
-    }
-    total = numbers["ms_total"]
-    if numbers["S"] is None:
+    of = numbers(row, NUMBERS, where)
+    if of["S"] is None:
         raise ValueError(f"{where}: S is empty")
-
-    def interval(centre: str, low: str, high: str, digits: int, unit: str = "") -> str:
-        if numbers[centre] is None:
-            return "-"
-        text = f"{numbers[centre]:.{digits}f}{unit}"
-        if numbers[low] is None or numbers[high] is None:
-            return text
-        return f"{text} [{numbers[low]:.{digits}f}, {numbers[high]:.{digits}f}]"
-
-    def branch(name: str) -> str:
-        ms = numbers[f"ms_{name}"]
-        if ms is None:
-            return "-"
-        return f"{ms:.4f}" + (f" ({ms / total:.0%})" if total else "")
-
-    read, due = numbers["reads_actual_decode"], numbers["reads_expected_decode"]
+    shares = []
+    for name in ("ms_cmp", "ms_sel", "ms_win"):
+        share = f" ({of[name] / of['ms_total']:.0%})" if of[name] and of["ms_total"] else ""
+        shares.append(interval(of, name) + share)
+    read, due = of["reads_actual_decode"], of["reads_expected_decode"]
     reads = "-" if read is None else f"{read:.0f}"
     if due is not None and read is not None:
         reads += " = expected" if read == due else f" != {due:.0f} expected"
-    wall = "-" if numbers["wall_ms"] is None else f"{numbers['wall_ms']:.4f}"
     return [
-        f"{numbers['S']:.0f}" + _several(row),
-        interval("ms_total", "ci_low", "ci_high", 4), *map(branch, BRANCHES), wall, reads,
-        interval("speedup", "speedup_low", "speedup_high", 2, "x"), row["path"] or "-",
+        _context(row), interval(of, "ms_total", "ci_low", "ci_high"), *shares,
+        interval(of, "wall_ms"), reads,
+        interval(of, "speedup", "speedup_low", "speedup_high", "x"), row["path"] or "-",
         row["status"],
     ]  # fmt: skip
 
 
 def _more(rows: Sequence[Mapping[str, str]], path: str | Path) -> list[str]:
     """The table of graphs and of the layer's step; nothing for a CSV that has none of either."""
-    names = [name for _, *three in MORE for name in three if name]
-    if not all(name in rows[0] for name in (*names, "B", "launch_bound")):
+    if not {*MORE_NUMBERS, "B", "launch_bound"} <= set(rows[0]):
         return []
     lines = []
     for at, row in enumerate(rows, 2):
-        cells = [row["B"] or "-", row["S"] + _several(row)]
-        values = {name: number(row, name, f"{path}:{at}") for name in names}
-        if all(value is None for value in values.values()):
-            continue
-        for _, centre, low, high in MORE:
-            digits = 2 if "speedup" in centre else 4
-            text = "-" if values[centre] is None else f"{values[centre]:.{digits}f}"
-            if values[centre] is not None and low and None not in (values[low], values[high]):
-                text += f" [{values[low]:.{digits}f}, {values[high]:.{digits}f}]"
-            cells.append(text)
-        cells.append({"True": "yes", "False": "no"}.get(row["launch_bound"], "-"))
-        lines.append("| " + " | ".join(cells) + " |")
-    if not lines:
-        return []
-    head = ["B", "S", *(heading for heading, *_ in MORE), "eager step launch-bound"]
-    rule = ["---"] * len(head)
-    return ["As a CUDA graph, and the layer's whole decode step", "",
-            *("| " + " | ".join(cells) + " |" for cells in (head, rule)), *lines, ""]  # fmt: skip
+        of = numbers(row, MORE_NUMBERS, f"{path}:{at}")
+        if any(value is not None for value in of.values()):
+            bound = {"True": "yes", "False": "no"}.get(row["launch_bound"], "-")
+            cells = [interval(of, *names) for _, *names in MORE]
+            lines.append([row["B"] or "-", _context(row), *cells, bound])
+    heads = ["B", "S", *(heading for heading, *_ in MORE), "eager step launch-bound"]
+    title = "As a CUDA graph, and the layer's whole decode step"
+    return [title, "", *table(heads, lines)] if lines else []
 
 
 def summarize(path: str | Path) -> str | None:
@@ -123,13 +116,11 @@ def summarize(path: str | Path) -> str | None:
     rows = read_csv(path, NEEDED)
     if not rows:
         return None
-    table = [_line(row, f"{path}:{at}") for at, row in enumerate(rows, 2)]
-    head = ["S", "ms total [95 %]", "cmp", "sel", "win", "wall ms", "keys read", "over dense",
-            "path", "status"]  # fmt: skip
+    heads = ["S", "ms total [95 %]", "cmp", "sel", "win", "wall ms", "keys read", "over dense",
+             "path", "status"]  # fmt: skip
+    cells = [_line(row, f"{path}:{at}") for at, row in enumerate(rows, 2)]
     lines = [f"Decode step on {rows[0]['device']}, {rows[0]['cache'] or 'unknown'} cache", ""]
-    for cells in (head, ["---"] * len(head), *table):
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    lines.append("")
+    lines += table(heads, cells)
     lines += _more(rows, path)
     baselines = sorted({row["baseline"] for row in rows if row["baseline"]})
     if baselines:
@@ -148,14 +139,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("csv", metavar="CSV", help="what bench_decode.py --csv wrote")
     args = parser.parse_args(argv)
     try:
-        table = summarize(args.csv)
+        text = summarize(args.csv)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         print(f"summarize_decode_csv: {error}", file=sys.stderr)
         return 2
-    if table is None:
+    if text is None:
         note(f"decode summary: {args.csv} has no rows")
         return 3
-    print(table, end="")
+    print(text, end="")
     return 0
 
 
