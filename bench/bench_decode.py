@@ -63,6 +63,7 @@ import torch
 from torch import Tensor
 
 from bench.clock import clock_for, prepare
+from bench.decode_columns import ALIASES, part_columns
 from bench.decode_graph import ModuleStep, more_rows
 from bench.decode_step import BRANCHES, Step, dense_contenders
 from bench.device import Gpu, host_ceilings
@@ -81,9 +82,6 @@ SIZES = {
     "l": (32, "compression block"), "d": (16, "compression stride"),
     "l_sel": (64, "selection block"), "n_sel": (16, "blocks selected"), "w": (512, "window"),
 }  # fmt: skip
-# The CSV's names for columns of BenchRow.csv(); its ci_low and ci_high bound the time.
-ALIASES = {"ms_total": "ms", "ci_low": "ms_low", "ci_high": "ms_high", "speedup_low": "ci_low",
-           "speedup_high": "ci_high"}  # fmt: skip
 MODES = ("none", "env", *BRANCHES)
 # (sequences, context) of each cell, and the sizes that they share unless an option says otherwise.
 SERVING = dict(heads=64, groups=4, dk=128, dv=128, branch_force_mode="none")
@@ -214,10 +212,9 @@ class Cell:
             "reads_actual": read.total, "reads_expected": read.expected,
             "reads_actual_decode": read.cmp + read.sel + read.win,
             "reads_expected_decode": read.expected_step,
-            "blocks_together": step.keys_once()[1], **more_columns(rows),
+            "blocks_together": step.keys_once()[1],
+            **part_columns([one.csv() for one in (*parts.values(), *rows.values())]),
         }  # fmt: skip
-        for branch, part in parts.items():
-            line |= _times(part, f"ms_{branch}", branch)
         for name, some in (("branch_", parts), ("more_", rows)):
             line[f"{name}status"] = " ".join(f"{n}={one.status}" for n, one in some.items())
         line["branch_path"] = " ".join(
@@ -231,33 +228,6 @@ class Cell:
             *(f"no {' and '.join(names)}: {why}" for why, names in by_reason.items()),
         ])  # fmt: skip
         return line
-
-
-def _ms(us: float | None) -> float | None:
-    return None if us is None else us / 1e3
-
-
-def _times(row: BenchRow, time: str, bounds: str) -> dict[str, float | None]:
-    low, high = map(_ms, row.ci95_us or (None, None))
-    return {time: _ms(row.median_us), f"{bounds}_low": low, f"{bounds}_high": high}
-
-
-def more_columns(more: dict[str, BenchRow]) -> dict[str, Any]:
-    """The columns of the graph and of the layer's step; empty where there is no such row."""
-    line: dict[str, Any] = {}
-    for name, time in (("graph", "ms_graph"), ("module", "ms_module_eager"),
-                       ("module_graph", "ms_module_graph")):  # fmt: skip
-        if name in more:
-            line |= _times(more[name], time, name)
-    if "graph" in more:
-        graph = more["graph"]
-        low, high = graph.speedup_ci95 or (None, None)
-        line |= {"graph_baseline": graph.baseline, "graph_base_ms": _ms(graph.base_median_us),
-                 "graph_speedup": graph.speedup, "graph_speedup_low": low,
-                 "graph_speedup_high": high}  # fmt: skip
-    if "module" in more:
-        line["ms_module_eager_wall"] = _ms(more["module"].wall_us)
-    return line
 
 
 # ---- the command ---------------------------------------------------------------------------------

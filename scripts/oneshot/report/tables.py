@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from bench.decode_columns import ALIASES, part_columns
 from bench.records import BenchRow, as_cell, read_csv
 from scripts.oneshot.record.redact import Redactor
 from scripts.oneshot.record.rows import NUMBERED, is_number
@@ -22,25 +23,6 @@ from scripts.oneshot.report.evidence import Shape
 
 # Names that a bench's table gives to columns of BenchRow.csv().
 OTHER_NAMES = {"tri_ms": "ms", "fa2_ms": "ms", "ref_ms": "base_ms", "dense_ms": "base_ms"}
-# A line of the decode table: columns of the step's own row, of its branches', graph's and layer's.
-DECODE = {"ms_total": "ms", "ci_low": "ms_low", "ci_high": "ms_high", "speedup_low": "ci_low",
-          "speedup_high": "ci_high"}  # fmt: skip
-DECODE_PARTS = {
-    **{("branch", b): {f"ms_{b}": "ms", f"{b}_low": "ms_low", f"{b}_high": "ms_high"}
-       for b in ("cmp", "sel", "win")},
-    ("bench", "decode_graph"): {
-        "ms_graph": "ms", "graph_low": "ms_low", "graph_high": "ms_high",
-        "graph_baseline": "baseline", "graph_base_ms": "base_ms", "graph_speedup": "speedup",
-        "graph_speedup_low": "ci_low", "graph_speedup_high": "ci_high",
-    },
-    ("step", "module"): {
-        "ms_module_eager": "ms", "module_low": "ms_low", "module_high": "ms_high",
-        "ms_module_eager_wall": "wall_ms",
-    },
-    ("step", "module_graph"): {
-        "ms_module_graph": "ms", "module_graph_low": "ms_low", "module_graph_high": "ms_high",
-    },
-}  # fmt: skip
 DECODE_WORDS = {"why", "reads_actual", "reads_expected", "launch_bound"}  # of several rows
 _FIELDS = {f.name for f in dataclasses.fields(BenchRow)} - {"columns"}
 
@@ -65,11 +47,8 @@ def lines_of(rows: list[Mapping[str, Any]], header: list[str]) -> Iterator[dict[
             continue
         own = flat(row)
         given = {n: own[n] for n in header if n in own and n not in DECODE_WORDS}
-        given |= {name: own[of] for name, of in DECODE.items()}
-        for (key, value), names in DECODE_PARTS.items():
-            part = next((r for r in rows if r.get(key) == value and same(r, row)), None)
-            cells = flat(part) if part else {}
-            given |= {name: cells.get(of) for name, of in names.items()}
+        given |= {name: own[of] for name, of in ALIASES.items()}
+        given |= part_columns([flat(r) for r in rows if same(r, row)])
         yield {name: as_cell(given[name]) for name in header if name in given}
 
 
