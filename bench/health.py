@@ -16,7 +16,6 @@ measured, 1 the card corrupts data, 3 there is no CUDA device.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -33,7 +32,7 @@ from bench.clock import CudaClock
 from bench.corruption import check_memory, check_products
 from bench.device import THROTTLED, Gpu
 from bench.provenance import provenance
-from bench.records import card_faults, emit, note, out_dir, write_atomic
+from bench.records import card_faults, doc_parser, emit, note, out_dir, write_atomic
 from bench.stats import noise_floor
 from bench.timing import Budget, sample
 
@@ -233,9 +232,7 @@ def measure(gpu: Gpu, in_use: Mapping[str, int], deep: bool) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(__doc__)
     parser.add_argument("--gpu", type=int, metavar="NUMBER", help="of a card that is not benched")
     parser.add_argument("--deep", action="store_true", help="test most of the memory")
     args = parser.parse_args(argv)

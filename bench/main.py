@@ -22,6 +22,7 @@ from bench.records import (
     add_csv_argument,
     add_shrink_argument,
     check_flags,
+    doc_parser,
     integers,
     note,
     out_dir,
@@ -63,9 +64,7 @@ def bench_parser(
 ) -> argparse.ArgumentParser:
     """A parser with --csv and what else benches share: --S_list with these default lengths, an
     option per size with its default, or that and what it is, --seconds, --shrink."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(doc)
     if lengths:
         parser.add_argument("--S_list", type=integers, default=list(lengths), help="tokens, a,b,c")
     for name, value in (sizes or {}).items():

@@ -339,6 +339,12 @@ def _csv_target(text: str) -> str:
     return text
 
 
+def doc_parser(doc: str, **more: Any) -> argparse.ArgumentParser:
+    """A parser whose --help begins with the text `doc` as it is written."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=form, **more)
+
+
 def check_flags(parser: argparse.ArgumentParser) -> None:
     """A malformed NSA_* variable is a usage error, as a malformed argument is one."""
     from nsa.flags import get_flags

@@ -10,7 +10,6 @@ Exit code: 0 printed, 2 no such CSV or not of bench_decode.py, 3 no rows. Standa
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
-from bench.records import note, read_csv
+from bench.records import doc_parser, note, read_csv
 
 NUMBERS = (
     "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "ci_low", "ci_high", "reads_actual_decode",
@@ -133,9 +132,7 @@ def summarize(path: str | Path) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(__doc__)
     parser.add_argument("csv", metavar="CSV", help="what bench_decode.py --csv wrote")
     args = parser.parse_args(argv)
     try:

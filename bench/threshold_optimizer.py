@@ -40,6 +40,7 @@ from bench.records import (
     BENCH_STATUSES,
     MIN_SPEEDUP,
     carries,
+    doc_parser,
     emit,
     note,
     path_agrees,
@@ -398,9 +399,7 @@ def _words(answer: Answer, name: str, unit: str = "", baseline: str = "") -> str
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(__doc__)
     parser.add_argument(
         "csv", nargs="+", metavar="CSV", help="rows of bench_sel_triton.py --route 1"
     )

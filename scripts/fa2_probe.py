@@ -8,20 +8,17 @@ Prints the answer and sends it as "metric" rows. Exit code: 0 one can be used, 3
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.records import emit, note
+from bench.records import doc_parser, emit, note
 from nsa.kernels import fa2
 
 
 def main(argv: list[str] | None = None) -> int:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args(argv)
+    doc_parser(__doc__).parse_args(argv)
     found = fa2.probe()
     rows = {
         "fa2_source": found.source,

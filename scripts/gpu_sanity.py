@@ -8,7 +8,6 @@ Each is held against fp64. Exit code: 0 all right, 1 one is wrong, 3 there is no
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 
 from bench.parity import measure_parity
-from bench.records import emit, note
+from bench.records import doc_parser, emit, note
 from nsa import launches
 from nsa.dispatch import interpreting
 
@@ -107,9 +106,7 @@ def selection(device: str, dtype: torch.dtype) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(__doc__)
     parser.add_argument("--interpret", action="store_true", help="on CPU, kernels interpreted")
     args = parser.parse_args(argv)
     if args.interpret:

@@ -16,7 +16,6 @@ PTX has changed, so that a commit which changes kernels says so. `make test-all`
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import inspect
@@ -33,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # an eighth of the time
 
+from bench.records import doc_parser
 from nsa.kernels import aot
 from nsa.kernels.aot import AotCase
 
@@ -180,9 +180,7 @@ def compiled_apart(arch: int) -> tuple[dict[str, list], list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(__doc__)
     parser.add_argument("--calls", type=int, choices=CALLS_OF, metavar="SM",
                         help=f"only print what calls launch on one of {CALLS_OF}")  # fmt: skip
     parser.add_argument("--kernels", type=int, choices=aot.ARCHS, metavar="SM",

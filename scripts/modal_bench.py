@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
 from bench import threshold_optimizer
-from bench.records import MIN_SPEEDUP
+from bench.records import MIN_SPEEDUP, doc_parser
 from scripts.oneshot.report.thresholds import routes_at, threshold_cells
 from scripts.oneshot.run.stages import plan
 
@@ -191,9 +191,7 @@ def load_bundle(folder: Path) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(__doc__)
     parser.add_argument("--gpu", default="H100", help="Modal GPU name (default H100)")
     parser.add_argument("--profile", default="standard", choices=["quick", "standard", "full"])
     parser.add_argument("--timeout", type=int, default=3600, help="seconds for the remote run")

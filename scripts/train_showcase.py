@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import spent
-from bench.records import emit, note
+from bench.records import doc_parser, emit, note
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
@@ -261,9 +261,7 @@ def probe_model(
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="default: 200 on CPU, 300 on a GPU")
     parser.add_argument("--seq", type=int, help="tokens per sequence (128 on CPU, 2048 on a GPU)")

@@ -11,7 +11,6 @@ Exit code: 0 nothing was found, 1 something was, 2 usage, 3 hypothesis or the de
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import math
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bench.records import emit, note
+from bench.records import doc_parser, emit, note
 from nsa.dispatch import RouteUnavailable, interpreting
 from nsa.errors import must_raise
 from scripts.fuzz.cases import KEYS, LAYOUTS, ODD, OPERATIONS, VALUES, Case, Geometry
@@ -295,9 +294,7 @@ def report(run: Run, operations: list[str], seed: int, took: float) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(__doc__)
     split = lambda text: [x for x in text.split(",") if x]
     parser.add_argument("--seconds", type=float, help="for how long; otherwise --examples decides")
     parser.add_argument("--examples", type=int, default=100, help="of each operation")

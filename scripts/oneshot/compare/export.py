@@ -14,13 +14,13 @@ such row.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.records import doc_parser
 from scripts.oneshot.compare.comparison import EXIT_NOT_COMPARABLE, EXIT_USAGE
 from scripts.oneshot.compare.verify import verified
 from scripts.oneshot.record.capture import plain
@@ -82,11 +82,7 @@ def trace(row: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="oneshot export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = doc_parser(__doc__, prog="oneshot export")
     p.add_argument("bundle", type=Path, help="folder or .tgz of a run")
     p.add_argument("--trace", type=Path, required=True, metavar="OUT.jsonl", help="file to write")
     args = p.parse_args(argv)

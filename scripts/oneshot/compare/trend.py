@@ -11,12 +11,12 @@ is executed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.records import doc_parser
 from scripts.oneshot.compare.comparison import EXIT_NOT_COMPARABLE, EXIT_USAGE, aligned, box_of
 from scripts.oneshot.compare.verify import verified
 from scripts.oneshot.record.capture import plain
@@ -58,11 +58,7 @@ def line(data: Mapping[str, Any]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="oneshot trend",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = doc_parser(__doc__, prog="oneshot trend")
     p.add_argument("bundles", nargs="+", type=Path, metavar="BUNDLE_OR_DIR")
     args = p.parse_args(argv)
     runs: dict[str, dict[str, Any]] = {}

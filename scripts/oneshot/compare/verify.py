@@ -14,7 +14,6 @@ plots and logs are not compared.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -28,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from bench.records import NUMBERS, SAMPLES_KEPT, card_faults
+from bench.records import NUMBERS, SAMPLES_KEPT, card_faults, doc_parser
 from scripts.oneshot.box.checkout import git_facts, same_sources
 from scripts.oneshot.compare.comparison import EVENT_RESOLUTION_US
 from scripts.oneshot.record import bundle as bundles
@@ -469,10 +468,7 @@ def check_secrets(folder: Path, keep: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="oneshot verify", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    p = doc_parser(__doc__, prog="oneshot verify")
     p.add_argument("bundle", type=Path, help="folder or .tgz of a run")
     args = p.parse_args(argv)
     try:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 
+from bench.records import doc_parser
 from scripts.oneshot.box.processes import die_with_parent, end_children
 
 
@@ -74,9 +75,7 @@ def run(n: int, command: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(__doc__)
     parser.add_argument("-n", type=int, required=True, help="processes, one per GPU")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="a Python file and its arguments")
     args = parser.parse_args(argv)

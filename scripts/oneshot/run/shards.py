@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
+from bench.records import doc_parser
 from scripts.oneshot.box.processes import die_with_parent, end_children, usable_cores
 from scripts.oneshot.run.ahead import import_all
 
@@ -139,9 +140,7 @@ def run(n: int, command: list[str], beside: Sequence[str] = ()) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(__doc__)
     parser.add_argument("-n", type=int, default=0, help="processes; 0 chooses by the host")
     parser.add_argument("--fewer", type=int, default=1, metavar="K",
                         help="a K-th of the processes that the host would get")  # fmt: skip
