@@ -21,6 +21,7 @@ from bench.records import (
     BenchRow,
     add_csv_argument,
     add_shrink_argument,
+    amount,
     check_flags,
     doc_parser,
     integers,
@@ -28,7 +29,6 @@ from bench.records import (
     out_dir,
     positive,
     say,
-    seconds,
     write_csv,
     write_so_far,
 )
@@ -73,7 +73,7 @@ def bench_parser(
         parser.add_argument(f"--{name}", type=positive, default=value, help=text)
     if device_s is not None:
         text = f"device time a row, at most (default {device_s:g})"
-        parser.add_argument("--seconds", type=seconds, default=device_s, help=text)
+        parser.add_argument("--seconds", type=amount, default=device_s, help=text)
     add_csv_argument(parser)
     if shrinks:
         add_shrink_argument(parser)

@@ -21,7 +21,7 @@ from bench.device import Gpu
 from bench.main import Line, write_rows
 from bench.proof import Marks, NotProven
 from bench.provenance import provenance
-from bench.records import BenchRow, seconds, why_no_time
+from bench.records import BenchRow, amount, why_no_time
 
 
 def join_ranks(device_type: str, timeout_s: float) -> torch.device:
@@ -146,7 +146,7 @@ def rank_row(
 def add_timeout(parser: argparse.ArgumentParser, default_s: float) -> None:
     parser.add_argument(
         "--timeout",
-        type=seconds,
+        type=amount,
         default=default_s,
         help=f"seconds until a collective that a rank does not join fails (default {default_s:g})",
     )

@@ -135,6 +135,17 @@ def emit(kind: str, row: Mapping[str, Any]) -> None:
             data = data[os.write(int(fd), data) :]
 
 
+def told(of: str, checks: Iterable[tuple[str, bool, str]]) -> bool:
+    """Print (check, passed, what was seen) and send each as the test `of`::check; did all pass?"""
+    good = True
+    for name, passed, seen in checks:
+        print(f"{'ok  ' if passed else 'FAIL'} {name}: {seen}")
+        row = {"nodeid": f"{of}::{name}", "outcome": "passed" if passed else "failed"}
+        emit("test", {**row, "duration_s": 0.0, "reason": None if passed else seen})
+        good &= passed
+    return good
+
+
 @contextlib.contextmanager
 def _whole(fd: int) -> Iterator[None]:
     """The descriptor for this process alone. A POSIX lock ends with its process, however it ends;
@@ -383,8 +394,8 @@ def positive(text: str) -> int:
     return _above_0(int, "whole", text)
 
 
-def seconds(text: str) -> float:
-    """The type of an argument that is a duration."""
+def amount(text: str) -> float:
+    """The type of an argument that is a number above 0, such as a duration."""
     return _above_0(float, "finite", text)
 
 

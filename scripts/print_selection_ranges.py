@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 import torch
 
-from bench.records import check_flags, emit
+from bench.records import check_flags, emit, positive
 from nsa import oracle
 from nsa.attention import select_blocks
 from nsa.compress import mean_pool
@@ -45,22 +45,16 @@ def wrong(ranges: list[list[int]], t: int, l_sel: int, n_sel: int) -> str | None
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--S", type=int, default=1024, help="tokens")
-    parser.add_argument("--queries", type=int, default=16, help="queries shown, evenly spread")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--groups", type=int, default=2)
-    parser.add_argument("--dk", type=int, default=64)
-    parser.add_argument("--l", type=int, default=32)
-    parser.add_argument("--d", type=int, default=16)
-    parser.add_argument("--l-sel", type=int, default=64)
-    parser.add_argument("--n-sel", type=int, default=8)
+    for name, default, what in (
+        ("S", 1024, "tokens"), ("queries", 16, "queries shown, evenly spread"), ("heads", 8, None),
+        ("groups", 2, None), ("dk", 64, None), ("l", 32, None), ("d", 16, None),
+        ("l-sel", 64, None), ("n-sel", 8, None),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=positive, default=default, help=what)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, metavar="PATH", help="default: stdout")
     args = parser.parse_args(argv)
-    for name in ("S", "queries", "heads", "groups", "dk", "n_sel"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.heads % args.groups:
         parser.error(f"--groups must divide --heads {args.heads}, got {args.groups}")
     try:

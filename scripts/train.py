@@ -43,8 +43,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from bench.main import names
 from bench.ranks import join_ranks, leave_ranks
-from bench.records import check_flags, emit, integers, note, write_csv
+from bench.records import amount, check_flags, emit, integers, note, positive, write_csv
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
@@ -153,13 +154,13 @@ def build_parser() -> argparse.ArgumentParser:
     cuda = torch.cuda.is_available()
     add = parser.add_argument
     add("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
-    add("--attention", default="nsa", help="nsa, dense or nsa,dense: one after the other")
-    add("--steps", type=int, help="default: 200 on CPU, 300 on a GPU")
+    add("--attention", type=names(*ATTENTIONS), default=["nsa"], help="nsa, dense or both, a,b")
+    add("--steps", type=positive, help="default: 200 on CPU, 300 on a GPU")
     add("--seq", type=integers, help="tokens per sequence, a,b,c (128 on CPU, 2048 on a GPU)")
-    add("--batch", type=int, help="sequences per step of the first length, over all ranks")
-    add("--lr", type=float, help="peak learning rate")
+    add("--batch", type=positive, help="sequences per step of the first length, over all ranks")
+    add("--lr", type=amount, help="peak learning rate")
     for name in ("layers", "dim", "heads", "groups"):
-        add(f"--{name}", type=int, help="of the model; default by --device")
+        add(f"--{name}", type=positive, help="of the model; default by --device")
     add("--seed", type=int, default=0)
     add("--recompute", action="store_true", help="activation checkpointing, block by block")
     add("--compile", action="store_true", help="torch.compile of all but the NSA kernels")
@@ -168,12 +169,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--save-every", type=int, default=0, metavar="N", help="checkpoint every N steps; there "
         "is one at the end in any case")  # fmt: skip
     add("--resume", action="store_true", help="go on from the latest checkpoints in --out")
-    add("--stop-at", type=int, metavar="N", help="stop after N of --steps steps")
-    add("--log-every", type=int, default=10, metavar="N", help="read the losses every N steps")
+    add("--stop-at", type=positive, metavar="N", help="stop after N of --steps steps")
+    add("--log-every", type=positive, default=10, metavar="N", help="read the losses every N steps")
     add("--out", type=Path, default=Path("artifacts/train"), metavar="DIR")
     add("--save", type=Path, metavar="FILE", help="the trained NSA model of the last length, "
         "for python -m nsa.generate")  # fmt: skip
-    add("--timeout", type=float, default=600.0, help="seconds until a collective that a rank does "
+    add("--timeout", type=amount, default=600.0, help="seconds until a collective that a rank does "
         "not join fails")  # fmt: skip
     return parser
 
@@ -184,30 +185,17 @@ def presets(
     """One preset per length, of the same tokens per step where whole sequences on every rank allow
     it; a usage error for what cannot be."""
     base = PRESETS[args.device]
-    for name in ("steps", "batch", "layers", "dim", "heads", "groups", "stop_at", "log_every"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            option = name.replace("_", "-")
-            parser.error(f"--{option} must be at least 1, got {value}")
-    if args.lr is not None and not args.lr > 0:
-        parser.error(f"--lr must be above 0, got {args.lr}")
     if args.save_every < 0:
         parser.error(f"--save-every must be 0 or more, got {args.save_every}")
-    names = args.attention.split(",")
-    if not names or not set(names) <= set(ATTENTIONS) or len(set(names)) < len(names):
-        parser.error(f"--attention must be from {', '.join(ATTENTIONS)}, got {args.attention!r}")
-    if args.save and "nsa" not in names:
+    if args.save and "nsa" not in args.attention:
         parser.error("--save is for the NSA model, which --attention leaves out")
     check_flags(parser)
-    sizes = {n: v for n in ("dim", "heads", "groups") if (v := getattr(args, n)) is not None}
+    given = lambda *of: {n: v for n in of if (v := getattr(args, n)) is not None}
     try:
-        config = replace(base.config, **sizes)
+        config = replace(base.config, **given("dim", "heads", "groups"))
     except ValueError as error:
         parser.error(str(error))
-    given = {
-        n: v for n in ("steps", "lr", "layers", "batch") if (v := getattr(args, n)) is not None
-    }
-    base = replace(base, config=config, **given)
+    base = replace(base, config=config, **given("steps", "lr", "layers", "batch"))
     world, out = int(os.environ.get("WORLD_SIZE", "1")), []
     lengths = args.seq or [base.seq]
     for seq in lengths:
@@ -283,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     good = True
     try:
         for preset in planned:
-            for attention in args.attention.split(","):
+            for attention in args.attention:
                 name = f"{attention}-{preset.seq}"
                 about = {**asdict(preset), "attention": attention, "seed": args.seed}
                 saved = Checkpoints(

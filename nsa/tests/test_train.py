@@ -252,10 +252,10 @@ def test_dense_attention_is_causal_softmax_of_the_same_heads():
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--attention", "sparse"], "--attention must be from nsa, dense, got 'sparse'"),
+        (["--attention", "sparse"], "--attention: must be from nsa, dense, each once, got sparse"),
         (["--attention", "dense", "--save", "x"], "--save is for the NSA model"),
         (["--seq", "8"], "--seq must be"),
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--steps", "0"], "--steps: must be a whole number above 0, got '0'"),
         (["--heads", "3"], "heads"),
         (["--save_every", "-1"], "--save-every must be 0 or more"),
     ],
