@@ -24,16 +24,12 @@ def _silent(text: str) -> tuple[str, str]:
     return text, "GPU_LOST" if re.search(r"is lost|fallen off the bus", text) else "NO_GPU"
 
 
-def _busy(result: StageResult) -> tuple[str, str]:
-    return f"GPU_BUSY: memory of {result.id} is still held", "GPU_BUSY"
-
-
 class Watch:
-    """The cards of one run. gone: why no stage may use the GPU any more, in words and as a result's
-    kind, None while they may.
+    """The cards of one run. gone: why no stage may use a card any more, in words and as a result's
+    kind, by its number in a run on several, by None of the only one.
 
-    several: the cards of a run on more than one, else empty; cards_gone then says the same of those
-    that may not be used. smi: what nvidia-smi said, or why there is nothing to watch.
+    several: the cards of a run on more than one, else empty. smi: what nvidia-smi said, or why
+    there is nothing to watch.
     """
 
     def __init__(
@@ -43,8 +39,9 @@ class Watch:
         self.several, self._smi = several, smi
         self._event, self._note, self._say = event, note, say
         self.telemetry: Telemetry | None = None
-        self.gone: tuple[str, str] | None = None
-        self.cards_gone = {c.index: _silent(c.problem) for c in several if c.problem}
+        self.gone: dict[int | None, tuple[str, str]] = {
+            c.index: _silent(c.problem) for c in several if c.problem
+        }
         self._listeners: list[tuple[int | None, XidListener]] = []
         self._deaf: set[int | None] = set()  # the cards whose listener said that it hears nothing
         self._reported: list[tuple[int | None, Xid]] = []  # of the running stage
@@ -90,10 +87,10 @@ class Watch:
 
     def why_not(self, stage: Stage) -> tuple[Status, str, str | None] | None:
         """Why `stage` cannot have its card: (status, reason, kind), or None."""
-        if stage.gpu and self.gone:
-            return Status.NOT_RUN, *self.gone
-        if lost := [g for g in stage.gpus if g in self.cards_gone]:
-            why, kind = self.cards_gone[lost[0]]
+        if stage.gpu and None in self.gone:
+            return Status.NOT_RUN, *self.gone[None]
+        if lost := [g for g in stage.gpus if g in self.gone]:
+            why, kind = self.gone[lost[0]]
             mine = len(stage.gpus) == 1 and stage.id.startswith("health")
             return (Status.INFRA if mine else Status.NOT_RUN), f"GPU {lost[0]}: {why}", kind
         return None
@@ -114,7 +111,7 @@ class Watch:
                 self._event("xid", stage=stage, **fields)
                 self._say(f"{'WARN ' if xid.critical else 'INFO '} {text}")
                 if index is not None and xid.number == LOST:
-                    self.cards_gone.setdefault(index, (text, "GPU_LOST"))
+                    self.gone.setdefault(index, (text, "GPU_LOST"))
             if listener.problem and index not in self._deaf:
                 self._deaf.add(index)
                 card = "" if index is None else f"GPU {index}: "
@@ -138,41 +135,26 @@ class Watch:
     # ---- after a stage that failed -----------------------------------------------------------
 
     def after_failure(self, result: StageResult) -> None:
-        """Is the GPU still there, and is its memory free again?"""
+        """Are the cards of the stage still there, and is their memory free again?"""
         if isinstance(self._smi, str):
             return
-        if result.gpus:
-            self._after_failure_of(result)
-            return
-        if result.kind == "GPU_LOST":
-            self.gone = f"the GPU was lost in {result.id}", "GPU_LOST"
-        elif result.status in (Status.CRASH, Status.TIMEOUT):
-            try:
-                box.smi_query()
-            except box.ProbeFailed as error:
-                self.gone = _silent(f"the GPU does not answer after {result.id}: {error}")
-        if not self.gone and self.telemetry:
-            if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
-                self.gone = _busy(result)
-        if self.gone:
-            self._note(self.gone[0])
-
-    def _after_failure_of(self, result: StageResult) -> None:
-        """The same for the cards of one stage; the others are left alone."""
-        for index in result.gpus:
-            why = None
-            if result.kind == "GPU_LOST" and len(result.gpus) == 1:
-                why = f"it was lost in {result.id}", "GPU_LOST"
+        mine = result.gpus or (None,)
+        for index in mine:
+            it = "the GPU" if index is None else "it"
+            if result.kind == "GPU_LOST" and len(mine) == 1:
+                self._lose(index, f"{it} was lost in {result.id}", "GPU_LOST")
             elif result.status in (Status.CRASH, Status.TIMEOUT) or result.kind == "GPU_LOST":
                 try:
                     box.smi_query(index=index)
                 except box.ProbeFailed as error:
-                    why = _silent(f"it does not answer after {result.id}: {error}")
-            if why and index not in self.cards_gone:
-                self.cards_gone[index] = why
-                self._note(f"GPU {index}: {why[0]}")
-        first = cards.good(self.several)[:1]
-        if self.telemetry and first and first[0].index in result.gpus:
+                    self._lose(index, *_silent(f"{it} does not answer after {result.id}: {error}"))
+        watched = next((card.index for card in cards.good(self.several)), None)
+        if self.telemetry and watched in mine and watched not in self.gone:
             if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
-                self.cards_gone.setdefault(first[0].index, _busy(result))
-                self._note(f"GPU {first[0].index}: {_busy(result)[0]}")
+                text = f"GPU_BUSY: memory of {result.id} is still held"
+                self._lose(watched, text, "GPU_BUSY")
+
+    def _lose(self, index: int | None, text: str, kind: str) -> None:
+        if index not in self.gone:
+            self.gone[index] = text, kind
+            self._note(text if index is None else f"GPU {index}: {text}")

@@ -344,7 +344,7 @@ class Run:
             if bad and stage.gpu and not self.stop.by:
                 self.watch.after_failure(result)
             again = attempt == 1 and result.kind == "OOM_DEVICE"
-            if again and not (self.stop.by or self.watch.gone):
+            if again and not (self.stop.by or None in self.watch.gone):
                 size = " at half size" if stage.shrinks else ""
                 if stage.side_by_side:
                     size = " with a quarter of the processes at a time"
