@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from scripts.oneshot.record.model import SHARDS, Stage
 
@@ -49,8 +50,8 @@ def beside(*benches: Stage) -> tuple[str, ...]:
     """SHARDED, with the kernels of these benches compiled meanwhile."""
     at = SHARDED.index(SHARDS) + 1
     more: list[str] = []
-    for bench in benches:
-        _, script, *options = bench.argv
+    for one in benches:
+        _, script, *options = one.argv
         where = next(options.index(name) for name in ("--csv", "--out") if name in options)
         del options[where : where + 2]
         more += ["--beside", shlex.join((script, *options, "--compile_only"))]
@@ -79,8 +80,6 @@ def plan(profile: str) -> list[Stage]:
     return [ENV_STAGE, *stages]
 
 
-ONE_SHAPE = ("--N", "256", "--H", "8", "--D", "64", "--Dv", "64")
-ALL_LENGTHS = "16,32,64,128,256,512,1024"
 TRITON_ON = {
     "NSA_USE_TRITON_SEL": "1",
     "NSA_SEL_TRITON_ALLOW_GRAD": "1",
@@ -91,59 +90,48 @@ TRITON_ON = {
 PARITY = {**TRITON_ON, "NSA_TRITON_SEL_FORCE": "1"}
 
 
+def bench(
+    id: str, title: str, script: str, options: str, timeout_s: float, *, csv: str = "",
+    **fields: Any,
+) -> Stage:  # fmt: skip
+    """A bench of bench/ with these options; its table in the bundle is named after the stage, or
+    `csv`."""
+    csv = csv or f"{id}.csv"
+    argv = ("{python}", f"bench/{script}.py", *options.split(), "--csv", "{out}/" + csv)
+    fields = {"log": f"{id}.txt", "shrinks": True, **fields}
+    return Stage(id, title, argv, "bench", timeout_s, outputs=(csv,), group="bench", **fields)
+
+
 def _gpu(profile: str) -> list[Stage]:
     full = profile == "full"
     slow = 3.0 if full else 1.0
-    bench = {"NSA_SEL_TRITON_MIN_L": "64"}
-    cells = ("--N", "64,256,1024", "--H", "2,4,8", "--D", "64,128", "--Dv", "64,128", "--streams",
-             "1,2", "--L_list", ALL_LENGTHS, "--seconds", "0.03")  # fmt: skip
+    least_l = {"NSA_SEL_TRITON_MIN_L": "64"}
+    step = {"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **least_l}
+    cells = ("--N 64,256,1024 --H 2,4,8 --D 64,128 --Dv 64,128 --streams 1,2 --L_list "
+             "16,32,64,128,256,512,1024 --seconds 0.03 --dist")  # fmt: skip
     selection = [
-        Stage(
-            id,
-            f"Selection bench: {what}",
-            (
-                "{python}",
-                "bench/bench_sel_triton.py",
-                *cells,
-                "--dist",
-                dist,
-                "--csv",
-                "{out}/" + id + ".csv",
-            ),
-            proof="bench",
-            timeout_s=1200,
-            estimate_s=540,
-            env=bench,
-            log=f"{id}.txt",
-            outputs=(f"{id}.csv",),
-            group="bench",
-            shrinks=True,
-        )
+        bench(id, f"Selection bench: {what}", "bench_sel_triton", f"{cells} {dist}", 1200,
+              estimate_s=540, env=least_l)
         for id, dist, what in (
             ("sel_dense", "few", "one span per row, Triton against packed SDPA"),
             ("sel_varlen", "many", "eight equal spans per row"),
             ("sel_mixed", "mixed", "2, 4 or 8 spans of random length"),
         )
-    ]
+    ]  # fmt: skip
     # What the threshold is decided by.
-    routes = (*ONE_SHAPE, "--L_list", "16,64,256")
+    routes = "--N 256 --H 8 --D 64 --Dv 64 --L_list 16,64,256"
     if full:
-        routes = ("--N", "64,1024", "--H", "2,8", "--D", "64,128", "--L_list", "16,64,128,256,1024")
-    selection.append(Stage(
+        routes = "--N 64,1024 --H 2,8 --D 64,128 --L_list 16,64,128,256,1024"
+    selection.append(bench(
         "sel_route", "Selection bench: Triton against packing plus SDPA, as callers get them",
-        ("{python}", "bench/bench_sel_triton.py", "--route", "1", *routes, "--iters", "10",
-         "--seconds", "0.005", "--csv", "{out}/sel_route.csv"),
-        proof="bench", timeout_s=400 if full else 150, estimate_s=110 if full else 12, env=bench,
-        log="sel_route.txt", outputs=("sel_route.csv",), group="bench", shrinks=True,
+        "bench_sel_triton", f"--route 1 {routes} --iters 10 --seconds 0.005",
+        400 if full else 150, estimate_s=110 if full else 12, env=least_l,
     ))  # fmt: skip
     # A decode step has no threshold, so these cells are not among its evidence.
-    decode = Stage(
+    decode = bench(
         "sel_decode", "Selection bench: one query per sequence, blocks of the paper's choice",
-        ("{python}", "bench/bench_sel_triton.py", "--decode", "1", "--N", "64,256,1024", "--H",
-         "2,4", "--n_sel", "8,16", "--D", "64,128", "--Dv", "64,128", "--L_list", "128,256,512",
-         "--seconds", "0.03", "--csv", "{out}/sel_decode.csv"),
-        proof="bench", timeout_s=360, estimate_s=90, env=bench, log="sel_decode.txt",
-        outputs=("sel_decode.csv",), group="bench", shrinks=True,
+        "bench_sel_triton", "--decode 1 --N 64,256,1024 --H 2,4 --n_sel 8,16 --D 64,128 "
+        "--Dv 64,128 --L_list 128,256,512 --seconds 0.03", 360, estimate_s=90, env=least_l,
     )  # fmt: skip
     threshold = Stage(
         "threshold", "Proposed sel_triton_min_L",
@@ -151,38 +139,30 @@ def _gpu(profile: str) -> list[Stage]:
         proof="row", timeout_s=60, estimate_s=1, needs=("sel_route.csv",), log="threshold.txt",
         also={"fa2_bench": ("--fa2", "{out}/fa2.csv")}, group="bench",
     )  # fmt: skip
-    serving = Stage(
+    serving = bench(
         "decode_serving", "Decode at serving sizes: eager, as a graph, and the layer's whole step",
-        ("{python}", "bench/bench_decode.py", "--preset", "serving" if full else "serving_short",
-         "--quick", "--csv", "{out}/decode_serving.csv"),
-        proof="bench", timeout_s=600 if full else 240, estimate_s=100 if full else 24,
-        required=False,
-        env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
-        log="decode_serving.txt", outputs=("decode_serving.csv",), group="bench", shrinks=True,
+        "bench_decode", f"--preset {'serving' if full else 'serving_short'} --quick",
+        600 if full else 240, estimate_s=100 if full else 24, required=False, env=step,
     )  # fmt: skip
-    prefill = Stage(
-        "prefill_bench", "Prefill: NSA against dense attention",
-        ("{python}", "bench/bench_prefill.py", "--csv", "{out}/prefill.csv",
-         *{"quick": ("--S_list", "8192", "--sharing", "random", "--seconds", "0.3"),
-           "standard": ("--seconds", "0.4"),
-           "full": ("--S_list", "8192,32768,65536", "--ops", "full,cmp,sel,win,select,turn,pack"),
-           }[profile]),
-        proof="bench", least={"quick": 11, "standard": 17, "full": 43}[profile],
-        timeout_s=300 * slow, estimate_s={"quick": 24, "standard": 48, "full": 190}[profile],
-        env={"NSA_USE_TRITON_SEL": "1"}, log="prefill_bench.txt", outputs=("prefill.csv",),
-        group="bench", shrinks=True,
+    lengths = {
+        "quick": "--S_list 8192 --sharing random --seconds 0.3",
+        "standard": "--seconds 0.4",
+        "full": "--S_list 8192,32768,65536 --ops full,cmp,sel,win,select,turn,pack",
+    }
+    prefill = bench(
+        "prefill_bench", "Prefill: NSA against dense attention", "bench_prefill", lengths[profile],
+        300 * slow, csv="prefill.csv", least={"quick": 11, "standard": 17, "full": 43}[profile],
+        estimate_s={"quick": 24, "standard": 48, "full": 190}[profile],
+        env={"NSA_USE_TRITON_SEL": "1"},
     )  # fmt: skip
     sizes = [
-        replace(
-            prefill, id=id, title=f"Prefill: {what}",
-            argv=(*prefill.argv[:2], *options, "--csv", "{out}/" + id + ".csv"), least=least,
-            timeout_s=300, estimate_s=60, required=False, log=f"{id}.txt", outputs=(f"{id}.csv",),
-        )
+        bench(id, f"Prefill: {what}", "bench_prefill", options, 300, least=least, estimate_s=60,
+              required=False, env={"NSA_USE_TRITON_SEL": "1"})
         for id, what, least, options in (
             ("prefill_b128", "selection by blocks of 128, as MiniMax-M3 has them", 8,
-             ("--l_sel", "128", "--ops", "sel", "--sharing", "random,shared")),
+             "--l_sel 128 --ops sel --sharing random,shared"),
             ("prefill_d192", "heads of 192 and 128, the paper's", 20,
-             ("--D", "192", "--ops", "full,cmp,sel,win")),
+             "--D 192 --ops full,cmp,sel,win"),
         )
     ]  # fmt: skip
     showcase = Stage(
@@ -257,16 +237,11 @@ def _gpu(profile: str) -> list[Stage]:
             log="health.txt",
             outputs=("health.json",), group="box",  # the benches take their peaks from it
         ),
-        Stage(
-            "decode_bench", "Decode step, by branch",
-            ("{python}", "bench/bench_decode.py", "--B", "1", "--dim", "256", "--heads", "8",
-             "--groups", "2", "--dk", "32", "--dv", "32", "--l", "16", "--d", "8", "--l_sel",
-             "32", "--n_sel", "8", "--w", "128", "--S_list", "512,1024,2048,4096", "--iters",
-             "64", "--warmup", "8", "--csv", "{out}/decode_gpu_final.csv",
-             "--branch_force_mode", "env", "--more", "0"),
-            proof="bench", timeout_s=240, estimate_s=50,
-            env={"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **bench},
-            log="decode_bench.txt", outputs=("decode_gpu_final.csv",), group="bench", shrinks=True,
+        bench(
+            "decode_bench", "Decode step, by branch", "bench_decode",
+            "--B 1 --dim 256 --heads 8 --groups 2 --dk 32 --dv 32 --l 16 --d 8 --l_sel 32 --n_sel "
+            "8 --w 128 --S_list 512,1024,2048,4096 --iters 64 --warmup 8 --branch_force_mode env "
+            "--more 0", 240, csv="decode_gpu_final.csv", estimate_s=50, env=step,
         ),
         Stage(
             "decode_summary", "Decode summary",
@@ -275,13 +250,10 @@ def _gpu(profile: str) -> list[Stage]:
             log="decode_summary.txt", outputs=("decode_summary.txt",), group="bench",
         ),
         serving, prefill, *sizes,
-        Stage(
-            "fa2_bench", "FlashAttention-2 by branch",
-            ("{python}", "bench/bench_fa2.py", "--csv", "{out}/fa2.csv",
-             *(() if full else ("--dtype", "bf16"))),
-            proof="bench", timeout_s=240, estimate_s=65 if full else 35, required=False,
-            after="fa2_varlen", env={"NSA_USE_FA2": "1"}, log="fa2_bench.txt",
-            outputs=("fa2.csv",), group="bench", shrinks=True,
+        bench(
+            "fa2_bench", "FlashAttention-2 by branch", "bench_fa2",
+            "" if full else "--dtype bf16", 240, csv="fa2.csv", estimate_s=65 if full else 35,
+            required=False, after="fa2_varlen", env={"NSA_USE_FA2": "1"},
         ),
         Stage(
             "sel_ranges", "A sample of the ranges that selection makes",
@@ -360,10 +332,10 @@ def _cpu() -> list[Stage]:
         ),
         stage(
             "decode_bench", "Decode step on CPU (small)",
-            ("{python}", "bench/bench_decode.py", "--B", "1", "--dim", "64", "--heads", "4",
-             "--groups", "2", "--dk", "16", "--dv", "16", "--l", "16", "--d", "8", "--l_sel",
-             "32", "--n_sel", "4", "--w", "64", "--S_list", "128,256", "--iters", "10",
-             "--warmup", "2", "--csv", "{out}/decode_cpu.csv"),
+            ("{python}", "bench/bench_decode.py",
+             *("--B 1 --dim 64 --heads 4 --groups 2 --dk 16 --dv 16 --l 16 --d 8 --l_sel 32 "
+               "--n_sel 4 --w 64 --S_list 128,256 --iters 10 --warmup 2").split(),
+             "--csv", "{out}/decode_cpu.csv"),
             # UNSTABLE is shown, but a box without a quiet core proves the step all the same.
             "row", outputs=("decode_cpu.csv",), least=10, group="bench",
         ),
