@@ -20,15 +20,8 @@ from nsa.kernels import fa2
 def main(argv: list[str] | None = None) -> int:
     doc_parser(__doc__).parse_args(argv)
     found = fa2.probe()
-    rows = {
-        "fa2_source": found.source,
-        "fa2_version": found.version,
-        "fa2_why_not": found.why_not,
-        "fa2_package_reason": found.package_reason,
-        "fa2_wheel": found.wheel,
-    }
-    for name, value in rows.items():
-        emit("metric", {"name": name, "value": value, "unit": None})
+    for name in ("source", "version", "why_not", "package_reason", "wheel"):
+        emit("metric", {"name": f"fa2_{name}", "value": getattr(found, name), "unit": None})
     if found.source is not None:
         print(f"FA-2: {found.source} {found.version}")
     else:

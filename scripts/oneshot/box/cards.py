@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from scripts.oneshot.box import env as box
@@ -47,20 +47,13 @@ def query_each() -> list[dict[str, Any]]:
             if "No devices were found" in str(error) or "not installed" in str(error):
                 break
             out.append({"problem": str(error)})
-    while out and "problem" in out[-1]:  # numbers beyond the last card
-        if len(out) <= _listed():
+    while out and "problem" in out[-1]:  # numbers beyond the last card that the driver knows
+        if len(out) <= len(list(Path("/proc/driver/nvidia/gpus").glob("*"))):
             break
         out.pop()
     if not any("problem" not in gpu for gpu in out):
         raise box.ProbeFailed("no GPU answers nvidia-smi")
     return out
-
-
-def _listed() -> int:
-    """How many GPUs the kernel driver knows."""
-    from pathlib import Path
-
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def _card(index: int, gpu: Mapping[str, Any]) -> Card:

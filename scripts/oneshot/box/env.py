@@ -29,6 +29,7 @@ _SMI_FIELDS = {
     "persistence": "persistence_mode", "sm_mhz_max": "clocks.max.sm",
     "mem_mhz_max": "clocks.max.mem", "pci": "pci.bus_id",
 }  # fmt: skip
+_OF_TORCH = ("cuda_available", "cuda_error", "cudnn", "triton", "triton_pin", "flash_attn")
 # Shown like the others, but where something lies or how it is built changes no result.
 _NO_RESULT = ("NSA_COMMIT", "TRITON_CACHE_DIR", "MAX_JOBS", "VIRTUAL_ENV", "CONDA_PREFIX")
 
@@ -190,9 +191,7 @@ def device_facts(gpus: list[dict[str, Any]] | str, torch: Mapping[str, Any]) -> 
         "name": seen.get("name") or gpu.get("name"),
         "sm": seen.get("sm") or gpu.get("sm"),
         "mem_mib": gpu.get("mem_mib") or seen.get("torch_mem_mib"),
-        "driver": gpu.get("driver"),
-        "power_limit_w": gpu.get("power_limit_w"),
-        "power_default_w": gpu.get("power_default_w"),
+        **{name: gpu.get(name) for name in ("driver", "power_limit_w", "power_default_w")},
         "pcie": pcie,
         "ecc": str(gpu.get("ecc") or "n/a").lower(),
         "mig": gpu.get("mig") == "Enabled",
@@ -200,10 +199,7 @@ def device_facts(gpus: list[dict[str, Any]] | str, torch: Mapping[str, Any]) -> 
         "l2_mib": seen.get("l2_mib"),
         "sm_count": seen.get("sm_count"),
         "count": seen.get("count") or (0 if isinstance(gpus, str) else len(gpus)),
-        "temp_c": gpu.get("temp_c"),
-        "sm_mhz_max": gpu.get("sm_mhz_max"),
-        "mem_mhz_max": gpu.get("mem_mhz_max"),
-        "persistence": gpu.get("persistence"),
+        **{name: gpu.get(name) for name in ("temp_c", "sm_mhz_max", "mem_mhz_max", "persistence")},
     }
 
 
@@ -338,12 +334,7 @@ def collect(
             "executable": python,
             "torch": torch.get("torch") or f"<probe failed: {torch.get('torch_error')}>",
             "cuda": torch.get("cuda_build"),
-            "cuda_available": torch.get("cuda_available"),
-            "cuda_error": torch.get("cuda_error"),
-            "cudnn": torch.get("cudnn"),
-            "triton": torch.get("triton"),
-            "triton_pin": torch.get("triton_pin"),
-            "flash_attn": torch.get("flash_attn"),
+            **{name: torch.get(name) for name in _OF_TORCH},
             "arch_list": " ".join(torch.get("arch_list") or []) or None,
         },
         "gpu": dict(device),

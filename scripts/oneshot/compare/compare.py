@@ -117,11 +117,6 @@ def as_markdown(result: Comparison, code_: int, explain: bool = False) -> str:
     return "\n".join(out)
 
 
-def as_json(result: Comparison, code_: int) -> str:
-    data = {**asdict(result), "counts": dict(result.counts()), "exit_code": code_}
-    return json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1)
-
-
 def _fail_on(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names or any(name not in FAIL_ON for name in names):
@@ -163,7 +158,8 @@ def main(argv: list[str]) -> int:
     if doubts and status == EXIT_SAME:
         status = EXIT_NOT_COMPARABLE
     if args.json:
-        print(as_json(result, status))
+        data = {**asdict(result), "counts": dict(result.counts()), "exit_code": status}
+        print(json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1))
     else:
         print((as_markdown if args.md else as_text)(result, status, args.explain))
     return status

@@ -203,6 +203,13 @@ def check_type(name: str, value: Any, wanted: Any) -> None:
             StageResult.from_json({"status": "PASS", **item})
 
 
+# Attributes of a RunRecord that are in its bundle as they are, in this order.
+_AS_THEY_ARE = (
+    "run_id profile scope argv started ended monotonic_s complete ended_by partial price_per_hour "
+    "git device env env_fingerprint doctor"
+).split()
+
+
 @dataclass
 class RunRecord:
     """Everything known about one run so far. Built only by `apply`, in journal order."""
@@ -345,22 +352,7 @@ class RunRecord:
         notes = [*self.run_notes, *self.rows_of("note")]
         return {
             "schema": SCHEMA,
-            "run_id": self.run_id,
-            "profile": self.profile,
-            "scope": self.scope,
-            "argv": self.argv,
-            "started": self.started,
-            "ended": self.ended,
-            "monotonic_s": self.monotonic_s,
-            "complete": self.complete,
-            "ended_by": self.ended_by,
-            "partial": self.partial,
-            "price_per_hour": self.price_per_hour,
-            "git": self.git,
-            "device": self.device,
-            "env": self.env,
-            "env_fingerprint": self.env_fingerprint,
-            "doctor": self.doctor,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "verdict": judge.verdict(self, stages),
             "health": self.health,
             "recommend": self.recommend,

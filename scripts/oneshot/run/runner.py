@@ -369,7 +369,8 @@ class Run:
         self.progress.end(self.record.results[result.id])
         self._test_files(result.id)
         if result.status in (Status.FAIL, Status.CRASH, Status.TIMEOUT):
-            self._repro(result)
+            rows = self.record.rows.get(result.id, [])
+            self.write(f"repro/{result.id}.sh", repro_script(result, rows))
         self.save()
 
     def _on_row(self, stage: str, row: dict[str, Any]) -> None:
@@ -449,11 +450,6 @@ class Run:
             lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
             self.write(f"tests/{stage}.jsonl", lines)
             self.write(f"tests/{stage}.junit.xml", junit_xml(stage, rows))
-
-    def _repro(self, result: StageResult) -> None:
-        """repro/<stage>.sh: the one command that shows the failure again."""
-        rows = self.record.rows.get(result.id, [])
-        self.write(f"repro/{result.id}.sh", repro_script(result, rows))
 
     # -------------------------------------------------------------- the end
 
