@@ -487,6 +487,19 @@ def write_so_far(
             write_csv(target, rows, columns)
 
 
+def finite_cell(row: Mapping[str, str], name: str, where: str) -> float | None:
+    """The number in a cell, None for an empty one. Raises ValueError for anything else, which names
+    `where`, a file and its line, and the column."""
+    text = row[name].strip()
+    try:
+        value = float(text) if text else None
+    except ValueError:
+        value = math.nan
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"{where}: {name} must be a finite number, got {text!r}")
+    return value
+
+
 def read_csv(path: str | Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:
     """The rows of a CSV as text. Raises ValueError when there is no header, when it lacks one of
     `columns`, or when a row is cut."""

@@ -10,14 +10,13 @@ Exit code: 0 printed, 2 no such CSV or not of bench_decode.py, 3 no rows. Standa
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
-from bench.records import doc_parser, note, read_csv
+from bench.records import doc_parser, finite_cell, note, read_csv
 
 NUMBERS = (
     "S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "ci_low", "ci_high", "reads_actual_decode",
@@ -35,22 +34,6 @@ MORE = (
 )
 MORE_NUMBERS = tuple(name for _, *names in MORE for name in names if name)
 Numbers = Mapping[str, float | None]
-
-
-def numbers(row: Mapping[str, str], names: Sequence[str], where: str) -> Numbers:
-    """Finite numbers of these cells, None for an empty one. Raises ValueError that names file, line
-    and column."""
-    found: dict[str, float | None] = {}
-    for name in names:
-        text = row[name].strip()
-        try:
-            value = float(text) if text else None
-        except ValueError:
-            value = math.nan
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"{where}: {name} must be a finite number, got {text!r}")
-        found[name] = value
-    return found
 
 
 def interval(of: Numbers, centre: str, low: str = "", high: str = "", unit: str = "") -> str:
@@ -75,7 +58,7 @@ def _context(row: Mapping[str, str]) -> str:
 
 
 def _line(row: Mapping[str, str], where: str) -> list[str]:
-    of = numbers(row, NUMBERS, where)
+    of = {name: finite_cell(row, name, where) for name in NUMBERS}
     if of["S"] is None:
         raise ValueError(f"{where}: S is empty")
     shares = []
@@ -100,7 +83,7 @@ def _more(rows: Sequence[Mapping[str, str]], path: str | Path) -> list[str]:
         return []
     lines = []
     for at, row in enumerate(rows, 2):
-        of = numbers(row, MORE_NUMBERS, f"{path}:{at}")
+        of = {name: finite_cell(row, name, f"{path}:{at}") for name in MORE_NUMBERS}
         if any(value is not None for value in of.values()):
             bound = {"True": "yes", "False": "no"}.get(row["launch_bound"], "-")
             cells = [interval(of, *names) for _, *names in MORE]

@@ -22,7 +22,6 @@ Standard library and PyYAML only.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import re
@@ -42,6 +41,7 @@ from bench.records import (
     carries,
     doc_parser,
     emit,
+    finite_cell,
     note,
     path_agrees,
     read_csv,
@@ -60,10 +60,6 @@ _SEL_COLUMNS = (
     "wall_low", "parity", "status", "path", *ENVIRONMENT,
 )  # fmt: skip
 _FA2_COLUMNS = ("branch", "S", "speedup", "ci_low", "ci_high", "parity", "status", "device")
-
-
-class Untrusted(ValueError):
-    """A row that no threshold may rest on; the text starts with file:line."""
 
 
 @dataclass(frozen=True)
@@ -107,86 +103,66 @@ class Answer:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def _number(row: Mapping[str, str], name: str, where: str) -> float | None:
-    """A finite number, None for an empty cell. Raises Untrusted for anything else."""
-    text = row[name].strip()
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        raise Untrusted(f"{where}: {name} must be a number, got {text!r}") from None
-    if not math.isfinite(value):
-        raise Untrusted(f"{where}: {name} must be finite, got {text}")
-    return value
-
-
 def _count(row: Mapping[str, str], name: str, where: str) -> int:
-    value = _number(row, name, where)
+    value = finite_cell(row, name, where)
     if value is None or value != int(value) or value < 1:
-        raise Untrusted(f"{where}: {name} must be a whole number above 0, got {row[name]!r}")
+        raise ValueError(f"{where}: {name} must be a whole number above 0, got {row[name]!r}")
     return int(value)
 
 
 def load(path: str | Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
-    """(file:line, row) of a bench CSV. Raises Untrusted for an unreadable or incomplete file."""
-    try:
-        rows = read_csv(path, columns)
-    except (OSError, UnicodeDecodeError) as error:
-        raise Untrusted(f"{path}: cannot be read: {error}") from None
-    except ValueError as error:
-        raise Untrusted(str(error)) from None
-    return [(f"{path}:{number}", row) for number, row in enumerate(rows, 2)]
+    """(file:line, row) of a bench CSV. Raises ValueError for an incomplete file, and OSError."""
+    return [(f"{path}:{number}", row) for number, row in enumerate(read_csv(path, columns), 2)]
 
 
 def _judge(
     row: Mapping[str, str], where: str, route: str | None
 ) -> tuple[float | None, str | None]:
-    """(lower bound of the speedup, own failure) of a row that may be trusted; raises Untrusted."""
+    """(lower bound of the speedup, own failure) of a row that may be trusted; raises ValueError."""
     status = row["status"].strip()
     if status not in BENCH_STATUSES:
-        raise Untrusted(
+        raise ValueError(
             f"{where}: status must be one of {', '.join(BENCH_STATUSES)}, got {status!r}"
         )
     if not row["device"].strip():
-        raise Untrusted(f"{where}: device is empty: nobody knows what was measured")
-    speedup, low, high = (_number(row, n, where) for n in ("speedup", "ci_low", "ci_high"))
+        raise ValueError(f"{where}: device is empty: nobody knows what was measured")
+    speedup, low, high = (finite_cell(row, n, where) for n in ("speedup", "ci_low", "ci_high"))
     reason = row.get("why", "").strip() or "no reason given"
     if status == "SKIPPED":
         if speedup is not None:
-            raise Untrusted(f"{where}: a SKIPPED row has no speedup, got {speedup:g}")
+            raise ValueError(f"{where}: a SKIPPED row has no speedup, got {speedup:g}")
         return None, f"SKIPPED: {reason}"
     if status == "FAILED" and not row["parity"].strip() and speedup is None:  # it raised
         return None, f"FAILED: {reason}"
     if row["parity"].strip() != "PASS":
-        raise Untrusted(
+        raise ValueError(
             f"{where}: parity must be PASS, got {row['parity'].strip() or 'nothing'!r} "
             f"({status}: {reason})"
         )
     path = row.get("path", "").strip()
     if route and not path_agrees(route, path):
-        raise Untrusted(f"{where}: path must be {route}, got {path or 'nothing'!r}")
+        raise ValueError(f"{where}: path must be {route}, got {path or 'nothing'!r}")
     if status in ("INVALID", "FAILED"):
         return None, f"{status}: {reason}"
     if speedup is None or low is None or high is None:
         if (speedup, low, high) != (None, None, None):
-            raise Untrusted(f"{where}: speedup, ci_low and ci_high must come together")
+            raise ValueError(f"{where}: speedup, ci_low and ci_high must come together")
         return None, f"no ratio: {reason if row.get('why') else 'too short for the clock'}"
     if not 0 < low <= high or speedup <= 0:
-        raise Untrusted(f"{where}: ci_low must be in 0..ci_high, got {low:g} and {high:g}")
+        raise ValueError(f"{where}: ci_low must be in 0..ci_high, got {low:g} and {high:g}")
     if not low * (1 - ROUNDING) <= speedup <= high * (1 + ROUNDING):
-        raise Untrusted(f"{where}: speedup must lie in its interval, got {speedup:g} and "
+        raise ValueError(f"{where}: speedup must lie in its interval, got {speedup:g} and "
                         f"{low:g}..{high:g}")  # fmt: skip
     return low, f"UNSTABLE: {reason}" if status == "UNSTABLE" else None
 
 
 def same_environment(rows: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """Raise Untrusted unless all rows come from one device, software and commit."""
+    """Raise ValueError unless all rows come from one device, software and commit."""
     first_at, first = rows[0]
     for where, row in rows[1:]:
         for name in ENVIRONMENT:
             if row.get(name) != first.get(name):
-                raise Untrusted(
+                raise ValueError(
                     f"{where}: {name} is {row.get(name)!r}, but {first.get(name)!r} at {first_at}: "
                     "rows of different environments do not mix"
                 )
@@ -197,15 +173,15 @@ def _named(row: Mapping[str, str], columns: Sequence[str]) -> str:
 
 
 def selection_cells(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[Cell]:
-    """The cells of bench_sel_triton.py's rows of routes. Raises Untrusted."""
+    """The cells of bench_sel_triton.py's rows of routes. Raises ValueError."""
     cells = []
     for where, row in rows:
         if row["mode"].strip() != MODE:
             continue
         low, why = _judge(row, where, "triton")
-        wall = _number(row, "wall_low", where)
+        wall = finite_cell(row, "wall_low", where)
         if low is not None and wall is None:
-            raise Untrusted(f"{where}: wall_low must come with a speedup")
+            raise ValueError(f"{where}: wall_low must come with a speedup")
         for column in ("N", "H", "D", "Dv", "streams"):
             _count(row, column, where)
         setting = _named(row, ("dist", "N", "H", "D", "Dv", "streams", "dtype"))
@@ -230,7 +206,7 @@ def fa2_cells(
     for where, row in rows:
         kind = row["branch"].strip()
         if kind not in ("win", "cmp"):
-            raise Untrusted(f"{where}: branch must be win or cmp, got {kind!r}")
+            raise ValueError(f"{where}: branch must be win or cmp, got {kind!r}")
         if kind != branch or (row.get("baseline") or "sdpa") != baseline:
             continue
         low, why = _judge(row, where, "fa2" if row.get("path") else None)
@@ -238,7 +214,7 @@ def fa2_cells(
         needed = ("key_len",) if row.get("key_len") else ("w",) if kind == "win" else ("l", "d")
         for column in needed:
             if column not in row:
-                raise Untrusted(f"{where}: no column {column}")
+                raise ValueError(f"{where}: no column {column}")
         sizes = [_count(row, column, where) for column in needed]
         length = sizes[0] if needed == ("key_len",) else min(sizes[0], S)
         if needed == ("l", "d"):
@@ -376,14 +352,6 @@ def _pair(line: str) -> tuple[Any, Any]:
     return next(iter(parsed.items())) if isinstance(parsed, dict) and parsed else (None, None)
 
 
-def write_config(
-    path: Path, device: str, settings: Mapping[str, Any], comment: str | None = None
-) -> None:
-    """Edit the file at once or not at all; see propose_config."""
-    text = propose_config(path.read_text(encoding="utf-8"), device, settings, comment)
-    write_atomic(path, text)
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -398,7 +366,7 @@ def _words(answer: Answer, name: str, unit: str = "", baseline: str = "") -> str
     return "\n".join(lines)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = doc_parser(__doc__)
     parser.add_argument(
         "csv", nargs="+", metavar="CSV", help="rows of bench_sel_triton.py --route 1"
@@ -408,11 +376,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--min-speedup", type=float, default=MIN_SPEEDUP, help=f"default {MIN_SPEEDUP}"
     )
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = build_parser()
     args = parser.parse_args(argv)
     least = args.min_speedup
     if not (math.isfinite(least) and least >= 1):
@@ -433,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 note(f"fa2_min_len_{branch} against {baseline}: no proposal: {'; '.join(lacking)}")
             else:
                 fa2[branch, baseline] = smallest(found, (), least)
-    except Untrusted as error:
+    except (OSError, ValueError) as error:
         note(f"no threshold can be proposed: {error}", "warn")
         return 1
     if gaps:
@@ -477,7 +440,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"nothing to write in {args.write}")
             return 0
         try:
-            write_config(args.write, device, settings, "; ".join(comments))
+            text = args.write.read_text(encoding="utf-8")
+            write_atomic(args.write, propose_config(text, device, settings, "; ".join(comments)))
         except (OSError, ValueError) as error:
             print(f"threshold_optimizer: {args.write}: {error}", file=sys.stderr)
             return 2

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="the report needs jinja2")
 
+from bench import recorded
 from nsa.tests.oneshot_samples import bench_row, parity_row, real_rows, test_row, write_sample
 from nsa.tests.test_oneshot_report import PROVEN, SIZES, with_events, with_rows
 from nsa.tests.test_oneshot_report import committed_rows as committed_rows
@@ -170,8 +171,8 @@ def test_the_same_card_is_the_one_of_that_name_its_newest_valid_row_and_its_size
         dict(like, ms=7.0, commit="new"),
     )
     committed_rows("2026-11-23", "prefill-c.csv", dict(nothing="of use"))
-    assert committed.times("NVIDIA H200")[committed.key_of(row)] == (7000.0, "new")
-    assert committed.key_of(row) not in committed.times("NVIDIA")
+    assert committed.times("NVIDIA H200")[recorded.key_of(row["bench"], row)] == (7000.0, "new")
+    assert recorded.key_of(row["bench"], row) not in committed.times("NVIDIA")
 
 
 def test_others_are_those_timed_in_pairs_on_the_same_card(sample, committed_rows):

@@ -36,11 +36,6 @@ def times(device: str) -> dict[tuple[str, ...], tuple[float, str]]:
     return out
 
 
-def key_of(row: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The key of a bench row of this run, None for a bench of which nothing is committed."""
-    return recorded.key_of(str(row.get("bench")), row)
-
-
 def pairs(device: str, like: Mapping[str, Any]) -> list[Pair]:
     """NSA beside other implementations on this kind of card, at the sizes of the prefill row
     `like`, by direction and tokens."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bench.recorded import key_of
 from bench.records import card_faults
 from nsa.flags import Flags
 from nsa.routes import least_selected
@@ -137,7 +138,7 @@ def speed(view: View) -> Answer:
     device = str(data["device"].get("name"))
     before, bars = committed.times(device), []
     for row in rows:
-        found = before.get(committed.key_of(row) or ())
+        found = before.get(key_of(str(row.get("bench")), row) or ())
         more = f"{us(found[0])} ({cell(found[1], 20)})" if found else ""
         bars.append(evidence.bar(row, view.floor, more))
     said = []
