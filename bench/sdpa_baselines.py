@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.formulation import watch, why_another
 from nsa import launches
-from nsa.checks import scale_of
 from nsa.errors import is_sticky
 
 BACKENDS = {
@@ -91,33 +90,19 @@ def _first_reason(words: list[str]) -> str:
     return (telling or lines)[0].splitlines()[0]
 
 
-def packed_sdpa(
-    Q: Tensor, K: Tensor, V: Tensor, *, backend: str, formulation: str,
-    softmax_scale: float | None = None,
-) -> Tensor:  # fmt: skip
+def packed_sdpa(Q: Tensor, K: Tensor, V: Tensor, *, backend: str, formulation: str) -> Tensor:
     """One SDPA call, on exactly the named backend, for rows with keys of their own.
 
     Q [N, H, D], K [N, L, D], V [N, L, Dv] -> [N, H, Dv]. formulation "gqa": H heads share one K
     head (enable_gqa); "mqa_rows": the H heads are query rows of one head. Both are views. backend:
-    flash, efficient, cudnn or math.
-
-    Raises ValueError for unknown names, RuntimeError when the backend cannot run the call.
+    a name of BACKENDS. Raises RuntimeError when the backend cannot run the call.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if formulation not in FORMULATIONS:
-        raise ValueError(
-            f"formulation must be one of {', '.join(FORMULATIONS)}, got {formulation!r}"
-        )
-    scale = scale_of(softmax_scale, Q.shape[-1])
     with sdpa_kernel(BACKENDS[backend]):
         if formulation == "mqa_rows":
-            out = F.scaled_dot_product_attention(Q[:, None], K[:, None], V[:, None], scale=scale)[
-                :, 0
-            ]
+            out = F.scaled_dot_product_attention(Q[:, None], K[:, None], V[:, None])[:, 0]
         else:
             out = F.scaled_dot_product_attention(
-                Q[:, :, None], K[:, None], V[:, None], scale=scale, enable_gqa=True
+                Q[:, :, None], K[:, None], V[:, None], enable_gqa=True
             )[:, :, 0]
     launches.bump(f"sdpa_{backend}_{formulation}", library=True)
     return out

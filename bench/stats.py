@@ -44,12 +44,10 @@ def _binomial_half(n: int, k: int) -> float:
     )
 
 
-def bootstrap_ci(
-    ratios: Sequence[float], resamples: int = 2000, seed: int = 0
-) -> tuple[float, float]:
+def bootstrap_ci(ratios: Sequence[float], resamples: int = 2000) -> tuple[float, float]:
     """95 % percentile-bootstrap interval of the median of paired ratios."""
     values = np.asarray(ratios, dtype=np.float64)
-    picks = np.random.default_rng(seed).integers(0, len(values), (resamples, len(values)))
+    picks = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
     medians = np.median(values[picks], axis=1)
     low, high = np.quantile(medians, (0.025, 0.975))
     return float(low), float(high)

@@ -100,16 +100,6 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _evidence(bench: list[dict[str, Any]], least: float) -> list[str]:
-    """One table line per selection length: how many cells carry it, and the worst of them."""
-    lines = []
-    for length, rows in threshold_cells(bench).items():
-        e = routes_at(rows, least)
-        lines.append(f"| {length} | {e['carry']}/{e['cells']} | {e['low']} | {e['wall']} | "
-                     f"{e['case']} |")  # fmt: skip
-    return lines
-
-
 def _fa2(recommend: dict[str, Any]) -> list[str]:
     """The lines on FA-2's minimum lengths, where some are proposed."""
     names = ("fa2_min_len_win", "fa2_min_len_cmp")
@@ -163,14 +153,19 @@ def pr_body(bundle: dict[str, Any]) -> str:
         "",
     ]
     least = recommend.get("min_speedup", MIN_SPEEDUP)
-    table = _evidence(bundle.get("bench") or [], least)
-    if table:
+    lengths = {
+        n: routes_at(rows, least) for n, rows in threshold_cells(bundle.get("bench") or []).items()
+    }
+    if lengths:
         lines += [
             "Lower bounds of the speedup over packing plus SDPA, the smallest per selected length:",
             "",
             "| L | cells that carry it | device | wall | case of the smallest |",
             "|---|---|---|---|---|",
-            *table,
+            *(
+                f"| {n} | {e['carry']}/{e['cells']} | {e['low']} | {e['wall']} | {e['case']} |"
+                for n, e in lengths.items()
+            ),
             "",
         ]
     lines += [

@@ -68,9 +68,9 @@ PRESETS = {
 # ---- data ----------------------------------------------------------------------------------------
 
 
-def load_corpus(path: Path = CORPUS) -> tuple[Tensor, Tensor]:
+def load_corpus() -> tuple[Tensor, Tensor]:
     """The text as bytes: (train, held out), int64 [n], split 90 / 10 in reading order."""
-    text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+    text = torch.frombuffer(bytearray(CORPUS.read_bytes()), dtype=torch.uint8).long()
     cut = len(text) * 9 // 10
     return text[:cut], text[cut:]
 

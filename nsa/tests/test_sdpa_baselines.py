@@ -42,12 +42,10 @@ def test_a_backend_that_cannot_run_here_lends_its_name_to_no_other():
 
 
 @pytest.mark.parametrize("formulation", sdpa_baselines.FORMULATIONS)
-def test_a_baseline_takes_the_scale_that_it_is_given(formulation):
+def test_a_baseline_is_softmax_attention_of_its_rows(formulation):
     Q, K, V = randn(2, 4, 16, seed=1), randn(2, 24, 16, seed=2), randn(2, 24, 16, seed=3)
-    call = lambda **kw: sdpa_baselines.packed_sdpa(Q, K, V, backend="math",
-                                                   formulation=formulation, **kw)  # fmt: skip
-    torch.testing.assert_close(call(), _rows(Q, K, V))
-    torch.testing.assert_close(call(softmax_scale=0.5), _rows(2.0 * Q, K, V))
+    found = sdpa_baselines.packed_sdpa(Q, K, V, backend="math", formulation=formulation)
+    torch.testing.assert_close(found, _rows(Q, K, V))
 
 
 @pytest.mark.parametrize("text, raises", [
@@ -69,14 +67,6 @@ def test_a_baseline_that_spoils_the_device_ends_the_search(text, raises, monkeyp
         assert len(calls) == 1
     else:
         assert set(sdpa_baselines.packed_baselines(Q, K, K).refused.values()) == {text}
-
-
-def test_unknown_baseline_names_are_refused():
-    Q, K = randn(1, 2, 8, seed=1), randn(1, 3, 8, seed=2)
-    with pytest.raises(ValueError, match="backend must be one of flash.*'cuda'"):
-        sdpa_baselines.packed_sdpa(Q, K, K, backend="cuda", formulation="gqa")
-    with pytest.raises(ValueError, match="formulation must be one of gqa.*'rows'"):
-        sdpa_baselines.packed_sdpa(Q, K, K, backend="math", formulation="rows")
 
 
 def test_a_call_that_nobody_takes_is_told_with_the_reasons():

@@ -48,16 +48,16 @@ def fence(value: Any, language: str = "", *, whole: bool = False) -> str:
     whole: also a long line keeps every character, as a command must.
     """
     lines = str("" if value is None else value).replace("\r\n", "\n").split("\n")
-    text = "\n".join(plain(line) if whole else clip_line(plain(line)) for line in lines).strip("\n")
+    text = "\n".join(plain(line) if whole else _clipped(plain(line)) for line in lines).strip("\n")
     ticks = "`" * max(3, max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     return f"{ticks}{language or 'text'}\n{text}\n{ticks}"
 
 
-def clip_line(line: str, limit: int = LINE_LIMIT) -> str:
-    if len(line) <= limit:
+def _clipped(line: str) -> str:
+    left = len(line) - LINE_LIMIT
+    if left <= 0:
         return line
-    left = len(line) - limit
-    return f"{line[: limit * 2 // 3]} [... {left} characters ...] {line[-limit // 3 :]}"
+    return f"{line[: LINE_LIMIT * 2 // 3]} [... {left} characters ...] {line[-LINE_LIMIT // 3 :]}"
 
 
 def clip_mid(value: Any, lines: int = 15, source: str | None = None) -> str:
@@ -75,13 +75,11 @@ def clip_mid(value: Any, lines: int = 15, source: str | None = None) -> str:
 # ---------------------------------------------------------------------------------------- numbers
 
 
-def us(value: Any, unit: bool = True) -> str:
+def us(value: Any) -> str:
     """Microseconds, in ms from 1000 on."""
     if not is_number(value):
         return "-"
-    if abs(value) >= 1000:
-        return f"{value / 1000:.4g}" + (" ms" if unit else "")
-    return f"{value:.4g}" + (" us" if unit else "")
+    return f"{value / 1000:.4g} ms" if abs(value) >= 1000 else f"{value:.4g} us"
 
 
 def us_ci(median: Any, ci: Any) -> str:
