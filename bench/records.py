@@ -70,6 +70,16 @@ def card_faults(health: Mapping[str, Any] | None) -> list[str]:
     return [f"{n} {CARD_FAULTS[name]}" for name, n in counts.items() if type(n) is int and n > 0]
 
 
+def is_number(value: Any) -> bool:
+    """A finite number, which a float can hold; true and false are none."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
+
+
 # What the host may wait for a call: so many times its time and the host's own work, and so many us.
 # A device's time is its own; a host may be used by others meanwhile.
 FAR_OVER = {"perf_counter": (5.0, 2.0)}
@@ -81,9 +91,7 @@ TIMES = ("min_us", "p20_us", "median_us", "p80_us", "p95_us", "wall_us", "base_m
 def why_no_time(row: Mapping[str, Any]) -> list[str]:
     """Why a bench row's times cannot be true: not above zero, more than the host saw go by, or far
     under what the host waits for a call and that nothing else explains."""
-    number = lambda name: (
-        row[name] if type(row.get(name)) in (int, float) and math.isfinite(row[name]) else None
-    )
+    number = lambda name: row[name] if is_number(row.get(name)) else None
     given = {name: number(name) for name in TIMES}
     why = [f"{name} is {us:g}" for name, us in given.items() if us is not None and us <= 0]
     timed, elapsed = number("timed_us"), number("elapsed_us")
@@ -183,6 +191,43 @@ def path_agrees(requested: Any, taken: Any) -> bool:
     )
 
 
+def other_path(row: Mapping[str, Any]) -> str:
+    return f"asked for {row.get('path_requested')}, ran {row.get('path_taken')}"
+
+
+def beyond(parity: Mapping[str, Any]) -> list[str]:
+    """Which errors of a comparison are over the limits that it names itself."""
+    out = [
+        f"{name} {parity[name]:g} is over its limit {parity[f'limit_{name}']:g}"
+        for name in ("mae", "max_abs")
+        if is_number(parity.get(name)) and is_number(parity.get(f"limit_{name}"))
+        and parity[name] > parity[f"limit_{name}"]
+    ]  # fmt: skip
+    margin = parity.get("margin")
+    return out + ([f"margin {margin:g} is over 1"] if is_number(margin) and margin > 1 else [])
+
+
+def unproven(row: Mapping[str, Any]) -> list[str]:
+    """Why a bench row may not show a time."""
+    parity = row.get("parity")
+    if not isinstance(parity, dict) or parity.get("status") != "PASS":
+        return ["no passed parity check of this case"]
+    if wrong := beyond(parity):
+        return wrong
+    if not row.get("path_taken"):
+        return ["no path is named that ran"]
+    if row.get("path_requested") and not path_agrees(row["path_requested"], row["path_taken"]):
+        return [other_path(row)]
+    if not is_number(row.get("median_us")) or row["median_us"] <= 0:
+        return ["no finite median above 0"]
+    return why_no_time(row)
+
+
+def claimed(row: Mapping[str, Any]) -> list[str]:
+    """Which of NUMBERS a row has."""
+    return [name for name in NUMBERS if row.get(name) is not None]
+
+
 @dataclass(frozen=True)
 class BenchRow:
     """One timed case. VALID and UNSTABLE rows have numbers and their proof; the others have `why`.
@@ -255,22 +300,14 @@ class BenchRow:
         if self.status not in BENCH_STATUSES:
             raise ValueError(f"status must be one of {BENCH_STATUSES}, got {self.status!r}")
         if self.status in NUMBERED:
-            if not self.parity or self.parity.get("status") != "PASS":
-                raise ValueError(f"{self.case}: a {self.status} row needs a passed parity")
-            if self.median_us is None or not math.isfinite(self.median_us) or self.median_us <= 0:
-                raise ValueError(f"{self.case}: median_us must be > 0, got {self.median_us}")
-            if wrong := why_no_time(vars(self)):
+            if wrong := unproven(vars(self)):
                 raise ValueError(f"{self.case}: {'; '.join(wrong)}")
-            if not self.path_taken:
-                raise ValueError(f"{self.case}: a {self.status} row names the path that ran")
             if self.speedup is not None and self.speedup_ci95 is None:
                 raise ValueError(f"{self.case}: a speedup needs its confidence interval")
         if self.status != "VALID" and not self.why:
             raise ValueError(f"{self.case}: status {self.status} needs a reason in `why`")
         if self.status not in NUMBERED:
-            held = {**self.columns, **vars(self)}
-            numbers = [name for name in NUMBERS if held.get(name) is not None]
-            if numbers:
+            if numbers := claimed({**self.columns, **vars(self)}):
                 raise ValueError(
                     f"{self.case}: a {self.status} row has no numbers, got {', '.join(numbers)}"
                 )

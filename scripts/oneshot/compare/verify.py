@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from bench.records import NUMBERS, SAMPLES_KEPT, card_faults, doc_parser
+from bench.records import SAMPLES_KEPT, card_faults, claimed, doc_parser
 from scripts.oneshot.box.checkout import git_facts, same_sources
 from scripts.oneshot.compare.comparison import EVENT_RESOLUTION_US
 from scripts.oneshot.record import bundle as bundles
@@ -39,7 +39,7 @@ from scripts.oneshot.record.model import RunRecord
 from scripts.oneshot.record.outputs import short_report
 from scripts.oneshot.record.reading import BundleError, NoBundle, opened, read_bundle, rebuild
 from scripts.oneshot.record.redact import Redactor
-from scripts.oneshot.record.rows import NUMBERED, RowError, is_number, parse_row, path_agrees
+from scripts.oneshot.record.rows import NUMBERED, RowError, is_number, parse_row
 from scripts.oneshot.report.tables import check_csvs, check_health, check_texts
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -220,10 +220,8 @@ def check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
         yield f"{case} says {status} but is {held['status']}: {'; '.join(held['why'])}"
     if status not in ("PASS", "VALID") and not row.get("why"):
         yield f"{case} is {status} and gives no reason"
-    if kind == "bench" and status not in NUMBERED:
-        numbers = [name for name in NUMBERS if row.get(name) is not None]
-        if numbers:
-            yield f"{case} is {status} and still has numbers: {', '.join(numbers)}"
+    if kind == "bench" and status not in NUMBERED and (numbers := claimed(row)):
+        yield f"{case} is {status} and still has numbers: {', '.join(numbers)}"
     for what in _out_of_order(row):
         yield f"{case}: {what}"
     for what in _not_derived(row):
@@ -231,9 +229,6 @@ def check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
     reads = [row[n] for n in ("reads_actual", "reads_expected", "reads_seen") if row.get(n)]
     if len(set(reads)) > 1:
         yield f"{case}: keys were read {' and '.join(map(str, reads))} times, by who counts"
-    agrees = path_agrees(row.get("path_requested"), row.get("path_taken"))
-    if row.get("path_requested") and not agrees and status in ("PASS", *NUMBERED):
-        yield f"{case}: asked for {row['path_requested']}, ran {row.get('path_taken')}"
 
 
 def _out_of_order(row: Mapping[str, Any]) -> Iterator[str]:

@@ -11,7 +11,16 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bench.records import BENCH_STATUSES, NUMBERED, NUMBERS, path_agrees, why_no_time
+from bench.records import (
+    BENCH_STATUSES,
+    NUMBERED,
+    NUMBERS,
+    beyond,
+    is_number,
+    other_path,
+    path_agrees,
+    unproven,
+)
 
 OUTCOMES = ("passed", "failed", "skipped", "error")
 PARITY_STATUSES = ("PASS", "FAIL", "INVALID")
@@ -84,43 +93,17 @@ def _launched(row: Mapping[str, Any]) -> bool:
     )
 
 
-def is_number(value: Any) -> bool:
-    """A finite number, which a float can hold; true and false are none."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return False
-
-
 def whys(row: Mapping[str, Any]) -> list[str]:
     """The reasons of a row, whatever a stranger wrote there."""
     why = row.get("why")
     return [str(w) for w in why] if isinstance(why, list) else [str(why)] if why else []
 
 
-def _beyond(parity: Mapping[str, Any]) -> list[str]:
-    """Which errors of a comparison are over the limits that it names itself."""
-    out = [
-        f"{name} {parity[name]:g} is over its limit {parity[f'limit_{name}']:g}"
-        for name in ("mae", "max_abs")
-        if is_number(parity.get(name)) and is_number(parity.get(f"limit_{name}"))
-        and parity[name] > parity[f"limit_{name}"]
-    ]  # fmt: skip
-    margin = parity.get("margin")
-    return out + ([f"margin {margin:g} is over 1"] if is_number(margin) and margin > 1 else [])
-
-
-def _other_path(row: Mapping[str, Any]) -> str:
-    return f"asked for {row.get('path_requested')}, ran {row.get('path_taken')}"
-
-
 def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     """A parity row held to its own evidence: it may lose its PASS here, never win one."""
     why, status = whys(row), row["status"]
     if status == "PASS":
-        wrong = _beyond(row)
+        wrong = beyond(row)
         for name in ("mae", "max_abs"):
             if not is_number(row.get(name)):
                 wrong.append(f"{name} is missing or not finite")
@@ -132,32 +115,16 @@ def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
             status, why = "FAIL", [*why, *wrong]
     requested = row.get("path_requested")
     if not path_agrees(requested, row.get("path_taken")):
-        status, why = "INVALID", [*why, _other_path(row)]
+        status, why = "INVALID", [*why, other_path(row)]
     elif str(requested).startswith("triton") and not _launched(row):
         status, why = "INVALID", [*why, "no launch of the named kernel was counted"]
     return {**row, "status": status, "why": why}
 
 
-def _unproven(row: Mapping[str, Any]) -> list[str]:
-    """Why a bench row may not show a time."""
-    parity = row.get("parity")
-    if not isinstance(parity, dict) or parity.get("status") != "PASS":
-        return ["no passed parity check of this case"]
-    if wrong := _beyond(parity):
-        return wrong
-    if not row.get("path_taken"):
-        return ["no path is named that ran"]
-    if row.get("path_requested") and not path_agrees(row["path_requested"], row["path_taken"]):
-        return [_other_path(row)]
-    if not is_number(row.get("median_us")) or row["median_us"] <= 0:
-        return ["no finite median above 0"]
-    return why_no_time(row)
-
-
 def _check_bench(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     """A bench row without parity or on the wrong path keeps its case and loses its numbers."""
     why, status = whys(row), row["status"]
-    if status in NUMBERED and (wrong := _unproven(row)):
+    if status in NUMBERED and (wrong := unproven(row)):
         status, why = "INVALID", [*why, *wrong]
     if status not in NUMBERED:
         row = {**row, **{name: None for name in NUMBERS if name in row}}

@@ -285,7 +285,6 @@ class _Child:
             os.set_blocking(fd, False)
             self._selector.register(fd, selectors.EVENT_READ)
         self._selector.register(context.stop.fileno(), selectors.EVENT_READ)
-        self._stop_seen = False
         self._next_look = self._next_tick = 0.0
 
     def pump(self, wait_s: float) -> bool:
@@ -293,7 +292,6 @@ class _Child:
         for key, _ in self._selector.select(max(0.0, wait_s)):
             if key.fd == self.context.stop.fileno():
                 self._selector.unregister(key.fd)  # level-triggered: once is enough
-                self._stop_seen = True
                 continue
             try:
                 data = os.read(key.fd, 1 << 16)
