@@ -18,6 +18,7 @@ from scripts.oneshot.box import env as box
 from scripts.oneshot.record.markdown import cell, num, pct
 from scripts.oneshot.record.model import Stage
 from scripts.oneshot.record.rows import is_number
+from scripts.oneshot.run.stages import bench
 
 PER_CARD = ("health", "sanity", "prefill_parity", "decode_parity", "more_parity")
 MOST = 16
@@ -123,36 +124,22 @@ def _own(stage: Stage, card: Card) -> Stage:
 
 def _together(cards: Sequence[Card], profile: str) -> list[Stage]:
     """NCCL over all cards, and context parallelism over two and over all."""
-    count, all_env = len(cards), {"NCCL_NVLS_ENABLE": "0"}
-    ranks = ("{python}", "-m", "scripts.oneshot.run.ranks", "-n")
-    stages = [
-        _on(
-            Stage(
-                "nccl", f"NCCL bandwidth between {count} GPUs",
-                (*ranks, str(count), "bench/nccl.py", "--csv", "{out}/nccl.csv"),
-                proof="bench", timeout_s=180, estimate_s=25, env=all_env, log="nccl.txt",
-                outputs=("nccl.csv",), group="bench", shrinks=True,
-            ),
-            cards,
-        )
-    ]  # fmt: skip
+    count, env = len(cards), {"NCCL_NVLS_ENABLE": "0"}
+    on_triton = {**env, "NSA_USE_TRITON_SEL": "1"}
     lengths = {"quick": (32768,), "standard": (65536,)}.get(profile, (65536, 262144))
+    title = f"NCCL bandwidth between {count} GPUs"
+    found = [(count, bench("nccl", title, "nccl", "", 180, estimate_s=25, env=env))]
     for n in sorted({2, count}):
         step = 2 * n * 16
         sizes = ",".join(str(s // step * step) for s in lengths)
-        name = f"context_parallel_{n}"
-        stages.append(_on(
-            Stage(
-                name, f"Context parallelism: one sequence over {n} GPUs",
-                (*ranks, str(n), "bench/bench_context_parallel.py", "--S_list", sizes, "--csv",
-                 "{out}/" + name + ".csv"),
-                proof="bench", timeout_s=900 if len(lengths) > 1 else 300, estimate_s=60,
-                env={**all_env, "NSA_USE_TRITON_SEL": "1"}, log=f"{name}.txt",
-                outputs=(f"{name}.csv",), group="bench", shrinks=True,
-            ),
-            cards[:n],
-        ))  # fmt: skip
-    return stages
+        one = bench(
+            f"context_parallel_{n}", f"Context parallelism: one sequence over {n} GPUs",
+            "bench_context_parallel", f"--S_list {sizes}", 900 if len(lengths) > 1 else 300,
+            estimate_s=60, env=on_triton,
+        )  # fmt: skip
+        found.append((n, one))
+    ranks = ("{python}", "-m", "scripts.oneshot.run.ranks", "-n")
+    return [_on(one, cards[:n], argv=(*ranks, str(n), *one.argv[1:])) for n, one in found]
 
 
 def expand(stages: Sequence[Stage], cards: Sequence[Card], profile: str) -> list[Stage]:
