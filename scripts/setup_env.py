@@ -92,10 +92,9 @@ def choose(install: bool = True) -> dict:
     else:
         folder, requirements = ROOT / ".venv", ROOT / "requirements-cpu.txt"
     why = f"{folder.name} from {requirements.name}"
-    if not install:
-        return {"python": str(folder / "bin" / "python"), "why": why, "hardware": hardware,
-                "problems": problems, "missing": [], "pythonpath": ""}  # fmt: skip
-    python = pythons.make_venv(folder, requirements)
+    python = str(folder / "bin" / "python")
+    if install:
+        python = pythons.make_venv(folder, requirements)
     return {"python": python, "why": why, "hardware": hardware, "problems": problems,
             "missing": [], "pythonpath": ""}  # fmt: skip
 

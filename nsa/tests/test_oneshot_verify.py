@@ -383,17 +383,15 @@ def test_a_report_with_another_verdict(name, folder, capsys):
     assert out.startswith(f"FAIL {name} does not begin with the verdict of bundle.json\n1 prob")
 
 
-def test_a_pass_without_evidence_and_an_infinity_are_found_by_the_rules_alone():
+def test_a_pass_without_evidence_is_found_by_the_rules_alone():
     data = {
         "parity": [], "tests": [], "redaction": {"gate": "clean"},
         "bench": [{k: v for k, v in bench_row("c", 5.0, 1.1).items() if k != "kind"}],
         "stages": [{"id": "triton_fwd", "status": "PASS", "group": "parity"}],
-        "verdict": {"status": "PASS", "exit_code": 0}, "health": {"copy_gbs": float("inf")},
+        "verdict": {"status": "PASS", "exit_code": 0},
     }  # fmt: skip
-    found = list(verify.check_rules(data))
-    assert "health.copy_gbs is not finite" in found
-    assert "stage triton_fwd is PASS and no test or parity case ran in it" in found
-    assert len(found) == 2
+    (found,) = verify.check_rules(data)
+    assert found == "stage triton_fwd is PASS and no test or parity case ran in it"
 
 
 @pytest.mark.parametrize(

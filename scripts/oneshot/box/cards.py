@@ -168,7 +168,7 @@ def names(indices: Sequence[int]) -> str:
 
 def _health_of(data: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     """The health row of one card; the run's own is the first card's."""
-    health = data["health"] if isinstance(data["health"], dict) else {}
+    health = data["health"] or {}
     others = health.get("gpus") if isinstance(health.get("gpus"), dict) else {}
     row = others.get(str(index))
     if row is None and index == _first(data):

@@ -40,8 +40,8 @@ class Side:
         return cls(data, *rows, noise_floor(data["health"]))
 
     def headline(self) -> str:
-        git, device, python = self.data["git"], self.data["device"], self.data["env"].get("python")
-        python = python if isinstance(python, dict) else {}
+        git, device = self.data["git"], self.data["device"]
+        python = self.data["env"].get("python", {})
         floor = "not measured" if self.floor is None else f"{100 * self.floor:.1f} %"
         parts = (
             f"{git.get('short')}{' DIRTY' if git.get('dirty') else ''}",
@@ -262,8 +262,7 @@ def _facts(data: Mapping[str, Any]) -> dict[str, Any]:
     """The environment of a run as flat facts."""
     out = {f"device {k}": v for k, v in data["device"].items()}
     for section in SECTIONS:
-        values = data["env"].get(section)
-        for key, value in values.items() if isinstance(values, dict) else ():
+        for key, value in data["env"].get(section, {}).items():
             name = key if section == "variables" else f"{section} {key}"
             if not isinstance(value, (dict, list)):
                 out[name] = value
@@ -295,9 +294,9 @@ def environment_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]
 
 def box_of(data: Mapping[str, Any]) -> dict[str, Any]:
     """The facts of a run that must be alike where times are compared."""
-    device, system = data["device"], data["env"].get("system")
+    device = data["device"]
     if data["scope"] == "cpu":
-        return {"scope": "cpu", "CPU": system.get("cpu") if isinstance(system, dict) else None}
+        return {"scope": "cpu", "CPU": data["env"].get("system", {}).get("cpu")}
     driver = str(device.get("driver") or "").split(".")[0] or None
     return {
         "scope": data["scope"], "GPU": device.get("name"), "driver major": driver,

@@ -38,7 +38,7 @@ LIBS = ("torch", "triton", "cuda", "driver")
 def trace(row: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """One VALID or FAILED bench row of the bundle `data` as a trace."""
     git, device = data["git"], data["device"]
-    env = {name: facts for name, facts in data["env"].items() if isinstance(facts, dict)}
+    env = data["env"]
     versions = {**env.get("python", {}), "driver": device.get("driver")}
     hardware = device.get("name") or env.get("system", {}).get("cpu") or "unknown"
     definition = "_".join(["nsa", *(str(row[n]) for n in NAMES if row.get(n) is not None)])

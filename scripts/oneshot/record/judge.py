@@ -317,12 +317,11 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
 
 def _facts(record: RunRecord) -> Iterator[str]:
     """GPU, versions, commit and duration, as far as they are known."""
-    device, git, versions = record.device, record.git, record.env.get("python")
+    device, git, versions = record.device, record.git, record.env.get("python", {})
     if record.scope == "gpu" and device.get("name"):
         cap, full = device.get("power_limit_w"), device.get("power_default_w")
         capped = is_number(cap) and is_number(full) and cap < full
         yield f"{device['name']}" + (f" (capped {cap:g}/{full:g} W)" if capped else "")
-    versions = versions if isinstance(versions, dict) else {}  # or "<probe failed: ...>"
     known = [n for n in ("torch", "triton") if not str(versions.get(n) or "<").startswith("<")]
     yield " ".join(f"{n} {versions[n]}" for n in known)
     if git.get("short"):

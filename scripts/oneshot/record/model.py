@@ -210,6 +210,13 @@ _AS_THEY_ARE = (
 ).split()
 
 
+def check_fact(name: str, value: Any, wanted: Any) -> None:
+    """check_type() of a fact of a run, whose `env` has sections."""
+    check_type(name, value, wanted)
+    for section in value.values() if name == "env" else ():
+        check_type("a section of env", section, dict)
+
+
 @dataclass
 class RunRecord:
     """Everything known about one run so far. Built only by `apply`, in journal order."""
@@ -247,7 +254,7 @@ class RunRecord:
         if kind in ("run_start", "facts"):
             for name, wanted in _FACTS.items():
                 if name in event:
-                    check_type(name, event[name], wanted)
+                    check_fact(name, event[name], wanted)
             for name in set(_FACTS) & set(event):
                 setattr(self, name, event[name])
         elif kind == "stage_start":

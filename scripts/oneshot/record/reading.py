@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from scripts.oneshot.record.journal import dumps, parse_json, read_events
-from scripts.oneshot.record.model import SCHEMA, RunRecord, StageResult, check_type
+from scripts.oneshot.record.model import SCHEMA, RunRecord, StageResult, check_fact, check_type
 from scripts.oneshot.record.rows import RowError, parse_row
 
 MAX_MEMBERS = 5000
@@ -77,7 +77,7 @@ def check_shape(data: dict[str, Any]) -> None:
     for name, like in RunRecord().to_bundle().items():
         value = data[name]
         if isinstance(like, (dict, list)):
-            check_type(name, value, type(like))
+            check_fact(name, value, type(like))
     for name in ("run_id", "profile", "scope", "ended_by"):
         check_type(name, data[name], str)
     for name, like in RunRecord().to_bundle()["verdict"].items():

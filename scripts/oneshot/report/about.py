@@ -143,8 +143,7 @@ def _flags(view: View) -> list[tuple[str, str, str]]:
     line that says so; then what single stages were given."""
     known = flags_of(view.folder)
     found = [(code(name), code(value), cell(source)) for name, (value, source) in known.items()]
-    variables = view.data["env"].get("variables")
-    for name, value in variables.items() if isinstance(variables, dict) else ():
+    for name, value in view.data["env"].get("variables", {}).items():
         if name not in known:
             found.append((code(name), code(value), "environment"))
     if not known:
@@ -192,9 +191,6 @@ def probed(env: Mapping[str, Any]) -> list[Fold]:
     """A fold for each section of the captured environment."""
     out = []
     for name, values in env.items():
-        if not isinstance(values, dict):
-            out.append(Fold(cell(name, 60), [cell(values)]))
-            continue
         rows = [
             (
                 cell(k, 80),
@@ -234,9 +230,8 @@ def environment(view: View) -> Section:
 
 def this_run(view: View) -> Section:
     data = view.data
-    git, device, python = data["git"], data["device"], data["env"].get("python")
-    python = python if isinstance(python, dict) else {}
-    system = data["env"].get("system")
+    git, device = data["git"], data["device"]
+    python, system = (data["env"].get(name, {}) for name in ("python", "system"))
     gpu = [device.get("name")]
     if device.get("name"):
         gpu += [
@@ -261,9 +256,7 @@ def this_run(view: View) -> Section:
         "GPU": "none was used"
         if data["scope"] == "cpu"
         else ", ".join(str(g) for g in gpu if g) or f"none: {device.get('reason')}",
-        "host": ", ".join(f"{k} {v}" for k, v in system.items() if k in ("os", "cpu", "cores"))
-        if isinstance(system, dict)
-        else "",
+        "host": ", ".join(f"{k} {v}" for k, v in system.items() if k in ("os", "cpu", "cores")),
         "commit": f"{git.get('short')}{branch}, {state}",
         "versions": ", ".join([f"python {python.get('version')}", *versions]),
         "FA-2": f"{source} {probe.get('fa2_version') or ''}".strip() if source else None,

@@ -36,14 +36,13 @@ LADDER = (
 
 def _machine(data: Mapping[str, Any]) -> str:
     """A small JSON object for programs that read a pasted issue, safe in an HTML comment."""
-    verdict, python = data["verdict"], data["env"].get("python")
+    verdict, python = data["verdict"], data["env"].get("python", {})
     small = {
         "schema": data["schema"], "run_id": data["run_id"], "profile": data["profile"],
         "scope": data["scope"], "commit": data["git"].get("commit"),
         "dirty": data["git"].get("dirty"), "gpu": data["device"].get("name"),
         "sm": data["device"].get("sm"), "driver": data["device"].get("driver"),
-        "torch": python.get("torch") if isinstance(python, dict) else None,
-        "triton": python.get("triton") if isinstance(python, dict) else None,
+        "torch": python.get("torch"), "triton": python.get("triton"),
         "sel_triton_min_L": (data["recommend"] or {}).get("sel_triton_min_L"),
         "noise_floor": noise_floor(data["health"]),
         **{k: v for k, v in verdict.items() if k != "one_line"},
