@@ -85,15 +85,12 @@ class Space:
             raise ValueError(f"--routes must be of {', '.join(known)} here, got {unknown.pop()}")
         if routes:
             return dataclasses.replace(space, routes={r: known[r] for r in routes})
-        if device == "cuda" and _no_fa2():
-            del known["fa2"]
+        if device == "cuda":
+            from nsa.kernels import fa2
+
+            if fa2.probe().why_not:
+                del known["fa2"]
         return space
-
-
-def _no_fa2() -> str | None:
-    from nsa.kernels import fa2
-
-    return fa2.probe().why_not
 
 
 def routes_of(operation: str, space: Space) -> list[str]:

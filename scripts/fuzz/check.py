@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -318,7 +319,9 @@ def _judge_step(
             x[m] = made[None]
         x |= {"q": q[b : b + 1].detach(), "gates": gates[b : b + 1].detach()}
         order = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
-        alone = Inputs.of(_one_step(case, T, n), {m: x[m] for m in order})
+        last = replace(case, operation="attention", lengths=(T,), q_start=n - T, spare=0,
+                       layouts={}, steps=())  # fmt: skip
+        alone = Inputs.of(last, {m: x[m] for m in order})
         want = Expected(alone.case, alone, do[b : b + 1], chosen[b : b + 1])
         check_choice(alone.case, name, alone, chosen[b : b + 1])
         for what, mine in zip(("out", "q", "gates"), (out.detach(), *grads), strict=False):
@@ -327,9 +330,3 @@ def _judge_step(
                 want.sizes[what], want.logits, torch.ones_like(want.hit), *rounding_of(case),
             ))  # fmt: skip
     return worst
-
-
-def _one_step(case: Case, T: int, n: int) -> Case:
-    """The attention of T new tokens of one sequence of n."""
-    return Case("attention", case.route, case.dtype, case.geometry, (T,), q_start=n - T,
-                grad=case.grad, scale=case.scale, seed=case.seed)  # fmt: skip
