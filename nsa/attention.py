@@ -623,12 +623,10 @@ def nsa_attention(
     if cu_seqlens is not None:  # whatever the gates of rows outside, which get 0
         gates = gates.masked_fill(outside(cu_seqlens, q.shape[0])[:, None, None], 0)
     flags = dispatch.resolve_flags(flags, q)
-    route = dispatch.parse_backend(backend)
     common: dict[str, Any] = dict(
         softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, flags=flags
     )
-    # SDPA and FA-2 have no way to choose blocks; their named routes use plain PyTorch for it.
-    choice: Any = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
+    choice: Any = dispatch.kernel_or_reference(backend)
 
     def by_branches() -> tuple[Tensor, dict[str, Any]]:
         k, v = k_cmp, v_cmp
@@ -736,8 +734,7 @@ def turn_projected(
     nsa_attention; backend "sdpa" and "fa2" do it in PyTorch, as "reference".
     """
     flags = dispatch.resolve_flags(flags, qkv)
-    route = dispatch.parse_backend(backend)
-    choice = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
+    choice = dispatch.kernel_or_reference(backend)
     request = dispatch.make_request(Branch.TURN, qkv, qkv, qkv, qkv.shape[-2], flags, choice)
     request = replace(request, d_k=config.d_k, d_v=config.d_v)
     args = dict(qkv=qkv, positions=positions, config=config)
@@ -863,13 +860,13 @@ def decode_appended(
     softmax_scale: float | None = None, backend: Backend | None = None, flags: Flags | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """nsa_decode() of what is known to fit: what append_projected() gave."""
-    c, T = cache.config, q.shape[1]
+    T = q.shape[1]
     flags = dispatch.resolve_flags(flags, q)
     if cache.parallel:
         return cache.attend(q, window, gates, softmax_scale, backend, flags)
     args = dict(
         q=q, k=cache.k_sel, v=cache.v_sel, cache=cache, window=window, gates=gates,
-        sizes=c.sizes(), softmax_scale=scale_of(softmax_scale, q.shape[-1]), backend=backend,
+        sizes=cache.sizes, softmax_scale=scale_of(softmax_scale, q.shape[-1]), backend=backend,
     )  # fmt: skip
     key = (backend, flags)
     # Many tokens at once are work for the prefill kernels, which have a gradient too.

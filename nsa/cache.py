@@ -28,6 +28,7 @@ from torch import Tensor
 
 from nsa import fp8, select
 from nsa.blocks import num_compressed, visible_compressed
+from nsa.cache_rows import CacheRows
 from nsa.checks import needs_grad
 from nsa.config import NSAConfig, check_int
 from nsa.fp8 import KVCacheDtype
@@ -76,7 +77,7 @@ class Mark(NamedTuple):
     rings: dict[str, Tensor]
 
 
-class NSACache:
+class NSACache(CacheRows):
     """Keys and values of `batch` sequences, at most max_len tokens each.
 
     k_cmp, v_cmp [B, Nc_max, G, D]; k_sel, v_sel [B, max_len, G, D]; k_win, v_win a ring
@@ -112,6 +113,7 @@ class NSACache:
         if dtype is not None and dtype.itemsize == 1:
             raise TypeError(f"dtype must be that of queries, got {dtype}; see kv_cache_dtype")
         self.config, self.batch, self.max_len, self.max_step = config, batch, max_len, max_step
+        self.sizes = config.sizes()
         self.growable, self.count_reads = growable, count_reads
         self.lengths = [0] * batch
         # Rows of the rings hold the positions below this, of which rewind() can go back to some.
@@ -138,7 +140,6 @@ class NSACache:
         # At which the programs of one launch meet, a line of memory for each group.
         self.counters = torch.zeros(batch, config.groups, 32, dtype=torch.int32, device=device)
         self._steps = torch.arange(max_step, device=device)
-        self._block = torch.arange(config.l, device=device)
         self._batch = torch.arange(batch, device=device)[:, None]
         half = torch.arange(config.d_k // 2, device=device, dtype=torch.float64) * 2 / config.d_k
         self.frequencies = config.rope_base**-half  # rotary, fp64 [Dk / 2]
@@ -278,56 +279,36 @@ class NSACache:
         return self.k_sel.device
 
     @property
-    def length(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(self.lengths)
-
-    @property
-    def emitted(self) -> int:
-        """Compressed tokens of the longest sequence."""
-        return num_compressed(self.length, self.config.l, self.config.d)
-
-    @property
     def pending(self) -> int:
         """Raw tokens that wait for the next compressed one."""
         return self.length - self.config.d * self.emitted
-
-    @property
-    def mixed(self) -> bool:
-        """True when sequences differ in length."""
-        return min(self.lengths) != max(self.lengths)
 
     def _same_length(self, what: str) -> None:
         if self.mixed:
             raise ValueError(f"{what} needs sequences of one length, got {self.lengths}")
 
-    def _read(self, x: Tensor, descale: Tensor | None) -> Tensor:
-        """Stored rows [B, n, G, D] as the numbers that they stand for, in the cache's dtype."""
-        return fp8.stands_for(x, descale, self.dtype)
-
-    def _read_both(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """_read() of keys and of values."""
-        return self._read(k, self.k_descale), self._read(v, self.v_descale)
-
-    def _stored(self, x: Tensor, descale: Tensor | None) -> Tensor:
-        """Rows [B, n, G, D] as the buffers hold them."""
-        return fp8.stored(x, descale, self.dtype)
+    def _rows_at(self, name: str, positions: Tensor) -> Tensor:
+        held, kind = getattr(self, name).shape[1], name[2:]
+        if kind == "cmp":
+            at = self._places(kind, positions.clamp(min=0)).clamp(max=held - 1)
+        else:
+            at = self._places(kind, positions) if kind == "sel" else positions % held
+        return self._batch * held + at
 
     def _all_stored(self, new: BranchKV) -> BranchKV:
-        descales = {"k": self.k_descale, "v": self.v_descale}
-        return BranchKV(**{n: self._stored(x, descales[n[0]]) for n, x in vars(new).items()})
+        return BranchKV(**{name: self._stored(name, x) for name, x in vars(new).items()})
 
     def compressed(self) -> tuple[Tensor, Tensor]:
         """The compressed keys and values so far: [B, emitted, G, D]."""
         self._same_length("compressed()")
         n = self.emitted
-        return self._read_both(self.k_cmp[:, :n], self.v_cmp[:, :n])
+        return self._read("k", self.k_cmp[:, :n]), self._read("v", self.v_cmp[:, :n])
 
     def selectable(self) -> tuple[Tensor, Tensor]:
         """All raw keys and values of the selection branch: [B, length, G, D]."""
         self._same_length("selectable()")
         n = self.length
-        return self._read_both(self.k_sel[:, :n], self.v_sel[:, :n])
+        return self._read("k", self.k_sel[:, :n]), self._read("v", self.v_sel[:, :n])
 
     def window(self, T: int) -> tuple[Tensor, Tensor]:
         """What the T <= max_step newest queries slide over: their keys and the w - 1 before."""
@@ -335,21 +316,17 @@ class NSACache:
             raise ValueError(f"T must be at most max_step={self.max_step}, got {T}")
         self._same_length("window()")
         first = max(0, self.length - T - (self.config.window - 1))
-        return self._window(first)
-
-    def _window(self, first: int) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(first, self.length, device=self.lens.device) % self.k_win.shape[1]
-        return self._read_both(self.k_win[:, rows], self.v_win[:, rows])
+        return self._between("win", first, self.length)
 
     def window_with(self, k_win: Tensor, v_win: Tensor) -> tuple[Tensor, Tensor]:
         """The last w - 1 cached tokens, then any number of new ones that are not appended yet."""
-        k_win, v_win = self._read_both(
-            self._stored(k_win, self.k_descale), self._stored(v_win, self.v_descale)
-        )
+        k_win = self._read("k", self._stored("k", k_win))
+        v_win = self._read("v", self._stored("v", v_win))
         if self.length == 0:
             return k_win, v_win
         self._same_length("window_with()")
-        k_before, v_before = self._window(max(0, self.length - (self.config.window - 1)))
+        first = max(0, self.length - (self.config.window - 1))
+        k_before, v_before = self._between("win", first, self.length)
         return torch.cat([k_before, k_win], dim=1), torch.cat([v_before, v_win], dim=1)
 
     def positions(self, T: int) -> Tensor:
@@ -381,12 +358,13 @@ class NSACache:
         self._check(new)
         T = new.k_sel.shape[1]
         self._make_room(T)
-        new = self._all_stored(new)
         if T <= self.max_step:
-            self._write_step(new)
-            self._emit(T, phi_k, phi_v)
+            named = {name: x for name, x in vars(new).items() if name[2:] != "cmp"}
+            self._write(named | {"k_raw": new.k_cmp, "v_raw": new.v_cmp}, self.positions(T))
+            if due := self._due(T):
+                self._emit(self.lens.long()[:, None] + T, T, due, (phi_k, phi_v))
         else:
-            self._append_chunk(new, phi_k, phi_v)
+            self._append_chunk(self._all_stored(new), phi_k, phi_v)
         self._advance(T)
 
     @torch.no_grad()
@@ -408,8 +386,8 @@ class NSACache:
         new = self._all_stored(new)
         self._store("sel", self.k_sel, 0, new.k_sel)
         self._store("sel", self.v_sel, 0, new.v_sel)
-        self._store("cmp", self.k_cmp, 0, self._stored(k_cmp, self.k_descale))
-        self._store("cmp", self.v_cmp, 0, self._stored(v_cmp, self.v_descale))
+        self._store("cmp", self.k_cmp, 0, self._stored("k", k_cmp))
+        self._store("cmp", self.v_cmp, 0, self._stored("v", v_cmp))
         self.lengths, self.highest = list(lengths), list(lengths)
         self.lens.copy_(torch.tensor(self.lengths, dtype=torch.int32))
         for ring, x in (
@@ -435,6 +413,7 @@ class NSACache:
         Raises ValueError or TypeError that names the argument, also where a gradient of it is
         needed; nothing is appended then.
         """
+        from nsa.kernels.decode import emit
         from nsa.kernels.decode.append import append_turned
 
         c, T = self.config, qkv.shape[1] if qkv.ndim == 3 else 0
@@ -463,28 +442,13 @@ class NSACache:
         self._make_room(T)
         turned, gates = append_turned(qkv, self, gate, turn)
         try:
-            self._emit_fused(T, phi_k, phi_v)
+            if due := self._due(T):
+                emit.emit(emit.Blocks.of(self), due, T, phi_k, phi_v)
         except BaseException:  # an interrupt too
             self.lens -= T
             raise
         self.lengths = [n + T for n in self.lengths]
         return turned, gates
-
-    def _emit_fused(
-        self, T: int, phi_k: Callable[[Tensor], Tensor], phi_v: Callable[[Tensor], Tensor]
-    ) -> None:
-        """The compressed tokens that T new ones, in lens but not in lengths, complete."""
-        due, c = self._due(T), self.config
-        if not due:
-            return
-        from nsa.kernels.decode import emit
-        from nsa.kernels.decode.append import descales
-
-        where = emit.Blocks(
-            self.k_raw, self.v_raw, self.k_cmp, self.v_cmp, self.lens, c.l, c.d,
-            self.k_cmp.shape[1], descales(self), self.dtype,
-        )  # fmt: skip
-        emit.emit(where, due, T, phi_k, phi_v)
 
     def _make_room(self, T: int) -> None:
         end = self.length + T
@@ -504,18 +468,6 @@ class NSACache:
         self.lens += T
         self.lengths = [n + T for n in self.lengths]
 
-    def _write_step(self, new: BranchKV) -> None:
-        at = self.positions(new.k_sel.shape[1])
-        for place, *pairs in (
-            (self._places("sel", at), (self.k_sel, new.k_sel), (self.v_sel, new.v_sel)),
-            (at % self.k_win.shape[1], (self.k_win, new.k_win), (self.v_win, new.v_win)),
-            (at % self.k_raw.shape[1], (self.k_raw, new.k_cmp), (self.v_raw, new.v_cmp)),
-        ):
-            row = (self._batch * pairs[0][0].shape[1] + place).flatten()
-            for buffer, x in pairs:
-                buffer, x = fp8.as_bytes(buffer), fp8.as_bytes(x)
-                buffer.view(-1, *buffer.shape[2:]).index_copy_(0, row, x.flatten(0, 1))
-
     def _due(self, T: int) -> int:
         """How many compressed tokens T new ones complete, at most over the sequences."""
         c = self.config
@@ -527,25 +479,6 @@ class NSACache:
             num_compressed(n + T, c.l, c.d) - num_compressed(n, c.l, c.d) for n in set(self.lengths)
         )
 
-    def _emit(self, T: int, phi_k: Callable, phi_v: Callable) -> None:
-        """The compressed tokens that T new ones complete, from the raw rows."""
-        c, room = self.config, self.k_cmp.shape[1]
-        for j in range(self._due(T)):
-            block = torch.div(self.lens.long() - c.l, c.d, rounding_mode="floor") + 1
-            block = block.clamp_(min=0)[:, None] + j  # [B, 1]
-            full = block * c.d + c.l <= self.lens[:, None] + T
-            place = self._batch * room + self._places("cmp", block).clamp(max=room - 1)
-            tokens = (block * c.d + self._block) % self.k_raw.shape[1]  # [B, l]
-            for buffer, raw, phi, descale in (
-                (self.k_cmp, self.k_raw, phi_k, self.k_descale),
-                (self.v_cmp, self.v_raw, phi_v, self.v_descale),
-            ):
-                made = phi(self._read(raw[self._batch, tokens], descale))
-                made = fp8.as_bytes(self._stored(made, descale)).flatten(0, 1)
-                rows = fp8.as_bytes(buffer).view(-1, *buffer.shape[2:])
-                kept = rows.index_select(0, place.flatten())
-                rows.index_copy_(0, place.flatten(), torch.where(full[:, :, None], made, kept))
-
     def _append_chunk(self, new: BranchKV, phi_k: Callable, phi_v: Callable) -> None:
         self._same_length("append() of more than max_step tokens")
         start, T = self.length, new.k_sel.shape[1]
@@ -556,14 +489,13 @@ class NSACache:
         waiting = waiting % self.k_raw.shape[1]
         for ring, x in ((self.k_win, new.k_win), (self.v_win, new.v_win)):
             self._keep_last(ring, x, end)
-        for buffer, ring, x, phi, descale in (
-            (self.k_cmp, self.k_raw, new.k_cmp, phi_k, self.k_descale),
-            (self.v_cmp, self.v_raw, new.v_cmp, phi_v, self.v_descale),
+        for name, buffer, ring, x, phi in (
+            ("k", self.k_cmp, self.k_raw, new.k_cmp, phi_k),
+            ("v", self.v_cmp, self.v_raw, new.v_cmp, phi_v),
         ):
-            raw = self._read(torch.cat([ring[:, waiting], x], dim=1), descale)
-            fresh = num_compressed(raw.shape[1], self.config.l, self.config.d)
-            if fresh:
-                self._store("cmp", buffer, done, self._stored(phi(raw), descale))
+            raw = self._read(name, torch.cat([ring[:, waiting], x], dim=1))
+            if num_compressed(raw.shape[1], self.config.l, self.config.d):
+                self._store("cmp", buffer, done, self._stored(name, phi(raw)))
             self._keep_last(ring, x, end)
 
     def _keep_last(self, ring: Tensor, x: Tensor, end: int) -> None:

@@ -35,6 +35,7 @@ from nsa.routes import (
     Route,
     RouteUnavailable,
     decide,
+    kernel_or_reference,
     least_selected,
     parse_backend,
     slow_because,
@@ -44,9 +45,9 @@ from nsa.untraced import constant
 
 __all__ = [
     "LADDER", "REASONS", "Backend", "Branch", "Decision", "Request", "Route", "RouteUnavailable",
-    "decide", "guarded", "interpreting", "least_selected", "log_device", "make_request",
-    "must_raise", "observed", "parse_backend", "resolve_flags", "run", "run_prefill", "trace",
-    "warn_launch_error", "why_not",
+    "decide", "guarded", "interpreting", "kernel_or_reference", "least_selected", "log_device",
+    "make_request", "must_raise", "observed", "parse_backend", "resolve_flags", "run",
+    "run_prefill", "trace", "warn_launch_error", "why_not",
 ]  # fmt: skip
 
 

@@ -40,8 +40,8 @@ from nsa import dispatch, fp8
 from nsa.attention import STEP, _check_beside, _check_float, decode_composed
 from nsa.blocks import num_compressed
 from nsa.cache import BranchKV
+from nsa.cache_rows import CacheRows
 from nsa.checks import MOST_STEP_ROWS, scale_of
-from nsa.compress import made_by
 from nsa.config import NSAConfig, check_blocks, check_choice, check_int
 from nsa.dispatch import Backend, Branch, Route
 from nsa.flags import Flags
@@ -60,137 +60,77 @@ def _read(name: str, x: Tensor) -> list:
     return x.tolist()
 
 
-def _places(cache: Tensor, positions: Tensor, block_table: Tensor | None, ring: bool) -> Tensor:
-    """Rows of cache.flatten(0, 1) that hold `positions` [B, n] of every sequence."""
-    rows = cache.shape[1]
-    if block_table is not None and not ring:
-        return block_table.gather(1, positions // rows).long() * rows + positions % rows
-    batch = torch.arange(len(positions), device=cache.device)[:, None]
-    return batch * rows + (positions % rows if ring else positions)
-
-
 @dataclass(frozen=True)
-class KVCaches(BranchKV):
+class KVCaches(CacheRows, BranchKV):
     """Caches of one call, their lengths with the new tokens, and where their rows lie."""
 
+    k_raw: Tensor | None
+    v_raw: Tensor | None
     lens: Tensor
     block_table: Tensor | None
     ring: bool
     sizes: dict[str, int]
-    dtype: torch.dtype  # of queries, and of keys and values as they come and go
-    k_descale: Tensor | None = None  # fp32 [B, G] where the caches are e4m3
+    dtype: torch.dtype
+    k_descale: Tensor | None = None
     v_descale: Tensor | None = None
     counters = None
     count_reads = False
 
     @property
-    def max_len(self) -> int:
+    def max_len(self) -> int:  # type: ignore[override]
         """Tokens that a sequence has rows for."""
         if self.block_table is None:
             return self.k_sel.shape[1]
         return self.block_table.shape[1] * self.k_sel.shape[1]
 
     @functools.cached_property
-    def lengths(self) -> list[int]:
+    def lengths(self) -> list[int]:  # type: ignore[override]
         """The lengths on the host."""
         return _read("cache_seqlens", self.lens)
 
     @property
-    def batch(self) -> int:
+    def batch(self) -> int:  # type: ignore[override]
         return len(self.lens)
 
-    @property
-    def length(self) -> int:
-        return max(self.lengths)
-
-    @property
-    def mixed(self) -> bool:
-        return min(self.lengths) != max(self.lengths)
-
     def row(self, b: int) -> KVCaches:
-        """Sequence b alone."""
-        own: dict[str, Any] = {"lens": self.lens[b : b + 1]}
-        if self.k_descale is not None and self.v_descale is not None:
-            own |= {"k_descale": self.k_descale[b : b + 1], "v_descale": self.v_descale[b : b + 1]}
-        names = ["k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"]
+        """Sequence b alone, to read."""
+        names = ["lens"] if self.k_descale is None else ["lens", "k_descale", "v_descale"]
         if self.block_table is not None:
-            own["block_table"] = self.block_table[b : b + 1]
-            names = names[4:] if self.ring else []
-        own.update({name: getattr(self, name)[b : b + 1] for name in names})
-        return replace(self, **own)
+            names.append("block_table")
+        if self.block_table is None or self.ring:
+            names += "k_win", "v_win"
+        if self.block_table is None:
+            names += "k_cmp", "v_cmp", "k_sel", "v_sel"
+        return replace(self, **{name: getattr(self, name)[b : b + 1] for name in names})
 
-    def descale(self, name: str) -> Tensor | None:
-        """That of keys or of values, whichever `name` begins with."""
-        return self.k_descale if name[0] == "k" else self.v_descale
+    def _rows_at(self, name: str, positions: Tensor) -> Tensor:
+        held, kind = getattr(self, name).shape[1], name[2:]
+        ring = self.ring and kind in ("win", "raw")
+        if kind == "cmp" and self.block_table is None:
+            positions = positions.clamp(0, held - 1)
+        elif kind == "cmp":  # in the page of the last token that it is made of
+            positions = positions + self.sizes["l"] // self.sizes["d"] - 1
+        if self.block_table is not None and not ring:
+            return self.block_table.gather(1, positions // held).long() * held + positions % held
+        batch = torch.arange(len(positions), device=positions.device)[:, None]
+        return batch * held + (positions % held if ring else positions)
 
-    def read(self, name: str, rows: Tensor) -> Tensor:
-        """Stored rows [B, n, G, D] of the cache `name` as the numbers that they stand for."""
-        return fp8.stands_for(rows, self.descale(name), self.dtype)
-
-    def stored(self, name: str, x: Tensor) -> Tensor:
-        """x [B, n, G, D] as the cache `name` holds it."""
-        return fp8.stored(x, self.descale(name), self.dtype)
-
-    def _rows(self, name: str, first: int, last: int, ring: bool = False) -> Tensor:
-        """Rows of positions first to last: [B, last - first, G, D]."""
-        cache = getattr(self, name)
-        if self.block_table is None and not ring:
-            return self.read(name, cache[:, first:last])
-        at = torch.arange(first, last, device=cache.device).expand(self.batch, -1)
-        return self.read(name, cache.flatten(0, 1)[_places(cache, at, self.block_table, ring)])
+    def _between(self, kind: str, first: int, last: int) -> tuple[Tensor, Tensor]:
+        if self.block_table is None and not (self.ring and kind == "win"):
+            names = f"k_{kind}", f"v_{kind}"
+            k, v = (self._read(name, getattr(self, name)[:, first:last]) for name in names)
+            return k, v
+        return super()._between(kind, first, last)
 
     def compressed(self) -> tuple[Tensor, Tensor]:
-        n, first = num_compressed(self.length, self.sizes["l"], self.sizes["d"]), 0
-        if self.block_table is not None:
-            first = self.sizes["l"] // self.sizes["d"] - 1
-        return self._rows("k_cmp", first, first + n), self._rows("v_cmp", first, first + n)
+        return self._between("cmp", 0, self.emitted)
 
     def selectable(self) -> tuple[Tensor, Tensor]:
-        return self._rows("k_sel", 0, self.length), self._rows("v_sel", 0, self.length)
+        return self._between("sel", 0, self.length)
 
     def window(self, T: int) -> tuple[Tensor, Tensor]:
-        span = max(0, self.length - T - (self.sizes["window"] - 1)), self.length, self.ring
-        return self._rows("k_win", *span), self._rows("v_win", *span)
-
-    # ---- appending ------------------------------------------------------------------------------
-
-    def write(self, new: list[tuple[str, Tensor, Tensor, bool]], positions: Tensor) -> None:
-        """Each x of (name, cache, x [B, T, G, D], is it a ring) into the rows of positions
-        [B, T]."""
-        places: dict[tuple[int, bool], Tensor] = {}
-        for name, cache, x, ring in new:
-            kind = cache.shape[1], ring
-            if kind not in places:
-                places[kind] = _places(cache, positions, self.block_table, ring).flatten()
-            rows = fp8.as_bytes(cache).flatten(0, 1)
-            rows.index_copy_(0, places[kind], fp8.as_bytes(self.stored(name, x)).flatten(0, 1))
-
-    def emit(self, T: int, make: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        """Store the compressed tokens that the T newest tokens complete.
-
-        make(block, due): block int64 [B, n] are the blocks of l tokens that become whole, the last
-        one again where a sequence has fewer than n, and due [B, n] counts them from 0. It returns
-        their keys and values, [B, n, G, D]. A sequence that completes none keeps what it has; its
-        block is the next one.
-        """
-        l, d = self.sizes["l"], self.sizes["d"]
-        after = self.lens.long()[:, None]
-        first = num_compressed(after - T, l, d)
-        count = num_compressed(after, l, d) - first
-        due = torch.arange((T - 1) // d + 1, device=after.device)
-        due = torch.minimum(due, (count - 1).clamp(min=0))
-        made = make(first + due, due)
-        # Without one due, a row that nobody else writes: of the newest token. Values of what is
-        # written more than once are the same, so the order of the writes does not matter.
-        row = torch.where(count > 0, first + due + l // d - 1, (after - 1) // d)
-        if self.block_table is None:
-            row = (row - (l // d - 1)).clamp(0, self.k_cmp.shape[1] - 1)
-        at = _places(self.k_cmp, row, self.block_table, False).flatten()
-        for name, x in zip(("k_cmp", "v_cmp"), made, strict=True):
-            flat = fp8.as_bytes(getattr(self, name)).flatten(0, 1)
-            new = fp8.as_bytes(self.stored(name, x)).flatten(0, 1)
-            some = (count > 0).expand_as(due).flatten()[:, None, None]
-            flat.index_copy_(0, at, torch.where(some, new, flat[at]))
+        first = max(0, self.length - T - (self.sizes["window"] - 1))
+        return self._between("win", first, self.length)
 
 
 # ---- checks --------------------------------------------------------------------------------------
@@ -510,6 +450,8 @@ def nsa_with_kvcache(
         v_sel_cache,
         k_win_cache,
         v_win_cache,
+        k_raw_cache,
+        v_raw_cache,
         lens + T if appending else lens,
         block_table,
         ring,
@@ -534,27 +476,17 @@ def nsa_with_kvcache(
             for name, x in new.items():
                 if name[0] == "k" and x is not None:
                     new[name] = turn_by(x, cos, sin, rotary_interleaved)
-        emits = k_cmp_cache.shape[1] > 0 and (k_cmp is None or k_cmp.shape[1] > 0)
-        _append(
-            dict(
-                caches=caches,
-                new=new,
-                raw=(k_raw_cache, v_raw_cache),
-                phi=(phi_k, phi_v) if phi else None,
-                given=(k_cmp, v_cmp),
-                emits=emits,
-            ),
-            backend,
-            flags,
-        )
+        made: Any = (phi_k, phi_v) if phi else (k_cmp, v_cmp)
+        if not k_cmp_cache.shape[1] or (k_cmp is not None and not k_cmp.shape[1]):
+            made = None
+        _append(dict(caches=caches, new=new, made=made), backend, flags)
     return _attend(q, caches, gates, scale, backend, flags)
 
 
 def _append(args: dict[str, Any], backend: Backend | None, flags: Flags) -> None:
     """New tokens, and the compressed ones that they complete, into the caches."""
     caches, k, v = args["caches"], args["new"]["k_sel"], args["new"]["v_sel"]
-    route = dispatch.parse_backend(backend)
-    choice = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
+    choice = dispatch.kernel_or_reference(backend)
     request = dispatch.make_request(Branch.APPEND, k, k, v, caches.max_len, flags, choice)
     calls = dispatch.calls(APPEND, args, flags)
     dispatch.guarded(request, calls, flags, choice, ("append", k, caches.k_sel))
@@ -564,65 +496,29 @@ def _append_triton(args: dict[str, Any], flags: Flags) -> None:
     from nsa.kernels.decode import emit, write
     from nsa.kernels.tiles import arch_of
 
-    caches, new, (k_raw, v_raw) = args["caches"], args["new"], args["raw"]
+    caches, new, made = args["caches"], args["new"], args["made"]
     if caches.k_descale is not None and arch_of(caches.lens.device) in range(1, 89):
         raise NotImplementedError("e4m3 before SM 8.9")
-    T, lens = new["k_sel"].shape[1], caches.lens
-    descales = lens, lens
-    if caches.k_descale is not None:
-        descales = caches.k_descale, caches.v_descale
+    T, where = new["k_sel"].shape[1], emit.Blocks.of(caches)
     names = "k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw"
-    held = caches.k_sel, caches.v_sel, caches.k_win, caches.v_win, k_raw, v_raw
-    write.write_new(
-        lens, [new.get(name) for name in names], held, descales, caches.block_table, caches.ring
-    )
-    if not args["emits"]:
+    held, given = [getattr(caches, name) for name in names], [new.get(name) for name in names]
+    write.write_new(caches.lens, given, held, where.descales, where.table, where.ring)
+    if made is None:
         return
-    l, d = caches.sizes["l"], caches.sizes["d"]
-    most = num_compressed(caches.max_len, l, d)
-    if caches.block_table is None:
-        most = min(most, caches.k_cmp.shape[1])
-    where = emit.Blocks(
-        caches.k_sel if k_raw is None else k_raw,
-        caches.v_sel if v_raw is None else v_raw,
-        caches.k_cmp,
-        caches.v_cmp,
-        lens,
-        l,
-        d,
-        most,
-        descales,
-        caches.dtype,
-        caches.block_table,
-        caches.ring,
-    )
-    if args["phi"] is not None:
-        emit.emit(where, (T - 1) // d + 1, T, *args["phi"])
+    if isinstance(made[0], Tensor):
+        k, v = made
+        emit.emit_due(caches.lens, where, k.flatten(0, 1), v.flatten(0, 1), k.shape[1], T)
     else:
-        k, v = args["given"]
-        emit.emit_due(lens, where, k.flatten(0, 1), v.flatten(0, 1), k.shape[1], T)
+        emit.emit(where, (T - 1) // where.d + 1, T, *made)
 
 
 def _append_pytorch(args: dict[str, Any], flags: Flags) -> None:
-    caches, raw = args["caches"], args["raw"]
-    T, ring = args["new"]["k_sel"].shape[1], caches.ring
-    held = {"k_sel": caches.k_sel, "v_sel": caches.v_sel, "k_win": caches.k_win}
-    held |= {"v_win": caches.v_win, "k_raw": raw[0], "v_raw": raw[1]}
-    positions = caches.lens.long()[:, None] - T + torch.arange(T, device=caches.lens.device)
-    caches.write(
-        [
-            (name, held[name], x, ring and not name.endswith("sel"))
-            for name, x in args["new"].items()
-            if x is not None
-        ],
-        positions,
-    )
-    if not args["emits"]:
-        return
-    if args["phi"] is not None:
-        caches.emit(T, functools.partial(_made, caches, *raw, *args["phi"]))
-    else:
-        caches.emit(T, functools.partial(_given, *args["given"]))
+    caches, new, made = args["caches"], args["new"], args["made"]
+    T, after = new["k_sel"].shape[1], caches.lens.long()[:, None]
+    here = after - T + torch.arange(T, device=after.device)
+    caches._write({name: x for name, x in new.items() if x is not None}, here)
+    if made is not None:
+        caches._emit(after, T, (T - 1) // caches.sizes["d"] + 1, made)
 
 
 APPEND: dispatch.Rungs = {Route.TRITON: _append_triton, Route.REFERENCE: _append_pytorch}
@@ -662,35 +558,6 @@ def _check_new(
         n = _leading("k_cmp", k_cmp)[1]
         for name, x in pairs.items():
             _check(name, x, q, (B, n, *own[f"{name[0]}_sel"][1].shape[2:]))
-
-
-def _given(k_cmp: Tensor, v_cmp: Tensor, block: Tensor, due: Tensor) -> tuple[Tensor, Tensor]:
-    """The caller's compressed tokens, `due` of each sequence."""
-    batch = torch.arange(len(due), device=due.device)[:, None]
-    due = due.clamp(max=k_cmp.shape[1] - 1)
-    return k_cmp[batch, due], v_cmp[batch, due]
-
-
-def _made(
-    caches: KVCaches,
-    k_raw: Tensor,
-    v_raw: Tensor,
-    phi_k: Callable[[Tensor], Tensor],
-    phi_v: Callable[[Tensor], Tensor],
-    block: Tensor,
-    due: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """phi of the raw tokens of `block`; of those that are not there yet the newest ones."""
-    l, d = caches.sizes["l"], caches.sizes["d"]
-    tokens = (block * d)[..., None] + torch.arange(l, device=block.device)
-    tokens = torch.minimum(tokens.flatten(1), caches.lens.long()[:, None] - 1)
-    made = []
-    for name, cache, phi in (("phi_k", k_raw, phi_k), ("phi_v", v_raw, phi_v)):
-        at = _places(cache, tokens, caches.block_table, caches.ring)
-        rows = caches.read(name[-1], cache.flatten(0, 1)[at]).unflatten(1, (-1, l)).flatten(0, 1)
-        one = made_by(name, phi, rows)
-        made.append(one.reshape(*block.shape, *cache.shape[2:]))
-    return made[0], made[1]
 
 
 def _attend(

@@ -215,8 +215,7 @@ class ParallelNSACache(NSACache):
 
     def _by(self, q: Tensor, backend: Backend | None, flags: Flags, name: str, *args: Any) -> Any:
         """Function `name` of this module, or the kernel of that name where kernels serve q."""
-        route = dispatch.parse_backend(backend)
-        choice = Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route
+        choice = dispatch.kernel_or_reference(backend)
         request = dispatch.make_request(
             Branch.BLOCKS, q, self.k_cmp, self.v_cmp, None, flags, choice
         )

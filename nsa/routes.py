@@ -268,3 +268,9 @@ def parse_backend(backend: Backend | Route | None) -> Route | None:
     except ValueError:
         names = ", ".join(repr(r.value) for r in Route)
         raise ValueError(f"backend must be None, 'auto', {names}, got {backend!r}") from None
+
+
+def kernel_or_reference(backend: Backend | Route | None) -> Route | None:
+    """parse_backend() for what SDPA and FA-2 cannot do: to name them means plain PyTorch then."""
+    route = parse_backend(backend)
+    return Route.REFERENCE if route in (Route.SDPA, Route.FA2) else route

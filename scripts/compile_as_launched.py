@@ -264,14 +264,11 @@ def into_pages(
     table = torch.zeros(2, 8, dtype=torch.int32) if page else None
     one = torch.ones(2, 2)
     caches = kvcache.KVCaches(
-        *held, torch.ones(2, dtype=torch.int32), table, ring, config.sizes(), dtype,
+        *held, *held[4:], torch.ones(2, dtype=torch.int32), table, ring, config.sizes(), dtype,
         *([one, one] if fp8 else []),
     )  # fmt: skip
     phis = [make_compression(phi, x, 32, 16).to(dtype) for x in (D, Dv)]
-    args = dict(
-        caches=caches, new=new, raw=tuple(held[4:]), phi=phis, given=(None, None), emits=True
-    )
-    kvcache.APPEND[kvcache.Route.TRITON](args, Flags())
+    kvcache.APPEND[kvcache.Route.TRITON](dict(caches=caches, new=new, made=phis), Flags())
 
 
 def over_ranks(h: int, D: int, Dv: int, dtype: torch.dtype, W: int, blocks: int) -> None:

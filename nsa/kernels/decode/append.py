@@ -170,13 +170,6 @@ def _append_plan(
     ), {}  # fmt: skip
 
 
-def descales(cache: NSACache) -> tuple[Tensor, Tensor]:
-    """The descales of a cache's keys and values; where it is not FP8, tensors that nobody reads."""
-    if cache.k_descale is None or cache.v_descale is None:
-        return cache.lens, cache.lens
-    return cache.k_descale, cache.v_descale
-
-
 @untraced  # launch_planned() goes by addresses
 @on_its_device
 def append_turned(
@@ -208,7 +201,7 @@ def append_turned(
     rows = cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1]
     tensors = (
         qkv, cache.lens, cache.counters, cache.frequencies if turn else cache.no_turn, out,
-        *buffers, *more, *descales(cache),
+        *buffers, *more, *cache.descales,
     )  # fmt: skip
     compiled, addresses = by_layout(layouts, (tokens, *rows), tensors)
     launch_planned(

@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import fp8
+from nsa.blocks import num_compressed
+from nsa.cache_rows import CacheRows
 from nsa.compress import MLPCompression, made_by
 from nsa.kernels.block_keys import visible
 from nsa.kernels.decode.tile import place, store_rows
@@ -55,6 +57,18 @@ class Blocks(NamedTuple):
     dtype: torch.dtype
     table: Tensor | None = None
     ring: bool = True
+
+    @classmethod
+    def of(cls, c: CacheRows) -> Blocks:
+        """Those of an NSACache, or of the caches of nsa_with_kvcache. Without raw caches, where
+        nobody reads raw tokens, others stand for them."""
+        raw = [getattr(c, f"{x}_raw") for x in "kv"]
+        raw = [c.k_sel, c.v_sel] if raw[0] is None else raw
+        most = num_compressed(c.max_len, c.sizes["l"], c.sizes["d"])
+        return cls(
+            *raw, c.k_cmp, c.v_cmp, c.lens, c.sizes["l"], c.sizes["d"], most, c.descales,
+            c.dtype, c.block_table, c.ring,
+        )  # fmt: skip
 
     def where(self) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
         """(TABLE, (table_len, raw_rows, cmp_rows, pages), constants) of the kernels."""
