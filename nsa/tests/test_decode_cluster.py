@@ -21,6 +21,7 @@ from nsa.kernels.decode.cluster import (
     HEAD_SIZES,
     MOST_BLOCKS,
     SHARED_MOST,
+    StepProblem,
     compile_cluster,
     plan,
     why_not,
@@ -263,40 +264,44 @@ def test_who_asks_for_triton_or_has_unaligned_queries_gets_triton(served, monkey
 # ---- without a GPU -----------------------------------------------------------------------------
 
 
-def sizes(**changed):
-    known = dict(
-        tokens=1, heads=16, dim=128, dv=128, dtype=BF16, l=32, d=16, l_sel=64, n_sel=16, n_init=1,
-        n_local=2, window=512, page=64,
-    )  # fmt: skip
-    return {**known, **changed}
+GIVEN = StepProblem(
+    torch.device("cuda", 0), 1, 1, 64, 4, 128, 128, BF16, BF16, 32, 16, 64, 16, 1, 2, 512, 8192,
+    ring=True,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("changed, why", [
-    ({}, None), (dict(dim=64, dv=64, dtype=F16, heads=1), None), (dict(l=16, page=0), None),
-    (dict(tokens=8), None), (dict(tokens=9), "8 tokens"), (dict(heads=17), "8 tokens"),
-    (dict(dtype=F32), "fp16 or bf16"), (dict(dim=192), None), (dict(dv=64), None),
+    ({}, None), (dict(dim=64, dv=64, dtype=F16, gate_dtype=F32, hq=4), None),
+    (dict(l=16, page=64), None), (dict(gate_dtype=F16), "gates"),
+    (dict(tokens=8), None), (dict(tokens=9), "8 tokens"), (dict(hq=68), "8 tokens"),
+    (dict(dtype=F32, gate_dtype=F32), "fp16 or bf16"), (dict(dim=192), None), (dict(dv=64), None),
     (dict(dim=64), "fp16 or bf16"), (dict(dim=192, dv=192), "fp16 or bf16"), (dict(l=48), "l_sel"),
     (dict(d=32, l_sel=64), "l_sel"), (dict(d=2, l=4, l_sel=8), "l_sel"), (dict(n_sel=3), "local"),
     (dict(n_local=0), "local"), (dict(n_sel=33), "local"), (dict(page=24), "pages"),
     (dict(window=15), "windows"),
 ])  # fmt: skip
 def test_which_sizes_are_served(changed, why):
-    found = why_not(**sizes(**changed))
+    found = why_not(GIVEN._replace(**changed))
     assert found is None if why is None else why in found
 
 
-@pytest.mark.parametrize("n_sel, free", [(16, 13), (32, 29), (4, 1)])
+def of_programs(programs, **changed):
+    return GIVEN._replace(**{"batch": programs, "groups": 1, "hq": 16, **changed})
+
+
+@pytest.mark.parametrize("n_sel", [16, 32, 4])
 @pytest.mark.parametrize("max_len", [64, 4096, 8192, 65536, 1 << 17, 1 << 18, 1 << 20])
-def test_plans_hold_all_keys_and_fit(max_len, n_sel, free):
+def test_plans_hold_all_keys_and_fit(max_len, n_sel):
     for (dim, dv), size in itertools.product(HEAD_SIZES, (2, 1)):
+        given = dict(dim=dim, dv=dv, n_sel=n_sel, max_len=max_len, fp8=size == 1)
         for programs in (1, 4, 5, 8, 16, 17, 32, 64, 66, 67, 128, 132, 133, 256, 4096):
-            found = plan(programs, dim, dv, n_sel, free, 64, max_len, fp8=size == 1)
+            found = plan(of_programs(programs, **given))
             if found is None:  # only where a cluster's shared memory cannot hold the block sums
                 assert max_len >= 1 << 18
                 continue
             assert found.cluster <= MOST_BLOCKS and found.cluster & (found.cluster - 1) == 0
             assert found.cluster * found.units * 4 >= cdiv(max_len, 64)
-            assert found.shared(dim, dv, n_sel, free) <= SHARED_MOST[found.occupancy]
+            assert found.shared <= SHARED_MOST[found.occupancy]
             # Outputs go through rings.
             assert 2 * 16 * dv * 4 <= found.stages * 16 * (dim + dv) * size
 
@@ -306,45 +311,33 @@ def test_few_steps_of_short_contexts_take_the_quick_way():
         (4, 1024, True, 4), (4, 8192, True, 4), (4, 16384, True, 8), (4, 16640, False, 8),
         (5, 8192, False, 8), (256, 1024, False, 4),
     ):  # fmt: skip
-        found = plan(programs, 128, 128, 16, 13, 64, max_len)
+        found = plan(of_programs(programs, max_len=max_len))
         assert (found.early, found.warps) == (early, warps), (programs, max_len)
         assert found.told == (min(4, found.units) if found.cluster > 1 else 0)
 
 
 def test_a_smaller_gpu_is_filled_as_the_larger():
     for programs, sms, like in ((32, 132, 32), (32, 66, 64), (40, 78, 68), (64, 114, 132)):
-        given = 128, 128, 16, 13, 64, 65536
-        assert plan(programs, *given, sms) == plan(like, *given)
-
-
-def macros(programs, max_len, fp8=False, **changed):
-    known = dict(
-        D=128, DV=128, BF16=1, GATE="u16", TOKENS=1, HEADS=16, L=32, STRIDE=16, L_SEL=64, N_SEL=16,
-        N_INIT=1, N_LOCAL=2, WINDOW=512, OVERLAP=1, PAGE=0, RING=1, CMP_PAGE=0,
-    )  # fmt: skip
-    known.update(changed)
-    free = known["N_SEL"] - known["N_INIT"] - known["N_LOCAL"]
-    dims = known["D"], known["DV"], known["N_SEL"], free
-    p = plan(programs * known["TOKENS"], *dims, known["L_SEL"], max_len, fp8=fp8)
-    return p, {**known, **p.macros(*dims)}
+        given = dict(max_len=65536)
+        assert plan(of_programs(programs, **given), sms) == plan(of_programs(like, **given))
 
 
 FORMS = [
-    (4, 1 << 17, {}), (4, 8192, dict(PAGE=64)), (4, 16384, dict(N_SEL=32)),
-    (8, 65536, dict(GATE="float")),
-    (16, 65536, dict(HEADS=4, RING=0)), (32, 8192, dict(BF16=0)), (64, 65536, {}),
-    (132, 8192, dict(N_SEL=32)), (256, 32768, {}), (256, 8192, dict(PAGE=16, RING=0, HEADS=1)),
-    (256, 8192, dict(D=64, DV=64, L=16, OVERLAP=0)), (4, 8192, dict(D=192)),
-    (64, 65536, dict(D=192, RING=0)), (256, 32768, dict(D=192, PAGE=64)),
-    (16, 8192, dict(DV=64, BF16=0)), (256, 8192, dict(D=192, PAGE=64, RING=0, CMP_PAGE=4)),
-    (16, 8192, dict(TOKENS=4, PAGE=64)),
-    (256, 8192, dict(TOKENS=4)), (256, 4096, dict(TOKENS=8, PAGE=64, RING=0)),
-    (256, 8192, dict(TOKENS=4, D=192, HEADS=8)), (64, 8192, dict(TOKENS=2, D=192, N_SEL=32)),
-    (256, 8192, dict(TOKENS=5, D=64, DV=64, BF16=0, GATE="float")),
-    (4, 1 << 17, dict(fp8=True)), (4, 8192, dict(fp8=True, PAGE=64)), (64, 65536, dict(fp8=True)),
-    (256, 32768, dict(fp8=True)), (256, 32768, dict(fp8=True, D=192, PAGE=64)),
-    (16, 8192, dict(fp8=True, DV=64, BF16=0)),
-    (256, 8192, dict(fp8=True, D=64, DV=64, TOKENS=4, GATE="float")),
+    (4, 1 << 17, {}), (4, 8192, dict(page=64)), (4, 16384, dict(n_sel=32)),
+    (8, 65536, dict(gate_dtype=F32)),
+    (16, 65536, dict(hq=4, ring=False)), (32, 8192, dict(dtype=F16)), (64, 65536, {}),
+    (132, 8192, dict(n_sel=32)), (256, 32768, {}), (256, 8192, dict(page=16, ring=False, hq=1)),
+    (256, 8192, dict(dim=64, dv=64, l=16)), (4, 8192, dict(dim=192)),
+    (64, 65536, dict(dim=192, ring=False)), (256, 32768, dict(dim=192, page=64)),
+    (16, 8192, dict(dv=64, dtype=F16)), (256, 8192, dict(dim=192, page=64, ring=False, cmp_page=4)),
+    (16, 8192, dict(tokens=4, page=64)),
+    (256, 8192, dict(tokens=4)), (256, 4096, dict(tokens=8, page=64, ring=False)),
+    (256, 8192, dict(tokens=4, dim=192, hq=8)), (64, 8192, dict(tokens=2, dim=192, n_sel=32)),
+    (256, 8192, dict(tokens=5, dim=64, dv=64, dtype=F16, gate_dtype=F32)),
+    (4, 1 << 17, dict(fp8=True)), (4, 8192, dict(fp8=True, page=64)), (64, 65536, dict(fp8=True)),
+    (256, 32768, dict(fp8=True)), (256, 32768, dict(fp8=True, dim=192, page=64)),
+    (16, 8192, dict(fp8=True, dv=64, dtype=F16)),
+    (256, 8192, dict(fp8=True, dim=64, dv=64, tokens=4, gate_dtype=F32)),
 ]  # fmt: skip
 
 
@@ -356,14 +349,14 @@ FORMS = [
 )
 def test_every_form_compiles_and_fits(programs, max_len, changed):
     """By NVRTC, for sm_90; cluster.cu itself holds its memory against what cluster.py counts."""
-    p, defined = macros(programs, max_len, **changed)
-    registers, stack = usage(compile_cluster(defined.items(), 90))
+    p = plan(of_programs(programs, max_len=max_len, **changed))
+    registers, stack = usage(compile_cluster(p.macros.items(), 90))
     assert stack == 0, f"{stack} bytes of registers spilled"
     assert registers * 32 * p.warps * p.occupancy <= 1 << 16
 
 
 def test_what_does_not_compile_is_said(monkeypatch):
-    _, defined = macros(4, 8192)
+    defined = plan(of_programs(4)).macros
     with pytest.raises(cluster.Unavailable, match="cluster.py counts fewer bytes"):
         cluster.compile_cluster({**defined, "SHARED": defined["SHARED"] - 200}.items(), 90)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
@@ -396,27 +389,18 @@ def loads(monkeypatch):
         cached.cache_clear()
 
 
-GIVEN = (
-    torch.device("cuda", 0), 1, 1, 64, 4, 128, 128, BF16, BF16, 32, 16, 64, 16, 1, 2, 512, 8192, 0,
-    True,
-)  # fmt: skip
-
-
-def given(**changed):
-    """GIVEN with values at other places, which are numbers behind a letter."""
-    return [changed.get(f"n{at}", value) for at, value in enumerate(GIVEN)]
-
-
 def test_where_it_cannot_be_had_steps_take_several_launches(loads):
     loads.error = cluster.Unavailable("no such library")
     with pytest.warns(RuntimeWarning, match="take several launches.*no such library"):
-        assert cluster.cluster_kernel(True, *GIVEN) is None
-    assert cluster.cluster_kernel(True, *GIVEN) is None
-    assert cluster.cluster_kernel(True, *given(n16=8000)) is None  # the cause is the same
-    assert cluster.cluster_kernel(False, *GIVEN) is None
+        assert cluster.cluster_kernel(True, GIVEN) is None
+    assert cluster.cluster_kernel(True, GIVEN) is None
+    shorter = GIVEN._replace(max_len=8000)
+    assert cluster.cluster_kernel(True, shorter) is None  # the cause is the same
+    assert cluster.cluster_kernel(False, GIVEN) is None
     assert len(loads) == 1 and loads[0]["HEADS"] == 16
-    for changed in (dict(n2=9), dict(n7=F32), dict(n8=F32), dict(n8=F16), dict(n17=24)):
-        assert cluster.cluster_kernel(True, *given(**changed)) is None
+    changes = dict(tokens=9, dtype=F32, gate_dtype=F32, page=24)
+    for changed in (*({name: x} for name, x in changes.items()), dict(gate_dtype=F16)):
+        assert cluster.cluster_kernel(True, GIVEN._replace(**changed)) is None
     assert len(loads) == 2  # of fp32 gates alone
 
 
@@ -424,13 +408,13 @@ def test_a_dead_context_is_not_taken_for_a_kernel_that_cannot_be_had(loads):
     loads.error = cluster.Unavailable("CUresult: CUDA_ERROR_ILLEGAL_ADDRESS")
     for _ in range(2):
         with pytest.raises(cluster.Unavailable, match="ILLEGAL_ADDRESS"):
-            cluster.cluster_kernel(True, *GIVEN)
+            cluster.cluster_kernel(True, GIVEN)
 
 
 def test_caches_of_many_lengths_load_few_modules(loads):
     def kernels(batch):
         return [
-            cluster.cluster_kernel(True, *given(n1=batch, n16=max_len))
+            cluster.cluster_kernel(True, GIVEN._replace(batch=batch, max_len=max_len))
             for max_len in (*range(100, 100_000, 99), 100)
         ]
 
@@ -444,5 +428,5 @@ def test_older_cards_and_processors_are_not_asked(monkeypatch):
     monkeypatch.setattr(cluster, "_kernel", lambda *sizes: 7)
     for arch, taken in ((0, None), (80, None), (89, None), (90, 7), (100, None)):
         monkeypatch.setattr(cluster, "arch_of", lambda device, arch=arch: arch)
-        assert cluster.cluster_kernel(True, *[None] * 9) == taken
-        assert cluster.cluster_kernel(False, *[None] * 9) is None
+        assert cluster.cluster_kernel(True, GIVEN) == taken
+        assert cluster.cluster_kernel(False, GIVEN) is None

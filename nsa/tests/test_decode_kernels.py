@@ -450,10 +450,11 @@ def test_which_steps_are_one_launch(monkeypatch, kernel_device):
 
     def team(batch=1, T=1, dtype=BF16, D=128, max_len=8192, arch=90, alone=True, branch=None):
         monkeypatch.setattr(step, "arch_of", lambda device: arch)
-        return step._plan.__wrapped__(
-            batch, T, 64, 4, D, D, dtype, torch.device("cuda"), 32, 16, 64, 16, 1, 2, 512, max_len,
-            branch, 0, True, alone,
-        ).team  # fmt: skip
+        problem = step.StepProblem(
+            torch.device("cuda"), batch, T, 64, 4, D, D, dtype, dtype, 32, 16, 64, 16, 1, 2, 512,
+            max_len, ring=True,
+        )  # fmt: skip
+        return step._plan.__wrapped__(problem, branch, alone).team
 
     assert team() == 16 == team(batch=4)
     assert team(T=2) == 32
@@ -506,16 +507,21 @@ def test_tiles_fit_beside_the_queries(arch, dtype, D, rows, keys, kernel_device,
     """Where nothing fits, the route says so before a launch fails."""
     monkeypatch.setattr(step, "arch_of", lambda device: arch)
     monkeypatch.setattr(step, "sm_count", lambda device: 100)
-    sizes = (1, rows // 16, 32, 2, D, D, dtype, torch.device("cuda"), 32, 16, 64, 16, 1, 2, 512)
+    problem = step.StepProblem(
+        torch.device("cuda"), 1, rows // 16, 32, 2, D, D, dtype, dtype, 32, 16, 64, 16, 1, 2, 512,
+        8192,
+    )  # fmt: skip
     if keys is None:
         with pytest.raises(NotImplementedError, match=f"<= 64 .* on sm_{arch}, got {rows}"):
-            step._plan.__wrapped__(*sizes, 8192, None)
+            step._plan.__wrapped__(problem, None)
     else:
-        assert step._plan.__wrapped__(*sizes, 8192, None).scan["BLOCK_N"] == keys
+        assert step._plan.__wrapped__(problem, None).scan["BLOCK_N"] == keys
 
 
 def test_more_blocks_than_a_step_can_choose_from_are_refused(kernel_device):
-    sizes = (1, 1, 4, 1, 16, 16, F16, torch.device("cpu"), 32, 16, 64, 64, 1, 2, 64)
-    assert step._plan(*sizes, 1 << 20, None).selected["N"] == 1 << 13
+    problem = step.StepProblem(
+        torch.device("cpu"), 1, 1, 4, 1, 16, 16, F16, F16, 32, 16, 64, 64, 1, 2, 64, 1 << 20
+    )
+    assert step._plan(problem, None).selected["N"] == 1 << 13
     with pytest.raises(NotImplementedError, match="max_len=8388608 with n_sel=64"):
-        step._plan(*sizes, 1 << 23, None)
+        step._plan(problem._replace(max_len=1 << 23), None)

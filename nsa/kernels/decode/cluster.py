@@ -22,9 +22,9 @@ import functools
 import hashlib
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,34 @@ _PARAMS = struct.Struct("12Q6if4x")
 _DESCALES = struct.Struct("2Q")  # behind those, with FP8
 
 
+class StepProblem(NamedTuple):
+    """All that the kernels of a decode step depend on: `tokens` new ones of each sequence, head
+    sizes dim of keys and dv of values, caches in pages of `page` tokens (0: not in pages), the
+    window in a ring, compressed keys in pages of cmp_page rows."""
+
+    device: torch.device
+    batch: int
+    tokens: int
+    hq: int
+    groups: int
+    dim: int
+    dv: int
+    dtype: torch.dtype
+    gate_dtype: torch.dtype
+    l: int
+    d: int
+    l_sel: int
+    n_sel: int
+    n_init: int
+    n_local: int
+    window: int
+    max_len: int
+    page: int = 0
+    ring: bool = False
+    cmp_page: int = 0
+    fp8: bool = False
+
+
 class Unavailable(RuntimeError):
     """NVRTC or the driver's interface is not here, or refuses."""
 
@@ -70,77 +98,75 @@ class Unavailable(RuntimeError):
 @dataclass(frozen=True)
 class ClusterPlan:
     """cluster: blocks of one; units: of compressed keys that a block may get; early: EARLY of
-    cluster.cu; fp8: keys and values are."""
+    cluster.cu."""
 
+    problem: StepProblem = field(compare=False)
     cluster: int
     warps: int
     occupancy: int
     units: int
     early: bool
-    fp8: bool = False
 
     @property
     def stages(self) -> int:
-        return 4 if self.fp8 else 2
+        return 4 if self.problem.fp8 else 2
 
     @property
     def told(self) -> int:
         return min(TOLD, self.units) if self.cluster > 1 else 0
 
-    def shared(self, dim: int, dv: int, n_sel: int, free: int) -> int:
+    @property
+    def shared(self) -> int:
         """Bytes of shared memory: the rings of keys, then `Shared` of cluster.cu."""
-        rings = self.warps * self.stages * UNIT * (dim + dv) * (1 if self.fp8 else 2)
-        parts = HEADS * (dim * 2 + dv * 8 * (self.cluster > 1))
+        p = self.problem
+        free = p.n_sel - p.n_init - p.n_local
+        rings = self.warps * self.stages * UNIT * (p.dim + p.dv) * (1 if p.fp8 else 2)
+        parts = HEADS * (p.dim * 2 + p.dv * 8 * (self.cluster > 1))
         normalisers = 3 * HEADS * 8 * (self.cluster + self.warps) + HEADS * 8
         kept = max(self.units, self.cluster * self.told)
-        keys = 4 * (4 * kept + 2 * self.cluster * free + 2 * free + n_sel)
+        keys = 4 * (4 * kept + 2 * self.cluster * free + 2 * free + p.n_sel)
         keys += 8 * 4 * self.units
-        parts += HEADS * 4 * self.fp8  # scales of the queries
+        parts += HEADS * 4 * p.fp8  # scales of the queries
         return rings + parts + normalisers + keys + kept * HEADS * (4 + 2 + 8) + 128
 
-    def macros(self, dim: int, dv: int, n_sel: int, free: int) -> dict[str, int]:
+    @property
+    def macros(self) -> dict[str, Any]:
         """What cluster.cu is compiled with for this."""
+        p = self.problem
         return dict(
-            D=dim, DV=dv, FP8=int(self.fp8),
+            BF16=int(p.dtype == torch.bfloat16), GATE=GATES[p.gate_dtype], TOKENS=p.tokens,
+            HEADS=p.hq // p.groups, L=p.l, STRIDE=p.d, L_SEL=p.l_sel, N_SEL=p.n_sel,
+            N_INIT=p.n_init, N_LOCAL=p.n_local, WINDOW=p.window, OVERLAP=int(p.l > p.d),
+            PAGE=p.page, RING=int(p.ring), CMP_PAGE=p.cmp_page, D=p.dim, DV=p.dv, FP8=int(p.fp8),
             CLUSTER=self.cluster, WARPS=self.warps, STAGES=self.stages, OCCUPANCY=self.occupancy,
-            UNITS=self.units, TOLD=self.told, EARLY=int(self.early),
-            SHARED=self.shared(dim, dv, n_sel, free),
+            UNITS=self.units, TOLD=self.told, EARLY=int(self.early), SHARED=self.shared,
         )  # fmt: skip
 
 
-def why_not(
-    *, tokens: int, heads: int, dim: int, dv: int, dtype: torch.dtype, l: int, d: int, l_sel: int,
-    n_sel: int, n_init: int, n_local: int, window: int, page: int,
-) -> str | None:  # fmt: skip
-    """Why these sizes have no cluster kernel, None when they have."""
-    if not 1 <= tokens <= MOST_TOKENS or not 1 <= heads <= HEADS:
-        return f"{MOST_TOKENS} tokens of up to {HEADS} heads a group, got {tokens} of {heads}"
-    if dtype not in (torch.float16, torch.bfloat16) or (dim, dv) not in HEAD_SIZES:
-        return f"fp16 or bf16 heads of {HEAD_SIZES}, got {dtype} of {dim} and {dv}"
-    if l_sel != 4 * d or l not in (d, 2 * d) or l_sel % UNIT:
-        return f"l_sel = 4 d, l = d or 2 d, got l={l}, d={d}, l_sel={l_sel}"
-    if not 1 <= n_local < n_sel - n_init or n_sel > MOST_SELECTED:
-        return f"local and chosen blocks among up to {MOST_SELECTED}, got n_sel={n_sel}"
-    if page % UNIT or window < UNIT:
-        return f"pages of multiples of {UNIT} tokens, windows of {UNIT}, got {page} and {window}"
+def why_not(p: StepProblem) -> str | None:
+    """Why this step has no cluster kernel, None when it has."""
+    heads = p.hq // p.groups
+    if p.gate_dtype not in (torch.float32, p.dtype):
+        return f"gates are fp32 or as the keys, got {p.gate_dtype}"
+    if not 1 <= p.tokens <= MOST_TOKENS or not 1 <= heads <= HEADS:
+        return f"{MOST_TOKENS} tokens of up to {HEADS} heads a group, got {p.tokens} of {heads}"
+    if p.dtype not in (torch.float16, torch.bfloat16) or (p.dim, p.dv) not in HEAD_SIZES:
+        return f"fp16 or bf16 heads of {HEAD_SIZES}, got {p.dtype} of {p.dim} and {p.dv}"
+    if p.l_sel != 4 * p.d or p.l not in (p.d, 2 * p.d) or p.l_sel % UNIT:
+        return f"l_sel = 4 d, l = d or 2 d, got l={p.l}, d={p.d}, l_sel={p.l_sel}"
+    if not 1 <= p.n_local < p.n_sel - p.n_init or p.n_sel > MOST_SELECTED:
+        return f"local and chosen blocks among up to {MOST_SELECTED}, got n_sel={p.n_sel}"
+    if p.page % UNIT or p.window < UNIT:
+        kinds = f"pages of multiples of {UNIT} tokens, windows of {UNIT}"
+        return f"{kinds}, got {p.page} and {p.window}"
     return None
 
 
-def plan(
-    programs: int,
-    dim: int,
-    dv: int,
-    n_sel: int,
-    free: int,
-    l_sel: int,
-    max_len: int,
-    sms: int = SMS,
-    fp8: bool = False,
-) -> ClusterPlan | None:
-    """For so many programs; None where block sums do not fit."""
-    filled = programs * SMS / sms
+def plan(p: StepProblem, sms: int = SMS) -> ClusterPlan | None:
+    """None where block sums do not fit."""
+    filled = p.batch * p.tokens * p.groups * SMS / sms
     least, warps, occupancy = next((x for most, *x in SHAPES if filled <= most), REST)
-    all_units = cdiv(cdiv(max_len, l_sel), 4)
+    all_units = cdiv(cdiv(p.max_len, p.l_sel), 4)
     while occupancy:
         cluster = least
         while cluster <= MOST_BLOCKS:
@@ -148,8 +174,8 @@ def plan(
             early = cluster > 1 and filled <= EARLY_PROGRAMS and units <= TOLD
             if early and units <= EARLY_UNITS:
                 warps = EARLY_WARPS
-            found = ClusterPlan(cluster, warps, occupancy, units, early, fp8)
-            if found.shared(dim, dv, n_sel, free) <= SHARED_MOST[occupancy]:
+            found = ClusterPlan(p, cluster, warps, occupancy, units, early)
+            if found.shared <= SHARED_MOST[occupancy]:
                 return found
             cluster *= 2
         occupancy, warps = occupancy - 1, 2 * warps  # wide keys: one block instead of two
@@ -241,18 +267,17 @@ class ClusterKernel:
         return True
 
 
-def cluster_kernel(
-    use_cluster: bool | None, device: torch.device, *sizes: Any
-) -> ClusterKernel | None:
-    """The kernel for steps of these sizes (see _kernel), None where step.py's serve.
+def cluster_kernel(use_cluster: bool | None, problem: StepProblem) -> ClusterKernel | None:
+    """The kernel for such steps, None where step.py's serve.
 
     use_cluster: Flags.use_cluster, None for this process's. The first call of a size compiles.
     """
+    device = problem.device
     if use_cluster is False or arch_of(device) != 90:
         return None
     if use_cluster is None and not get_flags(torch.cuda.get_device_name(device)).use_cluster:
         return None
-    found = _kernel(device, *sizes)
+    found = _kernel(problem)
     if isinstance(found, str):
         pass_over(NAME, found)
         return None
@@ -260,38 +285,19 @@ def cluster_kernel(
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(
-    device: torch.device, batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int,
-    dtype: torch.dtype, gate_dtype: torch.dtype, l: int, d: int, l_sel: int, n_sel: int,
-    n_init: int, n_local: int, window: int, max_len: int, page: int, ring: bool,
-    cmp_paged: bool = False, fp8: bool = False,
-) -> ClusterKernel | str:  # fmt: skip
+def _kernel(p: StepProblem) -> ClusterKernel | str:
     """The kernel, or why it does not serve."""
-    if gate_dtype not in (torch.float32, dtype):
-        return f"gates are fp32 or as the keys, got {gate_dtype}"
-    reason = why_not(
-        tokens=tokens, heads=hq // groups, dim=dim, dv=dv, dtype=dtype, l=l, d=d, l_sel=l_sel,
-        n_sel=n_sel, n_init=n_init, n_local=n_local, window=window, page=page,
-    )  # fmt: skip
+    reason = why_not(p)
     if reason:
         return reason
-    free = n_sel - n_init - n_local
-    found = plan(
-        batch * tokens * groups, dim, dv, n_sel, free, l_sel, max_len, sm_count(device), fp8
-    )
-    if found is None or batch * tokens > MOST_SEQUENCES:
+    found, sequences = plan(p, sm_count(p.device)), p.batch * p.tokens
+    if found is None or sequences > MOST_SEQUENCES:
         return "its block sums do not fit, or there are too many sequences"
-    macros = dict(
-        BF16=int(dtype == torch.bfloat16), GATE=GATES[gate_dtype], TOKENS=tokens,
-        HEADS=hq // groups, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_INIT=n_init, N_LOCAL=n_local,
-        WINDOW=window, OVERLAP=int(l > d), PAGE=page, RING=int(ring),
-        CMP_PAGE=page // d if cmp_paged else 0, **found.macros(dim, dv, n_sel, free),
-    )  # fmt: skip
-    function = _function(device, tuple(macros.items()))
+    function = _function(p.device, tuple(found.macros.items()))
     if function is None:
         return "NVRTC or cuda.bindings is not there"
-    grid = groups * found.cluster, batch * tokens
-    return ClusterKernel(*function, grid, 32 * found.warps, macros["SHARED"])
+    grid = p.groups * found.cluster, sequences
+    return ClusterKernel(*function, grid, 32 * found.warps, found.shared)
 
 
 # Of all lengths that take as many units, and never unloaded, since a graph may hold the function:

@@ -16,6 +16,7 @@ from nsa.checks import MOST_STEP_ROWS, needs_grad, scale_of
 from nsa.config import check_choice
 from nsa.kernels.decode import cluster
 from nsa.kernels.decode.choose import _decode_candidates_kernel
+from nsa.kernels.decode.cluster import StepProblem
 from nsa.kernels.decode.scan import _decode_scan_kernel
 from nsa.kernels.decode.selected import _decode_merge_kernel, _decode_selected_kernel
 from nsa.kernels.decode.team import _decode_team_kernel
@@ -192,83 +193,80 @@ _no_team: set[torch.device] = set()  # on which a team did not fit
 
 # Cached: in eager mode this arithmetic would take as long as two launches.
 @functools.lru_cache(maxsize=1024)
-def _plan(
-    batch: int, tokens: int, hq: int, groups: int, dim: int, dv: int, dtype: torch.dtype,
-    device: torch.device, l: int, d: int, l_sel: int, n_sel: int, n_init: int, n_local: int,
-    window: int, max_len: int, branch: str | None, page: int = 0, ring: bool = False,
-    alone: bool = False, cmp_page: int = 0,
-) -> StepPlan:  # fmt: skip
-    check_choice(n_sel, n_init, n_local)
-    heads = hq // groups
-    d1, d2 = split_dim(dim)
-    block_dv = dot_size(dv)
-    ratio = l_sel // d
-    interpret = device.type != "cuda"
-    fp32 = dtype == torch.float32
-    rows = dot_size(tokens * heads)
-    arch = arch_of(device)
-    widest = 384 // dtype.itemsize  # beside more than 64 rows
-    if small_shared(arch) and rows > 64 and max(dim, dv) > widest:
+def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
+    check_choice(p.n_sel, p.n_init, p.n_local)
+    heads = p.hq // p.groups
+    d1, d2 = split_dim(p.dim)
+    block_dv = dot_size(p.dv)
+    ratio = p.l_sel // p.d
+    interpret = p.device.type != "cuda"
+    fp32 = p.dtype == torch.float32
+    rows = dot_size(p.tokens * heads)
+    arch = arch_of(p.device)
+    widest = 384 // p.dtype.itemsize  # beside more than 64 rows
+    if small_shared(arch) and rows > 64 and max(p.dim, p.dv) > widest:
         raise NotImplementedError(
             f"q: T * heads per group must be <= 64 for head sizes above {widest} on sm_{arch}, got "
-            f"{tokens * heads}"
+            f"{p.tokens * heads}"
         )
-    block_n = scan_tile(arch, dtype.itemsize, dim, dv, rows)
+    block_n = scan_tile(arch, p.dtype.itemsize, p.dim, p.dv, rows)
     block_n = max(block_n, (2 if interpret else 8) * ratio)
     heads_padded = dot_size(heads)
-    n_cmp = max((max_len - l) // d + 1, 0) if max_len >= l else 0
-    programs, sms = batch * groups, sm_count(device) if device.type == "cuda" else 8
+    n_cmp = max((p.max_len - p.l) // p.d + 1, 0) if p.max_len >= p.l else 0
+    programs, sms = p.batch * p.groups, sm_count(p.device) if p.device.type == "cuda" else 8
     many = programs * cdiv(n_cmp, 64) >= MANY_TILES * sms
-    if many and large_tiles(dtype.itemsize, dim, dv, rows):
+    if many and large_tiles(p.dtype.itemsize, p.dim, p.dv, rows):
         block_n = 128
     nb = block_n // ratio
     n_tiles = max(cdiv(n_cmp, block_n), 1)
     splits_cmp, splits_win = scan_splits(
-        n_tiles, cdiv(window + tokens - 1, block_n), SCAN_PER_SM * sms // programs
+        n_tiles, cdiv(p.window + p.tokens - 1, block_n), SCAN_PER_SM * sms // programs
     )
     splits_cmp = splits_cmp if branch in (None, "cmp") else 0
     splits_win = splits_win if branch in (None, "win") else 0
     target = SELECTED_PER_SM * sms
-    splits_sel = max(1, min(target // (programs * tokens), SELECTED_SPLITS))
-    share = cdiv(n_sel, splits_sel)
-    splits_sel = cdiv(n_sel, share) if branch in (None, "sel") else 0
-    chunks, choice = choice_sizes(n_tiles, nb, cdiv(max_len, l_sel), n_sel, programs)
+    splits_sel = max(1, min(target // (programs * p.tokens), SELECTED_SPLITS))
+    share = cdiv(p.n_sel, splits_sel)
+    splits_sel = cdiv(p.n_sel, share) if branch in (None, "sel") else 0
+    chunks, choice = choice_sizes(n_tiles, nb, cdiv(p.max_len, p.l_sel), p.n_sel, programs)
     if not choice["RANKED"] and choice["N"] > SEARCH_CANDIDATES:
         raise NotImplementedError(
-            f"max_len={max_len} with n_sel={n_sel}, l_sel={l_sel}: more blocks than one step can "
-            "choose from"
+            f"max_len={p.max_len} with n_sel={p.n_sel}, l_sel={p.l_sel}: more blocks than one step "
+            "can choose from"
         )
 
     room = TEAM_PER_SM * sms // programs
     together = (
         alone and branch is None and room >= max(LEAST_TEAM, splits_cmp + splits_win)
-        and cdiv(max_len, l_sel) <= TEAM_BLOCKS and not small_shared(arch) and block_n <= 64
-        and large_tiles(dtype.itemsize, dim, dv, rows)
+        and cdiv(p.max_len, p.l_sel) <= TEAM_BLOCKS and not small_shared(arch) and block_n <= 64
+        and large_tiles(p.dtype.itemsize, p.dim, p.dv, rows)
     )  # fmt: skip
     # What the merge adds lets fewer programs run at a time: H200, 128 sequences of 8k, 168 us as a
     # launch of its own and 181 without. Where all do nevertheless, 64 of 8k, 102.5 and 97.5. Many
     # wide heads do not fit, and splits of the scan are merged one after another.
     merged = (
-        branch is None and not together and splits_sel == 1 and programs * tokens <= target
-        and heads_padded * max(dim, dv) <= 1 << 12 and splits_cmp + splits_win <= 8
+        branch is None and not together and splits_sel == 1 and programs * p.tokens <= target
+        and heads_padded * max(p.dim, p.dv) <= 1 << 12 and splits_cmp + splits_win <= 8
     )  # fmt: skip
     partials = programs * (splits_cmp + splits_win) * rows
     tiles = programs * rows * n_tiles
-    parts = 0 if merged else programs * tokens * splits_sel * heads_padded
-    candidates = 0 if choice["SINGLE"] else programs * tokens * chunks * choice["N_PAD"]
+    parts = 0 if merged else programs * p.tokens * splits_sel * heads_padded
+    candidates = 0 if choice["SINGLE"] else programs * p.tokens * chunks * choice["N_PAD"]
     floats = [cdiv(n, 4) * 4 for n in (  # every buffer begins at 16 bytes
-              partials * dv, partials, partials, tiles * nb, tiles, tiles, parts * dv, parts, parts,
-              candidates, candidates)]  # fmt: skip
-    win_page = 0 if ring else page
-    dims = dict(D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
-                PRECISION=dot_precision(dtype))  # fmt: skip
+              partials * p.dv, partials, partials, tiles * nb, tiles, tiles, parts * p.dv, parts,
+              parts, candidates, candidates)]  # fmt: skip
+    win_page = 0 if p.ring else p.page
+    dims = dict(D=p.dim, DV=p.dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
+                PRECISION=dot_precision(p.dtype))  # fmt: skip
     padded = [pow2(splits) for splits in (splits_cmp, splits_win, splits_sel)]
+    splits = dict(zip(("SPLITS_CMP", "SPLITS_WIN", "SPLITS_SEL"), padded, strict=True))
     choosing = dict(
         ROWS=rows, HEADS=heads_padded, SPLITS=padded[0], TILE_N=block_n, NB=nb,
-        CHUNK=choice["CHUNK"], N_SEL=n_sel, N_PAD=choice["N_PAD"], N_INIT=n_init, N_LOCAL=n_local,
+        CHUNK=choice["CHUNK"], N_SEL=p.n_sel, N_PAD=choice["N_PAD"], N_INIT=p.n_init,
+        N_LOCAL=p.n_local,
     )  # fmt: skip
     selected = dict(
-        BLOCK_N=min(block_n, 64, dot_size(l_sel)), SINGLE=choice["SINGLE"], N=choice["N"],
+        BLOCK_N=min(block_n, 64, dot_size(p.l_sel)), SINGLE=choice["SINGLE"], N=choice["N"],
         RANKED=choice["RANKED"],
     )  # fmt: skip
     # Where programs leave much of the GPU idle, those of a launch begin while the one before it
@@ -277,7 +275,7 @@ def _plan(
         arch >= 90 and branch is None and programs <= EARLY_PROGRAMS and choice["N"] <= CANDIDATES
     )
     ahead = {"launch_pdl": True} if early else {}
-    team = max(splits_cmp + splits_win, min(max(splits_sel, heads) * tokens, room))
+    team = max(splits_cmp + splits_win, min(max(splits_sel, heads) * p.tokens, room))
     return StepPlan(
         splits_cmp=splits_cmp, splits_win=splits_win, splits_sel=splits_sel, share=share,
         n_tiles=n_tiles, chunks=chunks,
@@ -285,28 +283,26 @@ def _plan(
         floats=floats, offsets=[4 * n for n in itertools.accumulate(floats[:-1], initial=0)],
         scan=dict(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
-            PAGE=win_page, RING=ring, CMP_PAGE=cmp_page, APART=tokens > 1,
+            PAGE=win_page, RING=p.ring, CMP_PAGE=p.cmp_page, APART=p.tokens > 1,
             num_warps=scan_warps(rows), num_stages=2, EARLY=early, **dims,
         ),
         choice=dict(
-            num_warps=choice_warps(choice["CHUNK"] * nb, programs * tokens * chunks, sms),
+            num_warps=choice_warps(choice["CHUNK"] * nb, programs * p.tokens * chunks, sms),
             num_stages=1, EARLY=early, **choosing,
         ),
         selected=dict(
-            PAGE=page, CHOOSE=branch is None, MERGE=merged, EARLY=early, num_stages=2,
-            num_warps=selected_warps(choice["N"], heads_padded, max(dim, dv)),
+            PAGE=p.page, CHOOSE=branch is None, MERGE=merged, EARLY=early, num_stages=2,
+            num_warps=selected_warps(choice["N"], heads_padded, max(p.dim, p.dv)),
             **selected, **choosing, **dims, **ahead,
         ),
         merge=dict(
-            DV=dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv, SPLITS_CMP=padded[0],
-            SPLITS_WIN=padded[1], SPLITS_SEL=padded[2],
-            num_warps=merge_warps(sum(padded), block_dv), EARLY=early, **ahead,
+            DV=p.dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv,
+            num_warps=merge_warps(sum(padded), block_dv), EARLY=early, **splits, **ahead,
         ),
         # One launch for all phases where programs run at the same time.
         whole=tuple(dict(
-            PHASE=phase, PAGE=page, RING=ring, POOL_DTYPE=tl.float16, APART=tokens > 1,
-            SPLITS_CMP=padded[0], SPLITS_WIN=padded[1], SPLITS_SEL=padded[2], num_warps=4,
-            num_stages=2,
+            PHASE=phase, PAGE=p.page, RING=p.ring, POOL_DTYPE=tl.float16, APART=p.tokens > 1,
+            num_warps=4, num_stages=2, **splits,
             **{"launch_cooperative_grid": True} if not interpret else {},
             **{n: x for n, x in choosing.items() if n != "SPLITS"}, **selected, **dims,
         ) for phase in ((0, 1, 2, 3) if interpret else (-1,))),
@@ -387,8 +383,11 @@ def nsa_decode_triton(
     fp8 = k_sel.dtype == torch.float8_e4m3fn
     if fp8 and 0 < arch_of(q.device) < 89:
         raise NotImplementedError(f"FP8 caches need SM 8.9 or newer, got {arch_of(q.device)}")
-    page = 0 if block_table is None else k_sel.shape[1]
-    cmp_page = k_cmp.shape[1] if cmp_paged else 0
+    problem = StepProblem(
+        q.device, batch, tokens, hq, groups, dim, dv, q.dtype, gates.dtype, l, d, l_sel, n_sel,
+        n_init, n_local, window, max_len, 0 if block_table is None else k_sel.shape[1], window_ring,
+        k_cmp.shape[1] if cmp_paged else 0, fp8,
+    )  # fmt: skip
     scale_log2 = LOG2E * scale_of(softmax_scale, dim)
     if block_indices is not None:
         indices = _int32(block_indices)
@@ -403,10 +402,7 @@ def nsa_decode_triton(
     if fp8:
         assert k_descale is not None and v_descale is not None
         descales = k_descale, v_descale
-    whole = cluster.cluster_kernel(
-        use_cluster, q.device, batch, tokens, hq, groups, dim, dv, q.dtype, gates.dtype, l, d,
-        l_sel, n_sel, n_init, n_local, window, max_len, page, window_ring, cmp_paged, fp8,
-    )  # fmt: skip
+    whole = cluster.cluster_kernel(use_cluster, problem)
     if whole and whole(
         tensors, (table_len, cmp_rows, sel_rows, win_rows, groups, cluster.MODES[branch]),
         scale_log2, descales,
@@ -417,10 +413,6 @@ def nsa_decode_triton(
     # In a graph launches cost nothing, and several take the device no longer than one.
     alone = counters is not None and not cmp_paged
     alone = alone and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
-    planned = lambda alone: _plan(
-        batch, tokens, hq, groups, dim, dv, q.dtype, q.device, l, d, l_sel, n_sel, n_init, n_local,
-        window, max_len, branch, page, window_ring, alone, cmp_page,
-    )  # fmt: skip
     programs = batch * groups
 
     # It is given itself: through a cell of its own it would keep all these tensors from being freed
@@ -433,7 +425,7 @@ def nsa_decode_triton(
         )
         if plan.team and plan.whole[0]["PHASE"] == -1 and not compiled:
             # For a graph, whose capture is no time to compile.
-            run(run, planned(False), prepare_planned)
+            run(run, _plan(problem, branch), prepare_planned)
         scratch = torch.empty(plan.size, dtype=torch.float32, device=q.device)
         known = len(compiled) == len(plan.kernels)
         Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, INDICES, OUT, K_DESCALE, V_DESCALE = (
@@ -485,7 +477,7 @@ def nsa_decode_triton(
                  splits_cmp, splits_all, splits_sel), plan.merge, compiled,
             )  # fmt: skip
 
-    plan = planned(alone and q.device not in _no_team)
+    plan = _plan(problem, branch, alone and q.device not in _no_team)
     try:
         run(run, plan, launch_planned)
     except RuntimeError as error:
@@ -493,7 +485,7 @@ def nsa_decode_triton(
         if not plan.team or "cooperative launch" not in str(error):
             raise
         _no_team.add(q.device)
-        run(run, planned(False), launch_planned)
+        run(run, _plan(problem, branch), launch_planned)
     return (out, indices) if return_indices else out
 
 
@@ -504,14 +496,11 @@ def step_kernels(
     fp8: bool = False,
 ) -> tuple[str, ...]:  # fmt: skip
     """Names of the kernels that a step of q [B, T, HQ, Dk] with counters launches."""
-    batch, tokens, hq, dim = q.shape
-    sizes = (l, d, l_sel, n_sel, n_init, n_local, window, max_len)
-    if cluster.cluster_kernel(
-        use_cluster, q.device, batch, tokens, hq, groups, dim, dv, q.dtype, gate_dtype or q.dtype,
-        *sizes, page, ring, False, fp8,
-    ):  # fmt: skip
+    problem = StepProblem(
+        q.device, *q.shape[:3], groups, q.shape[3], dv, q.dtype, gate_dtype or q.dtype, l, d, l_sel,
+        n_sel, n_init, n_local, window, max_len, page, ring, 0, fp8,
+    )  # fmt: skip
+    if cluster.cluster_kernel(use_cluster, problem):
         return (cluster.NAME,)
-    return _plan(
-        batch, tokens, hq, groups, dim, dv, q.dtype, q.device, *sizes, branch, page, ring,
-        branch is None and not in_graph and q.device not in _no_team,
-    ).kernels  # fmt: skip
+    alone = branch is None and not in_graph and q.device not in _no_team
+    return _plan(problem, branch, alone).kernels
