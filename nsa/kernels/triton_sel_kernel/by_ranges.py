@@ -168,7 +168,7 @@ def _forward_varlen(
     Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, scale: float, flags: Flags
 ) -> tuple[Tensor, Tensor]:
     """Gather the selected keys of each bucket of rows and run a packed kernel on it."""
-    from nsa.kernels.triton_sel_kernel import sel_fwd
+    from nsa.kernels.triton_sel_kernel.sel_fwd import sel_attn_fwd_dense, sel_attn_fwd_varlen
 
     B, S, G, H, D = Q.shape
     clean = clean_ranges(ranges, K.shape[2]).view(B * S * G, ranges.shape[3], 2)
@@ -176,9 +176,9 @@ def _forward_varlen(
     q = Q.view(-1, H, D)
     out = q.new_zeros(q.shape[0], H, V.shape[-1])
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=Q.device)
-    tail = "_group" if flags.sel_triton_group else ""
-    dense = getattr(sel_fwd, "sel_attn_fwd_dense" + tail)
-    varlen = getattr(sel_fwd, "sel_attn_fwd_varlen" + tail)
+    how: dict[str, Any] = dict(
+        softmax_scale=scale, return_lse=True, flags=flags, group=flags.sel_triton_group
+    )
     for size, rows in length_buckets(lengths).items():
         if size == 0:
             continue
@@ -192,15 +192,9 @@ def _forward_varlen(
         bucket, read = f"{'dense' if same else 'varlen'}_{size}", k.numel() + v.numel()
         with log.timed(TIMING, K, flags, lambda n=read: n, bucket=bucket):
             if same:
-                n = len(rows)
-                o, e = dense(
-                    q[rows], k.view(n, -1, D), v.view(n, -1, v.shape[-1]), softmax_scale=scale,
-                    return_lse=True, flags=flags,
-                )  # fmt: skip
+                k, v = (x.view(len(rows), -1, x.shape[-1]) for x in (k, v))
+                o, e = sel_attn_fwd_dense(q[rows], k, v, **how)
             else:
-                o, e = varlen(
-                    q[rows], k, v, cu, softmax_scale=scale, return_lse=True, max_len=size,
-                    flags=flags,
-                )  # fmt: skip
+                o, e = sel_attn_fwd_varlen(q[rows], k, v, cu, max_len=size, **how)
         out[rows], lse[rows] = o, e
     return out.view(B, S, G, H, V.shape[-1]), lse.view(B, S, G, H)

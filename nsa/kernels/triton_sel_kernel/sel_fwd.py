@@ -311,10 +311,20 @@ def _packed(
 
 
 @on_its_device
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, *, group: bool, softmax_scale: float | None,
-    return_lse: bool, tiles: Tiles | None, flags: Flags | None, splits: int | None,
+def sel_attn_fwd_dense(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None,
+    return_lse: bool = False, tiles: Tiles | None = None, flags: Flags | None = None,
+    splits: int | None = None, group: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of row n's H heads over its own L keys, no mask (semantics 6).
+
+    q [N, H, D], k [N, L, D], v [N, L, Dv], one dtype of fp16, bf16, fp32; D and Dv multiples of 8
+    up to 256. Returns o [N, H, Dv]; with return_lse also the natural-log lse, fp32 [N, H]. L = 0
+    gives o = 0, lse = -inf. softmax_scale defaults to 1/sqrt(D). tiles and splits override the
+    tuned choice, flags those of NSA_SEL_TRITON_BLOCK_*. group: one program for all heads of a row,
+    so that K and V are read once. Raises TypeError, ValueError or NotImplementedError for other
+    inputs.
+    """
     check_kernel_inputs(q, k, v, "[N, L, D]", "[N, L, Dv]", splits)
     N = q.shape[0]
     if k.shape[:2] != v.shape[:2] or k.shape[0] != N:
@@ -326,91 +336,52 @@ def _dense(
     q = aligned(q)
     k, k_strides = units_of_8(k[:, None])
     v, v_strides = units_of_8(v[:, None])
-    kernel = dense_kernel(group)
     numbers = (1, 1, H, L, *k_strides, *v_strides, scale_of(softmax_scale, D) * LOG2E)
-    return _packed(kernel, sized, (q, k, v, q), numbers, HAS_SPANS=False)
+    return _packed(dense_kernel(group), sized, (q, k, v, q), numbers, HAS_SPANS=False)
 
 
 @on_its_device
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, group: bool,
-    softmax_scale: float | None, return_lse: bool, max_len: int | None, tiles: Tiles | None,
-    flags: Flags | None, splits: int | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    check_kernel_inputs(q, k, v, "[T, D]", "[T, Dv]", splits)
-    N, H, D = q.shape
-    if k.shape[0] != v.shape[0]:
-        raise ValueError(
-            f"K_all must be [T, D] and V_all [T, Dv], got {list(k.shape)} and {list(v.shape)}"
-        )
-    check_tensor("cu_seqlens", cu_seqlens, "[N + 1]", (torch.int32,), q.device)
-    if len(cu_seqlens) != N + 1:
-        raise ValueError(f"cu_seqlens must be [N + 1 = {N + 1}], got {list(cu_seqlens.shape)}")
-    check_int("max_len", max_len, 0, optional=True)
-    # The mean length stands in for the longest: it needs no device wait.
-    key_len = max_len if max_len is not None else 2 * cdiv(k.shape[0], max(N, 1))
-    sized = sized_for(
-        q.dtype, q.device, N, H, D, v.shape[-1], key_len, return_lse, group, tiles, flags, splits
-    )
-    kernel = _sel_attn_fwd_varlen_group_kernel if group else _sel_attn_fwd_varlen_kernel
-    tensors = (aligned(q), aligned(k), aligned(v), cu_seqlens.contiguous())
-    return _packed(kernel, sized, tensors, (H, scale_of(softmax_scale, D) * LOG2E))
-
-
-def sel_attn_fwd_dense(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None,
-    return_lse: bool = False, tiles: Tiles | None = None, flags: Flags | None = None,
-    splits: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of row n's H heads over its own L keys, no mask (semantics 6).
-
-    q [N, H, D], k [N, L, D], v [N, L, Dv], one dtype of fp16, bf16, fp32; D and Dv multiples of 8
-    up to 256. Returns o [N, H, Dv]; with return_lse also the natural-log lse, fp32 [N, H]. L = 0
-    gives o = 0, lse = -inf. softmax_scale defaults to 1/sqrt(D). tiles and splits override the
-    tuned choice, flags those of NSA_SEL_TRITON_BLOCK_*.
-    Raises TypeError, ValueError or NotImplementedError for other inputs.
-    """
-    return _dense(
-        q, k, v, group=False, softmax_scale=softmax_scale, return_lse=return_lse, tiles=tiles,
-        flags=flags, splits=splits,
-    )  # fmt: skip
-
-
-def sel_attn_fwd_dense_group(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None,
-    return_lse: bool = False, tiles: Tiles | None = None, flags: Flags | None = None,
-    splits: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """sel_attn_fwd_dense with one program for all heads of a row, so K and V are read once."""
-    return _dense(
-        q, k, v, group=True, softmax_scale=softmax_scale, return_lse=return_lse, tiles=tiles,
-        flags=flags, splits=splits,
-    )  # fmt: skip
-
-
 def sel_attn_fwd_varlen(
     q: Tensor, k_all: Tensor, v_all: Tensor, cu_seqlens: Tensor, *,
     softmax_scale: float | None = None, return_lse: bool = False, max_len: int | None = None,
     tiles: Tiles | None = None, flags: Flags | None = None, splits: int | None = None,
+    group: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of row n over keys cu_seqlens[n] .. cu_seqlens[n + 1] of packed K and V.
 
     q [N, H, D], k_all [T, D], v_all [T, Dv], cu_seqlens int32 [N + 1]. max_len, the longest row if
     known, only steers tiles and splits. Otherwise as sel_attn_fwd_dense.
     """
-    return _varlen(
-        q, k_all, v_all, cu_seqlens, group=False, softmax_scale=softmax_scale,
-        return_lse=return_lse, max_len=max_len, tiles=tiles, flags=flags, splits=splits,
-    )  # fmt: skip
+    check_kernel_inputs(q, k_all, v_all, "[T, D]", "[T, Dv]", splits)
+    N, H, D = q.shape
+    T, dv = v_all.shape
+    if k_all.shape[0] != T:
+        raise ValueError(
+            f"K_all must be [T, D] and V_all [T, Dv], got {list(k_all.shape)} and [{T}, {dv}]"
+        )
+    check_tensor("cu_seqlens", cu_seqlens, "[N + 1]", (torch.int32,), q.device)
+    if len(cu_seqlens) != N + 1:
+        raise ValueError(f"cu_seqlens must be [N + 1 = {N + 1}], got {list(cu_seqlens.shape)}")
+    check_int("max_len", max_len, 0, optional=True)
+    # The mean length stands in for the longest: it needs no device wait.
+    key_len = max_len if max_len is not None else 2 * cdiv(T, max(N, 1))
+    sized = sized_for(
+        q.dtype, q.device, N, H, D, dv, key_len, return_lse, group, tiles, flags, splits
+    )
+    kernel = _sel_attn_fwd_varlen_group_kernel if group else _sel_attn_fwd_varlen_kernel
+    tensors = (aligned(q), aligned(k_all), aligned(v_all), cu_seqlens.contiguous())
+    return _packed(kernel, sized, tensors, (H, scale_of(softmax_scale, D) * LOG2E))
+
+
+def sel_attn_fwd_dense_group(
+    q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """sel_attn_fwd_dense by the kernel for all heads of a row."""
+    return sel_attn_fwd_dense(q, k, v, group=True, **options)
 
 
 def sel_attn_fwd_varlen_group(
-    q: Tensor, k_all: Tensor, v_all: Tensor, cu_seqlens: Tensor, *,
-    softmax_scale: float | None = None, return_lse: bool = False, max_len: int | None = None,
-    tiles: Tiles | None = None, flags: Flags | None = None, splits: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """sel_attn_fwd_varlen with one program for all heads of a row, so K and V are read once."""
-    return _varlen(
-        q, k_all, v_all, cu_seqlens, group=True, softmax_scale=softmax_scale,
-        return_lse=return_lse, max_len=max_len, tiles=tiles, flags=flags, splits=splits,
-    )  # fmt: skip
+    q: Tensor, k_all: Tensor, v_all: Tensor, cu_seqlens: Tensor, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """sel_attn_fwd_varlen by the kernel for all heads of a row."""
+    return sel_attn_fwd_varlen(q, k_all, v_all, cu_seqlens, group=True, **options)
