@@ -57,9 +57,10 @@ class Split:
         none = none & (torch.arange(case.G, device=device) != 1)
         rows[none] = -1
         rows[..., 0][none] = (self.position // case.block)[:, None].expand_as(none)[none].int()
+        self.by = x.by
         self.lists = tile_blocks.tile_blocks(
-            self.blocks, begins, 1 if case.packed else lead[1], 0 if case.packed else keys[1],
-            case.q_start, case.block, queries=self.queries, heads=case.h,
+            self.blocks, begins, *x.by.lengths(self.q, self.k), case.q_start, case.block,
+            queries=self.queries, heads=case.h,
         )  # fmt: skip
         self.sums = self.begin(torch.full_like(self.q, math.nan))
         for x in self.sums[:2]:
@@ -67,10 +68,7 @@ class Split:
 
     def begun(self) -> Split:
         with launches.recording() as counts:
-            self.module.begin_tiles(
-                self.q, self.k, self.v, self.lists, self.sums, softmax_scale=self.case.D**-0.5,
-                q_start=self.case.q_start, packed=self.case.packed,
-            )  # fmt: skip
+            self.module.begin_tiles(self.q, self.k, self.v, self.by, self.lists, self.sums)
         assert counts["_block_attn_begin_kernel"] == 1
         return self
 

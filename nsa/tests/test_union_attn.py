@@ -17,6 +17,7 @@ from nsa.kernels.prefill import block_attn_bwd, block_attn_fwd, union_attn, unio
 from nsa.kernels.prefill.block_attn import sequence_begins
 from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
 from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
+from nsa.kernels.prefill.selection import Selection
 from nsa.kernels.prefill.union_lists import lists_for
 from nsa.kernels.tiles import arch_of
 from nsa.tests.helpers import deterministic, make_block_indices, randn
@@ -104,6 +105,10 @@ class Problem:
             q_start=case.q_start,
         )  # fmt: skip
 
+    @property
+    def by(self) -> Selection:
+        return Selection(self.blocks, **self.how)
+
     @contextlib.contextmanager
     def limit(self, share: int | None) -> Iterator[None]:
         """Few tiles are enough for unions, and the limit is `share` where it is given."""
@@ -128,7 +133,7 @@ class Problem:
 
     def lists(self, share: int | None):
         with self.limit(share):
-            return lists_for("fwd", self.q, self.blocks, **self.how)
+            return lists_for("fwd", self.q, self.by)
 
     def run(self, share: int | None, *, unions: bool = True) -> dict[str, Tensor]:
         """Where torch asks for deterministic algorithms, which is where dQ goes by unions."""
@@ -187,13 +192,12 @@ def test_unions_agree_with_single_queries(case, kind, device, monkeypatch):
     lse = torch.full_like(want["lse"], math.nan)
     arch = arch_of(x.q.device)
     union_attn.union_attention_fwd(
-        x.q, x.k, x.v, lists, out, lse, **x.how,
-        tiles=union_attn.fwd_tiles(arch, case.D, case.Dv),
-    )  # fmt: skip
+        x.q, x.k, x.v, x.by, lists, out, lse, union_attn.fwd_tiles(arch, case.D, case.Dv)
+    )
     delta = (want["out"].float() * x.do.float()).sum(-1)
     union_attn.union_attention_dq(
-        x.do, x.q, x.k, x.v, lists, want["lse"], delta, dq, **x.how, accumulate=False,
-        tiles=union_attn.dq_tiles(arch, case.D, case.Dv),
+        x.do, x.q, x.k, x.v, x.by, lists, want["lse"], delta, dq, accumulate=False,
+        tiles=union_attn.dq_tiles(arch, case.D, case.Dv), dq_scale=x.how["softmax_scale"],
     )  # fmt: skip
     tol = 4e-3 if case.dtype == F16 else 3e-2
     for got, full in ((out, want["out"]), (dq, want["dq"]), (lse[..., None], want["lse"])):

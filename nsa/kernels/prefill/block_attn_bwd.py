@@ -26,6 +26,7 @@ from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.marked_keys import keys_for_backward, values_for_backward
+from nsa.kernels.prefill.selection import Selection
 from nsa.kernels.prefill.span_common import load_kv, put_dq
 from nsa.kernels.prefill.sums import HalfSums, rounded, rounded_keys, zero_halves, zero_sums
 from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
@@ -44,6 +45,7 @@ from nsa.kernels.tiles import (
     split_dim,
 )
 
+Given = tuple[Any, ...]  # grad_out, q, k, v, by, lse, delta
 ANEW_PER_SM = 4  # programs that look for dQ to be found anew; hardly ever is there any
 
 
@@ -364,14 +366,12 @@ def dkdv_tiles(arch: int, d: int, dv: int, itemsize: int, heads: int) -> tuple[i
 
 def block_attention_bwd(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor | None, lse: torch.Tensor, block_indices: torch.Tensor, *, block_size: int,
-    softmax_scale: float, seq_begin: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None, delta: torch.Tensor | None = None,
-    dq: torch.Tensor | None = None, reach: torch.Tensor | None = None, q_start: int = 0,
-    use_gluon: bool | None = None, any_negative: torch.Tensor | None = None,
-    grad_lse: torch.Tensor | None = None,
+    out: torch.Tensor | None, lse: torch.Tensor, block_indices: torch.Tensor, *,
+    delta: torch.Tensor | None = None, dq: torch.Tensor | None = None,
+    reach: torch.Tensor | None = None, use_gluon: bool | None = None,
+    any_negative: torch.Tensor | None = None, grad_lse: torch.Tensor | None = None, **how: Any,
 ) -> tuple[torch.Tensor | HalfSums, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv like q, k, v; arguments as for block_attention_fwd.
+    """dq, dk, dv like q, k, v; arguments as for gated_block_attention_fwd.
 
     delta [.., HQ] fp32 is rowsum(grad_out * out), computed when not given (out is not read then).
     With dq given (fp32, like q), dQ / softmax_scale of this branch is added to it in place and dq
@@ -380,7 +380,9 @@ def block_attention_bwd(
     combine_bwd's, where lse and delta are. grad_lse: like lse, where delta is not given. Raises
     NotImplementedError for a block_size that has no key tile.
     """
-    varlen = seq_begin is not None
+    by = Selection(block_indices, **how)
+    block_size, softmax_scale, cu_seqlens = by.block_size, by.softmax_scale, by.cu_seqlens
+    signed = any_negative is not None
     hq, dim = q.shape[-2:]
     groups, dv_dim = v.shape[-2:]
     heads = hq // groups
@@ -404,35 +406,25 @@ def block_attention_bwd(
     if not in_gluon:  # which does so itself
         k, v = keys_for_backward(k), values_for_backward(v)
     if not one_pass:
-        dq = _dq_by_rows(
-            grad_out, q, k, v, lse, delta, block_indices, dq, block_size=block_size,
-            softmax_scale=softmax_scale, seq_begin=seq_begin, q_start=q_start,
-            signed=any_negative is not None,
-        )  # fmt: skip
-    s_q, s_kv = (1, cu_seqlens.numel() - 1) if varlen else (q.shape[1], k.shape[1])
-    lists = rows_of_tiles(
-        block_indices, block_size // tile, tile, s_kv, cu_seqlens if varlen else None
-    )
+        dq = _dq_by_rows(grad_out, q, k, v, by, lse, delta, dq, signed)
+    s_q, s_kv = by.lengths(q, k) if cu_seqlens is None else (1, cu_seqlens.numel() - 1)
+    lists = rows_of_tiles(block_indices, block_size // tile, tile, s_kv, cu_seqlens)
     like = dict(dtype=torch.float32, device=q.device)
     if one_pass:
         out_k, out_v = zero_sums(k, v)
-        n_sel = block_indices.shape[-1]
-        if in_gluon and reach is not None and in_gluon.adds_halves(q, n_sel, block_size):
-            anew = partial(
-                _dq_anew, grad_out=grad_out, q=q, k=k, v=v, lse=lse, delta=delta,
-                block_indices=block_indices, block_size=block_size, softmax_scale=softmax_scale,
-                seq_begin=seq_begin, q_start=q_start, SIGNED=any_negative is not None,
-            )  # fmt: skip
+        if in_gluon and reach is not None and in_gluon.adds_halves(q, by.n_sel, block_size):
+            given = (grad_out, q, k, v, by, lse, delta)
+            anew = partial(_dq_anew, given=given, signed=signed)
             acc = zero_halves(q, k, v, reach, anew)
         else:
             acc = torch.zeros(q.shape, **like) if dq is None else dq
     else:
         out_k, out_v = _partial_rows(k, lists, tile), _partial_rows(v, lists, tile)
         acc = delta  # not used
-    cu_arg = cu_seqlens if varlen else lists.rows
+    cu_arg = lists.rows if cu_seqlens is None else cu_seqlens
     if in_gluon:
         in_gluon.add_block_gradients(
-            grad_out, q, k, v, lse, delta, lists, cu_seqlens, softmax_scale, q_start, acc, out_k,
+            grad_out, q, k, v, lse, delta, lists, cu_seqlens, softmax_scale, by.q_start, acc, out_k,
             out_v, any_negative,
         )  # fmt: skip
     else:
@@ -442,18 +434,18 @@ def block_attention_bwd(
         launch(
             _block_attn_bwd_dkdv_kernel, (lists.n_chunks,),
             q, k, v, grad_out, lse, delta, lists.rows, lists.chunk_tile, lists.chunk_begin,
-            lists.chunk_end, cu_arg, acc, out_k, out_v, s_q, s_kv, groups, heads, q_start,
+            lists.chunk_end, cu_arg, acc, out_k, out_v, s_q, s_kv, groups, heads, by.q_start,
             lists.per_seq, softmax_scale, softmax_scale * LOG2E,
-            D=dim, DV=dv_dim, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1),
+            D=dim, DV=dv_dim, VARLEN=by.packed, PAIRS=max(rows // heads_padded, 1),
             HEADS=heads_padded, BLOCK_N=tile, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim),
             ADD=fused is not None, CHUNK=lists.size, PRECISION=dot_precision(q.dtype),
-            SIGNED=any_negative is not None, num_warps=warps, num_stages=stages,
+            SIGNED=signed, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if one_pass:
         if dq is None:
             acc = rounded(acc, softmax_scale, q)
         return acc, *rounded_keys(out_k, out_v, k, v, softmax_scale)
-    make = torch.zeros_like if varlen else torch.empty_like  # keys may be in no sequence
+    make = torch.zeros_like if by.packed else torch.empty_like  # keys may be in no sequence
     dk, dv = make(k), make(v)
     rows = min(tile, 16)
     for part, grad, width in ((out_k, dk, dim), (out_v, dv, dv_dim)):
@@ -461,7 +453,7 @@ def block_attention_bwd(
             _block_attn_bwd_sum_kernel, (lists.n_tiles, cdiv(tile, rows)),
             part, grad, lists.tile_chunks, lists.chunk_begin, cu_arg, s_kv, groups, lists.per_seq,
             DIM=width, BLOCK_DIM=dot_size(width), BLOCK_N=tile, CHUNK=lists.size, ROWS=rows,
-            VARLEN=varlen,
+            VARLEN=by.packed,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -477,72 +469,60 @@ def _partial_rows(x: torch.Tensor, lists: TileRows, tile: int) -> torch.Tensor:
 
 
 def _dq_by_rows(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
-    delta: torch.Tensor, block_indices: torch.Tensor, dq: torch.Tensor | None, *, block_size: int,
-    softmax_scale: float, seq_begin: torch.Tensor | None, q_start: int, signed: bool,
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, by: Selection,
+    lse: torch.Tensor, delta: torch.Tensor, dq: torch.Tensor | None, signed: bool,
 ) -> torch.Tensor:  # fmt: skip
     """dQ, or dq with dQ / softmax_scale added to it: one program per token and group."""
-    hq, dim = q.shape[-2:]
-    groups, dv_dim = v.shape[-2:]
-    arch = arch_of(q.device)
+    groups = v.shape[-2]
     accumulate = dq is not None
-    dq, scale = (dq, 1.0) if accumulate else (torch.empty_like(q), softmax_scale)
-    union_tiles = union_dq_tiles(arch, dim, dv_dim)
-    unions = union_tiles and lists_for(
-        "dq", q, block_indices, seq_begin=seq_begin, q_start=q_start, block_size=block_size,
-        softmax_scale=softmax_scale,
-    )  # fmt: skip
+    dq, scale = (dq, 1.0) if accumulate else (torch.empty_like(q), by.softmax_scale)
+    union_tiles = union_dq_tiles(arch_of(q.device), q.shape[-1], v.shape[-1])
+    unions = union_tiles and lists_for("dq", q, by)
     if unions:
         union_attention_dq(
-            grad_out, q, k, v, unions, lse, delta, dq, block_size=block_size,
-            softmax_scale=softmax_scale, seq_begin=seq_begin, q_start=q_start,
-            accumulate=accumulate, tiles=union_tiles, dq_scale=scale, signed=signed,
+            grad_out, q, k, v, by, unions, lse, delta, dq, accumulate=accumulate,
+            tiles=union_tiles, dq_scale=scale, signed=signed,
         )  # fmt: skip
     _launch_dq(
-        _block_attn_bwd_dq_kernel, (lse.numel() // hq, groups),
-        unions.state if unions else block_indices, (dq,), grad_out, q, k, v, lse, delta,
-        block_indices, block_size=block_size, softmax_scale=softmax_scale, seq_begin=seq_begin,
-        q_start=q_start, scale=scale, accumulate=accumulate, UNION=unions.queries if unions else 0,
-        SIGNED=signed,
+        _block_attn_bwd_dq_kernel, (lse.numel() // q.shape[-2], groups),
+        unions.state if unions else by.blocks, (dq,), (grad_out, q, k, v, by, lse, delta),
+        scale=scale, accumulate=accumulate, UNION=unions.queries if unions else 0, SIGNED=signed,
     )  # fmt: skip
     return dq
 
 
 def _dq_anew(
-    lost: torch.Tensor, out: torch.Tensor, more: torch.Tensor | None, scale: float, **how: Any
-) -> None:
-    """See sums.HalfSums; how: of _launch_dq."""
+    lost: torch.Tensor, out: torch.Tensor, more: torch.Tensor | None, scale: float, given: Given,
+    signed: bool,
+) -> None:  # fmt: skip
+    """See sums.HalfSums."""
     programs = min(lost.numel() - 1, sm_count(out.device) * ANEW_PER_SM)
     _launch_dq(
-        _block_attn_dq_anew_kernel, (programs,), lost, (out if more is None else more, out),
-        scale=scale, accumulate=more is not None, **how,
+        _block_attn_dq_anew_kernel, (programs,), lost, (out if more is None else more, out), given,
+        scale=scale, accumulate=more is not None, SIGNED=signed,
     )  # fmt: skip
 
 
 def _launch_dq(
     kernel: Any, grid: tuple[int, ...], which: torch.Tensor, outputs: tuple[torch.Tensor, ...],
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
-    delta: torch.Tensor, block_indices: torch.Tensor, *, block_size: int, softmax_scale: float,
-    seq_begin: torch.Tensor | None, q_start: int, scale: float, accumulate: bool, **more: int,
+    given: Given, *, scale: float, accumulate: bool, **more: int,
 ) -> None:  # fmt: skip
     """One of the two kernels of dQ by rows; which, outputs: STATE and DQ, or LOST and MORE, DQ."""
-    varlen = seq_begin is not None
+    grad_out, q, k, v, by, lse, delta = given
     hq, dim = q.shape[-2:]
     groups, dv_dim = v.shape[-2:]
     arch = arch_of(q.device)
     block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
-    block_n = min(block_n, dot_size(block_size))
+    block_n = min(block_n, dot_size(by.block_size))
     tma = tma_usable(arch, k, whole=v)
     d1, d2 = split_dim(dim)
-    n_sel = block_indices.shape[-1]
-    s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
     launch(
         kernel, grid,
-        q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
-        seq_begin if varlen else block_indices, which, grad_out, lse, delta, *outputs, s_q, s_kv,
-        groups, hq // groups, q_start, n_sel, block_size, scale, softmax_scale * LOG2E,
-        D=dim, DV=dv_dim, VARLEN=varlen, HEADS=dot_size(hq // groups), BLOCK_N=block_n,
+        q, k, v, *kv_tiles(k, v, block_n, tma), by.blocks, by.begins, which, grad_out, lse, delta,
+        *outputs, *by.lengths(q, k), groups, hq // groups, by.q_start, by.n_sel, by.block_size,
+        scale, by.softmax_scale * LOG2E,
+        D=dim, DV=dv_dim, VARLEN=by.packed, HEADS=dot_size(hq // groups), BLOCK_N=block_n,
         BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim), OWN_N=min(block_n, 32),
-        N_PAD=pow2(n_sel), ACCUMULATE=accumulate, TMA=tma, PRECISION=dot_precision(q.dtype),
+        N_PAD=pow2(by.n_sel), ACCUMULATE=accumulate, TMA=tma, PRECISION=dot_precision(q.dtype),
         **more, num_warps=warps, num_stages=stages,
     )  # fmt: skip

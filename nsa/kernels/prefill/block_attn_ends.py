@@ -23,6 +23,7 @@ from torch import Tensor
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.combine import Others, gated_sum
 from nsa.kernels.prefill.key_sums import KeySums
+from nsa.kernels.prefill.selection import Selection
 from nsa.kernels.prefill.sums import LEAST_SUM
 from nsa.kernels.prefill.tile_blocks import EIGHT, TileBlocks
 from nsa.kernels.row_tiles import row_tiles
@@ -142,17 +143,16 @@ def _block_attn_end_kernel(
 
 
 def begin_tiles(
-    q: Tensor, k: Tensor, v: Tensor, lists: TileBlocks, sums: KeySums, *, softmax_scale: float,
-    q_start: int, packed: bool,
-) -> None:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, by: Selection, lists: TileBlocks, sums: KeySums
+) -> None:
     """Fill sums, but for their scales, of the tiles that go by keys. Contiguous inputs."""
     hq, width = q.shape[-2:]
     groups, parts = k.shape[-2], lists.queries // lists.part
     launch(
         _block_attn_begin_kernel, (len(lists.counts) * parts, groups),
         q, row_tiles(k, KEYS, width), row_tiles(v, KEYS, width), lists.entries,
-        lists.rest.listed, *sums, q.numel() // (hq * width), 1 if packed else q.shape[1],
-        0 if packed else k.shape[1], groups, q_start, softmax_scale * LOG2E, VARLEN=packed,
+        lists.rest.listed, *sums, q.numel() // (hq * width), *by.lengths(q, k), groups, by.q_start,
+        by.softmax_scale * LOG2E, VARLEN=by.packed,
         TILE=lists.queries, QUERIES=lists.part, HEADS=hq // groups, ROOM=lists.entries.shape[-1],
         KEYS=KEYS, D=width, PRECISION=dot_precision(q.dtype), num_warps=WARPS, num_stages=STAGES,
         maxnreg=REGISTERS,

@@ -23,6 +23,7 @@ from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.block_attn_outer import block_attention_outer, outer_applies
 from nsa.kernels.prefill.combine import Others, combine_fwd
 from nsa.kernels.prefill.limits import check_heads
+from nsa.kernels.prefill.selection import Selection
 from nsa.kernels.prefill.span_common import load_kv
 from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
 from nsa.kernels.prefill.union_attn import union_attention_fwd
@@ -177,23 +178,18 @@ def block_attention_fwd(
 
 def gated_block_attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor,
-    others: Others | None, *,
-    block_size: int, softmax_scale: float, seq_begin: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None, max_seqlen: int = 0, q_start: int = 0,
-    use_gluon: bool | None = None, keep: bool = True,
+    others: Others | None, *, use_gluon: bool | None = None, keep: bool = True, **how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs; with
     others (of the other two branches) the gated sum of the three as well.
     Where only that is wanted (keep is False), out is empty and takes no memory.
 
-    Dense q [B, S, HQ, D], k [B, N, G, D]; packed q [T, HQ, D], k [T, G, D] with cu_seqlens and
-    seq_begin int32 [T], the first row of each token's sequence; max_seqlen says whether there are
-    long ones. block_indices int32 [.., G, n_sel], ascending, none after the query, -1 (no block) at
-    the end; queries that belong to no sequence have none.
-    q_start: key position of query 0. use_gluon: see hopper.py.
+    Dense q [B, S, HQ, D], k [B, N, G, D]; packed q [T, HQ, D], k [T, G, D]. block_indices, how: of
+    Selection. use_gluon: see hopper.py.
     """
     check_heads(q, k, v)
-    varlen = seq_begin is not None
+    by = Selection(block_indices, **how)
+    block_size = by.block_size
     hq, dim = q.shape[-2:]
     groups, dv = v.shape[-2:]
     heads = hq // groups
@@ -203,37 +199,26 @@ def gated_block_attention_fwd(
     tokens = lse.numel() // max(hq, 1)
     if tokens == 0:
         return kept, lse, torch.empty_like(out) if others else None
-    n_sel, size = block_indices.shape[-1], q.element_size()
-    longest = min(max_seqlen, tokens) if varlen else k.shape[1]
-    on_hopper = hopper.block_forward(q, k, v, n_sel, block_size, softmax_scale, longest, use_gluon)
+    n_sel, size = by.n_sel, q.element_size()
+    longest = min(by.max_seqlen, tokens) if by.packed else k.shape[1]
+    on_hopper = hopper.block_forward(
+        q, k, v, n_sel, block_size, by.softmax_scale, longest, use_gluon
+    )
     if on_hopper:
         total = (torch.empty_like(out) if keep else out) if others else None
-        on_hopper.attend_blocks(
-            q, k, v, block_indices, out if keep else None, lse, block_size=block_size,
-            softmax_scale=softmax_scale, seq_begin=seq_begin, cu_seqlens=cu_seqlens,
-            longest=longest, q_start=q_start, others=others, total=total,
-        )  # fmt: skip
+        on_hopper.attend_blocks(q, k, v, by, out if keep else None, lse, longest, others, total)
         return kept, lse, total
     arch = arch_of(q.device)
     keys = k.shape[:-2].numel()
     outer = outer_applies(arch, tokens, keys, groups, heads, n_sel, block_size, dim, dv, size)
-    lists = lists_for(
-        "fwd_outer" if outer else "fwd", q, block_indices, seq_begin=seq_begin, q_start=q_start,
-        block_size=block_size, softmax_scale=softmax_scale,
-    )  # fmt: skip
+    lists = lists_for("fwd_outer" if outer else "fwd", q, by)
     if lists is not None:
-        union_attention_fwd(
-            q, k, v, lists, out, lse, block_size=block_size, softmax_scale=softmax_scale,
-            seq_begin=seq_begin, q_start=q_start, tiles=union_fwd_tiles(arch, dim, dv),
-        )  # fmt: skip
+        union_attention_fwd(q, k, v, by, lists, out, lse, union_fwd_tiles(arch, dim, dv))
         lists = replace(lists, entries=None)  # whose memory serves what comes now
     union = lists.queries if lists else 0
     state, piece = (lists.state, min(PIECE, union)) if lists else (block_indices, 1)
     if outer:
-        state, union = block_attention_outer(
-            q, k, v, block_indices, lists, out, lse, block_size=block_size,
-            softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, q_start=q_start,
-        )  # fmt: skip
+        state, union = block_attention_outer(q, k, v, by, lists, out, lse)
         piece = union  # hardly ever is there one to do
     block_n, warps, stages = fwd_tiles(arch, dim, dv, size)
     block_n = min(block_n, dot_size(block_size))
@@ -241,11 +226,9 @@ def gated_block_attention_fwd(
     tma = tma_usable(arch, k, whole=v)
     launch(
         _block_attn_fwd_kernel, (cdiv(tokens, piece), groups),
-        q, k, v, *kv_tiles(k, v, block_n, tma), block_indices,
-        seq_begin if varlen else block_indices, state, out, lse, tokens,
-        1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups, heads,
-        q_start, n_sel, block_size, softmax_scale * LOG2E,
-        D=dim, DV=dv, VARLEN=varlen, HEADS=dot_size(heads),
+        q, k, v, *kv_tiles(k, v, block_n, tma), block_indices, by.begins, state, out, lse, tokens,
+        *by.lengths(q, k), groups, heads, by.q_start, n_sel, block_size, by.softmax_scale * LOG2E,
+        D=dim, DV=dv, VARLEN=by.packed, HEADS=dot_size(heads),
         BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv),
         OWN_N=min(block_n, 32), N_PAD=pow2(n_sel),
         UNION=union, PIECE=piece, TMA=tma, PRECISION=dot_precision(q.dtype),

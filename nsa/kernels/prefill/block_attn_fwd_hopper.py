@@ -44,6 +44,7 @@ from nsa.kernels.prefill.releases import (
     tma_load,
     warpgroup_mma_wait,
 )
+from nsa.kernels.prefill.selection import Selection
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
     START_REGISTERS,
@@ -444,37 +445,31 @@ def splits(q: Tensor, v: Tensor, n_parts: int, longest: int) -> bool:
 
 
 def attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor | None, lse: Tensor, *,
-    block_size: int, softmax_scale: float, seq_begin: Tensor | None, cu_seqlens: Tensor | None,
-    longest: int, q_start: int, others: Others | None = None, total: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, by: Selection, out: Tensor | None, lse: Tensor, longest: int,
+    others: Others | None, total: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill lse, and out and total where they are given, for inputs that are usable(); see
     gated_block_attention_fwd. longest: keys of the longest sequence."""
-    varlen = seq_begin is not None
     hq, dim = q.shape[-2:]
     groups, width = v.shape[-2:]
     extra = dim - width
     tokens = q.numel() // (hq * dim)
-    s_q, s_kv = (1, 0) if varlen else (q.shape[1], k.shape[1])
+    s_q, s_kv = by.lengths(q, k)
     keep = out is not None
     out, total = (out if keep else total), (total if others else out)
-    parts = block_size // KEYS
-    n_parts = block_indices.shape[-1] * parts
+    parts = by.block_size // KEYS
+    n_parts = by.n_sel * parts
     split = splits(q, v, n_parts, longest)
     heads = hq // groups
     lists = tile_blocks.tile_blocks(
-        block_indices, seq_begin, s_q, s_kv, q_start, KEYS, heads=heads if split else 0,
+        by.blocks, by.seq_begin, s_q, s_kv, by.q_start, KEYS, heads=heads if split else 0,
         queries=tile_blocks.queries_of(heads) if split else WARPS, parts=parts,
     )  # fmt: skip
     some = (lists.counts,) * 2
     if split:
         sums = begin_sums(q, v, n_parts, KEYS, total)
-        begin_tiles(
-            q, k, v, lists, sums, softmax_scale=softmax_scale, q_start=q_start, packed=varlen
-        )
-        block_attn_keys_hopper.add_sums(
-            q, k, v, lists.rest.blocks, sums, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens
-        )
+        begin_tiles(q, k, v, by, lists, sums)
+        block_attn_keys_hopper.add_sums(q, k, v, by._replace(blocks=lists.rest.blocks), sums)
         end_tiles(lists, sums, out if keep else None, lse, others, total)
         some = (lists.rest.whole, lists.rest.todo)
     programs = min(lists.counts.numel(), sm_count(q.device))
@@ -484,8 +479,8 @@ def attend_blocks(
         _block_attn_fwd_hopper_kernel, (programs,),
         q, _blocks(k, width), _blocks(k, extra or width), _blocks(v, width), out, lse, o_cmp,
         o_cmp if o_win is None else o_win, gates, total, lists.entries, lists.counts, *some,
-        tokens, s_q, s_kv, groups, heads, q_start, softmax_scale * LOG2E,
-        VARLEN=varlen, HEADS=HEADS, ROOM=lists.entries.shape[-1], STAGES=STAGES[dim, width],
+        tokens, s_q, s_kv, groups, heads, by.q_start, by.softmax_scale * LOG2E,
+        VARLEN=by.packed, HEADS=HEADS, ROOM=lists.entries.shape[-1], STAGES=STAGES[dim, width],
         OTHERS=n_others, KEEP=keep, SOME=split, EIGHTS=lists.queries // WARPS,
         PART=max(lists.part, 1), EXTRA=extra, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

@@ -31,6 +31,7 @@ from nsa.kernels.prefill import block_lists, tile_blocks
 from nsa.kernels.prefill.block_attn_bwd_hopper import _head_tiles
 from nsa.kernels.prefill.key_sums import KeySums
 from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
+from nsa.kernels.prefill.selection import Selection
 from nsa.kernels.prefill.span_bwd_hopper import _tma_add, masked_rows
 from nsa.kernels.prefill.sums import MOST_PARTS
 from nsa.kernels.tiles import LOG2E
@@ -227,17 +228,14 @@ def usable(q: Tensor, v: Tensor, n_sel: int) -> bool:
     )
 
 
-def add_sums(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, sums: KeySums, *, softmax_scale: float,
-    cu_seqlens: Tensor | None,
-) -> None:  # fmt: skip
-    """Add to sums, which block_attn_ends.py began, what tile_blocks.Rest.blocks give, of which a
-    query sees all keys, for contiguous inputs that are usable()."""
-    varlen, groups = cu_seqlens is not None, v.shape[-2]
+def add_sums(q: Tensor, k: Tensor, v: Tensor, by: Selection, sums: KeySums) -> None:
+    """Add to sums, which block_attn_ends.py began, what by's blocks give, which are those of
+    tile_blocks.Rest: a query sees all keys of them. For contiguous inputs that are usable()."""
+    varlen, cu_seqlens, groups = by.packed, by.cu_seqlens, v.shape[-2]
     tokens, heads = q.numel() // (q.shape[-2] * WIDTH), q.shape[-2] // groups
     s_kv = cu_seqlens.numel() - 1 if varlen else k.shape[1]
     pairs = PAIRS[heads]
-    lists = block_lists.rows_of_tiles(blocks, 1, KEYS, s_kv, cu_seqlens, pairs)
+    lists = block_lists.rows_of_tiles(by.blocks, 1, KEYS, s_kv, cu_seqlens, pairs)
     pieces, _ = block_lists.pieces_in_order(lists, pairs, tokens, groups)  # a chunk each
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
     q_tiles, sum_tiles = _head_tiles(q, groups), _head_tiles(sums.sums, groups)
@@ -245,6 +243,6 @@ def add_sums(
         _block_attn_keys_hopper_kernel, (pieces.numel() - 1,),
         k, v, q_tiles, sum_tiles, sums.top, sums.total, sums.scales, lists.rows, pieces,
         *chunks, cu_seqlens if varlen else lists.rows, s_kv, groups, lists.per_seq,
-        softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
+        by.softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS, KEYS=KEYS, WIDTH=WIDTH,
         num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from nsa.kernels.head_rows import head_rows, put_rows
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.block_lists import Chunks, chunks_of, keys_of_tile
 from nsa.kernels.prefill.packs import packed_tiles, token_sequences
+from nsa.kernels.prefill.selection import Selection
 from nsa.kernels.prefill.union_lists import UnionLists, in_union
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2
 
@@ -240,20 +241,20 @@ def _rows_by_tile(
 
 
 def block_attention_outer(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, unions: UnionLists | None, out: Tensor,
-    lse: Tensor, *, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None, q_start: int,
+    q: Tensor, k: Tensor, v: Tensor, by: Selection, unions: UnionLists | None, out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """Fill out and lse of the queries in no union; arguments as for block_attention_fwd.
+    """Fill out and lse of the queries in no union.
 
     Returns int32 [tiles, G, 2], whose first number is -1 for tiles that have to go again, and the
     queries of a tile.
     """
-    varlen = cu_seqlens is not None
+    block_indices, block_size, cu_seqlens = by.blocks, by.block_size, by.cu_seqlens
     hq, dim = q.shape[-2:]
     groups, dv = v.shape[-2:]
-    heads, n_sel = hq // groups, block_indices.shape[-1]
+    heads, n_sel = hq // groups, by.n_sel
     tokens = lse.numel() // hq
-    if varlen:
+    if cu_seqlens is not None:
         s_q, s_kv, batch = 1, cu_seqlens.numel() - 1, 1
         per_seq = packed_tiles(tokens, block_size, cu_seqlens)
         first_tile = torch.arange(s_kv + 1, dtype=torch.int32, device=q.device)
@@ -277,9 +278,9 @@ def block_attention_outer(
         launch(
             _block_attn_outer_kernel, (chunks.n_chunks,),
             q, k, v, order[i], chunks.chunk_tile[i], chunks.chunk_begin[i], chunks.chunk_end[i],
-            cu_seqlens if varlen else order, parts, parts_lse, parts_top, first, s_q, s_kv, groups,
-            heads, q_start, n_sel, per_seq, softmax_scale * LOG2E,
-            D=dim, DV=dv, VARLEN=varlen, PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded,
+            order if cu_seqlens is None else cu_seqlens, parts, parts_lse, parts_top, first, s_q,
+            s_kv, groups, heads, by.q_start, n_sel, per_seq, by.softmax_scale * LOG2E,
+            D=dim, DV=dv, VARLEN=by.packed, PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded,
             BLOCK_N=block_size, BLOCK_D=dot_size(dim), BLOCK_DV=dot_size(dv),
             PRECISION=dot_precision(q.dtype), **tiles,
         )  # fmt: skip

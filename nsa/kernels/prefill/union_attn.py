@@ -14,6 +14,7 @@ import triton.language as tl
 from nsa.kernels.head_rows import head_rows, put_rows, split_rows
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
+from nsa.kernels.prefill.selection import Selection
 from nsa.kernels.prefill.span_common import load_kv, put_dq
 from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
@@ -245,69 +246,56 @@ def dq_tiles(arch: int, d: int, dv: int) -> tuple[int, int, int, int] | None:
 
 
 def _arguments(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: UnionLists, tiles: tuple, *,
-    block_size: int, seq_begin: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, by: Selection, lists: UnionLists,
+    tiles: tuple,
 ) -> tuple[tuple, tuple, dict]:  # fmt: skip
     """First tensors, sizes and constants that the two kernels share."""
-    varlen = seq_begin is not None
     hq, dim = q.shape[-2:]
     groups, dv = v.shape[-2:]
     block_n, own_n, warps, stages = tiles
-    block_n = min(block_n, dot_size(block_size))
+    block_n = min(block_n, dot_size(by.block_size))
     d1, d2 = split_dim(dim)
     tma = tma_usable(arch_of(q.device), k, whole=v)
     tensors = (
-        q, k, v, *kv_tiles(k, v, block_n, tma), seq_begin if varlen else lists.state,
+        q, k, v, *kv_tiles(k, v, block_n, tma), by.seq_begin if by.packed else lists.state,
         lists.entries, lists.state,
     )  # fmt: skip
-    sizes = (
-        q.numel() // (hq * dim), 1 if varlen else q.shape[1], 0 if varlen else k.shape[1], groups,
-        hq // groups,
-    )  # fmt: skip
+    sizes = (q.numel() // (hq * dim), *by.lengths(q, k), groups, hq // groups, by.q_start)
     constants = dict(
-        D=dim, DV=dv, VARLEN=varlen, QUERIES=lists.queries, HEADS=lists.heads,
+        D=dim, DV=dv, VARLEN=by.packed, QUERIES=lists.queries, HEADS=lists.heads,
         ROOM=lists.entries.shape[-1], BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2,
         BLOCK_DV=dot_size(dv), OWN_N=min(own_n, block_n), TMA=tma,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return tensors, sizes, constants
+    return tensors, (*sizes, by.block_size), constants
 
 
 def union_attention_fwd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: UnionLists, out: torch.Tensor,
-    lse: torch.Tensor, *, block_size: int, softmax_scale: float,
-    seq_begin: torch.Tensor | None, q_start: int, tiles: tuple[int, int, int, int],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, by: Selection, lists: UnionLists,
+    out: torch.Tensor, lse: torch.Tensor, tiles: tuple[int, int, int, int],
 ) -> None:  # fmt: skip
     """Write out and lse of the queries in union tiles; other rows stay as they are.
 
-    Tiles whose rows hold NaN are left to the single queries, which are to follow. Arguments as for
-    block_attention_fwd; softmax_scale > 0. tiles: see fwd_tiles.
+    Tiles whose rows hold NaN are left to the single queries, which are to follow. by: with
+    softmax_scale > 0. tiles: see fwd_tiles.
     """
-    tensors, sizes, constants = _arguments(
-        q, k, v, lists, tiles, block_size=block_size, seq_begin=seq_begin
-    )
+    tensors, sizes, constants = _arguments(q, k, v, by, lists, tiles)
     launch(
         _union_attn_fwd_kernel, (min(programs(q.device, UNIONS_PER_SM), lists.work.numel()),),
-        *tensors, lists.work, lists.counts, out, lse, *sizes, q_start, block_size,
-        softmax_scale * LOG2E, **constants,
+        *tensors, lists.work, lists.counts, out, lse, *sizes, by.softmax_scale * LOG2E, **constants,
     )  # fmt: skip
 
 
 def union_attention_dq(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: UnionLists,
-    lse: torch.Tensor, delta: torch.Tensor, dq: torch.Tensor, *, block_size: int,
-    softmax_scale: float, seq_begin: torch.Tensor | None, q_start: int, accumulate: bool,
-    tiles: tuple[int, int, int, int], dq_scale: float | None = None,
-    signed: bool = False,
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, by: Selection,
+    lists: UnionLists, lse: torch.Tensor, delta: torch.Tensor, dq: torch.Tensor, *,
+    accumulate: bool, tiles: tuple[int, int, int, int], dq_scale: float, signed: bool = False,
 ) -> None:  # fmt: skip
-    """Write (or add) dq of the queries in union tiles, times dq_scale (default: softmax_scale)
-    instead of it; tiles: see dq_tiles; signed: see gate_sign.py."""
-    tensors, sizes, constants = _arguments(
-        q, k, v, lists, tiles, block_size=block_size, seq_begin=seq_begin
-    )
+    """Write (or add) dq of the queries in union tiles, times dq_scale instead of softmax_scale;
+    tiles: see dq_tiles; signed: see gate_sign.py."""
+    tensors, sizes, constants = _arguments(q, k, v, by, lists, tiles)
     launch(
         _union_attn_bwd_dq_kernel, lists.state.shape[:2],
-        *tensors, grad_out, lse, delta, dq, *sizes, q_start, block_size,
-        softmax_scale if dq_scale is None else dq_scale, softmax_scale * LOG2E,
+        *tensors, grad_out, lse, delta, dq, *sizes, dq_scale, by.softmax_scale * LOG2E,
         ACCUMULATE=accumulate, SIGNED=signed, **constants,
     )  # fmt: skip

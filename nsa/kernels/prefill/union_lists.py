@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.launch import launch
+from nsa.kernels.prefill.selection import Selection
 from nsa.kernels.tiles import arch_of, cdiv, pow2, sm_count
 
 # Blocks of a union per (query, block) pair of its tile, in 1/1024, up to which the union is faster.
@@ -145,34 +146,6 @@ def _union_lists_kernel(
         tl.store(WORK + tl.atomic_add(COUNTS, 1, sem="relaxed"), row.to(tl.int32))
 
 
-def union_lists(
-    block_indices: Tensor, seq_begin: Tensor | None, seqlen: int, q_start: int, block_size: int,
-    shape: tuple[int, int], share: int,
-) -> UnionLists:  # fmt: skip
-    """Lists of the tiles of `shape` (tile_shape) for block_indices int32 [.., G, n_sel].
-
-    Rows are ascending, without repetitions and -1 last. seqlen: queries per batch entry; packed
-    rows have seq_begin. share: limit in 1/1024, negative for no union at all.
-    """
-    queries, heads = shape
-    groups, n_sel = block_indices.shape[-2:]
-    tokens = block_indices.numel() // (groups * n_sel)
-    tiles, n_pad = cdiv(tokens, queries), pow2(n_sel)
-    kw = dict(device=block_indices.device)
-    entries = torch.empty(tiles, groups, queries * n_pad, dtype=torch.int64, **kw)
-    state = torch.empty(tiles, groups, 2, dtype=torch.int32, **kw)
-    work = torch.empty(tiles * groups, dtype=torch.int32, **kw)
-    counts = torch.zeros(2, dtype=torch.int32, **kw)
-    varlen = seq_begin is not None
-    launch(
-        _union_lists_kernel, (tiles, groups),
-        block_indices, seq_begin if varlen else block_indices, entries, state, work, counts, tokens,
-        seqlen, groups, n_sel, q_start, block_size, share, VARLEN=varlen, QUERIES=queries,
-        N_PAD=n_pad, num_warps=lists_warps(queries, n_pad),
-    )  # fmt: skip
-    return UnionLists(state, entries, work, counts, queries, heads)
-
-
 def unions_apply(arch: int, tokens: int, groups: int, heads: int, n_sel: int, size: int) -> bool:
     """Whether union tiles are considered at all; heads: query heads a group, size: bytes of q's
     elements."""
@@ -184,23 +157,28 @@ def unions_apply(arch: int, tokens: int, groups: int, heads: int, n_sel: int, si
     return queries**2 * pow2(n_sel) <= 1 << 15  # else more than registers hold
 
 
-def lists_for(
-    kernel: str, q: Tensor, block_indices: Tensor, *, seq_begin: Tensor | None, q_start: int,
-    block_size: int, softmax_scale: float,
-) -> UnionLists | None:  # fmt: skip
+def lists_for(kernel: str, q: Tensor, by: Selection) -> UnionLists | None:
     """The lists that `kernel` (a key of SHARE) goes by on q's device; None: no unions."""
     arch, size = arch_of(q.device), q.element_size()
-    groups, n_sel = block_indices.shape[-2:]
-    heads = q.shape[-2] // groups
-    if softmax_scale <= 0:  # the kernel takes the maximum of unscaled scores
+    groups, n_sel = by.blocks.shape[-2:]
+    heads, tokens = q.shape[-2] // groups, q.numel() // (q.shape[-2] * q.shape[-1])
+    if by.softmax_scale <= 0:  # the kernel takes the maximum of unscaled scores
         return None
-    if not unions_apply(arch, q.numel() // (q.shape[-2] * q.shape[-1]), groups, heads, n_sel, size):
+    if not unions_apply(arch, tokens, groups, heads, n_sel, size):
         return None
-    seqlen = 1 if seq_begin is not None else q.shape[1]
-    share = SHARE.get((kernel, arch), OTHER_SHARE)
-    return union_lists(
-        block_indices, seq_begin, seqlen, q_start, block_size, tile_shape(arch, heads, size), share
-    )
+    queries, heads = tile_shape(arch, heads, size)
+    tiles, n_pad = cdiv(tokens, queries), pow2(n_sel)
+    entries = torch.empty(tiles, groups, queries * n_pad, dtype=torch.int64, device=q.device)
+    state = torch.empty(tiles, groups, 2, dtype=torch.int32, device=q.device)
+    work = torch.empty(tiles * groups, dtype=torch.int32, device=q.device)
+    counts = torch.zeros(2, dtype=torch.int32, device=q.device)
+    launch(
+        _union_lists_kernel, (tiles, groups),
+        by.blocks, by.begins, entries, state, work, counts, tokens, 1 if by.packed else q.shape[1],
+        groups, n_sel, by.q_start, by.block_size, SHARE.get((kernel, arch), OTHER_SHARE),
+        VARLEN=by.packed, QUERIES=queries, N_PAD=n_pad, num_warps=lists_warps(queries, n_pad),
+    )  # fmt: skip
+    return UnionLists(state, entries, work, counts, queries, heads)
 
 
 def lists_warps(queries: int, n_pad: int) -> int:
