@@ -165,9 +165,9 @@ class NSACache(CacheRows):
         """Rows of k_cmp or k_sel where tokens `index`, compressed or not, are kept."""
         return index
 
-    def _store(self, kind: str, buffer: Tensor, first: int, x: Tensor) -> None:
-        """x [B, n, G, D] into the rows of tokens first to first + n."""
-        buffer[:, first : first + x.shape[1]] = x
+    def _store(self, name: str, first: int, x: Tensor) -> None:
+        """x [B, n, G, D] into the rows of tokens first to first + n of a cache."""
+        getattr(self, name)[:, first : first + x.shape[1]] = self._stored(name, x)
 
     def _empty(self, batch: int, max_len: int) -> NSACache:
         """A cache of this kind that holds nothing."""
@@ -295,8 +295,9 @@ class NSACache(CacheRows):
             at = self._places(kind, positions) if kind == "sel" else positions % held
         return self._batch * held + at
 
-    def _all_stored(self, new: BranchKV) -> BranchKV:
-        return BranchKV(**{name: self._stored(name, x) for name, x in vars(new).items()})
+    def _by_cache(self, new: BranchKV) -> dict[str, Tensor]:
+        """New keys and values by the names of the caches that they go to."""
+        return {name.replace("cmp", "raw"): x for name, x in vars(new).items()}
 
     def compressed(self) -> tuple[Tensor, Tensor]:
         """The compressed keys and values so far: [B, emitted, G, D]."""
@@ -359,18 +360,15 @@ class NSACache(CacheRows):
         T = new.k_sel.shape[1]
         self._make_room(T)
         if T <= self.max_step:
-            named = {name: x for name, x in vars(new).items() if name[2:] != "cmp"}
-            self._write(named | {"k_raw": new.k_cmp, "v_raw": new.v_cmp}, self.positions(T))
+            self._write(self._by_cache(new), self.positions(T))
             if due := self._due(T):
                 self._emit(self.lens.long()[:, None] + T, T, due, (phi_k, phi_v))
         else:
-            self._append_chunk(self._all_stored(new), phi_k, phi_v)
+            self._append_chunk(self._by_cache(new), phi_k, phi_v)
         self._advance(T)
 
     @torch.no_grad()
-    def fill(
-        self, new: BranchKV, k_cmp: Tensor, v_cmp: Tensor, lengths: Sequence[int]
-    ) -> None:  # fmt: skip
+    def fill(self, new: BranchKV, k_cmp: Tensor, v_cmp: Tensor, lengths: Sequence[int]) -> None:
         """Take up the first tokens of every sequence, and the compressed ones that they made.
 
         new: [B, N, G, D], of which sequence b has the first lengths[b] rows; k_cmp, v_cmp
@@ -383,17 +381,14 @@ class NSACache(CacheRows):
         self._check(new)
         N = new.k_sel.shape[1]
         self._make_room(N)
-        new = self._all_stored(new)
-        self._store("sel", self.k_sel, 0, new.k_sel)
-        self._store("sel", self.v_sel, 0, new.v_sel)
-        self._store("cmp", self.k_cmp, 0, self._stored("k", k_cmp))
-        self._store("cmp", self.v_cmp, 0, self._stored("v", v_cmp))
+        named = self._by_cache(new)
+        whole = dict(k_sel=new.k_sel, v_sel=new.v_sel, k_cmp=k_cmp, v_cmp=v_cmp)
+        for name, x in whole.items():
+            self._store(name, 0, x)
         self.lengths, self.highest = list(lengths), list(lengths)
         self.lens.copy_(torch.tensor(self.lengths, dtype=torch.int32))
-        for ring, x in (
-            (self.k_win, new.k_win), (self.v_win, new.v_win), (self.k_raw, new.k_cmp),
-            (self.v_raw, new.v_cmp),
-        ):  # fmt: skip
+        for name in _RINGS:
+            ring, x = getattr(self, name), self._stored(name, named[name])
             rows = ring.shape[1]
             row = torch.arange(rows, device=ring.device)
             last = (self.lens[:, None] - 1 - row).clamp(min=0) // rows * rows + row  # that is there
@@ -479,29 +474,22 @@ class NSACache(CacheRows):
             num_compressed(n + T, c.l, c.d) - num_compressed(n, c.l, c.d) for n in set(self.lengths)
         )
 
-    def _append_chunk(self, new: BranchKV, phi_k: Callable, phi_v: Callable) -> None:
+    def _append_chunk(self, new: dict[str, Tensor], phi_k: Callable, phi_v: Callable) -> None:
         self._same_length("append() of more than max_step tokens")
-        start, T = self.length, new.k_sel.shape[1]
-        end, done = start + T, self.emitted
-        self._store("sel", self.k_sel, start, new.k_sel)
-        self._store("sel", self.v_sel, start, new.v_sel)
-        waiting = torch.arange(done * self.config.d, start, device=self.lens.device)
-        waiting = waiting % self.k_raw.shape[1]
-        for ring, x in ((self.k_win, new.k_win), (self.v_win, new.v_win)):
-            self._keep_last(ring, x, end)
-        for name, buffer, ring, x, phi in (
-            ("k", self.k_cmp, self.k_raw, new.k_cmp, phi_k),
-            ("v", self.v_cmp, self.v_raw, new.v_cmp, phi_v),
-        ):
-            raw = self._read(name, torch.cat([ring[:, waiting], x], dim=1))
+        start, done = self.length, self.emitted
+        end = start + new["k_sel"].shape[1]
+        waiting = self._between("raw", done * self.config.d, start)
+        for kind, raw, phi in zip("kv", waiting, (phi_k, phi_v), strict=True):
+            self._store(f"{kind}_sel", start, new[f"{kind}_sel"])
+            held = self._stored(kind, new[f"{kind}_raw"])
+            raw = torch.cat([raw, self._read(kind, held)], dim=1)
             if num_compressed(raw.shape[1], self.config.l, self.config.d):
-                self._store("cmp", buffer, done, self._stored(name, phi(raw)))
-            self._keep_last(ring, x, end)
-
-    def _keep_last(self, ring: Tensor, x: Tensor, end: int) -> None:
-        keep = min(x.shape[1], ring.shape[1])
-        rows = torch.arange(end - keep, end, device=self.lens.device) % ring.shape[1]
-        ring[:, rows] = x[:, x.shape[1] - keep :]
+                self._store(f"{kind}_cmp", done, phi(raw))
+        for name in _RINGS:
+            ring, x = getattr(self, name), self._stored(name, new[name])
+            keep = min(x.shape[1], ring.shape[1])
+            rows = torch.arange(end - keep, end, device=self.lens.device) % ring.shape[1]
+            ring[:, rows] = x[:, x.shape[1] - keep :]
 
     def rewind(self, n: int | Sequence[int]) -> None:
         """Forget the n newest tokens of every sequence, as when drafted tokens are refused.

@@ -64,13 +64,13 @@ def _read(name: str, x: Tensor) -> list:
 class KVCaches(CacheRows, BranchKV):
     """Caches of one call, their lengths with the new tokens, and where their rows lie."""
 
-    k_raw: Tensor | None
-    v_raw: Tensor | None
     lens: Tensor
     block_table: Tensor | None
     ring: bool
     sizes: dict[str, int]
     dtype: torch.dtype
+    k_raw: Tensor | None = None
+    v_raw: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
     counters = None
@@ -402,21 +402,18 @@ def nsa_with_kvcache(
         _check_integers("block_table", block_table, q, 2)
     appending = k_sel is not None
     phi = phi_k is not None or phi_v is not None
-    named: dict[str, Any] = {
-        "k_cmp_cache": k_cmp_cache,
-        "v_cmp_cache": v_cmp_cache,
-        "k_sel_cache": k_sel_cache,
-        "v_sel_cache": v_sel_cache,
-        "k_win_cache": k_win_cache,
-        "v_win_cache": v_win_cache,
-    }
+    held: dict[str, Any] = dict(k_cmp=k_cmp_cache, v_cmp=v_cmp_cache, k_sel=k_sel_cache)
+    held |= dict(v_sel=v_sel_cache, k_win=k_win_cache, v_win=v_win_cache)
+    new: dict[str, Any] = dict(k_sel=k_sel, v_sel=v_sel, k_win=k_win, v_win=v_win)
     if phi:
-        named |= {"k_raw_cache": k_raw_cache, "v_raw_cache": v_raw_cache}
+        held |= dict(k_raw=k_raw_cache, v_raw=v_raw_cache)
+        new |= dict(k_raw=k_raw, v_raw=v_raw)
     else:
         alone = dict(k_raw=k_raw, v_raw=v_raw, k_raw_cache=k_raw_cache, v_raw_cache=v_raw_cache)
         for name, x in alone.items():
             if x is not None:
                 raise ValueError(f"{name} goes with phi_k and phi_v, which are None")
+    named = {f"{name}_cache": x for name, x in held.items()}
     _check_caches(q, named, block_table, ring, l, d, window)
     if isinstance(cache_seqlens, Tensor):
         _check_integers("cache_seqlens", cache_seqlens, q, 1)
@@ -424,17 +421,7 @@ def nsa_with_kvcache(
     else:
         check_int("cache_seqlens", cache_seqlens, 0)
         lens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
-    # (new, its cache, does it go by the ring, may it be left out)
-    own: dict[str, tuple[Any, Any, bool, bool]] = {
-        "k_sel": (k_sel, k_sel_cache, False, False),
-        "v_sel": (v_sel, v_sel_cache, False, False),
-        "k_win": (k_win, k_win_cache, ring, k_win_cache is k_sel_cache),
-        "v_win": (v_win, v_win_cache, ring, v_win_cache is v_sel_cache),
-    }
-    if phi:
-        own["k_raw"] = k_raw, k_raw_cache, ring, k_raw_cache is k_sel_cache
-        own["v_raw"] = v_raw, v_raw_cache, ring, v_raw_cache is v_sel_cache
-    _check_new(own, q, appending, phi_k, phi_v, k_cmp, v_cmp)
+    _check_new(new, held, q, dict(phi_k=phi_k, phi_v=phi_v), dict(k_cmp=k_cmp, v_cmp=v_cmp))
     descales: dict[str, Tensor] = {}
     if k_sel_cache.dtype == fp8.E4M3:
         for name, given in (("k_descale", k_descale), ("v_descale", v_descale)):
@@ -443,20 +430,14 @@ def nsa_with_kvcache(
         raise ValueError(
             f"k_descale and v_descale go with caches of {fp8.E4M3}, got {k_sel_cache.dtype}"
         )
+    sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window)
     caches = KVCaches(
-        k_cmp_cache,
-        v_cmp_cache,
-        k_sel_cache,
-        v_sel_cache,
-        k_win_cache,
-        v_win_cache,
-        k_raw_cache,
-        v_raw_cache,
-        lens + T if appending else lens,
-        block_table,
-        ring,
-        dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window),
-        q.dtype,
+        lens=lens + T if appending else lens,
+        block_table=block_table,
+        ring=ring,
+        sizes=sizes,
+        dtype=q.dtype,
+        **held,
         **descales,
     )
     if rotary_cos is not None or rotary_sin is not None:
@@ -467,7 +448,6 @@ def nsa_with_kvcache(
         n_cmp = None if k_cmp is None or not appending else k_cmp.shape[1]
         _check_values(caches, T, appending, n_cmp, checked)
     if appending:
-        new = {name: x for name, (x, *_) in own.items()}
         if rotary_cos is not None and rotary_sin is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
             positions = lens.long()[:, None] + torch.arange(T, device=q.device)
@@ -525,39 +505,35 @@ APPEND: dispatch.Rungs = {Route.TRITON: _append_triton, Route.REFERENCE: _append
 
 
 def _check_new(
-    own: dict[str, tuple],
+    new: dict[str, Any],
+    held: dict[str, Tensor],
     q: Tensor,
-    appending: bool,
-    phi_k: Any,
-    phi_v: Any,
-    k_cmp: Any,
-    v_cmp: Any,
+    phi: dict[str, Any],
+    cmp: dict[str, Any],
 ) -> None:
-    """Raise an error that names the argument unless all that goes together is given."""
-    if not appending:
-        more = {name: x for name, (x, *_) in own.items()} | {"k_cmp": k_cmp, "v_cmp": v_cmp}
-        for name, x in more.items():
+    """Raise an error that names the argument unless all that goes together is given: new keys and
+    values, and phi or what it would make; held: their caches."""
+    if new["k_sel"] is None:
+        for name, x in (new | cmp).items():
             if x is not None:
                 raise ValueError(f"{name} goes with k_sel, which is None")
         return
     B, T = q.shape[:2]
-    for name, (x, cache, _, optional) in own.items():
-        if x is None and optional:
-            continue
-        if x is None:
+    for name, x in new.items():
+        if x is not None:
+            _check(name, x, q, (B, T, *held[name].shape[2:]))
+        elif name[2:] == "sel" or held[name] is not held[f"{name[0]}_sel"]:
             raise ValueError(f"{name} must be given where k_sel is: its cache is another one")
-        _check(name, x, q, (B, T, *cache.shape[2:]))
-    made = phi_k is not None or phi_v is not None
-    if made == (k_cmp is not None or v_cmp is not None):
+    made, given = (any(x is not None for x in pair.values()) for pair in (phi, cmp))
+    if made == given:
         raise ValueError("give either k_cmp and v_cmp or phi_k and phi_v beside k_sel")
-    pairs = {"phi_k": phi_k, "phi_v": phi_v} if made else {"k_cmp": k_cmp, "v_cmp": v_cmp}
+    pairs = phi if made else cmp
     for name, x in pairs.items():
         if x is None:
             raise ValueError(f"{name} must be given too: {' and '.join(pairs)} go together")
-    if not made:
-        n = _leading("k_cmp", k_cmp)[1]
-        for name, x in pairs.items():
-            _check(name, x, q, (B, n, *own[f"{name[0]}_sel"][1].shape[2:]))
+    for name, x in cmp.items() if given else ():
+        n = _leading("k_cmp", cmp["k_cmp"])[1]
+        _check(name, x, q, (B, n, *held[f"{name[0]}_sel"].shape[2:]))
 
 
 def _attend(

@@ -117,10 +117,11 @@ class ParallelNSACache(NSACache):
         row = block // self.world * size + index % size
         return torch.where(block % self.world == self.rank, row, last).clamp(max=last)
 
-    def _store(self, kind: str, buffer: Tensor, first: int, x: Tensor) -> None:
-        at = self._places(kind, torch.arange(first, first + x.shape[1], device=x.device))
+    def _store(self, name: str, first: int, x: Tensor) -> None:
+        at = self._places(name[2:], torch.arange(first, first + x.shape[1], device=x.device))
+        buffer = getattr(self, name)
         kept = (at < buffer.shape[1] - 1).nonzero()[:, 0]
-        buffer[:, at[kept]] = x[:, kept]
+        buffer[:, at[kept]] = self._stored(name, x[:, kept])
 
     def compressed(self) -> tuple[Tensor, Tensor]:
         """Raises NotImplementedError: no rank has all compressed tokens."""

@@ -264,7 +264,7 @@ def into_pages(
     table = torch.zeros(2, 8, dtype=torch.int32) if page else None
     one = torch.ones(2, 2)
     caches = kvcache.KVCaches(
-        *held, *held[4:], torch.ones(2, dtype=torch.int32), table, ring, config.sizes(), dtype,
+        *held, torch.ones(2, dtype=torch.int32), table, ring, config.sizes(), dtype, *held[4:],
         *([one, one] if fp8 else []),
     )  # fmt: skip
     phis = [make_compression(phi, x, 32, 16).to(dtype) for x in (D, Dv)]
