@@ -224,20 +224,19 @@ def nsa_attention_parallel(
     sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window)
     return _parallel(
         lambda: (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates), phi_k, phi_v, group, sizes,
-        softmax_scale, backend, flags, return_aux, check,
+        dict(softmax_scale=softmax_scale, backend=backend, flags=flags), return_aux, check,
     )  # fmt: skip
 
 
 def _parallel(
     make: Callable[[], tuple[Tensor, ...]], phi_k: Compression, phi_v: Compression, group: Group,
-    sizes: dict[str, int], softmax_scale: float | None, backend: Backend | None,
-    flags: Flags | None, return_aux: bool, check: bool,
+    sizes: dict[str, int], how: dict[str, Any], return_aux: bool, check: bool,
 ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
-    """nsa_attention_parallel of the tensors that make() gives."""
+    """nsa_attention_parallel of the tensors that make() gives; sizes, how: nsa_attention's."""
     group = resolve_group(group)
     world, rank = group.size(), group.rank()
     if check:
-        tensors = _agree_on_arguments(make, sizes, softmax_scale, backend, group)
+        tensors = _agree_on_arguments(make, sizes, how["softmax_scale"], how["backend"], group)
     else:
         tensors = make()
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = tensors
@@ -290,18 +289,15 @@ def _parallel(
         exchange.land(small)
         if q.shape[0] > 1:  # the start of several sequences is a copy: they must be there for it
             exchange.land(landings)
-        return _attend(
-            q, k_all, v_all, k_far, v_far, (tails_k, k_win), (tails_v, v_win), gates, mine, sizes,
-            softmax_scale, backend, flags, return_aux,
-        )  # fmt: skip
+        near = (tails_k, k_win), (tails_v, v_win)
+        return _attend(q, (k_all, v_all), (k_far, v_far), near, gates, mine, sizes, how, return_aux)
 
 
 @untraced  # a compiled nsa_attention would not wait for keys that are on their way
 def _attend(
-    q: Tensor, k_all: Tensor, v_all: Tensor, k_far: Tensor, v_far: Tensor,
-    k_near: tuple[Tensor, Tensor], v_near: tuple[Tensor, Tensor], gates: Tensor,
-    mine: tuple[int, int], sizes: dict[str, Any], softmax_scale: float | None,
-    backend: Backend | None, flags: Flags | None, return_aux: bool,
+    q: Tensor, cmp: tuple[Tensor, Tensor], sel: tuple[Tensor, Tensor],
+    near: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], gates: Tensor,
+    mine: tuple[int, int], sizes: dict[str, Any], how: dict[str, Any], return_aux: bool,
 ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
     """This rank's two chunks, with the compressed and the selection branch's keys and values of all
     of them, and for the window (every chunk's tails, this rank's own) of both."""
@@ -311,15 +307,11 @@ def _attend(
         rows = slice(half * c, (half + 1) * c)
         end = (j + 1) * c
         seen = num_compressed(end, sizes["l"], sizes["d"])
-        k_win, v_win = (
-            torch.cat([_before(tails, j, c, window), x[:, rows]], 1)
-            for tails, x in (k_near, v_near)
+        keys = [x[:, :seen] for x in cmp] + [x[:, :end] for x in sel]
+        keys += [torch.cat([_before(tails, j, c, window), x[:, rows]], 1) for tails, x in near]
+        out, aux = nsa_attention(  # type: ignore[call-overload]
+            q[:, rows], *keys, gates[:, rows], q_start=j * c, return_aux=True, **sizes, **how
         )
-        out, aux = nsa_attention(
-            q[:, rows], k_all[:, :seen], v_all[:, :seen], k_far[:, :end], v_far[:, :end], k_win,
-            v_win, gates[:, rows], q_start=j * c, softmax_scale=softmax_scale, backend=backend,
-            flags=flags, return_aux=True, **sizes,
-        )  # fmt: skip
         outs.append(out)
         auxes.append(aux)
     out = torch.cat(outs, 1)
@@ -368,10 +360,9 @@ def nsa_layer_parallel(
         branches = (kv.k_cmp, kv.v_cmp, kv.k_sel, kv.v_sel, kv.k_win, kv.v_win)
         return (q, *branches, layer.gate(x))
 
-    out = _parallel(
-        project, layer.phi_k, layer.phi_v, group, layer.config.sizes(), None, layer.backend,
-        layer.flags, False, check,
-    )  # fmt: skip
+    how = dict(softmax_scale=None, backend=layer.backend, flags=layer.flags)
+    sizes = layer.config.sizes()
+    out = _parallel(project, layer.phi_k, layer.phi_v, group, sizes, how, False, check)
     assert isinstance(out, Tensor)
     if cache is not None:
         whole = {name: unshard(kv, group) for name, kv in vars(new[0]).items()}
