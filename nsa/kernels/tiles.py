@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -49,6 +50,14 @@ def arch_of(device: torch.device) -> int:
 def datacenter(arch: int) -> bool:
     """sm_90 and the sm_100 family: 227 KB of shared memory per block."""
     return arch in (90, 100, 103)
+
+
+def head_constants(dim: int, dv: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Constants of a kernel that takes a head of keys in two tiles and one of values in one."""
+    d1, d2 = split_dim(dim)
+    return dict(
+        D=dim, DV=dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv), PRECISION=dot_precision(dtype)
+    )
 
 
 def small_shared(arch: int) -> bool:

@@ -25,12 +25,11 @@ from nsa.kernels.tiles import (
     LOG2E,
     arch_of,
     cdiv,
-    dot_precision,
     dot_size,
+    head_constants,
     pow2,
     sm_count,
     small_shared,
-    split_dim,
 )
 from nsa.routes import RouteUnavailable
 from nsa.untraced import untraced
@@ -196,7 +195,6 @@ _no_team: set[torch.device] = set()  # on which a team did not fit
 def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
     check_choice(p.n_sel, p.n_init, p.n_local)
     heads = p.hq // p.groups
-    d1, d2 = split_dim(p.dim)
     block_dv = dot_size(p.dv)
     ratio = p.l_sel // p.d
     interpret = p.device.type != "cuda"
@@ -256,8 +254,7 @@ def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
               partials * p.dv, partials, partials, tiles * nb, tiles, tiles, parts * p.dv, parts,
               parts, candidates, candidates)]  # fmt: skip
     win_page = 0 if p.ring else p.page
-    dims = dict(D=p.dim, DV=p.dv, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=block_dv,
-                PRECISION=dot_precision(p.dtype))  # fmt: skip
+    dims = head_constants(p.dim, p.dv, p.dtype)
     padded = [pow2(splits) for splits in (splits_cmp, splits_win, splits_sel)]
     splits = dict(zip(("SPLITS_CMP", "SPLITS_WIN", "SPLITS_SEL"), padded, strict=True))
     choosing = dict(

@@ -38,11 +38,10 @@ from nsa.kernels.tiles import (
     arch_of,
     cdiv,
     datacenter,
-    dot_precision,
     dot_size,
+    head_constants,
     pow2,
     sm_count,
-    split_dim,
 )
 
 Given = tuple[Any, ...]  # grad_out, q, k, v, by, lse, delta
@@ -430,16 +429,14 @@ def block_attention_bwd(
     else:
         rows, warps, stages = fused or dkdv_tiles(arch, dim, dv_dim, size, heads)
         heads_padded = pow2(heads)
-        d1, d2 = split_dim(dim)
         launch(
             _block_attn_bwd_dkdv_kernel, (lists.n_chunks,),
             q, k, v, grad_out, lse, delta, lists.rows, lists.chunk_tile, lists.chunk_begin,
             lists.chunk_end, cu_arg, acc, out_k, out_v, s_q, s_kv, groups, heads, by.q_start,
             lists.per_seq, softmax_scale, softmax_scale * LOG2E,
-            D=dim, DV=dv_dim, VARLEN=by.packed, PAIRS=max(rows // heads_padded, 1),
-            HEADS=heads_padded, BLOCK_N=tile, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim),
-            ADD=fused is not None, CHUNK=lists.size, PRECISION=dot_precision(q.dtype),
-            SIGNED=signed, num_warps=warps, num_stages=stages,
+            VARLEN=by.packed, PAIRS=max(rows // heads_padded, 1), HEADS=heads_padded, BLOCK_N=tile,
+            ADD=fused is not None, CHUNK=lists.size, SIGNED=signed, num_warps=warps,
+            num_stages=stages, **head_constants(dim, dv_dim, q.dtype),
         )  # fmt: skip
     if one_pass:
         if dq is None:
@@ -515,14 +512,12 @@ def _launch_dq(
     block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())
     block_n = min(block_n, dot_size(by.block_size))
     tma = tma_usable(arch, k, whole=v)
-    d1, d2 = split_dim(dim)
     launch(
         kernel, grid,
         q, k, v, *kv_tiles(k, v, block_n, tma), by.blocks, by.begins, which, grad_out, lse, delta,
         *outputs, *by.lengths(q, k), groups, hq // groups, by.q_start, by.n_sel, by.block_size,
         scale, by.softmax_scale * LOG2E,
-        D=dim, DV=dv_dim, VARLEN=by.packed, HEADS=dot_size(hq // groups), BLOCK_N=block_n,
-        BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim), OWN_N=min(block_n, 32),
-        N_PAD=pow2(by.n_sel), ACCUMULATE=accumulate, TMA=tma, PRECISION=dot_precision(q.dtype),
-        **more, num_warps=warps, num_stages=stages,
+        VARLEN=by.packed, HEADS=dot_size(hq // groups), BLOCK_N=block_n, OWN_N=min(block_n, 32),
+        N_PAD=pow2(by.n_sel), ACCUMULATE=accumulate, TMA=tma, num_warps=warps, num_stages=stages,
+        **head_constants(dim, dv_dim, q.dtype), **more,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
 from nsa.kernels.prefill.union_attn import union_attention_fwd
 from nsa.kernels.prefill.union_lists import in_union, lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_size, head_constants, pow2
 
 PIECE = 2  # H200: one costs unions 1 % more, four cost single queries 1 %
 
@@ -222,17 +222,14 @@ def gated_block_attention_fwd(
         piece = union  # hardly ever is there one to do
     block_n, warps, stages = fwd_tiles(arch, dim, dv, size)
     block_n = min(block_n, dot_size(block_size))
-    d1, d2 = split_dim(dim)
     tma = tma_usable(arch, k, whole=v)
     launch(
         _block_attn_fwd_kernel, (cdiv(tokens, piece), groups),
         q, k, v, *kv_tiles(k, v, block_n, tma), block_indices, by.begins, state, out, lse, tokens,
         *by.lengths(q, k), groups, heads, by.q_start, n_sel, block_size, by.softmax_scale * LOG2E,
-        D=dim, DV=dv, VARLEN=by.packed, HEADS=dot_size(heads),
-        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv),
-        OWN_N=min(block_n, 32), N_PAD=pow2(n_sel),
-        UNION=union, PIECE=piece, TMA=tma, PRECISION=dot_precision(q.dtype),
-        num_warps=warps, num_stages=stages,
+        VARLEN=by.packed, HEADS=dot_size(heads), BLOCK_N=block_n, OWN_N=min(block_n, 32),
+        N_PAD=pow2(n_sel), UNION=union, PIECE=piece, TMA=tma, num_warps=warps, num_stages=stages,
+        **head_constants(dim, dv, q.dtype),
     )  # fmt: skip
     if others is None:
         return out, lse, None

@@ -34,8 +34,7 @@ from nsa.kernels.tiles import (
     arch_of,
     cdiv,
     datacenter,
-    dot_precision,
-    dot_size,
+    head_constants,
     pow2,
     sm_count,
     split_dim,
@@ -398,9 +397,8 @@ def span_attention_bwd(
     scale_log2 = softmax_scale * LOG2E
     cu_args = at.cu or (lse, lse)
     common = dict(
-        D=dim, DV=dv_dim, MODE=span.mode, VARLEN=at.cu is not None, HEADS=heads_padded, BLOCK_D=d1,
-        BLOCK_D2=d2, BLOCK_DV=dot_size(dv_dim),
-        PRECISION=dot_precision(q.dtype), SIGNED=any_negative is not None,
+        MODE=span.mode, VARLEN=at.cu is not None, HEADS=heads_padded,
+        SIGNED=any_negative is not None, **head_constants(dim, dv_dim, q.dtype),
     )  # fmt: skip
 
     rows, block_n, warps, stages = dq_tiles(arch, dim, dv_dim, q.element_size())

@@ -19,10 +19,8 @@ from nsa.kernels.tiles import (
     LOG2E,
     arch_of,
     datacenter,
-    dot_precision,
-    dot_size,
+    head_constants,
     pow2,
-    split_dim,
 )
 
 
@@ -173,7 +171,6 @@ def span_attention_fwd(
     rows, block_n, warps, stages = fwd_tiles(arch, dim, dv, q.element_size())
     heads_padded = pow2(heads)
     block_q = max(rows // heads_padded, 1)
-    d1, d2 = split_dim(dim)
     at = Rows.of(q, k, cu_q, cu_k)
     # Not in the kernel: what Triton 3.6 made of that for sm_90 wrote outside of shared memory at
     # some head sizes.
@@ -183,8 +180,8 @@ def span_attention_fwd(
         _span_fwd_kernel, (at.query_tiles(block_q), at.batch * groups),
         q, k, v, *kv_tiles(k, v, block_n, tma), out, lse, *(at.cu or (lse, lse)), at.sq, at.sk,
         groups, heads, q_start, span.a, span.b, softmax_scale * LOG2E,
-        D=dim, DV=dv, MODE=span.mode, VARLEN=at.cu is not None, BLOCK_Q=block_q, HEADS=heads_padded,
-        BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, BLOCK_DV=dot_size(dv), TMA=tma,
-        PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
+        MODE=span.mode, VARLEN=at.cu is not None, BLOCK_Q=block_q, HEADS=heads_padded,
+        BLOCK_N=block_n, TMA=tma, num_warps=warps, num_stages=stages,
+        **head_constants(dim, dv, q.dtype),
     )  # fmt: skip
     return out, lse

@@ -18,7 +18,7 @@ from nsa.kernels.prefill.selection import Selection
 from nsa.kernels.prefill.span_common import load_kv, put_dq
 from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
-from nsa.kernels.tiles import LOG2E, arch_of, datacenter, dot_precision, dot_size, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, datacenter, dot_size, head_constants
 
 
 @triton.jit
@@ -254,7 +254,6 @@ def _arguments(
     groups, dv = v.shape[-2:]
     block_n, own_n, warps, stages = tiles
     block_n = min(block_n, dot_size(by.block_size))
-    d1, d2 = split_dim(dim)
     tma = tma_usable(arch_of(q.device), k, whole=v)
     tensors = (
         q, k, v, *kv_tiles(k, v, block_n, tma), by.seq_begin if by.packed else lists.state,
@@ -262,10 +261,9 @@ def _arguments(
     )  # fmt: skip
     sizes = (q.numel() // (hq * dim), *by.lengths(q, k), groups, hq // groups, by.q_start)
     constants = dict(
-        D=dim, DV=dv, VARLEN=by.packed, QUERIES=lists.queries, HEADS=lists.heads,
-        ROOM=lists.entries.shape[-1], BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2,
-        BLOCK_DV=dot_size(dv), OWN_N=min(own_n, block_n), TMA=tma,
-        PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
+        VARLEN=by.packed, QUERIES=lists.queries, HEADS=lists.heads, ROOM=lists.entries.shape[-1],
+        BLOCK_N=block_n, OWN_N=min(own_n, block_n), TMA=tma, num_warps=warps, num_stages=stages,
+        **head_constants(dim, dv, q.dtype),
     )  # fmt: skip
     return tensors, (*sizes, by.block_size), constants
 
