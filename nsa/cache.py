@@ -408,7 +408,6 @@ class NSACache(CacheRows):
         Raises ValueError or TypeError that names the argument, also where a gradient of it is
         needed; nothing is appended then.
         """
-        from nsa.kernels.decode import emit
         from nsa.kernels.decode.append import append_turned
 
         c, T = self.config, qkv.shape[1] if qkv.ndim == 3 else 0
@@ -438,6 +437,8 @@ class NSACache(CacheRows):
         turned, gates = append_turned(qkv, self, gate, turn)
         try:
             if due := self._due(T):
+                from nsa.kernels.decode import emit
+
                 emit.emit(emit.Blocks.of(self), due, T, phi_k, phi_v)
         except BaseException:  # an interrupt too
             self.lens -= T
