@@ -16,9 +16,8 @@ from typing import Any
 
 from scripts.oneshot.box import env as box
 from scripts.oneshot.record.markdown import cell, num, pct
-from scripts.oneshot.record.model import Stage
+from scripts.oneshot.record.model import Stage, bench
 from scripts.oneshot.record.rows import is_number
-from scripts.oneshot.run.stages import bench
 
 PER_CARD = ("health", "sanity", "prefill_parity", "decode_parity", "more_parity")
 MOST = 16

@@ -117,6 +117,18 @@ class Stage:
         return replace(self, argv=(*self.argv, *more)) if more else self
 
 
+def bench(
+    id: str, title: str, script: str, options: str, timeout_s: float, *, csv: str = "",
+    **fields: Any,
+) -> Stage:  # fmt: skip
+    """A bench of bench/ with these options; its table in the bundle is named after the stage, or
+    `csv`."""
+    csv = csv or f"{id}.csv"
+    argv = ("{python}", f"bench/{script}.py", *options.split(), "--csv", "{out}/" + csv)
+    fields = {"log": f"{id}.txt", "shrinks": True, **fields}
+    return Stage(id, title, argv, "bench", timeout_s, outputs=(csv,), group="bench", **fields)
+
+
 @dataclass(frozen=True)
 class StageResult:
     """How one stage ended. Anything but PASS needs a reason."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from scripts.oneshot.record.model import SHARDS, Stage
+from scripts.oneshot.record.model import SHARDS, Stage, bench
 
 ROOT = Path(__file__).resolve().parents[3]
 PROFILES = ("cpu", "quick", "standard", "full")
@@ -88,18 +87,6 @@ TRITON_ON = {
 }
 # A parity stage judges the kernels themselves, also where the SM 8.9 policy would not pick them.
 PARITY = {**TRITON_ON, "NSA_TRITON_SEL_FORCE": "1"}
-
-
-def bench(
-    id: str, title: str, script: str, options: str, timeout_s: float, *, csv: str = "",
-    **fields: Any,
-) -> Stage:  # fmt: skip
-    """A bench of bench/ with these options; its table in the bundle is named after the stage, or
-    `csv`."""
-    csv = csv or f"{id}.csv"
-    argv = ("{python}", f"bench/{script}.py", *options.split(), "--csv", "{out}/" + csv)
-    fields = {"log": f"{id}.txt", "shrinks": True, **fields}
-    return Stage(id, title, argv, "bench", timeout_s, outputs=(csv,), group="bench", **fields)
 
 
 def _gpu(profile: str) -> list[Stage]:
