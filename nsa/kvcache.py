@@ -400,6 +400,7 @@ def nsa_with_kvcache(
     _check_beside("gates", gates, q, (B, T, HQ, 3))
     if block_table is not None:
         _check_integers("block_table", block_table, q, 2)
+        block_table = block_table.contiguous()  # kernels take no strides
     appending = k_sel is not None
     phi = phi_k is not None or phi_v is not None
     held: dict[str, Any] = dict(k_cmp=k_cmp_cache, v_cmp=v_cmp_cache, k_sel=k_sel_cache)

@@ -117,7 +117,9 @@ class Caches:
             device = self.all["k_sel_cache"].device
             lens = torch.tensor(lens, dtype=torch.int32, device=device)
         if self.table is not None and not isinstance(lens, int) and "block_table" not in changed:
-            table, T = self.table.clone(), x["q"].shape[1]
+            # A part of a wider one, as serving engines have it.
+            table = self.table.repeat(1, 2)[:, : self.table.shape[1]]
+            T = x["q"].shape[1]
             for b, n in enumerate(lens.tolist()):
                 table[b, -(-(n + T) // PAGE) :] = 10**6  # nobody's
             changed["block_table"] = table
