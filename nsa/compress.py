@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nsa.blocks import is_symbol, num_compressed
 from nsa.checks import is_plain, refuse_export
 from nsa.config import check_compression
+from nsa.errors import callers_own
 from nsa.nested import refuse_nested
 
 
@@ -111,12 +112,13 @@ class MLPCompression(nn.Module):
 
 def made_by(name: str, phi: Callable[[Tensor], Tensor], raw: Tensor) -> Tensor:
     """phi of raw tokens [n, l, G, D]: [n, 1, G, D], else ValueError."""
-    made = phi(raw)
     n, _, G, D = raw.shape
-    if made.shape != (n, 1, G, D):
-        raise ValueError(
-            f"{name} must make {[n, 1, G, D]} of {list(raw.shape)}, got {list(made.shape)}"
-        )
+    with callers_own():
+        made = phi(raw)
+        if made.shape != (n, 1, G, D):
+            raise ValueError(
+                f"{name} must make {[n, 1, G, D]} of {list(raw.shape)}, got {list(made.shape)}"
+            )
     return made
 
 

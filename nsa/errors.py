@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 # After one of these every later CUDA call of the process fails too: falling back would only hide
@@ -31,6 +34,16 @@ class ExchangeFailed(RuntimeError):
     """Ranks could not exchange what an attention needs: no other route has it either."""
 
 
+@contextlib.contextmanager
+def callers_own() -> Iterator[None]:
+    """Around code that a caller gave: no other route mends its errors, and no kernel has failed."""
+    try:
+        yield
+    except Exception as error:
+        error.callers_own = True  # type: ignore[attr-defined]
+        raise
+
+
 def _words(error: BaseException) -> str:
     return str(error).lower().replace("_", " ")
 
@@ -42,9 +55,9 @@ def is_sticky(error: BaseException) -> bool:
 
 
 def must_raise(error: BaseException) -> bool:
-    """True for what no fallback may hide: out of memory, sticky CUDA errors, ExchangeFailed, and
-    what ends a checkpoint's recomputation, which is no failure."""
-    if type(error).__module__ == "torch.utils.checkpoint":
+    """True for what no fallback may hide: out of memory, sticky CUDA errors, ExchangeFailed, what
+    callers_own() marked, and what ends a checkpoint's recomputation, which is no failure."""
+    if type(error).__module__ == "torch.utils.checkpoint" or hasattr(error, "callers_own"):
         return True
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, ExchangeFailed)):
         return True

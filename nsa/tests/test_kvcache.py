@@ -498,6 +498,37 @@ def test_a_kernel_writes_no_row_that_is_not_there(table, kernel_device, monkeypa
         assert x.count_nonzero() == rows * 8 and bool(x[3 + 3].any())
 
 
+@pytest.mark.kernel
+def test_an_error_of_phi_is_the_callers(kernel_device, monkeypatch, recwarn):
+    """It comes as it is, and is no failure of the kernel, which serves the next call."""
+
+    def fails(x):
+        raise ArithmeticError("of the caller's own")
+
+    decide = dispatch.decide
+    by_kernels = lambda r, *a: (
+        dispatch.Decision(r.branch, dispatch.Route.TRITON)
+        if r.branch is dispatch.Branch.APPEND
+        else decide(r, *a)
+    )
+    monkeypatch.setattr(dispatch, "decide", by_kernels)  # as on a GPU, by nobody's name
+    monkeypatch.setattr(kvcache, "_attend", lambda q, *_: q)
+    tokens, caches = (
+        Tokens(torch.float16, kernel_device),
+        Caches("pages", torch.float16, kernel_device),
+    )
+    for bad, error, told in (
+        (fails, ArithmeticError, "of the caller's own"),
+        (lambda x: x, ValueError, r"phi_k must make \[16, 1, 2, 16\]"),
+    ):
+        with pytest.raises(error, match=told):
+            caches.call([0, 0], tokens.part([0, 0], 32), phi_k=bad)
+    assert not recwarn.list
+    with launches.recording() as counts:
+        caches.call([0, 0], tokens.part([0, 0], 32))
+    assert counts["_decode_write_kernel"] == 1
+
+
 def test_a_prompt_of_many_tokens_needs_no_step(monkeypatch):
     """More rows than the decode step takes go to nsa_attention without being offered to it."""
     monkeypatch.setattr(kvcache, "MOST_STEP_ROWS", 8)
