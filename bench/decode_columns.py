@@ -8,7 +8,7 @@ from typing import Any
 # Columns of BenchRow.csv() of the step's own row; ci_low and ci_high of the line bound its time.
 ALIASES = {"ms_total": "ms", "ci_low": "ms_low", "ci_high": "ms_high", "speedup_low": "ci_low",
            "speedup_high": "ci_high"}  # fmt: skip
-# The same of the rows of its branches, graph and layer's step, each known by one of its columns.
+# Columns of the rows of the step's branches, graph and layer, each row known by one of its own.
 PARTS = {
     **{("branch", b): {f"ms_{b}": "ms", f"{b}_low": "ms_low", f"{b}_high": "ms_high"}
        for b in ("cmp", "sel", "win")},

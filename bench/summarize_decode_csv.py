@@ -23,7 +23,7 @@ NUMBERS = (
     "reads_expected_decode", "speedup", "speedup_low", "speedup_high", "base_ms", "wall_ms",
 )  # fmt: skip
 NEEDED = (*NUMBERS, "baseline", "status", "why", "path", "cache", "device")
-# Of the second table: (heading, centre, low, high).
+# Columns of the second table: (heading, centre, low, high).
 MORE = (
     ("graph ms [95 %]", "ms_graph", "graph_low", "graph_high"),
     ("dense graph ms", "graph_base_ms", "", ""),

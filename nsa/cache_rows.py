@@ -58,7 +58,8 @@ class CacheRows:
 
     @property
     def descales(self) -> tuple[Tensor, Tensor]:
-        """Those of keys and of values; where it is not FP8, tensors that nobody reads."""
+        """The descales of keys and of values; where the caches are not FP8, tensors that nobody
+        reads."""
         if self.k_descale is None or self.v_descale is None:
             return self.lens, self.lens
         return self.k_descale, self.v_descale
@@ -75,7 +76,7 @@ class CacheRows:
         return fp8.stored(x, self._descale(name), self.dtype)
 
     def _at(self, name: str, positions: Tensor) -> Tensor:
-        """What the cache `name` holds at positions [B, n]: [B, n, G, D]."""
+        """Read the cache `name` at positions [B, n]: [B, n, G, D]."""
         cache = getattr(self, name).flatten(0, 1)
         return self._read(name, cache[self._rows_at(name, positions)])
 

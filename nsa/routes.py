@@ -208,7 +208,7 @@ def slow_because(request: Request, reason: str, flags: Flags, detail: str = "") 
     """Return the sentence that tells a user of a GPU with kernels why PyTorch serves this call.
 
     None where there is nothing to tell: a GPU without kernels, a reason for which PyTorch is the
-    better choice, or a branch whose other route calls kernels itself.
+    better choice, or a branch whose call goes on to attention that tells it.
     """
     on_gpu = request.device == "cuda" and request.capability and request.capability >= (8, 0)
     composed = request.branch in (Branch.PREFILL, Branch.STEP, Branch.APPEND)

@@ -13,13 +13,17 @@ Exit code: 0 written, 2 usage (OUT/build is there already).
 
 from __future__ import annotations
 
-import argparse
 import base64
 import hashlib
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
+
+from bench.records import doc_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = {"tests", "data", "__pycache__"}
@@ -81,9 +85,7 @@ def write(out: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(__doc__)
     parser.add_argument("out", type=Path, metavar="OUT")
     args = parser.parse_args(argv)
     if (args.out / "build").exists():

@@ -60,8 +60,8 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, c: CacheRows) -> Blocks:
-        """Those of an NSACache, or of the caches of nsa_with_kvcache. Without raw caches, where
-        nobody reads raw tokens, others stand for them."""
+        """Describe an NSACache, or the caches of nsa_with_kvcache. Where there are no raw caches
+        nobody reads raw tokens, and those of selection stand for them."""
         raw = [getattr(c, f"{x}_raw") for x in "kv"]
         raw = [c.k_sel, c.v_sel] if raw[0] is None else raw
         most = num_compressed(c.max_len, c.sizes["l"], c.sizes["d"])
@@ -70,13 +70,13 @@ class Blocks(NamedTuple):
             c.dtype, c.block_table, c.ring,
         )  # fmt: skip
 
-    def where(self) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
+    def where(self) -> tuple[Tensor, tuple[int, ...], dict[str, Any]]:
         """(TABLE, (table_len, raw_rows, cmp_rows, pages), constants) of the kernels."""
         page = 0 if self.table is None else self.k_cmp.shape[1] * self.d
         numbers = self.k_raw.shape[1], self.k_cmp.shape[1], len(self.k_cmp)
         table = self.lens if self.table is None else self.table
         kinds = dict(PAGE=0 if self.ring else page, CMP_PAGE=page // self.d, RING=self.ring)
-        return (table,), (0 if self.table is None else table.shape[1], *numbers), kinds
+        return table, (0 if self.table is None else table.shape[1], *numbers), kinds
 
 
 @triton.jit
@@ -114,9 +114,7 @@ def _decode_raw_kernel(
     i = tl.program_id(0) % l
     batch = (one // due).to(tl.int64)
     block, full = _due_block(tl.load(LENS + batch), one, due, T, l, d, most)
-    source, there = place(
-        block * d + i, TABLE, batch, table_len, raw_rows, pages, full, PAGE, RING
-    )  # fmt: skip
+    source, there = place(block * d + i, TABLE, batch, table_len, raw_rows, pages, full, PAGE, RING)
     to = tl.program_id(0).to(tl.int64)
     _move_row(K_RAW, source, K_OUT, to, k_width, there, BLOCK)
     _move_row(V_RAW, source, V_OUT, to, v_width, there, BLOCK)
@@ -134,9 +132,7 @@ def _decode_emit_kernel(
     group = tl.program_id(1)
     batch = (one // due).to(tl.int64)
     block, full = _due_block(tl.load(LENS + batch), one, due, T, l, d, most)
-    row, there = _cmp_place(
-        block, TABLE, batch, table_len, cmp_rows, pages, full, l, d, CMP_PAGE
-    )  # fmt: skip
+    row, there = _cmp_place(block, TABLE, batch, table_len, cmp_rows, pages, full, l, d, CMP_PAGE)
     at = tl.arange(0, BLOCK)[None, :]
     source = one.to(tl.int64) * G + group
     to = row * G + group
@@ -176,7 +172,7 @@ def _inner(
         there = (at < D) & (i < l)
         source, lies = place(
             block * d + i, TABLE, batch, table_len, raw_rows, pages, full & (i < l), PAGE, RING
-        )  # fmt: skip
+        )
         x = tl.load(
             RAW + ((source * G + group) * D)[:, None] + at[None, :],
             mask=lies[:, None] & there[None, :], other=0.0,
@@ -244,9 +240,7 @@ def _outer(
         x += tl.load(PART + source, mask=full[:, None] & there[None, :], other=0.0)
     x = (x * tl.sigmoid(x)).to(DTYPE)
     out = tl.dot(x, tl.trans(w), input_precision=PRECISION) + bias[None, :]
-    to, there = _cmp_place(
-        block, TABLE, batch, table_len, cmp_rows, pages, full, l, d, CMP_PAGE
-    )  # fmt: skip
+    to, there = _cmp_place(block, TABLE, batch, table_len, cmp_rows, pages, full, l, d, CMP_PAGE)
     to = ((to * G + group) * D)[:, None] + column[None, :]
     mask = there[:, None] & some[None, :]
     store_rows(CMP, to, out.to(DTYPE), mask, DESCALE, batch * G + group, full)
@@ -282,10 +276,10 @@ def due_rows(lens: Tensor, b: Blocks, due: int, T: int) -> tuple[Tensor, Tensor]
     [B * due, l, G, Dk] and [.., Dv]; zeros of a block that is not full yet. lens is b's."""
     k, v = (x.new_empty(len(lens) * due, b.l, *x.shape[2:]) for x in (b.k_raw, b.v_raw))
     widths = k[0, 0].numel(), v[0, 0].numel()
-    tables, numbers, kinds = b.where()
+    table, numbers, kinds = b.where()
     launch(
         _decode_raw_kernel, (len(lens) * due * b.l, cdiv(max(widths), BLOCK)), b.k_raw, b.v_raw,
-        lens, *tables, k, v, *widths, *numbers, b.most, due, T, b.l, b.d, **kinds, BLOCK=BLOCK,
+        lens, table, k, v, *widths, *numbers, b.most, due, T, b.l, b.d, **kinds, BLOCK=BLOCK,
     )  # fmt: skip
     return k, v
 
@@ -294,10 +288,10 @@ def due_rows(lens: Tensor, b: Blocks, due: int, T: int) -> tuple[Tensor, Tensor]
 def emit_due(lens: Tensor, b: Blocks, k: Tensor, v: Tensor, due: int, T: int) -> None:
     """Store the compressed tokens k, v [B * due, G, D] whose blocks T new tokens fill. lens is
     b's."""
-    tables, numbers, kinds = b.where()
+    table, numbers, kinds = b.where()
     G, D = k.shape[-2:]
     launch(
-        _decode_emit_kernel, (len(lens) * due, G), k.contiguous(), v.contiguous(), lens, *tables,
+        _decode_emit_kernel, (len(lens) * due, G), k.contiguous(), v.contiguous(), lens, table,
         b.k_cmp, b.v_cmp, *b.descales, G, *numbers, b.most, due, T, b.l, b.d, D=D, DV=v.shape[-1],
         BLOCK=pow2(max(D, v.shape[-1])), **kinds, num_warps=1,
     )  # fmt: skip
@@ -329,15 +323,15 @@ def learnt(phi: Any, b: Blocks, D: int) -> tuple[Tensor, ...] | None:
 @functools.cache
 def _phi_plan(
     sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, rows: int, k_hidden: int,
-    v_hidden: int, page: int, ring: bool,
+    v_hidden: int, **kinds: Any,
 ) -> tuple[tuple, tuple, dict, dict, dict]:  # fmt: skip
     """Grids and constants of the two launches, and by layout of the arguments what
-    launch_planned() keeps. sizes: Dk, Dv, l."""
+    launch_planned() keeps. sizes: Dk, Dv, l. kinds: of Blocks.where()."""
     D, DV, l = sizes
     many = phi_rows(rows, max(D, DV, k_hidden, v_hidden))
     same = dict(
         D=D, DV=DV, K_HIDDEN=k_hidden, V_HIDDEN=v_hidden, COLUMNS=COLUMNS, PARTS=PARTS,
-        PRECISION=dot_precision(dtype), DTYPE=DTYPES[dtype],
+        PRECISION=dot_precision(dtype), DTYPE=DTYPES[dtype], **kinds,
     )  # fmt: skip
     inner = dict(ROWS=many, BLOCK_D=dot_size(D), BLOCK_DV=dot_size(DV), TOKENS=cdiv(l, PARTS),
                  num_warps=4, **same)  # fmt: skip
@@ -362,15 +356,13 @@ def emit_mlp(
     """
     G, D = b.k_raw.shape[2:]
     rows, hidden = len(lens) * due * G, (len(k[1]), len(v[1]))
-    tables, numbers, kinds = b.where()
+    table, numbers, kinds = b.where()
     first, second, inner, outer, layouts = _phi_plan(
-        (D, b.v_raw.shape[-1], b.l), lens.device, b.dtype, rows, *hidden, kinds["CMP_PAGE"], b.ring
+        (D, b.v_raw.shape[-1], b.l), lens.device, b.dtype, rows, *hidden, **kinds
     )
     k, v = ([x.contiguous() for x in one] for one in (k, v))
     made = [torch.empty(PARTS, rows, n, dtype=torch.float32, device=lens.device) for n in hidden]
-    tensors = (
-        lens, *tables, b.k_raw, b.v_raw, b.k_cmp, b.v_cmp, *b.descales, *made, *k, *v
-    )  # fmt: skip
+    tensors = (lens, table, b.k_raw, b.v_raw, b.k_cmp, b.v_cmp, *b.descales, *made, *k, *v)
     counts = (rows, G, *numbers, b.most, due, T, b.l, b.d)
     compiled, addresses = by_layout(layouts, counts, tensors)
     lens, table, k_raw, v_raw, k_cmp, v_cmp, k_descale, v_descale, k_made, v_made, *weights = (
@@ -380,12 +372,12 @@ def emit_mlp(
     launch_planned(
         _decode_phi_inner_kernel, first,
         (k_raw, v_raw, lens, table, k[0], v[0], k[1], v[1], k_made, v_made, k_descale, v_descale,
-         *counts), inner | kinds, compiled,
+         *counts), inner, compiled,
     )  # fmt: skip
     launch_planned(
         _decode_phi_outer_kernel, second,
         (k_made, v_made, lens, table, k[2], v[2], k[3], v[3], k[4], v[4], k_cmp, v_cmp, k_descale,
-         v_descale, *counts), outer | kinds, compiled,
+         v_descale, *counts), outer, compiled,
     )  # fmt: skip
 
 
