@@ -124,8 +124,8 @@ def checkout(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def match_of(folder, direction, device, window=reference.sliding_attention):
-    make = partial(Prefill, SHAPE, device, torch.float16, 2)
+def match_of(folder, direction, device, window=reference.sliding_attention, shape=SHAPE):
+    make = partial(Prefill, shape, device, torch.float16, 2)
     rival = Rival("sfnsa", make=partial(Sfnsa, peer_sfnsa.load(folder), window=window))
     return Match(rival, direction, {"against": "sfnsa"}, make)
 
@@ -243,7 +243,8 @@ def test_a_peer_that_chooses_bad_blocks_is_told_by_its_choice(checkout, kernel_d
     worse = source.replace("k[None].float(), l=", "-k[None].float(), l=")
     assert worse != source
     (checkout / "flash_nsa" / "__init__.py").write_text(worse)
-    match = match_of(checkout, "fwd", kernel_device)
+    # Two blocks to choose from may be as good as each other, whatever numbers a device draws.
+    match = match_of(checkout, "fwd", kernel_device, shape=replace(SHAPE, S=300))
     case = match.case()
     assert prove(case, case.baselines[0], 1, "here")[0].status == "PASS"
     assert match.peer.choice() < 0.99
