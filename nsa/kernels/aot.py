@@ -64,9 +64,10 @@ SPILLS: dict[tuple[str, int | None, int | None], int] = {
     ("_span_bwd_dq_kernel", 128, 4): 40,
     ("_span_bwd_dq_kernel", 192, 16): 96,
     ("_span_bwd_dq_kernel", 192, 64): 472,
-    ("_span_bwd_hopper_kernel", None, 4): 104,
-    ("_span_bwd_hopper_kernel", None, 8): 80,
-    ("_span_bwd_hopper_kernel", None, 16): 104,
+    ("_span_bwd_hopper_kernel", None, 4): 48,
+    ("_span_bwd_hopper_kernel", None, 8): 48,
+    ("_span_bwd_hopper_kernel", None, 16): 48,
+    ("_span_bwd_hopper_kernel", None, 64): 48,
     ("_span_fwd_kernel", 256, 16): 56,
     ("_span_pair_fwd_hopper_kernel", None, None): 96,
 }
