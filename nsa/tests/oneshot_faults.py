@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -22,60 +22,50 @@ COMMIT = "abc1234"
 OUT = Path(os.environ.get("NSA_OUT_DIR", "."))  # of a stage
 sys.path.insert(0, str(ROOT))  # run by path, uninstalled
 
-CANARIES = {
-    "github": "ghp_" + "a1B2c3D4e5" * 4,
-    "github_fine": "github_pat_" + "11ABCDEFG0" * 5,
-    "gitlab": "glpat-" + "x1y2z3w4v5u6t7s8r9q0",
-    "hugging_face": "hf_" + "AbCdEfGhIj" * 3,
-    "openai": "sk-" + "proj1234567890abcdefghij",
-    "stripe": "sk_live_" + "51H8abcdefghijklmnop",
-    "runpod": "rpa_" + "ABCDEFGHIJ1234567890KLMN",
-    "aws": "AKIA" + "IOSFODNN7EXAMPLE",
-    "google": "AIza" + "SyA1234567890abcdefghijklmnopqrstuv",
-    "slack": "xoxb-" + "123456789012-abcdefABCDEF",
-    "pypi": "pypi-" + "AgEIcHlwaS5vcmcCJDEyMzQ1",
-    "npm": "npm_" + "abcdefghijklmnopqrstuvwxyz0123456789",
-    "groq": "gsk_" + "AbCdEfGhIj" * 5,
-    "replicate": "r8_" + "AbCdEfGhIj12345" * 2,
-    "nvidia": "nvapi-" + "Ab1-Cd2_Ef3" * 5,
-    "docker": "dckr_pat_" + "AbCdEfGhIj1234567_-x",
-    "google_oauth": "ya29." + "a0AfH6SMBx-1234567890_abcdef",
-    "azure": "DefaultEndpointsProtocol=https;AccountKey=" + "AbC+dEf/123==" * 3,
-    "jwt": "eyJhbGciOiJIUzI1NiJ9" + ".eyJzdWIiOiIxMjM0NTY3ODkwIn0.c2lnbmF0dXJl",
-    "digital_ocean": "dop_v1_" + "0123456789abcdef" * 4,
-    "bearer": "Authorization: Bearer " + "opaqueBearerValue123456",
-    "wandb": "wandb api key: " + "0123456789abcdef0123456789abcdef01234567",
-    "wandb_login": "wandb login --relogin " + "fedcba9876543210fedcba9876543210fedcba98",
-    "password": "db_password=" + "correct-horse-battery",
-    "password_option": "mysql --password " + "hunter22",
-    "token_option": "tool --auth-token=" + "opaque-4f9d8c",
-    "header": "x-api-key: " + "opaque77777",
-    "cookie": "Cookie: session=" + "s3ss10n; csrf=n0body",
-    "pem": "-----BEGIN RSA PRIVATE KEY-----\nMIIBOgIBAAJBAKj34GkxFhD9\n"
+# Secrets, their private part in double braces: what must not be found in a bundle.
+_CANARIES = {
+    "github": "{{ghp_" + "a1B2c3D4e5" * 4 + "}}",
+    "github_fine": "{{github_pat_" + "11ABCDEFG0" * 5 + "}}",
+    "gitlab": "{{glpat-" + "x1y2z3w4v5u6t7s8r9q0}}",
+    "hugging_face": "{{hf_" + "AbCdEfGhIj" * 3 + "}}",
+    "openai": "{{sk-" + "proj1234567890abcdefghij}}",
+    "stripe": "{{sk_live_" + "51H8abcdefghijklmnop}}",
+    "runpod": "{{rpa_" + "ABCDEFGHIJ1234567890KLMN}}",
+    "aws": "{{AKIA" + "IOSFODNN7EXAMPLE}}",
+    "google": "{{AIza" + "SyA1234567890abcdefghijklmnopqrstuv}}",
+    "slack": "{{xoxb-" + "123456789012-abcdefABCDEF}}",
+    "pypi": "{{pypi-" + "AgEIcHlwaS5vcmcCJDEyMzQ1}}",
+    "npm": "{{npm_" + "abcdefghijklmnopqrstuvwxyz0123456789}}",
+    "groq": "{{gsk_" + "AbCdEfGhIj" * 5 + "}}",
+    "replicate": "{{r8_" + "AbCdEfGhIj12345" * 2 + "}}",
+    "nvidia": "{{nvapi-" + "Ab1-Cd2_Ef3" * 5 + "}}",
+    "docker": "{{dckr_pat_" + "AbCdEfGhIj1234567_-x}}",
+    "google_oauth": "{{ya29." + "a0AfH6SMBx-1234567890_abcdef}}",
+    "azure": "DefaultEndpointsProtocol=https;AccountKey="
+    + "{{AbC+dEf/123==}}"
+    + "AbC+dEf/123==" * 2,
+    "jwt": "{{eyJhbGciOiJIUzI1NiJ9" + ".eyJzdWIiOiIxMjM0NTY3ODkwIn0.c2lnbmF0dXJl}}",
+    "digital_ocean": "{{dop_v1_" + "0123456789abcdef" * 4 + "}}",
+    "bearer": "Authorization: Bearer " + "{{opaqueBearerValue123456}}",
+    "wandb": "wandb api key: " + "{{0123456789abcdef0123456789abcdef01234567}}",
+    "wandb_login": "wandb login --relogin " + "{{fedcba9876543210fedcba9876543210fedcba98}}",
+    "password": "db_password=" + "{{correct-horse-battery}}",
+    "password_option": "mysql --password " + "{{hunter22}}",
+    "token_option": "tool --auth-token=" + "{{opaque-4f9d8c}}",
+    "header": "x-api-key: " + "{{opaque77777}}",
+    "cookie": "Cookie: session=" + "{{s3ss10n}}; csrf=n0body",
+    "pem": "-----BEGIN RSA PRIVATE KEY-----\n{{MIIBOgIBAAJBAKj34GkxFhD9}}\n"
     "-----END RSA PRIVATE KEY-----",
-    "url": "https://alice:" + "hunter2hunter2@git.example.com/o/r?sig=abcdef0123",
-    "webhook": "https://hooks.slack.com/services/" + "T000/B000/XXXXYYYYZZZZ",
-    "ip": "203.0.113.7",
-    "ipv6": "2001:0db8:85a3:0000:0000:8a2e:0370:7334",
-    "email": "alice@example.com",
-    "mac": "02:42:ac:11:00:02",
-    "gpu_uuid": "GPU-12345678-9abc-def0-1234-56789abcdef0",
+    "url": "https://alice:" + "{{hunter2hunter2}}@git.example.com/o/r?sig=abcdef0123",
+    "webhook": "https://hooks.slack.com/services/" + "T000/B000/{{XXXXYYYYZZZZ}}",
+    "ip": "{{203.0.113.7}}",
+    "ipv6": "{{2001:0db8:85a3:0000:0000:8a2e:0370:7334}}",
+    "email": "{{alice@example.com}}",
+    "mac": "{{02:42:ac:11:00:02}}",
+    "gpu_uuid": "{{GPU-12345678-9abc-def0-1234-56789abcdef0}}",
 }
-# What must not be found in a bundle: the private part of each.
-PRIVATE = {name: text for name, text in CANARIES.items()} | {
-    "bearer": "opaqueBearerValue123456",
-    "wandb": "0123456789abcdef0123456789abcdef01234567",
-    "wandb_login": "fedcba9876543210fedcba9876543210fedcba98",
-    "password": "correct-horse-battery",
-    "password_option": "hunter22",
-    "token_option": "opaque-4f9d8c",
-    "header": "opaque77777",
-    "cookie": "s3ss10n",
-    "azure": "AbC+dEf/123==",
-    "pem": "MIIBOgIBAAJBAKj34GkxFhD9",
-    "url": "hunter2hunter2",
-    "webhook": "XXXXYYYYZZZZ",
-}
+CANARIES = {name: text.replace("{{", "").replace("}}", "") for name, text in _CANARIES.items()}
+PRIVATE = {name: re.search("{{(.*)}}", text)[1] for name, text in _CANARIES.items()}
 
 
 def send(kind: str, **row: object) -> None:
@@ -88,8 +78,16 @@ def raw(data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
-def passed(name: str = "t::ok") -> None:
-    send("test", nodeid=name, outcome="passed", duration_s=0.01, reason="")
+def outcome(name: str, state: str, reason: str = "") -> None:
+    send("test", nodeid=name, outcome=state, duration_s=0.01, reason=reason)
+
+
+def passed() -> None:
+    outcome("t::ok", "passed")
+
+
+def bench(**changes: object) -> None:
+    send("bench", bench="b", case="b/1", status="VALID", median_us=1.0, why=[], **changes)
 
 
 def parity(**changes: object) -> None:
@@ -107,300 +105,7 @@ def right() -> None:
     parity()
 
 
-def fault_pass():
-    right()
-    print("fine")
-
-
-def fault_raise():
-    passed()
-    raise RuntimeError("no such luck")
-
-
-def fault_import():
-    import no_such_module_anywhere  # noqa: F401
-
-
-def fault_hang():
-    passed()
-    print("going to sleep", flush=True)
-    time.sleep(600)
-
-
-def fault_deaf():
-    """Ignores every polite signal."""
-    for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    send("note", level="info", text="deaf from here on")
-    time.sleep(600)
-
-
-def fault_killed():
-    passed()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fault_segfault():
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def fault_nothing():
-    print("exit code 0 and no test")
-
-
-def fault_slow():
-    """Right, after a second."""
-    time.sleep(1.0)
-    right()
-
-
-def fault_until_told():
-    """Right, once somebody has put the file `go` into the run's folder."""
-    go = OUT / "go"
-    while not go.exists():
-        time.sleep(0.05)
-    go.unlink()
-    return fault_pass()
-
-
-def fault_edit():
-    """Right, and somebody edits a source meanwhile."""
-    Path(os.environ["CUDA_TEST_EDIT"]).write_text("x = 2\n")
-    return fault_pass()
-
-
-def fault_gpu_dies():
-    """Takes the driver along: the fake nvidia-smi of the test fails from now on."""
-    Path(os.environ["CUDA_TEST_DEAD"]).write_text("x")
-    return fault_killed()
-
-
-def fault_all_skipped():
-    send("test", nodeid="t::s", outcome="skipped", duration_s=0, reason="no CUDA device")
-
-
-def fault_liar():
-    """Exit code 0 with a failed row."""
-    passed()
-    send("test", nodeid="t::bad", outcome="failed", duration_s=0, reason="1 != 2")
-
-
-def fault_wrong_path():
-    passed()
-    parity(path_taken="sdpa", fallback_reason="below_min_L")
-
-
-def fault_no_launch():
-    passed()
-    parity(launches={})
-
-
-def fault_nan():
-    passed()
-    text = json.dumps({"kind": "parity", "case": "c", "path_requested": "sdpa",
-                       "path_taken": "sdpa", "mae": float("nan"), "max_abs": 1.0,
-                       "status": "PASS"})  # fmt: skip
-    raw(text.encode() + b"\n")
-
-
-def fault_garbage():
-    """Output that breaks naive readers, beside a good result."""
-    right()
-    out = sys.stdout.buffer
-    out.write(b"\x1b[31mred\x1b[0m \x00nul \xff\xfe bad utf-8 \x1b]0;title\x07 end\n")
-    out.write(b"x" * 1_000_000 + b"\n")
-    out.write("```\n</details> | @someone #123 \u202e\n".encode())
-    out.write(b"progress 1\rprogress 2\rprogress 3\n")
-    out.flush()
-
-
-def fault_flood():
-    """More output than a log may hold."""
-    right()
-    for i in range(60_000):
-        print(f"line {i} " + "y" * 60)
-
-
-def fault_steady():
-    """Right, and long enough to be watched."""
-    right()
-    send("progress", done=1, total=4, text="case 1 of 4")
-    time.sleep(1.5)
-
-
-def fault_chatty():
-    """200 KiB of output."""
-    passed()
-    for i in range(3000):
-        print(f"line {i} " + "y" * 60)
-
-
-def fault_junk_rows():
-    """A good result and lines on the result channel that are no rows."""
-    passed()
-    raw(b'hello\n{"kind": "nonsense"}\n[1,2]\n' + b"z" * 1_500_000 + b'\n\xff\xfe\n{"kind')
-
-
-def fault_orphans():
-    """Leaves a grandchild in a session of its own that holds the pipes open."""
-    code = "import os,time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(600)\n"
-    fd = int(os.environ["NSA_RESULT_FD"])
-    for _ in range(2):
-        subprocess.Popen([sys.executable, "-c", code], pass_fds=(fd,), start_new_session=True)
-    time.sleep(0.3)
-    right()
-
-
-def fault_oom_device():
-    raise MemoryError("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
-
-
-def fault_skip():
-    send("note", level="info", text="flash-attn is not installed")
-    return 3
-
-
-def fault_mute_skip():
-    return 3
-
-
-def fault_unproven_bench():
-    send("bench", bench="b", case="b/1", status="VALID", median_us=1.0, why=[],
-         parity={"status": "FAIL"})  # fmt: skip
-
-
-def fault_bench():
-    send("bench", bench="b", case="b/1", status="VALID", median_us=1.0, why=[], path_taken="sdpa",
-         parity={"mae": 0.0, "max_abs": 0.0, "status": "PASS"})  # fmt: skip
-
-
-def fault_plant_log():
-    passed()
-    send("note", level="info", text="token " + CANARIES["github"])
-    for name, text in CANARIES.items():
-        print(f"{name} {text}", flush=True)
-        print(f"{text}", file=sys.stderr, flush=True)
-
-
-def fault_plant_names():
-    """Files and folders named after secrets."""
-    passed()
-    for name, text in CANARIES.items():
-        if "/" in text or "\n" in text:  # no name of a file
-            continue
-        safe = text[:120]
-        (OUT / f"{safe}.csv").write_text("a\n1\n")
-        (OUT / f"sub {safe}").mkdir()
-        (OUT / f"sub {safe}" / f"{name}.txt").write_text("x\n")
-
-
-def fault_plant_cells():
-    """CSV, JSON and JSON lines, secrets in cells, keys and escaped strings."""
-    passed()
-    rows = [f'{name},"{text}"' for name, text in CANARIES.items()]
-    (OUT / "rows.csv").write_text("name,value\n" + "\n".join(rows) + "\n")
-    (OUT / "keys.json").write_text(json.dumps({text: [text] for text in CANARIES.values()}))
-    (OUT / "lines.jsonl").write_text("".join(json.dumps(t) + "\n" for t in CANARIES.values()))
-
-
-def fault_plant_rows():
-    """Every kind of row, secrets in every text of it."""
-    for name, text in CANARIES.items():
-        send("test", nodeid=f"t::{name}[{text}]", outcome="passed", duration_s=0, reason=text)
-        parity(case=text, op=text, path_requested=text, path_taken=text, why=[text], dtype=text)
-        send("bench", bench=text, case=text, status="SKIPPED", why=[text])
-        send("note", level="warn", text=text)
-        send("metric", name=text, value=1.0, unit=text)
-        send("progress", done=1, total=2, text=text)
-
-
-def fault_plant_error():
-    passed()
-    raise RuntimeError(" and ".join(CANARIES.values()))
-
-
-def fault_plant_archive():
-    """Secrets packed away, where no text search finds them."""
-    import tarfile
-    import zipfile
-
-    passed()
-    text = "\n".join(CANARIES.values())
-    (OUT / "plain.txt").write_text(text)
-    with tarfile.open(OUT / "core.tgz", "w:gz") as tar:
-        tar.add(OUT / "plain.txt", arcname="plain.txt")
-    with zipfile.ZipFile(OUT / "core.zip", "w") as packed:
-        packed.writestr("plain.txt", text)
-    (OUT / "core.png").write_bytes(b"\x89PNX" + text.encode())
-    (OUT / "link.txt").symlink_to("/etc/hostname")
-
-
-def fault_plant_environment():
-    """Prints every variable that reached the stage."""
-    passed()
-    for name, value in os.environ.items():
-        print(f"{name}={value}")
-
-
-def fault_endless_row():
-    """A result without an end: the pipe is filled until somebody gives up."""
-    passed()
-    for _ in range(200):
-        raw(b"\x00\xffgarbage {" * 4096)
-
-
-def fault_pipes():
-    """Puts pipes where files belong."""
-    passed()
-    for name in ("events.jsonl", "report.md", "bench/samples.jsonl", "new.csv"):
-        path = OUT / name
-        path.unlink(missing_ok=True)
-        path.parent.mkdir(exist_ok=True)
-        os.mkfifo(path)
-
-
-def fault_eats_its_log():
-    passed()
-    (OUT / "logs" / "eats_its_log.log").unlink()
-
-
-def fault_closes_results():
-    passed()
-    os.close(int(os.environ["NSA_RESULT_FD"]))
-    print("after the results")
-    time.sleep(0.2)
-
-
-def fault_disk_full():
-    passed()
-    raise OSError(28, "No space left on device")
-
-
-def fault_clock_back():
-    """Writes its output with a clock that was put back by a day."""
-    passed()
-    path = OUT / "made.csv"
-    path.write_text("a\n1\n")
-    yesterday = time.time() - 86400
-    os.utime(path, (yesterday, yesterday))
-
-
-def fault_big_or_half():
-    """Does not fit into the GPU's memory unless it is told to be smaller."""
-    if "--shrink" not in sys.argv:
-        raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
-    send("note", level="warn", text="sizes are 64 here instead of 128")
-    passed()
-
-
-def fault_big_or_few():
-    """The same for tests in several processes, unless they are fewer at a time."""
-    if "--fewer" not in sys.argv:
-        raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
-    passed()
-
-
-def _report_xid(number: int):
+def report_xid(number: int) -> None:
     """The fake driver reports `number`; the test passes once the listener has taken it."""
     reported = Path(os.environ["CUDA_TEST_XIDS"])
     half = reported.with_suffix(".half")  # a file that is still empty would be taken, and be lost
@@ -412,10 +117,160 @@ def _report_xid(number: int):
     right()
 
 
+def deaf() -> None:
+    """Ignores every polite signal."""
+    for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    send("note", level="info", text="deaf from here on")
+    time.sleep(600)
+
+
+# What a stage of each name does: Python that is run with the names of this module.
+FAULTS = {
+    "pass": "right(); print('fine')",
+    "raise": "passed(); raise RuntimeError('no such luck')",
+    "import": "import no_such_module_anywhere",
+    "hang": "passed(); print('going to sleep', flush=True); time.sleep(600)",
+    "deaf": "deaf()",
+    "killed": "passed(); os.kill(os.getpid(), signal.SIGKILL)",
+    "segfault": "os.kill(os.getpid(), signal.SIGSEGV)",
+    "nothing": "print('exit code 0 and no test')",
+    "slow": "time.sleep(1.0); right()",
+    "until_told": """
+while not (OUT / "go").exists():
+    time.sleep(0.05)
+(OUT / "go").unlink()
+right()
+""",
+    "edit": "Path(os.environ['CUDA_TEST_EDIT']).write_text('x = 2\\n'); right()",
+    "gpu_dies": """
+Path(os.environ["CUDA_TEST_DEAD"]).write_text("x")  # the fake nvidia-smi fails from now on
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+    "all_skipped": "outcome('t::s', 'skipped', 'no CUDA device')",
+    "liar": "passed(); outcome('t::bad', 'failed', '1 != 2')",
+    "wrong_path": "passed(); parity(path_taken='sdpa', fallback_reason='below_min_L')",
+    "no_launch": "passed(); parity(launches={})",
+    "nan": "passed(); parity(path_requested='sdpa', path_taken='sdpa', mae=float('nan'))",
+    "garbage": r"""
+right()
+out = sys.stdout.buffer
+out.write(b"\x1b[31mred\x1b[0m \x00nul \xff\xfe bad utf-8 \x1b]0;title\x07 end\n")
+out.write(b"x" * 1_000_000 + b"\n")
+out.write("```\n</details> | @someone #123 \u202e\n".encode())
+out.write(b"progress 1\rprogress 2\rprogress 3\n")
+""",
+    "flood": "right(); [print(f'line {i} ' + 'y' * 600) for i in range(6_000)]",
+    "steady": "right(); send('progress', done=1, total=4, text='case 1 of 4'); time.sleep(1.5)",
+    "chatty": "passed(); [print(f'line {i} ' + 'y' * 60) for i in range(3000)]",
+    "junk_rows": r"""
+passed()
+raw(b'hello\n{"kind": "nonsense"}\n[1,2]\n' + b"z" * 1_500_000 + b'\n\xff\xfe\n{"kind')
+""",
+    "orphans": r"""
+code = "import os,time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(600)\n"
+fd = int(os.environ["NSA_RESULT_FD"])  # grandchildren in sessions of their own hold it open
+for _ in range(2):
+    subprocess.Popen([sys.executable, "-c", code], pass_fds=(fd,), start_new_session=True)
+time.sleep(0.3)
+right()
+""",
+    "oom_device": "raise MemoryError('torch.OutOfMemoryError: CUDA out of memory.')",
+    "skip": "send('note', level='info', text='flash-attn is not installed'); sys.exit(3)",
+    "mute_skip": "sys.exit(3)",
+    "unproven_bench": "bench(parity={'status': 'FAIL'})",
+    "bench": "bench(path_taken='sdpa', parity={'mae': 0.0, 'max_abs': 0.0, 'status': 'PASS'})",
+    "plant_log": """
+passed()
+send("note", level="info", text="token " + CANARIES["github"])
+for name, text in CANARIES.items():
+    print(f"{name} {text}", flush=True)
+    print(f"{text}", file=sys.stderr, flush=True)
+""",
+    "plant_names": r"""
+passed()
+for name, text in CANARIES.items():
+    if "/" not in text and "\n" not in text:
+        (OUT / f"{text[:120]}.csv").write_text("a\n1\n")
+        (OUT / f"sub {text[:120]}").mkdir()
+        (OUT / f"sub {text[:120]}" / f"{name}.txt").write_text("x\n")
+""",
+    "plant_cells": r"""
+passed()
+rows = [f'{name},"{text}"' for name, text in CANARIES.items()]
+(OUT / "rows.csv").write_text("name,value\n" + "\n".join(rows) + "\n")
+(OUT / "keys.json").write_text(json.dumps({text: [text] for text in CANARIES.values()}))
+(OUT / "lines.jsonl").write_text("".join(json.dumps(t) + "\n" for t in CANARIES.values()))
+""",
+    "plant_rows": """
+for name, text in CANARIES.items():
+    outcome(f"t::{name}[{text}]", "passed", text)
+    parity(case=text, op=text, path_requested=text, path_taken=text, why=[text], dtype=text)
+    send("bench", bench=text, case=text, status="SKIPPED", why=[text])
+    send("note", level="warn", text=text)
+    send("metric", name=text, value=1.0, unit=text)
+    send("progress", done=1, total=2, text=text)
+""",
+    "plant_error": "passed(); raise RuntimeError(' and '.join(CANARIES.values()))",
+    "plant_archive": r"""
+import tarfile, zipfile
+passed()
+text = "\n".join(CANARIES.values())
+(OUT / "plain.txt").write_text(text)
+with tarfile.open(OUT / "core.tgz", "w:gz") as tar:
+    tar.add(OUT / "plain.txt", arcname="plain.txt")
+with zipfile.ZipFile(OUT / "core.zip", "w") as packed:
+    packed.writestr("plain.txt", text)
+(OUT / "core.png").write_bytes(b"\x89PNG\r\n\x1a\n\0" + text.encode())
+(OUT / "link.txt").symlink_to("/etc/hostname")
+""",
+    "plant_environment": "passed(); [print(f'{n}={value}') for n, value in os.environ.items()]",
+    "endless_row": r"passed(); [raw(b'\x00\xffgarbage {' * 4096) for _ in range(200)]",
+    "pipes": """
+passed()
+(OUT / "bench").mkdir(exist_ok=True)
+for name in ("events.jsonl", "report.md", "bench/samples.jsonl", "new.csv"):
+    (OUT / name).unlink(missing_ok=True)
+    os.mkfifo(OUT / name)
+""",
+    "eats_its_log": "passed(); (OUT / 'logs' / 'eats_its_log.log').unlink()",
+    "closes_results": """
+passed()
+os.close(int(os.environ["NSA_RESULT_FD"]))
+print("after the results")
+time.sleep(0.2)
+""",
+    "disk_full": "passed(); raise OSError(28, 'No space left on device')",
+    "clock_back": r"""
+passed()
+(OUT / "made.csv").write_text("a\n1\n")
+os.utime(OUT / "made.csv", (time.time() - 86400, time.time() - 86400))
+""",
+    "big_or_half": """
+if "--shrink" not in sys.argv:
+    raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
+send("note", level="warn", text="sizes are 64 here instead of 128")
+passed()
+""",
+    "big_or_few": """
+if "--fewer" not in sys.argv:
+    raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
+passed()
+""",
+    **{f"xid_{number}": f"report_xid({number})" for number in (31, 48, 79)},
+    **{f"cuda_{name}": f"cuda_{name}()" for name in ("illegal", "all_memory", "hoard_and_hang")},
+}
+FAULTS["big_always"] = FAULTS["oom_device"]
+
+
+def behave(name: str) -> None:
+    exec(compile(FAULTS[name], f"<fault {name}>", "exec"), globals())
+
+
 # ---- faults that need a GPU ----------------------------------------------------------------------
 
 
-def fault_cuda_illegal():
+def cuda_illegal():
     """A Triton kernel writes where no memory is; the context of this process is lost."""
     import torch
     from triton import jit, language
@@ -446,31 +301,22 @@ def _take_all_memory() -> list:
     return taken
 
 
-def fault_cuda_all_memory():
+def cuda_all_memory():
     """Takes the whole memory of the GPU, then asks for more; a smaller try is content."""
     import torch
 
     if "--shrink" in sys.argv:
-        passed()
-        return 0
+        return passed()
     taken = _take_all_memory()
     print(f"{sum(t.numel() for t in taken) >> 20} MiB taken", flush=True)
     taken.append(torch.empty(1 << 33, dtype=torch.uint8, device="cuda"))
 
 
-def fault_cuda_hoard_and_hang():
+def cuda_hoard_and_hang():
     """Holds the whole memory of the GPU and hears no polite signal."""
     taken = _take_all_memory()
     print(f"{len(taken)} pieces taken", flush=True)
-    return fault_deaf()
-
-
-FAULTS = {
-    name.removeprefix("fault_"): function
-    for name, function in list(globals().items())
-    if name.startswith("fault_")
-} | {f"xid_{number}": partial(_report_xid, number) for number in (31, 48, 79)}
-FAULTS["big_always"] = FAULTS["oom_device"]
+    deaf()
 
 
 def stage(name: str, **changes: object):
@@ -813,4 +659,4 @@ if __name__ == "__main__":
 
         streams.open_standard_streams()
         streams.leave(run_faults(sys.argv[2].split(","), sys.argv[3:]))
-    raise SystemExit(FAULTS[sys.argv[1]]())
+    behave(sys.argv[1])

@@ -241,7 +241,7 @@ CASES = {
             expect(o, hang="TIMEOUT", deaf="TIMEOUT", orphans="PASS", bench="PASS"),
             ended(o, "deaf", "SIGKILL"), logged(o, "orphans", "outlived the stage"),
             logged(o, "hang", "going to sleep"),
-            logged(o, "hang", "in fault_hang"),  # the stack of every thread
+            logged(o, "hang", "<fault hang>"),  # the stack of every thread
         ),
     ),
     # The supervisor is killed, in a stage and while it packs.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +14,7 @@ from scripts.oneshot import streams
 from scripts.oneshot.box import env
 from scripts.oneshot.record import journal
 from scripts.oneshot.record.gate import gate
-from scripts.oneshot.record.journal import Ballast, Journal, read_events, write_file
+from scripts.oneshot.record.journal import Ballast, Journal, read_events
 from scripts.oneshot.record.redact import Redactor
 from scripts.oneshot.run.place import Place
 
@@ -73,23 +71,6 @@ def test_a_journal_is_whole_wherever_its_file_went(tmp_path):
     kept.keep_at(first)
     kept.close()
     assert [e["ev"] for e in read_events(first)] == ["one", "two", "three"]
-
-
-@pytest.mark.parametrize(("inodes", "free", "written"), [(0, 100, True), (5, 100, False),
-                                                       (0, 0, False)])  # fmt: skip
-def test_a_disk_without_inodes_keeps_what_is_there(tmp_path, monkeypatch, inodes, free, written):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    disk = SimpleNamespace(f_favail=inodes, f_bavail=free, f_frsize=1)
-    monkeypatch.setattr(journal, "write_atomic", full)
-    monkeypatch.setattr(journal.os, "statvfs", lambda _: disk)
-    path = tmp_path / "bundle.json"
-    with pytest.raises(OSError):
-        write_file(path, "new")  # there is nothing to write over
-    path.write_text("old")
-    fits = Ballast(tmp_path).guarded(lambda: write_file(path, "new"))
-    assert (fits, path.read_text()) == (written, "new" if written else "old")
 
 
 def test_a_folder_is_known_by_its_inode(tmp_path):

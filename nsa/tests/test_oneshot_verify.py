@@ -19,7 +19,7 @@ from nsa.tests.oneshot_samples import bench_row, edit, test_row, write_sample
 from nsa.tests.test_bench_decode import sent
 from scripts.oneshot.compare import verify
 from scripts.oneshot.record import bundle, reading
-from scripts.oneshot.record.journal import dumps, read_events, write_json
+from scripts.oneshot.record.journal import dumps, read_events
 from scripts.oneshot.record.model import RunRecord
 from scripts.oneshot.report import render as report
 from scripts.oneshot.report.blocks import Shape
@@ -52,6 +52,14 @@ def write_reports(folder):
     (folder / "report.html").write_text(report.render_page(data, folder))
 
 
+@pytest.fixture(autouse=True)
+def sources(monkeypatch):
+    """What git says of the sources that verify: not those of the run."""
+    told = {}
+    monkeypatch.setattr(verify, "git_facts", lambda _: told)
+    return told
+
+
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory):
     """The folder of a run with its reports, which take long to make."""
@@ -75,46 +83,40 @@ def problems(path, capsys, code=1):
     return capsys.readouterr().out
 
 
+def found(folder):
+    return "\n".join(verify.check(folder))
+
+
 def test_a_sound_bundle_passes_as_folder_and_as_archive(folder, capsys):
     out = problems(folder, capsys, 0)
     assert out.startswith("OK ") and "FAIL - 9/10 tests" in out
     assert "not checked: who made it" in out
     archive, _, _ = bundle.pack(folder)
     assert "OK " in problems(archive, capsys, 0)
-
-
-def test_usage(tmp_path):
-    assert verify.main([str(tmp_path / "absent")]) == 2
-    with pytest.raises(SystemExit) as stop:
-        verify.main([])
-    assert stop.value.code == 2
+    (folder / "env.txt").unlink()
+    assert "FAIL env.txt is in SHA256SUMS and not in the bundle\n" in problems(folder, capsys)
+    assert verify.main([str(folder / "absent")]) == 2
 
 
 # ---------------------------------------------------------------------------------- sums
 
 
-@pytest.mark.parametrize(
-    "spoil, words",
-    [
-        (lambda f: (f / "report.md").write_text("all right\n"), "report.md was changed"),
-        (lambda f: (f / "env.txt").unlink(), "env.txt is in SHA256SUMS and not in the bundle"),
-        (lambda f: (f / "extra.txt").write_text("x"), "extra.txt is not in SHA256SUMS"),
-        (lambda f: (f / "SHA256SUMS").unlink(), "no SHA256SUMS"),
-        (lambda f: (f / "SHA256SUMS").write_text("what\n"), "SHA256SUMS:1 is no check sum"),
-        (
-            lambda f: (f / "SHA256SUMS").write_text("0" * 64 + "  ../../etc/passwd\n"),
-            "SHA256SUMS:1 names a file outside",
-        ),
-        (lambda f: os.symlink("/etc/hostname", f / "link"), "link is a link"),
-        (lambda f: (f / "bundle.json").unlink(), "no bundle.json"),
-        (lambda f: (f / "bundle.json").write_text("{"), "bundle.json is not valid JSON"),
-        (lambda f: (f / "bundle.json").write_text('{"schema": "x/9"}'), "schema of bundle.json"),
-        (lambda f: (f / "events.jsonl").unlink(), "no events.jsonl"),
-    ],
-)
-def test_files_that_were_touched(spoil, words, folder, capsys):
-    spoil(folder)
-    assert words in problems(folder, capsys)
+@pytest.mark.parametrize(("name", "text", "words"), [
+    ("report.md", "all right\n", "report.md was changed"),
+    ("extra.txt", "x", "extra.txt is not in SHA256SUMS"),
+    ("SHA256SUMS", None, "no SHA256SUMS"), ("SHA256SUMS", "what\n", "SHA256SUMS:1 is no check sum"),
+    ("SHA256SUMS", "0" * 64 + "  ../../etc/passwd\n", "SHA256SUMS:1 names a file outside"),
+    ("bundle.json", None, "no bundle.json"), ("bundle.json", "{", "bundle.json is not valid JSON"),
+    ("bundle.json", '{"schema": "x/9"}', "schema of bundle.json"),
+    ("events.jsonl", None, "no events.jsonl"),
+])  # fmt: skip
+def test_files_that_were_touched(name, text, words, folder):
+    (folder / name).unlink(missing_ok=True)
+    if text:
+        (folder / name).write_text(text)
+    os.symlink("/etc/hostname", folder / "link")
+    said = found(folder)
+    assert words in said and ("link is a link" in said) == (name != "bundle.json")
 
 
 # ---------------------------------------------------------------------------------- rules
@@ -124,52 +126,34 @@ def first(data, key, **where):
     return next(r for r in data[key] if all(r.get(k) == v for k, v in where.items()))
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda d: first(d, "bench", status="VALID").update(parity=None), "says VALID but is INV"),
-        (
-            lambda d: first(d, "bench", status="VALID").update(path_taken="sdpa"),
-            "asked for triton, ran sdpa",
-        ),
-        (lambda d: first(d, "bench", status="INVALID").update(median_us=4.0), "still has numbers"),
-        (lambda d: first(d, "bench", status="UNSTABLE").update(why=[]), "gives no reason"),
-        (lambda d: first(d, "bench", status="VALID").update(gbs=float("nan")), "not valid JSON"),
-        (
-            lambda d: first(d, "parity", status="FAIL").update(status="PASS"),
-            "says PASS but is FAIL",
-        ),
-        (lambda d: first(d, "parity", op="sel_bwd").update(launches={}), "says PASS but is INV"),
-        (lambda d: first(d, "stages", status="SKIPPED").update(reason=""), "gives no reason"),
-        (lambda d: first(d, "stages", status="FAIL").update(status="FINE"), "unknown status"),
-        (
-            lambda d: first(d, "stages", id="triton_bwd").update(status="PASS"),
-            "stage triton_bwd is PASS with 2 failed or invalid rows",
-        ),
-        (lambda d: first(d, "tests", outcome="skipped").update(reason=None), "without a reason"),
-        (lambda d: d["verdict"].update(status="PASS"), "the verdict is PASS with exit code 1"),
-        (lambda d: d["verdict"].update(one_line="PASS"), "verdict in bundle.json is not what"),
-        (lambda d: d["redaction"].update(gate="pending"), "gate is 'pending'"),
-        (lambda d: d.update(started="2999-01-01T00:00:00.000Z"), "started: 2999-01-01T00:00:00"),
-        (lambda d: d.update(ended="2001-01-01T00:00:00.000Z"), "s before it began"),
-        (lambda d: d.update(device={}), "device in bundle.json is not what events.jsonl gives"),
-        (lambda d: d.pop("parity"), "has not the shape of its schema"),
-    ],
-)
-def test_a_bundle_that_breaks_its_own_rules(change, words, folder, capsys):
-    seal(folder, change)
-    assert words in problems(folder, capsys)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda d: first(d, "bench", status="VALID").update(parity=None), "says VALID but is INVALID"),
+    (lambda d: first(d, "bench", status="INVALID").update(median_us=4.0), "still has numbers"),
+    (lambda d: first(d, "bench", status="UNSTABLE").update(why=[]), "gives no reason"),
+    (lambda d: first(d, "parity", status="FAIL").update(status="PASS"), "says PASS but is FAIL"),
+    (lambda d: first(d, "stages", status="SKIPPED").update(reason=""), "gives no reason"),
+    (lambda d: first(d, "stages", status="FAIL").update(status="FINE"), "unknown status"),
+    (lambda d: first(d, "stages", id="triton_bwd").update(status="PASS"),
+     "stage triton_bwd is PASS with 2 failed or invalid rows"),
+    (lambda d: d["verdict"].update(status="PASS"), "the verdict is PASS with exit code 1"),
+    (lambda d: d["redaction"].update(gate="pending"), "gate is 'pending'"),
+    (lambda d: d.update(started="2999-01-01T00:00:00.000Z"), "started: 2999-01-01T00:00:00"),
+    (lambda d: d.update(ended="2001-01-01T00:00:00.000Z"), "s before it began"),
+    (lambda d: d.pop("parity"), "has not the shape of its schema"),
+])  # fmt: skip
+def test_a_bundle_that_breaks_its_own_rules(change, words, folder):
+    assert words in found(seal(folder, change))
 
 
-def test_a_row_edited_in_the_journal_too_is_found(folder, capsys):
+def test_a_row_edited_in_the_journal_too_is_found(folder):
     """And everything made anew of it: its time is not of its own interval."""
     valid = lambda e: e["ev"] == "row" and e["row"].get("status") == "VALID"
     change = {"median_us": 90.0}
     edit(folder, lambda events: next(e["row"] for e in events if valid(e)).update(change))
     write_reports(folder)
-    out = problems(seal(folder), capsys)
-    assert "median_us 90 lies outside of its own interval" in out
-    assert set(re.findall("FAIL (.*?) ", out)) == {"bench"}
+    said = found(seal(folder))
+    assert "median_us 90 lies outside of its own interval" in said
+    assert {line.split()[0] for line in said.splitlines()} == {"bench"}
 
 
 US = [7.0 + 0.01 * (i * 7 % 12) for i in range(12)]
@@ -193,24 +177,22 @@ def beside(folder, row, us=US, base=BASE, every=1):
     line = {k: row[k] for k in ("bench", "case", "candidate", "cache")}
     times = {"us": us, "us_every": every, "base_us": base, "base_us_every": every}
     text = dumps({**line, **times})
+    (folder / "bench").mkdir(exist_ok=True)
     (folder / "bench" / "samples.jsonl").write_text(f"{text}\n{text[:40]}")
     return "; ".join(verify.check_samples({"bench": [row], "notes": []}, folder))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"n": 13}, {"median_us": 7.06}, {"min_us": 6.99}, {"p20_us": 7.03}, {"p80_us": 7.1},
-     {"p95_us": 7.2}, {"ci95_us": [7.02, 7.07]}, {"base_median_us": 8.9},
-     {"base_ci95_us": [8.7, 8.9]}, {"speedup": 1.27}],
-    ids=lambda change: next(iter(change)),
-)  # fmt: skip
-def test_numbers_are_those_of_the_raw_times(change, folder):
-    assert not beside(folder, of_raw())
-    rounded = [round(x, 3) for x in US]
-    assert not beside(folder, of_raw(), us=rounded)
-    changed = of_raw(**change)
-    assert next(iter(change)) in beside(folder, changed)
-    assert "every 2. of them would not leave 12" in beside(folder, changed, every=2)
+def test_numbers_are_those_of_the_raw_times(tmp_path):
+    assert not beside(tmp_path, of_raw())
+    assert not beside(tmp_path, of_raw(), us=[round(x, 3) for x in US])
+    changes = {"n": 13, "median_us": 7.06, "min_us": 6.99, "p20_us": 7.03, "p80_us": 7.1,
+               "p95_us": 7.2, "ci95_us": [7.02, 7.07], "base_median_us": 8.9,
+               "base_ci95_us": [8.7, 8.9], "speedup": 1.27}  # fmt: skip
+    for name, value in changes.items():
+        changed = of_raw(**{name: value})
+        assert name in beside(tmp_path, changed)
+        assert "every 2. of them would not leave 12" in beside(tmp_path, changed, every=2)
+    assert "why its timing ended" in beside(tmp_path, of_raw(stop=None))
 
 
 @pytest.mark.parametrize(
@@ -221,40 +203,36 @@ def test_numbers_are_those_of_the_raw_times(change, folder):
      ({"every": 2}, "every 2. of the times of median_us is said to be kept, of 12")],
     ids=["words", "too-large", "none", "none-of-the-baseline", "every-word", "every-second"],
 )  # fmt: skip
-def test_a_row_without_the_raw_times_of_its_numbers_is_told(raw, says, folder):
-    assert says in beside(folder, of_raw(median_us=7.05, base_median_us=9.0), **raw)
+def test_a_row_without_the_raw_times_of_its_numbers_is_told(raw, says, tmp_path):
+    assert says in beside(tmp_path, of_raw(median_us=7.05, base_median_us=9.0), **raw)
 
 
-def test_a_row_that_does_not_say_why_its_timing_ended_is_told(folder):
-    assert "why its timing ended" in beside(folder, of_raw(stop=None))
-
-
-def test_of_a_long_series_every_kth_was_kept(folder):
+def test_of_a_long_series_every_kth_was_kept(tmp_path):
     us = [US[i % 12] + 1e-4 * i for i in range(500)]
     base = [1.25 * x for x in us]
     kept = dict(us=us[::3], base=base[::3], every=3)
-    assert not beside(folder, of_raw(us, base), **kept)
-    assert "median_us 4 is not among" in beside(folder, of_raw(us, base, median_us=4.0), **kept)
-    assert "n is 900" in beside(folder, of_raw(us, base, n=900), **kept)
+    assert not beside(tmp_path, of_raw(us, base), **kept)
+    assert "median_us 4 is not among" in beside(tmp_path, of_raw(us, base, median_us=4.0), **kept)
+    assert "n is 900" in beside(tmp_path, of_raw(us, base, n=900), **kept)
 
 
-def test_a_row_that_is_valid_has_stable_raw_times(folder):
+def test_a_row_that_is_valid_has_stable_raw_times(tmp_path):
     drifting = [7.0 * (1 + 0.03 * i) for i in range(12)]
     row = of_raw(us=drifting)
-    assert "VALID, and its raw times are not: spread" in beside(folder, row, us=drifting)
-    assert not beside(folder, {**row, "status": "UNSTABLE"}, us=drifting)
+    assert "VALID, and its raw times are not: spread" in beside(tmp_path, row, us=drifting)
+    assert not beside(tmp_path, {**row, "status": "UNSTABLE"}, us=drifting)
     few = of_raw(us=US[:7], base=BASE[:7])
-    assert "too few samples: 7" in beside(folder, few, us=US[:7], base=BASE[:7])
+    assert "too few samples: 7" in beside(tmp_path, few, us=US[:7], base=BASE[:7])
 
 
-def test_times_have_raw_times(folder):
+def test_times_have_raw_times(tmp_path):
     row, other = of_raw(), of_raw()
-    beside(folder, row)
+    beside(tmp_path, row)
     told = lambda *notes: list(verify.check_samples(
-        {"bench": [row, {**other, "case": "d"}], "notes": [{"text": n} for n in notes]}, folder
+        {"bench": [row, {**other, "case": "d"}], "notes": [{"text": n} for n in notes]}, tmp_path
     ))  # fmt: skip
     assert told() == ["bench d: no raw times in bench/samples.jsonl"]
-    (folder / "bench" / "samples.jsonl").unlink()
+    (tmp_path / "bench" / "samples.jsonl").unlink()
     assert told() == ["no bench/samples.jsonl: 2 rows have times and no raw times support them"]
     assert not told("the disk is full: bench/samples.jsonl was given up")
 
@@ -281,18 +259,16 @@ def test_what_other_numbers_of_a_row_give(change, words):
 
 
 @pytest.fixture
-def same_sources(monkeypatch):
-    """The run was made by these sources, as far as verify can tell."""
-    monkeypatch.setattr(verify, "same_sources", lambda a, b: True)
+def same_sources(sources, folder):
+    """The run was made by these sources."""
+    sources.update(json.loads((folder / "bundle.json").read_text())["git"])
 
 
 def test_reports_rendered_by_these_sources_are_compared(folder, capsys, same_sources):
     out = problems(folder, capsys, 0)
     assert "not checked: who made it, whether the times were taken at all, its plots" in out
-    assert report.main([str(folder)]) == 0  # with plots, and with SHA256SUMS among the files
-    capsys.readouterr()
-    problems(folder, capsys, 0)
-    assert "issue.md" in (folder / "SHA256SUMS").read_text()
+    report.render(folder)  # with plots, and with SHA256SUMS among the files
+    assert not found(folder) and "issue.md" in (folder / "SHA256SUMS").read_text()
 
 
 @pytest.mark.parametrize(
@@ -303,12 +279,12 @@ def test_reports_rendered_by_these_sources_are_compared(folder, capsys, same_sou
         ("report.html", lambda text: text + "\nAll benches are VALID.\n"),
     ],
 )
-def test_a_report_that_was_edited(name, spoil, folder, capsys, same_sources):
+def test_a_report_that_was_edited(name, spoil, folder, same_sources):
     text = (folder / name).read_text()
     edited = spoil(text)
     assert edited != text
     (folder / name).write_text(edited)
-    assert f"{name} is not what events.jsonl gives" in problems(seal(folder), capsys)
+    assert f"{name} is not what events.jsonl gives" in found(seal(folder))
 
 
 def test_reports_of_other_sources_are_not_compared(folder, capsys):
@@ -375,23 +351,11 @@ def test_health_is_its_row(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["report.md", "issue.md", "report.html"])
-def test_a_report_with_another_verdict(name, folder, capsys):
+def test_a_report_with_another_verdict(name, folder):
     text = (folder / name).read_text()
     line = next(t for t in text.splitlines() if "FAIL - 9/10 tests" in t)
     (folder / name).write_text(text.replace(line, line.replace("FAIL - 9/10", "PASS - 10/10")))
-    out = problems(seal(folder), capsys)
-    assert out.startswith(f"FAIL {name} does not begin with the verdict of bundle.json\n1 prob")
-
-
-def test_a_pass_without_evidence_is_found_by_the_rules_alone():
-    data = {
-        "parity": [], "tests": [], "redaction": {"gate": "clean"},
-        "bench": [{k: v for k, v in bench_row("c", 5.0, 1.1).items() if k != "kind"}],
-        "stages": [{"id": "triton_fwd", "status": "PASS", "group": "parity"}],
-        "verdict": {"status": "PASS", "exit_code": 0},
-    }  # fmt: skip
-    (found,) = verify.check_rules(data)
-    assert found == "stage triton_fwd is PASS and no test or parity case ran in it"
+    assert found(seal(folder)) == f"{name} does not begin with the verdict of bundle.json"
 
 
 @pytest.mark.parametrize(
@@ -412,28 +376,20 @@ def test_a_stage_is_no_pass_with_rows_that_are_none(rows, words):
     stage = {"id": "s", "status": "PASS", "group": "other" if rows["bench"] else "parity"}
     data = {**rows, "stages": [stage], "redaction": {"gate": "clean"},
             "verdict": {"status": "PASS", "exit_code": 0}}  # fmt: skip
-    found = "; ".join(verify.check_rules(data))
-    assert words in found if words else not found
+    said = "; ".join(verify.check_rules(data))
+    assert words in said if words else not said
 
 
 def test_nothing_in_bundle_json_is_the_bundles_own_invention(folder):
     data = json.loads((folder / "bundle.json").read_text())
     for key in data:
-        found = "; ".join(verify.check_journal({**data, key: []}, folder))
-        said = f"{key} in bundle.json is not what events.jsonl gives" in found
-        assert said == (data[key] != [] and key != "files"), key
-    found = "; ".join(verify.check_journal({**data, "notes": [{"text": "quiet box"}]}, folder))
-    assert "notes in bundle.json is not what" in found
-
-
-def test_a_file_list_that_is_not_the_folder(folder, capsys):
-    data = json.loads((folder / "bundle.json").read_text())
+        said = "; ".join(verify.check_journal({**data, key: []}, folder))
+        changed = data[key] != [] and key != "files"
+        assert (f"{key} in bundle.json is not what events.jsonl gives" in said) == changed, key
     data["files"][0]["sha256"] = "0" * 64
     data["files"].append({"path": "gone.csv", "bytes": 1, "sha256": "0" * 64})
-    write_json(folder / "bundle.json", data)
-    bundle.write_sums(folder)
-    out = problems(folder, capsys)
-    assert "is not the file that bundle.json lists" in out and "gone.csv is listed" in out
+    said = "; ".join(verify.check_journal(data, folder))
+    assert "is not the file that bundle.json lists" in said and "gone.csv is listed" in said
 
 
 # ---------------------------------------------------------------------------------- secrets
@@ -448,22 +404,21 @@ def test_a_file_list_that_is_not_the_folder(folder, capsys):
         ("logs/a.log", "-----BEGIN RSA PRIVATE KEY-----\nabc\n", "pem x1"),
         (f"logs/{TOKEN}.log", "x\n", "token x1"),
         ("logs/a.bin", "\0\1", "neither text nor a picture"),
-        ("logs/a.png", "\0\1", "neither text nor a picture"),
     ],
 )
-def test_what_looks_private_is_named_by_rule_and_never_shown(name, text, rule, folder, capsys):
-    (folder / name).write_text(text)
-    seal(folder)
-    out = problems(folder, capsys)
+def test_what_looks_private_is_named_by_rule_and_never_shown(name, text, rule, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / name).write_text(text)
+    out = "\n".join(verify.check_secrets(tmp_path))
     assert rule in out
     for secret in (TOKEN, "203.0.113.7", "alice@"):
         assert secret not in out
 
 
-def test_an_address_kept_on_request_is_no_finding(folder, capsys):
+def test_an_address_kept_on_request_is_no_finding(folder):
     (folder / "logs" / "a.log").write_text("connected to 203.0.113.7\n")
     edit(folder, lambda events: events[-1]["summary"].update(kept=["ip"]))
-    problems(seal(folder), capsys, 0)
+    assert not found(seal(folder))
 
 
 # ---------------------------------------------------------------------------------- archives
@@ -487,9 +442,7 @@ def archive(path, *members):
     "members, words",
     [
         ([("a/x", (tarfile.SYMTYPE, "/etc/passwd"))], "is a link or a special file"),
-        ([("a/x", b"1"), ("a/y", (tarfile.LNKTYPE, "a/x"))], "is a link or a special file"),
         ([("a/x", (tarfile.FIFOTYPE, ""))], "is a link or a special file"),
-        ([("a/x", (tarfile.CHRTYPE, ""))], "is a link or a special file"),
         ([("/tmp/nsa-evil", b"1")], "would leave the folder"),
         ([("a/../../nsa-evil", b"1")], "would leave the folder"),
         ([("..", (tarfile.DIRTYPE, ""))], "would leave the folder"),

@@ -18,7 +18,6 @@ import json
 import re
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
@@ -31,6 +30,7 @@ from scripts.oneshot.box.checkout import git_facts, same_sources
 from scripts.oneshot.compare.comparison import EVENT_RESOLUTION_US
 from scripts.oneshot.record import bundle as bundles
 from scripts.oneshot.record.capture import plain
+from scripts.oneshot.record.gate import decoded, found_in
 from scripts.oneshot.record.journal import dumps, parse_json, read_events
 from scripts.oneshot.record.judge import Status
 from scripts.oneshot.record.markdown import cell, is_interval
@@ -43,7 +43,6 @@ from scripts.oneshot.report.tables import check_csvs, check_health, check_texts
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLES = "bench/samples.jsonl"
-PNG = b"\x89PNG\r\n\x1a\n"
 # By a later `render`, which renews their sums.
 REWRITTEN = ("report.md", "report.html", "issue.md", "plots/")
 ROUNDED_US = 0.002  # raw times are written in ns
@@ -207,9 +206,7 @@ def check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
         yield f"{case} is {status} and gives no reason"
     if kind == "bench" and status not in NUMBERED and (numbers := claimed(row)):
         yield f"{case} is {status} and still has numbers: {', '.join(numbers)}"
-    for what in _out_of_order(row):
-        yield f"{case}: {what}"
-    for what in _not_derived(row):
+    for what in (*_out_of_order(row), *_not_derived(row)):
         yield f"{case}: {what}"
     reads = [row[n] for n in ("reads_actual", "reads_expected", "reads_seen") if row.get(n)]
     if len(set(reads)) > 1:
@@ -429,20 +426,12 @@ def check_secrets(folder: Path, keep: tuple[str, ...] = ()) -> Iterator[str]:
         if path.is_symlink():
             yield f"{path.relative_to(folder)} is a link"
     for path in bundles.members(folder):
-        name = path.relative_to(folder).as_posix()
-        raw = path.read_bytes()
-        try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError:
-            text = "\0"
-        if "\0" in text:
-            if not (path.suffix == ".png" and raw.startswith(PNG)):
-                yield f"{name} is neither text nor a picture: nobody can vouch for it"
-            text = ""
-        for subject in (name, text):
-            before = Counter(redactor.counts)
-            if redactor.text(subject) != subject:
-                rules = Counter(redactor.counts) - before
+        name, text = path.relative_to(folder).as_posix(), decoded(path)
+        if text is None:
+            yield f"{name} is neither text nor a picture: nobody can vouch for it"
+        for subject in (name, text or ""):
+            clean, rules = found_in(subject, redactor)
+            if clean != subject:
                 found = ", ".join(f"{rule} x{n}" for rule, n in sorted(rules.items())) or "other"
                 yield f"{redactor.text(name)} holds something private: {found}"
 

@@ -47,9 +47,8 @@ class StageLog:
         self._tail_cap = cap_bytes // 2
         self._left_out = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._partial = ""
-        self._cut = 0  # characters left out of the middle of the unfinished line
-        self._end = ""  # its last characters once the middle is being left out
+        self._partial = ""  # the unfinished line
+        self._cut = 0  # characters left out of its middle
         self._file = None
         self._stat = os.stat_result([0] * 10)
         with suppress(OSError):
@@ -68,25 +67,20 @@ class StageLog:
         self._extend(parts[-1])
 
     def _extend(self, text: str) -> None:
-        if self._cut or len(self._partial) + len(text) > LINE_CAP:
-            joined = text if self._cut else self._partial + text
-            if not self._cut:
-                self._partial, joined = joined[: LINE_CAP // 2], joined[LINE_CAP // 2 :]
-            self._end += joined
-            over = max(0, len(self._end) - LINE_CAP // 2)
+        self._partial += text
+        over = max(0, len(self._partial) - LINE_CAP)
+        if over:
             self._cut += over
-            self._end = self._end[over:]
-        else:
-            self._partial += text
+            self._partial = self._partial[: LINE_CAP // 2] + self._partial[LINE_CAP // 2 + over :]
 
     def _finish_line(self) -> None:
-        line = self._partial + self._end
+        line = self._partial
         if self._cut:
             # The cut may run through a secret: give up what touches it, up to a blank.
-            head = re.sub(r"\S{0,256}\Z", "", self._partial)
-            tail = re.sub(r"\A\S{0,256}", "", self._end)
+            head = re.sub(r"\S{0,256}\Z", "", line[: LINE_CAP // 2])
+            tail = re.sub(r"\A\S{0,256}", "", line[LINE_CAP // 2 :])
             line = f"{head} [... {self._cut} characters left out ...] {tail}"
-        self._partial, self._end, self._cut = "", "", 0
+        self._partial, self._cut = "", 0
         self._write_line(plain(line))
 
     def _write_line(self, line: str) -> None:
@@ -121,12 +115,12 @@ class StageLog:
 
     def note(self, text: str) -> None:
         """A line of our own, marked as such."""
-        if self._partial or self._cut:
+        if self._partial:
             self._finish_line()
         self._write_line(f"[supervisor] {text}")
 
     def close(self) -> None:
-        if self._partial or self._cut:
+        if self._partial:
             self._finish_line()
         if self._left_out:
             self._put(f"[... {self._left_out} lines left out ...]\n")
@@ -161,33 +155,22 @@ class StageLog:
 
 
 # kind -> what the output of a stage says when that is the cause; the first match names it
-CAUSES: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("GPU_LOST", re.compile(r"GPU is lost|fallen off the bus|ERROR_GPU_IS_LOST")),
-    (
-        "OOM_DEVICE",
-        re.compile(r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory"),
-    ),
-    (
-        "CUDA_FAULT",
-        re.compile(
-            r"illegal memory access|misaligned address|illegal instruction was encountered"
-            r"|unspecified launch failure|hardware stack error"
-        ),
-    ),
-    ("NO_SPACE", re.compile(r"No space left on device|Errno 28")),
-    ("DRIVER_TOO_OLD", re.compile(r"driver (?:on your system is too old|version is insufficient)")),
-    ("NO_GPU", re.compile(r"No CUDA GPUs are available|Found no NVIDIA driver")),
-    (
-        "COMPILE_ERROR",
-        re.compile(r"CompilationError|PTXASError|ptxas fatal|OutOfResources|PassManager::run"),
-    ),
-    ("IMPORT_ERROR", re.compile(r"ModuleNotFoundError|ImportError|undefined symbol")),
-    ("OOM_HOST", re.compile(r"^MemoryError|Cannot allocate memory", re.M)),
-    ("ASSERT", re.compile(r"AssertionError|device-side assert")),
-)
+CAUSES = {
+    "GPU_LOST": r"GPU is lost|fallen off the bus|ERROR_GPU_IS_LOST",
+    "OOM_DEVICE": r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory",
+    "CUDA_FAULT": r"illegal memory access|misaligned address|illegal instruction was encountered"
+    r"|unspecified launch failure|hardware stack error",
+    "NO_SPACE": r"No space left on device|Errno 28",
+    "DRIVER_TOO_OLD": r"driver (?:on your system is too old|version is insufficient)",
+    "NO_GPU": r"No CUDA GPUs are available|Found no NVIDIA driver",
+    "COMPILE_ERROR": r"CompilationError|PTXASError|ptxas fatal|OutOfResources|PassManager::run",
+    "IMPORT_ERROR": r"ModuleNotFoundError|ImportError|undefined symbol",
+    "OOM_HOST": r"(?m)^MemoryError|Cannot allocate memory",
+    "ASSERT": r"AssertionError|device-side assert",
+}
 
 
 def cause_of(lines: list[str]) -> str | None:
     """The typed cause that the last lines of an output speak of, or None."""
     text = "\n".join(lines)
-    return next((kind for kind, pattern in CAUSES if pattern.search(text)), None)
+    return next((kind for kind, pattern in CAUSES.items() if re.search(pattern, text)), None)

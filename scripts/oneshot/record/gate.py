@@ -10,7 +10,7 @@ from typing import Any
 from scripts.oneshot.record.journal import write_atomic
 from scripts.oneshot.record.redact import Redactor
 
-_PICTURES = {".png": b"\x89PNG\r\n\x1a\n"}
+MOST_FINDINGS = 500
 _MARKUP = (".html", ".htm", ".svg", ".xml")
 _PLACEHOLDER = re.compile(
     r"<((?:secret|email|gpu|pci|mac|ip)-\d+|user|host|venv|repo|board|pid|process)>"
@@ -21,25 +21,47 @@ def gate(folder: Path, redactor: Redactor) -> dict[str, Any]:
     """Clean every file and file name under `folder`, then look again.
 
     Returns {"gate": "clean"|"failed", "findings": [{rule, file, line, count}], "removed": [...]}.
-    A file that is neither UTF-8 text nor a known picture is removed: nobody can vouch for it.
-    An earlier run with check sums passed its own gate and is left as it was sealed.
+    A file that is no UTF-8 text is removed: nobody can vouch for it. An earlier run with check sums
+    passed its own gate and is left as it was sealed.
     """
     findings: list[dict[str, Any]] = []
     removed: list[str] = []
+    found = lambda rule, file, line, count=1: findings.append(
+        {"rule": rule, "file": file, "line": line, "count": count}
+    )
     for path in sorted(_unsealed(folder), key=lambda p: -len(p.parts)):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):  # a pipe, a device
             path.unlink()
             removed.append(redactor.text(path.name))
             continue
         if path.is_file():
-            _clean_file(path, folder, redactor, findings, removed)
+            name = redactor.text(path.relative_to(folder).as_posix())
+            text = decoded(path)
+            if text is None:
+                path.unlink()
+                removed.append(name)
+                continue
+            if (clean := _cleaned(text, path, redactor)) != text:
+                for number, line in enumerate(text.split("\n"), 1):
+                    for rule, count in found_in(line, redactor)[1].items():
+                        found(rule, name, number, count)
+                write_atomic(path, clean)
         safe = _safe_name(path.name, redactor)
-        if safe != path.name and path.exists():
-            findings.append({"rule": "name", "file": safe, "line": 0, "count": 1})
+        if safe != path.name:
+            found("name", safe, 0)
             path.rename(_free_name(path.with_name(safe)))
-    still = list(_hits(folder, redactor))
+    still = [
+        (found_in(name, redactor)[0], rule)
+        for path in _unsealed(folder)
+        for name in [path.relative_to(folder).as_posix()]
+        for text in (name, (decoded(path) or "") if path.is_file() else "")
+        for clean, rules in [found_in(text, redactor)]
+        if clean != text
+        for rule in rules or ("other",)
+    ]
+    del findings[MOST_FINDINGS:]
     for file, rule in still:
-        findings.append({"rule": rule, "file": file, "line": None, "count": 1})
+        found(rule, file, None)
     return {"gate": "failed" if still else "clean", "findings": findings, "removed": removed}
 
 
@@ -69,58 +91,29 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def _decode(path: Path) -> str | None:
-    data = path.read_bytes()
+def decoded(path: Path) -> str | None:
+    """The text of a file; None for one that is no UTF-8 text."""
     try:
-        text = data.decode("utf-8")
+        text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         return None
     return None if "\0" in text else text
 
 
-def _clean_file(
-    path: Path, folder: Path, redactor: Redactor, findings: list[dict[str, Any]], removed: list[str]
-) -> None:
-    name = redactor.text(path.relative_to(folder).as_posix())
-    text = _decode(path)
-    if text is None:
-        magic = _PICTURES.get(path.suffix)
-        if magic is None or path.read_bytes()[: len(magic)] != magic:
-            path.unlink()
-            removed.append(name)
-        return
+def _cleaned(text: str, path: Path, redactor: Redactor) -> str:
     before = redactor.counts.total()
     clean = redactor.text(text)
     if path.suffix in _MARKUP:  # there a bare placeholder would be a tag
         clean = _PLACEHOLDER.sub(r"&lt;\1&gt;", clean)
-    if clean == text:
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        for rule, count in _found(line, redactor)[1].items():
-            if len(findings) < 500:
-                findings.append({"rule": rule, "file": name, "line": number, "count": count})
-    if redactor.counts.total() == before:
+    if clean != text and redactor.counts.total() == before:
         redactor.counts["other"] += 1
-    write_atomic(path, clean)
+    return clean
 
 
-def _found(text: str, redactor: Redactor) -> tuple[str, Counter[str]]:
+def found_in(text: str, redactor: Redactor) -> tuple[str, Counter[str]]:
     """`text` without anything private, and what was found in it by rule, which counts no more: it
     is counted once, over the whole file."""
     kept, redactor.counts = redactor.counts, Counter()
     clean = redactor.text(text)
     found, redactor.counts = redactor.counts, kept
     return clean, found
-
-
-def _hits(folder: Path, redactor: Redactor) -> list[tuple[str, str]]:
-    """(file, rule) of everything private that is still there."""
-    out = []
-    for path in _unsealed(folder):
-        name = path.relative_to(folder).as_posix()
-        text = _decode(path) if path.is_file() else ""
-        for subject in (name, text or ""):
-            clean, found = _found(subject, redactor)
-            if clean != subject:
-                out += [(_found(name, redactor)[0], rule) for rule in found or ("other",)]
-    return out

@@ -58,19 +58,8 @@ def parse_json(data: bytes | str) -> Any:
     return value
 
 
-def write_file(path: Path, text: str) -> None:
-    """write_atomic(); where the disk has room but no inode for another file, over what is there."""
-    try:
-        write_atomic(path, text)
-    except OSError as error:
-        disk = os.statvfs(path.parent) if path.is_file() and error.errno == errno.ENOSPC else None
-        if disk is None or disk.f_favail or disk.f_bavail * disk.f_frsize < len(text):
-            raise
-        path.write_bytes(text.encode("utf-8", "replace"))
-
-
 def write_json(path: Path, value: Any) -> None:
-    write_file(path, json.dumps(value, allow_nan=False, ensure_ascii=False, indent=1) + "\n")
+    write_atomic(path, json.dumps(value, allow_nan=False, ensure_ascii=False, indent=1) + "\n")
 
 
 class Ballast:
@@ -88,16 +77,11 @@ class Ballast:
 
     def release(self) -> bool:
         """Free what can be freed next; False when nothing is left to give up."""
-        if self.path.exists():
-            with suppress(OSError):
-                self.path.unlink()
-                return True
-        for names in (*((name,) for name in DROPPED_FIRST), self.logs):
-            files = [self.folder / name for name in names]
+        for names in ((".ballast",), *((name,) for name in DROPPED_FIRST), self.logs):
             freed = False
-            for file in files:
-                if file.is_file() and file.stat().st_size:
-                    with suppress(OSError):
+            for file in (self.folder / name for name in names):
+                with suppress(OSError):
+                    if file.is_file() and file.stat().st_size:
                         file.unlink()
                         freed = True
             if freed:

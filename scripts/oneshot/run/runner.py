@@ -29,7 +29,7 @@ from scripts.oneshot.compare.verify import AHEAD, SAMPLES, check_rows, parse_dat
 from scripts.oneshot.record import bundle as bundles
 from scripts.oneshot.record.capture import plain
 from scripts.oneshot.record.gate import gate
-from scripts.oneshot.record.journal import Ballast, Journal, read_events, write_file, write_json
+from scripts.oneshot.record.journal import Ballast, Journal, read_events, write_atomic, write_json
 from scripts.oneshot.record.judge import (
     EXIT_BY_SIGNAL,
     EXIT_INFRA,
@@ -122,7 +122,7 @@ class Run:
 
     def write(self, name: str, text: str) -> None:
         self._stay()
-        self.ballast.guarded(lambda: write_file(self.folder / name, text))
+        self.ballast.guarded(lambda: write_atomic(self.folder / name, text))
 
     # -------------------------------------------------------------- the run
 
