@@ -517,6 +517,8 @@ def _before(path: str, action) -> None:
 
 
 def _lose(folder: Path, how: str) -> None:
+    os.mkfifo(folder / "pipe")  # neither it nor an earlier run is taken along
+    (folder / "prev" / "old").mkdir(parents=True)
     folder.rename(folder.with_name("elsewhere"))
     if how == "deleted":
         shutil.rmtree(folder.with_name("elsewhere"))

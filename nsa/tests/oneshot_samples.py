@@ -21,23 +21,18 @@ import numpy as np
 from bench import stats
 from scripts.oneshot.record.journal import dumps, read_events, write_json
 from scripts.oneshot.record.model import RunRecord
-from scripts.oneshot.record.rows import parse_row
+from scripts.oneshot.record.rows import parse_row, test_counts
 
 SAMPLES = ("all_pass", "gpu_fail", "cpu", "crash", "incomplete", "no_gpu")
 
 _PLAN = (
-    ("env", "Environment", "box"),
-    ("routing", "Routing: flags and ladder", "box"),
-    ("sanity", "GPU sanity", "parity"),
-    ("triton_fwd", "Triton selection forward", "parity"),
-    ("triton_bwd", "Triton selection backward", "parity"),
-    ("health", "Box health", "box"),
-    ("sel_bench", "Selection bench", "bench"),
-    ("decode_bench", "Decode bench", "bench"),
-    ("prefill_bench", "Prefill bench", "bench"),
-    ("fa2_probe", "FlashAttention-2 probe", "box"),
+    ("env", "Environment", "box"), ("routing", "Routing: flags and ladder", "box"),
+    ("sanity", "GPU sanity", "parity"), ("triton_fwd", "Triton selection forward", "parity"),
+    ("triton_bwd", "Triton selection backward", "parity"), ("health", "Box health", "box"),
+    ("sel_bench", "Selection bench", "bench"), ("decode_bench", "Decode bench", "bench"),
+    ("prefill_bench", "Prefill bench", "bench"), ("fa2_probe", "FlashAttention-2 probe", "box"),
     ("train_showcase", "Training showcase", "train"),
-)
+)  # fmt: skip
 
 
 _PARITY = """{
@@ -111,46 +106,20 @@ class _Writer:
         return f"logs/{stage}.log"
 
     def stage(
-        self,
-        stage: str,
-        rows: tuple[dict, ...] = (),
-        *,
-        status: str = "PASS",
-        wall_s: float = 9.5,
-        log: str = "done\n",
-        **result: Any,
-    ) -> None:
-        path = self.log(stage, log)
-        title, group = next((t, g) for i, t, g in _PLAN if i == stage)
-        argv = ["{python}", "-m", f"stage_{stage}"]
-        start = round(self.seconds + 0.2, 3)
+        self, stage: str, rows: Sequence[dict] = (), *, status: str = "PASS", wall_s: float = 9.5,
+        log: str = "done\n", **result: Any,
+    ) -> None:  # fmt: skip
+        path, start = self.log(stage, log), round(self.seconds + 0.2, 3)
+        (planned,) = _planned(stage)
         self.add("stage_start", stage=stage, attempt=1, log=path)
         checked = [parse_row(dumps(row)) for row in rows]
         for row in checked:
             self.add("row", 0.01, stage=stage, row=row)
-        counts = {name: 0 for name in ("passed", "failed", "skipped", "error")}
-        for row in checked:
-            if row["kind"] == "test":
-                counts[row["outcome"]] += 1
-        rc = {"PASS": 0, "FAIL": 1, "SKIPPED": 3}.get(status)
-        data = {
-            "id": stage,
-            "status": status,
-            "title": title,
-            "group": group,
-            "rc": rc,
-            "wall_s": wall_s,
-            "timeout_s": 120.0,
-            "log": path,
-            "argv": argv,
-            "counts": counts,
-            "required": stage != "fa2_probe",
-            "attempt": 1,
-            "start_s": start,
-            "env": {"NSA_SEL_TRITON_MIN_L": "1"} if stage.startswith("triton") else {},
-            **result,
-        }
-        self.add("stage_end", wall_s, stage=stage, result=data)
+        env = {"NSA_SEL_TRITON_MIN_L": "1"} if stage.startswith("triton") else {}
+        known = {**planned, "status": status, "wall_s": wall_s, "log": path, "start_s": start,
+                 "rc": {"PASS": 0, "FAIL": 1, "SKIPPED": 3}.get(status), "env": env,
+                 "counts": test_counts(checked)}  # fmt: skip
+        self.add("stage_end", wall_s, stage=stage, result={**known, **result})
 
 
 _FACTS = """{

@@ -14,7 +14,7 @@ from scripts.oneshot.box import checkout, doctor
 from scripts.oneshot.record import bundle, judge
 from scripts.oneshot.record.model import RunRecord
 from scripts.oneshot.run import lock
-from scripts.oneshot.run.lock import Lock, Locked, folder_lock, gpu_lock
+from scripts.oneshot.run.lock import Lock, Locked, gpu_lock
 
 
 @pytest.fixture
@@ -63,16 +63,6 @@ def test_too_large_an_archive_is_refused(folder, monkeypatch):
     with pytest.raises(ValueError, match="over the limit"):
         bundle.pack(folder)
     assert not folder.with_name("abc1234.tgz").exists()
-
-
-def test_lock_excludes_and_is_freed(tmp_path):
-    first, second = folder_lock(tmp_path, "c"), folder_lock(tmp_path, "c")
-    first.acquire()
-    with pytest.raises(Locked, match="is held by process"):
-        second.acquire()
-    first.release()
-    second.acquire()
-    second.release()
 
 
 def test_one_lock_per_gpu_whatever_tmpdir_says(monkeypatch, tmp_path):

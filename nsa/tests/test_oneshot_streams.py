@@ -14,9 +14,8 @@ from scripts.oneshot import streams
 from scripts.oneshot.box import env
 from scripts.oneshot.record import journal
 from scripts.oneshot.record.gate import gate
-from scripts.oneshot.record.journal import Ballast, Journal, read_events
+from scripts.oneshot.record.journal import Ballast, read_events
 from scripts.oneshot.record.redact import Redactor
-from scripts.oneshot.run.place import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,45 +55,6 @@ def test_a_pipe_is_no_file(tmp_path):
     ballast.drop()
     outcome = gate(tmp_path, Redactor({}, hostnames=(), user="", home="/home/alice"))
     assert outcome["removed"] == ["events.jsonl", "new.csv"] and outcome["gate"] == "clean"
-
-
-def test_a_journal_is_whole_wherever_its_file_went(tmp_path):
-    first, second = tmp_path / "a" / "events.jsonl", tmp_path / "b.jsonl"
-    kept = Journal(first)
-    kept.append("one")
-    first.unlink()
-    kept.keep_at(second)
-    kept.append("two")
-    os.mkfifo(first)
-    kept.keep_at(first)
-    kept.append("three")
-    kept.keep_at(first)
-    kept.close()
-    assert [e["ev"] for e in read_events(first)] == ["one", "two", "three"]
-
-
-def test_a_folder_is_known_by_its_inode(tmp_path):
-    folder = tmp_path / "run"
-    place = Place(folder)
-    (folder / "logs").mkdir()
-    (folder / "logs" / "a.log").write_text("a")
-    os.mkfifo(folder / "pipe")
-    (folder / "prev").mkdir()
-    (folder / "prev" / "old").write_text("x")
-    assert place.lost() is None
-    folder.rename(tmp_path / "gone")
-    assert place.lost() == "was moved away"
-    folder.mkdir()
-    assert place.lost() == "was replaced by another folder"
-    new = place.beside("run-1")
-    assert new.lost() is None and new.folder == tmp_path / "run-1"
-    files = sorted(p.relative_to(new.folder).as_posix() for p in new.folder.rglob("*"))
-    assert files == ["logs", "logs/a.log"]
-    new.folder.joinpath("logs", "a.log").unlink()
-    new.folder.joinpath("logs").rmdir()
-    new.folder.rmdir()
-    assert new.lost() == "was deleted"
-    assert list(new.beside("run-2").folder.iterdir()) == []
 
 
 # ---- home and cards ------------------------------------------------------------------------------
