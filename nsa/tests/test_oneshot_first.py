@@ -282,7 +282,7 @@ def failing_with(folder, argv):
 @pytest.mark.parametrize("length", [300, 9000])
 def test_a_command_has_no_hole(tmp_path, length):
     """A command that lacks its middle cannot be run: in all three reports it is whole."""
-    argv = ["{python}", "-m", "pytest", *(f"nsa/tests/test_{i}.py" for i in range(length // 20))]
+    argv = ["{python}", "-m", "tests", *(f"nsa/tests/test_{i}.py" for i in range(length // 20))]
     folder = failing_with(tmp_path, argv)
     assert report.main([str(folder)]) == 0
     command = shlex.join(["python", *argv[1:]])

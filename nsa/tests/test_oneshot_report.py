@@ -29,11 +29,10 @@ from nsa.tests.oneshot_samples import (
     write_sample,
 )
 from scripts.oneshot.record import markdown, outputs
-from scripts.oneshot.record.model import StageResult
 from scripts.oneshot.record.reading import rebuild
 from scripts.oneshot.report import evidence, failures, thresholds
 from scripts.oneshot.report import render as report
-from scripts.oneshot.report.blocks import Shape
+from scripts.oneshot.report.blocks import Shape, View
 from scripts.oneshot.run import stages
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -437,22 +436,19 @@ def test_a_command_takes_its_inputs_from_the_bundle(tmp_path):
     """And writes elsewhere: what is in the bundle stands under its check sums."""
     stage = next(s for s in stages.plan("standard") if s.id == "threshold")
     argv = (*stage.argv, *stage.also["fa2_bench"])
-    done = StageResult("threshold", "FAIL", reason="wrong", argv=argv)
+    done = {"id": "threshold", "status": "FAIL", "reason": "wrong", "argv": argv}
     script = outputs.repro_script(done, [])
     want = ('python bench/threshold_optimizer.py "$BUNDLE"/sel_route.csv '
             '--fa2 "$BUNDLE"/fa2.csv')  # fmt: skip
     assert script.endswith(f'/.." && pwd)}}"\n{want}\n')
-    (tmp_path / "repro").mkdir()
-    for given in (script, None):  # as the run wrote it, and without its file
-        path = tmp_path / "repro" / "threshold.sh"
-        path.write_text(given) if given else path.unlink()
-        shown = failures.repro(done.to_json(), tmp_path)
-        assert shown.splitlines()[1] == want
-        assert shown.startswith(f"BUNDLE=artifacts/runner/{tmp_path.name}  # ")
+    view = View({}, {"test": []}, None, tmp_path)
+    (shown,) = failures.command_block(view, done)
+    assert shown.text.splitlines()[2] == want
+    assert shown.text.startswith(f"```bash\nBUNDLE=artifacts/runner/{tmp_path.name}  # ")
     (tmp_path / "sel.csv").write_text("L\n")
+    (tmp_path / "repro").mkdir()
     script = tmp_path / "repro" / "x.sh"
-    told = StageResult("x", "FAIL", reason="no", argv=("cat", "{out}/sel.csv"))
-    script.write_text(outputs.repro_script(told, []))
+    script.write_text(outputs.repro_script({**done, "argv": ("cat", "{out}/sel.csv")}, []))
     ran = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
     assert ran.stdout == "L\n", ran.stderr
     bench = next(s for s in stages.plan("standard") if s.id == "sel_route")

@@ -417,13 +417,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "artifacts" / "runner")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    torch = box.torch_facts(sys.executable, ROOT)
-    hardware = box.guarded(box.nvidia_hardware)
-    try:
-        smi: Any = box.smi_query()
-    except box.ProbeFailed as error:
-        smi = str(error) if hardware else "no NVIDIA hardware"
-    device = {**box.device_facts(smi, torch), "hardware": hardware}
+    torch, hardware = box.torch_facts(sys.executable, ROOT), box.guarded(box.nvidia_hardware)
+    device = {**box.device_facts(box.smi_or_why(hardware), torch), "hardware": hardware}
     gpu = args.profile != "cpu" if args.profile else bool(hardware or device.get("name"))
     git = checkout.git_facts(ROOT, os.environ.get("NSA_COMMIT"))
     checks = examine(Box(gpu, args.out, device, torch, git, os.environ))

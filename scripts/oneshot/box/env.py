@@ -134,6 +134,14 @@ def smi_query(timeout_s: float = 10.0, index: int | None = None) -> list[dict[st
     return gpus
 
 
+def smi_or_why(hardware: str | None) -> list[dict[str, Any]] | str:
+    """What smi_query() gives, or why there is nothing. hardware: of nvidia_hardware()."""
+    try:
+        return smi_query()
+    except ProbeFailed as error:
+        return str(error) if hardware else "no NVIDIA hardware"
+
+
 def gpus_named(name: str, gpus: Sequence[Mapping[str, Any]]) -> list[int]:
     """Which of nvidia-smi's GPUs a name in CUDA_VISIBLE_DEVICES means: a number, or how a UUID
     begins; also the older name of a slice, MIG-GPU-<UUID of its card>/<instance>/<instance>."""
@@ -315,8 +323,8 @@ def fingerprint(
 
 
 def collect(
-    *, root: Path, out: Path, python: str, variables: Mapping[str, str],
-    smi: list[dict[str, Any]] | str, setup: Mapping[str, Any] | None = None,
+    root: Path, out: Path, python: str, variables: Mapping[str, str],
+    smi: list[dict[str, Any]] | str, setup: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
     """(env sections, device, raw torch facts); nothing here is redacted yet but `variables`.
 
@@ -341,7 +349,7 @@ def collect(
         "system": system_facts(out),
         "packages": packages,
         "variables": dict(variables),
-        "setup": dict(setup or {}),
+        "setup": dict(setup),
         "nvidia_smi": {"text": smi_text if smi_text else smi if isinstance(smi, str) else None},
     }
     return env, device, torch

@@ -27,22 +27,40 @@ def open_nvml(uuid: str | None) -> tuple[Any, Any]:
     return nv, nv.nvmlDeviceGetHandleByIndex(0)
 
 
-class Telemetry(threading.Thread):
-    """A daemon thread; every failure ends it quietly, because nothing is decided from it."""
+class Background(threading.Thread):
+    """A daemon thread that asks NVML of one GPU until it is stopped. Where that fails it ends
+    quietly, for nothing may be decided from it, and `problem` says why."""
+
+    def __init__(self, uuid: str | None) -> None:
+        super().__init__(daemon=True)
+        self._uuid, self._halt = uuid, threading.Event()
+        self.problem: str | None = None
+
+    def ask(self, nv: Any, handle: Any) -> None:
+        raise NotImplementedError
+
+    def run(self) -> None:
+        try:
+            self.ask(*open_nvml(self._uuid))
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {error}"
+
+    def stop(self) -> None:
+        self._halt.set()
+        if self.is_alive():
+            self.join(2.0)
+
+
+class Telemetry(Background):
+    """The samples; the last one and the first memory in use are kept."""
 
     def __init__(self, path: Path, uuid: str | None, started: float) -> None:
-        super().__init__(name="telemetry", daemon=True)
-        self._path, self._uuid, self._t0 = path, uuid, started
-        self._halt = threading.Event()
+        super().__init__(uuid)
+        self._path, self._t0 = path, started
         self.last: dict[str, Any] = {}
         self.first_mib: float | None = None  # NVML counts the driver's own memory, nvidia-smi not
 
-    def run(self) -> None:
-        with suppress(Exception):
-            self._sample()
-
-    def _sample(self) -> None:
-        nv, handle = open_nvml(self._uuid)
+    def ask(self, nv: Any, handle: Any) -> None:
         readings = (
             ("sm_mhz", lambda: nv.nvmlDeviceGetClockInfo(handle, nv.NVML_CLOCK_SM)),
             ("mem_mhz", lambda: nv.nvmlDeviceGetClockInfo(handle, nv.NVML_CLOCK_MEM)),
@@ -77,8 +95,3 @@ class Telemetry(threading.Thread):
                 return False
             time.sleep(PERIOD_S)
         return True
-
-    def stop(self) -> None:
-        self._halt.set()
-        if self.is_alive():
-            self.join(2.0)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scripts.oneshot.box import cards, nvlink
+from scripts.oneshot.box import cards
 from scripts.oneshot.box import env as box
 from scripts.oneshot.box.telemetry import Telemetry
 from scripts.oneshot.box.xid import LOST, Xid, XidListener
@@ -17,6 +17,20 @@ from scripts.oneshot.record.judge import Status
 from scripts.oneshot.record.model import Stage, StageResult
 
 VRAM_WAIT_S = 15.0
+# A line of `nvidia-smi nvlink -e`; generations have other counters. FEC counts what was corrected,
+# by the billion on a sound link; packets, bytes and rates are no errors.
+_LINK = re.compile(r"\s*(Link \d+): (?!FEC)([^:]*(?:errors|recovery)[^:]*): (\d+)", re.I)
+
+
+def links(text: str) -> dict[str, int]:
+    """{"GPU 0 Link 3 CRC Errors": count} of the text of `nvidia-smi nvlink -e`."""
+    out, gpu = {}, ""
+    for line in text.splitlines():
+        if head := re.match(r"GPU \d+", line):
+            gpu = head[0]
+        elif found := _LINK.match(line):
+            out[f"{gpu} {found[1]} {found[2]}"] = int(found[3])
+    return out
 
 
 def _silent(text: str) -> tuple[str, str]:
@@ -45,7 +59,7 @@ class Watch:
         self._listeners: list[tuple[int | None, XidListener]] = []
         self._deaf: set[int | None] = set()  # the cards whose listener said that it hears nothing
         self._reported: list[tuple[int | None, Xid]] = []  # of the running stage
-        self._links: nvlink.Counts = {}  # when the run began, of a run on several cards
+        self._links: dict[str, int] = {}  # when the run began, of a run on several cards
 
     def start(self, csv: Path, started: float) -> None:
         """Begin telemetry of the first card, into `csv`, and listen for the errors of all."""
@@ -62,17 +76,20 @@ class Watch:
             listener.start()
         self._links = self._read_links() if self.several else {}
 
-    def _read_links(self) -> nvlink.Counts:
+    def _read_links(self) -> dict[str, int]:
+        """Errors that each NVLink counts; none on a box without NVLink."""
         try:
-            return nvlink.read(3.0)
+            return links(box.command(["nvidia-smi", "nvlink", "-e"], 3.0))
         except box.ProbeFailed as error:
             self._note(f"NVLink errors are not known ({error})", "info")
             return {}
 
     def _compare_links(self) -> None:
         """Say whether links counted errors since the run began."""
-        after = self._read_links() if self._links else {}
-        if grown := nvlink.growth(self._links, after):
+        before, after = self._links, self._read_links() if self._links else {}
+        grown = [f"{link} +{n - before[link]}" for link, n in after.items()
+                 if n > before.get(link, n)]  # fmt: skip
+        if grown:
             self._note(f"NVLink counted errors during the run: {', '.join(grown)}")
         elif after:
             self._note(f"NVLink: none of {len(after)} error counters grew", "info")

@@ -6,12 +6,12 @@ noted. Any other speaks against the card: a result made beside it cannot stand.
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from scripts.oneshot.box.telemetry import open_nvml
+from scripts.oneshot.box.telemetry import Background
 
 WAIT_MS = 250
 
@@ -59,7 +59,7 @@ class Xid:
         return f"Xid {self.number} ({what}): {action}"
 
 
-class XidListener(threading.Thread):
+class XidListener(Background):
     """Waits for events in the background; `take()` hands them to the supervisor's own thread.
 
     Where NVML or its events are missing (a container, MIG, no library) `problem` says so and
@@ -67,20 +67,10 @@ class XidListener(threading.Thread):
     """
 
     def __init__(self, uuid: str | None) -> None:
-        super().__init__(name="xid", daemon=True)
-        self.problem: str | None = None
-        self._uuid = uuid
-        self._seen: queue.SimpleQueue[Xid] = queue.SimpleQueue()
-        self._halt = threading.Event()
+        super().__init__(uuid)
+        self._seen: deque[Xid] = deque()
 
-    def run(self) -> None:
-        try:
-            self._listen()
-        except Exception as error:  # nothing may be decided from a listener that fails
-            self.problem = f"{type(error).__name__}: {error}"
-
-    def _listen(self) -> None:
-        nv, handle = open_nvml(self._uuid)
+    def ask(self, nv: Any, handle: Any) -> None:
         double_bit = nv.nvmlEventTypeDoubleBitEccError
         wanted = nv.nvmlEventTypeXidCriticalError | double_bit
         wanted &= nv.nvmlDeviceGetSupportedEventTypes(handle)
@@ -96,24 +86,14 @@ class XidListener(threading.Thread):
                 except nv.NVMLError_Timeout:
                     continue
                 except nv.NVMLError_GpuIsLost:
-                    self._seen.put(Xid(LOST))
+                    self._seen.append(Xid(LOST))
                     return
                 ecc = data.eventType == double_bit
-                self._seen.put(Xid(DOUBLE_BIT if ecc else int(data.eventData)))
+                self._seen.append(Xid(DOUBLE_BIT if ecc else int(data.eventData)))
         finally:
             with suppress(Exception):
                 nv.nvmlEventSetFree(events)
 
     def take(self) -> list[Xid]:
         """What was reported since the last call."""
-        out = []
-        while True:
-            try:
-                out.append(self._seen.get_nowait())
-            except queue.Empty:
-                return out
-
-    def stop(self) -> None:
-        self._halt.set()
-        if self.is_alive():
-            self.join(1.0)
+        return [self._seen.popleft() for _ in range(len(self._seen))]

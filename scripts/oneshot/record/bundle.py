@@ -18,7 +18,6 @@ KEEP_PREVIOUS = 3
 WARN_BYTES = 10 * 2**20
 REFUSE_BYTES = 25 * 2**20
 SUMS = "SHA256SUMS"
-_INTERNAL = (".ballast", "console.log")
 
 
 def previous_runs(folder: Path) -> list[Path]:
@@ -29,7 +28,7 @@ def previous_runs(folder: Path) -> list[Path]:
 
 def set_aside(folder: Path, run_id: str | None) -> Path | None:
     """Move what an earlier run left in `folder` to prev/<run_id>; keep the newest three."""
-    items = [p for p in folder.iterdir() if p.name not in ("prev", *_INTERNAL)]
+    items = [p for p in folder.iterdir() if p.name not in ("prev", ".ballast")]
     if not items:
         return None
     target = folder / "prev" / (run_id or "unknown")
@@ -55,14 +54,9 @@ def sha256(path: Path) -> str:
 
 def members(folder: Path) -> list[Path]:
     """The files that belong to the bundle of this run, sorted by name."""
-    out = []
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in relative.parts)
-        if path.is_file() and relative.parts[0] != "prev" and not hidden:
-            if relative.as_posix() not in _INTERNAL:
-                out.append(path)
-    return out
+    hidden = lambda parts: parts[0] == "prev" or any(part.startswith(".") for part in parts)
+    found = (p for p in folder.rglob("*") if not hidden(p.relative_to(folder).parts))
+    return sorted(p for p in found if p.is_file())
 
 
 def inventory(folder: Path) -> list[dict[str, Any]]:

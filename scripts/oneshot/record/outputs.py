@@ -9,7 +9,6 @@ from typing import Any
 from xml.sax.saxutils import quoteattr
 
 from scripts.oneshot.record.capture import plain
-from scripts.oneshot.record.model import StageResult
 
 
 def junit_xml(stage: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -53,24 +52,25 @@ def typed(argv: Sequence[str]) -> str:
     return " ".join(parts)
 
 
-def repro_script(result: StageResult, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The one command that shows the failure of a stage again."""
-    failed = [
-        r["nodeid"] for r in rows if r["kind"] == "test" and r["outcome"] in ("failed", "error")
-    ]
-    argv = list(result.argv)
+def repro(stage: Mapping[str, Any], tests: Sequence[Mapping[str, Any]]) -> str:
+    """The one command that shows the failure of a stage again; tests: the rows of its tests."""
+    failed = [r["nodeid"] for r in tests if r["outcome"] in ("failed", "error")]
+    argv = [str(part) for part in stage["argv"]]
     if failed and "pytest" in argv:
         argv = [*argv[: argv.index("pytest") + 1], "--tb=short", *failed[:20]]
-    variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(result.env.items()))
-    why = " ".join((result.reason or "").split())
-    command = typed(argv)
+    given = sorted((stage.get("env") or {}).items())
+    return " ".join([*(f"{k}={shlex.quote(str(v))}" for k, v in given), typed(argv)])
+
+
+def repro_script(stage: Mapping[str, Any], tests: Sequence[Mapping[str, Any]]) -> str:
+    """The same as a script, which finds the bundle that it lies in."""
+    command = repro(stage, tests)
     folder = 'BUNDLE="${BUNDLE:-$(cd "$(dirname "$0")/.." && pwd)}"\n'
     return (
         "#!/usr/bin/env bash\n"
-        f"# {result.status}: {why}\n"
+        f"# {stage['status']}: {' '.join((stage['reason'] or '').split())}\n"
         "# Run it in the root of the sources, with the python of the run.\n"
-        f"{folder if '$BUNDLE' in command else ''}"
-        f"{variables + ' ' if variables else ''}{command}\n"
+        f"{folder if '$BUNDLE' in command else ''}{command}\n"
     )
 
 
@@ -94,15 +94,10 @@ def short_report(data: Mapping[str, Any]) -> str:
     blocks = [c for c in data["doctor"] if c["level"] != "OK"]
     if blocks:
         out += ["", "| doctor | level | what | fix |", "|---|---|---|---|"]
-        out += [
-            f"| {c['name']} | {c['level']} | {cell(c['text'])} | {cell(c['fix'])} |" for c in blocks
-        ]
-    out += [
-        "",
-        "Numbers, logs and the journal are beside this file: bundle.json, events.jsonl.",
-        "",
-    ]
-    return "\n".join(out)
+    for c in blocks:
+        out.append(f"| {c['name']} | {c['level']} | {cell(c['text'])} | {cell(c['fix'])} |")
+    last = "Numbers, logs and the journal are beside this file: bundle.json, events.jsonl."
+    return "\n".join([*out, "", last, ""])
 
 
 def scp_line(environ: Mapping[str, str], path: Path) -> str | None:

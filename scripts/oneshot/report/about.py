@@ -9,18 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.oneshot.record import bundle as bundles
-from scripts.oneshot.record.markdown import (
-    cell,
-    clip_mid,
-    code,
-    fence,
-    is_interval,
-    num,
-    pct,
-    size,
-    span,
-    us,
-)
+from scripts.oneshot.record import markdown
+from scripts.oneshot.record.markdown import cell, code, num, pct, span
 from scripts.oneshot.record.reading import read_text
 from scripts.oneshot.record.rows import is_number
 from scripts.oneshot.report.blocks import Code, Fold, Section, Table, View
@@ -62,7 +52,7 @@ def health(view: View) -> Section:
         if isinstance(value, (bool, str)) or is_number(value):
             text = pct(value, 1) if unit == "%" else f"{num(value)} {unit}".rstrip()
             rows.append((words, text, pct(share)))
-    if is_interval(measured.get("sm_mhz")):
+    if markdown.is_interval(measured.get("sm_mhz")):
         low, high = measured["sm_mhz"]
         rows.append(("SM clock, lowest and highest", f"{num(low)} and {num(high)} MHz", "-"))
     table = [Table("what|measured|of nominal", rows)] if rows else []
@@ -91,35 +81,24 @@ def stage_note(stage: Mapping[str, Any], view: View) -> str:
         if mine:
             parts.append(f"{kind} {sum(r['status'] in good for r in mine)}/{len(mine)} {good[0]}")
     if is_number(stage.get("first_call_ms")):
-        parts.append(f"first call {us(1000 * stage['first_call_ms'])}")
+        parts.append(f"first call {markdown.us(1000 * stage['first_call_ms'])}")
     if is_number(stage.get("peak_vram_mib")):
         parts.append(f"peak {stage['peak_vram_mib']:.0f} MiB")
-    parts += [words] if (words := _spent(stage, view.data["metrics"])) else []
-    for name, words in (
-        ("flaky", "FLAKY: passed at the second attempt"),
-        ("half_size", "HALF SIZE: out of GPU memory at first"),
-    ):
-        parts += [words] if stage.get(name) else []
-    if stage.get("resumed_from"):
-        parts.append(f"from run {cell(stage['resumed_from'], 60)}")
-    if not stage.get("required", True):
-        parts.append("optional")
-    return "; ".join(parts)
+    parts += [
+        _spent(stage, view.data["metrics"]),
+        stage.get("flaky") and "FLAKY: passed at the second attempt",
+        stage.get("half_size") and "HALF SIZE: out of GPU memory at first",
+        stage.get("resumed_from") and f"from run {cell(stage['resumed_from'], 60)}",
+        not stage.get("required", True) and "optional",
+    ]
+    return "; ".join(part for part in parts if part)
 
 
 def stages(view: View) -> Section:
-    rows = [
-        (
-            code(s["id"], 60),
-            s["status"],
-            span(s.get("wall_s")),
-            stage_note(s, view),
-        )
-        for s in view.data["stages"]
-    ]
-    table = Table("stage|result|time|note", rows)
-    code_ = f"Exit code {num(view.data['verdict']['exit_code'])}."
-    return Section("Stages", [code_, table], fold=True)
+    row = lambda s: (code(s["id"], 60), s["status"], span(s.get("wall_s")), stage_note(s, view))
+    table = Table("stage|result|time|note", [row(s) for s in view.data["stages"]])
+    exit_code = f"Exit code {num(view.data['verdict']['exit_code'])}."
+    return Section("Stages", [exit_code, table], fold=True)
 
 
 def _routing(folder: Path) -> Mapping[str, Any]:
@@ -147,13 +126,8 @@ def _flags(view: View) -> list[tuple[str, str, str]]:
         if name not in known:
             found.append((code(name), code(value), "environment"))
     if not known:
-        found.append(
-            (
-                "every other flag",
-                "not recorded",
-                f"{code('routing.json')}, which lists them, is not there",
-            )
-        )
+        why = "`routing.json`, which lists them, is not there"
+        found.append(("every other flag", "not recorded", why))
     for stage in view.data["stages"]:
         for name, value in sorted((stage.get("env") or {}).items()):
             found.append((code(name), code(value), f"stage {code(stage['id'], 60)}"))
@@ -162,18 +136,13 @@ def _flags(view: View) -> list[tuple[str, str, str]]:
 
 def _calls(folder: Path) -> list[tuple[str, str, str]]:
     """(call, its kernels, faster kernels with the reason against each) of routing.json."""
+    kernels = lambda call: ", ".join(code(k, 80) for k in call["kernels"][:60]) or "none of ours"
+    over = lambda call: "; ".join(
+        f"{code(k, 80)}: {cell(why, 200)}" for k, why in list(call["passed_over"].items())[:20]
+    )
     try:
-        return [
-            (
-                cell(call["call"], 60),
-                ", ".join(code(k, 80) for k in call["kernels"][:60]) or "none of ours",
-                "; ".join(
-                    f"{code(k, 80)}: {cell(why, 200)}"
-                    for k, why in list(call["passed_over"].items())[:20]
-                ),
-            )
-            for call in _routing(folder).get("calls", [])
-        ]
+        calls = _routing(folder).get("calls", [])
+        return [(cell(call["call"], 60), kernels(call), over(call)) for call in calls]
     except (ValueError, KeyError, TypeError, AttributeError):
         return []
 
@@ -187,26 +156,22 @@ def _unlimited(value: Any) -> bool:
     return first in ("max", "-1") or (first.isdecimal() and len(first) < 25 and int(first) >= 2**60)
 
 
+def _fact(name: str, value: Any) -> str:
+    if name in CGROUP and _unlimited(value):
+        return "no limit"
+    return cell(json.dumps(value)) if isinstance(value, (dict, list)) else num(value)
+
+
 def probed(env: Mapping[str, Any]) -> list[Fold]:
     """A fold for each section of the captured environment."""
     out = []
     for name, values in env.items():
-        rows = [
-            (
-                cell(k, 80),
-                "no limit"
-                if k in CGROUP and _unlimited(v)
-                else num(v)
-                if not isinstance(v, (dict, list))
-                else cell(json.dumps(v)),
-            )
-            for k, v in values.items()
-            if k != "text" and v is not None
-        ]
         text = values.get("text")
+        facts = {k: v for k, v in values.items() if k != "text" and v is not None}
+        rows = [(cell(k, 80), _fact(k, v)) for k, v in facts.items()]
         blocks: list[Any] = [Table("|", rows)] if rows else []
         if isinstance(text, str) and text.strip():
-            blocks.append(Code(fence(clip_mid(text, 80))))
+            blocks.append(Code(markdown.fence(markdown.clip_mid(text, 80))))
         if blocks:
             out.append(Fold(cell(name, 60), blocks))
     return out
@@ -232,15 +197,15 @@ def this_run(view: View) -> Section:
     data = view.data
     git, device = data["git"], data["device"]
     python, system = (data["env"].get(name, {}) for name in ("python", "system"))
-    gpu = [device.get("name")]
-    if device.get("name"):
-        gpu += [
-            f"sm {device.get('sm')}",
-            f"{num(device.get('mem_mib'))} MiB",
-            f"driver {device.get('driver')}",
-            device.get("pcie"),
-            f"ECC {device.get('ecc')}",
-        ]
+    gpu = [
+        device.get("name"),
+        f"sm {device.get('sm')}",
+        f"{num(device.get('mem_mib'))} MiB",
+        f"driver {device.get('driver')}",
+        device.get("pcie"),
+        f"ECC {device.get('ecc')}",
+    ]
+    card = ", ".join(str(g) for g in gpu if g) if gpu[0] else f"none: {device.get('reason')}"
     versions = [f"{k} {python[k]}" for k in ("torch", "cuda", "triton") if python.get(k)]
     if flash := (python.get("flash_attn") or data["env"].get("packages", {}).get("flash-attn")):
         versions.append(f"flash-attn {flash}")
@@ -253,9 +218,7 @@ def this_run(view: View) -> Section:
     end = f"ended {data['ended']}" if data["ended"] else "its end was not recorded"
     price, took = data.get("price_per_hour"), data.get("monotonic_s")
     rows = {
-        "GPU": "none was used"
-        if data["scope"] == "cpu"
-        else ", ".join(str(g) for g in gpu if g) or f"none: {device.get('reason')}",
+        "GPU": "none was used" if data["scope"] == "cpu" else card,
         "host": ", ".join(f"{k} {v}" for k, v in system.items() if k in ("os", "cpu", "cores")),
         "commit": f"{git.get('short')}{branch}, {state}",
         "versions": ", ".join([f"python {python.get('version')}", *versions]),
@@ -276,7 +239,7 @@ def files(view: View) -> Section:
         name = path.relative_to(view.folder).as_posix()
         if name not in MADE_HERE and not name.startswith("plots/"):
             fixed = name not in STILL_CHANGING
-            rows.append((code(name), size(path.stat().st_size) if fixed else "-"))
+            rows.append((code(name), markdown.size(path.stat().st_size) if fixed else "-"))
     table = [Table("file|size", rows)] if rows else []
     return Section("Files of the bundle", table, fold=True, issue=False)
 
@@ -290,10 +253,5 @@ def last_words(view: View) -> list[str]:
         "Check the bundle: `sha256sum -c SHA256SUMS` in the folder, or `python -m scripts.oneshot "
         "verify FOLDER`. The runner printed the sha256 of the archive when it packed it.",
     ]
-    if view.shape.issue:
-        words.insert(
-            0,
-            "Every row, the environment and the plots are in `report.md` and "
-            "`report.html` of the bundle.",
-        )
-    return words
+    more = "Every row, the environment and the plots are in `report.md` and `report.html` of the "
+    return [f"{more}bundle.", *words] if view.shape.issue else words

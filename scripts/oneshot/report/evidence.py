@@ -288,16 +288,8 @@ def parity_ops(rows: Sequence[Mapping[str, Any]], shape: Shape) -> Iterator[list
         view = parity_view(worst, shape.text) if worst else dict.fromkeys(PARITY, "-")
         passed = sum(r["status"] == "PASS" for r in mine)
         paths = cell(", ".join(sorted({str(r.get("path_taken")) for r in mine})), 200)
-        yield [
-            code(op, 60),
-            f"{passed}/{len(mine)}",
-            view["case"],
-            view["mae"],
-            view["max_abs"],
-            view["worst_row"],
-            view["margin"],
-            paths,
-        ]
+        shown = [view[name] for name in ("case", "mae", "max_abs", "worst_row", "margin")]
+        yield [code(op, 60), f"{passed}/{len(mine)}", *shown, paths]
 
 
 def parity_table(rows: Sequence[Mapping[str, Any]], shape: Shape, left_out: Sequence[str]) -> Table:

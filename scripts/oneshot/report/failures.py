@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from scripts.oneshot.record.markdown import cell, clip_mid, code, fence, num, span
-from scripts.oneshot.record.outputs import typed
+from scripts.oneshot.record.outputs import repro
 from scripts.oneshot.record.reading import read_text
 from scripts.oneshot.report.blocks import Code, Head, Section, View
 
@@ -68,23 +67,6 @@ def excerpt(log: str, lines: int, source: str) -> str:
     return "\n".join(rows[first : first + lines])
 
 
-def repro(stage: Mapping[str, Any], folder: Path) -> str | None:
-    """The one command that shows a failure again."""
-    written = read_text(folder, f"repro/{stage['id']}.sh")
-    if written:
-        lines = [s for s in written.splitlines() if s.strip() and not s.startswith("#")]
-        command = lines[-1] if lines else None
-    else:
-        given = sorted((stage.get("env") or {}).items())
-        variables = [f"{k}={shlex.quote(str(v))}" for k, v in given]
-        argv = [str(a) for a in stage["argv"]]
-        command = " ".join([*variables, typed(argv)]) if argv else None
-    if command and "$BUNDLE" in command:
-        where = shlex.quote(f"artifacts/runner/{folder.name}")
-        return f"BUNDLE={where}  # the folder of this report\n{command}"
-    return command
-
-
 def failing(view: View) -> list[Mapping[str, Any]]:
     """The stages that went wrong, not those that the budget cut while all was right."""
     bad = {r["stage"] for r in view.rows["test"] if r["outcome"] in ("failed", "error")}
@@ -96,12 +78,15 @@ def failing(view: View) -> list[Mapping[str, Any]]:
     ]
 
 
-def command_block(stage: Mapping[str, Any], folder: Path) -> list[Code]:
+def command_block(view: View, stage: Mapping[str, Any]) -> list[Code]:
     """The whole command that shows a failure again; where its file is, if nobody could type it."""
-    command = repro(stage, folder)
-    if command and len(command) > COMMAND_LIMIT:
-        path = shlex.quote(f"artifacts/runner/{folder.name}/repro/{stage['id']}.sh")
-        command = f"bash {path}"
+    folder, command = f"artifacts/runner/{view.folder.name}", None
+    if stage["argv"]:
+        command = repro(stage, [r for r in view.rows["test"] if r["stage"] == stage["id"]])
+        if "$BUNDLE" in command:
+            command = f"BUNDLE={shlex.quote(folder)}  # the folder of this report\n{command}"
+        if len(command) > COMMAND_LIMIT:
+            command = "bash " + shlex.quote(f"{folder}/repro/{stage['id']}.sh")
     return [Code(fence(command, "bash", whole=True))] if command else []
 
 
@@ -138,7 +123,7 @@ def failures(view: View) -> Section:
             cases,
         ]
         if number >= NAMED or not shape.issue:  # in an issue the first ones are on the first screen
-            blocks += command_block(stage, view.folder)
+            blocks += command_block(view, stage)
         log = read_text(view.folder, stage.get("log")) if shape.log_lines else None
         if log and log.strip():
             shown = fence(excerpt(log, shape.log_lines, str(stage["log"])))

@@ -142,12 +142,8 @@ def speed(view: View) -> Answer:
         more = f"{us(found[0])} ({cell(found[1], 20)})" if found else ""
         bars.append(evidence.bar(row, view.floor, more))
     said = []
-    for name, key, value in (
-        ("prefill", "direction", "fwd"),
-        ("its backward", "direction", "bwd"),
-        ("decode", "direction", None),
-    ):
-        if words := _ratios([r for r in rows if r.get(key) == value], view.floor):
+    for name, way in (("prefill", "fwd"), ("its backward", "bwd"), ("decode", None)):
+        if words := _ratios([r for r in rows if r.get("direction") == way], view.floor):
             said.append(f"{name} {words}")
     answer = f"{'; '.join(said)} as fast as dense attention." if said else "As dense attention."
     unstable = any(r["status"] == "UNSTABLE" for r in rows)
@@ -217,10 +213,7 @@ def to_set(view: View) -> Answer:
     switch, _ = flags.get("NSA_USE_TRITON_SEL", ("auto", "default"))
     sm = tuple(int(n) for n in str(data["device"].get("sm")).split(".") if n.isdecimal())
     in_force = value if type(value) is int else least_selected(Flags(), sm)
-    found, best = (
-        recommendation(data, view.rows["bench"]),
-        proposal.get("sel_triton_min_L"),
-    )
+    found, best = recommendation(data, view.rows["bench"]), proposal.get("sel_triton_min_L")
     if type(best) is not int or found["doubt"]:
         why = found["doubt"] or found["text"]
         return Answer(question, "Nothing: this run speaks for no other setting.", "quiet", [why])
@@ -254,7 +247,7 @@ def failed(view: View) -> Answer:
     for stage in wrong[:NAMED]:
         reason = cell(stage.get("reason") or "some of its results are wrong", 300)
         blocks.append(f"{code(stage['id'], 60)} **{stage['status']}**: {reason}.")
-        blocks += command_block(stage, view.folder)
+        blocks += command_block(view, stage)
     if len(wrong) > NAMED:
         blocks.append(f"and {len(wrong) - NAMED} more, under Failures")
     if cut:

@@ -54,12 +54,14 @@ def _machine(data: Mapping[str, Any]) -> str:
     return text.replace("--", "-\\u002d")
 
 
+Plots = Sequence[tuple[str, str]]
+
+
 def document(
     data: Mapping[str, Any],
     folder: Path,
     shape: Shape,
-    *,
-    plots: Sequence[tuple[str, str]] = (),
+    plots: Plots = (),
     extra: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Everything the templates show, already safe as Markdown."""
@@ -84,14 +86,9 @@ def document(
 def _template(name: str, escape: bool) -> Any:
     import jinja2
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        autoescape=escape,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    how = dict.fromkeys(("trim_blocks", "lstrip_blocks", "keep_trailing_newline"), True)
+    loader, strict = jinja2.FileSystemLoader(TEMPLATES), jinja2.StrictUndefined
+    environment = jinja2.Environment(loader=loader, undefined=strict, autoescape=escape, **how)
     if escape:
         from scripts.oneshot.report import page
 
@@ -106,11 +103,7 @@ def render_text(*args: Any, **kwargs: Any) -> str:
 
 
 def render_page(
-    data: Mapping[str, Any],
-    folder: Path,
-    *,
-    plots: Sequence[tuple[str, str]] = (),
-    extra: Sequence[str] = (),
+    data: Mapping[str, Any], folder: Path, plots: Plots = (), extra: Sequence[str] = ()
 ) -> str:
     """The same report as one HTML page that needs no other file and no network."""
     from scripts.oneshot.report import page

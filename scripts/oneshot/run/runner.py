@@ -148,46 +148,34 @@ class Run:
         if left_out := LEFT_OUT.get(self.profile):
             names = ", ".join(left_out)
             self.note(f"profile {self.profile} leaves out {names}; standard has them", "info")
+        echo = self._echo if self.args.verbose else None
+        how = dict(stop=self.stop, on_row=self._on_row, on_tick=self._on_tick, echo=echo)
+        where = (sys.executable, ROOT, self.folder, self.run_id)
+        self.context = Context(*where, self.redactor, **how)
         try:
             self._stages()
         except Exception as error:  # a fault of the runner itself must not cost what was proven
             self.internal_error = True
             self.note(f"the runner itself failed: {_where(error)}", level="warn")
+        finally:
+            end_waiting(self.context)
         return self._finish()
 
     def _stages(self) -> None:
-        self.context = context = Context(
-            python=sys.executable,
-            root=ROOT,
-            out=self.folder,
-            run_id=self.run_id,
-            redactor=self.redactor,
-            on_row=self._on_row,
-            stop=self.stop,
-            on_tick=self._on_tick,
-            echo=self._echo if self.args.verbose else None,
-        )
-        start_ahead(context, self.stages)
-        try:
-            self._one_by_one(context)
-        finally:
-            end_waiting(context)
-
-    def _one_by_one(self, context: Context) -> None:
+        start_ahead(self.context, self.stages)
         blocked = self._environment()
         for stage in self.stages:
             if stage.id == ENV_STAGE.id:
                 continue
             self.progress.next()
-            reason = self._why_not(stage, blocked)
-            if reason is not None:
+            if (reason := self._why_not(stage, blocked)) is not None:
                 self._end(not_run(stage, *reason))
                 continue
             stage = stage.completed(self.record.results)
             if (reused := self._reusable(stage)) is not None:
                 self._end(reused)
-                continue
-            self._attempt(context, stage)
+            else:
+                self._attempt(stage)
 
     def _take_previous(self) -> None:
         """Keep what an earlier run of this commit left, and read it for --resume.
@@ -228,24 +216,17 @@ class Run:
         answer: dict[str, Any] = {}
 
         def probe() -> None:
+            shown = self.redactor.variables(os.environ)
             answer["all"] = box.collect(
-                root=ROOT,
-                out=self.folder,
-                python=sys.executable,
-                variables=self.redactor.variables(os.environ),
-                setup=self.setup,
-                smi=self.smi,
+                ROOT, self.folder, sys.executable, shown, self.smi, self.setup
             )
 
         worker = threading.Thread(target=probe, daemon=True)
         worker.start()
         while worker.is_alive() and not self.stop.by:
             worker.join(0.05)
-        common: dict[str, Any] = {
-            "timeout_s": stage.timeout_s,
-            "start_s": round(t0 - self.started, 3),
-            "wall_s": round(time.monotonic() - t0, 3),
-        }
+        wall_s, start_s = round(time.monotonic() - t0, 3), round(t0 - self.started, 3)
+        common: dict[str, Any] = dict(timeout_s=stage.timeout_s, start_s=start_s, wall_s=wall_s)
         if "all" not in answer:
             box.abort()
             why = f"stopped by {self.stop.by.upper()}" if self.stop.by else "the capture failed"
@@ -253,36 +234,24 @@ class Run:
             self._end(result_of(stage, Judgement(Status.INFRA, why, kind), **common))
             return why
         env, device, torch = answer["all"]
-        on_gpu = self.scope == "gpu"
+        on_gpu, cards_ = self.scope == "gpu", () if isinstance(self.smi, str) else self.smi
         facts = (self.folder, device, torch, self.git, os.environ, self.setup)
         checks = doctor.examine(doctor.Box(on_gpu, *facts))
-        self.event(
-            "facts",
-            env=env,
-            device=device,
-            env_fingerprint=box.fingerprint(
-                device,
-                torch,
-                os.environ,
-                () if isinstance(self.smi, str) else self.smi,
-                env["system"]["cpu"],
-            ),  # fmt: skip
-            doctor=[asdict(check) for check in checks],
-        )
+        prints = box.fingerprint(device, torch, os.environ, cards_, env["system"]["cpu"])
+        told = [asdict(check) for check in checks]
+        self.event("facts", env=env, device=device, env_fingerprint=prints, doctor=told)
         clean = self.record.env
         self.ballast.guarded(lambda: write_json(self.folder / "env.json", clean))
         self.write("env.txt", box.as_text(clean))
         for line in doctor.lines([c for c in checks if c.level != "OK"]):
             self.progress.line(self.redactor.text(line))
         self._end(result_of(stage, Judgement(Status.PASS), rc=0, **common))
-        if self.scope == "gpu":
+        if on_gpu:
             self.watch.start(self.folder / "telemetry.csv", self.started)
-        if self.scope == "gpu" and device.get("sm") == "8.9":
-            self.note(
-                "SM 8.9: by policy Triton selection is off here; the parity stages and the direct "
-                "kernel benches run it all the same (NSA_TRITON_SEL_FORCE=1)",
-                level="info",
-            )
+        if on_gpu and device.get("sm") == "8.9":
+            self.note("SM 8.9: by policy Triton selection is off here; the parity stages and the "
+                      "direct kernel benches run it all the same (NSA_TRITON_SEL_FORCE=1)",
+                      level="info")  # fmt: skip
         blocks = [c for c in checks if c.level == "BLOCK"]
         return self.redactor.text(blocks[0].text) if blocks else None
 
@@ -322,7 +291,7 @@ class Run:
             return None
         return self.args.budget - RENDER_RESERVE_S - (time.monotonic() - self.started)
 
-    def _attempt(self, context: Context, stage: Stage) -> None:
+    def _attempt(self, stage: Stage) -> None:
         """Run a stage; a second time, and smaller, only after the GPU was out of memory."""
         for attempt in (1, 2):
             half = attempt == 2 and stage.shrinks
@@ -332,13 +301,8 @@ class Run:
             self._start(stage, attempt, stage.log_path)
             if attempt == 1:
                 self.progress.begin(stage)
-            result = run_stage(
-                context,
-                stage,
-                attempt=attempt,
-                budget_left_s=self._budget_left(),
-                run_started=self.started,
-            )
+            how = dict(budget_left_s=self._budget_left(), run_started=self.started)
+            result = run_stage(self.context, stage, attempt=attempt, **how)
             result = self.watch.beside_faults(result)
             bad = result.status in (Status.CRASH, Status.TIMEOUT, Status.FAIL, Status.INFRA)
             if bad and stage.gpu and not self.stop.by:
@@ -367,10 +331,13 @@ class Run:
             result = replace(result, reason=f"{cards.names(result.gpus)}: {result.reason}")
         self.event("stage_end", stage=result.id, result=result.to_json())
         self.progress.end(self.record.results[result.id])
-        self._test_files(result.id)
+        tests = [r for r in self.record.rows.get(result.id, []) if r["kind"] == "test"]
+        if tests:  # of the journal, so that they survive a dead pytest
+            lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in tests)
+            self.write(f"tests/{result.id}.jsonl", lines)
+            self.write(f"tests/{result.id}.junit.xml", junit_xml(result.id, tests))
         if result.status in (Status.FAIL, Status.CRASH, Status.TIMEOUT):
-            rows = self.record.rows.get(result.id, [])
-            self.write(f"repro/{result.id}.sh", repro_script(result, rows))
+            self.write(f"repro/{result.id}.sh", repro_script(result.to_json(), tests))
         self.save()
 
     def _on_row(self, stage: str, row: dict[str, Any]) -> None:
@@ -440,16 +407,6 @@ class Run:
                     lines.append(line)
         if len(lines) > kept:
             self.write(SAMPLES, "\n".join(lines) + "\n")
-
-    # -------------------------------------------------------------- files made of the rows
-
-    def _test_files(self, stage: str) -> None:
-        """tests/<stage>.jsonl and .junit.xml, from the journal: they survive a dead pytest."""
-        rows = [r for r in self.record.rows.get(stage, []) if r["kind"] == "test"]
-        if rows:
-            lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
-            self.write(f"tests/{stage}.jsonl", lines)
-            self.write(f"tests/{stage}.junit.xml", junit_xml(stage, rows))
 
     # -------------------------------------------------------------- the end
 
@@ -528,9 +485,8 @@ class Run:
         self.journal.started = self.started
         self.event("redaction", summary=summary)
         self.journal.close()
-        self.ballast.guarded(
-            lambda: write_json(self.folder / "redactions.json", {**summary, **outcome})
-        )
+        path, told = self.folder / "redactions.json", {**summary, **outcome}
+        self.ballast.guarded(lambda: write_json(path, told))
         return outcome
 
     def _render(self, limit_s: float) -> None:
@@ -692,22 +648,17 @@ def _main(argv: list[str]) -> int:
     stop = Stop(then=box.abort)
     if not (args.dry_run or args.detach):
         stop.install()  # what ends the run from here on leaves a report
-    smi: list[dict[str, Any]] | str
     hardware = box.guarded(box.nvidia_hardware)
-    try:
+    smi = box.smi_or_why(hardware)
+    if args.gpus and hardware and isinstance(smi, str):
         try:
-            smi = box.smi_query()
-        except box.ProbeFailed:
-            if not (args.gpus and hardware):
-                raise
             smi = cards.query_each()
-    except box.ProbeFailed as error:
-        smi = str(error) if hardware else "no NVIDIA hardware"
+        except box.ProbeFailed as error:
+            smi = str(error)
     profile = args.profile
-    if profile == "auto":
-        profile = "standard" if hardware or not isinstance(smi, str) else "cpu"
-    elif profile == "gpu":
-        profile = "standard"
+    if profile in ("auto", "gpu"):
+        there = profile == "gpu" or hardware or not isinstance(smi, str)
+        profile = "standard" if there else "cpu"
     if args.gpus and (profile == "cpu" or (isinstance(smi, str) and not hardware)):
         why = "profile cpu uses none" if args.profile == "cpu" else "no NVIDIA hardware is visible"
         say(f"--gpus names GPUs, got {args.gpus!r}, but {why}")

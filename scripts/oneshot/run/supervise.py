@@ -60,13 +60,9 @@ class Stop:
         return self._read
 
     def install(self) -> None:
-        signal.signal(signal.SIGINT, self._handle)
-        signal.signal(signal.SIGTERM, self._handle)
-        for name in _LIKE_SIGTERM:
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), self._handle)
-        if hasattr(signal, "SIGHUP"):
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for name in ("SIGINT", "SIGTERM", *_LIKE_SIGTERM):
+            signal.signal(getattr(signal, name), self._handle)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def _handle(self, number: int, _frame: Any) -> None:
         if self.by == "sigint" and number == signal.SIGINT and time.monotonic() - self.at > 0.2:
@@ -218,7 +214,6 @@ class _Channel:
     def __init__(self, context: Context, stage: Stage) -> None:
         self.rows: list[dict[str, Any]] = []
         self.unreadable = 0
-        self.first_problem: str | None = None
         self._context, self._stage = context, stage
         self._buffer = b""
         self._skipping = False
@@ -232,8 +227,7 @@ class _Channel:
             elif line.strip():
                 self._line(line)
         if len(self._buffer) > ROW_CAP_BYTES:
-            if not self._skipping:
-                self._problem(f"a line of more than {ROW_CAP_BYTES} bytes")
+            self.unreadable += not self._skipping
             self._buffer, self._skipping = b"", True
 
     def close(self) -> None:
@@ -241,20 +235,15 @@ class _Channel:
             self._line(self._buffer)
         self._buffer = b""
 
-    def _problem(self, text: str) -> None:
-        self.unreadable += 1
-        self.first_problem = self.first_problem or text
-
     def _line(self, line: bytes) -> None:
         try:
-            row = parse_row(line)
-        except RowError as error:
-            self._problem(str(error))
+            row = self._context.redactor.value(parse_row(line))
+        except RowError:
+            self.unreadable += 1
             return
-        row = self._context.redactor.value(row)
         if row["kind"] != "progress":
             if len(self.rows) >= ROWS_CAP:
-                self._problem(f"more than {ROWS_CAP} rows")
+                self.unreadable += 1
                 return
             self.rows.append(row)
         self._context.on_row(self._stage.id, row)
@@ -267,8 +256,7 @@ class _Child:
         self.context, self.stage, self.timeout_s = context, stage, timeout_s
         self.log = StageLog(context.out / stage.log_path, context.redactor, echo=context.echo)
         self.channel = _Channel(context, stage)
-        self.abandoned = False
-        self.hurried = False
+        self.abandoned = self.hurried = False
         tag = _tag(context, stage, attempt)
         try:
             started = _waited(context, stage) or _start(context, stage, tag)
@@ -311,9 +299,8 @@ class _Child:
             self.family.look()
         if now >= self._next_tick:
             self._next_tick = now + 0.5
-            self.context.on_tick(
-                self.stage.id, now - self.started, self.timeout_s, self.channel.rows
-            )
+            elapsed = now - self.started
+            self.context.on_tick(self.stage.id, elapsed, self.timeout_s, self.channel.rows)
         open_fds = self._selector.get_map()
         return self._rows_fd in open_fds or self._out_fd in open_fds
 
@@ -325,8 +312,7 @@ class _Child:
             now = self.context.clock()
             if now >= deadline or (stop_counts and self.context.stop.by):
                 return False
-            listening = self.pump(min(0.1, deadline - now))
-            if not listening:
+            if not self.pump(min(0.1, deadline - now)):
                 time.sleep(0.01)
 
     def end(self, *, hurried: bool) -> None:
@@ -415,8 +401,7 @@ def run_stage(
     if lost := child.log.lost():
         context.on_row(stage.id, {"kind": "note", "level": "warn", "text": f"{stage.id}: {lost}"})
     rc = child.process.poll()
-    rows, channel = child.channel.rows, child.channel
-    lines = list(child.log.recent)
+    rows, lines = child.channel.rows, list(child.log.recent)
     cause = cause_of(lines)
 
     if stopped:
@@ -429,17 +414,13 @@ def run_stage(
         grew = oom_before is not None and (oom_kills() or 0) > oom_before
         kind = "OOM_HOST" if rc == -signal.SIGKILL and grew else cause
         judgement = Judgement(Status.CRASH, f"killed by {_signal_name(rc)}", kind)
-    elif rc not in (0, None) and any(
-        line.startswith("+++") and "Timeout" in line for line in lines
-    ):
+    elif rc and any(line.startswith("+++") and "Timeout" in line for line in lines):
         judgement = Judgement(Status.TIMEOUT, "one test ran over its own limit")
     else:
-        after = {name: _stamp(context.out / name) for name in stage.outputs}
-        missing = tuple(o for o in stage.outputs if after[o] in (None, before[o]))
-        traceback = child.log.uncaught_error()
+        missing = tuple(o for o in stage.outputs if _stamp(context.out / o) in (None, before[o]))
         judgement = judge(
-            stage, rc, rows, unreadable=channel.unreadable, missing_outputs=missing,
-            traceback=traceback,
+            stage, rc, rows, unreadable=child.channel.unreadable, missing_outputs=missing,
+            traceback=child.log.uncaught_error(),
         )  # fmt: skip
         if judgement.status in (Status.CRASH, Status.FAIL) and judgement.kind in (None, "ASSERT"):
             judgement = Judgement(judgement.status, judgement.reason, cause or judgement.kind)
@@ -460,10 +441,8 @@ def run_stage(
 def _signal_name(rc: int | None) -> str | None:
     if rc is None or rc >= 0:
         return None
-    try:
-        return signal.Signals(-rc).name
-    except ValueError:
-        return f"signal {-rc}"
+    known = -rc in {int(number) for number in signal.Signals}
+    return signal.Signals(-rc).name if known else f"signal {-rc}"
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
