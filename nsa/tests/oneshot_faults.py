@@ -257,6 +257,21 @@ if "--fewer" not in sys.argv:
     raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
 passed()
 """,
+    # The stage sys.argv[2] of a card: right, but for the sanity stage of the card CUDA_TEST_BAD.
+    "card": """
+visible, name = os.environ["CUDA_VISIBLE_DEVICES"], sys.argv[2]
+bad, _, fault = os.environ["CUDA_TEST_BAD"].partition(":")
+if name == "health":
+    other = {"gpu": int(sys.argv[-1])} if "--gpu" in sys.argv else {}
+    send("health", device="Test GPU", copy_gbs=1000.0 + int(visible), status="OK", why=[], **other)
+elif name == "sanity" and bad in visible.split(","):
+    if fault == "killed":  # the driver no longer knows the card
+        os.unlink(os.environ["CUDA_TEST_DEAD"].replace("dead", "cards/" + bad))
+    behave(fault)
+else:
+    passed()
+    parity(case=f"{name}/{visible}")
+""",
     **{f"xid_{number}": f"report_xid({number})" for number in (31, 48, 79)},
     **{f"cuda_{name}": f"cuda_{name}()" for name in ("illegal", "all_memory", "hoard_and_hang")},
 }
@@ -339,6 +354,17 @@ TORCH_FACTS = {
 }  # fmt: skip
 
 
+def of_cards() -> list:
+    """The stages of a run on several cards."""
+    from scripts.oneshot.box import cards, env
+
+    card = lambda name, **how: stage("card", id=name, gpu=True, argv=(*stage("card").argv, name),
+                                     **{"proof": "parity", **how})  # fmt: skip
+    env.nvidia_hardware = lambda: "a fake one"
+    cards._together = lambda good, profile: [cards._on(card("nccl"), good)]
+    return [card("sanity"), card("health", proof="row", required=False), card("later")]
+
+
 def run_faults(names: list[str], argv: list[str]) -> int:
     """The `run` verb with these stages instead of the profile's.
 
@@ -354,11 +380,12 @@ def run_faults(names: list[str], argv: list[str]) -> int:
     if not os.environ.get("REAL_BOX"):
         env.torch_facts = lambda *_: TORCH_FACTS
     real = {s.id: s for s in stages.plan("quick")}
-    install(json.loads(os.environ.get("ONESHOT_FAULT", "{}")))
+    fault = json.loads(os.environ.get("ONESHOT_FAULT", "{}"))
+    install(fault)
     if os.environ.get("NO_RENDER"):
         runner.Run._render = lambda self, limit_s: None
-    planned = [stages.ENV_STAGE]
-    for name in names:
+    planned = [stages.ENV_STAGE, *(of_cards() if "cards" in fault else ())]
+    for name in filter(None, names):
         if name.startswith("@"):
             planned.append(real[name[1:]])
             continue
@@ -437,7 +464,7 @@ def install(fault: dict) -> None:
     full_in: "module.function" that finds no space; git: root of the repository that is looked at;
     lose: an event like that of kill, after which the folder is "deleted", "moved" or "replaced"
     (`how`); gates: what the redaction gate finds each time; fails: a stage in which the runner
-    itself fails; also: arguments of every stage, by stages that passed.
+    itself fails; also: arguments of every stage, by stages that passed; cards: see of_cards().
     """
     import functools
 

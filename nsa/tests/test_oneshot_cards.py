@@ -7,18 +7,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from nsa.tests.oneshot_faults import FAKE_SMI, fake_gpu
+from nsa.tests import oneshot_faults as faults
+from nsa.tests.oneshot_faults import ROOT
 from scripts.oneshot.box import cards, watch
 from scripts.oneshot.box.env import ProbeFailed
 from scripts.oneshot.record.model import RunRecord
 from scripts.oneshot.run import stages
 
-ROOT = Path(__file__).resolve().parents[2]
 GPUS = [{"uuid": f"GPU-{i}{i}{i}{i}", "name": "Test GPU"} for i in range(4)]
 LOST = {"problem": "nvidia-smi ended with 15: GPU is lost"}
 
@@ -109,52 +108,10 @@ def test_a_lost_card_is_left_out_of_what_runs_together():
 
 # ---- whole runs on a box with a fake driver ------------------------------------------------------
 
-# A stage of every card: right on good ones; `BAD` is "number:fault".
-CHILD = """
-import os, sys
-sys.path.insert(0, {root!r})
-from nsa.tests import oneshot_faults as f
-visible = os.environ["CUDA_VISIBLE_DEVICES"]
-bad, _, fault = os.environ.get("NSA_BAD", "").partition(":")
-name = sys.argv[1]
-if "--gpu" in sys.argv or name == "health":
-    number = {{"gpu": int(sys.argv[-1])}} if "--gpu" in sys.argv else {{}}
-    f.send("health", device="Test GPU", copy_gbs=1000.0 + int(visible), status="OK", why=[],
-           **number)
-elif bad in visible.split(",") and name == "sanity":
-    if fault == "killed":  # the driver no longer knows the card
-        os.unlink(os.environ["CUDA_TEST_DEAD"].replace("dead", "cards/" + bad))
-    f.behave(fault)
-else:
-    f.passed()
-    f.parity(case=f"{{name}}/{{visible}}", status="PASS")
-"""
-
-DRIVER = """
-import json, os, sys
-sys.path.insert(0, {root!r})
-from nsa.tests import oneshot_faults as f
-from scripts.oneshot.box import cards, env
-from scripts.oneshot.run import runner, stages
-from scripts.oneshot.record.model import Stage
-f.private_locks()
-env.torch_facts = lambda *_: f.TORCH_FACTS
-env.nvidia_hardware = lambda: "a fake one"
-child = ("{{python}}", {child!r})
-def stage(name, **k):
-    k = dict(proof="parity", timeout_s=20.0, estimate_s=1.0) | k
-    return Stage(name, name, (*child, name), **k)
-cards._together = lambda good, profile: [cards._on(stage("nccl"), good)]
-runner.plan = lambda profile: [
-    stages.ENV_STAGE, stage("sanity"), stage("health", proof="row", required=False), stage("later")
-]
-raise SystemExit(runner.main(sys.argv[1:]))
-"""
-
 
 def smi(folder, count, broken=()):
     """A fake nvidia-smi of `count` cards; asked for all, it fails if one of them is broken."""
-    lines = [FAKE_SMI.replace("GPU-12345678", f"GPU-{i}2345678") for i in range(count)]
+    lines = [faults.FAKE_SMI.replace("GPU-12345678", f"GPU-{i}2345678") for i in range(count)]
     (folder / "cards").mkdir()
     for i, text in enumerate(lines):
         if i not in broken:
@@ -174,79 +131,63 @@ def smi(folder, count, broken=()):
     script.chmod(0o755)
 
 
-def go(tmp_path, count, *options, bad="", broken=(), render=False):
-    """(exit code, console, bundle, folder) of a run on `count` fake cards."""
-    variables = fake_gpu(tmp_path)
+def go(tmp_path, count, bad="", broken=(), render=False):
+    """A run on `count` fake cards. bad: "number:fault" of the one whose sanity stage goes wrong."""
+    env = faults.fake_gpu(tmp_path) | {"CUDA_TEST_BAD": bad, "CUDA_VISIBLE_DEVICES": ""}
     smi(tmp_path, count, broken)
-    child, driver, out = (tmp_path / n for n in ("child.py", "driver.py", "out"))
-    child.write_text(CHILD.format(root=str(ROOT)))
-    text = DRIVER.format(root=str(ROOT), child=str(child))
-    if not render:
-        text = text.replace("raise System", "runner.Run._render = lambda s, t: None\nraise System")
-    driver.write_text(text)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("NSA_", "CUDA_"))}
-    # The one variable of the children; the doctor would take it for a typing error.
-    child.write_text(child.read_text().replace('os.environ.get("NSA_BAD", "")', repr(bad)))
-    done = subprocess.run(
-        [sys.executable, str(driver), str(out), "--commit", "abc1234f", "--profile", "standard",
-         *options],
-        capture_output=True, text=True, timeout=100, cwd=ROOT, env={**environ, **variables},
-    )  # fmt: skip
-    folder = out / "abc1234"
-    bundle = json.loads((folder / "bundle.json").read_text()) if folder.exists() else None
-    return done.returncode, done.stdout + done.stderr, bundle, folder
+    how = dict(env=env, fault={"cards": True}, render=render)
+    return faults.go(tmp_path / "out", "", "--profile", "standard", "--gpus", "all", **how)
 
 
-def ends(bundle):
-    return {s["id"]: s["status"] for s in bundle["stages"] if s["id"] != "env"}
+def ends(done):
+    return {s["id"]: s["status"] for s in done.bundle["stages"] if s["id"] != "env"}
 
 
 def test_a_wrong_card_is_named_and_the_others_stand(tmp_path):
     pytest.importorskip("jinja2")
-    code, console, bundle, folder = go(tmp_path, 3, "--gpus", "all", bad="1:liar", render=True)
+    done = go(tmp_path, 3, bad="1:liar", render=True)
     want = dict.fromkeys(["sanity", "health", "health_gpu1", "health_gpu2", "sanity_gpu1",
                           "sanity_gpu2", "nccl", "later"], "PASS")  # fmt: skip
-    assert ends(bundle) == {**want, "sanity_gpu1": "FAIL"}, console
-    assert code == 1 and "wrong: sanity_gpu1 (GPU 1)" in bundle["verdict"]["one_line"]
-    reason = next(s["reason"] for s in bundle["stages"] if s["id"] == "sanity_gpu1")
-    assert reason.startswith("GPU 1: 1 of 2 tests failed")
+    assert ends(done) == {**want, "sanity_gpu1": "FAIL"}, done.console
+    bundle = done.bundle
+    assert done.code == 1 and "wrong: sanity_gpu1 (GPU 1)" in bundle["verdict"]["one_line"]
+    assert done.stage("sanity_gpu1")["reason"].startswith("GPU 1: 1 of 2 tests failed")
     cases = {"sanity/0", "sanity/2", "nccl/0,1,2", "later/0"}
     assert {r["case"] for r in bundle["parity"]} == cases
     assert bundle["health"]["copy_gbs"] == 1000.0
-    assert {k: v["copy_gbs"] for k, v in bundle["health"]["gpus"].items()} == {
-        "1": 1001.0, "2": 1002.0
-    }  # fmt: skip
-    text = (folder / "report.md").read_text()
+    others = {k: v["copy_gbs"] for k, v in bundle["health"]["gpus"].items()}
+    assert others == {"1": 1001.0, "2": 1002.0}
+    text = (done.folder / "report.md").read_text()
     assert text.count("is not good") == 1 and "GPU 1 is not good: sanity_gpu1 FAIL" in text
     assert "| 0 | Test GPU | 1000 | - | 1/1 | good |" in text
     assert "| 2 | Test GPU | 1002 | - | 1/1 | good |" in text
     assert "- 2 of 3 GPUs are good\n" in text
-    assert '<section id="gpus">' in (folder / "report.html").read_text()
-    assert "CUDA_VISIBLE_DEVICES=1" in (folder / "repro" / "sanity_gpu1.sh").read_text()
+    assert '<section id="gpus">' in (done.folder / "report.html").read_text()
+    assert "CUDA_VISIBLE_DEVICES=1" in (done.folder / "repro" / "sanity_gpu1.sh").read_text()
 
 
 def test_a_lost_card_costs_its_own_stages_only(tmp_path):
-    code, console, bundle, _ = go(tmp_path, 3, "--gpus", "all", broken=(1,))
-    assert ends(bundle) == {
+    done = go(tmp_path, 3, broken=(1,))
+    assert ends(done) == {
         "sanity": "PASS", "health": "PASS", "health_gpu1": "INFRA", "sanity_gpu1": "NOT_RUN",
         "health_gpu2": "PASS", "sanity_gpu2": "PASS", "nccl": "PASS", "later": "PASS",
-    }, console  # fmt: skip
-    assert code == 4 and "broken: health_gpu1 (GPU 1)" in bundle["verdict"]["one_line"]
-    lost = next(s for s in bundle["stages"] if s["id"] == "health_gpu1")
+    }, done.console  # fmt: skip
+    assert done.code == 4
+    assert "broken: health_gpu1 (GPU 1)" in done.bundle["verdict"]["one_line"]
+    lost = done.stage("health_gpu1")
     assert lost["kind"] == "GPU_LOST" and "GPU 1 is lost" in lost["reason"]
-    assert "nccl/0,2" in {r["case"] for r in bundle["parity"]}
+    assert "nccl/0,2" in {r["case"] for r in done.bundle["parity"]}
 
 
 def test_a_card_that_dies_in_a_stage_is_not_used_again(tmp_path):
     """Its stage is killed and nvidia-smi no longer knows card 1; the others go on without it."""
-    code, console, bundle, _ = go(tmp_path, 2, "--gpus", "all", bad="1:killed")
-    assert ends(bundle) == {
+    done = go(tmp_path, 2, bad="1:killed")
+    assert ends(done) == {
         "sanity": "PASS", "health": "PASS", "health_gpu1": "PASS", "sanity_gpu1": "CRASH",
         "nccl": "NOT_RUN", "later": "PASS",
-    }, console  # fmt: skip
-    assert code == 4 and "GPU 1: it does not answer after sanity_gpu1" in console
-    nccl = next(s for s in bundle["stages"] if s["id"] == "nccl")
-    assert nccl["reason"].startswith("GPU 1: it does not answer")
+    }, done.console  # fmt: skip
+    assert done.code == 4 and "GPU 1: it does not answer after sanity_gpu1" in done.console
+    assert done.stage("nccl")["reason"].startswith("GPU 1: it does not answer")
 
 
 def test_no_card_that_answers_is_no_gpu(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa.tests.oneshot_faults import ROOT
+from nsa.tests import oneshot_faults as faults
+from nsa.tests.oneshot_faults import ROOT, Outcome, go
 from nsa.tests.oneshot_samples import write_sample
-from nsa.tests.test_oneshot_faults import bundle_of, run
 from scripts import setup_env
 from scripts.oneshot.box.checkout import git_facts
+from scripts.oneshot.compare import verify
 from scripts.oneshot.record.journal import Journal
 from scripts.oneshot.record.outputs import scp_line
 from scripts.oneshot.run import attach, runner, stages
 from scripts.oneshot.run.arguments import seconds
-from scripts.oneshot.run.lock import folder_lock
+from scripts.oneshot.run.lock import Lock, folder_lock, gpu_lock
 
 
 def verb(*args, **kwargs):
@@ -44,8 +46,9 @@ def test_sources_edited_during_the_run_are_not_clean(with_git, tmp_path):
 
     def bundle(stages, *options):
         how = dict(fault={"git": str(tmp_path / "src")}, env={"CUDA_TEST_EDIT": str(source)})
-        run(tmp_path / "out", stages, *given, *options, **how)
-        return bundle_of(next(p for p in (tmp_path / "out").iterdir() if p.is_dir()))
+        go(tmp_path / "out", stages, *given, *options, **how)
+        (folder,) = (p for p in (tmp_path / "out").iterdir() if p.is_dir())
+        return json.loads((folder / "bundle.json").read_text())
 
     edited = bundle("pass,edit")
     git = edited["git"]
@@ -61,33 +64,27 @@ def test_sources_edited_during_the_run_are_not_clean(with_git, tmp_path):
 
 
 def test_budget_skips_and_says_so(tmp_path):
-    code, console, folder = run(tmp_path, "pass,hang", "--budget", "11s")
-    bundle = bundle_of(folder)
-    kinds = {s["id"]: s["kind"] for s in bundle["stages"]}
-    assert code == 3 and bundle["ended_by"] == "budget" and kinds["hang"] == "BUDGET", console
+    done = go(tmp_path, "pass,hang", "--budget", "11s")
+    bundle = done.bundle
+    assert done.code == 3 and bundle["ended_by"] == "budget", done.console
+    assert done.stage("hang")["kind"] == "BUDGET"
     assert "; its budget was spent; 0/0 tests; " in bundle["verdict"]["one_line"]
 
 
-def test_a_stage_gets_arguments_from_one_that_passed(tmp_path):
+def test_a_stage_gets_arguments_from_one_that_passed_and_only_makes_a_partial_run(tmp_path):
     also = {"pass": ["more"], "skip": ["no"]}
-    _, _, folder = run(tmp_path, "skip,pass,bench", fault={"also": also})
-    argv = {s["id"]: s["argv"] for s in bundle_of(folder)["stages"]}
+    done = go(tmp_path, "skip,pass,bench,raise", "--skip", "raise", fault={"also": also})
+    argv = {s["id"]: s["argv"] for s in done.bundle["stages"]}
     assert argv["pass"][-1] == "pass" and argv["bench"][-2:] == ["bench", "more"]
-
-
-def test_only_and_skip_make_a_partial_run(tmp_path):
-    code, _, folder = run(tmp_path, "pass,raise", "--only", "pass")
-    bundle = bundle_of(folder)
-    assert code == 0 and bundle["partial"] == "--only pass"
-    assert [s["id"] for s in bundle["stages"]] == ["env", "pass"]
-    assert "partial run" in bundle["verdict"]["one_line"]
+    assert list(argv) == ["env", "skip", "pass", "bench"]
+    assert done.bundle["partial"] == "--skip raise"
+    assert "partial run (--skip raise)" in done.bundle["verdict"]["one_line"]
 
 
 def test_unknown_flag_of_the_caller_blocks(tmp_path):
-    code, console, folder = run(tmp_path, "pass", env={"NSA_USE_TRITONSEL": "1"})
-    bundle = bundle_of(folder)
-    assert code == 3 and "NSA_USE_TRITON_SEL" in console
-    assert bundle["stages"][1]["status"] == "NOT_RUN"
+    done = go(tmp_path, "pass", env={"NSA_USE_TRITONSEL": "1"})
+    assert done.code == 3 and "NSA_USE_TRITON_SEL" in done.console
+    assert done.stage("pass")["status"] == "NOT_RUN"
 
 
 @pytest.mark.parametrize("argv", [
@@ -119,9 +116,9 @@ def test_gpus_without_a_gpu_are_a_usage_error(monkeypatch, capsys):
 
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "abc1234").write_text("x")
-    code, console, _ = run(tmp_path, "pass")
-    assert code == 4 and "Traceback" not in console
-    (line,) = console.splitlines()
+    done = go(tmp_path, "pass")
+    assert done.code == 4
+    (line,) = done.console.splitlines()
     assert "the runner itself failed" in line and "abc1234" in line
 
 
@@ -155,7 +152,7 @@ def test_gpu_profile_without_a_gpu_says_not_run(tmp_path):
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 3, done.stdout + done.stderr
-    bundle = bundle_of(tmp_path / "out" / "abc1234")
+    bundle = Outcome(3, "", tmp_path / "out").bundle
     assert bundle["verdict"]["status"] == "NOT_RUN"
     assert {s["status"] for s in bundle["stages"][1:]} == {"NOT_RUN"}
     blocks = [c["text"] for c in bundle["doctor"] if c["level"] == "BLOCK"]
@@ -248,3 +245,68 @@ def test_dry_run_lists_stages():
     done = verb("run", "--dry-run", "--profile", "cpu")
     assert done.returncode == 0 and "train_showcase" in done.stdout
     assert json.dumps(done.stdout)  # plain text
+
+
+# ---- beside what earlier and other runs left -----------------------------------------------------
+
+
+def test_private_values_that_are_words_of_the_report_garble_nothing(tmp_path):
+    pytest.importorskip("jinja2", reason="the report needs jinja2")
+    from nsa.tests.test_oneshot_page import inert
+
+    env = {"USER": "max", "SESSION_MODE": "stage_end", "AUTH_MODE": "required",
+           "X_AUTH": "duration"}  # fmt: skip
+    done = go(tmp_path, "pass,bench", env=env, render=True)
+    assert done.code == 0, done.console
+    assert list(verify.check(done.folder)) == []
+    page = (done.folder / "report.html").read_text()
+    inert(page)
+    assert "max-width" in page and "max-abs" in page
+    rows = (done.folder / "tests" / "pass.jsonl").read_text().splitlines()
+    assert all("duration_s" in json.loads(row) for row in rows)
+
+
+def test_earlier_runs_stay_as_they_were_sealed(tmp_path):
+    """What is a secret only since then changes no byte of them; their archive goes."""
+    go(tmp_path, "pass")
+    done = go(tmp_path, "pass", env={"MY_TOKEN": "Test GPU"})
+    folder = done.folder
+    (earlier,) = (folder / "prev").iterdir()
+    assert done.code == 0 and list(verify.check(folder)) == list(verify.check(earlier)) == []
+    assert "Test GPU" in (earlier / "env.txt").read_text()
+    assert "Test GPU" not in (folder / "env.txt").read_text()
+    archive = folder.with_name(folder.name + ".tgz")
+    assert archive.exists()
+    done = go(tmp_path, "pass", fault={"kill": "stage_start:pass"})
+    assert done.code == -9 and not archive.exists()
+    assert len(list(folder.glob("prev/*/report.md"))) == 2
+
+
+def test_nothing_is_taken_over_from_another_card(tmp_path):
+    """A box of the same kind, rented again: its card has another UUID."""
+    env, smi = faults.fake_gpu(tmp_path), tmp_path / "bin" / "nvidia-smi"
+    for uuid, taken in (("GPU-12345678", []), ("GPU-12345678", ["pass"]), ("GPU-87654321", [])):
+        smi.write_text(re.sub(r"GPU-\d{8}", uuid, smi.read_text()))
+        done = go(tmp_path / "out", "pass!", "--profile", "standard", "--resume", env=env)
+        assert sum(done.bundle["resumed"].values(), []) == taken, done.console
+
+
+def test_one_run_per_gpu_whatever_the_folder(tmp_path):
+    """Another card of the box is free: the one that a run sees is asked, locked and described."""
+    env, smi = faults.fake_gpu(tmp_path), tmp_path / "bin" / "nvidia-smi"
+    second = faults.FAKE_SMI.replace("GPU-12345678", "GPU-87654321").replace("300.00", "250")
+    smi.write_text(smi.read_text() + f"echo '{second}'\n")
+    first, other = (
+        Lock(tmp_path / gpu_lock(line.split(",")[0]).path.name, "the GPU")
+        for line in (faults.FAKE_SMI, second)
+    )
+    run = lambda card: go(tmp_path / card, "pass!", "--profile", "standard",
+                          env={**env, "CUDA_VISIBLE_DEVICES": card})  # fmt: skip
+    first.acquire()
+    held, free = run("0"), run("1")
+    assert held.code == 75 and "the GPU is held by process" in held.console
+    assert free.code == 0 and free.bundle["device"]["power_limit_w"] == 250, free.console
+    other.acquire()
+    assert run("1").code == 75
+    other.release()
+    first.release()

@@ -14,8 +14,7 @@ import time
 import pytest
 
 from nsa.tests import oneshot_faults
-from nsa.tests.oneshot_faults import ROOT
-from nsa.tests.test_oneshot_faults import bundle_of
+from nsa.tests.oneshot_faults import ROOT, Outcome
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
@@ -23,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("cuda")
 def finish(process, out, limit_s=240):
     """(exit code, console, stages by name, folder) of a started run."""
     console, _ = process.communicate(timeout=limit_s)
-    folder = out / "abc1234"
-    return process.returncode, console, {s["id"]: s for s in bundle_of(folder)["stages"]}, folder
+    done = Outcome(process.returncode, console, out)
+    return done.code, console, {s["id"]: s for s in done.bundle["stages"]}, done.folder
 
 
 def start(out, stages):
