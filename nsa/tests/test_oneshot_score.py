@@ -9,6 +9,7 @@ import pytest
 
 from nsa.tests.oneshot_samples import bench_row, real_rows
 from nsa.tests.test_oneshot_compare import made
+from nsa.tests.test_oneshot_compare import other_sources as other_sources
 from scripts.oneshot.__main__ import main
 from scripts.oneshot.compare import export, trend, verify
 from scripts.oneshot.record import bundle
