@@ -71,6 +71,10 @@ class Case:
     render: bool = False  # the full report, not only the short one
     gpu: bool = False
     told: tuple[str, ...] = ()  # what `verify` must say besides, as patterns
+    ends: dict[str, str] = field(default_factory=dict)  # of stages: status, and its kind if asked
+    said: tuple[str, ...] = ()  # on the console
+    noted: tuple[str, ...] = ()  # in the notes of the report
+    logged: dict[str, tuple[str, ...]] = field(default_factory=dict)
     check: Callable[[Outcome], None] = lambda outcome: None
 
 
@@ -169,6 +173,14 @@ def held(case: Case, outcome: Outcome) -> None:
         whole(outcome, case.told)
         assert outcome.console.rstrip().endswith(f"exit code {case.code}")
     nothing_leaked(outcome)
+    for name, ending in case.ends.items():
+        stage = outcome.stage(name)
+        assert f"{stage['status']} {stage['kind']} ".startswith(f"{ending} "), stage
+    assert all(word in outcome.console for word in case.said), outcome.console
+    assert all(word in outcome.texts() for word in case.noted), outcome.texts()
+    for name, words in case.logged.items():
+        log = (outcome.folder / "logs" / f"{name}.log").read_text()
+        assert all(word in log for word in words), log
     case.check(outcome)
 
 
@@ -215,7 +227,7 @@ def every_ending(outcome: Outcome) -> None:
     assert not (outcome.folder / "repro" / "pass.sh").exists()
     xml = (outcome.folder / "tests" / "liar.junit.xml").read_text()
     assert 'failures="1"' in xml and "1 != 2" in xml
-    noted(outcome, "eats_its_log.log was removed or replaced while it ran")
+    assert "eats_its_log.log was removed or replaced while it ran" in outcome.texts()
     gone(outcome, "new.csv")
     with tarfile.open(outcome.folder.with_name(COMMIT + ".tgz")) as tar:
         assert {m.uid for m in tar} == {0} and {m.uname for m in tar} == {""}
@@ -238,12 +250,10 @@ CASES = {
     ),
     "stages that hang, hear no signal or leave grandchildren": Case(
         "hang:1,deaf:1,orphans,bench", 4, "BROKEN",
-        check=lambda o: (
-            expect(o, hang="TIMEOUT", deaf="TIMEOUT", orphans="PASS", bench="PASS"),
-            ended(o, "deaf", "SIGKILL"), logged(o, "orphans", "outlived the stage"),
-            logged(o, "hang", "going to sleep"),
-            logged(o, "hang", "<fault hang>"),  # the stack of every thread
-        ),
+        ends=dict(hang="TIMEOUT", deaf="TIMEOUT", orphans="PASS", bench="PASS"),
+        # With the stack of every thread.
+        logged={"hang": ("going to sleep", "<fault hang>"), "orphans": ("outlived the stage",)},
+        check=lambda o: ended(o, "deaf", "SIGKILL"),
     ),
     # The supervisor is killed, in a stage and while it packs.
     "killed in a stage": Case(
@@ -256,21 +266,19 @@ CASES = {
     # Signals.
     "SIGTERM before the run began": Case(
         "pass", 143, "STOPPED", {"signal_in": "box.checkout.git_facts", "name": "SIGTERM"},
-        check=lambda o: expect(o, **{"pass": "NOT_RUN"}),
+        ends={"pass": "NOT_RUN"},
     ),
     "SIGQUIT while the box is looked at": Case(
         "pass,bench", 143, "STOPPED", {"signal": "stage_start:env", "name": "SIGQUIT"},
-        check=lambda o: (
-            expect(o, bench="NOT_RUN"), noted(o, "SIGQUIT came, and ended the run as SIGTERM does"),
-        ),
+        ends={"bench": "NOT_RUN"}, noted=("SIGQUIT came, and ended the run as SIGTERM does",),
     ),
     "SIGTERM in a hung stage": Case(
         "pass,hang,bench", 143, "STOPPED", {"signal": "row:hang", "name": "SIGTERM"},
-        check=lambda o: expect(o, hang="INFRA", bench="NOT_RUN"),
+        ends=dict(hang="INFRA", bench="NOT_RUN"),
     ),
     "SIGINT in a stage that is deaf": Case(
         "pass,deaf", 130, "STOPPED", {"signal": "row:deaf", "name": "SIGINT"},
-        check=lambda o: (expect(o, deaf="INFRA"), kind(o, "deaf", "PREEMPTED")),
+        ends={"deaf": "INFRA PREEMPTED"},
     ),
     "SIGTERM after the last stage": Case(
         "pass", 0, "PASS", {"signal": "run_end", "name": "SIGTERM"}, render=True,
@@ -283,31 +291,31 @@ CASES = {
     # The runner itself.
     "gate that finds what it cannot clean": Case(
         "pass", 6, "FAIL", {"gates": ["failed", "failed"]}, told=NOT_REDACTED,
-        check=lambda o: unpacked(o, "not packed"),
+        said=("not packed",), check=lambda o: unpacked(o),
     ),
     "gate that finds something in the reports": Case(
         "pass", 6, "FAIL", {"gates": ["clean", "failed"]}, told=NOT_REDACTED, render=True,
-        check=lambda o: unpacked(o, "redaction FAILED, do not post this"),
+        said=("redaction FAILED, do not post this",), check=lambda o: unpacked(o),
     ),
     "runner that fails in the midst of a run": Case(
         "pass,slow", 4, "BROKEN", {"fails": "slow"},
-        check=lambda o: (expect(o, **{"pass": "PASS"}, slow="CRASH"), said(o, "ZeroDivision")),
+        ends={"pass": "PASS", "slow": "CRASH"}, said=("ZeroDivision",),
     ),
     # The disk of the bundle.
     "disk full from the start": Case(
         "pass,bench", 0, "PASS", {"disk": 15_000}, exit_code=4, cut_off=True,
-        check=lambda o: said(o, "bundle.json could not be written", "exit code 4"),
+        said=("bundle.json could not be written", "exit code 4"),
     ),
     "disk full in the middle of a log": Case(
-        "pass,chatty,bench", 0, "PASS", {"disk": 300_000}, check=lambda o: expect(o, bench="PASS")
+        "pass,chatty,bench", 0, "PASS", {"disk": 300_000}, ends={"bench": "PASS"}
     ),
     "disk full in packing": Case(
         "pass", 0, "PASS", {"full_in": "record.bundle.pack"},
-        check=lambda o: said(o, "no archive", "No space left on device"),
+        said=("no archive", "No space left on device"),
     ),
     "disk full in the check sums": Case(
         "pass", 0, "PASS", {"full_in": "record.bundle.write_sums"},
-        told=("no SHA256SUMS: .*",), check=lambda o: said(o, "no archive"),
+        told=("no SHA256SUMS: .*",), said=("no archive",),
     ),
     "secrets of every shape in every place": Case(
         "plant_environment,plant_log,plant_names,plant_cells,plant_rows,plant_archive,plant_error",
@@ -320,56 +328,36 @@ CASES = {
     # The GPU and its driver.
     "GPU lost": Case(
         "pass!,gpu_dies!,slow!,bench", 4, "BROKEN", gpu=True,
-        check=lambda o: expect(o, gpu_dies="CRASH", slow="NOT_RUN", bench="PASS"),
+        ends=dict(gpu_dies="CRASH", slow="NOT_RUN", bench="PASS"),
     ),
     "out of GPU memory": Case(
         f"big_or_half!+,big_or_few={SHARDS}!,big_always!+", 4, "BROKEN", gpu=True,
+        ends={"big_always": "CRASH OOM_DEVICE"},
+        noted=("one more try at half size", "64 here instead of 128",
+               "one more try with a quarter of the processes"),
         check=lambda o: (
-            half_size(o, "big_or_half"), fewer(o, "big_or_few"),
-            kind(o, "big_always", "OOM_DEVICE"),
+            tried_again(o, "big_or_half", "half_size", "--shrink", "2"),
+            tried_again(o, "big_or_few", "flaky", SHARDS, "--fewer", "4"),
         ),
     ),
     "Xid of our own kernel, of the card's memory, and off the bus": Case(
         "xid_31!,xid_48!,xid_79!,slow!,bench", 4, "BROKEN", gpu=True,
-        check=lambda o: (
-            expect(o, xid_31="PASS", slow="NOT_RUN", bench="PASS"),
-            kind(o, "xid_48", "XID"), kind(o, "xid_79", "GPU_LOST"),
-            noted(o, "Xid 31", "of the program", "Xid 48", "change the box"),
-        ),
+        ends=dict(xid_31="PASS", xid_48="INFRA XID", xid_79="INFRA GPU_LOST", slow="NOT_RUN",
+                  bench="PASS"),
+        noted=("Xid 31", "of the program", "Xid 48", "change the box"),
     ),
 }  # fmt: skip
-
-
-def expect(outcome: Outcome, **statuses: str) -> None:
-    found = {name: outcome.stage(name)["status"] for name in statuses}
-    assert found == statuses
-
-
-def kind(outcome: Outcome, stage: str, wanted: str) -> None:
-    assert outcome.stage(stage)["kind"] == wanted, outcome.stage(stage)
 
 
 def ended(outcome: Outcome, stage: str, signal: str) -> None:
     assert outcome.stage(stage)["signal"] == signal
 
 
-def logged(outcome: Outcome, stage: str, words: str) -> None:
-    assert words in (outcome.folder / "logs" / f"{stage}.log").read_text()
-
-
-def unpacked(outcome: Outcome, words: str) -> None:
+def unpacked(outcome: Outcome) -> None:
     """No archive, and no report that calls the run clean."""
-    assert not list(outcome.out.glob("*.tgz")) and words in outcome.console
+    assert not list(outcome.out.glob("*.tgz"))
     assert "redaction FAILED, do not post this" in (outcome.folder / "report.md").read_text()
     assert not [n for n in ("issue.md", "report.html") if (outcome.folder / n).exists()]
-
-
-def said(outcome: Outcome, *words: str) -> None:
-    assert all(word in outcome.console for word in words), outcome.console
-
-
-def noted(outcome: Outcome, *words: str) -> None:
-    assert all(word in outcome.texts() for word in words), outcome.texts()
 
 
 def gone(outcome: Outcome, *names: str) -> None:
@@ -377,18 +365,12 @@ def gone(outcome: Outcome, *names: str) -> None:
     assert set(names) <= set(outcome.bundle["redaction"]["removed_files"])
 
 
-def half_size(outcome: Outcome, stage: str) -> None:
+def tried_again(outcome: Outcome, stage: str, mark: str, *more: str) -> None:
+    """It passed at the second attempt, with more arguments, and is marked so alone."""
     found = outcome.stage(stage)
-    assert found["attempt"] == 2 and found["half_size"] and not found["flaky"]
-    assert found["argv"][-2:] == ["--shrink", "2"]
-    noted(outcome, "one more try at half size", "64 here instead of 128")
-
-
-def fewer(outcome: Outcome, stage: str) -> None:
-    found = outcome.stage(stage)
-    assert found["attempt"] == 2 and found["flaky"] and not found["half_size"]
-    assert found["argv"][-3:] == [SHARDS, "--fewer", "4"]
-    noted(outcome, "one more try with a quarter of the processes")
+    assert (found["status"], found["attempt"]) == ("PASS", 2)
+    assert [name for name in ("half_size", "flaky") if found[name]] == [mark]
+    assert found["argv"][-len(more) :] == list(more)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -597,6 +579,7 @@ def without(*modules: str) -> Callable[[Path], None]:
             assert "no jinja2 here" in outcome.console
         else:
             assert "## What failed?" in text and (outcome.folder / "report.html").exists()
+            assert "The plots were not drawn" in text and "](plots/" not in text
 
     return run
 

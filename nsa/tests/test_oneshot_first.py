@@ -55,36 +55,28 @@ def test_a_box_is_good_by_its_shares_and_by_nothing_that_was_not_asked(sample):
     health = {**view_of(sample).data["health"], **kept}
     said = "8192 MiB of its memory kept 130 patterns, and 900 matmuls were right and alike"
     assert said in told(first.box(view_of(sample, health=health)))
-    health = {
-        **view_of(sample).data["health"],
-        "throttled": None,
-        "memory_used_by_others_mib": None,
-    }
-    card = first.box(view_of(sample, health=health))
+    unasked = {"throttled": None, "memory_used_by_others_mib": None}
+    card = first.box(view_of(sample, health=view_of(sample).data["health"] | unasked))
     assert "throttle" not in told(card) and "nobody" not in told(card)
     for unmeasured in (None, {"status": "OK"}, {"copy_gbs": 4010.0}):
         card = first.box(view_of(sample, health=unmeasured))
         assert (card.answer, card.colour) == ("Not measured.", "quiet")
 
 
+card_ = lambda **facts: {"device": {"name": "X", **facts}}
+health = lambda **row: {"health": row}
+
+
 @pytest.mark.parametrize(
     ("changes", "colour", "words"),
     [
-        (
-            dict(device={"name": "X", "power_limit_w": 300, "power_default_w": 450}),
-            "doubt",
-            "capped to 300 of 450 W",
-        ),
-        (dict(device={"name": "X", "shared": True}), "doubt", "SHARED GPU"),
-        (dict(device={"name": "X", "mig": True}), "doubt", "MIG"),
-        (dict(health={"throttled": True}), "doubt", "throttled while"),
-        (dict(health={"status": "WARN", "why": ["slow copies"]}), "doubt", "WARN: slow copies"),
-        (
-            dict(health={"status": "FAIL", "why": ["3 words"], "memory_wrong_words": 3}),
-            "bad",
-            "FAIL: 3 words",
-        ),
-        (dict(device={"name": None, "reason": "gone"}), "bad", "No GPU answered: gone"),
+        (card_(power_limit_w=300, power_default_w=450), "doubt", "capped to 300 of 450 W"),
+        (card_(shared=True), "doubt", "SHARED GPU"),
+        (card_(mig=True), "doubt", "MIG"),
+        (health(throttled=True), "doubt", "throttled while"),
+        (health(status="WARN", why=["slow copies"]), "doubt", "WARN: slow copies"),
+        (health(status="FAIL", why=["3 w"], memory_wrong_words=3), "bad", "FAIL: 3 w"),
+        (card_(name=None, reason="gone"), "bad", "No GPU answered: gone"),
         (dict(doctor=[{"name": "disk", "level": "BLOCK", "text": "full"}]), "bad", "full"),
     ],
 )
@@ -199,18 +191,8 @@ def test_others_are_those_timed_in_pairs_on_the_same_card(sample, committed_rows
 
 
 def evidence_rows(*cells):
-    return [
-        bench_row(
-            f"sel/route/L={L}/{ratio}",
-            9.0,
-            ratio,
-            L=L,
-            mode="route",
-            dist="few",
-            wall_speedup_ci95=[9.0, 9.5],
-        )
-        for L, ratio in cells
-    ]
+    like = dict(mode="route", dist="few", wall_speedup_ci95=[9.0, 9.5])
+    return [bench_row(f"sel/route/L={L}/{ratio}", 9.0, ratio, L=L, **like) for L, ratio in cells]
 
 
 @pytest.mark.parametrize(
@@ -249,20 +231,13 @@ def test_the_line_to_paste_is_there_where_the_rows_ask_for_another_value(
     ],
 )
 def test_fa2_is_to_be_set_only_where_triton_is_off(tmp_path, sm, switch, cmp, there):
-    proposal = {
-        "kind": "recommend",
-        "sel_triton_min_L": 64,
-        "confidence": "as measured",
-        "fa2_min_len_win": 64,
-        "fa2_min_len_cmp": cmp,
-    }
+    lengths = {"fa2_min_len_win": 64, "fa2_min_len_cmp": cmp}
+    proposal = {"kind": "recommend", "sel_triton_min_L": 64, "confidence": "as measured", **lengths}
     folder = with_rows(tmp_path, [*evidence_rows((64, 2.0)), proposal])
-    flags = [
-        {"name": "NSA_SEL_TRITON_MIN_L", "value": 64, "source": "default"},
-        {"name": "NSA_USE_TRITON_SEL", "value": switch, "source": "default"},
-    ]
+    values = {"NSA_SEL_TRITON_MIN_L": 64, "NSA_USE_TRITON_SEL": switch}
+    flags = [{"name": name, "value": v, "source": "default"} for name, v in values.items()]
     (folder / "routing.json").write_text(json.dumps({"flags": flags}))
-    text = told(first.to_set(view_of(folder, device={"name": "X", "sm": sm})))
+    text = told(first.to_set(view_of(folder, **card_(sm=sm))))
     line = "export NSA_USE_FA2=1 NSA_FA2_MIN_LEN_WIN=64 NSA_FA2_MIN_LEN_CMP=3"
     assert (line in text) == there
 
