@@ -575,6 +575,7 @@ def _no_space(*_args: object, **_kwargs: object) -> None:
 def _small_disk(limit: int) -> None:
     """Whatever the supervisor writes into the bundle fails once `limit` bytes are there."""
     from scripts.oneshot.record import bundle, capture, journal
+    from scripts.oneshot.run import runner
 
     out = next(Path(a) for a in sys.argv[3:] if a.startswith("/"))
 
@@ -583,41 +584,31 @@ def _small_disk(limit: int) -> None:
         if used + size > limit:
             raise OSError(28, "No space left on device")
 
-    real_os, real_atomic, real_put = journal.os, journal.write_atomic, capture.StageLog._put
-
-    class Os:
-        def __getattr__(self, name):
-            return getattr(real_os, name)
-
-        def write(self, fd, data):
-            room(len(data))
-            return real_os.write(fd, data)
+    real = journal.write_atomic, capture.StageLog._put, journal.Journal._written, Path.write_bytes
 
     def write_atomic(path, text):
         room(len(text))
-        real_atomic(path, text)
+        real[0](path, text)
 
     def put(self, text):
         try:
             room(len(text))
         except OSError:
             self.lost_to_disk += 1
-            return
-        real_put(self, text)
+        else:
+            real[1](self, text)
 
-    def ballast(self, folder, logs=()):
-        self.folder, self.path, self.logs = folder, folder / ".ballast", logs
+    def written(self, data, sync):
         try:
-            room(journal.BALLAST_BYTES)
+            room(len(data))
         except OSError:
-            return
-        self.path.write_bytes(b"\0" * journal.BALLAST_BYTES)
+            return False
+        return real[2](self, data, sync)
 
-    from scripts.oneshot.run import runner
-
-    journal.os, journal.write_atomic, capture.StageLog._put = Os(), write_atomic, put
-    journal.Ballast.__init__ = ballast
-    runner.write_atomic = bundle.write_atomic = write_atomic
+    capture.StageLog._put, journal.Journal._written = put, written
+    Path.write_bytes = lambda path, data: (room(len(data)), real[3](path, data))
+    for module in (journal, runner, bundle):
+        module.write_atomic = write_atomic
 
 
 FAKE_PYNVML = """

@@ -190,12 +190,15 @@ class Run:
         self._fault: Fault | None = None
         self._since = 0.0
 
-    def over(self) -> bool:
+    def late(self) -> bool:
         return self.until is not None and time.monotonic() >= self.until
+
+    def over(self) -> bool:
+        return self.broken or self.late() or len(self.faults) >= MOST_FAULTS
 
     def one(self, case: Case) -> None:
         """Check a case. Raises what is wrong with it, and Enough."""
-        if self._fault is None and self.over():
+        if self._fault is None and self.late():
             return
         if self._fault is not None and time.monotonic() > self._since + SHRINK_S:
             raise Enough
@@ -254,14 +257,11 @@ def fuzz(
     last: where a case is written before it runs."""
     run = Run(device, space, None if seconds is None else time.monotonic() + seconds, last)
     done = 0
-    while not run.over() and not run.broken and len(run.faults) < MOST_FAULTS:
+    while not run.over() and (seconds is not None or done < examples):
         some = ROUND if seconds is not None else min(ROUND, examples - done)
-        if some <= 0:
-            break
         for i, operation in enumerate(operations):
-            if run.broken or run.over() or len(run.faults) >= MOST_FAULTS:
-                break
-            run.round(operation, seed * 1_000_003 + done * len(OPERATIONS) + i, some)
+            if not run.over():
+                run.round(operation, seed * 1_000_003 + done * len(OPERATIONS) + i, some)
         done += some
     return run
 

@@ -74,6 +74,19 @@ def _products(
     }
 
 
+def probabilities(
+    q: Tensor, k: Tensor, seen: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(p [S, G, h, N], lse, the largest sum of magnitudes of a row's scores [S, G, h]) of
+    q [S, G, h, Dk] and k [N, G, Dk] in fp64."""
+    unseen = ~seen[:, :, None]
+    scores = torch.einsum("sghd,ngd->sghn", q, k) * scale
+    lse = torch.logsumexp(scores.masked_fill(unseen, -math.inf), -1)
+    p = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None]).masked_fill(unseen, 0)
+    sizes = (torch.einsum("sghd,ngd->sghn", q.abs(), k.abs()) * scale).masked_fill(unseen, 0)
+    return p, lse, F.pad(sizes, (0, 1)).amax(-1)
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, do: Tensor, least: float = 0.0
 ) -> Part:
@@ -81,18 +94,13 @@ def attend(
     probability, or its gradient, loses when the dtype has no smaller numbers."""
     q, k, v, do = (x.double() for x in (q, k, v, do))
     q, do = (x.unflatten(1, (k.shape[1], -1)) for x in (q, do))
-    unseen = ~seen[:, :, None]
-    scores = torch.einsum("sghd,ngd->sghn", q, k) * scale
-    lse = torch.logsumexp(scores.masked_fill(unseen, -math.inf), -1)
-    p = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None]).masked_fill(unseen, 0)
+    p, lse, logits = probabilities(q, k, seen, scale)
     dp = torch.einsum("sghd,ngd->sghn", do, v)
     right = _products(p, p * (dp - (p * dp).sum(-1, keepdim=True)), q, k, v, do, scale)
     q, k, v, do = (x.abs() for x in (q, k, v, do))
-    logits = (torch.einsum("sghd,ngd->sghn", q, k) * scale).masked_fill(unseen, 0)
-    logits = F.pad(logits, (0, 1)).amax(-1)
     dp = torch.einsum("sghd,ngd->sghn", do, v)
     ds = (p + FLUSHED) * (dp + (p * dp).sum(-1, keepdim=True))
-    p, ds = ((x + least).masked_fill(unseen, 0) for x in (p, ds))
+    p, ds = ((x + least).masked_fill(~seen[:, :, None], 0) for x in (p, ds))
     sizes = _products(p, ds, q, k, v, do, scale)
     return Part(right, sizes, logits.flatten(1, 2), lse.flatten(1, 2))
 
@@ -192,21 +200,16 @@ def judge_choice(
     k = one["k_cmp"]
     seen = seen_keys(case, "cmp", S, k.shape[0], start, one)
     scale = 1 / math.sqrt(g.Dk) if case.scale is None else case.scale
-    part = attend(one["q"], k, k, seen, scale, one["q"])
-    q = one["q"].double().unflatten(1, (G, -1))
-    s = torch.einsum("sghd,ngd->sghn", q, k.double()) * scale
-    lse = part.lse.unflatten(1, (G, -1)).nan_to_num(neginf=0.0)[..., None]
-    p = torch.exp(s - lse).masked_fill(~seen[:, :, None], 0).sum(2)
+    p, _, logits = probabilities(one["q"].double().unflatten(1, (G, -1)), k.double(), seen, scale)
     first = torch.arange(k.shape[0], device=k.device)[:, None] * g.d
     shared = torch.minimum(first + g.l, (block + 1) * g.l_sel) - torch.maximum(
         first, block * g.l_sel)  # fmt: skip
-    scores = p @ (shared.clamp(min=0).double() / g.l)
+    scores = p.sum(2) @ (shared.clamp(min=0).double() / g.l)
     among = (block <= own)[:, None] & ~forced
     last = scores.masked_fill(~(picked & among), math.inf).amin(-1)
     best = scores.masked_fill(picked | ~among, -math.inf).amax(-1)
     # Kernels pool probabilities in fp16.
-    logits = part.logits.unflatten(1, (G, -1)).amax(-1)
-    slack = best.abs() * (2.0**-9 + 2.0**-20 * logits) + 1e-7
+    slack = best.abs() * (2.0**-9 + 2.0**-20 * logits.amax(-1)) + 1e-7
     worse = (best - last > slack) & ~free
     if worse.any():
         s, group = worse.nonzero()[0].tolist()

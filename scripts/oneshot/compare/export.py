@@ -14,7 +14,6 @@ such row.
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from scripts.oneshot.record.capture import plain
 from scripts.oneshot.record.journal import dumps, write_atomic
 from scripts.oneshot.record.reading import BundleError, held_to_rules
 from scripts.oneshot.record.rows import is_number
+from scripts.oneshot.streams import say
 
 NAMES = ("bench", "op", "direction", "sharing", "step", "branch", "mode", "dist", "dtype")
 AXES = (
@@ -46,28 +46,22 @@ def trace(row: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     stage = next((s for s in data["stages"] if s["id"] == row["stage"]), {})
     parity = row["parity"] if isinstance(row.get("parity"), dict) else {}
     valid, known = row["status"] == "VALID", is_number(parity.get("max_abs"))
+    libs = {name: str(versions[name]) for name in LIBS if versions.get(name)}
+    told = f"{row['case']}: path {row.get('path_taken')}, reference {row.get('baseline')}"
     evaluation: dict[str, Any] = {
         "status": "PASSED" if valid else "INCORRECT_NUMERICAL" if known else "RUNTIME_ERROR",
-        "environment": {
-            "hardware": str(hardware).replace(" ", "_"),
-            "libs": {name: str(versions[name]) for name in LIBS if versions.get(name)},
-        },
+        "environment": {"hardware": str(hardware).replace(" ", "_"), "libs": libs},
         "timestamp": str(stage.get("started") or data["started"] or "unknown"),
-        "log": f"{row['case']}: path {row.get('path_taken')}, reference {row.get('baseline')}"
-        + "".join(f"; {why}" for why in row["why"]),
+        "log": "; ".join([told, *row["why"]]),
     }
     if valid or known:
-        evaluation["correctness"] = {
-            "max_relative_error": "NaN",
-            "max_absolute_error": parity["max_abs"] if known else "NaN",
-        }
+        error = parity["max_abs"] if known else "NaN"
+        evaluation["correctness"] = {"max_relative_error": "NaN", "max_absolute_error": error}
     if valid:
-        evaluation["performance"] = {"latency_ms": row["median_us"] / 1e3}
-        if is_number(base := row.get("base_median_us")):
-            evaluation["performance"] |= {
-                "reference_latency_ms": base / 1e3,
-                "speedup_factor": base / row["median_us"],
-            }
+        ours, base = row["median_us"], row.get("base_median_us")
+        beside = {"reference_latency_ms": base / 1e3, "speedup_factor": base / ours} if is_number(
+            base) else {}  # fmt: skip
+        evaluation["performance"] = {"latency_ms": ours / 1e3, **beside}
     commit = f"{git.get('short')}{'_dirty' if git.get('dirty') else ''}"
     return {
         "definition": definition,
@@ -89,26 +83,20 @@ def main(argv: list[str]) -> int:
     try:
         data, problems = verified(args.bundle)
     except BundleError as error:
-        print(plain(str(error))[:500], file=sys.stderr)
+        say(plain(str(error))[:500])
         return EXIT_USAGE
     if problems:
-        print(plain(f"{args.bundle} does not verify: {problems[0]}")[:500], file=sys.stderr)
+        say(plain(f"{args.bundle} does not verify: {problems[0]}")[:500])
         return EXIT_NOT_COMPARABLE
     rows = held_to_rules(data["bench"], "bench")[0]
     kept = [r for r in rows if r["status"] in ("VALID", "FAILED") and r.get("bench") != "nccl"]
     if not kept:
-        print(f"{args.bundle} has no VALID or FAILED row of a kernel", file=sys.stderr)
+        say(f"{args.bundle} has no VALID or FAILED row of a kernel")
         return EXIT_NOT_COMPARABLE
     try:
         write_atomic(args.trace, "".join(dumps(trace(row, data)) + "\n" for row in kept))
     except OSError as error:
-        print(
-            f"--trace wants a file that can be written, got {args.trace}: {error.strerror}",
-            file=sys.stderr,
-        )
+        say(f"--trace wants a file that can be written, got {args.trace}: {error.strerror}")
         return EXIT_USAGE
-    print(
-        f"{len(kept)} traces in {args.trace}; rows left out: {len(rows) - len(kept)}",
-        file=sys.stderr,
-    )
+    say(f"{len(kept)} traces in {args.trace}; rows left out: {len(rows) - len(kept)}")
     return 0

@@ -54,9 +54,9 @@ def ceiling_words(scope: str, health: Mapping[str, Any] | None) -> str:
     """Whose ceilings the benches took their shares of; the rule is bench.device.ceilings'."""
     if scope == "cpu":
         return "which nobody knows of a CPU here"
-    if is_number((health or {}).get("copy_gbs")):
-        return "as measured under Box health"
-    return "by the card's nominal numbers, for its health was not measured"
+    measured = is_number((health or {}).get("copy_gbs"))
+    nominal = "by the card's nominal numbers, for its health was not measured"
+    return "as measured under Box health" if measured else nominal
 
 
 def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> dict[str, str]:
@@ -163,19 +163,15 @@ def bench_blocks(view: View, keep: Callable[[Mapping[str, Any]], bool]) -> list[
         if len(shown) < len(rows):
             counts += f"; {len(rows) - len(shown)} rows left out here, in bundle.json"
         views = [bench_view(r, view.floor, shape.text) for r in shown]
+        columns = ISSUE_COLUMNS if shape.issue else COLUMNS
+        used = [column for column in columns if any(v[column] for v in views)]
         out += [
             Head(BENCHES.get(name, cell(name, 60))),
             counts,
             problems(rows) if name not in NAMED_BY_CASE else None,
-            bench_table(views, ISSUE_COLUMNS if shape.issue else COLUMNS),
+            Table(used, [[v[column] for column in used] for v in views]) if views else None,
         ]
     return [block for block in out if block]
-
-
-def bench_table(views: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Table | None:
-    """The rows as a table, without the columns in which every row is empty."""
-    used = [name for name in columns if any(v[name] for v in views)]
-    return Table(used, [[v[name] for name in used] for v in views]) if views else None
 
 
 def headline(view: View) -> list[Mapping[str, Any]]:

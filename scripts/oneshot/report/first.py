@@ -52,7 +52,9 @@ def box(view: View) -> Answer:
     if data["scope"] == "cpu":
         return Answer(question, f"Not asked. {GPU_ONLY}.", "quiet")
     health, facts = data["health"] or {}, list(_of_the_box(view))
-    colour = ("bad" if _no_use(data) else "doubt") if facts else "good"
+    blocked = any(check["level"] == "BLOCK" for check in data["doctor"])
+    no_use = blocked or data["device"].get("name") is None or card_faults(data["health"])
+    colour = ("bad" if no_use else "doubt") if facts else "good"
     measured = [
         f"{words} {num(health[key])} {unit}: **{pct(health[share])}** of this card's nominal "
         + num(health.get(nominal, "speed"))
@@ -77,11 +79,6 @@ def box(view: View) -> Answer:
     if colour == "good" and not measured:
         return Answer(question, "Not measured.", "quiet", [facts])
     return Answer(question, "Yes." if colour == "good" else "No.", colour, [facts])
-
-
-def _no_use(data: Mapping[str, Any]) -> bool:
-    blocked = any(check["level"] == "BLOCK" for check in data["doctor"])
-    return blocked or data["device"].get("name") is None or bool(card_faults(data["health"]))
 
 
 def kernels(view: View) -> Answer:
@@ -276,14 +273,6 @@ def failed(view: View) -> Answer:
 # ---------------------------------------------------------------------------------- remarks
 
 
-def _digest(git: Mapping[str, Any]) -> str:
-    """What tells changed sources apart: of their difference, or without git of all of them."""
-    name, words = ("diff_sha256", "the diff")
-    if not git.get(name):
-        name, words = ("source_sha256", "the sources")
-    return f"sha256 of {words} {code(git.get(name), 80)}"
-
-
 def _of_the_box(view: View) -> Iterator[str]:
     """What holds the box back, or slices it."""
     data, t = view.data, view.shape.text
@@ -333,10 +322,13 @@ def _of_the_run(view: View) -> Iterator[str]:
     if data.get("partial"):
         yield f"Partial run: {cell(data['partial'], t)}; the other stages were not asked for"
     if git.get("dirty"):
+        of, digest = "diff", git.get("diff_sha256")  # without git that of all sources
+        if not digest:
+            of, digest = "sources", git.get("source_sha256")
         yield (
             f"DIRTY tree: this is not commit {code(git.get('short'), 40)} alone but "
             f"{cell(git.get('diffstat') or 'changed files', t)}, {num(git.get('untracked') or 0)} "
-            f"untracked source files, {_digest(git)}"
+            f"untracked source files, sha256 of the {of} {code(digest, 80)}"
         )
     elif not git.get("commit"):
         yield "The sources are not a git checkout that could be read: the commit is unknown"

@@ -23,35 +23,24 @@ def _walls(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"; {len(bound)} of its {len(rows)} cells are launch bound: as a host sees them, {least}"
 
 
-def threshold_cells(
-    rows: Sequence[Mapping[str, Any]],
-) -> dict[int, list[Mapping[str, Any]]]:
+def threshold_cells(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
     """What a threshold is made of, by ascending selected length: rows of routes, not of kernels."""
-    by_length: dict[int, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if (
-            row.get("bench") == "sel" and row.get("mode") == "route"
-            and isinstance(row.get("L"), int)
-        ):  # fmt: skip
-            by_length.setdefault(row["L"], []).append(row)
-    return dict(sorted(by_length.items()))
-
-
-def lower_bounds(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The lower bounds of a row's speedup by the device's time and by wall, if it has both."""
-    device, wall = row.get("speedup_ci95"), row.get("wall_speedup_ci95")
-    if row["status"] not in NUMBERED or not (is_interval(device) and is_interval(wall)):
-        return None
-    return device[0], wall[0]
+    routes = [r for r in rows if r.get("bench") == "sel" and r.get("mode") == "route"]
+    lengths = sorted({r["L"] for r in routes if isinstance(r.get("L"), int)})
+    return {length: [r for r in routes if r.get("L") == length] for length in lengths}
 
 
 def routes_at(rows: Sequence[Mapping[str, Any]], least: float) -> dict[str, Any]:
     """The cells of one length: how many there are and carry a threshold, the smallest lower bounds
-    and the case of the smallest of all; "-" without any."""
-    bounds = [(lower_bounds(r) or (None, None), r) for r in rows]
-    found = [(low, wall, r) for (low, wall), r in bounds if low is not None]
+    by the device's time and by wall, and the case of the smallest of all; "-" without any."""
+    found = [
+        (r["speedup_ci95"][0], r["wall_speedup_ci95"][0], r)
+        for r in rows
+        if r["status"] in NUMBERED and is_interval(r.get("speedup_ci95"))
+        and is_interval(r.get("wall_speedup_ci95"))
+    ]  # fmt: skip
     worst = min(found, key=lambda one: min(one[:2]), default=None)
-    carry = [r for lows, r in bounds if carries(r["status"], lows, least)]
+    carry = [r for low, wall, r in found if carries(r["status"], (low, wall), least)]
     return {
         "cells": len(rows), "carry": len(carry), "holds": len(carry) == len(rows) > 0,
         "low": f"{min(low for low, _, _ in found):.2f}x" if worst else "-",
@@ -60,21 +49,13 @@ def routes_at(rows: Sequence[Mapping[str, Any]], least: float) -> dict[str, Any]
     }  # fmt: skip
 
 
-def valid_and_worst(
-    rows: Sequence[Mapping[str, Any]],
-) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None]:
-    """The VALID ones of `rows` and the one of them with the smallest lower bound."""
-    good = [r for r in rows if r["status"] == "VALID" and is_interval(r.get("speedup_ci95"))]
-    return good, min(good, key=lambda r: r["speedup_ci95"][0], default=None)
-
-
 def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The proposed threshold with what speaks for it: the smallest lower bounds per length."""
     proposal = data["recommend"]
     least = (proposal or {}).get("min_speedup")
     least = least if is_number(least) else MIN_SPEEDUP
-    evidence = [{"L": length, **routes_at(mine, least)}
-                for length, mine in threshold_cells(rows).items()]  # fmt: skip
+    cells = threshold_cells(rows).items()
+    evidence = [{"L": length, **routes_at(mine, least)} for length, mine in cells]
     out = {"evidence": evidence, "text": "", "doubt": "", "scope": ""}
     if data["scope"] == "cpu":
         out["text"] = "None: a CPU says nothing about the threshold of a GPU."
@@ -144,7 +125,8 @@ def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> d
             groups.setdefault(key, []).append(row)
     evidence = []
     for (branch, baseline, keys), mine in sorted(groups.items()):
-        good, low = valid_and_worst(mine)
+        good = [r for r in mine if r["status"] == "VALID" and is_interval(r.get("speedup_ci95"))]
+        low = min(good, key=lambda r: r["speedup_ci95"][0], default=None)
         evidence.append({
             "branch": cell(branch, 20), "length": keys, "cells": len(mine), "valid": len(good),
             "low": f"{low['speedup_ci95'][0]:.2f}x" if low else "-",

@@ -89,6 +89,20 @@ TRITON_ON = {
 PARITY = {**TRITON_ON, "NSA_TRITON_SEL_FORCE": "1"}
 
 
+# Stages that every profile has.
+ROUTING = Stage(
+    "routing", "Flags and the ladder of each branch",
+    ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"),
+    proof="output", timeout_s=90, estimate_s=5, outputs=("routing.json",), group="box",
+)  # fmt: skip
+SEL_RANGES = Stage(
+    "sel_ranges", "A sample of the ranges that selection makes",
+    ("{python}", "scripts/print_selection_ranges.py", "--out", "{out}/sel_ranges.jsonl"),
+    proof="output", timeout_s=90, estimate_s=5, log="sel_ranges.txt",
+    outputs=("sel_ranges.jsonl",), group="box",
+)  # fmt: skip
+
+
 def _gpu(profile: str) -> list[Stage]:
     full = profile == "full"
     slow = 3.0 if full else 1.0
@@ -166,11 +180,8 @@ def _gpu(profile: str) -> list[Stage]:
         log="fuzz.txt", outputs=("fuzz_last.json",), group="parity",
     )  # fmt: skip
     stages = [
-        Stage(
-            "routing", "Flags and the ladder of each branch",
-            ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"),
-            proof="output", timeout_s=90, estimate_s=5, outputs=("routing.json",), group="box",
-        ),
+        ROUTING, SEL_RANGES, showcase, *selection, threshold, fuzz, decode, serving, prefill,
+        *sizes,
         Stage(
             "sanity", "Matmul, one Triton kernel and one selection kernel against fp64",
             ("{python}", "scripts/gpu_sanity.py"),
@@ -236,19 +247,11 @@ def _gpu(profile: str) -> list[Stage]:
             proof="output", timeout_s=60, estimate_s=1, needs=("decode_gpu_final.csv",),
             log="decode_summary.txt", outputs=("decode_summary.txt",), group="bench",
         ),
-        serving, prefill, *sizes,
         bench(
             "fa2_bench", "FlashAttention-2 by branch", "bench_fa2",
             "" if full else "--dtype bf16", 240, csv="fa2.csv", estimate_s=65 if full else 35,
             required=False, after="fa2_varlen", env={"NSA_USE_FA2": "1"},
         ),
-        Stage(
-            "sel_ranges", "A sample of the ranges that selection makes",
-            ("{python}", "scripts/print_selection_ranges.py", "--out", "{out}/sel_ranges.jsonl"),
-            proof="output", timeout_s=90, estimate_s=5, log="sel_ranges.txt",
-            outputs=("sel_ranges.jsonl",), group="box",
-        ),
-        showcase, *selection, threshold, fuzz, decode,
     ]  # fmt: skip
     left_out = (*LEFT_OUT.get(profile, ()), *(() if full else ONLY_FULL))
     chosen = [
@@ -280,11 +283,7 @@ def _cpu() -> list[Stage]:
         return Stage(id, title, argv, proof, **fields)
 
     return [
-        stage(
-            "routing", "Flags and the ladder of each branch",
-            ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"), "output",
-            outputs=("routing.json",), group="box",
-        ),
+        replace(ROUTING, gpu=False, estimate_s=4, log="routing.txt"),
         stage(
             "sanity", "Matmul, one Triton kernel and one selection kernel, interpreted",
             ("{python}", "scripts/gpu_sanity.py", "--interpret"), "parity", env=interpret,
@@ -331,11 +330,7 @@ def _cpu() -> list[Stage]:
             ("{python}", "bench/summarize_decode_csv.py", "{out}/decode_cpu.csv"), "output",
             needs=("decode_cpu.csv",), outputs=("decode_summary.txt",), group="bench",
         ),
-        stage(
-            "sel_ranges", "A sample of the ranges that selection makes",
-            ("{python}", "scripts/print_selection_ranges.py", "--out", "{out}/sel_ranges.jsonl"),
-            "output", outputs=("sel_ranges.jsonl",), group="box",
-        ),
+        replace(SEL_RANGES, gpu=False, estimate_s=4),
         stage(
             "train_showcase", "Training showcase (tiny)",
             ("{python}", "scripts/train_showcase.py", "--device", "cpu", "--steps", "20", "--out",
