@@ -53,12 +53,9 @@ SHAPES: list[tuple[str, str, str]] = [
         ("sshpass -p{} ssh box", "hunter2"),
         ("redis-cli -h x -a {} ping", "hunter2"),
         ("smbclient //nas/share -U bob%{}", "hunter2"),
-        ("mount -t cifs -o username=bob,password={},uid=0", "hunter2"),
         ("7z x -p{} a.7z", "Hunter2"),
         ("unzip -P {} a.zip", "hunter2"),
         ("wget --password {} x", "hunter2"),
-        ("psql 'host=db user=bob password={} dbname=x'", "hunter2"),
-        ("jdbc:sqlserver://db;user=sa;password={};x=1", "hunter2"),
         ("Server=db;Uid=sa;Pwd={};", "hunter2"),
         ("machine github.com login bob password {}", "12345678"),
         ("default login bob password {}", "hunter2"),
@@ -72,20 +69,12 @@ SHAPES: list[tuple[str, str, str]] = [
         ("mongosh --username a --password {}", "S3cr3t"),
         ("htpasswd -b f bob {}", "S3cr3t"),
         ("ldapsearch -w {} -x", "S3cr3t"),
-        ("SSHPASS={} sshpass -e", "S3cr3t"),
-        ("_auth={}", base64.b64encode(b"bob:hunter2").decode()),
     ),
     *_same(
         "token",
-        ("token={}", "opaque-4f9d8c"),
         ("token = {}", "abcdef123456"),
         ('"token": "{}"', "abcdefgh"),
-        ("access_token={}&x=1", "abcdefgh"),
-        ("jupyter: token={} on :8888", r(48, HEX)),
         ("export HF_TOKEN={}", "abcdefgh"),
-        ("docker run -e MY_SECRET={} img", "abc123"),
-        ("MY_CREDENTIALS={}", "abcdefgh"),
-        ("environ({'SOME_API_TOKEN': '{}'})", "abcdefgh"),
         ("token: {}", "ABCDEFGHIJKL"),
         ("token%3D{}", "abcd1234efgh"),
         ("server token {}", "12345678-1234-1234-1234-123456789abc"),
@@ -93,21 +82,12 @@ SHAPES: list[tuple[str, str, str]] = [
     ),
     *_same(
         "session",
-        ("session_id: {}", r(32, HEX)),
         ("session key: {}", r(32, HEX)),
-        ("JSESSIONID={}", r(32, UPPER + DIGITS)),
-        ("PHPSESSID={}; x", r(26, LOWER + DIGITS)),
     ),
     *_same(
         "password",
-        ("password: {}", "12345678"),
-        ("password: {}", "4711"),
-        ("password={}", "1234"),
-        ("Password = {}", "987654321"),
         ('password: "{}"', "my pass phrase, long"),
-        ("password='{}'", "correct horse battery"),
         ('{"password": "{}", "a": 1}', "a b,c"),
-        ('{"password": {}}', "12345678"),
         ("password: '{}'", "it''s 5"),
         ("passwd: {}", "abc"),
         ("passphrase is {}", "open-sesame"),
@@ -117,26 +97,13 @@ SHAPES: list[tuple[str, str, str]] = [
         ("password => '{}'", "hunter2"),
         ("password := {}", "hunter2"),
         ("password -> {}", "hunter2"),
-        ("Password for bob: {}", "hunter2"),
-        ("pwd={}", "hunter2"),
         ("pass={}", "hunter2"),
-        ("pass: '{}'", "hunter2"),
         ("pw: {}", "hunter2"),
-        ("root_pw={}", "hunter2"),
-        ("db_pass: {}", "hunter2"),
         ("<password>{}</password>", "hunter2"),
         ("<Secret>{}</Secret>", "hunter2"),
-        ("user=bob&password={}&x=1", "xyz"),
-        ("client_secret: {}", "ab-cd"),
-        ("SECRET_KEY = '{}'", "django-insecure-$x&y(z"),
-        ("secret: {}", "123456"),
-        ("passwort: {}", "hunter2"),
         ("PIN: {}", "4711"),
         ("otp={}", "123456"),
         ("password: |\n  {}\n", "hunter2"),
-        ("user: bob password: {}", "hunter2"),
-        ("credentials: {}", "bob/hunter2"),
-        ("db password is: {}", "hunter2"),
         ("--pass {}", "hunter2"),
     ),
     *_same(
@@ -170,10 +137,6 @@ SHAPES: list[tuple[str, str, str]] = [
     ),
     *_same(
         "hex",
-        ("encryption_key = {}", r(32, HEX)),
-        ('"key":"{}"', r(32, HEX)),
-        ("session {}", r(64, HEX)),
-        ("license key {}", r(48, HEX)),
         ("aes key hex: {}", r(64, HEX)),
         ("key ({})", r(64, HEX)),
         ("vast key\n{}", r(64, HEX)),
@@ -323,3 +286,13 @@ PREFIXES = (
 
 SHAPES += _known() + NAMES
 SHAPES += [("prefix", f"got {prefix}{'abcdefghij' * 4}", prefix) for prefix in PREFIXES]
+# Names of secrets, with a value that gives itself away by nothing else; the weak ones want more.
+STRONG = (
+    "password passwd passphrase passwort passcode sshpass secret credential api_key access_key "
+    "account-key secret_key private_key app_key auth_key signing_key encryption_key master_key "
+    "deploy_key license_key access_token auth_token api_token refresh_token security_token "
+    "session_token bearer_token bot_token"
+).split()
+WEAK = "sessid sessionid session key sid auth jwt nonce code sig cred key_id token_value".split()
+SHAPES += [("name", f"{name}: hunter-two", "hunter-two") for name in STRONG]
+SHAPES += [("name", f"{name} = ab0ab0ab0ab0ab0ab0", "ab0ab0") for name in WEAK]
