@@ -196,12 +196,8 @@ def _sel_rows() -> tuple[dict, ...]:
 
 
 def _recommend(min_l: int | None) -> dict[str, Any]:
-    return {
-        "kind": "recommend",
-        "sel_triton_min_L": min_l,
-        "blocking_case": None,
-        "confidence": "lower bound of the speedup >= 1.2 at L >= 512 in few, many, mixed",
-    }
+    words = "lower bound of the speedup >= 1.2 at L >= 512 in few, many, mixed"
+    return dict(kind="recommend", sel_triton_min_L=min_l, blocking_case=None, confidence=words)
 
 
 _HEALTH = json.loads("""{
@@ -356,14 +352,9 @@ def _gpu_fail(w: _Writer) -> None:
     skipped = [("test_sel_cuda_gpu.py::test_ext", "no CUDA extension is built"),
                ("test_big.py::a", "too large"), ("test_big.py::b", "too large")]  # fmt: skip
     tests = [test_row(f"nsa/tests/{name}", "skipped", why) for name, why in skipped]
-    w.stage(
-        "triton_bwd",
-        (*_parity_cases("sel_bwd", 3), bad, test_row(node, "failed", "dK max-abs 0.31"), *tests),
-        status="FAIL",
-        kind="PARITY",
-        log=_TRACE,
-        reason="1 of 4 parity cases wrong, first sel_bwd/varlen/L=256/many: max_abs 0.31",
-    )
+    rows = (*_parity_cases("sel_bwd", 3), bad, test_row(node, "failed", "dK max-abs 0.31"), *tests)
+    why = "1 of 4 parity cases wrong, first sel_bwd/varlen/L=256/many: max_abs 0.31"
+    w.stage("triton_bwd", rows, status="FAIL", kind="PARITY", log=_TRACE, reason=why)
     more = dict(aa_worst=0.0019, aa_trials=18, power_w=280.3, sm_mhz=[1530, 1980], odd_key=4,
                 torch="2.11.0", commit="abc")  # fmt: skip
     slow = dict(copy_frac=0.58, status="WARN", why=["copy reaches 58 % of the bus peak"])
@@ -375,36 +366,17 @@ def _gpu_fail(w: _Writer) -> None:
                          parity={"mae": 2e-4, "max_abs": 3e-3, "limit_max_abs": 4.5e-3,
                                  "status": "PASS"})  # fmt: skip
     rows = [{**r, "precision": "fp32 matmul highest, TF32 off"} for r in _sel_rows()]
-    w.stage(
-        "sel_bench",
-        (*rows, unproven, unstable, *_fa2_rows()),
-        status="FAIL",
-        kind="INVALID",
-        reason="1 of 11 bench cases invalid, first sel/varlen/L=256/many: no passed parity "
-        "check of this case",
-    )
-    w.stage(
-        "decode_bench",
-        _odd_decode(),
-        status="TIMEOUT",
-        kind=None,
-        wall_s=120.0,
-        signal="SIGABRT",
-        reason="over its limit of 120 s",
-        log="warm up\n" * 30,
-    )
+    rows += [unproven, unstable, *_fa2_rows()]
+    why = "1 of 11 bench cases invalid, first sel/varlen/L=256/many: no passed parity check of this"
+    why += " case"
+    w.stage("sel_bench", rows, status="FAIL", kind="INVALID", reason=why)
+    hung = dict(status="TIMEOUT", wall_s=120.0, signal="SIGABRT", reason="over its limit of 120 s")
+    w.stage("decode_bench", _odd_decode(), log="warm up\n" * 30, **hung)
     missing = "flash-attn is not installed: no wheel for torch 2.11"
     metric = lambda name, value, unit: dict(kind="metric", name=name, value=value, unit=unit)
-    w.stage(
-        "fa2_probe",
-        (
-            {"kind": "note", "level": "info", "text": missing},
-            metric("fa2_source", "torch", None),
-            metric("fa2_version", "2.7.4", None),
-        ),
-        status="SKIPPED",
-        reason=missing,
-    )
+    rows = [{"kind": "note", "level": "info", "text": missing},
+            metric("fa2_source", "torch", None), metric("fa2_version", "2.7.4", None)]  # fmt: skip
+    w.stage("fa2_probe", rows, status="SKIPPED", reason=missing)
     w.stage("prefill_bench", _odd_prefill(), wall_s=20.0)
     w.stage("train_showcase", (*_TRAIN, metric("parameters", 1000, "1")))
     _end(w)

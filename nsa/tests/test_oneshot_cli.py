@@ -98,9 +98,11 @@ def test_usage_errors(argv, capsys):
     assert stop.value.code == 2 and capsys.readouterr().err
 
 
-def test_unknown_verb():
+def test_verbs():
     assert verb("fly").returncode == 2
     assert verb("--help").returncode == 0
+    done = verb("run", "--dry-run", "--profile", "cpu")
+    assert done.returncode == 0 and "train_showcase" in done.stdout
 
 
 def test_gpus_without_a_gpu_are_a_usage_error(monkeypatch, capsys):
@@ -124,6 +126,8 @@ def test_a_file_in_the_place_of_the_folder(tmp_path):
 
 @pytest.mark.parametrize("profile", stages.PROFILES)
 def test_plan_names_real_files(profile):
+    standard, quick = ({s.id for s in stages.plan(p)} for p in ("standard", "quick"))
+    assert standard - quick == set(stages.LEFT_OUT["quick"]) and quick <= standard
     planned = stages.plan(profile)
     assert len({s.id for s in planned}) == len(planned)
     assert len({s.log_path for s in planned}) == len(planned)
@@ -133,11 +137,6 @@ def test_plan_names_real_files(profile):
         for part in stage.argv:
             if part.endswith(".py"):
                 assert (ROOT / part).is_file(), f"{stage.id} names {part}"
-
-
-def test_what_a_profile_leaves_out_is_known():
-    standard, quick = ({s.id for s in stages.plan(p)} for p in ("standard", "quick"))
-    assert standard - quick == set(stages.LEFT_OUT["quick"]) and quick <= standard
 
 
 def test_gpu_profile_without_a_gpu_says_not_run(tmp_path):
@@ -239,12 +238,6 @@ def test_scp_line_is_made_of_what_the_box_says():
     pod = {"RUNPOD_PUBLIC_IP": "203.0.113.9", "RUNPOD_TCP_PORT_22": "40022", "USER": "u"}
     assert scp_line(pod, path) == "scp -P 40022 u@203.0.113.9:/x/a.tgz ."
     assert scp_line({}, path) is None
-
-
-def test_dry_run_lists_stages():
-    done = verb("run", "--dry-run", "--profile", "cpu")
-    assert done.returncode == 0 and "train_showcase" in done.stdout
-    assert json.dumps(done.stdout)  # plain text
 
 
 # ---- beside what earlier and other runs left -----------------------------------------------------

@@ -163,16 +163,7 @@ def pytest_runtest_logreport(report):
 
 def test_an_early_exit_with_code_0_is_no_pass(tmp_path):
     (tmp_path / "dies.py").write_text(DIES)
-    argv = [
-        "-m",
-        "pytest",
-        "-q",
-        "nsa/tests/test_blocks.py",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "dies",
-    ]
+    argv = "-m pytest -q nsa/tests/test_blocks.py -p no:cacheprovider -p dies".split()
     env = {k: v for k, v in os.environ.items() if k != "PYTEST_XDIST_WORKER"}
     read, write = os.pipe()
     done = subprocess.run(

@@ -54,27 +54,19 @@ def test_an_unstable_row_counts_and_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"status": "INVALID", "why": 7}, "INVALID: 7"),
-        ({"S": 4096}, "not timed"),
-        ({"n_sel": 8}, "not timed"),
-        ({"B": 2}, "not timed"),
-        ({"bytes": None}, "its row lacks time, bytes or FLOPs"),
-        ({"median_us": 1e300}, "its row lacks time, bytes or FLOPs"),
-    ],
-)
-def test_there_is_no_score_without_a_row_of_each_case(case, changes, why):
-    rows = [r | changes if r["case"] == case else r for r in rows_of(*[0.5] * 6)]
-    found = score(rows, HEALTH)
-    assert found["percent"] is None and found["missing"] == {case: why}
-
-
-@pytest.mark.parametrize("health", [None, {}, {"copy_gbs": 4000.0}, {**HEALTH, "copy_gbs": 0}])
-def test_there_is_no_score_without_the_cards_own_rates(health):
-    found = score(rows_of(*[0.5] * 6), health)
-    assert found["percent"] is None and len(found["missing"]) == len(CASES)
+def test_there_is_no_score_without_a_row_of_each_case_and_the_cards_own_rates(case):
+    lacks = "its row lacks time, bytes or FLOPs"
+    for changes, why in (
+        ({"status": "INVALID", "why": 7}, "INVALID: 7"), ({"S": 4096}, "not timed"),
+        ({"n_sel": 8}, "not timed"), ({"B": 2}, "not timed"), ({"bytes": None}, lacks),
+        ({"median_us": 1e300}, lacks),
+    ):  # fmt: skip
+        rows = [r | changes if r["case"] == case else r for r in rows_of(*[0.5] * 6)]
+        found = score(rows, HEALTH)
+        assert found["percent"] is None and found["missing"] == {case: why}
+    for health in (None, {}, {"copy_gbs": 4000.0}, {**HEALTH, "copy_gbs": 0}):
+        found = score(rows_of(*[0.5] * 6), health)
+        assert found["percent"] is None and len(found["missing"]) == len(CASES)
 
 
 def clean(folder, name, rows=(), **git):
@@ -165,9 +157,7 @@ def test_a_bundle_that_does_not_verify_is_left_out_and_named(tmp_path, capsys):
 
 def assert_is_trace(one):
     """The rules of flashinfer-bench's Trace, Workload, Evaluation and Performance."""
-    assert {k: type(one[k]) for k in ("definition", "solution")} == dict.fromkeys(
-        ("definition", "solution"), str
-    )
+    assert type(one["definition"]) is type(one["solution"]) is str
     work, found = one["workload"], one["evaluation"]
     assert set(work) == {"uuid", "axes", "inputs"} and len(work["uuid"]) == 36
     assert all(type(n) is int and n >= 0 for n in work["axes"].values()) and work["axes"]
@@ -225,16 +215,13 @@ def test_the_exported_file_holds_what_the_rows_do(tmp_path, capsys):
         "hardware": "NVIDIA_H200",
         "libs": {"torch": "2.11.0+cu130", "triton": "3.6.0", "cuda": "13.0", "driver": "580.95"},
     }
-    assert len({t["workload"]["uuid"] for t in lines}) == len(
-        {(t["definition"], json.dumps(t["workload"]["axes"])) for t in lines}
-    )
+    problems = {(t["definition"], json.dumps(t["workload"]["axes"])) for t in lines}
+    assert len({t["workload"]["uuid"] for t in lines}) == len(problems)
 
 
 def test_export_says_what_it_cannot_do(tmp_path, capsys):
-    assert (
-        "neither a folder"
-        in told_by("export", tmp_path / "absent", "--trace", "x", capsys=capsys, code=2).err
-    )
+    said = told_by("export", tmp_path / "absent", "--trace", "x", capsys=capsys, code=2)
+    assert "neither a folder" in said.err
     folder = clean(tmp_path, "19")
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "out.jsonl"
