@@ -188,21 +188,19 @@ def test_the_triton_that_is_imported_counts_whatever_it_is_called(monkeypatch):
 
 
 def test_the_cuda_of_the_driver(monkeypatch):
-    def library(name):
-        assert name == "libcuda.so.1"
-        return SimpleNamespace(cuDriverGetVersion=answer)
-
-    def absent(name):
-        raise OSError(f"{name}: cannot open shared object file")
-
     def answer(number):
         number._obj.value = 12080
         return 0
 
+    def library(name):
+        if name not in there:
+            raise OSError(f"{name}: cannot open shared object file")
+        return there[name]
+
+    there = {"libcuda.so.1": SimpleNamespace(cuDriverGetVersion=answer)}
     monkeypatch.setattr(probe_torch.ctypes, "CDLL", library)
     assert probe_torch._cuda_driver() == "12.8"
-    monkeypatch.undo()
-    monkeypatch.setattr(probe_torch.ctypes, "CDLL", absent)
+    there.clear()
     assert probe_torch._cuda_driver() is None
 
 

@@ -420,6 +420,10 @@ def test_a_command_takes_its_inputs_from_the_bundle(tmp_path):
     assert ran.stdout == "L\n", ran.stderr
     bench = next(s for s in stages.plan("standard") if s.id == "sel_route")
     assert outputs.typed(bench.argv).endswith("--csv /tmp/sel_route.csv")
+    tests = {**done, "argv": ("{python}", "-m", "pytest", "x.py"), "env": {"A": "b c"}}
+    rows = [test_row("x.py::good"), test_row("x.py::bad[1 2]", "error")]
+    want = "A='b c' python -m pytest --tb=short 'x.py::bad[1 2]'"  # what failed, and no more
+    assert outputs.repro(tests, rows) == want
 
 
 def test_a_huge_issue_keeps_verdict_failures_and_warnings(tmp_path):

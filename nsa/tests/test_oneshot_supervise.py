@@ -111,6 +111,8 @@ def test_no_row_is_lost_silently(context, monkeypatch):
     channel.feed(row + b"\n" + row)
     channel.close()
     assert (len(channel.rows), channel.unreadable) == (2, 0)
+    channel.feed(b"hello\n")
+    assert channel.unreadable == 1
     monkeypatch.setattr(supervise, "ROWS_CAP", 1)
     monkeypatch.setattr(supervise, "ROW_CAP_BYTES", 200)
     channel = supervise._Channel(context, faults.stage("pass"))

@@ -182,6 +182,13 @@ def _keyed(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tupl
     return out
 
 
+def _moved(a: Mapping[str, Any], b: Mapping[str, Any], *names: str) -> list[str]:
+    """Those of `names` whose values differ, with both."""
+    return [
+        f"{name} {a.get(name)} -> {b.get(name)}" for name in names if a.get(name) != b.get(name)
+    ]
+
+
 def _stage_words(side: Side, row: Mapping[str, Any] | None, stage: str) -> str:
     """What a side has in place of numbers."""
     if row is not None:
@@ -216,7 +223,7 @@ def judge_cells(a: Side, b: Side, floor: float, incomparable: Sequence[str]) -> 
     candidates: dict[tuple, set[str]] = {}
     for key in (*left, *right):
         candidates.setdefault(key[:2], set()).add(key[2])
-    out = []
+    out, boxes = [], ["unlike boxes, see above"] if incomparable else []
     for key in dict.fromkeys([*left, *right]):
         x, y = left.get(key), right.get(key)
         case = key[1] + (f" [{key[2]}]" if len(candidates[key[:2]]) > 1 else "")
@@ -237,20 +244,11 @@ def judge_cells(a: Side, b: Side, floor: float, incomparable: Sequence[str]) -> 
             out.append(Cell(case, "GONE", why, **values, not_asked=not_asked))
         elif not has[0]:
             out.append(Cell(case, "NEW", f"A: {_stage_words(a, x, stage)}", **values))
+        elif unlike := [*boxes, *_moved(x, y, "timer", "cache")]:
+            out.append(Cell(case, "NOT_COMPARABLE", "; ".join(unlike), **values))
         else:
-            unlike = ["unlike boxes, see above"] if incomparable else []
-            unlike += [
-                f"{name} {x.get(name)} -> {y.get(name)}"
-                for name in ("timer", "cache")
-                if x.get(name) != y.get(name)
-            ]
-            if unlike:
-                out.append(Cell(case, "NOT_COMPARABLE", "; ".join(unlike), **values))
-                continue
             verdict, why, change, interval = judge_case(x, y, floor)
-            for name in ("path_taken", "baseline"):
-                if x.get(name) != y.get(name):
-                    why += f"; {name} {x.get(name)} -> {y.get(name)}"
+            why = "; ".join([why, *_moved(x, y, "path_taken", "baseline")])
             out.append(Cell(case, verdict, why, **values, change=change, change_ci=interval))
     return out
 
@@ -307,8 +305,7 @@ def box_of(data: Mapping[str, Any]) -> dict[str, Any]:
 def why_not_comparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Facts that make times of two bundles two different questions."""
     x, y = box_of(a), box_of(b)
-    return [plain(f"{k} {x.get(k)} -> {y.get(k)}") for k in dict.fromkeys([*x, *y])
-            if x.get(k) != y.get(k)]  # fmt: skip
+    return [plain(text) for text in _moved(x, y, *dict.fromkeys([*x, *y]))]
 
 
 def _proofs(a: Side, b: Side) -> tuple[list[str], list[str]]:
