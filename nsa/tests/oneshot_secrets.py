@@ -289,5 +289,5 @@ STRONG = (
     "session_token bearer_token bot_token"
 ).split()
 WEAK = "sessid sessionid session key sid auth jwt nonce code sig cred key_id token_value".split()
-SHAPES += [("name", f"{name}: hunter-two", "hunter-two") for name in STRONG]
+SHAPES += [("name", f"got {name}: hunter-two", "hunter-two") for name in STRONG]
 SHAPES += [("name", f"{name} = ab0ab0ab0ab0ab0ab0", "ab0ab0") for name in WEAK]
