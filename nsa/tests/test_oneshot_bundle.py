@@ -124,19 +124,14 @@ def test_git_state(sources):
     assert "1 file changed" in changed["diffstat"]
 
 
-def test_no_git_falls_back_to_the_sources(sources):
-    first = checkout.git_facts(sources)
+def test_where_git_cannot_tell_the_hash_of_the_sources_does(sources):
+    """Without a commit it names them; a copied tree with the commit it came from may be edited."""
+    first, before = checkout.git_facts(sources), checkout.git_facts(sources, "deadbeef01")
     assert first["short"].startswith("nogit-") and len(first["short"]) == 16
+    assert checkout.same_sources(before, checkout.git_facts(sources, "deadbeef01"))
+    assert before["short"] == "deadbee"
     (sources / "nsa" / "a.py").write_text("x = 3\n")
     assert checkout.git_facts(sources)["short"] != first["short"]
-    assert checkout.git_facts(sources, "deadbeef01")["short"] == "deadbee"
-
-
-def test_where_git_cannot_tell_the_hash_of_the_sources_does(sources):
-    """A copied tree with the commit it came from: nothing else sees that it was edited."""
-    before = checkout.git_facts(sources, "deadbeef01")
-    assert checkout.same_sources(before, checkout.git_facts(sources, "deadbeef01"))
-    (sources / "nsa" / "a.py").write_text("x = 3\n")
     assert not checkout.same_sources(before, checkout.git_facts(sources, "deadbeef01"))
     assert committed(sources)["source_sha256"] is None  # git tells
     foreign = checkout.git_facts(sources, "deadbeef01")  # another .git came along

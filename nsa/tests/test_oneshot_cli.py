@@ -132,6 +132,7 @@ def test_plan_names_real_files(profile):
     assert len({s.id for s in planned}) == len(planned)
     assert len({s.log_path for s in planned}) == len(planned)
     for stage in planned:
+        assert not (stage.gpu and profile == "cpu"), stage.id
         assert stage.after is None or stage.after in {s.id for s in planned}
         assert stages.NO_TEST not in stage.argv, f"{stage.id} finds no test file"
         for part in stage.argv:

@@ -48,7 +48,7 @@ class Background(threading.Thread):
     def stop(self) -> None:
         self._halt.set()
         if self.is_alive():
-            self.join(2.0)
+            self.join(1.0)
 
 
 class Telemetry(Background):
