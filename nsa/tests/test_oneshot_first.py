@@ -184,7 +184,7 @@ def test_others_are_those_timed_in_pairs_on_the_same_card(sample, committed_rows
     assert "sfnsa, forward, 1.83 at 8k tokens." in text and "1.97" not in text
     assert "6.66" not in text and "vllm" not in text  # of other blocks, and of selection alone
     other = {**dict(SIZES), "HQ": 128}
-    assert committed.pairs("NVIDIA H200", {**real_rows()[0], **other}) == []
+    assert committed.pairs("NVIDIA H200", {**real_rows()[0], **other}) == {}
 
 
 # ---------------------------------------------------------------------------------- what to set

@@ -7,22 +7,10 @@ ratios are those that one run measured in pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from bench import recorded
 from bench.recorded import KINDS, number, rows
-
-
-@dataclass(frozen=True)
-class Pair:
-    """NSA beside another implementation, timed in turns in one run."""
-
-    direction: str
-    tokens: int
-    other: str
-    speedup: float
-    commit: str
 
 
 def times(device: str) -> dict[tuple[str, ...], tuple[float, str]]:
@@ -36,18 +24,17 @@ def times(device: str) -> dict[tuple[str, ...], tuple[float, str]]:
     return out
 
 
-def pairs(device: str, like: Mapping[str, Any]) -> list[Pair]:
-    """NSA beside other implementations on this kind of card, at the sizes of the prefill row
-    `like`, by direction and tokens."""
+def pairs(device: str, like: Mapping[str, Any]) -> dict[tuple[str, str, int], float]:
+    """How many times as long other implementations took as NSA, timed in turns in one run, by
+    (implementation, direction, tokens); on this kind of card, at the sizes of the prefill row
+    `like`."""
     sizes = [name for name in recorded.SIZES if name != "S"]
-    out: dict[tuple[str, ...], Pair] = {}
+    out: dict[tuple[str, str, int], float] = {}
     for _, row in rows(KINDS["peers"].files, device):
         speedup, tokens = number(row.get("speedup")), row.get("S", "")
         other = str(row.get("against"))
         same = all(str(like.get(name)) == row.get(name) for name in sizes)
         same &= (row.get("op") or "full") == "full" and not row.get("sharing")
         if same and speedup is not None and tokens.isdecimal() and other != "dense":
-            direction = str(row.get("direction"))
-            pair = Pair(direction, int(tokens), other, speedup, str(row.get("commit")))
-            out.setdefault((direction, tokens, other), pair)
-    return sorted(out.values(), key=lambda p: (p.other, p.direction, p.tokens))
+            out.setdefault((other, str(row.get("direction")), int(tokens)), speedup)
+    return dict(sorted(out.items()))

@@ -185,14 +185,14 @@ def _ratios(rows: list[Mapping[str, Any]], floor: float | None) -> str:
     return " to ".join(dict.fromkeys(f"{r:.2f}x" for r in (ratios[:1] + ratios[-1:])))
 
 
-def _beside(pairs: list[committed.Pair], here: set[int]) -> str:
+def _beside(pairs: Mapping[tuple[str, str, int], float], here: set[int]) -> str:
     """What other implementations took on this kind of card, at the lengths that this run timed or,
     without one of them, at all."""
     words = {"fwd": "forward", "fwd+bwd": "forward and backward"}
     groups: dict[tuple[str, str], list[str]] = {}
-    for pair in [p for p in pairs if p.tokens in here] or pairs:
-        size = f"{pair.speedup:.2f} at {evidence.tokens(pair.tokens)}"
-        groups.setdefault((pair.other, pair.direction), []).append(size)
+    for other, way, tokens in [key for key in pairs if key[2] in here] or pairs:
+        size = f"{pairs[other, way, tokens]:.2f} at {evidence.tokens(tokens)}"
+        groups.setdefault((other, way), []).append(size)
     said = "; ".join(
         f"{cell(other, 40)}, {words.get(way, cell(way, 20))}, {', '.join(sizes)} tokens"
         for (other, way), sizes in groups.items()

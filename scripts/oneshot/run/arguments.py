@@ -43,7 +43,6 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # setup_env.py looks for --dry-run before it installs anything
     )
     p.add_argument("out_dir", nargs="?", type=Path, help="default: artifacts/runner")
-    p.add_argument("--out", type=Path, help="the same as out_dir")
     p.add_argument(
         "--profile",
         choices=(*PROFILES, "gpu", "auto"),

@@ -641,10 +641,7 @@ def main(argv: list[str]) -> int:
 
 def _main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    if args.out_dir and args.out:
-        say("give out_dir or --out, not both")
-        return EXIT_USAGE
-    out = (args.out_dir or args.out or ROOT / "artifacts" / "runner").resolve()
+    out = (args.out_dir or ROOT / "artifacts" / "runner").resolve()
     stop = Stop(then=box.abort)
     if not (args.dry_run or args.detach):
         stop.install()  # what ends the run from here on leaves a report
