@@ -377,16 +377,6 @@ def check_reports(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
             yield f"{name} does not begin with the verdict of bundle.json"
 
 
-def _without_unstable(score: Mapping[str, Any]) -> dict[str, Any]:
-    """A score as one of VALID rows alone."""
-    unstable = {case: f"UNSTABLE: {why}" for case, why in score["unstable"].items()}
-    return {
-        "percent": None if unstable else score["percent"],
-        "cases": {case: one for case, one in score["cases"].items() if case not in unstable},
-        "missing": {**score["missing"], **unstable},
-    }
-
-
 def check_journal(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
     """bundle.json is what the journal gives, and its list of files is the folder's."""
     events = read_events(folder / "events.jsonl")
@@ -399,12 +389,7 @@ def check_journal(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
         yield f"events.jsonl cannot be replayed: {type(error).__name__}: {error}"
         return
     for key in replayed:
-        if key == "score" and key not in data:  # made before there was one
-            continue
-        right, given = replayed[key], data.get(key)
-        if key == "score" and isinstance(given, dict) and "unstable" not in given:
-            right = _without_unstable(right)  # made when UNSTABLE rows were missing
-        if key != "files" and right != given:
+        if key != "files" and replayed[key] != data.get(key):
             yield f"{key} in bundle.json is not what events.jsonl gives"
     for file in data["files"]:
         name = str(file.get("path"))

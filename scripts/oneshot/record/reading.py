@@ -71,9 +71,7 @@ def rebuild(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def check_shape(data: dict[str, Any]) -> None:
-    """TypeError, ValueError or KeyError unless `data` has the shape of RunRecord.to_bundle(); an
-    older one may lack its score."""
-    data = {"score": {}, **data}
+    """TypeError, ValueError or KeyError unless `data` has the shape of RunRecord.to_bundle()."""
     for name, like in RunRecord().to_bundle().items():
         value = data[name]
         if isinstance(like, (dict, list)):

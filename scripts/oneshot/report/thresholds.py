@@ -134,9 +134,7 @@ def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> d
             "case": code(low["case"]) if low else "-",
         })  # fmt: skip
     proposal, settings = data["recommend"] or {}, []
-    # A run before there was an answer for each setting has one, against the faster of the two.
-    both = any(k.startswith("fa2_") and "_triton" in k for k in proposal)
-    for baseline, value, words, advice in FA2_SETTINGS if both else (("",) * 4,):
+    for baseline, value, words, advice in FA2_SETTINGS:
         more, texts, named = "_triton" if baseline == "triton" else "", [], False
         for branch in ("win", "cmp"):
             why = proposal.get(f"fa2_{branch}{more}_why")
@@ -146,7 +144,7 @@ def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> d
                 r
                 for (b, name, keys), mine in groups.items()
                 for r in mine
-                if b == branch and baseline in ("", name) and not (found and keys < least)
+                if b == branch and baseline == name and not (found and keys < least)
             ]
             told = f" ({cell(why)})" if why else ""
             named |= found
@@ -154,10 +152,8 @@ def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> d
                 texts.append(f"`fa2_min_len_{branch}: {least}` keys{told}{_walls(held)}")
             elif why:
                 texts.append(f"no `fa2_min_len_{branch}`{told}{_walls(held)}")
-        head = "Against the faster of SDPA and the Triton kernel"
-        if both:
-            advice = advice if named else "leave `NSA_USE_FA2=0`"
-            head = f"With `NSA_USE_TRITON_SEL={value}`, {words}: {advice}"
+        advice = advice if named else "leave `NSA_USE_FA2=0`"
+        head = f"With `NSA_USE_TRITON_SEL={value}`, {words}: {advice}"
         if texts:
             settings.append({"head": head, "lengths": texts})
     return {"evidence": evidence, "settings": settings}
