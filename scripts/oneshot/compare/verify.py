@@ -236,7 +236,8 @@ def _not_derived(row: Mapping[str, Any]) -> Iterator[str]:
             if is_number(row.get(amount)):
                 given.append((name, row.get(name), row[amount] / median / unit))
         base, speedup = row.get("base_median_us"), row.get("speedup")
-        if is_number(base) and is_number(speedup) and speedup > 0:
+        # What is UNSTABLE may spread as far; its raw times say whether the ratio is theirs.
+        if row["status"] == "VALID" and is_number(base) and is_number(speedup) and speedup > 0:
             if not 1 / ALIKE < base / median / speedup < ALIKE:
                 yield f"speedup {speedup:g} is not that of {base:g} over {median:g} us"
     of = row.get("parity") if isinstance(row.get("parity"), dict) else row
