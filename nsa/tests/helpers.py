@@ -193,6 +193,15 @@ def assert_finite(**tensors: Tensor) -> None:
         assert not bad.any(), f"{name} is not finite at {bad.nonzero()[0].tolist()}"
 
 
+def assert_raises(*cases: tuple[type[BaseException], str, Callable[[], object]]) -> None:
+    """Each call of (error, words, call) raises such an error with such words."""
+    import pytest
+
+    for error, words, call in cases:
+        with pytest.raises(error, match=words):
+            call()
+
+
 # ---- records -------------------------------------------------------------------------------------
 
 
